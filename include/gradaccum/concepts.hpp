@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/gradients.hpp>
+
+#include <ATen/core/Tensor.h>
+
+#include <concepts>
+#include <vector>
+
+namespace gradaccum {
+
+/// Steps the parameters that it owns, and clears their gradients. Every `torch::optim::Optimizer` that needs no closure
+/// is one; so is a `GradAccumulator`.
+template <class O>
+concept optimizer = requires(O& o) {
+  o.step();
+  o.zero_grad();
+  o.param_groups();
+};
+
+/// What an optimizer derives from, beside `torch::optim::Optimizer`, to multiply by the deferred factor in its own pass;
+/// so it is also found behind a `torch::optim::Optimizer&`.
+///
+/// `step(Gradients)` reads `raw()`, never `.grad`; leaves the gradients as they are; and where they were required to be
+/// finite and are not, moves nothing.
+struct TakesGradients {
+  virtual void step(Gradients gradients) = 0;
+  virtual ~TakesGradients() = default;
+};
+
+/// An optimizer that multiplies by the deferred factor in its own pass.
+template <class O>
+concept takes_gradients = optimizer<O> && requires(O& o, Gradients g) { o.step(g); };
+
+/// An optimizer that moves the parameters on some calls of `step()` only.
+template <class O>
+concept accumulating = optimizer<O> && requires(O& o) {
+  { o.ready() } -> std::same_as<bool>;
+  { o.gradients() } -> std::same_as<Gradients&>;
+};
+
+namespace detail {
+
+template <class O>
+std::vector<at::Tensor> parameters_of(O& optimizer) {
+  std::vector<at::Tensor> all;
+  for (auto& group : optimizer.param_groups()) all.insert(all.end(), group.params().begin(), group.params().end());
+  return all;
+}
+
+}  // namespace detail
+}  // namespace gradaccum

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/multiplier.hpp>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+
+#include <limits>
+#include <vector>
+
+namespace gradaccum::detail {
+
+/// Passes over lists of gradients of any device, dtype and layout. None of them waits for a device.
+
+/// The numbers of a gradient as a dense real tensor that shares its memory. Not summed, where it is sparse.
+inline at::Tensor elements(const at::Tensor& gradient) {
+  TORCH_CHECK(gradient.layout() == at::kStrided || gradient.is_sparse(),
+              "Gradients: a gradient must be dense or sparse COO, got layout ", gradient.layout());
+  auto values = gradient.is_sparse() ? gradient._values() : gradient;
+  return values.is_complex() ? at::view_as_real(values) : values;
+}
+
+/// The same with the duplicates of a sparse gradient summed: what a norm, or the search for inf, has to see.
+inline at::Tensor summed_elements(const at::Tensor& gradient) {
+  return elements(gradient.is_sparse() ? gradient.coalesce() : gradient);
+}
+
+/// Tensors that one foreach operation can take.
+inline std::vector<std::vector<at::Tensor>> by_device_and_dtype(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::vector<at::Tensor>> groups;
+  for (auto& tensor : tensors) {
+    if (tensor.numel() == 0) continue;
+    auto fits = [&](auto& group) {
+      return group.front().device() == tensor.device() && group.front().scalar_type() == tensor.scalar_type();
+    };
+    auto group = std::find_if(groups.begin(), groups.end(), fits);
+    if (group == groups.end()) group = groups.insert(groups.end(), std::vector<at::Tensor>());
+    group->push_back(tensor);
+  }
+  return groups;
+}
+
+/// The `p`-norm of each non-empty gradient, as one float64 tensor on the first one's device.
+///
+/// Summed in float64: the squares of finite 16- and 32-bit numbers stay finite.
+inline at::Tensor norms(const std::vector<at::Tensor>& gradients, double p) {
+  std::vector<at::Tensor> all;
+  for (auto& gradient : gradients) all.push_back(summed_elements(gradient));
+  const auto device = all.empty() ? at::Device(at::kCPU) : all.front().device();
+  std::vector<at::Tensor> found;
+  for (auto& group : by_device_and_dtype(all))
+    for (auto& norm : at::_foreach_norm(group, p, at::kDouble)) found.push_back(norm.to(device, /*non_blocking=*/true));
+  return found.empty() ? at::zeros({1}, at::TensorOptions(at::kDouble).device(device)) : at::stack(found);
+}
+
+/// 0-dim float32: 1 if an element is not finite, else 0. `l2_norms` are what `norms(gradients, 2)` gave.
+inline at::Tensor found_inf(const std::vector<at::Tensor>& gradients, const at::Tensor& l2_norms) {
+  bool squares_may_overflow = false;
+  for (auto& gradient : gradients)
+    squares_may_overflow |= at::toRealValueType(gradient.scalar_type()) == at::kDouble;
+  auto judged = squares_may_overflow ? norms(gradients, std::numeric_limits<double>::infinity()) : l2_norms;
+  return judged.isfinite().all().logical_not().to(at::kFloat);
+}
+
+/// Multiplies in place. The factor keeps float32 precision for 16-bit gradients too: ATen rounds a Scalar, and a 0-dim
+/// tensor on CUDA, to the 16 bits of the gradient first; a 0-dim float32 tensor on the CPU it does not.
+inline void multiply_(const std::vector<at::Tensor>& gradients, const Multiplier& by) {
+  std::vector<at::Tensor> all;
+  for (auto& gradient : gradients) all.push_back(elements(gradient));
+  for (auto& group : by_device_and_dtype(all)) {
+    const bool wide = group.front().element_size() > 2;
+    if (wide && by.on_host()) {
+      at::_foreach_mul_(group, by.host());
+    } else if (wide) {
+      at::_foreach_mul_(group, by.on(group.front().device()).to(group.front().scalar_type()));
+    } else {
+      const auto factor = by.on(by.on_host() ? at::Device(at::kCPU) : group.front().device()).to(at::kFloat);
+      for (auto& tensor : group)
+        by.on_host() ? tensor.mul_(factor) : tensor.copy_(tensor.to(at::kFloat).mul_(factor));
+    }
+  }
+}
+
+}  // namespace gradaccum::detail

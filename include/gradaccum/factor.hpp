@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/multiplier.hpp>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <vector>
+
+namespace gradaccum {
+
+/// Collects what gradients, or the seed of a backward pass, are yet to be multiplied by.
+///
+///     ga::Gradients gradients(model->parameters());
+///     loss.backward();
+///     gradients.factor().divide(65536.0);                  // a loss scale
+///     gradients.factor().multiply(torch::tensor(0.5));     // known on the device only: nobody waits for it
+///     optimizer.step(gradients);                           // or gradients.apply()
+///
+/// It can be written but not read: so no writer depends on another, and any order of writers gives the same bits
+/// (multipliers and divisors are kept apart, sorted before they are joined, and divided once).
+///
+/// @note Does not synchronise with the device. A CPU tensor is read at once; a device tensor is copied on the device.
+class Factor {
+ public:
+  void multiply(double by) { multipliers_.push_back(by); }
+  void multiply(const at::Tensor& by) { add(by, multipliers_, device_multipliers_); }
+
+  void divide(double by) {
+    TORCH_CHECK(by != 0, "Factor: a divisor must not be 0");
+    divisors_.push_back(by);
+  }
+  void divide(const at::Tensor& by) { add(by, divisors_, device_divisors_); }
+
+  /// Says that a loss scaler is at work: the step is taken only if every gradient is finite.
+  void require_finite() { finite_required_ = true; }
+
+  /// What all of it comes to. For those who apply it; a writer has no use for it.
+  friend detail::Multiplier product_of(const Factor& factor) {
+    return {detail::sorted_product(factor.multipliers_), detail::sorted_product(factor.divisors_),
+            detail::sorted_product(factor.device_multipliers_), detail::sorted_product(factor.device_divisors_)};
+  }
+  friend bool finite_required(const Factor& factor) { return factor.finite_required_; }
+
+ private:
+  static void add(const at::Tensor& by, std::vector<double>& host, std::vector<at::Tensor>& device) {
+    TORCH_CHECK(by.defined() && by.dim() == 0, "Factor: must be a number or a 0-dim tensor, got ",
+                by.defined() ? c10::str("shape ", by.sizes()) : "an undefined tensor");
+    if (by.device().is_cpu())
+      host.push_back(by.item<double>());
+    else  // a copy: its owner may change the tensor before it is used
+      device.push_back(by.detach().to(at::kDouble, /*non_blocking=*/true, /*copy=*/true));
+  }
+
+  std::vector<double> multipliers_, divisors_;
+  std::vector<at::Tensor> device_multipliers_, device_divisors_;
+  bool finite_required_ = false;
+};
+
+}  // namespace gradaccum

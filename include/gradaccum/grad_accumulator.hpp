@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/clip_grad.hpp>
+#include <gradaccum/concepts.hpp>
+#include <gradaccum/detail/open_window.hpp>
+#include <gradaccum/detail/optimizer_facade.hpp>
+#include <gradaccum/detail/take_step.hpp>
+#include <gradaccum/detail/type_name.hpp>
+#include <gradaccum/loss.hpp>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+
+#include <concepts>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace torch::optim {
+class LBFGS;  // its own header would cost 9 s a translation unit
+}
+
+namespace gradaccum {
+
+struct GradAccumulatorOptions {
+  std::int64_t steps = 1;                            ///< micro-batches an update, >= 1
+  std::optional<at::ScalarType> accumulate_in = {};  ///< kFloat: 16-bit gradients are summed in float32, 4 bytes each
+};
+
+/// A drop-in for the optimizer it wraps, that moves the parameters on every `steps`-th call of `step()`.
+///
+///     ga::GradAccumulator optimizer(sgd, {.steps = 4});
+///     for (auto& batch : batches) {
+///       auto loss = torch::mse_loss(model->forward(batch.data), batch.target);
+///       loss.backward();
+///       optimizer.step();
+///       optimizer.zero_grad();
+///     }
+///     optimizer.flush();
+///
+/// Gradients are the mean over the window, as of one large batch; of a shorter, last window too. `.grad` holds the sum
+/// until the window closes: a loop that clips calls `optimizer.clip_grad_norm_`, and other code that reads gradients
+/// goes inside `if (optimizer.ready()) { optimizer.gradients().apply(); … }`, after backward.
+///
+/// A micro-batch is one `backward()` of the accumulator, or one `step()` that none preceded. Where a
+/// `torch::optim::Optimizer&` is asked for (LibTorch's schedulers), an accumulator converts to one.
+///
+/// The wrapped optimizer outlives the accumulator. Its options, state and saved files are its own, untouched.
+///
+/// @note Does not synchronise with the device, apart from a 4-byte read a window where a loss scaler is at work.
+template <class Optimizer>
+class GradAccumulator {
+  static_assert(!accumulating<Optimizer>,
+                "GradAccumulator: wraps an optimizer, not another accumulator; set_steps(n) changes its window");
+  static_assert(!std::derived_from<Optimizer, torch::optim::LBFGS>,
+                "GradAccumulator: LBFGS calls its closure several times a step, so it has no micro-batches; "
+                "use SGD, Adam, AdamW, RMSprop, Adagrad or one of your own");
+  static_assert(gradaccum::optimizer<Optimizer> || accumulating<Optimizer> || std::derived_from<Optimizer, torch::optim::LBFGS>,
+                "GradAccumulator: an optimizer has step(), zero_grad() and param_groups()");
+
+ public:
+  explicit GradAccumulator(Optimizer& optimizer, GradAccumulatorOptions options = {})
+      : optimizer_(&optimizer), window_(options.steps, options.accumulate_in) {
+    if constexpr (std::derived_from<Optimizer, torch::optim::Optimizer>)
+      TORCH_CHECK(detail::type_name(optimizer.defaults()) != "LBFGSOptions",  // finds classes derived from it, too
+                  "GradAccumulator: must not be LBFGS, which calls its closure several times a step and so has no "
+                  "micro-batches; use SGD, Adam, AdamW, RMSprop, Adagrad or one of your own");
+    open();
+  }
+  GradAccumulator(const GradAccumulator&) = delete;  // an accumulator is neither copied nor wrapped by another
+  GradAccumulator& operator=(const GradAccumulator&) = delete;
+
+  /// Runs backward with the loss's weight: the window is then the mean over all its items. Once a micro-batch; weight 0
+  /// counts, without backward. Must not be mixed with `loss.backward()` in one window.
+  void backward(Loss loss, std::optional<bool> retain_graph = {}, bool create_graph = false) {
+    follow();
+    window_.backward(std::move(loss), retain_graph, create_graph);
+  }
+
+  /// Completes a micro-batch, and closes the window if it was the last. True if the parameters moved.
+  bool step() {
+    follow();
+    window_.complete_micro_batch();
+    return window_.full() && close();
+  }
+
+  /// Clears the gradients if and only if `micro_steps() == 0`: it may stand first or last in a loop.
+  void zero_grad(bool set_to_none = true) {
+    if (micro_steps() == 0) clear(set_to_none);
+  }
+
+  /// Closes a shorter window, with its true mean, and clears the gradients. True if the parameters moved.
+  bool flush() {
+    follow();
+    if (!window_.complete_early()) return false;
+    const bool moved = close();
+    clear();
+    return moved;
+  }
+
+  /// Forgets the window, and clears the gradients.
+  void discard() {
+    clear();
+    open();
+  }
+
+  /// The window is clipped to this L2 norm when it closes, by step or flush; so it may be called at every micro-batch.
+  /// `max_norm` is > 0; infinity only measures.
+  void clip_grad_norm_(double max_norm) {
+    TORCH_CHECK(max_norm > 0, "GradAccumulator: max_norm must be > 0, got ", max_norm);
+    clip_norm_ = max_norm;
+  }
+  /// The same for the elements, to [-clip_value, clip_value]; after the norm, where both are asked for.
+  void clip_grad_value_(double clip_value) {
+    TORCH_CHECK(clip_value >= 0, "GradAccumulator: clip_value must be >= 0, got ", clip_value);
+    clip_value_ = clip_value;
+  }
+  /// The norm of the last closed window before clipping: 0-dim float64, on the device. It must have been clipped.
+  const at::Tensor& grad_norm() const {
+    TORCH_CHECK(grad_norm_.defined(), "GradAccumulator: grad_norm() needs a closed window for which "
+                                      "clip_grad_norm_(max) was called; infinity only measures");
+    return grad_norm_;
+  }
+
+  /// The window so far. Its values may be read and changed when all its micro-batches are in: if `ready()`, after backward.
+  Gradients& gradients() { return follow(), window_.gradients(); }
+
+  bool ready() const { return window_.ready(); }                        ///< the next `step()` closes the window
+  std::int64_t micro_steps() const { return window_.micro_steps(); }    ///< completed in this window
+  std::int64_t updates() const { return updates_; }                     ///< how often the parameters have moved
+  void set_steps(std::int64_t steps) { window_.set_steps(steps); }      ///< from the next window on
+  auto& param_groups() { return optimizer_->param_groups(); }
+  Optimizer& optimizer() { return *optimizer_; }
+
+  /// `Wrapping 'SGD' optimizer with gradient accumulation of 4 steps`
+  std::string description() const {
+    return "Wrapping '" + detail::type_name(*optimizer_) + "' optimizer with gradient accumulation of " +
+           std::to_string(window_.steps()) + (window_.steps() == 1 ? " step" : " steps");
+  }
+
+  /// For code that takes an optimizer by reference: its `step` counts, steps and then clears; its `zero_grad` does
+  /// nothing; a learning rate or a group set through it, save and load reach the wrapped optimizer.
+  operator torch::optim::Optimizer&()  // NOLINT(google-explicit-constructor): a drop-in
+    requires std::derived_from<Optimizer, torch::optim::Optimizer>
+  {
+    if (!facade_) facade_ = std::make_unique<detail::OptimizerFacade>(*optimizer_, [this] { step(), zero_grad(); });
+    facade_->synchronise();
+    return *facade_;
+  }
+
+ private:
+  void follow() {
+    if (facade_) facade_->synchronise();
+    window_.follow(detail::parameters_of(*optimizer_));
+  }
+  void open() { window_.open(detail::parameters_of(*optimizer_)); }
+
+  bool close() {
+    bool moved = false;
+    try {
+      clip();
+      moved = window_.has_weight() && detail::take_step(*optimizer_, window_.closing());
+    } catch (...) {
+      window_.spoil();
+      throw;
+    }
+    open();
+    if (moved) ++updates_;
+    if (!moved) clear();
+    return moved;
+  }
+
+  void clip() {
+    grad_norm_ = clip_norm_ ? gradaccum::clip_grad_norm_(window_.closing(), *clip_norm_) : at::Tensor();
+    if (clip_value_) gradaccum::clip_grad_value_(window_.closing(), *clip_value_);
+    clip_norm_.reset();
+    clip_value_.reset();
+  }
+
+  void clear(bool set_to_none = true) {
+    if constexpr (requires { optimizer_->zero_grad(set_to_none); })
+      optimizer_->zero_grad(set_to_none);
+    else
+      optimizer_->zero_grad();
+    window_.cleared(detail::parameters_of(*optimizer_));
+  }
+
+  Optimizer* optimizer_;
+  detail::OpenWindow window_;
+  std::int64_t updates_ = 0;
+  std::optional<double> clip_norm_, clip_value_;
+  at::Tensor grad_norm_;
+  std::unique_ptr<detail::OptimizerFacade> facade_;
+};
+
+}  // namespace gradaccum

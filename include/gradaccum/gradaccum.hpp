@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/clip_grad.hpp>
+#include <gradaccum/concepts.hpp>
+#include <gradaccum/data/tensor_batches.hpp>
+#include <gradaccum/factor.hpp>
+#include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/gradients.hpp>
+#include <gradaccum/loss.hpp>
+#include <gradaccum/memory_meter.hpp>
+#include <gradaccum/version.hpp>
+#include <gradaccum/window.hpp>

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/window_gradients.hpp>
+#include <gradaccum/factor.hpp>
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace gradaccum {
+
+/// The gradients of one window, and the factor that they are yet to be multiplied by.
+///
+///     ga::GradAccumulator optimizer(sgd, {.steps = 4});
+///     for (auto& batch : batches) {
+///       torch::mse_loss(model->forward(batch.data), batch.target).backward();
+///       if (optimizer.ready())
+///         for (auto& gradient : optimizer.gradients().values()) gradient.add_(torch::randn_like(gradient), 1e-3);
+///       optimizer.step();
+///       optimizer.zero_grad();
+///     }
+///
+/// Loss scaling, the mean over a window, the mean over ranks and clipping all multiply the same gradients. Done one by
+/// one, each is a pass over memory, in an order that is easily wrong. Here each is a `factor()`, and all are applied at
+/// once: by an optimizer that takes `Gradients`, inside its own pass; for any other by `apply()`, before its step.
+///
+/// A handle: copies are the same window, and all of them are `closed()` with it. Made from a list of parameters, it is
+/// a window of one batch. Parameters may be of any dtype, on several devices, shared or frozen; gradients dense or
+/// sparse (COO), and undefined where there is none.
+///
+/// @note Nothing here synchronises with the device, apart from reading a tensor that it returns.
+class Gradients {
+ public:
+  explicit Gradients(const std::vector<at::Tensor>& parameters)
+      : window_(std::make_shared<detail::WindowGradients>(parameters)) {}
+  /// For those who own a window: an accumulator, a scaler.
+  explicit Gradients(std::shared_ptr<detail::WindowGradients> window) : window_(std::move(window)) {}
+
+  /// What all gradients are yet to be multiplied by. Deferred, and write-only.
+  Factor& factor() { return window_->factor(); }
+
+  /// The sum of the weights of the window's micro-batches so far, on this rank; 1 a micro-batch where none was given.
+  double items() const { return window_->items(); }
+
+  /// The parameters that have a gradient, in the order of `raw()` and `values()`.
+  const std::vector<at::Tensor>& parameters() { return window_->parameters(); }
+
+  /// The gradients as they lie in memory, not multiplied yet: `.grad`, or the sums that are kept apart from it.
+  /// For optimizers, which multiply by `multiplier(device)` themselves.
+  const std::vector<at::Tensor>& raw() { return window_->raw(); }
+
+  /// The gradients in their true size, to be read and changed. Applies the factor first; in a window that is not
+  /// complete yet that throws.
+  const std::vector<at::Tensor>& values() { return window_->apply(), window_->raw(); }
+
+  /// What `raw()` is yet to be multiplied by: the factor and the mean over the window. A 0-dim float64 tensor.
+  at::Tensor multiplier(at::Device device) const { return window_->multiplier().on(device); }
+
+  /// L2 norm of the gradients in their true size, 0-dim float64; duplicates in a sparse gradient count as their sum.
+  /// Kept until a gradient changes.
+  at::Tensor norm() { return window_->norm(); }
+
+  /// 1 if an element is inf or NaN, else 0: 0-dim float32. Finite numbers whose squares overflow are finite.
+  at::Tensor found_inf() { return window_->found_inf(); }
+
+  /// A scaler is at work: the step is to be taken only if all is finite.
+  bool finite_required() const { return window_->must_be_finite(); }
+
+  /// Multiplies the gradients by the factor, and sums that are kept apart become `.grad`. A second call does nothing.
+  void apply() { window_->apply(); }
+
+  /// The window is over: stepped, skipped or discarded. Then only `norm()` and `found_inf()` answer, if they did before.
+  bool closed() const { return window_->closed(); }
+
+ private:
+  std::shared_ptr<detail::WindowGradients> window_;
+};
+
+}  // namespace gradaccum

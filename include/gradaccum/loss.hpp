@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/factor.hpp>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full_like.h>
+#include <c10/util/Exception.h>
+
+#include <concepts>
+#include <optional>
+#include <type_traits>
+#include <utility>
+
+namespace gradaccum {
+
+/// A mean loss, and how many items it is the mean of: what makes a window the mean over *all items*.
+///
+///     for (auto& batch : batches) {
+///       auto mean = torch::cross_entropy_loss(model->forward(batch.data), batch.target);
+///       optimizer.backward(ga::Loss{mean, batch.target.numel()});
+///       optimizer.step();
+///       optimizer.zero_grad();
+///     }
+///
+/// A mean of means is another number where micro-batches hold different counts of valid tokens. The weight enters as
+/// the seed of backward: the loss that the user prints is never rewritten.
+///
+/// `mean`: one element, of any floating dtype. `items`: any arithmetic type, finite and >= 0; 0 leaves backward out.
+///
+/// @note Does not synchronise with the device: the count is a host number, and so a Tensor as count does not compile.
+/// @note A 16-bit loss rounds its seed, and so its weight, to 16 bits: compute the loss in float32.
+struct Loss {
+  at::Tensor mean;
+  double items = 1.0;
+  Factor seed = {};  ///< backward starts from it; a loss scale or a weight multiplies it
+
+  Loss(at::Tensor loss) : mean(std::move(loss)) {}  // NOLINT(google-explicit-constructor): a tensor is a loss
+
+  template <class Count>
+  Loss(at::Tensor loss, Count count) : mean(std::move(loss)), items(number(count)) {}
+
+  void check() const {
+    TORCH_CHECK(mean.defined() && mean.numel() == 1, "Loss: the mean must have one element, got ",
+                mean.defined() ? c10::str("shape ", mean.sizes()) : "an undefined tensor");
+    TORCH_CHECK(items == 0 || mean.requires_grad(), "Loss: the mean requires no grad, so backward has nothing to do");
+  }
+
+  void backward(std::optional<bool> retain_graph = {}, bool create_graph = false) const {
+    check();
+    const auto by = product_of(seed);
+    at::Tensor start;
+    if (by.on_host() && !by.is_one()) start = at::full_like(mean, by.host());
+    if (!by.on_host()) start = by.on(mean.device()).to(mean.scalar_type()).expand_as(mean);
+    mean.backward(start, retain_graph, create_graph);
+  }
+
+ private:
+  template <class Count>
+  static double number(Count count) {
+    static_assert(!std::is_base_of_v<at::TensorBase, Count>,
+                  "Loss: items is a number on the host; a Tensor count would wait for the device at every micro-batch. "
+                  "Count on the host, or write count.item<double>() where the wait is meant");
+    static_assert(std::is_arithmetic_v<Count> || std::is_base_of_v<at::TensorBase, Count>,
+                  "Loss: items must be an arithmetic count");
+    if constexpr (std::is_arithmetic_v<Count>) return static_cast<double>(count);
+    return 0;
+  }
+};
+
+}  // namespace gradaccum

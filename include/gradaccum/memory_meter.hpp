@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/memory_ledger.hpp>
+
+#include <c10/core/Device.h>
+#include <c10/util/Exception.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace gradaccum {
+
+/// The number of bytes in a MiB, for options and tables.
+inline constexpr std::int64_t MiB = std::int64_t{1} << 20;
+
+/// Counts the tensor memory of a scope exactly, on the CPU and on CUDA devices.
+///
+///     ga::MemoryMeter meter;
+///     auto loss = torch::mse_loss(model->forward(x), y);
+///     auto activations = meter.live_bytes();                // allocated in this scope, and still held
+///     loss.backward();
+///     std::cout << "peak: " << meter.peak_bytes() << " bytes\n";
+///
+/// It reads what LibTorch's allocators report (not the process's resident memory, which other things move too): on this
+/// thread, on the threads of its backward passes, and wherever an `at::ThreadLocalState` carries it. Meters nest. An
+/// allocation counts with the size that was asked for on the CPU, and as the caching allocator rounds it on CUDA.
+///
+/// Memory that was allocated before the scope does not count, freed in it or not. (On the CPU LibTorch itself then
+/// prints a warning about a "memory block of unknown size".)
+///
+/// @note Takes a lock an allocation. Does not synchronise with the device. Cannot run together with LibTorch's
+/// profiler on one thread: both use the same slot; whichever comes second throws.
+class MemoryMeter {
+ public:
+  MemoryMeter() : ledger_(std::make_shared<detail::MemoryLedger>(surrounding())) {
+    guard_ = std::make_unique<c10::DebugInfoGuard>(c10::DebugInfoKind::PROFILER_STATE, ledger_);
+  }
+  MemoryMeter(const MemoryMeter&) = delete;
+  MemoryMeter& operator=(const MemoryMeter&) = delete;
+
+  /// Bytes allocated in this scope that are still held; on all devices together, or on one.
+  std::int64_t live_bytes() const { return ledger_->total().live; }
+  std::int64_t live_bytes(c10::Device device) const { return ledger_->of(device).live; }
+
+  /// The most that `live_bytes` has been.
+  std::int64_t peak_bytes() const { return ledger_->total().peak; }
+  std::int64_t peak_bytes(c10::Device device) const { return ledger_->of(device).peak; }
+
+  /// The peak begins anew from what is held now.
+  void reset_peak() { ledger_->reset_peak(); }
+
+ private:
+  /// The meter around this one, which goes on counting.
+  static std::shared_ptr<detail::MemoryLedger> surrounding() {
+    auto* const installed = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE);
+    auto* const ledger = dynamic_cast<detail::MemoryLedger*>(installed);
+    TORCH_CHECK(!installed || ledger, "MemoryMeter: must not start inside LibTorch's profiler, which uses the same slot");
+    return ledger ? ledger->shared_from_this() : nullptr;
+  }
+
+  std::shared_ptr<detail::MemoryLedger> ledger_;
+  std::unique_ptr<c10::DebugInfoGuard> guard_;
+};
+
+}  // namespace gradaccum

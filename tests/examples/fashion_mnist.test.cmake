@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# cmake -DEXAMPLE=<fashion_mnist> -DWRITER=<write_idx_files> -DDIRECTORY=<scratch> -P fashion_mnist.test.cmake
+#
+# Runs the FashionMNIST example on a tiny data set and checks what it prints.
+
+cmake_minimum_required(VERSION 3.25)
+
+# Sets status, output and errors.
+function(run)
+  execute_process(COMMAND "${EXAMPLE}" ${ARGN} RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE errors)
+  return(PROPAGATE status output errors)
+endfunction()
+
+# Sets output.
+function(train)
+  run(--data "${DIRECTORY}" --device cpu --threads 1 --batch-size 32 --epochs 2 ${ARGN})
+  if(NOT status EQUAL 0 OR NOT errors STREQUAL "")
+    message(FATAL_ERROR "${ARGN}: status ${status}\n${output}\n${errors}")
+  endif()
+  return(PROPAGATE output)
+endfunction()
+
+function(expect_match text regex)
+  if(NOT text MATCHES "${regex}")
+    message(FATAL_ERROR "expected a match of\n${regex}\nin\n${text}")
+  endif()
+endfunction()
+
+# One line on stderr with these parts, nothing on stdout.
+function(expect_error expected_status part)
+  run(${ARGN})
+  string(FIND "${errors}" "${part}" position)
+  if(NOT status EQUAL expected_status OR position EQUAL -1 OR NOT output STREQUAL "" OR NOT errors MATCHES "^[^\n]+\n$")
+    message(FATAL_ERROR "${ARGN}: expected status ${expected_status} and one line with '${part}', "
+                        "got ${status} and\n${errors}${output}")
+  endif()
+endfunction()
+
+file(REMOVE_RECURSE "${DIRECTORY}")
+execute_process(COMMAND "${WRITER}" "${DIRECTORY}" COMMAND_ERROR_IS_FATAL ANY)
+
+set(rule "-------------------------------")
+set(results "Test Results:\n Accuracy: [0-9]+\\.[0-9]%, Avg loss: [0-9]+\\.[0-9][0-9][0-9][0-9][0-9][0-9]\n\n")
+set(summary "[0-9.]+ seconds, [0-9]+ samples/second, peak memory [0-9]+\\.[0-9] MB beyond the data set\n")
+
+# What it prints, to the letter: nothing about accumulation where there is none, and no progress lines in a file.
+train()
+expect_match("${output}" "^Epoch 1\n${rule}\n${results}Epoch 2\n${rule}\n${results}Done\n${summary}$")
+train(--accumulate 4)
+expect_match("${output}" "^Wrapping 'SGD' optimizer with gradient accumulation of 4 steps\nEpoch 1\n${rule}\n${results}Epoch 2")
+train(--accumulate 0:2,1:1 --optimizer adamw)
+set(two "Wrapping 'AdamW' optimizer with gradient accumulation of 2 steps\n")
+set(one "Wrapping 'AdamW' optimizer with gradient accumulation of 1 step\n")
+expect_match("${output}" "^${two}Epoch 1\n${rule}\n${results}${one}Epoch 2\n${rule}\n${results}Done\n${summary}$")
+
+# It learns, with every optimizer, also where windows and batches do not divide the epoch.
+foreach(settings "sgd;0.5" "momentum;0.05" "adam;0.003" "adamw;0.003")
+  list(GET settings 0 optimizer)
+  list(GET settings 1 rate)
+  train(--optimizer ${optimizer} --lr ${rate} --epochs 10 --batch-size 12 --accumulate 4)
+  expect_match("${output}" "Accuracy: (100\\.0|9[0-9]\\.[0-9])%, Avg loss: [0-9.]+\n\nDone")
+endforeach()
+
+# The same seed gives the same results, another one others. Only the summary has times in it.
+function(train_seed seed variable)
+  train(--lr 0.1 --accumulate 2 --seed ${seed})
+  string(REGEX REPLACE "${summary}" "" output "${output}")
+  set(${variable} "${output}" PARENT_SCOPE)
+endfunction()
+train_seed(1 first)
+train_seed(1 again)
+train_seed(2 other)
+if(NOT first STREQUAL again OR first STREQUAL other)
+  message(FATAL_ERROR "seed 1:\n${first}\nseed 1 again:\n${again}\nseed 2:\n${other}")
+endif()
+
+# The comparison: a row a run, parameters that agree up to rounding.
+train(--compare --lr 0.1)
+set(number " +[0-9]+\\.[0-9]+")
+set(row " +[0-9.]+%${number}${number} +[0-9]+${number}\n")
+expect_match("${output}" "^Run 32 x 1\n\nEpoch 1\n.*Done\n\nRun 8 x 4\n\nWrapping 'SGD' [^\n]* 4 steps\nEpoch 1\n.*Done\n\nRun  ")
+expect_match("${output}" "\nRun +Accuracy +Avg loss +Seconds +Samples/second +Peak memory \\(MB\\)\n32 x 1${row}8 x 4${row}\n")
+expect_match("${output}" "differ by at most ([0-9.]+e-(0[6-9]|1[0-9])|0\\.0e\\+00), and by ([0-9.]+e-(0[6-9]|1[0-9])|0\\.0e\\+00) of their norm")
+
+# Adam amplifies rounding, so that it takes float64 to see that it is nothing else.
+train(--compare --optimizer adam --lr 0.003 --dtype float64)
+expect_match("${output}" "differ by at most ([0-9.]+e-1[0-9]|0\\.0e\\+00), and")
+
+run(--help)
+foreach(option batch-size accumulate epochs lr optimizer device dtype threads seed data compare)
+  expect_match("${output}" "--${option} ")
+endforeach()
+if(NOT status EQUAL 0 OR NOT errors STREQUAL "")
+  message(FATAL_ERROR "--help: status ${status}\n${errors}")
+endif()
+
+# Mistakes in the options.
+expect_error(2 "must be a whole number in [1, 1048576], got '0'" --batch-size 0)
+expect_error(2 "got '1e3'" --epochs 1e3)
+expect_error(2 "got '-1'" --seed -1)
+expect_error(2 "--lr: must be finite and > 0, got 'nan'" --lr nan)
+expect_error(2 "--lr" --lr)
+expect_error(2 "lbfgs" --optimizer lbfgs)
+expect_error(2 "must be cpu, cuda or cuda:N, got 'tpu'" --device tpu)
+expect_error(2 "CUDA devices, got 'cuda:99'" --device cuda:99)
+expect_error(2 "--unknown" --unknown)
+expect_error(2 "excludes" --compare --accumulate 2)
+expect_error(2 "--batch-size must be a multiple of 4, got 6" --compare --batch-size 6)
+foreach(schedule 0 -1 x 1.5 4,3 1:2 0:2,0:3 0:2, 0: :2 0:0 0:2:3 99999999999999999999)
+  expect_error(2 "(0:8,4:2), got '${schedule}'" --accumulate ${schedule})
+endforeach()
+
+# Data that are not there, do not fit or are not what they are named.
+expect_error(1 "must hold train-images-idx3-ubyte.gz" --data "${DIRECTORY}/missing")
+expect_error(1 "must divide the 320 training images, got 3" --data "${DIRECTORY}" --compare --batch-size 12)
+file(WRITE "${DIRECTORY}/train-labels-idx1-ubyte.gz" "no label file")
+expect_error(1 "train-labels-idx1-ubyte.gz: magic number must be 0x00000801" --data "${DIRECTORY}")
+file(REMOVE_RECURSE "${DIRECTORY}")

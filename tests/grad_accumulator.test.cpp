@@ -1,0 +1,409 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/grad_accumulator.hpp>
+
+#include "support/models.hpp"
+
+#include <limits>
+
+namespace ga = gradaccum;
+using namespace testing;
+
+namespace {
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
+
+// A parameter, an optimizer that shows what it was given, and a loss whose gradient is chosen.
+struct Probe {
+  at::Tensor parameter = torch::zeros({2}, at::kDouble).set_requires_grad(true);
+  torch::optim::SGD sgd{{parameter}, torch::optim::SGDOptions(1.0)};
+
+  at::Tensor loss(double slope) const { return (parameter * slope).sum(); }
+  double moved() const { return -parameter[0].item<double>(); }
+};
+
+}  // namespace
+
+TEST_CASE("GradAccumulator: counts, and moves on the last micro-batch") {
+  Probe probe;
+  ga::GradAccumulator optimizer(probe.sgd, {.steps = 3});
+  CHECK_FALSE(optimizer.ready());
+  for (int window = 1; window <= 2; ++window) {
+    for (int i = 0; i < 2; ++i) {
+      CHECK(optimizer.micro_steps() == i);
+      probe.loss(3.0).backward();
+      CHECK_FALSE(optimizer.step());
+      optimizer.zero_grad();
+      CHECK(probe.parameter.grad().defined());  // does nothing inside a window
+    }
+    CHECK(optimizer.ready());
+    probe.loss(6.0).backward();
+    CHECK(optimizer.step());
+    CHECK_FALSE(optimizer.ready());
+    CHECK(optimizer.micro_steps() == 0);
+    optimizer.zero_grad();
+    CHECK_FALSE(probe.parameter.grad().defined());
+    CHECK(optimizer.updates() == window);
+    CHECK(probe.moved() == 4.0 * window);
+  }
+}
+
+TEST_CASE("GradAccumulator: flush closes a shorter window with its true mean, and clears") {
+  Probe probe;
+  ga::GradAccumulator optimizer(probe.sgd, {.steps = 4});
+  CHECK_FALSE(optimizer.flush());
+  for (double slope : {1.0, 2.0}) {
+    probe.loss(slope).backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  CHECK(optimizer.flush());
+  CHECK(probe.moved() == 1.5);
+  CHECK(optimizer.updates() == 1);
+  CHECK_FALSE(probe.parameter.grad().defined());
+  CHECK_FALSE(optimizer.flush());
+  CHECK(optimizer.updates() == 1);
+}
+
+TEST_CASE("GradAccumulator: flush counts a micro-batch in hand") {
+  Probe plain, weighted;
+  ga::GradAccumulator a(plain.sgd, {.steps = 4});
+  plain.loss(1.0).backward();
+  a.step();
+  plain.loss(2.0).backward();
+  CHECK(a.flush());
+  CHECK(plain.moved() == 1.5);
+  ga::GradAccumulator b(weighted.sgd, {.steps = 4});
+  b.backward({weighted.loss(1.0), 1});
+  b.step();
+  b.backward({weighted.loss(2.0), 3});
+  CHECK(b.micro_steps() == 1);
+  CHECK(b.flush());
+  CHECK(weighted.moved() == 1.75);
+}
+
+TEST_CASE("GradAccumulator: discard forgets the window and clears the gradients") {
+  Probe probe;
+  ga::GradAccumulator optimizer(probe.sgd, {.steps = 2});
+  probe.loss(100.0).backward();
+  optimizer.step();
+  auto handle = optimizer.gradients();
+  optimizer.discard();
+  CHECK(handle.closed());
+  CHECK(optimizer.micro_steps() == 0);
+  CHECK_FALSE(probe.parameter.grad().defined());
+  for (int i = 0; i < 2; ++i) {
+    probe.loss(1.0).backward();
+    optimizer.step();
+  }
+  CHECK(probe.moved() == 1.0);
+  CHECK(optimizer.updates() == 1);
+}
+
+TEST_CASE("GradAccumulator: set_steps holds from the next window on") {
+  Probe probe;
+  ga::GradAccumulator optimizer(probe.sgd, {.steps = 3});
+  const auto micro_batch = [&] {
+    optimizer.zero_grad();
+    probe.loss(1.0).backward();
+    return optimizer.step();
+  };
+  micro_batch();
+  optimizer.set_steps(2);
+  CHECK_FALSE(optimizer.ready());
+  CHECK_FALSE(micro_batch());
+  CHECK(micro_batch());
+  CHECK_FALSE(micro_batch());
+  CHECK(micro_batch());
+  optimizer.set_steps(1);  // no micro-batch yet: this window
+  CHECK(optimizer.ready());
+  CHECK(micro_batch());
+  REQUIRE_ERROR("GradAccumulator: steps must be >= 1, got 0", optimizer.set_steps(0));
+}
+
+TEST_CASE("GradAccumulator: weights of any arithmetic type; the loss that the user sees is not rewritten") {
+  Probe probe;
+  ga::GradAccumulator optimizer(probe.sgd, {.steps = 3});
+  const auto loss = probe.loss(1.0);
+  const auto before = loss.item<double>();
+  optimizer.backward(ga::Loss{loss, std::int64_t{8}});
+  CHECK(loss.item<double>() == before);
+  CHECK(probe.parameter.grad()[0].item<double>() == 1.0);  // relative to the first weight: magnitudes stay
+  optimizer.step();
+  optimizer.backward({probe.loss(2.0), 4u});
+  optimizer.step();
+  optimizer.backward({probe.loss(4.0), 4.0f});
+  CHECK(optimizer.gradients().items() == 16.0);
+  CHECK(optimizer.step());
+  CHECK(probe.moved() == (8 * 1.0 + 4 * 2.0 + 4 * 4.0) / 16);
+}
+
+TEST_CASE("GradAccumulator: weight 0 counts, without backward") {
+  Probe probe;
+  ga::GradAccumulator optimizer(probe.sgd, {.steps = 3});
+  optimizer.backward({probe.loss(std::numeric_limits<double>::quiet_NaN()), 0});  // a mean over nothing
+  optimizer.step();
+  optimizer.backward({probe.loss(2.0), 5});
+  optimizer.step();
+  optimizer.backward({probe.loss(infinity), 0});
+  CHECK(optimizer.step());
+  CHECK(probe.moved() == 2.0);
+}
+
+TEST_CASE("GradAccumulator: a window of weight 0 moves nothing, momentum included") {
+  Probe probe;
+  torch::optim::SGD sgd({probe.parameter}, torch::optim::SGDOptions(1.0).momentum(0.9));
+  ga::GradAccumulator optimizer(sgd, {.steps = 2});
+  for (double weight : {1, 1, 0, 0}) {
+    optimizer.backward({probe.loss(1.0), weight});
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  CHECK(optimizer.updates() == 1);
+  CHECK(probe.moved() == 1.0);
+  optimizer.backward({probe.loss(1.0), 0});
+  CHECK_FALSE(optimizer.flush());
+  CHECK(probe.moved() == 1.0);
+}
+
+TEST_CASE("GradAccumulator: a window without any gradient moves nothing") {
+  Probe probe;
+  ga::GradAccumulator optimizer(probe.sgd, {.steps = 2});
+  CHECK_FALSE(optimizer.step());
+  CHECK_FALSE(optimizer.step());
+  CHECK(optimizer.micro_steps() == 0);
+  CHECK(optimizer.updates() == 0);
+}
+
+TEST_CASE("GradAccumulator: several losses may be backpropagated before a step; they are one micro-batch") {
+  Probe probe;
+  ga::GradAccumulator optimizer(probe.sgd, {.steps = 2});
+  for (int i = 0; i < 2; ++i) {
+    probe.loss(1.0).backward();
+    probe.loss(2.0).backward();
+    optimizer.step();
+  }
+  CHECK(probe.moved() == 3.0);
+}
+
+TEST_CASE("GradAccumulator: gradients() are the window so far, the micro-batch in hand included") {
+  Probe probe;
+  ga::GradAccumulator optimizer(probe.sgd, {.steps = 2});
+  CHECK(optimizer.gradients().items() == 0);
+  probe.loss(4.0).backward();
+  CHECK(optimizer.gradients().items() == 1);
+  CHECK(optimizer.gradients().norm().item<double>() == Approx(4 * std::sqrt(2.0)));
+  CHECK(optimizer.micro_steps() == 0);
+  optimizer.step();
+  CHECK(optimizer.micro_steps() == 1);
+  CHECK(optimizer.gradients().items() == 1);  // before backward there is nothing in hand
+  REQUIRE(optimizer.ready());
+  probe.loss(2.0).backward();
+  auto handle = optimizer.gradients();
+  CHECK(handle.items() == 2);
+  CHECK(handle.values()[0][0].item<double>() == 3.0);  // the mean, in .grad too
+  CHECK(probe.parameter.grad()[0].item<double>() == 3.0);
+  probe.parameter.mutable_grad().add_(1.0);  // the user's own change counts
+  CHECK(optimizer.step());
+  CHECK(probe.moved() == 4.0);
+  CHECK(handle.closed());
+  CHECK(optimizer.updates() == 1);
+}
+
+TEST_CASE("GradAccumulator: clips when the window closes, however often it was asked to") {
+  Probe probe;
+  ga::GradAccumulator optimizer(probe.sgd, {.steps = 2});
+  for (double slope : {30.0, 50.0}) {
+    probe.loss(slope).backward();
+    optimizer.clip_grad_norm_(1.0);
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  const double norm = 40 * std::sqrt(2.0);
+  CHECK(optimizer.grad_norm().item<double>() == Approx(norm));  // before clipping, of the mean
+  CHECK(probe.moved() == Approx(40 / (norm + 1e-6)));
+  probe.parameter.detach().zero_();
+  probe.loss(10.0).backward();  // the tail; asked for anew
+  optimizer.step();
+  optimizer.clip_grad_norm_(infinity);
+  optimizer.flush();
+  CHECK(optimizer.grad_norm().item<double>() == Approx(10 * std::sqrt(2.0)));
+  CHECK(probe.moved() == 10.0);
+  probe.loss(10.0).backward();
+  optimizer.flush();  // not asked for
+  REQUIRE_ERROR("grad_norm() needs a closed window", optimizer.grad_norm());
+}
+
+TEST_CASE("GradAccumulator: clips elements of the mean") {
+  Probe probe;
+  ga::GradAccumulator optimizer(probe.sgd, {.steps = 2});
+  for (double slope : {1.0, 3.0}) {
+    probe.loss(slope).backward();
+    optimizer.clip_grad_value_(1.5);
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  CHECK(probe.moved() == 1.5);
+}
+
+TEST_CASE("GradAccumulator: parameter groups, frozen, shared and late parameters") {
+  auto a = torch::zeros({2}, at::kDouble).set_requires_grad(true), b = torch::zeros({3}, at::kDouble).set_requires_grad(true);
+  auto frozen = torch::ones({2}, at::kDouble), late = torch::zeros({1}, at::kDouble).set_requires_grad(true);
+  torch::optim::SGD sgd({a, frozen}, torch::optim::SGDOptions(1.0));
+  sgd.add_param_group({{b}, std::make_unique<torch::optim::SGDOptions>(torch::optim::SGDOptions(10.0))});
+  ga::GradAccumulator optimizer(sgd, {.steps = 2});
+  CHECK(optimizer.param_groups().size() == 2);
+  const auto loss = [&] { return a.sum() + a.sum() + 2 * b.sum() + 4 * late.sum(); };  // a: shared by two terms
+  loss().backward();
+  optimizer.step();
+  sgd.add_param_group({{late}, std::make_unique<torch::optim::SGDOptions>(torch::optim::SGDOptions(0.5))});
+  loss().backward();
+  CHECK(optimizer.step());
+  CHECK(a[0].item<double>() == -2.0);
+  CHECK(b[0].item<double>() == -20.0);
+  CHECK(frozen.equal(torch::ones({2}, at::kDouble)));
+  CHECK(late[0].item<double>() == -2.0);
+}
+
+TEST_CASE("GradAccumulator: a parameter that some micro-batches leave out") {
+  auto a = torch::zeros({1}, at::kDouble).set_requires_grad(true), b = torch::zeros({1}, at::kDouble).set_requires_grad(true);
+  torch::optim::SGD sgd({a, b}, torch::optim::SGDOptions(1.0));
+  ga::GradAccumulator optimizer(sgd, {.steps = 4});
+  for (int i = 0; i < 4; ++i) {
+    (i == 2 ? (a + b).sum() : a.sum()).backward();
+    optimizer.step();
+  }
+  CHECK(a.item<double>() == -1.0);
+  CHECK(b.item<double>() == -0.25);
+}
+
+TEST_CASE("GradAccumulator: sparse gradients, and dense ones that join them") {
+  for (bool mixed : {false, true}) {
+    torch::manual_seed(0);
+    torch::nn::Embedding one(torch::nn::EmbeddingOptions(6, 2).sparse(true)), other(torch::nn::EmbeddingOptions(6, 2));
+    other->weight.detach().copy_(one->weight);
+    torch::optim::SGD sgd(one->parameters(), 0.5), big(other->parameters(), 0.5);
+    ga::GradAccumulator optimizer(sgd, {.steps = 3});
+    std::vector<at::Tensor> losses;
+    for (int i = 0; i < 3; ++i) {
+      const auto ids = torch::tensor({i, i, 2});
+      const auto loss = [&](auto& embedding) {
+        auto value = embedding(ids).pow(2).sum();
+        return mixed && i == 1 ? value + embedding->weight.sum() : value;
+      };
+      loss(one).backward();
+      optimizer.clip_grad_norm_(0.7);
+      optimizer.step();
+      losses.push_back(loss(other));
+    }
+    (losses[0] + losses[1] + losses[2]).div(3).backward();
+    torch::nn::utils::clip_grad_norm_(other->parameters(), 0.7);
+    big.step();
+    CHECK(torch::allclose(one->weight, other->weight, 1e-6, 1e-7));
+    CHECK(optimizer.updates() == 1);
+  }
+}
+
+TEST_CASE("GradAccumulator: backward that records a graph continues the sum in new tensors") {
+  Probe probe;
+  ga::GradAccumulator optimizer(probe.sgd, {.steps = 2});
+  for (int i = 0; i < 2; ++i) {
+    auto loss = probe.parameter.pow(2).sum() + probe.loss(3.0);
+    loss.backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+    optimizer.step();
+  }
+  CHECK(probe.moved() == 3.0);
+  optimizer.discard();
+}
+
+TEST_CASE("GradAccumulator: accumulate_in keeps float32 sums for 16-bit parameters") {
+  const auto error = [](at::ScalarType dtype, std::optional<at::ScalarType> sums) {
+    auto weight = torch::zeros({64}, dtype).set_requires_grad(true), wide = torch::zeros({1}).set_requires_grad(true);
+    torch::optim::SGD sgd({weight, wide}, torch::optim::SGDOptions(1.0));
+    ga::GradAccumulator optimizer(sgd, {.steps = 256, .accumulate_in = sums});
+    torch::manual_seed(3);
+    auto expected = torch::zeros({64}, at::kDouble);
+    for (int i = 0; i < 256; ++i) {
+      auto slope = torch::rand({64}).to(dtype);
+      expected += slope.to(at::kDouble) / 256;
+      ((weight * slope).sum().to(at::kFloat) + wide.sum()).backward();
+      optimizer.step();
+      if (sums && i < 255) CHECK_FALSE(weight.grad().defined());  // .grad is free between micro-batches
+      CHECK(wide.grad().defined() != (i == 256));                 // as wide as the sums: summed in .grad
+      optimizer.zero_grad();
+    }
+    CHECK(optimizer.updates() == 1);
+    CHECK(wide.item<float>() == -1.0f);
+    return (weight.detach().to(at::kDouble) + expected).abs().mean().item<double>();
+  };
+  CHECK(error(at::kBFloat16, at::kFloat) < 1e-3);
+  CHECK(error(at::kHalf, at::kFloat) < 2e-4);
+  CHECK(error(at::kBFloat16, {}) > 5e-3);  // control: 16-bit sums lose what is small beside them
+}
+
+TEST_CASE("GradAccumulator: sums kept apart become .grad with apply, and may be changed there") {
+  auto weight = torch::zeros({2}, at::kBFloat16).set_requires_grad(true);
+  torch::optim::SGD sgd({weight}, torch::optim::SGDOptions(1.0));
+  ga::GradAccumulator optimizer(sgd, {.steps = 2, .accumulate_in = at::kFloat});
+  (weight * 1.0).sum().backward();
+  optimizer.step();
+  (weight * 3.0).sum().backward();
+  REQUIRE(optimizer.ready());
+  CHECK(optimizer.gradients().raw()[0].scalar_type() == at::kFloat);
+  CHECK(optimizer.gradients().values()[0][0].item<float>() == 2.0f);
+  CHECK(weight.grad()[0].item<float>() == 2.0f);
+  weight.mutable_grad().add_(6.0);
+  optimizer.clip_grad_norm_(std::sqrt(2.0));  // sees the change: 8 becomes 1
+  CHECK(optimizer.step());
+  CHECK(optimizer.grad_norm().item<double>() == Approx(8 * std::sqrt(2.0)));
+  CHECK(weight[0].item<float>() == -1.0f);
+  optimizer.zero_grad();
+  (weight * 5.0).sum().backward();  // nothing is left over for the next window
+  optimizer.flush();
+  CHECK(weight[0].item<float>() == -6.0f);
+}
+
+TEST_CASE("GradAccumulator: any number of micro-batches keeps the memory constant") {
+  Probe probe;
+  ga::GradAccumulator optimizer(probe.sgd, {.steps = 1'000'000});
+  for (int i = 0; i < 1000; ++i) {
+    probe.loss(1.0).backward();
+    optimizer.step();
+  }
+  CHECK(optimizer.micro_steps() == 1000);
+  CHECK(optimizer.flush());
+  CHECK(probe.moved() == 1.0);
+}
+
+TEST_CASE("GradAccumulator: says what it wraps") {
+  Probe probe;
+  CHECK(ga::GradAccumulator(probe.sgd, {.steps = 4}).description() ==
+        "Wrapping 'SGD' optimizer with gradient accumulation of 4 steps");
+  torch::optim::Optimizer& behind = probe.sgd;
+  CHECK(ga::GradAccumulator(behind).description() == "Wrapping 'SGD' optimizer with gradient accumulation of 1 step");
+}
+
+TEST_CASE("GradAccumulator: models the optimizer concept; LBFGS does not") {
+  STATIC_REQUIRE(ga::optimizer<ga::GradAccumulator<torch::optim::SGD>>);
+  STATIC_REQUIRE(ga::accumulating<ga::GradAccumulator<torch::optim::SGD>>);
+  STATIC_REQUIRE(ga::optimizer<torch::optim::Optimizer>);
+  STATIC_REQUIRE_FALSE(ga::optimizer<torch::optim::LBFGS>);
+  STATIC_REQUIRE_FALSE(ga::accumulating<torch::optim::SGD>);
+}
+
+TEST_CASE("GradAccumulator: parameters on several devices", "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
+  auto cpu = torch::zeros({1}, at::kDouble).set_requires_grad(true);
+  auto gpu = torch::zeros({1}, torch::dtype(at::kDouble).device(at::kCUDA)).set_requires_grad(true);
+  torch::optim::SGD sgd({cpu, gpu}, torch::optim::SGDOptions(1.0));
+  ga::GradAccumulator optimizer(sgd, {.steps = 2});
+  for (int i = 0; i < 2; ++i) {
+    (3 * cpu.sum() + 4 * gpu.sum().cpu()).backward();
+    optimizer.clip_grad_norm_(0.5);
+    optimizer.step();
+  }
+  CHECK(optimizer.grad_norm().item<double>() == 5.0);
+  CHECK(cpu.item<double>() == Approx(-0.3));
+  CHECK(gpu.item<double>() == Approx(-0.4));
+}

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/memory_meter.hpp>
+
+#include <ATen/ThreadLocalState.h>
+
+#include <thread>
+
+namespace ga = gradaccum;
+
+TEST_CASE("MemoryMeter: counts live and peak bytes exactly") {
+  ga::MemoryMeter meter;
+  CHECK(meter.live_bytes() == 0);
+  auto a = torch::empty({1000}, at::kFloat);
+  CHECK(meter.live_bytes() == 4000);
+  {
+    auto b = torch::empty({500}, at::kDouble);
+    CHECK(meter.live_bytes() == 8000);
+  }
+  CHECK(meter.live_bytes() == 4000);
+  CHECK(meter.peak_bytes() == 8000);
+  CHECK(meter.live_bytes(at::kCPU) == 4000);
+  CHECK(meter.peak_bytes(at::kCPU) == 8000);
+  CHECK(meter.peak_bytes(at::Device("cuda:0")) == 0);
+  meter.reset_peak();
+  CHECK(meter.peak_bytes() == 4000);
+}
+
+TEST_CASE("MemoryMeter: the arithmetic of a forward pass") {
+  auto net = torch::nn::Sequential(torch::nn::Linear(256, 1024), torch::nn::GELU(), torch::nn::Linear(1024, 256));
+  auto x = torch::randn({64, 256});
+  ga::MemoryMeter meter;
+  auto y = net->forward(x);
+  CHECK(meter.live_bytes() == 4 * 64 * (1024 + 1024 + 256));  // both hidden outputs are kept for backward
+  y.sum().backward();
+  std::int64_t parameters = 0;
+  for (auto& p : net->parameters()) parameters += p.numel();
+  y.reset();
+  CHECK(meter.live_bytes() == 4 * parameters);  // the gradients
+  CHECK(meter.peak_bytes() > 4 * parameters);
+}
+
+TEST_CASE("MemoryMeter: memory of before the scope does not count, whatever happens to it") {
+  auto before = torch::empty({1000}, at::kByte);
+  ga::MemoryMeter meter;
+  before.reset();
+  CHECK(meter.live_bytes() == 0);
+}
+
+TEST_CASE("MemoryMeter: an address that an earlier scope knew with another size") {
+  at::Tensor block;
+  {
+    ga::MemoryMeter meter;
+    block = torch::empty({4096}, at::kByte);
+  }
+  for (int i = 0; i < 50; ++i) {  // freed unseen, and most likely given out again
+    block = torch::empty({4096 - i}, at::kByte);
+    ga::MemoryMeter meter;
+    block.reset();
+    CHECK(meter.live_bytes() == 0);
+  }
+}
+
+TEST_CASE("MemoryMeter: meters nest, and each counts its own scope") {
+  ga::MemoryMeter outer;
+  auto a = torch::empty({100}, at::kByte);
+  {
+    ga::MemoryMeter inner;
+    auto b = torch::empty({50}, at::kByte);
+    CHECK(inner.live_bytes() == 50);
+    CHECK(outer.live_bytes() == 150);
+  }
+  CHECK(outer.live_bytes() == 100);
+  CHECK(outer.peak_bytes() == 150);
+  auto c = torch::empty({10}, at::kByte);  // the outer one goes on after the inner
+  CHECK(outer.live_bytes() == 110);
+}
+
+TEST_CASE("MemoryMeter: sees other threads that carry the thread's state, as those of backward do") {
+  ga::MemoryMeter meter;
+  at::Tensor seen, unseen;
+  const at::ThreadLocalState state;
+  std::thread([&] {
+    at::ThreadLocalStateGuard guard(state);
+    seen = torch::empty({100}, at::kByte);
+  }).join();
+  CHECK(meter.live_bytes() == 100);
+  std::thread([&] { unseen = torch::empty({100}, at::kByte); }).join();  // control
+  CHECK(meter.live_bytes() == 100);
+}
+
+TEST_CASE("MemoryMeter: allocations of several threads add up") {
+  ga::MemoryMeter meter;
+  const at::ThreadLocalState state;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t)
+    threads.emplace_back([&] {
+      at::ThreadLocalStateGuard guard(state);
+      for (int i = 0; i < 1000; ++i) torch::empty({64}, at::kByte);
+    });
+  for (auto& thread : threads) thread.join();
+  CHECK(meter.live_bytes() == 0);
+  CHECK(meter.peak_bytes() >= 64);
+  CHECK(meter.peak_bytes() <= 4 * 64);
+}
+
+TEST_CASE("MemoryMeter: nothing is counted, or touched, after the scope") {
+  at::Tensor kept;
+  {
+    ga::MemoryMeter meter;
+    kept = torch::empty({100}, at::kByte);
+  }
+  kept.reset();
+  ga::MemoryMeter again;
+  CHECK(again.live_bytes() == 0);
+}
+
+TEST_CASE("MemoryMeter: refuses to start inside LibTorch's profiler") {
+  struct Foreign : c10::MemoryReportingInfoBase {
+    void reportMemoryUsage(void*, std::int64_t, std::size_t, std::size_t, c10::Device) override {}
+    bool memoryProfilingEnabled() const override { return true; }
+  };
+  c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, std::make_shared<Foreign>());
+  REQUIRE_ERROR("MemoryMeter: must not start inside LibTorch's profiler", ga::MemoryMeter());
+}
+
+TEST_CASE("MemoryMeter: CUDA memory, and that of a backward on the device's thread", "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
+  ga::MemoryMeter meter;
+  auto x = torch::zeros({1 << 20}, at::kCUDA).set_requires_grad(true);
+  CHECK(meter.live_bytes(x.device()) == 4 << 20);
+  (x * 2).sum().backward();
+  CHECK(meter.peak_bytes(x.device()) >= 8 << 20);
+  x.reset();
+  CHECK(meter.live_bytes(at::Device("cuda:0")) == 0);
+}

@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/grad_accumulator.hpp>
+
+#include "support/models.hpp"
+
+#include <limits>
+
+// What users get wrong: each is an error that names the fix, and afterwards nothing is half-changed.
+
+namespace ga = gradaccum;
+using namespace testing;
+
+namespace {
+
+struct Throws : torch::autograd::Function<Throws> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, at::Tensor x) { return x.clone(); }
+  static torch::autograd::tensor_list backward(torch::autograd::AutogradContext*, torch::autograd::tensor_list) {
+    TORCH_CHECK(false, "backward broke");
+  }
+};
+
+struct Fixture {
+  torch::nn::Sequential model = make_model();
+  torch::optim::SGD sgd{model->parameters(), torch::optim::SGDOptions(0.1)};
+  ga::GradAccumulator<torch::optim::SGD> optimizer{sgd, {.steps = 3}};
+  std::vector<Example> data = make_batches({4, 4, 4, 4});
+
+  at::Tensor loss(int i = 0) { return loss_of(model, data.at(i)); }
+  void micro_batch(int i = 0) {
+    loss(i).backward();
+    optimizer.step();
+  }
+};
+
+}  // namespace
+
+TEST_CASE("misuse: options out of range") {
+  Fixture f;
+  REQUIRE_ERROR("GradAccumulator: steps must be >= 1, got 0", ga::GradAccumulator(f.sgd, {.steps = 0}));
+  REQUIRE_ERROR("steps must be >= 1, got -2", ga::GradAccumulator(f.sgd, {.steps = -2}));
+  REQUIRE_ERROR("accumulate_in must be a floating dtype, got Int",
+                ga::GradAccumulator(f.sgd, {.accumulate_in = at::kInt}));
+  for (double max : {0.0, -1.0, std::numeric_limits<double>::quiet_NaN()}) {
+    REQUIRE_ERROR("max_norm must be > 0, got", f.optimizer.clip_grad_norm_(max));
+    REQUIRE_ERROR("max_norm must be > 0, got", ga::clip_grad_norm_(f.model->parameters(), max));
+  }
+  REQUIRE_ERROR("clip_value must be >= 0, got -1", f.optimizer.clip_grad_value_(-1));
+}
+
+TEST_CASE("misuse: weights out of range change nothing") {
+  Fixture f;
+  for (double weight : {-1.0, std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()})
+    REQUIRE_ERROR("Loss: a weight must be finite and >= 0, got", f.optimizer.backward({f.loss(), weight}));
+  CHECK_FALSE(f.model->parameters()[0].grad().defined());
+  f.micro_batch();  // the plain form is still free
+  CHECK(f.optimizer.micro_steps() == 1);
+}
+
+TEST_CASE("misuse: a loss that is no loss") {
+  Fixture f;
+  REQUIRE_ERROR("Loss: the mean must have one element, got shape [2]", f.optimizer.backward(torch::ones({2})));
+  REQUIRE_ERROR("got an undefined tensor", f.optimizer.backward(at::Tensor()));
+  REQUIRE_ERROR("Loss: the mean requires no grad", f.optimizer.backward(torch::ones({})));
+  f.optimizer.backward(f.loss());
+  f.optimizer.step();
+  CHECK(f.optimizer.micro_steps() == 1);
+}
+
+TEST_CASE("misuse: model->zero_grad() inside a window is noticed, by step, backward and flush") {
+  for (int where = 0; where < 4; ++where) {
+    Fixture f;
+    f.micro_batch();
+    f.model->zero_grad();
+    if (where == 0) REQUIRE_ERROR("vanished inside a window; call optimizer.zero_grad()", f.micro_batch());
+    if (where == 1) REQUIRE_ERROR("vanished inside a window", f.optimizer.flush());
+    if (where == 2) REQUIRE_ERROR("vanished inside a window", f.optimizer.gradients());
+    if (where == 3) {
+      Fixture g;
+      g.optimizer.backward(g.loss());
+      g.optimizer.step();
+      g.sgd.zero_grad();
+      REQUIRE_ERROR("of parameter 0 (shape [8, 4]) vanished", g.optimizer.backward(g.loss(1)));
+    }
+  }
+}
+
+TEST_CASE("misuse: model->zero_grad() between windows is fine") {
+  Fixture f;
+  for (int window = 0; window < 2; ++window) {
+    for (int i = 0; i < 3; ++i) f.micro_batch(i);
+    f.model->zero_grad();
+  }
+  CHECK(f.optimizer.updates() == 2);
+}
+
+TEST_CASE("misuse: both forms of backward in one window") {
+  Fixture f;
+  f.optimizer.backward({f.loss(), 4});
+  f.optimizer.step();
+  f.loss(1).backward();
+  REQUIRE_ERROR("mixes optimizer.backward(loss) with loss.backward()", f.optimizer.step());
+  f.optimizer.discard();
+  f.micro_batch();
+  REQUIRE_ERROR("mixes optimizer.backward(loss) with loss.backward()", f.optimizer.backward({f.loss(1), 4}));
+}
+
+TEST_CASE("misuse: a second backward before step") {
+  Fixture f;
+  f.optimizer.backward(f.loss());
+  REQUIRE_ERROR("a second backward() before step(); add the losses", f.optimizer.backward(f.loss(1)));
+  f.optimizer.step();
+  CHECK(f.optimizer.micro_steps() == 1);  // the first one stands
+}
+
+TEST_CASE("misuse: values inside a window, where sums are still to come") {
+  Fixture f;
+  f.loss().backward();
+  REQUIRE_ERROR("inside `if (optimizer.ready())`", f.optimizer.gradients().values());
+  f.optimizer.step();
+  REQUIRE_ERROR("inside `if (optimizer.ready())`", f.optimizer.gradients().apply());
+  f.micro_batch(1);
+  REQUIRE(f.optimizer.ready());
+  REQUIRE_ERROR("after backward", f.optimizer.gradients().apply());  // ready, but the last backward is missing
+  f.loss(2).backward();
+  f.optimizer.gradients().apply();
+  CHECK(f.optimizer.step());
+}
+
+TEST_CASE("misuse: a handle of a closed window") {
+  Fixture f;
+  auto handle = f.optimizer.gradients();
+  handle.norm();
+  for (int i = 0; i < 3; ++i) f.micro_batch(i);
+  CHECK(handle.closed());
+  REQUIRE_ERROR("Gradients: this window is closed", handle.values());
+  REQUIRE_ERROR("Gradients: this window is closed", handle.raw());
+  REQUIRE_ERROR("Gradients: this window is closed", handle.factor());
+  CHECK(handle.norm().item<double>() == 0.0);  // as when it was last asked
+  CHECK_FALSE(f.optimizer.gradients().closed());
+}
+
+TEST_CASE("misuse: an exception inside backward spoils the window until it is discarded") {
+  Fixture f;
+  f.optimizer.backward(f.loss());
+  f.optimizer.step();
+  const auto before = flat(f.model);
+  const auto broken = [&] { return loss_of(f.model, f.data[1]) + Throws::apply(f.model->parameters()[0]).sum(); };
+  REQUIRE_ERROR("backward broke", f.optimizer.backward(broken()));
+  REQUIRE_ERROR("incomplete; call discard()", f.optimizer.step());
+  REQUIRE_ERROR("incomplete; call discard()", f.optimizer.flush());
+  REQUIRE_ERROR("incomplete; call discard()", f.optimizer.backward(f.loss()));
+  f.optimizer.discard();
+  CHECK(flat(f.model).equal(before));
+  for (int i = 0; i < 3; ++i) f.micro_batch(i);
+  CHECK(f.optimizer.updates() == 1);
+}
+
+TEST_CASE("misuse: an optimizer that throws leaves the parameters, and a window to be discarded") {
+  torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(4, 2).sparse(true));
+  torch::optim::Adam adam(embedding->parameters(), torch::optim::AdamOptions(0.1));  // takes no sparse gradients
+  ga::GradAccumulator optimizer(adam, {.steps = 2});
+  const auto before = embedding->weight.clone();
+  const auto micro_batch = [&] {
+    embedding(torch::tensor({1, 2})).sum().backward();
+    return optimizer.step();
+  };
+  micro_batch();
+  REQUIRE_ERROR("sparse", micro_batch());
+  REQUIRE_ERROR("incomplete; call discard()", micro_batch());
+  CHECK(embedding->weight.equal(before));
+  CHECK(optimizer.updates() == 0);
+  optimizer.discard();
+  CHECK(optimizer.micro_steps() == 0);
+}
+
+TEST_CASE("misuse: LBFGS behind a reference, and a class derived from it") {
+  struct MyLBFGS : torch::optim::LBFGS {
+    using LBFGS::LBFGS;
+  };
+  auto model = make_model();
+  torch::optim::LBFGS lbfgs(model->parameters());
+  MyLBFGS derived(model->parameters());
+  for (torch::optim::Optimizer* behind : {static_cast<torch::optim::Optimizer*>(&lbfgs), static_cast<torch::optim::Optimizer*>(&derived)})
+    REQUIRE_ERROR("must not be LBFGS", ga::GradAccumulator(*behind));
+}

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Catch2, version 2 or 3, beside LibTorch, whose headers leave a macro CHECK behind.
+#include <torch/torch.h>
+#undef CHECK
+
+#if __has_include(<catch2/catch_all.hpp>)
+#include <catch2/catch_all.hpp>
+using Catch::Approx;
+#else
+#include <catch2/catch.hpp>
+#endif
+
+#include <string>
+
+namespace testing {
+
+/// The message of the `c10::Error` (or other exception) that `run` throws, without a backtrace; empty if it throws none.
+template <class Run>
+std::string error_of(Run&& run) {
+  try {
+    run();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+/// The message contains each of these parts.
+inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+}  // namespace testing
+
+#define REQUIRE_ERROR(part, ...)                              \
+  do {                                                        \
+    const auto message_ = testing::error_of([&] { (void)(__VA_ARGS__); }); \
+    INFO("message: '" << message_ << "'");                    \
+    REQUIRE(testing::contains(message_, part));                        \
+  } while (false)
+
+/// v2 has no SKIP: says why, and leaves the test.
+#ifndef SKIP
+#define SKIP(reason)                 \
+  do {                               \
+    WARN("skipped: " << (reason));   \
+    return;                          \
+  } while (false)
+#endif
