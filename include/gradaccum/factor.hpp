@@ -13,10 +13,11 @@ namespace gradaccum {
 /// Collects what gradients, or the seed of a backward pass, are yet to be multiplied by.
 ///
 ///     ga::Gradients gradients(model->parameters());
-///     loss.backward();
-///     gradients.factor().divide(65536.0);                  // a loss scale
-///     gradients.factor().multiply(torch::tensor(0.5));     // known on the device only: nobody waits for it
-///     optimizer.step(gradients);                           // or gradients.apply()
+///     torch::mse_loss(model->forward(x), y).mul(65536.0).backward();
+///     gradients.factor().divide(65536.0);                  // the loss scale
+///     gradients.factor().multiply(torch::tensor(0.5));     // of a device tensor nobody waits for the value
+///     gradients.apply();                                   // one pass for all factors
+///     sgd.step();
 ///
 /// It can be written but not read: so no writer depends on another, and any order of writers gives the same bits
 /// (multipliers and divisors are kept apart, sorted before they are joined, and divided once).

@@ -17,7 +17,7 @@ namespace gradaccum {
 /// A mean loss, and how many items it is the mean of: what makes a window the mean over *all items*.
 ///
 ///     for (auto& batch : batches) {
-///       auto mean = torch::cross_entropy_loss(model->forward(batch.data), batch.target);
+///       auto mean = torch::mse_loss(model->forward(batch.data), batch.target);
 ///       optimizer.backward(ga::Loss{mean, batch.target.numel()});
 ///       optimizer.step();
 ///       optimizer.zero_grad();

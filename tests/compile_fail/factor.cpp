@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gradaccum/factor.hpp>
+
+int main() {
+  gradaccum::Factor factor;
+  factor.multiply(2.0);
+  double read = factor;  // error: (cannot convert|no viable conversion)
+}

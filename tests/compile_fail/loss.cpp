@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gradaccum/loss.hpp>
+
+namespace ga = gradaccum;
+
+int main() {
+  const at::Tensor mean, count;
+  ga::Loss plain = mean;
+  ga::Loss weighted{mean, 3};
+  ga::Loss wait{mean, count};        // error: a Tensor count would wait for the device
+  ga::Loss text{mean, "seven"};      // error: items must be an arithmetic count
+  static_cast<void>(count);
+}

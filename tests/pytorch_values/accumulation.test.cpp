@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/grad_accumulator.hpp>
+
+#include "support/models.hpp"
+
+#include "pytorch_values/accumulation.hpp"
+
+#include <functional>
+#include <memory>
+
+// The loops of accumulation.py in C++, with the accumulator; the values are what Python's PyTorch gave.
+
+namespace ga = gradaccum;
+using namespace testing;
+
+namespace {
+
+constexpr int steps = 3;
+constexpr double clip = 0.2;
+const std::vector<std::int64_t> uneven{3, 5, 2, 6, 1, 4, 4, 7}, even(8, 4);
+
+at::Tensor waves(at::IntArrayRef shape, std::int64_t start) {
+  return torch::arange(start, start + c10::multiply_integers(shape), at::kDouble).sin().reshape(shape);
+}
+
+torch::nn::Sequential make_wave_model() {
+  auto model = make_model();
+  at::NoGradGuard no_grad;
+  std::int64_t start = 0;
+  for (auto& parameter : model->parameters()) {
+    parameter.copy_(0.5 * waves(parameter.sizes(), start));
+    start += parameter.numel();
+  }
+  return model;
+}
+
+using Make = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)>;
+
+template <class Optimizer, class Options>
+Make maker(Options options) {
+  return [=](std::vector<at::Tensor> parameters) { return std::make_unique<Optimizer>(parameters, options); };
+}
+
+std::map<std::string, Make> optimizers() {
+  using namespace torch::optim;
+  return {{"SGD", maker<SGD>(SGDOptions(0.1))},
+          {"SGD_momentum", maker<SGD>(SGDOptions(0.1).momentum(0.9).weight_decay(0.01))},
+          {"SGD_nesterov", maker<SGD>(SGDOptions(0.1).momentum(0.9).nesterov(true))},
+          {"Adam", maker<Adam>(AdamOptions(0.01).weight_decay(0.01))},
+          {"Adam_amsgrad", maker<Adam>(AdamOptions(0.01).amsgrad(true))},
+          {"AdamW", maker<AdamW>(AdamWOptions(0.01).weight_decay(0.05))},
+          {"RMSprop", maker<RMSprop>(RMSpropOptions(0.01).momentum(0.9))},
+          {"Adagrad", maker<Adagrad>(AdagradOptions(0.05))}};
+}
+
+pytorch_values::Trace run(const Make& make, const std::vector<std::int64_t>& sizes, bool weighted) {
+  auto model = make_wave_model();
+  auto wrapped = make(model->parameters());
+  ga::GradAccumulator optimizer(*wrapped, {.steps = steps});
+  pytorch_values::Trace trace;
+  const auto record = [&](bool moved) {
+    if (!moved) return;
+    const auto all = flat(model);
+    trace.push_back({all.square().sum().item<double>(), all[0].item<double>(), all[-1].item<double>()});
+  };
+  std::int64_t rows = 0;
+  for (auto size : sizes) {
+    const Example batch(waves({size, 4}, 100 + 4 * rows), waves({size, 3}, 500 + 3 * rows));
+    rows += size;
+    if (weighted)
+      optimizer.backward(ga::Loss{loss_of(model, batch), size});
+    else
+      loss_of(model, batch).backward();
+    if (weighted) optimizer.clip_grad_norm_(clip);
+    record(optimizer.step());
+    optimizer.zero_grad();
+  }
+  record(optimizer.flush());
+  return trace;
+}
+
+void compare(const std::map<std::string, pytorch_values::Trace>& expected, const std::vector<std::int64_t>& sizes,
+             bool weighted) {
+  const auto all = optimizers();
+  REQUIRE(expected.size() == all.size());
+  for (auto& [name, values] : expected) {
+    const auto trace = run(all.at(name), sizes, weighted);
+    REQUIRE(trace.size() == values.size());
+    for (std::size_t update = 0; update < values.size(); ++update)
+      for (int i = 0; i < 3; ++i) {
+        INFO(name << ", update " << update << ", value " << i);
+        CHECK(trace[update][i] == Approx(values[update][i]).epsilon(1e-10));
+      }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("PyTorch's values: equal micro-batches and a shorter last window") { compare(pytorch_values::even, even, false); }
+
+TEST_CASE("PyTorch's values: uneven micro-batches, weighted and clipped") { compare(pytorch_values::uneven, uneven, true); }
+
+TEST_CASE("PyTorch's values: tell weighted from unweighted") {
+  const auto trace = run(optimizers().at("SGD"), uneven, false);
+  CHECK(std::abs(trace.back()[0] - pytorch_values::uneven.at("SGD").back()[0]) > 1e-4);
+}

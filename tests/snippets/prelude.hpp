@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/gradaccum.hpp>
+
+#include <torch/torch.h>
+
+#include <cmath>
+#include <cstdio>
+#include <iostream>
+#include <vector>
+
+namespace ga = gradaccum;
+
+// What the documentation's snippets take for granted: a model, its optimizer, and data.
+inline torch::nn::Sequential model(torch::nn::Linear(4, 8), torch::nn::Tanh(), torch::nn::Linear(8, 3));
+inline auto x = torch::randn({10, 4}), y = torch::randn({10, 3});
+inline auto images = torch::randn({10, 4}), labels = torch::randint(3, {10});
+inline torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(1e-3));
+inline ga::GradAccumulator optimizer(sgd, {.steps = 2});
+inline ga::data::TensorBatches batches(x, y, {.batch_size = 2});
+
+inline void run(int line, void (*snippet)()) {
+  std::printf("snippet that ends on line %d\n", line);
+  std::fflush(stdout);
+  snippet();
+  optimizer.discard();
+}
