@@ -1,0 +1,249 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# From a bare machine to running tests or a training run: installs what is missing, fetches LibTorch into build/,
+# builds and runs. A second run finds everything in place and only builds what has changed.
+
+set -euo pipefail
+
+usage() {
+  cat <<'END'
+usage: ./bootstrap.sh demo [ARGUMENT...]      train on Fashion-MNIST, plain LibTorch against gradaccum
+       ./bootstrap.sh test [--preset PRESET]  build and run the tests; PRESET is dev (default), oldest or asan
+       ./bootstrap.sh bench                   build and run the benchmarks
+       ./bootstrap.sh oracle                  rewrite the expected values of the tests with Python's PyTorch
+
+On Debian and Ubuntu, what is missing is installed with apt-get, after saying what and why; elsewhere it is only named.
+LibTorch is fetched by pip into build/ (about 600 MB, once) unless CMAKE_PREFIX_PATH names one that fits.
+END
+}
+
+step() { printf '==> %s\n' "$*"; }
+fail() { printf 'bootstrap.sh: %s\n' "$*" >&2; exit 1; }
+have() { command -v "$1" > /dev/null 2>&1; }
+
+# --- What the machine has to have ------------------------------------------------------------------------------------
+
+packages=()  # Debian packages that are missing
+tools=()     # commands that are missing
+reasons=()   # a line for each of the packages
+
+# need PACKAGE COMMAND REASON: COMMAND tells whether it is there; where it is empty the package itself is looked for.
+need() {
+  if [[ -n $2 ]]; then
+    if eval "$2" > /dev/null 2>&1; then return; fi
+    tools+=("$1")
+  elif ! have dpkg-query || [[ $(dpkg-query -W -f '${Status}' "$1" 2> /dev/null) == "install ok installed" ]]; then
+    return
+  fi
+  packages+=("$1")
+  reasons+=("$(printf '    %-22s %s' "$1" "$3")")
+}
+
+compiles_cxx20() { echo '#include <concepts>' | "$1" -std=c++20 -fsyntax-only -x c++ -; }
+has_venv() { python3 -c 'import ensurepip, venv'; }
+
+need_python() {
+  need python3 "have python3" "fetches LibTorch"
+  need python3-venv "has_venv" "fetches LibTorch into an environment of its own"
+}
+
+# need_to_build COMPILER...: any of these compilers will do.
+need_to_build() {
+  local compiler found=""
+  for compiler in "$@"; do
+    if have "$compiler" && compiles_cxx20 "$compiler" > /dev/null 2>&1; then found=$compiler; fi
+  done
+  case $1 in
+    clang++) need clang "[[ '$found' ]]" "compiles C++20, as the preset 'oldest' asks" ;;
+    *) need g++ "[[ '$found' ]]" "compiles C++20" ;;
+  esac
+  need cmake "have cmake" "configures the build"
+  need ninja-build "have ninja" "runs the build"
+  need git "have git" "fetches libraries that the system lacks"
+  need ccache "have ccache || ! have apt-get" "makes the second build fast"
+  need zlib1g-dev "" "reads the data set of the example"
+  need libcli11-dev "" "reads the command line of the examples"
+  need_python
+}
+
+install_missing() {
+  if (( ${#packages[@]} == 0 )); then return; fi
+  if ! have apt-get; then
+    fail "please install what these Debian packages have: ${tools[*]}"
+  fi
+  step "Debian packages that are missing and will be installed:"
+  printf '%s\n' "${reasons[@]}"
+  local as_root=()
+  if (( EUID != 0 )); then
+    if ! have sudo; then
+      fail "not root and no sudo; please run as root: apt-get install --no-install-recommends ${packages[*]}"
+    fi
+    as_root=(sudo)
+  fi
+  step "apt-get update"
+  "${as_root[@]}" apt-get update -q
+  local known=() package
+  for package in "${packages[@]}"; do
+    # Not every release has the data set; it is downloaded then.
+    if [[ $package != dataset-* ]] || apt-cache show "$package" > /dev/null 2>&1; then known+=("$package"); fi
+  done
+  step "apt-get install ${known[*]}"
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${known[@]}"
+}
+
+check_cmake() {
+  local version
+  version=$(cmake --version | sed -n 's/^cmake version //p')
+  if [[ $(printf '3.25\n%s\n' "$version" | sort -V | head -n 1) != 3.25 ]]; then
+    fail "cmake is $version and 3.25 or newer is needed; 'pip install cmake' has one"
+  fi
+}
+
+# --- Building --------------------------------------------------------------------------------------------------------
+
+# A file that includes LibTorch takes some 2 GB to compile.
+build_jobs() {
+  local cores memory
+  cores=$(getconf _NPROCESSORS_ONLN)
+  memory=$(awk '/^MemTotal:/ { print int($2 / 1048576 / 3) }' /proc/meminfo 2> /dev/null || echo 2)
+  if (( memory < 1 )); then memory=1; fi
+  echo $(( cores < memory ? cores : memory ))
+}
+
+build() {
+  step "Configuring (preset $1; the first time this fetches LibTorch, which takes a few minutes on a slow line)"
+  cmake --preset "$1"
+  step "Building with $(build_jobs) jobs (the first time this takes minutes)"
+  cmake --build --preset "$1" --parallel "$(build_jobs)"
+}
+
+# --- The data set ----------------------------------------------------------------------------------------------------
+
+# SHA-256 of the uncompressed files: Debian compresses them anew.
+fashion_mnist="
+c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888  train-images-idx3-ubyte
+bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9  train-labels-idx1-ubyte
+5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b  t10k-images-idx3-ubyte
+0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34  t10k-labels-idx1-ubyte
+"
+fashion_mnist_url=https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion
+
+download() {
+  if have curl; then
+    curl --fail --location --silent --show-error --output "$2" "$1"
+  elif have wget; then
+    wget --quiet --output-document="$2" "$1"
+  else
+    python3 -c 'import sys, urllib.request as u; u.urlretrieve(sys.argv[1], sys.argv[2])' "$1" "$2"
+  fi
+}
+
+# Prints the directory of the data set; downloads it to build/data where Debian's package is not installed.
+data_directory() {
+  if [[ -d /usr/share/datasets/fashion-mnist ]]; then
+    echo /usr/share/datasets/fashion-mnist
+    return
+  fi
+  mkdir -p build/data
+  local checksum name
+  while read -r checksum name; do
+    if [[ -z $name || -e build/data/$name.gz ]]; then continue; fi
+    step "Downloading $name.gz" >&2
+    download "$fashion_mnist_url/$name.gz" "build/data/$name.part" \
+      || fail "could not download $fashion_mnist_url/$name.gz"
+    if [[ $(gzip -dc < "build/data/$name.part" | sha256sum) != "$checksum "* ]]; then
+      fail "build/data/$name.part, just downloaded, is not the file that was published"
+    fi
+    mv "build/data/$name.part" "build/data/$name.gz"
+  done <<< "$fashion_mnist"
+  echo build/data
+}
+
+# --- The commands ----------------------------------------------------------------------------------------------------
+
+demo() {
+  need_to_build c++ g++ clang++
+  [[ -d build/data ]] || need dataset-fashion-mnist "" "the images that the example learns"
+  install_missing
+  check_cmake
+  build demo
+  # What the arguments say themselves is left to them.
+  local given=" $* " options=() data
+  if [[ $given != *" --accumulate"* ]]; then options+=(--compare); fi
+  if [[ $given != *" --data"* ]]; then
+    data=$(data_directory)
+    options+=(--data "$data")
+  fi
+  step "Training"
+  build/demo/examples/fashion_mnist/fashion_mnist "${options[@]}" "$@"
+}
+
+run_tests() {
+  local preset=dev
+  case ${1-} in
+    "") ;;
+    --preset) preset=${2-} ;;
+    --preset=*) preset=${1#--preset=} ;;
+    *) usage >&2; exit 2 ;;
+  esac
+  case $preset in
+    dev | asan) need_to_build g++ ;;
+    oldest) need_to_build clang++ ;;
+    *) fail "there is no test preset '$preset'; dev, oldest and asan there are" ;;
+  esac
+  need catch2 "" "runs the tests"
+  install_missing
+  check_cmake
+  build "$preset"
+  step "Testing"
+  ctest --preset "$preset"
+}
+
+bench() {
+  need_to_build c++ g++ clang++
+  install_missing
+  check_cmake
+  build bench
+  local benchmark count=0
+  for benchmark in build/bench/benchmarks/benchmark_*; do
+    if [[ -f $benchmark && -x $benchmark ]]; then
+      step "Running ${benchmark##*/}"
+      "$benchmark"
+      count=$((count + 1))
+    fi
+  done
+  if (( count == 0 )); then fail "no benchmarks were built"; fi
+}
+
+oracle() {
+  need_python
+  install_missing
+  local requirements="torch==2.15.0 numpy==2.4.6" venv=build/_oracle
+  if [[ $(cat "$venv/gradaccum-oracle.stamp" 2> /dev/null) != "$requirements" ]]; then
+    step "Fetching Python's PyTorch with all that it depends on (several GB: this takes a while)"
+    rm -rf "$venv"
+    python3 -m venv "$venv"
+    # shellcheck disable=SC2086
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check $requirements
+    printf '%s' "$requirements" > "$venv/gradaccum-oracle.stamp"
+  fi
+  local script
+  for script in tests/pytorch_values/*.py; do
+    [[ -e $script ]] || fail "there are no scripts in tests/pytorch_values"
+    step "Running $script"
+    "$venv/bin/python" "$script"
+  done
+}
+
+cd "$(dirname "${BASH_SOURCE[0]}")"
+command=${1-}
+if (( $# > 0 )); then shift; fi
+case $command in
+  demo) demo "$@" ;;
+  test) run_tests "$@" ;;
+  bench) bench ;;
+  oracle) oracle ;;
+  help | -h | --help) usage ;;
+  *) usage >&2; exit 2 ;;
+esac

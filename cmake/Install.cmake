@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# Installs the headers and the package gradaccum for find_package. LibTorch is looked for anew where the package is
+# used: it belongs to the machine, not to the package.
+
+include(CMakePackageConfigHelpers)
+include(GNUInstallDirs)
+
+set(directory "${CMAKE_INSTALL_LIBDIR}/cmake/gradaccum")
+configure_package_config_file("${CMAKE_CURRENT_LIST_DIR}/gradaccumConfig.cmake.in"
+  "${PROJECT_BINARY_DIR}/gradaccumConfig.cmake" INSTALL_DESTINATION "${directory}")
+write_basic_package_version_file("${PROJECT_BINARY_DIR}/gradaccumConfigVersion.cmake"
+  COMPATIBILITY SameMajorVersion ARCH_INDEPENDENT)
+
+install(TARGETS gradaccum EXPORT gradaccumTargets FILE_SET HEADERS)
+install(EXPORT gradaccumTargets NAMESPACE gradaccum:: DESTINATION "${directory}")
+install(FILES "${PROJECT_BINARY_DIR}/gradaccumConfig.cmake" "${PROJECT_BINARY_DIR}/gradaccumConfigVersion.cmake"
+  "${CMAKE_CURRENT_LIST_DIR}/GradaccumLibTorch.cmake" DESTINATION "${directory}")
