@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Feeds arbitrary files to the IDX reader: fuzz_idx [CORPUS]. Run by `-max_total_time=60` and the like.
+// Feeds arbitrary files to the IDX reader. What write_idx_files writes is a corpus to start from:
+// fuzz_idx -max_total_time=60 CORPUS
 
 #include <sys/mman.h>
 #include <unistd.h>

@@ -202,8 +202,7 @@ TEST_CASE("a data set is loaded as floats in [0, 1]", "[idx]") {
 
 TEST_CASE("a data set whose files do not fit is refused", "[idx]") {
   Directory directory;
-  REQUIRE_ERROR("must hold train-images-idx3-ubyte.gz or train-images-idx3-ubyte",
-                load_dataset(directory.path));
+  REQUIRE_ERROR("must hold train-images-idx3-ubyte.gz or train-images-idx3-ubyte", load_dataset(directory.path));
   idx_files::write_split(directory.path, "train", 3);
   directory.write("train-labels-idx1-ubyte.gz", gzip(idx_files::labels({1, 2})));
   REQUIRE_ERROR("train-labels-idx1-ubyte.gz: must hold one label for each of the 3 images, got 2",

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <CLI/CLI.hpp>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "accumulation_schedule.hpp"
+
+namespace fashion_mnist {
+
+inline constexpr std::int64_t compared_steps = 4;  // --compare sets a batch of B beside B/4 accumulated over 4 steps
+
+struct Options {
+  std::int64_t batch_size = 64;
+  AccumulationSchedule accumulate;
+  std::int64_t epochs = 20;
+  double learning_rate = 1e-3;
+  std::string optimizer = "sgd";
+  std::string device = torch::cuda::is_available() ? "cuda" : "cpu";
+  std::string dtype = "float32";
+  int threads = 0;  // 0: as many as LibTorch chooses
+  std::uint64_t seed = 0;
+  std::string data = "/usr/share/datasets/fashion-mnist";
+  bool compare = false;
+
+  torch::Dtype scalar_type() const { return dtype == "float64" ? torch::kFloat64 : torch::kFloat32; }
+};
+
+namespace detail {
+
+// Checks in the form that CLI11 wants: an empty string where the text is valid, else what is wrong with it.
+
+inline auto whole_number(std::int64_t minimum, std::int64_t maximum) {
+  return [=](const std::string& text) -> std::string {
+    std::int64_t value = 0;
+    if (CLI::detail::lexical_cast(text, value) && value >= minimum && value <= maximum) return "";
+    return fmt::format("must be a whole number in [{}, {}], got '{}'", minimum, maximum, text);
+  };
+}
+
+inline std::string check_learning_rate(const std::string& text) {
+  double value = 0;
+  if (CLI::detail::lexical_cast(text, value) && std::isfinite(value) && value > 0) return "";
+  return fmt::format("must be finite and > 0, got '{}'", text);
+}
+
+inline std::string check_device(const std::string& text) {
+  if (text == "cpu") return "";
+  const bool numbered = text.size() > 5 && text.size() < 8 && text.starts_with("cuda:") &&
+                        text.find_first_not_of("0123456789", 5) == std::string::npos;
+  if (text != "cuda" && !numbered) return fmt::format("must be cpu, cuda or cuda:N, got '{}'", text);
+  const int index = numbered ? std::stoi(text.substr(5)) : 0;
+  const int count = torch::cuda::is_available() ? static_cast<int>(torch::cuda::device_count()) : 0;
+  if (index < count) return "";
+  return fmt::format("must be a device of this machine, which has {} CUDA devices, got '{}'", count, text);
+}
+
+inline void add_options(CLI::App& app, Options& options) {
+  app.option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  app.add_option("--batch-size", options.batch_size, "samples of one forward and backward pass")
+      ->check(whole_number(1, 1 << 20));
+  auto* accumulate = app.add_option_function<std::string>(
+      "--accumulate", [&options](const std::string& text) { options.accumulate = AccumulationSchedule(text); },
+      "batches whose gradients make one update: N, or by epoch as in 0:8,4:2");
+  accumulate->type_name("N|EPOCH:N,...")->default_str(options.accumulate.text());
+  app.add_option("--epochs", options.epochs, "passes over the training images")->check(whole_number(1, 1'000'000));
+  app.add_option("--lr", options.learning_rate, "learning rate")->check(check_learning_rate);
+  app.add_option("--optimizer", options.optimizer, "momentum is sgd with a momentum of 0.9")
+      ->check(CLI::IsMember({"sgd", "momentum", "adam", "adamw"}));
+  app.add_option("--device", options.device, "cpu, cuda or cuda:N")->check(check_device);
+  app.add_option("--dtype", options.dtype, "float64 shows how little of a difference is not rounding")
+      ->check(CLI::IsMember({"float32", "float64"}));
+  app.add_option("--threads", options.threads, "processor threads; 0: LibTorch chooses")->check(whole_number(0, 1024));
+  app.add_option("--seed", options.seed, "of the first parameters and of the order of images")
+      ->check(whole_number(0, std::numeric_limits<std::int64_t>::max()));
+  app.add_option("--data", options.data, "directory of the four IDX files, as they are or as .gz");
+  app.add_flag("--compare", options.compare, "train with --batch-size B, then with B/4 accumulated over 4 steps")
+      ->excludes(accumulate);
+}
+
+inline void check_together(const Options& options) {
+  if (options.compare && options.batch_size % compared_steps != 0)
+    throw std::invalid_argument(
+        fmt::format("--compare: --batch-size must be a multiple of {}, got {}", compared_steps, options.batch_size));
+}
+
+}  // namespace detail
+
+/// The options of the command line. Ends the program after --help (status 0) or a mistake (one line, status 2).
+inline Options parse_options(int argc, char** argv) {
+  Options options;
+  CLI::App app("Trains a small network on FashionMNIST with gradient accumulation.", "fashion_mnist");
+  detail::add_options(app, options);
+  try {
+    app.parse(argc, argv);
+    detail::check_together(options);
+    return options;
+  } catch (const CLI::Success& request) {
+    std::exit(app.exit(request));
+  } catch (const std::exception& mistake) {
+    fmt::print(stderr, "fashion_mnist: {}\n", mistake.what());
+    std::exit(2);
+  }
+}
+
+}  // namespace fashion_mnist
