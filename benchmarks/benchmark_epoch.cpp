@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One epoch of the FashionMNIST network (784-512-512-10, batch 64, 60000 images): our loop against the idiomatic LibTorch
-// loop, a Dataset behind a DataLoader. Bound: forward and backward alone, on one batch that is always there.
+// One epoch of the FashionMNIST network (784-512-512-10, batch 64, 60000 images): our loop against the idiomatic
+// LibTorch loop, a Dataset behind a DataLoader. Bound: forward and backward alone, on one batch that is always there.
 
 #include <gradaccum/data/tensor_batches.hpp>
 #include <gradaccum/grad_accumulator.hpp>
@@ -29,7 +29,8 @@ torch::nn::Sequential make_model() {
 }
 
 template <class Optimizer, class Options>
-void compare(const std::string& name, Options hyper, at::Tensor data, at::Tensor target, const harness::Options& options) {
+void compare(const std::string& name, Options hyper, at::Tensor data, at::Tensor target,
+             const harness::Options& options) {
   auto ours = make_model(), peer = make_model(), bound = make_model();
   Optimizer our_optimizer(ours->parameters(), hyper), peer_optimizer(peer->parameters(), hyper);
   ga::GradAccumulator accumulator(our_optimizer);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A window of 8 micro-batches: the accumulator against accumulation by hand, as it is usually written (the loss divided by
-// the number of micro-batches). Bound: the eight forward and backward passes alone.
+// A window of 8 micro-batches: the accumulator against accumulation by hand, as it is usually written (the loss divided
+// by the number of micro-batches). Bound: the eight forward and backward passes alone.
 
 #include <gradaccum/grad_accumulator.hpp>
 
@@ -23,8 +23,8 @@ torch::nn::Sequential make_model(const std::vector<std::int64_t>& widths) {
   return model;
 }
 
-void compare(const std::string& name, const std::vector<std::int64_t>& widths, std::int64_t rows, int windows, bool clip,
-             const harness::Options& options) {
+void compare(const std::string& name, const std::vector<std::int64_t>& widths, std::int64_t rows, int windows,
+             bool clip, const harness::Options& options) {
   auto ours = make_model(widths), peer = make_model(widths), bound = make_model(widths);
   const torch::optim::AdamWOptions hyper(1e-3);
   torch::optim::AdamW our_optimizer(ours->parameters(), hyper), peer_optimizer(peer->parameters(), hyper);

@@ -37,7 +37,8 @@ struct Contestant {
 inline Options parse(int argc, char** argv, const std::string& purpose) {
   Options options;
   CLI::App app(purpose);
-  app.add_option("--repeats", options.repeats, "how often each is timed, after one warm-up")->check(CLI::Range(7, 1000));
+  app.add_option("--repeats", options.repeats, "how often each is timed, after one warm-up")
+      ->check(CLI::Range(7, 1000));
   app.add_option("--threads", options.threads, "processor threads; 0: LibTorch chooses")->check(CLI::Range(0, 1024));
   app.add_flag("--keep-memory", options.keep_memory, "keep freed memory in the process (mallopt), for all contestants");
   app.add_option("--json", options.json, "append the results to this file, an object a line");

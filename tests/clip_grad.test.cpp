@@ -57,6 +57,7 @@ TEST_CASE("clip_grad_norm_: NaN and inf as in LibTorch; or an error, and nothing
 
 TEST_CASE("clip_grad_norm_: no parameters, no gradients, a shared parameter") {
   CHECK(ga::clip_grad_norm_(std::vector<at::Tensor>(), 1.0).item<double>() == 0);
+  CHECK(ga::clip_grad_norm_(std::vector<at::Tensor>(), 1.0, infinity).item<double>() == 0);
   CHECK(ga::clip_grad_norm_({torch::zeros({2}).set_requires_grad(true)}, 1.0).item<double>() == 0);
   auto p = torch::zeros({2}).set_requires_grad(true);
   p.mutable_grad() = torch::tensor({3.0f, 4.0f});

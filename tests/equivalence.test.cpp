@@ -166,7 +166,8 @@ TEST_CASE("equivalence: the usual mistakes are told from it") {
     CHECK(distance(steps_at_multiples(kind, data, 4), expected) > 1e-4);
   }
   // And only by them: where no window is short, the first one is right.
-  CHECK(distance(divided_by_nominal(every_optimizer()[0], data, 5), one_large_batch(every_optimizer()[0], data, 5)) < 1e-12);
+  CHECK(distance(divided_by_nominal(every_optimizer()[0], data, 5), one_large_batch(every_optimizer()[0], data, 5)) <
+        1e-12);
 }
 
 TEST_CASE("equivalence: clipping is of the large batch's gradient") {

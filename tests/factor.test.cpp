@@ -80,7 +80,8 @@ TEST_CASE("Factor: refuses what is no number") {
 
 TEST_CASE("Factor: device tensors are joined on the device, in any order to the same bits", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
-  const auto a = torch::tensor(0.1, torch::kCUDA), b = torch::tensor(0.7, torch::kCUDA), c = torch::tensor(1.3, torch::kCUDA);
+  const auto a = torch::tensor(0.1, torch::kCUDA), b = torch::tensor(0.7, torch::kCUDA),
+             c = torch::tensor(1.3, torch::kCUDA);
   ga::Factor one, other;
   for (auto& by : {a, b, c}) one.multiply(by);
   for (auto& by : {c, a, b}) other.multiply(by);

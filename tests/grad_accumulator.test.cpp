@@ -248,7 +248,8 @@ TEST_CASE("GradAccumulator: clips elements of the mean") {
 }
 
 TEST_CASE("GradAccumulator: parameter groups, frozen, shared and late parameters") {
-  auto a = torch::zeros({2}, at::kDouble).set_requires_grad(true), b = torch::zeros({3}, at::kDouble).set_requires_grad(true);
+  auto a = torch::zeros({2}, at::kDouble).set_requires_grad(true),
+       b = torch::zeros({3}, at::kDouble).set_requires_grad(true);
   auto frozen = torch::ones({2}, at::kDouble), late = torch::zeros({1}, at::kDouble).set_requires_grad(true);
   torch::optim::SGD sgd({a, frozen}, torch::optim::SGDOptions(1.0));
   sgd.add_param_group({{b}, std::make_unique<torch::optim::SGDOptions>(torch::optim::SGDOptions(10.0))});
@@ -267,7 +268,8 @@ TEST_CASE("GradAccumulator: parameter groups, frozen, shared and late parameters
 }
 
 TEST_CASE("GradAccumulator: a parameter that some micro-batches leave out") {
-  auto a = torch::zeros({1}, at::kDouble).set_requires_grad(true), b = torch::zeros({1}, at::kDouble).set_requires_grad(true);
+  auto a = torch::zeros({1}, at::kDouble).set_requires_grad(true),
+       b = torch::zeros({1}, at::kDouble).set_requires_grad(true);
   torch::optim::SGD sgd({a, b}, torch::optim::SGDOptions(1.0));
   ga::GradAccumulator optimizer(sgd, {.steps = 4});
   for (int i = 0; i < 4; ++i) {

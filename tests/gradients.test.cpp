@@ -20,7 +20,8 @@ at::Tensor with_gradient(const at::Tensor& gradient) {
 
 double number(const at::Tensor& zero_dim) { return zero_dim.item<double>(); }
 
-constexpr double infinity = std::numeric_limits<double>::infinity(), not_a_number = std::numeric_limits<double>::quiet_NaN();
+constexpr double infinity = std::numeric_limits<double>::infinity(),
+                 not_a_number = std::numeric_limits<double>::quiet_NaN();
 
 // Row 0 twice: the gradient is their sum.
 at::Tensor sparse_with_duplicates(double first, double second, at::ScalarType dtype) {
@@ -127,7 +128,8 @@ TEST_CASE("Gradients: infinity and NaN are found in every position, dtype and la
 }
 
 TEST_CASE("Gradients: finite numbers whose squares overflow are finite") {
-  for (auto [dtype, large] : {std::pair{at::kFloat, 3e38}, {at::kBFloat16, 3e38}, {at::kHalf, 6e4}, {at::kDouble, 1e300}}) {
+  for (auto [dtype, large] :
+       {std::pair{at::kFloat, 3e38}, {at::kBFloat16, 3e38}, {at::kHalf, 6e4}, {at::kDouble, 1e300}}) {
     auto p = with_gradient(torch::full({4}, large, dtype));
     ga::Gradients gradients({p});
     CHECK(number(gradients.found_inf()) == 0);

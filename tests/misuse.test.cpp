@@ -182,6 +182,7 @@ TEST_CASE("misuse: LBFGS behind a reference, and a class derived from it") {
   auto model = make_model();
   torch::optim::LBFGS lbfgs(model->parameters());
   MyLBFGS derived(model->parameters());
-  for (torch::optim::Optimizer* behind : {static_cast<torch::optim::Optimizer*>(&lbfgs), static_cast<torch::optim::Optimizer*>(&derived)})
+  for (torch::optim::Optimizer* behind :
+       {static_cast<torch::optim::Optimizer*>(&lbfgs), static_cast<torch::optim::Optimizer*>(&derived)})
     REQUIRE_ERROR("must not be LBFGS", ga::GradAccumulator(*behind));
 }

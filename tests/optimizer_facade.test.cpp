@@ -95,7 +95,8 @@ TEST_CASE("facade: whoever set the learning rate last is heard") {
 }
 
 TEST_CASE("facade: zero_grad through it is harmless, a closure is called, a group added to it trains") {
-  auto late = torch::zeros({1}, at::kDouble).set_requires_grad(true), first = late.detach().clone().set_requires_grad(true);
+  auto late = torch::zeros({1}, at::kDouble).set_requires_grad(true),
+       first = late.detach().clone().set_requires_grad(true);
   torch::optim::SGD sgd({first}, torch::optim::SGDOptions(1.0));
   ga::GradAccumulator accumulator(sgd, {.steps = 2});
   torch::optim::Optimizer& facade = accumulator;
@@ -140,7 +141,8 @@ TEST_CASE("facade: save and load are the wrapped optimizer's") {
 TEST_CASE("facade: around an optimizer of the user's own, whose options tell no learning rate") {
   struct Options : torch::optim::OptimizerCloneableOptions<Options> {};
   struct Own : torch::optim::Optimizer {
-    explicit Own(std::vector<at::Tensor> p) : Optimizer({torch::optim::OptimizerParamGroup(p)}, std::make_unique<Options>()) {}
+    explicit Own(std::vector<at::Tensor> p)
+        : Optimizer({torch::optim::OptimizerParamGroup(p)}, std::make_unique<Options>()) {}
     at::Tensor step(LossClosure = nullptr) override {
       at::NoGradGuard no_grad;
       for (auto& p : param_groups()[0].params()) p.sub_(p.grad());

@@ -12,7 +12,8 @@
 
 namespace gradaccum {
 
-/// Clips a window's gradients to an L2 norm of at most `max_norm`, as one more deferred factor; returns the norm before.
+/// Clips a window's gradients to an L2 norm of at most `max_norm`, as one more deferred factor; returns the norm
+/// before.
 ///
 ///     if (optimizer.ready()) {
 ///       auto norm = ga::clip_grad_norm_(optimizer.gradients(), 1.0);      // 0-dim float64; nobody has waited for it

@@ -19,8 +19,8 @@ concept optimizer = requires(O& o) {
   o.param_groups();
 };
 
-/// What an optimizer derives from, beside `torch::optim::Optimizer`, to multiply by the deferred factor in its own pass;
-/// so it is also found behind a `torch::optim::Optimizer&`.
+/// What an optimizer derives from, beside `torch::optim::Optimizer`, to multiply by the deferred factor in its own
+/// pass; so it is also found behind a `torch::optim::Optimizer&`.
 ///
 /// `step(Gradients)` reads `raw()`, never `.grad`; leaves the gradients as they are; and where they were required to be
 /// finite and are not, moves nothing.
@@ -31,7 +31,9 @@ struct TakesGradients {
 
 /// An optimizer that multiplies by the deferred factor in its own pass.
 template <class O>
-concept takes_gradients = optimizer<O> && requires(O& o, Gradients g) { o.step(g); };
+concept takes_gradients = optimizer<O> && requires(O& o, Gradients g) {
+  o.step(g);
+};
 
 /// An optimizer that moves the parameters on some calls of `step()` only.
 template <class O>

@@ -58,7 +58,8 @@ class GradAccumulator {
   static_assert(!std::derived_from<Optimizer, torch::optim::LBFGS>,
                 "GradAccumulator: LBFGS calls its closure several times a step, so it has no micro-batches; "
                 "use SGD, Adam, AdamW, RMSprop, Adagrad or one of your own");
-  static_assert(gradaccum::optimizer<Optimizer> || accumulating<Optimizer> || std::derived_from<Optimizer, torch::optim::LBFGS>,
+  static_assert(gradaccum::optimizer<Optimizer> || accumulating<Optimizer> ||
+                    std::derived_from<Optimizer, torch::optim::LBFGS>,
                 "GradAccumulator: an optimizer has step(), zero_grad() and param_groups()");
 
  public:
@@ -120,18 +121,20 @@ class GradAccumulator {
   }
   /// The norm of the last closed window before clipping: 0-dim float64, on the device. It must have been clipped.
   const at::Tensor& grad_norm() const {
-    TORCH_CHECK(grad_norm_.defined(), "GradAccumulator: grad_norm() needs a closed window for which "
-                                      "clip_grad_norm_(max) was called; infinity only measures");
+    TORCH_CHECK(grad_norm_.defined(),
+                "GradAccumulator: grad_norm() needs a closed window for which "
+                "clip_grad_norm_(max) was called; infinity only measures");
     return grad_norm_;
   }
 
-  /// The window so far. Its values may be read and changed when all its micro-batches are in: if `ready()`, after backward.
+  /// The window so far. Its values may be read and changed when all its micro-batches are in: if `ready()`, after
+  /// backward.
   Gradients& gradients() { return follow(), window_.gradients(); }
 
-  bool ready() const { return window_.ready(); }                        ///< the next `step()` closes the window
-  std::int64_t micro_steps() const { return window_.micro_steps(); }    ///< completed in this window
-  std::int64_t updates() const { return updates_; }                     ///< how often the parameters have moved
-  void set_steps(std::int64_t steps) { window_.set_steps(steps); }      ///< from the next window on
+  bool ready() const { return window_.ready(); }                      ///< the next `step()` closes the window
+  std::int64_t micro_steps() const { return window_.micro_steps(); }  ///< completed in this window
+  std::int64_t updates() const { return updates_; }                   ///< how often the parameters have moved
+  void set_steps(std::int64_t steps) { window_.set_steps(steps); }    ///< from the next window on
   auto& param_groups() { return optimizer_->param_groups(); }
   Optimizer& optimizer() { return *optimizer_; }
 
@@ -144,8 +147,7 @@ class GradAccumulator {
   /// For code that takes an optimizer by reference: its `step` counts, steps and then clears; its `zero_grad` does
   /// nothing; a learning rate or a group set through it, save and load reach the wrapped optimizer.
   operator torch::optim::Optimizer&()  // NOLINT(google-explicit-constructor): a drop-in
-    requires std::derived_from<Optimizer, torch::optim::Optimizer>
-  {
+      requires std::derived_from<Optimizer, torch::optim::Optimizer> {
     if (!facade_) facade_ = std::make_unique<detail::OptimizerFacade>(*optimizer_, [this] { step(), zero_grad(); });
     facade_->synchronise();
     return *facade_;

@@ -72,7 +72,8 @@ class Gradients {
   /// Multiplies the gradients by the factor, and sums that are kept apart become `.grad`. A second call does nothing.
   void apply() { window_->apply(); }
 
-  /// The window is over: stepped, skipped or discarded. Then only `norm()` and `found_inf()` answer, if they did before.
+  /// The window is over: stepped, skipped or discarded. Then only `norm()` and `found_inf()` answer, if they did
+  /// before.
   bool closed() const { return window_->closed(); }
 
  private:

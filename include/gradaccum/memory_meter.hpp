@@ -56,7 +56,8 @@ class MemoryMeter {
   static std::shared_ptr<detail::MemoryLedger> surrounding() {
     auto* const installed = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE);
     auto* const ledger = dynamic_cast<detail::MemoryLedger*>(installed);
-    TORCH_CHECK(!installed || ledger, "MemoryMeter: must not start inside LibTorch's profiler, which uses the same slot");
+    TORCH_CHECK(!installed || ledger,
+                "MemoryMeter: must not start inside LibTorch's profiler, which uses the same slot");
     return ledger ? ledger->shared_from_this() : nullptr;
   }
 

@@ -17,7 +17,7 @@ int main() {
   ga::GradAccumulator outer(inner, {.steps = 4});  // error: wraps an optimizer, not another accumulator
   ga::GradAccumulator copy(inner);                 // error: is neither copied nor wrapped by another
   ga::GradAccumulator closures(lbfgs);             // error: LBFGS calls its closure several times a step
-  ga::GradAccumulator nothing(none);               // error: an optimizer has step\(\), zero_grad\(\) and param_groups\(\)
-  ga::GradAccumulator typo(sgd, {.step = 4});      // error: step
+  ga::GradAccumulator nothing(none);           // error: an optimizer has step\(\), zero_grad\(\) and param_groups\(\)
+  ga::GradAccumulator typo(sgd, {.step = 4});  // error: step
   static_cast<void>(none);
 }

@@ -50,14 +50,15 @@ TEST_CASE("TensorBatches: in order, every row once, the last batch smaller or le
 }
 
 TEST_CASE("TensorBatches: shuffled, every row once, another order every epoch, the same for the same seed") {
-  auto a = make(10, {.batch_size = 3, .shuffle = true, .seed = 7}), b = make(10, {.batch_size = 5, .shuffle = true, .seed = 7});
+  auto a = make(10, {.batch_size = 3, .shuffle = true, .seed = 7}),
+       b = make(10, {.batch_size = 5, .shuffle = true, .seed = 7});
   auto c = make(10, {.batch_size = 3, .shuffle = true, .seed = 8});
   const auto first = epoch_of(a), second = epoch_of(a);
   CHECK(sorted(first) == ten);
   CHECK(first != ten);
   CHECK(first != second);
-  torch::manual_seed(0);            // the global generator plays no part
-  CHECK(epoch_of(b) == first);      // and the batch size neither: windows of small batches are large batches
+  torch::manual_seed(0);        // the global generator plays no part
+  CHECK(epoch_of(b) == first);  // and the batch size neither: windows of small batches are large batches
   CHECK(epoch_of(b) == second);
   const auto other = epoch_of(c);
   CHECK(other != first);

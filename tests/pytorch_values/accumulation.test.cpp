@@ -98,9 +98,13 @@ void compare(const std::map<std::string, pytorch_values::Trace>& expected, const
 
 }  // namespace
 
-TEST_CASE("PyTorch's values: equal micro-batches and a shorter last window") { compare(pytorch_values::even, even, false); }
+TEST_CASE("PyTorch's values: equal micro-batches and a shorter last window") {
+  compare(pytorch_values::even, even, false);
+}
 
-TEST_CASE("PyTorch's values: uneven micro-batches, weighted and clipped") { compare(pytorch_values::uneven, uneven, true); }
+TEST_CASE("PyTorch's values: uneven micro-batches, weighted and clipped") {
+  compare(pytorch_values::uneven, uneven, true);
+}
 
 TEST_CASE("PyTorch's values: tell weighted from unweighted") {
   const auto trace = run(optimizers().at("SGD"), uneven, false);

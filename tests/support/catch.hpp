@@ -16,7 +16,8 @@ using Catch::Approx;
 
 namespace testing {
 
-/// The message of the `c10::Error` (or other exception) that `run` throws, without a backtrace; empty if it throws none.
+/// The message of the `c10::Error` (or other exception) that `run` throws, without a backtrace; empty if it throws
+/// none.
 template <class Run>
 std::string error_of(Run&& run) {
   try {
@@ -34,18 +35,18 @@ inline bool contains(const std::string& text, const std::string& part) { return 
 
 }  // namespace testing
 
-#define REQUIRE_ERROR(part, ...)                              \
-  do {                                                        \
+#define REQUIRE_ERROR(part, ...)                                           \
+  do {                                                                     \
     const auto message_ = testing::error_of([&] { (void)(__VA_ARGS__); }); \
-    INFO("message: '" << message_ << "'");                    \
-    REQUIRE(testing::contains(message_, part));                        \
+    INFO("message: '" << message_ << "'");                                 \
+    REQUIRE(testing::contains(message_, part));                            \
   } while (false)
 
 /// v2 has no SKIP: says why, and leaves the test.
 #ifndef SKIP
-#define SKIP(reason)                 \
-  do {                               \
-    WARN("skipped: " << (reason));   \
-    return;                          \
+#define SKIP(reason)               \
+  do {                             \
+    WARN("skipped: " << (reason)); \
+    return;                        \
   } while (false)
 #endif

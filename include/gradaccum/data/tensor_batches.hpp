@@ -97,8 +97,9 @@ class TensorBatches {
   const State& state() const { return state_; }
   /// The next loop goes on from here.
   void load_state(const State& state) {
-    TORCH_CHECK(state.epoch >= 0 && state.batch >= 0 && state.batch <= size(), "TensorBatches: a state must have epoch ",
-                ">= 0 and a batch of 0 to ", size(), ", got ", state.epoch, " and ", state.batch);
+    TORCH_CHECK(state.epoch >= 0 && state.batch >= 0 && state.batch <= size(),
+                "TensorBatches: a state must have epoch ", ">= 0 and a batch of 0 to ", size(), ", got ", state.epoch,
+                " and ", state.batch);
     state_ = state;
     resumed_ = true;
   }

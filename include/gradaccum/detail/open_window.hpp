@@ -121,8 +121,8 @@ inline void OpenWindow::check_kept() const {
   if (window_.count() == 0) return;
   const auto& parameters = state_->all_parameters();
   for (std::size_t i = 0; i < parameters.size(); ++i)
-    TORCH_CHECK(!seen_.lost(i, parameters[i].grad()),
-                "GradAccumulator: the gradient of parameter ", i, " (shape ", parameters[i].sizes(),
+    TORCH_CHECK(!seen_.lost(i, parameters[i].grad()), "GradAccumulator: the gradient of parameter ", i, " (shape ",
+                parameters[i].sizes(),
                 ") vanished inside a window; call optimizer.zero_grad(), which waits for the window's end, "
                 "in place of model->zero_grad()");
 }

@@ -2,16 +2,20 @@
 #pragma once
 
 #include <gradaccum/detail/multiplier.hpp>
+#include <gradaccum/detail/sum_of_squares.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
-#include <ATen/ops/stack.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <limits>
+#include <utility>
 #include <vector>
 
 namespace gradaccum::detail {
@@ -46,24 +50,35 @@ inline std::vector<std::vector<at::Tensor>> by_device_and_dtype(const std::vecto
   return groups;
 }
 
+/// The L2 norms of dense CPU tensors, without the float64 copies that ATen would make.
+inline at::Tensor l2_norms_on_cpu(const std::vector<at::Tensor>& tensors) {
+  const auto sums = sums_of_squares(tensors);
+  return at::tensor(sums, at::TensorOptions(at::kDouble)).sqrt_();
+}
+
 /// The `p`-norm of each non-empty gradient, as one float64 tensor on the first one's device.
 ///
 /// Summed in float64: the squares of finite 16- and 32-bit numbers stay finite.
 inline at::Tensor norms(const std::vector<at::Tensor>& gradients, double p) {
-  std::vector<at::Tensor> all;
-  for (auto& gradient : gradients) all.push_back(summed_elements(gradient));
-  const auto device = all.empty() ? at::Device(at::kCPU) : all.front().device();
-  std::vector<at::Tensor> found;
-  for (auto& group : by_device_and_dtype(all))
-    for (auto& norm : at::_foreach_norm(group, p, at::kDouble)) found.push_back(norm.to(device, /*non_blocking=*/true));
-  return found.empty() ? at::zeros({1}, at::TensorOptions(at::kDouble).device(device)) : at::stack(found);
+  std::vector<at::Tensor> on_cpu, others, found;
+  for (auto& gradient : gradients) {
+    auto numbers = summed_elements(gradient);
+    if (numbers.numel() == 0) continue;
+    (p == 2 && can_be_summed_here(numbers) ? on_cpu : others).push_back(std::move(numbers));
+  }
+  for (auto& group : by_device_and_dtype(others))
+    for (auto& norm : at::_foreach_norm(group, p, at::kDouble)) found.push_back(norm.reshape({1}));
+  if (!on_cpu.empty()) found.push_back(l2_norms_on_cpu(on_cpu));
+  if (found.empty()) found.push_back(at::zeros({1}, at::TensorOptions(at::kDouble)));
+  const auto device = gradients.empty() ? at::Device(at::kCPU) : gradients.front().device();
+  for (auto& norm : found) norm = norm.to(device, /*non_blocking=*/true);
+  return at::cat(found);
 }
 
 /// 0-dim float32: 1 if an element is not finite, else 0. `l2_norms` are what `norms(gradients, 2)` gave.
 inline at::Tensor found_inf(const std::vector<at::Tensor>& gradients, const at::Tensor& l2_norms) {
   bool squares_may_overflow = false;
-  for (auto& gradient : gradients)
-    squares_may_overflow |= at::toRealValueType(gradient.scalar_type()) == at::kDouble;
+  for (auto& gradient : gradients) squares_may_overflow |= at::toRealValueType(gradient.scalar_type()) == at::kDouble;
   auto judged = squares_may_overflow ? norms(gradients, std::numeric_limits<double>::infinity()) : l2_norms;
   return judged.isfinite().all().logical_not().to(at::kFloat);
 }
@@ -81,8 +96,7 @@ inline void multiply_(const std::vector<at::Tensor>& gradients, const Multiplier
       at::_foreach_mul_(group, by.on(group.front().device()).to(group.front().scalar_type()));
     } else {
       const auto factor = by.on(by.on_host() ? at::Device(at::kCPU) : group.front().device()).to(at::kFloat);
-      for (auto& tensor : group)
-        by.on_host() ? tensor.mul_(factor) : tensor.copy_(tensor.to(at::kFloat).mul_(factor));
+      for (auto& tensor : group) by.on_host() ? tensor.mul_(factor) : tensor.copy_(tensor.to(at::kFloat).mul_(factor));
     }
   }
 }

@@ -94,7 +94,8 @@ inline void WindowGradients::find_gradients() {
   raw_.clear();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& shown = parameters_[i].grad();
-    if (shown_ && sums_[i].defined() && !shown_->untouched(i, shown)) sums_[i].reset();  // changed by the user: it counts
+    if (shown_ && sums_[i].defined() && !shown_->untouched(i, shown))
+      sums_[i].reset();  // changed by the user: it counts
     const auto& gradient = sums_[i].defined() ? sums_[i] : shown;
     if (!gradient.defined()) continue;
     with_gradient_.push_back(parameters_[i]);
