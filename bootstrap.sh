@@ -8,9 +8,9 @@ set -euo pipefail
 
 usage() {
   cat <<'END'
-usage: ./bootstrap.sh demo [ARGUMENT...]      train on Fashion-MNIST, plain LibTorch against gradaccum
+usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 64, then 16 accumulated x 4
        ./bootstrap.sh test [--preset PRESET]  build and run the tests; PRESET is dev (default), oldest or asan
-       ./bootstrap.sh bench                   build and run the benchmarks
+       ./bootstrap.sh bench [ARGUMENT...]     build and run the benchmarks
        ./bootstrap.sh oracle                  rewrite the expected values of the tests with Python's PyTorch
 
 On Debian and Ubuntu, what is missing is installed with apt-get, after saying what and why; elsewhere it is only named.
@@ -209,7 +209,7 @@ bench() {
   for benchmark in build/bench/benchmarks/benchmark_*; do
     if [[ -f $benchmark && -x $benchmark ]]; then
       step "Running ${benchmark##*/}"
-      "$benchmark"
+      "$benchmark" "$@"
       count=$((count + 1))
     fi
   done
@@ -242,7 +242,7 @@ if (( $# > 0 )); then shift; fi
 case $command in
   demo) demo "$@" ;;
   test) run_tests "$@" ;;
-  bench) bench ;;
+  bench) bench "$@" ;;
   oracle) oracle ;;
   help | -h | --help) usage ;;
   *) usage >&2; exit 2 ;;

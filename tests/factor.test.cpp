@@ -73,9 +73,20 @@ TEST_CASE("Factor: a tensor counts with the value that it had when it was writte
 TEST_CASE("Factor: refuses what is no number") {
   ga::Factor factor;
   REQUIRE_ERROR("Factor: a divisor must not be 0", factor.divide(0.0));
+  REQUIRE_ERROR("Factor: a divisor must not be 0", factor.divide(torch::tensor(0.0)));
   REQUIRE_ERROR("0-dim tensor, got shape [2]", factor.multiply(torch::ones({2})));
   REQUIRE_ERROR("got an undefined tensor", factor.divide(at::Tensor()));
   CHECK(product_of(factor).is_one());
+}
+
+TEST_CASE("Factor: a product that overflows is not taken for one") {
+  ga::Factor factor;
+  for (int i = 0; i < 2; ++i) {
+    factor.multiply(1e200);
+    factor.divide(1e200);
+  }
+  factor.multiply(7.0);
+  CHECK_FALSE(product_of(factor).is_one());
 }
 
 TEST_CASE("Factor: device tensors are joined on the device, in any order to the same bits", "[cuda]") {

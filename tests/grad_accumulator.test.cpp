@@ -66,14 +66,8 @@ TEST_CASE("GradAccumulator: flush closes a shorter window with its true mean, an
   CHECK(optimizer.updates() == 1);
 }
 
-TEST_CASE("GradAccumulator: flush counts a micro-batch in hand") {
-  Probe plain, weighted;
-  ga::GradAccumulator a(plain.sgd, {.steps = 4});
-  plain.loss(1.0).backward();
-  a.step();
-  plain.loss(2.0).backward();
-  CHECK(a.flush());
-  CHECK(plain.moved() == 1.5);
+TEST_CASE("GradAccumulator: flush counts a backward() that no step followed; of loss.backward() it wants the step") {
+  Probe weighted, plain;
   ga::GradAccumulator b(weighted.sgd, {.steps = 4});
   b.backward({weighted.loss(1.0), 1});
   b.step();
@@ -81,6 +75,27 @@ TEST_CASE("GradAccumulator: flush counts a micro-batch in hand") {
   CHECK(b.micro_steps() == 1);
   CHECK(b.flush());
   CHECK(weighted.moved() == 1.75);
+  ga::GradAccumulator a(plain.sgd, {.steps = 4});
+  plain.loss(1.0).backward();
+  a.step();
+  plain.loss(2.0).backward();
+  REQUIRE_ERROR("call step() for the last micro-batch", a.flush());
+  a.step();
+  CHECK(a.flush());
+  CHECK(plain.moved() == 1.5);
+}
+
+TEST_CASE("GradAccumulator: flush of an empty window does nothing, whatever lies in .grad") {
+  Probe probe;
+  ga::GradAccumulator optimizer(probe.sgd);
+  probe.loss(1.0).backward();
+  optimizer.step();
+  optimizer.zero_grad();
+  probe.loss(100.0).backward();  // as when another network of a GAN is trained through this one
+  CHECK_FALSE(optimizer.flush());
+  CHECK(probe.moved() == 1.0);
+  optimizer.zero_grad();
+  CHECK_FALSE(probe.parameter.grad().defined());
 }
 
 TEST_CASE("GradAccumulator: discard forgets the window and clears the gradients") {
@@ -231,8 +246,29 @@ TEST_CASE("GradAccumulator: clips when the window closes, however often it was a
   CHECK(optimizer.grad_norm().item<double>() == Approx(10 * std::sqrt(2.0)));
   CHECK(probe.moved() == 10.0);
   probe.loss(10.0).backward();
+  optimizer.step();
   optimizer.flush();  // not asked for
   REQUIRE_ERROR("grad_norm() needs a closed window", optimizer.grad_norm());
+}
+
+TEST_CASE("GradAccumulator: a clip is forgotten with its window, and infinity leaves inf and NaN alone") {
+  Probe probe;
+  ga::GradAccumulator optimizer(probe.sgd, {.steps = 2});
+  probe.loss(10.0).backward();
+  optimizer.clip_grad_norm_(1.0);
+  optimizer.clip_grad_value_(1.0);
+  optimizer.step();
+  optimizer.discard();
+  probe.loss(10.0).backward();
+  optimizer.step();
+  optimizer.flush();
+  CHECK(probe.moved() == 10.0);
+  (probe.parameter * torch::tensor({1.0, infinity}, at::kDouble)).sum().backward();
+  optimizer.clip_grad_norm_(infinity);
+  optimizer.step();
+  optimizer.flush();
+  CHECK(optimizer.grad_norm().item<double>() == infinity);
+  CHECK(probe.moved() == 11.0);  // the finite element is what it was
 }
 
 TEST_CASE("GradAccumulator: clips elements of the mean") {
@@ -265,6 +301,23 @@ TEST_CASE("GradAccumulator: parameter groups, frozen, shared and late parameters
   CHECK(b[0].item<double>() == -20.0);
   CHECK(frozen.equal(torch::ones({2}, at::kDouble)));
   CHECK(late[0].item<double>() == -2.0);
+}
+
+TEST_CASE("GradAccumulator: a group added between backward and step, or flush") {
+  for (bool flush : {false, true}) {
+    Probe probe;
+    auto late = torch::zeros({2}, at::kDouble).set_requires_grad(true);
+    ga::GradAccumulator optimizer(probe.sgd, {.steps = 4});
+    probe.loss(1.0).backward();
+    optimizer.step();
+    optimizer.add_param_group(torch::optim::OptimizerParamGroup({late}));
+    (probe.loss(3.0) + late.sum()).backward();
+    CHECK(optimizer.gradients().items() == 2);
+    if (!flush) optimizer.step();
+    CHECK(optimizer.flush());
+    CHECK(probe.moved() == 2.0);
+    CHECK(late[0].item<double>() == -0.5);
+  }
 }
 
 TEST_CASE("GradAccumulator: a parameter that some micro-batches leave out") {
@@ -319,6 +372,53 @@ TEST_CASE("GradAccumulator: backward that records a graph continues the sum in n
   optimizer.discard();
 }
 
+TEST_CASE("GradAccumulator: backward that records a graph which some gradients do not depend on") {
+  auto weight = torch::zeros({2}).set_requires_grad(true), bias = torch::zeros({2}).set_requires_grad(true);
+  for (bool plain : {false, true}) {
+    torch::optim::SGD sgd({weight, bias}, torch::optim::SGDOptions(0.0));
+    ga::GradAccumulator optimizer(sgd, {.steps = 2});
+    for (int i = 0; i < 2; ++i) {
+      const auto loss = weight.pow(2).sum() + bias.sum();  // the bias has a constant gradient, as in a critic
+      plain ? loss.backward({}, true, true) : optimizer.backward(loss, true, true);
+      optimizer.step();
+    }
+    CHECK(optimizer.updates() == 1);
+    CHECK(bias.grad()[0].item<float>() == 1.0f);
+    optimizer.discard();
+  }
+}
+
+TEST_CASE("GradAccumulator: gradients of complex parameters, which backward leaves conjugated") {
+  auto z = torch::zeros({2}, at::kComplexDouble).set_requires_grad(true);
+  torch::optim::SGD sgd({z}, torch::optim::SGDOptions(1.0));
+  ga::GradAccumulator optimizer(sgd, {.steps = 2});
+  const auto c = torch::complex(torch::tensor({3.0, 0.0}, at::kDouble), torch::tensor({0.0, 4.0}, at::kDouble));
+  for (int i = 0; i < 2; ++i) {
+    torch::real((z.conj() * c).sum()).backward();
+    optimizer.clip_grad_norm_(infinity);
+    optimizer.step();
+  }
+  CHECK(optimizer.grad_norm().item<double>() == Approx(5.0));
+  CHECK((z.detach() + c).abs().max().item<double>() < 1e-15);
+}
+
+TEST_CASE("GradAccumulator: holds no gradient that the user has cleared, and closes with itself") {
+  auto parameter = torch::zeros({1000}).set_requires_grad(true);
+  torch::optim::SGD sgd({parameter}, torch::optim::SGDOptions(1.0));
+  std::optional<ga::Gradients> handle;
+  {
+    ga::GradAccumulator optimizer(sgd, {.steps = 2});
+    parameter.sum().backward();
+    const c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> gradient(
+        parameter.grad().getIntrusivePtr());
+    optimizer.gradients().norm();
+    optimizer.zero_grad();
+    CHECK(gradient.expired());
+    handle = optimizer.gradients();
+  }
+  CHECK(handle->closed());
+}
+
 TEST_CASE("GradAccumulator: accumulate_in keeps float32 sums for 16-bit parameters") {
   const auto error = [](at::ScalarType dtype, std::optional<at::ScalarType> sums) {
     auto weight = torch::zeros({64}, dtype).set_requires_grad(true), wide = torch::zeros({1}).set_requires_grad(true);
@@ -362,8 +462,51 @@ TEST_CASE("GradAccumulator: sums kept apart become .grad with apply, and may be 
   CHECK(weight[0].item<float>() == -1.0f);
   optimizer.zero_grad();
   (weight * 5.0).sum().backward();  // nothing is left over for the next window
+  optimizer.step();
   optimizer.flush();
   CHECK(weight[0].item<float>() == -6.0f);
+}
+
+TEST_CASE("GradAccumulator: with sums kept apart, values are clipped and changed all the same") {
+  auto weight = torch::zeros({2}, at::kBFloat16).set_requires_grad(true);
+  torch::optim::SGD sgd({weight}, torch::optim::SGDOptions(1.0));
+  ga::GradAccumulator optimizer(sgd, {.steps = 2, .accumulate_in = at::kFloat});
+  for (int i = 0; i < 2; ++i) {
+    (weight * 8.0).sum().backward();
+    optimizer.clip_grad_value_(0.5);
+    optimizer.step();
+  }
+  CHECK(weight[0].item<float>() == -0.5f);
+  optimizer.zero_grad();
+  for (int i = 0; i < 2; ++i) {
+    (weight * 8.0).sum().backward();
+    if (optimizer.ready())
+      for (auto& gradient : optimizer.gradients().values()) gradient.fill_(100);
+    optimizer.step();
+  }
+  CHECK(weight[0].item<float>() == -100.5f);
+  optimizer.gradients().norm();  // a look at the old gradients, which are not yet cleared, is no part of the new window
+  optimizer.zero_grad();
+  weight.detach().zero_();
+  (weight * 1.0).sum().backward();
+  optimizer.step();
+  optimizer.flush();
+  CHECK(weight[0].item<float>() == -1.0f);
+}
+
+TEST_CASE("GradAccumulator: sums kept apart of sparse gradients, and dense ones that join them") {
+  auto weight = torch::zeros({4, 1}, at::kBFloat16).set_requires_grad(true);
+  torch::optim::SGD sgd({weight}, torch::optim::SGDOptions(1.0));
+  ga::GradAccumulator optimizer(sgd, {.steps = 3, .accumulate_in = at::kFloat});
+  const auto sparse = [&] { torch::embedding(weight, torch::tensor({1, 1}), -1, false, true).sum().backward(); };
+  sparse();
+  optimizer.step();
+  weight.sum().backward();
+  optimizer.step();
+  sparse();
+  optimizer.step();
+  CHECK(optimizer.updates() == 1);
+  CHECK(torch::allclose(weight.detach().to(at::kFloat).flatten(), -torch::tensor({1.0f, 5.0f, 1.0f, 1.0f}) / 3, 1e-2));
 }
 
 TEST_CASE("GradAccumulator: any number of micro-batches keeps the memory constant") {

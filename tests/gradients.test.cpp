@@ -173,6 +173,23 @@ TEST_CASE("Gradients: complex gradients have a norm and are multiplied") {
   CHECK(number(torch::real(p.grad())[0]) == 6.0);
 }
 
+TEST_CASE("Gradients: a factor that makes a finite gradient overflow is seen") {
+  auto p = with_gradient(torch::full({2}, 3e38f));
+  ga::Gradients gradients({p});
+  CHECK(number(gradients.norm()) > 4e38);
+  CHECK(number(gradients.found_inf()) == 0);
+  gradients.factor().multiply(10.0);
+  gradients.apply();
+  CHECK(number(gradients.found_inf()) == 1);
+}
+
+TEST_CASE("Gradients: lists may be iterated while others are asked for, and outlive the handle") {
+  auto p = with_gradient(torch::ones({2})), q = with_gradient(torch::ones({2}));
+  double sum = 0;
+  for (auto& gradient : ga::Gradients({p, q}).values()) sum += number(gradient.sum() + ga::Gradients({p}).norm());
+  CHECK(sum == Approx(4 + 2 * std::sqrt(2.0)));
+}
+
 TEST_CASE("Gradients: no gradient at all") {
   ga::Gradients gradients({torch::zeros({2}).set_requires_grad(true)});
   gradients.factor().multiply(2.0);

@@ -86,6 +86,13 @@ TEST_CASE("misuse: model->zero_grad() inside a window is noticed, by step, backw
   }
 }
 
+TEST_CASE("misuse: model->zero_grad(false) inside a window is noticed, too") {
+  Fixture f;
+  f.micro_batch();
+  f.model->zero_grad(/*set_to_none=*/false);
+  REQUIRE_ERROR("vanished inside a window", f.micro_batch());
+}
+
 TEST_CASE("misuse: model->zero_grad() between windows is fine") {
   Fixture f;
   for (int window = 0; window < 2; ++window) {
@@ -104,6 +111,80 @@ TEST_CASE("misuse: both forms of backward in one window") {
   f.optimizer.discard();
   f.micro_batch();
   REQUIRE_ERROR("mixes optimizer.backward(loss) with loss.backward()", f.optimizer.backward({f.loss(1), 4}));
+}
+
+TEST_CASE("misuse: both forms of backward in one micro-batch") {
+  for (int before : {0, 1}) {
+    Fixture f;
+    for (int i = 0; i < before; ++i) {
+      f.optimizer.backward(f.loss());
+      f.optimizer.step();
+    }
+    f.optimizer.backward(f.loss(1));
+    f.loss(2).backward();
+    REQUIRE_ERROR("changed outside optimizer.backward(loss)", f.optimizer.step());
+    f.optimizer.discard();
+    for (int i = 0; i < before; ++i) {
+      f.optimizer.backward(f.loss());
+      f.optimizer.step();
+    }
+    f.loss(2).backward();
+    REQUIRE_ERROR("changed outside optimizer.backward(loss)", f.optimizer.backward(f.loss(1)));
+  }
+}
+
+TEST_CASE("misuse: in a weighted window gradients set to zero in place are noticed, between windows they are fine") {
+  Fixture f;
+  f.optimizer.backward(f.loss());
+  f.optimizer.step();
+  f.sgd.zero_grad(/*set_to_none=*/false);
+  REQUIRE_ERROR("changed outside optimizer.backward(loss)", f.optimizer.backward(f.loss(1)));
+  f.optimizer.discard();
+  for (int i = 0; i < 6; ++i) {
+    f.optimizer.backward(f.loss(i % 3));
+    if (f.optimizer.step()) f.sgd.zero_grad(/*set_to_none=*/false);
+  }
+  CHECK(f.optimizer.updates() == 2);
+}
+
+TEST_CASE("misuse: a step that no backward precedes in a weighted window") {
+  Fixture f;
+  f.optimizer.backward(f.loss());
+  f.optimizer.step();
+  REQUIRE_ERROR("or with a step() that no backward precedes", f.optimizer.step());
+}
+
+TEST_CASE("misuse: backward after the gradients of the window were applied") {
+  Fixture f;
+  f.optimizer.set_steps(1);
+  f.optimizer.backward(f.loss());
+  f.optimizer.gradients().apply();
+  REQUIRE_ERROR("a second backward() before step()", f.optimizer.backward(f.loss(1)));
+  CHECK(f.optimizer.step());
+}
+
+TEST_CASE("misuse: weights too far apart for the loss's dtype, or for a sum") {
+  auto weight = torch::zeros({2}).set_requires_grad(true);
+  torch::optim::SGD sgd({weight}, torch::optim::SGDOptions(1.0));
+  ga::GradAccumulator optimizer(sgd, {.steps = 2});
+  optimizer.backward({weight.sum().to(at::kHalf), 1});
+  optimizer.step();
+  REQUIRE_ERROR("at most 65504 times the window's first one (1)",
+                optimizer.backward({weight.sum().to(at::kHalf), 1e6}));
+  optimizer.backward({weight.sum().to(at::kHalf), 3});
+  CHECK(optimizer.step());
+  CHECK(weight[0].item<float>() == -1.0f);
+  optimizer.zero_grad();
+  optimizer.backward({weight.sum().to(at::kDouble), 1e308});
+  optimizer.step();
+  REQUIRE_ERROR("must have a finite sum", optimizer.backward({weight.sum().to(at::kDouble), 1e308}));
+  CHECK(optimizer.micro_steps() == 1);
+}
+
+TEST_CASE("misuse: an accumulator wrapped through a reference to it") {
+  Fixture f;
+  torch::optim::Optimizer& behind = f.optimizer;
+  REQUIRE_ERROR("not another accumulator behind a reference", ga::GradAccumulator(behind, {.steps = 2}));
 }
 
 TEST_CASE("misuse: a second backward before step") {

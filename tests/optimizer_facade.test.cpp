@@ -73,7 +73,7 @@ TEST_CASE("facade: StepLR reaches the wrapped optimizer") {
   for (int i = 0; i < 3; ++i) {
     scheduler.step();
     reference.step();
-    optimizer.step();  // brings it across
+    CHECK(optimizer.param_groups()[0].options().get_lr() == plain.param_groups()[0].options().get_lr());
     CHECK(sgd.param_groups()[0].options().get_lr() == plain.param_groups()[0].options().get_lr());
     CHECK(sgd.param_groups()[1].options().get_lr() == plain.param_groups()[0].options().get_lr() / 2);
   }
@@ -113,6 +113,24 @@ TEST_CASE("facade: zero_grad through it is harmless, a closure is called, a grou
   CHECK(first.item<double>() == -2.0);
   CHECK(late.item<double>() == -4.0);
   CHECK(sgd.param_groups().size() == 2);
+}
+
+TEST_CASE("facade: what is saved has the learning rate that a scheduler has just set") {
+  auto model = make_model();
+  torch::optim::SGD sgd(model->parameters(), 0.4), other(make_model()->parameters(), 0.9),
+      third(make_model()->parameters(), 0.9);
+  ga::GradAccumulator accumulator(sgd);
+  torch::optim::Optimizer& facade = accumulator;
+  torch::optim::StepLR scheduler(accumulator, 1, 0.5);
+  scheduler.step();
+  scheduler.step();
+  std::stringstream through_facade, directly;
+  torch::save(facade, through_facade);
+  torch::save(accumulator, directly);
+  torch::load(other, through_facade);
+  torch::load(third, directly);
+  CHECK(other.param_groups()[0].options().get_lr() == 0.2);
+  CHECK(third.param_groups()[0].options().get_lr() == 0.2);
 }
 
 TEST_CASE("facade: save and load are the wrapped optimizer's") {

@@ -8,9 +8,19 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
+#include <cmath>
 #include <vector>
 
 namespace gradaccum {
+namespace detail {
+
+inline void multiply_by_clip(Gradients& gradients, const at::Tensor& norm, double max_norm) {
+  if (std::isinf(max_norm)) return;  // inf / inf would be NaN
+  at::NoGradGuard no_grad;
+  gradients.factor().multiply(norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0));
+}
+
+}  // namespace detail
 
 /// Clips a window's gradients to an L2 norm of at most `max_norm`, as one more deferred factor; returns the norm
 /// before.
@@ -27,9 +37,8 @@ namespace gradaccum {
 /// @note Does not synchronise with the device.
 inline at::Tensor clip_grad_norm_(Gradients gradients, double max_norm) {
   TORCH_CHECK(max_norm > 0, "clip_grad_norm_: max_norm must be > 0, got ", max_norm);
-  at::NoGradGuard no_grad;
   const auto norm = gradients.norm();
-  gradients.factor().multiply(norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0));
+  detail::multiply_by_clip(gradients, norm, max_norm);
   return norm;
 }
 
@@ -53,7 +62,7 @@ inline at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, dou
   const auto norm = norm_type == 2.0 ? gradients.norm() : detail::norms(gradients.raw(), norm_type).norm(norm_type);
   TORCH_CHECK(!error_if_nonfinite || norm.isfinite().item<bool>(), "clip_grad_norm_: the norm must be finite, got ",
               norm.item<double>(), "; pass error_if_nonfinite = false to clip all the same");
-  gradients.factor().multiply(norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0));
+  detail::multiply_by_clip(gradients, norm, max_norm);
   gradients.apply();
   return norm;
 }

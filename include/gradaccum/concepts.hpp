@@ -39,7 +39,7 @@ concept takes_gradients = optimizer<O> && requires(O& o, Gradients g) {
 template <class O>
 concept accumulating = optimizer<O> && requires(O& o) {
   { o.ready() } -> std::same_as<bool>;
-  { o.gradients() } -> std::same_as<Gradients&>;
+  { o.gradients() } -> std::same_as<Gradients>;
 };
 
 namespace detail {

@@ -32,7 +32,10 @@ class Factor {
     TORCH_CHECK(by != 0, "Factor: a divisor must not be 0");
     divisors_.push_back(by);
   }
-  void divide(const at::Tensor& by) { add(by, divisors_, device_divisors_); }
+  void divide(const at::Tensor& by) {
+    if (by.defined() && by.dim() == 0 && by.device().is_cpu()) return divide(by.item<double>());
+    add(by, divisors_, device_divisors_);
+  }
 
   /// Says that a loss scaler is at work: the step is taken only if every gradient is finite.
   void require_finite() { finite_required_ = true; }

@@ -69,6 +69,11 @@ class GradAccumulator {
       TORCH_CHECK(detail::type_name(optimizer.defaults()) != "LBFGSOptions",  // finds classes derived from it, too
                   "GradAccumulator: must not be LBFGS, which calls its closure several times a step and so has no "
                   "micro-batches; use SGD, Adam, AdamW, RMSprop, Adagrad or one of your own");
+    if constexpr (std::derived_from<Optimizer, torch::optim::Optimizer>)
+      TORCH_CHECK(
+          !dynamic_cast<detail::OptimizerFacade*>(&optimizer),
+          "GradAccumulator: wraps an optimizer, not another accumulator behind a reference; set_steps(n) changes "
+          "its window");
     open();
   }
   GradAccumulator(const GradAccumulator&) = delete;  // an accumulator is neither copied nor wrapped by another
@@ -93,7 +98,8 @@ class GradAccumulator {
     if (micro_steps() == 0) clear(set_to_none);
   }
 
-  /// Closes a shorter window, with its true mean, and clears the gradients. True if the parameters moved.
+  /// Closes a shorter window, with its true mean, and clears the gradients. True if the parameters moved. Does nothing
+  /// where the window is empty.
   bool flush() {
     follow();
     if (!window_.complete_early()) return false;
@@ -106,6 +112,8 @@ class GradAccumulator {
   void discard() {
     clear();
     open();
+    clip_norm_.reset();
+    clip_value_.reset();
   }
 
   /// The window is clipped to this L2 norm when it closes, by step or flush; so it may be called at every micro-batch.
@@ -129,14 +137,21 @@ class GradAccumulator {
 
   /// The window so far. Its values may be read and changed when all its micro-batches are in: if `ready()`, after
   /// backward.
-  Gradients& gradients() { return follow(), window_.gradients(); }
+  Gradients gradients() {
+    follow();
+    return Gradients(window_.so_far());
+  }
 
   bool ready() const { return window_.ready(); }                      ///< the next `step()` closes the window
   std::int64_t micro_steps() const { return window_.micro_steps(); }  ///< completed in this window
   std::int64_t updates() const { return updates_; }                   ///< how often the parameters have moved
   void set_steps(std::int64_t steps) { window_.set_steps(steps); }    ///< from the next window on
-  auto& param_groups() { return optimizer_->param_groups(); }
-  Optimizer& optimizer() { return *optimizer_; }
+  auto& param_groups() { return optimizer().param_groups(); }
+  void add_param_group(const torch::optim::OptimizerParamGroup& group) { optimizer().add_param_group(group); }
+  Optimizer& optimizer() {
+    synchronise();
+    return *optimizer_;
+  }
 
   /// `Wrapping 'SGD' optimizer with gradient accumulation of 4 steps`
   std::string description() const {
@@ -148,36 +163,46 @@ class GradAccumulator {
   /// nothing; a learning rate or a group set through it, save and load reach the wrapped optimizer.
   operator torch::optim::Optimizer&()  // NOLINT(google-explicit-constructor): a drop-in
       requires std::derived_from<Optimizer, torch::optim::Optimizer> {
-    if (!facade_) facade_ = std::make_unique<detail::OptimizerFacade>(*optimizer_, [this] { step(), zero_grad(); });
+    if (!facade_)
+      facade_ = std::make_unique<detail::OptimizerFacade>(*optimizer_, [this] {
+        step();
+        zero_grad();
+      });
     facade_->synchronise();
     return *facade_;
   }
+  operator const torch::optim::Optimizer&() const  // NOLINT(google-explicit-constructor): torch::save
+      requires std::derived_from<Optimizer, torch::optim::Optimizer> {
+    synchronise();
+    return *optimizer_;
+  }
 
  private:
-  void follow() {
+  void synchronise() const {
     if (facade_) facade_->synchronise();
+  }
+  void follow() {
+    synchronise();
     window_.follow(detail::parameters_of(*optimizer_));
   }
   void open() { window_.open(detail::parameters_of(*optimizer_)); }
 
   bool close() {
     bool moved = false;
-    try {
-      clip();
-      moved = window_.has_weight() && detail::take_step(*optimizer_, window_.closing());
-    } catch (...) {
-      window_.spoil();
-      throw;
-    }
+    window_.or_spoil([&] {
+      Gradients gradients(window_.closing());
+      clip(gradients);
+      moved = window_.has_weight() && detail::take_step(*optimizer_, gradients);
+    });
     open();
     if (moved) ++updates_;
     if (!moved) clear();
     return moved;
   }
 
-  void clip() {
-    grad_norm_ = clip_norm_ ? gradaccum::clip_grad_norm_(window_.closing(), *clip_norm_) : at::Tensor();
-    if (clip_value_) gradaccum::clip_grad_value_(window_.closing(), *clip_value_);
+  void clip(Gradients& gradients) {
+    grad_norm_ = clip_norm_ ? gradaccum::clip_grad_norm_(gradients, *clip_norm_) : at::Tensor();
+    if (clip_value_) gradaccum::clip_grad_value_(gradients, *clip_value_);
     clip_norm_.reset();
     clip_value_.reset();
   }

@@ -31,7 +31,8 @@ namespace gradaccum {
 /// a window of one batch. Parameters may be of any dtype, on several devices, shared or frozen; gradients dense or
 /// sparse (COO), and undefined where there is none.
 ///
-/// @note Nothing here synchronises with the device, apart from reading a tensor that it returns.
+/// @note Nothing here synchronises with the device, apart from reading a tensor that it returns. (Where parameters lie
+/// on the CPU and on a device, a factor known on the device alone is waited for.)
 class Gradients {
  public:
   explicit Gradients(const std::vector<at::Tensor>& parameters)
@@ -46,15 +47,18 @@ class Gradients {
   double items() const { return window_->items(); }
 
   /// The parameters that have a gradient, in the order of `raw()` and `values()`.
-  const std::vector<at::Tensor>& parameters() { return window_->parameters(); }
+  std::vector<at::Tensor> parameters() const { return window_->parameters(); }
 
   /// The gradients as they lie in memory, not multiplied yet: `.grad`, or the sums that are kept apart from it.
   /// For optimizers, which multiply by `multiplier(device)` themselves.
-  const std::vector<at::Tensor>& raw() { return window_->raw(); }
+  std::vector<at::Tensor> raw() const { return window_->raw(); }
 
-  /// The gradients in their true size, to be read and changed. Applies the factor first; in a window that is not
-  /// complete yet that throws.
-  const std::vector<at::Tensor>& values() { return window_->apply(), window_->raw(); }
+  /// The gradients in their true size, `.grad` of each, to be read and changed. Applies the factor first; in a window
+  /// that is not complete yet that throws.
+  std::vector<at::Tensor> values() {
+    window_->apply();
+    return window_->raw();
+  }
 
   /// What `raw()` is yet to be multiplied by: the factor and the mean over the window. A 0-dim float64 tensor.
   at::Tensor multiplier(at::Device device) const { return window_->multiplier().on(device); }
@@ -72,8 +76,8 @@ class Gradients {
   /// Multiplies the gradients by the factor, and sums that are kept apart become `.grad`. A second call does nothing.
   void apply() { window_->apply(); }
 
-  /// The window is over: stepped, skipped or discarded. Then only `norm()` and `found_inf()` answer, if they did
-  /// before.
+  /// The window is over: stepped, skipped or discarded. Then `items()` still answers, and `norm()` and `found_inf()` if
+  /// they did before; the gradients are no longer its own.
   bool closed() const { return window_->closed(); }
 
  private:

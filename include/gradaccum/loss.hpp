@@ -7,7 +7,6 @@
 #include <ATen/ops/full_like.h>
 #include <c10/util/Exception.h>
 
-#include <concepts>
 #include <optional>
 #include <type_traits>
 #include <utility>

@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 
@@ -28,7 +29,8 @@ inline constexpr std::int64_t MiB = std::int64_t{1} << 20;
 /// allocation counts with the size that was asked for on the CPU, and as the caching allocator rounds it on CUDA.
 ///
 /// Memory that was allocated before the scope does not count, freed in it or not. (On the CPU LibTorch itself then
-/// prints a warning about a "memory block of unknown size".)
+/// prints a warning about a "memory block of unknown size".) A block that is freed on a thread that does not carry the
+/// scope stays counted until its address is given out again.
 ///
 /// @note Takes a lock an allocation. Does not synchronise with the device. Cannot run together with LibTorch's
 /// profiler on one thread: both use the same slot; whichever comes second throws.
@@ -39,6 +41,7 @@ class MemoryMeter {
   }
   MemoryMeter(const MemoryMeter&) = delete;
   MemoryMeter& operator=(const MemoryMeter&) = delete;
+  static void* operator new(std::size_t) = delete;  // a scope: ends on its thread, before those around it
 
   /// Bytes allocated in this scope that are still held; on all devices together, or on one.
   std::int64_t live_bytes() const { return ledger_->total().live; }

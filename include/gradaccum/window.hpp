@@ -24,6 +24,8 @@ class Window {
   /// Counts one micro-batch of this weight: finite and >= 0.
   void add(double weight) {
     check_weight(weight);
+    TORCH_CHECK(std::isfinite(total_weight_ + weight), "Loss: the weights of a window must have a finite sum, got ",
+                total_weight_, " + ", weight);
     ++count_;
     if (first_weight_ == 0) first_weight_ = weight;
     total_weight_ += weight;

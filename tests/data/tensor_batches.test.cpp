@@ -65,6 +65,26 @@ TEST_CASE("TensorBatches: shuffled, every row once, another order every epoch, t
   CHECK(other != second);
 }
 
+TEST_CASE("TensorBatches: every bit of the seed counts") {
+  auto a = make(10, {.shuffle = true, .seed = 5}),
+       b = make(10, {.shuffle = true, .seed = 5 + (std::uint64_t{1} << 32)});
+  CHECK(epoch_of(a) != epoch_of(b));
+}
+
+TEST_CASE("TensorBatches: a loop inside its own loop is refused; over a copy it is fine") {
+  auto batches = make(4, {.batch_size = 2});
+  const auto nested = [&](ga::data::TensorBatches& inner) {
+    int bodies = 0;
+    for ([[maybe_unused]] auto& outer : batches)
+      for ([[maybe_unused]] auto& batch : inner) ++bodies;
+    return bodies;
+  };
+  REQUIRE_ERROR("TensorBatches: a second loop began inside this one", nested(batches));
+  auto copy = batches;
+  CHECK(nested(copy) == 4);
+  STATIC_REQUIRE(std::input_iterator<ga::data::TensorBatches::Iterator>);
+}
+
 TEST_CASE("TensorBatches: does not disturb the global generator") {
   torch::manual_seed(3);
   const auto expected = torch::rand({2});

@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <iterator>
 #include <utility>
@@ -64,10 +65,11 @@ class TensorBatches {
     using pointer = Batch*;
     using reference = Batch&;
 
-    explicit Iterator(TensorBatches& batches) : batches_(&batches) { ++*this; }
-    Batch& operator*() { return batch_; }
-    Batch* operator->() { return &batch_; }
+    explicit Iterator(TensorBatches& batches) : batches_(&batches), loop_(batches.loops_) { ++*this; }
+    Batch& operator*() const { return batch_; }
+    Batch* operator->() const { return &batch_; }
     Iterator& operator++() {
+      TORCH_CHECK(batches_->loops_ == loop_, "TensorBatches: a second loop began inside this one; give it a copy");
       if (!batches_->next(batch_)) batches_ = nullptr;
       return *this;
     }
@@ -76,12 +78,14 @@ class TensorBatches {
 
    private:
     TensorBatches* batches_;
-    Batch batch_;
+    std::int64_t loop_;
+    mutable Batch batch_;  // an input iterator gives what it holds, whether it is const or not
   };
 
   Iterator begin() {
     if (state_.batch > 0 && !resumed_) state_ = {state_.epoch + 1, 0};  // the last loop was left early
     resumed_ = false;
+    ++loops_;
     order_ = options_.shuffle ? order_of(state_.epoch) : at::Tensor();
     return Iterator(*this);
   }
@@ -105,9 +109,16 @@ class TensorBatches {
   }
 
  private:
+  /// The generator looks at 32 bits of its seed: all bits of both numbers go into them (splitmix64's mixing step).
+  static std::uint64_t mixed(std::uint64_t seed, std::uint64_t epoch) {
+    auto z = seed + 0x9E3779B97F4A7C15u * (epoch + 1);
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return (z ^ (z >> 31)) >> 32;
+  }
+
   at::Tensor order_of(std::int64_t epoch) const {
-    // an odd multiplier keeps (seed, epoch) pairs apart: seed 0 of epoch 1 is not seed 1 of epoch 0
-    auto generator = at::make_generator<at::CPUGeneratorImpl>(options_.seed + 0x9E3779B97F4A7C15u * epoch);
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(mixed(options_.seed, static_cast<std::uint64_t>(epoch)));
     return at::randperm(rows(), generator, at::TensorOptions(at::kLong)).to(inputs_.device());
   }
 
@@ -116,7 +127,7 @@ class TensorBatches {
       state_ = {state_.epoch + 1, 0};
       return false;
     }
-    const auto from = state_.batch++ * options_.batch_size;
+    const auto from = state_.batch * options_.batch_size;
     const auto count = std::min(options_.batch_size, rows() - from);
     if (!order_.defined()) {
       batch = {inputs_.narrow(0, from, count), targets_.narrow(0, from, count)};
@@ -124,12 +135,14 @@ class TensorBatches {
       const auto rows = order_.narrow(0, from, count);
       batch = {inputs_.index_select(0, rows), targets_.index_select(0, rows.to(targets_.device()))};
     }
+    ++state_.batch;
     return true;
   }
 
   at::Tensor inputs_, targets_, order_;
   TensorBatchesOptions options_;
   State state_;
+  std::int64_t loops_ = 0;
   bool resumed_ = false;
 };
 

@@ -34,7 +34,7 @@ struct Multiplier {
 
   bool on_host() const { return !device_numerator.defined() && !device_denominator.defined(); }
   double host() const { return numerator / denominator; }
-  bool is_one() const { return on_host() && numerator == denominator; }
+  bool is_one() const { return on_host() && host() == 1; }
 
   /// The whole product, as a 0-dim float64 tensor on `device`.
   at::Tensor on(at::Device device) const {

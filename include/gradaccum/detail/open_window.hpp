@@ -3,7 +3,6 @@
 
 #include <gradaccum/detail/snapshot.hpp>
 #include <gradaccum/detail/window_gradients.hpp>
-#include <gradaccum/gradients.hpp>
 #include <gradaccum/loss.hpp>
 #include <gradaccum/window.hpp>
 
@@ -15,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace gradaccum::detail {
@@ -28,21 +28,28 @@ class OpenWindow {
     TORCH_CHECK(!accumulate_in || at::isFloatingType(*accumulate_in),
                 "GradAccumulator: accumulate_in must be a floating dtype, got ", *accumulate_in);
   }
+  OpenWindow(const OpenWindow&) = delete;
+  OpenWindow& operator=(const OpenWindow&) = delete;
+  ~OpenWindow() {
+    if (state_) state_->close();
+  }
 
   /// The old window is over, a new one begins.
   void open(const std::vector<at::Tensor>& parameters);
   /// Parameters may be added to the optimizer at any time.
   void follow(const std::vector<at::Tensor>& parameters);
+  /// The gradients have been cleared before the first micro-batch was complete: what was in hand is gone.
+  void cleared(const std::vector<at::Tensor>& parameters);
 
   void backward(Loss loss, std::optional<bool> retain_graph, bool create_graph);
-  /// Counts the micro-batch in hand, if `backward` has not, and completes it.
+  /// Counts the micro-batch in hand, if it has not been counted, and completes it.
   void complete_micro_batch();
-  /// Whatever is in hand becomes the last micro-batch of a shorter window; false if there is none at all.
+  /// Makes the window as it is a complete one; false if there is no micro-batch in it.
   bool complete_early();
   /// The window so far, the micro-batch in hand included.
-  Gradients& gradients();
+  const std::shared_ptr<WindowGradients>& so_far();
   /// The window that is being closed.
-  Gradients& closing() { return *gradients_; }
+  const std::shared_ptr<WindowGradients>& closing() const { return state_; }
 
   std::int64_t micro_steps() const { return window_.count() - in_hand_; }
   bool ready() const { return micro_steps() + 1 >= window_.steps(); }
@@ -51,10 +58,16 @@ class OpenWindow {
   std::int64_t steps() const { return window_.steps(); }
   void set_steps(std::int64_t steps) { window_.set_steps(steps); }
 
-  /// An exception left the gradients incomplete: they must not be stepped with.
-  void spoil() { spoiled_ = true; }
-  /// The gradients have been cleared before the first micro-batch was complete: what was in hand is gone.
-  void cleared(const std::vector<at::Tensor>& parameters);
+  /// Runs `work`; an exception in it leaves gradients incomplete, and the window must not be stepped with.
+  template <class Work>
+  void or_spoil(const Work& work) {
+    try {
+      work();
+    } catch (...) {
+      spoiled_ = true;
+      throw;
+    }
+  }
 
  private:
   enum class Form { none, plain, weighted };
@@ -62,47 +75,56 @@ class OpenWindow {
   void check_usable() const {
     TORCH_CHECK(!spoiled_, "GradAccumulator: an exception left this window's gradients incomplete; call discard()");
   }
-  void check_not_mixed(Form form) const {
+  void check_form(Form form) const {
     TORCH_CHECK(form_ == Form::none || form_ == form,
-                "GradAccumulator: one window mixes optimizer.backward(loss) with loss.backward(); use one of them");
+                "GradAccumulator: one window mixes optimizer.backward(loss) with loss.backward() or with a step() that "
+                "no backward precedes; use one form");
   }
   void check_kept() const;
+  void check_only_ours() const;
+  void check_weight(const Loss& loss) const;
+  bool touched() const;
   void count_plain();
-  void count_in_hand();
+  void settle(bool complete);
   void fold();
-  void tell_gradients(bool complete);
+  void fold(at::Tensor& sum, at::Tensor& gradient) const;
   std::vector<at::Tensor> current() const;
 
   Window window_;
   std::optional<at::ScalarType> accumulate_in_;
   std::vector<at::Tensor> listed_;  // the parameters as the optimizer lists them
   std::shared_ptr<WindowGradients> state_;
-  std::optional<Gradients> gradients_;
-  Snapshot seen_;  // every .grad when the last micro-batch was complete
+  Snapshot seen_;  // every .grad when the window last took notice of them
   Form form_ = Form::none;
-  bool in_hand_ = false, spoiled_ = false;
+  bool in_hand_ = false;  // the last micro-batch is counted, but not complete
+  bool spoiled_ = false;
 };
 
 inline void OpenWindow::open(const std::vector<at::Tensor>& parameters) {
   auto next = std::make_shared<WindowGradients>(parameters);  // may throw: then nothing has changed
   if (state_) state_->close();
   state_ = std::move(next);
-  gradients_.emplace(state_);
   listed_ = parameters;
   window_.restart();
   form_ = Form::none;
   in_hand_ = spoiled_ = false;
+  state_->set_weights(0, 0);
+  state_->set_complete(false);
   seen_ = Snapshot(current());
-  tell_gradients(false);
 }
 
 inline void OpenWindow::follow(const std::vector<at::Tensor>& parameters) {
   auto same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
   if (std::equal(parameters.begin(), parameters.end(), listed_.begin(), listed_.end(), same)) return;
   check_kept();
+  const auto before = state_->all_parameters();
   state_->set_parameters(parameters);
+  std::vector<std::size_t> from;  // a parameter that is new has not been seen with a gradient
+  for (auto& parameter : state_->all_parameters())
+    from.push_back(std::find_if(before.begin(), before.end(), [&](auto& b) { return b.is_same(parameter); }) -
+                   before.begin());
+  seen_ = seen_.rearranged(from);
   listed_ = parameters;
-  seen_ = Snapshot(current());
 }
 
 inline void OpenWindow::cleared(const std::vector<at::Tensor>& parameters) {
@@ -117,105 +139,136 @@ inline std::vector<at::Tensor> OpenWindow::current() const {
   return gradients;
 }
 
+/// Backward continues a sum in place; in a new tensor if it records a graph, or if a dense part joins a sparse one.
 inline void OpenWindow::check_kept() const {
   if (window_.count() == 0) return;
-  const auto& parameters = state_->all_parameters();
-  for (std::size_t i = 0; i < parameters.size(); ++i)
-    TORCH_CHECK(!seen_.lost(i, parameters[i].grad()), "GradAccumulator: the gradient of parameter ", i, " (shape ",
-                parameters[i].sizes(),
-                ") vanished inside a window; call optimizer.zero_grad(), which waits for the window's end, "
-                "in place of model->zero_grad()");
+  const auto gradients = current();
+  const bool graph =
+      std::any_of(gradients.begin(), gradients.end(), [](auto& g) { return g.defined() && g.requires_grad(); });
+  for (std::size_t i = 0; i < gradients.size(); ++i)
+    TORCH_CHECK(!seen_.gone(i, gradients[i]) && (graph || !seen_.replaced(i, gradients[i])),
+                "GradAccumulator: the gradient of parameter ", i, " (shape ", state_->all_parameters()[i].sizes(),
+                ") vanished inside a window; call optimizer.zero_grad(), which waits for the window's end, in place of "
+                "model->zero_grad()");
+}
+
+/// Somebody else's backward, or anything else, has written to a gradient since the window last took notice.
+inline bool OpenWindow::touched() const {
+  const auto gradients = current();
+  for (std::size_t i = 0; i < gradients.size(); ++i)
+    if (gradients[i].defined() && !seen_.untouched(i, gradients[i])) return true;
+  return false;
+}
+
+/// In the weighted form every part of a sum has come by `backward`. What was there before the window does not matter.
+inline void OpenWindow::check_only_ours() const {
+  const auto gradients = current();
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    const bool changed = gradients[i].defined() && !seen_.untouched(i, gradients[i]);
+    TORCH_CHECK(!changed || (window_.count() == 0 && seen_.had(i)), "GradAccumulator: the gradient of parameter ", i,
+                " (shape ", state_->all_parameters()[i].sizes(),
+                ") changed outside optimizer.backward(loss); one window must not mix it with loss.backward(), and code "
+                "that changes gradients goes inside `if (optimizer.ready()) { optimizer.gradients().apply(); … }`");
+  }
+}
+
+/// The seed of backward has the dtype of the loss, and must fit.
+inline void OpenWindow::check_weight(const Loss& loss) const {
+  Window::check_weight(loss.items);
+  if (loss.items == 0 || window_.first_weight() == 0) return;
+  const double ratio = loss.items / window_.first_weight();
+  const double largest = loss.mean.scalar_type() == at::kHalf     ? 65504.0
+                         : loss.mean.scalar_type() == at::kDouble ? 1e308
+                                                                  : 3e38;
+  TORCH_CHECK(ratio <= largest, "Loss: a weight must be at most ", largest, " times the window's first one (",
+              window_.first_weight(), ") with a loss of dtype ", loss.mean.scalar_type(), ", got ", loss.items,
+              "; compute the loss in a wider dtype");
 }
 
 inline void OpenWindow::backward(Loss loss, std::optional<bool> retain_graph, bool create_graph) {
   check_usable();
-  check_not_mixed(Form::weighted);
+  check_form(Form::weighted);
   TORCH_CHECK(!in_hand_, "GradAccumulator: a second backward() before step(); add the losses and call it once");
-  Window::check_weight(loss.items);
+  TORCH_CHECK(!state_->applied(), "GradAccumulator: backward() after gradients().apply(); call step() first");
   loss.check();
+  check_weight(loss);
   check_kept();
+  check_only_ours();
   window_.add(loss.items);
   form_ = Form::weighted;
   in_hand_ = true;
   if (loss.items == 0) return;
   loss.seed.multiply(loss.items);
   loss.seed.divide(window_.first_weight());
-  try {
-    loss.backward(retain_graph, create_graph);
-  } catch (...) {  // some gradients may have this micro-batch's part, others not
-    spoil();
-    throw;
-  }
+  or_spoil([&] { loss.backward(retain_graph, create_graph); });
+  seen_ = Snapshot(current());
 }
 
 inline void OpenWindow::count_plain() {
-  check_not_mixed(Form::plain);
+  check_form(Form::plain);
   window_.add(1.0);
   form_ = Form::plain;
+  in_hand_ = true;
 }
 
 inline void OpenWindow::complete_micro_batch() {
   check_usable();
   check_kept();
   if (!in_hand_) count_plain();
+  if (form_ == Form::weighted && !state_->applied()) check_only_ours();
+  settle(full());
   in_hand_ = false;
-  fold();
-  seen_ = Snapshot(current());
-  tell_gradients(full());
-}
-
-/// A `loss.backward()` of the user's own shows in the gradients.
-inline void OpenWindow::count_in_hand() {
-  if (in_hand_ || form_ == Form::weighted) return;
-  const auto gradients = current();
-  for (std::size_t i = 0; i < gradients.size(); ++i) {
-    if (!gradients[i].defined() || seen_.untouched(i, gradients[i])) continue;
-    count_plain();
-    in_hand_ = true;
-    return;
-  }
 }
 
 inline bool OpenWindow::complete_early() {
   check_usable();
-  check_kept();
-  count_in_hand();
   if (window_.count() == 0) return false;
+  check_kept();
+  TORCH_CHECK(
+      in_hand_ || !touched(),
+      "GradAccumulator: the gradients changed after the last step(); call step() for the last micro-batch, too, "
+      "before flush()");
+  settle(/*complete=*/true);
   in_hand_ = false;
-  fold();
-  tell_gradients(true);
   return true;
 }
 
-inline Gradients& OpenWindow::gradients() {
+/// A `loss.backward()` of the user's own shows in the gradients.
+inline const std::shared_ptr<WindowGradients>& OpenWindow::so_far() {
   check_usable();
   check_kept();
-  count_in_hand();
-  fold();
-  tell_gradients(full());
-  return *gradients_;
+  if (!in_hand_ && form_ != Form::weighted && touched()) count_plain();
+  if (in_hand_) settle(full());
+  return state_;
+}
+
+/// Takes notice of the gradients as they are.
+inline void OpenWindow::settle(bool complete) {
+  or_spoil([&] { fold(); });
+  seen_ = Snapshot(current());
+  state_->set_weights(window_.first_weight(), window_.total_weight());
+  state_->set_complete(complete);
 }
 
 /// Adds 16-bit gradients to their sums in a wider dtype. `.grad` is free again: the next backward need not add to it.
 inline void OpenWindow::fold() {
   if (!accumulate_in_ || state_->applied()) return;
   at::NoGradGuard no_grad;
-  const auto& parameters = state_->all_parameters();
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    auto& gradient = parameters[i].mutable_grad();
-    auto& sum = state_->sums()[i];
-    if (!gradient.defined() || at::elementSize(gradient.scalar_type()) >= at::elementSize(*accumulate_in_)) continue;
-    if (sum.defined())
-      sum.add_(gradient);
-    else
-      sum = gradient.detach().to(*accumulate_in_);
-    gradient.reset();
+  for (std::size_t i = 0; i < state_->all_parameters().size(); ++i) {
+    auto& gradient = state_->all_parameters()[i].mutable_grad();
+    if (gradient.defined() && at::elementSize(gradient.scalar_type()) < at::elementSize(*accumulate_in_))
+      fold(state_->sums()[i], gradient);
   }
 }
 
-inline void OpenWindow::tell_gradients(bool complete) {
-  state_->set_weights(window_.first_weight(), window_.total_weight());
-  state_->set_complete(complete);
+inline void OpenWindow::fold(at::Tensor& sum, at::Tensor& gradient) const {
+  if (!sum.defined())
+    sum = gradient.detach().to(*accumulate_in_);
+  else if (sum.is_sparse() && !gradient.is_sparse())  // ATen adds a sparse tensor to a dense one, not the reverse
+    sum = gradient.detach().to(*accumulate_in_).add_(sum);
+  else
+    sum.add_(gradient);
+  gradient.reset();
 }
 
 }  // namespace gradaccum::detail

@@ -38,7 +38,11 @@ class OptimizerFacade final : public torch::optim::Optimizer {
     return loss;
   }
 
-  void save(torch::serialize::OutputArchive& archive) const override { wrapped_.save(archive); }
+  void save(torch::serialize::OutputArchive& archive) const override {
+    for (std::size_t i = 0; i < learning_rates_.size(); ++i)
+      tell(param_groups_[i].options(), wrapped_.param_groups()[i].options(), learning_rates_[i]);
+    wrapped_.save(archive);
+  }
   void load(torch::serialize::InputArchive& archive) override {
     wrapped_.load(archive);
     param_groups_.clear();
@@ -70,10 +74,14 @@ class OptimizerFacade final : public torch::optim::Optimizer {
   }
 
   /// `known` is the rate of the last time: it tells which side has changed.
+  static void tell(const torch::optim::OptimizerOptions& ours, torch::optim::OptimizerOptions& theirs,
+                   const std::optional<double>& known) {
+    if (known && ours.get_lr() != *known) theirs.set_lr(ours.get_lr());
+  }
   static void synchronise(torch::optim::OptimizerOptions& ours, torch::optim::OptimizerOptions& theirs,
                           std::optional<double>& known) {
     if (!known) return;
-    if (ours.get_lr() != *known) theirs.set_lr(ours.get_lr());
+    tell(ours, theirs, known);
     known = theirs.get_lr();
     ours.set_lr(*known);
   }

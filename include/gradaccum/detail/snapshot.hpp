@@ -10,7 +10,7 @@
 
 namespace gradaccum::detail {
 
-/// Remembers tensors without keeping their memory, to tell later whether they are untouched, or gone.
+/// Remembers tensors without keeping their memory, to tell later whether they are untouched, gone or replaced.
 ///
 /// Weak references, not addresses: a new tensor is often made where the old one lay.
 class Snapshot {
@@ -32,8 +32,20 @@ class Snapshot {
     return i < entries_.size() && entries_[i].untouched(tensor);
   }
 
-  /// Tensor `i` was there, and now there is none, or one that does not continue it.
-  bool lost(std::size_t i, const at::Tensor& tensor) const { return i < entries_.size() && entries_[i].lost(tensor); }
+  bool had(std::size_t i) const { return i < entries_.size() && entries_[i].defined; }
+  /// Tensor `i` was there, and now there is none.
+  bool gone(std::size_t i, const at::Tensor& tensor) const { return had(i) && !tensor.defined(); }
+  /// Tensor `i` was there, and now there is another, of the same layout.
+  bool replaced(std::size_t i, const at::Tensor& tensor) const {
+    return i < entries_.size() && entries_[i].replaced(tensor);
+  }
+
+  /// The same memory of tensors in a new order: the one at `i` was at `from[i]`; beyond the end: not there before.
+  Snapshot rearranged(const std::vector<std::size_t>& from) const {
+    Snapshot result;
+    for (auto i : from) result.entries_.push_back(i < entries_.size() ? entries_[i] : Entry(at::Tensor()));
+    return result;
+  }
 
  private:
   struct Entry {
@@ -49,10 +61,8 @@ class Snapshot {
     bool untouched(const at::Tensor& tensor) const {
       return tensor.defined() == defined && (!defined || (same(tensor) && version_of(tensor) == version));
     }
-    bool lost(const at::Tensor& tensor) const {
-      if (!defined || (tensor.defined() && same(tensor))) return false;
-      // backward() continues a sum in a new tensor when it records a graph, or when a dense part joins a sparse one
-      return !tensor.defined() || (!tensor.requires_grad() && tensor.layout() == layout);
+    bool replaced(const at::Tensor& tensor) const {
+      return defined && tensor.defined() && !same(tensor) && tensor.layout() == layout;
     }
     static std::uint32_t version_of(const at::Tensor& t) { return t.is_inference() ? 0 : t._version(); }
 

@@ -67,7 +67,7 @@ struct Piece {
 
 inline bool can_be_summed_here(const at::Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
-  return tensor.device().is_cpu() && tensor.is_non_overlapping_and_dense() &&
+  return tensor.device().is_cpu() && tensor.is_non_overlapping_and_dense() && !tensor._is_zerotensor() &&
          (dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16);
 }
 

@@ -27,7 +27,8 @@ inline at::Tensor elements(const at::Tensor& gradient) {
   TORCH_CHECK(gradient.layout() == at::kStrided || gradient.is_sparse(),
               "Gradients: a gradient must be dense or sparse COO, got layout ", gradient.layout());
   auto values = gradient.is_sparse() ? gradient._values() : gradient;
-  return values.is_complex() ? at::view_as_real(values) : values;
+  if (!values.is_complex()) return values;
+  return at::view_as_real(values.is_conj() ? values.conj() : values);  // backward often leaves a lazy conjugate
 }
 
 /// The same with the duplicates of a sparse gradient summed: what a norm, or the search for inf, has to see.
@@ -56,7 +57,7 @@ inline at::Tensor l2_norms_on_cpu(const std::vector<at::Tensor>& tensors) {
   return at::tensor(sums, at::TensorOptions(at::kDouble)).sqrt_();
 }
 
-/// The `p`-norm of each non-empty gradient, as one float64 tensor on the first one's device.
+/// The `p`-norm of each non-empty gradient, as one float64 tensor, on a device if any is on one.
 ///
 /// Summed in float64: the squares of finite 16- and 32-bit numbers stay finite.
 inline at::Tensor norms(const std::vector<at::Tensor>& gradients, double p) {
@@ -70,7 +71,9 @@ inline at::Tensor norms(const std::vector<at::Tensor>& gradients, double p) {
     for (auto& norm : at::_foreach_norm(group, p, at::kDouble)) found.push_back(norm.reshape({1}));
   if (!on_cpu.empty()) found.push_back(l2_norms_on_cpu(on_cpu));
   if (found.empty()) found.push_back(at::zeros({1}, at::TensorOptions(at::kDouble)));
-  const auto device = gradients.empty() ? at::Device(at::kCPU) : gradients.front().device();
+  auto device = found.front().device();  // if there is any, a device: the way there need not be waited for
+  for (auto& norm : found)
+    if (!norm.device().is_cpu()) device = norm.device();
   for (auto& norm : found) norm = norm.to(device, /*non_blocking=*/true);
   return at::cat(found);
 }

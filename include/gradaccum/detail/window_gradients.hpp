@@ -9,13 +9,15 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
-#include <optional>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace gradaccum::detail {
 
 /// What `Gradients` is a handle of: one window's gradients, their deferred factor, and what has been measured of them.
+///
+/// It holds parameters, and gradients only where they are sums of its own: those that the user clears are free at once.
 class WindowGradients {
  public:
   explicit WindowGradients(const std::vector<at::Tensor>& parameters) { set_parameters(parameters); }
@@ -29,7 +31,8 @@ class WindowGradients {
   bool applied() const { return applied_; }
   void close() {
     closed_ = true;
-    for (auto* tensors : {&parameters_, &sums_, &with_gradient_, &raw_}) tensors->clear();
+    parameters_.clear();
+    sums_.clear();
   }
 
   // For `Gradients`, whose documentation these share.
@@ -37,8 +40,8 @@ class WindowGradients {
   double items() const { return total_weight_; }
   Factor& factor() { return check_open(), factor_; }
   bool must_be_finite() const { return finite_required(factor_); }
-  const std::vector<at::Tensor>& parameters() { return find_gradients(), with_gradient_; }
-  const std::vector<at::Tensor>& raw() { return find_gradients(), raw_; }
+  std::vector<at::Tensor> parameters() const;
+  std::vector<at::Tensor> raw() const;
   Multiplier multiplier() const;
   at::Tensor norm();
   at::Tensor found_inf();
@@ -48,17 +51,16 @@ class WindowGradients {
   void check_open() const {
     TORCH_CHECK(!closed_, "Gradients: this window is closed (stepped, skipped or discarded); ask for gradients() anew");
   }
-  void find_gradients();
-  void measure();
-  void show_sums();
+  const at::Tensor& gradient(std::size_t i) const { return sums_[i].defined() ? sums_[i] : parameters_[i].grad(); }
+  std::vector<at::Tensor> measured();
 
-  std::vector<at::Tensor> parameters_, sums_, with_gradient_, raw_;
+  std::vector<at::Tensor> parameters_, sums_;
   Factor factor_;
   double first_weight_ = 1.0, total_weight_ = 1.0;
   bool complete_ = true, applied_ = false, closed_ = false;
-  at::Tensor norms_, norm_, found_inf_, verdict_;
-  Snapshot measured_;              // what norms_ is of
-  std::optional<Snapshot> shown_;  // the .grad that were made from sums_
+  Snapshot measured_;             // of the gradients of which these are:
+  at::Tensor norms_, found_inf_;  // as they lie in memory
+  at::Tensor norm_, verdict_;     // the last answer; what a scaler must hear, even if the user mends .grad
 };
 
 /// A shared parameter is multiplied once, however often it is listed.
@@ -77,6 +79,22 @@ inline void WindowGradients::set_parameters(const std::vector<at::Tensor>& param
   sums_ = std::move(sums);
 }
 
+inline std::vector<at::Tensor> WindowGradients::parameters() const {
+  check_open();
+  std::vector<at::Tensor> with_gradient;
+  for (std::size_t i = 0; i < parameters_.size(); ++i)
+    if (gradient(i).defined()) with_gradient.push_back(parameters_[i]);
+  return with_gradient;
+}
+
+inline std::vector<at::Tensor> WindowGradients::raw() const {
+  check_open();
+  std::vector<at::Tensor> gradients;
+  for (std::size_t i = 0; i < parameters_.size(); ++i)
+    if (gradient(i).defined()) gradients.push_back(gradient(i));
+  return gradients;
+}
+
 /// What `raw()` is yet to be multiplied by: the factor, and the mean over the window.
 inline Multiplier WindowGradients::multiplier() const {
   auto factor = factor_;
@@ -87,36 +105,20 @@ inline Multiplier WindowGradients::multiplier() const {
   return product_of(factor);
 }
 
-/// Looked for at every question: backward may have gone on since the last.
-inline void WindowGradients::find_gradients() {
-  check_open();
-  with_gradient_.clear();
-  raw_.clear();
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    const auto& shown = parameters_[i].grad();
-    if (shown_ && sums_[i].defined() && !shown_->untouched(i, shown))
-      sums_[i].reset();  // changed by the user: it counts
-    const auto& gradient = sums_[i].defined() ? sums_[i] : shown;
-    if (!gradient.defined()) continue;
-    with_gradient_.push_back(parameters_[i]);
-    raw_.push_back(gradient);
-  }
-}
-
-/// One norm a gradient, as they lie in memory; measured anew only where a gradient changed.
-inline void WindowGradients::measure() {
-  find_gradients();
-  if (norms_.defined() && measured_.untouched(raw_)) return;
-  at::NoGradGuard no_grad;
-  norms_ = norms(raw_, 2);
+/// The gradients, with their norms measured; anew only where one has changed.
+inline std::vector<at::Tensor> WindowGradients::measured() {
+  auto gradients = raw();
+  if (norms_.defined() && measured_.untouched(gradients)) return gradients;
+  norms_ = norms(gradients, 2);
   found_inf_.reset();
-  measured_ = Snapshot(raw_);
+  measured_ = Snapshot(gradients);
+  return gradients;
 }
 
 inline at::Tensor WindowGradients::norm() {
   if (closed_ && norm_.defined()) return norm_;
-  measure();
   at::NoGradGuard no_grad;
+  measured();
   const auto by = multiplier();
   norm_ = norms_.norm();
   if (!by.is_one()) norm_ = norm_.mul(by.on(norm_.device()).abs());
@@ -124,40 +126,32 @@ inline at::Tensor WindowGradients::norm() {
 }
 
 inline at::Tensor WindowGradients::found_inf() {
-  if (verdict_.defined() || (closed_ && found_inf_.defined())) return verdict_.defined() ? verdict_ : found_inf_;
-  measure();
+  if (verdict_.defined()) return verdict_;
+  if (closed_ && found_inf_.defined()) return found_inf_;
   at::NoGradGuard no_grad;
-  if (!found_inf_.defined()) found_inf_ = detail::found_inf(raw_, norms_);
+  const auto gradients = measured();
+  if (!found_inf_.defined()) found_inf_ = detail::found_inf(gradients, norms_);
   return found_inf_;
 }
 
+/// Sums that were kept apart become `.grad` once they have their true size: any code may read and change them there.
 inline void WindowGradients::apply() {
-  find_gradients();
+  check_open();
   TORCH_CHECK(complete_,
               "Gradients: apply() and values() inside a window would mix multiplied sums with those to come; "
               "call them after backward, inside `if (optimizer.ready())`");
   at::NoGradGuard no_grad;
-  if (must_be_finite() && !verdict_.defined()) verdict_ = found_inf();  // it stands, even if the user mends .grad
-  const auto by = multiplier();
-  if (!by.is_one()) {
-    const bool known = norms_.defined() && measured_.untouched(raw_);
-    multiply_(raw_, by);
-    if (known) norms_ = norms_.mul(by.on(norms_.device()).abs());
-    if (known) measured_ = Snapshot(raw_);
-  }
+  if (must_be_finite()) verdict_ = found_inf();
+  if (const auto by = multiplier(); !by.is_one()) multiply_(raw(), by);
   const bool finite = must_be_finite();
   factor_ = Factor();
   if (finite) factor_.require_finite();
   applied_ = true;
-  if (!by.is_one() || !shown_) show_sums();
-}
-
-/// Sums that were kept apart become `.grad` once they have their true size: any code may read and change them.
-inline void WindowGradients::show_sums() {
-  std::vector<at::Tensor> shown(parameters_.size());
-  for (std::size_t i = 0; i < parameters_.size(); ++i)
-    if (sums_[i].defined()) shown[i] = parameters_[i].mutable_grad() = sums_[i].to(parameters_[i].scalar_type());
-  shown_ = Snapshot(shown);
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (!sums_[i].defined()) continue;
+    parameters_[i].mutable_grad() = sums_[i].to(parameters_[i].scalar_type());
+    sums_[i].reset();
+  }
 }
 
 }  // namespace gradaccum::detail
