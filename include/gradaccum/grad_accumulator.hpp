@@ -65,15 +65,7 @@ class GradAccumulator {
  public:
   explicit GradAccumulator(Optimizer& optimizer, GradAccumulatorOptions options = {})
       : optimizer_(&optimizer), window_(options.steps, options.accumulate_in) {
-    if constexpr (std::derived_from<Optimizer, torch::optim::Optimizer>)
-      TORCH_CHECK(detail::type_name(optimizer.defaults()) != "LBFGSOptions",  // finds classes derived from it, too
-                  "GradAccumulator: must not be LBFGS, which calls its closure several times a step and so has no "
-                  "micro-batches; use SGD, Adam, AdamW, RMSprop, Adagrad or one of your own");
-    if constexpr (std::derived_from<Optimizer, torch::optim::Optimizer>)
-      TORCH_CHECK(
-          !dynamic_cast<detail::OptimizerFacade*>(&optimizer),
-          "GradAccumulator: wraps an optimizer, not another accumulator behind a reference; set_steps(n) changes "
-          "its window");
+    if constexpr (std::derived_from<Optimizer, torch::optim::Optimizer>) detail::check_can_be_wrapped(optimizer);
     open();
   }
   GradAccumulator(const GradAccumulator&) = delete;  // an accumulator is neither copied nor wrapped by another

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/snapshot.hpp>
+#include <gradaccum/detail/gradient_watch.hpp>
 #include <gradaccum/detail/window_gradients.hpp>
 #include <gradaccum/loss.hpp>
 #include <gradaccum/window.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -80,21 +79,20 @@ class OpenWindow {
                 "GradAccumulator: one window mixes optimizer.backward(loss) with loss.backward() or with a step() that "
                 "no backward precedes; use one form");
   }
-  void check_kept() const;
-  void check_only_ours() const;
+  void check_kept() const {
+    if (window_.count() > 0) watch_.check_kept(state_->all_parameters());
+  }
+  void check_only_ours() const { watch_.check_only_ours(state_->all_parameters(), window_.count() == 0); }
+  bool touched() const { return watch_.touched(state_->all_parameters()); }
   void check_weight(const Loss& loss) const;
-  bool touched() const;
   void count_plain();
   void settle(bool complete);
-  void fold();
-  void fold(at::Tensor& sum, at::Tensor& gradient) const;
-  std::vector<at::Tensor> current() const;
 
   Window window_;
   std::optional<at::ScalarType> accumulate_in_;
   std::vector<at::Tensor> listed_;  // the parameters as the optimizer lists them
   std::shared_ptr<WindowGradients> state_;
-  Snapshot seen_;  // every .grad when the window last took notice of them
+  GradientWatch watch_;
   Form form_ = Form::none;
   bool in_hand_ = false;  // the last micro-batch is counted, but not complete
   bool spoiled_ = false;
@@ -110,7 +108,7 @@ inline void OpenWindow::open(const std::vector<at::Tensor>& parameters) {
   in_hand_ = spoiled_ = false;
   state_->set_weights(0, 0);
   state_->set_complete(false);
-  seen_ = Snapshot(current());
+  watch_.look(state_->all_parameters());
 }
 
 inline void OpenWindow::follow(const std::vector<at::Tensor>& parameters) {
@@ -119,57 +117,13 @@ inline void OpenWindow::follow(const std::vector<at::Tensor>& parameters) {
   check_kept();
   const auto before = state_->all_parameters();
   state_->set_parameters(parameters);
-  std::vector<std::size_t> from;  // a parameter that is new has not been seen with a gradient
-  for (auto& parameter : state_->all_parameters())
-    from.push_back(std::find_if(before.begin(), before.end(), [&](auto& b) { return b.is_same(parameter); }) -
-                   before.begin());
-  seen_ = seen_.rearranged(from);
+  watch_.follow(before, state_->all_parameters());
   listed_ = parameters;
 }
 
 inline void OpenWindow::cleared(const std::vector<at::Tensor>& parameters) {
   if (in_hand_ || spoiled_ || state_->applied()) return open(parameters);
-  seen_ = Snapshot(current());
-}
-
-inline std::vector<at::Tensor> OpenWindow::current() const {
-  std::vector<at::Tensor> gradients;
-  gradients.reserve(state_->all_parameters().size());
-  for (auto& parameter : state_->all_parameters()) gradients.push_back(parameter.grad());
-  return gradients;
-}
-
-/// Backward continues a sum in place; in a new tensor if it records a graph, or if a dense part joins a sparse one.
-inline void OpenWindow::check_kept() const {
-  if (window_.count() == 0) return;
-  const auto gradients = current();
-  const bool graph =
-      std::any_of(gradients.begin(), gradients.end(), [](auto& g) { return g.defined() && g.requires_grad(); });
-  for (std::size_t i = 0; i < gradients.size(); ++i)
-    TORCH_CHECK(!seen_.gone(i, gradients[i]) && (graph || !seen_.replaced(i, gradients[i])),
-                "GradAccumulator: the gradient of parameter ", i, " (shape ", state_->all_parameters()[i].sizes(),
-                ") vanished inside a window; call optimizer.zero_grad(), which waits for the window's end, in place of "
-                "model->zero_grad()");
-}
-
-/// Somebody else's backward, or anything else, has written to a gradient since the window last took notice.
-inline bool OpenWindow::touched() const {
-  const auto gradients = current();
-  for (std::size_t i = 0; i < gradients.size(); ++i)
-    if (gradients[i].defined() && !seen_.untouched(i, gradients[i])) return true;
-  return false;
-}
-
-/// In the weighted form every part of a sum has come by `backward`. What was there before the window does not matter.
-inline void OpenWindow::check_only_ours() const {
-  const auto gradients = current();
-  for (std::size_t i = 0; i < gradients.size(); ++i) {
-    const bool changed = gradients[i].defined() && !seen_.untouched(i, gradients[i]);
-    TORCH_CHECK(!changed || (window_.count() == 0 && seen_.had(i)), "GradAccumulator: the gradient of parameter ", i,
-                " (shape ", state_->all_parameters()[i].sizes(),
-                ") changed outside optimizer.backward(loss); one window must not mix it with loss.backward(), and code "
-                "that changes gradients goes inside `if (optimizer.ready()) { optimizer.gradients().apply(); … }`");
-  }
+  watch_.look(state_->all_parameters());
 }
 
 /// The seed of backward has the dtype of the loss, and must fit.
@@ -201,7 +155,7 @@ inline void OpenWindow::backward(Loss loss, std::optional<bool> retain_graph, bo
   loss.seed.multiply(loss.items);
   loss.seed.divide(window_.first_weight());
   or_spoil([&] { loss.backward(retain_graph, create_graph); });
-  seen_ = Snapshot(current());
+  watch_.look(state_->all_parameters());
 }
 
 inline void OpenWindow::count_plain() {
@@ -244,31 +198,10 @@ inline const std::shared_ptr<WindowGradients>& OpenWindow::so_far() {
 
 /// Takes notice of the gradients as they are.
 inline void OpenWindow::settle(bool complete) {
-  or_spoil([&] { fold(); });
-  seen_ = Snapshot(current());
+  if (accumulate_in_) or_spoil([&] { state_->fold_into_sums(*accumulate_in_); });
+  watch_.look(state_->all_parameters());
   state_->set_weights(window_.first_weight(), window_.total_weight());
   state_->set_complete(complete);
-}
-
-/// Adds 16-bit gradients to their sums in a wider dtype. `.grad` is free again: the next backward need not add to it.
-inline void OpenWindow::fold() {
-  if (!accumulate_in_ || state_->applied()) return;
-  at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < state_->all_parameters().size(); ++i) {
-    auto& gradient = state_->all_parameters()[i].mutable_grad();
-    if (gradient.defined() && at::elementSize(gradient.scalar_type()) < at::elementSize(*accumulate_in_))
-      fold(state_->sums()[i], gradient);
-  }
-}
-
-inline void OpenWindow::fold(at::Tensor& sum, at::Tensor& gradient) const {
-  if (!sum.defined())
-    sum = gradient.detach().to(*accumulate_in_);
-  else if (sum.is_sparse() && !gradient.is_sparse())  // ATen adds a sparse tensor to a dense one, not the reverse
-    sum = gradient.detach().to(*accumulate_in_).add_(sum);
-  else
-    sum.add_(gradient);
-  gradient.reset();
 }
 
 }  // namespace gradaccum::detail

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/type_name.hpp>
+
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>
@@ -90,5 +93,16 @@ class OptimizerFacade final : public torch::optim::Optimizer {
   std::function<void()> step_;
   std::vector<std::optional<double>> learning_rates_;
 };
+
+/// What a reference can hide, and a type would have told the compiler.
+inline void check_can_be_wrapped(const torch::optim::Optimizer& optimizer) {
+  TORCH_CHECK(type_name(optimizer.defaults()) != "LBFGSOptions",  // finds classes derived from it, too
+              "GradAccumulator: must not be LBFGS, which calls its closure several times a step and so has no "
+              "micro-batches; use SGD, Adam, AdamW, RMSprop, Adagrad or one of your own");
+  TORCH_CHECK(
+      !dynamic_cast<const OptimizerFacade*>(&optimizer),
+      "GradAccumulator: wraps an optimizer, not another accumulator behind a reference; set_steps(n) changes its "
+      "window");
+}
 
 }  // namespace gradaccum::detail

@@ -25,7 +25,7 @@ class WindowGradients {
   // For the accumulator that owns the window.
   void set_parameters(const std::vector<at::Tensor>& parameters);
   const std::vector<at::Tensor>& all_parameters() const { return parameters_; }
-  std::vector<at::Tensor>& sums() { return sums_; }  ///< kept apart; where undefined, `.grad` is the sum
+  void fold_into_sums(at::ScalarType dtype);
   void set_weights(double first, double total) { first_weight_ = first, total_weight_ = total; }
   void set_complete(bool complete) { complete_ = complete; }
   bool applied() const { return applied_; }
@@ -54,7 +54,7 @@ class WindowGradients {
   const at::Tensor& gradient(std::size_t i) const { return sums_[i].defined() ? sums_[i] : parameters_[i].grad(); }
   std::vector<at::Tensor> measured();
 
-  std::vector<at::Tensor> parameters_, sums_;
+  std::vector<at::Tensor> parameters_, sums_;  // a sum that is kept apart; where undefined, `.grad` is the sum
   Factor factor_;
   double first_weight_ = 1.0, total_weight_ = 1.0;
   bool complete_ = true, applied_ = false, closed_ = false;
@@ -77,6 +77,25 @@ inline void WindowGradients::set_parameters(const std::vector<at::Tensor>& param
   }
   parameters_ = std::move(distinct);
   sums_ = std::move(sums);
+}
+
+/// Adds gradients narrower than `dtype` to sums of that dtype. `.grad` is free again: the next backward need not add to
+/// it.
+inline void WindowGradients::fold_into_sums(at::ScalarType dtype) {
+  if (applied_) return;
+  at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    auto& gradient = parameters_[i].mutable_grad();
+    auto& sum = sums_[i];
+    if (!gradient.defined() || at::elementSize(gradient.scalar_type()) >= at::elementSize(dtype)) continue;
+    if (!sum.defined())
+      sum = gradient.detach().to(dtype);
+    else if (sum.is_sparse() && !gradient.is_sparse())  // ATen adds a sparse tensor to a dense one, not the reverse
+      sum = gradient.detach().to(dtype).add_(sum);
+    else
+      sum.add_(gradient);
+    gradient.reset();
+  }
 }
 
 inline std::vector<at::Tensor> WindowGradients::parameters() const {
