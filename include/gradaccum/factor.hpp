@@ -26,15 +26,18 @@ namespace gradaccum {
 class Factor {
  public:
   void multiply(double by) { multipliers_.push_back(by); }
-  void multiply(const at::Tensor& by) { add(by, multipliers_, device_multipliers_); }
+  void multiply(const at::Tensor& by) {
+    if (on_host(by)) return multiply(by.item<double>());
+    device_multipliers_.push_back(copied(by));
+  }
 
   void divide(double by) {
     TORCH_CHECK(by != 0, "Factor: a divisor must not be 0");
     divisors_.push_back(by);
   }
   void divide(const at::Tensor& by) {
-    if (by.defined() && by.dim() == 0 && by.device().is_cpu()) return divide(by.item<double>());
-    add(by, divisors_, device_divisors_);
+    if (on_host(by)) return divide(by.item<double>());
+    device_divisors_.push_back(copied(by));
   }
 
   /// Says that a loss scaler is at work: the step is taken only if every gradient is finite.
@@ -48,13 +51,14 @@ class Factor {
   friend bool finite_required(const Factor& factor) { return factor.finite_required_; }
 
  private:
-  static void add(const at::Tensor& by, std::vector<double>& host, std::vector<at::Tensor>& device) {
+  static bool on_host(const at::Tensor& by) {
     TORCH_CHECK(by.defined() && by.dim() == 0, "Factor: must be a number or a 0-dim tensor, got ",
                 by.defined() ? c10::str("shape ", by.sizes()) : "an undefined tensor");
-    if (by.device().is_cpu())
-      host.push_back(by.item<double>());
-    else  // a copy: its owner may change the tensor before it is used
-      device.push_back(by.detach().to(at::kDouble, /*non_blocking=*/true, /*copy=*/true));
+    return by.device().is_cpu();
+  }
+  /// Its owner may change the tensor before it is used.
+  static at::Tensor copied(const at::Tensor& by) {
+    return by.detach().to(at::kDouble, /*non_blocking=*/true, /*copy=*/true);
   }
 
   std::vector<double> multipliers_, divisors_;

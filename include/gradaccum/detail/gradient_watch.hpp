@@ -28,9 +28,8 @@ class GradientWatch {
 
   /// Somebody else's backward, or anything else, has written to a gradient.
   bool touched(const std::vector<at::Tensor>& parameters) const {
-    const auto gradients = gradients_of(parameters);
-    for (std::size_t i = 0; i < gradients.size(); ++i)
-      if (gradients[i].defined() && !seen_.untouched(i, gradients[i])) return true;
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      if (touched(i, parameters[i].grad())) return true;
     return false;
   }
 
@@ -38,6 +37,9 @@ class GradientWatch {
   void check_only_ours(const std::vector<at::Tensor>& parameters, bool window_is_empty) const;
 
  private:
+  bool touched(std::size_t i, const at::Tensor& gradient) const {
+    return gradient.defined() && !seen_.untouched(i, gradient);
+  }
   static std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
     std::vector<at::Tensor> gradients;
     gradients.reserve(parameters.size());
@@ -50,11 +52,10 @@ class GradientWatch {
 
 /// Backward continues a sum in place; in a new tensor if it records a graph, or if a dense part joins a sparse one.
 inline void GradientWatch::check_kept(const std::vector<at::Tensor>& parameters) const {
-  const auto gradients = gradients_of(parameters);
-  const bool graph =
-      std::any_of(gradients.begin(), gradients.end(), [](auto& g) { return g.defined() && g.requires_grad(); });
-  for (std::size_t i = 0; i < gradients.size(); ++i)
-    TORCH_CHECK(!seen_.gone(i, gradients[i]) && (graph || !seen_.replaced(i, gradients[i])),
+  const bool graph = std::any_of(parameters.begin(), parameters.end(),
+                                 [](auto& p) { return p.grad().defined() && p.grad().requires_grad(); });
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    TORCH_CHECK(!seen_.gone(i, parameters[i].grad()) && (graph || !seen_.replaced(i, parameters[i].grad())),
                 "GradAccumulator: the gradient of parameter ", i, " (shape ", parameters[i].sizes(),
                 ") vanished inside a window; call optimizer.zero_grad(), which waits for the window's end, in place of "
                 "model->zero_grad()");
@@ -62,14 +63,11 @@ inline void GradientWatch::check_kept(const std::vector<at::Tensor>& parameters)
 
 /// In the weighted form every part of a sum has come by `backward`. What was there before the window does not matter.
 inline void GradientWatch::check_only_ours(const std::vector<at::Tensor>& parameters, bool window_is_empty) const {
-  const auto gradients = gradients_of(parameters);
-  for (std::size_t i = 0; i < gradients.size(); ++i) {
-    const bool changed = gradients[i].defined() && !seen_.untouched(i, gradients[i]);
-    TORCH_CHECK(!changed || (window_is_empty && seen_.had(i)), "GradAccumulator: the gradient of parameter ", i,
-                " (shape ", parameters[i].sizes(),
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    TORCH_CHECK(!touched(i, parameters[i].grad()) || (window_is_empty && seen_.had(i)),
+                "GradAccumulator: the gradient of parameter ", i, " (shape ", parameters[i].sizes(),
                 ") changed outside optimizer.backward(loss); one window must not mix it with loss.backward(), and code "
                 "that changes gradients goes inside `if (optimizer.ready()) { optimizer.gradients().apply(); … }`");
-  }
 }
 
 }  // namespace gradaccum::detail
