@@ -31,8 +31,8 @@ namespace gradaccum {
 /// a window of one batch. Parameters may be of any dtype, on several devices, shared or frozen; gradients dense or
 /// sparse (COO), and undefined where there is none.
 ///
-/// @note Nothing here synchronises with the device, apart from reading a tensor that it returns. (Where parameters lie
-/// on the CPU and on a device, a factor known on the device alone is waited for.)
+/// @note Nothing here but `overflowed()` synchronises with the device, apart from reading a tensor that it returns.
+/// (Where parameters lie on the CPU and on a device, a factor known on the device alone is waited for.)
 class Gradients {
  public:
   explicit Gradients(const std::vector<at::Tensor>& parameters)
@@ -72,6 +72,12 @@ class Gradients {
 
   /// A scaler is at work: the step is to be taken only if all is finite.
   bool finite_required() const { return window_->must_be_finite(); }
+
+  /// The step must be left out: all was required to be finite, and is not. Waits for the device, for 4 bytes, the first
+  /// time in a window.
+  bool overflowed() { return window_->overflowed(); }
+  /// `overflowed()` has been asked: somebody was about to step.
+  bool judged() const { return window_->judged(); }
 
   /// Multiplies the gradients by the factor, and sums that are kept apart become `.grad`. A second call does nothing.
   void apply() { window_->apply(); }

@@ -23,7 +23,7 @@ bool take_step(O& optimizer, Gradients gradients) {
   constexpr bool takes_by_itself = takes_gradients<O> && !std::derived_from<O, TakesGradients>;
   if (!takes && !takes_by_itself) gradients.apply();
   if (gradients.raw().empty()) return false;
-  if (gradients.finite_required() && gradients.found_inf().item<float>() != 0) return false;
+  if (gradients.overflowed()) return false;
   if (takes)
     takes->step(gradients);
   else if constexpr (takes_by_itself)

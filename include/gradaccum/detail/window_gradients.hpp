@@ -9,6 +9,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
+#include <optional>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -45,6 +46,8 @@ class WindowGradients {
   Multiplier multiplier() const;
   at::Tensor norm();
   at::Tensor found_inf();
+  bool overflowed();
+  bool judged() const { return overflowed_.has_value(); }
   void apply();
 
  private:
@@ -61,6 +64,7 @@ class WindowGradients {
   Snapshot measured_;             // of the gradients of which these are:
   at::Tensor norms_, found_inf_;  // as they lie in memory
   at::Tensor norm_, verdict_;     // the last answer; what a scaler must hear, even if the user mends .grad
+  std::optional<bool> overflowed_;
 };
 
 /// A shared parameter is multiplied once, however often it is listed.
@@ -130,6 +134,7 @@ inline std::vector<at::Tensor> WindowGradients::measured() {
   if (norms_.defined() && measured_.untouched(gradients)) return gradients;
   norms_ = norms(gradients, 2);
   found_inf_.reset();
+  overflowed_.reset();
   measured_ = Snapshot(gradients);
   return gradients;
 }
@@ -151,6 +156,14 @@ inline at::Tensor WindowGradients::found_inf() {
   const auto gradients = measured();
   if (!found_inf_.defined()) found_inf_ = detail::found_inf(gradients, norms_);
   return found_inf_;
+}
+
+/// The one place where the host waits for the device. A closed window answers what it said when it was stepped.
+inline bool WindowGradients::overflowed() {
+  if (closed_ || !must_be_finite()) return overflowed_.value_or(false);
+  const auto found = found_inf();  // forgets the last answer if a gradient has changed
+  if (!overflowed_) overflowed_ = found.item<float>() != 0;
+  return *overflowed_;
 }
 
 /// Sums that were kept apart become `.grad` once they have their true size: any code may read and change them there.
