@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <optional>
+#include <string>
+
+namespace gradaccum {
+
+/// torch.autocast as a scope: operations that gain from it run in 16 bits, those that need their precision in float32.
+///
+///     for (auto& batch : batches) {
+///       auto loss = [&] {
+///         ga::Autocast autocast(torch::kCPU, torch::kBFloat16);
+///         return torch::mse_loss(model->forward(batch.data), batch.target);
+///       }();
+///       loss.backward();                                   // outside: backward takes the dtypes of forward by itself
+///       optimizer.step();
+///       optimizer.zero_grad();
+///     }
+///
+/// Parameters stay in float32, and so do their gradients and sums. In float16 gradients underflow without an
+/// `AmpScaler`; bfloat16 needs none.
+///
+/// LibTorch casts a parameter once, and keeps the cast until the outermost scope ends. So a scope holds the forward
+/// pass and the loss of one micro-batch: held across `optimizer.step()` it would go on with the old parameters. Scopes
+/// nest, with another dtype too, or disabled for a part that needs float32. An exception ends them like anything else.
+///
+/// `device`: only its type counts (`torch::kCUDA`, "cuda", where a tensor lies). `dtype`: bfloat16 or float16; by
+/// default float16 on CUDA and bfloat16 on the CPU. `cache_enabled`: by default as it is around the scope.
+///
+/// @note Does not synchronise with the device. Dtype and nesting belong to the thread; the casts that are kept belong
+/// to the process, so threads that run one model at the same time use one dtype, or `cache_enabled = false`.
+class [[nodiscard]] Autocast {
+ public:
+  explicit Autocast(at::Device device, std::optional<at::ScalarType> dtype = {}, bool enabled = true,
+                    std::optional<bool> cache_enabled = {})
+      : device_(checked(device)), before_(state()) {
+    const State within{enabled, dtype.value_or(before_.dtype), cache_enabled.value_or(before_.cache_enabled)};
+    TORCH_CHECK(!enabled || within.dtype == at::kBFloat16 || within.dtype == at::kHalf,
+                "Autocast: dtype must be bfloat16 or float16, got ", within.dtype,
+                "; for a part that runs in float32 pass enabled = false");
+    at::autocast::increment_nesting();
+    change_to(within);
+  }
+  explicit Autocast(const std::string& device, std::optional<at::ScalarType> dtype = {}, bool enabled = true,
+                    std::optional<bool> cache_enabled = {})
+      : Autocast(at::Device(device), dtype, enabled, cache_enabled) {}
+  Autocast(const Autocast&) = delete;
+  Autocast& operator=(const Autocast&) = delete;
+  ~Autocast() {
+    change_to(before_);
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+  }
+
+ private:
+  struct State {
+    bool enabled;
+    at::ScalarType dtype;
+    bool cache_enabled;
+  };
+
+  static at::DeviceType checked(at::Device device) {
+    TORCH_CHECK(at::autocast::is_autocast_available(device.type()),
+                "Autocast: the device must be one that has autocast, such as cuda and cpu, got ", device.type());
+    return device.type();
+  }
+  State state() const {
+    return {at::autocast::is_autocast_enabled(device_), at::autocast::get_autocast_dtype(device_),
+            at::autocast::is_autocast_cache_enabled()};
+  }
+  /// LibTorch finds a kept cast by its parameter alone: one in the other dtype would be taken for it.
+  void change_to(const State& next) const {
+    if (next.dtype != at::autocast::get_autocast_dtype(device_)) at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(device_, next.enabled);
+    at::autocast::set_autocast_dtype(device_, next.dtype);
+    at::autocast::set_autocast_cache_enabled(next.cache_enabled);
+  }
+
+  at::DeviceType device_;
+  State before_;
+};
+
+}  // namespace gradaccum
