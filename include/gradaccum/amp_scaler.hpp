@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/concepts.hpp>
+#include <gradaccum/detail/loss_scale.hpp>
+#include <gradaccum/detail/scaled_window.hpp>
+#include <gradaccum/detail/scaled_windows.hpp>
+#include <gradaccum/detail/take_step.hpp>
+#include <gradaccum/gradients.hpp>
+#include <gradaccum/loss.hpp>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+#include <c10/core/Device.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace gradaccum {
+
+struct AmpScalerOptions {
+  double init_scale = 65536.0;          ///< > 0 and finite, in float32
+  double growth_factor = 2.0;           ///< > 1
+  double backoff_factor = 0.5;          ///< > 0 and < 1
+  std::int64_t growth_interval = 2000;  ///< updates without an overflow until the scale grows, >= 1
+  bool enabled = true;                  ///< if not, `step` just steps, and the rest does nothing
+  double min_scale = 0;                 ///< an overflow that would take the scale below it is an error
+};
+
+/// torch.amp.GradScaler, method for method: scales the loss, so that float16 gradients do not underflow, and finds the
+/// scale.
+///
+///     ga::AmpScaler scaler;
+///     for (auto& batch : batches) {
+///       auto loss = [&] {
+///         ga::Autocast autocast(batch.data.device(), torch::kHalf);
+///         return torch::mse_loss(model->forward(batch.data), batch.target);
+///       }();
+///       scaler.scale(loss).backward();
+///       scaler.step(optimizer);                            // an accumulator, or any other optimizer
+///       scaler.update();
+///       optimizer.zero_grad();
+///     }
+///
+/// A scale that is too large makes gradients overflow: then the step is left out, and `update()` takes a smaller one;
+/// after `growth_interval` updates without an overflow, a larger one. An accumulator's window is divided by the scale
+/// when it closes, by `step` or by its own `flush()`; until then the scale does not change. Clipping by
+/// `optimizer.clip_grad_norm_` needs no `unscale_`: it is one factor.
+///
+/// Takes any `optimizer`, user-made ones too, but LBFGS; an accumulator itself, not a `torch::optim::Optimizer&` to it.
+/// Parameters are float32, float64 or bfloat16, dense or sparse, on any devices; float16 ones are refused. Misuse is an
+/// error that changes nothing.
+///
+/// @note The scale is a host number, and `step` reads 4 bytes a window from the device: whether anything overflowed.
+/// Nothing else here synchronises.
+class AmpScaler {
+ public:
+  explicit AmpScaler(AmpScalerOptions options = {})
+      : scale_{.growth_factor = options.growth_factor,
+               .backoff_factor = options.backoff_factor,
+               .min_scale = options.min_scale,
+               .growth_interval = options.growth_interval},
+        enabled_(options.enabled) {
+    scale_.check();
+    scale_.set(options.init_scale, "init_scale");
+  }
+  AmpScaler(const AmpScaler&) = delete;  // the windows of an optimizer belong to one scaler
+  AmpScaler& operator=(const AmpScaler&) = delete;
+
+  /// The loss times the scale, in float32 where the loss is one float16 number. To call `backward()` of.
+  [[nodiscard]] at::Tensor scale(const at::Tensor& loss) {
+    TORCH_CHECK(loss.defined(), "AmpScaler: the loss must be defined, got an undefined tensor");
+    return enabled_ ? loss * scale_on(loss.device()) : loss;
+  }
+  [[nodiscard]] std::vector<at::Tensor> scale(std::vector<at::Tensor> losses) {
+    for (auto& loss : losses) loss = scale(loss);
+    return losses;
+  }
+  /// For `optimizer.backward`: the scale joins the seed of backward.
+  [[nodiscard]] Loss scale(Loss loss) {
+    if (!enabled_) return loss;
+    loss.check();
+    if (loss.mean.element_size() == 2) loss.mean = loss.mean.to(at::kFloat);  // in which its seed does not overflow
+    loss.seed.multiply(scale_.value);
+    return loss;
+  }
+
+  /// Gives the gradients their true size, at once, for code that reads or changes them; what `step` will do about
+  /// overflow is settled then. Once a window, before `step`; of an accumulator after the last backward, inside
+  /// `if (optimizer.ready())`.
+  ///
+  /// @note Does not synchronise with the device.
+  template <class Optimizer>
+  void unscale_(Optimizer& optimizer) {
+    detail::check_can_be_scaled(optimizer);
+    if (!enabled_) return;
+    auto& window = windows_.of(optimizer);
+    TORCH_CHECK(window.stage != Stage::unscaled,
+                "AmpScaler: unscale_() has already been called on this optimizer since the last update()");
+    TORCH_CHECK(window.stage != Stage::stepped, "AmpScaler: unscale_() after step(); call update() first");
+    if constexpr (accumulating<Optimizer>)
+      TORCH_CHECK(optimizer.ready(),
+                  "AmpScaler: unscale_() inside a window would mix unscaled sums with scaled ones to come; put it "
+                  "inside `if (optimizer.ready())`, after backward");
+    join(window, optimizer);
+    if constexpr (accumulating<Optimizer>) optimizer.gradients();  // takes notice of the backward in hand
+    window.gradients->apply();
+    if (!window.gradients->raw().empty()) window.stage = Stage::unscaled;
+  }
+
+  /// Steps the optimizer, unless its gradients overflowed: then they are discarded with their window. Inside an
+  /// accumulator's window it counts the micro-batch, nothing else. True if the parameters moved. Of a plain optimizer
+  /// without gradients, or an empty window, nothing moves, and it is not counted towards growth.
+  ///
+  /// @note Reads 4 bytes from the device when a window closes.
+  template <class Optimizer>
+  bool step(Optimizer& optimizer) {
+    detail::check_can_be_scaled(optimizer);
+    if (!enabled_) return step_alone(optimizer);
+    auto& window = windows_.of(optimizer);
+    TORCH_CHECK(window.stage != Stage::stepped,
+                "AmpScaler: step() has already been called on this optimizer since the last update()");
+    join(window, optimizer);
+    if constexpr (accumulating<Optimizer>) {
+      const bool moved = optimizer.step();
+      if (window.closed()) window.stage = Stage::stepped;
+      return moved;
+    } else {
+      window.stage = Stage::stepped;  // whatever happens: gradients may be multiplied already
+      const bool moved = detail::take_step(optimizer, *window.gradients);
+      window.end();
+      return moved;
+    }
+  }
+
+  /// Changes the scale, if it is time: call it after the steps of all optimizers. An overflow in any window since the
+  /// last call makes it smaller, once; `growth_interval` calls without make it larger. Growth waits for the first call
+  /// at which no window is open; where an overflow or `new_scale` changes the scale, open windows are discarded. Does
+  /// nothing where no window was closed. Throws where an overflow would take the scale below `min_scale`.
+  void update(std::optional<double> new_scale = {});
+
+  double get_scale() const { return enabled_ ? scale_.value : 1.0; }
+  double get_growth_factor() const { return scale_.growth_factor; }
+  double get_backoff_factor() const { return scale_.backoff_factor; }
+  std::int64_t get_growth_interval() const { return scale_.growth_interval; }
+  void set_growth_factor(double new_factor) { set(&detail::LossScale::growth_factor, new_factor); }
+  void set_backoff_factor(double new_factor) { set(&detail::LossScale::backoff_factor, new_factor); }
+  void set_growth_interval(std::int64_t new_interval) { set(&detail::LossScale::growth_interval, new_interval); }
+  bool is_enabled() const { return enabled_; }
+
+  /// Python's five entries; empty if disabled. To be taken after `update()`.
+  std::map<std::string, double> state_dict() const {
+    return enabled_ ? scale_.state_dict() : std::map<std::string, double>();
+  }
+  /// Throws, and changes nothing, where an entry is missing or out of range, or where a window is open.
+  void load_state_dict(const std::map<std::string, double>& state);
+
+ private:
+  using Stage = detail::ScaledWindow::Stage;
+
+  /// Whoever closes the window from now on divides by the scale, and looks for overflow.
+  template <class Optimizer>
+  void join(detail::ScaledWindow& window, Optimizer& optimizer) {
+    if (!window.closed()) return;  // it has been joined
+    detail::check_none_is_half(detail::parameters_of(optimizer));
+    auto joined = detail::scaled_window(optimizer);
+    joined.gradients->factor().divide(scale_.value);
+    joined.gradients->factor().require_finite();
+    window = std::move(joined);
+  }
+
+  template <class Optimizer>
+  static bool step_alone(Optimizer& optimizer) {
+    if constexpr (accumulating<Optimizer>)
+      return optimizer.step();
+    else
+      return detail::take_step(optimizer, Gradients(detail::parameters_of(optimizer)));
+  }
+
+  template <class Value>
+  void set(Value detail::LossScale::*member, Value value) {
+    auto next = scale_;
+    next.*member = value;
+    next.check();
+    scale_ = next;
+  }
+  void change_to(const detail::LossScale& next) {
+    if (next.value != scale_.value) on_devices_.clear();
+    scale_ = next;
+  }
+  const at::Tensor& scale_on(at::Device device);
+
+  detail::LossScale scale_;
+  bool enabled_;
+  std::unordered_map<at::Device, at::Tensor> on_devices_;
+  detail::ScaledWindows windows_;
+};
+
+inline void AmpScaler::update(std::optional<double> new_scale) {
+  if (!enabled_) return;
+  using detail::Verdict;
+  const auto verdict = new_scale ? Verdict::none : windows_.verdict();
+  const bool waits = verdict == Verdict::clean && windows_.any_open();
+  auto next = scale_;
+  if (new_scale) next.set(*new_scale, "new_scale");
+  if (verdict == Verdict::overflow) next.back_off();
+  if (verdict == Verdict::clean && !waits) next.count_clean_update();
+  if (next.value != scale_.value) windows_.discard_open();
+  change_to(next);
+  windows_.forget_closed(waits ? verdict : Verdict::none);
+}
+
+inline void AmpScaler::load_state_dict(const std::map<std::string, double>& state) {
+  if (!enabled_) return;
+  TORCH_CHECK(!windows_.any_open(),
+              "AmpScaler: load_state_dict() needs all windows closed, whose sums have the old scale; call flush() or "
+              "discard() of the accumulators first");
+  auto next = scale_;
+  next.load_state_dict(state);
+  change_to(next);
+  windows_.forget_closed(detail::Verdict::none);
+}
+
+/// Backward keeps the tensor, so it is never written to: a new scale is a new tensor. By a 0-dim float32 tensor a 0-dim
+/// float16 loss becomes float32; by a number it would not.
+inline const at::Tensor& AmpScaler::scale_on(at::Device device) {
+  auto& scale = on_devices_[device];
+  if (!scale.defined()) {
+    c10::InferenceMode usable_in_backward(false);
+    scale = at::full({}, scale_.value, at::TensorOptions(at::kFloat).device(device));
+  }
+  return scale;
+}
+
+}  // namespace gradaccum
