@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/amp_scaler.hpp>
+#include <gradaccum/autocast.hpp>
 #include <gradaccum/clip_grad.hpp>
 #include <gradaccum/concepts.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
