@@ -9,7 +9,11 @@
 #include <gradaccum/factor.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/gradients.hpp>
+#include <gradaccum/keep_freed_memory.hpp>
 #include <gradaccum/loss.hpp>
 #include <gradaccum/memory_meter.hpp>
+#include <gradaccum/optim/adam.hpp>
+#include <gradaccum/optim/adamw.hpp>
+#include <gradaccum/optim/sgd.hpp>
 #include <gradaccum/version.hpp>
 #include <gradaccum/window.hpp>

@@ -86,6 +86,9 @@ class Gradients {
   /// they did before; the gradients are no longer its own.
   bool closed() const { return window_->closed(); }
 
+  /// `multiplier` in its parts: what of it is known on the host needs no device.
+  friend detail::Multiplier product_of(const Gradients& gradients) { return gradients.window_->multiplier(); }
+
  private:
   std::shared_ptr<detail::WindowGradients> window_;
 };

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/OpMathType.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+
+namespace gradaccum::detail {
+
+/// Tensors as kernels want them, which see numbers one after another and know no strides.
+
+/// The elements of both lie in the same order in memory.
+inline bool same_order(const at::Tensor& a, const at::Tensor& b) {
+  for (std::int64_t i = 0; i < a.dim(); ++i)
+    if (a.size(i) != 1 && a.stride(i) != b.stride(i)) return false;
+  return true;
+}
+
+/// All is said by the memory itself: no gaps, no lazy zeros, negations or conjugates.
+inline bool is_plain(const at::Tensor& t) {
+  return t.is_non_overlapping_and_dense() && !t._is_zerotensor() && !t.is_neg() && !t.is_conj();
+}
+
+/// `t` with its elements in the order of `like`, which is plain; a copy where need be.
+inline at::Tensor in_order_of(const at::Tensor& like, const at::Tensor& t, at::ScalarType dtype) {
+  if (t.scalar_type() == dtype && is_plain(t) && same_order(like, t)) return t;
+  return at::empty_strided(like.sizes(), like.strides(), t.options().dtype(dtype)).copy_(t);
+}
+
+/// The type that optimizers compute with and keep their state in: float32 for 16-bit parameters.
+inline at::ScalarType state_type(const at::Tensor& parameter) { return at::toOpMathType(parameter.scalar_type()); }
+
+/// A state tensor of `parameter` in the order of `like`; made of zeros if there is none. What was loaded is checked.
+inline at::Tensor settled(const at::Tensor& state, const at::Tensor& parameter, const at::Tensor& like, const char* name) {
+  if (!state.defined()) return at::zeros_like(like, like.options().dtype(state_type(parameter)));
+  TORCH_CHECK(state.layout() == at::kStrided && state.sizes() == parameter.sizes() &&
+                  state.device() == parameter.device() && state.is_complex() == parameter.is_complex(),
+              "optimizer state: ", name, " must have the shape and device of its parameter, ", parameter.sizes(), " on ",
+              parameter.device(), ", got ", state.sizes(), " on ", state.device(), " (", state.scalar_type(),
+              "); the state was loaded for another model");
+  return in_order_of(like, state, state_type(parameter));
+}
+
+/// Real numbers that share the memory.
+inline at::Tensor as_real(const at::Tensor& t) { return t.is_complex() ? at::view_as_real(t) : t; }
+
+/// A parameter, and the memory in which it is stepped: its own, or a copy that is written back at the end.
+class DenseParameter {
+ public:
+  DenseParameter(const at::Tensor& parameter, at::ScalarType dtype) : parameter_(parameter), dense_(parameter) {
+    if (is_plain(parameter) && parameter.scalar_type() == dtype) return;
+    at::assert_no_internal_overlap(parameter);  // expanded: one number in several places cannot be stepped
+    dense_ = at::empty_like(parameter, parameter.options().dtype(dtype)).copy_(parameter);
+  }
+
+  const at::Tensor& dense() const { return dense_; }
+
+  /// Autograd has to know that the parameter has changed: it may be saved for a backward pass.
+  void write_back() const {
+    if (!dense_.is_same(parameter_))
+      parameter_.copy_(dense_);
+    else if (!parameter_.is_inference())
+      parameter_.unsafeGetTensorImpl()->bump_version();
+  }
+
+ private:
+  at::Tensor parameter_, dense_;
+};
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/TensorIterator.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace gradaccum::detail {
+
+/// Runs `body(i)` for i in [0, count) on LibTorch's own threads. at::parallel_for would be serial in every program that
+/// is compiled without -fopenmp; the loop of an iterator over one byte a task is not.
+template <class Body>
+void parallel_for(std::int64_t count, const Body& body) {
+  const auto tasks = at::empty({count}, at::TensorOptions(at::kByte));
+  const auto* const first = static_cast<const char*>(tasks.const_data_ptr());
+  auto iterator = at::TensorIteratorConfig()
+                      .check_all_same_dtype(false)
+                      .declare_static_dtype_and_device(at::kByte, at::kCPU)
+                      .resize_outputs(false)
+                      .declare_static_shape(tasks.sizes())
+                      .add_output(tasks)
+                      .build();
+  iterator.for_each(
+      [&](char** data, const std::int64_t* strides, std::int64_t inner, std::int64_t outer) {
+        for (std::int64_t j = 0; j < outer; ++j)
+          for (std::int64_t i = 0; i < inner; ++i) body(data[0] + j * strides[1] + i * strides[0] - first);
+      },
+      /*grain_size=*/1);
+}
+
+/// One parallel loop over the elements of many arrays, small ones and large ones alike: their elements are counted
+/// through, and cut into slices of equal size. The slices do not depend on the number of threads.
+class ElementLoop {
+ public:
+  /// Adds an array of `count` elements, and returns its index.
+  std::size_t add(std::int64_t count) {
+    begins_.push_back(end_);
+    counts_.push_back(count);
+    end_ += (count + alignment - 1) / alignment * alignment;
+    return counts_.size() - 1;
+  }
+
+  std::int64_t slices() const { return (end_ + slice - 1) / slice; }
+
+  /// Calls `body(array, from, count, slice)` for the part of each array in each slice.
+  template <class Body>
+  void run(const Body& body) const {
+    const auto run_slice = [&](std::int64_t i) { this->run_slice(i, body); };
+    if (slices() == 1) return run_slice(0);  // threads would take longer to start
+    if (slices() > 1) parallel_for(slices(), run_slice);
+  }
+
+ private:
+  static constexpr std::int64_t alignment = 64;   // elements: no cache line is shared by two slices
+  static constexpr std::int64_t slice = 1 << 13;  // elements: even shares, and far more work than it takes to start
+
+  template <class Body>
+  void run_slice(std::int64_t i, const Body& body) const {
+    const auto from = i * slice, to = std::min(from + slice, end_);
+    auto array = std::upper_bound(begins_.begin(), begins_.end(), from) - begins_.begin() - 1;
+    for (const auto arrays = static_cast<std::ptrdiff_t>(begins_.size()); array < arrays && begins_[array] < to; ++array) {
+      const auto first = std::max<std::int64_t>(from - begins_[array], 0);
+      const auto count = std::min(counts_[array], to - begins_[array]) - first;
+      if (count > 0) body(static_cast<std::size_t>(array), first, count, i);
+    }
+  }
+
+  std::vector<std::int64_t> begins_, counts_;
+  std::int64_t end_ = 0;
+};
+
+}  // namespace gradaccum::detail

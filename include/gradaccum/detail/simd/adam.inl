@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One step of Adam or AdamW, in one pass. Included by kernels.hpp for each instruction set.
+
+template <class Vector>
+struct AdamVectors {
+  explicit AdamVectors(const AdamNumbers& by)
+      : multiplier(Vector::all(by.multiplier)),
+        decay(Vector::all(by.weight_decay)),
+        kept(Vector::all(by.kept)),
+        fresh1(Vector::all(by.fresh1)),
+        beta2(Vector::all(by.beta2)),
+        fresh2(Vector::all(by.fresh2)),
+        step_size(Vector::all(by.step_size)),
+        correction(Vector::all(by.correction)),
+        eps(Vector::all(by.eps)),
+        decays(by.weight_decay != 0) {}
+
+  template <class P, class G, class S>
+  void operator()(P* parameter, const G* gradient, S* exp_avg, S* exp_avg_sq, S* max_exp_avg_sq) const {
+    auto p = Vector::load(parameter), g = Vector::load(gradient) * multiplier;
+    auto m = Vector::load(exp_avg), v = Vector::load(exp_avg_sq);
+    if (decays) g = multiply_add(p, decay, g);
+    m = multiply_add(g - m, fresh1, m);
+    v = multiply_add(g * g, fresh2, v * beta2);
+    m.store(exp_avg);
+    v.store(exp_avg_sq);
+    if (max_exp_avg_sq) {
+      v = larger(Vector::load(max_exp_avg_sq), v);
+      v.store(max_exp_avg_sq);
+    }
+    p = p * kept - (step_size * m) / multiply_add(square_root(v), correction, eps);
+    p.store(parameter);
+  }
+
+  Vector multiplier, decay, kept, fresh1, beta2, fresh2, step_size, correction, eps;
+  bool decays;
+};
+
+template <class P, class G>
+void adam(const AdamOperand& o, std::int64_t from, std::int64_t count) {
+  using Vector = VectorOf<P>;
+  using S = typename Vector::Scalar;
+  for_each_vector<Vector::width>(AdamVectors<Vector>(o.numbers), count, static_cast<P*>(o.parameter) + from,
+                                 static_cast<const G*>(o.gradient) + from, static_cast<S*>(o.exp_avg) + from,
+                                 static_cast<S*>(o.exp_avg_sq) + from,
+                                 o.max_exp_avg_sq ? static_cast<S*>(o.max_exp_avg_sq) + from : nullptr);
+}
+
+/// Gradients of 16-bit parameters may be float32 sums.
+inline AdamKernel adam_kernel(at::ScalarType parameter, at::ScalarType gradient) {
+  const bool same = parameter == gradient;
+  if (parameter == at::kDouble) return adam<double, double>;
+  if (parameter == at::kFloat) return adam<float, float>;
+  if (parameter == at::kHalf) return same ? adam<at::Half, at::Half> : adam<at::Half, float>;
+  return same ? adam<at::BFloat16, at::BFloat16> : adam<at::BFloat16, float>;
+}

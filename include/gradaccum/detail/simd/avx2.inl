@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Vectors for processors with AVX2, FMA and F16C. Included by kernels.hpp alone. Free functions: g++ would compile
+// friends that are defined in the class for the instruction set of the program around.
+
+struct Floats {
+  using Scalar = float;
+  static constexpr int width = 8;
+
+  static Floats all(double x) { return {_mm256_set1_ps(static_cast<float>(x))}; }
+  static Floats load(const float* from) { return {_mm256_loadu_ps(from)}; }
+  static Floats load(const at::BFloat16* from) {
+    const auto bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))};
+  }
+  static Floats load(const at::Half* from) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))};
+  }
+  void store(float* to) const { _mm256_storeu_ps(to, v); }
+  /// To the nearest, ties to even.
+  void store(at::BFloat16* to) const {
+    const auto bits = _mm256_castps_si256(v), one = _mm256_set1_epi32(1);
+    const auto odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
+    const auto nearest = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const auto is_nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    const auto rounded = _mm256_blendv_epi8(nearest, _mm256_set1_epi32(0x7fc00000), is_nan);
+    const auto upper = _mm256_srli_epi32(rounded, 16);
+    const auto packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(upper, upper), 0b1000);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
+  }
+  void store(at::Half* to) const {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  }
+
+  __m256 v;
+};
+
+inline Floats operator+(Floats a, Floats b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline Floats operator-(Floats a, Floats b) { return {_mm256_sub_ps(a.v, b.v)}; }
+inline Floats operator*(Floats a, Floats b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline Floats operator/(Floats a, Floats b) { return {_mm256_div_ps(a.v, b.v)}; }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline Floats square_root(Floats a) { return {_mm256_sqrt_ps(a.v)}; }
+inline Floats larger(Floats a, Floats b) { return {_mm256_max_ps(a.v, b.v)}; }
+
+struct Doubles {
+  using Scalar = double;
+  static constexpr int width = 4;
+
+  static Doubles all(double x) { return {_mm256_set1_pd(x)}; }
+  static Doubles load(const double* from) { return {_mm256_loadu_pd(from)}; }
+  static Doubles load(const float* from) { return {_mm256_cvtps_pd(_mm_loadu_ps(from))}; }
+  static Doubles load(const at::BFloat16* from) {
+    const auto bits = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+    return {_mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(bits), 16)))};
+  }
+  static Doubles load(const at::Half* from) {
+    return {_mm256_cvtps_pd(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))))};
+  }
+  void store(double* to) const { _mm256_storeu_pd(to, v); }
+  double sum() const {
+    double numbers[width];
+    store(numbers);
+    return (numbers[0] + numbers[1]) + (numbers[2] + numbers[3]);
+  }
+
+  __m256d v;
+};
+
+inline Doubles operator+(Doubles a, Doubles b) { return {_mm256_add_pd(a.v, b.v)}; }
+inline Doubles operator-(Doubles a, Doubles b) { return {_mm256_sub_pd(a.v, b.v)}; }
+inline Doubles operator*(Doubles a, Doubles b) { return {_mm256_mul_pd(a.v, b.v)}; }
+inline Doubles operator/(Doubles a, Doubles b) { return {_mm256_div_pd(a.v, b.v)}; }
+inline Doubles multiply_add(Doubles a, Doubles b, Doubles c) { return {_mm256_fmadd_pd(a.v, b.v, c.v)}; }
+inline Doubles square_root(Doubles a) { return {_mm256_sqrt_pd(a.v)}; }
+inline Doubles larger(Doubles a, Doubles b) { return {_mm256_max_pd(a.v, b.v)}; }
+
+/// Numbers of this type are computed with in these vectors.
+template <class T>
+using VectorOf = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;

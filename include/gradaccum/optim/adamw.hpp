@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/adam_optimizer.hpp>
+
+#include <torch/optim/adamw.h>
+
+namespace gradaccum::optim {
+
+using AdamWOptions = torch::optim::AdamWOptions;
+
+/// torch::optim::AdamW in one pass over memory, which takes a window's deferred factor on the way.
+///
+///     ga::optim::AdamW adamw(model->parameters(), ga::optim::AdamWOptions(1e-3).weight_decay(0.01));
+///     ga::GradAccumulator optimizer(adamw, {.steps = 2});
+///     for (auto& batch : batches) {
+///       torch::mse_loss(model->forward(batch.data), batch.target).backward();
+///       optimizer.clip_grad_norm_(1.0);
+///       optimizer.step();                                  // mean, clipping and update: one pass
+///       optimizer.zero_grad();
+///     }
+///
+/// Decoupled weight decay regularization, Loshchilov and Hutter, 2019; options, groups, state and files are those of
+/// torch::optim::AdamW, so either can load what the other has saved. LibTorch's own step is some ten operations for each
+/// tensor, each of them a pass.
+///
+/// Parameters: float32, float64, bfloat16 and float16 (with float32 state), complex; of any strides; on several
+/// devices. Gradients: dense. A parameter that is listed twice, and state of another shape, are errors.
+///
+/// @note Does not synchronise with the device. On the CPU it uses AVX-512 or AVX2 where the processor has it, on
+/// LibTorch's threads; the bits do not depend on their number. Elsewhere it is ATen's fused operation; where there is a
+/// deferred factor to apply, on copies of at most 16 million gradients at a time.
+class AdamW : public detail::AdamOptimizer<torch::optim::AdamW, AdamW, AdamWOptions, torch::optim::AdamWParamState,
+                                           /*decoupled=*/true> {
+ public:
+  static constexpr const char* name = "AdamW";
+  using AdamOptimizer::AdamOptimizer;
+};
+
+}  // namespace gradaccum::optim
