@@ -347,6 +347,23 @@ TEST_CASE("AmpScaler, windows: without weight or gradients nothing moves, and no
   CHECK_FALSE(one.optimizer.flush());
 }
 
+TEST_CASE("AmpScaler, windows: a scaled, weighted window that the scaler does not step is noticed") {
+  for (bool flush : {false, true})
+    for (bool joined : {false, true}) {
+      One one(flush ? 4 : 2);
+      ga::AmpScaler scaler({.init_scale = 8});
+      one.optimizer.backward(scaler.scale(ga::Loss{one.loss(2)}));
+      CHECK_FALSE((joined ? scaler.step(one.optimizer) : one.optimizer.step()));
+      one.optimizer.backward(scaler.scale(ga::Loss{one.loss(4)}));
+      const auto close = [&] { return flush ? one.optimizer.flush() : one.optimizer.step(); };
+      if (!joined) REQUIRE_ERROR("call scaler.step(optimizer) in place of optimizer.step()", close());
+      CHECK(one.value() == 0);
+      if (!joined && flush) CHECK_FALSE(scaler.step(one.optimizer));  // nothing has changed: it can be put right
+      CHECK((joined || flush ? close() : scaler.step(one.optimizer)));
+      CHECK(one.value() == -3);
+    }
+}
+
 TEST_CASE("AmpScaler, windows: an exception in the middle") {
   auto weight = torch::zeros({2}).set_requires_grad(true);
   Breaks sgd({weight}, torch::optim::SGDOptions(1.0));

@@ -77,7 +77,7 @@ class AmpScaler {
   /// The loss times the scale, in float32 where the loss is one float16 number. To call `backward()` of.
   [[nodiscard]] at::Tensor scale(const at::Tensor& loss) {
     TORCH_CHECK(loss.defined(), "AmpScaler: the loss must be defined, got an undefined tensor");
-    return enabled_ ? loss * scale_on(loss.device()) : loss;
+    return enabled_ ? loss.mul(scale_on(loss.device())) : loss;
   }
   [[nodiscard]] std::vector<at::Tensor> scale(std::vector<at::Tensor> losses) {
     for (auto& loss : losses) loss = scale(loss);
@@ -89,6 +89,7 @@ class AmpScaler {
     loss.check();
     if (loss.mean.element_size() == 2) loss.mean = loss.mean.to(at::kFloat);  // in which its seed does not overflow
     loss.seed.multiply(scale_.value);
+    loss.seed.require_finite();
     return loss;
   }
 

@@ -85,6 +85,7 @@ class OpenWindow {
   void check_only_ours() const { watch_.check_only_ours(state_->all_parameters(), window_.count() == 0); }
   bool touched() const { return watch_.touched(state_->all_parameters()); }
   void check_weight(const Loss& loss) const;
+  void check_scaler() const;
   void count_plain();
   void settle(bool complete);
 
@@ -96,6 +97,7 @@ class OpenWindow {
   Form form_ = Form::none;
   bool in_hand_ = false;  // the last micro-batch is counted, but not complete
   bool spoiled_ = false;
+  bool scaled_ = false;  // its losses were scaled by a loss scaler
 };
 
 inline void OpenWindow::open(const std::vector<at::Tensor>& parameters) {
@@ -105,7 +107,7 @@ inline void OpenWindow::open(const std::vector<at::Tensor>& parameters) {
   listed_ = parameters;
   window_.restart();
   form_ = Form::none;
-  in_hand_ = spoiled_ = false;
+  in_hand_ = spoiled_ = scaled_ = false;
   state_->set_weights(0, 0);
   state_->set_complete(false);
   watch_.look(state_->all_parameters());
@@ -139,6 +141,13 @@ inline void OpenWindow::check_weight(const Loss& loss) const {
               "; compute the loss in a wider dtype");
 }
 
+/// The scaler that scaled the losses must have asked for the reverse.
+inline void OpenWindow::check_scaler() const {
+  TORCH_CHECK(!scaled_ || state_->must_be_finite(),
+              "GradAccumulator: the losses of this window are scaled, and its gradients are not to be divided by the "
+              "scale; call scaler.step(optimizer) in place of optimizer.step()");
+}
+
 inline void OpenWindow::backward(Loss loss, std::optional<bool> retain_graph, bool create_graph) {
   check_usable();
   check_form(Form::weighted);
@@ -152,6 +161,7 @@ inline void OpenWindow::backward(Loss loss, std::optional<bool> retain_graph, bo
   form_ = Form::weighted;
   in_hand_ = true;
   if (loss.items == 0) return;
+  scaled_ = scaled_ || finite_required(loss.seed);
   loss.seed.multiply(loss.items);
   loss.seed.divide(window_.first_weight());
   or_spoil([&] { loss.backward(retain_graph, create_graph); });
@@ -168,6 +178,7 @@ inline void OpenWindow::count_plain() {
 inline void OpenWindow::complete_micro_batch() {
   check_usable();
   check_kept();
+  if (full()) check_scaler();
   if (!in_hand_) count_plain();
   if (form_ == Form::weighted && !state_->applied()) check_only_ours();
   settle(full());
@@ -182,6 +193,7 @@ inline bool OpenWindow::complete_early() {
       in_hand_ || !touched(),
       "GradAccumulator: the gradients changed after the last step(); call step() for the last micro-batch, too, "
       "before flush()");
+  check_scaler();
   settle(/*complete=*/true);
   in_hand_ = false;
   return true;
