@@ -17,12 +17,13 @@ namespace gradaccum {
 ///     sgd.zero_grad();
 ///
 /// A training loop frees and allocates the same buffers for every batch. glibc by default hands large ones back to the
-/// kernel each time, which has to clear every page of them anew: for a small network a third of the time of an epoch, and
-/// a reason why C++ programs have been slower than Python's, which keeps more. Where the C library is another, nothing
-/// changes, and the answer is false; so too for libraries that replace malloc (jemalloc), which do better by themselves.
+/// kernel each time, which has to clear every page of them anew: for a small network a third of the time of an epoch,
+/// and a reason why C++ programs have been slower than Python's, which keeps more. Where the C library is another,
+/// nothing changes, and the answer is false; so too for libraries that replace malloc (jemalloc), which do better by
+/// themselves.
 ///
-/// For the whole process and for good: the process keeps its peak. So it is a call of yours, and never ours. The same from
-/// outside: MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_ (1073741824 both) and MALLOC_TOP_PAD_ (67108864).
+/// For the whole process and for good: the process keeps its peak. So it is a call of yours, and never ours. The same
+/// from outside: MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_ (1073741824 both) and MALLOC_TOP_PAD_ (67108864).
 inline bool keep_freed_memory() {
 #ifdef __GLIBC__
   constexpr int gigabyte = 1 << 30, pad = 64 << 20;

@@ -17,13 +17,13 @@ namespace gradaccum::detail {
 
 /// What Adam and AdamW share: all but where the weight decay goes.
 template <class Base, class Derived, class Options, class ParamState, bool decoupled>
-class AdamOptimizer : public OnePassOptimizer<Base, Derived> {
+class AdamOptimizer : public OnePassOptimizer<Base, Derived, ParamState> {
  public:
-  using OnePassOptimizer<Base, Derived>::OnePassOptimizer;
-  using OnePassOptimizer<Base, Derived>::step;
+  using OnePassOptimizer<Base, Derived, ParamState>::OnePassOptimizer;
+  using OnePassOptimizer<Base, Derived, ParamState>::step;
 
  private:
-  friend OnePassOptimizer<Base, Derived>;
+  friend OnePassOptimizer<Base, Derived, ParamState>;
 
   template <class GradientOf>
   void move(const GradientOf& gradient_of, const Multiplier& multiplier) {
@@ -48,8 +48,9 @@ class AdamOptimizer : public OnePassOptimizer<Base, Derived> {
 
   static AdamStep step_of(const at::Tensor& parameter, const at::Tensor& gradient, ParamState& state,
                           const Options& options) {
-    TORCH_CHECK(!gradient.is_sparse(), Derived::name, ": a gradient must be dense, got a sparse one for a parameter of ",
-                "shape ", parameter.sizes(), "; use SGD, or an embedding without sparse(true)");
+    TORCH_CHECK(!gradient.is_sparse(), Derived::name,
+                ": a gradient must be dense, got a sparse one for a parameter of ", "shape ", parameter.sizes(),
+                "; use SGD, or an embedding without sparse(true)");
     DenseParameter dense(parameter, working_type(parameter));
     state.exp_avg(settled(state.exp_avg(), parameter, dense.dense(), "exp_avg"));
     state.exp_avg_sq(settled(state.exp_avg_sq(), parameter, dense.dense(), "exp_avg_sq"));

@@ -38,12 +38,13 @@ inline at::Tensor in_order_of(const at::Tensor& like, const at::Tensor& t, at::S
 inline at::ScalarType state_type(const at::Tensor& parameter) { return at::toOpMathType(parameter.scalar_type()); }
 
 /// A state tensor of `parameter` in the order of `like`; made of zeros if there is none. What was loaded is checked.
-inline at::Tensor settled(const at::Tensor& state, const at::Tensor& parameter, const at::Tensor& like, const char* name) {
+inline at::Tensor settled(const at::Tensor& state, const at::Tensor& parameter, const at::Tensor& like,
+                          const char* name) {
   if (!state.defined()) return at::zeros_like(like, like.options().dtype(state_type(parameter)));
   TORCH_CHECK(state.layout() == at::kStrided && state.sizes() == parameter.sizes() &&
                   state.device() == parameter.device() && state.is_complex() == parameter.is_complex(),
-              "optimizer state: ", name, " must have the shape and device of its parameter, ", parameter.sizes(), " on ",
-              parameter.device(), ", got ", state.sizes(), " on ", state.device(), " (", state.scalar_type(),
+              "optimizer state: ", name, " must have the shape and device of its parameter, ", parameter.sizes(),
+              " on ", parameter.device(), ", got ", state.sizes(), " on ", state.device(), " (", state.scalar_type(),
               "); the state was loaded for another model");
   return in_order_of(like, state, state_type(parameter));
 }

@@ -4,6 +4,7 @@
 #include <gradaccum/concepts.hpp>
 #include <gradaccum/detail/dense.hpp>
 #include <gradaccum/detail/multiplier.hpp>
+#include <gradaccum/detail/named_state.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -11,7 +12,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>
-#include <functional>
+#include <memory>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -46,16 +47,14 @@ class DistinctParameters {
     bool same = true;
     for (auto& group : groups)
       for (auto& parameter : group.params()) {
-        const void* const impl = parameter.unsafeGetTensorImpl();
-        if (same && i < known_.size() && known_[i] == impl) continue_at(i);
-        else same = false;
+        same = same && i < known_.size() && known_[i] == parameter.unsafeGetTensorImpl();
+        ++i;
       }
     if (same && i == known_.size()) return;
     look(optimizer, groups);
   }
 
  private:
-  static void continue_at(std::size_t& i) { ++i; }
   void look(const char* optimizer, const std::vector<torch::optim::OptimizerParamGroup>& groups) {
     std::unordered_set<const void*> seen;
     std::vector<const void*> all;
@@ -73,7 +72,7 @@ class DistinctParameters {
 
 /// LibTorch's optimizer `Base`, with a step of our own: `Derived` has `move(gradient_of, multiplier)`, which steps all
 /// parameters that have a gradient. Options, state, groups, saving and loading are LibTorch's.
-template <class Base, class Derived>
+template <class Base, class Derived, class ParamState>
 class OnePassOptimizer : public Base, public TakesGradients {
  public:
   using Base::Base;
@@ -93,7 +92,46 @@ class OnePassOptimizer : public Base, public TakesGradients {
     if (!gradients.overflowed()) move(GradientsByParameter(gradients), product_of(gradients));
   }
 
+  /// The state by the parameters' names, `exp_avg.0.weight`, for any file format. The tensors are the optimizer's own.
+  NamedTensors named_state(const NamedParameters& parameters) const {
+    NamedTensors all;
+    const NameOf name_of(parameters);
+    for_each_parameter([&](const at::Tensor& parameter) {
+      const auto known = this->state_.find(parameter.unsafeGetTensorImpl());
+      if (known == this->state_.end()) return;
+      auto& state = static_cast<ParamState&>(*known->second);
+      const auto& name = name_of(parameter);
+      for (auto& [slot, tensor] : tensors_of(state))
+        if (tensor->defined()) all.emplace(slot + "." + name, *tensor);
+      if constexpr (requires { state.step(); })
+        all.emplace("step." + name, at::scalar_tensor(static_cast<double>(state.step()), at::kFloat));
+    });
+    return all;
+  }
+
+  /// Replaces the state by what `named_state` gave, in this program or another; tensors are copied. Parameters of which
+  /// it has nothing begin afresh. A name that no parameter has, or another shape, is an error; then nothing has
+  /// changed.
+  void load_named_state(const NamedParameters& parameters, NamedTensors state) {
+    std::vector<std::pair<void*, std::unique_ptr<ParamState>>> loaded;
+    const NameOf name_of(parameters);
+    for_each_parameter([&](const at::Tensor& parameter) {
+      if (auto taken = take_state<ParamState>(state, name_of(parameter), parameter))
+        loaded.emplace_back(parameter.unsafeGetTensorImpl(), std::move(taken));
+    });
+    TORCH_CHECK(state.empty(), Derived::name, ": load_named_state: there is no parameter, or no such state, for ",
+                state.empty() ? "" : state.begin()->first);
+    this->state_.clear();
+    for (auto& [parameter, taken] : loaded) this->state_[parameter] = std::move(taken);
+  }
+
  private:
+  template <class Body>
+  void for_each_parameter(const Body& body) const {
+    for (auto& group : this->param_groups())
+      for (auto& parameter : group.params()) body(parameter);
+  }
+
   template <class GradientOf>
   void move(const GradientOf& gradient_of, const Multiplier& multiplier) {
     at::NoGradGuard no_grad;

@@ -39,11 +39,10 @@ inline void take_on_cpu(const std::vector<SgdStep>& steps, double multiplier) {
   for (auto& s : steps) {
     const auto p = as_real(s.parameter.dense()), g = as_real(s.gradient);
     const auto& by = s.settings;
-    operands.push_back(
-        {{multiplier, by.weight_decay, by.momentum, 1 - by.dampening, by.lr, by.nesterov, by.first},
-         p.mutable_data_ptr(),
-         g.const_data_ptr(),
-         by.momentum != 0 ? s.momentum_buffer.mutable_data_ptr() : nullptr});
+    operands.push_back({{multiplier, by.weight_decay, by.momentum, 1 - by.dampening, by.lr, by.nesterov, by.first},
+                        p.mutable_data_ptr(),
+                        g.const_data_ptr(),
+                        by.momentum != 0 ? s.momentum_buffer.mutable_data_ptr() : nullptr});
     kernels.push_back(sgd_kernel(p.scalar_type(), g.scalar_type()));
     loop.add(p.numel());
   }

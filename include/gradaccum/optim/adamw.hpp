@@ -21,8 +21,8 @@ using AdamWOptions = torch::optim::AdamWOptions;
 ///     }
 ///
 /// Decoupled weight decay regularization, Loshchilov and Hutter, 2019; options, groups, state and files are those of
-/// torch::optim::AdamW, so either can load what the other has saved. LibTorch's own step is some ten operations for each
-/// tensor, each of them a pass.
+/// torch::optim::AdamW, so either can load what the other has saved. LibTorch's own step is some ten operations for
+/// each tensor, each of them a pass.
 ///
 /// Parameters: float32, float64, bfloat16 and float16 (with float32 state), complex; of any strides; on several
 /// devices. Gradients: dense. A parameter that is listed twice, and state of another shape, are errors.

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/optim/sgd.h>
 
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -23,11 +24,11 @@ using SGDOptions = torch::optim::SGDOptions;
 ///     sgd.step();
 ///     sgd.zero_grad();
 ///
-/// Options, groups, state and files are those of torch::optim::SGD. Gradients may be sparse: without momentum and weight
-/// decay only their rows move; with either the gradient is made dense first. All else is as in `AdamW`.
+/// Options, groups, state and files are those of torch::optim::SGD. Gradients may be sparse: without momentum and
+/// weight decay only their rows move; with either the gradient is made dense first. All else is as in `AdamW`.
 ///
 /// @note Does not synchronise with the device.
-class SGD : public detail::OnePassOptimizer<torch::optim::SGD, SGD> {
+class SGD : public detail::OnePassOptimizer<torch::optim::SGD, SGD, torch::optim::SGDParamState> {
  public:
   static constexpr const char* name = "SGD";
   using OnePassOptimizer::OnePassOptimizer;
@@ -49,7 +50,7 @@ class SGD : public detail::OnePassOptimizer<torch::optim::SGD, SGD> {
         const at::Tensor& gradient = gradient_of(parameter);
         if (!gradient.defined()) continue;
         if (gradient.is_sparse() && plain) {
-          sparse.push_back([&, lr = options.lr()] { move_rows(parameter, gradient, multiplier, lr); });
+          sparse.push_back([=, &multiplier, lr = options.lr()] { move_rows(parameter, gradient, multiplier, lr); });
           continue;
         }
         steps.push_back(step_of(parameter, gradient.is_sparse() ? gradient.to_dense() : gradient, options));

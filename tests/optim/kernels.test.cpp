@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/detail/adam_step.hpp>
+#include <gradaccum/detail/sgd_step.hpp>
+#include <gradaccum/detail/sum_of_squares.hpp>
+
+#include <limits>
+
+// Every kernel of every instruction set that this processor has, against ATen in float64.
+
+namespace inner = gradaccum::detail;
+using inner::InstructionSet;
+
+namespace {
+
+std::vector<InstructionSet> sets() {
+  std::vector<InstructionSet> all{InstructionSet::portable};
+  if (inner::instruction_set() != InstructionSet::portable) all.push_back(InstructionSet::avx2);
+  if (inner::instruction_set() == InstructionSet::avx512) all.push_back(InstructionSet::avx512);
+  return all;
+}
+
+constexpr int spare = 3;  // elements before and after, which no kernel may touch
+
+/// An array that begins at an odd place in memory, with something in front and behind.
+struct Array {
+  Array(const at::Tensor& numbers, at::ScalarType dtype) : all(torch::full({numbers.numel() + 2 * spare}, 7.0, dtype)) {
+    inner().copy_(numbers);
+  }
+  at::Tensor inner() const { return all.narrow(0, spare, all.numel() - 2 * spare); }
+  void* data() const { return inner().mutable_data_ptr(); }
+  bool intact() const {
+    return all.narrow(0, 0, spare).eq(7).all().item<bool>() &&
+           all.narrow(0, all.numel() - spare, spare).eq(7).all().item<bool>();
+  }
+  at::Tensor all;
+};
+
+struct Types {
+  at::ScalarType parameter, gradient, state;
+  double tolerance;
+};
+const std::vector<Types> all_types{
+    {at::kDouble, at::kDouble, at::kDouble, 1e-14},   {at::kFloat, at::kFloat, at::kFloat, 1e-6},
+    {at::kHalf, at::kHalf, at::kFloat, 1e-3},         {at::kHalf, at::kFloat, at::kFloat, 1e-3},
+    {at::kBFloat16, at::kBFloat16, at::kFloat, 8e-3}, {at::kBFloat16, at::kFloat, at::kFloat, 8e-3}};
+
+bool close(const at::Tensor& a, const at::Tensor& b, double tolerance) {
+  return torch::allclose(a.to(at::kDouble), b.to(at::kDouble), tolerance, tolerance / 2, /*equal_nan=*/true);
+}
+
+/// Adam as the paper has it, in float64.
+void adam_in_float64(at::Tensor& p, at::Tensor g, at::Tensor& m, at::Tensor& v, at::Tensor& x,
+                     const inner::AdamSettings& by, double multiplier) {
+  g = g * multiplier;
+  if (!by.decoupled) g = g + by.weight_decay * p;
+  if (by.decoupled) p = p * (1 - by.lr * by.weight_decay);
+  m = by.beta1 * m + (1 - by.beta1) * g;
+  v = by.beta2 * v + (1 - by.beta2) * g * g;
+  if (by.amsgrad) x = torch::maximum(x, v);
+  const auto denominator = (by.amsgrad ? x : v).sqrt() / std::sqrt(1 - std::pow(by.beta2, by.step)) + by.eps;
+  p = p - by.lr / (1 - std::pow(by.beta1, by.step)) * m / denominator;
+}
+
+const std::vector<inner::AdamSettings> adam_settings{{1e-2, 0.9, 0.999, 1e-8, 0, false, true, 1},
+                                                      {1e-2, 0.9, 0.99, 1e-6, 0.1, false, true, 7},
+                                                      {1e-2, 0.8, 0.99, 1e-6, 0.1, true, true, 3},
+                                                      {1e-2, 0.9, 0.999, 1e-8, 0.1, false, false, 2},
+                                                      {0.5, 0.0, 0.0, 1e-3, 0.1, true, false, 2}};
+
+void check_adam(InstructionSet set, const Types& types, const inner::AdamSettings& settings,
+                const at::Tensor& gradient, double multiplier) {
+  const auto n = gradient.numel();
+  const Array p(torch::randn({n}), types.parameter), g(gradient, types.gradient),
+      m(torch::randn({n}) * 0.1, types.state), v(torch::rand({n}) + 0.01, types.state),
+      x(torch::rand({n}) + 0.01, types.state);
+  auto p64 = p.inner().to(at::kDouble), m64 = m.inner().to(at::kDouble), v64 = v.inner().to(at::kDouble),
+       x64 = x.inner().to(at::kDouble);
+  adam_in_float64(p64, g.inner().to(at::kDouble), m64, v64, x64, settings, multiplier);
+  const inner::AdamOperand operand{numbers_of(settings, multiplier),     p.data(), g.data(), m.data(), v.data(),
+                                    settings.amsgrad ? x.data() : nullptr};
+  inner::adam_kernel(types.parameter, types.gradient, set)(operand, 0, n);
+  REQUIRE(close(p.inner(), p64, types.tolerance));
+  const double of_state = types.state == at::kDouble ? 1e-14 : 1e-6;
+  REQUIRE(close(m.inner(), m64, of_state));
+  REQUIRE(close(v.inner(), v64, of_state));
+  REQUIRE(close(x.inner(), x64, of_state));
+  for (auto* array : {&p, &g, &m, &v, &x}) REQUIRE(array->intact());
+}
+
+void check_sgd(InstructionSet set, const Types& types, const inner::SgdNumbers& by, std::int64_t n) {
+  const Array p(torch::randn({n}), types.parameter), g(torch::randn({n}), types.gradient),
+      b(torch::randn({n}), types.state);
+  auto p64 = p.inner().to(at::kDouble), b64 = b.inner().to(at::kDouble);
+  auto g64 = g.inner().to(at::kDouble) * by.multiplier + by.weight_decay * p64;
+  if (by.momentum != 0) {
+    b64 = by.first ? g64 : by.momentum * b64 + by.fresh * g64;
+    g64 = by.nesterov ? g64 + by.momentum * b64 : b64;
+  }
+  p64 = p64 - by.lr * g64;
+  const inner::SgdOperand operand{by, p.data(), g.data(), by.momentum != 0 ? b.data() : nullptr};
+  inner::sgd_kernel(types.parameter, types.gradient, set)(operand, 0, n);
+  REQUIRE(close(p.inner(), p64, types.tolerance));
+  REQUIRE(close(b.inner(), b64, types.state == at::kDouble ? 1e-14 : 1e-6));
+  for (auto* array : {&p, &g, &b}) REQUIRE(array->intact());
+}
+
+}  // namespace
+
+TEST_CASE("kernels: Adam of all sizes, types and settings") {
+  torch::manual_seed(3);
+  for (auto set : sets())
+    for (auto& types : all_types)
+      for (std::int64_t n = 0; n <= 300; n += n < 70 ? 1 : 23)
+        check_adam(set, types, adam_settings[n % adam_settings.size()], torch::randn({n}), n % 3 == 0 ? 1.0 : 0.25);
+  for (auto set : sets())
+    for (auto& types : all_types)
+      for (auto& settings : adam_settings) check_adam(set, types, settings, torch::randn({131}), 0.5);
+}
+
+TEST_CASE("kernels: Adam with denormals, infinities and NaN") {
+  torch::manual_seed(3);
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (auto set : sets())
+    for (auto& types : all_types)
+      for (double odd : {infinity, -infinity, std::nan(""), 1e-40, 1e-44, 0.0, -0.0, 1e30, 6e4}) {
+        INFO("gradient " << odd << ", set " << int(set) << ", parameter " << types.parameter);
+        auto gradient = torch::randn({150}, at::kDouble);
+        for (int place : {0, 17, 63, 64, 100, 149}) gradient[place] = odd;
+        // 1e30 squared is infinite in float32, and the step 0: as in float64 with the same state
+        if (odd == 1e30 && types.state == at::kFloat) continue;
+        check_adam(set, types, adam_settings[1], gradient, 1.0);
+      }
+}
+
+TEST_CASE("kernels: a second moment that overflows stops the parameter, as in ATen") {
+  for (auto set : sets()) {
+    auto p = torch::ones({100}), g = torch::full({100}, 1e25f), m = torch::zeros({100}), v = torch::zeros({100});
+    const inner::AdamOperand operand{
+        numbers_of(adam_settings[0], 1.0), p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), nullptr};
+    inner::adam_kernel(at::kFloat, at::kFloat, set)(operand, 0, 100);
+    REQUIRE(v.isinf().all().item<bool>());
+    REQUIRE(p.eq(1).all().item<bool>());
+  }
+}
+
+TEST_CASE("kernels: SGD of all sizes, types and settings") {
+  torch::manual_seed(4);
+  const std::vector<inner::SgdNumbers> settings{
+      {1, 0, 0, 1, 0.1, false, false},        {0.5, 0.01, 0, 1, 0.1, false, false},  {1, 0, 0.9, 1, 0.1, false, true},
+      {1, 0.01, 0.9, 0.7, 0.1, false, false}, {0.5, 0.01, 0.9, 1, 0.1, true, false}, {0.5, 0, 0.9, 1, 0.1, true, true}};
+  for (auto set : sets())
+    for (auto& types : all_types)
+      for (std::int64_t n = 0; n <= 300; n += n < 70 ? 1 : 23)
+        for (auto& by : settings) check_sgd(set, types, by, n);
+}
+
+TEST_CASE("kernels: all 65536 numbers of 16 bits go to float32 and back unchanged, and others are rounded as by ATen") {
+  const auto bits = torch::arange(65536).sub(32768).to(at::kShort);
+  torch::manual_seed(5);
+  const auto floats =
+      torch::cat({torch::randn({3000}), torch::randn({3000}) * 1e-41, torch::randn({3000}) * 7e4,
+                  torch::randn({3000}) * 1e-7, torch::tensor({3.4028234e38f, -3.4028234e38f, 65519.9f, 65520.0f})});
+  for (auto dtype : {at::kHalf, at::kBFloat16})
+    for (auto set : sets()) {
+      const auto step = [&](at::Tensor p, const at::Tensor& g, double lr) {
+        const inner::SgdOperand operand{{1, 0, 0, 1, lr, false, false}, p.data_ptr(), g.data_ptr(), nullptr};
+        inner::sgd_kernel(dtype, g.scalar_type(), set)(operand, 0, p.numel());
+      };
+      auto all = bits.view(dtype).clone();
+      step(all, torch::zeros_like(all), 0.0);
+      const auto number = ~bits.view(dtype).isnan();
+      REQUIRE(all.view(at::kShort).eq(bits).logical_or(~number).logical_or(bits.view(dtype).eq(0)).all().item<bool>());
+      REQUIRE(all.isnan().eq(~number).all().item<bool>());
+      auto rounded = torch::zeros_like(floats, dtype);
+      step(rounded, floats, -1.0);
+      REQUIRE(rounded.eq(floats.to(dtype)).all().item<bool>());
+    }
+}
+
+TEST_CASE("kernels: the sum of squares of all sizes and types") {
+  torch::manual_seed(6);
+  for (auto set : sets())
+    for (auto dtype : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16})
+      for (std::int64_t n = 0; n <= 300; ++n) {
+        const Array numbers(torch::randn({n}), dtype);
+        const auto expected = numbers.inner().to(at::kDouble).square().sum().item<double>();
+        REQUIRE(inner::sum_of_squares_of(dtype, set)(numbers.data(), n) == Approx(expected).epsilon(1e-13));
+      }
+}
+
+TEST_CASE("sums_of_squares: each tensor's own, whatever their sizes; the same bits for any number of threads") {
+  torch::manual_seed(7);
+  std::vector<at::Tensor> tensors;
+  for (std::int64_t n : {0, 1, 10, 8191, 8192, 8193, 0, 64, 100000, 16384, 5, 0})
+    tensors.push_back(torch::randn({n}, n % 2 ? at::kFloat : at::kDouble));
+  const auto threads = at::get_num_threads();
+  at::set_num_threads(1);
+  const auto sums = inner::sums_of_squares(tensors);
+  for (std::size_t i = 0; i < tensors.size(); ++i)
+    REQUIRE(sums[i] == Approx(tensors[i].to(at::kDouble).square().sum().item<double>()).epsilon(1e-12));
+  for (int count : {2, 3}) {
+    at::set_num_threads(count);
+    REQUIRE(inner::sums_of_squares(tensors) == sums);
+  }
+  at::set_num_threads(threads);
+  REQUIRE(inner::sums_of_squares({}).empty());
+}
+
+TEST_CASE("the steps on a device: ATen's fused operations, tried on the CPU, do what the kernels do") {
+  torch::manual_seed(8);
+  const auto host = [](double factor) { return inner::Multiplier{.numerator = factor}; };
+  for (auto dtype : {at::kFloat, at::kDouble, at::kBFloat16})
+    for (auto& settings : adam_settings) {
+      std::vector<inner::AdamStep> ours, atens;
+      const auto type = at::toOpMathType(dtype);
+      for (std::int64_t n : {1, 5, 1000}) {
+        const auto p = torch::randn({n}, dtype), g = torch::randn({n}, dtype), m = torch::randn({n}, type),
+                   v = torch::rand({n}, type), x = torch::rand({n}, type);
+        const auto q = p.clone();
+        ours.push_back({settings, {p, dtype}, g, m, v, x});
+        atens.push_back({settings, {q, type}, g.to(type), m.clone(), v.clone(), x.clone()});
+      }
+      const auto gradients_before = atens[2].gradient.clone();
+      take_on_cpu(ours, 0.5);
+      take_on_device(atens, host(0.5));
+      for (std::size_t i = 0; i < ours.size(); ++i) {
+        REQUIRE(close(ours[i].parameter.dense(), atens[i].parameter.dense(), dtype == at::kBFloat16 ? 8e-3 : 1e-5));
+        REQUIRE(close(ours[i].exp_avg_sq, atens[i].exp_avg_sq, 1e-6));
+      }
+      REQUIRE(atens[2].gradient.equal(gradients_before));
+    }
+  for (bool first : {false, true})
+    for (double momentum : {0.0, 0.9}) {
+      const inner::SgdSettings settings{0.1, momentum, momentum != 0 && !first ? 0.2 : 0.0, 0.01, false, first};
+      const auto p = torch::randn({100}), q = p.clone(), g = torch::randn({100}), b = torch::randn({100}),
+                 c = b.clone();
+      take_on_cpu(std::vector<inner::SgdStep>{{settings, {p, at::kFloat}, g, b}}, 0.5);
+      take_on_device(std::vector<inner::SgdStep>{{settings, {q, at::kFloat}, g, c}}, host(0.5));
+      REQUIRE(close(p, q, 1e-6));
+      if (momentum != 0) REQUIRE(close(b, c, 1e-6));
+    }
+}
