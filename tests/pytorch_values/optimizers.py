@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes optimizers.hpp: what Python's PyTorch gives for 1001 steps of each optimizer, in float64.
+
+A network 2-3-1 with sigmoids; weights and data are sines of their index, so that the C++ test needs no file and no
+generator. Two parameter groups, the second (both biases) with options of its own.
+"""
+import pathlib
+
+import torch
+
+STEPS, EVERY = 1001, 100
+# name: class, options of all, options of the second group
+OPTIMIZERS = {
+    "SGD": ("SGD", dict(lr=0.1), dict(lr=0.2)),
+    "SGD_weight_decay": ("SGD", dict(lr=0.1, weight_decay=1e-2), dict(weight_decay=1e-3)),
+    "SGD_momentum": ("SGD", dict(lr=0.1, momentum=0.9), dict(momentum=0.5)),
+    "SGD_dampening": ("SGD", dict(lr=0.1, momentum=0.9, dampening=0.4, weight_decay=1e-3), dict(dampening=0.1)),
+    "SGD_nesterov": ("SGD", dict(lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-6), dict(lr=0.05)),
+    "Adam": ("Adam", dict(lr=0.01), dict(lr=0.02)),
+    "Adam_weight_decay": ("Adam", dict(lr=0.01, weight_decay=1e-2), dict(weight_decay=1e-3)),
+    "Adam_betas": ("Adam", dict(lr=0.01, betas=(0.8, 0.95), eps=1e-4), dict(eps=1e-2)),
+    "Adam_amsgrad": ("Adam", dict(lr=0.01, weight_decay=1e-6, amsgrad=True), dict(lr=0.02)),
+    "AdamW": ("AdamW", dict(lr=0.01), dict(lr=0.02)),
+    "AdamW_weight_decay": ("AdamW", dict(lr=0.01, weight_decay=0.5), dict(weight_decay=0.1)),
+    "AdamW_amsgrad": ("AdamW", dict(lr=0.01, weight_decay=1e-3, amsgrad=True), dict(lr=0.02)),
+}
+
+
+def waves(*shape, start):
+    count = torch.Size(shape).numel()
+    return torch.sin(torch.arange(start, start + count, dtype=torch.float64)).reshape(shape)
+
+
+def make_model():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Sigmoid(), torch.nn.Linear(3, 1), torch.nn.Sigmoid())
+    start = 0
+    with torch.no_grad():
+        for parameter in model.double().parameters():
+            parameter.copy_(waves(*parameter.shape, start=start))
+            start += parameter.numel()
+    return model
+
+
+def run(name, options, second):
+    model = make_model()
+    weights, biases = [[p for p in model.parameters() if p.dim() == dim] for dim in (2, 1)]
+    optimizer = getattr(torch.optim, name)([dict(params=weights), dict(params=biases, **second)], **options)
+    x, y = waves(20, 2, start=100), waves(20, 1, start=300).square()
+    rows = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        if step % EVERY == 0:
+            rows.append([p.detach().square().sum().item() for p in model.parameters()])
+    return rows
+
+
+def cpp(value):
+    if isinstance(value, tuple):
+        return "{" + ", ".join(map(repr, value)) + "}"
+    return repr(value).lower()
+
+
+def main():
+    lines = ["// SPDX-License-Identifier: Apache-2.0", "#pragma once", "",
+             f"// Written by optimizers.py with PyTorch {torch.__version__.split('+')[0]}. Do not edit.", "",
+             "#include <torch/optim/adam.h>", "#include <torch/optim/adamw.h>", "#include <torch/optim/sgd.h>", "",
+             "#include <map>", "#include <memory>", "#include <string>", "#include <vector>", "",
+             "namespace pytorch_values {", "", f"constexpr int optimizer_steps = {STEPS}, sampled_every = {EVERY};", "",
+             "struct Baseline {", "  std::shared_ptr<torch::optim::OptimizerOptions> weights, biases;",
+             "  std::vector<std::vector<double>> samples;  // the sum of squares of each parameter", "};", "",
+             "inline const std::map<std::string, Baseline> optimizers = {"]
+    for key, (name, options, second) in OPTIMIZERS.items():
+        def made(all_options):
+            calls = "".join(f".{option}({cpp(value)})" for option, value in all_options.items() if option != "lr")
+            kind = f"torch::optim::{name}Options"
+            return f"std::make_shared<{kind}>({kind}({all_options['lr']!r}){calls})"
+
+        rows = ",\n       ".join("{" + ", ".join(repr(v) for v in row) + "}" for row in run(name, options, second))
+        lines.append(f'    {{"{key}",\n     {{{made(options)},\n      {made({**options, **second})},\n      {{{rows}}}}}}},')
+    lines += ["};", "", "}  // namespace pytorch_values", ""]
+    pathlib.Path(__file__).with_suffix(".hpp").write_text("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
