@@ -559,7 +559,7 @@ TEST_CASE("AmpScaler: a weighted loss keeps its value; its seed is scaled") {
     loss.backward();
     CHECK(weight.grad()[0].item<float>() == 3072);
   }
-  ga::AmpScaler scaler({.init_scale = 131072});  // beyond float16: only the seed's way through float16 overflows
+  ga::AmpScaler scaler({.init_scale = 131072});  // beyond float16: an overflow, as in Python
   auto weight = torch::ones({2}).set_requires_grad(true);
   scaler.scale(ga::Loss{weight.to(at::kHalf).sum()}).backward();
   CHECK(std::isinf(weight.grad()[0].item<float>()));

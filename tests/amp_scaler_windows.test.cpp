@@ -4,6 +4,7 @@
 #include <gradaccum/amp_scaler.hpp>
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/optim/adamw.hpp>
 
 #include "support/models.hpp"
 
@@ -44,9 +45,10 @@ double tracker(const ga::AmpScaler& scaler) { return scaler.state_dict().at("_gr
 
 // All ways to train through windows of 4, the last one shorter: with or without scaler, weighted, clipped.
 enum class Clip { none, of_the_accumulator, after_unscale };
+template <class AdamW = torch::optim::AdamW>
 at::Tensor train(bool scaled, bool weighted, Clip clip, double init_scale = 1024, bool update_always = true) {
   auto model = make_model(at::kFloat);
-  torch::optim::AdamW adam(model->parameters(), torch::optim::AdamWOptions(0.01));
+  AdamW adam(model->parameters(), torch::optim::AdamWOptions(0.01));
   ga::GradAccumulator optimizer(adam, {.steps = 4});
   ga::AmpScaler scaler({.init_scale = init_scale, .growth_interval = 1, .enabled = scaled});
   const auto zero = [&] { optimizer.zero_grad(); };
@@ -97,6 +99,28 @@ TEST_CASE("AmpScaler, windows: scaled training is training, the shorter last win
   // Controls: weights and clipping were at work.
   CHECK(distance(train(true, true, Clip::none), train(true, false, Clip::none)) > 1e-4);
   CHECK(distance(train(true, true, Clip::of_the_accumulator), train(true, true, Clip::none)) > 1e-7);
+}
+
+TEST_CASE("AmpScaler, windows: an optimizer that takes the scale, the mean and the clipping in its own pass") {
+  using AdamW = ga::optim::AdamW;
+  for (bool weighted : {false, true})
+    for (auto clip : {Clip::none, Clip::of_the_accumulator, Clip::after_unscale}) {
+      INFO("weighted " << weighted << ", clip " << int(clip));
+      const auto plain = train<AdamW>(false, weighted, clip);
+      CHECK(distance(train<AdamW>(true, weighted, clip), plain) <= (clip == Clip::none ? 0 : 1e-6));
+      CHECK(distance(train<AdamW>(true, weighted, clip, 1000), plain) < 1e-5);
+      CHECK(distance(train(true, weighted, clip), plain) < 1e-4);
+    }
+  auto model = make_model(at::kFloat);
+  AdamW adam(model->parameters(), torch::optim::AdamWOptions(0.1));
+  ga::AmpScaler scaler({.init_scale = 8});
+  const auto before = flat(model);
+  scaler.scale(loss_of(model, make_batches({4}, at::kFloat)[0]) * inf).backward();
+  CHECK_FALSE(scaler.step(adam));
+  scaler.update();
+  CHECK(scaler.get_scale() == 4);
+  CHECK(flat(model).equal(before));
+  CHECK(adam.state().empty());
 }
 
 TEST_CASE("AmpScaler, windows: inside one, step counts micro-batches, and update does nothing") {
@@ -241,6 +265,22 @@ TEST_CASE("AmpScaler, windows: growth waits until no window is open") {
   }
   CHECK(two.value() == -6);
   CHECK(three.value() == -4);
+}
+
+TEST_CASE("AmpScaler, windows: what was clean while another was open counts once, when none is") {
+  One one(1), two(2);
+  ga::AmpScaler scaler({.init_scale = 8, .growth_interval = 2});
+  CHECK_FALSE(two.micro_batch(scaler, 1));
+  for (int i = 0; i < 3; ++i) {
+    CHECK(one.micro_batch(scaler, 1));
+    scaler.update();
+    CHECK(tracker(scaler) == 0);
+  }
+  two.optimizer.discard();
+  scaler.update();
+  CHECK(tracker(scaler) == 1);
+  scaler.update();
+  CHECK(tracker(scaler) == 1);
 }
 
 TEST_CASE("AmpScaler, windows: where an overflow changes the scale, windows that have the old one are discarded") {

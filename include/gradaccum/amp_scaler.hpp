@@ -58,8 +58,8 @@ struct AmpScalerOptions {
 /// Parameters are float32, float64 or bfloat16, dense or sparse, on any devices; float16 ones are refused. Misuse is an
 /// error that changes nothing.
 ///
-/// @note The scale is a host number, and `step` reads 4 bytes a window from the device: whether anything overflowed.
-/// Nothing else here synchronises.
+/// @note The scale is a host number, and one thing is read from the device, 4 bytes a window: whether it overflowed. By
+/// `step`, when it closes; by `update`, of one that was unscaled and then not stepped. Nothing else here synchronises.
 class AmpScaler {
  public:
   explicit AmpScaler(AmpScalerOptions options = {})
@@ -83,11 +83,10 @@ class AmpScaler {
     for (auto& loss : losses) loss = scale(loss);
     return losses;
   }
-  /// For `optimizer.backward`: the scale joins the seed of backward.
+  /// For `optimizer.backward`: the scale joins the seed of backward, in the dtype of the loss.
   [[nodiscard]] Loss scale(Loss loss) {
     if (!enabled_) return loss;
     loss.check();
-    if (loss.mean.element_size() == 2) loss.mean = loss.mean.to(at::kFloat);  // in which its seed does not overflow
     loss.seed.multiply(scale_.value);
     loss.seed.require_finite();
     return loss;
