@@ -11,50 +11,47 @@
 #include <cstdlib>
 #include <fstream>
 #include <functional>
+#include <gradaccum/keep_freed_memory.hpp>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
-
-#ifdef __GLIBC__
-#include <malloc.h>
-#endif
 
 /// Times programs that do the same thing, in turn, in one process: only their ratios mean anything.
 namespace harness {
 
 struct Options {
-  int repeats = 9, threads = 0;
+  int repeats = 9, threads = 2;
   bool keep_memory = false;
   std::string json;
 };
 
-/// Something to be timed. The first contestant of a contest is ours, the second the peer; others are bounds.
+/// Something to be timed. The first contestant of a contest is ours, the second the peer.
 struct Contestant {
   std::string name;
   std::function<void()> run;
+  std::vector<at::Tensor> results = {};  ///< what the first run makes: that of ours, up to rounding
+  bool bound = false;                    ///< what nobody can beat
 };
 
-inline Options parse(int argc, char** argv, const std::string& purpose) {
+inline Options parse(
+    int argc, char** argv, const std::string& purpose,
+    const std::function<void(CLI::App&)>& add_more = [](CLI::App&) {}) {
   Options options;
   CLI::App app(purpose);
-  app.add_option("--repeats", options.repeats, "how often each is timed, after one warm-up")
-      ->check(CLI::Range(7, 1000));
+  app.option_defaults()->always_capture_default();
+  app.add_option("--repeats", options.repeats, "how often each is timed, after a warm-up")->check(CLI::Range(7, 1000));
   app.add_option("--threads", options.threads, "processor threads; 0: LibTorch chooses")->check(CLI::Range(0, 1024));
-  app.add_flag("--keep-memory", options.keep_memory, "keep freed memory in the process (mallopt), for all contestants");
+  app.add_flag("--keep-memory", options.keep_memory, "keep freed memory in the process, for all contestants");
   app.add_option("--json", options.json, "append the results to this file, an object a line");
+  add_more(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     std::exit(app.exit(error));
   }
   if (options.threads > 0) torch::set_num_threads(options.threads);
-#ifdef __GLIBC__
-  if (options.keep_memory) {
-    mallopt(M_MMAP_THRESHOLD, 1 << 30);
-    mallopt(M_TRIM_THRESHOLD, 1 << 30);
-    mallopt(M_TOP_PAD, 64 << 20);
-  }
-#endif
+  if (options.keep_memory) gradaccum::keep_freed_memory();
   return options;
 }
 
@@ -71,44 +68,82 @@ inline double median(std::vector<double> values) {
 }
 
 /// What a reader has to know to judge the figures: load, threads, BLAS, and how fast this machine multiplies matrices.
-inline std::string machine() {
+inline std::string machine(const Options& options) {
   double load[1] = {0};
   if (getloadavg(load, 1) != 1) load[0] = -1;
   const auto a = torch::rand({1024, 1024}), b = torch::rand({1024, 1024});
   std::vector<double> times;
   for (int i = 0; i < 7; ++i) times.push_back(seconds([&] { torch::mm(a, b); }));
-  return fmt::format("LibTorch {}, {} threads, load {:.2f}, {}, sgemm {:.0f} GFLOP/s", TORCH_VERSION,
+  return fmt::format("LibTorch {}, {} threads, load {:.2f}, {}, sgemm {:.0f} GFLOP/s, {}", TORCH_VERSION,
                      torch::get_num_threads(), load[0], at::hasMKL() ? "MKL" : "no MKL",
-                     2 * std::pow(1024.0, 3) / median(times) / 1e9);
+                     2 * std::pow(1024.0, 3) / median(times) / 1e9,
+                     options.keep_memory ? "freed memory kept by all" : "default malloc");
+}
+
+inline void append_json(const Options& options, const std::string& object) {
+  if (!options.json.empty()) std::ofstream(options.json, std::ios::app) << object << '\n';
+}
+
+/// Who is faster because he does something else is not to be timed.
+inline void check_results(const std::vector<Contestant>& all) {
+  torch::NoGradGuard no_grad;
+  for (auto& contestant : all)
+    for (std::size_t i = 0; i < contestant.results.size(); ++i) {
+      const auto &ours = all[0].results.at(i), &theirs = contestant.results[i];
+      if ((ours - theirs).norm().item<double>() <= 1e-4 * ours.norm().item<double>()) continue;
+      throw std::runtime_error(fmt::format("{} does not compute what {} does", contestant.name, all[0].name));
+    }
+}
+
+/// How many runs make a measurement: 0.1 s of ours, so that what is small is warm, and long enough to be timed.
+inline int runs_to_time(const Contestant& ours) {
+  int runs = 0;
+  for (double elapsed = 0; elapsed < 0.1; ++runs) elapsed += seconds(ours.run);
+  return runs;
+}
+
+inline void print_row(const Contestant& contestant, const std::vector<double>& times, bool in_microseconds, double rate,
+                      const std::string& unit, double ratio) {
+  const auto [fastest, slowest] = std::minmax_element(times.begin(), times.end());
+  const double scale = in_microseconds ? 1e6 : 1e3;
+  const auto range = fmt::format("({:.3f} to {:.3f})", *fastest * scale, *slowest * scale);
+  fmt::print("  {:<48} {:>9.3f} {} {:<24} {:>7.{}f} {}/s  ", contestant.name, median(times) * scale,
+             in_microseconds ? "us" : "ms", range, rate, rate < 1000 ? 1 : 0, unit);
+  fmt::print("{}\n", contestant.bound ? fmt::format("ours reaches {:.0f} % of it", 100 * ratio)
+                                      : fmt::format("{:.2f} x ours", ratio));
 }
 
 /// Times the contestants in turn and prints their medians, and the median of the ratios pair by pair.
 /// `units`: how many of what one run does, such as samples.
 inline void contest(const std::string& title, const std::vector<Contestant>& all, double units, const std::string& unit,
                     const Options& options) {
-  std::vector<std::vector<double>> times(all.size());
   for (auto& contestant : all) contestant.run();
+  check_results(all);
+  const auto runs = runs_to_time(all[0]);
+  const auto time_of = [runs](const Contestant& contestant) {
+    return seconds([&] {
+             for (int run = 0; run < runs; ++run) contestant.run();
+           }) /
+           runs;
+  };
+  std::vector<std::vector<double>> times(all.size());
+  for (auto& contestant : all) time_of(contestant);
   for (int repeat = 0; repeat < options.repeats; ++repeat)
     for (std::size_t i = 0; i < all.size(); ++i) {
       const auto turn = repeat % 2 ? all.size() - 1 - i : i;  // nobody is always first
-      times[turn].push_back(seconds(all[turn].run));
+      times[turn].push_back(time_of(all[turn]));
     }
-  const auto where = machine();
+  const auto where = machine(options);
   fmt::print("{}\n  {}\n", title, where);
   for (std::size_t i = 0; i < all.size(); ++i) {
     std::vector<double> ratios;
     for (int repeat = 0; repeat < options.repeats; ++repeat) ratios.push_back(times[i][repeat] / times[0][repeat]);
-    const auto [fastest, slowest] = std::minmax_element(times[i].begin(), times[i].end());
     const auto middle = median(times[i]);
-    fmt::print("  {:<44} {:>10.3f} ms ({:.3f} to {:.3f})  {:>10.0f} {}/s  x {:.2f}\n", all[i].name, middle * 1e3,
-               *fastest * 1e3, *slowest * 1e3, units / middle, unit, median(ratios));
-    if (!options.json.empty())
-      std::ofstream(options.json, std::ios::app)
-          << fmt::format(R"({{"benchmark": "{}", "contestant": "{}", "median_s": {}, "min_s": {}, "max_s": {}, )"
-                         R"("{}_per_s": {}, "time_over_ours": {}, "repeats": {}, "machine": "{}"}})",
-                         title, all[i].name, middle, *fastest, *slowest, unit, units / middle, median(ratios),
-                         options.repeats, where)
-          << '\n';
+    print_row(all[i], times[i], median(times[0]) < 1e-3, units / middle, unit, median(ratios));
+    append_json(options, fmt::format(R"({{"benchmark": "{}", "contestant": "{}", "bound": {}, "median_s": {}, )"
+                                     R"("{}_per_s": {}, "time_over_ours": {}, "repeats": {}, "machine": "{}"}})",
+                                     title, all[i].name, all[i].bound, middle, unit, units / middle, median(ratios),
+                                     options.repeats, where));
   }
   std::fflush(stdout);
 }

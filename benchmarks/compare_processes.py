@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Runs ours and its peers in turn, each in a process of its own and as its users would, and compares what they print."""
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+scripts = pathlib.Path(__file__).parent / "python"
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--programs", default="build/bench/benchmarks", help="where the built programs are")
+    parser.add_argument("--data", default="build/data/unzipped", help="the data set, its four files unzipped")
+    parser.add_argument("--python", help="an interpreter with PyTorch; without it Python's programs are left out")
+    parser.add_argument("--repeats", type=int, default=3, help="how often each runs")
+    parser.add_argument("--epochs", type=int, default=3, help="of a run; its time is the median of them")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", default="", help="append the results to this file, an object a line")
+    parser.add_argument("--keep-memory", action="store_true", help="for the other programs: here each is as it would be")
+    return parser.parse_args()
+
+
+def run(command):
+    """The results that the program has appended to its --json file."""
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as results:
+        process = subprocess.run([*map(str, command), "--json", results.name], stdout=subprocess.PIPE)
+        if process.returncode != 0:
+            sys.exit(f"compare_processes.py: {command[0]} ended with status {process.returncode}")
+        return [json.loads(line) for line in results]
+
+
+def in_turn(commands, repeats):
+    """Results by contestant, in the order of the commands; the one that comes first in a round comes last in the next."""
+    contestants = {}
+    for repeat in range(repeats):
+        rounds = [run(command(repeat)) for command in commands[:: -1 if repeat % 2 else 1]]
+        for results in rounds[:: -1 if repeat % 2 else 1]:
+            for result in results:
+                contestants.setdefault(result["contestant"], []).append(result)
+    return contestants
+
+
+def report(title, unit, scale, contestants, json_path):
+    print(title)
+    first = [result["median_s"] for result in next(iter(contestants.values()))]
+    for name, results in contestants.items():
+        times = [result["median_s"] for result in results]
+        ratio = statistics.median(theirs / ours for theirs, ours in zip(times, first))
+        line = f"{statistics.median(times) * scale:>9.3f} {unit} ({min(times) * scale:.3f} to {max(times) * scale:.3f})"
+        summary = {"benchmark": title, "contestant": name, "median_s": statistics.median(times), "time_over_ours": ratio}
+        if "accuracy" in results[0]:
+            summary["accuracy"] = statistics.mean(result["accuracy"] for result in results)
+            line += f"  accuracy {summary['accuracy']:.1f} %"
+        print(f"  {name:<48} {line}  {ratio:.2f} x ours")
+        if json_path:
+            with open(json_path, "a") as file:
+                file.write(json.dumps(summary) + "\n")
+    sys.stdout.flush()
+
+
+def tiny_step(arguments, common):
+    commands = [lambda repeat: [f"{arguments.programs}/benchmark_tiny_step", *common]]
+    if arguments.python:
+        commands.append(lambda repeat: [arguments.python, scripts / "tiny_step.py", *common])
+    title = "A training step of a tiny network, AdamW, 8-8-8-10, 1 row; a process each"
+    report(title, "us", 1e6, in_turn(commands, arguments.repeats), arguments.json)
+
+
+def fashion_epoch(arguments, common):
+    def command(program, kind):
+        options = ["--data", arguments.data, "--epochs", arguments.epochs, *common]
+        return lambda repeat: [*program, kind, *options, "--seed", repeat]
+
+    cpp = [f"{arguments.programs}/fashion_epoch"]
+    commands = [command(cpp, kind) for kind in ("ours", "ours-bf16", "libtorch")]
+    if arguments.python:
+        python = [arguments.python, scripts / "fashion_epoch.py"]
+        commands += [command(python, kind) for kind in ("dataloader", "fused", "fused-bf16")]
+    title = f"One epoch of FashionMNIST, AdamW, a process each; accuracy after {arguments.epochs}, mean of the runs"
+    report(title, "s", 1, in_turn(commands, arguments.repeats), arguments.json)
+
+
+def main():
+    arguments = parse()
+    common = ["--threads", arguments.threads]
+    if arguments.python:
+        tiny_step(arguments, common)
+    fashion_epoch(arguments, common)
+
+
+main()

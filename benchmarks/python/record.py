@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scripts here share: their options, and how they hand a result on."""
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+
+
+def parse(description, *add_more):
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--threads", type=int, default=2, help="processor threads; 0: PyTorch chooses")
+    parser.add_argument("--json", default="", help="append the results to this file, an object a line")
+    for add in add_more:
+        add(parser)
+    arguments = parser.parse_args()
+    if arguments.threads > 0:
+        torch.set_num_threads(arguments.threads)
+    return arguments
+
+
+def seconds(run):
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def record(arguments, contestant, times, **more):
+    median = statistics.median(times)
+    print(f"{contestant}: {median:.6f} s", *(f"{name} {value:.1f}" for name, value in more.items()), sep=", ")
+    if arguments.json:
+        with open(arguments.json, "a") as file:
+            file.write(json.dumps({"contestant": contestant, "median_s": median, **more}) + "\n")
