@@ -17,7 +17,10 @@ namespace detail {
 inline void multiply_by_clip(Gradients& gradients, const at::Tensor& norm, double max_norm) {
   if (std::isinf(max_norm)) return;  // inf / inf would be NaN
   at::NoGradGuard no_grad;
-  gradients.factor().multiply(norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0));
+  if (!norm.device().is_cpu())
+    return gradients.factor().multiply(norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0));
+  const double factor = 1 / (norm.item<double>() + 1e-6) * max_norm;
+  gradients.factor().multiply(factor > 1 ? 1.0 : factor);  // NaN stays NaN
 }
 
 }  // namespace detail

@@ -8,12 +8,15 @@
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstdint>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -53,8 +56,9 @@ inline std::vector<std::vector<at::Tensor>> by_device_and_dtype(const std::vecto
 
 /// The L2 norms of dense CPU tensors, without the float64 copies that ATen would make.
 inline at::Tensor l2_norms_on_cpu(const std::vector<at::Tensor>& tensors) {
-  const auto sums = sums_of_squares(tensors);
-  return at::tensor(sums, at::TensorOptions(at::kDouble)).sqrt_();
+  auto norms = sums_of_squares(tensors);
+  for (auto& norm : norms) norm = std::sqrt(norm);
+  return at::tensor(norms, at::TensorOptions(at::kDouble));
 }
 
 /// The `p`-norm of each non-empty gradient, as one float64 tensor, on a device if any is on one.
@@ -71,6 +75,7 @@ inline at::Tensor norms(const std::vector<at::Tensor>& gradients, double p) {
     for (auto& norm : at::_foreach_norm(group, p, at::kDouble)) found.push_back(norm.reshape({1}));
   if (!on_cpu.empty()) found.push_back(l2_norms_on_cpu(on_cpu));
   if (found.empty()) found.push_back(at::zeros({1}, at::TensorOptions(at::kDouble)));
+  if (found.size() == 1) return found.front();
   auto device = found.front().device();  // if there is any, a device: the way there need not be waited for
   for (auto& norm : found)
     if (!norm.device().is_cpu()) device = norm.device();
@@ -78,12 +83,30 @@ inline at::Tensor norms(const std::vector<at::Tensor>& gradients, double p) {
   return at::cat(found);
 }
 
+/// What few numbers come to: on the CPU without operations, which would each take as long as a pass over a small model.
+
+inline at::Tensor l2_norm_of(const at::Tensor& norms) {
+  if (!norms.device().is_cpu()) return norms.norm();
+  const auto* const all = norms.const_data_ptr<double>();
+  double largest = 0, sum = 0;  // scaled, so that no square overflows
+  for (std::int64_t i = 0; i < norms.numel(); ++i) largest = all[i] <= largest ? largest : all[i];
+  const double scale = largest > 0 && std::isfinite(largest) ? largest : 1.0;
+  for (std::int64_t i = 0; i < norms.numel(); ++i) sum += (all[i] / scale) * (all[i] / scale);
+  return at::scalar_tensor(std::sqrt(sum) * scale, at::TensorOptions(at::kDouble));
+}
+
+inline at::Tensor not_finite(const at::Tensor& norms) {
+  if (!norms.device().is_cpu()) return norms.isfinite().all().logical_not().to(at::kFloat);
+  const auto* const all = norms.const_data_ptr<double>();
+  const bool finite = std::all_of(all, all + norms.numel(), [](double norm) { return std::isfinite(norm); });
+  return at::scalar_tensor(finite ? 0.0 : 1.0, at::TensorOptions(at::kFloat));
+}
+
 /// 0-dim float32: 1 if an element is not finite, else 0. `l2_norms` are what `norms(gradients, 2)` gave.
 inline at::Tensor found_inf(const std::vector<at::Tensor>& gradients, const at::Tensor& l2_norms) {
   bool squares_may_overflow = false;
   for (auto& gradient : gradients) squares_may_overflow |= at::toRealValueType(gradient.scalar_type()) == at::kDouble;
-  auto judged = squares_may_overflow ? norms(gradients, std::numeric_limits<double>::infinity()) : l2_norms;
-  return judged.isfinite().all().logical_not().to(at::kFloat);
+  return not_finite(squares_may_overflow ? norms(gradients, std::numeric_limits<double>::infinity()) : l2_norms);
 }
 
 /// Multiplies in place. The factor keeps float32 precision for 16-bit gradients too: ATen rounds a Scalar, and a 0-dim

@@ -9,6 +9,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
+#include <cmath>
 #include <optional>
 #include <unordered_set>
 #include <utility>
@@ -144,8 +145,11 @@ inline at::Tensor WindowGradients::norm() {
   at::NoGradGuard no_grad;
   measured();
   const auto by = multiplier();
-  norm_ = norms_.norm();
-  if (!by.is_one()) norm_ = norm_.mul(by.on(norm_.device()).abs());
+  norm_ = l2_norm_of(norms_);
+  if (by.on_host())
+    norm_.mul_(std::abs(by.host()));
+  else
+    norm_.mul_(by.on(norm_.device()).abs());
   return norm_;
 }
 
