@@ -31,42 +31,57 @@ inline Difference difference(const std::vector<at::Tensor>& left, const std::vec
   return {largest, std::sqrt(squared_difference / squared_norm)};
 }
 
-inline RunResult train_named(const std::string& name, const Options& options, const Dataset& dataset) {
-  fmt::print("Run {}\n\n", name);
-  const auto result = train(options, dataset);
-  fmt::print("\n");
-  return result;
-}
+struct NamedRun {
+  std::string name;
+  Options options;
+  RunResult result = {};
+};
 
-inline void print_row(const std::string& name, const RunResult& result) {
-  fmt::print("{:<12}{:>8.1f}%{:>10.6f}{:>9.1f}{:>16.0f}{:>18.2f}\n", name, 100 * result.test.accuracy, result.test.loss,
-             result.seconds, result.samples_per_second, static_cast<double>(result.peak_bytes) / 1e6);
-}
-
-/// Trains twice from the same seed: with batches of B, and with batches of B/4 that are accumulated over 4 steps.
-inline void compare(const Options& options, const Dataset& dataset) {
-  auto small = options;
-  small.batch_size = options.batch_size / compared_steps;
+/// With batches of B; with batches of B/4 that are accumulated over 4 steps; and with batches of B in bfloat16, unless
+/// it is about float64.
+inline std::vector<NamedRun> runs_to_compare(const Options& large) {
+  auto small = large, bfloat16 = large;
+  small.batch_size = large.batch_size / compared_steps;
   small.accumulate = AccumulationSchedule(std::to_string(compared_steps));
-  // The mean of a window's means is the mean over its samples only where its batches are equally large.
-  if (const auto samples = dataset.train.images.size(0); samples % small.batch_size != 0)
-    throw std::runtime_error(fmt::format(
-        "--compare: a quarter of --batch-size must divide the {} training images, got {}", samples, small.batch_size));
+  bfloat16.amp = "bf16";
 
-  const auto large_name = fmt::format("{} x 1", options.batch_size);
-  const auto small_name = fmt::format("{} x {}", small.batch_size, compared_steps);
-  const auto large_result = train_named(large_name, options, dataset);
-  const auto small_result = train_named(small_name, small, dataset);
+  const auto large_name = fmt::format("{} x 1", large.batch_size);
+  std::vector<NamedRun> runs{{large_name, large},
+                             {fmt::format("{} x {}", small.batch_size, compared_steps), small},
+                             {large_name + " bf16", bfloat16}};
+  if (large.dtype == "float64") runs.pop_back();
+  return runs;
+}
 
-  fmt::print("{:<12}{:>9}{:>10}{:>9}{:>16}{:>18}\n", "Run", "Accuracy", "Avg loss", "Seconds", "Samples/second",
+inline void print_table(const std::vector<NamedRun>& runs) {
+  fmt::print("{:<16}{:>9}{:>10}{:>9}{:>16}{:>18}\n", "Run", "Accuracy", "Avg loss", "Seconds", "Samples/second",
              "Peak memory (MB)");
-  print_row(large_name, large_result);
-  print_row(small_name, small_result);
-  const auto [largest, relative] = difference(large_result.parameters, small_result.parameters);
+  for (const auto& [name, options, result] : runs)
+    fmt::print("{:<16}{:>8.1f}%{:>10.6f}{:>9.1f}{:>16.0f}{:>18.2f}\n", name, 100 * result.test.accuracy,
+               result.test.loss, result.seconds, result.samples_per_second,
+               static_cast<double>(result.peak_bytes) / 1e6);
+}
+
+/// Trains several times from the same seed, and sets the results side by side.
+inline void compare(const Options& options, const Dataset& dataset) {
+  auto runs = runs_to_compare(options);
+  // The mean of a window's means is the mean over its samples only where its batches are equally large.
+  if (const auto samples = dataset.train.images.size(0), size = runs[1].options.batch_size; samples % size != 0)
+    throw std::runtime_error(
+        fmt::format("--compare: a quarter of --batch-size must divide the {} training images, got {}", samples, size));
+
+  for (auto& run : runs) {
+    fmt::print("Run {}\n\n", run.name);
+    run.result = train(run.options, dataset);
+    fmt::print("\n");
+  }
+  print_table(runs);
+  const auto [largest, relative] = difference(runs[0].result.parameters, runs[1].result.parameters);
   fmt::print(
-      "\nThe final parameters differ by at most {:.1e}, and by {:.1e} of their norm.\n"
+      "\nThe final parameters of {} and {} differ by at most {:.1e}, and by {:.1e} of their norm.\n"
       "Accumulation is exact: the runs agree up to the rounding of floats, which training amplifies.\n",
-      largest, relative);
+      runs[0].name, runs[1].name, largest, relative);
+  if (runs.size() > 2) fmt::print("bfloat16 rounds to 8 bits, so that its run goes a way of its own.\n");
 }
 
 }  // namespace fashion_mnist

@@ -3,6 +3,9 @@
 
 #include <torch/torch.h>
 
+#include <gradaccum/optim/adam.hpp>
+#include <gradaccum/optim/adamw.hpp>
+#include <gradaccum/optim/sgd.hpp>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -10,11 +13,11 @@
 
 namespace fashion_mnist {
 
-/// The optimizer of the name that --optimizer takes.
+/// The optimizer of the name that --optimizer takes: those of LibTorch, in one pass over memory.
 inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
                                                                std::vector<at::Tensor> parameters,
                                                                double learning_rate) {
-  using namespace torch::optim;
+  using namespace gradaccum::optim;
   if (name == "sgd") return std::make_unique<SGD>(parameters, SGDOptions(learning_rate));
   if (name == "momentum") return std::make_unique<SGD>(parameters, SGDOptions(learning_rate).momentum(0.9));
   if (name == "adam") return std::make_unique<Adam>(parameters, AdamOptions(learning_rate));

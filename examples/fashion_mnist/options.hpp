@@ -26,12 +26,16 @@ struct Options {
   std::string optimizer = "sgd";
   std::string device = torch::cuda::is_available() ? "cuda" : "cpu";
   std::string dtype = "float32";
+  std::string amp = "off";
   int threads = 0;  // 0: as many as LibTorch chooses
   std::uint64_t seed = 0;
   std::string data = "/usr/share/datasets/fashion-mnist";
   bool compare = false;
 
   torch::Dtype scalar_type() const { return dtype == "float64" ? torch::kFloat64 : torch::kFloat32; }
+  bool mixed_precision() const { return amp != "off"; }
+  torch::Dtype autocast_type() const { return amp == "fp16" ? torch::kHalf : torch::kBFloat16; }
+  bool scales_loss() const { return amp == "fp16"; }  // bfloat16 has the range of float32
 };
 
 namespace detail {
@@ -78,15 +82,21 @@ inline void add_options(CLI::App& app, Options& options) {
   app.add_option("--device", options.device, "cpu, cuda or cuda:N")->check(check_device);
   app.add_option("--dtype", options.dtype, "float64 shows how little of a difference is not rounding")
       ->check(CLI::IsMember({"float32", "float64"}));
+  auto* amp = app.add_option("--amp", options.amp, "mixed precision: 16 bits where they do no harm")
+                  ->check(CLI::IsMember({"off", "bf16", "fp16"}));
   app.add_option("--threads", options.threads, "processor threads; 0: LibTorch chooses")->check(whole_number(0, 1024));
   app.add_option("--seed", options.seed, "of the first parameters and of the order of images")
       ->check(whole_number(0, std::numeric_limits<std::int64_t>::max()));
   app.add_option("--data", options.data, "directory of the four IDX files, as they are or as .gz");
-  app.add_flag("--compare", options.compare, "train with --batch-size B, then with B/4 accumulated over 4 steps")
-      ->excludes(accumulate);
+  app.add_flag("--compare", options.compare,
+               "train with --batch-size B, with B/4 accumulated over 4 steps, and with B in bfloat16")
+      ->excludes(accumulate)
+      ->excludes(amp);
 }
 
 inline void check_together(const Options& options) {
+  if (options.mixed_precision() && options.dtype != "float32")
+    throw std::invalid_argument(fmt::format("--amp {}: --dtype must be float32, got {}", options.amp, options.dtype));
   if (options.compare && options.batch_size % compared_steps != 0)
     throw std::invalid_argument(
         fmt::format("--compare: --batch-size must be a multiple of {}, got {}", compared_steps, options.batch_size));

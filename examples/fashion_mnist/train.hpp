@@ -7,6 +7,8 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <gradaccum/amp_scaler.hpp>
+#include <gradaccum/autocast.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/memory_meter.hpp>
@@ -28,6 +30,10 @@ struct Evaluation {
   double loss = 0;      // mean over all images
 };
 
+struct Prediction {
+  at::Tensor logits, loss;
+};
+
 struct RunResult {
   Evaluation test;
   double seconds = 0;             // training and evaluation
@@ -36,28 +42,37 @@ struct RunResult {
   std::vector<at::Tensor> parameters;
 };
 
+/// Forward, in 16 bits where --amp asks for it. Backward stays outside: it takes the types of forward by itself.
+inline Prediction predict(torch::nn::Sequential& model, const ga::data::Batch& batch, const Options& options) {
+  ga::Autocast autocast(batch.data.device(), options.autocast_type(), options.mixed_precision());
+  const auto logits = model->forward(batch.data);
+  return {logits, torch::cross_entropy_loss(logits, batch.target)};
+}
+
 /// One pass over the training images: the loop of any LibTorch program, and a flush after it.
 inline void train_epoch(torch::nn::Sequential& model, ga::data::TensorBatches& batches, Accumulator& optimizer,
-                        ProgressLine& progress) {
+                        ga::AmpScaler& scaler, const Options& options, ProgressLine& progress) {
   model->train();
   for (const auto& batch : batches) {
-    auto loss = torch::cross_entropy_loss(model->forward(batch.data), batch.target);
-    loss.backward();
-    optimizer.step();       // moves the parameters when the window is full
+    auto loss = predict(model, batch, options).loss;
+    scaler.scale(loss).backward();
+    scaler.step(optimizer);  // moves the parameters when the window is full, unless float16 overflowed
+    scaler.update();
     optimizer.zero_grad();  // does nothing inside a window
     progress.add(loss, batch.target.size(0), optimizer.updates());
   }
   optimizer.flush();  // the last window may be shorter: it counts with its own mean
+  scaler.update();
 }
 
-inline Evaluation evaluate(torch::nn::Sequential& model, ga::data::TensorBatches& batches) {
+inline Evaluation evaluate(torch::nn::Sequential& model, ga::data::TensorBatches& batches, const Options& options) {
   torch::NoGradGuard no_grad;
   model->eval();
   RunningMean loss, accuracy;
   for (const auto& batch : batches) {
-    const auto logits = model->forward(batch.data);
+    const auto [logits, batch_loss] = predict(model, batch, options);
     const auto samples = batch.target.size(0);
-    loss.add(torch::cross_entropy_loss(logits, batch.target), samples);
+    loss.add(batch_loss, samples);
     accuracy.add(logits.argmax(1).eq(batch.target).to(torch::kFloat64).mean(), samples);
   }
   return {accuracy.value(), loss.value()};
@@ -90,6 +105,8 @@ inline RunResult train(const Options& options, const Dataset& dataset) {
   const auto wrapped = make_optimizer(options.optimizer, model->parameters(), options.learning_rate);
   Accumulator optimizer(*wrapped, {.steps = options.accumulate.steps(0)});
 
+  ga::AmpScaler scaler({.enabled = options.scales_loss()});  // if not, it leaves the loss alone and just steps
+
   const auto& [images, labels] = dataset.train;
   ga::data::TensorBatches batches(images, labels,
                                   {.batch_size = options.batch_size, .shuffle = true, .seed = options.seed});
@@ -101,8 +118,8 @@ inline RunResult train(const Options& options, const Dataset& dataset) {
   for (std::int64_t epoch = 0; epoch < options.epochs; ++epoch) {
     begin_epoch(epoch, options.accumulate, optimizer);
     progress.begin_epoch(optimizer.updates(), options.accumulate.updates(epoch, batches.size()));
-    train_epoch(model, batches, optimizer, progress);
-    result.test = evaluate(model, test_batches);
+    train_epoch(model, batches, optimizer, scaler, options, progress);
+    result.test = evaluate(model, test_batches, options);
     progress.clear();
     print_evaluation(result.test);
   }
