@@ -8,13 +8,16 @@ set -euo pipefail
 
 usage() {
   cat <<'END'
-usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 64, then 16 accumulated x 4
+usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 64, 16 accumulated x 4, 64 in bfloat16
        ./bootstrap.sh test [--preset PRESET]  build and run the tests; PRESET is dev (default), oldest or asan
-       ./bootstrap.sh bench [ARGUMENT...]     build and run the benchmarks
+       ./bootstrap.sh bench [--no-python] [ARGUMENT...]
+                                              build and run the benchmarks, some of them against Python's PyTorch;
+                                              --help lists what else they take
        ./bootstrap.sh oracle                  rewrite the expected values of the tests with Python's PyTorch
 
 On Debian and Ubuntu, what is missing is installed with apt-get, after saying what and why; elsewhere it is only named.
-LibTorch is fetched by pip into build/ (about 600 MB, once) unless CMAKE_PREFIX_PATH names one that fits.
+LibTorch is fetched by pip into build/ (about 600 MB, once) unless CMAKE_PREFIX_PATH names one that fits. Python's
+PyTorch, for `oracle` and `bench`, is several GB more.
 END
 }
 
@@ -160,6 +163,34 @@ data_directory() {
   echo build/data
 }
 
+# Prints the directory of the data set unzipped, as LibTorch's own reader wants it.
+unzipped_data_directory() {
+  local data=build/data/unzipped zipped name
+  zipped=$(data_directory) || exit
+  mkdir -p "$data"
+  for name in {train,t10k}-{images-idx3,labels-idx1}-ubyte; do
+    [[ -e $data/$name ]] && continue
+    gzip -dc < "$zipped/$name.gz" > "$data/$name.part" || fail "could not unzip $zipped/$name.gz"
+    mv "$data/$name.part" "$data/$name"
+  done
+  echo "$data"
+}
+
+# --- Python's PyTorch ------------------------------------------------------------------------------------------------
+
+python_with_torch=build/_oracle/bin/python
+
+fetch_python_torch() {
+  local requirements="torch==2.15.0 numpy==2.4.6" venv=build/_oracle
+  if [[ $(cat "$venv/gradaccum-oracle.stamp" 2> /dev/null) == "$requirements" ]]; then return; fi
+  step "Fetching Python's PyTorch with all that it depends on (several GB: this takes a while)"
+  rm -rf "$venv"
+  python3 -m venv "$venv"
+  # shellcheck disable=SC2086
+  "$python_with_torch" -m pip install --quiet --disable-pip-version-check $requirements
+  printf '%s' "$requirements" > "$venv/gradaccum-oracle.stamp"
+}
+
 # --- The commands ----------------------------------------------------------------------------------------------------
 
 demo() {
@@ -170,7 +201,7 @@ demo() {
   build demo
   # What the arguments say themselves is left to them.
   local given=" $* " options=() data
-  if [[ $given != *" --accumulate"* ]]; then options+=(--compare); fi
+  if [[ $given != *" --accumulate"* && $given != *" --amp"* ]]; then options+=(--compare); fi
   if [[ $given != *" --data"* ]]; then
     data=$(data_directory)
     options+=(--data "$data")
@@ -201,38 +232,42 @@ run_tests() {
 }
 
 bench() {
+  local arguments=() python=(--python "$python_with_torch") argument
+  for argument in "$@"; do
+    if [[ $argument == --no-python ]]; then python=(); else arguments+=("$argument"); fi
+  done
   need_to_build c++ g++ clang++
+  [[ -d build/data ]] || need dataset-fashion-mnist "" "the images that are learned, epoch by epoch"
   install_missing
   check_cmake
   build bench
-  local benchmark count=0
-  for benchmark in build/bench/benchmarks/benchmark_*; do
-    if [[ -f $benchmark && -x $benchmark ]]; then
-      step "Running ${benchmark##*/}"
-      "$benchmark" "$@"
-      count=$((count + 1))
-    fi
+  local programs=build/bench/benchmarks data name
+  if [[ " ${arguments[*]} " == *" --help "* ]]; then
+    "$programs/benchmark_adamw_step" --help
+    return
+  fi
+  if (( ${#python[@]} > 0 )); then fetch_python_torch; fi
+  data=$(unzipped_data_directory) || exit
+  for name in adamw_step amp_tail tiny_step window; do
+    step "Running benchmark_$name"
+    "$programs/benchmark_$name" "${arguments[@]}"
   done
-  if (( count == 0 )); then fail "no benchmarks were built"; fi
+  step "Running benchmark_epoch"  # ours keeps freed memory, and in one process that is for all
+  "$programs/benchmark_epoch" --data "$data" --keep-memory "${arguments[@]}"
+  step "Running compare_processes.py"
+  python3 benchmarks/compare_processes.py --programs "$programs" --data "$data" "${python[@]}" "${arguments[@]}"
+  if (( ${#python[@]} == 0 )); then step "Python's PyTorch was left out, as --no-python asks"; fi
 }
 
 oracle() {
   need_python
   install_missing
-  local requirements="torch==2.15.0 numpy==2.4.6" venv=build/_oracle
-  if [[ $(cat "$venv/gradaccum-oracle.stamp" 2> /dev/null) != "$requirements" ]]; then
-    step "Fetching Python's PyTorch with all that it depends on (several GB: this takes a while)"
-    rm -rf "$venv"
-    python3 -m venv "$venv"
-    # shellcheck disable=SC2086
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check $requirements
-    printf '%s' "$requirements" > "$venv/gradaccum-oracle.stamp"
-  fi
+  fetch_python_torch
   local script
   for script in tests/pytorch_values/*.py; do
     [[ -e $script ]] || fail "there are no scripts in tests/pytorch_values"
     step "Running $script"
-    "$venv/bin/python" "$script"
+    "$python_with_torch" "$script"
   done
 }
 
