@@ -64,13 +64,13 @@ void adam_in_float64(at::Tensor& p, at::Tensor g, at::Tensor& m, at::Tensor& v, 
 }
 
 const std::vector<inner::AdamSettings> adam_settings{{1e-2, 0.9, 0.999, 1e-8, 0, false, true, 1},
-                                                      {1e-2, 0.9, 0.99, 1e-6, 0.1, false, true, 7},
-                                                      {1e-2, 0.8, 0.99, 1e-6, 0.1, true, true, 3},
-                                                      {1e-2, 0.9, 0.999, 1e-8, 0.1, false, false, 2},
-                                                      {0.5, 0.0, 0.0, 1e-3, 0.1, true, false, 2}};
+                                                     {1e-2, 0.9, 0.99, 1e-6, 0.1, false, true, 7},
+                                                     {1e-2, 0.8, 0.99, 1e-6, 0.1, true, true, 3},
+                                                     {1e-2, 0.9, 0.999, 1e-8, 0.1, false, false, 2},
+                                                     {0.5, 0.0, 0.0, 1e-3, 0.1, true, false, 2}};
 
-void check_adam(InstructionSet set, const Types& types, const inner::AdamSettings& settings,
-                const at::Tensor& gradient, double multiplier) {
+void check_adam(InstructionSet set, const Types& types, const inner::AdamSettings& settings, const at::Tensor& gradient,
+                double multiplier) {
   const auto n = gradient.numel();
   const Array p(torch::randn({n}), types.parameter), g(gradient, types.gradient),
       m(torch::randn({n}) * 0.1, types.state), v(torch::rand({n}) + 0.01, types.state),
@@ -79,7 +79,7 @@ void check_adam(InstructionSet set, const Types& types, const inner::AdamSetting
        x64 = x.inner().to(at::kDouble);
   adam_in_float64(p64, g.inner().to(at::kDouble), m64, v64, x64, settings, multiplier);
   const inner::AdamOperand operand{numbers_of(settings, multiplier),     p.data(), g.data(), m.data(), v.data(),
-                                    settings.amsgrad ? x.data() : nullptr};
+                                   settings.amsgrad ? x.data() : nullptr};
   inner::adam_kernel(types.parameter, types.gradient, set)(operand, 0, n);
   REQUIRE(close(p.inner(), p64, types.tolerance));
   const double of_state = types.state == at::kDouble ? 1e-14 : 1e-6;
@@ -219,14 +219,14 @@ TEST_CASE("the steps on a device: ATen's fused operations, tried on the CPU, do 
         const auto p = torch::randn({n}, dtype), g = torch::randn({n}, dtype), m = torch::randn({n}, type),
                    v = torch::rand({n}, type), x = torch::rand({n}, type);
         const auto q = p.clone();
-        ours.push_back({settings, {p, dtype}, g, m, v, x});
-        atens.push_back({settings, {q, type}, g.to(type), m.clone(), v.clone(), x.clone()});
+        ours.push_back({settings, p, g, m, v, x});
+        atens.push_back({settings, q, g, m.clone(), v.clone(), x.clone()});
       }
       const auto gradients_before = atens[2].gradient.clone();
       take_on_cpu(ours, 0.5);
       take_on_device(atens, host(0.5));
       for (std::size_t i = 0; i < ours.size(); ++i) {
-        REQUIRE(close(ours[i].parameter.dense(), atens[i].parameter.dense(), dtype == at::kBFloat16 ? 8e-3 : 1e-5));
+        REQUIRE(close(ours[i].parameter, atens[i].parameter, dtype == at::kBFloat16 ? 8e-3 : 1e-5));
         REQUIRE(close(ours[i].exp_avg_sq, atens[i].exp_avg_sq, 1e-6));
       }
       REQUIRE(atens[2].gradient.equal(gradients_before));
@@ -236,8 +236,8 @@ TEST_CASE("the steps on a device: ATen's fused operations, tried on the CPU, do 
       const inner::SgdSettings settings{0.1, momentum, momentum != 0 && !first ? 0.2 : 0.0, 0.01, false, first};
       const auto p = torch::randn({100}), q = p.clone(), g = torch::randn({100}), b = torch::randn({100}),
                  c = b.clone();
-      take_on_cpu(std::vector<inner::SgdStep>{{settings, {p, at::kFloat}, g, b}}, 0.5);
-      take_on_device(std::vector<inner::SgdStep>{{settings, {q, at::kFloat}, g, c}}, host(0.5));
+      take_on_cpu(std::vector<inner::SgdStep>{{settings, p, g, b}}, 0.5);
+      take_on_device(std::vector<inner::SgdStep>{{settings, q, g, c}}, host(0.5));
       REQUIRE(close(p, q, 1e-6));
       if (momentum != 0) REQUIRE(close(b, c, 1e-6));
     }

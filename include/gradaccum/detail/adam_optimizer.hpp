@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/adam_step.hpp>
+#include <gradaccum/detail/dense.hpp>
 #include <gradaccum/detail/one_pass_optimizer.hpp>
 
 #include <ATen/core/Tensor.h>
@@ -51,17 +52,14 @@ class AdamOptimizer : public OnePassOptimizer<Base, Derived, ParamState> {
     TORCH_CHECK(!gradient.is_sparse(), Derived::name,
                 ": a gradient must be dense, got a sparse one for a parameter of ", "shape ", parameter.sizes(),
                 "; use SGD, or an embedding without sparse(true)");
-    DenseParameter dense(parameter, working_type(parameter));
-    state.exp_avg(settled(state.exp_avg(), parameter, dense.dense(), "exp_avg"));
-    state.exp_avg_sq(settled(state.exp_avg_sq(), parameter, dense.dense(), "exp_avg_sq"));
-    if (options.amsgrad())
-      state.max_exp_avg_sq(settled(state.max_exp_avg_sq(), parameter, dense.dense(), "max_exp_avg_sq"));
+    state.exp_avg(settled(state.exp_avg(), parameter, "exp_avg"));
+    state.exp_avg_sq(settled(state.exp_avg_sq(), parameter, "exp_avg_sq"));
+    if (options.amsgrad()) state.max_exp_avg_sq(settled(state.max_exp_avg_sq(), parameter, "max_exp_avg_sq"));
     const auto [beta1, beta2] = options.betas();
-    auto working = working_gradient(dense.dense(), gradient);
     return {{options.lr(), beta1, beta2, options.eps(), options.weight_decay(), options.amsgrad(), decoupled,
              state.step() + 1},
-            std::move(dense),
-            std::move(working),
+            parameter,
+            gradient,
             state.exp_avg(),
             state.exp_avg_sq(),
             state.max_exp_avg_sq()};

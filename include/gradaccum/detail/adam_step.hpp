@@ -2,7 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/dense.hpp>
-#include <gradaccum/detail/element_loop.hpp>
+#include <gradaccum/detail/kernel_loop.hpp>
 #include <gradaccum/detail/multiplier.hpp>
 #include <gradaccum/detail/on_device.hpp>
 #include <gradaccum/detail/simd/kernels.hpp>
@@ -13,7 +13,9 @@
 #include <ATen/ops/full.h>
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace gradaccum::detail {
@@ -29,8 +31,7 @@ struct AdamSettings {
 /// One parameter's step of Adam or AdamW, with all that it reads and writes.
 struct AdamStep {
   AdamSettings settings;
-  DenseParameter parameter;
-  at::Tensor gradient, exp_avg, exp_avg_sq, max_exp_avg_sq;
+  at::Tensor parameter, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq;
 };
 
 inline AdamNumbers numbers_of(const AdamSettings& by, double multiplier) {
@@ -48,48 +49,40 @@ inline AdamNumbers numbers_of(const AdamSettings& by, double multiplier) {
 
 /// All steps in one parallel loop, each element read and written once.
 inline void take_on_cpu(const std::vector<AdamStep>& steps, double multiplier) {
-  ElementLoop loop;
-  std::vector<AdamOperand> operands;
-  std::vector<AdamKernel> kernels;
-  operands.reserve(steps.size());
-  kernels.reserve(steps.size());
-  for (auto& s : steps) {
-    const auto p = as_real(s.parameter.dense()), g = as_real(s.gradient);
-    const bool again = !operands.empty() && s.settings == steps[operands.size() - 1].settings;
-    operands.push_back({again ? operands.back().numbers : numbers_of(s.settings, multiplier), p.mutable_data_ptr(),
-                        g.const_data_ptr(), s.exp_avg.mutable_data_ptr(), s.exp_avg_sq.mutable_data_ptr(),
-                        s.settings.amsgrad ? s.max_exp_avg_sq.mutable_data_ptr() : nullptr});
-    kernels.push_back(adam_kernel(p.scalar_type(), g.scalar_type()));
-    loop.add(p.numel());
+  KernelLoop<AdamOperand> loop(steps.size());
+  for (std::size_t i = 0; i < steps.size(); ++i) {
+    const auto& s = steps[i];
+    const bool again = i > 0 && s.settings == steps[i - 1].settings;
+    AdamOperand operand{.numbers = again ? loop.last().numbers : numbers_of(s.settings, multiplier),
+                        .exp_avg = s.exp_avg.mutable_data_ptr(),
+                        .exp_avg_sq = s.exp_avg_sq.mutable_data_ptr(),
+                        .max_exp_avg_sq = s.settings.amsgrad ? s.max_exp_avg_sq.mutable_data_ptr() : nullptr};
+    loop.add(operand, adam_kernel, s.parameter, s.gradient);
   }
-  loop.run([&](std::size_t i, std::int64_t from, std::int64_t count, std::int64_t) {
-    kernels[i](operands[i], from, count);
-  });
+  loop.run();
 }
 
-/// ATen's fused operation, for all steps with the same settings. It wants one dtype and the same strides for all.
+/// ATen's fused operation. It wants one dtype and the same strides for all.
 inline void take_on_device(const std::vector<AdamStep>& steps, const Multiplier& multiplier) {
-  for_each_batch(steps, [&](std::size_t from, std::size_t to) {
-    std::vector<at::Tensor> p, g, m, v, x;
-    for (auto i = from; i < to; ++i) {
-      p.push_back(as_real(steps[i].parameter.dense()));
-      g.push_back(as_real(steps[i].gradient));
-      m.push_back(as_real(steps[i].exp_avg));
-      v.push_back(as_real(steps[i].exp_avg_sq));
-      if (steps[i].settings.amsgrad) x.push_back(as_real(steps[i].max_exp_avg_sq));
+  for_each_batch(steps, [&](const AdamSettings& by, const std::vector<const AdamStep*>& batch, at::TensorList p,
+                            at::TensorList g) {
+    std::vector<at::Tensor> m, v, x;
+    for (auto* step : batch) {
+      m.push_back(as_real(step->exp_avg));
+      v.push_back(as_real(step->exp_avg_sq));
+      if (by.amsgrad) x.push_back(as_real(step->max_exp_avg_sq));
     }
-    const auto& by = steps[from].settings;
-    // The operation reads the count from the device, but does not advance it.
-    const std::vector<at::Tensor> counts(
-        p.size(), at::full({}, static_cast<double>(by.step), p.front().options().dtype(at::kFloat)));
-    const auto fused = [&](auto operation) {
-      operation(p, multiplied(g, multiplier), m, v, x, counts, by.lr, by.beta1, by.beta2, by.weight_decay, by.eps,
-                by.amsgrad, /*maximize=*/false, std::nullopt, std::nullopt);
+    // It reads the count from the device, but does not advance it.
+    const auto count = at::full({}, static_cast<double>(by.step), p.front().options().dtype(at::kFloat));
+    const std::vector<at::Tensor> counts(p.size(), count);
+    const auto step = [&](auto fused) {
+      fused(p, multiplied(g, multiplier), m, v, x, counts, by.lr, by.beta1, by.beta2, by.weight_decay, by.eps,
+            by.amsgrad, /*maximize=*/false, std::nullopt, std::nullopt);
     };
     using Fused = void(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList,
                        double, double, double, double, double, bool, bool, const std::optional<at::Tensor>&,
                        const std::optional<at::Tensor>&);
-    fused(by.decoupled ? static_cast<Fused*>(at::_fused_adamw_) : static_cast<Fused*>(at::_fused_adam_));
+    step(by.decoupled ? static_cast<Fused*>(at::_fused_adamw_) : static_cast<Fused*>(at::_fused_adam_));
   });
 }
 

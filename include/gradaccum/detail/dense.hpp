@@ -7,7 +7,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/view_as_real.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/ops/zero.h>
 #include <c10/util/Exception.h>
 
 #include <cstdint>
@@ -37,10 +37,14 @@ inline at::Tensor in_order_of(const at::Tensor& like, const at::Tensor& t, at::S
 /// The type that optimizers compute with and keep their state in: float32 for 16-bit parameters.
 inline at::ScalarType state_type(const at::Tensor& parameter) { return at::toOpMathType(parameter.scalar_type()); }
 
-/// A state tensor of `parameter` in the order of `like`; made of zeros if there is none. What was loaded is checked.
-inline at::Tensor settled(const at::Tensor& state, const at::Tensor& parameter, const at::Tensor& like,
-                          const char* name) {
-  if (!state.defined()) return at::zeros_like(like, like.options().dtype(state_type(parameter)));
+/// A state tensor of `parameter`, in the order of its elements; made of zeros if there is none. What was loaded is
+/// checked.
+inline at::Tensor settled(const at::Tensor& state, const at::Tensor& parameter, const char* name) {
+  const auto like = is_plain(parameter) ? parameter : at::empty_like(parameter, parameter.options().device(at::kMeta));
+  if (!state.defined()) {
+    const auto options = parameter.options().dtype(state_type(parameter));
+    return at::empty_strided(like.sizes(), like.strides(), options).zero_();
+  }
   TORCH_CHECK(state.layout() == at::kStrided && state.sizes() == parameter.sizes() &&
                   state.device() == parameter.device() && state.is_complex() == parameter.is_complex(),
               "optimizer state: ", name, " must have the shape and device of its parameter, ", parameter.sizes(),
@@ -52,27 +56,33 @@ inline at::Tensor settled(const at::Tensor& state, const at::Tensor& parameter, 
 /// Real numbers that share the memory.
 inline at::Tensor as_real(const at::Tensor& t) { return t.is_complex() ? at::view_as_real(t) : t; }
 
-/// A parameter, and the memory in which it is stepped: its own, or a copy that is written back at the end.
-class DenseParameter {
+/// A parameter in the memory in which it is stepped: its own, or a copy that is written back at the end; and its
+/// gradient, the elements in the same order.
+class DenseOperands {
  public:
-  DenseParameter(const at::Tensor& parameter, at::ScalarType dtype) : parameter_(parameter), dense_(parameter) {
-    if (is_plain(parameter) && parameter.scalar_type() == dtype) return;
-    at::assert_no_internal_overlap(parameter);  // expanded: one number in several places cannot be stepped
-    dense_ = at::empty_like(parameter, parameter.options().dtype(dtype)).copy_(parameter);
+  DenseOperands(const at::Tensor& parameter, const at::Tensor& gradient, at::ScalarType dtype)
+      : owner_(parameter), parameter_(parameter) {
+    if (!is_plain(parameter) || parameter.scalar_type() != dtype) {
+      at::assert_no_internal_overlap(parameter);  // expanded: one number in several places cannot be stepped
+      parameter_ = at::empty_like(parameter, parameter.options().dtype(dtype)).copy_(parameter);
+    }
+    const bool same = gradient.scalar_type() == dtype;  // else float32: sums of 16-bit gradients may be
+    gradient_ = in_order_of(parameter_, gradient, same ? dtype : state_type(parameter_));
   }
 
-  const at::Tensor& dense() const { return dense_; }
+  at::Tensor parameter() const { return as_real(parameter_); }
+  at::Tensor gradient() const { return as_real(gradient_); }
 
   /// Autograd has to know that the parameter has changed: it may be saved for a backward pass.
   void write_back() const {
-    if (!dense_.is_same(parameter_))
-      parameter_.copy_(dense_);
-    else if (!parameter_.is_inference())
-      parameter_.unsafeGetTensorImpl()->bump_version();
+    if (!parameter_.is_same(owner_))
+      owner_.copy_(parameter_);
+    else if (!owner_.is_inference())
+      owner_.unsafeGetTensorImpl()->bump_version();
   }
 
  private:
-  at::Tensor parameter_, dense_;
+  at::Tensor owner_, parameter_, gradient_;
 };
 
 }  // namespace gradaccum::detail

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <gradaccum/concepts.hpp>
-#include <gradaccum/detail/dense.hpp>
 #include <gradaccum/detail/multiplier.hpp>
 #include <gradaccum/detail/named_state.hpp>
 
@@ -11,7 +10,9 @@
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
 #include <cstddef>
+#include <iterator>
 #include <memory>
 #include <unordered_map>
 #include <unordered_set>
@@ -142,34 +143,16 @@ class OnePassOptimizer : public Base, public TakesGradients {
   DistinctParameters distinct_;
 };
 
-/// The number type of the parameter's own memory in which it is stepped.
-inline at::ScalarType working_type(const at::Tensor& parameter) {
-  if (!parameter.device().is_cpu()) return state_type(parameter);  // ATen's operations want one type for all
-  const auto number = at::toRealValueType(parameter.scalar_type());
-  const bool known = number == at::kDouble || number == at::kFloat || number == at::kHalf || number == at::kBFloat16;
-  return known && parameter.scalar_type() != at::kComplexHalf ? parameter.scalar_type() : state_type(parameter);
-}
-
-/// The gradient, its elements in the parameter's order. Those of 16-bit parameters may be float32 sums.
-inline at::Tensor working_gradient(const at::Tensor& dense, const at::Tensor& gradient) {
-  const bool same = gradient.scalar_type() == dense.scalar_type();
-  return in_order_of(dense, gradient, same ? gradient.scalar_type() : state_type(dense));
-}
-
 /// Takes the steps of parameters on the CPU, and those of all others.
 template <class Step>
 void take(std::vector<Step> steps, const Multiplier& multiplier) {
-  std::vector<Step> on_device;
-  std::erase_if(steps, [&](Step& step) {
-    const bool away = !step.gradient.device().is_cpu();
-    if (away) on_device.push_back(std::move(step));
-    return away;
-  });
+  const auto away = std::stable_partition(steps.begin(), steps.end(),
+                                          [](const Step& step) { return step.parameter.device().is_cpu(); });
+  const std::vector<Step> on_device(std::make_move_iterator(away), std::make_move_iterator(steps.end()));
+  steps.erase(away, steps.end());
   if (!steps.empty())
     take_on_cpu(steps, multiplier.on_host() ? multiplier.host() : multiplier.on(at::kCPU).template item<double>());
   if (!on_device.empty()) take_on_device(on_device, multiplier);
-  for (auto& step : steps) step.parameter.write_back();
-  for (auto& step : on_device) step.parameter.write_back();
 }
 
 }  // namespace gradaccum::detail

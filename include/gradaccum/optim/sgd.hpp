@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/dense.hpp>
 #include <gradaccum/detail/one_pass_optimizer.hpp>
 #include <gradaccum/detail/sgd_step.hpp>
 #include <gradaccum/detail/tensor_lists.hpp>
@@ -67,16 +68,14 @@ class SGD : public detail::OnePassOptimizer<torch::optim::SGD, SGD, torch::optim
   }
 
   detail::SgdStep step_of(const at::Tensor& parameter, const at::Tensor& gradient, const SGDOptions& options) const {
-    detail::DenseParameter dense(parameter, detail::working_type(parameter));
     at::Tensor buffer;
     if (const auto known = state_.find(parameter.unsafeGetTensorImpl()); known != state_.end())
       buffer = static_cast<const ParamState&>(*known->second).momentum_buffer();
     const bool first = !buffer.defined();
-    if (options.momentum() != 0) buffer = detail::settled(buffer, parameter, dense.dense(), "momentum_buffer");
-    auto working = detail::working_gradient(dense.dense(), gradient);
+    if (options.momentum() != 0) buffer = detail::settled(buffer, parameter, "momentum_buffer");
     return {{options.lr(), options.momentum(), options.dampening(), options.weight_decay(), options.nesterov(), first},
-            std::move(dense),
-            std::move(working),
+            parameter,
+            gradient,
             std::move(buffer)};
   }
 

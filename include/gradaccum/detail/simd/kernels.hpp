@@ -40,7 +40,7 @@ struct AdamNumbers {
   double multiplier;            ///< of the gradient: deferred scale, mean and clipping
   double weight_decay;          ///< added to the gradient
   double kept;                  ///< of the parameter, by decoupled weight decay
-  double fresh1, beta2, fresh2; ///< 1 - beta1; beta2; 1 - beta2
+  double fresh1, beta2, fresh2;  ///< 1 - beta1; beta2; 1 - beta2
   double step_size;             ///< lr / bias correction of the first moment
   double correction;            ///< 1 / sqrt(bias correction of the second moment)
   double eps;
@@ -49,9 +49,10 @@ struct AdamNumbers {
 /// Dense memory, all in the same order. State is float32 for 16-bit parameters, else of the parameter's type.
 struct AdamOperand {
   AdamNumbers numbers;
-  void* parameter;
-  const void* gradient;
-  void *exp_avg, *exp_avg_sq, *max_exp_avg_sq;  ///< the last is nullptr but for amsgrad
+  void* parameter = nullptr;
+  const void* gradient = nullptr;
+  void *exp_avg = nullptr, *exp_avg_sq = nullptr;
+  void* max_exp_avg_sq = nullptr;  ///< of amsgrad alone
 };
 using AdamKernel = void (*)(const AdamOperand&, std::int64_t from, std::int64_t count);
 
@@ -65,9 +66,9 @@ struct SgdNumbers {
 
 struct SgdOperand {
   SgdNumbers numbers;
-  void* parameter;
-  const void* gradient;
-  void* momentum_buffer;  ///< nullptr without momentum
+  void* parameter = nullptr;
+  const void* gradient = nullptr;
+  void* momentum_buffer = nullptr;  ///< none without momentum
 };
 using SgdKernel = void (*)(const SgdOperand&, std::int64_t from, std::int64_t count);
 
