@@ -242,3 +242,32 @@ TEST_CASE("the steps on a device: ATen's fused operations, tried on the CPU, do 
       if (momentum != 0) REQUIRE(close(b, c, 1e-6));
     }
 }
+
+TEST_CASE("the steps on a device go in batches: of one dtype, the same settings, and not too many at a time") {
+  const auto step = [](at::ScalarType dtype, std::int64_t count, std::int64_t size) {
+    inner::AdamSettings settings = adam_settings[1];
+    settings.step = count;
+    return inner::AdamStep{settings, torch::zeros({size}, dtype), torch::ones({size}, dtype), {}, {}, {}};
+  };
+  const auto batches_of = [](const std::vector<inner::AdamStep>& steps) {
+    std::vector<std::size_t> sizes;
+    inner::for_each_batch(steps, [&](const inner::AdamSettings& settings, const auto& batch, at::TensorList parameters,
+                                     at::TensorList gradients) {
+      sizes.push_back(batch.size());
+      for (std::size_t i = 0; i < batch.size(); ++i) {
+        REQUIRE(batch[i]->settings == settings);
+        REQUIRE(parameters[i].scalar_type() == parameters[0].scalar_type());
+        REQUIRE(gradients[i].scalar_type() == parameters[0].scalar_type());
+        parameters[i].fill_(5);
+      }
+    });
+    for (auto& step : steps) REQUIRE(step.parameter.eq(5).all().item<bool>());  // copies are written back
+    return sizes;
+  };
+  using Sizes = std::vector<std::size_t>;
+  CHECK(batches_of({step(at::kFloat, 1, 5), step(at::kFloat, 1, 6), step(at::kFloat, 2, 5)}) == Sizes{2, 1});
+  CHECK(batches_of({step(at::kFloat, 1, 5), step(at::kDouble, 1, 5), step(at::kBFloat16, 1, 5)}) == Sizes{1, 1, 1});
+  CHECK(batches_of({step(at::kHalf, 1, inner::most_copied), step(at::kHalf, 1, 5), step(at::kHalf, 1, 5)}) ==
+        Sizes{1, 2});
+  CHECK(batches_of({}).empty());
+}

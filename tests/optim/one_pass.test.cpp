@@ -356,8 +356,8 @@ TEST_CASE("SGD: sparse gradients") {
         ga::Gradients of_dense(Parameters{dense}), of_sparse(Parameters{sparse});
         of_dense.factor().divide(4.0);
         of_sparse.factor().divide(4.0);
-        a.ga::optim::SGD::step(of_dense);
-        b.ga::optim::SGD::step(of_sparse);
+        a.step(of_dense);
+        b.step(of_sparse);
         CHECK(sparse.grad()._values()[0][0].item<double>() == 1.0);
       }
       CHECK(torch::allclose(dense.detach(), sparse.detach(), dtype == at::kDouble ? 1e-12 : 8e-3));
@@ -521,7 +521,7 @@ TEST_CASE("load_named_state: what does not fit is an error, and nothing has chan
   CHECK(contains(attempt([](auto& s) {
                    s["exp_avg.0.weight"] = torch::zeros({2, 2});
                  }),
-                 "exp_avg.0.weight must have the shape of its parameter, [8, 4], got [2, 2]"));
+                 "exp_avg.0.weight must be dense, of the shape of its parameter, [8, 4], got [2, 2]"));
   CHECK(contains(attempt([](auto& s) { s["exp_avg.0.weight"] = at::Tensor(); }), "undefined"));
   CHECK(contains(attempt([](auto& s) { s["step.0.weight"] = torch::tensor(-1.0); }), "whole number >= 0, got -1"));
   CHECK(contains(attempt([](auto& s) { s["step.0.weight"] = torch::tensor(NAN); }), "whole number >= 0"));
@@ -556,7 +556,7 @@ TEST_CASE("one-pass optimizers: nothing to do") {
   ga::optim::AdamW adamw({p, frozen});
   adamw.step();
   CHECK(adamw.state().empty());
-  adamw.ga::optim::AdamW::step(ga::Gradients(Parameters{p}));
+  adamw.step(ga::Gradients(Parameters{p}));
   CHECK(p.eq(1).all().item<bool>());
   p.mutable_grad() = torch::zeros({3});
   ga::optim::Adam still({p});

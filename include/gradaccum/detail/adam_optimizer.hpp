@@ -29,40 +29,41 @@ class AdamOptimizer : public OnePassOptimizer<Base, Derived, ParamState> {
   template <class GradientOf>
   void move(const GradientOf& gradient_of, const Multiplier& multiplier) {
     std::vector<AdamStep> steps;
-    std::vector<ParamState*> states;
     for (auto& group : this->param_groups())
-      for (auto& parameter : group.params()) {
-        const at::Tensor& gradient = gradient_of(parameter);
-        if (!gradient.defined()) continue;
-        states.push_back(&state_of(parameter));
-        steps.push_back(step_of(parameter, gradient, *states.back(), static_cast<const Options&>(group.options())));
-      }
-    take(std::move(steps), multiplier);
-    for (auto* state : states) state->step(state->step() + 1);
+      for (auto& parameter : group.params())
+        if (const at::Tensor& gradient = gradient_of(parameter); gradient.defined())
+          steps.push_back(step_of(parameter, gradient, static_cast<const Options&>(group.options())));
+    take(steps, multiplier);
+    for (auto& step : steps) keep(step);
   }
 
-  ParamState& state_of(const at::Tensor& parameter) {
-    auto& state = this->state_[parameter.unsafeGetTensorImpl()];
-    if (!state) state = std::make_unique<ParamState>();
-    return static_cast<ParamState&>(*state);
-  }
-
-  static AdamStep step_of(const at::Tensor& parameter, const at::Tensor& gradient, ParamState& state,
-                          const Options& options) {
+  AdamStep step_of(const at::Tensor& parameter, const at::Tensor& gradient, const Options& options) const {
     TORCH_CHECK(!gradient.is_sparse(), Derived::name,
-                ": a gradient must be dense, got a sparse one for a parameter of ", "shape ", parameter.sizes(),
+                ": a gradient must be dense, got a sparse one for a parameter of shape ", parameter.sizes(),
                 "; use SGD, or an embedding without sparse(true)");
-    state.exp_avg(settled(state.exp_avg(), parameter, "exp_avg"));
-    state.exp_avg_sq(settled(state.exp_avg_sq(), parameter, "exp_avg_sq"));
-    if (options.amsgrad()) state.max_exp_avg_sq(settled(state.max_exp_avg_sq(), parameter, "max_exp_avg_sq"));
+    check_can_be_stepped(Derived::name, parameter, gradient);
+    const auto known = this->state_.find(parameter.unsafeGetTensorImpl());
+    const auto state = known == this->state_.end() ? ParamState() : static_cast<const ParamState&>(*known->second);
+    TORCH_CHECK(state.step() >= 0, Derived::name, ": the step count must be >= 0, got ", state.step());
     const auto [beta1, beta2] = options.betas();
     return {{options.lr(), beta1, beta2, options.eps(), options.weight_decay(), options.amsgrad(), decoupled,
              state.step() + 1},
             parameter,
             gradient,
-            state.exp_avg(),
-            state.exp_avg_sq(),
-            state.max_exp_avg_sq()};
+            settled(state.exp_avg(), parameter, "exp_avg"),
+            settled(state.exp_avg_sq(), parameter, "exp_avg_sq"),
+            options.amsgrad() ? settled(state.max_exp_avg_sq(), parameter, "max_exp_avg_sq") : state.max_exp_avg_sq()};
+  }
+
+  /// The state is the optimizer's once the step is taken.
+  void keep(const AdamStep& step) {
+    auto& kept = this->state_[step.parameter.unsafeGetTensorImpl()];
+    if (!kept) kept = std::make_unique<ParamState>();
+    auto& state = static_cast<ParamState&>(*kept);
+    state.exp_avg(step.exp_avg);
+    state.exp_avg_sq(step.exp_avg_sq);
+    state.max_exp_avg_sq(step.max_exp_avg_sq);
+    state.step(step.settings.step);
   }
 };
 

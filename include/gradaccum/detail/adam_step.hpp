@@ -39,6 +39,7 @@ inline AdamNumbers numbers_of(const AdamSettings& by, double multiplier) {
   return {.multiplier = multiplier,
           .weight_decay = by.decoupled ? 0 : by.weight_decay,
           .kept = by.decoupled ? 1 - by.lr * by.weight_decay : 1,
+          .beta1 = by.beta1,
           .fresh1 = 1 - by.beta1,
           .beta2 = by.beta2,
           .fresh2 = 1 - by.beta2,
@@ -50,10 +51,11 @@ inline AdamNumbers numbers_of(const AdamSettings& by, double multiplier) {
 /// All steps in one parallel loop, each element read and written once.
 inline void take_on_cpu(const std::vector<AdamStep>& steps, double multiplier) {
   KernelLoop<AdamOperand> loop(steps.size());
+  AdamNumbers numbers{};
   for (std::size_t i = 0; i < steps.size(); ++i) {
     const auto& s = steps[i];
-    const bool again = i > 0 && s.settings == steps[i - 1].settings;
-    AdamOperand operand{.numbers = again ? loop.last().numbers : numbers_of(s.settings, multiplier),
+    if (i == 0 || !(s.settings == steps[i - 1].settings)) numbers = numbers_of(s.settings, multiplier);
+    AdamOperand operand{.numbers = numbers,
                         .exp_avg = s.exp_avg.mutable_data_ptr(),
                         .exp_avg_sq = s.exp_avg_sq.mutable_data_ptr(),
                         .max_exp_avg_sq = s.settings.amsgrad ? s.max_exp_avg_sq.mutable_data_ptr() : nullptr};

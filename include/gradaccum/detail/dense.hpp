@@ -8,6 +8,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zero.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
 #include <cstdint>
@@ -53,6 +54,23 @@ inline at::Tensor settled(const at::Tensor& state, const at::Tensor& parameter, 
   return in_order_of(like, state, state_type(parameter));
 }
 
+/// What kernels, which see neither shapes nor devices, take for granted. Before the first of them writes anything.
+inline void check_can_be_stepped(const char* optimizer, const at::Tensor& parameter, const at::Tensor& gradient) {
+  TORCH_CHECK(gradient.sizes() == parameter.sizes() && gradient.device() == parameter.device(), optimizer,
+              ": a gradient must have the shape and device of its parameter, ", parameter.sizes(), " on ",
+              parameter.device(), ", got ", gradient.sizes(), " on ", gradient.device());
+  TORCH_CHECK(parameter.layout() == at::kStrided && (gradient.layout() == at::kStrided || gradient.is_sparse()),
+              optimizer, ": a parameter must be dense, and its gradient dense or sparse COO, got layouts ",
+              parameter.layout(), " and ", gradient.layout());
+  const auto number = at::toRealValueType(parameter.scalar_type());
+  TORCH_CHECK(number == at::kDouble || number == at::kFloat || number == at::kHalf || number == at::kBFloat16,
+              optimizer, ": a parameter must be floating or complex, of 16 bits or more, got ",
+              parameter.scalar_type());
+  TORCH_CHECK(!parameter._is_zerotensor() && (!parameter.is_inference() || c10::InferenceMode::is_enabled()), optimizer,
+              ": a parameter must be a tensor that can be written to, got an inference tensor or a lazy zero");
+  if (!is_plain(parameter)) at::assert_no_internal_overlap(parameter);  // expanded: one number in several places
+}
+
 /// Real numbers that share the memory.
 inline at::Tensor as_real(const at::Tensor& t) { return t.is_complex() ? at::view_as_real(t) : t; }
 
@@ -62,16 +80,17 @@ class DenseOperands {
  public:
   DenseOperands(const at::Tensor& parameter, const at::Tensor& gradient, at::ScalarType dtype)
       : owner_(parameter), parameter_(parameter) {
-    if (!is_plain(parameter) || parameter.scalar_type() != dtype) {
-      at::assert_no_internal_overlap(parameter);  // expanded: one number in several places cannot be stepped
+    if (!is_plain(parameter) || parameter.scalar_type() != dtype)
       parameter_ = at::empty_like(parameter, parameter.options().dtype(dtype)).copy_(parameter);
-    }
     const bool same = gradient.scalar_type() == dtype;  // else float32: sums of 16-bit gradients may be
     gradient_ = in_order_of(parameter_, gradient, same ? dtype : state_type(parameter_));
+    copied_ =
+        (parameter_.is_same(parameter) ? 0 : parameter.numel()) + (gradient_.is_same(gradient) ? 0 : gradient.numel());
   }
 
   at::Tensor parameter() const { return as_real(parameter_); }
   at::Tensor gradient() const { return as_real(gradient_); }
+  std::int64_t copied() const { return copied_; }  ///< elements
 
   /// Autograd has to know that the parameter has changed: it may be saved for a backward pass.
   void write_back() const {
@@ -83,6 +102,10 @@ class DenseOperands {
 
  private:
   at::Tensor owner_, parameter_, gradient_;
+  std::int64_t copied_ = 0;
 };
+
+/// Copies are made for some parameters at a time, where there are to be any: elements that they may have together.
+constexpr std::int64_t most_copied = 1 << 22;
 
 }  // namespace gradaccum::detail

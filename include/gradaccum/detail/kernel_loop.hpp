@@ -6,7 +6,6 @@
 #include <gradaccum/detail/simd/kernels.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -15,7 +14,8 @@
 
 namespace gradaccum::detail {
 
-/// One parallel loop of kernels over all parameters on the CPU. Nothing is written before `run`.
+/// One parallel loop of kernels over all parameters on the CPU; several, one after another, where many of them have to
+/// be copied first.
 template <class Operand>
 class KernelLoop {
  public:
@@ -30,37 +30,44 @@ class KernelLoop {
   /// `kernel_for(parameter's type, gradient's type, instruction set)` has the kernel.
   template <class KernelFor>
   void add(Operand operand, const KernelFor& kernel_for, const at::Tensor& parameter, const at::Tensor& gradient) {
-    dense_.emplace_back(parameter, gradient, working_type(parameter));
+    dense_.emplace_back(parameter, in_reach(gradient, parameter, operand.numbers.multiplier), working_type(parameter));
     const auto p = dense_.back().parameter(), g = dense_.back().gradient();
     operand.parameter = p.mutable_data_ptr();
     operand.gradient = g.const_data_ptr();
     operands_.push_back(std::move(operand));
     kernels_.push_back(kernel_for(p.scalar_type(), g.scalar_type(), instruction_set()));
     loop_.add(p.numel());
+    copied_ += dense_.back().copied();
+    if (copied_ > most_copied) run();
   }
-  const Operand& last() const { return operands_.back(); }
 
-  void run() const {
+  void run() {
     loop_.run([this](std::size_t i, std::int64_t from, std::int64_t count, std::int64_t) {
       kernels_[i](operands_[i], from, count);
     });
     for (auto& dense : dense_) dense.write_back();
+    loop_ = {};
+    dense_.clear();
+    operands_.clear();
+    kernels_.clear();
+    copied_ = 0;
   }
 
  private:
   static at::ScalarType working_type(const at::Tensor& parameter) {
-    const auto dtype = parameter.scalar_type();
-    if (dtype == at::kComplexHalf) return state_type(parameter);
-    const auto number = at::toRealValueType(dtype);
-    TORCH_CHECK(number == at::kDouble || number == at::kFloat || number == at::kHalf || number == at::kBFloat16,
-                "optimizer: a parameter must be of a floating or complex type of 16 bits or more, got ", dtype);
-    return dtype;
+    return parameter.scalar_type() == at::kComplexHalf ? state_type(parameter) : parameter.scalar_type();
+  }
+  /// A sum in float64 may be out of reach of float32 until it is multiplied.
+  static at::Tensor in_reach(const at::Tensor& gradient, const at::Tensor& parameter, double& multiplier) {
+    if (at::elementSize(gradient.scalar_type()) <= at::elementSize(state_type(parameter))) return gradient;
+    return gradient.mul(std::exchange(multiplier, 1.0));
   }
 
   ElementLoop loop_;
   std::vector<DenseOperands> dense_;
   std::vector<Operand> operands_;
   std::vector<Kernel> kernels_;
+  std::int64_t copied_ = 0;
 };
 
 }  // namespace gradaccum::detail

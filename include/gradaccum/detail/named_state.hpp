@@ -45,10 +45,12 @@ std::unique_ptr<ParamState> take_state(NamedTensors& tensors, const std::string&
     if (!node) continue;
     found += slot != "max_exp_avg_sq";
     const auto& given = node.mapped();
-    TORCH_CHECK(given.defined() && given.sizes() == parameter.sizes() && given.is_complex() == parameter.is_complex(),
-                "load_named_state: ", node.key(), " must have the shape of its parameter, ", parameter.sizes(),
+    TORCH_CHECK(given.defined() && given.layout() == at::kStrided && given.sizes() == parameter.sizes() &&
+                    given.is_complex() == parameter.is_complex(),
+                "load_named_state: ", node.key(), " must be dense, of the shape of its parameter, ", parameter.sizes(),
                 ", got ",
-                given.defined() ? c10::str(given.sizes(), " (", given.scalar_type(), ")") : "an undefined tensor");
+                given.defined() ? c10::str(given.sizes(), " (", given.scalar_type(), ", ", given.layout(), ")")
+                                : "an undefined tensor");
     *tensor = given.detach().to(parameter.device(), given.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
   }
   if constexpr (requires { state->step(); }) {

@@ -26,7 +26,6 @@ inline std::vector<at::Tensor> multiplied(at::TensorList gradients, const Multip
 /// dtype (float32 for 16 bits), the same settings; and not so many that their copies would need much memory.
 template <class Step, class Body>
 void for_each_batch(const std::vector<Step>& steps, const Body& body) {
-  constexpr std::int64_t most = 1 << 24;  // elements
   for (std::size_t from = 0, to = 0; from < steps.size(); from = to) {
     const auto& first = steps[from];
     const auto fits = [&](const Step& step) {
@@ -36,7 +35,7 @@ void for_each_batch(const std::vector<Step>& steps, const Body& body) {
     std::vector<const Step*> batch;
     std::vector<DenseOperands> dense;
     std::vector<at::Tensor> parameters, gradients;
-    for (std::int64_t elements = 0; to < steps.size() && fits(steps[to]) && elements < most; ++to) {
+    for (std::int64_t elements = 0; to < steps.size() && fits(steps[to]) && elements < most_copied; ++to) {
       elements += steps[to].parameter.numel();
       batch.push_back(&steps[to]);
       dense.emplace_back(steps[to].parameter, steps[to].gradient, state_type(steps[to].parameter));

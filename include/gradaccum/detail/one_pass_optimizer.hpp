@@ -28,6 +28,7 @@ class GradientsByParameter {
     const auto parameters = gradients.parameters();
     for (std::size_t i = 0; i < raw_.size(); ++i) index_.emplace(parameters[i].unsafeGetTensorImpl(), i);
   }
+  bool empty() const { return raw_.empty(); }
   const at::Tensor& operator()(const at::Tensor& parameter) const {
     static const at::Tensor none;
     const auto found = index_.find(parameter.unsafeGetTensorImpl());
@@ -90,7 +91,12 @@ class OnePassOptimizer : public Base, public TakesGradients {
   }
 
   void step(Gradients gradients) override {
-    if (!gradients.overflowed()) move(GradientsByParameter(gradients), product_of(gradients));
+    if (gradients.overflowed()) return;
+    const GradientsByParameter gradient_of(gradients);
+    bool any = gradient_of.empty();
+    for_each_parameter([&](const at::Tensor& parameter) { any = any || gradient_of(parameter).defined(); });
+    TORCH_CHECK(any, Derived::name, ": step(gradients) was given those of other parameters than the optimizer's");
+    move(gradient_of, product_of(gradients));
   }
 
   /// The state by the parameters' names, `exp_avg.0.weight`, for any file format. The tensors are the optimizer's own.
@@ -105,7 +111,7 @@ class OnePassOptimizer : public Base, public TakesGradients {
       for (auto& [slot, tensor] : tensors_of(state))
         if (tensor->defined()) all.emplace(slot + "." + name, *tensor);
       if constexpr (requires { state.step(); })
-        all.emplace("step." + name, at::scalar_tensor(static_cast<double>(state.step()), at::kFloat));
+        all.emplace("step." + name, at::scalar_tensor(static_cast<double>(state.step()), at::kDouble));
     });
     return all;
   }

@@ -25,11 +25,13 @@ using AdamWOptions = torch::optim::AdamWOptions;
 /// each tensor, each of them a pass.
 ///
 /// Parameters: float32, float64, bfloat16 and float16 (with float32 state), complex; of any strides; on several
-/// devices. Gradients: dense. A parameter that is listed twice, and state of another shape, are errors.
+/// devices. Gradients: dense. A parameter that is listed twice, and state of another shape, are errors; parameters that
+/// share a part of their memory are not noticed.
 ///
 /// @note Does not synchronise with the device. On the CPU it uses AVX-512 or AVX2 where the processor has it, on
-/// LibTorch's threads; the bits do not depend on their number. Elsewhere it is ATen's fused operation; where there is a
-/// deferred factor to apply, on copies of at most 16 million gradients at a time.
+/// LibTorch's threads; the bits do not depend on their number. Elsewhere it is ATen's fused operation.
+/// @note Needs no memory, but for copies of what is not dense, of gradients in another order than their parameter, and
+/// on a device of 16-bit parameters and of gradients with a factor: some 16 MB at a time, or one tensor.
 class AdamW : public detail::AdamOptimizer<torch::optim::AdamW, AdamW, AdamWOptions, torch::optim::AdamWParamState,
                                            /*decoupled=*/true> {
  public:

@@ -50,6 +50,7 @@ class SGD : public detail::OnePassOptimizer<torch::optim::SGD, SGD, torch::optim
       for (auto& parameter : group.params()) {
         const at::Tensor& gradient = gradient_of(parameter);
         if (!gradient.defined()) continue;
+        detail::check_can_be_stepped(name, parameter, gradient);
         if (gradient.is_sparse() && plain) {
           sparse.push_back([=, &multiplier, lr = options.lr()] { move_rows(parameter, gradient, multiplier, lr); });
           continue;

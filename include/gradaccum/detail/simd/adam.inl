@@ -8,21 +8,23 @@ struct AdamVectors {
       : multiplier(Vector::all(by.multiplier)),
         decay(Vector::all(by.weight_decay)),
         kept(Vector::all(by.kept)),
+        beta1(Vector::all(by.beta1)),
         fresh1(Vector::all(by.fresh1)),
         beta2(Vector::all(by.beta2)),
         fresh2(Vector::all(by.fresh2)),
         step_size(Vector::all(by.step_size)),
         correction(Vector::all(by.correction)),
         eps(Vector::all(by.eps)),
-        decays(by.weight_decay != 0) {}
+        decays(by.weight_decay != 0),
+        mostly_fresh(by.beta1 < 0.5) {}
 
   template <class P, class G, class S>
   void operator()(P* parameter, const G* gradient, S* exp_avg, S* exp_avg_sq, S* max_exp_avg_sq) const {
     auto p = Vector::load(parameter), g = Vector::load(gradient) * multiplier;
     auto m = Vector::load(exp_avg), v = Vector::load(exp_avg_sq);
     if (decays) g = multiply_add(p, decay, g);
-    m = multiply_add(g - m, fresh1, m);
-    v = multiply_add(g * g, fresh2, v * beta2);
+    m = mostly_fresh ? multiply_add(m - g, beta1, g) : multiply_add(g - m, fresh1, m);  // from the nearer end
+    v = multiply_add(g * fresh2, g, v * beta2);  // in this order: the square alone may overflow
     m.store(exp_avg);
     v.store(exp_avg_sq);
     if (max_exp_avg_sq) {
@@ -33,8 +35,8 @@ struct AdamVectors {
     p.store(parameter);
   }
 
-  Vector multiplier, decay, kept, fresh1, beta2, fresh2, step_size, correction, eps;
-  bool decays;
+  Vector multiplier, decay, kept, beta1, fresh1, beta2, fresh2, step_size, correction, eps;
+  bool decays, mostly_fresh;
 };
 
 template <class P, class G>

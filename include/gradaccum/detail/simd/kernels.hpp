@@ -37,12 +37,12 @@ using SumOfSquares = double (*)(const void* numbers, std::int64_t count);
 
 /// What a step of Adam multiplies by.
 struct AdamNumbers {
-  double multiplier;            ///< of the gradient: deferred scale, mean and clipping
-  double weight_decay;          ///< added to the gradient
-  double kept;                  ///< of the parameter, by decoupled weight decay
-  double fresh1, beta2, fresh2;  ///< 1 - beta1; beta2; 1 - beta2
-  double step_size;             ///< lr / bias correction of the first moment
-  double correction;            ///< 1 / sqrt(bias correction of the second moment)
+  double multiplier;    ///< of the gradient: deferred scale, mean and clipping
+  double weight_decay;  ///< added to the gradient
+  double kept;          ///< of the parameter, by decoupled weight decay
+  double beta1, fresh1, beta2, fresh2;  ///< fresh: 1 - beta, exact where beta is rounded
+  double step_size;     ///< lr / bias correction of the first moment
+  double correction;    ///< 1 / sqrt(bias correction of the second moment)
   double eps;
 };
 
