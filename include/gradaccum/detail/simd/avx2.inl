@@ -74,7 +74,3 @@ inline Doubles operator/(Doubles a, Doubles b) { return {_mm256_div_pd(a.v, b.v)
 inline Doubles multiply_add(Doubles a, Doubles b, Doubles c) { return {_mm256_fmadd_pd(a.v, b.v, c.v)}; }
 inline Doubles square_root(Doubles a) { return {_mm256_sqrt_pd(a.v)}; }
 inline Doubles larger(Doubles a, Doubles b) { return {_mm256_max_pd(a.v, b.v)}; }
-
-/// Numbers of this type are computed with in these vectors.
-template <class T>
-using VectorOf = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;

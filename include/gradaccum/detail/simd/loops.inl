@@ -3,6 +3,10 @@
 // Loops over arrays, a vector at a time. Included by kernels.hpp for each instruction set, like all kernels: written once
 // for the vectors `Floats` and `Doubles`. No lambdas: g++ compiles them for the instruction set of the program around.
 
+/// Numbers of this type are computed with in these vectors.
+template <class T>
+using VectorOf = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;
+
 /// The last elements of an array, which do not fill a vector, in memory that does; written back at the end.
 template <class T, int width>
 class Rest {

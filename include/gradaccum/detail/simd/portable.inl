@@ -49,7 +49,3 @@ struct Lanes {
 
 using Floats = Lanes<float, 4>;
 using Doubles = Lanes<double, 4>;
-
-/// Numbers of this type are computed with in these vectors.
-template <class T>
-using VectorOf = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;
