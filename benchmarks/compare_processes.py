@@ -78,7 +78,7 @@ def fashion_epoch(arguments, common):
         return lambda repeat: [*program, kind, *options, "--seed", repeat]
 
     cpp = [f"{arguments.programs}/fashion_epoch"]
-    commands = [command(cpp, kind) for kind in ("ours", "ours-bf16", "libtorch")]
+    commands = [command(cpp, kind) for kind in ("ours", "ours-bf16", "libtorch", "libtorch-test-later")]
     if arguments.python:
         python = [arguments.python, scripts / "fashion_epoch.py"]
         commands += [command(python, kind) for kind in ("dataloader", "fused", "fused-bf16")]

@@ -26,10 +26,14 @@ struct Settings {
   std::uint64_t seed = 0;
 };
 
+/// Of the pixels, which all programs bring to mean 0 and variance 1.
+constexpr double mean = 0.2860, deviation = 0.3530;
+
 struct Program {
   std::string name;
   torch::nn::Sequential model;
   std::function<void()> epoch;
+  std::function<double()> accuracy;  ///< of the test images, in per cent
 };
 
 inline torch::nn::Sequential make_model(const Settings& settings) {
@@ -37,13 +41,20 @@ inline torch::nn::Sequential make_model(const Settings& settings) {
   return fashion_mnist::make_model();
 }
 
-/// Ours, float32 or, with autocast, bfloat16.
+inline double accuracy_of(torch::nn::Sequential& model, const at::Tensor& images, const at::Tensor& labels) {
+  torch::NoGradGuard no_grad;
+  return 100 * model->forward(images).argmax(1).eq(labels).to(torch::kDouble).mean().item<double>();
+}
+
+/// Ours, float32 or, with autocast, bfloat16. What is in memory as a whole is normalized as a whole.
 template <class Optimizer, class Options>
-Program ours(const Settings& settings, const fashion_mnist::Split& train, const Options& hyper, bool bfloat16 = false) {
+Program ours(const Settings& settings, const Options& hyper, bool bfloat16 = false) {
+  auto dataset = fashion_mnist::load_dataset(settings.data);
+  for (auto* images : {&dataset.train.images, &dataset.test.images}) images->sub_(mean).div_(deviation);
   auto model = make_model(settings);
   auto optimizer = std::make_shared<Optimizer>(model->parameters(), hyper);
   auto accumulator = std::make_shared<ga::GradAccumulator<Optimizer>>(*optimizer);
-  ga::data::TensorBatches batches(train.images, train.labels,
+  ga::data::TensorBatches batches(dataset.train.images, dataset.train.labels,
                                   {.batch_size = batch_size, .shuffle = true, .seed = settings.seed});
   auto epoch = [=]() mutable {
     for (auto& batch : batches) {
@@ -57,32 +68,49 @@ Program ours(const Settings& settings, const fashion_mnist::Split& train, const 
     }
     (void)optimizer;  // the accumulator only refers to it
   };
+  auto accuracy = [=, test = dataset.test]() mutable { return accuracy_of(model, test.images, test.labels); };
   return {std::string("ga::optim::") + Optimizer::name + ", TensorBatches" + (bfloat16 ? ", bfloat16" : ""), model,
-          epoch};
+          epoch, accuracy};
 }
 
-/// LibTorch's, as its own example has it: MNIST, DataLoader, torch::optim.
+/// A part of the data set behind LibTorch's own loader, normalized image by image.
+template <class Sampler>
+auto make_loader(const Settings& settings, torch::data::datasets::MNIST::Mode mode, std::int64_t images_a_batch) {
+  auto dataset = torch::data::datasets::MNIST(settings.data, mode)
+                     .map(torch::data::transforms::Normalize<>(mean, deviation))
+                     .map(torch::data::transforms::Stack<>());
+  return std::shared_ptr(torch::data::make_data_loader<Sampler>(std::move(dataset), images_a_batch));
+}
+
+inline auto make_test_loader(const Settings& settings) {
+  return make_loader<torch::data::samplers::SequentialSampler>(settings, torch::data::datasets::MNIST::Mode::kTest,
+                                                               /*images_a_batch=*/10'000);
+}
+
+/// LibTorch's, as PyTorch's own C++ example for MNIST has it: the dataset, a DataLoader and torch::optim. There the
+/// test images are read before training. By that accident glibc learns to keep memory of a training batch's size; a
+/// program that reads them later has it taken away and given back batch by batch.
 template <class Optimizer, class Options>
-Program libtorch(const Settings& settings, const std::string& name, const Options& hyper) {
+Program libtorch(const Settings& settings, const std::string& name, const Options& hyper, bool test_later = false) {
+  using Loader = decltype(make_test_loader(settings));
+  auto train = make_loader<torch::data::samplers::RandomSampler>(settings, torch::data::datasets::MNIST::Mode::kTrain,
+                                                                 batch_size);
+  auto test = test_later ? Loader() : make_test_loader(settings);
   auto model = make_model(settings);
   auto optimizer = std::make_shared<Optimizer>(model->parameters(), hyper);
-  auto dataset = torch::data::datasets::MNIST(settings.data).map(torch::data::transforms::Stack<>());
-  std::shared_ptr loader =
-      torch::data::make_data_loader<torch::data::samplers::RandomSampler>(std::move(dataset), batch_size);
   auto epoch = [=]() mutable {
-    for (auto& batch : *loader) {
+    for (auto& batch : *train) {
       optimizer->zero_grad();
       torch::cross_entropy_loss(model->forward(batch.data), batch.target).backward();
       optimizer->step();
     }
   };
-  return {"torch::optim::" + name + ", MNIST, DataLoader", model, epoch};
-}
-
-/// Of the test images, in per cent.
-inline double accuracy(torch::nn::Sequential model, const fashion_mnist::Split& test) {
-  torch::NoGradGuard no_grad;
-  return 100 * model->forward(test.images).argmax(1).eq(test.labels).to(torch::kDouble).mean().item<double>();
+  auto accuracy = [=]() mutable {
+    if (!test) test = make_test_loader(settings);
+    auto all = test->begin();
+    return accuracy_of(model, all->data, all->target);
+  };
+  return {"torch::optim::" + name + ", MNIST, DataLoader" + (test_later ? ", test later" : ""), model, epoch, accuracy};
 }
 
 }  // namespace fashion_programs

@@ -37,12 +37,12 @@ using SumOfSquares = double (*)(const void* numbers, std::int64_t count);
 
 /// What a step of Adam multiplies by.
 struct AdamNumbers {
-  double multiplier;    ///< of the gradient: deferred scale, mean and clipping
-  double weight_decay;  ///< added to the gradient
-  double kept;          ///< of the parameter, by decoupled weight decay
+  double multiplier;                    ///< of the gradient: deferred scale, mean and clipping
+  double weight_decay;                  ///< added to the gradient
+  double kept;                          ///< of the parameter, by decoupled weight decay
   double beta1, fresh1, beta2, fresh2;  ///< fresh: 1 - beta, exact where beta is rounded
-  double step_size;     ///< lr / bias correction of the first moment
-  double correction;    ///< 1 / sqrt(bias correction of the second moment)
+  double step_size;                     ///< lr / bias correction of the first moment
+  double correction;                    ///< 1 / sqrt(bias correction of the second moment)
   double eps;
 };
 
@@ -101,7 +101,8 @@ namespace avx2 {
 }  // namespace avx2
 #ifdef __clang__
 #pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c"))), \
+                             apply_to = function)
 #else
 #pragma GCC pop_options
 #pragma GCC push_options
@@ -137,8 +138,7 @@ inline AdamKernel adam_kernel(at::ScalarType parameter, at::ScalarType gradient,
   return set == InstructionSet::avx2 ? avx2::adam_kernel(parameter, gradient)
                                      : portable::adam_kernel(parameter, gradient);
 }
-inline SgdKernel sgd_kernel(at::ScalarType parameter, at::ScalarType gradient,
-                            InstructionSet set = instruction_set()) {
+inline SgdKernel sgd_kernel(at::ScalarType parameter, at::ScalarType gradient, InstructionSet set = instruction_set()) {
   if (set == InstructionSet::avx512) return avx512::sgd_kernel(parameter, gradient);
   return set == InstructionSet::avx2 ? avx2::sgd_kernel(parameter, gradient)
                                      : portable::sgd_kernel(parameter, gradient);
