@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/concepts.hpp>
+#include <gradaccum/detail/distinct_parameters.hpp>
 #include <gradaccum/detail/multiplier.hpp>
 #include <gradaccum/detail/named_state.hpp>
 
@@ -15,7 +16,6 @@
 #include <iterator>
 #include <memory>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -38,38 +38,6 @@ class GradientsByParameter {
  private:
   std::vector<at::Tensor> raw_;
   std::unordered_map<const void*, std::size_t> index_;
-};
-
-/// Notices a parameter that is listed twice: it would be stepped twice, at the same time. Looks closely only where the
-/// list has changed.
-class DistinctParameters {
- public:
-  void check(const char* optimizer, const std::vector<torch::optim::OptimizerParamGroup>& groups) {
-    std::size_t i = 0;
-    bool same = true;
-    for (auto& group : groups)
-      for (auto& parameter : group.params()) {
-        same = same && i < known_.size() && known_[i] == parameter.unsafeGetTensorImpl();
-        ++i;
-      }
-    if (same && i == known_.size()) return;
-    look(optimizer, groups);
-  }
-
- private:
-  void look(const char* optimizer, const std::vector<torch::optim::OptimizerParamGroup>& groups) {
-    std::unordered_set<const void*> seen;
-    std::vector<const void*> all;
-    for (auto& group : groups)
-      for (auto& parameter : group.params()) {
-        all.push_back(parameter.unsafeGetTensorImpl());
-        TORCH_CHECK(seen.insert(all.back()).second, optimizer, ": a parameter of shape ", parameter.sizes(),
-                    " is listed twice; list it once, in one group");
-      }
-    known_ = std::move(all);
-  }
-
-  std::vector<const void*> known_;
 };
 
 /// LibTorch's optimizer `Base`, with a step of our own: `Derived` has `move(gradient_of, multiplier)`, which steps all
