@@ -19,9 +19,9 @@ namespace gradaccum {
 ///     }
 ///
 /// A training loop frees and allocates the same buffers for every batch. glibc by default hands large ones back to the
-/// kernel each time, which has to clear every page of them anew: for a small network up to half of the time of an epoch,
-/// and a reason why C++ programs have been slower than Python's, which keeps more. Where the C library is another,
-/// nothing changes, and the answer is false; so too for libraries that replace malloc (jemalloc), which do better by
+/// kernel each time, which has to clear every page of them anew: for a small network up to half of the time of an
+/// epoch, and a reason why C++ programs have been slower than Python's, which keeps more. Where the C library is
+/// another, nothing changes, and the answer is false; libraries that replace malloc (jemalloc) keep memory by
 /// themselves.
 ///
 /// For the whole process and for good: the process keeps its peak. So it is a call of yours, and never ours. The same
