@@ -4,9 +4,9 @@
 Two settings for each optimizer: equal micro-batches, the usual loop; and uneven ones, weighted by their rows, clipped.
 Weights and data are sines of their index, so that the C++ test needs no file and no generator.
 """
-import pathlib
-
 import torch
+
+from oracle import braced, fill_with_waves, waves, write_header
 
 STEPS, CLIP = 3, 0.2
 UNEVEN = [3, 5, 2, 6, 1, 4, 4, 7]
@@ -23,18 +23,9 @@ OPTIMIZERS = {
 }
 
 
-def waves(*shape, start):
-    count = torch.Size(shape).numel()
-    return torch.sin(torch.arange(start, start + count, dtype=torch.float64)).reshape(shape)
-
-
 def make_model():
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double()
-    start = 0
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.5 * waves(*parameter.shape, start=start))
-            start += parameter.numel()
+    fill_with_waves(model, amplitude=0.5)
     return model
 
 
@@ -61,19 +52,15 @@ def run(make, sizes, weighted):
 
 
 def main():
-    lines = ["// SPDX-License-Identifier: Apache-2.0", "#pragma once", "",
-             f"// Written by accumulation.py with PyTorch {torch.__version__.split('+')[0]}. Do not edit.", "",
-             "#include <map>", "#include <string>", "#include <vector>", "", "namespace pytorch_values {", "",
-             "// After every update: sum of squares of all parameters, the first, the last.",
-             "using Trace = std::vector<std::vector<double>>;", ""]
+    lines = ["// After every update: sum of squares of all parameters, the first, the last.",
+             "using Trace = std::vector<std::vector<double>>;"]
     for name, sizes, weighted in (("even", EVEN, False), ("uneven", UNEVEN, True)):
-        lines.append(f"inline const std::map<std::string, Trace> {name} = {{")
+        lines += ["", f"inline const std::map<std::string, Trace> {name} = {{"]
         for optimizer, make in OPTIMIZERS.items():
-            rows = ",\n      ".join("{" + ", ".join(repr(v) for v in row) + "}" for row in run(make, sizes, weighted))
+            rows = ",\n      ".join(map(braced, run(make, sizes, weighted)))
             lines.append(f'    {{"{optimizer}",\n     {{{rows}}}}},')
-        lines += ["};", ""]
-    lines += ["}  // namespace pytorch_values", ""]
-    pathlib.Path(__file__).with_suffix(".hpp").write_text("\n".join(lines))
+        lines.append("};")
+    write_header(__file__, [["map", "string", "vector"]], lines)
 
 
 if __name__ == "__main__":

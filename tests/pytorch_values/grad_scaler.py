@@ -5,10 +5,11 @@ A loop of 24 updates for each case: scale and growth tracker are float32 and int
 parameters are float64, so that they tell the order of operations, not rounding. Weights and data are sines of their
 index, so that the C++ test needs no file and no generator.
 """
-import pathlib
 import textwrap
 
 import torch
+
+from oracle import braced, waves, write_header
 
 UPDATES = 24
 POWERS = dict(init_scale=1024.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=3)
@@ -29,11 +30,6 @@ CASES = {
     "two_optimizers_odd": (ODD, 1, 0.2, 0.9, 2),
     "two_optimizers_window": (ODD, 2, 0.2, 0.9, 2),
 }
-
-
-def waves(*shape, start):
-    count = torch.Size(shape).numel()
-    return torch.sin(torch.arange(start, start + count, dtype=torch.float64)).reshape(shape)
 
 
 def make_layer(start):
@@ -73,20 +69,19 @@ def run(settings, steps, clip, momentum, count):
 
 
 def main():
-    lines = ["// SPDX-License-Identifier: Apache-2.0", "#pragma once", "",
-             f"// Written by grad_scaler.py with PyTorch {torch.__version__.split('+')[0]}. Do not edit.", "",
-             "#include <map>", "#include <string>", "#include <vector>", "", "namespace pytorch_values {", "",
-             "// After every update: scale, growth tracker, and of each layer the sum of squares, first weight, last bias.",
-             "inline const std::map<std::string, std::vector<std::vector<double>>> grad_scaler = {"]
+    lines = [
+        "// After every update: scale, growth tracker, and of each layer the sum of squares, first weight, last bias.",
+        "inline const std::map<std::string, std::vector<std::vector<double>>> grad_scaler = {",
+    ]
     for name, case in CASES.items():
-        rows = ["{" + ", ".join(repr(v) for v in row) + "}," for row in run(*case)]
+        rows = [braced(row) + "," for row in run(*case)]
         rows[0], rows[-1] = "{" + rows[0], rows[-1][:-1] + "}},"
         lines.append(f'    {{"{name}",')
         for i, row in enumerate(rows):
             indent = 6 if i else 5
             lines += textwrap.wrap(row, 120, initial_indent=" " * indent, subsequent_indent=" " * 7)
-    lines += ["};", "", "}  // namespace pytorch_values", ""]
-    pathlib.Path(__file__).with_suffix(".hpp").write_text("\n".join(lines))
+    lines.append("};")
+    write_header(__file__, [["map", "string", "vector"]], lines)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
 A network 2-3-1 with sigmoids; weights and data are sines of their index, so that the C++ test needs no file and no
 generator. Two parameter groups, the second (both biases) with options of its own.
 """
-import pathlib
-
 import torch
+
+from oracle import braced, fill_with_waves, waves, write_header
 
 STEPS, EVERY = 1001, 100
 # name: class, options of all, options of the second group
@@ -26,18 +26,9 @@ OPTIMIZERS = {
 }
 
 
-def waves(*shape, start):
-    count = torch.Size(shape).numel()
-    return torch.sin(torch.arange(start, start + count, dtype=torch.float64)).reshape(shape)
-
-
 def make_model():
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Sigmoid(), torch.nn.Linear(3, 1), torch.nn.Sigmoid())
-    start = 0
-    with torch.no_grad():
-        for parameter in model.double().parameters():
-            parameter.copy_(waves(*parameter.shape, start=start))
-            start += parameter.numel()
+    fill_with_waves(model.double())
     return model
 
 
@@ -58,16 +49,14 @@ def run(name, options, second):
 
 def cpp(value):
     if isinstance(value, tuple):
-        return "{" + ", ".join(map(repr, value)) + "}"
+        return braced(value)
     return repr(value).lower()
 
 
 def main():
-    lines = ["// SPDX-License-Identifier: Apache-2.0", "#pragma once", "",
-             f"// Written by optimizers.py with PyTorch {torch.__version__.split('+')[0]}. Do not edit.", "",
-             "#include <torch/optim/adam.h>", "#include <torch/optim/adamw.h>", "#include <torch/optim/sgd.h>", "",
-             "#include <map>", "#include <memory>", "#include <string>", "#include <vector>", "",
-             "namespace pytorch_values {", "", f"constexpr int optimizer_steps = {STEPS}, sampled_every = {EVERY};", "",
+    includes = [["torch/optim/adam.h", "torch/optim/adamw.h", "torch/optim/sgd.h"],
+                ["map", "memory", "string", "vector"]]
+    lines = [f"constexpr int optimizer_steps = {STEPS}, sampled_every = {EVERY};", "",
              "struct Baseline {", "  std::shared_ptr<torch::optim::OptimizerOptions> weights, biases;",
              "  std::vector<std::vector<double>> samples;  // the sum of squares of each parameter", "};", "",
              "inline const std::map<std::string, Baseline> optimizers = {"]
@@ -77,10 +66,10 @@ def main():
             kind = f"torch::optim::{name}Options"
             return f"std::make_shared<{kind}>({kind}({all_options['lr']!r}){calls})"
 
-        rows = ",\n       ".join("{" + ", ".join(repr(v) for v in row) + "}" for row in run(name, options, second))
+        rows = ",\n       ".join(map(braced, run(name, options, second)))
         lines.append(f'    {{"{key}",\n     {{{made(options)},\n      {made({**options, **second})},\n      {{{rows}}}}}}},')
-    lines += ["};", "", "}  // namespace pytorch_values", ""]
-    pathlib.Path(__file__).with_suffix(".hpp").write_text("\n".join(lines))
+    lines.append("};")
+    write_header(__file__, includes, lines)
 
 
 if __name__ == "__main__":
