@@ -5,6 +5,7 @@
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 
+#include "support/breaks.hpp"
 #include "support/models.hpp"
 
 #include <ATen/ops/_amp_update_scale.h>
@@ -875,15 +876,6 @@ struct Taking : ga::TakesGradients, torch::optim::SGD {
       gradients.parameters()[i].sub_(gradients.raw()[i] * gradients.multiplier(at::kCPU));
       gradients.raw()[i].fill_(inf);
     }
-  }
-};
-
-struct Breaks : torch::optim::SGD {
-  using SGD::SGD;
-  bool breaks = true;
-  at::Tensor step(LossClosure closure = nullptr) override {
-    TORCH_CHECK(!breaks, "step broke");
-    return SGD::step(closure);
   }
 };
 

@@ -6,6 +6,7 @@
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/optim/adamw.hpp>
 
+#include "support/breaks.hpp"
 #include "support/models.hpp"
 
 #include <limits>
@@ -74,15 +75,6 @@ at::Tensor train(bool scaled, bool weighted, Clip clip, double init_scale = 1024
   if (scaled) CHECK(scaler.get_scale() == double(float(init_scale)) * 8);  // it grew with every window
   return flat(model);
 }
-
-struct Breaks : torch::optim::SGD {
-  using SGD::SGD;
-  bool breaks = true;
-  at::Tensor step(LossClosure closure = nullptr) override {
-    TORCH_CHECK(!breaks, "step broke");
-    return SGD::step(closure);
-  }
-};
 
 }  // namespace
 

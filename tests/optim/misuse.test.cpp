@@ -8,20 +8,20 @@
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/optim/sgd.hpp>
 
+#include "support/leaves.hpp"
+
 #include <sstream>
 
 // What the one-pass optimizers must refuse before anything has moved, and what is odd but right.
 
 namespace ga = gradaccum;
+using testing::leaf;
+using testing::Parameters;
 using torch::optim::AdamOptions;
 using torch::optim::AdamWOptions;
 using torch::optim::SGDOptions;
 
 namespace {
-
-using Parameters = std::vector<at::Tensor>;
-
-at::Tensor leaf(const at::Tensor& values) { return values.detach().clone().set_requires_grad(true); }
 
 at::Tensor with_gradient(at::Tensor parameter, const at::Tensor& gradient) {
   parameter.mutable_grad() = gradient;

@@ -6,6 +6,7 @@
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/optim/sgd.hpp>
 
+#include "support/leaves.hpp"
 #include "support/models.hpp"
 
 #include <sstream>
@@ -21,7 +22,6 @@ using torch::optim::SGDOptions;
 
 namespace {
 
-using Parameters = std::vector<at::Tensor>;
 using Optimizer = std::unique_ptr<torch::optim::Optimizer>;
 
 /// Makes an optimizer of LibTorch's, or ours with the same options.
@@ -52,12 +52,6 @@ const std::vector<Kind> kinds{
     adamw("AdamW with decay", AdamWOptions(0.01).weight_decay(0.5)),
     adamw("AdamW, amsgrad", AdamWOptions(0.01).amsgrad(true)),
 };
-
-Parameters leaves(const Parameters& values) {
-  Parameters result;
-  for (auto& value : values) result.push_back(value.detach().clone().set_requires_grad(true));
-  return result;
-}
 
 double largest_difference(const Parameters& a, const Parameters& b) {
   double largest = 0;
@@ -589,7 +583,7 @@ TEST_CASE("one-pass optimizers: wrong options are LibTorch's errors") {
 }
 
 TEST_CASE("one-pass optimizers on a device do what they do on the CPU", "[cuda]") {
-  if (!torch::cuda::is_available()) SKIP("no CUDA device");
+  if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   for (auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf})
     for (auto& kind : kinds) {
       INFO(kind.name << ", " << dtype);

@@ -7,6 +7,7 @@
 #include <gradaccum/optim/sgd.hpp>
 
 #include "support/models.hpp"
+#include "support/waves.hpp"
 
 #include "pytorch_values/accumulation.hpp"
 
@@ -24,18 +25,9 @@ constexpr int steps = 3;
 constexpr double clip = 0.2;
 const std::vector<std::int64_t> uneven{3, 5, 2, 6, 1, 4, 4, 7}, even(8, 4);
 
-at::Tensor waves(at::IntArrayRef shape, std::int64_t start) {
-  return torch::arange(start, start + c10::multiply_integers(shape), at::kDouble).sin().reshape(shape);
-}
-
 torch::nn::Sequential make_wave_model() {
   auto model = make_model();
-  at::NoGradGuard no_grad;
-  std::int64_t start = 0;
-  for (auto& parameter : model->parameters()) {
-    parameter.copy_(0.5 * waves(parameter.sizes(), start));
-    start += parameter.numel();
-  }
+  fill_with_waves(model, 0.5);
   return model;
 }
 
@@ -46,27 +38,28 @@ Make maker(Options options) {
   return [=](std::vector<at::Tensor> parameters) { return std::make_unique<Optimizer>(parameters, options); };
 }
 
-std::map<std::string, Make> optimizers() {
+template <class SGD, class Adam, class AdamW>
+std::map<std::string, Make> optimizers_of() {
   using namespace torch::optim;
   return {{"SGD", maker<SGD>(SGDOptions(0.1))},
           {"SGD_momentum", maker<SGD>(SGDOptions(0.1).momentum(0.9).weight_decay(0.01))},
           {"SGD_nesterov", maker<SGD>(SGDOptions(0.1).momentum(0.9).nesterov(true))},
           {"Adam", maker<Adam>(AdamOptions(0.01).weight_decay(0.01))},
           {"Adam_amsgrad", maker<Adam>(AdamOptions(0.01).amsgrad(true))},
-          {"AdamW", maker<AdamW>(AdamWOptions(0.01).weight_decay(0.05))},
-          {"RMSprop", maker<RMSprop>(RMSpropOptions(0.01).momentum(0.9))},
-          {"Adagrad", maker<Adagrad>(AdagradOptions(0.05))}};
+          {"AdamW", maker<AdamW>(AdamWOptions(0.01).weight_decay(0.05))}};
+}
+
+std::map<std::string, Make> optimizers() {
+  using namespace torch::optim;
+  auto all = optimizers_of<SGD, Adam, AdamW>();
+  all.emplace("RMSprop", maker<RMSprop>(RMSpropOptions(0.01).momentum(0.9)));
+  all.emplace("Adagrad", maker<Adagrad>(AdagradOptions(0.05)));
+  return all;
 }
 
 /// Ours of the same names take the factor in their own pass.
 std::map<std::string, Make> one_pass_optimizers() {
-  using namespace ga::optim;
-  return {{"SGD", maker<SGD>(SGDOptions(0.1))},
-          {"SGD_momentum", maker<SGD>(SGDOptions(0.1).momentum(0.9).weight_decay(0.01))},
-          {"SGD_nesterov", maker<SGD>(SGDOptions(0.1).momentum(0.9).nesterov(true))},
-          {"Adam", maker<Adam>(AdamOptions(0.01).weight_decay(0.01))},
-          {"Adam_amsgrad", maker<Adam>(AdamOptions(0.01).amsgrad(true))},
-          {"AdamW", maker<AdamW>(AdamWOptions(0.01).weight_decay(0.05))}};
+  return optimizers_of<ga::optim::SGD, ga::optim::Adam, ga::optim::AdamW>();
 }
 
 pytorch_values::Trace run(const Make& make, const std::vector<std::int64_t>& sizes, bool weighted) {

@@ -4,6 +4,8 @@
 #include <gradaccum/amp_scaler.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 
+#include "support/waves.hpp"
+
 #include "pytorch_values/grad_scaler.hpp"
 
 #include <limits>
@@ -15,6 +17,7 @@
 // float32 reciprocal.
 
 namespace ga = gradaccum;
+using testing::waves;
 
 namespace {
 
@@ -47,10 +50,6 @@ const std::vector<Case> cases{{"plain", powers, 1, 0, 0.9, 1},
                               {"two_optimizers", powers, 1, 0, 0.9, 2},
                               {"two_optimizers_odd", odd, 1, 0.2, 0.9, 2},
                               {"two_optimizers_window", odd, 2, 0.2, 0.9, 2}};
-
-at::Tensor waves(at::IntArrayRef shape, std::int64_t start) {
-  return torch::arange(start, start + c10::multiply_integers(shape), at::kDouble).sin().reshape(shape);
-}
 
 struct Layer {
   at::Tensor weight, bias;

@@ -5,28 +5,22 @@
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/optim/sgd.hpp>
 
+#include "support/waves.hpp"
+
 #include "pytorch_values/optimizers.hpp"
 
 // The training of optimizers.py with the one-pass optimizers; the values are what Python's PyTorch gave.
 
 namespace ga = gradaccum;
+using testing::waves;
 
 namespace {
-
-at::Tensor waves(at::IntArrayRef shape, std::int64_t start) {
-  return torch::arange(start, start + c10::multiply_integers(shape), at::kDouble).sin().reshape(shape);
-}
 
 torch::nn::Sequential make_network() {
   torch::nn::Sequential model(torch::nn::Linear(2, 3), torch::nn::Sigmoid(), torch::nn::Linear(3, 1),
                               torch::nn::Sigmoid());
   model->to(at::kDouble);
-  at::NoGradGuard no_grad;
-  std::int64_t start = 0;
-  for (auto& parameter : model->parameters()) {
-    parameter.copy_(waves(parameter.sizes(), start));
-    start += parameter.numel();
-  }
+  testing::fill_with_waves(model);
   return model;
 }
 
