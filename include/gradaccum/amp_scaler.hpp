@@ -146,6 +146,15 @@ class AmpScaler {
   /// nothing where no window was closed. Throws where an overflow would take the scale below `min_scale`.
   void update(std::optional<double> new_scale = {});
 
+  /// For those who own a window themselves, in place of `step`: whoever applies the factor divides by the scale, and
+  /// requires what comes of it to be finite. What came of it is told to `update()` by `hear`.
+  void unscale(Factor& factor) const {
+    if (!enabled_) return;
+    factor.divide(scale_.value);
+    factor.require_finite();
+  }
+  void hear(bool overflowed) { windows_.hear(overflowed ? detail::Verdict::overflow : detail::Verdict::clean); }
+
   double get_scale() const { return enabled_ ? scale_.value : 1.0; }
   double get_growth_factor() const { return scale_.growth_factor; }
   double get_backoff_factor() const { return scale_.backoff_factor; }
@@ -171,8 +180,7 @@ class AmpScaler {
     if (!window.closed()) return;  // it has been joined
     detail::check_none_is_half(detail::parameters_of(optimizer));
     auto joined = detail::scaled_window(optimizer);
-    joined.gradients->factor().divide(scale_.value);
-    joined.gradients->factor().require_finite();
+    unscale(joined.gradients->factor());
     window = std::move(joined);
   }
 

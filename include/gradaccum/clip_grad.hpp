@@ -42,6 +42,7 @@ inline at::Tensor clip_grad_norm_(Gradients gradients, double max_norm) {
   TORCH_CHECK(max_norm > 0, "clip_grad_norm_: max_norm must be > 0, got ", max_norm);
   const auto norm = gradients.norm();
   detail::multiply_by_clip(gradients, norm, max_norm);
+  gradients.set_norm_before_clipping(norm);
   return norm;
 }
 

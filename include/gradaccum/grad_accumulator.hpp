@@ -3,9 +3,8 @@
 
 #include <gradaccum/clip_grad.hpp>
 #include <gradaccum/concepts.hpp>
-#include <gradaccum/detail/open_window.hpp>
 #include <gradaccum/detail/optimizer_facade.hpp>
-#include <gradaccum/detail/take_step.hpp>
+#include <gradaccum/detail/optimizer_window.hpp>
 #include <gradaccum/detail/type_name.hpp>
 #include <gradaccum/loss.hpp>
 
@@ -64,10 +63,7 @@ class GradAccumulator {
 
  public:
   explicit GradAccumulator(Optimizer& optimizer, GradAccumulatorOptions options = {})
-      : optimizer_(&optimizer), window_(options.steps, options.accumulate_in) {
-    if constexpr (std::derived_from<Optimizer, torch::optim::Optimizer>) detail::check_can_be_wrapped(optimizer);
-    open();
-  }
+      : window_(checked(optimizer), options.steps, options.accumulate_in) {}
   GradAccumulator(const GradAccumulator&) = delete;  // an accumulator is neither copied nor wrapped by another
   GradAccumulator& operator=(const GradAccumulator&) = delete;
 
@@ -87,7 +83,7 @@ class GradAccumulator {
 
   /// Clears the gradients if and only if `micro_steps() == 0`: it may stand first or last in a loop.
   void zero_grad(bool set_to_none = true) {
-    if (micro_steps() == 0) clear(set_to_none);
+    if (micro_steps() == 0) window_.clear(set_to_none);
   }
 
   /// Closes a shorter window, with its true mean, and clears the gradients. True if the parameters moved. Does nothing
@@ -96,14 +92,13 @@ class GradAccumulator {
     follow();
     if (!window_.complete_early()) return false;
     const bool moved = close();
-    clear();
+    window_.clear();
     return moved;
   }
 
   /// Forgets the window, and clears the gradients.
   void discard() {
-    clear();
-    open();
+    window_.discard();
     clip_norm_.reset();
     clip_value_.reset();
   }
@@ -142,12 +137,12 @@ class GradAccumulator {
   void add_param_group(const torch::optim::OptimizerParamGroup& group) { optimizer().add_param_group(group); }
   Optimizer& optimizer() {
     synchronise();
-    return *optimizer_;
+    return window_.optimizer();
   }
 
   /// `Wrapping 'SGD' optimizer with gradient accumulation of 4 steps`
   std::string description() const {
-    return "Wrapping '" + detail::type_name(*optimizer_) + "' optimizer with gradient accumulation of " +
+    return "Wrapping '" + detail::type_name(window_.optimizer()) + "' optimizer with gradient accumulation of " +
            std::to_string(window_.steps()) + (window_.steps() == 1 ? " step" : " steps");
   }
 
@@ -156,7 +151,7 @@ class GradAccumulator {
   operator torch::optim::Optimizer&()  // NOLINT(google-explicit-constructor): a drop-in
       requires std::derived_from<Optimizer, torch::optim::Optimizer> {
     if (!facade_)
-      facade_ = std::make_unique<detail::OptimizerFacade>(*optimizer_, [this] {
+      facade_ = std::make_unique<detail::OptimizerFacade>(window_.optimizer(), [this] {
         step();
         zero_grad();
       });
@@ -166,29 +161,26 @@ class GradAccumulator {
   operator const torch::optim::Optimizer&() const  // NOLINT(google-explicit-constructor): torch::save
       requires std::derived_from<Optimizer, torch::optim::Optimizer> {
     synchronise();
-    return *optimizer_;
+    return window_.optimizer();
   }
 
  private:
   void synchronise() const {
     if (facade_) facade_->synchronise();
   }
+  static Optimizer& checked(Optimizer& optimizer) {
+    if constexpr (std::derived_from<Optimizer, torch::optim::Optimizer>)
+      detail::check_can_be_wrapped(optimizer, "GradAccumulator", "set_steps(n) changes its window");
+    return optimizer;
+  }
   void follow() {
     synchronise();
-    window_.follow(detail::parameters_of(*optimizer_));
+    window_.follow();
   }
-  void open() { window_.open(detail::parameters_of(*optimizer_)); }
 
   bool close() {
-    bool moved = false;
-    window_.or_spoil([&] {
-      Gradients gradients(window_.closing());
-      clip(gradients);
-      moved = window_.has_weight() && detail::take_step(*optimizer_, gradients);
-    });
-    open();
+    const bool moved = window_.close([this](Gradients& gradients) { clip(gradients); });
     if (moved) ++updates_;
-    if (!moved) clear();
     return moved;
   }
 
@@ -199,16 +191,7 @@ class GradAccumulator {
     clip_value_.reset();
   }
 
-  void clear(bool set_to_none = true) {
-    if constexpr (requires { optimizer_->zero_grad(set_to_none); })
-      optimizer_->zero_grad(set_to_none);
-    else
-      optimizer_->zero_grad();
-    window_.cleared(detail::parameters_of(*optimizer_));
-  }
-
-  Optimizer* optimizer_;
-  detail::OpenWindow window_;
+  detail::OptimizerWindow<Optimizer> window_;
   std::int64_t updates_ = 0;
   std::optional<double> clip_norm_, clip_value_;
   at::Tensor grad_norm_;

@@ -67,6 +67,11 @@ class Gradients {
   /// Kept until a gradient changes.
   at::Tensor norm() { return window_->norm(); }
 
+  /// What `norm()` was before `clip_grad_norm_` clipped these gradients; undefined if nobody did.
+  const at::Tensor& norm_before_clipping() const { return window_->norm_before_clipping(); }
+  /// For those who clip.
+  void set_norm_before_clipping(at::Tensor norm) { window_->set_norm_before_clipping(std::move(norm)); }
+
   /// 1 if an element is inf or NaN, else 0: 0-dim float32. Finite numbers whose squares overflow are finite.
   at::Tensor found_inf() { return window_->found_inf(); }
 

@@ -32,12 +32,23 @@ namespace gradaccum {
 struct Loss {
   at::Tensor mean;
   double items = 1.0;
-  Factor seed = {};  ///< backward starts from it; a loss scale or a weight multiplies it
+  Factor seed = {};                     ///< backward starts from it; a loss scale or a weight multiplies it
+  at::Tensor output = {}, target = {};  ///< what metrics look at
 
   Loss(at::Tensor loss) : mean(std::move(loss)) {}  // NOLINT(google-explicit-constructor): a tensor is a loss
 
   template <class Count>
   Loss(at::Tensor loss, Count count) : mean(std::move(loss)), items(number(count)) {}
+
+  /// The same loss, with what it was computed from: for metrics, which have no other way to it.
+  Loss with(at::Tensor output_of_model, at::Tensor wanted) && {
+    output = std::move(output_of_model);
+    target = std::move(wanted);
+    return std::move(*this);
+  }
+  Loss with(at::Tensor output_of_model, at::Tensor wanted) const& {
+    return Loss(*this).with(std::move(output_of_model), std::move(wanted));
+  }
 
   void check() const {
     TORCH_CHECK(mean.defined() && mean.numel() == 1, "Loss: the mean must have one element, got ",

@@ -54,13 +54,17 @@ class MemoryMeter {
   /// The peak begins anew from what is held now.
   void reset_peak() { ledger_->reset_peak(); }
 
+  /// A meter can start here: no profiler of LibTorch's is at work on this thread.
+  static bool possible() { return !installed() || dynamic_cast<detail::MemoryLedger*>(installed()); }
+
  private:
+  static c10::DebugInfoBase* installed() {
+    return c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE);
+  }
   /// The meter around this one, which goes on counting.
   static std::shared_ptr<detail::MemoryLedger> surrounding() {
-    auto* const installed = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE);
-    auto* const ledger = dynamic_cast<detail::MemoryLedger*>(installed);
-    TORCH_CHECK(!installed || ledger,
-                "MemoryMeter: must not start inside LibTorch's profiler, which uses the same slot");
+    TORCH_CHECK(possible(), "MemoryMeter: must not start inside LibTorch's profiler, which uses the same slot");
+    auto* const ledger = dynamic_cast<detail::MemoryLedger*>(installed());
     return ledger ? ledger->shared_from_this() : nullptr;
   }
 

@@ -23,9 +23,8 @@ namespace gradaccum::detail {
 class OpenWindow {
  public:
   OpenWindow(std::int64_t steps, std::optional<at::ScalarType> accumulate_in)
-      : window_(steps), accumulate_in_(accumulate_in) {
-    TORCH_CHECK(!accumulate_in || at::isFloatingType(*accumulate_in),
-                "GradAccumulator: accumulate_in must be a floating dtype, got ", *accumulate_in);
+      : window_(steps) {
+    set_accumulate_in(accumulate_in);
   }
   OpenWindow(const OpenWindow&) = delete;
   OpenWindow& operator=(const OpenWindow&) = delete;
@@ -56,6 +55,11 @@ class OpenWindow {
   bool has_weight() const { return window_.total_weight() > 0; }
   std::int64_t steps() const { return window_.steps(); }
   void set_steps(std::int64_t steps) { window_.set_steps(steps); }
+  void set_accumulate_in(std::optional<at::ScalarType> dtype) {
+    TORCH_CHECK(!dtype || at::isFloatingType(*dtype), "GradAccumulator: accumulate_in must be a floating dtype, got ",
+                *dtype);
+    accumulate_in_ = dtype;
+  }
 
   /// Runs `work`; an exception in it leaves gradients incomplete, and the window must not be stepped with.
   template <class Work>

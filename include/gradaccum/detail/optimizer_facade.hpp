@@ -94,15 +94,15 @@ class OptimizerFacade final : public torch::optim::Optimizer {
   std::vector<std::optional<double>> learning_rates_;
 };
 
-/// What a reference can hide, and a type would have told the compiler.
-inline void check_can_be_wrapped(const torch::optim::Optimizer& optimizer) {
+/// What a reference can hide, and a type would have told the compiler. `part` wraps the optimizer; `instead` says what
+/// a user who wraps an accumulator may have wanted.
+inline void check_can_be_wrapped(const torch::optim::Optimizer& optimizer, const char* part, const char* instead) {
   TORCH_CHECK(type_name(optimizer.defaults()) != "LBFGSOptions",  // finds classes derived from it, too
-              "GradAccumulator: must not be LBFGS, which calls its closure several times a step and so has no "
-              "micro-batches; use SGD, Adam, AdamW, RMSprop, Adagrad or one of your own");
-  TORCH_CHECK(
-      !dynamic_cast<const OptimizerFacade*>(&optimizer),
-      "GradAccumulator: wraps an optimizer, not another accumulator behind a reference; set_steps(n) changes its "
-      "window");
+              part,
+              ": must not be LBFGS, which calls its closure several times a step and so has no micro-batches; use SGD, "
+              "Adam, AdamW, RMSprop, Adagrad or one of your own");
+  TORCH_CHECK(!dynamic_cast<const OptimizerFacade*>(&optimizer), part,
+              ": wraps an optimizer, not another accumulator behind a reference; ", instead);
 }
 
 }  // namespace gradaccum::detail

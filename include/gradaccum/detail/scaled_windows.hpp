@@ -17,11 +17,13 @@ class ScaledWindows {
   ScaledWindow& of(const Optimizer& optimizer) {
     auto& window = windows_[address_of(optimizer)];
     if (window.closed() && window.stage != ScaledWindow::Stage::stepped) {
-      heard_ = std::max(heard_, window.verdict());
+      hear(window.verdict());
       window = {};
     }
     return window;
   }
+
+  void hear(Verdict verdict) { heard_ = std::max(heard_, verdict); }
 
   /// Of all windows that have one.
   Verdict verdict() {

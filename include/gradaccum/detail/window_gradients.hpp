@@ -46,6 +46,8 @@ class WindowGradients {
   std::vector<at::Tensor> raw() const;
   Multiplier multiplier() const;
   at::Tensor norm();
+  const at::Tensor& norm_before_clipping() const { return norm_before_clipping_; }
+  void set_norm_before_clipping(at::Tensor norm) { norm_before_clipping_ = std::move(norm); }
   at::Tensor found_inf();
   bool overflowed();
   bool judged() const { return overflowed_.has_value(); }
@@ -65,6 +67,7 @@ class WindowGradients {
   Snapshot measured_;             // of the gradients of which these are:
   at::Tensor norms_, found_inf_;  // as they lie in memory
   at::Tensor norm_, verdict_;     // the last answer; what a scaler must hear, even if the user mends .grad
+  at::Tensor norm_before_clipping_;
   std::optional<bool> overflowed_;
 };
 

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <concepts>
+#include <type_traits>
+
+namespace gradaccum::detail {
+
+template <class M>
+concept plain_module = std::derived_from<std::remove_cvref_t<M>, torch::nn::Module>;
+
+/// A `ModuleHolder`, a `shared_ptr` to a module, or any other pointer to one.
+template <class M>
+concept points_to_module = !plain_module<M> && requires(M & model) {
+  { *model } -> plain_module;
+};
+
+template <class M>
+concept model = plain_module<M> || points_to_module<M>;
+
+/// The module that a user's model is, or points to.
+template <model Model>
+torch::nn::Module& module_of(Model& model) {
+  if constexpr (plain_module<Model>)
+    return model;
+  else
+    return *model;
+}
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Device.h>
+
+#include <unistd.h>
+
+#include <cstdint>
+#include <fstream>
+#include <optional>
+
+namespace gradaccum::detail {
+
+/// Bytes in use now: on a GPU by all processes, as its driver tells; on the CPU by this one, as Linux tells. None where
+/// nobody does.
+inline std::optional<std::int64_t> occupied_memory(c10::Device device) {
+  if (!device.is_cpu()) {
+    const auto [free, total] = c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index());
+    return static_cast<std::int64_t>(total - free);
+  }
+  std::int64_t virtual_pages = 0, resident_pages = 0;
+  if (!(std::ifstream("/proc/self/statm") >> virtual_pages >> resident_pages)) return std::nullopt;
+  return resident_pages * sysconf(_SC_PAGESIZE);
+}
+
+}  // namespace gradaccum::detail

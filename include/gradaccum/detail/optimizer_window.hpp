@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/concepts.hpp>
+#include <gradaccum/detail/open_window.hpp>
+#include <gradaccum/detail/take_step.hpp>
+#include <gradaccum/gradients.hpp>
+
+#include <ATen/core/ScalarType.h>
+
+#include <cstdint>
+#include <limits>
+#include <optional>
+
+namespace gradaccum::detail {
+
+/// The window of one optimizer: follows its parameters, clears their gradients, and closes with its step.
+template <class Optimizer>
+class OptimizerWindow : public OpenWindow {
+ public:
+  OptimizerWindow(Optimizer& optimizer, std::int64_t steps, std::optional<at::ScalarType> accumulate_in)
+      : OpenWindow(steps, accumulate_in), optimizer_(&optimizer) {
+    open();
+  }
+
+  /// Of as many micro-batches as its owner likes: `complete_early` makes it a complete one.
+  explicit OptimizerWindow(Optimizer& optimizer) : OptimizerWindow(optimizer, no_limit, {}) {}
+
+  Optimizer& optimizer() const { return *optimizer_; }
+
+  /// Parameters may be added to the optimizer at any time.
+  void follow() { OpenWindow::follow(parameters_of(*optimizer_)); }
+
+  /// Clears the gradients: at a window's end, or of one in which no micro-batch is complete.
+  void clear(bool set_to_none = true) {
+    if constexpr (requires { optimizer_->zero_grad(set_to_none); })
+      optimizer_->zero_grad(set_to_none);
+    else
+      optimizer_->zero_grad();
+    cleared(parameters_of(*optimizer_));
+  }
+
+  void discard() {
+    clear();
+    open();
+  }
+
+  /// Steps with the window, which is complete, and opens the next. `prepare` gets its gradients first. True if the
+  /// parameters moved; else the gradients are cleared.
+  template <class Prepare>
+  bool close(const Prepare& prepare) {
+    bool moved = false;
+    or_spoil([&] {
+      Gradients gradients(closing());
+      prepare(gradients);
+      moved = has_weight() && take_step(*optimizer_, gradients);
+    });
+    open();
+    if (!moved) clear();
+    return moved;
+  }
+
+ private:
+  static constexpr auto no_limit = std::numeric_limits<std::int64_t>::max();
+
+  void open() { OpenWindow::open(parameters_of(*optimizer_)); }
+
+  Optimizer* optimizer_;
+};
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <concepts>
+#include <cstdint>
+#include <iterator>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+
+namespace gradaccum::detail {
+
+template <class B>
+concept tells_its_size = requires(const B& batch) {
+  { batch_size(batch) } -> std::convertible_to<std::int64_t>;  // found where the batch's class is declared
+};
+template <class B>
+concept has_data = requires(const B& batch) {
+  batch.data;
+};
+template <class B>
+concept maps_names = requires(const B& batch) {
+  typename B::mapped_type;
+  batch.begin()->second;
+};
+template <class B>
+concept is_tuple = requires {
+  std::tuple_size<B>::value;
+};
+template <class B>
+concept is_sized = requires(const B& batch) {
+  { batch.size() } -> std::convertible_to<std::int64_t>;
+};
+
+/// How many samples a batch has: what `batch_size(batch)` says, if its author wrote one; the rows of a tensor, of
+/// `batch.data`, of the first of a tuple, or of a map's first entry; else its `size()`; else 1.
+template <class Batch>
+std::int64_t samples_of(const Batch& batch) {
+  if constexpr (tells_its_size<Batch>)
+    return static_cast<std::int64_t>(batch_size(batch));
+  else if constexpr (std::derived_from<Batch, at::Tensor>)
+    return batch.dim() > 0 ? batch.size(0) : 1;
+  else if constexpr (has_data<Batch> && !is_sized<Batch>)
+    return samples_of(batch.data);
+  else if constexpr (maps_names<Batch>)
+    return batch.empty() ? 0 : samples_of(batch.begin()->second);
+  else if constexpr (is_tuple<Batch> && !is_sized<Batch>)
+    return samples_of(std::get<0>(batch));
+  else if constexpr (is_sized<Batch>)
+    return static_cast<std::int64_t>(batch.size());
+  else
+    return 1;
+}
+
+/// How many batches an epoch has, where the range of them tells.
+template <class Batches>
+std::optional<std::int64_t> batches_of(const Batches& batches) {
+  if constexpr (is_sized<Batches>)
+    return static_cast<std::int64_t>(batches.size());
+  else
+    return std::nullopt;
+}
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/mode_guard.hpp>
+#include <gradaccum/detail/occupied_memory.hpp>
+#include <gradaccum/fit_options.hpp>
+#include <gradaccum/fit_report.hpp>
+#include <gradaccum/memory_meter.hpp>
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/Device.h>
+#include <torch/nn/module.h>
+
+#include <optional>
+
+namespace gradaccum::detail {
+
+/// What is around a `fit`: training mode, gradients, and the memory that its report tells.
+class FitScope {
+ public:
+  FitScope(torch::nn::Module& model, c10::Device device, const FitOptions& options)
+      : mode_(model, true), device_(device) {
+    if (options.measure_memory && MemoryMeter::possible()) meter_.emplace();
+  }
+
+  FitReport report(const FitStatus& status) const {
+    auto report = report_of(status);
+    if (const auto bytes = occupied_memory(device_)) report.occupied_bytes[device_.str()] = *bytes;
+    if (!meter_) return report;
+    for (const auto device : {c10::Device(c10::kCPU), device_})
+      if (const auto peak = meter_->peak_bytes(device); peak > 0) report.peak_bytes[device.str()] = peak;
+    return report;
+  }
+
+ private:
+  ModeGuard mode_;
+  at::AutoGradMode grad_mode_{true};
+  c10::Device device_;
+  std::optional<MemoryMeter> meter_;
+};
+
+}  // namespace gradaccum::detail

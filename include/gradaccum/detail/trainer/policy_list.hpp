@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/policies/progress.hpp>
+#include <gradaccum/policy.hpp>
+
+#include <concepts>
+#include <cstddef>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+namespace gradaccum::detail {
+
+/// The policies as given; and where none of them is a `Progress`, one that shows itself on terminals only.
+template <class... Policies>
+auto with_progress(Policies... policies) {
+  std::tuple<policy_t<Policies>...> given(as_policy(std::move(policies))...);
+  if constexpr ((std::same_as<Policies, Progress> || ...))
+    return given;
+  else
+    return std::tuple_cat(std::move(given), std::tuple<Progress>(Progress{.line = {.only_on_terminal = true}}));
+}
+
+/// The policies of a Trainer, whose hooks are called in their order.
+template <class... Policies>
+class PolicyList {
+ public:
+  explicit PolicyList(Policies... policies) : policies_(with_progress(std::move(policies)...)) {}
+
+  template <class Hook, class... Arguments>
+  void all(Arguments&... arguments) {
+    std::apply([&](auto&... policy) { (call<Hook>(policy, arguments...), ...); }, policies_);
+  }
+
+  /// None that has a say is against it.
+  bool ready() {
+    return std::apply([](auto&... policy) { return (is_ready(policy) && ...); }, policies_);
+  }
+
+  /// Runs `work` inside the scopes of all.
+  template <std::size_t next = 0, class Work>
+  decltype(auto) in_scopes(const Work& work) {
+    if constexpr (next == std::tuple_size_v<Tuple>) {
+      return work();
+    } else if constexpr (hook::forward_scope<std::tuple_element_t<next, Tuple>>) {
+      [[maybe_unused]] auto scope = hooks::forward_scope::call(std::get<next>(policies_));
+      return in_scopes<next + 1>(work);
+    } else {
+      return in_scopes<next + 1>(work);
+    }
+  }
+
+  template <class Policy>
+  Policy& get() {
+    return std::get<Policy>(policies_);
+  }
+
+  /// Each under its name.
+  void state(Archive& archive) {
+    std::apply([&](auto&... policy) { (state_of(policy, archive), ...); }, policies_);
+  }
+
+ private:
+  using Tuple = decltype(with_progress(std::declval<Policies>()...));
+
+  template <class Hook, class Policy, class... Arguments>
+  static void call(Policy& policy, Arguments&... arguments) {
+    if constexpr (Hook::template in<Policy>) Hook::call(policy, arguments...);
+  }
+  template <class Policy>
+  static bool is_ready(Policy& policy) {
+    if constexpr (hook::ready<Policy>)
+      return hooks::ready::call(policy);
+    else
+      return true;
+  }
+  template <class Policy>
+  static void state_of(Policy& policy, Archive& archive) {
+    if constexpr (hook::state<Policy>) {
+      constexpr bool has_name = requires { std::string_view(Policy::name); };
+      static_assert(has_name, "policy: with state(ga::Archive&) goes `static constexpr std::string_view name`");
+      if constexpr (has_name) archive(Policy::name, policy);
+    }
+  }
+
+  Tuple policies_;
+};
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/weighted_mean.hpp>
+#include <gradaccum/fit_options.hpp>
+#include <gradaccum/loss.hpp>
+#include <gradaccum/policy.hpp>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace gradaccum::detail {
+
+/// What a Trainer knows of its open window: its counts and losses; and which loss is NaN or infinite.
+class WindowRecord {
+ public:
+  /// The epoch, micro-batches and samples so far.
+  const Step& so_far() const { return step_; }
+  /// The micro-batch in hand fills the window.
+  bool closing() const { return closing_; }
+  void set_closing(bool closing) { closing_ = closing; }
+
+  void begin_micro_batch(std::int64_t samples, FitStatus& status) {
+    if (step_.micro_batches++ == 0) step_.epoch = status.epoch;
+    step_.samples += samples;
+    status.samples += samples;
+    ++status.batch;
+  }
+
+  /// False if the micro-batch of this loss is to be left out. Its number on the CPU is read at once; on a device only
+  /// where that is asked for, else when the window closes.
+  bool take(const Loss& loss, FitStatus& status, std::int64_t update);
+
+  /// Before the window steps. Waits for a device only if there are losses on it that have not been read.
+  void check_losses() const;
+
+  Step finish(const Gradients& gradients, bool moved, std::int64_t updates, double lr) const;
+  void restart() {
+    step_ = {};
+    mean_ = {};
+    to_check_.clear();
+    closing_ = false;
+  }
+
+ private:
+  /// Where the micro-batch in hand is: for errors.
+  struct Place {
+    std::int64_t batch, epoch, update;
+    std::string text() const {
+      return c10::str("batch ", batch, " of epoch ", epoch, " (both counted from 0), in update ", update);
+    }
+  };
+  [[noreturn]] static void stop(double loss, const Place& place) {
+    TORCH_CHECK(false, "Trainer: the loss must be finite, got ", loss, " for ", place.text(),
+                "; look at that batch and at the learning rate, or leave such batches out: {.on_nan = "
+                "ga::OnNan::skip}");
+  }
+
+  Step step_;
+  bool closing_ = false;
+  WeightedMean mean_;
+  std::vector<std::pair<at::Tensor, Place>> to_check_;  // losses on a device
+};
+
+inline bool WindowRecord::take(const Loss& loss, FitStatus& status, std::int64_t update) {
+  loss.check();
+  if (loss.items == 0) return true;  // a mean over nothing is often NaN
+  const auto on_nan = status.options.on_nan;
+  const Place place{status.batch - 1, status.epoch, update + 1};
+  if (on_nan == OnNan::ignore || (on_nan == OnNan::stop && !loss.mean.device().is_cpu())) {
+    if (on_nan == OnNan::stop) to_check_.emplace_back(loss.mean.detach(), place);
+    mean_.add(loss.mean, loss.items);
+    return true;
+  }
+  const auto number = loss.mean.item<double>();
+  if (std::isfinite(number)) return mean_.add(number, loss.items), true;
+  if (on_nan == OnNan::stop) stop(number, place);
+  if (status.nan_batches++ == 0) status.first_nan = place.text();
+  return false;
+}
+
+inline void WindowRecord::check_losses() const {
+  if (to_check_.empty() || std::isfinite(mean_.value().item<double>())) return;
+  for (auto& [loss, place] : to_check_)
+    if (const auto number = loss.item<double>(); !std::isfinite(number)) stop(number, place);
+}
+
+inline Step WindowRecord::finish(const Gradients& gradients, bool moved, std::int64_t updates, double lr) const {
+  auto step = step_;
+  step.update = updates;
+  step.moved = moved;
+  step.overflowed = gradients.judged() && Gradients(gradients).overflowed();
+  step.items = gradients.items();
+  step.loss = mean_.value();
+  step.grad_norm = gradients.norm_before_clipping();
+  step.lr = lr;
+  return step;
+}
+
+}  // namespace gradaccum::detail

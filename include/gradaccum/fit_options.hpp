@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace gradaccum {
+
+/// What becomes of a window that an epoch leaves shorter than the others.
+enum class Tail {
+  flush,  ///< it is stepped, with its own mean
+  drop,   ///< it is forgotten
+  carry,  ///< the next epoch, or the next `fit`, goes on with it
+};
+
+/// What becomes of a micro-batch whose loss is NaN or infinite.
+enum class OnNan {
+  stop,    ///< an error that says which one, before the parameters move; on a device, waits for it once a window
+  skip,    ///< it is left out, and its window is the mean of the others; on a device, waits at every micro-batch
+  ignore,  ///< its gradients go into the window; nobody waits
+};
+
+struct FitOptions {
+  std::optional<std::int64_t> epochs = {};   ///< passes over the batches; 1 if neither this nor `updates` is given
+  std::optional<std::int64_t> updates = {};  ///< stop when the parameters have moved so often; after as many epochs as
+                                             ///< that takes, if `epochs` is not given
+  Tail tail = Tail::flush;
+  OnNan on_nan = OnNan::stop;
+  bool smoke = false;          ///< one window of everything, to see that it runs; `evaluate` takes one batch meanwhile
+  bool measure_memory = true;  ///< with a MemoryMeter, unless a profiler of LibTorch's is at work
+};
+
+/// Where a `fit` is.
+struct FitStatus {
+  using Clock = std::chrono::steady_clock;
+
+  FitOptions options = {};
+  std::int64_t epoch = 0;                    ///< that runs; counted from 0, on from the last `fit`
+  std::int64_t epochs = 0;                   ///< that are over, of this `fit`
+  std::int64_t batch = 0;                    ///< taken in this epoch
+  std::optional<std::int64_t> batches = {};  ///< in an epoch; none until that is known
+  std::int64_t updates = 0, skipped = 0;     ///< windows that moved the parameters, and that did not
+  std::int64_t samples = 0;                  ///< taken
+  std::int64_t nan_batches = 0;              ///< left out for a loss that is not finite
+  std::string first_nan = {};                ///< which was the first
+  bool trained = false;                      ///< a window of this epoch had items
+  Clock::time_point start = Clock::now();
+
+  double seconds() const { return std::chrono::duration<double>(Clock::now() - start).count(); }
+  /// All that was asked for is done; in the middle of an epoch, too.
+  bool done() const;
+  void count_window(bool moved, double items);
+  void end_epoch(bool window_has_items);
+  /// How much of it is done, in [0, 1]; none while nobody can tell.
+  std::optional<double> fraction() const;
+};
+
+inline void check(const FitOptions& options) {
+  TORCH_CHECK(options.epochs.value_or(0) >= 0, "FitOptions: epochs must be >= 0, got ", *options.epochs);
+  TORCH_CHECK(options.updates.value_or(0) >= 0, "FitOptions: updates must be >= 0, got ", *options.updates);
+}
+
+inline bool FitStatus::done() const {
+  if (options.smoke && updates + skipped > 0) return true;
+  if (options.updates) return updates >= *options.updates || epochs == options.epochs;
+  return epochs >= options.epochs.value_or(1);
+}
+
+inline void FitStatus::count_window(bool moved, double items) {
+  updates += moved;
+  skipped += !moved;
+  trained = trained || items > 0;
+}
+
+/// Without a number of epochs, batches that bring no update would be gone through for ever.
+inline void FitStatus::end_epoch(bool window_has_items) {
+  TORCH_CHECK(options.epochs || !options.updates || done() || trained || window_has_items, "Trainer: fit must make ",
+              *options.updates, " updates, but epoch ", epoch,
+              " (counted from 0) brought none: the batches are empty, can be gone through only once, or have losses "
+              "without items");
+  ++epochs;
+  batch = 0;
+  trained = false;
+}
+
+inline std::optional<double> FitStatus::fraction() const {
+  std::optional<double> by_updates, by_batches;
+  if (options.updates.value_or(0) > 0)
+    by_updates = static_cast<double>(updates) / static_cast<double>(*options.updates);
+  if (batches.value_or(0) > 0 && (options.epochs || !options.updates))
+    by_batches = (static_cast<double>(epochs) + static_cast<double>(batch) / static_cast<double>(*batches)) /
+                 static_cast<double>(options.epochs.value_or(1));
+  if (!by_updates || !by_batches) return by_updates ? by_updates : by_batches;
+  return std::max(*by_updates, *by_batches);
+}
+
+}  // namespace gradaccum

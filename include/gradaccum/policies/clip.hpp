@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/clip_grad.hpp>
+#include <gradaccum/policy.hpp>
+
+#include <c10/util/Exception.h>
+
+namespace gradaccum {
+
+/// Policy: gradients of an L2 norm of at most `max`, when the window closes: the mean over it, and unscaled.
+///
+/// The norm before is `Step::grad_norm`. Infinity only measures.
+///
+/// @note One read of the gradients. Does not synchronise with the device.
+struct ClipNorm {
+  double max = 1.0;  ///< > 0
+
+  void attach(auto&) const { TORCH_CHECK(max > 0, "ClipNorm: max must be > 0, got ", max); }
+  void before_step(Gradients& gradients) const { clip_grad_norm_(gradients, max); }
+};
+
+/// Policy: gradients with elements in [-max, max], when the window closes: of the mean over it, and unscaled.
+///
+/// @note Reads and writes the gradients once. Does not synchronise with the device.
+struct ClipValue {
+  double max = 1.0;  ///< >= 0
+
+  void attach(auto&) const { TORCH_CHECK(max >= 0, "ClipValue: max must be >= 0, got ", max); }
+  void before_step(Gradients& gradients) const { clip_grad_value_(gradients, max); }
+};
+
+}  // namespace gradaccum

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/archive.hpp>
+#include <gradaccum/detail/averages.hpp>
+#include <gradaccum/detail/module_of.hpp>
+#include <gradaccum/policy.hpp>
+
+#include <c10/util/Exception.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string_view>
+
+namespace gradaccum {
+
+/// An exponential moving average of a model's weights: a policy, and a part of one's own loop.
+///
+///     ga::Ema ema{.decay = 0.999};
+///     for (auto& batch : batches) {
+///       torch::mse_loss(model->forward(batch.data), batch.target).backward();
+///       if (optimizer.step()) ema.update(model);
+///       optimizer.zero_grad();
+///     }
+///     ema.swap(model);                                      // the averages are in the model
+///     std::cout << torch::mse_loss(model->forward(x), y).item<double>() << '\n';
+///     ema.swap(model);                                      // its own weights again, bit for bit
+///
+/// The first update copies the weights; each one after it is average = decay * average + (1 - decay) * weight, as in
+/// Python's AveragedModel. A model is a module, or points to one. Its parameters stay the same tensors; frozen, shared
+/// and complex ones are welcome. Integer buffers are copied, not averaged.
+///
+/// An update while the averages are in the model, a swap before the first update, and a model whose tensors have
+/// changed their names, shapes, dtype or device are errors; then nothing has changed.
+///
+/// @note Does not synchronise with the device. Memory: the model once more, with 4 bytes for each 16-bit number; and
+/// once more while the averages are in it.
+struct Ema {
+  static constexpr std::string_view name = "ema";
+
+  double decay = 0.999;  ///< in [0, 1]
+  bool warmup = false;   ///< decay at most (1 + t) / (10 + t), t the updates so far: less of the first weights
+  bool buffers = false;  ///< average buffers too; else the model's own stay in it
+  detail::Averages averages = {};       ///< not an option
+  torch::nn::Module* module = nullptr;  ///< by `attach`
+
+  /// After a step that moved the parameters.
+  template <detail::model Model>
+  void update(Model& model) {
+    averages.update(detail::module_of(model), buffers, decay_now());
+  }
+
+  /// Puts the averages into the model, and out again.
+  template <detail::model Model>
+  void swap(Model& model) {
+    averages.swap(detail::module_of(model), buffers);
+  }
+
+  std::int64_t updates() const { return averages.updates(); }
+
+  /// To a trainer; or to a model, in a loop that will load the averages.
+  template <class T>
+  void attach(T& trainer) {
+    decay_now();
+    if constexpr (detail::model<T>)
+      module = &detail::module_of(trainer);
+    else
+      module = &trainer.module();
+  }
+  void after_step(const Step&) { update(*module); }
+  void state(Archive& archive) {
+    if (!archive.loading()) return averages.save(archive);
+    TORCH_CHECK(module, "Ema: to load needs the model; call attach(model) first");
+    averages.load(archive, *module, buffers);
+  }
+
+ private:
+  double decay_now() const {
+    TORCH_CHECK(decay >= 0 && decay <= 1, "Ema: decay must be in [0, 1], got ", decay);
+    const auto t = static_cast<double>(updates());
+    return warmup ? std::min(decay, (1 + t) / (10 + t)) : decay;
+  }
+};
+
+}  // namespace gradaccum

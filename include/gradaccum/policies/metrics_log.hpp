@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/fit_options.hpp>
+#include <gradaccum/metrics_file.hpp>
+#include <gradaccum/policy.hpp>
+
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <limits>
+#include <memory>
+
+namespace gradaccum {
+
+/// Policy: a line for each window, in a CSV or JSON Lines file: update, epoch, samples (of this `fit` so far), items
+/// and micro_batches (of the window), moved, loss, grad_norm, lr, seconds.
+///
+///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
+///       return torch::mse_loss(net->forward(batch.data), batch.target);
+///     }, ga::MetricsLog{.path = "train.jsonl", .every = 2});
+///     trainer.fit(batches);
+///
+/// `MetricsFile` says how it is written, and is the part for a loop of one's own.
+///
+/// @note Reads loss and norm from the device for each line.
+struct MetricsLog {
+  std::filesystem::path path = {};  ///< `.csv` or `.jsonl`
+  std::int64_t every = 1;           ///< windows a line, >= 1
+  bool append = false;              ///< go on with a file that is there; else it is begun anew
+  std::shared_ptr<MetricsFile> file = nullptr;
+  const FitStatus* status = nullptr;  ///< the trainer's
+  std::int64_t windows = 0;
+
+  template <class Trainer>
+  void attach(Trainer& trainer) {
+    TORCH_CHECK(every >= 1, "MetricsLog: every must be >= 1, got ", every);
+    status = &trainer.status();
+    file = std::make_shared<MetricsFile>(MetricsFileOptions{.path = path, .append = append});
+  }
+  void after_window(const Step& step) {
+    if (++windows % every == 0) write(step);
+  }
+  void write(const Step& step) const;
+};
+
+inline void MetricsLog::write(const Step& step) const {
+  const auto norm = step.grad_norm.defined() ? step.grad_norm.item<double>() : std::numeric_limits<double>::quiet_NaN();
+  file->write({{"update", step.update},
+               {"epoch", step.epoch},
+               {"samples", status->samples},
+               {"items", step.items},
+               {"micro_batches", step.micro_batches},
+               {"moved", step.moved},
+               {"loss", step.loss.item<double>()},
+               {"grad_norm", norm},
+               {"lr", step.lr},
+               {"seconds", status->seconds()}});
+}
+
+}  // namespace gradaccum

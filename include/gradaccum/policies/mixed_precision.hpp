@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/amp_scaler.hpp>
+#include <gradaccum/autocast.hpp>
+#include <gradaccum/policy.hpp>
+
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+
+#include <memory>
+#include <string_view>
+
+namespace gradaccum {
+
+/// Policy: the objective runs under autocast, and with float16 its loss is scaled.
+///
+///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
+///       return torch::mse_loss(net->forward(batch.data), batch.target);
+///     }, ga::MixedPrecision{.dtype = torch::kHalf, .scaler = {.init_scale = 1024.0}});
+///     trainer.fit(batches);
+///     std::cout << trainer.policy<ga::MixedPrecision>().amp_scaler->get_scale() << '\n';
+///
+/// `Autocast` and `AmpScaler` are the parts, whose documentation says the rest. The device is the model's.
+///
+/// @note With float16, reads 4 bytes from the device a window.
+struct MixedPrecision {
+  static constexpr std::string_view name = "mixed_precision";
+
+  at::ScalarType dtype = at::kBFloat16;             ///< or kHalf
+  AmpScalerOptions scaler = {};                     ///< of the loss scale; only float16 has one
+  std::shared_ptr<AmpScaler> amp_scaler = nullptr;  ///< made of these options when the trainer is built
+  at::DeviceType device = at::kCPU;
+
+  template <class Trainer>
+  void attach(Trainer& trainer) {
+    device = trainer.device().type();
+    static_cast<void>(forward_scope());  // throws where the device has no autocast, or not for this dtype
+    auto options = scaler;
+    options.enabled = scaler.enabled && dtype == at::kHalf;
+    if (options.enabled) detail::check_none_is_half(detail::parameters_of(trainer.optimizer()));
+    amp_scaler = std::make_shared<AmpScaler>(options);
+  }
+  Autocast forward_scope() const { return Autocast(device, dtype); }
+  void before_backward(Loss& loss) { loss = amp_scaler->scale(std::move(loss)); }
+  void scale_gradients(Factor& factor) const { amp_scaler->unscale(factor); }
+  void after_window(const Step& step) {
+    if (step.moved || step.overflowed) amp_scaler->hear(step.overflowed);
+    amp_scaler->update();
+  }
+  void state(Archive& archive);
+};
+
+/// Python's five entries; none with bfloat16.
+inline void MixedPrecision::state(Archive& archive) {
+  auto entries = amp_scaler->state_dict();
+  for (auto& [key, value] : entries) archive(key, value);
+  if (archive.loading()) amp_scaler->load_state_dict(entries);
+}
+
+}  // namespace gradaccum

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/weighted_mean.hpp>
+#include <gradaccum/fit_options.hpp>
+#include <gradaccum/policy.hpp>
+#include <gradaccum/progress_line.hpp>
+
+#include <fmt/format.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace gradaccum {
+
+/// Policy: shows how far `fit` is, on stderr:
+/// ` 43% | epoch 2/3 | update 401 | loss 2.2512 | lr 1.0e-03 | 31024 samples/s | 0:41 left`.
+///
+/// On a terminal it is a line that is rewritten ten times a second; elsewhere a plain line every 30 seconds. A Trainer
+/// without a Progress has one that shows itself on terminals only; `ga::Progress{.line = {.to = nullptr}}` shows
+/// nothing. The loss is the mean over the epoch so far.
+///
+/// @note Reads the loss from the device when it is shown.
+struct Progress {
+  ProgressLineOptions line = {};
+  const FitStatus* status = nullptr;  ///< the trainer's
+  std::shared_ptr<ProgressLine> shown = nullptr;
+  detail::WeightedMean loss = {};
+  std::int64_t update = 0;
+  double lr = 0;
+
+  template <class Trainer>
+  void attach(Trainer& trainer) {
+    status = &trainer.status();
+    update = trainer.updates();
+    if (line.to) shown = std::make_shared<ProgressLine>(line);
+  }
+  void on_epoch_begin(std::int64_t) {
+    loss = {};
+    if (shown && status->epochs == 0) shown->restart();
+  }
+  void after_window(const Step& step) {
+    loss.add(step.loss, step.items);
+    update = step.update;
+    lr = step.lr;
+  }
+  void after_backward(Gradients&) {
+    if (shown) shown->update(status->fraction(), status->samples, [this] { return text(); });
+  }
+  void on_epoch_end(std::int64_t) {
+    if (shown) shown->clear();
+  }
+
+  std::string text() const;
+};
+
+inline std::string Progress::text() const {
+  auto text = fmt::format("epoch {}", status->epoch + 1);
+  const auto& options = status->options;
+  if (options.epochs || !options.updates)
+    text += fmt::format("/{}", status->epoch - status->epochs + options.epochs.value_or(1));
+  text += fmt::format(" | update {}", update);
+  if (loss.weight() > 0) text += fmt::format(" | loss {:.4f} | lr {:.1e}", loss.value().item<double>(), lr);
+  if (status->skipped > 0) text += fmt::format(" | {} skipped", status->skipped);
+  return text;
+}
+
+}  // namespace gradaccum

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/archive.hpp>
+#include <gradaccum/learning_rates.hpp>
+#include <gradaccum/policy.hpp>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string_view>
+#include <type_traits>
+
+namespace gradaccum {
+
+/// Sets the learning rate before each update: a policy.
+///
+///     ga::Schedule cosine{ga::lr::Cosine{.peak = 3e-4, .warmup = 100, .total = 5000}};
+///     ga::Schedule halves{[](std::int64_t update) { return 1e-2 / (1 + update / 1000); }};
+///
+/// `rate` is any function of the update's index, which is 0 for the first update; parameter groups keep their ratios,
+/// see `LearningRates`. Skipped windows do not count. Loading a trainer sets the rate anew: a schedule may be changed
+/// between two runs.
+///
+/// @note Does not synchronise with the device.
+template <class Rate>
+struct Schedule {
+  static_assert(std::is_invocable_r_v<double, Rate&, std::int64_t>,
+                "Schedule: the rate must be a function of the update: double(std::int64_t)");
+  static constexpr std::string_view name = "schedule";
+
+  Rate rate = {};
+  std::optional<LearningRates> rates = {};     ///< of the trainer's optimizer
+  std::function<std::int64_t()> updates = {};  ///< of the trainer
+
+  template <class Trainer>
+  void attach(Trainer& trainer) {
+    updates = [&trainer] { return trainer.updates(); };
+    rates.emplace(trainer.optimizer());
+    rates.value().set(rate(updates()));
+  }
+  void after_step(const Step& step) { rates.value().set(rate(step.update)); }
+  void state(Archive& archive) {
+    if (archive.loading()) rates.value().set(rate(updates()));
+  }
+};
+
+template <class Rate>
+Schedule(Rate) -> Schedule<Rate>;
+
+}  // namespace gradaccum

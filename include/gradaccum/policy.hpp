@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/archive.hpp>
+#include <gradaccum/gradients.hpp>
+#include <gradaccum/loss.hpp>
+
+#include <ATen/core/Tensor.h>
+
+#include <concepts>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+namespace gradaccum {
+
+/// What happened in one window.
+struct Step {
+  std::int64_t update = 0;         ///< updates so far, this one included if it moved the parameters
+  std::int64_t epoch = 0;          ///< counted from 0
+  std::int64_t micro_batches = 0;  ///< in the window
+  std::int64_t samples = 0;        ///< rows of its batches
+  double items = 0;                ///< sum of the weights of its losses: what the gradient is the mean over
+  bool moved = false;              ///< the parameters moved; else the window was skipped
+  bool overflowed = false;         ///< skipped, for gradients that are not finite with a loss scaler at work
+  at::Tensor loss = {};            ///< mean over the window's items, detached: 0-dim float64, on the losses' device
+  at::Tensor grad_norm = {};       ///< before clipping, 0-dim; undefined where nobody clipped by the norm
+  double lr = 0;                   ///< of the first parameter group, in this step; NaN if the optimizer does not tell
+};
+
+// Each hook has a concept, hook::before_step<P>: "P has a member of that name", whatever its signature. It is found by
+// deriving also from a class that has one, which makes the name ambiguous. Its call requires the signature, so that a
+// hook which is slightly wrong is an error, and not one that silently never runs.
+#define GRADACCUM_HOOK(name, signature)                                            \
+  namespace hook {                                                                 \
+  struct name##_probe {                                                            \
+    int name;                                                                      \
+  };                                                                               \
+  template <class P>                                                               \
+  struct name##_both : P, name##_probe {};                                         \
+  template <class P>                                                               \
+  concept name = !requires {                                                       \
+    &name##_both<P>::name;                                                         \
+  };                                                                               \
+  }                                                                                \
+  namespace hooks {                                                                \
+  struct name {                                                                    \
+    template <class P>                                                             \
+    static constexpr bool in = hook::name<P>;                                      \
+    template <class P, class... Arguments>                                         \
+    static decltype(auto) call(P& policy, Arguments&... a) {                       \
+      constexpr bool callable = requires { policy.name(a...); };                   \
+      static_assert(callable, "policy: " #name " must be callable as " signature); \
+      if constexpr (callable) return policy.name(a...);                            \
+    }                                                                              \
+  };                                                                               \
+  }
+
+// clang-format off
+GRADACCUM_HOOK(attach, "attach(ga::Trainer<…>&): take auto&")
+GRADACCUM_HOOK(forward_scope, "forward_scope(), and give the guard back")
+GRADACCUM_HOOK(before_backward, "before_backward(ga::Loss&)")
+GRADACCUM_HOOK(ready, "bool ready()")
+GRADACCUM_HOOK(after_backward, "after_backward(ga::Gradients&)")
+GRADACCUM_HOOK(scale_gradients, "scale_gradients(ga::Factor&)")
+GRADACCUM_HOOK(reduce_gradients, "reduce_gradients(ga::Gradients&)")
+GRADACCUM_HOOK(before_step, "before_step(ga::Gradients&)")
+GRADACCUM_HOOK(after_window, "after_window(const ga::Step&)")
+GRADACCUM_HOOK(after_step, "after_step(const ga::Step&)")
+GRADACCUM_HOOK(on_epoch_begin, "on_epoch_begin(std::int64_t epoch)")
+GRADACCUM_HOOK(on_epoch_end, "on_epoch_end(std::int64_t epoch)")
+GRADACCUM_HOOK(state, "state(ga::Archive&)")
+// clang-format on
+#undef GRADACCUM_HOOK
+
+/// A class that takes part in training by members with the names of hooks: any of them, in any order.
+///
+///     struct GradientNoise {
+///       double sigma = 0.01;
+///       void before_step(ga::Gradients& gradients) const {
+///         for (auto& gradient : gradients.values()) gradient.add_(torch::randn_like(gradient), sigma);
+///       }
+///     };
+///     ga::Trainer trainer(*model, sgd, [](auto& net, auto& batch) { return net.forward(batch.data).square().mean(); },
+///                         ga::Accumulate{.steps = 4}, GradientNoise{.sigma = 1e-3});
+///     trainer.fit(batches);
+///
+/// | hook | when, and what it may do |
+/// |---|---|
+/// | `attach(auto& trainer)` | once, when the trainer is built |
+/// | `on_epoch_begin(epoch)`, `on_epoch_end(epoch)` | around an epoch of `fit` |
+/// | `forward_scope()` | gives a guard that is held while the objective runs, in training and evaluation |
+/// | `before_backward(Loss&)` | may change the seed of backward, never the loss |
+/// | `ready()` | may this micro-batch fill the window? asked before its backward; the window closes if all agree |
+/// | `after_backward(Gradients&)` | sees the sums so far, of the window that is still open |
+/// | `scale_gradients(Factor&)` | the window closes: deferred factors, write-only, so that no order of policies matters
+/// | | `reduce_gradients(Gradients&)` | moves data between processes | | `before_step(Gradients&)` | reads the true
+/// gradients by `norm()`, reads or changes them by `values()` | | `after_window(const Step&)` | the window is over:
+/// stepped or skipped | | `after_step(const Step&)` | the parameters have moved | | `state(Archive&)` | saves and loads
+/// what the policy would miss; needs a `static constexpr std::string_view name` |
+///
+/// It must not be final. A member of such a name with another signature does not compile, with a sentence; a name that
+/// is misspelt cannot be noticed: `static_assert(ga::hook::before_step<GradientNoise>)`.
+template <class P>
+concept policy =
+    std::is_class_v<P> && !std::is_final_v<P> &&
+    (hook::attach<P> || hook::forward_scope<P> || hook::before_backward<P> || hook::ready<P> ||
+     hook::after_backward<P> || hook::scale_gradients<P> || hook::reduce_gradients<P> || hook::before_step<P> ||
+     hook::after_window<P> || hook::after_step<P> || hook::on_epoch_begin<P> || hook::on_epoch_end<P>);
+
+namespace detail {
+
+/// A callable as a policy.
+template <class F>
+struct Callback {
+  F call;
+  void after_step(const Step& step) { call(step); }
+};
+
+template <class P>
+auto as_policy(P policy) {
+  static_assert(!std::is_final_v<P>, "Trainer: a policy must not be final: its hooks are found by deriving from it");
+  constexpr bool callable = std::invocable<P&, const Step&>;
+  if constexpr (gradaccum::policy<P>) {
+    return policy;
+  } else {
+    static_assert(callable || std::is_final_v<P>,
+                  "Trainer: expected a policy, which has one of the hooks of policy.hpp, or a callable that takes "
+                  "const ga::Step&");
+    return Callback<P>{std::move(policy)};
+  }
+}
+
+template <class P>
+using policy_t = decltype(as_policy(std::declval<P>()));
+
+}  // namespace detail
+}  // namespace gradaccum

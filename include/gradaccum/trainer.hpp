@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/optimizer_window.hpp>
+#include <gradaccum/detail/samples_of.hpp>
+#include <gradaccum/detail/trainer/arguments.hpp>
+#include <gradaccum/detail/trainer/fit_scope.hpp>
+#include <gradaccum/detail/trainer/policy_list.hpp>
+#include <gradaccum/detail/trainer/window_record.hpp>
+#include <gradaccum/metrics.hpp>
+#include <gradaccum/policies.hpp>
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <utility>
+
+namespace gradaccum {
+
+/// The training loop that people write, from a model, an optimizer, an objective, and policies that each say one thing.
+///
+///     auto objective = [](auto& net, auto& batch) {
+///       return torch::mse_loss(net->forward(batch.data), batch.target);
+///     };
+///     ga::Trainer trainer(model, sgd, objective, ga::Accumulate{.steps = 8}, ga::ClipNorm{.max = 1.0},
+///                         [](const ga::Step& step) { if (step.update % 100 == 0) std::cout << step.loss << '\n'; });
+///     std::cout << trainer.fit(batches, {.epochs = 3});
+///
+/// `model`: a ModuleHolder, a pointer to a module, or a plain module, which is held by reference; the objective gets it
+/// as it was given. `optimizer`: any but LBFGS, by reference or behind a pointer. `objective(model, batch)`: a Tensor
+/// of one element, `ga::Loss{mean, items}`, or `ga::Loss{mean, items}.with(output, target)` for metrics. Batches: any
+/// range, of any type. A policy has some of the hooks of policy.hpp, or is a callable that takes `const ga::Step&`,
+/// called when the parameters have moved. The order of policies matters within one hook only.
+///
+/// An exception, of whatever is called here, discards the window; all can be used again, and modes are as before.
+///
+/// @note Waits for the device once a window, to see that losses are finite (`OnNan` says how not to), and as its
+/// policies say.
+template <class Model, class Optimizer, class Objective, class... Policies>
+class Trainer {
+  static_assert(detail::are_trainer_arguments<Model, Optimizer>());
+
+ public:
+  template <class GivenModel, class GivenOptimizer>
+  Trainer(GivenModel&& model, GivenOptimizer&& optimizer, Objective objective, Policies... policies)
+      : model_(std::forward<GivenModel>(model)),
+        window_(detail::checked_optimizer(optimizer)),
+        optimizer_owner_(detail::kept_owner(std::forward<GivenOptimizer>(optimizer))),
+        objective_(std::move(objective)),
+        policies_(std::move(policies)...) {
+    call<hooks::attach>(*this);
+  }
+  Trainer(const Trainer&) = delete;  // policies may hold on to it
+
+  /// Trains until it has gone through the batches so often, or made so many updates; in training mode, unless the model
+  /// is in it already, with all that its owner has frozen. Epochs count on from the last `fit`.
+  FitReport fit(auto&& batches, const FitOptions& options = {}) {
+    check(options);
+    const detail::FitScope scope(module(), device(), options);
+    status_ = {.options = options, .batches = detail::batches_of(batches)};
+    const auto forget_options = c10::make_scope_exit([this] { status_.options = {}; });
+    return or_discard([&] {
+      while (!status_.done()) run_epoch(batches);
+      return scope.report(status_);
+    });
+  }
+
+  /// The model's mean loss and other metrics: in evaluation mode, without gradients, the batches gone through once.
+  template <metric... Metrics>
+  Evaluation evaluate(auto&& batches, Metrics... metrics) {
+    const detail::ModeGuard evaluation(module(), false);
+    const at::NoGradGuard no_grad;
+    detail::Evaluator<Metrics...> evaluator(std::move(metrics)...);
+    for (auto&& batch : batches) {
+      evaluator.add(forward(batch), detail::samples_of(batch));
+      if (status_.options.smoke) break;
+    }
+    return evaluator.result();
+  }
+
+  /// One micro-batch. True if it closed the window, and the parameters moved.
+  bool step(auto&& batch) {
+    return or_discard([&] {
+      record_.begin_micro_batch(detail::samples_of(batch), status_);
+      Loss loss = forward(batch);
+      if (!record_.take(loss, status_, updates_)) loss.items = 0;
+      call<hooks::before_backward>(loss);
+      record_.set_closing(policies_.ready());
+      window_.follow();
+      window_.backward(std::move(loss), {}, false);
+      window_.complete_micro_batch();
+      Gradients so_far(window_.so_far());
+      call<hooks::after_backward>(so_far);
+      return closing() && close();
+    });
+  }
+  /// Steps with the window as it is, and its true mean. True if the parameters moved.
+  bool flush() {
+    return window().micro_batches > 0 && or_discard([this] { return close(); });
+  }
+  /// Forgets the window.
+  void discard() {
+    record_.restart();
+    window_.discard();
+  }
+
+  Model& model() { return model_; }
+  torch::nn::Module& module() { return detail::module_of(model_); }
+  Optimizer& optimizer() { return window_.optimizer(); }
+  at::Device device() { return detail::device_of(optimizer()); }
+  std::int64_t updates() const { return updates_; }   ///< how often the parameters have moved
+  bool closing() const { return record_.closing(); }  ///< this backward fills the window; of a flushed one, none does
+  const Step& window() const { return record_.so_far(); }  ///< epoch, micro-batches (the one in hand, too), samples
+  const FitStatus& status() const { return status_; }
+  void set_accumulate_in(std::optional<at::ScalarType> dtype) { window_.set_accumulate_in(dtype); }
+  template <class Policy>
+  Policy& policy() {
+    return policies_.template get<Policy>();
+  }
+
+  /// Saves or loads the counts, and the state of each policy that has one. Between windows.
+  void state(Archive& archive) {
+    TORCH_CHECK(window().micro_batches == 0, "Trainer: state() inside a window; call flush() or discard() first");
+    archive("updates", updates_);
+    archive("epochs", epochs_);
+    policies_.state(archive);
+  }
+
+ private:
+  template <class Hook>
+  void call(auto&&... arguments) {
+    policies_.template all<Hook>(arguments...);
+  }
+
+  auto or_discard(const auto& work) -> decltype(work()) {
+    try {
+      return work();
+    } catch (...) {
+      discard();
+      throw;
+    }
+  }
+
+  Loss forward(auto& batch) {
+    return policies_.in_scopes([&]() -> Loss { return std::invoke(objective_, model_, batch); });
+  }
+  void run_epoch(auto& batches) {
+    status_.epoch = epochs_++;
+    call<hooks::on_epoch_begin>(status_.epoch);
+    for (auto&& batch : batches) {
+      step(batch);
+      if (status_.done()) break;
+    }
+    if (status_.options.tail == Tail::flush || status_.options.smoke) flush();
+    if (status_.options.tail == Tail::drop) discard();
+    status_.end_epoch(window_.has_weight());
+    call<hooks::on_epoch_end>(status_.epoch);
+  }
+
+  bool close() {
+    Gradients gradients(window_.so_far());
+    call<hooks::scale_gradients>(gradients.factor());
+    record_.check_losses();
+    window_.complete_early();
+    const double lr = detail::learning_rate_of(optimizer());
+    const bool moved = window_.close([this](Gradients& closing) {
+      call<hooks::reduce_gradients>(closing);
+      call<hooks::before_step>(closing);
+    });
+    if (moved) window_.clear();
+    updates_ += moved;
+    const Step step = record_.finish(gradients, moved, updates_, lr);
+    record_.restart();
+    status_.count_window(moved, step.items);
+    call<hooks::after_window>(step);
+    if (moved) call<hooks::after_step>(step);
+    return moved;
+  }
+
+  Model model_;
+  detail::OptimizerWindow<Optimizer> window_;
+  std::shared_ptr<void> optimizer_owner_;
+  Objective objective_;
+  detail::PolicyList<Policies...> policies_;
+  detail::WindowRecord record_;
+  std::int64_t updates_ = 0, epochs_ = 0;
+  FitStatus status_;
+};
+
+template <class Model, class Optimizer, class Objective, class... Policies>
+Trainer(Model&&, Optimizer&&, Objective, Policies...)
+    -> Trainer<detail::kept_model_t<Model>, detail::optimizer_t<Optimizer>, Objective, Policies...>;
+
+}  // namespace gradaccum

@@ -1,0 +1,725 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/amp_scaler.hpp>
+#include <gradaccum/autocast.hpp>
+#include <gradaccum/data/tensor_batches.hpp>
+#include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/lr/cosine.hpp>
+#include <gradaccum/optim/adamw.hpp>
+#include <gradaccum/trainer.hpp>
+
+#include "support/models.hpp"
+
+#include <cmath>
+#include <limits>
+#include <list>
+#include <sstream>
+
+namespace ga = gradaccum;
+using namespace testing;
+
+namespace {
+
+constexpr double not_a_number = std::numeric_limits<double>::quiet_NaN();
+
+const auto mean_of_batch = [](auto& net, auto& batch) { return loss_of(net, batch); };
+const auto weighted = [](auto& net, auto& batch) { return ga::Loss{loss_of(net, batch), batch.target.numel()}; };
+
+bool same_bits(const at::Tensor& a, const at::Tensor& b) { return at::equal(a, b); }
+
+// A model and an optimizer that remembers: the step count of Adam counts, too.
+struct Run {
+  torch::nn::Sequential model;
+  ga::optim::AdamW adamw;
+  explicit Run(at::ScalarType dtype = at::kFloat)
+      : model(make_model(dtype)), adamw(model->parameters(), ga::optim::AdamWOptions(0.01).weight_decay(0.1)) {}
+};
+
+// A parameter, an optimizer that shows what it was given, and losses whose gradient is chosen: batches are slopes.
+struct Probe : torch::nn::Module {
+  at::Tensor parameter = register_parameter("parameter", torch::zeros({2}, at::kDouble));
+  torch::optim::SGD sgd{{parameter}, torch::optim::SGDOptions(1.0)};
+  double moved() const { return -parameter[0].item<double>(); }
+};
+const auto slope = [](Probe& probe, double slope) { return (probe.parameter * slope).sum(); };
+
+}  // namespace
+
+TEST_CASE("Trainer: the parameters of the same loop by hand, to the bit") {
+  const auto batches = make_batches({5, 5, 5, 5, 5, 5, 5}, at::kFloat);  // two windows of 3, and a tail of 1
+  Run by_hand, trained, other;
+  ga::GradAccumulator optimizer(by_hand.adamw, {.steps = 3});
+  for (int epoch = 0; epoch < 3; ++epoch) {
+    for (auto& batch : batches) {
+      loss_of(by_hand.model, batch).backward();
+      optimizer.clip_grad_norm_(0.5);
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    optimizer.flush();
+  }
+  ga::Trainer trainer(trained.model, trained.adamw, mean_of_batch, ga::Accumulate{.steps = 3},
+                      ga::ClipNorm{.max = 0.5});
+  const auto report = trainer.fit(batches, {.epochs = 3});
+  CHECK(same_bits(flat(trained.model), flat(by_hand.model)));
+  CHECK(report.updates == 9);
+  CHECK(report.epochs == 3);
+  CHECK(report.samples == 105);
+  CHECK(report.skipped == 0);
+  CHECK(trainer.updates() == 9);
+
+  ga::Trainer unclipped(other.model, other.adamw, mean_of_batch, ga::Accumulate{.steps = 3});
+  unclipped.fit(batches, {.epochs = 3});
+  CHECK_FALSE(same_bits(flat(other.model), flat(by_hand.model)));
+}
+
+TEST_CASE("Trainer: float16, a loss scale, weights, clipping and a schedule, as by hand, to the bit") {
+  const auto batches = make_batches({5, 2, 7, 4, 1, 6, 3}, at::kFloat);
+  const ga::lr::Cosine cosine{.peak = 0.02, .warmup = 2, .total = 12};
+  const auto overflows = [](std::size_t i) { return i == 1 || i == 4; };
+  Run by_hand, trained;
+  ga::GradAccumulator optimizer(by_hand.adamw, {.steps = 2});
+  ga::AmpScaler scaler({.init_scale = 1000.0, .growth_interval = 2});  // no power of two: its rounding must match, too
+  const auto set_rate = [&] { by_hand.adamw.param_groups()[0].options().set_lr(cosine(optimizer.updates())); };
+  for (int epoch = 0; epoch < 3; ++epoch) {
+    for (std::size_t i = 0; i < batches.size(); ++i) {
+      set_rate();
+      auto loss = [&] {
+        ga::Autocast autocast(at::kCPU, at::kHalf);
+        return loss_of(by_hand.model, batches[i]);
+      }();
+      if (epoch == 1 && overflows(i)) loss = loss * 1e38;
+      optimizer.backward(scaler.scale(ga::Loss{loss, batches[i].target.numel()}));
+      optimizer.clip_grad_norm_(0.3);
+      scaler.step(optimizer);
+      scaler.update();
+      optimizer.zero_grad();
+    }
+    set_rate();
+    optimizer.flush();
+    scaler.update();
+  }
+
+  std::int64_t seen = 0;
+  const auto objective = [&](auto& net, auto& batch) {
+    const auto i = static_cast<std::size_t>(seen % 7), epoch = static_cast<std::size_t>(seen / 7);
+    ++seen;
+    auto loss = loss_of(net, batch);
+    return ga::Loss{epoch == 1 && overflows(i) ? loss * 1e38 : loss, batch.target.numel()};
+  };
+  ga::Trainer trainer(trained.model, trained.adamw, objective, ga::ClipNorm{.max = 0.3}, ga::Schedule{cosine},
+                      ga::MixedPrecision{.dtype = at::kHalf, .scaler = {.init_scale = 1000.0, .growth_interval = 2}},
+                      ga::Accumulate{.steps = 2});
+  const auto report = trainer.fit(batches, {.epochs = 3});
+  CHECK(report.skipped == 2);
+  CHECK(report.updates == optimizer.updates());
+  CHECK(report.updates == 10);
+  CHECK(same_bits(flat(trained.model), flat(by_hand.model)));
+  CHECK(trainer.policy<ga::MixedPrecision>().amp_scaler->state_dict() == scaler.state_dict());
+  CHECK(trainer.policy<ga::MixedPrecision>().amp_scaler->get_scale() != 1000.0);
+}
+
+TEST_CASE("Trainer: the order of policies makes no difference to the bit") {
+  const auto batches = make_batches({5, 2, 7, 4, 1}, at::kFloat);  // weights: 15, 6, 21, …; none a power of two
+  const ga::Accumulate accumulate{.steps = 3};
+  const ga::MixedPrecision precision{.dtype = at::kHalf, .scaler = {.init_scale = 1000.0}};
+  const ga::ClipNorm clip{.max = 0.3};
+  const auto result = [&](auto first, auto second, auto third) {
+    Run run;
+    ga::Trainer trainer(run.model, run.adamw, weighted, first, second, third);
+    trainer.fit(batches, {.epochs = 2});
+    return flat(run.model);
+  };
+  const auto expected = result(accumulate, precision, clip);
+  CHECK(same_bits(expected, result(accumulate, clip, precision)));
+  CHECK(same_bits(expected, result(precision, accumulate, clip)));
+  CHECK(same_bits(expected, result(precision, clip, accumulate)));
+  CHECK(same_bits(expected, result(clip, accumulate, precision)));
+  CHECK(same_bits(expected, result(clip, precision, accumulate)));
+  CHECK_FALSE(same_bits(expected, result(ga::ClipNorm{.max = 0.2}, precision, accumulate)));
+}
+
+TEST_CASE("Trainer: a window is the mean over all its items, as of one large batch") {
+  const auto batches = make_batches({5, 2, 7, 4, 1});
+  const auto after = [&](const auto& data, auto objective, auto... policies) {
+    auto model = make_model();
+    torch::optim::SGD sgd(model->parameters(), 0.1);
+    ga::Trainer trainer(model, sgd, objective, policies...);
+    trainer.fit(data);
+    return flat(model);
+  };
+  const std::vector<Example> whole{joined(batches, 0, 5)};
+  const auto expected = after(whole, mean_of_batch);
+  CHECK(distance(after(batches, weighted, ga::Accumulate{.steps = 5}), expected) < 1e-14);
+  CHECK(distance(after(batches, weighted, ga::Accumulate{.steps = 8}), expected) < 1e-14);  // a tail
+  CHECK(distance(after(batches, weighted, ga::Accumulate{.batch_size = 19}), expected) < 1e-14);
+  CHECK(distance(after(batches, mean_of_batch, ga::Accumulate{.steps = 5}), expected) > 1e-3);  // a mean of means
+}
+
+TEST_CASE("Trainer: the three kinds of model, and whatever points to an optimizer") {
+  const auto batches = make_batches({4, 4});
+  auto expected = make_model();
+  {
+    torch::optim::SGD sgd(expected->parameters(), 0.1);
+    for (auto& batch : batches) {
+      sgd.zero_grad();
+      loss_of(expected, batch).backward();
+      sgd.step();
+    }
+  }
+  const auto pointer_to = [](auto& net, auto& batch) {
+    return torch::mse_loss(net->forward(batch.data), batch.target);
+  };
+  const auto plain = [](torch::nn::SequentialImpl& net, auto& batch) {
+    return torch::mse_loss(net.forward(batch.data), batch.target);
+  };
+
+  SECTION("a holder, an optimizer behind the base class") {
+    auto model = make_model();
+    torch::optim::SGD sgd(model->parameters(), 0.1);
+    torch::optim::Optimizer& base = sgd;
+    ga::Trainer(model, base, pointer_to).fit(batches);
+    CHECK(same_bits(flat(model), flat(expected)));
+  }
+  SECTION("a shared_ptr, a unique_ptr that is given away") {
+    const auto model = make_model().ptr();
+    std::unique_ptr<torch::optim::Optimizer> owned = std::make_unique<torch::optim::SGD>(model->parameters(), 0.1);
+    ga::Trainer trainer(model, std::move(owned), pointer_to);
+    CHECK(owned == nullptr);
+    trainer.fit(batches);
+    CHECK(same_bits(flat(model), flat(expected)));
+  }
+  SECTION("a plain module, a unique_ptr that is kept") {
+    auto holder = make_model();
+    auto& model = *holder;
+    auto owned = std::make_unique<torch::optim::SGD>(model.parameters(), 0.1);
+    ga::Trainer trainer(model, owned, plain);
+    CHECK(&trainer.module() == &model);
+    CHECK(&trainer.optimizer() == owned.get());
+    trainer.fit(batches);
+    CHECK(same_bits(flat(holder), flat(expected)));
+  }
+  SECTION("a module on the stack, a shared_ptr whose other owner goes") {
+    Probe probe;
+    auto shared = std::make_shared<torch::optim::SGD>(probe.parameters(), 1.0);
+    ga::Trainer trainer(probe, shared, slope);
+    shared.reset();
+    trainer.fit(std::vector<double>{2.0, 3.0});
+    CHECK(probe.moved() == 5.0);
+  }
+  SECTION("a raw pointer") {
+    Probe probe;
+    ga::Trainer trainer(probe, &probe.sgd, slope);
+    trainer.fit(std::vector<double>{2.0});
+    CHECK(probe.moved() == 2.0);
+  }
+}
+
+namespace {
+
+// Everything an optimizer needs, and not a torch::optim::Optimizer.
+struct OwnOptimizer {
+  struct Group {
+    std::vector<at::Tensor> parameters;
+    std::vector<at::Tensor>& params() { return parameters; }
+  };
+  std::vector<Group> groups;
+  int cleared = 0;
+  void step() {
+    at::NoGradGuard no_grad;
+    for (auto& parameter : groups[0].parameters) parameter.sub_(parameter.grad());
+  }
+  void zero_grad() {
+    ++cleared;
+    for (auto& parameter : groups[0].parameters) parameter.mutable_grad().reset();
+  }
+  std::vector<Group>& param_groups() { return groups; }
+};
+
+}  // namespace
+
+TEST_CASE("Trainer: an optimizer of the user's own") {
+  Probe probe;
+  OwnOptimizer own{.groups = {{{probe.parameter}}}};
+  double rate = 0;
+  ga::Trainer trainer(probe, own, slope, ga::Accumulate{.steps = 2}, [&](const ga::Step& step) { rate = step.lr; });
+  trainer.fit(std::list<double>{1.0, 3.0, 6.0});
+  CHECK(probe.moved() == 2.0 + 6.0);
+  CHECK(std::isnan(rate));
+  CHECK(own.cleared == 2);
+}
+
+TEST_CASE("Trainer: batches of any type, and of any range") {
+  Probe probe;
+  SECTION("torch::data loader") {
+    auto x = torch::arange(10, at::kDouble).reshape({10, 1});
+    auto loader = torch::data::make_data_loader<torch::data::samplers::SequentialSampler>(
+        torch::data::datasets::TensorDataset(x).map(torch::data::transforms::Stack<torch::data::TensorExample>()),
+        torch::data::DataLoaderOptions(4));
+    ga::Trainer trainer(
+        probe, probe.sgd,
+        [](Probe& net, torch::data::TensorExample& batch) {
+          return ga::Loss{(net.parameter[0] * batch.data).mean(), batch.data.size(0)};
+        },
+        ga::Accumulate{.steps = 3});
+    const auto report = trainer.fit(*loader, {.epochs = 2});
+    CHECK(probe.moved() == Approx(9.0).epsilon(1e-14));  // the mean of 0 … 9, twice
+    CHECK(report.samples == 20);
+    CHECK(report.updates == 2);
+  }
+  SECTION("a loader without Stack: a batch is a vector") {
+    auto loader = torch::data::make_data_loader<torch::data::samplers::SequentialSampler>(
+        torch::data::datasets::TensorDataset(torch::ones({5}, at::kDouble)), torch::data::DataLoaderOptions(2));
+    ga::Trainer trainer(probe, probe.sgd, [](Probe& net, std::vector<torch::data::TensorExample>& batch) {
+      return (net.parameter[0] * static_cast<double>(batch.size()));
+    });
+    CHECK(trainer.fit(*loader).samples == 5);
+    CHECK(probe.moved() == 5.0);
+  }
+  SECTION("a constant vector of pairs, and an objective that takes them by value") {
+    const std::vector<std::pair<double, int>> batches{{1.0, 2}, {2.0, 4}};
+    ga::Trainer trainer(
+        probe, probe.sgd,
+        [](Probe& net, std::pair<double, int> batch) {
+          return ga::Loss{net.parameter[0] * batch.first, batch.second};
+        },
+        ga::Accumulate{.steps = 2});
+    trainer.fit(batches);
+    CHECK(probe.moved() == Approx(10.0 / 6).epsilon(1e-14));
+  }
+  SECTION("nothing but an array") {
+    double batches[] = {1.0, 2.0};
+    ga::Trainer trainer(probe, probe.sgd, slope);
+    CHECK(trainer.fit(batches).updates == 2);
+  }
+}
+
+TEST_CASE("Trainer: an empty loader trains nothing, and says so") {
+  Probe probe;
+  ga::Trainer trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 2});
+  const std::vector<double> none;
+  const auto report = trainer.fit(none, {.epochs = 3});
+  CHECK(report.epochs == 3);
+  CHECK(report.updates + report.samples + report.skipped == 0);
+  CHECK(probe.moved() == 0.0);
+  REQUIRE_ERROR("fit must make 5 updates, but epoch 3 (counted from 0) brought none",
+                trainer.fit(none, {.updates = 5}));
+  const auto evaluation = trainer.evaluate(none);
+  CHECK(std::isnan(evaluation["loss"]));
+  CHECK(evaluation.samples == 0);
+}
+
+TEST_CASE("Trainer: batches that bring nothing are not gone through for ever") {
+  Probe probe;
+  const std::vector<double> batches{1.0, 2.0};
+  SECTION("losses without items") {
+    ga::Trainer trainer(probe, probe.sgd, [](Probe& net, double) { return ga::Loss{net.parameter.sum() * not_a_number, 0}; });
+    REQUIRE_ERROR("have losses without items", trainer.fit(batches, {.updates = 1}));
+    CHECK(trainer.fit(batches).skipped == 2);
+  }
+  SECTION("every loss is NaN") {
+    ga::Trainer trainer(probe, probe.sgd, [](Probe& net, double) { return net.parameter.sum() * not_a_number; });
+    REQUIRE_ERROR("fit must make 1 updates", trainer.fit(batches, {.updates = 1, .on_nan = ga::OnNan::skip}));
+  }
+  SECTION("a window that is never full, and dropped") {
+    ga::Trainer trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 3});
+    REQUIRE_ERROR("fit must make 1 updates", trainer.fit(batches, {.updates = 1, .tail = ga::Tail::drop}));
+    CHECK(trainer.fit(batches, {.updates = 1, .tail = ga::Tail::carry}).updates == 1);
+  }
+}
+
+TEST_CASE("Trainer: epochs or updates say when to stop, whichever comes first") {
+  const std::vector<double> batches{1.0, 1.0, 1.0, 1.0, 1.0};
+  Probe probe;
+  std::vector<std::int64_t> updates, epochs;
+  ga::Trainer trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 2}, [&](const ga::Step& step) {
+    updates.push_back(step.update);
+    epochs.push_back(step.epoch);
+  });
+  SECTION("epochs") {
+    CHECK(trainer.fit(batches).updates == 3);
+    CHECK(updates == std::vector<std::int64_t>{1, 2, 3});
+  }
+  SECTION("updates, in the middle of an epoch") {
+    const auto report = trainer.fit(batches, {.updates = 4});
+    CHECK(report.updates == 4);
+    CHECK(report.samples == 7);
+    CHECK(epochs == std::vector<std::int64_t>{0, 0, 0, 1});
+    CHECK(probe.moved() == 4.0);
+  }
+  SECTION("both") {
+    CHECK(trainer.fit(batches, {.epochs = 1, .updates = 4}).updates == 3);
+    CHECK(trainer.fit(batches, {.epochs = 9, .updates = 4}).updates == 4);
+  }
+  SECTION("none of it") {
+    CHECK(trainer.fit(batches, {.epochs = 0}).updates == 0);
+    CHECK(trainer.fit(batches, {.updates = 0}).samples == 0);
+    CHECK(probe.moved() == 0.0);
+  }
+  SECTION("a second fit goes on counting") {
+    trainer.fit(batches);
+    trainer.fit(batches);
+    CHECK(updates == std::vector<std::int64_t>{1, 2, 3, 4, 5, 6});
+    CHECK(epochs == std::vector<std::int64_t>{0, 0, 0, 1, 1, 1});
+  }
+  REQUIRE_ERROR("FitOptions: epochs must be >= 0, got -1", trainer.fit(batches, {.epochs = -1}));
+  REQUIRE_ERROR("FitOptions: updates must be >= 0, got -2", trainer.fit(batches, {.updates = -2}));
+}
+
+TEST_CASE("Trainer: the last, shorter window is stepped, dropped or carried on") {
+  const std::vector<double> batches{1.0, 3.0, 5.0};
+  Probe probe;
+  ga::Trainer trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 2});
+  SECTION("flush") {
+    CHECK(trainer.fit(batches, {.tail = ga::Tail::flush}).updates == 2);
+    CHECK(probe.moved() == 2.0 + 5.0);
+  }
+  SECTION("drop") {
+    CHECK(trainer.fit(batches, {.epochs = 2, .tail = ga::Tail::drop}).updates == 2);
+    CHECK(probe.moved() == 2.0 + 2.0);
+    CHECK_FALSE(probe.parameter.grad().defined());
+  }
+  SECTION("carry: into the next epoch") {
+    CHECK(trainer.fit(batches, {.epochs = 2, .tail = ga::Tail::carry}).updates == 3);
+    CHECK(probe.moved() == 2.0 + 3.0 + 4.0);
+  }
+  SECTION("carry: into the next fit, or its owner closes it") {
+    CHECK(trainer.fit(batches, {.tail = ga::Tail::carry}).updates == 1);
+    CHECK(trainer.window().micro_batches == 1);
+    CHECK(trainer.flush());
+    CHECK(probe.moved() == 2.0 + 5.0);
+    CHECK_FALSE(trainer.flush());
+  }
+}
+
+TEST_CASE("Trainer: step, flush and discard, for a loop of one's own") {
+  Probe probe;
+  ga::Trainer trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 2});
+  CHECK_FALSE(trainer.step(1.0));
+  CHECK(trainer.step(3.0));
+  CHECK(probe.moved() == 2.0);
+  trainer.step(100.0);
+  trainer.discard();
+  CHECK_FALSE(trainer.flush());
+  trainer.step(4.0);
+  CHECK(trainer.flush());
+  CHECK(probe.moved() == 6.0);
+  CHECK(trainer.updates() == 2);
+}
+
+TEST_CASE("Trainer: tells what happened in a window") {
+  Probe probe;
+  std::vector<ga::Step> steps;
+  const std::vector<std::pair<double, int>> batches{{1.0, 1}, {4.0, 2}, {7.0, 3}};
+  ga::Trainer trainer(
+      probe, probe.sgd,
+      [](Probe& net, auto& batch) {
+        return ga::Loss{net.parameter.sum() * batch.first + 10 * batch.first, batch.second};
+      },
+      ga::Accumulate{.steps = 2}, ga::ClipNorm{.max = 1e6}, [&](const ga::Step& step) { steps.push_back(step); });
+  trainer.fit(batches);
+  REQUIRE(steps.size() == 2);
+  CHECK(steps[0].update == 1);
+  CHECK(steps[0].micro_batches == 2);
+  CHECK(steps[0].samples == 2);
+  CHECK(steps[0].items == 3);
+  CHECK(steps[0].moved);
+  CHECK_FALSE(steps[0].overflowed);
+  CHECK(steps[0].loss.item<double>() == Approx((10.0 + 2 * 40.0) / 3).epsilon(1e-14));
+  CHECK_FALSE(steps[0].loss.requires_grad());
+  CHECK(steps[0].grad_norm.item<double>() == Approx(3.0 * std::sqrt(2.0)).epsilon(1e-12));  // (1 + 2 · 4) / 3, twice
+  CHECK(steps[0].lr == 1.0);
+  CHECK(steps[1].items == 3);
+  CHECK(steps[1].micro_batches == 1);
+}
+
+namespace {
+
+struct Watch {
+  std::vector<bool> seen = {};
+  std::function<bool()> closing = {};
+  void attach(auto& trainer) {
+    closing = [&trainer] { return trainer.closing(); };
+  }
+  void after_backward(ga::Gradients& so_far) {
+    seen.push_back(closing());
+    CHECK_FALSE(so_far.closed());
+  }
+  void after_window(const ga::Step&) { CHECK_FALSE(closing()); }
+};
+
+}  // namespace
+
+TEST_CASE("Trainer: closing() is true in the backward that fills the window") {
+  Probe probe;
+  ga::Trainer trainer(probe, probe.sgd, slope, Watch{}, ga::Accumulate{.steps = 2});
+  trainer.fit(std::vector<double>{1.0, 1.0, 1.0, 1.0, 1.0});
+  CHECK(trainer.policy<Watch>().seen == std::vector<bool>{false, true, false, true, false});
+  CHECK_FALSE(trainer.closing());
+}
+
+TEST_CASE("Trainer: the window closes when no policy is against it") {
+  struct EveryThird {
+    int asked = 0;
+    bool ready() { return ++asked % 3 == 0; }
+  };
+  Probe probe;
+  ga::Trainer trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 2}, EveryThird{});
+  std::vector<double> batches(6, 1.0);
+  CHECK(trainer.fit(batches).updates == 2);
+}
+
+TEST_CASE("Trainer: what a policy says of a window that is open") {
+  struct Peeks {
+    void after_backward(ga::Gradients& so_far) { so_far.values(); }
+  };
+  Probe probe;
+  ga::Trainer trainer(probe, probe.sgd, slope, Peeks{}, ga::Accumulate{.steps = 2});
+  REQUIRE_ERROR("inside a window would mix multiplied sums with those to come", trainer.step(1.0));
+}
+
+TEST_CASE("Trainer: a loss of NaN is an error that says where, before the parameters move") {
+  const auto bad = GENERATE(as<double>(), not_a_number, std::numeric_limits<double>::infinity());
+  Probe probe;
+  ga::Trainer with_offset(
+      probe, probe.sgd, [](Probe& net, double value) { return net.parameter.sum() + value; },
+      ga::Accumulate{.steps = 2});
+  const std::vector<double> batches{0.0, 1.0, 0.0, bad, 0.0};
+  REQUIRE_ERROR("for batch 3 of epoch 0 (both counted from 0), in update 2", with_offset.fit(batches));
+  CHECK(probe.moved() == 1.0);
+  CHECK(with_offset.updates() == 1);
+  CHECK(with_offset.window().micro_batches == 0);
+  CHECK_FALSE(probe.parameter.grad().defined());
+
+  const auto report = with_offset.fit(batches, {.on_nan = ga::OnNan::skip});
+  CHECK(report.nan_batches == 1);
+  CHECK(report.first_nan == "batch 3 of epoch 1 (both counted from 0), in update 3");
+  CHECK(report.updates == 3);
+  CHECK(probe.moved() == 4.0);  // each window is the mean of those that were left
+  std::ostringstream text;
+  text << report;
+  CHECK(contains(text.str(), "left out for a loss of NaN or infinity: 1, the first: batch 3 of epoch 1"));
+
+  CHECK(with_offset.fit(batches, {.on_nan = ga::OnNan::ignore}).updates == 3);
+}
+
+TEST_CASE("Trainer: NaN gradients go into the window if NaN losses are ignored") {
+  Probe probe;
+  ga::Trainer trainer(probe, probe.sgd, slope);
+  trainer.fit(std::vector<double>{not_a_number}, {.on_nan = ga::OnNan::ignore});
+  CHECK(std::isnan(probe.moved()));
+}
+
+TEST_CASE("Trainer: a mean over no items may be NaN") {
+  Probe probe;
+  ga::Trainer trainer(
+      probe, probe.sgd,
+      [](Probe& net, double value) {
+        return ga::Loss{net.parameter.sum() * value, std::isnan(value) ? 0 : 1};
+      },
+      ga::Accumulate{.steps = 3});
+  CHECK(trainer.fit(std::vector<double>{2.0, not_a_number, 4.0}).nan_batches == 0);
+  CHECK(probe.moved() == 3.0);
+}
+
+TEST_CASE("Trainer: evaluates in evaluation mode, without gradients, weighted by items") {
+  struct Net : torch::nn::Module {
+    at::Tensor parameter = register_parameter("parameter", torch::ones({1}, at::kDouble));
+    bool saw_training = false, saw_grad = false;
+  } net;
+  torch::optim::SGD sgd(net.parameters(), 0.1);
+  ga::Trainer trainer(net, sgd, [](Net& net, auto& batch) {
+    net.saw_training = net.is_training();
+    net.saw_grad = at::GradMode::is_enabled();
+    const auto logits = net.parameter * batch.data;
+    return ga::Loss{torch::cross_entropy_loss(logits, batch.target), batch.target.size(0)}.with(logits, batch.target);
+  });
+  const auto logits = torch::tensor({{2.0, 1.0, 0.0}, {0.0, 3.0, 1.0}, {1.0, 0.0, 4.0}, {1.0, 0.5, 0.0}}, at::kDouble);
+  const auto target = torch::tensor({0, 1, 0, 1});
+  ga::data::TensorBatches batches(logits, target, {.batch_size = 3});
+  const auto result = trainer.evaluate(batches, ga::Accuracy{});
+  CHECK(result["accuracy"] == 0.5);
+  CHECK(result["loss"] == Approx(torch::cross_entropy_loss(logits, target).item<double>()).epsilon(1e-14));
+  CHECK(result.samples == 4);
+  CHECK(result.items == 4);
+  CHECK_FALSE(net.saw_training);
+  CHECK_FALSE(net.saw_grad);
+  CHECK(net.is_training());
+  CHECK(at::GradMode::is_enabled());
+  REQUIRE_ERROR("Evaluation: has no metric 'f1'", result["f1"]);
+  trainer.fit(batches);
+  CHECK(net.saw_training);
+  CHECK(net.saw_grad);
+}
+
+TEST_CASE("Trainer: an evaluation inside of fit leaves training as it was") {
+  Probe probe;
+  std::vector<bool> modes;
+  std::function<void()> evaluate;
+  const std::vector<double> batches{1.0, 2.0};
+  ga::Trainer trainer(
+      probe, probe.sgd,
+      [&](Probe& net, double value) {
+        modes.push_back(net.is_training());
+        return net.parameter.sum() * value;
+      },
+      [&](const ga::Step&) { evaluate(); });
+  evaluate = [&] { trainer.evaluate(batches); };
+  trainer.fit(batches);
+  CHECK(modes == std::vector<bool>{true, false, false, true, false, false});
+}
+
+TEST_CASE("Trainer: a smoke run does one window of everything") {
+  struct Counts {
+    int begun = 0, ended = 0, windows = 0;
+    void on_epoch_begin(std::int64_t) { ++begun; }
+    void on_epoch_end(std::int64_t) { ++ended; }
+    void after_window(const ga::Step&) { ++windows; }
+  };
+  Probe probe;
+  int evaluated = 0;
+  std::function<void()> evaluate;
+  std::vector<double> batches(100, 1.0);
+  ga::Trainer trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 3}, Counts{},
+                      [&](const ga::Step&) { evaluate(); });
+  evaluate = [&] { evaluated += static_cast<int>(trainer.evaluate(batches).samples); };
+  const auto report = trainer.fit(batches, {.epochs = 20, .smoke = true});
+  CHECK(report.updates == 1);
+  CHECK(report.samples == 3);
+  CHECK(evaluated == 1);
+  auto& counts = trainer.policy<Counts>();
+  CHECK(counts.begun == 1);
+  CHECK(counts.ended == 1);
+  CHECK(counts.windows == 1);
+  batches.resize(2);  // less than a window
+  CHECK(trainer.fit(batches, {.epochs = 20, .tail = ga::Tail::drop, .smoke = true}).updates == 1);
+  CHECK(trainer.evaluate(batches).samples == 2);  // not a smoke run any more
+}
+
+TEST_CASE("Trainer: parameters that join the optimizer are trained") {
+  Probe probe;
+  auto more = torch::zeros({1}, at::kDouble).set_requires_grad(true);
+  ga::Trainer trainer(probe, probe.sgd, [&](Probe& net, double value) { return (net.parameter + more).sum() * value; });
+  trainer.step(1.0);
+  CHECK(more.item<double>() == 0.0);
+  probe.sgd.add_param_group(torch::optim::OptimizerParamGroup({more}));
+  more.mutable_grad().reset();
+  trainer.step(1.0);
+  CHECK(more.item<double>() == -2.0);
+}
+
+TEST_CASE("Trainer: 16-bit gradients are summed in float32 if that is asked for") {
+  const auto gradient_sum = [](auto accumulate) {
+    struct Net : torch::nn::Module {
+      at::Tensor parameter = register_parameter("parameter", torch::zeros({1}, at::kBFloat16));
+    } net;
+    torch::optim::SGD sgd(net.parameters(), 1.0);
+    double norm = 0;
+    ga::Trainer trainer(
+        net, sgd, [](Net& net, double slope) { return (net.parameter * slope).sum().to(at::kFloat); }, accumulate,
+        ga::ClipNorm{.max = 1e9}, [&](const ga::Step& step) { norm = step.grad_norm.template item<double>(); });
+    std::vector<double> slopes(257, 1.0 / 256);
+    slopes[0] = 1.0;
+    trainer.fit(slopes);
+    return norm * 257;
+  };
+  CHECK(gradient_sum(ga::Accumulate{.steps = 257, .accumulate_in = at::kFloat}) == Approx(2.0).epsilon(1e-6));
+  CHECK(gradient_sum(ga::Accumulate{.steps = 257}) < 1.5);  // 1 + 1/256 is 1 in bfloat16
+}
+
+TEST_CASE("Trainer: a report that prints as a summary") {
+  Probe probe;
+  ga::Trainer trainer(probe, probe.sgd, slope);
+  const auto report = trainer.fit(std::vector<double>{1.0, 2.0});
+  CHECK(report.seconds > 0);
+  CHECK(report.samples_per_second == Approx(2 / report.seconds));
+  CHECK(report.peak_bytes.at("cpu") > 0);
+  CHECK(report.occupied_bytes.at("cpu") > 1 << 20);
+  std::ostringstream text;
+  text << report;
+  CHECK(contains(text.str(), "Time: "));
+  CHECK(contains(text.str(), "Epochs: 1, updates: 2, skipped: 0\n"));
+  CHECK(trainer.fit(std::vector<double>{1.0}, {.measure_memory = false}).peak_bytes.empty());
+}
+
+TEST_CASE("Trainer: counts and policies are saved and loaded between windows") {
+  const auto batches = make_batches({4, 4, 4, 4}, at::kFloat);
+  const auto make = [](Run& run) {
+    return std::make_unique<decltype(ga::Trainer(
+        run.model, run.adamw, mean_of_batch, ga::Accumulate{.steps = 2},
+        ga::Schedule{ga::lr::Cosine{.peak = 0.02, .warmup = 2, .total = 12}}, ga::Ema{.decay = 0.9},
+        ga::MixedPrecision{.dtype = at::kHalf, .scaler = {.init_scale = 64, .growth_interval = 3}}))>(
+        run.model, run.adamw, mean_of_batch, ga::Accumulate{.steps = 2},
+        ga::Schedule{ga::lr::Cosine{.peak = 0.02, .warmup = 2, .total = 12}}, ga::Ema{.decay = 0.9},
+        ga::MixedPrecision{.dtype = at::kHalf, .scaler = {.init_scale = 64, .growth_interval = 3}});
+  };
+  Run straight, first, second;
+  auto uninterrupted = make(straight), before = make(first), after = make(second);
+  uninterrupted->fit(batches, {.epochs = 4});
+
+  before->fit(batches, {.epochs = 2});
+  ga::Archive saved;
+  before->state(saved);
+  {  // model and optimizer, as a program of one's own would keep them
+    at::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < first.model->parameters().size(); ++i)
+      second.model->parameters()[i].copy_(first.model->parameters()[i]);
+    std::stringstream file;
+    torch::save(first.adamw, file);
+    torch::load(second.adamw, file);
+  }
+  ga::Archive loading(saved.values());
+  after->state(loading);
+  loading.check_all_used();
+  after->fit(batches, {.epochs = 2});
+  CHECK(after->updates() == 8);
+  CHECK(same_bits(flat(second.model), flat(straight.model)));
+  after->policy<ga::Ema>().swap(second.model);
+  uninterrupted->policy<ga::Ema>().swap(straight.model);
+  CHECK(same_bits(flat(second.model), flat(straight.model)));
+  CHECK(after->policy<ga::MixedPrecision>().amp_scaler->state_dict() ==
+        uninterrupted->policy<ga::MixedPrecision>().amp_scaler->state_dict());
+
+  before->step(batches[0]);
+  ga::Archive inside;
+  REQUIRE_ERROR("Trainer: state() inside a window; call flush() or discard() first", before->state(inside));
+}
+
+TEST_CASE("Trainer: what hides behind a reference is found out") {
+  Probe probe;
+  torch::optim::LBFGS lbfgs(probe.parameters());
+  torch::optim::Optimizer& base = lbfgs;
+  REQUIRE_ERROR("Trainer: must not be LBFGS", ga::Trainer(probe, base, slope));
+  ga::GradAccumulator accumulator(probe.sgd, {.steps = 2});
+  torch::optim::Optimizer& facade = accumulator;
+  REQUIRE_ERROR("Trainer: wraps an optimizer, not another accumulator behind a reference; ga::Accumulate{.steps = n}",
+                ga::Trainer(probe, facade, slope));
+}
+
+TEST_CASE("Trainer: on a device", "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
+  const auto batches = make_batches({5, 2, 7, 4}, at::kFloat);
+  auto model = make_model(at::kFloat), peer = make_model(at::kFloat);
+  model->to(at::kCUDA);
+  torch::optim::SGD sgd(model->parameters(), 0.1), peer_sgd(peer->parameters(), 0.1);
+  const auto on_device = [](auto& net, auto& batch) {
+    return ga::Loss{torch::mse_loss(net->forward(batch.data.cuda()), batch.target.cuda()), batch.target.numel()};
+  };
+  ga::Trainer trainer(model, sgd, on_device, ga::Accumulate{.steps = 3}, ga::ClipNorm{.max = 0.5});
+  ga::Trainer on_cpu(peer, peer_sgd, weighted, ga::Accumulate{.steps = 3}, ga::ClipNorm{.max = 0.5});
+  const auto report = trainer.fit(batches, {.epochs = 3});
+  on_cpu.fit(batches, {.epochs = 3});
+  CHECK(distance(flat(model).cpu(), flat(peer)) < 1e-4);
+  CHECK(report.occupied_bytes.at("cuda:0") > 0);
+  CHECK(report.peak_bytes.at("cuda:0") > 0);
+  const auto nan_on_device = [](auto& net, auto& batch) {
+    return torch::mse_loss(net->forward(batch.data.cuda()), batch.target.cuda()) *
+           (batch.data.size(0) == 7 ? not_a_number : 1.0);
+  };
+  const auto before = flat(model);
+  ga::Trainer stops(model, sgd, nan_on_device, ga::Accumulate{.steps = 4});
+  REQUIRE_ERROR("for batch 2 of epoch 0 (both counted from 0), in update 1", stops.fit(batches));
+  CHECK(same_bits(flat(model), before));
+  CHECK(stops.fit(batches, {.on_nan = ga::OnNan::skip}).nan_batches == 1);
+}
