@@ -13,14 +13,15 @@ class LengthCuts {
  public:
   using Rows = std::vector<std::int64_t>;
 
-  /// One of `batch_size` and `tokens` is 0. `mega_batch`: batches that are sorted together, at most a quarter of all;
-  /// 0: all of them.
+  /// One of `batch_size` and `tokens` is 0. `mega_batch`: batches that are sorted together; 0: all of them. Of a
+  /// short list a quarter, but no less than 4: the batches of two epochs are not to be the same.
   LengthCuts(const std::vector<std::int64_t>& lengths, std::int64_t batch_size, std::int64_t tokens,
              std::int64_t mega_batch)
       : lengths_(lengths), by_tokens_(tokens > 0), room_(std::max(batch_size, tokens)) {
     std::int64_t all = 0;
     for (std::size_t row = 0; row < lengths.size(); ++row) all += weight(static_cast<std::int64_t>(row));
-    mega_room_ = mega_batch == 0 ? all : room_ * std::clamp<std::int64_t>(all / 4 / room_, 1, mega_batch);
+    const auto together = std::min(mega_batch, std::max<std::int64_t>(all / room_ / 4, 4));
+    mega_room_ = mega_batch == 0 || all / room_ < together ? all : room_ * together;
   }
 
   /// The longest first in each batch. Cut by size, only the last one is smaller.

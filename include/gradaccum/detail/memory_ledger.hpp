@@ -7,9 +7,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <memory_resource>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace gradaccum::detail {
 
@@ -29,13 +31,14 @@ class MemoryLedger final : public c10::MemoryReportingInfoBase, public std::enab
                          c10::Device device) override {
     if (surrounding_) surrounding_->reportMemoryUsage(block, bytes, allocated, reserved, device);
     const std::lock_guard lock(mutex_);
-    if (const auto known = held_.find(block); known != held_.end()) {  // freed; or freed unseen, and given out again
-      add(device, -known->second);
-      held_.erase(known);
+    if (bytes > 0) {
+      const auto [held, is_new] = held_.try_emplace(block, bytes);
+      if (!is_new) add(device, -std::exchange(held->second, bytes));  // it was freed unseen, and given out again
+      add(device, bytes);
+    } else if (const auto held = held_.find(block); held != held_.end()) {
+      add(device, -held->second);
+      held_.erase(held);
     }
-    if (bytes <= 0) return;
-    held_.emplace(block, bytes);
-    add(device, bytes);
   }
   bool memoryProfilingEnabled() const override { return true; }
 
@@ -45,8 +48,9 @@ class MemoryLedger final : public c10::MemoryReportingInfoBase, public std::enab
   }
   Account of(c10::Device device) const {
     const std::lock_guard lock(mutex_);
-    const auto found = by_device_.find(device);
-    return found == by_device_.end() ? Account() : found->second;
+    for (auto& [known, account] : by_device_)
+      if (known == device) return account;
+    return {};
   }
   void reset_peak() {
     const std::lock_guard lock(mutex_);
@@ -57,14 +61,20 @@ class MemoryLedger final : public c10::MemoryReportingInfoBase, public std::enab
  private:
   void add(c10::Device device, std::int64_t bytes) {
     total_.add(bytes);
-    by_device_[device].add(bytes);
+    account_of(device).add(bytes);
+  }
+  Account& account_of(c10::Device device) {
+    for (auto& [known, account] : by_device_)
+      if (known == device) return account;
+    return by_device_.emplace_back(device, Account()).second;
   }
 
   std::shared_ptr<MemoryLedger> surrounding_;
   mutable std::mutex mutex_;
-  std::unordered_map<void*, std::int64_t> held_;
+  std::pmr::unsynchronized_pool_resource pool_;  // an allocation is to cost little more than it does unmeasured
+  std::pmr::unordered_map<void*, std::int64_t> held_{&pool_};
   Account total_;
-  std::unordered_map<c10::Device, Account> by_device_;
+  std::vector<std::pair<c10::Device, Account>> by_device_;  // few: faster than a map
 };
 
 }  // namespace gradaccum::detail

@@ -3,6 +3,7 @@
 
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Device.h>
+#include <c10/util/Exception.h>
 
 #include <unistd.h>
 
@@ -14,7 +15,7 @@ namespace gradaccum::detail {
 
 /// Bytes in use now: on a GPU by all processes, as its driver tells; on the CPU by this one, as Linux tells. None where
 /// nobody does.
-inline std::optional<std::int64_t> occupied_memory(c10::Device device) {
+inline std::optional<std::int64_t> occupied_memory(c10::Device device) try {
   if (!device.is_cpu()) {
     const auto [free, total] = c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index());
     return static_cast<std::int64_t>(total - free);
@@ -22,6 +23,8 @@ inline std::optional<std::int64_t> occupied_memory(c10::Device device) {
   std::int64_t virtual_pages = 0, resident_pages = 0;
   if (!(std::ifstream("/proc/self/statm") >> virtual_pages >> resident_pages)) return std::nullopt;
   return resident_pages * sysconf(_SC_PAGESIZE);
+} catch (const c10::Error&) {  // LibTorch's allocators tell only of some devices
+  return std::nullopt;
 }
 
 }  // namespace gradaccum::detail

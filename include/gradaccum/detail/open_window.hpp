@@ -166,8 +166,10 @@ inline void OpenWindow::backward(Loss loss, std::optional<bool> retain_graph, bo
   in_hand_ = true;
   if (loss.items == 0) return;
   scaled_ = scaled_ || finite_required(loss.seed);
-  loss.seed.multiply(loss.items);
-  loss.seed.divide(window_.first_weight());
+  if (loss.items != window_.first_weight()) {
+    loss.seed.multiply(loss.items);
+    loss.seed.divide(window_.first_weight());
+  }
   or_spoil([&] { loss.backward(retain_graph, create_graph); });
   watch_.look(state_->all_parameters());
 }
@@ -215,7 +217,8 @@ inline const std::shared_ptr<WindowGradients>& OpenWindow::so_far() {
 /// Takes notice of the gradients as they are.
 inline void OpenWindow::settle(bool complete) {
   if (accumulate_in_) or_spoil([&] { state_->fold_into_sums(*accumulate_in_); });
-  watch_.look(state_->all_parameters());
+  const bool seen = form_ == Form::weighted && !accumulate_in_ && !state_->applied();  // by backward, and checked since
+  if (!seen) watch_.look(state_->all_parameters());
   state_->set_weights(window_.first_weight(), window_.total_weight());
   state_->set_complete(complete);
 }

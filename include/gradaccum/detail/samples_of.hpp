@@ -5,12 +5,14 @@
 
 #include <concepts>
 #include <cstdint>
-#include <iterator>
 #include <optional>
+#include <string_view>
 #include <tuple>
-#include <type_traits>
+#include <utility>
 
 namespace gradaccum::detail {
+
+void batch_size() = delete;  // hides a global variable of that name: only the batch's own namespace counts
 
 template <class B>
 concept tells_its_size = requires(const B& batch) {
@@ -33,15 +35,19 @@ template <class B>
 concept is_sized = requires(const B& batch) {
   { batch.size() } -> std::convertible_to<std::int64_t>;
 };
+template <class B>
+concept is_text = std::convertible_to<const B&, std::string_view>;
 
 /// How many samples a batch has: what `batch_size(batch)` says, if its author wrote one; the rows of a tensor, of
-/// `batch.data`, of the first of a tuple, or of a map's first entry; else its `size()`; else 1.
+/// `batch.data`, of the first of a tuple, or of a map's first entry; else its `size()`, but 1 of a text; else 1.
 template <class Batch>
 std::int64_t samples_of(const Batch& batch) {
   if constexpr (tells_its_size<Batch>)
     return static_cast<std::int64_t>(batch_size(batch));
+  else if constexpr (is_text<Batch>)
+    return 1;
   else if constexpr (std::derived_from<Batch, at::Tensor>)
-    return batch.dim() > 0 ? batch.size(0) : 1;
+    return batch.defined() && batch.dim() > 0 ? batch.size(0) : 1;
   else if constexpr (has_data<Batch> && !is_sized<Batch>)
     return samples_of(batch.data);
   else if constexpr (maps_names<Batch>)

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/snapshot.hpp>
 #include <gradaccum/detail/type_name.hpp>
 
 #include <ATen/Context.h>
@@ -53,7 +52,7 @@ class ModelGuard {
   void use_other_random_numbers();
   /// Where the random numbers are.
   std::vector<at::Tensor> random_state() const;
-  /// Somebody has written to a buffer that this part itself has, since `rewind`.
+  /// A buffer that this part itself has is another than `rewind` left.
   bool changed_buffers(const Part& part) const;
 
  private:
@@ -63,7 +62,6 @@ class ModelGuard {
   std::vector<Part> parts_;
   std::vector<at::Tensor> parameters_, gradients_;
   std::vector<at::Tensor> tensors_, values_;  // parameters and buffers; what was in them
-  Snapshot untouched_;
   std::vector<at::Generator> generators_;
   std::vector<at::Tensor> random_state_;
 };
@@ -73,7 +71,6 @@ inline ModelGuard::ModelGuard(torch::nn::Module& model) : parameters_(model.para
   list("", model);
   for (auto& parameter : parameters_) keep(parameter);
   for (auto& buffer : model.buffers()) keep(buffer);
-  untouched_ = Snapshot(tensors_);
   std::vector<at::Device> devices{at::kCPU};
   for (auto& tensor : tensors_)
     if (std::find(devices.begin(), devices.end(), tensor.device()) == devices.end()) devices.push_back(tensor.device());
@@ -106,9 +103,8 @@ inline ModelGuard::Modes ModelGuard::modes() const {
 inline void ModelGuard::rewind(const Modes& modes) {
   at::NoGradGuard no_grad;
   for (auto& parameter : parameters_) parameter.mutable_grad().reset();
-  for (std::size_t i = 0; i < tensors_.size(); ++i)
-    if (!untouched_.untouched(i, tensors_[i])) tensors_[i].copy_(values_[i]);
-  untouched_ = Snapshot(tensors_);
+  for (std::size_t i = 0; i < tensors_.size(); ++i)  // version counters do not tell: BatchNorm writes past them
+    if (!tensors_[i].equal(values_[i])) tensors_[i].copy_(values_[i]);
   for (std::size_t i = 0; i < generators_.size(); ++i) {
     const std::lock_guard lock(generators_[i].mutex());
     generators_[i].set_state(random_state_[i]);
@@ -136,7 +132,7 @@ inline std::vector<at::Tensor> ModelGuard::random_state() const {
 inline bool ModelGuard::changed_buffers(const Part& part) const {
   for (auto& buffer : part.module->buffers(/*recurse=*/false))
     for (std::size_t i = 0; i < tensors_.size(); ++i)
-      if (tensors_[i].is_same(buffer) && !untouched_.untouched(i, buffer)) return true;
+      if (tensors_[i].is_same(buffer) && !buffer.equal(values_[i])) return true;
   return false;
 }
 

@@ -13,9 +13,11 @@
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -30,13 +32,14 @@ class VerifyPasses {
   using LossOf = std::function<Loss(std::int64_t)>;  ///< of a micro-batch, or of the
   static constexpr std::int64_t whole_batch = -1;
 
-  /// `rows`: of each micro-batch.
-  VerifyPasses(torch::nn::Module& model, LossOf loss_of, std::vector<std::int64_t> rows);
+  /// `rows`: of each micro-batch. `tolerance`: if not given, that of the parameters' dtype.
+  VerifyPasses(torch::nn::Module& model, LossOf loss_of, std::vector<std::int64_t> rows,
+               std::optional<double> tolerance);
 
   const ModelGuard& model() const { return guard_; }
   const std::vector<std::string>& names() const { return names_; }
   const std::vector<std::int64_t>& rows() const { return rows_; }
-  double rounding() const { return rounding_of(parameters_); }
+  double tolerance() const { return tolerance_; }
 
   /// The gradients of one batch: a micro-batch's, or the whole one's.
   GradientList gradients_of(std::int64_t batch, const Modes& modes, bool other_random_numbers = false);
@@ -48,6 +51,20 @@ class VerifyPasses {
   }
   /// A forward pass of the first micro-batch, to be observed.
   void forward(const Modes& modes);
+
+  /// Of each parameter, and the largest of them.
+  std::vector<double> errors(const GradientList& a, const GradientList& b) const {
+    return relative_errors(a, b, rounding_of(parameters_));
+  }
+  double error(const GradientList& a, const GradientList& b) const {
+    const auto all = errors(a, b);
+    return *std::max_element(all.begin(), all.end());
+  }
+  bool differ(const GradientList& a, const GradientList& b) const { return error(a, b) > tolerance_; }
+  /// The micro-batches with these shares do not give what the whole batch gives.
+  bool unequal(const Modes& modes, const std::vector<double>& shares) {
+    return differ(accumulated(modes, shares), gradients_of(whole_batch, modes));
+  }
 
   /// Of each micro-batch, in the last call of `accumulated`.
   const std::vector<double>& losses() const { return losses_; }
@@ -63,9 +80,11 @@ class VerifyPasses {
   std::vector<std::string> names_;
   std::vector<at::Tensor> parameters_;
   std::vector<double> losses_, items_;
+  double tolerance_;
 };
 
-inline VerifyPasses::VerifyPasses(torch::nn::Module& model, LossOf loss_of, std::vector<std::int64_t> rows)
+inline VerifyPasses::VerifyPasses(torch::nn::Module& model, LossOf loss_of, std::vector<std::int64_t> rows,
+                                  std::optional<double> tolerance)
     : guard_(model), loss_of_(std::move(loss_of)), rows_(std::move(rows)) {
   std::unordered_set<const void*> known;  // a shared parameter has several names
   for (auto& item : model.named_parameters()) {
@@ -75,6 +94,7 @@ inline VerifyPasses::VerifyPasses(torch::nn::Module& model, LossOf loss_of, std:
     parameters_.push_back(parameter);
   }
   TORCH_CHECK(!parameters_.empty(), "verify_accumulation: a parameter of the model must require grad, but none does");
+  tolerance_ = tolerance.value_or(default_tolerance(rounding_of(parameters_)));
 }
 
 inline GradientList VerifyPasses::gradients_of(std::int64_t batch, const Modes& modes, bool other_random_numbers) {

@@ -12,14 +12,15 @@
 
 namespace gradaccum::detail {
 
-/// The policies as given; and where none of them is a `Progress`, one that shows itself on terminals only.
+/// The policies as given; and where none of them is a `Progress`, before them one that shows itself on terminals only:
+/// its line is wiped before others print.
 template <class... Policies>
 auto with_progress(Policies... policies) {
   std::tuple<policy_t<Policies>...> given(as_policy(std::move(policies))...);
   if constexpr ((std::same_as<Policies, Progress> || ...))
     return given;
   else
-    return std::tuple_cat(std::move(given), std::tuple<Progress>(Progress{.line = {.only_on_terminal = true}}));
+    return std::tuple_cat(std::tuple<Progress>(Progress{.line = {.only_on_terminal = true}}), std::move(given));
 }
 
 /// The policies of a Trainer, whose hooks are called in their order.
@@ -70,10 +71,12 @@ class PolicyList {
   }
   template <class Policy>
   static bool is_ready(Policy& policy) {
-    if constexpr (hook::ready<Policy>)
-      return hooks::ready::call(policy);
-    else
-      return true;
+    if constexpr (hook::ready<Policy>) {
+      constexpr bool tells = std::convertible_to<decltype(hooks::ready::call(policy)), bool>;
+      static_assert(tells, "policy: ready must be callable as bool ready()");
+      if constexpr (tells) return hooks::ready::call(policy);
+    }
+    return true;
   }
   template <class Policy>
   static void state_of(Policy& policy, Archive& archive) {

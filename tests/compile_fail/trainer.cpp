@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/trainer.hpp>
+
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/sgd.h>
+
+namespace ga = gradaccum;
+
+struct WrongArgument {
+  void before_step(int) {}
+};
+struct WrongFactor {
+  void scale_gradients(ga::Gradients&) {}
+};
+struct NoReturn {
+  void ready() {}
+};
+struct Nothing {
+  void before_steps(ga::Gradients&) {}
+};
+struct Sealed final {
+  void before_step(ga::Gradients&) {}
+};
+struct Nameless {
+  void after_step(const ga::Step&) {}
+  void state(ga::Archive&) {}
+};
+
+int main() {
+  torch::nn::Linear model(1, 1);
+  torch::optim::SGD sgd(model->parameters(), 0.1);
+  torch::optim::LBFGS lbfgs(model->parameters());
+  ga::GradAccumulator accumulator(sgd);
+  const auto& constant = *model;
+  static_cast<void>(lbfgs);
+  static_cast<void>(constant);
+  std::vector<at::Tensor> batches;
+  ga::Archive archive;
+  const auto objective = [](auto&, auto& batch) { return batch; };
+  ga::Trainer trainer(model, sgd, objective, ga::Accumulate{.steps = 2});
+  ga::Trainer wrong(model, sgd, objective, WrongArgument{});        // this one is an error only where it is called
+  ga::Trainer factor(model, sgd, objective, WrongFactor{});
+  ga::Trainer no_return(model, sgd, objective, NoReturn{});
+  ga::Trainer nameless(model, sgd, objective, Nameless{});
+  wrong.flush();                                                     // error: before_step must be callable as before_step\(ga::Gradients&\)
+  factor.flush();                                                    // error: scale_gradients must be callable as scale_gradients\(ga::Factor&\)
+  no_return.fit(batches);                                            // error: ready must be callable as bool ready\(\)
+  nameless.state(archive);                                           // error: with state\(ga::Archive&\) goes `static constexpr std::string_view name`
+  ga::Trainer nothing(model, sgd, objective, Nothing{});             // error: expected a policy, which has one of the hooks of policy.hpp
+  ga::Trainer sealed(model, sgd, objective, Sealed{});               // error: a policy must not be final
+  ga::Trainer number(model, sgd, objective, 3);                      // error: expected a policy
+  ga::Trainer wrapped(model, accumulator, objective);                // error: give it the optimizer itself, and ga::Accumulate
+  ga::Trainer closures(model, lbfgs, objective);                     // error: LBFGS calls its closure several times a step
+  ga::Trainer gone(torch::nn::LinearImpl(1, 1), sgd, objective);     // error: holds a plain module by reference
+  ga::Trainer fixed(constant, sgd, objective);                       // error: a module that is const cannot be trained
+  ga::Trainer lost(model, torch::optim::SGD({}, 0.1), objective);    // error: holds the optimizer by reference
+  ga::Trainer none(objective, sgd, objective);                       // error: a model is a torch::nn::Module, a ModuleHolder
+  ga::Trainer typo(model, sgd, objective, ga::Accumulate{.step = 2});  // error: step
+  ga::Trainer copy(trainer);                                         // error: deleted
+  trainer.evaluate(batches, Nothing{});                              // error: metric
+}
