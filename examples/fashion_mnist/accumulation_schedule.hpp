@@ -32,10 +32,7 @@ class AccumulationSchedule {
   }
 
   std::int64_t steps(std::int64_t epoch) const { return std::prev(steps_.upper_bound(epoch))->second; }
-  /// In an epoch of that many micro-batches, with the last, shorter window.
-  std::int64_t updates(std::int64_t epoch, std::int64_t micro_batches) const {
-    return (micro_batches + steps(epoch) - 1) / steps(epoch);
-  }
+  const std::map<std::int64_t, std::int64_t>& by_epoch() const { return steps_; }
   const std::string& text() const { return text_; }
 
  private:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <fmt/format.h>
+#include <fmt/ostream.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -57,8 +58,8 @@ inline void print_table(const std::vector<NamedRun>& runs) {
   fmt::print("{:<16}{:>9}{:>10}{:>9}{:>16}{:>18}\n", "Run", "Accuracy", "Avg loss", "Seconds", "Samples/second",
              "Peak memory (MB)");
   for (const auto& [name, options, result] : runs)
-    fmt::print("{:<16}{:>8.1f}%{:>10.6f}{:>9.1f}{:>16.0f}{:>18.2f}\n", name, 100 * result.test.accuracy,
-               result.test.loss, result.seconds, result.samples_per_second,
+    fmt::print("{:<16}{:>8.1f}%{:>10.6f}{:>9.1f}{:>16.0f}{:>18.2f}\n", name, 100 * result.test["accuracy"],
+               result.test["loss"], result.seconds, result.samples_per_second,
                static_cast<double>(result.peak_bytes) / 1e6);
 }
 
@@ -82,6 +83,19 @@ inline void compare(const Options& options, const Dataset& dataset) {
       "Accumulation is exact: the runs agree up to the rounding of floats, which training amplifies.\n",
       runs[0].name, runs[1].name, largest, relative);
   if (runs.size() > 2) fmt::print("bfloat16 rounds to 8 bits, so that its run goes a way of its own.\n");
+}
+
+/// An update of 64 images in two ways: by micro-batches of 4, and of 1. Same arithmetic, but not the same time: fill
+/// the device first, then accumulate.
+inline void compare_micro_batches(const Options& options, const Dataset& dataset) {
+  for (const std::int64_t size : {4, 1}) {
+    auto run = options;
+    run.batch_size = size;
+    run.accumulate = AccumulationSchedule(std::to_string(64 / size));
+    Setup setup(run, dataset);
+    const auto report = measure_with_trainer(setup, run);
+    fmt::print("Batch {} x {} steps\n{}\n", size, 64 / size, fmt::streamed(report));
+  }
 }
 
 }  // namespace fashion_mnist

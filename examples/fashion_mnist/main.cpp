@@ -20,6 +20,8 @@ void run(const fashion_mnist::Options& options) {
   const auto dataset = fashion_mnist::load_dataset(options.data, options.device, options.scalar_type());
   if (options.compare)
     fashion_mnist::compare(options, dataset);
+  else if (options.compare_micro_batches)
+    fashion_mnist::compare_micro_batches(options, dataset);
   else
     fashion_mnist::print_summary(fashion_mnist::train(options, dataset));
 }

@@ -30,7 +30,9 @@ struct Options {
   int threads = 0;  // 0: as many as LibTorch chooses
   std::uint64_t seed = 0;
   std::string data = "/usr/share/datasets/fashion-mnist";
+  bool trainer = false;
   bool compare = false;
+  bool compare_micro_batches = false;
 
   torch::Dtype scalar_type() const { return dtype == "float64" ? torch::kFloat64 : torch::kFloat32; }
   bool mixed_precision() const { return amp != "off"; }
@@ -90,6 +92,14 @@ inline void add_options(CLI::App& app, Options& options) {
   app.add_option("--data", options.data, "directory of the four IDX files, as they are or as .gz");
   app.add_flag("--compare", options.compare,
                "train with --batch-size B, with B/4 accumulated over 4 steps, and with B in bfloat16")
+      ->excludes(accumulate)
+      ->excludes(amp);
+  app.add_flag("--trainer", options.trainer, "train with ga::Trainer, in place of the loop written by hand");
+  app.add_flag("--compare-micro-batches", options.compare_micro_batches,
+               "train with micro-batches of 4 x 16 and of 1 x 64, and tell time and memory of both")
+      ->excludes("--compare")
+      ->excludes("--trainer")
+      ->excludes("--batch-size")
       ->excludes(accumulate)
       ->excludes(amp);
 }

@@ -9,7 +9,9 @@
 #include <c10/core/ScalarType.h>
 
 #include <memory>
+#include <optional>
 #include <string_view>
+#include <utility>
 
 namespace gradaccum {
 
@@ -28,6 +30,7 @@ struct MixedPrecision {
   static constexpr std::string_view name = "mixed_precision";
 
   at::ScalarType dtype = at::kBFloat16;             ///< or kHalf
+  bool enabled = true;                              ///< if not, it does nothing
   AmpScalerOptions scaler = {};                     ///< of the loss scale; only float16 has one
   std::shared_ptr<AmpScaler> amp_scaler = nullptr;  ///< made of these options when the trainer is built
   at::DeviceType device = at::kCPU;
@@ -37,11 +40,14 @@ struct MixedPrecision {
     device = trainer.device().type();
     static_cast<void>(forward_scope());  // throws where the device has no autocast, or not for this dtype
     auto options = scaler;
-    options.enabled = scaler.enabled && dtype == at::kHalf;
+    options.enabled = enabled && scaler.enabled && dtype == at::kHalf;
     if (options.enabled) detail::check_none_is_half(detail::parameters_of(trainer.optimizer()));
     amp_scaler = std::make_shared<AmpScaler>(options);
   }
-  Autocast forward_scope() const { return Autocast(device, dtype); }
+  std::optional<Autocast> forward_scope() const {
+    if (!enabled) return std::optional<Autocast>();
+    return std::optional<Autocast>(std::in_place, device, dtype);
+  }
   void before_backward(Loss& loss) { loss = amp_scaler->scale(std::move(loss)); }
   void scale_gradients(Factor& factor) const { amp_scaler->unscale(factor); }
   void after_window(const Step& step) {

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <gradaccum/amp_scaler.hpp>
+#include <gradaccum/autocast.hpp>
+#include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/metrics.hpp>
+#include <gradaccum/progress_line.hpp>
+
+#include "print.hpp"
+#include "setup.hpp"
+
+/// The first of two starting points: the loop of any LibTorch program, with the accumulator in the optimizer's place.
+namespace fashion_mnist {
+
+using Accumulator = ga::GradAccumulator<torch::optim::Optimizer>;
+
+struct Prediction {
+  at::Tensor logits, loss;
+};
+
+/// Forward, in 16 bits where --amp asks for it. Backward stays outside: it takes the types of forward by itself.
+inline Prediction predict(torch::nn::Sequential& model, const ga::data::Batch& batch, const Options& options) {
+  ga::Autocast autocast(batch.data.device(), options.autocast_type(), options.mixed_precision());
+  const auto logits = model->forward(batch.data);
+  return {logits, torch::cross_entropy_loss(logits, batch.target)};
+}
+
+/// Shows how far the run is. The loss is read from the device only when it is shown.
+class Progress {
+ public:
+  explicit Progress(std::int64_t samples) : samples_(samples) {}
+
+  void add(const at::Tensor& loss, std::int64_t samples, const Accumulator& optimizer) {
+    done_ += samples;
+    line_.update(static_cast<double>(done_) / static_cast<double>(samples_), done_,
+                 [&] { return fmt::format("update {} | loss {:.4f}", optimizer.updates(), loss.item<double>()); });
+  }
+  void clear() { line_.clear(); }
+
+ private:
+  ga::ProgressLine line_;
+  std::int64_t samples_, done_ = 0;
+};
+
+/// One pass over the training images, and a flush after it.
+inline void train_epoch(Setup& setup, Accumulator& optimizer, ga::AmpScaler& scaler, const Options& options,
+                        Progress& progress) {
+  setup.model->train();
+  for (const auto& batch : setup.batches) {
+    auto loss = predict(setup.model, batch, options).loss;
+    scaler.scale(loss).backward();
+    scaler.step(optimizer);  // moves the parameters when the window is full, unless float16 overflowed
+    scaler.update();
+    optimizer.zero_grad();  // does nothing inside a window
+    progress.add(loss, batch.target.size(0), optimizer);
+  }
+  optimizer.flush();  // the last window may be shorter: it counts with its own mean
+  scaler.update();
+}
+
+inline ga::Evaluation evaluate(Setup& setup, const Options& options) {
+  torch::NoGradGuard no_grad;
+  setup.model->eval();
+  ga::MeanLoss loss;
+  ga::Accuracy accuracy;
+  for (const auto& batch : setup.test_batches) {
+    const auto [logits, batch_loss] = predict(setup.model, batch, options);
+    const auto one = ga::Loss{batch_loss, batch.target.size(0)}.with(logits, batch.target);
+    loss.add(one);
+    accuracy.add(one);
+  }
+  return {.metrics = {{"loss", loss.value()}, {"accuracy", accuracy.value()}}};
+}
+
+/// Says how many steps are accumulated, wherever that changes.
+inline void set_steps(std::int64_t epoch, const AccumulationSchedule& accumulate, Accumulator& optimizer) {
+  const auto steps = accumulate.steps(epoch);
+  if (steps == (epoch == 0 ? 1 : accumulate.steps(epoch - 1))) return;
+  optimizer.set_steps(steps);
+  fmt::print("{}\n", optimizer.description());
+}
+
+inline ga::Evaluation train_by_hand(Setup& setup, const Options& options) {
+  Accumulator optimizer(*setup.optimizer, {.steps = options.accumulate.steps(0)});
+  ga::AmpScaler scaler({.enabled = options.scales_loss()});  // if not, it leaves the loss alone and just steps
+  Progress progress(options.epochs * setup.batches.rows());
+  ga::Evaluation test;
+  for (std::int64_t epoch = 0; epoch < options.epochs; ++epoch) {
+    set_steps(epoch, options.accumulate, optimizer);
+    print_heading(epoch);
+    train_epoch(setup, optimizer, scaler, options, progress);
+    test = evaluate(setup, options);
+    progress.clear();
+    print_results(test);
+  }
+  return test;
+}
+
+}  // namespace fashion_mnist

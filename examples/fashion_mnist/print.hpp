@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <fmt/format.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <gradaccum/metrics.hpp>
+
+namespace fashion_mnist {
+
+inline void print_heading(std::int64_t epoch) {
+  fmt::print("Epoch {}\n-------------------------------\n", epoch + 1);
+  std::fflush(stdout);  // now, also where the output is a file that somebody follows
+}
+
+inline void print_results(const gradaccum::Evaluation& test) {
+  fmt::print("Test Results:\n Accuracy: {:.1f}%, Avg loss: {:.6f}\n\n", 100 * test["accuracy"], test["loss"]);
+  std::fflush(stdout);
+}
+
+}  // namespace fashion_mnist

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <torch/torch.h>
+
+#include <gradaccum/data/tensor_batches.hpp>
+#include <memory>
+
+#include "dataset.hpp"
+#include "model.hpp"
+#include "optimizer.hpp"
+#include "options.hpp"
+
+namespace fashion_mnist {
+
+namespace ga = gradaccum;
+
+/// What a run trains, and with what: the same options give the same, bit for bit.
+struct Setup {
+  Setup(const Options& options, const Dataset& dataset)
+      : model(seeded_model(options)),
+        optimizer(make_optimizer(options.optimizer, model->parameters(), options.learning_rate)),
+        batches(dataset.train.images, dataset.train.labels,
+                {.batch_size = options.batch_size, .shuffle = true, .seed = options.seed}),
+        // Evaluated in batches of the same size: what fits for training fits for this too.
+        test_batches(dataset.test.images, dataset.test.labels, {.batch_size = options.batch_size}) {}
+
+  torch::nn::Sequential model;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  ga::data::TensorBatches batches, test_batches;
+
+ private:
+  static torch::nn::Sequential seeded_model(const Options& options) {
+    torch::manual_seed(options.seed);
+    auto model = make_model();
+    model->to(options.device, options.scalar_type());
+    return model;
+  }
+};
+
+}  // namespace fashion_mnist

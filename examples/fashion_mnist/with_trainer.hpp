@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <functional>
+#include <gradaccum/trainer.hpp>
+
+#include "print.hpp"
+#include "setup.hpp"
+
+/// The second of two starting points: the Trainer, and a policy of one's own.
+namespace fashion_mnist {
+
+/// A policy: prints the heading of an epoch, and after it how well the model does on the test images.
+struct TestResults {
+  ga::data::TensorBatches* images = nullptr;
+  std::function<ga::Evaluation()> evaluate = {};
+  ga::Evaluation last = {};
+
+  void attach(auto& trainer) {
+    evaluate = [this, &trainer] { return trainer.evaluate(*images, ga::Accuracy{}); };
+  }
+  void on_epoch_begin(std::int64_t epoch) { print_heading(epoch); }
+  void on_epoch_end(std::int64_t) { print_results(last = evaluate()); }
+};
+
+/// The loss of a batch, how many images it is the mean of, and what metrics look at.
+inline ga::Loss objective(torch::nn::Sequential& model, const ga::data::Batch& batch) {
+  const auto logits = model->forward(batch.data);
+  return ga::Loss{torch::cross_entropy_loss(logits, batch.target), batch.target.size(0)}.with(logits, batch.target);
+}
+
+inline ga::Evaluation train_with_trainer(Setup& setup, const Options& options) {
+  ga::Trainer trainer(setup.model, setup.optimizer, objective,
+                      ga::Accumulate{.schedule = options.accumulate.by_epoch()},
+                      ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
+                      ga::Progress{}, TestResults{&setup.test_batches});
+  trainer.fit(setup.batches, {.epochs = options.epochs});
+  return trainer.policy<TestResults>().last;
+}
+
+/// Trains without looking at the test images, and tells time and memory.
+inline ga::FitReport measure_with_trainer(Setup& setup, const Options& options) {
+  ga::Trainer trainer(setup.model, setup.optimizer, objective,
+                      ga::Accumulate{.schedule = options.accumulate.by_epoch()}, ga::Progress{});
+  return trainer.fit(setup.batches, {.epochs = options.epochs});
+}
+
+}  // namespace fashion_mnist
