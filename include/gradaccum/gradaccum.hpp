@@ -38,5 +38,6 @@
 #include <gradaccum/policy.hpp>
 #include <gradaccum/progress_line.hpp>
 #include <gradaccum/trainer.hpp>
+#include <gradaccum/verify_accumulation.hpp>
 #include <gradaccum/version.hpp>
 #include <gradaccum/window.hpp>

@@ -5,6 +5,7 @@
 #include <gradaccum/detail/samples_of.hpp>
 #include <gradaccum/detail/verify_causes.hpp>
 #include <gradaccum/detail/verify_passes.hpp>
+#include <gradaccum/detail/verify_sentences.hpp>
 #include <gradaccum/detail/verify_split.hpp>
 #include <gradaccum/loss.hpp>
 
@@ -15,8 +16,6 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
-#include <numeric>
 #include <optional>
 #include <ostream>
 #include <string>
@@ -53,20 +52,16 @@ inline double AccumulationReport::worst() const {
 
 inline std::string to_string(const AccumulationReport& report) {
   constexpr std::size_t most = 5;
-  const auto number = [](double value) {
-    char text[16];
-    std::snprintf(text, sizeof(text), "%.1e", value);
-    return std::string(text);
-  };
   auto parameters = report.parameters;
   std::stable_sort(parameters.begin(), parameters.end(),
                    [](auto& a, auto& b) { return a.relative_error > b.relative_error; });
-  std::string text = std::to_string(report.steps) +
-                     " micro-batches and one batch: " + (report.exact() ? "equal" : "NOT EQUAL") + " (tolerance " +
-                     number(report.tolerance) + ")\n";
+  const bool equal = report.worst() <= report.tolerance;
+  const auto* verdict = report.exact() ? "equal" : equal ? "equal, but" : "NOT EQUAL";
+  std::string text = std::to_string(report.steps) + " micro-batches and one batch: " + verdict + " (tolerance " +
+                     detail::scientific(report.tolerance) + ")\n";
   text += "  relative error  parameter\n";
   for (std::size_t i = 0; i < std::min(most, parameters.size()); ++i)
-    text += "  " + number(parameters[i].relative_error) + "         " + parameters[i].name + '\n';
+    text += "  " + detail::scientific(parameters[i].relative_error) + "         " + parameters[i].name + '\n';
   if (parameters.size() > most)
     text += "  and " + std::to_string(parameters.size() - most) + " more, all of them nearer\n";
   for (auto& cause : report.causes) text += "  * " + cause + '\n';
@@ -79,18 +74,18 @@ inline std::ostream& operator<<(std::ostream& stream, const AccumulationReport& 
 
 namespace detail {
 
-inline AccumulationReport verify_accumulation(torch::nn::Module& model, VerifyPasses::LossOf loss_of,
-                                              std::vector<std::int64_t> rows, std::optional<double> tolerance) {
+inline AccumulationReport compare_gradients(torch::nn::Module& model, VerifyPasses::LossOf loss_of,
+                                            std::vector<std::int64_t> rows, std::optional<double> tolerance) {
   at::AutoGradMode with_gradients(true);
-  AccumulationReport report;
-  report.steps = static_cast<std::int64_t>(rows.size());
-  VerifyPasses passes(model, std::move(loss_of), std::move(rows));
-  report.tolerance = tolerance.value_or(default_tolerance(passes.rounding()));
+  VerifyPasses passes(model, std::move(loss_of), std::move(rows), tolerance);
   const auto as_it_is = passes.model().modes();
   const auto whole = passes.gradients_of(VerifyPasses::whole_batch, as_it_is);
-  const auto errors = relative_errors(passes.accumulated(as_it_is), whole, passes.rounding());
+  const auto errors = passes.errors(passes.accumulated(as_it_is), whole);
+  AccumulationReport report;
+  report.steps = static_cast<std::int64_t>(passes.rows().size());
+  report.tolerance = passes.tolerance();
   for (std::size_t i = 0; i < errors.size(); ++i) report.parameters.push_back({passes.names()[i], errors[i]});
-  report.causes = CauseSearch(passes, report.tolerance).run(whole, report.worst() <= report.tolerance);
+  report.causes = CauseSearch(passes).run(whole, report.worst() <= report.tolerance);
   return report;
 }
 
@@ -135,7 +130,7 @@ AccumulationReport verify_accumulation(Model&& model, Objective objective, Batch
   const auto loss_of = [&](std::int64_t i) -> Loss {
     return objective(model, i == detail::VerifyPasses::whole_batch ? batch : parts[static_cast<std::size_t>(i)]);
   };
-  return detail::verify_accumulation(detail::module_of(model), loss_of, std::move(rows), options.tolerance);
+  return detail::compare_gradients(detail::module_of(model), loss_of, std::move(rows), options.tolerance);
 }
 
 }  // namespace gradaccum

@@ -50,16 +50,16 @@ struct SequenceBatch {
 /// Batches of sequences of unequal length, of about the same length each, so that little of them is padding.
 ///
 ///     std::vector<at::Tensor> texts{torch::randint(9, {7}), torch::randint(9, {30}), torch::randint(9, {8})};
-///     ga::data::LengthBuckets buckets(texts, torch::tensor({0, 1, 0}), {.tokens = 60, .shuffle = true, .seed = 0});
+///     ga::data::LengthBuckets buckets(texts, torch::tensor({0, 1, 0}), {.tokens = 32, .shuffle = true, .seed = 0});
 ///     for (auto& batch : buckets) {                                      // [2, 8] and [1, 30], or the other way round
 ///       auto mask = torch::arange(batch.data.size(1)) < batch.lengths.unsqueeze(1);
 ///       std::cout << batch.data.sizes() << ", padding: " << batch.data.numel() - batch.tokens << mask << '\n';
 ///     }
 ///
-/// Shuffled, an epoch's random order is cut into mega-batches of 50 batches (of a quarter of the list, where that
-/// is less); each is sorted by length and cut into batches, and these are shuffled. Not shuffled, the whole list
-/// is sorted, the longest first, so that what does not fit into memory shows at once; `indices` put results back in
-/// order. Either way an epoch has every sequence exactly once, but for what `drop_last` leaves out.
+/// Shuffled, an epoch's random order is cut into mega-batches of 50 batches (of a quarter of a short list, of 4 at
+/// least); each is sorted by length and cut into batches, and all batches are shuffled. Not shuffled, the whole list is
+/// sorted, the longest first, so that what does not fit into memory shows at once; `indices` put results back in order.
+/// Either way an epoch has every sequence exactly once, but for what `drop_last` leaves out.
 ///
 /// `sequences`: [length, …], length >= 1, alike in dtype, device and the other dimensions; of any strides, not copied.
 /// `targets`: a tensor with a row for each, or a list of tensors: token targets, which are padded too. A batch is

@@ -2,13 +2,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <limits>
-#include <utility>
 #include <vector>
 
 namespace gradaccum::detail {
@@ -49,9 +47,9 @@ inline double largest(const GradientList& gradients) {
   return all;
 }
 
-inline double distance(const at::Tensor& a, const at::Tensor& b) {
+inline double largest_difference(const at::Tensor& a, const at::Tensor& b) {
   if (!a.defined() || !b.defined()) return largest(a.defined() ? a : b);
-  return largest(a - b);
+  return largest(a.sub(b));
 }
 
 /// max|a - b| / max|b| for each parameter. Where both are but rounding noise beside the model's largest gradient (the
@@ -60,7 +58,7 @@ inline std::vector<double> relative_errors(const GradientList& a, const Gradient
   const double all = largest(b), noise = std::min(0.1, 100 * rounding) * all;
   std::vector<double> errors;
   for (std::size_t i = 0; i < a.size(); ++i) {
-    const double of_a = largest(a[i]), of_b = largest(b[i]), apart = distance(a[i], b[i]);
+    const double of_a = largest(a[i]), of_b = largest(b[i]), apart = largest_difference(a[i], b[i]);
     const double error = apart == 0 ? 0 : apart / (std::max(of_a, of_b) <= noise ? all : of_b);
     errors.push_back(std::isnan(error) ? std::numeric_limits<double>::infinity() : error);
   }

@@ -9,6 +9,7 @@
 #include <ATen/ops/linalg_lstsq.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/view_as_real.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <cmath>
 #include <cstddef>

@@ -1,0 +1,424 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/data/length_buckets.hpp>
+#include <gradaccum/data/tensor_batches.hpp>
+
+#include <algorithm>
+#include <limits>
+#include <random>
+#include <set>
+#include <vector>
+
+namespace ga = gradaccum;
+using ga::data::LengthBuckets, ga::data::LengthBucketsOptions, ga::data::SequenceBatch;
+
+namespace {
+
+using Numbers = std::vector<std::int64_t>;
+
+Numbers numbers_of(const at::Tensor& tensor) {
+  const auto flat = tensor.to(at::kLong).contiguous();
+  return {flat.data_ptr<std::int64_t>(), flat.data_ptr<std::int64_t>() + flat.numel()};
+}
+
+// Lengths as those of texts: most are short, a few are long.
+Numbers text_lengths(std::size_t count, std::uint32_t seed, std::int64_t longest = 200) {
+  std::mt19937 numbers(seed);
+  Numbers lengths;
+  while (lengths.size() < count) {
+    const auto octave = std::int64_t{1} << (numbers() % 8);
+    lengths.push_back(std::min<std::int64_t>(octave + static_cast<std::int64_t>(numbers()) % octave, longest));
+  }
+  return lengths;
+}
+
+// Sequence i is i * 1000, i * 1000 + 1, …: every element says where it belongs. Never 0, the padding.
+std::vector<at::Tensor> sequences_of(const Numbers& lengths) {
+  std::vector<at::Tensor> sequences;
+  for (std::size_t i = 0; i < lengths.size(); ++i)
+    sequences.push_back(torch::arange(lengths[i]) + static_cast<std::int64_t>(i + 1) * 1000);
+  return sequences;
+}
+
+LengthBuckets make(const Numbers& lengths, LengthBucketsOptions options) {
+  return {sequences_of(lengths), torch::arange(static_cast<std::int64_t>(lengths.size())) * 10, options};
+}
+
+std::vector<Numbers> epoch_of(LengthBuckets& buckets) {
+  std::vector<Numbers> batches;
+  for (auto& batch : buckets) batches.push_back(numbers_of(batch.indices));
+  return batches;
+}
+
+Numbers joined(const std::vector<Numbers>& batches) {
+  Numbers all;
+  for (auto& batch : batches) all.insert(all.end(), batch.begin(), batch.end());
+  return all;
+}
+
+Numbers sorted(Numbers numbers) {
+  std::sort(numbers.begin(), numbers.end());
+  return numbers;
+}
+
+Numbers up_to(std::size_t count) { return numbers_of(torch::arange(static_cast<std::int64_t>(count))); }
+
+// The batch by hand, element for element.
+void check_batch(const SequenceBatch& batch, const Numbers& lengths, std::int64_t padding = 0) {
+  std::int64_t tokens = 0, longest = 0;
+  for (auto length : numbers_of(batch.lengths)) tokens += length, longest = std::max(longest, length);
+  CHECK(batch.tokens == tokens);
+  REQUIRE(batch.data.sizes() == at::IntArrayRef({batch.rows(), longest}));
+  const auto indices = numbers_of(batch.indices), elements = numbers_of(batch.data);
+  std::size_t wrong = 0, at = 0;
+  for (std::size_t i = 0; i < indices.size(); ++i) {
+    const auto length = lengths[static_cast<std::size_t>(indices[i])];
+    wrong += batch.lengths[static_cast<std::int64_t>(i)].item<std::int64_t>() != length;
+    wrong += batch.target[static_cast<std::int64_t>(i)].item<std::int64_t>() != indices[i] * 10;
+    for (std::int64_t j = 0; j < longest; ++j)
+      wrong += elements[at++] != (j < length ? (indices[i] + 1) * 1000 + j : padding);
+  }
+  CHECK(wrong == 0);
+  CHECK(batch.lengths.device().is_cpu());
+}
+
+// Elements of an epoch's batches, padding included.
+template <class Batches>
+std::int64_t elements_of(Batches& batches) {
+  std::int64_t elements = 0;
+  for (auto& batch : batches) elements += batch.data.numel();
+  return elements;
+}
+
+}  // namespace
+
+TEST_CASE("LengthBuckets: any lengths, sizes and budgets: every sequence once, padded right, within the budget") {
+  std::mt19937 numbers(1);
+  for (int round = 0; round < 60; ++round) {
+    const auto lengths = text_lengths(numbers() % 90, numbers());
+    LengthBucketsOptions options{.shuffle = round % 3 != 0, .seed = numbers(), .padding = -7};
+    options.mega_batch = 1 + numbers() % 60;
+    if (round % 2 == 0)
+      options.batch_size = 1 + numbers() % 20;
+    else
+      options.tokens = 200 + numbers() % 1000;
+    INFO("round " << round << ", " << lengths.size() << " sequences, batch_size " << options.batch_size << ", tokens "
+                  << options.tokens << ", mega_batch " << options.mega_batch);
+    auto buckets = make(lengths, options);
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      Numbers seen;
+      std::int64_t batches = 0, smaller = 0;
+      const auto size = buckets.size();
+      for (auto& batch : buckets) {
+        check_batch(batch, lengths, -7);
+        CHECK(buckets.size() == size);
+        for (auto i : numbers_of(batch.indices)) seen.push_back(i);
+        if (options.tokens > 0) CHECK(batch.data.numel() <= options.tokens);
+        if (options.batch_size > 0) CHECK(batch.rows() <= options.batch_size);
+        smaller += batch.rows() < options.batch_size;
+        ++batches;
+      }
+      CHECK(sorted(seen) == up_to(lengths.size()));
+      CHECK(batches == size);
+      CHECK(smaller <= 1);
+    }
+  }
+}
+
+TEST_CASE("LengthBuckets: padding is a fraction of what random batches have, and near the least there can be") {
+  const auto lengths = text_lengths(3000, 3);
+  std::int64_t tokens = 0;
+  for (auto length : lengths) tokens += length;
+  auto shuffled = make(lengths, {.batch_size = 10, .shuffle = true, .seed = 5}),
+       least = make(lengths, {.batch_size = 10});
+  auto finer = make(lengths, {.batch_size = 10, .shuffle = true, .seed = 5, .mega_batch = 5});
+
+  std::int64_t random = 0;  // batches of 10 in random order, padded to the longest
+  const auto all = torch::tensor(lengths);
+  ga::data::TensorBatches anyhow(all, all, {.batch_size = 10, .shuffle = true, .seed = 5});
+  for (auto& batch : anyhow) random += batch.data.numel() * batch.data.max().item<std::int64_t>();
+
+  const auto ours = elements_of(shuffled), sorted = elements_of(least);
+  CHECK(random > 2 * tokens);
+  CHECK(static_cast<double>(ours) < 1.06 * static_cast<double>(tokens));
+  CHECK(static_cast<double>(ours) < 1.06 * static_cast<double>(sorted));
+  CHECK(sorted <= ours);
+  CHECK(ours < elements_of(finer));  // the knob
+}
+
+TEST_CASE("LengthBuckets: a budget is made use of: fewer batches than in random order, hardly more than the least") {
+  const auto lengths = text_lengths(3000, 4);
+  std::int64_t tokens = 0, random = 1, longest = 0, rows = 0;
+  for (auto length : lengths) {
+    tokens += length;
+    longest = std::max(longest, length);
+    if (++rows * longest <= 1000) continue;
+    ++random, longest = length, rows = 1;
+  }
+  const auto size = make(lengths, {.tokens = 1000, .shuffle = true}).size();
+  CHECK(static_cast<double>(size) * 1000 < 1.15 * static_cast<double>(tokens));
+  CHECK(random > 2 * size);
+}
+
+TEST_CASE("LengthBuckets: shuffled by seed and epoch alone, batches and what is in them") {
+  const auto lengths = text_lengths(200, 5);
+  auto a = make(lengths, {.batch_size = 8, .shuffle = true, .seed = 7}), b = a;
+  auto c = make(lengths, {.batch_size = 8, .shuffle = true, .seed = 8});
+  const auto first = epoch_of(a), second = epoch_of(a);
+  torch::manual_seed(0);  // the global generator plays no part
+  const auto expected = torch::rand({2});
+  torch::manual_seed(0);
+  CHECK(epoch_of(b) == first);
+  CHECK(epoch_of(b) == second);
+  CHECK(torch::rand({2}).equal(expected));
+  CHECK(first != second);
+  CHECK(epoch_of(c) != first);
+
+  // Not the same batches in another order.
+  std::set<Numbers> of_first, in_both;
+  for (auto& batch : first) of_first.insert(sorted(batch));
+  for (auto& batch : second)
+    if (of_first.count(sorted(batch))) in_both.insert(batch);
+  CHECK(in_both.size() < first.size() / 4);
+  // And no order of lengths among the batches: about every other is longer than the one before.
+  std::size_t longer = 0;
+  for (std::size_t i = 1; i < first.size(); ++i) {
+    const auto longest = [&](auto& batch) { return lengths[static_cast<std::size_t>(batch.front())]; };
+    longer += longest(first[i]) > longest(first[i - 1]);
+  }
+  CHECK(longer > first.size() / 4);
+  CHECK(longer < first.size() * 3 / 4);
+}
+
+TEST_CASE("LengthBuckets: a list of a few batches is shuffled, too") {
+  const auto lengths = text_lengths(32, 6);
+  auto buckets = make(lengths, {.batch_size = 4, .shuffle = true});
+  const auto first = epoch_of(buckets);
+  std::set<Numbers> batches;
+  for (auto& batch : first) batches.insert(sorted(batch));
+  for (auto& batch : epoch_of(buckets)) batches.insert(sorted(batch));
+  CHECK(batches.size() > first.size());
+}
+
+TEST_CASE("LengthBuckets: not shuffled, the longest first, ties as they stand, and results go back in order") {
+  const Numbers lengths{3, 5, 1, 5, 2};
+  auto buckets = make(lengths, {.batch_size = 2});
+  CHECK(epoch_of(buckets) == std::vector<Numbers>{{1, 3}, {0, 4}, {2}});
+  CHECK(epoch_of(buckets) == std::vector<Numbers>{{1, 3}, {0, 4}, {2}});
+  auto results = torch::zeros({5}, at::kLong);
+  for (auto& batch : buckets) results.index_copy_(0, batch.indices, std::get<0>(batch.data.max(1)));
+  CHECK(numbers_of(results) == Numbers{1002, 2004, 3000, 4004, 5001});
+  auto by_tokens = make(lengths, {.tokens = 6});
+  CHECK(epoch_of(by_tokens) == std::vector<Numbers>{{1}, {3}, {0, 4}, {2}});
+}
+
+TEST_CASE("LengthBuckets: drop_last leaves out the smaller batch, and no other") {
+  const auto lengths = text_lengths(43, 7);
+  auto whole = make(lengths, {.batch_size = 4, .shuffle = true, .drop_last = true});
+  CHECK(whole.size() == 10);
+  for (int epoch = 0; epoch < 3; ++epoch)
+    for (auto& batch : epoch_of(whole)) CHECK(batch.size() == 4);
+  auto exact = make(text_lengths(40, 7), {.batch_size = 4, .drop_last = true});
+  CHECK(exact.size() == 10);
+  CHECK(make(text_lengths(3, 7), {.batch_size = 4, .drop_last = true}).size() == 0);
+}
+
+TEST_CASE("LengthBuckets: token targets are padded apart, with their own lengths") {
+  const auto sequences = sequences_of({2, 4, 3});
+  const std::vector<at::Tensor> labels{torch::tensor({7, 8, 9}), torch::tensor({5}), torch::empty({0}, at::kLong)};
+  LengthBuckets buckets(sequences, labels, {.batch_size = 3});
+  const auto batch = *buckets.begin();
+  CHECK(numbers_of(batch.indices) == Numbers{1, 2, 0});
+  CHECK(batch.target.equal(torch::tensor({{5, -100, -100}, {-100, -100, -100}, {7, 8, 9}})));
+  CHECK(numbers_of(batch.target_lengths) == Numbers{1, 0, 3});
+  CHECK(numbers_of(batch.lengths) == Numbers{4, 3, 2});
+  CHECK(batch.tokens == 9);
+
+  // The padding is what cross_entropy leaves out.
+  const auto scores = torch::randn({3, 3, 10}, at::kDouble);
+  const auto loss = torch::cross_entropy_loss(scores.flatten(0, 1), batch.target.flatten());
+  const auto log = scores.log_softmax(-1);
+  const auto expected = -(log[0][0][5] + log[2][0][7] + log[2][1][8] + log[2][2][9]) / 4;
+  CHECK((loss - expected).abs().item<double>() < 1e-12);
+
+  LengthBuckets none(sequences, std::vector<at::Tensor>(3, torch::empty({0}, at::kLong)), {.batch_size = 2});
+  CHECK(none.begin()->target.sizes() == at::IntArrayRef({2, 0}));
+  LengthBuckets other(sequences, labels, {.batch_size = 3, .target_padding = 1});
+  CHECK(other.begin()->target[0].equal(torch::tensor({5, 1, 1})));
+}
+
+TEST_CASE("LengthBuckets: sequences of features, of 16 bits, of bool, and of any strides") {
+  const auto table = torch::randn({6, 10});
+  const auto strided = table.t().slice(0, 1, 8, 3), expanded = torch::ones({1, 6}).expand({5, 6});  // 3 rows; 5 rows
+  REQUIRE(!strided.is_contiguous());
+  LengthBuckets buckets({strided, expanded}, torch::zeros({2}), {.batch_size = 2, .padding = 0.5});
+  const auto batch = *buckets.begin();
+  CHECK(batch.data.sizes() == at::IntArrayRef({2, 5, 6}));
+  CHECK(batch.data[0].equal(torch::ones({5, 6})));
+  CHECK(batch.data[1].slice(0, 0, 3).equal(strided));
+  CHECK(batch.data[1].slice(0, 3).equal(torch::full({2, 6}, 0.5)));
+
+  for (auto dtype : {at::kHalf, at::kBFloat16, at::kDouble, at::kInt, at::kByte, at::kBool}) {
+    LengthBuckets typed({torch::ones({1}, dtype), torch::ones({2}, dtype)}, torch::zeros({2}), {.batch_size = 2});
+    CHECK(typed.begin()->data.equal(torch::tensor({{1, 1}, {1, 0}}).to(dtype)));
+    CHECK(typed.begin()->data.scalar_type() == dtype);
+  }
+}
+
+TEST_CASE("LengthBuckets: a batch is memory of its own; the sequences are the user's, not copies") {
+  auto sequences = sequences_of({3, 3});
+  auto targets = torch::zeros({2}, at::kLong);
+  LengthBuckets buckets(sequences, targets, {.batch_size = 2});
+  const auto batch = *buckets.begin();
+  batch.data.zero_(), batch.target.fill_(9);
+  CHECK(sequences[0].equal(torch::tensor({1000, 1001, 1002})));
+  CHECK(targets.equal(torch::zeros({2}, at::kLong)));
+  sequences[1].fill_(4);        // seen: it is the same memory
+  sequences[0] = at::Tensor();  // not seen: the list is its own
+  CHECK(buckets.begin()->data.equal(torch::tensor({{1000, 1001, 1002}, {4, 4, 4}})));
+}
+
+TEST_CASE("LengthBuckets: goes on from a saved state, in every batch of an epoch") {
+  const auto lengths = text_lengths(60, 8);
+  for (const LengthBucketsOptions& options :
+       {LengthBucketsOptions{.batch_size = 7, .shuffle = true, .seed = 4},
+        LengthBucketsOptions{.tokens = 400, .shuffle = true, .seed = 4}, LengthBucketsOptions{.batch_size = 7}}) {
+    auto straight = make(lengths, options);
+    epoch_of(straight);
+    const auto second = epoch_of(straight), third = epoch_of(straight);
+    for (std::size_t done = 0; done <= second.size(); ++done) {
+      auto stopped = make(lengths, options), resumed = stopped;
+      epoch_of(stopped);
+      auto state = stopped.state();
+      std::size_t seen = 0;
+      if (done > 0)
+        for ([[maybe_unused]] auto& batch : stopped)
+          if (state = stopped.state(); ++seen == done) break;
+      resumed.load_state(state);
+      CHECK(resumed.size() == static_cast<std::int64_t>(second.size()));
+      CHECK(epoch_of(resumed) ==
+            std::vector<Numbers>(second.begin() + static_cast<std::ptrdiff_t>(done), second.end()));
+      CHECK(epoch_of(resumed) == third);
+    }
+  }
+}
+
+TEST_CASE("LengthBuckets: a state from elsewhere is refused, and changes nothing") {
+  const auto lengths = text_lengths(40, 9);
+  auto buckets = make(lengths, {.tokens = 300, .shuffle = true}), copy = buckets;
+  const auto size = buckets.size();
+  constexpr auto most = std::numeric_limits<std::int64_t>::max();
+  REQUIRE_ERROR("LengthBuckets: a state must have an epoch and a batch of 0 to " + std::to_string(size) +
+                    ", got 0 and " + std::to_string(size + 1),
+                buckets.load_state({0, size + 1}));
+  REQUIRE_ERROR("got 0 and -1", buckets.load_state({0, -1}));
+  REQUIRE_ERROR("must have an epoch >= 0 that another can follow, got -2", buckets.load_state({-2, 0}));
+  REQUIRE_ERROR("that another can follow", buckets.load_state({most, 0}));
+  REQUIRE_ERROR("got 5 and " + std::to_string(most), buckets.load_state({5, most}));
+  CHECK(buckets.size() == size);
+  CHECK(epoch_of(buckets) == epoch_of(copy));
+
+  // Refused in the middle of a loop, the loop goes on as if nothing had been asked.
+  auto half = make(lengths, {.tokens = 300, .shuffle = true}), other = half;
+  std::vector<Numbers> batches;
+  for (auto& batch : half) {
+    batches.push_back(numbers_of(batch.indices));
+    REQUIRE_ERROR("got 3 and ", half.load_state({3, most}));
+  }
+  CHECK(batches == epoch_of(other));
+  buckets.load_state({most - 1, 0});
+  CHECK(sorted(joined(epoch_of(buckets))) == up_to(40));
+}
+
+TEST_CASE("LengthBuckets: one loop at a time, copies apart, a loop that was left early is followed by the next epoch") {
+  const auto lengths = text_lengths(40, 10);
+  auto buckets = make(lengths, {.batch_size = 4, .shuffle = true}), straight = buckets;
+  const auto nested = [&](LengthBuckets& inner) {
+    int bodies = 0;
+    for ([[maybe_unused]] auto& outer : buckets)
+      for ([[maybe_unused]] auto& batch : inner) ++bodies;
+    return bodies;
+  };
+  REQUIRE_ERROR("LengthBuckets: a second loop began inside this one; give it a copy", nested(buckets));
+  auto copy = buckets;
+  CHECK(nested(copy) == 100);
+  STATIC_REQUIRE(std::input_iterator<LengthBuckets::Iterator>);
+
+  auto left = straight;
+  epoch_of(straight);
+  for ([[maybe_unused]] auto& batch : left) break;
+  CHECK(epoch_of(left) == epoch_of(straight));
+}
+
+TEST_CASE("LengthBuckets: a part of a batch is the batch that its sequences would be") {
+  auto whole = make({6, 5, 3, 2}, {.batch_size = 4});
+  const auto part = whole.begin()->narrow(2, 2);
+  check_batch(part, {6, 5, 3, 2});
+  CHECK(part.data.sizes() == at::IntArrayRef({2, 3}));
+  const std::vector<at::Tensor> labels{torch::ones({4}), torch::ones({1}), torch::ones({2})};
+  LengthBuckets tagged(sequences_of({3, 2, 1}), labels, {.batch_size = 3});
+  const auto tail = tagged.begin()->narrow(1, 2);
+  CHECK(tail.target.equal(torch::tensor({{1, -100}, {1, 1}}, at::kFloat)));
+  CHECK(numbers_of(tail.target_lengths) == Numbers{1, 2});
+  CHECK(tagged.begin()->narrow(1, 0).rows() == 0);
+}
+
+TEST_CASE("LengthBuckets: empty, and refused") {
+  for (auto shuffle : {false, true}) {
+    auto none = make({}, {.batch_size = 4, .shuffle = shuffle});
+    CHECK(none.size() == 0);
+    CHECK(epoch_of(none).empty());
+  }
+  const auto buckets = [](std::vector<at::Tensor> sequences, LengthBucketsOptions options = {.batch_size = 2}) {
+    const auto rows = torch::zeros({static_cast<std::int64_t>(sequences.size())});
+    return LengthBuckets(std::move(sequences), rows, options);
+  };
+  const auto one = torch::ones({3}, at::kLong);
+  REQUIRE_ERROR("one of batch_size and tokens must be >= 1, and the other left out, got 0 and 0", buckets({one}, {}));
+  REQUIRE_ERROR("got 2 and 8", buckets({one}, {.batch_size = 2, .tokens = 8}));
+  REQUIRE_ERROR("got -1 and 0", buckets({one}, {.batch_size = -1}));
+  REQUIRE_ERROR("got -1 and 4", buckets({one}, {.batch_size = -1, .tokens = 4}));
+  REQUIRE_ERROR("mega_batch must be >= 1, got 0", buckets({one}, {.batch_size = 1, .mega_batch = 0}));
+  REQUIRE_ERROR("drop_last goes with batch_size", buckets({one}, {.tokens = 8, .drop_last = true}));
+  REQUIRE_ERROR("must fit into tokens = 4, number 1 has length 9; cut it, leave it out, or raise tokens",
+                buckets({one, torch::ones({9}, at::kLong)}, {.tokens = 4}));
+  REQUIRE_ERROR("must have an element, number 1 has none; leave it out", buckets({one, torch::ones({0}, at::kLong)}));
+  REQUIRE_ERROR("sequences must be alike but for their length; number 0 is Long [3] on cpu, number 1 is Float [3]",
+                buckets({one, torch::ones({3})}));
+  REQUIRE_ERROR("number 1 is Long [3, 2]", buckets({one, torch::ones({3, 2}, at::kLong)}));
+  REQUIRE_ERROR("must have a first dimension, their length; number 1 has none", buckets({one, torch::ones({})}));
+  REQUIRE_ERROR("number 0 has none", buckets({at::Tensor()}));
+  REQUIRE_ERROR("padding must fit the dtype that it pads, Long, got 0.5",
+                buckets({one}, {.batch_size = 1, .padding = 0.5}));
+  REQUIRE_ERROR("as many, got 1 and 2", LengthBuckets({one}, torch::ones({2}), {.batch_size = 1}));
+  REQUIRE_ERROR("targets must have a first dimension", LengthBuckets({one}, at::Tensor(), {.batch_size = 1}));
+  REQUIRE_ERROR("targets must have a first dimension", LengthBuckets({one}, torch::ones({}), {.batch_size = 1}));
+  const std::vector<at::Tensor> bytes{torch::ones({3}, at::kByte)}, both{one, one};
+  REQUIRE_ERROR("target_padding must fit the dtype that it pads, Byte, got -100",
+                LengthBuckets({one}, bytes, {.batch_size = 1}));
+  REQUIRE_ERROR("as many, got 1 and 2", LengthBuckets({one}, both, {.batch_size = 1}));
+}
+
+TEST_CASE("LengthBuckets: on a device, the counts on the CPU", "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
+  const auto lengths = text_lengths(40, 11);
+  auto sequences = sequences_of(lengths);
+  for (auto& sequence : sequences) sequence = sequence.cuda();
+  const auto rows = torch::arange(40).mul(10).cuda();
+  const LengthBucketsOptions options{.tokens = 400, .shuffle = true};
+  LengthBuckets there(sequences, rows, options), tokens(sequences, sequences, options);
+  auto here = make(lengths, options);
+  auto expected = here.begin();
+  auto padded = tokens.begin();
+  for (auto& batch : there) {
+    CHECK(batch.data.is_cuda());
+    CHECK(batch.lengths.device().is_cpu());
+    CHECK(batch.indices.equal(expected->indices));
+    CHECK(batch.data.cpu().equal(expected->data));
+    CHECK(batch.target.cpu().equal(expected->target));
+    CHECK(padded->target.where(padded->target.ne(-100), 0).equal(batch.data));
+    ++expected, ++padded;
+  }
+  CHECK(expected == here.end());
+}
