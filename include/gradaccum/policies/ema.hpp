@@ -32,7 +32,8 @@ namespace gradaccum {
 /// and complex ones are welcome. Integer buffers are copied, not averaged.
 ///
 /// An update while the averages are in the model, a swap before the first update, and a model whose tensors have
-/// changed their names, shapes, dtype or device are errors; then nothing has changed.
+/// changed their names, shapes, dtype or device are errors; then nothing has changed. It cannot be copied: a trainer's
+/// own is `trainer.policy<ga::Ema>()`.
 ///
 /// @note Does not synchronise with the device. Memory: the model once more, with 4 bytes for each 16-bit number; and
 /// once more while the averages are in it.

@@ -13,14 +13,17 @@
 
 namespace gradaccum {
 
-/// Sets the learning rate before each update: a policy.
+/// Policy: sets the learning rate before each update.
 ///
-///     ga::Schedule cosine{ga::lr::Cosine{.peak = 3e-4, .warmup = 100, .total = 5000}};
-///     ga::Schedule halves{[](std::int64_t update) { return 1e-2 / (1 + update / 1000); }};
+///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
+///       return torch::mse_loss(net->forward(batch.data), batch.target);
+///     }, ga::Schedule{ga::lr::Cosine{.peak = 3e-4, .warmup = 100, .total = 5000}});
+///     trainer.fit(batches);
+///     ga::Schedule halves{[](std::int64_t update) { return 1e-2 * std::pow(0.5, update / 1000); }};
 ///
-/// `rate` is any function of the update's index, which is 0 for the first update; parameter groups keep their ratios,
-/// see `LearningRates`. Skipped windows do not count. Loading a trainer sets the rate anew: a schedule may be changed
-/// between two runs.
+/// `rate` is any function of the update's index, which is 0 for the first update. Windows that were skipped do not
+/// count. Parameter groups keep the ratios of their rates, see `LearningRates`. Loading a trainer sets the rate anew: a
+/// schedule may be changed between two runs.
 ///
 /// @note Does not synchronise with the device.
 template <class Rate>
