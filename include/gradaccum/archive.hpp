@@ -27,8 +27,8 @@ namespace gradaccum {
 ///     ga::Archive(saved.values())("counter", other);       // other.count == 3
 ///
 /// A value is a number, a flag, a text, a tensor, or a part that has `state(Archive&)`. Tensors are copied, both ways:
-/// a loaded one is new. A name that is there twice, is missing, or has another type throws; what a part has loaded
-/// before that stays, so a part that must not be half-changed loads into locals first.
+/// a loaded one is new. A name that is there twice, is missing, or has a value of another type or out of range throws;
+/// what a part has loaded before that stays, so a part that must not be half-changed loads into locals first.
 ///
 /// @note Does not synchronise with the device.
 class Archive {
@@ -94,7 +94,11 @@ class Archive {
     TORCH_CHECK(found != values_.end(), "Archive: must have a value '", name, "', but has none");
     const auto* const held = std::get_if<decltype(stored(value))>(&found->second);
     TORCH_CHECK(held, "Archive: the value '", name, "' is of another type");
-    value = static_cast<T>(stored(*held));
+    auto loaded = static_cast<T>(stored(*held));
+    if constexpr (std::is_arithmetic_v<T>)
+      TORCH_CHECK(!(stored(loaded) < *held || stored(loaded) > *held), "Archive: the value '", name,
+                  "' does not fit, got ", *held);
+    value = std::move(loaded);
   }
 
   Values values_;

@@ -89,12 +89,13 @@ inline void FitStatus::end_epoch(bool window_has_items) {
 }
 
 inline std::optional<double> FitStatus::fraction() const {
+  if (done()) return 1;
   std::optional<double> by_updates, by_batches;
-  if (options.updates.value_or(0) > 0)
-    by_updates = static_cast<double>(updates) / static_cast<double>(*options.updates);
-  if (batches.value_or(0) > 0 && (options.epochs || !options.updates))
-    by_batches = (static_cast<double>(epochs) + static_cast<double>(batch) / static_cast<double>(*batches)) /
-                 static_cast<double>(options.epochs.value_or(1));
+  if (options.updates) by_updates = static_cast<double>(updates) / static_cast<double>(*options.updates);
+  if (batches.value_or(0) > 0 && (options.epochs || !options.updates)) {
+    const auto of_epoch = static_cast<double>(std::min(batch, *batches)) / static_cast<double>(*batches);
+    by_batches = (static_cast<double>(epochs) + of_epoch) / static_cast<double>(options.epochs.value_or(1));
+  }
   if (!by_updates || !by_batches) return by_updates ? by_updates : by_batches;
   return std::max(*by_updates, *by_batches);
 }

@@ -8,12 +8,15 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
+#include <fmt/format.h>
+
 #include <chrono>
 #include <concepts>
 #include <cstdint>
 #include <limits>
 #include <map>
 #include <ostream>
+#include <set>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -24,13 +27,15 @@ namespace gradaccum {
 /// Adds up what the losses of an evaluation say, and gives one number.
 ///
 ///     struct LargestLoss {
-///       static constexpr std::string_view name = "largest_loss";
+///       std::string_view name = "largest_loss";          // or static
 ///       double largest = 0;
 ///       void add(const ga::Loss& loss) { largest = std::max(largest, loss.mean.item<double>()); }
 ///       double value() const { return largest; }
 ///     };
-///     ga::Trainer trainer(*model, sgd, [](auto& net, auto& batch) { return net.forward(batch.data).square().mean();
-///     }); std::cout << trainer.evaluate(batches, LargestLoss{})["largest_loss"];
+///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
+///       return torch::mse_loss(net->forward(batch.data), batch.target);
+///     });
+///     std::cout << trainer.evaluate(batches, LargestLoss{})["largest_loss"] << '\n';
 template <class M>
 concept metric = requires(M& metric, const Loss& loss) {
   { M::name } -> std::convertible_to<std::string_view>;
@@ -83,6 +88,8 @@ inline void Accuracy::add(const Loss& loss) {
       output.defined() && target.defined(),
       "Accuracy: needs the model's output and the target; return ga::Loss{mean, items}.with(output, target) from "
       "the objective");
+  TORCH_CHECK(-output.dim() <= dim && dim < output.dim(), "Accuracy: dim must be one of the output, of shape ",
+              output.sizes(), ", got ", dim);
   at::NoGradGuard no_grad;
   const auto found = output.argmax(dim);
   TORCH_CHECK(found.sizes() == target.sizes(), "Accuracy: an output of shape ", output.sizes(), " with classes in dim ",
@@ -93,7 +100,7 @@ inline void Accuracy::add(const Loss& loss) {
   counted = counted.defined() ? counted.add(counted_here) : counted_here;
 }
 
-/// What an evaluation has found. Printed: `accuracy: 0.784000, loss: 0.625000`.
+/// What an evaluation has found. Printed, with six digits: `accuracy: 0.784000, loss: 0.625000`.
 struct Evaluation {
   std::map<std::string, double, std::less<>> metrics = {};  ///< by name; "loss" is always there
   double items = 0;                                         ///< sum of the weights of the losses
@@ -109,7 +116,8 @@ struct Evaluation {
 
 inline std::ostream& operator<<(std::ostream& stream, const Evaluation& evaluation) {
   const char* separator = "";
-  for (auto& [name, value] : evaluation.metrics) stream << std::exchange(separator, ", ") << name << ": " << value;
+  for (auto& [name, value] : evaluation.metrics)
+    stream << fmt::format("{}{}: {:#.6g}", std::exchange(separator, ", "), name, value);
   return stream;
 }
 
@@ -119,14 +127,22 @@ namespace detail {
 template <metric... Metrics>
 class Evaluator {
  public:
-  explicit Evaluator(Metrics... metrics) : metrics_(std::move(metrics)...) {}
+  explicit Evaluator(Metrics... metrics) : metrics_(std::move(metrics)...) {
+    std::set<std::string> names{std::string(MeanLoss::name)};
+    const auto check = [&](auto& metric) {
+      const bool is_new = names.emplace(metric.name).second;
+      TORCH_CHECK(is_new, "Trainer: evaluate() must get metrics of different names, other than \"loss\", got two '",
+                  std::string(metric.name), "'");
+    };
+    std::apply([&](auto&... metric) { (check(metric), ...); }, metrics_);
+  }
 
   void add(const Loss& loss, std::int64_t samples) {
     loss_.add(loss);
     std::apply([&](auto&... metric) { (metric.add(loss), ...); }, metrics_);
     samples_ += samples;
   }
-  Evaluation result() const {
+  Evaluation result() {
     Evaluation result{.items = loss_.items(), .samples = samples_};
     result.metrics[std::string(MeanLoss::name)] = loss_.value();
     const auto add = [&](auto& metric) { result.metrics[std::string(metric.name)] = metric.value(); };

@@ -2,9 +2,12 @@
 #pragma once
 
 #include <fmt/format.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <optional>
@@ -13,7 +16,7 @@
 namespace gradaccum {
 
 struct ProgressLineOptions {
-  std::FILE* to = stderr;
+  std::FILE* to = stderr;                       ///< nullptr: nowhere
   bool only_on_terminal = false;                ///< silent where it is none
   std::chrono::milliseconds on_terminal{100};   ///< how often the line is rewritten there
   std::chrono::milliseconds elsewhere{30'000};  ///< how often a line is added elsewhere, in a log file say
@@ -31,7 +34,8 @@ struct ProgressLineOptions {
 /// plain line. The text is only asked for when it is shown: a loss that lies on a device is read then.
 class ProgressLine {
  public:
-  explicit ProgressLine(ProgressLineOptions options = {}) : options_(options), on_terminal_(is_terminal(options.to)) {}
+  explicit ProgressLine(ProgressLineOptions options = {})
+      : options_(options), on_terminal_(options.to && isatty(fileno(options.to)) == 1) {}
   ProgressLine(const ProgressLine&) = delete;
   ProgressLine& operator=(const ProgressLine&) = delete;
   ~ProgressLine() { clear(); }
@@ -40,9 +44,9 @@ class ProgressLine {
   /// between the two.
   template <class Text>
   void update(std::optional<double> fraction, std::int64_t samples, const Text& text) {
-    if (options_.only_on_terminal && !on_terminal_) return;
+    if (!options_.to || (options_.only_on_terminal && !on_terminal_)) return;
     const auto now = Clock::now();
-    if (now - last_shown_ < interval()) return;
+    if (std::chrono::duration_cast<std::chrono::milliseconds>(now - last_shown_) < interval()) return;
     last_shown_ = now;
     show(line(fraction, samples, text()));
   }
@@ -60,10 +64,9 @@ class ProgressLine {
  private:
   using Clock = std::chrono::steady_clock;
 
-  static bool is_terminal(std::FILE* file) { return isatty(fileno(file)) == 1; }
-  Clock::duration interval() const { return on_terminal_ ? options_.on_terminal : options_.elsewhere; }
+  std::chrono::milliseconds interval() const { return on_terminal_ ? options_.on_terminal : options_.elsewhere; }
   std::string line(std::optional<double> fraction, std::int64_t samples, const std::string& text) const;
-  void show(const std::string& line);
+  void show(std::string line);
 
   ProgressLineOptions options_;
   bool on_terminal_;
@@ -75,7 +78,7 @@ namespace detail {
 
 /// `3:07`, or `1:02:09` from an hour on.
 inline std::string duration_text(double seconds) {
-  const auto total = static_cast<std::int64_t>(seconds + 0.5);
+  const auto total = static_cast<std::int64_t>(std::min(seconds, 1e12) + 0.5);
   const auto hours = total / 3600, minutes = total / 60 % 60;
   if (hours > 0) return fmt::format("{}:{:02}:{:02}", hours, minutes, total % 60);
   return fmt::format("{}:{:02}", minutes, total % 60);
@@ -88,15 +91,20 @@ inline std::string ProgressLine::line(std::optional<double> fraction, std::int64
   const double seconds = std::chrono::duration<double>(Clock::now() - start_).count();
   auto line = fmt::format("{} | {:.0f} samples/s", text, static_cast<double>(samples) / seconds);
   if (!fraction || !(*fraction > 0)) return line;
-  return fmt::format("{:3.0f}% | {} | {} left", 100 * *fraction, line,
-                     detail::duration_text(seconds * (1 - *fraction) / *fraction));
+  const double done = std::min(*fraction, 1.0);
+  return fmt::format("{:3.0f}% | {} | {} left", 100 * done, line, detail::duration_text(seconds * (1 - done) / done));
 }
 
-inline void ProgressLine::show(const std::string& line) {
+/// A file that cannot be written to is no reason to stop a training: what C's functions return is ignored.
+inline void ProgressLine::show(std::string line) {
   if (!on_terminal_) {
-    fmt::print(options_.to, "{}\n", line);
+    std::fprintf(options_.to, "%s\n", line.c_str());
   } else {
-    fmt::print(options_.to, "\r{:<{}}", line, width_);  // padded, so that it covers a longer predecessor
+    winsize terminal{};
+    if (ioctl(fileno(options_.to), TIOCGWINSZ, &terminal) == 0 && terminal.ws_col > 0)
+      line.resize(std::min<std::size_t>(line.size(), terminal.ws_col - 1));  // two rows could not be rewritten
+    // padded, so that it covers a longer predecessor
+    std::fprintf(options_.to, "\r%-*s", static_cast<int>(width_), line.c_str());
     width_ = line.size();
   }
   std::fflush(options_.to);

@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -24,32 +25,34 @@ namespace gradaccum {
 /// @note Reads the loss from the device when it is shown.
 struct Progress {
   ProgressLineOptions line = {};
-  const FitStatus* status = nullptr;  ///< the trainer's
+  const FitStatus* status = nullptr;           ///< the trainer's
+  std::function<std::int64_t()> updates = {};  ///< of the trainer
+  bool in_epoch = false;                       ///< of a `fit`; elsewhere there is nothing to be far in
   std::shared_ptr<ProgressLine> shown = nullptr;
   detail::WeightedMean loss = {};
-  std::int64_t update = 0;
   double lr = 0;
 
   template <class Trainer>
   void attach(Trainer& trainer) {
     status = &trainer.status();
-    update = trainer.updates();
-    if (line.to) shown = std::make_shared<ProgressLine>(line);
+    updates = [&trainer] { return trainer.updates(); };
+    shown = std::make_shared<ProgressLine>(line);
   }
   void on_epoch_begin(std::int64_t) {
     loss = {};
-    if (shown && status->epochs == 0) shown->restart();
+    in_epoch = true;
+    if (status->epochs == 0) shown->restart();
   }
   void after_window(const Step& step) {
     loss.add(step.loss, step.items);
-    update = step.update;
     lr = step.lr;
   }
   void after_backward(Gradients&) {
-    if (shown) shown->update(status->fraction(), status->samples, [this] { return text(); });
+    if (in_epoch) shown->update(status->fraction(), status->samples, [this] { return text(); });
   }
   void on_epoch_end(std::int64_t) {
-    if (shown) shown->clear();
+    in_epoch = false;
+    shown->clear();
   }
 
   std::string text() const;
@@ -60,7 +63,7 @@ inline std::string Progress::text() const {
   const auto& options = status->options;
   if (options.epochs || !options.updates)
     text += fmt::format("/{}", status->epoch - status->epochs + options.epochs.value_or(1));
-  text += fmt::format(" | update {}", update);
+  text += fmt::format(" | update {}", updates());
   if (loss.weight() > 0) text += fmt::format(" | loss {:.4f} | lr {:.1e}", loss.value().item<double>(), lr);
   if (status->skipped > 0) text += fmt::format(" | {} skipped", status->skipped);
   return text;

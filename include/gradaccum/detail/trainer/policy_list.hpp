@@ -34,9 +34,9 @@ class PolicyList {
     std::apply([&](auto&... policy) { (call<Hook>(policy, arguments...), ...); }, policies_);
   }
 
-  /// None that has a say is against it.
+  /// None that has a say is against it. All are asked, whatever the others say.
   bool ready() {
-    return std::apply([](auto&... policy) { return (is_ready(policy) && ...); }, policies_);
+    return std::apply([](auto&... policy) { return (is_ready(policy) & ... & true); }, policies_);
   }
 
   /// Runs `work` inside the scopes of all.

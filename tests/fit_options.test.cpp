@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/fit_options.hpp>
+#include <gradaccum/fit_report.hpp>
+
+#include <limits>
+#include <sstream>
+
+namespace ga = gradaccum;
+namespace inner = gradaccum::detail;
+
+TEST_CASE("FitOptions: numbers below zero are refused") {
+  ga::check({});
+  ga::check({.epochs = 0, .updates = 0});
+  REQUIRE_ERROR("FitOptions: epochs must be >= 0, got -1", ga::check({.epochs = -1}));
+  REQUIRE_ERROR("FitOptions: updates must be >= 0, got -2", ga::check({.epochs = 1, .updates = -2}));
+}
+
+TEST_CASE("FitStatus: done() when the epochs or the updates are made") {
+  const auto done = [](const ga::FitOptions& options, std::int64_t epochs, std::int64_t updates) {
+    return ga::FitStatus{.options = options, .epochs = epochs, .updates = updates}.done();
+  };
+  CHECK_FALSE(done({}, 0, 100));
+  CHECK(done({}, 1, 0));
+  CHECK(done({.epochs = 0}, 0, 0));
+  CHECK_FALSE(done({.epochs = 2}, 1, 100));
+  CHECK(done({.epochs = 2}, 2, 0));
+  CHECK(done({.updates = 0}, 0, 0));
+  CHECK_FALSE(done({.updates = 5}, 100, 4));
+  CHECK(done({.updates = 5}, 0, 5));
+  CHECK_FALSE(done({.epochs = 2, .updates = 5}, 1, 4));
+  CHECK(done({.epochs = 2, .updates = 5}, 2, 4));
+  CHECK(done({.epochs = 2, .updates = 5}, 0, 5));
+}
+
+TEST_CASE("FitStatus: a smoke run is done after a window, skipped or not") {
+  ga::FitStatus status{.options = {.epochs = 20, .smoke = true}};
+  CHECK_FALSE(status.done());
+  SECTION("stepped") { status.count_window(true, 4); }
+  SECTION("skipped") { status.count_window(false, 4); }
+  CHECK(status.done());
+  status.options.smoke = false;  // control
+  CHECK_FALSE(status.done());
+}
+
+TEST_CASE("FitStatus: counts windows") {
+  ga::FitStatus status;
+  status.count_window(false, 0);
+  CHECK_FALSE(status.trained);
+  status.count_window(false, 2);  // an overflow
+  CHECK(status.trained);
+  status.count_window(true, 0);
+  CHECK(status.trained);
+  CHECK(status.updates == 1);
+  CHECK(status.skipped == 2);
+}
+
+TEST_CASE("FitStatus: fraction() of the epochs, or of the updates, whichever is farther") {
+  const auto fraction = [](ga::FitStatus status) { return status.fraction(); };
+  CHECK_FALSE(fraction({}));  // nobody has told how many batches there are
+  CHECK_FALSE(fraction({.options = {.epochs = 3}, .epochs = 1, .batch = 7}));
+  CHECK_FALSE(fraction({.batches = 0}));
+  CHECK(fraction({.batches = 8}) == 0.0);
+  CHECK(fraction({.batch = 2, .batches = 8}) == 0.25);
+  CHECK(fraction({.options = {.epochs = 4}, .epochs = 1, .batch = 4, .batches = 8}) == 1.5 / 4);
+  CHECK(fraction({.options = {.updates = 10}, .batch = 4, .batches = 8, .updates = 3}) == 0.3);
+  CHECK(fraction({.options = {.updates = 10}, .updates = 3}) == 0.3);
+  CHECK(fraction({.options = {.epochs = 2, .updates = 10}, .batch = 4, .batches = 8, .updates = 3}) == 0.3);
+  CHECK(fraction({.options = {.epochs = 1, .updates = 10}, .batch = 4, .batches = 8, .updates = 3}) == 0.5);
+}
+
+TEST_CASE("FitStatus: fraction() is in [0, 1], and 1 when all is done") {
+  CHECK(ga::FitStatus{.options = {.epochs = 0}, .batches = 8}.fraction() == 1.0);
+  CHECK(ga::FitStatus{.options = {.updates = 0}}.fraction() == 1.0);
+  CHECK(ga::FitStatus{.epochs = 3, .batches = 8}.fraction() == 1.0);                // after a fit of 3 epochs
+  CHECK(ga::FitStatus{.options = {.updates = 5}, .updates = 6}.fraction() == 1.0);  // more than that
+  CHECK(ga::FitStatus{.options = {.epochs = 2}, .batch = 12, .batches = 8}.fraction() == 0.5);  // than size() said
+}
+
+TEST_CASE("FitStatus: an epoch that ends") {
+  ga::FitStatus status{.options = {.updates = 5}, .batch = 7, .batches = 7, .trained = true};
+  status.end_epoch(false);
+  CHECK(status.epochs == 1);
+  CHECK(status.batch == 0);
+  CHECK_FALSE(status.trained);
+}
+
+TEST_CASE("FitStatus: an epoch that brought nothing is refused only where epochs would go on for ever") {
+  const auto end = [](ga::FitStatus status, bool window_has_items = false) { status.end_epoch(window_has_items); };
+  const std::string message =
+      "Trainer: fit must make 5 updates, but epoch 3 (counted from 0) brought none: the batches are empty, can be gone "
+      "through only once, or have losses without items";
+  REQUIRE_ERROR(message, end({.options = {.updates = 5}, .epoch = 3}));
+  end({.options = {.updates = 5}, .epoch = 3, .trained = true});
+  end({.options = {.updates = 5}, .epoch = 3}, true);
+  end({.options = {.updates = 5}, .epoch = 3, .updates = 5});
+  end({.options = {.epochs = 9, .updates = 5}});
+  end({.options = {.epochs = 9}});
+  end({});
+}
+
+TEST_CASE("report_of: what the status has counted") {
+  ga::FitStatus status{.epochs = 3,
+                       .updates = 938,
+                       .skipped = 2,
+                       .samples = 512,
+                       .nan_batches = 4,
+                       .first_nan = "batch 7",
+                       .start = ga::FitStatus::Clock::now() - std::chrono::hours(1)};
+  const auto report = inner::report_of(status);
+  CHECK(report.epochs == 3);
+  CHECK(report.updates == 938);
+  CHECK(report.skipped == 2);
+  CHECK(report.samples == 512);
+  CHECK(report.nan_batches == 4);
+  CHECK(report.first_nan == "batch 7");
+  CHECK(report.seconds >= 3600);
+  CHECK(report.seconds <= status.seconds());
+  CHECK(report.samples_per_second == 512 / report.seconds);
+}
+
+TEST_CASE("FitReport: prints a summary, whatever the stream is set to") {
+  ga::FitReport report{.epochs = 3,
+                       .updates = 938,
+                       .skipped = 2,
+                       .samples = 512,
+                       .seconds = 57.8249,
+                       .samples_per_second = 8.8552,
+                       .occupied_bytes = {{"cuda:0", 8681 * ga::MiB + 1}},
+                       .peak_bytes = {{"cpu", 3 * ga::MiB / 2}, {"cuda:0", 8 * ga::MiB + ga::MiB / 8}}};
+  std::ostringstream text;
+  text.precision(2);
+  text << std::scientific << report;
+  CHECK(text.str() ==
+        "Time: 57.82\n"
+        "Samples/second: 8.86\n"
+        "GPU memory occupied: 8681 MB.\n"
+        "Peak tensor memory: cpu 1.50 MB\n"
+        "Peak tensor memory: cuda:0 8.12 MB\n"
+        "Epochs: 3, updates: 938, skipped: 2\n");
+}
+
+TEST_CASE("FitReport: on a CPU, with losses of NaN, and nothing measured") {
+  std::ostringstream text;
+  text << ga::FitReport{.epochs = 1,
+                        .updates = 2,
+                        .seconds = 0.004,
+                        .samples_per_second = std::numeric_limits<double>::infinity(),
+                        .nan_batches = 4,
+                        .first_nan = "batch 7",
+                        .occupied_bytes = {{"cpu", 254 * ga::MiB}}};
+  CHECK(text.str() ==
+        "Time: 0.00\n"
+        "Samples/second: inf\n"
+        "CPU memory occupied: 254 MB.\n"
+        "Epochs: 1, updates: 2, skipped: 0\n"
+        "Micro-batches left out for a loss of NaN or infinity: 4, the first: batch 7\n");
+}

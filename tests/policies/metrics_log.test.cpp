@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/trainer.hpp>
+
+#include "support/files.hpp"
+
+#include <cmath>
+#include <map>
+
+namespace ga = gradaccum;
+using namespace testing;
+
+namespace {
+
+using Batches = std::vector<std::pair<double, int>>;  // a loss and slope, and of how many items it is the mean
+
+struct Net : torch::nn::Module {
+  at::Tensor parameter = register_parameter("parameter", torch::zeros({2}, at::kDouble));
+  torch::optim::SGD sgd{{parameter}, torch::optim::SGDOptions(0.0)};  // losses stay those of the batches
+};
+const auto given_loss = [](Net& net, const std::pair<double, int>& batch) {
+  return ga::Loss{net.parameter.sum() * batch.first + batch.first, batch.second};
+};
+
+using Row = std::map<std::string, std::string>;
+
+std::vector<Row> rows_of(const std::filesystem::path& csv) {
+  const auto lines = split(text_of(csv), '\n');
+  const auto names = split(lines.at(0), ',');
+  std::vector<Row> rows;
+  for (std::size_t i = 1; i < lines.size(); ++i) {
+    const auto cells = split(lines[i], ',');
+    REQUIRE(cells.size() == names.size());
+    for (rows.emplace_back(); const auto& name : names) rows.back()[name] = cells[rows.back().size()];
+  }
+  return rows;
+}
+
+std::vector<std::string> column(const std::filesystem::path& csv, const std::string& name) {
+  std::vector<std::string> cells;
+  for (auto& row : rows_of(csv)) cells.push_back(row.at(name));
+  return cells;
+}
+
+using Cells = std::vector<std::string>;
+
+}  // namespace
+
+TEST_CASE("MetricsLog: a line for each window") {
+  const Directory directory;
+  const auto path = directory / "train.csv";
+  Net net;
+  ga::Trainer trainer(net, net.sgd, given_loss, ga::Accumulate{.steps = 2}, ga::MetricsLog{.path = path});
+  trainer.fit(Batches{{1.0, 1}, {2.0, 3}, {0.5, 2}}, {.epochs = 2});
+  CHECK(split(text_of(path), '\n')[0] == "update,epoch,samples,items,micro_batches,moved,loss,grad_norm,lr,seconds");
+  CHECK(column(path, "update") == Cells{"1", "2", "3", "4"});
+  CHECK(column(path, "epoch") == Cells{"0", "0", "1", "1"});
+  CHECK(column(path, "samples") == Cells{"2", "3", "5", "6"});
+  CHECK(column(path, "items") == Cells{"4", "2", "4", "2"});
+  CHECK(column(path, "micro_batches") == Cells{"2", "1", "2", "1"});
+  CHECK(column(path, "moved") == Cells{"1", "1", "1", "1"});
+  CHECK(column(path, "loss") == Cells{"1.75", "0.5", "1.75", "0.5"});
+  CHECK(column(path, "grad_norm") == Cells{"nan", "nan", "nan", "nan"});  // nobody clips
+  CHECK(column(path, "lr") == Cells{"0", "0", "0", "0"});
+  double before = 0;
+  for (auto& seconds : column(path, "seconds")) {
+    CHECK(std::stod(seconds) >= before);
+    before = std::stod(seconds);
+  }
+  CHECK(before > 0);
+}
+
+TEST_CASE("MetricsLog: the norm before clipping, where somebody clips") {
+  const Directory directory;
+  const auto path = directory / "train.csv";
+  Net net;
+  ga::Trainer trainer(net, net.sgd, given_loss, ga::MetricsLog{.path = path}, ga::ClipNorm{.max = 0.01});
+  trainer.fit(Batches{{1.0, 1}, {3.0, 1}});
+  const auto norms = column(path, "grad_norm");
+  REQUIRE(norms.size() == 2);
+  CHECK(std::stod(norms[0]) == Approx(std::sqrt(2.0)).epsilon(1e-14));
+  CHECK(std::stod(norms[1]) == Approx(3 * std::sqrt(2.0)).epsilon(1e-14));
+}
+
+TEST_CASE("MetricsLog: skipped windows have a line, too") {
+  const Directory directory;
+  const auto path = directory / "train.csv";
+  Net net;
+  ga::Trainer trainer(net, net.sgd, given_loss, ga::MetricsLog{.path = path});
+  trainer.fit(Batches{{1.0, 1}, {2.0, 0}, {4.0, 1}});
+  CHECK(column(path, "moved") == Cells{"1", "0", "1"});
+  CHECK(column(path, "update") == Cells{"1", "1", "2"});
+  CHECK(column(path, "loss") == Cells{"1", "nan", "4"});
+  CHECK(column(path, "items") == Cells{"1", "0", "1"});
+}
+
+TEST_CASE("MetricsLog: a line now and then") {
+  const Directory directory;
+  const auto path = directory / "train.csv";
+  Net net;
+  ga::Trainer trainer(net, net.sgd, given_loss, ga::MetricsLog{.path = path, .every = 3});
+  const Batches batches(4, {1.0, 1});
+  trainer.fit(batches);
+  CHECK(column(path, "update") == Cells{"3"});
+  trainer.fit(batches);  // counts on
+  CHECK(column(path, "update") == Cells{"3", "6"});
+  CHECK(column(path, "samples") == Cells{"3", "2"});  // of its fit
+}
+
+TEST_CASE("MetricsLog: skipped windows count among those") {
+  const Directory directory;
+  const auto path = directory / "train.csv";
+  Net net;
+  ga::Trainer trainer(net, net.sgd, given_loss, ga::MetricsLog{.path = path, .every = 2});
+  trainer.fit(Batches{{1.0, 1}, {2.0, 0}, {4.0, 1}, {5.0, 1}});
+  CHECK(column(path, "update") == Cells{"1", "3"});
+}
+
+TEST_CASE("MetricsLog: JSON Lines, begun anew or gone on with") {
+  const Directory directory;
+  const auto path = directory / "train.jsonl";
+  const Batches batches{{0.25, 1}};
+  const auto train = [&](bool append) {
+    Net net;
+    ga::Trainer trainer(net, net.sgd, given_loss, ga::MetricsLog{.path = path, .append = append});
+    trainer.fit(batches);
+    return split(text_of(path), '\n');
+  };
+  CHECK(train(false).size() == 1);
+  CHECK(train(true).size() == 2);
+  CHECK(train(true).size() == 3);
+  const auto lines = train(false);
+  REQUIRE(lines.size() == 1);
+  CHECK(
+      lines[0].starts_with("{\"update\": 1, \"epoch\": 0, \"samples\": 1, \"items\": 1, \"micro_batches\": 1, "
+                           "\"moved\": 1, \"loss\": 0.25, \"grad_norm\": null, \"lr\": 0, \"seconds\": "));
+}
+
+TEST_CASE("MetricsLog: what it cannot do, it says when the trainer is built") {
+  const Directory directory;
+  Net net;
+  const auto build = [&](ga::MetricsLog log) { ga::Trainer(net, net.sgd, given_loss, std::move(log)); };
+  const auto none = directory / "none/train.csv";
+  REQUIRE_ERROR("MetricsFile: " + none.string() + ": No such file or directory", build({.path = none}));
+  REQUIRE_ERROR("the name must end in .csv or .jsonl", build({}));
+  REQUIRE_ERROR("MetricsLog: every must be >= 1, got 0", build({.path = directory / "train.csv", .every = 0}));
+  CHECK_FALSE(std::filesystem::exists(directory / "train.csv"));
+}
+
+TEST_CASE("MetricsLog: a file of other columns stops the training, and stays as it is") {
+  const Directory directory;
+  const auto path = directory / "train.csv";
+  write_text(path, "epoch,loss\n0,0.5\n");
+  Net net;
+  ga::Trainer trainer(net, net.sgd, given_loss, ga::MetricsLog{.path = path, .append = true});
+  REQUIRE_ERROR("its columns are 'epoch,loss', got 'update,epoch,", trainer.fit(Batches{{1.0, 1}}));
+  CHECK(text_of(path) == "epoch,loss\n0,0.5\n");
+  CHECK(trainer.window().micro_batches == 0);
+}
