@@ -314,7 +314,9 @@ TEST_CASE("Trainer: batches that bring nothing are not gone through for ever") {
   Probe probe;
   const std::vector<double> batches{1.0, 2.0};
   SECTION("losses without items") {
-    ga::Trainer trainer(probe, probe.sgd, [](Probe& net, double) { return ga::Loss{net.parameter.sum() * not_a_number, 0}; });
+    ga::Trainer trainer(probe, probe.sgd, [](Probe& net, double) {
+      return ga::Loss{net.parameter.sum() * not_a_number, 0};
+    });
     REQUIRE_ERROR("have losses without items", trainer.fit(batches, {.updates = 1}));
     CHECK(trainer.fit(batches).skipped == 2);
   }

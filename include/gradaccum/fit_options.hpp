@@ -43,7 +43,7 @@ struct FitStatus {
   std::int64_t epoch = 0;                    ///< that runs; counted from 0, on from the last `fit`
   std::int64_t epochs = 0;                   ///< that are over, of this `fit`
   std::int64_t batch = 0;                    ///< taken in this epoch
-  std::optional<std::int64_t> batches = {};  ///< in an epoch; none until that is known
+  std::optional<std::int64_t> batches = {};  ///< in an epoch; none in the first, if the range does not tell
   std::int64_t updates = 0, skipped = 0;     ///< windows that moved the parameters, and that did not
   std::int64_t samples = 0;                  ///< taken
   std::int64_t nan_batches = 0;              ///< left out for a loss that is not finite
@@ -84,6 +84,7 @@ inline void FitStatus::end_epoch(bool window_has_items) {
               " (counted from 0) brought none: the batches are empty, can be gone through only once, or have losses "
               "without items");
   ++epochs;
+  if (!batches) batches = batch;
   batch = 0;
   trained = false;
 }

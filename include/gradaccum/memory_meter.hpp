@@ -58,9 +58,7 @@ class MemoryMeter {
   static bool possible() { return !installed() || dynamic_cast<detail::MemoryLedger*>(installed()); }
 
  private:
-  static c10::DebugInfoBase* installed() {
-    return c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE);
-  }
+  static c10::DebugInfoBase* installed() { return c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE); }
   /// The meter around this one, which goes on counting.
   static std::shared_ptr<detail::MemoryLedger> surrounding() {
     TORCH_CHECK(possible(), "MemoryMeter: must not start inside LibTorch's profiler, which uses the same slot");

@@ -91,13 +91,14 @@ GRADACCUM_HOOK(state, "state(ga::Archive&)")
 /// | `on_epoch_begin(epoch)`, `on_epoch_end(epoch)` | around an epoch of `fit` |
 /// | `forward_scope()` | gives a guard that is held while the objective runs, in training and evaluation |
 /// | `before_backward(Loss&)` | may change the seed of backward, never the loss |
-/// | `ready()` | may this micro-batch fill the window? asked before its backward; the window closes if all agree |
+/// | `ready()` | may this micro-batch fill the window? All are asked, before its backward; it closes if all agree |
 /// | `after_backward(Gradients&)` | sees the sums so far, of the window that is still open |
-/// | `scale_gradients(Factor&)` | the window closes: deferred factors, write-only, so that no order of policies matters
-/// | | `reduce_gradients(Gradients&)` | moves data between processes | | `before_step(Gradients&)` | reads the true
-/// gradients by `norm()`, reads or changes them by `values()` | | `after_window(const Step&)` | the window is over:
-/// stepped or skipped | | `after_step(const Step&)` | the parameters have moved | | `state(Archive&)` | saves and loads
-/// what the policy would miss; needs a `static constexpr std::string_view name` |
+/// | `scale_gradients(Factor&)` | the window closes: deferred factors, write-only: no order of policies matters |
+/// | `reduce_gradients(Gradients&)` | moves data between processes |
+/// | `before_step(Gradients&)` | reads the true gradients by `norm()`, reads or changes them by `values()` |
+/// | `after_window(const Step&)` | the window is over: stepped or skipped |
+/// | `after_step(const Step&)` | the parameters have moved |
+/// | `state(Archive&)` | saves and loads what it would miss; needs a `static constexpr std::string_view name` |
 ///
 /// It must not be final. A member of such a name with another signature does not compile, with a sentence; a name that
 /// is misspelt cannot be noticed: `static_assert(ga::hook::before_step<GradientNoise>)`.

@@ -22,8 +22,7 @@ namespace gradaccum::detail {
 /// Knows no optimizer, and so is compiled once.
 class OpenWindow {
  public:
-  OpenWindow(std::int64_t steps, std::optional<at::ScalarType> accumulate_in)
-      : window_(steps) {
+  OpenWindow(std::int64_t steps, std::optional<at::ScalarType> accumulate_in) : window_(steps) {
     set_accumulate_in(accumulate_in);
   }
   OpenWindow(const OpenWindow&) = delete;
