@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
+#include <gradaccum/detail/block_table.hpp>
 #include <gradaccum/memory_meter.hpp>
 
 #include <ATen/ThreadLocalState.h>
 
+#include <map>
+#include <random>
 #include <thread>
 
 namespace ga = gradaccum;
@@ -134,4 +137,22 @@ TEST_CASE("MemoryMeter: CUDA memory, and that of a backward on the device's thre
   CHECK(meter.peak_bytes(x.device()) >= 8 << 20);
   x.reset();
   CHECK(meter.live_bytes(at::Device("cuda:0")) == 0);
+}
+
+TEST_CASE("MemoryMeter: its table of blocks does what a map does, full or empty, in any order") {
+  gradaccum::detail::BlockTable table;
+  std::map<std::uintptr_t, std::int64_t> map;
+  std::mt19937_64 random(1);
+  for (const std::uintptr_t blocks : {40, 4000, 300}) {  // grows, and is emptied again
+    for (int i = 0; i < 40'000; ++i) {
+      const auto block = 64 * (1 + random() % blocks);
+      const auto bytes = static_cast<std::int64_t>(random() % 3);  // a third forgets
+      const auto before = map.contains(block) ? map[block] : 0;
+      REQUIRE(table.exchange(reinterpret_cast<const void*>(block), bytes) == before);
+      if (bytes > 0) map[block] = bytes;
+      if (bytes == 0) map.erase(block);
+    }
+    for (auto& [block, bytes] : map) REQUIRE(table.exchange(reinterpret_cast<const void*>(block), 0) == bytes);
+    map.clear();
+  }
 }

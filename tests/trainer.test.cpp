@@ -461,15 +461,63 @@ TEST_CASE("Trainer: closing() is true in the backward that fills the window") {
   CHECK_FALSE(trainer.closing());
 }
 
+TEST_CASE("Trainer: stop() ends a fit after the micro-batch in hand, and its tail") {
+  Probe probe;
+  std::function<void()> stop;
+  ga::Trainer trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 2}, [&](const ga::Step& step) {
+    if (step.update == 2) stop();
+  });
+  stop = [&] { trainer.stop(); };
+  stop();  // does nothing where there is no fit
+  const auto report = trainer.fit(std::vector<double>(9, 1.0), {.epochs = 5});
+  CHECK(report.updates == 2);
+  CHECK(report.samples == 4);
+  CHECK(trainer.fit(std::vector<double>(9, 1.0)).updates == 5);
+
+  struct StopsInside {
+    std::function<void()>* stop;
+    int seen = 0;
+    void before_backward(ga::Loss&) {
+      if (++seen == 3) (*stop)();
+    }
+  };
+  ga::Trainer inside(probe, probe.sgd, slope, ga::Accumulate{.steps = 2}, StopsInside{&stop});
+  stop = [&] { inside.stop(); };
+  CHECK(inside.fit(std::vector<double>(9, 1.0)).updates == 2);  // 2 + 1
+}
+
+TEST_CASE("Trainer: the window so far tells its items before it closes, so that policies can go by them") {
+  struct UntilItems {
+    double items;
+    const ga::Step* window = nullptr;
+    bool ready() const { return window->items >= items; }
+  };
+  Probe probe;
+  std::vector<double> items;
+  const std::vector<std::pair<double, int>> batches{{1, 3}, {1, 4}, {1, 5}, {not_a_number, 9}, {1, 2}, {1, 9}};
+  UntilItems policy{.items = 10};
+  ga::Trainer trainer(
+      probe, probe.sgd,
+      [](Probe& net, auto& batch) {
+        return ga::Loss{net.parameter.sum() + batch.first, batch.second};
+      },
+      policy, [&](const ga::Step& step) { items.push_back(step.items); });
+  trainer.policy<UntilItems>().window = &trainer.window();
+  trainer.fit(batches, {.on_nan = ga::OnNan::skip});
+  CHECK(items == std::vector<double>{12, 11});
+}
+
 TEST_CASE("Trainer: the window closes when no policy is against it") {
   struct EveryThird {
     int asked = 0;
     bool ready() { return ++asked % 3 == 0; }
   };
   Probe probe;
+  const std::vector<double> batches(6, 1.0);
   ga::Trainer trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 2}, EveryThird{});
-  std::vector<double> batches(6, 1.0);
   CHECK(trainer.fit(batches).updates == 2);
+  ga::Trainer other_order(probe, probe.sgd, slope, EveryThird{}, ga::Accumulate{.steps = 2});
+  CHECK(other_order.fit(batches).updates == 2);  // all are asked, whatever the others say
 }
 
 TEST_CASE("Trainer: what a policy says of a window that is open") {

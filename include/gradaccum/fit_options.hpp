@@ -48,6 +48,7 @@ struct FitStatus {
   std::int64_t samples = 0;                  ///< taken
   std::int64_t nan_batches = 0;              ///< left out for a loss that is not finite
   std::string first_nan = {};                ///< which was the first
+  bool stopped = false;                      ///< by `Trainer::stop`
   bool trained = false;                      ///< a window of this epoch had items
   Clock::time_point start = Clock::now();
 
@@ -66,7 +67,7 @@ inline void check(const FitOptions& options) {
 }
 
 inline bool FitStatus::done() const {
-  if (options.smoke && updates + skipped > 0) return true;
+  if (stopped || (options.smoke && updates + skipped > 0)) return true;
   if (options.updates) return updates >= *options.updates || epochs == options.epochs;
   return epochs >= options.epochs.value_or(1);
 }

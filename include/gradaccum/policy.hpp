@@ -98,7 +98,7 @@ GRADACCUM_HOOK(state, "state(ga::Archive&)")
 /// | `before_step(Gradients&)` | reads the true gradients by `norm()`, reads or changes them by `values()` |
 /// | `after_window(const Step&)` | the window is over: stepped or skipped |
 /// | `after_step(const Step&)` | the parameters have moved |
-/// | `state(Archive&)` | saves and loads what it would miss; needs a `static constexpr std::string_view name` |
+/// | `state(Archive&)` | saves and loads what it would miss; needs a member `std::string_view name`, static or not |
 ///
 /// It must not be final. A member of such a name with another signature does not compile, with a sentence; a name that
 /// is misspelt cannot be noticed: `static_assert(ga::hook::before_step<GradientNoise>)`.

@@ -10,7 +10,6 @@
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policies.hpp>
 
-#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
 
@@ -73,8 +72,7 @@ class Trainer {
   /// The model's mean loss and other metrics: in evaluation mode, without gradients, the batches gone through once.
   template <metric... Metrics>
   Evaluation evaluate(auto&& batches, Metrics... metrics) {
-    const detail::ModeGuard evaluation(module(), false);
-    const at::NoGradGuard no_grad;
+    const detail::EvaluationScope scope(module());
     detail::Evaluator<Metrics...> evaluator(std::move(metrics)...);
     for (auto&& batch : batches) {
       evaluator.add(forward(batch), detail::samples_of(batch));
@@ -108,6 +106,8 @@ class Trainer {
     record_.restart();
     window_.discard();
   }
+  /// Ends `fit` after the micro-batch in hand, and its tail.
+  void stop() { status_.stopped = true; }
 
   Model& model() { return model_; }
   torch::nn::Module& module() { return detail::module_of(model_); }
@@ -115,7 +115,7 @@ class Trainer {
   at::Device device() { return detail::device_of(optimizer()); }
   std::int64_t updates() const { return updates_; }   ///< how often the parameters have moved
   bool closing() const { return record_.closing(); }  ///< this backward fills the window; of a flushed one, none does
-  const Step& window() const { return record_.so_far(); }  ///< epoch, micro-batches (the one in hand, too), samples
+  const Step& window() const { return record_.so_far(); }  ///< epoch, micro_batches, samples, items so far
   const FitStatus& status() const { return status_; }
   void set_accumulate_in(std::optional<at::ScalarType> dtype) { window_.set_accumulate_in(dtype); }
   template <class Policy>

@@ -23,6 +23,9 @@ struct Nothing {
 struct Sealed final {
   void before_step(ga::Gradients&) {}
 };
+struct NoScope {
+  void forward_scope() {}
+};
 struct Nameless {
   void after_step(const ga::Step&) {}
   void state(ga::Archive&) {}
@@ -44,10 +47,15 @@ int main() {
   ga::Trainer factor(model, sgd, objective, WrongFactor{});
   ga::Trainer no_return(model, sgd, objective, NoReturn{});
   ga::Trainer nameless(model, sgd, objective, Nameless{});
+  ga::Trainer no_scope(model, sgd, objective, NoScope{});
+  ga::Trainer twice(model, sgd, objective, ga::ClipNorm{}, ga::ClipNorm{});
   wrong.flush();                                                     // error: before_step must be callable as before_step\(ga::Gradients&\)
   factor.flush();                                                    // error: scale_gradients must be callable as scale_gradients\(ga::Factor&\)
   no_return.fit(batches);                                            // error: ready must be callable as bool ready\(\)
-  nameless.state(archive);                                           // error: with state\(ga::Archive&\) goes `static constexpr std::string_view name`
+  nameless.state(archive);                                           // error: with state\(ga::Archive&\) goes a member std::string_view name
+  no_scope.fit(batches);                                             // error: forward_scope must give back the guard
+  twice.policy<ga::ClipNorm>();                                      // error: needs P to be one of its policies, and the only one
+  trainer.policy<ga::ClipNorm>();                                    // error: needs P to be one of its policies
   ga::Trainer nothing(model, sgd, objective, Nothing{});             // error: expected a policy, which has one of the hooks of policy.hpp
   ga::Trainer sealed(model, sgd, objective, Sealed{});               // error: a policy must not be final
   ga::Trainer number(model, sgd, objective, 3);                      // error: expected a policy

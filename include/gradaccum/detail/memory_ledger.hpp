@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/block_table.hpp>
+
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <memory_resource>
 #include <mutex>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -31,14 +31,9 @@ class MemoryLedger final : public c10::MemoryReportingInfoBase, public std::enab
                          c10::Device device) override {
     if (surrounding_) surrounding_->reportMemoryUsage(block, bytes, allocated, reserved, device);
     const std::lock_guard lock(mutex_);
-    if (bytes > 0) {
-      const auto [held, is_new] = held_.try_emplace(block, bytes);
-      if (!is_new) add(device, -std::exchange(held->second, bytes));  // it was freed unseen, and given out again
-      add(device, bytes);
-    } else if (const auto held = held_.find(block); held != held_.end()) {
-      add(device, -held->second);
-      held_.erase(held);
-    }
+    // What was noted of a block that is given out is of one that was freed unseen.
+    add(device, -held_.exchange(block, std::max<std::int64_t>(bytes, 0)));
+    if (bytes > 0) add(device, bytes);
   }
   bool memoryProfilingEnabled() const override { return true; }
 
@@ -71,8 +66,7 @@ class MemoryLedger final : public c10::MemoryReportingInfoBase, public std::enab
 
   std::shared_ptr<MemoryLedger> surrounding_;
   mutable std::mutex mutex_;
-  std::pmr::unsynchronized_pool_resource pool_;  // an allocation is to cost little more than it does unmeasured
-  std::pmr::unordered_map<void*, std::int64_t> held_{&pool_};
+  BlockTable held_;
   Account total_;
   std::vector<std::pair<c10::Device, Account>> by_device_;  // few: faster than a map
 };

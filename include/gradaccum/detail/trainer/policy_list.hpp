@@ -6,6 +6,7 @@
 
 #include <concepts>
 #include <cstddef>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -45,6 +46,8 @@ class PolicyList {
     if constexpr (next == std::tuple_size_v<Tuple>) {
       return work();
     } else if constexpr (hook::forward_scope<std::tuple_element_t<next, Tuple>>) {
+      using Scope = decltype(hooks::forward_scope::call(std::get<next>(policies_)));
+      static_assert(!std::is_void_v<Scope>, "policy: forward_scope must give back the guard that is to be held");
       [[maybe_unused]] auto scope = hooks::forward_scope::call(std::get<next>(policies_));
       return in_scopes<next + 1>(work);
     } else {
@@ -54,6 +57,7 @@ class PolicyList {
 
   template <class Policy>
   Policy& get() {
+    static_assert(count<Policy> == 1, "Trainer: policy<P>() needs P to be one of its policies, and the only one");
     return std::get<Policy>(policies_);
   }
 
@@ -64,6 +68,11 @@ class PolicyList {
 
  private:
   using Tuple = decltype(with_progress(std::declval<Policies>()...));
+
+  template <class Policy>
+  static constexpr auto count = []<class... All>(std::type_identity<std::tuple<All...>>) {
+    return (std::same_as<Policy, All> + ... + 0);
+  }(std::type_identity<Tuple>());
 
   template <class Hook, class Policy, class... Arguments>
   static void call(Policy& policy, Arguments&... arguments) {
@@ -81,9 +90,9 @@ class PolicyList {
   template <class Policy>
   static void state_of(Policy& policy, Archive& archive) {
     if constexpr (hook::state<Policy>) {
-      constexpr bool has_name = requires { std::string_view(Policy::name); };
-      static_assert(has_name, "policy: with state(ga::Archive&) goes `static constexpr std::string_view name`");
-      if constexpr (has_name) archive(Policy::name, policy);
+      constexpr bool has_name = requires { std::string_view(policy.name); };
+      static_assert(has_name, "policy: with state(ga::Archive&) goes a member std::string_view name, static or not");
+      if constexpr (has_name) archive(policy.name, policy);
     }
   }
 

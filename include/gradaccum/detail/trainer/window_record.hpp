@@ -20,7 +20,7 @@ namespace gradaccum::detail {
 /// What a Trainer knows of its open window: its counts and losses; and which loss is NaN or infinite.
 class WindowRecord {
  public:
-  /// The epoch, micro-batches and samples so far.
+  /// The epoch, micro-batches, samples and items so far.
   const Step& so_far() const { return step_; }
   /// The micro-batch in hand fills the window.
   bool closing() const { return closing_; }
@@ -76,10 +76,15 @@ inline bool WindowRecord::take(const Loss& loss, FitStatus& status, std::int64_t
   if (on_nan == OnNan::ignore || (on_nan == OnNan::stop && !loss.mean.device().is_cpu())) {
     if (on_nan == OnNan::stop) to_check_.emplace_back(loss.mean.detach(), place);
     mean_.add(loss.mean, loss.items);
+    step_.items += loss.items;
     return true;
   }
   const auto number = loss.mean.item<double>();
-  if (std::isfinite(number)) return mean_.add(number, loss.items), true;
+  if (std::isfinite(number)) {
+    mean_.add(number, loss.items);
+    step_.items += loss.items;
+    return true;
+  }
   if (on_nan == OnNan::stop) stop(number, place);
   if (status.nan_batches++ == 0) status.first_nan = place.text();
   return false;
