@@ -29,10 +29,10 @@ torch::nn::Sequential make_model(const std::vector<std::int64_t>& widths) {
 
 void compare(const std::string& name, const std::vector<std::int64_t>& widths, std::int64_t rows,
              const harness::Options& options) {
-  auto ours = make_model(widths), unmeasured = make_model(widths), peer = make_model(widths),
+  auto ours = make_model(widths), measured = make_model(widths), peer = make_model(widths),
        by_hand = make_model(widths), bound = make_model(widths);
   const torch::optim::AdamWOptions hyper(1e-4);
-  ga::optim::AdamW our_adamw(ours->parameters(), hyper), unmeasured_adamw(unmeasured->parameters(), hyper),
+  ga::optim::AdamW our_adamw(ours->parameters(), hyper), measured_adamw(measured->parameters(), hyper),
       peer_adamw(peer->parameters(), hyper), by_hand_adamw(by_hand->parameters(), hyper);
   const ga::data::Batch batch{torch::rand({rows, widths.front()}), torch::randint(widths.back(), {rows})};
   const std::vector<ga::data::Batch> epoch(steps * windows, batch);
@@ -41,8 +41,7 @@ void compare(const std::string& name, const std::vector<std::int64_t>& widths, s
   };
 
   ga::Trainer trainer(ours, our_adamw, loss_of, ga::Accumulate{.steps = steps}, ga::ClipNorm{.max = 1.0});
-  ga::Trainer unmeasuring(unmeasured, unmeasured_adamw, loss_of, ga::Accumulate{.steps = steps},
-                          ga::ClipNorm{.max = 1.0});
+  ga::Trainer measuring(measured, measured_adamw, loss_of, ga::Accumulate{.steps = steps}, ga::ClipNorm{.max = 1.0});
   ga::GradAccumulator accumulator(peer_adamw, {.steps = steps});
   const auto with_accumulator = [&] {
     for (auto& batch : epoch) {
@@ -70,8 +69,8 @@ void compare(const std::string& name, const std::vector<std::int64_t>& widths, s
       {{"Trainer", [&] { trainer.fit(epoch); }, ours->parameters()},
        {"the loop by hand, GradAccumulator", with_accumulator, peer->parameters()},
        {"the loop by hand, nothing of ours but AdamW", alone, by_hand->parameters()},
-       {"Trainer, {.measure_memory = false}", [&] { unmeasuring.fit(epoch, {.measure_memory = false}); },
-        unmeasured->parameters()},
+       {"Trainer, {.measure_memory = true}", [&] { measuring.fit(epoch, {.measure_memory = true}); },
+        measured->parameters()},
        {.name = "bound: forward and backward alone", .run = forward_and_backward, .bound = true}},
       static_cast<double>(epoch.size()), "micro-batches", options);
 }

@@ -238,6 +238,7 @@ TEST_CASE("samples_of: lists, tuples and maps") {
   CHECK(inner::samples_of(std::list<double>{1, 2}) == 2);
   CHECK(inner::samples_of(std::vector<at::Tensor>{rows, other}) == 2);
   CHECK(inner::samples_of(std::array<double, 4>{}) == 4);
+  CHECK(inner::samples_of(std::array<at::Tensor, 2>{rows, other}) == 5);
   CHECK(inner::samples_of(std::pair(rows, other)) == 5);
   CHECK(inner::samples_of(std::tuple(rows, other, 3)) == 5);
   CHECK(inner::samples_of(std::tuple(std::pair(other, rows), rows)) == 7);

@@ -89,8 +89,8 @@ TEST_CASE("FitStatus: an epoch that ends") {
 TEST_CASE("FitStatus: an epoch that brought nothing is refused only where epochs would go on for ever") {
   const auto end = [](ga::FitStatus status, bool window_has_items = false) { status.end_epoch(window_has_items); };
   const std::string message =
-      "Trainer: fit must make 5 updates, but epoch 3 (counted from 0) brought none: the batches are empty, can be gone "
-      "through only once, or have losses without items";
+      "Trainer: fit must make 5 updates, but epoch 3 (counted from 0) brought none: the batches are empty, have losses "
+      "without items, or give no gradient to the optimizer's parameters";
   REQUIRE_ERROR(message, end({.options = {.updates = 5}, .epoch = 3}));
   end({.options = {.updates = 5}, .epoch = 3, .trained = true});
   end({.options = {.updates = 5}, .epoch = 3}, true);
@@ -98,6 +98,15 @@ TEST_CASE("FitStatus: an epoch that brought nothing is refused only where epochs
   end({.options = {.epochs = 9, .updates = 5}});
   end({.options = {.epochs = 9}});
   end({});
+}
+
+TEST_CASE("FitStatus: an epoch after others that brings no batch is refused") {
+  ga::FitStatus status{.options = {.epochs = 3}, .batch = 7};
+  status.end_epoch(false);
+  CHECK(status.batches == 7);
+  REQUIRE_ERROR(
+      "epoch 0 (counted from 0) brought no batch, and was to bring 7; a range that can be gone through only once",
+      status.end_epoch(false));
 }
 
 TEST_CASE("report_of: what the status has counted") {

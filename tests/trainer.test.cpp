@@ -140,6 +140,28 @@ TEST_CASE("Trainer: the order of policies makes no difference to the bit") {
   CHECK_FALSE(same_bits(expected, result(ga::ClipNorm{.max = 0.2}, precision, accumulate)));
 }
 
+TEST_CASE("Trainer: ClipValue clips the elements of the mean, unscaled") {
+  Probe probe;
+  ga::Trainer trainer(
+      probe, probe.sgd, [](Probe& net, double value) { return net.parameter[0] * value + net.parameter[1]; },
+      ga::Accumulate{.steps = 2}, ga::MixedPrecision{.dtype = at::kHalf, .scaler = {.init_scale = 8.0}},
+      ga::ClipValue{.max = 2.5});
+  trainer.fit(std::vector<double>{2.0, 6.0});
+  CHECK(at::equal(probe.parameter, torch::tensor({-2.5, -1.0}, at::kDouble)));
+}
+
+TEST_CASE("Trainer: gradients are reduced before they are clipped") {
+  struct Doubles {
+    void reduce_gradients(ga::Gradients& gradients) {
+      for (auto& gradient : gradients.values()) gradient.mul_(2);
+    }
+  };
+  Probe probe;
+  ga::Trainer trainer(probe, probe.sgd, slope, ga::ClipNorm{.max = std::sqrt(2.0)}, Doubles{});
+  trainer.fit(std::vector<double>{3.0});
+  CHECK(probe.moved() == Approx(1.0).epsilon(1e-6));
+}
+
 TEST_CASE("Trainer: a window is the mean over all its items, as of one large batch") {
   const auto batches = make_batches({5, 2, 7, 4, 1});
   const auto after = [&](const auto& data, auto objective, auto... policies) {
@@ -382,6 +404,13 @@ TEST_CASE("Trainer: the last, shorter window is stepped, dropped or carried on")
     CHECK(probe.moved() == 2.0 + 2.0);
     CHECK_FALSE(probe.parameter.grad().defined());
   }
+  SECTION("carry: a window is of the epoch that it began in") {
+    std::vector<std::int64_t> epochs;
+    ga::Trainer tells(probe, probe.sgd, slope, ga::Accumulate{.steps = 2},
+                      [&](const ga::Step& step) { epochs.push_back(step.epoch); });
+    tells.fit(batches, {.epochs = 2, .tail = ga::Tail::carry});
+    CHECK(epochs == std::vector<std::int64_t>{0, 0, 1});
+  }
   SECTION("carry: into the next epoch") {
     CHECK(trainer.fit(batches, {.epochs = 2, .tail = ga::Tail::carry}).updates == 3);
     CHECK(probe.moved() == 2.0 + 3.0 + 4.0);
@@ -434,6 +463,7 @@ TEST_CASE("Trainer: tells what happened in a window") {
   CHECK(steps[0].lr == 1.0);
   CHECK(steps[1].items == 3);
   CHECK(steps[1].micro_batches == 1);
+  CHECK(steps[1].loss.item<double>() == Approx(70.0 - 2 * 3 * 7.0).epsilon(1e-14));  // of this window alone
 }
 
 namespace {
@@ -552,6 +582,9 @@ TEST_CASE("Trainer: a loss of NaN is an error that says where, before the parame
   CHECK(contains(text.str(), "left out for a loss of NaN or infinity: 1, the first: batch 3 of epoch 1"));
 
   CHECK(with_offset.fit(batches, {.on_nan = ga::OnNan::ignore}).updates == 3);
+  const auto twice = with_offset.fit(std::vector<double>{0.0, bad, 0.0, bad}, {.on_nan = ga::OnNan::skip});
+  CHECK(twice.nan_batches == 2);
+  CHECK(contains(twice.first_nan, "batch 1 of epoch 3"));
 }
 
 TEST_CASE("Trainer: NaN gradients go into the window if NaN losses are ignored") {
@@ -647,16 +680,172 @@ TEST_CASE("Trainer: a smoke run does one window of everything") {
   CHECK(trainer.evaluate(batches).samples == 2);  // not a smoke run any more
 }
 
-TEST_CASE("Trainer: parameters that join the optimizer are trained") {
+TEST_CASE("Trainer: parameters that join the optimizer are trained from the next window on") {
   Probe probe;
   auto more = torch::zeros({1}, at::kDouble).set_requires_grad(true);
-  ga::Trainer trainer(probe, probe.sgd, [&](Probe& net, double value) { return (net.parameter + more).sum() * value; });
+  ga::Trainer trainer(
+      probe, probe.sgd,
+      [&](Probe& net, double value) {
+        return ga::Loss{((net.parameter + more) * value).sum(), 3};
+      },
+      ga::Accumulate{.steps = 2});
   trainer.step(1.0);
-  CHECK(more.item<double>() == 0.0);
-  probe.sgd.add_param_group(torch::optim::OptimizerParamGroup({more}));
-  more.mutable_grad().reset();
+  trainer.step(5.0);
+  CHECK(probe.moved() == 3.0);
+  probe.sgd.add_param_group(torch::optim::OptimizerParamGroup({more}));  // it has collected gradients so far
   trainer.step(1.0);
-  CHECK(more.item<double>() == -2.0);
+  trainer.step(3.0);
+  CHECK(more.item<double>() == -4.0);
+  CHECK(probe.moved() == 5.0);
+
+  auto late = torch::zeros({1}, at::kDouble).set_requires_grad(true);
+  ga::Trainer joins(
+      probe, probe.sgd, [&](Probe& net, double value) { return (net.parameter + late).sum() * value; },
+      ga::Accumulate{.steps = 8}, ga::MixedPrecision{.dtype = at::kHalf, .scaler = {.init_scale = 64.0}});
+  joins.step(1.0);
+  joins.step(3.0);
+  probe.sgd.add_param_group(torch::optim::OptimizerParamGroup({late}));
+  REQUIRE_ERROR("the gradients changed", joins.flush());  // late's are of the window, and of before, who knows
+  joins.fit(std::vector<double>{1.0, 3.0});
+  CHECK(late.item<double>() == -4.0);
+}
+
+TEST_CASE("Trainer: gradients of before a window have no part in it") {
+  Probe probe;
+  const auto old_gradients = [&] { (probe.parameter.sum() * 100).backward(); };
+  old_gradients();
+  ga::Trainer trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 2});
+  trainer.step(1.0);
+  trainer.step(1.0);
+  CHECK(probe.moved() == 1.0);
+  old_gradients();
+  trainer.fit(std::vector<double>{2.0});
+  CHECK(probe.moved() == 3.0);
+  { ga::Trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 2}).step(50.0); }  // it leaves a window open
+  trainer.fit(std::vector<double>{2.0});
+  CHECK(probe.moved() == 5.0);
+}
+
+TEST_CASE("Trainer: two of them whose losses reach each other's parameters, as of a GAN") {
+  Probe left, right;
+  const auto both = [&](Probe&, double value) { return (left.parameter + right.parameter).sum() * value; };
+  ga::Trainer first(left, left.sgd, both), second(right, right.sgd, both);
+  for (int i = 0; i < 3; ++i) {
+    first.step(1.0);
+    second.step(10.0);
+  }
+  CHECK(left.moved() == 3.0);
+  CHECK(right.moved() == 30.0);
+}
+
+TEST_CASE("Trainer: an optimizer that was made for another model is found out") {
+  Probe probe, other;
+  ga::Trainer trainer(probe, other.sgd, slope);
+  REQUIRE_ERROR("give no gradient to the optimizer's parameters; was it made for this model?",
+                trainer.fit(std::vector<double>{1.0, 2.0}, {.updates = 3}));
+  CHECK(trainer.fit(std::vector<double>{1.0, 2.0}).skipped == 2);
+}
+
+TEST_CASE("Trainer: null pointers, a fit inside a fit, a step inside an objective, a range for one pass") {
+  Probe probe;
+  std::unique_ptr<torch::optim::SGD> none;
+  REQUIRE_ERROR("the pointer to the optimizer must not be null", ga::Trainer(probe, none, slope));
+  std::shared_ptr<Probe> no_model;
+  ga::Trainer nothing(no_model, probe.sgd, [](auto& net, double value) { return net->parameter.sum() * value; });
+  REQUIRE_ERROR("the pointer to it must not be null", nothing.fit(std::vector<double>{1.0}));
+
+  const std::vector<double> batches{1.0, 1.0};
+  std::function<void()> inside;
+  ga::Trainer outer(probe, probe.sgd, slope, [&](const ga::Step&) { inside(); });
+  inside = [&] { outer.fit(batches); };
+  REQUIRE_ERROR("fit() inside of fit()", outer.fit(batches));
+  inside = [] {};
+  CHECK(outer.fit(batches).updates == 2);
+
+  ga::Trainer steps(probe, probe.sgd, [&](Probe& net, double value) {
+    inside();
+    return net.parameter.sum() * value;
+  });
+  inside = [&] { steps.step(1.0); };
+  REQUIRE_ERROR("step() or flush() inside of a micro-batch", steps.step(1.0));
+  inside = [&] { steps.flush(); };
+  REQUIRE_ERROR("step() or flush() inside of a micro-batch", steps.step(1.0));
+  inside = [] {};
+  CHECK(steps.step(1.0));
+
+  struct OnePass {
+    int* left;
+    struct Iterator {
+      int* left;
+      double operator*() const { return 1.0; }
+      void operator++() { --*left; }
+      bool operator!=(std::default_sentinel_t) const { return *left > 0; }
+    };
+    Iterator begin() const { return {left}; }
+    std::default_sentinel_t end() const { return {}; }
+  };
+  int left = 3;
+  REQUIRE_ERROR(
+      "epoch 1 (counted from 0) brought no batch, and was to bring 3; a range that can be gone through only once",
+      ga::Trainer(probe, probe.sgd, slope).fit(OnePass{&left}, {.epochs = 2}));
+}
+
+TEST_CASE("Trainer: a state that makes no sense changes nothing") {
+  Probe probe;
+  ga::Trainer trainer(probe, probe.sgd, slope);
+  trainer.fit(std::vector<double>{1.0});
+  ga::Archive hostile({{"updates", std::int64_t{-7}}, {"epochs", std::int64_t{2}}});
+  REQUIRE_ERROR("updates and epochs of a state must be >= 0, got -7 and 2", trainer.state(hostile));
+  CHECK(trainer.updates() == 1);
+  ga::Trainer scheduled(probe, probe.sgd, slope, ga::MixedPrecision{.dtype = at::kHalf});
+  ga::Archive incomplete({{"updates", std::int64_t{5}}, {"epochs", std::int64_t{2}}});
+  REQUIRE_ERROR("mixed_precision", scheduled.state(incomplete));
+  CHECK(scheduled.updates() == 0);
+}
+
+namespace {
+
+// Notes which hooks are called, in which order.
+struct Order {
+  std::vector<std::string> calls = {};
+  int forward_scope() { return calls.push_back("forward_scope"), 0; }
+  void before_backward(ga::Loss&) { calls.push_back("before_backward"); }
+  bool ready() { return calls.push_back("ready"), true; }
+  void after_backward(ga::Gradients&) { calls.push_back("after_backward"); }
+  void scale_gradients(ga::Factor&) { calls.push_back("scale_gradients"); }
+  void reduce_gradients(ga::Gradients&) { calls.push_back("reduce_gradients"); }
+  void before_step(ga::Gradients&) { calls.push_back("before_step"); }
+  void after_window(const ga::Step&) { calls.push_back("after_window"); }
+  void after_step(const ga::Step&) { calls.push_back("after_step"); }
+  void on_epoch_begin(std::int64_t epoch) { calls.push_back("begin " + std::to_string(epoch)); }
+  void on_epoch_end(std::int64_t epoch) { calls.push_back("end " + std::to_string(epoch)); }
+};
+
+}  // namespace
+
+TEST_CASE("Trainer: hooks are called in the order that is documented") {
+  Probe probe;
+  ga::Trainer trainer(probe, probe.sgd, slope, Order{});
+  trainer.fit(std::vector<double>{1.0});
+  using Calls = std::vector<std::string>;
+  CHECK(trainer.policy<Order>().calls == Calls{"begin 0", "forward_scope", "before_backward", "ready", "after_backward",
+                                               "scale_gradients", "reduce_gradients", "before_step", "after_window",
+                                               "after_step", "end 0"});
+  trainer.policy<Order>().calls.clear();
+  trainer.fit(std::vector<double>{}, {.epochs = 2});
+  CHECK(trainer.policy<Order>().calls == Calls{"begin 1", "end 1", "begin 2", "end 2"});
+}
+
+TEST_CASE("Trainer: a window without items is not stepped, whatever its gradients") {
+  Probe probe;
+  struct Counts : torch::optim::SGD {
+    using SGD::SGD;
+    int steps = 0;
+    at::Tensor step(LossClosure closure = nullptr) override { return ++steps, SGD::step(closure); }
+  } counts({probe.parameter}, torch::optim::SGDOptions(1.0));
+  ga::Trainer trainer(probe, counts, [](Probe& net, double value) { return ga::Loss{net.parameter.sum() * value, 0}; });
+  trainer.fit(std::vector<double>{1.0, 1.0});
+  CHECK(counts.steps == 0);
 }
 
 TEST_CASE("Trainer: 16-bit gradients are summed in float32 if that is asked for") {
@@ -681,7 +870,7 @@ TEST_CASE("Trainer: 16-bit gradients are summed in float32 if that is asked for"
 TEST_CASE("Trainer: a report that prints as a summary") {
   Probe probe;
   ga::Trainer trainer(probe, probe.sgd, slope);
-  const auto report = trainer.fit(std::vector<double>{1.0, 2.0});
+  const auto report = trainer.fit(std::vector<double>{1.0, 2.0}, {.measure_memory = true});
   CHECK(report.seconds > 0);
   CHECK(report.samples_per_second == Approx(2 / report.seconds));
   CHECK(report.peak_bytes.at("cpu") > 0);
@@ -690,7 +879,7 @@ TEST_CASE("Trainer: a report that prints as a summary") {
   text << report;
   CHECK(contains(text.str(), "Time: "));
   CHECK(contains(text.str(), "Epochs: 1, updates: 2, skipped: 0\n"));
-  CHECK(trainer.fit(std::vector<double>{1.0}, {.measure_memory = false}).peak_bytes.empty());
+  CHECK(trainer.fit(std::vector<double>{1.0}).peak_bytes.empty());
 }
 
 TEST_CASE("Trainer: counts and policies are saved and loaded between windows") {
@@ -758,7 +947,7 @@ TEST_CASE("Trainer: on a device", "[cuda]") {
   };
   ga::Trainer trainer(model, sgd, on_device, ga::Accumulate{.steps = 3}, ga::ClipNorm{.max = 0.5});
   ga::Trainer on_cpu(peer, peer_sgd, weighted, ga::Accumulate{.steps = 3}, ga::ClipNorm{.max = 0.5});
-  const auto report = trainer.fit(batches, {.epochs = 3});
+  const auto report = trainer.fit(batches, {.epochs = 3, .measure_memory = true});
   on_cpu.fit(batches, {.epochs = 3});
   CHECK(distance(flat(model).cpu(), flat(peer)) < 1e-4);
   CHECK(report.occupied_bytes.at("cuda:0") > 0);

@@ -45,7 +45,7 @@ inline ga::Evaluation train_with_trainer(Setup& setup, const Options& options) {
 inline ga::FitReport measure_with_trainer(Setup& setup, const Options& options) {
   ga::Trainer trainer(setup.model, setup.optimizer, objective,
                       ga::Accumulate{.schedule = options.accumulate.by_epoch()}, ga::Progress{});
-  return trainer.fit(setup.batches, {.epochs = options.epochs});
+  return trainer.fit(setup.batches, {.epochs = options.epochs, .measure_memory = true});
 }
 
 }  // namespace fashion_mnist

@@ -31,8 +31,9 @@ struct FitOptions {
                                              ///< that takes, if `epochs` is not given
   Tail tail = Tail::flush;
   OnNan on_nan = OnNan::stop;
-  bool smoke = false;          ///< one window of everything, to see that it runs; `evaluate` takes one batch meanwhile
-  bool measure_memory = true;  ///< with a MemoryMeter, unless a profiler of LibTorch's is at work
+  bool smoke = false;           ///< one window of everything, to see that it runs; `evaluate` takes one batch meanwhile
+  bool measure_memory = false;  ///< report the peak of tensor memory, by a MemoryMeter; unless LibTorch's profiler is
+                                ///< at work. LibTorch may warn then of "memory blocks" that are older than the `fit`
 };
 
 /// Where a `fit` is.
@@ -48,14 +49,15 @@ struct FitStatus {
   std::int64_t samples = 0;                  ///< taken
   std::int64_t nan_batches = 0;              ///< left out for a loss that is not finite
   std::string first_nan = {};                ///< which was the first
+  bool running = false;                      ///< `fit` is at work
   bool stopped = false;                      ///< by `Trainer::stop`
-  bool trained = false;                      ///< a window of this epoch had items
+  bool trained = false;                      ///< a window of this epoch moved, or would have but for an overflow
   Clock::time_point start = Clock::now();
 
   double seconds() const { return std::chrono::duration<double>(Clock::now() - start).count(); }
   /// All that was asked for is done; in the middle of an epoch, too.
   bool done() const;
-  void count_window(bool moved, double items);
+  void count_window(bool moved, bool overflowed);
   void end_epoch(bool window_has_items);
   /// How much of it is done, in [0, 1]; none while nobody can tell.
   std::optional<double> fraction() const;
@@ -72,18 +74,21 @@ inline bool FitStatus::done() const {
   return epochs >= options.epochs.value_or(1);
 }
 
-inline void FitStatus::count_window(bool moved, double items) {
+inline void FitStatus::count_window(bool moved, bool overflowed) {
   updates += moved;
   skipped += !moved;
-  trained = trained || items > 0;
+  trained = trained || moved || overflowed;
 }
 
 /// Without a number of epochs, batches that bring no update would be gone through for ever.
 inline void FitStatus::end_epoch(bool window_has_items) {
   TORCH_CHECK(options.epochs || !options.updates || done() || trained || window_has_items, "Trainer: fit must make ",
               *options.updates, " updates, but epoch ", epoch,
-              " (counted from 0) brought none: the batches are empty, can be gone through only once, or have losses "
-              "without items");
+              " (counted from 0) brought none: the batches are empty, have losses without items, or give no gradient "
+              "to the optimizer's parameters; was it made for this model?");
+  TORCH_CHECK(batch > 0 || batches.value_or(0) == 0 || done(), "Trainer: epoch ", epoch,
+              " (counted from 0) brought no batch, and was to bring ", *batches,
+              "; a range that can be gone through only once is good for one epoch");
   ++epochs;
   if (!batches) batches = batch;
   batch = 0;

@@ -50,9 +50,12 @@ struct Loss {
     return Loss(*this).with(std::move(output_of_model), std::move(wanted));
   }
 
-  void check() const {
+  void check_shape() const {
     TORCH_CHECK(mean.defined() && mean.numel() == 1, "Loss: the mean must have one element, got ",
                 mean.defined() ? c10::str("shape ", mean.sizes()) : "an undefined tensor");
+  }
+  void check() const {
+    check_shape();
     TORCH_CHECK(items == 0 || mean.requires_grad(), "Loss: the mean requires no grad, so backward has nothing to do");
   }
 

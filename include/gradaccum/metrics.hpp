@@ -3,6 +3,7 @@
 
 #include <gradaccum/detail/weighted_mean.hpp>
 #include <gradaccum/loss.hpp>
+#include <gradaccum/window.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -138,6 +139,8 @@ class Evaluator {
   }
 
   void add(const Loss& loss, std::int64_t samples) {
+    loss.check_shape();
+    Window::check_weight(loss.items);
     loss_.add(loss);
     std::apply([&](auto&... metric) { (metric.add(loss), ...); }, metrics_);
     samples_ += samples;

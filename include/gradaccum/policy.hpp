@@ -123,6 +123,8 @@ auto as_policy(P policy) {
   static_assert(!std::is_final_v<P>, "Trainer: a policy must not be final: its hooks are found by deriving from it");
   constexpr bool callable = std::invocable<P&, const Step&>;
   if constexpr (gradaccum::policy<P>) {
+    static_assert(!callable || hook::after_step<P>,
+                  "Trainer: a policy with hooks is not called as a callback, too; name its call operator after_step");
     return policy;
   } else {
     static_assert(callable || std::is_final_v<P>,

@@ -4,6 +4,7 @@
 #include <gradaccum/detail/optimizer_window.hpp>
 #include <gradaccum/detail/samples_of.hpp>
 #include <gradaccum/detail/trainer/arguments.hpp>
+#include <gradaccum/detail/trainer/counts.hpp>
 #include <gradaccum/detail/trainer/fit_scope.hpp>
 #include <gradaccum/detail/trainer/policy_list.hpp>
 #include <gradaccum/detail/trainer/window_record.hpp>
@@ -11,10 +12,8 @@
 #include <gradaccum/policies.hpp>
 
 #include <c10/util/Exception.h>
-#include <c10/util/ScopeExit.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -59,13 +58,11 @@ class Trainer {
   /// Trains until it has gone through the batches so often, or made so many updates; in training mode, unless the model
   /// is in it already, with all that its owner has frozen. Epochs count on from the last `fit`.
   FitReport fit(auto&& batches, const FitOptions& options = {}) {
-    check(options);
-    const detail::FitScope scope(module(), device(), options);
-    status_ = {.options = options, .batches = detail::batches_of(batches)};
-    const auto forget_options = c10::make_scope_exit([this] { status_.options = {}; });
+    const detail::FitScope scope(module(), device(), status_,
+                                 {.options = options, .batches = detail::batches_of(batches)});
     return or_discard([&] {
       while (!status_.done()) run_epoch(batches);
-      return scope.report(status_);
+      return scope.report();
     });
   }
 
@@ -84,14 +81,14 @@ class Trainer {
   /// One micro-batch. True if it closed the window, and the parameters moved.
   bool step(auto&& batch) {
     return or_discard([&] {
+      if (window().micro_batches == 0) window_.clear_others();
       record_.begin_micro_batch(detail::samples_of(batch), status_);
       Loss loss = forward(batch);
-      if (!record_.take(loss, status_, updates_)) loss.items = 0;
+      if (!record_.take(loss, status_, updates())) loss.items = 0;
       call<hooks::before_backward>(loss);
       record_.set_closing(policies_.ready());
-      window_.follow();
-      window_.backward(std::move(loss), {}, false);
-      window_.complete_micro_batch();
+      window_.add(std::move(loss));
+      record_.end_micro_batch();
       Gradients so_far(window_.so_far());
       call<hooks::after_backward>(so_far);
       return closing() && close();
@@ -113,7 +110,7 @@ class Trainer {
   torch::nn::Module& module() { return detail::module_of(model_); }
   Optimizer& optimizer() { return window_.optimizer(); }
   at::Device device() { return detail::device_of(optimizer()); }
-  std::int64_t updates() const { return updates_; }   ///< how often the parameters have moved
+  std::int64_t updates() const { return counts_.updates; }  ///< how often the parameters have moved
   bool closing() const { return record_.closing(); }  ///< this backward fills the window; of a flushed one, none does
   const Step& window() const { return record_.so_far(); }  ///< epoch, micro_batches, samples, items so far
   const FitStatus& status() const { return status_; }
@@ -126,9 +123,10 @@ class Trainer {
   /// Saves or loads the counts, and the state of each policy that has one. Between windows.
   void state(Archive& archive) {
     TORCH_CHECK(window().micro_batches == 0, "Trainer: state() inside a window; call flush() or discard() first");
-    archive("updates", updates_);
-    archive("epochs", epochs_);
-    policies_.state(archive);
+    detail::or_restore(counts_, [&] {
+      counts_.state(archive);
+      policies_.state(archive);
+    });
   }
 
  private:
@@ -147,10 +145,10 @@ class Trainer {
   }
 
   Loss forward(auto& batch) {
-    return policies_.in_scopes([&]() -> Loss { return std::invoke(objective_, model_, batch); });
+    return policies_.in_scopes([&] { return detail::loss_of(objective_, model_, batch); });
   }
   void run_epoch(auto& batches) {
-    status_.epoch = epochs_++;
+    status_.epoch = counts_.epochs++;
     call<hooks::on_epoch_begin>(status_.epoch);
     for (auto&& batch : batches) {
       step(batch);
@@ -163,6 +161,8 @@ class Trainer {
   }
 
   bool close() {
+    record_.check_none_in_hand();
+    window_.follow();
     Gradients gradients(window_.so_far());
     call<hooks::scale_gradients>(gradients.factor());
     record_.check_losses();
@@ -173,10 +173,10 @@ class Trainer {
       call<hooks::before_step>(closing);
     });
     if (moved) window_.clear();
-    updates_ += moved;
-    const Step step = record_.finish(gradients, moved, updates_, lr);
+    counts_.updates += moved;
+    const Step step = record_.finish(gradients, moved, updates(), lr);
     record_.restart();
-    status_.count_window(moved, step.items);
+    status_.count_window(moved, step.overflowed);
     call<hooks::after_window>(step);
     if (moved) call<hooks::after_step>(step);
     return moved;
@@ -188,7 +188,7 @@ class Trainer {
   Objective objective_;
   detail::PolicyList<Policies...> policies_;
   detail::WindowRecord record_;
-  std::int64_t updates_ = 0, epochs_ = 0;
+  detail::Counts counts_;
   FitStatus status_;
 };
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
 #include <concepts>
@@ -23,10 +24,13 @@ concept model = plain_module<M> || points_to_module<M>;
 /// The module that a user's model is, or points to.
 template <model Model>
 torch::nn::Module& module_of(Model& model) {
-  if constexpr (plain_module<Model>)
+  if constexpr (plain_module<Model>) {
     return model;
-  else
+  } else {
+    if constexpr (requires { model == nullptr; })
+      TORCH_CHECK(!(model == nullptr), "model: the pointer to it must not be null");
     return *model;
+  }
 }
 
 }  // namespace gradaccum::detail

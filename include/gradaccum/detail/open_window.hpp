@@ -156,6 +156,8 @@ inline void OpenWindow::backward(Loss loss, std::optional<bool> retain_graph, bo
   check_form(Form::weighted);
   TORCH_CHECK(!in_hand_, "GradAccumulator: a second backward() before step(); add the losses and call it once");
   TORCH_CHECK(!state_->applied(), "GradAccumulator: backward() after gradients().apply(); call step() first");
+  loss.output.reset();  // backward does not need it: a language model's logits are large
+  loss.target.reset();
   loss.check();
   check_weight(loss);
   check_kept();

@@ -5,12 +5,15 @@
 #include <gradaccum/detail/open_window.hpp>
 #include <gradaccum/detail/take_step.hpp>
 #include <gradaccum/gradients.hpp>
+#include <gradaccum/loss.hpp>
 
 #include <ATen/core/ScalarType.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <utility>
 
 namespace gradaccum::detail {
 
@@ -31,6 +34,13 @@ class OptimizerWindow : public OpenWindow {
   /// Parameters may be added to the optimizer at any time.
   void follow() { OpenWindow::follow(parameters_of(*optimizer_)); }
 
+  /// Backward of a micro-batch, which is complete then.
+  void add(Loss loss) {
+    follow();
+    backward(std::move(loss), {}, false);
+    complete_micro_batch();
+  }
+
   /// Clears the gradients: at a window's end, or of one in which no micro-batch is complete.
   void clear(bool set_to_none = true) {
     if constexpr (requires { optimizer_->zero_grad(set_to_none); })
@@ -38,6 +48,12 @@ class OptimizerWindow : public OpenWindow {
     else
       optimizer_->zero_grad();
     cleared(parameters_of(*optimizer_));
+  }
+
+  /// Clears gradients that are there before the window has begun: they are of something else.
+  void clear_others() {
+    const auto parameters = parameters_of(*optimizer_);
+    if (std::any_of(parameters.begin(), parameters.end(), [](auto& p) { return p.grad().defined(); })) clear();
   }
 
   void discard() {

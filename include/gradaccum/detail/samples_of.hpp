@@ -8,6 +8,7 @@
 #include <optional>
 #include <string_view>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 namespace gradaccum::detail {
@@ -35,6 +36,10 @@ template <class B>
 concept is_sized = requires(const B& batch) {
   { batch.size() } -> std::convertible_to<std::int64_t>;
 };
+/// Inputs and targets, say; an array of numbers is none.
+template <class B>
+concept is_tuple_of_tensors =
+    is_tuple<B> && std::derived_from<std::remove_cvref_t<decltype(std::get<0>(std::declval<B&>()))>, at::Tensor>;
 template <class B>
 concept is_text = std::convertible_to<const B&, std::string_view>;
 
@@ -52,7 +57,7 @@ std::int64_t samples_of(const Batch& batch) {
     return samples_of(batch.data);
   else if constexpr (maps_names<Batch>)
     return batch.empty() ? 0 : samples_of(batch.begin()->second);
-  else if constexpr (is_tuple<Batch> && !is_sized<Batch>)
+  else if constexpr (is_tuple_of_tensors<Batch> || (is_tuple<Batch> && !is_sized<Batch>))
     return samples_of(std::get<0>(batch));
   else if constexpr (is_sized<Batch>)
     return static_cast<std::int64_t>(batch.size());

@@ -8,6 +8,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string_view>
@@ -33,11 +34,11 @@ struct MixedPrecision {
   bool enabled = true;                              ///< if not, it does nothing
   AmpScalerOptions scaler = {};                     ///< of the loss scale; only float16 has one
   std::shared_ptr<AmpScaler> amp_scaler = nullptr;  ///< made of these options when the trainer is built
-  at::DeviceType device = at::kCPU;
+  std::function<at::Device()> device = {};          ///< of the trainer
 
   template <class Trainer>
   void attach(Trainer& trainer) {
-    device = trainer.device().type();
+    device = [&trainer] { return trainer.device(); };
     static_cast<void>(forward_scope());  // throws where the device has no autocast, or not for this dtype
     auto options = scaler;
     options.enabled = enabled && scaler.enabled && dtype == at::kHalf;
@@ -46,7 +47,7 @@ struct MixedPrecision {
   }
   std::optional<Autocast> forward_scope() const {
     if (!enabled) return std::optional<Autocast>();
-    return std::optional<Autocast>(std::in_place, device, dtype);
+    return std::optional<Autocast>(std::in_place, device(), dtype);
   }
   void before_backward(Loss& loss) { loss = amp_scaler->scale(std::move(loss)); }
   void scale_gradients(Factor& factor) const { amp_scaler->unscale(factor); }

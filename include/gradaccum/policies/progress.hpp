@@ -27,7 +27,6 @@ struct Progress {
   ProgressLineOptions line = {};
   const FitStatus* status = nullptr;           ///< the trainer's
   std::function<std::int64_t()> updates = {};  ///< of the trainer
-  bool in_epoch = false;                       ///< of a `fit`; elsewhere there is nothing to be far in
   std::shared_ptr<ProgressLine> shown = nullptr;
   detail::WeightedMean loss = {};
   double lr = 0;
@@ -40,7 +39,6 @@ struct Progress {
   }
   void on_epoch_begin(std::int64_t) {
     loss = {};
-    in_epoch = true;
     if (status->epochs == 0) shown->restart();
   }
   void after_window(const Step& step) {
@@ -48,12 +46,9 @@ struct Progress {
     lr = step.lr;
   }
   void after_backward(Gradients&) {
-    if (in_epoch) shown->update(status->fraction(), status->samples, [this] { return text(); });
+    if (status->running) shown->update(status->fraction(), status->samples, [this] { return text(); });
   }
-  void on_epoch_end(std::int64_t) {
-    in_epoch = false;
-    shown->clear();
-  }
+  void on_epoch_end(std::int64_t) { shown->clear(); }
 
   std::string text() const;
 };

@@ -4,6 +4,7 @@
 #include <gradaccum/concepts.hpp>
 #include <gradaccum/detail/module_of.hpp>
 #include <gradaccum/detail/optimizer_facade.hpp>
+#include <gradaccum/loss.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -11,6 +12,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <concepts>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <type_traits>
@@ -44,6 +46,8 @@ using optimizer_t = std::remove_cvref_t<decltype(pointee_of(std::declval<std::re
 /// It, checked for what its type does not tell.
 template <class O>
 auto& checked_optimizer(O& given) {
+  if constexpr (!is_optimizer<std::remove_cvref_t<O>> && requires { given == nullptr; })
+    TORCH_CHECK(!(given == nullptr), "Trainer: the pointer to the optimizer must not be null; was it moved from?");
   auto& optimizer = pointee_of(given);
   if constexpr (std::derived_from<std::remove_cvref_t<decltype(optimizer)>, torch::optim::Optimizer>)
     check_can_be_wrapped(optimizer, "Trainer",
@@ -71,6 +75,9 @@ std::shared_ptr<void> kept_owner(O&& given) {
   using Pointer = std::remove_cvref_t<O>;
   static_assert(std::is_lvalue_reference_v<O> || !is_optimizer<Pointer>,
                 "Trainer: holds the optimizer by reference; give it a name first, or a pointer to it");
+  static_assert(
+      std::is_lvalue_reference_v<O> || is_optimizer<Pointer> || requires { given == nullptr; },
+      "Trainer: takes over a pointer to an optimizer, but nothing else that holds one");
   if constexpr (!is_optimizer<Pointer> && std::constructible_from<Pointer, O>)
     return std::make_shared<Pointer>(std::forward<O>(given));
   return nullptr;
@@ -86,11 +93,22 @@ double learning_rate_of(O& optimizer) try {
   return std::numeric_limits<double>::quiet_NaN();
 }
 
+/// What the objective says of a batch.
+template <class Objective, class Model, class Batch>
+Loss loss_of(Objective& objective, Model& model, Batch& batch) {
+  constexpr bool is_objective = std::is_invocable_r_v<Loss, Objective&, Model&, Batch&>;
+  static_assert(is_objective,
+                "Trainer: the objective must be callable as objective(model, batch), with both as they were given, and "
+                "return a Tensor or a ga::Loss");
+  if constexpr (is_objective) return std::invoke(objective, model, batch);
+}
+
 /// Where the first parameter lies.
 template <class O>
 at::Device device_of(O& optimizer) {
-  for (auto& parameter : parameters_of(optimizer))
-    if (parameter.defined()) return parameter.device();
+  for (auto& group : optimizer.param_groups())
+    for (auto& parameter : group.params())
+      if (parameter.defined()) return parameter.device();
   return at::kCPU;
 }
 

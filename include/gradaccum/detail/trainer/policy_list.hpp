@@ -18,7 +18,7 @@ namespace gradaccum::detail {
 template <class... Policies>
 auto with_progress(Policies... policies) {
   std::tuple<policy_t<Policies>...> given(as_policy(std::move(policies))...);
-  if constexpr ((std::same_as<Policies, Progress> || ...))
+  if constexpr ((std::derived_from<Policies, Progress> || ...))
     return given;
   else
     return std::tuple_cat(std::tuple<Progress>(Progress{.line = {.only_on_terminal = true}}), std::move(given));
@@ -37,7 +37,9 @@ class PolicyList {
 
   /// None that has a say is against it. All are asked, whatever the others say.
   bool ready() {
-    return std::apply([](auto&... policy) { return (is_ready(policy) & ... & true); }, policies_);
+    bool all = true;
+    std::apply([&](auto&... policy) { ((all = is_ready(policy) && all), ...); }, policies_);
+    return all;
   }
 
   /// Runs `work` inside the scopes of all.

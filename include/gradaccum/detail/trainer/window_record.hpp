@@ -26,12 +26,19 @@ class WindowRecord {
   bool closing() const { return closing_; }
   void set_closing(bool closing) { closing_ = closing; }
 
+  void check_none_in_hand() const {
+    TORCH_CHECK(!in_hand_, "Trainer: step() or flush() inside of a micro-batch, in the objective say");
+  }
   void begin_micro_batch(std::int64_t samples, FitStatus& status) {
+    check_none_in_hand();
+    in_hand_ = true;
     if (step_.micro_batches++ == 0) step_.epoch = status.epoch;
     step_.samples += samples;
     status.samples += samples;
     ++status.batch;
   }
+
+  void end_micro_batch() { in_hand_ = false; }
 
   /// False if the micro-batch of this loss is to be left out. Its number on the CPU is read at once; on a device only
   /// where that is asked for, else when the window closes.
@@ -45,7 +52,7 @@ class WindowRecord {
     step_ = {};
     mean_ = {};
     to_check_.clear();
-    closing_ = false;
+    in_hand_ = closing_ = false;
   }
 
  private:
@@ -63,7 +70,7 @@ class WindowRecord {
   }
 
   Step step_;
-  bool closing_ = false;
+  bool in_hand_ = false, closing_ = false;
   WeightedMean mean_;
   std::vector<std::pair<at::Tensor, Place>> to_check_;  // losses on a device
 };
