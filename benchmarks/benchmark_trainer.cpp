@@ -9,6 +9,7 @@
 #include <gradaccum/trainer.hpp>
 
 #include "harness.hpp"
+#include "networks.hpp"
 
 namespace ga = gradaccum;
 
@@ -17,20 +18,11 @@ namespace {
 constexpr int steps = 4;
 constexpr int windows = 64;
 
-torch::nn::Sequential make_model(const std::vector<std::int64_t>& widths) {
-  torch::manual_seed(0);
-  torch::nn::Sequential model;
-  for (std::size_t i = 0; i + 1 < widths.size(); ++i) {
-    if (i > 0) model->push_back(torch::nn::ReLU());
-    model->push_back(torch::nn::Linear(widths[i], widths[i + 1]));
-  }
-  return model;
-}
-
 void compare(const std::string& name, const std::vector<std::int64_t>& widths, std::int64_t rows,
              const harness::Options& options) {
-  auto ours = make_model(widths), measured = make_model(widths), peer = make_model(widths),
-       by_hand = make_model(widths), bound = make_model(widths);
+  auto ours = harness::make_network(widths), measured = harness::make_network(widths),
+       peer = harness::make_network(widths), by_hand = harness::make_network(widths),
+       bound = harness::make_network(widths);
   const torch::optim::AdamWOptions hyper(1e-4);
   ga::optim::AdamW our_adamw(ours->parameters(), hyper), measured_adamw(measured->parameters(), hyper),
       peer_adamw(peer->parameters(), hyper), by_hand_adamw(by_hand->parameters(), hyper);

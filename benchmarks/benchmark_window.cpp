@@ -8,6 +8,7 @@
 #include <gradaccum/optim/adamw.hpp>
 
 #include "harness.hpp"
+#include "networks.hpp"
 
 namespace ga = gradaccum;
 
@@ -15,19 +16,10 @@ namespace {
 
 constexpr int steps = 8;
 
-torch::nn::Sequential make_model(const std::vector<std::int64_t>& widths) {
-  torch::manual_seed(0);
-  torch::nn::Sequential model;
-  for (std::size_t i = 0; i + 1 < widths.size(); ++i) {
-    if (i > 0) model->push_back(torch::nn::ReLU());
-    model->push_back(torch::nn::Linear(widths[i], widths[i + 1]));
-  }
-  return model;
-}
-
 void compare(const std::string& name, const std::vector<std::int64_t>& widths, std::int64_t rows, bool clip,
              const harness::Options& options) {
-  auto ours = make_model(widths), peer = make_model(widths), by_hand = make_model(widths), bound = make_model(widths);
+  auto ours = harness::make_network(widths), peer = harness::make_network(widths),
+       by_hand = harness::make_network(widths), bound = harness::make_network(widths);
   const torch::optim::AdamWOptions hyper(1e-3);
   ga::optim::AdamW our_adamw(ours->parameters(), hyper), by_hand_adamw(by_hand->parameters(), hyper);
   torch::optim::AdamW peer_adamw(peer->parameters(), hyper);

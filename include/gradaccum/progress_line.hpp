@@ -44,12 +44,15 @@ class ProgressLine {
   /// between the two.
   template <class Text>
   void update(std::optional<double> fraction, std::int64_t samples, const Text& text) {
-    if (!options_.to || (options_.only_on_terminal && !on_terminal_)) return;
+    if (silent()) return;
     const auto now = Clock::now();
     if (std::chrono::duration_cast<std::chrono::milliseconds>(now - last_shown_) < interval()) return;
     last_shown_ = now;
     show(line(fraction, samples, text()));
   }
+
+  /// It will never show anything.
+  bool silent() const { return !options_.to || (options_.only_on_terminal && !on_terminal_); }
 
   /// Wipes the line on a terminal, before something else is printed.
   void clear() noexcept {

@@ -50,13 +50,15 @@ inline std::optional<std::vector<double>> solve_shares(VerifyPasses& passes, con
                                                        const GradientList& whole) {
   const auto wanted = sample_of(whole, whole);
   const auto count = static_cast<std::int64_t>(passes.rows().size());
-  std::vector<at::Tensor> columns;
+  std::vector<at::Tensor> columns, finite;
   for (std::int64_t i = 0; i < count; ++i) {
     auto column = sample_of(passes.gradients_of(i, modes), whole);
-    columns.push_back(column.isfinite().all().item<bool>() ? column : at::zeros_like(column));
+    finite.push_back(column.isfinite().all());
+    columns.push_back(finite.back().item<bool>() ? column : at::zeros_like(column));
   }
   const auto found = std::get<0>(at::linalg_lstsq(at::stack(columns, 1), wanted.unsqueeze(1), {}, "gelsd"));
-  const auto clamped = found.flatten().clamp_min(0).contiguous();
+  // What is found for a column of zeros may be next to 0, and such a part of NaN is NaN.
+  const auto clamped = found.flatten().clamp_min(0).mul(at::stack(finite)).contiguous();
   if (std::abs(clamped.sum().item<double>() - 1) > 0.05) return std::nullopt;
   return std::vector<double>(clamped.data_ptr<double>(), clamped.data_ptr<double>() + count);
 }

@@ -42,6 +42,7 @@ struct Progress {
     if (status->epochs == 0) shown->restart();
   }
   void after_window(const Step& step) {
+    if (shown->silent()) return;  // on a device, adding up takes time, too
     loss.add(step.loss, step.items);
     lr = step.lr;
   }
