@@ -4,6 +4,8 @@
 #include <gradaccum/amp_scaler.hpp>
 #include <gradaccum/archive.hpp>
 #include <gradaccum/autocast.hpp>
+#include <gradaccum/checkpoint.hpp>
+#include <gradaccum/checkpoint_options.hpp>
 #include <gradaccum/clip_grad.hpp>
 #include <gradaccum/concepts.hpp>
 #include <gradaccum/data/length_buckets.hpp>
@@ -37,6 +39,7 @@
 #include <gradaccum/policies/schedule.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/progress_line.hpp>
+#include <gradaccum/saved_tensor_hooks.hpp>
 #include <gradaccum/trainer.hpp>
 #include <gradaccum/verify_accumulation.hpp>
 #include <gradaccum/version.hpp>

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/checkpoint_options.hpp>
+#include <gradaccum/detail/checkpoint/forward_state.hpp>
+#include <gradaccum/detail/checkpoint/frozen_statistics.hpp>
+#include <gradaccum/detail/checkpoint/recomputation.hpp>
+#include <gradaccum/detail/checkpoint/saved_slot.hpp>
+#include <gradaccum/detail/saving_scope.hpp>
+#include <gradaccum/detail/tensor_version.hpp>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace gradaccum::detail {
+
+/// What is left of a checkpointed part of the forward pass: how to run it once more, and what the tensors that it saved
+/// looked like. The operations of the graph own it together; it goes with the last of them.
+class CheckpointFrame : public std::enable_shared_from_this<CheckpointFrame> {
+ public:
+  CheckpointFrame(const CheckpointOptions& options, std::vector<torch::nn::Module*> modules,
+                  std::function<void()> again)
+      : rules_{options}, modules_(std::move(modules)), again_(std::move(again)), state_(options.preserve_rng) {}
+
+  /// The forward pass is over.
+  void complete() {
+    rules_.compare_places = state_.finish();
+    complete_ = true;
+  }
+
+  /// Forgets a tensor that an operation saved, and keeps what it looks like.
+  std::size_t add(const at::Tensor& tensor) {
+    const std::lock_guard lock(mutex_);
+    slots_.emplace_back(tensor, rules_.options);
+    return slots_.size() - 1;
+  }
+
+  /// The tensor once more. The first that a backward pass asks for brings back all.
+  at::Tensor take(std::size_t slot) {
+    const std::lock_guard lock(mutex_);
+    const int pass = torch::autograd::get_current_graph_task_id();
+    auto found = std::ranges::find(passes_, pass, &Pass::id);
+    if (found == passes_.end() && pass != not_in_backward) found = begin(pass);
+    if (found != passes_.end() && found->tensors[slot].defined()) return std::exchange(found->tensors[slot], {});
+    std::vector<bool> only(slots_.size());
+    only[slot] = true;
+    return std::move(recompute(only)[slot]);
+  }
+
+  /// The operation that saved it is done, or gone.
+  void drop(std::size_t slot) {
+    const std::lock_guard lock(mutex_);
+    slots_[slot].needed = false;
+    for (auto& pass : passes_) pass.tensors[slot].reset();
+  }
+
+  const SavedSlot& slot(std::size_t i) const { return slots_[i]; }
+
+ private:
+  static constexpr int not_in_backward = -1;
+  struct Pass {
+    int id;
+    std::vector<at::Tensor> tensors;
+  };
+
+  std::vector<Pass>::iterator begin(int pass) {
+    std::vector<bool> needed;
+    for (auto& slot : slots_) needed.push_back(slot.needed);
+    passes_.push_back({pass, recompute(needed)});
+    // A pass that does not need all of it leaves the rest behind.
+    torch::autograd::Engine::get_default_engine().queue_callback([frame = weak_from_this(), pass] {
+      if (const auto self = frame.lock()) self->end(pass);
+    });
+    return passes_.end() - 1;
+  }
+  void end(int pass) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(passes_, [pass](auto& each) { return each.id == pass; });
+  }
+
+  std::vector<at::Tensor> recompute(const std::vector<bool>& wanted) {
+    const auto run = [this](Recomputation& recomputation) {
+      const ForwardState::Scope state(state_);
+      const FrozenStatistics frozen(modules_);
+      recomputation.run(again_);
+    };
+    auto rules = rules_;
+    rules.options.early_stop |= !complete_;  // inside the function, which asks for gradients of its own
+    Recomputation recomputation(slots_, wanted, rules);
+    run(recomputation);
+    return recomputation.tensors(run);
+  }
+
+  Recomputation::Rules rules_;
+  std::vector<torch::nn::Module*> modules_;
+  std::function<void()> again_;
+  ForwardState state_;
+  bool complete_ = false;
+  std::recursive_mutex mutex_;  // backward passes may run on several threads
+  std::vector<SavedSlot> slots_;
+  std::vector<Pass> passes_;
+};
+
+/// Around the forward pass of a checkpointed part.
+class [[nodiscard]] CheckpointScope final : SavingScope {
+ public:
+  explicit CheckpointScope(std::shared_ptr<CheckpointFrame> frame)
+      : SavingScope("checkpoint"), frame_(std::move(frame)) {}
+
+ private:
+  class Hooks final : public torch::autograd::SavedVariableHooks {
+   public:
+    explicit Hooks(std::shared_ptr<CheckpointFrame> frame) : frame_(std::move(frame)) {}
+    Hooks(const Hooks&) = delete;
+    Hooks& operator=(const Hooks&) = delete;
+    ~Hooks() override {
+      if (slot_ != none) frame_->drop(slot_);
+    }
+    void call_pack_hook(const at::Tensor& tensor) override {
+      version_ = TensorVersion(tensor);
+      slot_ = frame_->add(tensor);
+    }
+    at::Tensor call_unpack_hook() override {
+      TORCH_CHECK(!version_.changed(), "checkpoint: a tensor that backward needs (", frame_->slot(slot_).traits,
+                  ") must not change in place after it was saved; clone it before");
+      return frame_->take(slot_);
+    }
+
+   private:
+    static constexpr std::size_t none = std::size_t(-1);
+    std::shared_ptr<CheckpointFrame> frame_;
+    TensorVersion version_;
+    std::size_t slot_ = none;
+  };
+
+  std::unique_ptr<torch::autograd::SavedVariableHooks> hooks() override { return std::make_unique<Hooks>(frame_); }
+
+  std::shared_ptr<CheckpointFrame> frame_;
+};
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/checkpoint/tensors_of.hpp>
+#include <gradaccum/detail/tensor_version.hpp>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <cstddef>
+#include <memory>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace gradaccum::detail {
+
+template <class Input>
+struct kept {
+  using type = std::decay_t<Input>;
+};
+template <class T>
+struct kept<c10::ArrayRef<T>> {  // looks at memory of the caller's
+  using type = std::vector<T>;
+};
+template <class Input>
+using kept_t = typename kept<std::remove_cvref_t<Input>>::type;
+
+/// The arguments of a call that will be made again.
+///
+/// Tensors are kept as an operation of autograd keeps what it saves: hooks around the checkpoint see them, checkpoints
+/// around it forget them, and a change in place is noticed.
+template <class... Inputs>
+class CheckpointInputs {
+  static_assert((std::is_copy_constructible_v<kept_t<Inputs>> && ...),
+                "checkpoint: inputs must be copyable, since the function is called with them again");
+
+ public:
+  explicit CheckpointInputs(const std::remove_reference_t<Inputs>&... inputs) : values_(kept_t<Inputs>(inputs)...) {
+    auto keep = [this](at::Tensor& tensor) {
+      versions_.emplace_back(tensor);
+      tensors_.emplace_back(std::exchange(tensor, at::Tensor()), /*is_output=*/false);
+    };
+    for_each_tensor(values_, keep);
+  }
+
+  /// `function(inputs...)`, with inputs of the same kinds as before.
+  template <class Function>
+  void call(Function& function) const {
+    auto values = values_;
+    std::size_t next = 0;
+    auto bring_back = [&](at::Tensor& tensor) { tensor = tensors_[next++].unpack(); };
+    for_each_tensor(values, bring_back);
+    std::apply([&](auto&... value) { function(as<Inputs>(value)...); }, values);
+  }
+
+  /// The function, just done, has left its inputs as they were: it could not be repeated otherwise.
+  void check_unchanged() const {
+    for (std::size_t i = 0; i < versions_.size(); ++i)
+      TORCH_CHECK(!versions_[i].changed(),
+                  "checkpoint: the function must leave its inputs as they are, and changes tensor ", i,
+                  " of them in place, so that running it again would start from something else; let it clone that "
+                  "input first (an inplace activation at its beginning: without inplace)");
+  }
+
+ private:
+  template <class Input>
+  static decltype(auto) as(kept_t<Input>& value) {
+    if constexpr (std::is_same_v<std::remove_cvref_t<Input>, kept_t<Input>>) {
+      return static_cast<Input&&>(value);
+    } else {
+      return (value);
+    }
+  }
+
+  std::tuple<kept_t<Inputs>...> values_;
+  std::vector<torch::autograd::SavedVariable> tensors_;
+  std::vector<TensorVersion> versions_;
+};
+
+}  // namespace gradaccum::detail
