@@ -6,6 +6,8 @@
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/checkpoint.hpp>
 #include <gradaccum/checkpoint_options.hpp>
+#include <gradaccum/checkpoint_plan.hpp>
+#include <gradaccum/checkpointed_sequential.hpp>
 #include <gradaccum/clip_grad.hpp>
 #include <gradaccum/concepts.hpp>
 #include <gradaccum/data/length_buckets.hpp>

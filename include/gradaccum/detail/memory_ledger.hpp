@@ -18,7 +18,7 @@ namespace gradaccum::detail {
 /// Receives each allocation that LibTorch reports, from any thread, and passes it on to the ledger around it.
 ///
 /// It knows its blocks by address: LibTorch reports frees of older blocks too, on the CPU sometimes with a stale size.
-class MemoryLedger final : public c10::MemoryReportingInfoBase, public std::enable_shared_from_this<MemoryLedger> {
+class MemoryLedger : public c10::MemoryReportingInfoBase, public std::enable_shared_from_this<MemoryLedger> {
  public:
   struct Account {
     std::int64_t live = 0, peak = 0;

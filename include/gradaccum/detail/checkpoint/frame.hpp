@@ -60,7 +60,8 @@ class CheckpointFrame : public std::enable_shared_from_this<CheckpointFrame> {
   void drop(std::size_t slot) {
     const std::lock_guard lock(mutex_);
     slots_[slot].needed = false;
-    for (auto& pass : passes_) pass.tensors[slot].reset();
+    for (auto& pass : passes_)
+      if (slot < pass.tensors.size()) pass.tensors[slot].reset();  // it may be younger
   }
 
   const SavedSlot& slot(std::size_t i) const { return slots_[i]; }

@@ -18,7 +18,7 @@ namespace gradaccum::detail {
 /// the writing for a change.
 class [[nodiscard]] FrozenStatistics {
  public:
-  explicit FrozenStatistics(const std::vector<torch::nn::Module*>& modules) {
+  explicit FrozenStatistics(const std::vector<torch::nn::Module*>& modules) : FrozenStatistics() {
     for (auto* module : modules)
       module->apply([this](torch::nn::Module& part) {
         exchange_if<torch::nn::BatchNorm1dImpl, torch::nn::BatchNorm2dImpl, torch::nn::BatchNorm3dImpl,
@@ -28,10 +28,16 @@ class [[nodiscard]] FrozenStatistics {
   FrozenStatistics(const FrozenStatistics&) = delete;
   FrozenStatistics& operator=(const FrozenStatistics&) = delete;
   ~FrozenStatistics() {
-    for (auto& [handle, statistics] : exchanged_) *handle = std::move(statistics);
+    while (!exchanged_.empty()) {  // backwards: a layer that is part of the module twice was exchanged twice
+      auto& [handle, statistics] = exchanged_.back();
+      *handle = std::move(statistics);
+      exchanged_.pop_back();
+    }
   }
 
  private:
+  FrozenStatistics() = default;  // if the other throws, the destructor runs all the same
+
   template <class... Layers>
   void exchange_if(torch::nn::Module& part) {
     (exchange_in(dynamic_cast<Layers*>(&part)), ...);

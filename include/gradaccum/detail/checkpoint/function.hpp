@@ -32,8 +32,11 @@ auto callable(Function& function) {
 /// The modules whose running statistics must not move when it is called again.
 template <class Function>
 std::vector<torch::nn::Module*> modules_of(Function& function) {
-  if constexpr (model<Function>) {
-    return {const_cast<torch::nn::Module*>(&static_cast<const torch::nn::Module&>(module_of(function)))};
+  if constexpr (plain_module<Function>) {
+    return {const_cast<torch::nn::Module*>(static_cast<const torch::nn::Module*>(&function))};
+  } else if constexpr (model<Function>) {
+    auto owner = function;  // not const
+    return {&module_of(owner)};
   } else if constexpr (requires { function.modules(); }) {
     return function.modules();
   } else {

@@ -10,7 +10,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <cstddef>
-#include <memory>
+#include <span>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -18,16 +18,21 @@
 
 namespace gradaccum::detail {
 
+/// A copy that lasts: of what only looks at memory of the caller's, that memory too.
 template <class Input>
-struct kept {
-  using type = std::decay_t<Input>;
-};
+std::decay_t<const Input&> lasting_copy(const Input& input) {
+  return input;
+}
 template <class T>
-struct kept<c10::ArrayRef<T>> {  // looks at memory of the caller's
-  using type = std::vector<T>;
-};
+std::vector<T> lasting_copy(const c10::ArrayRef<T>& input) {
+  return input.vec();
+}
+template <class T>
+std::vector<std::remove_cv_t<T>> lasting_copy(const std::span<T>& input) {
+  return {input.begin(), input.end()};
+}
 template <class Input>
-using kept_t = typename kept<std::remove_cvref_t<Input>>::type;
+using kept_t = decltype(lasting_copy(std::declval<const std::remove_reference_t<Input>&>()));
 
 /// The arguments of a call that will be made again.
 ///
@@ -39,7 +44,7 @@ class CheckpointInputs {
                 "checkpoint: inputs must be copyable, since the function is called with them again");
 
  public:
-  explicit CheckpointInputs(const std::remove_reference_t<Inputs>&... inputs) : values_(kept_t<Inputs>(inputs)...) {
+  explicit CheckpointInputs(const std::remove_reference_t<Inputs>&... inputs) : values_(lasting_copy(inputs)...) {
     auto keep = [this](at::Tensor& tensor) {
       versions_.emplace_back(tensor);
       tensors_.emplace_back(std::exchange(tensor, at::Tensor()), /*is_output=*/false);
@@ -52,7 +57,11 @@ class CheckpointInputs {
   void call(Function& function) const {
     auto values = values_;
     std::size_t next = 0;
-    auto bring_back = [&](at::Tensor& tensor) { tensor = tensors_[next++].unpack(); };
+    auto bring_back = [&](at::Tensor& tensor) {
+      tensor = tensors_[next++].unpack();
+      // Another handle: a hook that the function puts on its input has been put there before.
+      if (tensor.requires_grad() && tensor.layout() == at::kStrided) tensor = tensor.alias();
+    };
     for_each_tensor(values, bring_back);
     std::apply([&](auto&... value) { function(as<Inputs>(value)...); }, values);
   }

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -85,23 +86,28 @@ class Recomputation {
   };
 
   void add(const at::Tensor& tensor) {
+    if (!done_) look_at(tensor);
+    // Not within a backward pass of the part's own: LibTorch's engine would not survive it.
+    if (done_ && torch::autograd::get_current_graph_task_id() == pass_) throw Stop();
+  }
+
+  void look_at(const at::Tensor& tensor) {
     const std::size_t slot = next_++;
-    if (slot >= stop_at_ || !difference_.empty()) throw Stop();
     if (slot >= slots_.size()) {
       difference_ = c10::str("it saves more than ", slots_.size(), " tensors");
-    } else {
+    } else if (slot < stop_at_) {
       difference_ = slots_[slot].difference(SavedSlot(tensor, rules_.options), rules_.compare_places);
     }
-    if (!difference_.empty()) throw Stop();
-    if (!wanted_[slot]) return;
+    done_ = slot >= stop_at_ || !difference_.empty();
+    if (done_ || !wanted_[slot]) return;
     tensors_[slot] = tensor;
-    if (--missing_ == 0 && rules_.options.early_stop) stop_at_ = 0, throw Stop();
+    done_ = --missing_ == 0 && rules_.options.early_stop;
   }
 
   /// "at aten::mul: " for the operation that saves its last tensor as number `count`.
   std::string operation_at(std::size_t count, const std::function<void(Recomputation&)>& run) const {
     const OperationNames names;
-    Recomputation again(slots_, std::vector<bool>(slots_.size()), {});
+    Recomputation again(slots_, std::vector<bool>(slots_.size()), rules_);
     again.stop_at_ = count - 1;
     try {
       run(again);
@@ -122,6 +128,8 @@ class Recomputation {
   std::ptrdiff_t missing_ = 0;
   std::size_t next_ = 0;
   std::size_t stop_at_ = std::size_t(-1);
+  bool done_ = false;
+  int pass_ = torch::autograd::get_current_graph_task_id();
   std::string difference_;
 };
 

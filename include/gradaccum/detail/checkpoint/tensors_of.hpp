@@ -22,6 +22,9 @@ inline constexpr bool is_optional = false;
 template <class T>
 inline constexpr bool is_optional<std::optional<T>> = true;
 
+template <class T>
+concept container = std::ranges::forward_range<T> && std::is_lvalue_reference_v<std::ranges::range_reference_t<T>>;
+
 /// Calls `use(at::Tensor&)` for each tensor in a value: a tensor, and optionals, pairs, tuples and containers of such.
 /// What else there is in it stays as it is.
 template <class Value, class Use>
@@ -34,8 +37,7 @@ void for_each_tensor(Value& value, Use& use) {
     if (value) for_each_tensor(*value, use);
   } else if constexpr (tuple_like<Value>) {
     std::apply([&](auto&... parts) { (for_each_tensor(parts, use), ...); }, value);
-  } else if constexpr (std::ranges::forward_range<Value> &&
-                       std::is_lvalue_reference_v<std::ranges::range_reference_t<Value>>) {
+  } else if constexpr (container<Value>) {
     for (auto& part : value) for_each_tensor(part, use);
   }
 }

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <cstdint>
+
+namespace gradaccum::detail {
+
+inline std::int64_t storage_bytes(const at::Tensor& tensor) {
+  return static_cast<std::int64_t>(tensor.storage().nbytes());
+}
+
+/// The layout of a tensor, its storage's size included, as a tensor without memory.
+inline at::Tensor layout_of(const at::Tensor& tensor) {
+  const auto elements = storage_bytes(tensor) / static_cast<std::int64_t>(tensor.element_size());
+  return at::empty({elements}, tensor.options().device(at::kMeta).requires_grad(false))
+      .as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+}
+
+inline bool same_layout(const at::Tensor& a, const at::Tensor& b) {
+  return a.sizes() == b.sizes() && a.strides() == b.strides() && storage_bytes(a) == storage_bytes(b);
+}
+
+/// Stands for what comes before a stage: the stage's input is no leaf, as between stages.
+struct GradientSink : torch::autograd::Function<GradientSink> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& input) { return input.detach(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list gradients) {
+    return gradients;
+  }
+};
+
+/// Stands for what comes after a stage: its backward makes a gradient of a given layout, which belongs to the backward
+/// pass alone, as the gradients between stages do. `*address` becomes that of its memory.
+struct GradientSource : torch::autograd::Function<GradientSource> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& output,
+                            const at::Tensor& layout, const void** address) {
+    context->saved_data["layout"] = layout;
+    context->saved_data["device"] = output.device();
+    context->saved_data["address"] = reinterpret_cast<std::int64_t>(address);
+    return at::zeros({}, output.options());
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list&) {
+    auto& saved = context->saved_data;
+    const auto layout = saved["layout"].toTensor();
+    const auto elements = storage_bytes(layout) / static_cast<std::int64_t>(layout.element_size());
+    const auto memory = at::zeros({elements}, layout.options().device(saved["device"].toDevice()));
+    *reinterpret_cast<const void**>(saved["address"].toInt()) = memory.storage().data();
+    return {memory.as_strided(layout.sizes(), layout.strides(), layout.storage_offset()), {}, {}};
+  }
+};
+
+}  // namespace gradaccum::detail
