@@ -2,17 +2,8 @@
 #pragma once
 
 #include <gradaccum/checkpoint_options.hpp>
-#include <gradaccum/detail/checkpoint/frame.hpp>
-#include <gradaccum/detail/checkpoint/frozen_statistics.hpp>
-#include <gradaccum/detail/checkpoint/function.hpp>
-#include <gradaccum/detail/checkpoint/inputs.hpp>
-#include <gradaccum/detail/checkpoint/recomputation.hpp>
+#include <gradaccum/detail/checkpoint/run_checkpointed.hpp>
 
-#include <ATen/core/grad_mode.h>
-
-#include <concepts>
-#include <memory>
-#include <type_traits>
 #include <utility>
 
 namespace gradaccum {
@@ -45,38 +36,11 @@ namespace gradaccum {
 /// process: threads that draw from them at the same time cannot repeat what they drew, which is found out.
 template <class Function, class... Inputs>
 auto checkpoint(const CheckpointOptions& options, Function&& function, Inputs&&... inputs) {
-  auto call = detail::callable(function);
-  if (!at::GradMode::is_enabled()) return call(std::forward<Inputs>(inputs)...);
-
-  const auto kept = std::make_shared<detail::CheckpointInputs<Inputs...>>(inputs...);
-  const auto again = [kept, call] {
-    auto as_it_was = call;  // it may count its calls
-    kept->call(as_it_was);
-  };
-  const auto modules = detail::modules_of(function);
-  const auto frame = std::make_shared<detail::CheckpointFrame>(options, modules, again);
-  const auto forward = [&] {
-    const detail::FrozenStatistics frozen(detail::Recomputation::active() ? modules : decltype(modules){});
-    const detail::CheckpointScope scope(frame);
-    return call(std::forward<Inputs>(inputs)...);
-  };
-  const auto complete = [&] {
-    kept->check_unchanged();
-    frame->complete();
-  };
-  if constexpr (std::is_void_v<decltype(forward())>) {
-    forward();
-    complete();
-  } else {
-    auto outputs = forward();
-    complete();
-    return outputs;
-  }
+  return detail::run_checkpointed(options, std::forward<Function>(function), std::forward<Inputs>(inputs)...);
 }
 
-template <class Function, class... Inputs>
-requires(!std::same_as<std::remove_cvref_t<Function>, CheckpointOptions>) auto checkpoint(Function&& function,
-                                                                                          Inputs&&... inputs) {
+template <detail::not_options Function, class... Inputs>
+auto checkpoint(Function&& function, Inputs&&... inputs) {
   return checkpoint(CheckpointOptions(), std::forward<Function>(function), std::forward<Inputs>(inputs)...);
 }
 

@@ -5,6 +5,7 @@
 
 #include <torch/nn/module.h>
 
+#include <concepts>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -37,7 +38,9 @@ std::vector<torch::nn::Module*> modules_of(Function& function) {
   } else if constexpr (model<Function>) {
     auto owner = function;  // not const
     return {&module_of(owner)};
-  } else if constexpr (requires { function.modules(); }) {
+  } else if constexpr (requires {
+                         { function.modules() } -> std::same_as<std::vector<torch::nn::Module*>>;
+                       }) {
     return function.modules();
   } else {
     return {};

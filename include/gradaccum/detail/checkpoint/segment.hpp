@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/checkpoint.hpp>
+#include <gradaccum/detail/checkpoint/run_checkpointed.hpp>
 #include <gradaccum/detail/checkpoint/stage.hpp>
 #include <gradaccum/detail/checkpoint_schedule.hpp>
 
@@ -27,7 +27,7 @@ class Segment {
       if (item.segment.empty()) {
         activations = (*stages_)[item.stage].forward(item.way, std::move(activations));
       } else {
-        activations = checkpoint(options_, inside(item), std::exchange(activations, {}));
+        activations = run_checkpointed(options_, inside(item), std::exchange(activations, {}));
       }
     }
     return activations;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/checkpoint.hpp>
 #include <gradaccum/detail/checkpoint/allocation_log.hpp>
 #include <gradaccum/detail/checkpoint/gradient_source.hpp>
+#include <gradaccum/detail/checkpoint/run_checkpointed.hpp>
 #include <gradaccum/detail/checkpoint/stage.hpp>
 #include <gradaccum/detail/checkpoint/stop_watch.hpp>
 #include <gradaccum/detail/checkpoint_schedule.hpp>
@@ -75,7 +75,7 @@ class StageProfile {
     AllocationScope log;
     const StopWatch watch(input_.device());
     Again again{*log, StopWatch(input_.device())};
-    at::Tensor output = checkpoint(
+    at::Tensor output = run_checkpointed(
         options_,
         [&](const at::Tensor& input) {
           const Again::Run run(again);
