@@ -5,8 +5,8 @@
 #include <gradaccum/checkpoint_options.hpp>
 #include <gradaccum/checkpoint_plan.hpp>
 #include <gradaccum/detail/checkpoint/planned_chain.hpp>
+#include <gradaccum/detail/checkpoint/schedule.hpp>
 #include <gradaccum/detail/checkpoint/segment.hpp>
-#include <gradaccum/detail/checkpoint_schedule.hpp>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>

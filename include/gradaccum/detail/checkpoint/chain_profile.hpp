@@ -2,9 +2,9 @@
 #pragma once
 
 #include <gradaccum/detail/checkpoint/gradient_source.hpp>
+#include <gradaccum/detail/checkpoint/schedule.hpp>
 #include <gradaccum/detail/checkpoint/stage.hpp>
 #include <gradaccum/detail/checkpoint/stage_profile.hpp>
-#include <gradaccum/detail/checkpoint_schedule.hpp>
 
 #include <ATen/core/Tensor.h>
 

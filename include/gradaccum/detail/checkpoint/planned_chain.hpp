@@ -4,10 +4,10 @@
 #include <gradaccum/checkpoint_plan.hpp>
 #include <gradaccum/detail/checkpoint/chain_profile.hpp>
 #include <gradaccum/detail/checkpoint/frozen_statistics.hpp>
+#include <gradaccum/detail/checkpoint/planner.hpp>
 #include <gradaccum/detail/checkpoint/random_state.hpp>
 #include <gradaccum/detail/checkpoint/segment.hpp>
 #include <gradaccum/detail/checkpoint/stage.hpp>
-#include <gradaccum/detail/checkpoint_planner.hpp>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>

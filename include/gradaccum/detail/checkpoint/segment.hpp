@@ -2,8 +2,8 @@
 #pragma once
 
 #include <gradaccum/detail/checkpoint/run_checkpointed.hpp>
+#include <gradaccum/detail/checkpoint/schedule.hpp>
 #include <gradaccum/detail/checkpoint/stage.hpp>
-#include <gradaccum/detail/checkpoint_schedule.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>

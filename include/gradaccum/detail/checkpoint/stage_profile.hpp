@@ -4,9 +4,9 @@
 #include <gradaccum/detail/checkpoint/allocation_log.hpp>
 #include <gradaccum/detail/checkpoint/gradient_source.hpp>
 #include <gradaccum/detail/checkpoint/run_checkpointed.hpp>
+#include <gradaccum/detail/checkpoint/schedule.hpp>
 #include <gradaccum/detail/checkpoint/stage.hpp>
 #include <gradaccum/detail/checkpoint/stop_watch.hpp>
-#include <gradaccum/detail/checkpoint_schedule.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>

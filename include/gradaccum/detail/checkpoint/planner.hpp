@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/checkpoint_schedule.hpp>
-#include <gradaccum/detail/pareto_front.hpp>
+#include <gradaccum/detail/checkpoint/pareto_front.hpp>
+#include <gradaccum/detail/checkpoint/schedule.hpp>
 
 #include <algorithm>
 #include <cstddef>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/pareto_front.hpp>
+#include <gradaccum/detail/checkpoint/pareto_front.hpp>
 
 #include <algorithm>
 #include <cstddef>
