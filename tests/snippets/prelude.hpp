@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdio>
 #include <iostream>
+#include <string_view>
 #include <vector>
 
 namespace ga = gradaccum;
@@ -20,9 +21,15 @@ inline torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(1e-3)
 inline ga::GradAccumulator optimizer(sgd, {.steps = 2});
 inline ga::data::TensorBatches batches(x, y, {.batch_size = 2});
 
-inline void run(int line, void (*snippet)()) {
-  std::printf("snippet that ends on line %d\n", line);
-  std::fflush(stdout);
-  snippet();
-  optimizer.discard();
+// A snippet of a document, which begins on that line.
+struct Snippet {
+  std::string_view document;
+  int line;
+  void (*run)();
+};
+inline std::vector<Snippet> snippets;
+
+inline bool add_snippet(std::string_view document, int line, void (*run)()) {
+  snippets.push_back({document, line, run});
+  return true;
 }
