@@ -57,7 +57,7 @@ class CheckpointPlanner {
  private:
   /// How a list can begin: with its first stage, kept in some way, or with a segment.
   struct Beginning {
-    Step step;
+    ItemCost step;
     std::size_t way, next;       // next: the first stage of the rest
     const ParetoFront* rest;     // needs its bytes beside step.held
     const ParetoFront* segment;  // recomputed after the rest
@@ -71,7 +71,7 @@ class CheckpointPlanner {
     const auto& after_first = first == last ? nothing_ : front(first + 1, last);
     for (std::size_t way = 0; way < stages_[first].ways.size(); ++way)
       all.push_back({keep(stages_, first, way, last), way, first + 1, &after_first, &nothing_});
-    Step dropped;
+    ItemCost dropped;
     for (auto next = first + 1; next <= last; ++next) {
       drop(dropped, stages_[next - 1], gradient_alive(stages_, last));
       all.push_back({dropped, 0, next, &front(next, last), &front(first, next - 1)});

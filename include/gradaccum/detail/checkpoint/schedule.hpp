@@ -43,7 +43,7 @@ struct ScheduleItem {
 using Schedule = std::vector<ScheduleItem>;
 
 /// An item of a list, without what comes after it and without a segment's recomputation.
-struct Step {
+struct ItemCost {
   Cost cost;
   std::int64_t held = 0;  ///< while the items after it run, forward and backward
 };
@@ -55,7 +55,7 @@ inline std::int64_t gradient_alive(const StageCosts& stages, std::size_t last) {
 }
 
 /// A stage of the list which ends with stage `last` is kept.
-inline Step keep(const StageCosts& stages, std::size_t stage, std::size_t way, std::size_t last) {
+inline ItemCost keep(const StageCosts& stages, std::size_t stage, std::size_t way, std::size_t last) {
   const auto& kept = stages[stage].ways[way];
   const bool stops_early = stage == last && last + 1 < stages.size();
   if (stops_early) return {{kept.again_peak, kept.again_seconds + kept.backward_seconds}, kept.held};
@@ -65,7 +65,7 @@ inline Step keep(const StageCosts& stages, std::size_t stage, std::size_t way, s
 
 /// One more stage at the end of a segment's first forward pass, while `gradient` bytes are alive: only the segment's
 /// input is kept, and it is not counted; the output of each later stage is there until the next one has its own.
-inline void drop(Step& segment, const StageCost& stage, std::int64_t gradient) {
+inline void drop(ItemCost& segment, const StageCost& stage, std::int64_t gradient) {
   segment.cost.peak = std::max(segment.cost.peak, gradient + segment.held + stage.forward_peak);
   segment.cost.seconds += stage.forward_seconds;
   segment.held = stage.output;
@@ -80,7 +80,7 @@ inline Cost cost_of(const Schedule& schedule, const StageCosts& stages) {
   Cost all;
   std::int64_t held = 0;
   for (const auto& item : schedule) {
-    Step step;
+    ItemCost step;
     if (item.segment.empty()) {
       step = keep(stages, item.stage, item.way, schedule.back().stage);
     } else {
