@@ -9,7 +9,8 @@ set -euo pipefail
 usage() {
   cat <<'END'
 usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 64, 16 accumulated x 4, 64 in bfloat16;
-                                              with --compare-micro-batches 4 x 16 against 1 x 64; --help lists the rest
+                                              with --compare-micro-batches 4 x 16 against 1 x 64; with --checkpoint
+                                              4 less memory for more time; --help lists the rest
        ./bootstrap.sh test [--preset PRESET]  build and run the tests; PRESET is dev (default), oldest or asan
        ./bootstrap.sh bench [--no-python] [ARGUMENT...]
                                               build and run the benchmarks, some of them against Python's PyTorch;
@@ -202,7 +203,7 @@ demo() {
   build demo
   # What the arguments say themselves is left to them.
   local given=" $* " options=() data
-  if [[ $given != *" --accumulate"* && $given != *" --amp"* && $given != *" --compare"* ]]; then options+=(--compare); fi
+  if [[ ! $given =~ " --"(accumulate|amp|checkpoint|compare) ]]; then options+=(--compare); fi
   if [[ $given != *" --data"* ]]; then
     data=$(data_directory)
     options+=(--data "$data")

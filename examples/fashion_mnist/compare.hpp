@@ -63,6 +63,14 @@ inline void print_table(const std::vector<NamedRun>& runs) {
                static_cast<double>(result.peak_bytes) / 1e6);
 }
 
+inline void train_all(std::vector<NamedRun>& runs, const Dataset& dataset) {
+  for (auto& run : runs) {
+    fmt::print("Run {}\n\n", run.name);
+    run.result = train(run.options, dataset);
+    fmt::print("\n");
+  }
+}
+
 /// Trains several times from the same seed, and sets the results side by side.
 inline void compare(const Options& options, const Dataset& dataset) {
   auto runs = runs_to_compare(options);
@@ -71,13 +79,9 @@ inline void compare(const Options& options, const Dataset& dataset) {
     throw std::runtime_error(
         fmt::format("--compare: a quarter of --batch-size must divide the {} training images, got {}", samples, size));
 
-  for (auto& run : runs) {
-    fmt::print("Run {}\n\n", run.name);
-    run.result = train(run.options, dataset);
-    fmt::print("\n");
-  }
+  train_all(runs, dataset);
   print_table(runs);
-  const auto [largest, relative] = difference(runs[0].result.parameters, runs[1].result.parameters);
+  const auto [largest, relative] = difference(runs[0].result.parameters(), runs[1].result.parameters());
   fmt::print(
       "\nThe final parameters of {} and {} differ by at most {:.1e}, and by {:.1e} of their norm.\n"
       "Accumulation is exact: the runs agree up to the rounding of floats, which training amplifies.\n",

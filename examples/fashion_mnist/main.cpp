@@ -9,6 +9,7 @@
 #include <gradaccum/keep_freed_memory.hpp>
 
 #include "compare.hpp"
+#include "compare_checkpoint.hpp"
 #include "dataset.hpp"
 #include "options.hpp"
 #include "train.hpp"
@@ -22,6 +23,8 @@ void run(const fashion_mnist::Options& options) {
     fashion_mnist::compare(options, dataset);
   else if (options.compare_micro_batches)
     fashion_mnist::compare_micro_batches(options, dataset);
+  else if (options.checkpoint)
+    fashion_mnist::compare_checkpoint(options, dataset);
   else
     fashion_mnist::print_summary(fashion_mnist::train(options, dataset));
 }

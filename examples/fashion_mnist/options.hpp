@@ -8,17 +8,22 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <gradaccum/checkpointed_sequential.hpp>
 #include <limits>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
 #include "accumulation_schedule.hpp"
+#include "checkpoint_choice.hpp"
+#include "model.hpp"
 
 namespace fashion_mnist {
 
 inline constexpr std::int64_t compared_steps = 4;  // --compare sets a batch of B beside B/4 accumulated over 4 steps
 
 struct Options {
+  std::int64_t depth = 2;
   std::int64_t batch_size = 64;
   AccumulationSchedule accumulate;
   std::int64_t epochs = 20;
@@ -31,6 +36,7 @@ struct Options {
   std::uint64_t seed = 0;
   std::string data = "/usr/share/datasets/fashion-mnist";
   bool trainer = false;
+  std::optional<ga::CheckpointedSequentialOptions> checkpoint = {};
   bool compare = false;
   bool compare_micro_batches = false;
 
@@ -71,6 +77,7 @@ inline std::string check_device(const std::string& text) {
 
 inline void add_options(CLI::App& app, Options& options) {
   app.option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  app.add_option("--depth", options.depth, "hidden layers")->check(whole_number(1, 1000));
   app.add_option("--batch-size", options.batch_size, "samples of one forward and backward pass")
       ->check(whole_number(1, 1 << 20));
   auto* accumulate = app.add_option_function<std::string>(
@@ -95,11 +102,17 @@ inline void add_options(CLI::App& app, Options& options) {
       ->excludes(accumulate)
       ->excludes(amp);
   app.add_flag("--trainer", options.trainer, "train with ga::Trainer, in place of the loop written by hand");
+  auto* checkpoint = app.add_option_function<std::string>(
+      "--checkpoint", [&options](const std::string& text) { options.checkpoint = checkpoint_choice(text); },
+      "train with all activations kept, and with some made again in backward: in K segments, or so that at most so "
+      "many bytes are held (12MiB)");
+  checkpoint->type_name("K|BYTES")->excludes("--compare");
   app.add_flag("--compare-micro-batches", options.compare_micro_batches,
                "train with micro-batches of 4 x 16 and of 1 x 64, and tell time and memory of both")
       ->excludes("--compare")
       ->excludes("--trainer")
       ->excludes("--batch-size")
+      ->excludes(checkpoint)
       ->excludes(accumulate)
       ->excludes(amp);
 }
@@ -110,6 +123,10 @@ inline void check_together(const Options& options) {
   if (options.compare && options.batch_size % compared_steps != 0)
     throw std::invalid_argument(
         fmt::format("--compare: --batch-size must be a multiple of {}, got {}", compared_steps, options.batch_size));
+  if (const auto modules = module_count(options.depth); options.checkpoint && options.checkpoint->segments > modules)
+    throw std::invalid_argument(
+        fmt::format("--checkpoint: segments must be at most {}, the number of modules at a --depth of {}, got {}",
+                    modules, options.depth, options.checkpoint->segments));
 }
 
 }  // namespace detail

@@ -24,7 +24,7 @@ struct Prediction {
 };
 
 /// Forward, in 16 bits where --amp asks for it. Backward stays outside: it takes the types of forward by itself.
-inline Prediction predict(torch::nn::Sequential& model, const ga::data::Batch& batch, const Options& options) {
+inline Prediction predict(Network& model, const ga::data::Batch& batch, const Options& options) {
   ga::Autocast autocast(batch.data.device(), options.autocast_type(), options.mixed_precision());
   const auto logits = model->forward(batch.data);
   return {logits, torch::cross_entropy_loss(logits, batch.target)};

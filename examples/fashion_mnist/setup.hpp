@@ -13,8 +13,6 @@
 
 namespace fashion_mnist {
 
-namespace ga = gradaccum;
-
 /// What a run trains, and with what: the same options give the same, bit for bit.
 struct Setup {
   Setup(const Options& options, const Dataset& dataset)
@@ -25,14 +23,14 @@ struct Setup {
         // Evaluated in batches of the same size: what fits for training fits for this too.
         test_batches(dataset.test.images, dataset.test.labels, {.batch_size = options.batch_size}) {}
 
-  torch::nn::Sequential model;
+  Network model;
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   ga::data::TensorBatches batches, test_batches;
 
  private:
-  static torch::nn::Sequential seeded_model(const Options& options) {
+  static Network seeded_model(const Options& options) {
     torch::manual_seed(options.seed);
-    auto model = make_model();
+    Network model(options.depth, options.checkpoint);
     model->to(options.device, options.scalar_type());
     return model;
   }

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdint>
 #include <gradaccum/memory_meter.hpp>
+#include <memory>
 #include <vector>
 
 #include "own_loop.hpp"
@@ -19,7 +20,9 @@ struct RunResult {
   double seconds = 0;             // training and evaluation
   double samples_per_second = 0;  // training images in that time
   std::int64_t peak_bytes = 0;    // beyond the data set: parameters, gradients, optimizer state, batches, activations
-  std::vector<at::Tensor> parameters;
+  std::shared_ptr<Setup> setup;   // what was trained
+
+  std::vector<at::Tensor> parameters() const { return setup->model->parameters(); }
 };
 
 /// Trains a new model as the options say and prints how it goes. Both loops give the same result, bit for bit, where
@@ -27,15 +30,15 @@ struct RunResult {
 inline RunResult train(const Options& options, const Dataset& dataset) {
   const auto start = std::chrono::steady_clock::now();
   ga::MemoryMeter meter;  // of this scope: the data set was there before
-  Setup setup(options, dataset);
   RunResult result;
+  result.setup = std::make_shared<Setup>(options, dataset);
+  auto& setup = *result.setup;
   result.test = options.trainer ? train_with_trainer(setup, options) : train_by_hand(setup, options);
   fmt::print("Done\n");
 
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   result.samples_per_second = static_cast<double>(options.epochs * setup.batches.rows()) / result.seconds;
   result.peak_bytes = meter.peak_bytes();
-  for (const auto& parameter : setup.model->parameters()) result.parameters.push_back(parameter.detach());
   return result;
 }
 

@@ -27,7 +27,7 @@ struct TestResults {
 };
 
 /// The loss of a batch, how many images it is the mean of, and what metrics look at.
-inline ga::Loss objective(torch::nn::Sequential& model, const ga::data::Batch& batch) {
+inline ga::Loss objective(Network& model, const ga::data::Batch& batch) {
   const auto logits = model->forward(batch.data);
   return ga::Loss{torch::cross_entropy_loss(logits, batch.target), batch.target.size(0)}.with(logits, batch.target);
 }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The FashionMNIST example has two starting points, the loop by hand and the Trainer: they train alike.
+// The FashionMNIST example has two starting points, the loop by hand and the Trainer: they train alike, with and
+// without checkpoints.
 #include "support/catch.hpp"
 
-#include "compare.hpp"
+#include "compare_checkpoint.hpp"
 
 #include "support/models.hpp"
 
@@ -21,15 +22,14 @@ fashion_mnist::Dataset dataset() {
 struct Trained {
   at::Tensor parameters;
   double loss, accuracy;
+  std::shared_ptr<fashion_mnist::Setup> setup;
 };
 
 Trained trained(fashion_mnist::Options options, bool with_trainer) {
   options.device = "cpu";
   options.trainer = with_trainer;
   const auto result = fashion_mnist::train(options, dataset());
-  std::vector<at::Tensor> all;
-  for (auto& parameter : result.parameters) all.push_back(parameter.flatten());
-  return {torch::cat(all), result.test["loss"], result.test["accuracy"]};
+  return {testing::flat(result.setup->model), result.test["loss"], result.test["accuracy"], result.setup};
 }
 
 }  // namespace
@@ -49,4 +49,104 @@ TEST_CASE("FashionMNIST: the loop by hand and the Trainer give the same paramete
   CHECK(by_hand.accuracy == with_trainer.accuracy);
   options.seed = 1;
   CHECK_FALSE(at::equal(trained(options, true).parameters, with_trainer.parameters));
+}
+
+TEST_CASE("FashionMNIST: a network with checkpoints trains to the parameters of the plain one, to the bit") {
+  fashion_mnist::Options options;
+  options.depth = 4;
+  options.batch_size = 12;
+  options.epochs = 2;
+  options.learning_rate = 0.003;
+  options.optimizer = "adamw";
+  options.amp = GENERATE("off", "bf16", "fp16");
+  options.accumulate = fashion_mnist::AccumulationSchedule("3");
+  const bool with_trainer = GENERATE(false, true);
+  const auto plain = trained(options, with_trainer);
+  CHECK_THROWS(plain.setup->model->plan());
+  const auto budget = options.mixed_precision() ? "2MiB" : "150KiB";  // in 16 bits, copies of the weights are kept too
+  for (const std::string choice : {"1", "2", "10", budget}) {
+    CAPTURE(options.amp, with_trainer, choice);
+    options.checkpoint = fashion_mnist::checkpoint_choice(choice);
+    const auto checkpointed = trained(options, with_trainer);
+    CHECK(at::equal(checkpointed.parameters, plain.parameters));
+    CHECK(checkpointed.loss == plain.loss);
+    CHECK(checkpointed.accuracy == plain.accuracy);
+    const auto plan = checkpointed.setup->model->plan();
+    INFO(plan.schedule << ", least " << plan.least_bytes << ", plain " << plan.plain.peak_bytes);
+    CHECK((plan.schedule.find('[') == std::string::npos) == (choice == "1"));  // one segment: nothing runs again
+    if (plan.memory_budget) CHECK(plan.plain.peak_bytes > *plan.memory_budget);
+  }
+  options.seed = 1;
+  CHECK_FALSE(at::equal(trained(options, with_trainer).parameters, plain.parameters));
+}
+
+TEST_CASE("FashionMNIST: forward and backward of a network with checkpoints hold less") {
+  fashion_mnist::Options options;
+  options.device = "cpu";
+  options.depth = 8;
+  options.batch_size = 192;
+  options.epochs = 1;
+  const auto data = dataset();
+  std::vector<fashion_mnist::NamedRun> runs{{"plain", options}, {"segments", options}, {"budget", options}};
+  runs[1].options.checkpoint = {.segments = 3};
+  runs[2].options.checkpoint = {.memory_budget = 2 << 20};
+  fashion_mnist::train_all(runs, data);
+  const auto costs = fashion_mnist::measure_passes(runs);
+  for (const auto& cost : costs) CHECK(cost.samples == 192);
+  CHECK(costs[0].peak_bytes > 8 * 192 * 512 * 4);  // the output of each hidden layer
+  CHECK(costs[1].peak_bytes < costs[0].peak_bytes);
+  const auto plan = runs[2].result.setup->model->plan();
+  CHECK(plan.plain.peak_bytes > (2 << 20));
+  CHECK(costs[2].peak_bytes < costs[0].peak_bytes);
+}
+
+TEST_CASE("FashionMNIST: the network has the depth it is asked for, and 784-512-512-10 is the default") {
+  for (const std::int64_t depth : {1, 2, 7}) {
+    auto layers = fashion_mnist::make_layers(depth);
+    CHECK(static_cast<std::int64_t>(layers->size()) == fashion_mnist::module_count(depth));
+    CHECK(static_cast<std::int64_t>(layers->parameters().size()) == 2 * (depth + 1));
+    CHECK(layers->forward(torch::zeros({3, 28, 28})).sizes() == at::IntArrayRef({3, 10}));
+  }
+  torch::manual_seed(0);
+  const torch::nn::Linear last(512, 10), second(512, 512), first(784, 512);  // in the order of their random numbers
+  const torch::nn::Sequential written_out(torch::nn::Flatten(), first, torch::nn::ReLU(), second, torch::nn::ReLU(),
+                                          last);
+  torch::manual_seed(0);
+  const fashion_mnist::Network network(fashion_mnist::Options().depth);
+  CHECK(fashion_mnist::same_bits(network->parameters(), written_out->parameters()));
+}
+
+TEST_CASE("FashionMNIST: --checkpoint is a number of segments or of bytes") {
+  using fashion_mnist::checkpoint_choice;
+  CHECK(checkpoint_choice("4").segments == 4);
+  CHECK(checkpoint_choice("4").memory_budget == 0);
+  for (const auto& [text, bytes] : std::vector<std::pair<std::string, std::int64_t>>{{"1B", 1},
+                                                                                     {"1000B", 1000},
+                                                                                     {"3KiB", 3 << 10},
+                                                                                     {"12MiB", 12 << 20},
+                                                                                     {"1.5MiB", 3 << 19},
+                                                                                     {"2GiB", std::int64_t{1} << 31},
+                                                                                     {"0.5KiB", 512},
+                                                                                     {"99999999999GiB", 1LL << 62}}) {
+    CAPTURE(text);
+    CHECK(checkpoint_choice(text).memory_budget == bytes);
+    CHECK(checkpoint_choice(text).segments == 0);
+  }
+  for (const std::string text :
+       {"",     "0",    "-1",    "1.5", "x",    "MiB",      "12mib", "12MB", "12 MiB", "12MiBs", "0B",
+        "0.5B", "0MiB", "-1MiB", "1e3", "1e3B", "1.2.3MiB", ".MiB",  "nan",  "infB",   "0x1p3B", "99999999999999999999",
+        "4,2"}) {
+    CAPTURE(text);
+    REQUIRE_ERROR("--checkpoint: must be a number of segments (4) or of bytes", checkpoint_choice(text));
+    REQUIRE_ERROR("got '" + text + "'", checkpoint_choice(text));
+  }
+}
+
+TEST_CASE("FashionMNIST: parameters are compared by their bits") {
+  using fashion_mnist::same_bits;
+  const auto nan = torch::tensor({std::nanf(""), 1.f});
+  CHECK(same_bits({nan}, {nan.clone()}));
+  CHECK(same_bits({}, {}));
+  CHECK_FALSE(same_bits({torch::tensor({0.f})}, {torch::tensor({-0.f})}));
+  CHECK_FALSE(same_bits({nan, nan}, {nan}));
 }

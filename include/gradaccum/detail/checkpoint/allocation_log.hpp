@@ -44,7 +44,11 @@ class AllocationLog final : public MemoryLedger {
 
   /// The memory of a tensor that is there now does not count, from its allocation on.
   void leave_out(const at::Tensor& tensor) {
-    if (!tensor.defined() || !tensor.has_storage()) return;
+    if (!tensor.defined()) return;
+    if (tensor.is_sparse()) {
+      leave_out(tensor._indices());
+      return leave_out(tensor._values());
+    }
     const std::lock_guard lock(mutex_);
     const auto born = born_.find(tensor.storage().mutable_data());
     if (born != born_.end()) left_out_.push_back(born->second);

@@ -7,6 +7,7 @@
 #include <gradaccum/detail/checkpoint/stage_profile.hpp>
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 
 #include <cstddef>
 #include <utility>
@@ -14,12 +15,10 @@
 
 namespace gradaccum::detail {
 
-/// A stage without gradients, because neither its input nor any parameter up to it has any, keeps nothing, but its
-/// input is there while it runs; and its output is the next one's to pay for, if that has gradients.
-inline StageCost without_gradients(StageCost cost, std::int64_t input, bool next_has_gradients) {
-  auto& way = cost.ways.front();
-  way = {.held = next_has_gradients ? cost.output : 0, .forward_peak = input + cost.forward_peak};
-  cost.ways.resize(1);
+/// A stage without gradients, because neither its input nor any parameter of it has any, keeps nothing; and its output
+/// is the next one's to pay for.
+inline StageCost without_gradients(StageCost cost, bool is_last) {
+  cost.ways = {{.held = is_last ? 0 : cost.output, .forward_peak = cost.forward_peak}};
   cost.output_gradient = 0;
   return cost;
 }
@@ -28,22 +27,31 @@ inline StageCost without_gradients(StageCost cost, std::int64_t input, bool next
 inline std::size_t owners(const at::Tensor& tensor) { return tensor.use_count() + tensor.storage().use_count(); }
 
 /// Merges a stage into the one before, if that does not keep the output and this one does not need it: a layer of
-/// weights and the dropout behind it. Apart, that output would have to be counted while it is long gone.
-inline Stages merged(const Stages& stages, at::Tensor activations) {
+/// weights and the dropout behind it. Apart, that output would have to be counted while it is long gone. Also if it
+/// writes over that output, and as long as there are no gradients: a segment's input is kept then, which is paid for
+/// where an operation needs it.
+inline Stages merged(const Stages& stages, const at::Tensor& input) {
   Stages merged;
-  bool output_is_kept = true;
+  auto activations = input.detach().requires_grad_(input.requires_grad());
+  const TensorVersion input_version(activations);
+  bool output_is_kept = true, has_gradients = false;
   for (auto stage : stages) {
     if (activations.requires_grad()) activations = GradientSink::apply(activations);  // the graph owns leaves
     const auto before = owners(activations);
+    const TensorVersion version(activations);
     auto output = stage.forward(0, activations);
-    if (output_is_kept || owners(activations) > before)
+    has_gradients |= output.requires_grad();
+    const bool is_apart = output_is_kept || owners(activations) > before;
+    if (merged.empty() || (is_apart && has_gradients && !version.changed()))
       merged.push_back(stage);
     else
       merged.back().append(stage);
     output_is_kept = owners(output) > 2;  // this handle, and its memory's
-    const bool has_gradients = output.requires_grad();
-    activations = output.detach().requires_grad_(has_gradients);
+    activations = output.detach().requires_grad_(output.requires_grad());
   }
+  TORCH_CHECK(!input_version.changed(),
+              "CheckpointedSequential: the first module must leave its input as it is, and changes it in place; use "
+              "the module without inplace");
   return merged;
 }
 
@@ -58,9 +66,7 @@ class ChainProfile {
     // A stage is told the layout of the gradient that the next one makes, as it is known by then.
     for (int pass = 0; measure_all(input) && pass < 2; ++pass) {
     }
-    for (std::size_t i = 0; i < costs_.size() && !has_gradients_[i]; ++i)
-      costs_[i] = without_gradients(std::move(costs_[i]), i > 0 ? costs_[i - 1].output : 0,
-                                    i + 1 < costs_.size() && has_gradients_[i + 1]);
+    if (!has_gradients_.front()) costs_.front() = without_gradients(std::move(costs_.front()), costs_.size() == 1);
     return std::move(costs_);
   }
 

@@ -25,11 +25,13 @@ namespace gradaccum::detail {
 
 /// What is left of a checkpointed part of the forward pass: how to run it once more, and what the tensors that it saved
 /// looked like. The operations of the graph own it together; it goes with the last of them.
-class CheckpointFrame : public std::enable_shared_from_this<CheckpointFrame> {
+class CheckpointFrame {
  public:
   CheckpointFrame(const CheckpointOptions& options, std::vector<torch::nn::Module*> modules,
                   std::function<void()> again)
-      : rules_{options}, modules_(std::move(modules)), again_(std::move(again)), state_(options.preserve_rng) {}
+      : rules_{options}, modules_(std::move(modules)), again_(std::move(again)), state_(options.preserve_rng) {
+    if (options.check_content) statistics_ = copied_statistics(modules_);  // operations save them
+  }
 
   /// The forward pass is over.
   void complete() {
@@ -48,9 +50,10 @@ class CheckpointFrame : public std::enable_shared_from_this<CheckpointFrame> {
   at::Tensor take(std::size_t slot) {
     const std::lock_guard lock(mutex_);
     const int pass = torch::autograd::get_current_graph_task_id();
-    auto found = std::ranges::find(passes_, pass, &Pass::id);
-    if (found == passes_.end() && pass != not_in_backward) found = begin(pass);
-    if (found != passes_.end() && found->tensors[slot].defined()) return std::exchange(found->tensors[slot], {});
+    const auto found = std::ranges::find(passes_, pass, &Pass::id);
+    auto tensors = found == passes_.end() ? nullptr : found->tensors.lock();
+    if (!tensors && pass != not_in_backward) tensors = begin(pass);
+    if (tensors && (*tensors)[slot].defined()) return std::exchange((*tensors)[slot], {});
     std::vector<bool> only(slots_.size());
     only[slot] = true;
     return std::move(recompute(only)[slot]);
@@ -61,37 +64,34 @@ class CheckpointFrame : public std::enable_shared_from_this<CheckpointFrame> {
     const std::lock_guard lock(mutex_);
     slots_[slot].needed = false;
     for (auto& pass : passes_)
-      if (slot < pass.tensors.size()) pass.tensors[slot].reset();  // it may be younger
+      if (auto tensors = pass.tensors.lock(); tensors && slot < tensors->size()) (*tensors)[slot].reset();
   }
 
   const SavedSlot& slot(std::size_t i) const { return slots_[i]; }
 
  private:
   static constexpr int not_in_backward = -1;
+  using Tensors = std::vector<at::Tensor>;
   struct Pass {
     int id;
-    std::vector<at::Tensor> tensors;
+    std::weak_ptr<Tensors> tensors;
   };
 
-  std::vector<Pass>::iterator begin(int pass) {
+  std::shared_ptr<Tensors> begin(int pass) {
     std::vector<bool> needed;
     for (auto& slot : slots_) needed.push_back(slot.needed);
-    passes_.push_back({pass, recompute(needed)});
-    // A pass that does not need all of it leaves the rest behind.
-    torch::autograd::Engine::get_default_engine().queue_callback([frame = weak_from_this(), pass] {
-      if (const auto self = frame.lock()) self->end(pass);
-    });
-    return passes_.end() - 1;
-  }
-  void end(int pass) {
-    const std::lock_guard lock(mutex_);
-    std::erase_if(passes_, [pass](auto& each) { return each.id == pass; });
+    auto tensors = std::make_shared<Tensors>(recompute(needed));
+    // A callback belongs to the pass, and goes with it, if that fails too: with what was not asked for.
+    torch::autograd::Engine::get_default_engine().queue_callback([tensors] {});
+    std::erase_if(passes_, [](auto& each) { return each.tensors.expired(); });
+    passes_.push_back({pass, tensors});
+    return tensors;
   }
 
   std::vector<at::Tensor> recompute(const std::vector<bool>& wanted) {
     const auto run = [this](Recomputation& recomputation) {
       const ForwardState::Scope state(state_);
-      const FrozenStatistics frozen(modules_);
+      const FrozenStatistics frozen(modules_, statistics_);
       recomputation.run(again_);
     };
     auto rules = rules_;
@@ -103,6 +103,7 @@ class CheckpointFrame : public std::enable_shared_from_this<CheckpointFrame> {
 
   Recomputation::Rules rules_;
   std::vector<torch::nn::Module*> modules_;
+  std::vector<at::Tensor> statistics_;
   std::function<void()> again_;
   ForwardState state_;
   bool complete_ = false;

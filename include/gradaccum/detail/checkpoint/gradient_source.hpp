@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <cstdint>
@@ -34,14 +36,16 @@ struct GradientSink : torch::autograd::Function<GradientSink> {
   }
 };
 
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
 /// Stands for what comes after a stage: its backward makes a gradient of a given layout, which belongs to the backward
-/// pass alone, as the gradients between stages do. `*address` becomes that of its memory.
+/// pass alone, as the gradients between stages do. `*memory` becomes its memory, without owning it.
 struct GradientSource : torch::autograd::Function<GradientSource> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& output,
-                            const at::Tensor& layout, const void** address) {
+                            const at::Tensor& layout, WeakStorage* memory) {
     context->saved_data["layout"] = layout;
     context->saved_data["device"] = output.device();
-    context->saved_data["address"] = reinterpret_cast<std::int64_t>(address);
+    context->saved_data["memory"] = reinterpret_cast<std::int64_t>(memory);
     return at::zeros({}, output.options());
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
@@ -49,9 +53,9 @@ struct GradientSource : torch::autograd::Function<GradientSource> {
     auto& saved = context->saved_data;
     const auto layout = saved["layout"].toTensor();
     const auto elements = storage_bytes(layout) / static_cast<std::int64_t>(layout.element_size());
-    const auto memory = at::zeros({elements}, layout.options().device(saved["device"].toDevice()));
-    *reinterpret_cast<const void**>(saved["address"].toInt()) = memory.storage().data();
-    return {memory.as_strided(layout.sizes(), layout.strides(), layout.storage_offset()), {}, {}};
+    const auto gradient = at::zeros({elements}, layout.options().device(saved["device"].toDevice()));
+    *reinterpret_cast<WeakStorage*>(saved["memory"].toInt()) = gradient.storage().getWeakStorageImpl();
+    return {gradient.as_strided(layout.sizes(), layout.strides(), layout.storage_offset()), {}, {}};
   }
 };
 

@@ -9,6 +9,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <span>
 #include <tuple>
@@ -67,12 +68,14 @@ class CheckpointInputs {
   }
 
   /// The function, just done, has left its inputs as they were: it could not be repeated otherwise.
-  void check_unchanged() const {
-    for (std::size_t i = 0; i < versions_.size(); ++i)
-      TORCH_CHECK(!versions_[i].changed(),
-                  "checkpoint: the function must leave its inputs as they are, and changes tensor ", i,
-                  " of them in place, so that running it again would start from something else; let it clone that "
-                  "input first (an inplace activation at its beginning: without inplace)");
+  void check_unchanged() {
+    const auto changed = std::ranges::find_if(versions_, &TensorVersion::changed);
+    if (changed == versions_.end()) return;
+    for (auto& tensor : tensors_) tensor.reset_data();  // now owned by an operation that owns it
+    TORCH_CHECK(false, "checkpoint: the function must leave its inputs as they are, and changes tensor ",
+                changed - versions_.begin(),
+                " of them in place, so that running it again would start from something else; let it clone that "
+                "input first (an inplace activation at its beginning: without inplace)");
   }
 
  private:

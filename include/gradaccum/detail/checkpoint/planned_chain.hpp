@@ -4,10 +4,12 @@
 #include <gradaccum/checkpoint_plan.hpp>
 #include <gradaccum/detail/checkpoint/chain_profile.hpp>
 #include <gradaccum/detail/checkpoint/frozen_statistics.hpp>
+#include <gradaccum/detail/checkpoint/measuring_scope.hpp>
 #include <gradaccum/detail/checkpoint/planner.hpp>
 #include <gradaccum/detail/checkpoint/random_state.hpp>
 #include <gradaccum/detail/checkpoint/segment.hpp>
 #include <gradaccum/detail/checkpoint/stage.hpp>
+#include <gradaccum/detail/saving_scope.hpp>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
@@ -17,8 +19,10 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -39,31 +43,44 @@ inline Schedule by_module(const Schedule& schedule, const Stages& stages) {
   return modules;
 }
 
+/// Dimensions from the outermost in memory to the innermost. Operations copy what they want in another order.
+inline std::vector<std::int64_t> order_in_memory(const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided || tensor.is_contiguous()) return {};
+  std::vector<std::int64_t> order(tensor.dim());
+  std::iota(order.begin(), order.end(), 0);
+  std::ranges::stable_sort(order, std::greater<>(), [&](auto dimension) { return tensor.stride(dimension); });
+  order.push_back(tensor.is_non_overlapping_and_dense());
+  return order;
+}
+
 /// What the bytes of a forward and backward pass depend on.
 class PlanScope {
  public:
   PlanScope(const Stages& stages, const at::Tensor& input)
-      : shape_(input.sizes()), dtype_(input.scalar_type()), device_(input.device()), flags_{input.requires_grad()} {
-    flags_.push_back(at::autocast::is_autocast_enabled(device_.type()));
-    flags_.push_back(at::autocast::get_autocast_dtype(device_.type()) == at::kHalf);
-    for (auto& stage : stages)
-      for (auto* module : stage.modules()) {
-        for (auto& part : module->modules()) flags_.push_back(part->is_training());
-        for (auto& parameter : module->parameters()) flags_.push_back(parameter.requires_grad());
+      : shape_(input.sizes()), order_(order_in_memory(input)), device_(input.device()) {
+    dtypes_ = {input.scalar_type(), at::autocast::get_autocast_dtype(device_.type())};
+    flags_ = {input.requires_grad(), at::autocast::is_autocast_enabled(device_.type())};
+    for (auto* module : modules_of(stages)) {
+      for (auto& part : module->modules()) flags_.push_back(part->is_training());
+      for (auto& parameter : module->parameters()) {
+        flags_.push_back(parameter.requires_grad());
+        dtypes_.push_back(parameter.scalar_type());
       }
+    }
   }
 
   /// What was planned for this does for the other: it is nowhere larger, and alike otherwise.
   bool covers(const PlanScope& other) const {
     return shape_.size() == other.shape_.size() &&
            std::equal(shape_.begin(), shape_.end(), other.shape_.begin(), std::greater_equal<>()) &&
-           dtype_ == other.dtype_ && device_ == other.device_ && flags_ == other.flags_;
+           order_ == other.order_ && device_ == other.device_ && dtypes_ == other.dtypes_ && flags_ == other.flags_;
   }
 
  private:
   at::DimVector shape_;
-  at::ScalarType dtype_;
+  std::vector<std::int64_t> order_;
   at::Device device_;
+  std::vector<at::ScalarType> dtypes_;
   std::vector<bool> flags_;
 };
 
@@ -85,8 +102,7 @@ class PlannedChain {
     const auto known = std::ranges::find_if(plans_, [&](auto& plan) { return plan->scope.covers(scope); });
     if (known != plans_.end()) return latest_ = *known;
     latest_ = make(std::move(scope), input);
-    std::erase_if(plans_, [&](auto& plan) { return latest_->scope.covers(plan->scope); });
-    plans_.push_back(latest_);
+    plans_.push_back(latest_);  // behind the others: an input that has a plan keeps it, for when it runs again
     return latest_;
   }
   std::shared_ptr<const Planned> latest() const {
@@ -95,11 +111,12 @@ class PlannedChain {
   }
 
  private:
-  /// Leaves no trace in random generators, running statistics and gradients.
+  /// Leaves no trace in random generators, running statistics, gradients, and what hooks around it see.
   std::shared_ptr<const Planned> make(PlanScope scope, const at::Tensor& input) const {
     const RandomScope random{RandomState()};
     const FrozenStatistics frozen(modules_of(stages_));
-    const auto stages = std::make_shared<Stages>(merged(stages_, input.detach().requires_grad_(input.requires_grad())));
+    const MeasuringScope measuring;
+    const auto stages = std::make_shared<Stages>(merged(stages_, input));
     const auto costs = ChainProfile(*stages, options_).measure(input);
     const auto least = least_memory(costs);
     TORCH_CHECK(budget_ >= least, "CheckpointedSequential: memory_budget must be at least ", least,

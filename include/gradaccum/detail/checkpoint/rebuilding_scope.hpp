@@ -19,6 +19,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <type_traits>
 #include <utility>
@@ -35,13 +36,19 @@ class CheapResult {
   static std::optional<CheapResult> of(const at::Tensor& tensor, std::uint64_t from) {
     if (tensor.layout() != at::kStrided || !tensor.grad_fn()) return {};
     const at::Tensor source = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
+    const bool same_numbers = tensor.scalar_type() == source.scalar_type() && !tensor.is_conj() && !tensor.is_neg();
+    if (!same_numbers || source._version() > 0) return {};  // it may have changed where no operation tells
     CheapResult result(source, tensor);
     if (!result.operation_ || result.operation_->sequence_nr() < from || !result.remake(/*for_real=*/false)) return {};
     return result;
   }
 
+  /// This thread asks for what an operation keeps, before that operation does.
+  static bool remaking() { return depth() > 0; }
+
   at::Tensor tensor() const {
     const at::NoGradGuard no_gradients;
+    const Remaking remaking;
     const at::Tensor whole = *remake(true);
     TORCH_CHECK(whole.strides() == at::IntArrayRef(source_strides_), "CheckpointedSequential: ", operation_->name(),
                 " must give the same layout again");
@@ -58,6 +65,15 @@ class CheapResult {
         sizes_(tensor.sizes()),
         strides_(tensor.strides()),
         offset_(tensor.storage_offset()) {}
+
+  static int& depth() {
+    static thread_local int depth = 0;
+    return depth;
+  }
+  struct Remaking {
+    Remaking() { ++depth(); }
+    ~Remaking() { --depth(); }
+  };
 
   template <class Operation>
   const Operation* as() const {
@@ -108,14 +124,22 @@ class [[nodiscard]] RebuildingScope final : SavingScope {
       TORCH_CHECK(!version_.changed(),
                   "CheckpointedSequential: a tensor that backward needs must not change in place after it was saved");
       if (result_) return result_->tensor();
-      return around_ ? around_->call_unpack_hook() : kept_;
+      return around_ ? unpack_around() : kept_;
     }
 
    private:
+    /// A checkpoint around makes a tensor once for each backward: it is kept until its own operation asks.
+    at::Tensor unpack_around() {
+      const std::lock_guard lock(mutex_);
+      if (!kept_.defined()) kept_ = around_->call_unpack_hook();
+      return CheapResult::remaking() ? kept_ : std::exchange(kept_, {});
+    }
+
     std::unique_ptr<SavedVariableHooks> around_;
     std::uint64_t from_;
     std::optional<CheapResult> result_;
     TensorVersion version_;
+    std::mutex mutex_;  // backward passes may run on several threads
     at::Tensor kept_;
   };
 

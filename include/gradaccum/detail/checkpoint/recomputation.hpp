@@ -107,7 +107,7 @@ class Recomputation {
   /// "at aten::mul: " for the operation that saves its last tensor as number `count`.
   std::string operation_at(std::size_t count, const std::function<void(Recomputation&)>& run) const {
     const OperationNames names;
-    Recomputation again(slots_, std::vector<bool>(slots_.size()), rules_);
+    Recomputation again(slots_, std::vector<bool>(slots_.size()), {});
     again.stop_at_ = count - 1;
     try {
       run(again);

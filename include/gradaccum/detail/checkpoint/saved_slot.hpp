@@ -28,14 +28,15 @@ struct SavedSlot {
       return "random numbers were drawn elsewhere in between (on another thread? one at a time may draw any; where "
              "this "
              "part draws none, preserve_rng = false)";
-    if (again.content != content) return c10::str("the contents of a saved tensor (", traits, ") are not the same");
+    if (again.content != 0 && again.content != content)
+      return c10::str("the contents of a saved tensor (", traits, ") are not the same");
     return "";
   }
 
   TensorTraits traits;
-  std::uint64_t place;  // in the stream of random numbers
-  std::uint64_t content;
-  bool needed = true;  // the operation that saved it may still ask for it
+  std::uint64_t place;    // in the stream of random numbers
+  std::uint64_t content;  // 0: not asked for
+  bool needed = true;     // the operation that saved it may still ask for it
 };
 
 }  // namespace gradaccum::detail

@@ -25,7 +25,9 @@ class Segment {
   at::Tensor operator()(at::Tensor activations) const {
     for (auto& item : *schedule_) {
       if (item.segment.empty()) {
-        activations = (*stages_)[item.stage].forward(item.way, std::move(activations));
+        auto& stage = (*stages_)[item.stage];
+        activations = options_.check_content ? stage.forward(item.way, std::move(activations))
+                                             : stage.forward_in_checkpoint(item.way, std::move(activations));
       } else {
         activations = run_checkpointed(options_, inside(item), std::exchange(activations, {}));
       }
@@ -33,8 +35,11 @@ class Segment {
     return activations;
   }
 
+  /// Those whose running statistics begin anew when it runs again, since what they save is compared. Otherwise the
+  /// stages take care of that.
   std::vector<torch::nn::Module*> modules() const {
     std::vector<torch::nn::Module*> modules;
+    if (!options_.check_content) return modules;
     for (auto& item : *schedule_) {
       const auto more = item.segment.empty() ? (*stages_)[item.stage].modules() : inside(item).modules();
       modules.insert(modules.end(), more.begin(), more.end());

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/checkpoint/frozen_statistics.hpp>
 #include <gradaccum/detail/checkpoint/rebuilding_scope.hpp>
+#include <gradaccum/detail/checkpoint/recomputation.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
@@ -29,6 +31,13 @@ class Stage {
     if (way > 0) rebuilding.emplace();
     for (auto& module : modules_) activations = module.forward(std::move(activations));
     return activations;
+  }
+
+  /// As a part of a checkpoint: when that runs again, running statistics stay where they are. Their copies are gone
+  /// when the stage is through, and so count as its own.
+  at::Tensor forward_in_checkpoint(std::size_t way, at::Tensor activations) {
+    const FrozenStatistics frozen(Recomputation::active() ? modules() : std::vector<torch::nn::Module*>());
+    return forward(way, std::move(activations));
   }
 
   std::vector<torch::nn::Module*> modules() const {

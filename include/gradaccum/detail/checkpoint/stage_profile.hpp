@@ -2,7 +2,9 @@
 #pragma once
 
 #include <gradaccum/detail/checkpoint/allocation_log.hpp>
+#include <gradaccum/detail/checkpoint/frozen_statistics.hpp>
 #include <gradaccum/detail/checkpoint/gradient_source.hpp>
+#include <gradaccum/detail/checkpoint/measuring_scope.hpp>
 #include <gradaccum/detail/checkpoint/run_checkpointed.hpp>
 #include <gradaccum/detail/checkpoint/schedule.hpp>
 #include <gradaccum/detail/checkpoint/stage.hpp>
@@ -37,12 +39,15 @@ class StageProfile {
   StageCost measure() {
     StageCost cost;
     cost.ways.resize(2);
-    for (int run = 0; run < runs; ++run)
+    const StopWatch watch(input_.device());
+    for (int run = 0; run < fewest_runs || (run < most_runs && watch.seconds() < enough_seconds); ++run)
       for (std::size_t way = 0; way < cost.ways.size(); ++way) {
         measure_dropped(cost, way);
         measure_kept(cost.ways[way], way);
       }
     if (cost.ways[1].held >= cost.ways[0].held) cost.ways.pop_back();
+    for (auto& way : cost.ways)  // it is a part of the same, but for noise
+      way.again_seconds = std::min(way.again_seconds, cost.forward_seconds);
     return cost;
   }
 
@@ -55,13 +60,18 @@ class StageProfile {
   const at::Tensor& gradient_layout() const { return gradient_layout_; }
 
  private:
-  static constexpr int runs = 3;  // the first warms up
+  static constexpr int fewest_runs = 3,
+                       most_runs = 10;  // the first warms up; those of small stages are short and noisy
+  static constexpr double enough_seconds = 0.05;
 
   at::Tensor input() const { return input_.requires_grad() ? GradientSink::apply(sources_.front()) : input_; }
 
   void measure_kept(StageCost::Way& way, std::size_t number) {
     AllocationScope log;
-    at::Tensor output = stage_.forward(number, input());
+    at::Tensor output = [&] {
+      const FrozenStatistics frozen(stage_.modules());  // as when it runs again: operations keep the copies
+      return stage_.forward(number, input());
+    }();
     if (last_) log->leave_out(output);
     const auto forward = log->between(0, log->now());
     const auto [backward, seconds] = run_backward(*log, std::move(output));
@@ -79,7 +89,7 @@ class StageProfile {
         options_,
         [&](const at::Tensor& input) {
           const Again::Run run(again);
-          return stage_.forward(number, input);
+          return stage_.forward_in_checkpoint(number, input);
         },
         input());
     less(cost.forward_seconds, watch.seconds());
@@ -116,30 +126,37 @@ class StageProfile {
     if (!gradient_layout_.defined()) gradient_layout_ = layout_of(at::empty_like(output, at::kMeta));
     output_requires_grad_ = output.requires_grad();
     if (!output_requires_grad_) return {};
-    const void* address = nullptr;
-    const auto source = GradientSource::apply(output, gradient_layout_, &address);
+    WeakStorage output_gradient = output.storage().getWeakStorageImpl();  // until there is one
+    const auto source = GradientSource::apply(output, gradient_layout_, &output_gradient);
     log.leave_out(source);
     output.reset();  // from here on only the operations that need it have it
     const auto begin = log.now();
     const StopWatch watch(input_.device());
-    auto gradients = torch::autograd::grad({source}, sources_, {}, /*retain_graph=*/false, /*create_graph=*/false,
-                                           /*allow_unused=*/true);
+    const auto gradients = [&] {
+      const HooksAway hooks_away(sources_);
+      return torch::autograd::grad({source}, sources_, {}, /*retain_graph=*/false, /*create_graph=*/false,
+                                   /*allow_unused=*/true);
+    }();
     const double seconds = watch.seconds();
-    leave_out_parameters(log, gradients, address);
+    leave_out_parameters(log, gradients, output_gradient);
     return {log.between(begin, log.now()), seconds};
   }
 
   /// A gradient of a parameter may also be the memory of one that passes through.
-  void leave_out_parameters(AllocationLog& log, const std::vector<at::Tensor>& gradients, const void* output_gradient) {
-    const void* input_gradient = nullptr;
+  void leave_out_parameters(AllocationLog& log, const std::vector<at::Tensor>& gradients,
+                            const WeakStorage& output_gradient) {
+    const c10::StorageImpl* input_gradient = nullptr;
     if (input_.requires_grad() && gradients.front().defined()) {
       input_gradient_layout_ = layout_of(gradients.front());
-      input_gradient = gradients.front().storage().data();
+      input_gradient = memory_of(gradients.front());
     }
     for (std::size_t i = input_.requires_grad(); i < gradients.size(); ++i) {
-      const void* const memory = gradients[i].defined() ? gradients[i].storage().data() : nullptr;
-      if (memory != input_gradient && memory != output_gradient) log.leave_out(gradients[i]);
+      const auto* const memory = memory_of(gradients[i]);
+      if (memory != input_gradient && memory != output_gradient._unsafe_get_target()) log.leave_out(gradients[i]);
     }
+  }
+  static const c10::StorageImpl* memory_of(const at::Tensor& gradient) {
+    return gradient.defined() && gradient.has_storage() ? gradient.storage().unsafeGetStorageImpl() : nullptr;
   }
 
   static void more(std::int64_t& most, std::int64_t bytes) { most = std::max(most, bytes); }

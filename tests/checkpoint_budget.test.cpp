@@ -1,0 +1,731 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/checkpoint.hpp>
+#include <gradaccum/checkpointed_sequential.hpp>
+#include <gradaccum/memory_meter.hpp>
+#include <gradaccum/saved_tensor_hooks.hpp>
+
+#include "support/chains.hpp"
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+namespace ga = gradaccum;
+namespace nn = torch::nn;
+namespace inner = gradaccum::detail;
+using namespace testing;
+
+namespace {
+
+constexpr std::int64_t plenty = std::int64_t{1} << 40;
+
+// A chain, measured once for many schedules.
+struct Profiled {
+  explicit Profiled(const Chain& chain) {
+    std::optional<ga::Autocast> uncached;
+    if (chain.autocast) uncached.emplace(at::kCPU, at::kBFloat16, /*enabled=*/true, /*cache_enabled=*/false);
+    const auto modules = inner::Stages(chain.net->begin(), chain.net->end());
+    const inner::FrozenStatistics frozen(inner::modules_of(modules));
+    stages = std::make_shared<inner::Stages>(inner::merged(modules, chain.input));
+    costs = inner::ChainProfile(*stages, {}).measure(chain.input);
+  }
+
+  struct Net {
+    inner::Segment segment;
+    const Net* operator->() const { return this; }
+    at::Tensor forward(const at::Tensor& input) const {
+      const bool autocast = at::autocast::is_autocast_enabled(at::kCPU);
+      const ga::Autocast uncached(at::kCPU, at::kBFloat16, autocast, /*cache_enabled=*/false);
+      return segment(input);
+    }
+  };
+  Net net(const inner::Schedule& schedule) const {
+    return {{stages, std::make_shared<const inner::Schedule>(schedule), {}}};
+  }
+
+  std::shared_ptr<inner::Stages> stages;
+  inner::StageCosts costs;
+};
+
+struct Limits {
+  std::int64_t least, plain;
+};
+Limits limits(const Chain& chain) {
+  Rig rig(chain);
+  ga::CheckpointedSequential net(chain.net, {.memory_budget = plenty});
+  rig.step(net);
+  return {net->plan().least_bytes, net->plan().plain.peak_bytes};
+}
+
+std::vector<Chain> all_chains() {
+  return {homogeneous_chain(), varied_chain(), convolution_chain(), transformer_chain(), embedding_chain(),
+          view_chain(),        frozen_chain(), frozen_view_chain(), autocast_chain(),    strided_chain(),
+          in_place_chain(),    shared_chain(), rebuilt_chain()};
+}
+
+// How much more than what is measured may be predicted: of stages that share memory, that may be all of it.
+std::int64_t slack(const Chain& chain) {
+  for (auto name : {"views", "strided gradients", "frozen views"})
+    if (chain.name == name) return plenty;
+  std::int64_t statistics = 0;  // copies, where a stage runs again
+  for (auto& buffer : chain.net->buffers()) statistics += buffer.nbytes();
+  return statistics + 4;  // a loss
+}
+
+// The chain's input, smaller or larger.
+Chain with_input(Chain chain, const at::Tensor& input) {
+  chain.input = input;
+  return chain;
+}
+
+// In the middle between least and plain.
+ga::CheckpointedSequential tight(const Chain& chain) {
+  const auto [least, plain] = limits(chain);
+  return {chain.net, {.memory_budget = (least + plain) / 2}};
+}
+
+}  // namespace
+
+TEST_CASE("Budget: kept at every size, with the gradients of plain training to the bit") {
+  for (const auto& chain : all_chains()) {
+    const Profiled profiled(chain);
+    const auto least = inner::least_memory(profiled.costs);
+    const auto plain_bytes = inner::peak_bytes(inner::keep_everything(profiled.costs), profiled.costs);
+    Rig rig(chain);
+    const auto plain = rig.step(chain.net);
+    CHECK(plain.peak <= plain_bytes);
+    for (int i = 0; i < 20; ++i) {
+      const auto budget = least + (plain_bytes * 11 / 10 - least) * i / 19;
+      const auto schedule = inner::fastest_schedule(profiled.costs, budget);
+      const auto predicted = inner::peak_bytes(schedule, profiled.costs);
+      INFO(chain.name << ", budget " << budget << ", least " << least << ", predicted " << predicted << ": "
+                      << inner::to_string(schedule));
+      const auto step = rig.step(profiled.net(schedule));
+      CHECK(difference(step.outcome, plain.outcome) == "");
+      CHECK(predicted <= budget);
+      CHECK(step.peak <= predicted);
+      CHECK(step.peak >= predicted - slack(chain));
+      CHECK(step.held <= plain.held);
+      CHECK(step.left == 0);
+      if (budget < plain.peak) CHECK(inner::to_string(schedule).find_first_of("[*") != std::string::npos);
+    }
+  }
+}
+
+TEST_CASE("Budget: planned in the first forward pass, and kept in all that follow") {
+  for (const auto& chain : all_chains()) {
+    const auto [least, plain_bytes] = limits(chain);
+    Rig rig(chain);
+    const auto plain = rig.step(chain.net);
+    for (auto budget : {least, (least + plain_bytes) / 2, plain_bytes}) {
+      ga::CheckpointedSequential net(chain.net, {.memory_budget = budget});
+      const auto first = rig.step(net);
+      const auto plan = net->plan();
+      INFO(chain.name << ", budget " << budget << ", least " << least << ": " << plan.schedule);
+      CHECK(difference(first.outcome, plain.outcome) == "");
+      CHECK(plan.memory_budget == budget);
+      CHECK(plan.least_bytes == least);
+      CHECK(plan.plain.peak_bytes == plain_bytes);
+      for (int step = 0; step < 2; ++step) {
+        const auto next = rig.step(net);
+        CHECK(difference(next.outcome, plain.outcome) == "");
+        CHECK(next.peak <= plan.predicted.peak_bytes);
+        CHECK(plan.predicted.peak_bytes <= budget);
+      }
+    }
+  }
+}
+
+TEST_CASE("Budget: kept where gradients of parameters exist already") {
+  for (const auto& chain : {varied_chain(), embedding_chain()}) {
+    const auto [least, plain_bytes] = limits(chain);
+    Rig rig(chain);
+    rig.accumulate = true;
+    const auto plain = rig.step(chain.net);
+    for (auto budget : {least, (least + plain_bytes) / 2}) {
+      ga::CheckpointedSequential net(chain.net, {.memory_budget = budget});
+      for (int i = 0; i < 2; ++i) {
+        const auto step = rig.step(net);
+        CHECK(difference(step.outcome, plain.outcome) == "");
+        if (i > 0) CHECK(step.peak <= budget);
+      }
+    }
+  }
+}
+
+TEST_CASE("Budget: the least is enough, and less is refused with the number") {
+  for (const auto& chain : {varied_chain(), convolution_chain(), transformer_chain()}) {
+    const auto least = limits(chain).least;
+    ga::CheckpointedSequential net(chain.net, {.memory_budget = least - 1});
+    Rig rig(chain);
+    const auto before = random_state();
+    REQUIRE_ERROR("CheckpointedSequential: memory_budget must be at least " + std::to_string(least) +
+                      " bytes for an input that is Float",
+                  net->forward(chain.input));
+    CHECK(same_bits(random_state(), before));
+    REQUIRE_ERROR("there is no plan before the first forward pass", net->plan());
+    REQUIRE_ERROR(", got " + std::to_string(least - 1), net->forward(chain.input));
+    const at::NoGradGuard no_gradients;
+    CHECK(net->forward(chain.input).defined());
+  }
+}
+
+TEST_CASE("Budget: planning holds what one stage needs, and nothing of the others") {
+  for (const auto& chain : all_chains()) {
+    INFO(chain.name);
+    const Profiled profiled(chain);
+    std::int64_t largest = 0, input = 0, statistics = 0;
+    for (auto& cost : profiled.costs) {
+      for (auto& way : cost.ways) largest = std::max({largest, input + way.backward_peak, input + way.again_peak});
+      input = cost.output;
+    }
+    for (auto& buffer : chain.net->buffers()) statistics += buffer.nbytes();  // put aside
+    std::int64_t gradients = 0;
+    for (auto& stage : *profiled.stages) {
+      std::int64_t of_stage = 0;
+      for (auto* module : stage.modules())
+        for (auto& parameter : module->parameters()) of_stage += parameter.nbytes();
+      gradients = std::max(gradients, of_stage);
+    }
+    const auto least = inner::least_memory(profiled.costs);
+    ga::CheckpointedSequential net(chain.net, {.memory_budget = least});
+    CHECK(Rig(chain).step(net).peak <= std::max(least, largest + gradients) + statistics + 8);
+  }
+}
+
+TEST_CASE("Budget: a smaller input follows the plan, and keeps the budget") {
+  const auto chain = varied_chain();
+  auto net = tight(chain);
+  Rig(chain).step(net);
+  const auto plan = net->plan();
+  for (int rows : {31, 16, 1, 0}) {
+    Rig rig(with_input(chain, randoms({rows, 16})));
+    const auto plain = rig.step(chain.net);
+    const auto step = rig.step(net);
+    CHECK(difference(step.outcome, plain.outcome) == "");
+    CHECK(step.peak <= *plan.memory_budget);
+    CHECK(net->plan().predicted.seconds == plan.predicted.seconds);  // the same plan
+  }
+}
+
+TEST_CASE("Budget: planned anew for what may need other bytes, and known again") {
+  auto chain = transformer_chain(3);
+  const auto budget = 2 * limits(chain).plain;
+  ga::CheckpointedSequential net(chain.net, {.memory_budget = budget});
+  std::vector<double> seconds;  // which tell plans apart
+  const auto is_planned_anew = [&](const at::Tensor& input) {
+    net->forward(input).sum().backward();
+    const auto time = net->plan().predicted.seconds;
+    const bool is_known = std::ranges::find(seconds, time) != seconds.end();
+    seconds.push_back(time);
+    return !is_known;
+  };
+  CHECK(is_planned_anew(chain.input));
+  CHECK_FALSE(is_planned_anew(chain.input));
+  CHECK_FALSE(is_planned_anew(chain.input.slice(0, 1)));
+  CHECK(is_planned_anew(randoms({2, 9, 16})));
+  CHECK_FALSE(is_planned_anew(chain.input));
+  CHECK(is_planned_anew(randoms({3, 4, 16})));
+  CHECK_FALSE(is_planned_anew(randoms({2, 9, 16})));
+  CHECK_FALSE(is_planned_anew(randoms({3, 3, 16})));
+  CHECK(is_planned_anew(randoms({2, 16, 9}).transpose(1, 2)));  // copied where rows are wanted
+  CHECK_FALSE(is_planned_anew(chain.input));
+  CHECK(is_planned_anew(chain.input.clone().requires_grad_()));
+  net->eval();
+  CHECK(is_planned_anew(chain.input));
+  net->train();
+  CHECK_FALSE(is_planned_anew(chain.input));
+  for (auto& parameter : chain.net->ptr(0)->parameters()) parameter.set_requires_grad(false);
+  CHECK(is_planned_anew(chain.input));
+}
+
+TEST_CASE("Budget: kept after another autocast, dtype, mode or layout") {
+  // Whatever was planned for last, a step's peak is within the budget, and its gradients are those of the plain step.
+  const auto check = [](ga::CheckpointedSequential& net, const Chain& chain) {
+    Rig rig(chain);
+    const auto plain = rig.step(chain.net);
+    auto step = rig.step(net);  // may plan
+    CHECK(difference(step.outcome, plain.outcome) == "");
+    step = rig.step(net);
+    CHECK(difference(step.outcome, plain.outcome) == "");
+    CHECK(step.peak <= net->plan().predicted.peak_bytes);
+    CHECK(step.peak <= *net->plan().memory_budget);
+  };
+  SECTION("autocast") {
+    auto chain = varied_chain();
+    auto net = tight(chain);
+    for (bool autocast : {false, true, false}) {
+      chain.autocast = autocast;
+      check(net, chain);
+    }
+  }
+  SECTION("the parameters' dtype, where the input's stays") {
+    auto chain = embedding_chain();
+    const auto single = limits(chain);
+    chain.net->to(at::kDouble);
+    const auto [least, plain] = limits(chain);
+    chain.net->to(at::kFloat);
+    ga::CheckpointedSequential net(chain.net, {.memory_budget = (least + single.plain) / 2});
+    check(net, chain);
+    chain.net->to(at::kDouble);
+    check(net, chain);
+  }
+  SECTION("the input's layout") {
+    torch::nn::Sequential net(torch::nn::Linear(16, 8), torch::nn::Tanh(), torch::nn::Linear(8, 8));
+    const Chain rows{"rows", net, randoms({8, 32, 16})};
+    const auto columns = with_input(rows, randoms({8, 16, 32}).transpose(1, 2));
+    CHECK(limits(columns).plain > limits(rows).plain);
+    for (auto* larger : {&rows, &columns}) {
+      ga::CheckpointedSequential budgeted(net, {.memory_budget = limits(columns).plain});
+      check(budgeted, rows);
+      check(budgeted, columns);
+      CHECK(budgeted->plan().plain.peak_bytes == limits(columns).plain);
+      check(budgeted, *larger);
+      CHECK(budgeted->plan().plain.peak_bytes == limits(*larger).plain);
+    }
+  }
+  SECTION("frozen, and not") {
+    auto chain = varied_chain();
+    auto net = tight(chain);
+    for (bool frozen : {true, false}) {
+      for (auto& parameter : chain.net->ptr(0)->parameters()) parameter.set_requires_grad(!frozen);
+      check(net, chain);
+    }
+  }
+  SECTION("train and eval") {
+    auto chain = varied_chain();
+    auto net = tight(chain);
+    for (bool training : {true, false, true}) {
+      net->train(training);
+      check(net, chain);
+    }
+  }
+}
+
+TEST_CASE("Budget: retain_graph, autograd::grad, a second use of the output") {
+  for (const auto& chain : {varied_chain(), embedding_chain(), rebuilt_chain()}) {
+    const auto parameters = chain.net->parameters();
+    const auto results = [&](auto net) {
+      std::vector<at::Tensor> all;
+      torch::manual_seed(5);
+      auto y = net->forward(chain.input);
+      uneven_sum(y).backward({}, /*retain_graph=*/true);
+      uneven_sum(y.square()).backward();
+      for (auto& gradient : take_gradients(parameters)) all.push_back(gradient);
+      y = net->forward(chain.input);
+      for (auto& gradient : torch::autograd::grad({uneven_sum(y)}, {parameters.front(), parameters.back()}))
+        all.push_back(gradient);
+      y = net->forward(chain.input);
+      const auto loss = (uneven_sum(y) * uneven_sum(y.exp())).square();
+      const auto gradients = torch::autograd::grad({loss}, parameters, {}, true, /*create_graph=*/true);
+      auto sum = torch::zeros({}, at::kDouble);
+      for (auto& gradient : gradients) sum = sum + gradient.square().sum();
+      sum.backward();
+      for (auto& gradient : take_gradients(parameters)) all.push_back(gradient);
+      all.push_back(random_state());
+      return all;
+    };
+    const auto plain = results(chain.net);
+    const auto [least, most] = limits(chain);
+    for (auto budget : {least, (least + most) / 2}) {
+      ga::CheckpointedSequential net(chain.net, {.memory_budget = budget});
+      CHECK(same_bits(results(net), plain));
+    }
+  }
+}
+
+TEST_CASE("Budget: planning leaves no trace") {
+  auto chain = convolution_chain();
+  chain.net->push_back(nn::Dropout(0.5));
+  const auto budget = limits(chain).least + 1000;
+  int hooked = 0;
+  chain.net->parameters().front().register_hook([&](const at::Tensor&) { ++hooked; });
+  for (auto& parameter : chain.net->parameters()) parameter.mutable_grad() = torch::ones_like(parameter);
+  const auto buffers = copies(chain.net->buffers());
+  std::vector<const void*> addresses;
+  for (auto& buffer : chain.net->buffers()) addresses.push_back(buffer.data_ptr());
+
+  const auto plain_output = [&] {
+    torch::manual_seed(9);
+    const inner::FrozenStatistics frozen({chain.net.get()});
+    const auto output = chain.net->forward(chain.input);
+    return std::pair(output, random_state());
+  }();
+  ga::CheckpointedSequential net(chain.net, {.memory_budget = budget});
+  torch::manual_seed(9);
+  {
+    const inner::FrozenStatistics frozen({chain.net.get()});
+    const auto output = net->forward(chain.input);
+    CHECK(same_bits(output, plain_output.first));
+    CHECK(same_bits(random_state(), plain_output.second));
+  }
+  CHECK(same_bits(copies(chain.net->buffers()), buffers));
+  for (std::size_t i = 0; i < addresses.size(); ++i) CHECK(chain.net->buffers()[i].data_ptr() == addresses[i]);
+  for (auto& parameter : chain.net->parameters()) CHECK(same_bits(parameter.grad(), torch::ones_like(parameter)));
+  CHECK(hooked == 0);
+  net->forward(chain.input).sum().backward();
+  CHECK(hooked == 1);
+}
+
+TEST_CASE("Budget: in a meter, around a meter, and within LibTorch's profiler") {
+  const auto chain = varied_chain();
+  const auto limit = limits(chain);
+  SECTION("a meter around it goes on counting") {
+    ga::CheckpointedSequential net(chain.net, {.memory_budget = limit.least});
+    ga::MemoryMeter meter;
+    auto y = net->forward(chain.input);
+    CHECK(meter.peak_bytes() >= limit.least - chain.input.size(0) * 16 * 4);
+    const auto held = meter.live_bytes();
+    CHECK(held > 0);
+    CHECK(held < limit.least);
+    y.reset();
+    CHECK(meter.live_bytes() == 0);
+  }
+  SECTION("a meter in a stage") {
+    std::vector<std::int64_t> peaks;
+    nn::Sequential layers = chain.net;
+    layers->push_back(function([&](at::Tensor x) {
+      ga::MemoryMeter meter;
+      auto y = x.exp();
+      peaks.push_back(meter.peak_bytes());
+      return y;
+    }));
+    ga::CheckpointedSequential net(layers, {.memory_budget = limits({"", layers, chain.input}).least});
+    net->forward(chain.input).sum().backward();
+    CHECK(peaks.size() > 2);
+    for (auto peak : peaks) CHECK(peak == chain.input.size(0) * 16 * 4);
+  }
+  SECTION("a profiler") {
+    struct Foreign : c10::MemoryReportingInfoBase {
+      void reportMemoryUsage(void*, std::int64_t, std::size_t, std::size_t, c10::Device) override {}
+      bool memoryProfilingEnabled() const override { return true; }
+    };
+    ga::CheckpointedSequential net(chain.net, {.memory_budget = limit.least});
+    const auto within_profiler = [&] {
+      c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, std::make_shared<Foreign>());
+      return net->forward(chain.input);
+    };
+    const auto random = random_state();
+    REQUIRE_ERROR("CheckpointedSequential: must not plan inside LibTorch's profiler", within_profiler());
+    CHECK(same_bits(random_state(), random));
+    net->forward(chain.input);
+    within_profiler().sum().backward();
+    take_gradients(chain.net->parameters());
+  }
+}
+
+TEST_CASE("Budget: planned inside a checkpoint, and inside hooks of the user's") {
+  for (const auto& chain : {varied_chain(), rebuilt_chain()}) {
+    Rig rig(chain);
+    const auto plain = rig.step(chain.net);
+    const auto [least, most] = limits(chain);
+    for (auto budget : {least, (least + most) / 2, most}) {
+      INFO(chain.name << " " << budget);
+      struct Wrapped {
+        ga::CheckpointedSequential net;
+        bool checkpoint;
+        Wrapped* operator->() { return this; }
+        at::Tensor forward(const at::Tensor& x) {
+          if (checkpoint) return ga::checkpoint(net, x);
+          const auto pass = [](const at::Tensor& tensor) { return tensor; };
+          const ga::SavedTensorHooks hooks(pass, pass);
+          return net->forward(x);
+        }
+      };
+      for (bool checkpoint : {true, false}) {
+        const Wrapped wrapped{{chain.net, {.memory_budget = budget}}, checkpoint};
+        for (int step = 0; step < 2; ++step) CHECK(difference(rig.step(wrapped).outcome, plain.outcome) == "");
+        CHECK(wrapped.net->plan().least_bytes == least);
+        CHECK(wrapped.net->plan().plain.peak_bytes == most);
+      }
+    }
+  }
+}
+
+TEST_CASE("Budget: one inside another") {
+  const auto chain = transformer_chain(5);
+  Rig rig(chain);
+  const auto plain = rig.step(chain.net);
+  const auto modules = std::vector<nn::AnyModule>(chain.net->begin(), chain.net->end());
+  nn::Sequential middle, nested;
+  for (int i = 1; i < 4; ++i) middle->push_back(modules[i]);
+  nested->push_back(modules[0]);
+  nested->push_back(
+      ga::CheckpointedSequential(middle, {.memory_budget = limits({"middle", middle, chain.input}).least + 2048}));
+  nested->push_back(modules[4]);
+  const auto [least, most] = limits({"nested", nested, chain.input});
+  CHECK(most < limits(chain).plain);
+  for (auto budget : {least, (least + most) / 2, most}) {
+    ga::CheckpointedSequential net(nested, {.memory_budget = budget});
+    for (int i = 0; i < 2; ++i) {
+      const auto step = rig.step(net);
+      CHECK(difference(step.outcome, plain.outcome) == "");
+      if (i > 0) CHECK(step.peak <= budget);
+    }
+  }
+}
+
+namespace {
+
+// Throws in its forward number `fatal`, counted from 0.
+struct BombImpl : nn::Module {
+  at::Tensor forward(const at::Tensor& x) {
+    if (runs++ == fatal) throw std::runtime_error("bang");
+    return x.exp();
+  }
+  int runs = 0, fatal = -1;
+};
+TORCH_MODULE(Bomb);
+
+}  // namespace
+
+TEST_CASE("Budget: an exception of a stage, at whatever run, leaves everything as it was") {
+  torch::manual_seed(2);
+  Bomb bomb;
+  const Chain chain{"bomb",
+                    nn::Sequential(nn::Linear(8, 16), nn::BatchNorm1d(16), nn::Dropout(0.2), nn::Linear(16, 8), bomb,
+                                   nn::Linear(8, 16), nn::GELU(), nn::BatchNorm1d(16), nn::Linear(16, 4)),
+                    randoms({6, 8})};
+  Rig rig(chain);
+  const auto plain = rig.step(chain.net);
+  const auto least = limits(chain).least;
+  ga::CheckpointedSequential counting(chain.net, {.memory_budget = least});
+  bomb->runs = 0;
+  rig.step(counting);
+  const int with_plan = bomb->runs;
+  bomb->runs = 0;
+  rig.step(counting);
+  const int step_runs = bomb->runs;
+  REQUIRE(step_runs >= 2);  // forward, and again
+  REQUIRE(with_plan > step_runs);
+
+  const auto attempt = [&](ga::CheckpointedSequential& net, int fatal) {
+    bomb->runs = 0;
+    bomb->fatal = fatal;
+    const auto handles = copies(chain.net->buffers());
+    std::vector<const void*> addresses;
+    for (auto& buffer : chain.net->buffers()) addresses.push_back(buffer.data_ptr());
+    CHECK_THROWS_WITH(rig.step(net), "bang");
+    bomb->fatal = -1;
+    CHECK(at::GradMode::is_enabled());
+    CHECK_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+    CHECK(at::autocast::is_autocast_cache_enabled());
+    CHECK(inner::SavingScope::innermost() == nullptr);
+    CHECK_FALSE(inner::Recomputation::active());
+    CHECK(c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE) == nullptr);
+    for (std::size_t i = 0; i < addresses.size(); ++i) CHECK(chain.net->buffers()[i].data_ptr() == addresses[i]);
+  };
+  const int planning = with_plan - step_runs;
+  for (int fatal : {0, 1, 2, 3, 4, 5, planning / 2, planning - 1}) {
+    INFO("planning, run " << fatal);
+    ga::CheckpointedSequential net(chain.net, {.memory_budget = least});
+    attempt(net, fatal);
+    REQUIRE_ERROR("there is no plan", net->plan());
+    CHECK(difference(rig.step(net).outcome, plain.outcome) == "");
+  }
+  ga::CheckpointedSequential net(chain.net, {.memory_budget = least});
+  rig.step(net);
+  for (int fatal = 0; fatal < step_runs; ++fatal) {
+    INFO("run " << fatal);
+    attempt(net, fatal);
+    CHECK(difference(rig.step(net).outcome, plain.outcome) == "");
+  }
+  const auto random = random_state();
+  ga::CheckpointedSequential other(chain.net, {.memory_budget = least});
+  bomb->runs = 0;
+  bomb->fatal = planning / 2;
+  const auto buffers = copies(chain.net->buffers());
+  CHECK_THROWS_WITH(other->forward(chain.input), "bang");
+  CHECK(same_bits(random_state(), random));
+  CHECK(same_bits(copies(chain.net->buffers()), buffers));
+}
+
+TEST_CASE("CheckpointedSequential: memory falls from segment to segment of backward") {
+  torch::manual_seed(2);
+  nn::Sequential net;
+  for (int i = 0; i < 8; ++i) {
+    net->push_back(nn::Linear(16, 16));
+    net->push_back(nn::Tanh());
+  }
+  const auto x = randoms({32, 16});
+  for (int segments : {1, 2, 4, 8}) {
+    ga::CheckpointedSequential checkpointed(net, {.segments = segments});
+    ByteRecord record;
+    std::vector<std::int64_t> live;
+    std::vector<std::pair<at::Tensor, unsigned>> hooks;
+    for (int i = 0; i < 16; i += 2)
+      for (auto& parameter : net->ptr(i)->parameters()) {
+        const bool ends_segment = i % (16 / segments) == 0 && parameter.dim() == 2;
+        hooks.emplace_back(parameter,
+                           parameter.register_hook([&record, &live, ends_segment](const at::Tensor& gradient) {
+                             record.leave_out(gradient);
+                             if (ends_segment) live.push_back(record.live());
+                           }));
+      }
+    auto y = checkpointed->forward(x);
+    y.sum().backward();
+    for (auto& [parameter, hook] : hooks) parameter.remove_hook(hook);
+    take_gradients(net->parameters());
+    REQUIRE(live.size() == static_cast<std::size_t>(segments));
+    for (std::size_t i = 1; i < live.size(); ++i) CHECK(live[i] < live[i - 1]);
+  }
+}
+
+TEST_CASE("Budget: nothing is left of a thousand steps") {
+  const auto chain = with_input(rebuilt_chain(), randoms({2, 8}));
+  const auto modules = std::vector<nn::AnyModule>(chain.net->begin(), chain.net->end());
+  const auto owners = [&] {
+    long count = 0;
+    for (auto& module : modules) count += module.ptr().use_count();
+    return count;
+  };
+  const auto before = owners();
+  {
+    const auto budget = limits(chain).least;
+    ga::CheckpointedSequential net(chain.net, {.memory_budget = budget});
+    for (int i = 0; i < 3; ++i) net->forward(chain.input).sum().backward();
+    const auto parameters = chain.net->parameters();
+    const auto with_plan = owners();
+    ByteRecord record;
+    for (int i = 0; i < 1000; ++i) {
+      auto y = net->forward(chain.input);
+      if (i % 3 > 0) y.sum().backward({}, /*retain_graph=*/i % 3 == 2);
+    }
+    CHECK(record.live() == 0);  // gradients are older
+    CHECK(owners() == with_plan);
+    auto y = net->forward(chain.input);
+    net = nullptr;
+    CHECK(owners() > before);  // the graph may still run them
+    y.sum().backward();
+    CHECK(owners() == before);
+    take_gradients(parameters);
+  }
+  CHECK(owners() == before);
+}
+
+TEST_CASE("Budget: threads with models of their own") {
+  std::vector<Chain> chains;
+  std::vector<Outcome> plain;
+  for (int i = 0; i < 4; ++i) {
+    torch::manual_seed(30 + i);
+    nn::Sequential net(nn::Linear(16, 32), nn::GELU(), nn::Linear(32, 32), nn::BatchNorm1d(32), nn::Tanh(),
+                       nn::Linear(32, 16), nn::SiLU(), nn::Linear(16, 8));
+    chains.push_back({"thread", net, randoms({16 + i, 16})});
+  }
+  const auto step = [](auto net, const Chain& chain) {
+    auto y = net->forward(chain.input);
+    y.backward(torch::ones_like(y));
+    return Outcome{{y.detach()}, take_gradients(chain.net->parameters()), {}, {}};
+  };
+  std::vector<std::int64_t> budgets;
+  for (auto& chain : chains) {
+    plain.push_back(step(chain.net, chain));
+    budgets.push_back(limits(chain).least);
+  }
+  std::vector<std::string> differences(4, "none");
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i)
+    threads.emplace_back([&, i] {
+      differences[i] = error_of([&] {
+        ga::CheckpointedSequential net(chains[i].net, {.memory_budget = budgets[i]});
+        std::string all;
+        for (int k = 0; k < 10; ++k) all += difference(step(net, chains[i]), plain[i]);
+        if (!all.empty()) throw std::runtime_error(all);
+      });
+    });
+  for (auto& thread : threads) thread.join();
+  for (auto& each : differences) CHECK(each == "");
+}
+
+TEST_CASE("Budget: stages of all kinds") {
+  const auto same = function([](at::Tensor x) { return x; });
+  const auto plus = function([](at::Tensor x) { return x + 1; });
+  const auto noisy = function([](at::Tensor x) { return x + torch::randn_like(x); });
+  const auto halves = function([](at::Tensor x) { return x.chunk(2, 1)[0] * x.chunk(2, 1)[1]; });
+  torch::manual_seed(2);
+  std::vector<Chain> chains{
+      {"one", nn::Sequential(nn::Linear(8, 8)), randoms({6, 8})},
+      {"one, no rows", nn::Sequential(nn::Linear(8, 8)), randoms({0, 8})},
+      {"no rows", layers_of({8, 16, 16, 8}), randoms({0, 8})},
+      {"one row", layers_of({8, 16, 16, 8}), randoms({8})},
+      {"identities",
+       nn::Sequential(same, nn::Identity(), nn::Linear(8, 8), nn::Identity(), same, nn::Linear(8, 8), same),
+       randoms({6, 8})},
+      {"only identities", nn::Sequential(same, nn::Identity()), randoms({6, 8})},
+      {"nothing saved", nn::Sequential(nn::Linear(8, 8), plus, plus, nn::Linear(8, 8), plus), randoms({6, 8})},
+      {"noise", nn::Sequential(nn::Linear(8, 8), noisy, nn::Tanh(), noisy, nn::Linear(8, 8), noisy, nn::Linear(8, 8)),
+       randoms({6, 8})},
+      {"halves", nn::Sequential(nn::Linear(8, 32), halves, nn::Linear(16, 32), halves, nn::Linear(16, 8)),
+       randoms({6, 8})},
+      {"double", layers_of({8, 16, 16, 8}), randoms({6, 8}, at::kDouble)},
+      {"sparse gradient",
+       nn::Sequential(nn::Embedding(nn::EmbeddingOptions(50, 8).sparse(true)), nn::Linear(8, 16), nn::GELU(),
+                      nn::Linear(16, 8)),
+       torch::arange(12)},
+      {"cut",
+       nn::Sequential(nn::Linear(8, 8), nn::Tanh(), function([](at::Tensor x) { return x.detach(); }),
+                      nn::Linear(8, 16), nn::Tanh(), nn::Linear(16, 8)),
+       randoms({6, 8})},
+      {"all frozen", layers_of({8, 16, 16, 8}), randoms({6, 8})},
+      {"all frozen, but the input", layers_of({8, 16, 16, 8}), randoms({6, 8}).requires_grad_()},
+      {"input with gradients", layers_of({8, 16, 16, 8}), randoms({6, 8}).requires_grad_()},
+      {"output of token ids", nn::Sequential(nn::Linear(8, 8), function([](at::Tensor x) { return x.argmax(1); })),
+       randoms({6, 8})},
+  };
+  for (auto& chain : chains) {
+    if (chain.name == "double") chain.net->to(at::kDouble);
+    if (chain.name.starts_with("all frozen"))
+      for (auto& parameter : chain.net->parameters()) parameter.set_requires_grad(false);
+  }
+  for (auto& chain : chains) {
+    INFO(chain.name);
+    Rig rig(chain);
+    const auto plain = rig.step(chain.net);
+    const auto [least, most] = limits(chain);
+    CHECK(plain.peak <= most);
+    for (auto budget : {least, (least + most) / 2, most}) {
+      if (budget == 0) continue;
+      INFO(budget);
+      ga::CheckpointedSequential net(chain.net, {.memory_budget = budget});
+      for (int i = 0; i < 2; ++i) {
+        const auto step = rig.step(net);
+        CHECK(difference(step.outcome, plain.outcome) == "");
+        if (i > 0) CHECK(step.peak <= budget);
+      }
+    }
+  }
+}
+
+TEST_CASE("Budget: what a module must not do") {
+  const auto x = randoms({6, 8});
+  SECTION("write over the chain's input") {
+    ga::CheckpointedSequential net(nn::Sequential(nn::ReLU(nn::ReLUOptions().inplace(true)), nn::Linear(8, 8)),
+                                   {.memory_budget = plenty});
+    REQUIRE_ERROR("CheckpointedSequential: the first module must leave its input as it is", net->forward(x));
+    ga::CheckpointedSequential viewed(
+        nn::Sequential(nn::Flatten(), nn::ReLU(nn::ReLUOptions().inplace(true)), nn::Linear(8, 8)),
+        {.memory_budget = plenty});
+    REQUIRE_ERROR("CheckpointedSequential: the first module must leave its input as it is", viewed->forward(x.clone()));
+    const at::NoGradGuard no_gradients;
+    CHECK(net->forward(x.clone()).defined());
+  }
+  SECTION("take or return something else than a dense tensor") {
+    ga::CheckpointedSequential net(nn::Sequential(function([](at::Tensor t) {
+                                                    return at::mm(t, torch::ones({8, 8}));
+                                                  }),
+                                                  nn::Linear(8, 8)),
+                                   {.memory_budget = plenty});
+    const auto message = error_of([&] { net->forward(x.to_sparse()); });
+    WARN(message);
+    ga::CheckpointedSequential sparse(
+        nn::Sequential(nn::Linear(8, 8), function([](at::Tensor t) { return t.to_sparse(); })),
+        {.memory_budget = plenty});
+    WARN(error_of([&] { sparse->forward(x); }));
+    ga::CheckpointedSequential two(nn::Sequential(nn::Bilinear(8, 8, 8), nn::Linear(8, 8)), {.memory_budget = plenty});
+    WARN(error_of([&] { two->forward(x); }));
+    REQUIRE_ERROR("undefined", net->forward(at::Tensor()));
+  }
+}
