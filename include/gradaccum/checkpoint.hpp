@@ -22,10 +22,11 @@ namespace gradaccum {
 ///
 /// `function`: a module in any of its forms, or a callable. It is copied and called again in backward, so what a lambda
 /// captures by reference must still be there then, as must a plain module. It must do the same twice: other shapes,
-/// dtypes, devices or random numbers are an error that names the operation (`CheckpointOptions`). It must not change
-/// its inputs in place. Of a module's BatchNorm and InstanceNorm layers the running statistics move once; those that a
-/// lambda calls move twice. `inputs`: any number, of any copyable kind; tensors also within optionals, pairs, tuples,
-/// vectors and maps. They and the outputs may be anything, with gradients or without (token ids).
+/// dtypes, devices or random numbers are an error that names the operation (`CheckpointOptions`). Nothing that it reads
+/// may change before backward, parameters included, and it must not change its inputs in place. Of a module's BatchNorm
+/// and InstanceNorm layers the running statistics move once; those that a lambda calls move twice. `inputs`: any
+/// number, of any copyable kind; tensors also within optionals, pairs, tuples, vectors and maps (owned: a `string_view`
+/// would look at memory that is gone). They and the outputs may be anything, with gradients or without (token ids).
 ///
 /// Restored for the second run, and put back after it or after an exception: gradient mode, autocast, the current
 /// device, and the default random generators of the CPU and of all CUDA devices in use when the first began. Works

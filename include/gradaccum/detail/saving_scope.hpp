@@ -74,14 +74,4 @@ inline SavingScope::SavingScope(const char* owner) : outer_(top()) {
   top() = this;
 }
 
-/// Tensors are kept as LibTorch keeps them, whatever hooks there are around the scope: those of a checkpoint must not
-/// see what is only measured, since the measuring will not be repeated.
-class [[nodiscard]] PlainSaving final : SavingScope {
- public:
-  PlainSaving() : SavingScope("CheckpointedSequential") {}
-
- private:
-  std::unique_ptr<torch::autograd::SavedVariableHooks> hooks() override { return nullptr; }
-};
-
 }  // namespace gradaccum::detail

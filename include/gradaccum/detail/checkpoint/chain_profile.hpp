@@ -24,7 +24,13 @@ inline StageCost without_gradients(StageCost cost, bool is_last) {
 }
 
 /// How many hold on to a tensor or its memory.
-inline std::size_t owners(const at::Tensor& tensor) { return tensor.use_count() + tensor.storage().use_count(); }
+inline std::size_t owners(const at::Tensor& tensor) {
+  TORCH_CHECK(
+      tensor.defined() && tensor.has_storage(),
+      "CheckpointedSequential: with a memory_budget, the input and what modules return must be dense tensors, got ",
+      tensor.defined() ? c10::str("one that is ", tensor.layout()) : "an undefined one");
+  return tensor.use_count() + tensor.storage().use_count();
+}
 
 /// Merges a stage into the one before, if that does not keep the output and this one does not need it: a layer of
 /// weights and the dropout behind it. Apart, that output would have to be counted while it is long gone. Also if it

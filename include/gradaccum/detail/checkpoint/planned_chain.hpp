@@ -9,7 +9,6 @@
 #include <gradaccum/detail/checkpoint/random_state.hpp>
 #include <gradaccum/detail/checkpoint/segment.hpp>
 #include <gradaccum/detail/checkpoint/stage.hpp>
-#include <gradaccum/detail/saving_scope.hpp>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>

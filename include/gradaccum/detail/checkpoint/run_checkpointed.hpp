@@ -23,6 +23,10 @@ concept not_options = !std::same_as<std::remove_cvref_t<Function>, CheckpointOpt
 /// `function(inputs...)`, with a frame in place of what its operations save for backward.
 template <class Function, class... Inputs>
 auto run_checkpointed(const CheckpointOptions& options, Function&& function, Inputs&&... inputs) {
+  static_assert(
+      !plain_module<Function> || std::is_lvalue_reference_v<Function>,
+      "checkpoint: a module without an owner must outlive backward, and this one is temporary; use a holder or a "
+      "shared_ptr");
   auto call = callable(function);
   if (!at::GradMode::is_enabled()) return call(std::forward<Inputs>(inputs)...);
 

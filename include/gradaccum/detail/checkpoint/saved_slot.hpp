@@ -25,9 +25,9 @@ struct SavedSlot {
   std::string difference(const SavedSlot& again, bool compare_places) const {
     if (again.traits != traits) return c10::str("a saved tensor was ", traits, " and is ", again.traits);
     if (compare_places && again.place != place)
-      return "random numbers were drawn elsewhere in between (on another thread? one at a time may draw any; where "
-             "this "
-             "part draws none, preserve_rng = false)";
+      return "random numbers were drawn elsewhere in between (is a module in another mode? did another thread draw? "
+             "One at "
+             "a time may; where this part draws none, preserve_rng = false)";
     if (again.content != 0 && again.content != content)
       return c10::str("the contents of a saved tensor (", traits, ") are not the same");
     return "";
