@@ -173,6 +173,52 @@ TEST_CASE("Budget: the least is enough, and less is refused with the number") {
   }
 }
 
+TEST_CASE("Budget: kept where the gradient of the output is one number for all") {
+  for (const auto& chain : all_chains()) {
+    const auto [least, plain_bytes] = limits(chain);
+    Rig rig(chain);
+    rig.loss = Rig::Loss::sum;
+    const auto plain = rig.step(chain.net);
+    for (auto budget : {least, (least + plain_bytes) / 2}) {
+      INFO(chain.name << " " << budget);
+      ga::CheckpointedSequential net(chain.net, {.memory_budget = budget});
+      rig.step(net);
+      const auto step = rig.step(net);
+      CHECK(difference(step.outcome, plain.outcome) == "");
+      CHECK(step.peak <= budget);
+    }
+  }
+}
+
+namespace {
+
+// The identity; its backward, when it first runs, takes memory that stays.
+struct WorkspaceFunction : torch::autograd::Function<WorkspaceFunction> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, at::Tensor* workspace) {
+    context->saved_data["workspace"] = reinterpret_cast<std::int64_t>(workspace);
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    auto& workspace = *reinterpret_cast<at::Tensor*>(context->saved_data["workspace"].toInt());
+    if (!workspace.defined()) workspace = torch::zeros({1 << 20});
+    return {gradients[0].clone(), {}};
+  }
+};
+
+}  // namespace
+
+TEST_CASE("Budget: memory that an operation takes once, and keeps, is not the stage's") {
+  at::Tensor workspace;
+  const Chain chain{
+      "workspace",
+      nn::Sequential(nn::Linear(8, 8), function([&](at::Tensor x) { return WorkspaceFunction::apply(x, &workspace); }),
+                     nn::Linear(8, 8)),
+      randoms({6, 8})};
+  CHECK(limits(chain).plain < 4 << 20);
+  CHECK(workspace.defined());
+}
+
 TEST_CASE("Budget: planning holds what one stage needs, and nothing of the others") {
   for (const auto& chain : all_chains()) {
     INFO(chain.name);

@@ -156,7 +156,7 @@ Result run(const Forward& forward, const Parameters& leaves, bool retain = false
   ByteRecord record;
   at::Tensor output;
   {
-    const std::optional<Scope> scope(std::in_place);
+    [[maybe_unused]] const std::optional<Scope> scope(std::in_place);
     output = forward(leaves);
   }
   record.leave_out(output);

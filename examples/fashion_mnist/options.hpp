@@ -104,8 +104,7 @@ inline void add_options(CLI::App& app, Options& options) {
   app.add_flag("--trainer", options.trainer, "train with ga::Trainer, in place of the loop written by hand");
   auto* checkpoint = app.add_option_function<std::string>(
       "--checkpoint", [&options](const std::string& text) { options.checkpoint = checkpoint_choice(text); },
-      "train with all activations kept, and with some made again in backward: in K segments, or so that at most so "
-      "many bytes are held (12MiB)");
+      "train with all activations kept, and with some made again in backward: K segments, or as BYTES allow (12MiB)");
   checkpoint->type_name("K|BYTES")->excludes("--compare");
   app.add_flag("--compare-micro-batches", options.compare_micro_batches,
                "train with micro-batches of 4 x 16 and of 1 x 64, and tell time and memory of both")

@@ -82,7 +82,8 @@ struct WeightedSum : torch::autograd::Function<WeightedSum> {
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list&) {
-    return {context->saved_data["weights"].toTensor().clone(), {}};
+    const auto weights = context->saved_data["weights"].toTensor();
+    return {weights.is_non_overlapping_and_dense() ? weights.clone() : weights, {}};
   }
 };
 
@@ -122,7 +123,8 @@ class Rig {
   Step step(Net net) {  // a holder
     put_back_buffers();
     torch::manual_seed(12);
-    const auto weights = torch::randn(output_like_.sizes()).to(output_like_.options());
+    auto weights = torch::randn(output_like_.sizes()).to(output_like_.options());
+    if (loss == Loss::sum) weights = torch::ones({}, weights.options()).expand(weights.sizes());
     const auto one = torch::ones({}, output_like_.options());
     auto leaves = parameters_;
     leaves.push_back(chain_.input);
@@ -158,6 +160,8 @@ class Rig {
 
   /// Gradients are there already, and grow.
   bool accumulate = false;
+  /// The gradient of the output: dense, or one number for all.
+  enum class Loss { weighted, sum } loss = Loss::weighted;
 
  private:
   template <class Net>

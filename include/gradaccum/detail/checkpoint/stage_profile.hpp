@@ -39,13 +39,14 @@ class StageProfile {
 
   StageCost measure() {
     StageCost cost;
-    cost.ways.resize(2);
     const StopWatch watch(input_.device());
-    for (int run = 0; run < fewest_runs || (run < most_runs && watch.seconds() < enough_seconds); ++run)
+    for (int run = 0; run < fewest_runs || (run < most_runs && watch.seconds() < enough_seconds); ++run) {
+      if (run < 2) cost = {.ways = std::vector<StageCost::Way>(2)};  // the first run warms up: what it takes may stay
       for (std::size_t way = 0; way < cost.ways.size(); ++way) {
         measure_dropped(cost, way);
         measure_kept(cost.ways[way], way);
       }
+    }
     if (cost.ways[1].held >= cost.ways[0].held) cost.ways.pop_back();
     for (auto& way : cost.ways)  // it is a part of the same, but for noise
       way.again_seconds = std::min(way.again_seconds, cost.forward_seconds);
