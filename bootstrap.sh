@@ -10,7 +10,7 @@ usage() {
   cat <<'END'
 usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 64, 16 accumulated x 4, 64 in bfloat16;
                                               with --compare-micro-batches 4 x 16 against 1 x 64; with --checkpoint
-                                              50MiB --depth 16 --batch-size 2048 --epochs 1 a quarter less memory for
+                                              48MiB --depth 16 --batch-size 2048 --epochs 1 a quarter less memory for
                                               some more time; --help lists the rest
        ./bootstrap.sh test [--preset PRESET]  build and run the tests; PRESET is dev (default), oldest or asan
        ./bootstrap.sh bench [--no-python] [ARGUMENT...]
