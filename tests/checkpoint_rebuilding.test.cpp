@@ -67,6 +67,14 @@ std::vector<Case> cases() {
       case_of("hardswish", activation, [](auto& h) { return at::hardswish(h); }),
       case_of("leaky_relu", activation, [](auto& h) { return at::leaky_relu(h, 0.3); }),
       case_of("leaky_relu, default slope", activation, [](auto& h) { return at::leaky_relu(h); }),
+      case_of("layer_norm", activation, [](auto& h) { return at::layer_norm(h, {width}); }),
+      case_of("layer_norm, its epsilon", activation, [](auto& h) { return at::layer_norm(h, {width}, {}, {}, 0.37); }),
+      case_of("layer_norm over two dimensions", activation,
+              [](auto& h) {
+                return at::layer_norm(h, {rows, width});
+              }),
+      case_of("layer_norm twice", 2 * activation,
+              [](auto& h) { return at::layer_norm(at::layer_norm(h, {width}, {}, {}, 0.1), {width}, {}, {}, 1e-9); }),
       case_of("square", activation, [](auto& h) { return h * h; }),
       case_of("gelu twice", 2 * activation, [](auto& h) { return at::gelu(at::gelu(h)); }),
       case_of("a product with gelu", 3 * activation, [](auto& h) { return at::gelu(h).square().mul(at::gelu(h)); }),
@@ -106,6 +114,20 @@ std::vector<Case> cases() {
            y.clamp_(-0.1, 0.4);
          }
          return at::mm(y, p[2]);
+       }},
+      {"layer_norm with weight and bias", activation,
+       [](auto& p) { return at::mm(at::layer_norm(hidden(p), {width}, p[4], p[4], 0.2), p[2]); }},
+      {"native_layer_norm, its mean and deviation as well", activation,
+       [](auto& p) {
+         const auto [y, mean, deviation] = at::native_layer_norm(hidden(p), {width}, p[4], {}, 0.2);
+         return at::mm(y, p[2]) + mean * deviation;
+       }},
+      {"a LayerNorm of the other module's numbers", activation,
+       [](auto& p) {
+         const at::NoGradGuard no_gradients;  // that one has no node
+         at::layer_norm(p[0], {width}, {}, {}, 0.9);
+         const at::AutoGradMode gradients(true);
+         return at::mm(at::layer_norm(hidden(p), {width}, {}, {}, 0.3), p[2]);
        }},
       {"SwiGLU", 2 * activation, [](auto& p) { return at::mm(at::silu(hidden(p)) * other(p), p[2]); }},
       {"a product with a row", activation, [](auto& p) { return at::mm(hidden(p) * p[4], p[2]); }},

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/checkpoint/layer_norm_epsilons.hpp>
 #include <gradaccum/detail/saving_scope.hpp>
 #include <gradaccum/detail/tensor_version.hpp>
 
@@ -12,6 +13,7 @@
 #include <ATen/ops/leaky_relu.h>
 #include <ATen/ops/mish.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/silu.h>
 #include <c10/util/DimVector.h>
 #include <c10/util/Exception.h>
@@ -29,7 +31,7 @@ namespace gradaccum::detail {
 /// Made anew from what its own operation keeps for backward: the result of a cheap operation, needed by another one.
 ///
 /// GELU keeps its input, and the product of matrices behind it keeps GELU's result: half of that memory for one more
-/// GELU.
+/// GELU. So does LayerNorm.
 class CheapResult {
  public:
   /// Nothing unless the tensor is such a result, of an operation at or after the one with this sequence number.
@@ -39,7 +41,9 @@ class CheapResult {
     const bool same_numbers = tensor.scalar_type() == source.scalar_type() && !tensor.is_conj() && !tensor.is_neg();
     if (!same_numbers || source._version() > 0) return {};  // it may have changed where no operation tells
     CheapResult result(source, tensor);
-    if (!result.operation_ || result.operation_->sequence_nr() < from || !result.remake(/*for_real=*/false)) return {};
+    if (!result.operation_ || result.operation_->sequence_nr() < from) return {};
+    result.epsilon_ = LayerNormEpsilons::of(result.operation_->sequence_nr());
+    if (!result.remake(/*for_real=*/false)) return {};
     return result;
   }
 
@@ -93,12 +97,18 @@ class CheapResult {
       return made([&] { return at::leaky_relu(leaky->self_.unpack(), leaky->negative_slope); });
     if (auto* product = as<MulBackward0>(); product && product->self_.has_hooks() && product->other_.has_hooks())
       return made([&] { return at::mul(product->self_.unpack(), product->other_.unpack()); });
+    if (auto* norm = as<NativeLayerNormBackward0>(); norm && epsilon_)
+      return made([&] {
+        return std::get<0>(at::native_layer_norm_symint(norm->input_.unpack(), norm->normalized_shape,
+                                                        norm->weight_.unpack(), norm->bias_.unpack(), *epsilon_));
+      });
     return {};
   }
 
   Node operation_;
   at::DimVector source_strides_, sizes_, strides_;
   std::int64_t offset_;
+  std::optional<double> epsilon_;  // of a LayerNorm
 };
 
 /// For a scope, results of cheap operations that other operations save are made anew in backward. All else is kept as
@@ -148,6 +158,7 @@ class [[nodiscard]] RebuildingScope final : SavingScope {
   }
 
   std::uint64_t from_ = at::sequence_number::peek();
+  LayerNormEpsilons epsilons_;
 };
 
 }  // namespace gradaccum::detail
