@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -26,7 +27,9 @@ using NamedParameters = torch::OrderedDict<std::string, at::Tensor>;  // what Mo
 /// The tensors that a parameter's state is made of.
 template <class ParamState>
 std::vector<std::pair<std::string, at::Tensor*>> tensors_of(ParamState& state) {
-  if constexpr (requires { state.momentum_buffer(); })
+  if constexpr (requires { state.tensors(); })
+    return state.tensors();
+  else if constexpr (requires { state.momentum_buffer(); })
     return {{"momentum_buffer", &state.momentum_buffer()}};
   else
     return {{"exp_avg", &state.exp_avg()},
@@ -34,18 +37,31 @@ std::vector<std::pair<std::string, at::Tensor*>> tensors_of(ParamState& state) {
             {"max_exp_avg_sq", &state.max_exp_avg_sq()}};
 }
 
+/// Takes a whole number >= 0 out of `tensors`; nothing if there is none.
+inline std::optional<std::int64_t> take_count(NamedTensors& tensors, const std::string& name) {
+  const auto node = tensors.extract(name);
+  if (!node) return {};
+  TORCH_CHECK(node.mapped().defined() && node.mapped().numel() == 1, "load_named_state: ", name, " must be one number");
+  const auto count = node.mapped().item<double>();
+  TORCH_CHECK(count >= 0 && count < 1e15 && count == std::floor(count), "load_named_state: ", name,
+              " must be a whole number >= 0, got ", count);
+  return static_cast<std::int64_t>(count);
+}
+
 /// Takes what belongs to `parameter` out of `tensors`, and checks it; nullptr if there is nothing.
 template <class ParamState>
 std::unique_ptr<ParamState> take_state(NamedTensors& tensors, const std::string& name, const at::Tensor& parameter) {
+  constexpr bool checks_itself = requires(const ParamState& state) { state.check(parameter); };
   auto state = std::make_unique<ParamState>();
-  std::size_t found = 0, needed = 0;
+  bool any = false, complete = true;
   for (auto& [slot, tensor] : tensors_of(*state)) {
     const auto node = tensors.extract(slot + "." + name);
-    needed += slot != "max_exp_avg_sq";
+    any = any || node;
+    complete = complete && (node || checks_itself || slot == "max_exp_avg_sq");
     if (!node) continue;
-    found += slot != "max_exp_avg_sq";
     const auto& given = node.mapped();
-    TORCH_CHECK(given.defined() && given.layout() == at::kStrided && given.sizes() == parameter.sizes() &&
+    TORCH_CHECK(given.defined() && given.layout() == at::kStrided &&
+                    (checks_itself || given.sizes() == parameter.sizes()) &&
                     given.is_complex() == parameter.is_complex(),
                 "load_named_state: ", node.key(), " must be dense, of the shape of its parameter, ", parameter.sizes(),
                 ", got ",
@@ -54,19 +70,15 @@ std::unique_ptr<ParamState> take_state(NamedTensors& tensors, const std::string&
     *tensor = given.detach().to(parameter.device(), given.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
   }
   if constexpr (requires { state->step(); }) {
-    ++needed;
-    if (const auto node = tensors.extract("step." + name)) {
-      ++found;
-      TORCH_CHECK(node.mapped().defined() && node.mapped().numel() == 1, "load_named_state: ", node.key(),
-                  " must be one number");
-      const auto step = node.mapped().template item<double>();
-      TORCH_CHECK(step >= 0 && step < 1e15 && step == std::floor(step), "load_named_state: ", node.key(),
-                  " must be a whole number >= 0, got ", step);
-      state->step(static_cast<std::int64_t>(step));
-    }
+    const auto step = take_count(tensors, "step." + name);
+    state->step(step.value_or(0));
+    any = any || step;
+    complete = complete && step;
   }
-  TORCH_CHECK(found == 0 || found == needed, "load_named_state: the state of ", name, " is incomplete");
-  return found == 0 ? nullptr : std::move(state);
+  if (!any) return nullptr;
+  TORCH_CHECK(complete, "load_named_state: the state of ", name, " is incomplete");
+  if constexpr (checks_itself) state->check(parameter);
+  return state;
 }
 
 /// Finds a parameter's name.

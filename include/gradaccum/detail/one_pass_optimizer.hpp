@@ -5,16 +5,20 @@
 #include <gradaccum/detail/distinct_parameters.hpp>
 #include <gradaccum/detail/multiplier.hpp>
 #include <gradaccum/detail/named_state.hpp>
+#include <gradaccum/detail/stochastic_rounding.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <iterator>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -67,6 +71,20 @@ class OnePassOptimizer : public Base, public TakesGradients {
     move(gradient_of, product_of(gradients));
   }
 
+  /// From now on bfloat16 parameters are rounded up or down at random, each way as often as it is near: the mean of
+  /// many steps is exact, where steps too small for the nearest number would all be lost. The same seed gives the same
+  /// bits, whatever the number of threads. Other parameters are not concerned.
+  void stochastic_rounding(std::uint64_t seed) { rounding_.seed(seed); }
+
+  void save(torch::serialize::OutputArchive& archive) const override {
+    Base::save(archive);
+    save_rounding(archive);
+  }
+  void load(torch::serialize::InputArchive& archive) override {
+    Base::load(archive);
+    load_rounding(archive);
+  }
+
   /// The state by the parameters' names, `exp_avg.0.weight`, for any file format. The tensors are the optimizer's own.
   NamedTensors named_state(const NamedParameters& parameters) const {
     NamedTensors all;
@@ -81,6 +99,11 @@ class OnePassOptimizer : public Base, public TakesGradients {
       if constexpr (requires { state.step(); })
         all.emplace("step." + name, at::scalar_tensor(static_cast<double>(state.step()), at::kDouble));
     });
+    std::size_t place = 0;
+    for_each_parameter([&](const at::Tensor& parameter) {
+      if (const auto steps = rounding_.steps_of(place++); steps > 0)
+        all.emplace(rounding_name + name_of(parameter), at::scalar_tensor(static_cast<double>(steps), at::kDouble));
+    });
     return all;
   }
 
@@ -89,18 +112,36 @@ class OnePassOptimizer : public Base, public TakesGradients {
   /// changed.
   void load_named_state(const NamedParameters& parameters, NamedTensors state) {
     std::vector<std::pair<void*, std::unique_ptr<ParamState>>> loaded;
+    std::vector<std::int64_t> rounding_steps;
     const NameOf name_of(parameters);
     for_each_parameter([&](const at::Tensor& parameter) {
+      rounding_steps.push_back(take_count(state, rounding_name + name_of(parameter)).value_or(0));
       if (auto taken = take_state<ParamState>(state, name_of(parameter), parameter))
         loaded.emplace_back(parameter.unsafeGetTensorImpl(), std::move(taken));
     });
     TORCH_CHECK(state.empty(), Derived::name, ": load_named_state: there is no parameter, or no such state, for ",
                 state.empty() ? "" : state.begin()->first);
+    rounding_.set_steps(std::move(rounding_steps));
     this->state_.clear();
     for (auto& [parameter, taken] : loaded) this->state_[parameter] = std::move(taken);
   }
 
+ protected:
+  /// The key of this step's random numbers, if the parameter is to be rounded so.
+  std::optional<std::uint64_t> rounding_of(const at::Tensor& parameter) {
+    return rounding_.next_key(parameter, distinct_.place_of(parameter));
+  }
+  void save_rounding(torch::serialize::OutputArchive& archive) const {
+    if (!rounding_.steps().empty()) archive.write(rounding_key, c10::IValue(rounding_.steps()));
+  }
+  void load_rounding(torch::serialize::InputArchive& archive) {
+    c10::IValue steps;
+    rounding_.set_steps(archive.try_read(rounding_key, steps) ? steps.toIntVector() : std::vector<std::int64_t>());
+  }
+
  private:
+  static constexpr const char *rounding_key = "rounding_steps", *rounding_name = "rounding_step.";
+
   template <class Body>
   void for_each_parameter(const Body& body) const {
     for (auto& group : this->param_groups())
@@ -115,6 +156,7 @@ class OnePassOptimizer : public Base, public TakesGradients {
   }
 
   DistinctParameters distinct_;
+  StochasticRounding rounding_;
 };
 
 /// Takes the steps of parameters on the CPU, and those of all others.
