@@ -37,7 +37,7 @@ class AdamOptimizer : public OnePassOptimizer<Base, Derived, ParamState> {
     for (auto& step : steps) keep(step);
   }
 
-  AdamStep step_of(const at::Tensor& parameter, const at::Tensor& gradient, const Options& options) const {
+  AdamStep step_of(const at::Tensor& parameter, const at::Tensor& gradient, const Options& options) {
     TORCH_CHECK(!gradient.is_sparse(), Derived::name,
                 ": a gradient must be dense, got a sparse one for a parameter of shape ", parameter.sizes(),
                 "; use SGD, or an embedding without sparse(true)");
@@ -52,7 +52,8 @@ class AdamOptimizer : public OnePassOptimizer<Base, Derived, ParamState> {
             gradient,
             settled(state.exp_avg(), parameter, "exp_avg"),
             settled(state.exp_avg_sq(), parameter, "exp_avg_sq"),
-            options.amsgrad() ? settled(state.max_exp_avg_sq(), parameter, "max_exp_avg_sq") : state.max_exp_avg_sq()};
+            options.amsgrad() ? settled(state.max_exp_avg_sq(), parameter, "max_exp_avg_sq") : state.max_exp_avg_sq(),
+            this->rounding_of(parameter)};
   }
 
   /// The state is the optimizer's once the step is taken.

@@ -32,6 +32,7 @@ struct AdamSettings {
 struct AdamStep {
   AdamSettings settings;
   at::Tensor parameter, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq;
+  std::optional<std::uint64_t> rounding_key = {};  ///< of stochastic rounding
 };
 
 inline AdamNumbers numbers_of(const AdamSettings& by, double multiplier) {
@@ -59,7 +60,7 @@ inline void take_on_cpu(const std::vector<AdamStep>& steps, double multiplier) {
                         .exp_avg = s.exp_avg.mutable_data_ptr(),
                         .exp_avg_sq = s.exp_avg_sq.mutable_data_ptr(),
                         .max_exp_avg_sq = s.settings.amsgrad ? s.max_exp_avg_sq.mutable_data_ptr() : nullptr};
-    loop.add(operand, adam_kernel, s.parameter, s.gradient);
+    loop.add(operand, adam_kernel, s.parameter, s.gradient, s.rounding_key);
   }
   loop.run();
 }

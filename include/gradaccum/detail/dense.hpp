@@ -1,17 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <ATen/Context.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/OpMathType.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/isnan.h>
+#include <ATen/ops/random.h>
 #include <ATen/ops/view_as_real.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zero.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
 #include <cstdint>
+#include <optional>
 
 namespace gradaccum::detail {
 
@@ -74,12 +79,23 @@ inline void check_can_be_stepped(const char* optimizer, const at::Tensor& parame
 /// Real numbers that share the memory.
 inline at::Tensor as_real(const at::Tensor& t) { return t.is_complex() ? at::view_as_real(t) : t; }
 
+/// Float32 numbers that bfloat16 has, of those on either side at random.
+inline at::Tensor stochastically_rounded(const at::Tensor& numbers, std::uint64_t key) {
+  auto generator = at::globalContext().defaultGenerator(numbers.device()).clone();
+  generator.set_current_seed(key);
+  const auto bits = numbers.view(at::kInt);
+  const auto carried = bits.add(at::empty_like(bits).random_(0, 1 << 16, generator)).bitwise_and_(-(1 << 16));
+  return at::where(numbers.isnan(), numbers, carried.view(at::kFloat));
+}
+
 /// A parameter in the memory in which it is stepped: its own, or a copy that is written back at the end; and its
 /// gradient, the elements in the same order.
 class DenseOperands {
  public:
-  DenseOperands(const at::Tensor& parameter, const at::Tensor& gradient, at::ScalarType dtype)
-      : owner_(parameter), parameter_(parameter) {
+  /// `rounding_key`: of a parameter in another dtype, which is rounded stochastically when it is written back.
+  DenseOperands(const at::Tensor& parameter, const at::Tensor& gradient, at::ScalarType dtype,
+                std::optional<std::uint64_t> rounding_key = {})
+      : owner_(parameter), parameter_(parameter), rounding_key_(rounding_key) {
     if (!is_plain(parameter) || parameter.scalar_type() != dtype)
       parameter_ = at::empty_like(parameter, parameter.options().dtype(dtype)).copy_(parameter);
     const bool same = gradient.scalar_type() == dtype;  // else float32: sums of 16-bit gradients may be
@@ -95,13 +111,14 @@ class DenseOperands {
   /// Autograd has to know that the parameter has changed: it may be saved for a backward pass.
   void write_back() const {
     if (!parameter_.is_same(owner_))
-      owner_.copy_(parameter_);
+      owner_.copy_(rounding_key_ ? stochastically_rounded(parameter_, *rounding_key_) : parameter_);
     else if (!owner_.is_inference())
       owner_.unsafeGetTensorImpl()->bump_version();
   }
 
  private:
   at::Tensor owner_, parameter_, gradient_;
+  std::optional<std::uint64_t> rounding_key_;
   std::int64_t copied_ = 0;
 };
 

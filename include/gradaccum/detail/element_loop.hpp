@@ -37,11 +37,16 @@ void parallel_for(std::int64_t count, const Body& body) {
 /// through, and cut into slices of equal size. The slices do not depend on the number of threads.
 class ElementLoop {
  public:
+  static constexpr std::int64_t cache_line = 64;  // elements: no line is shared by two slices
+
+  /// Arrays are cut at multiples of `alignment`, a divisor of `slice`.
+  explicit ElementLoop(std::int64_t alignment = cache_line) : alignment_(alignment) {}
+
   /// Adds an array of `count` elements, and returns its index.
   std::size_t add(std::int64_t count) {
     begins_.push_back(end_);
     counts_.push_back(count);
-    end_ += (count + alignment - 1) / alignment * alignment;
+    end_ += (count + alignment_ - 1) / alignment_ * alignment_;
     return counts_.size() - 1;
   }
 
@@ -56,7 +61,6 @@ class ElementLoop {
   }
 
  private:
-  static constexpr std::int64_t alignment = 64;   // elements: no cache line is shared by two slices
   static constexpr std::int64_t slice = 1 << 13;  // elements: even shares, and far more work than it takes to start
 
   template <class Body>
@@ -71,6 +75,7 @@ class ElementLoop {
     }
   }
 
+  std::int64_t alignment_;
   std::vector<std::int64_t> begins_, counts_;
   std::int64_t end_ = 0;
 };

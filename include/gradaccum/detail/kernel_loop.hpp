@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -21,21 +22,25 @@ class KernelLoop {
  public:
   using Kernel = void (*)(const Operand&, std::int64_t from, std::int64_t count);
 
-  explicit KernelLoop(std::size_t size) {
+  /// Kernels get a multiple of `alignment` elements, the last of an array what is left.
+  explicit KernelLoop(std::size_t size, std::int64_t alignment = ElementLoop::cache_line)
+      : alignment_(alignment), loop_(alignment) {
     dense_.reserve(size);
     operands_.reserve(size);
     kernels_.reserve(size);
   }
 
-  /// `kernel_for(parameter's type, gradient's type, instruction set)` has the kernel.
+  /// `kernel_for(parameter's type, gradient's type, instruction set, stochastically rounded)` has the kernel.
   template <class KernelFor>
-  void add(Operand operand, const KernelFor& kernel_for, const at::Tensor& parameter, const at::Tensor& gradient) {
+  void add(Operand operand, const KernelFor& kernel_for, const at::Tensor& parameter, const at::Tensor& gradient,
+           std::optional<std::uint64_t> rounding_key) {
     dense_.emplace_back(parameter, in_reach(gradient, parameter, operand.numbers.multiplier), working_type(parameter));
     const auto p = dense_.back().parameter(), g = dense_.back().gradient();
     operand.parameter = p.mutable_data_ptr();
     operand.gradient = g.const_data_ptr();
+    operand.rounding_key = rounding_key.value_or(0);
     operands_.push_back(std::move(operand));
-    kernels_.push_back(kernel_for(p.scalar_type(), g.scalar_type(), instruction_set()));
+    kernels_.push_back(kernel_for(p.scalar_type(), g.scalar_type(), instruction_set(), rounding_key.has_value()));
     loop_.add(p.numel());
     copied_ += dense_.back().copied();
     if (copied_ > most_copied) run();
@@ -46,7 +51,7 @@ class KernelLoop {
       kernels_[i](operands_[i], from, count);
     });
     for (auto& dense : dense_) dense.write_back();
-    loop_ = {};
+    loop_ = ElementLoop(alignment_);
     dense_.clear();
     operands_.clear();
     kernels_.clear();
@@ -63,6 +68,7 @@ class KernelLoop {
     return gradient.mul(std::exchange(multiplier, 1.0));
   }
 
+  std::int64_t alignment_;
   ElementLoop loop_;
   std::vector<DenseOperands> dense_;
   std::vector<Operand> operands_;

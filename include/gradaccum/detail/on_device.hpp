@@ -38,7 +38,8 @@ void for_each_batch(const std::vector<Step>& steps, const Body& body) {
     for (std::int64_t elements = 0; to < steps.size() && fits(steps[to]) && elements < most_copied; ++to) {
       elements += steps[to].parameter.numel();
       batch.push_back(&steps[to]);
-      dense.emplace_back(steps[to].parameter, steps[to].gradient, state_type(steps[to].parameter));
+      dense.emplace_back(steps[to].parameter, steps[to].gradient, state_type(steps[to].parameter),
+                         steps[to].rounding_key);
       parameters.push_back(dense.back().parameter());
       gradients.push_back(dense.back().gradient());
     }

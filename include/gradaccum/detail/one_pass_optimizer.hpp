@@ -131,6 +131,7 @@ class OnePassOptimizer : public Base, public TakesGradients {
   std::optional<std::uint64_t> rounding_of(const at::Tensor& parameter) {
     return rounding_.next_key(parameter, distinct_.place_of(parameter));
   }
+  bool rounds(const at::Tensor& parameter) const { return rounding_.concerns(parameter); }
   void save_rounding(torch::serialize::OutputArchive& archive) const {
     if (!rounding_.steps().empty()) archive.write(rounding_key, c10::IValue(rounding_.steps()));
   }

@@ -26,6 +26,7 @@ struct SgdSettings {
 struct SgdStep {
   SgdSettings settings;
   at::Tensor parameter, gradient, momentum_buffer;
+  std::optional<std::uint64_t> rounding_key = {};  ///< of stochastic rounding
 };
 
 /// All steps in one parallel loop, each element read and written once.
@@ -36,7 +37,7 @@ inline void take_on_cpu(const std::vector<SgdStep>& steps, double multiplier) {
     const SgdNumbers numbers{multiplier, by.weight_decay, by.momentum, 1 - by.dampening, by.lr, by.nesterov, by.first};
     SgdOperand operand{.numbers = numbers,
                        .momentum_buffer = by.momentum != 0 ? s.momentum_buffer.mutable_data_ptr() : nullptr};
-    loop.add(operand, sgd_kernel, s.parameter, s.gradient);
+    loop.add(operand, sgd_kernel, s.parameter, s.gradient, s.rounding_key);
   }
   loop.run();
 }

@@ -25,10 +25,11 @@ inline std::uint64_t scattered(std::uint64_t x) {
 class StochasticRounding {
  public:
   void seed(std::uint64_t seed) { seed_ = seed; }
+  bool concerns(const at::Tensor& parameter) const { return seed_ && parameter.scalar_type() == at::kBFloat16; }
 
   /// For the next step of this parameter, the optimizer's `place`-th; none where it is rounded to the nearest.
   std::optional<std::uint64_t> next_key(const at::Tensor& parameter, std::size_t place) {
-    if (!seed_ || parameter.scalar_type() != at::kBFloat16) return {};
+    if (!concerns(parameter)) return {};
     if (steps_.size() <= place) steps_.resize(place + 1);
     return scattered(scattered(scattered(*seed_) + place) + static_cast<std::uint64_t>(steps_[place]++));
   }

@@ -25,8 +25,9 @@ using SGDOptions = torch::optim::SGDOptions;
 ///     sgd.step();
 ///     sgd.zero_grad();
 ///
-/// Options, groups, state and files are those of torch::optim::SGD. Gradients may be sparse: without momentum and
-/// weight decay only their rows move; with either the gradient is made dense first. All else is as in `AdamW`.
+/// Options, groups, state and files are those of torch::optim::SGD. Gradients may be sparse: without momentum, weight
+/// decay and stochastic rounding only their rows move; with any of them the gradient is made dense first. All else is
+/// as in `AdamW`.
 ///
 /// @note Does not synchronise with the device.
 class SGD : public detail::OnePassOptimizer<torch::optim::SGD, SGD, torch::optim::SGDParamState> {
@@ -46,11 +47,11 @@ class SGD : public detail::OnePassOptimizer<torch::optim::SGD, SGD, torch::optim
     std::vector<std::function<void()>> sparse;
     for (auto& group : param_groups()) {
       const auto& options = static_cast<const SGDOptions&>(group.options());
-      const bool plain = options.momentum() == 0 && options.weight_decay() == 0;
       for (auto& parameter : group.params()) {
         const at::Tensor& gradient = gradient_of(parameter);
         if (!gradient.defined()) continue;
         detail::check_can_be_stepped(name, parameter, gradient);
+        const bool plain = options.momentum() == 0 && options.weight_decay() == 0 && !rounds(parameter);
         if (gradient.is_sparse() && plain) {
           sparse.push_back([=, &multiplier, lr = options.lr()] { move_rows(parameter, gradient, multiplier, lr); });
           continue;
@@ -68,7 +69,7 @@ class SGD : public detail::OnePassOptimizer<torch::optim::SGD, SGD, torch::optim
     }
   }
 
-  detail::SgdStep step_of(const at::Tensor& parameter, const at::Tensor& gradient, const SGDOptions& options) const {
+  detail::SgdStep step_of(const at::Tensor& parameter, const at::Tensor& gradient, const SGDOptions& options) {
     at::Tensor buffer;
     if (const auto known = state_.find(parameter.unsafeGetTensorImpl()); known != state_.end())
       buffer = static_cast<const ParamState&>(*known->second).momentum_buffer();
@@ -77,7 +78,8 @@ class SGD : public detail::OnePassOptimizer<torch::optim::SGD, SGD, torch::optim
     return {{options.lr(), options.momentum(), options.dampening(), options.weight_decay(), options.nesterov(), first},
             parameter,
             gradient,
-            std::move(buffer)};
+            std::move(buffer),
+            rounding_of(parameter)};
   }
 
   static void move_rows(const at::Tensor& parameter, const at::Tensor& gradient, const detail::Multiplier& multiplier,

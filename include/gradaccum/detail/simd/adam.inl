@@ -20,19 +20,25 @@ struct AdamVectors {
 
   template <class P, class G, class S>
   void operator()(P* parameter, const G* gradient, S* exp_avg, S* exp_avg_sq, S* max_exp_avg_sq) const {
-    auto p = Vector::load(parameter), g = Vector::load(gradient) * multiplier;
+    const auto p = Vector::load(parameter), g = decayed(p, Vector::load(gradient) * multiplier);
     auto m = Vector::load(exp_avg), v = Vector::load(exp_avg_sq);
-    if (decays) g = multiply_add(p, decay, g);
-    m = mostly_fresh ? multiply_add(m - g, beta1, g) : multiply_add(g - m, fresh1, m);  // from the nearer end
-    v = multiply_add(g * fresh2, g, v * beta2);  // in this order: the square alone may overflow
+    advance(m, v, g);
     m.store(exp_avg);
     v.store(exp_avg_sq);
     if (max_exp_avg_sq) {
       v = larger(Vector::load(max_exp_avg_sq), v);
       v.store(max_exp_avg_sq);
     }
-    p = p * kept - (step_size * m) / multiply_add(square_root(v), correction, eps);
-    p.store(parameter);
+    stepped(p, m, v).store(parameter);
+  }
+
+  Vector decayed(Vector p, Vector g) const { return decays ? multiply_add(p, decay, g) : g; }
+  void advance(Vector& m, Vector& v, Vector g) const {
+    m = mostly_fresh ? multiply_add(m - g, beta1, g) : multiply_add(g - m, fresh1, m);  // from the nearer end
+    v = multiply_add(g * fresh2, g, v * beta2);  // in this order: the square alone may overflow
+  }
+  Vector stepped(Vector p, Vector m, Vector v) const {
+    return p * kept - (step_size * m) / multiply_add(square_root(v), correction, eps);
   }
 
   Vector multiplier, decay, kept, beta1, fresh1, beta2, fresh2, step_size, correction, eps;
@@ -49,9 +55,23 @@ void adam(const AdamOperand& o, std::int64_t from, std::int64_t count) {
                                  o.max_exp_avg_sq ? static_cast<S*>(o.max_exp_avg_sq) + from : nullptr);
 }
 
+/// Of bfloat16 parameters that are rounded stochastically.
+template <class G>
+void adam_rounded(const AdamOperand& o, std::int64_t from, std::int64_t count) {
+  const AdamVectors<Floats> step(o.numbers);
+  for (const auto end = from + count; from < end; from += RoundedChunk::size) {
+    const auto size = std::min(RoundedChunk::size, end - from);
+    RoundedChunk parameter(static_cast<at::BFloat16*>(o.parameter), from, size, o.rounding_key);
+    for_each_vector<Floats::width>(step, size, parameter.floats(), static_cast<const G*>(o.gradient) + from,
+                                   static_cast<float*>(o.exp_avg) + from, static_cast<float*>(o.exp_avg_sq) + from,
+                                   o.max_exp_avg_sq ? static_cast<float*>(o.max_exp_avg_sq) + from : nullptr);
+  }
+}
+
 /// Gradients of 16-bit parameters may be float32 sums.
-inline AdamKernel adam_kernel(at::ScalarType parameter, at::ScalarType gradient) {
+inline AdamKernel adam_kernel(at::ScalarType parameter, at::ScalarType gradient, bool rounded) {
   const bool same = parameter == gradient;
+  if (rounded) return same ? adam_rounded<at::BFloat16> : adam_rounded<float>;
   if (parameter == at::kDouble) return adam<double, double>;
   if (parameter == at::kFloat) return adam<float, float>;
   if (parameter == at::kHalf) return same ? adam<at::Half, at::Half> : adam<at::Half, float>;

@@ -42,6 +42,7 @@ inline Floats operator/(Floats a, Floats b) { return {_mm256_div_ps(a.v, b.v)}; 
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline Floats square_root(Floats a) { return {_mm256_sqrt_ps(a.v)}; }
 inline Floats larger(Floats a, Floats b) { return {_mm256_max_ps(a.v, b.v)}; }
+inline Floats smaller(Floats a, Floats b) { return {_mm256_min_ps(a.v, b.v)}; }
 
 struct Doubles {
   using Scalar = double;
@@ -74,3 +75,50 @@ inline Doubles operator/(Doubles a, Doubles b) { return {_mm256_div_pd(a.v, b.v)
 inline Doubles multiply_add(Doubles a, Doubles b, Doubles c) { return {_mm256_fmadd_pd(a.v, b.v, c.v)}; }
 inline Doubles square_root(Doubles a) { return {_mm256_sqrt_pd(a.v)}; }
 inline Doubles larger(Doubles a, Doubles b) { return {_mm256_max_pd(a.v, b.v)}; }
+
+/// Whole numbers of 32 bits, as many as there are floats.
+struct Ints {
+  static Ints all(int x) { return {_mm256_set1_epi32(x)}; }
+  static Ints load(const std::uint8_t* from) {
+    return {_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)))};
+  }
+  void store(std::uint8_t* to) const {
+    const auto halves = _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(halves, halves));
+  }
+
+  __m256i v;
+};
+
+inline Ints operator+(Ints a, Ints b) { return {_mm256_add_epi32(a.v, b.v)}; }
+inline Ints larger(Ints a, Ints b) { return {_mm256_max_epi32(a.v, b.v)}; }
+inline Ints truncated(Floats a) { return {_mm256_cvttps_epi32(a.v)}; }
+inline Floats to_floats(Ints a) { return {_mm256_cvtepi32_ps(a.v)}; }
+inline Ints bits_of(Floats a) { return {_mm256_castps_si256(a.v)}; }
+inline Ints exponent_of(Floats a) { return {_mm256_srli_epi32(bits_of(a).v, 23)}; }
+inline Floats rounded_down(Floats a) { return {_mm256_floor_ps(a.v)}; }
+inline Floats magnitude(Floats a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
+inline Floats times_sign_of(Floats a, Floats sign) {
+  return {_mm256_xor_ps(a.v, _mm256_and_ps(sign.v, _mm256_set1_ps(-0.0f)))};
+}
+/// 0 where `k` is.
+inline Floats only_where(Ints k, Floats a) {
+  return {_mm256_andnot_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(k.v, _mm256_setzero_si256())), a.v)};
+}
+inline Ints plus_one_where_less(Ints n, Floats a, Floats b) {
+  return {_mm256_sub_epi32(n.v, _mm256_castps_si256(_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)))};
+}
+inline Floats plus_one_where_less(Floats n, Floats a, Floats b) {
+  return {_mm256_add_ps(n.v, _mm256_and_ps(_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ), _mm256_set1_ps(1)))};
+}
+
+/// 16 numbers, looked up by the low four bits of an index.
+struct Table {
+  explicit Table(const float* from) : low(_mm256_loadu_ps(from)), high(_mm256_loadu_ps(from + 8)) {}
+  Floats operator[](Ints index) const {
+    const auto upper_half = _mm256_castsi256_ps(_mm256_slli_epi32(index.v, 28));  // bit 3, as the sign
+    return {_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index.v), _mm256_permutevar8x32_ps(high, index.v), upper_half)};
+  }
+
+  __m256 low, high;
+};

@@ -42,6 +42,7 @@ inline Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; 
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Floats square_root(Floats a) { return {_mm512_maskz_sqrt_ps(0xffff, a.v)}; }
 inline Floats larger(Floats a, Floats b) { return {_mm512_maskz_max_ps(0xffff, a.v, b.v)}; }
+inline Floats smaller(Floats a, Floats b) { return {_mm512_maskz_min_ps(0xffff, a.v, b.v)}; }
 
 struct Doubles {
   using Scalar = double;
@@ -79,3 +80,45 @@ inline Doubles operator/(Doubles a, Doubles b) { return {_mm512_div_pd(a.v, b.v)
 inline Doubles multiply_add(Doubles a, Doubles b, Doubles c) { return {_mm512_fmadd_pd(a.v, b.v, c.v)}; }
 inline Doubles square_root(Doubles a) { return {_mm512_maskz_sqrt_pd(0xff, a.v)}; }
 inline Doubles larger(Doubles a, Doubles b) { return {_mm512_maskz_max_pd(0xff, a.v, b.v)}; }
+
+/// Whole numbers of 32 bits, as many as there are floats.
+struct Ints {
+  static Ints all(int x) { return {_mm512_set1_epi32(x)}; }
+  static Ints load(const std::uint8_t* from) {
+    return {_mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))};
+  }
+  void store(std::uint8_t* to) const {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_maskz_cvtepi32_epi8(0xffff, v));
+  }
+
+  __m512i v;
+};
+
+inline Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Ints larger(Ints a, Ints b) { return {_mm512_maskz_max_epi32(0xffff, a.v, b.v)}; }
+inline Ints truncated(Floats a) { return {_mm512_maskz_cvttps_epi32(0xffff, a.v)}; }
+inline Floats to_floats(Ints a) { return {_mm512_maskz_cvtepi32_ps(0xffff, a.v)}; }
+inline Ints bits_of(Floats a) { return {_mm512_castps_si512(a.v)}; }
+inline Ints exponent_of(Floats a) { return {_mm512_maskz_srli_epi32(0xffff, bits_of(a).v, 23)}; }
+inline Floats rounded_down(Floats a) { return {_mm512_maskz_roundscale_ps(0xffff, a.v, _MM_FROUND_TO_NEG_INF)}; }
+inline Floats magnitude(Floats a) { return {_mm512_castsi512_ps(_mm512_and_si512(bits_of(a).v, _mm512_set1_epi32(0x7fffffff)))}; }
+inline Floats times_sign_of(Floats a, Floats sign) {
+  const auto sign_bit = _mm512_set1_epi32(std::numeric_limits<int>::min());
+  return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits_of(a).v, bits_of(sign).v, sign_bit, 0x78))};  // a ^ (b & c)
+}
+/// 0 where `k` is.
+inline Floats only_where(Ints k, Floats a) { return {_mm512_maskz_mov_ps(_mm512_test_epi32_mask(k.v, k.v), a.v)}; }
+inline Ints plus_one_where_less(Ints n, Floats a, Floats b) {
+  return {_mm512_mask_add_epi32(n.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), n.v, _mm512_set1_epi32(1))};
+}
+inline Floats plus_one_where_less(Floats n, Floats a, Floats b) {
+  return {_mm512_mask_add_ps(n.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), n.v, _mm512_set1_ps(1))};
+}
+
+/// 16 numbers, looked up by the low four bits of an index.
+struct Table {
+  explicit Table(const float* from) : v(_mm512_loadu_ps(from)) {}
+  Floats operator[](Ints index) const { return {_mm512_maskz_permutexvar_ps(0xffff, index.v, v)}; }
+
+  __m512 v;
+};

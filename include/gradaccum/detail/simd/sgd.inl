@@ -39,9 +39,22 @@ void sgd(const SgdOperand& o, std::int64_t from, std::int64_t count) {
                                  o.momentum_buffer ? static_cast<S*>(o.momentum_buffer) + from : nullptr);
 }
 
+/// Of bfloat16 parameters that are rounded stochastically.
+template <class G>
+void sgd_rounded(const SgdOperand& o, std::int64_t from, std::int64_t count) {
+  const SgdVectors<Floats> step(o.numbers);
+  for (const auto end = from + count; from < end; from += RoundedChunk::size) {
+    const auto size = std::min(RoundedChunk::size, end - from);
+    RoundedChunk parameter(static_cast<at::BFloat16*>(o.parameter), from, size, o.rounding_key);
+    for_each_vector<Floats::width>(step, size, parameter.floats(), static_cast<const G*>(o.gradient) + from,
+                                   o.momentum_buffer ? static_cast<float*>(o.momentum_buffer) + from : nullptr);
+  }
+}
+
 /// Gradients of 16-bit parameters may be float32 sums.
-inline SgdKernel sgd_kernel(at::ScalarType parameter, at::ScalarType gradient) {
+inline SgdKernel sgd_kernel(at::ScalarType parameter, at::ScalarType gradient, bool rounded) {
   const bool same = parameter == gradient;
+  if (rounded) return same ? sgd_rounded<at::BFloat16> : sgd_rounded<float>;
   if (parameter == at::kDouble) return sgd<double, double>;
   if (parameter == at::kFloat) return sgd<float, float>;
   if (parameter == at::kHalf) return same ? sgd<at::Half, at::Half> : sgd<at::Half, float>;

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One step of Adam or AdamW with a state of 8 bits. Included by kernels.hpp for each instruction set.
+
+/// The largest magnitude of a block's numbers; not finite where one of them is not.
+class Largest {
+ public:
+  void see(Floats number) {
+    most_ = larger(magnitude(number), most_);
+    poison_ = multiply_add(number, Floats::all(0), poison_);  // NaN from then on, which `larger` may miss
+  }
+  float number() const {
+    float most[Floats::width], poison[Floats::width];
+    most_.store(most);
+    poison_.store(poison);
+    for (int i = 1; i < Floats::width; ++i) {
+      most[0] = std::max(most[0], most[i]);
+      poison[0] += poison[i];
+    }
+    return most[0] + poison[0];
+  }
+
+ private:
+  Floats most_ = Floats::all(0), poison_ = Floats::all(0);
+};
+
+/// Codes a block of numbers relative to the largest of them. Gives that.
+template <bool is_signed>
+float encode_block(const DynamicCodes<is_signed>& map, const float* numbers, float largest, std::uint8_t* codes) {
+  const auto by = Floats::all(largest < std::numeric_limits<float>::min() ? 0 : 1 / largest);
+  for (int i = 0; i < eight_bit_block; i += Floats::width) map.encode(Floats::load(numbers + i) * by, codes + i);
+  return largest;
+}
+
+/// The last block of an array, which may be shorter, in memory of its full size; written back at the end.
+template <class T>
+using LastBlock = Rest<T, static_cast<int>(eight_bit_block)>;
+
+/// Steps whole blocks: `parameter`, `gradient` and codes have so many elements.
+class BlockStep {
+ public:
+  explicit BlockStep(const AdamNumbers& numbers)
+      : vectors_(numbers), signed_codes_(signed_map()), unsigned_codes_(second_moment_map()) {}
+
+  template <class P, class G>
+  void operator()(P* parameter, const G* gradient, std::uint8_t* exp_avg, std::uint8_t* exp_avg_sq,
+                  float* exp_avg_scale, float* exp_avg_sq_scale) const {
+    alignas(64) float ms[eight_bit_block], vs[eight_bit_block];
+    Largest largest_m, largest_v;
+    const auto m_scale = Floats::all(*exp_avg_scale), v_scale = Floats::all(*exp_avg_sq_scale);
+    for (int i = 0; i < eight_bit_block; i += Floats::width) {
+      const auto p = Floats::load(parameter + i);
+      const auto g = vectors_.decayed(p, Floats::load(gradient + i) * vectors_.multiplier);
+      auto m = signed_codes_.decode(exp_avg + i) * m_scale, v = unsigned_codes_.decode(exp_avg_sq + i) * v_scale;
+      vectors_.advance(m, v, g);
+      vectors_.stepped(p, m, v).store(parameter + i);
+      m.store(ms + i);
+      v.store(vs + i);
+      largest_m.see(m);
+      largest_v.see(v);
+    }
+    *exp_avg_scale = encode_block(signed_codes_, ms, largest_m.number(), exp_avg);
+    *exp_avg_sq_scale = encode_block(unsigned_codes_, vs, largest_v.number(), exp_avg_sq);
+  }
+
+ private:
+  AdamVectors<Floats> vectors_;
+  DynamicCodes<true> signed_codes_;
+  DynamicCodes<false> unsigned_codes_;
+};
+
+/// One block, which begins at `from`. `parameter` has the memory of a whole one.
+template <class G, class P>
+void step_block(const BlockStep& step, P* parameter, const Adam8bitOperand& o, std::int64_t from, std::int64_t size) {
+  const auto* const gradient = static_cast<const G*>(o.gradient) + from;
+  auto *const m = o.exp_avg + from, *const v = o.exp_avg_sq + from;
+  auto *const m_scale = o.exp_avg_scale + from / eight_bit_block, *const v_scale = o.exp_avg_sq_scale + from / eight_bit_block;
+  if (size == eight_bit_block) return step(parameter, gradient, m, v, m_scale, v_scale);
+  LastBlock<const G> last_gradient(gradient, size);
+  LastBlock<std::uint8_t> last_m(m, size), last_v(v, size);
+  std::fill(last_m.vector() + size, last_m.vector() + eight_bit_block, zero_code);
+  step(parameter, last_gradient.vector(), last_m.vector(), last_v.vector(), m_scale, v_scale);
+}
+
+template <class P, class G>
+void adam8bit(const Adam8bitOperand& o, std::int64_t from, std::int64_t count) {
+  const BlockStep step(o.numbers);
+  for (const auto end = from + count; from < end; from += eight_bit_block) {
+    const auto size = std::min(eight_bit_block, end - from);
+    auto* const parameter = static_cast<P*>(o.parameter) + from;
+    if (size == eight_bit_block) {
+      step_block<G>(step, parameter, o, from, size);
+    } else {
+      LastBlock<P> last(parameter, size);
+      step_block<G>(step, last.vector(), o, from, size);
+    }
+  }
+}
+
+/// Of bfloat16 parameters that are rounded stochastically.
+template <class G>
+void adam8bit_rounded(const Adam8bitOperand& o, std::int64_t from, std::int64_t count) {
+  static_assert(RoundedChunk::size == eight_bit_block);
+  const BlockStep step(o.numbers);
+  for (const auto end = from + count; from < end; from += eight_bit_block) {
+    const auto size = std::min(eight_bit_block, end - from);
+    RoundedChunk parameter(static_cast<at::BFloat16*>(o.parameter), from, size, o.rounding_key);
+    step_block<G>(step, parameter.floats(), o, from, size);
+  }
+}
+
+/// Of float32 and 16-bit parameters. Gradients of the latter may be float32 sums.
+inline Adam8bitKernel adam8bit_kernel(at::ScalarType parameter, at::ScalarType gradient, bool rounded) {
+  const bool same = parameter == gradient;
+  if (rounded) return same ? adam8bit_rounded<at::BFloat16> : adam8bit_rounded<float>;
+  if (parameter == at::kFloat) return adam8bit<float, float>;
+  if (parameter == at::kHalf) return same ? adam8bit<at::Half, at::Half> : adam8bit<at::Half, float>;
+  return same ? adam8bit<at::BFloat16, at::BFloat16> : adam8bit<at::BFloat16, float>;
+}
