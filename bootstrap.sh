@@ -184,7 +184,7 @@ unzipped_data_directory() {
 python_with_torch=build/_oracle/bin/python
 
 fetch_python_torch() {
-  local requirements="torch==2.15.0 numpy==2.4.6" venv=build/_oracle
+  local requirements="torch==2.15.0 numpy==2.4.6 transformers==5.23.0" venv=build/_oracle
   if [[ $(cat "$venv/gradaccum-oracle.stamp" 2> /dev/null) == "$requirements" ]]; then return; fi
   step "Fetching Python's PyTorch with all that it depends on (several GB: this takes a while)"
   rm -rf "$venv"

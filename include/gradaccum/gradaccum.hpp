@@ -28,8 +28,12 @@
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/metrics_file.hpp>
+#include <gradaccum/optim/adafactor.hpp>
+#include <gradaccum/optim/adafactor_options.hpp>
 #include <gradaccum/optim/adam.hpp>
+#include <gradaccum/optim/adam8bit.hpp>
 #include <gradaccum/optim/adamw.hpp>
+#include <gradaccum/optim/adamw8bit.hpp>
 #include <gradaccum/optim/sgd.hpp>
 #include <gradaccum/policies.hpp>
 #include <gradaccum/policies/accumulate.hpp>
@@ -37,6 +41,7 @@
 #include <gradaccum/policies/ema.hpp>
 #include <gradaccum/policies/metrics_log.hpp>
 #include <gradaccum/policies/mixed_precision.hpp>
+#include <gradaccum/policies/optimizer_in_backward.hpp>
 #include <gradaccum/policies/progress.hpp>
 #include <gradaccum/policies/schedule.hpp>
 #include <gradaccum/policy.hpp>

@@ -7,5 +7,6 @@
 #include <gradaccum/policies/ema.hpp>
 #include <gradaccum/policies/metrics_log.hpp>
 #include <gradaccum/policies/mixed_precision.hpp>
+#include <gradaccum/policies/optimizer_in_backward.hpp>
 #include <gradaccum/policies/progress.hpp>
 #include <gradaccum/policies/schedule.hpp>

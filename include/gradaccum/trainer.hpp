@@ -5,6 +5,7 @@
 #include <gradaccum/detail/samples_of.hpp>
 #include <gradaccum/detail/trainer/arguments.hpp>
 #include <gradaccum/detail/trainer/counts.hpp>
+#include <gradaccum/detail/trainer/evaluate.hpp>
 #include <gradaccum/detail/trainer/fit_scope.hpp>
 #include <gradaccum/detail/trainer/policy_list.hpp>
 #include <gradaccum/detail/trainer/window_record.hpp>
@@ -69,13 +70,8 @@ class Trainer {
   /// The model's mean loss and other metrics: in evaluation mode, without gradients, the batches gone through once.
   template <metric... Metrics>
   Evaluation evaluate(auto&& batches, Metrics... metrics) {
-    const detail::EvaluationScope scope(module());
-    detail::Evaluator<Metrics...> evaluator(std::move(metrics)...);
-    for (auto&& batch : batches) {
-      evaluator.add(forward(batch), detail::samples_of(batch));
-      if (status_.options.smoke) break;
-    }
-    return evaluator.result();
+    const auto loss_of = [&](auto& batch) { return forward(batch); };
+    return detail::evaluate(module(), batches, loss_of, status_.options.smoke, std::move(metrics)...);
   }
 
   /// One micro-batch. True if it closed the window, and the parameters moved.
@@ -87,7 +83,8 @@ class Trainer {
       if (!record_.take(loss, status_, updates())) loss.items = 0;
       call<hooks::before_backward>(loss);
       record_.set_closing(policies_.ready());
-      window_.add(std::move(loss));
+      if (closing() && window_.steps_in_backward()) prepare();
+      window_.add(std::move(loss), closing());
       record_.end_micro_batch();
       Gradients so_far(window_.so_far());
       call<hooks::after_backward>(so_far);
@@ -115,6 +112,9 @@ class Trainer {
   const Step& window() const { return record_.so_far(); }  ///< epoch, micro_batches, samples, items so far
   const FitStatus& status() const { return status_; }
   void set_accumulate_in(std::optional<at::ScalarType> dtype) { window_.set_accumulate_in(dtype); }
+  void set_in_backward(bool on) { window_.set_in_backward(on); }
+  template <class Hook>
+  static constexpr bool has = detail::PolicyList<Policies...>::template has<Hook>;  ///< one of its policies has it
   template <class Policy>
   Policy& policy() {
     return policies_.template get<Policy>();
@@ -143,7 +143,6 @@ class Trainer {
       throw;
     }
   }
-
   Loss forward(auto& batch) {
     return policies_.in_scopes([&] { return detail::loss_of(objective_, model_, batch); });
   }
@@ -160,12 +159,14 @@ class Trainer {
     call<hooks::on_epoch_end>(status_.epoch);
   }
 
+  void prepare() {
+    record_.prepare([this] { call<hooks::scale_gradients>(window_.closing()->factor()); });
+  }
   bool close() {
     record_.check_none_in_hand();
     window_.follow();
     Gradients gradients(window_.so_far());
-    call<hooks::scale_gradients>(gradients.factor());
-    record_.check_losses();
+    prepare();
     window_.complete_early();
     const double lr = detail::learning_rate_of(optimizer());
     const bool moved = window_.close([this](Gradients& closing) {
@@ -175,7 +176,6 @@ class Trainer {
     if (moved) window_.clear();
     counts_.updates += moved;
     const Step step = record_.finish(gradients, moved, updates(), lr);
-    record_.restart();
     status_.count_window(moved, step.overflowed);
     call<hooks::after_window>(step);
     if (moved) call<hooks::after_step>(step);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/gradient_watch.hpp>
+#include <gradaccum/detail/step_in_backward.hpp>
 #include <gradaccum/detail/window_gradients.hpp>
 #include <gradaccum/loss.hpp>
 #include <gradaccum/window.hpp>
@@ -38,7 +39,8 @@ class OpenWindow {
   /// The gradients have been cleared before the first micro-batch was complete: what was in hand is gone.
   void cleared(const std::vector<at::Tensor>& parameters);
 
-  void backward(Loss loss, std::optional<bool> retain_graph, bool create_graph);
+  /// `fills`: the window is complete with this micro-batch, and in backward is when it may be stepped.
+  void backward(Loss loss, std::optional<bool> retain_graph, bool create_graph, bool fills = false);
   /// Counts the micro-batch in hand, if it has not been counted, and completes it.
   void complete_micro_batch();
   /// Makes the window as it is a complete one; false if there is no micro-batch in it.
@@ -59,6 +61,13 @@ class OpenWindow {
                 *dtype);
     accumulate_in_ = dtype;
   }
+  /// The backward that fills the window steps each parameter by this, as its gradient arrives; none: nothing is
+  /// stepped before the window closes.
+  void set_step_in_backward(StepOfSome step) {
+    TORCH_CHECK(window_.count() == 0, "GradAccumulator: in_backward must be set between windows, got it inside of one");
+    step_in_backward_ = std::move(step);
+  }
+  bool steps_in_backward() const { return step_in_backward_ != nullptr; }
 
   /// Runs `work`; an exception in it leaves gradients incomplete, and the window must not be stepped with.
   template <class Work>
@@ -75,6 +84,7 @@ class OpenWindow {
   enum class Form { none, plain, weighted };
 
   void check_usable() const {
+    TORCH_CHECK(!spoiled_ || !state_->stepped(), "GradAccumulator: ", stepped_in_part);
     TORCH_CHECK(!spoiled_, "GradAccumulator: an exception left this window's gradients incomplete; call discard()");
   }
   void check_form(Form form) const {
@@ -89,11 +99,13 @@ class OpenWindow {
   bool touched() const { return watch_.touched(state_->all_parameters()); }
   void check_weight(const Loss& loss) const;
   void check_scaler() const;
+  void check_can_step_in_backward(const Loss& loss, bool create_graph) const;
   void count_plain();
   void settle(bool complete);
 
   Window window_;
   std::optional<at::ScalarType> accumulate_in_;
+  StepOfSome step_in_backward_;
   std::vector<at::Tensor> listed_;  // the parameters as the optimizer lists them
   std::shared_ptr<WindowGradients> state_;
   GradientWatch watch_;
@@ -151,7 +163,18 @@ inline void OpenWindow::check_scaler() const {
               "scale; call scaler.step(optimizer) in place of optimizer.step()");
 }
 
-inline void OpenWindow::backward(Loss loss, std::optional<bool> retain_graph, bool create_graph) {
+/// Before anything has moved: what comes too late once a parameter has.
+inline void OpenWindow::check_can_step_in_backward(const Loss& loss, bool create_graph) const {
+  if (!steps_in_backward()) return;
+  TORCH_CHECK(!create_graph,
+              "GradAccumulator: create_graph keeps the gradients, which in_backward frees as they arrive; "
+              "leave one of the two out");
+  TORCH_CHECK(!finite_required(loss.seed) && !state_->must_be_finite(),
+              "GradAccumulator: a loss scaler looks at all gradients before the first parameter moves, and in_backward "
+              "steps each as it arrives; use bfloat16, which needs no scaler, or leave in_backward out");
+}
+
+inline void OpenWindow::backward(Loss loss, std::optional<bool> retain_graph, bool create_graph, bool fills) {
   check_usable();
   check_form(Form::weighted);
   TORCH_CHECK(!in_hand_, "GradAccumulator: a second backward() before step(); add the losses and call it once");
@@ -160,6 +183,7 @@ inline void OpenWindow::backward(Loss loss, std::optional<bool> retain_graph, bo
   loss.target.reset();
   loss.check();
   check_weight(loss);
+  check_can_step_in_backward(loss, create_graph);
   check_kept();
   check_only_ours();
   window_.add(loss.items);
@@ -171,11 +195,19 @@ inline void OpenWindow::backward(Loss loss, std::optional<bool> retain_graph, bo
     loss.seed.multiply(loss.items);
     loss.seed.divide(window_.first_weight());
   }
-  or_spoil([&] { loss.backward(retain_graph, create_graph); });
+  const auto run = [&] { loss.backward(retain_graph, create_graph); };
+  or_spoil([&] {
+    if (!fills || !steps_in_backward()) return run();
+    state_->set_weights(window_.first_weight(), window_.total_weight());
+    step_in_backward(state_, accumulate_in_, step_in_backward_, run);
+  });
   watch_.look(state_->all_parameters());
 }
 
 inline void OpenWindow::count_plain() {
+  TORCH_CHECK(!steps_in_backward(),
+              "GradAccumulator: with in_backward the parameters are stepped inside of backward; call "
+              "optimizer.backward(loss) before each step(), in place of loss.backward()");
   check_form(Form::plain);
   window_.add(1.0);
   form_ = Form::plain;

@@ -4,10 +4,12 @@
 #include <gradaccum/concepts.hpp>
 #include <gradaccum/detail/open_window.hpp>
 #include <gradaccum/detail/take_step.hpp>
+#include <gradaccum/detail/type_name.hpp>
 #include <gradaccum/gradients.hpp>
 #include <gradaccum/loss.hpp>
 
 #include <ATen/core/ScalarType.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -34,10 +36,20 @@ class OptimizerWindow : public OpenWindow {
   /// Parameters may be added to the optimizer at any time.
   void follow() { OpenWindow::follow(parameters_of(*optimizer_)); }
 
-  /// Backward of a micro-batch, which is complete then.
-  void add(Loss loss) {
+  void set_in_backward(bool on) {
+    if (!on) return set_step_in_backward({});
+    constexpr bool takes_by_itself = takes_gradients<Optimizer>;
+    TORCH_CHECK(takes_by_itself || as_takes_gradients(*optimizer_),
+                "GradAccumulator: in_backward needs an optimizer that takes gradients: ga::optim::SGD, Adam, AdamW, or "
+                "one of your own that derives from ga::TakesGradients; got ",
+                type_name(*optimizer_));
+    set_step_in_backward([this](Gradients some) { return take_step(*optimizer_, std::move(some)); });
+  }
+
+  /// Backward of a micro-batch, which is complete then. `fills`: so is the window.
+  void add(Loss loss, bool fills) {
     follow();
-    backward(std::move(loss), {}, false);
+    backward(std::move(loss), {}, false, fills);
     complete_micro_batch();
   }
 
@@ -69,7 +81,8 @@ class OptimizerWindow : public OpenWindow {
     or_spoil([&] {
       Gradients gradients(closing());
       prepare(gradients);
-      moved = has_weight() && take_step(*optimizer_, gradients);
+      if (has_weight()) moved = take_step(*optimizer_, closing()->stepped() ? Gradients(closing()->rest()) : gradients);
+      moved = moved || closing()->stepped();
     });
     open();
     if (!moved) clear();

@@ -10,6 +10,8 @@
 #include <c10/util/Exception.h>
 
 #include <cmath>
+#include <cstddef>
+#include <memory>
 #include <optional>
 #include <unordered_set>
 #include <utility>
@@ -27,10 +29,24 @@ class WindowGradients {
   // For the accumulator that owns the window.
   void set_parameters(const std::vector<at::Tensor>& parameters);
   const std::vector<at::Tensor>& all_parameters() const { return parameters_; }
-  void fold_into_sums(at::ScalarType dtype);
+  void fold_into_sums(at::ScalarType dtype) {
+    for (std::size_t i = 0; i < parameters_.size(); ++i) fold_into_sum(i, dtype);
+  }
+  void fold_into_sum(std::size_t place, at::ScalarType dtype);
   void set_weights(double first, double total) { first_weight_ = first, total_weight_ = total; }
   void set_complete(bool complete) { complete_ = complete; }
   bool applied() const { return applied_; }
+
+  // For stepping in backward.
+  std::shared_ptr<WindowGradients> part(const std::vector<std::size_t>& places);
+  std::shared_ptr<WindowGradients> rest();
+  bool stepped() const { return stepped_; }
+  void set_stepped() { stepped_ = true; }
+  void free() {
+    for (auto& parameter : parameters_) parameter.mutable_grad().reset();
+    close();
+  }
+
   void close() {
     closed_ = true;
     parameters_.clear();
@@ -55,6 +71,10 @@ class WindowGradients {
 
  private:
   void check_open() const {
+    TORCH_CHECK(!stepped_,
+                "Gradients: with in_backward the gradients of this window are gone, its parameters were stepped with "
+                "them as they arrived; what needs all of them at once (clipping, a loss scaler, norm(), values(), "
+                "apply()) goes without in_backward");
     TORCH_CHECK(!closed_, "Gradients: this window is closed (stepped, skipped or discarded); ask for gradients() anew");
   }
   const at::Tensor& gradient(std::size_t i) const { return sums_[i].defined() ? sums_[i] : parameters_[i].grad(); }
@@ -64,6 +84,7 @@ class WindowGradients {
   Factor factor_;
   double first_weight_ = 1.0, total_weight_ = 1.0;
   bool complete_ = true, applied_ = false, closed_ = false;
+  bool stepped_ = false;          // some of the parameters, and their gradients are gone
   Snapshot measured_;             // of the gradients of which these are:
   at::Tensor norms_, found_inf_;  // as they lie in memory
   at::Tensor norm_, verdict_;     // the last answer; what a scaler must hear, even if the user mends .grad
@@ -87,23 +108,41 @@ inline void WindowGradients::set_parameters(const std::vector<at::Tensor>& param
   sums_ = std::move(sums);
 }
 
-/// Adds gradients narrower than `dtype` to sums of that dtype. `.grad` is free again: the next backward need not add to
-/// it.
-inline void WindowGradients::fold_into_sums(at::ScalarType dtype) {
+/// Adds a gradient narrower than `dtype` to a sum of that dtype. `.grad` is free again: the next backward need not add
+/// to it.
+inline void WindowGradients::fold_into_sum(std::size_t place, at::ScalarType dtype) {
   if (applied_) return;
   at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    auto& gradient = parameters_[i].mutable_grad();
-    auto& sum = sums_[i];
-    if (!gradient.defined() || at::elementSize(gradient.scalar_type()) >= at::elementSize(dtype)) continue;
-    if (!sum.defined())
-      sum = gradient.detach().to(dtype);
-    else if (sum.is_sparse() && !gradient.is_sparse())  // ATen adds a sparse tensor to a dense one, not the reverse
-      sum = gradient.detach().to(dtype).add_(sum);
-    else
-      sum.add_(gradient);
-    gradient.reset();
-  }
+  auto& gradient = parameters_[place].mutable_grad();
+  auto& sum = sums_[place];
+  if (!gradient.defined() || at::elementSize(gradient.scalar_type()) >= at::elementSize(dtype)) return;
+  if (!sum.defined())
+    sum = gradient.detach().to(dtype);
+  else if (sum.is_sparse() && !gradient.is_sparse())  // ATen adds a sparse tensor to a dense one, not the reverse
+    sum = gradient.detach().to(dtype).add_(sum);
+  else
+    sum.add_(gradient);
+  gradient.reset();
+}
+
+/// Some of the parameters as a window of their own, complete, with the same factor and mean. Sums that are kept apart
+/// move there.
+inline std::shared_ptr<WindowGradients> WindowGradients::part(const std::vector<std::size_t>& places) {
+  std::vector<at::Tensor> parameters;
+  for (auto place : places) parameters.push_back(parameters_[place]);
+  auto part = std::make_shared<WindowGradients>(parameters);
+  for (std::size_t i = 0; i < places.size(); ++i) part->sums_[i] = std::move(sums_[places[i]]);
+  part->factor_ = factor_;
+  part->set_weights(first_weight_, total_weight_);
+  return part;
+}
+
+/// What has not been stepped in backward: for those without a gradient there, of earlier micro-batches.
+inline std::shared_ptr<WindowGradients> WindowGradients::rest() {
+  std::vector<std::size_t> places;
+  for (std::size_t i = 0; i < parameters_.size(); ++i)
+    if (gradient(i).defined()) places.push_back(i);
+  return part(places);
 }
 
 inline std::vector<at::Tensor> WindowGradients::parameters() const {
@@ -144,7 +183,7 @@ inline std::vector<at::Tensor> WindowGradients::measured() {
 }
 
 inline at::Tensor WindowGradients::norm() {
-  if (closed_ && norm_.defined()) return norm_;
+  if (closed_ && !stepped_ && norm_.defined()) return norm_;
   at::NoGradGuard no_grad;
   measured();
   const auto by = multiplier();

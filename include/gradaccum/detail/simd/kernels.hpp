@@ -93,9 +93,9 @@ using SgdKernel = void (*)(const SgdOperand&, std::int64_t from, std::int64_t co
 struct AdafactorNumbers {
   double multiplier;
   double beta1, beta2, fresh2;
-  double added;          ///< to the squared gradient: eps1, or 0
-  double least_mean;     ///< of a matrix's row_var: 0, or eps1
-  double largest_scale;  ///< of the gradient to the update: infinity, or 1 / eps1
+  double added;                    ///< to the squared gradient: eps1, or 0
+  double least_mean;               ///< of a matrix's row_var: 0, or eps1
+  double largest_scale;            ///< of the gradient to the update: infinity, or 1 / eps1
   double kept = 1, step_size = 0;  ///< known once both sums of squares are
 };
 
@@ -105,7 +105,7 @@ struct AdafactorOperand {
   void* parameter = nullptr;
   const void* gradient = nullptr;
   void *row_var = nullptr, *col_var = nullptr, *variance = nullptr;
-  void* exp_avg = nullptr;                                  ///< none without momentum
+  void* exp_avg = nullptr;                                 ///< none without momentum
   void *row_factors = nullptr, *column_factors = nullptr;  ///< sums of squares first; `parts` of each column's
   std::int64_t matrices = 0, rows = 0, columns = 0, parts = 0;
   std::uint64_t rounding_key = 0;  ///< of stochastic rounding

@@ -56,14 +56,4 @@ class FitScope {
   std::optional<MemoryMeter> meter_;
 };
 
-/// What is around an evaluation: evaluation mode, no gradients.
-class EvaluationScope {
- public:
-  explicit EvaluationScope(torch::nn::Module& model) : mode_(model, false) {}
-
- private:
-  ModeGuard mode_;
-  at::NoGradGuard no_grad_;
-};
-
 }  // namespace gradaccum::detail

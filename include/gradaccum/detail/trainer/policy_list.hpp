@@ -30,6 +30,12 @@ class PolicyList {
  public:
   explicit PolicyList(Policies... policies) : policies_(with_progress(std::move(policies)...)) {}
 
+  /// One of them has this hook.
+  template <class Hook>
+  static constexpr bool has = []<class... All>(std::type_identity<std::tuple<All...>>) {
+    return (Hook::template in<All> || ...);
+  }(std::type_identity<decltype(with_progress(std::declval<Policies>()...))>());
+
   template <class Hook, class... Arguments>
   void all(Arguments&... arguments) {
     std::apply([&](auto&... policy) { (call<Hook>(policy, arguments...), ...); }, policies_);

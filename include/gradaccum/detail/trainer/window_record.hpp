@@ -40,19 +40,25 @@ class WindowRecord {
 
   void end_micro_batch() { in_hand_ = false; }
 
+  /// Once a window, before anything of it moves.
+  template <class Scale>
+  void prepare(const Scale& scale) {
+    if (std::exchange(prepared_, true)) return;
+    scale();
+    check_losses();
+  }
+
   /// False if the micro-batch of this loss is to be left out. Its number on the CPU is read at once; on a device only
   /// where that is asked for, else when the window closes.
   bool take(const Loss& loss, FitStatus& status, std::int64_t update);
 
-  /// Before the window steps. Waits for a device only if there are losses on it that have not been read.
-  void check_losses() const;
-
-  Step finish(const Gradients& gradients, bool moved, std::int64_t updates, double lr) const;
+  /// What the window was, which is over.
+  Step finish(const Gradients& gradients, bool moved, std::int64_t updates, double lr);
   void restart() {
     step_ = {};
     mean_ = {};
     to_check_.clear();
-    in_hand_ = closing_ = false;
+    in_hand_ = closing_ = prepared_ = false;
   }
 
  private:
@@ -63,6 +69,8 @@ class WindowRecord {
       return c10::str("batch ", batch, " of epoch ", epoch, " (both counted from 0), in update ", update);
     }
   };
+  /// Waits for a device only if there are losses on it that have not been read.
+  void check_losses() const;
   [[noreturn]] static void stop(double loss, const Place& place) {
     TORCH_CHECK(false, "Trainer: the loss must be finite, got ", loss, " for ", place.text(),
                 "; look at that batch and at the learning rate, or leave such batches out: {.on_nan = "
@@ -70,7 +78,7 @@ class WindowRecord {
   }
 
   Step step_;
-  bool in_hand_ = false, closing_ = false;
+  bool in_hand_ = false, closing_ = false, prepared_ = false;
   WeightedMean mean_;
   std::vector<std::pair<at::Tensor, Place>> to_check_;  // losses on a device
 };
@@ -103,7 +111,7 @@ inline void WindowRecord::check_losses() const {
     if (const auto number = loss.item<double>(); !std::isfinite(number)) stop(number, place);
 }
 
-inline Step WindowRecord::finish(const Gradients& gradients, bool moved, std::int64_t updates, double lr) const {
+inline Step WindowRecord::finish(const Gradients& gradients, bool moved, std::int64_t updates, double lr) {
   auto step = step_;
   step.update = updates;
   step.moved = moved;
@@ -112,6 +120,7 @@ inline Step WindowRecord::finish(const Gradients& gradients, bool moved, std::in
   step.loss = mean_.value();
   step.grad_norm = gradients.norm_before_clipping();
   step.lr = lr;
+  restart();
   return step;
 }
 

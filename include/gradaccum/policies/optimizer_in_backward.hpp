@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/policy.hpp>
+
+namespace gradaccum {
+
+/// Policy: the backward pass that fills a window steps each parameter as its gradient arrives, and frees the gradient.
+///
+///     ga::optim::AdamW adamw(model->parameters(), 1e-3);
+///     ga::Trainer trainer(model, adamw, [](auto& net, auto& batch) {
+///       return torch::mse_loss(net->forward(batch.data), batch.target);
+///     }, ga::OptimizerInBackward{});
+///     trainer.fit(batches);
+///
+/// `GradAccumulatorOptions::in_backward` says the rest: parameters, state and reports are those without it, to the bit.
+/// With it go no policies that need all gradients at once: clipping, before_step, reduce_gradients, a loss scale.
+/// `after_backward` finds no gradients in the micro-batch that fills the window; `scale_gradients` comes before it.
+///
+/// @note Waits for the device, to see that losses are finite, before that backward, not after it.
+struct OptimizerInBackward {
+  template <class Trainer>
+  void attach(Trainer& trainer) const {
+    constexpr bool needs_all =
+        Trainer::template has<hooks::before_step> || Trainer::template has<hooks::reduce_gradients>;
+    static_assert(!needs_all,
+                  "OptimizerInBackward: a policy with before_step or reduce_gradients (ClipNorm, ClipValue) needs all "
+                  "gradients at once, and here each is freed as it arrives; leave one of the two out");
+    if constexpr (!needs_all) trainer.set_in_backward(true);
+  }
+};
+
+}  // namespace gradaccum
