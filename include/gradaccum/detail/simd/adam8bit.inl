@@ -49,6 +49,8 @@ class BlockStep {
     Largest largest_m, largest_v;
     const auto m_scale = Floats::all(*exp_avg_scale), v_scale = Floats::all(*exp_avg_sq_scale);
     for (int i = 0; i < eight_bit_block; i += Floats::width) {
+      __builtin_prefetch(parameter + i + eight_bit_block, /*for writing=*/1);  // coding takes so long that the
+      __builtin_prefetch(gradient + i + eight_bit_block);                       // processor would wait for the next
       const auto p = Floats::load(parameter + i);
       const auto g = vectors_.decayed(p, Floats::load(gradient + i) * vectors_.multiplier);
       auto m = signed_codes_.decode(exp_avg + i) * m_scale, v = unsigned_codes_.decode(exp_avg_sq + i) * v_scale;

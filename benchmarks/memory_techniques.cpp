@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Each technique that saves memory, alone and all of them together, on a transformer language model: the most bytes
+// that a training holds, the time of a step, and the loss that is reached, against LibTorch's plain loop with
+// torch::optim::AdamW. All train on the same batches, step by step in turn.
+
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <deque>
+#include <functional>
+#include <gradaccum/memory_meter.hpp>
+#include <gradaccum/progress_line.hpp>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "harness.hpp"
+#include "language_model.hpp"
+#include "technique.hpp"
+
+namespace ga = gradaccum;
+using harness::ModelShape, harness::OptimizerKind, harness::Technique, harness::Tokens, harness::Training;
+
+namespace {
+
+struct BenchmarkOptions {
+  std::string model = "both";
+  std::int64_t batch_size = 8, length = 128;
+  std::optional<std::int64_t> steps;
+  double learning_rate = 1e-3, adafactor_learning_rate = 3e-2;
+  std::vector<std::string> only;
+};
+
+struct BenchmarkedModel {
+  ModelShape shape;
+  std::int64_t steps;  ///< by default
+};
+
+/// Few words: with BLOOM's or Llama's vocabularies a batch this small would hold little but logits.
+const std::vector<BenchmarkedModel> models = {
+    {{.name = "tiny", .width = 32, .heads = 4, .blocks = 32, .vocabulary = 512}, 100},
+    {{.name = "small", .width = 256, .heads = 4, .blocks = 30, .vocabulary = 6144}, 60},
+    {{.name = "large", .width = 640, .heads = 10, .blocks = 18, .vocabulary = 8192}, 12},
+};
+
+/// The first is what all are compared with. Budgets of checkpoints are shares of what its blocks hold.
+const std::vector<Technique> techniques = {
+    {.name = "plain loop, torch::optim::AdamW", .optimizer = OptimizerKind::torch_adamw},
+    {.name = "ga::optim::AdamW"},
+    {.name = "accumulation, 4 micro-batches", .micro_batches = 4},
+    {.name = "checkpoints, half the activations", .activations = 0.5},
+    {.name = "bfloat16 autocast", .autocast = true},
+    {.name = "Adafactor", .optimizer = OptimizerKind::adafactor},
+    {.name = "AdamW8bit", .optimizer = OptimizerKind::adamw8bit},
+    {.name = "AdamW in backward", .in_backward = true},
+    {.name = "bfloat16 parameters, AdamW", .bfloat16_parameters = true},
+    {.name = "all, AdamW8bit",
+     .optimizer = OptimizerKind::adamw8bit,
+     .micro_batches = 4,
+     .activations = 0.02,
+     .autocast = true},
+    {.name = "all, Adafactor",
+     .optimizer = OptimizerKind::adafactor,
+     .micro_batches = 4,
+     .activations = 0.02,
+     .autocast = true},
+    {.name = "all, AdamW8bit in backward",
+     .optimizer = OptimizerKind::adamw8bit,
+     .activations = 0.06,
+     .autocast = true,
+     .in_backward = true},
+    {.name = "all, Adafactor in backward",
+     .optimizer = OptimizerKind::adafactor,
+     .activations = 0.06,
+     .autocast = true,
+     .in_backward = true},
+};
+
+/// What came out for a technique.
+struct Row {
+  Technique technique;
+  double parameters = 0, peak = 0;  ///< of the training: bytes
+  double kept = 0;                  ///< of these weights, gradients, and state of the optimizer
+  double gradient = 0;              ///< in backward: the largest, which is there in passing; else 0
+  double time = 0;                  ///< of a step: seconds
+  double time_ratio = 0;            ///< over the plain loop, each step over that on the same batch
+  double loss = 0;                  ///< on other text, after training
+};
+
+/// Trains in all ways, in turn.
+class Contest {
+ public:
+  Contest(const BenchmarkedModel& model, const BenchmarkOptions& options, int repeats)
+      : chain_(model.shape.vocabulary), options_(options) {
+    settings_ = {.shape = model.shape,
+                 .rows = options.batch_size,
+                 .length = options.length,
+                 .learning_rate = options.learning_rate,
+                 .adafactor_learning_rate = options.adafactor_learning_rate};
+    settings_.plain_activations = harness::plain_activations(settings_);
+    const auto steps = options.steps.value_or(model.steps);
+    evaluate_ = steps > 0;
+    steps_ = std::max<std::int64_t>(steps, measured_steps + repeats);
+  }
+
+  std::vector<Row> run() {
+    for (auto& technique : techniques)
+      if (wanted(technique)) measure_memory(technique);
+    train();
+    if (evaluate_) evaluate();
+    return std::move(rows_);
+  }
+
+  std::int64_t steps() const { return steps_; }
+
+ private:
+  static constexpr std::int64_t measured_steps = 3;
+
+  bool wanted(const Technique& technique) const {
+    return options_.only.empty() || &technique == &techniques.front() ||
+           std::ranges::any_of(options_.only,
+                               [&](auto& part) { return technique.name.find(part) != std::string::npos; });
+  }
+
+  Tokens batch(std::int64_t number) const { return chain_.batch(number, settings_.rows, settings_.length); }
+
+  /// From before there is a model through the first steps.
+  void measure_memory(const Technique& technique) {
+    progress_.update({}, 0, [&] { return fmt::format("{}: memory of '{}'", settings_.shape.name, technique.name); });
+    Row row{technique};
+    ga::MemoryMeter meter;
+    auto& training = trainings_.emplace_back(technique, settings_);
+    meter.reset_peak();  // that of checking the budget
+    for (std::int64_t step = 0; step < measured_steps; ++step) {
+      const auto tokens = batch(step);
+      training.step(tokens);
+      row.kept = static_cast<double>(meter.live_bytes());
+      training.clear();
+    }
+    row.peak = static_cast<double>(meter.peak_bytes());
+    row.parameters = static_cast<double>(training.parameters());
+    if (technique.in_backward) row.gradient = static_cast<double>(training.largest_gradient());
+    rows_.push_back(row);
+  }
+
+  /// Each batch by all, timed; every other time in the reverse order, so that nobody is always first.
+  void train() {
+    std::vector<std::vector<double>> times(rows_.size()), ratios(rows_.size());
+    double loss = 0;
+    progress_.restart();
+    for (std::int64_t step = measured_steps; step < steps_; ++step) {
+      const auto tokens = batch(step);
+      for (std::size_t i = 0; i < rows_.size(); ++i) {
+        const auto turn = step % 2 ? rows_.size() - 1 - i : i;
+        times[turn].push_back(harness::seconds([&] {
+          const auto mean = trainings_[turn].step(tokens);
+          trainings_[turn].clear();
+          if (turn == 0) loss = mean;
+        }));
+      }
+      for (std::size_t i = 0; i < rows_.size(); ++i) ratios[i].push_back(times[i].back() / times[0].back());
+      progress_.update(static_cast<double>(step + 1 - measured_steps) / static_cast<double>(steps_ - measured_steps),
+                       (step + 1) * settings_.rows * static_cast<std::int64_t>(rows_.size()),
+                       [&] { return fmt::format("{}: step {} | loss {:.4f}", settings_.shape.name, step + 1, loss); });
+    }
+    for (std::size_t i = 0; i < rows_.size(); ++i) {
+      rows_[i].time = harness::median(times[i]);
+      rows_[i].time_ratio = harness::median(ratios[i]);
+    }
+  }
+
+  void evaluate() {
+    constexpr std::int64_t held_out = 1'000'000;
+    std::vector<Tokens> batches;
+    for (std::int64_t i = 0; i < 4; ++i) batches.push_back(batch(held_out + i));
+    for (std::size_t i = 0; i < rows_.size(); ++i) rows_[i].loss = trainings_[i].evaluate(batches);
+  }
+
+  harness::MarkovChain chain_;
+  BenchmarkOptions options_;
+  harness::TrainingSettings settings_;
+  std::int64_t steps_ = 0;
+  bool evaluate_ = true;
+  std::deque<Training> trainings_;  // of the rows
+  std::vector<Row> rows_;
+  ga::ProgressLine progress_{{.only_on_terminal = true}};
+};
+
+/// What a technique costs and saves, beside the plain loop.
+void print(const Row& row, const Row& plain, const harness::Options& options, const std::string& title) {
+  fmt::print("  {:<34} {:>8.1f} {:>8.1f} {:>8.1f} {:>7.2f} x {:>8.1f} {:>6.2f} x", row.technique.name,
+             row.peak / ga::MiB, row.peak / row.parameters, (row.kept + row.gradient) / row.parameters,
+             plain.peak / row.peak, 1e3 * row.time, row.time_ratio);
+  if (row.loss > 0) fmt::print("  {:>7.4f} {:>+6.2f} %", row.loss, 100 * (row.loss / plain.loss - 1));
+  fmt::print("\n");
+  harness::append_json(
+      options, fmt::format(R"({{"benchmark": "{}", "technique": "{}", "parameters": {}, "peak_bytes": {}, )"
+                           R"("weights_gradients_state_bytes": {}, "step_s": {}, "time_over_plain": {}, "loss": {}}})",
+                           title, row.technique.name, row.parameters, row.peak, row.kept + row.gradient, row.time,
+                           row.time_ratio, row.loss > 0 ? fmt::format("{}", row.loss) : "null"));
+}
+
+/// Rows by name, for sentences about them; those that were not asked for are not spoken of.
+class Rows {
+ public:
+  explicit Rows(const std::vector<Row>& rows) : rows_(rows) {}
+  void about(const std::string& name, const std::function<void(const Row& plain, const Row& row)>& say) const {
+    for (auto& row : rows_)
+      if (row.technique.name == name) say(rows_.front(), row);
+  }
+
+ private:
+  const std::vector<Row>& rows_;
+};
+
+/// Beyond float32 weights and gradients.
+double state_of(const Row& row) { return row.kept / row.parameters - 8; }
+
+/// What a fine-tuning guide has for its own models and devices.
+void print_claims(const Rows& rows) {
+  const auto say = [&](const std::string& name, const std::string& claim, const auto& here) {
+    rows.about(name,
+               [&](const Row& plain, const Row& row) { fmt::print("  {:<92} here: {}\n", claim, here(plain, row)); });
+  };
+  const auto memory_and_time = [](const Row& plain, const Row& row) {
+    return fmt::format("{:.0f} % less for {:+.1f} % time", 100 * (1 - row.peak / plain.peak),
+                       100 * (row.time_ratio - 1));
+  };
+  const auto optimizer_memory = [](const Row& plain, const Row& row) {
+    return fmt::format("{:.0f} % less", 100 * (1 - state_of(row) / state_of(plain)));
+  };
+  const auto together = [](const Row& plain, const Row& row) {
+    return fmt::format("{:.2f} x less, {:.2f} x as fast", plain.peak / row.peak, 1 / row.time_ratio);
+  };
+  fmt::print("  A fine-tuning guide:\n");
+  say("checkpoints, half the activations", "checkpointing: 20-30 % less memory for about 20 % more time",
+      memory_and_time);
+  say("bfloat16 autocast", "mixed precision: up to 2 x as fast", together);
+  say("Adafactor", "Adafactor: about 50 % less optimizer memory than Adam", optimizer_memory);
+  say("AdamW8bit", "8-bit Adam: similar savings", optimizer_memory);
+  for (auto* name : {"all, AdamW8bit", "all, Adafactor", "all, AdamW8bit in backward", "all, Adafactor in backward"})
+    say(name, fmt::format("all combined ({}): up to 3 x less memory at the same speed or better", name), together);
+}
+
+void print_targets(const Rows& rows, bool evaluated) {
+  const auto say = [](const std::string& target, double measured, double bound, bool met) {
+    fmt::print("  {:<72} {:>7.2f}, wanted {:>7.2f}: {}\n", target, measured, bound, met ? "met" : "MISSED");
+  };
+  const auto at_most = [&](const std::string& name, const std::string& what, double bound, const auto& of) {
+    rows.about(name, [&](const Row& plain, const Row& row) {
+      const double measured = of(plain, row);
+      say(fmt::format("{}: {}, at most", name, what), measured, bound, measured <= bound);
+    });
+  };
+  const auto kept = [](const Row&, const Row& row) { return row.kept / row.parameters; };
+  fmt::print("  Targets:\n");
+  at_most("ga::optim::AdamW", "bytes a parameter", 16.1, kept);
+  at_most("AdamW8bit", "bytes a parameter", 10.1, kept);
+  at_most("Adafactor", "bytes a parameter", 8.1, kept);
+  at_most("AdamW in backward", "bytes a parameter, without the gradient on its way", 12.1, kept);
+  at_most("all, Adafactor in backward", "bytes a parameter, without the gradient on its way", 4.1, kept);
+  for (auto* name : {"all, AdamW8bit", "all, Adafactor"}) {
+    rows.about(name, [&](const Row& plain, const Row& row) {
+      say(fmt::format("{}: x less memory, at least", name), plain.peak / row.peak, 3, 3 * row.peak <= plain.peak);
+    });
+    at_most(name, "time over the plain loop's", 1, [](const Row&, const Row& row) { return row.time_ratio; });
+    if (evaluated)
+      at_most(name, "loss above the plain loop's, %", 1,
+              [](const Row& plain, const Row& row) { return 100 * (row.loss / plain.loss - 1); });
+  }
+}
+
+void compare(const BenchmarkedModel& model, const BenchmarkOptions& more, const harness::Options& options) {
+  Contest contest(model, more, options.repeats);
+  const auto rows = contest.run();
+  const auto& shape = model.shape;
+  const auto title = fmt::format(
+      "Memory techniques: a transformer of {} blocks of width {}, {} words: {:.2f} M "
+      "parameters; batches of {} x {} tokens",
+      shape.blocks, shape.width, shape.vocabulary, rows[0].parameters / 1e6, more.batch_size, more.length);
+  fmt::print("{}\n  {}\n", title, harness::machine(options));
+  fmt::print("  {} steps by each; learning rate {}, Adafactor {}; the best possible loss is {:.4f}\n", contest.steps(),
+             more.learning_rate, more.adafactor_learning_rate, harness::MarkovChain::entropy());
+  fmt::print("  {:<34} {:>8} {:>8} {:>8} {:>9} {:>8} {:>8} {:>9}\n", "", "peak", "bytes a", "without", "memory", "step",
+             "time", "loss");
+  fmt::print("  {:<34} {:>8} {:>8} {:>8} {:>9} {:>8} {:>8}\n", "", "MiB", "param.", "activ.", "saved", "ms", "");
+  for (auto& row : rows) print(row, rows[0], options, title);
+  print_claims(Rows(rows));
+  print_targets(Rows(rows), rows[0].loss > 0);
+  fmt::print("\n");
+  std::fflush(stdout);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  BenchmarkOptions more;
+  const auto options = harness::parse(
+      argc, argv, "Techniques that save memory, alone and together, on a transformer", [&](CLI::App& app) {
+        app.add_option("--model", more.model, "small (27 M parameters), large (99 M), both, or tiny")
+            ->check(CLI::IsMember({"tiny", "small", "large", "both"}));
+        app.add_option("--batch-size", more.batch_size, "sequences a batch, a multiple of 4")
+            ->check(CLI::Range(4, 4096));
+        app.add_option("--length", more.length, "tokens a sequence")->check(CLI::Range(1, 65536));
+        app.add_option("--steps", more.steps, "steps by each; 0: as few as it takes to time them, and no loss")
+            ->check(CLI::Range(0, 1'000'000));
+        app.add_option("--learning-rate", more.learning_rate, "of AdamW and AdamW8bit")->check(CLI::PositiveNumber);
+        app.add_option("--adafactor-learning-rate", more.adafactor_learning_rate, "relative to the weights' size")
+            ->check(CLI::PositiveNumber);
+        app.add_option("--only", more.only, "techniques whose names contain one of these, beside the plain loop");
+      });
+  for (auto& model : models)
+    if (more.model == model.shape.name || (more.model == "both" && model.shape.name != "tiny"))
+      compare(model, more, options);
+}
