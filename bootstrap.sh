@@ -184,7 +184,7 @@ unzipped_data_directory() {
 python_with_torch=build/_oracle/bin/python
 
 fetch_python_torch() {
-  local requirements="torch==2.15.0 numpy==2.4.6 transformers==5.23.0" venv=build/_oracle
+  local requirements="torch==2.15.0 numpy==2.4.6 transformers==5.23.0 bitsandbytes==0.50.2" venv=build/_oracle
   if [[ $(cat "$venv/gradaccum-oracle.stamp" 2> /dev/null) == "$requirements" ]]; then return; fi
   step "Fetching Python's PyTorch with all that it depends on (several GB: this takes a while)"
   rm -rf "$venv"
@@ -251,12 +251,14 @@ bench() {
   fi
   if (( ${#python[@]} > 0 )); then fetch_python_torch; fi
   data=$(unzipped_data_directory) || exit
-  for name in adamw_step amp_tail tiny_step window trainer checkpoint; do
+  for name in adamw_step memory_saving_step amp_tail tiny_step window trainer checkpoint; do
     step "Running benchmark_$name"
     "$programs/benchmark_$name" "${arguments[@]}"
   done
   step "Running benchmark_epoch"  # ours keeps freed memory, and in one process that is for all
   "$programs/benchmark_epoch" --data "$data" --keep-memory "${arguments[@]}"
+  step "Running memory_techniques"  # without --steps 0 its losses take a quarter of an hour
+  "$programs/memory_techniques" --model small --steps 0 --keep-memory "${arguments[@]}"
   step "Running compare_processes.py"
   python3 benchmarks/compare_processes.py --programs "$programs" --data "$data" "${python[@]}" "${arguments[@]}"
   if (( ${#python[@]} == 0 )); then step "Python's PyTorch was left out, as --no-python asks"; fi

@@ -93,7 +93,8 @@ GRADACCUM_HOOK(state, "state(ga::Archive&)")
 /// | `before_backward(Loss&)` | may change the seed of backward, never the loss |
 /// | `ready()` | may this micro-batch fill the window? All are asked, before its backward; it closes if all agree |
 /// | `after_backward(Gradients&)` | sees the sums so far, of the window that is still open |
-/// | `scale_gradients(Factor&)` | the window closes: deferred factors, write-only: no order of policies matters |
+/// | `scale_gradients(Factor&)` | the window closes: deferred factors, write-only: no order of policies matters. With |
+/// | | `OptimizerInBackward` before the backward that fills it |
 /// | `reduce_gradients(Gradients&)` | moves data between processes |
 /// | `before_step(Gradients&)` | reads the true gradients by `norm()`, reads or changes them by `values()` |
 /// | `after_window(const Step&)` | the window is over: stepped or skipped |

@@ -575,3 +575,56 @@ TEST_CASE("Adam8bit: learns what Adam learns") {
   CHECK(whole < 0.1 * start);
   CHECK(coded < 1.1 * whole);
 }
+
+TEST_CASE("Adam8bit: learns exclusive or") {
+  torch::manual_seed(13);
+  torch::nn::Sequential model(torch::nn::Linear(2, 2048), torch::nn::Tanh(), torch::nn::Linear(2048, 1));
+  const auto x = torch::tensor({{0.0, 0.0}, {0.0, 1.0}, {1.0, 0.0}, {1.0, 1.0}}).to(at::kFloat);
+  const auto y = torch::tensor({{0.0}, {1.0}, {1.0}, {0.0}}).to(at::kFloat);
+  ga::optim::AdamW8bit adamw(model->parameters(), AdamW8bitOptions(3e-3).weight_decay(0));
+  const auto loss = [&] { return torch::binary_cross_entropy_with_logits(model->forward(x), y); };
+  CHECK(loss().item<double>() > 0.3);
+  for (int step = 0; step < 300; ++step) {
+    adamw.zero_grad();
+    loss().backward();
+    adamw.step();
+  }
+  CHECK(state_of(adamw, model->named_parameters()["0.weight"]).coded());
+  CHECK(loss().item<double>() < 0.05);
+}
+
+TEST_CASE("Adam8bit: windows that end in every way") {
+  const auto batches = make_batches({5, 5, 5, 5, 3}, at::kFloat);
+  const auto make = [] {
+    torch::manual_seed(14);
+    return torch::nn::Sequential(torch::nn::Linear(4, 1024), torch::nn::Tanh(), torch::nn::Linear(1024, 3));
+  };
+  enum class End { flush, discard, carry };
+  for (auto end : {End::flush, End::discard, End::carry}) {
+    auto model = make(), expected = make();
+    ga::optim::Adam8bit adam(model->parameters(), Adam8bitOptions(1e-3)),
+        reference(expected->parameters(), Adam8bitOptions(1e-3));
+    ga::GradAccumulator optimizer(adam, {.steps = 2});
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      for (auto& batch : batches) {
+        optimizer.backward({loss_of(model, batch), batch.data.size(0)});
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      if (end == End::flush) optimizer.flush();
+      if (end == End::discard) optimizer.discard();
+    }
+    auto twice = batches;
+    twice.insert(twice.end(), batches.begin(), batches.end());
+    std::vector<std::pair<int, int>> windows{{0, 2}, {2, 4}, {4, 6}, {6, 8}, {8, 10}};
+    if (end == End::flush) windows = {{0, 2}, {2, 4}, {4, 5}, {5, 7}, {7, 9}, {9, 10}};
+    if (end == End::discard) windows = {{0, 2}, {2, 4}, {5, 7}, {7, 9}};
+    for (auto [from, to] : windows) {
+      loss_of(expected, joined(twice, from, to)).backward();
+      reference.step();
+      reference.zero_grad();
+    }
+    CHECK(optimizer.updates() == static_cast<std::int64_t>(windows.size()));
+    CHECK(distance(model, expected) < 1e-4);
+  }
+}
