@@ -726,7 +726,8 @@ TEST_CASE("Adafactor: wrong options are refused, where they are given, loaded or
       {"beta1 must be in [0, 1)", AdafactorOptions().beta1(NAN)},
       {"warmup_init must come with relative_step", AdafactorOptions().warmup_init(true).relative_step(false)},
       {"variant must be", AdafactorOptions().variant(static_cast<AdafactorVariant>(7))}};
-  for (auto& [part, options] : wrong) {
+  for (auto& [part, wrong_options] : wrong) {
+    const auto& options = wrong_options;  // clang's lambdas do not capture bindings
     auto p = leaf(torch::ones({3, 2}));
     p.mutable_grad() = torch::ones({3, 2});
     REQUIRE_ERROR("Adafactor: " + part, Adafactor({p}, options));
