@@ -5,6 +5,7 @@
 /// The largest magnitude of a block's numbers; not finite where one of them is not.
 class Largest {
  public:
+  Largest() : most_(Floats::all(0)), poison_(Floats::all(0)) {}  // g++ makes implicit ones for the program around
   void see(Floats number) {
     most_ = larger(magnitude(number), most_);
     poison_ = multiply_add(number, Floats::all(0), poison_);  // NaN from then on, which `larger` may miss
@@ -21,7 +22,7 @@ class Largest {
   }
 
  private:
-  Floats most_ = Floats::all(0), poison_ = Floats::all(0);
+  Floats most_, poison_;
 };
 
 /// Codes a block of numbers relative to the largest of them. Gives that.
