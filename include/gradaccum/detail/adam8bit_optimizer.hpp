@@ -91,10 +91,7 @@ class Adam8bitOptimizer : public OwnOptimizer<Derived, Options, optim::Adam8bitP
 
   State prepare(const at::Tensor& parameter, const at::Tensor& gradient, const Options& options,
                 std::vector<AdamStep>& whole, std::vector<Adam8bitStep>& coded) {
-    TORCH_CHECK(!gradient.is_sparse(), Derived::name,
-                ": a gradient must be dense, got a sparse one for a parameter of shape ", parameter.sizes(),
-                "; use SGD, or an embedding without sparse(true)");
-    check_can_be_stepped(Derived::name, parameter, gradient);
+    check_can_be_stepped_densely(Derived::name, parameter, gradient);
     State state = this->state_of(parameter);
     const AdamSettings settings = settings_of(options, state.step() + 1);
     const bool known = state.exp_avg.defined() || state.exp_avg_sq.defined();

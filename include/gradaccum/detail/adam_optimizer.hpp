@@ -38,10 +38,7 @@ class AdamOptimizer : public OnePassOptimizer<Base, Derived, ParamState> {
   }
 
   AdamStep step_of(const at::Tensor& parameter, const at::Tensor& gradient, const Options& options) {
-    TORCH_CHECK(!gradient.is_sparse(), Derived::name,
-                ": a gradient must be dense, got a sparse one for a parameter of shape ", parameter.sizes(),
-                "; use SGD, or an embedding without sparse(true)");
-    check_can_be_stepped(Derived::name, parameter, gradient);
+    check_can_be_stepped_densely(Derived::name, parameter, gradient);
     const auto known = this->state_.find(parameter.unsafeGetTensorImpl());
     const auto state = known == this->state_.end() ? ParamState() : static_cast<const ParamState&>(*known->second);
     TORCH_CHECK(state.step() >= 0, Derived::name, ": the step count must be >= 0, got ", state.step());

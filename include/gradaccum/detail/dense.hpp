@@ -76,6 +76,15 @@ inline void check_can_be_stepped(const char* optimizer, const at::Tensor& parame
   if (!is_plain(parameter)) at::assert_no_internal_overlap(parameter);  // expanded: one number in several places
 }
 
+/// The same for optimizers whose state moves on for every element.
+inline void check_can_be_stepped_densely(const char* optimizer, const at::Tensor& parameter,
+                                         const at::Tensor& gradient) {
+  TORCH_CHECK(!gradient.is_sparse(), optimizer,
+              ": a gradient must be dense, got a sparse one for a parameter of shape ", parameter.sizes(),
+              "; use SGD, or an embedding without sparse(true)");
+  check_can_be_stepped(optimizer, parameter, gradient);
+}
+
 /// Real numbers that share the memory.
 inline at::Tensor as_real(const at::Tensor& t) { return t.is_complex() ? at::view_as_real(t) : t; }
 

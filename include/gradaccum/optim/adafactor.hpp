@@ -99,9 +99,7 @@ inline void Adafactor::add_param_group(const torch::optim::OptimizerParamGroup& 
 inline AdafactorParamState Adafactor::next_state(const at::Tensor& parameter, const at::Tensor& gradient,
                                                  const AdafactorOptions& options) const {
   TORCH_CHECK(!parameter.is_complex(), "Adafactor: a parameter must be real, got ", parameter.scalar_type());
-  TORCH_CHECK(!gradient.is_sparse(), "Adafactor: a gradient must be dense, got a sparse one for a parameter of shape ",
-              parameter.sizes(), "; use SGD, or an embedding without sparse(true)");
-  detail::check_can_be_stepped(name, parameter, gradient);
+  detail::check_can_be_stepped_densely(name, parameter, gradient);
   auto state = state_of(parameter);
   state.check(parameter);
   state.prepare(parameter, options.beta1() != 0);
