@@ -68,6 +68,7 @@ need_to_build() {
   need ninja-build "have ninja" "runs the build"
   need git "have git" "fetches libraries that the system lacks"
   need ccache "have ccache || ! have apt-get" "makes the second build fast"
+  need nlohmann-json3-dev "" "reads and writes JSON"
   need zlib1g-dev "" "reads the data set of the example"
   need libcli11-dev "" "reads the command line of the examples"
   need_python
@@ -184,7 +185,7 @@ unzipped_data_directory() {
 python_with_torch=build/_oracle/bin/python
 
 fetch_python_torch() {
-  local requirements="torch==2.15.0 numpy==2.4.6 transformers==5.23.0 bitsandbytes==0.50.2" venv=build/_oracle
+  local requirements="torch==2.15.0 numpy==2.4.6 transformers==5.23.0 bitsandbytes==0.50.2 safetensors==0.8.0" venv=build/_oracle
   if [[ $(cat "$venv/gradaccum-oracle.stamp" 2> /dev/null) == "$requirements" ]]; then return; fi
   step "Fetching Python's PyTorch with all that it depends on (several GB: this takes a while)"
   rm -rf "$venv"

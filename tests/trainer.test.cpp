@@ -794,11 +794,15 @@ TEST_CASE("Trainer: a state that makes no sense changes nothing") {
   Probe probe;
   ga::Trainer trainer(probe, probe.sgd, slope);
   trainer.fit(std::vector<double>{1.0});
-  ga::Archive hostile({{"updates", std::int64_t{-7}}, {"epochs", std::int64_t{2}}});
-  REQUIRE_ERROR("updates and epochs of a state must be >= 0, got -7 and 2", trainer.state(hostile));
+  ga::Archive saved;
+  trainer.state(saved);
+  auto values = saved.values();
+  values["updates"] = std::int64_t{-7};
+  ga::Archive hostile(values);
+  REQUIRE_ERROR("updates and epochs of a state must be >= 0, got -7 and 1", trainer.state(hostile));
   CHECK(trainer.updates() == 1);
   ga::Trainer scheduled(probe, probe.sgd, slope, ga::MixedPrecision{.dtype = at::kHalf});
-  ga::Archive incomplete({{"updates", std::int64_t{5}}, {"epochs", std::int64_t{2}}});
+  ga::Archive incomplete(saved.values());
   REQUIRE_ERROR("mixed_precision", scheduled.state(incomplete));
   CHECK(scheduled.updates() == 0);
 }
@@ -882,7 +886,7 @@ TEST_CASE("Trainer: a report that prints as a summary") {
   CHECK(trainer.fit(std::vector<double>{1.0}).peak_bytes.empty());
 }
 
-TEST_CASE("Trainer: counts and policies are saved and loaded between windows") {
+TEST_CASE("Trainer: its state is saved and loaded") {
   const auto batches = make_batches({4, 4, 4, 4}, at::kFloat);
   const auto make = [](Run& run) {
     return std::make_unique<decltype(ga::Trainer(
@@ -900,14 +904,6 @@ TEST_CASE("Trainer: counts and policies are saved and loaded between windows") {
   before->fit(batches, {.epochs = 2});
   ga::Archive saved;
   before->state(saved);
-  {  // model and optimizer, as a program of one's own would keep them
-    at::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < first.model->parameters().size(); ++i)
-      second.model->parameters()[i].copy_(first.model->parameters()[i]);
-    std::stringstream file;
-    torch::save(first.adamw, file);
-    torch::load(second.adamw, file);
-  }
   ga::Archive loading(saved.values());
   after->state(loading);
   loading.check_all_used();
@@ -919,10 +915,6 @@ TEST_CASE("Trainer: counts and policies are saved and loaded between windows") {
   CHECK(same_bits(flat(second.model), flat(straight.model)));
   CHECK(after->policy<ga::MixedPrecision>().amp_scaler->state_dict() ==
         uninterrupted->policy<ga::MixedPrecision>().amp_scaler->state_dict());
-
-  before->step(batches[0]);
-  ga::Archive inside;
-  REQUIRE_ERROR("Trainer: state() inside a window; call flush() or discard() first", before->state(inside));
 }
 
 TEST_CASE("Trainer: what hides behind a reference is found out") {

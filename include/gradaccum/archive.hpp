@@ -6,6 +6,7 @@
 
 #include <concepts>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <set>
 #include <string>
@@ -13,6 +14,7 @@
 #include <type_traits>
 #include <utility>
 #include <variant>
+#include <vector>
 
 namespace gradaccum {
 
@@ -26,34 +28,80 @@ namespace gradaccum {
 ///     saved("counter", counter);                           // its values are named counter.count, …
 ///     ga::Archive(saved.values())("counter", other);       // other.count == 3
 ///
-/// A value is a number, a flag, a text, a tensor, or a part that has `state(Archive&)`. Tensors are copied, both ways:
-/// a loaded one is new. A name that is there twice, is missing, or has a value of another type or out of range throws;
-/// what a part has loaded before that stays, so a part that must not be half-changed loads into locals first.
+/// A value is a number, a flag, a text, a tensor, a `std::optional` of these, or a part that has `state(Archive&)`.
+/// Tensors are copied, both ways: a loaded one is new. A name that is there twice, is missing, or has a value of
+/// another type or out of range throws; what a part has loaded before that stays, so a part that must not be
+/// half-changed loads into locals first, or leaves what it changes to `when_all_fit`.
 ///
 /// @note Does not synchronise with the device.
 class Archive {
  public:
   using Value = std::variant<bool, std::int64_t, double, std::string, at::Tensor>;
   using Values = std::map<std::string, Value, std::less<>>;
+  using Tensors = std::map<std::string, at::Tensor>;
 
   Archive() = default;                                                             ///< to save into
   explicit Archive(Values values) : values_(std::move(values)), loading_(true) {}  ///< to load from
+
+  /// To save into, without copies: its tensors are those of the parts, as long as these do not change them.
+  static Archive of_references() {
+    Archive archive;
+    archive.copies_ = false;
+    return archive;
+  }
 
   bool loading() const { return loading_; }
   const Values& values() const { return values_; }
 
   template <class T>
-  void operator()(std::string_view name, T& value) {
-    const auto full = prefix_ + std::string(name);
-    TORCH_CHECK(used_.insert(full).second, "Archive: two values are named '", full, "'; give each part another name");
+  void operator()(std::string_view name, T&& value) {
+    const auto full = take_name(name);
     if constexpr (requires { value.state(*this); })
       part(full, value);
+    else if constexpr (requires { value.has_value(); })
+      optional(full, value);
     else if (loading_)
       load(full, value);
     else
       values_[full] = stored(value);
   }
 
+  /// Tensors whose names the part alone knows: all that nobody has asked for. Loaded ones are the archive's own, to be
+  /// copied and not kept.
+  void tensors(Tensors& tensors);
+
+  /// What must be the same in a training that goes on, as the number of micro-batches: it is saved, and where a loaded
+  /// value is another, that is an error which names both; unless changes are allowed.
+  template <class T>
+  void setting(std::string_view name, const T& value) {
+    auto before = value;
+    (*this)(name, before);
+    TORCH_CHECK(before == value || changes_allowed_, "Archive: the state was saved with ", prefix_, name, " = ", before,
+                ", and here it is ", value, "; give it the same, or load with {.allow_changes = true}");
+  }
+  void allow_changes(bool allow) { changes_allowed_ = allow; }
+  bool changes_allowed() const { return changes_allowed_; }
+
+  /// Runs `load`. If all of it, and of what is around it, has been loaded, then comes what was given to `when_all_fit`;
+  /// an exception forgets that.
+  template <class Load>
+  void together(const Load& load);
+  /// At once when saving, and where there is nothing that is loaded together with it.
+  void when_all_fit(std::function<void()> change) {
+    if (depth_ == 0) return change();
+    changes_.push_back(std::move(change));
+  }
+
+  /// Among what is loaded there is a part of this name.
+  bool has(const std::string& part) const {
+    const auto [first, last] = range(prefix_ + part + '.');
+    return loading_ && first != last;
+  }
+  /// Nobody here wants that part.
+  void leave_out(const std::string& part) {
+    const auto [first, last] = range(prefix_ + part + '.');
+    for (auto value = first; value != last; ++value) used_.insert(value->first);
+  }
   /// Throws if there are values that nobody has asked for: they belong to another program.
   void check_all_used() const {
     for (auto& [name, value] : values_)
@@ -61,11 +109,26 @@ class Archive {
   }
 
  private:
+  std::string take_name(std::string_view name) {
+    auto full = prefix_ + std::string(name);
+    TORCH_CHECK(used_.insert(full).second, "Archive: two values are named '", full, "'; give each part another name");
+    return full;
+  }
+
+  /// All whose names begin so.
+  std::pair<Values::const_iterator, Values::const_iterator> range(const std::string& prefix) const {
+    auto after = prefix;
+    ++after.back();
+    return std::pair(values_.lower_bound(prefix), values_.lower_bound(after));
+  }
+
+  /// Where changes are allowed, a part of which there is nothing stays as it is.
   template <class Part>
   void part(const std::string& name, Part& part) {
+    if (const auto [first, last] = range(name + '.'); loading_ && changes_allowed_ && first == last) return;
     const auto outer = std::exchange(prefix_, name + '.');
     try {
-      part.state(*this);
+      together([&] { part.state(*this); });
     } catch (...) {
       prefix_ = outer;
       throw;
@@ -73,13 +136,28 @@ class Archive {
     prefix_ = outer;
   }
 
+  /// One that has no value is not there.
+  template <class Optional>
+  void optional(const std::string& name, Optional& value) {
+    if (loading_ && !values_.contains(name))
+      value.reset();
+    else if (loading_)
+      load(name, value.emplace());
+    else if (value)
+      values_[name] = stored(*value);
+  }
+
+  at::Tensor kept(const at::Tensor& tensor) const {
+    return tensor.defined() && copies_ ? tensor.detach().clone() : tensor;
+  }
+
   /// The alternative of `Value` that holds a `T`.
   template <class T>
-  static auto stored(const T& value) {
+  auto stored(const T& value) const {
     static_assert(std::is_arithmetic_v<T> || std::is_same_v<T, std::string> || std::is_same_v<T, at::Tensor>,
                   "Archive: a value must be a number, a flag, a text, a tensor, or have state(Archive&)");
     if constexpr (std::is_same_v<T, at::Tensor>)
-      return value.defined() ? value.detach().clone() : value;
+      return kept(value);
     else if constexpr (std::integral<T> && !std::is_same_v<T, bool>)
       return static_cast<std::int64_t>(value);
     else if constexpr (std::floating_point<T>)
@@ -104,7 +182,36 @@ class Archive {
   Values values_;
   std::set<std::string> used_;
   std::string prefix_;
-  bool loading_ = false;
+  std::vector<std::function<void()>> changes_;
+  int depth_ = 0;
+  bool loading_ = false, copies_ = true, changes_allowed_ = false;
 };
+
+inline void Archive::tensors(Tensors& tensors) {
+  if (!loading_) {
+    for (auto& [name, tensor] : tensors) values_[take_name(name)] = kept(tensor);
+    return;
+  }
+  tensors.clear();
+  const auto [first, last] = prefix_.empty() ? std::pair(values_.begin(), values_.end()) : range(prefix_);
+  for (auto value = first; value != last; ++value)
+    if (const auto* const tensor = std::get_if<at::Tensor>(&value->second); tensor && used_.insert(value->first).second)
+      tensors.emplace(value->first.substr(prefix_.size()), *tensor);
+}
+
+template <class Load>
+void Archive::together(const Load& load) {
+  const auto waiting = changes_.size();
+  ++depth_;
+  try {
+    load();
+  } catch (...) {
+    changes_.resize(waiting);
+    --depth_;
+    throw;
+  }
+  if (--depth_ > 0) return;
+  for (auto& change : std::exchange(changes_, {})) change();
+}
 
 }  // namespace gradaccum

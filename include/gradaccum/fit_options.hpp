@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/archive.hpp>
+
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <filesystem>
 #include <optional>
 #include <string>
 
@@ -31,7 +34,10 @@ struct FitOptions {
                                              ///< that takes, if `epochs` is not given
   Tail tail = Tail::flush;
   OnNan on_nan = OnNan::stop;
-  bool smoke = false;           ///< one window of everything, to see that it runs; `evaluate` takes one batch meanwhile
+  bool smoke = false;  ///< one window of everything, to see that it runs; `evaluate` takes one batch meanwhile
+  std::filesystem::path resume = {};  ///< go on from the newest state in this directory, see `ga::save`; from the
+                                      ///< beginning where there is none
+  bool allow_changes = false;         ///< with `resume`: go on though the model, the data or settings are others
   bool measure_memory = false;  ///< report the peak of tensor memory, by a MemoryMeter; unless LibTorch's profiler is
                                 ///< at work. LibTorch may warn then of "memory blocks" that are older than the `fit`
 };
@@ -51,6 +57,8 @@ struct FitStatus {
   std::string first_nan = {};                ///< which was the first
   bool running = false;                      ///< `fit` is at work
   bool stopped = false;                      ///< by `Trainer::stop`
+  int signal = 0;                            ///< which one ended it early
+  std::string resumed_from = {};             ///< the state that it went on from
   bool trained = false;                      ///< a window of this epoch moved, or would have but for an overflow
   Clock::time_point start = Clock::now();
 
@@ -59,6 +67,8 @@ struct FitStatus {
   bool done() const;
   void count_window(bool moved, bool overflowed);
   void end_epoch(bool window_has_items);
+  /// All but the options, and how it ended.
+  void state(Archive& archive);
   /// How much of it is done, in [0, 1]; none while nobody can tell.
   std::optional<double> fraction() const;
 };
@@ -69,7 +79,7 @@ inline void check(const FitOptions& options) {
 }
 
 inline bool FitStatus::done() const {
-  if (stopped || (options.smoke && updates + skipped > 0)) return true;
+  if (stopped || signal != 0 || (options.smoke && updates + skipped > 0)) return true;
   if (options.updates) return updates >= *options.updates || epochs == options.epochs;
   return epochs >= options.epochs.value_or(1);
 }
@@ -93,6 +103,26 @@ inline void FitStatus::end_epoch(bool window_has_items) {
   if (!batches) batches = batch;
   batch = 0;
   trained = false;
+}
+
+inline void FitStatus::state(Archive& archive) {
+  auto so_far = seconds();
+  archive("epoch", epoch);
+  archive("epochs", epochs);
+  archive("batch", batch);
+  archive("batches", batches);
+  archive("updates", updates);
+  archive("skipped", skipped);
+  archive("samples", samples);
+  archive("nan_batches", nan_batches);
+  archive("first_nan", first_nan);
+  archive("trained", trained);
+  archive("seconds", so_far);
+  if (!archive.loading()) return;
+  TORCH_CHECK(
+      std::min({epoch, epochs, batch, batches.value_or(0), updates, skipped, samples, nan_batches}) >= 0 && so_far >= 0,
+      "Trainer: the counts of a saved fit must be >= 0");
+  start = Clock::now() - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(so_far));
 }
 
 inline std::optional<double> FitStatus::fraction() const {

@@ -32,8 +32,10 @@ namespace gradaccum {
 struct FitReport {
   std::int64_t epochs = 0, updates = 0, skipped = 0, samples = 0;
   double seconds = 0, samples_per_second = 0;
-  std::int64_t nan_batches = 0;                             ///< left out: see `OnNan::skip`
-  std::string first_nan = {};                               ///< which was the first of them
+  std::string resumed_from = {};  ///< the state that it went on from; then all numbers are those of the whole `fit`
+  int signal = 0;                 ///< SIGINT or SIGTERM, if one ended it: a program then exits with 128 + signal
+  std::int64_t nan_batches = 0;   ///< left out: see `OnNan::skip`
+  std::string first_nan = {};     ///< which was the first of them
   std::map<std::string, std::int64_t> occupied_bytes = {};  ///< by device
   std::map<std::string, std::int64_t> peak_bytes = {};      ///< by device; empty where nothing was measured
 };
@@ -46,6 +48,8 @@ inline FitReport report_of(const FitStatus& status) {
                    .skipped = status.skipped,
                    .samples = status.samples,
                    .seconds = status.seconds(),
+                   .resumed_from = status.resumed_from,
+                   .signal = status.signal,
                    .nan_batches = status.nan_batches,
                    .first_nan = status.first_nan};
   report.samples_per_second = static_cast<double>(report.samples) / report.seconds;

@@ -161,6 +161,12 @@ class GradAccumulator {
     return Gradients(window_.so_far());
   }
 
+  /// The window as a part of a training state, between two micro-batches; see `OptimizerState`.
+  auto named_window(const torch::nn::Module& module) {
+    follow();
+    return NamedWindow{*this, window_.named(module)};
+  }
+
   bool ready() const { return window_.ready(); }                      ///< the next `step()` closes the window
   std::int64_t micro_steps() const { return window_.micro_steps(); }  ///< completed in this window
   std::int64_t updates() const { return updates_; }                   ///< how often the parameters have moved
@@ -214,6 +220,26 @@ class GradAccumulator {
     synchronise();
     window_.follow();
   }
+
+  struct NamedWindow {
+    GradAccumulator& of;
+    typename detail::OptimizerWindow<Optimizer>::Named window;
+    void state(Archive& archive) {
+      auto updates = of.updates_;
+      auto clip_norm = of.clip_norm_, clip_value = of.clip_value_;
+      archive.setting("steps", of.window_.steps());
+      archive("updates", updates);
+      archive("clip_norm", clip_norm);
+      archive("clip_value", clip_value);
+      window.state(archive);
+      if (!archive.loading()) return;
+      archive.when_all_fit([=, of = &of] {
+        of->updates_ = updates;
+        of->clip_norm_ = clip_norm;
+        of->clip_value_ = clip_value;
+      });
+    }
+  };
 
   bool close() {
     const bool moved = window_.close([this](Gradients& gradients) { clip(gradients); });

@@ -17,6 +17,9 @@
 #include <gradaccum/fit_report.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/gradients.hpp>
+#include <gradaccum/io/safetensors.hpp>
+#include <gradaccum/io/state_folder.hpp>
+#include <gradaccum/io/weights.hpp>
 #include <gradaccum/keep_freed_memory.hpp>
 #include <gradaccum/learning_rates.hpp>
 #include <gradaccum/loss.hpp>
@@ -43,11 +46,14 @@
 #include <gradaccum/policies/mixed_precision.hpp>
 #include <gradaccum/policies/optimizer_in_backward.hpp>
 #include <gradaccum/policies/progress.hpp>
+#include <gradaccum/policies/save_state.hpp>
 #include <gradaccum/policies/schedule.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/progress_line.hpp>
 #include <gradaccum/saved_tensor_hooks.hpp>
+#include <gradaccum/state_parts.hpp>
 #include <gradaccum/trainer.hpp>
+#include <gradaccum/training_state.hpp>
 #include <gradaccum/verify_accumulation.hpp>
 #include <gradaccum/version.hpp>
 #include <gradaccum/window.hpp>

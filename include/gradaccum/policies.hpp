@@ -9,4 +9,5 @@
 #include <gradaccum/policies/mixed_precision.hpp>
 #include <gradaccum/policies/optimizer_in_backward.hpp>
 #include <gradaccum/policies/progress.hpp>
+#include <gradaccum/policies/save_state.hpp>
 #include <gradaccum/policies/schedule.hpp>

@@ -58,6 +58,7 @@ struct Step {
 
 // clang-format off
 GRADACCUM_HOOK(attach, "attach(ga::Trainer<…>&): take auto&")
+GRADACCUM_HOOK(fit_scope, "fit_scope(), and give the guard back")
 GRADACCUM_HOOK(forward_scope, "forward_scope(), and give the guard back")
 GRADACCUM_HOOK(before_backward, "before_backward(ga::Loss&)")
 GRADACCUM_HOOK(ready, "bool ready()")
@@ -67,6 +68,7 @@ GRADACCUM_HOOK(reduce_gradients, "reduce_gradients(ga::Gradients&)")
 GRADACCUM_HOOK(before_step, "before_step(ga::Gradients&)")
 GRADACCUM_HOOK(after_window, "after_window(const ga::Step&)")
 GRADACCUM_HOOK(after_step, "after_step(const ga::Step&)")
+GRADACCUM_HOOK(at_boundary, "at_boundary()")
 GRADACCUM_HOOK(on_epoch_begin, "on_epoch_begin(std::int64_t epoch)")
 GRADACCUM_HOOK(on_epoch_end, "on_epoch_end(std::int64_t epoch)")
 GRADACCUM_HOOK(state, "state(ga::Archive&)")
@@ -89,6 +91,7 @@ GRADACCUM_HOOK(state, "state(ga::Archive&)")
 /// |---|---|
 /// | `attach(auto& trainer)` | once, when the trainer is built |
 /// | `on_epoch_begin(epoch)`, `on_epoch_end(epoch)` | around an epoch of `fit` |
+/// | `fit_scope()` | gives a guard that is held while `fit` runs |
 /// | `forward_scope()` | gives a guard that is held while the objective runs, in training and evaluation |
 /// | `before_backward(Loss&)` | may change the seed of backward, never the loss |
 /// | `ready()` | may this micro-batch fill the window? All are asked, before its backward; it closes if all agree |
@@ -99,16 +102,18 @@ GRADACCUM_HOOK(state, "state(ga::Archive&)")
 /// | `before_step(Gradients&)` | reads the true gradients by `norm()`, reads or changes them by `values()` |
 /// | `after_window(const Step&)` | the window is over: stepped or skipped |
 /// | `after_step(const Step&)` | the parameters have moved |
+/// | `at_boundary()` | in `fit`, after all of the above: between two micro-batches, and at the end of an epoch. The |
+/// | | moment to save everything |
 /// | `state(Archive&)` | saves and loads what it would miss; needs a member `std::string_view name`, static or not |
 ///
 /// It must not be final. A member of such a name with another signature does not compile, with a sentence; a name that
 /// is misspelt cannot be noticed: `static_assert(ga::hook::before_step<GradientNoise>)`.
 template <class P>
-concept policy =
-    std::is_class_v<P> && !std::is_final_v<P> &&
-    (hook::attach<P> || hook::forward_scope<P> || hook::before_backward<P> || hook::ready<P> ||
-     hook::after_backward<P> || hook::scale_gradients<P> || hook::reduce_gradients<P> || hook::before_step<P> ||
-     hook::after_window<P> || hook::after_step<P> || hook::on_epoch_begin<P> || hook::on_epoch_end<P>);
+concept policy = std::is_class_v<P> && !std::is_final_v<P> &&
+                 (hook::attach<P> || hook::forward_scope<P> || hook::before_backward<P> || hook::ready<P> ||
+                  hook::after_backward<P> || hook::scale_gradients<P> || hook::reduce_gradients<P> ||
+                  hook::before_step<P> || hook::fit_scope<P> || hook::at_boundary<P> || hook::after_window<P> ||
+                  hook::after_step<P> || hook::on_epoch_begin<P> || hook::on_epoch_end<P>);
 
 namespace detail {
 

@@ -5,12 +5,14 @@
 #include <gradaccum/detail/samples_of.hpp>
 #include <gradaccum/detail/trainer/arguments.hpp>
 #include <gradaccum/detail/trainer/counts.hpp>
+#include <gradaccum/detail/trainer/data_position.hpp>
 #include <gradaccum/detail/trainer/evaluate.hpp>
-#include <gradaccum/detail/trainer/fit_scope.hpp>
+#include <gradaccum/detail/trainer/fit.hpp>
 #include <gradaccum/detail/trainer/policy_list.hpp>
 #include <gradaccum/detail/trainer/window_record.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policies.hpp>
+#include <gradaccum/state_parts.hpp>
 
 #include <c10/util/Exception.h>
 
@@ -58,14 +60,7 @@ class Trainer {
 
   /// Trains until it has gone through the batches so often, or made so many updates; in training mode, unless the model
   /// is in it already, with all that its owner has frozen. Epochs count on from the last `fit`.
-  FitReport fit(auto&& batches, const FitOptions& options = {}) {
-    const detail::FitScope scope(module(), device(), status_,
-                                 {.options = options, .batches = detail::batches_of(batches)});
-    return or_discard([&] {
-      while (!status_.done()) run_epoch(batches);
-      return scope.report();
-    });
-  }
+  FitReport fit(auto&& batches, const FitOptions& options = {}) { return detail::Fit(*this, batches).run(options); }
 
   /// The model's mean loss and other metrics: in evaluation mode, without gradients, the batches gone through once.
   template <metric... Metrics>
@@ -102,6 +97,8 @@ class Trainer {
   }
   /// Ends `fit` after the micro-batch in hand, and its tail.
   void stop() { status_.stopped = true; }
+  /// The same without its tail, so that another program can go on from a state: for a signal.
+  void interrupt(int signal) { status_.signal = signal; }
 
   Model& model() { return model_; }
   torch::nn::Module& module() { return detail::module_of(model_); }
@@ -120,16 +117,28 @@ class Trainer {
     return policies_.template get<Policy>();
   }
 
-  /// Saves or loads the counts, and the state of each policy that has one. Between windows.
+  /// Saves or loads all that a training needs to go on to the bit; see `ga::save`. Between micro-batches.
   void state(Archive& archive) {
-    TORCH_CHECK(window().micro_batches == 0, "Trainer: state() inside a window; call flush() or discard() first");
-    detail::or_restore(counts_, [&] {
-      counts_.state(archive);
-      policies_.state(archive);
+    archive.together([&] {
+      archive("model", ModelState(module()));
+      archive("optimizer", OptimizerState(optimizer(), module()));
+      archive("window", window_.named(module()));
+      archive("random", RandomState());
+      detail::or_restore(
+          [&] {
+            counts_.state(archive);
+            archive("losses", record_);
+            detail::archive_fit(archive, status_, data_);
+            policies_.state(archive);
+          },
+          counts_, record_, status_);
     });
   }
 
  private:
+  template <class Trainer, class Batches>
+  friend class detail::Fit;
+
   template <class Hook>
   void call(auto&&... arguments) {
     policies_.template all<Hook>(arguments...);
@@ -144,21 +153,9 @@ class Trainer {
     }
   }
   Loss forward(auto& batch) {
-    return policies_.in_scopes([&] { return detail::loss_of(objective_, model_, batch); });
+    return policies_.template in_scopes<hooks::forward_scope>(
+        [&] { return detail::loss_of(objective_, model_, batch); });
   }
-  void run_epoch(auto& batches) {
-    status_.epoch = counts_.epochs++;
-    call<hooks::on_epoch_begin>(status_.epoch);
-    for (auto&& batch : batches) {
-      step(batch);
-      if (status_.done()) break;
-    }
-    if (status_.options.tail == Tail::flush || status_.options.smoke) flush();
-    if (status_.options.tail == Tail::drop) discard();
-    status_.end_epoch(window_.has_weight());
-    call<hooks::on_epoch_end>(status_.epoch);
-  }
-
   void prepare() {
     record_.prepare([this] { call<hooks::scale_gradients>(window_.closing()->factor()); });
   }
@@ -188,6 +185,7 @@ class Trainer {
   Objective objective_;
   detail::PolicyList<Policies...> policies_;
   detail::WindowRecord record_;
+  detail::DataPosition data_;
   detail::Counts counts_;
   FitStatus status_;
 };

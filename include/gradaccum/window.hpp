@@ -47,6 +47,16 @@ class Window {
   }
   void restart() { *this = Window(next_steps_); }
 
+  /// Goes on with a window that was saved.
+  void resume(std::int64_t count, double first_weight, double total_weight) {
+    check_weight(first_weight);
+    check_weight(total_weight);
+    TORCH_CHECK(count >= 0 && (count > 0 || total_weight == 0) && (first_weight > 0) == (total_weight > 0),
+                "Window: a saved one must have a count >= 0 and weights that fit, got ", count, ", ", first_weight,
+                " and ", total_weight);
+    count_ = count, first_weight_ = first_weight, total_weight_ = total_weight;
+  }
+
  private:
   static std::int64_t checked(std::int64_t steps) {
     TORCH_CHECK(steps >= 1, "GradAccumulator: steps must be >= 1, got ", steps);

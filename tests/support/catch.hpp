@@ -2,6 +2,7 @@
 #pragma once
 
 // Catch2, version 2 or 3, beside LibTorch, whose headers leave a macro CHECK behind.
+#include <nlohmann/json.hpp>
 #include <torch/torch.h>
 #undef CHECK
 

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/archive.hpp>
+#include <gradaccum/detail/fingerprint.hpp>
 #include <gradaccum/detail/type_name.hpp>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Generator.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
@@ -74,19 +77,38 @@ class EpochLoops {
   const State& state() const { return state_; }
   /// The next loop goes on from here.
   void load_state(const State& state) {
-    TORCH_CHECK(state.epoch >= 0 && state.epoch < std::numeric_limits<std::int64_t>::max(), name(),
-                ": a state must have an epoch >= 0 that another can follow, got ", state.epoch);
-    const auto size = batches().size_of(state.epoch);
-    TORCH_CHECK(state.batch >= 0 && state.batch <= size, name(), ": a state must have an epoch and a batch of 0 to ",
-                size, ", got ", state.epoch, " and ", state.batch);
+    check(state);
     state_ = state;
     resumed_ = true;
+  }
+
+  /// Saves or loads where a run is. Other data is an error, known by its number of batches and by the last batch.
+  void state(Archive& archive) {
+    auto next = state_;
+    archive("epoch", next.epoch);
+    archive("batch", next.batch);
+    if (archive.changes_allowed() && next.epoch >= 0) next.batch = std::min(next.batch, batches().size_of(next.epoch));
+    check(next);
+    archive.setting("batches", batches().size_of(next.epoch));
+    archive.setting("last_batch", fingerprint(next));
+    if (archive.loading()) archive.when_all_fit([this, next] { load_state(next); });
   }
 
  private:
   friend Batches;
   EpochLoops() = default;
 
+  void check(const State& state) {
+    TORCH_CHECK(state.epoch >= 0 && state.epoch < std::numeric_limits<std::int64_t>::max(), name(),
+                ": a state must have an epoch >= 0 that another can follow, got ", state.epoch);
+    const auto size = batches().size_of(state.epoch);
+    TORCH_CHECK(state.batch >= 0 && state.batch <= size, name(), ": a state must have an epoch and a batch of 0 to ",
+                size, ", got ", state.epoch, " and ", state.batch);
+  }
+  std::string fingerprint(const State& at) {
+    if (batches().size_of(at.epoch) == 0) return "none";
+    return fingerprint_of(batches().batch_at({at.epoch, std::max<std::int64_t>(at.batch - 1, 0)}));
+  }
   Batches& batches() { return static_cast<Batches&>(*this); }
   std::string name() { return type_name(batches()); }
 

@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/archive.hpp>
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
 #include <torch/ordered_dict.h>
 
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -29,12 +33,23 @@ template <class ParamState>
 std::vector<std::pair<std::string, at::Tensor*>> tensors_of(ParamState& state) {
   if constexpr (requires { state.tensors(); })
     return state.tensors();
+  else if constexpr (requires { state.square_avg(); })
+    return {{"square_avg", &state.square_avg()},
+            {"momentum_buffer", &state.momentum_buffer()},
+            {"grad_avg", &state.grad_avg()}};
+  else if constexpr (requires { state.sum(); })
+    return {{"sum", &state.sum()}};
   else if constexpr (requires { state.momentum_buffer(); })
     return {{"momentum_buffer", &state.momentum_buffer()}};
   else
     return {{"exp_avg", &state.exp_avg()},
             {"exp_avg_sq", &state.exp_avg_sq()},
             {"max_exp_avg_sq", &state.max_exp_avg_sq()}};
+}
+
+/// Not there in all settings of an optimizer.
+inline bool may_be_missing(const std::string& slot) {
+  return slot == "max_exp_avg_sq" || slot == "momentum_buffer" || slot == "grad_avg";
 }
 
 /// Takes a whole number >= 0 out of `tensors`; nothing if there is none.
@@ -57,7 +72,7 @@ std::unique_ptr<ParamState> take_state(NamedTensors& tensors, const std::string&
   for (auto& [slot, tensor] : tensors_of(*state)) {
     const auto node = tensors.extract(slot + "." + name);
     any = any || node;
-    complete = complete && (node || checks_itself || slot == "max_exp_avg_sq");
+    complete = complete && (node || checks_itself || may_be_missing(slot));
     if (!node) continue;
     const auto& given = node.mapped();
     TORCH_CHECK(given.defined() && given.layout() == at::kStrided &&
@@ -96,6 +111,65 @@ class NameOf {
 
  private:
   std::unordered_map<const void*, std::string> names_;
+};
+
+template <class Body>
+void for_each_parameter(const torch::optim::Optimizer& optimizer, const Body& body) {
+  for (auto& group : optimizer.param_groups())
+    for (auto& parameter : group.params()) body(parameter);
+}
+
+/// The state of an optimizer whose parameters have such a one. The tensors are its own.
+template <class ParamState>
+NamedTensors named_state_of(const torch::optim::Optimizer& optimizer, const NameOf& name_of) {
+  NamedTensors all;
+  for_each_parameter(optimizer, [&](const at::Tensor& parameter) {
+    const auto known = optimizer.state().find(parameter.unsafeGetTensorImpl());
+    if (known == optimizer.state().end()) return;
+    auto& state = static_cast<ParamState&>(*known->second);
+    const auto& name = name_of(parameter);
+    for (auto& [slot, tensor] : tensors_of(state))
+      if (tensor->defined()) all.emplace(slot + "." + name, *tensor);
+    if constexpr (requires { state.step(); })
+      all.emplace("step." + name, at::scalar_tensor(static_cast<double>(state.step()), at::kDouble));
+  });
+  return all;
+}
+
+/// Takes the state of all parameters out of `tensors`, and checks it. Parameters of which there is nothing begin
+/// afresh; if `lenient`, so do those whose state does not fit. What is given back makes it the optimizer's.
+template <class ParamState>
+std::function<void()> take_states(torch::optim::Optimizer& optimizer, const NameOf& name_of, NamedTensors& tensors,
+                                  bool lenient) {
+  using States = std::vector<std::pair<void*, std::unique_ptr<ParamState>>>;
+  const auto loaded = std::make_shared<States>();
+  for_each_parameter(optimizer, [&](const at::Tensor& parameter) {
+    try {
+      if (auto taken = take_state<ParamState>(tensors, name_of(parameter), parameter))
+        loaded->emplace_back(parameter.unsafeGetTensorImpl(), std::move(taken));
+    } catch (const c10::Error&) {
+      if (!lenient) throw;
+    }
+  });
+  return [&optimizer, loaded] {
+    optimizer.state().clear();
+    for (auto& [parameter, taken] : *loaded) optimizer.state()[parameter] = std::move(taken);
+  };
+}
+
+/// Options that say themselves what there is to save.
+struct ArchivesItself {
+  virtual ~ArchivesItself() = default;
+  virtual void state(Archive& archive) = 0;
+};
+
+/// An optimizer that says itself what its state is.
+struct NamesItsState {
+  virtual ~NamesItsState() = default;
+  virtual NamedTensors named_state(const NamedParameters& parameters) const = 0;
+  /// Checks what `named_state` gave, and copies it; what comes back makes it the optimizer's.
+  virtual std::function<void()> take_named_state(const NamedParameters& parameters, NamedTensors state,
+                                                 bool lenient) = 0;
 };
 
 }  // namespace gradaccum::detail

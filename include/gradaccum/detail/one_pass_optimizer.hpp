@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <iterator>
 #include <memory>
 #include <optional>
@@ -47,7 +48,7 @@ class GradientsByParameter {
 /// LibTorch's optimizer `Base`, with a step of our own: `Derived` has `move(gradient_of, multiplier)`, which steps all
 /// parameters that have a gradient. Options, state, groups, saving and loading are LibTorch's.
 template <class Base, class Derived, class ParamState>
-class OnePassOptimizer : public Base, public TakesGradients {
+class OnePassOptimizer : public Base, public TakesGradients, public NamesItsState {
  public:
   using Base::Base;
   using LossClosure = torch::optim::Optimizer::LossClosure;
@@ -66,7 +67,7 @@ class OnePassOptimizer : public Base, public TakesGradients {
     if (gradients.overflowed()) return;
     const GradientsByParameter gradient_of(gradients);
     bool any = gradient_of.empty();
-    for_each_parameter([&](const at::Tensor& parameter) { any = any || gradient_of(parameter).defined(); });
+    for_each_parameter(*this, [&](const at::Tensor& parameter) { any = any || gradient_of(parameter).defined(); });
     TORCH_CHECK(any, Derived::name, ": step(gradients) was given those of other parameters than the optimizer's");
     move(gradient_of, product_of(gradients));
   }
@@ -86,21 +87,11 @@ class OnePassOptimizer : public Base, public TakesGradients {
   }
 
   /// The state by the parameters' names, `exp_avg.0.weight`, for any file format. The tensors are the optimizer's own.
-  NamedTensors named_state(const NamedParameters& parameters) const {
-    NamedTensors all;
+  NamedTensors named_state(const NamedParameters& parameters) const override {
     const NameOf name_of(parameters);
-    for_each_parameter([&](const at::Tensor& parameter) {
-      const auto known = this->state_.find(parameter.unsafeGetTensorImpl());
-      if (known == this->state_.end()) return;
-      auto& state = static_cast<ParamState&>(*known->second);
-      const auto& name = name_of(parameter);
-      for (auto& [slot, tensor] : tensors_of(state))
-        if (tensor->defined()) all.emplace(slot + "." + name, *tensor);
-      if constexpr (requires { state.step(); })
-        all.emplace("step." + name, at::scalar_tensor(static_cast<double>(state.step()), at::kDouble));
-    });
+    auto all = named_state_of<ParamState>(*this, name_of);
     std::size_t place = 0;
-    for_each_parameter([&](const at::Tensor& parameter) {
+    for_each_parameter(*this, [&](const at::Tensor& parameter) {
       if (const auto steps = rounding_.steps_of(place++); steps > 0)
         all.emplace(rounding_name + name_of(parameter), at::scalar_tensor(static_cast<double>(steps), at::kDouble));
     });
@@ -111,19 +102,22 @@ class OnePassOptimizer : public Base, public TakesGradients {
   /// it has nothing begin afresh. A name that no parameter has, or another shape, is an error; then nothing has
   /// changed.
   void load_named_state(const NamedParameters& parameters, NamedTensors state) {
-    std::vector<std::pair<void*, std::unique_ptr<ParamState>>> loaded;
-    std::vector<std::int64_t> rounding_steps;
+    take_named_state(parameters, std::move(state), /*lenient=*/false)();
+  }
+  std::function<void()> take_named_state(const NamedParameters& parameters, NamedTensors state, bool lenient) override {
     const NameOf name_of(parameters);
-    for_each_parameter([&](const at::Tensor& parameter) {
-      rounding_steps.push_back(take_count(state, rounding_name + name_of(parameter)).value_or(0));
-      if (auto taken = take_state<ParamState>(state, name_of(parameter), parameter))
-        loaded.emplace_back(parameter.unsafeGetTensorImpl(), std::move(taken));
+    std::vector<std::int64_t> steps;
+    for_each_parameter(*this, [&](const at::Tensor& parameter) {
+      steps.push_back(take_count(state, rounding_name + name_of(parameter)).value_or(0));
     });
-    TORCH_CHECK(state.empty(), Derived::name, ": load_named_state: there is no parameter, or no such state, for ",
+    const auto become = take_states<ParamState>(*this, name_of, state, lenient);
+    TORCH_CHECK(lenient || state.empty(), Derived::name,
+                ": load_named_state: there is no parameter, or no such state, for ",
                 state.empty() ? "" : state.begin()->first);
-    rounding_.set_steps(std::move(rounding_steps));
-    this->state_.clear();
-    for (auto& [parameter, taken] : loaded) this->state_[parameter] = std::move(taken);
+    return [this, become, steps] {
+      rounding_.set_steps(steps);
+      become();
+    };
   }
 
  protected:
@@ -142,12 +136,6 @@ class OnePassOptimizer : public Base, public TakesGradients {
 
  private:
   static constexpr const char *rounding_key = "rounding_steps", *rounding_name = "rounding_step.";
-
-  template <class Body>
-  void for_each_parameter(const Body& body) const {
-    for (auto& group : this->param_groups())
-      for (auto& parameter : group.params()) body(parameter);
-  }
 
   template <class GradientOf>
   void move(const GradientOf& gradient_of, const Multiplier& multiplier) {

@@ -50,6 +50,9 @@ class OpenWindow {
   /// The window that is being closed.
   const std::shared_ptr<WindowGradients>& closing() const { return state_; }
 
+  /// Between two micro-batches: saves the window, or goes on with one that was saved.
+  void state(Archive& archive, const NameOf& name_of);
+
   std::int64_t micro_steps() const { return window_.count() - in_hand_; }
   bool ready() const { return micro_steps() + 1 >= window_.steps(); }
   bool full() const { return window_.full(); }
@@ -245,6 +248,37 @@ inline const std::shared_ptr<WindowGradients>& OpenWindow::so_far() {
   if (!in_hand_ && form_ != Form::weighted && touched()) count_plain();
   if (in_hand_) settle(full());
   return state_;
+}
+
+inline void OpenWindow::state(Archive& archive, const NameOf& name_of) {
+  if (!archive.loading()) {
+    check_usable();
+    check_kept();
+    TORCH_CHECK(!in_hand_ && (window_.count() == 0 || !touched()),
+                "GradAccumulator: state() in the middle of a micro-batch; call step() first");
+  }
+  auto count = window_.count();
+  auto first = window_.first_weight(), total = window_.total_weight();
+  bool weighted = form_ == Form::weighted, scaled = scaled_;
+  archive("micro_batches", count);
+  archive("first_weight", first);
+  archive("total_weight", total);
+  archive("weighted", weighted);
+  archive("scaled", scaled);
+  auto sums = count > 0 ? state_->named_sums(name_of) : SumsByName();
+  archive.tensors(sums.tensors());
+  if (!archive.loading()) return;
+  Window next = window_;
+  next.resume(count, first, total);
+  archive.when_all_fit([=, this, loaded = state_->take_sums(std::move(sums), name_of)] {
+    open(listed_);
+    state_->set_sums(loaded);
+    window_ = next;
+    form_ = count == 0 ? Form::none : weighted ? Form::weighted : Form::plain;
+    scaled_ = scaled;
+    state_->set_weights(first, total);
+    watch_.look(state_->all_parameters());
+  });
 }
 
 /// Takes notice of the gradients as they are.

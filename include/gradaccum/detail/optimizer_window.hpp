@@ -10,6 +10,7 @@
 
 #include <ATen/core/ScalarType.h>
 #include <c10/util/Exception.h>
+#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -67,6 +68,17 @@ class OptimizerWindow : public OpenWindow {
     const auto parameters = parameters_of(*optimizer_);
     if (std::any_of(parameters.begin(), parameters.end(), [](auto& p) { return p.grad().defined(); })) clear();
   }
+
+  /// As a part of a training state, by the names that a model gives the parameters.
+  struct Named {
+    OptimizerWindow& window;
+    NameOf name_of;
+    void state(Archive& archive) {
+      window.follow();
+      window.OpenWindow::state(archive, name_of);
+    }
+  };
+  Named named(const torch::nn::Module& module) { return {*this, NameOf(module.named_parameters())}; }
 
   void discard() {
     clear();

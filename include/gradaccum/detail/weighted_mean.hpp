@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/archive.hpp>
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/scalar_tensor.h>
+
+#include <optional>
 
 namespace gradaccum::detail {
 
@@ -23,6 +27,14 @@ class WeightedMean {
   }
 
   double weight() const { return weight_; }
+
+  void state(Archive& archive) {
+    archive("weight", weight_);
+    archive("sum", host_sum_);
+    auto on_device = device_sum_.defined() ? std::optional(device_sum_) : std::nullopt;
+    archive("sum_on_device", on_device);
+    device_sum_ = on_device.value_or(at::Tensor());
+  }
 
   /// 0-dim float64, on the device of the numbers; NaN if there are none.
   at::Tensor value() const {

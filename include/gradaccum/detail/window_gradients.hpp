@@ -3,6 +3,7 @@
 
 #include <gradaccum/detail/snapshot.hpp>
 #include <gradaccum/detail/tensor_lists.hpp>
+#include <gradaccum/detail/window_state.hpp>
 #include <gradaccum/factor.hpp>
 
 #include <ATen/core/Tensor.h>
@@ -24,6 +25,11 @@ namespace gradaccum::detail {
 /// It holds parameters, and gradients only where they are sums of its own: those that the user clears are free at once.
 class WindowGradients {
  public:
+  /// Of each parameter, where there is one: in its `.grad`, and kept apart.
+  struct Sums {
+    std::vector<at::Tensor> in_grad, apart;
+  };
+
   explicit WindowGradients(const std::vector<at::Tensor>& parameters) { set_parameters(parameters); }
 
   // For the accumulator that owns the window.
@@ -33,6 +39,10 @@ class WindowGradients {
     for (std::size_t i = 0; i < parameters_.size(); ++i) fold_into_sum(i, dtype);
   }
   void fold_into_sum(std::size_t place, at::ScalarType dtype);
+  SumsByName named_sums(const NameOf& name_of) const;
+  /// What `named_sums` gave, checked.
+  Sums take_sums(SumsByName named, const NameOf& name_of) const;
+  void set_sums(const Sums& sums);
   void set_weights(double first, double total) { first_weight_ = first, total_weight_ = total; }
   void set_complete(bool complete) { complete_ = complete; }
   bool applied() const { return applied_; }
@@ -123,6 +133,34 @@ inline void WindowGradients::fold_into_sum(std::size_t place, at::ScalarType dty
   else
     sum.add_(gradient);
   gradient.reset();
+}
+
+inline SumsByName WindowGradients::named_sums(const NameOf& name_of) const {
+  SumsByName named;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    named.add("grad", name_of(parameters_[i]), parameters_[i].grad());
+    named.add("sum", name_of(parameters_[i]), sums_[i]);
+  }
+  return named;
+}
+
+inline WindowGradients::Sums WindowGradients::take_sums(SumsByName named, const NameOf& name_of) const {
+  Sums all;
+  for (auto& parameter : parameters_) {
+    const auto& name = name_of(parameter);
+    const auto& gradient = all.in_grad.emplace_back(named.take("grad", name, parameter));
+    TORCH_CHECK(!gradient.defined() || gradient.scalar_type() == parameter.scalar_type(),
+                "GradAccumulator: the state's gradient of ", name, " must be ", parameter.scalar_type(), ", got ",
+                gradient.scalar_type());
+    all.apart.push_back(named.take("sum", name, parameter));
+  }
+  named.check_all_taken();
+  return all;
+}
+
+inline void WindowGradients::set_sums(const Sums& sums) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) parameters_[i].mutable_grad() = sums.in_grad[i];
+  sums_ = sums.apart;
 }
 
 /// Some of the parameters as a window of their own, complete, with the same factor and mean. Sums that are kept apart

@@ -30,7 +30,8 @@ namespace gradaccum::optim {
 /// `weight_decay * lr`.
 enum class AdafactorVariant { paper, pytorch };
 
-struct AdafactorOptions : public torch::optim::OptimizerCloneableOptions<AdafactorOptions> {
+struct AdafactorOptions : public torch::optim::OptimizerCloneableOptions<AdafactorOptions>,
+                          public detail::ArchivesItself {
   AdafactorOptions(double lr = 1e-2) : lr_(lr) {}
   using eps_t = std::tuple<double, double>;
   TORCH_ARG(double, lr);
@@ -54,6 +55,7 @@ struct AdafactorOptions : public torch::optim::OptimizerCloneableOptions<Adafact
  public:
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
+  void state(Archive& archive) override;
   friend bool operator==(const AdafactorOptions& a, const AdafactorOptions& b) { return a.all() == b.all(); }
   void check() const;
   double get_lr() const override { return lr(); }
@@ -111,6 +113,23 @@ inline void AdafactorOptions::serialize(torch::serialize::OutputArchive& archive
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(warmup_init);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(scale_parameter);
   archive.write("variant", c10::IValue(static_cast<std::int64_t>(variant())));
+}
+
+inline void AdafactorOptions::state(Archive& archive) {
+  archive("lr", lr_);
+  archive("beta2_decay", beta2_decay_);
+  archive("eps1", std::get<0>(eps_));
+  archive("eps2", std::get<1>(eps_));
+  archive("d", d_);
+  archive("weight_decay", weight_decay_);
+  archive("beta1", beta1_);
+  archive("relative_step", relative_step_);
+  archive("warmup_init", warmup_init_);
+  archive("scale_parameter", scale_parameter_);
+  auto number = static_cast<std::int64_t>(variant());
+  archive("variant", number);
+  variant_ = static_cast<AdafactorVariant>(number);
+  check();
 }
 
 inline void AdafactorOptions::serialize(torch::serialize::InputArchive& archive) {

@@ -10,6 +10,8 @@
 #include <iterator>
 #include <map>
 #include <optional>
+#include <string>
+#include <string_view>
 
 namespace gradaccum {
 
@@ -24,6 +26,8 @@ namespace gradaccum {
 /// `batch_size`, which closes the window at the micro-batch that brings it to that many samples. A window keeps the
 /// number of the epoch that it began in.
 struct Accumulate {
+  static constexpr std::string_view name = "accumulate";
+
   std::int64_t steps = 1;                              ///< micro-batches an update, >= 1
   std::map<std::int64_t, std::int64_t> schedule = {};  ///< from that epoch on, so many
   std::int64_t batch_size = 0;  ///< samples an update, as `batch_size(batch)` counts them; 0: steps
@@ -38,6 +42,15 @@ struct Accumulate {
   }
   bool ready() const {
     return batch_size > 0 ? window->samples >= batch_size : window->micro_batches >= steps_in(window->epoch);
+  }
+
+  /// A training that goes on has the same.
+  void state(Archive& archive) const {
+    std::string by_epoch;
+    for (auto [epoch, number] : schedule) by_epoch += c10::str(epoch, ":", number, " ");
+    archive.setting("steps", steps);
+    archive.setting("schedule", by_epoch);
+    archive.setting("batch_size", batch_size);
   }
 
   std::int64_t steps_in(std::int64_t epoch) const {

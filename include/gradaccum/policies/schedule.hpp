@@ -44,7 +44,7 @@ struct Schedule {
   }
   void after_step(const Step& step) { rates.value().set(rate(step.update)); }
   void state(Archive& archive) {
-    if (archive.loading()) rates.value().set(rate(updates()));
+    if (archive.loading()) archive.when_all_fit([this] { rates.value().set(rate(updates())); });
   }
 };
 

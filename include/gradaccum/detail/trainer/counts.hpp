@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <cstdint>
+#include <tuple>
 
 namespace gradaccum::detail {
 
@@ -23,14 +24,14 @@ struct Counts {
   }
 };
 
-/// Runs `work`; an exception in it leaves `value` as it was.
-template <class Value, class Work>
-void or_restore(Value& value, const Work& work) {
-  const auto before = value;
+/// Runs `work`; an exception in it leaves the values as they were.
+template <class Work, class... Values>
+void or_restore(const Work& work, Values&... values) {
+  const std::tuple<Values...> before(values...);
   try {
     work();
   } catch (...) {
-    value = before;
+    std::tie(values...) = before;
     throw;
   }
 }

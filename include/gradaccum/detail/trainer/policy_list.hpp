@@ -48,18 +48,18 @@ class PolicyList {
     return all;
   }
 
-  /// Runs `work` inside the scopes of all.
-  template <std::size_t next = 0, class Work>
+  /// Runs `work` inside the scopes that this hook of all gives.
+  template <class Hook, std::size_t next = 0, class Work>
   decltype(auto) in_scopes(const Work& work) {
     if constexpr (next == std::tuple_size_v<Tuple>) {
       return work();
-    } else if constexpr (hook::forward_scope<std::tuple_element_t<next, Tuple>>) {
-      using Scope = decltype(hooks::forward_scope::call(std::get<next>(policies_)));
-      static_assert(!std::is_void_v<Scope>, "policy: forward_scope must give back the guard that is to be held");
-      [[maybe_unused]] auto scope = hooks::forward_scope::call(std::get<next>(policies_));
-      return in_scopes<next + 1>(work);
+    } else if constexpr (Hook::template in<std::tuple_element_t<next, Tuple>>) {
+      using Scope = decltype(Hook::call(std::get<next>(policies_)));
+      static_assert(!std::is_void_v<Scope>, "policy: forward_scope and fit_scope must give back the guard to be held");
+      [[maybe_unused]] auto scope = Hook::call(std::get<next>(policies_));
+      return in_scopes<Hook, next + 1>(work);
     } else {
-      return in_scopes<next + 1>(work);
+      return in_scopes<Hook, next + 1>(work);
     }
   }
 
@@ -69,9 +69,18 @@ class PolicyList {
     return std::get<Policy>(policies_);
   }
 
-  /// Each under its name.
+  /// Each under its name. If one cannot load, all are as before.
   void state(Archive& archive) {
-    std::apply([&](auto&... policy) { (state_of(policy, archive), ...); }, policies_);
+    if (!archive.loading()) return state_of_each(archive);
+    auto before = Archive::of_references();
+    state_of_each(before);
+    try {
+      state_of_each(archive);
+    } catch (...) {
+      Archive undo(before.values());
+      state_of_each(undo);
+      throw;
+    }
   }
 
  private:
@@ -94,6 +103,9 @@ class PolicyList {
       if constexpr (tells) return hooks::ready::call(policy);
     }
     return true;
+  }
+  void state_of_each(Archive& archive) {
+    std::apply([&](auto&... policy) { (state_of(policy, archive), ...); }, policies_);
   }
   template <class Policy>
   static void state_of(Policy& policy, Archive& archive) {

@@ -54,6 +54,8 @@ class WindowRecord {
 
   /// What the window was, which is over.
   Step finish(const Gradients& gradients, bool moved, std::int64_t updates, double lr);
+  /// Between two micro-batches.
+  void state(Archive& archive);
   void restart() {
     step_ = {};
     mean_ = {};
@@ -109,6 +111,19 @@ inline void WindowRecord::check_losses() const {
   if (to_check_.empty() || std::isfinite(mean_.value().item<double>())) return;
   for (auto& [loss, place] : to_check_)
     if (const auto number = loss.item<double>(); !std::isfinite(number)) stop(number, place);
+}
+
+/// Losses on a device are looked at before they are saved.
+inline void WindowRecord::state(Archive& archive) {
+  check_none_in_hand();
+  if (archive.loading()) restart();
+  check_losses();
+  to_check_.clear();
+  archive("epoch", step_.epoch);
+  archive("micro_batches", step_.micro_batches);
+  archive("samples", step_.samples);
+  archive("items", step_.items);
+  archive("loss", mean_);
 }
 
 inline Step WindowRecord::finish(const Gradients& gradients, bool moved, std::int64_t updates, double lr) {

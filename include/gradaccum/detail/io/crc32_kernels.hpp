@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace gradaccum::detail {
+
+/// The polynomial of CRC-32, its highest power in the lowest bit, as all bits of the checksum are.
+inline constexpr std::uint32_t crc32_polynomial = 0xedb88320;
+
+/// x times a remainder, modulo the polynomial.
+constexpr std::uint32_t crc32_times_x(std::uint32_t crc) {
+  return (crc >> 1) ^ ((crc & 1) != 0 ? crc32_polynomial : 0);
+}
+
+/// tables[k][b]: what a byte b does to the checksum when k more bytes have followed it.
+inline constexpr auto crc32_tables = [] {
+  std::array<std::array<std::uint32_t, 256>, 8> tables{};
+  for (std::uint32_t byte = 0; byte < 256; ++byte) {
+    tables[0][byte] = byte;
+    for (int bit = 0; bit < 8; ++bit) tables[0][byte] = crc32_times_x(tables[0][byte]);
+  }
+  for (std::size_t k = 1; k < 8; ++k)
+    for (std::size_t byte = 0; byte < 256; ++byte) {
+      const auto crc = tables[k - 1][byte];
+      tables[k][byte] = (crc >> 8) ^ tables[0][crc & 0xff];
+    }
+  return tables;
+}();
+
+/// The remainder after `size` more bytes; eight a step, on any processor.
+inline std::uint32_t crc32_by_tables(std::uint32_t crc, const unsigned char* data, std::size_t size) {
+  const auto& tables = crc32_tables;
+  for (; size >= 8; data += 8, size -= 8)
+    crc = tables[7][(crc ^ data[0]) & 0xff] ^ tables[6][(crc >> 8 ^ data[1]) & 0xff] ^
+          tables[5][(crc >> 16 ^ data[2]) & 0xff] ^ tables[4][crc >> 24 ^ data[3]] ^ tables[3][data[4]] ^
+          tables[2][data[5]] ^ tables[1][data[6]] ^ tables[0][data[7]];
+  for (; size > 0; ++data, --size) crc = (crc >> 8) ^ tables[0][(crc ^ *data) & 0xff];
+  return crc;
+}
+
+#if defined(__x86_64__)
+
+/// x^n modulo the polynomial, as a factor of a 64-bit half: a product of two halves has 127 bits, and so begins a bit
+/// too early, which the shift mends.
+constexpr long long crc32_factor(int n) {
+  std::uint32_t power = 0x80000000;  // x^0
+  for (int i = 0; i < n; ++i) power = crc32_times_x(power);
+  return static_cast<long long>(power) << 1;
+}
+
+/// What 16 bytes do to those that begin `bits` later, added to these. The first half has 64 bits further to go; a
+/// factor of 32 bits takes 32 bits less room than a half.
+template <int bits>
+__attribute__((target("pclmul"))) inline __m128i crc32_fold(__m128i from, __m128i to) {
+  constexpr long long first = crc32_factor(bits + 32), second = crc32_factor(bits - 32);
+  const auto factors = _mm_set_epi64x(second, first);
+  const auto products = _mm_xor_si128(_mm_clmulepi64_si128(from, factors, 0x00),   // the first halves
+                                      _mm_clmulepi64_si128(from, factors, 0x11));  // the second halves
+  return _mm_xor_si128(products, to);
+}
+
+inline __m128i crc32_load(const unsigned char* data) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(data)); }
+
+/// The same by multiplication without carries (pclmul), 64 bytes a step: four chains, as each has to wait for itself.
+/// At least 64 bytes.
+__attribute__((target("pclmul"))) inline std::uint32_t crc32_by_folding(std::uint32_t crc, const unsigned char* data,
+                                                                        std::size_t size) {
+  auto a = _mm_xor_si128(crc32_load(data), _mm_cvtsi32_si128(static_cast<int>(crc)));
+  auto b = crc32_load(data + 16), c = crc32_load(data + 32), d = crc32_load(data + 48);
+  for (data += 64, size -= 64; size >= 64; data += 64, size -= 64) {
+    a = crc32_fold<512>(a, crc32_load(data));
+    b = crc32_fold<512>(b, crc32_load(data + 16));
+    c = crc32_fold<512>(c, crc32_load(data + 32));
+    d = crc32_fold<512>(d, crc32_load(data + 48));
+  }
+  a = crc32_fold<128>(crc32_fold<128>(crc32_fold<128>(a, b), c), d);
+  for (; size >= 16; data += 16, size -= 16) a = crc32_fold<128>(a, crc32_load(data));
+  unsigned char last[16];  // 16 bytes with the same remainder as all that were folded into them
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(last), a);
+  return crc32_by_tables(crc32_by_tables(0, last, sizeof last), data, size);
+}
+
+#endif
+
+}  // namespace gradaccum::detail

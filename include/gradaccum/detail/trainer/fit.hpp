@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/trainer/data_position.hpp>
+#include <gradaccum/detail/trainer/fit_scope.hpp>
+#include <gradaccum/policy.hpp>
+#include <gradaccum/training_state.hpp>
+
+#include <cstdint>
+
+namespace gradaccum::detail {
+
+/// One `fit` of a Trainer, which it is a friend of: the epochs, from the first or from a state on.
+template <class Trainer, class Batches>
+class Fit {
+ public:
+  Fit(Trainer& trainer, Batches& batches) : trainer_(trainer), batches_(batches) {}
+
+  FitReport run(const FitOptions& options) {
+    const FitScope scope(trainer_.module(), trainer_.device(), status_,
+                         {.options = options, .batches = batches_of(batches_)});
+    const DataScope holding(data_, batches_);
+    return trainer_.policies_.template in_scopes<hooks::fit_scope>([&] {
+      return trainer_.or_discard([&] {
+        resume();
+        while (!status_.done()) run_epoch();
+        return scope.report();
+      });
+    });
+  }
+
+ private:
+  /// Policies begin the epoch before they are loaded: so they may do both.
+  void resume() {
+    const auto folder = state_to_resume(status_.options);
+    if (!folder) return;
+    auto archive = open_state(*folder, status_.options.allow_changes);
+    if (const auto epoch = epoch_in_hand(archive)) begin_epoch(*epoch);
+    load_state(archive, trainer_);
+    status_.resumed_from = folder->string();
+  }
+
+  void begin_epoch(std::int64_t epoch) {
+    status_.epoch = epoch;
+    data_.begin_epoch();
+    trainer_.template call<hooks::on_epoch_begin>(epoch);
+  }
+
+  void run_epoch() {
+    if (!data_.resumes()) begin_epoch(trainer_.counts_.epochs++);
+    if (!data_.exhausted()) run_batches();
+    if (!interrupted() && (status_.options.tail == Tail::flush || status_.options.smoke)) {
+      trainer_.flush();
+      at_boundary();
+    }
+    if (interrupted()) return;
+    if (status_.options.tail == Tail::drop) trainer_.discard();
+    status_.end_epoch(trainer_.window_.has_weight());
+    data_.end_epoch();
+    trainer_.template call<hooks::on_epoch_end>(status_.epoch);
+    at_boundary();
+  }
+
+  void run_batches() {
+    for (auto&& batch : batches_) {
+      if (data_.skips(batch)) continue;
+      data_.see(batch);
+      trainer_.step(batch);
+      at_boundary();
+      data_.forget();
+      if (status_.done()) return;
+    }
+    data_.exhaust();
+  }
+
+  void at_boundary() { trainer_.template call<hooks::at_boundary>(); }
+  bool interrupted() const { return status_.signal != 0; }
+
+  Trainer& trainer_;
+  Batches& batches_;
+  FitStatus& status_ = trainer_.status_;
+  DataPosition& data_ = trainer_.data_;
+};
+
+}  // namespace gradaccum::detail

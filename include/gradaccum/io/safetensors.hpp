@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/io/mapped_file.hpp>
+#include <gradaccum/detail/io/output_file.hpp>
+#include <gradaccum/detail/io/safetensors_dtypes.hpp>
+#include <gradaccum/detail/io/safetensors_header.hpp>
+#include <gradaccum/detail/io/write_safetensors.hpp>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace gradaccum::io {
+
+using Tensors = std::map<std::string, at::Tensor>;
+using Metadata = std::map<std::string, std::string>;
+
+/// A safetensors file, whose tensors are read from the disk when they are used: Python's `safe_open`.
+///
+///     ga::io::save_file({{"weight", x}, {"bias", y}}, "weights.safetensors");
+///     const ga::io::SafetensorsFile file("weights.safetensors");
+///     for (auto& name : file.keys()) std::cout << name << ": " << file.get_tensor(name).sizes() << "\n";
+///
+/// The header is checked before anything is made of it: its JSON, its names, and that the tensors fill the file without
+/// gaps or overlaps. What a tensor's numbers are is not: they may be NaN.
+///
+/// Writing to a tensor changes neither the file nor what another `SafetensorsFile` reads, but what this one gives the
+/// next time. The file may be replaced, by `save_file` say, or removed; another process that makes it shorter ends this
+/// one (SIGBUS). Where that can happen, read it by `load_file`.
+///
+/// Throws `std::runtime_error` with the file's name for a file that is not as it must be; `c10::Error` for a name that
+/// it has not, and for a tensor of a dtype that LibTorch has not.
+///
+/// @note Does not synchronise with the device. Takes no memory but for the header, and for tensors that are written to
+/// or that do not begin at a multiple of their dtype's size (the latter are copies).
+class SafetensorsFile {
+ public:
+  explicit SafetensorsFile(const std::filesystem::path& path)
+      : path_(path), file_(std::make_shared<detail::MappedFile>(path)), header_(header_of(path.string(), *file_)) {}
+
+  /// The names of the tensors, sorted.
+  std::vector<std::string> keys() const {
+    std::vector<std::string> names;
+    for (auto& [name, entry] : header_.tensors) names.push_back(name);
+    return names;
+  }
+  bool contains(const std::string& name) const { return header_.tensors.contains(name); }
+  const Metadata& metadata() const { return header_.metadata; }
+  const std::filesystem::path& path() const { return path_; }
+
+  /// On the CPU. It may outlive this object.
+  at::Tensor get_tensor(const std::string& name) const;
+
+ private:
+  static detail::SafetensorsHeader header_of(const std::string& path, const detail::MappedFile& file) {
+    const auto bytes = file.bytes();
+    return detail::SafetensorsHeaderReader(path).read_file({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+  }
+
+  std::filesystem::path path_;
+  std::shared_ptr<detail::MappedFile> file_;
+  detail::SafetensorsHeader header_;
+};
+
+inline at::Tensor SafetensorsFile::get_tensor(const std::string& name) const {
+  const auto found = header_.tensors.find(name);
+  TORCH_CHECK(found != header_.tensors.end(), path_.string(), ": must have a tensor ", detail::in_quotes(name),
+              ", but has none");
+  const auto& entry = found->second;
+  const auto dtype = detail::scalar_type_of(entry.dtype);
+  TORCH_CHECK(dtype, path_.string(), ": the tensor ", detail::in_quotes(name), " must have a dtype of LibTorch, got ",
+              entry.dtype);
+  const auto bytes = file_->bytes().subspan(header_.data_begin + entry.begin, entry.end - entry.begin);
+  // Other values of a C++ bool are undefined behaviour.
+  if (*dtype == at::kBool)
+    TORCH_CHECK(std::all_of(bytes.begin(), bytes.end(), [](std::byte byte) { return byte <= std::byte{1}; }),
+                path_.string(), ": the tensor ", detail::in_quotes(name), " must have flags of 0 and 1 only");
+  if (!bytes.empty() && reinterpret_cast<std::uintptr_t>(bytes.data()) % c10::elementSize(*dtype) == 0)
+    return at::from_blob(
+        bytes.data(), entry.shape, [file = file_](void*) {}, *dtype);
+  auto copy = at::empty(entry.shape, *dtype);
+  if (!bytes.empty()) std::memcpy(copy.mutable_data_ptr(), bytes.data(), bytes.size());
+  return copy;
+}
+
+/// All tensors of a safetensors file in memory of their own: Python's `safetensors.torch.load_file`.
+///
+///     ga::io::save_file({{"x", x}}, "data.safetensors");
+///     auto tensors = ga::io::load_file("data.safetensors");
+///     std::cout << tensors.at("x").sizes() << "\n";
+///
+/// On the CPU. Throws as `SafetensorsFile` does.
+///
+/// @note Does not synchronise with the device. Takes the memory of all tensors.
+inline Tensors load_file(const std::filesystem::path& path) {
+  const SafetensorsFile file(path);
+  Tensors tensors;
+  for (auto& name : file.keys()) tensors[name] = file.get_tensor(name).clone();
+  return tensors;
+}
+
+/// Writes tensors, and texts about them, to a safetensors file: Python's `safetensors.torch.save_file`.
+///
+///     ga::io::save_file({{"x", x}, {"y", y}}, "data.safetensors", {{"made by", "a test"}});
+///
+/// The file has the bytes that Python would write, the same for the same tensors. It is written beside `path`, synced
+/// to the disk and renamed: killed at any moment, `path` is the old file or the new one. Tensors may be on any device
+/// and of any strides; two that share memory are written twice.
+///
+/// Throws for tensors that a file cannot have (undefined, sparse, quantised, of complex doubles), and
+/// `std::runtime_error` with the file's name for errors of the operating system; `path` is then as it was.
+///
+/// @note Synchronises with the device of tensors that are not on the CPU, and takes the memory of one of them at a
+/// time.
+inline void save_file(const Tensors& tensors, const std::filesystem::path& path, const Metadata& metadata = {}) {
+  detail::replace_file(path, [&](detail::OutputFile& file) { detail::write_safetensors(file, tensors, metadata); });
+}
+
+}  // namespace gradaccum::io

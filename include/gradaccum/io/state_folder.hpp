@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/archive.hpp>
+#include <gradaccum/detail/io/manifest.hpp>
+#include <gradaccum/detail/io/output_file.hpp>
+#include <gradaccum/detail/io/write_safetensors.hpp>
+#include <gradaccum/io/safetensors.hpp>
+#include <gradaccum/version.hpp>
+
+#include <c10/util/Exception.h>
+#include <torch/version.h>
+
+#include <filesystem>
+#include <map>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <variant>
+
+namespace gradaccum::io {
+
+/// Writes the values of an archive into a folder that is there and empty: tensors of a part X to `X.safetensors`, those
+/// of no part to `state.safetensors`, and all else, with the checksums of these, to `manifest.json`. All is synced.
+///
+///     ga::Archive archive;
+///     archive("weight", x);
+///     std::filesystem::create_directory("folder");
+///     ga::io::write_state(archive, "folder");
+///     ga::Archive(ga::io::read_state("folder"))("weight", x);
+///
+/// Throws `std::runtime_error` with the name of a file that could not be written, `c10::Error` for a tensor that
+/// safetensors files cannot have. What is there then is incomplete: `ga::save` removes it.
+///
+/// @note Synchronises with the devices of tensors that are not on the CPU; takes the memory of one of them at a time.
+void write_state(const Archive& archive, const std::filesystem::path& folder);
+
+/// The values that `write_state` wrote. Every byte of the folder is checked first; its tensors are then read from the
+/// disk when they are used.
+///
+/// Throws `std::runtime_error` with the name of a file that is damaged, missing, or too much.
+Archive::Values read_state(const std::filesystem::path& folder);
+
+}  // namespace gradaccum::io
+
+namespace gradaccum::detail {
+
+/// Tensors by the files that they go to.
+struct FilesOfState {
+  std::map<std::string, io::Tensors> tensors;
+  Manifest manifest;
+  std::string undefined = {};  // names of undefined tensors, a line each
+
+  explicit FilesOfState(const Archive::Values& values) {
+    for (auto& value : values) std::visit([&](auto& held) { add(value.first, held); }, value.second);
+    if (!undefined.empty()) manifest.values[undefined_name] = undefined;
+  }
+
+  static constexpr const char* undefined_name = "undefined tensors";
+
+  /// `model.0.weight` is `0.weight` in model.safetensors.
+  static std::pair<std::string, std::string> file_and_key(const std::string& name) {
+    const auto dot = name.find('.');
+    return dot == name.npos ? std::pair(std::string("state"), name)
+                            : std::pair(name.substr(0, dot), name.substr(dot + 1));
+  }
+
+ private:
+  void add(const std::string& name, const at::Tensor& tensor) {
+    if (!tensor.defined()) {
+      undefined += name + "\n";
+      return;
+    }
+    const auto [file, key] = file_and_key(name);
+    TORCH_CHECK(file != "state" || name == key, "Archive: no part may be named 'state', got the value '", name, "'");
+    tensors[file].emplace(key, tensor);
+  }
+  template <class Number>
+  void add(const std::string& name, const Number& value) {
+    manifest.values[name] = value;
+  }
+};
+
+constexpr const char* tensors_suffix = ".safetensors";
+
+}  // namespace gradaccum::detail
+
+inline void gradaccum::io::write_state(const Archive& archive, const std::filesystem::path& folder) {
+  detail::FilesOfState files(archive.values());
+  for (auto& [name, tensors] : files.tensors) {
+    detail::OutputFile file(folder / (name + detail::tensors_suffix));
+    detail::write_safetensors(file, tensors, {{"format", "pt"}});
+    file.close();
+    files.manifest.files[name + detail::tensors_suffix] = {file.bytes(), file.crc32()};
+  }
+  files.manifest.gradaccum =
+      c10::str(GRADACCUM_VERSION_MAJOR, ".", GRADACCUM_VERSION_MINOR, ".", GRADACCUM_VERSION_PATCH);
+  files.manifest.libtorch = TORCH_VERSION;
+  detail::write_manifest(folder, files.manifest);
+}
+
+inline gradaccum::Archive::Values gradaccum::io::read_state(const std::filesystem::path& folder) {
+  const auto manifest = detail::read_manifest(folder);
+  detail::check_files(folder, manifest);
+  Archive::Values values;
+  for (auto& value : manifest.values) std::visit([&](auto& held) { values[value.first] = held; }, value.second);
+  if (const auto undefined = values.extract(detail::FilesOfState::undefined_name)) {
+    const auto* const names = std::get_if<std::string>(&undefined.mapped());
+    TORCH_CHECK(names, folder.string(), ": the names of undefined tensors must be a text");
+    std::istringstream lines(*names);
+    for (std::string name; std::getline(lines, name);) values[name] = at::Tensor();
+  }
+  for (auto& [name, unused] : manifest.files) {
+    const SafetensorsFile file(folder / name);
+    const auto part = std::filesystem::path(name).stem().string();
+    for (auto& key : file.keys()) {
+      const auto full = part == "state" ? key : part + "." + key;
+      const bool is_new = values.emplace(full, file.get_tensor(key)).second;
+      TORCH_CHECK(is_new, (folder / name).string(), ": a value '", full, "' is there twice");
+    }
+  }
+  return values;
+}

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/stop_signals.hpp>
+#include <gradaccum/fit_options.hpp>
+#include <gradaccum/policy.hpp>
+#include <gradaccum/state_parts.hpp>
+#include <gradaccum/training_state.hpp>
+
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <utility>
+
+namespace gradaccum {
+
+/// Policy: saves the training, so that it can be killed at any moment and goes on to the bit.
+///
+///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
+///       return torch::mse_loss(net->forward(batch.data), batch.target);
+///     }, ga::SaveState{.directory = "runs/2", .every_updates = 2, .keep_last = 2});
+///     auto report = trainer.fit(batches, {.epochs = 1, .resume = "runs/2"});
+///     std::cout << (report.resumed_from.empty() ? "from the beginning" : report.resumed_from) << '\n';
+///
+/// States are what `ga::save` writes: every `every_updates` updates, when `fit` has done all it was asked for, and with
+/// `on_signals` when SIGINT or SIGTERM comes: then after the micro-batch in hand, whether its window is full or not;
+/// `fit` ends without its tail, and the report says which signal it was. `fit(batches, {.resume = directory})` takes
+/// the newest state, or begins where there is none.
+///
+/// What goes on is the same to the bit as what was never stopped, on one machine with the same program, threads and
+/// data. Batches with a `state(Archive&)`, as `ga::data` has them, go on where they were; any other range is gone
+/// through again up to there, without training, with the random numbers that its epoch began with. A policy or
+/// optimizer of your own takes part by `state(Archive&)`; an optimizer that cannot is refused when the trainer is
+/// built.
+///
+/// Nothing is saved in a `.smoke` fit.
+///
+/// @note Waits for the disk, and for devices, when it saves.
+struct SaveState {
+  std::filesystem::path directory = {};  ///< made where it is not there; of one run
+  std::int64_t every_updates = 1000;     ///< >= 1
+  std::int64_t keep_last = 3;            ///< states that are kept, >= 1; 0: all
+  bool on_signals = false;               ///< while `fit` runs
+  std::function<void()> save_now = {};   ///< not an option, like all below
+  std::function<void()> check_directory = {};
+  std::function<void(int)> interrupt = {};
+  const FitStatus* status = nullptr;  // the trainer's
+  bool due = false, finished = false;
+
+  template <class Trainer>
+  void attach(Trainer& trainer) {
+    TORCH_CHECK(!directory.empty(), "SaveState: directory must be given");
+    TORCH_CHECK(every_updates >= 1, "SaveState: every_updates must be >= 1, got ", every_updates);
+    TORCH_CHECK(keep_last >= 0, "SaveState: keep_last must be >= 0, got ", keep_last);
+    OptimizerState(trainer.optimizer(), trainer.module()).check();
+    status = &trainer.status();
+    check_directory = [this, &trainer] { detail::check_is_newest(directory, trainer.updates()); };
+    save_now = [this, &trainer] { save(directory, trainer, {.keep_last = keep_last}); };
+    interrupt = [&trainer](int signal) { trainer.interrupt(signal); };
+  }
+
+  std::optional<detail::StopSignals> fit_scope() {
+    due = finished = false;
+    if (!on_signals) return {};
+    return std::optional<detail::StopSignals>(std::in_place);
+  }
+  void after_step(const Step& step) { due = step.update % every_updates == 0; }
+  void at_boundary();
+};
+
+inline void SaveState::at_boundary() {
+  if (status->options.smoke) return;
+  if (check_directory) std::exchange(check_directory, {})();  // before hours have gone by
+  const int signal = on_signals ? detail::StopSignals::received() : 0;
+  if (signal != 0) interrupt(signal);
+  const bool ends = status->done() && !finished;
+  if (due || ends) save_now();
+  due = false;
+  finished = finished || ends;
+}
+
+}  // namespace gradaccum

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/archive.hpp>
+#include <gradaccum/concepts.hpp>
+#include <gradaccum/detail/generator_states.hpp>
+#include <gradaccum/detail/module_of.hpp>
+#include <gradaccum/detail/module_state.hpp>
+#include <gradaccum/detail/optimizer_state.hpp>
+#include <gradaccum/detail/type_name.hpp>
+
+#include <c10/util/Exception.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <concepts>
+
+namespace gradaccum {
+
+/// Parts of a training state, for a loop of one's own: what LibTorch has, and nobody could give a `state(Archive&)`.
+///
+///     struct Training {
+///       decltype(model)& net;
+///       decltype(optimizer)& sgd_of_4;
+///       std::int64_t updates() const { return sgd_of_4.updates(); }
+///       void state(ga::Archive& archive) {
+///         archive("model", ga::ModelState(net));
+///         archive("optimizer", ga::OptimizerState(sgd_of_4, net));
+///         archive("random", ga::RandomState());
+///       }
+///     } training{model, optimizer};
+///     ga::save("runs/by_hand", training);
+///     ga::load("runs/by_hand", training);
+///
+/// A model's parameters and buffers, by name. Loaded, they stay the same tensors. Names or shapes that differ are an
+/// error that lists them, unless changes are allowed: then those that fit are loaded.
+class ModelState {
+ public:
+  template <detail::model Model>
+  explicit ModelState(Model& model) : module_(detail::module_of(model)) {}
+  void state(Archive& archive) { detail::archive_module(archive, module_); }
+
+ private:
+  torch::nn::Module& module_;
+};
+
+/// An optimizer's state by the names that `model` gives its parameters, the options of its groups, and the window of an
+/// accumulator, half-filled or not. LibTorch's optimizers but LBFGS, ours, and any with a `state(Archive&)` of its own.
+template <class Optimizer>
+class OptimizerState {
+ public:
+  template <detail::model Model>
+  OptimizerState(Optimizer& optimizer, Model& model) : optimizer_(optimizer), module_(detail::module_of(model)) {}
+
+  void state(Archive& archive) {
+    check();
+    if constexpr (has_state) {
+      optimizer_.state(archive);
+    } else if constexpr (accumulating<Optimizer>) {
+      archive("window", optimizer_.named_window(module_));
+      gradaccum::OptimizerState(optimizer_.optimizer(), module_).state(archive);
+    } else if constexpr (is_torch) {
+      detail::archive_optimizer(archive, optimizer_, module_.named_parameters());
+    }
+  }
+
+  /// Throws where there is no such state, or a parameter is not the model's.
+  void check() {
+    if constexpr (is_torch && !has_state)
+      detail::check_has_named_state(optimizer_, module_.named_parameters());
+    else
+      TORCH_CHECK(has_state || accumulating<Optimizer>, "OptimizerState: an optimizer of your own, as ",
+                  detail::type_name(optimizer_), ", needs a member void state(ga::Archive&)");
+  }
+
+ private:
+  static constexpr bool is_torch = std::derived_from<Optimizer, torch::optim::Optimizer>;
+  static constexpr bool has_state = requires(Optimizer & optimizer, Archive& archive) { optimizer.state(archive); };
+
+  Optimizer& optimizer_;
+  torch::nn::Module& module_;
+};
+template <class Optimizer, class Model>
+OptimizerState(Optimizer&, Model&) -> OptimizerState<Optimizer>;
+
+/// Where the default random generators of the CPU and of all devices in use stand. That of a device which is not there
+/// is an error.
+///
+/// @note Waits for devices in use.
+class RandomState {
+ public:
+  void state(Archive& archive) { detail::archive_generators(archive); }
+};
+
+}  // namespace gradaccum

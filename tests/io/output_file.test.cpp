@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/detail/io/input_file.hpp>
+#include <gradaccum/detail/io/output_file.hpp>
+
+#include "support/failing_files.hpp"
+#include "support/files.hpp"
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace inner = gradaccum::detail;
+using namespace testing;
+using How = FailingFiles::How;
+
+namespace {
+
+std::string long_text(std::size_t size) {
+  std::string text(size, ' ');
+  for (std::size_t i = 0; i < size; ++i) text[i] = static_cast<char>(i * 2654435761u >> 13);
+  return text;
+}
+
+void write(inner::OutputFile& file, const std::string& text) { file.write(text.data(), text.size()); }
+
+void replace(const std::filesystem::path& path, const std::string& text) {
+  inner::replace_file(path, [&](inner::OutputFile& file) { write(file, text); });
+}
+
+/// What a directory holds beside this one.
+std::vector<std::string> others(const std::filesystem::path& path) {
+  auto names = inner::names_in(path.parent_path());
+  std::erase(names, path.filename().string());
+  return names;
+}
+
+}  // namespace
+
+TEST_CASE("OutputFile: its bytes, size and checksum") {
+  const Directory directory;
+  const auto path = directory / "file";
+  const auto text = long_text((5 << 20) + 3);  // more than a chunk
+  inner::OutputFile file(path);
+  CHECK(file.path() == path);
+  CHECK(file.bytes() == 0);
+  CHECK(file.crc32() == 0);
+  write(file, "");
+  write(file, "123456789");
+  CHECK(file.crc32() == 0xcbf43926);
+  write(file, text);
+  file.close();
+  CHECK(text_of(path) == "123456789" + text);
+  CHECK(file.bytes() == text.size() + 9);
+  CHECK(file.crc32() == inner::crc32(("123456789" + text).data(), text.size() + 9));
+}
+
+TEST_CASE("OutputFile: never over a file that is there, and nothing after close") {
+  const Directory directory;
+  const auto path = directory / "file";
+  write_text(path, "before");
+  REQUIRE_ERROR(path.string() + ": must be made anew, got File exists", inner::OutputFile(path));
+  std::filesystem::create_symlink("elsewhere", directory / "link");
+  REQUIRE_ERROR("File exists", inner::OutputFile(directory / "link"));
+  CHECK(text_of(path) == "before");
+  REQUIRE_ERROR("none/file: must be made anew, got No such file or directory",
+                inner::OutputFile(directory / "none/file"));
+  inner::OutputFile file(directory / "other");
+  file.close();
+  REQUIRE_ERROR("other: must be written to, got Bad file descriptor", write(file, "a"));
+  REQUIRE_ERROR("other: must be synced to the disk, got Bad file descriptor", file.close());
+}
+
+TEST_CASE("OutputFile: is synced before it is closed, and closed without being asked") {
+  const Directory directory;
+  const FailingFiles files;
+  {
+    inner::OutputFile file(directory / "a");
+    write(file, "text");
+    file.close();
+    inner::OutputFile unfinished(directory / "b");
+  }
+  CHECK(files.calls() == std::vector<std::string>{"open a", "write a", "fsync a", "close a", "open b", "close b"});
+}
+
+TEST_CASE("OutputFile: each call that fails is an error, and there is no going on") {
+  const Directory directory;
+  const auto path = directory / "file";
+  const auto run = [&](inner::OutputFile& file) {
+    write(file, "text");
+    write(file, "text");
+    file.close();
+  };
+  const std::vector<std::string> errors{"made anew", "written to", "written to", "synced to the disk", "closed"};
+  for (long at = 0; at < 5; ++at) {
+    std::filesystem::remove(path);
+    std::optional<inner::OutputFile> file;
+    {
+      const FailingFiles files(at, How::fail, ENOSPC);
+      REQUIRE_ERROR(path.string() + ": must be " + errors.at(static_cast<std::size_t>(at)) +
+                        ", got No space left on device: free some room",
+                    (file.emplace(path), run(*file)));
+      CHECK(files.has_failed());
+    }
+    if (!file) continue;
+    // A second fsync would look well, though the first has lost data.
+    REQUIRE_ERROR("Bad file descriptor", file->close());
+    REQUIRE_ERROR("Bad file descriptor", write(*file, "text"));
+  }
+}
+
+TEST_CASE("OutputFile: interrupted calls and short writes are gone on with") {
+  const Directory directory;
+  const auto text = long_text((2 << 20) + 5);
+  for (const auto how : {How::interrupt, How::shorten})
+    for (long at = 0;; ++at) {
+      const auto path = directory / (std::to_string(static_cast<int>(how)) + "." + std::to_string(at));
+      FailingFiles files(at, how);
+      inner::OutputFile file(path);
+      write(file, text);
+      file.close();
+      if (!files.has_failed()) break;
+      REQUIRE(at < 20);
+      CHECK(file.crc32() == inner::crc32(text.data(), text.size()));
+      CHECK(file.bytes() == text.size());
+      const FailingFiles none;
+      CHECK(text_of(path) == text);
+    }
+}
+
+TEST_CASE("OutputFile: a write that takes nothing is an error, not a loop") {
+  const Directory directory;
+  inner::OutputFile file(directory / "file");
+  const FailingFiles files(0, How::write_none);
+  REQUIRE_ERROR("file: must be written to, got Input/output error", write(file, "text"));
+}
+
+TEST_CASE("replace_file: what it does, in its order") {
+  const Directory directory;
+  const auto path = directory / "file";
+  std::vector<std::string> calls;
+  {
+    const FailingFiles files;
+    replace(path, "first");
+    calls = files.calls();
+  }
+  CHECK(text_of(path) == "first");
+  REQUIRE(calls.size() == 8);
+  const auto temporary = calls[0].substr(5);
+  CHECK(temporary.starts_with("file.tmp-" + std::to_string(::getpid()) + "-"));
+  const auto parent = path.parent_path().filename().string();
+  CHECK(calls == std::vector<std::string>{"open " + temporary, "write " + temporary, "fsync " + temporary,
+                                          "close " + temporary, "rename " + temporary, "open " + parent,
+                                          "fsync " + parent, "close " + parent});
+  replace(path, "second");
+  CHECK(text_of(path) == "second");
+  CHECK(others(path).empty());
+}
+
+TEST_CASE("replace_file: each call that fails leaves the old file, or the new one, and nothing else") {
+  const Directory directory;
+  const auto path = directory / "file";
+  int uncertain = 0;
+  for (long at = 0; at < 7; ++at) {
+    replace(path, "before");
+    std::string error;
+    {
+      const FailingFiles files(at, How::fail, EDQUOT);
+      error = error_of([&] { replace(path, "after"); });
+      REQUIRE(files.has_failed());
+    }
+    INFO(at << ": " << error);
+    CHECK(contains(error, path.string()));
+    CHECK(contains(error, "Disk quota exceeded: free some room"));
+    const bool is_replaced = contains(error, "is replaced, but might not be so after a power failure");
+    CHECK(text_of(path) == (is_replaced ? "after" : "before"));
+    CHECK(others(path).empty());
+    uncertain += is_replaced;
+  }
+  CHECK(uncertain == 2);  // the directory cannot be opened, or not be synced
+}
+
+TEST_CASE("replace_file: an exception of the writer's own") {
+  const Directory directory;
+  const auto path = directory / "file";
+  replace(path, "before");
+  REQUIRE_ERROR("no more", inner::replace_file(path, [](inner::OutputFile& file) {
+                  write(file, "after");
+                  throw std::logic_error("no more");
+                }));
+  CHECK(text_of(path) == "before");
+  CHECK(others(path).empty());
+}
+
+TEST_CASE("replace_file: in the working directory") {
+  const Directory directory;
+  const auto before = std::filesystem::current_path();
+  std::filesystem::current_path((directory / "x").parent_path());
+  replace("file", "text");
+  std::filesystem::current_path(before);
+  CHECK(text_of(directory / "file") == "text");
+}
+
+TEST_CASE("sync_directory: file systems that cannot are not an error, others are") {
+  const Directory directory;
+  const auto path = (directory / "x").parent_path();
+  for (const int error : {EINVAL, ENOTSUP}) {
+    const FailingFiles files(1, How::fail, error);
+    inner::sync_directory(path);
+    CHECK(files.has_failed());
+  }
+  const FailingFiles files(1, How::fail, EIO);
+  REQUIRE_ERROR(path.string() + ": must be synced to the disk, got Input/output error: look after the disk",
+                inner::sync_directory(path));
+}
+
+TEST_CASE("make_directory: all that are missing, each synced in the one it is in") {
+  const Directory directory;
+  const auto path = directory / "a/b/";
+  {
+    const FailingFiles files;
+    inner::make_directory(path);
+    const auto parent = (directory / "x").parent_path().filename().string();
+    CHECK(files.calls() == std::vector<std::string>{"mkdir a", "open " + parent, "fsync " + parent, "close " + parent,
+                                                    "mkdir b", "open a", "fsync a", "close a", "mkdir "});
+  }
+  CHECK(std::filesystem::is_directory(path));
+  const FailingFiles files;
+  inner::make_directory(path);
+  CHECK(files.calls().empty());
+}
+
+TEST_CASE("make_directory: not made where it cannot be synced, nor over a file") {
+  const Directory directory;
+  {
+    const FailingFiles files(2, How::fail, EIO);
+    REQUIRE_ERROR("must be synced to the disk", inner::make_directory(directory / "a"));
+  }
+  CHECK_FALSE(std::filesystem::exists(directory / "a"));
+  write_text(directory / "a", "text");
+  REQUIRE_ERROR("a: must be a directory, or be made, got File exists", inner::make_directory(directory / "a"));
+  CHECK(text_of(directory / "a") == "text");
+}
+
+TEST_CASE("InputFile: regular files alone") {
+  const Directory directory;
+  const auto path = directory / "file";
+  write_text(path, "text");
+  inner::InputFile file(path);
+  CHECK(file.bytes() == 4);
+  std::string text(10, '-');
+  CHECK(file.read(text.data(), 3) == 3);
+  CHECK(file.read(text.data() + 3, 7) == 1);
+  CHECK(text == "text------");
+  std::filesystem::create_symlink(path, directory / "link");
+  REQUIRE_ERROR("link: must be a regular file, got a symbolic link", inner::InputFile(directory / "link"));
+  REQUIRE_ERROR("none: must be a file that can be read, got No such file", inner::InputFile(directory / "none"));
+  REQUIRE_ERROR("must be a regular file, got a directory", inner::InputFile(path.parent_path()));
+  REQUIRE(::mkfifo((directory / "pipe").c_str(), 0600) == 0);  // which would wait for a writer
+  REQUIRE_ERROR("pipe: must be a regular file, got a device, pipe", inner::InputFile(directory / "pipe"));
+  {
+    inner::InputFile again(path);
+    const FailingFiles files(0, How::interrupt);
+    CHECK(again.read(text.data(), 4) == 4);
+  }
+  inner::InputFile again(path);
+  const FailingFiles files(0, How::fail, EIO);
+  REQUIRE_ERROR(path.string() + ": must be read, got Input/output error", again.read(text.data(), 4));
+}

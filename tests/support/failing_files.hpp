@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The operating system's calls on files, of which a test can make any fail. This defines open, write and so on for the
+// whole program, the standard library included: include it in one source of a program.
+
+#include <array>
+#include <cerrno>
+#include <csignal>
+#include <cstdarg>
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace testing {
+
+/// While it lives, this thread's calls on files are counted and written down, and the `at`-th, from 0, goes wrong.
+class FailingFiles {
+ public:
+  enum class How {
+    fail,          ///< that call, with `error`
+    fail_forever,  ///< and all after it, as when a disk dies
+    interrupt,     ///< that call, and it is to be tried again
+    shorten,       ///< that write takes only half, if it is more than a byte
+    write_none,    ///< that write takes nothing, and says so
+    kill,          ///< the process, just before the call
+  };
+
+  explicit FailingFiles(long at = -1, How how = How::fail, int error = EIO) : at_(at), how_(how), error_(error) {
+    current = this;
+  }
+  FailingFiles(const FailingFiles&) = delete;
+  FailingFiles& operator=(const FailingFiles&) = delete;
+  ~FailingFiles() { current = outer_; }
+
+  /// As "rename step-000040.tmp-1-2", with the last part of the path.
+  const std::vector<std::string>& calls() const { return calls_; }
+  bool has_failed() const { return at_ >= 0 && static_cast<long>(calls_.size()) > at_; }
+  const std::string& failed() const { return calls_.at(static_cast<std::size_t>(at_)); }
+
+  static bool lives() { return current != nullptr; }
+  /// Whether a call goes wrong: then errno says how.
+  static bool fails(const char* name, const std::string& path) { return current && current->count(name, path); }
+  static bool fails(const char* name, int descriptor) { return current && current->count(name, path_of(descriptor)); }
+  /// How many bytes of so many a write takes, which was counted already.
+  static std::size_t taken(std::size_t size) {
+    const bool is_short = current && current->how_ == How::shorten && current->is_it() && size > 1;
+    return is_short ? size / 2 : size;
+  }
+  static bool takes_none() { return current && current->how_ == How::write_none && current->is_it(); }
+
+ private:
+  bool is_it() const { return static_cast<long>(calls_.size()) - 1 == at_; }
+
+  bool count(const std::string& name, const std::string& path) {
+    calls_.push_back(name + " " + path.substr(path.rfind('/') + 1));
+    if (is_it() && how_ == How::kill) ::kill(::getpid(), SIGKILL);
+    const bool is_after = at_ >= 0 && static_cast<long>(calls_.size()) - 1 > at_;
+    const bool can_be_interrupted =
+        name == "open" || name == "write" || name == "read" || name == "fsync" || name == "close";
+    if (how_ == How::interrupt && is_it() && can_be_interrupted) return errno = EINTR, true;
+    if ((how_ == How::fail && is_it()) || (how_ == How::fail_forever && (is_it() || is_after)))
+      return errno = error_, true;
+    return false;
+  }
+
+  static std::string path_of(int descriptor) {
+    std::array<char, 4096> path{};
+    const auto link = "/proc/self/fd/" + std::to_string(descriptor);
+    return ::readlink(link.c_str(), path.data(), path.size() - 1) < 0 ? "?" : path.data();
+  }
+
+  static inline thread_local FailingFiles* current = nullptr;
+
+  FailingFiles* outer_ = current;
+  long at_;
+  How how_;
+  int error_;
+  std::vector<std::string> calls_;
+};
+
+/// The operating system's own.
+template <class Function>
+Function* real(Function* /*like*/, const char* name) {
+  return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, name));
+}
+
+}  // namespace testing
+
+extern "C" {
+
+int open(const char* path, int flags, ...) {
+  std::va_list arguments;
+  va_start(arguments, flags);
+  const auto mode = (flags & O_CREAT) != 0 ? va_arg(arguments, mode_t) : mode_t{};
+  va_end(arguments);
+  static auto* const call = testing::real(&open, "open");
+  return testing::FailingFiles::fails("open", path) ? -1 : call(path, flags, mode);
+}
+
+ssize_t write(int descriptor, const void* data, std::size_t size) {
+  static auto* const call = testing::real(&write, "write");
+  if (testing::FailingFiles::fails("write", descriptor)) return -1;
+  if (testing::FailingFiles::takes_none()) return 0;
+  return call(descriptor, data, testing::FailingFiles::taken(size));
+}
+
+ssize_t read(int descriptor, void* data, std::size_t size) {
+  static auto* const call = testing::real(&read, "read");
+  return testing::FailingFiles::fails("read", descriptor) ? -1 : call(descriptor, data, size);
+}
+
+/// Not that of the system while calls are counted: a test that pulls no plug need not wait for a disk.
+int fsync(int descriptor) {
+  static auto* const call = testing::real(&fsync, "fsync");
+  if (testing::FailingFiles::fails("fsync", descriptor)) return -1;
+  return testing::FailingFiles::lives() ? 0 : call(descriptor);
+}
+
+/// Closes even when it fails, as Linux does.
+int close(int descriptor) {
+  static auto* const call = testing::real(&close, "close");
+  if (!testing::FailingFiles::fails("close", descriptor)) return call(descriptor);
+  const int error = errno;
+  call(descriptor);
+  errno = error;
+  return -1;
+}
+
+int mkdir(const char* path, mode_t mode) noexcept {
+  static auto* const call = testing::real(&mkdir, "mkdir");
+  return testing::FailingFiles::fails("mkdir", path) ? -1 : call(path, mode);
+}
+
+int flock(int descriptor, int operation) noexcept {
+  static auto* const call = testing::real(&flock, "flock");
+  return testing::FailingFiles::fails("flock", descriptor) ? -1 : call(descriptor, operation);
+}
+
+int rename(const char* from, const char* to) noexcept {
+  static auto* const call = testing::real(&rename, "rename");
+  return testing::FailingFiles::fails("rename", from) ? -1 : call(from, to);
+}
+
+int unlinkat(int directory, const char* path, int flags) noexcept {
+  static auto* const call = testing::real(&unlinkat, "unlinkat");
+  return testing::FailingFiles::fails("unlinkat", path) ? -1 : call(directory, path, flags);
+}
+
+}  // extern "C"
