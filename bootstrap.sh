@@ -11,7 +11,8 @@ usage() {
 usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 64, 16 accumulated x 4, 64 in bfloat16;
                                               with --compare-micro-batches 4 x 16 against 1 x 64; with --checkpoint
                                               48MiB --depth 16 --batch-size 2048 --epochs 1 a quarter less memory for
-                                              some more time; --help lists the rest
+                                              some more time; with --save runs/fashion --resume it can be stopped,
+                                              and goes on where it was; --help lists the rest
        ./bootstrap.sh test [--preset PRESET]  build and run the tests; PRESET is dev (default), oldest or asan
        ./bootstrap.sh bench [--no-python] [ARGUMENT...]
                                               build and run the benchmarks, some of them against Python's PyTorch;
@@ -204,14 +205,15 @@ demo() {
   check_cmake
   build demo
   # What the arguments say themselves is left to them.
-  local given=" $* " options=() data
-  if [[ ! $given =~ " --"(accumulate|amp|checkpoint|compare) ]]; then options+=(--compare); fi
+  local given=" $* " options=() data program=$PWD/build/demo/examples/fashion_mnist/fashion_mnist
+  if [[ ! $given =~ " --"(accumulate|amp|checkpoint|compare|save) ]]; then options+=(--compare); fi
   if [[ $given != *" --data"* ]]; then
     data=$(data_directory)
-    options+=(--data "$data")
+    options+=(--data "$(realpath "$data")")
   fi
   step "Training"
-  build/demo/examples/fashion_mnist/fashion_mnist "${options[@]}" "$@"
+  cd "$typed_in"  # what directories of the arguments are relative to
+  exec "$program" "${options[@]}" "$@"  # signals are for the program alone
 }
 
 run_tests() {
@@ -256,6 +258,8 @@ bench() {
     step "Running benchmark_$name"
     "$programs/benchmark_$name" "${arguments[@]}"
   done
+  step "Running benchmark_save_load"
+  "$programs/benchmark_save_load" --directory build "${arguments[@]}"
   step "Running benchmark_epoch"  # ours keeps freed memory, and in one process that is for all
   "$programs/benchmark_epoch" --data "$data" --keep-memory "${arguments[@]}"
   step "Running memory_techniques"  # without --steps 0 its losses take a quarter of an hour
@@ -277,6 +281,7 @@ oracle() {
   done
 }
 
+typed_in=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"
 command=${1-}
 if (( $# > 0 )); then shift; fi

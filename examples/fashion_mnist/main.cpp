@@ -16,17 +16,22 @@
 
 namespace {
 
-void run(const fashion_mnist::Options& options) {
+/// Gives the program's status.
+int run(const fashion_mnist::Options& options) {
   if (options.threads > 0) torch::set_num_threads(options.threads);
   const auto dataset = fashion_mnist::load_dataset(options.data, options.device, options.scalar_type());
-  if (options.compare)
+  if (options.compare) {
     fashion_mnist::compare(options, dataset);
-  else if (options.compare_micro_batches)
+  } else if (options.compare_micro_batches) {
     fashion_mnist::compare_micro_batches(options, dataset);
-  else if (options.checkpoint)
+  } else if (options.checkpoint) {
     fashion_mnist::compare_checkpoint(options, dataset);
-  else
-    fashion_mnist::print_summary(fashion_mnist::train(options, dataset));
+  } else {
+    const auto result = fashion_mnist::train(options, dataset);
+    if (result.signal != 0) return 128 + result.signal;
+    fashion_mnist::print_summary(result);
+  }
+  return 0;
 }
 
 }  // namespace
@@ -35,8 +40,7 @@ int main(int argc, char** argv) {
   gradaccum::keep_freed_memory();  // a third of the time of a small model, on glibc
   const auto options = fashion_mnist::parse_options(argc, argv);
   try {
-    run(options);
-    return 0;
+    return run(options);
   } catch (const c10::Error& error) {
     fmt::print(stderr, "fashion_mnist: {}\n", error.what_without_backtrace());
   } catch (const std::exception& error) {

@@ -36,6 +36,10 @@ struct Options {
   std::uint64_t seed = 0;
   std::string data = "/usr/share/datasets/fashion-mnist";
   bool trainer = false;
+  std::string save = {};  // a directory; empty: nothing is saved
+  std::int64_t save_every = 500;
+  std::int64_t keep_last = 3;
+  bool resume = false;
   std::optional<ga::CheckpointedSequentialOptions> checkpoint = {};
   bool compare = false;
   bool compare_micro_batches = false;
@@ -75,6 +79,8 @@ inline std::string check_device(const std::string& text) {
   return fmt::format("must be a device of this machine, which has {} CUDA devices, got '{}'", count, text);
 }
 
+inline std::string not_empty(const std::string& text) { return text.empty() ? "must not be empty" : ""; }
+
 inline void add_options(CLI::App& app, Options& options) {
   app.option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   app.add_option("--depth", options.depth, "hidden layers")->check(whole_number(1, 1000));
@@ -102,15 +108,28 @@ inline void add_options(CLI::App& app, Options& options) {
       ->excludes(accumulate)
       ->excludes(amp);
   app.add_flag("--trainer", options.trainer, "train with ga::Trainer, in place of the loop written by hand");
+  auto* save = app.add_option("--save", options.save,
+                              "save states in this directory, also when SIGINT or SIGTERM ends the training; it is "
+                              "ga::Trainer that does, so this turns --trainer on");
+  save->type_name("DIR")->excludes("--compare")->check(not_empty);
+  app.add_option("--save-every", options.save_every, "updates from state to state")
+      ->needs(save)
+      ->check(whole_number(1, 1'000'000'000));
+  app.add_option("--keep-last", options.keep_last, "states that are kept; 0: all")
+      ->needs(save)
+      ->check(whole_number(0, 1'000'000));
+  app.add_flag("--resume", options.resume, "go on from the newest state in the directory of --save, if it has one")
+      ->needs(save);
   auto* checkpoint = app.add_option_function<std::string>(
       "--checkpoint", [&options](const std::string& text) { options.checkpoint = checkpoint_choice(text); },
       "train with all activations kept, and with some made again in backward: K segments, or as BYTES allow (12MiB)");
-  checkpoint->type_name("K|BYTES")->excludes("--compare");
+  checkpoint->type_name("K|BYTES")->excludes("--compare")->excludes(save);
   app.add_flag("--compare-micro-batches", options.compare_micro_batches,
                "train with micro-batches of 4 x 16 and of 1 x 64, and tell time and memory of both")
       ->excludes("--compare")
       ->excludes("--trainer")
       ->excludes("--batch-size")
+      ->excludes(save)
       ->excludes(checkpoint)
       ->excludes(accumulate)
       ->excludes(amp);
@@ -138,6 +157,7 @@ inline Options parse_options(int argc, char** argv) {
   try {
     app.parse(argc, argv);
     detail::check_together(options);
+    options.trainer = options.trainer || !options.save.empty();
     return options;
   } catch (const CLI::Success& request) {
     std::exit(app.exit(request));

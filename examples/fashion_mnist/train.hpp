@@ -17,9 +17,10 @@ namespace fashion_mnist {
 
 struct RunResult {
   ga::Evaluation test;
-  double seconds = 0;             // training and evaluation
+  double seconds = 0;             // training and evaluation; of one that was resumed, all of them
   double samples_per_second = 0;  // training images in that time
   std::int64_t peak_bytes = 0;    // beyond the data set: parameters, gradients, optimizer state, batches, activations
+  int signal = 0;                 // that ended it early
   std::shared_ptr<Setup> setup;   // what was trained
 
   std::vector<at::Tensor> parameters() const { return setup->model->parameters(); }
@@ -28,17 +29,27 @@ struct RunResult {
 /// Trains a new model as the options say and prints how it goes. Both loops give the same result, bit for bit, where
 /// batches are equally large.
 inline RunResult train(const Options& options, const Dataset& dataset) {
-  const auto start = std::chrono::steady_clock::now();
   ga::MemoryMeter meter;  // of this scope: the data set was there before
   RunResult result;
   result.setup = std::make_shared<Setup>(options, dataset);
   auto& setup = *result.setup;
-  result.test = options.trainer ? train_with_trainer(setup, options) : train_by_hand(setup, options);
-  fmt::print("Done\n");
-
-  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  result.samples_per_second = static_cast<double>(options.epochs * setup.batches.rows()) / result.seconds;
+  if (options.trainer) {
+    const auto [test, report] = train_with_trainer(setup, options);
+    result.test = test;
+    result.seconds = report.seconds;
+    result.samples_per_second = report.samples_per_second;
+    result.signal = report.signal;
+  } else {
+    const auto start = std::chrono::steady_clock::now();
+    result.test = train_by_hand(setup, options);
+    result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    result.samples_per_second = static_cast<double>(options.epochs * setup.batches.rows()) / result.seconds;
+  }
   result.peak_bytes = meter.peak_bytes();
+  if (result.signal == 0)
+    fmt::print("Done\n");
+  else
+    print_stopped(result.signal, options.save);
   return result;
 }
 

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <fmt/format.h>
 #include <torch/torch.h>
 
 #include <cstdint>
 #include <functional>
+#include <gradaccum/policies/save_state.hpp>
 #include <gradaccum/trainer.hpp>
 
 #include "print.hpp"
@@ -32,13 +34,35 @@ inline ga::Loss objective(Network& model, const ga::data::Batch& batch) {
   return ga::Loss{torch::cross_entropy_loss(logits, batch.target), batch.target.size(0)}.with(logits, batch.target);
 }
 
-inline ga::Evaluation train_with_trainer(Setup& setup, const Options& options) {
+struct Trained {
+  ga::Evaluation test;
+  ga::FitReport report;
+};
+
+/// Goes on from a state where --resume says so. `saving` is nothing, or a `ga::SaveState`.
+template <class... Saving>
+Trained fit(Setup& setup, const Options& options, Saving... saving) {
   ga::Trainer trainer(setup.model, setup.optimizer, objective,
                       ga::Accumulate{.schedule = options.accumulate.by_epoch()},
                       ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
-                      ga::Progress{}, TestResults{&setup.test_batches});
-  trainer.fit(setup.batches, {.epochs = options.epochs});
-  return trainer.policy<TestResults>().last;
+                      ga::Progress{}, TestResults{&setup.test_batches}, saving...);
+  const auto report =
+      trainer.fit(setup.batches, {.epochs = options.epochs, .resume = options.resume ? options.save : ""});
+  auto& test = trainer.template policy<TestResults>();
+  if (test.last.metrics.empty() && report.signal == 0) {
+    fmt::print("{} has all {} epochs\n", report.resumed_from, report.epochs);
+    test.on_epoch_end(report.epochs - 1);
+  }
+  return {test.last, report};
+}
+
+inline Trained train_with_trainer(Setup& setup, const Options& options) {
+  if (options.save.empty()) return fit(setup, options);
+  return fit(setup, options,
+             ga::SaveState{.directory = options.save,
+                           .every_updates = options.save_every,
+                           .keep_last = options.keep_last,
+                           .on_signals = true});
 }
 
 /// Trains without looking at the test images, and tells time and memory.

@@ -92,6 +92,18 @@ class Archive {
     changes_.push_back(std::move(change));
   }
 
+  /// What undoes a change that did not wait, where something after it does not fit; the last one first.
+  void if_not_all_fit(std::function<void()> undo) {
+    if (depth_ > 0 && loading_) undo_.push_back(std::move(undo));
+  }
+  /// To load what was saved a moment ago, into parts that were loaded from something else since; what waited there has
+  /// not been changed, and does not change here.
+  static Archive to_go_back(const Archive& before) {
+    Archive archive(before.values());
+    archive.depth_ = 1;
+    return archive;
+  }
+
   /// Among what is loaded there is a part of this name.
   bool has(const std::string& part) const {
     const auto [first, last] = range(prefix_ + part + '.');
@@ -122,7 +134,7 @@ class Archive {
     return std::pair(values_.lower_bound(prefix), values_.lower_bound(after));
   }
 
-  /// Where changes are allowed, a part of which there is nothing stays as it is.
+  /// Where changes are allowed, a part of which there is nothing stays as it is; so does a value.
   template <class Part>
   void part(const std::string& name, Part& part) {
     if (const auto [first, last] = range(name + '.'); loading_ && changes_allowed_ && first == last) return;
@@ -169,6 +181,7 @@ class Archive {
   template <class T>
   void load(const std::string& name, T& value) const {
     const auto found = values_.find(name);
+    if (found == values_.end() && changes_allowed_) return;
     TORCH_CHECK(found != values_.end(), "Archive: must have a value '", name, "', but has none");
     const auto* const held = std::get_if<decltype(stored(value))>(&found->second);
     TORCH_CHECK(held, "Archive: the value '", name, "' is of another type");
@@ -182,7 +195,7 @@ class Archive {
   Values values_;
   std::set<std::string> used_;
   std::string prefix_;
-  std::vector<std::function<void()>> changes_;
+  std::vector<std::function<void()>> changes_, undo_;
   int depth_ = 0;
   bool loading_ = false, copies_ = true, changes_allowed_ = false;
 };
@@ -201,16 +214,18 @@ inline void Archive::tensors(Tensors& tensors) {
 
 template <class Load>
 void Archive::together(const Load& load) {
-  const auto waiting = changes_.size();
+  const auto waiting = changes_.size(), changed = undo_.size();
   ++depth_;
   try {
     load();
   } catch (...) {
-    changes_.resize(waiting);
     --depth_;
+    changes_.resize(waiting);
+    for (; undo_.size() > changed; undo_.pop_back()) undo_.back()();
     throw;
   }
   if (--depth_ > 0) return;
+  undo_.clear();
   for (auto& change : std::exchange(changes_, {})) change();
 }
 

@@ -61,8 +61,20 @@ class ProgressLine {
     width_ = 0;
   }
 
-  /// Time and samples count from now on.
-  void restart() { start_ = last_shown_ = Clock::now(); }
+  /// Says something on a line of its own.
+  void say(const std::string& text) {
+    if (silent()) return;
+    clear();
+    std::fprintf(options_.to, "%s\n", text.c_str());
+    std::fflush(options_.to);
+  }
+
+  /// Time counts from now on, and what is done already does not.
+  void restart(double fraction = 0, std::int64_t samples = 0) {
+    start_ = last_shown_ = Clock::now();
+    fraction_before_ = fraction;
+    samples_before_ = samples;
+  }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -74,6 +86,8 @@ class ProgressLine {
   ProgressLineOptions options_;
   bool on_terminal_;
   Clock::time_point start_ = Clock::now(), last_shown_ = start_;
+  double fraction_before_ = 0;
+  std::int64_t samples_before_ = 0;
   std::size_t width_ = 0;  // of the line on the terminal
 };
 
@@ -92,10 +106,12 @@ inline std::string duration_text(double seconds) {
 inline std::string ProgressLine::line(std::optional<double> fraction, std::int64_t samples,
                                       const std::string& text) const {
   const double seconds = std::chrono::duration<double>(Clock::now() - start_).count();
-  auto line = fmt::format("{} | {:.0f} samples/s", text, static_cast<double>(samples) / seconds);
+  auto line = fmt::format("{} | {:.0f} samples/s", text, static_cast<double>(samples - samples_before_) / seconds);
   if (!fraction || !(*fraction > 0)) return line;
   const double done = std::min(*fraction, 1.0);
-  return fmt::format("{:3.0f}% | {} | {} left", 100 * done, line, detail::duration_text(seconds * (1 - done) / done));
+  line = fmt::format("{:3.0f}% | {}", 100 * done, line);
+  if (!(done > fraction_before_)) return line;
+  return line + fmt::format(" | {} left", detail::duration_text(seconds * (1 - done) / (done - fraction_before_)));
 }
 
 /// A file that cannot be written to is no reason to stop a training: what C's functions return is ignored.

@@ -124,14 +124,13 @@ class Trainer {
       archive("optimizer", OptimizerState(optimizer(), module()));
       archive("window", window_.named(module()));
       archive("random", RandomState());
-      detail::or_restore(
-          [&] {
-            counts_.state(archive);
-            archive("losses", record_);
-            detail::archive_fit(archive, status_, data_);
-            policies_.state(archive);
-          },
-          counts_, record_, status_);
+      archive.if_not_all_fit([this, counts = counts_, record = record_, status = status_] {
+        counts_ = counts, record_ = record, status_ = status;
+      });
+      counts_.state(archive);
+      archive("losses", record_);
+      detail::archive_fit(archive, status_, data_);
+      policies_.state(archive);
     });
   }
 

@@ -73,11 +73,32 @@ TEST_CASE("Progress: updates count on from a trainer that was loaded") {
   const Scratch file;
   Still net;
   ga::Trainer trainer(net, net.sgd, given_loss, all_lines(file));
-  ga::Archive saved(ga::Archive::Values{{"updates", std::int64_t{70}}, {"epochs", std::int64_t{3}}});
+  ga::Archive now;
+  trainer.state(now);
+  auto values = now.values();
+  values["updates"] = std::int64_t{70};
+  values["epochs"] = std::int64_t{3};
+  ga::Archive saved(values);
   trainer.state(saved);
   trainer.fit(Batches{{1.0, 1}, {2.0, 1}});
   CHECK(lines_of(file) ==
         Lines{" 50% | epoch 4/4 | update 70", "100% | epoch 4/4 | update 71 | loss 1.0000 | lr 1.0e-03"});
+}
+
+TEST_CASE("Progress: a fit that is to go on says where it begins, and its speed is its own") {
+  const auto directory = std::filesystem::temp_directory_path() / fmt::format("gradaccum-progress-{}", getpid());
+  const Batches batches{{1.0, 1}, {2.0, 1}, {1.0, 1}, {2.0, 1}};
+  Scratch file;
+  Still first, second;
+  ga::Trainer before(first, first.sgd, given_loss, all_lines(file), ga::SaveState{.directory = directory});
+  before.fit(batches, {.epochs = 1, .resume = directory});
+  CHECK(lines_of(file).front() == fmt::format("no state in {} yet: from the beginning", directory.string()));
+  const Scratch other;
+  ga::Trainer after(second, second.sgd, given_loss, all_lines(other), ga::SaveState{.directory = directory});
+  after.fit(batches, {.epochs = 2, .resume = directory});
+  CHECK(lines_of(other).front() == fmt::format("resumed from {}/step-000004, in epoch 2", directory.string()));
+  CHECK(lines_of(other).at(1) == " 62% | epoch 2/2 | update 4");
+  std::filesystem::remove_all(directory);
 }
 
 TEST_CASE("Progress: updates say when to stop") {

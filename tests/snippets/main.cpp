@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "snippets/prelude.hpp"
 
-// Runs the snippets of the document that the command line names.
+#include "support/files.hpp"
+
+// Runs the snippets of the document that the command line names, in an empty directory: their data is of each run its
+// own, so that none may go on from another's state.
 int main(int argc, char* argv[]) {
+  const testing::Directory directory;
+  std::filesystem::current_path(directory / "");
   int ran = 0;
   for (const Snippet& snippet : snippets) {
     if (argc != 2 || snippet.document != argv[1]) continue;

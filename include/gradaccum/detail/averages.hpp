@@ -178,9 +178,10 @@ inline void Averages::load(Archive& archive, torch::nn::Module& module, bool buf
   for (auto& [name, tensor] : updates > 0 ? distinct_tensors(module, buffers) : std::vector<NamedTensor>()) {
     at::Tensor value;
     archive("average." + name, value);
-    TORCH_CHECK(value.defined() && value.layout() == at::kStrided && value.sizes() == tensor.sizes() &&
-                    value.scalar_type() == state_type(tensor),
-                "Ema: a loaded average must be that of ", described(name, state_type(tensor), tensor), "; got ",
+    const bool fits = value.defined() && value.layout() == at::kStrided && value.sizes() == tensor.sizes() &&
+                      value.scalar_type() == state_type(tensor);
+    if (!fits && archive.changes_allowed()) return;  // another model's: those of this one stay as they are
+    TORCH_CHECK(fits, "Ema: a loaded average must be that of ", described(name, state_type(tensor), tensor), "; got ",
                 value.defined() ? described("one", value.scalar_type(), value) : "an undefined tensor");
     loaded.push_back({name, tensor.scalar_type(), value.to(tensor.device())});
   }

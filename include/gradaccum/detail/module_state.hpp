@@ -3,6 +3,7 @@
 
 #include <gradaccum/archive.hpp>
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
@@ -20,7 +21,7 @@ inline Archive::Tensors tensors_of_module(const torch::nn::Module& module) {
   Archive::Tensors all;
   const auto add = [&](const auto& named) {
     for (auto& item : named)
-      if (item.value().defined()) all.emplace(item.key(), item.value().detach());
+      if (item.value().defined()) all.emplace(item.key(), item.value());
   };
   add(module.named_parameters());
   add(module.named_buffers());
@@ -30,6 +31,12 @@ inline Archive::Tensors tensors_of_module(const torch::nn::Module& module) {
 /// `weight, Float [2, 3]`
 inline std::string described(const std::string& name, const at::Tensor& tensor) {
   return c10::str(name, ", ", tensor.scalar_type(), " ", tensor.sizes());
+}
+
+inline void check_can_be_loaded(const std::string& name, const at::Tensor& tensor) {
+  TORCH_CHECK(!tensor.is_meta() && at::has_internal_overlap(tensor) != at::MemOverlap::Yes, "the module's ", name,
+              " must have memory for each of its numbers, got ",
+              tensor.is_meta() ? "a tensor on the device meta" : "an expanded tensor", "; give it a clone()");
 }
 
 /// What two sets of tensors do not have in common: the first few of it.
@@ -61,9 +68,12 @@ inline void archive_module(Archive& archive, torch::nn::Module& module) {
   TORCH_CHECK(different.empty() || archive.changes_allowed(),
               "ModelState: the state is of another model; {.allow_changes = true} loads what fits:", different);
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
-  for (auto& [name, tensor] : saved)
-    if (const auto to = here.find(name); to != here.end() && described(name, tensor) == described(name, to->second))
-      copies.emplace_back(to->second, tensor);
+  for (auto& [name, tensor] : saved) {
+    const auto to = here.find(name);
+    if (to == here.end() || described(name, tensor) != described(name, to->second)) continue;
+    check_can_be_loaded(name, to->second);
+    copies.emplace_back(to->second, tensor);
+  }
   archive.when_all_fit([copies] {
     const at::NoGradGuard no_grad;
     for (auto& [to, from] : copies) to.copy_(from);

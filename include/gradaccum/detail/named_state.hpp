@@ -137,7 +137,8 @@ NamedTensors named_state_of(const torch::optim::Optimizer& optimizer, const Name
 }
 
 /// Takes the state of all parameters out of `tensors`, and checks it. Parameters of which there is nothing begin
-/// afresh; if `lenient`, so do those whose state does not fit. What is given back makes it the optimizer's.
+/// afresh; if `lenient`, they stay as they are, as do those whose state does not fit. What is given back makes it the
+/// optimizer's.
 template <class ParamState>
 std::function<void()> take_states(torch::optim::Optimizer& optimizer, const NameOf& name_of, NamedTensors& tensors,
                                   bool lenient) {
@@ -151,8 +152,8 @@ std::function<void()> take_states(torch::optim::Optimizer& optimizer, const Name
       if (!lenient) throw;
     }
   });
-  return [&optimizer, loaded] {
-    optimizer.state().clear();
+  return [&optimizer, loaded, lenient] {
+    if (!lenient) optimizer.state().clear();
     for (auto& [parameter, taken] : *loaded) optimizer.state()[parameter] = std::move(taken);
   };
 }

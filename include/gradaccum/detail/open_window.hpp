@@ -270,7 +270,8 @@ inline void OpenWindow::state(Archive& archive, const NameOf& name_of) {
   if (!archive.loading()) return;
   Window next = window_;
   next.resume(count, first, total);
-  archive.when_all_fit([=, this, loaded = state_->take_sums(std::move(sums), name_of)] {
+  auto loaded = state_->take_sums(std::move(sums), name_of, archive.changes_allowed());
+  archive.when_all_fit([=, this] {
     open(listed_);
     state_->set_sums(loaded);
     window_ = next;

@@ -102,6 +102,7 @@ inline void check_has_named_state(torch::optim::Optimizer& optimizer, const Name
 /// The state of LibTorch's and our own optimizers by the parameters' names, and the options of their groups.
 inline void archive_optimizer(Archive& archive, torch::optim::Optimizer& optimizer, const NamedParameters& parameters) {
   auto& groups = optimizer.param_groups();
+  archive.setting("class", type_name(optimizer));
   archive.setting("groups", static_cast<std::int64_t>(groups.size()));
   for (std::size_t i = 0; i < groups.size(); ++i) archive("group" + std::to_string(i), GroupState{groups[i]});
 

@@ -26,8 +26,11 @@ class StopSignals {
   ~StopSignals() {
     const std::lock_guard lock(mutex());
     if (--users() > 0) return;
-    for (auto& [signal, before] : taken()) ::sigaction(signal, &before, nullptr);
-    if (const int missed = received_number(); missed != 0 && !noticed()) ::raise(missed);
+    for (auto& [signal, before] : taken()) {
+      ::sigaction(signal, &before, nullptr);
+      const bool missed = received_number() == signal && !noticed();
+      if (missed && before.sa_handler == SIG_DFL) ::raise(signal);  // the user's own has been called
+    }
   }
 
   /// The first that came; 0 if none did. One that nobody asks for comes again at the end.
@@ -45,24 +48,28 @@ class StopSignals {
 
   static void take(int signal, struct sigaction& before) {
     ::sigaction(signal, nullptr, &before);
-    if ((before.sa_flags & SA_SIGINFO) == 0 && before.sa_handler == SIG_IGN) return;
+    if (before.sa_handler == SIG_IGN) return;
     struct sigaction ours {};
-    ours.sa_handler = note;
-    ours.sa_flags = SA_RESTART;
+    ours.sa_sigaction = note;
+    ours.sa_flags = SA_RESTART | SA_SIGINFO;
     ::sigaction(signal, &ours, nullptr);
   }
 
   // Only what is safe in a signal handler.
-  static void note(int signal) {
+  static void note(int signal, siginfo_t* information, void* context) {
     int none = 0;
     const bool first = received_number().compare_exchange_strong(none, signal);
     if (!first && signal == SIGINT) {
       ::signal(signal, SIG_DFL);
       ::raise(signal);
     }
-    for (auto& [number, before] : taken())
-      if (number == signal && (before.sa_flags & SA_SIGINFO) == 0 && before.sa_handler != SIG_DFL)
+    for (auto& [number, before] : taken()) {
+      if (number != signal || before.sa_handler == SIG_DFL) continue;
+      if ((before.sa_flags & SA_SIGINFO) != 0)
+        before.sa_sigaction(signal, information, context);
+      else
         before.sa_handler(signal);
+    }
   }
 
   static std::array<Taken, 2>& taken() {

@@ -40,8 +40,8 @@ class WindowGradients {
   }
   void fold_into_sum(std::size_t place, at::ScalarType dtype);
   SumsByName named_sums(const NameOf& name_of) const;
-  /// What `named_sums` gave, checked.
-  Sums take_sums(SumsByName named, const NameOf& name_of) const;
+  /// What `named_sums` gave, checked; if `lenient`, what does not fit is left out.
+  Sums take_sums(SumsByName named, const NameOf& name_of, bool lenient) const;
   void set_sums(const Sums& sums);
   void set_weights(double first, double total) { first_weight_ = first, total_weight_ = total; }
   void set_complete(bool complete) { complete_ = complete; }
@@ -144,17 +144,25 @@ inline SumsByName WindowGradients::named_sums(const NameOf& name_of) const {
   return named;
 }
 
-inline WindowGradients::Sums WindowGradients::take_sums(SumsByName named, const NameOf& name_of) const {
+inline WindowGradients::Sums WindowGradients::take_sums(SumsByName named, const NameOf& name_of, bool lenient) const {
   Sums all;
   for (auto& parameter : parameters_) {
-    const auto& name = name_of(parameter);
-    const auto& gradient = all.in_grad.emplace_back(named.take("grad", name, parameter));
-    TORCH_CHECK(!gradient.defined() || gradient.scalar_type() == parameter.scalar_type(),
-                "GradAccumulator: the state's gradient of ", name, " must be ", parameter.scalar_type(), ", got ",
-                gradient.scalar_type());
-    all.apart.push_back(named.take("sum", name, parameter));
+    at::Tensor gradient, sum;
+    try {
+      const auto& name = name_of(parameter);
+      sum = named.take("sum", name, parameter);
+      gradient = named.take("grad", name, parameter);
+      TORCH_CHECK(!gradient.defined() || gradient.scalar_type() == parameter.scalar_type(),
+                  "GradAccumulator: the state's gradient of ", name, " must be ", parameter.scalar_type(), ", got ",
+                  gradient.scalar_type());
+    } catch (const c10::Error&) {
+      if (!lenient) throw;
+      gradient.reset();
+    }
+    all.in_grad.push_back(gradient);
+    all.apart.push_back(sum);
   }
-  named.check_all_taken();
+  if (!lenient) named.check_all_taken();
   return all;
 }
 

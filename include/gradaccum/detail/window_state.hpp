@@ -67,7 +67,7 @@ class SumsByName {
     TORCH_CHECK(indices.scalar_type() == at::kLong && (values.is_floating_point() || values.is_complex()),
                 "GradAccumulator: the state's sparse gradient of ", name,
                 " must have int64 indices and floating values");
-    const auto options = parameter.options().dtype(values.scalar_type());
+    const auto options = parameter.options().dtype(values.scalar_type()).layout(at::kSparse);
     return at::sparse_coo_tensor(indices.to(parameter.device(), /*non_blocking=*/false, /*copy=*/true),
                                  values.to(parameter.device(), /*non_blocking=*/false, /*copy=*/true),
                                  parameter.sizes(), options);

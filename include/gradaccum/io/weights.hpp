@@ -2,9 +2,9 @@
 #pragma once
 
 #include <gradaccum/detail/module_of.hpp>
+#include <gradaccum/detail/module_state.hpp>
 #include <gradaccum/io/safetensors.hpp>
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/ScalarType.h>
@@ -63,7 +63,7 @@ struct WeightsReport {
 /// `model` is a module, a `ModuleHolder`, or a pointer to a module. Its tensors stay the same, with their devices,
 /// dtypes, strides and `requires_grad`: the file's numbers are copied into them, and converted. Floating numbers do not
 /// go into integers, nor complex ones into real: such a weight is mis-shaped. A weight that several names share is
-/// there if one of them is; where the file has several, the last in the module counts.
+/// there if one of them is; where the file has several, the last by name counts.
 ///
 /// Throws `c10::Error`, before anything is changed: if `strict`, for weights that are missing, unexpected or
 /// mis-shaped, with their names; and always for one of the module's that cannot be copied into, as it is expanded or
@@ -90,21 +90,6 @@ void save_weights(Model&& model, const std::filesystem::path& path, const Metada
 
 namespace gradaccum::detail {
 
-/// Parameters, then buffers, with their full names.
-inline std::vector<std::pair<std::string, at::Tensor>> named_weights(const torch::nn::Module& module) {
-  std::vector<std::pair<std::string, at::Tensor>> all;
-  for (auto& named : {module.named_parameters(), module.named_buffers()})
-    for (auto& item : named)
-      if (item.value().defined()) all.emplace_back(item.key(), item.value());
-  return all;
-}
-
-inline void check_can_be_loaded(const std::string& name, const at::Tensor& weight) {
-  TORCH_CHECK(!weight.is_meta() && at::has_internal_overlap(weight) != at::MemOverlap::Yes,
-              "load_weights: the module's ", name, " must have memory for each of its numbers, got ",
-              weight.is_meta() ? "a tensor on the device meta" : "an expanded tensor", "; give it a clone()");
-}
-
 /// What does not fit; empty if all does.
 inline std::string misfit(const at::Tensor& loaded, const at::Tensor& weight) {
   if (loaded.sizes() != weight.sizes())
@@ -120,11 +105,9 @@ struct WeightCopies {
   std::vector<std::pair<at::Tensor, at::Tensor>> copies = {};  // to, from
 
   WeightCopies(const torch::nn::Module& module, const io::SafetensorsFile& file) {
-    const auto weights = named_weights(module);
-    std::set<std::string> names;
+    const auto weights = tensors_of_module(module);
     std::set<const void*> found;
     for (auto& [name, weight] : weights) {
-      names.insert(name);
       if (!file.contains(name)) continue;
       found.insert(weight.unsafeGetTensorImpl());
       check_can_be_loaded(name, weight);
@@ -137,7 +120,7 @@ struct WeightCopies {
     for (auto& [name, weight] : weights)
       if (!found.contains(weight.unsafeGetTensorImpl())) report.missing.push_back(name);
     for (auto& name : file.keys())
-      if (!names.contains(name)) report.unexpected.push_back(name);
+      if (!weights.contains(name)) report.unexpected.push_back(name);
   }
 };
 
@@ -162,6 +145,5 @@ gradaccum::io::WeightsReport gradaccum::io::load_weights(Model&& model, const st
 
 template <gradaccum::detail::model Model>
 void gradaccum::io::save_weights(Model&& model, const std::filesystem::path& path, const Metadata& metadata) {
-  const auto weights = detail::named_weights(detail::module_of(model));
-  save_file({weights.begin(), weights.end()}, path, metadata);
+  save_file(detail::tensors_of_module(detail::module_of(model)), path, metadata);
 }

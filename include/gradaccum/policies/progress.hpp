@@ -12,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 
 namespace gradaccum {
 
@@ -30,6 +31,7 @@ struct Progress {
   std::shared_ptr<ProgressLine> shown = nullptr;
   detail::WeightedMean loss = {};
   double lr = 0;
+  bool begun = false;
 
   template <class Trainer>
   void attach(Trainer& trainer) {
@@ -37,22 +39,36 @@ struct Progress {
     updates = [&trainer] { return trainer.updates(); };
     shown = std::make_shared<ProgressLine>(line);
   }
-  void on_epoch_begin(std::int64_t) {
-    loss = {};
-    if (status->epochs == 0) shown->restart();
+  int fit_scope() {
+    begun = false;
+    shown->restart();
+    return 0;
   }
+  void on_epoch_begin(std::int64_t) { loss = {}; }
   void after_window(const Step& step) {
     if (shown->silent()) return;  // on a device, adding up takes time, too
     loss.add(step.loss, step.items);
     lr = step.lr;
   }
   void after_backward(Gradients&) {
-    if (status->running) shown->update(status->fraction(), status->samples, [this] { return text(); });
+    if (!status->running) return;
+    if (!std::exchange(begun, true)) begin();
+    shown->update(status->fraction(), status->samples, [this] { return text(); });
   }
   void on_epoch_end(std::int64_t) { shown->clear(); }
 
+  /// Says where a fit that was to go on has begun.
+  void begin() const;
   std::string text() const;
 };
+
+inline void Progress::begin() const {
+  const auto& from = status->resumed_from;
+  if (!from.empty()) shown->restart(status->fraction().value_or(0), status->samples);
+  if (!status->options.resume.empty())
+    shown->say(from.empty() ? fmt::format("no state in {} yet: from the beginning", status->options.resume.string())
+                            : fmt::format("resumed from {}, in epoch {}", from, status->epoch + 1));
+}
 
 inline std::string Progress::text() const {
   auto text = fmt::format("epoch {}", status->epoch + 1);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/io/state_directory.hpp>
 #include <gradaccum/detail/stop_signals.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/policy.hpp>
@@ -12,6 +13,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <utility>
 
@@ -64,8 +66,15 @@ struct SaveState {
 
   std::optional<detail::StopSignals> fit_scope() {
     due = finished = false;
+    if (!status->options.smoke) sweep();
     if (!on_signals) return {};
     return std::optional<detail::StopSignals>(std::in_place);
+  }
+  void after_window(const Step&) { finished = false; }  // by the tail of a fit that was stopped, say
+  /// Removes what a killed process has left unfinished, also where this `fit` has nothing to save.
+  void sweep() const {
+    constexpr auto all = std::numeric_limits<std::int64_t>::max();
+    detail::StateDirectory(directory).keep_last(all);
   }
   void after_step(const Step& step) { due = step.update % every_updates == 0; }
   void at_boundary();

@@ -6,7 +6,6 @@
 #include <c10/util/Exception.h>
 
 #include <cstdint>
-#include <tuple>
 
 namespace gradaccum::detail {
 
@@ -23,17 +22,5 @@ struct Counts {
     *this = next;
   }
 };
-
-/// Runs `work`; an exception in it leaves the values as they were.
-template <class Work, class... Values>
-void or_restore(const Work& work, Values&... values) {
-  const std::tuple<Values...> before(values...);
-  try {
-    work();
-  } catch (...) {
-    std::tie(values...) = before;
-    throw;
-  }
-}
 
 }  // namespace gradaccum::detail

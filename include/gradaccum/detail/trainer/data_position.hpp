@@ -30,7 +30,11 @@ class DataPosition {
     if constexpr (requires(Archive & archive) { batches.state(archive); })
       state_of_batches_ = [&batches](Archive& archive) { archive("batches", batches); };
   }
-  void let_go() { *this = {}; }
+  /// Random numbers are never left at the beginning of an epoch that was to be gone through again.
+  void let_go() {
+    if (to_skip_ > 0) set_generators(after_skipping_);
+    *this = {};
+  }
 
   void begin_epoch() {
     if (!state_of_batches_) epoch_begin_ = states_of_generators();
@@ -138,7 +142,8 @@ inline void DataPosition::state(Archive& archive) {
   }
   if (!archive.loading()) return;
   TORCH_CHECK(taken >= 0, "Trainer: a state must have taken >= 0 batches, got ", taken);
-  const bool again = !state_of_batches_ && taken > 0;
+  for (auto& [name, state] : epoch_begin) state = state.clone();  // outlives what it was loaded from
+  const bool again = !state_of_batches_ && taken > 0 && !exhausted;
   if (again) check_generators(epoch_begin, archive.changes_allowed());
   if (archive.changes_allowed()) fingerprint.clear();
   archive.when_all_fit([=, this] {

@@ -35,9 +35,9 @@ class Fit {
     const auto folder = state_to_resume(status_.options);
     if (!folder) return;
     auto archive = open_state(*folder, status_.options.allow_changes);
+    status_.resumed_from = folder->string();
     if (const auto epoch = epoch_in_hand(archive)) begin_epoch(*epoch);
     load_state(archive, trainer_);
-    status_.resumed_from = folder->string();
   }
 
   void begin_epoch(std::int64_t epoch) {

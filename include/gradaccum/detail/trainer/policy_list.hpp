@@ -71,16 +71,12 @@ class PolicyList {
 
   /// Each under its name. If one cannot load, all are as before.
   void state(Archive& archive) {
-    if (!archive.loading()) return state_of_each(archive);
-    auto before = Archive::of_references();
-    state_of_each(before);
-    try {
-      state_of_each(archive);
-    } catch (...) {
-      Archive undo(before.values());
-      state_of_each(undo);
-      throw;
+    if (archive.loading()) {
+      auto before = Archive::of_references();
+      state_of_each(before);
+      archive.if_not_all_fit([this, before] { go_back(before); });
     }
+    state_of_each(archive);
   }
 
  private:
@@ -103,6 +99,13 @@ class PolicyList {
       if constexpr (tells) return hooks::ready::call(policy);
     }
     return true;
+  }
+  void go_back(const Archive& before) {
+    auto archive = Archive::to_go_back(before);
+    try {
+      state_of_each(archive);
+    } catch (...) {  // one that never loads: those before it are back, those after it have not changed
+    }
   }
   void state_of_each(Archive& archive) {
     std::apply([&](auto&... policy) { (state_of(policy, archive), ...); }, policies_);

@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Saving and loading a model with the state of AdamW, against LibTorch's own functions. Bounds: the same bytes through
+// write() and fsync() to one file, and through read().
+//
+// Saving: each writes new files and removes them, so that nobody is left with what another has not yet put on the disk.
+// Loading: the files are in memory, for all.
+
+#include <gradaccum/state_parts.hpp>
+#include <gradaccum/training_state.hpp>
+
+#include "harness.hpp"
+
+#include <filesystem>
+#include <memory>
+
+#include <fcntl.h>
+#include <unistd.h>
+
+namespace ga = gradaccum;
+using std::filesystem::path;
+
+namespace {
+
+struct Training {
+  torch::nn::Sequential model;
+  std::unique_ptr<torch::optim::AdamW> optimizer;
+
+  explicit Training(int layers) {
+    for (int i = 0; i < layers; ++i) model->push_back(torch::nn::Linear(2048, 2048));
+    optimizer = std::make_unique<torch::optim::AdamW>(model->parameters());
+    for (auto& parameter : model->parameters()) parameter.mutable_grad() = torch::ones_like(parameter);
+    optimizer->step();
+    optimizer->zero_grad();
+  }
+
+  std::int64_t updates() const { return 1; }
+  void state(ga::Archive& archive) {
+    archive("model", ga::ModelState(model));
+    archive("optimizer", ga::OptimizerState(*optimizer, model));
+  }
+
+  /// Parameters and moments.
+  std::vector<at::Tensor> tensors() const {
+    std::vector<at::Tensor> all;
+    for (auto& parameter : model->parameters()) {
+      const auto& state =
+          static_cast<torch::optim::AdamWParamState&>(*optimizer->state().at(parameter.unsafeGetTensorImpl()));
+      all.insert(all.end(), {parameter.detach(), state.exp_avg(), state.exp_avg_sq()});
+    }
+    return all;
+  }
+  double gigabytes() const {
+    double bytes = 0;
+    for (auto& tensor : tensors()) bytes += static_cast<double>(tensor.nbytes());
+    return bytes / 1e9;
+  }
+};
+
+void check(bool well, const path& file) {
+  if (!well) throw std::system_error(errno, std::generic_category(), file.string());
+}
+
+class File {
+ public:
+  File(const path& name, int flags) : name_(name), descriptor_(::open(name.c_str(), flags, 0666)) {
+    check(descriptor_ >= 0, name);
+  }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  ~File() { ::close(descriptor_); }
+
+  void sync() { check(::fsync(descriptor_) == 0, name_); }
+  /// The system's `write` or `read` until all of a tensor is done.
+  template <class Call>
+  void each(const std::vector<at::Tensor>& tensors, const Call& call) {
+    for (auto& tensor : tensors)
+      for (std::size_t done = 0; done < tensor.nbytes();) {
+        const auto now = call(descriptor_, static_cast<char*>(tensor.data_ptr()) + done, tensor.nbytes() - done);
+        check(now > 0, name_);
+        done += static_cast<std::size_t>(now);
+      }
+  }
+
+ private:
+  path name_;
+  int descriptor_;
+};
+
+void torch_save(const Training& training, const path& folder) {
+  torch::save(training.model, folder / "model.pt");
+  torch::save(*training.optimizer, folder / "optimizer.pt");
+}
+void torch_load(Training& training, const path& folder) {
+  torch::load(training.model, folder / "model.pt");
+  torch::load(*training.optimizer, folder / "optimizer.pt");
+}
+void plain_write(const std::vector<at::Tensor>& tensors, const path& name) {
+  File file(name, O_WRONLY | O_CREAT | O_TRUNC);
+  file.each(tensors, ::write);
+  file.sync();
+}
+
+void compare_saving(Training& training, const path& folder, const harness::Options& options) {
+  const auto remove_torch = [&] {
+    std::filesystem::remove(folder / "model.pt");
+    std::filesystem::remove(folder / "optimizer.pt");
+  };
+  const auto ours = [&] { std::filesystem::remove_all(ga::save(folder / "ours", training)); };
+  const auto theirs = [&] {
+    torch_save(training, folder);
+    remove_torch();
+  };
+  const auto theirs_synced = [&] {
+    torch_save(training, folder);
+    for (auto* name : {"model.pt", "optimizer.pt"}) File(folder / name, O_RDONLY).sync();
+    remove_torch();
+  };
+  const auto bound = [&, tensors = training.tensors()] {
+    plain_write(tensors, folder / "plain");
+    std::filesystem::remove(folder / "plain");
+  };
+  harness::contest("Save a model with AdamW's state",
+                   {{"ga::save", ours},
+                    {"torch::save, not synced to the disk", theirs},
+                    {"torch::save, fsync()", theirs_synced},
+                    {.name = "bound: write(), fsync()", .run = bound, .bound = true}},
+                   training.gigabytes(), "GB", options);
+}
+
+void compare_loading(Training& training, int layers, const path& folder, const harness::Options& options) {
+  ga::save(folder / "ours", training);
+  torch_save(training, folder);
+  plain_write(training.tensors(), folder / "plain");
+  Training of_torch(layers);
+  std::vector<at::Tensor> buffers;
+  for (auto& tensor : training.tensors()) buffers.push_back(torch::empty_like(tensor));
+  for (auto* one : {&training, &of_torch})
+    for (auto& tensor : one->tensors()) tensor.zero_();
+  const auto bound = [&] { File(folder / "plain", O_RDONLY).each(buffers, ::read); };
+  harness::contest("Load a model with AdamW's state",
+                   {{"ga::load", [&] { ga::load(folder / "ours", training); }, training.model->parameters()},
+                    {"torch::load", [&] { torch_load(of_torch, folder); }, of_torch.model->parameters()},
+                    {.name = "bound: read()", .run = bound, .bound = true}},
+                   training.gigabytes(), "GB", options);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  path directory = ".";
+  int layers = 24;
+  const auto options = harness::parse(
+      argc, argv, "Saving and loading a training against torch::save and torch::load", [&](CLI::App& app) {
+        app.add_option("--directory", directory, "where to write, some 4 GB")->check(CLI::ExistingDirectory);
+        app.add_option("--layers", layers, "of 4.2 M parameters each")->check(CLI::Range(1, 10'000));
+      });
+  const auto folder = directory / ("benchmark_save_load." + std::to_string(::getpid()));
+  std::filesystem::create_directory(folder);
+  try {
+    Training training(layers);
+    compare_saving(training, folder, options);
+    compare_loading(training, layers, folder, options);
+  } catch (...) {
+    std::filesystem::remove_all(folder);
+    throw;
+  }
+  std::filesystem::remove_all(folder);
+}

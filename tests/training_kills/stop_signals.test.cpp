@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/detail/stop_signals.hpp>
+
+#include <array>
+#include <csignal>
+#include <functional>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+using gradaccum::detail::StopSignals;
+
+namespace {
+
+/// Sets a handler, and puts back the one before.
+class Handler {
+ public:
+  Handler(int signal, void (*handler)(int)) : signal_(signal) {
+    struct sigaction ours {};
+    ours.sa_handler = handler;
+    ::sigaction(signal, &ours, &before_);
+  }
+  Handler(int signal, void (*handler)(int, siginfo_t*, void*)) : signal_(signal) {
+    struct sigaction ours {};
+    ours.sa_sigaction = handler;
+    ours.sa_flags = SA_SIGINFO;
+    ::sigaction(signal, &ours, &before_);
+  }
+  Handler(const Handler&) = delete;
+  Handler& operator=(const Handler&) = delete;
+  ~Handler() { ::sigaction(signal_, &before_, nullptr); }
+
+ private:
+  int signal_;
+  struct sigaction before_ {};
+};
+
+struct sigaction action_of(int signal) {
+  struct sigaction now {};
+  ::sigaction(signal, nullptr, &now);
+  return now;
+}
+
+volatile std::sig_atomic_t plain_calls = 0, detailed_calls = 0;
+volatile pid_t sender = 0;
+void plain(int) { plain_calls = plain_calls + 1; }
+void detailed(int, siginfo_t* information, void*) {
+  detailed_calls = detailed_calls + 1;
+  sender = information->si_pid;
+}
+
+/// How a process of its own ends that runs this: its status, or 128 + signal where one killed it.
+int status_of(const std::function<void()>& run) {
+  const auto child = ::fork();
+  if (child == 0) {
+    run();
+    ::_exit(0);
+  }
+  int status = 0;
+  REQUIRE(::waitpid(child, &status, 0) == child);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+}  // namespace
+
+TEST_CASE("StopSignals: signals are noted, and what was there before comes back") {
+  const Handler interrupt(SIGINT, SIG_DFL), terminate(SIGTERM, SIG_DFL);  // Catch2 has its own
+  for (const int signal : {SIGINT, SIGTERM}) {
+    {
+      const StopSignals signals;
+      CHECK(StopSignals::received() == 0);
+      std::raise(signal);
+      CHECK(StopSignals::received() == signal);
+      {
+        const StopSignals inner;  // notes no second time
+        CHECK(StopSignals::received() == signal);
+      }
+      CHECK(action_of(signal).sa_handler != SIG_DFL);
+      if (signal == SIGINT) std::raise(SIGTERM);  // and the other way about, the program would end
+      CHECK(StopSignals::received() == signal);   // the first
+    }
+    CHECK(action_of(signal).sa_handler == SIG_DFL);
+    const StopSignals next;
+    CHECK(StopSignals::received() == 0);
+  }
+}
+
+TEST_CASE("StopSignals: a handler of the user's own is called as well, once a signal") {
+  plain_calls = 0;
+  detailed_calls = 0;
+  const Handler own_plain(SIGINT, plain), own_detailed(SIGTERM, detailed);
+  {
+    const StopSignals signals;
+    std::raise(SIGTERM);
+    CHECK(detailed_calls == 1);
+    CHECK(sender == ::getpid());
+    std::raise(SIGTERM);
+    CHECK(detailed_calls == 2);
+    CHECK(plain_calls == 0);
+  }  // nobody has asked for it
+  CHECK(detailed_calls == 2);
+  {
+    const StopSignals signals;
+    std::raise(SIGINT);
+    CHECK(plain_calls == 1);
+    CHECK(StopSignals::received() == SIGINT);
+  }
+  CHECK(plain_calls == 1);
+  CHECK(action_of(SIGINT).sa_handler == plain);
+  CHECK(action_of(SIGTERM).sa_sigaction == detailed);
+}
+
+TEST_CASE("StopSignals: a signal that was ignored stays ignored") {
+  const Handler ignored(SIGINT, SIG_IGN), terminate(SIGTERM, SIG_DFL);
+  const StopSignals signals;
+  std::raise(SIGINT);
+  CHECK(StopSignals::received() == 0);
+  std::raise(SIGTERM);
+  CHECK(StopSignals::received() == SIGTERM);
+}
+
+TEST_CASE("StopSignals: one that nobody asks for ends the program after all, and so does a second SIGINT") {
+  const auto child = [](const std::function<void()>& run) {
+    return status_of([&] {
+      std::signal(SIGINT, SIG_DFL);
+      std::signal(SIGTERM, SIG_DFL);
+      run();
+    });
+  };
+  for (const int signal : {SIGINT, SIGTERM}) {
+    const auto noted = [&](bool asked) {
+      const StopSignals signals;
+      std::raise(signal);
+      if (asked) StopSignals::received();
+    };
+    CHECK(child([&] { noted(false); }) == 128 + signal);
+    CHECK(child([&] { noted(true); }) == 0);
+  }
+  const auto twice = [](int first, int second) {
+    const StopSignals signals;
+    std::raise(first);
+    StopSignals::received();
+    std::raise(second);
+  };
+  CHECK(child([&] { twice(SIGINT, SIGINT); }) == 128 + SIGINT);
+  CHECK(child([&] { twice(SIGTERM, SIGTERM); }) == 0);  // some schedulers send it twice
+}
