@@ -24,11 +24,11 @@ namespace gradaccum::detail {
 /// digits being zeros. A double that is not finite, which JSON lacks, is {"double": "nan"}, "inf" or "-inf"; the bits
 /// of a NaN are not kept. In Python:
 ///
-///     m = json.load(open("manifest.json"))
-///     m["values"]["lr"], m["crc32"] = 0.01, "00000000"
-///     text = json.dumps(m, indent=2)
-///     text = text.replace("00000000", f"{zlib.crc32(text.encode()):08x}", 1)
-///     open("manifest.json", "w").write(text)
+///    m = json.load(open("manifest.json"))
+///    m["values"]["lr"], m["crc32"] = 0.01, "00000000"
+///    text = json.dumps(m, indent=2)
+///    text = text.replace("00000000", f"{zlib.crc32(text.encode()):08x}", 1)
+///    open("manifest.json", "w").write(text)
 struct Manifest {
   using Value = std::variant<bool, std::int64_t, double, std::string>;
   struct File {
