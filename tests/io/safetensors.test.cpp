@@ -19,7 +19,8 @@ namespace {
 std::size_t largest_allocation = 0;
 }
 
-// Notes what this program asks for.
+// Notes what this program asks for. AddressSanitizer has an operator of its own.
+#ifndef __SANITIZE_ADDRESS__
 void* operator new(std::size_t size) {
   largest_allocation = std::max(largest_allocation, size);
   if (void* memory = std::malloc(std::max<std::size_t>(size, 1))) return memory;
@@ -27,6 +28,7 @@ void* operator new(std::size_t size) {
 }
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+#endif
 
 namespace {
 

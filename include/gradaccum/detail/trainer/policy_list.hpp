@@ -55,7 +55,8 @@ class PolicyList {
       return work();
     } else if constexpr (Hook::template in<std::tuple_element_t<next, Tuple>>) {
       using Scope = decltype(Hook::call(std::get<next>(policies_)));
-      static_assert(!std::is_void_v<Scope>, "policy: forward_scope and fit_scope must give back the guard to be held");
+      static_assert(!std::is_void_v<Scope>,
+                    "policy: forward_scope must give back the guard that is held, and fit_scope as well");
       [[maybe_unused]] auto scope = Hook::call(std::get<next>(policies_));
       return in_scopes<Hook, next + 1>(work);
     } else {
