@@ -450,7 +450,9 @@ TEST_CASE("SafetensorsFile: nothing is allocated for what a header only claims")
     largest_allocation = 0;
     CHECK_THROWS(ga::io::SafetensorsFile(directory / "file"));
     CHECK(largest_allocation < 10'000);
+#ifndef __SANITIZE_ADDRESS__
     CHECK(largest_allocation > 0);
+#endif
   }
 }
 

@@ -246,8 +246,12 @@ TEST_CASE("load: a hundred times takes no more than once") {
   for (int i = 0; i < 100; ++i) load(), load_damaged();
   CHECK(meter.live_bytes(at::kCPU) == 0);
   CHECK(descriptors() == descriptors_before);
+#ifndef __SANITIZE_ADDRESS__  // which keeps what is freed for a while
   CHECK(mappings() <= mappings_before + 4);
   CHECK(pages() <= pages_before + 2048);  // 8 MB
+#else
+  static_cast<void>(mappings_before), static_cast<void>(pages_before);
+#endif
 }
 
 TEST_CASE("SaveState: every so many updates, and how many are kept") {
