@@ -127,7 +127,7 @@ int rewrite(const std::filesystem::path& directory, const char* seed) {
     for (auto& [name, value] : archive.values()) values.at(name) = value;
   }
   ga::Archive changed;
-  for (auto& [name, value] : values) std::visit([&](auto& held) { changed(name, held); }, value);
+  for (auto& entry : values) std::visit([&](auto& held) { changed(entry.first, held); }, entry.second);
   states.add(newest.step, [&](const auto& folder) { ga::io::write_state(changed, folder); });
   return 0;
 }

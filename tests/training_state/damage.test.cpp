@@ -67,8 +67,7 @@ struct Scene {
 };
 
 std::vector<std::string> names_in(const fs::path& directory) {
-  std::vector<std::string> names;
-  for (auto& entry : fs::directory_iterator(directory)) names.push_back(entry.path().filename().string());
+  auto names = ga::detail::names_in(directory);
   std::sort(names.begin(), names.end());
   return names;
 }
