@@ -4,7 +4,8 @@
 // write() and fsync() to one file, and through read().
 //
 // Saving: each writes new files and removes them, so that nobody is left with what another has not yet put on the disk.
-// Loading: the files are in memory, for all.
+// Loading: the files are in memory, for all, and each load is the first of a process of its own, as where a training
+// goes on: memory is new to it.
 
 #include <gradaccum/state_parts.hpp>
 #include <gradaccum/training_state.hpp>
@@ -12,9 +13,11 @@
 #include "harness.hpp"
 
 #include <filesystem>
+#include <functional>
 #include <memory>
 
 #include <fcntl.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 namespace ga = gradaccum;
@@ -128,21 +131,66 @@ void compare_saving(Training& training, const path& folder, const harness::Optio
                    training.gigabytes(), "GB", options);
 }
 
-void compare_loading(Training& training, int layers, const path& folder, const harness::Options& options) {
-  ga::save(folder / "ours", training);
-  torch_save(training, folder);
-  plain_write(training.tensors(), folder / "plain");
-  Training of_torch(layers);
-  std::vector<at::Tensor> buffers;
-  for (auto& tensor : training.tensors()) buffers.push_back(torch::empty_like(tensor));
-  for (auto* one : {&training, &of_torch})
-    for (auto& tensor : one->tensors()) tensor.zero_();
-  const auto bound = [&] { File(folder / "plain", O_RDONLY).each(buffers, ::read); };
+/// What `work` returns, in a process of its own. This one must have no threads yet.
+double in_a_new_process(const std::function<double()>& work) {
+  int ends[2];
+  check(::pipe(ends) == 0, "pipe()");
+  const auto child = ::fork();
+  check(child >= 0, "fork()");
+  if (child == 0) {
+    double result = -1;
+    try {
+      result = work();
+    } catch (const std::exception& error) {
+      fmt::print(stderr, "{}\n", error.what());
+    }
+    ::_exit(::write(ends[1], &result, sizeof result) == sizeof result ? 0 : 1);
+  }
+  ::close(ends[1]);
+  double result = -1;
+  check(::read(ends[0], &result, sizeof result) == sizeof result, "read() from a process");
+  ::close(ends[0]);
+  check(::waitpid(child, nullptr, 0) == child, "waitpid()");
+  TORCH_CHECK(result >= 0, "a process has failed");
+  return result;
+}
+
+void compare_loading(int layers, const path& folder, const harness::Options& options) {
+  const double gigabytes = in_a_new_process([&] {
+    torch::manual_seed(1);
+    Training training(layers);
+    ga::save(folder / "ours", training);
+    torch_save(training, folder);
+    plain_write(training.tensors(), folder / "plain");
+    return training.gigabytes();
+  });
+  const auto ours = [&] {
+    Training training(layers), peer(layers);
+    const auto seconds = harness::seconds([&] { ga::load(folder / "ours", training); });
+    torch_load(peer, folder);
+    const auto mine = training.tensors(), its = peer.tensors();
+    for (std::size_t i = 0; i < mine.size(); ++i) TORCH_CHECK(mine[i].equal(its[i]), "both must load the same");
+    return seconds;
+  };
+  const auto theirs = [&] {
+    Training training(layers);
+    return harness::seconds([&] { torch_load(training, folder); });
+  };
+  const auto bound = [&] {
+    const auto old = Training(layers).tensors();
+    return harness::seconds([&] {
+      std::vector<at::Tensor> buffers;
+      for (auto& tensor : old) buffers.push_back(torch::empty_like(tensor));
+      File(folder / "plain", O_RDONLY).each(buffers, ::read);
+    });
+  };
   harness::contest("Load a model with AdamW's state",
-                   {{"ga::load", [&] { ga::load(folder / "ours", training); }, training.model->parameters()},
-                    {"torch::load", [&] { torch_load(of_torch, folder); }, of_torch.model->parameters()},
-                    {.name = "bound: read()", .run = bound, .bound = true}},
-                   training.gigabytes(), "GB", options);
+                   {{.name = "ga::load", .seconds = [&] { return in_a_new_process(ours); }},
+                    {.name = "torch::load", .seconds = [&] { return in_a_new_process(theirs); }},
+                    {.name = "bound: read() into new memory, one thread",
+                     .bound = true,
+                     .seconds = [&] { return in_a_new_process(bound); }}},
+                   gigabytes, "GB", options);
 }
 
 }  // namespace
@@ -158,9 +206,9 @@ int main(int argc, char** argv) {
   const auto folder = directory / ("benchmark_save_load." + std::to_string(::getpid()));
   std::filesystem::create_directory(folder);
   try {
+    compare_loading(layers, folder, options);
     Training training(layers);
     compare_saving(training, folder, options);
-    compare_loading(training, layers, folder, options);
   } catch (...) {
     std::filesystem::remove_all(folder);
     throw;

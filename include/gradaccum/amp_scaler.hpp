@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/archive.hpp>
 #include <gradaccum/concepts.hpp>
 #include <gradaccum/detail/loss_scale.hpp>
 #include <gradaccum/detail/scaled_window.hpp>
@@ -16,6 +17,7 @@
 #include <c10/util/Exception.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -169,7 +171,9 @@ class AmpScaler {
     return enabled_ ? scale_.state_dict() : std::map<std::string, double>();
   }
   /// Throws, and changes nothing, where an entry is missing or out of range, or where a window is open.
-  void load_state_dict(const std::map<std::string, double>& state);
+  void load_state_dict(const std::map<std::string, double>& state) { load(state)(); }
+  /// The same entries, for `ga::save`.
+  void state(Archive& archive);
 
  private:
   using Stage = detail::ScaledWindow::Stage;
@@ -199,6 +203,8 @@ class AmpScaler {
     next.check();
     scale_ = next;
   }
+  /// Checks it; what is returned loads it.
+  std::function<void()> load(const std::map<std::string, double>& state);
   void change_to(const detail::LossScale& next) {
     if (next.value != scale_.value) on_devices_.clear();
     scale_ = next;
@@ -225,15 +231,23 @@ inline void AmpScaler::update(std::optional<double> new_scale) {
   windows_.forget_closed(waits ? verdict : Verdict::none);
 }
 
-inline void AmpScaler::load_state_dict(const std::map<std::string, double>& state) {
-  if (!enabled_) return;
+inline std::function<void()> AmpScaler::load(const std::map<std::string, double>& state) {
+  if (!enabled_) return [] {};
   TORCH_CHECK(!windows_.any_open(),
               "AmpScaler: load_state_dict() needs all windows closed, whose sums have the old scale; call flush() or "
               "discard() of the accumulators first");
   auto next = scale_;
   next.load_state_dict(state);
-  change_to(next);
-  windows_.forget_closed(detail::Verdict::none);
+  return [this, next] {
+    change_to(next);
+    windows_.forget_closed(detail::Verdict::none);
+  };
+}
+
+inline void AmpScaler::state(Archive& archive) {
+  auto entries = state_dict();
+  for (auto& [key, value] : entries) archive(key, value);
+  if (archive.loading()) archive.when_all_fit(load(entries));
 }
 
 /// Backward keeps the tensor, so it is never written to: a new scale is a new tensor. By a 0-dim float32 tensor a 0-dim

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/owned_tensor.hpp>
+
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
@@ -66,8 +68,8 @@ class Archive {
       values_[full] = stored(value);
   }
 
-  /// Tensors whose names the part alone knows: all that nobody has asked for. Loaded ones are the archive's own, to be
-  /// copied and not kept.
+  /// Tensors whose names the part alone knows: all that nobody has asked for. Loaded ones may be somebody else's, too:
+  /// to be copied, not kept.
   void tensors(Tensors& tensors);
 
   /// What must be the same in a training that goes on, as the number of micro-batches: it is saved, and where a loaded
@@ -179,13 +181,17 @@ class Archive {
   }
 
   template <class T>
-  void load(const std::string& name, T& value) const {
+  void load(const std::string& name, T& value) {
     const auto found = values_.find(name);
     if (found == values_.end() && changes_allowed_) return;
     TORCH_CHECK(found != values_.end(), "Archive: must have a value '", name, "', but has none");
-    const auto* const held = std::get_if<decltype(stored(value))>(&found->second);
+    auto* const held = std::get_if<decltype(stored(value))>(&found->second);
     TORCH_CHECK(held, "Archive: the value '", name, "' is of another type");
-    auto loaded = static_cast<T>(stored(*held));
+    if constexpr (std::is_same_v<T, at::Tensor>) {
+      value = detail::owned(std::move(*held));
+      return;
+    }
+    auto loaded = static_cast<T>(*held);
     if constexpr (std::is_arithmetic_v<T>)
       TORCH_CHECK(!(stored(loaded) < *held || stored(loaded) > *held), "Archive: the value '", name,
                   "' does not fit, got ", *held);
@@ -206,10 +212,9 @@ inline void Archive::tensors(Tensors& tensors) {
     return;
   }
   tensors.clear();
-  const auto [first, last] = prefix_.empty() ? std::pair(values_.begin(), values_.end()) : range(prefix_);
-  for (auto value = first; value != last; ++value)
-    if (const auto* const tensor = std::get_if<at::Tensor>(&value->second); tensor && used_.insert(value->first).second)
-      tensors.emplace(value->first.substr(prefix_.size()), *tensor);
+  for (auto value = values_.lower_bound(prefix_); value != values_.end() && value->first.starts_with(prefix_); ++value)
+    if (auto* const tensor = std::get_if<at::Tensor>(&value->second); tensor && used_.insert(value->first).second)
+      tensors.emplace(value->first.substr(prefix_.size()), std::move(*tensor));
 }
 
 template <class Load>

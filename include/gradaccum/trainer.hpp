@@ -80,9 +80,9 @@ class Trainer {
       record_.set_closing(policies_.ready());
       if (closing() && window_.steps_in_backward()) prepare();
       window_.add(std::move(loss), closing());
-      record_.end_micro_batch();
       Gradients so_far(window_.so_far());
       call<hooks::after_backward>(so_far);
+      record_.end_micro_batch();
       return closing() && close();
     });
   }
@@ -159,7 +159,7 @@ class Trainer {
     record_.prepare([this] { call<hooks::scale_gradients>(window_.closing()->factor()); });
   }
   bool close() {
-    record_.check_none_in_hand();
+    const auto end = record_.begin_closing();
     window_.follow();
     Gradients gradients(window_.so_far());
     prepare();

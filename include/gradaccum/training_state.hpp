@@ -64,7 +64,7 @@ std::filesystem::path save(const std::filesystem::path& directory, Training& tra
 /// intact state. A state of another model, optimizer, data or settings is an error that names both sides; nothing has
 /// changed then, as long as `state` keeps to what `Archive` asks.
 ///
-/// @note Takes the memory of the optimizer's state once more, while it is loaded.
+/// @note Takes the memory of the model once more, while it is loaded; the optimizer keeps what is read.
 template <saveable Training>
 std::filesystem::path load(const std::filesystem::path& directory, Training& training, LoadOptions options = {});
 
@@ -118,9 +118,18 @@ void load_state(Archive& archive, Training& training) {
 inline void check_is_newest(const std::filesystem::path& directory, std::int64_t updates) {
   const auto states = StateDirectory(directory).finished();
   TORCH_CHECK(states.empty() || states.back().step <= updates, "save: ", directory.string(), " has ",
-              states.empty() ? "" : states.back().path.filename().string(), ", and this training has made ", updates,
-              " updates: the state is of another run; go on from it ({.resume = directory}), remove it, or save to "
+              states.empty() ? "" : states.back().path.filename().string(), ", and this training is at update ",
+              updates,
+              ": the state is of another run; go on from it ({.resume = directory}), remove it, or save to "
               "another directory");
+}
+
+/// Two parts of one name, and names that no file can have, are found before hours have gone by.
+template <class Training>
+void check_can_be_saved(Training& training) {
+  auto archive = Archive::of_references();
+  training.state(archive);
+  static_cast<void>(FilesOfState(archive.values()));
 }
 
 }  // namespace detail

@@ -57,10 +57,10 @@ TEST_CASE("crc32: Python's zlib.crc32") {
 }
 
 TEST_CASE("crc32: each way to compute it is the definition, at any size and address") {
-  const auto bytes = sequence(400);
+  const auto bytes = sequence(1200);
   int wrong = 0;
   for (std::size_t offset = 0; offset < 17; ++offset)
-    for (std::size_t size = 0; size <= 300; ++size) {
+    for (std::size_t size = 0; size <= 1100; size += size < 600 ? 1 : 61) {
       const auto* const data = bytes.data() + offset;
       const auto expected = by_definition(data, size);
       wrong += inner::crc32(data, size) != expected;
@@ -68,6 +68,8 @@ TEST_CASE("crc32: each way to compute it is the definition, at any size and addr
 #if defined(__x86_64__)
       if (size >= 64 && __builtin_cpu_supports("pclmul"))
         wrong += ~inner::crc32_by_folding(0xffffffff, data, size) != expected;
+      if (size >= 256 && __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx512f"))
+        wrong += ~inner::crc32_by_wide_folding(0xffffffff, data, size) != expected;
 #endif
     }
   CHECK(wrong == 0);
@@ -78,6 +80,8 @@ TEST_CASE("crc32: goes on at any place") {
   const auto whole = inner::crc32(bytes.data(), bytes.size());
   for (std::size_t at = 0; at <= bytes.size(); ++at) {
     const auto before = inner::crc32(bytes.data(), at);
+    const auto after = inner::crc32(bytes.data() + at, bytes.size() - at);
+    CHECK(inner::crc32_of_both(before, after, bytes.size() - at) == whole);
     CHECK(inner::crc32(bytes.data() + at, bytes.size() - at, before) == whole);
   }
   CHECK(inner::crc32(bytes.data() + 100, 200, 1) != inner::crc32(bytes.data() + 100, 200));  // it matters

@@ -172,7 +172,8 @@ class Trial {
     process.kill(signal);
     const auto end = process.end();
     if (!end.killed && end.status == 128 + signal) return true;
-    check_hash(end.value("hash"), states);  // it has ended before
+    // It came when the fit was over, whose signals are then the system's again.
+    if (!end.killed || !end.value("hash").empty()) check_hash(end.value("hash"), states);
     std::filesystem::remove_all(states);
     return false;
   }

@@ -105,13 +105,13 @@ int train(const std::filesystem::path& directory, Watch watch) {
       model, optimizer, objective, ga::Accumulate{.steps = 3}, ga::MixedPrecision{.dtype = torch::kBFloat16},
       ga::Schedule{ga::lr::Cosine{.peak = 1e-2, .warmup = 5, .total = 40}}, ga::Ema{.decay = 0.9}, watch,
       ga::SaveState{.directory = directory, .every_updates = 5, .keep_last = 2, .on_signals = true});
-  const auto report = trainer.fit(batches, {.epochs = 4, .tail = ga::Tail::carry, .resume = directory});
+  const auto report = trainer.fit(batches, {.epochs = 5, .tail = ga::Tail::carry, .resume = directory});
   say("from " + (report.resumed_from.empty() ? "the beginning" : report.resumed_from));
   if (report.signal != 0) {
     say(fmt::format("window {}", trainer.window().micro_batches));
     return 128 + report.signal;
   }
-  TORCH_CHECK(report.epochs == 4 && report.samples == 4 * 102, "it has not come to its end");
+  TORCH_CHECK(report.epochs == 5 && report.samples == 5 * 102, "it has not come to its end");
   say("hash " + hash_of(trainer, batches));
   return 0;
 }

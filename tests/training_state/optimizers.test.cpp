@@ -208,15 +208,6 @@ struct Loop {
   std::optional<at::ScalarType> accumulate_in = {};
 };
 
-struct ScalerState {
-  ga::AmpScaler& scaler;
-  void state(ga::Archive& archive) {
-    auto entries = scaler.state_dict();
-    for (auto& [key, value] : entries) archive(key, value);
-    if (archive.loading()) archive.when_all_fit([this_one = &scaler, entries] { this_one->load_state_dict(entries); });
-  }
-};
-
 /// What a loop of one's own saves.
 struct Training {
   Net& net;
@@ -230,7 +221,7 @@ struct Training {
     archive("optimizer", ga::OptimizerState(optimizer, net));
     archive("random", ga::RandomState());
     archive("batches", batches);
-    archive("scaler", ScalerState{scaler});
+    archive("scaler", scaler);
   }
 };
 

@@ -320,7 +320,7 @@ TEST_CASE("refused: what is no state, and what no state is made of") {
   CHECK(scene.trainer.updates() == 4);
 
   Scene<AdamW, Nothing> fresh({}, -1);
-  REQUIRE_ERROR("step-000004, and this training has made 0 updates: the state is of another run",
+  REQUIRE_ERROR("step-000004, and this training is at update 0: the state is of another run",
                 ga::save(directory / "states", fresh.trainer));
   REQUIRE_ERROR("save: keep_last must be >= 0, got -1", ga::save(directory / "new", fresh.trainer, {.keep_last = -1}));
   CHECK_FALSE(std::filesystem::exists(directory / "new"));
@@ -348,4 +348,77 @@ TEST_CASE("refused: SaveState where there is something that cannot be saved") {
   REQUIRE_ERROR("every_updates must be >= 1, got 0", with(net, sgd, {.directory = "states", .every_updates = 0}));
   REQUIRE_ERROR("keep_last must be >= 0, got -1", with(net, sgd, {.directory = "states", .keep_last = -1}));
   CHECK_FALSE(std::filesystem::exists("states"));
+}
+
+namespace {
+
+/// Policy: tensors under a name that the others may have as well.
+struct Named {
+  std::string name;
+  at::Tensor tensor = torch::zeros({1});
+  void at_boundary() {}
+  void state(ga::Archive& archive) { archive("tensor", tensor); }
+};
+
+/// Policy: calls that function in each hook there is.
+struct InEachHook {
+  std::function<void(const char*)> call;
+  void before_backward(ga::Loss&) { call("before_backward"); }
+  void after_backward(ga::Gradients&) { call("after_backward"); }
+  void before_step(ga::Gradients&) { call("before_step"); }
+  void after_window(const ga::Step&) { call("after_window"); }
+  void after_step(const ga::Step&) { call("after_step"); }
+  void at_boundary() { call("at_boundary"); }
+};
+
+}  // namespace
+
+TEST_CASE("refused: names that two parts have, or that no file can have, before hours have gone by") {
+  const Directory directory;
+  const auto fit = [&](const std::string& first, const std::string& second) {
+    auto net = make_model({});
+    auto sgd = make_optimizer<torch::optim::SGD>(net, 1);
+    ga::Trainer trainer(net, sgd, objective, Named{first}, Named{second},
+                        ga::SaveState{.directory = directory / "states", .every_updates = 1000});
+    auto batches = batches_of();
+    trainer.fit(batches, {.updates = 2});
+  };
+  REQUIRE_ERROR("two values are named 'same'", fit("same", "same"));
+  REQUIRE_ERROR("a name that a file can have (A-Z a-z 0-9 _ -), got 'a/b'", fit("first", "a/b"));
+  REQUIRE_ERROR("got ''", fit("", "second"));
+  CHECK_FALSE(std::filesystem::exists(directory / "states"));
+  fit("first", "second");
+  CHECK(std::filesystem::exists(directory / "states" / "step-000002"));
+}
+
+TEST_CASE("refused: a state from within a step, of which some policies do not know yet") {
+  const Directory directory;
+  for (const bool loads : {false, true}) {
+    auto net = make_model({});
+    auto sgd = make_optimizer<torch::optim::SGD>(net, 1);
+    std::function<void(const char*)> call = [](const char*) {};
+    ga::Trainer trainer(net, sgd, objective, ga::Accumulate{.steps = 2},
+                        InEachHook{[&](const char* hook) { call(hook); }});
+    ga::save(directory / "begin", trainer);
+    std::map<std::string, std::string> messages;
+    call = [&](const std::string& hook) {
+      if (loads && hook == "at_boundary") return;  // it is allowed, and would begin again and again
+      messages[hook] = error_of([&] {
+        if (loads)
+          ga::load(directory / "begin", trainer);
+        else
+          ga::save(directory / "states", trainer);
+      });
+    };
+    auto batches = batches_of();
+    trainer.fit(batches, {.updates = 1});
+    CHECK(messages.size() == (loads ? 5 : 6));
+    for (auto& [hook, message] : messages) {
+      INFO(hook << ": " << message);
+      const bool refused = contains(message, "between micro-batches, got a call from within a step");
+      CHECK(refused == (hook != "at_boundary"));
+      CHECK((refused || message.empty()));
+    }
+    CHECK(trainer.updates() == 1);
+  }
 }

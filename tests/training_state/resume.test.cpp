@@ -187,6 +187,11 @@ TEST_CASE("resume: stopped after any micro-batch, it ends with the same bits") {
   CHECK(straight.report.updates == 12);
 }
 
+TEST_CASE("resume: 40 updates, stopped anywhere in them") {
+  CHECK(check_resumes({.fit = {.updates = 40}}, tensor_batches, 9).report.updates == 40);
+  CHECK(check_resumes({.fit = {.updates = 40}}, data_loader, 11).report.updates == 40);
+}
+
 TEST_CASE("resume: with other tails") {
   for (const auto tail : {ga::Tail::drop, ga::Tail::carry})
     check_resumes({.fit = {.epochs = 3, .tail = tail}}, tensor_batches, 2);

@@ -2,10 +2,10 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
+#include <gradaccum/detail/owned_tensor.hpp>
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
@@ -67,16 +67,16 @@ inline void archive_module(Archive& archive, torch::nn::Module& module) {
   const auto different = differences(saved, here);
   TORCH_CHECK(different.empty() || archive.changes_allowed(),
               "ModelState: the state is of another model; {.allow_changes = true} loads what fits:", different);
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+  std::vector<std::pair<at::Tensor, at::Tensor>> loads;
   for (auto& [name, tensor] : saved) {
     const auto to = here.find(name);
     if (to == here.end() || described(name, tensor) != described(name, to->second)) continue;
     check_can_be_loaded(name, to->second);
-    copies.emplace_back(to->second, tensor);
+    loads.emplace_back(to->second, tensor);
   }
-  archive.when_all_fit([copies] {
-    const at::NoGradGuard no_grad;
-    for (auto& [to, from] : copies) to.copy_(from);
+  saved.clear();
+  archive.when_all_fit([loads = std::move(loads)] {
+    for (auto& [to, from] : loads) load_into(to, from);
   });
 }
 

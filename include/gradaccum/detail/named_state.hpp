@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
+#include <gradaccum/detail/owned_tensor.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -70,7 +71,7 @@ std::unique_ptr<ParamState> take_state(NamedTensors& tensors, const std::string&
   auto state = std::make_unique<ParamState>();
   bool any = false, complete = true;
   for (auto& [slot, tensor] : tensors_of(*state)) {
-    const auto node = tensors.extract(slot + "." + name);
+    auto node = tensors.extract(slot + "." + name);
     any = any || node;
     complete = complete && (node || checks_itself || may_be_missing(slot));
     if (!node) continue;
@@ -82,7 +83,7 @@ std::unique_ptr<ParamState> take_state(NamedTensors& tensors, const std::string&
                 ", got ",
                 given.defined() ? c10::str(given.sizes(), " (", given.scalar_type(), ", ", given.layout(), ")")
                                 : "an undefined tensor");
-    *tensor = given.detach().to(parameter.device(), given.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+    *tensor = given.device() == parameter.device() ? owned(std::move(node.mapped())) : given.to(parameter.device());
   }
   if constexpr (requires { state->step(); }) {
     const auto step = take_count(tensors, "step." + name);

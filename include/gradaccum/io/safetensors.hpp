@@ -81,18 +81,13 @@ inline at::Tensor SafetensorsFile::get_tensor(const std::string& name) const {
   TORCH_CHECK(found != header_.tensors.end(), path_.string(), ": must have a tensor ", detail::in_quotes(name),
               ", but has none");
   const auto& entry = found->second;
-  const auto dtype = detail::scalar_type_of(entry.dtype);
-  TORCH_CHECK(dtype, path_.string(), ": the tensor ", detail::in_quotes(name), " must have a dtype of LibTorch, got ",
-              entry.dtype);
+  const auto dtype = detail::dtype_in_file(path_.string(), name, entry.dtype);
   const auto bytes = file_->bytes().subspan(header_.data_begin + entry.begin, entry.end - entry.begin);
-  // Other values of a C++ bool are undefined behaviour.
-  if (*dtype == at::kBool)
-    TORCH_CHECK(std::all_of(bytes.begin(), bytes.end(), [](std::byte byte) { return byte <= std::byte{1}; }),
-                path_.string(), ": the tensor ", detail::in_quotes(name), " must have flags of 0 and 1 only");
-  if (!bytes.empty() && reinterpret_cast<std::uintptr_t>(bytes.data()) % c10::elementSize(*dtype) == 0)
+  detail::check_flags(path_.string(), name, dtype, bytes);
+  if (!bytes.empty() && reinterpret_cast<std::uintptr_t>(bytes.data()) % c10::elementSize(dtype) == 0)
     return at::from_blob(
-        bytes.data(), entry.shape, [file = file_](void*) {}, *dtype);
-  auto copy = at::empty(entry.shape, *dtype);
+        bytes.data(), entry.shape, [file = file_](void*) {}, dtype);
+  auto copy = at::empty(entry.shape, dtype);
   if (!bytes.empty()) std::memcpy(copy.mutable_data_ptr(), bytes.data(), bytes.size());
   return copy;
 }

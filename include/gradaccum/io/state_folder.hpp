@@ -2,21 +2,28 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
+#include <gradaccum/detail/element_loop.hpp>
 #include <gradaccum/detail/io/manifest.hpp>
 #include <gradaccum/detail/io/output_file.hpp>
 #include <gradaccum/detail/io/write_safetensors.hpp>
 #include <gradaccum/io/safetensors.hpp>
 #include <gradaccum/version.hpp>
 
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <torch/version.h>
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <filesystem>
 #include <map>
+#include <span>
 #include <sstream>
 #include <string>
 #include <utility>
 #include <variant>
+#include <vector>
 
 namespace gradaccum::io {
 
@@ -35,10 +42,11 @@ namespace gradaccum::io {
 /// @note Synchronises with the devices of tensors that are not on the CPU; takes the memory of one of them at a time.
 void write_state(const Archive& archive, const std::filesystem::path& folder);
 
-/// The values that `write_state` wrote. Every byte of the folder is checked first; its tensors are then read from the
-/// disk when they are used.
+/// The values that `write_state` wrote, every byte of the folder checked. Tensors are on the CPU.
 ///
 /// Throws `std::runtime_error` with the name of a file that is damaged, missing, or too much.
+///
+/// @note Takes the memory of all tensors, each read once.
 Archive::Values read_state(const std::filesystem::path& folder);
 
 }  // namespace gradaccum::io
@@ -73,6 +81,9 @@ struct FilesOfState {
     }
     const auto [file, key] = file_and_key(name);
     TORCH_CHECK(file != "state" || name == key, "Archive: no part may be named 'state', got the value '", name, "'");
+    TORCH_CHECK(is_file_name(file),
+                "Archive: a part with tensors must have a name that a file can have (A-Z a-z 0-9 _ -), got '", file,
+                "'");
     tensors[file].emplace(key, tensor);
   }
   template <class Number>
@@ -82,6 +93,41 @@ struct FilesOfState {
 };
 
 constexpr const char* tensors_suffix = ".safetensors";
+
+constexpr std::size_t piece_of_tensor = std::size_t{4} << 20;  // that a thread reads at a time
+
+inline std::span<std::byte> bytes_of(const at::Tensor& tensor) {
+  return {static_cast<std::byte*>(tensor.mutable_data_ptr()), tensor.nbytes()};
+}
+
+/// Each tensor in memory of its own, read once, with the checksum that the manifest has of the file.
+inline io::Tensors read_listed_tensors(const std::filesystem::path& path, const Manifest::File& listed) {
+  const auto what = path.string();
+  const SafetensorsHeaderReader reader(what);
+  ListedFile file(path, listed);
+  std::string text(static_cast<std::size_t>(std::min<std::uint64_t>(listed.bytes, 8)), '\0');
+  file.read(text.data(), text.size());
+  text.resize(static_cast<std::size_t>(reader.size_of_header(text, listed.bytes)));
+  file.read(text.data(), text.size());
+  const auto header = reader.read(text, file.left());
+
+  io::Tensors tensors;
+  std::map<std::uint64_t, std::span<std::byte>> in_order;  // of the file; those without bytes are in no place
+  for (auto& [name, entry] : header.tensors) {
+    const auto& tensor = tensors[name] = at::empty(entry.shape, dtype_in_file(what, name, entry.dtype));
+    if (tensor.nbytes() > 0) in_order[entry.begin] = bytes_of(tensor);
+  }
+  std::vector<std::span<std::byte>> pieces;
+  for (auto& [begin, bytes] : in_order)
+    for (auto left = bytes; !left.empty(); left = left.subspan(pieces.back().size()))
+      pieces.push_back(left.first(std::min(left.size(), piece_of_tensor)));
+  file.read(pieces, [](std::size_t count, const auto& body) {
+    parallel_for(static_cast<std::int64_t>(count), [&](std::int64_t i) { body(static_cast<std::size_t>(i)); });
+  });
+  file.check();
+  for (auto& [name, tensor] : tensors) check_flags(what, name, tensor.scalar_type(), bytes_of(tensor));
+  return tensors;
+}
 
 }  // namespace gradaccum::detail
 
@@ -101,7 +147,7 @@ inline void gradaccum::io::write_state(const Archive& archive, const std::filesy
 
 inline gradaccum::Archive::Values gradaccum::io::read_state(const std::filesystem::path& folder) {
   const auto manifest = detail::read_manifest(folder);
-  detail::check_files(folder, manifest);
+  detail::check_no_others(folder, manifest);
   Archive::Values values;
   for (auto& value : manifest.values) std::visit([&](auto& held) { values[value.first] = held; }, value.second);
   if (const auto undefined = values.extract(detail::FilesOfState::undefined_name)) {
@@ -110,13 +156,13 @@ inline gradaccum::Archive::Values gradaccum::io::read_state(const std::filesyste
     std::istringstream lines(*names);
     for (std::string name; std::getline(lines, name);) values[name] = at::Tensor();
   }
-  for (auto& [name, unused] : manifest.files) {
-    const SafetensorsFile file(folder / name);
-    const auto part = std::filesystem::path(name).stem().string();
-    for (auto& key : file.keys()) {
+  for (auto& [name, listed] : manifest.files) {
+    const auto path = folder / name;
+    const auto part = path.stem().string();
+    for (auto& [key, tensor] : detail::read_listed_tensors(path, listed)) {
       const auto full = part == "state" ? key : part + "." + key;
-      const bool is_new = values.emplace(full, file.get_tensor(key)).second;
-      TORCH_CHECK(is_new, (folder / name).string(), ": a value '", full, "' is there twice");
+      const bool is_new = values.emplace(full, tensor).second;
+      TORCH_CHECK(is_new, path.string(), ": a value '", full, "' is there twice");
     }
   }
   return values;

@@ -55,14 +55,7 @@ struct MixedPrecision {
     if (step.moved || step.overflowed) amp_scaler->hear(step.overflowed);
     amp_scaler->update();
   }
-  void state(Archive& archive);
+  void state(Archive& archive) { amp_scaler->state(archive); }  ///< none with bfloat16
 };
-
-/// Python's five entries; none with bfloat16.
-inline void MixedPrecision::state(Archive& archive) {
-  auto entries = amp_scaler->state_dict();
-  for (auto& [key, value] : entries) archive(key, value);
-  if (archive.loading()) amp_scaler->load_state_dict(entries);
-}
 
 }  // namespace gradaccum

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/archive.hpp>
 #include <gradaccum/detail/io/state_directory.hpp>
 #include <gradaccum/detail/stop_signals.hpp>
 #include <gradaccum/fit_options.hpp>
+#include <gradaccum/loss.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/state_parts.hpp>
 #include <gradaccum/training_state.hpp>
@@ -13,8 +15,8 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
-#include <limits>
 #include <optional>
+#include <string_view>
 #include <utility>
 
 namespace gradaccum {
@@ -42,12 +44,14 @@ namespace gradaccum {
 ///
 /// @note Waits for the disk, and for devices, when it saves.
 struct SaveState {
+  static constexpr std::string_view name = "save_state";
+
   std::filesystem::path directory = {};  ///< made where it is not there; of one run
   std::int64_t every_updates = 1000;     ///< >= 1
   std::int64_t keep_last = 3;            ///< states that are kept, >= 1; 0: all
   bool on_signals = false;               ///< while `fit` runs
   std::function<void()> save_now = {};   ///< not an option, like all below
-  std::function<void()> check_directory = {};
+  std::function<void()> rehearse = {};
   std::function<void(int)> interrupt = {};
   const FitStatus* status = nullptr;  // the trainer's
   bool due = false, finished = false;
@@ -59,33 +63,34 @@ struct SaveState {
     TORCH_CHECK(keep_last >= 0, "SaveState: keep_last must be >= 0, got ", keep_last);
     OptimizerState(trainer.optimizer(), trainer.module()).check();
     status = &trainer.status();
-    check_directory = [this, &trainer] { detail::check_is_newest(directory, trainer.updates()); };
+    rehearse = [this, &trainer] {
+      detail::check_is_newest(directory, trainer.updates());
+      detail::check_can_be_saved(trainer);
+    };
     save_now = [this, &trainer] { save(directory, trainer, {.keep_last = keep_last}); };
     interrupt = [&trainer](int signal) { trainer.interrupt(signal); };
   }
 
   std::optional<detail::StopSignals> fit_scope() {
     due = finished = false;
-    if (!status->options.smoke) sweep();
+    if (!status->options.smoke) detail::StateDirectory(directory).sweep();  // though this fit may have nothing to save
     if (!on_signals) return {};
     return std::optional<detail::StopSignals>(std::in_place);
   }
+  void before_backward(Loss&) { finished = false; }
   void after_window(const Step&) { finished = false; }  // by the tail of a fit that was stopped, say
-  /// Removes what a killed process has left unfinished, also where this `fit` has nothing to save.
-  void sweep() const {
-    constexpr auto all = std::numeric_limits<std::int64_t>::max();
-    detail::StateDirectory(directory).keep_last(all);
-  }
+  /// It has nothing to save of its own; and what was just loaded need not be saved again.
+  void state(Archive& archive) { finished = finished || archive.loading(); }
   void after_step(const Step& step) { due = step.update % every_updates == 0; }
   void at_boundary();
 };
 
 inline void SaveState::at_boundary() {
   if (status->options.smoke) return;
-  if (check_directory) std::exchange(check_directory, {})();  // before hours have gone by
+  if (rehearse) std::exchange(rehearse, {})();  // before hours have gone by
   const int signal = on_signals ? detail::StopSignals::received() : 0;
   if (signal != 0) interrupt(signal);
-  const bool ends = status->done() && !finished;
+  const bool ends = status->done() && (!finished || signal != 0);
   if (due || ends) save_now();
   due = false;
   finished = finished || ends;

@@ -19,6 +19,14 @@ constexpr std::uint32_t crc32_times_x(std::uint32_t crc) {
   return (crc >> 1) ^ ((crc & 1) != 0 ? crc32_polynomial : 0);
 }
 
+/// The product of two remainders.
+constexpr std::uint32_t crc32_product(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t product = 0;
+  for (; a != 0; a <<= 1, b = crc32_times_x(b))
+    if ((a & 0x80000000) != 0) product ^= b;
+  return product;
+}
+
 /// tables[k][b]: what a byte b does to the checksum when k more bytes have followed it.
 inline constexpr auto crc32_tables = [] {
   std::array<std::array<std::uint32_t, 256>, 8> tables{};
@@ -68,6 +76,15 @@ __attribute__((target("pclmul"))) inline __m128i crc32_fold(__m128i from, __m128
 
 inline __m128i crc32_load(const unsigned char* data) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(data)); }
 
+/// What is left when all but the last bytes have been folded into 16, which have the same remainder as these.
+__attribute__((target("pclmul"))) inline std::uint32_t crc32_of_folded(__m128i folded, const unsigned char* data,
+                                                                       std::size_t size) {
+  for (; size >= 16; data += 16, size -= 16) folded = crc32_fold<128>(folded, crc32_load(data));
+  unsigned char last[16];
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(last), folded);
+  return crc32_by_tables(crc32_by_tables(0, last, sizeof last), data, size);
+}
+
 /// The same by multiplication without carries (pclmul), 64 bytes a step: four chains, as each has to wait for itself.
 /// At least 64 bytes.
 __attribute__((target("pclmul"))) inline std::uint32_t crc32_by_folding(std::uint32_t crc, const unsigned char* data,
@@ -81,10 +98,37 @@ __attribute__((target("pclmul"))) inline std::uint32_t crc32_by_folding(std::uin
     d = crc32_fold<512>(d, crc32_load(data + 48));
   }
   a = crc32_fold<128>(crc32_fold<128>(crc32_fold<128>(a, b), c), d);
-  for (; size >= 16; data += 16, size -= 16) a = crc32_fold<128>(a, crc32_load(data));
-  unsigned char last[16];  // 16 bytes with the same remainder as all that were folded into them
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(last), a);
-  return crc32_by_tables(crc32_by_tables(0, last, sizeof last), data, size);
+  return crc32_of_folded(a, data, size);
+}
+
+/// `crc32_fold` of four times 16 bytes.
+template <int bits>
+__attribute__((target("vpclmulqdq,avx512f"))) inline __m512i crc32_fold_wide(__m512i from, __m512i to) {
+  constexpr long long first = crc32_factor(bits + 32), second = crc32_factor(bits - 32);
+  const auto factors = _mm512_set_epi64(second, first, second, first, second, first, second, first);
+  const auto products =
+      _mm512_xor_si512(_mm512_clmulepi64_epi128(from, factors, 0x00), _mm512_clmulepi64_epi128(from, factors, 0x11));
+  return _mm512_xor_si512(products, to);
+}
+
+/// The same with vectors of 64 bytes, 256 a step. At least 256 bytes.
+__attribute__((target("vpclmulqdq,avx512f,pclmul"))) inline std::uint32_t crc32_by_wide_folding(
+    std::uint32_t crc, const unsigned char* data, std::size_t size) {
+  const auto begin = _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(crc)));
+  auto a = _mm512_xor_si512(_mm512_loadu_si512(data), begin);
+  auto b = _mm512_loadu_si512(data + 64), c = _mm512_loadu_si512(data + 128), d = _mm512_loadu_si512(data + 192);
+  for (data += 256, size -= 256; size >= 256; data += 256, size -= 256) {
+    a = crc32_fold_wide<2048>(a, _mm512_loadu_si512(data));
+    b = crc32_fold_wide<2048>(b, _mm512_loadu_si512(data + 64));
+    c = crc32_fold_wide<2048>(c, _mm512_loadu_si512(data + 128));
+    d = crc32_fold_wide<2048>(d, _mm512_loadu_si512(data + 192));
+  }
+  a = crc32_fold_wide<512>(crc32_fold_wide<512>(crc32_fold_wide<512>(a, b), c), d);
+  unsigned char four[64];
+  _mm512_storeu_si512(four, a);
+  auto folded = crc32_load(four);
+  for (int i = 16; i < 64; i += 16) folded = crc32_fold<128>(folded, crc32_load(four + i));
+  return crc32_of_folded(folded, data, size);
 }
 
 #endif

@@ -34,11 +34,26 @@ class InputFile {
   /// Its size when it was opened.
   std::uint64_t bytes() const { return bytes_; }
 
-  /// How many bytes were read: fewer than `size` only at the end.
+  /// How many bytes were read, from this place on: fewer than `size` only at the end. By several threads at a time.
+  std::size_t read_at(std::uint64_t place, void* data, std::size_t size) const {
+    return read_all(size, [&](std::size_t done) {
+      return ::pread(descriptor_.number(), static_cast<char*>(data) + done, size - done,
+                     static_cast<off_t>(place + done));
+    });
+  }
+  /// The same from where the last ended.
   std::size_t read(void* data, std::size_t size) {
+    return read_all(size, [&](std::size_t done) {
+      return ::read(descriptor_.number(), static_cast<char*>(data) + done, size - done);
+    });
+  }
+
+ private:
+  template <class Read>
+  std::size_t read_all(std::size_t size, const Read& read) const {
     std::size_t done = 0;
     while (done < size) {
-      const auto now = ::read(descriptor_.number(), static_cast<char*>(data) + done, size - done);
+      const auto now = read(done);
       if (now == 0) break;
       if (now > 0) done += static_cast<std::size_t>(now);
       if (now < 0 && errno != EINTR) file_error(path_, "must be read", errno);
@@ -46,7 +61,6 @@ class InputFile {
     return done;
   }
 
- private:
   [[noreturn]] void fail_as(const char* kind) const {
     throw std::runtime_error(path_.string() + ": must be a regular file, got " + kind);
   }

@@ -51,7 +51,7 @@ class OutputFile {
   std::uint32_t crc32() const { return crc32_; }
 
  private:
-  static constexpr std::size_t chunk = 1 << 20;
+  static constexpr std::size_t chunk = 1 << 18;
 
   std::size_t write_some(const char* data, std::size_t size) {
     for (;;) {

@@ -1,11 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <c10/core/ScalarType.h>
+#include <gradaccum/detail/io/json.hpp>
 
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
 #include <array>
 #include <bit>
+#include <cstddef>
 #include <optional>
+#include <span>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -37,6 +44,20 @@ inline std::optional<c10::ScalarType> scalar_type_of(std::string_view dtype) {
   for (auto& [name, type] : safetensors_dtypes)
     if (name == dtype) return type;
   return {};
+}
+
+/// Throws where LibTorch has none.
+inline c10::ScalarType dtype_in_file(const std::string& path, const std::string& name, std::string_view dtype) {
+  const auto type = scalar_type_of(dtype);
+  TORCH_CHECK(type, path, ": the tensor ", in_quotes(name), " must have a dtype of LibTorch, got ", dtype);
+  return *type;
+}
+
+/// Other values of a C++ bool are undefined behaviour.
+inline void check_flags(const std::string& path, const std::string& name, c10::ScalarType type,
+                        std::span<const std::byte> bytes) {
+  TORCH_CHECK(type != c10::kBool || std::ranges::all_of(bytes, [](std::byte byte) { return byte <= std::byte{1}; }),
+              path, ": the tensor ", in_quotes(name), " must have flags of 0 and 1 only");
 }
 
 /// Nothing where safetensors has none.

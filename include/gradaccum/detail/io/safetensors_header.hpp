@@ -55,15 +55,21 @@ class SafetensorsHeaderReader {
   explicit SafetensorsHeaderReader(const std::string& what) : what_(what) {}
 
   SafetensorsHeader read_file(std::string_view file) const {
-    require(file.size() >= 8, "must have at least 8 bytes, got ", file.size());
-    std::uint64_t size = 0;
-    for (unsigned i = 0; i < 8; ++i) size |= std::uint64_t{static_cast<unsigned char>(file[i])} << (8 * i);
-    require(size <= max_header, "its header must have at most 100000000 bytes, got ", size);
-    require(size <= file.size() - 8, "its header must end with the file or before, got ", size, " bytes of ",
-            file.size() - 8);
+    const auto size = size_of_header(file.substr(0, 8), file.size());
     auto header = read(file.substr(8, size), file.size() - 8 - size);
     header.data_begin = 8 + size;
     return header;
+  }
+
+  /// By the first 8 bytes of a file of that size.
+  std::uint64_t size_of_header(std::string_view first, std::uint64_t file_size) const {
+    require(first.size() == 8 && file_size >= 8, "must have at least 8 bytes, got ", file_size);
+    std::uint64_t size = 0;
+    for (unsigned i = 0; i < 8; ++i) size |= std::uint64_t{static_cast<unsigned char>(first[i])} << (8 * i);
+    require(size <= max_header, "its header must have at most 100000000 bytes, got ", size);
+    require(size <= file_size - 8, "its header must end with the file or before, got ", size, " bytes of ",
+            file_size - 8);
+    return size;
   }
 
   /// The header alone, of a file with as many bytes of data.

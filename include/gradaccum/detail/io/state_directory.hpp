@@ -75,11 +75,14 @@ class StateDirectory {
   /// Removes all but the `count` newest and those in `others`.
   void keep_last(std::int64_t count, const std::vector<std::filesystem::path>& others = {});
 
+  /// Removes what was not finished, or was being removed, when a process ended; the others do so as well.
+  void sweep() const;
+
  private:
   class Lock;
 
-  /// Removes what was not finished, or was being removed, when a process ended.
-  void sweep() const;
+  std::vector<std::filesystem::path> leftovers() const;
+  void remove_leftovers() const;
   std::filesystem::path name_for(std::int64_t step) const;
 
   std::filesystem::path path_;
@@ -115,7 +118,7 @@ std::filesystem::path StateDirectory::add(std::int64_t step, const Write& write)
   if (step < 0) throw std::runtime_error(path_.string() + ": step must be >= 0, got " + std::to_string(step));
   make_directory(path_);
   const Lock lock(path_);
-  sweep();
+  remove_leftovers();
   const auto path = name_for(step), unfinished = temporary_name(path);
   if (::mkdir(unfinished.c_str(), 0777) != 0) file_error(unfinished, "must be made", errno);
   try {
@@ -155,19 +158,30 @@ inline void StateDirectory::keep_last(std::int64_t count, const std::vector<std:
     if (std::find(others.begin(), others.end(), path) != others.end()) continue;
     if (std::rename(path.c_str(), temporary_name(path).c_str()) != 0) file_error(path, "must be removed", errno);
   }
-  sweep();
+  remove_leftovers();
 }
 
 inline void StateDirectory::sweep() const {
-  std::vector<std::filesystem::path> leftovers;
+  if (leftovers().empty()) return;
+  const Lock lock(path_);
+  remove_leftovers();
+}
+
+inline std::vector<std::filesystem::path> StateDirectory::leftovers() const {
+  std::vector<std::filesystem::path> paths;
   for (const auto& name : names_in(path_))
     if (const auto at = name.find(".tmp-"); at != name.npos && StateName::of(std::string_view(name).substr(0, at)))
-      leftovers.push_back(path_ / name);
-  if (leftovers.empty()) return;
+      paths.push_back(path_ / name);
+  return paths;
+}
+
+inline void StateDirectory::remove_leftovers() const {
+  const auto paths = leftovers();
+  if (paths.empty()) return;
   // Else a power failure could bring back the name of a state that was to be removed, but not all of its files.
   sync_directory(path_);
   std::error_code ignored;  // a network file system keeps a file that somebody reads: the next sweep will remove it
-  for (const auto& leftover : leftovers) std::filesystem::remove_all(leftover, ignored);
+  for (const auto& path : paths) std::filesystem::remove_all(path, ignored);
 }
 
 }  // namespace gradaccum::detail

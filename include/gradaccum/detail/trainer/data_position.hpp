@@ -57,7 +57,9 @@ class DataPosition {
     taken_ = 0;
   }
 
-  /// The epoch goes on in the middle. Asked once.
+  /// The state that was loaded is of the middle of an epoch.
+  bool is_in_epoch() const { return resumes_; }
+  /// The same, asked once: the epoch goes on.
   bool resumes() { return std::exchange(resumes_, false); }
   /// All batches of the epoch have been taken; what is left of it is its tail.
   bool exhausted() const { return exhausted_; }

@@ -23,7 +23,7 @@ class Fit {
     return trainer_.policies_.template in_scopes<hooks::fit_scope>([&] {
       return trainer_.or_discard([&] {
         resume();
-        while (!status_.done()) run_epoch();
+        while (!status_.done() || data_.is_in_epoch()) run_epoch();  // one that was done may have its epoch to end
         return scope.report();
       });
     });
@@ -48,7 +48,7 @@ class Fit {
 
   void run_epoch() {
     if (!data_.resumes()) begin_epoch(trainer_.counts_.epochs++);
-    if (!data_.exhausted()) run_batches();
+    if (!data_.exhausted() && !status_.done()) run_batches();
     if (!interrupted() && (status_.options.tail == Tail::flush || status_.options.smoke)) {
       trainer_.flush();
       at_boundary();

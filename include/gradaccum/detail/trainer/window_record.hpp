@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 
 #include <cmath>
 #include <cstdint>
@@ -39,6 +40,13 @@ class WindowRecord {
   }
 
   void end_micro_batch() { in_hand_ = false; }
+
+  /// The window is being closed, and policies hear of it, until what this gives is gone.
+  auto begin_closing() {
+    check_none_in_hand();
+    being_closed_ = true;
+    return c10::make_scope_exit([this]() noexcept { being_closed_ = false; });
+  }
 
   /// Once a window, before anything of it moves.
   template <class Scale>
@@ -80,7 +88,7 @@ class WindowRecord {
   }
 
   Step step_;
-  bool in_hand_ = false, closing_ = false, prepared_ = false;
+  bool in_hand_ = false, closing_ = false, prepared_ = false, being_closed_ = false;
   WeightedMean mean_;
   std::vector<std::pair<at::Tensor, Place>> to_check_;  // losses on a device
 };
@@ -115,7 +123,9 @@ inline void WindowRecord::check_losses() const {
 
 /// Losses on a device are looked at before they are saved.
 inline void WindowRecord::state(Archive& archive) {
-  check_none_in_hand();
+  TORCH_CHECK(!in_hand_ && !being_closed_,
+              "Trainer: must be saved and loaded between micro-batches, got a call from "
+              "within a step, of which some policies do not know yet; use SaveState, or a policy with at_boundary");
   if (archive.loading()) restart();
   check_losses();
   to_check_.clear();
