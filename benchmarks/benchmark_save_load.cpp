@@ -165,8 +165,9 @@ void compare_loading(int layers, const path& folder, const harness::Options& opt
     return training.gigabytes();
   });
   const auto ours = [&] {
-    Training training(layers), peer(layers);
+    Training training(layers);
     const auto seconds = harness::seconds([&] { ga::load(folder / "ours", training); });
+    Training peer(layers);
     torch_load(peer, folder);
     const auto mine = training.tensors(), its = peer.tensors();
     for (std::size_t i = 0; i < mine.size(); ++i) TORCH_CHECK(mine[i].equal(its[i]), "both must load the same");

@@ -32,8 +32,9 @@ namespace gradaccum {
 ///     ga::save("runs/by_hand", training);
 ///     ga::load("runs/by_hand", training);
 ///
-/// A model's parameters and buffers, by name. Loaded, they stay the same tensors. Names or shapes that differ are an
-/// error that lists them, unless changes are allowed: then those that fit are loaded.
+/// A model's parameters and buffers, by name. Loaded, they stay the same tensors, of which those on the CPU may have
+/// other memory, with all their views. Names or shapes that differ are an error that lists them, unless changes are
+/// allowed: then those that fit are loaded.
 class ModelState {
  public:
   template <detail::model Model>

@@ -64,7 +64,8 @@ std::filesystem::path save(const std::filesystem::path& directory, Training& tra
 /// intact state. A state of another model, optimizer, data or settings is an error that names both sides; nothing has
 /// changed then, as long as `state` keeps to what `Archive` asks.
 ///
-/// @note Takes the memory of the model once more, while it is loaded; the optimizer keeps what is read.
+/// @note Takes the memory of all that it reads, and gives back what was there before: parameters on the CPU may have
+/// other memory then, with all their views, as after `torch::load`.
 template <saveable Training>
 std::filesystem::path load(const std::filesystem::path& directory, Training& training, LoadOptions options = {});
 
