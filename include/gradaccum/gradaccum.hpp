@@ -12,6 +12,7 @@
 #include <gradaccum/concepts.hpp>
 #include <gradaccum/data/length_buckets.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
+#include <gradaccum/embedding.hpp>
 #include <gradaccum/factor.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/fit_report.hpp>

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/embedding_function.hpp>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/embedding.h>
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+
+namespace gradaccum {
+
+struct EmbeddingOptions {
+  std::int64_t padding_idx = -1;  ///< its row gets no gradient; negative: no such row
+};
+
+/// torch.nn.functional.embedding, whose backward adds up the rows that were looked up, and does not touch the others.
+///
+///     auto table = torch::randn({5000, 16}).requires_grad_();
+///     for (int micro_batch = 0; micro_batch < 8; ++micro_batch) {
+///       auto tokens = torch::randint(5000, {1, 32});
+///       ga::embedding(tokens, table).sum().backward();     // the first makes the gradient, the others add 32 rows
+///     }
+///
+/// LibTorch's makes a gradient of the whole table each time, of zeros but for those rows, and adds all of it: with a
+/// large vocabulary and small micro-batches that is most of a training's traffic.
+///
+/// `input`: int64 or int32, any shape. `weight`: [rows, width]. Gives [..., width]. The gradients are LibTorch's to the
+/// bit, as long as `weight` is used once in a backward pass (used twice, the sums are rounded in another order). Where
+/// adding rows would not be right, it does as LibTorch does: a first gradient, a weight that is no leaf, hooks on it,
+/// `autograd::grad`, `create_graph`, a gradient of another dtype or layout.
+///
+/// @note Waits for a device once in backward, to learn how many rows there are. On a device the rows are added on the
+/// stream of the forward pass.
+inline at::Tensor embedding(const at::Tensor& input, const at::Tensor& weight, EmbeddingOptions options = {}) {
+  TORCH_CHECK(weight.dim() == 2, "embedding: weight must be [rows, width], got ", weight.sizes());
+  TORCH_CHECK(options.padding_idx < weight.size(0), "embedding: padding_idx must be less than the rows of weight, ",
+              weight.size(0), ", got ", options.padding_idx);
+  if (!weight.requires_grad() || !weight.is_leaf() || !at::GradMode::is_enabled())
+    return at::embedding(weight, input, options.padding_idx);
+  return detail::EmbeddingFunction::apply(input, weight, options.padding_idx);
+}
+
+}  // namespace gradaccum
