@@ -9,6 +9,7 @@
 #include <functional>
 #include <limits>
 #include <thread>
+#include <vector>
 
 namespace ga = gradaccum;
 namespace inner = gradaccum::detail;
@@ -51,8 +52,8 @@ bool same(const at::Tensor& a, const at::Tensor& b) {
 
 TEST_CASE("embedding: gradients of a window are LibTorch's, to the bit") {
   for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf})
-    for (const at::IntArrayRef shape : {at::IntArrayRef{2, 9}, {1}, {3, 1, 4}, {}, {0}, {200}}) {
-      INFO(dtype << ", tokens " << shape);
+    for (const auto& shape : std::vector<std::vector<std::int64_t>>{{2, 9}, {1}, {3, 1, 4}, {}, {0}, {200}}) {
+      INFO(dtype << ", tokens " << at::IntArrayRef(shape));
       CHECK(same(summed(ours, table(dtype), 4, shape), summed(theirs, table(dtype), 4, shape)));
     }
   // Occurrence by occurrence, as a sparse gradient is added, the sum is rounded otherwise.

@@ -18,9 +18,12 @@
 #include <gradaccum/fit_report.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/gradients.hpp>
+#include <gradaccum/io/load_weights_options.hpp>
 #include <gradaccum/io/safetensors.hpp>
 #include <gradaccum/io/state_folder.hpp>
+#include <gradaccum/io/weight_files.hpp>
 #include <gradaccum/io/weights.hpp>
+#include <gradaccum/io/weights_report.hpp>
 #include <gradaccum/keep_freed_memory.hpp>
 #include <gradaccum/learning_rates.hpp>
 #include <gradaccum/loss.hpp>

@@ -3,12 +3,15 @@
 
 #include <gradaccum/io/weights.hpp>
 
+#include "io/module_of_tensors.hpp"
 #include "support/files.hpp"
 #include "support/models.hpp"
 
 #include <sstream>
 
 namespace ga = gradaccum;
+using testing::copies_of;
+using testing::equal;
 
 namespace {
 
@@ -34,18 +37,6 @@ void fill(torch::nn::Module& module, double value) {
   at::NoGradGuard no_grad;
   for (auto& tensor : module.parameters()) tensor.fill_(value++);
   for (auto& tensor : module.buffers()) tensor.fill_(value++);
-}
-
-std::map<std::string, at::Tensor> copies_of(const torch::nn::Module& module) {
-  std::map<std::string, at::Tensor> copies;
-  for (auto& item : module.named_parameters()) copies[item.key()] = item.value().detach().clone();
-  for (auto& item : module.named_buffers()) copies[item.key()] = item.value().clone();
-  return copies;
-}
-
-bool equal(const std::map<std::string, at::Tensor>& a, const std::map<std::string, at::Tensor>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
-                    [](auto& x, auto& y) { return x.first == y.first && x.second.equal(y.second); });
 }
 
 using Names = std::vector<std::string>;

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "data/generated_words.hpp"
+#include "data/random.hpp"
+#include "data/reviews.hpp"
+#include "data/text_file.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace bloom {
+
+struct GeneratedReviewsOptions {
+  double length_scale = 1;    ///< of IMDB's lengths: 0.1 makes reviews of 24 words, as the median
+  int max_opinions = 8;       ///< in a review: each calls something good or bad
+  int contrary_percent = 25;  ///< of opinions that are not what the label says; they stay a minority
+  int negated_percent = 25;   ///< of opinions that take the opposite word and "not"
+};
+
+namespace detail {
+
+/// The lengths of IMDB's reviews in tokens at 0/64, 1/64, ... 64/64 of them: exp(5.495 + 0.6465 z), where z is the
+/// standard normal distribution's quantile, within 10 and 1024. Whole numbers are the same on every machine.
+inline constexpr std::array<std::uint64_t, 65> length_quantiles = {
+    10,  60,  73,  82,  90,  97,  104, 110, 116, 121, 127, 132, 137, 142, 147, 152, 157, 162, 167, 172, 178, 183,
+    188, 193, 198, 203, 209, 214, 220, 226, 231, 237, 243, 250, 256, 263, 270, 277, 284, 291, 299, 307, 316, 325,
+    334, 344, 354, 365, 377, 389, 402, 417, 432, 449, 468, 489, 512, 539, 571, 609, 656, 719, 812, 980, 1024};
+
+/// Between two quantiles all lengths are equally likely.
+inline std::uint64_t review_length(Random& random) {
+  const auto i = static_cast<std::size_t>(random.below(length_quantiles.size() - 1));
+  return length_quantiles[i] + random.below(length_quantiles[i + 1] - length_quantiles[i] + 1);
+}
+
+using Words = std::vector<std::string_view>;
+
+template <std::size_t size>
+std::string_view pick(const std::array<std::string_view, size>& words, Random& random) {
+  return words[static_cast<std::size_t>(random.below(size))];
+}
+
+inline constexpr std::size_t max_opinion_words = 9;
+
+inline Words opinion(Random& random, bool is_good, bool is_negated) {
+  Words words;
+  if (random.percent(25)) words = {"if", "you", "ask", "me,"};
+  words.insert(words.end(), {"the", pick(aspects, random), "was"});
+  if (is_negated) words.push_back("not");
+  words.push_back(pick(is_good != is_negated ? good_words : bad_words, random));
+  return words;
+}
+
+/// A sentence of at most `room` words that says nothing about the label.
+inline Words remark(Random& random, std::size_t room) {
+  static const std::array<Words, 4> shortest = {
+      {{"anyway"}, {"and", "yet"}, {"so", "it", "goes"}, {"and", "so", "it", "goes"}}};
+  if (room <= shortest.size()) return shortest[room - 1];
+  Words words;
+  if (room >= 8 && random.percent(20)) words = {"in", "the", "end,"};
+  words.insert(words.end(), {"the", pick(people, random), pick(verbs, random), "the", pick(things, random)});
+  if (words.size() + 3 <= room && random.percent(50)) words.insert(words.end(), {"in", "the", pick(places, random)});
+  return words;
+}
+
+inline std::string sentence_of(const Words& words, Random& random) {
+  std::string sentence;
+  for (const auto word : words) (sentence += sentence.empty() ? "" : " ") += word;
+  sentence[0] = static_cast<char>(sentence[0] - 'a' + 'A');
+  return sentence + (random.percent(10) ? '!' : '.');
+}
+
+/// Opinions, most of them what the label says, among as many remarks as make up `length` words.
+inline std::string review_text(Random& random, bool is_good, std::size_t length,
+                               const GeneratedReviewsOptions& options) {
+  const auto most =
+      std::min<std::uint64_t>(static_cast<std::uint64_t>(options.max_opinions), length / max_opinion_words);
+  const auto opinions = 1 + random.below(most);
+  std::vector<std::string> sentences;
+  std::uint64_t contrary = 0;
+  for (std::uint64_t i = 0; i < opinions; ++i) {
+    const bool is_contrary = random.percent(options.contrary_percent) && 2 * (contrary + 1) < opinions;
+    if (is_contrary) ++contrary;
+    const auto words = opinion(random, is_good != is_contrary, random.percent(options.negated_percent));
+    length -= words.size();
+    sentences.push_back(sentence_of(words, random));
+  }
+  while (length > 0) {
+    const auto words = remark(random, length);
+    length -= words.size();
+    sentences.push_back(sentence_of(words, random));
+  }
+  random.shuffle(sentences);
+  std::string text = sentences[0];
+  for (std::size_t i = 1; i < sentences.size(); ++i)
+    (text += random.percent(15) ? "<br /><br />" : " ") += sentences[i];  // IMDB's line ends
+  return text;
+}
+
+inline void check_options(std::int64_t count, const GeneratedReviewsOptions& options) {
+  const auto require = [](bool holds, const char* requirement, double value) {
+    if (!holds) data_error("generated_reviews", requirement, ", got ", value);
+  };
+  const auto is_percentage = [](int percent) { return percent >= 0 && percent <= 100; };
+  require(count >= 0, "count must be 0 or more", static_cast<double>(count));
+  require(options.length_scale > 0 && options.length_scale <= 100, "length_scale must be above 0 and at most 100",
+          options.length_scale);
+  require(options.max_opinions >= 1, "max_opinions must be 1 or more", options.max_opinions);
+  require(is_percentage(options.contrary_percent), "contrary_percent must be 0 to 100", options.contrary_percent);
+  require(is_percentage(options.negated_percent), "negated_percent must be 0 to 100", options.negated_percent);
+}
+
+}  // namespace detail
+
+/// Made-up English reviews whose label can be learned, for trying a model without a data set.
+///
+///     auto reviews = bloom::generated_reviews(2000, 1, {.length_scale = 0.1});
+///
+/// Label 1 where most opinions are good, 0 where most are bad; the labels take turns. Words alone mislead, as "was not
+/// great" is a bad opinion. Lengths in words are distributed as IMDB's in tokens, scaled; at least 10.
+/// A seed gives the same reviews everywhere.
+inline std::vector<Review> generated_reviews(std::int64_t count, std::uint64_t seed,
+                                             const GeneratedReviewsOptions& options = {}) {
+  detail::check_options(count, options);
+  constexpr double min_length = 10;
+  Random random(seed);
+  std::vector<Review> reviews;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const auto length = static_cast<double>(detail::review_length(random)) * options.length_scale;
+    const auto words = static_cast<std::size_t>(std::max(length, min_length));
+    reviews.push_back({detail::review_text(random, i % 2 == 1, words, options), i % 2});
+  }
+  return reviews;
+}
+
+}  // namespace bloom

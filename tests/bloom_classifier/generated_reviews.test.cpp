@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "data/generated_reviews.hpp"
+
+#include "data/generated_words.hpp"
+#include "data/reviews.hpp"
+#include "reviews_output.hpp"
+#include "support/catch.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <sstream>
+#include <string>
+#include <vector>
+
+using namespace bloom;
+
+namespace {
+
+/// Without punctuation, IMDB's line ends and capitals.
+std::vector<std::string> words_of(std::string text) {
+  const std::string line_end = "<br /><br />";
+  for (auto at = text.find(line_end); at != text.npos; at = text.find(line_end)) text.replace(at, line_end.size(), " ");
+  std::istringstream stream(text);
+  std::vector<std::string> words;
+  for (std::string word; stream >> word; words.push_back(word)) {
+    word.erase(std::remove_if(word.begin(), word.end(), [](char c) { return c == '.' || c == '!' || c == ','; }),
+               word.end());
+    if (word[0] >= 'A' && word[0] <= 'Z') word[0] = static_cast<char>(word[0] - 'A' + 'a');
+  }
+  return words;
+}
+
+template <class Words>
+bool holds(const Words& words, const std::string& word) {
+  return std::find(words.begin(), words.end(), word) != words.end();
+}
+
+/// Good words less bad ones; a "not" turns the next around where it is heard.
+int score(const std::string& text, bool hears_not) {
+  int sum = 0;
+  std::string last;
+  for (const auto& word : words_of(text)) {
+    const int opinion = holds(good_words, word) ? 1 : holds(bad_words, word) ? -1 : 0;
+    sum += hears_not && last == "not" ? -opinion : opinion;
+    last = word;
+  }
+  return sum;
+}
+
+double accuracy(const std::vector<Review>& reviews, bool hears_not) {
+  double right = 0;
+  for (const auto& review : reviews) {
+    const auto sum = score(review.text, hears_not);
+    right += sum == 0 ? 0.5 : (sum > 0) == (review.label == 1) ? 1 : 0;
+  }
+  return right / static_cast<double>(reviews.size());
+}
+
+std::vector<double> sorted_lengths(const std::vector<Review>& reviews) {
+  std::vector<double> lengths;
+  for (const auto& review : reviews) lengths.push_back(static_cast<double>(words_of(review.text).size()));
+  std::sort(lengths.begin(), lengths.end());
+  return lengths;
+}
+
+double mean(const std::vector<double>& values) {
+  double sum = 0;
+  for (const auto value : values) sum += value;
+  return sum / static_cast<double>(values.size());
+}
+
+/// Of the lognormal distribution of IMDB's lengths.
+double share_below(double length) { return 0.5 * std::erfc((5.495 - std::log(length)) / (0.6465 * std::sqrt(2.0))); }
+
+/// FNV-1a of all texts.
+std::uint64_t hash_of(const std::vector<Review>& reviews) {
+  std::uint64_t hash = 0xcbf29ce484222325u;
+  for (const auto& review : reviews)
+    for (const char c : review.text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
+  return hash;
+}
+
+}  // namespace
+
+TEST_CASE("Generated reviews: lengths are IMDB's") {
+  const auto lengths = sorted_lengths(generated_reviews(4000, 1));
+  REQUIRE(lengths.front() >= 10);
+  REQUIRE(lengths.back() <= 1024);
+  REQUIRE(mean(lengths) == Approx(296.2).epsilon(0.03));  // of the lognormal within 10 and 1024
+  for (const double quantile : {0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95}) {
+    const auto length = lengths[static_cast<std::size_t>(quantile * static_cast<double>(lengths.size()))];
+    CAPTURE(quantile, length);
+    REQUIRE(share_below(length) == Approx(quantile).margin(0.02));
+  }
+}
+
+TEST_CASE("Generated reviews: the table of lengths is the lognormal's") {
+  const auto& lengths = bloom::detail::length_quantiles;
+  for (std::size_t i = 1; i < 64; ++i) {
+    const auto length = static_cast<double>(lengths[i]);
+    REQUIRE(share_below(length - 0.51) < static_cast<double>(i) / 64);
+    REQUIRE(share_below(length + 0.51) > static_cast<double>(i) / 64);
+  }
+  REQUIRE(lengths.front() == 10);
+  REQUIRE(lengths.back() == 1024);
+}
+
+TEST_CASE("Generated reviews: a scale makes them shorter, to 10 words at least") {
+  const auto lengths = sorted_lengths(generated_reviews(2000, 2, {.length_scale = 0.1}));
+  REQUIRE(lengths.front() == 10);
+  REQUIRE(lengths.back() <= 102);
+  REQUIRE(mean(lengths) == Approx(29.3).epsilon(0.05));
+  for (const auto length : sorted_lengths(generated_reviews(50, 2, {.length_scale = 1e-9}))) REQUIRE(length == 10);
+  REQUIRE(sorted_lengths(generated_reviews(50, 2, {.length_scale = 3})).back() > 1100);
+}
+
+TEST_CASE("Generated reviews: labels are balanced, and can be learned, but not from single words alone") {
+  const auto reviews = generated_reviews(2001, 3, {.length_scale = 0.1});
+  REQUIRE(reviews.size() == 2001);
+  REQUIRE(std::count_if(reviews.begin(), reviews.end(), [](const Review& review) { return review.label == 1; }) ==
+          1000);
+  REQUIRE(count_labels(reviews, "reviews") == 2);
+  REQUIRE(accuracy(reviews, true) == 1);
+  REQUIRE(accuracy(reviews, false) > 0.7);
+  REQUIRE(accuracy(reviews, false) < 0.95);
+
+  const auto plain = generated_reviews(200, 3, {.negated_percent = 0});
+  REQUIRE(accuracy(plain, false) == 1);
+  const auto negated = generated_reviews(200, 3, {.negated_percent = 100});
+  REQUIRE(accuracy(negated, true) == 1);
+  REQUIRE(accuracy(negated, false) == 0);
+  for (const auto& review :
+       generated_reviews(200, 3, {.max_opinions = 5, .contrary_percent = 0, .negated_percent = 0})) {
+    const auto sum = score(review.text, true);
+    REQUIRE(std::abs(sum) >= 1);
+    REQUIRE(std::abs(sum) <= 5);
+    for (const auto& word : words_of(review.text))
+      REQUIRE_FALSE((review.label == 1 ? holds(bad_words, word) : holds(good_words, word)));
+  }
+}
+
+TEST_CASE("Generated reviews: line ends as IMDB has them, and sentences") {
+  int line_ends = 0;
+  for (const auto& review : generated_reviews(100, 4)) {
+    if (review.text.find(".<br /><br />") != review.text.npos) ++line_ends;
+    REQUIRE((review.text[0] >= 'A' && review.text[0] <= 'Z'));
+    REQUIRE((review.text.back() == '.' || review.text.back() == '!'));
+    REQUIRE(review.text.find("  ") == review.text.npos);
+  }
+  REQUIRE(line_ends > 50);
+}
+
+TEST_CASE("Generated reviews: a seed gives the same ones everywhere, another gives others") {
+  REQUIRE(hash_of(generated_reviews(300, 1)) == 0xef2346073ba83b0cu);
+  REQUIRE(hash_of(generated_reviews(300, 1, {.length_scale = 0.1})) == 0xb99830cdd2c37af7u);
+  REQUIRE(generated_reviews(20, 1) == generated_reviews(20, 1));
+  const auto some = generated_reviews(10, 1), more = generated_reviews(20, 1), others = generated_reviews(20, 2);
+  for (std::size_t i = 0; i < some.size(); ++i) REQUIRE(some[i] == more[i]);
+  for (std::size_t i = 0; i < more.size(); ++i) REQUIRE(more[i].text != others[i].text);
+}
+
+TEST_CASE("Generated reviews: options out of range") {
+  REQUIRE(generated_reviews(0, 1).empty());
+  REQUIRE_ERROR("generated_reviews: count must be 0 or more, got -1", generated_reviews(-1, 1));
+  for (const double scale : {0.0, -1.0, 101.0, std::nan("")})
+    REQUIRE_ERROR("length_scale must be above 0 and at most 100, got",
+                  generated_reviews(1, 1, {.length_scale = scale}));
+  REQUIRE_ERROR("max_opinions must be 1 or more, got 0", generated_reviews(1, 1, {.max_opinions = 0}));
+  REQUIRE_ERROR("contrary_percent must be 0 to 100, got 101", generated_reviews(1, 1, {.contrary_percent = 101}));
+  REQUIRE_ERROR("negated_percent must be 0 to 100, got -1", generated_reviews(1, 1, {.negated_percent = -1}));
+}

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Reads arbitrary bytes as the index of a folder of weights.
+
+#include <gradaccum/detail/io/weights_index.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+using namespace gradaccum::detail;
+
+namespace {
+
+const std::string path = "a/file";
+const WeightsIndexReader reader(path);
+
+void require(bool condition) {
+  if (!condition) std::abort();
+}
+
+/// No name leads out of the folder, or to what is not of safetensors; and what is read is read again.
+void check(const WeightMap& files) {
+  for (auto& [name, file] : files) {
+    require(!file.empty() && file.front() != '.' && file.size() <= 255 && file.ends_with(".safetensors"));
+    require(file.find_first_of(std::string_view("/\\:\0", 4)) == file.npos);
+  }
+  require(reader.read(nlohmann::json{{"weight_map", files}}.dump()) == files);
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  WeightMap files;
+  try {
+    files = reader.read({reinterpret_cast<const char*>(data), size});
+  } catch (const std::runtime_error& error) {
+    require(std::string_view(error.what()).starts_with(path + ": "));
+    return 0;
+  }
+  check(files);
+  return 0;
+}
