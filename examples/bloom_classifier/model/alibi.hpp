@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <torch/torch.h>
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace bloom {
+
+/// ALiBi (arXiv 2108.12409): each head adds its slope times the key's position to its scores.
+///
+/// A power of two of heads, n, has the slopes r, r^2, …, r^n, with r = 2^(-8/n); further heads have every other one of
+/// the slopes of 2n heads.
+inline std::vector<float> alibi_slopes(std::int64_t n_head) {
+  const auto n = static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(n_head)));
+  const auto ratio_of = [](std::int64_t heads) {
+    return static_cast<float>(std::exp2(-8.0 / static_cast<double>(heads)));
+  };
+  std::vector<float> slopes;
+  for (std::int64_t head = 0; head < n_head; ++head)
+    slopes.push_back(head < n ? std::pow(ratio_of(n), static_cast<float>(head + 1))
+                              : std::pow(ratio_of(2 * n), static_cast<float>(2 * (head - n) + 1)));
+  return slopes;
+}
+
+/// The channels that queries, keys and values get, so that attention adds ALiBi by itself, without a [t, t] bias:
+/// query x key is slope * sqrt(head_dim) * position, and attention divides by sqrt(head_dim).
+///
+/// All numbers are exact in bfloat16 and float16 too: the slope is the sum of three pieces of 8 bits, the position that
+/// of a multiple of 256 and a rest. Two more channels, of zeros, make it eight, which kernels like; the value's are
+/// zeros.
+inline constexpr std::int64_t alibi_channel_count = 8;
+inline constexpr std::int64_t alibi_max_length = 1 << 16;
+
+/// float32 [length, n_head, 3, 8]; the 3 are query, key, value.
+inline at::Tensor alibi_channels(std::int64_t n_head, std::int64_t head_dim, std::int64_t length) {
+  auto channels = torch::zeros({length, n_head, 3, alibi_channel_count});
+  const auto position = torch::arange(length, torch::kFloat).unsqueeze(1);
+  const auto rest = position.remainder(256);
+  auto query = channels.select(2, 0), key = channels.select(2, 1);
+  auto slope = torch::tensor(alibi_slopes(n_head)) * std::sqrt(static_cast<double>(head_dim));
+  for (int channel = 0; channel < 6; channel += 2) {
+    const auto piece = slope.to(torch::kBFloat16).to(torch::kFloat);
+    slope = slope - piece;
+    query.select(2, channel).copy_(piece);
+    query.select(2, channel + 1).copy_(piece);
+    key.select(2, channel).copy_(position - rest);
+    key.select(2, channel + 1).copy_(rest);
+  }
+  return channels;
+}
+
+/// The channels for any length, of which it keeps the longest; for all blocks of a model. Thread safe.
+class AlibiChannels {
+ public:
+  AlibiChannels(std::int64_t n_head, std::int64_t head_dim) : n_head_(n_head), head_dim_(head_dim) {}
+
+  /// With the dtype and device of `like`.
+  at::Tensor operator()(std::int64_t length, const at::Tensor& like) {
+    TORCH_CHECK(length <= alibi_max_length, "BLOOM: sequences must have at most ", alibi_max_length,
+                " tokens, whose positions are exact, got ", length);
+    const std::lock_guard lock(mutex_);
+    if (!channels_.defined() || channels_.size(0) < length || channels_.options().dtype() != like.dtype() ||
+        channels_.device() != like.device())
+      channels_ = alibi_channels(n_head_, head_dim_, length).to(like.options());
+    return channels_.narrow(0, 0, length);
+  }
+
+ private:
+  std::int64_t n_head_, head_dim_;
+  std::mutex mutex_;
+  at::Tensor channels_;
+};
+
+}  // namespace bloom

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <torch/torch.h>
+
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "alibi.hpp"
+#include "config.hpp"
+
+namespace bloom {
+
+/// BLOOM's causal self-attention with ALiBi.
+///
+/// The kernel is LibTorch's flash attention, which takes memory for t tokens, not for t x t pairs, forward and
+/// backward. It wants queries, keys and values of one width: the values get channels too, which are cut off again. (On
+/// the CPU other widths, or dropout, mean the kernel that holds all pairs.)
+class BloomAttentionImpl : public torch::nn::Module {
+ public:
+  BloomAttentionImpl(const BloomConfig& config, std::shared_ptr<AlibiChannels> alibi)
+      : query_key_value(
+            register_module("query_key_value", torch::nn::Linear(config.hidden_size, 3 * config.hidden_size))),
+        dense(register_module("dense", torch::nn::Linear(config.hidden_size, config.hidden_size))),
+        n_head_(config.n_head),
+        head_dim_(config.head_dim()),
+        dropout_(config.attention_dropout),
+        alibi_(std::move(alibi)) {}
+
+  /// [n, t, hidden_size] to the same. Every token sees those before it and itself.
+  at::Tensor forward(const at::Tensor& hidden) {
+    const auto wide = with_channels(hidden);
+    return output(attend(wide[0], wide[1], wide[2], /*mask=*/{}, /*is_causal=*/true));
+  }
+
+  /// For one token of each row, `index` [n], only: [n, t, hidden_size] to [n, 1, hidden_size].
+  at::Tensor forward_at(const at::Tensor& hidden, const at::Tensor& index) {
+    const auto wide = with_channels(hidden);
+    const auto rows = index.view({-1, 1, 1, 1});
+    const auto seen = torch::arange(hidden.size(1), index.options()) <= rows;  // [n, 1, 1, t]
+    return output(attend(wide[0].take_along_dim(rows, 2), wide[1], wide[2], seen, /*is_causal=*/false));
+  }
+
+  torch::nn::Linear query_key_value, dense;
+
+ private:
+  /// Queries, keys and values, [n, n_head, t, head_dim + 8] each.
+  std::vector<at::Tensor> with_channels(const at::Tensor& hidden) {
+    const auto n = hidden.size(0), t = hidden.size(1);
+    const auto fused = query_key_value->forward(hidden).view({n, t, n_head_, 3, head_dim_});
+    const auto channels = (*alibi_)(t, fused).expand({n, -1, -1, -1, -1});
+    return at::cat({fused, channels}, -1).permute({3, 0, 2, 1, 4}).unbind();
+  }
+  at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                    const std::optional<at::Tensor>& mask, bool is_causal) const {
+    const auto scale = 1 / std::sqrt(static_cast<double>(head_dim_));
+    return at::scaled_dot_product_attention(query, key, value, mask, is_training() ? dropout_ : 0, is_causal, scale);
+  }
+  at::Tensor output(const at::Tensor& context) {
+    return dense->forward(context.narrow(-1, 0, head_dim_).transpose(1, 2).flatten(2));
+  }
+
+  std::int64_t n_head_, head_dim_;
+  double dropout_;
+  std::shared_ptr<AlibiChannels> alibi_;
+};
+TORCH_MODULE(BloomAttention);
+
+}  // namespace bloom

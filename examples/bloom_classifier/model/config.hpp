@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <nlohmann/json.hpp>
+
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "config_reader.hpp"
+
+namespace bloom {
+
+/// The shape of a BLOOM classifier: the names, the defaults and the config.json of transformers' BloomConfig.
+struct BloomConfig {
+  std::int64_t vocab_size = 250880;
+  std::int64_t hidden_size = 64;
+  std::int64_t n_layer = 2;
+  std::int64_t n_head = 8;
+  double layer_norm_epsilon = 1e-5;
+  double initializer_range = 0.02;  // standard deviation of new weights
+  double hidden_dropout = 0;
+  double attention_dropout = 0;  // above 0 a CPU's attention takes memory for [n_head, t, t] in training
+  bool apply_residual_connection_post_layernorm = false;
+  std::optional<std::int64_t> pad_token_id = std::nullopt;
+  std::int64_t num_labels = 2;
+
+  std::int64_t head_dim() const { return hidden_size / n_head; }
+  std::int64_t parameter_count() const {
+    const auto block = (12 * hidden_size + 13) * hidden_size;
+    return (vocab_size + 4 + num_labels) * hidden_size + n_layer * block;
+  }
+
+  /// @throws std::runtime_error that begins with `source` and names the requirement and the value.
+  void check(const std::string& source = "BloomConfig") const;
+
+  static BloomConfig from_json(const nlohmann::json& json, const std::string& source);
+  static BloomConfig from_file(const std::filesystem::path& path);
+  nlohmann::json to_json() const;
+};
+
+inline void BloomConfig::check(const std::string& source) const {
+  const ConfigLimits limits{source};
+  // 16 million tokens, a width of 65536: beyond any BLOOM (250880 and 14336), and small enough to multiply.
+  limits.within("vocab_size", vocab_size, 1, 1 << 24);
+  limits.within("hidden_size", hidden_size, 1, 1 << 16);
+  limits.within("n_layer", n_layer, 1, 1024);
+  limits.within("n_head", n_head, 1, hidden_size);
+  limits.require(hidden_size % n_head == 0, "hidden_size must be divisible by n_head", hidden_size, n_head);
+  limits.within("num_labels", num_labels, 2, 1 << 16);
+  limits.within("layer_norm_epsilon", layer_norm_epsilon, 1e-12, 1.0);
+  limits.within("initializer_range", initializer_range, 1e-12, 1.0);
+  limits.within("hidden_dropout", hidden_dropout, 0.0, 0.99);
+  limits.within("attention_dropout", attention_dropout, 0.0, 0.99);
+  if (pad_token_id) limits.within("pad_token_id", *pad_token_id, 0, vocab_size - 1);
+  constexpr auto most_parameters = std::int64_t{1} << 38;  // the largest BLOOM has 1.8e11
+  limits.require(parameter_count() <= most_parameters, "must have at most 2^38 parameters", parameter_count());
+}
+
+inline BloomConfig BloomConfig::from_json(const nlohmann::json& json, const std::string& source) {
+  const ConfigReader reader(json, source);
+  reader.require_text("model_type", "bloom");
+  reader.require_text("problem_type", "single_label_classification", /*if_absent=*/true);
+  BloomConfig config;
+  reader.read(config.vocab_size, "vocab_size");
+  reader.read(config.hidden_size, "hidden_size", "n_embed");
+  reader.read(config.n_layer, "n_layer", "num_hidden_layers");
+  reader.read(config.n_head, "n_head", "num_attention_heads");
+  reader.read(config.layer_norm_epsilon, "layer_norm_epsilon");
+  reader.read(config.initializer_range, "initializer_range");
+  reader.read(config.hidden_dropout, "hidden_dropout");
+  reader.read(config.attention_dropout, "attention_dropout");
+  reader.read(config.apply_residual_connection_post_layernorm, "apply_residual_connection_post_layernorm");
+  reader.read(config.pad_token_id, "pad_token_id");
+  reader.read_label_count(config.num_labels);
+  config.check(source);
+  return config;
+}
+
+inline BloomConfig BloomConfig::from_file(const std::filesystem::path& path) {
+  constexpr std::uintmax_t most_bytes = 16 << 20;
+  std::error_code error;
+  const auto bytes = std::filesystem::file_size(path, error);
+  if (error) throw std::runtime_error(path.string() + ": must be a file that can be read, got: " + error.message());
+  if (bytes > most_bytes)
+    throw std::runtime_error(path.string() + ": must have at most 16 MiB, got " + std::to_string(bytes) + " bytes");
+  std::ifstream file(path, std::ios::binary);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  return from_json(parse_config(text, path.string()), path.string());
+}
+
+/// What transformers' BloomConfig.from_pretrained loads.
+inline nlohmann::json BloomConfig::to_json() const {
+  nlohmann::json json{
+      {"architectures", {"BloomForSequenceClassification"}},
+      {"model_type", "bloom"},
+      {"vocab_size", vocab_size},
+      {"hidden_size", hidden_size},
+      {"n_layer", n_layer},
+      {"n_head", n_head},
+      {"layer_norm_epsilon", layer_norm_epsilon},
+      {"initializer_range", initializer_range},
+      {"hidden_dropout", hidden_dropout},
+      {"attention_dropout", attention_dropout},
+      {"apply_residual_connection_post_layernorm", apply_residual_connection_post_layernorm},
+  };
+  json["pad_token_id"] = pad_token_id ? nlohmann::json(*pad_token_id) : nlohmann::json();
+  for (std::int64_t label = 0; label < num_labels; ++label) {
+    const auto number = std::to_string(label);
+    json["id2label"][number] = "LABEL_" + number;
+    json["label2id"]["LABEL_" + number] = label;
+  }
+  return json;
+}
+
+}  // namespace bloom

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace bloom {
+
+/// Tokens in front, padding behind: what causal attention needs no mask for, as no token sees what comes after it.
+struct TokensFirst {
+  at::Tensor ids;   // [n, t]
+  at::Tensor last;  // [n]: where in its row the last token is that is not padding; 0 if none is
+
+  TokensFirst(const at::Tensor& input_ids, const at::Tensor& attention_mask, std::optional<std::int64_t> pad_token_id)
+      : ids(input_ids) {
+    auto is_token = pad_token_id ? ids.ne(*pad_token_id) : torch::ones_like(ids, torch::kBool);
+    if (attention_mask.defined()) {
+      const auto masked = attention_mask.eq(0);
+      const auto order = at::argsort(masked.to(torch::kByte), /*stable=*/true);  // tokens keep their order
+      ids = ids.gather(1, order);
+      is_token = is_token.logical_and(masked.logical_not()).gather(1, order);
+    }
+    last = (torch::arange(ids.size(1), ids.options()) * is_token).amax(1);
+  }
+};
+
+}  // namespace bloom

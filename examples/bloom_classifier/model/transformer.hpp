@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/checkpointed_sequential.hpp>
+#include <gradaccum/embedding.hpp>
+
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "block.hpp"
+#include "config.hpp"
+
+namespace bloom {
+
+namespace ga = gradaccum;
+
+/// Embeddings, blocks and the last normalisation.
+class BloomModelImpl : public torch::nn::Module {
+ public:
+  explicit BloomModelImpl(const BloomConfig& config)
+      : word_embeddings(
+            register_module("word_embeddings", torch::nn::Embedding(config.vocab_size, config.hidden_size))),
+        word_embeddings_layernorm(
+            register_module("word_embeddings_layernorm", BloomBlockImpl::make_layer_norm(config))),
+        h(register_module("h", torch::nn::ModuleList())),
+        ln_f(register_module("ln_f", BloomBlockImpl::make_layer_norm(config))) {
+    const auto alibi = std::make_shared<AlibiChannels>(config.n_head, config.head_dim());
+    for (std::int64_t layer = 0; layer < config.n_layer; ++layer) {
+      last_block_ = BloomBlock(config, alibi);
+      h->push_back(last_block_);
+      if (layer + 1 < config.n_layer) blocks_->push_back(last_block_);  // the very same module
+    }
+  }
+
+  /// Ids [n, t] to the hidden states [n, hidden_size] of one token of each row, `index` [n].
+  at::Tensor forward(const at::Tensor& ids, const at::Tensor& index) {
+    auto hidden = word_embeddings_layernorm->forward(ga::embedding(ids, word_embeddings->weight));
+    if (checkpointed_)
+      hidden = checkpointed_->forward(hidden);
+    else if (!blocks_->is_empty())
+      hidden = blocks_->forward(hidden);
+    return ln_f->forward(last_block_->forward_at(hidden, index)).squeeze(1);  // nobody asks for its other tokens
+  }
+
+  /// See BloomForSequenceClassification.
+  void checkpoint_blocks(const ga::CheckpointedSequentialOptions& options) {
+    checkpointed_ = ga::CheckpointedSequential(blocks_, options);
+  }
+  ga::CheckpointPlan checkpoint_plan() const {
+    TORCH_CHECK(checkpointed_, "BloomModel: checkpoint_blocks must be called before checkpoint_plan");
+    return checkpointed_->plan();
+  }
+
+  torch::nn::Embedding word_embeddings;
+  torch::nn::LayerNorm word_embeddings_layernorm;
+  torch::nn::ModuleList h;
+  torch::nn::LayerNorm ln_f;
+
+ private:
+  torch::nn::Sequential blocks_;  // all but the last
+  BloomBlock last_block_ = nullptr;
+  ga::CheckpointedSequential checkpointed_ = nullptr;
+};
+TORCH_MODULE(BloomModel);
+
+}  // namespace bloom

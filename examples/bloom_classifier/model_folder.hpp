@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <gradaccum/io/weights.hpp>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "model/classifier.hpp"
+#include "model/config.hpp"
+#include "tokenizer/bloom_tokenizer.hpp"
+
+namespace bloom {
+
+/// A folder as Hugging Face has them, in memory: what encodes texts, and what scores them.
+struct ModelFolder {
+  std::filesystem::path path;
+  BloomConfig config;
+  BloomTokenizer tokenizer;
+  BloomForSequenceClassification model = nullptr;
+
+  std::int64_t padding() const { return *config.pad_token_id; }
+};
+
+namespace detail {
+
+inline void check_fits(const BloomConfig& config, const BloomTokenizer& tokenizer, const std::filesystem::path& path) {
+  if (tokenizer.vocabulary_size() > config.vocab_size)
+    throw std::runtime_error(fmt::format("{}: vocab_size of config.json must be at least the tokenizer's {}, got {}",
+                                         path.string(), tokenizer.vocabulary_size(), config.vocab_size));
+}
+
+inline void write_json(const std::filesystem::path& path, const nlohmann::json& json) {
+  std::ofstream file(path);
+  file << json.dump(2) << '\n';
+  file.close();
+  if (!file) throw std::runtime_error(path.string() + ": must be written, and could not be");
+}
+
+}  // namespace detail
+
+/// With `num_labels` the folder need not have a head for them: then it is new, with random weights.
+inline ModelFolder open_model_folder(const std::filesystem::path& path, std::optional<std::int64_t> num_labels,
+                                     const std::string& device) {
+  auto config = BloomConfig::from_file(path / "config.json");
+  auto tokenizer = BloomTokenizer::from_file(path / "tokenizer.json");
+  detail::check_fits(config, tokenizer, path);
+  if (!config.pad_token_id) config.pad_token_id = tokenizer.token_to_id("<pad>");
+  if (!config.pad_token_id) throw std::runtime_error(path.string() + ": config.json must have a pad_token_id");
+  if (num_labels) config.num_labels = *num_labels;
+  BloomForSequenceClassification model(config);
+  gradaccum::io::LoadWeightsOptions options{.base_model_prefix = "transformer"};
+  if (num_labels) options.may_be_missing = {"score"};
+  gradaccum::io::load_weights(model, path, options);
+  model->to(device);
+  return {path, config, std::move(tokenizer), model};
+}
+
+/// Writes what `transformers` loads: config.json, model.safetensors, tokenizer.json.
+inline void save_model_folder(ModelFolder& folder, const std::filesystem::path& path) {
+  std::filesystem::create_directories(path);
+  detail::write_json(path / "config.json", folder.config.to_json());
+  gradaccum::io::save_weights(folder.model, path / "model.safetensors");
+  for (const auto* name : {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"})
+    if (std::filesystem::exists(folder.path / name) && !std::filesystem::equivalent(folder.path, path))
+      std::filesystem::copy_file(folder.path / name, path / name, std::filesystem::copy_options::overwrite_existing);
+}
+
+}  // namespace bloom

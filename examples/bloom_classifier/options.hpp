@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <cstdlib>
+#include <exception>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace bloom {
+
+struct Options {
+  // What to do: one of these.
+  bool demo = false;
+  bool predict = false;
+
+  std::int64_t demo_reviews = 3000;
+  std::string demo_files;  // where --demo keeps its files; empty: nowhere
+
+  std::string model;                    // a folder of Hugging Face's
+  std::string train, validation, test;  // reviews; train alone is split
+  std::vector<std::string> texts;       // to predict
+  std::string file;                     // the same, a text a line
+
+  std::int64_t max_length = 1024;
+  std::int64_t micro_batch = 1;
+  std::int64_t accumulate = 8;
+  std::int64_t epochs = 1;
+  double learning_rate = 5e-5;
+  std::string optimizer = "adam";
+  std::string precision = "32";
+  std::int64_t segments = 0;        // 0: all activations are kept
+  std::uint64_t memory_budget = 0;  // bytes of activations; 0: no budget
+  std::string save;                 // a folder; empty: nothing is saved
+  std::int64_t save_every = 500;
+  bool resume = false;
+  std::int64_t log_every = 300;
+  std::string device = torch::cuda::is_available() ? "cuda" : "cpu";
+  int threads = 0;  // 0: as many as LibTorch chooses
+  std::uint64_t seed = 123;
+
+  bool mixed_precision() const { return precision != "32"; }
+  torch::Dtype autocast_type() const { return precision == "16-mixed" ? torch::kHalf : torch::kBFloat16; }
+  std::string states() const { return save + "/states"; }
+};
+
+namespace detail {
+
+inline void add_training(CLI::App& app, Options& options) {
+  const auto data = "a CSV with columns text and label, or aclImdb's train or test folder";
+  auto* train = app.add_option("--train", options.train, data);
+  auto* validation = app.add_option("--validation", options.validation, "the same");
+  auto* test = app.add_option("--test", options.test, "the same; without both, --train is split: 70, 10 and 20 %");
+  validation->needs(train)->needs(test);
+  test->needs(train)->needs(validation);
+  app.add_option("--micro-batch", options.micro_batch, "reviews of one forward and backward pass")
+      ->check(CLI::Range(1, 1 << 16));
+  app.add_option("--accumulate", options.accumulate, "micro-batches that make one update")
+      ->check(CLI::Range(1, 1 << 20));
+  app.add_option("--epochs", options.epochs, "passes over the training reviews")->check(CLI::Range(1, 1'000'000));
+  app.add_option("--lr", options.learning_rate, "learning rate")->check(CLI::PositiveNumber);
+  app.add_option("--optimizer", options.optimizer, "adafactor and adamw8bit take less memory")
+      ->check(CLI::IsMember({"adam", "adamw", "adafactor", "adamw8bit"}));
+  auto* segments = app.add_option("--checkpoint", options.segments,
+                                  "segments of blocks that run again in backward, for less memory; 0: none")
+                       ->check(CLI::Range(0, 1024));
+  app.add_option("--memory-budget", options.memory_budget, "bytes that activations may take (512MB)")
+      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false))
+      ->excludes(segments);
+  auto* save = app.add_option("--save", options.save, "the folder for the trained model, and for states on the way");
+  app.add_option("--save-every", options.save_every, "updates from state to state")
+      ->needs(save)
+      ->check(CLI::Range(1, 1'000'000'000));
+  app.add_flag("--resume", options.resume, "go on from the newest state in the folder of --save")->needs(save);
+  app.add_option("--log-every", options.log_every, "batches from line to line")->check(CLI::Range(1, 1'000'000'000));
+  app.add_option("--seed", options.seed, "of the split, of new weights and of the order")
+      ->check(CLI::Range(std::uint64_t{0}, std::numeric_limits<std::uint64_t>::max() / 2));
+}
+
+inline void add_demo(CLI::App& app, Options& options) {
+  auto* demo = app.add_flag("--demo", options.demo,
+                            "make a small model and reviews, and train with 1, 8 and 16 micro-batches an update");
+  app.add_option("--demo-reviews", options.demo_reviews, "how many it makes")
+      ->needs(demo)
+      ->check(CLI::Range(10, 1 << 20));
+  app.add_option("--demo-files", options.demo_files, "keep its files in this folder, to go on with them by hand")
+      ->needs(demo);
+}
+
+inline void add_options(CLI::App& app, Options& options) {
+  app.option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  add_demo(app, options);
+  app.add_option("--model", options.model,
+                 "a folder as Hugging Face has them: config.json, tokenizer.json, *.safetensors");
+  app.add_option("--max-length", options.max_length, "tokens that are kept of a review")->check(CLI::Range(1, 1 << 20));
+  app.add_option("--precision", options.precision, "mixed: 16 bits where they do no harm")
+      ->check(CLI::IsMember({"32", "bf16-mixed", "16-mixed"}));
+  app.add_option("--device", options.device, "cpu, cuda or cuda:N");
+  app.add_option("--threads", options.threads, "processor threads; 0: LibTorch chooses")->check(CLI::Range(0, 1024));
+  add_training(app, options);
+  auto* predict = app.add_subcommand("predict", "the label of each text, and how likely it is");
+  predict->fallthrough();
+  predict->add_option("texts", options.texts, "texts");
+  predict->add_option("--file", options.file, "a file with a text a line");
+  predict->callback([&options] { options.predict = true; });
+}
+
+inline void check_together(const Options& options) {
+  if (options.demo) return;
+  if (options.model.empty()) throw std::invalid_argument("--model must be given, or --demo");
+  if (!options.predict && options.train.empty()) throw std::invalid_argument("--train must be given, or predict");
+  if (options.predict && options.texts.empty() && options.file.empty())
+    throw std::invalid_argument("predict: texts or --file must be given");
+}
+
+}  // namespace detail
+
+/// The options of the command line. Ends the program after --help (status 0) or a mistake (one line, status 2).
+inline Options parse_options(int argc, char** argv) {
+  Options options;
+  CLI::App app("Fine-tunes a BLOOM of Hugging Face's on texts with labels.", "bloom_classifier");
+  detail::add_options(app, options);
+  try {
+    app.parse(argc, argv);
+    detail::check_together(options);
+    return options;
+  } catch (const CLI::Success& request) {
+    std::exit(app.exit(request));
+  } catch (const std::exception& mistake) {
+    fmt::print(stderr, "bloom_classifier: {}\n", mistake.what());
+    std::exit(2);
+  }
+}
+
+}  // namespace bloom

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <fmt/format.h>
+
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <functional>
+#include <gradaccum/archive.hpp>
+#include <gradaccum/fit_options.hpp>
+#include <gradaccum/loss.hpp>
+#include <gradaccum/metrics.hpp>
+#include <gradaccum/policy.hpp>
+#include <string>
+#include <string_view>
+
+namespace bloom {
+
+namespace ga = gradaccum;
+
+/// A policy: prints the loss on the way, and the accuracies of an epoch.
+struct Lines {
+  static constexpr std::string_view name = "lines";
+
+  std::int64_t every = 300;  // batches
+  std::function<ga::Evaluation()> validate = {};
+  const ga::FitStatus* status = nullptr;
+  ga::Accuracy trained = {};  // as the model was when it saw each batch
+  ga::Evaluation last = {};
+
+  void attach(auto& trainer) { status = &trainer.status(); }
+  void on_epoch_begin(std::int64_t) { trained = {}; }
+  void before_backward(ga::Loss& loss) {
+    trained.add(loss);
+    const auto batch = status->batch - 1;
+    if (batch % every == 0)
+      say(fmt::format("{} | Batch {:04d}/{:04d} | Loss: {:.4f}", epoch(), batch, status->batches.value_or(0),
+                      loss.mean.item<double>()));
+  }
+  void on_epoch_end(std::int64_t) {
+    last = validate();
+    say(fmt::format("{} | Train acc.: {:.2f}% | Val acc.: {:.2f}%", epoch(), 100 * trained.value(),
+                    100 * last["accuracy"]));
+    say(fmt::format("Time elapsed {:.2f} min", status->seconds() / 60));
+  }
+  /// So that the accuracy of an epoch is that of the whole epoch, also where it was stopped in between.
+  void state(ga::Archive& archive) {
+    archive("right", trained.right);
+    archive("counted", trained.counted);
+  }
+
+ private:
+  std::string epoch() const {
+    return fmt::format("Epoch: {:04d}/{:04d}", status->epoch + 1, status->options.epochs.value_or(1));
+  }
+  static void say(const std::string& line) {
+    fmt::print("{}\n", line);
+    std::fflush(stdout);  // now, also where the output is a file that somebody follows
+  }
+};
+
+}  // namespace bloom

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <csignal>
+#include <sstream>
+
+#include "encoded_reviews.hpp"
+#include "model_folder.hpp"
+#include "options.hpp"
+#include "read_reviews.hpp"
+#include "train.hpp"
+
+namespace bloom {
+
+inline void print_summary(const Trained& trained, const ReviewSplit& reviews) {
+  std::ostringstream report;
+  report << trained.report;
+  const auto tokens = static_cast<double>(trained.tokens), padded = static_cast<double>(trained.padded);
+  fmt::print("Test accuracy {:.2f}%\n\n{}", 100 * trained.test["accuracy"], report.str());
+  fmt::print("Tokens/second: {:.0f}\nPadding: {:.1f}%\nReviews without text, left out: {}\n",
+             tokens / trained.report.seconds, padded > 0 ? 100 * (1 - tokens / padded) : 0.0, reviews.skipped);
+}
+
+/// Reads, encodes, trains, tells, and saves.
+inline Trained train(const Options& options) {
+  const auto reviews = read_reviews(options);
+  torch::manual_seed(static_cast<std::int64_t>(options.seed));
+  auto folder = open_model_folder(options.model, reviews.num_labels, options.device);
+  fmt::print("Tokenizer input max length: {}\nTokenizer vocabulary size: {}\n", options.max_length,
+             folder.tokenizer.vocabulary_size());
+  const auto encoded = [&](const auto& rows) {
+    return encode(folder.tokenizer, rows, options.max_length, options.device);
+  };
+  const EncodedSplit ids{encoded(reviews.rows.train), encoded(reviews.rows.validation), encoded(reviews.rows.test)};
+  auto trained = fit(folder, ids, options);
+  if (const int signal = trained.report.signal; signal != 0) {
+    fmt::print("Stopped by {} and saved in {}: with --resume the training goes on from there\n",
+               signal == SIGINT ? "SIGINT" : "SIGTERM", options.states());
+    return trained;
+  }
+  print_summary(trained, reviews);
+  if (!options.save.empty()) {
+    save_model_folder(folder, options.save);
+    fmt::print("Saved in {}\n", options.save);
+  }
+  return trained;
+}
+
+}  // namespace bloom

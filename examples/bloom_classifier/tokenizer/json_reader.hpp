@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+
+#include "data/text_file.hpp"
+
+namespace bloom {
+
+/// The checks that the parts of a JSON file need. Errors begin with `where`, the file's path.
+class JsonReader {
+ public:
+  using Json = nlohmann::json;
+  using Names = std::initializer_list<const char*>;
+
+  explicit JsonReader(std::string where) : where_(std::move(where)) {}
+
+  template <class... Parts>
+  [[noreturn]] void fail(const Parts&... parts) const {
+    data_error(where_, parts...);
+  }
+
+  static std::string shown_json(const Json& value) {
+    return shown(value.dump(-1, ' ', false, Json::error_handler_t::replace));
+  }
+
+  /// An object with these members; what it would mean by others is not known here.
+  void require_members(const Json& object, const std::string& what, Names needed, Names allowed) const {
+    if (!object.is_object()) fail(what, " must be an object, got ", shown_json(object));
+    for (const auto* name : needed)
+      if (!object.contains(name)) fail(what, " must have a member '", name, "'");
+    for (const auto& item : object.items()) {
+      const auto is_name = [&](const char* name) { return item.key() == name; };
+      if (std::none_of(needed.begin(), needed.end(), is_name) && std::none_of(allowed.begin(), allowed.end(), is_name))
+        fail(what, " must not have a member ", shown(item.key()), ", which is not known here");
+    }
+  }
+
+  const std::string& text(const Json& value, const std::string& what) const {
+    if (!value.is_string()) fail(what, " must be a string, got ", shown_json(value));
+    return value.get_ref<const std::string&>();
+  }
+
+  /// False where the object has no such member, or null.
+  bool flag(const Json& object, const std::string& what, const char* name) const {
+    const auto value = object.value(name, Json());
+    if (!value.is_null() && !value.is_boolean())
+      fail(what, ".", name, " must be true or false, got ", shown_json(value));
+    return value == true;
+  }
+
+ private:
+  std::string where_;
+};
+
+}  // namespace bloom

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <gradaccum/policies/save_state.hpp>
+#include <gradaccum/trainer.hpp>
+#include <utility>
+#include <vector>
+
+#include "encoded_reviews.hpp"
+#include "model_folder.hpp"
+#include "optimizer.hpp"
+#include "options.hpp"
+#include "print.hpp"
+
+/// The training itself: read this file first.
+namespace bloom {
+
+struct EncodedSplit {
+  EncodedReviews train, validation, test;
+};
+
+struct Trained {
+  ga::FitReport report;
+  ga::Evaluation validation, test;
+  std::int64_t tokens = 0, padded = 0;  // that the model saw in training, without padding and with it
+};
+
+/// The mean loss of a batch, how many reviews it is the mean of, and what metrics look at.
+inline ga::Loss objective(BloomForSequenceClassification& model, const ga::data::SequenceBatch& batch) {
+  const auto places = torch::arange(batch.data.size(1), batch.data.device());
+  const auto mask = places < batch.lengths.to(batch.data.device()).unsqueeze(1);
+  const auto scores = model->forward(batch.data, mask).to(torch::kFloat);
+  return ga::Loss{torch::cross_entropy_loss(scores, batch.target), batch.rows()}.with(scores, batch.target);
+}
+
+/// `saving` is nothing, or a `ga::SaveState`.
+template <class... Saving>
+Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& options, Saving... saving) {
+  if (options.segments > 0 || options.memory_budget > 0)
+    folder.model->checkpoint_blocks(
+        {.segments = options.segments, .memory_budget = static_cast<std::int64_t>(options.memory_budget)});
+  auto optimizer = make_optimizer(options.optimizer, folder.model->parameters(), options.learning_rate);
+  auto batches = reviews.train.training_batches(options.micro_batch, folder.padding(), options.seed);
+  auto validation = reviews.validation.test_batches(4 * options.max_length, folder.padding());
+  auto test = reviews.test.test_batches(4 * options.max_length, folder.padding());
+
+  Trained trained;
+  const auto counted = [&](auto& model, auto& batch) {
+    trained.tokens += model->is_training() ? batch.tokens : 0;
+    trained.padded += model->is_training() ? batch.data.numel() : 0;
+    return objective(model, batch);
+  };
+  std::function<ga::Evaluation()> validate;
+  ga::Trainer trainer(folder.model, optimizer, counted, ga::Accumulate{.steps = options.accumulate},
+                      ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
+                      ga::Progress{}, Lines{.every = options.log_every, .validate = [&] { return validate(); }},
+                      std::move(saving)...);
+  validate = [&] { return trainer.evaluate(validation, ga::Accuracy{}); };
+  trained.report = trainer.fit(
+      batches,
+      {.epochs = options.epochs, .resume = options.resume ? options.states() : std::string(), .measure_memory = true});
+  if (trained.report.signal != 0) return trained;
+  trained.validation = validate();
+  trained.test = trainer.evaluate(test, ga::Accuracy{});
+  return trained;
+}
+
+inline Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& options) {
+  if (options.save.empty()) return fit<>(folder, reviews, options);
+  return fit(folder, reviews, options,
+             ga::SaveState{.directory = options.states(), .every_updates = options.save_every, .on_signals = true});
+}
+
+}  // namespace bloom

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# cmake -DEXAMPLE=<bloom_classifier> -DDIRECTORY=<scratch> -P bloom_classifier.test.cmake
+#
+# Runs the BLOOM example on files that it makes itself, and checks what it prints and writes.
+
+cmake_minimum_required(VERSION 3.25)
+
+# Sets status, output and errors.
+function(run)
+  execute_process(COMMAND "${EXAMPLE}" ${ARGN} RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE errors)
+  return(PROPAGATE status output errors)
+endfunction()
+
+# Sets output.
+function(succeed)
+  run(${ARGN})
+  if(NOT status EQUAL 0)
+    message(FATAL_ERROR "${ARGN}: status ${status}\n${output}\n${errors}")
+  endif()
+  return(PROPAGATE output)
+endfunction()
+
+function(expect_match text regex)
+  if(NOT text MATCHES "${regex}")
+    message(FATAL_ERROR "expected a match of\n${regex}\nin\n${text}")
+  endif()
+endfunction()
+
+# One line on stderr with these parts, nothing on stdout.
+function(expect_error expected_status part)
+  run(${ARGN})
+  string(FIND "${errors}" "${part}" position)
+  if(NOT status EQUAL expected_status OR position EQUAL -1 OR NOT output STREQUAL "" OR NOT errors MATCHES "^[^\n]+\n$")
+    message(FATAL_ERROR "${ARGN}: expected status ${expected_status} and one line with '${part}', "
+                        "got ${status} and\n${errors}${output}")
+  endif()
+endfunction()
+
+file(REMOVE_RECURSE "${DIRECTORY}")
+set(files "${DIRECTORY}/demo")
+set(percent "[0-9]+[.][0-9][0-9]%")
+set(heading "Tokenizer input max length: 1024\nTokenizer vocabulary size: [0-9]+\n")
+set(loss "Loss: [0-9]+[.][0-9][0-9][0-9][0-9]\n")
+
+# The demo: three trainings and a table.
+succeed(--demo --demo-reviews 60 --demo-files "${files}" --log-every 20 --threads 1)
+set(epoch "Epoch: 0001/0001 | Train acc.: ${percent} | Val acc.: ${percent}\nTime elapsed [0-9]+[.][0-9][0-9] min\n")
+string(REPLACE "|" "[|]" epoch "${epoch}")
+set(batches "")
+foreach(batch 0000 0020 0040)
+  string(APPEND batches "Epoch: 0001/0001 [|] Batch ${batch}/0042 [|] ${loss}")
+endforeach()
+set(training "${heading}${batches}${epoch}Test accuracy ${percent}\n")
+expect_match("${output}" "\n==> 1 micro-batch of one review an update\n${training}")
+expect_match("${output}" "\n==> 8 micro-batches of one review an update\n${training}")
+expect_match("${output}" "\n==> 16 micro-batches of one review an update\n${training}")
+expect_match("${output}" "accumulate +time +test accuracy +updates +peak memory\n +1 .* 42 .*\n +8 .* 6 .*\n +16 .* 3 ")
+
+# Its files, by hand: trained, saved, used.
+set(train --model "${files}" --train "${files}/reviews.csv" --threads 1 --lr 0.001 --micro-batch 2 --accumulate 4)
+succeed(${train} --epochs 2 --save "${DIRECTORY}/saved" --save-every 4 --optimizer adamw)
+expect_match("${output}" "Epoch: 0002/0002 .*Test accuracy ${percent}\n.*Samples/second: .*Tokens/second: [0-9]+\nPadding: ")
+foreach(name config.json model.safetensors tokenizer.json states)
+  if(NOT EXISTS "${DIRECTORY}/saved/${name}")
+    message(FATAL_ERROR "there must be a ${name} in the folder that was saved")
+  endif()
+endforeach()
+string(REGEX MATCH "Test accuracy [^\n]+" accuracy "${output}")
+set(predict predict --model "${DIRECTORY}/saved" --threads 1)
+succeed(${predict} "A wonderful film." "An awful, boring film.")
+expect_match("${output}" "^[01] [(][0-9]+[.][0-9]%[)]  A wonderful film[.]\n[01] [(][0-9.]+%[)]  An awful, boring film[.]\n$")
+set(predicted "${output}")
+file(WRITE "${DIRECTORY}/texts.txt" "A wonderful film.\n\nAn awful, boring film.\n")
+succeed(${predict} --file "${DIRECTORY}/texts.txt")
+expect_match("${output}" "${accuracy}|^[01] ")
+if(NOT output STREQUAL predicted)
+  message(FATAL_ERROR "a text must be predicted alike from a file, got\n${output}and before\n${predicted}")
+endif()
+
+# Half of it, and then the rest: the same model to the byte.
+succeed(${train} --epochs 1 --save "${DIRECTORY}/halves" --save-every 4 --optimizer adamw)
+succeed(${train} --epochs 2 --save "${DIRECTORY}/halves" --save-every 4 --optimizer adamw --resume)
+foreach(folder saved halves)
+  file(SHA256 "${DIRECTORY}/${folder}/model.safetensors" ${folder})
+endforeach()
+if(NOT saved STREQUAL halves)
+  message(FATAL_ERROR "what was trained in two goes must be what was trained in one")
+endif()
+
+# Other ways to train, a window each.
+foreach(how "--optimizer;adafactor" "--optimizer;adamw8bit" "--precision;bf16-mixed" "--checkpoint;1" "--memory-budget;8MB")
+  succeed(${train} ${how})
+  expect_match("${output}" "Test accuracy ${percent}\n")
+endforeach()
+
+# Mistakes.
+expect_error(2 "--model must be given, or --demo")
+expect_error(2 "--train must be given, or predict" --model "${files}")
+expect_error(2 "--precision" --model "${files}" --precision 8)
+expect_error(2 "--validation requires --test" --model "${files}" --train x --validation y)
+expect_error(1 "nowhere/config.json: must be a file" predict --model nowhere text)
+expect_error(1 "none.csv" --model "${files}" --train none.csv)
+file(WRITE "${DIRECTORY}/bad.csv" "text,label\n\"open,1\n")
+expect_error(1 "bad.csv" --model "${files}" --train "${DIRECTORY}/bad.csv")

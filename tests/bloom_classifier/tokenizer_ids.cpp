@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// For compare_tokenizers.py and benchmarks/python/tokenizer.py. Texts come from standard input, each after its size in
+// 4 bytes, little-endian.
+//
+//     tokenizer_ids ids TOKENIZER_JSON           writes of each the number of ids, the ids, and their text after its
+//     size tokenizer_ids train SIZE                   writes a tokenizer.json trained on them tokenizer_ids time
+//     TOKENIZER_JSON THREADS  writes the seconds to load, to encode all, and to encode all again
+
+#include <chrono>
+#include <cstdint>
+#include <iostream>
+#include <limits>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tokenizer/bloom_tokenizer.hpp"
+#include "tokenizer/encode_all.hpp"
+#include "tokenizer/train_tokenizer.hpp"
+
+namespace {
+
+bool read_text(std::string& text) {
+  std::uint32_t size = 0;
+  if (!std::cin.read(reinterpret_cast<char*>(&size), 4)) return false;
+  text.resize(size);
+  return static_cast<bool>(std::cin.read(text.data(), size));
+}
+
+void write_number(std::size_t number) {
+  const auto bytes = static_cast<std::uint32_t>(number);
+  std::cout.write(reinterpret_cast<const char*>(&bytes), 4);
+}
+
+std::vector<std::string> read_texts() {
+  std::vector<std::string> texts;
+  for (std::string text; read_text(text);) texts.push_back(text);
+  return texts;
+}
+
+void write_ids(const std::string& tokenizer_json) {
+  const auto tokenizer = bloom::BloomTokenizer::from_file(tokenizer_json);
+  for (std::string text; read_text(text);) {
+    const auto ids = tokenizer.encode(text);
+    write_number(ids.size());
+    for (const auto id : ids) write_number(static_cast<std::size_t>(id));
+    const auto decoded = tokenizer.decode(ids);
+    write_number(decoded.size());
+    std::cout << decoded;
+  }
+}
+
+template <class Run>
+void write_seconds(const Run& run) {
+  const auto start = std::chrono::steady_clock::now();
+  run();
+  std::cout << std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() << '\n';
+}
+
+void write_times(const std::string& tokenizer_json, int threads) {
+  const auto texts = read_texts();
+  std::optional<bloom::BloomTokenizer> tokenizer;
+  write_seconds([&] { tokenizer = bloom::BloomTokenizer::from_file(tokenizer_json); });
+  for (int i = 0; i < 2; ++i)
+    write_seconds([&] { bloom::encode_all(*tokenizer, texts, std::numeric_limits<std::size_t>::max(), threads); });
+}
+
+}  // namespace
+
+int main(int argc, char* argv[]) try {
+  std::ios::sync_with_stdio(false);
+  const std::string mode = argc > 2 ? argv[1] : "";
+  if (mode == "ids" && argc == 3) {
+    write_ids(argv[2]);
+  } else if (mode == "train" && argc == 3) {
+    std::cout << bloom::train_tokenizer(read_texts(), std::stoll(argv[2]));
+  } else if (mode == "time" && argc == 4) {
+    write_times(argv[2], std::stoi(argv[3]));
+  } else {
+    std::cerr << "usage: tokenizer_ids ids TOKENIZER_JSON | train SIZE | time TOKENIZER_JSON THREADS\n";
+    return 2;
+  }
+  return std::cout.flush() ? 0 : 1;
+} catch (const std::exception& error) {
+  std::cerr << error.what() << '\n';
+  return 1;
+}

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include "demo.hpp"
+#include "support/files.hpp"
+
+#include <csignal>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace ga = gradaccum;
+
+namespace {
+
+using bloom::Options;
+
+/// Policy: ends the fit after so many micro-batches, tails and epochs, as a signal does.
+struct StopAfter {
+  int boundaries = 0, seen = 0;
+  std::function<void()> stop = {};
+  void attach(auto& trainer) {
+    stop = [&trainer] { trainer.interrupt(SIGTERM); };
+  }
+  void at_boundary() {
+    if (++seen == boundaries) stop();
+  }
+};
+
+struct Outcome {
+  bloom::Trained trained;
+  std::vector<at::Tensor> parameters;
+
+  bool operator==(const Outcome& other) const {
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      if (!parameters[i].equal(other.parameters[i])) return false;
+    return trained.report.updates == other.trained.report.updates &&
+           trained.test["accuracy"] == other.trained.test["accuracy"];
+  }
+};
+
+Options options_for(const std::filesystem::path& files) {
+  Options options;
+  options.model = files;
+  options.train = files / "reviews.csv";
+  options.accumulate = 3;
+  options.epochs = 2;
+  options.learning_rate = 1e-3;
+  options.optimizer = "adamw";
+  options.device = "cpu";
+  return options;
+}
+
+Outcome outcome_of(const Options& options, int stop_after = 0, std::uint64_t seed = 1) {
+  const auto reviews = bloom::read_reviews(options);
+  torch::manual_seed(static_cast<std::int64_t>(seed));
+  auto folder = bloom::open_model_folder(options.model, reviews.num_labels, options.device);
+  const auto encoded = [&](const auto& rows) { return bloom::encode(folder.tokenizer, rows, 64, options.device); };
+  const bloom::EncodedSplit ids{encoded(reviews.rows.train), encoded(reviews.rows.validation),
+                                encoded(reviews.rows.test)};
+  Outcome outcome;
+  if (options.save.empty())
+    outcome.trained = bloom::fit(folder, ids, options);
+  else
+    outcome.trained = bloom::fit(folder, ids, options, StopAfter{stop_after},
+                                 ga::SaveState{.directory = options.states(), .every_updates = 4});
+  for (auto& parameter : folder.model->parameters()) outcome.parameters.push_back(parameter.detach().clone());
+  return outcome;
+}
+
+}  // namespace
+
+TEST_CASE("bloom: stopped in the middle of an epoch or of a window, it goes on to the bit") {
+  const testing::Directory directory;
+  bloom::make_demo_files(directory / "files", 30, 1);
+  auto options = options_for(directory / "files");
+  const auto straight = outcome_of(options);
+  CHECK(straight.trained.report.updates == 14);  // of 21 reviews, twice
+  options.resume = true;
+  for (const int boundary : {1, 8, 21, 23, 40}) {
+    options.save = directory / std::to_string(boundary);
+    CHECK(outcome_of(options, boundary).trained.report.signal == SIGTERM);
+    const auto resumed = outcome_of(options, 0, /*seed=*/2);
+    INFO("after boundary " << boundary);
+    CHECK_FALSE(resumed.trained.report.resumed_from.empty());
+    CHECK(resumed == straight);
+  }
+  options.learning_rate = 2e-3;
+  options.save.clear();
+  options.resume = false;
+  CHECK_FALSE(outcome_of(options) == straight);
+}
+
+TEST_CASE("bloom: less memory, the same bits") {
+  const testing::Directory directory;
+  bloom::make_demo_files(directory / "files", 30, 1);
+  auto options = options_for(directory / "files");
+  options.epochs = 1;
+  const auto plain = outcome_of(options);
+  options.segments = 1;
+  CHECK(outcome_of(options) == plain);
+  options.segments = 0;
+  options.memory_budget = 16 << 20;
+  CHECK(outcome_of(options) == plain);
+}
+
+TEST_CASE("bloom: nothing is padded that need not be") {
+  const testing::Directory directory;
+  bloom::make_demo_files(directory / "files", 40, 1);
+  auto options = options_for(directory / "files");
+  options.epochs = 1;
+  const auto alone = outcome_of(options).trained;
+  CHECK(alone.tokens == alone.padded);
+  options.micro_batch = 4;
+  const auto together = outcome_of(options).trained;
+  CHECK(together.tokens == alone.tokens);
+  CHECK(together.padded > together.tokens);
+  CHECK(together.padded < 2 * together.tokens);  // to the longest of all it would be far more
+}
