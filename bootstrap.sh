@@ -13,6 +13,9 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
                                               48MiB --depth 16 --batch-size 2048 --epochs 1 a quarter less memory for
                                               some more time; with --save runs/fashion --resume it can be stopped,
                                               and goes on where it was; --help lists the rest
+       ./bootstrap.sh demo bloom [ARGUMENT...]
+                                              fine-tune a BLOOM on reviews, both made on the spot; with --model and
+                                              --train a model of Hugging Face's on your own texts; --help lists the rest
        ./bootstrap.sh test [--preset PRESET]  build and run the tests; PRESET is dev (default), oldest or asan
        ./bootstrap.sh bench [--no-python] [ARGUMENT...]
                                               build and run the benchmarks, some of them against Python's PyTorch;
@@ -119,11 +122,12 @@ build_jobs() {
   echo $(( cores < memory ? cores : memory ))
 }
 
+# build PRESET [ARGUMENT...]: the arguments are for cmake --build.
 build() {
   step "Configuring (preset $1; the first time this fetches LibTorch, which takes a few minutes on a slow line)"
   cmake --preset "$1"
   step "Building with $(build_jobs) jobs (the first time this takes minutes)"
-  cmake --build --preset "$1" --parallel "$(build_jobs)"
+  cmake --build --preset "$1" --parallel "$(build_jobs)" "${@:2}"
 }
 
 # --- The data set ----------------------------------------------------------------------------------------------------
@@ -198,12 +202,28 @@ fetch_python_torch() {
 
 # --- The commands ----------------------------------------------------------------------------------------------------
 
+demo_bloom() {
+  need_to_build c++ g++ clang++
+  install_missing
+  check_cmake
+  build demo --target bloom_classifier
+  local program=$PWD/build/demo/examples/bloom_classifier/bloom_classifier options=()
+  if [[ " $* " != *" --"@(demo|model|help)* ]]; then options+=(--demo); fi
+  step "Training"
+  cd "$typed_in"
+  exec "$program" "${options[@]}" "$@"
+}
+
 demo() {
+  if [[ ${1:-} == bloom ]]; then
+    demo_bloom "${@:2}"
+    return
+  fi
   need_to_build c++ g++ clang++
   [[ -d build/data ]] || need dataset-fashion-mnist "" "the images that the example learns"
   install_missing
   check_cmake
-  build demo
+  build demo --target fashion_mnist
   # What the arguments say themselves is left to them.
   local given=" $* " options=() data program=$PWD/build/demo/examples/fashion_mnist/fashion_mnist
   if [[ ! $given =~ " --"(accumulate|amp|checkpoint|compare|save) ]]; then options+=(--compare); fi
