@@ -6,11 +6,7 @@
 
 cmake_minimum_required(VERSION 3.25)
 
-# Sets status, output and errors.
-function(run)
-  execute_process(COMMAND "${EXAMPLE}" ${ARGN} RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE errors)
-  return(PROPAGATE status output errors)
-endfunction()
+include("${CMAKE_CURRENT_LIST_DIR}/../support/example.cmake")
 
 # Sets output.
 function(succeed)
@@ -19,22 +15,6 @@ function(succeed)
     message(FATAL_ERROR "${ARGN}: status ${status}\n${output}\n${errors}")
   endif()
   return(PROPAGATE output)
-endfunction()
-
-function(expect_match text regex)
-  if(NOT text MATCHES "${regex}")
-    message(FATAL_ERROR "expected a match of\n${regex}\nin\n${text}")
-  endif()
-endfunction()
-
-# One line on stderr with these parts, nothing on stdout.
-function(expect_error expected_status part)
-  run(${ARGN})
-  string(FIND "${errors}" "${part}" position)
-  if(NOT status EQUAL expected_status OR position EQUAL -1 OR NOT output STREQUAL "" OR NOT errors MATCHES "^[^\n]+\n$")
-    message(FATAL_ERROR "${ARGN}: expected status ${expected_status} and one line with '${part}', "
-                        "got ${status} and\n${errors}${output}")
-  endif()
 endfunction()
 
 file(REMOVE_RECURSE "${DIRECTORY}")
