@@ -20,7 +20,7 @@ struct Options {
   bool demo = false;
   bool predict = false;
 
-  std::int64_t demo_reviews = 3000;
+  std::int64_t demo_reviews = 12000;
   std::string demo_files;  // where --demo keeps its files; empty: nowhere
 
   std::string model;                    // a folder of Hugging Face's
