@@ -274,11 +274,7 @@ bench() {
   fi
   if (( ${#python[@]} > 0 )); then fetch_python_torch; fi
   data=$(unzipped_data_directory) || exit
-  for name in adamw_step memory_saving_step amp_tail tiny_step window trainer checkpoint; do
-    step "Running benchmark_$name"
-    "$programs/benchmark_$name" "${arguments[@]}"
-  done
-  for name in embedding bloom_classifier; do
+  for name in adamw_step memory_saving_step amp_tail tiny_step window embedding trainer checkpoint bloom_classifier; do
     step "Running benchmark_$name"
     "$programs/benchmark_$name" "${arguments[@]}"
   done

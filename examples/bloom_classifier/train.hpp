@@ -25,7 +25,7 @@ struct EncodedSplit {
 
 struct Trained {
   ga::FitReport report;
-  ga::Evaluation validation, test;
+  ga::Evaluation test;
   std::int64_t tokens = 0, padded = 0;  // that the model saw in training, without padding and with it
 };
 
@@ -64,7 +64,6 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
       batches,
       {.epochs = options.epochs, .resume = options.resume ? options.states() : std::string(), .measure_memory = true});
   if (trained.report.signal != 0) return trained;
-  trained.validation = validate();
   trained.test = trainer.evaluate(test, ga::Accuracy{});
   return trained;
 }
