@@ -27,7 +27,6 @@ struct Lines {
   std::function<ga::Evaluation()> validate = {};
   const ga::FitStatus* status = nullptr;
   ga::Accuracy trained = {};  // as the model was when it saw each batch
-  ga::Evaluation last = {};
 
   void attach(auto& trainer) { status = &trainer.status(); }
   void on_epoch_begin(std::int64_t) { trained = {}; }
@@ -39,9 +38,9 @@ struct Lines {
                       loss.mean.item<double>()));
   }
   void on_epoch_end(std::int64_t) {
-    last = validate();
+    const auto validated = validate();
     say(fmt::format("{} | Train acc.: {:.2f}% | Val acc.: {:.2f}%", epoch(), 100 * trained.value(),
-                    100 * last["accuracy"]));
+                    100 * validated["accuracy"]));
     say(fmt::format("Time elapsed {:.2f} min", status->seconds() / 60));
   }
   /// So that the accuracy of an epoch is that of the whole epoch, also where it was stopped in between.
