@@ -5,13 +5,13 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <optional>
-#include <stdexcept>
 #include <string>
 
 #include "config_reader.hpp"
+#include "data/text_file.hpp"
+#include "json/json_reader.hpp"
+#include "json/parse_json.hpp"
 
 namespace bloom {
 
@@ -44,25 +44,27 @@ struct BloomConfig {
 };
 
 inline void BloomConfig::check(const std::string& source) const {
-  const ConfigLimits limits{source};
+  const JsonReader reader(source);
   // 16 million tokens, a width of 65536: beyond any BLOOM (250880 and 14336), and small enough to multiply.
-  limits.within("vocab_size", vocab_size, 1, 1 << 24);
-  limits.within("hidden_size", hidden_size, 1, 1 << 16);
-  limits.within("n_layer", n_layer, 1, 1024);
-  limits.within("n_head", n_head, 1, hidden_size);
-  limits.require(hidden_size % n_head == 0, "hidden_size must be divisible by n_head", hidden_size, n_head);
-  limits.within("num_labels", num_labels, 2, 1 << 16);
-  limits.within("layer_norm_epsilon", layer_norm_epsilon, 1e-12, 1.0);
-  limits.within("initializer_range", initializer_range, 1e-12, 1.0);
-  limits.within("hidden_dropout", hidden_dropout, 0.0, 0.99);
-  limits.within("attention_dropout", attention_dropout, 0.0, 0.99);
-  if (pad_token_id) limits.within("pad_token_id", *pad_token_id, 0, vocab_size - 1);
+  reader.require_within(vocab_size, "vocab_size", 1, 1 << 24);
+  reader.require_within(hidden_size, "hidden_size", 1, 1 << 16);
+  reader.require_within(n_layer, "n_layer", 1, 1024);
+  reader.require_within(n_head, "n_head", 1, hidden_size);
+  if (hidden_size % n_head != 0)
+    reader.fail("hidden_size must be divisible by n_head, got ", hidden_size, " and ", n_head);
+  reader.require_within(num_labels, "num_labels", 2, 1 << 16);
+  reader.require_within(layer_norm_epsilon, "layer_norm_epsilon", 1e-12, 1.0);
+  reader.require_within(initializer_range, "initializer_range", 1e-12, 1.0);
+  reader.require_within(hidden_dropout, "hidden_dropout", 0.0, 0.99);
+  reader.require_within(attention_dropout, "attention_dropout", 0.0, 0.99);
+  if (pad_token_id) reader.require_within(*pad_token_id, "pad_token_id", 0, vocab_size - 1);
   constexpr auto most_parameters = std::int64_t{1} << 38;  // the largest BLOOM has 1.8e11
-  limits.require(parameter_count() <= most_parameters, "must have at most 2^38 parameters", parameter_count());
+  if (parameter_count() > most_parameters) reader.fail("must have at most 2^38 parameters, got ", parameter_count());
 }
 
 inline BloomConfig BloomConfig::from_json(const nlohmann::json& json, const std::string& source) {
-  const ConfigReader reader(json, source);
+  const JsonReader checks(source);
+  const ConfigReader reader(json, checks);
   reader.require_text("model_type", "bloom");
   reader.require_text("problem_type", "single_label_classification", /*if_absent=*/true);
   BloomConfig config;
@@ -82,15 +84,8 @@ inline BloomConfig BloomConfig::from_json(const nlohmann::json& json, const std:
 }
 
 inline BloomConfig BloomConfig::from_file(const std::filesystem::path& path) {
-  constexpr std::uintmax_t most_bytes = 16 << 20;
-  std::error_code error;
-  const auto bytes = std::filesystem::file_size(path, error);
-  if (error) throw std::runtime_error(path.string() + ": must be a file that can be read, got: " + error.message());
-  if (bytes > most_bytes)
-    throw std::runtime_error(path.string() + ": must have at most 16 MiB, got " + std::to_string(bytes) + " bytes");
-  std::ifstream file(path, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  return from_json(parse_config(text, path.string()), path.string());
+  constexpr std::uint64_t most_bytes = 16 << 20;
+  return from_json(parse_json(read_text_file(path, most_bytes), path.string()), path.string());
 }
 
 /// What transformers' BloomConfig.from_pretrained loads.

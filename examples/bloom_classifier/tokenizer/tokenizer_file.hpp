@@ -13,8 +13,8 @@
 
 #include "byte_pairs.hpp"
 #include "data/text_file.hpp"
-#include "json_reader.hpp"
-#include "parse_json.hpp"
+#include "json/json_reader.hpp"
+#include "json/parse_json.hpp"
 #include "tokenizer_kind.hpp"
 #include "vocabulary.hpp"
 
@@ -79,7 +79,7 @@ class TokenizerFileReader {
   }
 
   Vocabulary read_vocabulary(const Json& json) const {
-    if (!json.is_object()) reader_.fail("model.vocab must be an object, got ", reader_.shown_json(json));
+    reader_.require_object(json, "model.vocab");
     require_count(json, "model.vocab", max_tokens);
     std::vector<std::string> tokens(json.size());
     for (const auto& item : json.items()) {

@@ -4,7 +4,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "json_reader.hpp"
+#include "json/json_reader.hpp"
 #include "splitter.hpp"
 
 namespace bloom {

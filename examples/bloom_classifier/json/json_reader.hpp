@@ -2,9 +2,12 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "data/text_file.hpp"
@@ -28,9 +31,13 @@ class JsonReader {
     return shown(value.dump(-1, ' ', false, Json::error_handler_t::replace));
   }
 
+  void require_object(const Json& value, const std::string& what) const {
+    if (!value.is_object()) fail(what, " must be an object, got ", shown_json(value));
+  }
+
   /// An object with these members; what it would mean by others is not known here.
   void require_members(const Json& object, const std::string& what, Names needed, Names allowed) const {
-    if (!object.is_object()) fail(what, " must be an object, got ", shown_json(object));
+    require_object(object, what);
     for (const auto* name : needed)
       if (!object.contains(name)) fail(what, " must have a member '", name, "'");
     for (const auto& item : object.items()) {
@@ -40,17 +47,39 @@ class JsonReader {
     }
   }
 
+  template <class Number>
+  void require_within(Number value, const std::string& what, std::type_identity_t<Number> least,
+                      std::type_identity_t<Number> most) const {
+    if (value >= least && value <= most) return;  // NaN is not
+    fail(what, " must be in [", Json(least), ", ", Json(most), "], got ", Json(value));
+  }
+
   const std::string& text(const Json& value, const std::string& what) const {
     if (!value.is_string()) fail(what, " must be a string, got ", shown_json(value));
     return value.get_ref<const std::string&>();
   }
 
+  std::int64_t whole_number(const Json& value, const std::string& what) const {
+    constexpr auto most = std::numeric_limits<std::int64_t>::max();
+    if (!value.is_number_integer() || (value.is_number_unsigned() && value.get<std::uint64_t>() > most))
+      fail(what, " must be a whole number, got ", shown_json(value));
+    return value.get<std::int64_t>();
+  }
+
+  double number(const Json& value, const std::string& what) const {
+    if (!value.is_number()) fail(what, " must be a number, got ", shown_json(value));
+    return value.get<double>();
+  }
+
+  bool flag(const Json& value, const std::string& what) const {
+    if (!value.is_boolean()) fail(what, " must be true or false, got ", shown_json(value));
+    return value.get<bool>();
+  }
+
   /// False where the object has no such member, or null.
   bool flag(const Json& object, const std::string& what, const char* name) const {
     const auto value = object.value(name, Json());
-    if (!value.is_null() && !value.is_boolean())
-      fail(what, ".", name, " must be true or false, got ", shown_json(value));
-    return value == true;
+    return !value.is_null() && flag(value, what + "." + name);
   }
 
  private:
