@@ -33,7 +33,8 @@ struct Trained {
 inline ga::Loss objective(BloomForSequenceClassification& model, const ga::data::SequenceBatch& batch) {
   const auto places = torch::arange(batch.data.size(1), batch.data.device());
   const auto mask = places < batch.lengths.to(batch.data.device()).unsqueeze(1);
-  const auto scores = model->forward(batch.data, mask).to(torch::kFloat);
+  auto scores = model->forward(batch.data, mask);
+  scores = scores.to(at::promote_types(scores.scalar_type(), torch::kFloat));  // 16 bits are too few for a loss
   return ga::Loss{torch::cross_entropy_loss(scores, batch.target), batch.rows()}.with(scores, batch.target);
 }
 
