@@ -190,7 +190,8 @@ unzipped_data_directory() {
 python_with_torch=build/_oracle/bin/python
 
 fetch_python_torch() {
-  local requirements="torch==2.15.0 numpy==2.4.6 transformers==5.23.0 bitsandbytes==0.50.2 safetensors==0.8.0" venv=build/_oracle
+  local venv=build/_oracle requirements="torch==2.15.0 numpy==2.4.6 transformers==5.23.0 tokenizers==0.23.3"
+  requirements+=" bitsandbytes==0.50.2 safetensors==0.8.0"
   if [[ $(cat "$venv/gradaccum-oracle.stamp" 2> /dev/null) == "$requirements" ]]; then return; fi
   step "Fetching Python's PyTorch with all that it depends on (several GB: this takes a while)"
   rm -rf "$venv"
@@ -202,35 +203,34 @@ fetch_python_torch() {
 
 # --- The commands ----------------------------------------------------------------------------------------------------
 
-demo_bloom() {
-  need_to_build c++ g++ clang++
-  install_missing
-  check_cmake
-  build demo --target bloom_classifier
-  local program=$PWD/build/demo/examples/bloom_classifier/bloom_classifier options=()
-  if [[ " $* " != *" --"@(demo|model|help)* ]]; then options+=(--demo); fi
-  step "Training"
-  cd "$typed_in"
-  exec "$program" "${options[@]}" "$@"
+# What to demonstrate, where the arguments do not say it themselves.
+bloom_classifier_options() {
+  if [[ " $* " != *" --"@(demo|model|help)[\ =]* ]]; then options+=(--demo); fi
+}
+
+fashion_mnist_options() {
+  local data
+  if [[ ! " $* " =~ " --"(accumulate|amp|checkpoint|compare|save) ]]; then options+=(--compare); fi
+  if [[ " $* " == *" --data"* ]]; then return; fi
+  data=$(data_directory)
+  options+=(--data "$(realpath "$data")")
 }
 
 demo() {
-  if [[ ${1:-} == bloom ]]; then
-    demo_bloom "${@:2}"
-    return
+  local example=fashion_mnist options=()
+  if [[ ${1-} == bloom ]]; then
+    example=bloom_classifier
+    shift
   fi
   need_to_build c++ g++ clang++
-  [[ -d build/data ]] || need dataset-fashion-mnist "" "the images that the example learns"
+  if [[ $example == fashion_mnist && ! -d build/data ]]; then
+    need dataset-fashion-mnist "" "the images that the example learns"
+  fi
   install_missing
   check_cmake
-  build demo --target fashion_mnist
-  # What the arguments say themselves is left to them.
-  local given=" $* " options=() data program=$PWD/build/demo/examples/fashion_mnist/fashion_mnist
-  if [[ ! $given =~ " --"(accumulate|amp|checkpoint|compare|save) ]]; then options+=(--compare); fi
-  if [[ $given != *" --data"* ]]; then
-    data=$(data_directory)
-    options+=(--data "$(realpath "$data")")
-  fi
+  build demo --target "$example"
+  "${example}_options" "$@"
+  local program=$PWD/build/demo/examples/$example/$example
   step "Training"
   cd "$typed_in"  # what directories of the arguments are relative to
   exec "$program" "${options[@]}" "$@"  # signals are for the program alone
@@ -294,10 +294,10 @@ oracle() {
   install_missing
   fetch_python_torch
   local script
-  for script in tests/pytorch_values/*.py; do
-    [[ -e $script ]] || fail "there are no scripts in tests/pytorch_values"
+  for script in tests/pytorch_values/*.py tests/io/hugging_face_folders.py \
+                tests/bloom_classifier/{csv,model,tokenizer}_values.py; do
     step "Running $script"
-    "$python_with_torch" "$script"
+    PYTHONPATH=tests/pytorch_values "$python_with_torch" "$script"
   done
 }
 

@@ -111,6 +111,7 @@ def check_config_of_cpp():
 
 
 def main():
+    torch.set_num_threads(1)  # the order of sums depends on it
     for seed, (name, options) in enumerate(MODELS.items()):
         torch.manual_seed(seed)
         folder = DATA / name
