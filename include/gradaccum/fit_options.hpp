@@ -58,13 +58,18 @@ struct FitStatus {
   bool running = false;                      ///< `fit` is at work
   bool stopped = false;                      ///< by `Trainer::stop`
   int signal = 0;                            ///< which one ended it early
-  std::string resumed_from = {};             ///< the state that it went on from
-  bool trained = false;                      ///< a window of this epoch moved, or would have but for an overflow
+  bool together = false;                     ///< with other processes: what ends it waits until all know of it
+  bool wants_stop = false;
+  int wants_signal = 0;
+  std::string resumed_from = {};  ///< the state that it went on from
+  bool trained = false;           ///< a window of this epoch moved, or would have but for an overflow
   Clock::time_point start = Clock::now();
 
   double seconds() const { return std::chrono::duration<double>(Clock::now() - start).count(); }
   /// All that was asked for is done; in the middle of an epoch, too.
   bool done() const;
+  void stop() { (together ? wants_stop : stopped) = true; }
+  void interrupt(int by) { (together ? wants_signal : signal) = by; }
   void count_window(bool moved, bool overflowed);
   void end_epoch(bool window_has_items);
   /// All but the options, and how it ended.

@@ -5,6 +5,7 @@
 #include <gradaccum/concepts.hpp>
 #include <gradaccum/detail/optimizer_facade.hpp>
 #include <gradaccum/detail/optimizer_window.hpp>
+#include <gradaccum/detail/peers.hpp>
 #include <gradaccum/detail/type_name.hpp>
 #include <gradaccum/loss.hpp>
 
@@ -173,6 +174,12 @@ class GradAccumulator {
   void set_steps(std::int64_t steps) { window_.set_steps(steps); }    ///< from the next window on
   auto& param_groups() { return optimizer().param_groups(); }
   void add_param_group(const torch::optim::OptimizerParamGroup& group) { optimizer().add_param_group(group); }
+  /// For `Replicas`: each window becomes that of all processes when it closes.
+  void set_peers(std::shared_ptr<detail::Peers> peers) { window_.set_peers(std::move(peers)); }
+  bool others_continue() {
+    follow();
+    return window_.others_continue();
+  }
   Optimizer& optimizer() {
     synchronise();
     return window_.optimizer();

@@ -88,7 +88,7 @@ class Trainer {
   }
   /// Steps with the window as it is, and its true mean. True if the parameters moved.
   bool flush() {
-    return window().micro_batches > 0 && or_discard([this] { return close(); });
+    return (window().micro_batches > 0 || window_.follows_others()) && or_discard([this] { return close(); });
   }
   /// Forgets the window.
   void discard() {
@@ -96,9 +96,9 @@ class Trainer {
     window_.discard();
   }
   /// Ends `fit` after the micro-batch in hand, and its tail.
-  void stop() { status_.stopped = true; }
+  void stop() { status_.stop(); }
   /// The same without its tail, so that another program can go on from a state: for a signal.
-  void interrupt(int signal) { status_.signal = signal; }
+  void interrupt(int signal) { status_.interrupt(signal); }
 
   Model& model() { return model_; }
   torch::nn::Module& module() { return detail::module_of(model_); }
@@ -110,6 +110,13 @@ class Trainer {
   const FitStatus& status() const { return status_; }
   void set_accumulate_in(std::optional<at::ScalarType> dtype) { window_.set_accumulate_in(dtype); }
   void set_in_backward(bool on) { window_.set_in_backward(on); }
+  void set_peers(std::shared_ptr<detail::Peers> peers) {
+    status_.together = peers != nullptr;
+    window_.set_peers(std::move(peers));
+  }
+  bool others_continue() { return window_.others_continue(); }
+  auto totals() { return record_.totals(status_); }
+  void take_totals(const auto& own, const auto& all) { record_.take_totals(own, all, status_); }
   template <class Hook>
   static constexpr bool has = detail::PolicyList<Policies...>::template has<Hook>;  ///< one of its policies has it
   template <class Policy>

@@ -31,6 +31,8 @@ struct LengthBucketsOptions {
   at::Scalar target_padding = -100;  ///< what fills token targets up: cross_entropy's ignore_index
   bool drop_last = false;            ///< leave out the batch that has less than `batch_size` sequences
   std::int64_t mega_batch = 50;      ///< shuffled: batches sorted by length together; more: less padding, less chance
+  std::int64_t rank = 0;             ///< of several processes: every `world_size`-th batch is this one's
+  std::int64_t world_size = 1;
 };
 
 /// A batch of sequences, the longest first.
@@ -61,6 +63,8 @@ struct SequenceBatch {
 /// sorted, the longest first, so that what does not fit into memory shows at once; `indices` put results back in order.
 /// Either way an epoch has every sequence exactly once, but for what `drop_last` leaves out.
 ///
+/// With `rank` and `world_size` of a `ProcessGroup`, all ranks make the same batches and deal them out by turns.
+///
 /// `sequences`: [length, …], length >= 1, alike in dtype, device and the other dimensions; of any strides, not copied.
 /// `targets`: a tensor with a row for each, or a list of tensors: token targets, which are padded too. A batch is
 /// memory of its own. One loop at a time: each `begin()` starts the next epoch, or the rest of one after `load_state`.
@@ -84,16 +88,18 @@ class LengthBuckets : public detail::EpochLoops<LengthBuckets, SequenceBatch> {
   }
 
   std::int64_t rows() const { return sequences_.size(); }
-  /// Batches of the epoch that runs, or of the next one: with a budget of tokens, shuffled epochs may differ.
-  std::int64_t size() const { return size_of(state().epoch); }
+  /// This rank's batches of the epoch that runs, or of the next one: with a budget of tokens, shuffled epochs may
+  /// differ.
+  std::int64_t size() const { return share().of(all_of(state().epoch)); }
 
  private:
   using Rows = detail::LengthCuts::Rows;
   friend detail::EpochLoops<LengthBuckets, SequenceBatch>;
 
   void check(std::int64_t targets) const;
-  std::int64_t size_of(std::int64_t epoch) const { return static_cast<std::int64_t>(batches_of(epoch).size()); }
-  SequenceBatch batch_at(const State& state) const;
+  detail::ShareOfRank share() const { return {options_.rank, options_.world_size}; }
+  std::int64_t all_of(std::int64_t epoch) const { return static_cast<std::int64_t>(batches_of(epoch).size()); }
+  SequenceBatch batch_at(std::int64_t epoch, std::int64_t number) const;
   const std::vector<Rows>& batches_of(std::int64_t epoch) const;
   std::vector<Rows> cut(Rows order) const;
   Rows in_order(std::int64_t count, at::Generator& generator) const;
@@ -115,6 +121,7 @@ inline void LengthBuckets::check(std::int64_t targets) const {
               options_.batch_size, " and ", options_.tokens);
   TORCH_CHECK(!options_.drop_last || options_.batch_size > 0,
               "LengthBuckets: drop_last goes with batch_size; a budget of tokens has no size to fall short of");
+  share().check("LengthBuckets");
   TORCH_CHECK(options_.mega_batch >= 1, "LengthBuckets: mega_batch must be >= 1, got ", options_.mega_batch);
   for (std::int64_t row = 0; row < rows(); ++row) {
     TORCH_CHECK(sequences_.length(row) > 0, "LengthBuckets: a sequence must have an element, number ", row,
@@ -151,8 +158,8 @@ inline LengthBuckets::Rows LengthBuckets::in_order(std::int64_t count, at::Gener
   return Rows(order.data_ptr<std::int64_t>(), order.data_ptr<std::int64_t>() + count);
 }
 
-inline SequenceBatch LengthBuckets::batch_at(const State& state) const {
-  const auto& rows = batches_of(state.epoch)[static_cast<std::size_t>(state.batch)];
+inline SequenceBatch LengthBuckets::batch_at(std::int64_t epoch, std::int64_t number) const {
+  const auto& rows = batches_of(epoch)[static_cast<std::size_t>(number)];
   SequenceBatch batch;
   batch.data = sequences_.padded(rows);
   batch.lengths = sequences_.lengths(rows);

@@ -18,6 +18,8 @@ struct TensorBatchesOptions {
   bool shuffle = false;          ///< a new order every epoch
   std::uint64_t seed = 0;        ///< the order depends on the seed and the epoch alone
   bool drop_last = false;        ///< leave out a last, smaller batch
+  std::int64_t rank = 0;         ///< of several processes: every `world_size`-th batch is this one's
+  std::int64_t world_size = 1;
 };
 
 /// A batch: the names are those of `torch::data::Example`.
@@ -34,6 +36,9 @@ struct Batch {
 ///         loss.backward();
 ///       }
 ///
+/// With `rank` and `world_size` of a `ProcessGroup`, all ranks make the same order of all batches and deal them out by
+/// turns: together they train with what one process would, the last batches included. Some may have one less.
+///
 /// `inputs` and `targets` have the same number of rows (dim 0). Not shuffled, a batch is a view of them. One loop at a
 /// time: each `begin()` starts the next epoch, or the rest of one after `load_state`.
 ///
@@ -47,25 +52,28 @@ class TensorBatches : public detail::EpochLoops<TensorBatches, Batch> {
     TORCH_CHECK(inputs_.size(0) == targets_.size(0), "TensorBatches: inputs and targets must have as many rows, got ",
                 inputs_.size(0), " and ", targets_.size(0));
     TORCH_CHECK(options_.batch_size >= 1, "TensorBatches: batch_size must be >= 1, got ", options_.batch_size);
+    share().check("TensorBatches");
   }
 
   std::int64_t rows() const { return inputs_.size(0); }
-  /// Batches an epoch.
-  std::int64_t size() const {
-    const auto full = rows() / options_.batch_size;
-    return full + (!options_.drop_last && rows() % options_.batch_size != 0);
-  }
+  /// Batches an epoch, of this rank.
+  std::int64_t size() const { return share().of(all_of(0)); }
 
  private:
   friend detail::EpochLoops<TensorBatches, Batch>;
 
-  std::int64_t size_of(std::int64_t /*epoch*/) const { return size(); }
+  detail::ShareOfRank share() const { return {options_.rank, options_.world_size}; }
 
-  Batch batch_at(const State& state) {
-    const auto from = state.batch * options_.batch_size;
+  std::int64_t all_of(std::int64_t /*epoch*/) const {
+    const auto full = rows() / options_.batch_size;
+    return full + (!options_.drop_last && rows() % options_.batch_size != 0);
+  }
+
+  Batch batch_at(std::int64_t epoch, std::int64_t number) {
+    const auto from = number * options_.batch_size;
     const auto count = std::min(options_.batch_size, rows() - from);
     if (!options_.shuffle) return {inputs_.narrow(0, from, count), targets_.narrow(0, from, count)};
-    if (!order_.defined() || order_epoch_ != state.epoch) make_order(state.epoch);
+    if (!order_.defined() || order_epoch_ != epoch) make_order(epoch);
     const auto rows = order_.narrow(0, from, count);
     return {inputs_.index_select(0, rows), targets_.index_select(0, rows.to(targets_.device()))};
   }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/arrival_scope.hpp>
 #include <gradaccum/detail/window_gradients.hpp>
 #include <gradaccum/gradients.hpp>
 
@@ -29,7 +30,7 @@ using StepOfSome = std::function<bool(Gradients)>;
 ///
 /// Each device has a thread of its own in backward, and may have several streams: what waits for others to be stepped
 /// with waits for its own stream.
-class ArrivingGradients {
+class ArrivingGradients final : public ArrivalListener {
  public:
   ArrivingGradients(std::shared_ptr<WindowGradients> window, std::optional<at::ScalarType> accumulate_in,
                     StepOfSome step)
@@ -39,13 +40,12 @@ class ArrivingGradients {
         accumulate_in_(accumulate_in),
         step_(std::move(step)) {}
 
-  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  const std::vector<at::Tensor>& parameters() const override { return parameters_; }
 
-  void arrive(std::size_t place);
+  void arrive(std::size_t place) override;
   /// Backward is complete: steps those that still wait for others.
   void step_waiting();
-  /// What arrives from now on is left alone. (After an exception other threads may still be at it.)
-  void end() {
+  void end() override {
     const std::lock_guard lock(mutex_);
     ended_ = true;
   }

@@ -28,9 +28,22 @@ inline at::Generator epoch_generator(std::uint64_t seed, std::int64_t epoch) {
   return at::make_generator<at::CPUGeneratorImpl>((z ^ (z >> 31)) >> 32);
 }
 
+/// Which of an epoch's batches are this rank's: every `world_size`-th, from the `rank`-th on.
+struct ShareOfRank {
+  std::int64_t rank = 0, world_size = 1;
+
+  void check(const char* owner) const {
+    TORCH_CHECK(world_size >= 1 && 0 <= rank && rank < world_size, owner, ": rank must be in [0, world_size), got ",
+                rank, " of ", world_size);
+  }
+  std::int64_t of(std::int64_t batches) const { return (batches - rank + world_size - 1) / world_size; }
+  std::int64_t nth(std::int64_t own) const { return own * world_size + rank; }
+};
+
 /// Loops over batches in the order of an epoch: one loop at a time, an epoch a loop, a state to go on from.
 ///
-/// `Batches` derives from it, and has `size_of(epoch)` and `batch_at(state)`, for its friend, this base.
+/// `Batches` derives from it, and has, for its friend, this base: `all_of(epoch)`, the number of batches of all
+/// ranks, `batch_at(epoch, number)` of these, and `share()`.
 template <class Batches, class Batch>
 class EpochLoops {
  public:
@@ -87,9 +100,9 @@ class EpochLoops {
     auto next = state_;
     archive("epoch", next.epoch);
     archive("batch", next.batch);
-    if (archive.changes_allowed() && next.epoch >= 0) next.batch = std::min(next.batch, batches().size_of(next.epoch));
+    if (archive.changes_allowed() && next.epoch >= 0) next.batch = std::min(next.batch, size_of(next.epoch));
     check(next);
-    archive.setting("batches", batches().size_of(next.epoch));
+    archive.setting("batches", size_of(next.epoch));
     archive.setting("last_batch", fingerprint(next));
     if (archive.loading()) archive.when_all_fit([this, next] { load_state(next); });
   }
@@ -101,23 +114,26 @@ class EpochLoops {
   void check(const State& state) {
     TORCH_CHECK(state.epoch >= 0 && state.epoch < std::numeric_limits<std::int64_t>::max(), name(),
                 ": a state must have an epoch >= 0 that another can follow, got ", state.epoch);
-    const auto size = batches().size_of(state.epoch);
+    const auto size = size_of(state.epoch);
     TORCH_CHECK(state.batch >= 0 && state.batch <= size, name(), ": a state must have an epoch and a batch of 0 to ",
                 size, ", got ", state.epoch, " and ", state.batch);
   }
   std::string fingerprint(const State& at) {
-    if (batches().size_of(at.epoch) == 0) return "none";
-    return fingerprint_of(batches().batch_at({at.epoch, std::max<std::int64_t>(at.batch - 1, 0)}));
+    if (size_of(at.epoch) == 0) return "none";
+    return fingerprint_of(batch_at({at.epoch, std::max<std::int64_t>(at.batch - 1, 0)}));
   }
   Batches& batches() { return static_cast<Batches&>(*this); }
+  /// This rank's.
+  std::int64_t size_of(std::int64_t epoch) { return batches().share().of(batches().all_of(epoch)); }
+  Batch batch_at(const State& at) { return batches().batch_at(at.epoch, batches().share().nth(at.batch)); }
   std::string name() { return type_name(batches()); }
 
   bool next(Batch& batch) {
-    if (state_.batch == batches().size_of(state_.epoch)) {
+    if (state_.batch == size_of(state_.epoch)) {
       state_ = {state_.epoch + 1, 0};
       return false;
     }
-    batch = batches().batch_at(state_);
+    batch = batch_at(state_);
     ++state_.batch;
     return true;
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/gradient_watch.hpp>
+#include <gradaccum/detail/peers.hpp>
 #include <gradaccum/detail/step_in_backward.hpp>
 #include <gradaccum/detail/window_gradients.hpp>
 #include <gradaccum/loss.hpp>
@@ -55,8 +56,10 @@ class OpenWindow {
 
   std::int64_t micro_steps() const { return window_.count() - in_hand_; }
   bool ready() const { return micro_steps() + 1 >= window_.steps(); }
-  bool full() const { return window_.full(); }
-  bool has_weight() const { return window_.total_weight() > 0; }
+  bool follows_others() const { return following_; }
+  bool full() const { return following_ || window_.full(); }
+  /// Of the other processes, too, once it is complete.
+  bool has_weight() const { return state_->items() > 0; }
   std::int64_t steps() const { return window_.steps(); }
   void set_steps(std::int64_t steps) { window_.set_steps(steps); }
   void set_accumulate_in(std::optional<at::ScalarType> dtype) {
@@ -68,9 +71,25 @@ class OpenWindow {
   /// stepped before the window closes.
   void set_step_in_backward(StepOfSome step) {
     TORCH_CHECK(window_.count() == 0, "GradAccumulator: in_backward must be set between windows, got it inside of one");
+    check_goes_with_peers(peers_ != nullptr, step != nullptr);
     step_in_backward_ = std::move(step);
   }
   bool steps_in_backward() const { return step_in_backward_ != nullptr; }
+
+  /// Each window becomes that of all these processes when it is complete.
+  void set_peers(std::shared_ptr<Peers> peers) {
+    TORCH_CHECK(window_.count() == 0,
+                "GradAccumulator: must join other processes between windows, got it inside of one");
+    check_goes_with_peers(peers != nullptr, steps_in_backward());
+    peers_ = std::move(peers);
+  }
+  const std::shared_ptr<Peers>& peers() const { return peers_; }
+  /// There are no more micro-batches here, and others have some: this window is complete with theirs, empty or not.
+  bool others_continue() {
+    check_usable();
+    if (peers_) following_ = peers_->others_continue(state_);
+    return following_;
+  }
 
   /// Runs `work`; an exception in it leaves gradients incomplete, and the window must not be stepped with.
   template <class Work>
@@ -100,32 +119,42 @@ class OpenWindow {
   }
   void check_only_ours() const { watch_.check_only_ours(state_->all_parameters(), window_.count() == 0); }
   bool touched() const { return watch_.touched(state_->all_parameters()); }
+  static void check_goes_with_peers(bool peers, bool in_backward) {
+    TORCH_CHECK(!peers || !in_backward,
+                "GradAccumulator: in_backward frees each gradient as it arrives, before it could be summed over the "
+                "other processes; leave one of the two out");
+  }
   void check_weight(const Loss& loss) const;
   void check_scaler() const;
   void check_can_step_in_backward(const Loss& loss, bool create_graph) const;
   void count_plain();
   void settle(bool complete);
+  void reduce();
 
   Window window_;
   std::optional<at::ScalarType> accumulate_in_;
   StepOfSome step_in_backward_;
+  std::shared_ptr<Peers> peers_;
   std::vector<at::Tensor> listed_;  // the parameters as the optimizer lists them
   std::shared_ptr<WindowGradients> state_;
   GradientWatch watch_;
   Form form_ = Form::none;
   bool in_hand_ = false;  // the last micro-batch is counted, but not complete
   bool spoiled_ = false;
-  bool scaled_ = false;  // its losses were scaled by a loss scaler
+  bool scaled_ = false;     // its losses were scaled by a loss scaler
+  bool following_ = false;  // complete, for the others' sake
+  bool reduced_ = false;    // it is the window of all processes now
 };
 
 inline void OpenWindow::open(const std::vector<at::Tensor>& parameters) {
   auto next = std::make_shared<WindowGradients>(parameters);  // may throw: then nothing has changed
+  if (peers_) peers_->end_window();
   if (state_) state_->close();
   state_ = std::move(next);
   listed_ = parameters;
   window_.restart();
   form_ = Form::none;
-  in_hand_ = spoiled_ = scaled_ = false;
+  in_hand_ = spoiled_ = scaled_ = following_ = reduced_ = false;
   state_->set_weights(0, 0);
   state_->set_complete(false);
   watch_.look(state_->all_parameters());
@@ -200,8 +229,9 @@ inline void OpenWindow::backward(Loss loss, std::optional<bool> retain_graph, bo
   }
   const auto run = [&] { loss.backward(retain_graph, create_graph); };
   or_spoil([&] {
-    if (!fills || !steps_in_backward()) return run();
+    if (!fills || !(steps_in_backward() || peers_)) return run();
     state_->set_weights(window_.first_weight(), window_.total_weight());
+    if (peers_) return peers_->backward(state_, accumulate_in_, run);
     step_in_backward(state_, accumulate_in_, step_in_backward_, run);
   });
   watch_.look(state_->all_parameters());
@@ -220,6 +250,7 @@ inline void OpenWindow::count_plain() {
 inline void OpenWindow::complete_micro_batch() {
   check_usable();
   check_kept();
+  if (following_) return settle(/*complete=*/true);
   if (full()) check_scaler();
   if (!in_hand_) count_plain();
   if (form_ == Form::weighted && !state_->applied()) check_only_ours();
@@ -229,7 +260,7 @@ inline void OpenWindow::complete_micro_batch() {
 
 inline bool OpenWindow::complete_early() {
   check_usable();
-  if (window_.count() == 0) return false;
+  if (window_.count() == 0 && !following_) return false;
   check_kept();
   TORCH_CHECK(
       in_hand_ || !touched(),
@@ -246,7 +277,7 @@ inline const std::shared_ptr<WindowGradients>& OpenWindow::so_far() {
   check_usable();
   check_kept();
   if (!in_hand_ && form_ != Form::weighted && touched()) count_plain();
-  if (in_hand_) settle(full());
+  if (in_hand_ || following_) settle(full());
   return state_;
 }
 
@@ -284,11 +315,19 @@ inline void OpenWindow::state(Archive& archive, const NameOf& name_of) {
 
 /// Takes notice of the gradients as they are.
 inline void OpenWindow::settle(bool complete) {
+  if (reduced_) return;
   if (accumulate_in_) or_spoil([&] { state_->fold_into_sums(*accumulate_in_); });
   const bool seen = form_ == Form::weighted && !accumulate_in_ && !state_->applied();  // by backward, and checked since
   if (!seen) watch_.look(state_->all_parameters());
   state_->set_weights(window_.first_weight(), window_.total_weight());
+  if (complete && peers_) reduce();
   state_->set_complete(complete);
+}
+
+inline void OpenWindow::reduce() {
+  or_spoil([&] { peers_->reduce(state_, accumulate_in_); });
+  reduced_ = true;
+  watch_.look(state_->all_parameters());
 }
 
 }  // namespace gradaccum::detail

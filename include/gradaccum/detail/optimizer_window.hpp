@@ -69,6 +69,13 @@ class OptimizerWindow : public OpenWindow {
     if (std::any_of(parameters.begin(), parameters.end(), [](auto& p) { return p.grad().defined(); })) clear();
   }
 
+  /// See OpenWindow. What lies in the gradients of a window that is empty is of something else.
+  bool others_continue() {
+    follow();
+    if (!has_weight()) clear_others();
+    return OpenWindow::others_continue();
+  }
+
   /// As a part of a training state, by the names that a model gives the parameters.
   struct Named {
     OptimizerWindow& window;

@@ -47,6 +47,17 @@ class WindowGradients {
   void set_complete(bool complete) { complete_ = complete; }
   bool applied() const { return applied_; }
 
+  // For what exchanges them with other processes: by place in `all_parameters()`.
+  const at::Tensor& gradient(std::size_t place) const {
+    return sums_[place].defined() ? sums_[place] : parameters_[place].grad();
+  }
+  /// Where there was none.
+  void set_gradient(std::size_t place, const at::Tensor& gradient) {
+    const bool apart = gradient.scalar_type() != parameters_[place].scalar_type();
+    (apart ? sums_[place] : parameters_[place].mutable_grad()) = gradient;
+  }
+  double first_weight() const { return first_weight_; }
+
   // For stepping in backward.
   std::shared_ptr<WindowGradients> part(const std::vector<std::size_t>& places);
   std::shared_ptr<WindowGradients> rest();
@@ -87,7 +98,6 @@ class WindowGradients {
                 "apply()) goes without in_backward");
     TORCH_CHECK(!closed_, "Gradients: this window is closed (stepped, skipped or discarded); ask for gradients() anew");
   }
-  const at::Tensor& gradient(std::size_t i) const { return sums_[i].defined() ? sums_[i] : parameters_[i].grad(); }
   std::vector<at::Tensor> measured();
 
   std::vector<at::Tensor> parameters_, sums_;  // a sum that is kept apart; where undefined, `.grad` is the sum

@@ -55,10 +55,21 @@ class Fit {
     }
     if (interrupted()) return;
     if (status_.options.tail == Tail::drop) trainer_.discard();
+    go_along();
+    if (interrupted()) return;
     status_.end_epoch(trainer_.window_.has_weight());
     data_.end_epoch();
     trainer_.template call<hooks::on_epoch_end>(status_.epoch);
     at_boundary();
+  }
+
+  /// With other processes, as long as they have batches.
+  void go_along() {
+    while (trainer_.policies_.others_continue() && !interrupted()) {
+      trainer_.flush();
+      at_boundary();
+    }
+    if (interrupted()) at_boundary();
   }
 
   void run_batches() {

@@ -21,7 +21,9 @@ class FitScope {
  public:
   FitScope(torch::nn::Module& model, c10::Device device, FitStatus& status, const FitStatus& begin)
       : mode_(model, true), device_(device), status_(checked(status, begin.options)) {
+    const bool together = status_.together;
     status_ = begin;
+    status_.together = together;
     status_.running = true;
     if (begin.options.measure_memory && MemoryMeter::possible()) meter_.emplace();
   }

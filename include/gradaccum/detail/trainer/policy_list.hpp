@@ -44,8 +44,13 @@ class PolicyList {
   /// None that has a say is against it. All are asked, whatever the others say.
   bool ready() {
     bool all = true;
-    std::apply([&](auto&... policy) { ((all = is_ready(policy) && all), ...); }, policies_);
+    std::apply([&](auto&... policy) { ((all = says<hooks::ready>(policy, true) && all), ...); }, policies_);
     return all;
+  }
+  bool others_continue() {
+    bool any = false;
+    std::apply([&](auto&... policy) { ((any = says<hooks::others_continue>(policy, false) || any), ...); }, policies_);
+    return any;
   }
 
   /// Runs `work` inside the scopes that this hook of all gives.
@@ -92,14 +97,14 @@ class PolicyList {
   static void call(Policy& policy, Arguments&... arguments) {
     if constexpr (Hook::template in<Policy>) Hook::call(policy, arguments...);
   }
-  template <class Policy>
-  static bool is_ready(Policy& policy) {
-    if constexpr (hook::ready<Policy>) {
-      constexpr bool tells = std::convertible_to<decltype(hooks::ready::call(policy)), bool>;
-      static_assert(tells, "policy: ready must be callable as bool ready()");
-      if constexpr (tells) return hooks::ready::call(policy);
+  template <class Hook, class Policy>
+  static bool says(Policy& policy, bool otherwise) {
+    if constexpr (Hook::template in<Policy>) {
+      constexpr bool tells = std::convertible_to<decltype(Hook::call(policy)), bool>;
+      static_assert(tells, "policy: ready must be callable as bool ready(), others_continue as bool others_continue()");
+      if constexpr (tells) return Hook::call(policy);
     }
-    return true;
+    return otherwise;
   }
   void go_back(const Archive& before) {
     auto archive = Archive::to_go_back(before);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/parallel/window_totals.hpp>
 #include <gradaccum/detail/weighted_mean.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/loss.hpp>
@@ -11,6 +12,7 @@
 #include <c10/util/ScopeExit.h>
 
 #include <cmath>
+#include <csignal>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -59,6 +61,10 @@ class WindowRecord {
   /// False if the micro-batch of this loss is to be left out. Its number on the CPU is read at once; on a device only
   /// where that is asked for, else when the window closes.
   bool take(const Loss& loss, FitStatus& status, std::int64_t update);
+
+  /// What this process tells others when the window closes, and takes over from all of them.
+  WindowTotals totals(const FitStatus& status) const;
+  void take_totals(const WindowTotals& own, const WindowTotals& all, FitStatus& status);
 
   /// What the window was, which is over.
   Step finish(const Gradients& gradients, bool moved, std::int64_t updates, double lr);
@@ -134,6 +140,27 @@ inline void WindowRecord::state(Archive& archive) {
   archive("samples", step_.samples);
   archive("items", step_.items);
   archive("loss", mean_);
+}
+
+inline WindowTotals WindowRecord::totals(const FitStatus& status) const {
+  WindowTotals own;
+  own.samples = static_cast<double>(step_.samples);
+  own.micro_batches = static_cast<double>(step_.micro_batches);
+  if (mean_.weight() > 0) own.loss = mean_.value().item<double>() * mean_.weight();
+  own.stop = status.wants_stop ? 1 : 0;
+  own.signal = status.wants_signal != 0 ? 1 : 0;
+  return own;
+}
+
+inline void WindowRecord::take_totals(const WindowTotals& own, const WindowTotals& all, FitStatus& status) {
+  if (all.stop > 0) status.stopped = true;
+  if (all.signal > 0) status.signal = status.wants_signal != 0 ? status.wants_signal : SIGTERM;
+  if (all.active == 0) return;  // an epoch is over on all ranks, and no window closes
+  step_.samples = static_cast<std::int64_t>(all.samples);
+  step_.micro_batches = static_cast<std::int64_t>(all.micro_batches);
+  status.samples += static_cast<std::int64_t>(all.samples - own.samples);
+  mean_ = {};
+  if (all.weight > 0) mean_.add(all.loss / all.weight, all.weight);
 }
 
 inline Step WindowRecord::finish(const Gradients& gradients, bool moved, std::int64_t updates, double lr) {

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/parallel/gloo.hpp>
+#include <gradaccum/detail/parallel/heartbeat.hpp>
+#include <gradaccum/detail/parallel/launch_environment.hpp>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace gradaccum::detail {
+
+/// The connections of this process with all others of its group.
+///
+/// Two of each: of one kind all ranks must ask for the same things in the same order, so gradients, sent while backward
+/// runs, go by one, and what is agreed about windows by the other.
+///
+/// What waits for others ends in an error when one of them has ended: that names it. After an error nothing can be
+/// exchanged any more, since nobody knows what has arrived where.
+class Links {
+ public:
+  using Pending = c10::intrusive_ptr<c10d::Work>;
+  enum class Line { gradients, agreement };
+
+  Links(const c10::intrusive_ptr<c10d::Store>& store, const std::string& host, const std::string& place, int rank,
+        int world_size, std::chrono::milliseconds timeout)
+      : rank_(rank),
+        world_size_(world_size),
+        gradients_(connect_gloo(store, "gradients", host, rank, world_size, timeout)),
+        agreement_(connect_gloo(store, "agreement", host, rank, world_size, timeout)),
+        heartbeat_(store, place, rank, world_size) {}
+  Links(const Links&) = delete;
+  Links& operator=(const Links&) = delete;
+  /// What is still being exchanged after an error may never end, and would be waited for.
+  ~Links() {
+    if (failure_.empty()) return;
+    static_cast<void>(gradients_.release());
+    static_cast<void>(agreement_.release());
+  }
+
+  static std::shared_ptr<Links> connect(const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
+    const auto place = environment.address + ":" + std::to_string(environment.port);
+    c10d::TCPStoreOptions options;
+    options.port = environment.port;
+    options.isServer = environment.rank == 0 && !environment.launcher_has_store;
+    options.numWorkers = environment.world_size;
+    options.waitWorkers = false;  // connecting Gloo waits
+    options.timeout = timeout;
+    c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::TCPStore>(environment.address, options);
+    store = c10::make_intrusive<c10d::PrefixStore>("gradaccum/" + environment.attempt, store);
+    return std::make_shared<Links>(store, environment.address, place, environment.rank, environment.world_size,
+                                   timeout);
+  }
+
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
+
+  /// Begins to add up a tensor over all ranks, in place. It is dense, contiguous, and stays alone until `wait`.
+  Pending begin_sum(Line line, const at::Tensor& tensor) {
+    std::vector<at::Tensor> tensors{tensor};
+    return begin([&] { return on(line).allreduce(tensors); });
+  }
+  Pending begin_broadcast(const at::Tensor& tensor, int from) {
+    std::vector<at::Tensor> tensors{tensor};
+    c10d::BroadcastOptions options;
+    options.rootRank = from;
+    return begin([&] { return on(Line::agreement).broadcast(tensors, options); });
+  }
+  Pending begin_gather(std::vector<at::Tensor> of_ranks, const at::Tensor& own) {
+    std::vector<std::vector<at::Tensor>> outputs{std::move(of_ranks)};
+    std::vector<at::Tensor> inputs{own};
+    return begin([&] { return on(Line::agreement).allgather(outputs, inputs); });
+  }
+
+  /// `what`: "the gradients of a window"
+  void wait(const Pending& pending, const std::string& what) {
+    check_usable();
+    const auto future = pending->getFuture();
+    future->addCallback([wake = heartbeat_.wake()](auto&) { wake(); });
+    const bool came = heartbeat_.wait([&] { return future->completed(); });
+    if (!came || future->hasError()) fail(heartbeat_.explain(), what);
+    pending->wait();  // puts this thread's stream behind it
+  }
+
+  /// Something in this process has gone wrong in the middle of an exchange: the others hear of it.
+  void give_up(const std::string& why) {
+    if (!failure_.empty()) return;
+    failure_ = why;
+    heartbeat_.announce("rank " + std::to_string(rank_) + " has given up: " + why);
+  }
+
+ private:
+  c10d::Backend& on(Line line) { return line == Line::gradients ? *gradients_ : *agreement_; }
+
+  template <class Begin>
+  Pending begin(const Begin& begin) {
+    check_usable();
+    return begin();
+  }
+  void check_usable() const {
+    TORCH_CHECK(failure_.empty(), "ProcessGroup: nothing can be exchanged after an error (", failure_,
+                "); end all processes and start them again, from a saved state");
+  }
+  [[noreturn]] void fail(const std::string& why, const std::string& what) {
+    failure_ = why;
+    TORCH_CHECK(false, "ProcessGroup: ", why, " (rank ", rank_, " of ", world_size_, " waited for ", what,
+                "); end all processes and start them again, from a saved state");
+  }
+
+  int rank_, world_size_;
+  c10::intrusive_ptr<c10d::Backend> gradients_, agreement_;
+  Heartbeat heartbeat_;
+  std::string failure_;
+};
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+
+namespace gradaccum::detail {
+
+class WindowGradients;
+
+/// The other processes that take part in each update, as a window sees them: when it is complete, it becomes the window
+/// of all. Includes nothing that sends.
+class Peers {
+ public:
+  virtual ~Peers() = default;
+
+  /// Runs the backward pass that fills the window. Its weights are complete; gradients may be sent on the way.
+  virtual void backward(const std::shared_ptr<WindowGradients>& window, std::optional<c10::ScalarType> accumulate_in,
+                        const std::function<void()>& run) = 0;
+
+  /// The window is complete: its sums and weights become those of all processes.
+  virtual void reduce(const std::shared_ptr<WindowGradients>& window,
+                      std::optional<c10::ScalarType> accumulate_in) = 0;
+
+  /// This process has no more to add than `window` as it is: true if others have, and `window` is to be closed with
+  /// theirs.
+  virtual bool others_continue(const std::shared_ptr<WindowGradients>& window) = 0;
+
+  /// The window is given up, or over.
+  virtual void end_window() = 0;
+};
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/policy.hpp>
+#include <gradaccum/replicas.hpp>
+
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+#include <memory>
+#include <string_view>
+
+namespace gradaccum {
+
+/// Policy: the processes of a group train one model together, as torchrun starts them:
+/// `torchrun --no-python --nproc-per-node 2 ./program`.
+///
+///     ga::ProcessGroup group;                                     // of torchrun's environment; else one process
+///     ga::data::TensorBatches mine(x, y, {.batch_size = 8, .shuffle = true, .rank = group.rank(),
+///                                         .world_size = group.world_size()});
+///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
+///       return ga::Loss{torch::mse_loss(net->forward(batch.data), batch.target), batch.data.size(0)};
+///     }, ga::Accumulate{.steps = 2}, ga::DataParallel{.group = group});
+///     trainer.fit(mine, {.epochs = 2});
+///
+/// `Replicas` is the part, whose documentation says the rest: windows are the mean over the items of all ranks. Steps
+/// and reports are of all ranks, too, and the same on each: losses, items, samples. Progress and MetricsLog are rank
+/// 0's. A rank with less data than others goes along to the end of the epoch; buffers are rank 0's from there on.
+///
+/// What ends the training (`stop()`, a signal with SaveState) ends it on all ranks, after the same window. States are
+/// saved by rank 0 and have all that is another rank's own (random numbers, the place in its data); they are loaded by
+/// all, from a directory that all see, with the same number of ranks, and go on to the bit.
+///
+/// `evaluate` is each rank's own: given the same batches, the results are the same.
+///
+/// @note Waits for all ranks when a window closes, and reads the losses of a device then.
+struct DataParallel {
+  static constexpr std::string_view name = "data_parallel";
+
+  ProcessGroup group = ProcessGroup();
+  ReplicasOptions options = {};                  ///< of the part
+  std::int64_t check_every = 1000;               ///< updates between checks that all replicas are equal; 0: never
+  std::shared_ptr<Replicas> replicas = nullptr;  ///< made when the trainer is built
+
+  template <class Trainer>
+  void attach(Trainer& trainer) {
+    TORCH_CHECK(check_every >= 0, "DataParallel: check_every must be >= 0, got ", check_every);
+    replicas = std::make_shared<Replicas>(group, trainer.module(), trainer, options);
+    if (!replicas->peers()) return;
+    replicas->peers()->report = [&trainer] { return trainer.totals(); };
+    replicas->peers()->hear = [&trainer](auto& own, auto& all) { trainer.take_totals(own, all); };
+  }
+  bool others_continue() const { return replicas->others_continue(); }
+  void after_step(const Step& step) const {
+    if (check_every > 0 && step.update % check_every == 0) replicas->check_equal();
+  }
+  void on_epoch_end(std::int64_t) const { replicas->broadcast_buffers(); }
+  /// A training that goes on has as many.
+  void state(Archive& archive) const { archive.setting("world_size", group.world_size()); }
+};
+
+}  // namespace gradaccum

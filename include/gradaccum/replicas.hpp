@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/generator_states.hpp>
+#include <gradaccum/detail/module_of.hpp>
+#include <gradaccum/detail/parallel/replica_peers.hpp>
+#include <gradaccum/detail/parallel/same_tensors.hpp>
+#include <gradaccum/process_group.hpp>
+
+#include <c10/util/Exception.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace gradaccum {
+
+struct ReplicasOptions {
+  std::int64_t bucket_bytes = std::int64_t{25} << 20;  ///< gradients that are sent together, at most; >= 1
+  bool overlap = true;       ///< send gradients while the backward that fills the window goes on
+  bool seed_by_rank = true;  ///< random numbers of their own for each rank: rank r adds r to its generators' seeds
+};
+
+/// The copies of one model in the processes of a group, which train as one.
+///
+///     ga::ProcessGroup group;                                    // of torchrun's environment; else one process
+///     ga::GradAccumulator accumulator(sgd, {.steps = 2});
+///     ga::Replicas replicas(group, model, accumulator);          // rank 0's parameters and buffers
+///     for (auto& batch : batches) {                              // this rank's own
+///       accumulator.backward(ga::Loss{torch::mse_loss(model->forward(batch.data), batch.target), 16});
+///       accumulator.step();
+///       accumulator.zero_grad();
+///     }
+///     accumulator.flush();
+///     while (replicas.others_continue()) accumulator.step();     // a rank with less data goes along
+///
+/// Each window of the accumulator is then the mean over the items of all ranks, whatever their numbers: gradients are
+/// added up once a window, none inside of it. They are sent in buckets while the backward that fills the window still
+/// runs (in the form with `accumulator.backward`). All ranks step alike, or skip alike where one has overflowed, and
+/// stay equal to the bit. A parameter without gradients here gets those of the others. Sparse gradients become dense.
+///
+/// Buffers are each rank's own while it trains: BatchNorm normalises by the rank's own micro-batch, as it does in a
+/// window. `broadcast_buffers()` gives all those of rank 0, before an evaluation say.
+///
+/// A training that clips, or scales its loss, says so in the last loop as well. One process alone: nothing happens. It
+/// goes neither with `in_backward` nor with a model whose parameters are not the same on all ranks.
+///
+/// An exception in a backward that has sent gradients is the end for all ranks, with an error that names this one.
+///
+/// @note A window waits for all ranks. Gradients smaller than a bucket are copied together: that much more memory.
+class Replicas {
+ public:
+  /// `optimizer`: an accumulator; or a Trainer, for the policy `DataParallel`.
+  template <detail::model Model, class Optimizer>
+  Replicas(ProcessGroup group, Model& model, Optimizer& optimizer, ReplicasOptions options = {})
+      : group_(std::move(group)), model_(&detail::module_of(model)) {
+    TORCH_CHECK(options.bucket_bytes >= 1, "Replicas: bucket_bytes must be >= 1, got ", options.bucket_bytes);
+    if (!group_.links()) return;
+    peers_ = std::make_shared<detail::ReplicaPeers>(group_.links(), options.bucket_bytes, options.overlap);
+    optimizer.set_peers(peers_);
+    others_continue_ = [&optimizer] { return optimizer.others_continue(); };
+    begin(options);
+  }
+  Replicas(const Replicas&) = delete;
+  Replicas& operator=(const Replicas&) = delete;
+
+  /// This rank has no more batches: true if others have. The next `step()` then closes a window with theirs.
+  bool others_continue() { return others_continue_ && others_continue_(); }
+
+  /// All ranks get the buffers of rank 0.
+  void broadcast_buffers() const { broadcast(model_->buffers()); }
+
+  /// Throws, on all ranks, where the parameters are not the same on all of them, and names the first that differs.
+  ///
+  /// @note Reads all parameters.
+  void check_equal() const {
+    if (group_.links()) detail::check_same_parameters(group_, *model_);
+  }
+
+  const ProcessGroup& group() const { return group_; }
+  /// For the policy `DataParallel`; none where the process is alone.
+  const std::shared_ptr<detail::ReplicaPeers>& peers() const { return peers_; }
+
+ private:
+  void begin(const ReplicasOptions& options) const {
+    detail::check_same_model(group_, *model_);
+    broadcast(model_->parameters());
+    broadcast(model_->buffers());
+    if (options.seed_by_rank) seed();
+  }
+  void broadcast(const std::vector<at::Tensor>& tensors) const {
+    for (auto& tensor : tensors)
+      if (tensor.defined()) group_.broadcast(tensor);
+  }
+  void seed() const {
+    for (auto& [name, generator] : detail::default_generators()) {
+      const std::lock_guard lock(generator.mutex());
+      generator.set_current_seed(generator.current_seed() + static_cast<std::uint64_t>(group_.rank()));
+    }
+  }
+
+  ProcessGroup group_;
+  torch::nn::Module* model_;
+  std::shared_ptr<detail::ReplicaPeers> peers_;
+  std::function<bool()> others_continue_;
+};
+
+}  // namespace gradaccum

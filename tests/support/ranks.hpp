@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/process_group.hpp>
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <chrono>
+#include <cstddef>
+#include <exception>
+#include <thread>
+#include <vector>
+
+namespace tests {
+
+/// Runs `body(group)` once for each rank, in threads of this process that talk over loopback as processes would.
+/// The first exception of a rank comes out when all have ended.
+template <class Body>
+void as_ranks(int world_size, const Body& body, std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::exception_ptr> errors(static_cast<std::size_t>(world_size));
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world_size; ++rank)
+    threads.emplace_back([&, rank] {
+      try {
+        gradaccum::ProcessGroup group(store, rank, world_size, {.timeout = timeout});
+        body(group);
+      } catch (...) {
+        errors[static_cast<std::size_t>(rank)] = std::current_exception();
+      }
+    });
+  for (auto& thread : threads) thread.join();
+  for (auto& error : errors)
+    if (error) std::rethrow_exception(error);
+}
+
+}  // namespace tests
