@@ -86,10 +86,31 @@ def fashion_epoch(arguments, common):
     report(title, "s", 1, in_turn(commands, arguments.repeats), arguments.json)
 
 
+def tokenizer(arguments):
+    """On one thread each; who does not make the same ids has no time."""
+    script = [arguments.python, scripts / "tokenizer.py"]
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([*map(str, script), folder, "--make"], check=True)
+        texts = json.loads((pathlib.Path(folder) / "texts.json").read_text())
+        cpp = [f"{arguments.programs}/tokenizer"]
+        commands = [lambda repeat: [*cpp, folder], lambda repeat: [*script, folder]]
+        contestants = in_turn(commands, arguments.repeats)
+    ids = {name: {result["ids"] for result in results} for name, results in contestants.items()}
+    if len(set.union(*ids.values())) != 1:
+        sys.exit(f"compare_processes.py: the tokenizers must make the same ids, got {ids}")
+    millions = sum(map(len, texts)) / 1e6
+    title = f"Encoding {len(texts)} texts, {millions:.1f} million characters, on one thread; a process each; the same ids"
+    report(title, "ms", 1e3, contestants, arguments.json)
+    for name, results in contestants.items():
+        median = statistics.median(result["median_s"] for result in results)
+        print(f"  {name:<48} {millions / median:>9.1f} million characters/s")
+
+
 def main():
     arguments = parse()
     common = ["--threads", arguments.threads]
     if arguments.python:
+        tokenizer(arguments)
         tiny_step(arguments, common)
     fashion_epoch(arguments, common)
 

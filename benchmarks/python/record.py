@@ -29,7 +29,8 @@ def seconds(run):
 
 def record(arguments, contestant, times, **more):
     median = statistics.median(times)
-    print(f"{contestant}: {median:.6f} s", *(f"{name} {value:.1f}" for name, value in more.items()), sep=", ")
+    shown = (f"{name} {value if isinstance(value, str) else f'{value:.1f}'}" for name, value in more.items())
+    print(f"{contestant}: {median:.6f} s", *shown, sep=", ")
     if arguments.json:
         with open(arguments.json, "a") as file:
             file.write(json.dumps({"contestant": contestant, "median_s": median, **more}) + "\n")

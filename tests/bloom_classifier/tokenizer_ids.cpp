@@ -1,24 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// For compare_tokenizers.py and benchmarks/python/tokenizer.py. Texts come from standard input, each after its size in
-// 4 bytes, little-endian.
+// For compare_tokenizers.py. Texts come from standard input, each after its size in 4 bytes, little-endian.
 //
-//     tokenizer_ids ids TOKENIZER_JSON           writes of each the number of ids, the ids, and their text after its
-//     size tokenizer_ids train SIZE                   writes a tokenizer.json trained on them tokenizer_ids time
-//     TOKENIZER_JSON THREADS  writes the seconds to load, to encode all, and to encode all again
+//     tokenizer_ids ids TOKENIZER_JSON
+//         writes of each text the number of ids, the ids, and what they decode to after its size
+//     tokenizer_ids train SIZE
+//         writes a tokenizer.json trained on them
 
-#include <chrono>
 #include <cstdint>
 #include <iostream>
-#include <limits>
-#include <optional>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "tokenizer/bloom_tokenizer.hpp"
-#include "tokenizer/encode_all.hpp"
 #include "tokenizer/train_tokenizer.hpp"
 
 namespace {
@@ -53,21 +48,6 @@ void write_ids(const std::string& tokenizer_json) {
   }
 }
 
-template <class Run>
-void write_seconds(const Run& run) {
-  const auto start = std::chrono::steady_clock::now();
-  run();
-  std::cout << std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() << '\n';
-}
-
-void write_times(const std::string& tokenizer_json, int threads) {
-  const auto texts = read_texts();
-  std::optional<bloom::BloomTokenizer> tokenizer;
-  write_seconds([&] { tokenizer = bloom::BloomTokenizer::from_file(tokenizer_json); });
-  for (int i = 0; i < 2; ++i)
-    write_seconds([&] { bloom::encode_all(*tokenizer, texts, std::numeric_limits<std::size_t>::max(), threads); });
-}
-
 }  // namespace
 
 int main(int argc, char* argv[]) try {
@@ -77,10 +57,8 @@ int main(int argc, char* argv[]) try {
     write_ids(argv[2]);
   } else if (mode == "train" && argc == 3) {
     std::cout << bloom::train_tokenizer(read_texts(), std::stoll(argv[2]));
-  } else if (mode == "time" && argc == 4) {
-    write_times(argv[2], std::stoi(argv[3]));
   } else {
-    std::cerr << "usage: tokenizer_ids ids TOKENIZER_JSON | train SIZE | time TOKENIZER_JSON THREADS\n";
+    std::cerr << "usage: tokenizer_ids ids TOKENIZER_JSON | train SIZE\n";
     return 2;
   }
   return std::cout.flush() ? 0 : 1;
