@@ -45,6 +45,7 @@
 #include <gradaccum/policies.hpp>
 #include <gradaccum/policies/accumulate.hpp>
 #include <gradaccum/policies/clip.hpp>
+#include <gradaccum/policies/data_parallel.hpp>
 #include <gradaccum/policies/ema.hpp>
 #include <gradaccum/policies/metrics_log.hpp>
 #include <gradaccum/policies/mixed_precision.hpp>
@@ -53,7 +54,9 @@
 #include <gradaccum/policies/save_state.hpp>
 #include <gradaccum/policies/schedule.hpp>
 #include <gradaccum/policy.hpp>
+#include <gradaccum/process_group.hpp>
 #include <gradaccum/progress_line.hpp>
+#include <gradaccum/replicas.hpp>
 #include <gradaccum/saved_tensor_hooks.hpp>
 #include <gradaccum/state_parts.hpp>
 #include <gradaccum/trainer.hpp>

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// All policies that come with the library.
+// All policies that come with the library, but policies/data_parallel.hpp: LibTorch's headers for several processes
+// cost seconds.
 #include <gradaccum/policies/accumulate.hpp>
 #include <gradaccum/policies/clip.hpp>
 #include <gradaccum/policies/ema.hpp>

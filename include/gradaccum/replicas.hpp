@@ -60,7 +60,7 @@ class Replicas {
       : group_(std::move(group)), model_(&detail::module_of(model)) {
     TORCH_CHECK(options.bucket_bytes >= 1, "Replicas: bucket_bytes must be >= 1, got ", options.bucket_bytes);
     if (!group_.links()) return;
-    peers_ = std::make_shared<detail::ReplicaPeers>(group_.links(), options.bucket_bytes, options.overlap);
+    peers_ = std::make_shared<detail::ReplicaPeers>(group_, options.bucket_bytes, options.overlap);
     optimizer.set_peers(peers_);
     others_continue_ = [&optimizer] { return optimizer.others_continue(); };
     begin(options);

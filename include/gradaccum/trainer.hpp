@@ -54,7 +54,7 @@ class Trainer {
         optimizer_owner_(detail::kept_owner(std::forward<GivenOptimizer>(optimizer))),
         objective_(std::move(objective)),
         policies_(std::move(policies)...) {
-    call<hooks::attach>(*this);
+    policies_.attach(*this);
   }
   Trainer(const Trainer&) = delete;  // policies may hold on to it
 
@@ -91,10 +91,7 @@ class Trainer {
     return (window().micro_batches > 0 || window_.follows_others()) && or_discard([this] { return close(); });
   }
   /// Forgets the window.
-  void discard() {
-    record_.restart();
-    window_.discard();
-  }
+  void discard() { record_.restart(), window_.discard(); }
   /// Ends `fit` after the micro-batch in hand, and its tail.
   void stop() { status_.stop(); }
   /// The same without its tail, so that another program can go on from a state: for a signal.
@@ -110,13 +107,11 @@ class Trainer {
   const FitStatus& status() const { return status_; }
   void set_accumulate_in(std::optional<at::ScalarType> dtype) { window_.set_accumulate_in(dtype); }
   void set_in_backward(bool on) { window_.set_in_backward(on); }
-  void set_peers(std::shared_ptr<detail::Peers> peers) {
-    status_.together = peers != nullptr;
-    window_.set_peers(std::move(peers));
-  }
+  void set_peers(auto peers) { status_.together = true, window_.set_peers(std::move(peers)); }  ///< for DataParallel
+  std::shared_ptr<detail::Peers> peers() const { return window_.peers(); }  ///< other processes; or none
+  bool is_first() const { return !peers() || peers()->rank() == 0; }        ///< of these the one that writes and shows
   bool others_continue() { return window_.others_continue(); }
-  auto totals() { return record_.totals(status_); }
-  void take_totals(const auto& own, const auto& all) { record_.take_totals(own, all, status_); }
+  auto together() { return detail::Together{record_, status_}; }
   template <class Hook>
   static constexpr bool has = detail::PolicyList<Policies...>::template has<Hook>;  ///< one of its policies has it
   template <class Policy>

@@ -3,6 +3,7 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/io/state_directory.hpp>
+#include <gradaccum/detail/peers.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/io/state_folder.hpp>
 #include <gradaccum/state_parts.hpp>
@@ -13,9 +14,11 @@
 #include <cstdint>
 #include <exception>
 #include <filesystem>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace gradaccum {
 
@@ -50,7 +53,8 @@ struct LoadOptions {
 /// error.
 ///
 /// A training has `updates()` and `state(Archive&)`: a Trainer, or a class of one's own, of the parts of
-/// state_parts.hpp.
+/// state_parts.hpp. One of several processes also has `peers()`, that of its `Replicas`: then all ranks call `save`,
+/// and rank 0 writes for all.
 ///
 /// Throws `std::runtime_error` with the name of what could not be written; earlier states are as they were.
 ///
@@ -97,10 +101,28 @@ inline std::string newest_intact_beside(const std::filesystem::path& damaged) {
   return "; there is no intact state beside it";
 }
 
+/// The other processes of a training that has some: a Trainer with DataParallel, or one that says so by `peers()`.
+template <class Training>
+std::shared_ptr<const Peers> peers_of(const Training& training) {
+  if constexpr (requires { training.peers(); })
+    return training.peers();
+  else
+    return nullptr;
+}
+
+/// The state that `find` finds; with other processes, on rank 0 for all. Empty where there is none.
+template <class Find>
+std::filesystem::path agreed_state(const Peers* peers, const Find& find) {
+  const auto text = [&] { return find().value_or(std::filesystem::path()).string(); };
+  return peers ? peers->say(text) : text();
+}
+
 /// What a state has, checked.
-inline Archive open_state(const std::filesystem::path& folder, bool allow_changes) {
+inline Archive open_state(const std::filesystem::path& folder, bool allow_changes, const Peers* peers) {
   try {
-    Archive archive(io::read_state(folder));
+    auto values = io::read_state(folder);
+    if (peers) peers->pick(values);
+    Archive archive(std::move(values));
     archive.allow_changes(allow_changes);
     return archive;
   } catch (const std::exception& error) {
@@ -138,22 +160,28 @@ void check_can_be_saved(Training& training) {
 template <saveable Training>
 std::filesystem::path save(const std::filesystem::path& directory, Training& training, SaveOptions options) {
   TORCH_CHECK(options.keep_last >= 0, "save: keep_last must be >= 0, got ", options.keep_last);
-  detail::check_is_newest(directory, training.updates());
+  const auto peers = detail::peers_of(training);
+  if (!peers || peers->rank() == 0) detail::check_is_newest(directory, training.updates());
   auto archive = Archive::of_references();
   training.state(archive);
-  detail::StateDirectory states(directory);
-  auto folder = states.add(training.updates(), [&](auto& unfinished) { io::write_state(archive, unfinished); });
-  if (options.keep_last > 0) states.keep_last(options.keep_last);
-  return folder;
+  if (peers) peers->gather(archive);
+  return detail::agreed_state(peers.get(), [&] {
+    detail::StateDirectory states(directory);
+    auto folder = states.add(training.updates(), [&](auto& unfinished) { io::write_state(archive, unfinished); });
+    if (options.keep_last > 0) states.keep_last(options.keep_last);
+    return std::optional(folder);
+  });
 }
 
 template <saveable Training>
 std::filesystem::path load(const std::filesystem::path& directory, Training& training, LoadOptions options) {
-  const auto folder = detail::newest_state(directory);
-  TORCH_CHECK(folder, "load: ", directory.string(), " must be a state or have one, a folder step-000000 of any number");
-  auto archive = detail::open_state(*folder, options.allow_changes);
+  const auto peers = detail::peers_of(training);
+  const auto folder = detail::agreed_state(peers.get(), [&] { return detail::newest_state(directory); });
+  TORCH_CHECK(!folder.empty(), "load: ", directory.string(),
+              " must be a state or have one, a folder step-000000 of any number");
+  auto archive = detail::open_state(folder, options.allow_changes, peers.get());
   detail::load_state(archive, training);
-  return *folder;
+  return folder;
 }
 
 }  // namespace gradaccum

@@ -5,11 +5,15 @@
 #include <gradaccum/policies/data_parallel.hpp>
 #include <gradaccum/trainer.hpp>
 
+#include "support/files.hpp"
 #include "support/models.hpp"
 #include "support/ranks.hpp"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
+#include <functional>
 #include <vector>
 
 namespace ga = gradaccum;
@@ -84,5 +88,92 @@ TEST_CASE("DataParallel: ranks are one process, report included") {
     CHECK(rank.micro_batches == one.micro_batches);
     REQUIRE(rank.losses.size() == one.losses.size());
     for (std::size_t i = 0; i < one.losses.size(); ++i) CHECK(rank.losses[i] == Approx(one.losses[i]).epsilon(1e-11));
+  }
+}
+
+namespace {
+
+/// With buffers, that are each rank's own for an epoch.
+torch::nn::Sequential make_normed_model() {
+  torch::manual_seed(1);
+  torch::nn::Sequential model(torch::nn::Linear(4, 8), torch::nn::BatchNorm1d(8), torch::nn::Tanh(),
+                              torch::nn::Linear(8, 3));
+  model->to(at::kDouble);
+  return model;
+}
+
+struct Run {
+  torch::nn::Sequential model = make_normed_model();
+  ga::FitReport report;
+  std::vector<double> losses;
+
+  void fit(const Data& data, const ga::ProcessGroup& group, const std::filesystem::path& directory,
+           ga::FitOptions options) {
+    ga::data::TensorBatches batches(
+        data.inputs, data.targets,
+        {.batch_size = 5, .shuffle = true, .seed = 3, .rank = group.rank(), .world_size = group.world_size()});
+    torch::optim::Adam adam(model->parameters(), torch::optim::AdamOptions(0.05));
+    ga::Trainer trainer(model, adam, objective, ga::Accumulate{.steps = 2}, ga::Ema{.decay = 0.9},
+                        ga::SaveState{.directory = directory, .every_updates = 2, .keep_last = 0},
+                        ga::DataParallel{.group = group, .check_every = 1},
+                        [&](const ga::Step& step) { losses.push_back(step.loss.item<double>()); });
+    report = trainer.fit(batches, options);
+  }
+};
+
+}  // namespace
+
+TEST_CASE("DataParallel: a saved training goes on to the bit, on all ranks") {
+  const Data data;
+  const Directory directory;
+  std::vector<Run> straight(2), first(2), second(2);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    straight[static_cast<std::size_t>(group.rank())].fit(data, group, directory / "straight", {.epochs = 3});
+  });
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    first[static_cast<std::size_t>(group.rank())].fit(data, group, directory / "stopped", {.updates = 3});
+  });
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    second[static_cast<std::size_t>(group.rank())].fit(data, group, directory / "stopped",
+                                                       {.epochs = 3, .resume = directory / "stopped"});
+  });
+  for (std::size_t rank = 0; rank < 2; ++rank) {
+    CHECK(second[rank].report.resumed_from == (directory / "stopped" / "step-000003").string());
+    CHECK(second[rank].report.updates == straight[rank].report.updates);
+    CHECK(second[rank].report.samples == straight[rank].report.samples);
+    CHECK(torch::equal(flat(second[rank].model), flat(straight[rank].model)));
+    for (std::size_t i = 0; i < straight[rank].model->buffers().size(); ++i)
+      CHECK(torch::equal(second[rank].model->buffers()[i], straight[rank].model->buffers()[i]));
+    CHECK(std::equal(second[rank].losses.rbegin(), second[rank].losses.rend(), straight[rank].losses.rbegin()));
+    CHECK_FALSE(torch::equal(flat(first[rank].model), flat(straight[rank].model)));
+  }
+  // Neither is it resumed by another number of ranks.
+  Run alone;
+  REQUIRE_ERROR("world_size = 2, and here it is 1", alone.fit(data, ga::ProcessGroup(), directory / "stopped",
+                                                              {.epochs = 3, .resume = directory / "stopped"}));
+}
+
+TEST_CASE("DataParallel: stop on one rank ends all after the same window") {
+  const Data data;
+  std::vector<Outcome> ranks(3);
+  for (auto& rank : ranks) rank.model = make_model();
+  tests::as_ranks(3, [&](const ga::ProcessGroup& group) {
+    auto& own = ranks[static_cast<std::size_t>(group.rank())];
+    ga::data::TensorBatches batches(data.inputs, data.targets,
+                                    {.batch_size = 3, .rank = group.rank(), .world_size = group.world_size()});
+    torch::optim::SGD sgd(own.model->parameters(), 0.1);
+    std::function<void()> stop;
+    ga::Trainer trainer(own.model, sgd, objective, ga::DataParallel{.group = group, .options = {.seed_by_rank = false}},
+                        [&](const ga::Step& step) {
+                          own.items.push_back(step.items);
+                          if (group.rank() == 1 && step.update == 2) stop();
+                        });
+    stop = [&trainer] { trainer.stop(); };
+    own.report = trainer.fit(batches, {.epochs = 5});
+  });
+  for (auto& rank : ranks) {
+    CHECK(rank.report.updates == 3);  // the others hear of it with the window after
+    CHECK(rank.items == ranks[0].items);
+    CHECK(torch::equal(flat(rank.model), flat(ranks[0].model)));
   }
 }

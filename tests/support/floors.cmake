@@ -6,8 +6,8 @@
 set(floor_5 "^gradaccum\\.hpp$")
 set(floor_4 "^trainer\\.hpp$|^detail/trainer/")
 set(floor_3 "^policies/|^policies\\.hpp$")
-set(floor_2 "^(grad_accumulator|amp_scaler|clip_grad|checkpoint|checkpointed_sequential|policy|fit_options|fit_report|metrics|metrics_file|progress_line|learning_rates|state_parts|training_state|verify_accumulation)\\.hpp$|^(optim|io|data)/")
-set(floor_1 "^(archive|gradients|factor|embedding|keep_freed_memory|loss|window|concepts|autocast|checkpoint_options|checkpoint_plan|saved_tensor_hooks|memory_meter)\\.hpp$|^detail/")
+set(floor_2 "^(grad_accumulator|amp_scaler|clip_grad|checkpoint|checkpointed_sequential|policy|fit_options|fit_report|metrics|metrics_file|progress_line|learning_rates|replicas|state_parts|training_state|verify_accumulation)\\.hpp$|^(optim|io|data)/")
+set(floor_1 "^(archive|gradients|factor|embedding|keep_freed_memory|loss|process_group|window|concepts|autocast|checkpoint_options|checkpoint_plan|saved_tensor_hooks|memory_meter)\\.hpp$|^detail/")
 set(floor_0 "^version\\.hpp$|^lr/")
 
 function(floor_of header result)

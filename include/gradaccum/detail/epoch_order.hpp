@@ -102,6 +102,7 @@ class EpochLoops {
     archive("batch", next.batch);
     if (archive.changes_allowed() && next.epoch >= 0) next.batch = std::min(next.batch, size_of(next.epoch));
     check(next);
+    archive.setting("world_size", batches().share().world_size);
     archive.setting("batches", size_of(next.epoch));
     archive.setting("last_batch", fingerprint(next));
     if (archive.loading()) archive.when_all_fit([this, next] { load_state(next); });

@@ -47,8 +47,8 @@ struct DataParallel {
     TORCH_CHECK(check_every >= 0, "DataParallel: check_every must be >= 0, got ", check_every);
     replicas = std::make_shared<Replicas>(group, trainer.module(), trainer, options);
     if (!replicas->peers()) return;
-    replicas->peers()->report = [&trainer] { return trainer.totals(); };
-    replicas->peers()->hear = [&trainer](auto& own, auto& all) { trainer.take_totals(own, all); };
+    replicas->peers()->report = [&trainer] { return trainer.together().totals(); };
+    replicas->peers()->hear = [&trainer](auto& own, auto& all) { trainer.together().take(own, all); };
   }
   bool others_continue() const { return replicas->others_continue(); }
   void after_step(const Step& step) const {

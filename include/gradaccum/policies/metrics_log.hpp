@@ -22,7 +22,7 @@ namespace gradaccum {
 ///     }, ga::MetricsLog{.path = "train.jsonl", .every = 2});
 ///     trainer.fit(batches);
 ///
-/// `MetricsFile` says how it is written, and is the part for a loop of one's own.
+/// `MetricsFile` says how it is written, and is the part for a loop of one's own. Of several processes rank 0 writes.
 ///
 /// @note Reads loss and norm from the device for each line.
 struct MetricsLog {
@@ -37,10 +37,10 @@ struct MetricsLog {
   void attach(Trainer& trainer) {
     TORCH_CHECK(every >= 1, "MetricsLog: every must be >= 1, got ", every);
     status = &trainer.status();
-    file = std::make_shared<MetricsFile>(MetricsFileOptions{.path = path, .append = append});
+    if (trainer.is_first()) file = std::make_shared<MetricsFile>(MetricsFileOptions{.path = path, .append = append});
   }
   void after_window(const Step& step) {
-    if (++windows % every == 0) write(step);
+    if (++windows % every == 0 && file) write(step);
   }
   void write(const Step& step) const;
 };

@@ -21,11 +21,13 @@ namespace gradaccum {
 struct OptimizerInBackward {
   template <class Trainer>
   void attach(Trainer& trainer) const {
-    constexpr bool needs_all =
-        Trainer::template has<hooks::before_step> || Trainer::template has<hooks::reduce_gradients>;
+    constexpr bool needs_all = Trainer::template has<hooks::before_step> ||
+                               Trainer::template has<hooks::reduce_gradients> ||
+                               Trainer::template has<hooks::others_continue>;
     static_assert(!needs_all,
-                  "OptimizerInBackward: a policy with before_step or reduce_gradients (ClipNorm, ClipValue) needs all "
-                  "gradients at once, and here each is freed as it arrives; leave one of the two out");
+                  "OptimizerInBackward: a policy with before_step or reduce_gradients (ClipNorm, ClipValue), or of "
+                  "several processes (DataParallel), needs all gradients at once, and here each is freed as it "
+                  "arrives; leave one of the two out");
     if constexpr (!needs_all) trainer.set_in_backward(true);
   }
 };

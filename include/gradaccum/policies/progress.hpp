@@ -21,7 +21,7 @@ namespace gradaccum {
 ///
 /// On a terminal it is a line that is rewritten ten times a second; elsewhere a plain line every 30 seconds. A Trainer
 /// without a Progress has one that shows itself on terminals only; `ga::Progress{.line = {.to = nullptr}}` shows
-/// nothing. The loss is the mean over the epoch so far.
+/// nothing. The loss is the mean over the epoch so far. Of several processes rank 0 shows itself.
 ///
 /// @note Reads the loss from the device when it is shown.
 struct Progress {
@@ -37,6 +37,7 @@ struct Progress {
   void attach(Trainer& trainer) {
     status = &trainer.status();
     updates = [&trainer] { return trainer.updates(); };
+    if (!trainer.is_first()) line.to = nullptr;
     shown = std::make_shared<ProgressLine>(line);
   }
   int fit_scope() {

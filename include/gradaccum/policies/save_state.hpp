@@ -54,7 +54,7 @@ struct SaveState {
   std::function<void()> rehearse = {};
   std::function<void(int)> interrupt = {};
   const FitStatus* status = nullptr;  // the trainer's
-  bool due = false, finished = false;
+  bool due = false, finished = false, writes = true;
 
   template <class Trainer>
   void attach(Trainer& trainer) {
@@ -63,8 +63,9 @@ struct SaveState {
     TORCH_CHECK(keep_last >= 0, "SaveState: keep_last must be >= 0, got ", keep_last);
     OptimizerState(trainer.optimizer(), trainer.module()).check();
     status = &trainer.status();
+    writes = trainer.is_first();
     rehearse = [this, &trainer] {
-      detail::check_is_newest(directory, trainer.updates());
+      if (writes) detail::check_is_newest(directory, trainer.updates());
       detail::check_can_be_saved(trainer);
     };
     save_now = [this, &trainer] { save(directory, trainer, {.keep_last = keep_last}); };
@@ -73,7 +74,7 @@ struct SaveState {
 
   std::optional<detail::StopSignals> fit_scope() {
     due = finished = false;
-    if (!status->options.smoke) detail::StateDirectory(directory).sweep();  // though this fit may have nothing to save
+    if (!status->options.smoke && writes) detail::StateDirectory(directory).sweep();  // though there may be no save
     if (!on_signals) return {};
     return std::optional<detail::StopSignals>(std::in_place);
   }

@@ -4,16 +4,21 @@
 #include <gradaccum/detail/arrival_scope.hpp>
 #include <gradaccum/detail/parallel/gradient_exchange.hpp>
 #include <gradaccum/detail/parallel/links.hpp>
+#include <gradaccum/detail/parallel/rank_states.hpp>
 #include <gradaccum/detail/parallel/window_totals.hpp>
 #include <gradaccum/detail/peers.hpp>
 #include <gradaccum/detail/window_gradients.hpp>
+#include <gradaccum/process_group.hpp>
 
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 namespace gradaccum::detail {
@@ -25,8 +30,11 @@ namespace gradaccum::detail {
 /// window, and of windows.
 class ReplicaPeers final : public Peers {
  public:
-  ReplicaPeers(std::shared_ptr<Links> links, std::int64_t bucket_bytes, bool overlap)
-      : links_(std::move(links)), bucket_bytes_(bucket_bytes), overlap_(overlap) {}
+  /// `group` has more than one process.
+  ReplicaPeers(ProcessGroup group, std::int64_t bucket_bytes, bool overlap)
+      : group_(std::move(group)), links_(group_.links()), bucket_bytes_(bucket_bytes), overlap_(overlap) {}
+
+  int rank() const override { return group_.rank(); }
 
   std::function<WindowTotals()> report = [] { return WindowTotals(); };             ///< what else a rank tells
   std::function<void(const WindowTotals& own, const WindowTotals& all)> hear = {};  ///< what came of it
@@ -63,6 +71,23 @@ class ReplicaPeers final : public Peers {
     return others;
   }
 
+  void gather(Archive& archive) const override { RankStates(group_).gather(archive); }
+  void pick(Archive::Values& values) const override { RankStates::pick(values, group_.rank()); }
+
+  std::string say(const std::function<std::string()>& on_rank_0) const override {
+    std::string error, text;
+    if (group_.rank() == 0) {
+      try {
+        text = on_rank_0();
+      } catch (const std::exception& thrown) {
+        error = thrown.what();
+      }
+    }
+    error = group_.all_gather(error)[0];
+    if (!error.empty()) throw std::runtime_error(error);
+    return group_.all_gather(text)[0];
+  }
+
  private:
   std::shared_ptr<GradientExchange> exchange_of(const std::shared_ptr<WindowGradients>& window,
                                                 std::optional<c10::ScalarType> accumulate_in) const {
@@ -81,6 +106,7 @@ class ReplicaPeers final : public Peers {
     return all;
   }
 
+  const ProcessGroup group_;
   const std::shared_ptr<Links> links_;
   const std::int64_t bucket_bytes_;
   const bool overlap_;

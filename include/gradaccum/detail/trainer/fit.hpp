@@ -32,10 +32,11 @@ class Fit {
  private:
   /// Policies begin the epoch before they are loaded: so they may do both.
   void resume() {
-    const auto folder = state_to_resume(status_.options);
-    if (!folder) return;
-    auto archive = open_state(*folder, status_.options.allow_changes);
-    status_.resumed_from = folder->string();
+    const auto* const peers = trainer_.peers().get();
+    const auto folder = agreed_state(peers, [&] { return state_to_resume(status_.options); });
+    if (folder.empty()) return;
+    auto archive = open_state(folder, status_.options.allow_changes, peers);
+    status_.resumed_from = folder.string();
     if (const auto epoch = epoch_in_hand(archive)) begin_epoch(*epoch);
     load_state(archive, trainer_);
   }

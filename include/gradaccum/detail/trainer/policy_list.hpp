@@ -41,6 +41,19 @@ class PolicyList {
     std::apply([&](auto&... policy) { (call<Hook>(policy, arguments...), ...); }, policies_);
   }
 
+  /// That of several processes comes first: others ask which of them this is.
+  template <class Trainer>
+  void attach(Trainer& trainer) {
+    const auto attach_those = [&](bool of_several) {
+      const auto each = [&]<class P>(P& policy) {
+        if (hook::others_continue<P> == of_several) call<hooks::attach>(policy, trainer);
+      };
+      std::apply([&](auto&... policy) { (each(policy), ...); }, policies_);
+    };
+    attach_those(true);
+    attach_those(false);
+  }
+
   /// None that has a say is against it. All are asked, whatever the others say.
   bool ready() {
     bool all = true;

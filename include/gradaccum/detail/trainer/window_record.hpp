@@ -99,6 +99,14 @@ class WindowRecord {
   std::vector<std::pair<at::Tensor, Place>> to_check_;  // losses on a device
 };
 
+/// What a Trainer has to do with other processes.
+struct Together {
+  WindowRecord& record;
+  FitStatus& status;
+  WindowTotals totals() const { return record.totals(status); }
+  void take(const WindowTotals& own, const WindowTotals& all) const { record.take_totals(own, all, status); }
+};
+
 inline bool WindowRecord::take(const Loss& loss, FitStatus& status, std::int64_t update) {
   loss.check();
   if (loss.items == 0) return true;  // a mean over nothing is often NaN

@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/detail/parallel/launch_environment.hpp>
+#include <gradaccum/detail/parallel/packed_values.hpp>
+#include <gradaccum/process_group.hpp>
+
+#include "support/ranks.hpp"
+
+#include <limits>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace ga = gradaccum;
+namespace inner = gradaccum::detail;
+
+namespace {
+
+inner::LaunchEnvironment read(const std::map<std::string, std::string>& variables) {
+  return inner::LaunchEnvironmentReader([&](const std::string& name) {
+           const auto found = variables.find(name);
+           return found == variables.end() ? std::nullopt : std::optional(found->second);
+         })
+      .read();
+}
+
+}  // namespace
+
+TEST_CASE("ProcessGroup: reads what launchers set") {
+  CHECK(read({}).world_size == 1);
+  const auto torchrun = read({{"RANK", "3"},
+                              {"WORLD_SIZE", "4"},
+                              {"LOCAL_RANK", "1"},
+                              {"MASTER_ADDR", "node0"},
+                              {"MASTER_PORT", "29500"},
+                              {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                              {"TORCHELASTIC_RESTART_COUNT", "2"},
+                              {"SLURM_PROCID", "0"},  // torchrun inside of a step
+                              {"SLURM_STEP_NUM_TASKS", "2"}});
+  CHECK(torchrun.rank == 3);
+  CHECK(torchrun.world_size == 4);
+  CHECK(torchrun.local_rank == 1);
+  CHECK(torchrun.address == "node0");
+  CHECK(torchrun.port == 29500);
+  CHECK(torchrun.launcher_has_store);
+  CHECK(torchrun.attempt == "2");
+
+  const auto kubeflow =
+      read({{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "job-master-0"}, {"MASTER_PORT", "23456"}});
+  CHECK(kubeflow.rank == 1);
+  CHECK_FALSE(kubeflow.launcher_has_store);
+
+  std::map<std::string, std::string> slurm{{"SLURM_PROCID", "5"},
+                                           {"SLURM_STEP_NUM_TASKS", "8"},
+                                           {"SLURM_LOCALID", "1"},
+                                           {"SLURM_JOB_ID", "4321"},
+                                           {"SLURM_STEP_NODELIST", "gpu[07-09,12],login"}};
+  CHECK(read(slurm).rank == 5);
+  CHECK(read(slurm).local_rank == 1);
+  CHECK(read(slurm).address == "gpu07");
+  CHECK(read(slurm).port == 15000 + 4321);
+  slurm["SLURM_STEP_NODELIST"] = "alpha,beta";
+  CHECK(read(slurm).address == "alpha");
+  slurm["SLURM_STEP_NODELIST"] = "alpha,beta[1-2]";
+  CHECK(read(slurm).address == "alpha");
+  slurm["MASTER_PORT"] = "4000";
+  CHECK(read(slurm).port == 4000);
+  slurm.erase("SLURM_STEP_NUM_TASKS");  // a batch script, that srun has not started
+  CHECK(read(slurm).world_size == 1);
+  CHECK(read({{"OMPI_COMM_WORLD_RANK", "1"},
+              {"OMPI_COMM_WORLD_SIZE", "2"},
+              {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+              {"MASTER_ADDR", "a"},
+              {"MASTER_PORT", "1"}})
+            .rank == 1);
+}
+
+TEST_CASE("ProcessGroup: an environment that does not fit is refused by name") {
+  std::map<std::string, std::string> good{
+      {"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "a"}, {"MASTER_PORT", "1234"}};
+  CHECK(read(good).rank == 1);
+  const auto with = [&](const std::string& name, const std::string& value) {
+    auto changed = good;
+    changed[name] = value;
+    return changed;
+  };
+  const auto without = [&](const std::string& name) {
+    auto changed = good;
+    changed.erase(name);
+    return changed;
+  };
+  REQUIRE_ERROR("RANK must be a number from 0 to 1, got '2'", read(with("RANK", "2")));
+  REQUIRE_ERROR("RANK must be a number from 0 to 1, got '-1'", read(with("RANK", "-1")));
+  REQUIRE_ERROR("got '1x'", read(with("RANK", "1x")));
+  REQUIRE_ERROR("got ''", read(with("RANK", "")));
+  REQUIRE_ERROR("WORLD_SIZE must be a number from 1", read(with("WORLD_SIZE", "0")));
+  REQUIRE_ERROR("MASTER_PORT must be a number from 1 to 65535", read(with("MASTER_PORT", "65536")));
+  REQUIRE_ERROR("LOCAL_RANK must be a number from 0 to 1", read(with("LOCAL_RANK", "2")));
+  REQUIRE_ERROR("must have MASTER_ADDR", read(without("MASTER_ADDR")));
+  REQUIRE_ERROR("must have MASTER_PORT", read(without("MASTER_PORT")));
+  REQUIRE_ERROR("must have RANK", read(without("RANK")));
+  REQUIRE_ERROR("RANK without WORLD_SIZE", read(without("WORLD_SIZE")));
+}
+
+TEST_CASE("ProcessGroup: sums, broadcasts, gathers, of any layout and dtype") {
+  const int world_size = GENERATE(1, 2, 5);
+  tests::as_ranks(world_size, [&](const ga::ProcessGroup& group) {
+    const double rank = group.rank(), sum = world_size * (world_size - 1) / 2.0;
+    for (auto dtype : {at::kDouble, at::kFloat, at::kBFloat16, at::kLong, at::kByte}) {
+      auto tensor = torch::full({3, 2}, rank, dtype);
+      group.all_reduce(tensor);
+      TORCH_CHECK(torch::equal(tensor, torch::full({3, 2}, sum, dtype)), dtype);
+    }
+    auto strided = torch::full({4, 4}, rank, at::kDouble);
+    group.all_reduce(strided.t().narrow(0, 1, 2));
+    TORCH_CHECK(strided.sum().item<double>() == 8 * sum + 8 * rank);
+    auto scalar = torch::full({}, rank, at::kDouble);
+    group.all_reduce(scalar);
+    TORCH_CHECK(scalar.item<double>() == sum);
+    group.all_reduce(torch::empty({0}));
+
+    auto own = torch::full({2}, rank);
+    group.broadcast(own, world_size - 1);
+    TORCH_CHECK(torch::equal(own, torch::full({2}, world_size - 1.0)));
+    const auto all = group.all_gather(torch::full({2}, rank));
+    TORCH_CHECK(all.size() == static_cast<std::size_t>(world_size));
+    for (std::size_t i = 0; i < all.size(); ++i)
+      TORCH_CHECK(torch::equal(all[i], torch::full({2}, static_cast<double>(i))));
+    const auto texts = group.all_gather(std::string(static_cast<std::size_t>(group.rank()), 'x'));
+    for (std::size_t i = 0; i < texts.size(); ++i) TORCH_CHECK(texts[i] == std::string(i, 'x'));
+    group.barrier();
+    bool refused = false;
+    try {
+      group.all_reduce(torch::eye(2).to_sparse());
+    } catch (const c10::Error& error) {
+      refused = std::string(error.what()).find("a tensor must be dense") != std::string::npos;
+    }
+    TORCH_CHECK(refused);
+  });
+}
+
+TEST_CASE("ProcessGroup: values come out of the pack as they went in") {
+  ga::Archive::Values values{{"flag", true},
+                             {"whole", std::int64_t{-7}},
+                             {"real", std::numeric_limits<double>::infinity()},
+                             {"text", std::string("a\0\nb", 4)},
+                             {"none", at::Tensor()},
+                             {"tensor", torch::ones({2, 0, 3}, at::kBFloat16)}};
+  const auto bytes = inner::pack(values);
+  auto other = inner::unpack(bytes);
+  CHECK(std::get<bool>(other.at("flag")));
+  CHECK(std::get<std::int64_t>(other.at("whole")) == -7);
+  CHECK(std::get<double>(other.at("real")) == std::numeric_limits<double>::infinity());
+  CHECK(std::get<std::string>(other.at("text")) == std::string("a\0\nb", 4));
+  CHECK_FALSE(std::get<at::Tensor>(other.at("none")).defined());
+  CHECK(std::get<at::Tensor>(other.at("tensor")).sizes() == at::IntArrayRef({2, 0, 3}));
+  CHECK(std::get<at::Tensor>(other.at("tensor")).scalar_type() == at::kBFloat16);
+  for (std::size_t cut = 1; cut < bytes.size(); ++cut) {
+    try {
+      static_cast<void>(inner::unpack(bytes.substr(0, cut)));
+    } catch (const c10::Error&) {
+    }
+  }
+}
