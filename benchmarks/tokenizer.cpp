@@ -3,13 +3,17 @@
 // Encodes texts by the example's tokenizer for BLOOM, on one thread: texts and tokenizer as python/tokenizer.py makes
 // them, which encodes the same in Python. compare_processes.py runs both.
 
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <string_view>
 #include <vector>
 
-#include "harness.hpp"
 #include "tokenizer/bloom_tokenizer.hpp"
 
 namespace {
@@ -27,25 +31,32 @@ std::string checksum(const Ids& all) {
   return fmt::format("{:016x}", hash);
 }
 
+/// Seconds to encode all, by a tokenizer that has met no word yet.
+double encode(const std::string& tokenizer_json, const std::vector<std::string>& texts, Ids& ids) {
+  const auto tokenizer = bloom::BloomTokenizer::from_file(tokenizer_json);
+  ids = Ids(texts.size());
+  const auto start = std::chrono::steady_clock::now();
+  for (std::size_t i = 0; i < texts.size(); ++i) ids[i] = tokenizer.encode(texts[i]);
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::string folder;
-  const auto options = harness::parse(argc, argv, "Encoding by BLOOM's tokenizer, on one thread", [&](CLI::App& app) {
-    app.add_option("folder", folder, "with a tokenizer.json, and texts.json: an array of strings")->required();
-  });
+  if (argc != 4 || std::string_view(argv[2]) != "--json") {
+    fmt::print(stderr, "usage: tokenizer FOLDER --json RESULT, FOLDER with tokenizer.json and texts.json\n");
+    return 2;
+  }
+  const std::string folder = argv[1];
   const auto texts = nlohmann::json::parse(std::ifstream(folder + "/texts.json")).get<std::vector<std::string>>();
+  constexpr std::size_t repeats = 7;
   std::vector<double> times;
   Ids ids;
-  for (int repeat = 0; repeat <= options.repeats; ++repeat) {
-    const auto tokenizer = bloom::BloomTokenizer::from_file(folder + "/tokenizer.json");  // has met no word yet
-    ids = Ids(texts.size());
-    const auto elapsed = harness::seconds([&] {
-      for (std::size_t i = 0; i < texts.size(); ++i) ids[i] = tokenizer.encode(texts[i]);
-    });
-    if (repeat > 0) times.push_back(elapsed);  // the first one warms up
-  }
-  harness::append_json(options, fmt::format(R"({{"contestant": "the example's BloomTokenizer", "median_s": {}, )"
-                                            R"("ids": "{}"}})",
-                                            harness::median(times), checksum(ids)));
+  encode(folder + "/tokenizer.json", texts, ids);  // warms up
+  for (std::size_t i = 0; i < repeats; ++i) times.push_back(encode(folder + "/tokenizer.json", texts, ids));
+  std::sort(times.begin(), times.end());
+  std::ofstream(argv[3], std::ios::app)
+      << fmt::format(R"({{"contestant": "the example's BloomTokenizer", "median_s": {}, "ids": "{}"}})",
+                     times[repeats / 2], checksum(ids))
+      << '\n';
 }
