@@ -5,8 +5,11 @@
 #include <fmt/format.h>
 #include <torch/torch.h>
 
+#include <cstdio>
 #include <exception>
 #include <gradaccum/keep_freed_memory.hpp>
+#include <gradaccum/process_group.hpp>
+#include <stdexcept>
 
 #include "compare.hpp"
 #include "compare_checkpoint.hpp"
@@ -16,8 +19,20 @@
 
 namespace {
 
+/// One of several processes, or the only one: rank 0 speaks for all, and each has a GPU of its own.
+gradaccum::ProcessGroup join_others(fashion_mnist::Options& options) {
+  const auto group = gradaccum::ProcessGroup::from_environment();
+  if (group.world_size() == 1) return group;
+  if (options.compare || options.compare_micro_batches || options.checkpoint)
+    throw std::invalid_argument("--compare, --compare-micro-batches and --checkpoint are for one process");
+  if (options.device == "cuda") options.device = group.device().str();
+  if (group.rank() != 0 && std::freopen("/dev/null", "w", stdout) == nullptr) throw std::runtime_error("no /dev/null");
+  return group;
+}
+
 /// Gives the program's status.
-int run(const fashion_mnist::Options& options) {
+int run(fashion_mnist::Options options) {
+  const auto group = join_others(options);
   if (options.threads > 0) torch::set_num_threads(options.threads);
   const auto dataset = fashion_mnist::load_dataset(options.data, options.device, options.scalar_type());
   if (options.compare) {
@@ -27,7 +42,7 @@ int run(const fashion_mnist::Options& options) {
   } else if (options.checkpoint) {
     fashion_mnist::compare_checkpoint(options, dataset);
   } else {
-    const auto result = fashion_mnist::train(options, dataset);
+    const auto result = fashion_mnist::train(options, dataset, group);
     if (result.signal != 0) return 128 + result.signal;
     fashion_mnist::print_summary(result);
   }

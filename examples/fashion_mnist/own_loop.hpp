@@ -10,6 +10,7 @@
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/progress_line.hpp>
+#include <gradaccum/replicas.hpp>
 
 #include "print.hpp"
 #include "setup.hpp"
@@ -48,8 +49,8 @@ class Progress {
 };
 
 /// One pass over the training images, and a flush after it.
-inline void train_epoch(Setup& setup, Accumulator& optimizer, ga::AmpScaler& scaler, const Options& options,
-                        Progress& progress) {
+inline void train_epoch(Setup& setup, Accumulator& optimizer, ga::AmpScaler& scaler, ga::Replicas& replicas,
+                        const Options& options, Progress& progress) {
   setup.model->train();
   for (const auto& batch : setup.batches) {
     auto loss = predict(setup.model, batch, options).loss;
@@ -57,10 +58,15 @@ inline void train_epoch(Setup& setup, Accumulator& optimizer, ga::AmpScaler& sca
     scaler.step(optimizer);  // moves the parameters when the window is full, unless float16 overflowed
     scaler.update();
     optimizer.zero_grad();  // does nothing inside a window
-    progress.add(loss, batch.target.size(0), optimizer);
+    progress.add(loss, batch.target.size(0) * setup.group.world_size(), optimizer);
   }
   optimizer.flush();  // the last window may be shorter: it counts with its own mean
   scaler.update();
+  while (replicas.others_continue()) {  // of several processes one may have a batch less
+    scaler.step(optimizer);
+    scaler.update();
+    optimizer.zero_grad();
+  }
 }
 
 inline ga::Evaluation evaluate(Setup& setup, const Options& options) {
@@ -88,12 +94,13 @@ inline void set_steps(std::int64_t epoch, const AccumulationSchedule& accumulate
 inline ga::Evaluation train_by_hand(Setup& setup, const Options& options) {
   Accumulator optimizer(*setup.optimizer, {.steps = options.accumulate.steps(0)});
   ga::AmpScaler scaler({.enabled = options.scales_loss()});  // if not, it leaves the loss alone and just steps
+  ga::Replicas replicas(setup.group, setup.model, optimizer);
   Progress progress(options.epochs * setup.batches.rows());
   ga::Evaluation test;
   for (std::int64_t epoch = 0; epoch < options.epochs; ++epoch) {
     set_steps(epoch, options.accumulate, optimizer);
     print_heading(epoch);
-    train_epoch(setup, optimizer, scaler, options, progress);
+    train_epoch(setup, optimizer, scaler, replicas, options, progress);
     test = evaluate(setup, options);
     progress.clear();
     print_results(test);

@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <gradaccum/data/tensor_batches.hpp>
+#include <gradaccum/process_group.hpp>
 #include <memory>
 
 #include "dataset.hpp"
@@ -15,14 +16,20 @@ namespace fashion_mnist {
 
 /// What a run trains, and with what: the same options give the same, bit for bit.
 struct Setup {
-  Setup(const Options& options, const Dataset& dataset)
-      : model(seeded_model(options)),
+  Setup(const Options& options, const Dataset& dataset, const ga::ProcessGroup& processes = {})
+      : group(processes),
+        model(seeded_model(options)),
         optimizer(make_optimizer(options.optimizer, model->parameters(), options.learning_rate)),
         batches(dataset.train.images, dataset.train.labels,
-                {.batch_size = options.batch_size, .shuffle = true, .seed = options.seed}),
+                {.batch_size = options.batch_size,
+                 .shuffle = true,
+                 .seed = options.seed,
+                 .rank = group.rank(),
+                 .world_size = group.world_size()}),
         // Evaluated in batches of the same size: what fits for training fits for this too.
         test_batches(dataset.test.images, dataset.test.labels, {.batch_size = options.batch_size}) {}
 
+  ga::ProcessGroup group;
   Network model;
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   ga::data::TensorBatches batches, test_batches;

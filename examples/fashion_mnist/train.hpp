@@ -27,11 +27,11 @@ struct RunResult {
 };
 
 /// Trains a new model as the options say and prints how it goes. Both loops give the same result, bit for bit, where
-/// batches are equally large.
-inline RunResult train(const Options& options, const Dataset& dataset) {
+/// batches are equally large. `group`: the processes that train together, each with its share of the batches.
+inline RunResult train(const Options& options, const Dataset& dataset, const ga::ProcessGroup& group = {}) {
   ga::MemoryMeter meter;  // of this scope: the data set was there before
   RunResult result;
-  result.setup = std::make_shared<Setup>(options, dataset);
+  result.setup = std::make_shared<Setup>(options, dataset, group);
   auto& setup = *result.setup;
   if (options.trainer) {
     const auto [test, report] = train_with_trainer(setup, options);

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <gradaccum/policies/data_parallel.hpp>
 #include <gradaccum/policies/save_state.hpp>
 #include <gradaccum/trainer.hpp>
 
@@ -42,10 +43,10 @@ struct Trained {
 /// Goes on from a state where --resume says so. `saving` is nothing, or a `ga::SaveState`.
 template <class... Saving>
 Trained fit(Setup& setup, const Options& options, Saving... saving) {
-  ga::Trainer trainer(setup.model, setup.optimizer, objective,
-                      ga::Accumulate{.schedule = options.accumulate.by_epoch()},
-                      ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
-                      ga::Progress{}, TestResults{&setup.test_batches}, saving...);
+  ga::Trainer trainer(
+      setup.model, setup.optimizer, objective, ga::Accumulate{.schedule = options.accumulate.by_epoch()},
+      ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
+      ga::DataParallel{.group = setup.group}, ga::Progress{}, TestResults{&setup.test_batches}, saving...);
   const auto report =
       trainer.fit(setup.batches, {.epochs = options.epochs, .resume = options.resume ? options.save : ""});
   auto& test = trainer.template policy<TestResults>();

@@ -30,16 +30,17 @@ struct ProcessGroupOptions {
 
 /// The processes that train together, on one machine or on many: as torchrun, srun, mpirun or Kubeflow started them.
 ///
-///     ga::ProcessGroup group;                                 // one process, where no launcher started it
+///     const auto group = ga::ProcessGroup::from_environment();    // one process, where no launcher started it
 ///     auto count = torch::tensor(10.0 * (group.rank() + 1));
-///     group.all_reduce(count);                                // the sum over all ranks
+///     group.all_reduce(count);                                    // the sum over all ranks
 ///     if (group.rank() == 0) std::cout << group.world_size() << " processes, " << count << '\n';
 ///
-/// From the environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; or what srun sets in a step of
-/// Slurm's; or Open MPI's variables with MASTER_ADDR and MASTER_PORT. With a world of 1, or none, there is no network,
-/// and all calls do nothing. A handle: copies are the same group. One group a process.
+/// From the environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; or what srun sets in a step of Slurm's;
+/// or Open MPI's variables with MASTER_ADDR and MASTER_PORT. With a world of 1, or none, there is no network, and all
+/// calls do nothing. A handle: copies are the same group. The first group that one process makes meets the first of all
+/// others, the second the second.
 ///
-/// All ranks make the same calls in the same order. Tensors are dense, of one shape and dtype on all ranks.
+/// All ranks make the same calls in the same order, one thread each. Tensors are dense, of one shape and dtype on all.
 ///
 /// When a process has ended, or hangs, all others that wait for it end their wait with an error that names it: some
 /// seconds after its end; after `timeout` where it hangs. Then all processes have to be started again.
@@ -47,8 +48,10 @@ struct ProcessGroupOptions {
 /// @note Waits for the others, and for the device of the tensor.
 class ProcessGroup {
  public:
-  explicit ProcessGroup(ProcessGroupOptions options = {})
-      : ProcessGroup(detail::LaunchEnvironmentReader().read(), options) {}
+  ProcessGroup() = default;  ///< this process alone
+  static ProcessGroup from_environment(ProcessGroupOptions options = {}) {
+    return ProcessGroup(detail::LaunchEnvironmentReader().read(), options);
+  }
   /// Where a launcher says it by other means. `store`: what LibTorch has, connected by all of them.
   ProcessGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
                ProcessGroupOptions options = {});

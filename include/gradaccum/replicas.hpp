@@ -27,7 +27,7 @@ struct ReplicasOptions {
 
 /// The copies of one model in the processes of a group, which train as one.
 ///
-///     ga::ProcessGroup group;                                    // of torchrun's environment; else one process
+///     const auto group = ga::ProcessGroup::from_environment();   // torchrun's; else one process
 ///     ga::GradAccumulator accumulator(sgd, {.steps = 2});
 ///     ga::Replicas replicas(group, model, accumulator);          // rank 0's parameters and buffers
 ///     for (auto& batch : batches) {                              // this rank's own

@@ -15,7 +15,7 @@ namespace gradaccum {
 /// Policy: the processes of a group train one model together, as torchrun starts them:
 /// `torchrun --no-python --nproc-per-node 2 ./program`.
 ///
-///     ga::ProcessGroup group;                                     // of torchrun's environment; else one process
+///     const auto group = ga::ProcessGroup::from_environment();    // torchrun's; else one process
 ///     ga::data::TensorBatches mine(x, y, {.batch_size = 8, .shuffle = true, .rank = group.rank(),
 ///                                         .world_size = group.world_size()});
 ///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
@@ -37,7 +37,7 @@ namespace gradaccum {
 struct DataParallel {
   static constexpr std::string_view name = "data_parallel";
 
-  ProcessGroup group = ProcessGroup();
+  ProcessGroup group = ProcessGroup::from_environment();
   ReplicasOptions options = {};                  ///< of the part
   std::int64_t check_every = 1000;               ///< updates between checks that all replicas are equal; 0: never
   std::shared_ptr<Replicas> replicas = nullptr;  ///< made when the trainer is built

@@ -86,6 +86,7 @@ class Heartbeat {
     void beat();
     void look_for_the_missing();
     std::optional<std::string> missing();
+    void leave();
     void fail(std::string text);
     bool pause(Milliseconds time);
     bool stop();
@@ -102,6 +103,7 @@ inline void Heartbeat::Shared::run() {
   try {
     do beat();
     while (pause(interval));
+    leave();
   } catch (const std::exception&) {
     fail("the store at " + place + " cannot be reached: its process has ended");
   }
@@ -155,6 +157,18 @@ inline std::optional<std::string> Heartbeat::Shared::missing() {
   }
   if (number == 0) return {};
   return number == 1 ? "rank " + ranks + " has ended or hangs" : "ranks " + ranks + " have ended or hang";
+}
+
+/// Rank 0's process has the store, and so ends last; but for what is gone, or has yet to hear of that.
+inline void Heartbeat::Shared::leave() {
+  const auto everybody = static_cast<std::int64_t>(counts.size());
+  const auto longest = failure ? silence : patience / 2;
+  const auto begin = std::chrono::steady_clock::now();
+  auto left = store->add("left", 1);
+  while (rank == 0 && left < everybody && std::chrono::steady_clock::now() - begin < longest) {
+    std::this_thread::sleep_for(interval / 10);
+    left = store->add("left", 0);
+  }
 }
 
 inline void Heartbeat::Shared::fail(std::string text) {

@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -54,9 +55,12 @@ class Links {
     options.isServer = environment.rank == 0 && !environment.launcher_has_store;
     options.numWorkers = environment.world_size;
     options.waitWorkers = false;  // connecting Gloo waits
+    options.multiTenant = true;   // a second group in this process
     options.timeout = timeout;
     c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::TCPStore>(environment.address, options);
-    store = c10::make_intrusive<c10d::PrefixStore>("gradaccum/" + environment.attempt, store);
+    static std::atomic<int> groups = 0;
+    const auto name = c10::str("gradaccum/", environment.attempt, "/", groups++);
+    store = c10::make_intrusive<c10d::PrefixStore>(name, store);
     return std::make_shared<Links>(store, environment.address, place, environment.rank, environment.world_size,
                                    timeout);
   }

@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Starts a program several times on this machine, with the environment that torchrun gives, where there is no Python.
+
+set -uo pipefail
+
+usage() {
+  cat <<'END'
+usage: ./launch.sh [--max-restarts N] PROCESSES PROGRAM [ARGUMENT...]
+
+Starts PROGRAM that many times, to train together: ./launch.sh 2 build/demo/examples/fashion_mnist/fashion_mnist
+When one of them fails, the others get 20 seconds to say what they missed, and are ended. With --max-restarts N all are
+started again then, N times at most: for a program that saves its state and goes on from there. SIGINT and SIGTERM go to
+all. The status is that of the first that failed.
+
+Processor threads are shared out evenly, unless OMP_NUM_THREADS says how many each has. MASTER_PORT is a free one, unless
+it is given.
+END
+}
+
+fail() { printf 'launch.sh: %s\n' "$*" >&2; exit 2; }
+is_number() { [[ $1 =~ ^[0-9]+$ ]]; }
+
+restarts=0
+case ${1-} in
+  -h | --help) usage; exit 0 ;;
+  --max-restarts) restarts=${2-}; shift 2 || fail "--max-restarts needs a number" ;;
+esac
+is_number "$restarts" || fail "--max-restarts must be a number, got '$restarts'"
+processes=${1-}
+is_number "$processes" && (( processes >= 1 )) || { usage >&2; exit 2; }
+(( $# >= 2 )) || { usage >&2; exit 2; }
+shift
+command -v "$1" > /dev/null || fail "no program $1"
+
+free_port() {
+  local port
+  while :; do
+    port=$(( 20000 + RANDOM % 20000 ))
+    if ! (exec 3<> "/dev/tcp/127.0.0.1/$port") 2> /dev/null; then echo "$port"; return; fi
+  done
+}
+
+ids=()
+signal=""
+forward() {
+  signal=$1
+  kill -s "$1" "${ids[@]}" 2> /dev/null
+}
+trap 'forward INT' INT
+trap 'forward TERM' TERM
+
+# run ATTEMPT PROGRAM [ARGUMENT...]: gives the status of the first that failed, or 0.
+run() {
+  local rank id ended status ending="" first=0 threads remaining attempt=$1
+  shift
+  threads=$(( $(getconf _NPROCESSORS_ONLN) / processes ))
+  export WORLD_SIZE=$processes LOCAL_WORLD_SIZE=$processes MASTER_ADDR=127.0.0.1 TORCHELASTIC_RESTART_COUNT=$attempt
+  export MASTER_PORT=${given_port:-$(free_port)} OMP_NUM_THREADS=${given_threads:-$(( threads > 0 ? threads : 1 ))}
+  ids=()
+  for (( rank = 0; rank < processes; ++rank )); do
+    RANK=$rank LOCAL_RANK=$rank "$@" &
+    ids+=($!)
+  done
+  while (( ${#ids[@]} > 0 )); do
+    ended=""
+    wait -n -p ended "${ids[@]}"
+    status=$?
+    if [[ -z $ended ]]; then continue; fi  # a signal came, which has been passed on
+    remaining=()
+    for id in "${ids[@]}"; do if (( id != ended )); then remaining+=("$id"); fi; done
+    ids=("${remaining[@]}")
+    if (( status == 0 || first != 0 )); then continue; fi
+    first=$status
+    if (( ${#ids[@]} > 0 )); then
+      end_others > /dev/null 2>&1 &
+      ending=$!
+    fi
+  done
+  if [[ -n $ending ]]; then kill "$ending" 2> /dev/null; fi
+  return "$first"
+}
+
+# In time for what the others have to say.
+end_others() {
+  trap 'kill "$pause" 2> /dev/null; exit' TERM
+  for signal in TERM KILL; do
+    sleep 20 &
+    pause=$!
+    wait "$pause"
+    kill -s "$signal" "${ids[@]}" 2> /dev/null
+  done
+}
+
+given_port=${MASTER_PORT-}
+given_threads=${OMP_NUM_THREADS-}
+for (( attempt = 0; ; ++attempt )); do
+  run "$attempt" "$@"
+  status=$?
+  if (( status == 0 || attempt == restarts )) || [[ -n $signal ]]; then exit $status; fi
+  printf 'launch.sh: a process ended with status %d; starting all again\n' "$status" >&2
+done
