@@ -53,7 +53,10 @@ inline ModelFolder open_model_folder(const std::filesystem::path& path, std::opt
   detail::check_fits(config, tokenizer, path);
   if (!config.pad_token_id) config.pad_token_id = tokenizer.token_to_id("<pad>");
   if (!config.pad_token_id) throw std::runtime_error(path.string() + ": config.json must have a pad_token_id");
-  if (num_labels) config.num_labels = *num_labels;
+  if (num_labels && *num_labels != config.num_labels) {
+    config.num_labels = *num_labels;
+    config.labels.clear();
+  }
   BloomForSequenceClassification model(config);
   gradaccum::io::LoadWeightsOptions options{.base_model_prefix = "transformer"};
   if (num_labels) options.may_be_missing = {"score"};

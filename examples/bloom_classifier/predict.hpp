@@ -55,8 +55,11 @@ inline void print_predictions(const Options& options) {
   }
   auto folder = open_model_folder(options.model, {}, options.device);
   const auto predictions = predict(folder, texts, options);
-  for (std::size_t i = 0; i < texts.size(); ++i)
-    fmt::print("{} ({:.1f}%)  {}\n", predictions[i].label, 100 * predictions[i].probability, texts[i]);
+  for (std::size_t i = 0; i < texts.size(); ++i) {
+    const auto [label, probability] = predictions[i];
+    const auto name = folder.config.labels.empty() ? std::to_string(label) : folder.config.label_name(label);
+    fmt::print("{} ({:.1f}%)  {}\n", name, 100 * probability, texts[i]);
+  }
 }
 
 }  // namespace bloom

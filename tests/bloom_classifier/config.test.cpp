@@ -90,6 +90,28 @@ TEST_CASE("BloomConfig: names have the aliases that BLOOM's files use") {
   REQUIRE_ERROR("config.json: num_labels must be the size of id2label, 2, got 3", read(both));
 }
 
+TEST_CASE("BloomConfig: names of labels are kept, if they say something") {
+  const auto config = with("id2label", {{"1", "bad"}, {"0", "good"}, {"2", "bad"}});
+  CHECK(config.labels == std::vector<std::string>{"good", "bad", "bad"});
+  CHECK(config.to_json()["id2label"] == json({{"0", "good"}, {"1", "bad"}, {"2", "bad"}}));
+  CHECK(config.to_json()["label2id"]["good"] == 0);
+  CHECK(read(config.to_json()).labels == config.labels);
+  CHECK(with("id2label", {{"0", "LABEL_0"}, {"1", "LABEL_1"}}).labels.empty());
+  CHECK(with("id2label", {{"0", "LABEL_1"}, {"1", "LABEL_0"}}).label_name(1) == "LABEL_0");
+  CHECK(read(small()).label_name(1) == "LABEL_1");
+
+  REQUIRE_ERROR("config.json: id2label must have the numbers from 0 on, but has no 1",
+                with("id2label", {{"0", "no"}, {"2", "yes"}}));
+  REQUIRE_ERROR("id2label must be a string, got '5'", with("id2label", {{"0", "no"}, {"1", 5}}));
+  for (const auto* name : {"", "\x1b[2J", "a\nb", "\x7f"})
+    REQUIRE_ERROR("the name of a label must be 1 to 200 bytes without control characters, got",
+                  with("id2label", {{"0", "no"}, {"1", name}}));
+  REQUIRE_ERROR("must be 1 to 200 bytes", with("id2label", {{"0", "no"}, {"1", std::string(201, 'x')}}));
+  auto fewer = config;
+  fewer.num_labels = 2;
+  REQUIRE_ERROR("BloomConfig: labels must be as many as num_labels, 2, got 3", fewer.check());
+}
+
 TEST_CASE("BloomConfig: another model is refused by its name") {
   REQUIRE_ERROR("config.json: model_type must be 'bloom', got '\"llama\"'", with("model_type", "llama"));
   REQUIRE_ERROR("config.json: model_type must be 'bloom', got none", read({{"hidden_size", 8}}));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
@@ -57,6 +58,14 @@ class JsonReader {
   const std::string& text(const Json& value, const std::string& what) const {
     if (!value.is_string()) fail(what, " must be a string, got ", shown_json(value));
     return value.get_ref<const std::string&>();
+  }
+
+  /// Short, and nothing in it that would control a terminal.
+  void require_printable(const std::string& text, const std::string& what) const {
+    constexpr std::size_t max_bytes = 200;
+    const auto controls = [](char c) { return (c >= 0 && c < ' ') || c == '\x7f'; };
+    if (text.empty() || text.size() > max_bytes || std::any_of(text.begin(), text.end(), controls))
+      fail(what, " must be 1 to ", max_bytes, " bytes without control characters, got ", shown(text));
   }
 
   std::int64_t whole_number(const Json& value, const std::string& what) const {

@@ -3,10 +3,12 @@
 
 #include <nlohmann/json.hpp>
 
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "config_reader.hpp"
 #include "data/text_file.hpp"
@@ -28,11 +30,16 @@ struct BloomConfig {
   bool apply_residual_connection_post_layernorm = false;
   std::optional<std::int64_t> pad_token_id = std::nullopt;
   std::int64_t num_labels = 2;
+  std::vector<std::string> labels = {};  // their names; empty: LABEL_0, LABEL_1, ...
 
   std::int64_t head_dim() const { return hidden_size / n_head; }
   std::int64_t parameter_count() const {
     const auto block = (12 * hidden_size + 13) * hidden_size;
     return (vocab_size + 4 + num_labels) * hidden_size + n_layer * block;
+  }
+
+  std::string label_name(std::int64_t label) const {
+    return labels.empty() ? "LABEL_" + std::to_string(label) : labels[static_cast<std::size_t>(label)];
   }
 
   /// @throws std::runtime_error that begins with `source` and names the requirement and the value.
@@ -53,6 +60,9 @@ inline void BloomConfig::check(const std::string& source) const {
   if (hidden_size % n_head != 0)
     reader.fail("hidden_size must be divisible by n_head, got ", hidden_size, " and ", n_head);
   reader.require_within(num_labels, "num_labels", 2, 1 << 16);
+  if (!labels.empty() && static_cast<std::int64_t>(labels.size()) != num_labels)
+    reader.fail("labels must be as many as num_labels, ", num_labels, ", got ", labels.size());
+  for (const auto& name : labels) reader.require_printable(name, "the name of a label");
   reader.require_within(layer_norm_epsilon, "layer_norm_epsilon", 1e-12, 1.0);
   reader.require_within(initializer_range, "initializer_range", 1e-12, 1.0);
   reader.require_within(hidden_dropout, "hidden_dropout", 0.0, 0.99);
@@ -78,7 +88,7 @@ inline BloomConfig BloomConfig::from_json(const nlohmann::json& json, const std:
   reader.read(config.attention_dropout, "attention_dropout");
   reader.read(config.apply_residual_connection_post_layernorm, "apply_residual_connection_post_layernorm");
   reader.read(config.pad_token_id, "pad_token_id");
-  reader.read_label_count(config.num_labels);
+  reader.read_labels(config.num_labels, config.labels);
   config.check(source);
   return config;
 }
@@ -105,9 +115,8 @@ inline nlohmann::json BloomConfig::to_json() const {
   };
   json["pad_token_id"] = pad_token_id ? nlohmann::json(*pad_token_id) : nlohmann::json();
   for (std::int64_t label = 0; label < num_labels; ++label) {
-    const auto number = std::to_string(label);
-    json["id2label"][number] = "LABEL_" + number;
-    json["label2id"]["LABEL_" + number] = label;
+    json["id2label"][std::to_string(label)] = label_name(label);
+    json["label2id"][label_name(label)] = label;
   }
   return json;
 }

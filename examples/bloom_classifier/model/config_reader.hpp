@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "json/json_reader.hpp"
 
@@ -35,16 +36,24 @@ class ConfigReader {
     if (found || other) assign(value, found ? *found : *other, name);
   }
 
-  /// As many as id2label has, or num_labels.
-  void read_label_count(std::int64_t& value) const {
-    read(value, "num_labels");
+  /// id2label: as many as it has, with their names unless these are transformers' own; else num_labels.
+  void read_labels(std::int64_t& count, std::vector<std::string>& names) const {
+    read(count, "num_labels");
     const auto* labels = find("id2label");
     if (!labels) return;
     reader_.require_object(*labels, "id2label");
-    const auto count = static_cast<std::int64_t>(labels->size());
-    if (find("num_labels") && value != count)
-      reader_.fail("num_labels must be the size of id2label, ", count, ", got ", value);
-    value = count;
+    const auto size = static_cast<std::int64_t>(labels->size());
+    if (find("num_labels") && count != size)
+      reader_.fail("num_labels must be the size of id2label, ", size, ", got ", count);
+    count = size;
+    bool are_own = false;
+    for (std::int64_t label = 0; label < size; ++label) {
+      const auto number = std::to_string(label);
+      if (!labels->contains(number)) reader_.fail("id2label must have the numbers from 0 on, but has no ", number);
+      names.push_back(reader_.text(labels->at(number), "id2label"));
+      are_own |= names.back() != "LABEL_" + number;
+    }
+    if (!are_own) names.clear();
   }
 
   void require_text(const std::string& name, const std::string& text, bool if_absent = false) const {
