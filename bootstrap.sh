@@ -20,7 +20,8 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
        ./bootstrap.sh bench [--no-python] [ARGUMENT...]
                                               build and run the benchmarks, some of them against Python's PyTorch;
                                               --help lists what else they take
-       ./bootstrap.sh oracle                  rewrite the expected values of the tests with Python's PyTorch
+       ./bootstrap.sh oracle                  rewrite the expected values of the tests with Python's PyTorch and
+                                              transformers
 
 On Debian and Ubuntu, what is missing is installed with apt-get, after saying what and why; elsewhere it is only named.
 LibTorch is fetched by pip into build/ (about 600 MB, once) unless CMAKE_PREFIX_PATH names one that fits. Python's
