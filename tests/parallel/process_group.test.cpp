@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
+#include <gradaccum/detail/parallel/heartbeat.hpp>
 #include <gradaccum/detail/parallel/launch_environment.hpp>
 #include <gradaccum/detail/parallel/packed_values.hpp>
 #include <gradaccum/process_group.hpp>
 
 #include "support/ranks.hpp"
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <limits>
 #include <map>
@@ -162,5 +165,46 @@ TEST_CASE("ProcessGroup: values come out of the pack as they went in") {
       static_cast<void>(inner::unpack(bytes.substr(0, cut)));
     } catch (const c10::Error&) {
     }
+  }
+}
+
+TEST_CASE("ProcessGroup: a rank that is silent is named, and others hear of it") {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  {
+    inner::Heartbeat first(store, "here", 0, 4), second(store, "here", 1, 4), third(store, "here", 2, 4);
+    CHECK(first.explain() == "rank 3 has ended or hangs");
+    CHECK_FALSE(third.wait([] { return false; }));  // it comes back, though nobody asked
+    CHECK(third.explain() == "rank 3 has ended or hangs");
+  }
+  const auto other = c10::make_intrusive<c10d::HashStore>();
+  inner::Heartbeat first(other, "here", 0, 4), second(other, "here", 1, 4);
+  CHECK(second.explain() == "ranks 2, 3 have ended or hang");
+}
+
+TEST_CASE("ProcessGroup: who gives up says why to the others") {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  inner::Heartbeat first(store, "here", 0, 2), second(store, "here", 1, 2);
+  second.announce("rank 1 has given up: of a test");
+  CHECK_FALSE(first.wait([] { return false; }));
+  CHECK(first.explain() == "rank 1 has given up: of a test");
+}
+
+TEST_CASE("ProcessGroup: a rank that fails ends the wait of the others, who then exchange nothing more") {
+  std::vector<std::string> errors(3);
+  tests::as_ranks(3, [&](const ga::ProcessGroup& group) {
+    if (group.rank() == 1) return;  // it ends, and its connections with it
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      try {
+        group.barrier();
+      } catch (const c10::Error& error) {
+        errors[static_cast<std::size_t>(group.rank())] += error.what_without_backtrace();
+      }
+    }
+  });
+  for (int rank : {0, 2}) {
+    const auto& error = errors[static_cast<std::size_t>(rank)];
+    CHECK(
+        testing::contains(error, "rank 1 has ended or hangs (rank " + std::to_string(rank) + " of 3 waited for a sum"));
+    CHECK(testing::contains(error, "nothing can be exchanged after an error"));
   }
 }

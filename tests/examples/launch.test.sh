@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# launch.test.sh LAUNCH FASHION_MNIST WRITE_IDX_FILES DIRECTORY
+#
+# The FashionMNIST example by two processes, as launch.sh starts them: the results of one process; and a killed process,
+# after which all begin again where they were, and end as if nothing had happened.
+
+set -euo pipefail
+launch=$1 example=$2 writer=$3 directory=$4
+rm -rf "$directory"
+mkdir -p "$directory"
+"$writer" "$directory/data"
+
+fail() { printf '%s\n' "$*" >&2; exit 1; }
+expect_same() { [[ $1 == "$2" && -n $1 ]] || fail "$3: expected"$'\n'"$2"$'\n'"got"$'\n'"$1"; }
+results() { grep -E 'Accuracy|Epoch|Done' <<< "$1"; }
+options=(--data "$directory/data" --device cpu --threads 1 --dtype float64 --optimizer adamw)
+
+# 27 batches: one of two processes has one less, and the last window is a short one.
+for loop in "" --trainer; do
+  settings=("${options[@]}" --batch-size 12 --epochs 3 $loop)
+  one=$("$example" "${settings[@]}" --accumulate 4 | grep -v Wrapping)
+  two=$("$launch" 2 "$example" "${settings[@]}" --accumulate 2 | grep -v Wrapping)
+  expect_same "$(results "$two")" "$(results "$one")" "two processes ${loop:-with a loop of their own}"
+  other=$("$example" "${settings[@]}" --accumulate 2 | grep -v Wrapping)
+  [[ $(results "$other") != "$(results "$one")" ]] || fail "another number of batches an update gives the same"
+done
+
+# A process of two is killed.
+settings=("${options[@]}" --batch-size 8 --epochs 20 --save-every 20)
+straight=$("$launch" 2 "$example" "${settings[@]}" --save "$directory/straight")
+kill_one() {  # when there is a state
+  local id
+  until compgen -G "$directory/$1/step-*" > /dev/null; do sleep 0.05; done
+  for id in $(pgrep -f "$example .*$directory/$1"); do
+    if tr '\0' '\n' < "/proc/$id/environ" | grep -qx 'RANK=1' 2> /dev/null; then kill -s "$2" "$id"; return; fi
+  done
+}
+kill_one killed KILL & 
+status=0
+killed=$("$launch" --max-restarts 1 2 "$example" "${settings[@]}" --save "$directory/killed" --resume \
+  2> "$directory/errors") || status=$?
+wait
+(( status == 0 )) || fail "a killed process: status $status"$'\n'"$(cat "$directory/errors")"
+grep -q 'ProcessGroup: rank 1 has ended or hangs (rank 0 of 2 waited for ' "$directory/errors" ||
+  fail "the killed rank was not named:"$'\n'"$(cat "$directory/errors")"
+grep -q 'starting all again' "$directory/errors" || fail "not started again"
+grep -q 'resumed from .*step-' "$directory/errors" || fail "not resumed:"$'\n'"$(cat "$directory/errors")"
+expect_same "$(results "$killed" | tail -n 3)" "$(results "$straight" | tail -n 3)" "after a kill"
+cmp "$(ls -d "$directory"/straight/step-* | tail -n 1)/model.safetensors" \
+      "$(ls -d "$directory"/killed/step-* | tail -n 1)/model.safetensors" || fail "other weights after a kill"
+
+# SIGTERM to one of them ends both after the same window, with a state.
+kill_one stopped TERM &
+status=0
+stopped=$("$launch" 2 "$example" "${settings[@]}" --save "$directory/stopped" 2> "$directory/errors") || status=$?
+wait
+(( status == 143 )) || fail "SIGTERM: status $status"$'\n'"$(cat "$directory/errors")"
+grep -q 'Stopped by SIGTERM and saved' <<< "$stopped" || fail "SIGTERM: $stopped"
+stopped=$("$launch" 2 "$example" "${settings[@]}" --save "$directory/stopped" --resume 2> "$directory/errors")
+expect_same "$(results "$stopped" | tail -n 3)" "$(results "$straight" | tail -n 3)" "after SIGTERM"
