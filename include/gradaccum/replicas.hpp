@@ -41,7 +41,7 @@ struct ReplicasOptions {
 /// Each window of the accumulator is then the mean over the items of all ranks, whatever their numbers: gradients are
 /// added up once a window, none inside of it. They are sent in buckets while the backward that fills the window still
 /// runs (in the form with `accumulator.backward`). All ranks step alike, or skip alike where one has overflowed, and
-/// stay equal to the bit. A parameter without gradients here gets those of the others. Sparse gradients become dense.
+/// stay equal to the bit, as long as there are Replicas. A parameter without gradients here gets those of the others. Sparse gradients become dense.
 ///
 /// Buffers are each rank's own while it trains: BatchNorm normalises by the rank's own micro-batch, as it does in a
 /// window. `broadcast_buffers()` gives all those of rank 0, before an evaluation say.
@@ -67,6 +67,9 @@ class Replicas {
   }
   Replicas(const Replicas&) = delete;
   Replicas& operator=(const Replicas&) = delete;
+  ~Replicas() {
+    if (peers_) peers_->disconnect();
+  }
 
   /// This rank has no more batches: true if others have. The next `step()` then closes a window with theirs.
   bool others_continue() { return others_continue_ && others_continue_(); }

@@ -3,6 +3,7 @@
 
 #include <gradaccum/amp_scaler.hpp>
 #include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/optim/sgd.hpp>
 #include <gradaccum/replicas.hpp>
 
 #include "support/models.hpp"
@@ -294,6 +295,23 @@ TEST_CASE("Replicas: what is not the same on all ranks is refused by name") {
     changed.round_();
   });
   for (auto& error : errors) CHECK(testing::contains(error, "rank 0 has '2.weight: Double [3, 8] #"));
+}
+
+TEST_CASE("Replicas: an accumulator that has lost them does not train on by itself") {
+  auto ranks = make_ranks(2, 1);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    auto& rank = ranks[static_cast<std::size_t>(group.rank())];
+    ga::Replicas replicas(group, rank.model, *rank.optimizer, {.seed_by_rank = false});
+  });
+  REQUIRE_ERROR("Replicas: must live as long as", ranks[0].backward(make_batches({2})[0]));
+  REQUIRE_ERROR("in_backward frees each gradient", [&] {
+    torch::nn::Linear model(2, 2);
+    ga::optim::SGD sgd(model->parameters(), 0.1);
+    ga::GradAccumulator optimizer(sgd, {.in_backward = true});
+    tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+      if (group.rank() == 0) ga::Replicas(group, model, optimizer);
+    });
+  }());
 }
 
 TEST_CASE("Replicas: an exception in a backward that has sent gradients ends the others as well") {

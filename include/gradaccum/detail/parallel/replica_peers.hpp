@@ -11,6 +11,7 @@
 #include <gradaccum/process_group.hpp>
 
 #include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 
 #include <cstdint>
 #include <exception>
@@ -35,6 +36,8 @@ class ReplicaPeers final : public Peers {
       : group_(std::move(group)), links_(group_.links()), bucket_bytes_(bucket_bytes), overlap_(overlap) {}
 
   int rank() const override { return group_.rank(); }
+  /// The replicas are gone, and with them their connections: whoever goes on to train hears of it.
+  void disconnect() { exchange_.reset(), links_.reset(), group_ = {}; }
 
   std::function<WindowTotals()> report = [] { return WindowTotals(); };             ///< what else a rank tells
   std::function<void(const WindowTotals& own, const WindowTotals& all)> hear = {};  ///< what came of it
@@ -91,6 +94,7 @@ class ReplicaPeers final : public Peers {
  private:
   std::shared_ptr<GradientExchange> exchange_of(const std::shared_ptr<WindowGradients>& window,
                                                 std::optional<c10::ScalarType> accumulate_in) const {
+    TORCH_CHECK(links_, "Replicas: must live as long as the accumulator is trained with, and are gone");
     return std::make_shared<GradientExchange>(links_, window, accumulate_in, bucket_bytes_);
   }
 
@@ -106,8 +110,8 @@ class ReplicaPeers final : public Peers {
     return all;
   }
 
-  const ProcessGroup group_;
-  const std::shared_ptr<Links> links_;
+  ProcessGroup group_;
+  std::shared_ptr<Links> links_;
   const std::int64_t bucket_bytes_;
   const bool overlap_;
   std::shared_ptr<GradientExchange> exchange_;  // of the window whose last backward has run
