@@ -11,6 +11,7 @@ import sys
 import tempfile
 
 scripts = pathlib.Path(__file__).parent / "python"
+launch = pathlib.Path(__file__).parent.parent / "launch.sh"
 
 
 def parse():
@@ -86,6 +87,21 @@ def fashion_epoch(arguments, common):
     report(title, "s", 1, in_turn(commands, arguments.repeats), arguments.json)
 
 
+def data_parallel(arguments):
+    """Two processes of one thread each, on one machine."""
+    launched = [launch, 2]
+    options = ["--threads", 1, "--repeats", 15]
+    commands = [lambda repeat: [*launched, f"{arguments.programs}/data_parallel", *options]]
+    if arguments.python:
+        commands.append(lambda repeat: [*launched, arguments.python, scripts / "data_parallel.py", *options])
+    contestants = in_turn(commands, arguments.repeats)
+    title = "A window of 4 micro-batches by two processes: 8.4 million parameters, 32 rows a micro-batch, SGD"
+    report(title, "ms", 1e3, contestants, arguments.json)
+    for name, results in contestants.items():
+        volume = statistics.median(result["bytes"] for result in results)
+        print(f"  {name:<48} {volume / 1e6:>9.1f} MB sent in a window, by both")
+
+
 def tokenizer(arguments):
     """On one thread each; who does not make the same ids has no time."""
     script = [arguments.python, scripts / "tokenizer.py"]
@@ -112,6 +128,7 @@ def main():
     if arguments.python:
         tokenizer(arguments)
         tiny_step(arguments, common)
+    data_parallel(arguments)
     fashion_epoch(arguments, common)
 
 

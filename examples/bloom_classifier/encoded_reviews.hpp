@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <gradaccum/data/length_buckets.hpp>
+#include <gradaccum/process_group.hpp>
 #include <string>
 #include <vector>
 
@@ -26,8 +27,16 @@ struct EncodedReviews {
   std::int64_t size() const { return labels.size(0); }
 
   /// Of about the same length each, so that next to nothing is padded; in another order every epoch.
-  ga::data::LengthBuckets training_batches(std::int64_t rows, std::int64_t padding, std::uint64_t seed) const {
-    return {ids, labels, {.batch_size = rows, .shuffle = true, .seed = seed, .padding = padding}};
+  ga::data::LengthBuckets training_batches(std::int64_t rows, std::int64_t padding, std::uint64_t seed,
+                                           const ga::ProcessGroup& group = {}) const {
+    return {ids,
+            labels,
+            {.batch_size = rows,
+             .shuffle = true,
+             .seed = seed,
+             .padding = padding,
+             .rank = group.rank(),
+             .world_size = group.world_size()}};
   }
   /// As many as go into the memory of so many tokens.
   ga::data::LengthBuckets test_batches(std::int64_t most_tokens, std::int64_t padding) const {

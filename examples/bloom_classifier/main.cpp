@@ -5,8 +5,11 @@
 #include <fmt/format.h>
 #include <torch/torch.h>
 
+#include <cstdio>
 #include <exception>
 #include <gradaccum/keep_freed_memory.hpp>
+#include <gradaccum/process_group.hpp>
+#include <stdexcept>
 
 #include "demo.hpp"
 #include "options.hpp"
@@ -15,8 +18,19 @@
 
 namespace {
 
+/// One of several processes, or the only one: rank 0 speaks for all, and each has a GPU of its own.
+void join_others(bloom::Options& options) {
+  options.group = gradaccum::ProcessGroup::from_environment();
+  if (options.group.world_size() == 1) return;
+  if (options.predict || options.demo) throw std::invalid_argument("predict and --demo are for one process");
+  if (options.device == "cuda") options.device = options.group.device().str();
+  if (options.group.rank() != 0 && std::freopen("/dev/null", "w", stdout) == nullptr)
+    throw std::runtime_error("no /dev/null");
+}
+
 /// Gives the program's status.
-int run(const bloom::Options& options) {
+int run(bloom::Options options) {
+  join_others(options);
   if (options.threads > 0) torch::set_num_threads(options.threads);
   if (options.predict) {
     bloom::print_predictions(options);

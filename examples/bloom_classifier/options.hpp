@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <exception>
+#include <gradaccum/process_group.hpp>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -44,6 +45,7 @@ struct Options {
   std::string device = torch::cuda::is_available() ? "cuda" : "cpu";
   int threads = 0;  // 0: as many as LibTorch chooses
   std::uint64_t seed = 123;
+  gradaccum::ProcessGroup group = {};  // the processes that train together, each with its share of the reviews
 
   bool mixed_precision() const { return precision != "32"; }
   torch::Dtype autocast_type() const { return precision == "16-mixed" ? torch::kHalf : torch::kBFloat16; }

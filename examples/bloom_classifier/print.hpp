@@ -2,6 +2,7 @@
 #pragma once
 
 #include <fmt/format.h>
+#include <torch/torch.h>
 
 #include <chrono>
 #include <cstdint>
@@ -12,6 +13,7 @@
 #include <gradaccum/loss.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policy.hpp>
+#include <gradaccum/process_group.hpp>
 #include <string>
 #include <string_view>
 
@@ -19,11 +21,19 @@ namespace bloom {
 
 namespace ga = gradaccum;
 
+/// Over all processes.
+inline std::int64_t sum(const ga::ProcessGroup& group, std::int64_t count) {
+  const auto all = torch::tensor(count);
+  group.all_reduce(all);
+  return all.item<std::int64_t>();
+}
+
 /// A policy: prints the loss on the way, and the accuracies of an epoch.
 struct Lines {
   static constexpr std::string_view name = "lines";
 
-  std::int64_t every = 300;  // batches
+  std::int64_t every = 300;     // batches
+  ga::ProcessGroup group = {};  // whose accuracies are one
   std::function<ga::Evaluation()> validate = {};
   const ga::FitStatus* status = nullptr;
   ga::Accuracy trained = {};  // as the model was when it saw each batch
@@ -39,7 +49,7 @@ struct Lines {
   }
   void on_epoch_end(std::int64_t) {
     const auto validated = validate();
-    say(fmt::format("{} | Train acc.: {:.2f}% | Val acc.: {:.2f}%", epoch(), 100 * trained.value(),
+    say(fmt::format("{} | Train acc.: {:.2f}% | Val acc.: {:.2f}%", epoch(), 100 * trained_accuracy(),
                     100 * validated["accuracy"]));
     say(fmt::format("Time elapsed {:.2f} min", status->seconds() / 60));
   }
@@ -50,6 +60,13 @@ struct Lines {
   }
 
  private:
+  double trained_accuracy() const {
+    const auto all = [&](const at::Tensor& own) {
+      return static_cast<double>(sum(group, own.defined() ? own.item<std::int64_t>() : 0));
+    };
+    const double right = all(trained.right);
+    return right / all(trained.counted);
+  }
   std::string epoch() const {
     return fmt::format("Epoch: {:04d}/{:04d}", status->epoch + 1, status->options.epochs.value_or(1));
   }

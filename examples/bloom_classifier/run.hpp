@@ -43,7 +43,7 @@ inline Trained train(const Options& options) {
     return trained;
   }
   print_summary(trained, reviews);
-  if (!options.save.empty()) {
+  if (!options.save.empty() && options.group.rank() == 0) {
     save_model_folder(folder, options.save);
     fmt::print("Saved in {}\n", options.save);
   }

@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <gradaccum/policies/data_parallel.hpp>
 #include <gradaccum/policies/save_state.hpp>
 #include <gradaccum/trainer.hpp>
 #include <utility>
@@ -45,7 +46,7 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
     folder.model->checkpoint_blocks(
         {.segments = options.segments, .memory_budget = static_cast<std::int64_t>(options.memory_budget)});
   auto optimizer = make_optimizer(options.optimizer, folder.model->parameters(), options.learning_rate);
-  auto batches = reviews.train.training_batches(options.micro_batch, folder.padding(), options.seed);
+  auto batches = reviews.train.training_batches(options.micro_batch, folder.padding(), options.seed, options.group);
   auto validation = reviews.validation.test_batches(4 * options.max_length, folder.padding());
   auto test = reviews.test.test_batches(4 * options.max_length, folder.padding());
 
@@ -58,13 +59,15 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
   std::function<ga::Evaluation()> validate;
   ga::Trainer trainer(folder.model, optimizer, counted, ga::Accumulate{.steps = options.accumulate},
                       ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
-                      ga::Progress{}, Lines{.every = options.log_every, .validate = [&] { return validate(); }},
+                      ga::DataParallel{.group = options.group}, ga::Progress{},
+                      Lines{.every = options.log_every, .group = options.group, .validate = [&] { return validate(); }},
                       std::move(saving)...);
   validate = [&] { return trainer.evaluate(validation, ga::Accuracy{}); };
   trained.report = trainer.fit(
       batches,
       {.epochs = options.epochs, .resume = options.resume ? options.states() : std::string(), .measure_memory = true});
   if (trained.report.signal != 0) return trained;
+  for (auto* count : {&trained.tokens, &trained.padded}) *count = sum(options.group, *count);
   trained.test = trainer.evaluate(test, ga::Accuracy{});
   return trained;
 }

@@ -23,9 +23,11 @@ struct Bucket {
   std::int64_t elements = 0;
 };
 
-/// A window's gradients in buckets of at most so many bytes, each of one dtype and device; one that is larger goes
-/// alone. Backward brings the last parameters first, and so do the buckets. The same on all ranks: it depends on the
-/// parameters alone, and not on which of them have gradients.
+constexpr std::int64_t alone_from = std::int64_t{1} << 20;  ///< bytes: copying costs more than another message
+
+/// A window's gradients in buckets of at most so many bytes, each of one dtype and device; a large one goes alone, and
+/// is not copied. Backward brings the last parameters first, and so do the buckets. The same on all ranks: it depends
+/// on the parameters alone, and not on which of them have gradients.
 ///
 /// float16 is sent as float32, in which the sum over ranks does not overflow.
 inline std::vector<Bucket> buckets_of(const std::vector<at::Tensor>& parameters,
@@ -41,11 +43,16 @@ inline std::vector<Bucket> buckets_of(const std::vector<at::Tensor>& parameters,
     if (dtype == c10::kHalf) dtype = c10::kFloat;
     const auto elements = parameter.numel();
     const auto size = static_cast<std::int64_t>(c10::elementSize(dtype));
+    const auto options = at::TensorOptions(dtype).device(parameter.device());
     const auto kind = std::tuple(dtype, parameter.device().type(), parameter.device().index());
+    if (elements * size >= std::min(alone_from, bucket_bytes)) {
+      buckets.push_back({.places = {place}, .options = options, .elements = elements});
+      continue;
+    }
     const auto found = open.find(kind);
     if (found == open.end() || (buckets[found->second].elements + elements) * size > bucket_bytes) {
       open[kind] = buckets.size();
-      buckets.push_back({.options = at::TensorOptions(dtype).device(parameter.device())});
+      buckets.push_back({.options = options});
     }
     auto& bucket = buckets[open[kind]];
     bucket.places.push_back(place);

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// ./launch.sh 2 data_parallel: what a window costs when several processes train together, in time and in bytes on the
+// network, against a loop that sums at every micro-batch. compare_processes.py sets Python's DDP beside it.
+
+#include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/optim/sgd.hpp>
+#include <gradaccum/replicas.hpp>
+
+#include <fstream>
+#include <sstream>
+
+#include "harness.hpp"
+
+namespace {
+
+namespace ga = gradaccum;
+
+constexpr std::int64_t width = 1024, layers = 8, rows = 32;
+
+torch::nn::Sequential make_model() {
+  torch::manual_seed(0);
+  torch::nn::Sequential model;
+  for (std::int64_t i = 0; i < layers; ++i) {
+    model->push_back(torch::nn::Linear(width, width));
+    model->push_back(torch::nn::ReLU());
+  }
+  return model;
+}
+
+/// What this machine has sent over loopback: by all processes.
+double sent_bytes() {
+  std::ifstream devices("/proc/net/dev");
+  for (std::string line; std::getline(devices, line);) {
+    if (line.find("lo:") == std::string::npos) continue;
+    std::istringstream numbers(line.substr(line.find(':') + 1));
+    double bytes = 0, other = 0;
+    numbers >> bytes;
+    for (int i = 0; i < 7; ++i) numbers >> other;  // the rest of what was received
+    numbers >> bytes;
+    return bytes;
+  }
+  return 0;
+}
+
+/// One of the loops that are compared. Inputs differ by rank and micro-batch.
+class Loop {
+ public:
+  Loop(std::string name, const ga::ProcessGroup& group, std::int64_t steps)
+      : name_(std::move(name)), group_(group), steps_(steps) {
+    for (std::int64_t i = 0; i < steps; ++i) {
+      torch::manual_seed(static_cast<std::uint64_t>(1 + group.rank() * steps + i));
+      inputs_.push_back(torch::randn({rows, width}));
+    }
+  }
+  virtual ~Loop() = default;
+  virtual void window() = 0;
+
+  void measure() {
+    group_.barrier();
+    const auto before = sent_bytes();
+    times_.push_back(harness::seconds([&] {
+      window();
+      group_.barrier();
+    }));
+    bytes_.push_back(sent_bytes() - before);
+  }
+  void forget() { times_.clear(), bytes_.clear(); }
+  at::Tensor parameters() const {
+    std::vector<at::Tensor> all;
+    for (auto& parameter : model_->parameters()) all.push_back(parameter.detach().flatten());
+    return torch::cat(all);
+  }
+  const std::string& name() const { return name_; }
+  double time() const { return harness::median(times_); }
+  double bytes() const { return harness::median(bytes_); }
+
+ protected:
+  at::Tensor loss(std::int64_t i) { return model_->forward(inputs_[static_cast<std::size_t>(i)]).square().mean(); }
+
+  std::string name_;
+  ga::ProcessGroup group_;
+  std::int64_t steps_;
+  std::vector<at::Tensor> inputs_;
+  torch::nn::Sequential model_ = make_model();
+  ga::optim::SGD sgd_{model_->parameters(), ga::optim::SGDOptions(1e-3)};
+  std::vector<double> times_, bytes_;
+};
+
+class Ours final : public Loop {
+ public:
+  Ours(std::string name, const ga::ProcessGroup& group, std::int64_t steps, bool overlap)
+      : Loop(std::move(name), group, steps),
+        optimizer_(sgd_, {.steps = steps}),
+        replicas_(group, model_, optimizer_, {.overlap = overlap}) {}
+
+  void window() override {
+    for (std::int64_t i = 0; i < steps_; ++i) {
+      optimizer_.backward(loss(i));
+      optimizer_.step();
+      optimizer_.zero_grad();
+    }
+  }
+
+ private:
+  ga::GradAccumulator<ga::optim::SGD> optimizer_;
+  ga::Replicas replicas_;
+};
+
+/// As loops do that know nothing of windows: all gradients are summed after each micro-batch.
+class SumsAlways final : public Loop {
+ public:
+  using Loop::Loop;
+
+  void window() override {
+    for (std::int64_t i = 0; i < steps_; ++i) {
+      (loss(i) / steps_).backward();
+      sum();
+    }
+    sgd_.step();
+    sgd_.zero_grad();
+  }
+
+ private:
+  void sum() {
+    const torch::NoGradGuard no_grad;
+    std::vector<at::Tensor> gradients;
+    for (auto& parameter : model_->parameters()) gradients.push_back(parameter.grad().flatten());
+    auto all = torch::cat(gradients);
+    group_.all_reduce(all);
+    all /= group_.world_size();
+    std::int64_t from = 0;
+    for (auto& parameter : model_->parameters()) {
+      parameter.grad().copy_(all.narrow(0, from, parameter.numel()).view(parameter.sizes()));
+      from += parameter.numel();
+    }
+  }
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::int64_t steps = 4;
+  auto options = harness::parse(argc, argv, "What a window of several processes costs", [&](CLI::App& app) {
+    app.add_option("--micro-batches", steps, "in a window")->check(CLI::Range(1, 1000));
+  });
+  const auto group = ga::ProcessGroup::from_environment();
+  std::vector<std::unique_ptr<Loop>> loops;
+  loops.push_back(std::make_unique<Ours>("gradaccum", group, steps, true));
+  loops.push_back(std::make_unique<Ours>("gradaccum, sent after backward", group, steps, false));
+  loops.push_back(std::make_unique<SumsAlways>("LibTorch, a sum every micro-batch", group, steps));
+  for (auto& loop : loops) loop->measure();
+  for (auto& loop : loops) {
+    const auto distance = (loop->parameters() - loops[0]->parameters()).norm() / loops[0]->parameters().norm();
+    TORCH_CHECK(distance.item<double>() < 1e-5, loop->name(), " does not compute what ours does");
+    loop->forget();
+  }
+  for (int repeat = 0; repeat < options.repeats; ++repeat)
+    for (std::size_t i = 0; i < loops.size(); ++i) loops[repeat % 2 ? loops.size() - 1 - i : i]->measure();
+  if (group.rank() != 0) return 0;
+  for (auto& loop : loops)
+    harness::append_json(options, fmt::format(R"({{"contestant": "{}", "median_s": {}, "bytes": {}}})", loop->name(),
+                                              loop->time(), loop->bytes()));
+}

@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""launch.sh 2 python3 data_parallel.py: a window of DistributedDataParallel with no_sync, for compare_processes.py."""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+WIDTH, LAYERS, ROWS = 1024, 8, 32
+
+
+def sent_bytes():
+    with open("/proc/net/dev") as devices:
+        for line in devices:
+            name, _, numbers = line.partition(":")
+            if name.strip() == "lo":
+                return int(numbers.split()[8])
+    return 0
+
+
+def window(model, optimizer, inputs):
+    for i, x in enumerate(inputs):
+        last = i + 1 == len(inputs)
+        with contextlib.nullcontext() if last else model.no_sync():
+            (model(x).square().mean() / len(inputs)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--json", default="")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    contestants = {}
+    for name, views in (("Python DDP with no_sync", False), ("Python DDP with no_sync, gradients as bucket views", True)):
+        torch.manual_seed(0)
+        layers = [layer for _ in range(LAYERS) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), gradient_as_bucket_view=views)
+        contestants[name] = (model, torch.optim.SGD(model.parameters(), lr=1e-3), [], [])
+    inputs = []
+    for i in range(arguments.micro_batches):
+        torch.manual_seed(1 + rank * arguments.micro_batches + i)
+        inputs.append(torch.randn(ROWS, WIDTH))
+    for repeat in range(arguments.repeats + 2):
+        for model, optimizer, times, volumes in contestants.values():
+            dist.barrier()
+            before = sent_bytes()
+            start = time.perf_counter()
+            window(model, optimizer, inputs)
+            dist.barrier()
+            if repeat >= 2:  # DDP arranges its buckets anew after the first
+                times.append(time.perf_counter() - start)
+                volumes.append(sent_bytes() - before)
+    if rank == 0:
+        with open(arguments.json or os.devnull, "a") as file:
+            for name, (_, _, times, volumes) in contestants.items():
+                row = {"contestant": name, "median_s": statistics.median(times), "bytes": statistics.median(volumes)}
+                file.write(json.dumps(row) + "\n")
+    dist.destroy_process_group()
+
+
+main()
