@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# cmake -DEXAMPLE=<bloom_classifier> -DDIRECTORY=<scratch> -P bloom_classifier.test.cmake
+# cmake -DEXAMPLE=<bloom_classifier> -DLAUNCH=<launch.sh> -DDIRECTORY=<scratch> -P bloom_classifier.test.cmake
 #
 # Runs the BLOOM example on files that it makes itself, and checks what it prints and writes.
 
@@ -41,12 +41,21 @@ expect_match("${output}" "accumulate +time +test accuracy +updates +peak memory\
 set(train --model "${files}" --train "${files}/reviews.csv" --threads 1 --lr 0.001 --micro-batch 2 --accumulate 4)
 succeed(${train} --epochs 2 --save "${DIRECTORY}/saved" --save-every 4 --optimizer adamw)
 expect_match("${output}" "Epoch: 0002/0002 .*Test accuracy ${percent}\n.*Samples/second: .*Tokens/second: [0-9]+\nPadding: ")
+string(REGEX MATCHALL "[a-zA-Z]+ acc[a-z.]+:? ${percent}" accuracies "${output}")
 foreach(name config.json model.safetensors tokenizer.json states)
   if(NOT EXISTS "${DIRECTORY}/saved/${name}")
     message(FATAL_ERROR "there must be a ${name} in the folder that was saved")
   endif()
 endforeach()
 string(REGEX MATCH "Test accuracy [^\n]+" accuracy "${output}")
+# By two processes, with half of the micro-batches each.
+execute_process(COMMAND "${LAUNCH}" 2 "${EXAMPLE}" ${train} --epochs 2 --accumulate 2 --save "${DIRECTORY}/two" --optimizer adamw
+                OUTPUT_VARIABLE output COMMAND_ERROR_IS_FATAL ANY)
+string(REGEX MATCHALL "[a-zA-Z]+ acc[a-z.]+:? ${percent}" of_two "${output}")
+if(NOT of_two STREQUAL accuracies OR NOT of_two)
+  message(FATAL_ERROR "two processes must give '${accuracies}', got '${of_two}'")
+endif()
+
 set(predict predict --model "${DIRECTORY}/saved" --threads 1)
 succeed(${predict} "A wonderful film." "An awful, boring film.")
 expect_match("${output}" "^[01] [(][0-9]+[.][0-9]%[)]  A wonderful film[.]\n[01] [(][0-9.]+%[)]  An awful, boring film[.]\n$")
