@@ -23,6 +23,8 @@ for loop in "" --trainer; do
   one=$("$example" "${settings[@]}" --accumulate 4 | grep -v Wrapping)
   two=$("$launch" 2 "$example" "${settings[@]}" --accumulate 2 | grep -v Wrapping)
   expect_same "$(results "$two")" "$(results "$one")" "two processes ${loop:-with a loop of their own}"
+  four=$("$launch" 4 "$example" "${settings[@]}" --accumulate 1)
+  expect_same "$(results "$four")" "$(results "$one")" "four processes ${loop:-with a loop of their own}"
   other=$("$example" "${settings[@]}" --accumulate 2 | grep -v Wrapping)
   [[ $(results "$other") != "$(results "$one")" ]] || fail "another number of batches an update gives the same"
 done
@@ -31,10 +33,14 @@ done
 settings=("${options[@]}" --batch-size 8 --epochs 20 --save-every 20)
 straight=$("$launch" 2 "$example" "${settings[@]}" --save "$directory/straight")
 kill_one() {  # when there is a state
-  local id
+  local process
   until compgen -G "$directory/$1/step-*" > /dev/null; do sleep 0.05; done
-  for id in $(pgrep -f "$example .*$directory/$1"); do
-    if tr '\0' '\n' < "/proc/$id/environ" | grep -qx 'RANK=1' 2> /dev/null; then kill -s "$2" "$id"; return; fi
+  for process in /proc/[0-9]*; do
+    if { tr '\0' ' ' < "$process/cmdline" | grep -q "^$example .*$directory/$1" &&
+         tr '\0' '\n' < "$process/environ" | grep -qx 'RANK=1'; } 2> /dev/null; then
+      kill -s "$2" "${process#/proc/}"
+      return
+    fi
   done
 }
 kill_one killed KILL & 

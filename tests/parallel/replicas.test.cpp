@@ -190,7 +190,13 @@ TEST_CASE("Replicas: an overflow on one rank is one on all, and nothing moves") 
       window(false);
     }
     while (replicas.others_continue()) {
-      TORCH_CHECK(number == 1);
+      bool refused = false;
+      try {
+        replicas.others_continue();
+      } catch (const c10::Error&) {
+        refused = true;  // it has just said so
+      }
+      TORCH_CHECK(refused && number == 1);
       TORCH_CHECK(scaler.step(*rank.optimizer));
       scaler.update();
       rank.optimizer->zero_grad();
@@ -295,6 +301,39 @@ TEST_CASE("Replicas: what is not the same on all ranks is refused by name") {
     changed.round_();
   });
   for (auto& error : errors) CHECK(testing::contains(error, "rank 0 has '2.weight: Double [3, 8] #"));
+}
+
+TEST_CASE("Replicas: buffers of any dtype, and frozen parameters") {
+  struct Buffers : torch::nn::Module {
+    at::Tensor flag, half, complex, scalar;
+    explicit Buffers(double value) {
+      flag = register_buffer("flag", torch::full({3}, value > 0, torch::kBool));
+      half = register_buffer("half", torch::full({2, 3}, value, torch::kHalf).t());
+      complex = register_buffer("complex", torch::full({2}, value, torch::kComplexDouble));
+      scalar = register_buffer("scalar", torch::tensor(value, torch::kDouble));
+      register_parameter("weight", torch::full({2}, value), /*requires_grad=*/value > 1);
+    }
+  };
+  std::vector<std::string> errors(2);
+  std::vector<std::unique_ptr<Buffers>> models;
+  for (double value : {1.0, 0.0}) models.push_back(std::make_unique<Buffers>(value));
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    auto& model = *models[static_cast<std::size_t>(group.rank())];
+    torch::optim::SGD sgd(model.parameters(), 1.0);
+    ga::GradAccumulator optimizer(sgd);
+    ga::Replicas replicas(group, model, optimizer, {.seed_by_rank = false});
+    try {
+      model.parameters()[0].set_requires_grad(group.rank() == 0);
+      ga::Replicas other(group, model, optimizer);
+    } catch (const c10::Error& error) {
+      errors[static_cast<std::size_t>(group.rank())] = error.what_without_backtrace();
+    }
+  });
+  for (auto& buffer : models[1]->named_buffers())
+    CHECK(torch::equal(buffer.value(), models[0]->named_buffers()[buffer.key()]));
+  CHECK(models[1]->half[0][0].item<double>() == 1);
+  for (auto& error : errors)
+    CHECK(testing::contains(error, "rank 0 has 'weight: Float [2]', and rank 1 has 'weight: Float [2] frozen'"));
 }
 
 TEST_CASE("Replicas: an accumulator that has lost them does not train on by itself") {

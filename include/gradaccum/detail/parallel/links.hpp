@@ -74,7 +74,7 @@ class Links {
     return begin([&] { return on(line).allreduce(tensors); });
   }
   Pending begin_broadcast(const at::Tensor& tensor, int from) {
-    std::vector<at::Tensor> tensors{tensor};
+    std::vector<at::Tensor> tensors{tensor.view({-1}).view(at::kByte)};  // of any dtype
     c10d::BroadcastOptions options;
     options.rootRank = from;
     return begin([&] { return on(Line::agreement).broadcast(tensors, options); });

@@ -68,6 +68,7 @@ class ReplicaPeers final : public Peers {
   }
 
   bool others_continue(const std::shared_ptr<WindowGradients>& window) override {
+    TORCH_CHECK(!followed_, "Replicas: others_continue() has said so, and the step() with the others has not come yet");
     auto all = agree(window, *exchange_of(window, {}), /*active=*/false);
     const bool others = all.active > 0;
     if (others) followed_ = std::move(all);

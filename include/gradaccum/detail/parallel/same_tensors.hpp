@@ -38,10 +38,11 @@ inline void check_same_lines(const ProcessGroup& group, const std::string& lines
   }
 }
 
-/// Names, dtypes and shapes of what a model has.
+/// Names, dtypes and shapes of what a model has, and what of it is frozen.
 inline void check_same_model(const ProcessGroup& group, const torch::nn::Module& model) {
   const auto shape = [](const at::Tensor& tensor) {
-    return tensor.defined() ? c10::str(tensor.scalar_type(), " ", tensor.sizes()) : std::string("none");
+    if (!tensor.defined()) return std::string("none");
+    return c10::str(tensor.scalar_type(), " ", tensor.sizes(), tensor.requires_grad() ? "" : " frozen");
   };
   check_same_lines(group, described(model.named_parameters(), shape) + described(model.named_buffers(), shape),
                    "the model's parameters and buffers");
