@@ -50,6 +50,7 @@ forward() {
 }
 trap 'forward INT' INT
 trap 'forward TERM' TERM
+unset TORCHELASTIC_USE_AGENT_STORE  # of a torchrun around this one
 
 # run ATTEMPT PROGRAM [ARGUMENT...]: gives the status of the first that failed, or 0.
 run() {
@@ -60,14 +61,20 @@ run() {
   export MASTER_PORT=${given_port:-$(free_port)} OMP_NUM_THREADS=${given_threads:-$(( threads > 0 ? threads : 1 ))}
   ids=()
   for (( rank = 0; rank < processes; ++rank )); do
+    set -m  # else they would ignore SIGINT, and so would their own handlers
     RANK=$rank LOCAL_RANK=$rank "$@" &
     ids+=($!)
+    set +m
   done
+  if [[ -n $signal ]]; then forward "$signal"; fi  # it came before all were there
   while (( ${#ids[@]} > 0 )); do
     ended=""
     wait -n -p ended "${ids[@]}"
     status=$?
-    if [[ -z $ended ]]; then continue; fi  # a signal came, which has been passed on
+    if [[ -z ${ended-} ]]; then  # a signal came, which has been passed on
+      if (( status > 128 )); then continue; fi
+      fail "bash 5.1 or newer is needed"
+    fi
     remaining=()
     for id in "${ids[@]}"; do if (( id != ended )); then remaining+=("$id"); fi; done
     ids=("${remaining[@]}")

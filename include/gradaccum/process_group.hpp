@@ -35,10 +35,10 @@ struct ProcessGroupOptions {
 ///     group.all_reduce(count);                                    // the sum over all ranks
 ///     if (group.rank() == 0) std::cout << group.world_size() << " processes, " << count << '\n';
 ///
-/// From the environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; or what srun sets in a step of Slurm's;
-/// or Open MPI's variables with MASTER_ADDR and MASTER_PORT. With a world of 1, or none, there is no network, and all
-/// calls do nothing. A handle: copies are the same group. The first group that one process makes meets the first of all
-/// others, the second the second.
+/// From the environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; or what srun sets in a step of
+/// Slurm's; or Open MPI's variables with MASTER_ADDR and MASTER_PORT. With a world of 1, or none, there is no network,
+/// and all calls do nothing. A handle: copies are the same group. The first group that one process makes meets the
+/// first of all others, the second the second.
 ///
 /// All ranks make the same calls in the same order, one thread each. Tensors are dense, of one shape and dtype on all.
 ///
@@ -52,7 +52,8 @@ class ProcessGroup {
   static ProcessGroup from_environment(ProcessGroupOptions options = {}) {
     return ProcessGroup(detail::LaunchEnvironmentReader().read(), options);
   }
-  /// Where a launcher says it by other means. `store`: what LibTorch has, connected by all of them.
+  /// Where a launcher says it by other means, on one machine. `store`: one of LibTorch's that all ranks share, for this
+  /// group alone.
   ProcessGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
                ProcessGroupOptions options = {});
 

@@ -41,7 +41,8 @@ struct ReplicasOptions {
 /// Each window of the accumulator is then the mean over the items of all ranks, whatever their numbers: gradients are
 /// added up once a window, none inside of it. They are sent in buckets while the backward that fills the window still
 /// runs (in the form with `accumulator.backward`). All ranks step alike, or skip alike where one has overflowed, and
-/// stay equal to the bit, as long as there are Replicas. A parameter without gradients here gets those of the others. Sparse gradients become dense.
+/// stay equal to the bit, as long as there are Replicas. A parameter without gradients here gets those of the others.
+/// Sparse gradients become dense.
 ///
 /// Buffers are each rank's own while it trains: BatchNorm normalises by the rank's own micro-batch, as it does in a
 /// window. `broadcast_buffers()` gives all those of rank 0, before an evaluation say.
@@ -49,7 +50,8 @@ struct ReplicasOptions {
 /// A training that clips, or scales its loss, says so in the last loop as well. One process alone: nothing happens. It
 /// goes neither with `in_backward` nor with a model whose parameters are not the same on all ranks.
 ///
-/// An exception in a backward that has sent gradients is the end for all ranks, with an error that names this one.
+/// An exception in a backward that has sent gradients is the end for all ranks, with an error that names this one. Of
+/// several accumulators with one group, each closes its window before another fills its own.
 ///
 /// @note A window waits for all ranks. Gradients smaller than a bucket are copied together: that much more memory.
 class Replicas {
@@ -93,7 +95,7 @@ class Replicas {
     detail::check_same_model(group_, *model_);
     broadcast(model_->parameters());
     broadcast(model_->buffers());
-    if (options.seed_by_rank) seed();
+    if (options.seed_by_rank && group_.rank() > 0) seed();
   }
   void broadcast(const std::vector<at::Tensor>& tensors) const {
     for (auto& tensor : tensors)

@@ -54,7 +54,7 @@ class Trainer {
         optimizer_owner_(detail::kept_owner(std::forward<GivenOptimizer>(optimizer))),
         objective_(std::move(objective)),
         policies_(std::move(policies)...) {
-    policies_.attach(*this);
+    policies_.template processes_first<hooks::attach>(*this);
   }
   Trainer(const Trainer&) = delete;  // policies may hold on to it
 
@@ -80,6 +80,7 @@ class Trainer {
       record_.set_closing(policies_.ready());
       if (closing() && window_.steps_in_backward()) prepare();
       window_.add(std::move(loss), closing());
+      if (closing() && peers()) prepare(), window_.complete_early();  // until then they are at the gradients
       Gradients so_far(window_.so_far());
       call<hooks::after_backward>(so_far);
       record_.end_micro_batch();

@@ -110,11 +110,14 @@ std::shared_ptr<const Peers> peers_of(const Training& training) {
     return nullptr;
 }
 
-/// The state that `find` finds; with other processes, on rank 0 for all. Empty where there is none.
+/// What rank 0 finds or makes, on all ranks; an error there is one on all. Empty where there is none.
 template <class Find>
-std::filesystem::path agreed_state(const Peers* peers, const Find& find) {
-  const auto text = [&] { return find().value_or(std::filesystem::path()).string(); };
-  return peers ? peers->say(text) : text();
+std::filesystem::path of_rank_0(const Peers* peers, const Find& find) {
+  const auto found = on_all(peers, [&] {
+    const bool asked = !peers || peers->rank() == 0;
+    return asked ? find().value_or(std::filesystem::path()).string() : std::string();
+  });
+  return peers ? peers->say(found) : found;
 }
 
 /// What a state has, checked.
@@ -161,11 +164,14 @@ template <saveable Training>
 std::filesystem::path save(const std::filesystem::path& directory, Training& training, SaveOptions options) {
   TORCH_CHECK(options.keep_last >= 0, "save: keep_last must be >= 0, got ", options.keep_last);
   const auto peers = detail::peers_of(training);
-  if (!peers || peers->rank() == 0) detail::check_is_newest(directory, training.updates());
-  auto archive = Archive::of_references();
-  training.state(archive);
+  auto archive = detail::on_all(peers.get(), [&] {
+    if (!peers || peers->rank() == 0) detail::check_is_newest(directory, training.updates());
+    auto own = Archive::of_references();
+    training.state(own);
+    return own;
+  });
   if (peers) peers->gather(archive);
-  return detail::agreed_state(peers.get(), [&] {
+  return detail::of_rank_0(peers.get(), [&] {
     detail::StateDirectory states(directory);
     auto folder = states.add(training.updates(), [&](auto& unfinished) { io::write_state(archive, unfinished); });
     if (options.keep_last > 0) states.keep_last(options.keep_last);
@@ -176,12 +182,15 @@ std::filesystem::path save(const std::filesystem::path& directory, Training& tra
 template <saveable Training>
 std::filesystem::path load(const std::filesystem::path& directory, Training& training, LoadOptions options) {
   const auto peers = detail::peers_of(training);
-  const auto folder = detail::agreed_state(peers.get(), [&] { return detail::newest_state(directory); });
+  const auto folder = detail::of_rank_0(peers.get(), [&] { return detail::newest_state(directory); });
   TORCH_CHECK(!folder.empty(), "load: ", directory.string(),
               " must be a state or have one, a folder step-000000 of any number");
-  auto archive = detail::open_state(folder, options.allow_changes, peers.get());
-  detail::load_state(archive, training);
-  return folder;
+  auto archive =
+      detail::on_all(peers.get(), [&] { return detail::open_state(folder, options.allow_changes, peers.get()); });
+  return detail::on_all(peers.get(), [&] {
+    detail::load_state(archive, training);
+    return folder;
+  });
 }
 
 }  // namespace gradaccum

@@ -57,6 +57,18 @@ expect_same "$(results "$killed" | tail -n 3)" "$(results "$straight" | tail -n 
 cmp "$(ls -d "$directory"/straight/step-* | tail -n 1)/model.safetensors" \
       "$(ls -d "$directory"/killed/step-* | tail -n 1)/model.safetensors" || fail "other weights after a kill"
 
+# The launcher passes signals on, and waits for what they bring about.
+for signal in INT TERM; do
+  "$launch" 2 bash -c 'trap "sleep 1; echo saved; exit 3" INT TERM; echo ready; while :; do sleep 0.05; done' \
+    > "$directory/output" 2>&1 &
+  id=$!
+  until (( $(grep -c ready "$directory/output") == 2 )); do sleep 0.05; done
+  if [[ $signal == TERM ]]; then kill -s TERM "$id"; else kill -s INT "$id" 2> /dev/null; kill -s TERM "$id"; fi
+  status=0
+  wait "$id" || status=$?
+  (( status == 3 && $(grep -c saved "$directory/output") == 2 )) || fail "$signal: $status, $(cat "$directory/output")"
+done
+
 # SIGTERM to one of them ends both after the same window, with a state.
 kill_one stopped TERM &
 status=0

@@ -10,10 +10,13 @@
 #include "support/ranks.hpp"
 
 #include <algorithm>
+#include <csignal>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace ga = gradaccum;
@@ -151,6 +154,141 @@ TEST_CASE("DataParallel: a saved training goes on to the bit, on all ranks") {
   Run alone;
   REQUIRE_ERROR("world_size = 2, and here it is 1", alone.fit(data, ga::ProcessGroup(), directory / "stopped",
                                                               {.epochs = 3, .resume = directory / "stopped"}));
+}
+
+namespace {
+
+/// A policy: does something at an update, or at the end of an epoch, and writes down what it sees.
+struct Watch {
+  std::function<void(const ga::Step&)> at_window = {};
+  std::function<void(std::int64_t)> at_epoch_end = {};
+  std::vector<double>* norms = nullptr;
+
+  void after_backward(ga::Gradients& so_far) const { norms->push_back(so_far.norm().item<double>()); }
+  void after_window(const ga::Step& step) const { at_window(step); }
+  void on_epoch_end(std::int64_t epoch) const { at_epoch_end(epoch); }
+};
+
+/// Ranks with `batches` of their own each, until somebody ends it.
+struct Ended {
+  torch::nn::Sequential model = make_model();
+  std::vector<double> items, norms;
+  std::vector<std::int64_t> epochs;
+  ga::FitReport report;
+};
+
+template <class End>
+void train_until(Ended& own, const ga::ProcessGroup& group, std::int64_t rows, std::int64_t epochs, const End& end,
+                 const std::filesystem::path& directory) {
+  torch::manual_seed(3);
+  ga::data::TensorBatches batches(torch::ones({rows, 4}, at::kDouble) * (group.rank() + 1),
+                                  torch::ones({rows, 3}, at::kDouble), {.batch_size = 2});
+  torch::optim::SGD sgd(own.model->parameters(), 0.1);
+  std::function<void()> stop, interrupt;
+  ga::Trainer trainer(own.model, sgd, objective, ga::SaveState{.directory = directory, .every_updates = 1000},
+                      Watch{.at_window =
+                                [&](const ga::Step& step) {
+                                  own.items.push_back(step.items);
+                                  own.epochs.push_back(step.epoch);
+                                  end(group.rank(), "window", step.update, stop, interrupt);
+                                },
+                            .at_epoch_end = [&](auto epoch) { end(group.rank(), "epoch", epoch, stop, interrupt); },
+                            .norms = &own.norms},
+                      ga::DataParallel{.group = group, .options = {.bucket_bytes = 8, .seed_by_rank = false}});
+  stop = [&trainer] { trainer.stop(); };
+  interrupt = [&trainer] { trainer.interrupt(SIGTERM); };
+  own.report = trainer.fit(batches, {.epochs = epochs});
+}
+
+}  // namespace
+
+TEST_CASE("DataParallel: a signal while one rank goes along ends both, with a state") {
+  const int signalled = GENERATE(0, 1);
+  const Directory directory;
+  std::vector<Ended> ranks(2);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    train_until(
+        ranks[static_cast<std::size_t>(group.rank())], group, group.rank() == 0 ? 20 : 4, 3,
+        [&](int rank, const std::string& when, std::int64_t number, auto&, auto& interrupt) {
+          if (rank == signalled && when == "window" && number == 5) interrupt();
+        },
+        directory / "states");
+  });
+  for (auto& rank : ranks) {
+    CHECK(rank.report.signal == SIGTERM);
+    CHECK(rank.report.updates == 6);
+    CHECK(rank.items == std::vector<double>{4, 4, 2, 2, 2, 2});
+    CHECK(torch::equal(flat(rank.model), flat(ranks[0].model)));
+  }
+  CHECK(std::filesystem::exists(directory / "states" / "step-000006"));
+}
+
+TEST_CASE("DataParallel: stop at the end of an epoch ends it there; a rank without batches knows the epoch") {
+  const Directory directory;
+  std::vector<Ended> ranks(2);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    train_until(
+        ranks[static_cast<std::size_t>(group.rank())], group, group.rank() == 0 ? 4 : 2, 5,
+        [&](int rank, const std::string& when, std::int64_t number, auto& stop, auto&) {
+          if (rank == 1 && when == "epoch" && number == 1) stop();
+        },
+        directory / "states");
+  });
+  for (auto& rank : ranks) {
+    CHECK(rank.report.epochs == 2);
+    CHECK(rank.report.updates == 4);
+    CHECK(rank.epochs == std::vector<std::int64_t>{0, 0, 1, 1});
+  }
+  // after_backward of what fills a window sees the sum over all ranks, or that of this rank where the other goes along.
+  REQUIRE(ranks[0].norms.size() == 4);
+  REQUIRE(ranks[1].norms.size() == 2);
+  CHECK(ranks[0].norms[0] == ranks[1].norms[0]);
+  CHECK(ranks[0].norms[2] == ranks[1].norms[1]);
+}
+
+TEST_CASE("DataParallel: an exception in fit on one rank ends the others at once") {
+  const Directory directory;
+  std::vector<Ended> ranks(2);
+  std::vector<std::string> errors(2);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    const auto number = static_cast<std::size_t>(group.rank());
+    try {
+      train_until(
+          ranks[number], group, 8, 1,
+          [&](int rank, const std::string& when, std::int64_t update, auto&, auto&) {
+            if (rank == 1 && when == "window" && update == 2) throw std::runtime_error("out of paper");
+          },
+          directory / "states");
+    } catch (const std::exception& error) {
+      errors[number] = error.what();
+    }
+  });
+  CHECK(contains(errors[0], "rank 1 has given up: out of paper"));
+  CHECK(errors[1] == "out of paper");
+}
+
+TEST_CASE("DataParallel: a state that one rank cannot read is loaded by none") {
+  const Data data;
+  const Directory directory;
+  std::vector<Run> runs(2), again(2);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    runs[static_cast<std::size_t>(group.rank())].fit(data, group, directory / "run", {.updates = 3});
+  });
+  const auto file = directory / "run" / "step-000003" / "model.safetensors";
+  auto text = text_of(file);
+  text.back() = static_cast<char>(text.back() ^ 1);
+  write_text(file, text);
+  std::vector<std::string> errors(2);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    const auto number = static_cast<std::size_t>(group.rank());
+    try {
+      again[number].fit(data, group, directory / "run", {.epochs = 3, .resume = directory / "run"});
+    } catch (const std::exception& error) {
+      errors[number] = error.what();
+    }
+  });
+  for (auto& error : errors) CHECK(contains(error, "model.safetensors"));
+  for (auto& error : errors) CHECK(contains(error, "step-000002"));  // the newest intact one
 }
 
 TEST_CASE("DataParallel: stop on one rank ends all after the same window") {

@@ -9,6 +9,7 @@
 #include "support/models.hpp"
 #include "support/ranks.hpp"
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -301,6 +302,47 @@ TEST_CASE("Replicas: what is not the same on all ranks is refused by name") {
     changed.round_();
   });
   for (auto& error : errors) CHECK(testing::contains(error, "rank 0 has '2.weight: Double [3, 8] #"));
+}
+
+TEST_CASE("Replicas: sums of float16 gradients by tokens do not overflow on their way") {
+  std::vector<torch::nn::Linear> models;
+  for (int i = 0; i < 2; ++i) models.emplace_back(torch::nn::LinearOptions(1, 1).bias(false));
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    auto& model = models[static_cast<std::size_t>(group.rank())];
+    model->to(torch::kHalf);
+    torch::optim::SGD sgd(model->parameters(), 1.0);
+    ga::GradAccumulator optimizer(sgd);
+    ga::Replicas replicas(group, model, optimizer, {.seed_by_rank = false});
+    const auto before = model->weight.item<double>();
+    optimizer.backward(ga::Loss{(model->weight.to(at::kFloat) * 8).sum(), 8192});
+    optimizer.step();
+    TORCH_CHECK(std::abs(before - model->weight.item<double>() - 8) < 0.05, model->weight);
+  });
+  CHECK(torch::equal(models[0]->weight, models[1]->weight));
+}
+
+TEST_CASE("Replicas: two accumulators of one group close their windows one after the other") {
+  std::vector<std::string> errors(2);
+  std::vector<std::vector<Rank>> ranks;
+  for (int i = 0; i < 2; ++i) ranks.push_back(make_ranks(2, 1));
+  const auto batch = make_batches({3})[0];
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    auto &first = ranks[0][static_cast<std::size_t>(group.rank())],
+         &second = ranks[1][static_cast<std::size_t>(group.rank())];
+    const ga::ReplicasOptions options{.bucket_bytes = 1, .seed_by_rank = false};
+    ga::Replicas one(group, first.model, *first.optimizer, options),
+        two(group, second.model, *second.optimizer, options);
+    first.backward(batch);
+    second.backward(batch);
+    one.check_equal();
+    try {
+      first.optimizer->backward(loss_of(first.model, batch));
+      second.optimizer->backward(loss_of(second.model, batch));
+    } catch (const c10::Error& error) {
+      errors[static_cast<std::size_t>(group.rank())] = error.what_without_backtrace();
+    }
+  });
+  for (auto& error : errors) CHECK(testing::contains(error, "a window of another accumulator with the same group"));
 }
 
 TEST_CASE("Replicas: buffers of any dtype, and frozen parameters") {

@@ -5,10 +5,13 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace gradaccum::detail {
 
@@ -40,8 +43,31 @@ class Peers {
   virtual void gather(Archive& archive) const = 0;
   /// Of values that have been gathered, this rank's.
   virtual void pick(Archive::Values& values) const = 0;
-  /// What rank 0 says, on all ranks. An error there is an error on all.
-  virtual std::string say(const std::function<std::string()>& on_rank_0) const = 0;
+  /// What rank 0 says, on all ranks.
+  virtual std::string say(const std::string& on_rank_0) const = 0;
+  /// The first error that a rank has, on all ranks, with its number; empty where none has one.
+  virtual std::string first_error(const std::string& own) const = 0;
+  /// The others' waiting ends, with this reason.
+  virtual void give_up(const std::string& why) = 0;
 };
+
+/// Does the same on all ranks; what fails on one fails on all.
+template <class Work>
+auto on_all(const Peers* peers, const Work& work) -> decltype(work()) {
+  if (!peers) return work();
+  std::optional<decltype(work())> result;
+  std::exception_ptr own;
+  std::string text;
+  try {
+    result.emplace(work());
+  } catch (const std::exception& error) {
+    own = std::current_exception();
+    text = error.what();
+  }
+  const auto first = peers->first_error(text);
+  if (own) std::rethrow_exception(own);
+  if (!first.empty()) throw std::runtime_error(first);
+  return std::move(*result);
+}
 
 }  // namespace gradaccum::detail

@@ -27,11 +27,13 @@ namespace gradaccum {
 /// and reports are of all ranks, too, and the same on each: losses, items, samples. Progress and MetricsLog are rank
 /// 0's. A rank with less data than others goes along to the end of the epoch; buffers are rank 0's from there on.
 ///
-/// What ends the training (`stop()`, a signal with SaveState) ends it on all ranks, after the same window. States are
-/// saved by rank 0 and have all that is another rank's own (random numbers, the place in its data); they are loaded by
-/// all, from a directory that all see, with the same number of ranks, and go on to the bit.
+/// What ends the training (`stop()`, a signal with SaveState) ends it on all ranks, after the window that is closed
+/// next, or the epoch. An exception in `fit` on one rank ends it on all. States are saved by rank 0 and have all that
+/// is another rank's own (random numbers, the place in its data); they are loaded by all, from a directory that all
+/// see, with the same number of ranks, and go on to the bit.
 ///
-/// `evaluate` is each rank's own: given the same batches, the results are the same.
+/// `evaluate` is each rank's own: given the same batches, the results are the same. So are the batches that
+/// `OnNan::skip` leaves out, and the averages that `Ema` has of buffers.
 ///
 /// @note Waits for all ranks when a window closes, and reads the losses of a device then.
 struct DataParallel {

@@ -91,7 +91,7 @@ inline void SaveState::at_boundary() {
   if (rehearse) std::exchange(rehearse, {})();  // before hours have gone by
   const int signal = on_signals ? detail::StopSignals::received() : 0;
   if (signal != 0) interrupt(signal);
-  const bool ends = status->done() && (!finished || signal != 0);
+  const bool ends = status->done() && (!finished || status->signal != 0);  // a signal that all processes know of
   if (due || ends) save_now();
   due = false;
   finished = finished || ends;

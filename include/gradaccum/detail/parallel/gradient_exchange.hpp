@@ -14,6 +14,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -57,7 +58,8 @@ class GradientExchange final : public ArrivalListener {
   /// 1 for each parameter that has a gradient here.
   std::vector<double> used() const;
   /// Sends what has not been sent, waits, and puts the sums into the window: of parameters that are used somewhere.
-  void finish(const std::vector<double>& used_by);
+  /// Gives what they have been divided by: 1, but for float16 parameters, where sums might overflow.
+  double finish(const std::vector<double>& used_by, double weight_of_all);
   bool begun() const { return !sent_.empty(); }
 
  private:
@@ -108,16 +110,23 @@ inline std::vector<double> GradientExchange::used() const {
   return used;
 }
 
-inline void GradientExchange::finish(const std::vector<double>& used_by) {
+inline double GradientExchange::finish(const std::vector<double>& used_by, double weight_of_all) {
   const at::NoGradGuard no_grad;
+  const bool has_half = std::any_of(parameters_.begin(), parameters_.end(),
+                                    [](auto& parameter) { return parameter.scalar_type() == at::kHalf; });
+  const double unit = has_half && weight_of_all > 0 ? weight_of_all : 1;
   while (sent_.size() < buckets_.size()) send(buckets_[sent_.size()]);
   for (std::size_t i = 0; i < buckets_.size(); ++i) {
     links_->wait(sent_[i].pending, "the gradients of a window");
+    if (unit != 1) sent_[i].sum.div_(unit);
     put_back(buckets_[i], sent_[i].sum, used_by);
   }
+  links_->end_exchange(this);
+  return unit;
 }
 
 inline void GradientExchange::send(const Bucket& bucket) {
+  links_->begin_exchange(this);
   auto sum = bucket.places.size() == 1 ? sent_alone(bucket.places[0], bucket) : sent_together(bucket);
   if (weight_ != 0 && weight_ != 1) sum.mul_(weight_);
   auto pending = links_->begin_sum(Links::Line::gradients, sum.is_complex() ? at::view_as_real(sum) : sum);

@@ -5,6 +5,7 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -54,6 +55,7 @@ class Heartbeat {
   template <class Done>
   bool wait(const Done& done) {
     std::unique_lock lock(shared_->mutex);
+    ++shared_->waits;
     shared_->changed.wait(lock, [&] { return done() || shared_->failure; });
     return done();
   }
@@ -76,6 +78,7 @@ class Heartbeat {
     std::string place;
     int rank = 0;
     std::vector<std::int64_t> counts;
+    std::int64_t waits = 0, told = 0;  // how often this process has waited for others; and what they know of it
 
     std::mutex mutex;
     std::condition_variable changed;
@@ -86,6 +89,7 @@ class Heartbeat {
     void beat();
     void look_for_the_missing();
     std::optional<std::string> missing();
+    std::optional<std::string> behind();
     void leave();
     void fail(std::string text);
     bool pause(Milliseconds time);
@@ -105,7 +109,7 @@ inline void Heartbeat::Shared::run() {
     while (pause(interval));
     leave();
   } catch (const std::exception&) {
-    fail("the store at " + place + " cannot be reached: its process has ended");
+    fail(place + " has ended");
   }
   const std::lock_guard lock(mutex);
   stopped = true;
@@ -116,11 +120,14 @@ inline void Heartbeat::Shared::beat() {
   store->add(key_of(static_cast<std::size_t>(rank)), 1);
   std::optional<std::string> ours;
   bool wanted = false;
+  std::int64_t news = 0;
   {
     const std::lock_guard lock(mutex);
     ours = to_announce;
     wanted = asked && !failure;
+    news = waits - std::exchange(told, waits);
   }
+  if (news > 0) store->add("waits/" + std::to_string(rank), news);
   if (store->check({"failure"})) {
     const auto text = store->get("failure");
     return fail(std::string(text.begin(), text.end()));
@@ -140,7 +147,8 @@ inline void Heartbeat::Shared::look_for_the_missing() {
     store->add(key_of(static_cast<std::size_t>(rank)), 1);
     if (!pause(interval)) return;
   }
-  const auto who = missing();
+  auto who = missing();
+  if (!who) who = behind();
   if (store->check({"failure"})) return;  // somebody was faster; it is read at the next beat
   const auto text = who ? *who : "all processes are there, but the connection between two of them is lost";
   store->set("failure", std::vector<std::uint8_t>(text.begin(), text.end()));
@@ -171,6 +179,15 @@ inline void Heartbeat::Shared::leave() {
   }
 }
 
+/// All are there, but some have not come to where the others wait.
+inline std::optional<std::string> Heartbeat::Shared::behind() {
+  std::vector<std::int64_t> waited;
+  for (std::size_t i = 0; i < counts.size(); ++i) waited.push_back(store->add("waits/" + std::to_string(i), 0));
+  const auto [least, most] = std::minmax_element(waited.begin(), waited.end());
+  if (*least == *most) return {};
+  return "rank " + std::to_string(least - waited.begin()) + " hangs, or does something else than the others";
+}
+
 inline void Heartbeat::Shared::fail(std::string text) {
   const std::lock_guard lock(mutex);
   if (!failure) failure = std::move(text);
@@ -196,7 +213,7 @@ inline std::string Heartbeat::Shared::explain() {
   std::unique_lock lock(mutex);
   asked = true;
   changed.wait_for(lock, patience, [this] { return failure || stopped; });
-  return failure ? *failure : "the store at " + place + " does not answer: its process has ended or hangs";
+  return failure ? *failure : place + " has ended or hangs";
 }
 
 inline void Heartbeat::Shared::announce(std::string text) {

@@ -49,7 +49,8 @@ class Links {
   }
 
   static std::shared_ptr<Links> connect(const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
-    const auto place = environment.address + ":" + std::to_string(environment.port);
+    const auto place = c10::str(environment.launcher_has_store ? "the launcher" : "rank 0", " (its store at ",
+                                environment.address, ":", environment.port, ")");
     c10d::TCPStoreOptions options;
     options.port = environment.port;
     options.isServer = environment.rank == 0 && !environment.launcher_has_store;
@@ -85,6 +86,17 @@ class Links {
     return begin([&] { return on(Line::agreement).allgather(outputs, inputs); });
   }
 
+  /// Windows of two accumulators must not be under way at once: ranks could send them in different orders.
+  void begin_exchange(const void* exchange) {
+    TORCH_CHECK(exchange_ == nullptr || exchange_ == exchange,
+                "Replicas: a window of another accumulator with the same group has sent gradients, and is not closed "
+                "yet; call its step() before this backward(), or use {.overlap = false} for both");
+    exchange_ = exchange;
+  }
+  void end_exchange(const void* exchange) {
+    if (exchange_ == exchange) exchange_ = nullptr;
+  }
+
   /// `what`: "the gradients of a window"
   void wait(const Pending& pending, const std::string& what) {
     check_usable();
@@ -98,8 +110,8 @@ class Links {
   /// Something in this process has gone wrong in the middle of an exchange: the others hear of it.
   void give_up(const std::string& why) {
     if (!failure_.empty()) return;
-    failure_ = why;
-    heartbeat_.announce("rank " + std::to_string(rank_) + " has given up: " + why);
+    failure_ = why.substr(0, why.find('\n'));  // the rest tells where LibTorch threw it
+    heartbeat_.announce("rank " + std::to_string(rank_) + " has given up: " + failure_);
   }
 
  private:
@@ -124,6 +136,7 @@ class Links {
   c10::intrusive_ptr<c10d::Backend> gradients_, agreement_;
   Heartbeat heartbeat_;
   std::string failure_;
+  const void* exchange_ = nullptr;  // whose gradients are under way
 };
 
 }  // namespace gradaccum::detail

@@ -36,8 +36,12 @@ class RankStates {
   /// Of what `gather` made, this rank's.
   static void pick(Archive::Values& values, int rank) {
     Archive::Values own;
+    const auto prefix = prefix_of(rank);
     for (auto value = values.lower_bound("rank_"); value != values.end() && value->first.starts_with("rank_");) {
-      const auto prefix = prefix_of(rank);
+      if (!is_of_rank(value->first)) {  // a part of somebody's own
+        ++value;
+        continue;
+      }
       if (value->first.starts_with(prefix)) own[value->first.substr(prefix.size())] = value->second;
       value = values.erase(value);
     }
@@ -49,6 +53,12 @@ class RankStates {
   static constexpr const char* missing_name = "has not";  // names of what rank 0 has, a line each
 
   static std::string prefix_of(int rank) { return "rank_" + std::to_string(rank) + "."; }
+
+  /// `rank_12.`
+  static bool is_of_rank(const std::string& name) {
+    const auto digits = name.find_first_not_of("0123456789", 5);
+    return digits != name.npos && digits > 5 && name[digits] == '.';
+  }
 
   static Archive::Values fingerprints(const Archive::Values& values) {
     auto prints = values;

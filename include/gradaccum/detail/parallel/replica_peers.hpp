@@ -13,12 +13,12 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -37,7 +37,10 @@ class ReplicaPeers final : public Peers {
 
   int rank() const override { return group_.rank(); }
   /// The replicas are gone, and with them their connections: whoever goes on to train hears of it.
-  void disconnect() { exchange_.reset(), links_.reset(), group_ = {}; }
+  void disconnect() {
+    end_window();
+    links_.reset(), group_ = {};
+  }
 
   std::function<WindowTotals()> report = [] { return WindowTotals(); };             ///< what else a rank tells
   std::function<void(const WindowTotals& own, const WindowTotals& all)> hear = {};  ///< what came of it
@@ -56,15 +59,23 @@ class ReplicaPeers final : public Peers {
   }
 
   void end_window() override {
-    if (const auto exchange = std::exchange(exchange_, {}); exchange && exchange->begun())
-      links_->give_up("a window was discarded, or met an exception, when some of its gradients had been sent");
+    const auto exchange = std::exchange(exchange_, {});
+    const bool agreed = std::exchange(followed_, {}).has_value();
+    if (agreed || (exchange && exchange->begun()))
+      links_->give_up("a window was discarded, or met an exception, when others counted on its gradients");
   }
 
   void reduce(const std::shared_ptr<WindowGradients>& window, std::optional<c10::ScalarType> accumulate_in) override {
-    const auto exchange = exchange_ ? std::exchange(exchange_, {}) : exchange_of(window, accumulate_in);
-    const auto all = followed_ ? *std::exchange(followed_, {}) : agree(window, *exchange, /*active=*/true);
-    exchange->finish(all.used);
-    window->set_weights(1, all.weight);
+    if (!exchange_) exchange_ = exchange_of(window, accumulate_in);
+    try {
+      const auto all = followed_ ? *followed_ : agree(window, *exchange_, /*active=*/true);
+      const auto unit = exchange_->finish(all.used, all.weight);
+      window->set_weights(unit, all.weight);
+    } catch (const std::exception& error) {
+      links_->give_up(error.what());
+      throw;
+    }
+    exchange_.reset(), followed_.reset();
   }
 
   bool others_continue(const std::shared_ptr<WindowGradients>& window) override {
@@ -78,18 +89,17 @@ class ReplicaPeers final : public Peers {
   void gather(Archive& archive) const override { RankStates(group_).gather(archive); }
   void pick(Archive::Values& values) const override { RankStates::pick(values, group_.rank()); }
 
-  std::string say(const std::function<std::string()>& on_rank_0) const override {
-    std::string error, text;
-    if (group_.rank() == 0) {
-      try {
-        text = on_rank_0();
-      } catch (const std::exception& thrown) {
-        error = thrown.what();
-      }
-    }
-    error = group_.all_gather(error)[0];
-    if (!error.empty()) throw std::runtime_error(error);
-    return group_.all_gather(text)[0];
+  std::string say(const std::string& on_rank_0) const override {
+    return group_.all_gather(group_.rank() == 0 ? on_rank_0 : "")[0];
+  }
+  std::string first_error(const std::string& own) const override {
+    const auto all = group_.all_gather(own);
+    for (std::size_t rank = 0; rank < all.size(); ++rank)
+      if (!all[rank].empty()) return c10::str("rank ", rank, ": ", all[rank].substr(0, all[rank].find('\n')));
+    return "";
+  }
+  void give_up(const std::string& why) override {
+    if (links_) links_->give_up(why);
   }
 
  private:

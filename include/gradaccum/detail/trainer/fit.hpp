@@ -7,6 +7,7 @@
 #include <gradaccum/training_state.hpp>
 
 #include <cstdint>
+#include <exception>
 
 namespace gradaccum::detail {
 
@@ -23,22 +24,38 @@ class Fit {
     return trainer_.policies_.template in_scopes<hooks::fit_scope>([&] {
       return trainer_.or_discard([&] {
         resume();
-        while (!status_.done() || data_.is_in_epoch()) run_epoch();  // one that was done may have its epoch to end
+        or_give_up([&] {
+          while (!status_.done() || data_.is_in_epoch()) run_epoch();  // one that was done may have its epoch to end
+        });
         return scope.report();
       });
     });
   }
 
  private:
+  /// An exception here is the end for other processes, too: they would wait for windows that never come.
+  template <class Work>
+  void or_give_up(const Work& work) {
+    try {
+      work();
+    } catch (const std::exception& error) {
+      if (const auto peers = trainer_.peers()) peers->give_up(error.what());
+      throw;
+    }
+  }
+
   /// Policies begin the epoch before they are loaded: so they may do both.
   void resume() {
     const auto* const peers = trainer_.peers().get();
-    const auto folder = agreed_state(peers, [&] { return state_to_resume(status_.options); });
+    const auto folder = of_rank_0(peers, [&] { return state_to_resume(status_.options); });
     if (folder.empty()) return;
-    auto archive = open_state(folder, status_.options.allow_changes, peers);
+    auto archive = on_all(peers, [&] { return open_state(folder, status_.options.allow_changes, peers); });
     status_.resumed_from = folder.string();
     if (const auto epoch = epoch_in_hand(archive)) begin_epoch(*epoch);
-    load_state(archive, trainer_);
+    on_all(peers, [&] {
+      load_state(archive, trainer_);
+      return true;
+    });
   }
 
   void begin_epoch(std::int64_t epoch) {
@@ -60,17 +77,19 @@ class Fit {
     if (interrupted()) return;
     status_.end_epoch(trainer_.window_.has_weight());
     data_.end_epoch();
-    trainer_.template call<hooks::on_epoch_end>(status_.epoch);
+    trainer_.policies_.template processes_first<hooks::on_epoch_end>(status_.epoch);
+    trainer_.policies_.others_continue();  // none do: what somebody wanted since, to stop say, is known to all now
     at_boundary();
   }
 
   /// With other processes, as long as they have batches.
   void go_along() {
-    while (trainer_.policies_.others_continue() && !interrupted()) {
-      trainer_.flush();
-      at_boundary();
+    while (!interrupted()) {
+      const bool continues = trainer_.policies_.others_continue();
+      if (continues) trainer_.flush();  // with theirs
+      if (continues || interrupted()) at_boundary();
+      if (!continues) return;
     }
-    if (interrupted()) at_boundary();
   }
 
   void run_batches() {

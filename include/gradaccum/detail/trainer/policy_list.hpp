@@ -41,17 +41,15 @@ class PolicyList {
     std::apply([&](auto&... policy) { (call<Hook>(policy, arguments...), ...); }, policies_);
   }
 
-  /// That of several processes comes first: others ask which of them this is.
-  template <class Trainer>
-  void attach(Trainer& trainer) {
-    const auto attach_those = [&](bool of_several) {
+  /// That of several processes comes first: others ask which of them this is, or evaluate what is the same on all.
+  template <class Hook, class... Arguments>
+  void processes_first(Arguments&... arguments) {
+    for (const bool of_processes : {true, false}) {
       const auto each = [&]<class P>(P& policy) {
-        if (hook::others_continue<P> == of_several) call<hooks::attach>(policy, trainer);
+        if (hook::others_continue<P> == of_processes) call<Hook>(policy, arguments...);
       };
       std::apply([&](auto&... policy) { (each(policy), ...); }, policies_);
-    };
-    attach_those(true);
-    attach_those(false);
+    }
   }
 
   /// None that has a say is against it. All are asked, whatever the others say.

@@ -163,7 +163,11 @@ inline WindowTotals WindowRecord::totals(const FitStatus& status) const {
 inline void WindowRecord::take_totals(const WindowTotals& own, const WindowTotals& all, FitStatus& status) {
   if (all.stop > 0) status.stopped = true;
   if (all.signal > 0) status.signal = status.wants_signal != 0 ? status.wants_signal : SIGTERM;
-  if (all.active == 0) return;  // an epoch is over on all ranks, and no window closes
+  if (all.active == 0) {  // an epoch is over on all ranks, and no window closes
+    status.trained = status.trained || all.weight > 0;
+    return;
+  }
+  if (own.micro_batches == 0) step_.epoch = status.epoch;
   step_.samples = static_cast<std::int64_t>(all.samples);
   step_.micro_batches = static_cast<std::int64_t>(all.micro_batches);
   status.samples += static_cast<std::int64_t>(all.samples - own.samples);
