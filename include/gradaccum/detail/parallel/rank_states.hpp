@@ -92,7 +92,7 @@ class RankStates {
   }
 
   static void add(Archive& archive, Archive::Values& values, const std::string& prefix) {
-    for (auto& [name, value] : values) std::visit([&](auto& held) { archive(prefix + name, held); }, value);
+    for (auto& value : values) std::visit([&](auto& held) { archive(prefix + value.first, held); }, value.second);
   }
   static void erase(Archive::Values& values, const std::string& names) {
     std::istringstream lines(names);
