@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/concepts.hpp>
 #include <gradaccum/detail/generator_states.hpp>
 #include <gradaccum/detail/module_of.hpp>
 #include <gradaccum/detail/parallel/replica_peers.hpp>
@@ -65,7 +66,7 @@ class Replicas {
     peers_ = std::make_shared<detail::ReplicaPeers>(group_, options.bucket_bytes, options.overlap);
     optimizer.set_peers(peers_);
     others_continue_ = [&optimizer] { return optimizer.others_continue(); };
-    begin(options);
+    begin(options, detail::parameters_of(optimizer.optimizer()));
   }
   Replicas(const Replicas&) = delete;
   Replicas& operator=(const Replicas&) = delete;
@@ -91,8 +92,8 @@ class Replicas {
   const std::shared_ptr<detail::ReplicaPeers>& peers() const { return peers_; }
 
  private:
-  void begin(const ReplicasOptions& options) const {
-    detail::check_same_model(group_, *model_);
+  void begin(const ReplicasOptions& options, const std::vector<at::Tensor>& of_optimizer) const {
+    detail::check_same_model(group_, *model_, of_optimizer);
     broadcast(model_->parameters());
     broadcast(model_->buffers());
     if (options.seed_by_rank && group_.rank() > 0) seed();

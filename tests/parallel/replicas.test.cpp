@@ -9,6 +9,7 @@
 #include "support/models.hpp"
 #include "support/ranks.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -286,6 +287,23 @@ TEST_CASE("Replicas: what is not the same on all ranks is refused by name") {
   });
   for (auto& error : errors)
     CHECK(testing::contains(error, "rank 0 has '0.weight: Float [8, 4]', and rank 1 has '0.weight: Float [9, 4]'"));
+
+  errors.assign(2, "");
+  auto ranks = make_ranks(2, 1);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    const auto number = static_cast<std::size_t>(group.rank());
+    auto parameters = ranks[number].model->parameters();
+    if (number == 1) std::reverse(parameters.begin(), parameters.end());
+    torch::optim::SGD sgd(parameters, 0.1);
+    ga::GradAccumulator optimizer(sgd);
+    try {
+      ga::Replicas replicas(group, ranks[number].model, optimizer);
+    } catch (const c10::Error& error) {
+      errors[number] = error.what_without_backtrace();
+    }
+  });
+  for (auto& error : errors)
+    CHECK(testing::contains(error, "'in the optimizer: Double [8, 4]', and rank 1 has 'in the optimizer: Double [3]'"));
 
   errors.assign(2, "");
   with_two(1, [&](Rank& rank, ga::Replicas& replicas) {

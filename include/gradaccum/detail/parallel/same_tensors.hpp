@@ -4,6 +4,7 @@
 #include <gradaccum/detail/fingerprint.hpp>
 #include <gradaccum/process_group.hpp>
 
+#include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
@@ -38,14 +39,18 @@ inline void check_same_lines(const ProcessGroup& group, const std::string& lines
   }
 }
 
-/// Names, dtypes and shapes of what a model has, and what of it is frozen.
-inline void check_same_model(const ProcessGroup& group, const torch::nn::Module& model) {
-  const auto shape = [](const at::Tensor& tensor) {
-    if (!tensor.defined()) return std::string("none");
-    return c10::str(tensor.scalar_type(), " ", tensor.sizes(), tensor.requires_grad() ? "" : " frozen");
-  };
-  check_same_lines(group, described(model.named_parameters(), shape) + described(model.named_buffers(), shape),
-                   "the model's parameters and buffers");
+/// Dtype and shape, and whether it is frozen.
+inline std::string shape_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return "none";
+  return c10::str(tensor.scalar_type(), " ", tensor.sizes(), tensor.requires_grad() ? "" : " frozen");
+}
+
+/// What a model has, by name, and what its optimizer has, in order.
+inline void check_same_model(const ProcessGroup& group, const torch::nn::Module& model,
+                             const std::vector<at::Tensor>& of_optimizer) {
+  auto lines = described(model.named_parameters(), shape_of) + described(model.named_buffers(), shape_of);
+  for (auto& parameter : of_optimizer) lines += "in the optimizer: " + shape_of(parameter) + "\n";
+  check_same_lines(group, lines, "the model's parameters and buffers");
 }
 
 /// The numbers in the parameters, by their checksums.
