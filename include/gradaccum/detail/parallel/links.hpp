@@ -14,6 +14,7 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -120,6 +121,8 @@ class Links {
   template <class Begin>
   Pending begin(const Begin& begin) {
     check_usable();
+    static std::mutex one_at_a_time;  // LibTorch notes what begins in a map of the process, 2.11 without a lock
+    const std::lock_guard lock(one_at_a_time);
     return begin();
   }
   void check_usable() const {
