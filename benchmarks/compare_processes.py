@@ -91,7 +91,7 @@ def data_parallel(arguments):
     """Two processes of one thread each, on one machine."""
     launched = [launch, 2]
     options = ["--threads", 1, "--repeats", 15]
-    commands = [lambda repeat: [*launched, f"{arguments.programs}/data_parallel", *options]]
+    commands = [lambda repeat: [*launched, f"{arguments.programs}/data_parallel", "--keep-memory", *options]]
     if arguments.python:
         commands.append(lambda repeat: [*launched, arguments.python, scripts / "data_parallel.py", *options])
     contestants = in_turn(commands, arguments.repeats)
