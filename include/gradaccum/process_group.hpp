@@ -94,9 +94,12 @@ class ProcessGroup {
     if (world_size_ > 1) links_ = detail::Links::connect(environment, options.timeout);
   }
 
+  static void check_dense(const at::Tensor& tensor) {
+    TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided, "ProcessGroup: a tensor must be dense");
+  }
   template <class Exchange>
   void in_place(const at::Tensor& tensor, const Exchange& exchange) const {
-    TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided, "ProcessGroup: a tensor must be dense");
+    check_dense(tensor);
     if (!links_ || tensor.numel() == 0) return;
     const at::NoGradGuard no_grad;
     const auto dense = tensor.detach().contiguous();
@@ -118,7 +121,7 @@ inline ProcessGroup::ProcessGroup(const c10::intrusive_ptr<c10d::Store>& store, 
 }
 
 inline std::vector<at::Tensor> ProcessGroup::all_gather(const at::Tensor& tensor) const {
-  TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided, "ProcessGroup: a tensor must be dense");
+  check_dense(tensor);
   const auto own = tensor.detach().contiguous();
   if (!links_) return {own.clone()};
   std::vector<at::Tensor> all;

@@ -70,6 +70,11 @@ class GradientExchange final : public ArrivalListener {
 
   /// A window without weight has none, whatever lies there.
   at::Tensor own(std::size_t place) const { return weight_ == 0 ? at::Tensor() : window_->gradient(place); }
+  at::Tensor own_dense(std::size_t place) const {
+    const auto gradient = own(place);
+    if (!gradient.defined()) return gradient;
+    return gradient.layout() == at::kStrided ? gradient.detach() : gradient.to_dense();
+  }
   void send(const Bucket& bucket);
   at::Tensor sent_alone(std::size_t place, const Bucket& bucket) const;
   at::Tensor sent_together(const Bucket& bucket) const;
@@ -134,11 +139,9 @@ inline void GradientExchange::send(const Bucket& bucket) {
 }
 
 inline at::Tensor GradientExchange::sent_alone(std::size_t place, const Bucket& bucket) const {
-  const auto gradient = own(place);
-  const auto& sizes = parameters_[place].sizes();
-  if (!gradient.defined()) return at::zeros(sizes, bucket.options);
-  if (gradient.layout() != at::kStrided) return gradient.to_dense().to(bucket.options.dtype()).contiguous();
-  return gradient.detach().to(bucket.options.dtype()).contiguous();  // itself, where it is so already
+  const auto gradient = own_dense(place);
+  if (!gradient.defined()) return at::zeros(parameters_[place].sizes(), bucket.options);
+  return gradient.to(bucket.options.dtype()).contiguous();  // itself, where it is so already
 }
 
 inline at::Tensor GradientExchange::sent_together(const Bucket& bucket) const {
@@ -147,11 +150,10 @@ inline at::Tensor GradientExchange::sent_together(const Bucket& bucket) const {
   for (auto place : bucket.places) {
     const auto& parameter = parameters_[place];
     const auto part = all.narrow(0, from, parameter.numel()).view(parameter.sizes());
-    const auto gradient = own(place);
-    if (!gradient.defined())
-      part.zero_();
+    if (const auto gradient = own_dense(place); gradient.defined())
+      part.copy_(gradient);
     else
-      part.copy_(gradient.layout() == at::kStrided ? gradient : gradient.to_dense());
+      part.zero_();
     from += parameter.numel();
   }
   return all;

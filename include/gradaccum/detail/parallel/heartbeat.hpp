@@ -170,7 +170,10 @@ inline std::optional<std::string> Heartbeat::Shared::missing() {
 /// Rank 0's process has the store, and so ends last; but for what is gone, or has yet to hear of that.
 inline void Heartbeat::Shared::leave() {
   const auto everybody = static_cast<std::int64_t>(counts.size());
-  const auto longest = failure ? silence : patience / 2;
+  const auto longest = [&] {
+    const std::lock_guard lock(mutex);
+    return failure ? silence : patience / 2;
+  }();
   const auto begin = std::chrono::steady_clock::now();
   auto left = store->add("left", 1);
   while (rank == 0 && left < everybody && std::chrono::steady_clock::now() - begin < longest) {
