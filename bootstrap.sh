@@ -16,7 +16,8 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
        ./bootstrap.sh demo bloom [ARGUMENT...]
                                               fine-tune a BLOOM on reviews, both made on the spot; with --model and
                                               --train a model of Hugging Face's on your own texts; --help lists the rest
-       ./bootstrap.sh test [--preset PRESET]  build and run the tests; PRESET is dev (default), oldest or asan
+       ./bootstrap.sh test [--preset PRESET]  build and run the tests; PRESET is dev (the default: newest LibTorch and
+                                              g++) or oldest (oldest LibTorch and clang++, under sanitizers)
        ./bootstrap.sh bench [--no-python] [ARGUMENT...]
                                               build and run the benchmarks, some of them against Python's PyTorch;
                                               --help lists what else they take
@@ -52,6 +53,7 @@ need() {
 }
 
 compiles_cxx20() { echo '#include <concepts>' | "$1" -std=c++20 -fsyntax-only -x c++ -; }
+links_sanitizers() { echo 'int main() {}' | "$1" -fsanitize=address,undefined -x c++ - -o /dev/null; }
 has_venv() { python3 -c 'import ensurepip, venv'; }
 
 need_python() {
@@ -97,8 +99,8 @@ install_missing() {
   "${as_root[@]}" apt-get update -q
   local known=() package
   for package in "${packages[@]}"; do
-    # Not every release has the data set; it is downloaded then.
-    if [[ $package != dataset-* ]] || apt-cache show "$package" > /dev/null 2>&1; then known+=("$package"); fi
+    # Not every release has the data set, which is downloaded then, or the sanitizers apart from clang.
+    if [[ $package != @(dataset|libclang-rt)-* ]] || apt-cache show "$package" > /dev/null 2>&1; then known+=("$package"); fi
   done
   step "apt-get install ${known[*]}"
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${known[@]}"
@@ -246,9 +248,12 @@ run_tests() {
     *) usage >&2; exit 2 ;;
   esac
   case $preset in
-    dev | asan) need_to_build g++ ;;
-    oldest) need_to_build clang++ ;;
-    *) fail "there is no test preset '$preset'; dev, oldest and asan there are" ;;
+    dev) need_to_build g++ ;;
+    oldest)
+      need_to_build clang++
+      need libclang-rt-dev "links_sanitizers clang++" "the sanitizers of the preset 'oldest'"
+      ;;
+    *) fail "there is no test preset '$preset'; dev and oldest there are" ;;
   esac
   need catch2 "" "runs the tests"
   install_missing

@@ -15,6 +15,13 @@ using Catch::Approx;
 
 #include <string>
 
+// Clang says it otherwise than g++.
+#ifdef __has_feature
+#if __has_feature(address_sanitizer) && !defined(__SANITIZE_ADDRESS__)
+#define __SANITIZE_ADDRESS__ 1
+#endif
+#endif
+
 namespace testing {
 
 /// The message of the `c10::Error` (or other exception) that `run` throws, without a backtrace; empty if it throws
