@@ -31,7 +31,8 @@ struct Technique {
   std::string name;
   OptimizerKind optimizer = OptimizerKind::adamw;
   std::int64_t micro_batches = 1;
-  double activations = 1;  ///< the blocks' budget, as a share of what they hold in the plain loop; 1: no checkpoints
+  double activations = 1;  ///< the blocks' budget, as a share of what they hold in the plain loop, or the least that any
+                           ///< schedule needs where that is more; 1: no checkpoints
   bool autocast = false;
   bool bfloat16_parameters = false;  ///< stochastically rounded
   bool in_backward = false;
@@ -132,15 +133,18 @@ class Training {
 
   /// A budget that is given is a budget that is kept: this measures it.
   void checkpoint() {
-    const auto budget =
-        static_cast<std::int64_t>(technique_.activations * static_cast<double>(settings_.plain_activations));
-    model_->checkpoint(budget);
     const auto forward = [this](const at::Tensor& x) {
       const auto scope = autocast();
       return (*model_->checkpointed)->forward(x);
     };
     auto input = input_of_blocks(settings_, settings_.rows / technique_.micro_batches);
     if (technique_.bfloat16_parameters) input = input.detach().to(torch::kBFloat16).requires_grad_();
+    model_->checkpoint(settings_.plain_activations);
+    forward(input);
+    const auto least = (*model_->checkpointed)->plan().least_bytes;
+    const auto share = technique_.activations * static_cast<double>(settings_.plain_activations);
+    const auto budget = std::max(least, static_cast<std::int64_t>(share));
+    model_->checkpoint(budget);
     const auto taken = peak_bytes(forward, model_->blocks->parameters(), input);
     TORCH_CHECK(taken <= budget, technique_.name, ": a budget of ", budget, " bytes was exceeded: ", taken);
   }
