@@ -194,6 +194,19 @@ function(gradaccum_cuda_headers root major result)
   endforeach()
 endfunction()
 
+# The directory of nccl.h: in the wheel's own nvidia packages, where NCCL_ROOT says, or beside CUDA's headers.
+function(gradaccum_nccl_headers root cuda_headers result)
+  set(${result} "" PARENT_SCOPE)
+  foreach(dir IN ITEMS "${NCCL_ROOT}/include" "$ENV{NCCL_ROOT}/include" "${root}/../nvidia/nccl/include" "${cuda_headers}"
+                       /usr/include)
+    if(EXISTS "${dir}/nccl.h")
+      get_filename_component(dir "${dir}" ABSOLUTE)
+      set(${result} "${dir}" PARENT_SCOPE)
+      return()
+    endif()
+  endforeach()
+endfunction()
+
 # Makes gradaccum::libtorch of the LibTorch in `root`, and prints what it is.
 function(gradaccum_define_libtorch root)
   gradaccum_libtorch_version("${root}" version)
@@ -208,6 +221,7 @@ function(gradaccum_define_libtorch root)
     file(STRINGS "${root}/share/cmake/Caffe2/Caffe2Targets.cmake" distributed REGEX "USE_DISTRIBUTED" LIMIT_COUNT 1)
     string(REGEX MATCHALL "USE_DISTRIBUTED|USE_C10D_GLOO|USE_RPC" distributed "${distributed}")
     list(APPEND definitions ${distributed})
+    file(STRINGS "${root}/share/cmake/Caffe2/Caffe2Targets.cmake" nccl REGEX "USE_C10D_NCCL" LIMIT_COUNT 1)
   endif()
 
   add_library(gradaccum::c10 SHARED IMPORTED GLOBAL)
@@ -236,6 +250,18 @@ function(gradaccum_define_libtorch root)
         list(APPEND includes "${cuda_headers}")
         list(APPEND libraries "${cudart}")
         set(kind "CUDA ${major}, with the toolkit's headers in ${cuda_headers}")
+        gradaccum_nccl_headers("${root}" "${cuda_headers}" nccl_headers)
+        if(nccl AND nccl_headers)
+          list(APPEND definitions USE_C10D_NCCL)
+          if(NOT nccl_headers IN_LIST CMAKE_CXX_IMPLICIT_INCLUDE_DIRECTORIES)
+            list(APPEND includes "${nccl_headers}")
+          endif()
+          string(APPEND kind ", and NCCL's in ${nccl_headers}")
+        elseif(nccl)
+          message(STATUS
+            "gradaccum: no nccl.h was found, so several processes send gradients by Gloo; name NCCL by -DNCCL_ROOT=... "
+            "to have them sent from device to device.")
+        endif()
       else()
         set(kind "CUDA ${major}")
         message(STATUS

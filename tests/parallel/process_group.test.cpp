@@ -107,30 +107,40 @@ TEST_CASE("ProcessGroup: an environment that does not fit is refused by name") {
   REQUIRE_ERROR("RANK without WORLD_SIZE", read(without("WORLD_SIZE")));
 }
 
+namespace {
+
+void check_exchanges(const ga::ProcessGroup& group, at::Device device) {
+  const double rank = group.rank(), sum = group.world_size() * (group.world_size() - 1) / 2.0;
+  const auto full = [&](at::IntArrayRef shape, double value, at::ScalarType dtype = at::kFloat) {
+    return torch::full(shape, value, at::TensorOptions(dtype).device(device));
+  };
+  for (auto dtype : {at::kDouble, at::kFloat, at::kBFloat16, at::kLong, at::kByte}) {
+    auto tensor = full({3, 2}, rank, dtype);
+    group.all_reduce(tensor);
+    TORCH_CHECK(torch::equal(tensor, full({3, 2}, sum, dtype)), dtype);
+  }
+  auto strided = full({4, 4}, rank, at::kDouble);
+  group.all_reduce(strided.t().narrow(0, 1, 2));
+  TORCH_CHECK(strided.sum().item<double>() == 8 * sum + 8 * rank);
+  auto scalar = full({}, rank, at::kDouble);
+  group.all_reduce(scalar);
+  TORCH_CHECK(scalar.item<double>() == sum);
+  group.all_reduce(full({0}, 0));
+
+  auto own = full({2}, rank);
+  group.broadcast(own, group.world_size() - 1);
+  TORCH_CHECK(torch::equal(own, full({2}, group.world_size() - 1.0)));
+  const auto all = group.all_gather(full({2}, rank));
+  TORCH_CHECK(all.size() == static_cast<std::size_t>(group.world_size()));
+  for (std::size_t i = 0; i < all.size(); ++i) TORCH_CHECK(torch::equal(all[i], full({2}, static_cast<double>(i))));
+}
+
+}  // namespace
+
 TEST_CASE("ProcessGroup: sums, broadcasts, gathers, of any layout and dtype") {
   const int world_size = GENERATE(1, 2, 5);
   tests::as_ranks(world_size, [&](const ga::ProcessGroup& group) {
-    const double rank = group.rank(), sum = world_size * (world_size - 1) / 2.0;
-    for (auto dtype : {at::kDouble, at::kFloat, at::kBFloat16, at::kLong, at::kByte}) {
-      auto tensor = torch::full({3, 2}, rank, dtype);
-      group.all_reduce(tensor);
-      TORCH_CHECK(torch::equal(tensor, torch::full({3, 2}, sum, dtype)), dtype);
-    }
-    auto strided = torch::full({4, 4}, rank, at::kDouble);
-    group.all_reduce(strided.t().narrow(0, 1, 2));
-    TORCH_CHECK(strided.sum().item<double>() == 8 * sum + 8 * rank);
-    auto scalar = torch::full({}, rank, at::kDouble);
-    group.all_reduce(scalar);
-    TORCH_CHECK(scalar.item<double>() == sum);
-    group.all_reduce(torch::empty({0}));
-
-    auto own = torch::full({2}, rank);
-    group.broadcast(own, world_size - 1);
-    TORCH_CHECK(torch::equal(own, torch::full({2}, world_size - 1.0)));
-    const auto all = group.all_gather(torch::full({2}, rank));
-    TORCH_CHECK(all.size() == static_cast<std::size_t>(world_size));
-    for (std::size_t i = 0; i < all.size(); ++i)
-      TORCH_CHECK(torch::equal(all[i], torch::full({2}, static_cast<double>(i))));
+    check_exchanges(group, at::kCPU);
     const auto texts = group.all_gather(std::string(static_cast<std::size_t>(group.rank()), 'x'));
     for (std::size_t i = 0; i < texts.size(); ++i) TORCH_CHECK(texts[i] == std::string(i, 'x'));
     group.barrier();
@@ -142,6 +152,11 @@ TEST_CASE("ProcessGroup: sums, broadcasts, gathers, of any layout and dtype") {
     }
     TORCH_CHECK(refused);
   });
+}
+
+TEST_CASE("ProcessGroup: tensors of a device", "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
+  tests::as_ranks(2, [](const ga::ProcessGroup& group) { check_exchanges(group, torch::Device("cuda:0")); });
 }
 
 TEST_CASE("ProcessGroup: values come out of the pack as they went in") {

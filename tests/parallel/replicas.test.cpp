@@ -439,3 +439,47 @@ TEST_CASE("Replicas: an exception in a backward that has sent gradients ends the
   CHECK(testing::contains(errors[0], "rank 1 has given up: a window was discarded, or met an exception"));
   CHECK(testing::contains(errors[1], "out of luck"));
 }
+
+namespace {
+
+/// Windows of 2 x `micro_batches`, by two ranks on these devices, against one process on the CPU.
+void check_devices(const std::vector<at::Device>& devices) {
+  const std::int64_t steps = 3;
+  const auto batches = make_batches({2, 5, 1, 4, 7, 3, 6});
+  Rank one(2 * steps);
+  for (auto& batch : batches) one.backward(batch);
+  one.optimizer->flush();
+
+  auto ranks = make_ranks(2, steps);
+  for (std::size_t i = 0; i < 2; ++i) ranks[i].model->to(devices[i]);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    const auto number = static_cast<std::size_t>(group.rank());
+    auto& rank = ranks[number];
+    ga::Replicas replicas(group, rank.model, *rank.optimizer, {.bucket_bytes = 200, .seed_by_rank = false});
+    for (std::size_t i = number; i < batches.size(); i += 2)
+      rank.backward({batches[i].data.to(devices[number]), batches[i].target.to(devices[number])});
+    rank.optimizer->flush();
+    while (replicas.others_continue()) {
+      rank.optimizer->step();
+      rank.optimizer->zero_grad();
+    }
+    replicas.check_equal();
+  });
+  for (auto& rank : ranks) {
+    rank.model->to(torch::kCPU);
+    CHECK(distance(rank.model, one.model) < 1e-10);
+    CHECK(torch::equal(flat(rank.model), flat(ranks[0].model)));
+  }
+}
+
+}  // namespace
+
+TEST_CASE("Replicas: two ranks that share a device, by Gloo", "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
+  check_devices({torch::Device("cuda:0"), torch::Device("cuda:0")});
+}
+
+TEST_CASE("Replicas: two ranks with a device each, by NCCL where it was found", "[cuda]") {
+  if (torch::cuda::device_count() < 2) SKIP("needs two CUDA devices");
+  check_devices({torch::Device("cuda:0"), torch::Device("cuda:1")});
+}

@@ -59,6 +59,14 @@ class Heartbeat {
     shared_->changed.wait(lock, [&] { return done() || shared_->failure; });
     return done();
   }
+  /// The same, for what nobody is woken by.
+  template <class Done>
+  bool poll(const Done& done) {
+    std::unique_lock lock(shared_->mutex);
+    ++shared_->waits;
+    while (!done() && !shared_->failure) shared_->changed.wait_for(lock, std::chrono::microseconds(50));
+    return done();
+  }
   /// For the thread in which `done()` becomes true.
   std::function<void()> wake() const {
     return [shared = shared_] {

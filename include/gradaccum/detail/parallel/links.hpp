@@ -4,9 +4,11 @@
 #include <gradaccum/detail/parallel/gloo.hpp>
 #include <gradaccum/detail/parallel/heartbeat.hpp>
 #include <gradaccum/detail/parallel/launch_environment.hpp>
+#include <gradaccum/detail/parallel/nccl.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -26,27 +28,38 @@ namespace gradaccum::detail {
 /// Two of each: of one kind all ranks must ask for the same things in the same order, so gradients, sent while backward
 /// runs, go by one, and what is agreed about windows by the other.
 ///
+/// Gloo carries both, from devices too, by way of the host. Where each rank has a CUDA device of its own, NCCL carries
+/// the gradients that are there, and nothing else: two NCCL communicators at once may wait for each other forever.
+///
 /// What waits for others ends in an error when one of them has ended: that names it. After an error nothing can be
 /// exchanged any more, since nobody knows what has arrived where.
 class Links {
  public:
-  using Pending = c10::intrusive_ptr<c10d::Work>;
+  struct Pending {
+    c10::intrusive_ptr<c10d::Work> work;
+    bool by_nccl = false;
+  };
   enum class Line { gradients, agreement };
 
   Links(const c10::intrusive_ptr<c10d::Store>& store, const std::string& host, const std::string& place, int rank,
-        int world_size, std::chrono::milliseconds timeout)
+        int local_rank, int world_size, std::chrono::milliseconds timeout)
       : rank_(rank),
         world_size_(world_size),
         gradients_(connect_gloo(store, "gradients", host, rank, world_size, timeout)),
         agreement_(connect_gloo(store, "agreement", host, rank, world_size, timeout)),
-        heartbeat_(store, place, rank, world_size) {}
+        heartbeat_(store, place, rank, world_size) {
+    if (built_with_nccl && on_all_ranks(has_device(local_rank)))
+      nccl_ = connect_nccl(store, "devices", rank, world_size, timeout);
+  }
   Links(const Links&) = delete;
   Links& operator=(const Links&) = delete;
   /// What is still being exchanged after an error may never end, and would be waited for.
   ~Links() {
-    if (failure_.empty()) return;
-    static_cast<void>(gradients_.release());
-    static_cast<void>(agreement_.release());
+    if (failure_.empty()) {
+      if (nccl_) nccl_->shutdown();
+      return;
+    }
+    for (auto* const backend : {&gradients_, &agreement_, &nccl_}) static_cast<void>(backend->release());
   }
 
   static std::shared_ptr<Links> connect(const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
@@ -63,8 +76,8 @@ class Links {
     static std::atomic<int> groups = 0;
     const auto name = c10::str("gradaccum/", environment.attempt, "/", groups++);
     store = c10::make_intrusive<c10d::PrefixStore>(name, store);
-    return std::make_shared<Links>(store, environment.address, place, environment.rank, environment.world_size,
-                                   timeout);
+    return std::make_shared<Links>(store, environment.address, place, environment.rank, environment.local_rank,
+                                   environment.world_size, timeout);
   }
 
   int rank() const { return rank_; }
@@ -73,18 +86,20 @@ class Links {
   /// Begins to add up a tensor over all ranks, in place. It is dense, contiguous, and stays alone until `wait`.
   Pending begin_sum(Line line, const at::Tensor& tensor) {
     std::vector<at::Tensor> tensors{tensor};
-    return begin([&] { return on(line).allreduce(tensors); });
+    const bool by_nccl = nccl_ && line == Line::gradients && tensor.is_cuda();
+    auto& backend = by_nccl ? *nccl_ : line == Line::gradients ? *gradients_ : *agreement_;
+    return {begin([&] { return backend.allreduce(tensors); }), by_nccl};
   }
   Pending begin_broadcast(const at::Tensor& tensor, int from) {
     std::vector<at::Tensor> tensors{tensor.view({-1}).view(at::kByte)};  // of any dtype
     c10d::BroadcastOptions options;
     options.rootRank = from;
-    return begin([&] { return on(Line::agreement).broadcast(tensors, options); });
+    return {begin([&] { return agreement_->broadcast(tensors, options); })};
   }
   Pending begin_gather(std::vector<at::Tensor> of_ranks, const at::Tensor& own) {
     std::vector<std::vector<at::Tensor>> outputs{std::move(of_ranks)};
     std::vector<at::Tensor> inputs{own};
-    return begin([&] { return on(Line::agreement).allgather(outputs, inputs); });
+    return {begin([&] { return agreement_->allgather(outputs, inputs); })};
   }
 
   /// Windows of two accumulators must not be under way at once: ranks could send them in different orders.
@@ -101,11 +116,9 @@ class Links {
   /// `what`: "the gradients of a window"
   void wait(const Pending& pending, const std::string& what) {
     check_usable();
-    const auto future = pending->getFuture();
-    future->addCallback([wake = heartbeat_.wake()](auto&) { wake(); });
-    const bool came = heartbeat_.wait([&] { return future->completed(); });
-    if (!came || future->hasError()) fail(heartbeat_.explain(), what);
-    pending->wait();  // puts this thread's stream behind it
+    if (!(pending.by_nccl ? came_by_nccl(*pending.work) : came_by_gloo(*pending.work)))
+      fail(heartbeat_.explain(), what);
+    pending.work->wait();  // puts this thread's stream behind it
   }
 
   /// Something in this process has gone wrong in the middle of an exchange: the others hear of it.
@@ -116,10 +129,24 @@ class Links {
   }
 
  private:
-  c10d::Backend& on(Line line) { return line == Line::gradients ? *gradients_ : *agreement_; }
+  bool on_all_ranks(bool here) {
+    const auto ranks = at::zeros({1}).fill_(here ? 1 : 0);
+    wait(begin_sum(Line::agreement, ranks), "which ranks have a device");
+    return ranks.item<float>() == static_cast<float>(world_size_);
+  }
+
+  bool came_by_gloo(c10d::Work& work) {
+    const auto future = work.getFuture();
+    future->addCallback([wake = heartbeat_.wake()](auto&) { wake(); });
+    return heartbeat_.wait([&] { return future->completed(); }) && !future->hasError();
+  }
+  /// Its futures are completed by the launch. Nobody is woken by a device, and an end of others would not be seen.
+  bool came_by_nccl(c10d::Work& work) {
+    return heartbeat_.poll([&] { return work.isCompleted(); }) && !work.exception();
+  }
 
   template <class Begin>
-  Pending begin(const Begin& begin) {
+  c10::intrusive_ptr<c10d::Work> begin(const Begin& begin) {
     check_usable();
     static std::mutex one_at_a_time;  // LibTorch notes what begins in a map of the process, 2.11 without a lock
     const std::lock_guard lock(one_at_a_time);
@@ -131,12 +158,13 @@ class Links {
   }
   [[noreturn]] void fail(const std::string& why, const std::string& what) {
     failure_ = why;
+    if (nccl_) nccl_->abort();  // a device would wait forever
     TORCH_CHECK(false, "ProcessGroup: ", why, " (rank ", rank_, " of ", world_size_, " waited for ", what,
                 "); end all processes and start them again, from a saved state");
   }
 
   int rank_, world_size_;
-  c10::intrusive_ptr<c10d::Backend> gradients_, agreement_;
+  c10::intrusive_ptr<c10d::Backend> gradients_, agreement_, nccl_;
   Heartbeat heartbeat_;
   std::string failure_;
   const void* exchange_ = nullptr;  // whose gradients are under way
