@@ -42,21 +42,18 @@ class Links {
   enum class Line { gradients, agreement };
 
   Links(const c10::intrusive_ptr<c10d::Store>& store, const std::string& host, const std::string& place, int rank,
-        int local_rank, int world_size, std::chrono::milliseconds timeout)
+        int world_size, std::chrono::milliseconds timeout)
       : rank_(rank),
         world_size_(world_size),
         gradients_(connect_gloo(store, "gradients", host, rank, world_size, timeout)),
         agreement_(connect_gloo(store, "agreement", host, rank, world_size, timeout)),
-        heartbeat_(store, place, rank, world_size) {
-    if (built_with_nccl && on_all_ranks(has_device(local_rank)))
-      nccl_ = connect_nccl(store, "devices", rank, world_size, timeout);
-  }
+        heartbeat_(store, place, rank, world_size) {}
   Links(const Links&) = delete;
   Links& operator=(const Links&) = delete;
   /// What is still being exchanged after an error may never end, and would be waited for.
   ~Links() {
     if (failure_.empty()) {
-      if (nccl_) nccl_->shutdown();
+      shut_down(nccl_);
       return;
     }
     for (auto* const backend : {&gradients_, &agreement_, &nccl_}) static_cast<void>(backend->release());
@@ -76,8 +73,21 @@ class Links {
     static std::atomic<int> groups = 0;
     const auto name = c10::str("gradaccum/", environment.attempt, "/", groups++);
     store = c10::make_intrusive<c10d::PrefixStore>(name, store);
-    return std::make_shared<Links>(store, environment.address, place, environment.rank, environment.local_rank,
-                                   environment.world_size, timeout);
+    auto links =
+        std::make_shared<Links>(store, environment.address, place, environment.rank, environment.world_size, timeout);
+    links->connect_devices(store, environment.local_rank, timeout);
+    return links;
+  }
+
+  /// By NCCL, where each rank has a device of its own.
+  void connect_devices(const c10::intrusive_ptr<c10d::Store>& store, int local_rank,
+                       std::chrono::milliseconds timeout) {
+    if constexpr (built_with_nccl) {
+      const auto ranks = at::zeros({1}).fill_(has_device(local_rank) ? 1 : 0);
+      wait(begin_sum(Line::agreement, ranks), "which ranks have a device");
+      if (ranks.item<float>() == static_cast<float>(world_size_))
+        nccl_ = connect_nccl(store->clone(), "devices", rank_, world_size_, timeout);
+    }
   }
 
   int rank() const { return rank_; }
@@ -86,9 +96,12 @@ class Links {
   /// Begins to add up a tensor over all ranks, in place. It is dense, contiguous, and stays alone until `wait`.
   Pending begin_sum(Line line, const at::Tensor& tensor) {
     std::vector<at::Tensor> tensors{tensor};
-    const bool by_nccl = nccl_ && line == Line::gradients && tensor.is_cuda();
-    auto& backend = by_nccl ? *nccl_ : line == Line::gradients ? *gradients_ : *agreement_;
-    return {begin([&] { return backend.allreduce(tensors); }), by_nccl};
+    if (nccl_ && line == Line::gradients && tensor.is_cuda()) {
+      check_usable();
+      return {nccl_->allreduce(tensors), /*by_nccl=*/true};  // the first one waits for the other ranks
+    }
+    auto& backend = line == Line::gradients ? *gradients_ : *agreement_;
+    return {begin([&] { return backend.allreduce(tensors); })};
   }
   Pending begin_broadcast(const at::Tensor& tensor, int from) {
     std::vector<at::Tensor> tensors{tensor.view({-1}).view(at::kByte)};  // of any dtype
@@ -129,12 +142,6 @@ class Links {
   }
 
  private:
-  bool on_all_ranks(bool here) {
-    const auto ranks = at::zeros({1}).fill_(here ? 1 : 0);
-    wait(begin_sum(Line::agreement, ranks), "which ranks have a device");
-    return ranks.item<float>() == static_cast<float>(world_size_);
-  }
-
   bool came_by_gloo(c10d::Work& work) {
     const auto future = work.getFuture();
     future->addCallback([wake = heartbeat_.wake()](auto&) { wake(); });

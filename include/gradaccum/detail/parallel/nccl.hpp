@@ -14,6 +14,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <string>
 
 namespace gradaccum::detail {
@@ -23,7 +24,8 @@ constexpr bool built_with_nccl = true;
 
 inline bool has_device(int index) { return index < c10::cuda::device_count(); }
 
-/// Connections between the devices of all ranks, one of its own each.
+/// Connections between the devices of all ranks, one of its own each. Waits in `store` for others, which is this one's
+/// alone.
 inline c10::intrusive_ptr<c10d::Backend> connect_nccl(const c10::intrusive_ptr<c10d::Store>& store,
                                                       const std::string& name, int rank, int world_size,
                                                       std::chrono::milliseconds timeout) {
@@ -47,5 +49,13 @@ inline c10::intrusive_ptr<c10d::Backend> connect_nccl(const c10::intrusive_ptr<c
   return {};
 }
 #endif
+
+/// What LibTorch wants to be told before the destructor. A device that has failed already has an error to tell of it.
+inline void shut_down(const c10::intrusive_ptr<c10d::Backend>& nccl) noexcept {
+  try {
+    if (nccl) nccl->shutdown();
+  } catch (const std::exception&) {
+  }
+}
 
 }  // namespace gradaccum::detail
