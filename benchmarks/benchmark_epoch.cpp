@@ -16,7 +16,7 @@ namespace {
 using namespace fashion_programs;
 
 void contest(const std::string& title, const std::vector<Program>& programs, const harness::Options& options) {
-  auto bound = fashion_mnist::make_model();
+  auto bound = fashion_mnist::make_layers(/*depth=*/2);
   const auto x = torch::randn({batch_size, 1, 28, 28}), y = torch::randint(10, {batch_size});
   const auto forward_and_backward = [&] {
     for (std::int64_t i = 0; i < rows / batch_size; ++i) {
