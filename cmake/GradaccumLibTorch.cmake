@@ -197,7 +197,7 @@ endfunction()
 # The directory of nccl.h: in the wheel's own nvidia packages, where NCCL_ROOT says, or beside CUDA's headers.
 function(gradaccum_nccl_headers root cuda_headers result)
   set(${result} "" PARENT_SCOPE)
-  foreach(dir IN ITEMS "${NCCL_ROOT}/include" "$ENV{NCCL_ROOT}/include" "${root}/../nvidia/nccl/include" "${cuda_headers}"
+  foreach(dir IN ITEMS "${NCCL_ROOT}/include" "${root}/../nvidia/nccl/include" "$ENV{NCCL_ROOT}/include" "${cuda_headers}"
                        /usr/include)
     if(EXISTS "${dir}/nccl.h")
       get_filename_component(dir "${dir}" ABSOLUTE)

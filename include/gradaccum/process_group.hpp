@@ -118,7 +118,6 @@ inline ProcessGroup::ProcessGroup(const c10::intrusive_ptr<c10d::Store>& store, 
               "), got ", rank);
   if (world_size == 1) return;
   links_ = std::make_shared<detail::Links>(store, "127.0.0.1", "its place", rank, world_size, options.timeout);
-  links_->connect_devices(store, rank, options.timeout);
 }
 
 inline std::vector<at::Tensor> ProcessGroup::all_gather(const at::Tensor& tensor) const {

@@ -96,6 +96,7 @@ class Replicas {
     detail::check_same_model(group_, *model_, of_optimizer);
     broadcast(model_->parameters());
     broadcast(model_->buffers());
+    peers_->connect(model_->parameters());
     if (options.seed_by_rank && group_.rank() > 0) seed();
   }
   void broadcast(const std::vector<at::Tensor>& tensors) const {

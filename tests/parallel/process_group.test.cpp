@@ -3,6 +3,7 @@
 
 #include <gradaccum/detail/parallel/heartbeat.hpp>
 #include <gradaccum/detail/parallel/launch_environment.hpp>
+#include <gradaccum/detail/parallel/nccl.hpp>
 #include <gradaccum/detail/parallel/packed_values.hpp>
 #include <gradaccum/process_group.hpp>
 
@@ -152,6 +153,15 @@ TEST_CASE("ProcessGroup: sums, broadcasts, gathers, of any layout and dtype") {
     }
     TORCH_CHECK(refused);
   });
+}
+
+TEST_CASE("ProcessGroup: NCCL where each rank has a device of its own") {
+  CHECK(ga::detail::each_has_its_own({"a/0", "a/1", "b/0"}));
+  CHECK_FALSE(ga::detail::each_has_its_own({"a/0", "a/1", "a/0"}));
+  CHECK_FALSE(ga::detail::each_has_its_own({"a/0", "", "b/0"}));
+  CHECK_FALSE(ga::detail::each_has_its_own({"", ""}));
+  CHECK(ga::detail::device_place({}).empty());
+  CHECK(ga::detail::device_place({torch::ones({2})}).empty());
 }
 
 TEST_CASE("ProcessGroup: tensors of a device", "[cuda]") {

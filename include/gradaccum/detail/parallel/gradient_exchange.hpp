@@ -32,9 +32,10 @@ namespace gradaccum::detail {
 /// fills its bucket alone is summed where it is; others are copied together, and back.
 class GradientExchange final : public ArrivalListener {
  public:
-  GradientExchange(std::shared_ptr<Links> links, std::shared_ptr<WindowGradients> window,
+  GradientExchange(std::shared_ptr<Links> links, Links::Line line, std::shared_ptr<WindowGradients> window,
                    std::optional<c10::ScalarType> accumulate_in, std::int64_t bucket_bytes)
       : links_(std::move(links)),
+        line_(line),
         window_(std::move(window)),
         parameters_(window_->all_parameters()),
         accumulate_in_(accumulate_in),
@@ -81,6 +82,7 @@ class GradientExchange final : public ArrivalListener {
   void put_back(const Bucket& bucket, const at::Tensor& sum, const std::vector<double>& used_by);
 
   const std::shared_ptr<Links> links_;
+  const Links::Line line_;
   const std::shared_ptr<WindowGradients> window_;
   const std::vector<at::Tensor> parameters_;
   const std::optional<c10::ScalarType> accumulate_in_;
@@ -134,7 +136,7 @@ inline void GradientExchange::send(const Bucket& bucket) {
   links_->begin_exchange(this);
   auto sum = bucket.places.size() == 1 ? sent_alone(bucket.places[0], bucket) : sent_together(bucket);
   if (weight_ != 0 && weight_ != 1) sum.mul_(weight_);
-  auto pending = links_->begin_sum(Links::Line::gradients, sum.is_complex() ? at::view_as_real(sum) : sum);
+  auto pending = links_->begin_sum(line_, sum.is_complex() ? at::view_as_real(sum) : sum);
   sent_.push_back({std::move(sum), std::move(pending)});
 }
 

@@ -59,12 +59,14 @@ class Heartbeat {
     shared_->changed.wait(lock, [&] { return done() || shared_->failure; });
     return done();
   }
-  /// The same, for what nobody is woken by.
+  /// The same, for what nobody is woken by, for so long.
   template <class Done>
-  bool poll(const Done& done) {
+  bool poll(const Done& done, Milliseconds longest) {
+    const auto end = std::chrono::steady_clock::now() + longest;
     std::unique_lock lock(shared_->mutex);
     ++shared_->waits;
-    while (!done() && !shared_->failure) shared_->changed.wait_for(lock, std::chrono::microseconds(50));
+    while (!done() && !shared_->failure && std::chrono::steady_clock::now() < end)
+      shared_->changed.wait_for(lock, std::chrono::microseconds(50));
     return done();
   }
   /// For the thread in which `done()` becomes true.

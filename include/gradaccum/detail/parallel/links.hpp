@@ -8,13 +8,13 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
-#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <atomic>
 #include <chrono>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -28,8 +28,8 @@ namespace gradaccum::detail {
 /// Two of each: of one kind all ranks must ask for the same things in the same order, so gradients, sent while backward
 /// runs, go by one, and what is agreed about windows by the other.
 ///
-/// Gloo carries both, from devices too, by way of the host. Where each rank has a CUDA device of its own, NCCL carries
-/// the gradients that are there, and nothing else: two NCCL communicators at once may wait for each other forever.
+/// Gloo carries both, from devices too, by way of the host. Where each rank's model is on a CUDA device of its own, its
+/// gradients go by NCCL, and nothing else does: two NCCL communicators at once may wait for each other forever.
 ///
 /// What waits for others ends in an error when one of them has ended: that names it. After an error nothing can be
 /// exchanged any more, since nobody knows what has arrived where.
@@ -39,12 +39,14 @@ class Links {
     c10::intrusive_ptr<c10d::Work> work;
     bool by_nccl = false;
   };
-  enum class Line { gradients, agreement };
+  enum class Line { gradients, agreement, devices };
 
   Links(const c10::intrusive_ptr<c10d::Store>& store, const std::string& host, const std::string& place, int rank,
         int world_size, std::chrono::milliseconds timeout)
       : rank_(rank),
         world_size_(world_size),
+        timeout_(timeout),
+        store_(store),
         gradients_(connect_gloo(store, "gradients", host, rank, world_size, timeout)),
         agreement_(connect_gloo(store, "agreement", host, rank, world_size, timeout)),
         heartbeat_(store, place, rank, world_size) {}
@@ -52,11 +54,8 @@ class Links {
   Links& operator=(const Links&) = delete;
   /// What is still being exchanged after an error may never end, and would be waited for.
   ~Links() {
-    if (failure_.empty()) {
-      shut_down(nccl_);
-      return;
-    }
-    for (auto* const backend : {&gradients_, &agreement_, &nccl_}) static_cast<void>(backend->release());
+    if (failure_.empty()) return;
+    for (auto* const backend : {&gradients_, &agreement_}) static_cast<void>(backend->release());
   }
 
   static std::shared_ptr<Links> connect(const LaunchEnvironment& environment, std::chrono::milliseconds timeout) {
@@ -73,21 +72,25 @@ class Links {
     static std::atomic<int> groups = 0;
     const auto name = c10::str("gradaccum/", environment.attempt, "/", groups++);
     store = c10::make_intrusive<c10d::PrefixStore>(name, store);
-    auto links =
-        std::make_shared<Links>(store, environment.address, place, environment.rank, environment.world_size, timeout);
-    links->connect_devices(store, environment.local_rank, timeout);
-    return links;
+    return std::make_shared<Links>(store, environment.address, place, environment.rank, environment.world_size,
+                                   timeout);
   }
 
-  /// By NCCL, where each rank has a device of its own.
-  void connect_devices(const c10::intrusive_ptr<c10d::Store>& store, int local_rank,
-                       std::chrono::milliseconds timeout) {
-    if constexpr (built_with_nccl) {
-      const auto ranks = at::zeros({1}).fill_(has_device(local_rank) ? 1 : 0);
-      wait(begin_sum(Line::agreement, ranks), "which ranks have a device");
-      if (ranks.item<float>() == static_cast<float>(world_size_))
-        nccl_ = connect_nccl(store->clone(), "devices", rank_, world_size_, timeout);
+  /// How gradients are to go, where the models of all ranks are in these places: see `device_place`. All ranks ask
+  /// alike.
+  Line connect_devices(const std::vector<std::string>& places, at::Device device) {
+    if (!each_has_its_own(places) || (nccl_ && places != places_)) return Line::gradients;
+    if (nccl_) return Line::devices;
+    nccl_ = std::make_unique<NcclLink>(store_->clone(), rank_, world_size_, device, timeout_);
+    if (!heartbeat_.poll([&] { return nccl_->answers(); }, timeout_)) fail(heartbeat_.explain(), "NCCL to connect");
+    try {
+      nccl_->check();
+    } catch (const std::exception& error) {
+      give_up(error.what());
+      throw;
     }
+    places_ = places;
+    return Line::devices;
   }
 
   int rank() const { return rank_; }
@@ -96,9 +99,9 @@ class Links {
   /// Begins to add up a tensor over all ranks, in place. It is dense, contiguous, and stays alone until `wait`.
   Pending begin_sum(Line line, const at::Tensor& tensor) {
     std::vector<at::Tensor> tensors{tensor};
-    if (nccl_ && line == Line::gradients && tensor.is_cuda()) {
+    if (line == Line::devices) {
       check_usable();
-      return {nccl_->allreduce(tensors), /*by_nccl=*/true};  // the first one waits for the other ranks
+      return {nccl_->begin_sum(tensors), /*by_nccl=*/true};
     }
     auto& backend = line == Line::gradients ? *gradients_ : *agreement_;
     return {begin([&] { return backend.allreduce(tensors); })};
@@ -139,6 +142,7 @@ class Links {
     if (!failure_.empty()) return;
     failure_ = why.substr(0, why.find('\n'));  // the rest tells where LibTorch threw it
     heartbeat_.announce("rank " + std::to_string(rank_) + " has given up: " + failure_);
+    if (nccl_) nccl_->abort();
   }
 
  private:
@@ -149,7 +153,7 @@ class Links {
   }
   /// Its futures are completed by the launch. Nobody is woken by a device, and an end of others would not be seen.
   bool came_by_nccl(c10d::Work& work) {
-    return heartbeat_.poll([&] { return work.isCompleted(); }) && !work.exception();
+    return heartbeat_.poll([&] { return work.isCompleted(); }, timeout_) && !work.exception();
   }
 
   template <class Begin>
@@ -165,13 +169,17 @@ class Links {
   }
   [[noreturn]] void fail(const std::string& why, const std::string& what) {
     failure_ = why;
-    if (nccl_) nccl_->abort();  // a device would wait forever
+    if (nccl_) nccl_->abort();
     TORCH_CHECK(false, "ProcessGroup: ", why, " (rank ", rank_, " of ", world_size_, " waited for ", what,
                 "); end all processes and start them again, from a saved state");
   }
 
   int rank_, world_size_;
-  c10::intrusive_ptr<c10d::Backend> gradients_, agreement_, nccl_;
+  std::chrono::milliseconds timeout_;
+  c10::intrusive_ptr<c10d::Store> store_;
+  std::unique_ptr<NcclLink> nccl_;   // ends after the others, from which other ranks hear that this one has ended
+  std::vector<std::string> places_;  // of the models that it connects
+  c10::intrusive_ptr<c10d::Backend> gradients_, agreement_;
   Heartbeat heartbeat_;
   std::string failure_;
   const void* exchange_ = nullptr;  // whose gradients are under way

@@ -4,12 +4,15 @@
 #include <gradaccum/detail/arrival_scope.hpp>
 #include <gradaccum/detail/parallel/gradient_exchange.hpp>
 #include <gradaccum/detail/parallel/links.hpp>
+#include <gradaccum/detail/parallel/nccl.hpp>
 #include <gradaccum/detail/parallel/rank_states.hpp>
 #include <gradaccum/detail/parallel/window_totals.hpp>
 #include <gradaccum/detail/peers.hpp>
 #include <gradaccum/detail/window_gradients.hpp>
 #include <gradaccum/process_group.hpp>
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
@@ -21,6 +24,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace gradaccum::detail {
 
@@ -36,6 +40,11 @@ class ReplicaPeers final : public Peers {
       : group_(std::move(group)), links_(group_.links()), bucket_bytes_(bucket_bytes), overlap_(overlap) {}
 
   int rank() const override { return group_.rank(); }
+  /// From device to device, where each rank has these on one of its own.
+  void connect(const std::vector<at::Tensor>& parameters) {
+    const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters[0].device();
+    line_ = links_->connect_devices(group_.all_gather(device_place(parameters)), device);
+  }
   /// The replicas are gone, and with them their connections: whoever goes on to train hears of it.
   void disconnect() {
     end_window();
@@ -106,7 +115,7 @@ class ReplicaPeers final : public Peers {
   std::shared_ptr<GradientExchange> exchange_of(const std::shared_ptr<WindowGradients>& window,
                                                 std::optional<c10::ScalarType> accumulate_in) const {
     TORCH_CHECK(links_, "Replicas: must live as long as the accumulator is trained with, and are gone");
-    return std::make_shared<GradientExchange>(links_, window, accumulate_in, bucket_bytes_);
+    return std::make_shared<GradientExchange>(links_, line_, window, accumulate_in, bucket_bytes_);
   }
 
   WindowTotals agree(const std::shared_ptr<WindowGradients>& window, const GradientExchange& exchange, bool active) {
@@ -125,6 +134,7 @@ class ReplicaPeers final : public Peers {
   std::shared_ptr<Links> links_;
   const std::int64_t bucket_bytes_;
   const bool overlap_;
+  Links::Line line_ = Links::Line::gradients;
   std::shared_ptr<GradientExchange> exchange_;  // of the window whose last backward has run
   std::optional<WindowTotals> followed_;        // what was agreed about the window that is to be closed with others
 };
