@@ -145,6 +145,7 @@ class Training {
     const auto share = technique_.activations * static_cast<double>(settings_.plain_activations);
     const auto budget = std::max(least, static_cast<std::int64_t>(share));
     model_->checkpoint(budget);
+    forward(input);  // plans, and measures each block with its gradients, for which the budget is not
     const auto taken = peak_bytes(forward, model_->blocks->parameters(), input);
     TORCH_CHECK(taken <= budget, technique_.name, ": a budget of ", budget, " bytes was exceeded: ", taken);
   }

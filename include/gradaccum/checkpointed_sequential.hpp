@@ -130,7 +130,7 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
 /// `memory_budget`, in bytes: bounds what the module's forward and backward pass hold at any moment, beyond its input,
 /// its output and gradients of parameters (those on their way included). The first forward pass with gradients measures
 /// each stage by itself, forward and backward, in bytes and seconds, which takes as long as some 15 training steps; it
-/// holds one stage's activations. Then the fastest schedule within the budget is planned: which stages keep what they
+/// holds one stage's activations and gradients. Then the fastest schedule for it is planned: which stages keep what they
 /// need, which make results of cheap operations again (GELU, SiLU, products), which run again, and in what nesting.
 /// `plan()` tells what it will take. A budget that no schedule keeps throws and names the least that works. Smaller
 /// inputs follow the same plan; a larger one, another dtype or device, `train()`/`eval()`, autocast, or other
