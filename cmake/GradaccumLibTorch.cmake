@@ -194,7 +194,7 @@ function(gradaccum_cuda_headers root major result)
   endforeach()
 endfunction()
 
-# The directory of nccl.h: in the wheel's own nvidia packages, where NCCL_ROOT says, or beside CUDA's headers.
+# The directory of nccl.h: where NCCL_ROOT says, in the wheel's own nvidia packages, or beside CUDA's headers.
 function(gradaccum_nccl_headers root cuda_headers result)
   set(${result} "" PARENT_SCOPE)
   foreach(dir IN ITEMS "${NCCL_ROOT}/include" "${root}/../nvidia/nccl/include" "$ENV{NCCL_ROOT}/include" "${cuda_headers}"

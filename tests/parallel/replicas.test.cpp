@@ -42,7 +42,9 @@ struct Rank {
   }
 
   void backward(const Example& batch) {
-    optimizer->backward(ga::Loss{loss_of(model, batch), static_cast<double>(batch.data.size(0))});
+    const auto device = model->parameters()[0].device();
+    const Example here(batch.data.to(device), batch.target.to(device));
+    optimizer->backward(ga::Loss{loss_of(model, here), static_cast<double>(batch.data.size(0))});
     optimizer->step();
     optimizer->zero_grad();
   }
@@ -442,7 +444,7 @@ TEST_CASE("Replicas: an exception in a backward that has sent gradients ends the
 
 namespace {
 
-/// Windows of 2 x `micro_batches`, by two ranks on these devices, against one process on the CPU.
+/// Windows of 2 x `steps`, by two ranks on these devices, against one process on the CPU.
 void check_devices(const std::vector<at::Device>& devices) {
   const std::int64_t steps = GENERATE(3, 4, 10);  // with 4, one rank's first window is full, and the other's is not
   const auto batches = make_batches({2, 5, 1, 4, 7, 3, 6});
@@ -452,19 +454,7 @@ void check_devices(const std::vector<at::Device>& devices) {
 
   auto ranks = make_ranks(2, steps);
   for (std::size_t i = 0; i < 2; ++i) ranks[i].model->to(devices[i]);
-  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
-    const auto number = static_cast<std::size_t>(group.rank());
-    auto& rank = ranks[number];
-    ga::Replicas replicas(group, rank.model, *rank.optimizer, {.bucket_bytes = 200, .seed_by_rank = false});
-    for (std::size_t i = number; i < batches.size(); i += 2)
-      rank.backward({batches[i].data.to(devices[number]), batches[i].target.to(devices[number])});
-    rank.optimizer->flush();
-    while (replicas.others_continue()) {
-      rank.optimizer->step();
-      rank.optimizer->zero_grad();
-    }
-    replicas.check_equal();
-  });
+  train(ranks, batches, {.bucket_bytes = 200, .seed_by_rank = false});
   for (auto& rank : ranks) {
     rank.model->to(torch::kCPU);
     CHECK(distance(rank.model, one.model) < 1e-10);
