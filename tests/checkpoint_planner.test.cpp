@@ -577,7 +577,7 @@ TEST_CASE("ParetoFront: what is dearer and slower goes; thinned, the fastest of 
   CHECK(points(inner::merged(front({{1, 9}, {3, 7}, {5, 1}}), front({{2, 7}, {4, 2}, {6, 1}}))) ==
         Points{{1, 9}, {2, 7}, {4, 2}, {5, 1}});
   CHECK(points(inner::merged({}, front({{1, 9}}))) == Points{{1, 9}});
-  CHECK(inner::merged({}, {}).empty());
+  CHECK(inner::merged(inner::ParetoFront(), {}).empty());
 
   const auto long_one = front({{10, 9}, {11, 8}, {12, 7}, {19, 6}, {20, 5}, {29, 4}, {30, 3}, {39, 2}});  // 10, 20, 30
   CHECK(points(inner::thinned(long_one, 8)) == points(long_one));

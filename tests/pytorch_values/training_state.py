@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes training_state.hpp: a training that began in C++ and goes on in Python, and one that began in Python.
 
-The folder training_state has states that C++ wrote, by `gradaccum.tests.pytorch_values.training_state "[write]"` in this
+The folder training_state has states that C++ wrote, by `gradaccum.tests.pytorch_values "[write]"` in this
 folder. They are read and written by the functions that docs/training_state.md shows, taken from there.
 """
 import pathlib

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# gradaccum_add_tests(program prefix source...): a program of tests, each file of which is a test of CTest's, run by
+# itself: <prefix><file>. Those with the tag [cuda] are apart, so that they are seen to be skipped where there is no
+# device.
+#
+# LibTorch's templates take most of each compilation. So some files are compiled together, each in a namespace of its
+# own; what they include comes before.
+
+set(GRADACCUM_TEST_FILES_TOGETHER 10 CACHE STRING
+  "How many files of tests are compiled together; 1 is best for who changes one of them again and again")
+
+function(gradaccum_add_tests program prefix)
+  add_executable(${program} ${ARGN})
+  target_link_libraries(${program} PRIVATE gradaccum.tests.main)
+  target_precompile_headers(${program} REUSE_FROM gradaccum.tests.main)
+  gradaccum_compile_together(${program} ${ARGN})
+  foreach(source IN LISTS ARGN)
+    cmake_path(GET source STEM LAST_ONLY file) # name.test, which -# makes a tag of
+    string(REGEX REPLACE "\\.test$" "" name "${prefix}${file}")
+    gradaccum_add_test_of_file(${name} ${program} "[#${file}]~[cuda]~[.]")
+    file(STRINGS "${source}" cuda REGEX "\\[cuda\\]" LIMIT_COUNT 1)
+    if(cuda)
+      gradaccum_add_test_of_file(${name}.cuda ${program} "[#${file}][cuda]")
+      set_tests_properties(${name}.cuda PROPERTIES LABELS cuda SKIP_REGULAR_EXPRESSION "skipped: |SKIPPED:" SKIP_RETURN_CODE 4)
+    endif()
+  endforeach()
+endfunction()
+
+# No test at all is a failure, which Catch2 2 takes for success.
+function(gradaccum_add_test_of_file name program tests)
+  add_test(NAME ${name} COMMAND ${program} "-#" "${tests}")
+  set_tests_properties(${name} PROPERTIES FAIL_REGULAR_EXPRESSION "No test cases matched|No tests ran")
+endfunction()
+
+function(gradaccum_compile_together program)
+  list(LENGTH ARGN files)
+  if(GRADACCUM_TEST_FILES_TOGETHER LESS_EQUAL 1 OR files LESS_EQUAL 1)
+    return()
+  endif()
+  set(includes "")
+  foreach(source IN LISTS ARGN)
+    file(STRINGS "${source}" lines REGEX "^#include")
+    list(APPEND includes ${lines})
+    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${source}")
+  endforeach()
+  list(REMOVE_DUPLICATES includes)
+  list(JOIN includes "\n" includes)
+  set_target_properties(${program} PROPERTIES
+    UNITY_BUILD ON
+    UNITY_BUILD_BATCH_SIZE ${GRADACCUM_TEST_FILES_TOGETHER}
+    UNITY_BUILD_UNIQUE_ID GRADACCUM_TEST_FILE
+    UNITY_BUILD_CODE_BEFORE_INCLUDE "${includes}\nnamespace GRADACCUM_TEST_FILE {"
+    UNITY_BUILD_CODE_AFTER_INCLUDE "}")
+endfunction()
