@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <functional>
+#include <gradaccum/autocast.hpp>
 #include <gradaccum/keep_freed_memory.hpp>
 #include <stdexcept>
 #include <string>
@@ -75,10 +76,11 @@ inline std::string machine(const Options& options) {
   const auto a = torch::rand({1024, 1024}), b = torch::rand({1024, 1024});
   std::vector<double> times;
   for (int i = 0; i < 7; ++i) times.push_back(seconds([&] { torch::mm(a, b); }));
-  return fmt::format("LibTorch {}, {} threads, load {:.2f}, {}, sgemm {:.0f} GFLOP/s, {}", TORCH_VERSION,
+  return fmt::format("LibTorch {}, {} threads, load {:.2f}, {}, sgemm {:.0f} GFLOP/s, {}{}", TORCH_VERSION,
                      torch::get_num_threads(), load[0], at::hasMKL() ? "MKL" : "no MKL",
                      2 * std::pow(1024.0, 3) / median(times) / 1e9,
-                     options.keep_memory ? "freed memory kept by all" : "default malloc");
+                     options.keep_memory ? "freed memory kept by all" : "default malloc",
+                     gradaccum::is_bf16_fast(at::kCPU) ? "" : ", no AVX-512: bfloat16 is left out");
 }
 
 inline void append_json(const Options& options, const std::string& object) {

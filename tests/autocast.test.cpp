@@ -7,6 +7,7 @@
 #include "support/models.hpp"
 
 #include <ATen/autocast_mode.h>
+#include <ATen/cpu/Utils.h>
 
 #include <optional>
 #include <stdexcept>
@@ -297,6 +298,14 @@ TEST_CASE("Autocast: under an accumulator, micro-batches sum up to what they sum
   CHECK(distance(run(false, true), run(true, true)) < 1e-6);
   CHECK(distance(run(false, true), run(false, false)) < 1e-2);
   CHECK(distance(run(false, true), run(false, false)) > 1e-6);  // control: it was at work
+}
+
+TEST_CASE("is_bf16_fast: as the processor has AVX-512, and true of devices") {
+  const auto processor = at::cpu::get_cpu_capabilities();
+  const auto has = [&](const char* feature) { return processor.at(feature).toBool(); };
+  const bool is_x86 = processor.count("avx512_bw") > 0;
+  CHECK(ga::is_bf16_fast(at::kCPU) == (!is_x86 || (has("avx512_bw") && has("avx512_vl") && has("avx512_dq"))));
+  CHECK(ga::is_bf16_fast(at::kCUDA));
 }
 
 TEST_CASE("Autocast: on a device", "[cuda]") {

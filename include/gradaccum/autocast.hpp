@@ -11,6 +11,26 @@
 
 namespace gradaccum {
 
+/// Whether products of bfloat16 matrices are worth their while on this device. On x86 processors LibTorch computes them
+/// with AVX-512; on one without it they take some 80 times as long as those of float32.
+///
+///     const auto device = batch.data.device();
+///     ga::Autocast autocast(device, torch::kBFloat16, /*enabled=*/ga::is_bf16_fast(device));
+///
+/// Only the device's type counts, and for the CPU the processor that this runs on. Of all others than x86 processors it
+/// says true.
+///
+/// @note Does not synchronise with the device.
+inline bool is_bf16_fast([[maybe_unused]] at::Device device) {
+#if defined(__x86_64__)
+  static const bool has_avx512 =
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  return !device.is_cpu() || has_avx512;
+#else
+  return true;
+#endif
+}
+
 /// torch.autocast as a scope: operations that gain from it run in 16 bits, those that need their precision in float32.
 ///
 ///     for (auto& batch : batches) {
@@ -24,7 +44,7 @@ namespace gradaccum {
 ///     }
 ///
 /// Parameters stay in float32, and so do their gradients and sums. In float16 gradients underflow without an
-/// `AmpScaler`; bfloat16 needs none.
+/// `AmpScaler`; bfloat16 needs none. On a CPU ask `is_bf16_fast` first.
 ///
 /// LibTorch casts a parameter once, and keeps the cast until the outermost scope ends. So a scope holds the forward
 /// pass and the loss of one micro-batch: held across `optimizer.step()` it would go on with the old parameters. Scopes
