@@ -14,8 +14,8 @@ namespace gradaccum {
 /// Whether products of bfloat16 matrices are worth their while on this device. On x86 processors LibTorch computes them
 /// with AVX-512; on one without it they take some 80 times as long as those of float32.
 ///
-///     const auto device = batch.data.device();
-///     ga::Autocast autocast(device, torch::kBFloat16, /*enabled=*/ga::is_bf16_fast(device));
+///     ga::Autocast autocast(x.device(), torch::kBFloat16, /*enabled=*/ga::is_bf16_fast(x.device()));
+///     auto y = model->forward(x);
 ///
 /// Only the device's type counts, and for the CPU the processor that this runs on. Of all others than x86 processors it
 /// says true.
