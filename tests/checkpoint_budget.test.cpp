@@ -72,7 +72,10 @@ std::int64_t slack(const Chain& chain) {
     if (chain.name == name) return plenty;
   std::int64_t statistics = 0;  // copies, where a stage runs again
   for (auto& buffer : chain.net->buffers()) statistics += buffer.nbytes();
-  return statistics + 4;  // a loss
+  std::int64_t bias = 0;  // cast to bfloat16: a stage by itself may hold it at its peak, where a segment does not
+  for (auto& parameter : chain.net->parameters())
+    if (chain.autocast && parameter.dim() == 1) bias = std::max(bias, 2 * parameter.numel());
+  return statistics + bias + 4;  // a loss
 }
 
 // The chain's input, smaller or larger.
