@@ -526,6 +526,10 @@ TEST_CASE("Adam8bit: what it refuses") {
     twice.step();
   }());
   ga::optim::Adam8bit optimizer({parameter}, Adam8bitOptions(1));
+  const torch::optim::OptimizerParamGroup of_another({}, std::make_unique<ga::optim::AdamW8bitOptions>(0.1));
+  REQUIRE_ERROR("options of a group must be Adam8bitOptions", optimizer.add_param_group(of_another));
+  REQUIRE_ERROR("options of a group must be Adam8bitOptions", ga::optim::Adam8bit({of_another}));
+  CHECK(optimizer.param_groups().size() == 1);
   parameter.mutable_grad() = torch::ones({5000}).to_sparse();
   REQUIRE_ERROR("must be dense", optimizer.step());
   CHECK(parameter.eq(0).all().item<bool>());

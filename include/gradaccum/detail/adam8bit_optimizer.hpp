@@ -84,13 +84,13 @@ class Adam8bitOptimizer : public OwnOptimizer<Derived, Options, optim::Adam8bitP
         if (const at::Tensor& gradient = gradient_of(parameter); gradient.defined())
           states.emplace_back(parameter, prepare(parameter, gradient, this->options_of(group), whole, coded));
     }
-    if (!whole.empty()) take(std::move(whole), multiplier);
-    if (!coded.empty()) take(std::move(coded), multiplier);
-    for (auto& [parameter, state] : states) this->keep(parameter, std::move(state));
+    if (!whole.empty()) this->take_steps(std::move(whole), multiplier);
+    if (!coded.empty()) this->take_steps(std::move(coded), multiplier);
+    this->keep(std::move(states));
   }
 
   State prepare(const at::Tensor& parameter, const at::Tensor& gradient, const Options& options,
-                std::vector<AdamStep>& whole, std::vector<Adam8bitStep>& coded) {
+                std::vector<AdamStep>& whole, std::vector<Adam8bitStep>& coded) const {
     check_can_be_stepped_densely(Derived::name, parameter, gradient);
     State state = this->state_of(parameter);
     const AdamSettings settings = settings_of(options, state.step() + 1);
@@ -98,14 +98,13 @@ class Adam8bitOptimizer : public OwnOptimizer<Derived, Options, optim::Adam8bitP
     if (known ? state.coded() : can_be_coded(parameter)) {
       coded.push_back({settings, parameter, gradient,
                        settled({state.exp_avg, state.exp_avg_scale}, parameter, true, "exp_avg"),
-                       settled({state.exp_avg_sq, state.exp_avg_sq_scale}, parameter, false, "exp_avg_sq"),
-                       this->rounding_of(parameter)});
+                       settled({state.exp_avg_sq, state.exp_avg_sq_scale}, parameter, false, "exp_avg_sq")});
       std::tie(state.exp_avg, state.exp_avg_scale) = std::tie(coded.back().exp_avg.codes, coded.back().exp_avg.scales);
       std::tie(state.exp_avg_sq, state.exp_avg_sq_scale) =
           std::tie(coded.back().exp_avg_sq.codes, coded.back().exp_avg_sq.scales);
     } else {
       whole.push_back({settings, parameter, gradient, settled(state.exp_avg, parameter, "exp_avg"),
-                       settled(state.exp_avg_sq, parameter, "exp_avg_sq"), at::Tensor(), this->rounding_of(parameter)});
+                       settled(state.exp_avg_sq, parameter, "exp_avg_sq"), at::Tensor()});
       std::tie(state.exp_avg, state.exp_avg_sq) = std::tie(whole.back().exp_avg, whole.back().exp_avg_sq);
     }
     state.step(settings.step);

@@ -33,11 +33,11 @@ class AdamOptimizer : public OnePassOptimizer<Base, Derived, ParamState> {
       for (auto& parameter : group.params())
         if (const at::Tensor& gradient = gradient_of(parameter); gradient.defined())
           steps.push_back(step_of(parameter, gradient, static_cast<const Options&>(group.options())));
-    take(steps, multiplier);
+    this->take_steps(steps, multiplier);
     for (auto& step : steps) keep(step);
   }
 
-  AdamStep step_of(const at::Tensor& parameter, const at::Tensor& gradient, const Options& options) {
+  AdamStep step_of(const at::Tensor& parameter, const at::Tensor& gradient, const Options& options) const {
     check_can_be_stepped_densely(Derived::name, parameter, gradient);
     const auto known = this->state_.find(parameter.unsafeGetTensorImpl());
     const auto state = known == this->state_.end() ? ParamState() : static_cast<const ParamState&>(*known->second);
@@ -49,8 +49,7 @@ class AdamOptimizer : public OnePassOptimizer<Base, Derived, ParamState> {
             gradient,
             settled(state.exp_avg(), parameter, "exp_avg"),
             settled(state.exp_avg_sq(), parameter, "exp_avg_sq"),
-            options.amsgrad() ? settled(state.max_exp_avg_sq(), parameter, "max_exp_avg_sq") : state.max_exp_avg_sq(),
-            this->rounding_of(parameter)};
+            options.amsgrad() ? settled(state.max_exp_avg_sq(), parameter, "max_exp_avg_sq") : state.max_exp_avg_sq()};
   }
 
   /// The state is the optimizer's once the step is taken.

@@ -5,6 +5,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/OpMathType.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/isnan.h>
@@ -38,6 +39,12 @@ inline bool is_plain(const at::Tensor& t) {
 inline at::Tensor in_order_of(const at::Tensor& like, const at::Tensor& t, at::ScalarType dtype) {
   if (t.scalar_type() == dtype && is_plain(t) && same_order(like, t)) return t;
   return at::empty_strided(like.sizes(), like.strides(), t.options().dtype(dtype)).copy_(t);
+}
+
+/// `t`, or a copy of it, with the rows one after another.
+inline at::Tensor row_major(const at::Tensor& t, at::ScalarType dtype) {
+  if (t.scalar_type() == dtype && is_plain(t) && t.is_contiguous()) return t;
+  return at::empty(t.sizes(), t.options().dtype(dtype)).copy_(t);
 }
 
 /// The type that optimizers compute with and keep their state in: float32 for 16-bit parameters.
@@ -97,6 +104,15 @@ inline at::Tensor stochastically_rounded(const at::Tensor& numbers, std::uint64_
   return at::where(numbers.isnan(), numbers, carried.view(at::kFloat));
 }
 
+/// Ends the step of a parameter in `stepped`, which may be the parameter itself. Autograd has to know that it has
+/// changed: it may be saved for a backward pass.
+inline void write_back(const at::Tensor& parameter, const at::Tensor& stepped) {
+  if (!stepped.is_same(parameter))
+    parameter.copy_(stepped);
+  else if (!parameter.is_inference())
+    parameter.unsafeGetTensorImpl()->bump_version();
+}
+
 /// A parameter in the memory in which it is stepped: its own, or a copy that is written back at the end; and its
 /// gradient, the elements in the same order.
 class DenseOperands {
@@ -117,12 +133,8 @@ class DenseOperands {
   at::Tensor gradient() const { return as_real(gradient_); }
   std::int64_t copied() const { return copied_; }  ///< elements
 
-  /// Autograd has to know that the parameter has changed: it may be saved for a backward pass.
   void write_back() const {
-    if (!parameter_.is_same(owner_))
-      owner_.copy_(rounding_key_ ? stochastically_rounded(parameter_, *rounding_key_) : parameter_);
-    else if (!owner_.is_inference())
-      owner_.unsafeGetTensorImpl()->bump_version();
+    detail::write_back(owner_, rounding_key_ ? stochastically_rounded(parameter_, *rounding_key_) : parameter_);
   }
 
  private:

@@ -19,7 +19,6 @@
 #include <functional>
 #include <iterator>
 #include <memory>
-#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -44,6 +43,18 @@ class GradientsByParameter {
   std::vector<at::Tensor> raw_;
   std::unordered_map<const void*, std::size_t> index_;
 };
+
+/// Takes the steps of parameters on the CPU, and those of all others.
+template <class Step>
+void take(std::vector<Step> steps, const Multiplier& multiplier) {
+  const auto away = std::stable_partition(steps.begin(), steps.end(),
+                                          [](const Step& step) { return step.parameter.device().is_cpu(); });
+  const std::vector<Step> on_device(std::make_move_iterator(away), std::make_move_iterator(steps.end()));
+  steps.erase(away, steps.end());
+  if (!steps.empty())
+    take_on_cpu(steps, multiplier.on_host() ? multiplier.host() : multiplier.on(at::kCPU).template item<double>());
+  if (!on_device.empty()) take_on_device(on_device, multiplier);
+}
 
 /// LibTorch's optimizer `Base`, with a step of our own: `Derived` has `move(gradient_of, multiplier)`, which steps all
 /// parameters that have a gradient. Options, state, groups, saving and loading are LibTorch's.
@@ -121,9 +132,11 @@ class OnePassOptimizer : public Base, public TakesGradients, public NamesItsStat
   }
 
  protected:
-  /// The key of this step's random numbers, if the parameter is to be rounded so.
-  std::optional<std::uint64_t> rounding_of(const at::Tensor& parameter) {
-    return rounding_.next_key(parameter, distinct_.place_of(parameter));
+  /// Takes steps that have all been checked: from here on the random numbers by which they round are counted.
+  template <class Step>
+  void take_steps(std::vector<Step> steps, const Multiplier& multiplier) {
+    for (auto& step : steps) step.rounding_key = rounding_.next_key(step.parameter, distinct_.place_of(step.parameter));
+    take(std::move(steps), multiplier);
   }
   bool rounds(const at::Tensor& parameter) const { return rounding_.concerns(parameter); }
   void save_rounding(torch::serialize::OutputArchive& archive) const {
@@ -147,17 +160,5 @@ class OnePassOptimizer : public Base, public TakesGradients, public NamesItsStat
   DistinctParameters distinct_;
   StochasticRounding rounding_;
 };
-
-/// Takes the steps of parameters on the CPU, and those of all others.
-template <class Step>
-void take(std::vector<Step> steps, const Multiplier& multiplier) {
-  const auto away = std::stable_partition(steps.begin(), steps.end(),
-                                          [](const Step& step) { return step.parameter.device().is_cpu(); });
-  const std::vector<Step> on_device(std::make_move_iterator(away), std::make_move_iterator(steps.end()));
-  steps.erase(away, steps.end());
-  if (!steps.empty())
-    take_on_cpu(steps, multiplier.on_host() ? multiplier.host() : multiplier.on(at::kCPU).template item<double>());
-  if (!on_device.empty()) take_on_device(on_device, multiplier);
-}
 
 }  // namespace gradaccum::detail

@@ -47,14 +47,27 @@ class OwnParamState : public torch::optim::OptimizerCloneableParamState<Derived>
 /// `move(gradient_of, multiplier)` as in OnePassOptimizer.
 template <class Derived, class Options, class ParamState>
 class OwnOptimizer : public OnePassOptimizer<torch::optim::Optimizer, Derived, ParamState> {
+  using OnePass = OnePassOptimizer<torch::optim::Optimizer, Derived, ParamState>;
+
  public:
   explicit OwnOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups, Options defaults = {})
-      : OnePassOptimizer<torch::optim::Optimizer, Derived, ParamState>(groups, std::make_unique<Options>(defaults)) {
+      : OnePass(std::vector<torch::optim::OptimizerParamGroup>(), std::make_unique<Options>(defaults)) {
     Derived::check(defaults);
-    for (auto& group : this->param_groups()) Derived::check(options_of(group));
+    for (auto& group : groups) add_param_group(group);
   }
   explicit OwnOptimizer(std::vector<at::Tensor> parameters, Options defaults = {})
       : OwnOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))}, std::move(defaults)) {}
+
+  /// A group's options are all its own. (LibTorch's function replaces those of a type that it does not know.)
+  void add_param_group(const torch::optim::OptimizerParamGroup& group) {
+    if (!group.has_options()) return OnePass::add_param_group(group);
+    const auto* const options = dynamic_cast<const Options*>(&group.options());
+    TORCH_CHECK(options, Derived::name, ": the options of a group must be ", Derived::name,
+                "Options, got those of another optimizer");
+    Derived::check(*options);
+    OnePass::add_param_group(group);
+    this->param_groups().back().set_options(std::make_unique<Options>(*options));
+  }
 
   void save(torch::serialize::OutputArchive& archive) const override {
     torch::optim::serialize<ParamState, Options>(archive, *this);
@@ -78,8 +91,10 @@ class OwnOptimizer : public OnePassOptimizer<torch::optim::Optimizer, Derived, P
     TORCH_CHECK(state.step() >= 0, Derived::name, ": the step count must be >= 0, got ", state.step());
     return state;
   }
-  void keep(const at::Tensor& parameter, ParamState state) {
-    this->state_[parameter.unsafeGetTensorImpl()] = std::make_unique<ParamState>(std::move(state));
+  /// States of parameters whose steps have been taken.
+  void keep(std::vector<std::pair<at::Tensor, ParamState>> states) {
+    for (auto& [parameter, state] : states)
+      this->state_[parameter.unsafeGetTensorImpl()] = std::make_unique<ParamState>(std::move(state));
   }
 };
 

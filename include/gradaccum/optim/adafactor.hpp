@@ -12,8 +12,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstddef>
-#include <memory>
 #include <utility>
 #include <vector>
 
@@ -47,17 +45,8 @@ namespace gradaccum::optim {
 class Adafactor : public detail::OwnOptimizer<Adafactor, AdafactorOptions, AdafactorParamState> {
  public:
   static constexpr const char* name = "Adafactor";
+  using OwnOptimizer::OwnOptimizer;
   using OwnOptimizer::step;
-
-  explicit Adafactor(const std::vector<torch::optim::OptimizerParamGroup>& groups, AdafactorOptions defaults = {})
-      : OwnOptimizer(std::vector<torch::optim::OptimizerParamGroup>(), std::move(defaults)) {
-    for (auto& group : groups) add_param_group(group);
-  }
-  explicit Adafactor(std::vector<at::Tensor> parameters, AdafactorOptions defaults = {})
-      : OwnOptimizer(std::move(parameters), std::move(defaults)) {}
-
-  /// A group's options are all its own. (LibTorch's function replaces those of a type that it does not know.)
-  void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   static void check(const AdafactorOptions& options) { options.check(); }
 
@@ -67,18 +56,17 @@ class Adafactor : public detail::OwnOptimizer<Adafactor, AdafactorOptions, Adafa
   template <class GradientOf>
   void move(const GradientOf& gradient_of, const detail::Multiplier& multiplier) {
     std::vector<detail::AdafactorStep> steps;
-    std::vector<AdafactorParamState> states;
+    std::vector<std::pair<at::Tensor, AdafactorParamState>> states;  // the optimizer's once the step is taken
     for (auto& group : param_groups()) {
       check(options_of(group));  // may have been changed, or loaded
       for (auto& parameter : group.params())
         if (const at::Tensor& gradient = gradient_of(parameter); gradient.defined()) {
-          states.push_back(next_state(parameter, gradient, options_of(group)));
-          steps.push_back(step_of(parameter, gradient, options_of(group), states.back()));
+          states.emplace_back(parameter, next_state(parameter, gradient, options_of(group)));
+          steps.push_back(step_of(parameter, gradient, options_of(group), states.back().second));
         }
     }
-    for (auto& step : steps) step.rounding_key = rounding_of(step.parameter);  // counts: so nothing may fail after it
-    detail::take(steps, multiplier);
-    for (std::size_t i = 0; i < steps.size(); ++i) keep(steps[i].parameter, std::move(states[i]));
+    take_steps(std::move(steps), multiplier);
+    keep(std::move(states));
   }
 
   AdafactorParamState next_state(const at::Tensor& parameter, const at::Tensor& gradient,
@@ -86,15 +74,6 @@ class Adafactor : public detail::OwnOptimizer<Adafactor, AdafactorOptions, Adafa
   static detail::AdafactorStep step_of(const at::Tensor& parameter, const at::Tensor& gradient,
                                        const AdafactorOptions& options, const AdafactorParamState& state);
 };
-
-inline void Adafactor::add_param_group(const torch::optim::OptimizerParamGroup& group) {
-  if (!group.has_options()) return OwnOptimizer::add_param_group(group);
-  const auto* const options = dynamic_cast<const AdafactorOptions*>(&group.options());
-  TORCH_CHECK(options, "Adafactor: the options of a group must be AdafactorOptions, got those of another optimizer");
-  options->check();
-  OwnOptimizer::add_param_group(group);
-  param_groups().back().set_options(std::make_unique<AdafactorOptions>(*options));
-}
 
 inline AdafactorParamState Adafactor::next_state(const at::Tensor& parameter, const at::Tensor& gradient,
                                                  const AdafactorOptions& options) const {

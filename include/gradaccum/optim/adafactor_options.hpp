@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/adafactor_passes.hpp>
 #include <gradaccum/detail/dense.hpp>
 #include <gradaccum/detail/own_optimizer.hpp>
 

@@ -60,7 +60,7 @@ class SGD : public detail::OnePassOptimizer<torch::optim::SGD, SGD, torch::optim
         if (options.momentum() != 0) buffers.emplace_back(parameter, steps.back().momentum_buffer);
       }
     }
-    detail::take(std::move(steps), multiplier);
+    take_steps(std::move(steps), multiplier);
     for (auto& move : sparse) move();
     for (auto& [parameter, buffer] : buffers) {
       auto& state = state_[parameter.unsafeGetTensorImpl()];
@@ -69,7 +69,7 @@ class SGD : public detail::OnePassOptimizer<torch::optim::SGD, SGD, torch::optim
     }
   }
 
-  detail::SgdStep step_of(const at::Tensor& parameter, const at::Tensor& gradient, const SGDOptions& options) {
+  detail::SgdStep step_of(const at::Tensor& parameter, const at::Tensor& gradient, const SGDOptions& options) const {
     at::Tensor buffer;
     if (const auto known = state_.find(parameter.unsafeGetTensorImpl()); known != state_.end())
       buffer = static_cast<const ParamState&>(*known->second).momentum_buffer();
@@ -78,8 +78,7 @@ class SGD : public detail::OnePassOptimizer<torch::optim::SGD, SGD, torch::optim
     return {{options.lr(), options.momentum(), options.dampening(), options.weight_decay(), options.nesterov(), first},
             parameter,
             gradient,
-            std::move(buffer),
-            rounding_of(parameter)};
+            std::move(buffer)};
   }
 
   static void move_rows(const at::Tensor& parameter, const at::Tensor& gradient, const detail::Multiplier& multiplier,
