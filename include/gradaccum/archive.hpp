@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/owned_tensor.hpp>
+#include <gradaccum/detail/pending_changes.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -16,7 +17,6 @@
 #include <type_traits>
 #include <utility>
 #include <variant>
-#include <vector>
 
 namespace gradaccum {
 
@@ -87,22 +87,20 @@ class Archive {
   /// Runs `load`. If all of it, and of what is around it, has been loaded, then comes what was given to `when_all_fit`;
   /// an exception forgets that.
   template <class Load>
-  void together(const Load& load);
-  /// At once when saving, and where there is nothing that is loaded together with it.
-  void when_all_fit(std::function<void()> change) {
-    if (depth_ == 0) return change();
-    changes_.push_back(std::move(change));
+  void together(const Load& load) {
+    pending_.together(load);
   }
-
+  /// At once when saving, and where there is nothing that is loaded together with it.
+  void when_all_fit(std::function<void()> change) { pending_.when_all_fit(std::move(change)); }
   /// What undoes a change that did not wait, where something after it does not fit; the last one first.
   void if_not_all_fit(std::function<void()> undo) {
-    if (depth_ > 0 && loading_) undo_.push_back(std::move(undo));
+    if (loading_) pending_.if_not_all_fit(std::move(undo));
   }
   /// To load what was saved a moment ago, into parts that were loaded from something else since; what waited there has
   /// not been changed, and does not change here.
   static Archive to_go_back(const Archive& before) {
     Archive archive(before.values());
-    archive.depth_ = 1;
+    archive.pending_.wait_forever();
     return archive;
   }
 
@@ -201,8 +199,7 @@ class Archive {
   Values values_;
   std::set<std::string> used_;
   std::string prefix_;
-  std::vector<std::function<void()>> changes_, undo_;
-  int depth_ = 0;
+  detail::PendingChanges pending_;
   bool loading_ = false, copies_ = true, changes_allowed_ = false;
 };
 
@@ -215,23 +212,6 @@ inline void Archive::tensors(Tensors& tensors) {
   for (auto value = values_.lower_bound(prefix_); value != values_.end() && value->first.starts_with(prefix_); ++value)
     if (auto* const tensor = std::get_if<at::Tensor>(&value->second); tensor && used_.insert(value->first).second)
       tensors.emplace(value->first.substr(prefix_.size()), std::move(*tensor));
-}
-
-template <class Load>
-void Archive::together(const Load& load) {
-  const auto waiting = changes_.size(), changed = undo_.size();
-  ++depth_;
-  try {
-    load();
-  } catch (...) {
-    --depth_;
-    changes_.resize(waiting);
-    for (; undo_.size() > changed; undo_.pop_back()) undo_.back()();
-    throw;
-  }
-  if (--depth_ > 0) return;
-  undo_.clear();
-  for (auto& change : std::exchange(changes_, {})) change();
 }
 
 }  // namespace gradaccum

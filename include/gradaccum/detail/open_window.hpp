@@ -5,6 +5,7 @@
 #include <gradaccum/detail/peers.hpp>
 #include <gradaccum/detail/step_in_backward.hpp>
 #include <gradaccum/detail/window_gradients.hpp>
+#include <gradaccum/detail/window_use.hpp>
 #include <gradaccum/loss.hpp>
 #include <gradaccum/window.hpp>
 
@@ -54,7 +55,7 @@ class OpenWindow {
   /// Between two micro-batches: saves the window, or goes on with one that was saved.
   void state(Archive& archive, const NameOf& name_of);
 
-  std::int64_t micro_steps() const { return window_.count() - in_hand_; }
+  std::int64_t micro_steps() const { return window_.count() - use_.in_hand(); }
   bool ready() const { return micro_steps() + 1 >= window_.steps(); }
   bool follows_others() const { return following_; }
   bool full() const { return following_ || window_.full(); }
@@ -97,36 +98,20 @@ class OpenWindow {
     try {
       work();
     } catch (...) {
-      spoiled_ = true;
+      use_.spoil();
       throw;
     }
   }
 
  private:
-  enum class Form { none, plain, weighted };
+  using Form = WindowUse::Form;
 
-  void check_usable() const {
-    TORCH_CHECK(!spoiled_ || !state_->stepped(), "GradAccumulator: ", stepped_in_part);
-    TORCH_CHECK(!spoiled_, "GradAccumulator: an exception left this window's gradients incomplete; call discard()");
-  }
-  void check_form(Form form) const {
-    TORCH_CHECK(form_ == Form::none || form_ == form,
-                "GradAccumulator: one window mixes optimizer.backward(loss) with loss.backward() or with a step() that "
-                "no backward precedes; use one form");
-  }
+  void check_usable() const { use_.check_usable(state_->stepped()); }
   void check_kept() const {
     if (window_.count() > 0) watch_.check_kept(state_->all_parameters());
   }
   void check_only_ours() const { watch_.check_only_ours(state_->all_parameters(), window_.count() == 0); }
   bool touched() const { return watch_.touched(state_->all_parameters()); }
-  static void check_goes_with_peers(bool peers, bool in_backward) {
-    TORCH_CHECK(!peers || !in_backward,
-                "GradAccumulator: in_backward frees each gradient as it arrives, before it could be summed over the "
-                "other processes; leave one of the two out");
-  }
-  void check_weight(const Loss& loss) const;
-  void check_scaler() const;
-  void check_can_step_in_backward(const Loss& loss, bool create_graph) const;
   void count_plain();
   void settle(bool complete);
   void reduce();
@@ -138,10 +123,7 @@ class OpenWindow {
   std::vector<at::Tensor> listed_;  // the parameters as the optimizer lists them
   std::shared_ptr<WindowGradients> state_;
   GradientWatch watch_;
-  Form form_ = Form::none;
-  bool in_hand_ = false;  // the last micro-batch is counted, but not complete
-  bool spoiled_ = false;
-  bool scaled_ = false;     // its losses were scaled by a loss scaler
+  WindowUse use_;
   bool following_ = false;  // complete, for the others' sake
   bool reduced_ = false;    // it is the window of all processes now
 };
@@ -153,8 +135,8 @@ inline void OpenWindow::open(const std::vector<at::Tensor>& parameters) {
   state_ = std::move(next);
   listed_ = parameters;
   window_.restart();
-  form_ = Form::none;
-  in_hand_ = spoiled_ = scaled_ = following_ = reduced_ = false;
+  use_ = {};
+  following_ = reduced_ = false;
   state_->set_weights(0, 0);
   state_->set_complete(false);
   watch_.look(state_->all_parameters());
@@ -165,64 +147,33 @@ inline void OpenWindow::follow(const std::vector<at::Tensor>& parameters) {
   if (std::equal(parameters.begin(), parameters.end(), listed_.begin(), listed_.end(), same)) return;
   check_kept();
   const auto before = state_->all_parameters();
-  state_->set_parameters(parameters);
+  state_->sums().set_parameters(parameters);
   watch_.follow(before, state_->all_parameters());
   listed_ = parameters;
 }
 
 inline void OpenWindow::cleared(const std::vector<at::Tensor>& parameters) {
-  if (in_hand_ || spoiled_ || state_->applied()) return open(parameters);
+  if (use_.in_hand() || use_.spoiled() || state_->applied()) return open(parameters);
   watch_.look(state_->all_parameters());
-}
-
-/// The seed of backward has the dtype of the loss, and must fit.
-inline void OpenWindow::check_weight(const Loss& loss) const {
-  Window::check_weight(loss.items);
-  if (loss.items == 0 || window_.first_weight() == 0) return;
-  const double ratio = loss.items / window_.first_weight();
-  const double largest = loss.mean.scalar_type() == at::kHalf     ? 65504.0
-                         : loss.mean.scalar_type() == at::kDouble ? 1e308
-                                                                  : 3e38;
-  TORCH_CHECK(ratio <= largest, "Loss: a weight must be at most ", largest, " times the window's first one (",
-              window_.first_weight(), ") with a loss of dtype ", loss.mean.scalar_type(), ", got ", loss.items,
-              "; compute the loss in a wider dtype");
-}
-
-/// The scaler that scaled the losses must have asked for the reverse.
-inline void OpenWindow::check_scaler() const {
-  TORCH_CHECK(!scaled_ || state_->must_be_finite(),
-              "GradAccumulator: the losses of this window are scaled, and its gradients are not to be divided by the "
-              "scale; call scaler.step(optimizer) in place of optimizer.step()");
-}
-
-/// Before anything has moved: what comes too late once a parameter has.
-inline void OpenWindow::check_can_step_in_backward(const Loss& loss, bool create_graph) const {
-  if (!steps_in_backward()) return;
-  TORCH_CHECK(!create_graph,
-              "GradAccumulator: create_graph keeps the gradients, which in_backward frees as they arrive; "
-              "leave one of the two out");
-  TORCH_CHECK(!finite_required(loss.seed) && !state_->must_be_finite(),
-              "GradAccumulator: a loss scaler looks at all gradients before the first parameter moves, and in_backward "
-              "steps each as it arrives; use bfloat16, which needs no scaler, or leave in_backward out");
 }
 
 inline void OpenWindow::backward(Loss loss, std::optional<bool> retain_graph, bool create_graph, bool fills) {
   check_usable();
-  check_form(Form::weighted);
-  TORCH_CHECK(!in_hand_, "GradAccumulator: a second backward() before step(); add the losses and call it once");
+  use_.check_form(Form::weighted);
+  use_.check_none_in_hand();
   TORCH_CHECK(!state_->applied(), "GradAccumulator: backward() after gradients().apply(); call step() first");
   loss.output.reset();  // backward does not need it: a language model's logits are large
   loss.target.reset();
   loss.check();
-  check_weight(loss);
-  check_can_step_in_backward(loss, create_graph);
+  check_weight(loss, window_.first_weight());
+  if (steps_in_backward())
+    check_can_step_in_backward(finite_required(loss.seed) || state_->must_be_finite(), create_graph);
   check_kept();
   check_only_ours();
   window_.add(loss.items);
-  form_ = Form::weighted;
-  in_hand_ = true;
+  use_.begin(Form::weighted);
   if (loss.items == 0) return;
-  scaled_ = scaled_ || finite_required(loss.seed);
+  use_.take_seed(loss.seed);
   if (loss.items != window_.first_weight()) {
     loss.seed.multiply(loss.items);
     loss.seed.divide(window_.first_weight());
@@ -241,21 +192,20 @@ inline void OpenWindow::count_plain() {
   TORCH_CHECK(!steps_in_backward(),
               "GradAccumulator: with in_backward the parameters are stepped inside of backward; call "
               "optimizer.backward(loss) before each step(), in place of loss.backward()");
-  check_form(Form::plain);
+  use_.check_form(Form::plain);
   window_.add(1.0);
-  form_ = Form::plain;
-  in_hand_ = true;
+  use_.begin(Form::plain);
 }
 
 inline void OpenWindow::complete_micro_batch() {
   check_usable();
   check_kept();
   if (following_) return settle(/*complete=*/true);
-  if (full()) check_scaler();
-  if (!in_hand_) count_plain();
-  if (form_ == Form::weighted && !state_->applied()) check_only_ours();
+  if (full()) use_.check_scaler(state_->must_be_finite());
+  if (!use_.in_hand()) count_plain();
+  if (use_.weighted() && !state_->applied()) check_only_ours();
   settle(full());
-  in_hand_ = false;
+  use_.end();
 }
 
 inline bool OpenWindow::complete_early() {
@@ -263,12 +213,12 @@ inline bool OpenWindow::complete_early() {
   if (window_.count() == 0 && !following_) return false;
   check_kept();
   TORCH_CHECK(
-      in_hand_ || !touched(),
+      use_.in_hand() || !touched(),
       "GradAccumulator: the gradients changed after the last step(); call step() for the last micro-batch, too, "
       "before flush()");
-  check_scaler();
+  use_.check_scaler(state_->must_be_finite());
   settle(/*complete=*/true);
-  in_hand_ = false;
+  use_.end();
   return true;
 }
 
@@ -276,8 +226,8 @@ inline bool OpenWindow::complete_early() {
 inline const std::shared_ptr<WindowGradients>& OpenWindow::so_far() {
   check_usable();
   check_kept();
-  if (!in_hand_ && form_ != Form::weighted && touched()) count_plain();
-  if (in_hand_ || following_) settle(full());
+  if (!use_.in_hand() && !use_.weighted() && touched()) count_plain();
+  if (use_.in_hand() || following_) settle(full());
   return state_;
 }
 
@@ -285,29 +235,27 @@ inline void OpenWindow::state(Archive& archive, const NameOf& name_of) {
   if (!archive.loading()) {
     check_usable();
     check_kept();
-    TORCH_CHECK(!in_hand_ && (window_.count() == 0 || !touched()),
+    TORCH_CHECK(!use_.in_hand() && (window_.count() == 0 || !touched()),
                 "GradAccumulator: state() in the middle of a micro-batch; call step() first");
   }
   auto count = window_.count();
   auto first = window_.first_weight(), total = window_.total_weight();
-  bool weighted = form_ == Form::weighted, scaled = scaled_;
   archive("micro_batches", count);
   archive("first_weight", first);
   archive("total_weight", total);
-  archive("weighted", weighted);
-  archive("scaled", scaled);
-  auto sums = count > 0 ? state_->named_sums(name_of) : SumsByName();
+  auto use = archive.loading() ? WindowUse() : use_;
+  use.state(archive, count);
+  auto sums = count > 0 ? state_->sums().named(name_of) : SumsByName();
   archive.tensors(sums.tensors());
   if (!archive.loading()) return;
   Window next = window_;
   next.resume(count, first, total);
-  auto loaded = state_->take_sums(std::move(sums), name_of, archive.changes_allowed());
+  auto loaded = state_->sums().take(std::move(sums), name_of, archive.changes_allowed());
   archive.when_all_fit([=, this] {
     open(listed_);
-    state_->set_sums(loaded);
+    state_->sums().set(loaded);
     window_ = next;
-    form_ = count == 0 ? Form::none : weighted ? Form::weighted : Form::plain;
-    scaled_ = scaled;
+    use_ = use;
     state_->set_weights(first, total);
     watch_.look(state_->all_parameters());
   });
@@ -317,7 +265,7 @@ inline void OpenWindow::state(Archive& archive, const NameOf& name_of) {
 inline void OpenWindow::settle(bool complete) {
   if (reduced_) return;
   if (accumulate_in_) or_spoil([&] { state_->fold_into_sums(*accumulate_in_); });
-  const bool seen = form_ == Form::weighted && !accumulate_in_ && !state_->applied();  // by backward, and checked since
+  const bool seen = use_.weighted() && !accumulate_in_ && !state_->applied();  // by backward, and checked since
   if (!seen) watch_.look(state_->all_parameters());
   state_->set_weights(window_.first_weight(), window_.total_weight());
   if (complete && peers_) reduce();

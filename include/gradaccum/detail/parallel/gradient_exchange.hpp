@@ -70,7 +70,7 @@ class GradientExchange final : public ArrivalListener {
   };
 
   /// A window without weight has none, whatever lies there.
-  at::Tensor own(std::size_t place) const { return weight_ == 0 ? at::Tensor() : window_->gradient(place); }
+  at::Tensor own(std::size_t place) const { return weight_ == 0 ? at::Tensor() : window_->sums()[place]; }
   at::Tensor own_dense(std::size_t place) const {
     const auto gradient = own(place);
     if (!gradient.defined()) return gradient;
@@ -169,13 +169,13 @@ inline void GradientExchange::put_back(const Bucket& bucket, const at::Tensor& s
     const auto part = bucket.places.size() == 1 ? sum : sum.narrow(0, from, parameter.numel()).view(parameter.sizes());
     from += parameter.numel();
     if (used_by[place] == 0) continue;
-    const auto& gradient = window_->gradient(place);
+    const auto& gradient = window_->sums()[place];
     if (gradient.defined() && gradient.layout() == at::kStrided) {
       if (!gradient.is_alias_of(part)) gradient.detach().copy_(part);
       continue;
     }
     const auto dtype = accumulate_in_ ? part.scalar_type() : parameter.scalar_type();
-    window_->set_gradient(place, part.to(dtype, /*non_blocking=*/false, /*copy=*/bucket.places.size() > 1));
+    window_->sums().set(place, part.to(dtype, /*non_blocking=*/false, /*copy=*/bucket.places.size() > 1));
   }
 }
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <c10/util/Exception.h>
+#include <gradaccum/detail/parallel/roll_call.hpp>
+
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -17,7 +17,6 @@
 #include <string>
 #include <thread>
 #include <utility>
-#include <vector>
 
 namespace gradaccum::detail {
 
@@ -34,11 +33,7 @@ class Heartbeat {
 
   /// `store` is used by this thread alone from here on. `place` says where it is, for errors.
   Heartbeat(c10::intrusive_ptr<c10d::Store> store, std::string place, int rank, int world_size)
-      : shared_(std::make_shared<Shared>()) {
-    shared_->store = std::move(store);
-    shared_->place = std::move(place);
-    shared_->rank = rank;
-    shared_->counts.resize(static_cast<std::size_t>(world_size));
+      : shared_(std::make_shared<Shared>(RollCall(std::move(store), rank, world_size), std::move(place))) {
     thread_ = std::thread([shared = shared_] { shared->run(); });
   }
   Heartbeat(const Heartbeat&) = delete;
@@ -84,10 +79,10 @@ class Heartbeat {
 
  private:
   struct Shared {
-    c10::intrusive_ptr<c10d::Store> store;
+    Shared(RollCall roll_call, std::string place) : roll_call(std::move(roll_call)), place(std::move(place)) {}
+
+    RollCall roll_call;
     std::string place;
-    int rank = 0;
-    std::vector<std::int64_t> counts;
     std::int64_t waits = 0, told = 0;  // how often this process has waited for others; and what they know of it
 
     std::mutex mutex;
@@ -98,15 +93,15 @@ class Heartbeat {
     void run();
     void beat();
     void look_for_the_missing();
-    std::optional<std::string> missing();
-    std::optional<std::string> behind();
-    void leave();
     void fail(std::string text);
+    bool failed() {
+      const std::lock_guard lock(mutex);
+      return failure.has_value();
+    }
     bool pause(Milliseconds time);
     bool stop();
     std::string explain();
     void announce(std::string text);
-    std::string key_of(std::size_t of) const { return "heartbeat/" + std::to_string(of); }
   };
 
   std::shared_ptr<Shared> shared_;
@@ -117,7 +112,7 @@ inline void Heartbeat::Shared::run() {
   try {
     do beat();
     while (pause(interval));
-    leave();
+    roll_call.leave(failed() ? silence : patience / 2);
   } catch (const std::exception&) {
     fail(place + " has ended");
   }
@@ -127,7 +122,7 @@ inline void Heartbeat::Shared::run() {
 }
 
 inline void Heartbeat::Shared::beat() {
-  store->add(key_of(static_cast<std::size_t>(rank)), 1);
+  roll_call.say_present();
   std::optional<std::string> ours;
   bool wanted = false;
   std::int64_t news = 0;
@@ -137,13 +132,10 @@ inline void Heartbeat::Shared::beat() {
     wanted = asked && !failure;
     news = waits - std::exchange(told, waits);
   }
-  if (news > 0) store->add("waits/" + std::to_string(rank), news);
-  if (store->check({"failure"})) {
-    const auto text = store->get("failure");
-    return fail(std::string(text.begin(), text.end()));
-  }
+  roll_call.say_waited(news);
+  if (const auto theirs = roll_call.failure()) return fail(*theirs);
   if (ours) {
-    store->set("failure", std::vector<std::uint8_t>(ours->begin(), ours->end()));
+    roll_call.say_failed(*ours);
     return fail(*ours);
   }
   if (wanted) look_for_the_missing();
@@ -151,54 +143,18 @@ inline void Heartbeat::Shared::beat() {
 
 /// Meanwhile this process goes on counting.
 inline void Heartbeat::Shared::look_for_the_missing() {
-  for (std::size_t i = 0; i < counts.size(); ++i) counts[i] = store->add(key_of(i), 0);
+  roll_call.note_counts();
   const auto begin = std::chrono::steady_clock::now();
   while (std::chrono::steady_clock::now() - begin < silence) {
-    store->add(key_of(static_cast<std::size_t>(rank)), 1);
+    roll_call.say_present();
     if (!pause(interval)) return;
   }
-  auto who = missing();
-  if (!who) who = behind();
-  if (store->check({"failure"})) return;  // somebody was faster; it is read at the next beat
+  auto who = roll_call.missing();
+  if (!who) who = roll_call.behind();
+  if (roll_call.failure()) return;  // somebody was faster; it is read at the next beat
   const auto text = who ? *who : "all processes are there, but the connection between two of them is lost";
-  store->set("failure", std::vector<std::uint8_t>(text.begin(), text.end()));
+  roll_call.say_failed(text);
   fail(text);
-}
-
-/// `rank 1 has ended or hangs`
-inline std::optional<std::string> Heartbeat::Shared::missing() {
-  std::string ranks;
-  int number = 0;
-  for (std::size_t i = 0; i < counts.size(); ++i) {
-    if (store->add(key_of(i), 0) != counts[i]) continue;
-    ranks += (number++ > 0 ? ", " : "") + std::to_string(i);
-  }
-  if (number == 0) return {};
-  return number == 1 ? "rank " + ranks + " has ended or hangs" : "ranks " + ranks + " have ended or hang";
-}
-
-/// Rank 0's process has the store, and so ends last; but for what is gone, or has yet to hear of that.
-inline void Heartbeat::Shared::leave() {
-  const auto everybody = static_cast<std::int64_t>(counts.size());
-  const auto longest = [&] {
-    const std::lock_guard lock(mutex);
-    return failure ? silence : patience / 2;
-  }();
-  const auto begin = std::chrono::steady_clock::now();
-  auto left = store->add("left", 1);
-  while (rank == 0 && left < everybody && std::chrono::steady_clock::now() - begin < longest) {
-    std::this_thread::sleep_for(interval / 10);
-    left = store->add("left", 0);
-  }
-}
-
-/// All are there, but some have not come to where the others wait.
-inline std::optional<std::string> Heartbeat::Shared::behind() {
-  std::vector<std::int64_t> waited;
-  for (std::size_t i = 0; i < counts.size(); ++i) waited.push_back(store->add("waits/" + std::to_string(i), 0));
-  const auto [least, most] = std::minmax_element(waited.begin(), waited.end());
-  if (*least == *most) return {};
-  return "rank " + std::to_string(least - waited.begin()) + " hangs, or does something else than the others";
 }
 
 inline void Heartbeat::Shared::fail(std::string text) {
