@@ -40,36 +40,25 @@ struct BenchmarkOptions {
 
 struct BenchmarkedModel {
   ModelShape shape;
-  std::int64_t steps;  ///< by default
+  std::int64_t steps;          ///< by default
+  double budget, in_backward;  ///< of checkpoints where all techniques are combined: shares of the plain activations
 };
 
-/// Few words: with BLOOM's or Llama's vocabularies a batch this small would hold little but logits.
+/// Few words: with BLOOM's or Llama's vocabularies a batch this small would hold little but logits. Budgets are as
+/// small as let the 27 M model train in a third of the memory; the larger a model, the less its activations matter.
 const std::vector<BenchmarkedModel> models = {
-    {{.name = "tiny", .width = 32, .heads = 4, .blocks = 32, .vocabulary = 512}, 100},
-    {{.name = "small", .width = 256, .heads = 4, .blocks = 30, .vocabulary = 6144}, 60},
-    {{.name = "large", .width = 640, .heads = 10, .blocks = 18, .vocabulary = 8192}, 12},
+    {{.name = "tiny", .width = 32, .heads = 4, .blocks = 32, .vocabulary = 512}, 100, 0.02, 0.06},
+    {{.name = "small", .width = 256, .heads = 4, .blocks = 30, .vocabulary = 6144}, 60, 0.02, 0.06},
+    {{.name = "large", .width = 640, .heads = 10, .blocks = 18, .vocabulary = 8192}, 12, 0.06, 0.12},
 };
 
 enum class Bfloat16 { none, autocast, parameters };
 
-/// Checkpoints and bfloat16, with an optimizer; and accumulation, but in backward, where sums would have to be kept.
-/// Checkpoints have budgets as small as let the 27 M model train in a third of the memory; in float32, where activations
-/// are twice as large, with micro-batches of half the size.
-Technique all(const std::string& name, OptimizerKind optimizer, Bfloat16 bfloat16, bool in_backward) {
-  return {.name = name,
-          .optimizer = optimizer,
-          .micro_batches = in_backward ? 1 : bfloat16 == Bfloat16::none ? 8 : 4,
-          .activations = in_backward ? 0.06 : 0.02,
-          .autocast = bfloat16 == Bfloat16::autocast,
-          .bfloat16_parameters = bfloat16 == Bfloat16::parameters,
-          .in_backward = in_backward};
-}
-
 /// The first is what all are compared with.
-const std::vector<Technique> techniques = [] {
+std::vector<Technique> techniques_for(const BenchmarkedModel& model) {
   using enum OptimizerKind;
   using enum Bfloat16;
-  return std::vector<Technique>{
+  std::vector<Technique> techniques{
       {.name = "plain loop, torch::optim::AdamW", .optimizer = torch_adamw},
       {.name = "ga::optim::AdamW"},
       {.name = "accumulation, 4 micro-batches", .micro_batches = 4},
@@ -79,20 +68,28 @@ const std::vector<Technique> techniques = [] {
       {.name = "AdamW8bit", .optimizer = adamw8bit},
       {.name = "AdamW in backward", .in_backward = true},
       {.name = "bfloat16 parameters, AdamW", .bfloat16_parameters = true},
-      all("all in float32, AdamW8bit", adamw8bit, none, false),
-      all("all in float32, Adafactor", adafactor, none, false),
-      all("all in float32, AdamW8bit in backward", adamw8bit, none, true),
-      all("all in float32, Adafactor in backward", adafactor, none, true),
-      all("all, AdamW8bit", adamw8bit, autocast, false),
-      all("all, Adafactor", adafactor, autocast, false),
-      all("all, AdamW8bit in backward", adamw8bit, autocast, true),
-      all("all, Adafactor in backward", adafactor, autocast, true),
-      all("all in bfloat16, AdamW8bit", adamw8bit, parameters, false),
-      all("all in bfloat16, Adafactor", adafactor, parameters, false),
-      all("all in bfloat16, AdamW8bit in backward", adamw8bit, parameters, true),
-      all("all in bfloat16, Adafactor in backward", adafactor, parameters, true),
   };
-}();
+  // Checkpoints and bfloat16; and accumulation, but in backward, where sums would have to be kept. In float32, where
+  // activations are twice as large, with micro-batches of half the size.
+  const auto all = [&](const std::string& name, Bfloat16 bfloat16) {
+    for (const bool in_backward : {false, true})
+      for (const auto optimizer : {adamw8bit, adafactor})
+        techniques.push_back({.name = name + (optimizer == adamw8bit ? ", AdamW8bit" : ", Adafactor") +
+                                      (in_backward ? " in backward" : ""),
+                              .optimizer = optimizer,
+                              .micro_batches = in_backward        ? 1
+                                               : bfloat16 == none ? 8
+                                                                  : 4,
+                              .activations = in_backward ? model.in_backward : model.budget,
+                              .autocast = bfloat16 == autocast,
+                              .bfloat16_parameters = bfloat16 == parameters,
+                              .in_backward = in_backward});
+  };
+  all("all in float32", none);
+  all("all", autocast);
+  all("all in bfloat16", parameters);
+  return techniques;
+}
 
 /// What came out for a technique.
 struct Row {
@@ -109,7 +106,7 @@ struct Row {
 class Contest {
  public:
   Contest(const BenchmarkedModel& model, const BenchmarkOptions& options, int repeats)
-      : chain_(model.shape.vocabulary), options_(options) {
+      : techniques_(techniques_for(model)), chain_(model.shape.vocabulary), options_(options) {
     settings_ = {.shape = model.shape,
                  .rows = options.batch_size,
                  .length = options.length,
@@ -122,7 +119,7 @@ class Contest {
   }
 
   std::vector<Row> run() {
-    for (auto& technique : techniques)
+    for (auto& technique : techniques_)
       if (wanted(technique)) measure_memory(technique);
     train();
     if (evaluate_) evaluate();
@@ -137,7 +134,7 @@ class Contest {
   bool wanted(const Technique& technique) const {
     const bool takes_bfloat16 = technique.autocast || technique.bfloat16_parameters;
     if (takes_bfloat16 && !ga::is_bf16_fast(at::kCPU)) return false;
-    return options_.only.empty() || &technique == &techniques.front() ||
+    return options_.only.empty() || &technique == &techniques_.front() ||
            std::ranges::any_of(options_.only,
                                [&](auto& part) { return technique.name.find(part) != std::string::npos; });
   }
@@ -196,6 +193,7 @@ class Contest {
     for (std::size_t i = 0; i < rows_.size(); ++i) rows_[i].loss = trainings_[i].evaluate(batches);
   }
 
+  std::vector<Technique> techniques_;
   harness::MarkovChain chain_;
   BenchmarkOptions options_;
   harness::TrainingSettings settings_;
