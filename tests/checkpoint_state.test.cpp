@@ -3,7 +3,7 @@
 
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/checkpoint.hpp>
-#include <gradaccum/detail/saving_scope.hpp>
+#include <gradaccum/detail/checkpoint/saving_scope.hpp>
 #include <gradaccum/memory_meter.hpp>
 
 #include "support/leaves.hpp"

@@ -4,11 +4,11 @@
 int batch_size = 64;  // somebody's global variable: hides nobody's batch_size()
 
 #include <gradaccum/data/tensor_batches.hpp>
-#include <gradaccum/detail/mode_guard.hpp>
-#include <gradaccum/detail/module_of.hpp>
-#include <gradaccum/detail/occupied_memory.hpp>
-#include <gradaccum/detail/samples_of.hpp>
-#include <gradaccum/detail/weighted_mean.hpp>
+#include <gradaccum/detail/data/samples_of.hpp>
+#include <gradaccum/detail/memory/occupied_memory.hpp>
+#include <gradaccum/detail/trainer/mode_guard.hpp>
+#include <gradaccum/detail/trainer/weighted_mean.hpp>
+#include <gradaccum/detail/types/module_of.hpp>
 
 #include <array>
 #include <cmath>

@@ -3,10 +3,10 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/concepts.hpp>
-#include <gradaccum/detail/loss_scale.hpp>
-#include <gradaccum/detail/scaled_window.hpp>
-#include <gradaccum/detail/scaled_windows.hpp>
-#include <gradaccum/detail/take_step.hpp>
+#include <gradaccum/detail/scaling/loss_scale.hpp>
+#include <gradaccum/detail/scaling/scaled_window.hpp>
+#include <gradaccum/detail/scaling/scaled_windows.hpp>
+#include <gradaccum/detail/window/take_step.hpp>
 #include <gradaccum/gradients.hpp>
 #include <gradaccum/loss.hpp>
 

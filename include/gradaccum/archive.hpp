@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/owned_tensor.hpp>
-#include <gradaccum/detail/pending_changes.hpp>
+#include <gradaccum/detail/state/owned_tensor.hpp>
+#include <gradaccum/detail/state/pending_changes.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/embedding_function.hpp>
+#include <gradaccum/detail/window/embedding_function.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/embedding.h>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/multiplier.hpp>
+#include <gradaccum/detail/window/multiplier.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>

@@ -3,10 +3,10 @@
 
 #include <gradaccum/clip_grad.hpp>
 #include <gradaccum/concepts.hpp>
-#include <gradaccum/detail/optimizer_facade.hpp>
-#include <gradaccum/detail/optimizer_window.hpp>
-#include <gradaccum/detail/peers.hpp>
-#include <gradaccum/detail/type_name.hpp>
+#include <gradaccum/detail/types/type_name.hpp>
+#include <gradaccum/detail/window/optimizer_facade.hpp>
+#include <gradaccum/detail/window/optimizer_window.hpp>
+#include <gradaccum/detail/window/peers.hpp>
 #include <gradaccum/loss.hpp>
 
 #include <ATen/core/Tensor.h>

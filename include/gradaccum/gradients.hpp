@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/window_gradients.hpp>
+#include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/factor.hpp>
 
 #include <ATen/core/Tensor.h>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/type_name.hpp>
+#include <gradaccum/detail/types/type_name.hpp>
 
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/memory_ledger.hpp>
+#include <gradaccum/detail/memory/memory_ledger.hpp>
 
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/weighted_mean.hpp>
+#include <gradaccum/detail/trainer/weighted_mean.hpp>
 #include <gradaccum/loss.hpp>
 #include <gradaccum/window.hpp>
 

@@ -2,10 +2,10 @@
 #pragma once
 
 #include <gradaccum/concepts.hpp>
-#include <gradaccum/detail/generator_states.hpp>
-#include <gradaccum/detail/module_of.hpp>
 #include <gradaccum/detail/parallel/replica_peers.hpp>
 #include <gradaccum/detail/parallel/same_tensors.hpp>
+#include <gradaccum/detail/state/generator_states.hpp>
+#include <gradaccum/detail/types/module_of.hpp>
 #include <gradaccum/process_group.hpp>
 
 #include <c10/util/Exception.h>

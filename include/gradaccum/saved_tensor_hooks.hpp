@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/saving_scope.hpp>
-#include <gradaccum/detail/tensor_traits.hpp>
-#include <gradaccum/detail/tensor_version.hpp>
+#include <gradaccum/detail/checkpoint/saving_scope.hpp>
+#include <gradaccum/detail/checkpoint/tensor_traits.hpp>
+#include <gradaccum/detail/checkpoint/tensor_version.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>

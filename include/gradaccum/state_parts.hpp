@@ -3,11 +3,11 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/concepts.hpp>
-#include <gradaccum/detail/generator_states.hpp>
-#include <gradaccum/detail/module_of.hpp>
-#include <gradaccum/detail/module_state.hpp>
-#include <gradaccum/detail/optimizer_state.hpp>
-#include <gradaccum/detail/type_name.hpp>
+#include <gradaccum/detail/optimizers/optimizer_state.hpp>
+#include <gradaccum/detail/state/generator_states.hpp>
+#include <gradaccum/detail/state/module_state.hpp>
+#include <gradaccum/detail/types/module_of.hpp>
+#include <gradaccum/detail/types/type_name.hpp>
 
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>

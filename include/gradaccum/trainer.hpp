@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/optimizer_window.hpp>
-#include <gradaccum/detail/samples_of.hpp>
+#include <gradaccum/detail/data/samples_of.hpp>
 #include <gradaccum/detail/trainer/arguments.hpp>
 #include <gradaccum/detail/trainer/counts.hpp>
 #include <gradaccum/detail/trainer/data_position.hpp>
@@ -10,6 +9,7 @@
 #include <gradaccum/detail/trainer/fit.hpp>
 #include <gradaccum/detail/trainer/policy_list.hpp>
 #include <gradaccum/detail/trainer/window_record.hpp>
+#include <gradaccum/detail/window/optimizer_window.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policies.hpp>
 #include <gradaccum/state_parts.hpp>

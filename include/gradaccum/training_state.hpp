@@ -3,7 +3,7 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/io/state_directory.hpp>
-#include <gradaccum/detail/peers.hpp>
+#include <gradaccum/detail/window/peers.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/io/state_folder.hpp>
 #include <gradaccum/state_parts.hpp>

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/module_of.hpp>
-#include <gradaccum/detail/samples_of.hpp>
-#include <gradaccum/detail/verify_causes.hpp>
-#include <gradaccum/detail/verify_passes.hpp>
-#include <gradaccum/detail/verify_sentences.hpp>
-#include <gradaccum/detail/verify_split.hpp>
+#include <gradaccum/detail/data/samples_of.hpp>
+#include <gradaccum/detail/types/module_of.hpp>
+#include <gradaccum/detail/verification/causes.hpp>
+#include <gradaccum/detail/verification/passes.hpp>
+#include <gradaccum/detail/verification/sentences.hpp>
+#include <gradaccum/detail/verification/split.hpp>
 #include <gradaccum/loss.hpp>
 
 #include <ATen/core/grad_mode.h>

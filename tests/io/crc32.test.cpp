@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/io/crc32.hpp>
+#include <gradaccum/detail/kernels/crc32.hpp>
 
 #include <cstdint>
 #include <vector>

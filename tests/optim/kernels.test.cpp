@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/adam_step.hpp>
-#include <gradaccum/detail/sgd_step.hpp>
-#include <gradaccum/detail/sum_of_squares.hpp>
+#include <gradaccum/detail/kernels/sum_of_squares.hpp>
+#include <gradaccum/detail/optimizers/adam_step.hpp>
+#include <gradaccum/detail/optimizers/sgd_step.hpp>
 
 #include <limits>
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <gradaccum/autocast.hpp>
-#include <gradaccum/detail/memory_ledger.hpp>
+#include <gradaccum/detail/memory/memory_ledger.hpp>
 
 #include "support/outcome.hpp"
 

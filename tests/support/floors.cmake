@@ -1,49 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# A header includes only headers of lower floors, or of its own; floor 0 only the standard library.
+# The rooms of the library, from the ground up, and which of the others each may use. A room is a folder of detail/ with
+# the public headers and folders that belong to it; docs/architecture.md says what each is for.
 # cmake -D INCLUDE=include -P floors.cmake
 
-set(floor_5 "^gradaccum\\.hpp$")
-set(floor_4 "^trainer\\.hpp$|^detail/trainer/")
-set(floor_3 "^policies/|^policies\\.hpp$")
-set(floor_2 "^(grad_accumulator|amp_scaler|clip_grad|checkpoint|checkpointed_sequential|policy|fit_options|fit_report|metrics|metrics_file|progress_line|learning_rates|replicas|state_parts|training_state|verify_accumulation)\\.hpp$|^(optim|io|data)/")
-set(floor_1 "^(archive|gradients|factor|embedding|keep_freed_memory|loss|process_group|window|concepts|autocast|checkpoint_options|checkpoint_plan|saved_tensor_hooks|memory_meter)\\.hpp$|^detail/")
-set(floor_0 "^version\\.hpp$|^lr/")
+cmake_minimum_required(VERSION 3.25)
 
-function(floor_of header result)
-  foreach(floor IN ITEMS 5 4 3 2 1 0)
-    if(header MATCHES "${floor_${floor}}")
-      set(${result} ${floor} PARENT_SCOPE)
-      return()
+set(rooms "")
+
+# room(NAME [PUBLIC header|folder/...] [USES room...]): it may use rooms that stand above it in this file only.
+function(room name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "PUBLIC;USES")
+  foreach(used IN LISTS arg_USES)
+    if(NOT used IN_LIST rooms)
+      message(SEND_ERROR "the room ${name} uses ${used}, which is not on a lower floor")
     endif()
   endforeach()
-  message(SEND_ERROR "${header} is on no floor: say on which in tests/support/floors.cmake")
+  set(rooms "${rooms};${name}" PARENT_SCOPE)
+  set(public_of_${name} "${arg_PUBLIC}" PARENT_SCOPE)
+  set(used_by_${name} "${arg_USES}" PARENT_SCOPE)
 endfunction()
 
-file(GLOB_RECURSE headers RELATIVE "${INCLUDE}/gradaccum" "${INCLUDE}/gradaccum/*.hpp")
-if(NOT headers)
+room(build        PUBLIC version)
+room(types)
+room(kernels)
+room(memory       PUBLIC keep_freed_memory memory_meter)
+room(state        PUBLIC archive)
+room(window       PUBLIC clip_grad concepts embedding factor grad_accumulator gradients loss window
+                  USES types kernels state)
+room(scaling      PUBLIC amp_scaler autocast
+                  USES types state window)
+room(optimizers   PUBLIC learning_rates lr/ optim/
+                  USES types kernels state window)
+room(checkpoint   PUBLIC checkpoint checkpoint_options checkpoint_plan checkpointed_sequential saved_tensor_hooks
+                  USES types memory scaling)
+room(data         PUBLIC data/
+                  USES types kernels state)
+room(io           PUBLIC io/
+                  USES types kernels state)
+room(parallel     PUBLIC process_group replicas
+                  USES types state window data)
+room(verification PUBLIC verify_accumulation
+                  USES types window data)
+room(trainer      PUBLIC fit_options fit_report metrics metrics_file policies policies/ policy progress_line state_parts
+                         trainer training_state
+                  USES types kernels memory state window scaling optimizers data io parallel)
+room(everything   PUBLIC compiled gradaccum)
+set(used_by_everything ${rooms})
+
+function(room_of file result)
+  cmake_path(REMOVE_EXTENSION file LAST_ONLY OUTPUT_VARIABLE stem)
+  foreach(room IN LISTS rooms)
+    if(file MATCHES "^detail/${room}/" OR stem IN_LIST public_of_${room})
+      set(${result} ${room} PARENT_SCOPE)
+      return()
+    endif()
+    foreach(folder IN LISTS public_of_${room})
+      if(folder MATCHES "/$" AND file MATCHES "^${folder}")
+        set(${result} ${room} PARENT_SCOPE)
+        return()
+      endif()
+    endforeach()
+  endforeach()
+  message(FATAL_ERROR "${file} is in no room: give it one in tests/support/floors.cmake")
+endfunction()
+
+file(GLOB_RECURSE files RELATIVE "${INCLUDE}/gradaccum"
+  "${INCLUDE}/gradaccum/*.hpp" "${INCLUDE}/gradaccum/*.ipp" "${INCLUDE}/gradaccum/*.inl")
+if(NOT files)
   message(FATAL_ERROR "no headers in ${INCLUDE}/gradaccum")
 endif()
-foreach(header IN LISTS headers)
-  floor_of("${header}" floor)
-  file(STRINGS "${INCLUDE}/gradaccum/${header}" includes REGEX "^#include ")
+foreach(file IN LISTS files)
+  room_of("${file}" room)
+  file(STRINGS "${INCLUDE}/gradaccum/${file}" includes REGEX "^#include <gradaccum/")
   foreach(line IN LISTS includes)
-    if(line MATCHES "<gradaccum/([^>]+)>")
-      set(included "${CMAKE_MATCH_1}")
-      floor_of("${included}" below)
-      if(below GREATER floor)
-        message(SEND_ERROR "${header} (floor ${floor}) includes ${included} (floor ${below})")
-      endif()
-      string(APPEND umbrella_${floor} " ${included} ")
-    elseif(floor EQUAL 0 AND line MATCHES "[/.]")
-      message(SEND_ERROR "${header} (floor 0) includes more than the standard library: ${line}")
+    string(REGEX REPLACE "^#include <gradaccum/([^>]+)>.*" "\\1" included "${line}")
+    if(NOT EXISTS "${INCLUDE}/gradaccum/${included}")
+      message(SEND_ERROR "${file} includes ${included}, which is not there")
     endif()
+    room_of("${included}" other)
+    if(NOT other STREQUAL room AND NOT other STREQUAL "build" AND NOT other IN_LIST used_by_${room})
+      message(SEND_ERROR "${file} (room ${room}) includes ${included} (room ${other}), and may not use that room")
+    endif()
+    string(APPEND included_by_${room} " ${included} ")
   endforeach()
 endforeach()
 
-# The umbrella includes every public header, and nothing else.
-foreach(header IN LISTS headers)
-  if(NOT header MATCHES "^detail/|^gradaccum\\.hpp$" AND NOT umbrella_5 MATCHES " ${header} ")
-    message(SEND_ERROR "gradaccum.hpp does not include ${header}")
+# The umbrella includes every public header, and compiled.hpp all definitions.
+foreach(file IN LISTS files)
+  if(NOT file MATCHES "^detail/.*[.]hpp$|[.]inl$|^gradaccum[.]hpp$|^compiled[.]hpp$"
+      AND NOT included_by_everything MATCHES " ${file} ")
+    message(SEND_ERROR "neither gradaccum.hpp nor compiled.hpp includes ${file}")
+  endif()
+endforeach()
+
+# Definitions stand beside their header, which includes them last and where nobody else does.
+foreach(file IN LISTS files)
+  string(REGEX REPLACE "[.]ipp$" ".hpp" header "${file}")
+  if(header STREQUAL file)
+    continue()
+  endif()
+  if(NOT header IN_LIST files)
+    message(SEND_ERROR "${file} has no header ${header} beside it")
+    continue()
+  endif()
+  file(READ "${INCLUDE}/gradaccum/${header}" text)
+  if(NOT text MATCHES "#ifndef GRADACCUM_COMPILED\n#include <gradaccum/${file}>\n#endif\n$")
+    message(SEND_ERROR "${header} must end with the include of ${file} where GRADACCUM_COMPILED is not defined")
   endif()
 endforeach()

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/stop_signals.hpp>
+#include <gradaccum/detail/trainer/stop_signals.hpp>
 
 #include <array>
 #include <csignal>

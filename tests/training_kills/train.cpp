@@ -8,7 +8,7 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/data/tensor_batches.hpp>
-#include <gradaccum/detail/io/crc32.hpp>
+#include <gradaccum/detail/kernels/crc32.hpp>
 #include <gradaccum/lr/cosine.hpp>
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/policies/save_state.hpp>

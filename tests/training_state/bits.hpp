@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/optimizer_state.hpp>
+#include <gradaccum/detail/optimizers/optimizer_state.hpp>
 
 #include <torch/torch.h>
 

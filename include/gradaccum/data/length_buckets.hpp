@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/epoch_order.hpp>
-#include <gradaccum/detail/length_buckets_cuts.hpp>
-#include <gradaccum/detail/length_buckets_sequences.hpp>
+#include <gradaccum/detail/data/epoch_order.hpp>
+#include <gradaccum/detail/data/length_cuts.hpp>
+#include <gradaccum/detail/data/padded_sequences.hpp>
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/epoch_order.hpp>
+#include <gradaccum/detail/data/epoch_order.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/randperm.h>

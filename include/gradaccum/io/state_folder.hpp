@@ -2,10 +2,10 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/element_loop.hpp>
 #include <gradaccum/detail/io/manifest.hpp>
 #include <gradaccum/detail/io/output_file.hpp>
 #include <gradaccum/detail/io/write_safetensors.hpp>
+#include <gradaccum/detail/kernels/element_loop.hpp>
 #include <gradaccum/io/safetensors.hpp>
 #include <gradaccum/version.hpp>
 

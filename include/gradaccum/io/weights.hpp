@@ -2,8 +2,8 @@
 #pragma once
 
 #include <gradaccum/detail/io/directory.hpp>
-#include <gradaccum/detail/module_of.hpp>
-#include <gradaccum/detail/module_state.hpp>
+#include <gradaccum/detail/state/module_state.hpp>
+#include <gradaccum/detail/types/module_of.hpp>
 #include <gradaccum/io/load_weights_options.hpp>
 #include <gradaccum/io/safetensors.hpp>
 #include <gradaccum/io/weight_files.hpp>

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/adafactor_step.hpp>
-#include <gradaccum/detail/dense.hpp>
-#include <gradaccum/detail/own_optimizer.hpp>
+#include <gradaccum/detail/kernels/dense.hpp>
+#include <gradaccum/detail/optimizers/adafactor_step.hpp>
+#include <gradaccum/detail/optimizers/own_optimizer.hpp>
 #include <gradaccum/optim/adafactor_options.hpp>
 
 #include <ATen/core/Tensor.h>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/dense.hpp>
-#include <gradaccum/detail/own_optimizer.hpp>
+#include <gradaccum/detail/kernels/dense.hpp>
+#include <gradaccum/detail/optimizers/own_optimizer.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>

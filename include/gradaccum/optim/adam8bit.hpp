@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/adam8bit_optimizer.hpp>
+#include <gradaccum/detail/optimizers/adam8bit_optimizer.hpp>
 
 #include <torch/optim/adam.h>
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/adam_optimizer.hpp>
+#include <gradaccum/detail/optimizers/adam_optimizer.hpp>
 
 #include <torch/optim/adamw.h>
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/dense.hpp>
-#include <gradaccum/detail/one_pass_optimizer.hpp>
-#include <gradaccum/detail/sgd_step.hpp>
-#include <gradaccum/detail/tensor_lists.hpp>
+#include <gradaccum/detail/kernels/dense.hpp>
+#include <gradaccum/detail/optimizers/one_pass_optimizer.hpp>
+#include <gradaccum/detail/optimizers/sgd_step.hpp>
+#include <gradaccum/detail/window/tensor_lists.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/sgd.h>

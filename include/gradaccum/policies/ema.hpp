@@ -2,8 +2,8 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/averages.hpp>
-#include <gradaccum/detail/module_of.hpp>
+#include <gradaccum/detail/trainer/averages.hpp>
+#include <gradaccum/detail/types/module_of.hpp>
 #include <gradaccum/policy.hpp>
 
 #include <c10/util/Exception.h>

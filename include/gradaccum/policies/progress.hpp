@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/weighted_mean.hpp>
+#include <gradaccum/detail/trainer/weighted_mean.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/progress_line.hpp>

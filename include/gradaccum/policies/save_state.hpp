@@ -3,7 +3,7 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/io/state_directory.hpp>
-#include <gradaccum/detail/stop_signals.hpp>
+#include <gradaccum/detail/trainer/stop_signals.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/loss.hpp>
 #include <gradaccum/policy.hpp>

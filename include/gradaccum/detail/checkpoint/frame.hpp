@@ -6,8 +6,8 @@
 #include <gradaccum/detail/checkpoint/frozen_statistics.hpp>
 #include <gradaccum/detail/checkpoint/recomputation.hpp>
 #include <gradaccum/detail/checkpoint/saved_slot.hpp>
-#include <gradaccum/detail/saving_scope.hpp>
-#include <gradaccum/detail/tensor_version.hpp>
+#include <gradaccum/detail/checkpoint/saving_scope.hpp>
+#include <gradaccum/detail/checkpoint/tensor_version.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>

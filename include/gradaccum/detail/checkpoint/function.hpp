@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/module_of.hpp>
+#include <gradaccum/detail/types/module_of.hpp>
 
 #include <torch/nn/module.h>
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/checkpoint/tensor_version.hpp>
 #include <gradaccum/detail/checkpoint/tensors_of.hpp>
-#include <gradaccum/detail/tensor_version.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>

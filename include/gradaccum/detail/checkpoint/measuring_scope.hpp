@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/saving_scope.hpp>
+#include <gradaccum/detail/checkpoint/saving_scope.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function_hook.h>

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <gradaccum/detail/checkpoint/layer_norm_epsilons.hpp>
-#include <gradaccum/detail/saving_scope.hpp>
-#include <gradaccum/detail/tensor_version.hpp>
+#include <gradaccum/detail/checkpoint/saving_scope.hpp>
+#include <gradaccum/detail/checkpoint/tensor_version.hpp>
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/Tensor.h>

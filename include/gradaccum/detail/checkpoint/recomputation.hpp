@@ -3,7 +3,7 @@
 
 #include <gradaccum/detail/checkpoint/operation_names.hpp>
 #include <gradaccum/detail/checkpoint/saved_slot.hpp>
-#include <gradaccum/detail/saving_scope.hpp>
+#include <gradaccum/detail/checkpoint/saving_scope.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>

@@ -4,7 +4,7 @@
 #include <gradaccum/checkpoint_options.hpp>
 #include <gradaccum/detail/checkpoint/content_hash.hpp>
 #include <gradaccum/detail/checkpoint/random_state.hpp>
-#include <gradaccum/detail/tensor_traits.hpp>
+#include <gradaccum/detail/checkpoint/tensor_traits.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/StringUtil.h>

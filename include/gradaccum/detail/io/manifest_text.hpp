@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/io/crc32.hpp>
 #include <gradaccum/detail/io/json.hpp>
+#include <gradaccum/detail/kernels/crc32.hpp>
 
 #include <algorithm>
 #include <cmath>

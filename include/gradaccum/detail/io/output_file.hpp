@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/io/crc32.hpp>
 #include <gradaccum/detail/io/descriptor.hpp>
 #include <gradaccum/detail/io/directory.hpp>
+#include <gradaccum/detail/kernels/crc32.hpp>
 
 #include <algorithm>
 #include <cerrno>

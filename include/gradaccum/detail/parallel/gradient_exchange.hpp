@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/arrival_scope.hpp>
 #include <gradaccum/detail/parallel/buckets.hpp>
 #include <gradaccum/detail/parallel/links.hpp>
-#include <gradaccum/detail/window_gradients.hpp>
+#include <gradaccum/detail/window/arrival_scope.hpp>
+#include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/fingerprint.hpp>
+#include <gradaccum/detail/data/fingerprint.hpp>
 #include <gradaccum/detail/parallel/packed_values.hpp>
 #include <gradaccum/process_group.hpp>
 

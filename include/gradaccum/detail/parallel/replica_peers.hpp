@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/arrival_scope.hpp>
 #include <gradaccum/detail/parallel/gradient_exchange.hpp>
 #include <gradaccum/detail/parallel/links.hpp>
 #include <gradaccum/detail/parallel/nccl.hpp>
 #include <gradaccum/detail/parallel/rank_states.hpp>
 #include <gradaccum/detail/parallel/window_totals.hpp>
-#include <gradaccum/detail/peers.hpp>
-#include <gradaccum/detail/window_gradients.hpp>
+#include <gradaccum/detail/window/arrival_scope.hpp>
+#include <gradaccum/detail/window/peers.hpp>
+#include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/process_group.hpp>
 
 #include <ATen/core/Tensor.h>

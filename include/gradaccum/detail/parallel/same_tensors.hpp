@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/fingerprint.hpp>
+#include <gradaccum/detail/data/fingerprint.hpp>
 #include <gradaccum/process_group.hpp>
 
 #include <ATen/core/Tensor.h>

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <gradaccum/concepts.hpp>
-#include <gradaccum/detail/module_of.hpp>
-#include <gradaccum/detail/optimizer_facade.hpp>
+#include <gradaccum/detail/types/module_of.hpp>
+#include <gradaccum/detail/window/optimizer_facade.hpp>
 #include <gradaccum/loss.hpp>
 
 #include <ATen/core/Tensor.h>

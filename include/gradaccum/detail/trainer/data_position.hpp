@@ -2,8 +2,8 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/fingerprint.hpp>
-#include <gradaccum/detail/generator_states.hpp>
+#include <gradaccum/detail/data/fingerprint.hpp>
+#include <gradaccum/detail/state/generator_states.hpp>
 #include <gradaccum/fit_options.hpp>
 
 #include <c10/util/Exception.h>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/mode_guard.hpp>
-#include <gradaccum/detail/samples_of.hpp>
+#include <gradaccum/detail/data/samples_of.hpp>
+#include <gradaccum/detail/trainer/mode_guard.hpp>
 #include <gradaccum/metrics.hpp>
 
 #include <ATen/core/grad_mode.h>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/mode_guard.hpp>
-#include <gradaccum/detail/occupied_memory.hpp>
+#include <gradaccum/detail/memory/occupied_memory.hpp>
+#include <gradaccum/detail/trainer/mode_guard.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/fit_report.hpp>
 #include <gradaccum/memory_meter.hpp>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/parallel/window_totals.hpp>
-#include <gradaccum/detail/weighted_mean.hpp>
+#include <gradaccum/detail/trainer/weighted_mean.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/loss.hpp>
 #include <gradaccum/policy.hpp>

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+/// Each header has its definitions in a file of its name beside it, `.ipp`. Header-only, which is the default, it
+/// includes that file itself. A program whose files are all compiled with GRADACCUM_COMPILED has the definitions from
+/// one file, that includes compiled.hpp, or from the CMake target gradaccum::compiled.
+#ifdef GRADACCUM_COMPILED
+#define GRADACCUM_INLINE
+#else
+#define GRADACCUM_INLINE inline
+#endif
+
+namespace gradaccum::detail {
+
+// A program of which some files are compiled so and some are not would have all definitions twice. It does not link:
+// this is a thread's own in the one kind of file, and not in the other.
+#ifdef GRADACCUM_COMPILED
+extern const char either_all_files_define_GRADACCUM_COMPILED_or_none;
+[[gnu::used]] static const char* const how_this_file_is_compiled = &either_all_files_define_GRADACCUM_COMPILED_or_none;
+#else
+[[gnu::used]] inline thread_local const char either_all_files_define_GRADACCUM_COMPILED_or_none = 0;
+#endif
+
+}  // namespace gradaccum::detail
