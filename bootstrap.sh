@@ -293,6 +293,8 @@ bench() {
   step "Running compare_processes.py"
   python3 benchmarks/compare_processes.py --programs "$programs" --data "$data" "${python[@]}" "${arguments[@]}"
   if (( ${#python[@]} == 0 )); then step "Python's PyTorch was left out, as --no-python asks"; fi
+  step "Running compile_time.py (some ten minutes for each compiler that is there)"
+  python3 benchmarks/compile_time.py --arguments "$programs/compile_time.arguments"
 }
 
 oracle() {

@@ -8,12 +8,13 @@ include(GNUInstallDirs)
 
 set(directory "${CMAKE_INSTALL_LIBDIR}/cmake/gradaccum")
 configure_package_config_file("${CMAKE_CURRENT_LIST_DIR}/gradaccumConfig.cmake.in"
-  "${PROJECT_BINARY_DIR}/gradaccumConfig.cmake" INSTALL_DESTINATION "${directory}")
+  "${PROJECT_BINARY_DIR}/gradaccumConfig.cmake" INSTALL_DESTINATION "${directory}" PATH_VARS CMAKE_INSTALL_INCLUDEDIR)
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/gradaccumConfigVersion.cmake"
   COMPATIBILITY SameMajorVersion ARCH_INDEPENDENT)
 
-install(TARGETS gradaccum EXPORT gradaccumTargets FILE_SET HEADERS FILE_SET included_first FILE_SET detail FILE_SET kernels
-  FILE_SET gloo)
+install(TARGETS gradaccum EXPORT gradaccumTargets FILE_SET HEADERS FILE_SET included_first FILE_SET detail
+  FILE_SET definitions FILE_SET kernels FILE_SET gloo)
 install(EXPORT gradaccumTargets NAMESPACE gradaccum:: DESTINATION "${directory}")
 install(FILES "${PROJECT_BINARY_DIR}/gradaccumConfig.cmake" "${PROJECT_BINARY_DIR}/gradaccumConfigVersion.cmake"
-  "${CMAKE_CURRENT_LIST_DIR}/GradaccumLibTorch.cmake" DESTINATION "${directory}")
+  "${CMAKE_CURRENT_LIST_DIR}/GradaccumLibTorch.cmake" "${CMAKE_CURRENT_LIST_DIR}/GradaccumCompiled.cmake"
+  DESTINATION "${directory}")

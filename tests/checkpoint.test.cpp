@@ -7,6 +7,9 @@
 #include "support/leaves.hpp"
 #include "support/outcome.hpp"
 
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/engine.h>
+
 #include <array>
 #include <functional>
 #include <map>

@@ -3,10 +3,19 @@
 
 #include <gradaccum/checkpoint.hpp>
 #include <gradaccum/checkpointed_sequential.hpp>
+#include <gradaccum/detail/checkpoint/chain.hpp>
+#include <gradaccum/detail/checkpoint/chain_profile.hpp>
+#include <gradaccum/detail/checkpoint/frozen_statistics.hpp>
+#include <gradaccum/detail/checkpoint/planner.hpp>
+#include <gradaccum/detail/checkpoint/recomputation.hpp>
+#include <gradaccum/detail/checkpoint/saving_scope.hpp>
+#include <gradaccum/detail/checkpoint/schedule.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/saved_tensor_hooks.hpp>
 
 #include "support/chains.hpp"
+
+#include <ATen/autocast_mode.h>
 
 #include <chrono>
 #include <cstdint>
@@ -31,7 +40,7 @@ struct Profiled {
     const auto modules = inner::Stages(chain.net->begin(), chain.net->end());
     const inner::FrozenStatistics frozen(inner::modules_of(modules));
     stages = std::make_shared<inner::Stages>(inner::merged(modules, chain.input));
-    costs = inner::ChainProfile(*stages, {}).measure(chain.input);
+    costs = inner::costs_of(*stages, chain.input, {});
   }
 
   struct Net {

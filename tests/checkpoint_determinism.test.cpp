@@ -2,8 +2,8 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/checkpoint.hpp>
-#include <gradaccum/detail/checkpoint/content_hash.hpp>
-#include <gradaccum/detail/checkpoint/operation_names.hpp>
+#include <gradaccum/detail/checkpoint/saving_scope.hpp>
+#include <gradaccum/detail/checkpoint/tensor_traits.hpp>
 
 #include "support/leaves.hpp"
 #include "support/outcome.hpp"

@@ -3,11 +3,16 @@
 
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/checkpoint.hpp>
+#include <gradaccum/detail/checkpoint/forward_state.hpp>
+#include <gradaccum/detail/checkpoint/recomputation.hpp>
 #include <gradaccum/detail/checkpoint/saving_scope.hpp>
 #include <gradaccum/memory_meter.hpp>
 
 #include "support/leaves.hpp"
 #include "support/outcome.hpp"
+
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
 #include <array>
@@ -87,7 +92,7 @@ TEST_CASE("checkpoint: an exception of the function leaves everything as it was"
     REQUIRE_ERROR("the function broke at 4", call());
     CHECK(Modes() == before);
     const auto y = x.exp();
-    CHECK(inner::HookEngine::get_default_engine().get_default_saved_variable_hooks() == nullptr);
+    CHECK(torch::autograd::Engine::get_default_engine().get_default_saved_variable_hooks() == nullptr);
     y.sum().backward();
     CHECK(same_bits(take_gradients({x})[0], x.exp()));
   }

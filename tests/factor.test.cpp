@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
+#include <gradaccum/detail/window/multiplier.hpp>
 #include <gradaccum/factor.hpp>
 
 #include <algorithm>

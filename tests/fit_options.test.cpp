@@ -3,6 +3,7 @@
 
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/fit_report.hpp>
+#include <gradaccum/memory_meter.hpp>
 
 #include <limits>
 #include <sstream>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/memory/block_table.hpp>
+#include <gradaccum/detail/memory/memory_ledger.hpp>
 #include <gradaccum/memory_meter.hpp>
 
 #include <ATen/ThreadLocalState.h>

@@ -8,6 +8,8 @@
 #include "support/leaves.hpp"
 #include "support/outcome.hpp"
 
+#include <torch/csrc/autograd/engine.h>
+
 #include <array>
 #include <functional>
 #include <list>

@@ -6,6 +6,8 @@
 #include <gradaccum/amp_scaler.hpp>
 #include <gradaccum/checkpoint.hpp>
 #include <gradaccum/checkpointed_sequential.hpp>
+#include <gradaccum/detail/window/step_in_backward.hpp>
+#include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/optim/adam.hpp>
@@ -621,7 +623,7 @@ TEST_CASE("in_backward: discard() inside of the pass leaves what is yet to come 
   for (auto& p : rig.model->parameters()) CHECK((hook_of(p) == nullptr) == !p.is_same(rig.model->parameters()[2]));
 }
 
-TEST_CASE("ArrivingGradients: from several threads at once") {
+TEST_CASE("step_in_backward: gradients arrive from several threads at once") {
   torch::manual_seed(6);
   Parameters parameters, expected;
   for (int i = 0; i < 64; ++i) parameters.push_back(leaf(torch::randn({i % 3 == 0 ? 70'000 : 500})));
@@ -632,15 +634,16 @@ TEST_CASE("ArrivingGradients: from several threads at once") {
   }
   ga::optim::AdamW adamw(parameters, AdamWOptions(0.01)), peer(expected, AdamWOptions(0.01));
   peer.step();
-  auto window = std::make_shared<inner::WindowGradients>(parameters);
-  inner::ArrivingGradients gradients(window, {}, [&](ga::Gradients some) { return adamw.step(some), true; });
-  std::vector<std::thread> threads;
-  for (std::size_t thread = 0; thread < 4; ++thread)
-    threads.emplace_back([&, thread] {
-      for (auto i = thread; i < parameters.size(); i += 4) gradients.arrive(i);
-    });
-  for (auto& thread : threads) thread.join();
-  gradients.step_waiting();
+  const auto window = std::make_shared<inner::WindowGradients>(parameters);
+  const auto step = [&](ga::Gradients some) { return adamw.step(some), true; };
+  inner::step_in_backward(window, {}, step, [&] {
+    std::vector<std::thread> threads;
+    for (std::size_t thread = 0; thread < 4; ++thread)
+      threads.emplace_back([&, thread] {
+        for (auto i = thread; i < parameters.size(); i += 4) (*hook_of(parameters[i]))(parameters[i]);
+      });
+    for (auto& thread : threads) thread.join();
+  });
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     CHECK(at::equal(parameters[i], expected[i]));
     CHECK_FALSE(parameters[i].grad().defined());

@@ -4,17 +4,12 @@
 #include <gradaccum/archive.hpp>
 #include <gradaccum/concepts.hpp>
 #include <gradaccum/detail/scaling/loss_scale.hpp>
-#include <gradaccum/detail/scaling/scaled_window.hpp>
 #include <gradaccum/detail/scaling/scaled_windows.hpp>
-#include <gradaccum/detail/window/take_step.hpp>
 #include <gradaccum/gradients.hpp>
 #include <gradaccum/loss.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/full.h>
 #include <c10/core/Device.h>
-#include <c10/core/InferenceMode.h>
-#include <c10/util/Exception.h>
 
 #include <cstdint>
 #include <functional>
@@ -22,7 +17,6 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 namespace gradaccum {
@@ -64,35 +58,15 @@ struct AmpScalerOptions {
 /// `step`, when it closes; by `update`, of one that was unscaled and then not stepped. Nothing else here synchronises.
 class AmpScaler {
  public:
-  explicit AmpScaler(AmpScalerOptions options = {})
-      : scale_{.growth_factor = options.growth_factor,
-               .backoff_factor = options.backoff_factor,
-               .min_scale = options.min_scale,
-               .growth_interval = options.growth_interval},
-        enabled_(options.enabled) {
-    scale_.check();
-    scale_.set(options.init_scale, "init_scale");
-  }
+  explicit AmpScaler(AmpScalerOptions options = {});
   AmpScaler(const AmpScaler&) = delete;  // the windows of an optimizer belong to one scaler
   AmpScaler& operator=(const AmpScaler&) = delete;
 
   /// The loss times the scale, in float32 where the loss is one float16 number. To call `backward()` of.
-  [[nodiscard]] at::Tensor scale(const at::Tensor& loss) {
-    TORCH_CHECK(loss.defined(), "AmpScaler: the loss must be defined, got an undefined tensor");
-    return enabled_ ? loss.mul(scale_on(loss.device())) : loss;
-  }
-  [[nodiscard]] std::vector<at::Tensor> scale(std::vector<at::Tensor> losses) {
-    for (auto& loss : losses) loss = scale(loss);
-    return losses;
-  }
+  [[nodiscard]] at::Tensor scale(const at::Tensor& loss);
+  [[nodiscard]] std::vector<at::Tensor> scale(std::vector<at::Tensor> losses);
   /// For `optimizer.backward`: the scale joins the seed of backward, in the dtype of the loss.
-  [[nodiscard]] Loss scale(Loss loss) {
-    if (!enabled_) return loss;
-    loss.check();
-    loss.seed.multiply(scale_.value);
-    loss.seed.require_finite();
-    return loss;
-  }
+  [[nodiscard]] Loss scale(Loss loss);
 
   /// Gives the gradients their true size, at once, for code that reads or changes them; what `step` will do about
   /// overflow is settled then. Once a window, before `step`; of an accumulator after the last backward, inside
@@ -101,20 +75,7 @@ class AmpScaler {
   /// @note Does not synchronise with the device.
   template <class Optimizer>
   void unscale_(Optimizer& optimizer) {
-    detail::check_can_be_scaled(optimizer);
-    if (!enabled_) return;
-    auto& window = windows_.of(optimizer);
-    TORCH_CHECK(window.stage != Stage::unscaled,
-                "AmpScaler: unscale_() has already been called on this optimizer since the last update()");
-    TORCH_CHECK(window.stage != Stage::stepped, "AmpScaler: unscale_() after step(); call update() first");
-    if constexpr (accumulating<Optimizer>)
-      TORCH_CHECK(optimizer.ready(),
-                  "AmpScaler: unscale_() inside a window would mix unscaled sums with scaled ones to come; put it "
-                  "inside `if (optimizer.ready())`, after backward");
-    join(window, optimizer);
-    if constexpr (accumulating<Optimizer>) optimizer.gradients();  // takes notice of the backward in hand
-    window.gradients->apply();
-    if (!window.gradients->raw().empty()) window.stage = Stage::unscaled;
+    unscale_window(detail::scalable(optimizer));
   }
 
   /// Steps the optimizer, unless its gradients overflowed: then they are discarded with their window. Inside an
@@ -124,22 +85,7 @@ class AmpScaler {
   /// @note Reads 4 bytes from the device when a window closes.
   template <class Optimizer>
   bool step(Optimizer& optimizer) {
-    detail::check_can_be_scaled(optimizer);
-    if (!enabled_) return step_alone(optimizer);
-    auto& window = windows_.of(optimizer);
-    TORCH_CHECK(window.stage != Stage::stepped,
-                "AmpScaler: step() has already been called on this optimizer since the last update()");
-    join(window, optimizer);
-    if constexpr (accumulating<Optimizer>) {
-      const bool moved = optimizer.step();
-      if (window.closed()) window.stage = Stage::stepped;
-      return moved;
-    } else {
-      window.stage = Stage::stepped;  // whatever happens: gradients may be multiplied already
-      const bool moved = detail::take_step(optimizer, *window.gradients);
-      window.end();
-      return moved;
-    }
+    return step_window(detail::scalable(optimizer));
   }
 
   /// Changes the scale, if it is time: call it after the steps of all optimizers. An overflow in any window since the
@@ -150,11 +96,7 @@ class AmpScaler {
 
   /// For those who own a window themselves, in place of `step`: whoever applies the factor divides by the scale, and
   /// requires what comes of it to be finite. What came of it is told to `update()` by `hear`.
-  void unscale(Factor& factor) const {
-    if (!enabled_) return;
-    factor.divide(scale_.value);
-    factor.require_finite();
-  }
+  void unscale(Factor& factor) const;
   void hear(bool overflowed) { windows_.hear(overflowed ? detail::Verdict::overflow : detail::Verdict::clean); }
 
   double get_scale() const { return enabled_ ? scale_.value : 1.0; }
@@ -167,9 +109,7 @@ class AmpScaler {
   bool is_enabled() const { return enabled_; }
 
   /// Python's five entries; empty if disabled. To be taken after `update()`.
-  std::map<std::string, double> state_dict() const {
-    return enabled_ ? scale_.state_dict() : std::map<std::string, double>();
-  }
+  std::map<std::string, double> state_dict() const;
   /// Throws, and changes nothing, where an entry is missing or out of range, or where a window is open.
   void load_state_dict(const std::map<std::string, double>& state) { load(state)(); }
   /// The same entries, for `ga::save`.
@@ -178,23 +118,10 @@ class AmpScaler {
  private:
   using Stage = detail::ScaledWindow::Stage;
 
+  void unscale_window(const detail::Scalable& optimizer);
+  bool step_window(const detail::Scalable& optimizer);
   /// Whoever closes the window from now on divides by the scale, and looks for overflow.
-  template <class Optimizer>
-  void join(detail::ScaledWindow& window, Optimizer& optimizer) {
-    if (!window.closed()) return;  // it has been joined
-    detail::check_none_is_half(detail::parameters_of(optimizer));
-    auto joined = detail::scaled_window(optimizer);
-    unscale(joined.gradients->factor());
-    window = std::move(joined);
-  }
-
-  template <class Optimizer>
-  static bool step_alone(Optimizer& optimizer) {
-    if constexpr (accumulating<Optimizer>)
-      return optimizer.step();
-    else
-      return detail::take_step(optimizer, Gradients(detail::parameters_of(optimizer)));
-  }
+  void join(detail::ScaledWindow& window, const detail::Scalable& optimizer);
 
   template <class Value>
   void set(Value detail::LossScale::*member, Value value) {
@@ -205,10 +132,7 @@ class AmpScaler {
   }
   /// Checks it; what is returned loads it.
   std::function<void()> load(const std::map<std::string, double>& state);
-  void change_to(const detail::LossScale& next) {
-    if (next.value != scale_.value) on_devices_.clear();
-    scale_ = next;
-  }
+  void change_to(const detail::LossScale& next);
   const at::Tensor& scale_on(at::Device device);
 
   detail::LossScale scale_;
@@ -217,48 +141,8 @@ class AmpScaler {
   detail::ScaledWindows windows_;
 };
 
-inline void AmpScaler::update(std::optional<double> new_scale) {
-  if (!enabled_) return;
-  using detail::Verdict;
-  const auto verdict = new_scale ? Verdict::none : windows_.verdict();
-  const bool waits = verdict == Verdict::clean && windows_.any_open();
-  auto next = scale_;
-  if (new_scale) next.set(*new_scale, "new_scale");
-  if (verdict == Verdict::overflow) next.back_off();
-  if (verdict == Verdict::clean && !waits) next.count_clean_update();
-  if (next.value != scale_.value) windows_.discard_open();
-  change_to(next);
-  windows_.forget_closed(waits ? verdict : Verdict::none);
-}
-
-inline std::function<void()> AmpScaler::load(const std::map<std::string, double>& state) {
-  if (!enabled_) return [] {};
-  TORCH_CHECK(!windows_.any_open(),
-              "AmpScaler: load_state_dict() needs all windows closed, whose sums have the old scale; call flush() or "
-              "discard() of the accumulators first");
-  auto next = scale_;
-  next.load_state_dict(state);
-  return [this, next] {
-    change_to(next);
-    windows_.forget_closed(detail::Verdict::none);
-  };
-}
-
-inline void AmpScaler::state(Archive& archive) {
-  auto entries = state_dict();
-  for (auto& [key, value] : entries) archive(key, value);
-  if (archive.loading()) archive.when_all_fit(load(entries));
-}
-
-/// Backward keeps the tensor, so it is never written to: a new scale is a new tensor. By a 0-dim float32 tensor a 0-dim
-/// float16 loss becomes float32; by a number it would not.
-inline const at::Tensor& AmpScaler::scale_on(at::Device device) {
-  auto& scale = on_devices_[device];
-  if (!scale.defined()) {
-    c10::InferenceMode usable_in_backward(false);
-    scale = at::full({}, scale_.value, at::TensorOptions(at::kFloat).device(device));
-  }
-  return scale;
-}
-
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/amp_scaler.ipp>
+#endif

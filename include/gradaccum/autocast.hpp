@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <ATen/autocast_mode.h>
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 
 #include <optional>
 #include <string>
@@ -21,15 +19,7 @@ namespace gradaccum {
 /// says true.
 ///
 /// @note Does not synchronise with the device.
-inline bool is_bf16_fast([[maybe_unused]] at::Device device) {
-#if defined(__x86_64__)
-  static const bool has_avx512 =
-      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  return !device.is_cpu() || has_avx512;
-#else
-  return true;
-#endif
-}
+bool is_bf16_fast(at::Device device);
 
 /// torch.autocast as a scope: operations that gain from it run in 16 bits, those that need their precision in float32.
 ///
@@ -58,24 +48,13 @@ inline bool is_bf16_fast([[maybe_unused]] at::Device device) {
 class [[nodiscard]] Autocast {
  public:
   explicit Autocast(at::Device device, std::optional<at::ScalarType> dtype = {}, bool enabled = true,
-                    std::optional<bool> cache_enabled = {})
-      : device_(checked(device)), before_(state()) {
-    const State within{enabled, dtype.value_or(before_.dtype), cache_enabled.value_or(before_.cache_enabled)};
-    TORCH_CHECK(!enabled || within.dtype == at::kBFloat16 || within.dtype == at::kHalf,
-                "Autocast: dtype must be bfloat16 or float16, got ", within.dtype,
-                "; for a part that runs in float32 pass enabled = false");
-    at::autocast::increment_nesting();
-    change_to(within);
-  }
+                    std::optional<bool> cache_enabled = {});
   explicit Autocast(const std::string& device, std::optional<at::ScalarType> dtype = {}, bool enabled = true,
                     std::optional<bool> cache_enabled = {})
       : Autocast(at::Device(device), dtype, enabled, cache_enabled) {}
   Autocast(const Autocast&) = delete;
   Autocast& operator=(const Autocast&) = delete;
-  ~Autocast() {
-    change_to(before_);
-    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-  }
+  ~Autocast();
 
  private:
   struct State {
@@ -84,25 +63,16 @@ class [[nodiscard]] Autocast {
     bool cache_enabled;
   };
 
-  static at::DeviceType checked(at::Device device) {
-    TORCH_CHECK(at::autocast::is_autocast_available(device.type()),
-                "Autocast: the device must be one that has autocast, such as cuda and cpu, got ", device.type());
-    return device.type();
-  }
-  State state() const {
-    return {at::autocast::is_autocast_enabled(device_), at::autocast::get_autocast_dtype(device_),
-            at::autocast::is_autocast_cache_enabled()};
-  }
-  /// LibTorch finds a kept cast by its parameter alone: one in the other dtype would be taken for it.
-  void change_to(const State& next) const {
-    if (next.dtype != at::autocast::get_autocast_dtype(device_)) at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(device_, next.enabled);
-    at::autocast::set_autocast_dtype(device_, next.dtype);
-    at::autocast::set_autocast_cache_enabled(next.cache_enabled);
-  }
+  static at::DeviceType checked(at::Device device);
+  State state() const;
+  void change_to(const State& next) const;
 
   at::DeviceType device_;
   State before_;
 };
 
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/autocast.ipp>
+#endif

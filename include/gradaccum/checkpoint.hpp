@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/autocast.hpp>
 #include <gradaccum/checkpoint_options.hpp>
 #include <gradaccum/detail/checkpoint/run_checkpointed.hpp>
 

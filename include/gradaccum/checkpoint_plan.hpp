@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <fmt/format.h>
-
 #include <cstdint>
+#include <iosfwd>
 #include <optional>
-#include <ostream>
 #include <string>
 
 namespace gradaccum {
@@ -27,17 +25,12 @@ struct CheckpointPlan {
   Cost predicted;                ///< of this schedule
   Cost plain;                    ///< of the same stages without checkpoints
   std::int64_t least_bytes = 0;  ///< no schedule needs less
-
-  friend std::ostream& operator<<(std::ostream& out, const CheckpointPlan& plan) {
-    const auto mib = [](std::int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
-    if (plan.memory_budget)
-      out << fmt::format(
-          "budget {:.2f} MiB: peak {:.2f} MiB (plain {:.2f}, least {:.2f}), {:+.1f} % time ({:.2f} ms, plain {:.2f})\n",
-          mib(*plan.memory_budget), mib(plan.predicted.peak_bytes), mib(plan.plain.peak_bytes), mib(plan.least_bytes),
-          100 * (plan.predicted.seconds / plan.plain.seconds - 1), 1e3 * plan.predicted.seconds,
-          1e3 * plan.plain.seconds);
-    return out << "schedule: " << plan.schedule << '\n';
-  }
 };
 
+std::ostream& operator<<(std::ostream& out, const CheckpointPlan& plan);
+
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/checkpoint_plan.ipp>
+#endif

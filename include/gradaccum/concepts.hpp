@@ -44,10 +44,12 @@ concept accumulating = optimizer<O> && requires(O& o) {
 
 namespace detail {
 
+/// Of all groups.
 template <class O>
 std::vector<at::Tensor> parameters_of(O& optimizer) {
   std::vector<at::Tensor> all;
-  for (auto& group : optimizer.param_groups()) all.insert(all.end(), group.params().begin(), group.params().end());
+  for (auto& group : optimizer.param_groups())
+    for (auto& parameter : group.params()) all.push_back(parameter);
   return all;
 }
 

@@ -1,11 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/window/embedding_function.hpp>
-
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/embedding.h>
-#include <c10/util/Exception.h>
 
 #include <cstdint>
 
@@ -33,13 +29,10 @@ struct EmbeddingOptions {
 ///
 /// @note Waits for a device once in backward, to learn how many rows there are. On a device the rows are added on the
 /// stream of the forward pass.
-inline at::Tensor embedding(const at::Tensor& input, const at::Tensor& weight, EmbeddingOptions options = {}) {
-  TORCH_CHECK(weight.dim() == 2, "embedding: weight must be [rows, width], got ", weight.sizes());
-  TORCH_CHECK(options.padding_idx < weight.size(0), "embedding: padding_idx must be less than the rows of weight, ",
-              weight.size(0), ", got ", options.padding_idx);
-  if (!weight.requires_grad() || !weight.is_leaf() || !at::GradMode::is_enabled())
-    return at::embedding(weight, input, options.padding_idx);
-  return detail::EmbeddingFunction::apply(input, weight, options.padding_idx);
-}
+at::Tensor embedding(const at::Tensor& input, const at::Tensor& weight, EmbeddingOptions options = {});
 
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/embedding.ipp>
+#endif

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/window/multiplier.hpp>
-
 #include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
 
 #include <vector>
 
 namespace gradaccum {
+
+namespace detail {
+struct Multiplier;
+}
 
 /// Collects what gradients, or the seed of a backward pass, are yet to be multiplied by.
 ///
@@ -26,40 +27,19 @@ namespace gradaccum {
 class Factor {
  public:
   void multiply(double by) { multipliers_.push_back(by); }
-  void multiply(const at::Tensor& by) {
-    if (on_host(by)) return multiply(by.item<double>());
-    device_multipliers_.push_back(copied(by));
-  }
-
-  void divide(double by) {
-    TORCH_CHECK(by != 0, "Factor: a divisor must not be 0");
-    divisors_.push_back(by);
-  }
-  void divide(const at::Tensor& by) {
-    if (on_host(by)) return divide(by.item<double>());
-    device_divisors_.push_back(copied(by));
-  }
+  void multiply(const at::Tensor& by);
+  void divide(double by);
+  void divide(const at::Tensor& by);
 
   /// Says that a loss scaler is at work: the step is taken only if every gradient is finite.
   void require_finite() { finite_required_ = true; }
 
   /// What all of it comes to. For those who apply it; a writer has no use for it.
-  friend detail::Multiplier product_of(const Factor& factor) {
-    return {detail::sorted_product(factor.multipliers_), detail::sorted_product(factor.divisors_),
-            detail::sorted_product(factor.device_multipliers_), detail::sorted_product(factor.device_divisors_)};
-  }
+  friend detail::Multiplier product_of(const Factor& factor);
   friend bool finite_required(const Factor& factor) { return factor.finite_required_; }
 
  private:
-  static bool on_host(const at::Tensor& by) {
-    TORCH_CHECK(by.defined() && by.dim() == 0, "Factor: must be a number or a 0-dim tensor, got ",
-                by.defined() ? c10::str("shape ", by.sizes()) : "an undefined tensor");
-    return by.device().is_cpu();
-  }
-  /// Its owner may change the tensor before it is used.
-  static at::Tensor copied(const at::Tensor& by) {
-    return by.detach().to(at::kDouble, /*non_blocking=*/true, /*copy=*/true);
-  }
+  static bool on_host(const at::Tensor& by);
 
   std::vector<double> multipliers_, divisors_;
   std::vector<at::Tensor> device_multipliers_, device_divisors_;
@@ -67,3 +47,7 @@ class Factor {
 };
 
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/factor.ipp>
+#endif

@@ -4,14 +4,14 @@
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/memory_meter.hpp>
 
-#include <fmt/format.h>
-
 #include <cstdint>
+#include <iosfwd>
 #include <map>
-#include <ostream>
 #include <string>
 
 namespace gradaccum {
+
+struct FitStatus;
 
 /// What a `fit` has done. Printed, it is a summary:
 ///
@@ -40,37 +40,16 @@ struct FitReport {
   std::map<std::string, std::int64_t> peak_bytes = {};      ///< by device; empty where nothing was measured
 };
 
+std::ostream& operator<<(std::ostream& stream, const FitReport& report);
+
 namespace detail {
 
-inline FitReport report_of(const FitStatus& status) {
-  FitReport report{.epochs = status.epochs,
-                   .updates = status.updates,
-                   .skipped = status.skipped,
-                   .samples = status.samples,
-                   .seconds = status.seconds(),
-                   .resumed_from = status.resumed_from,
-                   .signal = status.signal,
-                   .nan_batches = status.nan_batches,
-                   .first_nan = status.first_nan};
-  report.samples_per_second = static_cast<double>(report.samples) / report.seconds;
-  return report;
-}
-
-inline double in_mb(std::int64_t bytes) { return static_cast<double>(bytes) / static_cast<double>(MiB); }
+/// All but the memory.
+FitReport report_of(const FitStatus& status);
 
 }  // namespace detail
-
-inline std::ostream& operator<<(std::ostream& stream, const FitReport& report) {
-  stream << fmt::format("Time: {:.2f}\nSamples/second: {:.2f}\n", report.seconds, report.samples_per_second);
-  for (auto& [device, bytes] : report.occupied_bytes)
-    stream << fmt::format("{} memory occupied: {:.0f} MB.\n", device == "cpu" ? "CPU" : "GPU", detail::in_mb(bytes));
-  for (auto& [device, bytes] : report.peak_bytes)
-    stream << fmt::format("Peak tensor memory: {} {:.2f} MB\n", device, detail::in_mb(bytes));
-  stream << fmt::format("Epochs: {}, updates: {}, skipped: {}\n", report.epochs, report.updates, report.skipped);
-  if (report.nan_batches > 0)
-    stream << fmt::format("Micro-batches left out for a loss of NaN or infinity: {}, the first: {}\n",
-                          report.nan_batches, report.first_nan);
-  return stream;
-}
-
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/fit_report.ipp>
+#endif

@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/archive.hpp>
 #include <gradaccum/clip_grad.hpp>
 #include <gradaccum/concepts.hpp>
-#include <gradaccum/detail/types/type_name.hpp>
-#include <gradaccum/detail/window/optimizer_facade.hpp>
-#include <gradaccum/detail/window/optimizer_window.hpp>
-#include <gradaccum/detail/window/peers.hpp>
+#include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/loss.hpp>
+#include <gradaccum/window.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
 #include <concepts>
@@ -19,11 +17,20 @@
 #include <optional>
 #include <string>
 
+namespace torch::nn {
+class Module;
+}
 namespace torch::optim {
 class LBFGS;  // its own header would cost 9 s a translation unit
 }
 
 namespace gradaccum {
+
+namespace detail {
+class OptimizerFacade;
+class OptimizerWindow;
+class Peers;
+}  // namespace detail
 
 /// How an accumulator gathers gradients, and when it steps.
 ///
@@ -58,6 +65,85 @@ struct GradAccumulatorOptions {
   bool in_backward = false;  ///< the backward that fills the window steps each parameter, and frees its gradient
 };
 
+/// An accumulator of whatever optimizer: all of `GradAccumulator` that does not name the optimizer's class.
+class Accumulator {
+ public:
+  Accumulator(const Accumulator&) = delete;  // an accumulator is neither copied nor wrapped by another
+  Accumulator& operator=(const Accumulator&) = delete;
+
+  /// Runs backward with the loss's weight: the window is then the mean over all its items. Once a micro-batch; weight 0
+  /// counts, without backward. Must not be mixed with `loss.backward()` in one window.
+  void backward(Loss loss, std::optional<bool> retain_graph = {}, bool create_graph = false);
+
+  /// Completes a micro-batch, and closes the window if it was the last. True if the parameters moved.
+  bool step();
+
+  /// Clears the gradients if and only if `micro_steps() == 0`: it may stand first or last in a loop.
+  void zero_grad(bool set_to_none = true);
+
+  /// Closes a shorter window, with its true mean, and clears the gradients. True if the parameters moved. Does nothing
+  /// where the window is empty.
+  bool flush();
+
+  /// Forgets the window, and clears the gradients.
+  void discard();
+
+  /// The window is clipped to this L2 norm when it closes, by step or flush; so it may be called at every micro-batch.
+  /// `max_norm` is > 0; infinity only measures.
+  void clip_grad_norm_(double max_norm);
+  /// The same for the elements, to [-clip_value, clip_value]; after the norm, where both are asked for.
+  void clip_grad_value_(double clip_value);
+  /// The norm of the last closed window before clipping: 0-dim float64, on the device. It must have been clipped.
+  const at::Tensor& grad_norm() const;
+
+  /// The window so far. Its values may be read and changed when all its micro-batches are in: if `ready()`, after
+  /// backward.
+  Gradients gradients();
+
+  /// The window as a part of a training state, between two micro-batches; see `OptimizerState`.
+  struct NamedWindow {
+    Accumulator& of;
+    const torch::nn::Module& module;
+    void state(Archive& archive);
+  };
+  NamedWindow named_window(const torch::nn::Module& module);
+
+  bool ready() const;                  ///< the next `step()` closes the window
+  std::int64_t micro_steps() const;    ///< completed in this window
+  std::int64_t updates() const;        ///< how often the parameters have moved
+  void set_steps(std::int64_t steps);  ///< from the next window on
+  /// For `Replicas`: each window becomes that of all processes when it closes.
+  void set_peers(std::shared_ptr<detail::Peers> peers);
+  bool others_continue();
+
+  /// `Wrapping 'SGD' optimizer with gradient accumulation of 4 steps`
+  std::string description() const;
+
+ protected:
+  Accumulator(std::unique_ptr<detail::AnyOptimizer> optimizer, const GradAccumulatorOptions& options);
+  ~Accumulator();
+
+  /// What was set through a reference to it as a `torch::optim::Optimizer` reaches the wrapped one.
+  void synchronise() const;
+  torch::optim::Optimizer& facade_of(torch::optim::Optimizer& wrapped);
+
+ private:
+  void check_can_clip() const;
+  void follow();
+  bool close();
+  void clip(Gradients& gradients);
+
+  std::unique_ptr<detail::OptimizerWindow> window_;
+  std::unique_ptr<detail::OptimizerFacade> facade_;
+  std::int64_t updates_ = 0;
+  std::optional<double> clip_norm_, clip_value_;
+  at::Tensor grad_norm_;
+};
+
+namespace detail {
+void check_can_be_accumulated(const torch::optim::Optimizer& optimizer);
+}
+
 /// A drop-in for the optimizer it wraps, that moves the parameters on every `steps`-th call of `step()`.
 ///
 ///     ga::GradAccumulator optimizer(sgd, {.steps = 4});
@@ -80,7 +166,7 @@ struct GradAccumulatorOptions {
 ///
 /// @note Does not synchronise with the device, apart from a 4-byte read a window where a loss scaler is at work.
 template <class Optimizer>
-class GradAccumulator {
+class GradAccumulator : public Accumulator {
   static_assert(!accumulating<Optimizer>,
                 "GradAccumulator: wraps an optimizer, not another accumulator; set_steps(n) changes its window");
   static_assert(!std::derived_from<Optimizer, torch::optim::LBFGS>,
@@ -92,180 +178,39 @@ class GradAccumulator {
 
  public:
   explicit GradAccumulator(Optimizer& optimizer, GradAccumulatorOptions options = {})
-      : window_(checked(optimizer), options.steps, options.accumulate_in) {
-    window_.set_in_backward(options.in_backward);
-  }
-  GradAccumulator(const GradAccumulator&) = delete;  // an accumulator is neither copied nor wrapped by another
-  GradAccumulator& operator=(const GradAccumulator&) = delete;
+      : Accumulator(std::make_unique<detail::OptimizerOf<Optimizer>>(checked(optimizer)), options),
+        optimizer_(optimizer) {}
 
-  /// Runs backward with the loss's weight: the window is then the mean over all its items. Once a micro-batch; weight 0
-  /// counts, without backward. Must not be mixed with `loss.backward()` in one window.
-  void backward(Loss loss, std::optional<bool> retain_graph = {}, bool create_graph = false) {
-    follow();
-    window_.backward(std::move(loss), retain_graph, create_graph, ready());
-  }
-
-  /// Completes a micro-batch, and closes the window if it was the last. True if the parameters moved.
-  bool step() {
-    follow();
-    window_.complete_micro_batch();
-    return window_.full() && close();
-  }
-
-  /// Clears the gradients if and only if `micro_steps() == 0`: it may stand first or last in a loop.
-  void zero_grad(bool set_to_none = true) {
-    if (micro_steps() == 0) window_.clear(set_to_none);
-  }
-
-  /// Closes a shorter window, with its true mean, and clears the gradients. True if the parameters moved. Does nothing
-  /// where the window is empty.
-  bool flush() {
-    follow();
-    if (!window_.complete_early()) return false;
-    const bool moved = close();
-    window_.clear();
-    return moved;
-  }
-
-  /// Forgets the window, and clears the gradients.
-  void discard() {
-    window_.discard();
-    clip_norm_.reset();
-    clip_value_.reset();
-  }
-
-  /// The window is clipped to this L2 norm when it closes, by step or flush; so it may be called at every micro-batch.
-  /// `max_norm` is > 0; infinity only measures.
-  void clip_grad_norm_(double max_norm) {
-    TORCH_CHECK(max_norm > 0, "GradAccumulator: max_norm must be > 0, got ", max_norm);
-    check_can_clip();
-    clip_norm_ = max_norm;
-  }
-  /// The same for the elements, to [-clip_value, clip_value]; after the norm, where both are asked for.
-  void clip_grad_value_(double clip_value) {
-    TORCH_CHECK(clip_value >= 0, "GradAccumulator: clip_value must be >= 0, got ", clip_value);
-    check_can_clip();
-    clip_value_ = clip_value;
-  }
-  /// The norm of the last closed window before clipping: 0-dim float64, on the device. It must have been clipped.
-  const at::Tensor& grad_norm() const {
-    TORCH_CHECK(grad_norm_.defined(),
-                "GradAccumulator: grad_norm() needs a closed window for which "
-                "clip_grad_norm_(max) was called; infinity only measures");
-    return grad_norm_;
-  }
-
-  /// The window so far. Its values may be read and changed when all its micro-batches are in: if `ready()`, after
-  /// backward.
-  Gradients gradients() {
-    follow();
-    return Gradients(window_.so_far());
-  }
-
-  /// The window as a part of a training state, between two micro-batches; see `OptimizerState`.
-  auto named_window(const torch::nn::Module& module) {
-    follow();
-    return NamedWindow{*this, window_.named(module)};
-  }
-
-  bool ready() const { return window_.ready(); }                      ///< the next `step()` closes the window
-  std::int64_t micro_steps() const { return window_.micro_steps(); }  ///< completed in this window
-  std::int64_t updates() const { return updates_; }                   ///< how often the parameters have moved
-  void set_steps(std::int64_t steps) { window_.set_steps(steps); }    ///< from the next window on
-  auto& param_groups() { return optimizer().param_groups(); }
-  void add_param_group(const torch::optim::OptimizerParamGroup& group) { optimizer().add_param_group(group); }
-  /// For `Replicas`: each window becomes that of all processes when it closes.
-  void set_peers(std::shared_ptr<detail::Peers> peers) { window_.set_peers(std::move(peers)); }
-  bool others_continue() {
-    follow();
-    return window_.others_continue();
-  }
   Optimizer& optimizer() {
     synchronise();
-    return window_.optimizer();
+    return optimizer_;
   }
-
-  /// `Wrapping 'SGD' optimizer with gradient accumulation of 4 steps`
-  std::string description() const {
-    return "Wrapping '" + detail::type_name(window_.optimizer()) + "' optimizer with gradient accumulation of " +
-           std::to_string(window_.steps()) + (window_.steps() == 1 ? " step" : " steps");
-  }
+  auto& param_groups() { return optimizer().param_groups(); }
+  void add_param_group(const torch::optim::OptimizerParamGroup& group) { optimizer().add_param_group(group); }
 
   /// For code that takes an optimizer by reference: its `step` counts, steps and then clears; its `zero_grad` does
   /// nothing; a learning rate or a group set through it, save and load reach the wrapped optimizer.
   operator torch::optim::Optimizer&()  // NOLINT(google-explicit-constructor): a drop-in
       requires std::derived_from<Optimizer, torch::optim::Optimizer> {
-    if (!facade_)
-      facade_ = std::make_unique<detail::OptimizerFacade>(window_.optimizer(), [this] {
-        step();
-        zero_grad();
-      });
-    facade_->synchronise();
-    return *facade_;
+    return facade_of(optimizer_);
   }
   operator const torch::optim::Optimizer&() const  // NOLINT(google-explicit-constructor): torch::save
       requires std::derived_from<Optimizer, torch::optim::Optimizer> {
     synchronise();
-    return window_.optimizer();
+    return optimizer_;
   }
 
  private:
-  void synchronise() const {
-    if (facade_) facade_->synchronise();
-  }
   static Optimizer& checked(Optimizer& optimizer) {
-    if constexpr (std::derived_from<Optimizer, torch::optim::Optimizer>)
-      detail::check_can_be_wrapped(optimizer, "GradAccumulator", "set_steps(n) changes its window");
+    if constexpr (std::derived_from<Optimizer, torch::optim::Optimizer>) detail::check_can_be_accumulated(optimizer);
     return optimizer;
   }
-  void check_can_clip() const {
-    TORCH_CHECK(!window_.steps_in_backward(),
-                "GradAccumulator: clipping needs all gradients at once, and in_backward steps with each as it arrives; "
-                "leave one of the two out");
-  }
-  void follow() {
-    synchronise();
-    window_.follow();
-  }
 
-  struct NamedWindow {
-    GradAccumulator& of;
-    typename detail::OptimizerWindow<Optimizer>::Named window;
-    void state(Archive& archive) {
-      auto updates = of.updates_;
-      auto clip_norm = of.clip_norm_, clip_value = of.clip_value_;
-      archive.setting("steps", of.window_.steps());
-      archive("updates", updates);
-      archive("clip_norm", clip_norm);
-      archive("clip_value", clip_value);
-      window.state(archive);
-      if (!archive.loading()) return;
-      archive.when_all_fit([=, of = &of] {
-        of->updates_ = updates;
-        of->clip_norm_ = clip_norm;
-        of->clip_value_ = clip_value;
-      });
-    }
-  };
-
-  bool close() {
-    const bool moved = window_.close([this](Gradients& gradients) { clip(gradients); });
-    if (moved) ++updates_;
-    return moved;
-  }
-
-  void clip(Gradients& gradients) {
-    grad_norm_ = clip_norm_ ? gradaccum::clip_grad_norm_(gradients, *clip_norm_) : at::Tensor();
-    if (clip_value_) gradaccum::clip_grad_value_(gradients, *clip_value_);
-    clip_norm_.reset();
-    clip_value_.reset();
-  }
-
-  detail::OptimizerWindow<Optimizer> window_;
-  std::int64_t updates_ = 0;
-  std::optional<double> clip_norm_, clip_value_;
-  at::Tensor grad_norm_;
-  std::unique_ptr<detail::OptimizerFacade> facade_;
+  Optimizer& optimizer_;
 };
 
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/grad_accumulator.ipp>
+#endif

@@ -60,6 +60,7 @@
 #include <gradaccum/saved_tensor_hooks.hpp>
 #include <gradaccum/state_parts.hpp>
 #include <gradaccum/trainer.hpp>
+#include <gradaccum/trainer_base.hpp>
 #include <gradaccum/training_state.hpp>
 #include <gradaccum/verify_accumulation.hpp>
 #include <gradaccum/version.hpp>

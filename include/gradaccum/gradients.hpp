@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/factor.hpp>
 
 #include <ATen/core/Tensor.h>
 
 #include <memory>
-#include <utility>
 #include <vector>
 
 namespace gradaccum {
+
+namespace detail {
+class WindowGradients;
+}
 
 /// The gradients of one window, and the factor that they are yet to be multiplied by.
 ///
@@ -35,67 +37,67 @@ namespace gradaccum {
 /// (Where parameters lie on the CPU and on a device, a factor known on the device alone is waited for.)
 class Gradients {
  public:
-  explicit Gradients(const std::vector<at::Tensor>& parameters)
-      : window_(std::make_shared<detail::WindowGradients>(parameters)) {}
+  explicit Gradients(const std::vector<at::Tensor>& parameters);
   /// For those who own a window: an accumulator, a scaler.
-  explicit Gradients(std::shared_ptr<detail::WindowGradients> window) : window_(std::move(window)) {}
+  explicit Gradients(std::shared_ptr<detail::WindowGradients> window);
 
   /// What all gradients are yet to be multiplied by. Deferred, and write-only.
-  Factor& factor() { return window_->factor(); }
+  Factor& factor();
 
   /// The sum of the weights of the window's micro-batches so far, on this rank; 1 a micro-batch where none was given.
-  double items() const { return window_->items(); }
+  double items() const;
 
   /// The parameters that have a gradient, in the order of `raw()` and `values()`.
-  std::vector<at::Tensor> parameters() const { return window_->parameters(); }
+  std::vector<at::Tensor> parameters() const;
 
   /// The gradients as they lie in memory, not multiplied yet: `.grad`, or the sums that are kept apart from it.
   /// For optimizers, which multiply by `multiplier(device)` themselves.
-  std::vector<at::Tensor> raw() const { return window_->raw(); }
+  std::vector<at::Tensor> raw() const;
 
   /// The gradients in their true size, `.grad` of each, to be read and changed. Applies the factor first; in a window
   /// that is not complete yet that throws.
-  std::vector<at::Tensor> values() {
-    window_->apply();
-    return window_->raw();
-  }
+  std::vector<at::Tensor> values();
 
   /// What `raw()` is yet to be multiplied by: the factor and the mean over the window. A 0-dim float64 tensor.
-  at::Tensor multiplier(at::Device device) const { return window_->multiplier().on(device); }
+  at::Tensor multiplier(at::Device device) const;
 
   /// L2 norm of the gradients in their true size, 0-dim float64; duplicates in a sparse gradient count as their sum.
   /// Kept until a gradient changes.
-  at::Tensor norm() { return window_->norm(); }
+  at::Tensor norm();
 
   /// What `norm()` was before `clip_grad_norm_` clipped these gradients; undefined if nobody did.
-  const at::Tensor& norm_before_clipping() const { return window_->norm_before_clipping(); }
+  const at::Tensor& norm_before_clipping() const;
   /// For those who clip.
-  void set_norm_before_clipping(at::Tensor norm) { window_->set_norm_before_clipping(std::move(norm)); }
+  void set_norm_before_clipping(at::Tensor norm);
 
   /// 1 if an element is inf or NaN, else 0: 0-dim float32. Finite numbers whose squares overflow are finite.
-  at::Tensor found_inf() { return window_->found_inf(); }
+  at::Tensor found_inf();
 
   /// A scaler is at work: the step is to be taken only if all is finite.
-  bool finite_required() const { return window_->must_be_finite(); }
+  bool finite_required() const;
 
   /// The step must be left out: all was required to be finite, and is not. Waits for the device, for 4 bytes, the first
   /// time in a window.
-  bool overflowed() { return window_->overflowed(); }
+  bool overflowed();
   /// `overflowed()` has been asked: somebody was about to step.
-  bool judged() const { return window_->judged(); }
+  bool judged() const;
 
   /// Multiplies the gradients by the factor, and sums that are kept apart become `.grad`. A second call does nothing.
-  void apply() { window_->apply(); }
+  void apply();
 
   /// The window is over: stepped, skipped or discarded. Then `items()` still answers, and `norm()` and `found_inf()` if
   /// they did before; the gradients are no longer its own.
-  bool closed() const { return window_->closed(); }
+  bool closed() const;
 
   /// `multiplier` in its parts: what of it is known on the host needs no device.
-  friend detail::Multiplier product_of(const Gradients& gradients) { return gradients.window_->multiplier(); }
+  friend detail::Multiplier product_of(const Gradients& gradients);
 
  private:
   std::shared_ptr<detail::WindowGradients> window_;
 };
 
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/gradients.ipp>
+#endif

@@ -4,8 +4,6 @@
 #include <gradaccum/factor.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/full_like.h>
-#include <c10/util/Exception.h>
 
 #include <optional>
 #include <type_traits>
@@ -41,32 +39,12 @@ struct Loss {
   Loss(at::Tensor loss, Count count) : mean(std::move(loss)), items(number(count)) {}
 
   /// The same loss, with what it was computed from: for metrics, which have no other way to it.
-  Loss with(at::Tensor output_of_model, at::Tensor wanted) && {
-    output = std::move(output_of_model);
-    target = std::move(wanted);
-    return std::move(*this);
-  }
-  Loss with(at::Tensor output_of_model, at::Tensor wanted) const& {
-    return Loss(*this).with(std::move(output_of_model), std::move(wanted));
-  }
+  Loss with(at::Tensor output_of_model, at::Tensor wanted) &&;
+  Loss with(at::Tensor output_of_model, at::Tensor wanted) const&;
 
-  void check_shape() const {
-    TORCH_CHECK(mean.defined() && mean.numel() == 1, "Loss: the mean must have one element, got ",
-                mean.defined() ? c10::str("shape ", mean.sizes()) : "an undefined tensor");
-  }
-  void check() const {
-    check_shape();
-    TORCH_CHECK(items == 0 || mean.requires_grad(), "Loss: the mean requires no grad, so backward has nothing to do");
-  }
-
-  void backward(std::optional<bool> retain_graph = {}, bool create_graph = false) const {
-    check();
-    const auto by = product_of(seed);
-    at::Tensor start;
-    if (by.on_host() && !by.is_one()) start = at::full_like(mean, by.host());
-    if (!by.on_host()) start = by.on(mean.device()).to(mean.scalar_type()).expand_as(mean);
-    mean.backward(start, retain_graph, create_graph);
-  }
+  void check_shape() const;
+  void check() const;
+  void backward(std::optional<bool> retain_graph = {}, bool create_graph = false) const;
 
  private:
   template <class Count>
@@ -82,3 +60,7 @@ struct Loss {
 };
 
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/loss.ipp>
+#endif

@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/memory/memory_ledger.hpp>
-
 #include <c10/core/Device.h>
-#include <c10/util/Exception.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <cstddef>
@@ -12,6 +9,10 @@
 #include <memory>
 
 namespace gradaccum {
+
+namespace detail {
+class MemoryLedger;
+}
 
 /// The number of bytes in a MiB, for options and tables.
 inline constexpr std::int64_t MiB = std::int64_t{1} << 20;
@@ -36,38 +37,32 @@ inline constexpr std::int64_t MiB = std::int64_t{1} << 20;
 /// profiler on one thread: both use the same slot; whichever comes second throws.
 class MemoryMeter {
  public:
-  MemoryMeter() : ledger_(std::make_shared<detail::MemoryLedger>(surrounding())) {
-    guard_ = std::make_unique<c10::DebugInfoGuard>(c10::DebugInfoKind::PROFILER_STATE, ledger_);
-  }
+  MemoryMeter();
   MemoryMeter(const MemoryMeter&) = delete;
   MemoryMeter& operator=(const MemoryMeter&) = delete;
   static void* operator new(std::size_t) = delete;  // a scope: ends on its thread, before those around it
 
   /// Bytes allocated in this scope that are still held; on all devices together, or on one.
-  std::int64_t live_bytes() const { return ledger_->total().live; }
-  std::int64_t live_bytes(c10::Device device) const { return ledger_->of(device).live; }
+  std::int64_t live_bytes() const;
+  std::int64_t live_bytes(c10::Device device) const;
 
   /// The most that `live_bytes` has been.
-  std::int64_t peak_bytes() const { return ledger_->total().peak; }
-  std::int64_t peak_bytes(c10::Device device) const { return ledger_->of(device).peak; }
+  std::int64_t peak_bytes() const;
+  std::int64_t peak_bytes(c10::Device device) const;
 
   /// The peak begins anew from what is held now.
-  void reset_peak() { ledger_->reset_peak(); }
+  void reset_peak();
 
   /// A meter can start here: no profiler of LibTorch's is at work on this thread.
-  static bool possible() { return !installed() || dynamic_cast<detail::MemoryLedger*>(installed()); }
+  static bool possible();
 
  private:
-  static c10::DebugInfoBase* installed() { return c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE); }
-  /// The meter around this one, which goes on counting.
-  static std::shared_ptr<detail::MemoryLedger> surrounding() {
-    TORCH_CHECK(possible(), "MemoryMeter: must not start inside LibTorch's profiler, which uses the same slot");
-    auto* const ledger = dynamic_cast<detail::MemoryLedger*>(installed());
-    return ledger ? ledger->shared_from_this() : nullptr;
-  }
-
   std::shared_ptr<detail::MemoryLedger> ledger_;
-  std::unique_ptr<c10::DebugInfoGuard> guard_;
+  c10::DebugInfoGuard guard_;
 };
 
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/memory_meter.ipp>
+#endif

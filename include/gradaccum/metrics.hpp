@@ -6,22 +6,17 @@
 #include <gradaccum/window.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
-#include <c10/util/Exception.h>
 
-#include <fmt/format.h>
-
-#include <chrono>
 #include <concepts>
 #include <cstdint>
-#include <limits>
+#include <functional>
+#include <iosfwd>
 #include <map>
-#include <ostream>
-#include <set>
+#include <memory>
 #include <string>
 #include <string_view>
-#include <tuple>
 #include <utility>
+#include <vector>
 
 namespace gradaccum {
 
@@ -51,11 +46,8 @@ class MeanLoss {
  public:
   static constexpr std::string_view name = "loss";
 
-  void add(const Loss& loss) {
-    mean_.add(loss.mean, loss.items);
-    items_ += loss.items;
-  }
-  double value() const { return mean_.value().item<double>(); }
+  void add(const Loss& loss);
+  double value() const;
   double items() const { return items_; }
 
  private:
@@ -78,28 +70,8 @@ struct Accuracy {
   at::Tensor right = {}, counted = {};  ///< so far: 0-dim int64, on the device
 
   void add(const Loss& loss);
-  double value() const {
-    return right.defined() ? right.item<double>() / counted.item<double>() : std::numeric_limits<double>::quiet_NaN();
-  }
+  double value() const;
 };
-
-inline void Accuracy::add(const Loss& loss) {
-  const auto &output = loss.output, &target = loss.target;
-  TORCH_CHECK(
-      output.defined() && target.defined(),
-      "Accuracy: needs the model's output and the target; return ga::Loss{mean, items}.with(output, target) from "
-      "the objective");
-  TORCH_CHECK(-output.dim() <= dim && dim < output.dim(), "Accuracy: dim must be one of the output, of shape ",
-              output.sizes(), ", got ", dim);
-  at::NoGradGuard no_grad;
-  const auto found = output.argmax(dim);
-  TORCH_CHECK(found.sizes() == target.sizes(), "Accuracy: an output of shape ", output.sizes(), " with classes in dim ",
-              dim, " needs a target of shape ", found.sizes(), ", got ", target.sizes());
-  const auto counts = target.ne(ignore_index);
-  const auto right_here = found.eq(target).logical_and(counts).sum(), counted_here = counts.sum();
-  right = right.defined() ? right.add(right_here) : right_here;
-  counted = counted.defined() ? counted.add(counted_here) : counted_here;
-}
 
 /// What an evaluation has found. Printed, with six digits: `accuracy: 0.784000, loss: 0.625000`.
 struct Evaluation {
@@ -108,60 +80,57 @@ struct Evaluation {
   std::int64_t samples = 0;
   double seconds = 0;
 
-  double operator[](std::string_view name) const {
-    const auto found = metrics.find(name);
-    TORCH_CHECK(found != metrics.end(), "Evaluation: has no metric '", std::string(name), "'; pass one to evaluate()");
-    return found->second;
-  }
+  double operator[](std::string_view name) const;
 };
 
-inline std::ostream& operator<<(std::ostream& stream, const Evaluation& evaluation) {
-  const char* separator = "";
-  for (auto& [name, value] : evaluation.metrics)
-    stream << fmt::format("{}{}: {:#.6g}", std::exchange(separator, ", "), name, value);
-  return stream;
-}
+std::ostream& operator<<(std::ostream& stream, const Evaluation& evaluation);
 
 namespace detail {
 
-/// Collects what `Trainer::evaluate` gives.
-template <metric... Metrics>
-class Evaluator {
+/// A metric of whatever class.
+class AnyMetric {
  public:
-  explicit Evaluator(Metrics... metrics) : metrics_(std::move(metrics)...) {
-    std::set<std::string> names{std::string(MeanLoss::name)};
-    const auto check = [&](auto& metric) {
-      const bool is_new = names.emplace(metric.name).second;
-      TORCH_CHECK(is_new, "Trainer: evaluate() must get metrics of different names, other than \"loss\", got two '",
-                  std::string(metric.name), "'");
-    };
-    std::apply([&](auto&... metric) { (check(metric), ...); }, metrics_);
-  }
+  virtual ~AnyMetric() = default;
+  virtual std::string name() const = 0;
+  virtual void add(const Loss& loss) = 0;
+  virtual double value() = 0;
+};
 
-  void add(const Loss& loss, std::int64_t samples) {
-    loss.check_shape();
-    Window::check_weight(loss.items);
-    loss_.add(loss);
-    std::apply([&](auto&... metric) { (metric.add(loss), ...); }, metrics_);
-    samples_ += samples;
-  }
-  Evaluation result() {
-    Evaluation result{.items = loss_.items(), .samples = samples_};
-    result.metrics[std::string(MeanLoss::name)] = loss_.value();
-    const auto add = [&](auto& metric) { result.metrics[std::string(metric.name)] = metric.value(); };
-    std::apply([&](auto&... metric) { (add(metric), ...); }, metrics_);
-    result.seconds = std::chrono::duration<double>(Clock::now() - start_).count();
-    return result;
-  }
+template <metric M>
+class MetricOf final : public AnyMetric {
+ public:
+  explicit MetricOf(M metric) : metric_(std::move(metric)) {}
+  std::string name() const override { return std::string(metric_.name); }
+  void add(const Loss& loss) override { metric_.add(loss); }
+  double value() override { return metric_.value(); }
 
  private:
-  using Clock = std::chrono::steady_clock;
+  M metric_;
+};
 
-  std::tuple<Metrics...> metrics_;
+/// Collects what `Trainer::evaluate` gives.
+class Evaluator {
+ public:
+  template <metric... Metrics>
+  explicit Evaluator(Metrics... metrics) {
+    (metrics_.push_back(std::make_unique<MetricOf<Metrics>>(std::move(metrics))), ...);
+    begin();
+  }
+
+  void add(const Loss& loss, std::int64_t samples);
+  Evaluation result();
+
+ private:
+  void begin();
+
+  std::vector<std::unique_ptr<AnyMetric>> metrics_;
   MeanLoss loss_;
-  std::int64_t samples_ = 0;
-  Clock::time_point start_ = Clock::now();
+  std::int64_t samples_ = 0, start_ = 0;  // the latter in nanoseconds
 };
 
 }  // namespace detail
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/metrics.ipp>
+#endif

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// All policies that come with the library, but policies/data_parallel.hpp: LibTorch's headers for several processes
-// cost seconds.
+// All policies that come with the library, but policies/data_parallel.hpp, which is for several processes.
+#include <gradaccum/detail/trainer/any_policy.hpp>
 #include <gradaccum/policies/accumulate.hpp>
 #include <gradaccum/policies/clip.hpp>
 #include <gradaccum/policies/ema.hpp>
@@ -12,3 +12,21 @@
 #include <gradaccum/policies/progress.hpp>
 #include <gradaccum/policies/save_state.hpp>
 #include <gradaccum/policies/schedule.hpp>
+
+#ifdef GRADACCUM_COMPILED
+namespace gradaccum::detail {
+extern template class PolicyOf<Accumulate>;
+extern template class PolicyOf<ClipNorm>;
+extern template class PolicyOf<ClipValue>;
+extern template class PolicyOf<Ema>;
+extern template class PolicyOf<MetricsLog>;
+extern template class PolicyOf<MixedPrecision>;
+extern template class PolicyOf<OptimizerInBackward>;
+extern template class PolicyOf<Progress>;
+extern template class PolicyOf<SaveState>;
+}  // namespace gradaccum::detail
+#endif
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/policies.ipp>
+#endif

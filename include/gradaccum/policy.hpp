@@ -14,6 +14,8 @@
 
 namespace gradaccum {
 
+class TrainerBase;
+
 /// What happened in one window.
 struct Step {
   std::int64_t update = 0;         ///< updates so far, this one included if it moved the parameters
@@ -90,7 +92,7 @@ GRADACCUM_HOOK(state, "state(ga::Archive&)")
 ///
 /// | hook | when, and what it may do |
 /// |---|---|
-/// | `attach(auto& trainer)` | once, when the trainer is built |
+/// | `attach(TrainerBase&)` | once, when the trainer is built; with `auto&` it sees the types, too |
 /// | `on_epoch_begin(epoch)`, `on_epoch_end(epoch)` | around an epoch of `fit` |
 /// | `fit_scope()` | gives a guard that is held while `fit` runs |
 /// | `forward_scope()` | gives a guard that is held while the objective runs, in training and evaluation |

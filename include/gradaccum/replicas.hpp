@@ -3,18 +3,15 @@
 
 #include <gradaccum/concepts.hpp>
 #include <gradaccum/detail/parallel/replica_peers.hpp>
-#include <gradaccum/detail/parallel/same_tensors.hpp>
-#include <gradaccum/detail/state/generator_states.hpp>
 #include <gradaccum/detail/types/module_of.hpp>
 #include <gradaccum/process_group.hpp>
 
-#include <c10/util/Exception.h>
+#include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -60,55 +57,38 @@ class Replicas {
   /// `optimizer`: an accumulator; or a Trainer, for the policy `DataParallel`.
   template <detail::model Model, class Optimizer>
   Replicas(ProcessGroup group, Model& model, Optimizer& optimizer, ReplicasOptions options = {})
-      : group_(std::move(group)), model_(&detail::module_of(model)) {
-    TORCH_CHECK(options.bucket_bytes >= 1, "Replicas: bucket_bytes must be >= 1, got ", options.bucket_bytes);
-    if (!group_.links()) return;
-    peers_ = std::make_shared<detail::ReplicaPeers>(group_, options.bucket_bytes, options.overlap);
+      : group_(std::move(group)), model_(&detail::module_of(model)), peers_(peers_of(group_, options)) {
+    if (!peers_) return;
     optimizer.set_peers(peers_);
     others_continue_ = [&optimizer] { return optimizer.others_continue(); };
-    begin(options, detail::parameters_of(optimizer.optimizer()));
+    if constexpr (requires { optimizer.parameters(); })
+      begin(options, optimizer.parameters());
+    else
+      begin(options, detail::parameters_of(optimizer.optimizer()));
   }
   Replicas(const Replicas&) = delete;
   Replicas& operator=(const Replicas&) = delete;
-  ~Replicas() {
-    if (peers_) peers_->disconnect();
-  }
+  ~Replicas();
 
   /// This rank has no more batches: true if others have. The next `step()` then closes a window with theirs.
   bool others_continue() { return others_continue_ && others_continue_(); }
 
   /// All ranks get the buffers of rank 0.
-  void broadcast_buffers() const { broadcast(model_->buffers()); }
+  void broadcast_buffers() const;
 
   /// Throws, on all ranks, where the parameters are not the same on all of them, and names the first that differs.
   ///
   /// @note Reads all parameters.
-  void check_equal() const {
-    if (group_.links()) detail::check_same_parameters(group_, *model_);
-  }
+  void check_equal() const;
 
   const ProcessGroup& group() const { return group_; }
   /// For the policy `DataParallel`; none where the process is alone.
   const std::shared_ptr<detail::ReplicaPeers>& peers() const { return peers_; }
 
  private:
-  void begin(const ReplicasOptions& options, const std::vector<at::Tensor>& of_optimizer) const {
-    detail::check_same_model(group_, *model_, of_optimizer);
-    broadcast(model_->parameters());
-    broadcast(model_->buffers());
-    peers_->connect(model_->parameters());
-    if (options.seed_by_rank && group_.rank() > 0) seed();
-  }
-  void broadcast(const std::vector<at::Tensor>& tensors) const {
-    for (auto& tensor : tensors)
-      if (tensor.defined()) group_.broadcast(tensor);
-  }
-  void seed() const {
-    for (auto& [name, generator] : detail::default_generators()) {
-      const std::lock_guard lock(generator.mutex());
-      generator.set_current_seed(generator.current_seed() + static_cast<std::uint64_t>(group_.rank()));
-    }
-  }
+  static std::shared_ptr<detail::ReplicaPeers> peers_of(const ProcessGroup& group, const ReplicasOptions& options);
+  void begin(const ReplicasOptions& options, const std::vector<at::Tensor>& of_optimizer) const;
+  void broadcast(const std::vector<at::Tensor>& tensors) const;
 
   ProcessGroup group_;
   torch::nn::Module* model_;
@@ -117,3 +97,7 @@ class Replicas {
 };
 
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/replicas.ipp>
+#endif

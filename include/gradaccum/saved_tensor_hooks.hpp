@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/checkpoint/saving_scope.hpp>
 #include <gradaccum/detail/checkpoint/tensor_traits.hpp>
-#include <gradaccum/detail/checkpoint/tensor_version.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include <cstddef>
 #include <memory>
@@ -15,6 +15,24 @@
 #include <utility>
 
 namespace gradaccum {
+
+namespace detail {
+
+/// One tensor that is packed until backward, and must come back as it was.
+class PackedTensor : public torch::autograd::SavedVariableHooks {
+ public:
+  GRADACCUM_INLINE void call_pack_hook(const at::Tensor& tensor) override;
+  GRADACCUM_INLINE at::Tensor call_unpack_hook() override;
+
+ private:
+  virtual void pack(at::Tensor tensor) = 0;
+  virtual at::Tensor unpack() = 0;
+
+  TensorVersion version_;
+  TensorTraits traits_;
+};
+
+}  // namespace detail
 
 /// torch.autograd.graph.saved_tensors_hooks as a scope: says how the tensors that backward needs are kept until then.
 ///
@@ -65,29 +83,15 @@ class [[nodiscard]] SavedTensorHooks final : detail::SavingScope {
     Unpack unpack;
   };
 
-  class Hooks final : public torch::autograd::SavedVariableHooks {
+  class Hooks final : public detail::PackedTensor {
    public:
     explicit Hooks(std::shared_ptr<Pair> pair) : pair_(std::move(pair)) {}
-    void call_pack_hook(const at::Tensor& tensor) override {
-      version_ = detail::TensorVersion(tensor);
-      traits_ = detail::TensorTraits(tensor);
-      // Results detached: an operation that held its own result would never be freed.
-      packed_.emplace(pair_->pack(tensor.is_leaf() ? tensor : tensor.tensor_data()));
-    }
-    at::Tensor call_unpack_hook() override {
-      TORCH_CHECK(!version_.changed(), "SavedTensorHooks: a tensor that backward needs (", traits_,
-                  ") must not change in place after it was saved; clone it before");
-      at::Tensor tensor = pair_->unpack(std::as_const(*packed_));
-      TORCH_CHECK(tensor.defined() && detail::TensorTraits(tensor) == traits_,
-                  "SavedTensorHooks: unpack must return what was packed, ", traits_, ", got ",
-                  tensor.defined() ? c10::str(detail::TensorTraits(tensor)) : "an undefined tensor");
-      return tensor;
-    }
 
    private:
+    void pack(at::Tensor tensor) override { packed_.emplace(pair_->pack(std::move(tensor))); }
+    at::Tensor unpack() override { return pair_->unpack(std::as_const(*packed_)); }
+
     std::shared_ptr<Pair> pair_;
-    detail::TensorVersion version_;
-    detail::TensorTraits traits_;
     std::optional<Packed> packed_;
   };
 
@@ -97,3 +101,7 @@ class [[nodiscard]] SavedTensorHooks final : detail::SavingScope {
 };
 
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/saved_tensor_hooks.ipp>
+#endif

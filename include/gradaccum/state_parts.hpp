@@ -3,17 +3,14 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/concepts.hpp>
-#include <gradaccum/detail/optimizers/optimizer_state.hpp>
-#include <gradaccum/detail/state/generator_states.hpp>
-#include <gradaccum/detail/state/module_state.hpp>
 #include <gradaccum/detail/types/module_of.hpp>
 #include <gradaccum/detail/types/type_name.hpp>
 
-#include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <concepts>
+#include <string>
 
 namespace gradaccum {
 
@@ -39,11 +36,19 @@ class ModelState {
  public:
   template <detail::model Model>
   explicit ModelState(Model& model) : module_(detail::module_of(model)) {}
-  void state(Archive& archive) { detail::archive_module(archive, module_); }
+  void state(Archive& archive);
 
  private:
   torch::nn::Module& module_;
 };
+
+namespace detail {
+
+void archive_torch_optimizer(Archive& archive, torch::optim::Optimizer& optimizer, const torch::nn::Module& module);
+void check_torch_optimizer(torch::optim::Optimizer& optimizer, const torch::nn::Module& module);
+[[noreturn]] void refuse_optimizer(const std::string& type);
+
+}  // namespace detail
 
 /// An optimizer's state by the names that `model` gives its parameters, the options of its groups, and the window of an
 /// accumulator, half-filled or not. LibTorch's optimizers but LBFGS, ours, and any with a `state(Archive&)` of its own.
@@ -61,17 +66,16 @@ class OptimizerState {
       archive("window", optimizer_.named_window(module_));
       gradaccum::OptimizerState(optimizer_.optimizer(), module_).state(archive);
     } else if constexpr (is_torch) {
-      detail::archive_optimizer(archive, optimizer_, module_.named_parameters());
+      detail::archive_torch_optimizer(archive, optimizer_, module_);
     }
   }
 
   /// Throws where there is no such state, or a parameter is not the model's.
   void check() {
     if constexpr (is_torch && !has_state)
-      detail::check_has_named_state(optimizer_, module_.named_parameters());
-    else
-      TORCH_CHECK(has_state || accumulating<Optimizer>, "OptimizerState: an optimizer of your own, as ",
-                  detail::type_name(optimizer_), ", needs a member void state(ga::Archive&)");
+      detail::check_torch_optimizer(optimizer_, module_);
+    else if constexpr (!has_state && !accumulating<Optimizer>)
+      detail::refuse_optimizer(detail::type_name(optimizer_));
   }
 
  private:
@@ -90,7 +94,11 @@ OptimizerState(Optimizer&, Model&) -> OptimizerState<Optimizer>;
 /// @note Waits for devices in use.
 class RandomState {
  public:
-  void state(Archive& archive) { detail::archive_generators(archive); }
+  void state(Archive& archive);
 };
 
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/state_parts.ipp>
+#endif

@@ -1,24 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/data/samples_of.hpp>
+#include <gradaccum/detail/trainer/any_batches.hpp>
+#include <gradaccum/detail/trainer/any_policy.hpp>
 #include <gradaccum/detail/trainer/arguments.hpp>
-#include <gradaccum/detail/trainer/counts.hpp>
-#include <gradaccum/detail/trainer/data_position.hpp>
-#include <gradaccum/detail/trainer/evaluate.hpp>
-#include <gradaccum/detail/trainer/fit.hpp>
-#include <gradaccum/detail/trainer/policy_list.hpp>
-#include <gradaccum/detail/trainer/window_record.hpp>
-#include <gradaccum/detail/window/optimizer_window.hpp>
+#include <gradaccum/detail/window/any_optimizer.hpp>
+#include <gradaccum/fit_options.hpp>
+#include <gradaccum/fit_report.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policies.hpp>
 #include <gradaccum/state_parts.hpp>
+#include <gradaccum/trainer_base.hpp>
 
-#include <c10/util/Exception.h>
-
-#include <cstdint>
+#include <concepts>
+#include <cstddef>
 #include <memory>
-#include <optional>
 #include <utility>
 
 namespace gradaccum {
@@ -43,153 +39,104 @@ namespace gradaccum {
 /// @note Waits for the device once a window, to see that losses are finite (`OnNan` says how not to), and as its
 /// policies say.
 template <class Model, class Optimizer, class Objective, class... Policies>
-class Trainer {
+class Trainer : public TrainerBase {
   static_assert(detail::are_trainer_arguments<Model, Optimizer>());
 
  public:
   template <class GivenModel, class GivenOptimizer>
   Trainer(GivenModel&& model, GivenOptimizer&& optimizer, Objective objective, Policies... policies)
-      : model_(std::forward<GivenModel>(model)),
-        window_(detail::checked_optimizer(optimizer)),
+      : TrainerBase(std::make_unique<detail::OptimizerOf<Optimizer>>(detail::checked_optimizer(optimizer))),
+        model_(std::forward<GivenModel>(model)),
+        optimizer_(detail::pointee_of(optimizer)),
         optimizer_owner_(detail::kept_owner(std::forward<GivenOptimizer>(optimizer))),
-        objective_(std::move(objective)),
-        policies_(std::move(policies)...) {
-    policies_.template processes_first<hooks::attach>(*this);
+        objective_(std::move(objective)) {
+    if constexpr (!shows_progress) add_policy(Progress{.line = {.only_on_terminal = true}});
+    (add_policy(detail::as_policy(std::move(policies))), ...);
+    attach(std::index_sequence_for<Policies...>());
   }
-  Trainer(const Trainer&) = delete;  // policies may hold on to it
 
   /// Trains until it has gone through the batches so often, or made so many updates; in training mode, unless the model
   /// is in it already, with all that its owner has frozen. Epochs count on from the last `fit`.
-  FitReport fit(auto&& batches, const FitOptions& options = {}) { return detail::Fit(*this, batches).run(options); }
+  FitReport fit(auto&& batches, const FitOptions& options = {}) {
+    const auto loss_of = objective();
+    detail::BatchesOf any(batches, loss_of);
+    return fit_with(any, options);
+  }
 
   /// The model's mean loss and other metrics: in evaluation mode, without gradients, the batches gone through once.
   template <metric... Metrics>
   Evaluation evaluate(auto&& batches, Metrics... metrics) {
-    const auto loss_of = [&](auto& batch) { return forward(batch); };
-    return detail::evaluate(module(), batches, loss_of, status_.options.smoke, std::move(metrics)...);
+    const auto loss_of = objective();
+    detail::BatchesOf any(batches, loss_of);
+    return evaluate_with(any, detail::Evaluator(std::move(metrics)...));
   }
 
   /// One micro-batch. True if it closed the window, and the parameters moved.
   bool step(auto&& batch) {
-    return or_discard([&] {
-      if (window().micro_batches == 0) window_.clear_others();
-      record_.begin_micro_batch(detail::samples_of(batch), status_);
-      Loss loss = forward(batch);
-      if (!record_.take(loss, status_, updates())) loss.items = 0;
-      call<hooks::before_backward>(loss);
-      record_.set_closing(policies_.ready());
-      if (closing() && window_.steps_in_backward()) prepare();
-      window_.add(std::move(loss), closing());
-      if (closing() && peers()) prepare(), window_.complete_early();  // until then they are at the gradients
-      Gradients so_far(window_.so_far());
-      call<hooks::after_backward>(so_far);
-      record_.end_micro_batch();
-      return closing() && close();
-    });
+    const auto loss_of = objective();
+    return step_with(detail::BatchOf(batch, loss_of));
   }
-  /// Steps with the window as it is, and its true mean. True if the parameters moved.
-  bool flush() {
-    return (window().micro_batches > 0 || window_.follows_others()) && or_discard([this] { return close(); });
-  }
-  /// Forgets the window.
-  void discard() { record_.restart(), window_.discard(); }
-  /// Ends `fit` after the micro-batch in hand, and its tail.
-  void stop() { status_.stop(); }
-  /// The same without its tail, so that another program can go on from a state: for a signal.
-  void interrupt(int signal) { status_.interrupt(signal); }
 
   Model& model() { return model_; }
-  torch::nn::Module& module() { return detail::module_of(model_); }
-  Optimizer& optimizer() { return window_.optimizer(); }
-  at::Device device() { return detail::device_of(optimizer()); }
-  std::int64_t updates() const { return counts_.updates; }  ///< how often the parameters have moved
-  bool closing() const { return record_.closing(); }  ///< this backward fills the window; of a flushed one, none does
-  const Step& window() const { return record_.so_far(); }  ///< epoch, micro_batches, samples, items so far
-  const FitStatus& status() const { return status_; }
-  void set_accumulate_in(std::optional<at::ScalarType> dtype) { window_.set_accumulate_in(dtype); }
-  void set_in_backward(bool on) { window_.set_in_backward(on); }
-  void set_peers(auto peers) { status_.together = true, window_.set_peers(std::move(peers)); }  ///< for DataParallel
-  std::shared_ptr<detail::Peers> peers() const { return window_.peers(); }  ///< other processes; or none
-  bool is_first() const { return !peers() || peers()->rank() == 0; }        ///< of these the one that writes and shows
-  bool others_continue() { return window_.others_continue(); }
-  auto together() { return detail::Together{record_, status_}; }
+  torch::nn::Module& module() override { return detail::module_of(model_); }
+  Optimizer& optimizer() { return optimizer_; }
+  at::Device device() override { return detail::device_of(optimizer_); }
+  void check_optimizer_state() override { OptimizerState(optimizer_, module()).check(); }
   template <class Hook>
-  static constexpr bool has = detail::PolicyList<Policies...>::template has<Hook>;  ///< one of its policies has it
+  static constexpr bool has =  ///< one of its policies has it
+      (Hook::template in<Progress> && !(std::derived_from<Policies, Progress> || ...)) ||
+      (Hook::template in<detail::policy_t<Policies>> || ...);
   template <class Policy>
   Policy& policy() {
-    return policies_.template get<Policy>();
-  }
-
-  /// Saves or loads all that a training needs to go on to the bit; see `ga::save`. Between micro-batches.
-  void state(Archive& archive) {
-    archive.together([&] {
-      archive("model", ModelState(module()));
-      archive("optimizer", OptimizerState(optimizer(), module()));
-      archive("window", window_.named(module()));
-      archive("random", RandomState());
-      archive.if_not_all_fit([this, counts = counts_, record = record_, status = status_] {
-        counts_ = counts, record_ = record, status_ = status;
-      });
-      counts_.state(archive);
-      archive("losses", record_);
-      detail::archive_fit(archive, status_, data_);
-      policies_.state(archive);
-    });
+    constexpr auto count = (std::same_as<Policy, detail::policy_t<Policies>> + ... + 0);
+    static_assert(count == 1, "Trainer: policy<P>() needs P to be one of its policies, and the only one");
+    if constexpr (count == 1) return policy_of<Policy>(place_of<Policy>());
   }
 
  private:
-  template <class Trainer, class Batches>
-  friend class detail::Fit;
+  static constexpr bool shows_progress = (std::derived_from<Policies, Progress> || ...);
 
-  template <class Hook>
-  void call(auto&&... arguments) {
-    policies_.template all<Hook>(arguments...);
+  /// The objective, of a batch alone.
+  auto objective() {
+    return [this](auto& batch) { return detail::loss_of(objective_, model_, batch); };
+  }
+  double learning_rate() override { return detail::learning_rate_of(optimizer_); }
+  void archive_optimizer(Archive& archive) override { archive("optimizer", OptimizerState(optimizer_, module())); }
+
+  template <class Policy>
+  void add_policy(Policy policy) {
+    add(std::make_unique<detail::PolicyOf<Policy>>(std::move(policy)));
+  }
+  template <class Policy>
+  Policy& policy_of(std::size_t place) {
+    return static_cast<detail::PolicyOf<Policy>&>(policy_at(place)).policy;
+  }
+  /// A Progress that nobody gave comes first.
+  template <class Policy>
+  static constexpr std::size_t place_of() {
+    std::size_t place = shows_progress ? 0 : 1;
+    static_cast<void>(((std::same_as<Policy, detail::policy_t<Policies>> || (++place, false)) || ...));
+    return place;
   }
 
-  auto or_discard(const auto& work) -> decltype(work()) {
-    try {
-      return work();
-    } catch (...) {
-      discard();
-      throw;
+  template <class Policy>
+  void attach(std::size_t place, bool of_processes) {
+    if constexpr (hook::attach<Policy>)
+      if (hook::others_continue<Policy> == of_processes) hooks::attach::call(policy_of<Policy>(place), *this);
+  }
+  /// That of several processes comes first: others ask which of them this is.
+  template <std::size_t... i>
+  void attach(std::index_sequence<i...>) {
+    for (const bool of_processes : {true, false}) {
+      if constexpr (!shows_progress) attach<Progress>(0, of_processes);
+      (attach<detail::policy_t<Policies>>(i + !shows_progress, of_processes), ...);
     }
-  }
-  Loss forward(auto& batch) {
-    return policies_.template in_scopes<hooks::forward_scope>(
-        [&] { return detail::loss_of(objective_, model_, batch); });
-  }
-  void prepare() {
-    record_.prepare([this] { call<hooks::scale_gradients>(window_.closing()->factor()); });
-  }
-  bool close() {
-    const auto end = record_.begin_closing();
-    window_.follow();
-    Gradients gradients(window_.so_far());
-    prepare();
-    window_.complete_early();
-    const double lr = detail::learning_rate_of(optimizer());
-    const bool moved = window_.close([this](Gradients& closing) {
-      call<hooks::reduce_gradients>(closing);
-      call<hooks::before_step>(closing);
-    });
-    if (moved) window_.clear();
-    counts_.updates += moved;
-    const Step step = record_.finish(gradients, moved, updates(), lr);
-    status_.count_window(moved, step.overflowed);
-    call<hooks::after_window>(step);
-    if (moved) call<hooks::after_step>(step);
-    return moved;
   }
 
   Model model_;
-  detail::OptimizerWindow<Optimizer> window_;
+  Optimizer& optimizer_;
   std::shared_ptr<void> optimizer_owner_;
   Objective objective_;
-  detail::PolicyList<Policies...> policies_;
-  detail::WindowRecord record_;
-  detail::DataPosition data_;
-  detail::Counts counts_;
-  FitStatus status_;
 };
 
 template <class Model, class Optimizer, class Objective, class... Policies>

@@ -3,21 +3,18 @@
 
 #include <gradaccum/detail/data/samples_of.hpp>
 #include <gradaccum/detail/types/module_of.hpp>
-#include <gradaccum/detail/verification/causes.hpp>
-#include <gradaccum/detail/verification/passes.hpp>
-#include <gradaccum/detail/verification/sentences.hpp>
 #include <gradaccum/detail/verification/split.hpp>
+#include <gradaccum/gradients.hpp>
 #include <gradaccum/loss.hpp>
+#include <gradaccum/window.hpp>
 
-#include <ATen/core/grad_mode.h>
-#include <c10/util/Exception.h>
+#include <torch/nn/module.h>
 
-#include <algorithm>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <iosfwd>
 #include <optional>
-#include <ostream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -44,52 +41,13 @@ struct AccumulationReport {
   bool exact() const { return worst() <= tolerance && causes.empty(); }
 };
 
-inline double AccumulationReport::worst() const {
-  double worst = 0;
-  for (auto& parameter : parameters) worst = std::max(worst, parameter.relative_error);
-  return worst;
-}
-
-inline std::string to_string(const AccumulationReport& report) {
-  constexpr std::size_t most = 5;
-  auto parameters = report.parameters;
-  std::stable_sort(parameters.begin(), parameters.end(),
-                   [](auto& a, auto& b) { return a.relative_error > b.relative_error; });
-  const bool equal = report.worst() <= report.tolerance;
-  const auto* verdict = report.exact() ? "equal" : equal ? "equal, but" : "NOT EQUAL";
-  std::string text = std::to_string(report.steps) + " micro-batches and one batch: " + verdict + " (tolerance " +
-                     detail::scientific(report.tolerance) + ")\n";
-  text += "  relative error  parameter\n";
-  for (std::size_t i = 0; i < std::min(most, parameters.size()); ++i)
-    text += "  " + detail::scientific(parameters[i].relative_error) + "         " + parameters[i].name + '\n';
-  if (parameters.size() > most)
-    text += "  and " + std::to_string(parameters.size() - most) + " more, all of them nearer\n";
-  for (auto& cause : report.causes) text += "  * " + cause + '\n';
-  return text;
-}
-
-inline std::ostream& operator<<(std::ostream& stream, const AccumulationReport& report) {
-  return stream << to_string(report);
-}
+std::string to_string(const AccumulationReport& report);
+std::ostream& operator<<(std::ostream& stream, const AccumulationReport& report);
 
 namespace detail {
-
-inline AccumulationReport compare_gradients(torch::nn::Module& model, VerifyPasses::LossOf loss_of,
-                                            std::vector<std::int64_t> rows, std::optional<double> tolerance) {
-  at::AutoGradMode with_gradients(true);
-  VerifyPasses passes(model, std::move(loss_of), std::move(rows), tolerance);
-  const auto as_it_is = passes.model().modes();
-  const auto whole = passes.gradients_of(VerifyPasses::whole_batch, as_it_is);
-  const auto errors = passes.errors(passes.accumulated(as_it_is), whole);
-  AccumulationReport report;
-  report.steps = static_cast<std::int64_t>(passes.rows().size());
-  report.tolerance = passes.tolerance();
-  for (std::size_t i = 0; i < errors.size(); ++i) report.parameters.push_back({passes.names()[i], errors[i]});
-  report.causes = CauseSearch(passes).run(whole, report.worst() <= report.tolerance);
-  return report;
+AccumulationReport compare_gradients(torch::nn::Module& model, const SplitBatch& batch,
+                                     const VerifyAccumulationOptions& options);
 }
-
-}  // namespace detail
 
 /// Finds out whether micro-batches give this model and objective the gradients of one batch, and names what breaks it.
 ///
@@ -119,18 +77,19 @@ AccumulationReport verify_accumulation(Model&& model, Objective objective, Batch
   static_assert(!std::same_as<Split, detail::SplitRows> || detail::has_rows<Batch>,
                 "verify_accumulation: how to split this batch is not known; pass, last, a function (const Batch&, "
                 "std::int64_t steps) -> std::vector<Batch>");
-  TORCH_CHECK(options.steps >= 2, "verify_accumulation: steps must be >= 2, got ", options.steps);
-  TORCH_CHECK(options.tolerance.value_or(0) >= 0, "verify_accumulation: tolerance must be >= 0, got ",
-              options.tolerance.value_or(0));
-  std::vector<Batch> parts = split(std::as_const(batch), options.steps);
-  TORCH_CHECK(static_cast<std::int64_t>(parts.size()) == options.steps,
-              "verify_accumulation: split must return steps = ", options.steps, " micro-batches, got ", parts.size());
-  std::vector<std::int64_t> rows;
-  for (auto& part : parts) rows.push_back(detail::samples_of(part));
-  const auto loss_of = [&](std::int64_t i) -> Loss {
-    return objective(model, i == detail::VerifyPasses::whole_batch ? batch : parts[static_cast<std::size_t>(i)]);
-  };
-  return detail::compare_gradients(detail::module_of(model), loss_of, std::move(rows), options.tolerance);
+  std::vector<Batch> parts;
+  return detail::compare_gradients(
+      detail::module_of(model),
+      {.split = [&](std::int64_t steps) { return (parts = split(std::as_const(batch), steps)).size(); },
+       .rows = [&](std::size_t part) { return detail::samples_of(parts[part]); },
+       .loss = [&](std::int64_t part) -> Loss {
+         return objective(model, part == detail::SplitBatch::whole ? batch : parts[static_cast<std::size_t>(part)]);
+       }},
+      options);
 }
 
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/verify_accumulation.ipp>
+#endif

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# cmake -D SOURCE=... -D BUILD=... -D CACHE=... -D GENERATOR=... -D FLAGS=... -P consume.cmake -- program [arguments...]
+# cmake -D SOURCE=... -D BUILD=... -D CACHE=... -D GENERATOR=... -D FLAGS=... [-D SAME=...] -P consume.cmake -- program [arguments...]
 # Configures the project in SOURCE, builds it in BUILD, with these flags for RelWithDebInfo, and runs a program of it.
+# SAME: others, which must print the same; and then `mixed` must not link.
 
 set(command "")
 foreach(index RANGE 1 ${CMAKE_ARGC})
@@ -17,4 +18,19 @@ execute_process(
   COMMAND "${CMAKE_COMMAND}" -G "${GENERATOR}" -C "${CACHE}" -S "${SOURCE}" -B "${BUILD}"
     "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=${FLAGS}" COMMAND_ERROR_IS_FATAL ANY)
 execute_process(COMMAND "${CMAKE_COMMAND}" --build "${BUILD}" COMMAND_ERROR_IS_FATAL ANY)
-execute_process(COMMAND "${BUILD}/${program}" ${command} COMMAND_ERROR_IS_FATAL ANY)
+execute_process(COMMAND "${BUILD}/${program}" ${command} COMMAND_ERROR_IS_FATAL ANY
+  OUTPUT_VARIABLE expected ECHO_OUTPUT_VARIABLE)
+
+foreach(other IN LISTS SAME)
+  execute_process(COMMAND "${BUILD}/${other}" COMMAND_ERROR_IS_FATAL ANY OUTPUT_VARIABLE printed)
+  if(NOT printed STREQUAL expected)
+    message(FATAL_ERROR "${other} must print what ${program} does:\n${expected}\ngot\n${printed}")
+  endif()
+endforeach()
+if(SAME)
+  execute_process(COMMAND "${CMAKE_COMMAND}" --build "${BUILD}" --target mixed
+    RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
+  if(status EQUAL 0 OR NOT output MATCHES "either_all_files_define_GRADACCUM_COMPILED_or_none")
+    message(FATAL_ERROR "a program of files with GRADACCUM_COMPILED and without must not link, and say why; got\n${output}")
+  endif()
+endif()

@@ -2,8 +2,8 @@
 //
 // Arbitrary bytes to the reader of manifests; and the same with its checksum mended, to get past that.
 
-#include <gradaccum/detail/io/manifest_reader.hpp>
-#include <gradaccum/detail/io/manifest_text.hpp>
+#include <gradaccum/detail/io/manifest.hpp>
+#include <gradaccum/detail/kernels/crc32.hpp>
 
 #include <cstddef>
 #include <cstdint>

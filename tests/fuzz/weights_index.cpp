@@ -4,6 +4,8 @@
 
 #include <gradaccum/detail/io/weights_index.hpp>
 
+#include <nlohmann/json.hpp>
+
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -16,7 +18,6 @@ using namespace gradaccum::detail;
 namespace {
 
 const std::string path = "a/file";
-const WeightsIndexReader reader(path);
 
 void require(bool condition) {
   if (!condition) std::abort();
@@ -28,7 +29,7 @@ void check(const WeightMap& files) {
     require(!file.empty() && file.front() != '.' && file.size() <= 255 && file.ends_with(".safetensors"));
     require(file.find_first_of(std::string_view("/\\:\0", 4)) == file.npos);
   }
-  require(reader.read(nlohmann::json{{"weight_map", files}}.dump()) == files);
+  require(read_weights_index(nlohmann::json{{"weight_map", files}}.dump(), path) == files);
 }
 
 }  // namespace
@@ -36,7 +37,7 @@ void check(const WeightMap& files) {
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   WeightMap files;
   try {
-    files = reader.read({reinterpret_cast<const char*>(data), size});
+    files = read_weights_index({reinterpret_cast<const char*>(data), size}, path);
   } catch (const std::runtime_error& error) {
     require(std::string_view(error.what()).starts_with(path + ": "));
     return 0;

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/io/input_file.hpp>
-#include <gradaccum/detail/io/output_file.hpp>
+#include <gradaccum/detail/io/files.hpp>
 
 #include "support/failing_files.hpp"
 #include "support/files.hpp"

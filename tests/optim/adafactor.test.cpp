@@ -2,6 +2,9 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/clip_grad.hpp>
+#include <gradaccum/detail/kernels/kernels.hpp>
+#include <gradaccum/detail/optimizers/adafactor_step.hpp>
+#include <gradaccum/detail/optimizers/adafactor_tensor.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/optim/adafactor.hpp>

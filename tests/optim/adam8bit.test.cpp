@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
+#include <gradaccum/detail/kernels/dynamic_map.hpp>
+#include <gradaccum/detail/kernels/kernels.hpp>
+#include <gradaccum/detail/optimizers/adam8bit_step.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/optim/adam.hpp>

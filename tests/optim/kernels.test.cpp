@@ -3,7 +3,10 @@
 
 #include <gradaccum/detail/kernels/sum_of_squares.hpp>
 #include <gradaccum/detail/optimizers/adam_step.hpp>
+#include <gradaccum/detail/optimizers/on_device.hpp>
 #include <gradaccum/detail/optimizers/sgd_step.hpp>
+
+#include <ATen/OpMathType.h>
 
 #include <limits>
 

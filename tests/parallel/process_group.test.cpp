@@ -4,7 +4,7 @@
 #include <gradaccum/detail/parallel/heartbeat.hpp>
 #include <gradaccum/detail/parallel/launch_environment.hpp>
 #include <gradaccum/detail/parallel/nccl.hpp>
-#include <gradaccum/detail/parallel/packed_values.hpp>
+#include <gradaccum/detail/parallel/rank_states.hpp>
 #include <gradaccum/process_group.hpp>
 
 #include "support/ranks.hpp"

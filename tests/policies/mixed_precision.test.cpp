@@ -3,6 +3,8 @@
 
 #include <gradaccum/trainer.hpp>
 
+#include <ATen/autocast_mode.h>
+
 #include "support/models.hpp"
 
 namespace ga = gradaccum;

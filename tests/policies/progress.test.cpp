@@ -5,6 +5,8 @@
 
 #include "support/files.hpp"
 
+#include <fmt/format.h>
+
 #include <chrono>
 #include <limits>
 #include <regex>

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
+#include <gradaccum/io/safetensors.hpp>
 #include <gradaccum/optim/adamw.hpp>
+#include <gradaccum/state_parts.hpp>
 #include <gradaccum/training_state.hpp>
 
 #include "support/files.hpp"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# gradaccum_add_tests(program prefix source...): a program of tests, each file of which is a test of CTest's, run by
-# itself: <prefix><file>. Those with the tag [cuda] are apart, so that they are seen to be skipped where there is no
-# device.
+# gradaccum_add_tests(program prefix [HEADER_ONLY] source...): a program of tests, each file of which is a test of
+# CTest's, run by itself: <prefix><file>. Those with the tag [cuda] are apart, so that they are seen to be skipped where
+# there is no device. HEADER_ONLY: with gradaccum::gradaccum, as most users have it, not gradaccum::compiled.
 #
 # LibTorch's templates take most of each compilation. So some files are compiled together, each in a namespace of its
 # own; what they include comes before.
@@ -11,11 +11,19 @@ set(GRADACCUM_TEST_FILES_TOGETHER 10 CACHE STRING
   "How many files of tests are compiled together; 1 is best for who changes one of them again and again")
 
 function(gradaccum_add_tests program prefix)
-  add_executable(${program} ${ARGN})
-  target_link_libraries(${program} PRIVATE gradaccum.tests.main)
-  target_precompile_headers(${program} REUSE_FROM gradaccum.tests.main)
-  gradaccum_compile_together(${program} ${ARGN})
-  foreach(source IN LISTS ARGN)
+  cmake_parse_arguments(PARSE_ARGV 2 arg "HEADER_ONLY" "" "")
+  set(sources ${arg_UNPARSED_ARGUMENTS})
+  add_executable(${program} ${sources})
+  target_link_libraries(${program} PRIVATE gradaccum.tests.entry)
+  if(arg_HEADER_ONLY)
+    target_link_libraries(${program} PRIVATE gradaccum::gradaccum Catch2::Catch2)
+    target_include_directories(${program} PRIVATE "${PROJECT_SOURCE_DIR}/tests")
+  else()
+    target_link_libraries(${program} PRIVATE gradaccum.tests.main)
+    target_precompile_headers(${program} REUSE_FROM gradaccum.tests.main)
+  endif()
+  gradaccum_compile_together(${program} ${sources})
+  foreach(source IN LISTS sources)
     cmake_path(GET source STEM LAST_ONLY file) # name.test, which -# makes a tag of
     string(REGEX REPLACE "\\.test$" "" name "${prefix}${file}")
     gradaccum_add_test_of_file(${name} ${program} "[#${file}]~[cuda]~[.]")

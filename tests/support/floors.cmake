@@ -43,7 +43,7 @@ room(parallel     PUBLIC process_group replicas
 room(verification PUBLIC verify_accumulation
                   USES types window data)
 room(trainer      PUBLIC fit_options fit_report metrics metrics_file policies policies/ policy progress_line state_parts
-                         trainer training_state
+                         trainer trainer_base training_state
                   USES types kernels memory state window scaling optimizers data io parallel)
 room(everything   PUBLIC compiled gradaccum)
 set(used_by_everything ${rooms})

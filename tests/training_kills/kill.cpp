@@ -5,6 +5,8 @@
 // finished must be whole; and each training must end with the hash of one that nobody disturbed. With 0: the same with
 // SIGTERM and SIGINT; and not so with a state that has other random numbers.
 
+#include <gradaccum/detail/io/files.hpp>
+#include <gradaccum/detail/io/listed_files.hpp>
 #include <gradaccum/detail/io/manifest.hpp>
 #include <gradaccum/detail/io/state_directory.hpp>
 

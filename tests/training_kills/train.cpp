@@ -8,6 +8,7 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/data/tensor_batches.hpp>
+#include <gradaccum/detail/io/state_directory.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
 #include <gradaccum/lr/cosine.hpp>
 #include <gradaccum/optim/adamw.hpp>

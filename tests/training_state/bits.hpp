@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/optimizers/optimizer_state.hpp>
+#include <gradaccum/detail/optimizers/param_states.hpp>
 
 #include <torch/torch.h>
 
@@ -48,9 +48,7 @@ class Bits {
     for (auto& group : optimizer.param_groups()) add("lr", group.options().get_lr());
     if (auto* itself = dynamic_cast<inner::NamesItsState*>(&optimizer))
       return add_all("optimizer", itself->named_state(model.named_parameters()));
-    inner::with_param_state(optimizer, [&]<class State>(std::type_identity<State>) {
-      add_all("optimizer", inner::named_state_of<State>(optimizer, inner::NameOf(model.named_parameters())));
-    });
+    add_all("optimizer", inner::named_state_of(optimizer, inner::NameOf(model.named_parameters())));
   }
   void add_generator() { add("generator", at::detail::getDefaultCPUGenerator().get_state()); }
 

@@ -1,15 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/data/epoch_order.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/randperm.h>
-#include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <cstdint>
-#include <utility>
 
 namespace gradaccum::data {
 
@@ -43,50 +40,28 @@ struct Batch {
 /// time: each `begin()` starts the next epoch, or the rest of one after `load_state`.
 ///
 /// @note Does not synchronise with the device, apart from copying the epoch's order to it.
-class TensorBatches : public detail::EpochLoops<TensorBatches, Batch> {
+class TensorBatches : public detail::EpochLoops<Batch> {
  public:
-  TensorBatches(at::Tensor inputs, at::Tensor targets, TensorBatchesOptions options = {})
-      : inputs_(std::move(inputs)), targets_(std::move(targets)), options_(options) {
-    TORCH_CHECK(inputs_.defined() && targets_.defined() && inputs_.dim() > 0 && targets_.dim() > 0,
-                "TensorBatches: inputs and targets must have a first dimension, their rows");
-    TORCH_CHECK(inputs_.size(0) == targets_.size(0), "TensorBatches: inputs and targets must have as many rows, got ",
-                inputs_.size(0), " and ", targets_.size(0));
-    TORCH_CHECK(options_.batch_size >= 1, "TensorBatches: batch_size must be >= 1, got ", options_.batch_size);
-    share().check("TensorBatches");
-  }
+  TensorBatches(at::Tensor inputs, at::Tensor targets, TensorBatchesOptions options = {});
 
   std::int64_t rows() const { return inputs_.size(0); }
   /// Batches an epoch, of this rank.
   std::int64_t size() const { return share().of(all_of(0)); }
 
  private:
-  friend detail::EpochLoops<TensorBatches, Batch>;
+  detail::ShareOfRank share() const override { return {options_.rank, options_.world_size}; }
+  GRADACCUM_INLINE std::int64_t all_of(std::int64_t epoch) const override;
+  GRADACCUM_INLINE Batch batch_at(std::int64_t epoch, std::int64_t number) const override;
+  void make_order(std::int64_t epoch) const;
 
-  detail::ShareOfRank share() const { return {options_.rank, options_.world_size}; }
-
-  std::int64_t all_of(std::int64_t /*epoch*/) const {
-    const auto full = rows() / options_.batch_size;
-    return full + (!options_.drop_last && rows() % options_.batch_size != 0);
-  }
-
-  Batch batch_at(std::int64_t epoch, std::int64_t number) {
-    const auto from = number * options_.batch_size;
-    const auto count = std::min(options_.batch_size, rows() - from);
-    if (!options_.shuffle) return {inputs_.narrow(0, from, count), targets_.narrow(0, from, count)};
-    if (!order_.defined() || order_epoch_ != epoch) make_order(epoch);
-    const auto rows = order_.narrow(0, from, count);
-    return {inputs_.index_select(0, rows), targets_.index_select(0, rows.to(targets_.device()))};
-  }
-
-  void make_order(std::int64_t epoch) {
-    auto generator = detail::epoch_generator(options_.seed, epoch);
-    order_ = at::randperm(rows(), generator, at::TensorOptions(at::kLong)).to(inputs_.device());
-    order_epoch_ = epoch;
-  }
-
-  at::Tensor inputs_, targets_, order_;
-  std::int64_t order_epoch_ = 0;
+  at::Tensor inputs_, targets_;
+  mutable at::Tensor order_;  // of the epoch in hand
+  mutable std::int64_t order_epoch_ = 0;
   TensorBatchesOptions options_;
 };
 
 }  // namespace gradaccum::data
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/data/tensor_batches.ipp>
+#endif

@@ -3,9 +3,6 @@
 
 #include <gradaccum/io/safetensors.hpp>
 
-#include <c10/util/Exception.h>
-
-#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -25,22 +22,3 @@ struct LoadWeightsOptions {
 };
 
 }  // namespace gradaccum::io
-
-namespace gradaccum::detail {
-
-/// The weight has that name, or is in a module of that name.
-inline bool belongs_to(const std::string& weight, const std::string& name) {
-  return weight == name || weight.starts_with(name + ".");
-}
-
-inline void check_options(const io::LoadWeightsOptions& options, const io::Tensors& weights) {
-  TORCH_CHECK(!options.base_model_prefix.ends_with('.'),
-              "LoadWeightsOptions: base_model_prefix must be given without the dot at its end, got '",
-              options.base_model_prefix, "'");
-  for (auto& name : options.may_be_missing)
-    TORCH_CHECK(std::ranges::any_of(weights, [&](auto& weight) { return belongs_to(weight.first, name); }),
-                "LoadWeightsOptions: may_be_missing must have names of the module's weights or modules, got '", name,
-                "'");
-}
-
-}  // namespace gradaccum::detail

@@ -1,28 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/io/mapped_file.hpp>
-#include <gradaccum/detail/io/output_file.hpp>
-#include <gradaccum/detail/io/safetensors_dtypes.hpp>
 #include <gradaccum/detail/io/safetensors_header.hpp>
-#include <gradaccum/detail/io/write_safetensors.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <c10/util/Exception.h>
 
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
 #include <filesystem>
 #include <map>
 #include <memory>
 #include <string>
-#include <string_view>
-#include <utility>
 #include <vector>
+
+namespace gradaccum::detail {
+class MappedFile;
+}
 
 namespace gradaccum::io {
 
@@ -49,15 +40,10 @@ using Metadata = std::map<std::string, std::string>;
 /// or that do not begin at a multiple of their dtype's size (the latter are copies).
 class SafetensorsFile {
  public:
-  explicit SafetensorsFile(const std::filesystem::path& path)
-      : path_(path), file_(std::make_shared<detail::MappedFile>(path)), header_(header_of(path.string(), *file_)) {}
+  explicit SafetensorsFile(const std::filesystem::path& path);
 
   /// The names of the tensors, sorted.
-  std::vector<std::string> keys() const {
-    std::vector<std::string> names;
-    for (auto& [name, entry] : header_.tensors) names.push_back(name);
-    return names;
-  }
+  std::vector<std::string> keys() const;
   bool contains(const std::string& name) const { return header_.tensors.contains(name); }
   const Metadata& metadata() const { return header_.metadata; }
   const std::filesystem::path& path() const { return path_; }
@@ -66,31 +52,10 @@ class SafetensorsFile {
   at::Tensor get_tensor(const std::string& name) const;
 
  private:
-  static detail::SafetensorsHeader header_of(const std::string& path, const detail::MappedFile& file) {
-    const auto bytes = file.bytes();
-    return detail::SafetensorsHeaderReader(path).read_file({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
-  }
-
   std::filesystem::path path_;
   std::shared_ptr<detail::MappedFile> file_;
   detail::SafetensorsHeader header_;
 };
-
-inline at::Tensor SafetensorsFile::get_tensor(const std::string& name) const {
-  const auto found = header_.tensors.find(name);
-  TORCH_CHECK(found != header_.tensors.end(), path_.string(), ": must have a tensor ", detail::in_quotes(name),
-              ", but has none");
-  const auto& entry = found->second;
-  const auto dtype = detail::dtype_in_file(path_.string(), name, entry.dtype);
-  const auto bytes = file_->bytes().subspan(header_.data_begin + entry.begin, entry.end - entry.begin);
-  detail::check_flags(path_.string(), name, dtype, bytes);
-  if (!bytes.empty() && reinterpret_cast<std::uintptr_t>(bytes.data()) % c10::elementSize(dtype) == 0)
-    return at::from_blob(
-        bytes.data(), entry.shape, [file = file_](void*) {}, dtype);
-  auto copy = at::empty(entry.shape, dtype);
-  if (!bytes.empty()) std::memcpy(copy.mutable_data_ptr(), bytes.data(), bytes.size());
-  return copy;
-}
 
 /// All tensors of a safetensors file in memory of their own: Python's `safetensors.torch.load_file`.
 ///
@@ -101,12 +66,7 @@ inline at::Tensor SafetensorsFile::get_tensor(const std::string& name) const {
 /// On the CPU. Throws as `SafetensorsFile` does.
 ///
 /// @note Does not synchronise with the device. Takes the memory of all tensors.
-inline Tensors load_file(const std::filesystem::path& path) {
-  const SafetensorsFile file(path);
-  Tensors tensors;
-  for (auto& name : file.keys()) tensors[name] = file.get_tensor(name).clone();
-  return tensors;
-}
+Tensors load_file(const std::filesystem::path& path);
 
 /// Writes tensors, and texts about them, to a safetensors file: Python's `safetensors.torch.save_file`.
 ///
@@ -121,8 +81,10 @@ inline Tensors load_file(const std::filesystem::path& path) {
 ///
 /// @note Synchronises with the device of tensors that are not on the CPU, and takes the memory of one of them at a
 /// time.
-inline void save_file(const Tensors& tensors, const std::filesystem::path& path, const Metadata& metadata = {}) {
-  detail::replace_file(path, [&](detail::OutputFile& file) { detail::write_safetensors(file, tensors, metadata); });
-}
+void save_file(const Tensors& tensors, const std::filesystem::path& path, const Metadata& metadata = {});
 
 }  // namespace gradaccum::io
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/io/safetensors.ipp>
+#endif

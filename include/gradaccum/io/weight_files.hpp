@@ -1,20 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/io/mapped_file.hpp>
-#include <gradaccum/detail/io/weights_index.hpp>
-#include <gradaccum/detail/io/weights_path.hpp>
 #include <gradaccum/io/safetensors.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
 
 #include <filesystem>
 #include <map>
 #include <memory>
-#include <stdexcept>
 #include <string>
-#include <system_error>
 #include <vector>
 
 namespace gradaccum::io {
@@ -40,23 +34,14 @@ class WeightFiles {
   explicit WeightFiles(const std::filesystem::path& path);
 
   /// The names of the tensors, sorted.
-  std::vector<std::string> keys() const {
-    std::vector<std::string> names;
-    for (auto& [name, file] : files_) names.push_back(name);
-    return names;
-  }
+  std::vector<std::string> keys() const;
   bool contains(const std::string& name) const { return files_.contains(name); }
 
   /// Names of tensors that are in the files, but not in the index, which is what counts.
   const std::vector<std::string>& unlisted() const { return unlisted_; }
 
   /// On the CPU. It may outlive this object.
-  at::Tensor get_tensor(const std::string& name) const {
-    const auto found = files_.find(name);
-    TORCH_CHECK(found != files_.end(), path_.string(), ": must have a tensor ", detail::in_quotes(name),
-                ", but has none");
-    return found->second->get_tensor(name);
-  }
+  at::Tensor get_tensor(const std::string& name) const;
 
  private:
   using File = std::shared_ptr<const SafetensorsFile>;
@@ -70,46 +55,6 @@ class WeightFiles {
 
 }  // namespace gradaccum::io
 
-namespace gradaccum::detail {
-
-inline WeightMap read_weights_index(const std::filesystem::path& path) {
-  const MappedFile file(path);
-  const auto bytes = file.bytes();
-  return WeightsIndexReader(path.string()).read({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
-}
-
-}  // namespace gradaccum::detail
-
-inline gradaccum::io::WeightFiles::WeightFiles(const std::filesystem::path& path) : path_(detail::weights_path(path)) {
-  if (path_.string().ends_with(".index.json")) {
-    open_listed();
-  } else {
-    const auto file = std::make_shared<const SafetensorsFile>(path_);
-    for (auto& name : file->keys()) files_.emplace(name, file);
-  }
-}
-
-inline void gradaccum::io::WeightFiles::open_listed() {
-  const auto fail = [this](const auto&... parts) {
-    throw std::runtime_error(c10::str(path_.string(), ": ", parts...));
-  };
-  const auto index = detail::read_weights_index(path_);
-  std::map<std::string, File> listed;
-  for (auto& [name, file] : index) listed[file];
-  for (auto& [file, opened] : listed) {
-    const auto path = path_.parent_path() / file;
-    std::error_code ignored;
-    if (!std::filesystem::exists(path, ignored)) fail("lists ", file, ", which must be in its folder, and is not");
-    opened = std::make_shared<const SafetensorsFile>(path);
-    for (auto& name : opened->keys())
-      if (const auto [other, is_new] = files_.emplace(name, opened); !is_new)
-        fail("the tensor ", detail::in_quotes(name), " must be in one file, got it in ",
-             other->second->path().filename().string(), " and in ", file);
-  }
-  for (auto& [name, file] : index)
-    if (const auto found = files_.find(name); found == files_.end() || found->second != listed.at(file))
-      fail("lists the tensor ", detail::in_quotes(name), " in ", file, ", which must have it, and has not");
-  for (auto& [name, file] : files_)
-    if (!index.contains(name)) unlisted_.push_back(name);
-  for (auto& name : unlisted_) files_.erase(name);
-}
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/io/weight_files.ipp>
+#endif

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
-#include <ostream>
+#include <iosfwd>
 #include <string>
 #include <vector>
 
@@ -19,25 +17,12 @@ struct WeightsReport {
 
   /// All fits but for what may be missing.
   bool complete() const { return missing.empty() && unexpected.empty() && mis_shaped.empty(); }
-
-  friend std::ostream& operator<<(std::ostream& stream, const WeightsReport& report) {
-    if (report.complete() && report.new_weights.empty()) return stream << "all weights fit";
-    print(stream, "missing", report.missing);
-    print(stream, "unexpected", report.unexpected);
-    print(stream, "mis-shaped", report.mis_shaped);
-    print(stream, "new", report.new_weights);
-    return stream;
-  }
-
- private:
-  static void print(std::ostream& stream, const char* heading, const std::vector<std::string>& lines) {
-    constexpr std::size_t shown = 10;
-    if (lines.empty()) return;
-    stream << heading << " (" << lines.size() << "):";
-    for (std::size_t i = 0; i < std::min(lines.size(), shown); ++i) stream << "\n  " << lines[i];
-    if (lines.size() > shown) stream << "\n  and " << lines.size() - shown << " more";
-    stream << "\n";
-  }
 };
 
+std::ostream& operator<<(std::ostream& stream, const WeightsReport& report);
+
 }  // namespace gradaccum::io
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/io/weights_report.ipp>
+#endif

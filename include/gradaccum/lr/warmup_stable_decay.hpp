@@ -28,12 +28,11 @@ struct WarmupStableDecay {
   std::optional<double> start = {};  ///< the rate of update 0, in [0, peak]; by default peak / (warmup + 1)
   Decay shape = Decay::cosine;
 
-  double operator()(std::int64_t update) const {
-    const detail::Phases phases{"lr::WarmupStableDecay", peak, warmup, start, total, end, decay};
-    if (shape == Decay::linear) return phases.at(update, detail::linear_decay);
-    if (shape == Decay::cosine) return phases.at(update, detail::cosine_decay);
-    return phases.at(update, detail::one_minus_sqrt_decay);
-  }
+  double operator()(std::int64_t update) const;
 };
 
 }  // namespace gradaccum::lr
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/lr/warmup_stable_decay.ipp>
+#endif

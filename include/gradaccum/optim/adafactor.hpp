@@ -1,18 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/kernels/dense.hpp>
-#include <gradaccum/detail/optimizers/adafactor_step.hpp>
+#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/optimizers/own_optimizer.hpp>
 #include <gradaccum/optim/adafactor_options.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
-#include <algorithm>
-#include <cmath>
-#include <utility>
 #include <vector>
 
 namespace gradaccum::optim {
@@ -45,68 +40,20 @@ namespace gradaccum::optim {
 class Adafactor : public detail::OwnOptimizer<Adafactor, AdafactorOptions, AdafactorParamState> {
  public:
   static constexpr const char* name = "Adafactor";
-  using OwnOptimizer::OwnOptimizer;
-  using OwnOptimizer::step;
+
+  explicit Adafactor(const std::vector<torch::optim::OptimizerParamGroup>& groups, AdafactorOptions defaults = {});
+  explicit Adafactor(std::vector<at::Tensor> parameters, AdafactorOptions defaults = {});
 
   static void check(const AdafactorOptions& options) { options.check(); }
 
  private:
-  friend OnePassOptimizer;
-
-  template <class GradientOf>
-  void move(const GradientOf& gradient_of, const detail::Multiplier& multiplier) {
-    std::vector<detail::AdafactorStep> steps;
-    std::vector<std::pair<at::Tensor, AdafactorParamState>> states;  // the optimizer's once the step is taken
-    for (auto& group : param_groups()) {
-      check(options_of(group));  // may have been changed, or loaded
-      for (auto& parameter : group.params())
-        if (const at::Tensor& gradient = gradient_of(parameter); gradient.defined()) {
-          states.emplace_back(parameter, next_state(parameter, gradient, options_of(group)));
-          steps.push_back(step_of(parameter, gradient, options_of(group), states.back().second));
-        }
-    }
-    take_steps(std::move(steps), multiplier);
-    keep(std::move(states));
-  }
-
+  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
   AdafactorParamState next_state(const at::Tensor& parameter, const at::Tensor& gradient,
                                  const AdafactorOptions& options) const;
-  static detail::AdafactorStep step_of(const at::Tensor& parameter, const at::Tensor& gradient,
-                                       const AdafactorOptions& options, const AdafactorParamState& state);
 };
 
-inline AdafactorParamState Adafactor::next_state(const at::Tensor& parameter, const at::Tensor& gradient,
-                                                 const AdafactorOptions& options) const {
-  TORCH_CHECK(!parameter.is_complex(), "Adafactor: a parameter must be real, got ", parameter.scalar_type());
-  detail::check_can_be_stepped_densely(name, parameter, gradient);
-  auto state = state_of(parameter);
-  state.check(parameter);
-  state.prepare(parameter, options.beta1() != 0);
-  state.step(state.step() + 1);
-  return state;
-}
-
-inline detail::AdafactorStep Adafactor::step_of(const at::Tensor& parameter, const at::Tensor& gradient,
-                                                const AdafactorOptions& options, const AdafactorParamState& state) {
-  const auto t = static_cast<double>(state.step());
-  const auto [eps1, eps2] = options.eps();
-  const auto most = options.warmup_init() ? 1e-6 * t : options.lr();
-  return {{.lr = options.lr(),
-           .step_size = options.relative_step() ? std::min(most, 1 / std::sqrt(t)) : options.lr(),
-           .fresh2 = std::pow(t, options.beta2_decay()),
-           .eps1 = eps1,
-           .eps2 = eps2,
-           .d = options.d(),
-           .weight_decay = options.weight_decay(),
-           .beta1 = options.beta1(),
-           .scale_parameter = options.scale_parameter(),
-           .pytorch = options.variant() == AdafactorVariant::pytorch},
-          parameter,
-          gradient,
-          state.row_var(),
-          state.col_var(),
-          state.variance(),
-          options.beta1() != 0 ? state.exp_avg() : at::Tensor()};
-}
-
 }  // namespace gradaccum::optim
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/optim/adafactor.ipp>
+#endif

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/optimizers/adam_optimizer.hpp>
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/optimizers/one_pass_optimizer.hpp>
 
+#include <ATen/core/Tensor.h>
 #include <torch/optim/adam.h>
+
+#include <vector>
 
 namespace gradaccum::optim {
 
@@ -20,11 +24,19 @@ using AdamOptions = torch::optim::AdamOptions;
 /// beyond, Reddi et al., 2018. Weight decay is added to the gradient. All else is as in `AdamW`.
 ///
 /// @note Does not synchronise with the device.
-class Adam : public detail::AdamOptimizer<torch::optim::Adam, Adam, AdamOptions, torch::optim::AdamParamState,
-                                          /*decoupled=*/false> {
+class Adam : public detail::OnePassOptimizer<Adam, torch::optim::Adam, torch::optim::AdamParamState> {
  public:
   static constexpr const char* name = "Adam";
-  using AdamOptimizer::AdamOptimizer;
+
+  explicit Adam(const std::vector<torch::optim::OptimizerParamGroup>& groups, AdamOptions defaults = {});
+  explicit Adam(std::vector<at::Tensor> parameters, AdamOptions defaults = {});
+
+ private:
+  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
 };
 
 }  // namespace gradaccum::optim
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/optim/adam.ipp>
+#endif

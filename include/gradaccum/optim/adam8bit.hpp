@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/optimizers/adam8bit_optimizer.hpp>
 
+#include <ATen/core/Tensor.h>
 #include <torch/optim/adam.h>
+
+#include <vector>
 
 namespace gradaccum::optim {
 
@@ -17,10 +21,19 @@ using Adam8bitOptions = torch::optim::AdamOptions;
 ///     torch::mse_loss(model->forward(x), y).backward();
 ///     adam.step();
 ///     adam.zero_grad();
-class Adam8bit : public detail::Adam8bitOptimizer<Adam8bit, Adam8bitOptions, /*decoupled=*/false> {
+class Adam8bit : public detail::Adam8bitOptimizer<Adam8bit, Adam8bitOptions> {
  public:
   static constexpr const char* name = "Adam8bit";
-  using Adam8bitOptimizer::Adam8bitOptimizer;
+
+  explicit Adam8bit(const std::vector<torch::optim::OptimizerParamGroup>& groups, Adam8bitOptions defaults = {});
+  explicit Adam8bit(std::vector<at::Tensor> parameters, Adam8bitOptions defaults = {});
+
+ private:
+  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
 };
 
 }  // namespace gradaccum::optim
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/optim/adam8bit.ipp>
+#endif

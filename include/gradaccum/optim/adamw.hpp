@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/optimizers/adam_optimizer.hpp>
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/optimizers/one_pass_optimizer.hpp>
 
+#include <ATen/core/Tensor.h>
 #include <torch/optim/adamw.h>
+
+#include <vector>
 
 namespace gradaccum::optim {
 
@@ -32,11 +36,19 @@ using AdamWOptions = torch::optim::AdamWOptions;
 /// LibTorch's threads; the bits do not depend on their number. Elsewhere it is ATen's fused operation.
 /// @note Needs no memory, but for copies of what is not dense, of gradients in another order than their parameter, and
 /// on a device of 16-bit parameters and of gradients with a factor: some 16 MB at a time, or one tensor.
-class AdamW : public detail::AdamOptimizer<torch::optim::AdamW, AdamW, AdamWOptions, torch::optim::AdamWParamState,
-                                           /*decoupled=*/true> {
+class AdamW : public detail::OnePassOptimizer<AdamW, torch::optim::AdamW, torch::optim::AdamWParamState> {
  public:
   static constexpr const char* name = "AdamW";
-  using AdamOptimizer::AdamOptimizer;
+
+  explicit AdamW(const std::vector<torch::optim::OptimizerParamGroup>& groups, AdamWOptions defaults = {});
+  explicit AdamW(std::vector<at::Tensor> parameters, AdamWOptions defaults = {});
+
+ private:
+  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
 };
 
 }  // namespace gradaccum::optim
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/optim/adamw.ipp>
+#endif

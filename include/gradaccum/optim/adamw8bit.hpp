@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/optimizers/adam8bit_optimizer.hpp>
 
+#include <ATen/core/Tensor.h>
 #include <torch/optim/adamw.h>
+
+#include <vector>
 
 namespace gradaccum::optim {
 
@@ -34,10 +38,19 @@ using AdamW8bitOptions = torch::optim::AdamWOptions;
 ///
 /// @note Does not synchronise with the device. On the CPU it needs no memory beyond AdamW's; elsewhere it is made of
 /// ATen's operations, with a copy of one parameter's moments in float32 at a time.
-class AdamW8bit : public detail::Adam8bitOptimizer<AdamW8bit, AdamW8bitOptions, /*decoupled=*/true> {
+class AdamW8bit : public detail::Adam8bitOptimizer<AdamW8bit, AdamW8bitOptions> {
  public:
   static constexpr const char* name = "AdamW8bit";
-  using Adam8bitOptimizer::Adam8bitOptimizer;
+
+  explicit AdamW8bit(const std::vector<torch::optim::OptimizerParamGroup>& groups, AdamW8bitOptions defaults = {});
+  explicit AdamW8bit(std::vector<at::Tensor> parameters, AdamW8bitOptions defaults = {});
+
+ private:
+  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
 };
 
 }  // namespace gradaccum::optim
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/optim/adamw8bit.ipp>
+#endif

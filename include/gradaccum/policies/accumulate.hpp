@@ -4,13 +4,10 @@
 #include <gradaccum/policy.hpp>
 
 #include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 
 #include <cstdint>
-#include <iterator>
 #include <map>
 #include <optional>
-#include <string>
 #include <string_view>
 
 namespace gradaccum {
@@ -34,40 +31,22 @@ struct Accumulate {
   std::optional<at::ScalarType> accumulate_in = {};  ///< kFloat: 16-bit gradients are summed in float32
   const Step* window = nullptr;                      ///< the trainer's: the window so far
 
-  template <class Trainer>
-  void attach(Trainer& trainer) {
-    check();
-    trainer.set_accumulate_in(accumulate_in);
-    window = &trainer.window();
-  }
+  void attach(TrainerBase& trainer);
   bool ready() const {
     return batch_size > 0 ? window->samples >= batch_size : window->micro_batches >= steps_in(window->epoch);
   }
 
   /// A training that goes on has the same.
-  void state(Archive& archive) const {
-    std::string by_epoch;
-    for (auto [epoch, number] : schedule) by_epoch += c10::str(epoch, ":", number, " ");
-    archive.setting("steps", steps);
-    archive.setting("schedule", by_epoch);
-    archive.setting("batch_size", batch_size);
-  }
+  void state(Archive& archive) const;
 
-  std::int64_t steps_in(std::int64_t epoch) const {
-    const auto next = schedule.upper_bound(epoch);
-    return next == schedule.begin() ? steps : std::prev(next)->second;
-  }
+  std::int64_t steps_in(std::int64_t epoch) const;
 
  private:
-  void check() const {
-    TORCH_CHECK(steps >= 1, "Accumulate: steps must be >= 1, got ", steps);
-    TORCH_CHECK(batch_size >= 0, "Accumulate: batch_size must be >= 1, got ", batch_size);
-    TORCH_CHECK(batch_size == 0 || (steps == 1 && schedule.empty()),
-                "Accumulate: batch_size says when a window is full, and so do steps and schedule; give one of them");
-    for (auto [epoch, number] : schedule)
-      TORCH_CHECK(epoch >= 0 && number >= 1, "Accumulate: schedule must have epochs >= 0 and steps >= 1, got {", epoch,
-                  ", ", number, "}");
-  }
+  void check() const;
 };
 
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/policies/accumulate.ipp>
+#endif

@@ -4,8 +4,6 @@
 #include <gradaccum/clip_grad.hpp>
 #include <gradaccum/policy.hpp>
 
-#include <c10/util/Exception.h>
-
 namespace gradaccum {
 
 /// Policy: gradients of an L2 norm of at most `max`, when the window closes: the mean over it, and unscaled.
@@ -16,8 +14,8 @@ namespace gradaccum {
 struct ClipNorm {
   double max = 1.0;  ///< > 0
 
-  void attach(auto&) const { TORCH_CHECK(max > 0, "ClipNorm: max must be > 0, got ", max); }
-  void before_step(Gradients& gradients) const { clip_grad_norm_(gradients, max); }
+  void attach(TrainerBase&) const;
+  void before_step(Gradients& gradients) const;
 };
 
 /// Policy: gradients with elements in [-max, max], when the window closes: of the mean over it, and unscaled.
@@ -26,8 +24,12 @@ struct ClipNorm {
 struct ClipValue {
   double max = 1.0;  ///< >= 0
 
-  void attach(auto&) const { TORCH_CHECK(max >= 0, "ClipValue: max must be >= 0, got ", max); }
-  void before_step(Gradients& gradients) const { clip_grad_value_(gradients, max); }
+  void attach(TrainerBase&) const;
+  void before_step(Gradients& gradients) const;
 };
 
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/policies/clip.ipp>
+#endif

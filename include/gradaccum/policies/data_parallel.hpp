@@ -4,8 +4,6 @@
 #include <gradaccum/policy.hpp>
 #include <gradaccum/replicas.hpp>
 
-#include <c10/util/Exception.h>
-
 #include <cstdint>
 #include <memory>
 #include <string_view>
@@ -44,21 +42,16 @@ struct DataParallel {
   std::int64_t check_every = 1000;               ///< updates between checks that all replicas are equal; 0: never
   std::shared_ptr<Replicas> replicas = nullptr;  ///< made when the trainer is built
 
-  template <class Trainer>
-  void attach(Trainer& trainer) {
-    TORCH_CHECK(check_every >= 0, "DataParallel: check_every must be >= 0, got ", check_every);
-    replicas = std::make_shared<Replicas>(group, trainer.module(), trainer, options);
-    if (!replicas->peers()) return;
-    replicas->peers()->report = [&trainer] { return trainer.together().totals(); };
-    replicas->peers()->hear = [&trainer](auto& own, auto& all) { trainer.together().take(own, all); };
-  }
-  bool others_continue() const { return replicas->others_continue(); }
-  void after_step(const Step& step) const {
-    if (check_every > 0 && step.update % check_every == 0) replicas->check_equal();
-  }
-  void on_epoch_end(std::int64_t) const { replicas->broadcast_buffers(); }
+  void attach(TrainerBase& trainer);
+  bool others_continue() const;
+  void after_step(const Step& step) const;
+  void on_epoch_end(std::int64_t) const;
   /// A training that goes on has as many.
-  void state(Archive& archive) const { archive.setting("world_size", group.world_size()); }
+  void state(Archive& archive) const;
 };
 
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/policies/data_parallel.ipp>
+#endif

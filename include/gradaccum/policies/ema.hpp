@@ -6,10 +6,8 @@
 #include <gradaccum/detail/types/module_of.hpp>
 #include <gradaccum/policy.hpp>
 
-#include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <string_view>
 
@@ -69,19 +67,15 @@ struct Ema {
     else
       module = &trainer.module();
   }
-  void after_step(const Step&) { update(*module); }
-  void state(Archive& archive) {
-    if (!archive.loading()) return averages.save(archive);
-    TORCH_CHECK(module, "Ema: to load needs the model; call attach(model) first");
-    averages.load(archive, *module, buffers);
-  }
+  void after_step(const Step&);
+  void state(Archive& archive);
 
  private:
-  double decay_now() const {
-    TORCH_CHECK(decay >= 0 && decay <= 1, "Ema: decay must be in [0, 1], got ", decay);
-    const auto t = static_cast<double>(updates());
-    return warmup ? std::min(decay, (1 + t) / (10 + t)) : decay;
-  }
+  double decay_now() const;
 };
 
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/policies/ema.ipp>
+#endif

@@ -5,11 +5,8 @@
 #include <gradaccum/metrics_file.hpp>
 #include <gradaccum/policy.hpp>
 
-#include <c10/util/Exception.h>
-
 #include <cstdint>
 #include <filesystem>
-#include <limits>
 #include <memory>
 
 namespace gradaccum {
@@ -33,30 +30,13 @@ struct MetricsLog {
   const FitStatus* status = nullptr;  ///< the trainer's
   std::int64_t windows = 0;
 
-  template <class Trainer>
-  void attach(Trainer& trainer) {
-    TORCH_CHECK(every >= 1, "MetricsLog: every must be >= 1, got ", every);
-    status = &trainer.status();
-    if (trainer.is_first()) file = std::make_shared<MetricsFile>(MetricsFileOptions{.path = path, .append = append});
-  }
-  void after_window(const Step& step) {
-    if (++windows % every == 0 && file) write(step);
-  }
+  void attach(TrainerBase& trainer);
+  void after_window(const Step& step);
   void write(const Step& step) const;
 };
 
-inline void MetricsLog::write(const Step& step) const {
-  const auto norm = step.grad_norm.defined() ? step.grad_norm.item<double>() : std::numeric_limits<double>::quiet_NaN();
-  file->write({{"update", step.update},
-               {"epoch", step.epoch},
-               {"samples", status->samples},
-               {"items", step.items},
-               {"micro_batches", step.micro_batches},
-               {"moved", step.moved},
-               {"loss", step.loss.item<double>()},
-               {"grad_norm", norm},
-               {"lr", step.lr},
-               {"seconds", status->seconds()}});
-}
-
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/policies/metrics_log.ipp>
+#endif

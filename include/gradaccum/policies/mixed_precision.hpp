@@ -12,7 +12,6 @@
 #include <memory>
 #include <optional>
 #include <string_view>
-#include <utility>
 
 namespace gradaccum {
 
@@ -36,26 +35,16 @@ struct MixedPrecision {
   std::shared_ptr<AmpScaler> amp_scaler = nullptr;  ///< made of these options when the trainer is built
   std::function<at::Device()> device = {};          ///< of the trainer
 
-  template <class Trainer>
-  void attach(Trainer& trainer) {
-    device = [&trainer] { return trainer.device(); };
-    static_cast<void>(forward_scope());  // throws where the device has no autocast, or not for this dtype
-    auto options = scaler;
-    options.enabled = enabled && scaler.enabled && dtype == at::kHalf;
-    if (options.enabled) detail::check_none_is_half(detail::parameters_of(trainer.optimizer()));
-    amp_scaler = std::make_shared<AmpScaler>(options);
-  }
-  std::optional<Autocast> forward_scope() const {
-    if (!enabled) return std::optional<Autocast>();
-    return std::optional<Autocast>(std::in_place, device(), dtype);
-  }
-  void before_backward(Loss& loss) { loss = amp_scaler->scale(std::move(loss)); }
-  void scale_gradients(Factor& factor) const { amp_scaler->unscale(factor); }
-  void after_window(const Step& step) {
-    if (step.moved || step.overflowed) amp_scaler->hear(step.overflowed);
-    amp_scaler->update();
-  }
-  void state(Archive& archive) { amp_scaler->state(archive); }  ///< none with bfloat16
+  void attach(TrainerBase& trainer);
+  std::optional<Autocast> forward_scope() const;
+  void before_backward(Loss& loss);
+  void scale_gradients(Factor& factor) const;
+  void after_window(const Step& step);
+  void state(Archive& archive);  ///< none with bfloat16
 };
 
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/policies/mixed_precision.ipp>
+#endif

@@ -6,13 +6,10 @@
 #include <gradaccum/policy.hpp>
 #include <gradaccum/progress_line.hpp>
 
-#include <fmt/format.h>
-
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
-#include <utility>
 
 namespace gradaccum {
 
@@ -33,53 +30,20 @@ struct Progress {
   double lr = 0;
   bool begun = false;
 
-  template <class Trainer>
-  void attach(Trainer& trainer) {
-    status = &trainer.status();
-    updates = [&trainer] { return trainer.updates(); };
-    if (!trainer.is_first()) line.to = nullptr;
-    shown = std::make_shared<ProgressLine>(line);
-  }
-  int fit_scope() {
-    begun = false;
-    shown->restart();
-    return 0;
-  }
-  void on_epoch_begin(std::int64_t) { loss = {}; }
-  void after_window(const Step& step) {
-    if (shown->silent()) return;  // on a device, adding up takes time, too
-    loss.add(step.loss, step.items);
-    lr = step.lr;
-  }
-  void after_backward(Gradients&) {
-    if (!status->running) return;
-    if (!std::exchange(begun, true)) begin();
-    shown->update(status->fraction(), status->samples, [this] { return text(); });
-  }
-  void on_epoch_end(std::int64_t) { shown->clear(); }
+  void attach(TrainerBase& trainer);
+  int fit_scope();
+  void on_epoch_begin(std::int64_t);
+  void after_window(const Step& step);
+  void after_backward(Gradients&);
+  void on_epoch_end(std::int64_t);
 
   /// Says where a fit that was to go on has begun.
   void begin() const;
   std::string text() const;
 };
 
-inline void Progress::begin() const {
-  const auto& from = status->resumed_from;
-  if (!from.empty()) shown->restart(status->fraction().value_or(0), status->samples);
-  if (!status->options.resume.empty())
-    shown->say(from.empty() ? fmt::format("no state in {} yet: from the beginning", status->options.resume.string())
-                            : fmt::format("resumed from {}, in epoch {}", from, status->epoch + 1));
-}
-
-inline std::string Progress::text() const {
-  auto text = fmt::format("epoch {}", status->epoch + 1);
-  const auto& options = status->options;
-  if (options.epochs || !options.updates)
-    text += fmt::format("/{}", status->epoch - status->epochs + options.epochs.value_or(1));
-  text += fmt::format(" | update {}", updates());
-  if (loss.weight() > 0) text += fmt::format(" | loss {:.4f} | lr {:.1e}", loss.value().item<double>(), lr);
-  if (status->skipped > 0) text += fmt::format(" | {} skipped", status->skipped);
-  return text;
-}
-
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/policies/progress.ipp>
+#endif

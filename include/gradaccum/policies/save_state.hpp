@@ -2,7 +2,6 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/io/state_directory.hpp>
 #include <gradaccum/detail/trainer/stop_signals.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/loss.hpp>
@@ -10,14 +9,11 @@
 #include <gradaccum/state_parts.hpp>
 #include <gradaccum/training_state.hpp>
 
-#include <c10/util/Exception.h>
-
 #include <cstdint>
 #include <filesystem>
 #include <functional>
 #include <optional>
 #include <string_view>
-#include <utility>
 
 namespace gradaccum {
 
@@ -56,28 +52,8 @@ struct SaveState {
   const FitStatus* status = nullptr;  // the trainer's
   bool due = false, finished = false, writes = true;
 
-  template <class Trainer>
-  void attach(Trainer& trainer) {
-    TORCH_CHECK(!directory.empty(), "SaveState: directory must be given");
-    TORCH_CHECK(every_updates >= 1, "SaveState: every_updates must be >= 1, got ", every_updates);
-    TORCH_CHECK(keep_last >= 0, "SaveState: keep_last must be >= 0, got ", keep_last);
-    OptimizerState(trainer.optimizer(), trainer.module()).check();
-    status = &trainer.status();
-    writes = trainer.is_first();
-    rehearse = [this, &trainer] {
-      if (writes) detail::check_is_newest(directory, trainer.updates());
-      detail::check_can_be_saved(trainer);
-    };
-    save_now = [this, &trainer] { save(directory, trainer, {.keep_last = keep_last}); };
-    interrupt = [&trainer](int signal) { trainer.interrupt(signal); };
-  }
-
-  std::optional<detail::StopSignals> fit_scope() {
-    due = finished = false;
-    if (!status->options.smoke && writes) detail::StateDirectory(directory).sweep();  // though there may be no save
-    if (!on_signals) return {};
-    return std::optional<detail::StopSignals>(std::in_place);
-  }
+  void attach(TrainerBase& trainer);
+  std::optional<detail::StopSignals> fit_scope();
   void before_backward(Loss&) { finished = false; }
   void after_window(const Step&) { finished = false; }  // by the tail of a fit that was stopped, say
   /// It has nothing to save of its own; and what was just loaded need not be saved again.
@@ -86,15 +62,8 @@ struct SaveState {
   void at_boundary();
 };
 
-inline void SaveState::at_boundary() {
-  if (status->options.smoke) return;
-  if (rehearse) std::exchange(rehearse, {})();  // before hours have gone by
-  const int signal = on_signals ? detail::StopSignals::received() : 0;
-  if (signal != 0) interrupt(signal);
-  const bool ends = status->done() && (!finished || status->signal != 0);  // a signal that all processes know of
-  if (due || ends) save_now();
-  due = false;
-  finished = finished || ends;
-}
-
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/policies/save_state.ipp>
+#endif

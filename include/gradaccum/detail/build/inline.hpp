@@ -22,3 +22,7 @@ extern const char either_all_files_define_GRADACCUM_COMPILED_or_none;
 #endif
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/build/inline.ipp>
+#endif

@@ -1,105 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/checkpoint/gradient_source.hpp>
+#include <gradaccum/checkpoint_options.hpp>
+#include <gradaccum/detail/checkpoint/chain.hpp>
 #include <gradaccum/detail/checkpoint/schedule.hpp>
-#include <gradaccum/detail/checkpoint/stage.hpp>
-#include <gradaccum/detail/checkpoint/stage_profile.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
-
-#include <cstddef>
-#include <utility>
-#include <vector>
 
 namespace gradaccum::detail {
-
-/// A stage without gradients, because neither its input nor any parameter of it has any, keeps nothing; and its output
-/// is the next one's to pay for.
-inline StageCost without_gradients(StageCost cost, bool is_last) {
-  cost.ways = {{.held = is_last ? 0 : cost.output, .forward_peak = cost.forward_peak}};
-  cost.output_gradient = 0;
-  return cost;
-}
-
-/// How many hold on to a tensor or its memory.
-inline std::size_t owners(const at::Tensor& tensor) {
-  TORCH_CHECK(
-      tensor.defined() && tensor.has_storage(),
-      "CheckpointedSequential: with a memory_budget, the input and what modules return must be dense tensors, got ",
-      tensor.defined() ? c10::str("one that is ", tensor.layout()) : "an undefined one");
-  return tensor.use_count() + tensor.storage().use_count();
-}
 
 /// Merges a stage into the one before, if that does not keep the output and this one does not need it: a layer of
 /// weights and the dropout behind it. Apart, that output would have to be counted while it is long gone. Also if it
 /// writes over that output, and as long as there are no gradients: a segment's input is kept then, which is paid for
 /// where an operation needs it.
-inline Stages merged(const Stages& stages, const at::Tensor& input) {
-  Stages merged;
-  auto activations = input.detach().requires_grad_(input.requires_grad());
-  const TensorVersion input_version(activations);
-  bool output_is_kept = true, has_gradients = false;
-  for (auto stage : stages) {
-    if (activations.requires_grad()) activations = GradientSink::apply(activations);  // the graph owns leaves
-    const auto before = owners(activations);
-    const TensorVersion version(activations);
-    auto output = stage.forward(0, activations);
-    has_gradients |= output.requires_grad();
-    const bool is_apart = output_is_kept || owners(activations) > before;
-    if (merged.empty() || (is_apart && has_gradients && !version.changed()))
-      merged.push_back(stage);
-    else
-      merged.back().append(stage);
-    output_is_kept = owners(output) > 2;  // this handle, and its memory's
-    activations = output.detach().requires_grad_(output.requires_grad());
-  }
-  TORCH_CHECK(!input_version.changed(),
-              "CheckpointedSequential: the first module must leave its input as it is, and changes it in place; use "
-              "the module without inplace");
-  return merged;
-}
+Stages merged(const Stages& stages, const at::Tensor& input);
 
 /// What each stage of a chain costs, for inputs like this one. Runs each of them a few times, and leaves no trace:
 /// random generators and running statistics stay where they are, and no gradient of a parameter changes.
-class ChainProfile {
- public:
-  ChainProfile(Stages& stages, const CheckpointOptions& options)
-      : stages_(stages), options_(options), gradient_layouts_(stages.size()), has_gradients_(stages.size()) {}
-
-  StageCosts measure(const at::Tensor& input) {
-    // A stage is told the layout of the gradient that the next one makes, as it is known by then.
-    for (int pass = 0; measure_all(input) && pass < 2; ++pass) {
-    }
-    if (!has_gradients_.front()) costs_.front() = without_gradients(std::move(costs_.front()), costs_.size() == 1);
-    return std::move(costs_);
-  }
-
- private:
-  /// Returns whether a layout turned out to be another than was thought.
-  bool measure_all(at::Tensor input) {
-    bool surprised = false;
-    costs_.clear();
-    for (std::size_t i = 0; i < stages_.size(); ++i) {
-      StageProfile profile(stages_[i], input, gradient_layouts_[i], i + 1 == stages_.size(), options_);
-      costs_.push_back(profile.measure());
-      gradient_layouts_[i] = profile.gradient_layout();
-      if (const auto& layout = profile.input_gradient_layout(); i > 0 && layout.defined()) {
-        surprised |= !same_layout(layout, gradient_layouts_[i - 1]);
-        gradient_layouts_[i - 1] = layout;
-      }
-      input = profile.output();
-      has_gradients_[i] = input.requires_grad();
-    }
-    return surprised;
-  }
-
-  Stages& stages_;
-  CheckpointOptions options_;
-  std::vector<at::Tensor> gradient_layouts_;
-  std::vector<bool> has_gradients_;
-  StageCosts costs_;
-};
+StageCosts costs_of(Stages& stages, const at::Tensor& input, const CheckpointOptions& options);
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/checkpoint/chain_profile.ipp>
+#endif

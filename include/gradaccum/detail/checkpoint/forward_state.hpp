@@ -2,42 +2,65 @@
 #pragma once
 
 #include <gradaccum/autocast.hpp>
-#include <gradaccum/detail/checkpoint/random_state.hpp>
 
-#include <ATen/Context.h>
-#include <ATen/autocast_mode.h>
+#include <ATen/core/MT19937RNGEngine.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/Device.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
+#include <vector>
 
 namespace gradaccum::detail {
+
+/// Where the default random generators of the CPU and of all CUDA devices in use stand.
+///
+/// The CPU's is copied by its parts: `Generator::get_state` would make a tensor, and count as memory of the model.
+class RandomState {
+ public:
+  RandomState();
+  void restore() const;
+  bool operator==(const RandomState& other) const;
+
+  /// A number that tells places in the CPU's stream of random numbers apart; cheaper than the state.
+  static std::uint64_t place();
+
+ private:
+  at::mt19937_data_pod engine_;
+  std::optional<float> next_float_;
+  std::optional<double> next_double_;
+  std::vector<std::pair<c10::DeviceIndex, at::Tensor>> devices_;
+};
+
+/// Goes back to a state for a scope.
+class [[nodiscard]] RandomScope {
+ public:
+  explicit RandomScope(const RandomState& state) { state.restore(); }
+  RandomScope(const RandomScope&) = delete;
+  RandomScope& operator=(const RandomScope&) = delete;
+  ~RandomScope() { around_.restore(); }
+
+ private:
+  RandomState around_;
+};
 
 /// What operations of a forward pass depend on beside their inputs: autocast, the current device and, if asked, random
 /// generators.
 class ForwardState {
  public:
-  explicit ForwardState(bool with_random_generators) {
-    if (at::globalContext().hasCUDA()) device_ = c10::impl::VirtualGuardImpl(at::kCUDA).getDevice();
-    if (with_random_generators) random_ = std::make_unique<RandomState>();
-  }
+  explicit ForwardState(bool with_random_generators);
 
   /// The forward pass is over: generators that it did not use need not be kept. Returns whether it used them.
-  bool finish() {
-    if (random_ && *random_ == RandomState()) random_.reset();
-    return random_ != nullptr;
-  }
+  bool finish();
 
   /// Brings it all back for a scope, with gradients enabled, on whatever thread backward runs.
   class [[nodiscard]] Scope {
    public:
-    explicit Scope(const ForwardState& state)
-        : cpu_(state.cpu_.scope(at::kCPU)), cuda_(state.cuda_.scope(at::kCUDA)), device_(state.device_) {
-      if (state.random_) random_.emplace(*state.random_);
-    }
+    explicit Scope(const ForwardState& state);
 
    private:
     at::AutoGradMode gradients_{true};
@@ -48,11 +71,10 @@ class ForwardState {
 
  private:
   struct AutocastSettings {
-    explicit AutocastSettings(at::DeviceType device)
-        : enabled(at::autocast::is_autocast_enabled(device)), dtype(at::autocast::get_autocast_dtype(device)) {}
+    explicit AutocastSettings(at::DeviceType device);
     bool enabled;
     at::ScalarType dtype;
-    bool cached = at::autocast::is_autocast_cache_enabled();
+    bool cached;
 
     Autocast scope(at::DeviceType device) const { return Autocast(device, dtype, enabled, cached); }
   };
@@ -63,3 +85,7 @@ class ForwardState {
 };
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/checkpoint/forward_state.ipp>
+#endif

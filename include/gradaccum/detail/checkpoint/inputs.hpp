@@ -1,16 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/checkpoint/tensor_version.hpp>
-#include <gradaccum/detail/checkpoint/tensors_of.hpp>
-
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
-#include <c10/util/Exception.h>
-#include <torch/csrc/autograd/saved_variable.h>
 
-#include <algorithm>
+#include <concepts>
 #include <cstddef>
+#include <optional>
+#include <ranges>
 #include <span>
 #include <tuple>
 #include <type_traits>
@@ -18,6 +15,36 @@
 #include <vector>
 
 namespace gradaccum::detail {
+
+template <class T>
+concept tuple_like = requires {
+  typename std::tuple_size<T>::type;
+};
+
+template <class T>
+inline constexpr bool is_optional = false;
+template <class T>
+inline constexpr bool is_optional<std::optional<T>> = true;
+
+template <class T>
+concept container = std::ranges::forward_range<T> && std::is_lvalue_reference_v<std::ranges::range_reference_t<T>>;
+
+/// Calls `use(at::Tensor&)` for each tensor in a value: a tensor, and optionals, pairs, tuples and containers of such.
+/// What else there is in it stays as it is.
+template <class Value, class Use>
+void for_each_tensor(Value& value, Use& use) {
+  if constexpr (std::is_const_v<Value>) {
+    // keys of a map
+  } else if constexpr (std::derived_from<Value, at::Tensor>) {
+    use(static_cast<at::Tensor&>(value));
+  } else if constexpr (is_optional<Value>) {
+    if (value) for_each_tensor(*value, use);
+  } else if constexpr (tuple_like<Value>) {
+    std::apply([&](auto&... parts) { (for_each_tensor(parts, use), ...); }, value);
+  } else if constexpr (container<Value>) {
+    for (auto& part : value) for_each_tensor(part, use);
+  }
+}
 
 /// A copy that lasts: of what only looks at memory of the caller's, that memory too.
 template <class Input>
@@ -35,10 +62,29 @@ std::vector<std::remove_cv_t<T>> lasting_copy(const std::span<T>& input) {
 template <class Input>
 using kept_t = decltype(lasting_copy(std::declval<const std::remove_reference_t<Input>&>()));
 
-/// The arguments of a call that will be made again.
-///
 /// Tensors are kept as an operation of autograd keeps what it saves: hooks around the checkpoint see them, checkpoints
 /// around it forget them, and a change in place is noticed.
+class KeptTensors {
+ public:
+  KeptTensors();
+  KeptTensors(const KeptTensors&) = delete;
+  KeptTensors& operator=(const KeptTensors&) = delete;
+  ~KeptTensors();
+
+  /// One more; the handle is taken.
+  void keep(at::Tensor& tensor);
+  at::Tensor bring_back(std::size_t i) const;
+
+  /// The function, just done, has left its inputs as they were: it could not be repeated otherwise.
+  void check_unchanged();
+
+ private:
+  struct Kept;
+
+  std::vector<Kept> kept_;
+};
+
+/// The arguments of a call that will be made again.
 template <class... Inputs>
 class CheckpointInputs {
   static_assert((std::is_copy_constructible_v<kept_t<Inputs>> && ...),
@@ -46,36 +92,19 @@ class CheckpointInputs {
 
  public:
   explicit CheckpointInputs(const std::remove_reference_t<Inputs>&... inputs) : values_(lasting_copy(inputs)...) {
-    auto keep = [this](at::Tensor& tensor) {
-      versions_.emplace_back(tensor);
-      tensors_.emplace_back(std::exchange(tensor, at::Tensor()), /*is_output=*/false);
-    };
+    auto keep = [this](at::Tensor& tensor) { tensors_.keep(tensor); };
     for_each_tensor(values_, keep);
   }
+  KeptTensors& tensors() { return tensors_; }
 
   /// `function(inputs...)`, with inputs of the same kinds as before.
   template <class Function>
   void call(Function& function) const {
     auto values = values_;
     std::size_t next = 0;
-    auto bring_back = [&](at::Tensor& tensor) {
-      tensor = tensors_[next++].unpack();
-      // Another handle: a hook that the function puts on its input has been put there before.
-      if (tensor.requires_grad() && tensor.layout() == at::kStrided) tensor = tensor.alias();
-    };
+    auto bring_back = [&](at::Tensor& tensor) { tensor = tensors_.bring_back(next++); };
     for_each_tensor(values, bring_back);
     std::apply([&](auto&... value) { function(as<Inputs>(value)...); }, values);
-  }
-
-  /// The function, just done, has left its inputs as they were: it could not be repeated otherwise.
-  void check_unchanged() {
-    const auto changed = std::ranges::find_if(versions_, &TensorVersion::changed);
-    if (changed == versions_.end()) return;
-    for (auto& tensor : tensors_) tensor.reset_data();  // now owned by an operation that owns it
-    TORCH_CHECK(false, "checkpoint: the function must leave its inputs as they are, and changes tensor ",
-                changed - versions_.begin(),
-                " of them in place, so that running it again would start from something else; let it clone that "
-                "input first (an inplace activation at its beginning: without inplace)");
   }
 
  private:
@@ -89,8 +118,11 @@ class CheckpointInputs {
   }
 
   std::tuple<kept_t<Inputs>...> values_;
-  std::vector<torch::autograd::SavedVariable> tensors_;
-  std::vector<TensorVersion> versions_;
+  KeptTensors tensors_;
 };
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/checkpoint/inputs.ipp>
+#endif

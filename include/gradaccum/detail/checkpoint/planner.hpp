@@ -4,12 +4,8 @@
 #include <gradaccum/detail/checkpoint/pareto_front.hpp>
 #include <gradaccum/detail/checkpoint/schedule.hpp>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
 namespace gradaccum::detail {
@@ -26,33 +22,13 @@ class CheckpointPlanner {
  public:
   /// Of schedules within `budget` bytes. The front of a part has about `points` points. That of the chain from some
   /// stage to its end has more: these are few, and most of the bytes are shared out there.
-  CheckpointPlanner(const StageCosts& stages, std::int64_t budget, std::size_t points)
-      : stages_(stages), budget_(budget), fronts_(stages.size() * stages.size()) {
-    for (std::size_t last = 0; last < stages.size(); ++last)
-      for (auto first = last + 1; first-- > 0;) {
-        ParetoFront best;
-        for (const auto& beginning : beginnings(first, last)) extend(best, beginning);
-        front(first, last) = thinned(best, last + 1 < stages.size() ? points : 32 * points);
-      }
-  }
+  CheckpointPlanner(const StageCosts& stages, std::int64_t budget, std::size_t points);
 
   /// What the whole chain can cost; empty if no schedule is within the budget.
   const ParetoFront& front() const { return fronts_[stages_.size() - 1]; }
 
   /// The fastest list for the stages first..last within so many bytes, which must be enough.
-  Schedule schedule(std::size_t first, std::size_t last, std::int64_t bytes) const {
-    Schedule list;
-    while (first <= last) {
-      const auto best = fastest(beginnings(first, last), bytes);
-      if (best.segment == &nothing_)
-        list.push_back({first, best.way, {}});
-      else
-        list.push_back({0, 0, schedule(first, best.next - 1, bytes)});
-      bytes -= best.step.held;
-      first = best.next;
-    }
-    return list;
-  }
+  Schedule schedule(std::size_t first, std::size_t last, std::int64_t bytes) const;
 
  private:
   /// How a list can begin: with its first stage, kept in some way, or with a segment.
@@ -66,50 +42,9 @@ class CheckpointPlanner {
   ParetoFront& front(std::size_t first, std::size_t last) { return fronts_[first * stages_.size() + last]; }
   const ParetoFront& front(std::size_t first, std::size_t last) const { return fronts_[first * stages_.size() + last]; }
 
-  std::vector<Beginning> beginnings(std::size_t first, std::size_t last) const {
-    std::vector<Beginning> all;
-    const auto& after_first = first == last ? nothing_ : front(first + 1, last);
-    for (std::size_t way = 0; way < stages_[first].ways.size(); ++way)
-      all.push_back({keep(stages_, first, way, last), way, first + 1, &after_first, &nothing_});
-    ItemCost dropped;
-    for (auto next = first + 1; next <= last; ++next) {
-      drop(dropped, stages_[next - 1], gradient_alive(stages_, last));
-      all.push_back({dropped, 0, next, &front(next, last), &front(first, next - 1)});
-    }
-    return all;
-  }
-
-  /// Adds what lists that begin so can cost. With more and more bytes, now their rest becomes faster, now their
-  /// segment.
-  void extend(ParetoFront& best, const Beginning& beginning) const {
-    const auto& step = beginning.step;
-    ParetoFront points;
-    auto known = best.begin();
-    auto known_seconds = std::numeric_limits<double>::infinity();
-    auto rest = beginning.rest->begin(), segment = beginning.segment->begin();
-    while (rest != beginning.rest->end() && segment != beginning.segment->end()) {
-      const auto peak = std::max({step.cost.peak, step.held + rest->peak, segment->peak});
-      const auto seconds = step.cost.seconds + rest->seconds + segment->seconds;
-      if (peak > budget_) break;
-      for (; known != best.end() && known->peak <= peak; ++known) known_seconds = known->seconds;
-      if (is_faster(seconds, known_seconds)) add(points, {peak, seconds});
-      const bool rest_is_last = rest + 1 == beginning.rest->end();
-      const bool segment_is_last = segment + 1 == beginning.segment->end();
-      const bool rest_is_next = segment_is_last || (!rest_is_last && step.held + rest[1].peak <= segment[1].peak);
-      ++(rest_is_next ? rest : segment);
-    }
-    if (!points.empty()) best = merged(best, points);
-  }
-
-  static Beginning fastest(const std::vector<Beginning>& all, std::int64_t bytes) {
-    const auto seconds = [&](const Beginning& beginning) {
-      if (beginning.step.cost.peak > bytes) return std::numeric_limits<double>::infinity();
-      return beginning.step.cost.seconds + fastest_within(bytes - beginning.step.held, *beginning.rest) +
-             fastest_within(bytes, *beginning.segment);
-    };
-    return *std::min_element(all.begin(), all.end(),
-                             [&](const Beginning& a, const Beginning& b) { return is_faster(seconds(a), seconds(b)); });
-  }
+  std::vector<Beginning> beginnings(std::size_t first, std::size_t last) const;
+  void extend(ParetoFront& best, const Beginning& beginning) const;
+  static Beginning fastest(const std::vector<Beginning>& all, std::int64_t bytes);
 
   const StageCosts& stages_;
   std::int64_t budget_;
@@ -118,29 +53,17 @@ class CheckpointPlanner {
 };
 
 /// The fewest bytes that a schedule can do with.
-inline std::int64_t least_memory(const StageCosts& stages) {
-  constexpr auto any = std::numeric_limits<std::int64_t>::max();
-  return stages.empty() ? 0 : CheckpointPlanner(stages, any, 1).front().front().peak;
-}
+std::int64_t least_memory(const StageCosts& stages);
 
 /// Plain training.
-inline Schedule keep_everything(const StageCosts& stages) {
-  Schedule schedule(stages.size());
-  for (std::size_t stage = 0; stage < stages.size(); ++stage) schedule[stage].stage = stage;
-  return schedule;
-}
+Schedule keep_everything(const StageCosts& stages);
 
 /// The fastest schedule within `budget` bytes, at least `least_memory(stages)`; plain training if it is. O(n³) for n
 /// stages: 10 ms for 24, 0.2 s for 100.
-inline Schedule fastest_schedule(const StageCosts& stages, std::int64_t budget) {
-  auto plain = keep_everything(stages);
-  if (cost_of(plain, stages).peak <= budget) return plain;
-  const auto work = stages.size() * stages.size() * stages.size();
-  const CheckpointPlanner planner(stages, budget, std::clamp<std::size_t>(10'000'000 / work, 16, 256));
-  if (planner.front().empty())
-    throw std::invalid_argument("fastest_schedule: budget must be >= " + std::to_string(least_memory(stages)) +
-                                " bytes, got " + std::to_string(budget));
-  return planner.schedule(0, stages.size() - 1, budget);
-}
+Schedule fastest_schedule(const StageCosts& stages, std::int64_t budget);
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/checkpoint/planner.ipp>
+#endif

@@ -2,25 +2,67 @@
 #pragma once
 
 #include <gradaccum/checkpoint_options.hpp>
-#include <gradaccum/detail/checkpoint/frame.hpp>
-#include <gradaccum/detail/checkpoint/frozen_statistics.hpp>
-#include <gradaccum/detail/checkpoint/function.hpp>
 #include <gradaccum/detail/checkpoint/inputs.hpp>
-#include <gradaccum/detail/checkpoint/recomputation.hpp>
+#include <gradaccum/detail/types/module_of.hpp>
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/FunctionRef.h>
+#include <torch/nn/module.h>
 
 #include <concepts>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace gradaccum::detail {
 
 template <class Function>
 concept not_options = !std::same_as<std::remove_cvref_t<Function>, CheckpointOptions>;
 
-/// `function(inputs...)`, with a frame in place of what its operations save for backward.
+/// What calls a function once more, later: a copy of it; of a module, another owner, or where there is none a
+/// reference.
+template <class Function>
+auto callable(Function& function) {
+  if constexpr (plain_module<Function>) {
+    return [&function](auto&&... inputs) { return function.forward(std::forward<decltype(inputs)>(inputs)...); };
+  } else if constexpr (model<Function>) {
+    return [owner = function](auto&&... inputs) mutable {
+      return (*owner).forward(std::forward<decltype(inputs)>(inputs)...);
+    };
+  } else {
+    static_assert(std::is_copy_constructible_v<std::decay_t<Function>>,
+                  "checkpoint: the function must be copyable, since it is called again later; let it hold a shared_ptr "
+                  "instead of a unique_ptr");
+    return std::decay_t<Function>(function);
+  }
+}
+
+/// The modules whose running statistics must not move when it is called again.
+template <class Function>
+std::vector<torch::nn::Module*> modules_of(Function& function) {
+  if constexpr (plain_module<Function>) {
+    return {const_cast<torch::nn::Module*>(static_cast<const torch::nn::Module*>(&function))};
+  } else if constexpr (model<Function>) {
+    auto owner = function;  // not const
+    return {&module_of(owner)};
+  } else if constexpr (requires {
+                         { function.modules() } -> std::same_as<std::vector<torch::nn::Module*>>;
+                       }) {
+    return function.modules();
+  } else {
+    return {};
+  }
+}
+
+/// Runs the forward pass of a part with a frame in place of what its operations save for backward. `inputs`: its own;
+/// `again`: runs it once more; `modules`: whose running statistics stay where they are then.
+void run_in_frame(const CheckpointOptions& options, const std::vector<torch::nn::Module*>& modules, KeptTensors& inputs,
+                  std::function<void()> again, c10::function_ref<void()> forward);
+
+/// `function(inputs...)`, in a frame.
 template <class Function, class... Inputs>
 auto run_checkpointed(const CheckpointOptions& options, Function&& function, Inputs&&... inputs) {
   static_assert(
@@ -35,25 +77,21 @@ auto run_checkpointed(const CheckpointOptions& options, Function&& function, Inp
     auto as_it_was = call;  // it may count its calls
     kept->call(as_it_was);
   };
-  const auto modules = modules_of(function);
-  const auto frame = std::make_shared<CheckpointFrame>(options, modules, again);
-  const auto forward = [&] {
-    const FrozenStatistics frozen(Recomputation::active() ? modules : decltype(modules){});
-    const CheckpointScope scope(frame);
-    return call(std::forward<Inputs>(inputs)...);
+  const auto run = [&](c10::function_ref<void()> forward) {
+    run_in_frame(options, modules_of(function), kept->tensors(), again, forward);
   };
-  const auto complete = [&] {
-    kept->check_unchanged();
-    frame->complete();
-  };
-  if constexpr (std::is_void_v<decltype(forward())>) {
-    forward();
-    complete();
+  using Outputs = std::decay_t<decltype(call(std::forward<Inputs>(inputs)...))>;
+  if constexpr (std::is_void_v<Outputs>) {
+    run([&] { call(std::forward<Inputs>(inputs)...); });
   } else {
-    auto outputs = forward();
-    complete();
-    return outputs;
+    std::optional<Outputs> outputs;
+    run([&] { outputs.emplace(call(std::forward<Inputs>(inputs)...)); });
+    return std::move(*outputs);
   }
 }
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/checkpoint/run_checkpointed.ipp>
+#endif

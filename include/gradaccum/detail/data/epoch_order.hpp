@@ -3,49 +3,31 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/data/fingerprint.hpp>
-#include <gradaccum/detail/types/type_name.hpp>
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Generator.h>
-#include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
-#include <limits>
+#include <optional>
 #include <string>
 
 namespace gradaccum::detail {
 
 /// The random numbers of an epoch: they depend on the seed and the epoch alone.
-///
-/// The generator looks at 32 bits of its seed: all bits of both numbers go into them (splitmix64's mixing step).
-inline at::Generator epoch_generator(std::uint64_t seed, std::int64_t epoch) {
-  auto z = seed + 0x9E3779B97F4A7C15u * (static_cast<std::uint64_t>(epoch) + 1);
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-  return at::make_generator<at::CPUGeneratorImpl>((z ^ (z >> 31)) >> 32);
-}
+at::Generator epoch_generator(std::uint64_t seed, std::int64_t epoch);
 
 /// Which of an epoch's batches are this rank's: every `world_size`-th, from the `rank`-th on.
 struct ShareOfRank {
   std::int64_t rank = 0, world_size = 1;
 
-  void check(const char* owner) const {
-    TORCH_CHECK(world_size >= 1 && 0 <= rank && rank < world_size, owner, ": rank must be in [0, world_size), got ",
-                rank, " of ", world_size);
-  }
+  void check(const char* owner) const;
   std::int64_t of(std::int64_t batches) const { return (batches - rank + world_size - 1) / world_size; }
   std::int64_t nth(std::int64_t own) const { return own * world_size + rank; }
 };
 
-/// Loops over batches in the order of an epoch: one loop at a time, an epoch a loop, a state to go on from.
-///
-/// `Batches` derives from it, and has, for its friend, this base: `all_of(epoch)`, the number of batches of all
-/// ranks, `batch_at(epoch, number)` of these, and `share()`.
-template <class Batches, class Batch>
-class EpochLoops {
+/// Where a loop over batches is, whatever they are: one loop at a time, an epoch a loop, a state to go on from.
+class EpochOrder {
  public:
   /// Where a run is: enough to go on from there with the same batches.
   struct State {
@@ -54,6 +36,45 @@ class EpochLoops {
     bool operator==(const State&) const = default;
   };
 
+  const State& state() const { return state_; }
+  /// The next loop goes on from here.
+  void load_state(const State& state);
+  /// Saves or loads where a run is. Other data is an error, known by its number of batches and by the last batch.
+  void state(Archive& archive);
+
+ protected:
+  EpochOrder() = default;
+  EpochOrder(const EpochOrder&) = default;
+  EpochOrder& operator=(const EpochOrder&) = default;
+  virtual ~EpochOrder() = default;
+
+  /// A new loop, and its number.
+  std::int64_t begin_loop();
+  void check_is_last(std::int64_t loop) const;
+  /// The number of the next batch, of all ranks'; none where the epoch is over, and then the next one begins.
+  std::optional<std::int64_t> next();
+  void taken() { ++state_.batch; }
+
+  virtual std::int64_t all_of(std::int64_t epoch) const = 0;  ///< the number of batches of all ranks
+  virtual ShareOfRank share() const = 0;
+  virtual std::string fingerprint_at(std::int64_t epoch, std::int64_t number) const = 0;
+
+ private:
+  void check(const State& state) const;
+  std::string fingerprint(const State& at) const;
+  /// This rank's.
+  std::int64_t size_of(std::int64_t epoch) const { return share().of(all_of(epoch)); }
+  std::string name() const;
+
+  State state_;
+  std::int64_t count_ = 0;  // of loops begun
+  bool resumed_ = false;
+};
+
+/// Loops over batches in that order.
+template <class Batch>
+class EpochLoops : public EpochOrder {
+ public:
   class Iterator {
    public:
     using value_type = Batch;
@@ -62,12 +83,17 @@ class EpochLoops {
     using pointer = Batch*;
     using reference = Batch&;
 
-    explicit Iterator(EpochLoops& loops) : loops_(&loops), loop_(loops.count_) { ++*this; }
+    explicit Iterator(EpochLoops& loops) : loops_(&loops), loop_(loops.begin_loop()) { ++*this; }
     Batch& operator*() const { return batch_; }
     Batch* operator->() const { return &batch_; }
     Iterator& operator++() {
-      TORCH_CHECK(loops_->count_ == loop_, loops_->name(), ": a second loop began inside this one; give it a copy");
-      if (!loops_->next(batch_)) loops_ = nullptr;
+      loops_->check_is_last(loop_);
+      if (const auto number = loops_->next()) {
+        batch_ = loops_->batch_at(loops_->state().epoch, *number);
+        loops_->taken();
+      } else {
+        loops_ = nullptr;
+      }
       return *this;
     }
     void operator++(int) { ++*this; }
@@ -79,69 +105,18 @@ class EpochLoops {
     mutable Batch batch_;  // an input iterator gives what it holds, whether it is const or not
   };
 
-  Iterator begin() {
-    if (state_.batch > 0 && !resumed_) state_ = {state_.epoch + 1, 0};  // the last loop was left early
-    resumed_ = false;
-    ++count_;
-    return Iterator(*this);
-  }
+  Iterator begin() { return Iterator(*this); }
   std::default_sentinel_t end() const { return {}; }
 
-  const State& state() const { return state_; }
-  /// The next loop goes on from here.
-  void load_state(const State& state) {
-    check(state);
-    state_ = state;
-    resumed_ = true;
-  }
-
-  /// Saves or loads where a run is. Other data is an error, known by its number of batches and by the last batch.
-  void state(Archive& archive) {
-    auto next = state_;
-    archive("epoch", next.epoch);
-    archive("batch", next.batch);
-    if (archive.changes_allowed() && next.epoch >= 0) next.batch = std::min(next.batch, size_of(next.epoch));
-    check(next);
-    archive.setting("world_size", batches().share().world_size);
-    archive.setting("batches", size_of(next.epoch));
-    archive.setting("last_batch", fingerprint(next));
-    if (archive.loading()) archive.when_all_fit([this, next] { load_state(next); });
-  }
-
  private:
-  friend Batches;
-  EpochLoops() = default;
-
-  void check(const State& state) {
-    TORCH_CHECK(state.epoch >= 0 && state.epoch < std::numeric_limits<std::int64_t>::max(), name(),
-                ": a state must have an epoch >= 0 that another can follow, got ", state.epoch);
-    const auto size = size_of(state.epoch);
-    TORCH_CHECK(state.batch >= 0 && state.batch <= size, name(), ": a state must have an epoch and a batch of 0 to ",
-                size, ", got ", state.epoch, " and ", state.batch);
+  virtual Batch batch_at(std::int64_t epoch, std::int64_t number) const = 0;
+  std::string fingerprint_at(std::int64_t epoch, std::int64_t number) const override {
+    return fingerprint_of(batch_at(epoch, number));
   }
-  std::string fingerprint(const State& at) {
-    if (size_of(at.epoch) == 0) return "none";
-    return fingerprint_of(batch_at({at.epoch, std::max<std::int64_t>(at.batch - 1, 0)}));
-  }
-  Batches& batches() { return static_cast<Batches&>(*this); }
-  /// This rank's.
-  std::int64_t size_of(std::int64_t epoch) { return batches().share().of(batches().all_of(epoch)); }
-  Batch batch_at(const State& at) { return batches().batch_at(at.epoch, batches().share().nth(at.batch)); }
-  std::string name() { return type_name(batches()); }
-
-  bool next(Batch& batch) {
-    if (state_.batch == size_of(state_.epoch)) {
-      state_ = {state_.epoch + 1, 0};
-      return false;
-    }
-    batch = batch_at(state_);
-    ++state_.batch;
-    return true;
-  }
-
-  State state_;
-  std::int64_t count_ = 0;  // of loops begun
-  bool resumed_ = false;
 };
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/data/epoch_order.ipp>
+#endif

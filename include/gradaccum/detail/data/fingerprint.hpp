@@ -2,10 +2,8 @@
 #pragma once
 
 #include <gradaccum/detail/data/samples_of.hpp>
-#include <gradaccum/detail/kernels/crc32.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
 
 #include <concepts>
 #include <ranges>
@@ -16,13 +14,7 @@
 namespace gradaccum::detail {
 
 /// `Float [64, 784] #1b2c3d4e`: dtype, shape, and the checksum of the numbers.
-inline std::string fingerprint_of(const at::Tensor& tensor) {
-  if (!tensor.defined()) return "none";
-  auto text = c10::str(tensor.scalar_type(), " ", tensor.sizes());
-  if (tensor.layout() != at::kStrided || tensor.numel() == 0) return text;
-  const auto numbers = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous();
-  return c10::str(text, " #", crc32(numbers.const_data_ptr(), numbers.nbytes()));
-}
+std::string fingerprint_of(const at::Tensor& tensor);
 
 template <class T>
 concept has_target = requires(const T& value) {
@@ -56,3 +48,7 @@ std::string fingerprint_of(const T& value) {
 }
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/data/fingerprint.ipp>
+#endif

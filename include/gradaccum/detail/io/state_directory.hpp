@@ -1,29 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/io/descriptor.hpp>
-#include <gradaccum/detail/io/directory.hpp>
-
-#include <algorithm>
-#include <cerrno>
-#include <charconv>
 #include <compare>
-#include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <filesystem>
-#include <limits>
+#include <functional>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <string_view>
-#include <system_error>
 #include <utility>
 #include <vector>
-
-#include <fcntl.h>
-#include <sys/file.h>
-#include <sys/stat.h>
 
 namespace gradaccum::detail {
 
@@ -33,23 +19,10 @@ struct StateName {
 
   auto operator<=>(const StateName&) const = default;
 
-  std::string text() const {
-    auto digits = std::to_string(step);
-    digits.insert(0, digits.size() < 6 ? 6 - digits.size() : 0, '0');
-    return "step-" + digits + (repeat > 0 ? "." + std::to_string(repeat) : "");
-  }
+  std::string text() const;
 
   /// None where this is not a state's name, to the letter: no other name may mean the same state.
-  static std::optional<StateName> of(std::string_view text) {
-    StateName name;
-    if (!text.starts_with("step-")) return {};
-    const auto* const end = text.data() + text.size();
-    const auto step = std::from_chars(text.data() + 5, end, name.step);
-    if (step.ptr != end && *step.ptr == '.') std::from_chars(step.ptr + 1, end, name.repeat);
-    const bool has_next = name.repeat < std::numeric_limits<std::int64_t>::max();
-    if (name.step < 0 || !has_next || name.text() != text) return {};
-    return name;
-  }
+  static std::optional<StateName> of(std::string_view text);
 };
 
 /// A directory of states, each a folder of files that appears whole or not at all, and never changes. Killed at any
@@ -69,8 +42,7 @@ class StateDirectory {
   std::vector<State> finished() const;
 
   /// Makes a new state: `write(folder)` puts files into it, and syncs them. Gives the folder's path.
-  template <class Write>
-  std::filesystem::path add(std::int64_t step, const Write& write);
+  std::filesystem::path add(std::int64_t step, const std::function<void(const std::filesystem::path&)>& write);
 
   /// Removes all but the `count` newest and those in `others`.
   void keep_last(std::int64_t count, const std::vector<std::filesystem::path>& others = {});
@@ -79,8 +51,6 @@ class StateDirectory {
   void sweep() const;
 
  private:
-  class Lock;
-
   std::vector<std::filesystem::path> leftovers() const;
   void remove_leftovers() const;
   std::filesystem::path name_for(std::int64_t step) const;
@@ -88,100 +58,8 @@ class StateDirectory {
   std::filesystem::path path_;
 };
 
-/// Held until its end, or the process's.
-class StateDirectory::Lock {
- public:
-  explicit Lock(const std::filesystem::path& path) : directory_(path, O_RDONLY | O_DIRECTORY) {
-    if (directory_.number() < 0) file_error(path, "must be a directory that can be opened", errno);
-    // Other errors come from file systems that have no locks: there the user has to take care.
-    if (::flock(directory_.number(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
-      throw std::runtime_error(path.string() + ": must have one writer, and is being written to by another process " +
-                               "or thread: wait for it, or choose another directory");
-  }
-
- private:
-  Descriptor directory_;
-};
-
-inline std::vector<StateDirectory::State> StateDirectory::finished() const {
-  std::vector<State> states;
-  std::error_code ignored;
-  for (const auto& name : names_in(path_))
-    if (const auto state = StateName::of(name); state && std::filesystem::is_directory(path_ / name, ignored))
-      states.push_back({*state, path_ / name});
-  std::sort(states.begin(), states.end());
-  return states;
-}
-
-template <class Write>
-std::filesystem::path StateDirectory::add(std::int64_t step, const Write& write) {
-  if (step < 0) throw std::runtime_error(path_.string() + ": step must be >= 0, got " + std::to_string(step));
-  make_directory(path_);
-  const Lock lock(path_);
-  remove_leftovers();
-  const auto path = name_for(step), unfinished = temporary_name(path);
-  if (::mkdir(unfinished.c_str(), 0777) != 0) file_error(unfinished, "must be made", errno);
-  try {
-    write(unfinished);
-    sync_directory(unfinished);
-    if (std::rename(unfinished.c_str(), path.c_str()) != 0) file_error(unfinished, "must be given its name", errno);
-  } catch (...) {
-    std::error_code ignored;  // what cannot be removed now is swept later
-    std::filesystem::remove_all(unfinished, ignored);
-    throw;
-  }
-  try {
-    sync_directory(path_);
-  } catch (const std::runtime_error& error) {
-    throw std::runtime_error(path.string() +
-                             ": is written, but might not be there after a power failure: " + error.what());
-  }
-  return path;
-}
-
-/// After all of that step, so that the newest is the one that was added last.
-inline std::filesystem::path StateDirectory::name_for(std::int64_t step) const {
-  StateName name{step, 0};
-  for (const auto& other : names_in(path_))
-    if (const auto taken = StateName::of(other); taken && taken->step == step)
-      name.repeat = std::max(name.repeat, taken->repeat + 1);
-  return path_ / name.text();
-}
-
-inline void StateDirectory::keep_last(std::int64_t count, const std::vector<std::filesystem::path>& others) {
-  if (count < 1) throw std::runtime_error(path_.string() + ": must keep >= 1 states, got " + std::to_string(count));
-  if (finished().empty()) return;
-  const Lock lock(path_);
-  const auto states = finished();
-  for (std::size_t i = 0; i + static_cast<std::uint64_t>(count) < states.size(); ++i) {
-    const auto& path = states[i].path;
-    if (std::find(others.begin(), others.end(), path) != others.end()) continue;
-    if (std::rename(path.c_str(), temporary_name(path).c_str()) != 0) file_error(path, "must be removed", errno);
-  }
-  remove_leftovers();
-}
-
-inline void StateDirectory::sweep() const {
-  if (leftovers().empty()) return;
-  const Lock lock(path_);
-  remove_leftovers();
-}
-
-inline std::vector<std::filesystem::path> StateDirectory::leftovers() const {
-  std::vector<std::filesystem::path> paths;
-  for (const auto& name : names_in(path_))
-    if (const auto at = name.find(".tmp-"); at != name.npos && StateName::of(std::string_view(name).substr(0, at)))
-      paths.push_back(path_ / name);
-  return paths;
-}
-
-inline void StateDirectory::remove_leftovers() const {
-  const auto paths = leftovers();
-  if (paths.empty()) return;
-  // Else a power failure could bring back the name of a state that was to be removed, but not all of its files.
-  sync_directory(path_);
-  std::error_code ignored;  // a network file system keeps a file that somebody reads: the next sweep will remove it
-  for (const auto& path : paths) std::filesystem::remove_all(path, ignored);
-}
-
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/io/state_directory.ipp>
+#endif

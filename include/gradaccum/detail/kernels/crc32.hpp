@@ -1,31 +1,48 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/kernels/crc32_kernels.hpp>
-
 #include <cstddef>
 #include <cstdint>
 
 namespace gradaccum::detail {
 
 /// The CRC-32 of zlib (in Python: `zlib.crc32`); `before`: that of the bytes before these.
-inline std::uint32_t crc32(const void* data, std::size_t size, std::uint32_t before = 0) {
-  const auto* const bytes = static_cast<const unsigned char*>(data);
-#if defined(__x86_64__)
-  static const bool can_fold = __builtin_cpu_supports("pclmul") != 0;
-  static const bool can_fold_wide = __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx512f");
-  if (can_fold_wide && size >= 256) return ~crc32_by_wide_folding(~before, bytes, size);
-  if (can_fold && size >= 64) return ~crc32_by_folding(~before, bytes, size);
-#endif
-  return ~crc32_by_tables(~before, bytes, size);
-}
+std::uint32_t crc32(const void* data, std::size_t size, std::uint32_t before = 0);
 
 /// The CRC-32 of bytes and `size` more, from that of each.
-inline std::uint32_t crc32_of_both(std::uint32_t first, std::uint32_t second, std::uint64_t size) {
-  std::uint32_t distance = 0x80000000, power = 0x00800000;  // 1, and x^8: a byte
-  for (; size > 0; size >>= 1, power = crc32_product(power, power))
-    if (size & 1) distance = crc32_product(distance, power);
-  return crc32_product(distance, first) ^ second;
+std::uint32_t crc32_of_both(std::uint32_t first, std::uint32_t second, std::uint64_t size);
+
+/// The remainder after `size` more bytes; eight a step, on any processor.
+std::uint32_t crc32_by_tables(std::uint32_t crc, const unsigned char* data, std::size_t size);
+
+/// The polynomial of CRC-32, its highest power in the lowest bit, as all bits of the checksum are.
+inline constexpr std::uint32_t crc32_polynomial = 0xedb88320;
+
+/// x times a remainder, modulo the polynomial.
+constexpr std::uint32_t crc32_times_x(std::uint32_t crc) {
+  return (crc >> 1) ^ ((crc & 1) != 0 ? crc32_polynomial : 0);
 }
 
+#if defined(__x86_64__)
+/// x^n modulo the polynomial, as a factor of a 64-bit half: a product of two halves has 127 bits, and so begins a bit
+/// too early, which the shift mends.
+constexpr long long crc32_factor(int n) {
+  std::uint32_t power = 0x80000000;  // x^0
+  for (int i = 0; i < n; ++i) power = crc32_times_x(power);
+  return static_cast<long long>(power) << 1;
+}
+
+/// The same by multiplication without carries (pclmul), 64 bytes a step. At least 64 bytes.
+__attribute__((target("pclmul"))) std::uint32_t crc32_by_folding(std::uint32_t crc, const unsigned char* data,
+                                                                 std::size_t size);
+/// The same with vectors of 64 bytes, 256 a step. At least 256 bytes.
+__attribute__((target("vpclmulqdq,avx512f,pclmul"))) std::uint32_t crc32_by_wide_folding(std::uint32_t crc,
+                                                                                         const unsigned char* data,
+                                                                                         std::size_t size);
+#endif
+
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/kernels/crc32.ipp>
+#endif

@@ -1,20 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <ATen/Context.h>
-#include <ATen/MemoryOverlap.h>
-#include <ATen/OpMathType.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/empty_strided.h>
-#include <ATen/ops/isnan.h>
-#include <ATen/ops/random.h>
-#include <ATen/ops/view_as_real.h>
-#include <ATen/ops/where.h>
-#include <ATen/ops/zero.h>
-#include <c10/core/InferenceMode.h>
-#include <c10/util/Exception.h>
 
 #include <cstdint>
 #include <optional>
@@ -24,94 +11,38 @@ namespace gradaccum::detail {
 /// Tensors as kernels want them, which see numbers one after another and know no strides.
 
 /// The elements of both lie in the same order in memory.
-inline bool same_order(const at::Tensor& a, const at::Tensor& b) {
-  for (std::int64_t i = 0; i < a.dim(); ++i)
-    if (a.size(i) != 1 && a.stride(i) != b.stride(i)) return false;
-  return true;
-}
+bool same_order(const at::Tensor& a, const at::Tensor& b);
 
 /// All is said by the memory itself: no gaps, no lazy zeros, negations or conjugates.
-inline bool is_plain(const at::Tensor& t) {
-  return t.is_non_overlapping_and_dense() && !t._is_zerotensor() && !t.is_neg() && !t.is_conj();
-}
+bool is_plain(const at::Tensor& t);
 
 /// `t` with its elements in the order of `like`, which is plain; a copy where need be.
-inline at::Tensor in_order_of(const at::Tensor& like, const at::Tensor& t, at::ScalarType dtype) {
-  if (t.scalar_type() == dtype && is_plain(t) && same_order(like, t)) return t;
-  return at::empty_strided(like.sizes(), like.strides(), t.options().dtype(dtype)).copy_(t);
-}
+at::Tensor in_order_of(const at::Tensor& like, const at::Tensor& t, at::ScalarType dtype);
 
 /// `t`, or a copy of it, with the rows one after another.
-inline at::Tensor row_major(const at::Tensor& t, at::ScalarType dtype) {
-  if (t.scalar_type() == dtype && is_plain(t) && t.is_contiguous()) return t;
-  return at::empty(t.sizes(), t.options().dtype(dtype)).copy_(t);
-}
+at::Tensor row_major(const at::Tensor& t, at::ScalarType dtype);
 
 /// The type that optimizers compute with and keep their state in: float32 for 16-bit parameters.
-inline at::ScalarType state_type(const at::Tensor& parameter) { return at::toOpMathType(parameter.scalar_type()); }
+at::ScalarType state_type(const at::Tensor& parameter);
 
 /// A state tensor of `parameter`, in the order of its elements; made of zeros if there is none. What was loaded is
 /// checked.
-inline at::Tensor settled(const at::Tensor& state, const at::Tensor& parameter, const char* name) {
-  const auto like = is_plain(parameter) ? parameter : at::empty_like(parameter, parameter.options().device(at::kMeta));
-  if (!state.defined()) {
-    const auto options = parameter.options().dtype(state_type(parameter));
-    return at::empty_strided(like.sizes(), like.strides(), options).zero_();
-  }
-  TORCH_CHECK(state.layout() == at::kStrided && state.sizes() == parameter.sizes() &&
-                  state.device() == parameter.device() && state.is_complex() == parameter.is_complex(),
-              "optimizer state: ", name, " must have the shape and device of its parameter, ", parameter.sizes(),
-              " on ", parameter.device(), ", got ", state.sizes(), " on ", state.device(), " (", state.scalar_type(),
-              "); the state was loaded for another model");
-  return in_order_of(like, state, state_type(parameter));
-}
+at::Tensor settled(const at::Tensor& state, const at::Tensor& parameter, const char* name);
 
 /// What kernels, which see neither shapes nor devices, take for granted. Before the first of them writes anything.
-inline void check_can_be_stepped(const char* optimizer, const at::Tensor& parameter, const at::Tensor& gradient) {
-  TORCH_CHECK(gradient.sizes() == parameter.sizes() && gradient.device() == parameter.device(), optimizer,
-              ": a gradient must have the shape and device of its parameter, ", parameter.sizes(), " on ",
-              parameter.device(), ", got ", gradient.sizes(), " on ", gradient.device());
-  TORCH_CHECK(parameter.layout() == at::kStrided && (gradient.layout() == at::kStrided || gradient.is_sparse()),
-              optimizer, ": a parameter must be dense, and its gradient dense or sparse COO, got layouts ",
-              parameter.layout(), " and ", gradient.layout());
-  const auto number = at::toRealValueType(parameter.scalar_type());
-  TORCH_CHECK(number == at::kDouble || number == at::kFloat || number == at::kHalf || number == at::kBFloat16,
-              optimizer, ": a parameter must be floating or complex, of 16 bits or more, got ",
-              parameter.scalar_type());
-  TORCH_CHECK(!parameter._is_zerotensor() && (!parameter.is_inference() || c10::InferenceMode::is_enabled()), optimizer,
-              ": a parameter must be a tensor that can be written to, got an inference tensor or a lazy zero");
-  if (!is_plain(parameter)) at::assert_no_internal_overlap(parameter);  // expanded: one number in several places
-}
-
+void check_can_be_stepped(const char* optimizer, const at::Tensor& parameter, const at::Tensor& gradient);
 /// The same for optimizers whose state moves on for every element.
-inline void check_can_be_stepped_densely(const char* optimizer, const at::Tensor& parameter,
-                                         const at::Tensor& gradient) {
-  TORCH_CHECK(!gradient.is_sparse(), optimizer,
-              ": a gradient must be dense, got a sparse one for a parameter of shape ", parameter.sizes(),
-              "; use SGD, or an embedding without sparse(true)");
-  check_can_be_stepped(optimizer, parameter, gradient);
-}
+void check_can_be_stepped_densely(const char* optimizer, const at::Tensor& parameter, const at::Tensor& gradient);
 
 /// Real numbers that share the memory.
-inline at::Tensor as_real(const at::Tensor& t) { return t.is_complex() ? at::view_as_real(t) : t; }
+at::Tensor as_real(const at::Tensor& t);
 
 /// Float32 numbers that bfloat16 has, of those on either side at random.
-inline at::Tensor stochastically_rounded(const at::Tensor& numbers, std::uint64_t key) {
-  auto generator = at::globalContext().defaultGenerator(numbers.device()).clone();
-  generator.set_current_seed(key);
-  const auto bits = numbers.view(at::kInt);
-  const auto carried = bits.add(at::empty_like(bits).random_(0, 1 << 16, generator)).bitwise_and_(-(1 << 16));
-  return at::where(numbers.isnan(), numbers, carried.view(at::kFloat));
-}
+at::Tensor stochastically_rounded(const at::Tensor& numbers, std::uint64_t key);
 
 /// Ends the step of a parameter in `stepped`, which may be the parameter itself. Autograd has to know that it has
 /// changed: it may be saved for a backward pass.
-inline void write_back(const at::Tensor& parameter, const at::Tensor& stepped) {
-  if (!stepped.is_same(parameter))
-    parameter.copy_(stepped);
-  else if (!parameter.is_inference())
-    parameter.unsafeGetTensorImpl()->bump_version();
-}
+void write_back(const at::Tensor& parameter, const at::Tensor& stepped);
 
 /// A parameter in the memory in which it is stepped: its own, or a copy that is written back at the end; and its
 /// gradient, the elements in the same order.
@@ -119,23 +50,12 @@ class DenseOperands {
  public:
   /// `rounding_key`: of a parameter in another dtype, which is rounded stochastically when it is written back.
   DenseOperands(const at::Tensor& parameter, const at::Tensor& gradient, at::ScalarType dtype,
-                std::optional<std::uint64_t> rounding_key = {})
-      : owner_(parameter), parameter_(parameter), rounding_key_(rounding_key) {
-    if (!is_plain(parameter) || parameter.scalar_type() != dtype)
-      parameter_ = at::empty_like(parameter, parameter.options().dtype(dtype)).copy_(parameter);
-    const bool same = gradient.scalar_type() == dtype;  // else float32: sums of 16-bit gradients may be
-    gradient_ = in_order_of(parameter_, gradient, same ? dtype : state_type(parameter_));
-    copied_ =
-        (parameter_.is_same(parameter) ? 0 : parameter.numel()) + (gradient_.is_same(gradient) ? 0 : gradient.numel());
-  }
+                std::optional<std::uint64_t> rounding_key = {});
 
   at::Tensor parameter() const { return as_real(parameter_); }
   at::Tensor gradient() const { return as_real(gradient_); }
   std::int64_t copied() const { return copied_; }  ///< elements
-
-  void write_back() const {
-    detail::write_back(owner_, rounding_key_ ? stochastically_rounded(parameter_, *rounding_key_) : parameter_);
-  }
+  void write_back() const;
 
  private:
   at::Tensor owner_, parameter_, gradient_;
@@ -144,6 +64,10 @@ class DenseOperands {
 };
 
 /// Copies are made for some parameters at a time, where there are to be any: elements that they may have together.
-constexpr std::int64_t most_copied = 1 << 22;
+inline constexpr std::int64_t most_copied = 1 << 22;
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/kernels/dense.ipp>
+#endif

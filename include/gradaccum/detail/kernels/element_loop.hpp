@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <ATen/TensorIterator.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
+#include <c10/util/FunctionRef.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -12,26 +10,8 @@
 
 namespace gradaccum::detail {
 
-/// Runs `body(i)` for i in [0, count) on LibTorch's own threads. at::parallel_for would be serial in every program that
-/// is compiled without -fopenmp; the loop of an iterator over one byte a task is not.
-template <class Body>
-void parallel_for(std::int64_t count, const Body& body) {
-  const auto tasks = at::empty({count}, at::TensorOptions(at::kByte));
-  const auto* const first = static_cast<const char*>(tasks.const_data_ptr());
-  auto iterator = at::TensorIteratorConfig()
-                      .check_all_same_dtype(false)
-                      .declare_static_dtype_and_device(at::kByte, at::kCPU)
-                      .resize_outputs(false)
-                      .declare_static_shape(tasks.sizes())
-                      .add_output(tasks)
-                      .build();
-  iterator.for_each(
-      [&](char** data, const std::int64_t* strides, std::int64_t inner, std::int64_t outer) {
-        for (std::int64_t j = 0; j < outer; ++j)
-          for (std::int64_t i = 0; i < inner; ++i) body(data[0] + j * strides[1] + i * strides[0] - first);
-      },
-      /*grain_size=*/1);
-}
+/// Runs `body(i)` for i in [0, count) on LibTorch's own threads.
+void parallel_for(std::int64_t count, c10::function_ref<void(std::int64_t)> body);
 
 /// One parallel loop over the elements of many arrays, small ones and large ones alike: their elements are counted
 /// through, and cut into slices of equal size. The slices do not depend on the number of threads.
@@ -81,3 +61,7 @@ class ElementLoop {
 };
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/kernels/element_loop.ipp>
+#endif

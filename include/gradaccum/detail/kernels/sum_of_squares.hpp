@@ -1,38 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/kernels/element_loop.hpp>
-#include <gradaccum/detail/kernels/kernels.hpp>
-
 #include <ATen/core/Tensor.h>
 
-#include <cstddef>
 #include <vector>
 
 namespace gradaccum::detail {
 
-inline bool can_be_summed_here(const at::Tensor& tensor) {
-  const auto dtype = tensor.scalar_type();
-  return tensor.device().is_cpu() && tensor.is_non_overlapping_and_dense() && !tensor._is_zerotensor() &&
-         (dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16);
-}
+bool can_be_summed_here(const at::Tensor& tensor);
 
 /// The sum of squares of each tensor (for which `can_be_summed_here`), in one parallel loop over the elements of all of
 /// them, in whatever order they lie. The bits do not depend on the number of threads.
-inline std::vector<double> sums_of_squares(const std::vector<at::Tensor>& tensors) {
-  ElementLoop loop;
-  for (auto& tensor : tensors) loop.add(tensor.numel());
-  // A slice that goes on has one part more, an array that goes on has one part more: so every part has a place.
-  std::vector<double> parts(tensors.size() + loop.slices()), sums(tensors.size());
-  std::vector<std::size_t> owners(parts.size());
-  loop.run([&](std::size_t array, std::int64_t from, std::int64_t count, std::int64_t slice) {
-    const auto& tensor = tensors[array];
-    const auto* const begin = static_cast<const char*>(tensor.const_data_ptr()) + from * tensor.element_size();
-    parts[array + slice] = sum_of_squares_of(tensor.scalar_type())(begin, count);
-    owners[array + slice] = array;
-  });
-  for (std::size_t i = 0; i < parts.size(); ++i) sums[owners[i]] += parts[i];
-  return sums;
-}
+std::vector<double> sums_of_squares(const std::vector<at::Tensor>& tensors);
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/kernels/sum_of_squares.ipp>
+#endif

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/memory/block_table.hpp>
+#include <gradaccum/detail/build/inline.hpp>
 
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 
-#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -15,6 +15,30 @@
 
 namespace gradaccum::detail {
 
+/// The sizes of blocks of memory, by address: a hash table with open addressing, for a look-up at every allocation.
+/// (`std::unordered_map` allocates a node for each; that made an allocation dearer by half.)
+class BlockTable {
+ public:
+  /// Notes a block's size, > 0; 0 forgets the block. Gives what was noted of it before, or 0.
+  std::int64_t exchange(const void* block, std::int64_t bytes);
+
+ private:
+  struct Slot {
+    const void* block = nullptr;
+    std::int64_t bytes = 0;
+  };
+
+  std::size_t home(const void* block) const;
+  std::size_t next(std::size_t slot) const { return (slot + 1) & (slots_.size() - 1); }
+  std::size_t find(const void* block) const;
+  void erase(std::size_t gap);
+  void grow();
+
+  int shift_ = 64 - 10;
+  std::vector<Slot> slots_ = std::vector<Slot>(1 << 10);
+  std::size_t count_ = 0;
+};
+
 /// Receives each allocation that LibTorch reports, from any thread, and passes it on to the ledger around it.
 ///
 /// It knows its blocks by address: LibTorch reports frees of older blocks too, on the CPU sometimes with a stale size.
@@ -22,47 +46,27 @@ class MemoryLedger : public c10::MemoryReportingInfoBase, public std::enable_sha
  public:
   struct Account {
     std::int64_t live = 0, peak = 0;
-    void add(std::int64_t bytes) { peak = std::max(peak, live += bytes); }
+    void add(std::int64_t bytes);
   };
 
   explicit MemoryLedger(std::shared_ptr<MemoryLedger> surrounding) : surrounding_(std::move(surrounding)) {}
 
-  void reportMemoryUsage(void* block, std::int64_t bytes, std::size_t allocated, std::size_t reserved,
-                         c10::Device device) override {
-    if (surrounding_) surrounding_->reportMemoryUsage(block, bytes, allocated, reserved, device);
-    const std::lock_guard lock(mutex_);
-    // What was noted of a block that is given out is of one that was freed unseen.
-    add(device, -held_.exchange(block, std::max<std::int64_t>(bytes, 0)));
-    if (bytes > 0) add(device, bytes);
-  }
+  /// A ledger can start on this thread: no profiler of LibTorch's, which uses the same slot, is at work there.
+  static bool possible();
+  /// The one that receives this thread's allocations, if any does. `impossible`: the error where none can.
+  static std::shared_ptr<MemoryLedger> innermost(const char* impossible);
+
+  GRADACCUM_INLINE void reportMemoryUsage(void* block, std::int64_t bytes, std::size_t allocated, std::size_t reserved,
+                                          c10::Device device) override;
   bool memoryProfilingEnabled() const override { return true; }
 
-  Account total() const {
-    const std::lock_guard lock(mutex_);
-    return total_;
-  }
-  Account of(c10::Device device) const {
-    const std::lock_guard lock(mutex_);
-    for (auto& [known, account] : by_device_)
-      if (known == device) return account;
-    return {};
-  }
-  void reset_peak() {
-    const std::lock_guard lock(mutex_);
-    total_.peak = total_.live;
-    for (auto& [device, account] : by_device_) account.peak = account.live;
-  }
+  Account total() const;
+  Account of(c10::Device device) const;
+  void reset_peak();
 
  private:
-  void add(c10::Device device, std::int64_t bytes) {
-    total_.add(bytes);
-    account_of(device).add(bytes);
-  }
-  Account& account_of(c10::Device device) {
-    for (auto& [known, account] : by_device_)
-      if (known == device) return account;
-    return by_device_.emplace_back(device, Account()).second;
-  }
+  void add(c10::Device device, std::int64_t bytes);
+  Account& account_of(c10::Device device);
 
   std::shared_ptr<MemoryLedger> surrounding_;
   mutable std::mutex mutex_;
@@ -72,3 +76,7 @@ class MemoryLedger : public c10::MemoryReportingInfoBase, public std::enable_sha
 };
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/memory/memory_ledger.ipp>
+#endif

@@ -1,30 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Device.h>
-#include <c10/util/Exception.h>
-
-#include <unistd.h>
 
 #include <cstdint>
-#include <fstream>
 #include <optional>
 
 namespace gradaccum::detail {
 
 /// Bytes in use now: on a GPU by all processes, as its driver tells; on the CPU by this one, as Linux tells. None where
 /// nobody does.
-inline std::optional<std::int64_t> occupied_memory(c10::Device device) try {
-  if (!device.is_cpu()) {
-    const auto [free, total] = c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index());
-    return static_cast<std::int64_t>(total - free);
-  }
-  std::int64_t virtual_pages = 0, resident_pages = 0;
-  if (!(std::ifstream("/proc/self/statm") >> virtual_pages >> resident_pages)) return std::nullopt;
-  return resident_pages * sysconf(_SC_PAGESIZE);
-} catch (const c10::Error&) {  // LibTorch's allocators tell only of some devices
-  return std::nullopt;
-}
+std::optional<std::int64_t> occupied_memory(c10::Device device);
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/memory/occupied_memory.ipp>
+#endif

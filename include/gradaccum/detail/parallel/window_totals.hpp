@@ -1,11 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/tensor.h>
-
-#include <algorithm>
-#include <cstddef>
 #include <vector>
 
 namespace gradaccum::detail {
@@ -19,16 +14,6 @@ struct WindowTotals {
   double stop = 0;           ///< wants to end the training
   double signal = 0;         ///< has got SIGTERM, or the like
   std::vector<double> used;  ///< by parameter: has a gradient
-
-  at::Tensor to_tensor() const {
-    std::vector<double> all{weight, active, samples, micro_batches, loss, stop, signal};
-    all.insert(all.end(), used.begin(), used.end());
-    return at::tensor(all, at::kDouble);
-  }
-  static WindowTotals from_tensor(const at::Tensor& tensor) {
-    const auto* const all = tensor.const_data_ptr<double>();
-    return {all[0], all[1], all[2], all[3], all[4], all[5], all[6], std::vector<double>(all + 7, all + tensor.numel())};
-  }
 };
 
 }  // namespace gradaccum::detail

@@ -2,20 +2,16 @@
 #pragma once
 
 #include <gradaccum/concepts.hpp>
-#include <gradaccum/detail/types/type_name.hpp>
-#include <gradaccum/detail/window/optimizer_facade.hpp>
-#include <gradaccum/detail/window/window_gradients.hpp>
+#include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/gradients.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
 #include <concepts>
-#include <cstddef>
 #include <functional>
-#include <memory>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 namespace torch::optim {
@@ -42,56 +38,80 @@ struct ScaledWindow {
   Verdict verdict();
 };
 
-/// It has one if somebody was about to step with it, the scaler or an accumulator's `flush()`; or if it was unscaled,
-/// whatever has become of it since.
-inline Verdict ScaledWindow::verdict() {
-  const auto overflowed = [](bool yes) { return yes ? Verdict::overflow : Verdict::clean; };
-  if (!gradients) return Verdict::none;
-  if (closed() && gradients->judged()) return overflowed(gradients->overflowed());
-  if (stage == Stage::unscaled) return overflowed(gradients->found_inf().item<float>() != 0);
-  return Verdict::none;
-}
+/// A window of a single batch: of an optimizer that is no accumulator.
+ScaledWindow window_of_one_batch(const std::vector<at::Tensor>& parameters);
 
-/// The window that an accumulator has open; of any other optimizer, one of a single batch.
-template <class Optimizer>
-ScaledWindow scaled_window(Optimizer& optimizer) {
-  if constexpr (accumulating<Optimizer>) {
-    return {.gradients = optimizer.gradients(), .end = [&optimizer] { optimizer.discard(); }, .of_accumulator = true};
-  } else {
-    auto gradients = std::make_shared<WindowGradients>(parameters_of(optimizer));
-    return {.gradients = Gradients(gradients), .end = [gradients] { gradients->close(); }};
+/// An optimizer of whatever class, as a loss scaler sees it: an accumulator, which has a window open, or any other.
+class Scalable {
+ public:
+  virtual ~Scalable() = default;
+  virtual const void* address() const = 0;  ///< the same through a reference to any of its base classes
+  virtual std::vector<at::Tensor> parameters() const = 0;
+  virtual bool accumulates() const = 0;
+  virtual bool ready() const = 0;           ///< an accumulator's window is full with the next step
+  virtual ScaledWindow window() const = 0;  ///< that it has open
+  virtual bool step() const = 0;            ///< without a scale
+
+  virtual bool step(const Gradients& of_one_batch) const = 0;
+};
+
+template <class O>
+class ScalableOf final : public Scalable {
+ public:
+  explicit ScalableOf(O& optimizer) : optimizer_(optimizer) {}
+
+  const void* address() const override {
+    if constexpr (std::is_polymorphic_v<O>)
+      return dynamic_cast<const void*>(&optimizer_);
+    else
+      return &optimizer_;
   }
-}
+  std::vector<at::Tensor> parameters() const override { return parameters_of(optimizer_); }
+  bool accumulates() const override { return accumulating<O>; }
+  bool ready() const override {
+    if constexpr (accumulating<O>) return optimizer_.ready();
+    return true;
+  }
+  ScaledWindow window() const override {
+    if constexpr (accumulating<O>)
+      return {.gradients = optimizer_.gradients(), .end = [&o = optimizer_] { o.discard(); }, .of_accumulator = true};
+    else
+      return window_of_one_batch(parameters());
+  }
+  bool step() const override {
+    if constexpr (accumulating<O>)
+      return optimizer_.step();
+    else
+      return step(Gradients(parameters()));
+  }
+  bool step(const Gradients& of_one_batch) const override {
+    OptimizerOf<O> plain(optimizer_);
+    return take_step(plain, of_one_batch);
+  }
+
+ private:
+  O& optimizer_;
+};
 
 /// What a reference can hide, and a type would have told the compiler.
-inline void check_nothing_hides_behind(const torch::optim::Optimizer& optimizer) {
-  TORCH_CHECK(!dynamic_cast<const OptimizerFacade*>(&optimizer),
-              "AmpScaler: an accumulator must not hide behind a torch::optim::Optimizer&, which knows nothing of its "
-              "window; pass the accumulator itself");
-  TORCH_CHECK(type_name(optimizer.defaults()) != "LBFGSOptions",  // finds classes derived from it, too
-              "AmpScaler: must not be given LBFGS, which calls its closure several times a step, each with gradients "
-              "of its own; use SGD, Adam, AdamW, RMSprop, Adagrad or one of your own");
-}
+void check_nothing_hides_behind(const torch::optim::Optimizer& optimizer);
 
 template <class Optimizer>
-void check_can_be_scaled(const Optimizer& optimizer) {
+ScalableOf<Optimizer> scalable(Optimizer& optimizer) {
   static_assert(!std::derived_from<Optimizer, torch::optim::LBFGS>,
                 "AmpScaler: LBFGS calls its closure several times a step, each with gradients of its own; use SGD, "
                 "Adam, AdamW, RMSprop, Adagrad or one of your own");
   static_assert(gradaccum::optimizer<Optimizer> || std::derived_from<Optimizer, torch::optim::LBFGS>,
                 "AmpScaler: an optimizer has step(), zero_grad() and param_groups()");
   if constexpr (std::derived_from<Optimizer, torch::optim::Optimizer>) check_nothing_hides_behind(optimizer);
+  return ScalableOf<Optimizer>(optimizer);
 }
 
 /// The update itself would round away what the loss scale has saved.
-inline void check_none_is_half(const std::vector<at::Tensor>& parameters) {
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const auto& gradient = parameters[i].grad();
-    const auto dtype = gradient.defined() ? gradient.scalar_type() : parameters[i].scalar_type();
-    TORCH_CHECK(!parameters[i].requires_grad() || at::toRealValueType(dtype) != at::kHalf,
-                "AmpScaler: parameters and gradients must not be float16, got parameter ", i, " (shape ",
-                parameters[i].sizes(), "); keep parameters in float32 and run forward inside an Autocast");
-  }
-}
+void check_none_is_half(const std::vector<at::Tensor>& parameters);
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/scaling/scaled_window.ipp>
+#endif

@@ -3,72 +3,28 @@
 
 #include <gradaccum/archive.hpp>
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Context.h>
 #include <ATen/core/Generator.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/equal.h>
-#include <c10/core/Device.h>
-#include <c10/util/Exception.h>
 
 #include <map>
-#include <mutex>
 #include <string>
 
 namespace gradaccum::detail {
 
 /// The default generators of the CPU and of the CUDA devices in use, by the names of the devices. Asking for that of a
 /// device that nobody has used yet would start the device.
-inline std::map<std::string, at::Generator> default_generators() {
-  std::map<std::string, at::Generator> all{{"cpu", at::detail::getDefaultCPUGenerator()}};
-  if (!at::globalContext().hasCUDA()) return all;
-  auto& cuda = at::detail::getCUDAHooks();
-  for (c10::DeviceIndex index = 0; index < cuda.getNumGPUs(); ++index) {
-    const at::Device device(at::kCUDA, index);
-    if (cuda.hasPrimaryContext(index)) all.emplace(device.str(), at::globalContext().defaultGenerator(device));
-  }
-  return all;
-}
+std::map<std::string, at::Generator> default_generators();
 
-inline Archive::Tensors states_of_generators() {
-  Archive::Tensors states;
-  for (auto& [name, generator] : default_generators()) {
-    const std::lock_guard lock(generator.mutex());
-    states.emplace(name, generator.get_state());
-  }
-  return states;
-}
+Archive::Tensors states_of_generators();
 
 /// A generator that is not there is an error before anything has changed; so is a state that none of its kind has.
-inline void check_generators(const Archive::Tensors& states, bool changes_allowed) {
-  auto generators = default_generators();
-  TORCH_CHECK(changes_allowed || states.contains("cpu"), "RandomState: the state must have the CPU's generator");
-  for (auto& [name, state] : states) {
-    const auto known = generators.find(name);
-    TORCH_CHECK(changes_allowed || known != generators.end(), "RandomState: the state has the generator of ", name,
-                ", which this program does not use; move the model there first");
-    if (known == generators.end()) continue;
-    const std::lock_guard lock(known->second.mutex());
-    auto probe = known->second.clone();
-    probe.set_state(state.clone());
-  }
-}
+void check_generators(const Archive::Tensors& states, bool changes_allowed);
 
-inline void set_generators(const Archive::Tensors& states) {
-  for (auto& [name, generator] : default_generators()) {
-    const auto state = states.find(name);
-    if (state == states.end()) continue;
-    const std::lock_guard lock(generator.mutex());
-    generator.set_state(state->second.clone());
-  }
-}
+void set_generators(const Archive::Tensors& states);
 
-inline void archive_generators(Archive& archive) {
-  auto states = archive.loading() ? Archive::Tensors() : states_of_generators();
-  archive.tensors(states);
-  if (!archive.loading()) return;
-  check_generators(states, archive.changes_allowed());
-  archive.when_all_fit([states] { set_generators(states); });
-}
+void archive_generators(Archive& archive);
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/state/generator_states.ipp>
+#endif

@@ -8,11 +8,9 @@
 #include <gradaccum/policy.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
+#include <c10/util/FunctionRef.h>
 #include <c10/util/ScopeExit.h>
 
-#include <cmath>
-#include <csignal>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -29,18 +27,8 @@ class WindowRecord {
   bool closing() const { return closing_; }
   void set_closing(bool closing) { closing_ = closing; }
 
-  void check_none_in_hand() const {
-    TORCH_CHECK(!in_hand_, "Trainer: step() or flush() inside of a micro-batch, in the objective say");
-  }
-  void begin_micro_batch(std::int64_t samples, FitStatus& status) {
-    check_none_in_hand();
-    in_hand_ = true;
-    if (step_.micro_batches++ == 0) step_.epoch = status.epoch;
-    step_.samples += samples;
-    status.samples += samples;
-    ++status.batch;
-  }
-
+  void check_none_in_hand() const;
+  void begin_micro_batch(std::int64_t samples, FitStatus& status);
   void end_micro_batch() { in_hand_ = false; }
 
   /// The window is being closed, and policies hear of it, until what this gives is gone.
@@ -51,12 +39,7 @@ class WindowRecord {
   }
 
   /// Once a window, before anything of it moves.
-  template <class Scale>
-  void prepare(const Scale& scale) {
-    if (std::exchange(prepared_, true)) return;
-    scale();
-    check_losses();
-  }
+  void prepare(c10::function_ref<void()> scale);
 
   /// False if the micro-batch of this loss is to be left out. Its number on the CPU is read at once; on a device only
   /// where that is asked for, else when the window closes.
@@ -70,28 +53,17 @@ class WindowRecord {
   Step finish(const Gradients& gradients, bool moved, std::int64_t updates, double lr);
   /// Between two micro-batches.
   void state(Archive& archive);
-  void restart() {
-    step_ = {};
-    mean_ = {};
-    to_check_.clear();
-    in_hand_ = closing_ = prepared_ = false;
-  }
+  void restart();
 
  private:
   /// Where the micro-batch in hand is: for errors.
   struct Place {
     std::int64_t batch, epoch, update;
-    std::string text() const {
-      return c10::str("batch ", batch, " of epoch ", epoch, " (both counted from 0), in update ", update);
-    }
+    std::string text() const;
   };
   /// Waits for a device only if there are losses on it that have not been read.
   void check_losses() const;
-  [[noreturn]] static void stop(double loss, const Place& place) {
-    TORCH_CHECK(false, "Trainer: the loss must be finite, got ", loss, " for ", place.text(),
-                "; look at that batch and at the learning rate, or leave such batches out: {.on_nan = "
-                "ga::OnNan::skip}");
-  }
+  [[noreturn]] static void stop(double loss, const Place& place);
 
   Step step_;
   bool in_hand_ = false, closing_ = false, prepared_ = false, being_closed_ = false;
@@ -107,85 +79,8 @@ struct Together {
   void take(const WindowTotals& own, const WindowTotals& all) const { record.take_totals(own, all, status); }
 };
 
-inline bool WindowRecord::take(const Loss& loss, FitStatus& status, std::int64_t update) {
-  loss.check();
-  if (loss.items == 0) return true;  // a mean over nothing is often NaN
-  const auto on_nan = status.options.on_nan;
-  const Place place{status.batch - 1, status.epoch, update + 1};
-  if (on_nan == OnNan::ignore || (on_nan == OnNan::stop && !loss.mean.device().is_cpu())) {
-    if (on_nan == OnNan::stop) to_check_.emplace_back(loss.mean.detach(), place);
-    mean_.add(loss.mean, loss.items);
-    step_.items += loss.items;
-    return true;
-  }
-  const auto number = loss.mean.item<double>();
-  if (std::isfinite(number)) {
-    mean_.add(number, loss.items);
-    step_.items += loss.items;
-    return true;
-  }
-  if (on_nan == OnNan::stop) stop(number, place);
-  if (status.nan_batches++ == 0) status.first_nan = place.text();
-  return false;
-}
-
-inline void WindowRecord::check_losses() const {
-  if (to_check_.empty() || std::isfinite(mean_.value().item<double>())) return;
-  for (auto& [loss, place] : to_check_)
-    if (const auto number = loss.item<double>(); !std::isfinite(number)) stop(number, place);
-}
-
-/// Losses on a device are looked at before they are saved.
-inline void WindowRecord::state(Archive& archive) {
-  TORCH_CHECK(!in_hand_ && !being_closed_,
-              "Trainer: must be saved and loaded between micro-batches, got a call from "
-              "within a step, of which some policies do not know yet; use SaveState, or a policy with at_boundary");
-  if (archive.loading()) restart();
-  check_losses();
-  to_check_.clear();
-  archive("epoch", step_.epoch);
-  archive("micro_batches", step_.micro_batches);
-  archive("samples", step_.samples);
-  archive("items", step_.items);
-  archive("loss", mean_);
-}
-
-inline WindowTotals WindowRecord::totals(const FitStatus& status) const {
-  WindowTotals own;
-  own.samples = static_cast<double>(step_.samples);
-  own.micro_batches = static_cast<double>(step_.micro_batches);
-  if (mean_.weight() > 0) own.loss = mean_.value().item<double>() * mean_.weight();
-  own.stop = status.wants_stop ? 1 : 0;
-  own.signal = status.wants_signal != 0 ? 1 : 0;
-  return own;
-}
-
-inline void WindowRecord::take_totals(const WindowTotals& own, const WindowTotals& all, FitStatus& status) {
-  if (all.stop > 0) status.stopped = true;
-  if (all.signal > 0) status.signal = status.wants_signal != 0 ? status.wants_signal : SIGTERM;
-  if (all.active == 0) {  // an epoch is over on all ranks, and no window closes
-    status.trained = status.trained || all.weight > 0;
-    return;
-  }
-  if (own.micro_batches == 0) step_.epoch = status.epoch;
-  step_.samples = static_cast<std::int64_t>(all.samples);
-  step_.micro_batches = static_cast<std::int64_t>(all.micro_batches);
-  status.samples += static_cast<std::int64_t>(all.samples - own.samples);
-  mean_ = {};
-  if (all.weight > 0) mean_.add(all.loss / all.weight, all.weight);
-}
-
-inline Step WindowRecord::finish(const Gradients& gradients, bool moved, std::int64_t updates, double lr) {
-  auto step = step_;
-  step.update = updates;
-  step.moved = moved;
-  step.overflowed = gradients.judged() && Gradients(gradients).overflowed();
-  step.items = gradients.items();
-  step.loss = mean_.value();
-  step.grad_norm = gradients.norm_before_clipping();
-  step.lr = lr;
-  restart();
-  return step;
-}
-
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/trainer/window_record.ipp>
+#endif

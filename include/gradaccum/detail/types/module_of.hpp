@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
 #include <concepts>
@@ -21,16 +20,21 @@ concept points_to_module = !plain_module<M> && requires(M & model) {
 template <class M>
 concept model = plain_module<M> || points_to_module<M>;
 
+void check_points_to_a_module(bool it_does);
+
 /// The module that a user's model is, or points to.
 template <model Model>
 torch::nn::Module& module_of(Model& model) {
   if constexpr (plain_module<Model>) {
     return model;
   } else {
-    if constexpr (requires { model == nullptr; })
-      TORCH_CHECK(!(model == nullptr), "model: the pointer to it must not be null");
+    if constexpr (requires { model == nullptr; }) check_points_to_a_module(!(model == nullptr));
     return *model;
   }
 }
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/types/module_of.ipp>
+#endif

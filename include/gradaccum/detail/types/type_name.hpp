@@ -1,20 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <c10/util/Type.h>
-
 #include <string>
 #include <typeinfo>
 
 namespace gradaccum::detail {
 
-/// The class of an object, behind a reference too, without namespaces: `SGD`.
+/// A class without namespaces: `SGD`.
+std::string name_of_class(const std::type_info& type);
+
+/// The class of an object, behind a reference, too.
 template <class T>
 std::string type_name(const T& object) {
-  const auto name = c10::demangle(typeid(object).name());
-  const auto end = name.find('<');
-  const auto colon = name.rfind(':', end);
-  return name.substr(colon == std::string::npos ? 0 : colon + 1);
+  return name_of_class(typeid(object));
 }
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/types/type_name.ipp>
+#endif

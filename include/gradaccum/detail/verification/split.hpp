@@ -1,16 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/loss.hpp>
+
 #include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
 
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace gradaccum::detail {
+
+/// A batch and its micro-batches, whatever their types.
+struct SplitBatch {
+  static constexpr std::int64_t whole = -1;
+
+  std::function<std::size_t(std::int64_t steps)> split;  ///< says into how many it has
+  std::function<std::int64_t(std::size_t part)> rows;
+  std::function<Loss(std::int64_t part)> loss;  ///< of a micro-batch, or of the whole batch
+};
 
 template <class T>
 concept is_tensor = std::same_as<std::remove_cvref_t<T>, at::Tensor>;
@@ -46,27 +59,27 @@ constexpr bool is_vector<std::vector<T>> = true;
 template <class B>
 concept has_rows = is_tensor<B> || narrows_itself<B> || is_data_and_target<B> || holds_tensors_only<B> || is_vector<B>;
 
-template <class... Tensors>
-std::int64_t rows_of_all(const at::Tensor& first, const Tensors&... others) {
-  const bool all_have_rows = first.defined() && first.dim() > 0 && ((others.defined() && others.dim() > 0) && ...);
-  TORCH_CHECK(all_have_rows, "verify_accumulation: every tensor of a batch must have a first dimension, its rows");
-  TORCH_CHECK(((others.size(0) == first.size(0)) && ...),
-              "verify_accumulation: the tensors of a batch must have as many rows each");
-  return first.size(0);
+/// Those of a batch that is made of tensors.
+template <has_rows B>
+auto tied_tensors(const B& batch) {
+  if constexpr (is_tensor<B>)
+    return std::tie(batch);
+  else if constexpr (is_data_and_target<B>)
+    return std::tie(batch.data, batch.target);
+  else
+    return std::apply([](auto&... tensors) { return std::tie(tensors...); }, batch);
 }
+
+std::int64_t rows_of_all(const std::vector<at::Tensor>& tensors);
 
 template <has_rows B>
 std::int64_t rows_of(const B& batch) {
   if constexpr (is_vector<B>)
     return static_cast<std::int64_t>(batch.size());
-  else if constexpr (is_tensor<B>)
-    return rows_of_all(batch);
   else if constexpr (narrows_itself<B>)
     return batch.rows();
-  else if constexpr (is_data_and_target<B>)
-    return rows_of_all(batch.data, batch.target);
   else
-    return std::apply([](auto&... tensors) { return rows_of_all(tensors...); }, batch);
+    return std::apply([](auto&... tensors) { return rows_of_all({tensors...}); }, tied_tensors(batch));
 }
 
 /// The rows [from, from + count).
@@ -74,26 +87,21 @@ template <has_rows B>
 B narrowed(const B& batch, std::int64_t from, std::int64_t count) {
   if constexpr (is_vector<B>)
     return B(batch.begin() + from, batch.begin() + from + count);
-  else if constexpr (is_tensor<B>)
-    return batch.narrow(0, from, count);
   else if constexpr (narrows_itself<B>)
     return batch.narrow(from, count);
-  else if constexpr (is_data_and_target<B>)
-    return B{batch.data.narrow(0, from, count), batch.target.narrow(0, from, count)};
   else
-    return std::apply([&](auto&... tensors) { return B{tensors.narrow(0, from, count)...}; }, batch);
+    return std::apply([&](auto&... tensors) { return B{tensors.narrow(0, from, count)...}; }, tied_tensors(batch));
 }
+
+std::vector<std::int64_t> rows_of_parts(std::int64_t rows, std::int64_t steps);
 
 /// Splits rows as evenly as they go: the first parts have one more.
 struct SplitRows {
   template <has_rows B>
   std::vector<B> operator()(const B& batch, std::int64_t steps) const {
-    const auto rows = rows_of(batch);
-    TORCH_CHECK(rows >= steps, "verify_accumulation: the batch must have a row for each of ", steps, " steps, got ",
-                rows);
     std::vector<B> parts;
-    for (std::int64_t i = 0, from = 0; i < steps; ++i) {
-      const auto count = rows / steps + (i < rows % steps);
+    std::int64_t from = 0;
+    for (auto count : rows_of_parts(rows_of(batch), steps)) {
       parts.push_back(narrowed(batch, from, count));
       from += count;
     }
@@ -102,3 +110,7 @@ struct SplitRows {
 };
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/verification/split.ipp>
+#endif

@@ -4,12 +4,11 @@
 #include <gradaccum/archive.hpp>
 
 #include <c10/core/ScalarType.h>
+#include <c10/util/FunctionRef.h>
 
-#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -51,23 +50,18 @@ class Peers {
   virtual void give_up(const std::string& why) = 0;
 };
 
-/// Does the same on all ranks; what fails on one fails on all.
+/// `work`, where it succeeds on all ranks: what fails on one fails on all. Without peers, just `work`.
+void run_on_all(const Peers* peers, c10::function_ref<void()> work);
+
 template <class Work>
 auto on_all(const Peers* peers, const Work& work) -> decltype(work()) {
-  if (!peers) return work();
   std::optional<decltype(work())> result;
-  std::exception_ptr own;
-  std::string text;
-  try {
-    result.emplace(work());
-  } catch (const std::exception& error) {
-    own = std::current_exception();
-    text = error.what();
-  }
-  const auto first = peers->first_error(text);
-  if (own) std::rethrow_exception(own);
-  if (!first.empty()) throw std::runtime_error(first);
+  run_on_all(peers, [&] { result.emplace(work()); });
   return std::move(*result);
 }
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/window/peers.ipp>
+#endif

@@ -1,38 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/window/arrival_scope.hpp>
-#include <gradaccum/detail/window/arriving_gradients.hpp>
-#include <gradaccum/detail/window/window_gradients.hpp>
-
 #include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
+#include <c10/util/FunctionRef.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 
+namespace gradaccum {
+class Gradients;
+}
+
 namespace gradaccum::detail {
+
+class WindowGradients;
+
+/// Takes the step of some of a window's parameters. True if they moved.
+using StepOfSome = std::function<bool(Gradients)>;
 
 inline constexpr const char* stepped_in_part =
     "an exception came when backward had stepped some of the parameters, and not the others; load a saved state, or "
     "discard() the window and go on from here";
 
 /// Runs `backward`, and steps the parameters of `window` on the way. Its factor and its weights are complete.
-template <class Backward>
 void step_in_backward(const std::shared_ptr<WindowGradients>& window, std::optional<at::ScalarType> accumulate_in,
-                      const StepOfSome& step, const Backward& backward) {
-  const auto gradients = std::make_shared<ArrivingGradients>(window, accumulate_in, step);
-  try {
-    const ArrivalScope scope(gradients);
-    backward();
-    gradients->step_waiting();
-  } catch (c10::Error& error) {
-    if (window->stepped()) error.add_context(c10::str("GradAccumulator: ", stepped_in_part));
-    throw;
-  } catch (...) {  // keeps its type
-    if (window->stepped()) TORCH_WARN("GradAccumulator: ", stepped_in_part);
-    throw;
-  }
-}
+                      const StepOfSome& step, c10::function_ref<void()> backward);
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/window/step_in_backward.ipp>
+#endif

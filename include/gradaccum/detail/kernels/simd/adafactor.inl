@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The passes of a step of Adafactor. Included by kernels.hpp for each instruction set.
+// The passes of a step of Adafactor. Included by kernels.ipp for each instruction set.
 //
 // The update is g * scale, with scale = 1 / sqrt(estimate): for a matrix the product of a factor of the row and one of
 // the column, for a vector made of its variance. Row factors, and so the scales, are negative here: `larger` then

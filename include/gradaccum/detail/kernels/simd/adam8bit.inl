@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One step of Adam or AdamW with a state of 8 bits. Included by kernels.hpp for each instruction set.
+// One step of Adam or AdamW with a state of 8 bits. Included by kernels.ipp for each instruction set.
 
 /// The largest magnitude of a block's numbers; not finite where one of them is not.
 class Largest {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Vectors for processors with AVX2, FMA and F16C. Included by kernels.hpp alone. Free functions: g++ would compile
+// Vectors for processors with AVX2, FMA and F16C. Included by kernels.ipp alone. Free functions: g++ would compile
 // friends that are defined in the class for the instruction set of the program around.
 
 struct Floats {

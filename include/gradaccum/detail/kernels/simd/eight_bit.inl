@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Codes of 8 bits for numbers of a DynamicMap. Included by kernels.hpp for each instruction set.
+// Codes of 8 bits for numbers of a DynamicMap. Included by kernels.ipp for each instruction set.
 
 /// Decodes and encodes a vector at a time. The numbers are in [-1, 1] or [0, 1].
 template <bool is_signed>

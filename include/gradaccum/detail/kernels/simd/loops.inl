@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Loops over arrays, a vector at a time. Included by kernels.hpp for each instruction set, like all kernels: written once
+// Loops over arrays, a vector at a time. Included by kernels.ipp for each instruction set, like all kernels: written once
 // for the vectors `Floats` and `Doubles`. No lambdas: g++ compiles them for the instruction set of the program around.
 
 /// Numbers of this type are computed with in these vectors.

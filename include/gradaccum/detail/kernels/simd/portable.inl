@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Vectors for any processor: arrays that a compiler may keep in registers. Included by kernels.hpp alone.
+// Vectors for any processor: arrays that a compiler may keep in registers. Included by kernels.ipp alone.
 
 template <class Number, int lanes>
 struct Lanes {

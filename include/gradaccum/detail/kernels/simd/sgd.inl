@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One step of SGD, in one pass. Included by kernels.hpp for each instruction set.
+// One step of SGD, in one pass. Included by kernels.ipp for each instruction set.
 
 template <class Vector>
 struct SgdVectors {

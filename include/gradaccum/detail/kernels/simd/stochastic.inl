@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Stochastic rounding. Included by kernels.hpp for each instruction set.
+// Stochastic rounding. Included by kernels.ipp for each instruction set.
 
 /// A few numbers of a bfloat16 array, as float32 to compute with; when it ends, written back rounded up or down at
 /// random, each way as often as it is near. The random bits are a hash of `key` and of each number's place.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The sum of the squares of an array. Included by kernels.hpp for each instruction set.
+// The sum of the squares of an array. Included by kernels.ipp for each instruction set.
 
 /// In float64: the squares of finite 16- and 32-bit numbers stay finite, and millions of them lose nothing.
 template <class T>

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# gradaccum::compiled, in place of gradaccum::gradaccum: the definitions of all headers compiled once, so that a program
+# which includes the headers compiles in little more than LibTorch's own time.
+#
+# It is built in the tree of whoever uses it, an installed gradaccum's too: with the LibTorch, the compiler and the flags
+# of that program, which a library from elsewhere could not know. Nothing is built where nobody links with it.
+
+# gradaccum_add_compiled(include): `include` is the folder that has gradaccum/.
+function(gradaccum_add_compiled include)
+  if(TARGET gradaccum_compiled)
+    return()
+  endif()
+  file(GLOB_RECURSE definitions RELATIVE "${include}" CONFIGURE_DEPENDS "${include}/gradaccum/*.ipp")
+  # Some rooms a file: LibTorch's headers take as long as the definitions of three rooms.
+  set(parts
+    "^gradaccum/(detail/(kernels|optimizers)/|optim/|learning_rates)"
+    "^gradaccum/(detail/(checkpoint|data|io|memory|state|types)/|io/|data/|archive|checkpoint|memory|keep|saved)"
+    "^gradaccum/(detail/(trainer|verification)/|policies|verify|trainer|training|state_parts|fit|metrics|progress)"
+    ".") # window, scaling and parallel
+  set(sources "")
+  set(number 0)
+  foreach(part IN LISTS parts)
+    math(EXPR number "${number} + 1")
+    set(text "// The definitions of some rooms of gradaccum.\n#include <gradaccum/detail/build/inline.hpp>\n")
+    foreach(file IN LISTS definitions)
+      if(file MATCHES "${part}")
+        string(APPEND text "#include <${file}>\n")
+        list(REMOVE_ITEM definitions "${file}")
+      endif()
+    endforeach()
+    set(source "${CMAKE_CURRENT_BINARY_DIR}/gradaccum_compiled/${number}.cpp")
+    file(CONFIGURE OUTPUT "${source}" CONTENT "${text}" @ONLY) # rewritten only where it changed
+    list(APPEND sources "${source}")
+  endforeach()
+
+  add_library(gradaccum_compiled STATIC EXCLUDE_FROM_ALL ${sources})
+  add_library(gradaccum::compiled ALIAS gradaccum_compiled)
+  target_compile_definitions(gradaccum_compiled PUBLIC GRADACCUM_COMPILED)
+  target_link_libraries(gradaccum_compiled PUBLIC gradaccum::gradaccum)
+  set_target_properties(gradaccum_compiled PROPERTIES POSITION_INDEPENDENT_CODE ON)
+endfunction()

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/amp_scaler.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+
+#include <ATen/ops/full.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+
+#include <utility>
+
+namespace gradaccum {
+
+GRADACCUM_INLINE AmpScaler::AmpScaler(AmpScalerOptions options)
+    : scale_{.growth_factor = options.growth_factor,
+             .backoff_factor = options.backoff_factor,
+             .min_scale = options.min_scale,
+             .growth_interval = options.growth_interval},
+      enabled_(options.enabled) {
+  scale_.check();
+  scale_.set(options.init_scale, "init_scale");
+}
+
+GRADACCUM_INLINE at::Tensor AmpScaler::scale(const at::Tensor& loss) {
+  TORCH_CHECK(loss.defined(), "AmpScaler: the loss must be defined, got an undefined tensor");
+  return enabled_ ? loss.mul(scale_on(loss.device())) : loss;
+}
+
+GRADACCUM_INLINE std::vector<at::Tensor> AmpScaler::scale(std::vector<at::Tensor> losses) {
+  for (auto& loss : losses) loss = scale(loss);
+  return losses;
+}
+
+GRADACCUM_INLINE Loss AmpScaler::scale(Loss loss) {
+  if (!enabled_) return loss;
+  loss.check();
+  loss.seed.multiply(scale_.value);
+  loss.seed.require_finite();
+  return loss;
+}
+
+GRADACCUM_INLINE void AmpScaler::unscale(Factor& factor) const {
+  if (!enabled_) return;
+  factor.divide(scale_.value);
+  factor.require_finite();
+}
+
+GRADACCUM_INLINE void AmpScaler::unscale_window(const detail::Scalable& optimizer) {
+  if (!enabled_) return;
+  auto& window = windows_.of(optimizer.address());
+  TORCH_CHECK(window.stage != Stage::unscaled,
+              "AmpScaler: unscale_() has already been called on this optimizer since the last update()");
+  TORCH_CHECK(window.stage != Stage::stepped, "AmpScaler: unscale_() after step(); call update() first");
+  TORCH_CHECK(optimizer.ready(),
+              "AmpScaler: unscale_() inside a window would mix unscaled sums with scaled ones to come; put it "
+              "inside `if (optimizer.ready())`, after backward");
+  join(window, optimizer);
+  if (optimizer.accumulates()) optimizer.window();  // takes notice of the backward in hand
+  window.gradients->apply();
+  if (!window.gradients->raw().empty()) window.stage = Stage::unscaled;
+}
+
+GRADACCUM_INLINE bool AmpScaler::step_window(const detail::Scalable& optimizer) {
+  if (!enabled_) return optimizer.step();
+  auto& window = windows_.of(optimizer.address());
+  TORCH_CHECK(window.stage != Stage::stepped,
+              "AmpScaler: step() has already been called on this optimizer since the last update()");
+  join(window, optimizer);
+  if (optimizer.accumulates()) {
+    const bool moved = optimizer.step();
+    if (window.closed()) window.stage = Stage::stepped;
+    return moved;
+  }
+  window.stage = Stage::stepped;  // whatever happens: gradients may be multiplied already
+  const bool moved = optimizer.step(*window.gradients);
+  window.end();
+  return moved;
+}
+
+GRADACCUM_INLINE void AmpScaler::join(detail::ScaledWindow& window, const detail::Scalable& optimizer) {
+  if (!window.closed()) return;  // it has been joined
+  detail::check_none_is_half(optimizer.parameters());
+  auto joined = optimizer.window();
+  unscale(joined.gradients->factor());
+  window = std::move(joined);
+}
+
+GRADACCUM_INLINE void AmpScaler::update(std::optional<double> new_scale) {
+  if (!enabled_) return;
+  using detail::Verdict;
+  const auto verdict = new_scale ? Verdict::none : windows_.verdict();
+  const bool waits = verdict == Verdict::clean && windows_.any_open();
+  auto next = scale_;
+  if (new_scale) next.set(*new_scale, "new_scale");
+  if (verdict == Verdict::overflow) next.back_off();
+  if (verdict == Verdict::clean && !waits) next.count_clean_update();
+  if (next.value != scale_.value) windows_.discard_open();
+  change_to(next);
+  windows_.forget_closed(waits ? verdict : Verdict::none);
+}
+
+GRADACCUM_INLINE std::map<std::string, double> AmpScaler::state_dict() const {
+  return enabled_ ? scale_.state_dict() : std::map<std::string, double>();
+}
+
+GRADACCUM_INLINE void AmpScaler::change_to(const detail::LossScale& next) {
+  if (next.value != scale_.value) on_devices_.clear();
+  scale_ = next;
+}
+
+GRADACCUM_INLINE std::function<void()> AmpScaler::load(const std::map<std::string, double>& state) {
+  if (!enabled_) return [] {};
+  TORCH_CHECK(!windows_.any_open(),
+              "AmpScaler: load_state_dict() needs all windows closed, whose sums have the old scale; call flush() or "
+              "discard() of the accumulators first");
+  auto next = scale_;
+  next.load_state_dict(state);
+  return [this, next] {
+    change_to(next);
+    windows_.forget_closed(detail::Verdict::none);
+  };
+}
+
+GRADACCUM_INLINE void AmpScaler::state(Archive& archive) {
+  auto entries = state_dict();
+  for (auto& [key, value] : entries) archive(key, value);
+  if (archive.loading()) archive.when_all_fit(load(entries));
+}
+
+/// Backward keeps the tensor, so it is never written to: a new scale is a new tensor. By a 0-dim float32 tensor a 0-dim
+/// float16 loss becomes float32; by a number it would not.
+GRADACCUM_INLINE const at::Tensor& AmpScaler::scale_on(at::Device device) {
+  auto& scale = on_devices_[device];
+  if (!scale.defined()) {
+    c10::InferenceMode usable_in_backward(false);
+    scale = at::full({}, scale_.value, at::TensorOptions(at::kFloat).device(device));
+  }
+  return scale;
+}
+
+}  // namespace gradaccum

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/checkpoint/saving_scope.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/engine.h>
+
+namespace gradaccum::detail {
+
+/// LibTorch's engine of autograd, which asks the scopes. An operation asks the engine for each tensor that it saves;
+/// the plain engine has no answer, Python's has Python's hooks.
+class C10_EXPORT HookEngine final : public torch::autograd::Engine {
+ public:
+  ~HookEngine() override { stop(); }  // the base class wants its threads to be gone before
+
+  std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
+    auto* const scope = SavingScope::innermost();
+    return scope ? scope->hooks() : nullptr;
+  }
+
+  static void install(const char* owner) {
+    auto& engine = get_default_engine();
+    if (&engine == &instance()) return;
+    TORCH_CHECK(&engine == &get_base_engine(), owner,
+                ": LibTorch's own engine of autograd must be at work, got another one (Python's, where its torch is "
+                "loaded in this process); use Python's torch.autograd.graph there");
+    torch::autograd::set_default_engine_stub(&HookEngine::instance);
+  }
+
+ private:
+  static torch::autograd::Engine& instance() {
+    static HookEngine engine;
+    return engine;
+  }
+};
+
+GRADACCUM_INLINE SavingScope::SavingScope(const char* owner) : outer_(top()) {
+  HookEngine::install(owner);
+  top() = this;
+}
+
+GRADACCUM_INLINE SavingScope::~SavingScope() {
+  for (auto* scope = &top(); *scope; scope = &(*scope)->outer_)  // as a rule the first
+    if (*scope == this) {
+      *scope = outer_;
+      break;
+    }
+}
+
+GRADACCUM_INLINE SavingScope*& SavingScope::top() {
+  static thread_local SavingScope* scope = nullptr;
+  return scope;
+}
+
+}  // namespace gradaccum::detail

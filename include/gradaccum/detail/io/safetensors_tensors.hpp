@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstddef>
+#include <functional>
+#include <map>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace gradaccum::detail {
+
+/// The dtypes that both safetensors and all supported LibTorch have.
+inline constexpr std::array<std::pair<std::string_view, c10::ScalarType>, 16> safetensors_dtypes{
+    {{"BOOL", c10::kBool},
+     {"U8", c10::kByte},
+     {"I8", c10::kChar},
+     {"U16", c10::kUInt16},
+     {"I16", c10::kShort},
+     {"U32", c10::kUInt32},
+     {"I32", c10::kInt},
+     {"U64", c10::kUInt64},
+     {"I64", c10::kLong},
+     {"F16", c10::kHalf},
+     {"BF16", c10::kBFloat16},
+     {"F32", c10::kFloat},
+     {"F64", c10::kDouble},
+     {"C64", c10::kComplexFloat},
+     {"F8_E4M3", c10::kFloat8_e4m3fn},
+     {"F8_E5M2", c10::kFloat8_e5m2}}};
+
+/// Throws where LibTorch has none. `path` and `name`: whose dtype it is.
+c10::ScalarType dtype_in_file(const std::string& path, const std::string& name, std::string_view dtype);
+
+/// Throws where one is neither 0 nor 1: other values of a C++ bool are undefined behaviour.
+void check_flags(const std::string& path, const std::string& name, c10::ScalarType type,
+                 std::span<const std::byte> bytes);
+
+/// Writes a safetensors file, some bytes after others. What is contiguous in the memory of the CPU is written from
+/// there; other tensors are copied, one at a time.
+void write_safetensors(const std::function<void(const void* data, std::size_t size)>& write,
+                       const std::map<std::string, at::Tensor>& tensors,
+                       const std::map<std::string, std::string>& metadata);
+
+}  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/io/safetensors_tensors.ipp>
+#endif

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/io/safetensors_tensors.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/io/json.hpp>
+#include <gradaccum/detail/io/safetensors_header.hpp>
+
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <bit>
+#include <vector>
+
+namespace gradaccum::detail {
+
+static_assert(std::endian::native == std::endian::little, "safetensors: a file's numbers are read as they are");
+
+GRADACCUM_INLINE c10::ScalarType dtype_in_file(const std::string& path, const std::string& name,
+                                               std::string_view dtype) {
+  const auto* const found = std::ranges::find(safetensors_dtypes, dtype, [](auto& known) { return known.first; });
+  TORCH_CHECK(found != safetensors_dtypes.end(), path, ": the tensor ", in_quotes(name),
+              " must have a dtype of LibTorch, got ", dtype);
+  return found->second;
+}
+
+GRADACCUM_INLINE void check_flags(const std::string& path, const std::string& name, c10::ScalarType type,
+                                  std::span<const std::byte> bytes) {
+  TORCH_CHECK(type != c10::kBool || std::ranges::all_of(bytes, [](std::byte byte) { return byte <= std::byte{1}; }),
+              path, ": the tensor ", in_quotes(name), " must have flags of 0 and 1 only");
+}
+
+/// What the header says about a tensor; throws where a file cannot have it.
+GRADACCUM_INLINE SafetensorsEntry safetensors_entry(const std::string& name, const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.defined(), "safetensors: the tensor ", in_quotes(name), " must be defined");
+  TORCH_CHECK(tensor.layout() == at::kStrided && tensor.unsafeGetTensorImpl()->has_storage() && !tensor.is_meta() &&
+                  !tensor.is_nested(),
+              "safetensors: the tensor ", in_quotes(name), " must be dense and have its numbers in memory, got ",
+              tensor.toString());
+  const auto* const found =
+      std::ranges::find(safetensors_dtypes, tensor.scalar_type(), [](auto& known) { return known.second; });
+  TORCH_CHECK(found != safetensors_dtypes.end(), "safetensors: the tensor ", in_quotes(name),
+              " must have a dtype that safetensors has, got ", tensor.scalar_type());
+  return {.dtype = std::string(found->first), .shape = tensor.sizes().vec(), .begin = 0, .end = tensor.nbytes()};
+}
+
+GRADACCUM_INLINE void write_safetensors(const std::function<void(const void*, std::size_t)>& write,
+                                        const std::map<std::string, at::Tensor>& tensors,
+                                        const std::map<std::string, std::string>& metadata) {
+  std::vector<NamedSafetensorsEntry> entries;
+  for (auto& [name, tensor] : tensors) entries.emplace_back(name, safetensors_entry(name, tensor));
+  const auto head = lay_out_safetensors(entries, metadata, "safetensors");
+  write(head.data(), head.size());
+  const at::NoGradGuard no_grad;
+  for (auto& [name, entry] : entries) {
+    const auto plain = tensors.at(name).resolve_conj().resolve_neg().to(at::kCPU).contiguous();
+    if (plain.numel() > 0) write(plain.const_data_ptr(), plain.nbytes());
+  }
+}
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/optimizers/adafactor_tensor.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE AdafactorTensor::AdafactorTensor(const AdafactorStep& step, double multiplier)
+    : settings_(step.settings), owner_(step.parameter), parameter_(row_major(owner_, owner_.scalar_type())) {
+  const auto& by = settings_;
+  const auto type = owner_.scalar_type();
+  gradient_ = step.gradient;
+  if (at::elementSize(gradient_.scalar_type()) > at::elementSize(state_type(owner_)))
+    gradient_ = gradient_.mul(std::exchange(multiplier, 1.0));  // may be out of reach of float32 until then
+  gradient_ = row_major(gradient_, gradient_.scalar_type() == type ? type : state_type(owner_));
+  operand_.numbers = {.multiplier = multiplier,
+                      .beta1 = by.beta1,
+                      .beta2 = 1 - by.fresh2,
+                      .fresh2 = by.fresh2,
+                      .added = by.pytorch ? 0 : by.eps1,
+                      .least_mean = by.pytorch ? by.eps1 : 0,
+                      .largest_scale = by.pytorch ? 1 / by.eps1 : std::numeric_limits<double>::infinity()};
+  operand_.parameter = parameter_.mutable_data_ptr();
+  operand_.gradient = gradient_.const_data_ptr();
+  operand_.exp_avg = step.exp_avg.defined() ? step.exp_avg.mutable_data_ptr() : nullptr;
+  operand_.rounding_key = step.rounding_key.value_or(0);
+  set_shape(step);
+  cut();
+  const bool rounded = step.rounding_key.has_value(), narrow = !operand_.variance && operand_.columns < 8;
+  kernels_ = narrow ? narrow_adafactor_kernels(type, gradient_.scalar_type(), rounded)
+                    : adafactor_kernels(type, gradient_.scalar_type(), instruction_set(), rounded);
+  extra_elements_ = (parameter_.is_same(owner_) ? 0 : elements()) +
+                    (gradient_.is_same(step.gradient) ? 0 : elements()) + (factors_.defined() ? factors_.numel() : 0);
+}
+
+GRADACCUM_INLINE void AdafactorTensor::set_shape(const AdafactorStep& step) {
+  auto& o = operand_;
+  if (step.variance.defined()) {
+    o.variance = step.variance.mutable_data_ptr();
+    o.rows = elements();
+    o.matrices = o.columns = o.parts = 1;
+    return;
+  }
+  o.rows = owner_.size(-2);
+  o.columns = owner_.size(-1);
+  o.matrices = elements() / (o.rows * o.columns);
+  o.row_var = step.row_var.mutable_data_ptr();
+  o.col_var = step.col_var.mutable_data_ptr();
+  // Each part has sums of its columns of its own: so it must have many rows, for these to be small beside the matrix;
+  // and not too many, since the sums are of the type of the state.
+  constexpr std::int64_t least_rows = 1 << 7, most_rows = 1 << 12, most_parts = 16;
+  o.parts = std::clamp<std::int64_t>(o.rows / least_rows, 1, std::max(most_parts, o.rows / most_rows));
+  factors_ = at::zeros({o.matrices * (o.rows + o.parts * o.columns)}, step.row_var.options());
+  o.row_factors = factors_.mutable_data_ptr();
+  o.column_factors = static_cast<char*>(o.row_factors) + o.matrices * o.rows * factors_.element_size();
+}
+
+GRADACCUM_INLINE void AdafactorTensor::cut() {
+  const auto& o = operand_;
+  const auto all_rows = o.matrices * o.rows;
+  if (o.parts > 1) {
+    for (std::int64_t matrix = 0; matrix < o.matrices; ++matrix)
+      for (std::int64_t part = 0; part < o.parts; ++part)
+        pieces_.push_back(
+            {matrix * o.rows + part * o.rows / o.parts, matrix * o.rows + (part + 1) * o.rows / o.parts, part});
+    return;
+  }
+  constexpr std::int64_t piece = 1 << 14;  // elements
+  const auto unit = o.variance ? 1 : o.rows;
+  const auto rows = std::max<std::int64_t>(1, piece / (unit * o.columns)) * unit;
+  for (std::int64_t from = 0; from < all_rows; from += rows)
+    pieces_.push_back({from, std::min(from + rows, all_rows), 0});
+}
+
+GRADACCUM_INLINE void AdafactorTensor::sum(AdafactorPiece& piece) const {
+  const auto& o = operand_;
+  if (settings_.scale_parameter)
+    piece.parameter_squares = sum_of_squares_of(parameter_.scalar_type())(
+        static_cast<const char*>(o.parameter) + piece.from * o.columns * parameter_.element_size(),
+        (piece.to - piece.from) * o.columns);
+  if (o.variance) {
+    piece.update_squares = kernels_.vector_squares(o, piece.from, piece.to);
+    return;
+  }
+  kernels_.sums(o, piece.from, piece.to, piece.part);
+  if (o.parts > 1) return;
+  for (auto matrix = piece.from / o.rows; matrix < piece.to / o.rows; ++matrix) make_factors(matrix);
+  measure_update(piece);
+}
+
+GRADACCUM_INLINE void AdafactorTensor::set_step_size() {
+  double parameter_squares = 0, update_squares = 0;
+  for (auto& piece : pieces_) {
+    parameter_squares += piece.parameter_squares;
+    update_squares += piece.update_squares;
+  }
+  const auto at_least = [](double least, double x) { return x < least ? least : x; };  // NaN stays NaN
+  const auto rms = [this](double squares) { return std::sqrt(squares / static_cast<double>(elements())); };
+  const auto& by = settings_;
+  const auto size = by.step_size * (by.scale_parameter ? at_least(by.eps2, rms(parameter_squares)) : 1);
+  operand_.numbers.kept = 1 - by.weight_decay * (by.pytorch ? by.lr : size);
+  operand_.numbers.step_size = size / at_least(1, rms(update_squares) / by.d);
+}
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/optimizers/adam8bit_optimizer.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/kernels/dense.hpp>
+#include <gradaccum/detail/optimizers/adam8bit_step.hpp>
+#include <gradaccum/detail/optimizers/adam_optimizer.hpp>
+#include <gradaccum/detail/optimizers/take_steps.hpp>
+
+#include <c10/util/Exception.h>
+
+#include <tuple>
+
+namespace gradaccum::optim {
+
+GRADACCUM_INLINE std::unique_ptr<torch::optim::OptimizerParamState> Adam8bitParamState::clone() const {
+  return std::make_unique<Adam8bitParamState>(*this);
+}
+
+GRADACCUM_INLINE std::vector<std::pair<std::string, at::Tensor*>> Adam8bitParamState::tensors() {
+  return {{"exp_avg", &exp_avg},
+          {"exp_avg_sq", &exp_avg_sq},
+          {"exp_avg_scale", &exp_avg_scale},
+          {"exp_avg_sq_scale", &exp_avg_sq_scale}};
+}
+
+GRADACCUM_INLINE void Adam8bitParamState::check(const at::Tensor& parameter) const {
+  if (coded()) {
+    detail::settled({exp_avg, exp_avg_scale}, parameter, true, "exp_avg");
+    detail::settled({exp_avg_sq, exp_avg_sq_scale}, parameter, false, "exp_avg_sq");
+  } else {
+    detail::settled(exp_avg, parameter, "exp_avg");
+    detail::settled(exp_avg_sq, parameter, "exp_avg_sq");
+  }
+  TORCH_CHECK(exp_avg.defined() && exp_avg_sq.defined(), "optimizer state: exp_avg and exp_avg_sq must both be there");
+}
+
+}  // namespace gradaccum::optim
+
+namespace gradaccum::detail {
+
+/// Steps of tensors with moments of 8 bits and of such as have them in floats; and their states, which are the
+/// optimizer's once the steps are taken.
+struct Adam8bitSteps {
+  void add(const at::Tensor& parameter, const at::Tensor& gradient, const AdamSettings& settings,
+           optim::Adam8bitParamState state, bool is_coded);
+
+  std::vector<AdamStep> whole;
+  std::vector<Adam8bitStep> coded;
+  std::vector<std::pair<at::Tensor, optim::Adam8bitParamState>> states;
+};
+
+GRADACCUM_INLINE void Adam8bitSteps::add(const at::Tensor& parameter, const at::Tensor& gradient,
+                                         const AdamSettings& settings, optim::Adam8bitParamState state, bool is_coded) {
+  if (is_coded) {
+    coded.push_back({settings, parameter, gradient,
+                     settled({state.exp_avg, state.exp_avg_scale}, parameter, true, "exp_avg"),
+                     settled({state.exp_avg_sq, state.exp_avg_sq_scale}, parameter, false, "exp_avg_sq")});
+    const auto& [m, v] = std::tie(coded.back().exp_avg, coded.back().exp_avg_sq);
+    std::tie(state.exp_avg, state.exp_avg_scale) = std::tie(m.codes, m.scales);
+    std::tie(state.exp_avg_sq, state.exp_avg_sq_scale) = std::tie(v.codes, v.scales);
+  } else {
+    whole.push_back({settings, parameter, gradient, settled(state.exp_avg, parameter, "exp_avg"),
+                     settled(state.exp_avg_sq, parameter, "exp_avg_sq"), at::Tensor()});
+    std::tie(state.exp_avg, state.exp_avg_sq) = std::tie(whole.back().exp_avg, whole.back().exp_avg_sq);
+  }
+  state.step(settings.step);
+  states.emplace_back(parameter, std::move(state));
+}
+
+template <class Derived, class Options>
+Adam8bitOptimizer<Derived, Options>::~Adam8bitOptimizer() = default;
+
+template <class Derived, class Options>
+void Adam8bitOptimizer<Derived, Options>::check(const Options& options) {
+  const auto [beta1, beta2] = options.betas();
+  TORCH_CHECK(options.lr() >= 0, Derived::name, ": lr must be >= 0, got ", options.lr());
+  TORCH_CHECK(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, Derived::name, ": betas must be in [0, 1), got ",
+              beta1, " and ", beta2);
+  TORCH_CHECK(options.eps() >= 0, Derived::name, ": eps must be >= 0, got ", options.eps());
+  TORCH_CHECK(options.weight_decay() >= 0, Derived::name, ": weight_decay must be >= 0, got ", options.weight_decay());
+  TORCH_CHECK(!options.amsgrad(), Derived::name, ": there is no amsgrad with moments of 8 bits");
+}
+
+template <class Derived, class Options>
+void Adam8bitOptimizer<Derived, Options>::move_blocks(const GradientOf& gradient_of, const Multiplier& multiplier,
+                                                      bool decoupled) {
+  Adam8bitSteps steps;
+  for (auto& group : this->param_groups()) {
+    const Options& options = this->options_of(group);
+    Derived::check(options);
+    for (auto& parameter : group.params())
+      if (const at::Tensor& gradient = gradient_of(parameter); gradient.defined()) {
+        check_can_be_stepped_densely(Derived::name, parameter, gradient);
+        auto state = this->state_of(parameter);
+        const auto dtype = parameter.scalar_type();
+        const bool known = state.exp_avg.defined() || state.exp_avg_sq.defined();
+        const bool can_be_coded = parameter.numel() >= smallest_coded &&
+                                  (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf);
+        const bool coded = known ? state.coded() : can_be_coded;
+        const auto settings = settings_of(options, decoupled, state.step() + 1);
+        steps.add(parameter, gradient, settings, std::move(state), coded);
+      }
+  }
+  this->take_steps(steps.whole, multiplier);
+  this->take_steps(steps.coded, multiplier);
+  this->keep(std::move(steps.states));
+}
+
+}  // namespace gradaccum::detail
+
+#ifdef GRADACCUM_COMPILED
+#include <gradaccum/optim/adam8bit.hpp>
+#include <gradaccum/optim/adamw8bit.hpp>
+
+namespace gradaccum::detail {
+template class Adam8bitOptimizer<optim::Adam8bit, optim::Adam8bitOptions>;
+template class Adam8bitOptimizer<optim::AdamW8bit, optim::AdamW8bitOptions>;
+}  // namespace gradaccum::detail
+#endif

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/optimizers/one_pass_optimizer.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/optimizers/param_states.hpp>
+#include <gradaccum/detail/optimizers/take_steps.hpp>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <c10/util/Exception.h>
+#include <torch/serialize/archive.h>
+
+#include <cstddef>
+#include <utility>
+
+namespace gradaccum::detail {
+
+inline constexpr const char *rounding_key = "rounding_steps", *rounding_name = "rounding_step.";
+
+GRADACCUM_INLINE at::Tensor OnePass::step_after(const torch::optim::Optimizer::LossClosure& closure) {
+  at::Tensor loss;
+  if (closure) {
+    at::AutoGradMode with_gradients(true);
+    loss = closure();
+  }
+  check_and_move(GradientOf(), {});
+  return loss;
+}
+
+GRADACCUM_INLINE void OnePass::step(Gradients gradients) {
+  if (gradients.overflowed()) return;
+  const GradientOf gradient_of(gradients);
+  bool any = gradients.raw().empty();
+  for_each_parameter(itself(), [&](const at::Tensor& parameter) { any = any || gradient_of(parameter).defined(); });
+  TORCH_CHECK(any, class_name(), ": step(gradients) was given those of other parameters than the optimizer's");
+  check_and_move(gradient_of, product_of(gradients));
+}
+
+GRADACCUM_INLINE void OnePass::check_and_move(const GradientOf& gradient_of, const Multiplier& multiplier) {
+  at::NoGradGuard no_grad;
+  distinct_.check(class_name(), itself().param_groups());
+  move(gradient_of, multiplier);
+}
+
+GRADACCUM_INLINE std::optional<std::uint64_t> OnePass::next_rounding_key(const at::Tensor& parameter) {
+  if (!rounding_.concerns(parameter)) return {};
+  return rounding_.next_key(distinct_.place_of(parameter));
+}
+
+GRADACCUM_INLINE NamedTensors OnePass::named_state(const NamedParameters& parameters) const {
+  const NameOf name_of(parameters);
+  auto all = named_state_of(itself(), name_of);
+  std::size_t place = 0;
+  for_each_parameter(itself(), [&](const at::Tensor& parameter) {
+    if (const auto steps = rounding_.steps_of(place++); steps > 0)
+      all.emplace(rounding_name + name_of(parameter), at::scalar_tensor(static_cast<double>(steps), at::kDouble));
+  });
+  return all;
+}
+
+GRADACCUM_INLINE void OnePass::load_named_state(const NamedParameters& parameters, NamedTensors state) {
+  take_named_state(parameters, std::move(state), /*lenient=*/false)();
+}
+
+GRADACCUM_INLINE std::function<void()> OnePass::take_named_state(const NamedParameters& parameters, NamedTensors state,
+                                                                 bool lenient) {
+  const NameOf name_of(parameters);
+  std::vector<std::int64_t> steps;
+  for_each_parameter(itself(), [&](const at::Tensor& parameter) {
+    steps.push_back(taken_count(state, rounding_name + name_of(parameter)).value_or(0));
+  });
+  const auto become = take_states(itself(), *new_state(), name_of, state, lenient);
+  TORCH_CHECK(lenient || state.empty(), class_name(),
+              ": load_named_state: there is no parameter, or no such state, for ",
+              state.empty() ? "" : state.begin()->first);
+  return [this, become, steps] {
+    rounding_.set_steps(steps);
+    become();
+  };
+}
+
+GRADACCUM_INLINE void OnePass::save_rounding(torch::serialize::OutputArchive& archive) const {
+  if (!rounding_.steps().empty()) archive.write(rounding_key, c10::IValue(rounding_.steps()));
+}
+
+GRADACCUM_INLINE void OnePass::load_rounding(torch::serialize::InputArchive& archive) {
+  c10::IValue steps;
+  rounding_.set_steps(archive.try_read(rounding_key, steps) ? steps.toIntVector() : std::vector<std::int64_t>());
+}
+
+template <class Derived, class Base, class State>
+OnePassOptimizer<Derived, Base, State>::~OnePassOptimizer() = default;
+
+template <class Derived, class Base, class State>
+at::Tensor OnePassOptimizer<Derived, Base, State>::step(torch::optim::Optimizer::LossClosure closure) {
+  return this->step_after(closure);
+}
+
+template <class Derived, class Base, class State>
+void OnePassOptimizer<Derived, Base, State>::save(torch::serialize::OutputArchive& archive) const {
+  Base::save(archive);
+  this->save_rounding(archive);
+}
+
+template <class Derived, class Base, class State>
+void OnePassOptimizer<Derived, Base, State>::load(torch::serialize::InputArchive& archive) {
+  Base::load(archive);
+  this->load_rounding(archive);
+}
+
+template <class Derived, class Base, class State>
+const State* OnePassOptimizer<Derived, Base, State>::known_state(const at::Tensor& parameter) const {
+  const auto known = this->state_.find(parameter.unsafeGetTensorImpl());
+  return known == this->state_.end() ? nullptr : static_cast<const State*>(known->second.get());
+}
+
+template <class Derived, class Base, class State>
+State& OnePassOptimizer<Derived, Base, State>::kept_state(const at::Tensor& parameter) {
+  auto& state = this->state_[parameter.unsafeGetTensorImpl()];
+  if (!state) state = std::make_unique<State>();
+  return static_cast<State&>(*state);
+}
+
+template <class Derived, class Base, class State>
+torch::optim::Optimizer& OnePassOptimizer<Derived, Base, State>::itself() {
+  return *this;
+}
+
+template <class Derived, class Base, class State>
+const char* OnePassOptimizer<Derived, Base, State>::class_name() const {
+  return Derived::name;
+}
+
+template <class Derived, class Base, class State>
+std::unique_ptr<torch::optim::OptimizerParamState> OnePassOptimizer<Derived, Base, State>::new_state() const {
+  return std::make_unique<State>();
+}
+
+}  // namespace gradaccum::detail
+
+#ifdef GRADACCUM_COMPILED
+#include <gradaccum/optim/adafactor.hpp>
+#include <gradaccum/optim/adam.hpp>
+#include <gradaccum/optim/adam8bit.hpp>
+#include <gradaccum/optim/adamw.hpp>
+#include <gradaccum/optim/adamw8bit.hpp>
+#include <gradaccum/optim/sgd.hpp>
+
+namespace gradaccum::detail {
+template class OnePassOptimizer<optim::SGD, torch::optim::SGD, torch::optim::SGDParamState>;
+template class OnePassOptimizer<optim::Adam, torch::optim::Adam, torch::optim::AdamParamState>;
+template class OnePassOptimizer<optim::AdamW, torch::optim::AdamW, torch::optim::AdamWParamState>;
+template class OnePassOptimizer<optim::Adam8bit, torch::optim::Optimizer, optim::Adam8bitParamState>;
+template class OnePassOptimizer<optim::AdamW8bit, torch::optim::Optimizer, optim::Adam8bitParamState>;
+template class OnePassOptimizer<optim::Adafactor, torch::optim::Optimizer, optim::AdafactorParamState>;
+}  // namespace gradaccum::detail
+#endif

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/optimizers/sgd_step.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/kernels/kernel_loop.hpp>
+#include <gradaccum/detail/kernels/kernels.hpp>
+#include <gradaccum/detail/optimizers/on_device.hpp>
+
+#include <ATen/ops/_fused_sgd.h>
+
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE void take_on_cpu(const std::vector<SgdStep>& steps, double multiplier) {
+  KernelLoop<SgdOperand> loop(steps.size());
+  for (auto& s : steps) {
+    const auto& by = s.settings;
+    const SgdNumbers numbers{multiplier, by.weight_decay, by.momentum, 1 - by.dampening, by.lr, by.nesterov, by.first};
+    SgdOperand operand{.numbers = numbers,
+                       .momentum_buffer = by.momentum != 0 ? s.momentum_buffer.mutable_data_ptr() : nullptr};
+    loop.add(operand, sgd_kernel, s.parameter, s.gradient, s.rounding_key);
+  }
+  loop.run();
+}
+
+GRADACCUM_INLINE void take_on_device(const std::vector<SgdStep>& steps, const Multiplier& multiplier) {
+  for_each_batch(
+      steps, [&](const SgdSettings& by, const std::vector<const SgdStep*>& batch, at::TensorList p, at::TensorList g) {
+        std::vector<at::Tensor> buffers;
+        for (auto* step : batch)
+          if (by.momentum != 0) buffers.push_back(as_real(step->momentum_buffer));
+        at::_fused_sgd_(p, multiplied(g, multiplier), buffers, by.weight_decay, by.momentum, by.lr, by.dampening,
+                        by.nesterov, /*maximize=*/false, by.first);
+      });
+}
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/parallel/rank_states.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/data/fingerprint.hpp>
+#include <gradaccum/detail/parallel/links.hpp>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <sstream>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace gradaccum::detail {
+
+/// Numbers and texts in a row.
+class Packed {
+ public:
+  explicit Packed(std::string bytes = {}) : bytes_(std::move(bytes)) {}
+  const std::string& bytes() const { return bytes_; }
+  bool at_end() const { return place_ == bytes_.size(); }
+
+  template <class Number>
+  requires std::is_arithmetic_v<Number>
+  void put(Number number) { bytes_.append(reinterpret_cast<const char*>(&number), sizeof(number)); }
+  void put(std::string_view text) {
+    put(static_cast<std::uint64_t>(text.size()));
+    bytes_.append(text);
+  }
+  void put_room(const at::Tensor& tensor) {
+    put(static_cast<std::int64_t>(tensor.defined() ? tensor.dim() : -1));
+    if (!tensor.defined()) return;
+    put(static_cast<std::uint8_t>(tensor.scalar_type()));
+    for (auto size : tensor.sizes()) put(size);
+  }
+  template <class Number>
+  Number take() {
+    Number number{};
+    std::memcpy(&number, take(sizeof(number)).data(), sizeof(number));
+    return number;
+  }
+  std::string take_text() { return std::string(take(take<std::uint64_t>())); }
+  at::Tensor take_room() {
+    const auto dimensions = take<std::int64_t>();
+    if (dimensions < 0) return {};
+    const auto dtype = static_cast<at::ScalarType>(take<std::uint8_t>());
+    std::vector<std::int64_t> sizes;
+    for (std::int64_t i = 0; i < dimensions; ++i) sizes.push_back(take<std::int64_t>());
+    return at::empty(sizes, dtype);
+  }
+
+ private:
+  std::string_view take(std::uint64_t size) {
+    TORCH_CHECK(size <= bytes_.size() - place_, "ProcessGroup: another rank sent less than it announced");
+    const auto part = std::string_view(bytes_).substr(place_, size);
+    place_ += size;
+    return part;
+  }
+
+  std::string bytes_;
+  std::size_t place_ = 0;
+};
+
+GRADACCUM_INLINE std::string pack(const Archive::Values& values) {
+  Packed packed;
+  for (auto& [name, value] : values) {
+    packed.put(name);
+    packed.put(static_cast<std::uint8_t>(value.index()));
+    std::visit(
+        [&]<class T>(const T& held) {
+          if constexpr (std::is_same_v<T, std::string>)
+            packed.put(std::string_view(held));
+          else if constexpr (std::is_same_v<T, at::Tensor>)
+            packed.put_room(held);
+          else
+            packed.put(held);
+        },
+        value);
+  }
+  return packed.bytes();
+}
+
+GRADACCUM_INLINE Archive::Values unpack(const std::string& bytes) {
+  Packed packed(bytes);
+  Archive::Values values;
+  while (!packed.at_end()) {
+    const auto name = packed.take_text();
+    switch (packed.take<std::uint8_t>()) {
+      case 0:
+        values[name] = packed.take<bool>();
+        break;
+      case 1:
+        values[name] = packed.take<std::int64_t>();
+        break;
+      case 2:
+        values[name] = packed.take<double>();
+        break;
+      case 3:
+        values[name] = packed.take_text();
+        break;
+      default:
+        values[name] = packed.take_room();
+    }
+  }
+  return values;
+}
+
+inline constexpr auto names_missing = "has not";  // of what rank 0 has, a line each
+
+GRADACCUM_INLINE std::string prefix_of_rank(int rank) { return "rank_" + std::to_string(rank) + "."; }
+
+/// `rank_12.`
+GRADACCUM_INLINE bool is_of_rank(const std::string& name) {
+  const auto digits = name.find_first_not_of("0123456789", 5);
+  return digits != name.npos && digits > 5 && name[digits] == '.';
+}
+
+GRADACCUM_INLINE Archive::Values fingerprints_of(const Archive::Values& values) {
+  auto prints = values;
+  for (auto& [name, value] : prints)
+    if (const auto* const tensor = std::get_if<at::Tensor>(&value)) value = fingerprint_of(*tensor);
+  return prints;
+}
+
+/// `first`: rank 0's, of tensors the fingerprints.
+GRADACCUM_INLINE Archive::Values what_differs(const Archive::Values& values, const Archive::Values& first) {
+  const auto to_the_bit = [](auto& value) { return pack({{"", value}}); };  // NaN is NaN
+  Archive::Values own;
+  const auto prints = fingerprints_of(values);
+  for (auto& [name, value] : values)
+    if (const auto known = first.find(name);
+        known == first.end() || to_the_bit(known->second) != to_the_bit(prints.at(name)))
+      own[name] = value;
+  std::string missing;
+  for (auto& [name, value] : first)
+    if (!values.contains(name)) missing += name + "\n";
+  if (!missing.empty()) own[names_missing] = missing;
+  return own;
+}
+
+GRADACCUM_INLINE void gather_states(Links& links, Archive& archive) {
+  const bool is_first = links.rank() == 0;
+  const auto first = unpack(links.all_gather(is_first ? pack(fingerprints_of(archive.values())) : "")[0]);
+  const auto own = is_first ? Archive::Values() : what_differs(archive.values(), first);
+  const auto all = links.all_gather(pack(own));
+  for (int rank = 1; rank < links.world_size(); ++rank) {
+    auto values = rank == links.rank() ? own : unpack(all[static_cast<std::size_t>(rank)]);
+    for (auto& [name, value] : values) {
+      auto* const tensor = std::get_if<at::Tensor>(&value);
+      if (tensor == nullptr || !tensor->defined()) continue;
+      *tensor = tensor->cpu().contiguous();
+      links.broadcast(*tensor, rank);
+    }
+    if (!is_first) continue;
+    for (auto& value : values)
+      std::visit([&](auto& held) { archive(prefix_of_rank(rank) + value.first, held); }, value.second);
+  }
+}
+
+GRADACCUM_INLINE void pick_state(Archive::Values& values, int rank) {
+  Archive::Values own;
+  const auto prefix = prefix_of_rank(rank);
+  for (auto value = values.lower_bound("rank_"); value != values.end() && value->first.starts_with("rank_");) {
+    if (!is_of_rank(value->first)) {  // a part of somebody's own
+      ++value;
+      continue;
+    }
+    if (value->first.starts_with(prefix)) own[value->first.substr(prefix.size())] = value->second;
+    value = values.erase(value);
+  }
+  if (const auto missing = own.extract(names_missing)) {
+    std::istringstream lines(std::get<std::string>(missing.mapped()));
+    for (std::string name; std::getline(lines, name);) values.erase(name);
+  }
+  for (auto& [name, value] : own) values[name] = value;
+}
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/archive.hpp>
+#include <gradaccum/detail/data/fingerprint.hpp>
+#include <gradaccum/detail/data/samples_of.hpp>
+#include <gradaccum/loss.hpp>
+
+#include <c10/util/FunctionRef.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace gradaccum::detail {
+
+/// A batch of whatever type, as a Trainer sees it.
+class AnyBatch {
+ public:
+  virtual ~AnyBatch() = default;
+  virtual std::int64_t samples() const = 0;
+  virtual std::string fingerprint() const = 0;
+  virtual Loss loss() const = 0;  ///< what the objective says of it
+};
+
+/// `loss_of(batch)` runs the objective.
+template <class Batch, class LossOf>
+class BatchOf final : public AnyBatch {
+ public:
+  BatchOf(Batch& batch, const LossOf& loss_of) : batch_(batch), loss_of_(loss_of) {}
+  std::int64_t samples() const override { return samples_of(batch_); }
+  std::string fingerprint() const override { return fingerprint_of(batch_); }
+  Loss loss() const override { return loss_of_(batch_); }
+
+ private:
+  Batch& batch_;
+  const LossOf& loss_of_;
+};
+
+/// A range of batches, of whatever type, which is gone through once an epoch.
+class AnyBatches {
+ public:
+  virtual ~AnyBatches() = default;
+  virtual std::optional<std::int64_t> number() const = 0;  ///< where the range tells
+  virtual bool has_state() const = 0;
+  virtual void state(Archive& archive) = 0;
+  /// Until there are no more, or `visit` says that it is enough. True in the first case.
+  virtual bool for_each(c10::function_ref<bool(const AnyBatch&)> visit) = 0;
+};
+
+template <class Batches, class LossOf>
+class BatchesOf final : public AnyBatches {
+ public:
+  BatchesOf(Batches& batches, const LossOf& loss_of) : batches_(batches), loss_of_(loss_of) {}
+  std::optional<std::int64_t> number() const override { return batches_of(batches_); }
+  bool has_state() const override { return saves_itself; }
+  void state(Archive& archive) override {
+    if constexpr (saves_itself) archive("batches", batches_);
+  }
+  bool for_each(c10::function_ref<bool(const AnyBatch&)> visit) override {
+    for (auto&& batch : batches_)
+      if (!visit(BatchOf(batch, loss_of_))) return false;
+    return true;
+  }
+
+ private:
+  static constexpr bool saves_itself = requires(Batches & batches, Archive& archive) { batches.state(archive); };
+
+  Batches& batches_;
+  const LossOf& loss_of_;
+};
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/policy.hpp>
+
+#include <c10/util/FunctionRef.h>
+
+#include <concepts>
+#include <cstdint>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+
+namespace gradaccum::detail {
+
+using Work = c10::function_ref<void()>;
+
+/// A policy of whatever class, as a Trainer calls it: so all that a Trainer does is compiled once. A hook that the
+/// policy does not have does nothing.
+class AnyPolicy {
+ public:
+  virtual ~AnyPolicy() = default;
+  virtual bool of_processes() const = 0;  ///< has others_continue
+  virtual void in_fit_scope(Work work) = 0;
+  virtual void in_forward_scope(Work work) = 0;
+  virtual void before_backward(Loss& loss) = 0;
+  virtual bool ready() = 0;
+  virtual void after_backward(Gradients& gradients) = 0;
+  virtual void scale_gradients(Factor& factor) = 0;
+  virtual void reduce_gradients(Gradients& gradients) = 0;
+  virtual void before_step(Gradients& gradients) = 0;
+  virtual void after_window(const Step& step) = 0;
+  virtual void after_step(const Step& step) = 0;
+  virtual void at_boundary() = 0;
+  virtual bool others_continue() = 0;
+  virtual void on_epoch_begin(std::int64_t epoch) = 0;
+  virtual void on_epoch_end(std::int64_t epoch) = 0;
+  virtual void state(Archive& archive) = 0;
+};
+
+template <class P>
+class PolicyOf final : public AnyPolicy {
+ public:
+  explicit PolicyOf(P given) : policy(std::move(given)) {}
+
+  bool of_processes() const override { return hook::others_continue<P>; }
+  void in_fit_scope(Work work) override { in_scope<hooks::fit_scope>(work); }
+  void in_forward_scope(Work work) override { in_scope<hooks::forward_scope>(work); }
+  void before_backward(Loss& loss) override { call<hooks::before_backward>(loss); }
+  bool ready() override { return says<hooks::ready>(true); }
+  void after_backward(Gradients& gradients) override { call<hooks::after_backward>(gradients); }
+  void scale_gradients(Factor& factor) override { call<hooks::scale_gradients>(factor); }
+  void reduce_gradients(Gradients& gradients) override { call<hooks::reduce_gradients>(gradients); }
+  void before_step(Gradients& gradients) override { call<hooks::before_step>(gradients); }
+  void after_window(const Step& step) override { call<hooks::after_window>(step); }
+  void after_step(const Step& step) override { call<hooks::after_step>(step); }
+  void at_boundary() override { call<hooks::at_boundary>(); }
+  bool others_continue() override { return says<hooks::others_continue>(false); }
+  void on_epoch_begin(std::int64_t epoch) override { call<hooks::on_epoch_begin>(epoch); }
+  void on_epoch_end(std::int64_t epoch) override { call<hooks::on_epoch_end>(epoch); }
+  void state(Archive& archive) override {
+    if constexpr (hook::state<P>) {
+      constexpr bool has_name = requires { std::string_view(policy.name); };
+      static_assert(has_name, "policy: with state(ga::Archive&) goes a member std::string_view name, static or not");
+      if constexpr (has_name) archive(policy.name, policy);
+    }
+  }
+
+  P policy;
+
+ private:
+  template <class Hook, class... Arguments>
+  void call(Arguments&... arguments) {
+    if constexpr (Hook::template in<P>) Hook::call(policy, arguments...);
+  }
+  template <class Hook>
+  bool says(bool otherwise) {
+    if constexpr (Hook::template in<P>) {
+      constexpr bool tells = std::convertible_to<decltype(Hook::call(policy)), bool>;
+      static_assert(tells, "policy: ready must be callable as bool ready(), others_continue as bool others_continue()");
+      if constexpr (tells) return Hook::call(policy);
+    }
+    return otherwise;
+  }
+  template <class Hook>
+  void in_scope(Work work) {
+    if constexpr (Hook::template in<P>) {
+      constexpr bool gives = !std::is_void_v<decltype(Hook::call(policy))>;
+      static_assert(gives, "policy: forward_scope must give back the guard that is held, and fit_scope as well");
+      if constexpr (gives) {
+        [[maybe_unused]] auto scope = Hook::call(policy);
+        return work();
+      }
+    }
+    work();
+  }
+};
+
+}  // namespace gradaccum::detail

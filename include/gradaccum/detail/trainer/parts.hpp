@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/trainer/counts.hpp>
+#include <gradaccum/detail/trainer/data_position.hpp>
+#include <gradaccum/detail/trainer/policy_list.hpp>
+#include <gradaccum/detail/trainer/window_record.hpp>
+#include <gradaccum/detail/window/optimizer_window.hpp>
+#include <gradaccum/fit_options.hpp>
+
+#include <memory>
+#include <utility>
+
+namespace gradaccum::detail {
+
+/// What a Trainer has that is of no user's type.
+struct TrainerParts {
+  explicit TrainerParts(std::unique_ptr<AnyOptimizer> optimizer) : window(std::move(optimizer)) {}
+
+  OptimizerWindow window;
+  PolicyList policies;
+  WindowRecord record;
+  DataPosition data;
+  Counts counts;
+  FitStatus status;
+};
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/verification/split.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+
+#include <c10/util/Exception.h>
+
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE std::int64_t rows_of_all(const std::vector<at::Tensor>& tensors) {
+  for (auto& tensor : tensors)
+    TORCH_CHECK(tensor.defined() && tensor.dim() > 0,
+                "verify_accumulation: every tensor of a batch must have a first dimension, its rows");
+  for (auto& tensor : tensors)
+    TORCH_CHECK(tensor.size(0) == tensors[0].size(0),
+                "verify_accumulation: the tensors of a batch must have as many rows each");
+  return tensors[0].size(0);
+}
+
+GRADACCUM_INLINE std::vector<std::int64_t> rows_of_parts(std::int64_t rows, std::int64_t steps) {
+  TORCH_CHECK(rows >= steps, "verify_accumulation: the batch must have a row for each of ", steps, " steps, got ",
+              rows);
+  std::vector<std::int64_t> parts;
+  for (std::int64_t i = 0; i < steps; ++i) parts.push_back(rows / steps + (i < rows % steps));
+  return parts;
+}
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/concepts.hpp>
+#include <gradaccum/detail/types/type_name.hpp>
+
+#include <ATen/core/Tensor.h>
+
+#include <concepts>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace gradaccum::detail {
+
+/// An optimizer of whatever class, as windows see it: so all that they do is compiled once. By reference.
+class AnyOptimizer {
+ public:
+  virtual ~AnyOptimizer() = default;
+  virtual std::vector<at::Tensor> parameters() const = 0;  ///< of all its groups
+  virtual bool takes_gradients() const = 0;
+  virtual void step(const Gradients& gradients) = 0;  ///< which have their true size, unless it takes them
+  virtual void zero_grad(bool set_to_none) = 0;
+  virtual std::string name() const = 0;  ///< its class
+};
+
+template <class O>
+class OptimizerOf final : public AnyOptimizer {
+ public:
+  explicit OptimizerOf(O& optimizer) : optimizer_(optimizer) {
+    if constexpr (std::is_polymorphic_v<O>) takes_ = dynamic_cast<TakesGradients*>(&optimizer);
+  }
+
+  std::vector<at::Tensor> parameters() const override { return parameters_of(optimizer_); }
+  bool takes_gradients() const override { return takes_ || takes_by_itself; }
+  void step(const Gradients& gradients) override {
+    if (takes_) return takes_->step(gradients);
+    if constexpr (takes_by_itself)
+      optimizer_.step(gradients);
+    else
+      optimizer_.step();
+  }
+  void zero_grad(bool set_to_none) override {
+    if constexpr (requires { optimizer_.zero_grad(set_to_none); })
+      optimizer_.zero_grad(set_to_none);
+    else
+      optimizer_.zero_grad();
+  }
+  std::string name() const override { return type_name(optimizer_); }
+
+ private:
+  static constexpr bool takes_by_itself = gradaccum::takes_gradients<O> && !std::derived_from<O, TakesGradients>;
+
+  O& optimizer_;
+  TakesGradients* takes_ = nullptr;
+};
+
+/// The one place where an optimizer gets its gradients. True if the parameters moved.
+///
+/// @note Waits for the device only where the gradients are required to be finite: a 4-byte read.
+bool take_step(AnyOptimizer& optimizer, Gradients gradients);
+
+}  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/window/any_optimizer.ipp>
+#endif

@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/window/any_optimizer.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE bool take_step(AnyOptimizer& optimizer, Gradients gradients) {
+  if (!optimizer.takes_gradients()) gradients.apply();
+  if (gradients.raw().empty() || gradients.overflowed()) return false;
+  optimizer.step(gradients);
+  return true;
+}
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/window/gradient_watch.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE std::uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : tensor._version();
+}
+
+GRADACCUM_INLINE SeenTensor::SeenTensor(const at::Tensor& tensor) : impl_(tensor.getIntrusivePtr()) {
+  if (!tensor.defined()) return;
+  defined_ = true;
+  layout_ = tensor.layout();
+  version_ = version_of(tensor);
+}
+
+GRADACCUM_INLINE bool SeenTensor::same(const at::Tensor& tensor) const {
+  return impl_.lock().get() == tensor.unsafeGetTensorImpl();
+}
+
+GRADACCUM_INLINE bool SeenTensor::untouched(const at::Tensor& tensor) const {
+  return tensor.defined() == defined_ && (!defined_ || (same(tensor) && version_of(tensor) == version_));
+}
+
+GRADACCUM_INLINE bool SeenTensor::replaced(const at::Tensor& tensor) const {
+  return defined_ && tensor.defined() && !same(tensor) && tensor.layout() == layout_;
+}
+
+GRADACCUM_INLINE void GradientWatch::look(const std::vector<at::Tensor>& parameters) {
+  seen_.clear();
+  seen_.reserve(parameters.size());
+  for (auto& parameter : parameters) seen_.emplace_back(parameter.grad());
+}
+
+GRADACCUM_INLINE void GradientWatch::follow(const std::vector<at::Tensor>& before,
+                                            const std::vector<at::Tensor>& after) {
+  std::vector<SeenTensor> seen;
+  for (auto& parameter : after) {
+    const auto found = std::find_if(before.begin(), before.end(), [&](auto& b) { return b.is_same(parameter); });
+    seen.push_back(found == before.end() ? SeenTensor({}) : seen_[found - before.begin()]);
+  }
+  seen_ = std::move(seen);
+}
+
+GRADACCUM_INLINE bool GradientWatch::touched(const std::vector<at::Tensor>& parameters) const {
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    if (touched(i, parameters[i].grad())) return true;
+  return false;
+}
+
+/// Backward continues a sum in place; in a new tensor if it records a graph, or if a dense part joins a sparse one.
+GRADACCUM_INLINE void GradientWatch::check_kept(const std::vector<at::Tensor>& parameters) const {
+  const bool graph = std::any_of(parameters.begin(), parameters.end(),
+                                 [](auto& p) { return p.grad().defined() && p.grad().requires_grad(); });
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const auto& gradient = parameters[i].grad();
+    const bool gone = seen_[i].defined() && !gradient.defined();
+    TORCH_CHECK(!gone && (graph || !seen_[i].replaced(gradient)), "GradAccumulator: the gradient of parameter ", i,
+                " (shape ", parameters[i].sizes(),
+                ") vanished inside a window; call optimizer.zero_grad(), which waits for the window's end, in place of "
+                "model->zero_grad()");
+  }
+}
+
+/// In the weighted form every part of a sum has come by `backward`. What was there before the window does not matter.
+GRADACCUM_INLINE void GradientWatch::check_only_ours(const std::vector<at::Tensor>& parameters,
+                                                     bool window_is_empty) const {
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    TORCH_CHECK(!touched(i, parameters[i].grad()) || (window_is_empty && seen_[i].defined()),
+                "GradAccumulator: the gradient of parameter ", i, " (shape ", parameters[i].sizes(),
+                ") changed outside optimizer.backward(loss); one window must not mix it with loss.backward(), and code "
+                "that changes gradients goes inside `if (optimizer.ready()) { optimizer.gradients().apply(); … }`");
+}
+
+}  // namespace gradaccum::detail

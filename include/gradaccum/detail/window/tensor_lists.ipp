@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/window/tensor_lists.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/kernels/sum_of_squares.hpp>
+#include <gradaccum/detail/window/multiplier.hpp>
+
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <utility>
+
+namespace gradaccum::detail {
+
+/// The numbers of a gradient as a dense real tensor that shares its memory. Not summed, where it is sparse.
+GRADACCUM_INLINE at::Tensor elements(const at::Tensor& gradient) {
+  TORCH_CHECK(gradient.layout() == at::kStrided || gradient.is_sparse(),
+              "Gradients: a gradient must be dense or sparse COO, got layout ", gradient.layout());
+  auto values = gradient.is_sparse() ? gradient._values() : gradient;
+  if (!values.is_complex()) return values;
+  return at::view_as_real(values.is_conj() ? values.conj() : values);  // backward often leaves a lazy conjugate
+}
+
+/// The same with the duplicates of a sparse gradient summed: what a norm, or the search for inf, has to see.
+GRADACCUM_INLINE at::Tensor summed_elements(const at::Tensor& gradient) {
+  return elements(gradient.is_sparse() ? gradient.coalesce() : gradient);
+}
+
+/// Tensors that one foreach operation can take.
+GRADACCUM_INLINE std::vector<std::vector<at::Tensor>> by_device_and_dtype(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::vector<at::Tensor>> groups;
+  for (auto& tensor : tensors) {
+    if (tensor.numel() == 0) continue;
+    auto fits = [&](auto& group) {
+      return group.front().device() == tensor.device() && group.front().scalar_type() == tensor.scalar_type();
+    };
+    auto group = std::find_if(groups.begin(), groups.end(), fits);
+    if (group == groups.end()) group = groups.insert(groups.end(), std::vector<at::Tensor>());
+    group->push_back(tensor);
+  }
+  return groups;
+}
+
+/// The L2 norms of dense CPU tensors, without the float64 copies that ATen would make.
+GRADACCUM_INLINE at::Tensor l2_norms_on_cpu(const std::vector<at::Tensor>& tensors) {
+  auto norms = sums_of_squares(tensors);
+  for (auto& norm : norms) norm = std::sqrt(norm);
+  return at::tensor(norms, at::TensorOptions(at::kDouble));
+}
+
+GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, double p) {
+  std::vector<at::Tensor> on_cpu, others, found;
+  for (auto& gradient : gradients) {
+    auto numbers = summed_elements(gradient);
+    if (numbers.numel() == 0) continue;
+    (p == 2 && can_be_summed_here(numbers) ? on_cpu : others).push_back(std::move(numbers));
+  }
+  for (auto& group : by_device_and_dtype(others))
+    for (auto& norm : at::_foreach_norm(group, p, at::kDouble)) found.push_back(norm.reshape({1}));
+  if (!on_cpu.empty()) found.push_back(l2_norms_on_cpu(on_cpu));
+  if (found.empty()) found.push_back(at::zeros({1}, at::TensorOptions(at::kDouble)));
+  if (found.size() == 1) return found.front();
+  auto device = found.front().device();  // if there is any, a device: the way there need not be waited for
+  for (auto& norm : found)
+    if (!norm.device().is_cpu()) device = norm.device();
+  for (auto& norm : found) norm = norm.to(device, /*non_blocking=*/true);
+  return at::cat(found);
+}
+
+// What few numbers come to: on the CPU without operations, which would each take as long as a pass over a small model.
+
+GRADACCUM_INLINE at::Tensor l2_norm_of(const at::Tensor& norms) {
+  if (!norms.device().is_cpu()) return norms.norm();
+  const auto* const all = norms.const_data_ptr<double>();
+  double largest = 0, sum = 0;  // scaled, so that no square overflows
+  for (std::int64_t i = 0; i < norms.numel(); ++i) largest = all[i] <= largest ? largest : all[i];
+  const double scale = largest > 0 && std::isfinite(largest) ? largest : 1.0;
+  for (std::int64_t i = 0; i < norms.numel(); ++i) sum += (all[i] / scale) * (all[i] / scale);
+  return at::scalar_tensor(std::sqrt(sum) * scale, at::TensorOptions(at::kDouble));
+}
+
+GRADACCUM_INLINE at::Tensor not_finite(const at::Tensor& norms) {
+  if (!norms.device().is_cpu()) return norms.isfinite().all().logical_not().to(at::kFloat);
+  const auto* const all = norms.const_data_ptr<double>();
+  const bool finite = std::all_of(all, all + norms.numel(), [](double norm) { return std::isfinite(norm); });
+  return at::scalar_tensor(finite ? 0.0 : 1.0, at::TensorOptions(at::kFloat));
+}
+
+GRADACCUM_INLINE at::Tensor found_inf(const std::vector<at::Tensor>& gradients, const at::Tensor& l2_norms) {
+  bool squares_may_overflow = false;
+  for (auto& gradient : gradients) squares_may_overflow |= at::toRealValueType(gradient.scalar_type()) == at::kDouble;
+  return not_finite(squares_may_overflow ? norms(gradients, std::numeric_limits<double>::infinity()) : l2_norms);
+}
+
+/// ATen rounds a Scalar, and a 0-dim tensor on CUDA, to the 16 bits of a gradient first; a 0-dim float32 tensor on the
+/// CPU it does not.
+GRADACCUM_INLINE void multiply_(const std::vector<at::Tensor>& gradients, const Multiplier& by) {
+  std::vector<at::Tensor> all;
+  for (auto& gradient : gradients) all.push_back(elements(gradient));
+  for (auto& group : by_device_and_dtype(all)) {
+    const bool wide = group.front().element_size() > 2;
+    if (wide && by.on_host()) {
+      at::_foreach_mul_(group, by.host());
+    } else if (wide) {
+      at::_foreach_mul_(group, by.on(group.front().device()).to(group.front().scalar_type()));
+    } else {
+      const auto factor = by.on(by.on_host() ? at::Device(at::kCPU) : group.front().device()).to(at::kFloat);
+      for (auto& tensor : group) by.on_host() ? tensor.mul_(factor) : tensor.copy_(tensor.to(at::kFloat).mul_(factor));
+    }
+  }
+}
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/window/window_sums.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/state/named_state.hpp>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/sparse_coo_tensor.h>
+#include <c10/util/Exception.h>
+
+#include <unordered_set>
+#include <utility>
+
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE void WindowSums::set_parameters(const std::vector<at::Tensor>& parameters) {
+  std::unordered_set<const void*> known;
+  std::vector<at::Tensor> distinct, apart;
+  for (auto& parameter : parameters) {
+    TORCH_CHECK(parameter.defined(), "Gradients: a parameter is an undefined tensor");
+    if (!known.insert(parameter.unsafeGetTensorImpl()).second) continue;
+    distinct.push_back(parameter);
+    auto& sum = apart.emplace_back();
+    for (std::size_t i = 0; i < size(); ++i)
+      if (parameters_[i].is_same(parameter)) sum = apart_[i];
+  }
+  parameters_ = std::move(distinct);
+  apart_ = std::move(apart);
+}
+
+GRADACCUM_INLINE void WindowSums::set(std::size_t place, const at::Tensor& sum) {
+  const bool apart = sum.scalar_type() != parameters_[place].scalar_type();
+  (apart ? apart_[place] : parameters_[place].mutable_grad()) = sum;
+}
+
+GRADACCUM_INLINE std::vector<std::size_t> WindowSums::places() const {
+  std::vector<std::size_t> places;
+  for (std::size_t place = 0; place < size(); ++place)
+    if ((*this)[place].defined()) places.push_back(place);
+  return places;
+}
+
+GRADACCUM_INLINE void WindowSums::fold(std::size_t place, at::ScalarType dtype) {
+  at::NoGradGuard no_grad;
+  auto& gradient = parameters_[place].mutable_grad();
+  auto& sum = apart_[place];
+  if (!gradient.defined() || at::elementSize(gradient.scalar_type()) >= at::elementSize(dtype)) return;
+  if (!sum.defined())
+    sum = gradient.detach().to(dtype);
+  else if (sum.is_sparse() && !gradient.is_sparse())  // ATen adds a sparse tensor to a dense one, not the reverse
+    sum = gradient.detach().to(dtype).add_(sum);
+  else
+    sum.add_(gradient);
+  gradient.reset();
+}
+
+GRADACCUM_INLINE void WindowSums::become_gradients() {
+  for (std::size_t i = 0; i < size(); ++i) {
+    if (!apart_[i].defined()) continue;
+    parameters_[i].mutable_grad() = apart_[i].to(parameters_[i].scalar_type());
+    apart_[i].reset();
+  }
+}
+
+GRADACCUM_INLINE WindowSums WindowSums::part(const std::vector<std::size_t>& places) {
+  WindowSums part;
+  for (auto place : places) {
+    part.parameters_.push_back(parameters_[place]);
+    part.apart_.push_back(std::move(apart_[place]));
+  }
+  return part;
+}
+
+GRADACCUM_INLINE void add_sum(WindowSums::Named& named, const std::string& slot, const std::string& name,
+                              const at::Tensor& sum) {
+  if (!sum.defined()) return;
+  if (!sum.is_sparse()) {
+    named.emplace(slot + "." + name, sum.detach());
+    return;
+  }
+  const auto kind = sum.is_coalesced() ? ".coalesced." : ".sparse.";
+  named.emplace(slot + ".indices." + name, sum._indices());
+  named.emplace(slot + kind + name, sum._values().detach());
+}
+
+/// In the order of the parameter's numbers, as backward leaves it: a norm adds them up in that order.
+GRADACCUM_INLINE at::Tensor dense_sum(const at::Tensor& parameter, const at::Tensor& saved, const std::string& name) {
+  TORCH_CHECK(saved.sizes() == parameter.sizes() && saved.is_complex() == parameter.is_complex() &&
+                  (saved.is_floating_point() || saved.is_complex()),
+              "GradAccumulator: the state's gradient of ", name, " must have shape ", parameter.sizes(), ", got ",
+              saved.sizes(), " (", saved.scalar_type(), ")");
+  return at::empty_like(parameter, saved.scalar_type()).copy_(saved);
+}
+
+GRADACCUM_INLINE at::Tensor sparse_sum(const at::Tensor& parameter, const at::Tensor& indices, const at::Tensor& values,
+                                       const std::string& name) {
+  TORCH_CHECK(indices.scalar_type() == at::kLong && (values.is_floating_point() || values.is_complex()),
+              "GradAccumulator: the state's sparse gradient of ", name, " must have int64 indices and floating values");
+  const auto options = parameter.options().dtype(values.scalar_type()).layout(at::kSparse);
+  return at::sparse_coo_tensor(indices.to(parameter.device(), /*non_blocking=*/false, /*copy=*/true),
+                               values.to(parameter.device(), /*non_blocking=*/false, /*copy=*/true), parameter.sizes(),
+                               options);
+}
+
+/// Takes a sum out, on the device of its parameter; undefined if there is none.
+GRADACCUM_INLINE at::Tensor take_sum(WindowSums::Named& named, const std::string& slot, const std::string& name,
+                                     const at::Tensor& parameter) {
+  const at::NoGradGuard no_grad;
+  if (const auto dense = named.extract(slot + "." + name)) return dense_sum(parameter, dense.mapped(), name);
+  const auto indices = named.extract(slot + ".indices." + name);
+  if (!indices) return {};
+  auto values = named.extract(slot + ".sparse." + name);
+  const bool coalesced = !values;
+  if (coalesced) values = named.extract(slot + ".coalesced." + name);
+  TORCH_CHECK(values, "GradAccumulator: the state has the indices of a sparse gradient without its values: ", name);
+  return sparse_sum(parameter, indices.mapped(), values.mapped(), name)._coalesced_(coalesced);
+}
+
+GRADACCUM_INLINE WindowSums::Named WindowSums::named(const NameOf& name_of) const {
+  Named named;
+  for (std::size_t i = 0; i < size(); ++i) {
+    add_sum(named, "grad", name_of(parameters_[i]), parameters_[i].grad());
+    add_sum(named, "sum", name_of(parameters_[i]), apart_[i]);
+  }
+  return named;
+}
+
+GRADACCUM_INLINE WindowSums::Loaded WindowSums::take(Named named, const NameOf& name_of, bool lenient) const {
+  Loaded all;
+  for (auto& parameter : parameters_) {
+    at::Tensor gradient, sum;
+    try {
+      const auto& name = name_of(parameter);
+      sum = take_sum(named, "sum", name, parameter);
+      gradient = take_sum(named, "grad", name, parameter);
+      TORCH_CHECK(!gradient.defined() || gradient.scalar_type() == parameter.scalar_type(),
+                  "GradAccumulator: the state's gradient of ", name, " must be ", parameter.scalar_type(), ", got ",
+                  gradient.scalar_type());
+    } catch (const c10::Error&) {
+      if (!lenient) throw;
+      gradient.reset();
+    }
+    all.in_grad.push_back(gradient);
+    all.apart.push_back(sum);
+  }
+  TORCH_CHECK(lenient || named.empty(), "GradAccumulator: the state has a gradient of no parameter here: ",
+              named.empty() ? "" : named.begin()->first);
+  return all;
+}
+
+GRADACCUM_INLINE void WindowSums::set(const Loaded& sums) {
+  for (std::size_t i = 0; i < size(); ++i) parameters_[i].mutable_grad() = sums.in_grad[i];
+  apart_ = sums.apart;
+}
+
+}  // namespace gradaccum::detail

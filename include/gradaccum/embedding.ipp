@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/embedding.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_unique2.h>
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/embedding_dense_backward.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <mutex>
+#include <tuple>
+
+namespace gradaccum {
+namespace detail {
+
+/// What LibTorch would do with a gradient is to add it to the one that is there, in place, and nobody listens to that.
+GRADACCUM_INLINE bool is_added_in_place(const at::Tensor& weight, const at::Tensor& gradient) {
+  const auto& sum = weight.grad();
+  if (at::GradMode::is_enabled() || !sum.defined() || sum.requires_grad()) return false;
+  if (sum.layout() != at::kStrided || sum.dtype() != gradient.dtype() || sum.device() != gradient.device() ||
+      sum.sizes() != weight.sizes() || at::has_internal_overlap(sum) != at::MemOverlap::No)
+    return false;
+  const auto* const only_some = torch::autograd::get_current_graph_task_exec_info();
+  if (only_some && !only_some->empty()) return false;  // autograd::grad, or backward for some inputs
+  const auto node = torch::autograd::impl::grad_accumulator(weight);
+  return node->tensor_pre_hooks().empty() && node->pre_hooks().empty() && node->post_hooks().empty() &&
+         !torch::autograd::impl::post_acc_grad_hooks(weight);
+}
+
+/// Adds the gradient of the rows that were looked up. Each is summed by itself first, in the order in which LibTorch
+/// sums it, by LibTorch's own function: for a small table of these rows alone.
+GRADACCUM_INLINE void add_rows(const at::Tensor& sum, const at::Tensor& gradient, const at::Tensor& input,
+                               std::int64_t padding_idx) {
+  const auto [rows, places, counts] = at::_unique2(input, /*sorted=*/true, /*return_inverse=*/true);
+  auto summed = at::embedding_dense_backward(gradient, places, rows.size(0), /*padding_idx=*/-1, false);
+  if (padding_idx >= 0) summed.masked_fill_(rows.eq(padding_idx).unsqueeze(1), 0);
+  static std::mutex one_at_a_time;  // as LibTorch guards each gradient, when several threads run backward
+  const std::lock_guard lock(one_at_a_time);
+  sum.index_add_(0, rows, summed);
+}
+
+/// `embedding` of a leaf that requires gradients.
+class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input,
+                            const at::Tensor& weight, std::int64_t padding_idx) {
+    context->save_for_backward({input});
+    context->saved_data["weight"] = weight;  // for its gradient; its numbers may change
+    context->saved_data["padding_idx"] = padding_idx;
+    return at::embedding(weight, input, padding_idx);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    const auto input = context->get_saved_variables().front();
+    const auto weight = context->saved_data["weight"].toTensor();
+    const auto padding_idx = context->saved_data["padding_idx"].toInt();
+    const auto& gradient = gradients.front();
+    if (!gradient.defined()) return {at::Tensor(), at::Tensor(), at::Tensor()};
+    if (input.numel() >= weight.size(0) || !is_added_in_place(weight, gradient)) {
+      auto whole = at::embedding_dense_backward(gradient, input, weight.size(0), padding_idx, false);
+      return {at::Tensor(), whole, at::Tensor()};
+    }
+    add_rows(weight.grad(), gradient, input, padding_idx);
+    return {at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+}  // namespace detail
+
+GRADACCUM_INLINE at::Tensor embedding(const at::Tensor& input, const at::Tensor& weight, EmbeddingOptions options) {
+  TORCH_CHECK(weight.dim() == 2, "embedding: weight must be [rows, width], got ", weight.sizes());
+  TORCH_CHECK(options.padding_idx < weight.size(0), "embedding: padding_idx must be less than the rows of weight, ",
+              weight.size(0), ", got ", options.padding_idx);
+  if (!weight.requires_grad() || !weight.is_leaf() || !at::GradMode::is_enabled())
+    return at::embedding(weight, input, options.padding_idx);
+  return detail::EmbeddingFunction::apply(input, weight, options.padding_idx);
+}
+
+}  // namespace gradaccum

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/fit_report.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/fit_options.hpp>
+#include <gradaccum/memory_meter.hpp>
+
+#include <fmt/format.h>
+
+#include <ostream>
+
+namespace gradaccum {
+namespace detail {
+
+GRADACCUM_INLINE FitReport report_of(const FitStatus& status) {
+  FitReport report{.epochs = status.epochs,
+                   .updates = status.updates,
+                   .skipped = status.skipped,
+                   .samples = status.samples,
+                   .seconds = status.seconds(),
+                   .resumed_from = status.resumed_from,
+                   .signal = status.signal,
+                   .nan_batches = status.nan_batches,
+                   .first_nan = status.first_nan};
+  report.samples_per_second = static_cast<double>(report.samples) / report.seconds;
+  return report;
+}
+
+GRADACCUM_INLINE double in_mb(std::int64_t bytes) { return static_cast<double>(bytes) / static_cast<double>(MiB); }
+
+}  // namespace detail
+
+GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const FitReport& report) {
+  stream << fmt::format("Time: {:.2f}\nSamples/second: {:.2f}\n", report.seconds, report.samples_per_second);
+  for (auto& [device, bytes] : report.occupied_bytes)
+    stream << fmt::format("{} memory occupied: {:.0f} MB.\n", device == "cpu" ? "CPU" : "GPU", detail::in_mb(bytes));
+  for (auto& [device, bytes] : report.peak_bytes)
+    stream << fmt::format("Peak tensor memory: {} {:.2f} MB\n", device, detail::in_mb(bytes));
+  stream << fmt::format("Epochs: {}, updates: {}, skipped: {}\n", report.epochs, report.updates, report.skipped);
+  if (report.nan_batches > 0)
+    stream << fmt::format("Micro-batches left out for a loss of NaN or infinity: {}, the first: {}\n",
+                          report.nan_batches, report.first_nan);
+  return stream;
+}
+
+}  // namespace gradaccum

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/metrics_file.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <set>
+#include <stdexcept>
+#include <string_view>
+
+namespace gradaccum {
+
+struct MetricsFile::File {
+  std::filesystem::path path;
+  bool is_csv = path.extension() == ".csv", is_torn = false;  // torn: the last line has no end
+  std::string heading = {};                                   // of a CSV file
+  std::FILE* file = nullptr;
+
+  ~File() {
+    if (file) std::fclose(file);
+  }
+  [[noreturn]] void fail(std::string_view problem) const {
+    throw std::runtime_error(fmt::format("MetricsFile: {}: {}", path.string(), problem));
+  }
+  void open(bool append);
+  void look_at_what_is_there();
+  void check(const Fields& fields) const;
+  void put(const std::string& text);
+};
+
+GRADACCUM_INLINE void MetricsFile::Close::operator()(File* file) const { delete file; }
+
+GRADACCUM_INLINE MetricsFile::MetricsFile(MetricsFileOptions options)
+    : file_(new File{.path = std::move(options.path)}) {
+  file_->open(options.append);
+}
+
+GRADACCUM_INLINE void MetricsFile::File::open(bool append) {
+  if (!is_csv && path.extension() != ".jsonl") fail("the name must end in .csv or .jsonl");
+  file = std::fopen(path.c_str(), append ? "a+b" : "wb");
+  if (!file) fail(std::strerror(errno));
+  std::setvbuf(file, nullptr, _IONBF, 0);  // else what could not be written would be tried again, and come twice
+  if (append) look_at_what_is_there();
+}
+
+GRADACCUM_INLINE void MetricsFile::File::look_at_what_is_there() {
+  for (int c = 0; is_csv && (c = std::fgetc(file)) != EOF && (c != '\n' || heading.empty());)
+    if (c != '\n') heading += static_cast<char>(c);
+  is_torn = std::fseek(file, -1, SEEK_END) == 0 && std::fgetc(file) != '\n';
+  std::fseek(file, 0, SEEK_END);  // C wants one between reading and writing
+}
+
+GRADACCUM_INLINE void MetricsFile::File::check(const Fields& fields) const {
+  if (fields.empty()) fail("a line must have a field");
+  std::set<std::string_view> names;
+  for (auto& [name, number] : fields) {
+    const auto is_plain = [](unsigned char c) { return c >= ' ' && c != ',' && c != '"' && c != '\\'; };
+    if (name.empty() || !std::all_of(name.begin(), name.end(), is_plain))
+      fail(fmt::format("a name must have no comma, quote, backslash or control character, got '{}'", name));
+    if (!names.insert(name).second) fail(fmt::format("two fields of a line are named '{}'", name));
+  }
+}
+
+/// In one piece, so that a line is there or not.
+GRADACCUM_INLINE void MetricsFile::File::put(const std::string& text) {
+  const auto whole = (is_torn ? "\n" : "") + text;
+  const auto written = std::fwrite(whole.data(), 1, whole.size(), file);
+  if (written > 0) is_torn = written < whole.size();
+  if (written < whole.size()) fail(std::strerror(errno));
+}
+
+namespace detail {
+
+GRADACCUM_INLINE std::string text_of_number(const MetricsFile::Number& number) {
+  const auto* const real = std::get_if<double>(&number);
+  if (real && std::isnan(*real)) return "nan";  // never -nan, which is what 0.0 / 0.0 is to fmt
+  return std::visit([](auto value) { return fmt::format("{}", value); }, number);
+}
+
+GRADACCUM_INLINE std::string csv_heading(const MetricsFile::Fields& fields) {
+  std::string text;
+  for (auto& field : fields) text += (text.empty() ? "" : ",") + field.name;
+  return text;
+}
+
+GRADACCUM_INLINE std::string csv_line(const MetricsFile::Fields& fields) {
+  std::string text;
+  for (auto& field : fields) text += (text.empty() ? "" : ",") + text_of_number(field.number);
+  return text;
+}
+
+GRADACCUM_INLINE std::string json_line(const MetricsFile::Fields& fields) {
+  std::string text = "{";
+  for (auto& [name, number] : fields) {
+    const auto* const real = std::get_if<double>(&number);
+    const bool is_null = real && !std::isfinite(*real);
+    text += fmt::format("{}\"{}\": {}", text.size() == 1 ? "" : ", ", name, is_null ? "null" : text_of_number(number));
+  }
+  return text + "}";
+}
+
+}  // namespace detail
+
+GRADACCUM_INLINE void MetricsFile::write(const Fields& fields) {
+  auto& file = *file_;
+  file.check(fields);
+  auto line = (file.is_csv ? detail::csv_line(fields) : detail::json_line(fields)) + '\n';
+  if (!file.is_csv) return file.put(line);
+  const auto names = detail::csv_heading(fields);
+  if (file.heading.empty()) line = names + '\n' + line;
+  if (!file.heading.empty() && names != file.heading)
+    file.fail(fmt::format("its columns are '{}', got '{}'", file.heading, names));
+  file.put(line);
+  file.heading = names;
+}
+
+}  // namespace gradaccum

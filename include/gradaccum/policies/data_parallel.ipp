@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/policies/data_parallel.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/trainer/window_record.hpp>
+#include <gradaccum/trainer_base.hpp>
+
+#include <c10/util/Exception.h>
+
+namespace gradaccum {
+
+GRADACCUM_INLINE void DataParallel::attach(TrainerBase& trainer) {
+  TORCH_CHECK(check_every >= 0, "DataParallel: check_every must be >= 0, got ", check_every);
+  replicas = std::make_shared<Replicas>(group, trainer.module(), trainer, options);
+  if (!replicas->peers()) return;
+  replicas->peers()->report = [&trainer] { return trainer.together().totals(); };
+  replicas->peers()->hear = [&trainer](auto& own, auto& all) { trainer.together().take(own, all); };
+}
+
+GRADACCUM_INLINE bool DataParallel::others_continue() const { return replicas->others_continue(); }
+
+GRADACCUM_INLINE void DataParallel::after_step(const Step& step) const {
+  if (check_every > 0 && step.update % check_every == 0) replicas->check_equal();
+}
+
+GRADACCUM_INLINE void DataParallel::on_epoch_end(std::int64_t) const { replicas->broadcast_buffers(); }
+
+GRADACCUM_INLINE void DataParallel::state(Archive& archive) const { archive.setting("world_size", group.world_size()); }
+
+}  // namespace gradaccum

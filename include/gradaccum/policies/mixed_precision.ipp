@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/policies/mixed_precision.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/trainer_base.hpp>
+
+#include <utility>
+
+namespace gradaccum {
+
+GRADACCUM_INLINE void MixedPrecision::attach(TrainerBase& trainer) {
+  device = [&trainer] { return trainer.device(); };
+  static_cast<void>(forward_scope());  // throws where the device has no autocast, or not for this dtype
+  auto options = scaler;
+  options.enabled = enabled && scaler.enabled && dtype == at::kHalf;
+  if (options.enabled) detail::check_none_is_half(trainer.parameters());
+  amp_scaler = std::make_shared<AmpScaler>(options);
+}
+
+GRADACCUM_INLINE std::optional<Autocast> MixedPrecision::forward_scope() const {
+  if (!enabled) return std::optional<Autocast>();
+  return std::optional<Autocast>(std::in_place, device(), dtype);
+}
+
+GRADACCUM_INLINE void MixedPrecision::before_backward(Loss& loss) { loss = amp_scaler->scale(std::move(loss)); }
+GRADACCUM_INLINE void MixedPrecision::scale_gradients(Factor& factor) const { amp_scaler->unscale(factor); }
+
+GRADACCUM_INLINE void MixedPrecision::after_window(const Step& step) {
+  if (step.moved || step.overflowed) amp_scaler->hear(step.overflowed);
+  amp_scaler->update();
+}
+
+GRADACCUM_INLINE void MixedPrecision::state(Archive& archive) { amp_scaler->state(archive); }
+
+}  // namespace gradaccum

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/archive.hpp>
+#include <gradaccum/fit_options.hpp>
+#include <gradaccum/fit_report.hpp>
+#include <gradaccum/loss.hpp>
+#include <gradaccum/metrics.hpp>
+#include <gradaccum/policy.hpp>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/util/FunctionRef.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace torch::nn {
+class Module;
+}
+
+namespace gradaccum {
+
+namespace detail {
+class AnyBatch;
+class AnyBatches;
+class AnyOptimizer;
+class AnyPolicy;
+class Fit;
+class Peers;
+struct Together;
+struct TrainerParts;
+}  // namespace detail
+
+/// A Trainer of whatever model, optimizer, objective and policies: all of it that does not name their types. What a
+/// policy is attached to, `void attach(ga::TrainerBase& trainer)`, if it does not ask for more.
+class TrainerBase {
+ public:
+  TrainerBase(const TrainerBase&) = delete;  // policies may hold on to it
+  TrainerBase& operator=(const TrainerBase&) = delete;
+
+  /// Steps with the window as it is, and its true mean. True if the parameters moved.
+  bool flush();
+  /// Forgets the window.
+  void discard();
+  /// Ends `fit` after the micro-batch in hand, and its tail.
+  void stop();
+  /// The same without its tail, so that another program can go on from a state: for a signal.
+  void interrupt(int signal);
+
+  virtual torch::nn::Module& module() = 0;
+  virtual at::Device device() = 0;             ///< where the first parameter lies
+  std::vector<at::Tensor> parameters() const;  ///< of the optimizer
+  std::int64_t updates() const;                ///< how often the parameters have moved
+  bool closing() const;                        ///< this backward fills the window; of a flushed one, none does
+  const Step& window() const;                  ///< epoch, micro_batches, samples, items so far
+  const FitStatus& status() const;
+  void set_accumulate_in(std::optional<at::ScalarType> dtype);
+  void set_in_backward(bool on);
+  void set_peers(std::shared_ptr<detail::Peers> peers);  ///< for DataParallel
+  std::shared_ptr<detail::Peers> peers() const;          ///< other processes; or none
+  bool is_first() const;                                 ///< of these the one that writes and shows
+  bool others_continue();
+  detail::Together together();
+
+  /// Saves or loads all that a training needs to go on to the bit; see `ga::save`. Between micro-batches.
+  void state(Archive& archive);
+  /// Throws where the optimizer has no state that can be saved.
+  virtual void check_optimizer_state() = 0;
+
+ protected:
+  explicit TrainerBase(std::unique_ptr<detail::AnyOptimizer> optimizer);
+  ~TrainerBase();
+
+  FitReport fit_with(detail::AnyBatches& batches, const FitOptions& options);
+  bool step_with(const detail::AnyBatch& batch);
+  Evaluation evaluate_with(detail::AnyBatches& batches, detail::Evaluator evaluator);
+  void add(std::unique_ptr<detail::AnyPolicy> policy);
+  detail::AnyPolicy& policy_at(std::size_t place) const;
+
+  virtual void archive_optimizer(Archive& archive) = 0;
+  virtual double learning_rate() = 0;
+
+ private:
+  friend class detail::Fit;
+
+  void or_discard(c10::function_ref<void()> work);
+  Loss forward(const detail::AnyBatch& batch);
+  void prepare();
+  bool close();
+
+  std::unique_ptr<detail::TrainerParts> parts_;
+};
+
+}  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/trainer_base.ipp>
+#endif

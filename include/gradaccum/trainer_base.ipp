@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/trainer_base.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/trainer/fit.hpp>
+#include <gradaccum/detail/trainer/mode_guard.hpp>
+#include <gradaccum/detail/trainer/parts.hpp>
+#include <gradaccum/detail/window/peers.hpp>
+#include <gradaccum/detail/window/window_gradients.hpp>
+#include <gradaccum/state_parts.hpp>
+
+#include <ATen/core/grad_mode.h>
+
+#include <utility>
+
+namespace gradaccum {
+
+GRADACCUM_INLINE TrainerBase::TrainerBase(std::unique_ptr<detail::AnyOptimizer> optimizer)
+    : parts_(std::make_unique<detail::TrainerParts>(std::move(optimizer))) {}
+
+GRADACCUM_INLINE TrainerBase::~TrainerBase() = default;
+
+GRADACCUM_INLINE FitReport TrainerBase::fit_with(detail::AnyBatches& batches, const FitOptions& options) {
+  return detail::Fit(*this, batches).run(options);
+}
+
+GRADACCUM_INLINE Evaluation TrainerBase::evaluate_with(detail::AnyBatches& batches, detail::Evaluator evaluator) {
+  const detail::ModeGuard mode(module(), false);
+  const at::NoGradGuard no_grad;
+  batches.for_each([&](const detail::AnyBatch& batch) {
+    evaluator.add(forward(batch), batch.samples());
+    return !status().options.smoke;
+  });
+  return evaluator.result();
+}
+
+GRADACCUM_INLINE bool TrainerBase::step_with(const detail::AnyBatch& batch) {
+  auto& window = parts_->window;
+  auto& policies = parts_->policies;
+  auto& record = parts_->record;
+  auto& status = parts_->status;
+  bool moved = false;
+  or_discard([&] {
+    if (record.so_far().micro_batches == 0) window.clear_others();
+    record.begin_micro_batch(batch.samples(), status);
+    Loss loss = forward(batch);
+    if (!record.take(loss, status, updates())) loss.items = 0;
+    policies.all(&detail::AnyPolicy::before_backward, loss);
+    record.set_closing(policies.ready());
+    if (closing() && window.steps_in_backward()) prepare();
+    window.add(std::move(loss), closing());
+    if (closing() && window.peers()) prepare(), window.complete_early();  // until then they are at the gradients
+    Gradients so_far(window.so_far());
+    policies.all(&detail::AnyPolicy::after_backward, so_far);
+    record.end_micro_batch();
+    moved = closing() && close();
+  });
+  return moved;
+}
+
+GRADACCUM_INLINE bool TrainerBase::flush() {
+  bool moved = false;
+  if (parts_->record.so_far().micro_batches > 0 || parts_->window.follows_others())
+    or_discard([&] { moved = close(); });
+  return moved;
+}
+
+GRADACCUM_INLINE void TrainerBase::discard() {
+  parts_->record.restart();
+  parts_->window.discard();
+}
+
+GRADACCUM_INLINE void TrainerBase::stop() { parts_->status.stop(); }
+GRADACCUM_INLINE void TrainerBase::interrupt(int signal) { parts_->status.interrupt(signal); }
+
+GRADACCUM_INLINE std::vector<at::Tensor> TrainerBase::parameters() const {
+  return parts_->window.optimizer().parameters();
+}
+GRADACCUM_INLINE std::int64_t TrainerBase::updates() const { return parts_->counts.updates; }
+GRADACCUM_INLINE bool TrainerBase::closing() const { return parts_->record.closing(); }
+GRADACCUM_INLINE const Step& TrainerBase::window() const { return parts_->record.so_far(); }
+GRADACCUM_INLINE const FitStatus& TrainerBase::status() const { return parts_->status; }
+
+GRADACCUM_INLINE void TrainerBase::set_accumulate_in(std::optional<at::ScalarType> dtype) {
+  parts_->window.set_accumulate_in(dtype);
+}
+GRADACCUM_INLINE void TrainerBase::set_in_backward(bool on) { parts_->window.set_in_backward(on); }
+
+GRADACCUM_INLINE void TrainerBase::set_peers(std::shared_ptr<detail::Peers> peers) {
+  parts_->status.together = true;
+  parts_->window.set_peers(std::move(peers));
+}
+GRADACCUM_INLINE std::shared_ptr<detail::Peers> TrainerBase::peers() const { return parts_->window.peers(); }
+GRADACCUM_INLINE bool TrainerBase::is_first() const { return !peers() || peers()->rank() == 0; }
+GRADACCUM_INLINE bool TrainerBase::others_continue() { return parts_->window.others_continue(); }
+GRADACCUM_INLINE detail::Together TrainerBase::together() { return {parts_->record, parts_->status}; }
+
+GRADACCUM_INLINE void TrainerBase::state(Archive& archive) {
+  archive.together([&] {
+    auto& parts = *parts_;
+    archive("model", ModelState(module()));
+    archive_optimizer(archive);
+    archive("window", parts.window.named(module()));
+    archive("random", RandomState());
+    archive.if_not_all_fit([&parts, counts = parts.counts, record = parts.record, status = parts.status] {
+      parts.counts = counts, parts.record = record, parts.status = status;
+    });
+    parts.counts.state(archive);
+    archive("losses", parts.record);
+    detail::archive_fit(archive, parts.status, parts.data);
+    parts.policies.state(archive);
+  });
+}
+
+GRADACCUM_INLINE void TrainerBase::add(std::unique_ptr<detail::AnyPolicy> policy) {
+  parts_->policies.add(std::move(policy));
+}
+GRADACCUM_INLINE detail::AnyPolicy& TrainerBase::policy_at(std::size_t place) const { return parts_->policies[place]; }
+
+GRADACCUM_INLINE void TrainerBase::or_discard(c10::function_ref<void()> work) {
+  try {
+    work();
+  } catch (...) {
+    discard();
+    throw;
+  }
+}
+
+GRADACCUM_INLINE Loss TrainerBase::forward(const detail::AnyBatch& batch) {
+  std::optional<Loss> loss;
+  parts_->policies.in_scopes(&detail::AnyPolicy::in_forward_scope, [&] { loss = batch.loss(); });
+  return std::move(*loss);
+}
+
+GRADACCUM_INLINE void TrainerBase::prepare() {
+  parts_->record.prepare(
+      [this] { parts_->policies.all(&detail::AnyPolicy::scale_gradients, parts_->window.closing()->factor()); });
+}
+
+GRADACCUM_INLINE bool TrainerBase::close() {
+  auto& window = parts_->window;
+  auto& policies = parts_->policies;
+  auto& record = parts_->record;
+  const auto end = record.begin_closing();
+  window.follow();
+  Gradients gradients(window.so_far());
+  prepare();
+  window.complete_early();
+  const double lr = learning_rate();
+  const bool moved = window.close([&policies](Gradients& closing) {
+    policies.all(&detail::AnyPolicy::reduce_gradients, closing);
+    policies.all(&detail::AnyPolicy::before_step, closing);
+  });
+  if (moved) window.clear();
+  parts_->counts.updates += moved;
+  const Step step = record.finish(gradients, moved, updates(), lr);
+  parts_->status.count_window(moved, step.overflowed);
+  policies.all(&detail::AnyPolicy::after_window, step);
+  if (moved) policies.all(&detail::AnyPolicy::after_step, step);
+  return moved;
+}
+
+}  // namespace gradaccum

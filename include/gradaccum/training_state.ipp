@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/training_state.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/io/listed_files.hpp>
+#include <gradaccum/detail/io/manifest.hpp>
+#include <gradaccum/detail/io/state_directory.hpp>
+#include <gradaccum/detail/window/peers.hpp>
+#include <gradaccum/fit_options.hpp>
+#include <gradaccum/io/state_folder.hpp>
+
+#include <c10/util/Exception.h>
+
+#include <exception>
+#include <stdexcept>
+#include <string>
+
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE std::optional<std::filesystem::path> newest_state(const std::filesystem::path& path) {
+  if (std::filesystem::exists(path / manifest_name)) return path;
+  const auto states = StateDirectory(path).finished();
+  return states.empty() ? std::nullopt : std::optional(states.back().path);
+}
+
+GRADACCUM_INLINE std::optional<std::filesystem::path> state_to_resume(const FitOptions& options) {
+  return options.resume.empty() ? std::nullopt : newest_state(options.resume);
+}
+
+/// `; the newest intact one is …`, of the others in the same directory.
+GRADACCUM_INLINE std::string newest_intact_beside(const std::filesystem::path& damaged) {
+  const auto states = StateDirectory(damaged.parent_path()).finished();
+  for (auto state = states.rbegin(); state != states.rend(); ++state) {
+    if (state->path == damaged) continue;
+    try {
+      check_files(state->path, read_manifest(state->path));
+      return "; the newest intact state is " + state->path.string() + ": load that one by its own path";
+    } catch (const std::exception&) {  // the next older one, then
+    }
+  }
+  return "; there is no intact state beside it";
+}
+
+GRADACCUM_INLINE std::filesystem::path of_rank_0(const Peers* peers,
+                                                 const std::function<std::optional<std::filesystem::path>()>& find) {
+  const auto found = on_all(peers, [&] {
+    const bool asked = !peers || peers->rank() == 0;
+    return asked ? find().value_or(std::filesystem::path()).string() : std::string();
+  });
+  return peers ? peers->say(found) : found;
+}
+
+GRADACCUM_INLINE Archive open_state(const std::filesystem::path& folder, bool allow_changes, const Peers* peers) {
+  return on_all(peers, [&] {
+    try {
+      auto values = io::read_state(folder);
+      if (peers) peers->pick(values);
+      Archive archive(std::move(values));
+      archive.allow_changes(allow_changes);
+      return archive;
+    } catch (const std::exception& error) {
+      throw std::runtime_error(std::string(error.what()) + newest_intact_beside(folder));
+    }
+  });
+}
+
+GRADACCUM_INLINE void load_state(Archive& archive, const AnyTraining& training) {
+  on_all(training.peers.get(), [&] {
+    archive.together([&] {
+      training.state(archive);
+      if (!archive.changes_allowed()) archive.check_all_used();
+    });
+    return true;
+  });
+}
+
+GRADACCUM_INLINE void check_is_newest(const std::filesystem::path& directory, std::int64_t updates) {
+  const auto states = StateDirectory(directory).finished();
+  TORCH_CHECK(states.empty() || states.back().step <= updates, "save: ", directory.string(), " has ",
+              states.empty() ? "" : states.back().path.filename().string(), ", and this training is at update ",
+              updates,
+              ": the state is of another run; go on from it ({.resume = directory}), remove it, or save to "
+              "another directory");
+}
+
+GRADACCUM_INLINE Archive references_to(const AnyTraining& training) {
+  auto archive = Archive::of_references();
+  training.state(archive);
+  return archive;
+}
+
+GRADACCUM_INLINE void check_can_be_saved(const AnyTraining& training) {
+  const auto archive = references_to(training);
+  check_can_be_written(archive);
+}
+
+GRADACCUM_INLINE std::filesystem::path save(const std::filesystem::path& directory, const AnyTraining& training,
+                                            SaveOptions options) {
+  TORCH_CHECK(options.keep_last >= 0, "save: keep_last must be >= 0, got ", options.keep_last);
+  const auto* const peers = training.peers.get();
+  auto archive = on_all(peers, [&] {
+    if (!peers || peers->rank() == 0) check_is_newest(directory, training.updates());
+    return references_to(training);
+  });
+  if (peers) peers->gather(archive);
+  return of_rank_0(peers, [&] {
+    StateDirectory states(directory);
+    auto folder = states.add(training.updates(), [&](const auto& unfinished) { io::write_state(archive, unfinished); });
+    if (options.keep_last > 0) states.keep_last(options.keep_last);
+    return std::optional(folder);
+  });
+}
+
+GRADACCUM_INLINE std::filesystem::path load(const std::filesystem::path& directory, const AnyTraining& training,
+                                            LoadOptions options) {
+  const auto* const peers = training.peers.get();
+  const auto folder = of_rank_0(peers, [&] { return newest_state(directory); });
+  TORCH_CHECK(!folder.empty(), "load: ", directory.string(),
+              " must be a state or have one, a folder step-000000 of any number");
+  auto archive = open_state(folder, options.allow_changes, peers);
+  load_state(archive, training);
+  return folder;
+}
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Compiled twice into one program, with GRADACCUM_COMPILED and without.
+#include <gradaccum/factor.hpp>
+
+#ifdef GRADACCUM_COMPILED
+int main() {}
+#endif
