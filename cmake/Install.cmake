@@ -12,8 +12,7 @@ configure_package_config_file("${CMAKE_CURRENT_LIST_DIR}/gradaccumConfig.cmake.i
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/gradaccumConfigVersion.cmake"
   COMPATIBILITY SameMajorVersion ARCH_INDEPENDENT)
 
-install(TARGETS gradaccum EXPORT gradaccumTargets FILE_SET HEADERS FILE_SET included_first FILE_SET detail
-  FILE_SET definitions FILE_SET kernels FILE_SET gloo)
+install(TARGETS gradaccum EXPORT gradaccumTargets FILE_SET HEADERS)
 install(EXPORT gradaccumTargets NAMESPACE gradaccum:: DESTINATION "${directory}")
 install(FILES "${PROJECT_BINARY_DIR}/gradaccumConfig.cmake" "${PROJECT_BINARY_DIR}/gradaccumConfigVersion.cmake"
   "${CMAKE_CURRENT_LIST_DIR}/GradaccumLibTorch.cmake" "${CMAKE_CURRENT_LIST_DIR}/GradaccumCompiled.cmake"

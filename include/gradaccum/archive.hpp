@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
+#include <c10/util/StringUtil.h>
 
 #include <concepts>
 #include <cstdint>
@@ -75,7 +76,11 @@ class Archive {
   void setting(std::string_view name, const T& value) {
     auto before = value;
     (*this)(name, before);
-    if (!(before == value)) differs<Shown<T>>(name, before, value);
+    if (before == value) return;
+    if constexpr (std::is_arithmetic_v<T> || std::is_same_v<T, std::string>)
+      differs<Shown<T>>(name, before, value);
+    else
+      differs(name, c10::str(before), c10::str(value));
   }
   void allow_changes(bool allow) { changes_allowed_ = allow; }
   bool changes_allowed() const { return changes_allowed_; }

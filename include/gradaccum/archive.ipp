@@ -130,8 +130,8 @@ void Archive::does_not_fit(std::string_view name, T held) const {
 
 template <class T>
 void Archive::differs(std::string_view name, const T& before, const T& here) const {
-  TORCH_CHECK(changes_allowed_, "Archive: the state was saved with ", prefix_, name, " = ", before,
-              ", and here it is ", here, "; give it the same, or load with {.allow_changes = true}");
+  TORCH_CHECK(changes_allowed_, "Archive: the state was saved with ", prefix_, name, " = ", before, ", and here it is ",
+              here, "; give it the same, or load with {.allow_changes = true}");
 }
 
 #ifdef GRADACCUM_COMPILED

@@ -37,7 +37,6 @@
 #include <gradaccum/detail/checkpoint/tensor_traits.ipp>
 #include <gradaccum/detail/data/epoch_order.ipp>
 #include <gradaccum/detail/data/fingerprint.ipp>
-#include <gradaccum/detail/data/length_cuts.ipp>
 #include <gradaccum/detail/data/padded_sequences.ipp>
 #include <gradaccum/detail/io/files.ipp>
 #include <gradaccum/detail/io/json.ipp>

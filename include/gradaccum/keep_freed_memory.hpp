@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/build/inline.hpp>
+
 namespace gradaccum {
 
 /// Makes the C library keep the memory of freed CPU tensors for the next ones; true if it did.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
+#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/fit_report.hpp>
 #include <gradaccum/loss.hpp>
@@ -41,6 +42,7 @@ class TrainerBase {
  public:
   TrainerBase(const TrainerBase&) = delete;  // policies may hold on to it
   TrainerBase& operator=(const TrainerBase&) = delete;
+  GRADACCUM_INLINE virtual ~TrainerBase();
 
   /// Steps with the window as it is, and its true mean. True if the parameters moved.
   bool flush();
@@ -73,7 +75,6 @@ class TrainerBase {
 
  protected:
   explicit TrainerBase(std::unique_ptr<detail::AnyOptimizer> optimizer);
-  ~TrainerBase();
 
   FitReport fit_with(detail::AnyBatches& batches, const FitOptions& options);
   bool step_with(const detail::AnyBatch& batch);

@@ -92,8 +92,7 @@ GRADACCUM_INLINE Archive references_to(const AnyTraining& training) {
 }
 
 GRADACCUM_INLINE void check_can_be_saved(const AnyTraining& training) {
-  const auto archive = references_to(training);
-  check_can_be_written(archive);
+  check_can_be_written(references_to(training));
 }
 
 GRADACCUM_INLINE std::filesystem::path save(const std::filesystem::path& directory, const AnyTraining& training,

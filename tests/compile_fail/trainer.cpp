@@ -40,20 +40,14 @@ int main() {
   static_cast<void>(lbfgs);
   static_cast<void>(constant);
   std::vector<at::Tensor> batches;
-  ga::Archive archive;
   const auto objective = [](auto&, auto& batch) { return batch; };
   ga::Trainer trainer(model, sgd, objective, ga::Accumulate{.steps = 2});
-  ga::Trainer wrong(model, sgd, objective, WrongArgument{});        // this one is an error only where it is called
-  ga::Trainer factor(model, sgd, objective, WrongFactor{});
-  ga::Trainer no_return(model, sgd, objective, NoReturn{});
-  ga::Trainer nameless(model, sgd, objective, Nameless{});
-  ga::Trainer no_scope(model, sgd, objective, NoScope{});
   ga::Trainer twice(model, sgd, objective, ga::ClipNorm{}, ga::ClipNorm{});
-  wrong.flush();                                                     // error: before_step must be callable as before_step\(ga::Gradients&\)
-  factor.flush();                                                    // error: scale_gradients must be callable as scale_gradients\(ga::Factor&\)
-  no_return.fit(batches);                                            // error: ready must be callable as bool ready\(\)
-  nameless.state(archive);                                           // error: with state\(ga::Archive&\) goes a member std::string_view name
-  no_scope.fit(batches);                                             // error: forward_scope must give back the guard
+  ga::Trainer wrong(model, sgd, objective, WrongArgument{});         // error: before_step must be callable as before_step\(ga::Gradients&\)
+  ga::Trainer factor(model, sgd, objective, WrongFactor{});          // error: scale_gradients must be callable as scale_gradients\(ga::Factor&\)
+  ga::Trainer no_return(model, sgd, objective, NoReturn{});          // error: ready must be callable as bool ready\(\)
+  ga::Trainer nameless(model, sgd, objective, Nameless{});           // error: with state\(ga::Archive&\) goes a member std::string_view name
+  ga::Trainer no_scope(model, sgd, objective, NoScope{});            // error: forward_scope must give back the guard
   twice.policy<ga::ClipNorm>();                                      // error: needs P to be one of its policies, and the only one
   trainer.policy<ga::ClipNorm>();                                    // error: needs P to be one of its policies
   ga::Trainer nothing(model, sgd, objective, Nothing{});             // error: expected a policy, which has one of the hooks of policy.hpp

@@ -4,6 +4,8 @@
 # Configures the project in SOURCE, builds it in BUILD, with these flags for RelWithDebInfo, and runs a program of it.
 # SAME: others, which must print the same; and then `mixed` must not link.
 
+cmake_minimum_required(VERSION 3.25)
+
 set(command "")
 foreach(index RANGE 1 ${CMAKE_ARGC})
   if(DEFINED command_begins)

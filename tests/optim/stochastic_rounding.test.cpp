@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
+#include <gradaccum/detail/kernels/dense.hpp>
+#include <gradaccum/detail/kernels/kernels.hpp>
+#include <gradaccum/detail/optimizers/sgd_step.hpp>
 #include <gradaccum/optim/adam.hpp>
 #include <gradaccum/optim/adam8bit.hpp>
 #include <gradaccum/optim/adamw.hpp>

@@ -3,10 +3,8 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/data/epoch_order.hpp>
-#include <gradaccum/detail/data/length_cuts.hpp>
 #include <gradaccum/detail/data/padded_sequences.hpp>
 
-#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Scalar.h>
 
@@ -76,15 +74,13 @@ class LengthBuckets : public detail::EpochLoops<SequenceBatch> {
   std::int64_t size() const { return share().of(all_of(state().epoch)); }
 
  private:
-  using Rows = detail::LengthCuts::Rows;
+  using Rows = std::vector<std::int64_t>;
 
   void check(std::int64_t targets) const;
   detail::ShareOfRank share() const override { return {options_.rank, options_.world_size}; }
   GRADACCUM_INLINE std::int64_t all_of(std::int64_t epoch) const override;
   GRADACCUM_INLINE SequenceBatch batch_at(std::int64_t epoch, std::int64_t number) const override;
   const std::vector<Rows>& batches_of(std::int64_t epoch) const;
-  std::vector<Rows> cut(Rows order) const;
-  Rows in_order(std::int64_t count, at::Generator& generator) const;
 
   detail::PaddedSequences sequences_;
   at::Tensor targets_;

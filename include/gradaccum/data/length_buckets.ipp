@@ -5,6 +5,7 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 
+#include <ATen/core/Generator.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/randperm.h>
 #include <ATen/ops/tensor.h>
@@ -13,6 +14,58 @@
 #include <algorithm>
 #include <cstddef>
 #include <utility>
+
+namespace gradaccum::detail {
+
+/// Cuts an order of sequences into batches of about one length.
+class LengthCuts {
+ public:
+  using Rows = std::vector<std::int64_t>;
+
+  /// One of `batch_size` and `tokens` is 0. `mega_batch`: batches that are sorted together; 0: all of them. Of a
+  /// short list a quarter, but no less than 4: the batches of two epochs are not to be the same.
+  LengthCuts(const std::vector<std::int64_t>& lengths, std::int64_t batch_size, std::int64_t tokens,
+             std::int64_t mega_batch)
+      : lengths_(lengths), by_tokens_(tokens > 0), room_(std::max(batch_size, tokens)) {
+    std::int64_t all = 0;
+    for (std::size_t row = 0; row < lengths.size(); ++row) all += weight(static_cast<std::int64_t>(row));
+    const auto together = std::min(mega_batch, std::max<std::int64_t>(all / room_ / 4, 4));
+    mega_room_ = mega_batch == 0 || all / room_ < together ? all : room_ * together;
+  }
+
+  /// The longest first in each batch. Cut by size, only the last one is smaller.
+  std::vector<Rows> operator()(Rows order) const {
+    std::vector<Rows> batches;
+    for (auto from = order.begin(); from != order.end();) {
+      auto to = from;
+      for (auto left = mega_room_; to != order.end() && weight(*to) <= left; ++to) left -= weight(*to);
+      std::stable_sort(from, to, [&](auto a, auto b) { return length(a) > length(b); });
+      while (from != to) {
+        const auto batch = from;
+        from += std::min<std::int64_t>(to - from, room_ / weight(*from));
+        batches.emplace_back(batch, from);
+      }
+    }
+    return batches;
+  }
+
+ private:
+  std::int64_t length(std::int64_t row) const { return lengths_[static_cast<std::size_t>(row)]; }
+  std::int64_t weight(std::int64_t row) const { return by_tokens_ ? length(row) : 1; }
+
+  const std::vector<std::int64_t>& lengths_;
+  bool by_tokens_;
+  std::int64_t room_, mega_room_;  // of a batch, of a mega-batch: in sequences, or in their elements
+};
+
+/// The numbers [0, count), shuffled or not.
+GRADACCUM_INLINE std::vector<std::int64_t> in_order(std::int64_t count, bool shuffle, at::Generator& generator) {
+  const at::TensorOptions numbers(at::kLong);
+  const auto order = shuffle ? at::randperm(count, generator, numbers) : at::arange(count, numbers);
+  return {order.data_ptr<std::int64_t>(), order.data_ptr<std::int64_t>() + count};
+}
+
+}  // namespace gradaccum::detail
 
 namespace gradaccum::data {
 
@@ -61,26 +114,17 @@ GRADACCUM_INLINE const std::vector<LengthBuckets::Rows>& LengthBuckets::batches_
   if (!options_.shuffle) epoch = 0;  // all epochs are the same
   if (cut_epoch_ == epoch) return batches_;
   auto generator = detail::epoch_generator(options_.seed, epoch);
-  auto batches = cut(in_order(rows(), generator));
+  const detail::LengthCuts cut(sequences_.lengths(), options_.batch_size, options_.tokens,
+                               options_.shuffle ? options_.mega_batch : 0);
+  auto batches = cut(detail::in_order(rows(), options_.shuffle, generator));
   const auto full = static_cast<std::size_t>(options_.batch_size);
   if (options_.drop_last && !batches.empty() && batches.back().size() < full) batches.pop_back();
   std::vector<Rows> ordered;
-  for (auto i : in_order(static_cast<std::int64_t>(batches.size()), generator))
+  for (auto i : detail::in_order(static_cast<std::int64_t>(batches.size()), options_.shuffle, generator))
     ordered.push_back(std::move(batches[static_cast<std::size_t>(i)]));
   batches_ = std::move(ordered);
   cut_epoch_ = epoch;
   return batches_;
-}
-
-GRADACCUM_INLINE std::vector<LengthBuckets::Rows> LengthBuckets::cut(Rows order) const {
-  const auto mega_batch = options_.shuffle ? options_.mega_batch : 0;
-  return detail::LengthCuts(sequences_.lengths(), options_.batch_size, options_.tokens, mega_batch)(std::move(order));
-}
-
-GRADACCUM_INLINE LengthBuckets::Rows LengthBuckets::in_order(std::int64_t count, at::Generator& generator) const {
-  const at::TensorOptions numbers(at::kLong);
-  const auto order = options_.shuffle ? at::randperm(count, generator, numbers) : at::arange(count, numbers);
-  return Rows(order.data_ptr<std::int64_t>(), order.data_ptr<std::int64_t>() + count);
 }
 
 GRADACCUM_INLINE SequenceBatch LengthBuckets::batch_at(std::int64_t epoch, std::int64_t number) const {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/data/samples_of.hpp>
 
 #include <ATen/core/Tensor.h>
@@ -21,30 +22,35 @@ concept has_target = requires(const T& value) {
   value.target;
 };
 
+/// What `fingerprint_of` says, put after `text`.
+template <class T>
+void add_fingerprint(std::string& text, const T& value) {
+  [[maybe_unused]] const auto add_each = [&text](const auto& part) {
+    add_fingerprint(text, part);
+    text += "; ";
+  };
+  if constexpr (std::derived_from<T, at::Tensor>) {
+    text += fingerprint_of(static_cast<const at::Tensor&>(value));
+  } else if constexpr (maps_names<T>) {
+    for (auto& [name, part] : value) add_each(part);
+  } else if constexpr (std::ranges::forward_range<const T> && !is_text<T>) {
+    for (auto& part : value) add_each(part);
+  } else if constexpr (has_data<T>) {
+    add_fingerprint(text, value.data);
+    if constexpr (has_target<T>) add_fingerprint(text += ", ", value.target);
+  } else if constexpr (is_tuple<T>) {
+    std::apply([&](auto&... parts) { (add_each(parts), ...); }, value);
+  }
+}
+
 /// A text that tells batches apart by the tensors in them; empty for a type in which none are found.
 ///
 /// @note Reads all of the batch, and brings it to the CPU.
 template <class T>
 std::string fingerprint_of(const T& value) {
-  if constexpr (std::derived_from<T, at::Tensor>) {
-    return fingerprint_of(static_cast<const at::Tensor&>(value));
-  } else if constexpr (maps_names<T>) {
-    std::string all;
-    for (auto& [name, tensor] : value) all += fingerprint_of(tensor) + "; ";
-    return all;
-  } else if constexpr (std::ranges::forward_range<const T> && !is_text<T>) {
-    std::string all;
-    for (auto& element : value) all += fingerprint_of(element) + "; ";
-    return all;
-  } else if constexpr (has_data<T>) {
-    auto data = fingerprint_of(value.data);
-    if constexpr (has_target<T>) return data + ", " + fingerprint_of(value.target);
-    return data;
-  } else if constexpr (is_tuple<T>) {
-    return std::apply([](auto&... each) { return ((fingerprint_of(each) + "; ") + ... + std::string()); }, value);
-  } else {
-    return "";
-  }
+  std::string text;
+  add_fingerprint(text, value);
+  return text;
 }
 
 }  // namespace gradaccum::detail

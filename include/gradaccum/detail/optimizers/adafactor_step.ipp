@@ -6,7 +6,6 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/kernels/dense.hpp>
 #include <gradaccum/detail/kernels/element_loop.hpp>
-#include <gradaccum/detail/optimizers/adafactor_tensor.hpp>
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>

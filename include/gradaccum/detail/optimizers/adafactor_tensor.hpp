@@ -3,14 +3,28 @@
 
 #include <gradaccum/detail/kernels/dense.hpp>
 #include <gradaccum/detail/kernels/kernels.hpp>
-#include <gradaccum/detail/optimizers/adafactor_step.hpp>
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace gradaccum::detail {
+
+struct AdafactorSettings {
+  double lr, step_size;  ///< step_size: lr or what replaces it, before it is scaled
+  double fresh2;         ///< 1 - beta2 of this step
+  double eps1, eps2, d, weight_decay, beta1;
+  bool scale_parameter, pytorch;
+};
+
+/// One parameter's step of Adafactor, with all that it reads and writes. State is row-major.
+struct AdafactorStep {
+  AdafactorSettings settings;
+  at::Tensor parameter, gradient, row_var, col_var, variance, exp_avg;
+  std::optional<std::uint64_t> rounding_key = {};  ///< of stochastic rounding
+};
 
 /// Whole rows of a tensor, or elements of a vector; of small matrices several.
 struct AdafactorPiece {

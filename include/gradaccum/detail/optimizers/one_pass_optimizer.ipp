@@ -33,7 +33,7 @@ GRADACCUM_INLINE at::Tensor OnePass::step_after(const torch::optim::Optimizer::L
 GRADACCUM_INLINE void OnePass::step(Gradients gradients) {
   if (gradients.overflowed()) return;
   const GradientOf gradient_of(gradients);
-  bool any = gradients.raw().empty();
+  bool any = gradient_of.empty();
   for_each_parameter(itself(), [&](const at::Tensor& parameter) { any = any || gradient_of(parameter).defined(); });
   TORCH_CHECK(any, class_name(), ": step(gradients) was given those of other parameters than the optimizer's");
   check_and_move(gradient_of, product_of(gradients));

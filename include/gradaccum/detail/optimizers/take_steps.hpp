@@ -23,6 +23,7 @@ class GradientOf {
     for (std::size_t i = 0; i < raw_.size(); ++i) index_.emplace(parameters[i].unsafeGetTensorImpl(), i);
   }
 
+  bool empty() const { return raw_.empty(); }  ///< of a window
   const at::Tensor& operator()(const at::Tensor& parameter) const {
     if (!of_window_) return parameter.grad();
     const auto found = index_.find(parameter.unsafeGetTensorImpl());

@@ -20,9 +20,6 @@ namespace gradaccum::detail {
 using NamedTensors = std::map<std::string, at::Tensor>;
 using NamedParameters = torch::OrderedDict<std::string, at::Tensor>;  // what Module::named_parameters gives
 
-/// Not there in all settings of an optimizer.
-bool may_be_missing(const std::string& slot);
-
 /// Finds a parameter's name.
 class NameOf {
  public:

@@ -9,10 +9,6 @@
 
 namespace gradaccum::detail {
 
-GRADACCUM_INLINE bool may_be_missing(const std::string& slot) {
-  return slot == "max_exp_avg_sq" || slot == "momentum_buffer" || slot == "grad_avg";
-}
-
 GRADACCUM_INLINE NameOf::NameOf(const NamedParameters& parameters) {
   for (auto& item : parameters) names_.emplace(item.value().unsafeGetTensorImpl(), item.key());
 }

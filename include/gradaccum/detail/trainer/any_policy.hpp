@@ -42,7 +42,28 @@ class AnyPolicy {
 template <class P>
 class PolicyOf final : public AnyPolicy {
  public:
-  explicit PolicyOf(P given) : policy(std::move(given)) {}
+  /// Where a hook is not as it must be, the compiler names the line that makes the Trainer, which this comes from.
+  explicit PolicyOf(P given) : policy(std::move(given)) {
+    check<hooks::before_backward, Loss>();
+    check<hooks::after_backward, Gradients>();
+    check<hooks::scale_gradients, Factor>();
+    check<hooks::reduce_gradients, Gradients>();
+    check<hooks::before_step, Gradients>();
+    check<hooks::after_window, const Step>();
+    check<hooks::after_step, const Step>();
+    check<hooks::at_boundary>();
+    check<hooks::on_epoch_begin, std::int64_t>();
+    check<hooks::on_epoch_end, std::int64_t>();
+    check<hooks::state, Archive>();
+    check_says<hooks::ready>();
+    check_says<hooks::others_continue>();
+    check_gives<hooks::fit_scope>();
+    check_gives<hooks::forward_scope>();
+    if constexpr (hook::state<P>) {
+      constexpr bool has_name = requires { std::string_view(policy.name); };
+      static_assert(has_name, "policy: with state(ga::Archive&) goes a member std::string_view name, static or not");
+    }
+  }
 
   bool of_processes() const override { return hook::others_continue<P>; }
   void in_fit_scope(Work work) override { in_scope<hooks::fit_scope>(work); }
@@ -60,35 +81,53 @@ class PolicyOf final : public AnyPolicy {
   void on_epoch_begin(std::int64_t epoch) override { call<hooks::on_epoch_begin>(epoch); }
   void on_epoch_end(std::int64_t epoch) override { call<hooks::on_epoch_end>(epoch); }
   void state(Archive& archive) override {
-    if constexpr (hook::state<P>) {
-      constexpr bool has_name = requires { std::string_view(policy.name); };
-      static_assert(has_name, "policy: with state(ga::Archive&) goes a member std::string_view name, static or not");
-      if constexpr (has_name) archive(policy.name, policy);
-    }
+    if constexpr (hook::state<P> && requires { std::string_view(policy.name); }) archive(policy.name, policy);
   }
 
   P policy;
 
  private:
   template <class Hook, class... Arguments>
+  static void check() {
+    if constexpr (Hook::template in<P>) static_cast<void>(&Hook::template call<P, Arguments...>);
+  }
+  template <class Hook>
+  static void check_says() {
+    if constexpr (Hook::template in<P>) {
+      constexpr bool says = says_anything<Hook>;
+      static_assert(says, "policy: ready must be callable as bool ready(), others_continue as bool others_continue()");
+    }
+  }
+  template <class Hook>
+  static void check_gives() {
+    if constexpr (Hook::template in<P>) {
+      constexpr bool gives = gives_anything<Hook>;
+      static_assert(gives, "policy: forward_scope must give back the guard that is held, and fit_scope as well");
+    }
+  }
+  template <class Hook>
+  static constexpr bool says_anything = requires(P& p) {
+    { Hook::call(p) } -> std::convertible_to<bool>;
+  };
+  template <class Hook>
+  static constexpr bool gives_anything = requires(P& p) {
+    requires !std::is_void_v<decltype(Hook::call(p))>;
+  };
+
+  template <class Hook, class... Arguments>
   void call(Arguments&... arguments) {
     if constexpr (Hook::template in<P>) Hook::call(policy, arguments...);
   }
   template <class Hook>
   bool says(bool otherwise) {
-    if constexpr (Hook::template in<P>) {
-      constexpr bool tells = std::convertible_to<decltype(Hook::call(policy)), bool>;
-      static_assert(tells, "policy: ready must be callable as bool ready(), others_continue as bool others_continue()");
-      if constexpr (tells) return Hook::call(policy);
-    }
+    if constexpr (Hook::template in<P>)
+      if constexpr (says_anything<Hook>) return Hook::call(policy);
     return otherwise;
   }
   template <class Hook>
   void in_scope(Work work) {
     if constexpr (Hook::template in<P>) {
-      constexpr bool gives = !std::is_void_v<decltype(Hook::call(policy))>;
-      static_assert(gives, "policy: forward_scope must give back the guard that is held, and fit_scope as well");
-      if constexpr (gives) {
+      if constexpr (gives_anything<Hook>) {
         [[maybe_unused]] auto scope = Hook::call(policy);
         return work();
       }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/build/inline.hpp>
+
 namespace gradaccum::detail {
 
 /// While there is one of these, SIGINT and SIGTERM are only noted, and a handler of the user's own is called as well. A

@@ -12,33 +12,19 @@
 
 namespace gradaccum::detail {
 
-/// Says that a parameter's gradient is there.
-class ArrivalHook final : public torch::autograd::PostAccumulateGradHook {
- public:
-  using Slot = std::unique_ptr<torch::autograd::PostAccumulateGradHook>;
-
-  ArrivalHook(std::shared_ptr<ArrivalListener> listener, std::size_t place)
-      : listener_(std::move(listener)), place_(place) {}
+/// Says that a parameter's gradient is there, after what was in its slot has heard of it.
+struct ArrivalHook final : torch::autograd::PostAccumulateGradHook {
+  ArrivalHook(std::shared_ptr<ArrivalListener> whom, std::size_t where) : listener(std::move(whom)), place(where) {}
 
   void operator()(const at::Tensor& parameter) override {
-    if (before_) (*before_)(parameter);
-    const auto listener = listener_;  // may outlive the hook
-    listener->arrive(place_);
+    if (before) (*before)(parameter);
+    const auto still_there = listener;  // may outlive the hook
+    still_there->arrive(place);
   }
 
-  static Slot& slot(const at::Tensor& parameter) { return torch::autograd::impl::post_acc_grad_hooks(parameter); }
-  static void install(std::unique_ptr<ArrivalHook> hook, Slot& slot) {
-    hook->before_ = std::move(slot);
-    slot = std::move(hook);
-  }
-  static void remove(Slot& slot) {
-    if (auto* const ours = dynamic_cast<ArrivalHook*>(slot.get())) slot = std::move(ours->before_);
-  }
-
- private:
-  std::shared_ptr<ArrivalListener> listener_;
-  std::size_t place_;
-  Slot before_;
+  std::shared_ptr<ArrivalListener> listener;
+  std::size_t place;
+  std::unique_ptr<torch::autograd::PostAccumulateGradHook> before;
 };
 
 GRADACCUM_INLINE ArrivalScope::ArrivalScope(std::shared_ptr<ArrivalListener> listener)
@@ -48,12 +34,19 @@ GRADACCUM_INLINE ArrivalScope::ArrivalScope(std::shared_ptr<ArrivalListener> lis
   for (std::size_t i = 0; i < parameters.size(); ++i)
     if (parameters[i].requires_grad()) hooks.emplace_back(&parameters[i], std::make_unique<ArrivalHook>(listener_, i));
   for (auto& [parameter, hook] : hooks) listening_.push_back(parameter);
-  for (auto& [parameter, hook] : hooks) ArrivalHook::install(std::move(hook), ArrivalHook::slot(*parameter));
+  for (auto& [parameter, hook] : hooks) {
+    auto& slot = torch::autograd::impl::post_acc_grad_hooks(*parameter);
+    hook->before = std::move(slot);
+    slot = std::move(hook);
+  }
 }
 
 GRADACCUM_INLINE ArrivalScope::~ArrivalScope() {
   listener_->end();
-  for (auto* const parameter : listening_) ArrivalHook::remove(ArrivalHook::slot(*parameter));
+  for (auto* const parameter : listening_) {
+    auto& slot = torch::autograd::impl::post_acc_grad_hooks(*parameter);
+    if (auto* const ours = dynamic_cast<ArrivalHook*>(slot.get())) slot = std::move(ours->before);
+  }
 }
 
 }  // namespace gradaccum::detail

@@ -187,17 +187,13 @@ GRADACCUM_INLINE void OpenWindow::or_spoil(c10::function_ref<void()> work) {
 }
 
 GRADACCUM_INLINE void OpenWindow::check_usable() const { use_.check_usable(state_->stepped()); }
-
 GRADACCUM_INLINE void OpenWindow::check_kept() const {
   if (window_.count() > 0) watch_.check_kept(state_->all_parameters());
 }
-
 GRADACCUM_INLINE void OpenWindow::check_only_ours() const {
   watch_.check_only_ours(state_->all_parameters(), window_.count() == 0);
 }
-
 GRADACCUM_INLINE bool OpenWindow::touched() const { return watch_.touched(state_->all_parameters()); }
-
 GRADACCUM_INLINE void OpenWindow::look() { watch_.look(state_->all_parameters()); }
 
 GRADACCUM_INLINE void OpenWindow::count_plain() {
