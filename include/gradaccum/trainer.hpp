@@ -19,6 +19,26 @@
 
 namespace gradaccum {
 
+namespace detail {
+
+/// What a Trainer holds of its user's. A base before the other one: policies may need it until they are gone.
+template <class Model, class Optimizer, class Objective>
+struct TrainerHolds {
+  template <class GivenModel, class GivenOptimizer>
+  TrainerHolds(GivenModel&& model, GivenOptimizer&& optimizer, Objective objective)
+      : model_(std::forward<GivenModel>(model)),
+        optimizer_(checked_optimizer(optimizer)),
+        optimizer_owner_(kept_owner(std::forward<GivenOptimizer>(optimizer))),
+        objective_(std::move(objective)) {}
+
+  Model model_;
+  Optimizer& optimizer_;
+  std::shared_ptr<void> optimizer_owner_;
+  Objective objective_;
+};
+
+}  // namespace detail
+
 /// The training loop that people write, from a model, an optimizer, an objective, and policies that each say one thing.
 ///
 ///     auto objective = [](auto& net, auto& batch) {
@@ -39,17 +59,16 @@ namespace gradaccum {
 /// @note Waits for the device once a window, to see that losses are finite (`OnNan` says how not to), and as its
 /// policies say.
 template <class Model, class Optimizer, class Objective, class... Policies>
-class Trainer : public TrainerBase {
+class Trainer : private detail::TrainerHolds<Model, Optimizer, Objective>, public TrainerBase {
   static_assert(detail::are_trainer_arguments<Model, Optimizer>());
+  using Holds = detail::TrainerHolds<Model, Optimizer, Objective>;
+  using Holds::model_, Holds::optimizer_, Holds::objective_;
 
  public:
   template <class GivenModel, class GivenOptimizer>
   Trainer(GivenModel&& model, GivenOptimizer&& optimizer, Objective objective, Policies... policies)
-      : TrainerBase(std::make_unique<detail::OptimizerOf<Optimizer>>(detail::checked_optimizer(optimizer))),
-        model_(std::forward<GivenModel>(model)),
-        optimizer_(detail::pointee_of(optimizer)),
-        optimizer_owner_(detail::kept_owner(std::forward<GivenOptimizer>(optimizer))),
-        objective_(std::move(objective)) {
+      : Holds(std::forward<GivenModel>(model), std::forward<GivenOptimizer>(optimizer), std::move(objective)),
+        TrainerBase(std::make_unique<detail::OptimizerOf<Optimizer>>(optimizer_)) {
     if constexpr (!shows_progress) add_policy(Progress{.line = {.only_on_terminal = true}});
     (add_policy(detail::as_policy(std::move(policies))), ...);
     attach(std::index_sequence_for<Policies...>());
@@ -132,11 +151,6 @@ class Trainer : public TrainerBase {
       (attach<detail::policy_t<Policies>>(i + !shows_progress, of_processes), ...);
     }
   }
-
-  Model model_;
-  Optimizer& optimizer_;
-  std::shared_ptr<void> optimizer_owner_;
-  Objective objective_;
 };
 
 template <class Model, class Optimizer, class Objective, class... Policies>
