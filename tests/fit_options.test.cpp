@@ -5,8 +5,11 @@
 #include <gradaccum/fit_report.hpp>
 #include <gradaccum/memory_meter.hpp>
 
+#include <filesystem>
 #include <limits>
 #include <sstream>
+#include <string>
+#include <type_traits>
 
 namespace ga = gradaccum;
 namespace inner = gradaccum::detail;
@@ -16,6 +19,27 @@ TEST_CASE("FitOptions: numbers below zero are refused") {
   ga::check({.epochs = 0, .updates = 0});
   REQUIRE_ERROR("FitOptions: epochs must be >= 0, got -1", ga::check({.epochs = -1}));
   REQUIRE_ERROR("FitOptions: updates must be >= 0, got -2", ga::check({.epochs = 1, .updates = -2}));
+}
+
+TEST_CASE("FitOptions: resume is whatever a path is made from") {
+  const std::filesystem::path runs = "runs";
+  const std::string text = "runs";
+  ga::FitOptions options{.resume = "runs"};
+  for (const auto& given :
+       {options, ga::FitOptions{.resume = runs}, ga::FitOptions{.resume = runs / ""}, ga::FitOptions{.resume = text}}) {
+    CHECK_FALSE(given.resume.empty());
+    CHECK((given.resume.string() == "runs" || given.resume.string() == "runs/"));
+  }
+  const std::filesystem::path& directory = options.resume;
+  CHECK(directory == runs);
+  options.resume = {};
+  CHECK(options.resume.empty());
+  options.resume = text;
+  auto copy = options;
+  options.resume = copy.resume;
+  CHECK(options.resume.string() == "runs");
+  CHECK(ga::FitOptions{.resume = ""}.resume.empty());
+  STATIC_REQUIRE_FALSE(std::is_convertible_v<int, ga::ResumeFrom>);
 }
 
 TEST_CASE("FitStatus: done() when the epochs or the updates are made") {

@@ -928,6 +928,45 @@ TEST_CASE("Trainer: what hides behind a reference is found out") {
                 ga::Trainer(probe, facade, slope));
 }
 
+namespace {
+
+// A policy that looks at its Trainer when it goes.
+struct LooksBack {
+  ga::TrainerBase* trainer = nullptr;
+  std::vector<std::size_t>* seen = nullptr;
+
+  LooksBack(std::vector<std::size_t>& seen) : seen(&seen) {}
+  LooksBack(LooksBack&& other) noexcept : trainer(std::exchange(other.trainer, nullptr)), seen(other.seen) {}
+  ~LooksBack() {
+    if (trainer) seen->push_back(trainer->module().parameters().size() + trainer->parameters().size());
+  }
+  void attach(ga::TrainerBase& given) { trainer = &given; }
+};
+
+}  // namespace
+
+TEST_CASE("Trainer: a policy that goes can still see model and optimizer") {
+  std::vector<std::size_t> seen;
+  {
+    torch::nn::Linear model(2, 1);
+    auto sgd = std::make_shared<torch::optim::SGD>(model->parameters(), 0.1);
+    ga::Trainer trainer(
+        std::move(model), std::move(sgd), [](auto& net, auto& batch) { return net->forward(batch).sum(); },
+        LooksBack(seen));
+    trainer.step(torch::ones({1, 2}));
+    CHECK(seen.empty());
+  }
+  CHECK(seen == std::vector<std::size_t>{4});
+}
+
+TEST_CASE("Trainer: a policy that goes since another one is refused sees them, too") {
+  std::vector<std::size_t> seen;
+  Probe probe;
+  REQUIRE_ERROR("steps must be >= 1",
+                ga::Trainer(probe, probe.sgd, slope, LooksBack(seen), ga::Accumulate{.steps = 0}));
+  CHECK(seen == std::vector<std::size_t>{2});
+}
+
 TEST_CASE("Trainer: on a device", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   const auto batches = make_batches({5, 2, 7, 4}, at::kFloat);

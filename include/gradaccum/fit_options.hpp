@@ -4,14 +4,24 @@
 #include <gradaccum/archive.hpp>
 
 #include <chrono>
+#include <concepts>
 #include <cstdint>
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <type_traits>
+#include <utility>
 
 namespace gradaccum {
 
-class Archive;
+namespace detail {
+class Fit;
+class Peers;
+
+/// See training_state.hpp.
+std::optional<std::filesystem::path> newest_state(const std::filesystem::path& path);
+Archive open_state(const std::filesystem::path& folder, bool allow_changes, const Peers* peers);
+}  // namespace detail
 
 /// What becomes of a window that an epoch leaves shorter than the others.
 enum class Tail {
@@ -27,16 +37,42 @@ enum class OnNan {
   ignore,  ///< its gradients go into the window; nobody waits
 };
 
+/// The directory whose newest state a `fit` goes on from: a path, or what a path is made from.
+///
+/// It brings along what reads states, so that a program that gives none does not compile that.
+class ResumeFrom {
+ public:
+  ResumeFrom() = default;
+  template <class Path>
+  requires(!std::same_as<std::remove_cvref_t<Path>, ResumeFrom> && std::convertible_to<Path, std::filesystem::path>)
+      ResumeFrom(Path&& directory)  // NOLINT(google-explicit-constructor): a path is one
+      : directory_(std::forward<Path>(directory)), newest_(&detail::newest_state), open_(&detail::open_state) {}
+
+  operator const std::filesystem::path&() const { return directory_; }  // NOLINT(google-explicit-constructor): as above
+  bool empty() const { return directory_.empty(); }
+  std::string string() const { return directory_.string(); }
+
+ private:
+  friend class detail::Fit;
+
+  std::optional<std::filesystem::path> newest() const;
+  Archive open(const std::filesystem::path& folder, bool allow_changes, const detail::Peers* peers) const;
+
+  std::filesystem::path directory_;
+  decltype(&detail::newest_state) newest_ = nullptr;
+  decltype(&detail::open_state) open_ = nullptr;
+};
+
 struct FitOptions {
   std::optional<std::int64_t> epochs = {};   ///< passes over the batches; 1 if neither this nor `updates` is given
   std::optional<std::int64_t> updates = {};  ///< stop when the parameters have moved so often; after as many epochs as
                                              ///< that takes, if `epochs` is not given
   Tail tail = Tail::flush;
   OnNan on_nan = OnNan::stop;
-  bool smoke = false;  ///< one window of everything, to see that it runs; `evaluate` takes one batch meanwhile
-  std::filesystem::path resume = {};  ///< go on from the newest state in this directory, see `ga::save`; from the
-                                      ///< beginning where there is none
-  bool allow_changes = false;         ///< with `resume`: go on though the model, the data or settings are others
+  bool smoke = false;           ///< one window of everything, to see that it runs; `evaluate` takes one batch meanwhile
+  ResumeFrom resume = {};       ///< go on from the newest state in this directory, see `ga::save`; from the beginning
+                                ///< where there is none
+  bool allow_changes = false;   ///< with `resume`: go on though the model, the data or settings are others
   bool measure_memory = false;  ///< report the peak of tensor memory, by a MemoryMeter; unless LibTorch's profiler is
                                 ///< at work. LibTorch may warn then of "memory blocks" that are older than the `fit`
 };

@@ -5,6 +5,8 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/window/peers.hpp>
+#include <gradaccum/training_state.hpp>
 
 #include <c10/util/Exception.h>
 
@@ -15,6 +17,20 @@ namespace gradaccum {
 GRADACCUM_INLINE void check(const FitOptions& options) {
   TORCH_CHECK(options.epochs.value_or(0) >= 0, "FitOptions: epochs must be >= 0, got ", *options.epochs);
   TORCH_CHECK(options.updates.value_or(0) >= 0, "FitOptions: updates must be >= 0, got ", *options.updates);
+}
+
+GRADACCUM_INLINE std::optional<std::filesystem::path> ResumeFrom::newest() const {
+  return empty() ? std::nullopt : newest_(directory_);
+}
+
+GRADACCUM_INLINE Archive ResumeFrom::open(const std::filesystem::path& folder, bool allow_changes,
+                                          const detail::Peers* peers) const {
+  if (open_) return open_(folder, allow_changes, peers);
+  const auto refuse = [&] {
+    TORCH_CHECK(false, "FitOptions: rank 0 resumes from ", folder.string(), "; `resume` must be given on all ranks");
+  };
+  detail::run_on_all(peers, refuse);
+  return {};
 }
 
 GRADACCUM_INLINE double FitStatus::seconds() const {

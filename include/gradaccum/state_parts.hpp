@@ -3,6 +3,7 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/concepts.hpp>
+#include <gradaccum/detail/optimizers/optimizer_state.hpp>
 #include <gradaccum/detail/types/module_of.hpp>
 #include <gradaccum/detail/types/type_name.hpp>
 
@@ -43,12 +44,8 @@ class ModelState {
 };
 
 namespace detail {
-
-void archive_torch_optimizer(Archive& archive, torch::optim::Optimizer& optimizer, const torch::nn::Module& module);
-void check_torch_optimizer(torch::optim::Optimizer& optimizer, const torch::nn::Module& module);
 [[noreturn]] void refuse_optimizer(const std::string& type);
-
-}  // namespace detail
+}
 
 /// An optimizer's state by the names that `model` gives its parameters, the options of its groups, and the window of an
 /// accumulator, half-filled or not. LibTorch's optimizers but LBFGS, ours, and any with a `state(Archive&)` of its own.
@@ -66,14 +63,14 @@ class OptimizerState {
       archive("window", optimizer_.named_window(module_));
       gradaccum::OptimizerState(optimizer_.optimizer(), module_).state(archive);
     } else if constexpr (is_torch) {
-      detail::archive_torch_optimizer(archive, optimizer_, module_);
+      detail::archive_optimizer(archive, optimizer_, module_.named_parameters());
     }
   }
 
   /// Throws where there is no such state, or a parameter is not the model's.
   void check() {
     if constexpr (is_torch && !has_state)
-      detail::check_torch_optimizer(optimizer_, module_);
+      detail::check_has_named_state(optimizer_, module_.named_parameters());
     else if constexpr (!has_state && !accumulating<Optimizer>)
       detail::refuse_optimizer(detail::type_name(optimizer_));
   }

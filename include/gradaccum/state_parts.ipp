@@ -4,7 +4,6 @@
 #include <gradaccum/state_parts.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/optimizers/optimizer_state.hpp>
 #include <gradaccum/detail/state/generator_states.hpp>
 #include <gradaccum/detail/state/module_state.hpp>
 
@@ -16,21 +15,9 @@ GRADACCUM_INLINE void ModelState::state(Archive& archive) { detail::archive_modu
 
 GRADACCUM_INLINE void RandomState::state(Archive& archive) { detail::archive_generators(archive); }
 
-namespace detail {
-
-GRADACCUM_INLINE void archive_torch_optimizer(Archive& archive, torch::optim::Optimizer& optimizer,
-                                              const torch::nn::Module& module) {
-  archive_optimizer(archive, optimizer, module.named_parameters());
-}
-
-GRADACCUM_INLINE void check_torch_optimizer(torch::optim::Optimizer& optimizer, const torch::nn::Module& module) {
-  check_has_named_state(optimizer, module.named_parameters());
-}
-
-GRADACCUM_INLINE void refuse_optimizer(const std::string& type) {
+GRADACCUM_INLINE void detail::refuse_optimizer(const std::string& type) {
   TORCH_CHECK(false, "OptimizerState: an optimizer of your own, as ", type,
               ", needs a member void state(ga::Archive&)");
 }
 
-}  // namespace detail
 }  // namespace gradaccum

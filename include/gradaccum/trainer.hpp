@@ -19,26 +19,6 @@
 
 namespace gradaccum {
 
-namespace detail {
-
-/// What a Trainer holds of its user's. A base before the other one: policies may need it until they are gone.
-template <class Model, class Optimizer, class Objective>
-struct TrainerHolds {
-  template <class GivenModel, class GivenOptimizer>
-  TrainerHolds(GivenModel&& model, GivenOptimizer&& optimizer, Objective objective)
-      : model_(std::forward<GivenModel>(model)),
-        optimizer_(checked_optimizer(optimizer)),
-        optimizer_owner_(kept_owner(std::forward<GivenOptimizer>(optimizer))),
-        objective_(std::move(objective)) {}
-
-  Model model_;
-  Optimizer& optimizer_;
-  std::shared_ptr<void> optimizer_owner_;
-  Objective objective_;
-};
-
-}  // namespace detail
-
 /// The training loop that people write, from a model, an optimizer, an objective, and policies that each say one thing.
 ///
 ///     auto objective = [](auto& net, auto& batch) {
@@ -59,20 +39,20 @@ struct TrainerHolds {
 /// @note Waits for the device once a window, to see that losses are finite (`OnNan` says how not to), and as its
 /// policies say.
 template <class Model, class Optimizer, class Objective, class... Policies>
-class Trainer : private detail::TrainerHolds<Model, Optimizer, Objective>, public TrainerBase {
+class Trainer : public TrainerBase {
   static_assert(detail::are_trainer_arguments<Model, Optimizer>());
-  using Holds = detail::TrainerHolds<Model, Optimizer, Objective>;
-  using Holds::model_, Holds::optimizer_, Holds::objective_;
 
  public:
   template <class GivenModel, class GivenOptimizer>
   Trainer(GivenModel&& model, GivenOptimizer&& optimizer, Objective objective, Policies... policies)
-      : Holds(std::forward<GivenModel>(model), std::forward<GivenOptimizer>(optimizer), std::move(objective)),
-        TrainerBase(std::make_unique<detail::OptimizerOf<Optimizer>>(optimizer_)) {
+      : Trainer(Bare(), std::forward<GivenModel>(model), std::forward<GivenOptimizer>(optimizer),
+                std::move(objective)) {
     if constexpr (!shows_progress) add_policy(Progress{.line = {.only_on_terminal = true}});
     (add_policy(detail::as_policy(std::move(policies))), ...);
     attach(std::index_sequence_for<Policies...>());
   }
+
+  ~Trainer() override { end(); }
 
   /// Trains until it has gone through the batches so often, or made so many updates; in training mode, unless the model
   /// is in it already, with all that its owner has frozen. Epochs count on from the last `fit`.
@@ -113,6 +93,16 @@ class Trainer : private detail::TrainerHolds<Model, Optimizer, Objective>, publi
   }
 
  private:
+  struct Bare {};
+  /// One that policies join. When the first of them does it is whole, and destroyed if they throw.
+  template <class GivenModel, class GivenOptimizer>
+  Trainer(Bare, GivenModel&& model, GivenOptimizer&& optimizer, Objective objective)
+      : TrainerBase(std::make_unique<detail::OptimizerOf<Optimizer>>(detail::checked_optimizer(optimizer))),
+        model_(std::forward<GivenModel>(model)),
+        optimizer_(detail::checked_optimizer(optimizer)),
+        optimizer_owner_(detail::kept_owner(std::forward<GivenOptimizer>(optimizer))),
+        objective_(std::move(objective)) {}
+
   static constexpr bool shows_progress = (std::derived_from<Policies, Progress> || ...);
 
   /// The objective, of a batch alone.
@@ -151,6 +141,11 @@ class Trainer : private detail::TrainerHolds<Model, Optimizer, Objective>, publi
       (attach<detail::policy_t<Policies>>(i + !shows_progress, of_processes), ...);
     }
   }
+
+  Model model_;
+  Optimizer& optimizer_;
+  std::shared_ptr<void> optimizer_owner_;
+  Objective objective_;
 };
 
 template <class Model, class Optimizer, class Objective, class... Policies>

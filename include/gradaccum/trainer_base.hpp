@@ -75,6 +75,8 @@ class TrainerBase {
 
  protected:
   explicit TrainerBase(std::unique_ptr<detail::AnyOptimizer> optimizer);
+  /// For the destructor of the class that is derived from it: policies see a whole Trainer until they are gone.
+  void end();
 
   FitReport fit_with(detail::AnyBatches& batches, const FitOptions& options);
   bool step_with(const detail::AnyBatch& batch);

@@ -22,6 +22,11 @@ GRADACCUM_INLINE TrainerBase::TrainerBase(std::unique_ptr<detail::AnyOptimizer> 
 
 GRADACCUM_INLINE TrainerBase::~TrainerBase() = default;
 
+GRADACCUM_INLINE void TrainerBase::end() {
+  parts_->policies = {};
+  parts_.reset();
+}
+
 GRADACCUM_INLINE FitReport TrainerBase::fit_with(detail::AnyBatches& batches, const FitOptions& options) {
   return detail::Fit(*this, batches).run(options);
 }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/fit_options.hpp>
 #include <gradaccum/io/safetensors.hpp>
 #include <gradaccum/io/state_folder.hpp>
 #include <gradaccum/state_parts.hpp>
@@ -55,9 +54,6 @@ std::filesystem::path load(const std::filesystem::path& directory, const AnyTrai
 
 /// The state that `path` is, or the newest in it.
 std::optional<std::filesystem::path> newest_state(const std::filesystem::path& path);
-
-/// Where a fit is to go on from, if there is a state.
-std::optional<std::filesystem::path> state_to_resume(const FitOptions& options);
 
 /// What rank 0 finds or makes, on all ranks; an error there is one on all. Empty where there is none.
 std::filesystem::path of_rank_0(const Peers* peers, const std::function<std::optional<std::filesystem::path>()>& find);

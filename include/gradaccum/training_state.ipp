@@ -8,7 +8,6 @@
 #include <gradaccum/detail/io/manifest.hpp>
 #include <gradaccum/detail/io/state_directory.hpp>
 #include <gradaccum/detail/window/peers.hpp>
-#include <gradaccum/fit_options.hpp>
 #include <gradaccum/io/state_folder.hpp>
 
 #include <c10/util/Exception.h>
@@ -23,10 +22,6 @@ GRADACCUM_INLINE std::optional<std::filesystem::path> newest_state(const std::fi
   if (std::filesystem::exists(path / manifest_name)) return path;
   const auto states = StateDirectory(path).finished();
   return states.empty() ? std::nullopt : std::optional(states.back().path);
-}
-
-GRADACCUM_INLINE std::optional<std::filesystem::path> state_to_resume(const FitOptions& options) {
-  return options.resume.empty() ? std::nullopt : newest_state(options.resume);
 }
 
 /// `; the newest intact one is …`, of the others in the same directory.

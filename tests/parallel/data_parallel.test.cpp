@@ -150,6 +150,13 @@ TEST_CASE("DataParallel: a saved training goes on to the bit, on all ranks") {
     CHECK(std::equal(second[rank].losses.rbegin(), second[rank].losses.rend(), straight[rank].losses.rbegin()));
     CHECK_FALSE(torch::equal(flat(first[rank].model), flat(straight[rank].model)));
   }
+  // Those that do not give a directory are told, on all ranks.
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    ga::FitOptions options{.epochs = 3};
+    if (group.rank() == 0) options.resume = directory / "stopped";
+    Run some;
+    REQUIRE_ERROR("`resume` must be given on all ranks", some.fit(data, group, directory / "stopped", options));
+  });
   // Neither is it resumed by another number of ranks.
   Run alone;
   REQUIRE_ERROR("world_size = 2, and here it is 1", alone.fit(data, ga::ProcessGroup(), directory / "stopped",

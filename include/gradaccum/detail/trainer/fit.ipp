@@ -46,10 +46,11 @@ GRADACCUM_INLINE void Fit::or_give_up(c10::function_ref<void()> work) {
 
 GRADACCUM_INLINE void Fit::resume() {
   auto& status = parts_.status;
+  const auto& from = status.options.resume;
   const auto* const peers = trainer_.peers().get();
-  const auto folder = of_rank_0(peers, [&] { return state_to_resume(status.options); });
+  const auto folder = of_rank_0(peers, [&] { return from.newest(); });
   if (folder.empty()) return;
-  auto archive = open_state(folder, status.options.allow_changes, peers);
+  auto archive = from.open(folder, status.options.allow_changes, peers);
   status.resumed_from = folder.string();
   if (const auto epoch = epoch_in_hand(archive)) begin_epoch(*epoch);
   load_state(archive, trainer_);
