@@ -39,4 +39,7 @@ function(gradaccum_add_compiled include)
   target_compile_definitions(gradaccum_compiled PUBLIC GRADACCUM_COMPILED)
   target_link_libraries(gradaccum_compiled PUBLIC gradaccum::gradaccum)
   set_target_properties(gradaccum_compiled PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  if(NOT PROJECT_NAME STREQUAL "gradaccum" OR NOT PROJECT_IS_TOP_LEVEL)
+    target_compile_options(gradaccum_compiled PRIVATE -w) # a program's warnings are of its own files
+  endif()
 endfunction()

@@ -85,16 +85,18 @@ GRADACCUM_INLINE std::string text_of_number(const MetricsFile::Number& number) {
   return std::visit([](auto value) { return fmt::format("{}", value); }, number);
 }
 
-GRADACCUM_INLINE std::string csv_heading(const MetricsFile::Fields& fields) {
+std::string comma_separated(const MetricsFile::Fields& fields, const auto& text_of) {
   std::string text;
-  for (auto& field : fields) text += (text.empty() ? "" : ",") + field.name;
+  for (auto& field : fields) text.append(text.empty() ? "" : ",").append(text_of(field));
   return text;
 }
 
+GRADACCUM_INLINE std::string csv_heading(const MetricsFile::Fields& fields) {
+  return comma_separated(fields, [](auto& field) { return field.name; });
+}
+
 GRADACCUM_INLINE std::string csv_line(const MetricsFile::Fields& fields) {
-  std::string text;
-  for (auto& field : fields) text += (text.empty() ? "" : ",") + text_of_number(field.number);
-  return text;
+  return comma_separated(fields, [](auto& field) { return text_of_number(field.number); });
 }
 
 GRADACCUM_INLINE std::string json_line(const MetricsFile::Fields& fields) {

@@ -160,8 +160,8 @@ GRADACCUM_INLINE bool is_written_before(const NamedSafetensorsEntry& a, const Na
 
 std::string numbers_as_json(const auto& numbers) {
   std::string text;
-  for (auto number : numbers) text += (text.empty() ? "" : ",") + std::to_string(number);
-  return "[" + text + "]";
+  for (auto number : numbers) text.append(text.empty() ? "[" : ",").append(std::to_string(number));
+  return text.empty() ? "[]" : text + "]";
 }
 
 /// The header's JSON, with spaces after it so that the data begins at a multiple of 8.
