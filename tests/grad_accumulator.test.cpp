@@ -2,6 +2,7 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/optim/sgd.hpp>
 
 #include "support/models.hpp"
 
@@ -551,4 +552,70 @@ TEST_CASE("GradAccumulator: parameters on several devices", "[cuda]") {
   CHECK(optimizer.grad_norm().item<double>() == 5.0);
   CHECK(cpu.item<double>() == Approx(-0.3));
   CHECK(gpu.item<double>() == Approx(-0.4));
+}
+
+TEST_CASE("accumulator: a function gives one back; it moves between windows alone") {
+  const auto data = make_batches({5, 5, 5, 5});
+  auto model = make_model(), other = make_model();
+  torch::optim::SGD sgd(model->parameters(), 0.1), plain(other->parameters(), 0.1);
+  const auto made = [&] {
+    ga::GradAccumulator first(sgd, {.steps = 2, .accumulate_in = at::kDouble});
+    loss_of(model, data[0]).backward();
+    first.step();
+    REQUIRE_ERROR("can be moved between windows", ga::GradAccumulator<torch::optim::SGD>(std::move(first)));
+    loss_of(model, data[1]).backward();
+    CHECK(first.step());
+    first.zero_grad();
+    return ga::GradAccumulator<torch::optim::SGD>(std::move(first));
+  };
+  auto moved = made();
+  ga::GradAccumulator expected(plain, {.steps = 2});
+  for (std::size_t i = 0; i < data.size(); ++i) {
+    loss_of(other, data[i]).backward();
+    expected.step();
+    expected.zero_grad();
+    if (i < 2) continue;
+    loss_of(model, data[i]).backward();
+    moved.step();
+    moved.zero_grad();
+  }
+  CHECK(moved.updates() == 2);
+  CHECK(torch::equal(flat(model), flat(other)));
+  torch::optim::Optimizer& held = moved;
+  REQUIRE_ERROR("somebody has a reference to it", ga::GradAccumulator<torch::optim::SGD>(std::move(moved)));
+  CHECK(held.parameters().size() == 4);
+}
+
+TEST_CASE("accumulator: in_backward goes on where it was moved to") {
+  auto model = make_model(), other = make_model();
+  ga::optim::SGD sgd(model->parameters(), 0.1), plain(other->parameters(), 0.1);
+  ga::GradAccumulator first(sgd, {.in_backward = true});
+  auto moved = std::move(first);
+  const auto batch = make_batches({5})[0];
+  moved.backward(loss_of(model, batch));
+  CHECK(moved.step());
+  loss_of(other, batch).backward();
+  plain.step();
+  CHECK(torch::equal(flat(model), flat(other)));
+}
+
+TEST_CASE("accumulator: step(closure) runs it and gives its loss") {
+  auto model = make_model(), other = make_model();
+  torch::optim::SGD sgd(model->parameters(), 0.1), plain(other->parameters(), 0.1);
+  ga::GradAccumulator optimizer(sgd, {.steps = 2});
+  const auto batch = make_batches({5})[0];
+  for (int i = 0; i < 2; ++i) {
+    const torch::NoGradGuard no_grad;
+    const auto loss = optimizer.step([&] {
+      optimizer.zero_grad();
+      auto mean = loss_of(model, batch);
+      mean.backward();
+      return mean;
+    });
+    CHECK(loss.item<double>() == loss_of(other, batch).item<double>());
+  }
+  loss_of(other, batch).backward();
+  plain.step();
+  CHECK(optimizer.updates() == 1);
+  CHECK(distance(model, other) < 1e-14);
 }

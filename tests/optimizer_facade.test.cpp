@@ -2,10 +2,12 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/optim/adafactor.hpp>
 
 #include "support/models.hpp"
 
 #include <sstream>
+#include <type_traits>
 
 // PyTorch's way of writing C++ programs works with the drop-in: a `Net model;` by value, functions that take a
 // `torch::optim::Optimizer&`, LibTorch's schedulers, torch::save and torch::load.
@@ -113,6 +115,121 @@ TEST_CASE("facade: zero_grad through it is harmless, a closure is called, a grou
   CHECK(first.item<double>() == -2.0);
   CHECK(late.item<double>() == -4.0);
   CHECK(sgd.param_groups().size() == 2);
+}
+
+TEST_CASE("facade: it shows the parameters, and takes nothing from a window when it clears them") {
+  const auto data = make_batches(std::vector<std::int64_t>(8, 5));
+  auto large = make_model(), by_itself = make_model();
+  using Options = torch::optim::AdamOptions;
+  torch::optim::Adam plain(large->parameters(), Options(1e-2)), direct(by_itself->parameters(), Options(1e-2));
+  for (auto& batch : in_windows(data, 4)) {
+    plain.zero_grad();
+    loss_of(large, batch).backward();
+    plain.step();
+  }
+  ga::GradAccumulator windows(direct, {.steps = 4});
+  for (auto& batch : data) {
+    loss_of(by_itself, batch).backward();
+    windows.step();
+    windows.zero_grad();
+  }
+  const bool to_none = GENERATE(true, false);
+  const bool from_the_middle = GENERATE(false, true);
+  auto model = make_model();
+  torch::optim::Adam adam(model->parameters(), Options(1e-2));
+  ga::GradAccumulator accumulator(adam, {.steps = 4});
+  std::size_t first = 0;
+  if (from_the_middle) {
+    for (; first < 2; ++first) {
+      loss_of(model, data[first]).backward();
+      accumulator.step();
+    }
+  }
+  torch::optim::Optimizer& facade = accumulator;
+  CHECK(facade.param_groups()[0].params().size() == 4);
+  CHECK(facade.parameters()[0].is_same(model->parameters()[0]));
+  CHECK(facade.size() == 4);
+  for (std::size_t i = first; i < data.size(); ++i) {
+    facade.zero_grad(to_none);
+    loss_of(model, data[i]).backward();
+    facade.step();
+  }
+  CHECK(accumulator.updates() == 2);
+  CHECK(distance(model, large) < 1e-12);
+  CHECK(torch::equal(flat(model), flat(by_itself)));
+}
+
+TEST_CASE("facade: options that are set through it reach the wrapped optimizer, and the reverse") {
+  auto parameter = torch::zeros({8, 8}).set_requires_grad(true);
+  const auto check = [&](auto optimizer, auto set, auto get) {
+    ga::GradAccumulator accumulator(optimizer);
+    torch::optim::Optimizer& facade = accumulator;
+    auto& options = optimizer.param_groups()[0].options();
+    using Options = std::remove_cvref_t<decltype(options)>;
+    const auto before = get(options);
+    set(facade.param_groups()[0].options(), 0.25);
+    static_cast<torch::optim::Optimizer&>(accumulator).parameters();  // any use of the accumulator
+    CHECK(get(optimizer.param_groups()[0].options()) == 0.25);
+    CHECK(before != 0.25);
+    Options& theirs = optimizer.param_groups()[0].options();
+    set(theirs, 0.125);
+    accumulator.step();
+    CHECK(get(optimizer.param_groups()[0].options()) == 0.125);
+    CHECK(get(facade.param_groups()[0].options()) == 0.125);
+  };
+  using torch::optim::OptimizerOptions;
+  const std::vector<at::Tensor> list{parameter};
+  check(
+      torch::optim::SGD(list, 0.1),
+      [](OptimizerOptions& o, double v) { static_cast<torch::optim::SGDOptions&>(o).momentum(v); },
+      [](OptimizerOptions& o) { return static_cast<torch::optim::SGDOptions&>(o).momentum(); });
+  check(
+      torch::optim::AdamW(list, 0.1),
+      [](OptimizerOptions& o, double v) { static_cast<torch::optim::AdamWOptions&>(o).weight_decay(v); },
+      [](OptimizerOptions& o) { return static_cast<torch::optim::AdamWOptions&>(o).weight_decay(); });
+  check(
+      torch::optim::Adam(list, 0.1),
+      [](OptimizerOptions& o, double v) {
+        static_cast<torch::optim::AdamOptions&>(o).betas({v, 0.5});
+      },
+      [](OptimizerOptions& o) { return std::get<0>(static_cast<torch::optim::AdamOptions&>(o).betas()); });
+  check(
+      torch::optim::RMSprop(list, 0.1),
+      [](OptimizerOptions& o, double v) { static_cast<torch::optim::RMSpropOptions&>(o).alpha(v); },
+      [](OptimizerOptions& o) { return static_cast<torch::optim::RMSpropOptions&>(o).alpha(); });
+  check(
+      torch::optim::Adagrad(list, 0.1),
+      [](OptimizerOptions& o, double v) { static_cast<torch::optim::AdagradOptions&>(o).eps(v); },
+      [](OptimizerOptions& o) { return static_cast<torch::optim::AdagradOptions&>(o).eps(); });
+  check(
+      ga::optim::Adafactor(list),
+      [](OptimizerOptions& o, double v) { static_cast<ga::optim::AdafactorOptions&>(o).weight_decay(v); },
+      [](OptimizerOptions& o) { return static_cast<ga::optim::AdafactorOptions&>(o).weight_decay(); });
+}
+
+TEST_CASE("facade: parameters that are changed through it are refused") {
+  auto model = make_model();
+  torch::optim::SGD sgd(model->parameters(), 0.4);
+  ga::GradAccumulator accumulator(sgd, {.steps = 2});
+  torch::optim::Optimizer& facade = accumulator;
+  facade.param_groups()[0].params().pop_back();
+  REQUIRE_ERROR("the parameters of group 0 were changed through a torch::optim::Optimizer&", accumulator.step());
+  CHECK(sgd.param_groups()[0].params().size() == 4);
+}
+
+TEST_CASE("facade: saving in the middle of a window is refused, in both ways") {
+  auto model = make_model();
+  torch::optim::SGD sgd(model->parameters(), 0.4);
+  ga::GradAccumulator accumulator(sgd, {.steps = 2});
+  torch::optim::Optimizer& facade = accumulator;
+  loss_of(model, make_batches({5})[0]).backward();
+  accumulator.step();
+  std::stringstream file;
+  REQUIRE_ERROR("there are 1 micro-batches in the window; save after flush()", torch::save(accumulator, file));
+  REQUIRE_ERROR("there are 1 micro-batches in the window; save after flush()", torch::save(facade, file));
+  accumulator.flush();
+  torch::save(accumulator, file);
+  torch::save(facade, file);
 }
 
 TEST_CASE("facade: what is saved has the learning rate that a scheduler has just set") {

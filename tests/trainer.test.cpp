@@ -176,7 +176,25 @@ TEST_CASE("Trainer: a window is the mean over all its items, as of one large bat
   CHECK(distance(after(batches, weighted, ga::Accumulate{.steps = 5}), expected) < 1e-14);
   CHECK(distance(after(batches, weighted, ga::Accumulate{.steps = 8}), expected) < 1e-14);  // a tail
   CHECK(distance(after(batches, weighted, ga::Accumulate{.batch_size = 19}), expected) < 1e-14);
-  CHECK(distance(after(batches, mean_of_batch, ga::Accumulate{.steps = 5}), expected) > 1e-3);  // a mean of means
+  CHECK(distance(after(batches, mean_of_batch, ga::Accumulate{.steps = 5}), expected) < 1e-14);  // over its samples
+  CHECK(distance(after(batches, mean_of_batch, ga::Accumulate{.batch_size = 19}), expected) < 1e-14);
+  const auto unweighted = [](auto& net, auto& batch) { return ga::Loss{loss_of(net, batch)}; };
+  CHECK(distance(after(batches, unweighted, ga::Accumulate{.steps = 5}), expected) > 1e-3);  // a mean of means
+}
+
+TEST_CASE("Trainer: windows and metrics count the samples of a loss that tells no items") {
+  const auto batches = make_batches({8, 8, 8, 1});
+  auto model = make_model();
+  torch::optim::SGD sgd(model->parameters(), 0.0);
+  std::vector<ga::Step> steps;
+  ga::Trainer trainer(model, sgd, mean_of_batch, ga::Accumulate{.batch_size = 25},
+                      [&](const ga::Step& step) { steps.push_back(step); });
+  trainer.fit(batches);
+  const auto whole = loss_of(model, joined(batches, 0, 4)).item<double>();
+  REQUIRE(steps.size() == 1);
+  CHECK(steps[0].items == 25);
+  CHECK(steps[0].loss.item<double>() == Approx(whole).epsilon(1e-14));
+  CHECK(trainer.evaluate(batches)["loss"] == Approx(whole).epsilon(1e-14));
 }
 
 TEST_CASE("Trainer: the three kinds of model, and whatever points to an optimizer") {

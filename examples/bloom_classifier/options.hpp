@@ -95,9 +95,7 @@ inline void add_demo(CLI::App& app, Options& options) {
       ->needs(demo);
 }
 
-inline void add_options(CLI::App& app, Options& options) {
-  app.option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-  add_demo(app, options);
+inline void add_model(CLI::App& app, Options& options) {
   app.add_option("--model", options.model,
                  "a folder as Hugging Face has them: config.json, tokenizer.json, *.safetensors");
   app.add_option("--max-length", options.max_length, "tokens that are kept of a review")->check(CLI::Range(1, 1 << 20));
@@ -105,11 +103,17 @@ inline void add_options(CLI::App& app, Options& options) {
       ->check(CLI::IsMember({"32", "bf16-mixed", "16-mixed"}));
   app.add_option("--device", options.device, "cpu, cuda or cuda:N");
   app.add_option("--threads", options.threads, "processor threads; 0: LibTorch chooses")->check(CLI::Range(0, 1024));
+}
+
+inline void add_options(CLI::App& app, Options& options) {
+  app.option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  add_demo(app, options);
+  add_model(app, options);
   add_training(app, options);
   auto* predict = app.add_subcommand("predict", "the label of each text, and how likely it is");
-  predict->fallthrough();
   predict->add_option("texts", options.texts, "texts");
-  predict->add_option("--file", options.file, "a file with a text a line");
+  predict->add_option("--file", options.file, "a CSV (*.csv) with a column text; any other file has a text a line");
+  add_model(*predict, options);
   predict->callback([&options] { options.predict = true; });
 }
 

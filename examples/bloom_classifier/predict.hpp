@@ -6,11 +6,14 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <fstream>
+#include <filesystem>
+#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "data/read_csv.hpp"
 #include "encoded_reviews.hpp"
 #include "model_folder.hpp"
 #include "options.hpp"
@@ -45,14 +48,23 @@ inline std::vector<Prediction> predict(ModelFolder& folder, const std::vector<st
   return predictions;
 }
 
+/// Of a CSV file its column of texts, of any other its lines; blank ones are left out.
+inline std::vector<std::string> read_texts(const std::filesystem::path& path) {
+  std::vector<std::string> texts;
+  if (path.extension() == ".csv") {
+    for (auto& review : read_csv(path, {}, Columns::text).rows) texts.push_back(std::move(review.text));
+    return texts;
+  }
+  std::istringstream lines(read_text_file(path, CsvLimits().file_bytes));
+  for (std::string line; std::getline(lines, line);)
+    if (!is_blank(line)) texts.push_back(line);
+  return texts;
+}
+
 inline void print_predictions(const Options& options) {
   auto texts = options.texts;
-  if (!options.file.empty()) {
-    std::ifstream file(options.file);
-    if (!file) throw std::runtime_error(options.file + ": must be a file that can be read");
-    for (std::string line; std::getline(file, line);)
-      if (!is_blank(line)) texts.push_back(line);
-  }
+  if (!options.file.empty())
+    for (auto& text : read_texts(options.file)) texts.push_back(std::move(text));
   auto folder = open_model_folder(options.model, {}, options.device);
   const auto predictions = predict(folder, texts, options);
   for (std::size_t i = 0; i < texts.size(); ++i) {

@@ -77,6 +77,8 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
 ///
 /// @note Planning waits for the device, training does not. Under autocast with a budget, parameters are cast again for
 /// each stage instead of once for the forward pass: casts that are kept would count.
+/// @note Planning sees allocations through the slot of LibTorch's profiler: inside of a profiler's scope, or of another
+/// observer of memory on this thread, the first forward pass with a budget throws. Run one before.
 class CheckpointedSequential : public torch::nn::ModuleHolder<CheckpointedSequentialImpl> {
  public:
   using ModuleHolder::ModuleHolder;

@@ -70,15 +70,23 @@ class Accumulator {
  public:
   Accumulator(const Accumulator&) = delete;  // an accumulator is neither copied nor wrapped by another
   Accumulator& operator=(const Accumulator&) = delete;
+  /// For functions that make one. Throws in the middle of a window, and where somebody has a reference to it as a
+  /// `torch::optim::Optimizer`. What is left cannot be used.
+  Accumulator(Accumulator&& other);
 
   /// Runs backward with the loss's weight: the window is then the mean over all its items. Once a micro-batch; weight 0
   /// counts, without backward. Must not be mixed with `loss.backward()` in one window.
   void backward(Loss loss, std::optional<bool> retain_graph = {}, bool create_graph = false);
+  /// The same for some parameters alone: `optimizer.backward(loss, {.inputs = generator->parameters()})`.
+  void backward(Loss loss, const BackwardOptions& options);
 
   /// Completes a micro-batch, and closes the window if it was the last. True if the parameters moved.
   bool step();
+  /// The same after `closure()`, which runs backward. Gives its loss.
+  at::Tensor step(const torch::optim::Optimizer::LossClosure& closure);
 
-  /// Clears the gradients if and only if `micro_steps() == 0`: it may stand first or last in a loop.
+  /// Clears the gradients if and only if `micro_steps() == 0`: it may stand first or last in a loop. Throws in the
+  /// middle of a window whose gradients somebody has added to since `step()`.
   void zero_grad(bool set_to_none = true);
 
   /// Closes a shorter window, with its true mean, and clears the gradients. True if the parameters moved. Does nothing
@@ -125,9 +133,11 @@ class Accumulator {
 
   /// What was set through a reference to it as a `torch::optim::Optimizer` reaches the wrapped one.
   void synchronise() const;
+  void check_can_be_saved() const;
   torch::optim::Optimizer& facade_of(torch::optim::Optimizer& wrapped);
 
  private:
+  std::unique_ptr<detail::OptimizerWindow> given_away();
   void check_can_clip() const;
   void follow();
   bool close();
@@ -172,7 +182,12 @@ class GradAccumulator : public Accumulator {
   static_assert(!std::derived_from<Optimizer, torch::optim::LBFGS>,
                 "GradAccumulator: LBFGS calls its closure several times a step, so it has no micro-batches; "
                 "use SGD, Adam, AdamW, RMSprop, Adagrad or one of your own");
-  static_assert(gradaccum::optimizer<Optimizer> || accumulating<Optimizer> ||
+  static constexpr bool is_pointer = requires(Optimizer & given) {
+    { given == nullptr } -> std::convertible_to<bool>;
+    *given;
+  };
+  static_assert(!is_pointer, "GradAccumulator: wraps an optimizer by reference, not a pointer to one: pass *optimizer");
+  static_assert(is_pointer || gradaccum::optimizer<Optimizer> || accumulating<Optimizer> ||
                     std::derived_from<Optimizer, torch::optim::LBFGS>,
                 "GradAccumulator: an optimizer has step(), zero_grad() and param_groups()");
 
@@ -180,6 +195,10 @@ class GradAccumulator : public Accumulator {
   explicit GradAccumulator(Optimizer& optimizer, GradAccumulatorOptions options = {})
       : Accumulator(std::make_unique<detail::OptimizerOf<Optimizer>>(checked(optimizer)), options),
         optimizer_(optimizer) {}
+  template <std::integral Steps>
+  GradAccumulator(Optimizer& optimizer, Steps) : GradAccumulator(optimizer) {
+    static_assert(!std::integral<Steps>, "GradAccumulator: say what the number is: {.steps = 4}");
+  }
 
   Optimizer& optimizer() {
     synchronise();
@@ -188,14 +207,18 @@ class GradAccumulator : public Accumulator {
   auto& param_groups() { return optimizer().param_groups(); }
   void add_param_group(const torch::optim::OptimizerParamGroup& group) { optimizer().add_param_group(group); }
 
-  /// For code that takes an optimizer by reference: its `step` counts, steps and then clears; its `zero_grad` does
-  /// nothing; a learning rate or a group set through it, save and load reach the wrapped optimizer.
+  /// For code that takes an optimizer by reference: its groups have the parameters; its `step` counts, steps and then
+  /// clears; its `zero_grad` takes nothing from a window; options (of a class of your own the learning rate) and groups
+  /// that are set through it, save and load reach the wrapped optimizer. Its `state()` is empty: ask `optimizer()`.
+  /// Windows that are stepped by it keep their sums apart from `.grad`, 4 bytes a parameter in float32. Saving throws
+  /// in the middle of a window.
   operator torch::optim::Optimizer&()  // NOLINT(google-explicit-constructor): a drop-in
       requires std::derived_from<Optimizer, torch::optim::Optimizer> {
     return facade_of(optimizer_);
   }
   operator const torch::optim::Optimizer&() const  // NOLINT(google-explicit-constructor): torch::save
       requires std::derived_from<Optimizer, torch::optim::Optimizer> {
+    check_can_be_saved();
     synchronise();
     return optimizer_;
   }

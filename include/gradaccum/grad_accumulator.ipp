@@ -7,6 +7,7 @@
 #include <gradaccum/detail/window/optimizer_facade.hpp>
 #include <gradaccum/detail/window/optimizer_window.hpp>
 
+#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
 #include <utility>
@@ -21,9 +22,29 @@ GRADACCUM_INLINE Accumulator::Accumulator(std::unique_ptr<detail::AnyOptimizer> 
 
 GRADACCUM_INLINE Accumulator::~Accumulator() = default;
 
+GRADACCUM_INLINE std::unique_ptr<detail::OptimizerWindow> Accumulator::given_away() {
+  TORCH_CHECK(micro_steps() == 0 && !window_->in_hand(),
+              "GradAccumulator: can be moved between windows, got it inside of one; call flush() or discard() first");
+  TORCH_CHECK(!facade_,
+              "GradAccumulator: cannot be moved any more: somebody has a reference to it as a torch::optim::Optimizer, "
+              "a scheduler say");
+  return std::move(window_);
+}
+
+GRADACCUM_INLINE Accumulator::Accumulator(Accumulator&& other)
+    : window_(other.given_away()),
+      updates_(other.updates_),
+      clip_norm_(other.clip_norm_),
+      clip_value_(other.clip_value_),
+      grad_norm_(std::move(other.grad_norm_)) {}
+
 GRADACCUM_INLINE void Accumulator::backward(Loss loss, std::optional<bool> retain_graph, bool create_graph) {
+  backward(std::move(loss), BackwardOptions{.retain_graph = retain_graph, .create_graph = create_graph});
+}
+
+GRADACCUM_INLINE void Accumulator::backward(Loss loss, const BackwardOptions& options) {
   follow();
-  window_->backward(std::move(loss), retain_graph, create_graph, ready());
+  window_->backward(std::move(loss), options, ready());
 }
 
 GRADACCUM_INLINE bool Accumulator::step() {
@@ -32,8 +53,21 @@ GRADACCUM_INLINE bool Accumulator::step() {
   return window_->full() && close();
 }
 
+GRADACCUM_INLINE at::Tensor Accumulator::step(const torch::optim::Optimizer::LossClosure& closure) {
+  at::Tensor loss;
+  if (closure) {
+    const at::AutoGradMode grad_mode(true);
+    loss = closure();
+  }
+  step();
+  return loss;
+}
+
 GRADACCUM_INLINE void Accumulator::zero_grad(bool set_to_none) {
-  if (micro_steps() == 0) window_->clear(set_to_none);
+  if (micro_steps() == 0)
+    window_->clear(set_to_none);
+  else
+    window_->check_not_to_be_cleared();
 }
 
 GRADACCUM_INLINE bool Accumulator::flush() {
@@ -118,13 +152,22 @@ GRADACCUM_INLINE void Accumulator::synchronise() const {
 }
 
 GRADACCUM_INLINE torch::optim::Optimizer& Accumulator::facade_of(torch::optim::Optimizer& wrapped) {
+  const auto step_and_clear = [this] {
+    window_->keep_sums_apart();
+    step();
+    zero_grad();
+  };
   if (!facade_)
-    facade_ = std::make_unique<detail::OptimizerFacade>(wrapped, [this] {
-      step();
-      zero_grad();
-    });
+    facade_ = std::make_unique<detail::OptimizerFacade>(wrapped, step_and_clear, [this] { check_can_be_saved(); });
+  if (micro_steps() > 0) window_->keep_sums_apart();
   facade_->synchronise();
   return *facade_;
+}
+
+GRADACCUM_INLINE void Accumulator::check_can_be_saved() const {
+  TORCH_CHECK(micro_steps() == 0,
+              "GradAccumulator: torch::save keeps the wrapped optimizer's state alone, and there are ", micro_steps(),
+              " micro-batches in the window; save after flush() or discard(), or all of it by ga::save");
 }
 
 GRADACCUM_INLINE void Accumulator::check_can_clip() const {

@@ -8,8 +8,16 @@
 #include <optional>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace gradaccum {
+
+/// How a backward pass runs: as `torch::Tensor::backward` takes it.
+struct BackwardOptions {
+  std::optional<bool> retain_graph = {};  ///< the graph can be gone through again; like `create_graph` if not given
+  bool create_graph = false;              ///< gradients of gradients can be computed
+  std::vector<at::Tensor> inputs = {};    ///< only these get gradients; none: all that the loss depends on
+};
 
 /// A mean loss, and how many items it is the mean of: what makes a window the mean over *all items*.
 ///
@@ -44,7 +52,7 @@ struct Loss {
 
   void check_shape() const;
   void check() const;
-  void backward(std::optional<bool> retain_graph = {}, bool create_graph = false) const;
+  void backward(const BackwardOptions& options = {}) const;
 
  private:
   template <class Count>

@@ -31,13 +31,14 @@ GRADACCUM_INLINE void Loss::check() const {
   TORCH_CHECK(items == 0 || mean.requires_grad(), "Loss: the mean requires no grad, so backward has nothing to do");
 }
 
-GRADACCUM_INLINE void Loss::backward(std::optional<bool> retain_graph, bool create_graph) const {
+GRADACCUM_INLINE void Loss::backward(const BackwardOptions& options) const {
   check();
   const auto by = product_of(seed);
   at::Tensor start;
   if (by.on_host() && !by.is_one()) start = at::full_like(mean, by.host());
   if (!by.on_host()) start = by.on(mean.device()).to(mean.scalar_type()).expand_as(mean);
-  mean.backward(start, retain_graph, create_graph);
+  const auto inputs = options.inputs.empty() ? std::nullopt : std::optional<at::TensorList>(options.inputs);
+  mean.backward(start, options.retain_graph, options.create_graph, inputs);
 }
 
 }  // namespace gradaccum

@@ -22,7 +22,7 @@ struct Step {
   std::int64_t epoch = 0;          ///< counted from 0
   std::int64_t micro_batches = 0;  ///< in the window
   std::int64_t samples = 0;        ///< rows of its batches
-  double items = 0;                ///< sum of the weights of its losses: what the gradient is the mean over
+  double items = 0;                ///< what the gradient is the mean over: of losses that tell none, their samples
   bool moved = false;              ///< the parameters moved; else the window was skipped
   bool overflowed = false;         ///< skipped, for gradients that are not finite with a loss scaler at work
   at::Tensor loss = {};            ///< mean over the window's items, detached: 0-dim float64, on the losses' device

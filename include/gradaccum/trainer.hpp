@@ -30,7 +30,8 @@ namespace gradaccum {
 ///
 /// `model`: a ModuleHolder, a pointer to a module, or a plain module, which is held by reference; the objective gets it
 /// as it was given. `optimizer`: any but LBFGS, by reference or behind a pointer. `objective(model, batch)`: a Tensor
-/// of one element, `ga::Loss{mean, items}`, or `ga::Loss{mean, items}.with(output, target)` for metrics. Batches: any
+/// of one element, the mean over the batch's samples; `ga::Loss{mean, items}`, where it is the mean over other items;
+/// or `ga::Loss{mean, items}.with(output, target)` for metrics. Batches: any
 /// range, of any type. A policy has some of the hooks of policy.hpp, or is a callable that takes `const ga::Step&`,
 /// called when the parameters have moved. The order of policies matters within one hook only.
 ///
@@ -41,6 +42,9 @@ namespace gradaccum {
 template <class Model, class Optimizer, class Objective, class... Policies>
 class Trainer : public TrainerBase {
   static_assert(detail::are_trainer_arguments<Model, Optimizer>());
+  static_assert(
+      detail::are_of_different_kinds<detail::policy_t<Policies>...>(),
+      "Trainer: two policies of one kind, two Accumulate say, which have one static member name: give it one");
 
  public:
   template <class GivenModel, class GivenOptimizer>

@@ -86,9 +86,7 @@ GRADACCUM_INLINE Archive references_to(const AnyTraining& training) {
   return archive;
 }
 
-GRADACCUM_INLINE void check_can_be_saved(const AnyTraining& training) {
-  check_can_be_written(references_to(training));
-}
+GRADACCUM_INLINE void check_can_be_saved(const AnyTraining& training) { check_can_be_written(references_to(training)); }
 
 GRADACCUM_INLINE std::filesystem::path save(const std::filesystem::path& directory, const AnyTraining& training,
                                             SaveOptions options) {

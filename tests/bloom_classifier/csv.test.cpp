@@ -142,6 +142,14 @@ TEST_CASE("CSV: columns in any order, among others, and those of Kaggle's file")
   REQUIRE(reviews_of("text,label\na,9223372036854775807\n") == std::vector<Review>{{"a", 9223372036854775807}});
 }
 
+TEST_CASE("CSV: texts alone, with labels or without") {
+  const std::vector<Review> rows = {{"a, b", 0}, {"c", 0}};
+  REQUIRE(parse_csv("id,text\n1,\"a, b\"\n2,c\n", "file", {}, Columns::text).rows == rows);
+  REQUIRE(parse_csv("text,label\n\"a, b\",no number\nc,1\n", "file", {}, Columns::text).rows == rows);
+  REQUIRE_ERROR("must name a column 'text' or 'review'", parse_csv("id,words\n1,a\n", "file", {}, Columns::text));
+  REQUIRE_ERROR("must name a column 'label' or 'sentiment'", parse_csv("id,text\n1,a\n", "file"));
+}
+
 TEST_CASE("CSV: rows without text are skipped and counted, whatever their label") {
   const auto reviews = parse_csv("text,label\n,1\na,1\n\" \r\n\t\",\n,\n\xC2\xA0,0\n", "file");
   REQUIRE(reviews.rows == std::vector<Review>{{"a", 1}, {"\xC2\xA0", 0}});  // a no-break space is text

@@ -31,6 +31,10 @@ struct Nameless {
   void state(ga::Archive&) {}
 };
 
+struct Counts {
+  void after_step(const ga::Step&) const {}
+};
+
 int main() {
   torch::nn::Linear model(1, 1);
   torch::optim::SGD sgd(model->parameters(), 0.1);
@@ -42,13 +46,14 @@ int main() {
   std::vector<at::Tensor> batches;
   const auto objective = [](auto&, auto& batch) { return batch; };
   ga::Trainer trainer(model, sgd, objective, ga::Accumulate{.steps = 2});
-  ga::Trainer twice(model, sgd, objective, ga::ClipNorm{}, ga::ClipNorm{});
+  ga::Trainer twice(model, sgd, objective, Counts{}, Counts{});
   ga::Trainer wrong(model, sgd, objective, WrongArgument{});         // error: before_step must be callable as before_step\(ga::Gradients&\)
   ga::Trainer factor(model, sgd, objective, WrongFactor{});          // error: scale_gradients must be callable as scale_gradients\(ga::Factor&\)
   ga::Trainer no_return(model, sgd, objective, NoReturn{});          // error: ready must be callable as bool ready\(\)
   ga::Trainer nameless(model, sgd, objective, Nameless{});           // error: with state\(ga::Archive&\) goes a member std::string_view name
   ga::Trainer no_scope(model, sgd, objective, NoScope{});            // error: forward_scope must give back the guard
-  twice.policy<ga::ClipNorm>();                                      // error: needs P to be one of its policies, and the only one
+  ga::Trainer same(model, sgd, objective, ga::ClipNorm{}, ga::ClipNorm{});  // error: two policies of one kind
+  twice.policy<Counts>();                                            // error: needs P to be one of its policies, and the only one
   trainer.policy<ga::ClipNorm>();                                    // error: needs P to be one of its policies
   ga::Trainer nothing(model, sgd, objective, Nothing{});             // error: expected a policy, which has one of the hooks of policy.hpp
   ga::Trainer sealed(model, sgd, objective, Sealed{});               // error: a policy must not be final

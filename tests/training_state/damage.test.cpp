@@ -260,7 +260,7 @@ TEST_CASE("SaveState: every so many updates, and how many are kept") {
   Scene().fit({.epochs = 2}, {.directory = directory / "all", .every_updates = 3, .keep_last = 0});
   CHECK(names_in(directory / "all") == Names{"step-000003", "step-000006", "step-000008"});
   Scene().fit({.epochs = 2}, {.directory = directory / "two", .every_updates = 1, .keep_last = 2});
-  CHECK(names_in(directory / "two") == Names{"step-000008", "step-000008.1"});
+  CHECK(names_in(directory / "two") == Names{"step-000007", "step-000008"});
   Scene().fit({.epochs = 2}, {.directory = directory / "one", .every_updates = 1000, .keep_last = 1});
   CHECK(names_in(directory / "one") == Names{"step-000008"});
   Scene().fit({.smoke = true}, {.directory = directory / "smoke", .every_updates = 1});

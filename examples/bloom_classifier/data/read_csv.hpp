@@ -53,15 +53,20 @@ inline std::int64_t label_of(const CsvReader& reader, std::string_view field) {
 
 }  // namespace detail
 
+/// What is read of a CSV file: texts alone have the label 0.
+enum class Columns { text_and_label, text };
+
 /// The reviews in the bytes of a CSV file; `name` is for errors.
-inline Reviews parse_csv(std::string_view bytes, const std::string& name, const CsvLimits& limits = {}) {
+inline Reviews parse_csv(std::string_view bytes, const std::string& name, const CsvLimits& limits = {},
+                         Columns wanted = Columns::text_and_label) {
   CsvReader reader(bytes, name, limits);
   std::vector<std::string> row;
   if (!reader.next(row)) data_error(name, "must begin with a row of column names, but is empty");
   detail::check_column_names(reader, row);
   const auto columns = row.size();
   const auto text = detail::find_column(reader, row, {"text", "review"});
-  const auto label = detail::find_column(reader, row, {"label", "sentiment"});
+  const bool has_label = wanted == Columns::text_and_label;
+  const auto label = has_label ? detail::find_column(reader, row, {"label", "sentiment"}) : text;
 
   Reviews reviews;
   for (std::int64_t count = 1; reader.next(row); ++count) {
@@ -72,7 +77,7 @@ inline Reviews parse_csv(std::string_view bytes, const std::string& name, const 
     if (is_blank(row[text])) {
       ++reviews.skipped;
     } else {
-      const auto value = detail::label_of(reader, row[label]);
+      const auto value = has_label ? detail::label_of(reader, row[label]) : 0;
       reviews.rows.push_back({std::move(row[text]), value});
     }
   }
@@ -89,8 +94,9 @@ inline Reviews parse_csv(std::string_view bytes, const std::string& name, const 
 /// positive (1). A row with nothing but white space for a text is skipped and counted, whatever its label.
 /// The text's bytes are kept as they are; those that are no valid UTF-8 are the tokenizer's to replace.
 /// @throws std::runtime_error naming the file, the line, the requirement and the value.
-inline Reviews read_csv(const std::filesystem::path& path, const CsvLimits& limits = {}) {
-  return parse_csv(read_text_file(path, limits.file_bytes), path.string(), limits);
+inline Reviews read_csv(const std::filesystem::path& path, const CsvLimits& limits = {},
+                        Columns wanted = Columns::text_and_label) {
+  return parse_csv(read_text_file(path, limits.file_bytes), path.string(), limits, wanted);
 }
 
 }  // namespace bloom

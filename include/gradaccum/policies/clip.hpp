@@ -4,6 +4,8 @@
 #include <gradaccum/clip_grad.hpp>
 #include <gradaccum/policy.hpp>
 
+#include <string_view>
+
 namespace gradaccum {
 
 /// Policy: gradients of an L2 norm of at most `max`, when the window closes: the mean over it, and unscaled.
@@ -12,6 +14,8 @@ namespace gradaccum {
 ///
 /// @note One read of the gradients. Does not synchronise with the device.
 struct ClipNorm {
+  static constexpr std::string_view name = "clip_norm";
+
   double max = 1.0;  ///< > 0
 
   void attach(TrainerBase&) const;
@@ -22,6 +26,8 @@ struct ClipNorm {
 ///
 /// @note Reads and writes the gradients once. Does not synchronise with the device.
 struct ClipValue {
+  static constexpr std::string_view name = "clip_value";
+
   double max = 1.0;  ///< >= 0
 
   void attach(TrainerBase&) const;

@@ -3,6 +3,8 @@
 
 #include <gradaccum/policy.hpp>
 
+#include <string_view>
+
 namespace gradaccum {
 
 /// Policy: the backward pass that fills a window steps each parameter as its gradient arrives, and frees the gradient.
@@ -19,6 +21,8 @@ namespace gradaccum {
 ///
 /// @note Waits for the device, to see that losses are finite, before that backward, not after it.
 struct OptimizerInBackward {
+  static constexpr std::string_view name = "optimizer_in_backward";
+
   template <class Trainer>
   void attach(Trainer& trainer) const {
     constexpr bool needs_all = Trainer::template has<hooks::before_step> ||

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 
 namespace gradaccum {
 
@@ -22,6 +23,8 @@ namespace gradaccum {
 ///
 /// @note Reads the loss from the device when it is shown.
 struct Progress {
+  static constexpr std::string_view name = "progress";
+
   ProgressLineOptions line = {};
   const FitStatus* status = nullptr;           ///< the trainer's
   std::function<std::int64_t()> updates = {};  ///< of the trainer

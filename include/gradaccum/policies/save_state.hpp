@@ -25,7 +25,8 @@ namespace gradaccum {
 ///     auto report = trainer.fit(batches, {.epochs = 1, .resume = "runs/2"});
 ///     std::cout << (report.resumed_from.empty() ? "from the beginning" : report.resumed_from) << '\n';
 ///
-/// States are what `ga::save` writes: every `every_updates` updates, when `fit` has done all it was asked for, and with
+/// States are what `ga::save` writes: every `every_updates` updates, when `fit` has done all it was asked for (in place
+/// of one of the same update that it had saved before its last epoch ended), and with
 /// `on_signals` when SIGINT or SIGTERM comes: then after the micro-batch in hand, whether its window is full or not;
 /// `fit` ends without its tail, and the report says which signal it was. `fit(batches, {.resume = directory})` takes
 /// the newest state, or begins where there is none.
@@ -49,7 +50,8 @@ struct SaveState {
   std::function<void()> save_now = {};   ///< not an option, like all below
   std::function<void()> rehearse = {};
   std::function<void(int)> interrupt = {};
-  const FitStatus* status = nullptr;  // the trainer's
+  std::optional<std::filesystem::path> last = {};  // that this fit has saved
+  const FitStatus* status = nullptr;               // the trainer's
   bool due = false, finished = false, writes = true;
 
   void attach(TrainerBase& trainer);

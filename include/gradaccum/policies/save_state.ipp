@@ -24,12 +24,20 @@ GRADACCUM_INLINE void SaveState::attach(TrainerBase& trainer) {
     if (writes) detail::check_is_newest(directory, trainer.updates());
     detail::check_can_be_saved(trainer);
   };
-  save_now = [this, &trainer] { save(directory, trainer, {.keep_last = keep_last}); };
+  save_now = [this, &trainer] {
+    auto path = save(directory, trainer);
+    if (!writes) return;
+    detail::StateDirectory states(directory);
+    if (last && detail::of_one_step(*last, path)) path = states.replace(*last, path);
+    last = path;
+    if (keep_last > 0) states.keep_last(keep_last);
+  };
   interrupt = [&trainer](int signal) { trainer.interrupt(signal); };
 }
 
 GRADACCUM_INLINE std::optional<detail::StopSignals> SaveState::fit_scope() {
   due = finished = false;
+  last.reset();
   if (!status->options.smoke && writes) detail::StateDirectory(directory).sweep();  // though there may be no save
   if (!on_signals) return {};
   return std::optional<detail::StopSignals>(std::in_place);

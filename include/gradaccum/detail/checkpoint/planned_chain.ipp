@@ -41,7 +41,7 @@ GRADACCUM_INLINE Schedule by_module(const Schedule& schedule, const Stages& stag
 /// Dimensions from the outermost in memory to the innermost. Operations copy what they want in another order.
 GRADACCUM_INLINE std::vector<std::int64_t> order_in_memory(const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided || tensor.is_contiguous()) return {};
-  std::vector<std::int64_t> order(tensor.dim());
+  std::vector<std::int64_t> order(static_cast<std::size_t>(tensor.dim()));
   std::iota(order.begin(), order.end(), 0);
   std::ranges::stable_sort(order, std::greater<>(), [&](auto dimension) { return tensor.stride(dimension); });
   order.push_back(tensor.is_non_overlapping_and_dense());

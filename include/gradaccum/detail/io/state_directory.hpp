@@ -27,6 +27,9 @@ struct StateName {
   static std::optional<StateName> of(std::string_view text);
 };
 
+/// Two states were saved after as many updates.
+bool of_one_step(const std::filesystem::path& one, const std::filesystem::path& other);
+
 /// A directory of states, each a folder of files that appears whole or not at all, and never changes. Killed at any
 /// moment, in a power failure as well, all that `finished` lists is whole. One writer at a time. What has other names
 /// is never touched.
@@ -45,6 +48,9 @@ class StateDirectory {
 
   /// Makes a new state: `write(folder)` puts files into it, and syncs them. Gives the folder's path.
   std::filesystem::path add(std::int64_t step, const std::function<void(const std::filesystem::path&)>& write);
+
+  /// Of two states of one step the newer takes the older one's name, and place. Gives its path.
+  std::filesystem::path replace(const std::filesystem::path& older, const std::filesystem::path& newer);
 
   /// Removes all but the `count` newest and those in `others`.
   void keep_last(std::int64_t count, const std::vector<std::filesystem::path>& others = {});

@@ -38,6 +38,11 @@ GRADACCUM_INLINE std::optional<StateName> StateName::of(std::string_view text) {
   return name;
 }
 
+GRADACCUM_INLINE bool of_one_step(const std::filesystem::path& one, const std::filesystem::path& other) {
+  const auto first = StateName::of(one.filename().string()), second = StateName::of(other.filename().string());
+  return first && second && first->step == second->step;
+}
+
 /// A directory of states is this writer's, until its end or the process's.
 class StateLock {
  public:
@@ -96,6 +101,15 @@ GRADACCUM_INLINE std::filesystem::path StateDirectory::name_for(std::int64_t ste
     if (const auto taken = StateName::of(other); taken && taken->step == step)
       name.repeat = std::max(name.repeat, taken->repeat + 1);
   return path_ / name.text();
+}
+
+GRADACCUM_INLINE std::filesystem::path StateDirectory::replace(const std::filesystem::path& older,
+                                                               const std::filesystem::path& newer) {
+  const StateLock lock(path_);
+  if (std::rename(older.c_str(), temporary_name(older).c_str()) != 0) file_error(older, "must be removed", errno);
+  if (std::rename(newer.c_str(), older.c_str()) != 0) file_error(newer, "must be given its name", errno);
+  remove_leftovers();
+  return older;
 }
 
 GRADACCUM_INLINE void StateDirectory::keep_last(std::int64_t count, const std::vector<std::filesystem::path>& others) {

@@ -68,9 +68,9 @@ GRADACCUM_INLINE const DynamicMap& unsigned_map() {
 
 GRADACCUM_INLINE const DynamicMap& second_moment_map() {
   static const DynamicMap map = [] {
-    auto map = unsigned_map();
-    map.edge[0] = 0;
-    return map;
+    auto from_zero = unsigned_map();
+    from_zero.edge[0] = 0;
+    return from_zero;
   }();
   return map;
 }

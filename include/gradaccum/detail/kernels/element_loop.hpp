@@ -48,12 +48,11 @@ class ElementLoop {
   template <class Body>
   void run_slice(std::int64_t i, const Body& body) const {
     const auto from = i * slice, to = std::min(from + slice, end_);
-    auto array = std::upper_bound(begins_.begin(), begins_.end(), from) - begins_.begin() - 1;
-    for (const auto arrays = static_cast<std::ptrdiff_t>(begins_.size()); array < arrays && begins_[array] < to;
-         ++array) {
+    const auto next = std::upper_bound(begins_.begin(), begins_.end(), from) - begins_.begin();
+    for (auto array = static_cast<std::size_t>(next) - 1; array < begins_.size() && begins_[array] < to; ++array) {
       const auto first = std::max<std::int64_t>(from - begins_[array], 0);
       const auto count = std::min(counts_[array], to - begins_[array]) - first;
-      if (count > 0) body(static_cast<std::size_t>(array), first, count, i);
+      if (count > 0) body(array, first, count, i);
     }
   }
 

@@ -26,9 +26,11 @@ GRADACCUM_INLINE std::vector<double> sums_of_squares(const std::vector<at::Tenso
   std::vector<std::size_t> owners(parts.size());
   loop.run([&](std::size_t array, std::int64_t from, std::int64_t count, std::int64_t slice) {
     const auto& tensor = tensors[array];
-    const auto* const begin = static_cast<const char*>(tensor.const_data_ptr()) + from * tensor.element_size();
-    parts[array + slice] = sum_of_squares_of(tensor.scalar_type())(begin, count);
-    owners[array + slice] = array;
+    const auto* const begin =
+        static_cast<const char*>(tensor.const_data_ptr()) + from * static_cast<std::int64_t>(tensor.element_size());
+    const auto part = array + static_cast<std::size_t>(slice);
+    parts[part] = sum_of_squares_of(tensor.scalar_type())(begin, count);
+    owners[part] = array;
   });
   for (std::size_t i = 0; i < parts.size(); ++i) sums[owners[i]] += parts[i];
   return sums;

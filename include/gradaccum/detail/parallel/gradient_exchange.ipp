@@ -87,7 +87,7 @@ GRADACCUM_INLINE void GradientExchange::arrive(std::size_t place) {
               parameters_[place].sizes(),
               ") arrived again after it was sent: an operation runs a backward of its own inside of backward; "
               "use {.overlap = false}");
-  if (accumulate_in_) window_->fold_into_sum(place, *accumulate_in_);
+  window_->fold_into_sum(place, accumulate_in_);
   if (arrived_[place]) return;
   arrived_[place] = true;
   --missing_[bucket];

@@ -42,14 +42,14 @@ class RollCall {
 
   /// Of all, for `missing` to compare with, later.
   void note_counts() {
-    for (int rank = 0; rank < size(); ++rank) counts_[rank] = store_->add(count_of(rank), 0);
+    for (int rank = 0; rank < size(); ++rank) counts_[static_cast<std::size_t>(rank)] = store_->add(count_of(rank), 0);
   }
   /// `rank 1 has ended or hangs`: whose counts stand still.
   std::optional<std::string> missing() {
     std::string ranks;
     int number = 0;
     for (int rank = 0; rank < size(); ++rank) {
-      if (store_->add(count_of(rank), 0) != counts_[rank]) continue;
+      if (store_->add(count_of(rank), 0) != counts_[static_cast<std::size_t>(rank)]) continue;
       ranks += (number++ > 0 ? ", " : "") + std::to_string(rank);
     }
     if (number == 0) return {};
@@ -92,7 +92,8 @@ struct Heartbeat::Shared {
   static constexpr Milliseconds silence{2000};    ///< of a process that is gone, or hangs
   static constexpr Milliseconds patience{10000};  ///< for an answer of the store
 
-  Shared(RollCall roll_call, std::string place) : roll_call(std::move(roll_call)), place(std::move(place)) {}
+  Shared(RollCall given_roll_call, std::string given_place)
+      : roll_call(std::move(given_roll_call)), place(std::move(given_place)) {}
 
   RollCall roll_call;
   std::string place;

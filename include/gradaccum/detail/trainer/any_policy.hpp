@@ -6,7 +6,10 @@
 
 #include <c10/util/FunctionRef.h>
 
+#include <algorithm>
+#include <array>
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
 #include <string_view>
 #include <type_traits>
@@ -15,6 +18,23 @@
 namespace gradaccum::detail {
 
 using Work = c10::function_ref<void()>;
+
+/// The name that all policies of a kind have: there is one of them, then.
+template <class P>
+constexpr std::string_view name_of_kind() {
+  if constexpr (requires { std::bool_constant<(std::string_view(P::name), true)>(); })
+    return P::name;
+  else
+    return {};
+}
+
+template <class... P>
+constexpr bool are_of_different_kinds() {
+  const std::array<std::string_view, sizeof...(P)> names{name_of_kind<P>()...};
+  for (std::size_t i = 0; i < names.size(); ++i)
+    if (!names[i].empty() && std::find(names.begin(), names.begin() + i, names[i]) != names.begin() + i) return false;
+  return true;
+}
 
 /// A policy of whatever class, as a Trainer calls it: so all that a Trainer does is compiled once. A hook that the
 /// policy does not have does nothing.

@@ -117,7 +117,7 @@ GRADACCUM_INLINE GradientList VerifyPasses::accumulated(const Modes& modes, cons
     losses_.push_back(loss.mean.detach().to(at::kDouble).item<double>());
     items_.push_back(loss.items);
     if (shares) loss.items = (*shares)[i];
-    window.backward(std::move(loss), /*retain_graph=*/{}, /*create_graph=*/false);
+    window.backward(std::move(loss), {});
     window.complete_micro_batch();
   }
   Gradients mean(window.closing());

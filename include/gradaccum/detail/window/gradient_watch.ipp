@@ -13,7 +13,7 @@
 namespace gradaccum::detail {
 
 GRADACCUM_INLINE std::uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : tensor._version();
+  return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
 }
 
 GRADACCUM_INLINE SeenTensor::SeenTensor(const at::Tensor& tensor) : impl_(tensor.getIntrusivePtr()) {
@@ -46,7 +46,7 @@ GRADACCUM_INLINE void GradientWatch::follow(const std::vector<at::Tensor>& befor
   std::vector<SeenTensor> seen;
   for (auto& parameter : after) {
     const auto found = std::find_if(before.begin(), before.end(), [&](auto& b) { return b.is_same(parameter); });
-    seen.push_back(found == before.end() ? SeenTensor({}) : seen_[found - before.begin()]);
+    seen.push_back(found == before.end() ? SeenTensor({}) : seen_[static_cast<std::size_t>(found - before.begin())]);
   }
   seen_ = std::move(seen);
 }
@@ -75,10 +75,13 @@ GRADACCUM_INLINE void GradientWatch::check_kept(const std::vector<at::Tensor>& p
 GRADACCUM_INLINE void GradientWatch::check_only_ours(const std::vector<at::Tensor>& parameters,
                                                      bool window_is_empty) const {
   for (std::size_t i = 0; i < parameters.size(); ++i)
-    TORCH_CHECK(!touched(i, parameters[i].grad()) || (window_is_empty && seen_[i].defined()),
-                "GradAccumulator: the gradient of parameter ", i, " (shape ", parameters[i].sizes(),
-                ") changed outside optimizer.backward(loss); one window must not mix it with loss.backward(), and code "
-                "that changes gradients goes inside `if (optimizer.ready()) { optimizer.gradients().apply(); … }`");
+    TORCH_CHECK(
+        !touched(i, parameters[i].grad()) || (window_is_empty && seen_[i].defined()),
+        "GradAccumulator: the gradient of parameter ", i, " (shape ", parameters[i].sizes(),
+        ") changed outside optimizer.backward(loss). By loss.backward()? One window has one form. By a backward "
+        "for other parameters that came along here, as of a GAN's generator? Write "
+        "optimizer.backward(loss, {.inputs = generator->parameters()}) there. By code that changes gradients? "
+        "It goes inside `if (optimizer.ready()) { optimizer.gradients().apply(); … }`");
 }
 
 }  // namespace gradaccum::detail

@@ -4,6 +4,7 @@
 #include <gradaccum/detail/window/gradient_watch.hpp>
 #include <gradaccum/detail/window/step_in_backward.hpp>
 #include <gradaccum/detail/window/window_use.hpp>
+#include <gradaccum/loss.hpp>
 #include <gradaccum/window.hpp>
 
 #include <ATen/core/Tensor.h>
@@ -36,7 +37,11 @@ class OpenWindow {
   void cleared(const std::vector<at::Tensor>& parameters);
 
   /// `fills`: the window is complete with this micro-batch, and in backward is when it may be stepped.
-  void backward(Loss loss, std::optional<bool> retain_graph, bool create_graph, bool fills = false);
+  void backward(Loss loss, const BackwardOptions& options, bool fills = false);
+  /// What the user would clear is of this window, and stays. Throws if there is something else in it.
+  void check_not_to_be_cleared() const;
+  /// From now on others may clear the gradients in the middle of a window: its sums are not there.
+  void keep_sums_apart();
   /// Counts the micro-batch in hand, if it has not been counted, and completes it.
   void complete_micro_batch();
   /// Makes the window as it is a complete one; false if there is no micro-batch in it.
@@ -50,6 +55,7 @@ class OpenWindow {
   void state(Archive& archive, const NameOf& name_of);
 
   std::int64_t micro_steps() const { return window_.count() - use_.in_hand(); }
+  bool in_hand() const { return use_.in_hand(); }
   bool ready() const { return micro_steps() + 1 >= window_.steps(); }
   bool follows_others() const { return following_; }
   bool full() const { return following_ || window_.full(); }
@@ -93,6 +99,7 @@ class OpenWindow {
   std::shared_ptr<WindowGradients> state_;
   GradientWatch watch_;
   WindowUse use_;
+  bool sums_apart_ = false;
   bool following_ = false;  // complete, for the others' sake
   bool reduced_ = false;    // it is the window of all processes now
 };

@@ -56,7 +56,7 @@ GRADACCUM_INLINE void OpenWindow::cleared(const std::vector<at::Tensor>& paramet
   look();
 }
 
-GRADACCUM_INLINE void OpenWindow::backward(Loss loss, std::optional<bool> retain_graph, bool create_graph, bool fills) {
+GRADACCUM_INLINE void OpenWindow::backward(Loss loss, const BackwardOptions& options, bool fills) {
   check_usable();
   use_.check_form(Form::weighted);
   use_.check_none_in_hand();
@@ -66,7 +66,7 @@ GRADACCUM_INLINE void OpenWindow::backward(Loss loss, std::optional<bool> retain
   loss.check();
   check_weight(loss, window_.first_weight());
   if (steps_in_backward())
-    check_can_step_in_backward(finite_required(loss.seed) || state_->must_be_finite(), create_graph);
+    check_can_step_in_backward(finite_required(loss.seed) || state_->must_be_finite(), options.create_graph);
   check_kept();
   check_only_ours();
   window_.add(loss.items);
@@ -77,13 +77,29 @@ GRADACCUM_INLINE void OpenWindow::backward(Loss loss, std::optional<bool> retain
     loss.seed.multiply(loss.items);
     loss.seed.divide(window_.first_weight());
   }
-  const auto run = [&] { loss.backward(retain_graph, create_graph); };
+  const auto run = [&] { loss.backward(options); };
   or_spoil([&] {
     if (!fills || !(steps_in_backward() || peers_)) return run();
     state_->set_weights(window_.first_weight(), window_.total_weight());
     if (peers_) return peers_->backward(state_, accumulate_in_, run);
     step_in_backward(state_, accumulate_in_, step_in_backward_, run);
   });
+  look();
+}
+
+GRADACCUM_INLINE void OpenWindow::check_not_to_be_cleared() const {
+  if (use_.spoiled() || use_.in_hand() || !touched()) return;
+  TORCH_CHECK(false,
+              "GradAccumulator: zero_grad() in the middle of a window, and since the last step() somebody has added to "
+              "its gradients: a backward for other parameters that came along here, as of a GAN's generator, or one "
+              "without a step(). Say whose gradients it is for: loss.backward({}, {}, false, generator->parameters()), "
+              "or optimizer.backward(loss, {.inputs = generator->parameters()})");
+}
+
+GRADACCUM_INLINE void OpenWindow::keep_sums_apart() {
+  if (std::exchange(sums_apart_, true) || window_.count() == 0 || state_->applied()) return;
+  check_kept();
+  state_->sums().move_apart();
   look();
 }
 
@@ -144,6 +160,7 @@ GRADACCUM_INLINE void OpenWindow::state(Archive& archive, const NameOf& name_of)
   archive.when_all_fit([=, this] {
     open(listed_);
     state_->sums().set(loaded);
+    if (sums_apart_) state_->sums().move_apart();
     window_ = next;
     use_ = use;
     state_->set_weights(first, total);
@@ -207,8 +224,10 @@ GRADACCUM_INLINE void OpenWindow::count_plain() {
 
 GRADACCUM_INLINE void OpenWindow::settle(bool complete) {
   if (reduced_) return;
-  if (accumulate_in_) or_spoil([&] { state_->fold_into_sums(*accumulate_in_); });
-  const bool seen = use_.weighted() && !accumulate_in_ && !state_->applied();  // by backward, and checked since
+  const bool apart = accumulate_in_ || sums_apart_;
+  if (apart) or_spoil([&] { state_->fold_into_sums(accumulate_in_); });
+  if (sums_apart_ && !complete && !state_->applied()) state_->sums().move_apart();
+  const bool seen = use_.weighted() && !apart && !state_->applied();  // by backward, and checked since
   if (!seen) look();
   state_->set_weights(window_.first_weight(), window_.total_weight());
   if (complete && peers_) reduce();

@@ -3,22 +3,35 @@
 
 #include <gradaccum/detail/window/optimizer_facade.hpp>
 
+#include <gradaccum/archive.hpp>
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/state/named_state.hpp>
 #include <gradaccum/detail/types/type_name.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
 
+#include <algorithm>
 #include <cstddef>
+#include <optional>
+#include <type_traits>
 #include <utility>
+#include <variant>
 
 namespace gradaccum::detail {
 
-GRADACCUM_INLINE OptimizerFacade::OptimizerFacade(torch::optim::Optimizer& wrapped, std::function<void()> step)
+GRADACCUM_INLINE OptimizerFacade::OptimizerFacade(torch::optim::Optimizer& wrapped, std::function<void()> step,
+                                                  std::function<void()> check_saving)
     : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(), wrapped.defaults().clone()),
       wrapped_(wrapped),
-      step_(std::move(step)) {
+      step_(std::move(step)),
+      check_saving_(std::move(check_saving)) {
   synchronise();
 }
 
@@ -40,43 +53,95 @@ GRADACCUM_INLINE std::optional<double> learning_rate(const torch::optim::Optimiz
   return std::nullopt;
 }
 
-/// `known` is the rate of the last time: it tells which side has changed.
-GRADACCUM_INLINE void tell_rate(const torch::optim::OptimizerOptions& ours, torch::optim::OptimizerOptions& theirs,
-                                const std::optional<double>& known) {
-  if (known && ours.get_lr() != *known) theirs.set_lr(ours.get_lr());
+/// Compares options of LibTorch's class. None if they are of another.
+template <class Options>
+std::optional<bool> compared(const torch::optim::OptimizerOptions& a, const torch::optim::OptimizerOptions& b) {
+  const auto* const first = dynamic_cast<const Options*>(&a);
+  const auto* const second = dynamic_cast<const Options*>(&b);
+  return first && second ? std::optional(*first == *second) : std::nullopt;
 }
-GRADACCUM_INLINE void synchronise_rates(torch::optim::OptimizerOptions& ours, torch::optim::OptimizerOptions& theirs,
-                                        std::optional<double>& known) {
-  if (!known) return;
-  tell_rate(ours, theirs, known);
-  known = theirs.get_lr();
-  ours.set_lr(*known);
+
+GRADACCUM_INLINE Archive::Values values_of(const torch::optim::OptimizerOptions& options) {
+  Archive archive;
+  const auto copy = options.clone();
+  if (auto* itself = dynamic_cast<ArchivesItself*>(copy.get())) itself->state(archive);
+  return archive.values();
+}
+
+GRADACCUM_INLINE bool same_values(const Archive::Values& a, const Archive::Values& b) {
+  const auto same = [](auto& one, auto& other) {
+    const auto is_value_of_other = [&](auto& value) {
+      using Value = std::remove_cvref_t<decltype(value)>;
+      if constexpr (std::is_same_v<Value, at::Tensor>)
+        return false;
+      else
+        return value == std::get<Value>(other.second);
+    };
+    return one.first == other.first && one.second.index() == other.second.index() &&
+           std::visit(is_value_of_other, one.second);
+  };
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), same);
+}
+
+/// Of a user's own class nothing but the learning rate can be compared.
+GRADACCUM_INLINE bool same_options(const torch::optim::OptimizerOptions& a, const torch::optim::OptimizerOptions& b) {
+  using namespace torch::optim;
+  std::optional<bool> same;
+  for (const auto compare : {compared<AdamOptions>, compared<AdamWOptions>, compared<SGDOptions>,
+                             compared<RMSpropOptions>, compared<AdagradOptions>})
+    if (!same) same = compare(a, b);
+  return same ? *same : learning_rate(a) == learning_rate(b) && same_values(values_of(a), values_of(b));
+}
+
+GRADACCUM_INLINE bool same_parameters(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](auto& x, auto& y) { return x.is_same(y); });
+}
+
+/// Keeps the object of options where the learning rate alone has changed: others may hold on to it.
+GRADACCUM_INLINE void set_options(torch::optim::OptimizerParamGroup& group, const torch::optim::OptimizerOptions& to) {
+  if (const auto rate = learning_rate(to)) group.options().set_lr(*rate);
+  if (!same_options(group.options(), to)) group.set_options(to.clone());
 }
 
 GRADACCUM_INLINE void OptimizerFacade::save(torch::serialize::OutputArchive& archive) const {
-  for (std::size_t i = 0; i < learning_rates_.size(); ++i)
-    tell_rate(param_groups_[i].options(), wrapped_.param_groups()[i].options(), learning_rates_[i]);
+  check_saving_();
+  const_cast<OptimizerFacade*>(this)->synchronise();  // what was set a moment ago is saved, too
   wrapped_.save(archive);
 }
 
 GRADACCUM_INLINE void OptimizerFacade::load(torch::serialize::InputArchive& archive) {
   wrapped_.load(archive);
   param_groups_.clear();
-  learning_rates_.clear();
+  known_.clear();
   synchronise();
 }
 
 GRADACCUM_INLINE void OptimizerFacade::synchronise() {
+  take_groups();
+  tell_options();
   auto& groups = wrapped_.param_groups();
-  while (groups.size() < param_groups_.size()) {  // added here
-    auto& added = param_groups_[groups.size()];
-    wrapped_.add_param_group({added.params(), added.options().clone()});
-    added.params().clear();
-  }
   for (std::size_t i = 0; i < groups.size(); ++i) {
-    if (i == param_groups_.size()) param_groups_.emplace_back(std::vector<at::Tensor>(), groups[i].options().clone());
-    if (i == learning_rates_.size()) learning_rates_.push_back(learning_rate(groups[i].options()));
-    synchronise_rates(param_groups_[i].options(), groups[i].options(), learning_rates_[i]);
+    param_groups_[i].params() = known_[i].params() = groups[i].params();
+    set_options(param_groups_[i], groups[i].options());
+    set_options(known_[i], groups[i].options());
+  }
+}
+
+/// Those that were added here, and there.
+GRADACCUM_INLINE void OptimizerFacade::take_groups() {
+  auto& groups = wrapped_.param_groups();
+  while (groups.size() < param_groups_.size()) wrapped_.add_param_group(param_groups_[groups.size()]);
+  while (param_groups_.size() < groups.size()) param_groups_.push_back(groups[param_groups_.size()]);
+  while (known_.size() < groups.size()) known_.push_back(groups[known_.size()]);
+}
+
+GRADACCUM_INLINE void OptimizerFacade::tell_options() {
+  auto& groups = wrapped_.param_groups();
+  for (std::size_t i = 0; i < known_.size(); ++i) {
+    auto& ours = param_groups_[i];
+    TORCH_CHECK(same_parameters(ours.params(), known_[i].params()), "GradAccumulator: the parameters of group ", i,
+                " were changed through a torch::optim::Optimizer&; change them in the wrapped optimizer's group");
+    if (!same_options(ours.options(), known_[i].options())) set_options(groups[i], ours.options());
   }
 }
 

@@ -34,7 +34,7 @@ GRADACCUM_INLINE void OptimizerWindow::set_in_backward(bool on) {
 
 GRADACCUM_INLINE void OptimizerWindow::add(Loss loss, bool fills) {
   follow();
-  backward(std::move(loss), {}, false, fills);
+  backward(std::move(loss), {}, fills);
   complete_micro_batch();
 }
 

@@ -80,8 +80,7 @@ class ArrivingGradients final : public ArrivalListener {
 
   void step(const std::vector<std::size_t>& places) {
     at::NoGradGuard no_grad;
-    if (accumulate_in_)
-      for (auto place : places) window_->fold_into_sum(place, *accumulate_in_);
+    for (auto place : places) window_->fold_into_sum(place, accumulate_in_);
     const auto part = window_->part(places);
     if (step_(Gradients(part))) window_->set_stepped();
     part->free();

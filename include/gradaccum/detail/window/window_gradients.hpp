@@ -25,8 +25,8 @@ class WindowGradients {
   // For the accumulator that owns the window, and what exchanges its sums with other processes.
   WindowSums& sums() { return sums_; }
   const std::vector<at::Tensor>& all_parameters() const { return sums_.parameters(); }
-  void fold_into_sum(std::size_t place, at::ScalarType dtype);
-  void fold_into_sums(at::ScalarType dtype);
+  void fold_into_sum(std::size_t place, std::optional<at::ScalarType> dtype);
+  void fold_into_sums(std::optional<at::ScalarType> dtype);
   double first_weight() const { return first_weight_; }
   void set_weights(double first, double total) { first_weight_ = first, total_weight_ = total; }
   void set_complete(bool complete) { complete_ = complete; }

@@ -24,11 +24,11 @@ GRADACCUM_INLINE void WindowGradients::check_open() const {
   TORCH_CHECK(!closed_, "Gradients: this window is closed (stepped, skipped or discarded); ask for gradients() anew");
 }
 
-GRADACCUM_INLINE void WindowGradients::fold_into_sum(std::size_t place, at::ScalarType dtype) {
+GRADACCUM_INLINE void WindowGradients::fold_into_sum(std::size_t place, std::optional<at::ScalarType> dtype) {
   if (!applied_) sums_.fold(place, dtype);
 }
 
-GRADACCUM_INLINE void WindowGradients::fold_into_sums(at::ScalarType dtype) {
+GRADACCUM_INLINE void WindowGradients::fold_into_sums(std::optional<at::ScalarType> dtype) {
   for (std::size_t place = 0; place < sums_.size(); ++place) fold_into_sum(place, dtype);
 }
 

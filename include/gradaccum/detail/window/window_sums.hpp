@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -37,9 +38,11 @@ class WindowSums {
   /// Those that there are.
   std::vector<std::size_t> places() const;
 
-  /// Adds a gradient narrower than `dtype` to a sum of that dtype. `.grad` is free again: the next backward need not
-  /// add to it.
-  void fold(std::size_t place, at::ScalarType dtype);
+  /// Adds a gradient to its sum that is kept apart; if there is none, one narrower than `dtype` begins it, in that
+  /// dtype. `.grad` is free again: the next backward need not add to it.
+  void fold(std::size_t place, std::optional<at::ScalarType> dtype);
+  /// No sum stays in `.grad`, where somebody could clear it.
+  void move_apart();
   /// Those that were kept apart, too, once they have their true size: any code may read and change them there.
   void become_gradients();
   /// Of these parameters alone; what is kept apart moves there.

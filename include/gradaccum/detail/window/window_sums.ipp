@@ -43,18 +43,28 @@ GRADACCUM_INLINE std::vector<std::size_t> WindowSums::places() const {
   return places;
 }
 
-GRADACCUM_INLINE void WindowSums::fold(std::size_t place, at::ScalarType dtype) {
+GRADACCUM_INLINE void WindowSums::fold(std::size_t place, std::optional<at::ScalarType> dtype) {
   at::NoGradGuard no_grad;
   auto& gradient = parameters_[place].mutable_grad();
   auto& sum = apart_[place];
-  if (!gradient.defined() || at::elementSize(gradient.scalar_type()) >= at::elementSize(dtype)) return;
+  const auto begins = [&] { return dtype && at::elementSize(gradient.scalar_type()) < at::elementSize(*dtype); };
+  if (!gradient.defined() || (!sum.defined() && !begins())) return;
   if (!sum.defined())
-    sum = gradient.detach().to(dtype);
+    sum = gradient.detach().to(*dtype);
   else if (sum.is_sparse() && !gradient.is_sparse())  // ATen adds a sparse tensor to a dense one, not the reverse
-    sum = gradient.detach().to(dtype).add_(sum);
+    sum = gradient.detach().to(sum.scalar_type()).add_(sum);
   else
     sum.add_(gradient);
   gradient.reset();
+}
+
+GRADACCUM_INLINE void WindowSums::move_apart() {
+  for (std::size_t place = 0; place < size(); ++place) {
+    auto& gradient = parameters_[place].mutable_grad();
+    if (!gradient.defined() || apart_[place].defined()) continue;
+    apart_[place] = gradient.detach();
+    gradient.reset();
+  }
 }
 
 GRADACCUM_INLINE void WindowSums::become_gradients() {

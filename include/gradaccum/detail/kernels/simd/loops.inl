@@ -11,7 +11,7 @@ using VectorOf = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;
 template <class T, int width>
 class Rest {
  public:
-  Rest(T* array, std::int64_t count) : array_(array), bytes_(array ? count * sizeof(T) : 0) {
+  Rest(T* array, std::int64_t count) : array_(array), bytes_(array ? static_cast<std::size_t>(count) * sizeof(T) : 0) {
     if (array) std::memcpy(elements_, array, bytes_);
   }
   ~Rest() {
