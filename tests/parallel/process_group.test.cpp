@@ -11,6 +11,7 @@
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <chrono>
 #include <limits>
 #include <map>
 #include <optional>
@@ -212,6 +213,21 @@ TEST_CASE("ProcessGroup: who gives up says why to the others") {
   second.announce("rank 1 has given up: of a test");
   CHECK_FALSE(first.wait([] { return false; }));
   CHECK(first.explain() == "rank 1 has given up: of a test");
+}
+
+TEST_CASE("ProcessGroup: one that ends at once leaves the others connected") {
+  for (int attempt = 0; attempt < 20; ++attempt) {
+    std::vector<int> connected(3);
+    tests::as_ranks(3, [&](const ga::ProcessGroup& group) { ++connected[static_cast<std::size_t>(group.rank())]; });
+    CHECK(connected == std::vector{1, 1, 1});
+  }
+}
+
+TEST_CASE("ProcessGroup: a rank that never comes is named") {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto error = testing::error_of([&] { ga::ProcessGroup(store, 0, 2, {.timeout = std::chrono::seconds(1)}); });
+  CHECK(testing::contains(error, "ProcessGroup: rank 0 could not be connected with all of the other 1"));
+  CHECK(testing::contains(error, "GLOO_SOCKET_IFNAME"));
 }
 
 TEST_CASE("ProcessGroup: a rank that fails ends the wait of the others, who then exchange nothing more") {

@@ -22,7 +22,7 @@ GRADACCUM_INLINE std::vector<double> sums_of_squares(const std::vector<at::Tenso
   ElementLoop loop;
   for (auto& tensor : tensors) loop.add(tensor.numel());
   // A slice that goes on has one part more, an array that goes on has one part more: so every part has a place.
-  std::vector<double> parts(tensors.size() + loop.slices()), sums(tensors.size());
+  std::vector<double> parts(tensors.size() + static_cast<std::size_t>(loop.slices())), sums(tensors.size());
   std::vector<std::size_t> owners(parts.size());
   loop.run([&](std::size_t array, std::int64_t from, std::int64_t count, std::int64_t slice) {
     const auto& tensor = tensors[array];

@@ -77,6 +77,7 @@ class Links {
   void give_up(const std::string& why);
 
  private:
+  void meet() const;
   bool came_by_gloo(c10d::Work& work);
   bool came_by_nccl(c10d::Work& work);
   Pending begin(const std::function<c10::intrusive_ptr<c10d::Work>()>& begin) const;

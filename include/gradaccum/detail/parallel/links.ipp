@@ -56,7 +56,14 @@ GRADACCUM_INLINE c10::intrusive_ptr<c10d::Backend> connect_gloo(const c10::intru
     options->devices.push_back(Gloo::createDeviceForHostname("127.0.0.1"));
   else
     options->devices.push_back(Gloo::createDefaultDevice());
-  return c10::make_intrusive<Gloo>(c10::make_intrusive<c10d::PrefixStore>(name, store), rank, world_size, options);
+  try {
+    return c10::make_intrusive<Gloo>(c10::make_intrusive<c10d::PrefixStore>(name, store), rank, world_size, options);
+  } catch (const std::exception& error) {
+    const std::string text = error.what();
+    TORCH_CHECK(false, "ProcessGroup: rank ", rank, " could not be connected with all of the other ", world_size - 1,
+                ": one has ended, or cannot be reached (GLOO_SOCKET_IFNAME names the network interface to use). Gloo: ",
+                text.substr(0, text.find('\n')));
+  }
 #else
   static_cast<void>(store), static_cast<void>(name), static_cast<void>(host);
   static_cast<void>(rank), static_cast<void>(world_size), static_cast<void>(timeout);
@@ -75,7 +82,25 @@ GRADACCUM_INLINE Links::Links(const c10::intrusive_ptr<c10d::Store>& store, cons
       store_(store),
       gradients_(connect_gloo(store, "gradients", host, rank, world_size, timeout)),
       agreement_(connect_gloo(store, "agreement", host, rank, world_size, timeout)),
-      heartbeat_(store, place, rank, world_size) {}
+      heartbeat_(store, place, rank, world_size) {
+  meet();
+}
+
+/// Nobody goes on before all are connected: one that ended at once would have hung up on those who still connect.
+GRADACCUM_INLINE void Links::meet() const {
+  const auto key_of = [](int rank) { return "connected/" + std::to_string(rank); };
+  store_->set(key_of(rank_), std::vector<std::uint8_t>{1});
+  for (int rank = 0; rank < world_size_; ++rank) {
+    try {
+      store_->wait({key_of(rank)}, timeout_);
+    } catch (const c10::DistNetworkError&) {
+      return;  // the store ended with rank 0, which had seen all; the next exchange says so
+    } catch (const std::exception&) {
+      TORCH_CHECK(false, "ProcessGroup: rank ", rank, " must be connected with all others within ", timeout_.count(),
+                  " ms, and is not: it has ended, or hangs");
+    }
+  }
+}
 
 GRADACCUM_INLINE Links::~Links() {
   if (failure_.empty()) return;
