@@ -49,6 +49,32 @@ TEST_CASE("misuse: options out of range") {
   REQUIRE_ERROR("clip_value must be >= 0, got -1", f.optimizer.clip_grad_value_(-1));
 }
 
+TEST_CASE("misuse: gradients from before the first window, and another accumulator of the same parameters") {
+  Fixture f;
+  f.loss().backward();
+  REQUIRE_ERROR(
+      "parameter 0 (shape [8, 4]) has a gradient from before this window, which backward would add to; call "
+      "optimizer.zero_grad() before the first optimizer.backward(loss)",
+      f.optimizer.backward(f.loss()));
+  f.optimizer.zero_grad();
+  f.optimizer.backward(f.loss());
+  f.optimizer.step();
+  ga::GradAccumulator other(f.sgd);
+  f.loss().backward();
+  other.step();
+  REQUIRE_ERROR("By another accumulator of these parameters? They have one.", f.optimizer.backward(f.loss(1)));
+}
+
+TEST_CASE("misuse: the number of micro-batches may be of any integer type") {
+  Fixture f;
+  const std::size_t unsigned_steps = 5;
+  const std::int8_t short_steps = 6;
+  CHECK(contains(ga::GradAccumulator(f.sgd, {.steps = unsigned_steps}).description(), "of 5 steps"));
+  CHECK(contains(ga::GradAccumulator(f.sgd, {.steps = short_steps}).description(), "of 6 steps"));
+  CHECK(contains(ga::GradAccumulator(f.sgd, {.steps = f.data.size()}).description(), "of 4 steps"));
+  REQUIRE_ERROR("steps must be >= 1", ga::GradAccumulator(f.sgd, {.steps = std::numeric_limits<std::size_t>::max()}));
+}
+
 TEST_CASE("misuse: weights out of range change nothing") {
   Fixture f;
   for (double weight : {-1.0, std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()})
@@ -129,7 +155,8 @@ TEST_CASE("misuse: both forms of backward in one micro-batch") {
       f.optimizer.step();
     }
     f.loss(2).backward();
-    REQUIRE_ERROR("changed outside optimizer.backward(loss)", f.optimizer.backward(f.loss(1)));
+    REQUIRE_ERROR(before == 0 ? "has a gradient from before this window" : "changed outside optimizer.backward(loss)",
+                  f.optimizer.backward(f.loss(1)));
   }
 }
 

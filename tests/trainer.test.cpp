@@ -14,7 +14,9 @@
 #include <cmath>
 #include <limits>
 #include <list>
+#include <optional>
 #include <sstream>
+#include <utility>
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -983,6 +985,60 @@ TEST_CASE("Trainer: a policy that goes since another one is refused sees them, t
   REQUIRE_ERROR("steps must be >= 1",
                 ga::Trainer(probe, probe.sgd, slope, LooksBack(seen), ga::Accumulate{.steps = 0}));
   CHECK(seen == std::vector<std::size_t>{2});
+}
+
+TEST_CASE("Trainer: a policy may be absent") {
+  const auto batches = make_batches({3, 3, 3, 3});
+  const auto parameters = [&](auto... policies) {
+    Run run(at::kDouble);
+    ga::Trainer trainer(run.model, run.adamw, mean_of_batch, std::move(policies)...);
+    trainer.fit(batches, {.epochs = 2});
+    return flat(run.model);
+  };
+  const ga::Accumulate two{.steps = 2};
+  const ga::ClipNorm clip{.max = 0.01};
+  int calls = 0;
+  const auto count = [&](const ga::Step&) { ++calls; };
+  const auto absent = [](const auto& policy) { return std::optional<std::decay_t<decltype(policy)>>(); };
+  CHECK(same_bits(parameters(std::optional(two), std::optional(clip), std::optional(count)), parameters(two, clip)));
+  CHECK(std::exchange(calls, 0) == 4);
+  CHECK(same_bits(parameters(two, absent(clip), absent(count), absent(ga::Progress())), parameters(two)));
+  CHECK(same_bits(parameters(absent(two), clip), parameters(clip)));
+  CHECK(calls == 0);
+  CHECK_FALSE(same_bits(parameters(two, clip), parameters(two)));
+
+  Probe probe;
+  ga::Trainer trainer(probe, probe.sgd, slope, std::optional(two), absent(clip));
+  CHECK(trainer.policy<ga::Accumulate>().steps == 2);
+  REQUIRE_ERROR("Trainer: policy<ClipNorm>() is absent: its std::optional was empty", trainer.policy<ga::ClipNorm>());
+}
+
+TEST_CASE("Trainer: a rate that is scheduled is not set where another policy is refused") {
+  Probe probe;
+  const ga::Schedule schedule{[](std::int64_t) { return 0.25; }};
+  const auto rate = [&] { return probe.sgd.param_groups()[0].options().get_lr(); };
+  REQUIRE_ERROR("steps must be >= 1", ga::Trainer(probe, probe.sgd, slope, schedule, ga::Accumulate{.steps = 0}));
+  CHECK(rate() == 1.0);
+  ga::Trainer trainer(probe, probe.sgd, slope, schedule);
+  CHECK(rate() == 0.25);
+}
+
+TEST_CASE("Trainer: a window's misuse is said to those who have a Trainer") {
+  const auto batches = make_batches({3, 3, 3, 3});
+  Run run(at::kDouble);
+  const int which = GENERATE(0, 1, 2);
+  const auto objective = [&](auto& net, auto& batch) {
+    if (which == 0) net->zero_grad();
+    if (which == 1) loss_of(net, batch).backward();
+    if (which == 2) net->parameters()[0].data().add_(1);
+    return loss_of(net, batch);
+  };
+  ga::Trainer trainer(run.model, run.adamw, objective, ga::Accumulate{.steps = 2});
+  const auto error = error_of([&] { trainer.fit(batches); });
+  CHECK(contains(error, "Trainer: it has such a window, and runs backward, counts, clears and steps by itself"));
+  CHECK(contains(error, which == 0   ? "vanished inside a window"
+                        : which == 1 ? "has a gradient from before this window"
+                                     : "moved in the middle of a window"));
 }
 
 TEST_CASE("Trainer: on a device", "[cuda]") {

@@ -8,6 +8,7 @@
 #include <gradaccum/policies/data_parallel.hpp>
 #include <gradaccum/policies/save_state.hpp>
 #include <gradaccum/trainer.hpp>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -39,9 +40,15 @@ inline ga::Loss objective(BloomForSequenceClassification& model, const ga::data:
   return ga::Loss{torch::cross_entropy_loss(scores, batch.target), batch.rows()}.with(scores, batch.target);
 }
 
-/// `saving` is nothing, or a `ga::SaveState`.
-template <class... Saving>
-Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& options, Saving... saving) {
+/// A policy, where states are to be saved.
+inline std::optional<ga::SaveState> saving(const Options& options) {
+  if (options.save.empty()) return std::nullopt;
+  return ga::SaveState{.directory = options.states(), .every_updates = options.save_every, .on_signals = true};
+}
+
+/// `more`: policies of the caller's own.
+template <class... More>
+Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& options, More... more) {
   if (options.segments > 0 || options.memory_budget > 0)
     folder.model->checkpoint_blocks(
         {.segments = options.segments, .memory_budget = static_cast<std::int64_t>(options.memory_budget)});
@@ -61,7 +68,7 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
                       ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
                       ga::DataParallel{.group = options.group}, ga::Progress{},
                       Lines{.every = options.log_every, .group = options.group, .validate = [&] { return validate(); }},
-                      std::move(saving)...);
+                      saving(options), std::move(more)...);
   validate = [&] { return trainer.evaluate(validation, ga::Accuracy{}); };
   trained.report = trainer.fit(
       batches,
@@ -70,12 +77,6 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
   for (auto* count : {&trained.tokens, &trained.padded}) *count = sum(options.group, *count);
   trained.test = trainer.evaluate(test, ga::Accuracy{});
   return trained;
-}
-
-inline Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& options) {
-  if (options.save.empty()) return fit<>(folder, reviews, options);
-  return fit(folder, reviews, options,
-             ga::SaveState{.directory = options.states(), .every_updates = options.save_every, .on_signals = true});
 }
 
 }  // namespace bloom

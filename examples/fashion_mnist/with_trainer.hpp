@@ -9,6 +9,7 @@
 #include <gradaccum/policies/data_parallel.hpp>
 #include <gradaccum/policies/save_state.hpp>
 #include <gradaccum/trainer.hpp>
+#include <optional>
 
 #include "print.hpp"
 #include "setup.hpp"
@@ -40,30 +41,29 @@ struct Trained {
   ga::FitReport report;
 };
 
-/// Goes on from a state where --resume says so. `saving` is nothing, or a `ga::SaveState`.
-template <class... Saving>
-Trained fit(Setup& setup, const Options& options, Saving... saving) {
+/// A policy, where --save names a directory.
+inline std::optional<ga::SaveState> saving(const Options& options) {
+  if (options.save.empty()) return std::nullopt;
+  return ga::SaveState{.directory = options.save,
+                       .every_updates = options.save_every,
+                       .keep_last = options.keep_last,
+                       .on_signals = true};
+}
+
+/// Goes on from a state where --resume says so.
+inline Trained train_with_trainer(Setup& setup, const Options& options) {
   ga::Trainer trainer(
       setup.model, setup.optimizer, objective, ga::Accumulate{.schedule = options.accumulate.by_epoch()},
       ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
-      ga::DataParallel{.group = setup.group}, ga::Progress{}, TestResults{&setup.test_batches}, saving...);
+      ga::DataParallel{.group = setup.group}, ga::Progress{}, TestResults{&setup.test_batches}, saving(options));
   const auto report =
       trainer.fit(setup.batches, {.epochs = options.epochs, .resume = options.resume ? options.save : ""});
-  auto& test = trainer.template policy<TestResults>();
+  auto& test = trainer.policy<TestResults>();
   if (test.last.metrics.empty() && report.signal == 0) {
     fmt::print("{} has all {} epochs\n", report.resumed_from, report.epochs);
     test.on_epoch_end(report.epochs - 1);
   }
   return {test.last, report};
-}
-
-inline Trained train_with_trainer(Setup& setup, const Options& options) {
-  if (options.save.empty()) return fit(setup, options);
-  return fit(setup, options,
-             ga::SaveState{.directory = options.save,
-                           .every_updates = options.save_every,
-                           .keep_last = options.keep_last,
-                           .on_signals = true});
 }
 
 /// Trains without looking at the test images, and tells time and memory.

@@ -29,10 +29,11 @@ at::Tensor clip_grad_norm_(Gradients gradients, double max_norm);
 ///
 ///     torch::mse_loss(model->forward(x), y).backward();
 ///     at::Tensor norm = ga::clip_grad_norm_(model->parameters(), 1.0);
-///     optimizer.step();
+///     sgd.step();
 ///
 /// Beyond LibTorch's own: parameters on several devices, sparse gradients, and shared parameters, which count once.
-/// In a loop with a GradAccumulator call the accumulator's `clip_grad_norm_`: this one would clip an unfinished sum.
+/// In a loop with a GradAccumulator call the accumulator's `clip_grad_norm_`: this one would clip an unfinished sum,
+/// which is an error.
 ///
 /// @note Synchronises with the device only if `error_if_nonfinite` is set: it throws then, and nothing is clipped.
 at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type = 2.0,

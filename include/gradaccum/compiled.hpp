@@ -100,12 +100,14 @@
 #include <gradaccum/detail/verification/split.ipp>
 #include <gradaccum/detail/window/any_optimizer.ipp>
 #include <gradaccum/detail/window/arrival_scope.ipp>
+#include <gradaccum/detail/window/close_watch.ipp>
 #include <gradaccum/detail/window/gradient_watch.ipp>
 #include <gradaccum/detail/window/multiplier.ipp>
 #include <gradaccum/detail/window/open_window.ipp>
 #include <gradaccum/detail/window/optimizer_facade.ipp>
 #include <gradaccum/detail/window/optimizer_window.ipp>
 #include <gradaccum/detail/window/peers.ipp>
+#include <gradaccum/detail/window/sample.ipp>
 #include <gradaccum/detail/window/step_in_backward.ipp>
 #include <gradaccum/detail/window/tensor_lists.ipp>
 #include <gradaccum/detail/window/window_gradients.ipp>

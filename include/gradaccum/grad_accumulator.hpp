@@ -4,6 +4,7 @@
 #include <gradaccum/archive.hpp>
 #include <gradaccum/clip_grad.hpp>
 #include <gradaccum/concepts.hpp>
+#include <gradaccum/detail/types/count.hpp>
 #include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/loss.hpp>
 #include <gradaccum/window.hpp>
@@ -60,7 +61,7 @@ class Peers;
 /// @note Parameters are stepped some 65'000 elements at a time: small ones wait for each other. Does not synchronise
 /// with the device.
 struct GradAccumulatorOptions {
-  std::int64_t steps = 1;                            ///< micro-batches an update, >= 1
+  detail::Count steps = 1;                           ///< micro-batches an update, >= 1
   std::optional<at::ScalarType> accumulate_in = {};  ///< kFloat: 16-bit gradients are summed in float32, 4 bytes each
   bool in_backward = false;  ///< the backward that fills the window steps each parameter, and frees its gradient
 };

@@ -9,6 +9,7 @@
 
 #include <concepts>
 #include <cstdint>
+#include <optional>
 #include <type_traits>
 #include <utility>
 
@@ -146,7 +147,16 @@ auto as_policy(P policy) {
 }
 
 template <class P>
-using policy_t = decltype(as_policy(std::declval<P>()));
+auto as_policy(std::optional<P> policy) {
+  return policy ? std::optional(as_policy(std::move(*policy))) : std::nullopt;
+}
+
+template <class P>
+struct KindOf : std::type_identity<P> {};
+template <class P>
+struct KindOf<std::optional<P>> : std::type_identity<P> {};
+template <class P>
+using policy_t = typename KindOf<decltype(as_policy(std::declval<P>()))>::type;
 
 }  // namespace detail
 }  // namespace gradaccum

@@ -4,6 +4,7 @@
 #include <gradaccum/detail/trainer/any_batches.hpp>
 #include <gradaccum/detail/trainer/any_policy.hpp>
 #include <gradaccum/detail/trainer/arguments.hpp>
+#include <gradaccum/detail/types/type_name.hpp>
 #include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/fit_report.hpp>
@@ -12,9 +13,13 @@
 #include <gradaccum/state_parts.hpp>
 #include <gradaccum/trainer_base.hpp>
 
+#include <c10/util/Exception.h>
+
 #include <concepts>
 #include <cstddef>
 #include <memory>
+#include <optional>
+#include <typeinfo>
 #include <utility>
 
 namespace gradaccum {
@@ -33,7 +38,8 @@ namespace gradaccum {
 /// of one element, the mean over the batch's samples; `ga::Loss{mean, items}`, where it is the mean over other items;
 /// or `ga::Loss{mean, items}.with(output, target)` for metrics. Batches: any
 /// range, of any type. A policy has some of the hooks of policy.hpp, or is a callable that takes `const ga::Step&`,
-/// called when the parameters have moved. The order of policies matters within one hook only.
+/// called when the parameters have moved; or it is a `std::optional` of one, which may be absent. The order of policies
+/// matters within one hook only.
 ///
 /// An exception, of whatever is called here, discards the window; all can be used again, and modes are as before.
 ///
@@ -54,6 +60,7 @@ class Trainer : public TrainerBase {
     if constexpr (!shows_progress) add_policy(Progress{.line = {.only_on_terminal = true}});
     (add_policy(detail::as_policy(std::move(policies))), ...);
     attach(std::index_sequence_for<Policies...>());
+    built();
   }
 
   ~Trainer() override { end(); }
@@ -87,13 +94,18 @@ class Trainer : public TrainerBase {
   void check_optimizer_state() override { OptimizerState(optimizer_, module()).check(); }
   template <class Hook>
   static constexpr bool has =  ///< one of its policies has it
-      (Hook::template in<Progress> && !(std::derived_from<Policies, Progress> || ...)) ||
+      (Hook::template in<Progress> && !(std::derived_from<detail::policy_t<Policies>, Progress> || ...)) ||
       (Hook::template in<detail::policy_t<Policies>> || ...);
   template <class Policy>
   Policy& policy() {
     constexpr auto count = (std::same_as<Policy, detail::policy_t<Policies>> + ... + 0);
     static_assert(count == 1, "Trainer: policy<P>() needs P to be one of its policies, and the only one");
-    if constexpr (count == 1) return policy_of<Policy>(place_of<Policy>());
+    if constexpr (count == 1) {
+      auto* const policy = find<Policy>(place_of<Policy>());
+      TORCH_CHECK(policy, "Trainer: policy<", detail::name_of_class(typeid(Policy)),
+                  ">() is absent: its std::optional was empty");
+      return *policy;
+    }
   }
 
  private:
@@ -107,7 +119,7 @@ class Trainer : public TrainerBase {
         optimizer_owner_(detail::kept_owner(std::forward<GivenOptimizer>(optimizer))),
         objective_(std::move(objective)) {}
 
-  static constexpr bool shows_progress = (std::derived_from<Policies, Progress> || ...);
+  static constexpr bool shows_progress = (std::derived_from<detail::policy_t<Policies>, Progress> || ...);
 
   /// The objective, of a batch alone.
   auto objective() {
@@ -121,8 +133,15 @@ class Trainer : public TrainerBase {
     add(std::make_unique<detail::PolicyOf<Policy>>(std::move(policy)));
   }
   template <class Policy>
-  Policy& policy_of(std::size_t place) {
-    return static_cast<detail::PolicyOf<Policy>&>(policy_at(place)).policy;
+  void add_policy(std::optional<Policy> policy) {
+    if (policy) return add_policy(std::move(*policy));
+    add(std::make_unique<detail::AnyPolicy>());
+  }
+  /// Null where it is absent.
+  template <class Policy>
+  Policy* find(std::size_t place) {
+    auto* const policy = dynamic_cast<detail::PolicyOf<Policy>*>(&policy_at(place));
+    return policy ? &policy->policy : nullptr;
   }
   /// A Progress that nobody gave comes first.
   template <class Policy>
@@ -135,7 +154,8 @@ class Trainer : public TrainerBase {
   template <class Policy>
   void attach(std::size_t place, bool of_processes) {
     if constexpr (hook::attach<Policy>)
-      if (hook::others_continue<Policy> == of_processes) hooks::attach::call(policy_of<Policy>(place), *this);
+      if (auto* const policy = find<Policy>(place); policy && hook::others_continue<Policy> == of_processes)
+        hooks::attach::call(*policy, *this);
   }
   /// That of several processes comes first: others ask which of them this is.
   template <std::size_t... i>

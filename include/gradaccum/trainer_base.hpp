@@ -15,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -67,6 +68,8 @@ class TrainerBase {
   bool is_first() const;                                 ///< of these the one that writes and shows
   bool others_continue();
   detail::Together together();
+  /// For `attach`: runs this when all policies are attached, so that it need not be taken back where one is refused.
+  void when_built(std::function<void()> run);
 
   /// Saves or loads all that a training needs to go on to the bit; see `ga::save`. Between micro-batches.
   void state(Archive& archive);
@@ -75,6 +78,8 @@ class TrainerBase {
 
  protected:
   explicit TrainerBase(std::unique_ptr<detail::AnyOptimizer> optimizer);
+  /// All policies are attached.
+  void built();
   /// For the destructor of the class that is derived from it: policies see a whole Trainer until they are gone.
   void end();
 

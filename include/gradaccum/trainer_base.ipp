@@ -12,7 +12,9 @@
 #include <gradaccum/state_parts.hpp>
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
 
+#include <string_view>
 #include <utility>
 
 namespace gradaccum {
@@ -25,6 +27,14 @@ GRADACCUM_INLINE TrainerBase::~TrainerBase() = default;
 GRADACCUM_INLINE void TrainerBase::end() {
   parts_->policies = {};
   parts_.reset();
+}
+
+GRADACCUM_INLINE void TrainerBase::when_built(std::function<void()> run) {
+  parts_->when_built.push_back(std::move(run));
+}
+
+GRADACCUM_INLINE void TrainerBase::built() {
+  for (auto& run : std::exchange(parts_->when_built, {})) run();
 }
 
 GRADACCUM_INLINE FitReport TrainerBase::fit_with(detail::AnyBatches& batches, const FitOptions& options) {
@@ -124,9 +134,17 @@ GRADACCUM_INLINE void TrainerBase::add(std::unique_ptr<detail::AnyPolicy> policy
 }
 GRADACCUM_INLINE detail::AnyPolicy& TrainerBase::policy_at(std::size_t place) const { return parts_->policies[place]; }
 
+/// What a window says of a misuse is said to who wrote a loop by hand.
 GRADACCUM_INLINE void TrainerBase::or_discard(c10::function_ref<void()> work) {
   try {
     work();
+  } catch (c10::Error& error) {
+    discard();
+    if (std::string_view(error.msg()).starts_with("GradAccumulator: "))
+      error.add_context(
+          "Trainer: it has such a window, and runs backward, counts, clears and steps by itself: the objective only "
+          "computes the loss, a policy changes gradients in before_step(ga::Gradients&), and parameters in after_step");
+    throw;
   } catch (...) {
     discard();
     throw;

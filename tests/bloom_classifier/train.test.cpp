@@ -48,6 +48,7 @@ Options options_for(const std::filesystem::path& files) {
   options.learning_rate = 1e-3;
   options.optimizer = "adamw";
   options.device = "cpu";
+  options.save_every = 4;
   return options;
 }
 
@@ -58,12 +59,7 @@ Outcome outcome_of(const Options& options, int stop_after = 0, std::uint64_t see
   const auto encoded = [&](const auto& rows) { return bloom::encode(folder.tokenizer, rows, 64, options.device); };
   const bloom::EncodedSplit ids{encoded(reviews.rows.train), encoded(reviews.rows.validation),
                                 encoded(reviews.rows.test)};
-  Outcome outcome;
-  if (options.save.empty())
-    outcome.trained = bloom::fit(folder, ids, options);
-  else
-    outcome.trained = bloom::fit(folder, ids, options, StopAfter{stop_after},
-                                 ga::SaveState{.directory = options.states(), .every_updates = 4});
+  Outcome outcome{.trained = bloom::fit(folder, ids, options, StopAfter{stop_after}), .parameters = {}};
   for (auto& parameter : folder.model->parameters()) outcome.parameters.push_back(parameter.detach().clone());
   return outcome;
 }

@@ -3,6 +3,7 @@
 
 #include <gradaccum/detail/parallel/heartbeat.hpp>
 #include <gradaccum/detail/parallel/launch_environment.hpp>
+#include <gradaccum/detail/parallel/links.hpp>
 #include <gradaccum/detail/parallel/nccl.hpp>
 #include <gradaccum/detail/parallel/rank_states.hpp>
 #include <gradaccum/process_group.hpp>
@@ -205,6 +206,18 @@ TEST_CASE("ProcessGroup: a rank that is silent is named, and others hear of it")
   const auto other = c10::make_intrusive<c10d::HashStore>();
   inner::Heartbeat first(other, "here", 0, 4), second(other, "here", 1, 4);
   CHECK(second.explain() == "ranks 2, 3 have ended or hang");
+}
+
+TEST_CASE("ProcessGroup: where NCCL cannot be made on one rank, the others hear of it at once") {
+  std::vector<std::string> errors(2);
+  tests::as_ranks(2, [&](ga::ProcessGroup& group) {
+    errors[static_cast<std::size_t>(group.rank())] = testing::error_of([&] {
+      if (group.rank() == 1) group.links()->connect_devices({"one", "another"}, at::Device(at::kCUDA, 0));
+      group.barrier();
+    });
+  });
+  CHECK_FALSE(errors[1].empty());
+  CHECK(testing::contains(errors[0], "rank 1 has given up: " + errors[1].substr(0, 20)));
 }
 
 TEST_CASE("ProcessGroup: who gives up says why to the others") {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/types/count.hpp>
 #include <gradaccum/policy.hpp>
 
 #include <c10/core/ScalarType.h>
@@ -26,9 +27,9 @@ namespace gradaccum {
 struct Accumulate {
   static constexpr std::string_view name = "accumulate";
 
-  std::int64_t steps = 1;                              ///< micro-batches an update, >= 1
+  detail::Count steps = 1;                             ///< micro-batches an update, >= 1
   std::map<std::int64_t, std::int64_t> schedule = {};  ///< from that epoch on, so many
-  std::int64_t batch_size = 0;  ///< samples an update, as `batch_size(batch)` counts them; 0: steps
+  detail::Count batch_size = 0;  ///< samples an update, as `batch_size(batch)` counts them; 0: steps
   std::optional<at::ScalarType> accumulate_in = {};  ///< kFloat: 16-bit gradients are summed in float32
   const Step* window = nullptr;                      ///< the trainer's: the window so far
 

@@ -22,14 +22,14 @@ GRADACCUM_INLINE void Accumulate::attach(TrainerBase& trainer) {
 GRADACCUM_INLINE void Accumulate::state(Archive& archive) const {
   std::string by_epoch;
   for (auto [epoch, number] : schedule) by_epoch += c10::str(epoch, ":", number, " ");
-  archive.setting("steps", steps);
+  archive.setting("steps", std::int64_t(steps));
   archive.setting("schedule", by_epoch);
-  archive.setting("batch_size", batch_size);
+  archive.setting("batch_size", std::int64_t(batch_size));
 }
 
 GRADACCUM_INLINE std::int64_t Accumulate::steps_in(std::int64_t epoch) const {
   const auto next = schedule.upper_bound(epoch);
-  return next == schedule.begin() ? steps : std::prev(next)->second;
+  return next == schedule.begin() ? std::int64_t(steps) : std::prev(next)->second;
 }
 
 GRADACCUM_INLINE void Accumulate::check() const {

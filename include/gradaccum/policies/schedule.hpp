@@ -40,7 +40,11 @@ struct Schedule {
   void attach(Trainer& trainer) {
     updates = [&trainer] { return trainer.updates(); };
     rates.emplace(trainer.optimizer());
-    rates.value().set(rate(updates()));
+    const auto set_first = [this] { rates.value().set(rate(updates())); };
+    if constexpr (requires { trainer.when_built(set_first); })
+      trainer.when_built(set_first);
+    else
+      set_first();
   }
   void after_step(const Step& step) { rates.value().set(rate(step.update)); }
   void state(Archive& archive) {

@@ -18,7 +18,7 @@
 
 namespace gradaccum::detail {
 
-inline constexpr const char *rounding_key = "rounding_steps", *rounding_name = "rounding_step.";
+inline constexpr const char *saved_rounding = "rounding_steps", *saved_rounding_of = "rounding_step.";
 
 GRADACCUM_INLINE at::Tensor OnePass::step_after(const torch::optim::Optimizer::LossClosure& closure) {
   at::Tensor loss;
@@ -56,7 +56,7 @@ GRADACCUM_INLINE NamedTensors OnePass::named_state(const NamedParameters& parame
   std::size_t place = 0;
   for_each_parameter(itself(), [&](const at::Tensor& parameter) {
     if (const auto steps = rounding_.steps_of(place++); steps > 0)
-      all.emplace(rounding_name + name_of(parameter), at::scalar_tensor(static_cast<double>(steps), at::kDouble));
+      all.emplace(saved_rounding_of + name_of(parameter), at::scalar_tensor(static_cast<double>(steps), at::kDouble));
   });
   return all;
 }
@@ -70,7 +70,7 @@ GRADACCUM_INLINE std::function<void()> OnePass::take_named_state(const NamedPara
   const NameOf name_of(parameters);
   std::vector<std::int64_t> steps;
   for_each_parameter(itself(), [&](const at::Tensor& parameter) {
-    steps.push_back(taken_count(state, rounding_name + name_of(parameter)).value_or(0));
+    steps.push_back(taken_count(state, saved_rounding_of + name_of(parameter)).value_or(0));
   });
   const auto become = take_states(itself(), *new_state(), name_of, state, lenient);
   TORCH_CHECK(lenient || state.empty(), class_name(),
@@ -83,12 +83,12 @@ GRADACCUM_INLINE std::function<void()> OnePass::take_named_state(const NamedPara
 }
 
 GRADACCUM_INLINE void OnePass::save_rounding(torch::serialize::OutputArchive& archive) const {
-  if (!rounding_.steps().empty()) archive.write(rounding_key, c10::IValue(rounding_.steps()));
+  if (!rounding_.steps().empty()) archive.write(saved_rounding, c10::IValue(rounding_.steps()));
 }
 
 GRADACCUM_INLINE void OnePass::load_rounding(torch::serialize::InputArchive& archive) {
   c10::IValue steps;
-  rounding_.set_steps(archive.try_read(rounding_key, steps) ? steps.toIntVector() : std::vector<std::int64_t>());
+  rounding_.set_steps(archive.try_read(saved_rounding, steps) ? steps.toIntVector() : std::vector<std::int64_t>());
 }
 
 template <class Derived, class Base, class State>

@@ -174,9 +174,9 @@ GRADACCUM_INLINE std::vector<std::string> Links::all_gather(const std::string& t
 GRADACCUM_INLINE Links::Line Links::connect_devices(const std::vector<std::string>& places, at::Device device) {
   if (!each_has_its_own(places) || (nccl_ && places != places_)) return Line::gradients;
   if (nccl_) return Line::devices;
-  nccl_ = std::make_unique<NcclLink>(store_->clone(), rank_, world_size_, device, timeout_);
-  if (!heartbeat_.poll([&] { return nccl_->answers(); }, timeout_)) fail(heartbeat_.explain(), "NCCL to connect");
   try {
+    nccl_ = std::make_unique<NcclLink>(store_->clone(), rank_, world_size_, device, timeout_);
+    if (!heartbeat_.poll([&] { return nccl_->answers(); }, timeout_)) fail(heartbeat_.explain(), "NCCL to connect");
     nccl_->check();
   } catch (const std::exception& error) {
     give_up(error.what());

@@ -37,26 +37,26 @@ constexpr bool are_of_different_kinds() {
 }
 
 /// A policy of whatever class, as a Trainer calls it: so all that a Trainer does is compiled once. A hook that the
-/// policy does not have does nothing.
+/// policy does not have does nothing; this class itself is one that is absent, and has none.
 class AnyPolicy {
  public:
   virtual ~AnyPolicy() = default;
-  virtual bool of_processes() const = 0;  ///< has others_continue
-  virtual void in_fit_scope(Work work) = 0;
-  virtual void in_forward_scope(Work work) = 0;
-  virtual void before_backward(Loss& loss) = 0;
-  virtual bool ready() = 0;
-  virtual void after_backward(Gradients& gradients) = 0;
-  virtual void scale_gradients(Factor& factor) = 0;
-  virtual void reduce_gradients(Gradients& gradients) = 0;
-  virtual void before_step(Gradients& gradients) = 0;
-  virtual void after_window(const Step& step) = 0;
-  virtual void after_step(const Step& step) = 0;
-  virtual void at_boundary() = 0;
-  virtual bool others_continue() = 0;
-  virtual void on_epoch_begin(std::int64_t epoch) = 0;
-  virtual void on_epoch_end(std::int64_t epoch) = 0;
-  virtual void state(Archive& archive) = 0;
+  virtual bool of_processes() const { return false; }  ///< has others_continue
+  virtual void in_fit_scope(Work work) { work(); }
+  virtual void in_forward_scope(Work work) { work(); }
+  virtual void before_backward(Loss&) {}
+  virtual bool ready() { return true; }
+  virtual void after_backward(Gradients&) {}
+  virtual void scale_gradients(Factor&) {}
+  virtual void reduce_gradients(Gradients&) {}
+  virtual void before_step(Gradients&) {}
+  virtual void after_window(const Step&) {}
+  virtual void after_step(const Step&) {}
+  virtual void at_boundary() {}
+  virtual bool others_continue() { return false; }
+  virtual void on_epoch_begin(std::int64_t) {}
+  virtual void on_epoch_end(std::int64_t) {}
+  virtual void state(Archive&) {}
 };
 
 template <class P>

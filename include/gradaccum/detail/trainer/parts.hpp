@@ -8,8 +8,10 @@
 #include <gradaccum/detail/window/optimizer_window.hpp>
 #include <gradaccum/fit_options.hpp>
 
+#include <functional>
 #include <memory>
 #include <utility>
+#include <vector>
 
 namespace gradaccum::detail {
 
@@ -23,6 +25,7 @@ struct TrainerParts {
   DataPosition data;
   Counts counts;
   FitStatus status;
+  std::vector<std::function<void()>> when_built;
 };
 
 }  // namespace gradaccum::detail

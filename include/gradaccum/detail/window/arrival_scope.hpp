@@ -22,7 +22,7 @@ class ArrivalListener {
   virtual void end() = 0;
 };
 
-/// A scope around a backward pass, in which somebody hears of the gradients as they arrive, after whatever else listens
+/// A scope around backward passes, in which somebody hears of the gradients as they arrive, after whatever else listens
 /// for that.
 class ArrivalScope {
  public:

@@ -41,12 +41,19 @@ GRADACCUM_INLINE ArrivalScope::ArrivalScope(std::shared_ptr<ArrivalListener> lis
   }
 }
 
+/// Scopes need not end in the order in which they began.
+GRADACCUM_INLINE void take_out(std::unique_ptr<torch::autograd::PostAccumulateGradHook>& slot,
+                               const ArrivalListener& listener) {
+  auto* const hook = dynamic_cast<ArrivalHook*>(slot.get());
+  if (!hook) return;
+  if (hook->listener.get() != &listener) return take_out(hook->before, listener);
+  auto before = std::move(hook->before);
+  slot = std::move(before);
+}
+
 GRADACCUM_INLINE ArrivalScope::~ArrivalScope() {
   listener_->end();
-  for (auto* const parameter : listening_) {
-    auto& slot = torch::autograd::impl::post_acc_grad_hooks(*parameter);
-    if (auto* const ours = dynamic_cast<ArrivalHook*>(slot.get())) slot = std::move(ours->before);
-  }
+  for (auto* const parameter : listening_) take_out(torch::autograd::impl::post_acc_grad_hooks(*parameter), *listener_);
 }
 
 }  // namespace gradaccum::detail

@@ -24,15 +24,21 @@ class SeenTensor {
   bool untouched(const at::Tensor& tensor) const;
   /// There was one, and now there is another, of the same layout.
   bool replaced(const at::Tensor& tensor) const;
+  /// The same tensor as then, whoever wrote to it.
+  bool same(const at::Tensor& tensor) const;
+  /// The same tensor as then, and written to once since, as backward does that adds to it.
+  bool added_to(const at::Tensor& tensor) const;
 
  private:
-  bool same(const at::Tensor& tensor) const;
-
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> impl_;
   bool defined_ = false;
   at::Layout layout_ = at::kStrided;
   std::uint32_t version_ = 0;
 };
+
+inline constexpr const char* not_cleared =
+    "GradAccumulator: the gradients of the last window are still there, and backward adds to them; call "
+    "optimizer.zero_grad() after every step(), which leaves an open window alone";
 
 /// Notices what has become of gradients since it looked last: cleared, replaced, or written to by somebody.
 class GradientWatch {
@@ -45,6 +51,7 @@ class GradientWatch {
   bool touched(const std::vector<at::Tensor>& parameters) const;
 
   void check_kept(const std::vector<at::Tensor>& parameters) const;
+  void check_cleared(const std::vector<at::Tensor>& parameters) const;
   void check_only_ours(const std::vector<at::Tensor>& parameters, bool window_is_empty) const;
 
  private:

@@ -24,11 +24,16 @@ GRADACCUM_INLINE SeenTensor::SeenTensor(const at::Tensor& tensor) : impl_(tensor
 }
 
 GRADACCUM_INLINE bool SeenTensor::same(const at::Tensor& tensor) const {
-  return impl_.lock().get() == tensor.unsafeGetTensorImpl();
+  // No other has its address: while there is a weak reference, the memory of what is referred to is not used again.
+  return tensor.defined() == defined_ && (!defined_ || impl_._unsafe_get_target() == tensor.unsafeGetTensorImpl());
 }
 
 GRADACCUM_INLINE bool SeenTensor::untouched(const at::Tensor& tensor) const {
-  return tensor.defined() == defined_ && (!defined_ || (same(tensor) && version_of(tensor) == version_));
+  return same(tensor) && (!defined_ || version_of(tensor) == version_);
+}
+
+GRADACCUM_INLINE bool SeenTensor::added_to(const at::Tensor& tensor) const {
+  return defined_ && same(tensor) && version_of(tensor) == version_ + 1;
 }
 
 GRADACCUM_INLINE bool SeenTensor::replaced(const at::Tensor& tensor) const {
@@ -71,17 +76,29 @@ GRADACCUM_INLINE void GradientWatch::check_kept(const std::vector<at::Tensor>& p
   }
 }
 
+/// After a window has closed: its gradients would be a part of the next one.
+GRADACCUM_INLINE void GradientWatch::check_cleared(const std::vector<at::Tensor>& parameters) const {
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    TORCH_CHECK(!seen_[i].defined() || !seen_[i].untouched(parameters[i].grad()), not_cleared);
+}
+
 /// In the weighted form every part of a sum has come by `backward`. What was there before the window does not matter.
 GRADACCUM_INLINE void GradientWatch::check_only_ours(const std::vector<at::Tensor>& parameters,
                                                      bool window_is_empty) const {
-  for (std::size_t i = 0; i < parameters.size(); ++i)
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (!touched(i, parameters[i].grad())) continue;
+    TORCH_CHECK(!window_is_empty || seen_[i].defined(), "GradAccumulator: parameter ", i, " (shape ",
+                parameters[i].sizes(),
+                ") has a gradient from before this window, which backward would add to; call optimizer.zero_grad() "
+                "before the first optimizer.backward(loss)");
     TORCH_CHECK(
-        !touched(i, parameters[i].grad()) || (window_is_empty && seen_[i].defined()),
-        "GradAccumulator: the gradient of parameter ", i, " (shape ", parameters[i].sizes(),
+        window_is_empty, "GradAccumulator: the gradient of parameter ", i, " (shape ", parameters[i].sizes(),
         ") changed outside optimizer.backward(loss). By loss.backward()? One window has one form. By a backward "
         "for other parameters that came along here, as of a GAN's generator? Write "
-        "optimizer.backward(loss, {.inputs = generator->parameters()}) there. By code that changes gradients? "
-        "It goes inside `if (optimizer.ready()) { optimizer.gradients().apply(); … }`");
+        "optimizer.backward(loss, {.inputs = generator->parameters()}) there. By another accumulator of these "
+        "parameters? They have one. By code that changes gradients? It goes inside `if (optimizer.ready()) { "
+        "optimizer.gradients().apply(); … }`");
+  }
 }
 
 }  // namespace gradaccum::detail

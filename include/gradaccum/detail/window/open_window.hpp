@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/window/close_watch.hpp>
 #include <gradaccum/detail/window/gradient_watch.hpp>
 #include <gradaccum/detail/window/step_in_backward.hpp>
 #include <gradaccum/detail/window/window_use.hpp>
@@ -84,8 +85,11 @@ class OpenWindow {
   void check_usable() const;
   void check_kept() const;
   void check_only_ours() const;
+  void check_cleared() const;
+  void check_not_rewritten();
   bool touched() const;
   void count_plain();
+  void end_micro_batch();
   /// Takes notice of the gradients as they are.
   void look();
   void settle(bool complete);
@@ -98,10 +102,13 @@ class OpenWindow {
   std::vector<at::Tensor> listed_;  // the parameters as the optimizer lists them
   std::shared_ptr<WindowGradients> state_;
   GradientWatch watch_;
+  CloseWatch close_watch_;
   WindowUse use_;
   bool sums_apart_ = false;
-  bool following_ = false;  // complete, for the others' sake
-  bool reduced_ = false;    // it is the window of all processes now
+  bool after_another_ = false;  // whose gradients have not been cleared
+  bool following_ = false;      // complete, for the others' sake
+  bool shared_ = false;         // other processes may be at its sums
+  bool reduced_ = false;        // it is the window of all processes now
 };
 
 }  // namespace gradaccum::detail

@@ -29,16 +29,19 @@ GRADACCUM_INLINE OpenWindow::~OpenWindow() {
 
 GRADACCUM_INLINE void OpenWindow::open(const std::vector<at::Tensor>& parameters) {
   auto next = std::make_shared<WindowGradients>(parameters);  // may throw: then nothing has changed
+  close_watch_.follow(next->all_parameters());
   if (peers_) peers_->end_window();
   if (state_) state_->close();
+  after_another_ = state_ != nullptr;
   state_ = std::move(next);
   listed_ = parameters;
   window_.restart();
   use_ = {};
-  following_ = reduced_ = false;
+  following_ = shared_ = reduced_ = false;
   state_->set_weights(0, 0);
   state_->set_complete(false);
   look();
+  close_watch_.open();
 }
 
 GRADACCUM_INLINE void OpenWindow::follow(const std::vector<at::Tensor>& parameters) {
@@ -48,12 +51,16 @@ GRADACCUM_INLINE void OpenWindow::follow(const std::vector<at::Tensor>& paramete
   const auto before = state_->all_parameters();
   state_->sums().set_parameters(parameters);
   watch_.follow(before, state_->all_parameters());
+  close_watch_.follow(state_->all_parameters());
   listed_ = parameters;
 }
 
 GRADACCUM_INLINE void OpenWindow::cleared(const std::vector<at::Tensor>& parameters) {
-  if (use_.in_hand() || use_.spoiled() || state_->applied()) return open(parameters);
-  look();
+  if (use_.in_hand() || use_.spoiled() || state_->applied())
+    open(parameters);
+  else
+    look();
+  after_another_ = false;
 }
 
 GRADACCUM_INLINE void OpenWindow::backward(Loss loss, const BackwardOptions& options, bool fills) {
@@ -68,6 +75,7 @@ GRADACCUM_INLINE void OpenWindow::backward(Loss loss, const BackwardOptions& opt
   if (steps_in_backward())
     check_can_step_in_backward(finite_required(loss.seed) || state_->must_be_finite(), options.create_graph);
   check_kept();
+  check_cleared();
   check_only_ours();
   window_.add(loss.items);
   use_.begin(Form::weighted);
@@ -81,7 +89,7 @@ GRADACCUM_INLINE void OpenWindow::backward(Loss loss, const BackwardOptions& opt
   or_spoil([&] {
     if (!fills || !(steps_in_backward() || peers_)) return run();
     state_->set_weights(window_.first_weight(), window_.total_weight());
-    if (peers_) return peers_->backward(state_, accumulate_in_, run);
+    if (peers_) return shared_ = true, peers_->backward(state_, accumulate_in_, run);
     step_in_backward(state_, accumulate_in_, step_in_backward_, run);
   });
   look();
@@ -108,10 +116,10 @@ GRADACCUM_INLINE void OpenWindow::complete_micro_batch() {
   check_kept();
   if (following_) return settle(/*complete=*/true);
   if (full()) use_.check_scaler(state_->must_be_finite());
-  if (!use_.in_hand()) count_plain();
+  use_.in_hand() ? check_not_rewritten() : count_plain();
   if (use_.weighted() && !state_->applied()) check_only_ours();
   settle(full());
-  use_.end();
+  end_micro_batch();
 }
 
 GRADACCUM_INLINE bool OpenWindow::complete_early() {
@@ -123,8 +131,9 @@ GRADACCUM_INLINE bool OpenWindow::complete_early() {
       "GradAccumulator: the gradients changed after the last step(); call step() for the last micro-batch, too, "
       "before flush()");
   use_.check_scaler(state_->must_be_finite());
+  check_not_rewritten();
   settle(/*complete=*/true);
-  use_.end();
+  end_micro_batch();
   return true;
 }
 
@@ -159,6 +168,7 @@ GRADACCUM_INLINE void OpenWindow::state(Archive& archive, const NameOf& name_of)
   auto loaded = state_->sums().take(std::move(sums), name_of, archive.changes_allowed());
   archive.when_all_fit([=, this] {
     open(listed_);
+    after_another_ = false;
     state_->sums().set(loaded);
     if (sums_apart_) state_->sums().move_apart();
     window_ = next;
@@ -210,14 +220,37 @@ GRADACCUM_INLINE void OpenWindow::check_kept() const {
 GRADACCUM_INLINE void OpenWindow::check_only_ours() const {
   watch_.check_only_ours(state_->all_parameters(), window_.count() == 0);
 }
+GRADACCUM_INLINE void OpenWindow::check_cleared() const {
+  if (after_another_ && window_.count() == 0) watch_.check_cleared(state_->all_parameters());
+}
+
+/// A window of one is what it would be without an accumulator, whatever was written. Gradients that no backward has
+/// made are the user's.
+GRADACCUM_INLINE void OpenWindow::check_not_rewritten() {
+  if (window_.steps() == 1 || state_->applied() || state_->stepped() || shared_) return;
+  if (use_.weighted() || close_watch_.passes() > 0) close_watch_.check_gradients();
+  close_watch_.check_parameters();
+}
+
+GRADACCUM_INLINE void OpenWindow::end_micro_batch() {
+  use_.end();
+  close_watch_.count();
+}
+
 GRADACCUM_INLINE bool OpenWindow::touched() const { return watch_.touched(state_->all_parameters()); }
-GRADACCUM_INLINE void OpenWindow::look() { watch_.look(state_->all_parameters()); }
+GRADACCUM_INLINE void OpenWindow::look() {
+  watch_.look(state_->all_parameters());
+  if (!shared_) close_watch_.look();
+}
 
 GRADACCUM_INLINE void OpenWindow::count_plain() {
   TORCH_CHECK(!steps_in_backward(),
               "GradAccumulator: with in_backward the parameters are stepped inside of backward; call "
               "optimizer.backward(loss) before each step(), in place of loss.backward()");
   use_.check_form(Form::plain);
+  check_not_rewritten();
+  if (after_another_ && window_.count() == 0 && window_.steps() > 1) close_watch_.check_cleared();
+  close_watch_.warn_of_passes(window_.steps());
   window_.add(1.0);
   use_.begin(Form::plain);
 }
@@ -235,6 +268,7 @@ GRADACCUM_INLINE void OpenWindow::settle(bool complete) {
 }
 
 GRADACCUM_INLINE void OpenWindow::reduce() {
+  shared_ = true;
   or_spoil([&] { peers_->reduce(state_, accumulate_in_); });
   reduced_ = true;
   look();

@@ -55,8 +55,8 @@ GRADACCUM_INLINE bool OptimizerWindow::others_continue() {
 }
 
 GRADACCUM_INLINE void OptimizerWindow::discard() {
-  clear();
   open();
+  clear();
 }
 
 GRADACCUM_INLINE bool OptimizerWindow::close(const std::function<void(Gradients&)>& prepare) {

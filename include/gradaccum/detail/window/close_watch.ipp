@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/window/close_watch.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/window/arrival_scope.hpp>
+#include <gradaccum/detail/window/gradient_watch.hpp>
+#include <gradaccum/detail/window/sample.hpp>
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <optional>
+#include <utility>
+
+namespace gradaccum::detail {
+
+/// What is known of each of the parameters. Backward has a thread for each device, and each writes to its own.
+class WatchedParameters final : public ArrivalListener {
+ public:
+  struct Watched {
+    SeenTensor gradient{{}};
+    std::uint64_t sample = 0;          // of the gradient
+    std::int64_t passes = 0;           // of backward, in this micro-batch
+    bool continued = false;            // each of them has added to what was there
+    bool written_between = false;      // by somebody else, before one of them that adds to this window
+    std::optional<SeenTensor> tensor;  // the parameter as it was in the window's first micro-batch
+    std::uint64_t tensor_sample = 0;
+  };
+
+  explicit WatchedParameters(std::vector<at::Tensor> parameters)
+      : parameters_(std::move(parameters)), watched_(parameters_.size()) {}
+
+  const std::vector<at::Tensor>& parameters() const override { return parameters_; }
+  std::vector<Watched>& all() { return watched_; }
+  void end() override {}
+
+  bool window_is_empty = true;
+
+  void arrive(std::size_t place) override {
+    auto& watched = watched_[place];
+    const auto& gradient = parameters_[place].grad();
+    const bool added = watched.gradient.added_to(gradient);
+    if (!added && watched.gradient.same(gradient)) watched.written_between |= watched.passes > 0 || !window_is_empty;
+    watched.continued = added && (watched.continued || watched.passes == 0);
+    ++watched.passes;
+    see(place);
+  }
+
+  /// The gradient is as it should be.
+  void see(std::size_t place) {
+    const auto& gradient = parameters_[place].grad();
+    watched_[place].gradient = SeenTensor(gradient);
+    watched_[place].sample = sample_of(gradient);
+  }
+  /// Reads no numbers where LibTorch knows that they are the same.
+  void see_again(std::size_t place) {
+    if (!watched_[place].gradient.untouched(parameters_[place].grad())) see(place);
+  }
+
+  bool rewritten(std::size_t place) const {
+    const auto& gradient = parameters_[place].grad();
+    const auto& seen = watched_[place];
+    return seen.written_between ||
+           (seen.gradient.same(gradient) && (!seen.gradient.untouched(gradient) || seen.sample != sample_of(gradient)));
+  }
+
+ private:
+  std::vector<at::Tensor> parameters_;
+  std::vector<Watched> watched_;
+};
+
+/// The first, the last, and what lies between at equal distances, of those that get a gradient.
+GRADACCUM_INLINE std::vector<at::Tensor> some_of(const std::vector<at::Tensor>& parameters) {
+  constexpr std::size_t enough = 3;
+  std::vector<at::Tensor> learning, some;
+  for (auto& parameter : parameters)
+    if (parameter.requires_grad() && parameter.is_leaf()) learning.push_back(parameter);
+  if (learning.size() <= enough) return learning;
+  for (std::size_t i = 0; i < enough; ++i) some.push_back(learning[i * (learning.size() - 1) / (enough - 1)]);
+  return some;
+}
+
+GRADACCUM_INLINE CloseWatch::CloseWatch() : watched_(std::make_shared<WatchedParameters>(std::vector<at::Tensor>())) {}
+GRADACCUM_INLINE CloseWatch::~CloseWatch() = default;
+
+GRADACCUM_INLINE void CloseWatch::follow(const std::vector<at::Tensor>& parameters) {
+  auto some = some_of(parameters);
+  const auto same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
+  const auto& known = watched_->parameters();
+  if (std::equal(some.begin(), some.end(), known.begin(), known.end(), same)) return;
+  auto watched = std::make_shared<WatchedParameters>(std::move(some));
+  auto hearing = std::make_unique<ArrivalScope>(watched);
+  watched_ = std::move(watched);
+  hearing_ = std::move(hearing);
+  look();
+}
+
+GRADACCUM_INLINE void CloseWatch::open() {
+  watched_->window_is_empty = true;
+  for (auto& watched : watched_->all()) watched.passes = 0, watched.tensor.reset();
+  look();
+}
+
+GRADACCUM_INLINE void CloseWatch::look() {
+  for (std::size_t place = 0; place < watched_->parameters().size(); ++place) watched_->see_again(place);
+  for (auto& watched : watched_->all()) watched.continued = watched.written_between = false;
+}
+
+GRADACCUM_INLINE void CloseWatch::count() {
+  watched_->window_is_empty = false;
+  for (auto& watched : watched_->all()) watched.passes = 0;
+}
+
+GRADACCUM_INLINE std::int64_t CloseWatch::passes() const {
+  std::int64_t passes = 0;
+  for (auto& watched : watched_->all()) passes = std::max(passes, watched.passes);
+  return passes;
+}
+
+GRADACCUM_INLINE void CloseWatch::check_parameters() {
+  constexpr const char* moved =
+      "moved in the middle of a window. By the wrapped optimizer's own step()? Delete it: optimizer.step() calls it "
+      "where the window is full. Other code that changes parameters goes after a step() that returned true";
+  for (std::size_t place = 0; place < watched_->parameters().size(); ++place) {
+    const auto& parameter = watched_->parameters()[place];
+    auto& watched = watched_->all()[place];
+    const auto sample = sample_of(parameter);
+    if (!watched.tensor) {
+      watched.tensor = SeenTensor(parameter);
+      watched.tensor_sample = sample;
+    }
+    TORCH_CHECK(watched.tensor_sample == sample, "GradAccumulator: a parameter (shape ", parameter.sizes(), ") ",
+                moved);
+    if (sample != 0 || warned_of_parameters_ || watched.tensor->untouched(parameter)) continue;
+    warned_of_parameters_ = true;
+    TORCH_WARN("GradAccumulator: a parameter (shape ", parameter.sizes(), ") was written to, and may have ", moved);
+  }
+}
+
+GRADACCUM_INLINE void CloseWatch::check_gradients() const {
+  for (std::size_t place = 0; place < watched_->parameters().size(); ++place)
+    TORCH_CHECK(!watched_->rewritten(place), "GradAccumulator: the gradient of a parameter (shape ",
+                watched_->parameters()[place].sizes(),
+                ") changed between backward and step(), where it is an unfinished sum. By "
+                "torch::nn::utils::clip_grad_norm_? Delete it, and call optimizer.clip_grad_norm_(max). By a division "
+                "by the number of steps? Delete it: the window is a mean. By zero_grad(false)? Call "
+                "optimizer.zero_grad(). Other code that changes gradients goes inside "
+                "`if (optimizer.ready()) { optimizer.gradients().apply(); … }`");
+}
+
+GRADACCUM_INLINE void CloseWatch::check_cleared() const {
+  for (auto& watched : watched_->all()) TORCH_CHECK(!watched.continued, not_cleared);
+}
+
+GRADACCUM_INLINE void CloseWatch::warn_of_passes(std::int64_t steps) {
+  if (steps < 2 || watched_->window_is_empty || warned_of_passes_ || passes() != steps) return;
+  warned_of_passes_ = true;
+  TORCH_WARN("GradAccumulator: ", steps, " backward passes before a step(), as many as .steps. If step() stands in ",
+             "`if ((i + 1) % ", steps, " == 0)`, delete that `if`: step() counts by itself. If a micro-batch has ",
+             steps, " losses, add them and call backward() once");
+}
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include "support/files.hpp"
+
+#include <cstdlib>
+#include <fstream>
+#include <string>
+#include <vector>
+
+// Programs as people write them, and the same after gradaccum has been adopted: with windows of one they give the same
+// bits, with windows of four the large batch; docs/adopting.md tells how many lines that took.
+
+using namespace testing;
+
+namespace {
+
+void run(const std::string& command) {
+  INFO(command);
+  REQUIRE(std::system(command.c_str()) == 0);
+}
+
+/// A program in one of its forms, "original" or "adopted".
+struct Form {
+  std::string program, name;
+
+  /// The parameters at its end, in one vector.
+  at::Tensor parameters(const std::string& arguments) const {
+    const Directory directory;
+    const auto file = directory / "parameters";
+    run(std::string(ADOPTION_PROGRAMS "/adoption.") + program + "." + name + ".exe '" + file.string() + "' " +
+        arguments + " > /dev/null");
+    std::vector<at::Tensor> parameters;
+    torch::load(parameters, file.string());
+    for (auto& parameter : parameters) parameter = parameter.flatten();
+    return torch::cat(parameters);
+  }
+  std::filesystem::path source() const { return std::filesystem::path(ADOPTION_SOURCES) / program / (name + ".cpp"); }
+};
+
+/// `+4 −1`: the lines that were added, and taken away; indentation does not count.
+std::string changed_lines(const Form& before, const Form& after) {
+  const Directory directory;
+  const auto file = directory / "diff";
+  const auto command =
+      "diff -w '" + before.source().string() + "' '" + after.source().string() + "' > '" + file.string() + "'";
+  REQUIRE(std::system(command.c_str()) != 0);  // they differ
+  std::ifstream diff(file);
+  int added = 0, removed = 0;
+  for (std::string line; std::getline(diff, line);) {
+    added += line[0] == '>';
+    removed += line[0] == '<';
+  }
+  return "+" + std::to_string(added) + " −" + std::to_string(removed);
+}
+
+double distance(const at::Tensor& a, const at::Tensor& b) {
+  return ((a - b).abs().max() / b.abs().max()).item().toDouble();
+}
+
+}  // namespace
+
+TEST_CASE("adoption: the same bits in windows of one, the large batch in windows of four") {
+  const std::string program = GENERATE("cnn", "dcgan", "lstm", "actor_critic", "fine_tuning", "scheduler", "cpp17");
+  const Form original{program, "original"}, adopted{program, "adopted"};
+  INFO(program);
+
+  const auto before = original.parameters("8"), after = adopted.parameters("8 1");
+  if (program == "lstm")  // its clipping was replaced: LibTorch's adds 1e-6 to the norm, and rounds otherwise
+    CHECK(distance(after, before) < 1e-5);
+  else
+    CHECK(at::equal(after, before));
+
+  const bool rows_are_the_batch = program == "lstm";
+  const auto large = original.parameters(rows_are_the_batch ? "8 1 double" : "32 1 double");
+  const auto windows = adopted.parameters(rows_are_the_batch ? "2 4 double" : "8 4 double");
+  const auto small = original.parameters("8 1 double");
+  CHECK(distance(windows, large) < (program == "lstm" ? 1e-5 : 1e-9));
+  if (!rows_are_the_batch) CHECK(distance(small, large) > 1e-3);
+}
+
+TEST_CASE("adoption: the changed lines are those that the documentation tells") {
+  const auto table = text_of(ADOPTION_TABLE);
+  for (const std::string program : {"cnn", "dcgan", "lstm", "actor_critic", "fine_tuning", "scheduler", "cpp17"}) {
+    const auto changed = changed_lines({program, "original"}, {program, "adopted"});
+    INFO(program << " " << changed);
+    const auto row = table.find("| `" + program + "` |");
+    REQUIRE(row != std::string::npos);
+    CHECK(contains(table.substr(row, table.find('\n', row) - row), "| " + changed + " |"));
+  }
+}
