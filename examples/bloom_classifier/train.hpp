@@ -68,7 +68,7 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
                       ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
                       ga::DataParallel{.group = options.group}, ga::Progress{},
                       Lines{.every = options.log_every, .group = options.group, .validate = [&] { return validate(); }},
-                      saving(options), std::move(more)...);
+                      std::move(more)..., saving(options));
   validate = [&] { return trainer.evaluate(validation, ga::Accuracy{}); };
   trained.report = trainer.fit(
       batches,
