@@ -479,7 +479,7 @@ TEST_CASE("Ema: on a device, and on several", "[cuda]") {
     ga::Archive loading(saved.values());
     loading("ema", again);
     std::vector<at::Tensor> result;
-    for (auto& average : averages_of(again, bag)) result.push_back(average.cpu().to(at::kDouble));
+    for (auto& average : averages_of(again, bag)) result.push_back(average.cpu().to(at::kDouble).flatten());
     return torch::cat(result);
   };
   const at::Device host(at::kCPU), device(at::kCUDA, 0);

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # gradaccum_add_tests(program prefix [HEADER_ONLY] source...): a program of tests, each file of which is a test of
-# CTest's, run by itself: <prefix><file>. Those with the tag [cuda] are apart, so that they are seen to be skipped where
-# there is no device. HEADER_ONLY: with gradaccum::gradaccum, as most users have it, not gradaccum::compiled.
+# CTest's, run by itself: <prefix><file>. Those with the tag [cuda] are apart: they meet the emulated device, or, where
+# LibTorch has CUDA, a real one, and are seen to be skipped where there is none. HEADER_ONLY: with
+# gradaccum::gradaccum, as most users have it, not gradaccum::compiled.
 #
 # LibTorch's templates take most of each compilation. So some files are compiled together, each in a namespace of its
 # own; what they include comes before.
@@ -30,7 +31,14 @@ function(gradaccum_add_tests program prefix)
     file(STRINGS "${source}" cuda REGEX "\\[cuda\\]" LIMIT_COUNT 1)
     if(cuda)
       gradaccum_add_test_of_file(${name}.cuda ${program} "[#${file}][cuda]")
-      set_tests_properties(${name}.cuda PROPERTIES LABELS cuda SKIP_REGULAR_EXPRESSION "skipped: |SKIPPED:" SKIP_RETURN_CODE 4)
+      set_tests_properties(${name}.cuda PROPERTIES LABELS cuda)
+      if(TARGET gradaccum.tests.emulated_cuda)
+        set_tests_properties(${name}.cuda PROPERTIES FAIL_REGULAR_EXPRESSION "No tests ran|skipped: |SKIPPED:"
+          ENVIRONMENT "GRADACCUM_EMULATED_CUDA=$<TARGET_FILE:gradaccum.tests.emulated_cuda>")
+        add_dependencies(${program} gradaccum.tests.emulated_cuda)
+      else()
+        set_tests_properties(${name}.cuda PROPERTIES SKIP_REGULAR_EXPRESSION "skipped: |SKIPPED:" SKIP_RETURN_CODE 4)
+      endif()
     endif()
   endforeach()
 endfunction()

@@ -6,4 +6,10 @@
 #include <catch2/catch.hpp>
 #endif
 
-int main(int argc, char* argv[]) { return Catch::Session().run(argc, argv); }
+#include "support/emulated_cuda/emulated_cuda.hpp"
+
+/// With a device where CTest asks for the emulated one.
+int main(int argc, char* argv[]) {
+  testing::emulated_cuda::load();
+  return Catch::Session().run(argc, argv);
+}

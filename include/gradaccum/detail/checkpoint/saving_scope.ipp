@@ -12,6 +12,9 @@ namespace gradaccum::detail {
 
 /// LibTorch's engine of autograd, which asks the scopes. An operation asks the engine for each tensor that it saves;
 /// the plain engine has no answer, Python's has Python's hooks.
+///
+/// Backward is run by the plain engine: LibTorch starts the devices' threads once a process, for whichever engine
+/// meets a device first.
 class C10_EXPORT HookEngine final : public torch::autograd::Engine {
  public:
   ~HookEngine() override { stop(); }  // the base class wants its threads to be gone before
@@ -19,6 +22,13 @@ class C10_EXPORT HookEngine final : public torch::autograd::Engine {
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
     auto* const scope = SavingScope::innermost();
     return scope ? scope->hooks() : nullptr;
+  }
+
+  torch::autograd::variable_list execute(const torch::autograd::edge_list& roots,
+                                         const torch::autograd::variable_list& inputs, bool keep_graph,
+                                         bool create_graph, bool accumulate_grad,
+                                         const torch::autograd::edge_list& outputs) override {
+    return get_base_engine().execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
   }
 
   static void install(const char* owner) {

@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/gradaccum.hpp>
+
+#include "support/device.hpp"
+#include "support/files.hpp"
+#include "support/models.hpp"
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <vector>
+
+// How often the host waits for a device, part by part, and that README's table says so.
+
+namespace ga = gradaccum;
+using namespace testing;
+
+namespace {
+
+/// A model on a device, and batches there.
+struct Rig {
+  torch::nn::Sequential model = make_model(at::kFloat);
+  std::vector<Example> data;
+
+  explicit Rig(at::Device device = at::Device(at::kCUDA, 0)) {
+    model->to(device);
+    for (auto& batch : make_batches({4, 4, 4, 4}, at::kFloat))
+      data.emplace_back(batch.data.to(device), batch.target.to(device));
+  }
+};
+
+/// The waits of `windows` of these, after one of them that does what is done once.
+double waits_of(const std::function<void()>& window, int windows = 3) {
+  window();
+  const WaitCount count;
+  for (int i = 0; i < windows; ++i) window();
+  return static_cast<double>(count.waits()) / windows;
+}
+
+template <class Optimizer>
+double of_windows(const ga::GradAccumulatorOptions& options, const std::function<void(Optimizer&)>& prepare = {}) {
+  Rig rig;
+  Optimizer wrapped(rig.model->parameters(), 1e-3);
+  if (prepare) prepare(wrapped);
+  ga::GradAccumulator optimizer(wrapped, options);
+  return waits_of([&] {
+    for (auto& batch : rig.data) {
+      optimizer.backward(ga::Loss{loss_of(rig.model, batch), batch.target.numel()});
+      if (!options.in_backward) optimizer.clip_grad_norm_(1.0);
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  });
+}
+
+double of_plain_windows() {
+  Rig rig;
+  torch::optim::AdamW adamw(rig.model->parameters(), 1e-3);
+  ga::GradAccumulator optimizer(adamw, {.steps = 4});
+  return waits_of([&] {
+    for (auto& batch : rig.data) {
+      loss_of(rig.model, batch).backward();
+      if (optimizer.ready()) {
+        optimizer.gradients().factor().multiply(torch::full({}, 0.5, batch.data.options()));
+        optimizer.gradients().norm();
+        optimizer.gradients().apply();
+      }
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  });
+}
+
+double of_clipping() {
+  Rig first, second(at::Device(at::kCUDA, 1));
+  auto parameters = first.model->parameters();
+  for (auto& parameter : second.model->parameters()) parameters.push_back(parameter);
+  return waits_of([&] {
+    loss_of(first.model, first.data[0]).backward();
+    loss_of(second.model, second.data[0]).backward();
+    ga::clip_grad_norm_(parameters, 0.1);
+    ga::clip_grad_value_(parameters, 0.01);
+  });
+}
+
+double of_autocast() {
+  Rig rig;
+  return waits_of([&] {
+    ga::Autocast autocast(rig.data[0].data.device(), at::kHalf);
+    loss_of(rig.model, rig.data[0]);
+  });
+}
+
+template <class Optimizer>
+double of_scaler() {
+  Rig rig;
+  Optimizer wrapped(rig.model->parameters(), 1e-3);
+  ga::GradAccumulator optimizer(wrapped, {.steps = 4});
+  ga::AmpScaler scaler;
+  return waits_of([&] {
+    for (auto& batch : rig.data) {
+      scaler.scale(loss_of(rig.model, batch)).backward();
+      optimizer.clip_grad_norm_(1.0);
+      scaler.step(optimizer);
+      scaler.update();
+      optimizer.zero_grad();
+    }
+  });
+}
+
+double of_checkpoint() {
+  Rig rig;
+  return waits_of([&] {
+    auto x = rig.data[0].data.clone().requires_grad_();
+    ga::checkpoint(rig.model, x).sum().backward();
+  });
+}
+
+/// After it has planned, which waits.
+double of_checkpointed_sequential() {
+  Rig rig;
+  ga::CheckpointedSequential net(rig.model, {.memory_budget = 1 * ga::MiB});
+  return waits_of([&] { torch::mse_loss(net->forward(rig.data[0].data), rig.data[0].target).backward(); });
+}
+
+double of_saved_tensor_hooks() {
+  Rig rig;
+  return waits_of([&] {
+    const auto loss = [&] {
+      const auto same = [](const at::Tensor& tensor) { return tensor; };
+      ga::SavedTensorHooks hooks(same, same);
+      return loss_of(rig.model, rig.data[0]);
+    }();
+    loss.backward();
+  });
+}
+
+double of_trainer(ga::OnNan on_nan) {
+  Rig rig;
+  ga::optim::AdamW adamw(rig.model->parameters(), 1e-3);
+  ga::Trainer trainer(
+      rig.model, adamw, [](auto& net, auto& batch) { return loss_of(net, batch); }, ga::Accumulate{.steps = 4},
+      ga::ClipNorm{.max = 1.0}, ga::ClipValue{.max = 0.1}, ga::Schedule{ga::lr::Cosine{.peak = 1e-3, .total = 100}},
+      ga::Ema{.decay = 0.9}, std::optional<ga::Progress>());
+  return waits_of([&] { trainer.fit(rig.data, {.epochs = 1, .on_nan = on_nan}); }, 1);
+}
+
+double of_schedules() {
+  Rig rig;
+  torch::optim::AdamW adamw(rig.model->parameters(), 1e-3);
+  ga::LearningRates rates(adamw);
+  ga::lr::Cosine cosine{.peak = 1e-3, .total = 100};
+  ga::Ema ema{.decay = 0.9};
+  return waits_of([&] {
+    rates.set(cosine(1));
+    ema.update(rig.model);
+    ema.swap(rig.model);
+    ema.swap(rig.model);
+  });
+}
+
+double of_embedding() {
+  const auto table = torch::ones({50, 3}, at::kCUDA).requires_grad_();
+  const auto ids = torch::arange(10, at::kLong).to(at::kCUDA);
+  return waits_of([&] { ga::embedding(ids, table).sum().backward(); });
+}
+
+double of_memory_meter() {
+  Rig rig;
+  ga::MemoryMeter meter;
+  return waits_of([&] {
+    loss_of(rig.model, rig.data[0]).backward();
+    meter.peak_bytes(at::Device(at::kCUDA, 0));
+  });
+}
+
+double of_batches() {
+  Rig rig;
+  ga::data::TensorBatches batches(rig.data[0].data, rig.data[0].target, {.batch_size = 2});
+  return waits_of([&] {
+    for (auto& batch : batches) torch::mse_loss(rig.model->forward(batch.data), batch.target);
+  });
+}
+
+/// A row's third column, by what the first one begins with.
+std::map<std::string, std::string> readme() {
+  std::map<std::string, std::string> rows;
+  std::istringstream lines(text_of(README));
+  for (std::string line; std::getline(lines, line);) {
+    if (line.rfind("| ", 0) != 0 || line.size() < 4) continue;
+    const auto cut = line.rfind(" | ", line.size() - 3);
+    rows[line.substr(2)] = line.substr(cut + 3, line.size() - cut - 5);
+  }
+  return rows;
+}
+
+std::string says(const std::string& part) {
+  for (auto& [row, waits] : readme())
+    if (row.rfind(part, 0) == 0) return waits;
+  return "no such row";
+}
+
+}  // namespace
+
+TEST_CASE("device: parts wait as often as README's table says", "[cuda]") {
+  if (!WaitCount::possible()) SKIP("needs the emulated device, which counts");
+  struct Part {
+    std::string row, says;
+    double expected;
+    std::function<double()> run;
+  };
+  const std::vector<Part> parts{
+      {"`GradAccumulator`", "no", 0, [] { return of_windows<torch::optim::AdamW>({.steps = 4}); }},
+      {"`ga::Loss{mean, items}`", "no", 0, [] { return of_windows<torch::optim::SGD>({.steps = 4}); }},
+      {"`Gradients`, `Factor`", "no", 0, of_plain_windows},
+      {"`clip_grad_norm_`", "no (LibTorch's own does)", 0, of_clipping},
+      {"`Autocast`", "no", 0, of_autocast},
+      {"`AmpScaler`", "4 bytes a window", 1, of_scaler<ga::optim::AdamW>},
+      {"`AmpScaler`", "4 bytes a window", 1, of_scaler<torch::optim::SGD>},
+      {"`optim::SGD`", "no", 0, [] { return of_windows<ga::optim::SGD>({.steps = 4}); }},
+      {"`optim::SGD`", "no", 0, [] { return of_windows<ga::optim::Adam>({.steps = 4}); }},
+      {"`optim::SGD`", "no", 0, [] { return of_windows<ga::optim::AdamW>({.steps = 4}); }},
+      {"`optim::Adafactor`", "no", 0, [] { return of_windows<ga::optim::Adafactor>({.steps = 4}); }},
+      {"`optim::Adafactor`", "no", 0, [] { return of_windows<ga::optim::AdamW8bit>({.steps = 4}); }},
+      {"`.in_backward`", "no", 0, [] { return of_windows<ga::optim::AdamW>({.steps = 4, .in_backward = true}); }},
+      {"`checkpoint`", "no", 0, of_checkpoint},
+      {"`CheckpointedSequential`", "once, to plan", 0, of_checkpointed_sequential},
+      {"`SavedTensorHooks`", "no", 0, of_saved_tensor_hooks},
+      {"`Trainer`", "once a window, or not", 1, [] { return of_trainer(ga::OnNan::stop); }},
+      {"`Trainer`", "once a window, or not", 0, [] { return of_trainer(ga::OnNan::ignore); }},
+      {"`lr::Constant`", "no", 0, of_schedules},
+      {"`embedding`", "once in backward", 1, of_embedding},
+      {"`MemoryMeter`", "no", 0, of_memory_meter},
+      {"`data::TensorBatches`", "no", 0, of_batches},
+  };
+  for (auto& part : parts) {
+    INFO(part.row);
+    CHECK(says(part.row) == part.says);
+    CHECK(part.run() == part.expected);
+  }
+}
+
+TEST_CASE("device: what waits is counted", "[cuda]") {
+  if (!WaitCount::possible()) SKIP("needs the emulated device, which counts");
+  const auto x = torch::ones({3}, at::kCUDA);
+  CHECK(waits_of([&] { x.add(1); }) == 0);
+  CHECK(waits_of([&] { x.sum().item<double>(); }) == 1);
+  CHECK(waits_of([&] { x.cpu(); }) == 1);
+  CHECK(waits_of([&] { torch::ones({3}).to(at::kCUDA); }) == 1);
+  CHECK(waits_of([&] { torch::cuda::synchronize(); }) == 1);
+}

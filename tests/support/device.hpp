@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "support/emulated_cuda/emulated_cuda.hpp"
+
+#include <cstdint>
+
+/// What only the emulated device can do: count, and fail when it is asked to.
+namespace testing {
+
+/// How often the host has waited for a device since this was made.
+class WaitCount {
+ public:
+  static bool possible() { return emulated_cuda::is_loaded(); }
+  std::int64_t waits() const { return emulated_cuda::counts().waits - before_; }
+
+ private:
+  std::int64_t before_ = emulated_cuda::counts().waits;
+};
+
+/// While it lives, the n-th allocation of a device from now on fails; 1 is the next.
+class FailingAllocation {
+ public:
+  static bool possible() { return emulated_cuda::is_loaded(); }
+  explicit FailingAllocation(std::int64_t nth) { emulated_cuda::fail_allocation(nth); }
+  FailingAllocation(const FailingAllocation&) = delete;
+  FailingAllocation& operator=(const FailingAllocation&) = delete;
+  ~FailingAllocation() { emulated_cuda::fail_allocation(0); }
+};
+
+}  // namespace testing

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Gloo sums tensors of a device by way of the host. LibTorch has that for all its operations but this one in the CPU's
+// library; the sum is CUDA's to add.
+
+#ifdef USE_C10D_GLOO
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/util/Registry.h>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include <chrono>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace c10d {
+// As LibTorch declares it, in a header that needs Gloo's own.
+C10_DECLARE_TYPED_REGISTRY(GlooAllreduceRegistry, c10::DeviceType, ProcessGroupGloo::AsyncWork, c10::intrusive_ptr,
+                           std::shared_ptr<gloo::Context>, std::vector<at::Tensor>&, ReduceOp, std::uint32_t,
+                           std::uint64_t, std::chrono::milliseconds);
+}  // namespace c10d
+
+namespace emulated_cuda {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+Tensors pinned_copies(const Tensors& tensors) {
+  Tensors copies;
+  for (auto& tensor : tensors) {
+    copies.push_back(at::empty_like(tensor, tensor.options().device(at::kCPU).pinned_memory(true)));
+    copies.back().copy_(tensor, /*non_blocking=*/true);
+  }
+  return copies;
+}
+
+class Allreduce final : public c10d::ProcessGroupGloo::AsyncWork {
+ public:
+  Allreduce(const std::shared_ptr<gloo::Context>& context, Tensors& tensors, const c10d::ReduceOp& operation,
+            std::uint32_t tag, std::uint64_t sequence, std::chrono::milliseconds timeout)
+      : AsyncWork(context, {tensors}, c10d::OpType::ALLREDUCE, sequence, timeout, "gloo:all_reduce", tensors),
+        tensors_(tensors),
+        copies_(pinned_copies(tensors)),
+        of_copies_(
+            c10d::GlooAllreduceRegistry()->Create(c10::kCPU, context, copies_, operation, tag, sequence, timeout)) {}
+
+  void run() override {
+    of_copies_->run();
+    for (std::size_t i = 0; i < tensors_.size(); ++i) tensors_[i].copy_(copies_[i], /*non_blocking=*/true);
+  }
+  const Tensors getInputTensors() override { return tensors_; }
+  const Tensors getOutputTensors() override { return tensors_; }
+
+ private:
+  Tensors tensors_, copies_;
+  c10::intrusive_ptr<AsyncWork> of_copies_;
+};
+
+c10::intrusive_ptr<c10d::ProcessGroupGloo::AsyncWork> make_allreduce(std::shared_ptr<gloo::Context> context,
+                                                                     Tensors& tensors, c10d::ReduceOp operation,
+                                                                     std::uint32_t tag, std::uint64_t sequence,
+                                                                     std::chrono::milliseconds timeout) {
+  return c10::make_intrusive<Allreduce>(context, tensors, operation, tag, sequence, timeout);
+}
+
+[[maybe_unused]] const bool registered = (c10d::GlooAllreduceRegistry()->Register(c10::kCUDA, &make_allreduce), true);
+
+}  // namespace
+}  // namespace emulated_cuda
+
+#endif

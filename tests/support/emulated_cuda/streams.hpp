@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <c10/core/Device.h>
+
+namespace emulated_cuda {
+
+/// Of this thread.
+c10::DeviceIndex current_device();
+void set_current_device(c10::DeviceIndex device);
+
+/// Makes a device the current one while it lives.
+class DeviceScope {
+ public:
+  explicit DeviceScope(c10::DeviceIndex device) : outer_(current_device()) { set_current_device(device); }
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+  ~DeviceScope() { set_current_device(outer_); }
+
+ private:
+  c10::DeviceIndex outer_;
+};
+
+}  // namespace emulated_cuda
