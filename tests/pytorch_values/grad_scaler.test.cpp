@@ -56,9 +56,9 @@ struct Layer {
   torch::optim::SGD sgd;
   ga::GradAccumulator<torch::optim::SGD> optimizer;
 
-  Layer(std::int64_t start, const Case& c)
-      : weight((0.5 * waves({3, 4}, start)).set_requires_grad(true)),
-        bias((0.5 * waves({3}, start + 12)).set_requires_grad(true)),
+  Layer(std::int64_t start, const Case& c, at::Device device)
+      : weight((0.5 * waves({3, 4}, start)).to(device).set_requires_grad(true)),
+        bias((0.5 * waves({3}, start + 12)).to(device).set_requires_grad(true)),
         sgd({weight, bias}, torch::optim::SGDOptions(0.05).momentum(c.momentum)),
         optimizer(sgd, {.steps = c.steps}) {}
 };
@@ -81,22 +81,23 @@ void step(ga::AmpScaler& scaler, Layer& layer, Optimizer& optimizer, double clip
 
 // A part of the loss whose gradient is inf, or NaN.
 at::Tensor spoiled(const Layer& first, const Layer& last, int update, bool middle) {
-  at::Tensor loss = torch::zeros({}, at::kDouble);
+  at::Tensor loss = torch::zeros({}, first.weight.options());
   if (update % 7 == 4 && middle) loss = loss + first.weight[0][1] * std::numeric_limits<double>::infinity();
   if (update == 11 || update == 12) loss = loss + last.bias[2] * std::numeric_limits<double>::quiet_NaN();
   return loss;
 }
 
 // With the accumulators, or (windows of one) with the optimizers themselves.
-Trace run(const Case& c, bool accumulators, Clip how, bool spoils = true) {
+Trace run(const Case& c, bool accumulators, Clip how, bool spoils = true, at::Device device = at::kCPU) {
   std::vector<std::unique_ptr<Layer>> layers;
-  for (int i = 0; i < c.layers; ++i) layers.push_back(std::make_unique<Layer>(20 * i, c));
+  for (int i = 0; i < c.layers; ++i) layers.push_back(std::make_unique<Layer>(20 * i, c, device));
   ga::AmpScaler scaler(c.options);
   Trace trace;
   for (int micro_batch = 0; micro_batch < updates * c.steps; ++micro_batch) {
     const int update = micro_batch / c.steps, micro = micro_batch % c.steps;
-    const auto x = waves({5, 4}, 100 + 20 * micro_batch), y = waves({5, 3}, 700 + 15 * micro_batch);
-    at::Tensor loss = torch::zeros({}, at::kDouble);
+    const auto x = waves({5, 4}, 100 + 20 * micro_batch).to(device);
+    const auto y = waves({5, 3}, 700 + 15 * micro_batch).to(device);
+    at::Tensor loss = torch::zeros({}, x.options());
     for (auto& l : layers) loss = loss + torch::mse_loss(torch::tanh(x.mm(l->weight.t()) + l->bias), y);
     if (spoils) loss = loss + spoiled(*layers.front(), *layers.back(), update, micro == c.steps / 2);
     scaler.scale(loss).backward();
@@ -142,6 +143,13 @@ TEST_CASE("PyTorch's values: GradScaler, with accumulators") {
   REQUIRE(pytorch_values::grad_scaler.size() == cases.size());
   for (auto& c : cases)
     for (auto how : {Clip::by_torch_after_unscale, Clip::by_the_accumulator}) compare(c, run(c, true, how));
+}
+
+TEST_CASE("PyTorch's values: GradScaler, on a device", "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
+  for (auto& c : cases)
+    for (auto how : {Clip::by_torch_after_unscale, Clip::by_the_accumulator})
+      compare(c, run(c, true, how, /*spoils=*/true, at::kCUDA));
 }
 
 TEST_CASE("PyTorch's values: GradScaler's would be told from a loop without overflows, and from one without clipping") {
