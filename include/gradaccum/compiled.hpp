@@ -35,6 +35,7 @@
 #include <gradaccum/detail/checkpoint/schedule.ipp>
 #include <gradaccum/detail/checkpoint/stage_profile.ipp>
 #include <gradaccum/detail/checkpoint/tensor_traits.ipp>
+#include <gradaccum/detail/data/copied_to.ipp>
 #include <gradaccum/detail/data/epoch_order.ipp>
 #include <gradaccum/detail/data/fingerprint.ipp>
 #include <gradaccum/detail/data/padded_sequences.ipp>

@@ -6,6 +6,7 @@
 #include "support/device.hpp"
 #include "support/files.hpp"
 #include "support/models.hpp"
+#include "support/ranks.hpp"
 
 #include <cstdint>
 #include <functional>
@@ -150,6 +151,50 @@ double of_trainer(ga::OnNan on_nan) {
   return waits_of([&] { trainer.fit(rig.data, {.epochs = 1, .on_nan = on_nan}); }, 1);
 }
 
+/// Stepped in backward: it waits before the one that fills the window.
+double of_trainer_in_backward() {
+  Rig rig;
+  ga::optim::AdamW adamw(rig.model->parameters(), 1e-3);
+  ga::Trainer trainer(
+      rig.model, adamw, [](auto& net, auto& batch) { return loss_of(net, batch); }, ga::Accumulate{.steps = 4},
+      ga::OptimizerInBackward{}, std::optional<ga::Progress>());
+  return waits_of([&] { trainer.fit(rig.data, {.epochs = 1}); }, 1);
+}
+
+/// A window of a training that is saved at other times.
+double of_saving() {
+  Rig rig;
+  const Directory directory;
+  ga::optim::AdamW adamw(rig.model->parameters(), 1e-3);
+  ga::Trainer trainer(
+      rig.model, adamw, [](auto& net, auto& batch) { return loss_of(net, batch); }, ga::Accumulate{.steps = 4},
+      ga::SaveState{.directory = directory / "states", .every_updates = 1000}, std::optional<ga::Progress>());
+  return waits_of([&] {
+    for (auto& batch : rig.data) trainer.step(batch);
+  });
+}
+
+/// Of two ranks with a device each, before a window closes.
+double of_replicas() {
+  double waits = 0;
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    Rig rig(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(group.rank())));
+    torch::optim::AdamW adamw(rig.model->parameters(), 1e-3);
+    ga::GradAccumulator optimizer(adamw, {.steps = 4});
+    ga::Replicas replicas(group, rig.model, optimizer);
+    group.barrier();
+    const WaitCount count;
+    for (std::size_t i = 0; i < 3; ++i) {
+      loss_of(rig.model, rig.data[i]).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    if (group.rank() == 0) waits = static_cast<double>(count.waits());
+    group.barrier();
+  });
+  return waits;
+}
+
 double of_schedules() {
   Rig rig;
   torch::optim::AdamW adamw(rig.model->parameters(), 1e-3);
@@ -179,9 +224,22 @@ double of_memory_meter() {
   });
 }
 
-double of_batches() {
+/// Of one batch.
+double of_length_buckets() {
+  std::vector<at::Tensor> sequences;
+  for (std::int64_t length : {3, 5, 2, 4}) sequences.push_back(torch::arange(length, at::kLong).to(at::kCUDA));
+  ga::data::LengthBuckets batches(sequences, torch::zeros({4}, at::kLong).to(at::kCUDA),
+                                  {.batch_size = 2, .shuffle = true});
+  return waits_of([&] {
+           for (auto& batch : batches) batch.data.sum();
+         }) /
+         2;
+}
+
+/// Of an epoch.
+double of_batches(bool shuffle) {
   Rig rig;
-  ga::data::TensorBatches batches(rig.data[0].data, rig.data[0].target, {.batch_size = 2});
+  ga::data::TensorBatches batches(rig.data[0].data, rig.data[0].target, {.batch_size = 2, .shuffle = shuffle});
   return waits_of([&] {
     for (auto& batch : batches) torch::mse_loss(rig.model->forward(batch.data), batch.target);
   });
@@ -233,10 +291,15 @@ TEST_CASE("device: parts wait as often as README's table says", "[cuda]") {
       {"`SavedTensorHooks`", "no", 0, of_saved_tensor_hooks},
       {"`Trainer`", "once a window, or not", 1, [] { return of_trainer(ga::OnNan::stop); }},
       {"`Trainer`", "once a window, or not", 0, [] { return of_trainer(ga::OnNan::ignore); }},
+      {"`.in_backward`", "no", 1, of_trainer_in_backward},  // for the losses, as any Trainer
+      {"`SaveState`", "when it saves", 1, of_saving},
+      {"`DataParallel`", "when a window closes", 0, of_replicas},
       {"`lr::Constant`", "no", 0, of_schedules},
       {"`embedding`", "once in backward", 1, of_embedding},
       {"`MemoryMeter`", "no", 0, of_memory_meter},
-      {"`data::TensorBatches`", "no", 0, of_batches},
+      {"`data::TensorBatches`", "no", 0, [] { return of_batches(false); }},
+      {"`data::TensorBatches`", "no", 0, [] { return of_batches(true); }},
+      {"`data::TensorBatches`", "no", 0, of_length_buckets},
   };
   for (auto& part : parts) {
     INFO(part.row);

@@ -4,6 +4,7 @@
 #include <gradaccum/data/length_buckets.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/data/copied_to.hpp>
 
 #include <ATen/core/Generator.h>
 #include <ATen/ops/arange.h>
@@ -134,8 +135,8 @@ GRADACCUM_INLINE SequenceBatch LengthBuckets::batch_at(std::int64_t epoch, std::
   batch.lengths = sequences_.lengths(rows);
   batch.indices = at::tensor(rows);
   batch.tokens = batch.lengths.sum().item<std::int64_t>();
-  batch.target =
-      token_targets_ ? token_targets_->padded(rows) : targets_.index_select(0, batch.indices.to(targets_.device()));
+  batch.target = token_targets_ ? token_targets_->padded(rows)
+                                : targets_.index_select(0, detail::copied_to(targets_.device(), batch.indices));
   if (token_targets_) batch.target_lengths = token_targets_->lengths(rows);
   return batch;
 }

@@ -4,6 +4,7 @@
 #include <gradaccum/data/tensor_batches.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/data/copied_to.hpp>
 
 #include <ATen/ops/randperm.h>
 #include <c10/util/Exception.h>
@@ -39,7 +40,7 @@ GRADACCUM_INLINE Batch TensorBatches::batch_at(std::int64_t epoch, std::int64_t 
 
 GRADACCUM_INLINE void TensorBatches::make_order(std::int64_t epoch) const {
   auto generator = detail::epoch_generator(options_.seed, epoch);
-  order_ = at::randperm(rows(), generator, at::TensorOptions(at::kLong)).to(inputs_.device());
+  order_ = detail::copied_to(inputs_.device(), at::randperm(rows(), generator, at::TensorOptions(at::kLong)));
   order_epoch_ = epoch;
 }
 

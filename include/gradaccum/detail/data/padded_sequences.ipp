@@ -4,6 +4,7 @@
 #include <gradaccum/detail/data/padded_sequences.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/data/copied_to.hpp>
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
@@ -71,7 +72,7 @@ GRADACCUM_INLINE at::Tensor PaddedSequences::padded(const std::vector<std::int64
     next += length(row);
   }
   const auto flat = at::cat(joined);
-  return flat.index_select(0, places.flatten().to(flat.device())).unflatten(0, places.sizes());
+  return flat.index_select(0, copied_to(flat.device(), places.flatten())).unflatten(0, places.sizes());
 }
 
 }  // namespace gradaccum::detail

@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/build/inline.hpp>
+
+#include <ATen/core/Tensor.h>
+
+namespace gradaccum::detail {
+
+/// A tensor of the host on a device. To CUDA it goes from pinned memory, so that nobody waits for the copy.
+at::Tensor copied_to(at::Device device, const at::Tensor& of_host);
+
+}  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/data/copied_to.ipp>
+#endif
