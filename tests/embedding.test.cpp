@@ -84,6 +84,21 @@ TEST_CASE("embedding: the values, other kinds of indices, and the padding row") 
   REQUIRE_ERROR("index out of range", ga::embedding(torch::tensor({50}), weight));
 }
 
+TEST_CASE("embedding: rows are added to the windows of an accumulator, which watches") {
+  auto weight = table();
+  torch::optim::SGD sgd({weight}, 0.1);
+  ga::GradAccumulator optimizer(sgd, {.steps = 3});
+  for (int i = 0; i < 6; ++i) {
+    if (i % 3 == 1) weight.grad().data()[48].fill_(std::numeric_limits<float>::quiet_NaN());  // unseen, and not read
+    ga::embedding(torch::tensor({7}), weight).sum().backward();
+    if (i % 3 == 1) CHECK(weight.grad()[48].isnan().all().item<bool>());
+    optimizer.step();
+    if (i % 3 == 1) weight.grad().data()[48].fill_(0);
+    optimizer.zero_grad();
+  }
+  CHECK(optimizer.updates() == 2);
+}
+
 TEST_CASE("embedding: only rows that were looked up are touched, where nobody listens") {
   auto weight = table();
   const auto lonely = torch::tensor({7});

@@ -1026,19 +1026,18 @@ TEST_CASE("Trainer: a rate that is scheduled is not set where another policy is 
 TEST_CASE("Trainer: a window's misuse is said to those who have a Trainer") {
   const auto batches = make_batches({3, 3, 3, 3});
   Run run(at::kDouble);
-  const int which = GENERATE(0, 1, 2);
+  const int which = GENERATE(0, 1);
   const auto objective = [&](auto& net, auto& batch) {
     if (which == 0) net->zero_grad();
     if (which == 1) loss_of(net, batch).backward();
-    if (which == 2) net->parameters()[0].data().add_(1);
     return loss_of(net, batch);
   };
   ga::Trainer trainer(run.model, run.adamw, objective, ga::Accumulate{.steps = 2});
   const auto error = error_of([&] { trainer.fit(batches); });
-  CHECK(contains(error, "Trainer: it has such a window, and runs backward, counts, clears and steps by itself"));
-  CHECK(contains(error, which == 0   ? "vanished inside a window"
-                        : which == 1 ? "has a gradient from before this window"
-                                     : "moved in the middle of a window"));
+  const std::string said = "Trainer: it has such a window, and runs backward, counts, clears and steps by itself";
+  CHECK(contains(error, said));
+  CHECK(error.find(said) == error.rfind(said));  // once
+  CHECK(contains(error, which == 0 ? "vanished inside a window" : "has a gradient from before this window"));
 }
 
 TEST_CASE("Trainer: on a device", "[cuda]") {

@@ -4,6 +4,7 @@
 #include <gradaccum/embedding.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/window/arrival_scope.hpp>
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
@@ -21,7 +22,8 @@
 namespace gradaccum {
 namespace detail {
 
-/// What LibTorch would do with a gradient is to add it to the one that is there, in place, and nobody listens to that.
+/// What LibTorch would do with a gradient is to add it to the one that is there, in place, and nobody waits for it
+/// whole.
 GRADACCUM_INLINE bool is_added_in_place(const at::Tensor& weight, const at::Tensor& gradient) {
   const auto& sum = weight.grad();
   if (at::GradMode::is_enabled() || !sum.defined() || sum.requires_grad()) return false;
@@ -32,19 +34,20 @@ GRADACCUM_INLINE bool is_added_in_place(const at::Tensor& weight, const at::Tens
   if (only_some && !only_some->empty()) return false;  // autograd::grad, or backward for some inputs
   const auto node = torch::autograd::impl::grad_accumulator(weight);
   return node->tensor_pre_hooks().empty() && node->pre_hooks().empty() && node->post_hooks().empty() &&
-         !torch::autograd::impl::post_acc_grad_hooks(weight);
+         !is_waited_for(weight);
 }
 
 /// Adds the gradient of the rows that were looked up. Each is summed by itself first, in the order in which LibTorch
 /// sums it, by LibTorch's own function: for a small table of these rows alone.
-GRADACCUM_INLINE void add_rows(const at::Tensor& sum, const at::Tensor& gradient, const at::Tensor& input,
+GRADACCUM_INLINE void add_rows(const at::Tensor& weight, const at::Tensor& gradient, const at::Tensor& input,
                                std::int64_t padding_idx) {
   const auto [rows, places, counts] = at::_unique2(input, /*sorted=*/true, /*return_inverse=*/true);
   auto summed = at::embedding_dense_backward(gradient, places, rows.size(0), /*padding_idx=*/-1, false);
   if (padding_idx >= 0) summed.masked_fill_(rows.eq(padding_idx).unsqueeze(1), 0);
   static std::mutex one_at_a_time;  // as LibTorch guards each gradient, when several threads run backward
   const std::lock_guard lock(one_at_a_time);
-  sum.index_add_(0, rows, summed);
+  weight.grad().index_add_(0, rows, summed);
+  say_added(weight);
 }
 
 /// `embedding` of a leaf that requires gradients.
@@ -69,7 +72,7 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
       auto whole = at::embedding_dense_backward(gradient, input, weight.size(0), padding_idx, false);
       return {at::Tensor(), whole, at::Tensor()};
     }
-    add_rows(weight.grad(), gradient, input, padding_idx);
+    add_rows(weight, gradient, input, padding_idx);
     return {at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };

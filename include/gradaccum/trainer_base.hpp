@@ -68,7 +68,8 @@ class TrainerBase {
   bool is_first() const;                                 ///< of these the one that writes and shows
   bool others_continue();
   detail::Together together();
-  /// For `attach`: runs this when all policies are attached, so that it need not be taken back where one is refused.
+  /// For `attach`: runs this when all policies are attached, so that it need not be taken back where one is refused;
+  /// at once if they are.
   void when_built(std::function<void()> run);
 
   /// Saves or loads all that a training needs to go on to the bit; see `ga::save`. Between micro-batches.

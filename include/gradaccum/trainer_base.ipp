@@ -30,10 +30,12 @@ GRADACCUM_INLINE void TrainerBase::end() {
 }
 
 GRADACCUM_INLINE void TrainerBase::when_built(std::function<void()> run) {
+  if (parts_->is_built) return run();
   parts_->when_built.push_back(std::move(run));
 }
 
 GRADACCUM_INLINE void TrainerBase::built() {
+  parts_->is_built = true;
   for (auto& run : std::exchange(parts_->when_built, {})) run();
 }
 
@@ -140,7 +142,7 @@ GRADACCUM_INLINE void TrainerBase::or_discard(c10::function_ref<void()> work) {
     work();
   } catch (c10::Error& error) {
     discard();
-    if (std::string_view(error.msg()).starts_with("GradAccumulator: "))
+    if (error.context().empty() && std::string_view(error.msg()).starts_with("GradAccumulator: "))
       error.add_context(
           "Trainer: it has such a window, and runs backward, counts, clears and steps by itself: the objective only "
           "computes the loss, a policy changes gradients in before_step(ga::Gradients&), and parameters in after_step");

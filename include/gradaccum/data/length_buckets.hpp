@@ -61,8 +61,8 @@ struct SequenceBatch {
 /// `targets`: a tensor with a row for each, or a list of tensors: token targets, which are padded too. A batch is
 /// memory of its own. One loop at a time: each `begin()` starts the next epoch, or the rest of one after `load_state`.
 ///
-/// @note Does not synchronise with the device: a batch's indices go there from pinned memory. Takes 8 bytes a sequence
-/// and number: lengths, and the epoch's batches.
+/// @note Does not synchronise with the device: a batch's indices go to CUDA from pinned memory. Takes 8 bytes a
+/// sequence and number: lengths, and the epoch's batches.
 class LengthBuckets : public detail::EpochLoops<SequenceBatch> {
  public:
   LengthBuckets(std::vector<at::Tensor> sequences, at::Tensor targets, LengthBucketsOptions options);

@@ -26,6 +26,7 @@ struct TrainerParts {
   Counts counts;
   FitStatus status;
   std::vector<std::function<void()>> when_built;
+  bool is_built = false;
 };
 
 }  // namespace gradaccum::detail

@@ -9,9 +9,9 @@ namespace gradaccum::detail {
 /// How many: a number in an option, of whatever integer type, so that `{.steps = files.size()}` is no narrowing.
 class Count {
  public:
-  template <std::integral Integer>
-  requires(!std::same_as<Integer, bool>) constexpr Count(
-      Integer value)  // NOLINT(google-explicit-constructor): an option is a plain number
+  template <std::convertible_to<std::int64_t> Number>
+  requires(!std::floating_point<Number> && !std::same_as<Number, bool>) constexpr Count(
+      Number value)  // NOLINT(google-explicit-constructor): an option is a plain number
       : value_(static_cast<std::int64_t>(value)) {}
 
   constexpr operator std::int64_t() const { return value_; }  // NOLINT(google-explicit-constructor)

@@ -16,8 +16,12 @@ class ArrivalListener {
  public:
   virtual ~ArrivalListener() = default;
   virtual const std::vector<at::Tensor>& parameters() const = 0;
+  /// Backward has added to the gradient of this parameter, and no other hook has run yet that came before.
+  virtual void added(std::size_t /*place*/) {}
   /// The gradient of this parameter is there.
   virtual void arrive(std::size_t place) = 0;
+  /// It matters how a gradient comes: not in parts that are added to it in place.
+  virtual bool waits_for_whole() const { return true; }
   /// What arrives from now on is left alone. (After an exception other threads may still be at it.)
   virtual void end() = 0;
 };
@@ -35,6 +39,11 @@ class ArrivalScope {
   std::shared_ptr<ArrivalListener> listener_;
   std::vector<const at::Tensor*> listening_;
 };
+
+/// Somebody waits for whole gradients of this parameter.
+bool is_waited_for(const at::Tensor& parameter);
+/// Says to those who listen that a part has been added to its gradient.
+void say_added(const at::Tensor& parameter);
 
 }  // namespace gradaccum::detail
 

@@ -12,17 +12,21 @@
 
 namespace gradaccum::detail {
 
-/// Says that a parameter's gradient is there, after what was in its slot has heard of it.
+/// Says that a parameter's gradient is there, after what was in its slot has heard of it. The scope owns the listener,
+/// which may hold the parameter.
 struct ArrivalHook final : torch::autograd::PostAccumulateGradHook {
-  ArrivalHook(std::shared_ptr<ArrivalListener> whom, std::size_t where) : listener(std::move(whom)), place(where) {}
+  ArrivalHook(const std::shared_ptr<ArrivalListener>& whom, std::size_t where)
+      : listener(whom), address(whom.get()), place(where) {}
 
   void operator()(const at::Tensor& parameter) override {
+    const auto there = listener.lock();  // may outlive the hook
+    if (there) there->added(place);
     if (before) (*before)(parameter);
-    const auto still_there = listener;  // may outlive the hook
-    still_there->arrive(place);
+    if (there) there->arrive(place);
   }
 
-  std::shared_ptr<ArrivalListener> listener;
+  std::weak_ptr<ArrivalListener> listener;
+  const ArrivalListener* address;
   std::size_t place;
   std::unique_ptr<torch::autograd::PostAccumulateGradHook> before;
 };
@@ -46,7 +50,7 @@ GRADACCUM_INLINE void take_out(std::unique_ptr<torch::autograd::PostAccumulateGr
                                const ArrivalListener& listener) {
   auto* const hook = dynamic_cast<ArrivalHook*>(slot.get());
   if (!hook) return;
-  if (hook->listener.get() != &listener) return take_out(hook->before, listener);
+  if (hook->address != &listener) return take_out(hook->before, listener);
   auto before = std::move(hook->before);
   slot = std::move(before);
 }
@@ -54,6 +58,25 @@ GRADACCUM_INLINE void take_out(std::unique_ptr<torch::autograd::PostAccumulateGr
 GRADACCUM_INLINE ArrivalScope::~ArrivalScope() {
   listener_->end();
   for (auto* const parameter : listening_) take_out(torch::autograd::impl::post_acc_grad_hooks(*parameter), *listener_);
+}
+
+GRADACCUM_INLINE bool is_waited_for(const at::Tensor& parameter) {
+  const auto* hook = torch::autograd::impl::post_acc_grad_hooks(parameter).get();
+  while (hook) {
+    const auto* const ours = dynamic_cast<const ArrivalHook*>(hook);
+    const auto listener = ours ? ours->listener.lock() : nullptr;
+    if (!ours || (listener && listener->waits_for_whole())) return true;
+    hook = ours->before.get();
+  }
+  return false;
+}
+
+GRADACCUM_INLINE void say_added(const at::Tensor& parameter) {
+  const auto* hook = torch::autograd::impl::post_acc_grad_hooks(parameter).get();
+  while (const auto* const ours = dynamic_cast<const ArrivalHook*>(hook)) {
+    if (const auto listener = ours->listener.lock()) listener->arrive(ours->place);
+    hook = ours->before.get();
+  }
 }
 
 }  // namespace gradaccum::detail

@@ -34,13 +34,14 @@ class CloseWatch {
   /// A micro-batch of this window is complete.
   void count();
 
-  /// How often backward has come in this micro-batch.
+  /// How often backward has come in this micro-batch, to each of those that it has come to.
   std::int64_t passes() const;
-  /// The parameters are what they were in the window's first micro-batch. Where the host cannot look at their numbers,
-  /// a warning says that LibTorch has counted a write.
-  void check_parameters();
-  /// Since backward, or since it looked, nobody else has written to the gradients.
-  void check_gradients() const;
+  /// Warns, once, where a parameter is not what it was in the window's first micro-batch. Only that: who perturbs
+  /// parameters and puts them back, or whose forward pass writes to them, may know what he does.
+  void watch_parameters();
+  /// Since backward, or since it looked, nobody else has written to the gradients. `of_backward_alone`: to those that
+  /// backward has come to in this micro-batch.
+  void check_gradients(bool of_backward_alone) const;
   /// Backward has not added to gradients that were there when the window began.
   void check_cleared() const;
   /// `steps`: of a window. As many passes a micro-batch look like a loop that counts by itself.

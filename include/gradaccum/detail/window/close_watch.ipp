@@ -39,15 +39,18 @@ class WatchedParameters final : public ArrivalListener {
 
   bool window_is_empty = true;
 
-  void arrive(std::size_t place) override {
+  /// Some hooks add to gradients, or mask them: that is part of the pass.
+  void added(std::size_t place) override {
     auto& watched = watched_[place];
     const auto& gradient = parameters_[place].grad();
-    const bool added = watched.gradient.added_to(gradient);
-    if (!added && watched.gradient.same(gradient)) watched.written_between |= watched.passes > 0 || !window_is_empty;
-    watched.continued = added && (watched.continued || watched.passes == 0);
+    if (watched.gradient.untouched(gradient)) return;  // hooks run where nothing came, too
+    const bool added = watched.gradient.added_to(gradient), known = watched.gradient.counts_alone(gradient);
+    if (known && !added) watched.written_between |= watched.passes > 0 || !window_is_empty;
+    watched.continued = known && added && (watched.continued || watched.passes == 0);
     ++watched.passes;
-    see(place);
   }
+  void arrive(std::size_t place) override { see(place); }
+  bool waits_for_whole() const override { return false; }
 
   /// The gradient is as it should be.
   void see(std::size_t place) {
@@ -63,8 +66,10 @@ class WatchedParameters final : public ArrivalListener {
   bool rewritten(std::size_t place) const {
     const auto& gradient = parameters_[place].grad();
     const auto& seen = watched_[place];
-    return seen.written_between ||
-           (seen.gradient.same(gradient) && (!seen.gradient.untouched(gradient) || seen.sample != sample_of(gradient)));
+    if (seen.written_between) return true;
+    if (!seen.gradient.same(gradient)) return false;
+    return (seen.gradient.counts_alone(gradient) && !seen.gradient.untouched(gradient)) ||
+           seen.sample != sample_of(gradient);
   }
 
  private:
@@ -115,33 +120,33 @@ GRADACCUM_INLINE void CloseWatch::count() {
 }
 
 GRADACCUM_INLINE std::int64_t CloseWatch::passes() const {
-  std::int64_t passes = 0;
-  for (auto& watched : watched_->all()) passes = std::max(passes, watched.passes);
-  return passes;
+  std::int64_t least = 0;
+  for (auto& watched : watched_->all())
+    if (watched.passes > 0) least = least == 0 ? watched.passes : std::min(least, watched.passes);
+  return least;
 }
 
-GRADACCUM_INLINE void CloseWatch::check_parameters() {
-  constexpr const char* moved =
-      "moved in the middle of a window. By the wrapped optimizer's own step()? Delete it: optimizer.step() calls it "
-      "where the window is full. Other code that changes parameters goes after a step() that returned true";
+GRADACCUM_INLINE void CloseWatch::watch_parameters() {
   for (std::size_t place = 0; place < watched_->parameters().size(); ++place) {
     const auto& parameter = watched_->parameters()[place];
     auto& watched = watched_->all()[place];
     const auto sample = sample_of(parameter);
-    if (!watched.tensor) {
-      watched.tensor = SeenTensor(parameter);
-      watched.tensor_sample = sample;
-    }
-    TORCH_CHECK(watched.tensor_sample == sample, "GradAccumulator: a parameter (shape ", parameter.sizes(), ") ",
-                moved);
-    if (sample != 0 || warned_of_parameters_ || watched.tensor->untouched(parameter)) continue;
-    warned_of_parameters_ = true;
-    TORCH_WARN("GradAccumulator: a parameter (shape ", parameter.sizes(), ") was written to, and may have ", moved);
+    const bool first = !watched.tensor;
+    const bool moved =
+        !first && (sample != 0 ? watched.tensor_sample != sample : !watched.tensor->untouched(parameter));
+    if (first) watched.tensor = SeenTensor(parameter), watched.tensor_sample = sample;
+    if (!moved || std::exchange(warned_of_parameters_, true)) continue;
+    TORCH_WARN("GradAccumulator: a parameter (shape ", parameter.sizes(), ") ",
+               sample != 0 ? "moved" : "was written to",
+               " in the middle of a window, which is not the large batch then. By the wrapped optimizer's own step()? "
+               "Delete it: optimizer.step() calls it where the window is full. Other code that changes parameters goes "
+               "after a step() that returned true");
   }
 }
 
-GRADACCUM_INLINE void CloseWatch::check_gradients() const {
-  for (std::size_t place = 0; place < watched_->parameters().size(); ++place)
+GRADACCUM_INLINE void CloseWatch::check_gradients(bool of_backward_alone) const {
+  for (std::size_t place = 0; place < watched_->parameters().size(); ++place) {
+    if (of_backward_alone && watched_->all()[place].passes == 0) continue;
     TORCH_CHECK(!watched_->rewritten(place), "GradAccumulator: the gradient of a parameter (shape ",
                 watched_->parameters()[place].sizes(),
                 ") changed between backward and step(), where it is an unfinished sum. By "
@@ -149,6 +154,7 @@ GRADACCUM_INLINE void CloseWatch::check_gradients() const {
                 "by the number of steps? Delete it: the window is a mean. By zero_grad(false)? Call "
                 "optimizer.zero_grad(). Other code that changes gradients goes inside "
                 "`if (optimizer.ready()) { optimizer.gradients().apply(); … }`");
+  }
 }
 
 GRADACCUM_INLINE void CloseWatch::check_cleared() const {

@@ -28,6 +28,8 @@ class SeenTensor {
   bool same(const at::Tensor& tensor) const;
   /// The same tensor as then, and written to once since, as backward does that adds to it.
   bool added_to(const at::Tensor& tensor) const;
+  /// The same tensor as then, which alone has its counter: parts of one gradient count together.
+  bool counts_alone(const at::Tensor& tensor) const;
 
  private:
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> impl_;
@@ -37,8 +39,8 @@ class SeenTensor {
 };
 
 inline constexpr const char* not_cleared =
-    "GradAccumulator: the gradients of the last window are still there, and backward adds to them; call "
-    "optimizer.zero_grad() after every step(), which leaves an open window alone";
+    "GradAccumulator: the gradients of the last window are still there (or were cleared by .data(), which nobody can "
+    "see), and backward adds to them; call optimizer.zero_grad() after every step(), which leaves an open window alone";
 
 /// Notices what has become of gradients since it looked last: cleared, replaced, or written to by somebody.
 class GradientWatch {

@@ -36,6 +36,10 @@ GRADACCUM_INLINE bool SeenTensor::added_to(const at::Tensor& tensor) const {
   return defined_ && same(tensor) && version_of(tensor) == version_ + 1;
 }
 
+GRADACCUM_INLINE bool SeenTensor::counts_alone(const at::Tensor& tensor) const {
+  return defined_ && same(tensor) && tensor.unsafeGetTensorImpl()->unique_version();
+}
+
 GRADACCUM_INLINE bool SeenTensor::replaced(const at::Tensor& tensor) const {
   return defined_ && tensor.defined() && !same(tensor) && tensor.layout() == layout_;
 }

@@ -86,7 +86,8 @@ class OpenWindow {
   void check_kept() const;
   void check_only_ours() const;
   void check_cleared() const;
-  void check_not_rewritten();
+  void check_not_rewritten() const;
+  bool watches_closely() const;
   bool touched() const;
   void count_plain();
   void end_micro_batch();

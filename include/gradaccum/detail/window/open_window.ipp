@@ -117,6 +117,7 @@ GRADACCUM_INLINE void OpenWindow::complete_micro_batch() {
   if (following_) return settle(/*complete=*/true);
   if (full()) use_.check_scaler(state_->must_be_finite());
   use_.in_hand() ? check_not_rewritten() : count_plain();
+  if (watches_closely()) close_watch_.watch_parameters();
   if (use_.weighted() && !state_->applied()) check_only_ours();
   settle(full());
   end_micro_batch();
@@ -131,7 +132,7 @@ GRADACCUM_INLINE bool OpenWindow::complete_early() {
       "GradAccumulator: the gradients changed after the last step(); call step() for the last micro-batch, too, "
       "before flush()");
   use_.check_scaler(state_->must_be_finite());
-  check_not_rewritten();
+  if (window_.count() > 1) check_not_rewritten();
   settle(/*complete=*/true);
   end_micro_batch();
   return true;
@@ -224,12 +225,14 @@ GRADACCUM_INLINE void OpenWindow::check_cleared() const {
   if (after_another_ && window_.count() == 0) watch_.check_cleared(state_->all_parameters());
 }
 
-/// A window of one is what it would be without an accumulator, whatever was written. Gradients that no backward has
-/// made are the user's.
-GRADACCUM_INLINE void OpenWindow::check_not_rewritten() {
-  if (window_.steps() == 1 || state_->applied() || state_->stepped() || shared_) return;
-  if (use_.weighted() || close_watch_.passes() > 0) close_watch_.check_gradients();
-  close_watch_.check_parameters();
+/// A window of one is what it would be without an accumulator, whatever was written.
+GRADACCUM_INLINE bool OpenWindow::watches_closely() const {
+  return window_.steps() > 1 && !state_->applied() && !state_->stepped() && !shared_;
+}
+
+/// Gradients that no backward has made are the user's.
+GRADACCUM_INLINE void OpenWindow::check_not_rewritten() const {
+  if (watches_closely()) close_watch_.check_gradients(/*of_backward_alone=*/!use_.weighted());
 }
 
 GRADACCUM_INLINE void OpenWindow::end_micro_batch() {
