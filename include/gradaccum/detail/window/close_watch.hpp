@@ -27,7 +27,7 @@ class CloseWatch {
 
   /// Watches some of these, from now on.
   void follow(const std::vector<at::Tensor>& parameters);
-  /// A window begins, in which the parameters must stay as they are from its first micro-batch on.
+  /// A window begins, in which the parameters must stay as they are from its first micro-batch on. `look` comes first.
   void open();
   /// The gradients are as they should be.
   void look();

@@ -93,9 +93,7 @@ GRADACCUM_INLINE CloseWatch::~CloseWatch() = default;
 
 GRADACCUM_INLINE void CloseWatch::follow(const std::vector<at::Tensor>& parameters) {
   auto some = some_of(parameters);
-  const auto same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
-  const auto& known = watched_->parameters();
-  if (std::equal(some.begin(), some.end(), known.begin(), known.end(), same)) return;
+  if (same_parameters(some, watched_->parameters())) return;
   auto watched = std::make_shared<WatchedParameters>(std::move(some));
   auto hearing = std::make_unique<ArrivalScope>(watched);
   watched_ = std::move(watched);
@@ -106,7 +104,6 @@ GRADACCUM_INLINE void CloseWatch::follow(const std::vector<at::Tensor>& paramete
 GRADACCUM_INLINE void CloseWatch::open() {
   watched_->window_is_empty = true;
   for (auto& watched : watched_->all()) watched.passes = 0, watched.tensor.reset();
-  look();
 }
 
 GRADACCUM_INLINE void CloseWatch::look() {

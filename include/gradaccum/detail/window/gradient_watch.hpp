@@ -12,6 +12,9 @@
 
 namespace gradaccum::detail {
 
+/// The same tensors, not only equal ones, in the same order.
+bool same_parameters(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b);
+
 /// A tensor as it was seen, or that there was none; without keeping its memory.
 ///
 /// A weak reference, not an address: a new tensor is often made where the old one lay.

@@ -12,6 +12,10 @@
 
 namespace gradaccum::detail {
 
+GRADACCUM_INLINE bool same_parameters(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](auto& x, auto& y) { return x.is_same(y); });
+}
+
 GRADACCUM_INLINE std::uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
 }

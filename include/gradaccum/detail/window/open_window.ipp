@@ -13,7 +13,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <utility>
 
 namespace gradaccum::detail {
@@ -45,8 +44,7 @@ GRADACCUM_INLINE void OpenWindow::open(const std::vector<at::Tensor>& parameters
 }
 
 GRADACCUM_INLINE void OpenWindow::follow(const std::vector<at::Tensor>& parameters) {
-  auto same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
-  if (std::equal(parameters.begin(), parameters.end(), listed_.begin(), listed_.end(), same)) return;
+  if (same_parameters(parameters, listed_)) return;
   check_kept();
   const auto before = state_->all_parameters();
   state_->sums().set_parameters(parameters);

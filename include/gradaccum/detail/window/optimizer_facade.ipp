@@ -7,6 +7,7 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/state/named_state.hpp>
 #include <gradaccum/detail/types/type_name.hpp>
+#include <gradaccum/detail/window/gradient_watch.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -91,10 +92,6 @@ GRADACCUM_INLINE bool same_options(const torch::optim::OptimizerOptions& a, cons
                              compared<RMSpropOptions>, compared<AdagradOptions>})
     if (!same) same = compare(a, b);
   return same ? *same : learning_rate(a) == learning_rate(b) && same_values(values_of(a), values_of(b));
-}
-
-GRADACCUM_INLINE bool same_parameters(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](auto& x, auto& y) { return x.is_same(y); });
 }
 
 /// Keeps the object of options where the learning rate alone has changed: others may hold on to it.
