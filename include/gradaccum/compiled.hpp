@@ -35,7 +35,6 @@
 #include <gradaccum/detail/checkpoint/schedule.ipp>
 #include <gradaccum/detail/checkpoint/stage_profile.ipp>
 #include <gradaccum/detail/checkpoint/tensor_traits.ipp>
-#include <gradaccum/detail/data/copied_to.ipp>
 #include <gradaccum/detail/data/epoch_order.ipp>
 #include <gradaccum/detail/data/fingerprint.ipp>
 #include <gradaccum/detail/data/padded_sequences.ipp>
@@ -53,6 +52,7 @@
 #include <gradaccum/detail/kernels/element_loop.ipp>
 #include <gradaccum/detail/kernels/kernels.ipp>
 #include <gradaccum/detail/kernels/sum_of_squares.ipp>
+#include <gradaccum/detail/memory/copied_to.ipp>
 #include <gradaccum/detail/memory/memory_ledger.ipp>
 #include <gradaccum/detail/memory/occupied_memory.ipp>
 #include <gradaccum/detail/optimizers/adafactor_step.ipp>
@@ -60,11 +60,14 @@
 #include <gradaccum/detail/optimizers/adam8bit_optimizer.ipp>
 #include <gradaccum/detail/optimizers/adam8bit_step.ipp>
 #include <gradaccum/detail/optimizers/adam_step.ipp>
+#include <gradaccum/detail/optimizers/device_operands.ipp>
 #include <gradaccum/detail/optimizers/distinct_parameters.ipp>
+#include <gradaccum/detail/optimizers/moves.ipp>
 #include <gradaccum/detail/optimizers/one_pass_optimizer.ipp>
 #include <gradaccum/detail/optimizers/optimizer_state.ipp>
 #include <gradaccum/detail/optimizers/own_optimizer.ipp>
 #include <gradaccum/detail/optimizers/param_states.ipp>
+#include <gradaccum/detail/optimizers/scratch.ipp>
 #include <gradaccum/detail/optimizers/sgd_step.ipp>
 #include <gradaccum/detail/optimizers/stochastic_rounding.ipp>
 #include <gradaccum/detail/parallel/gradient_exchange.ipp>

@@ -5,8 +5,11 @@
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/checkpoint.hpp>
 #include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/memory_meter.hpp>
+#include <gradaccum/optim/adafactor.hpp>
 #include <gradaccum/optim/adam8bit.hpp>
 #include <gradaccum/optim/adamw.hpp>
+#include <gradaccum/optim/adamw8bit.hpp>
 #include <gradaccum/optim/sgd.hpp>
 
 #include "support/device.hpp"
@@ -14,6 +17,7 @@
 
 #include <cstdint>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 // A device that runs out of memory at any allocation of a window leaves nothing half-changed: the window is discarded,
@@ -77,7 +81,7 @@ struct Training {
 }  // namespace
 
 TEMPLATE_TEST_CASE("device: out of memory at any allocation of a window, nothing is half-changed", "[cuda]",
-                   ga::optim::SGD, ga::optim::AdamW, ga::optim::Adam8bit) {
+                   ga::optim::SGD, ga::optim::AdamW, ga::optim::Adam8bit, ga::optim::Adafactor) {
   if (!FailingAllocation::possible()) SKIP("needs the emulated device, which can be made to run out of memory");
   Training<TestType> whole;
   whole.window(0);
@@ -97,4 +101,101 @@ TEMPLATE_TEST_CASE("device: out of memory at any allocation of a window, nothing
       break;
     }
   }
+}
+
+namespace {
+
+/// Parameters of which a device steps some at a time: too large for one batch of copies, rounded, out of order, of
+/// another device, of few rows that a sparse gradient has.
+std::vector<at::Tensor> steppable(bool sparse) {
+  const auto on = [](int device, at::ScalarType dtype) {
+    return at::TensorOptions(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device))).dtype(dtype);
+  };
+  std::vector<at::Tensor> parameters{torch::linspace(-1, 1, (1 << 22) + 300, on(0, at::kFloat)),
+                                     torch::linspace(-1, 1, 5000, on(0, at::kBFloat16)),
+                                     torch::linspace(-1, 1, 6000, on(0, at::kFloat)).view({60, 100}).t(),
+                                     torch::linspace(-1, 1, 4800, on(0, at::kFloat)).view({60, 80}).slice(1, 0, 70),
+                                     torch::linspace(-1, 1, 5000, on(1, at::kFloat)).view({50, 100})};
+  for (auto& parameter : parameters) {
+    parameter.requires_grad_();
+    parameter.mutable_grad() = torch::full_like(parameter, 0.01);
+  }
+  if (sparse) {
+    const auto rows = torch::tensor({3, 7, 3}).unsqueeze(0).to(at::kCUDA);
+    parameters.push_back(torch::ones({10, 4}, on(0, at::kFloat)).requires_grad_());
+    parameters.back().mutable_grad() = at::_sparse_coo_tensor_unsafe(rows, torch::full({3, 4}, 0.01, on(0, at::kFloat)),
+                                                                     {10, 4}, on(0, at::kFloat).layout(at::kSparse));
+  }
+  return parameters;
+}
+
+std::vector<at::Tensor> on_host(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> copies;
+  for (auto& tensor : tensors) copies.push_back(tensor.detach().cpu().clone());
+  return copies;
+}
+
+}  // namespace
+
+TEMPLATE_TEST_CASE("device: an optimizer that runs out of memory at any allocation of a step has not begun it",
+                   "[cuda]", ga::optim::SGD, ga::optim::AdamW, ga::optim::Adam8bit, ga::optim::Adafactor) {
+  if (!FailingAllocation::possible()) SKIP("needs the emulated device, which can be made to run out of memory");
+  constexpr bool sparse = std::is_same_v<TestType, ga::optim::SGD>;
+  const auto step = [](TestType& optimizer, const std::vector<at::Tensor>& parameters) {
+    ga::Gradients gradients(parameters);
+    gradients.factor().multiply(0.5);
+    gradients.factor().multiply(torch::full({}, 0.5, at::kCUDA));
+    optimizer.step(gradients);
+  };
+  const auto parameters = steppable(sparse);
+  TestType optimizer(parameters, 1e-2);
+  optimizer.stochastic_rounding(1);
+  step(optimizer, parameters);
+  auto before = on_host(parameters);
+  for (std::int64_t n = 1;; ++n) {
+    INFO("allocation " << n);
+    try {
+      const FailingAllocation failing(n);
+      step(optimizer, parameters);
+    } catch (const c10::OutOfMemoryError&) {
+      const auto now = on_host(parameters);
+      for (std::size_t i = 0; i < now.size(); ++i) CHECK(at::equal(now[i], before[i]));
+      continue;
+    }
+    CHECK(n > 3);
+    break;
+  }
+  const auto others = steppable(sparse);
+  TestType undisturbed(others, 1e-2);
+  undisturbed.stochastic_rounding(1);
+  for (int i = 0; i < 2; ++i) step(undisturbed, others);
+  const auto now = on_host(parameters), expected = on_host(others);
+  for (std::size_t i = 0; i < now.size(); ++i) {
+    CHECK(at::equal(now[i], expected[i]));
+    CHECK_FALSE(at::equal(now[i], before[i]));
+  }
+}
+
+TEST_CASE("device: what a step takes beside the state does not grow with the parameters, but for Adafactor's",
+          "[cuda]") {
+  constexpr std::int64_t elements = 1 << 24, batch = 16 * ga::MiB, little = ga::MiB;
+  const auto peak_of = [&]<class Optimizer>(std::type_identity<Optimizer>, at::ScalarType dtype) {
+    const auto parameter = torch::zeros({elements / 1000, 1000}, at::TensorOptions(at::kCUDA).dtype(dtype));
+    parameter.requires_grad_().mutable_grad() = torch::ones_like(parameter);
+    Optimizer optimizer({parameter}, 1e-2);
+    optimizer.stochastic_rounding(1);
+    ga::Gradients gradients({parameter});
+    gradients.factor().multiply(0.5);
+    optimizer.step(gradients);  // makes the state
+    const ga::MemoryMeter meter;
+    optimizer.step(gradients);
+    return meter.peak_bytes(parameter.device());
+  };
+  const auto rounded = 2 * batch + batch / 4;  // of a bfloat16 parameter: a copy, random bits, and which is NaN
+  CHECK(peak_of(std::type_identity<ga::optim::SGD>(), at::kFloat) <= batch + little);
+  CHECK(peak_of(std::type_identity<ga::optim::AdamW>(), at::kFloat) <= batch + little);
+  CHECK(peak_of(std::type_identity<ga::optim::AdamW>(), at::kBFloat16) <= batch + rounded + little);
+  CHECK(peak_of(std::type_identity<ga::optim::AdamW8bit>(), at::kFloat) <= 4 * batch + little);
+  CHECK(peak_of(std::type_identity<ga::optim::Adafactor>(), at::kFloat) <= 8 * elements + little);
+  CHECK(peak_of(std::type_identity<ga::optim::Adafactor>(), at::kFloat) > batch);
 }

@@ -59,6 +59,21 @@ double of_windows(const ga::GradAccumulatorOptions& options, const std::function
   });
 }
 
+/// Of a parameter large enough for moments of 8 bits, and one that has a sparse gradient.
+template <class Optimizer>
+double of_steps(bool sparse) {
+  const auto table = torch::ones({100, 50}, at::kCUDA).requires_grad_();
+  const auto ids = torch::arange(10, at::kLong).to(at::kCUDA);
+  Optimizer optimizer({table}, 1e-3);
+  return waits_of([&] {
+    torch::embedding(table, ids, -1, false, sparse).sum().backward();
+    ga::Gradients gradients({table});
+    gradients.factor().multiply(0.5);
+    optimizer.step(gradients);
+    table.mutable_grad().reset();
+  });
+}
+
 double of_plain_windows() {
   Rig rig;
   torch::optim::AdamW adamw(rig.model->parameters(), 1e-3);
@@ -281,10 +296,12 @@ TEST_CASE("device: parts wait as often as README's table says", "[cuda]") {
       {"`AmpScaler`", "4 bytes a window", 1, of_scaler<ga::optim::AdamW>},
       {"`AmpScaler`", "4 bytes a window", 1, of_scaler<torch::optim::SGD>},
       {"`optim::SGD`", "no", 0, [] { return of_windows<ga::optim::SGD>({.steps = 4}); }},
+      {"`optim::SGD`", "no", 0, [] { return of_steps<ga::optim::SGD>(/*sparse=*/true); }},
       {"`optim::SGD`", "no", 0, [] { return of_windows<ga::optim::Adam>({.steps = 4}); }},
       {"`optim::SGD`", "no", 0, [] { return of_windows<ga::optim::AdamW>({.steps = 4}); }},
       {"`optim::Adafactor`", "no", 0, [] { return of_windows<ga::optim::Adafactor>({.steps = 4}); }},
       {"`optim::Adafactor`", "no", 0, [] { return of_windows<ga::optim::AdamW8bit>({.steps = 4}); }},
+      {"`optim::Adafactor`", "no", 0, [] { return of_steps<ga::optim::AdamW8bit>(/*sparse=*/false); }},
       {"`.in_backward`", "no", 0, [] { return of_windows<ga::optim::AdamW>({.steps = 4, .in_backward = true}); }},
       {"`checkpoint`", "no", 0, of_checkpoint},
       {"`CheckpointedSequential`", "once, to plan", 0, of_checkpointed_sequential},

@@ -12,6 +12,7 @@
 #include "support/leaves.hpp"
 #include "support/models.hpp"
 #include "support/outcome.hpp"
+#include "support/take_on_device.hpp"
 
 #include <functional>
 #include <limits>
@@ -381,7 +382,7 @@ TEST_CASE("Adafactor: the steps on a device, ATen's operations, tried on the CPU
         const inner::Multiplier on_host{.denominator = 64},
             on_device{.device_denominator = torch::full({}, 64.0, at::kDouble)};
         inner::take_on_cpu(std::vector{ours}, on_host.host());
-        inner::take_on_device(std::vector{atens}, options.beta1() > 0 ? on_host : on_device);
+        testing::take_on_device(std::vector{atens}, options.beta1() > 0 ? on_host : on_device);
         const double tolerance = dtype == at::kDouble ? 1e-13 : 3e-6,
                      of_parameter = dtype == at::kBFloat16 ? 8e-3 : tolerance;
         REQUIRE(torch::allclose(ours.parameter, atens.parameter, of_parameter, of_parameter));
@@ -411,7 +412,7 @@ TEST_CASE("Adafactor on a device: where eps1^2 is 0 in float32, a gradient of ze
                                   torch::zeros({1, 5}),
                                   at::Tensor(),
                                   at::Tensor()};
-  inner::take_on_device(std::vector{step}, inner::Multiplier{});
+  testing::take_on_device(std::vector{step}, inner::Multiplier{});
   CHECK(p.eq(1).all().item<bool>());
   inner::take_on_cpu(std::vector{step}, 1);
   CHECK(p.eq(1).all().item<bool>());

@@ -13,6 +13,7 @@
 
 #include "support/leaves.hpp"
 #include "support/models.hpp"
+#include "support/take_on_device.hpp"
 
 #include <ATen/Parallel.h>
 
@@ -345,7 +346,7 @@ TEST_CASE("Adam8bit: ATen's operations, for other devices, give the kernels' res
     for (int step = 1; step < 5; ++step) {
       here.settings.step = away.settings.step = step;
       inner::take_on_cpu(std::vector{here}, 0.5);
-      inner::take_on_device(std::vector{away}, inner::Multiplier{.numerator = 0.5});
+      take_on_device(std::vector{away}, inner::Multiplier{.numerator = 0.5});
     }
     CHECK((here.parameter - away.parameter).abs().max().item<double>() < 1e-3);
     CHECK((here.exp_avg.codes.to(at::kInt) - away.exp_avg.codes.to(at::kInt)).abs().max().item<int>() <= 1);

@@ -3,8 +3,10 @@
 
 #include <gradaccum/detail/kernels/sum_of_squares.hpp>
 #include <gradaccum/detail/optimizers/adam_step.hpp>
-#include <gradaccum/detail/optimizers/on_device.hpp>
+#include <gradaccum/detail/optimizers/batches.hpp>
 #include <gradaccum/detail/optimizers/sgd_step.hpp>
+
+#include "support/take_on_device.hpp"
 
 #include <ATen/OpMathType.h>
 
@@ -14,6 +16,7 @@
 
 namespace inner = gradaccum::detail;
 using inner::InstructionSet;
+using testing::take_on_device;
 
 namespace {
 
@@ -246,31 +249,62 @@ TEST_CASE("the steps on a device: ATen's fused operations, tried on the CPU, do 
     }
 }
 
-TEST_CASE("the steps on a device go in batches: of one dtype, the same settings, and not too many at a time") {
+TEST_CASE("the steps on a device go in batches: of one dtype, the same settings, and not too many copies at a time") {
   const auto step = [](at::ScalarType dtype, std::int64_t count, std::int64_t size) {
     inner::AdamSettings settings = adam_settings[1];
     settings.step = count;
     return inner::AdamStep{settings, torch::zeros({size}, dtype), torch::ones({size}, dtype), {}, {}, {}};
   };
-  const auto batches_of = [](const std::vector<inner::AdamStep>& steps) {
-    std::vector<std::size_t> sizes;
-    inner::for_each_batch(steps, [&](const inner::AdamSettings& settings, const auto& batch, at::TensorList parameters,
-                                     at::TensorList gradients) {
-      sizes.push_back(batch.size());
-      for (std::size_t i = 0; i < batch.size(); ++i) {
-        REQUIRE(batch[i]->settings == settings);
-        REQUIRE(parameters[i].scalar_type() == parameters[0].scalar_type());
-        REQUIRE(gradients[i].scalar_type() == parameters[0].scalar_type());
-        parameters[i].fill_(5);
-      }
-    });
-    for (auto& step : steps) REQUIRE(step.parameter.eq(5).all().item<bool>());  // copies are written back
+  const auto sizes_of = [](const std::vector<inner::AdamStep>& steps, bool multiplied) {
+    std::vector<std::vector<std::int64_t>> sizes;
+    for (auto& batch : inner::batches_of(steps, multiplied)) {
+      sizes.emplace_back();
+      for (auto& part : batch) sizes.back().push_back(part.extent.size());
+    }
     return sizes;
   };
-  using Sizes = std::vector<std::size_t>;
-  CHECK(batches_of({step(at::kFloat, 1, 5), step(at::kFloat, 1, 6), step(at::kFloat, 2, 5)}) == Sizes{2, 1});
-  CHECK(batches_of({step(at::kFloat, 1, 5), step(at::kDouble, 1, 5), step(at::kBFloat16, 1, 5)}) == Sizes{1, 1, 1});
-  CHECK(batches_of({step(at::kHalf, 1, inner::most_copied), step(at::kHalf, 1, 5), step(at::kHalf, 1, 5)}) ==
-        Sizes{1, 2});
-  CHECK(batches_of({}).empty());
+  using Sizes = std::vector<std::vector<std::int64_t>>;
+  constexpr auto most = inner::most_copied;
+  CHECK(sizes_of({step(at::kFloat, 1, 5), step(at::kFloat, 1, 6), step(at::kFloat, 2, 5)}, false) ==
+        Sizes{{5, 6}, {5}});
+  CHECK(sizes_of({step(at::kFloat, 1, 5), step(at::kDouble, 1, 5), step(at::kBFloat16, 1, 5)}, false) ==
+        Sizes{{5}, {5}, {5}});
+  CHECK(sizes_of({step(at::kHalf, 1, most), step(at::kHalf, 1, 5), step(at::kHalf, 1, 6)}, false) ==
+        Sizes{{most}, {5, 6}});
+  CHECK(sizes_of({step(at::kFloat, 1, 2 * most), step(at::kFloat, 1, 5)}, false) == Sizes{{2 * most, 5}});
+  CHECK(sizes_of({step(at::kFloat, 1, 2 * most + 1), step(at::kFloat, 1, 5)}, true) == Sizes{{most}, {most}, {1, 5}});
+  CHECK(sizes_of({}, true).empty());
+}
+
+TEST_CASE("the steps on a device: a parameter that is cut moves as if it were whole, whatever it is copied for") {
+  torch::manual_seed(9);
+  constexpr auto size = inner::most_copied + 300;
+  for (auto dtype : {at::kFloat, at::kBFloat16, at::kComplexFloat}) {
+    auto settings = adam_settings[1];
+    const auto type = at::toOpMathType(dtype);
+    const auto whole = inner::AdamStep{settings,
+                                       torch::randn({2, size / 2}, dtype),
+                                       torch::randn({2, size / 2}, dtype),
+                                       torch::randn({2, size / 2}, type),
+                                       torch::rand({2, size / 2}, type),
+                                       {}};
+    std::vector<inner::AdamStep> rows;
+    for (std::int64_t i = 0; i < 2; ++i)
+      rows.push_back({settings,
+                      whole.parameter[i].clone(),
+                      whole.gradient[i],
+                      whole.exp_avg[i].clone(),
+                      whole.exp_avg_sq[i].clone(),
+                      {}});
+    const auto version = whole.parameter._version();
+    take_on_device(std::vector{whole}, inner::Multiplier{.numerator = 0.5});
+    take_on_device(rows, inner::Multiplier{.numerator = 0.5});
+    for (std::int64_t i = 0; i < 2; ++i) {
+      const auto row = rows[static_cast<std::size_t>(i)];
+      REQUIRE(close(inner::as_real(whole.parameter[i]), inner::as_real(row.parameter),
+                    dtype == at::kBFloat16 ? 8e-3 : 1e-5));
+      REQUIRE(close(inner::as_real(whole.exp_avg_sq[i]), inner::as_real(row.exp_avg_sq), 1e-6));
+    }
+    REQUIRE(whole.parameter._version() > version);
+  }
 }

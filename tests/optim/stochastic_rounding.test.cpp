@@ -3,6 +3,7 @@
 
 #include <gradaccum/detail/kernels/dense.hpp>
 #include <gradaccum/detail/kernels/kernels.hpp>
+#include <gradaccum/detail/optimizers/device_operands.hpp>
 #include <gradaccum/detail/optimizers/sgd_step.hpp>
 #include <gradaccum/optim/adam.hpp>
 #include <gradaccum/optim/adam8bit.hpp>
@@ -11,6 +12,7 @@
 #include <gradaccum/optim/sgd.hpp>
 
 #include "support/leaves.hpp"
+#include "support/take_on_device.hpp"
 
 #include <ATen/Parallel.h>
 
@@ -275,20 +277,24 @@ TEST_CASE("stochastic rounding: sparse gradients, gaps between elements") {
 
 TEST_CASE("stochastic rounding: ATen's operations, for other devices") {
   const auto numbers = torch::full({1 << 16}, 1 - std::ldexp(1.0, -11), at::kFloat);
-  const auto rounded = inner::stochastically_rounded(numbers, 4);
+  const auto rounded_by = [](const at::Tensor& all, std::uint64_t key) {
+    const auto result = all.clone();
+    inner::round_stochastically_(result, key, torch::empty_like(all, at::kInt), torch::empty_like(all, at::kBool));
+    return result;
+  };
+  const auto rounded = rounded_by(numbers, 4);
   CHECK(torch::equal(rounded, rounded.to(at::kBFloat16).to(at::kFloat)));
   CHECK(mean_of(rounded) == Approx(mean_of(numbers)).margin(4 * std::ldexp(1.0, -8) * std::sqrt(1.0 / 8 / (1 << 16))));
-  CHECK(torch::equal(inner::stochastically_rounded(numbers, 4), rounded));
-  CHECK_FALSE(torch::equal(inner::stochastically_rounded(numbers, 5), rounded));
+  CHECK(torch::equal(rounded_by(numbers, 4), rounded));
+  CHECK_FALSE(torch::equal(rounded_by(numbers, 5), rounded));
   const auto special = torch::tensor({std::nan(""), 1.0 / 0.0, -1.0 / 0.0, 0.0, -2.0});
-  CHECK(torch::equal(inner::stochastically_rounded(special.to(at::kFloat), 4).nan_to_num(7),
-                     special.to(at::kFloat).nan_to_num(7)));
+  CHECK(torch::equal(rounded_by(special.to(at::kFloat), 4).nan_to_num(7), special.to(at::kFloat).nan_to_num(7)));
   inner::SgdStep one{{1.0, 0, 0, 0, false, true},
                      torch::ones({1 << 12}, at::kBFloat16),
                      torch::full({1 << 12}, std::ldexp(1.0, -11), at::kBFloat16),
                      at::Tensor(),
                      4};
-  inner::take_on_device(std::vector{one}, inner::Multiplier());
+  take_on_device(std::vector{one}, inner::Multiplier());
   CHECK(one.parameter.ne(1).any().item<bool>());
   CHECK(one.parameter.eq(1).any().item<bool>());
 }

@@ -31,11 +31,11 @@ room(window       PUBLIC clip_grad concepts embedding factor grad_accumulator gr
 room(scaling      PUBLIC amp_scaler autocast
                   USES types state window)
 room(optimizers   PUBLIC learning_rates lr/ optim/
-                  USES types kernels state window)
+                  USES types kernels memory state window)
 room(checkpoint   PUBLIC checkpoint checkpoint_options checkpoint_plan checkpointed_sequential saved_tensor_hooks
                   USES types memory scaling)
 room(data         PUBLIC data/
-                  USES types kernels state)
+                  USES types kernels memory state)
 room(io           PUBLIC io/
                   USES types kernels state)
 room(parallel     PUBLIC process_group replicas

@@ -4,7 +4,7 @@
 #include <gradaccum/data/length_buckets.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/data/copied_to.hpp>
+#include <gradaccum/detail/memory/copied_to.hpp>
 
 #include <ATen/core/Generator.h>
 #include <ATen/ops/arange.h>

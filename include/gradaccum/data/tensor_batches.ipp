@@ -4,7 +4,7 @@
 #include <gradaccum/data/tensor_batches.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/data/copied_to.hpp>
+#include <gradaccum/detail/memory/copied_to.hpp>
 
 #include <ATen/ops/randperm.h>
 #include <c10/util/Exception.h>

@@ -62,7 +62,8 @@ GRADACCUM_INLINE void Adafactor::move(const detail::GradientOf& gradient_of, con
         steps.push_back(detail::adafactor_step_of(parameter, gradient, options_of(group), states.back().second));
       }
   }
-  take_steps(steps, multiplier);
+  detail::Moves moves;
+  take_steps(moves, multiplier, steps);
   keep(std::move(states));
 }
 

@@ -25,7 +25,8 @@ GRADACCUM_INLINE void Adam::move(const detail::GradientOf& gradient_of, const de
         steps.push_back(detail::adam_step_of(name, parameter, gradient,
                                              static_cast<const AdamOptions&>(group.options()),
                                              /*decoupled=*/false, known_state(parameter)));
-  take_steps(steps, multiplier);
+  detail::Moves moves;
+  take_steps(moves, multiplier, steps);
   for (auto& step : steps) detail::keep_state(step, kept_state(step.parameter));
 }
 

@@ -25,7 +25,8 @@ GRADACCUM_INLINE void AdamW::move(const detail::GradientOf& gradient_of, const d
         steps.push_back(detail::adam_step_of(name, parameter, gradient,
                                              static_cast<const AdamWOptions&>(group.options()),
                                              /*decoupled=*/true, known_state(parameter)));
-  take_steps(steps, multiplier);
+  detail::Moves moves;
+  take_steps(moves, multiplier, steps);
   for (auto& step : steps) detail::keep_state(step, kept_state(step.parameter));
 }
 

@@ -24,11 +24,20 @@ GRADACCUM_INLINE SgdStep sgd_step_of(const at::Tensor& parameter, const at::Tens
           options.momentum() != 0 ? settled(buffer, parameter, "momentum_buffer") : buffer};
 }
 
-GRADACCUM_INLINE void move_rows(const at::Tensor& parameter, const at::Tensor& gradient, const Multiplier& multiplier,
-                                double lr) {
-  const auto scaled = gradient.to(state_type(parameter), /*non_blocking=*/false, /*copy=*/true);
-  multiply_({scaled}, multiplier);
-  parameter.add_(scaled.to(parameter.scalar_type()), -lr);
+/// Moves the rows that a sparse gradient has. On a device they are added by their numbers, which needs no memory and no
+/// wait; where several dimensions are sparse, as one gradient without duplicates.
+GRADACCUM_INLINE std::function<void()> row_move_of(const at::Tensor& parameter, const at::Tensor& gradient,
+                                                   const Multiplier& multiplier, double lr) {
+  auto rows = gradient.to(state_type(parameter), /*non_blocking=*/false, /*copy=*/true);
+  multiply_({rows}, multiplier);
+  const bool by_number = !rows.is_cpu() && rows.sparse_dim() == 1;
+  if (!rows.is_cpu() && !by_number) rows = rows.coalesce();
+  rows = rows.to(parameter.scalar_type());
+  if (by_number)
+    return [parameter, numbers = rows._indices()[0], values = rows._values(), lr] {
+      parameter.index_add_(0, numbers, values, -lr);
+    };
+  return [parameter, rows, lr] { parameter.add_(rows, -lr); };
 }
 
 }  // namespace gradaccum::detail
@@ -43,7 +52,7 @@ GRADACCUM_INLINE SGD::SGD(std::vector<at::Tensor> parameters, SGDOptions default
 
 GRADACCUM_INLINE void SGD::move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) {
   std::vector<detail::SgdStep> steps;
-  std::vector<std::function<void()>> sparse;
+  detail::Moves moves;
   for (auto& group : param_groups()) {
     const auto& options = static_cast<const SGDOptions&>(group.options());
     for (auto& parameter : group.params()) {
@@ -52,15 +61,13 @@ GRADACCUM_INLINE void SGD::move(const detail::GradientOf& gradient_of, const det
       detail::check_can_be_stepped(name, parameter, gradient);
       const bool plain = options.momentum() == 0 && options.weight_decay() == 0 && !rounds(parameter);
       if (gradient.is_sparse() && plain)
-        sparse.push_back(
-            [=, &multiplier, lr = options.lr()] { detail::move_rows(parameter, gradient, multiplier, lr); });
+        moves.add(detail::row_move_of(parameter, gradient, multiplier, options.lr()));
       else
         steps.push_back(detail::sgd_step_of(parameter, gradient.is_sparse() ? gradient.to_dense() : gradient, options,
                                             known_state(parameter)));
     }
   }
-  take_steps(steps, multiplier);
-  for (auto& move : sparse) move();
+  take_steps(moves, multiplier, steps);
   for (auto& step : steps)  // the optimizer's once the step is taken
     if (step.settings.momentum != 0) kept_state(step.parameter).momentum_buffer(step.momentum_buffer);
 }

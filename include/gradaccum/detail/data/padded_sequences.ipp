@@ -4,7 +4,7 @@
 #include <gradaccum/detail/data/padded_sequences.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/data/copied_to.hpp>
+#include <gradaccum/detail/memory/copied_to.hpp>
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>

@@ -6,7 +6,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <optional>
 
 namespace gradaccum::detail {
 
@@ -39,9 +38,6 @@ void check_can_be_stepped_densely(const char* optimizer, const at::Tensor& param
 /// Real numbers that share the memory.
 at::Tensor as_real(const at::Tensor& t);
 
-/// Float32 numbers that bfloat16 has, of those on either side at random.
-at::Tensor stochastically_rounded(const at::Tensor& numbers, std::uint64_t key);
-
 /// Ends the step of a parameter in `stepped`, which may be the parameter itself. Autograd has to know that it has
 /// changed: it may be saved for a backward pass.
 void write_back(const at::Tensor& parameter, const at::Tensor& stepped);
@@ -50,18 +46,15 @@ void write_back(const at::Tensor& parameter, const at::Tensor& stepped);
 /// gradient, the elements in the same order.
 class DenseOperands {
  public:
-  /// `rounding_key`: of a parameter in another dtype, which is rounded stochastically when it is written back.
-  DenseOperands(const at::Tensor& parameter, const at::Tensor& gradient, at::ScalarType dtype,
-                std::optional<std::uint64_t> rounding_key = {});
+  DenseOperands(const at::Tensor& parameter, const at::Tensor& gradient, at::ScalarType dtype);
 
   at::Tensor parameter() const { return as_real(parameter_); }
   at::Tensor gradient() const { return as_real(gradient_); }
   std::int64_t copied() const { return copied_; }  ///< elements
-  void write_back() const;
+  void write_back() const { detail::write_back(owner_, parameter_); }
 
  private:
   at::Tensor owner_, parameter_, gradient_;
-  std::optional<std::uint64_t> rounding_key_;
   std::int64_t copied_ = 0;
 };
 

@@ -5,16 +5,12 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 
-#include <ATen/Context.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/isnan.h>
-#include <ATen/ops/random.h>
 #include <ATen/ops/view_as_real.h>
-#include <ATen/ops/where.h>
 #include <ATen/ops/zero.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
@@ -86,14 +82,6 @@ GRADACCUM_INLINE void check_can_be_stepped_densely(const char* optimizer, const 
 
 GRADACCUM_INLINE at::Tensor as_real(const at::Tensor& t) { return t.is_complex() ? at::view_as_real(t) : t; }
 
-GRADACCUM_INLINE at::Tensor stochastically_rounded(const at::Tensor& numbers, std::uint64_t key) {
-  auto generator = at::globalContext().defaultGenerator(numbers.device()).clone();
-  generator.set_current_seed(key);
-  const auto bits = numbers.view(at::kInt);
-  const auto carried = bits.add(at::empty_like(bits).random_(0, 1 << 16, generator)).bitwise_and_(-(1 << 16));
-  return at::where(numbers.isnan(), numbers, carried.view(at::kFloat));
-}
-
 GRADACCUM_INLINE void write_back(const at::Tensor& parameter, const at::Tensor& stepped) {
   if (!stepped.is_same(parameter))
     parameter.copy_(stepped);
@@ -102,18 +90,14 @@ GRADACCUM_INLINE void write_back(const at::Tensor& parameter, const at::Tensor& 
 }
 
 GRADACCUM_INLINE DenseOperands::DenseOperands(const at::Tensor& parameter, const at::Tensor& gradient,
-                                              at::ScalarType dtype, std::optional<std::uint64_t> rounding_key)
-    : owner_(parameter), parameter_(parameter), rounding_key_(rounding_key) {
+                                              at::ScalarType dtype)
+    : owner_(parameter), parameter_(parameter) {
   if (!is_plain(parameter) || parameter.scalar_type() != dtype)
     parameter_ = at::empty_like(parameter, parameter.options().dtype(dtype)).copy_(parameter);
   const bool same = gradient.scalar_type() == dtype;  // else float32: sums of 16-bit gradients may be
   gradient_ = in_order_of(parameter_, gradient, same ? dtype : state_type(parameter_));
   copied_ =
       (parameter_.is_same(parameter) ? 0 : parameter.numel()) + (gradient_.is_same(gradient) ? 0 : gradient.numel());
-}
-
-GRADACCUM_INLINE void DenseOperands::write_back() const {
-  detail::write_back(owner_, rounding_key_ ? stochastically_rounded(parameter_, *rounding_key_) : parameter_);
 }
 
 }  // namespace gradaccum::detail

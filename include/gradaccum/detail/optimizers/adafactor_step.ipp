@@ -6,14 +6,18 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/kernels/dense.hpp>
 #include <gradaccum/detail/kernels/element_loop.hpp>
+#include <gradaccum/detail/optimizers/batches.hpp>
 
 #include <ATen/Parallel.h>
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/full.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/mean.h>
+#include <ATen/ops/mul.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <memory>
 #include <utility>
 
 namespace gradaccum::detail {
@@ -76,57 +80,100 @@ GRADACCUM_INLINE void take_on_cpu(const std::vector<AdafactorStep>& steps, doubl
   take_passes(tensors);
 }
 
-/// The gradient divided by the root of the estimate of its square, which moves on.
-GRADACCUM_INLINE at::Tensor update_on_device(const AdafactorStep& step, const at::Tensor& gradient) {
-  const auto& by = step.settings;
-  const auto average = [&](const at::Tensor& variance, const at::Tensor& fresh) {
-    variance.mul_(1 - by.fresh2).add_(fresh.add(by.pytorch ? 0 : by.eps1), by.fresh2);
-  };
-  const auto square = gradient.square();
-  at::Tensor estimate;
-  if (step.variance.defined()) {
-    average(step.variance, square);
-    estimate = step.variance;
-  } else {
-    average(step.row_var, square.mean(-1, /*keepdim=*/true));
-    average(step.col_var, square.mean(-2, /*keepdim=*/true));
-    const auto mean = step.row_var.mean(-2, /*keepdim=*/true);
-    estimate = step.row_var / (by.pytorch ? mean.clamp_min(by.eps1) : mean) * step.col_var;
+/// A parameter's step on a device.
+class AdafactorMove final : public Move {
+ public:
+  AdafactorMove(const AdafactorStep& step, const Multiplier& multiplier) : step_(step), operands_(multiplier) {
+    operands_.add(operand_of(step), operand_of(step).whole());
   }
-  const auto root = estimate.sqrt();
-  return gradient / (by.pytorch ? root.clamp_min(by.eps1) : root);  // eps1^2 may be 0 in float32
-}
 
-/// Multiplied before it is narrowed: a sum may be out of reach of float32 until then.
-GRADACCUM_INLINE at::Tensor multiplied_gradient(const AdafactorStep& step, const Multiplier& by) {
-  const auto type = state_type(step.parameter);
-  const auto narrow = at::elementSize(step.gradient.scalar_type()) < at::elementSize(type);
-  const auto gradient = narrow ? step.gradient.to(type) : step.gradient;
-  return by.is_one() ? gradient : gradient.mul(by.on(gradient.device()));
-}
+  void take(Scratch& scratch) override {
+    const auto dtype = state_type(step_.parameter);
+    const auto number = [&] {
+      const auto one = scratch.take(1, dtype);
+      return one.defined() ? one.squeeze(0) : one;
+    };
+    operands_.take(scratch);
+    update_ = scratch.take(operands_.layout(), dtype);
+    step_size_ = number();
+    norm_ = number();
+    if (step_.variance.defined()) return;
+    row_ = scratch.take(step_.row_var, dtype);
+    col_ = scratch.take(step_.col_var, dtype);
+    means_ = scratch.take(step_.row_var.numel() / step_.row_var.size(-2), dtype);
+  }
 
-GRADACCUM_INLINE void take_on_device(const AdafactorStep& step, const Multiplier& multiplier) {
-  const auto& by = step.settings;
-  const auto count = static_cast<double>(step.parameter.numel());
-  if (step.parameter.numel() == 0) return;
-  const DenseOperands operands(step.parameter, multiplied_gradient(step, multiplier), state_type(step.parameter),
-                               step.rounding_key);
-  const auto p = operands.parameter();
-  auto step_size = at::full({}, by.step_size, p.options());
-  if (by.scale_parameter) step_size.mul_((p.norm() / std::sqrt(count)).clamp_min_(by.eps2));
-  auto update = update_on_device(step, operands.gradient());
-  if (by.pytorch)
-    p.mul_(1 - by.lr * by.weight_decay);
-  else if (by.weight_decay != 0)
-    p.mul_(1 - by.weight_decay * step_size);
-  update.mul_(step_size / (update.norm() / (std::sqrt(count) * by.d)).clamp_min_(1));
-  if (step.exp_avg.defined()) update = step.exp_avg.mul_(by.beta1).add_(update, 1 - by.beta1);
-  p.sub_(update);
-  operands.write_back();
-}
+  void run() override {
+    operands_.read();
+    auto p = operands_.parameters().front();
+    set_step_size(p);
+    make_update(operands_.gradients().front());
+    decay(p);
+    step_size_.div_(root_mean_square(update_).div_(step_.settings.d).clamp_min_(1));
+    p.sub_(with_momentum(update_.mul_(step_size_)));
+    operands_.write_back();
+  }
 
-GRADACCUM_INLINE void take_on_device(const std::vector<AdafactorStep>& steps, const Multiplier& multiplier) {
-  for (auto& step : steps) take_on_device(step, multiplier);
+ private:
+  void set_step_size(const at::Tensor& p) {
+    const auto& by = step_.settings;
+    step_size_.fill_(by.step_size);
+    if (by.scale_parameter) step_size_.mul_(root_mean_square(p).clamp_min_(by.eps2));
+  }
+
+  at::Tensor root_mean_square(const at::Tensor& numbers) {
+    return at::linalg_vector_norm_out(norm_, numbers, 2).div_(std::sqrt(static_cast<double>(numbers.numel())));
+  }
+
+  /// The gradient divided by the root of the estimate of its square, which moves on.
+  void make_update(const at::Tensor& gradient) {
+    const auto& by = step_.settings;
+    at::mul_out(update_, gradient, gradient);
+    if (step_.variance.defined()) {
+      move_on(step_.variance, update_);
+      update_.copy_(step_.variance);
+    } else {
+      move_on(step_.row_var, at::mean_out(row_, update_, -1, /*keepdim=*/true));
+      move_on(step_.col_var, at::mean_out(col_, update_, -2, /*keepdim=*/true));
+      auto sizes = step_.row_var.sizes().vec();
+      sizes[sizes.size() - 2] = 1;
+      auto means = means_.view(sizes);
+      at::mean_out(means, step_.row_var, -2, /*keepdim=*/true);
+      at::div_out(row_, step_.row_var, by.pytorch ? means.clamp_min_(by.eps1) : means);
+      at::mul_out(update_, row_, step_.col_var);
+    }
+    update_.sqrt_();
+    if (by.pytorch) update_.clamp_min_(by.eps1);  // eps1^2 may be 0 in float32
+    at::div_out(update_, gradient, update_);
+  }
+
+  void move_on(const at::Tensor& average, at::Tensor fresh) const {
+    const auto& by = step_.settings;
+    average.mul_(1 - by.fresh2).add_(fresh.add_(by.pytorch ? 0 : by.eps1), by.fresh2);
+  }
+
+  void decay(const at::Tensor& p) {
+    const auto& by = step_.settings;
+    if (by.pytorch)
+      p.mul_(1 - by.lr * by.weight_decay);
+    else if (by.weight_decay != 0)
+      p.mul_(norm_.copy_(step_size_).mul_(-by.weight_decay).add_(1));
+  }
+
+  at::Tensor with_momentum(const at::Tensor& update) const {
+    if (!step_.exp_avg.defined()) return update;
+    return step_.exp_avg.mul_(step_.settings.beta1).add_(update, 1 - step_.settings.beta1);
+  }
+
+  AdafactorStep step_;
+  DeviceOperands operands_;
+  at::Tensor update_, step_size_, norm_, row_, col_, means_;
+};
+
+GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<AdafactorStep>& steps, const Multiplier& multiplier) {
+  for (auto& step : steps)
+    if (step.parameter.numel() > 0)
+      moves.add(step.parameter.device(), std::make_unique<AdafactorMove>(step, multiplier));
 }
 
 }  // namespace gradaccum::detail

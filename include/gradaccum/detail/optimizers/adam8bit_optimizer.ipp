@@ -104,8 +104,8 @@ void Adam8bitOptimizer<Derived, Options>::move_blocks(const GradientOf& gradient
         steps.add(parameter, gradient, settings, std::move(state), coded);
       }
   }
-  this->take_steps(steps.whole, multiplier);
-  this->take_steps(steps.coded, multiplier);
+  Moves moves;
+  this->take_steps(moves, multiplier, steps.whole, steps.coded);
   this->keep(std::move(steps.states));
 }
 

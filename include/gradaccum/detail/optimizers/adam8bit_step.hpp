@@ -47,8 +47,8 @@ struct Adam8bitStep {
 
 /// On the CPU, all in one parallel loop, a block at a time: decoded, stepped and coded again while it is in the cache.
 void take_on_cpu(const std::vector<Adam8bitStep>& steps, double multiplier);
-/// By ATen's fused operation on moments that are decoded for it, some parameters at a time.
-void take_on_device(const std::vector<Adam8bitStep>& steps, const Multiplier& multiplier);
+/// By ATen's fused operation on moments that are decoded for it, some of them at a time.
+void add_moves(Moves& moves, const std::vector<Adam8bitStep>& steps, const Multiplier& multiplier);
 
 }  // namespace gradaccum::detail
 

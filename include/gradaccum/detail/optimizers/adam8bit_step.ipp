@@ -7,13 +7,21 @@
 #include <gradaccum/detail/kernels/dense.hpp>
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
 #include <gradaccum/detail/kernels/kernels.hpp>
+#include <gradaccum/detail/memory/copied_to.hpp>
+#include <gradaccum/detail/optimizers/batches.hpp>
 
+#include <ATen/ops/abs.h>
+#include <ATen/ops/amax.h>
 #include <ATen/ops/bucketize.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/ge.h>
+#include <ATen/ops/index_select.h>
+#include <ATen/ops/reciprocal.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
-#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
@@ -41,33 +49,77 @@ GRADACCUM_INLINE at::Tensor in_blocks(const at::Tensor& plain, double fill) {
 
 GRADACCUM_INLINE const DynamicMap& map_of(bool is_signed) { return is_signed ? signed_map() : second_moment_map(); }
 
-GRADACCUM_INLINE at::Tensor decoded(const Codes& moments, bool is_signed) {
-  const auto values = at::tensor(at::ArrayRef<float>(map_of(is_signed).values)).to(moments.codes.device());
-  const auto blocks = values.index_select(0, in_blocks(moments.codes, is_signed * zero_code).view({-1}).to(at::kLong))
-                          .view({-1, eight_bit_block})
-                          .mul_(moments.scales.unsqueeze(1));
-  const auto& like = moments.codes;
-  return at::empty_strided(like.sizes(), like.strides(), like.options().dtype(at::kFloat))
-      .copy_(blocks.view({-1}).slice(0, 0, like.numel()).as_strided(like.sizes(), like.strides()));
+/// The middles between successive values: a number has the code of how many of them are below it.
+GRADACCUM_INLINE std::array<float, 256> middles_of(const DynamicMap& map) {
+  std::array<float, 256> middles;
+  middles.back() = std::numeric_limits<float>::infinity();
+  for (std::size_t i = 0; i < 255; ++i) middles[i] = map.values[i] + (map.values[i + 1] - map.values[i]) / 2;
+  if (map.edge[0] == 0) middles[0] = 0;  // second moments
+  return middles;
 }
 
-/// The middles between successive values: a number has the code of how many of them are below it.
-GRADACCUM_INLINE at::Tensor middles_of(const DynamicMap& map) {
-  std::array<float, 255> middles;
-  for (std::size_t i = 0; i < middles.size(); ++i) middles[i] = map.values[i] + (map.values[i + 1] - map.values[i]) / 2;
-  if (map.edge[0] == 0) middles[0] = 0;  // second moments
-  return at::tensor(at::ArrayRef<float>(middles));
+/// What codes stand for, and how numbers become codes, on a device.
+class Coding {
+ public:
+  Coding(bool is_signed, at::Device device) : zero_(is_signed ? zero_code : 0) {
+    const auto& values = map_of(is_signed).values;
+    const auto middles = middles_of(map_of(is_signed));
+    const auto both = copied_to(
+        device, at::stack({at::tensor(at::ArrayRef<float>(values)), at::tensor(at::ArrayRef<float>(middles))}));
+    values_ = both[0];
+    middles_ = both[1].slice(0, 0, 255);
+  }
+
+  at::Device device() const { return values_.device(); }
+
+  /// `numbers`, as many as `places`, which are int32: whole blocks, of which `codes` may end before the last does.
+  void decode(const Codes& codes, at::Tensor numbers, const at::Tensor& places) const {
+    places.fill_(zero_);
+    places.slice(0, 0, codes.codes.numel()).copy_(codes.codes);
+    at::index_select_out(numbers, values_, 0, places);
+    numbers.view({-1, eight_bit_block}).mul_(codes.scales.unsqueeze(1));
+  }
+
+  /// Changes `numbers`. `unusable`: a bool for each block.
+  void encode(const at::Tensor& numbers, Codes codes, at::Tensor places, at::Tensor unusable) const {
+    const auto blocks = numbers.view({-1, eight_bit_block});
+    auto magnitudes = places.view(at::kFloat);
+    auto shaped = magnitudes.view({-1, eight_bit_block});
+    at::abs_out(shaped, blocks);
+    at::amax_out(codes.scales, shaped, {1});
+    auto by = magnitudes.slice(0, 0, codes.scales.numel());
+    at::reciprocal_out(by, codes.scales);
+    at::ge_out(unusable, codes.scales, std::numeric_limits<float>::min());
+    by.masked_fill_(unusable.logical_not_(), 0);
+    blocks.mul_(by.unsqueeze(1));
+    at::bucketize_out(places, numbers, middles_, /*out_int32=*/true);
+    codes.codes.copy_(places.slice(0, 0, codes.codes.numel()));
+  }
+
+ private:
+  std::int64_t zero_;
+  at::Tensor values_, middles_;
+};
+
+GRADACCUM_INLINE at::Tensor places_for(const at::Tensor& plain) {
+  return at::empty({blocks_of(plain) * eight_bit_block}, plain.options().dtype(at::kInt));
+}
+
+GRADACCUM_INLINE at::Tensor decoded(const Codes& moments, bool is_signed) {
+  const auto& like = moments.codes;
+  const auto places = places_for(like), numbers = at::empty_like(places, at::kFloat);
+  if (like.numel() > 0) Coding(is_signed, like.device()).decode({flat(like), moments.scales}, numbers, places);
+  return at::empty_strided(like.sizes(), like.strides(), numbers.options())
+      .copy_(numbers.as_strided(like.sizes(), like.strides()));
 }
 
 GRADACCUM_INLINE Codes encoded(const at::Tensor& numbers, bool is_signed) {
   auto codes = zero_codes(numbers, is_signed);
   if (numbers.numel() == 0) return codes;
-  const auto blocks = in_blocks(numbers, 0);
-  codes.scales = blocks.abs().amax(1);
-  const auto usable = codes.scales.ge(std::numeric_limits<float>::min());
-  const auto by = at::where(usable, codes.scales.reciprocal(), at::zeros({}, codes.scales.options()));
-  const auto indices = at::bucketize(blocks.mul(by.unsqueeze(1)), middles_of(map_of(is_signed)).to(numbers.device()));
-  flat(codes.codes).copy_(indices.view({-1}).slice(0, 0, numbers.numel()));
+  const auto blocks = in_blocks(numbers, 0).view({-1}).clone();
+  Coding(is_signed, numbers.device())
+      .encode(blocks, {flat(codes.codes), codes.scales}, places_for(numbers),
+              at::empty({blocks_of(numbers)}, numbers.options().dtype(at::kBool)));
   return codes;
 }
 
@@ -101,18 +153,67 @@ GRADACCUM_INLINE void take_on_cpu(const std::vector<Adam8bitStep>& steps, double
   loop.run();
 }
 
-GRADACCUM_INLINE void take_on_device(const std::vector<Adam8bitStep>& steps, const Multiplier& multiplier) {
-  for (auto& s : steps) {
-    const AdamStep whole{
-        s.settings,   s.parameter,   s.gradient, decoded(s.exp_avg, true), decoded(s.exp_avg_sq, false),
-        at::Tensor(), s.rounding_key};
-    take_on_device(std::vector<AdamStep>{whole}, multiplier);
-    const auto write = [](const Codes& from, const Codes& to) {
-      to.codes.copy_(from.codes);
-      to.scales.copy_(from.scales);
-    };
-    write(encoded(whole.exp_avg, true), s.exp_avg);
-    write(encoded(whole.exp_avg_sq, false), s.exp_avg_sq);
+/// The move of a parameter, or of whole blocks of it.
+class Adam8bitMove final : public Move {
+ public:
+  Adam8bitMove(const StepPart<Adam8bitStep>& part, const Multiplier& multiplier, const Coding& first,
+               const Coding& second)
+      : operands_(multiplier),
+        fused_(part.step.settings, part.step.parameter.device()),
+        first_(first),
+        second_(second),
+        exp_avg_(codes_of(part.step.exp_avg, part.extent)),
+        exp_avg_sq_(codes_of(part.step.exp_avg_sq, part.extent)) {
+    operands_.add(operand_of(part.step), part.extent);
+  }
+
+  void take(Scratch& scratch) override {
+    operands_.take(scratch);
+    const auto blocks = exp_avg_.scales.numel();
+    places_ = scratch.take(blocks * eight_bit_block, at::kInt);
+    m_ = scratch.take(blocks * eight_bit_block, at::kFloat);
+    v_ = scratch.take(blocks * eight_bit_block, at::kFloat);
+    unusable_ = scratch.take(blocks, at::kBool);
+  }
+
+  void run() override {
+    operands_.read();
+    first_.decode(exp_avg_, m_, places_);
+    second_.decode(exp_avg_sq_, v_, places_);
+    const auto p = operands_.parameters(), g = operands_.gradients();
+    const auto like_p = [&](const at::Tensor& moments) { return moments.as_strided(p[0].sizes(), p[0].strides()); };
+    fused_(p, g, {like_p(m_)}, {like_p(v_)}, {});
+    first_.encode(m_, exp_avg_, places_, unusable_);
+    second_.encode(v_, exp_avg_sq_, places_, unusable_);
+    operands_.write_back();
+  }
+
+ private:
+  static Codes codes_of(const Codes& all, const Extent& extent) {
+    const auto first_block = extent.from / eight_bit_block;
+    const auto blocks = (extent.size() + eight_bit_block - 1) / eight_bit_block;
+    return {flat(all.codes).narrow(0, extent.from, extent.size()), all.scales.narrow(0, first_block, blocks)};
+  }
+
+  DeviceOperands operands_;
+  FusedAdam fused_;
+  Coding first_, second_;
+  Codes exp_avg_, exp_avg_sq_;
+  at::Tensor places_, m_, v_, unusable_;
+};
+
+GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<Adam8bitStep>& steps, const Multiplier& multiplier) {
+  std::optional<Coding> first, second;
+  for (auto& step : steps) {
+    const auto device = step.parameter.device();
+    if (!first || first->device() != device) {
+      first.emplace(true, device);
+      second.emplace(false, device);
+    }
+    if (step.parameter.numel() == 0) continue;
+    for (auto& extent : operand_of(step).cut())
+      moves.add(device,
+                std::make_unique<Adam8bitMove>(StepPart<Adam8bitStep>{step, extent}, multiplier, *first, *second));
   }
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/kernels/kernels.hpp>
 #include <gradaccum/detail/window/multiplier.hpp>
 
@@ -11,6 +12,8 @@
 #include <vector>
 
 namespace gradaccum::detail {
+
+class Moves;
 
 struct AdamSettings {
   double lr, beta1, beta2, eps, weight_decay;
@@ -32,7 +35,19 @@ AdamNumbers numbers_of(const AdamSettings& by, double multiplier);
 /// On the CPU, all in one parallel loop, each element read and written once.
 void take_on_cpu(const std::vector<AdamStep>& steps, double multiplier);
 /// By ATen's fused operation.
-void take_on_device(const std::vector<AdamStep>& steps, const Multiplier& multiplier);
+void add_moves(Moves& moves, const std::vector<AdamStep>& steps, const Multiplier& multiplier);
+
+/// ATen's operation on lists of tensors of one device and dtype.
+class FusedAdam {
+ public:
+  FusedAdam(const AdamSettings& by, at::Device device);
+  void operator()(at::TensorList parameters, at::TensorList gradients, at::TensorList exp_avgs,
+                  at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs) const;
+
+ private:
+  AdamSettings by_;
+  at::Tensor count_;
+};
 
 }  // namespace gradaccum::detail
 

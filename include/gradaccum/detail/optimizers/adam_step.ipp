@@ -6,7 +6,7 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/kernels/dense.hpp>
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
-#include <gradaccum/detail/optimizers/on_device.hpp>
+#include <gradaccum/detail/optimizers/batches.hpp>
 
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
@@ -46,26 +46,36 @@ GRADACCUM_INLINE void take_on_cpu(const std::vector<AdamStep>& steps, double mul
   loop.run();
 }
 
-GRADACCUM_INLINE void take_on_device(const std::vector<AdamStep>& steps, const Multiplier& multiplier) {
-  for_each_batch(steps, [&](const AdamSettings& by, const std::vector<const AdamStep*>& batch, at::TensorList p,
-                            at::TensorList g) {
-    std::vector<at::Tensor> m, v, x;
-    for (auto* step : batch) {
-      m.push_back(as_real(step->exp_avg));
-      v.push_back(as_real(step->exp_avg_sq));
-      if (by.amsgrad) x.push_back(as_real(step->max_exp_avg_sq));
-    }
-    // It reads the count from the device, but does not advance it.
-    const auto count = at::full({}, static_cast<double>(by.step), p.front().options().dtype(at::kFloat));
-    const std::vector<at::Tensor> counts(p.size(), count);
-    const auto step = [&](auto fused) {
-      fused(p, multiplied(g, multiplier), m, v, x, counts, by.lr, by.beta1, by.beta2, by.weight_decay, by.eps,
-            by.amsgrad, /*maximize=*/false, std::nullopt, std::nullopt);
+// It reads the count from the device, but does not advance it.
+GRADACCUM_INLINE FusedAdam::FusedAdam(const AdamSettings& by, at::Device device)
+    : by_(by), count_(at::full({}, static_cast<double>(by.step), at::TensorOptions(at::kFloat).device(device))) {}
+
+GRADACCUM_INLINE void FusedAdam::operator()(at::TensorList parameters, at::TensorList gradients,
+                                            at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
+                                            at::TensorList max_exp_avg_sqs) const {
+  const std::vector<at::Tensor> counts(parameters.size(), count_);
+  const auto step = [&](auto fused) {
+    fused(parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, counts, by_.lr, by_.beta1, by_.beta2,
+          by_.weight_decay, by_.eps, by_.amsgrad, /*maximize=*/false, std::nullopt, std::nullopt);
+  };
+  using Fused = void(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList,
+                     double, double, double, double, double, bool, bool, const std::optional<at::Tensor>&,
+                     const std::optional<at::Tensor>&);
+  step(by_.decoupled ? static_cast<Fused*>(at::_fused_adamw_) : static_cast<Fused*>(at::_fused_adam_));
+}
+
+GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<AdamStep>& steps, const Multiplier& multiplier) {
+  add_batches(moves, steps, multiplier, [](const AdamSettings& by, at::Device device) {
+    return [fused = FusedAdam(by, device), amsgrad = by.amsgrad](const std::vector<StepPart<AdamStep>>& batch,
+                                                                 at::TensorList p, at::TensorList g) {
+      std::vector<at::Tensor> m, v, x;
+      for (auto& [step, extent] : batch) {
+        m.push_back(as_real(extent.of(step.exp_avg)));
+        v.push_back(as_real(extent.of(step.exp_avg_sq)));
+        if (amsgrad) x.push_back(as_real(extent.of(step.max_exp_avg_sq)));
+      }
+      fused(p, g, m, v, x);
     };
-    using Fused = void(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList,
-                       double, double, double, double, double, bool, bool, const std::optional<at::Tensor>&,
-                       const std::optional<at::Tensor>&);
-    step(by.decoupled ? static_cast<Fused*>(at::_fused_adamw_) : static_cast<Fused*>(at::_fused_adam_));
   });
 }
 

@@ -13,12 +13,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
+#include <utility>
 #include <vector>
 
 namespace gradaccum::detail {
 
 class GradientOf;
+class Moves;
 struct Multiplier;
 
 /// What all our optimizers are, beside a torch::optim::Optimizer.
@@ -44,11 +45,13 @@ class OnePass : public TakesGradients, public NamesItsState {
  protected:
   /// By the parameters' own gradients.
   at::Tensor step_after(const torch::optim::Optimizer::LossClosure& closure);
-  /// Takes steps that have all been checked: from here on the random numbers by which they round are counted.
-  template <class Step>
-  void take_steps(std::vector<Step>& steps, const Multiplier& multiplier) {
-    for (auto& step : steps) step.rounding_key = next_rounding_key(step.parameter);
-    take(steps, multiplier);
+  /// Takes steps that have all been checked, after what `moves` has already.
+  template <class... Step>
+  void take_steps(Moves& moves, const Multiplier& multiplier, std::vector<Step>&... steps) {
+    auto rounding = rounding_;  // counts its random numbers, which are used once nothing can fail any more
+    (set_rounding_keys(steps, rounding), ...);
+    (add_steps(moves, steps, multiplier), ...);
+    run(moves, std::move(rounding));
   }
   bool rounds(const at::Tensor& parameter) const { return rounding_.concerns(parameter); }
   void save_rounding(torch::serialize::OutputArchive& archive) const;
@@ -61,8 +64,12 @@ class OnePass : public TakesGradients, public NamesItsState {
   virtual std::unique_ptr<torch::optim::OptimizerParamState> new_state() const = 0;
   /// Steps all parameters that have a gradient.
   virtual void move(const GradientOf& gradient_of, const Multiplier& multiplier) = 0;
-  /// None where the parameter is rounded to the nearest.
-  std::optional<std::uint64_t> next_rounding_key(const at::Tensor& parameter);
+  void run(Moves& moves, StochasticRounding rounding);
+  template <class Step>
+  void set_rounding_keys(std::vector<Step>& steps, StochasticRounding& rounding) {
+    for (auto& step : steps)
+      if (rounding.concerns(step.parameter)) step.rounding_key = rounding.next_key(distinct_.place_of(step.parameter));
+  }
   void check_and_move(const GradientOf& gradient_of, const Multiplier& multiplier);
 
   DistinctParameters distinct_;

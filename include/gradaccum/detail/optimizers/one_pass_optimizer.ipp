@@ -4,6 +4,7 @@
 #include <gradaccum/detail/optimizers/one_pass_optimizer.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/optimizers/moves.hpp>
 #include <gradaccum/detail/optimizers/param_states.hpp>
 #include <gradaccum/detail/optimizers/take_steps.hpp>
 
@@ -45,9 +46,10 @@ GRADACCUM_INLINE void OnePass::check_and_move(const GradientOf& gradient_of, con
   move(gradient_of, multiplier);
 }
 
-GRADACCUM_INLINE std::optional<std::uint64_t> OnePass::next_rounding_key(const at::Tensor& parameter) {
-  if (!rounding_.concerns(parameter)) return {};
-  return rounding_.next_key(distinct_.place_of(parameter));
+GRADACCUM_INLINE void OnePass::run(Moves& moves, StochasticRounding rounding) {
+  moves.prepare();
+  rounding_ = std::move(rounding);
+  moves.run();
 }
 
 GRADACCUM_INLINE NamedTensors OnePass::named_state(const NamedParameters& parameters) const {

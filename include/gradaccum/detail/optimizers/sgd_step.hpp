@@ -11,6 +11,8 @@
 
 namespace gradaccum::detail {
 
+class Moves;
+
 struct SgdSettings {
   double lr, momentum, dampening, weight_decay;
   bool nesterov, first;  ///< first: there was no momentum yet
@@ -28,7 +30,7 @@ struct SgdStep {
 /// On the CPU, all in one parallel loop, each element read and written once.
 void take_on_cpu(const std::vector<SgdStep>& steps, double multiplier);
 /// By ATen's fused operation.
-void take_on_device(const std::vector<SgdStep>& steps, const Multiplier& multiplier);
+void add_moves(Moves& moves, const std::vector<SgdStep>& steps, const Multiplier& multiplier);
 
 }  // namespace gradaccum::detail
 

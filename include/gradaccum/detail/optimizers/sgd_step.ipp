@@ -6,7 +6,7 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
 #include <gradaccum/detail/kernels/kernels.hpp>
-#include <gradaccum/detail/optimizers/on_device.hpp>
+#include <gradaccum/detail/optimizers/batches.hpp>
 
 #include <ATen/ops/_fused_sgd.h>
 
@@ -24,15 +24,16 @@ GRADACCUM_INLINE void take_on_cpu(const std::vector<SgdStep>& steps, double mult
   loop.run();
 }
 
-GRADACCUM_INLINE void take_on_device(const std::vector<SgdStep>& steps, const Multiplier& multiplier) {
-  for_each_batch(
-      steps, [&](const SgdSettings& by, const std::vector<const SgdStep*>& batch, at::TensorList p, at::TensorList g) {
-        std::vector<at::Tensor> buffers;
-        for (auto* step : batch)
-          if (by.momentum != 0) buffers.push_back(as_real(step->momentum_buffer));
-        at::_fused_sgd_(p, multiplied(g, multiplier), buffers, by.weight_decay, by.momentum, by.lr, by.dampening,
-                        by.nesterov, /*maximize=*/false, by.first);
-      });
+GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<SgdStep>& steps, const Multiplier& multiplier) {
+  add_batches(moves, steps, multiplier, [](const SgdSettings& by, at::Device) {
+    return [by](const std::vector<StepPart<SgdStep>>& batch, at::TensorList p, at::TensorList g) {
+      std::vector<at::Tensor> buffers;
+      for (auto& [step, extent] : batch)
+        if (by.momentum != 0) buffers.push_back(as_real(extent.of(step.momentum_buffer)));
+      at::_fused_sgd_(p, g, buffers, by.weight_decay, by.momentum, by.lr, by.dampening, by.nesterov,
+                      /*maximize=*/false, by.first);
+    };
+  });
 }
 
 }  // namespace gradaccum::detail

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/optimizers/moves.hpp>
 #include <gradaccum/detail/window/multiplier.hpp>
 #include <gradaccum/gradients.hpp>
 
@@ -10,6 +11,7 @@
 #include <cstddef>
 #include <iterator>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace gradaccum::detail {
@@ -37,21 +39,21 @@ class GradientOf {
   at::Tensor none_;
 };
 
-/// Takes the steps of parameters on the CPU, and those of all others.
+/// Adds the steps of parameters on the CPU, and the moves of those on devices. `steps` live until they have run.
 template <class Step>
-void take(const std::vector<Step>& steps, const Multiplier& multiplier) {
+void add_steps(Moves& moves, const std::vector<Step>& steps, const Multiplier& multiplier) {
+  std::vector<Step> here, away;
   const auto on_cpu = [](const Step& step) { return step.parameter.device().is_cpu(); };
-  const auto count = std::count_if(steps.begin(), steps.end(), on_cpu);
-  if (count > 0 && count < std::ssize(steps)) {
-    std::vector<Step> here, away;
+  const bool all_here = std::all_of(steps.begin(), steps.end(), on_cpu);
+  if (!all_here)
     std::partition_copy(steps.begin(), steps.end(), std::back_inserter(here), std::back_inserter(away), on_cpu);
-    take(here, multiplier);
-    take(away, multiplier);
-  } else if (count > 0) {
-    take_on_cpu(steps, multiplier.on_host() ? multiplier.host() : multiplier.on(at::kCPU).template item<double>());
-  } else if (!steps.empty()) {
-    take_on_device(steps, multiplier);
-  }
+  add_moves(moves, away, multiplier);
+  if (all_here ? steps.empty() : here.empty()) return;
+  const auto by = multiplier.on_host() ? multiplier.host() : multiplier.on(at::kCPU).template item<double>();
+  if (all_here)
+    moves.add([&steps, by] { take_on_cpu(steps, by); });
+  else
+    moves.add([here = std::move(here), by] { take_on_cpu(here, by); });
 }
 
 }  // namespace gradaccum::detail

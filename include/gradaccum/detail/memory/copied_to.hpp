@@ -13,5 +13,5 @@ at::Tensor copied_to(at::Device device, const at::Tensor& of_host);
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/data/copied_to.ipp>
+#include <gradaccum/detail/memory/copied_to.ipp>
 #endif

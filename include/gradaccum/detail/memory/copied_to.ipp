@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/data/copied_to.hpp>
+#include <gradaccum/detail/memory/copied_to.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
 

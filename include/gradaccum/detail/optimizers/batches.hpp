@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/kernels/dense.hpp>
+#include <gradaccum/detail/optimizers/device_operands.hpp>
+#include <gradaccum/detail/optimizers/moves.hpp>
+#include <gradaccum/detail/window/multiplier.hpp>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace gradaccum::detail {
+
+/// A parameter's step on a device, or a part of it.
+template <class Step>
+struct StepPart {
+  Step step;
+  Extent extent;
+};
+
+template <class Step>
+DeviceOperand operand_of(const Step& step) {
+  return {step.parameter, step.gradient, step.rounding_key};
+}
+
+/// Runs of steps that one operation can take: one device, one dtype (float32 for 16 bits), the same settings; and not
+/// so many that their copies would need much memory. Large ones are cut.
+template <class Step>
+std::vector<std::vector<StepPart<Step>>> batches_of(const std::vector<Step>& steps, bool multiplied) {
+  std::vector<std::vector<StepPart<Step>>> batches;
+  std::int64_t copied = 0;
+  const auto fits = [&](const Step& step, std::int64_t more) {
+    if (batches.empty() || copied + more > most_copied) return false;
+    const auto& first = batches.back().front().step;
+    return step.settings == first.settings && step.parameter.device() == first.parameter.device() &&
+           step.parameter.scalar_type() == first.parameter.scalar_type();
+  };
+  const auto add = [&](const Step& step, const Extent& extent, std::int64_t more) {
+    if (!fits(step, more)) {
+      batches.emplace_back();
+      copied = 0;
+    }
+    batches.back().push_back({step, extent});
+    copied += more;
+  };
+  for (auto& step : steps)
+    if (const auto operand = operand_of(step); operand.copied(multiplied))
+      for (auto& extent : operand.cut()) add(step, extent, extent.size());
+    else
+      add(step, operand.whole(), 0);
+  return batches;
+}
+
+/// The move of a batch: `body(batch, parameters, gradients)`.
+template <class Step, class Body>
+class BatchMove final : public Move {
+ public:
+  BatchMove(std::vector<StepPart<Step>> batch, const Multiplier& multiplier, Body body)
+      : batch_(std::move(batch)), operands_(multiplier), body_(std::move(body)) {
+    for (auto& part : batch_) operands_.add(operand_of(part.step), part.extent);
+  }
+  void take(Scratch& scratch) override { operands_.take(scratch); }
+  void run() override {
+    operands_.read();
+    body_(batch_, operands_.parameters(), operands_.gradients());
+    operands_.write_back();
+  }
+
+ private:
+  std::vector<StepPart<Step>> batch_;
+  DeviceOperands operands_;
+  Body body_;
+};
+
+/// `body_for(settings, device)` is made before anything moves, and so is what it needs.
+template <class Step, class BodyFor>
+void add_batches(Moves& moves, const std::vector<Step>& steps, const Multiplier& multiplier, const BodyFor& body_for) {
+  for (auto& batch : batches_of(steps, !multiplier.is_one())) {
+    const auto& first = batch.front().step;
+    const auto device = first.parameter.device();
+    auto body = body_for(first.settings, device);
+    moves.add(device, std::make_unique<BatchMove<Step, decltype(body)>>(std::move(batch), multiplier, std::move(body)));
+  }
+}
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/optimizers/moves.hpp>
+#include <gradaccum/detail/window/multiplier.hpp>
+
+#include <vector>
+
+namespace testing {
+
+/// What an optimizer does with parameters on a device; also where there is none, since ATen's operations run anywhere.
+template <class Step>
+void take_on_device(const std::vector<Step>& steps, const gradaccum::detail::Multiplier& multiplier) {
+  gradaccum::detail::Moves moves;
+  add_moves(moves, steps, multiplier);
+  moves.prepare();
+  moves.run();
+}
+
+}  // namespace testing
