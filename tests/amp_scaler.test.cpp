@@ -654,7 +654,7 @@ TEST_CASE("AmpScaler: min_scale is a loud end to endless backing off") {
   overflow();
   for (int i = 0; i < 2; ++i)
     REQUIRE_ERROR(
-        "AmpScaler: the scale must stay >= min_scale (2), and an overflow takes it from 2 to 1: gradients "
+        "AmpScaler: the scale must stay >= min_scale (2), and overflows take it to 1: gradients "
         "overflow at every scale; look for inf or NaN",
         scaler.update());
   CHECK(scaler.get_scale() == 2);

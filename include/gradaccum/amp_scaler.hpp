@@ -3,6 +3,7 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/concepts.hpp>
+#include <gradaccum/detail/scaling/device_scale.hpp>
 #include <gradaccum/detail/scaling/loss_scale.hpp>
 #include <gradaccum/detail/scaling/scaled_windows.hpp>
 #include <gradaccum/gradients.hpp>
@@ -28,6 +29,7 @@ struct AmpScalerOptions {
   std::int64_t growth_interval = 2000;  ///< updates without an overflow until the scale grows, >= 1
   bool enabled = true;                  ///< if not, `step` just steps, and the rest does nothing
   double min_scale = 0;                 ///< an overflow that would take the scale below it is an error
+  bool on_device = false;               ///< the scale, and what overflows, stay on the device: nobody waits
 };
 
 /// torch.amp.GradScaler, method for method: scales the loss, so that float16 gradients do not underflow, and finds the
@@ -54,8 +56,15 @@ struct AmpScalerOptions {
 /// Parameters are float32, float64 or bfloat16, dense or sparse, on any devices; float16 ones are refused. Misuse is an
 /// error that changes nothing.
 ///
+/// With `.on_device` the device itself leaves out a step that overflowed, and changes the scale: Python's numbers to
+/// the bit, and the host waits for nothing. It does not know either: `step` is true where the step is left to the
+/// device. That takes an optimizer of `ga::optim`, or one whose `TakesGradients::judges_on_device` says so, with all
+/// parameters on devices, and no window left open by `update()`; else it is as without.
+///
 /// @note The scale is a host number, and one thing is read from the device, 4 bytes a window: whether it overflowed. By
 /// `step`, when it closes; by `update`, of one that was unscaled and then not stepped. Nothing else here synchronises.
+/// With `.on_device` nothing but `get_scale()`, `state_dict()` and `update(new_scale)` does; and the optimizer, when
+/// its state is asked for.
 class AmpScaler {
  public:
   explicit AmpScaler(AmpScalerOptions options = {});
@@ -79,7 +88,8 @@ class AmpScaler {
   }
 
   /// Steps the optimizer, unless its gradients overflowed: then they are discarded with their window. Inside an
-  /// accumulator's window it counts the micro-batch, nothing else. True if the parameters moved. Of a plain optimizer
+  /// accumulator's window it counts the micro-batch, nothing else. True if the parameters moved, or if the device is to
+  /// find out (`.on_device`): then an accumulator counts an update either way. Of a plain optimizer
   /// without gradients, or an empty window, nothing moves, and it is not counted towards growth.
   ///
   /// @note Reads 4 bytes from the device when a window closes.
@@ -91,7 +101,8 @@ class AmpScaler {
   /// Changes the scale, if it is time: call it after the steps of all optimizers. An overflow in any window since the
   /// last call makes it smaller, once; `growth_interval` calls without make it larger. Growth waits for the first call
   /// at which no window is open; where an overflow or `new_scale` changes the scale, open windows are discarded. Does
-  /// nothing where no window was closed. Throws where an overflow would take the scale below `min_scale`.
+  /// nothing where no window was closed. Throws where an overflow would take the scale below `min_scale`; with
+  /// `.on_device` when it has, some updates later.
   void update(std::optional<double> new_scale = {});
 
   /// For those who own a window themselves, in place of `step`: whoever applies the factor divides by the scale, and
@@ -99,7 +110,7 @@ class AmpScaler {
   void unscale(Factor& factor) const;
   void hear(bool overflowed) { windows_.hear(overflowed ? detail::Verdict::overflow : detail::Verdict::clean); }
 
-  double get_scale() const { return enabled_ ? scale_.value : 1.0; }
+  double get_scale() const { return enabled_ ? current().value : 1.0; }
   double get_growth_factor() const { return scale_.growth_factor; }
   double get_backoff_factor() const { return scale_.backoff_factor; }
   std::int64_t get_growth_interval() const { return scale_.growth_interval; }
@@ -135,8 +146,14 @@ class AmpScaler {
   void change_to(const detail::LossScale& next);
   const at::Tensor& scale_on(at::Device device);
 
-  detail::LossScale scale_;
-  bool enabled_;
+  /// Of the device, where it has the scale.
+  detail::LossScale current() const { return device_scale_ ? device_scale_->read(scale_) : scale_; }
+  /// Whether the device could be left with it.
+  bool update_on_device();
+
+  detail::LossScale scale_;  // value and count are those of the device, where it has them
+  std::optional<detail::DeviceScale> device_scale_;
+  bool enabled_, on_device_;
   std::unordered_map<at::Device, at::Tensor> on_devices_;
   detail::ScaledWindows windows_;
 };

@@ -18,7 +18,8 @@ GRADACCUM_INLINE AmpScaler::AmpScaler(AmpScalerOptions options)
              .backoff_factor = options.backoff_factor,
              .min_scale = options.min_scale,
              .growth_interval = options.growth_interval},
-      enabled_(options.enabled) {
+      enabled_(options.enabled),
+      on_device_(options.on_device) {
   scale_.check();
   scale_.set(options.init_scale, "init_scale");
 }
@@ -36,15 +37,15 @@ GRADACCUM_INLINE std::vector<at::Tensor> AmpScaler::scale(std::vector<at::Tensor
 GRADACCUM_INLINE Loss AmpScaler::scale(Loss loss) {
   if (!enabled_) return loss;
   loss.check();
-  loss.seed.multiply(scale_.value);
+  device_scale_ ? loss.seed.multiply(scale_on(loss.mean.device())) : loss.seed.multiply(scale_.value);
   loss.seed.require_finite();
   return loss;
 }
 
 GRADACCUM_INLINE void AmpScaler::unscale(Factor& factor) const {
   if (!enabled_) return;
-  factor.divide(scale_.value);
-  factor.require_finite();
+  device_scale_ ? factor.divide(device_scale_->value()) : factor.divide(scale_.value);
+  on_device_ ? factor.require_finite_on_device() : factor.require_finite();
 }
 
 GRADACCUM_INLINE void AmpScaler::unscale_window(const detail::Scalable& optimizer) {
@@ -88,25 +89,41 @@ GRADACCUM_INLINE void AmpScaler::join(detail::ScaledWindow& window, const detail
 }
 
 GRADACCUM_INLINE void AmpScaler::update(std::optional<double> new_scale) {
-  if (!enabled_) return;
+  if (!enabled_ || (!new_scale && update_on_device())) return;
   using detail::Verdict;
   const auto verdict = new_scale ? Verdict::none : windows_.verdict();
   const bool waits = verdict == Verdict::clean && windows_.any_open();
-  auto next = scale_;
+  if (!new_scale && verdict == Verdict::none) return windows_.forget_closed(Verdict::none);
+  auto next = current();
+  const auto before = next.value;
   if (new_scale) next.set(*new_scale, "new_scale");
   if (verdict == Verdict::overflow) next.back_off();
   if (verdict == Verdict::clean && !waits) next.count_clean_update();
-  if (next.value != scale_.value) windows_.discard_open();
+  if (next.value != before) windows_.discard_open();
   change_to(next);
   windows_.forget_closed(waits ? verdict : Verdict::none);
 }
 
+GRADACCUM_INLINE bool AmpScaler::update_on_device() {
+  if (!on_device_ || windows_.any_open()) return false;
+  if (const auto device = windows_.device_that_knows(); device && !device_scale_)
+    device_scale_.emplace(scale_, *device);
+  if (!device_scale_) return false;
+  if (const auto found_inf = windows_.found_inf(device_scale_->value().device()); found_inf.defined()) {
+    device_scale_->update(found_inf, scale_);
+    on_devices_.clear();
+  }
+  windows_.forget_closed(detail::Verdict::none);
+  return true;
+}
+
 GRADACCUM_INLINE std::map<std::string, double> AmpScaler::state_dict() const {
-  return enabled_ ? scale_.state_dict() : std::map<std::string, double>();
+  return enabled_ ? current().state_dict() : std::map<std::string, double>();
 }
 
 GRADACCUM_INLINE void AmpScaler::change_to(const detail::LossScale& next) {
-  if (next.value != scale_.value) on_devices_.clear();
+  if (next.value != scale_.value || device_scale_) on_devices_.clear();
+  device_scale_.reset();
   scale_ = next;
 }
 
@@ -135,7 +152,8 @@ GRADACCUM_INLINE const at::Tensor& AmpScaler::scale_on(at::Device device) {
   auto& scale = on_devices_[device];
   if (!scale.defined()) {
     c10::InferenceMode usable_in_backward(false);
-    scale = at::full({}, scale_.value, at::TensorOptions(at::kFloat).device(device));
+    scale = device_scale_ ? device_scale_->value().to(device, /*non_blocking=*/true)
+                          : at::full({}, scale_.value, at::TensorOptions(at::kFloat).device(device));
   }
   return scale;
 }

@@ -77,6 +77,8 @@
 #include <gradaccum/detail/parallel/nccl.ipp>
 #include <gradaccum/detail/parallel/rank_states.ipp>
 #include <gradaccum/detail/parallel/replica_peers.ipp>
+#include <gradaccum/detail/scaling/device_scale.ipp>
+#include <gradaccum/detail/scaling/late_number.ipp>
 #include <gradaccum/detail/scaling/loss_scale.ipp>
 #include <gradaccum/detail/scaling/scaled_window.ipp>
 #include <gradaccum/detail/scaling/scaled_windows.ipp>

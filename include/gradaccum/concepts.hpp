@@ -26,6 +26,9 @@ concept optimizer = requires(O& o) {
 /// finite and are not, moves nothing.
 struct TakesGradients {
   virtual void step(Gradients gradients) = 0;
+  /// `step` will leave the question whether they are finite to the device, which leaves out the step itself
+  /// (`Gradients::judge_on_device`).
+  virtual bool judges_on_device(const Gradients&) const { return false; }
   virtual ~TakesGradients() = default;
 };
 

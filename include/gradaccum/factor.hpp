@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <vector>
 
 namespace gradaccum {
@@ -34,18 +35,25 @@ class Factor {
   void divide(const at::Tensor& by);
 
   /// Says that a loss scaler is at work: the step is taken only if every gradient is finite.
-  void require_finite() { finite_required_ = true; }
+  void require_finite() { finiteness_ = std::max(finiteness_, Finiteness::required); }
+  /// The same, and where the optimizer can leave out a step on the device, the host is not told.
+  void require_finite_on_device() { finiteness_ = std::max(finiteness_, Finiteness::required_on_device); }
 
   /// What all of it comes to. For those who apply it; a writer has no use for it.
   friend detail::Multiplier product_of(const Factor& factor);
-  friend bool finite_required(const Factor& factor) { return factor.finite_required_; }
+  friend bool finite_required(const Factor& factor) { return factor.finiteness_ != Finiteness::any; }
+  friend bool may_stay_on_device(const Factor& factor) { return factor.finiteness_ == Finiteness::required_on_device; }
+  /// Without what has been applied.
+  friend Factor requirement_of(const Factor& factor);
 
  private:
+  enum class Finiteness { any, required_on_device, required };
+
   static bool on_host(const at::Tensor& by);
 
   std::vector<double> multipliers_, divisors_;
   std::vector<at::Tensor> device_multipliers_, device_divisors_;
-  bool finite_required_ = false;
+  Finiteness finiteness_ = Finiteness::any;
 };
 
 }  // namespace gradaccum

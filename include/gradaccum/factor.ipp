@@ -63,4 +63,10 @@ GRADACCUM_INLINE detail::Multiplier product_of(const Factor& factor) {
           detail::sorted_product(factor.device_multipliers_), detail::sorted_product(factor.device_divisors_)};
 }
 
+GRADACCUM_INLINE Factor requirement_of(const Factor& factor) {
+  Factor bare;
+  bare.finiteness_ = factor.finiteness_;
+  return bare;
+}
+
 }  // namespace gradaccum

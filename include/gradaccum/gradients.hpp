@@ -75,12 +75,17 @@ class Gradients {
 
   /// A scaler is at work: the step is to be taken only if all is finite.
   bool finite_required() const;
+  /// So it is, and whoever can leave out the step on the device may do so by `judge_on_device()`.
+  bool may_be_judged_on_device() const;
 
   /// The step must be left out: all was required to be finite, and is not. Waits for the device, for 4 bytes, the first
   /// time in a window.
   bool overflowed();
-  /// `overflowed()` has been asked: somebody was about to step.
+  /// `found_inf()`, in place of `overflowed()`: the host need not know.
+  at::Tensor judge_on_device();
+  /// Either has been asked: somebody was about to step.
   bool judged() const;
+  bool judged_on_device() const;  ///< and nobody has asked on the host since
 
   /// Multiplies the gradients by the factor, and sums that are kept apart become `.grad`. A second call does nothing.
   void apply();

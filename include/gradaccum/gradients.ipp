@@ -36,7 +36,10 @@ GRADACCUM_INLINE at::Tensor Gradients::norm() { return window_->norm(); }
 GRADACCUM_INLINE at::Tensor Gradients::found_inf() { return window_->found_inf(); }
 GRADACCUM_INLINE bool Gradients::finite_required() const { return window_->must_be_finite(); }
 GRADACCUM_INLINE bool Gradients::overflowed() { return window_->overflowed(); }
+GRADACCUM_INLINE bool Gradients::may_be_judged_on_device() const { return window_->may_be_judged_on_device(); }
+GRADACCUM_INLINE at::Tensor Gradients::judge_on_device() { return window_->judge_on_device(); }
 GRADACCUM_INLINE bool Gradients::judged() const { return window_->judged(); }
+GRADACCUM_INLINE bool Gradients::judged_on_device() const { return window_->judged_on_device(); }
 GRADACCUM_INLINE void Gradients::apply() { window_->apply(); }
 GRADACCUM_INLINE bool Gradients::closed() const { return window_->closed(); }
 GRADACCUM_INLINE detail::Multiplier product_of(const Gradients& gradients) { return gradients.window_->multiplier(); }

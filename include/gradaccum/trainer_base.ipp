@@ -160,8 +160,11 @@ GRADACCUM_INLINE Loss TrainerBase::forward(const detail::AnyBatch& batch) {
 }
 
 GRADACCUM_INLINE void TrainerBase::prepare() {
-  parts_->record.prepare(
-      [this] { parts_->policies.all(&detail::AnyPolicy::scale_gradients, parts_->window.closing()->factor()); });
+  parts_->record.prepare([this] {
+    auto& factor = parts_->window.closing()->factor();
+    parts_->policies.all(&detail::AnyPolicy::scale_gradients, factor);
+    if (finite_required(factor)) factor.require_finite();  // policies are told whether the parameters moved
+  });
 }
 
 GRADACCUM_INLINE bool TrainerBase::close() {

@@ -34,10 +34,10 @@ struct Training {
   torch::nn::Sequential model = make_model(at::kFloat);
   std::unique_ptr<Optimizer> wrapped;
   std::unique_ptr<ga::GradAccumulator<Optimizer>> optimizer;
-  ga::AmpScaler scaler{{.init_scale = 8}};
+  ga::AmpScaler scaler;
   std::vector<Example> data;
 
-  Training() {
+  explicit Training(bool scale_on_device) : scaler({.init_scale = 8, .on_device = scale_on_device}) {
     model->to(at::kCUDA);
     for (auto& batch : make_batches({4, 4, 4, 4}, at::kFloat))
       data.emplace_back(batch.data.to(at::kCUDA), batch.target.to(at::kCUDA));
@@ -83,13 +83,14 @@ struct Training {
 TEMPLATE_TEST_CASE("device: out of memory at any allocation of a window, nothing is half-changed", "[cuda]",
                    ga::optim::SGD, ga::optim::AdamW, ga::optim::Adam8bit, ga::optim::Adafactor) {
   if (!FailingAllocation::possible()) SKIP("needs the emulated device, which can be made to run out of memory");
-  Training<TestType> whole;
+  const bool scale_on_device = GENERATE(false, true);
+  Training<TestType> whole(scale_on_device);
   whole.window(0);
   const auto first = whole.parameters();
   whole.window(2);
   CHECK_FALSE(at::equal(whole.parameters(), first));
   for (std::int64_t n = 1;; ++n) {
-    Training<TestType> training;
+    Training<TestType> training(scale_on_device);
     training.window(0);
     REQUIRE(at::equal(training.parameters(), first));
     const bool failed = training.second_window_without_allocation(n);

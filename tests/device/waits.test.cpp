@@ -113,11 +113,11 @@ double of_autocast() {
 }
 
 template <class Optimizer>
-double of_scaler() {
+double of_scaler(bool on_device) {
   Rig rig;
   Optimizer wrapped(rig.model->parameters(), 1e-3);
   ga::GradAccumulator optimizer(wrapped, {.steps = 4});
-  ga::AmpScaler scaler;
+  ga::AmpScaler scaler({.on_device = on_device});
   return waits_of([&] {
     for (auto& batch : rig.data) {
       scaler.scale(loss_of(rig.model, batch)).backward();
@@ -287,14 +287,20 @@ TEST_CASE("device: parts wait as often as README's table says", "[cuda]") {
     double expected;
     std::function<double()> run;
   };
+  const std::string scaler = "4 bytes a window; with `.on_device` and `ga::optim` no";
   const std::vector<Part> parts{
       {"`GradAccumulator`", "no", 0, [] { return of_windows<torch::optim::AdamW>({.steps = 4}); }},
       {"`ga::Loss{mean, items}`", "no", 0, [] { return of_windows<torch::optim::SGD>({.steps = 4}); }},
       {"`Gradients`, `Factor`", "no", 0, of_plain_windows},
       {"`clip_grad_norm_`", "no (LibTorch's own does)", 0, of_clipping},
       {"`Autocast`", "no", 0, of_autocast},
-      {"`AmpScaler`", "4 bytes a window", 1, of_scaler<ga::optim::AdamW>},
-      {"`AmpScaler`", "4 bytes a window", 1, of_scaler<torch::optim::SGD>},
+      {"`AmpScaler`", scaler, 1, [] { return of_scaler<ga::optim::AdamW>(false); }},
+      {"`AmpScaler`", scaler, 1, [] { return of_scaler<torch::optim::SGD>(false); }},
+      {"`AmpScaler`", scaler, 0, [] { return of_scaler<ga::optim::SGD>(true); }},
+      {"`AmpScaler`", scaler, 0, [] { return of_scaler<ga::optim::Adam>(true); }},
+      {"`AmpScaler`", scaler, 0, [] { return of_scaler<ga::optim::AdamW>(true); }},
+      {"`AmpScaler`", scaler, 0, [] { return of_scaler<ga::optim::AdamW8bit>(true); }},
+      {"`AmpScaler`", scaler, 0, [] { return of_scaler<ga::optim::Adafactor>(true); }},
       {"`optim::SGD`", "no", 0, [] { return of_windows<ga::optim::SGD>({.steps = 4}); }},
       {"`optim::SGD`", "no", 0, [] { return of_steps<ga::optim::SGD>(/*sparse=*/true); }},
       {"`optim::SGD`", "no", 0, [] { return of_windows<ga::optim::Adam>({.steps = 4}); }},

@@ -3,6 +3,7 @@
 
 #include <gradaccum/amp_scaler.hpp>
 #include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/optim/sgd.hpp>
 
 #include "support/waves.hpp"
 
@@ -51,10 +52,11 @@ const std::vector<Case> cases{{"plain", powers, 1, 0, 0.9, 1},
                               {"two_optimizers_odd", odd, 1, 0.2, 0.9, 2},
                               {"two_optimizers_window", odd, 2, 0.2, 0.9, 2}};
 
+template <class SGD>
 struct Layer {
   at::Tensor weight, bias;
-  torch::optim::SGD sgd;
-  ga::GradAccumulator<torch::optim::SGD> optimizer;
+  SGD sgd;
+  ga::GradAccumulator<SGD> optimizer;
 
   Layer(std::int64_t start, const Case& c, at::Device device)
       : weight((0.5 * waves({3, 4}, start)).to(device).set_requires_grad(true)),
@@ -66,8 +68,8 @@ struct Layer {
 // How a user gets the clipping that Python's loop has.
 enum class Clip { by_torch_after_unscale, by_the_accumulator };
 
-template <class Optimizer>
-void step(ga::AmpScaler& scaler, Layer& layer, Optimizer& optimizer, double clip, Clip how) {
+template <class SGD, class Optimizer>
+void step(ga::AmpScaler& scaler, Layer<SGD>& layer, Optimizer& optimizer, double clip, Clip how) {
   if constexpr (ga::accumulating<Optimizer>) {
     if (clip > 0 && how == Clip::by_the_accumulator) optimizer.clip_grad_norm_(clip);
     if (!optimizer.ready()) clip = 0;
@@ -80,7 +82,8 @@ void step(ga::AmpScaler& scaler, Layer& layer, Optimizer& optimizer, double clip
 }
 
 // A part of the loss whose gradient is inf, or NaN.
-at::Tensor spoiled(const Layer& first, const Layer& last, int update, bool middle) {
+template <class SGD>
+at::Tensor spoiled(const Layer<SGD>& first, const Layer<SGD>& last, int update, bool middle) {
   at::Tensor loss = torch::zeros({}, first.weight.options());
   if (update % 7 == 4 && middle) loss = loss + first.weight[0][1] * std::numeric_limits<double>::infinity();
   if (update == 11 || update == 12) loss = loss + last.bias[2] * std::numeric_limits<double>::quiet_NaN();
@@ -88,9 +91,10 @@ at::Tensor spoiled(const Layer& first, const Layer& last, int update, bool middl
 }
 
 // With the accumulators, or (windows of one) with the optimizers themselves.
+template <class SGD = torch::optim::SGD>
 Trace run(const Case& c, bool accumulators, Clip how, bool spoils = true, at::Device device = at::kCPU) {
-  std::vector<std::unique_ptr<Layer>> layers;
-  for (int i = 0; i < c.layers; ++i) layers.push_back(std::make_unique<Layer>(20 * i, c, device));
+  std::vector<std::unique_ptr<Layer<SGD>>> layers;
+  for (int i = 0; i < c.layers; ++i) layers.push_back(std::make_unique<Layer<SGD>>(20 * i, c, device));
   ga::AmpScaler scaler(c.options);
   Trace trace;
   for (int micro_batch = 0; micro_batch < updates * c.steps; ++micro_batch) {
@@ -114,7 +118,7 @@ Trace run(const Case& c, bool accumulators, Clip how, bool spoils = true, at::De
     row = {scaler.get_scale(), scaler.state_dict().at("_growth_tracker")};
     for (auto& l : layers)
       for (auto& number : {l->weight.square().sum() + l->bias.square().sum(), l->weight[0][0], l->bias[2]})
-        row.push_back(number.item<double>());
+        row.push_back(number.template item<double>());
   }
   return trace;
 }
@@ -150,6 +154,17 @@ TEST_CASE("PyTorch's values: GradScaler, on a device", "[cuda]") {
   for (auto& c : cases)
     for (auto how : {Clip::by_torch_after_unscale, Clip::by_the_accumulator})
       compare(c, run(c, true, how, /*spoils=*/true, at::kCUDA));
+}
+
+TEST_CASE("PyTorch's values: GradScaler, where nobody but the device knows", "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
+  for (auto c : cases) {
+    c.options.on_device = true;
+    for (auto how : {Clip::by_torch_after_unscale, Clip::by_the_accumulator})
+      compare(c, run<ga::optim::SGD>(c, true, how, /*spoils=*/true, at::kCUDA));
+    if (c.steps == 1) compare(c, run<ga::optim::SGD>(c, false, Clip::by_torch_after_unscale, true, at::kCUDA));
+    compare(c, run(c, true, Clip::by_the_accumulator, true, at::kCUDA));  // LibTorch's optimizer: the host asks
+  }
 }
 
 TEST_CASE("PyTorch's values: GradScaler's would be told from a loop without overflows, and from one without clipping") {

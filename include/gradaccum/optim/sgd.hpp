@@ -32,6 +32,8 @@ class SGD : public detail::OnePassOptimizer<SGD, torch::optim::SGD, torch::optim
   explicit SGD(const std::vector<torch::optim::OptimizerParamGroup>& groups, SGDOptions defaults);
   explicit SGD(std::vector<at::Tensor> parameters, SGDOptions defaults);
 
+  GRADACCUM_INLINE bool judges_on_device(const Gradients& gradients) const override;
+
  private:
   GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
 };

@@ -5,6 +5,7 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/kernels/dense.hpp>
+#include <gradaccum/detail/optimizers/device_operands.hpp>
 #include <gradaccum/detail/optimizers/sgd_step.hpp>
 #include <gradaccum/detail/optimizers/take_steps.hpp>
 #include <gradaccum/detail/window/tensor_lists.hpp>
@@ -32,6 +33,8 @@ GRADACCUM_INLINE std::function<void()> row_move_of(const at::Tensor& parameter, 
   multiply_({rows}, multiplier);
   const bool by_number = !rows.is_cpu() && rows.sparse_dim() == 1;
   if (!rows.is_cpu() && !by_number) rows = rows.coalesce();
+  if (const auto left_out = left_out_on(parameter.device(), multiplier); left_out.defined())
+    rows._values().masked_fill_(left_out, 0);
   rows = rows.to(parameter.scalar_type());
   if (by_number)
     return [parameter, numbers = rows._indices()[0], values = rows._values(), lr] {
@@ -49,6 +52,18 @@ GRADACCUM_INLINE SGD::SGD(const std::vector<torch::optim::OptimizerParamGroup>& 
 
 GRADACCUM_INLINE SGD::SGD(std::vector<at::Tensor> parameters, SGDOptions defaults)
     : OnePassOptimizer(std::move(parameters), std::move(defaults)) {}
+
+/// The first momentum is the gradient itself, undampened: whether there is one, the host has to know.
+GRADACCUM_INLINE bool SGD::judges_on_device(const Gradients& gradients) const {
+  if (!OnePassOptimizer::judges_on_device(gradients)) return false;
+  bool first_is_other = false;
+  for (auto& group : param_groups()) {
+    const auto& options = static_cast<const SGDOptions&>(group.options());
+    for (auto& parameter : group.params())
+      first_is_other |= options.momentum() != 0 && options.dampening() != 0 && !known_state(parameter);
+  }
+  return !first_is_other;
+}
 
 GRADACCUM_INLINE void SGD::move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) {
   std::vector<detail::SgdStep> steps;

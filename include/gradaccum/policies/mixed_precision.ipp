@@ -6,6 +6,8 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/trainer_base.hpp>
 
+#include <c10/util/Exception.h>
+
 #include <utility>
 
 namespace gradaccum {
@@ -13,6 +15,8 @@ namespace gradaccum {
 GRADACCUM_INLINE void MixedPrecision::attach(TrainerBase& trainer) {
   device = [&trainer] { return trainer.device(); };
   static_cast<void>(forward_scope());  // throws where the device has no autocast, or not for this dtype
+  TORCH_CHECK(!scaler.on_device,
+              "MixedPrecision: scaler.on_device must be false; a Trainer has to know whether its parameters moved");
   auto options = scaler;
   options.enabled = enabled && scaler.enabled && dtype == at::kHalf;
   if (options.enabled) detail::check_none_is_half(trainer.parameters());

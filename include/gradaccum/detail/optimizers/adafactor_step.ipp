@@ -9,15 +9,19 @@
 #include <gradaccum/detail/optimizers/batches.hpp>
 
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/div.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/mean.h>
+#include <ATen/ops/minimum.h>
 #include <ATen/ops/mul.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <utility>
 
 namespace gradaccum::detail {
@@ -80,10 +84,48 @@ GRADACCUM_INLINE void take_on_cpu(const std::vector<AdafactorStep>& steps, doubl
   take_passes(tensors);
 }
 
+/// Numbers of a step on a device, 0-dim; of one that may be left out, made of what the device knows: they are such that
+/// nothing moves then.
+struct AdafactorWeights {
+  AdafactorWeights(const AdafactorSettings& settings, const Multiplier& multiplier, at::Device device,
+                   at::ScalarType dtype)
+      : by(settings), left_out(left_out_on(device, multiplier)) {
+    const auto number = [&](double value) {
+      return at::full({}, value, at::TensorOptions(at::kDouble).device(device));
+    };
+    fresh2 = number(by.fresh2);
+    step_size = number(by.step_size);
+    if (multiplier.left_out.defined()) {
+      const auto step = by.step - multiplier.left_out.to(device, /*non_blocking=*/true).to(at::kDouble);
+      fresh2 = step.pow(by.beta2_decay);
+      if (by.relative_step) step_size = at::minimum(by.warmup_init ? 1e-6 * step : number(by.lr), step.rsqrt());
+    }
+    keep_if_left_out(fresh2, 0);
+    kept2 = (1 - fresh2).to(dtype);
+    fresh2 = fresh2.to(dtype);
+    step_size = step_size.to(dtype);
+    kept1 = number(by.beta1).to(dtype);
+    keep_if_left_out(kept1, 1);
+  }
+
+  bool fit(const AdafactorSettings& settings, at::Device device, at::ScalarType dtype) const {
+    return settings == by && step_size.device() == device && step_size.scalar_type() == dtype;
+  }
+
+  /// `value` is what leaves things as they are.
+  void keep_if_left_out(const at::Tensor& factor, double value) const {
+    if (left_out.defined()) factor.masked_fill_(left_out, value);
+  }
+
+  AdafactorSettings by;
+  at::Tensor left_out, fresh2, kept2, step_size, kept1;
+};
+
 /// A parameter's step on a device.
 class AdafactorMove final : public Move {
  public:
-  AdafactorMove(const AdafactorStep& step, const Multiplier& multiplier) : step_(step), operands_(multiplier) {
+  AdafactorMove(const AdafactorStep& step, const Multiplier& multiplier, const AdafactorWeights& weights)
+      : step_(step), operands_(multiplier), weights_(weights) {
     operands_.add(operand_of(step), operand_of(step).whole());
   }
 
@@ -106,29 +148,26 @@ class AdafactorMove final : public Move {
   void run() override {
     operands_.read();
     auto p = operands_.parameters().front();
-    set_step_size(p);
+    step_size_.copy_(weights_.step_size);
+    if (by().scale_parameter) step_size_.mul_(root_mean_square(p).clamp_min_(by().eps2));
     make_update(operands_.gradients().front());
     decay(p);
-    step_size_.div_(root_mean_square(update_).div_(step_.settings.d).clamp_min_(1));
+    step_size_.div_(root_mean_square(update_).div_(by().d).clamp_min_(1));
     p.sub_(with_momentum(update_.mul_(step_size_)));
     operands_.write_back();
   }
 
  private:
-  void set_step_size(const at::Tensor& p) {
-    const auto& by = step_.settings;
-    step_size_.fill_(by.step_size);
-    if (by.scale_parameter) step_size_.mul_(root_mean_square(p).clamp_min_(by.eps2));
-  }
+  const AdafactorSettings& by() const { return weights_.by; }
 
-  at::Tensor root_mean_square(const at::Tensor& numbers) {
-    return at::linalg_vector_norm_out(norm_, numbers, 2).div_(std::sqrt(static_cast<double>(numbers.numel())));
+  at::Tensor root_mean_square(const at::Tensor& all) {
+    return at::linalg_vector_norm_out(norm_, all, 2).div_(std::sqrt(static_cast<double>(all.numel())));
   }
 
   /// The gradient divided by the root of the estimate of its square, which moves on.
   void make_update(const at::Tensor& gradient) {
-    const auto& by = step_.settings;
     at::mul_out(update_, gradient, gradient);
+    weights_.keep_if_left_out(update_, 0);
     if (step_.variance.defined()) {
       move_on(step_.variance, update_);
       update_.copy_(step_.variance);
@@ -139,41 +178,52 @@ class AdafactorMove final : public Move {
       sizes[sizes.size() - 2] = 1;
       auto means = means_.view(sizes);
       at::mean_out(means, step_.row_var, -2, /*keepdim=*/true);
-      at::div_out(row_, step_.row_var, by.pytorch ? means.clamp_min_(by.eps1) : means);
+      at::div_out(row_, step_.row_var, by().pytorch ? means.clamp_min_(by().eps1) : means);
       at::mul_out(update_, row_, step_.col_var);
     }
     update_.sqrt_();
-    if (by.pytorch) update_.clamp_min_(by.eps1);  // eps1^2 may be 0 in float32
+    if (by().pytorch) update_.clamp_min_(by().eps1);  // eps1^2 may be 0 in float32
     at::div_out(update_, gradient, update_);
+    weights_.keep_if_left_out(update_, 0);
   }
 
   void move_on(const at::Tensor& average, at::Tensor fresh) const {
-    const auto& by = step_.settings;
-    average.mul_(1 - by.fresh2).add_(fresh.add_(by.pytorch ? 0 : by.eps1), by.fresh2);
+    average.mul_(weights_.kept2).addcmul_(fresh.add_(by().pytorch ? 0 : by().eps1), weights_.fresh2);
   }
 
   void decay(const at::Tensor& p) {
-    const auto& by = step_.settings;
-    if (by.pytorch)
-      p.mul_(1 - by.lr * by.weight_decay);
-    else if (by.weight_decay != 0)
-      p.mul_(norm_.copy_(step_size_).mul_(-by.weight_decay).add_(1));
+    if (by().weight_decay == 0) return;
+    if (by().pytorch)
+      norm_.fill_(1 - by().lr * by().weight_decay);
+    else
+      norm_.copy_(step_size_).mul_(-by().weight_decay).add_(1);
+    weights_.keep_if_left_out(norm_, 1);
+    p.mul_(norm_);
   }
 
   at::Tensor with_momentum(const at::Tensor& update) const {
     if (!step_.exp_avg.defined()) return update;
-    return step_.exp_avg.mul_(step_.settings.beta1).add_(update, 1 - step_.settings.beta1);
+    step_.exp_avg.mul_(weights_.kept1).add_(update, 1 - by().beta1);
+    if (!weights_.left_out.defined()) return step_.exp_avg;
+    return update.copy_(step_.exp_avg).masked_fill_(weights_.left_out, 0);
   }
 
   AdafactorStep step_;
   DeviceOperands operands_;
+  AdafactorWeights weights_;
   at::Tensor update_, step_size_, norm_, row_, col_, means_;
 };
 
 GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<AdafactorStep>& steps, const Multiplier& multiplier) {
-  for (auto& step : steps)
-    if (step.parameter.numel() > 0)
-      moves.add(step.parameter.device(), std::make_unique<AdafactorMove>(step, multiplier));
+  std::optional<AdafactorWeights> weights;
+  for (auto& step : steps) {
+    if (step.parameter.numel() == 0) continue;
+    const auto device = step.parameter.device();
+    const auto dtype = state_type(step.parameter);
+    if (!weights || !weights->fit(step.settings, device, dtype))
+      weights.emplace(step.settings, multiplier, device, dtype);
+    moves.add(device, std::make_unique<AdafactorMove>(step, multiplier, *weights));
+  }
 }
 
 }  // namespace gradaccum::detail

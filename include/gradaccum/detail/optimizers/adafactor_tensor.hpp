@@ -17,6 +17,12 @@ struct AdafactorSettings {
   double fresh2;         ///< 1 - beta2 of this step
   double eps1, eps2, d, weight_decay, beta1;
   bool scale_parameter, pytorch;
+
+  /// What makes `step_size` and `fresh2`, for a device that counts the steps itself, from 1.
+  double step = 1, beta2_decay = 0;
+  bool relative_step = false, warmup_init = false;
+
+  bool operator==(const AdafactorSettings&) const = default;
 };
 
 /// One parameter's step of Adafactor, with all that it reads and writes. State is row-major.

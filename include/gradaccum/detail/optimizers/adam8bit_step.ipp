@@ -22,6 +22,7 @@
 #include <ATen/ops/reciprocal.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
@@ -159,7 +160,8 @@ class Adam8bitMove final : public Move {
   Adam8bitMove(const StepPart<Adam8bitStep>& part, const Multiplier& multiplier, const Coding& first,
                const Coding& second)
       : operands_(multiplier),
-        fused_(part.step.settings, part.step.parameter.device()),
+        fused_(part.step.settings, multiplier, part.step.parameter.device()),
+        left_out_(left_out_on(part.step.parameter.device(), multiplier)),
         first_(first),
         second_(second),
         exp_avg_(codes_of(part.step.exp_avg, part.extent)),
@@ -174,6 +176,9 @@ class Adam8bitMove final : public Move {
     m_ = scratch.take(blocks * eight_bit_block, at::kFloat);
     v_ = scratch.take(blocks * eight_bit_block, at::kFloat);
     unusable_ = scratch.take(blocks, at::kBool);
+    if (!left_out_.defined()) return;
+    fresh_.codes = scratch.take(exp_avg_.codes.numel(), at::kByte);
+    fresh_.scales = scratch.take(blocks, at::kFloat);
   }
 
   void run() override {
@@ -183,8 +188,8 @@ class Adam8bitMove final : public Move {
     const auto p = operands_.parameters(), g = operands_.gradients();
     const auto like_p = [&](const at::Tensor& moments) { return moments.as_strided(p[0].sizes(), p[0].strides()); };
     fused_(p, g, {like_p(m_)}, {like_p(v_)}, {});
-    first_.encode(m_, exp_avg_, places_, unusable_);
-    second_.encode(v_, exp_avg_sq_, places_, unusable_);
+    encode(first_, m_, exp_avg_);
+    encode(second_, v_, exp_avg_sq_);
     operands_.write_back();
   }
 
@@ -195,10 +200,19 @@ class Adam8bitMove final : public Move {
     return {flat(all.codes).narrow(0, extent.from, extent.size()), all.scales.narrow(0, first_block, blocks)};
   }
 
+  /// Moments that have not moved would not all get the codes that they had.
+  void encode(const Coding& coding, const at::Tensor& numbers, Codes& codes) const {
+    if (!left_out_.defined()) return coding.encode(numbers, codes, places_, unusable_);
+    coding.encode(numbers, fresh_, places_, unusable_);
+    at::where_out(codes.codes, left_out_, codes.codes, fresh_.codes);
+    at::where_out(codes.scales, left_out_, codes.scales, fresh_.scales);
+  }
+
   DeviceOperands operands_;
   FusedAdam fused_;
+  at::Tensor left_out_;
   Coding first_, second_;
-  Codes exp_avg_, exp_avg_sq_;
+  Codes exp_avg_, exp_avg_sq_, fresh_;
   at::Tensor places_, m_, v_, unusable_;
 };
 

@@ -40,13 +40,14 @@ void add_moves(Moves& moves, const std::vector<AdamStep>& steps, const Multiplie
 /// ATen's operation on lists of tensors of one device and dtype.
 class FusedAdam {
  public:
-  FusedAdam(const AdamSettings& by, at::Device device);
+  FusedAdam(const AdamSettings& by, const Multiplier& multiplier, at::Device device);
   void operator()(at::TensorList parameters, at::TensorList gradients, at::TensorList exp_avgs,
                   at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs) const;
 
  private:
   AdamSettings by_;
   at::Tensor count_;
+  std::optional<at::Tensor> found_inf_;
 };
 
 }  // namespace gradaccum::detail

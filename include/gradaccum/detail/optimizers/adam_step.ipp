@@ -47,8 +47,12 @@ GRADACCUM_INLINE void take_on_cpu(const std::vector<AdamStep>& steps, double mul
 }
 
 // It reads the count from the device, but does not advance it.
-GRADACCUM_INLINE FusedAdam::FusedAdam(const AdamSettings& by, at::Device device)
-    : by_(by), count_(at::full({}, static_cast<double>(by.step), at::TensorOptions(at::kFloat).device(device))) {}
+GRADACCUM_INLINE FusedAdam::FusedAdam(const AdamSettings& by, const Multiplier& multiplier, at::Device device)
+    : by_(by),
+      count_(at::full({}, static_cast<double>(by.step), at::TensorOptions(at::kFloat).device(device))),
+      found_inf_(found_inf_on(device, multiplier)) {
+  if (multiplier.left_out.defined()) count_.sub_(multiplier.left_out.to(device, /*non_blocking=*/true));
+}
 
 GRADACCUM_INLINE void FusedAdam::operator()(at::TensorList parameters, at::TensorList gradients,
                                             at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
@@ -56,7 +60,7 @@ GRADACCUM_INLINE void FusedAdam::operator()(at::TensorList parameters, at::Tenso
   const std::vector<at::Tensor> counts(parameters.size(), count_);
   const auto step = [&](auto fused) {
     fused(parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, counts, by_.lr, by_.beta1, by_.beta2,
-          by_.weight_decay, by_.eps, by_.amsgrad, /*maximize=*/false, std::nullopt, std::nullopt);
+          by_.weight_decay, by_.eps, by_.amsgrad, /*maximize=*/false, std::nullopt, found_inf_);
   };
   using Fused = void(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList,
                      double, double, double, double, double, bool, bool, const std::optional<at::Tensor>&,
@@ -65,9 +69,9 @@ GRADACCUM_INLINE void FusedAdam::operator()(at::TensorList parameters, at::Tenso
 }
 
 GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<AdamStep>& steps, const Multiplier& multiplier) {
-  add_batches(moves, steps, multiplier, [](const AdamSettings& by, at::Device device) {
-    return [fused = FusedAdam(by, device), amsgrad = by.amsgrad](const std::vector<StepPart<AdamStep>>& batch,
-                                                                 at::TensorList p, at::TensorList g) {
+  add_batches(moves, steps, multiplier, [&](const AdamSettings& by, at::Device device) {
+    return [fused = FusedAdam(by, multiplier, device), amsgrad = by.amsgrad](
+               const std::vector<StepPart<AdamStep>>& batch, at::TensorList p, at::TensorList g) {
       std::vector<at::Tensor> m, v, x;
       for (auto& [step, extent] : batch) {
         m.push_back(as_real(extent.of(step.exp_avg)));

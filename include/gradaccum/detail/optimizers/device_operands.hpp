@@ -38,6 +38,11 @@ struct DeviceOperand {
   std::vector<Extent> cut() const;
 };
 
+/// For operations that leave out a step by themselves.
+std::optional<at::Tensor> found_inf_on(at::Device device, const Multiplier& multiplier);
+/// For others: a bool; undefined where no step is left out.
+at::Tensor left_out_on(at::Device device, const Multiplier& multiplier);
+
 /// Float32 numbers become such as bfloat16 has, of those on either side at random. Of the memory of `random_bits`
 /// (int32) and `is_nan` (bool), nothing is kept.
 void round_stochastically_(const at::Tensor& numbers, std::uint64_t key, at::Tensor random_bits, at::Tensor is_nan);

@@ -49,6 +49,16 @@ GRADACCUM_INLINE std::vector<Extent> DeviceOperand::cut() const {
   return extents;
 }
 
+GRADACCUM_INLINE std::optional<at::Tensor> found_inf_on(at::Device device, const Multiplier& multiplier) {
+  if (!multiplier.found_inf.defined()) return {};
+  return multiplier.found_inf.to(device, /*non_blocking=*/true);
+}
+
+GRADACCUM_INLINE at::Tensor left_out_on(at::Device device, const Multiplier& multiplier) {
+  const auto found_inf = found_inf_on(device, multiplier);
+  return found_inf ? found_inf->to(at::kBool) : at::Tensor();
+}
+
 GRADACCUM_INLINE void round_stochastically_(const at::Tensor& numbers, std::uint64_t key, at::Tensor random_bits,
                                             at::Tensor is_nan) {
   auto generator = at::globalContext().defaultGenerator(numbers.device()).clone();

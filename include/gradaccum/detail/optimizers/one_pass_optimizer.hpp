@@ -26,6 +26,8 @@ struct Multiplier;
 class OnePass : public TakesGradients, public NamesItsState {
  public:
   GRADACCUM_INLINE void step(Gradients gradients) override;
+  /// Where all parameters lie on devices.
+  GRADACCUM_INLINE bool judges_on_device(const Gradients& gradients) const override;
 
   /// From now on bfloat16 parameters are rounded up or down at random, each way as often as it is near: the mean of
   /// many steps is exact, where steps too small for the nearest number would all be lost. The same seed gives the same
@@ -54,6 +56,8 @@ class OnePass : public TakesGradients, public NamesItsState {
     run(moves, std::move(rounding));
   }
   bool rounds(const at::Tensor& parameter) const { return rounding_.concerns(parameter); }
+  /// Waits for the device, if steps have been left to it: it is asked how many it has left out, and these do not count.
+  void settle() const;
   void save_rounding(torch::serialize::OutputArchive& archive) const;
   void load_rounding(torch::serialize::InputArchive& archive);
 
@@ -62,6 +66,8 @@ class OnePass : public TakesGradients, public NamesItsState {
   const torch::optim::Optimizer& itself() const { return const_cast<OnePass&>(*this).itself(); }
   virtual const char* class_name() const = 0;
   virtual std::unique_ptr<torch::optim::OptimizerParamState> new_state() const = 0;
+  /// Of a parameter's steps so many were none.
+  virtual void uncount(const at::Tensor& parameter, std::int64_t steps) = 0;
   /// Steps all parameters that have a gradient.
   virtual void move(const GradientOf& gradient_of, const Multiplier& multiplier) = 0;
   void run(Moves& moves, StochasticRounding rounding);
@@ -71,9 +77,12 @@ class OnePass : public TakesGradients, public NamesItsState {
       if (rounding.concerns(step.parameter)) step.rounding_key = rounding.next_key(distinct_.place_of(step.parameter));
   }
   void check_and_move(const GradientOf& gradient_of, const Multiplier& multiplier);
+  void move_unless_overflowed(const GradientOf& gradient_of, Gradients gradients);
 
   DistinctParameters distinct_;
   StochasticRounding rounding_;
+  mutable at::Tensor left_out_;                // how many steps, known on the device alone
+  mutable std::vector<at::Tensor> concerned_;  // whose steps
 };
 
 /// LibTorch's optimizer `Base` with a step of our own: `Derived` has a `name`, and overrides `move`. Options, state,
@@ -92,6 +101,10 @@ class OnePassOptimizer : public Base, public OnePass {
   GRADACCUM_INLINE void save(torch::serialize::OutputArchive& archive) const override;
   GRADACCUM_INLINE void load(torch::serialize::InputArchive& archive) override;
 
+  /// LibTorch's. Through a `torch::optim::Optimizer&` its counts may have steps that a device has left out.
+  auto& state() { return settle(), Base::state(); }
+  const auto& state() const { return settle(), Base::state(); }
+
  protected:
   using ParamState = State;
 
@@ -104,6 +117,7 @@ class OnePassOptimizer : public Base, public OnePass {
   GRADACCUM_INLINE torch::optim::Optimizer& itself() override;
   GRADACCUM_INLINE const char* class_name() const override;
   GRADACCUM_INLINE std::unique_ptr<torch::optim::OptimizerParamState> new_state() const override;
+  GRADACCUM_INLINE void uncount(const at::Tensor& parameter, std::int64_t steps) override;
 };
 
 }  // namespace gradaccum::detail

@@ -7,6 +7,7 @@
 #include <gradaccum/detail/optimizers/moves.hpp>
 #include <gradaccum/detail/optimizers/param_states.hpp>
 #include <gradaccum/detail/optimizers/take_steps.hpp>
+#include <gradaccum/detail/window/gradient_watch.hpp>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
@@ -14,6 +15,7 @@
 #include <c10/util/Exception.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <utility>
 
@@ -27,17 +29,48 @@ GRADACCUM_INLINE at::Tensor OnePass::step_after(const torch::optim::Optimizer::L
     at::AutoGradMode with_gradients(true);
     loss = closure();
   }
+  settle();
   check_and_move(GradientOf(), {});
   return loss;
 }
 
 GRADACCUM_INLINE void OnePass::step(Gradients gradients) {
-  if (gradients.overflowed()) return;
+  const bool left_to_device = judges_on_device(gradients);
+  if (!left_to_device && gradients.overflowed()) return;
   const GradientOf gradient_of(gradients);
   bool any = gradient_of.empty();
   for_each_parameter(itself(), [&](const at::Tensor& parameter) { any = any || gradient_of(parameter).defined(); });
   TORCH_CHECK(any, class_name(), ": step(gradients) was given those of other parameters than the optimizer's");
+  if (left_to_device) return move_unless_overflowed(gradient_of, std::move(gradients));
+  settle();
   check_and_move(gradient_of, product_of(gradients));
+}
+
+GRADACCUM_INLINE bool OnePass::judges_on_device(const Gradients& gradients) const {
+  if (!gradients.may_be_judged_on_device()) return false;
+  const auto parameters = gradients.parameters();
+  return std::none_of(parameters.begin(), parameters.end(), [](const at::Tensor& p) { return p.is_cpu(); });
+}
+
+/// The steps are counted as if they were all taken, and the device is told how many were not.
+GRADACCUM_INLINE void OnePass::move_unless_overflowed(const GradientOf& gradient_of, Gradients gradients) {
+  at::NoGradGuard no_grad;
+  auto by = product_of(gradients);
+  auto parameters = gradients.parameters();
+  if (!same_parameters(parameters, concerned_)) settle();
+  by.found_inf = gradients.judge_on_device();
+  if (left_out_.defined()) by.left_out = left_out_.to(by.found_inf.device(), /*non_blocking=*/true);
+  const auto left_out = by.left_out.defined() ? by.left_out + by.found_inf : by.found_inf.clone();
+  check_and_move(gradient_of, by);
+  left_out_ = left_out;
+  concerned_ = std::move(parameters);
+}
+
+GRADACCUM_INLINE void OnePass::settle() const {
+  if (!left_out_.defined()) return;
+  const auto steps = static_cast<std::int64_t>(left_out_.item<float>());
+  left_out_.reset();
+  for (auto& parameter : std::exchange(concerned_, {})) const_cast<OnePass&>(*this).uncount(parameter, steps);
 }
 
 GRADACCUM_INLINE void OnePass::check_and_move(const GradientOf& gradient_of, const Multiplier& multiplier) {
@@ -53,6 +86,7 @@ GRADACCUM_INLINE void OnePass::run(Moves& moves, StochasticRounding rounding) {
 }
 
 GRADACCUM_INLINE NamedTensors OnePass::named_state(const NamedParameters& parameters) const {
+  settle();
   const NameOf name_of(parameters);
   auto all = named_state_of(itself(), name_of);
   std::size_t place = 0;
@@ -79,6 +113,7 @@ GRADACCUM_INLINE std::function<void()> OnePass::take_named_state(const NamedPara
               ": load_named_state: there is no parameter, or no such state, for ",
               state.empty() ? "" : state.begin()->first);
   return [this, become, steps] {
+    settle();
     rounding_.set_steps(steps);
     become();
   };
@@ -103,12 +138,14 @@ at::Tensor OnePassOptimizer<Derived, Base, State>::step(torch::optim::Optimizer:
 
 template <class Derived, class Base, class State>
 void OnePassOptimizer<Derived, Base, State>::save(torch::serialize::OutputArchive& archive) const {
+  this->settle();
   Base::save(archive);
   this->save_rounding(archive);
 }
 
 template <class Derived, class Base, class State>
 void OnePassOptimizer<Derived, Base, State>::load(torch::serialize::InputArchive& archive) {
+  this->settle();
   Base::load(archive);
   this->load_rounding(archive);
 }
@@ -124,6 +161,12 @@ State& OnePassOptimizer<Derived, Base, State>::kept_state(const at::Tensor& para
   auto& state = this->state_[parameter.unsafeGetTensorImpl()];
   if (!state) state = std::make_unique<State>();
   return static_cast<State&>(*state);
+}
+
+template <class Derived, class Base, class State>
+void OnePassOptimizer<Derived, Base, State>::uncount(const at::Tensor& parameter, std::int64_t steps) {
+  if constexpr (requires(State & state) { state.step(state.step() - steps); })
+    if (auto* const state = const_cast<State*>(known_state(parameter))) state->step(state->step() - steps);
 }
 
 template <class Derived, class Base, class State>

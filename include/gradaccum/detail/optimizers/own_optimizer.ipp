@@ -41,12 +41,14 @@ void OwnOptimizer<Derived, Options, State>::add_param_group(const torch::optim::
 
 template <class Derived, class Options, class State>
 void OwnOptimizer<Derived, Options, State>::save(torch::serialize::OutputArchive& archive) const {
+  this->settle();
   torch::optim::serialize<State, Options>(archive, *this);
   this->save_rounding(archive);
 }
 
 template <class Derived, class Options, class State>
 void OwnOptimizer<Derived, Options, State>::load(torch::serialize::InputArchive& archive) {
+  this->settle();
   torch::optim::serialize<State, Options>(archive, static_cast<torch::optim::Optimizer&>(*this));
   this->load_rounding(archive);
 }

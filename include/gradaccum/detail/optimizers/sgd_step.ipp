@@ -25,13 +25,14 @@ GRADACCUM_INLINE void take_on_cpu(const std::vector<SgdStep>& steps, double mult
 }
 
 GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<SgdStep>& steps, const Multiplier& multiplier) {
-  add_batches(moves, steps, multiplier, [](const SgdSettings& by, at::Device) {
-    return [by](const std::vector<StepPart<SgdStep>>& batch, at::TensorList p, at::TensorList g) {
+  add_batches(moves, steps, multiplier, [&](const SgdSettings& by, at::Device device) {
+    return [by, found_inf = found_inf_on(device, multiplier)](const std::vector<StepPart<SgdStep>>& batch,
+                                                              at::TensorList p, at::TensorList g) {
       std::vector<at::Tensor> buffers;
       for (auto& [step, extent] : batch)
         if (by.momentum != 0) buffers.push_back(as_real(extent.of(step.momentum_buffer)));
       at::_fused_sgd_(p, g, buffers, by.weight_decay, by.momentum, by.lr, by.dampening, by.nesterov,
-                      /*maximize=*/false, by.first);
+                      /*maximize=*/false, by.first, std::nullopt, found_inf);
     };
   });
 }

@@ -21,6 +21,8 @@ struct LossScale {
   void set(double scale, const char* name);  ///< `name` is what the user calls it
   void back_off();
   void count_clean_update();
+  /// Throws where overflows have taken the scale below `min_scale`, or to `smallest`.
+  void check_reached(float scale, float smallest) const;
 
   std::map<std::string, double> state_dict() const;
   /// An exception leaves `*this` half-changed: load into a copy.

@@ -31,11 +31,15 @@ GRADACCUM_INLINE void LossScale::set(double scale, const char* name) {
 
 GRADACCUM_INLINE void LossScale::back_off() {
   const auto next = static_cast<float>(value * backoff_factor);
-  TORCH_CHECK(next > 0 && next >= min_scale, "AmpScaler: the scale must stay ",
-              min_scale > 0 ? c10::str(">= min_scale (", min_scale, ")") : "> 0", ", and an overflow takes it from ",
-              value, " to ", next, ": gradients overflow at every scale; look for inf or NaN in the data and the loss");
+  check_reached(next, 0);
   value = next;
   growth_tracker = 0;
+}
+
+GRADACCUM_INLINE void LossScale::check_reached(float scale, float smallest) const {
+  TORCH_CHECK(scale > smallest && scale >= min_scale, "AmpScaler: the scale must stay ",
+              min_scale > 0 ? c10::str(">= min_scale (", min_scale, ")") : "> 0", ", and overflows take it to ", scale,
+              ": gradients overflow at every scale; look for inf or NaN in the data and the loss");
 }
 
 GRADACCUM_INLINE void LossScale::count_clean_update() {

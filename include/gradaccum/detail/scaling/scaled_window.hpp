@@ -36,6 +36,8 @@ struct ScaledWindow {
   bool closed() const { return !gradients || gradients->closed(); }
   bool open() const { return of_accumulator && !closed(); }
   Verdict verdict();
+  /// The verdict, where the host need not know it; else undefined.
+  at::Tensor found_inf_on_device() const;
 };
 
 /// A window of a single batch: of an optimizer that is no accumulator.

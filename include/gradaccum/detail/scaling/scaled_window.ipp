@@ -25,6 +25,14 @@ GRADACCUM_INLINE Verdict ScaledWindow::verdict() {
   return Verdict::none;
 }
 
+GRADACCUM_INLINE at::Tensor ScaledWindow::found_inf_on_device() const {
+  if (!gradients || !gradients->may_be_judged_on_device()) return {};
+  const bool unjudged = stage == Stage::unscaled && !(closed() && gradients->judged());
+  if (!unjudged && !gradients->judged_on_device()) return {};
+  const auto found = Gradients(*gradients).found_inf();
+  return found.is_cpu() ? at::Tensor() : found;
+}
+
 GRADACCUM_INLINE ScaledWindow window_of_one_batch(const std::vector<at::Tensor>& parameters) {
   auto gradients = std::make_shared<WindowGradients>(parameters);
   return {.gradients = Gradients(gradients), .end = [gradients] { gradients->close(); }};

@@ -3,7 +3,11 @@
 
 #include <gradaccum/detail/scaling/scaled_window.hpp>
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
 #include <map>
+#include <optional>
 
 namespace gradaccum::detail {
 
@@ -17,6 +21,10 @@ class ScaledWindows {
   void hear(Verdict verdict);
   /// Of all windows that have one.
   Verdict verdict();
+  /// The same on a device, without a wait: 0-dim float32, 1 after an overflow; undefined where no window has a verdict.
+  at::Tensor found_inf(at::Device device);
+  /// Where a window's verdict is that the host does not know; none where it knows all.
+  std::optional<at::Device> device_that_knows() const;
   bool any_open() const;
   void discard_open();
   /// Windows that are still open stay; `heard` is what the others leave behind.

@@ -5,6 +5,9 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 
+#include <ATen/ops/full.h>
+#include <ATen/ops/maximum.h>
+
 #include <algorithm>
 
 namespace gradaccum::detail {
@@ -24,6 +27,26 @@ GRADACCUM_INLINE Verdict ScaledWindows::verdict() {
   auto result = heard_;
   for (auto& [optimizer, window] : windows_) result = std::max(result, window.verdict());
   return result;
+}
+
+GRADACCUM_INLINE std::optional<at::Device> ScaledWindows::device_that_knows() const {
+  for (auto& [optimizer, window] : windows_)
+    if (const auto found = window.found_inf_on_device(); found.defined()) return found.device();
+  return {};
+}
+
+GRADACCUM_INLINE at::Tensor ScaledWindows::found_inf(at::Device device) {
+  auto on_host = heard_;
+  at::Tensor found;
+  const auto add = [&](const at::Tensor& one) { found = found.defined() ? at::maximum(found, one) : one; };
+  for (auto& [optimizer, window] : windows_)
+    if (const auto one = window.found_inf_on_device(); one.defined())
+      add(one.to(device, /*non_blocking=*/true));
+    else
+      on_host = std::max(on_host, window.verdict());
+  if (on_host != Verdict::none)
+    add(at::full({}, on_host == Verdict::overflow, at::TensorOptions(at::kFloat).device(device)));
+  return found;
 }
 
 GRADACCUM_INLINE bool ScaledWindows::any_open() const {

@@ -20,6 +20,7 @@ class AnyOptimizer {
   virtual ~AnyOptimizer() = default;
   virtual std::vector<at::Tensor> parameters() const = 0;  ///< of all its groups
   virtual bool takes_gradients() const = 0;
+  virtual bool judges_on_device(const Gradients& gradients) const = 0;
   virtual void step(const Gradients& gradients) = 0;  ///< which have their true size, unless it takes them
   virtual void zero_grad(bool set_to_none) = 0;
   virtual std::string name() const = 0;  ///< its class
@@ -34,6 +35,9 @@ class OptimizerOf final : public AnyOptimizer {
 
   std::vector<at::Tensor> parameters() const override { return parameters_of(optimizer_); }
   bool takes_gradients() const override { return takes_ || takes_by_itself; }
+  bool judges_on_device(const Gradients& gradients) const override {
+    return takes_ && takes_->judges_on_device(gradients);
+  }
   void step(const Gradients& gradients) override {
     if (takes_) return takes_->step(gradients);
     if constexpr (takes_by_itself)
@@ -56,9 +60,10 @@ class OptimizerOf final : public AnyOptimizer {
   TakesGradients* takes_ = nullptr;
 };
 
-/// The one place where an optimizer gets its gradients. True if the parameters moved.
+/// The one place where an optimizer gets its gradients. True if the parameters moved, or if the device alone knows.
 ///
-/// @note Waits for the device only where the gradients are required to be finite: a 4-byte read.
+/// @note Waits for the device only where the gradients are required to be finite and the optimizer leaves it to the
+/// host to find out: a 4-byte read.
 bool take_step(AnyOptimizer& optimizer, Gradients gradients);
 
 }  // namespace gradaccum::detail

@@ -9,7 +9,8 @@ namespace gradaccum::detail {
 
 GRADACCUM_INLINE bool take_step(AnyOptimizer& optimizer, Gradients gradients) {
   if (!optimizer.takes_gradients()) gradients.apply();
-  if (gradients.raw().empty() || gradients.overflowed()) return false;
+  if (gradients.raw().empty()) return false;
+  if (!optimizer.judges_on_device(gradients) && gradients.overflowed()) return false;
   optimizer.step(gradients);
   return true;
 }

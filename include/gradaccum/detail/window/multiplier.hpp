@@ -11,6 +11,9 @@ namespace gradaccum::detail {
 struct Multiplier {
   double numerator = 1.0, denominator = 1.0;
   at::Tensor device_numerator = {}, device_denominator = {};  ///< 0-dim float64, or undefined
+  /// Where the device leaves out the step: 0-dim float32, 1 if it does; and how many it has left out since the host
+  /// last knew. Else undefined.
+  at::Tensor found_inf = {}, left_out = {};
 
   bool on_host() const { return !device_numerator.defined() && !device_denominator.defined(); }
   double host() const { return numerator / denominator; }

@@ -55,9 +55,12 @@ class WindowGradients {
   const at::Tensor& norm_before_clipping() const { return norm_before_clipping_; }
   void set_norm_before_clipping(at::Tensor norm) { norm_before_clipping_ = std::move(norm); }
   at::Tensor found_inf();
+  bool may_be_judged_on_device() const { return may_stay_on_device(factor_); }
   /// The one place where the host waits for the device. A closed window answers what it said when it was stepped.
   bool overflowed();
-  bool judged() const { return overflowed_.has_value(); }
+  at::Tensor judge_on_device();
+  bool judged() const { return overflowed_ || judged_on_device_.defined(); }
+  bool judged_on_device() const { return !overflowed_ && judged_on_device_.defined(); }
   /// Sums that were kept apart become `.grad` once they have their true size: any code may read and change them there.
   void apply();
 
@@ -76,6 +79,7 @@ class WindowGradients {
   at::Tensor norm_, verdict_;         // the last answer; what a scaler must hear, even if the user mends .grad
   at::Tensor norm_before_clipping_;
   std::optional<bool> overflowed_;
+  at::Tensor judged_on_device_;
 };
 
 }  // namespace gradaccum::detail

@@ -81,6 +81,7 @@ GRADACCUM_INLINE std::vector<at::Tensor> WindowGradients::measured() {
   norms_ = norms(gradients, 2);
   found_inf_.reset();
   overflowed_.reset();
+  judged_on_device_.reset();
   measured_ = std::vector<SeenTensor>(gradients.begin(), gradients.end());
   return gradients;
 }
@@ -108,11 +109,14 @@ GRADACCUM_INLINE at::Tensor WindowGradients::found_inf() {
 }
 
 GRADACCUM_INLINE bool WindowGradients::overflowed() {
+  if (judged_on_device()) overflowed_ = judged_on_device_.item<float>() != 0;
   if (closed_ || !must_be_finite()) return overflowed_.value_or(false);
   const auto found = found_inf();  // forgets the last answer if a gradient has changed
   if (!overflowed_) overflowed_ = found.item<float>() != 0;
   return *overflowed_;
 }
+
+GRADACCUM_INLINE at::Tensor WindowGradients::judge_on_device() { return judged_on_device_ = found_inf(); }
 
 GRADACCUM_INLINE void WindowGradients::apply() {
   check_open();
@@ -122,9 +126,7 @@ GRADACCUM_INLINE void WindowGradients::apply() {
   at::NoGradGuard no_grad;
   if (must_be_finite()) verdict_ = found_inf();
   if (const auto by = multiplier(); !by.is_one()) multiply_(raw(), by);
-  const bool finite = must_be_finite();
-  factor_ = Factor();
-  if (finite) factor_.require_finite();
+  factor_ = requirement_of(factor_);
   applied_ = true;
   sums_.become_gradients();
 }

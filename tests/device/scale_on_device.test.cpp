@@ -1,0 +1,333 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/amp_scaler.hpp>
+#include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/optim/adafactor.hpp>
+#include <gradaccum/optim/adam.hpp>
+#include <gradaccum/optim/adam8bit.hpp>
+#include <gradaccum/optim/adamw.hpp>
+#include <gradaccum/optim/adamw8bit.hpp>
+#include <gradaccum/optim/sgd.hpp>
+#include <gradaccum/policies/mixed_precision.hpp>
+#include <gradaccum/trainer.hpp>
+
+#include "support/device.hpp"
+#include "support/models.hpp"
+
+#include <cstddef>
+#include <functional>
+#include <limits>
+#include <map>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+// A loss scale that stays on the device, where overflows are known to the device alone, does what one does that the
+// host asks about.
+
+namespace ga = gradaccum;
+using namespace testing;
+
+namespace {
+
+constexpr double inf = std::numeric_limits<double>::infinity();
+
+/// Optimizers with all that they can be told, by name.
+using Make = std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<at::Tensor>&)>;
+
+template <class Optimizer, class Options>
+Make with(Options options) {
+  return
+      [options](const std::vector<at::Tensor>& parameters) { return std::make_unique<Optimizer>(parameters, options); };
+}
+
+const std::map<std::string, Make>& optimizers() {
+  namespace optim = ga::optim;
+  static const std::map<std::string, Make> all{
+      {"SGD", with<optim::SGD>(optim::SGDOptions(0.1))},
+      {"SGD, momentum", with<optim::SGD>(optim::SGDOptions(0.1).momentum(0.9).nesterov(true).weight_decay(0.1))},
+      {"SGD, dampening", with<optim::SGD>(optim::SGDOptions(0.1).momentum(0.9).dampening(0.5))},
+      {"Adam", with<optim::Adam>(optim::AdamOptions(0.1).amsgrad(true))},
+      {"AdamW", with<optim::AdamW>(optim::AdamWOptions(0.1))},
+      {"Adam8bit", with<optim::Adam8bit>(optim::Adam8bitOptions(0.1))},
+      {"AdamW8bit", with<optim::AdamW8bit>(optim::AdamW8bitOptions(0.1))},
+      {"Adafactor", with<optim::Adafactor>(optim::AdafactorOptions(0.1)
+                                               .weight_decay(0.1)
+                                               .variant(optim::AdafactorVariant::pytorch)
+                                               .relative_step(false)
+                                               .scale_parameter(true))},
+      {"Adafactor, momentum", with<optim::Adafactor>(optim::AdafactorOptions(0.1).beta1(0.9).relative_step(false))},
+      {"Adafactor, relative",
+       with<optim::Adafactor>(optim::AdafactorOptions(0.1).relative_step(true).warmup_init(true))}};
+  return all;
+}
+
+/// Parameters of three dtypes, one of them large enough for moments of 8 bits, on two devices.
+std::vector<at::Tensor> make_parameters(bool one_device) {
+  const auto other = at::Device(at::kCUDA, one_device ? 0 : 1);
+  std::vector<at::Tensor> parameters{torch::linspace(-1, 1, 6000).view({60, 100}).to(at::kCUDA),
+                                     torch::linspace(-1, 1, 5000).to(at::kCUDA).to(at::kBFloat16),
+                                     torch::linspace(-1, 1, 12).view({3, 4}).to(other)};
+  for (auto& parameter : parameters) parameter.requires_grad_();
+  return parameters;
+}
+
+struct Run {
+  std::vector<at::Tensor> parameters;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  ga::AmpScaler scaler;
+
+  Run(const Make& make, bool on_device, bool one_device = false)
+      : parameters(make_parameters(one_device)),
+        optimizer(make(parameters)),
+        scaler({.init_scale = 64, .growth_interval = 2, .on_device = on_device}) {}
+
+  bool window(int number, bool overflows) {
+    for (auto& parameter : parameters)
+      scaler.scale((parameter.to(at::kFloat) * (0.01 + 0.01 * number)).sin().sum()).backward();
+    if (overflows) parameters.back().mutable_grad().view({-1})[5] = inf;
+    const bool moved = scaler.step(*optimizer);
+    scaler.update();
+    optimizer->zero_grad();
+    return moved;
+  }
+
+  std::vector<double> numbers() {
+    std::vector<double> all{scaler.get_scale(), scaler.state_dict().at("_growth_tracker")};
+    for (auto& parameter : parameters) all.push_back(parameter.detach().to(at::kDouble).square().sum().item<double>());
+    return all;
+  }
+};
+
+ga::detail::NamedTensors state_of(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>& parameters) {
+  ga::detail::NamedParameters named;
+  for (std::size_t i = 0; i < parameters.size(); ++i) named.insert(std::to_string(i), parameters[i]);
+  return dynamic_cast<ga::detail::NamesItsState&>(optimizer).named_state(named);
+}
+
+/// Adafactor's numbers are made on the device then.
+bool same(const at::Tensor& a, const at::Tensor& b, bool to_rounding) {
+  if (!to_rounding) return at::equal(a, b);
+  return at::allclose(a.to(at::kDouble), b.to(at::kDouble), a.scalar_type() == at::kBFloat16 ? 1e-2 : 1e-5, 1e-6);
+}
+
+}  // namespace
+
+TEST_CASE("AmpScaler on the device: all that moves is what moves where the host asks; and what is left out is, too",
+          "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
+  const bool one_device = torch::cuda::device_count() < 2 || GENERATE(false, true);
+  for (auto& [name, make] : optimizers()) {
+    INFO(name);
+    const bool to_rounding = name.rfind("Adafactor", 0) == 0;
+    Run asking(make, false, one_device), left(make, true, one_device);
+    for (int number = 0; number < 9; ++number) {
+      INFO("window " << number);
+      const bool overflows = number == 0 || number == 3 || number == 4;
+      const auto before = left.parameters.front().detach().clone();
+      CHECK(asking.window(number, overflows) == !overflows);
+      const bool host_must_know = name == "SGD, dampening" && number <= 1;
+      CHECK(left.window(number, overflows) == (!host_must_know || !overflows));
+      CHECK(at::equal(before, left.parameters.front()) == overflows);
+      for (std::size_t i = 0; i < left.parameters.size(); ++i)
+        CHECK(same(left.parameters[i], asking.parameters[i], to_rounding));
+    }
+    CHECK(left.scaler.get_scale() == asking.scaler.get_scale());
+    CHECK(left.scaler.state_dict() == asking.scaler.state_dict());
+    const auto states = state_of(*left.optimizer, left.parameters),
+               expected = state_of(*asking.optimizer, asking.parameters);
+    CHECK(states.size() == expected.size());
+    for (auto& [key, tensor] : expected)
+      if (key.rfind("rounding", 0) != 0) {
+        INFO(key);
+        CHECK(same(states.at(key), tensor, to_rounding));
+      }
+  }
+}
+
+TEST_CASE("AmpScaler on the device: what an optimizer says of its steps counts those that were taken", "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
+  Run run(with<ga::optim::AdamW>(ga::optim::AdamWOptions(0.1)), true);
+  auto& adamw = dynamic_cast<ga::optim::AdamW&>(*run.optimizer);
+  const auto step_of = [&](torch::optim::AdamW& optimizer) {
+    return static_cast<torch::optim::AdamWParamState&>(*optimizer.state().at(run.parameters[0].unsafeGetTensorImpl()))
+        .step();
+  };
+  for (int number = 0; number < 4; ++number) run.window(number, number % 2 == 1);
+  CHECK(step_of(adamw) != 2);  // LibTorch's own function knows no better
+  CHECK(state_of(adamw, run.parameters).at("step.0").item<double>() == 2);
+  CHECK(step_of(adamw) == 2);
+  run.window(4, true);
+  CHECK(
+      static_cast<torch::optim::AdamWParamState&>(*adamw.state().at(run.parameters[0].unsafeGetTensorImpl())).step() ==
+      2);
+  run.window(5, false);
+  run.window(6, true);
+  std::stringstream file;
+  torch::save(adamw, file);
+  auto others = make_parameters(false);
+  ga::optim::AdamW loaded(others, ga::optim::AdamWOptions(0.1));
+  torch::load(loaded, file);
+  CHECK(state_of(loaded, others).at("step.0").item<double>() == 3);
+  run.window(7, true);
+  run.parameters[0].mutable_grad() = torch::ones_like(run.parameters[0]);
+  adamw.step();  // of which the host knows
+  CHECK(state_of(adamw, run.parameters).at("step.0").item<double>() == 4);
+  CHECK(state_of(adamw, run.parameters).at("step.1").item<double>() == 3);
+}
+
+TEST_CASE("AmpScaler on the device: parameters that are stepped in some windows only have counts of their own",
+          "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
+  const auto counts = [](bool on_device) {
+    Run run(with<ga::optim::Adam>(ga::optim::AdamOptions(0.1)), on_device, true);
+    for (int number = 0; number < 8; ++number) {
+      for (std::size_t i = 0; i < run.parameters.size(); ++i)
+        run.parameters[i].requires_grad_(i == 2 || number % 3 > 0);
+      const auto frozen = number % 3 == 0;
+      run.scaler.scale((run.parameters[2] * 2).sum() + (frozen ? run.parameters[2].sum() : run.parameters[0].sum()))
+          .backward();
+      if (number == 2 || number == 3) run.parameters[2].mutable_grad()[0][0] = inf;
+      run.scaler.step(*run.optimizer);
+      run.scaler.update();
+      run.optimizer->zero_grad();
+    }
+    const auto state = state_of(*run.optimizer, run.parameters);
+    std::vector<double> all = run.numbers();
+    for (auto name : {"step.0", "step.2"}) all.push_back(state.at(name).item<double>());
+    return all;
+  };
+  CHECK(counts(true) == counts(false));
+}
+
+TEST_CASE("AmpScaler on the device: sparse rows are left out, too", "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
+  auto table = torch::ones({10, 4}, at::kCUDA).requires_grad_();
+  ga::optim::SGD sgd({table}, ga::optim::SGDOptions(0.5));
+  ga::AmpScaler scaler({.init_scale = 8, .on_device = true});
+  const auto window = [&](double factor) {
+    const auto ids = torch::tensor({3, 7, 3}).to(at::kCUDA);
+    scaler.scale((torch::embedding(table, ids, -1, false, /*sparse=*/true) * factor).sum()).backward();
+    CHECK(scaler.step(sgd));
+    scaler.update();
+    sgd.zero_grad();
+  };
+  window(inf);
+  CHECK(table.eq(1).all().item<bool>());
+  CHECK(scaler.get_scale() == 4);
+  window(1);
+  CHECK(table.sum(1).cpu().equal(torch::tensor({4., 4., 4., 0., 4., 4., 4., 2., 4., 4.}, at::kFloat)));
+}
+
+TEST_CASE("AmpScaler on the device: where another window is open, or a device is not enough, the host asks", "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
+  auto a = torch::ones({4}, at::kCUDA).requires_grad_(), b = torch::ones({4}, at::kCUDA).requires_grad_();
+  ga::optim::SGD first({a}, ga::optim::SGDOptions(1)), second({b}, ga::optim::SGDOptions(1));
+  ga::GradAccumulator one(first, {.steps = 1}), two(second, {.steps = 2});
+  ga::AmpScaler scaler({.init_scale = 8, .on_device = true});
+  const auto micro_batch = [&](double spoil) {
+    scaler.scale((a * spoil).sum() + b.sum()).backward();
+    scaler.step(one);
+    scaler.step(two);
+    scaler.update();
+    one.zero_grad();
+    two.zero_grad();
+  };
+  micro_batch(inf);  // the scale changes, and so the open window of `two` is discarded
+  CHECK(two.gradients().items() == 0);
+  CHECK(scaler.get_scale() == 4);
+  micro_batch(1);
+  CHECK(two.gradients().items() == 1);
+  micro_batch(1);
+  CHECK(two.updates() == 1);
+  CHECK(b.detach().cpu().equal(torch::zeros({4})));
+  CHECK(a.detach().cpu().equal(torch::full({4}, -1.)));
+  micro_batch(1);
+  micro_batch(inf);
+  CHECK(two.updates() == 2);
+  CHECK(scaler.get_scale() == 2);
+
+  auto here = torch::ones({4}).requires_grad_();
+  ga::optim::SGD both({a, here}, ga::optim::SGDOptions(1));
+  scaler.scale(a.sum().cpu() + here.sum() * inf).backward();
+  CHECK_FALSE(scaler.step(both));
+  scaler.update();
+  CHECK(scaler.get_scale() == 1);
+}
+
+TEST_CASE("AmpScaler on the device: a window that is flushed is heard by update, and behind its back by the host",
+          "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
+  const bool behind_its_back = GENERATE(false, true);
+  auto a = torch::ones({4}, at::kCUDA).requires_grad_();
+  ga::optim::SGD sgd({a}, ga::optim::SGDOptions(1));
+  ga::GradAccumulator optimizer(sgd, {.steps = 3});
+  ga::AmpScaler scaler({.init_scale = 8, .on_device = true});
+  const auto micro_batch = [&](double spoil) {
+    scaler.scale((a * spoil).sum()).backward();
+    scaler.step(optimizer);
+    scaler.update();
+    optimizer.zero_grad();
+  };
+  std::int64_t waits = 0;
+  for (double spoil : {inf, 1.0, inf}) {
+    micro_batch(spoil);
+    const WaitCount count;
+    optimizer.flush();
+    if (!behind_its_back) scaler.update();
+    optimizer.zero_grad();
+    micro_batch(1);
+    waits += count.waits();
+    optimizer.discard();
+  }
+  if (WaitCount::possible()) CHECK((waits == 0) == !behind_its_back);
+  CHECK(scaler.get_scale() == 2);
+}
+
+TEST_CASE("AmpScaler on the device: scales from the host, states, and gradients that overflow at every scale",
+          "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
+  const auto adam = with<ga::optim::Adam>(ga::optim::AdamOptions(0.1));
+  Run run(adam, true), asking(adam, false);
+  const auto both = [&](const std::function<void(Run&)>& action) {
+    action(run);
+    action(asking);
+    CHECK(run.scaler.state_dict() == asking.scaler.state_dict());
+  };
+  both([](Run& one) { one.window(0, true), one.window(1, false); });
+  both([](Run& one) { one.scaler.update(512.0); });
+  both([](Run& one) { one.window(2, false), one.window(3, false), one.window(4, false); });
+  both([](Run& one) { one.scaler.set_growth_factor(4), one.scaler.set_backoff_factor(0.25); });
+  both([](Run& one) { one.window(5, true), one.window(6, false), one.window(7, false); });
+  both([](Run& one) { one.scaler.load_state_dict(one.scaler.state_dict()), one.window(8, true); });
+  CHECK(run.numbers() == asking.numbers());
+
+  for (const double least : {0.0, 2.0}) {
+    Run hopeless(adam, true);
+    ga::AmpScaler scaler({.init_scale = 64, .min_scale = least, .on_device = true});
+    const auto endless = [&] {
+      for (int number = 0; number < 500; ++number) {
+        scaler.scale((hopeless.parameters[0] * inf).sum()).backward();
+        scaler.step(*hopeless.optimizer);
+        scaler.update();
+        hopeless.optimizer->zero_grad();
+      }
+    };
+    REQUIRE_ERROR("gradients overflow at every scale", endless());
+    CHECK(at::equal(hopeless.parameters[0], make_parameters(false)[0]));
+  }
+}
+
+TEST_CASE("AmpScaler on the device: a Trainer has to know, and says so", "[cuda]") {
+  auto model = make_model(at::kFloat);
+  ga::optim::SGD sgd(model->parameters(), 0.1);
+  const auto trainer = [&] {
+    ga::Trainer(
+        model, sgd, [](auto& net, auto& batch) { return loss_of(net, batch); },
+        ga::MixedPrecision{.dtype = at::kHalf, .scaler = {.on_device = true}});
+  };
+  REQUIRE_ERROR("MixedPrecision: scaler.on_device must be false", trainer());
+}
