@@ -87,7 +87,7 @@ struct Run {
 
   bool window(int number, bool overflows) {
     for (auto& parameter : parameters)
-      scaler.scale((parameter.to(at::kFloat) * (0.01 + 0.01 * number)).sin().sum()).backward();
+      scaler.scale((parameter.to(at::kFloat) * (0.01 + 0.01 * number)).cos().sum()).backward();
     if (overflows) parameters.back().mutable_grad().view({-1})[5] = inf;
     const bool moved = scaler.step(*optimizer);
     scaler.update();
