@@ -21,6 +21,8 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
        ./bootstrap.sh bench [--no-python] [ARGUMENT...]
                                               build and run the benchmarks, some of them against Python's PyTorch;
                                               --help lists what else they take
+       ./bootstrap.sh doctor                  what this machine gives away when it trains, measured, with the line of
+                                              code that mends it
        ./bootstrap.sh oracle                  rewrite the expected values of the tests with Python's PyTorch and
                                               transformers
 
@@ -284,6 +286,12 @@ bench() {
     step "Running benchmark_$name"
     "$programs/benchmark_$name" "${arguments[@]}"
   done
+  if grep -qs AuthenticAMD /proc/cpuinfo; then  # see docs/machine.md
+    for name in window checkpoint bloom_classifier; do
+      step "Running benchmark_$name with MKL as LibTorch has it"
+      GRADACCUM_MKL_ON_AMD=0 "$programs/benchmark_$name" "${arguments[@]}"
+    done
+  fi
   step "Running benchmark_save_load"
   "$programs/benchmark_save_load" --directory build "${arguments[@]}"
   step "Running benchmark_epoch"  # ours keeps freed memory, and in one process that is for all
@@ -295,6 +303,15 @@ bench() {
   if (( ${#python[@]} == 0 )); then step "Python's PyTorch was left out, as --no-python asks"; fi
   step "Running compile_time.py (some ten minutes for each compiler that is there)"
   python3 benchmarks/compile_time.py --arguments "$programs/compile_time.arguments"
+}
+
+doctor() {
+  need_to_build c++ g++ clang++
+  install_missing
+  check_cmake
+  build demo --target doctor
+  step "Looking at this machine"
+  exec build/demo/doctor
 }
 
 oracle() {
@@ -317,6 +334,7 @@ case $command in
   demo) demo "$@" ;;
   test) run_tests "$@" ;;
   bench) bench "$@" ;;
+  doctor) doctor ;;
   oracle) oracle ;;
   help | -h | --help) usage ;;
   *) usage >&2; exit 2 ;;

@@ -3,7 +3,9 @@
 """Runs ours and its peers in turn, each in a process of its own and as its users would, and compares what they print."""
 
 import argparse
+import dataclasses
 import json
+import os
 import pathlib
 import statistics
 import subprocess
@@ -27,23 +29,52 @@ def parse():
     return parser.parse_args()
 
 
-def run(command):
+def run(command, environment={}):
     """The results that the program has appended to its --json file."""
     with tempfile.NamedTemporaryFile("r", suffix=".json") as results:
-        process = subprocess.run([*map(str, command), "--json", results.name], stdout=subprocess.PIPE)
+        process = subprocess.run(
+            [*map(str, command), "--json", results.name], stdout=subprocess.PIPE, env={**os.environ, **environment}
+        )
         if process.returncode != 0:
             sys.exit(f"compare_processes.py: {command[0]} ended with status {process.returncode}")
         return [json.loads(line) for line in results]
+
+
+@dataclasses.dataclass
+class AsItIs:
+    """A program with MKL as LibTorch has it on an AMD processor."""
+
+    command: object
+
+    environment = {"GRADACCUM_MKL_ON_AMD": "0"}
+    note = ", MKL as it is"
+
+    def __call__(self, repeat):
+        return self.command(repeat)
+
+
+@dataclasses.dataclass
+class AtFullRate(AsItIs):
+    """One of Python's, which are as they are without this library."""
+
+    library: str
+
+    note = ", MKL at full rate"
+
+    @property
+    def environment(self):
+        return {"LD_PRELOAD": str(pathlib.Path(self.library).resolve())}
 
 
 def in_turn(commands, repeats):
     """Results by contestant, in the order of the commands; the one that comes first in a round comes last in the next."""
     contestants = {}
     for repeat in range(repeats):
-        rounds = [run(command(repeat)) for command in commands[:: -1 if repeat % 2 else 1]]
-        for results in rounds[:: -1 if repeat % 2 else 1]:
+        order = commands[:: -1 if repeat % 2 else 1]
+        rounds = [(run(command(repeat), getattr(command, "environment", {})), command) for command in order]
+        for results, command in rounds[:: -1 if repeat % 2 else 1]:
             for result in results:
-                contestants.setdefault(result["contestant"], []).append(result)
+                contestants.setdefault(result["contestant"] + getattr(command, "note", ""), []).append(result)
     return contestants
 
 
@@ -79,7 +110,12 @@ def is_bf16_fast():
     return "avx2" not in flags or "avx512bw" in flags
 
 
+def is_amd():
+    return "AuthenticAMD" in pathlib.Path("/proc/cpuinfo").read_text()
+
+
 def fashion_epoch(arguments, common):
+    """Where MKL needs to be told, ours and LibTorch's programs have it told, and again not; Python's again told."""
     def command(program, kind):
         options = ["--data", arguments.data, "--epochs", arguments.epochs, *common]
         return lambda repeat: [*program, kind, *options, "--seed", repeat]
@@ -89,9 +125,14 @@ def fashion_epoch(arguments, common):
 
     cpp = [f"{arguments.programs}/fashion_epoch"]
     commands = [command(cpp, kind) for kind in possible(["ours", "ours-bf16", "libtorch", "libtorch-test-later"])]
+    if is_amd():
+        commands += [AsItIs(command(cpp, kind)) for kind in possible(["ours", "ours-bf16", "libtorch"])]
     if arguments.python:
         python = [arguments.python, scripts / "fashion_epoch.py"]
         commands += [command(python, kind) for kind in possible(["dataloader", "fused", "fused-bf16"])]
+        if is_amd():
+            library = f"{arguments.programs}/libmkl_on_amd.so"
+            commands += [AtFullRate(command(python, kind), library) for kind in possible(["fused", "fused-bf16"])]
     title = f"One epoch of FashionMNIST, AdamW, a process each; accuracy after {arguments.epochs}, mean of the runs"
     report(title, "s", 1, in_turn(commands, arguments.repeats), arguments.json)
 

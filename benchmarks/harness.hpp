@@ -13,6 +13,7 @@
 #include <functional>
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/keep_freed_memory.hpp>
+#include <gradaccum/mkl_on_amd.hpp>  // which GRADACCUM_MKL_ON_AMD=0 leaves out
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -69,6 +70,11 @@ inline double median(std::vector<double> values) {
   return values.size() % 2 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
 }
 
+inline const char* multiplied_by() {
+  if (!at::hasMKL()) return "no MKL";
+  return mkl_serv_intel_cpu_true() != 0 ? "MKL at full rate" : "MKL as LibTorch has it on AMD";
+}
+
 /// What a reader has to know to judge the figures: load, threads, BLAS, and how fast this machine multiplies matrices.
 inline std::string machine(const Options& options) {
   double load[1] = {0};
@@ -77,8 +83,7 @@ inline std::string machine(const Options& options) {
   std::vector<double> times;
   for (int i = 0; i < 7; ++i) times.push_back(seconds([&] { torch::mm(a, b); }));
   return fmt::format("LibTorch {}, {} threads, load {:.2f}, {}, sgemm {:.0f} GFLOP/s, {}{}", TORCH_VERSION,
-                     torch::get_num_threads(), load[0], at::hasMKL() ? "MKL" : "no MKL",
-                     2 * std::pow(1024.0, 3) / median(times) / 1e9,
+                     torch::get_num_threads(), load[0], multiplied_by(), 2 * std::pow(1024.0, 3) / median(times) / 1e9,
                      options.keep_memory ? "freed memory kept by all" : "default malloc",
                      gradaccum::is_bf16_fast(at::kCPU) ? "" : ", no AVX-512: bfloat16 is left out");
 }

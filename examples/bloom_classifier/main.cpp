@@ -16,7 +16,19 @@
 #include "predict.hpp"
 #include "run.hpp"
 
+#ifdef MKL_ON_AMD  // CMake's option
+#include <gradaccum/mkl_on_amd.hpp>
+#endif
+
 namespace {
+
+/// Is no merit of the example's.
+void print_mkl() {
+#ifdef MKL_ON_AMD
+  if (gradaccum::mkl_on_amd())
+    fmt::print("MKL has its fast code on this AMD processor; without: GRADACCUM_MKL_ON_AMD=0\n");
+#endif
+}
 
 /// One of several processes, or the only one: rank 0 speaks for all, and each has a GPU of its own.
 void join_others(bloom::Options& options) {
@@ -36,6 +48,7 @@ int run(bloom::Options options) {
     bloom::print_predictions(options);
   } else if (options.demo) {
     bloom::demo(options);
+    print_mkl();
   } else if (const auto trained = bloom::train(options); trained.report.signal != 0) {
     return 128 + trained.report.signal;
   }

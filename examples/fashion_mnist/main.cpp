@@ -17,7 +17,19 @@
 #include "options.hpp"
 #include "train.hpp"
 
+#ifdef MKL_ON_AMD  // CMake's option
+#include <gradaccum/mkl_on_amd.hpp>
+#endif
+
 namespace {
+
+/// Is no merit of the example's.
+void print_mkl() {
+#ifdef MKL_ON_AMD
+  if (gradaccum::mkl_on_amd())
+    fmt::print("MKL has its fast code on this AMD processor; without: GRADACCUM_MKL_ON_AMD=0\n");
+#endif
+}
 
 /// One of several processes, or the only one: rank 0 speaks for all, and each has a GPU of its own.
 gradaccum::ProcessGroup join_others(fashion_mnist::Options& options) {
@@ -37,6 +49,7 @@ int run(fashion_mnist::Options options) {
   const auto dataset = fashion_mnist::load_dataset(options.data, options.device, options.scalar_type());
   if (options.compare) {
     fashion_mnist::compare(options, dataset);
+    print_mkl();
   } else if (options.compare_micro_batches) {
     fashion_mnist::compare_micro_batches(options, dataset);
   } else if (options.checkpoint) {

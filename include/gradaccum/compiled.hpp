@@ -52,6 +52,15 @@
 #include <gradaccum/detail/kernels/element_loop.ipp>
 #include <gradaccum/detail/kernels/kernels.ipp>
 #include <gradaccum/detail/kernels/sum_of_squares.ipp>
+#include <gradaccum/detail/machine/comparison.ipp>
+#include <gradaccum/detail/machine/cpu_limit.ipp>
+#include <gradaccum/detail/machine/findings.ipp>
+#include <gradaccum/detail/machine/huge_pages.ipp>
+#include <gradaccum/detail/machine/machine_facts.ipp>
+#include <gradaccum/detail/machine/machine_times.ipp>
+#include <gradaccum/detail/machine/undisturbed_scope.ipp>
+#include <gradaccum/detail/machine/screen.ipp>
+#include <gradaccum/detail/machine/system_file.ipp>
 #include <gradaccum/detail/memory/copied_to.ipp>
 #include <gradaccum/detail/memory/memory_ledger.ipp>
 #include <gradaccum/detail/memory/occupied_memory.ipp>
@@ -135,6 +144,7 @@
 #include <gradaccum/loss.ipp>
 #include <gradaccum/lr/phases.ipp>
 #include <gradaccum/lr/warmup_stable_decay.ipp>
+#include <gradaccum/machine_report.ipp>
 #include <gradaccum/memory_meter.ipp>
 #include <gradaccum/metrics.ipp>
 #include <gradaccum/metrics_file.ipp>

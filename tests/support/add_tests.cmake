@@ -11,6 +11,17 @@
 set(GRADACCUM_TEST_FILES_TOGETHER 10 CACHE STRING
   "How many files of tests are compiled together; 1 is best for who changes one of them again and again")
 
+# The names and tags of a file's tests, one `TEST_CASE("…", "[…]"` after another, over however many lines they go.
+function(gradaccum_test_cases source result)
+  file(READ "${source}" text)
+  string(REPLACE "\\\"" "'" text "${text}")
+  string(REGEX REPLACE "[; \n]+" " " text "${text}")
+  string(REPLACE "[" "<" text "${text}") # which would hold a list together
+  string(REPLACE "]" ">" text "${text}")
+  string(REGEX MATCHALL "TEST_CASE[A-Z_]*\\( ?(\"[^\"]*\"[ ,]*)+" cases "${text}")
+  set(${result} "${cases}" PARENT_SCOPE)
+endfunction()
+
 function(gradaccum_add_tests program prefix)
   cmake_parse_arguments(PARSE_ARGV 2 arg "HEADER_ONLY" "" "")
   set(sources ${arg_UNPARSED_ARGUMENTS})
@@ -27,10 +38,10 @@ function(gradaccum_add_tests program prefix)
   foreach(source IN LISTS sources)
     cmake_path(GET source STEM LAST_ONLY file) # name.test, which -# makes a tag of
     string(REGEX REPLACE "\\.test$" "" name "${prefix}${file}")
-    file(STRINGS "${source}" others REGEX "TEST_CASE[A-Z_]*\\(")
+    gradaccum_test_cases("${source}" others)
     set(cuda ${others})
-    list(FILTER cuda INCLUDE REGEX "\\[cuda\\]")
-    list(FILTER others EXCLUDE REGEX "\\[cuda\\]")
+    list(FILTER cuda INCLUDE REGEX "<cuda>")
+    list(FILTER others EXCLUDE REGEX "<cuda>")
     if(others)
       gradaccum_add_test_of_file(${name} ${program} "[#${file}]~[cuda]~[.]")
     endif()

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# cmake -D WITHOUT=<program> -D WITH=<program> -D FILE=<file> -P mkl_on_amd.test.cmake
+cmake_minimum_required(VERSION 3.25)
+
+set(amd OFF)
+if(EXISTS /proc/cpuinfo)
+  file(STRINGS /proc/cpuinfo vendor REGEX "vendor_id.*AuthenticAMD" LIMIT_COUNT 1)
+  if(vendor)
+    set(amd ON)
+  endif()
+endif()
+
+function(run expected)
+  execute_process(COMMAND ${ARGN} RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE error)
+  message(STATUS "${ARGN}\n${output}${error}")
+  if(NOT status EQUAL 0)
+    message(SEND_ERROR "${ARGN} ended with ${status}")
+  elseif(NOT output MATCHES "MKL hears ${expected}\n")
+    message(SEND_ERROR "${ARGN}: MKL should have heard ${expected}")
+  endif()
+  set(output "${output}" PARENT_SCOPE)
+endfunction()
+
+# Nobody asks, -1, where there is no MKL.
+set(as_it_is "(1|0|-1)")
+if(amd)
+  set(as_it_is "(0|-1)")
+endif()
+run("${as_it_is}" "${WITHOUT}" save "${FILE}")
+set(answered 1)
+if(output MATCHES "MKL hears -1")
+  set(answered "(1|-1)")
+endif()
+run("${as_it_is}" "${WITHOUT}" compare-bits "${FILE}")
+run("${as_it_is}" "${CMAKE_COMMAND}" -E env GRADACCUM_MKL_ON_AMD=0 "${WITH}" compare-bits "${FILE}")
+run("${answered}" "${WITH}" compare "${FILE}")
+if(amd AND NOT output MATCHES "mkl float32: equal to rounding")
+  message(STATUS "MKL took the same code: has it become faster on AMD by itself?")
+endif()
