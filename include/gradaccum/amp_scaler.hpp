@@ -59,7 +59,7 @@ struct AmpScalerOptions {
 /// With `.on_device` the device itself leaves out a step that overflowed, and changes the scale: Python's numbers to
 /// the bit, and the host waits for nothing. It does not know either: `step` is true where the step is left to the
 /// device. That takes an optimizer of `ga::optim`, or one whose `TakesGradients::judges_on_device` says so, with all
-/// parameters on devices, and no window left open by `update()`; else it is as without.
+/// parameters on devices, and no window left open by `update()`; else it is as without (docs/mixed_precision.md).
 ///
 /// @note The scale is a host number, and one thing is read from the device, 4 bytes a window: whether it overflowed. By
 /// `step`, when it closes; by `update`, of one that was unscaled and then not stepped. Nothing else here synchronises.

@@ -110,14 +110,15 @@ GRADACCUM_INLINE bool AmpScaler::update_on_device() {
     device_scale_.emplace(scale_, *device);
   if (!device_scale_) return false;
   if (const auto found_inf = windows_.found_inf(device_scale_->value().device()); found_inf.defined()) {
-    device_scale_->update(found_inf, scale_);
     on_devices_.clear();
+    device_scale_->update(found_inf, scale_);
   }
   windows_.forget_closed(detail::Verdict::none);
   return true;
 }
 
 GRADACCUM_INLINE std::map<std::string, double> AmpScaler::state_dict() const {
+  if (enabled_ && device_scale_) current().check_reached(current().value, 0);  // or it could not be loaded
   return enabled_ ? current().state_dict() : std::map<std::string, double>();
 }
 
@@ -152,7 +153,7 @@ GRADACCUM_INLINE const at::Tensor& AmpScaler::scale_on(at::Device device) {
   auto& scale = on_devices_[device];
   if (!scale.defined()) {
     c10::InferenceMode usable_in_backward(false);
-    scale = device_scale_ ? device_scale_->value().to(device, /*non_blocking=*/true)
+    scale = device_scale_ ? device_scale_->value().to(device, /*non_blocking=*/!device.is_cpu())
                           : at::full({}, scale_.value, at::TensorOptions(at::kFloat).device(device));
   }
   return scale;

@@ -302,6 +302,7 @@ TEST_CASE("AmpScaler on the device: scales from the host, states, and gradients 
   both([](Run& one) { one.window(2, false), one.window(3, false), one.window(4, false); });
   both([](Run& one) { one.scaler.set_growth_factor(4), one.scaler.set_backoff_factor(0.25); });
   both([](Run& one) { one.window(5, true), one.window(6, false), one.window(7, false); });
+  both([](Run& one) { one.window(8, false), one.scaler.set_growth_interval(1), one.window(9, false); });  // overdue
   both([](Run& one) { one.scaler.load_state_dict(one.scaler.state_dict()), one.window(8, true); });
   CHECK(run.numbers() == asking.numbers());
 
@@ -318,6 +319,36 @@ TEST_CASE("AmpScaler on the device: scales from the host, states, and gradients 
     };
     REQUIRE_ERROR("gradients overflow at every scale", endless());
     CHECK(at::equal(hopeless.parameters[0], make_parameters(false)[0]));
+  }
+}
+
+TEST_CASE("AmpScaler on the device: a step that threw is not counted, and one whose state was taken away begins again",
+          "[cuda]") {
+  if (!FailingAllocation::possible()) SKIP("needs the emulated device, which can be made to run out of memory");
+  for (bool on_device : {false, true}) {
+    Run run(with<ga::optim::AdamW>(ga::optim::AdamWOptions(0.1)), on_device);
+    for (int number = 0; number < 3; ++number) run.window(number, number != 1);  // the scale has a factor now
+    const auto before = run.scaler.state_dict();
+    run.scaler.scale(run.parameters[0].sum()).backward();
+    for (std::int64_t n = 1;; ++n) {
+      Run other(with<ga::optim::AdamW>(ga::optim::AdamWOptions(0.1)), on_device);
+      other.scaler.scale(other.parameters[0].sum()).backward();
+      bool threw = false;
+      try {
+        const FailingAllocation failing(n);
+        other.scaler.step(*other.optimizer);
+      } catch (const c10::OutOfMemoryError&) {
+        threw = true;
+      }
+      other.scaler.update();
+      CHECK(other.scaler.state_dict().at("_growth_tracker") == (threw ? 0 : 1));
+      if (!threw) break;
+    }
+    run.optimizer->zero_grad();
+    run.optimizer->state().clear();
+    run.window(3, false);
+    for (auto& parameter : run.parameters) CHECK(parameter.isfinite().all().item<bool>());
+    CHECK(run.scaler.state_dict().at("scale") == before.at("scale"));
   }
 }
 

@@ -636,3 +636,23 @@ TEST_CASE("Adam8bit: windows that end in every way") {
     CHECK(distance(model, expected) < 1e-4);
   }
 }
+
+TEST_CASE("Adam8bit: moments of 8 bits for a parameter in float64 are refused before anything moves") {
+  auto small = torch::ones({10}).requires_grad_(), large = torch::ones({5000}).requires_grad_();
+  const auto named = [&](const at::Tensor& one) {
+    torch::OrderedDict<std::string, at::Tensor> all;
+    all.insert("large", one);
+    return all;
+  };
+  ga::optim::Adam8bit adam({small, large}, ga::optim::Adam8bitOptions(0.1));
+  large.mutable_grad() = torch::ones_like(large);
+  adam.step();
+  auto wide = torch::ones({5000}, at::kDouble).requires_grad_();
+  ga::optim::Adam8bit other({wide}, ga::optim::Adam8bitOptions(0.1));
+  torch::OrderedDict<std::string, at::Tensor> names;
+  names.insert("large", large);
+  names.insert("small", small);
+  REQUIRE_ERROR("must be of floats for a parameter in Double",
+                other.load_named_state(named(wide), adam.named_state(names)));
+  CHECK(other.named_state(named(wide)).empty());
+}

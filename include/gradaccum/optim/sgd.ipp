@@ -10,6 +10,8 @@
 #include <gradaccum/detail/optimizers/take_steps.hpp>
 #include <gradaccum/detail/window/tensor_lists.hpp>
 
+#include <ATen/Context.h>
+
 #include <functional>
 #include <utility>
 
@@ -26,21 +28,24 @@ GRADACCUM_INLINE SgdStep sgd_step_of(const at::Tensor& parameter, const at::Tens
 }
 
 /// Moves the rows that a sparse gradient has. On a device they are added by their numbers, which needs no memory and no
-/// wait; where several dimensions are sparse, as one gradient without duplicates.
+/// wait; where several dimensions are sparse, or algorithms have to be deterministic, as one gradient without
+/// duplicates, for which it waits.
 GRADACCUM_INLINE std::function<void()> row_move_of(const at::Tensor& parameter, const at::Tensor& gradient,
                                                    const Multiplier& multiplier, double lr) {
   auto rows = gradient.to(state_type(parameter), /*non_blocking=*/false, /*copy=*/true);
   multiply_({rows}, multiplier);
-  const bool by_number = !rows.is_cpu() && rows.sparse_dim() == 1;
-  if (!rows.is_cpu() && !by_number) rows = rows.coalesce();
+  const bool on_device = !rows.is_cpu();
+  const bool by_number = on_device && rows.sparse_dim() == 1 && !at::globalContext().deterministicAlgorithms();
+  if (on_device && !by_number) rows = rows.coalesce();
   if (const auto left_out = left_out_on(parameter.device(), multiplier); left_out.defined())
     rows._values().masked_fill_(left_out, 0);
+  if (on_device) rows._values().mul_(-lr);  // while it has its digits
   rows = rows.to(parameter.scalar_type());
   if (by_number)
-    return [parameter, numbers = rows._indices()[0], values = rows._values(), lr] {
-      parameter.index_add_(0, numbers, values, -lr);
+    return [parameter, numbers = rows._indices()[0], values = rows._values()] {
+      parameter.index_add_(0, numbers, values);
     };
-  return [parameter, rows, lr] { parameter.add_(rows, -lr); };
+  return [parameter, rows, factor = on_device ? 1 : -lr] { parameter.add_(rows, factor); };
 }
 
 }  // namespace gradaccum::detail
@@ -56,11 +61,15 @@ GRADACCUM_INLINE SGD::SGD(std::vector<at::Tensor> parameters, SGDOptions default
 /// The first momentum is the gradient itself, undampened: whether there is one, the host has to know.
 GRADACCUM_INLINE bool SGD::judges_on_device(const Gradients& gradients) const {
   if (!OnePassOptimizer::judges_on_device(gradients)) return false;
+  const detail::GradientOf gradient_of(gradients);
   bool first_is_other = false;
   for (auto& group : param_groups()) {
     const auto& options = static_cast<const SGDOptions&>(group.options());
-    for (auto& parameter : group.params())
-      first_is_other |= options.momentum() != 0 && options.dampening() != 0 && !known_state(parameter);
+    if (options.momentum() == 0 || options.dampening() == 0) continue;
+    for (auto& parameter : group.params()) {
+      const auto* const known = known_state(parameter);
+      first_is_other |= gradient_of(parameter).defined() && !(known && known->momentum_buffer().defined());
+    }
   }
   return !first_is_other;
 }

@@ -96,7 +96,7 @@ struct AdafactorWeights {
     fresh2 = number(by.fresh2);
     step_size = number(by.step_size);
     if (multiplier.left_out.defined()) {
-      const auto step = by.step - multiplier.left_out.to(device, /*non_blocking=*/true).to(at::kDouble);
+      const auto step = (by.step - multiplier.left_out.to(device, /*non_blocking=*/true).to(at::kDouble)).clamp_min_(1);
       fresh2 = step.pow(by.beta2_decay);
       if (by.relative_step) step_size = at::minimum(by.warmup_init ? 1e-6 * step : number(by.lr), step.rsqrt());
     }

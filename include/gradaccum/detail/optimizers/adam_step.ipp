@@ -51,7 +51,8 @@ GRADACCUM_INLINE FusedAdam::FusedAdam(const AdamSettings& by, const Multiplier& 
     : by_(by),
       count_(at::full({}, static_cast<double>(by.step), at::TensorOptions(at::kFloat).device(device))),
       found_inf_(found_inf_on(device, multiplier)) {
-  if (multiplier.left_out.defined()) count_.sub_(multiplier.left_out.to(device, /*non_blocking=*/true));
+  // At least 1, also of a state that was replaced since the host last knew.
+  if (multiplier.left_out.defined()) count_.sub_(multiplier.left_out.to(device, /*non_blocking=*/true)).clamp_min_(1);
 }
 
 GRADACCUM_INLINE void FusedAdam::operator()(at::TensorList parameters, at::TensorList gradients,

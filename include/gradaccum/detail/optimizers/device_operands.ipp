@@ -95,7 +95,7 @@ GRADACCUM_INLINE void DeviceOperands::take(Scratch& scratch) {
 }
 
 GRADACCUM_INLINE void DeviceOperands::read() {
-  std::vector<at::Tensor> parameter_copies, parameters, gradient_copies, gradients;
+  std::vector<at::Tensor> parameter_copies, parameters, gradient_copies, gradients, lazy;
   for (auto& part : parts_) {
     if (part.parameter_copy.defined()) {
       parameter_copies.push_back(part.parameter_copy);
@@ -106,6 +106,8 @@ GRADACCUM_INLINE void DeviceOperands::read() {
     if (wide && !by_.is_one()) {  // its numbers may be out of reach of the copy's dtype until they are multiplied
       at::mul_out(part.gradient_copy, part.gradient,
                   by_.on_host() ? at::scalar_tensor(by_.host(), at::kDouble) : wide_factor_);
+    } else if (part.gradient.is_conj() || part.gradient.is_neg() || part.gradient._is_zerotensor()) {
+      lazy.push_back(part.gradient_copy.copy_(part.gradient));  // of which lists would make copies of their own
     } else {
       gradient_copies.push_back(part.gradient_copy);
       gradients.push_back(part.gradient);
@@ -113,7 +115,8 @@ GRADACCUM_INLINE void DeviceOperands::read() {
   }
   if (!parameters.empty()) at::_foreach_copy_(parameter_copies, parameters);
   if (!gradients.empty()) at::_foreach_copy_(gradient_copies, gradients);
-  if (by_.is_one() || gradients.empty()) return;
+  gradient_copies.insert(gradient_copies.end(), lazy.begin(), lazy.end());
+  if (by_.is_one() || gradient_copies.empty()) return;
   for (auto& copy : gradient_copies) copy = as_real(copy);
   by_.on_host() ? at::_foreach_mul_(gradient_copies, by_.host()) : at::_foreach_mul_(gradient_copies, factor_);
 }

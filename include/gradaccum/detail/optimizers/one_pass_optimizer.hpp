@@ -66,6 +66,8 @@ class OnePass : public TakesGradients, public NamesItsState {
   const torch::optim::Optimizer& itself() const { return const_cast<OnePass&>(*this).itself(); }
   virtual const char* class_name() const = 0;
   virtual std::unique_ptr<torch::optim::OptimizerParamState> new_state() const = 0;
+  /// There are numbers that depend on how many there were.
+  virtual bool counts_steps() const = 0;
   /// Of a parameter's steps so many were none.
   virtual void uncount(const at::Tensor& parameter, std::int64_t steps) = 0;
   /// Steps all parameters that have a gradient.
@@ -117,6 +119,7 @@ class OnePassOptimizer : public Base, public OnePass {
   GRADACCUM_INLINE torch::optim::Optimizer& itself() override;
   GRADACCUM_INLINE const char* class_name() const override;
   GRADACCUM_INLINE std::unique_ptr<torch::optim::OptimizerParamState> new_state() const override;
+  GRADACCUM_INLINE bool counts_steps() const override;
   GRADACCUM_INLINE void uncount(const at::Tensor& parameter, std::int64_t steps) override;
 };
 

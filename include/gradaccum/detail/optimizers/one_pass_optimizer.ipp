@@ -48,6 +48,7 @@ GRADACCUM_INLINE void OnePass::step(Gradients gradients) {
 
 GRADACCUM_INLINE bool OnePass::judges_on_device(const Gradients& gradients) const {
   if (!gradients.may_be_judged_on_device()) return false;
+  if (gradients.judged() && !gradients.judged_on_device()) return false;  // the host knows
   const auto parameters = gradients.parameters();
   return std::none_of(parameters.begin(), parameters.end(), [](const at::Tensor& p) { return p.is_cpu(); });
 }
@@ -59,7 +60,8 @@ GRADACCUM_INLINE void OnePass::move_unless_overflowed(const GradientOf& gradient
   auto parameters = gradients.parameters();
   if (!same_parameters(parameters, concerned_)) settle();
   by.found_inf = gradients.judge_on_device();
-  if (left_out_.defined()) by.left_out = left_out_.to(by.found_inf.device(), /*non_blocking=*/true);
+  if (!counts_steps()) return check_and_move(gradient_of, by);
+  if (left_out_.defined()) by.left_out = left_out_.to(by.found_inf.device());
   const auto left_out = by.left_out.defined() ? by.left_out + by.found_inf : by.found_inf.clone();
   check_and_move(gradient_of, by);
   left_out_ = left_out;
@@ -161,6 +163,11 @@ State& OnePassOptimizer<Derived, Base, State>::kept_state(const at::Tensor& para
   auto& state = this->state_[parameter.unsafeGetTensorImpl()];
   if (!state) state = std::make_unique<State>();
   return static_cast<State&>(*state);
+}
+
+template <class Derived, class Base, class State>
+bool OnePassOptimizer<Derived, Base, State>::counts_steps() const {
+  return requires(State & state) { state.step(state.step()); };
 }
 
 template <class Derived, class Base, class State>

@@ -28,7 +28,7 @@ GRADACCUM_INLINE Verdict ScaledWindow::verdict() {
 GRADACCUM_INLINE at::Tensor ScaledWindow::found_inf_on_device() const {
   if (!gradients || !gradients->may_be_judged_on_device()) return {};
   const bool unjudged = stage == Stage::unscaled && !(closed() && gradients->judged());
-  if (!unjudged && !gradients->judged_on_device()) return {};
+  if (!unjudged && !(closed() && gradients->judged_on_device())) return {};
   const auto found = Gradients(*gradients).found_inf();
   return found.is_cpu() ? at::Tensor() : found;
 }

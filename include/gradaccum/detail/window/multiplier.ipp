@@ -10,9 +10,10 @@
 namespace gradaccum::detail {
 
 GRADACCUM_INLINE at::Tensor Multiplier::on(at::Device device) const {
-  auto product = at::full({}, host(), at::TensorOptions(at::kDouble).device(device));
+  const auto number = [&](double value) { return at::full({}, value, at::TensorOptions(at::kDouble).device(device)); };
+  auto product = number(device_denominator.defined() ? numerator : host());
   if (device_numerator.defined()) product.mul_(device_numerator.to(device));
-  if (device_denominator.defined()) product.div_(device_denominator.to(device));
+  if (device_denominator.defined()) product.div_(number(denominator).mul_(device_denominator.to(device)));
   return product;
 }
 
