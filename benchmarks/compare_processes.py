@@ -89,7 +89,7 @@ def report(title, unit, scale, contestants, json_path):
         if "accuracy" in results[0]:
             summary["accuracy"] = statistics.mean(result["accuracy"] for result in results)
             line += f"  accuracy {summary['accuracy']:.1f} %"
-        print(f"  {name:<48} {line}  {ratio:.2f} x ours")
+        print(f"  {name:<60} {line}  {ratio:.2f} x ours")
         if json_path:
             with open(json_path, "a") as file:
                 file.write(json.dumps(summary) + "\n")
