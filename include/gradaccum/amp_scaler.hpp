@@ -89,8 +89,8 @@ class AmpScaler {
 
   /// Steps the optimizer, unless its gradients overflowed: then they are discarded with their window. Inside an
   /// accumulator's window it counts the micro-batch, nothing else. True if the parameters moved, or if the device is to
-  /// find out (`.on_device`): then an accumulator counts an update either way. Of a plain optimizer
-  /// without gradients, or an empty window, nothing moves, and it is not counted towards growth.
+  /// find out (`.on_device`): then an accumulator counts an update either way. Of a plain optimizer without gradients,
+  /// or an empty window, nothing moves, and it is not counted towards growth.
   ///
   /// @note Reads 4 bytes from the device when a window closes.
   template <class Optimizer>

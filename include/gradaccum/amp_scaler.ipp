@@ -118,8 +118,10 @@ GRADACCUM_INLINE bool AmpScaler::update_on_device() {
 }
 
 GRADACCUM_INLINE std::map<std::string, double> AmpScaler::state_dict() const {
-  if (enabled_ && device_scale_) current().check_reached(current().value, 0);  // or it could not be loaded
-  return enabled_ ? current().state_dict() : std::map<std::string, double>();
+  if (!enabled_) return {};
+  const auto now = current();
+  if (device_scale_) now.check_reached(now.value, 0);  // or it could not be loaded
+  return now.state_dict();
 }
 
 GRADACCUM_INLINE void AmpScaler::change_to(const detail::LossScale& next) {

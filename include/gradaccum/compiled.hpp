@@ -58,9 +58,9 @@
 #include <gradaccum/detail/machine/huge_pages.ipp>
 #include <gradaccum/detail/machine/machine_facts.ipp>
 #include <gradaccum/detail/machine/machine_times.ipp>
-#include <gradaccum/detail/machine/undisturbed_scope.ipp>
 #include <gradaccum/detail/machine/screen.ipp>
 #include <gradaccum/detail/machine/system_file.ipp>
+#include <gradaccum/detail/machine/undisturbed_scope.ipp>
 #include <gradaccum/detail/memory/copied_to.ipp>
 #include <gradaccum/detail/memory/memory_ledger.ipp>
 #include <gradaccum/detail/memory/occupied_memory.ipp>

@@ -17,6 +17,9 @@ bool same_order(const at::Tensor& a, const at::Tensor& b);
 /// All is said by the memory itself: no gaps, no lazy zeros, negations or conjugates.
 bool is_plain(const at::Tensor& t);
 
+/// What has the sizes and strides of plain copies of `t`: itself, or a tensor without memory.
+at::Tensor plain_layout_of(const at::Tensor& t);
+
 /// `t` with its elements in the order of `like`, which is plain; a copy where need be.
 at::Tensor in_order_of(const at::Tensor& like, const at::Tensor& t, at::ScalarType dtype);
 

@@ -27,6 +27,10 @@ GRADACCUM_INLINE bool is_plain(const at::Tensor& t) {
   return t.is_non_overlapping_and_dense() && !t._is_zerotensor() && !t.is_neg() && !t.is_conj();
 }
 
+GRADACCUM_INLINE at::Tensor plain_layout_of(const at::Tensor& t) {
+  return is_plain(t) ? t : at::empty_like(t, t.options().device(at::kMeta));
+}
+
 GRADACCUM_INLINE at::Tensor in_order_of(const at::Tensor& like, const at::Tensor& t, at::ScalarType dtype) {
   if (t.scalar_type() == dtype && is_plain(t) && same_order(like, t)) return t;
   return at::empty_strided(like.sizes(), like.strides(), t.options().dtype(dtype)).copy_(t);
@@ -42,7 +46,7 @@ GRADACCUM_INLINE at::ScalarType state_type(const at::Tensor& parameter) {
 }
 
 GRADACCUM_INLINE at::Tensor settled(const at::Tensor& state, const at::Tensor& parameter, const char* name) {
-  const auto like = is_plain(parameter) ? parameter : at::empty_like(parameter, parameter.options().device(at::kMeta));
+  const auto like = plain_layout_of(parameter);
   if (!state.defined()) {
     const auto options = parameter.options().dtype(state_type(parameter));
     return at::empty_strided(like.sizes(), like.strides(), options).zero_();

@@ -125,7 +125,7 @@ GRADACCUM_INLINE Codes encoded(const at::Tensor& numbers, bool is_signed) {
 }
 
 GRADACCUM_INLINE Codes settled(const Codes& moments, const at::Tensor& parameter, bool is_signed, const char* name) {
-  const auto like = is_plain(parameter) ? parameter : at::empty_like(parameter, parameter.options().device(at::kMeta));
+  const auto like = plain_layout_of(parameter);
   if (!moments.codes.defined())
     return zero_codes(like.is_meta() ? at::empty_strided(like.sizes(), like.strides(), parameter.options()) : like,
                       is_signed);
@@ -197,9 +197,8 @@ class Adam8bitMove final : public Move {
 
  private:
   static Codes codes_of(const Codes& all, const Extent& extent) {
-    const auto first_block = extent.from / eight_bit_block;
-    const auto blocks = (extent.size() + eight_bit_block - 1) / eight_bit_block;
-    return {flat(all.codes).narrow(0, extent.from, extent.size()), all.scales.narrow(0, first_block, blocks)};
+    const auto codes = flat(all.codes).narrow(0, extent.from, extent.size());
+    return {codes, all.scales.narrow(0, extent.from / eight_bit_block, blocks_of(codes))};
   }
 
   /// Moments that have not moved would not all get the codes that they had.

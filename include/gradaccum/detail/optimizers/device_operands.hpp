@@ -71,6 +71,8 @@ class DeviceOperands {
     at::Tensor layout;               // whose sizes and strides copies have
     at::Tensor parameter, gradient;  // the user's
     at::Tensor parameter_copy = {}, gradient_copy = {}, random_bits = {}, is_nan = {};
+
+    const at::Tensor& stepped() const { return parameter_copy.defined() ? parameter_copy : parameter; }
   };
 
   std::vector<Part> parts_;

@@ -9,7 +9,6 @@
 #include <ATen/Context.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/_foreach_mul.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ne.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -74,8 +73,7 @@ GRADACCUM_INLINE void DeviceOperands::add(const DeviceOperand& operand, const Ex
       .of = operand, .layout = {}, .parameter = extent.of(operand.parameter), .gradient = extent.of(operand.gradient)};
   // Parts of one parameter are rounded by random numbers of their own.
   if (part.of.rounding_key) *part.of.rounding_key += static_cast<std::uint64_t>(extent.from);
-  part.layout = is_plain(part.parameter) ? part.parameter
-                                         : at::empty_like(part.parameter, part.parameter.options().device(at::kMeta));
+  part.layout = plain_layout_of(part.parameter);
   if (!by_.on_host() && !factor_.defined()) {
     wide_factor_ = by_.on(part.parameter.device());
     factor_ = wide_factor_.to(at::toRealValueType(state_type(part.parameter)));
@@ -123,8 +121,7 @@ GRADACCUM_INLINE void DeviceOperands::read() {
 
 GRADACCUM_INLINE std::vector<at::Tensor> DeviceOperands::parameters() const {
   std::vector<at::Tensor> all;
-  for (auto& part : parts_)
-    all.push_back(as_real(part.parameter_copy.defined() ? part.parameter_copy : part.parameter));
+  for (auto& part : parts_) all.push_back(as_real(part.stepped()));
   return all;
 }
 
@@ -138,7 +135,7 @@ GRADACCUM_INLINE void DeviceOperands::write_back() const {
   for (auto& part : parts_) {
     if (part.of.rounding_key)
       round_stochastically_(part.parameter_copy, *part.of.rounding_key, part.random_bits, part.is_nan);
-    detail::write_back(part.parameter, part.parameter_copy.defined() ? part.parameter_copy : part.parameter);
+    detail::write_back(part.parameter, part.stepped());
   }
 }
 
