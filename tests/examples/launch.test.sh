@@ -59,6 +59,7 @@ cmp "$(ls -d "$directory"/straight/step-* | tail -n 1)/model.safetensors" \
 
 # The launcher passes signals on, and waits for what they bring about.
 for signal in INT TERM; do
+  : > "$directory/output"  # what the last signal brought about is not to be taken for this one's
   "$launch" 2 bash -c 'trap "sleep 1; echo saved; exit 3" INT TERM; echo ready; while :; do sleep 0.05; done' \
     > "$directory/output" 2>&1 &
   id=$!
