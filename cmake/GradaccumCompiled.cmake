@@ -16,6 +16,7 @@ function(gradaccum_add_compiled include)
   set(parts
     "^gradaccum/(detail/(kernels|optimizers)/|optim/|learning_rates)"
     "^gradaccum/(detail/(checkpoint|data|io|memory|state|types)/|io/|data/|archive|checkpoint|memory|keep|saved)"
+    "^gradaccum/(detail/compilation/|compiled_step|save_step)"
     "^gradaccum/(detail/(trainer|verification)/|policies|verify|trainer|training|state_parts|fit|metrics|progress)"
     ".") # window, scaling and parallel
   set(sources "")

@@ -15,6 +15,7 @@
 #include <gradaccum/checkpoint_plan.ipp>
 #include <gradaccum/checkpointed_sequential.ipp>
 #include <gradaccum/clip_grad.ipp>
+#include <gradaccum/compiled_step.ipp>
 #include <gradaccum/data/length_buckets.ipp>
 #include <gradaccum/data/tensor_batches.ipp>
 #include <gradaccum/detail/build/inline.ipp>
@@ -35,6 +36,15 @@
 #include <gradaccum/detail/checkpoint/schedule.ipp>
 #include <gradaccum/detail/checkpoint/stage_profile.ipp>
 #include <gradaccum/detail/checkpoint/tensor_traits.ipp>
+#include <gradaccum/detail/compilation/loaded_step.ipp>
+#include <gradaccum/detail/compilation/step_backward.ipp>
+#include <gradaccum/detail/compilation/step_code.ipp>
+#include <gradaccum/detail/compilation/step_description.ipp>
+#include <gradaccum/detail/compilation/step_model.ipp>
+#include <gradaccum/detail/compilation/step_result.ipp>
+#include <gradaccum/detail/compilation/step_source.ipp>
+#include <gradaccum/detail/compilation/step_trace.ipp>
+#include <gradaccum/detail/compilation/steps_in_program.ipp>
 #include <gradaccum/detail/data/epoch_order.ipp>
 #include <gradaccum/detail/data/fingerprint.ipp>
 #include <gradaccum/detail/data/padded_sequences.ipp>
@@ -167,6 +177,7 @@
 #include <gradaccum/process_group.ipp>
 #include <gradaccum/progress_line.ipp>
 #include <gradaccum/replicas.ipp>
+#include <gradaccum/save_step.ipp>
 #include <gradaccum/saved_tensor_hooks.ipp>
 #include <gradaccum/state_parts.ipp>
 #include <gradaccum/trainer_base.ipp>

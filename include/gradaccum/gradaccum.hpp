@@ -9,6 +9,7 @@
 #include <gradaccum/checkpoint_plan.hpp>
 #include <gradaccum/checkpointed_sequential.hpp>
 #include <gradaccum/clip_grad.hpp>
+#include <gradaccum/compiled_step.hpp>
 #include <gradaccum/concepts.hpp>
 #include <gradaccum/data/length_buckets.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
@@ -59,6 +60,7 @@
 #include <gradaccum/process_group.hpp>
 #include <gradaccum/progress_line.hpp>
 #include <gradaccum/replicas.hpp>
+#include <gradaccum/save_step.hpp>
 #include <gradaccum/saved_tensor_hooks.hpp>
 #include <gradaccum/state_parts.hpp>
 #include <gradaccum/trainer.hpp>

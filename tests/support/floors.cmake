@@ -44,6 +44,8 @@ room(parallel     PUBLIC process_group replicas
                   USES types state window data)
 room(verification PUBLIC verify_accumulation
                   USES types window data)
+room(compilation  PUBLIC compiled_step save_step
+                  USES types kernels window scaling checkpoint data io)
 room(trainer      PUBLIC fit_options fit_report metrics metrics_file policies policies/ policy progress_line state_parts
                          trainer trainer_base training_state
                   USES types kernels memory state window scaling optimizers data io parallel)

@@ -43,6 +43,9 @@ class ListedFile {
   std::uint32_t crc_ = 0;
 };
 
+/// The file is as it was written, byte for byte.
+void check_file(const std::filesystem::path& path, const Manifest::File& listed);
+
 /// The folder has no files that the manifest does not list.
 void check_no_others(const std::filesystem::path& folder, const Manifest& manifest);
 

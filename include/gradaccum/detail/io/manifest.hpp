@@ -13,7 +13,10 @@
 
 namespace gradaccum::detail {
 
-/// What a state consists of: files with their sizes and checksums, and numbers and texts with names.
+inline constexpr std::string_view state_format = "gradaccum training state";
+
+/// What a state, or another folder of files, consists of: files with their sizes and checksums, and numbers and texts
+/// with names.
 ///
 /// It is a JSON file that a person can read. "crc32", its first entry, is the CRC-32 of the file's bytes, these eight
 /// digits being zeros. A double that is not finite, which JSON lacks, is {"double": "nan"}, "inf" or "-inf"; the bits
@@ -34,6 +37,7 @@ struct Manifest {
 
   static constexpr std::size_t max_bytes = std::size_t{64} << 20;
 
+  std::string format{state_format};  ///< what it is the manifest of
   std::map<std::string, Value> values;
   std::map<std::string, File> files;  ///< with plain names: A-Z a-z 0-9 _ . - and no dot in front
   std::string gradaccum, libtorch;    ///< the versions that wrote it
@@ -50,12 +54,13 @@ bool is_file_name(std::string_view name);
 /// Throws `std::runtime_error` for what could not be read again.
 std::string text_of(const Manifest& manifest);
 
-/// Believes nothing. `what`, a path say, begins the message of the `std::runtime_error` that it throws.
-Manifest manifest_of(std::string_view text, const std::string& what);
+/// Believes nothing. `what`, a path say, begins the message of the `std::runtime_error` that it throws. `format`: what
+/// it must be the manifest of.
+Manifest manifest_of(std::string_view text, const std::string& what, std::string_view format = state_format);
 
 /// Synced, as a new file. Throws `std::runtime_error` with the file's path, as the next does.
 void write_manifest(const std::filesystem::path& folder, const Manifest& manifest);
-Manifest read_manifest(const std::filesystem::path& folder);
+Manifest read_manifest(const std::filesystem::path& folder, std::string_view format = state_format);
 
 }  // namespace gradaccum::detail
 

@@ -20,8 +20,6 @@
 
 namespace gradaccum::detail {
 
-inline constexpr const char* manifest_format = "gradaccum training state";
-
 GRADACCUM_INLINE std::string crc32_text(std::uint32_t crc) {
   char digits[9];
   std::snprintf(digits, sizeof digits, "%08x", crc);
@@ -70,7 +68,7 @@ GRADACCUM_INLINE std::string text_of(const Manifest& manifest) {
   }
   for (const auto& [name, value] : manifest.values) values.emplace_back(name, json_of_value(value));
   auto text = lines_of({{"crc32", quoted("00000000")},
-                        {"format", quoted(manifest_format)},
+                        {"format", quoted(manifest.format)},
                         {"format_version", "1"},
                         {"gradaccum", quoted(manifest.gradaccum)},
                         {"libtorch", quoted(manifest.libtorch)},
@@ -86,7 +84,7 @@ GRADACCUM_INLINE std::string text_of(const Manifest& manifest) {
 /// JSON to a manifest, believing nothing.
 class ManifestReader {
  public:
-  explicit ManifestReader(const std::string& what) : what_(what) {}
+  ManifestReader(const std::string& what, std::string_view format) : what_(what), format_(format) {}
 
   Manifest read(std::string_view text) const {
     if (text.size() > Manifest::max_bytes)
@@ -96,6 +94,7 @@ class ManifestReader {
     check_format(json);
     only(json, {"crc32", "format", "format_version", "gradaccum", "libtorch", "files", "values"});
     Manifest manifest;
+    manifest.format = format_;
     manifest.gradaccum = text_in(json, "gradaccum");
     manifest.libtorch = text_in(json, "libtorch");
     for (const auto& [name, file] : object_in(json, "files")) manifest.files[name] = file_of(name, file);
@@ -151,7 +150,7 @@ class ManifestReader {
 
   void check_format(const Json& json) const {
     const auto& format = text_in(json, "format");
-    if (format != manifest_format) fail(std::string("\"format\" must be \"") + manifest_format + "\"", Json{format});
+    if (format != format_) fail("\"format\" must be \"" + format_ + "\"", Json{format});
     const auto& version = in(json, "format_version");
     const auto* const number = version.as<std::uint64_t>();
     if (!number || *number != 1)
@@ -189,10 +188,11 @@ class ManifestReader {
   }
 
   const std::string& what_;
+  const std::string format_;
 };
 
-GRADACCUM_INLINE Manifest manifest_of(std::string_view text, const std::string& what) {
-  return ManifestReader(what).read(text);
+GRADACCUM_INLINE Manifest manifest_of(std::string_view text, const std::string& what, std::string_view format) {
+  return ManifestReader(what, format).read(text);
 }
 
 GRADACCUM_INLINE void write_manifest(const std::filesystem::path& folder, const Manifest& manifest) {
@@ -202,7 +202,7 @@ GRADACCUM_INLINE void write_manifest(const std::filesystem::path& folder, const 
   file.close();
 }
 
-GRADACCUM_INLINE Manifest read_manifest(const std::filesystem::path& folder) {
+GRADACCUM_INLINE Manifest read_manifest(const std::filesystem::path& folder, std::string_view format) {
   const auto path = folder / manifest_name;
   InputFile file(path);
   if (file.bytes() > Manifest::max_bytes)
@@ -210,7 +210,7 @@ GRADACCUM_INLINE Manifest read_manifest(const std::filesystem::path& folder) {
                              " bytes");
   std::string text(static_cast<std::size_t>(file.bytes()), '\0');
   text.resize(file.read(text.data(), text.size()));
-  return manifest_of(text, path.string());
+  return manifest_of(text, path.string(), format);
 }
 
 }  // namespace gradaccum::detail

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# Training steps that are compiled: a part of a program, or a folder beside it.
+
+set(GRADACCUM_COMPILE_STEP_DIRECTORY "${CMAKE_CURRENT_LIST_DIR}" CACHE INTERNAL "Where gradaccum's CMake files are")
+
+# What the manifest of a saved step says of `name`.
+function(gradaccum_value_of_step manifest name result)
+  string(JSON value ERROR_VARIABLE problem GET "${manifest}" values "${name}")
+  if(problem)
+    message(FATAL_ERROR "gradaccum_compile_step: the manifest must have a value \"${name}\": compile the step again")
+  endif()
+  set(${result} "${value}" PARENT_SCOPE)
+endfunction()
+
+# gradaccum_compile_step(target folder [NAME name]): builds a step, which ga::save_step recorded and compile_step.py
+# compiled, into a program, so that nothing is loaded at run time: ga::CompiledStep step(model, objective,
+# ga::InProgram{"name"}). NAME: that of the folder, if not given. The folder's generated C++ is all that it takes.
+function(gradaccum_compile_step target folder)
+  cmake_parse_arguments(PARSE_ARGV 2 arg "" "NAME" "")
+  cmake_path(ABSOLUTE_PATH folder BASE_DIRECTORY "${CMAKE_CURRENT_SOURCE_DIR}" NORMALIZE)
+  if(NOT arg_NAME)
+    cmake_path(GET folder FILENAME arg_NAME)
+  endif()
+  if(NOT EXISTS "${folder}/manifest.json")
+    message(FATAL_ERROR "gradaccum_compile_step: ${folder} has no manifest.json: ga::save_step writes one")
+  endif()
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${folder}/manifest.json")
+  file(READ "${folder}/manifest.json" manifest)
+  gradaccum_value_of_step("${manifest}" graphs graphs)
+  set(sources "")
+  set(declarations "")
+  set(codes "")
+  math(EXPR last "${graphs} - 1")
+  foreach(number RANGE ${last})
+    gradaccum_value_of_step("${manifest}" graph-${number}.code code)
+    set(source "${folder}/graph-${number}.${code}.cpp")
+    if(NOT code OR NOT EXISTS "${source}")
+      message(FATAL_ERROR "gradaccum_compile_step: ${folder} has no compiled graph-${number}: run compile_step.py on it")
+    endif()
+    list(APPEND sources "${source}")
+    string(APPEND declarations "extern \"C\" void* const gradaccum_step_${code}[];\n")
+    string(APPEND codes "{\"${code}\", gradaccum_step_${code}}, ")
+  endforeach()
+  gradaccum_value_of_step("${manifest}" flags flags)
+  separate_arguments(flags UNIX_COMMAND "${flags}")
+
+  set(step "${target}.${arg_NAME}")
+  add_library(${step} OBJECT ${sources})
+  target_link_libraries(${step} PRIVATE gradaccum::libtorch)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    target_link_options(${target} PRIVATE -fopenmp)
+  else() # whose OpenMP would be a second one
+    list(REMOVE_ITEM flags -fopenmp)
+    target_include_directories(${step} BEFORE PRIVATE "${GRADACCUM_COMPILE_STEP_DIRECTORY}/without_openmp")
+  endif()
+  target_compile_options(${step} PRIVATE ${flags})
+  set_target_properties(${step} PROPERTIES POSITION_INDEPENDENT_CODE ON)
+
+  set(text "#include <gradaccum/detail/compilation/steps_in_program.hpp>\n\n${declarations}
+[[maybe_unused]] static const bool added =
+    gradaccum::detail::steps_in_program().insert_or_assign(\"${arg_NAME}\", gradaccum::detail::StepInProgram{
+R\"manifest(${manifest})manifest\", {${codes}}}).second;\n")
+  set(source "${CMAKE_CURRENT_BINARY_DIR}/${step}.cpp")
+  file(CONFIGURE OUTPUT "${source}" CONTENT "${text}" @ONLY)
+  target_sources(${target} PRIVATE "${source}")
+  set_source_files_properties("${source}" PROPERTIES SKIP_PRECOMPILE_HEADERS ON SKIP_UNITY_BUILD_INCLUSION ON)
+  target_link_libraries(${target} PRIVATE ${step})
+endfunction()

@@ -1,0 +1,491 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/amp_scaler.hpp>
+#include <gradaccum/autocast.hpp>
+#include <gradaccum/compiled_step.hpp>
+#include <gradaccum/detail/checkpoint/forward_state.hpp>
+#include <gradaccum/detail/compilation/steps_in_program.hpp>
+#include <gradaccum/detail/io/manifest.hpp>
+#include <gradaccum/detail/kernels/crc32.hpp>
+#include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/metrics.hpp>
+#include <gradaccum/optim/adamw.hpp>
+#include <gradaccum/policies/accumulate.hpp>
+#include <gradaccum/trainer.hpp>
+
+#include <algorithm>
+#include <filesystem>
+#include <limits>
+#include <sstream>
+#include <vector>
+
+#include "compiled_step/networks.hpp"
+#include "support/files.hpp"
+#include "support/outcome.hpp"
+
+namespace ga = gradaccum;
+using testing::error_of;
+using namespace testing::compiled;
+
+namespace {
+
+const ga::InProgram in_perceptron{"perceptron"}, in_convolutional{"convolutional"}, in_float16{"float16"};
+
+double off(const at::Tensor& got, const at::Tensor& wanted) {
+  return ((got - wanted).norm() / wanted.norm().clamp_min(1e-30)).template item<double>();
+}
+double worst(const std::vector<at::Tensor>& got, const std::vector<at::Tensor>& wanted) {
+  double most = 0;
+  for (std::size_t i = 0; i < got.size(); ++i) most = std::max(most, off(got[i], wanted[i]));
+  return most;
+}
+std::vector<at::Tensor> gradients(torch::nn::Module& net) {
+  std::vector<at::Tensor> all;
+  for (auto& parameter : net.parameters())
+    if (parameter.grad().defined()) all.push_back(parameter.grad().clone());
+  net.zero_grad();
+  return all;
+}
+std::vector<at::Tensor> copies(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> all;
+  for (auto& tensor : tensors) all.push_back(tensor.detach().clone());
+  return all;
+}
+
+/// A folder with the perceptron's step, whose manifest can be changed.
+class Folder {
+ public:
+  Folder()
+      : manifest(ga::detail::manifest_of(ga::detail::steps_in_program().at("perceptron").manifest, "test",
+                                         ga::detail::step_format)) {
+    library_ = "graph-0." + std::get<std::string>(manifest.values.at("graph-0.code")) + ".so";
+    const auto bytes = testing::text_of(STEP_LIBRARY);
+    testing::write_text(directory_ / library_, bytes);
+    manifest.files = {{library_, {bytes.size(), ga::detail::crc32(bytes.data(), bytes.size())}}};
+  }
+
+  std::filesystem::path write() const {
+    testing::write_text(directory_ / "manifest.json", ga::detail::text_of(manifest));
+    return directory_ / "";
+  }
+  std::filesystem::path library() const { return directory_ / library_; }
+
+  ga::detail::Manifest manifest;
+
+ private:
+  testing::Directory directory_;
+  std::string library_;
+};
+
+}  // namespace
+
+TEST_CASE("A compiled step is the objective to rounding, in windows of any length", "[compiled_step]") {
+  const auto steps = GENERATE(1, 2, 3);
+  const bool in_backward = GENERATE(false, true);
+  CAPTURE(steps, in_backward);
+  const auto trained = [&](bool compiled, double lr) {
+    auto net = perceptron();
+    torch::optim::SGD plain(net->parameters(), torch::optim::SGDOptions(lr).momentum(0.9));
+    ga::optim::AdamW adamw(net->parameters(), lr);
+    ga::GradAccumulator<torch::optim::SGD> sgd_window(plain, {.steps = steps});
+    ga::GradAccumulator<ga::optim::AdamW> adamw_window(adamw, {.steps = steps, .in_backward = true});
+    ga::CompiledStep step(net, counted_loss, in_perceptron);
+    std::vector<at::Tensor> losses;
+    const auto train = [&](auto& optimizer) {
+      for (std::uint64_t i = 0; i < 7; ++i) {
+        const auto batch = rows_of_six(8, i);
+        auto loss = compiled ? step(batch) : counted_loss(net, batch);
+        losses.push_back(loss.mean.detach());
+        optimizer.backward(loss);
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      optimizer.flush();
+    };
+    if (in_backward)
+      train(adamw_window);
+    else
+      train(sgd_window);
+    CHECK(step.report().compiled == (compiled ? 7 : 0));
+    CHECK(step.report().eager == 0);
+    auto all = copies(net->parameters());
+    all.insert(all.end(), losses.begin(), losses.end());
+    return all;
+  };
+  const auto wanted = trained(false, 0.01);
+  CHECK(worst(trained(true, 0.01), wanted) < 1e-5);
+  CHECK(worst(trained(true, 0.011), wanted) > 1e-4);
+}
+
+TEST_CASE("Metrics see the output, and gradients are added", "[compiled_step]") {
+  auto net = perceptron();
+  const auto batch = rows_of_six(8);
+  ga::CompiledStep step(net, counted_loss, in_perceptron);
+  const auto loss = step(batch);
+  CHECK(loss.items == 8);
+  CHECK(off(loss.output, net->forward(batch.first)) < 1e-6);
+  CHECK_FALSE(loss.output.requires_grad());
+  CHECK(loss.target.equal(batch.second));
+  loss.backward();
+  step(batch).backward();
+  const auto twice = gradients(*net);
+  counted_loss(net, batch).backward();
+  counted_loss(net, batch).backward();
+  CHECK(worst(twice, gradients(*net)) < 1e-6);
+}
+
+TEST_CASE("A compiled step moves buffers once and draws the objective's random numbers", "[compiled_step]") {
+  auto net = convolutional(), other = convolutional();
+  ga::CompiledStep step(net, plain_loss<Convolutional>, in_convolutional);
+  torch::manual_seed(5);
+  std::vector<at::Tensor> wanted, got;
+  for (std::uint64_t i = 0; i < 4; ++i) {
+    const auto batch = images(6, i);
+    torch::manual_seed(100 + i);
+    plain_loss(other, batch).backward();
+    const ga::detail::RandomState after;
+    torch::manual_seed(100 + i);
+    const at::Tensor loss = step(batch);  // a Tensor, as the objective's
+    CHECK(after == ga::detail::RandomState());
+    loss.backward();
+    const auto buffers = net->named_buffers(), others = other->named_buffers();
+    for (auto& item : buffers) CHECK(off(item.value().to(at::kDouble), others[item.key()].to(at::kDouble)) < 1e-12);
+    CHECK(buffers["norm.num_batches_tracked"].item<std::int64_t>() == static_cast<std::int64_t>(i + 1));
+  }
+  CHECK_FALSE(net->convolution->bias.grad().defined());
+  CHECK_FALSE(net->unused.grad().defined());
+  wanted = gradients(*other), got = gradients(*net);
+  CHECK(got.size() == 5);
+  CHECK(worst(got, wanted) < 1e-12);
+
+  const auto version = net->norm->running_mean._version();
+  step(images(6));
+  CHECK(net->norm->running_mean._version() > version);  // whoever saved it for backward is told
+}
+
+TEST_CASE("Seeds of backward multiply the gradients", "[compiled_step]") {
+  auto net = perceptron();
+  const auto batch = rows_of_six(8);
+  ga::CompiledStep step(net, counted_loss, in_perceptron);
+  const auto with_seed = [&](auto&& loss_of, double seed) {
+    const auto loss = loss_of();
+    loss.mean.backward(torch::full_like(loss.mean, seed));
+    return gradients(*net);
+  };
+  const auto eager = [&] { return counted_loss(net, batch); };
+  const auto compiled = [&] { return step(batch); };
+  for (const double seed : {1.0, 60.0, -3.0, 65536.0, 1e-30, 1.0})
+    CHECK(worst(with_seed(compiled, seed), with_seed(eager, seed)) < 1e-6);
+  const auto after_60 = (with_seed(compiled, 60.0), with_seed(compiled, 60.0));
+  with_seed(compiled, 1.0);
+  CHECK(testing::same_bits(with_seed(compiled, 60.0), after_60));  // whatever seed came before
+  CHECK(with_seed(compiled, 0.0).front().abs().sum().item<double>() == 0);
+  CHECK(with_seed(compiled, std::numeric_limits<double>::quiet_NaN()).front().isnan().all().item<bool>());
+  CHECK(with_seed(compiled, std::numeric_limits<double>::infinity()).back().isinf().any().item<bool>());
+  CHECK(testing::same_bits(with_seed(compiled, 60.0), after_60));
+}
+
+TEST_CASE("Backward runs once, unless its graph is kept", "[compiled_step]") {
+  auto net = perceptron();
+  const auto batch = rows_of_six(8);
+  ga::CompiledStep step(net, counted_loss, in_perceptron);
+  auto loss = step(batch);
+  loss.backward({.retain_graph = true});
+  loss.mean.backward(torch::full({}, 3.0));
+  const auto four_times = gradients(*net);
+  loss = step(batch);
+  loss.mean.backward(torch::full({}, 4.0));
+  CHECK(worst(four_times, gradients(*net)) < 1e-6);
+  CHECK(error_of([&] { loss.mean.backward(); }).find("backward runs once, unless .retain_graph is true") !=
+        std::string::npos);
+  loss = step(batch);
+  CHECK(error_of([&] { loss.backward({.create_graph = true}); }).find("create_graph must be false") !=
+        std::string::npos);
+}
+
+TEST_CASE("A float16 step has the loss scale inside", "[compiled_step]") {
+  auto net = perceptron(), other = perceptron();
+  ga::CompiledStep compiled_step(net, plain_loss<Perceptron>, in_float16);
+  const auto step = [&](const Batch& of) {
+    const ga::Autocast autocast(torch::kCPU, torch::kHalf);
+    return compiled_step(of);
+  };
+  const auto eager_step = [&](const Batch& of) {
+    const ga::Autocast autocast(torch::kCPU, torch::kHalf);
+    return plain_loss(other, of);
+  };
+  // So small that without a scale they are no numbers of float16.
+  const auto tiny = [](Perceptron& of) {
+    torch::NoGradGuard no_grad;
+    of->last->weight.mul_(1e-6);
+  };
+  tiny(net), tiny(other);
+  const auto scaled = [](auto& of, auto&& loss_of, double scale) {
+    at::Tensor loss = loss_of();
+    loss.backward(torch::full_like(loss, scale));
+    auto all = gradients(*of);
+    for (auto& gradient : all) gradient.div_(scale);
+    return all;
+  };
+  const auto batch = rows_of_six(8);
+  const auto eager = [&] { return eager_step(batch); };
+  const auto compiled = [&] { return step(batch); };
+  for (const double scale : {65536.0, 1024.0, 1.0, 65536.0}) {  // each new one is run again
+    const ga::detail::RandomState before;
+    CHECK(worst(scaled(net, compiled, scale), scaled(other, eager, scale)) < 5e-3);
+    CHECK(before == ga::detail::RandomState());
+  }
+  CHECK(worst(scaled(other, eager, 1.0), scaled(other, eager, 65536.0)) > 0.02);  // the scale does matter
+
+  torch::optim::SGD one(net->parameters(), 0.1), two(other->parameters(), 0.1);
+  ga::AmpScaler scaler, other_scaler;
+  for (std::uint64_t i = 0; i < 3; ++i) {
+    const auto another = rows_of_six(8, i);
+    scaler.scale(step(another)).backward();
+    scaler.step(one);
+    scaler.update();
+    one.zero_grad();
+    other_scaler.scale(eager_step(another)).backward();
+    other_scaler.step(two);
+    other_scaler.update();
+    two.zero_grad();
+  }
+  CHECK(worst(net->parameters(), other->parameters()) < 1e-2);
+  CHECK(compiled_step.report().eager == 0);
+
+  auto late = step(batch);
+  one.param_groups()[0].params()[0].data().add_(0);
+  late.backward(torch::full({}, 8.0));  // unseen by autograd, and harmless
+  gradients(*net);
+  late = step(batch);
+  {
+    torch::NoGradGuard no_grad;
+    net->hidden->weight.add_(1);
+  }
+  CHECK(error_of([&] {
+          late.backward(torch::full({}, 2.0));
+        }).find("parameters must not move between a float16 loss and its backward") != std::string::npos);
+}
+
+TEST_CASE("A trainer trains with a compiled step", "[compiled_step]") {
+  std::vector<Batch> batches;
+  for (std::uint64_t i = 0; i < 5; ++i) batches.push_back(rows_of_six(i == 4 ? 3 : 8, i));
+  auto net = perceptron(), other = perceptron();
+  torch::optim::SGD sgd(net->parameters(), 0.1), other_sgd(other->parameters(), 0.1);
+  ga::CompiledStep step(net, plain_loss<Perceptron>, in_perceptron);
+  CHECK(error_of([&] { step(rows_of_six(8)); }).find("the loss is of 8 items, not 1") != std::string::npos);
+
+  ga::CompiledStep counted(net, counted_loss, in_perceptron);
+  ga::Trainer trainer(net, sgd, counted, ga::Accumulate{.steps = 2});
+  ga::Trainer other_trainer(other, other_sgd, counted_loss, ga::Accumulate{.steps = 2});
+  trainer.fit(batches, {.epochs = 2});
+  other_trainer.fit(batches, {.epochs = 2});
+  CHECK(worst(net->parameters(), other->parameters()) < 1e-5);
+  const auto evaluated = trainer.evaluate(batches, ga::Accuracy{});
+  CHECK(evaluated.metrics.at("accuracy") == other_trainer.evaluate(batches, ga::Accuracy{}).metrics.at("accuracy"));
+  const bool any_rows = counted.report().eager == 0;  // LibTorch 2.11 compiles for these rows alone
+  CHECK(counted.report().compiled == (any_rows ? 10 : 8));
+  CHECK(counted.report().compiled + counted.report().eager == 10);
+
+  auto third = perceptron();
+  CHECK(error_of([&] { counted(third, batches.front()); }).find("must get the model that it was made for") !=
+        std::string::npos);
+}
+
+TEST_CASE("Where there is no graph the objective runs, and is counted", "[compiled_step]") {
+  auto net = perceptron();
+  ga::CompiledStep step(net, counted_loss, in_perceptron);
+  const auto batch = rows_of_six(8);
+  const auto same_as_eager = [&](const Batch& of) {
+    step(of).backward();
+    const auto got = gradients(*net);
+    counted_loss(net, of).backward();
+    return testing::same_bits(got, gradients(*net));
+  };
+  CHECK(same_as_eager(
+      {batch.first.to(at::kDouble).to(at::kFloat).unsqueeze(0).expand({1, 8, 6}).squeeze(0).narrow(0, 0, 1),
+       batch.second.narrow(0, 0, 1)}));  // one row
+  net->last->eval();
+  CHECK(same_as_eager(batch));
+  net->train();
+  net->hidden->weight.requires_grad_(false);
+  CHECK(same_as_eager(batch));
+  net->hidden->weight.requires_grad_(true);
+  {
+    const ga::Autocast autocast(torch::kCPU, torch::kBFloat16);
+    CHECK(same_as_eager(batch));
+  }
+  {
+    const torch::NoGradGuard no_grad;  // an evaluation, which is no step
+    CHECK_FALSE(step(batch).mean.requires_grad());
+  }
+  CHECK_FALSE(same_as_eager(batch));
+  CHECK(step.report().compiled == 1);
+  std::ostringstream text;
+  text << step.report();
+  CHECK(text.str() ==
+        "1 of 5 steps compiled\n"
+        "1 not: no graph for Float [1, 6], Long [1]\n"
+        "1 not: other modes: training but last; no autocast\n"
+        "1 not: other modes: training; BFloat16 autocast\n"
+        "1 not: the model had 'hidden.weight Float [5, 6] parameter' and is 'hidden.weight Float [5, 6] frozen "
+        "parameter'\n");
+
+  const auto transposed = Batch{batch.first.t().contiguous().t(), batch.second};  // as it lies in memory, another
+  step(transposed).backward();
+  const auto got = gradients(*net);
+  counted_loss(net, batch).backward();
+  CHECK(worst(got, gradients(*net)) < 1e-6);
+  CHECK(step.report().compiled == 2);
+}
+
+TEST_CASE("What the compiled step gets wrong is found in its first run", "[compiled_step]") {
+  auto net = perceptron();
+  const auto batch = rows_of_six(8);
+  const auto wrong = [&](auto objective) {
+    ga::CompiledStep step(net, objective, in_perceptron);
+    return error_of([&] { step(batch); });
+  };
+  const std::string begins =
+      "CompiledStep: perceptron: the compiled step must do what the objective does, but for "
+      "Float [8, 6], Long [8] ";
+  const auto smoothed = wrong([](auto& model, auto& of) {
+    const auto output = model->forward(of.first);
+    return ga::Loss{torch::cross_entropy_loss(output, of.second, {}, at::Reduction::Mean, -100, 0.1), 8}.with(
+        output, of.second);
+  });
+  INFO(smoothed);
+  CHECK(smoothed.starts_with(begins + "the loss differs by "));
+  CHECK(wrong([](auto& model, auto& of) {  // as a NoGradGuard would
+          auto loss = counted_loss(model, of);
+          const auto output = model->last(torch::relu(model->hidden(of.first)).detach());
+          return ga::Loss{torch::cross_entropy_loss(output, of.second), 8}.with(output, of.second);
+        })
+            .starts_with(begins + "the gradient of hidden.weight should not be there"));
+  CHECK(wrong([](auto& model, auto& of) {
+          auto loss = counted_loss(model, of);
+          loss.mean = loss.mean + 0.05 * (model->last->bias.sum() - model->last->bias.sum().detach());
+          return loss;
+        }).starts_with(begins + "the gradient of last.bias differs by "));
+  CHECK(wrong([](auto& model, auto& of) {
+          torch::rand({1});
+          return counted_loss(model, of);
+        }).starts_with(begins + "random numbers were drawn otherwise"));
+
+  auto moving = convolutional();
+  ga::CompiledStep step(
+      moving,
+      [](auto& model, const Batch& of) {
+        torch::NoGradGuard no_grad;
+        model->norm->running_mean.add_(1);
+        at::AutoGradMode gradients(true);
+        return plain_loss(model, of);
+      },
+      in_convolutional);
+  const auto before = copies(moving->buffers());
+  CHECK(error_of([&] { step(images(6)); }).find("the buffer norm.running_mean differs by ") != std::string::npos);
+  CHECK(testing::same_bits(copies(moving->buffers()), before));
+  CHECK_FALSE(moving->last->weight.grad().defined());
+
+  // An exception of the objective's own, in the check, leaves all as it was.
+  auto throwing = perceptron();
+  ga::CompiledStep thrown(
+      throwing, [](auto&, const Batch&) -> ga::Loss { throw std::logic_error("of the user"); }, in_perceptron);
+  const ga::detail::RandomState random;
+  CHECK_THROWS_AS(thrown(batch), std::logic_error);
+  CHECK(random == ga::detail::RandomState());
+}
+
+TEST_CASE("A model that is another than the one saved is refused", "[compiled_step]") {
+  struct OtherImpl : torch::nn::Module {
+    torch::nn::Linear hidden = register_module("hidden", torch::nn::Linear(6, 4)),
+                      last = register_module("last", torch::nn::Linear(4, 3));
+  };
+  const auto refused = [](auto net) {
+    const auto error = error_of([&] {
+      ga::CompiledStep step(
+          net, [](auto& model, const Batch&) { return model->parameters()[0].sum(); }, in_perceptron);
+    });
+    return error;
+  };
+  CHECK(refused(std::make_shared<OtherImpl>()) ==
+        "CompiledStep: perceptron: the model must be the one that was saved, which had 'hidden.weight Float [5, 6] "
+        "parameter' and is 'hidden.weight Float [4, 6] parameter': save and compile the step again");
+  CHECK(refused(convolutional())
+            .find("which had 'hidden.weight Float [5, 6] parameter' and is 'unused Double [2] "
+                  "parameter'") != std::string::npos);
+  auto doubles = perceptron();
+  doubles->to(torch::kDouble);
+  CHECK(refused(doubles).find("and is 'hidden.weight Double [5, 6] parameter'") != std::string::npos);
+  auto net = perceptron();
+  CHECK(error_of([&] { ga::CompiledStep(net, counted_loss, ga::InProgram{"no"}); }) ==
+        "CompiledStep: InProgram{\"no\"} must be a step that gradaccum_compile_step built into this program, which has "
+        "convolutional float16 perceptron");
+}
+
+TEST_CASE("A step of a folder runs, and is loaded only as it was written", "[compiled_step]") {
+  auto net = perceptron();
+  const auto batch = rows_of_six(8);
+  const auto error_with = [&](auto&& change) {
+    Folder folder;
+    change(folder);
+    return error_of([&] { ga::CompiledStep(net, counted_loss, folder.write())(batch); });
+  };
+  const auto error_of_value = [&](const std::string& name, const ga::detail::Manifest::Value& value) {
+    return error_with([&](Folder& folder) { folder.manifest.values[name] = value; });
+  };
+  const auto has = [](const std::string& text, const std::string& part) {
+    INFO(text);
+    return text.find(part) != std::string::npos;
+  };
+  CHECK(error_with([](Folder&) {}).empty());
+  CHECK(has(error_with([](Folder& folder) {
+              auto bytes = testing::text_of(folder.library());
+              bytes[bytes.size() / 2] ^= 1;
+              testing::write_text(folder.library(), bytes);
+            }),
+            "the CRC-32 "));
+  CHECK(has(error_with([](Folder& folder) { testing::write_text(folder.library(), "short"); }), "got 5"));
+  CHECK(has(error_with([](Folder& folder) { std::filesystem::remove(folder.library()); }), "No such file"));
+  CHECK(has(error_with([](Folder& folder) { folder.manifest.files.clear(); }), "must list the file graph-0."));
+  CHECK(has(error_with([](Folder& folder) { folder.manifest.libtorch = "2.3.0"; }),
+            "must be of a program with LibTorch"));
+  CHECK(has(error_of_value("graph-0.capability", std::string("AVX9")), "compiled for processors with AVX9"));
+  CHECK(has(error_of_value("graph-0.code", std::string()), "must be compiled: tools/compile_step.py does it"));
+  CHECK(has(error_of_value("graph-0.gradients", std::string("yyy")), "must tell of each parameter and buffer"));
+  CHECK(has(error_of_value("graph-0.gradients", std::string("yyyn")), "must take 7 tensors and give 5, got 7 and 6"));
+  CHECK(has(error_of_value("graph-0.output", false), "must take 7 tensors and give 5, got 7 and 6"));
+  CHECK(has(error_of_value("graph-0.target", std::int64_t{2}), "the target must be one of 2 tensors, got 2"));
+  CHECK(has(error_of_value("graph-0.target", std::int64_t{-9}), "the target must be one of 2 tensors, got -9"));
+  CHECK(
+      has(error_of_value("graph-0.batch", std::string("Float [8, 6]")), "must take 6 tensors and give 6, got 7 and 6"));
+  CHECK(has(error_of([&] { ga::CompiledStep(net, counted_loss, "/nowhere"); }), "No such file"));
+
+  Folder folder;
+  const auto path = folder.write();
+  ga::CompiledStep one(net, counted_loss, path), other(net, counted_loss, path);
+  auto copy = one;
+  copy(batch).backward();
+  other(batch).backward();
+  CHECK(one.report().compiled == 1);  // copies are the same step
+  CHECK(other.report().compiled == 1);
+}
+
+TEST_CASE("Any number of rows, each checked once", "[compiled_step]") {
+  auto net = perceptron();
+  int runs = 0;
+  ga::CompiledStep step(
+      net, [&](auto& model, const Batch& batch) { return ++runs, counted_loss(model, batch); }, in_perceptron);
+  step(rows_of_six(8)).backward();
+  step(rows_of_six(8)).backward();
+  CHECK(runs == 1);
+  net->zero_grad();
+  step(rows_of_six(13)).backward();
+  if (step.report().eager == 1) return;  // LibTorch 2.11 compiles for these rows alone
+  CHECK(runs == 2);
+  const auto got = gradients(*net);
+  counted_loss(net, rows_of_six(13)).backward();
+  CHECK(worst(got, gradients(*net)) < 1e-6);
+  CHECK(step(rows_of_six(13)).items == 13);
+}

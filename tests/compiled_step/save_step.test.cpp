@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/autocast.hpp>
+#include <gradaccum/detail/checkpoint/forward_state.hpp>
+#include <gradaccum/detail/compilation/step_description.hpp>
+#include <gradaccum/detail/io/manifest.hpp>
+#include <gradaccum/save_step.hpp>
+
+#include <map>
+#include <sstream>
+#include <tuple>
+#include <vector>
+
+#include "compiled_step/networks.hpp"
+#include "support/files.hpp"
+#include "support/outcome.hpp"
+
+namespace ga = gradaccum;
+using testing::error_of;
+using namespace testing::compiled;
+
+namespace {
+
+/// What is rounded forward and passed straight through backward.
+struct StraightThrough : torch::autograd::Function<StraightThrough> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x.round(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list seeds) {
+    return seeds;
+  }
+};
+
+struct OwnBatch {
+  at::Tensor x, y;
+};
+std::vector<at::Tensor> batch_tensors(const OwnBatch& batch) { return {batch.x, batch.y}; }
+
+ga::detail::StepDescription described(const std::filesystem::path& folder) {
+  return ga::detail::step_description(ga::detail::read_manifest(folder, ga::detail::step_format), "step");
+}
+
+}  // namespace
+
+TEST_CASE("What a step reads and gives is described", "[save_step]") {
+  const testing::Directory directory;
+  auto net = perceptron();
+  const auto saved = ga::save_step(net, counted_loss, rows_of_six(8), directory / "step");
+  CHECK(saved.only_these_rows.empty());
+  const auto step = described(directory / "step");
+  CHECK(step.model ==
+        "hidden.weight Float [5, 6] parameter\nhidden.bias Float [5] parameter\n"
+        "last.weight Float [3, 5] parameter\nlast.bias Float [3] parameter\n");
+  CHECK(step.modes == "training; no autocast");
+  REQUIRE(step.graphs.size() == 1);
+  const auto& graph = step.graphs.front();
+  CHECK(graph.batch == "Float [8, 6], Long [8]");
+  CHECK(graph.any_rows == "Float [*, 6], Long [*]");
+  CHECK(graph.items == ga::detail::GraphDescription::items_are_rows);
+  CHECK(graph.output);
+  CHECK(graph.target == 1);
+  CHECK(graph.code.empty());
+  std::ostringstream text;
+  text << saved;
+  CHECK(text.str().find("recorded a step of Float [*, 6], Long [*]\nCompile it: ") != std::string::npos);
+}
+
+TEST_CASE("Recording changes nothing", "[save_step]") {
+  const testing::Directory directory;
+  auto net = convolutional();
+  const auto batch = images(6);
+  plain_loss(net, batch).backward();
+  const auto values = [&] {
+    std::vector<at::Tensor> all;
+    for (auto& parameter : net->parameters()) {
+      all.push_back(parameter.detach().clone());
+      all.push_back(parameter.grad().defined() ? parameter.grad().clone() : at::Tensor());
+    }
+    for (auto& buffer : net->buffers()) all.push_back(buffer.clone());
+    return all;
+  };
+  const auto before = values();
+  const ga::detail::RandomState random;
+  const auto saved = ga::save_step(net, plain_loss<Convolutional>, batch, directory / "step");
+  CHECK(testing::same_bits(values(), before));
+  CHECK(random == ga::detail::RandomState());
+  CHECK(described(directory / "step").model.find("convolution.bias Double [3] frozen parameter\n") !=
+        std::string::npos);
+
+  plain_loss(net, batch);  // which does change something: the comparison can fail
+  CHECK_FALSE(testing::same_bits(values(), before));
+  CHECK_FALSE(random == ga::detail::RandomState());
+}
+
+TEST_CASE("What cannot be recorded is refused", "[save_step]") {
+  const testing::Directory directory;
+  auto net = perceptron();
+  const auto batch = rows_of_six(8);
+  const auto refused = [&](auto objective, const ga::SaveStepOptions& options = {}) {
+    return error_of([&] { ga::save_step(net, objective, batch, directory / "step", options); });
+  };
+  const auto starts = [](const std::string& text, const std::string& with) {
+    INFO(text);
+    return text.starts_with(with);
+  };
+  const std::string other = "save_step: what was recorded must be what the objective does, but the gradient of hidden.";
+  CHECK(starts(refused([](auto& model, auto& of) {
+                 const auto hidden = StraightThrough::apply(model->hidden(of.first));
+                 return torch::cross_entropy_loss(model->last(hidden), of.second);
+               }),
+               other));
+  CHECK(starts(refused([](auto& model, auto& of) {
+                 at::Tensor hidden;
+                 {
+                   const torch::NoGradGuard no_grad;
+                   hidden = model->hidden(of.first);
+                 }
+                 return torch::cross_entropy_loss(model->last(hidden), of.second);
+               }),
+               other));
+  CHECK(refused([](auto& model, auto& of) {
+          const auto loss = plain_loss(model, of);
+          return loss.template item<double>() > 0 ? loss : loss * 2;
+        }).find("must not read a value on the host (item(), or a comparison), got aten::_local_scalar_dense") !=
+        std::string::npos);
+  const auto weights = torch::tensor({1.f, 2.f, 3.f});
+  const auto weighted = [&](auto& model, auto& of) {
+    return torch::cross_entropy_loss(model->forward(of.first), of.second, weights);
+  };
+  CHECK(starts(refused(weighted),
+               "save_step: the objective uses a tensor that is neither of the model nor of the batch, Float [3]"));
+  CHECK(refused(weighted, {.constants = true}).empty());
+  CHECK(starts(refused([](auto&, auto& of) { return of.first.mean(); }),
+               "Loss: the mean requires no grad, so backward has nothing to do"));
+  CHECK(starts(refused([](auto& model, auto& of) { return model->forward(of.first); }),
+               "Loss: the mean must have one element, got shape [8, 3]"));
+  CHECK_THROWS_AS(
+      ga::save_step(
+          net, [](auto&, auto&) -> at::Tensor { throw std::logic_error("of the user"); }, batch, directory / "step"),
+      std::logic_error);
+}
+
+TEST_CASE("A graph for any number of rows only where none is in it", "[save_step]") {
+  const testing::Directory directory;
+  auto net = perceptron();
+  const auto folder = directory / "step";
+  const auto why = [&](auto objective, const Batch& batch) {
+    const auto saved = ga::save_step(net, objective, batch, folder);
+    CHECK(described(folder).graphs.front().any_rows.empty() == !saved.only_these_rows.empty());
+    return saved.only_these_rows;
+  };
+  CHECK(why(counted_loss, rows_of_six(3)).empty());
+  const auto by_rows = [](auto& model, auto& of) {
+    return torch::cross_entropy_loss(model->forward(of.first), of.second, {}, at::Reduction::Sum) / of.first.size(0);
+  };
+  CHECK(why(by_rows, rows_of_six(8)).find("computes with the number of rows in C++") != std::string::npos);
+  const auto twice_the_items = [](auto& model, auto& of) {
+    return ga::Loss{plain_loss(model, of), 2 * of.second.size(0)};
+  };
+  CHECK(why(twice_the_items, rows_of_six(8)).find("computes with the number of rows in C++") != std::string::npos);
+  CHECK(described(folder).graphs.front().items == 16);
+  CHECK(why(counted_loss, rows_of_six(2)).find("fewer than 3") != std::string::npos);
+}
+
+TEST_CASE("Batches of whatever type have their tensors recorded", "[save_step]") {
+  const testing::Directory directory;
+  auto net = perceptron();
+  const auto pair = rows_of_six(8);
+  const auto recorded = [&](const auto& batch, auto objective) {
+    ga::save_step(net, objective, batch, directory / "step");
+    return described(directory / "step").graphs.front();
+  };
+  const auto loss = [](auto& model, const at::Tensor& x, const at::Tensor& y) {
+    return torch::cross_entropy_loss(model->forward(x), y);
+  };
+  const auto& [x, y] = pair;
+  const std::string any = "Float [*, 6], Long [*]";
+  CHECK(recorded(std::tuple(x, y), [&](auto& m, auto& b) {
+          return loss(m, std::get<0>(b), std::get<1>(b));
+        }).any_rows == any);
+  CHECK(recorded(std::vector{x, y}, [&](auto& m, auto& b) { return loss(m, b[0], b[1]); }).any_rows == any);
+  CHECK(recorded(std::map<std::string, at::Tensor>{{"a", x}, {"b", y}}, [&](auto& m, auto& b) {
+          return loss(m, b.at("a"), b.at("b"));
+        }).any_rows == any);
+  CHECK(recorded(torch::data::Example<>(x, y), [&](auto& m, auto& b) { return loss(m, b.data, b.target); }).any_rows ==
+        any);
+  const auto own = recorded(OwnBatch{x, y}, [&](auto& m, auto& b) { return loss(m, b.x, b.y); });
+  CHECK(own.batch == "Float [8, 6], Long [8]");
+  CHECK(own.any_rows.empty());  // nothing is known of how to make another
+  CHECK(recorded(x, [](auto& m, auto& b) { return m->forward(b).square().mean(); }).any_rows == "Float [*, 6]");
+}
+
+TEST_CASE("Several layouts are several graphs, and modes are recorded", "[save_step]") {
+  const testing::Directory directory;
+  auto net = perceptron();
+  net->last->eval();
+  {
+    const ga::Autocast autocast(torch::kCPU, torch::kBFloat16);
+    const auto saved = ga::save_steps(net, counted_loss, std::vector{rows_of_six(8), rows_of_six(5)},
+                                      directory / "step", {.any_rows = false});
+    CHECK(saved.batches == std::vector<std::string>{"Float [8, 6], Long [8]", "Float [5, 6], Long [5]"});
+  }
+  const auto step = described(directory / "step");
+  CHECK(step.modes == "training but last; BFloat16 autocast");
+  CHECK(step.graphs.size() == 2);
+  CHECK(step.graphs[1].items == 5);
+}
+
+TEST_CASE("A folder is replaced only if it is a step", "[save_step]") {
+  const testing::Directory directory;
+  auto net = perceptron();
+  const auto folder = directory / "step";
+  ga::save_step(net, counted_loss, rows_of_six(8), folder);
+  const auto first = described(folder).graphs.front().trace;
+  testing::write_text(folder / "graph-0.00000000.so", "what was compiled of it");
+  ga::save_step(net, plain_loss<Perceptron>, rows_of_six(4), folder);
+  const auto second = described(folder).graphs.front().trace;
+  CHECK(first != second);
+  CHECK_FALSE(std::filesystem::exists(folder / first));
+  CHECK_FALSE(std::filesystem::exists(folder / "graph-0.00000000.so"));
+  CHECK(std::filesystem::exists(folder / second));
+
+  std::filesystem::create_directory(directory / "other");
+  testing::write_text(directory / "other" / "thesis.tex", "of years");
+  CHECK(error_of([&] {
+          ga::save_step(net, counted_loss, rows_of_six(8), directory / "other");
+        }).find("must be a new folder, or a saved step") != std::string::npos);
+  CHECK(testing::text_of(directory / "other" / "thesis.tex") == "of years");
+}
+
+TEST_CASE("A step's manifest is not believed", "[save_step]") {
+  const testing::Directory directory;
+  auto net = perceptron();
+  ga::save_step(net, counted_loss, rows_of_six(8), directory / "step");
+  const auto good = ga::detail::read_manifest(directory / "step", ga::detail::step_format);
+  const auto error_with = [&](const std::string& name, const ga::detail::Manifest::Value& value) {
+    auto bad = good;
+    bad.values[name] = value;
+    return error_of([&] { ga::detail::step_description(bad, "step"); });
+  };
+  CHECK(error_with("graphs", std::int64_t{1}).empty());
+  CHECK(error_with("graphs", std::int64_t{0}).find("the number of graphs") != std::string::npos);
+  CHECK(error_with("graphs", std::int64_t{1} << 60).find("the number of graphs") != std::string::npos);
+  CHECK(error_with("graphs", std::int64_t{2}).find("must have a value \"graph-1.batch\"") != std::string::npos);
+  CHECK(error_with("graph-0.code", std::string("../evil")).find("must be a name of digits") != std::string::npos);
+  CHECK(error_with("graph-0.items", -1.0).find("items of graph-0 must be >= 0") != std::string::npos);
+  CHECK(error_with("graph-0.items", true).find("must be of another type") != std::string::npos);
+  CHECK(error_of([&] { ga::detail::read_manifest(directory / "step"); }).find("\"format\" must be") !=
+        std::string::npos);  // a state is another thing
+}

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// save_steps FOLDER: records the steps that the tests have compiled code of, each in a folder of its own.
+
+#include <gradaccum/autocast.hpp>
+#include <gradaccum/save_step.hpp>
+
+#include <filesystem>
+#include <iostream>
+
+#include "networks.hpp"
+
+int main(int argc, char** argv) {
+  namespace ga = gradaccum;
+  using namespace testing::compiled;
+  if (argc != 2) {
+    std::cerr << "usage: save_steps FOLDER\n";
+    return 2;
+  }
+  const std::filesystem::path folder = argv[1];
+  auto mlp = perceptron();
+  std::cout << ga::save_step(mlp, counted_loss, rows_of_six(8), folder / "perceptron");
+  auto cnn = convolutional();
+  std::cout << ga::save_step(cnn, plain_loss<Convolutional>, images(6), folder / "convolutional", {.any_rows = false});
+  ga::Autocast autocast(torch::kCPU, torch::kHalf);
+  std::cout << ga::save_step(mlp, plain_loss<Perceptron>, rows_of_six(8), folder / "float16", {.any_rows = false});
+}

@@ -1,0 +1,384 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles a training step that ga::save_step wrote, forward and backward, for ga::CompiledStep to run.
+
+It needs Python's torch of the version that the program is built with, and a C++ compiler (g++, or $CXX). Nothing of
+the model has to be known to it: what the program recorded is turned into one graph of the loss and all gradients, which
+torch.compile's compiler makes into C++.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+import zipfile
+import zlib
+
+DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64",
+          "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool"}
+INSTRUCTIONS = {
+    "AVX512": (512, ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mf16c"]),
+    "AVX2": (256, ["-mavx2", "-mfma", "-mf16c"]),
+    "DEFAULT": (1, []),  # any processor
+}
+
+
+class Failure(Exception):
+    """What a user can mend, in a sentence."""
+
+
+class Manifest:
+    """The manifest of a saved step: what it consists of, and what the program says of it."""
+
+    def __init__(self, folder):
+        self.folder = pathlib.Path(folder)
+        self.path = self.folder / "manifest.json"
+        if not self.path.is_file():
+            raise Failure(f"{folder}: there is no manifest.json, so it is not a folder that ga::save_step wrote")
+        text = self.path.read_bytes()
+        self.content = json.loads(text)
+        crc = self.content.get("crc32", "")
+        if self.content.get("format") != "gradaccum step" or self.content.get("format_version") != 1:
+            raise Failure(f"{self.path}: must be the manifest of a gradaccum step, version 1")
+        if f"{zlib.crc32(text.replace(crc.encode(), b'00000000', 1)):08x}" != crc:
+            raise Failure(f"{self.path}: must be as it was written, with the CRC-32 {crc}")
+
+    def __getitem__(self, name):
+        return self.content["values"][name]
+
+    def __setitem__(self, name, value):
+        self.content["values"][name] = value
+
+    def read(self, name):
+        """The bytes of one of its files, which must be as they were written."""
+        data = (self.folder / name).read_bytes()
+        if self.content["files"][name] != {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}:
+            raise Failure(f"{self.folder / name}: must be as it was written; save the step again")
+        return data
+
+    def add(self, name, data):
+        replace(self.folder / name, data)
+        self.content["files"][name] = {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
+
+    def write(self):
+        """In place of the old one; then files that it does not list any more go."""
+        self.content["crc32"] = "00000000"
+        text = json.dumps(self.content, indent=2, ensure_ascii=False).encode()
+        replace(self.path, text.replace(b"00000000", f"{zlib.crc32(text):08x}".encode(), 1))
+        for file in self.folder.glob("graph-*"):
+            if file.name not in self.content["files"]:
+                file.unlink()
+
+
+def replace(path, data):
+    """Writes a file so that there is the old one or the new one, whatever happens."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def tensor_of(text, rows):
+    """A tensor of the layout that a text like `Float [64, 784] strides 1 64` says."""
+    import torch
+    match = re.fullmatch(r"(\w+) \[([\d*, ]*)\](?: strides ([\d ]+))?", text)
+    if not match or match[1] not in DTYPES:
+        raise Failure(f"tensors must be on the CPU, of a dtype among {', '.join(DTYPES)}, got '{text}'")
+    dtype = getattr(torch, DTYPES[match[1]])
+    sizes = [rows if size == "*" else int(size) for size in match[2].split(", ") if size]
+    if match[3]:
+        return torch.empty_strided(sizes, [int(stride) for stride in match[3].split()], dtype=dtype)
+    return torch.empty(sizes, dtype=dtype)
+
+
+class Inputs:
+    """The inputs of a step in their order: parameters, buffers, the batch's tensors, and the seed of backward."""
+
+    def __init__(self, model, batch):
+        """`batch`: with * for any number of rows."""
+        self.tensors, self.learned, self.parameters, self.any_rows = [], [], [], []
+        for line in model.splitlines():
+            name, layout, kind = re.fullmatch(r"(\S+) (.*\]\S*(?: strides [\d ]+\d)?) (frozen parameter|parameter|buffer)",
+                                              line).groups()
+            if kind != "buffer":
+                self.parameters.append(len(self.tensors))
+            self.add(tensor_of(layout, 0), kind == "parameter", False)
+        self.buffers = range(len(self.parameters), len(self.tensors))
+        # A number of rows that no other size is by chance, which would be taken for the same.
+        rows = next(prime for prime in (97, 101, 103, 107, 109, 113, 127, 131, 137, 139, 149)
+                    if str(prime) not in re.findall(r"\d+", model + batch))
+        for layout in re.findall(r"\w+ \[[^\]]*\]", batch):
+            self.add(tensor_of(layout, rows), False, "*" in layout)
+
+    def add(self, tensor, learned, any_rows):
+        self.tensors.append(tensor)
+        self.learned.append(learned)
+        self.any_rows.append(any_rows)
+
+
+def graph_of(script, inputs):
+    """The loss, what else the objective gives, and the gradients as one exported graph; and which gradients there are."""
+    import torch
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    forward = torch.jit.load(script)
+    torch._C._jit_set_profiling_executor(False)
+    torch._C._jit_set_profiling_mode(False)
+    torch._C._set_graph_executor_optimize(False)
+    there = []
+
+    def step(*values):
+        *values, seed = values
+        values = [value.detach().requires_grad_() if learned else value
+                  for value, learned in zip(values, inputs.learned)]
+        loss, *others = forward(*values)
+        learned = [value for value, is_learned in zip(values, inputs.learned) if is_learned]
+        gradients = torch.autograd.grad(loss, learned, grad_outputs=seed.to(loss.dtype).reshape(loss.shape),
+                                        allow_unused=True)
+        there[:] = [gradient is not None for gradient in gradients]
+        return (loss.detach(), *(other.detach() for other in others),
+                *(gradient for gradient in gradients if gradient is not None))
+
+    tensors = (*inputs.tensors, torch.ones(()))
+    any_rows = any(inputs.any_rows)
+    graph = make_fx(step, tracing_mode="symbolic" if any_rows else "fake", _allow_non_fake_inputs=True)(*tensors)
+    rows = torch.export.Dim("rows", min=2)
+    shapes = tuple({0: rows} if of_any else {} for of_any in (*inputs.any_rows, False)) if any_rows else None
+    exported = torch.export.export(graph, tensors, dynamic_shapes=shapes, strict=False)
+    answers = iter(there)
+    gradients = [learned and next(answers) for learned in inputs.learned[:len(inputs.parameters)]]
+    return exported, gradients
+
+
+def moved_buffers(exported, inputs):
+    """Whether the step changes each buffer."""
+    from torch.export.graph_signature import OutputKind
+    signature = exported.run_decompositions({}).graph_signature
+    names = [spec.arg.name for spec in signature.input_specs]
+    moved = {spec.target for spec in signature.output_specs
+             if spec.kind == OutputKind.USER_INPUT_MUTATION}
+    unexpected = moved - {names[i] for i in inputs.buffers}
+    if unexpected:
+        raise Failure(f"the objective must change buffers alone, and it changes {', '.join(sorted(unexpected))}")
+    return [names[i] in moved for i in inputs.buffers]
+
+
+def generated_source(exported, capability):
+    """The graph in C++, as a text, and the constants that belong to it, as bytes."""
+    import torch
+    settings = {
+        "aot_inductor.package_cpp_only": True,
+        "aot_inductor.link_libtorch": True,
+        "cpp.dynamic_threads": True,  # at::set_num_threads holds for it
+        "cpp.simdlen": INSTRUCTIONS[capability][0],
+        "cpp.enable_kernel_profile": False,
+        "fallback_random": True,  # draws the numbers that the objective itself draws
+    }
+    with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
+        package = os.path.join(directory, "step.pt2")
+        torch._inductor.aoti_compile_and_package(exported, package_path=package, inductor_configs=settings)
+        with zipfile.ZipFile(package) as files:
+            names = files.namelist()
+            sources = [files.read(name).decode() for name in names if name.endswith(".cpp")]
+            constants = [files.read(name) for name in names if name.endswith(".o")]
+        if len(sources) != 1 or len(constants) > 1:
+            raise Failure(f"this version of torch generates other files than are expected: {', '.join(names)}")
+        data = section(constants[0], directory) if constants else b""
+    return sources[0], data
+
+
+def section(object_file, directory):
+    """The constants in an object file, which has nothing else."""
+    path, data = pathlib.Path(directory, "constants.o"), pathlib.Path(directory, "constants.bin")
+    path.write_bytes(object_file)
+    run(["objcopy", "-O", "binary", "--only-section=.lrodata", "--only-section=.ldata",
+         "--set-section-flags", ".lrodata=alloc,load,readonly", str(path), str(data)])
+    return data.read_bytes()
+
+
+def self_contained(source, constants):
+    """The source with its constants, an interface of five functions, and names of its own, which end in UNIQUE: so that
+    several fit into one program."""
+    custom = re.findall(r"proxy_executor_call_function\([^;]*", source)
+    if custom:
+        raise Failure("the objective uses operations that compiled code cannot call: "
+                      + ", ".join(sorted(set(re.findall(r"\w+::\w+|aten\.\w+", " ".join(custom))))))
+    head, interface, tail = source.partition('#include <torch/csrc/inductor/aoti_runtime/model_container.h>\n')
+    tail = tail.partition('} // extern "C"\n')[2]  # LibTorch's interface, which has some forty functions
+    if not interface or "AOTInductorModel::run_impl" not in tail:
+        raise Failure("this version of torch generates other code than is expected")
+    tail = re.sub(r"(?m)^//.*\n", "", tail)  # among them commands with the names of temporary files
+    renamed = sorted({"AOTInductorModel", "AOTInductorModelContainer", "AOTInductorModelKernels",
+                      "_binary_constants_bin_start", "_binary_constants_bin_end", *re.findall(r"\bcpp_fused_\w+", tail)})
+    defines = "".join(f"#define {name} {name}_UNIQUE\n" for name in renamed)
+    numbers = ",".join(str(byte) for byte in constants + b"\0")
+    return f"""// Generated by gradaccum's tools/compile_step.py from a recorded training step: the loss and all gradients.
+{defines}
+#include <torch/csrc/inductor/aoti_include/cpu.h>
+{interface}{tail}
+alignas(64) uint8_t _binary_constants_bin_start[] = {{{numbers}}};
+{INTERFACE}"""
+
+
+INTERFACE = """
+namespace {
+
+using Container = torch::aot_inductor::AOTInductorModelContainer;
+
+thread_local std::string error_UNIQUE;
+
+const char* failed(const char* what) {
+  error_UNIQUE = what;
+  return error_UNIQUE.c_str();
+}
+
+const char* create(void** container) try {
+  *container = new Container(1, "cpu", std::nullopt);
+  return nullptr;
+} catch (const std::exception& error) {
+  return failed(error.what());
+}
+
+void destroy(void* container) { delete static_cast<Container*>(container); }
+
+const char* run(void* container, void** inputs, void** outputs) try {
+  static_cast<Container*>(container)->run(reinterpret_cast<AtenTensorHandle*>(inputs),
+                                          reinterpret_cast<AtenTensorHandle*>(outputs), nullptr, nullptr);
+  return nullptr;
+} catch (const std::exception& error) {
+  return failed(error.what());
+}
+
+size_t inputs(void* container) { return static_cast<Container*>(container)->num_inputs(); }
+size_t outputs(void* container) { return static_cast<Container*>(container)->num_outputs(); }
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) void* const gradaccum_step_UNIQUE[] = {
+    reinterpret_cast<void*>(&create), reinterpret_cast<void*>(&destroy), reinterpret_cast<void*>(&run),
+    reinterpret_cast<void*>(&inputs), reinterpret_cast<void*>(&outputs)};
+"""
+
+
+def library_of(source, capability, directory):
+    """The source as a shared library, as bytes."""
+    import torch
+    root = pathlib.Path(torch.__file__).parent
+    library = pathlib.Path(directory, "step.so")
+    pathlib.Path(directory, "step.cpp").write_text(source)
+    run([*shlex.split(os.environ.get("CXX", "g++")), *flags_of(capability), "-shared", "-fPIC",
+         f"-ffile-prefix-map={root}=torch", f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include", "step.cpp",
+         "-o", str(library)], directory)
+    return library.read_bytes()
+
+
+def flags_of(capability):
+    """What torch.compile's compiler takes, with no instructions but those of the capability."""
+    return ["-std=c++20", "-O3", "-DNDEBUG", "-g0", "-w", "-fno-trapping-math", "-fno-math-errno", "-ffp-contract=off",
+            "-fno-tree-loop-vectorize", "-fopenmp", "-fvisibility=hidden",
+            "-DTORCH_INDUCTOR_CPP_WRAPPER", "-DSTANDALONE_TORCH_HEADER", "-DC10_USING_CUSTOM_GENERATED_MACROS",
+            f"-DCPU_CAPABILITY_{capability}", *INSTRUCTIONS[capability][1]]
+
+
+def run(command, directory=None):
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, cwd=directory)
+    except FileNotFoundError:
+        raise Failure(f"{command[0]} was not found; install it (Debian: g++), or name another compiler by CXX") from None
+    if result.returncode:
+        raise Failure(f"{command[0]} failed:\n{result.stderr[-3000:]}")
+
+
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def exported_graph(manifest, name, directory):
+    """A graph for any number of rows where it can be had, else for the batch's own."""
+    script = pathlib.Path(directory, "trace.pt")
+    script.write_bytes(manifest.read(manifest[f"{name}.trace"]))
+    if manifest[f"{name}.any_rows"]:
+        inputs = Inputs(manifest["model"], manifest[f"{name}.any_rows"])
+        try:
+            return graph_of(str(script), inputs), inputs
+        except Exception as error:  # of whatever part of torch: with a number of rows it says what does not work
+            print(f"{manifest.folder}: {name} only of {manifest[name + '.batch']}: {first_line(error)}", file=sys.stderr)
+            manifest[f"{name}.any_rows"] = ""
+    inputs = Inputs(manifest["model"], manifest[f"{name}.batch"])
+    return graph_of(str(script), inputs), inputs
+
+
+def compile_graph(manifest, name, capability, directory):
+    began = time.monotonic()
+    (exported, gradients), inputs = exported_graph(manifest, name, directory)
+    moved = moved_buffers(exported, inputs)
+    source, constants = generated_source(exported, capability)
+    source = self_contained(source, constants)
+    unique = f"{zlib.crc32(source.encode()):08x}"
+    source = source.replace("UNIQUE", unique)
+    library = library_of(source, capability, directory)
+    manifest[f"{name}.code"] = unique
+    manifest.add(f"{name}.{unique}.cpp", source.encode())
+    manifest.add(f"{name}.{unique}.so", library)
+    manifest[f"{name}.gradients"] = "".join("ny"[there] for there in gradients)
+    manifest[f"{name}.moved"] = "".join("ny"[moves] for moves in moved)
+    manifest[f"{name}.capability"] = capability
+    manifest["flags"] = " ".join(flags_of(capability))
+    print(f"{manifest.folder}: {name} of {manifest[name + '.any_rows'] or manifest[name + '.batch']}: "
+          f"{len(library) / 1e6:.2f} MB in {time.monotonic() - began:.0f} s", flush=True)
+    return {f"{name}.{unique}.cpp", f"{name}.{unique}.so", manifest[f"{name}.trace"]}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="what ga::save_step wrote; the compiled code is put there")
+    parser.add_argument("--capability", choices=sorted(INSTRUCTIONS), default=None,
+                        help="the processors to compile for; by default those like this one")
+    parser.add_argument("--traceback", action="store_true", help="show where torch fails, if it does")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    try:
+        compile_step(arguments)
+    except Failure as failure:
+        sys.exit(f"compile_step: {failure}")
+    except Exception as error:
+        if arguments.traceback or not type(error).__module__.startswith("torch"):
+            raise
+        sys.exit(f"compile_step: torch cannot compile this step: {first_line(error)} (--traceback shows where)")
+
+
+def compile_step(arguments):
+    manifest = Manifest(arguments.folder)
+    try:
+        import torch
+    except ImportError:
+        raise Failure(f"{sys.executable} has no torch; take a Python with torch {manifest.content['libtorch']}") from None
+    version = torch.__version__.split("+")[0]
+    if version != manifest.content["libtorch"]:
+        raise Failure(f"the step is of a program with LibTorch {manifest.content['libtorch']}, and {sys.executable} has "
+                      f"torch {version}: take one with that version")
+    capability = arguments.capability or torch.backends.cpu.get_cpu_capability()
+    if capability not in INSTRUCTIONS:
+        capability = "DEFAULT"
+    kept = set()
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(directory, "cache")  # which would stay
+        for number in range(manifest["graphs"]):
+            kept |= compile_graph(manifest, f"graph-{number}", capability, directory)
+    manifest.content["files"] = {name: file for name, file in manifest.content["files"].items() if name in kept}
+    manifest.write()
+
+
+if __name__ == "__main__":
+    main()
