@@ -12,10 +12,12 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
                                               with --compare-micro-batches 4 x 16 against 1 x 64; with --checkpoint
                                               48MiB --depth 16 --batch-size 2048 --epochs 1 a quarter less memory for
                                               some more time; with --save runs/fashion --resume it can be stopped,
-                                              and goes on where it was; --help lists the rest
+                                              and goes on where it was; with --compile the training step is
+                                              compiled, too; --help lists the rest
        ./bootstrap.sh demo bloom [ARGUMENT...]
                                               fine-tune a BLOOM on reviews, both made on the spot; with --model and
-                                              --train a model of Hugging Face's on your own texts; --help lists the rest
+                                              --train a model of Hugging Face's on your own texts; --compile as above;
+                                              --help lists the rest
        ./bootstrap.sh test [--preset PRESET]  build and run the tests; PRESET is dev (the default: newest LibTorch and
                                               g++) or oldest (oldest LibTorch and clang++, under sanitizers)
        ./bootstrap.sh bench [--no-python] [ARGUMENT...]
@@ -28,7 +30,7 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
 
 On Debian and Ubuntu, what is missing is installed with apt-get, after saying what and why; elsewhere it is only named.
 LibTorch is fetched by pip into build/ (about 600 MB, once) unless CMAKE_PREFIX_PATH names one that fits. Python's
-PyTorch, for `oracle` and `bench`, is several GB more.
+PyTorch, for `oracle`, `bench` and `--compile`, is several GB more.
 END
 }
 
@@ -221,8 +223,23 @@ fashion_mnist_options() {
   options+=(--data "$(realpath "$data")")
 }
 
+# Records the step of the example that the options say, and compiles it.
+compile_demo() {
+  fetch_python_torch
+  if [[ $example == bloom_classifier ]]; then options+=(--pad-to-multiple-of 16); fi
+  step "Recording a training step"
+  local recording=("${options[@]}")
+  for index in "${!recording[@]}"; do
+    if [[ ${recording[index]} == --compare ]]; then unset "recording[index]"; fi
+  done
+  "$program" "${recording[@]}" "$@" --record-step "$compile"
+  step "Compiling it (a quarter of a minute for each layout of a batch)"
+  "$python_with_torch" tools/compile_step.py "$compile"
+  options+=(--compile "$PWD/$compile")
+}
+
 demo() {
-  local example=fashion_mnist options=()
+  local example=fashion_mnist options=() compile="" index
   if [[ ${1-} == bloom ]]; then
     example=bloom_classifier
     shift
@@ -234,8 +251,15 @@ demo() {
   install_missing
   check_cmake
   build demo --target "$example"
+  if [[ " $* " == *" --compile "* && " $* " != *" --compile "[^-]* ]]; then compile=build/steps/$example; fi
+  local arguments=("$@")
+  for index in "${!arguments[@]}"; do
+    if [[ -n $compile && ${arguments[index]} == --compile ]]; then unset "arguments[index]"; fi
+  done
+  set -- "${arguments[@]}"
   "${example}_options" "$@"
   local program=$PWD/build/demo/examples/$example/$example
+  if [[ -n $compile ]]; then compile_demo "$@"; fi
   step "Training"
   cd "$typed_in"  # what directories of the arguments are relative to
   exec "$program" "${options[@]}" "$@"  # signals are for the program alone
@@ -315,10 +339,21 @@ doctor() {
 }
 
 oracle() {
+  need_to_build g++
   need_python
   install_missing
+  check_cmake
   fetch_python_torch
-  local script
+  build dev --target save_steps
+  step "Recording the steps of tests/compiled_step, and compiling them"
+  local script name steps=tests/compiled_step/steps/2.15.0
+  build/dev/tests/save_steps build/steps
+  for name in perceptron convolutional float16; do
+    "$python_with_torch" tools/compile_step.py --capability DEFAULT "build/steps/$name"
+    rm -rf "${steps:?}/$name"
+    mkdir -p "$steps/$name"
+    cp build/steps/"$name"/{manifest.json,*.cpp} "$steps/$name"
+  done
   for script in tests/pytorch_values/*.py tests/io/hugging_face_folders.py \
                 tests/bloom_classifier/{csv,model,tokenizer}_values.py; do
     step "Running $script"

@@ -58,9 +58,10 @@ inline void make_demo_files(const std::filesystem::path& folder, std::int64_t co
   gradaccum::io::save_weights(BloomForSequenceClassification(config), folder / "model.safetensors");
 }
 
-/// The same training with 1, 8 and 16 micro-batches an update.
+/// The same training with 1, 8 and 16 micro-batches an update; with 8 of them compiled, if the step was.
 inline void demo(Options options) {
   const TemporaryFolder temporary;
+  const auto compiled = options.compile;
   const auto folder = options.demo_files.empty() ? temporary.path() : std::filesystem::path(options.demo_files);
   make_demo_files(folder, options.demo_reviews, options.seed);
   options.model = folder;
@@ -68,15 +69,26 @@ inline void demo(Options options) {
   options.learning_rate = 1e-3;  // the model is new, and has everything to learn
   std::string table = fmt::format("{:>10} {:>10} {:>14} {:>10} {:>12}\n", "accumulate", "time", "test accuracy",
                                   "updates", "peak memory");
-  for (const std::int64_t steps : {1, 8, 16}) {
-    options.accumulate = steps;
-    fmt::print("\n==> {} micro-batch{} of one review an update\n", steps, steps == 1 ? "" : "es");
-    const auto trained = train(options);
-    if (trained.report.signal != 0) return;
-    table += fmt::format("{:>10} {:>8.1f} s {:>13.2f}% {:>10} {:>9.1f} MB\n", steps, trained.report.seconds,
-                         100 * trained.test["accuracy"], trained.report.updates,
-                         static_cast<double>(trained.report.peak_bytes.at("cpu")) / (1 << 20));
+  if (!options.record_step.empty()) {
+    train(options);
+    return;
   }
+  const auto add_row = [&](std::int64_t steps, const std::string& compile) {
+    options.accumulate = steps;
+    options.compile = compile;
+    fmt::print("\n==> {} micro-batch{} of one review an update{}\n", steps, steps == 1 ? "" : "es",
+               compile.empty() ? "" : ", compiled");
+    const auto trained = train(options);
+    if (trained.report.signal != 0) return false;
+    table += fmt::format("{:>10} {:>8.1f} s {:>13.2f}% {:>10} {:>9.1f} MB{}\n", steps, trained.report.seconds,
+                         100 * trained.test["accuracy"], trained.report.updates,
+                         static_cast<double>(trained.report.peak_bytes.at("cpu")) / (1 << 20),
+                         compile.empty() ? "" : "  compiled");
+    return true;
+  };
+  for (const std::int64_t steps : {1, 8, 16})
+    if (!add_row(steps, "")) return;
+  if (!compiled.empty() && !add_row(8, compiled)) return;
   fmt::print("\n{}", table);
 }
 

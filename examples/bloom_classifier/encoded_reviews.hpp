@@ -26,15 +26,17 @@ struct EncodedReviews {
 
   std::int64_t size() const { return labels.size(0); }
 
-  /// Of about the same length each, so that next to nothing is padded; in another order every epoch.
+  /// Of about the same length each, so that next to nothing is padded; in another order every epoch. `multiple`: what
+  /// lengths are padded to, for those that are compiled.
   ga::data::LengthBuckets training_batches(std::int64_t rows, std::int64_t padding, std::uint64_t seed,
-                                           const ga::ProcessGroup& group = {}) const {
+                                           std::int64_t multiple = 1, const ga::ProcessGroup& group = {}) const {
     return {ids,
             labels,
             {.batch_size = rows,
              .shuffle = true,
              .seed = seed,
              .padding = padding,
+             .pad_to_multiple_of = multiple,
              .rank = group.rank(),
              .world_size = group.world_size()}};
   }

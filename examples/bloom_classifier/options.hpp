@@ -38,7 +38,9 @@ struct Options {
   std::string precision = "32";
   std::int64_t segments = 0;        // 0: all activations are kept
   std::uint64_t memory_budget = 0;  // bytes of activations; 0: no budget
-  std::string save;                 // a folder; empty: nothing is saved
+  std::int64_t pad_to_multiple_of = 1;
+  std::string record_step, compile;  // folders; empty: neither
+  std::string save;                  // a folder; empty: nothing is saved
   std::int64_t save_every = 500;
   bool resume = false;
   std::int64_t log_every = 300;
@@ -75,6 +77,17 @@ inline void add_training(CLI::App& app, Options& options) {
   app.add_option("--memory-budget", options.memory_budget, "bytes that activations may take (512MB)")
       ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false))
       ->excludes(segments);
+  app.add_option("--pad-to-multiple-of", options.pad_to_multiple_of,
+                 "lengths are padded to a multiple of this: a few lengths can be compiled")
+      ->check(CLI::Range(1, 1 << 16));
+  app.add_option("--record-step", options.record_step,
+                 "record the training step in this folder, for tools/compile_step.py, and train nothing");
+  app.add_option("--compile", options.compile,
+                 "train with the step that was recorded and compiled in this folder; "
+                 "--demo sets it beside the others")
+      ->excludes("--record-step")
+      ->excludes(segments)
+      ->excludes("--memory-budget");
   auto* save = app.add_option("--save", options.save, "the folder for the trained model, and for states on the way");
   app.add_option("--save-every", options.save_every, "updates from state to state")
       ->needs(save)

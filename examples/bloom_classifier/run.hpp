@@ -10,6 +10,7 @@
 
 #include "encoded_reviews.hpp"
 #include "model_folder.hpp"
+#include "objective.hpp"
 #include "options.hpp"
 #include "read_reviews.hpp"
 #include "train.hpp"
@@ -36,6 +37,10 @@ inline Trained train(const Options& options) {
     return encode(folder.tokenizer, rows, options.max_length, options.device);
   };
   const EncodedSplit ids{encoded(reviews.rows.train), encoded(reviews.rows.validation), encoded(reviews.rows.test)};
+  if (!options.record_step.empty()) {
+    record_step(folder, ids.train, options);
+    return {};
+  }
   auto trained = fit(folder, ids, options);
   if (const int signal = trained.report.signal; signal != 0) {
     fmt::print("Stopped by {} and saved in {}: with --resume the training goes on from there\n",

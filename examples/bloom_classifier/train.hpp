@@ -14,6 +14,7 @@
 
 #include "encoded_reviews.hpp"
 #include "model_folder.hpp"
+#include "objective.hpp"
 #include "optimizer.hpp"
 #include "options.hpp"
 #include "print.hpp"
@@ -31,15 +32,6 @@ struct Trained {
   std::int64_t tokens = 0, padded = 0;  // that the model saw in training, without padding and with it
 };
 
-/// The mean loss of a batch, how many reviews it is the mean of, and what metrics look at.
-inline ga::Loss objective(BloomForSequenceClassification& model, const ga::data::SequenceBatch& batch) {
-  const auto places = torch::arange(batch.data.size(1), batch.data.device());
-  const auto mask = places < batch.lengths.to(batch.data.device()).unsqueeze(1);
-  auto scores = model->forward(batch.data, mask);
-  scores = scores.to(at::promote_types(scores.scalar_type(), torch::kFloat));  // 16 bits are too few for a loss
-  return ga::Loss{torch::cross_entropy_loss(scores, batch.target), batch.rows()}.with(scores, batch.target);
-}
-
 /// A policy, where states are to be saved.
 inline std::optional<ga::SaveState> saving(const Options& options) {
   if (options.save.empty()) return std::nullopt;
@@ -53,15 +45,17 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
     folder.model->checkpoint_blocks(
         {.segments = options.segments, .memory_budget = static_cast<std::int64_t>(options.memory_budget)});
   auto optimizer = make_optimizer(options.optimizer, folder.model->parameters(), options.learning_rate);
-  auto batches = reviews.train.training_batches(options.micro_batch, folder.padding(), options.seed, options.group);
+  auto batches = reviews.train.training_batches(options.micro_batch, folder.padding(), options.seed,
+                                                options.pad_to_multiple_of, options.group);
   auto validation = reviews.validation.test_batches(4 * options.max_length, folder.padding());
   auto test = reviews.test.test_batches(4 * options.max_length, folder.padding());
 
   Trained trained;
+  auto learned = training_objective(folder.model, options);
   const auto counted = [&](auto& model, auto& batch) {
     trained.tokens += model->is_training() ? batch.tokens : 0;
     trained.padded += model->is_training() ? batch.data.numel() : 0;
-    return objective(model, batch);
+    return learned(model, batch);
   };
   std::function<ga::Evaluation()> validate;
   ga::Trainer trainer(folder.model, optimizer, counted, ga::Accumulate{.steps = options.accumulate},
@@ -73,6 +67,7 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
   trained.report = trainer.fit(
       batches,
       {.epochs = options.epochs, .resume = options.resume ? options.states() : std::string(), .measure_memory = true});
+  print_compiled(learned);
   if (trained.report.signal != 0) return trained;
   for (auto* count : {&trained.tokens, &trained.padded}) *count = sum(options.group, *count);
   trained.test = trainer.evaluate(test, ga::Accuracy{});

@@ -39,19 +39,21 @@ struct NamedRun {
   RunResult result = {};
 };
 
-/// With batches of B; with batches of B/4 that are accumulated over 4 steps; and with batches of B in bfloat16, where
-/// that is fast, unless it is about float64.
+/// With batches of B; with batches of B/4 that are accumulated over 4 steps; with batches of B compiled, if it was; and
+/// with batches of B in bfloat16, where that is fast, unless it is about float64.
 inline std::vector<NamedRun> runs_to_compare(const Options& large) {
-  auto small = large, bfloat16 = large;
+  auto plain = large;
+  plain.compile.clear();
+  auto small = plain, bfloat16 = plain;
   small.batch_size = large.batch_size / compared_steps;
   small.accumulate = AccumulationSchedule(std::to_string(compared_steps));
   bfloat16.amp = "bf16";
 
   const auto large_name = fmt::format("{} x 1", large.batch_size);
-  std::vector<NamedRun> runs{{large_name, large},
-                             {fmt::format("{} x {}", small.batch_size, compared_steps), small},
-                             {large_name + " bf16", bfloat16}};
-  if (large.dtype == "float64" || !ga::is_bf16_fast(at::Device(large.device))) runs.pop_back();
+  std::vector<NamedRun> runs{{large_name, plain}, {fmt::format("{} x {}", small.batch_size, compared_steps), small}};
+  if (!large.compile.empty()) runs.push_back({large_name + " compiled", large});
+  if (large.dtype != "float64" && ga::is_bf16_fast(at::Device(large.device)))
+    runs.push_back({large_name + " bf16", bfloat16});
   return runs;
 }
 
@@ -87,7 +89,10 @@ inline void compare(const Options& options, const Dataset& dataset) {
       "\nThe final parameters of {} and {} differ by at most {:.1e}, and by {:.1e} of their norm.\n"
       "Accumulation is exact: the runs agree up to the rounding of floats, which training amplifies.\n",
       runs[0].name, runs[1].name, largest, relative);
-  if (runs.size() > 2)
+  if (!options.compile.empty())
+    fmt::print("Compiled, they differ from {} by {:.1e} of their norm.\n", runs[0].name,
+               difference(runs[0].result.parameters(), runs[2].result.parameters()).relative);
+  if (runs.back().options.mixed_precision())
     fmt::print("bfloat16 rounds to 8 bits, so that its run goes a way of its own.\n");
   else if (options.dtype == "float32")
     fmt::print("bfloat16 is left out: without AVX-512 it takes this processor tens of times as long.\n");

@@ -35,7 +35,7 @@ struct PassCost {
   void add(const NamedRun& run, const ga::data::Batch& batch) {
     const auto start = std::chrono::steady_clock::now();
     ga::MemoryMeter meter;
-    predict(run.result.setup->model, batch, run.options).loss.backward();
+    forward(objective, run.result.setup->model, batch, run.options).backward();
     if (batch.data.is_cuda()) torch::cuda::synchronize();
     seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     samples += batch.data.size(0);

@@ -47,7 +47,9 @@ int run(fashion_mnist::Options options) {
   const auto group = join_others(options);
   if (options.threads > 0) torch::set_num_threads(options.threads);
   const auto dataset = fashion_mnist::load_dataset(options.data, options.device, options.scalar_type());
-  if (options.compare) {
+  if (!options.record_step.empty()) {
+    fashion_mnist::record_step(options, dataset);
+  } else if (options.compare) {
     fashion_mnist::compare(options, dataset);
     print_mkl();
   } else if (options.compare_micro_batches) {

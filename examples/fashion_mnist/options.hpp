@@ -41,6 +41,8 @@ struct Options {
   std::int64_t keep_last = 3;
   bool resume = false;
   std::optional<ga::CheckpointedSequentialOptions> checkpoint = {};
+  std::string record_step = {};  // directories; empty: neither
+  std::string compile = {};
   bool compare = false;
   bool compare_micro_batches = false;
 
@@ -124,6 +126,17 @@ inline void add_options(CLI::App& app, Options& options) {
       "--checkpoint", [&options](const std::string& text) { options.checkpoint = checkpoint_choice(text); },
       "train with all activations kept, and with some made again in backward: K segments, or as BYTES allow (12MiB)");
   checkpoint->type_name("K|BYTES")->excludes("--compare")->excludes(save);
+  app.add_option("--record-step", options.record_step,
+                 "record the training step in this directory, for tools/compile_step.py, and train nothing")
+      ->type_name("DIR")
+      ->check(not_empty);
+  app.add_option("--compile", options.compile,
+                 "train with the step that was recorded and compiled in this directory; --compare sets it beside the "
+                 "others")
+      ->type_name("DIR")
+      ->excludes("--record-step")
+      ->excludes(checkpoint)
+      ->check(not_empty);
   app.add_flag("--compare-micro-batches", options.compare_micro_batches,
                "train with micro-batches of 4 x 16 and of 1 x 64, and tell time and memory of both")
       ->excludes("--compare")

@@ -12,6 +12,7 @@
 #include <gradaccum/progress_line.hpp>
 #include <gradaccum/replicas.hpp>
 
+#include "objective.hpp"
 #include "print.hpp"
 #include "setup.hpp"
 
@@ -20,15 +21,11 @@ namespace fashion_mnist {
 
 using Accumulator = ga::GradAccumulator<torch::optim::Optimizer>;
 
-struct Prediction {
-  at::Tensor logits, loss;
-};
-
 /// Forward, in 16 bits where --amp asks for it. Backward stays outside: it takes the types of forward by itself.
-inline Prediction predict(Network& model, const ga::data::Batch& batch, const Options& options) {
+inline ga::Loss forward(const Objective& objective, Network& model, const ga::data::Batch& batch,
+                        const Options& options) {
   ga::Autocast autocast(batch.data.device(), options.autocast_type(), options.mixed_precision());
-  const auto logits = model->forward(batch.data);
-  return {logits, torch::cross_entropy_loss(logits, batch.target)};
+  return objective(model, batch);
 }
 
 /// Shows how far the run is. The loss is read from the device only when it is shown.
@@ -49,11 +46,11 @@ class Progress {
 };
 
 /// One pass over the training images, and a flush after it.
-inline void train_epoch(Setup& setup, Accumulator& optimizer, ga::AmpScaler& scaler, ga::Replicas& replicas,
-                        const Options& options, Progress& progress) {
+inline void train_epoch(Setup& setup, const Objective& objective, Accumulator& optimizer, ga::AmpScaler& scaler,
+                        ga::Replicas& replicas, const Options& options, Progress& progress) {
   setup.model->train();
   for (const auto& batch : setup.batches) {
-    auto loss = predict(setup.model, batch, options).loss;
+    auto loss = forward(objective, setup.model, batch, options).mean;
     scaler.scale(loss).backward();
     scaler.step(optimizer);  // moves the parameters when the window is full, unless float16 overflowed
     scaler.update();
@@ -75,8 +72,7 @@ inline ga::Evaluation evaluate(Setup& setup, const Options& options) {
   ga::MeanLoss loss;
   ga::Accuracy accuracy;
   for (const auto& batch : setup.test_batches) {
-    const auto [logits, batch_loss] = predict(setup.model, batch, options);
-    const auto one = ga::Loss{batch_loss, batch.target.size(0)}.with(logits, batch.target);
+    const auto one = forward(objective, setup.model, batch, options);
     loss.add(one);
     accuracy.add(one);
   }
@@ -92,6 +88,7 @@ inline void set_steps(std::int64_t epoch, const AccumulationSchedule& accumulate
 }
 
 inline ga::Evaluation train_by_hand(Setup& setup, const Options& options) {
+  const auto learned = training_objective(setup, options);
   Accumulator optimizer(*setup.optimizer, {.steps = options.accumulate.steps(0)});
   ga::AmpScaler scaler({.enabled = options.scales_loss()});  // if not, it leaves the loss alone and just steps
   ga::Replicas replicas(setup.group, setup.model, optimizer);
@@ -100,11 +97,12 @@ inline ga::Evaluation train_by_hand(Setup& setup, const Options& options) {
   for (std::int64_t epoch = 0; epoch < options.epochs; ++epoch) {
     set_steps(epoch, options.accumulate, optimizer);
     print_heading(epoch);
-    train_epoch(setup, optimizer, scaler, replicas, options, progress);
+    train_epoch(setup, learned, optimizer, scaler, replicas, options, progress);
     test = evaluate(setup, options);
     progress.clear();
     print_results(test);
   }
+  print_compiled(learned);
   return test;
 }
 

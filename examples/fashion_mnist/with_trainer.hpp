@@ -11,6 +11,7 @@
 #include <gradaccum/trainer.hpp>
 #include <optional>
 
+#include "objective.hpp"
 #include "print.hpp"
 #include "setup.hpp"
 
@@ -30,12 +31,6 @@ struct TestResults {
   void on_epoch_end(std::int64_t) { print_results(last = evaluate()); }
 };
 
-/// The loss of a batch, how many images it is the mean of, and what metrics look at.
-inline ga::Loss objective(Network& model, const ga::data::Batch& batch) {
-  const auto logits = model->forward(batch.data);
-  return ga::Loss{torch::cross_entropy_loss(logits, batch.target), batch.target.size(0)}.with(logits, batch.target);
-}
-
 struct Trained {
   ga::Evaluation test;
   ga::FitReport report;
@@ -52,10 +47,11 @@ inline std::optional<ga::SaveState> saving(const Options& options) {
 
 /// Goes on from a state where --resume says so.
 inline Trained train_with_trainer(Setup& setup, const Options& options) {
-  ga::Trainer trainer(
-      setup.model, setup.optimizer, objective, ga::Accumulate{.schedule = options.accumulate.by_epoch()},
-      ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
-      ga::DataParallel{.group = setup.group}, ga::Progress{}, TestResults{&setup.test_batches}, saving(options));
+  const auto learned = training_objective(setup, options);
+  ga::Trainer trainer(setup.model, setup.optimizer, learned, ga::Accumulate{.schedule = options.accumulate.by_epoch()},
+                      ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
+                      ga::DataParallel{.group = setup.group}, ga::Progress{}, TestResults{&setup.test_batches},
+                      saving(options));
   const auto report =
       trainer.fit(setup.batches, {.epochs = options.epochs, .resume = options.resume ? options.save : ""});
   auto& test = trainer.policy<TestResults>();
@@ -63,6 +59,7 @@ inline Trained train_with_trainer(Setup& setup, const Options& options) {
     fmt::print("{} has all {} epochs\n", report.resumed_from, report.epochs);
     test.on_epoch_end(report.epochs - 1);
   }
+  print_compiled(learned);
   return {test.last, report};
 }
 

@@ -5,12 +5,26 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 namespace gradaccum {
+
+namespace detail {
+
+/// Gradients that were computed with their loss, which need no autograd to be added.
+class ReadyGradients {
+ public:
+  virtual ~ReadyGradients() = default;
+  /// Adds them times the seed, as backward from `loss` would. False where backward has to do it: the loss is another
+  /// by now, or somebody listens for gradients.
+  virtual bool add(const at::Tensor& loss, double seed) = 0;
+};
+
+}  // namespace detail
 
 /// How a backward pass runs: as `torch::Tensor::backward` takes it.
 struct BackwardOptions {
@@ -40,6 +54,7 @@ struct Loss {
   double items = 1.0;
   Factor seed = {};                     ///< backward starts from it; a loss scale or a weight multiplies it
   at::Tensor output = {}, target = {};  ///< what metrics look at
+  std::shared_ptr<detail::ReadyGradients> ready = {};  ///< of a `CompiledStep`
 
   Loss(at::Tensor loss) : mean(std::move(loss)) {}  // NOLINT(google-explicit-constructor): a tensor is a loss
 

@@ -50,7 +50,7 @@ bool take_a_row(Batch& batch) {
   for (auto& tensor : tensors)
     if (!tensor.defined() || tensor.dim() == 0 || tensor.size(0) < 3 || tensor.size(0) != tensors.front().size(0))
       return false;
-  for_each_tensor(batch, [](at::Tensor& tensor) { tensor = tensor.narrow(0, 1, tensor.size(0) - 1).contiguous(); });
+  for_each_of_batch(batch, [](at::Tensor& tensor) { tensor = tensor.narrow(0, 1, tensor.size(0) - 1).contiguous(); });
   return !tensors.empty();
 }
 
@@ -59,7 +59,9 @@ StepCall step_call(Model& model, Objective& objective, Batch& batch) {
   static_assert(
       std::is_invocable_r_v<Loss, Objective&, Model&, Batch&>,
       "save_step: the objective must be callable as objective(model, batch), and return a Tensor or a ga::Loss");
-  return {tensors_of(batch), [&] { return Loss(std::invoke(objective, model, batch)); }};
+  return {tensors_of(batch),
+          [&model, objective = &objective, &batch] { return Loss(std::invoke(*objective, model, batch)); },
+          !tells_its_tensors<Batch>};
 }
 
 }  // namespace detail

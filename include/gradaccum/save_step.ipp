@@ -55,6 +55,7 @@ class StepSaver {
   }
 
   void add(const StepCalls& calls) {
+    TORCH_CHECK(!calls.call.batch.empty(), "save_step: the batch must have tensors, and none were found in it");
     const StepTrial trial(model_);
     const auto eager = trial.result(calls.call.objective);
     StepTrace trace;

@@ -135,6 +135,34 @@ TEST_CASE("Metrics see the output, and gradients are added", "[compiled_step]") 
   CHECK(worst(twice, gradients(*net)) < 1e-6);
 }
 
+TEST_CASE("Backward of a compiled loss is autograd's where there is more to it", "[compiled_step]") {
+  auto net = perceptron();
+  const auto batch = rows_of_six(8);
+  ga::CompiledStep step(net, counted_loss, in_perceptron);
+  auto loss = step(batch);
+  loss.mean = 2 * loss.mean + net->last->bias.sum();  // what was computed with it is not all any more
+  loss.backward();
+  const auto got = gradients(*net);
+  (2 * counted_loss(net, batch).mean + net->last->bias.sum()).backward();
+  CHECK(worst(got, gradients(*net)) < 1e-6);
+
+  int heard = 0;
+  const auto hook =
+      net->hidden->weight.register_hook([&](const at::Tensor& gradient) { return ++heard, 3 * gradient; });
+  step(batch).backward();
+  CHECK(heard == 1);
+  const auto times_three = gradients(*net);
+  net->hidden->weight.remove_hook(hook);
+  step(batch).backward();
+  const auto once = gradients(*net);
+  CHECK(off(times_three[0], 3 * once[0]) < 1e-6);
+  CHECK(testing::same_bits(times_three[1], once[1]));
+
+  loss = step(batch);
+  loss.backward({.inputs = {net->last->bias}});
+  CHECK(gradients(*net).size() == 1);
+}
+
 TEST_CASE("A compiled step moves buffers once and draws the objective's random numbers", "[compiled_step]") {
   auto net = convolutional(), other = convolutional();
   ga::CompiledStep step(net, plain_loss<Convolutional>, in_convolutional);

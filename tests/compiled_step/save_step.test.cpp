@@ -2,6 +2,8 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/autocast.hpp>
+#include <gradaccum/data/length_buckets.hpp>
+#include <gradaccum/data/tensor_batches.hpp>
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
 #include <gradaccum/detail/compilation/step_description.hpp>
 #include <gradaccum/detail/io/manifest.hpp>
@@ -130,6 +132,10 @@ TEST_CASE("What cannot be recorded is refused", "[save_step]") {
   CHECK(starts(refused(weighted),
                "save_step: the objective uses a tensor that is neither of the model nor of the batch, Float [3]"));
   CHECK(refused(weighted, {.constants = true}).empty());
+  const auto factor = torch::tensor(2.f);  // of one element, too
+  CHECK(starts(refused([&](auto& model, auto& of) { return factor * plain_loss(model, of); }),
+               "save_step: the objective uses a tensor that is neither of the model nor of the batch, Float []"));
+  CHECK(refused([&](auto& model, auto& of) { return torch::tensor(2.f) * plain_loss(model, of); }).empty());
   CHECK(starts(refused([](auto&, auto& of) { return of.first.mean(); }),
                "Loss: the mean requires no grad, so backward has nothing to do"));
   CHECK(starts(refused([](auto& model, auto& of) { return model->forward(of.first); }),
@@ -187,6 +193,42 @@ TEST_CASE("Batches of whatever type have their tensors recorded", "[save_step]")
   const auto own = recorded(OwnBatch{x, y}, [&](auto& m, auto& b) { return loss(m, b.x, b.y); });
   CHECK(own.batch == "Float [8, 6], Long [8]");
   CHECK(own.any_rows.empty());  // nothing is known of how to make another
+  CHECK(recorded(ga::data::Batch{x, y}, [&](auto& m, const ga::data::Batch& b) {
+          return loss(m, b.data, b.target);
+        }).any_rows == any);
+  CHECK(recorded(pair, counted_loss).any_rows == any);  // a plain function
+
+  // Numbers that a batch holds are seen by nobody.
+  const auto as_many = [&](auto items) {
+    return error_of([&] {
+      ga::save_step(
+          net,
+          [&](auto& m, auto& b) {
+            return ga::Loss{loss(m, b.x, b.y), items};
+          },
+          OwnBatch{x, y}, directory / "own");
+    });
+  };
+  CHECK(as_many(8).empty());
+  CHECK(as_many(1).empty());
+  CHECK(as_many(21).starts_with("save_step: the loss must be of as many items as the batch has rows, or of 1, got 21"));
+  CHECK(as_many(0).find("the batch must have items, got 0") != std::string::npos);
+  CHECK(error_of([&] {
+          ga::save_step(
+              net, [&](auto& m, auto&) { return loss(m, x, y); }, std::vector<at::Tensor>{}, directory / "own");
+        }).starts_with("save_step: the batch must have tensors"));
+
+  ga::data::LengthBuckets buckets({torch::randint(3, {4}), torch::randint(3, {4})}, y.narrow(0, 0, 2),
+                                  {.batch_size = 2});
+  auto embedded = torch::nn::Embedding(3, 3);
+  ga::save_step(
+      embedded,
+      [](auto& m, const ga::data::SequenceBatch& b) {
+        const auto seen = (torch::arange(b.data.size(1)) < b.lengths.unsqueeze(1)).to(torch::kFloat);
+        return ga::Loss{torch::cross_entropy_loss((m->forward(b.data) * seen.unsqueeze(2)).sum(1), b.target), b.rows()};
+      },
+      *buckets.begin(), directory / "step");
+  CHECK(described(directory / "step").graphs.front().batch == "Long [2, 4], Long [2], Long [2], none, Long [2]");
   CHECK(recorded(x, [](auto& m, auto& b) { return m->forward(b).square().mean(); }).any_rows == "Float [*, 6]");
 }
 

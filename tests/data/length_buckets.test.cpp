@@ -191,6 +191,37 @@ TEST_CASE("LengthBuckets: shuffled by seed and epoch alone, batches and what is 
   CHECK(longer < first.size() * 3 / 4);
 }
 
+TEST_CASE("LengthBuckets: padded to a multiple, batches have a few lengths, and fit into the budget so") {
+  std::vector<at::Tensor> sequences;
+  for (std::int64_t length = 1; length <= 40; ++length)
+    sequences.push_back(torch::full({length}, length, torch::kLong));
+  const auto rows = torch::arange(40);
+  for (const bool by_tokens : {false, true}) {
+    ga::data::LengthBuckets buckets(sequences, rows,
+                                    {.batch_size = by_tokens ? 0 : 3,
+                                     .tokens = by_tokens ? 96 : 0,
+                                     .shuffle = true,
+                                     .padding = -1,
+                                     .pad_to_multiple_of = 16});
+    std::int64_t seen = 0;
+    for (auto& batch : buckets) {
+      const auto longest = batch.lengths.max().item<std::int64_t>(), width = batch.data.size(1);
+      CHECK(width == (longest + 15) / 16 * 16);
+      if (by_tokens) CHECK(batch.data.numel() <= 96);
+      CHECK(batch.data.eq(-1).sum().item<std::int64_t>() == batch.data.numel() - batch.tokens);
+      CHECK(batch.lengths.equal(std::get<0>(batch.lengths.sort(0, /*descending=*/true))));
+      seen += batch.rows();
+    }
+    CHECK(seen == 40);
+  }
+  CHECK(testing::error_of([&] {
+          ga::data::LengthBuckets(sequences, rows, {.batch_size = 3, .pad_to_multiple_of = 0});
+        }) == "LengthBuckets: pad_to_multiple_of must be >= 1, got 0");
+  CHECK(testing::error_of([&] {
+          ga::data::LengthBuckets(sequences, rows, {.tokens = 40, .pad_to_multiple_of = 16});
+        }).find("number 32 has length 48") != std::string::npos);
+}
+
 TEST_CASE("LengthBuckets: a list of a few batches is shuffled, too") {
   const auto lengths = text_lengths(32, 6);
   auto buckets = make(lengths, {.batch_size = 4, .shuffle = true});

@@ -15,15 +15,16 @@
 namespace gradaccum::data {
 
 struct LengthBucketsOptions {
-  std::int64_t batch_size = 0;       ///< sequences a batch; this or `tokens`
-  std::int64_t tokens = 0;           ///< the most elements a batch has, padding included: sequences x longest
-  bool shuffle = false;              ///< other batches every epoch, in another order; else the longest first
-  std::uint64_t seed = 0;            ///< the batches depend on the seed and the epoch alone
-  at::Scalar padding = 0;            ///< what fills `data` up
-  at::Scalar target_padding = -100;  ///< what fills token targets up: cross_entropy's ignore_index
-  bool drop_last = false;            ///< leave out the batch that has less than `batch_size` sequences
-  std::int64_t mega_batch = 50;      ///< shuffled: batches sorted by length together; more: less padding, less chance
-  std::int64_t rank = 0;             ///< of several processes: every `world_size`-th batch is this one's
+  std::int64_t batch_size = 0;          ///< sequences a batch; this or `tokens`
+  std::int64_t tokens = 0;              ///< the most elements a batch has, padding included: sequences x longest
+  bool shuffle = false;                 ///< other batches every epoch, in another order; else the longest first
+  std::uint64_t seed = 0;               ///< the batches depend on the seed and the epoch alone
+  at::Scalar padding = 0;               ///< what fills `data` up
+  at::Scalar target_padding = -100;     ///< what fills token targets up: cross_entropy's ignore_index
+  std::int64_t pad_to_multiple_of = 1;  ///< batches of a few lengths: `CompiledStep` has a graph for each
+  bool drop_last = false;               ///< leave out the batch that has less than `batch_size` sequences
+  std::int64_t mega_batch = 50;  ///< shuffled: batches sorted by length together; more: less padding, less chance
+  std::int64_t rank = 0;         ///< of several processes: every `world_size`-th batch is this one's
   std::int64_t world_size = 1;
 };
 
@@ -40,6 +41,9 @@ struct SequenceBatch {
   /// The sequences [from, from + count), padded to the longest of these.
   SequenceBatch narrow(std::int64_t from, std::int64_t count) const;
 };
+
+/// For `save_step` and `CompiledStep`.
+std::vector<at::Tensor> batch_tensors(const SequenceBatch& batch);
 
 /// Batches of sequences of unequal length, of about the same length each, so that little of them is padding.
 ///

@@ -25,11 +25,10 @@ class LengthCuts {
 
   /// One of `batch_size` and `tokens` is 0. `mega_batch`: batches that are sorted together; 0: all of them. Of a
   /// short list a quarter, but no less than 4: the batches of two epochs are not to be the same.
-  LengthCuts(const std::vector<std::int64_t>& lengths, std::int64_t batch_size, std::int64_t tokens,
-             std::int64_t mega_batch)
-      : lengths_(lengths), by_tokens_(tokens > 0), room_(std::max(batch_size, tokens)) {
+  LengthCuts(const PaddedSequences& sequences, std::int64_t batch_size, std::int64_t tokens, std::int64_t mega_batch)
+      : sequences_(sequences), by_tokens_(tokens > 0), room_(std::max(batch_size, tokens)) {
     std::int64_t all = 0;
-    for (std::size_t row = 0; row < lengths.size(); ++row) all += weight(static_cast<std::int64_t>(row));
+    for (std::int64_t row = 0; row < sequences.size(); ++row) all += weight(row);
     const auto together = std::min(mega_batch, std::max<std::int64_t>(all / room_ / 4, 4));
     mega_room_ = mega_batch == 0 || all / room_ < together ? all : room_ * together;
   }
@@ -40,7 +39,7 @@ class LengthCuts {
     for (auto from = order.begin(); from != order.end();) {
       auto to = from;
       for (auto left = mega_room_; to != order.end() && weight(*to) <= left; ++to) left -= weight(*to);
-      std::stable_sort(from, to, [&](auto a, auto b) { return length(a) > length(b); });
+      std::stable_sort(from, to, [&](auto a, auto b) { return sequences_.length(a) > sequences_.length(b); });
       while (from != to) {
         const auto batch = from;
         from += std::min<std::int64_t>(to - from, room_ / weight(*from));
@@ -51,10 +50,9 @@ class LengthCuts {
   }
 
  private:
-  std::int64_t length(std::int64_t row) const { return lengths_[static_cast<std::size_t>(row)]; }
-  std::int64_t weight(std::int64_t row) const { return by_tokens_ ? length(row) : 1; }
+  std::int64_t weight(std::int64_t row) const { return by_tokens_ ? sequences_.padded_length(row) : 1; }
 
-  const std::vector<std::int64_t>& lengths_;
+  const PaddedSequences& sequences_;
   bool by_tokens_;
   std::int64_t room_, mega_room_;  // of a batch, of a mega-batch: in sequences, or in their elements
 };
@@ -72,7 +70,7 @@ namespace gradaccum::data {
 
 GRADACCUM_INLINE LengthBuckets::LengthBuckets(std::vector<at::Tensor> sequences, at::Tensor targets,
                                               LengthBucketsOptions options)
-    : sequences_("sequences", "padding", std::move(sequences), options.padding),
+    : sequences_("sequences", "padding", std::move(sequences), options.padding, options.pad_to_multiple_of),
       targets_(std::move(targets)),
       options_(options) {
   TORCH_CHECK(targets_.defined() && targets_.dim() > 0, "LengthBuckets: targets must have a first dimension, rows");
@@ -81,8 +79,9 @@ GRADACCUM_INLINE LengthBuckets::LengthBuckets(std::vector<at::Tensor> sequences,
 
 GRADACCUM_INLINE LengthBuckets::LengthBuckets(std::vector<at::Tensor> sequences, std::vector<at::Tensor> targets,
                                               LengthBucketsOptions options)
-    : sequences_("sequences", "padding", std::move(sequences), options.padding),
-      token_targets_(std::in_place, "targets", "target_padding", std::move(targets), options.target_padding),
+    : sequences_("sequences", "padding", std::move(sequences), options.padding, options.pad_to_multiple_of),
+      token_targets_(std::in_place, "targets", "target_padding", std::move(targets), options.target_padding,
+                     options.pad_to_multiple_of),
       options_(options) {
   check(token_targets_->size());
 }
@@ -105,9 +104,9 @@ GRADACCUM_INLINE void LengthBuckets::check(std::int64_t targets) const {
   for (std::int64_t row = 0; row < rows(); ++row) {
     TORCH_CHECK(sequences_.length(row) > 0, "LengthBuckets: a sequence must have an element, number ", row,
                 " has none; leave it out");
-    TORCH_CHECK(options_.tokens == 0 || sequences_.length(row) <= options_.tokens,
+    TORCH_CHECK(options_.tokens == 0 || sequences_.padded_length(row) <= options_.tokens,
                 "LengthBuckets: a sequence must fit into tokens = ", options_.tokens, ", number ", row, " has length ",
-                sequences_.length(row), "; cut it, leave it out, or raise tokens");
+                sequences_.padded_length(row), "; cut it, leave it out, or raise tokens");
   }
 }
 
@@ -115,7 +114,7 @@ GRADACCUM_INLINE const std::vector<LengthBuckets::Rows>& LengthBuckets::batches_
   if (!options_.shuffle) epoch = 0;  // all epochs are the same
   if (cut_epoch_ == epoch) return batches_;
   auto generator = detail::epoch_generator(options_.seed, epoch);
-  const detail::LengthCuts cut(sequences_.lengths(), options_.batch_size, options_.tokens,
+  const detail::LengthCuts cut(sequences_, options_.batch_size, options_.tokens,
                                options_.shuffle ? options_.mega_batch : 0);
   auto batches = cut(detail::in_order(rows(), options_.shuffle, generator));
   const auto full = static_cast<std::size_t>(options_.batch_size);
@@ -139,6 +138,10 @@ GRADACCUM_INLINE SequenceBatch LengthBuckets::batch_at(std::int64_t epoch, std::
                                 : targets_.index_select(0, detail::copied_to(targets_.device(), batch.indices));
   if (token_targets_) batch.target_lengths = token_targets_->lengths(rows);
   return batch;
+}
+
+GRADACCUM_INLINE std::vector<at::Tensor> batch_tensors(const SequenceBatch& batch) {
+  return {batch.data, batch.target, batch.lengths, batch.target_lengths, batch.indices};
 }
 
 GRADACCUM_INLINE SequenceBatch SequenceBatch::narrow(std::int64_t from, std::int64_t count) const {

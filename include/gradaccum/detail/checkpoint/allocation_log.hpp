@@ -24,6 +24,9 @@ class AllocationLog final : public MemoryLedger {
   GRADACCUM_INLINE void reportMemoryUsage(void* block, std::int64_t bytes, std::size_t allocated, std::size_t reserved,
                                           c10::Device device) override;
 
+  /// The memory of a tensor that is there now was allocated in this scope.
+  bool has(const at::Tensor& tensor) const;
+
   /// A place in the log.
   std::size_t now() const;
 
@@ -51,7 +54,10 @@ class AllocationLog final : public MemoryLedger {
 /// A log of the allocations of a scope, within whatever meter is around it.
 class [[nodiscard]] AllocationScope {
  public:
-  AllocationScope();
+  /// `impossible`: what to say inside LibTorch's profiler.
+  explicit AllocationScope(const char* impossible =
+                               "CheckpointedSequential: must not plan inside LibTorch's profiler, which uses the same "
+                               "slot; run one forward pass before it starts");
   AllocationLog& operator*() const { return *log_; }
   AllocationLog* operator->() const { return log_.get(); }
 

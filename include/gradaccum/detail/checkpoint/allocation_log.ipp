@@ -22,6 +22,11 @@ GRADACCUM_INLINE void AllocationLog::reportMemoryUsage(void* block, std::int64_t
   }
 }
 
+GRADACCUM_INLINE bool AllocationLog::has(const at::Tensor& tensor) const {
+  const std::lock_guard lock(mutex_);
+  return born_.contains(const_cast<void*>(tensor.storage().data()));
+}
+
 GRADACCUM_INLINE std::size_t AllocationLog::now() const {
   const std::lock_guard lock(mutex_);
   return entries_.size();
@@ -49,10 +54,8 @@ GRADACCUM_INLINE AllocationLog::Bytes AllocationLog::between(std::size_t from, s
   return bytes;
 }
 
-GRADACCUM_INLINE AllocationScope::AllocationScope()
-    : log_(std::make_shared<AllocationLog>(MemoryLedger::innermost(
-          "CheckpointedSequential: must not plan inside LibTorch's profiler, which uses the same slot; run one forward "
-          "pass before it starts"))),
+GRADACCUM_INLINE AllocationScope::AllocationScope(const char* impossible)
+    : log_(std::make_shared<AllocationLog>(MemoryLedger::innermost(impossible))),
       guard_(c10::DebugInfoKind::PROFILER_STATE, log_) {}
 
 }  // namespace gradaccum::detail

@@ -150,7 +150,7 @@ GRADACCUM_INLINE Loss LoadedStep::run(std::vector<at::Tensor> batch, c10::functi
   if (in_float16_) computed.again = run_again(graph, batch);
   auto loss = run(graph, batch, computed.gradients, computed.exponent);
   for (auto& buffer : graph.moved) buffer.unsafeGetTensorImpl()->bump_version();
-  set_gradients(loss.mean, graph.parameters, std::move(computed), seed_);
+  loss.ready = set_gradients(loss.mean, graph.parameters, std::move(computed), seed_);
   ++report_.compiled;
   return loss;
 }

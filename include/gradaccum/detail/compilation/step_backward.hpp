@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/loss.hpp>
 
 #include <ATen/core/Tensor.h>
 
@@ -28,9 +29,9 @@ struct ComputedGradients {
   std::function<std::vector<at::Tensor>(int exponent)> again = {};
 };
 
-/// Makes a loss whose backward hands these gradients to the parameters.
-void set_gradients(const at::Tensor& loss, const std::vector<at::Tensor>& parameters, ComputedGradients computed,
-                   std::shared_ptr<SeedExponent> next);
+/// Makes a loss whose backward hands these gradients to the parameters; or what is returned does, without autograd.
+std::shared_ptr<ReadyGradients> set_gradients(const at::Tensor& loss, const std::vector<at::Tensor>& parameters,
+                                              ComputedGradients computed, std::shared_ptr<SeedExponent> next);
 
 }  // namespace gradaccum::detail
 

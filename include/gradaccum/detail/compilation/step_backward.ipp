@@ -10,6 +10,7 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -38,10 +39,12 @@ class CompiledBackward final : public torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& seeds) override {
     TORCH_CHECK(!at::GradMode::is_enabled(),
                 "CompiledStep: create_graph must be false: a compiled step has no gradients of gradients");
+    return gradients(seeds[0].item<double>(), torch::autograd::get_current_graph_task_keep_graph());
+  }
+
+  std::vector<at::Tensor> gradients(double seed, bool kept) {
     TORCH_CHECK(!computed_.gradients.empty(), "CompiledStep: backward runs once, unless .retain_graph is true");
-    const auto seed = seeds[0].item<double>();
     next_->follow(seed);
-    const bool kept = torch::autograd::get_current_graph_task_keep_graph();
     return times(seed, kept ? computed_.gradients : std::exchange(computed_.gradients, {}), kept);
   }
 
@@ -77,11 +80,50 @@ NodePointer new_node(Arguments&&... arguments) {
     return c10::make_intrusive<Node>(std::forward<Arguments>(arguments)...);
 }
 
-GRADACCUM_INLINE void set_gradients(const at::Tensor& loss, const std::vector<at::Tensor>& parameters,
-                                    ComputedGradients computed, std::shared_ptr<SeedExponent> next) {
+/// What adds to the gradient of a parameter; null where somebody is to be called besides.
+GRADACCUM_INLINE torch::autograd::AccumulateGrad* unheard(const torch::autograd::Edge& edge) {
+  auto* const node = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get());
+  const bool heard = !node || !node->pre_hooks().empty() || !node->post_hooks().empty() ||
+                     !node->tensor_pre_hooks().empty() || node->tensor_post_acc_grad_hooks();
+  return heard ? nullptr : node;
+}
+
+/// Does without autograd's engine, which takes as long as a small network.
+class AddedGradients final : public ReadyGradients {
+ public:
+  explicit AddedGradients(NodePointer node) : node_(std::move(node)) {}
+
+  bool add(const at::Tensor& loss, double seed) override {
+    if (loss.grad_fn().get() != node_.get()) return false;
+    std::vector<torch::autograd::AccumulateGrad*> parameters;
+    for (auto& edge : node_->next_edges()) {
+      parameters.push_back(unheard(edge));
+      if (!parameters.back()) return false;
+    }
+    const at::NoGradGuard no_grad;
+    auto gradients = static_cast<CompiledBackward&>(*node_).gradients(seed, /*kept=*/false);
+    for (std::size_t i = 0; i < parameters.size(); ++i) add_to(parameters[i]->variable, std::move(gradients[i]));
+    return true;
+  }
+
+ private:
+  static void add_to(at::Tensor& parameter, at::Tensor gradient) {
+    auto& sum = parameter.mutable_grad();
+    torch::autograd::AccumulateGrad::accumulateGrad(parameter, sum, gradient, /*num_expected_refs=*/1,
+                                                    [&sum](at::Tensor&& updated) { sum = std::move(updated); });
+  }
+
+  NodePointer node_;
+};
+
+GRADACCUM_INLINE std::shared_ptr<ReadyGradients> set_gradients(const at::Tensor& loss,
+                                                               const std::vector<at::Tensor>& parameters,
+                                                               ComputedGradients computed,
+                                                               std::shared_ptr<SeedExponent> next) {
   const auto node = new_node<CompiledBackward>(std::move(computed), std::move(next));
   node->set_next_edges(torch::autograd::collect_next_edges(parameters));
   torch::autograd::set_history(loss, node);
+  return std::make_shared<AddedGradients>(node);
 }
 
 }  // namespace gradaccum::detail

@@ -17,6 +17,7 @@ namespace gradaccum::detail {
 struct StepCall {
   std::vector<at::Tensor> batch;
   std::function<Loss()> objective;
+  bool tensors_alone = true;  ///< else the batch may hold numbers, which nobody sees
 };
 
 /// A forward pass as TorchScript: a function of parameters, buffers and the batch's tensors, in this order, that gives

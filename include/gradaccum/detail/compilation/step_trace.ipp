@@ -4,6 +4,7 @@
 #include <gradaccum/detail/compilation/step_trace.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/checkpoint/allocation_log.hpp>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
@@ -76,17 +77,24 @@ GRADACCUM_INLINE std::string text_without_shapes(torch::jit::Graph& graph) {
   return bare->toString(/*print_source_locations=*/false);
 }
 
-/// One element may be a number of the program; more are somebody's data.
-GRADACCUM_INLINE void check_no_constants(const torch::jit::Graph& graph) {
+/// Tensors that the recorded pass made of numbers may stay; those that were there before are somebody's data.
+GRADACCUM_INLINE void check_no_constants(const torch::jit::Graph& graph, const AllocationLog& made) {
   for (const auto* const node : graph.nodes()) {
     if (node->kind() != c10::prim::Constant || !node->hasAttribute(c10::attr::value) ||
         node->kindOf(c10::attr::value) != torch::jit::AttributeKind::t)
       continue;
     const auto tensor = node->t(c10::attr::value);
-    TORCH_CHECK(tensor.numel() <= 1, "save_step: the objective uses a tensor that is neither of the model nor of the ",
-                "batch, ", layout_text(tensor), ", and the compiled step would keep it as it is now: register it as a ",
+    TORCH_CHECK(tensor.numel() == 0 || made.has(tensor),
+                "save_step: the objective uses a tensor that is neither of the model nor of the ", "batch, ",
+                layout_text(tensor), ", and the compiled step would keep it as it is now: register it as a ",
                 "buffer, or say that it never changes by {.constants = true}");
   }
+}
+
+GRADACCUM_INLINE double rows_of(const std::vector<at::Tensor>& batch) {
+  return batch.empty() || !batch.front().defined() || batch.front().dim() == 0
+             ? 1
+             : static_cast<double>(batch.front().size(0));
 }
 
 GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call, bool constants) {
@@ -94,6 +102,7 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
   std::string read;
   torch::jit::Module module("step");
   const NoCastsKeptScope no_casts_kept;
+  const AllocationScope made("save_step: must not record inside LibTorch's profiler, which uses the same slot");
   const auto traced = [&] {
     const HostReadScope scope(read);
     return torch::jit::tracer::trace(
@@ -110,7 +119,13 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
               ": the compiled step would go on with the value of this batch. Keep it a tensor (torch::where), or "
               "read it outside of the objective");
   const auto& graph = traced.first->graph;
-  if (!constants) check_no_constants(*graph);
+  if (!constants) check_no_constants(*graph, *made);
+  TORCH_CHECK(trace.loss.items > 0, "save_step: the batch must have items, got ", trace.loss.items);
+  TORCH_CHECK(
+      call.tensors_alone || trace.loss.items == 1 || trace.loss.items == rows_of(call.batch),
+      "save_step: the loss must be of as many items as the batch has rows, or of 1, got ", trace.loss.items,
+      ": a number that a batch holds would be one for ever; weigh what the step gives: ga::Loss{step(batch).mean, "
+      "batch.tokens}");
   trace.operations = text_without_shapes(*graph);
   module.type()->addMethod(module._ivalue()->compilation_unit()->create_function(
       c10::QualifiedName(*module.type()->name(), "forward"), graph));

@@ -38,8 +38,10 @@ GRADACCUM_INLINE void check_padding(const char* option, const at::Scalar& paddin
 }
 
 GRADACCUM_INLINE PaddedSequences::PaddedSequences(const char* what, const char* padding_option,
-                                                  std::vector<at::Tensor> sequences, const at::Scalar& padding)
-    : sequences_(std::move(sequences)) {
+                                                  std::vector<at::Tensor> sequences, const at::Scalar& padding,
+                                                  std::int64_t multiple)
+    : sequences_(std::move(sequences)), multiple_(multiple) {
+  TORCH_CHECK(multiple_ >= 1, "LengthBuckets: pad_to_multiple_of must be >= 1, got ", multiple_);
   lengths_.reserve(sequences_.size());
   for (std::size_t i = 0; i < sequences_.size(); ++i) {
     check_sequence(what, i, sequences_[i], sequences_.front());
@@ -60,7 +62,7 @@ GRADACCUM_INLINE at::Tensor PaddedSequences::lengths(const std::vector<std::int6
 
 GRADACCUM_INLINE at::Tensor PaddedSequences::padded(const std::vector<std::int64_t>& rows) const {
   std::int64_t longest = 0;
-  for (auto row : rows) longest = std::max(longest, length(row));
+  for (auto row : rows) longest = std::max(longest, padded_length(row));
   std::vector<at::Tensor> joined{padding_};
   const auto places = at::zeros({static_cast<std::int64_t>(rows.size()), longest}, at::TensorOptions(at::kLong));
   auto* place = places.data_ptr<std::int64_t>();

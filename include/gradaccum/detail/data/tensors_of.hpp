@@ -17,31 +17,35 @@ namespace gradaccum::detail {
 void batch_tensors() = delete;  // hides a global variable of that name: only the batch's own namespace counts
 
 template <class B>
-concept tells_its_tensors = requires(const B& batch) {
-  {
-    batch_tensors(batch)
-    } -> std::convertible_to<std::vector<at::Tensor>>;  // found where the batch's class is declared
+concept tells_its_tensors = requires(const B& batch) {  // found where the batch's class is declared
+  { batch_tensors(batch) } -> std::convertible_to<std::vector<at::Tensor>>;
+};
+template <class B>
+concept is_data_and_target = requires(const B& batch) {
+  batch.data;
+  batch.target;
+  requires sizeof(B) == sizeof(batch.data) + sizeof(batch.target);  // and nothing else
 };
 
 /// Calls `visit(tensor)` for each tensor that a batch consists of, by reference, in the order of its type.
 template <class T>
-void for_each_tensor(T& value, auto&& visit) {
+void for_each_of_batch(T& value, auto&& visit) {
   using Value = std::remove_const_t<T>;
   if constexpr (std::derived_from<Value, at::Tensor>) {
     visit(value);
   } else if constexpr (maps_names<Value>) {
-    for (auto& [name, part] : value) for_each_tensor(part, visit);
+    for (auto& [name, part] : value) for_each_of_batch(part, visit);
   } else if constexpr (std::ranges::forward_range<T> && !is_text<Value>) {
-    for (auto& part : value) for_each_tensor(part, visit);
-  } else if constexpr (has_data<Value>) {
-    for_each_tensor(value.data, visit);
-    if constexpr (has_target<Value>) for_each_tensor(value.target, visit);
+    for (auto& part : value) for_each_of_batch(part, visit);
+  } else if constexpr (is_data_and_target<Value>) {
+    for_each_of_batch(value.data, visit);
+    for_each_of_batch(value.target, visit);
   } else {
     static_assert(
         is_tuple<Value>,
-        "a batch must consist of tensors: one, a tuple, a range or a map of them, or something with .data and "
-        ".target; for a class of your own declare std::vector<at::Tensor> batch_tensors(const Batch&) beside it");
-    if constexpr (is_tuple<Value>) std::apply([&](auto&... parts) { (for_each_tensor(parts, visit), ...); }, value);
+        "a batch must consist of tensors: one, a tuple, a range or a map of them, or .data and .target and nothing "
+        "else; for a class of your own declare std::vector<at::Tensor> batch_tensors(const Batch&) beside it");
+    if constexpr (is_tuple<Value>) std::apply([&](auto&... parts) { (for_each_of_batch(parts, visit), ...); }, value);
   }
 }
 
@@ -52,7 +56,7 @@ std::vector<at::Tensor> tensors_of(const Batch& batch) {
     return batch_tensors(batch);
   } else {
     std::vector<at::Tensor> all;
-    for_each_tensor(batch, [&all](const at::Tensor& tensor) { all.push_back(tensor); });
+    for_each_of_batch(batch, [&all](const at::Tensor& tensor) { all.push_back(tensor); });
     return all;
   }
 }

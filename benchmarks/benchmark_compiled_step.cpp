@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A training step of six networks, forward and backward: compiled against the objective as it is, in turn.
+// `--record FOLDER` writes the steps there, a folder each, for tools/compile_step.py; `--steps FOLDER` runs them.
+
+#include <gradaccum/autocast.hpp>
+#include <gradaccum/compiled_step.hpp>
+#include <gradaccum/save_step.hpp>
+
+#include <filesystem>
+#include <iostream>
+
+#include "compiled_networks.hpp"
+#include "harness.hpp"
+
+namespace ga = gradaccum;
+
+namespace {
+
+using compiled_networks::Batch;
+
+template <class Model>
+void record(compiled_networks::Task<Model> task, const std::filesystem::path& folder) {
+  const ga::Autocast autocast(torch::kCPU, torch::kBFloat16, task.bfloat16);
+  std::cout << ga::save_step(task.model, task.objective, task.batch, folder / task.name, {.any_rows = false});
+}
+
+template <class Model>
+void compare(compiled_networks::Task<Model> task, const std::filesystem::path& folder,
+             const harness::Options& options) {
+  if (task.bfloat16 && !ga::is_bf16_fast(torch::kCPU)) return;
+  auto compiled = task, eager = task.copy();
+  ga::CompiledStep step(compiled.model, compiled.objective, folder / task.name);
+  const auto run = [](auto& of, auto&& loss_of) {
+    ga::Loss loss{at::Tensor()};
+    {
+      const ga::Autocast autocast(torch::kCPU, torch::kBFloat16, of.bfloat16);
+      loss = loss_of(of.model, of.batch);
+    }
+    of.model->zero_grad();
+    loss.backward();
+  };
+  harness::contest("A step, forward and backward: " + task.title,
+                   {{"CompiledStep", [&] { run(compiled, step); }},
+                    {"the objective as it is", [&] { run(eager, eager.objective); }}},
+                   static_cast<double>(task.batch.first.size(0)), "samples", options);
+  if (step.report().eager > 0) throw std::runtime_error("what was to be compiled was not");
+}
+
+void each(const auto& use) {
+  using namespace compiled_networks;
+  use(tiny());
+  use(perceptron());
+  use(convolutional());
+  use(transformer("transformer", 128, 2, 64, 0, false));
+  use(transformer("transformer_dropout", 256, 4, 128, 0.1, false));
+  use(transformer("transformer_bfloat16", 256, 4, 128, 0, true));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::string folder, recorded;
+  const auto options = harness::parse(argc, argv, "Compiled training steps against the objective", [&](CLI::App& app) {
+    auto* record = app.add_option("--record", recorded, "record the steps in this folder, and time nothing");
+    app.add_option("--steps", folder, "where the compiled steps are")->excludes(record);
+  });
+  if (!recorded.empty())
+    each([&](auto task) { record(task, recorded); });
+  else
+    each([&](auto task) { compare(task, folder, options); });
+}

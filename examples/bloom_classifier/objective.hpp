@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <fmt/format.h>
+#include <fmt/ostream.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <gradaccum/autocast.hpp>
+#include <gradaccum/compiled_step.hpp>
+#include <gradaccum/data/length_buckets.hpp>
+#include <gradaccum/loss.hpp>
+#include <gradaccum/save_step.hpp>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "encoded_reviews.hpp"
+#include "model_folder.hpp"
+#include "options.hpp"
+
+/// What is learned, and how it is compiled.
+namespace bloom {
+
+/// The mean loss of a batch, how many reviews it is the mean of, and what metrics look at.
+inline ga::Loss objective(BloomForSequenceClassification& model, const ga::data::SequenceBatch& batch) {
+  const auto places = torch::arange(batch.data.size(1), batch.data.device());
+  const auto mask = places < batch.lengths.to(batch.data.device()).unsqueeze(1);
+  auto scores = model->forward(batch.data, mask);
+  scores = scores.to(at::promote_types(scores.scalar_type(), torch::kFloat));  // 16 bits are too few for a loss
+  return ga::Loss{torch::cross_entropy_loss(scores, batch.target), batch.rows()}.with(scores, batch.target);
+}
+
+using Objective = std::function<ga::Loss(BloomForSequenceClassification&, const ga::data::SequenceBatch&)>;
+using CompiledObjective = ga::CompiledStep<BloomForSequenceClassification, decltype(&objective)>;
+
+/// The objective, or what --compile made of it.
+inline Objective training_objective(BloomForSequenceClassification& model, const Options& options) {
+  if (options.compile.empty()) return objective;
+  return CompiledObjective(model, &objective, options.compile);
+}
+
+inline void print_compiled(const Objective& learned) {
+  if (const auto* const step = learned.target<CompiledObjective>()) fmt::print("{}", fmt::streamed(step->report()));
+}
+
+/// A batch of each shape, those that most batches have: others can stay as they are.
+inline std::vector<ga::data::SequenceBatch> frequent_batches(ga::data::LengthBuckets batches, std::size_t most) {
+  std::map<std::vector<std::int64_t>, std::pair<std::int64_t, ga::data::SequenceBatch>> by_shape;
+  for (const auto& batch : batches) {
+    auto& [count, first] = by_shape[batch.data.sizes().vec()];
+    if (count++ == 0) first = batch;
+  }
+  std::vector<std::pair<std::int64_t, ga::data::SequenceBatch>> all;
+  for (auto& [shape, counted] : by_shape) all.push_back(counted);
+  std::ranges::stable_sort(all, [](auto& a, auto& b) { return a.first > b.first; });
+  std::vector<ga::data::SequenceBatch> frequent;
+  for (std::size_t i = 0; i < std::min(all.size(), most); ++i) frequent.push_back(all[i].second);
+  return frequent;
+}
+
+/// Records the step that the options would train with, for tools/compile_step.py: six lengths of it.
+inline void record_step(ModelFolder& folder, const EncodedReviews& reviews, const Options& options) {
+  const auto batches = frequent_batches(
+      reviews.training_batches(options.micro_batch, folder.padding(), options.seed, options.pad_to_multiple_of), 6);
+  const ga::Autocast autocast(options.device, options.autocast_type(), options.mixed_precision());
+  folder.model->train();
+  fmt::print("{}",
+             fmt::streamed(ga::save_steps(folder.model, objective, batches, options.record_step,
+                                          {.any_rows = false, .constants = true})));  // ALiBi is one, of positions
+}
+
+}  // namespace bloom

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <fmt/format.h>
+#include <fmt/ostream.h>
+#include <torch/torch.h>
+
+#include <functional>
+#include <gradaccum/autocast.hpp>
+#include <gradaccum/compiled_step.hpp>
+#include <gradaccum/data/tensor_batches.hpp>
+#include <gradaccum/loss.hpp>
+#include <gradaccum/save_step.hpp>
+
+#include "setup.hpp"
+
+/// What is learned, by either loop; and how it is compiled.
+namespace fashion_mnist {
+
+/// The loss of a batch, how many images it is the mean of, and what metrics look at.
+inline ga::Loss objective(Network& model, const ga::data::Batch& batch) {
+  const auto logits = model->forward(batch.data);
+  return ga::Loss{torch::cross_entropy_loss(logits, batch.target), batch.target.size(0)}.with(logits, batch.target);
+}
+
+using Objective = std::function<ga::Loss(Network&, const ga::data::Batch&)>;
+using CompiledObjective = ga::CompiledStep<Network, decltype(&objective)>;
+
+/// The objective, or what --compile made of it.
+inline Objective training_objective(Setup& setup, const Options& options) {
+  if (options.compile.empty()) return objective;
+  return CompiledObjective(setup.model, &objective, options.compile);
+}
+
+inline void print_compiled(const Objective& trained) {
+  if (const auto* const step = trained.target<CompiledObjective>()) fmt::print("{}", fmt::streamed(step->report()));
+}
+
+/// Records the step that the options would train with, for tools/compile_step.py.
+inline void record_step(const Options& options, const Dataset& dataset) {
+  Setup setup(options, dataset);
+  const ga::Autocast autocast(options.device, options.autocast_type(), options.mixed_precision());
+  fmt::print("{}", fmt::streamed(ga::save_step(setup.model, objective, *setup.batches.begin(), options.record_step)));
+}
+
+}  // namespace fashion_mnist
