@@ -316,6 +316,15 @@ bench() {
       GRADACCUM_MKL_ON_AMD=0 "$programs/benchmark_$name" "${arguments[@]}"
     done
   fi
+  if (( ${#python[@]} > 0 )); then
+    step "Recording and compiling the steps of benchmark_compiled_step"
+    "$programs/benchmark_compiled_step" --record build/steps/benchmark
+    for name in build/steps/benchmark/*; do "$python_with_torch" tools/compile_step.py "$name"; done
+    step "Running benchmark_compiled_step"
+    "$programs/benchmark_compiled_step" --steps build/steps/benchmark "${arguments[@]}"
+    step "Running python/compiled_step.py"
+    LD_PRELOAD=$programs/libmkl_on_amd.so "$python_with_torch" benchmarks/python/compiled_step.py "${arguments[@]}"
+  fi
   step "Running benchmark_save_load"
   "$programs/benchmark_save_load" --directory build "${arguments[@]}"
   step "Running benchmark_epoch"  # ours keeps freed memory, and in one process that is for all

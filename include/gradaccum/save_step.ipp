@@ -64,7 +64,7 @@ class StepSaver {
       return trace.loss;
     });
     const auto again = trial.result([&] { return replayed(trace.script, model_, calls.call.batch, trace.loss); });
-    const auto wrong = difference(model_, eager, again);
+    const auto wrong = difference_of_steps(model_, eager, again);
     TORCH_CHECK(wrong.empty(), "save_step: what was recorded must be what the objective does, but ", wrong,
                 ": an autograd::Function of one's own and a NoGradGuard in the objective cannot be recorded (write the "
                 "first with operations that have a gradient, and detach() for the second)");

@@ -215,7 +215,7 @@ GRADACCUM_INLINE void LoadedStep::check(const Graph& graph, const std::vector<at
       gradients.push_back(there == 'y' ? std::move(*next++) : at::Tensor());
     return loss;
   });
-  const auto wrong = difference(model_, eager, compiled);
+  const auto wrong = difference_of_steps(model_, eager, compiled);
   TORCH_CHECK(wrong.empty(), "CompiledStep: ", name_, ": the compiled step must do what the objective does, but for ",
               layout_text(batch), " ", wrong, ": the objective or the model is another than when it was saved, or ",
               "depends on what is not in tensors; save and compile it again");

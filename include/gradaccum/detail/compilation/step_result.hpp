@@ -43,7 +43,7 @@ class StepTrial {
 
 /// Where the second is not the first, to the rounding of the dtypes that it was computed in: `the gradient of fc.weight
 /// differs by 1.0 of its norm`; empty where it is.
-std::string difference(const StepModel& model, const StepResult& wanted, const StepResult& got);
+std::string difference_of_steps(const StepModel& model, const StepResult& wanted, const StepResult& got);
 
 }  // namespace gradaccum::detail
 

@@ -81,7 +81,8 @@ class Differences {
   std::string text_;
 };
 
-GRADACCUM_INLINE std::string difference(const StepModel& model, const StepResult& wanted, const StepResult& got) {
+GRADACCUM_INLINE std::string difference_of_steps(const StepModel& model, const StepResult& wanted,
+                                                 const StepResult& got) {
   Differences differences(tolerance_of(model));
   differences.compare("the loss", wanted.loss.mean.detach(), got.loss.mean.detach().reshape_as(wanted.loss.mean), 0);
   if (wanted.loss.items != got.loss.items)

@@ -91,7 +91,7 @@ GRADACCUM_INLINE void check_no_constants(const torch::jit::Graph& graph, const A
   }
 }
 
-GRADACCUM_INLINE double rows_of(const std::vector<at::Tensor>& batch) {
+GRADACCUM_INLINE double rows_of_batch(const std::vector<at::Tensor>& batch) {
   return batch.empty() || !batch.front().defined() || batch.front().dim() == 0
              ? 1
              : static_cast<double>(batch.front().size(0));
@@ -122,7 +122,7 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
   if (!constants) check_no_constants(*graph, *made);
   TORCH_CHECK(trace.loss.items > 0, "save_step: the batch must have items, got ", trace.loss.items);
   TORCH_CHECK(
-      call.tensors_alone || trace.loss.items == 1 || trace.loss.items == rows_of(call.batch),
+      call.tensors_alone || trace.loss.items == 1 || trace.loss.items == rows_of_batch(call.batch),
       "save_step: the loss must be of as many items as the batch has rows, or of 1, got ", trace.loss.items,
       ": a number that a batch holds would be one for ever; weigh what the step gives: ga::Loss{step(batch).mean, "
       "batch.tokens}");

@@ -21,7 +21,7 @@ concept tells_its_tensors = requires(const B& batch) {  // found where the batch
   { batch_tensors(batch) } -> std::convertible_to<std::vector<at::Tensor>>;
 };
 template <class B>
-concept is_data_and_target = requires(const B& batch) {
+concept is_data_with_target = requires(const B& batch) {
   batch.data;
   batch.target;
   requires sizeof(B) == sizeof(batch.data) + sizeof(batch.target);  // and nothing else
@@ -37,7 +37,7 @@ void for_each_of_batch(T& value, auto&& visit) {
     for (auto& [name, part] : value) for_each_of_batch(part, visit);
   } else if constexpr (std::ranges::forward_range<T> && !is_text<Value>) {
     for (auto& part : value) for_each_of_batch(part, visit);
-  } else if constexpr (is_data_and_target<Value>) {
+  } else if constexpr (is_data_with_target<Value>) {
     for_each_of_batch(value.data, visit);
     for_each_of_batch(value.target, visit);
   } else {
