@@ -86,7 +86,7 @@ SavedStep save_steps(Model&& model, Objective&& objective, const std::vector<Bat
 ///     auto objective = [](auto& net, auto& batch) {
 ///       return torch::mse_loss(net->forward(batch.data), batch.target);
 ///     };
-///     std::cout << ga::save_step(model, objective, batches.front(), "step");
+///     std::cout << ga::save_step(model, objective, *batches.begin(), "step");
 ///
 /// `tools/compile_step.py step` compiles it, and `ga::CompiledStep` runs it in the objective's place. All that the
 /// objective does with tensors is recorded as it was done for this batch: which operations, how often, with what
