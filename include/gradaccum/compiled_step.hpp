@@ -30,16 +30,16 @@ struct InProgram {
 /// An objective whose forward and backward pass are compiled: what `save_step` wrote and tools/compile_step.py
 /// compiled.
 ///
-///    auto objective = [](auto& net, auto& batch) {
-///      return torch::mse_loss(net->forward(batch.data), batch.target);
-///    };
-///    ga::CompiledStep step(model, objective, "step");
-///    for (auto& batch : batches) {
-///      optimizer.backward(step(batch));
-///      optimizer.step();
-///      optimizer.zero_grad();
-///    }
-///    std::cout << step.report();
+///  auto objective = [](auto& net, auto& batch) {
+///    return torch::mse_loss(net->forward(batch.data), batch.target);
+///  };
+///  ga::CompiledStep step(model, objective, "step");
+///  for (auto& batch : batches) {
+///    optimizer.backward(step(batch));
+///    optimizer.step();
+///    optimizer.zero_grad();
+///  }
+///  std::cout << step.report();
 ///
 /// It gives what the objective gives, a Tensor or a `ga::Loss`, for `loss.backward()`, `ga::GradAccumulator`,
 /// `ga::AmpScaler` or, as `step(model, batch)`, in the objective's place for `ga::Trainer`. Gradients are there with
