@@ -144,7 +144,8 @@ GRADACCUM_INLINE Loss LoadedStep::run(std::vector<at::Tensor> batch, c10::functi
   const auto& graph = *layout.graph;
   for (auto& tensor : batch)
     if (tensor.defined()) tensor = tensor.detach().contiguous();
-  if (!std::exchange(layout.checked, true)) check(graph, batch, objective);
+  if (!layout.checked) check(graph, batch, objective);
+  layout.checked = true;  // an exception in the check leaves it to the next batch
 
   ComputedGradients computed{{}, seed_->value};
   if (in_float16_) computed.again = run_again(graph, batch);
@@ -155,7 +156,7 @@ GRADACCUM_INLINE Loss LoadedStep::run(std::vector<at::Tensor> batch, c10::functi
   return loss;
 }
 
-/// Each tensor once more than the code knows them: the loss, what metrics look at, and gradients.
+/// Runs the code, and tells its outputs apart: the loss, what metrics look at, and gradients.
 GRADACCUM_INLINE Loss LoadedStep::run(const Graph& graph, const std::vector<at::Tensor>& batch,
                                       std::vector<at::Tensor>& gradients, int exponent) const {
   auto outputs = graph.code.run(inputs_of_graph(batch, exponent));
