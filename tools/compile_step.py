@@ -14,7 +14,6 @@ import os
 import pathlib
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -61,13 +60,13 @@ class Manifest:
     def read(self, name):
         """The bytes of one of its files, which must be as they were written."""
         data = (self.folder / name).read_bytes()
-        if self.content["files"][name] != {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}:
+        if self.content["files"][name] != entry_of(data):
             raise Failure(f"{self.folder / name}: must be as it was written; save the step again")
         return data
 
     def add(self, name, data):
         replace(self.folder / name, data)
-        self.content["files"][name] = {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
+        self.content["files"][name] = entry_of(data)
 
     def write(self):
         """In place of the old one; then files that it does not list any more go."""
@@ -77,6 +76,11 @@ class Manifest:
         for file in self.folder.glob("graph-*"):
             if file.name not in self.content["files"]:
                 file.unlink()
+
+
+def entry_of(data):
+    """What a manifest says of a file."""
+    return {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
 
 
 def replace(path, data):
@@ -214,7 +218,7 @@ def self_contained(source, constants):
     if custom:
         raise Failure("the objective uses operations that compiled code cannot call: "
                       + ", ".join(sorted(set(re.findall(r"\w+::\w+|aten\.\w+", " ".join(custom))))))
-    head, interface, tail = source.partition('#include <torch/csrc/inductor/aoti_runtime/model_container.h>\n')
+    _, interface, tail = source.partition('#include <torch/csrc/inductor/aoti_runtime/model_container.h>\n')
     tail = tail.partition('} // extern "C"\n')[2]  # LibTorch's interface, which has some forty functions
     if not interface or "AOTInductorModel::run_impl" not in tail:
         raise Failure("this version of torch generates other code than is expected")
@@ -334,7 +338,6 @@ def compile_graph(manifest, name, capability, directory):
     manifest[f"{name}.gradients"] = "".join("ny"[there] for there in gradients)
     manifest[f"{name}.moved"] = "".join("ny"[moves] for moves in moved)
     manifest[f"{name}.capability"] = capability
-    manifest["flags"] = " ".join(flags_of(capability))
     print(f"{manifest.folder}: {name} of {manifest[name + '.any_rows'] or manifest[name + '.batch']}: "
           f"{len(library) / 1e6:.2f} MB in {time.monotonic() - began:.0f} s", flush=True)
     return {f"{name}.{unique}.cpp", f"{name}.{unique}.so", manifest[f"{name}.trace"]}
@@ -371,6 +374,7 @@ def compile_step(arguments):
     capability = arguments.capability or torch.backends.cpu.get_cpu_capability()
     if capability not in INSTRUCTIONS:
         capability = "DEFAULT"
+    manifest["flags"] = " ".join(flags_of(capability))  # for gradaccum_compile_step of CMake
     kept = set()
     with tempfile.TemporaryDirectory() as directory:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(directory, "cache")  # which would stay
