@@ -179,7 +179,7 @@ TEST_CASE("Batches of whatever type have their tensors recorded", "[save_step]")
   const auto loss = [](auto& model, const at::Tensor& x, const at::Tensor& y) {
     return torch::cross_entropy_loss(model->forward(x), y);
   };
-  const at::Tensor &x = pair.data, &y = pair.target;
+  const at::Tensor &x = pair.first, &y = pair.second;
   const std::string any = "Float [*, 6], Long [*]";
   CHECK(recorded(std::tuple(x, y), [&](auto& m, auto& b) {
           return loss(m, std::get<0>(b), std::get<1>(b));
