@@ -51,7 +51,7 @@ function(gradaccum_compile_step target folder)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     target_link_options(${target} PRIVATE -fopenmp)
   else() # whose OpenMP would be a second one
-    list(REMOVE_ITEM flags -fopenmp)
+    list(REMOVE_ITEM flags -fopenmp -fno-tree-loop-vectorize)  # the second: g++ alone has it
     target_include_directories(${step} BEFORE PRIVATE "${GRADACCUM_COMPILE_STEP_DIRECTORY}/without_openmp")
   endif()
   target_compile_options(${step} PRIVATE ${flags})
