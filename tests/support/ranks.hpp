@@ -8,13 +8,25 @@
 #include <chrono>
 #include <cstddef>
 #include <exception>
+#include <string_view>
 #include <thread>
 #include <vector>
 
 namespace tests {
 
+/// A rank has failed because another did.
+inline bool is_of_another_rank(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& known) {
+    return std::string_view(known.what()).find("has given up") != std::string_view::npos;
+  } catch (...) {
+    return false;
+  }
+}
+
 /// Runs `body(group)` once for each rank, in threads of this process that talk over loopback as processes would.
-/// The first exception of a rank comes out when all have ended.
+/// The first exception of a rank comes out when all have ended: one of its own, if there is any.
 template <class Body>
 void as_ranks(int world_size, const Body& body, std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
@@ -30,8 +42,9 @@ void as_ranks(int world_size, const Body& body, std::chrono::milliseconds timeou
       }
     });
   for (auto& thread : threads) thread.join();
-  for (auto& error : errors)
-    if (error) std::rethrow_exception(error);
+  for (const bool of_another : {false, true})
+    for (auto& error : errors)
+      if (error && is_of_another_rank(error) == of_another) std::rethrow_exception(error);
 }
 
 }  // namespace tests

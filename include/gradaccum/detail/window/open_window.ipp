@@ -179,6 +179,15 @@ GRADACCUM_INLINE void OpenWindow::state(Archive& archive, const NameOf& name_of)
 
 GRADACCUM_INLINE bool OpenWindow::has_weight() const { return state_->items() > 0; }
 
+GRADACCUM_INLINE std::int64_t OpenWindow::bytes() const {
+  std::size_t all = 0;
+  for (const auto place : state_->sums().places()) {
+    const auto& sum = state_->sums()[place];
+    all += sum.is_sparse() ? sum._indices().nbytes() + sum._values().nbytes() : sum.nbytes();
+  }
+  return static_cast<std::int64_t>(all);
+}
+
 GRADACCUM_INLINE void OpenWindow::set_accumulate_in(std::optional<at::ScalarType> dtype) {
   TORCH_CHECK(!dtype || at::isFloatingType(*dtype), "GradAccumulator: accumulate_in must be a floating dtype, got ",
               *dtype);
@@ -216,8 +225,9 @@ GRADACCUM_INLINE void OpenWindow::check_usable() const { use_.check_usable(state
 GRADACCUM_INLINE void OpenWindow::check_kept() const {
   if (window_.count() > 0) watch_.check_kept(state_->all_parameters());
 }
+/// What other processes add arrives at any time.
 GRADACCUM_INLINE void OpenWindow::check_only_ours() const {
-  watch_.check_only_ours(state_->all_parameters(), window_.count() == 0);
+  if (!shared_) watch_.check_only_ours(state_->all_parameters(), window_.count() == 0);
 }
 GRADACCUM_INLINE void OpenWindow::check_cleared() const {
   if (after_another_ && window_.count() == 0) watch_.check_cleared(state_->all_parameters());
@@ -238,7 +248,7 @@ GRADACCUM_INLINE void OpenWindow::end_micro_batch() {
   close_watch_.count();
 }
 
-GRADACCUM_INLINE bool OpenWindow::touched() const { return watch_.touched(state_->all_parameters()); }
+GRADACCUM_INLINE bool OpenWindow::touched() const { return !shared_ && watch_.touched(state_->all_parameters()); }
 GRADACCUM_INLINE void OpenWindow::look() {
   watch_.look(state_->all_parameters());
   if (!shared_) close_watch_.look();
