@@ -317,9 +317,11 @@ bench() {
     done
   fi
   if (( ${#python[@]} > 0 )); then
-    step "Recording and compiling the steps of benchmark_compiled_step"
+    step "Recording and compiling the steps of benchmark_compiled_step and fashion_epoch"
     "$programs/benchmark_compiled_step" --record build/steps/benchmark
-    for name in build/steps/benchmark/*; do "$python_with_torch" tools/compile_step.py "$name"; done
+    for name in ours ours-bf16; do "$programs/fashion_epoch" "$name" --record "build/steps/fashion_epoch/$name"; done
+    for name in build/steps/{benchmark,fashion_epoch}/*; do "$python_with_torch" tools/compile_step.py "$name"; done
+    python+=(--steps build/steps/fashion_epoch)
     step "Running benchmark_compiled_step"
     "$programs/benchmark_compiled_step" --steps build/steps/benchmark "${arguments[@]}"
     step "Running python/compiled_step.py"

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A training step of six networks, forward and backward: compiled against the objective as it is, in turn.
+// A training step of six networks: compiled against the objective as it is, forward and backward alone, and then as an
+// update with AdamW, where the peer is the loop that LibTorch's users write.
 // `--record FOLDER` writes the steps there, a folder each, for tools/compile_step.py; `--steps FOLDER` runs them.
 
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/compiled_step.hpp>
+#include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/save_step.hpp>
 
 #include <filesystem>
@@ -25,25 +27,44 @@ void record(compiled_networks::Task<Model> task, const std::filesystem::path& fo
   std::cout << ga::save_step(task.model, task.objective, task.batch, folder / task.name, {.any_rows = false});
 }
 
+void forward_and_backward(auto& task, auto& loss_of) {
+  ga::Loss loss{at::Tensor()};
+  {
+    const ga::Autocast autocast(torch::kCPU, torch::kBFloat16, task.bfloat16);
+    loss = loss_of(task.model, task.batch);
+  }
+  loss.backward();
+}
+
 template <class Model>
 void compare(compiled_networks::Task<Model> task, const std::filesystem::path& folder,
              const harness::Options& options) {
   if (task.bfloat16 && !ga::is_bf16_fast(torch::kCPU)) return;
-  auto compiled = task, eager = task.copy();
+  auto compiled = task, eager = task.copy(), with_adamw = task.copy();
   ga::CompiledStep step(compiled.model, compiled.objective, folder / task.name);
-  const auto run = [](auto& of, auto&& loss_of) {
-    ga::Loss loss{at::Tensor()};
-    {
-      const ga::Autocast autocast(torch::kCPU, torch::kBFloat16, of.bfloat16);
-      loss = loss_of(of.model, of.batch);
-    }
-    of.model->zero_grad();
-    loss.backward();
+  const auto alone = [](auto& task_of_one, auto& loss_of) {
+    task_of_one.model->zero_grad();
+    forward_and_backward(task_of_one, loss_of);
   };
   harness::contest("A step, forward and backward: " + task.title,
-                   {{"CompiledStep", [&] { run(compiled, step); }},
-                    {"the objective as it is", [&] { run(eager, eager.objective); }}},
+                   {{"CompiledStep", [&] { alone(compiled, step); }},
+                    {"the objective as it is", [&] { alone(eager, eager.objective); }}},
                    static_cast<double>(task.batch.first.size(0)), "samples", options);
+
+  const torch::optim::AdamWOptions hyper(1e-4);
+  ga::optim::AdamW ours(compiled.model->parameters(), hyper), ours_eager(with_adamw.model->parameters(), hyper);
+  torch::optim::AdamW theirs(eager.model->parameters(), hyper);
+  const auto update = [](auto& task_of_one, auto& loss_of, auto& optimizer) {
+    optimizer.zero_grad();
+    forward_and_backward(task_of_one, loss_of);
+    optimizer.step();
+  };
+  harness::contest(
+      "An update, AdamW: " + task.title,
+      {{"CompiledStep, ga::optim::AdamW", [&] { update(compiled, step, ours); }},
+       {"the objective as it is, torch::optim::AdamW", [&] { update(eager, eager.objective, theirs); }},
+       {"the objective as it is, ga::optim::AdamW", [&] { update(with_adamw, with_adamw.objective, ours_eager); }}},
+      static_cast<double>(task.batch.first.size(0)), "samples", options);
   if (step.report().eager > 0) throw std::runtime_error("what was to be compiled was not");
 }
 

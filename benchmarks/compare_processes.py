@@ -21,6 +21,7 @@ def parse():
     parser.add_argument("--programs", default="build/bench/benchmarks", help="where the built programs are")
     parser.add_argument("--data", default="build/data/unzipped", help="the data set, its four files unzipped")
     parser.add_argument("--python", help="an interpreter with PyTorch; without it Python's programs are left out")
+    parser.add_argument("--steps", help="where the compiled steps of fashion_epoch are; without it they are left out")
     parser.add_argument("--repeats", type=int, default=3, help="how often each runs")
     parser.add_argument("--epochs", type=int, default=3, help="of a run; its time is the median of them")
     parser.add_argument("--threads", type=int, default=2)
@@ -116,8 +117,8 @@ def is_amd():
 
 def fashion_epoch(arguments, common):
     """Where MKL needs to be told, ours and LibTorch's programs have it told, and again not; Python's again told."""
-    def command(program, kind):
-        options = ["--data", arguments.data, "--epochs", arguments.epochs, *common]
+    def command(program, kind, *more):
+        options = ["--data", arguments.data, "--epochs", arguments.epochs, *common, *more]
         return lambda repeat: [*program, kind, *options, "--seed", repeat]
 
     def possible(kinds):
@@ -125,6 +126,8 @@ def fashion_epoch(arguments, common):
 
     cpp = [f"{arguments.programs}/fashion_epoch"]
     commands = [command(cpp, kind) for kind in possible(["ours", "ours-bf16", "libtorch", "libtorch-test-later"])]
+    if arguments.steps:
+        commands += [command(cpp, kind, "--step", f"{arguments.steps}/{kind}") for kind in possible(["ours", "ours-bf16"])]
     if is_amd():
         commands += [AsItIs(command(cpp, kind)) for kind in possible(["ours", "ours-bf16", "libtorch"])]
     if arguments.python:

@@ -6,6 +6,8 @@
 #include <gradaccum/keep_freed_memory.hpp>
 #include <gradaccum/optim/adamw.hpp>
 
+#include <iostream>
+
 #include "fashion_programs.hpp"
 #include "harness.hpp"
 
@@ -26,13 +28,20 @@ Program make_program(const std::string& kind, const Settings& settings) {
 int main(int argc, char** argv) {
   Settings settings;
   std::string kind = "ours";
+  std::string recorded;
   int epochs = 3;
   const auto options = harness::parse(argc, argv, "FashionMNIST by one program", [&](CLI::App& app) {
     app.add_option("program", kind)->check(CLI::IsMember({"ours", "ours-bf16", "libtorch", "libtorch-test-later"}));
     app.add_option("--data", settings.data, "the data set");
     app.add_option("--epochs", epochs, "how many")->check(CLI::Range(1, 1000));
     app.add_option("--seed", settings.seed, "of the first parameters and of the order of images");
+    auto* step = app.add_option("--step", settings.compiled_step, "ours: where the compiled step is");
+    app.add_option("--record", recorded, "record the step of ours in this folder, and train nothing")->excludes(step);
   });
+  if (!recorded.empty()) {
+    std::cout << fashion_programs::record_step(recorded, kind == "ours-bf16");
+    return 0;
+  }
   const auto program = make_program(kind, settings);
   std::vector<double> times;
   for (int epoch = 0; epoch < epochs; ++epoch) times.push_back(harness::seconds(program.epoch));

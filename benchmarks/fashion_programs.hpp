@@ -6,9 +6,12 @@
 #include <cstdint>
 #include <functional>
 #include <gradaccum/autocast.hpp>
+#include <gradaccum/compiled_step.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
 #include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/save_step.hpp>
 #include <memory>
+#include <stdexcept>
 #include <string>
 
 #include "dataset.hpp"
@@ -24,6 +27,7 @@ constexpr std::int64_t rows = 60'000, batch_size = 64;
 struct Settings {
   std::string data = "build/data/unzipped";  ///< LibTorch's own dataset does not read .gz
   std::uint64_t seed = 0;
+  std::string compiled_step = {};  ///< a folder, for ours; without one the network runs as it is
 };
 
 /// Of the pixels, which all programs bring to mean 0 and variance 1.
@@ -46,6 +50,31 @@ inline double accuracy_of(torch::nn::Sequential& model, const at::Tensor& images
   return 100 * model->forward(images).argmax(1).eq(labels).to(torch::kDouble).mean().item<double>();
 }
 
+inline at::Tensor objective(torch::nn::Sequential& model, const ga::data::Batch& batch) {
+  return torch::cross_entropy_loss(model->forward(batch.data), batch.target);
+}
+
+/// Records the step of `ours` in a folder, for tools/compile_step.py.
+inline ga::SavedStep record_step(const std::string& folder, bool bfloat16) {
+  auto model = make_model({});
+  const ga::data::Batch batch{torch::randn({batch_size, 1, 28, 28}),
+                              torch::randint(10, {batch_size}, at::TensorOptions(torch::kLong))};
+  const ga::Autocast autocast(torch::kCPU, torch::kBFloat16, bfloat16);
+  return ga::save_step(model, objective, batch, folder);
+}
+
+/// The objective, or the compiled step of it.
+inline std::function<at::Tensor(const ga::data::Batch&)> loss_of(torch::nn::Sequential model,
+                                                                 const std::string& compiled_step) {
+  const auto held = std::make_shared<torch::nn::Sequential>(std::move(model));
+  if (compiled_step.empty()) return [held](auto& batch) { return objective(*held, batch); };
+  return [held, step = ga::CompiledStep(*held, objective, compiled_step)](auto& batch) mutable {
+    auto loss = step(batch);
+    if (step.report().eager > 0) throw std::runtime_error("what was to be compiled was not");
+    return loss;
+  };
+}
+
 /// Ours, float32 or, with autocast, bfloat16. What is in memory as a whole is normalized as a whole.
 template <class Optimizer, class Options>
 Program ours(const Settings& settings, const Options& hyper, bool bfloat16 = false) {
@@ -56,11 +85,11 @@ Program ours(const Settings& settings, const Options& hyper, bool bfloat16 = fal
   auto accumulator = std::make_shared<ga::GradAccumulator<Optimizer>>(*optimizer);
   ga::data::TensorBatches batches(dataset.train.images, dataset.train.labels,
                                   {.batch_size = batch_size, .shuffle = true, .seed = settings.seed});
-  auto epoch = [=]() mutable {
+  auto epoch = [=, of = loss_of(model, settings.compiled_step)]() mutable {
     for (auto& batch : batches) {
       auto loss = [&] {
         ga::Autocast autocast(torch::kCPU, torch::kBFloat16, bfloat16);
-        return torch::cross_entropy_loss(model->forward(batch.data), batch.target);
+        return of(batch);
       }();
       loss.backward();
       accumulator->step();
@@ -69,8 +98,9 @@ Program ours(const Settings& settings, const Options& hyper, bool bfloat16 = fal
     (void)optimizer;  // the accumulator only refers to it
   };
   auto accuracy = [=, test = dataset.test]() mutable { return accuracy_of(model, test.images, test.labels); };
-  return {std::string("ga::optim::") + Optimizer::name + ", TensorBatches" + (bfloat16 ? ", bfloat16" : ""), model,
-          epoch, accuracy};
+  return {std::string("ga::optim::") + Optimizer::name + ", TensorBatches" +
+              (settings.compiled_step.empty() ? "" : ", CompiledStep") + (bfloat16 ? ", bfloat16" : ""),
+          model, epoch, accuracy};
 }
 
 /// A part of the data set behind LibTorch's own loader, normalized image by image.

@@ -12,6 +12,7 @@
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/policies/accumulate.hpp>
+#include <gradaccum/policies/data_parallel.hpp>
 #include <gradaccum/trainer.hpp>
 
 #include <algorithm>
@@ -23,6 +24,7 @@
 #include "compiled_step/networks.hpp"
 #include "support/files.hpp"
 #include "support/outcome.hpp"
+#include "support/ranks.hpp"
 
 namespace ga = gradaccum;
 using testing::error_of;
@@ -321,6 +323,29 @@ TEST_CASE("A trainer trains with a compiled step", "[compiled_step]") {
         std::string::npos);
 }
 
+TEST_CASE("Ranks with compiled steps are one process with the objective", "[compiled_step]") {
+  std::vector<Batch> all;
+  for (std::uint64_t i = 0; i < 8; ++i) all.push_back(rows_of_six(8, i));
+  auto one = perceptron();
+  torch::optim::SGD sgd(one->parameters(), 0.1);
+  ga::Trainer(one, sgd, counted_loss, ga::Accumulate{.steps = 4}).fit(all);
+
+  std::vector<Perceptron> nets{perceptron(), perceptron()};
+  std::vector<std::int64_t> compiled(2);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    const auto rank = static_cast<std::size_t>(group.rank());
+    std::vector<Batch> own;
+    for (auto i = rank; i < all.size(); i += 2) own.push_back(all[i]);
+    torch::optim::SGD of_rank(nets[rank]->parameters(), 0.1);
+    ga::CompiledStep step(nets[rank], counted_loss, in_perceptron);
+    ga::Trainer(nets[rank], of_rank, step, ga::Accumulate{.steps = 2}, ga::DataParallel{.group = group}).fit(own);
+    compiled[rank] = step.report().compiled;
+  });
+  for (auto& net : nets) CHECK(worst(net->parameters(), one->parameters()) < 1e-5);
+  CHECK(worst(perceptron()->parameters(), one->parameters()) > 1e-3);
+  CHECK(compiled == std::vector<std::int64_t>{4, 4});
+}
+
 TEST_CASE("Where there is no graph the objective runs, and is counted", "[compiled_step]") {
   auto net = perceptron();
   ga::CompiledStep step(net, counted_loss, in_perceptron);
@@ -492,6 +517,20 @@ TEST_CASE("A step of a folder runs, and is loaded only as it was written", "[com
   CHECK(
       has(error_of_value("graph-0.batch", std::string("Float [8, 6]")), "must take 6 tensors and give 6, got 7 and 6"));
   CHECK(has(error_of([&] { ga::CompiledStep(net, counted_loss, "/nowhere"); }), "No such file"));
+
+  // Whatever else a manifest says: it is refused with the name of the folder, or means the same.
+  const std::vector<ga::detail::Manifest::Value> values{
+      true, std::int64_t{-1}, std::numeric_limits<std::int64_t>::max(), std::numeric_limits<double>::quiet_NaN(), -1e300,
+      std::string(), std::string("[[[["), std::string(3'000, 'y')};
+  for (const auto& [name, unchanged] : Folder().manifest.values) {
+    CAPTURE(name);
+    CHECK(has(error_with([&](Folder& folder) { folder.manifest.values.erase(name); }), "must have a value") !=
+          (name == "flags"));
+    for (const auto& value : values) {
+      const auto error = error_of_value(name, value);
+      CHECK((error.empty() || has(error, "step: ") || has(error, "Step: ")));
+    }
+  }
 
   Folder folder;
   const auto path = folder.write();
