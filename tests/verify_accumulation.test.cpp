@@ -599,7 +599,7 @@ TEST_CASE("verify_accumulation: refused") {
                 }));
   REQUIRE_ERROR("must have as many rows each",
                 ga::verify_accumulation(model, mean_loss, Example(batch.data, batch.target.slice(0, 1))));
-  REQUIRE_ERROR("must have a first dimension",
+  REQUIRE_ERROR("must have a first dimension, its rows, got",
                 ga::verify_accumulation(model, mean_loss, Example(batch.data, at::Tensor())));
   for (auto& parameter : model->parameters()) parameter.set_requires_grad(false);
   REQUIRE_ERROR("a parameter of the model must require grad, but none does", verify(mean_loss));

@@ -23,6 +23,7 @@
 #include <gradaccum/detail/checkpoint/chain.ipp>
 #include <gradaccum/detail/checkpoint/chain_profile.ipp>
 #include <gradaccum/detail/checkpoint/forward_state.ipp>
+#include <gradaccum/detail/checkpoint/forward_undo.ipp>
 #include <gradaccum/detail/checkpoint/frozen_statistics.ipp>
 #include <gradaccum/detail/checkpoint/gradient_source.ipp>
 #include <gradaccum/detail/checkpoint/inputs.ipp>
@@ -47,7 +48,14 @@
 #include <gradaccum/detail/compilation/steps_in_program.ipp>
 #include <gradaccum/detail/data/epoch_order.ipp>
 #include <gradaccum/detail/data/fingerprint.ipp>
+#include <gradaccum/detail/data/layout_text.ipp>
 #include <gradaccum/detail/data/padded_sequences.ipp>
+#include <gradaccum/detail/data/rows.ipp>
+#include <gradaccum/detail/fitting/available_memory.ipp>
+#include <gradaccum/detail/fitting/memory_fitter.ipp>
+#include <gradaccum/detail/fitting/out_of_memory.ipp>
+#include <gradaccum/detail/fitting/row_kind.ipp>
+#include <gradaccum/detail/fitting/row_plan.ipp>
 #include <gradaccum/detail/io/files.ipp>
 #include <gradaccum/detail/io/json.ipp>
 #include <gradaccum/detail/io/listed_files.ipp>
@@ -63,6 +71,7 @@
 #include <gradaccum/detail/kernels/kernels.ipp>
 #include <gradaccum/detail/kernels/sum_of_squares.ipp>
 #include <gradaccum/detail/machine/comparison.ipp>
+#include <gradaccum/detail/machine/control_groups.ipp>
 #include <gradaccum/detail/machine/cpu_limit.ipp>
 #include <gradaccum/detail/machine/findings.ipp>
 #include <gradaccum/detail/machine/huge_pages.ipp>
@@ -106,11 +115,13 @@
 #include <gradaccum/detail/state/named_state.ipp>
 #include <gradaccum/detail/state/owned_tensor.ipp>
 #include <gradaccum/detail/state/pending_changes.ipp>
+#include <gradaccum/detail/trainer/any_batches.ipp>
 #include <gradaccum/detail/trainer/averages.ipp>
 #include <gradaccum/detail/trainer/counts.ipp>
 #include <gradaccum/detail/trainer/data_position.ipp>
 #include <gradaccum/detail/trainer/fit.ipp>
 #include <gradaccum/detail/trainer/fit_scope.ipp>
+#include <gradaccum/detail/trainer/fitted_batch.ipp>
 #include <gradaccum/detail/trainer/mode_guard.ipp>
 #include <gradaccum/detail/trainer/policy_list.ipp>
 #include <gradaccum/detail/trainer/stop_signals.ipp>
@@ -156,6 +167,7 @@
 #include <gradaccum/lr/warmup_stable_decay.ipp>
 #include <gradaccum/machine_report.ipp>
 #include <gradaccum/memory_meter.ipp>
+#include <gradaccum/memory_plan.ipp>
 #include <gradaccum/metrics.ipp>
 #include <gradaccum/metrics_file.ipp>
 #include <gradaccum/optim/adafactor.ipp>
@@ -170,6 +182,7 @@
 #include <gradaccum/policies/clip.ipp>
 #include <gradaccum/policies/data_parallel.ipp>
 #include <gradaccum/policies/ema.ipp>
+#include <gradaccum/policies/fit_memory.ipp>
 #include <gradaccum/policies/metrics_log.ipp>
 #include <gradaccum/policies/mixed_precision.ipp>
 #include <gradaccum/policies/progress.ipp>

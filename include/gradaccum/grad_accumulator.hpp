@@ -27,6 +27,8 @@ class LBFGS;  // its own header would cost 9 s a translation unit
 
 namespace gradaccum {
 
+struct FitMemory;
+
 namespace detail {
 class OptimizerFacade;
 class OptimizerWindow;
@@ -138,6 +140,8 @@ class Accumulator {
   torch::optim::Optimizer& facade_of(torch::optim::Optimizer& wrapped);
 
  private:
+  friend struct FitMemory;
+
   std::unique_ptr<detail::OptimizerWindow> given_away();
   void check_can_clip() const;
   void follow();

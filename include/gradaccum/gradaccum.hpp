@@ -36,6 +36,7 @@
 #include <gradaccum/machine_finding.hpp>
 #include <gradaccum/machine_report.hpp>
 #include <gradaccum/memory_meter.hpp>
+#include <gradaccum/memory_plan.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/metrics_file.hpp>
 #include <gradaccum/optim/adafactor.hpp>
@@ -50,6 +51,7 @@
 #include <gradaccum/policies/clip.hpp>
 #include <gradaccum/policies/data_parallel.hpp>
 #include <gradaccum/policies/ema.hpp>
+#include <gradaccum/policies/fit_memory.hpp>
 #include <gradaccum/policies/metrics_log.hpp>
 #include <gradaccum/policies/mixed_precision.hpp>
 #include <gradaccum/policies/optimizer_in_backward.hpp>

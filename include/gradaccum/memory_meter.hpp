@@ -16,8 +16,8 @@ namespace detail {
 class MemoryLedger;
 }
 
-/// The number of bytes in a MiB, for options and tables.
-inline constexpr std::int64_t MiB = std::int64_t{1} << 20;
+/// The number of bytes in a MiB and in a GiB, for options and tables.
+inline constexpr std::int64_t MiB = std::int64_t{1} << 20, GiB = std::int64_t{1} << 30;
 
 /// Counts the tensor memory of a scope exactly, on the CPU and on CUDA devices.
 ///

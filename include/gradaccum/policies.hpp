@@ -6,6 +6,7 @@
 #include <gradaccum/policies/accumulate.hpp>
 #include <gradaccum/policies/clip.hpp>
 #include <gradaccum/policies/ema.hpp>
+#include <gradaccum/policies/fit_memory.hpp>
 #include <gradaccum/policies/metrics_log.hpp>
 #include <gradaccum/policies/mixed_precision.hpp>
 #include <gradaccum/policies/optimizer_in_backward.hpp>
@@ -19,6 +20,7 @@ extern template class PolicyOf<Accumulate>;
 extern template class PolicyOf<ClipNorm>;
 extern template class PolicyOf<ClipValue>;
 extern template class PolicyOf<Ema>;
+extern template class PolicyOf<FitMemory>;
 extern template class PolicyOf<MetricsLog>;
 extern template class PolicyOf<MixedPrecision>;
 extern template class PolicyOf<OptimizerInBackward>;

@@ -21,7 +21,8 @@ class TrainerBase;
 struct Step {
   std::int64_t update = 0;         ///< updates so far, this one included if it moved the parameters
   std::int64_t epoch = 0;          ///< counted from 0
-  std::int64_t micro_batches = 0;  ///< in the window
+  std::int64_t batches = 0;        ///< in the window, of this process
+  std::int64_t micro_batches = 0;  ///< as many, but where `FitMemory` divides batches
   std::int64_t samples = 0;        ///< rows of its batches
   double items = 0;                ///< what the gradient is the mean over: of losses that tell none, their samples
   bool moved = false;              ///< the parameters moved; else the window was skipped

@@ -32,10 +32,13 @@ class AnyBatches;
 class AnyOptimizer;
 class AnyPolicy;
 class Fit;
+class FittedBatch;
 class Peers;
 struct Together;
 struct TrainerParts;
 }  // namespace detail
+
+struct FitMemory;
 
 /// A Trainer of whatever model, optimizer, objective and policies: all of it that does not name their types. What a
 /// policy is attached to, `void attach(ga::TrainerBase& trainer)`, if it does not ask for more.
@@ -63,6 +66,8 @@ class TrainerBase {
   const FitStatus& status() const;
   void set_accumulate_in(std::optional<at::ScalarType> dtype);
   void set_in_backward(bool on);
+  void set_batch_size(std::int64_t samples);  ///< of a window; 0: nobody counts them
+  void set_memory(FitMemory* memory);         ///< takes batches in micro-batches that fit
   void set_peers(std::shared_ptr<detail::Peers> peers);  ///< for DataParallel
   std::shared_ptr<detail::Peers> peers() const;          ///< other processes; or none
   bool is_first() const;                                 ///< of these the one that writes and shows
@@ -95,9 +100,12 @@ class TrainerBase {
 
  private:
   friend class detail::Fit;
+  friend class detail::FittedBatch;
 
   void or_discard(c10::function_ref<void()> work);
   Loss forward(const detail::AnyBatch& batch);
+  /// `begins`: the first of its batch. `may_close`: a window may end with it.
+  void micro_batch(const detail::AnyBatch& batch, bool begins, bool may_close);
   void prepare();
   bool close();
 

@@ -32,6 +32,8 @@ class Window {
 
   /// Takes effect with the next window; with this one, if it has no micro-batch yet.
   void set_steps(std::int64_t steps);
+  /// Of this window alone, at any time.
+  void set_steps_of_this(std::int64_t steps) { steps_ = checked(steps); }
   void restart() { *this = Window(next_steps_); }
 
   /// Goes on with a window that was saved.

@@ -2,6 +2,7 @@
 #include "support/catch.hpp"
 #include "support/files.hpp"
 
+#include <gradaccum/detail/machine/control_groups.hpp>
 #include <gradaccum/detail/machine/cpu_limit.hpp>
 #include <gradaccum/detail/machine/system_file.hpp>
 
@@ -48,22 +49,22 @@ TEST_CASE("granted_cpus: no limit, and what is no number") {
   CHECK_FALSE(inner::granted_cpus(std::string("1\0", 2), "1"));
 }
 
-TEST_CASE("cpu_groups: a group, and all above it") {
-  CHECK(inner::cpu_groups("0::/\n") == Paths{""});
-  CHECK(inner::cpu_groups("0::/user.slice/a b/c\n") == Paths{"user.slice/a b/c", "user.slice/a b", "user.slice", ""});
-  CHECK(inner::cpu_groups("9:name=systemd:/x\n4:memory:/y\n3:cpuset:/z\n2:cpuacct,cpu:/w\n") == Paths{"cpu/w", "cpu"});
-  CHECK(inner::cpu_groups("0::/a:b\n") == Paths{"a:b", ""});  // a name may have colons
+TEST_CASE("control_groups: a group, and all above it") {
+  CHECK(inner::control_groups("0::/\n", "cpu") == Paths{""});
+  CHECK(inner::control_groups("0::/user.slice/a b/c\n", "cpu") == Paths{"user.slice/a b/c", "user.slice/a b", "user.slice", ""});
+  CHECK(inner::control_groups("9:name=systemd:/x\n4:memory:/y\n3:cpuset:/z\n2:cpuacct,cpu:/w\n", "cpu") == Paths{"cpu/w", "cpu"});
+  CHECK(inner::control_groups("0::/a:b\n", "cpu") == Paths{"a:b", ""});  // a name may have colons
 }
 
-TEST_CASE("cpu_groups: of one that cannot be seen, what can") {
+TEST_CASE("control_groups: of one that cannot be seen, what can") {
   for (const std::string path : {"/../other", "/a/../../b", "..", "/a/..", ""})
-    CHECK(inner::cpu_groups("0::" + path + "\n") == Paths{""});
+    CHECK(inner::control_groups("0::" + path + "\n", "cpu") == Paths{""});
 }
 
-TEST_CASE("cpu_groups: what is no list") {
+TEST_CASE("control_groups: what is no list") {
   for (const auto& text : {std::string(), std::string("\n"), std::string("0"), std::string("0:"), std::string("::::"),
                            std::string(100, ':'), std::string("\0\0", 2), std::string(1000, 'x')})
-    for (auto& folder : inner::cpu_groups(text)) CHECK(folder.is_relative());
+    for (auto& folder : inner::control_groups(text, "cpu")) CHECK(folder.is_relative());
 }
 
 TEST_CASE("cpu_limit: of version 2, the least on the way up") {

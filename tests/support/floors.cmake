@@ -38,6 +38,8 @@ room(checkpoint   PUBLIC checkpoint checkpoint_options checkpoint_plan checkpoin
                   USES types memory scaling)
 room(data         PUBLIC data/
                   USES types kernels memory state)
+room(fitting      PUBLIC memory_plan
+                  USES memory state scaling machine checkpoint data)
 room(io           PUBLIC io/
                   USES types kernels state)
 room(parallel     PUBLIC process_group replicas
@@ -48,7 +50,7 @@ room(compilation  PUBLIC compiled_step save_step
                   USES types kernels window scaling checkpoint data io)
 room(trainer      PUBLIC fit_options fit_report metrics metrics_file policies policies/ policy progress_line state_parts
                          trainer trainer_base training_state
-                  USES types kernels memory state window scaling optimizers data io parallel)
+                  USES types kernels memory state window scaling optimizers checkpoint data fitting io parallel)
 room(everything   PUBLIC compiled gradaccum)
 set(used_by_everything ${rooms})
 

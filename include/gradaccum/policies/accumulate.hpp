@@ -23,7 +23,8 @@ namespace gradaccum {
 ///
 /// Three ways to say how many: `steps`; by epoch, counted from 0, in `schedule` (before its first epoch, `steps`); or
 /// `batch_size`, which closes the window at the micro-batch that brings it to that many samples. A window keeps the
-/// number of the epoch that it began in.
+/// number of the epoch that it began in. With `FitMemory` micro-batches are counted as the batches that they are parts
+/// of, and `batch_size` is met to the sample.
 struct Accumulate {
   static constexpr std::string_view name = "accumulate";
 
@@ -35,7 +36,7 @@ struct Accumulate {
 
   void attach(TrainerBase& trainer);
   bool ready() const {
-    return batch_size > 0 ? window->samples >= batch_size : window->micro_batches >= steps_in(window->epoch);
+    return batch_size > 0 ? window->samples >= batch_size : window->batches >= steps_in(window->epoch);
   }
 
   /// A training that goes on has the same.

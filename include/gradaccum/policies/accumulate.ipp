@@ -16,6 +16,7 @@ namespace gradaccum {
 GRADACCUM_INLINE void Accumulate::attach(TrainerBase& trainer) {
   check();
   trainer.set_accumulate_in(accumulate_in);
+  trainer.set_batch_size(batch_size);
   window = &trainer.window();
 }
 

@@ -192,12 +192,11 @@ GRADACCUM_INLINE std::function<std::vector<at::Tensor>(int)> LoadedStep::run_aga
     return sum;
   };
   return [self = shared_from_this(), &graph, batch, versions, at = versions(model_.parameters),
-          buffers = model_.copied_buffers(), random = RandomState()](int exponent) {
+          before = ForwardUndo(model_.buffers)](int exponent) {
     TORCH_CHECK(versions(self->model_.parameters) == at,
                 "CompiledStep: parameters must not move between a float16 loss and its backward");
     const StepTrial around(self->model_);
-    self->model_.put_back(buffers);
-    random.restore();
+    before.put_back();
     std::vector<at::Tensor> gradients;
     self->run(graph, batch, gradients, exponent);
     return gradients;

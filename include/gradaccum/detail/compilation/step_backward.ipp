@@ -102,6 +102,7 @@ class AddedGradients final : public ReadyGradients {
     }
     const at::NoGradGuard no_grad;
     auto gradients = static_cast<CompiledBackward&>(*node_).gradients(seed, /*kept=*/false);
+    node_->release_variables();
     for (std::size_t i = 0; i < parameters.size(); ++i) add_to(parameters[i]->variable, std::move(gradients[i]));
     return true;
   }

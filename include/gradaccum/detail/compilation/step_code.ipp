@@ -11,7 +11,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
-#include <cstdint>
 #include <stdexcept>
 
 #include <dlfcn.h>

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/data/layout_text.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
@@ -13,11 +14,6 @@
 #include <vector>
 
 namespace gradaccum::detail {
-
-/// `Float [64, 784]`, and what is not as usual: strides, the device, none.
-std::string layout_text(const at::Tensor& tensor);
-/// Of several, with a comma between them. `any_rows`: the first dimension of each is `*`.
-std::string layout_text(const std::vector<at::Tensor>& tensors, bool any_rows = false);
 
 /// What a forward pass depends on beside tensors.
 struct StepModes {
@@ -40,9 +36,6 @@ class StepModel {
   std::string text(const StepModes& modes) const;
   /// Whether all that `text` says holds still, as it did at construction.
   bool unchanged() const;
-
-  std::vector<at::Tensor> copied_buffers() const;
-  void put_back(const std::vector<at::Tensor>& values) const;
 
  private:
   struct Seen {

@@ -6,38 +6,10 @@
 #include <gradaccum/detail/build/inline.hpp>
 
 #include <ATen/autocast_mode.h>
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_like.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 
 namespace gradaccum::detail {
-
-GRADACCUM_INLINE std::string layout_text_of(const at::Tensor& tensor, bool any_rows) {
-  if (!tensor.defined()) return "none";
-  std::string sizes;
-  for (std::int64_t i = 0; i < tensor.dim(); ++i)
-    sizes += (i ? ", " : "") + (any_rows && i == 0 ? "*" : std::to_string(tensor.size(i)));
-  auto text = std::string(c10::toString(tensor.scalar_type())) + " [" + sizes + "]";
-  if (!tensor.is_cpu()) text += " on " + tensor.device().str();
-  return text;
-}
-
-GRADACCUM_INLINE std::string layout_text(const at::Tensor& tensor) {
-  auto text = layout_text_of(tensor, false);
-  if (!tensor.defined() || tensor.is_contiguous()) return text;
-  text += " strides";
-  for (const auto stride : tensor.strides()) text += " " + std::to_string(stride);
-  return text;
-}
-
-/// Of a batch, whose tensors are made contiguous where they are not.
-GRADACCUM_INLINE std::string layout_text(const std::vector<at::Tensor>& tensors, bool any_rows) {
-  std::string text;
-  for (auto& tensor : tensors) text += (text.empty() ? "" : ", ") + layout_text_of(tensor, any_rows);
-  return text;
-}
 
 GRADACCUM_INLINE StepModel::StepModel(torch::nn::Module& module) {
   for (auto& item : module.named_parameters()) add(item.key(), item.value(), parameters, parameter_names);
@@ -88,18 +60,6 @@ GRADACCUM_INLINE bool StepModel::unchanged() const {
     return tensor.is_cpu() && tensor.scalar_type() == seen.dtype && tensor.requires_grad() == seen.learned &&
            tensor.sizes() == at::IntArrayRef(seen.sizes) && tensor.strides() == at::IntArrayRef(seen.strides);
   });
-}
-
-GRADACCUM_INLINE std::vector<at::Tensor> StepModel::copied_buffers() const {
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> copies;
-  for (auto& buffer : buffers) copies.push_back(buffer.clone());
-  return copies;
-}
-
-GRADACCUM_INLINE void StepModel::put_back(const std::vector<at::Tensor>& values) const {
-  const at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < buffers.size(); ++i) buffers[i].copy_(values[i]);
 }
 
 }  // namespace gradaccum::detail

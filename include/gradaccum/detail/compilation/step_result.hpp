@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
+#include <gradaccum/detail/checkpoint/forward_undo.hpp>
 #include <gradaccum/detail/compilation/step_model.hpp>
 #include <gradaccum/loss.hpp>
 
@@ -24,21 +25,18 @@ struct StepResult {
 /// Runs passes over one batch that all begin alike, and leave buffers and random numbers as they were.
 class StepTrial {
  public:
-  explicit StepTrial(const StepModel& model) : model_(model), buffers_(model.copied_buffers()) {}
+  explicit StepTrial(const StepModel& model) : model_(model), begin_(model.buffers) {}
   StepTrial(const StepTrial&) = delete;
   StepTrial& operator=(const StepTrial&) = delete;
-  ~StepTrial() { begin(); }
+  ~StepTrial() { begin_.put_back(); }
 
   /// `run` gives the loss, and whatever gradients it computed by itself; else autograd does.
   StepResult result(c10::function_ref<Loss()> run) const;
   StepResult result(c10::function_ref<Loss(std::vector<at::Tensor>& gradients)> run) const;
 
  private:
-  void begin() const;
-
   const StepModel& model_;
-  std::vector<at::Tensor> buffers_;
-  RandomState random_;
+  ForwardUndo begin_;
 };
 
 /// Where the second is not the first, to the rounding of the dtypes that it was computed in: `the gradient of fc.weight

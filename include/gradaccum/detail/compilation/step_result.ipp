@@ -15,11 +15,6 @@
 
 namespace gradaccum::detail {
 
-GRADACCUM_INLINE void StepTrial::begin() const {
-  model_.put_back(buffers_);
-  random_.restore();
-}
-
 GRADACCUM_INLINE StepResult StepTrial::result(c10::function_ref<Loss()> run) const {
   return result([&](std::vector<at::Tensor>& gradients) {
     auto loss = run();
@@ -36,10 +31,10 @@ GRADACCUM_INLINE StepResult StepTrial::result(c10::function_ref<Loss()> run) con
 }
 
 GRADACCUM_INLINE StepResult StepTrial::result(c10::function_ref<Loss(std::vector<at::Tensor>&)> run) const {
-  begin();
+  begin_.put_back();
   std::vector<at::Tensor> gradients;
   auto loss = run(gradients);
-  return {std::move(loss), std::move(gradients), model_.copied_buffers(), RandomState()};
+  return {std::move(loss), std::move(gradients), copies_of(model_.buffers), RandomState()};
 }
 
 GRADACCUM_INLINE double norm_in_double(const at::Tensor& tensor) {

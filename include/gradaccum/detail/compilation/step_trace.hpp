@@ -5,7 +5,6 @@
 #include <gradaccum/loss.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/FunctionRef.h>
 
 #include <functional>
 #include <string>

@@ -14,6 +14,7 @@
 #include <torch/csrc/jit/passes/shape_analysis.h>
 #include <torch/csrc/jit/serialization/import.h>
 
+#include <algorithm>
 #include <memory>
 #include <sstream>
 #include <string_view>

@@ -6,17 +6,12 @@
 #include <filesystem>
 #include <optional>
 #include <string>
-#include <vector>
 
 namespace gradaccum::detail {
 
 /// How many CPUs a control group may use: `150000` and `100000`, microseconds of each so many, are 1.5. None where
 /// there is no limit (`max`, `-1`), and for all that are no such numbers.
 std::optional<double> granted_cpus(const std::string& quota, const std::string& period);
-
-/// The folders that may limit a process, below the one where control groups are mounted, as /proc/self/cgroup lists its
-/// groups: each group with all above it.
-std::vector<std::filesystem::path> cpu_groups(const std::string& groups);
 
 /// The least that this process is granted by any of its control groups, of version 1 or 2; none where nobody limits it.
 std::optional<double> cpu_limit(const std::filesystem::path& groups = "/proc/self/cgroup",

@@ -4,9 +4,9 @@
 #include <gradaccum/detail/machine/cpu_limit.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/machine/control_groups.hpp>
 #include <gradaccum/detail/machine/system_file.hpp>
 
-#include <algorithm>
 #include <charconv>
 #include <cstdint>
 #include <sstream>
@@ -27,33 +27,6 @@ GRADACCUM_INLINE std::optional<double> granted_cpus(const std::string& quota, co
   return static_cast<double>(*granted) / static_cast<double>(*each);
 }
 
-/// A path that leaves its mount (`/../other`) is of a group that this process cannot see: what it sees is the mount.
-GRADACCUM_INLINE std::filesystem::path visible(const std::filesystem::path& group) {
-  return std::ranges::find(group, "..") == group.end() ? group.relative_path() : std::filesystem::path();
-}
-
-GRADACCUM_INLINE bool lists_cpu(const std::string& controllers) {
-  std::istringstream list(controllers);
-  for (std::string controller; std::getline(list, controller, ',');)
-    if (controller == "cpu") return true;
-  return false;
-}
-
-/// A line is `number:controllers:path`. Version 2 has no controllers, and all groups in one tree; version 1 has a tree
-/// for each controller.
-GRADACCUM_INLINE std::vector<std::filesystem::path> cpu_groups(const std::string& groups) {
-  std::vector<std::filesystem::path> folders;
-  std::istringstream lines(groups);
-  for (std::string number, controllers, path;
-       std::getline(lines, number, ':') && std::getline(lines, controllers, ':') && std::getline(lines, path);) {
-    if (!controllers.empty() && !lists_cpu(controllers)) continue;
-    const std::filesystem::path tree = controllers.empty() ? "" : "cpu";
-    for (auto group = visible(path); !group.empty(); group = group.parent_path()) folders.push_back(tree / group);
-    folders.push_back(tree);
-  }
-  return folders;
-}
-
 GRADACCUM_INLINE std::optional<double> cpus_granted_in(const std::filesystem::path& folder) {
   std::string quota, period;
   std::istringstream(text_of_system_file(folder / "cpu.max")) >> quota >> period;
@@ -66,7 +39,7 @@ GRADACCUM_INLINE std::optional<double> cpus_granted_in(const std::filesystem::pa
 GRADACCUM_INLINE std::optional<double> cpu_limit(const std::filesystem::path& groups,
                                                  const std::filesystem::path& mounted) {
   std::optional<double> least;
-  for (auto& folder : cpu_groups(text_of_system_file(groups))) {
+  for (auto& folder : control_groups(text_of_system_file(groups), "cpu")) {
     const auto cpus = cpus_granted_in(mounted / folder);
     if (cpus && (!least || *cpus < *least)) least = cpus;
   }

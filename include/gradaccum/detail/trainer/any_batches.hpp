@@ -2,8 +2,11 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
+#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/data/fingerprint.hpp>
+#include <gradaccum/detail/data/rows.hpp>
 #include <gradaccum/detail/data/samples_of.hpp>
+#include <gradaccum/detail/fitting/row_kind.hpp>
 #include <gradaccum/loss.hpp>
 
 #include <c10/util/FunctionRef.h>
@@ -11,6 +14,8 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <type_traits>
+#include <typeinfo>
 
 namespace gradaccum::detail {
 
@@ -21,7 +26,15 @@ class AnyBatch {
   virtual std::int64_t samples() const = 0;
   virtual std::string fingerprint() const = 0;
   virtual Loss loss() const = 0;  ///< what the objective says of it
+
+  /// For `FitMemory`. Throws where nobody knows how to divide it.
+  virtual std::int64_t rows() const = 0;
+  virtual RowKind kind() const = 0;
+  virtual void part(std::int64_t from, std::int64_t to, c10::function_ref<void(const AnyBatch&)> use) const = 0;
 };
+
+/// Throws.
+[[noreturn]] void cannot_be_divided(const std::type_info& type);
 
 /// `loss_of(batch)` runs the objective.
 template <class Batch, class LossOf>
@@ -32,7 +45,31 @@ class BatchOf final : public AnyBatch {
   std::string fingerprint() const override { return fingerprint_of(batch_); }
   Loss loss() const override { return loss_of_(batch_); }
 
+  std::int64_t rows() const override {
+    if constexpr (is_divisible)
+      return rows_of<Own>(batch_);
+    else
+      cannot_be_divided(typeid(Batch));
+  }
+  RowKind kind() const override {
+    if constexpr (is_divisible)
+      return kind_of_rows<Own>(batch_);
+    else
+      cannot_be_divided(typeid(Batch));
+  }
+  void part(std::int64_t from, std::int64_t to, c10::function_ref<void(const AnyBatch&)> use) const override {
+    if constexpr (is_divisible) {
+      Batch rows = narrowed<Own>(batch_, from, to - from);
+      use(BatchOf(rows, loss_of_));
+    } else {
+      cannot_be_divided(typeid(Batch));
+    }
+  }
+
  private:
+  using Own = std::remove_const_t<Batch>;
+  static constexpr bool is_divisible = has_rows<Own>;
+
   Batch& batch_;
   const LossOf& loss_of_;
 };
@@ -71,3 +108,7 @@ class BatchesOf final : public AnyBatches {
 };
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/trainer/any_batches.ipp>
+#endif

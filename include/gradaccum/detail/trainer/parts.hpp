@@ -8,10 +8,15 @@
 #include <gradaccum/detail/window/optimizer_window.hpp>
 #include <gradaccum/fit_options.hpp>
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
+
+namespace gradaccum {
+struct FitMemory;
+}
 
 namespace gradaccum::detail {
 
@@ -25,6 +30,8 @@ struct TrainerParts {
   DataPosition data;
   Counts counts;
   FitStatus status;
+  FitMemory* memory = nullptr;   // a policy, where there is one
+  std::int64_t batch_size = 0;  // samples of a window, where somebody counts them
   std::vector<std::function<void()>> when_built;
   bool is_built = false;
 };

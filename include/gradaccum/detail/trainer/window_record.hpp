@@ -28,7 +28,8 @@ class WindowRecord {
   void set_closing(bool closing) { closing_ = closing; }
 
   void check_none_in_hand() const;
-  void begin_micro_batch(std::int64_t samples, FitStatus& status);
+  /// `begins`: the first of its batch.
+  void begin_micro_batch(std::int64_t samples, bool begins, FitStatus& status);
   void end_micro_batch() { in_hand_ = false; }
 
   /// The window is being closed, and policies hear of it, until what this gives is gone.

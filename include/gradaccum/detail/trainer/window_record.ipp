@@ -17,13 +17,13 @@ GRADACCUM_INLINE void WindowRecord::check_none_in_hand() const {
   TORCH_CHECK(!in_hand_, "Trainer: step() or flush() inside of a micro-batch, in the objective say");
 }
 
-GRADACCUM_INLINE void WindowRecord::begin_micro_batch(std::int64_t samples, FitStatus& status) {
+GRADACCUM_INLINE void WindowRecord::begin_micro_batch(std::int64_t samples, bool begins, FitStatus& status) {
   check_none_in_hand();
   in_hand_ = true;
   if (step_.micro_batches++ == 0) step_.epoch = status.epoch;
+  step_.batches += begins;
   step_.samples += samples;
   status.samples += samples;
-  ++status.batch;
 }
 
 GRADACCUM_INLINE void WindowRecord::prepare(c10::function_ref<void()> scale) {
@@ -87,6 +87,9 @@ GRADACCUM_INLINE void WindowRecord::state(Archive& archive) {
   to_check_.clear();
   archive("epoch", step_.epoch);
   archive("micro_batches", step_.micro_batches);
+  auto batches = step_.batches == step_.micro_batches ? std::nullopt : std::optional(step_.batches);
+  archive("batches", batches);
+  step_.batches = batches.value_or(step_.micro_batches);
   archive("samples", step_.samples);
   archive("items", step_.items);
   archive("loss", mean_);

@@ -9,16 +9,6 @@
 
 namespace gradaccum::detail {
 
-GRADACCUM_INLINE std::int64_t rows_of_all(const std::vector<at::Tensor>& tensors) {
-  for (auto& tensor : tensors)
-    TORCH_CHECK(tensor.defined() && tensor.dim() > 0,
-                "verify_accumulation: every tensor of a batch must have a first dimension, its rows");
-  for (auto& tensor : tensors)
-    TORCH_CHECK(tensor.size(0) == tensors[0].size(0),
-                "verify_accumulation: the tensors of a batch must have as many rows each");
-  return tensors[0].size(0);
-}
-
 GRADACCUM_INLINE std::vector<std::int64_t> rows_of_parts(std::int64_t rows, std::int64_t steps) {
   TORCH_CHECK(rows >= steps, "verify_accumulation: the batch must have a row for each of ", steps, " steps, got ",
               rows);

@@ -64,6 +64,9 @@ class OpenWindow {
   bool has_weight() const;
   std::int64_t steps() const { return window_.steps(); }
   void set_steps(std::int64_t steps) { window_.set_steps(steps); }
+  /// Of this window alone.
+  void set_steps_of_this(std::int64_t steps) { window_.set_steps_of_this(steps); }
+  std::int64_t bytes() const;  ///< of its sums
   void set_accumulate_in(std::optional<at::ScalarType> dtype);
   /// The backward that fills the window steps each parameter by this, as its gradient arrives; none: nothing is
   /// stepped before the window closes.

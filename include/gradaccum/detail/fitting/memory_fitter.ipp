@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/fitting/memory_fitter.hpp>
+
+#include <gradaccum/archive.hpp>
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/fitting/available_memory.hpp>
+#include <gradaccum/detail/fitting/out_of_memory.hpp>
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <exception>
+#include <iterator>
+#include <limits>
+
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE void MemoryFitter::run(const Limits& limits, const DividedBatch& batch) {
+  TORCH_CHECK(limits.budget >= 0, "FitMemory: budget must be > 0, got ", limits.budget);
+  TORCH_CHECK(limits.min_rows >= 1, "FitMemory: min_rows must be >= 1, got ", limits.min_rows);
+  least_ = 0;
+  for (int failures = 0; !attempt(limits, batch);) {
+    batch.undo();
+    release_kept_memory(batch.device);
+    ++plan_.replays;
+    looked_ = std::min<std::int64_t>(looked_, 1);
+    const bool at_least = failed_.rows() <= limits.min_rows;
+    failures = at_least ? failures + 1 : 0;
+    if (least_ > 0 || failures > 1) refuse(limits, batch);
+  }
+}
+
+GRADACCUM_INLINE std::optional<std::int64_t> MemoryFitter::known_rows(const RowKind& kind) const {
+  const auto found = known_.find({kind.form, kind.elements});
+  if (found == known_.end() || found->second.plan.fits().rows == 0) return std::nullopt;
+  return found->second.plan.fits().rows;
+}
+
+/// Rows with fewer elements take no more than those with more.
+GRADACCUM_INLINE MemoryFitter::Known& MemoryFitter::known(const RowKind& kind) {
+  const auto [place, is_new] = known_.try_emplace(Key(kind.form, kind.elements));
+  if (!is_new) return place->second;
+  const auto larger = std::next(place);
+  if (larger != known_.end() && larger->first.first == kind.form) place->second.plan.begin_with(larger->second.plan);
+  place->second.place = plan_.layouts.size();
+  plan_.layouts.push_back({kind.text});
+  return place->second;
+}
+
+/// The first update may take memory for the optimizer's state: so the device is looked at again for the second.
+GRADACCUM_INLINE std::int64_t MemoryFitter::budget(const Limits& limits, c10::Device device) {
+  if (limits.budget > 0) return plan_.budget = limits.budget;
+  if (looked_++ < 2) {
+    const auto available = available_memory(device).value_or(0);
+    plan_.budget = device.is_cpu() ? available / 5 * 4 : available / 10 * 9;  // the CPU's end comes without a warning
+  }
+  return plan_.budget > 0 ? plan_.budget : std::numeric_limits<std::int64_t>::max() / 4;
+}
+
+GRADACCUM_INLINE bool MemoryFitter::attempt(const Limits& limits, const DividedBatch& batch) {
+  std::optional<MemoryMeter> meter;
+  if (MemoryMeter::possible()) meter.emplace();
+  const auto bytes = budget(limits, batch.device);
+  auto& known = this->known(batch.kind);
+  plan_.last_rows.clear();
+  for (Piece piece; piece.to < batch.rows;) {
+    choose(known, bytes, limits.min_rows);
+    piece.from = piece.to;
+    piece.to = std::min(batch.rows, piece.from + plan_.layouts[known.place].rows);
+    if (!runs(batch, piece, meter ? &*meter : nullptr, known.plan)) return false;
+    if (meter && !fits(limits, batch, piece, known)) return false;
+    if (least_ > 0 && piece.from > 0) return false;
+    plan_.last_rows.push_back(piece.rows());
+  }
+  return least_ == 0;
+}
+
+GRADACCUM_INLINE void MemoryFitter::choose(const Known& known, std::int64_t bytes, std::int64_t least) {
+  auto& layout = plan_.layouts[known.place];
+  const auto rows = known.plan.rows_for(bytes - plan_.gradient_bytes, least);
+  if (rows == layout.rows) return;
+  layout.rows = rows;
+  layout.predicted_bytes = plan_.gradient_bytes + known.plan.bytes_for(rows).value_or(0);
+  layout.measured_bytes = 0;
+}
+
+/// False where it ran out of memory.
+GRADACCUM_INLINE bool MemoryFitter::runs(const DividedBatch& batch, Piece& piece, MemoryMeter* meter, RowPlan& plan) {
+  if (meter) {
+    meter->reset_peak();
+    piece.before = meter->live_bytes(batch.device);
+  }
+  try {
+    batch.run(piece.from, piece.to);
+  } catch (const std::exception& error) {
+    if (!is_out_of_memory(std::current_exception())) throw;
+    ran_out_ = error.what();
+    failed_ = piece;
+    plan.failed({std::max(piece.rows(), plan.fits().rows), 0});
+    return false;
+  }
+  if (meter) {
+    piece.own = meter->peak_bytes(batch.device) - piece.before;
+    plan_.gradient_bytes = batch.gradient_bytes + meter->live_bytes(batch.device);
+  }
+  return true;
+}
+
+/// Takes notice of what a micro-batch took. The first of a window took the memory of gradients, too.
+GRADACCUM_INLINE bool MemoryFitter::fits(const Limits& limits, const DividedBatch& batch, const Piece& piece,
+                                         Known& known) {
+  const auto total = batch.gradient_bytes + piece.before + piece.own;
+  auto& layout = plan_.layouts[known.place];
+  if (piece.rows() == layout.rows) layout.measured_bytes = std::max(layout.measured_bytes, total);
+  const bool first = batch.gradient_bytes + piece.before == 0;
+  if (plan_.budget == 0 || total <= plan_.budget) {
+    if (!first || known.plan.empty()) known.plan.measured({piece.rows(), piece.own}, !first);
+    return true;
+  }
+  if (piece.rows() > limits.min_rows) known.plan.failed({piece.rows(), piece.own});
+  if (limits.budget == 0) return true;  // there was more than the device told
+  failed_ = piece;
+  if (piece.rows() > limits.min_rows) return false;
+  least_ = std::max(least_, total);
+  return first;  // the next one will show what it takes beside gradients
+}
+
+GRADACCUM_INLINE void MemoryFitter::refuse(const Limits& limits, const DividedBatch& batch) {
+  TORCH_CHECK(least_ == 0, "FitMemory: the budget must be at least ", least_, " bytes, which ",
+              std::min(limits.min_rows, batch.rows), " row(s) of ", batch.kind.text, " and the gradients took, got ",
+              limits.budget);
+  TORCH_CHECK_WITH(OutOfMemoryError, false, "FitMemory: ", std::min(limits.min_rows, batch.rows), " row(s) of ",
+                   batch.kind.text, " ran out of memory twice, and there is nothing to divide: ", ran_out_);
+}
+
+GRADACCUM_INLINE void MemoryFitter::state(Archive& archive) {
+  auto number = static_cast<std::int64_t>(known_.size());
+  archive("layouts", number);
+  archive("gradient_bytes", plan_.gradient_bytes);
+  std::vector<std::pair<RowKind, RowPlan>> all;
+  for (auto& [key, known] : known_)
+    all.push_back({{key.first, key.second, plan_.layouts[known.place].batch}, known.plan});
+  TORCH_CHECK(number >= 0 && plan_.gradient_bytes >= 0, "FitMemory: the counts of a saved plan must be >= 0");
+  if (archive.loading()) known_.clear(), plan_.layouts.clear(), all.clear();
+  for (std::int64_t i = 0; i < number; ++i) {
+    auto [kind, plan] = archive.loading() ? std::pair<RowKind, RowPlan>() : all[static_cast<std::size_t>(i)];
+    auto fits = plan.fits(), too_many = plan.too_many();
+    const auto name = "layout-" + std::to_string(i) + ".";
+    archive(name + "form", kind.form);
+    archive(name + "elements", kind.elements);
+    archive(name + "batch", kind.text);
+    archive(name + "rows", fits.rows);
+    archive(name + "bytes", fits.bytes);
+    archive(name + "too_many_rows", too_many.rows);
+    archive(name + "too_many_bytes", too_many.bytes);
+    TORCH_CHECK(std::min({fits.rows, fits.bytes, too_many.rows, too_many.bytes}) >= 0,
+                "FitMemory: the rows and bytes of a saved plan must be >= 0");
+    if (archive.loading()) known(kind).plan.set(fits, too_many);
+  }
+}
+
+}  // namespace gradaccum::detail

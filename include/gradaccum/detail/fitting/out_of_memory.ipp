@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/fitting/out_of_memory.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/util/Exception.h>
+
+#include <new>
+#include <string_view>
+
+namespace gradaccum::detail {
+
+/// The CPU's allocator has no class of its own for it.
+GRADACCUM_INLINE bool is_out_of_memory(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::OutOfMemoryError&) {
+    return true;
+  } catch (const c10::Error& known) {
+    return std::string_view(known.msg()).find("DefaultCPUAllocator") != std::string_view::npos;
+  } catch (const std::bad_alloc&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+GRADACCUM_INLINE void release_kept_memory(c10::Device device) {
+  at::autocast::clear_cache();
+  if (device.is_cpu()) return;
+  try {
+    c10::getDeviceAllocator(device.type())->emptyCache();
+  } catch (const c10::Error&) {  // a device without such an allocator
+  }
+}
+
+}  // namespace gradaccum::detail

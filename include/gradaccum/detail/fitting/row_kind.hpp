@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/data/rows.hpp>
+#include <gradaccum/detail/data/tensors_of.hpp>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace gradaccum::detail {
+
+/// What the rows of a batch are like, as far as memory goes.
+struct RowKind {
+  std::string form;           ///< dtypes and numbers of dimensions
+  std::int64_t elements = 0;  ///< of a row
+  std::string text;           ///< `Float [*, 784], Long [*]`
+};
+
+RowKind kind_of(const std::vector<at::Tensor>& tensors, std::int64_t rows);
+
+/// Of a class whose tensors nobody tells, and of a vector of samples, all rows are of one kind.
+template <has_rows B>
+RowKind kind_of_rows(const B& batch) {
+  if constexpr (tells_its_tensors<B>)
+    return kind_of(batch_tensors(batch), rows_of(batch));
+  else if constexpr (is_tensor<B> || is_data_and_target<B> || holds_tensors_only<B>)
+    return std::apply([&](auto&... tensors) { return kind_of({tensors...}, rows_of(batch)); }, tied_tensors(batch));
+  else
+    return {{}, 0, "rows"};
+}
+
+}  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/fitting/row_kind.ipp>
+#endif

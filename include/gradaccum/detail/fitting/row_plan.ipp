@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/fitting/row_plan.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+
+#include <algorithm>
+#include <limits>
+
+namespace gradaccum::detail {
+
+/// first * second / third, which may be large, rounded down.
+GRADACCUM_INLINE std::int64_t scaled(std::int64_t first, std::int64_t second, std::int64_t third) {
+  const auto result = static_cast<long double>(first) * static_cast<long double>(second) / static_cast<long double>(third);
+  constexpr auto most = std::numeric_limits<std::int64_t>::max() / 2;
+  return result < static_cast<long double>(most) ? static_cast<std::int64_t>(result) : most;
+}
+
+GRADACCUM_INLINE std::int64_t RowPlan::rows_for(std::int64_t bytes, std::int64_t least) const {
+  if (empty()) return least;
+  if (fits_.rows == 0) return std::max(too_many_.rows / 2, least);
+  if (fits_.bytes > bytes) return std::max(fewer_rows(bytes), least);
+  if (fits_.bytes >= bytes - bytes / 20) return std::max(fits_.rows, least);
+  return std::max(more_rows(bytes), least);
+}
+
+/// There is less memory than there was: right where rows take half of the bytes, and tried where not.
+GRADACCUM_INLINE std::int64_t RowPlan::fewer_rows(std::int64_t bytes) const {
+  return fits_.rows - 2 * (fits_.rows - scaled(fits_.rows, bytes, fits_.bytes));
+}
+
+GRADACCUM_INLINE std::int64_t RowPlan::more_rows(std::int64_t bytes) const {
+  const auto in_proportion = scaled(fits_.rows, bytes, std::max<std::int64_t>(fits_.bytes, 1));
+  if (too_many_.rows == 0 || in_proportion < too_many_.rows) return in_proportion;
+  const auto between = too_many_.rows - fits_.rows;
+  const auto more = too_many_.bytes > bytes
+                        ? scaled(between, bytes - fits_.bytes, too_many_.bytes - fits_.bytes)
+                        : between / 2;
+  return std::min(fits_.rows + more, too_many_.rows - 1);
+}
+
+GRADACCUM_INLINE std::optional<std::int64_t> RowPlan::bytes_for(std::int64_t rows) const {
+  if (fits_.rows == 0) return std::nullopt;
+  if (rows > fits_.rows && too_many_.rows > fits_.rows && too_many_.bytes > fits_.bytes)
+    return fits_.bytes + scaled(rows - fits_.rows, too_many_.bytes - fits_.bytes, too_many_.rows - fits_.rows);
+  return scaled(fits_.bytes, rows, fits_.rows);
+}
+
+GRADACCUM_INLINE void RowPlan::measured(Point point, bool certain) {
+  const bool better = certain && !certain_ && point.rows >= fits_.rows / 2;
+  if (point.rows < fits_.rows && !better) return;
+  fits_ = point;
+  certain_ = certain_ || certain;
+  if (too_many_.rows <= fits_.rows) too_many_ = {};
+}
+
+GRADACCUM_INLINE void RowPlan::failed(Point point) {
+  if (too_many_.rows == 0 || point.rows <= too_many_.rows) too_many_ = point;
+  if (fits_.rows >= point.rows) fits_ = {};
+}
+
+GRADACCUM_INLINE void RowPlan::begin_with(const RowPlan& other) {
+  fits_ = other.fits_;
+  certain_ = false;
+}
+
+GRADACCUM_INLINE void RowPlan::set(Point fits, Point too_many) {
+  fits_ = fits;
+  too_many_ = too_many;
+  certain_ = fits.rows > 0;
+}
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/archive.hpp>
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/fitting/memory_fitter.hpp>
+#include <gradaccum/detail/trainer/any_batches.hpp>
+#include <gradaccum/detail/trainer/arguments.hpp>
+#include <gradaccum/detail/types/module_of.hpp>
+#include <gradaccum/loss.hpp>
+#include <gradaccum/memory_plan.hpp>
+#include <gradaccum/policy.hpp>
+
+#include <c10/util/FunctionRef.h>
+
+#include <cstdint>
+#include <functional>
+#include <string_view>
+
+namespace gradaccum {
+
+class Accumulator;
+
+/// Divides each batch into micro-batches that fit into memory, whatever that is: a policy, and a part of one's own loop.
+///
+///     ga::GradAccumulator optimizer(adamw);
+///     ga::FitMemory memory{.budget = 64 * ga::MiB};
+///     for (auto& batch : batches) {                              // as large as an update is to be
+///       memory.backward(optimizer, model, batch, [](auto& net, auto& rows) {
+///         return torch::mse_loss(net->forward(rows.data), rows.target);
+///       });
+///       optimizer.step();
+///       optimizer.zero_grad();
+///     }
+///     std::cout << memory.plan();                                // how many rows went at once, and what they took
+///
+/// The update is that of the whole batch, to rounding, whatever is found; what computes over its whole batch, as
+/// BatchNorm does, sees micro-batches (`verify_accumulation` tells). The first micro-batch has `min_rows`; each one
+/// after it as many as those before say will fit. What has been found is remembered for batches whose rows are alike,
+/// and begun with for those whose rows have fewer elements.
+///
+/// A micro-batch that runs out of memory, of a device, the CPU or the budget, is no error: the batch is begun again with
+/// fewer rows, from the gradients, random numbers and buffers that it began with. So an objective may run again for the
+/// same rows: what it writes to elsewhere is not taken back.
+///
+/// Batches: a Tensor, a pair or tuple of them, two tensors `data` and `target`, `ga::data`'s, a vector of samples; or a
+/// class with a function `slice(batch, from, to)` beside it, and `batch_size(batch)`.
+///
+/// With `Trainer`, `Accumulate` counts batches, not their parts; `evaluate` takes as many rows at once as training.
+/// Throws where `min_rows` take more than the budget, with the least that works, and `c10::OutOfMemoryError` where they
+/// run out of memory twice; then nothing has changed. An optimizer's step is not taken back, nor its memory counted.
+/// Not with `.in_backward` or `OptimizerInBackward`; with `DataParallel` processes add up their gradients when their
+/// windows are complete, not while they run.
+///
+/// @note Copies the model's buffers, for each batch; and the gradients, where a window goes on from another batch. Sees
+/// memory by a MemoryMeter, so inside LibTorch's profiler rows do not become more. Reads what is free of a device twice.
+struct FitMemory {
+  static constexpr std::string_view name = "fit_memory";
+
+  std::int64_t budget = 0;    ///< bytes of activations and gradients, as a MemoryMeter counts them; 0: all that there is
+  std::int64_t min_rows = 1;  ///< of a micro-batch; BatchNorm needs 2
+  detail::MemoryFitter fitter = {};  ///< not an option
+
+  const MemoryPlan& plan() const { return fitter.plan(); }
+
+  /// Backward of the whole batch, in place of `optimizer.backward(objective(model, batch))`: the window is full with
+  /// it. Gives the batch's mean loss and its items, detached: 0-dim float64.
+  template <class Model, class Batch, class Objective>
+  Loss backward(Accumulator& optimizer, Model& model, Batch& batch, Objective&& objective) {
+    static_assert(detail::model<Model>, "FitMemory: a model is a torch::nn::Module, a ModuleHolder, or a pointer to one");
+    const auto loss_of = [&](auto& rows) { return detail::loss_of(objective, model, rows); };
+    return backward(optimizer, detail::module_of(model), detail::BatchOf(batch, loss_of));
+  }
+
+  void attach(TrainerBase& trainer);
+  /// A training that goes on has the same limits, and goes on with the plan.
+  void state(Archive& archive);
+
+  /// For `Trainer::evaluate`: the batch in parts of as many rows as training takes, if that is known.
+  void for_each_part(const detail::AnyBatch& batch, c10::function_ref<void(const detail::AnyBatch&)> use) const;
+
+ private:
+  Loss backward(Accumulator& optimizer, torch::nn::Module& module, const detail::AnyBatch& batch);
+};
+
+}  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/policies/fit_memory.ipp>
+#endif

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/policies/fit_memory.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/checkpoint/forward_undo.hpp>
+#include <gradaccum/detail/trainer/weighted_mean.hpp>
+#include <gradaccum/detail/window/optimizer_window.hpp>
+#include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/trainer_base.hpp>
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <limits>
+
+namespace gradaccum {
+
+GRADACCUM_INLINE void FitMemory::attach(TrainerBase& trainer) { trainer.set_memory(this); }
+
+GRADACCUM_INLINE void FitMemory::state(Archive& archive) {
+  archive.setting("budget", budget);
+  archive.setting("min_rows", min_rows);
+  fitter.state(archive);
+}
+
+GRADACCUM_INLINE void FitMemory::for_each_part(const detail::AnyBatch& batch,
+                                               c10::function_ref<void(const detail::AnyBatch&)> use) const {
+  const auto rows = batch.rows();
+  const auto at_once = fitter.known_rows(batch.kind()).value_or(rows);
+  if (rows <= at_once) return use(batch);
+  for (std::int64_t from = 0; from < rows; from += at_once) batch.part(from, std::min(rows, from + at_once), use);
+}
+
+/// The last backward leaves the window one micro-batch short of being full, as its owner expects before `step()`.
+GRADACCUM_INLINE Loss FitMemory::backward(Accumulator& optimizer, torch::nn::Module& module,
+                                          const detail::AnyBatch& batch) {
+  auto& window = *optimizer.window_;
+  TORCH_CHECK(optimizer.micro_steps() == 0 && !window.in_hand(),
+              "FitMemory: backward must begin a window, which is full with it; call optimizer.step() before the next");
+  TORCH_CHECK(!window.steps_in_backward(),
+              "FitMemory: must not go with in_backward: what is stepped inside of a backward pass cannot be taken back "
+              "when that runs out of memory");
+  const auto rows = batch.rows();
+  TORCH_CHECK(rows > 0, "FitMemory: the batch must have rows");
+  optimizer.follow();
+  const detail::ForwardUndo forward(module.buffers());
+  detail::WeightedMean mean;
+  const auto run = [&](std::int64_t from, std::int64_t to) {
+    window.set_steps_of_this(std::numeric_limits<std::int64_t>::max());
+    batch.part(from, to, [&](const detail::AnyBatch& part) {
+      auto loss = part.loss();
+      loss.check();
+      mean.add(loss.mean.detach(), loss.items);
+      window.backward(std::move(loss), {});
+      if (to < rows) window.complete_micro_batch();
+    });
+  };
+  const auto undo = [&] {
+    window.discard();
+    forward.put_back();
+    mean = {};
+  };
+  const auto parameters = window.optimizer().parameters();
+  const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters.front().device();
+  fitter.run({budget, min_rows}, {batch.kind(), rows, device, 0, run, undo});
+  window.set_steps_of_this(window.micro_steps() + 1);
+  return {mean.value(), mean.weight()};
+}
+
+}  // namespace gradaccum
