@@ -82,7 +82,8 @@ GRADACCUM_INLINE void TrainerBase::micro_batch(const detail::AnyBatch& batch, bo
   record.set_closing(may_close && policies.ready());
   if (closing() && window.steps_in_backward()) prepare();
   window.add(std::move(loss), closing() && !fitted);
-  if (closing() && window.peers() && !fitted) prepare(), window.complete_early();  // they are at the gradients till then
+  if (closing() && window.peers() && !fitted)
+    prepare(), window.complete_early();  // they are at the gradients till then
   Gradients so_far(window.so_far());
   policies.all(&detail::AnyPolicy::after_backward, so_far);
   record.end_micro_batch();

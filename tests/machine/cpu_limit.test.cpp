@@ -51,8 +51,10 @@ TEST_CASE("granted_cpus: no limit, and what is no number") {
 
 TEST_CASE("control_groups: a group, and all above it") {
   CHECK(inner::control_groups("0::/\n", "cpu") == Paths{""});
-  CHECK(inner::control_groups("0::/user.slice/a b/c\n", "cpu") == Paths{"user.slice/a b/c", "user.slice/a b", "user.slice", ""});
-  CHECK(inner::control_groups("9:name=systemd:/x\n4:memory:/y\n3:cpuset:/z\n2:cpuacct,cpu:/w\n", "cpu") == Paths{"cpu/w", "cpu"});
+  CHECK(inner::control_groups("0::/user.slice/a b/c\n", "cpu") ==
+        Paths{"user.slice/a b/c", "user.slice/a b", "user.slice", ""});
+  CHECK(inner::control_groups("9:name=systemd:/x\n4:memory:/y\n3:cpuset:/z\n2:cpuacct,cpu:/w\n", "cpu") ==
+        Paths{"cpu/w", "cpu"});
   CHECK(inner::control_groups("0::/a:b\n", "cpu") == Paths{"a:b", ""});  // a name may have colons
 }
 

@@ -21,9 +21,10 @@ namespace gradaccum {
 
 class Accumulator;
 
-/// Divides each batch into micro-batches that fit into memory, whatever that is: a policy, and a part of one's own loop.
+/// Divides each batch into micro-batches that fit into memory, whatever that is: a policy, and a part of one's own
+/// loop.
 ///
-///     ga::GradAccumulator optimizer(adamw);
+///     ga::GradAccumulator optimizer(sgd);
 ///     ga::FitMemory memory{.budget = 64 * ga::MiB};
 ///     for (auto& batch : batches) {                              // as large as an update is to be
 ///       memory.backward(optimizer, model, batch, [](auto& net, auto& rows) {
@@ -39,9 +40,9 @@ class Accumulator;
 /// after it as many as those before say will fit. What has been found is remembered for batches whose rows are alike,
 /// and begun with for those whose rows have fewer elements.
 ///
-/// A micro-batch that runs out of memory, of a device, the CPU or the budget, is no error: the batch is begun again with
-/// fewer rows, from the gradients, random numbers and buffers that it began with. So an objective may run again for the
-/// same rows: what it writes to elsewhere is not taken back.
+/// A micro-batch that runs out of memory, of a device, the CPU or the budget, is no error: the batch is begun again
+/// with fewer rows, from the gradients, random numbers and buffers that it began with. So an objective may run again
+/// for the same rows: what it writes to elsewhere is not taken back.
 ///
 /// Batches: a Tensor, a pair or tuple of them, two tensors `data` and `target`, `ga::data`'s, a vector of samples; or a
 /// class with a function `slice(batch, from, to)` beside it, and `batch_size(batch)`.
@@ -53,12 +54,13 @@ class Accumulator;
 /// windows are complete, not while they run.
 ///
 /// @note Copies the model's buffers, for each batch; and the gradients, where a window goes on from another batch. Sees
-/// memory by a MemoryMeter, so inside LibTorch's profiler rows do not become more. Reads what is free of a device twice.
+/// memory by a MemoryMeter, so inside LibTorch's profiler rows do not become more. Reads what is free of a device
+/// twice.
 struct FitMemory {
   static constexpr std::string_view name = "fit_memory";
 
-  std::int64_t budget = 0;    ///< bytes of activations and gradients, as a MemoryMeter counts them; 0: all that there is
-  std::int64_t min_rows = 1;  ///< of a micro-batch; BatchNorm needs 2
+  std::int64_t budget = 0;  ///< bytes of activations and gradients, as a MemoryMeter counts them; 0: all that there is
+  std::int64_t min_rows = 1;         ///< of a micro-batch; BatchNorm needs 2
   detail::MemoryFitter fitter = {};  ///< not an option
 
   const MemoryPlan& plan() const { return fitter.plan(); }
@@ -67,7 +69,8 @@ struct FitMemory {
   /// it. Gives the batch's mean loss and its items, detached: 0-dim float64.
   template <class Model, class Batch, class Objective>
   Loss backward(Accumulator& optimizer, Model& model, Batch& batch, Objective&& objective) {
-    static_assert(detail::model<Model>, "FitMemory: a model is a torch::nn::Module, a ModuleHolder, or a pointer to one");
+    static_assert(detail::model<Model>,
+                  "FitMemory: a model is a torch::nn::Module, a ModuleHolder, or a pointer to one");
     const auto loss_of = [&](auto& rows) { return detail::loss_of(objective, model, rows); };
     return backward(optimizer, detail::module_of(model), detail::BatchOf(batch, loss_of));
   }

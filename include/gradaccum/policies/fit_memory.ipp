@@ -5,6 +5,7 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/checkpoint/forward_undo.hpp>
+#include <gradaccum/detail/fitting/out_of_memory.hpp>
 #include <gradaccum/detail/trainer/weighted_mean.hpp>
 #include <gradaccum/detail/window/optimizer_window.hpp>
 #include <gradaccum/grad_accumulator.hpp>
@@ -45,7 +46,9 @@ GRADACCUM_INLINE Loss FitMemory::backward(Accumulator& optimizer, torch::nn::Mod
   const auto rows = batch.rows();
   TORCH_CHECK(rows > 0, "FitMemory: the batch must have rows");
   optimizer.follow();
-  const detail::ForwardUndo forward(module.buffers());
+  const auto parameters = window.optimizer().parameters();
+  const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters.front().device();
+  const auto forward = detail::with_memory(device, [&] { return detail::ForwardUndo(module.buffers()); });
   detail::WeightedMean mean;
   const auto run = [&](std::int64_t from, std::int64_t to) {
     window.set_steps_of_this(std::numeric_limits<std::int64_t>::max());
@@ -62,11 +65,9 @@ GRADACCUM_INLINE Loss FitMemory::backward(Accumulator& optimizer, torch::nn::Mod
     forward.put_back();
     mean = {};
   };
-  const auto parameters = window.optimizer().parameters();
-  const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters.front().device();
   fitter.run({budget, min_rows}, {batch.kind(), rows, device, 0, run, undo});
   window.set_steps_of_this(window.micro_steps() + 1);
-  return {mean.value(), mean.weight()};
+  return {detail::with_memory(device, [&] { return mean.value(); }), mean.weight()};
 }
 
 }  // namespace gradaccum

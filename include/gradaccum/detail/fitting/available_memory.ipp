@@ -80,8 +80,8 @@ GRADACCUM_INLINE std::optional<std::int64_t> available_memory(c10::Device device
     const auto all = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
     return free + statistics.reserved_bytes[all].current - statistics.allocated_bytes[all].current;
   }
-  const auto left = least({bytes_after("MemAvailable", text_of_system_file("/proc/meminfo")), memory_left_by_groups(),
-                           addresses_left()});
+  const auto left = least(
+      {bytes_after("MemAvailable", text_of_system_file("/proc/meminfo")), memory_left_by_groups(), addresses_left()});
   return left ? std::optional(std::max<std::int64_t>(*left, 0)) : std::nullopt;
 } catch (const c10::Error&) {  // LibTorch's allocators tell only of some devices
   return std::nullopt;

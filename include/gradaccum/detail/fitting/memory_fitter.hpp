@@ -27,10 +27,10 @@ namespace gradaccum::detail {
 struct DividedBatch {
   RowKind kind;
   std::int64_t rows = 0;
-  c10::Device device;                                            ///< whose memory counts
-  std::int64_t gradient_bytes = 0;                               ///< that are held already
+  c10::Device device;                                               ///< whose memory counts
+  std::int64_t gradient_bytes = 0;                                  ///< that are held already
   c10::function_ref<void(std::int64_t from, std::int64_t to)> run;  ///< a micro-batch of these rows
-  c10::function_ref<void()> undo;                                ///< as if none had run
+  c10::function_ref<void()> undo;                                   ///< as if none had run
 };
 
 /// Runs batches in micro-batches that fit into memory, and finds out how large these may be: from what each takes, and
@@ -40,6 +40,7 @@ class MemoryFitter {
   struct Limits {
     std::int64_t budget = 0;    ///< bytes; 0: what the device has
     std::int64_t min_rows = 1;  ///< of a micro-batch, where the batch has as many
+    bool divides(std::int64_t rows) const { return rows >= 2 * min_rows; }
   };
 
   /// Throws where the least micro-batch takes too much; then the batch is undone.

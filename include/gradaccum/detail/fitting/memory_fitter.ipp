@@ -26,8 +26,7 @@ GRADACCUM_INLINE void MemoryFitter::run(const Limits& limits, const DividedBatch
     release_kept_memory(batch.device);
     ++plan_.replays;
     looked_ = std::min<std::int64_t>(looked_, 1);
-    const bool at_least = failed_.rows() <= limits.min_rows;
-    failures = at_least ? failures + 1 : 0;
+    failures = limits.divides(failed_.rows()) ? 0 : failures + 1;
     if (least_ > 0 || failures > 1) refuse(limits, batch);
   }
 }
@@ -59,6 +58,12 @@ GRADACCUM_INLINE std::int64_t MemoryFitter::budget(const Limits& limits, c10::De
   return plan_.budget > 0 ? plan_.budget : std::numeric_limits<std::int64_t>::max() / 4;
 }
 
+/// Of what is left, at most so many; and no less than `least` stays for the next one.
+GRADACCUM_INLINE std::int64_t rows_of_piece(std::int64_t left, std::int64_t most, std::int64_t least) {
+  if (left <= most || left < 2 * least) return left;
+  return std::min(most, left - least);
+}
+
 GRADACCUM_INLINE bool MemoryFitter::attempt(const Limits& limits, const DividedBatch& batch) {
   std::optional<MemoryMeter> meter;
   if (MemoryMeter::possible()) meter.emplace();
@@ -68,7 +73,7 @@ GRADACCUM_INLINE bool MemoryFitter::attempt(const Limits& limits, const DividedB
   for (Piece piece; piece.to < batch.rows;) {
     choose(known, bytes, limits.min_rows);
     piece.from = piece.to;
-    piece.to = std::min(batch.rows, piece.from + plan_.layouts[known.place].rows);
+    piece.to = piece.from + rows_of_piece(batch.rows - piece.from, plan_.layouts[known.place].rows, limits.min_rows);
     if (!runs(batch, piece, meter ? &*meter : nullptr, known.plan)) return false;
     if (meter && !fits(limits, batch, piece, known)) return false;
     if (least_ > 0 && piece.from > 0) return false;
@@ -119,10 +124,10 @@ GRADACCUM_INLINE bool MemoryFitter::fits(const Limits& limits, const DividedBatc
     if (!first || known.plan.empty()) known.plan.measured({piece.rows(), piece.own}, !first);
     return true;
   }
-  if (piece.rows() > limits.min_rows) known.plan.failed({piece.rows(), piece.own});
+  if (limits.divides(piece.rows())) known.plan.failed({piece.rows(), piece.own});
   if (limits.budget == 0) return true;  // there was more than the device told
   failed_ = piece;
-  if (piece.rows() > limits.min_rows) return false;
+  if (limits.divides(piece.rows())) return false;
   least_ = std::max(least_, total);
   return first;  // the next one will show what it takes beside gradients
 }

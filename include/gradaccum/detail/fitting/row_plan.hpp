@@ -12,7 +12,8 @@ namespace gradaccum::detail {
 ///
 /// Memory is taken for the largest of sums a + b * rows, a and b >= 0: so n times the rows take at most n times the
 /// bytes, and between two numbers of rows that were measured at most what lies on the line between them. Growing by
-/// that never takes too much; what took too much anyway is not tried again.
+/// that never takes too much. Where that is at its end, one more row is tried if the last growth says that it will fit:
+/// that takes too much by a row at most. What took too much is not tried again.
 class RowPlan {
  public:
   struct Point {
@@ -40,8 +41,9 @@ class RowPlan {
  private:
   std::int64_t fewer_rows(std::int64_t bytes) const;
   std::int64_t more_rows(std::int64_t bytes) const;
+  std::int64_t one_more_bytes() const;
 
-  Point fits_, too_many_;
+  Point fits_, too_many_, before_;  // before: fewer rows than fits, or none
   bool certain_ = false;
 };
 

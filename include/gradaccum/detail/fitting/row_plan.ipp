@@ -12,7 +12,8 @@ namespace gradaccum::detail {
 
 /// first * second / third, which may be large, rounded down.
 GRADACCUM_INLINE std::int64_t scaled(std::int64_t first, std::int64_t second, std::int64_t third) {
-  const auto result = static_cast<long double>(first) * static_cast<long double>(second) / static_cast<long double>(third);
+  const auto result =
+      static_cast<long double>(first) * static_cast<long double>(second) / static_cast<long double>(third);
   constexpr auto most = std::numeric_limits<std::int64_t>::max() / 2;
   return result < static_cast<long double>(most) ? static_cast<std::int64_t>(result) : most;
 }
@@ -32,16 +33,24 @@ GRADACCUM_INLINE std::int64_t RowPlan::fewer_rows(std::int64_t bytes) const {
 
 GRADACCUM_INLINE std::int64_t RowPlan::more_rows(std::int64_t bytes) const {
   const auto in_proportion = scaled(fits_.rows, bytes, std::max<std::int64_t>(fits_.bytes, 1));
+  if (in_proportion == fits_.rows && too_many_.rows != fits_.rows + 1 && one_more_bytes() <= bytes)
+    return fits_.rows + 1;
   if (too_many_.rows == 0 || in_proportion < too_many_.rows) return in_proportion;
   const auto between = too_many_.rows - fits_.rows;
-  const auto more = too_many_.bytes > bytes
-                        ? scaled(between, bytes - fits_.bytes, too_many_.bytes - fits_.bytes)
-                        : between / 2;
+  const auto more =
+      too_many_.bytes > bytes ? scaled(between, bytes - fits_.bytes, too_many_.bytes - fits_.bytes) : between / 2;
   return std::min(fits_.rows + more, too_many_.rows - 1);
+}
+
+/// What another row would make of it, as the last ones did; of a first one it is half.
+GRADACCUM_INLINE std::int64_t RowPlan::one_more_bytes() const {
+  if (before_.rows == 0) return fits_.bytes + fits_.bytes / (2 * fits_.rows);
+  return fits_.bytes + scaled(fits_.bytes - before_.bytes, 1, fits_.rows - before_.rows);
 }
 
 GRADACCUM_INLINE std::optional<std::int64_t> RowPlan::bytes_for(std::int64_t rows) const {
   if (fits_.rows == 0) return std::nullopt;
+  if (rows == fits_.rows + 1) return one_more_bytes();
   if (rows > fits_.rows && too_many_.rows > fits_.rows && too_many_.bytes > fits_.bytes)
     return fits_.bytes + scaled(rows - fits_.rows, too_many_.bytes - fits_.bytes, too_many_.rows - fits_.rows);
   return scaled(fits_.bytes, rows, fits_.rows);
@@ -50,6 +59,8 @@ GRADACCUM_INLINE std::optional<std::int64_t> RowPlan::bytes_for(std::int64_t row
 GRADACCUM_INLINE void RowPlan::measured(Point point, bool certain) {
   const bool better = certain && !certain_ && point.rows >= fits_.rows / 2;
   if (point.rows < fits_.rows && !better) return;
+  if (point.rows > fits_.rows && certain_) before_ = fits_;
+  if (point.rows < fits_.rows) before_ = {};
   fits_ = point;
   certain_ = certain_ || certain;
   if (too_many_.rows <= fits_.rows) too_many_ = {};
@@ -57,7 +68,7 @@ GRADACCUM_INLINE void RowPlan::measured(Point point, bool certain) {
 
 GRADACCUM_INLINE void RowPlan::failed(Point point) {
   if (too_many_.rows == 0 || point.rows <= too_many_.rows) too_many_ = point;
-  if (fits_.rows >= point.rows) fits_ = {};
+  if (fits_.rows >= point.rows) fits_ = before_ = {};
 }
 
 GRADACCUM_INLINE void RowPlan::begin_with(const RowPlan& other) {

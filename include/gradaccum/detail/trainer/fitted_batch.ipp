@@ -7,6 +7,7 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/checkpoint/forward_undo.hpp>
 #include <gradaccum/detail/fitting/memory_fitter.hpp>
+#include <gradaccum/detail/fitting/out_of_memory.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/policies/fit_memory.hpp>
 #include <gradaccum/trainer_base.hpp>
@@ -38,17 +39,20 @@ GRADACCUM_INLINE std::int64_t FittedBatch::end_of_window(std::int64_t from) cons
 
 /// What micro-batches of a window that is open already have gathered comes back from a copy.
 GRADACCUM_INLINE void FittedBatch::run_window(std::int64_t from, std::int64_t to) {
-  const ForwardUndo forward(trainer_.module().buffers());
+  const auto device = trainer_.device();
   const auto record = parts_.record;
   const auto status = parts_.status;
   const bool is_open = record.so_far().micro_batches > 0;
-  Archive window;
-  if (is_open) window("window", parts_.window.named(trainer_.module()));
+  const auto forward = with_memory(device, [&] { return ForwardUndo(trainer_.module().buffers()); });
+  const auto window = with_memory(device, [&] {
+    Archive saved;
+    if (is_open) saved("window", parts_.window.named(trainer_.module()));
+    return saved;
+  });
   bool begins = true;
   const auto run = [&](std::int64_t first, std::int64_t last) {
-    batch_.part(from + first, from + last, [&](const AnyBatch& part) {
-      trainer_.micro_batch(part, begins, /*may_close=*/from + last == to);
-    });
+    batch_.part(from + first, from + last,
+                [&](const AnyBatch& part) { trainer_.micro_batch(part, begins, /*may_close=*/from + last == to); });
     begins = false;
   };
   const auto undo = [&] {
@@ -61,7 +65,7 @@ GRADACCUM_INLINE void FittedBatch::run_window(std::int64_t from, std::int64_t to
   const auto gradients = is_open ? parts_.window.bytes() : 0;
   if (from == to) return run(0, 0);
   parts_.memory->fitter.run({parts_.memory->budget, parts_.memory->min_rows},
-                            {batch_.kind(), to - from, trainer_.device(), gradients, run, undo});
+                            {batch_.kind(), to - from, device, gradients, run, undo});
 }
 
 }  // namespace gradaccum::detail

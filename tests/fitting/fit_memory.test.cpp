@@ -1,0 +1,626 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/amp_scaler.hpp>
+#include <gradaccum/autocast.hpp>
+#include <gradaccum/data/length_buckets.hpp>
+#include <gradaccum/data/tensor_batches.hpp>
+#include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/memory_meter.hpp>
+#include <gradaccum/optim/adamw.hpp>
+#include <gradaccum/policies/data_parallel.hpp>
+#include <gradaccum/policies/save_state.hpp>
+#include <gradaccum/trainer.hpp>
+#include <gradaccum/training_state.hpp>
+
+#include "fitting/failing_allocator.hpp"
+#include "support/files.hpp"
+#include "support/outcome.hpp"
+#include "support/ranks.hpp"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <filesystem>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace ga = gradaccum;
+using namespace testing;
+
+namespace {
+
+using ga::data::Batch;
+using Rows = std::vector<std::int64_t>;
+
+/// Networks whose forward pass moves something: random numbers, statistics; in float64, but for one.
+torch::nn::Sequential network(const std::string& kind) {
+  torch::manual_seed(1);
+  torch::nn::Sequential net(torch::nn::Linear(6, 32), torch::nn::Tanh());
+  if (kind == "dropout") net->push_back(torch::nn::Dropout(0.4));
+  if (kind == "norm") net->push_back(torch::nn::BatchNorm1d(32));
+  net->push_back(torch::nn::Linear(32, 3));
+  net->to(kind == "float" ? torch::kFloat : torch::kDouble);
+  return net;
+}
+
+std::vector<Batch> batches_of(const Rows& sizes, at::ScalarType dtype = torch::kDouble) {
+  torch::manual_seed(2);
+  std::vector<Batch> all;
+  for (const auto rows : sizes) all.push_back({torch::randn({rows, 6}, dtype), torch::randn({rows, 3}, dtype)});
+  return all;
+}
+
+at::Tensor objective(torch::nn::Sequential& net, const Batch& batch) {
+  return torch::mse_loss(net->forward(batch.data), batch.target);
+}
+
+/// The same batches, cut by hand.
+std::vector<Batch> cut(const Batch& batch, const Rows& rows) {
+  std::vector<Batch> parts;
+  std::int64_t from = 0;
+  for (const auto count : rows) {
+    parts.push_back({batch.data.narrow(0, from, count), batch.target.narrow(0, from, count)});
+    from += count;
+  }
+  REQUIRE(from == batch.data.size(0));
+  return parts;
+}
+
+/// All that training leaves behind.
+struct Trained {
+  std::vector<at::Tensor> tensors;
+  std::vector<Rows> rows;  // of each micro-batch, by update
+};
+std::vector<at::Tensor> left_by(torch::nn::Sequential& net) {
+  auto all = copies(net->parameters());
+  for (auto& buffer : net->buffers()) all.push_back(buffer.clone());
+  all.push_back(random_state());
+  return all;
+}
+
+/// A loop of one's own.
+Trained fitted(
+    const std::string& kind, const std::vector<Batch>& batches, ga::FitMemory memory,
+    const std::function<void(std::size_t)>& before = [](std::size_t) {}) {
+  auto net = network(kind);
+  torch::optim::Adam adam(net->parameters(), 0.01);
+  ga::GradAccumulator optimizer(adam);
+  Trained trained;
+  torch::manual_seed(3);
+  for (std::size_t i = 0; i < batches.size(); ++i) {
+    before(i);
+    auto batch = batches[i];
+    memory.backward(optimizer, net, batch, objective);
+    optimizer.clip_grad_norm_(0.5);
+    CHECK(optimizer.step());
+    optimizer.zero_grad();
+    trained.rows.push_back(memory.plan().last_rows);
+  }
+  trained.tensors = left_by(net);
+  return trained;
+}
+
+/// The same with micro-batches of these sizes.
+std::vector<at::Tensor> by_hand(const std::string& kind, const std::vector<Batch>& batches,
+                                const std::vector<Rows>& rows) {
+  auto net = network(kind);
+  torch::optim::Adam adam(net->parameters(), 0.01);
+  ga::GradAccumulator optimizer(adam);
+  torch::manual_seed(3);
+  for (std::size_t i = 0; i < batches.size(); ++i) {
+    const auto parts = cut(batches[i], rows[i]);
+    optimizer.set_steps(static_cast<std::int64_t>(parts.size()));
+    for (auto& part : parts) {
+      optimizer.backward(ga::Loss{objective(net, part), part.data.size(0)});
+      optimizer.clip_grad_norm_(0.5);
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  }
+  return left_by(net);
+}
+
+std::vector<Rows> whole(const std::vector<Batch>& batches) {
+  std::vector<Rows> rows;
+  for (auto& batch : batches) rows.push_back({batch.data.size(0)});
+  return rows;
+}
+
+double off(const std::vector<at::Tensor>& got, const std::vector<at::Tensor>& wanted) {
+  double most = 0;
+  for (std::size_t i = 0; i + 1 < got.size(); ++i)  // the last are random numbers
+    most = std::max(most, (got[i] - wanted[i]).abs().max().to(torch::kDouble).item<double>());
+  return most;
+}
+
+}  // namespace
+
+TEST_CASE("FitMemory: an update is that of its micro-batches to the bit, and that of the batch to rounding") {
+  const std::string kind = GENERATE("plain", "dropout", "norm", "float");
+  const std::int64_t kilobytes = GENERATE(8, 16, 64, 10'000);
+  CAPTURE(kind, kilobytes);
+  const auto batches = batches_of({64, 40, 64, 7, 100}, kind == "float" ? torch::kFloat : torch::kDouble);
+  const auto trained = fitted(kind, batches, {.budget = 1024 * kilobytes, .min_rows = 2});
+  CHECK(same_bits(trained.tensors, by_hand(kind, batches, trained.rows)));
+  if (kilobytes < 64) CHECK(trained.rows[4].size() > 2);
+  const auto at_once = by_hand(kind, batches, whole(batches));
+  const bool divided = trained.rows != whole(batches);
+  if (kind == "plain") CHECK(off(trained.tensors, at_once) < 1e-12);
+  if (kind == "norm" && divided) CHECK(off(trained.tensors, at_once) > 1e-6);  // statistics are of micro-batches
+}
+
+TEST_CASE("FitMemory: the peak stays within the budget, and uses it") {
+  auto net = network("plain");
+  torch::optim::Adam adam(net->parameters(), 0.01);
+  ga::GradAccumulator optimizer(adam);
+  auto batch = batches_of({200}).front();
+  std::int64_t least = 0;
+  for (std::int64_t budget = 7 * 1024; budget < 90 * 1024; budget += 4096) {
+    CAPTURE(budget);
+    ga::FitMemory memory{.budget = budget};
+    for (int update = 0; update < 3; ++update) {
+      const ga::MemoryMeter meter;
+      memory.backward(optimizer, net, batch, objective);
+      CHECK(meter.peak_bytes() <= budget + 256);  // and the numbers that the loop keeps
+      if (update == 2 && memory.plan().layouts.front().rows < 200) CHECK(meter.peak_bytes() >= budget * 9 / 10);
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    const auto& layout = memory.plan().layouts.front();
+    CHECK(layout.rows >= least);
+    CHECK(layout.measured_bytes <= budget);
+    CHECK(std::abs(layout.predicted_bytes - layout.measured_bytes) < budget / 10);
+    CHECK(memory.plan().replays <= 1);
+    least = layout.rows;
+  }
+  CHECK(least > 100);
+}
+
+TEST_CASE("FitMemory: a failure at any allocation of a window is undone") {
+  const std::string kind = GENERATE("dropout", "norm");
+  CAPTURE(kind);
+  const auto batches = batches_of({16, 16});
+  int failures = 0;
+  for (std::int64_t at = 0;; ++at) {
+    CAPTURE(at);
+    ga::FitMemory memory{.budget = ga::GiB, .min_rows = 2};
+    auto net = network(kind);
+    torch::optim::Adam adam(net->parameters(), 0.01);
+    ga::GradAccumulator optimizer(adam);
+    torch::manual_seed(3);
+    std::vector<Rows> rows;
+    double loss = 0;
+    bool failed = false;
+    for (std::size_t i = 0; i < batches.size(); ++i) {
+      auto batch = batches[i];
+      {
+        FailingAllocatorScope allocator(i == 1 ? at : -1);
+        loss = memory.backward(optimizer, net, batch, objective).mean.item<double>();
+        failed = allocator.failed();
+      }
+      optimizer.clip_grad_norm_(0.5);
+      optimizer.step();
+      optimizer.zero_grad();
+      rows.push_back(memory.plan().last_rows);
+    }
+    REQUIRE(same_bits(left_by(net), by_hand(kind, batches, rows)));
+    REQUIRE(memory.plan().replays <= failed);  // not where copies were tried once more
+    REQUIRE(loss > 0);
+    if (!failed) break;
+    failures += memory.plan().replays > 0;
+  }
+  CHECK(failures > 15);
+}
+
+TEST_CASE("FitMemory: to begin again without undoing would be seen") {
+  const auto batches = batches_of({16, 16});
+  auto net = network("dropout");
+  torch::optim::Adam adam(net->parameters(), 0.01);
+  ga::GradAccumulator optimizer(adam, {.steps = 2});
+  torch::manual_seed(3);
+  for (std::size_t i = 0; i < batches.size(); ++i) {
+    if (i == 1) static_cast<void>(objective(net, batches[i]));  // as if it had run out of memory after this
+    for (auto& part : cut(batches[i], {8, 8})) {
+      optimizer.backward(ga::Loss{objective(net, part), 8});
+      optimizer.clip_grad_norm_(0.5);
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  }
+  CHECK(off(left_by(net), by_hand("dropout", batches, {{8, 8}, {8, 8}})) > 1e-6);
+}
+
+TEST_CASE("FitMemory: where memory is not known, what runs out of it says how many rows fit") {
+  auto net = network("plain");
+  torch::optim::SGD sgd(net->parameters(), 0.01);
+  ga::GradAccumulator optimizer(sgd);
+  auto batch = batches_of({300}).front();
+  ga::FitMemory memory;  // all that the machine has
+  const FailingAllocatorScope allocator(-1, /*most=*/32 * 8 * 100);
+  for (int update = 0; update < 4; ++update) {
+    memory.backward(optimizer, net, batch, objective);
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  CHECK(memory.plan().layouts.front().rows <= 100);
+  CHECK(memory.plan().layouts.front().rows >= 50);
+  CHECK(memory.plan().replays > 0);
+  CHECK(memory.plan().budget > 0);
+}
+
+TEST_CASE("FitMemory: what not even the least micro-batch fits is refused, and nothing has changed") {
+  auto net = network("dropout");
+  torch::optim::SGD sgd(net->parameters(), 0.01);
+  ga::GradAccumulator optimizer(sgd);
+  auto batch = batches_of({10}).front();
+  const auto before = left_by(net);
+  const auto run = [&](ga::FitMemory memory) {
+    memory.backward(optimizer, net, batch, objective);
+    optimizer.discard();
+  };
+  const auto error = error_of([&] { run({.budget = 1000}); });
+  CAPTURE(error);
+  CHECK(contains(error, "FitMemory: the budget must be at least "));
+  CHECK(contains(error, "which 1 row(s) of Double [*, 6], Double [*, 3] and the gradients took, got 1000"));
+  CHECK(same_bits(left_by(net), before));
+  CHECK(optimizer.micro_steps() == 0);
+  const auto least = std::stoll(error.substr(std::string("FitMemory: the budget must be at least ").size()));
+  CHECK(contains(error_of([&] { run({.budget = least - 1}); }), "must be at least " + std::to_string(least)));
+  CHECK(error_of([&] { run({.budget = least}); }).empty());
+
+  const FailingAllocatorScope allocator(-1, /*most=*/100);
+  const auto out = error_of([&] { run({.budget = ga::GiB}); });
+  CAPTURE(out);
+  CHECK(contains(out, "FitMemory: 1 row(s) of Double [*, 6], Double [*, 3] ran out of memory twice"));
+  CHECK(contains(out, "can't allocate memory"));
+  CHECK_THROWS_AS(run({.budget = ga::GiB}), c10::OutOfMemoryError);
+}
+
+TEST_CASE("FitMemory: other exceptions come out") {
+  auto net = network("plain");
+  torch::optim::SGD sgd(net->parameters(), 0.01);
+  ga::GradAccumulator optimizer(sgd);
+  auto batch = batches_of({10}).front();
+  ga::FitMemory memory{.budget = ga::GiB};
+  CHECK(error_of([&] {
+          memory.backward(optimizer, net, batch, [](auto&, auto&) -> at::Tensor { throw std::runtime_error("mine"); });
+        }) == "mine");
+  optimizer.discard();
+  memory.backward(optimizer, net, batch, objective);
+  CHECK(contains(error_of([&] { memory.backward(optimizer, net, batch, objective); }), "must begin a window"));
+  optimizer.discard();
+  Batch empty{torch::zeros({0, 6}), torch::zeros({0, 3})};
+  CHECK(contains(error_of([&] { memory.backward(optimizer, net, empty, objective); }), "the batch must have rows"));
+  Batch uneven{torch::zeros({4, 6}), torch::zeros({3, 3})};
+  CHECK(contains(error_of([&] { memory.backward(optimizer, net, uneven, objective); }),
+                 "must have as many rows each, got 4 and 3"));
+  CHECK(contains(error_of([&] {
+                   ga::FitMemory wrong{.budget = -1};
+                   wrong.backward(optimizer, net, batch, objective);
+                 }),
+                 "budget must be > 0, got -1"));
+  ga::optim::AdamW adamw(net->parameters(), 0.1);
+  ga::GradAccumulator inside(adamw, {.in_backward = true});
+  CHECK(contains(error_of([&] { memory.backward(inside, net, batch, objective); }), "must not go with in_backward"));
+  CHECK(contains(error_of([&] { ga::Trainer(net, adamw, objective, ga::FitMemory{}, ga::OptimizerInBackward{}); }),
+                 "must not go with OptimizerInBackward"));
+}
+
+TEST_CASE("FitMemory: nothing is kept over a thousand replays") {
+  auto net = network("norm");
+  torch::optim::SGD sgd(net->parameters(), 0.001);
+  ga::GradAccumulator optimizer(sgd);
+  auto batch = batches_of({16}).front();
+  ga::FitMemory memory{.budget = ga::GiB, .min_rows = 2};
+  std::int64_t kept = 0;
+  const ga::MemoryMeter meter;
+  for (int i = 0; i < 1000; ++i) {
+    {
+      const FailingAllocatorScope allocator(i % 40);
+      memory.backward(optimizer, net, batch, objective);
+    }
+    optimizer.step();
+    optimizer.zero_grad();
+    if (i == 99) kept = meter.live_bytes();
+  }
+  CHECK(memory.plan().replays > 700);
+  CHECK(meter.live_bytes() == kept);
+  CHECK(memory.plan().layouts.size() == 1);
+}
+
+namespace {
+
+/// A Trainer with these policies, on batches as they are, or cut by hand.
+template <class... Policies>
+Trained by_trainer(const std::string& kind, const std::vector<Batch>& batches, const ga::FitOptions& options,
+                   Policies... policies) {
+  auto net = network(kind);
+  ga::optim::AdamW adamw(net->parameters(), 0.01);
+  Trained trained;
+  Rows rows;
+  const auto counted = [&](auto& model, auto& batch) {
+    rows.push_back(batch.data.size(0));
+    return objective(model, batch);
+  };
+  torch::manual_seed(3);
+  ga::Trainer trainer(net, adamw, counted, std::move(policies)..., ga::ClipNorm{.max = 0.5}, [&](const ga::Step& step) {
+    trained.rows.push_back(rows);
+    rows.clear();
+    trained.tensors.push_back(step.loss);
+    trained.tensors.push_back(step.grad_norm);
+    CHECK(step.micro_batches == static_cast<std::int64_t>(trained.rows.back().size()));
+  });
+  trainer.fit(batches, options);
+  for (auto& tensor : left_by(net)) trained.tensors.push_back(tensor);
+  return trained;
+}
+
+}  // namespace
+
+TEST_CASE("FitMemory: a Trainer makes the updates that Accumulate says, whatever fits") {
+  const std::string kind = GENERATE("plain", "dropout");
+  const std::int64_t budget = GENERATE(8, 14, 40) * 1024;
+  CAPTURE(kind, budget);
+  const auto batches = batches_of({48, 48, 20, 48, 30});
+  const auto check = [&](ga::Accumulate accumulate, const std::vector<Rows>& updates) {
+    const auto trained = by_trainer(kind, batches, {.epochs = 2}, accumulate, ga::FitMemory{.budget = budget});
+    std::vector<Batch> parts;
+    std::vector<std::int64_t> sums;
+    std::vector<std::int64_t> counts;
+    for (auto& rows : trained.rows) {
+      std::int64_t sum = 0;
+      for (const auto count : rows) sum += count;
+      sums.push_back(sum);
+      counts.push_back(static_cast<std::int64_t>(rows.size()));
+    }
+    std::vector<std::int64_t> wanted;
+    for (int epoch = 0; epoch < 2; ++epoch)
+      for (auto& update : updates) {
+        std::int64_t sum = 0;
+        for (const auto rows : update) sum += rows;
+        wanted.push_back(sum);
+      }
+    CHECK(sums == wanted);
+
+    // The same rows, one after the other, cut as these were; windows by samples.
+    const auto all = Batch{
+        torch::cat({batches[0].data, batches[1].data, batches[2].data, batches[3].data, batches[4].data}),
+        torch::cat({batches[0].target, batches[1].target, batches[2].target, batches[3].target, batches[4].target})};
+    Rows flat;
+    for (auto& rows : trained.rows) flat.insert(flat.end(), rows.begin(), rows.end());
+    const Batch twice{torch::cat({all.data, all.data}), torch::cat({all.target, all.target})};
+    const auto pieces = cut(twice, flat);
+    auto net = network(kind);
+    ga::optim::AdamW adamw(net->parameters(), 0.01);
+    ga::GradAccumulator optimizer(adamw);
+    torch::manual_seed(3);
+    std::size_t piece = 0;
+    for (const auto count : counts) {
+      optimizer.set_steps(count);
+      for (std::int64_t i = 0; i < count; ++i, ++piece) {
+        optimizer.clip_grad_norm_(0.5);
+        optimizer.backward(ga::Loss{objective(net, pieces[piece]), pieces[piece].data.size(0)});
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    }
+    const auto left = left_by(net);
+    const std::vector<at::Tensor> last(trained.tensors.end() - static_cast<std::ptrdiff_t>(left.size()),
+                                       trained.tensors.end());
+    CHECK(same_bits(last, left));
+    if (kind == "plain") {
+      const auto at_once = by_trainer(kind, batches, {.epochs = 2}, accumulate, ga::FitMemory{.budget = ga::GiB});
+      CHECK(off(last, {at_once.tensors.end() - static_cast<std::ptrdiff_t>(left.size()), at_once.tensors.end()}) <
+            1e-12);
+    }
+  };
+  check({}, {{48}, {48}, {20}, {48}, {30}});
+  check({.steps = 2}, {{48, 48}, {20, 48}, {30}});
+  check({.batch_size = 32}, {{32}, {16, 16}, {32}, {20, 12}, {32}, {4, 28}, {2}});
+}
+
+TEST_CASE("FitMemory: a Trainer takes back a part of an open window alone") {
+  const auto batches = batches_of({16, 16});
+  const auto run = [&](std::int64_t fails_at, bool& failed) {
+    auto net = network("dropout");
+    torch::optim::SGD sgd(net->parameters(), 0.01);
+    std::vector<Rows> rows;
+    ga::Trainer trainer(net, sgd, objective, ga::Accumulate{.steps = 2},
+                        ga::FitMemory{.budget = ga::GiB, .min_rows = 2});
+    torch::manual_seed(3);
+    trainer.step(batches[0]);
+    rows.push_back(trainer.policy<ga::FitMemory>().plan().last_rows);
+    {
+      const FailingAllocatorScope allocator(fails_at);
+      trainer.step(batches[1]);
+      failed = allocator.failed();
+    }
+    rows.push_back(trainer.policy<ga::FitMemory>().plan().last_rows);
+    CHECK(trainer.updates() == 1);
+
+    auto other = network("dropout");
+    torch::optim::SGD other_sgd(other->parameters(), 0.01);
+    ga::GradAccumulator optimizer(other_sgd, {.steps = static_cast<std::int64_t>(rows[0].size() + rows[1].size())});
+    torch::manual_seed(3);
+    for (std::size_t i = 0; i < 2; ++i)
+      for (auto& part : cut(batches[i], rows[i])) {
+        optimizer.backward(ga::Loss{objective(other, part), part.data.size(0)});
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    return same_bits(left_by(net), left_by(other));
+  };
+  bool failed = true;
+  int failures = 0;
+  for (std::int64_t at = 0; failed && at < 60; ++at) {
+    CAPTURE(at);
+    bool same = true;
+    const auto error = error_of([&] { same = run(at, failed); });
+    CHECK(same);
+    failures += failed && error.empty();
+    if (error.empty()) continue;
+    CHECK(contains(error, "can't allocate"));  // in the optimizer's step
+    failed = true;
+  }
+  CHECK(failures > 15);
+}
+
+TEST_CASE("FitMemory: with float16, its loss scale and an average of weights") {
+  const auto batches = batches_of({48, 48, 48}, torch::kFloat);
+  std::size_t parts = 0;
+  const auto train = [&](std::int64_t budget) {
+    auto net = network("float");
+    ga::optim::AdamW adamw(net->parameters(), 0.01);
+    ga::Trainer trainer(net, adamw, objective, ga::MixedPrecision{torch::kHalf}, ga::Ema{.decay = 0.5},
+                        ga::FitMemory{.budget = budget});
+    trainer.fit(batches, {.epochs = 2});
+    trainer.policy<ga::Ema>().swap(net);
+    parts = trainer.policy<ga::FitMemory>().plan().last_rows.size();
+    return copies(net->parameters());
+  };
+  const auto divided = train(7 * 1024);
+  CHECK(parts > 1);
+  const auto at_once = train(ga::GiB);
+  CHECK(off(divided, at_once) < 2e-2);
+  CHECK_FALSE(same_bits(divided, at_once));
+}
+
+TEST_CASE("FitMemory: evaluation takes as many rows at once as training") {
+  const auto batches = batches_of({64, 64});
+  auto net = network("plain");
+  torch::optim::SGD sgd(net->parameters(), 0.01);
+  std::int64_t most = 0;
+  const auto counted = [&](auto& model, auto& batch) {
+    most = std::max(most, batch.data.size(0));
+    return objective(model, batch);
+  };
+  ga::Trainer trainer(net, sgd, counted, ga::FitMemory{.budget = 10 * 1024});
+  trainer.fit(batches);
+  const auto limit = trainer.policy<ga::FitMemory>().plan().layouts.front().rows;
+  most = 0;
+  const auto loss = trainer.evaluate(batches)["loss"];
+  CHECK(most <= limit);
+  const torch::NoGradGuard no_grad;
+  const auto wanted = (objective(net, batches[0]) + objective(net, batches[1])) / 2;
+  CHECK(loss == Approx(wanted.item<double>()));
+}
+
+TEST_CASE("FitMemory: ranks may divide their batches otherwise") {
+  const auto batches = batches_of({48, 48, 48, 48});
+  auto one = network("plain");
+  torch::optim::SGD sgd(one->parameters(), 0.1);
+  ga::Trainer(one, sgd, objective, ga::Accumulate{.steps = 2}).fit(batches);
+
+  std::vector<torch::nn::Sequential> nets{network("plain"), network("plain")};
+  std::vector<std::size_t> parts(2);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    const auto rank = static_cast<std::size_t>(group.rank());
+    torch::optim::SGD of_rank(nets[rank]->parameters(), 0.1);
+    ga::Trainer trainer(nets[rank], of_rank, objective, ga::DataParallel{.group = group},
+                        ga::FitMemory{.budget = (rank == 0 ? 9 : 20) * 1024});
+    trainer.fit(std::vector<Batch>{batches[rank], batches[rank + 2]});
+    parts[rank] = trainer.policy<ga::FitMemory>().plan().last_rows.size();
+  });
+  CHECK(parts[0] > parts[1]);
+  for (auto& net : nets) CHECK(off(copies(net->parameters()), copies(one->parameters())) < 1e-12);
+}
+
+TEST_CASE("FitMemory: a training that goes on has its plan, to the bit") {
+  const testing::Directory directory;
+  const auto batches = batches_of({48, 20, 48, 48});
+  const auto train = [&](std::int64_t budget, std::int64_t ends_at, bool resumes) {
+    auto net = network("dropout");
+    ga::optim::AdamW adamw(net->parameters(), 0.01);
+    ga::Trainer trainer(net, adamw, objective, ga::FitMemory{.budget = budget},
+                        ga::SaveState{.directory = directory / "states", .every_updates = 2},
+                        [&](const ga::Step& step) {
+                          if (step.update == ends_at) throw std::runtime_error("the end");
+                        });
+    torch::manual_seed(3);
+    trainer.fit(batches, {.epochs = 2, .resume = resumes ? (directory / "states").string() : ""});
+    return std::pair(left_by(net), trainer.policy<ga::FitMemory>().plan().last_rows);
+  };
+  const auto whole = train(10 * 1024, 0, false);
+  std::filesystem::remove_all(directory / "states");
+  CHECK(error_of([&] { train(10 * 1024, 3, false); }) == "the end");
+  CHECK(contains(error_of([&] { train(11 * 1024, 0, true); }), "fit_memory.budget"));
+  const auto resumed = train(10 * 1024, 0, true);
+  CHECK(same_bits(resumed.first, whole.first));
+  CHECK(resumed.second == whole.second);
+}
+
+namespace mine {
+
+/// A batch that nobody but its author can divide.
+struct Points {
+  at::Tensor points;
+  std::string name;
+};
+Points slice(const Points& batch, std::int64_t from, std::int64_t to) {
+  return {batch.points.slice(0, from, to), batch.name};
+}
+std::int64_t batch_size(const Points& batch) { return batch.points.size(0); }
+
+struct Whole {
+  at::Tensor points;
+};
+
+}  // namespace mine
+
+TEST_CASE("FitMemory: batches of any kind") {
+  auto net = network("plain");
+  torch::optim::SGD sgd(net->parameters(), 0.01);
+  ga::GradAccumulator optimizer(sgd);
+  const auto x = torch::randn({60, 6}, torch::kDouble);
+  const auto parts_of = [&](auto batch, auto loss) {
+    ga::FitMemory memory{.budget = 9 * 1024};
+    const auto total = memory.backward(optimizer, net, batch, loss);
+    CHECK(total.items == 60);
+    optimizer.discard();
+    return memory.plan().last_rows.size();
+  };
+  const auto of = [](auto& model, const at::Tensor& rows) { return model->forward(rows).square().mean(); };
+  CHECK(parts_of(x, of) > 2);
+  CHECK(parts_of(std::tuple(x, x), [&](auto& m, auto& b) { return of(m, std::get<1>(b)); }) > 2);
+  CHECK(parts_of(std::pair(x, x), [&](auto& m, auto& b) { return of(m, b.second); }) > 2);
+  CHECK(parts_of(torch::data::Example<>(x, x), [&](auto& m, auto& b) { return of(m, b.data); }) > 2);
+  CHECK(parts_of(mine::Points{x, "p"}, [&](auto& m, auto& b) { return of(m, b.points); }) > 2);
+  CHECK(parts_of(x.unbind(0), [&](auto& m, auto& b) { return of(m, torch::stack(b)); }) > 2);
+  CHECK(contains(error_of([&] { parts_of(mine::Whole{x}, [&](auto& m, auto& b) { return of(m, b.points); }); }),
+                 "FitMemory: a batch must be one that can be divided"));
+
+  std::vector<at::Tensor> sequences;
+  for (std::int64_t i = 0; i < 60; ++i) sequences.push_back(torch::randint(9, {1 + i % 13}));
+  ga::data::LengthBuckets buckets(sequences, torch::randn({60, 3}, torch::kDouble), {.batch_size = 60});
+  auto embedding = torch::nn::Embedding(9, 6);
+  embedding->to(torch::kDouble);
+  for (auto& batch : buckets)
+    CHECK(parts_of(batch, [&](auto& m, auto& b) {
+            return torch::mse_loss(m->forward(embedding(b.data).mean(1)), b.target);
+          }) > 2);
+}
+
+TEST_CASE("FitMemory: rows with fewer elements begin with what larger ones may have") {
+  auto net = network("plain");
+  torch::optim::SGD sgd(net->parameters(), 0.01);
+  ga::GradAccumulator optimizer(sgd);
+  ga::FitMemory memory{.budget = 40 * 1024};
+  const auto rows_of = [&](std::int64_t length) {
+    auto x = torch::randn({200, length, 6}, torch::kDouble);
+    memory.backward(optimizer, net, x, [](auto& m, auto& b) { return m->forward(b).square().mean(); });
+    optimizer.discard();
+    return memory.plan().last_rows;
+  };
+  const auto eight = rows_of(8);
+  CHECK(eight.front() == 1);
+  const auto four = rows_of(4);
+  CHECK(four.front() == eight[eight.size() - 2]);
+  CHECK(four[four.size() - 2] > four.front());
+  CHECK(rows_of(9).front() == 1);
+  CHECK(rows_of(8).front() == eight[eight.size() - 2]);
+  CHECK(memory.plan().layouts.size() == 3);
+}
