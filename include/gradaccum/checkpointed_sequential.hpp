@@ -40,6 +40,10 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
 
   at::Tensor forward(const at::Tensor& input);
 
+  /// From the next forward pass on; 0: everything is kept. `FitMemory` does this.
+  void set_memory_budget(std::int64_t bytes);
+  const CheckpointedSequentialOptions& options() const;
+
   /// What the latest forward pass did. With a budget there is no plan before the first, which measures the stages.
   CheckpointPlan plan() const;
 

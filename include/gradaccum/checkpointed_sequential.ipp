@@ -64,6 +64,14 @@ class CheckpointedChain {
   const torch::nn::Sequential& sequential() const { return sequential_; }
   const CheckpointedSequentialOptions& options() const { return options_; }
 
+  void set_memory_budget(std::int64_t bytes) {
+    TORCH_CHECK(options_.segments == 0, "CheckpointedSequential: it has segments, and memory_budget is another way");
+    TORCH_CHECK(bytes >= 0, "CheckpointedSequential: memory_budget must be >= 0 bytes, got ", bytes);
+    options_.memory_budget = bytes;
+    planned_.reset();
+    if (bytes > 0) planned_.emplace(Stages(sequential_->begin(), sequential_->end()), bytes, options_.checkpoint);
+  }
+
   at::Tensor operator()(const at::Tensor& input) {
     if (!planned_ || !at::GradMode::is_enabled()) return (*segments_)(input);
     // Autocast would keep casts of all parameters until its scope ends; like this they are part of a stage.
@@ -103,6 +111,13 @@ GRADACCUM_INLINE CheckpointedSequentialImpl::CheckpointedSequentialImpl(torch::n
 GRADACCUM_INLINE CheckpointedSequentialImpl::~CheckpointedSequentialImpl() = default;
 
 GRADACCUM_INLINE at::Tensor CheckpointedSequentialImpl::forward(const at::Tensor& input) { return (*chain_)(input); }
+
+GRADACCUM_INLINE void CheckpointedSequentialImpl::set_memory_budget(std::int64_t bytes) {
+  chain_->set_memory_budget(bytes);
+}
+GRADACCUM_INLINE const CheckpointedSequentialOptions& CheckpointedSequentialImpl::options() const {
+  return chain_->options();
+}
 
 GRADACCUM_INLINE CheckpointPlan CheckpointedSequentialImpl::plan() const { return chain_->plan(); }
 

@@ -52,6 +52,7 @@
 #include <gradaccum/detail/data/padded_sequences.ipp>
 #include <gradaccum/detail/data/rows.ipp>
 #include <gradaccum/detail/fitting/available_memory.ipp>
+#include <gradaccum/detail/fitting/checkpoint_search.ipp>
 #include <gradaccum/detail/fitting/memory_fitter.ipp>
 #include <gradaccum/detail/fitting/out_of_memory.ipp>
 #include <gradaccum/detail/fitting/row_kind.ipp>

@@ -23,6 +23,7 @@ struct MemoryPlan {
   std::vector<Layout> layouts;          ///< in the order that they were met
   std::int64_t budget = 0;              ///< given, or found; 0: nobody tells how much there is
   std::int64_t gradient_bytes = 0;      ///< of the budget, held from a micro-batch to the next
+  std::int64_t checkpoint_budget = 0;   ///< of the budget, what `CheckpointedSequential` parts keep; 0: all they need
   std::vector<std::int64_t> last_rows;  ///< of each micro-batch of the last batch
   std::int64_t replays = 0;             ///< how often a batch was begun again with fewer rows
 };

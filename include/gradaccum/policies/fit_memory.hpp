@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
+#include <gradaccum/checkpointed_sequential.hpp>
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/fitting/memory_fitter.hpp>
 #include <gradaccum/detail/trainer/any_batches.hpp>
@@ -16,6 +17,7 @@
 #include <cstdint>
 #include <functional>
 #include <string_view>
+#include <vector>
 
 namespace gradaccum {
 
@@ -44,6 +46,10 @@ class Accumulator;
 /// with fewer rows, from the gradients, random numbers and buffers that it began with. So an objective may run again
 /// for the same rows: what it writes to elsewhere is not taken back.
 ///
+/// Where parts of the model are a `CheckpointedSequential` with a memory_budget, that is chosen, too: everything is
+/// kept, or the parts have three quarters of the budget and twice, four times … the rows go at once, whichever takes
+/// the least time a row. Each that is tried is training as well. Where not even `min_rows` fit, checkpoints make room.
+///
 /// Batches: a Tensor, a pair or tuple of them, two tensors `data` and `target`, `ga::data`'s, a vector of samples; or a
 /// class with a function `slice(batch, from, to)` beside it, and `batch_size(batch)`.
 ///
@@ -60,8 +66,9 @@ struct FitMemory {
   static constexpr std::string_view name = "fit_memory";
 
   std::int64_t budget = 0;  ///< bytes of activations and gradients, as a MemoryMeter counts them; 0: all that there is
-  std::int64_t min_rows = 1;         ///< of a micro-batch; BatchNorm needs 2
-  detail::MemoryFitter fitter = {};  ///< not an option
+  std::int64_t min_rows = 1;                              ///< of a micro-batch; BatchNorm needs 2
+  std::vector<CheckpointedSequential> checkpointed = {};  ///< parts that are no modules of the model; see above
+  detail::MemoryFitter fitter = {};                       ///< not an option
 
   const MemoryPlan& plan() const { return fitter.plan(); }
 

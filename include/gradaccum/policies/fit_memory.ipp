@@ -18,7 +18,10 @@
 
 namespace gradaccum {
 
-GRADACCUM_INLINE void FitMemory::attach(TrainerBase& trainer) { trainer.set_memory(this); }
+GRADACCUM_INLINE void FitMemory::attach(TrainerBase& trainer) {
+  trainer.set_memory(this);
+  trainer.when_built([this, &trainer] { fitter.find_parts(trainer.module(), checkpointed); });
+}
 
 GRADACCUM_INLINE void FitMemory::state(Archive& archive) {
   archive.setting("budget", budget);
@@ -46,6 +49,7 @@ GRADACCUM_INLINE Loss FitMemory::backward(Accumulator& optimizer, torch::nn::Mod
   const auto rows = batch.rows();
   TORCH_CHECK(rows > 0, "FitMemory: the batch must have rows");
   optimizer.follow();
+  fitter.find_parts(module, checkpointed);
   const auto parameters = window.optimizer().parameters();
   const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters.front().device();
   const auto forward = detail::with_memory(device, [&] { return detail::ForwardUndo(module.buffers()); });

@@ -101,8 +101,8 @@ GRADACCUM_INLINE std::shared_ptr<const PlannedChain::Planned> PlannedChain::make
   const auto stages = std::make_shared<Stages>(merged(stages_, input));
   const auto costs = costs_of(*stages, input, options_);
   const auto least = least_memory(costs);
-  TORCH_CHECK(budget_ >= least, "CheckpointedSequential: memory_budget must be at least ", least,
-              " bytes for an input that is ", TensorTraits(input), ", got ", budget_);
+  TORCH_CHECK_WITH(OutOfMemoryError, budget_ >= least, "CheckpointedSequential: memory_budget must be at least ", least,
+                   " bytes for an input that is ", TensorTraits(input), ", got ", budget_);
   const auto schedule = std::make_shared<const Schedule>(fastest_schedule(costs, budget_));
   const auto cost = [&](const Schedule& s) { return CheckpointPlan::Cost{peak_bytes(s, costs), seconds(s, costs)}; };
   return std::make_shared<Planned>(Planned{

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/checkpointed_sequential.hpp>
+#include <gradaccum/detail/fitting/checkpoint_search.hpp>
+#include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/memory_meter.hpp>
+#include <gradaccum/policies/fit_memory.hpp>
+
+#include "support/outcome.hpp"
+
+#include <cstdint>
+#include <vector>
+
+namespace ga = gradaccum;
+namespace inner = gradaccum::detail;
+using namespace testing;
+
+namespace {
+
+torch::nn::Sequential stages(std::int64_t width = 16) {
+  torch::manual_seed(1);
+  torch::nn::Sequential all;
+  for (int i = 0; i < 6; ++i) {
+    all->push_back(torch::nn::Linear(width, width));
+    all->push_back(torch::nn::GELU());
+  }
+  return all;
+}
+
+/// A search of a model with one such part.
+struct Search {
+  ga::CheckpointedSequential part{stages(), ga::CheckpointedSequentialOptions{.memory_budget = 1}};
+  torch::nn::Sequential model{torch::nn::Linear(16, 16)};
+  inner::CheckpointSearch search;
+
+  Search() { search.find_parts(*model, {part}); }
+  /// Three micro-batches.
+  bool took(std::int64_t rows, double seconds_a_row, bool left = true) {
+    bool changed = false;
+    for (const double slower : {1.0, 1.5, 1.2}) {
+      CHECK_FALSE(changed);
+      changed = search.took(rows, seconds_a_row * slower * static_cast<double>(rows), left);
+    }
+    return changed;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("CheckpointSearch: larger micro-batches as long as they are faster") {
+  Search s;
+  CHECK(s.part->options().memory_budget == 0);  // everything is kept
+  CHECK_FALSE(s.search.way().checkpointed);
+  CHECK(s.took(4, 1.0));
+  CHECK(s.search.way().checkpointed);
+  CHECK(s.search.way().most_rows == 8);
+  s.search.share(4000);
+  CHECK(s.part->options().memory_budget == 3000);
+  CHECK(s.took(8, 0.5));
+  CHECK(s.search.way().most_rows == 16);
+  s.search.share(8000);
+  CHECK(s.search.budget() == 3000);  // it is planned for
+  CHECK(s.took(16, 0.6));
+  CHECK(s.search.way().most_rows == 8);  // the best
+  CHECK_FALSE(s.search.searches());
+  CHECK_FALSE(s.took(8, 9.0));
+}
+
+TEST_CASE("CheckpointSearch: everything is kept where that is faster, or the batch fits at once") {
+  Search s;
+  CHECK_FALSE(s.took(4, 1.0, /*left=*/false));
+  CHECK(s.search.searches());
+  CHECK(s.search.took(4, 4.0, /*left=*/true));
+  s.search.share(4000);
+  CHECK(s.took(8, 0.99));
+  CHECK_FALSE(s.search.way().checkpointed);
+  CHECK(s.part->options().memory_budget == 0);
+  CHECK_FALSE(s.search.searches());
+}
+
+TEST_CASE("CheckpointSearch: what fails leaves the other way, if there is one") {
+  Search s;
+  CHECK(s.search.fails());
+  CHECK(s.search.way().checkpointed);
+  CHECK_FALSE(s.search.fails());
+  Search t;
+  t.took(4, 1.0);
+  CHECK(t.search.fails());
+  CHECK_FALSE(t.search.way().checkpointed);
+  CHECK(t.search.fails());
+  inner::CheckpointSearch none;
+  CHECK_FALSE(none.fails());
+  CHECK_FALSE(none.took(1, 1, true));
+}
+
+TEST_CASE("FitMemory: checkpoints make room where not even a row fits, to the bit") {
+  const auto x = torch::randn({24, 40, 16});
+  const auto train = [&](ga::FitMemory memory, bool checkpointed) {
+    auto blocks = stages();
+    ga::CheckpointedSequential net(blocks, ga::CheckpointedSequentialOptions{.memory_budget = ga::GiB});
+    torch::nn::Sequential model(net);
+    auto plain = torch::nn::Sequential(blocks);
+    torch::optim::SGD sgd(model->parameters(), 0.1);
+    ga::GradAccumulator optimizer(sgd);
+    for (int update = 0; update < 4; ++update) {
+      auto batch = x;
+      const ga::MemoryMeter meter;
+      memory.backward(optimizer, model, batch, [](auto& m, auto& rows) { return m->forward(rows).square().mean(); });
+      if (update > 0) CHECK(meter.peak_bytes() <= memory.budget + 256);
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    CHECK((memory.plan().checkpoint_budget > 0) == checkpointed);
+    return std::pair(copies(model->parameters()), memory.plan());
+  };
+  // One row takes 12 activations of 2,560 bytes, and the gradients 6,528.
+  const auto [parameters, plan] = train({.budget = 30 * 1024}, true);
+  CHECK(plan.layouts.front().rows >= 1);
+  CHECK(plan.replays > 0);
+  auto blocks = stages();
+  torch::optim::SGD sgd(blocks->parameters(), 0.1);
+  ga::GradAccumulator optimizer(sgd);
+  for (int update = 0; update < 4; ++update) {
+    blocks->forward(x).square().mean().backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    CHECK((parameters[i] - blocks->parameters()[i]).abs().max().item<float>() < 1e-5);
+  CHECK(contains(error_of([&] { train({.budget = 12 * 1024}, true); }), "FitMemory: "));
+  train({.budget = ga::GiB}, false);
+}
+
+TEST_CASE("CheckpointedSequential: a budget can be changed, and taken away") {
+  ga::CheckpointedSequential net(stages(), ga::CheckpointedSequentialOptions{.memory_budget = 20'000});
+  const auto x = torch::randn({20, 16});
+  net->forward(x).sum().backward();
+  CHECK(net->plan().memory_budget == 20'000);
+  net->set_memory_budget(12'000);
+  net->forward(x).sum().backward();
+  CHECK(net->plan().memory_budget == 12'000);
+  CHECK(net->plan().predicted.peak_bytes <= 12'000);
+  net->set_memory_budget(0);
+  net->forward(x).sum().backward();
+  CHECK_FALSE(net->plan().memory_budget);
+  CHECK_THROWS_AS(
+      [&] {
+        net->set_memory_budget(1);
+        net->forward(x);
+      }(),
+      c10::OutOfMemoryError);
+  REQUIRE_ERROR("memory_budget must be >= 0", net->set_memory_budget(-1));
+  ga::CheckpointedSequential segmented(stages(), ga::CheckpointedSequentialOptions{.segments = 2});
+  REQUIRE_ERROR("it has segments", segmented->set_memory_budget(1));
+}
