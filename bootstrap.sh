@@ -217,7 +217,8 @@ bloom_classifier_options() {
 
 fashion_mnist_options() {
   local data
-  if [[ ! " $* " =~ " --"(accumulate|amp|checkpoint|compare|save) ]]; then options+=(--compare); fi
+  if [[ ! " $* " =~ " --"(accumulate|amp|checkpoint|compare|memory-budget|save) ]]; then options+=(--compare); fi
+  if [[ " $* " == *" --memory-budget"* ]]; then options+=(--batch-size 32768 --epochs 3); fi
   if [[ " $* " == *" --data"* ]]; then return; fi
   data=$(data_directory)
   options+=(--data "$(realpath "$data")")
@@ -306,7 +307,7 @@ bench() {
   fi
   if (( ${#python[@]} > 0 )); then fetch_python_torch; fi
   data=$(unzipped_data_directory) || exit
-  for name in adamw_step memory_saving_step amp_tail tiny_step window embedding trainer checkpoint bloom_classifier; do
+  for name in adamw_step memory_saving_step amp_tail tiny_step window embedding trainer checkpoint fit_memory bloom_classifier; do
     step "Running benchmark_$name"
     "$programs/benchmark_$name" "${arguments[@]}"
   done

@@ -37,7 +37,7 @@ struct Options {
   std::string optimizer = "adam";
   std::string precision = "32";
   std::int64_t segments = 0;        // 0: all activations are kept
-  std::uint64_t memory_budget = 0;  // bytes of activations; 0: no budget
+  std::uint64_t memory_budget = 0;  // bytes of activations and gradients; 0: no budget
   std::int64_t pad_to_multiple_of = 1;
   std::string record_step, compile;  // folders; empty: neither
   std::string save;                  // a folder; empty: nothing is saved
@@ -74,7 +74,9 @@ inline void add_training(CLI::App& app, Options& options) {
   auto* segments = app.add_option("--checkpoint", options.segments,
                                   "segments of blocks that run again in backward, for less memory; 0: none")
                        ->check(CLI::Range(0, 1024));
-  app.add_option("--memory-budget", options.memory_budget, "bytes that activations may take (512MB)")
+  app.add_option("--memory-budget", options.memory_budget,
+                 "bytes that activations and gradients may take (512MB): the reviews of an update, --micro-batch times "
+                 "--accumulate, go in parts that fit")
       ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false))
       ->excludes(segments);
   app.add_option("--pad-to-multiple-of", options.pad_to_multiple_of,

@@ -16,6 +16,7 @@
 #include <gradaccum/process_group.hpp>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace bloom {
 
@@ -36,14 +37,18 @@ struct Lines {
   ga::ProcessGroup group = {};  // whose accuracies are one
   std::function<ga::Evaluation()> validate = {};
   const ga::FitStatus* status = nullptr;
+  std::int64_t shown = -1;    // the last batch that was
   ga::Accuracy trained = {};  // as the model was when it saw each batch
 
   void attach(auto& trainer) { status = &trainer.status(); }
-  void on_epoch_begin(std::int64_t) { trained = {}; }
+  void on_epoch_begin(std::int64_t) {
+    trained = {};
+    shown = -1;
+  }
   void before_backward(ga::Loss& loss) {
     trained.add(loss);
     const auto batch = status->batch - 1;
-    if (batch % every == 0)
+    if (batch % every == 0 && std::exchange(shown, batch) != batch)  // it may come in parts
       say(fmt::format("{} | Batch {:04d}/{:04d} | Loss: {:.4f}", epoch(), batch, status->batches.value_or(0),
                       loss.mean.item<double>()));
   }

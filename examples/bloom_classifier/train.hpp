@@ -2,10 +2,12 @@
 #pragma once
 
 #include <fmt/format.h>
+#include <fmt/ostream.h>
 #include <torch/torch.h>
 
 #include <cstdint>
 #include <gradaccum/policies/data_parallel.hpp>
+#include <gradaccum/policies/fit_memory.hpp>
 #include <gradaccum/policies/save_state.hpp>
 #include <gradaccum/trainer.hpp>
 #include <optional>
@@ -38,15 +40,22 @@ inline std::optional<ga::SaveState> saving(const Options& options) {
   return ga::SaveState{.directory = options.states(), .every_updates = options.save_every, .on_signals = true};
 }
 
+/// A policy, where there is a budget: an update's reviews go in parts that fit, and the blocks keep what is fastest.
+inline std::optional<ga::FitMemory> fitting(ModelFolder& folder, const Options& options) {
+  const auto budget = static_cast<std::int64_t>(options.memory_budget);
+  if (budget == 0) return std::nullopt;
+  folder.model->checkpoint_blocks({.memory_budget = budget});
+  return ga::FitMemory{.budget = budget, .checkpointed = {folder.model->checkpointed_blocks()}};
+}
+
 /// `more`: policies of the caller's own.
 template <class... More>
 Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& options, More... more) {
-  if (options.segments > 0 || options.memory_budget > 0)
-    folder.model->checkpoint_blocks(
-        {.segments = options.segments, .memory_budget = static_cast<std::int64_t>(options.memory_budget)});
+  if (options.segments > 0) folder.model->checkpoint_blocks({.segments = options.segments});
+  const auto steps = options.memory_budget > 0 ? 1 : options.accumulate;
   auto optimizer = make_optimizer(options.optimizer, folder.model->parameters(), options.learning_rate);
-  auto batches = reviews.train.training_batches(options.micro_batch, folder.padding(), options.seed,
-                                                options.pad_to_multiple_of, options.group);
+  auto batches = reviews.train.training_batches(options.micro_batch * options.accumulate / steps, folder.padding(),
+                                                options.seed, options.pad_to_multiple_of, options.group);
   auto validation = reviews.validation.test_batches(4 * options.max_length, folder.padding());
   auto test = reviews.test.test_batches(4 * options.max_length, folder.padding());
 
@@ -58,7 +67,7 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
     return learned(model, batch);
   };
   std::function<ga::Evaluation()> validate;
-  ga::Trainer trainer(folder.model, optimizer, counted, ga::Accumulate{.steps = options.accumulate},
+  ga::Trainer trainer(folder.model, optimizer, counted, ga::Accumulate{.steps = steps}, fitting(folder, options),
                       ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
                       ga::DataParallel{.group = options.group}, ga::Progress{},
                       Lines{.every = options.log_every, .group = options.group, .validate = [&] { return validate(); }},
@@ -68,6 +77,7 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
       batches,
       {.epochs = options.epochs, .resume = options.resume ? options.states() : std::string(), .measure_memory = true});
   print_compiled(learned);
+  if (options.memory_budget > 0) fmt::print("{}", fmt::streamed(trainer.template policy<ga::FitMemory>().plan()));
   if (trained.report.signal != 0) return trained;
   for (auto* count : {&trained.tokens, &trained.padded}) *count = sum(options.group, *count);
   trained.test = trainer.evaluate(test, ga::Accuracy{});

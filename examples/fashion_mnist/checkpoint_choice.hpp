@@ -35,18 +35,20 @@ inline std::optional<double> bytes_of_unit(std::string_view unit) {
 
 }  // namespace detail
 
+/// `12MiB`, `1.5GiB`; none where it is no such text, or less than a byte.
+inline std::optional<std::int64_t> number_of_bytes(std::string_view text) {
+  const auto digits = text.substr(0, std::min(text.find_first_not_of("0123456789."), text.size()));
+  const auto number = detail::number_of<double>(digits), scale = detail::bytes_of_unit(text.substr(digits.size()));
+  const auto bytes = number && scale ? *number * *scale : 0;
+  if (bytes < 1) return std::nullopt;
+  return static_cast<std::int64_t>(std::min(bytes, 0x1p62));
+}
+
 /// What --checkpoint says: a number of segments (`4`), or with a unit a memory budget (`12MiB`, `1.5GiB`).
 inline gradaccum::CheckpointedSequentialOptions checkpoint_choice(const std::string& text) {
-  const auto digits = std::string_view(text).substr(0, std::min(text.find_first_not_of("0123456789."), text.size()));
-  const auto unit = std::string_view(text).substr(digits.size());
-  if (unit.empty()) {
-    const auto segments = detail::number_of<std::int64_t>(digits);
-    if (segments && *segments >= 1) return {.segments = *segments};
-  } else {
-    const auto number = detail::number_of<double>(digits), scale = detail::bytes_of_unit(unit);
-    const auto bytes = number && scale ? *number * *scale : 0;
-    if (bytes >= 1) return {.memory_budget = static_cast<std::int64_t>(std::min(bytes, 0x1p62))};
-  }
+  if (const auto segments = detail::number_of<std::int64_t>(text); segments && *segments >= 1)
+    return {.segments = *segments};
+  if (const auto bytes = number_of_bytes(text)) return {.memory_budget = *bytes};
   throw std::invalid_argument(
       "--checkpoint: must be a number of segments (4) or of bytes, in B, KiB, MiB or GiB (12MiB), at least 1, got '" +
       text + "'");

@@ -13,6 +13,7 @@
 
 #include "compare.hpp"
 #include "compare_checkpoint.hpp"
+#include "compare_memory.hpp"
 #include "dataset.hpp"
 #include "options.hpp"
 #include "train.hpp"
@@ -35,8 +36,9 @@ void print_mkl() {
 gradaccum::ProcessGroup join_others(fashion_mnist::Options& options) {
   const auto group = gradaccum::ProcessGroup::from_environment();
   if (group.world_size() == 1) return group;
-  if (options.compare || options.compare_micro_batches || options.checkpoint)
-    throw std::invalid_argument("--compare, --compare-micro-batches and --checkpoint are for one process");
+  if (options.compare || options.compare_micro_batches || options.checkpoint || options.memory_budget > 0)
+    throw std::invalid_argument(
+        "--compare, --compare-micro-batches, --checkpoint and --memory-budget are for one process");
   if (options.device == "cuda") options.device = group.device().str();
   if (group.rank() != 0 && std::freopen("/dev/null", "w", stdout) == nullptr) throw std::runtime_error("no /dev/null");
   return group;
@@ -54,6 +56,8 @@ int run(fashion_mnist::Options options) {
     print_mkl();
   } else if (options.compare_micro_batches) {
     fashion_mnist::compare_micro_batches(options, dataset);
+  } else if (options.memory_budget > 0) {
+    fashion_mnist::compare_memory(options, dataset);
   } else if (options.checkpoint) {
     fashion_mnist::compare_checkpoint(options, dataset);
   } else {

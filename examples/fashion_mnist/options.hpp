@@ -43,6 +43,7 @@ struct Options {
   std::optional<ga::CheckpointedSequentialOptions> checkpoint = {};
   std::string record_step = {};  // directories; empty: neither
   std::string compile = {};
+  std::int64_t memory_budget = 0;  // bytes; 0: none
   bool compare = false;
   bool compare_micro_batches = false;
 
@@ -137,11 +138,33 @@ inline void add_options(CLI::App& app, Options& options) {
       ->excludes("--record-step")
       ->excludes(checkpoint)
       ->check(not_empty);
+  auto* memory_budget = app.add_option_function<std::string>(
+      "--memory-budget",
+      [&options](const std::string& text) {
+        const auto bytes = number_of_bytes(text);
+        if (!bytes)
+          throw std::invalid_argument(
+              "--memory-budget: must be a number of bytes, in B, KiB, MiB or GiB (12MiB), at least 1, got '" + text +
+              "'");
+        options.memory_budget = *bytes;
+      },
+      "train with --batch-size images an update at once, and in as many parts as these bytes of activations and "
+      "gradients need (12MiB)");
+  memory_budget->type_name("BYTES")
+      ->excludes("--compare")
+      ->excludes("--trainer")
+      ->excludes("--record-step")
+      ->excludes("--compile")
+      ->excludes(save)
+      ->excludes(checkpoint)
+      ->excludes(accumulate)
+      ->excludes(amp);
   app.add_flag("--compare-micro-batches", options.compare_micro_batches,
                "train with micro-batches of 4 x 16 and of 1 x 64, and tell time and memory of both")
       ->excludes("--compare")
       ->excludes("--trainer")
       ->excludes("--batch-size")
+      ->excludes(memory_budget)
       ->excludes(save)
       ->excludes(checkpoint)
       ->excludes(accumulate)

@@ -7,6 +7,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <ostream>
 
 namespace gradaccum {
@@ -17,11 +19,14 @@ GRADACCUM_INLINE std::ostream& operator<<(std::ostream& out, const MemoryPlan& p
       << " of it";
   if (plan.checkpoint_budget > 0) out << ", checkpointed parts " << mib(plan.checkpoint_budget);
   out << '\n';
-  for (auto& layout : plan.layouts) {
+  constexpr std::size_t most = 8;  // sequences have many lengths
+  for (std::size_t i = 0; i < std::min(plan.layouts.size(), most); ++i) {
+    const auto& layout = plan.layouts[i];
     out << layout.batch << ": " << layout.rows << " rows at once, predicted peak " << mib(layout.predicted_bytes);
     if (layout.measured_bytes > 0) out << ", measured " << mib(layout.measured_bytes);
     out << '\n';
   }
+  if (plan.layouts.size() > most) out << "and " << plan.layouts.size() - most << " other layouts\n";
   if (plan.replays > 0) out << plan.replays << " times a batch was begun again with fewer rows\n";
   return out;
 }

@@ -26,6 +26,7 @@
 #include <functional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace ga = gradaccum;
@@ -487,6 +488,44 @@ TEST_CASE("FitMemory: with float16, its loss scale and an average of weights") {
   const auto at_once = train(ga::GiB);
   CHECK(off(divided, at_once) < 2e-2);
   CHECK_FALSE(same_bits(divided, at_once));
+}
+
+namespace {
+
+/// A policy that sees every micro-batch.
+struct Counted {
+  static constexpr std::string_view name = "counted";
+  std::int64_t samples = 0;
+  const ga::Step* window = nullptr;
+  void attach(ga::TrainerBase& trainer) { window = &trainer.window(); }
+  void before_backward(ga::Loss& loss) { samples += static_cast<std::int64_t>(loss.items); }
+  void state(ga::Archive& archive) { archive("samples", samples); }
+};
+
+}  // namespace
+
+TEST_CASE("FitMemory: what policies have seen of a micro-batch that is taken back, they have not seen") {
+  const auto batches = batches_of({16, 16, 16}, torch::kFloat);
+  for (std::int64_t at = 0; at < 30; ++at) {
+    CAPTURE(at);
+    auto net = network("float");
+    torch::optim::SGD sgd(net->parameters(), 0.01);
+    ga::Trainer trainer(net, sgd, objective, ga::Accumulate{.steps = 3},
+                        ga::MixedPrecision{.dtype = torch::kHalf, .scaler = {.init_scale = 8}}, Counted{},
+                        ga::FitMemory{.budget = ga::GiB, .min_rows = 2});
+    trainer.step(batches[0]);
+    {
+      const FailingAllocatorScope allocator(at);
+      trainer.step(batches[1]);
+      CHECK(allocator.failed());
+    }
+    CHECK(trainer.policy<Counted>().samples == 32);
+    CHECK(trainer.window().samples == 32);
+    CHECK(trainer.window().items == 32);
+    CHECK(trainer.window().batches == 2);
+    CHECK(trainer.step(batches[2]));
+    CHECK(trainer.policy<Counted>().samples == 48);
+  }
 }
 
 TEST_CASE("FitMemory: evaluation takes as many rows at once as training") {

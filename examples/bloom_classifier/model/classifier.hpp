@@ -58,6 +58,8 @@ class BloomForSequenceClassificationImpl : public torch::nn::Module {
   /// Blocks run again in backward, for less memory: in so many segments, or within a budget of bytes. The last one, of
   /// which one token a row is computed, keeps little and is not among them: `n_layer` must be 2 or more.
   void checkpoint_blocks(const ga::CheckpointedSequentialOptions& options) { transformer->checkpoint_blocks(options); }
+  /// Those that this made; for `ga::FitMemory`.
+  const ga::CheckpointedSequential& checkpointed_blocks() const { return transformer->checkpointed_blocks(); }
   ga::CheckpointPlan checkpoint_plan() const { return transformer->checkpoint_plan(); }
 
   const BloomConfig& config() const { return config_; }

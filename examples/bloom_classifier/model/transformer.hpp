@@ -48,6 +48,7 @@ class BloomModelImpl : public torch::nn::Module {
   void checkpoint_blocks(const ga::CheckpointedSequentialOptions& options) {
     checkpointed_ = ga::CheckpointedSequential(blocks_, options);
   }
+  const ga::CheckpointedSequential& checkpointed_blocks() const { return checkpointed_; }
   ga::CheckpointPlan checkpoint_plan() const {
     TORCH_CHECK(checkpointed_, "BloomModel: checkpoint_blocks must be called before checkpoint_plan");
     return checkpointed_->plan();

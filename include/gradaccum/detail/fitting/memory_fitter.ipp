@@ -121,7 +121,8 @@ GRADACCUM_INLINE void MemoryFitter::time(const Limits& limits, const DividedBatc
                                          Known& known, std::int64_t bytes) {
   if (!search_.searches() || piece.rows() != plan_.layouts[known.place].rows) return;
   if (piece.rows() < batch.rows && rows_for(known, bytes, limits.min_rows) != piece.rows()) return;
-  search_.took(piece.rows(), piece.seconds, piece.rows() < batch.rows);
+  const auto elements = std::max<std::int64_t>(batch.kind.elements, 1);  // longer rows take longer
+  search_.took(piece.rows(), piece.seconds / static_cast<double>(elements), piece.rows() < batch.rows);
 }
 
 /// False where it ran out of memory.

@@ -41,7 +41,8 @@ constexpr bool are_of_different_kinds() {
 class AnyPolicy {
  public:
   virtual ~AnyPolicy() = default;
-  virtual bool of_processes() const { return false; }  ///< has others_continue
+  virtual bool of_processes() const { return false; }         ///< has others_continue
+  virtual bool sees_micro_batches() const { return false; }  ///< and may have changed in the middle of a window
   virtual void in_fit_scope(Work work) { work(); }
   virtual void in_forward_scope(Work work) { work(); }
   virtual void before_backward(Loss&) {}
@@ -86,6 +87,7 @@ class PolicyOf final : public AnyPolicy {
   }
 
   bool of_processes() const override { return hook::others_continue<P>; }
+  bool sees_micro_batches() const override { return hook::before_backward<P> || hook::after_backward<P>; }
   void in_fit_scope(Work work) override { in_scope<hooks::fit_scope>(work); }
   void in_forward_scope(Work work) override { in_scope<hooks::forward_scope>(work); }
   void before_backward(Loss& loss) override { call<hooks::before_backward>(loss); }

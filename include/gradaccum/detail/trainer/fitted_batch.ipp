@@ -37,16 +37,18 @@ GRADACCUM_INLINE std::int64_t FittedBatch::end_of_window(std::int64_t from) cons
   return std::min(rows_, from + std::max<std::int64_t>(parts_.batch_size - parts_.record.so_far().samples, 1));
 }
 
-/// What micro-batches of a window that is open already have gathered comes back from a copy.
+/// What micro-batches of a window that is open already have gathered comes back from a copy, and so does what policies
+/// keep that see micro-batches.
 GRADACCUM_INLINE void FittedBatch::run_window(std::int64_t from, std::int64_t to) {
   const auto device = trainer_.device();
   const auto record = parts_.record;
   const auto status = parts_.status;
   const bool is_open = record.so_far().micro_batches > 0;
   const auto forward = with_memory(device, [&] { return ForwardUndo(trainer_.module().buffers()); });
-  const auto window = with_memory(device, [&] {
+  const auto before = with_memory(device, [&] {
     Archive saved;
     if (is_open) saved("window", parts_.window.named(trainer_.module()));
+    parts_.policies.state_in_window(saved);
     return saved;
   });
   bool begins = true;
@@ -58,7 +60,9 @@ GRADACCUM_INLINE void FittedBatch::run_window(std::int64_t from, std::int64_t to
   const auto undo = [&] {
     parts_.record = record, parts_.status = status;
     parts_.window.discard();
-    if (is_open) Archive(window.values())("window", parts_.window.named(trainer_.module()));
+    Archive archive(before.values());
+    if (is_open) archive("window", parts_.window.named(trainer_.module()));
+    parts_.policies.state_in_window(archive);
     forward.put_back();
     begins = true;
   };

@@ -33,6 +33,8 @@ class PolicyList {
 
   /// Each under its name. If one cannot load, all are as before.
   void state(Archive& archive);
+  /// Of those that see micro-batches.
+  void state_in_window(Archive& archive);
 
  private:
   void go_back(const Archive& before);

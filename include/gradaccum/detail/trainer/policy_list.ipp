@@ -46,6 +46,11 @@ GRADACCUM_INLINE void PolicyList::state(Archive& archive) {
   all(&AnyPolicy::state, archive);
 }
 
+GRADACCUM_INLINE void PolicyList::state_in_window(Archive& archive) {
+  for (auto& policy : policies_)
+    if (policy->sees_micro_batches()) policy->state(archive);
+}
+
 GRADACCUM_INLINE void PolicyList::go_back(const Archive& before) {
   auto archive = Archive::to_go_back(before);
   try {
