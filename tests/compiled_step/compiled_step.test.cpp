@@ -522,7 +522,9 @@ TEST_CASE("A step of a folder runs, and is loaded only as it was written", "[com
   const std::vector<ga::detail::Manifest::Value> values{
       true, std::int64_t{-1}, std::numeric_limits<std::int64_t>::max(), std::numeric_limits<double>::quiet_NaN(), -1e300,
       std::string(), std::string("[[[["), std::string(3'000, 'y')};
-  for (const auto& [name, unchanged] : Folder().manifest.values) {
+  const Folder unchanged;
+  for (const auto& item : unchanged.manifest.values) {
+    const auto& name = item.first;
     CAPTURE(name);
     CHECK(has(error_with([&](Folder& folder) { folder.manifest.values.erase(name); }), "must have a value") !=
           (name == "flags"));
