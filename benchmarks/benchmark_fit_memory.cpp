@@ -58,6 +58,7 @@ struct Training {
     optimizer.zero_grad();
   }
   void fitted(ga::FitMemory& memory, Batch& batch) {
+    optimizer.set_steps(1);
     memory.backward(optimizer, model, batch, objective);
     step();
   }
@@ -167,7 +168,9 @@ void rows_and_checkpoints() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const auto options = harness::parse(argc, argv, "Micro-batches that fit against the best that a person finds");
+  auto options = harness::parse(argc, argv, "Micro-batches that fit against the best that a person finds");
+  options.keep_memory = true;  // else glibc takes the memory of large micro-batches away and gives it back
+  ga::keep_freed_memory();
   against_the_best(options);
   rows_and_checkpoints();
 }

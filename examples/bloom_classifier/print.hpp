@@ -29,6 +29,25 @@ inline std::int64_t sum(const ga::ProcessGroup& group, std::int64_t count) {
   return all.item<std::int64_t>();
 }
 
+/// A policy: counts the tokens that are learned from. The objective says of which micro-batch they are; one that ran
+/// out of memory and runs again counts once.
+struct Tokens {
+  static constexpr std::string_view name = "tokens";
+
+  std::int64_t* real = nullptr;    // of the micro-batch in hand
+  std::int64_t* padded = nullptr;  // the same, with padding
+  std::int64_t all_real = 0, all_padded = 0;
+
+  void before_backward(ga::Loss&) {
+    all_real += *real;
+    all_padded += *padded;
+  }
+  void state(ga::Archive& archive) {
+    archive("real", all_real);
+    archive("padded", all_padded);
+  }
+};
+
 /// A policy: prints the loss on the way, and the accuracies of an epoch.
 struct Lines {
   static constexpr std::string_view name = "lines";

@@ -60,16 +60,18 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
   auto test = reviews.test.test_batches(4 * options.max_length, folder.padding());
 
   Trained trained;
+  std::int64_t tokens = 0, padded = 0;  // of the batch in hand
   auto learned = training_objective(folder.model, options);
   const auto counted = [&](auto& model, auto& batch) {
-    trained.tokens += model->is_training() ? batch.tokens : 0;
-    trained.padded += model->is_training() ? batch.data.numel() : 0;
+    tokens = batch.tokens;
+    padded = batch.data.numel();
     return learned(model, batch);
   };
   std::function<ga::Evaluation()> validate;
   ga::Trainer trainer(folder.model, optimizer, counted, ga::Accumulate{.steps = steps}, fitting(folder, options),
                       ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
                       ga::DataParallel{.group = options.group}, ga::Progress{},
+                      Tokens{.real = &tokens, .padded = &padded},
                       Lines{.every = options.log_every, .group = options.group, .validate = [&] { return validate(); }},
                       std::move(more)..., saving(options));
   validate = [&] { return trainer.evaluate(validation, ga::Accuracy{}); };
@@ -79,6 +81,8 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
   print_compiled(learned);
   if (options.memory_budget > 0) fmt::print("{}", fmt::streamed(trainer.template policy<ga::FitMemory>().plan()));
   if (trained.report.signal != 0) return trained;
+  trained.tokens = trainer.template policy<Tokens>().all_real;
+  trained.padded = trainer.template policy<Tokens>().all_padded;
   for (auto* count : {&trained.tokens, &trained.padded}) *count = sum(options.group, *count);
   trained.test = trainer.evaluate(test, ga::Accuracy{});
   return trained;

@@ -46,6 +46,7 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
 
   /// What the latest forward pass did. With a budget there is no plan before the first, which measures the stages.
   CheckpointPlan plan() const;
+  bool has_plan() const;
 
   GRADACCUM_INLINE std::shared_ptr<torch::nn::Module> clone(
       const std::optional<at::Device>& device = std::nullopt) const override;

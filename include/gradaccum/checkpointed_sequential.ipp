@@ -82,6 +82,7 @@ class CheckpointedChain {
     return planned_->plan_for(input)->chain(input);
   }
 
+  bool has_plan() const { return !planned_ || planned_->latest(); }
   CheckpointPlan plan() const {
     if (!planned_) return {to_string(*schedule_), {}, {}, {}, 0};
     const auto latest = planned_->latest();
@@ -120,6 +121,8 @@ GRADACCUM_INLINE const CheckpointedSequentialOptions& CheckpointedSequentialImpl
 }
 
 GRADACCUM_INLINE CheckpointPlan CheckpointedSequentialImpl::plan() const { return chain_->plan(); }
+
+GRADACCUM_INLINE bool CheckpointedSequentialImpl::has_plan() const { return chain_->has_plan(); }
 
 GRADACCUM_INLINE std::shared_ptr<torch::nn::Module> CheckpointedSequentialImpl::clone(
     const std::optional<at::Device>& device) const {

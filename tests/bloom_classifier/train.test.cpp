@@ -103,6 +103,7 @@ TEST_CASE("bloom: the updates of a memory budget are those of its batches") {
   bloom::make_demo_files(directory / "files", 30, 1);
   auto options = options_for(directory / "files");
   options.epochs = 1;
+  options.accumulate = 12;
   auto at_once = options;
   at_once.micro_batch = options.micro_batch * options.accumulate;
   at_once.accumulate = 1;

@@ -35,14 +35,14 @@ struct Search {
   inner::CheckpointSearch search;
 
   Search() { search.find_parts(*model, {part}); }
-  /// Three micro-batches.
-  bool took(std::int64_t rows, double seconds_a_row, bool left = true) {
-    bool changed = false;
-    for (const double slower : {1.0, 1.5, 1.2}) {
-      CHECK_FALSE(changed);
-      changed = search.took(rows, seconds_a_row * slower * static_cast<double>(rows), left);
+  /// Three micro-batches. True if the way is another then.
+  bool took(std::int64_t elements, double seconds_each, bool left = true) {
+    const auto before = search.way();
+    for (const double slower : {1.5, 1.0, 1.2}) {
+      CHECK(search.way().most == before.most);
+      search.took(elements, seconds_each * slower * static_cast<double>(elements), left);
     }
-    return changed;
+    return search.way().checkpointed != before.checkpointed || search.way().most != before.most;
   }
 };
 
@@ -54,15 +54,15 @@ TEST_CASE("CheckpointSearch: larger micro-batches as long as they are faster") {
   CHECK_FALSE(s.search.way().checkpointed);
   CHECK(s.took(4, 1.0));
   CHECK(s.search.way().checkpointed);
-  CHECK(s.search.way().most_rows == 8);
+  CHECK(s.search.way().most == 8);
   s.search.share(4000);
   CHECK(s.part->options().memory_budget == 3000);
   CHECK(s.took(8, 0.5));
-  CHECK(s.search.way().most_rows == 16);
+  CHECK(s.search.way().most == 16);
   s.search.share(8000);
   CHECK(s.search.budget() == 3000);  // it is planned for
   CHECK(s.took(16, 0.6));
-  CHECK(s.search.way().most_rows == 8);  // the best
+  CHECK(s.search.way().most == 8);  // the best
   CHECK_FALSE(s.search.searches());
   CHECK_FALSE(s.took(8, 9.0));
 }
@@ -71,7 +71,7 @@ TEST_CASE("CheckpointSearch: everything is kept where that is faster, or the bat
   Search s;
   CHECK_FALSE(s.took(4, 1.0, /*left=*/false));
   CHECK(s.search.searches());
-  CHECK(s.search.took(4, 4.0, /*left=*/true));
+  CHECK(s.took(4, 1.0));
   s.search.share(4000);
   CHECK(s.took(8, 0.99));
   CHECK_FALSE(s.search.way().checkpointed);
@@ -91,7 +91,32 @@ TEST_CASE("CheckpointSearch: what fails leaves the other way, if there is one") 
   CHECK(t.search.fails());
   inner::CheckpointSearch none;
   CHECK_FALSE(none.fails());
-  CHECK_FALSE(none.took(1, 1, true));
+  none.took(1, 1, true);
+  CHECK_FALSE(none.searches());
+}
+
+TEST_CASE("CheckpointSearch: less and less is kept where that is too much, but not for ever") {
+  Search s;
+  CHECK(s.search.fails());
+  s.search.share(4000);
+  int times = 0;
+  while (s.search.fails(4)) ++times;
+  CHECK(times > 100);
+  CHECK(times <= 3000);
+  CHECK_FALSE(s.search.fails());
+}
+
+TEST_CASE("CheckpointSearch: the model itself, and each part once") {
+  ga::CheckpointedSequential part(stages(), ga::CheckpointedSequentialOptions{.memory_budget = 100});
+  inner::CheckpointSearch search;
+  search.find_parts(*part, {part});
+  CHECK(search.fails());
+  search.share(4000);
+  CHECK(search.budget() == 3000);
+  ga::CheckpointedSequential segmented(stages(), ga::CheckpointedSequentialOptions{.segments = 2});
+  inner::CheckpointSearch none;
+  REQUIRE_ERROR("must have a memory_budget", none.find_parts(*part, {segmented}));
+  CHECK(part->options().memory_budget == 3000);
 }
 
 TEST_CASE("FitMemory: checkpoints make room where not even a row fits, to the bit") {

@@ -24,6 +24,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -290,10 +291,23 @@ TEST_CASE("FitMemory: other exceptions come out") {
   CHECK(error_of([&] {
           memory.backward(optimizer, net, batch, [](auto&, auto&) -> at::Tensor { throw std::runtime_error("mine"); });
         }) == "mine");
-  optimizer.discard();
+  for (auto& parameter : net->parameters()) CHECK_FALSE(parameter.grad().defined());
+  int runs = 0;
+  const auto generator = random_state();
+  CHECK(error_of([&] {
+          memory.backward(optimizer, net, batch, [&](auto& m, auto& b) {
+            static_cast<void>(torch::rand({3}));
+            if (++runs == 2) throw std::runtime_error("the second");
+            return objective(m, b);
+          });
+        }) == "the second");
+  CHECK(same_bits(random_state(), generator));
+  CHECK(optimizer.micro_steps() == 0);
   memory.backward(optimizer, net, batch, objective);
   CHECK(contains(error_of([&] { memory.backward(optimizer, net, batch, objective); }), "must begin a window"));
   optimizer.discard();
+  ga::GradAccumulator four(sgd, {.steps = 4});
+  CHECK(contains(error_of([&] { memory.backward(four, net, batch, objective); }), "steps must be 1, got 4"));
   Batch empty{torch::zeros({0, 6}), torch::zeros({0, 3})};
   CHECK(contains(error_of([&] { memory.backward(optimizer, net, empty, objective); }), "the batch must have rows"));
   Batch uneven{torch::zeros({4, 6}), torch::zeros({3, 3})};
@@ -335,6 +349,21 @@ TEST_CASE("FitMemory: nothing is kept over a thousand replays") {
 
 namespace {
 
+/// A policy: the rows of each micro-batch so far, but of those that were taken back.
+struct RowsSeen {
+  static constexpr std::string_view name = "rows_seen";
+  Rows rows = {};
+  void attach(ga::TrainerBase&) {}
+  void before_backward(ga::Loss& loss) { rows.push_back(static_cast<std::int64_t>(loss.items)); }
+  void state(ga::Archive& archive) {
+    auto text = c10::Join(" ", rows);
+    archive("rows", text);
+    rows.clear();
+    std::istringstream numbers(text);
+    for (std::int64_t number = 0; numbers >> number;) rows.push_back(number);
+  }
+};
+
 /// A Trainer with these policies, on batches as they are, or cut by hand.
 template <class... Policies>
 Trained by_trainer(const std::string& kind, const std::vector<Batch>& batches, const ga::FitOptions& options,
@@ -342,19 +371,17 @@ Trained by_trainer(const std::string& kind, const std::vector<Batch>& batches, c
   auto net = network(kind);
   ga::optim::AdamW adamw(net->parameters(), 0.01);
   Trained trained;
-  Rows rows;
-  const auto counted = [&](auto& model, auto& batch) {
-    rows.push_back(batch.data.size(0));
-    return objective(model, batch);
-  };
+  Rows* rows = nullptr;
   torch::manual_seed(3);
-  ga::Trainer trainer(net, adamw, counted, std::move(policies)..., ga::ClipNorm{.max = 0.5}, [&](const ga::Step& step) {
-    trained.rows.push_back(rows);
-    rows.clear();
-    trained.tensors.push_back(step.loss);
-    trained.tensors.push_back(step.grad_norm);
-    CHECK(step.micro_batches == static_cast<std::int64_t>(trained.rows.back().size()));
-  });
+  ga::Trainer trainer(net, adamw, objective, std::move(policies)..., RowsSeen{}, ga::ClipNorm{.max = 0.5},
+                      [&](const ga::Step& step) {
+                        trained.rows.push_back(*rows);
+                        rows->clear();
+                        trained.tensors.push_back(step.loss);
+                        trained.tensors.push_back(step.grad_norm);
+                        CHECK(step.micro_batches == static_cast<std::int64_t>(trained.rows.back().size()));
+                      });
+  rows = &trainer.template policy<RowsSeen>().rows;
   trainer.fit(batches, options);
   for (auto& tensor : left_by(net)) trained.tensors.push_back(tensor);
   return trained;
@@ -628,7 +655,15 @@ TEST_CASE("FitMemory: batches of any kind") {
   CHECK(parts_of(std::pair(x, x), [&](auto& m, auto& b) { return of(m, b.second); }) > 2);
   CHECK(parts_of(torch::data::Example<>(x, x), [&](auto& m, auto& b) { return of(m, b.data); }) > 2);
   CHECK(parts_of(mine::Points{x, "p"}, [&](auto& m, auto& b) { return of(m, b.points); }) > 2);
-  CHECK(parts_of(x.unbind(0), [&](auto& m, auto& b) { return of(m, torch::stack(b)); }) > 2);
+  std::vector<mine::Whole> samples;
+  for (auto& row : x.unbind(0)) samples.push_back({row});
+  CHECK(parts_of(samples, [&](auto& m, auto& b) {
+          std::vector<at::Tensor> rows;
+          for (auto& sample : b) rows.push_back(sample.points);
+          return of(m, torch::stack(rows));
+        }) > 2);
+  CHECK(contains(error_of([&] { parts_of(x.unbind(0), [&](auto& m, auto& b) { return of(m, b[0]); }); }),
+                 "FitMemory: a batch must be one that can be divided"));
   CHECK(contains(error_of([&] { parts_of(mine::Whole{x}, [&](auto& m, auto& b) { return of(m, b.points); }); }),
                  "FitMemory: a batch must be one that can be divided"));
 
@@ -641,6 +676,95 @@ TEST_CASE("FitMemory: batches of any kind") {
     CHECK(parts_of(batch, [&](auto& m, auto& b) {
             return torch::mse_loss(m->forward(embedding(b.data).mean(1)), b.target);
           }) > 2);
+}
+
+TEST_CASE("FitMemory: min_rows are kept, and are refused only where they take too much themselves") {
+  for (const std::int64_t min_rows : {2, 3, 4})
+    for (std::int64_t budget = 5 * 1024; budget < 12 * 1024; budget += 700) {
+      CAPTURE(min_rows, budget);
+      auto net = network("norm");
+      torch::optim::SGD sgd(net->parameters(), 0.01);
+      ga::GradAccumulator optimizer(sgd);
+      ga::FitMemory memory{.budget = budget, .min_rows = min_rows};
+      std::int64_t peak = 0;
+      for (const std::int64_t rows : {12, 13, 17}) {
+        auto batch = batches_of({rows}).front();
+        const auto error = error_of([&] {
+          const ga::MemoryMeter meter;
+          memory.backward(optimizer, net, batch, objective);
+          peak = meter.peak_bytes();
+        });
+        if (!error.empty()) {  // then so many take more than that by themselves, after the first
+          CHECK(contains(error, "the budget must be at least "));
+          ga::FitMemory enough{.budget = ga::GiB, .min_rows = min_rows};
+          const ga::MemoryMeter meter;
+          auto one = batches_of({2 * min_rows}).front();
+          const auto parts = cut(one, {min_rows, min_rows});
+          for (auto& part : parts) (objective(net, part) * 0.5).backward();
+          CHECK(meter.peak_bytes() * (rows % min_rows == 0 ? 1.0 : 1.6) > budget);
+          net->zero_grad();
+          break;
+        }
+        CHECK(peak <= budget + 1200);  // a row more may have been tried
+        for (const auto count : memory.plan().last_rows) CHECK(count >= min_rows);
+        optimizer.discard();
+      }
+    }
+}
+
+TEST_CASE("FitMemory: a Trainer goes on batch by batch after a fit, and a batch is trained to its end") {
+  const auto batches = batches_of({64, 64});
+  auto net = network("plain");
+  torch::optim::SGD sgd(net->parameters(), 0.01);
+  std::int64_t rows = 0;
+  const auto counted = [&](auto& model, auto& batch) {
+    rows += batch.data.size(0);
+    return objective(model, batch);
+  };
+  ga::Trainer trainer(net, sgd, counted, ga::Accumulate{.batch_size = 32}, ga::FitMemory{.budget = ga::GiB});
+  trainer.fit(batches);
+  CHECK(rows == 128);
+  CHECK(trainer.step(batches[0]));
+  CHECK(rows == 192);
+  CHECK(trainer.updates() == 6);
+}
+
+TEST_CASE("FitMemory: parameters that are not the model's take part") {
+  const auto batches = batches_of({16, 16});
+  auto net = network("plain");
+  auto weight = torch::ones({}, at::TensorOptions(torch::kDouble).requires_grad(true));
+  auto parameters = net->parameters();
+  parameters.push_back(weight);
+  torch::optim::SGD sgd(parameters, 0.01);
+  ga::Trainer trainer(
+      net, sgd, [&](auto& model, auto& batch) { return objective(model, batch) * weight; }, ga::Accumulate{.steps = 2},
+      ga::FitMemory{.budget = ga::GiB});
+  trainer.fit(batches);
+  CHECK(trainer.updates() == 1);
+  CHECK(weight.item<double>() != 1);
+}
+
+TEST_CASE("FitMemory: parts that are padded to less say nothing of longer rows") {
+  auto net = network("plain");
+  torch::optim::SGD sgd(net->parameters(), 0.01);
+  ga::GradAccumulator optimizer(sgd);
+  auto embedding = torch::nn::Embedding(9, 6);
+  embedding->to(torch::kDouble);
+  ga::FitMemory memory{.budget = 60 * 1024};
+  for (const bool all_long : {false, true, true}) {
+    std::vector<at::Tensor> sequences;
+    for (std::int64_t i = 0; i < 60; ++i) sequences.push_back(torch::randint(9, {all_long || i == 0 ? 50 : 2}));
+    ga::data::LengthBuckets buckets(sequences, torch::randn({60, 3}, torch::kDouble), {.batch_size = 60});
+    for (auto& batch : buckets) {
+      const ga::MemoryMeter meter;
+      memory.backward(optimizer, net, batch, [&](auto& m, auto& b) {
+        return torch::mse_loss(m->forward(embedding(b.data)).mean(1), b.target);
+      });
+      CHECK(meter.peak_bytes() <= 61 * 1024);
+      optimizer.discard();
+      for (auto& parameter : embedding->parameters()) parameter.mutable_grad().reset();
+    }
+  }
 }
 
 TEST_CASE("FitMemory: rows with fewer elements begin with what larger ones may have") {

@@ -89,6 +89,8 @@ TEST_CASE("RowPlan: what fails where it fitted before is halved") {
   plan.measured({32, 3200}, true);
   CHECK(plan.rows_for(10'000, 1) == 48);
   CHECK(plan.rows_for(3'000, 1) == 28);  // less memory
+  plan.measured({28, 2800}, true);
+  CHECK(plan.rows_for(3'200, 1) == 30);
   CHECK(plan.rows_for(100, 5) == 5);
   CHECK(plan.rows_for(-100, 5) == 5);
 }
@@ -114,4 +116,7 @@ TEST_CASE("kind_of_rows: tells shapes apart, but not numbers of rows") {
   CHECK(inner::kind_of_rows(std::pair(x.to(torch::kDouble), y)).form != kind.form);
   CHECK(inner::kind_of_rows(std::pair(x.narrow(1, 0, 2), y)).elements == 7);
   CHECK(inner::kind_of_rows(std::vector<int>{1, 2}).text == "rows");
+  CHECK(kind.covers(inner::kind_of_rows(std::pair(x.narrow(1, 0, 2), y))));
+  CHECK_FALSE(inner::kind_of_rows(std::pair(x.narrow(1, 0, 2), y)).covers(kind));
+  CHECK_FALSE(kind.covers(inner::kind_of_rows(std::pair(x.transpose(1, 2), y))));
 }

@@ -50,10 +50,11 @@ class Accumulator;
 /// kept, or the parts have three quarters of the budget and twice, four times … the rows go at once, whichever takes
 /// the least time a row. Each that is tried is training as well. Where not even `min_rows` fit, checkpoints make room.
 ///
-/// Batches: a Tensor, a pair or tuple of them, two tensors `data` and `target`, `ga::data`'s, a vector of samples; or a
-/// class with a function `slice(batch, from, to)` beside it, and `batch_size(batch)`.
+/// Batches: a Tensor, a pair or tuple of them, two tensors `data` and `target`, `ga::data`'s, a vector of samples that
+/// are no tensors; or a class with a function `slice(batch, from, to)` beside it, and `batch_size(batch)`.
 ///
-/// With `Trainer`, `Accumulate` counts batches, not their parts; `evaluate` takes as many rows at once as training.
+/// One for each model, of one optimizer. With `Trainer`, `Accumulate` counts batches, not their parts; `evaluate` takes
+/// as many rows at once as training.
 /// Throws where `min_rows` take more than the budget, with the least that works, and `c10::OutOfMemoryError` where they
 /// run out of memory twice; then nothing has changed. An optimizer's step is not taken back, nor its memory counted.
 /// Not with `.in_backward` or `OptimizerInBackward`; with `DataParallel` processes add up their gradients when their

@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 namespace gradaccum {
 
@@ -31,6 +32,7 @@ GRADACCUM_INLINE void FitMemory::state(Archive& archive) {
 
 GRADACCUM_INLINE void FitMemory::for_each_part(const detail::AnyBatch& batch,
                                                c10::function_ref<void(const detail::AnyBatch&)> use) const {
+  if (!batch.is_divisible()) return use(batch);
   const auto rows = batch.rows();
   const auto at_once = fitter.known_rows(batch.kind()).value_or(rows);
   if (rows <= at_once) return use(batch);
@@ -46,6 +48,9 @@ GRADACCUM_INLINE Loss FitMemory::backward(Accumulator& optimizer, torch::nn::Mod
   TORCH_CHECK(!window.steps_in_backward(),
               "FitMemory: must not go with in_backward: what is stepped inside of a backward pass cannot be taken back "
               "when that runs out of memory");
+  TORCH_CHECK(window.steps() == 1, "FitMemory: a window is one batch, so that the accumulator's steps must be 1, got ",
+              window.steps());
+  const auto kind = batch.kind();
   const auto rows = batch.rows();
   TORCH_CHECK(rows > 0, "FitMemory: the batch must have rows");
   optimizer.follow();
@@ -55,21 +60,29 @@ GRADACCUM_INLINE Loss FitMemory::backward(Accumulator& optimizer, torch::nn::Mod
   const auto forward = detail::with_memory(device, [&] { return detail::ForwardUndo(module.buffers()); });
   detail::WeightedMean mean;
   const auto run = [&](std::int64_t from, std::int64_t to) {
+    bool of_kind = true;
     window.set_steps_of_this(std::numeric_limits<std::int64_t>::max());
     batch.part(from, to, [&](const detail::AnyBatch& part) {
+      of_kind = part.kind() == kind;
       auto loss = part.loss();
       loss.check();
       mean.add(loss.mean.detach(), loss.items);
       window.backward(std::move(loss), {});
       if (to < rows) window.complete_micro_batch();
     });
+    return of_kind;
   };
   const auto undo = [&] {
-    window.discard();
     forward.put_back();
     mean = {};
+    window.discard();
   };
-  fitter.run({budget, min_rows}, {batch.kind(), rows, device, 0, run, undo});
+  try {
+    fitter.run({budget, min_rows}, {kind, rows, device, 0, run, undo});
+  } catch (...) {
+    undo();
+    throw;
+  }
   window.set_steps_of_this(window.micro_steps() + 1);
   return {detail::with_memory(device, [&] { return mean.value(); }), mean.weight()};
 }

@@ -60,7 +60,7 @@ struct SaveState {
   void after_window(const Step&) { finished = false; }  // by the tail of a fit that was stopped, say
   /// It has nothing to save of its own; and what was just loaded need not be saved again.
   void state(Archive& archive) { finished = finished || archive.loading(); }
-  void after_step(const Step& step) { due = step.update % every_updates == 0; }
+  void after_step(const Step& step) { due = due || step.update % every_updates == 0; }
   void at_boundary();
 };
 

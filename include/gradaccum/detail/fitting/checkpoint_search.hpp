@@ -21,10 +21,10 @@ namespace gradaccum::detail {
 /// micro-batches, or less kept in larger ones. By the time that micro-batches take, each of which is training.
 class CheckpointSearch {
  public:
-  /// What a micro-batch is like.
+  /// What a micro-batch is like: `most` elements it has, rows times what is in a row.
   struct Way {
     bool checkpointed = false;
-    std::int64_t most_rows = std::numeric_limits<std::int64_t>::max();
+    std::int64_t most = std::numeric_limits<std::int64_t>::max();
   };
 
   /// Those of the module that have a budget, and `more`.
@@ -41,9 +41,8 @@ class CheckpointSearch {
   /// What they kept in the latest forward pass, if the way is a checkpointed one; else 0.
   std::int64_t bytes() const;
 
-  /// A micro-batch of as many rows as this way takes has taken so long; `left`: more of its batch is to come. True
-  /// where the way is another from here on.
-  bool took(std::int64_t rows, double seconds, bool left);
+  /// A micro-batch of so many elements, as many as this way takes, has taken so long; `left`: its batch has more.
+  void took(std::int64_t elements, double seconds, bool left);
   /// This way does not go, however few rows: they take `over` bytes too much, if that is known. False if there is no
   /// other.
   bool fails(std::int64_t over = 0);
@@ -56,8 +55,9 @@ class CheckpointSearch {
 
   std::vector<std::shared_ptr<CheckpointedSequentialImpl>> parts_;
   Way way_, best_;
-  double best_seconds_ = std::numeric_limits<double>::infinity();  // a row
-  std::vector<double> seconds_;                                    // a row, of this way
+  double best_seconds_ = std::numeric_limits<double>::infinity();  // an element
+  double seconds_ = best_seconds_;                                 // of this way, the least so far
+  int timed_ = 0;                                                  // how often
   std::int64_t budget_ = 0;
   bool found_ = false, settled_ = false;
 };

@@ -16,13 +16,22 @@ namespace gradaccum::detail {
 
 GRADACCUM_INLINE void CheckpointSearch::find_parts(torch::nn::Module& module,
                                                    const std::vector<CheckpointedSequential>& more) {
-  if (std::exchange(found_, true)) return;
+  if (found_) return;
+  std::vector<std::shared_ptr<CheckpointedSequentialImpl>> parts;
+  for (auto& part : more) {
+    TORCH_CHECK(part->options().segments == 0, "FitMemory: checkpointed parts must have a memory_budget, got segments");
+    parts.push_back(part.ptr());
+  }
+  const auto add = [&](std::shared_ptr<CheckpointedSequentialImpl> part) {
+    const bool is_new = part && part->options().memory_budget > 0 && std::ranges::find(parts, part) == parts.end();
+    if (is_new) parts.push_back(std::move(part));
+  };
+  add({std::shared_ptr<void>(), dynamic_cast<CheckpointedSequentialImpl*>(&module)});  // which its owner keeps
   for (auto& part : module.modules(/*include_self=*/false))
-    if (auto checkpointed = std::dynamic_pointer_cast<CheckpointedSequentialImpl>(part);
-        checkpointed && checkpointed->options().memory_budget > 0)
-      parts_.push_back(std::move(checkpointed));
-  for (auto& part : more) parts_.push_back(part.ptr());
+    add(std::dynamic_pointer_cast<CheckpointedSequentialImpl>(part));
+  parts_ = std::move(parts);
   for (auto& part : parts_) part->set_memory_budget(0);
+  found_ = true;
 }
 
 GRADACCUM_INLINE void CheckpointSearch::share(std::int64_t bytes) {
@@ -37,41 +46,40 @@ GRADACCUM_INLINE void CheckpointSearch::set_budget(std::int64_t each) {
 
 GRADACCUM_INLINE std::int64_t CheckpointSearch::bytes() const {
   std::int64_t all = 0;
-  if (way_.checkpointed)
-    for (auto& part : parts_) all += part->plan().predicted.peak_bytes;
+  for (auto& part : parts_)
+    if (way_.checkpointed && part->has_plan()) all += part->plan().predicted.peak_bytes;
   return all;
 }
 
-GRADACCUM_INLINE bool CheckpointSearch::took(std::int64_t rows, double seconds, bool left) {
-  constexpr std::size_t enough = 3;  // the fastest of so many says how long they take
-  if (!searches()) return false;
-  seconds_.push_back(seconds / static_cast<double>(rows));
-  if (seconds_.size() < enough || !(left || way_.checkpointed)) return false;
-  const auto fastest = std::ranges::min(seconds_);
-  const bool faster = fastest < 0.98 * best_seconds_;
-  if (faster) best_ = way_, best_seconds_ = fastest;
-  const bool may_grow = left && (rows == way_.most_rows || !way_.checkpointed);
+GRADACCUM_INLINE void CheckpointSearch::took(std::int64_t elements, double seconds, bool left) {
+  constexpr int enough = 3;  // the fastest of so many says how long they take
+  if (!searches() || !(left || way_.checkpointed)) return;
+  seconds_ = std::min(seconds_, seconds / static_cast<double>(elements));
+  if (++timed_ < enough) return;
+  const bool faster = seconds_ < 0.98 * best_seconds_;
+  if (faster) best_ = way_, best_seconds_ = seconds_;
+  const bool may_grow = left && (elements > way_.most / 2 || !way_.checkpointed);
   if (faster && may_grow)
-    go({/*checkpointed=*/true, 2 * rows}, /*settled=*/false);
+    go({/*checkpointed=*/true, 2 * elements}, /*settled=*/false);
   else
     go(best_, /*settled=*/true);
-  return true;
 }
 
 GRADACCUM_INLINE bool CheckpointSearch::fails(std::int64_t over) {
   if (parts_.empty()) return false;
-  if (way_.checkpointed && settled_) {
-    const auto less = budget_ - (over + over / 8) / static_cast<std::int64_t>(parts_.size());
-    if (over <= 0 || less <= 0) return false;
-    set_budget(less);
+  if (!way_.checkpointed || !settled_) {
+    go(way_.checkpointed ? best_ : Way{/*checkpointed=*/true}, /*settled=*/true);
     return true;
   }
-  way_.checkpointed ? go(best_, /*settled=*/true) : go({/*checkpointed=*/true}, /*settled=*/true);
+  const auto less = budget_ - (over + over / 8) / static_cast<std::int64_t>(parts_.size()) - 1;
+  if (over <= 0 || less <= 0) return false;
+  set_budget(less);
   return true;
 }
 
 GRADACCUM_INLINE void CheckpointSearch::go(const Way& way, bool settled) {
-  seconds_.clear();
+  seconds_ = std::numeric_limits<double>::infinity();
+  timed_ = 0;
   settled_ = settled;
   way_ = way;
   if (!way_.checkpointed) set_budget(0);
@@ -82,12 +90,15 @@ GRADACCUM_INLINE void CheckpointSearch::state(Archive& archive) {
   auto settled = settled_;
   auto budget = budget_;
   archive("checkpointed", way.checkpointed);
-  archive("most_rows", way.most_rows);
+  archive("most", way.most);
   archive("settled", settled);
   archive("checkpoint_budget", budget);
+  archive("best_checkpointed", best_.checkpointed);
+  archive("best_most", best_.most);
+  archive("best_seconds", best_seconds_);
   if (!archive.loading()) return;
   TORCH_CHECK(
-      way.most_rows >= 1 && budget >= 0 && (budget == 0 || way.checkpointed) && (!way.checkpointed || !parts_.empty()),
+      way.most >= 1 && budget >= 0 && (budget == 0 || way.checkpointed) && (!way.checkpointed || !parts_.empty()),
       "FitMemory: a saved plan must have a budget for checkpointed parts where the model has such, got ", budget);
   go(way, settled);
   set_budget(budget);

@@ -12,12 +12,10 @@
 #include <c10/core/Device.h>
 #include <c10/util/FunctionRef.h>
 
-#include <algorithm>
+#include <cstddef>
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace gradaccum {
@@ -30,10 +28,11 @@ namespace gradaccum::detail {
 struct DividedBatch {
   RowKind kind;
   std::int64_t rows = 0;
-  c10::Device device;                                               ///< whose memory counts
-  std::int64_t gradient_bytes = 0;                                  ///< that are held already
-  c10::function_ref<void(std::int64_t from, std::int64_t to)> run;  ///< a micro-batch of these rows
-  c10::function_ref<void()> undo;                                   ///< as if none had run
+  c10::Device device;               ///< whose memory counts
+  std::int64_t gradient_bytes = 0;  ///< that are held already
+  /// A micro-batch of these rows. True if they are of the batch's kind, and not padded to less.
+  c10::function_ref<bool(std::int64_t from, std::int64_t to)> run;
+  c10::function_ref<void()> undo;  ///< as if none had run
 };
 
 /// Runs batches in micro-batches that fit into memory, and finds out how large these may be: from what each takes, and
@@ -43,7 +42,6 @@ class MemoryFitter {
   struct Limits {
     std::int64_t budget = 0;    ///< bytes; 0: what the device has
     std::int64_t min_rows = 1;  ///< of a micro-batch, where the batch has as many
-    bool divides(std::int64_t rows) const { return rows >= 2 * min_rows; }
   };
 
   /// Throws where the least micro-batch takes too much; then the batch is undone.
@@ -58,41 +56,46 @@ class MemoryFitter {
   void state(Archive& archive);
 
  private:
-  /// By form and by elements of a row.
-  using Key = std::pair<std::string, std::int64_t>;
+  /// Of one kind of rows: one plan for each way to go.
   struct Known {
+    RowKind kind;
     RowPlan plan, checkpointed;  // the second: of what is taken beside checkpointed parts
-    std::size_t place = 0;       // in `plan_.layouts`
   };
   /// A micro-batch, and what it took.
   struct Piece {
     std::int64_t from = 0, to = 0;
     std::int64_t before = 0, own = 0;  // bytes: held before, and beyond that
     double seconds = 0;
+    bool of_kind = true;  // of the batch's
     std::int64_t rows() const { return to - from; }
   };
+  /// A micro-batch that took too much.
+  struct Failure {
+    std::int64_t rows = 0;
+    bool is_least = false;   // there is nothing to divide
+    std::int64_t bytes = 0;  // that it took; 0: it ran out of memory
+    std::string text = {};   // what the allocator said then
+  };
 
-  Known& known(const RowKind& kind);
+  std::size_t place_of(const RowKind& kind);
   std::int64_t budget(const Limits& limits, c10::Device device);
-  bool attempt(const Limits& limits, const DividedBatch& batch);
-  /// Of the way that the search is on.
-  RowPlan& plan_of(Known& known) const { return search_.way().checkpointed ? known.checkpointed : known.plan; }
-  std::int64_t gradient_bytes() const { return std::max(plan_.gradient_bytes, expected_gradient_bytes_); }
+  std::int64_t gradient_bytes() const;
+  RowPlan& plan_of(Known& known) { return search_.way().checkpointed ? known.checkpointed : known.plan; }
   std::int64_t rows_for(Known& known, std::int64_t bytes, std::int64_t least);
-  void choose(Known& known, std::int64_t bytes, std::int64_t least);
-  bool runs(const DividedBatch& batch, Piece& piece, MemoryMeter* meter, RowPlan& plan);
-  bool fits(const Limits& limits, const DividedBatch& batch, const Piece& piece, Known& known);
-  void time(const Limits& limits, const DividedBatch& batch, const Piece& piece, Known& known, std::int64_t bytes);
-  void refuse(const Limits& limits, const DividedBatch& batch);
+  void choose(std::size_t place, std::int64_t bytes, std::int64_t least);
+  std::optional<Failure> attempt(const Limits& limits, const DividedBatch& batch);
+  std::optional<Failure> run(const DividedBatch& batch, Piece& piece, MemoryMeter* meter, RowPlan& plan);
+  std::optional<Failure> take_notice(const DividedBatch& batch, const Piece& piece, RowPlan& plan);
+  void time(const Limits& limits, const DividedBatch& batch, const Piece& piece, std::size_t place, std::int64_t bytes);
+  bool is_timed(const DividedBatch& batch, const Piece& piece) const;
+  [[noreturn]] void refuse(const Limits& limits, const DividedBatch& batch, const Failure& failure) const;
 
-  std::map<Key, Known> known_;
+  std::vector<Known> known_;  // and `plan_.layouts` at the same places
   MemoryPlan plan_;
   CheckpointSearch search_;
   std::int64_t expected_gradient_bytes_ = 0;  // before they were seen, where that matters
+  bool has_limit_ = false;                    // a budget was given, and not only found
   std::int64_t looked_ = 0;                   // how often at what the device has
-  Piece failed_;                              // the last that did not go through
-  std::string ran_out_;                       // what the allocator said
-  std::int64_t least_ = 0;                    // bytes that the least micro-batches took, where that was too much
 };
 
 }  // namespace gradaccum::detail

@@ -9,19 +9,23 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <array>
 #include <new>
 #include <string_view>
 
 namespace gradaccum::detail {
 
-/// The CPU's allocator has no class of its own for it.
+/// The CPU's allocator has no class of its own for it, nor have cuBLAS and cuDNN.
 GRADACCUM_INLINE bool is_out_of_memory(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const c10::OutOfMemoryError&) {
     return true;
   } catch (const c10::Error& known) {
-    return std::string_view(known.msg()).find("DefaultCPUAllocator") != std::string_view::npos;
+    const std::string_view text(known.msg());
+    return std::ranges::any_of(std::array{"DefaultCPUAllocator: ", "out of memory", "_ALLOC_FAILED"},
+                               [&](auto* part) { return text.find(part) != std::string_view::npos; });
   } catch (const std::bad_alloc&) {
     return true;
   } catch (...) {

@@ -16,9 +16,14 @@ namespace gradaccum::detail {
 
 /// What the rows of a batch are like, as far as memory goes.
 struct RowKind {
-  std::string form;           ///< dtypes and numbers of dimensions
-  std::int64_t elements = 0;  ///< of a row
-  std::string text;           ///< `Float [*, 784], Long [*]`
+  std::string form = {};                 ///< dtypes and numbers of dimensions
+  std::vector<std::int64_t> sizes = {};  ///< of a row, one tensor after the other
+  std::int64_t elements = 0;             ///< of a row
+  std::string text = {};                 ///< `Float [*, 784], Long [*]`
+
+  /// Rows of this kind take no less than those of the other.
+  bool covers(const RowKind& other) const;
+  bool operator==(const RowKind& other) const { return form == other.form && sizes == other.sizes; }
 };
 
 RowKind kind_of(const std::vector<at::Tensor>& tensors, std::int64_t rows);
@@ -31,7 +36,7 @@ RowKind kind_of_rows(const B& batch) {
   else if constexpr (is_tensor<B> || is_data_and_target<B> || holds_tensors_only<B>)
     return std::apply([&](auto&... tensors) { return kind_of({tensors...}, rows_of(batch)); }, tied_tensors(batch));
   else
-    return {{}, 0, "rows"};
+    return {.text = "rows"};
 }
 
 }  // namespace gradaccum::detail

@@ -6,6 +6,10 @@
 #include <cstdint>
 #include <optional>
 
+namespace gradaccum {
+class Archive;
+}
+
 namespace gradaccum::detail {
 
 /// How many rows of one kind a micro-batch may have, from what others took: knows no tensor.
@@ -21,8 +25,9 @@ class RowPlan {
     std::int64_t bytes = 0;
   };
 
-  /// The most rows for so many bytes, `least` at least. What takes 95 % of them stays as it is.
-  std::int64_t rows_for(std::int64_t bytes, std::int64_t least) const;
+  /// The most rows for so many bytes, `least` at least. What takes 95 % of them stays as it is; what took more fits no
+  /// longer.
+  std::int64_t rows_for(std::int64_t bytes, std::int64_t least);
   /// What so many rows are expected to take; none while nothing is known.
   std::optional<std::int64_t> bytes_for(std::int64_t rows) const;
 
@@ -36,7 +41,8 @@ class RowPlan {
   bool empty() const { return fits_.rows == 0 && too_many_.rows == 0; }
   const Point& fits() const { return fits_; }          ///< the most rows so far
   const Point& too_many() const { return too_many_; }  ///< the least rows that took too much; 0 bytes: it is not known
-  void set(Point fits, Point too_many);
+  /// Saves all of it.
+  void state(Archive& archive);
 
  private:
   std::int64_t fewer_rows(std::int64_t bytes) const;

@@ -3,10 +3,14 @@
 
 #include <gradaccum/detail/fitting/row_plan.hpp>
 
+#include <gradaccum/archive.hpp>
 #include <gradaccum/detail/build/inline.hpp>
+
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <limits>
+#include <string>
 
 namespace gradaccum::detail {
 
@@ -18,17 +22,18 @@ GRADACCUM_INLINE std::int64_t scaled(std::int64_t first, std::int64_t second, st
   return result < static_cast<long double>(most) ? static_cast<std::int64_t>(result) : most;
 }
 
-GRADACCUM_INLINE std::int64_t RowPlan::rows_for(std::int64_t bytes, std::int64_t least) const {
+GRADACCUM_INLINE std::int64_t RowPlan::rows_for(std::int64_t bytes, std::int64_t least) {
   if (empty()) return least;
-  if (fits_.rows == 0) return std::max(too_many_.rows / 2, least);
-  if (fits_.bytes > bytes) return std::max(fewer_rows(bytes), least);
+  if (fits_.bytes > bytes) failed(fits_);
+  if (fits_.rows == 0) return std::max(fewer_rows(bytes), least);
   if (fits_.bytes >= bytes - bytes / 20) return std::max(fits_.rows, least);
   return std::max(more_rows(bytes), least);
 }
 
-/// There is less memory than there was: right where rows take half of the bytes, and tried where not.
+/// Right where rows take half of the bytes, and tried where not.
 GRADACCUM_INLINE std::int64_t RowPlan::fewer_rows(std::int64_t bytes) const {
-  return fits_.rows - 2 * (fits_.rows - scaled(fits_.rows, bytes, fits_.bytes));
+  if (too_many_.bytes <= bytes || bytes <= 0) return too_many_.rows / 2;
+  return too_many_.rows - 2 * (too_many_.rows - scaled(too_many_.rows, bytes, too_many_.bytes));
 }
 
 GRADACCUM_INLINE std::int64_t RowPlan::more_rows(std::int64_t bytes) const {
@@ -76,10 +81,19 @@ GRADACCUM_INLINE void RowPlan::begin_with(const RowPlan& other) {
   certain_ = false;
 }
 
-GRADACCUM_INLINE void RowPlan::set(Point fits, Point too_many) {
-  fits_ = fits;
-  too_many_ = too_many;
-  certain_ = fits.rows > 0;
+GRADACCUM_INLINE void RowPlan::state(Archive& archive) {
+  RowPlan plan = *this;
+  const auto point = [&archive](const std::string& name, Point& of) {
+    archive(name + "rows", of.rows);
+    archive(name + "bytes", of.bytes);
+    TORCH_CHECK(of.rows >= 0 && of.bytes >= 0, "FitMemory: the rows and bytes of a saved plan must be >= 0, got ",
+                of.rows, " and ", of.bytes);
+  };
+  point("", plan.fits_);
+  point("too_many_", plan.too_many_);
+  point("before_", plan.before_);
+  archive("certain", plan.certain_);
+  *this = plan;
 }
 
 }  // namespace gradaccum::detail

@@ -11,11 +11,13 @@
 
 #include <c10/util/FunctionRef.h>
 
+#include <concepts>
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <type_traits>
 #include <typeinfo>
+#include <vector>
 
 namespace gradaccum::detail {
 
@@ -27,7 +29,8 @@ class AnyBatch {
   virtual std::string fingerprint() const = 0;
   virtual Loss loss() const = 0;  ///< what the objective says of it
 
-  /// For `FitMemory`. Throws where nobody knows how to divide it.
+  /// For `FitMemory`; the others throw where nobody knows how to divide it.
+  virtual bool is_divisible() const = 0;
   virtual std::int64_t rows() const = 0;
   virtual RowKind kind() const = 0;
   virtual void part(std::int64_t from, std::int64_t to, c10::function_ref<void(const AnyBatch&)> use) const = 0;
@@ -45,20 +48,21 @@ class BatchOf final : public AnyBatch {
   std::string fingerprint() const override { return fingerprint_of(batch_); }
   Loss loss() const override { return loss_of_(batch_); }
 
+  bool is_divisible() const override { return divisible; }
   std::int64_t rows() const override {
-    if constexpr (is_divisible)
+    if constexpr (divisible)
       return rows_of<Own>(batch_);
     else
       cannot_be_divided(typeid(Batch));
   }
   RowKind kind() const override {
-    if constexpr (is_divisible)
+    if constexpr (divisible)
       return kind_of_rows<Own>(batch_);
     else
       cannot_be_divided(typeid(Batch));
   }
   void part(std::int64_t from, std::int64_t to, c10::function_ref<void(const AnyBatch&)> use) const override {
-    if constexpr (is_divisible) {
+    if constexpr (divisible) {
       Batch rows = narrowed<Own>(batch_, from, to - from);
       use(BatchOf(rows, loss_of_));
     } else {
@@ -68,7 +72,8 @@ class BatchOf final : public AnyBatch {
 
  private:
   using Own = std::remove_const_t<Batch>;
-  static constexpr bool is_divisible = has_rows<Own>;
+  /// Tensors in a vector may be samples, or inputs and targets: nobody can tell.
+  static constexpr bool divisible = has_rows<Own> && !std::same_as<Own, std::vector<at::Tensor>>;
 
   Batch& batch_;
   const LossOf& loss_of_;

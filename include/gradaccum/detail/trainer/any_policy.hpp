@@ -87,7 +87,9 @@ class PolicyOf final : public AnyPolicy {
   }
 
   bool of_processes() const override { return hook::others_continue<P>; }
-  bool sees_micro_batches() const override { return hook::before_backward<P> || hook::after_backward<P>; }
+  bool sees_micro_batches() const override {
+    return hook::before_backward<P> || hook::after_backward<P> || hook::forward_scope<P> || hook::ready<P>;
+  }
   void in_fit_scope(Work work) override { in_scope<hooks::fit_scope>(work); }
   void in_forward_scope(Work work) override { in_scope<hooks::forward_scope>(work); }
   void before_backward(Loss& loss) override { call<hooks::before_backward>(loss); }

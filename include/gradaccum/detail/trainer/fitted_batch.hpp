@@ -24,10 +24,12 @@ class FittedBatch {
  private:
   std::int64_t end_of_window(std::int64_t from) const;
   void run_window(std::int64_t from, std::int64_t to);
+  bool has_all_updates() const;
 
   TrainerBase& trainer_;
   TrainerParts& parts_;
   const AnyBatch& batch_;
+  RowKind kind_;
   std::int64_t rows_;
 };
 

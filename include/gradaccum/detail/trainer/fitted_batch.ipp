@@ -13,12 +13,15 @@
 #include <gradaccum/trainer_base.hpp>
 
 #include <algorithm>
+#include <optional>
+#include <utility>
 
 namespace gradaccum::detail {
 
 GRADACCUM_INLINE FittedBatch::FittedBatch(TrainerBase& trainer, const AnyBatch& batch)
-    : trainer_(trainer), parts_(*trainer.parts_), batch_(batch), rows_(batch.rows()) {}
+    : trainer_(trainer), parts_(*trainer.parts_), batch_(batch), kind_(batch.kind()), rows_(batch.rows()) {}
 
+/// What else ends a `fit` waits for the end of the batch: who goes on from a state begins with the next one.
 GRADACCUM_INLINE bool FittedBatch::run() {
   bool moved = false;
   std::int64_t from = 0;
@@ -27,49 +30,60 @@ GRADACCUM_INLINE bool FittedBatch::run() {
     run_window(from, to);
     if (trainer_.closing()) moved = trainer_.close() || moved;
     from = to;
-  } while (from < rows_ && !parts_.status.done());
+  } while (from < rows_ && !has_all_updates());
   return moved;
 }
 
-/// Where `Accumulate` counts samples, a batch may have those of several windows.
+GRADACCUM_INLINE bool FittedBatch::has_all_updates() const {
+  const auto& status = parts_.status;
+  return status.running && status.options.updates && status.updates >= *status.options.updates;
+}
+
+/// Where `Accumulate` counts samples, a batch may have those of several windows. None gets, or leaves, too few rows for
+/// a micro-batch.
 GRADACCUM_INLINE std::int64_t FittedBatch::end_of_window(std::int64_t from) const {
-  if (parts_.batch_size == 0 || batch_.samples() != rows_) return rows_;
-  return std::min(rows_, from + std::max<std::int64_t>(parts_.batch_size - parts_.record.so_far().samples, 1));
+  const auto left = parts_.batch_size - parts_.record.so_far().samples;
+  if (parts_.batch_size == 0 || left <= 0 || batch_.samples() != rows_) return rows_;
+  const auto least = parts_.memory->min_rows;
+  const auto to = from + std::max(left, least);
+  return rows_ - to < least ? rows_ : to;
 }
 
 /// What micro-batches of a window that is open already have gathered comes back from a copy, and so does what policies
 /// keep that see micro-batches.
 GRADACCUM_INLINE void FittedBatch::run_window(std::int64_t from, std::int64_t to) {
+  auto& window = parts_.window;
   const auto device = trainer_.device();
   const auto record = parts_.record;
   const auto status = parts_.status;
   const bool is_open = record.so_far().micro_batches > 0;
+  const auto gradients = is_open ? window.bytes() : 0;
   const auto forward = with_memory(device, [&] { return ForwardUndo(trainer_.module().buffers()); });
-  const auto before = with_memory(device, [&] {
-    Archive saved;
-    if (is_open) saved("window", parts_.window.named(trainer_.module()));
-    parts_.policies.state_in_window(saved);
-    return saved;
-  });
+  std::optional<OpenWindow::Copy> sums;
+  if (is_open) sums.emplace(with_memory(device, [&] { return window.copy(); }));
+  Archive policies;
+  parts_.policies.state_in_window(policies);
   bool begins = true;
   const auto run = [&](std::int64_t first, std::int64_t last) {
-    batch_.part(from + first, from + last,
-                [&](const AnyBatch& part) { trainer_.micro_batch(part, begins, /*may_close=*/from + last == to); });
-    begins = false;
+    bool of_kind = true;
+    batch_.part(from + first, from + last, [&](const AnyBatch& part) {
+      of_kind = part.kind() == kind_;
+      trainer_.micro_batch(part, std::exchange(begins, false), /*may_close=*/from + last == to);
+    });
+    return of_kind;
   };
   const auto undo = [&] {
-    parts_.record = record, parts_.status = status;
-    parts_.window.discard();
-    Archive archive(before.values());
-    if (is_open) archive("window", parts_.window.named(trainer_.module()));
-    parts_.policies.state_in_window(archive);
     forward.put_back();
+    Archive seen(policies.values());
+    parts_.policies.state_in_window(seen);
+    parts_.record = record, parts_.status = status;
+    window.discard();
+    if (sums) with_memory(device, [&] { window.go_back(*sums); });
     begins = true;
   };
-  const auto gradients = is_open ? parts_.window.bytes() : 0;
-  if (from == to) return run(0, 0);
+  if (from == to) return static_cast<void>(run(0, 0));
   parts_.memory->fitter.run({parts_.memory->budget, parts_.memory->min_rows},
-                            {batch_.kind(), to - from, device, gradients, run, undo});
+                            {kind_, to - from, device, 2 * gradients, run, undo});
 }
 
 }  // namespace gradaccum::detail

@@ -4,6 +4,8 @@
 #include <gradaccum/detail/window/close_watch.hpp>
 #include <gradaccum/detail/window/gradient_watch.hpp>
 #include <gradaccum/detail/window/step_in_backward.hpp>
+#include <gradaccum/detail/window/window_gradients.hpp>
+#include <gradaccum/detail/window/window_sums.hpp>
 #include <gradaccum/detail/window/window_use.hpp>
 #include <gradaccum/loss.hpp>
 #include <gradaccum/window.hpp>
@@ -52,6 +54,15 @@ class OpenWindow {
   /// The window that is being closed.
   const std::shared_ptr<WindowGradients>& closing() const { return state_; }
 
+  /// Between two micro-batches: the window as it is, with copies of its sums, to go back to.
+  struct Copy {
+    Window window;
+    WindowUse use;
+    WindowSums::Loaded sums;
+  };
+  Copy copy() const { return {window_, use_, state_->sums().copies()}; }
+  void go_back(const Copy& copy);
+
   /// Between two micro-batches: saves the window, or goes on with one that was saved.
   void state(Archive& archive, const NameOf& name_of);
 
@@ -84,6 +95,8 @@ class OpenWindow {
 
  private:
   using Form = WindowUse::Form;
+
+  void resume(const Window& window, const WindowUse& use, const WindowSums::Loaded& sums);
 
   void check_usable() const;
   void check_kept() const;

@@ -165,16 +165,25 @@ GRADACCUM_INLINE void OpenWindow::state(Archive& archive, const NameOf& name_of)
   Window next = window_;
   next.resume(count, first, total);
   auto loaded = state_->sums().take(std::move(sums), name_of, archive.changes_allowed());
-  archive.when_all_fit([=, this] {
-    open(listed_);
-    after_another_ = false;
-    state_->sums().set(loaded);
-    if (sums_apart_) state_->sums().move_apart();
-    window_ = next;
-    use_ = use;
-    state_->set_weights(first, total);
-    look();
-  });
+  archive.when_all_fit([=, this] { resume(next, use, loaded); });
+}
+
+GRADACCUM_INLINE void OpenWindow::resume(const Window& window, const WindowUse& use, const WindowSums::Loaded& sums) {
+  open(listed_);
+  after_another_ = false;
+  state_->sums().set(sums);
+  if (sums_apart_) state_->sums().move_apart();
+  window_ = window;
+  use_ = use;
+  state_->set_weights(window.first_weight(), window.total_weight());
+  look();
+}
+
+/// The copy stays one.
+GRADACCUM_INLINE void OpenWindow::go_back(const Copy& copy) {
+  open(listed_);
+  state_->sums().set(copy.sums);
+  resume(copy.window, copy.use, state_->sums().copies());
 }
 
 GRADACCUM_INLINE bool OpenWindow::has_weight() const { return state_->items() > 0; }

@@ -52,6 +52,7 @@ class WindowSums {
   /// What `named` gave, checked; if `lenient`, what does not fit is left out.
   Loaded take(Named named, const NameOf& name_of, bool lenient) const;
   void set(const Loaded& sums);
+  Loaded copies() const;
 
  private:
   std::vector<at::Tensor> parameters_, apart_;  // apart: where undefined, `.grad` is the sum

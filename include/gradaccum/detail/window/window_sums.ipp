@@ -166,4 +166,14 @@ GRADACCUM_INLINE void WindowSums::set(const Loaded& sums) {
   apart_ = sums.apart;
 }
 
+GRADACCUM_INLINE WindowSums::Loaded WindowSums::copies() const {
+  const auto copied = [](const at::Tensor& sum) { return sum.defined() ? sum.detach().clone() : at::Tensor(); };
+  Loaded copies;
+  for (std::size_t i = 0; i < size(); ++i) {
+    copies.in_grad.push_back(copied(parameters_[i].grad()));
+    copies.apart.push_back(copied(apart_[i]));
+  }
+  return copies;
+}
+
 }  // namespace gradaccum::detail
