@@ -57,7 +57,7 @@ inline at::Tensor objective(torch::nn::Sequential& model, const ga::data::Batch&
 /// Records the step of `ours` in a folder, for tools/compile_step.py.
 inline ga::SavedStep record_step(const std::string& folder, bool bfloat16) {
   auto model = make_model({});
-  const ga::data::Batch batch{torch::randn({batch_size, 1, 28, 28}),
+  const ga::data::Batch batch{torch::randn({batch_size, 28, 28}),
                               torch::randint(10, {batch_size}, at::TensorOptions(torch::kLong))};
   const ga::Autocast autocast(torch::kCPU, torch::kBFloat16, bfloat16);
   return ga::save_step(model, objective, batch, folder);
