@@ -4,7 +4,7 @@
 #include <gradaccum/detail/fitting/available_memory.hpp>
 #include <gradaccum/detail/fitting/out_of_memory.hpp>
 
-#include "support/files.hpp"
+#include "support/control_groups.hpp"
 
 #include <exception>
 #include <filesystem>
@@ -16,16 +16,9 @@ namespace inner = gradaccum::detail;
 
 namespace {
 
-/// Control groups as files.
-struct MemoryGroups {
-  testing::Directory directory;
-
-  explicit MemoryGroups(const std::string& groups) { testing::write_text(directory / "groups", groups); }
-  void write(const std::string& file, const std::string& text) const {
-    std::filesystem::create_directories((directory / ("mounted/" + file)).parent_path());
-    testing::write_text(directory / ("mounted/" + file), text);
-  }
-  auto left() const { return inner::memory_left_by_groups(directory / "groups", directory / "mounted"); }
+struct MemoryGroups : testing::ControlGroups {
+  using ControlGroups::ControlGroups;
+  auto left() const { return inner::memory_left_by_groups(list(), mounted()); }
 };
 
 template <class Error>

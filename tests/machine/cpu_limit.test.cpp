@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
-#include "support/files.hpp"
+#include "support/control_groups.hpp"
 
 #include <gradaccum/detail/machine/control_groups.hpp>
 #include <gradaccum/detail/machine/cpu_limit.hpp>
@@ -14,20 +14,9 @@ namespace {
 
 using Paths = std::vector<std::filesystem::path>;
 
-/// A tree of control groups, and the file that says which of them are a process's.
-struct Groups {
-  explicit Groups(const std::string& of_process) { testing::write_text(list(), of_process); }
-
-  void write(const std::string& file, const std::string& text) const {
-    const auto path = mounted() / file;
-    std::filesystem::create_directories(path.parent_path());
-    testing::write_text(path, text);
-  }
-  std::filesystem::path list() const { return directory / "cgroup"; }
-  std::filesystem::path mounted() const { return directory / "mounted"; }
+struct Groups : testing::ControlGroups {
+  using ControlGroups::ControlGroups;
   std::optional<double> limit() const { return inner::cpu_limit(list(), mounted()); }
-
-  testing::Directory directory;
 };
 
 }  // namespace
@@ -106,7 +95,7 @@ TEST_CASE("cpu_limit: files that say nothing") {
     groups.write("cpu.max", text);
     CHECK_FALSE(groups.limit());
   }
-  CHECK_FALSE(inner::cpu_limit(groups.directory / "nothing", groups.mounted()));
+  CHECK_FALSE(inner::cpu_limit(groups.mounted() / "nothing", groups.mounted()));
 }
 
 TEST_CASE("text_of_system_file: the beginning, or nothing") {

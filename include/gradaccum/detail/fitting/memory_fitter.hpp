@@ -64,10 +64,11 @@ class MemoryFitter {
   /// A micro-batch, and what it took.
   struct Piece {
     std::int64_t from = 0, to = 0;
-    std::int64_t before = 0, own = 0;  // bytes: held before, and beyond that
+    std::int64_t before = 0, own = 0;  // bytes: of the update that were held before, and beyond that
     double seconds = 0;
     bool of_kind = true;  // of the batch's
     std::int64_t rows() const { return to - from; }
+    std::int64_t bytes() const { return before + own; }
   };
   /// A micro-batch that took too much.
   struct Failure {
@@ -85,7 +86,7 @@ class MemoryFitter {
   void choose(std::size_t place, std::int64_t bytes, std::int64_t least);
   std::optional<Failure> attempt(const Limits& limits, const DividedBatch& batch);
   std::optional<Failure> run(const DividedBatch& batch, Piece& piece, MemoryMeter* meter, RowPlan& plan);
-  std::optional<Failure> take_notice(const DividedBatch& batch, const Piece& piece, RowPlan& plan);
+  std::optional<Failure> take_notice(const Piece& piece, RowPlan& plan);
   void time(const Limits& limits, const DividedBatch& batch, const Piece& piece, std::size_t place, std::int64_t bytes);
   bool is_timed(const DividedBatch& batch, const Piece& piece) const;
   [[noreturn]] void refuse(const Limits& limits, const DividedBatch& batch, const Failure& failure) const;

@@ -109,7 +109,8 @@ GRADACCUM_INLINE bool goes_in_pieces(std::int64_t rows, std::int64_t most, std::
   return (rows + most - 1) / most * least <= rows;
 }
 
-/// Of what is left, at most so many, and so that the rest can go in such pieces, too. Where that cannot be, one has more.
+/// Of what is left, at most so many, and so that the rest can go in such pieces, too. Where that cannot be, one has
+/// more.
 GRADACCUM_INLINE std::int64_t rows_of_piece(std::int64_t left, std::int64_t most, std::int64_t least) {
   if (left <= most || left < 2 * least) return left;
   for (auto rows = most; rows >= least; --rows)
@@ -129,14 +130,14 @@ GRADACCUM_INLINE auto MemoryFitter::attempt(const Limits& limits, const DividedB
   for (Piece piece; piece.to < batch.rows;) {
     choose(place, bytes, limits.min_rows);
     const auto rows = plan_.layouts[place].rows;
-    piece = {.from = piece.to};
+    piece = {.from = piece.to, .before = batch.gradient_bytes};
     piece.to = piece.from + rows_of_piece(batch.rows - piece.from, rows, limits.min_rows);
     auto& plan = plan_of(known_[place]);
     auto failure = run(batch, piece, meter ? &*meter : nullptr, plan);
-    if (!failure && meter) failure = take_notice(batch, piece, plan);
+    if (!failure && meter) failure = take_notice(piece, plan);
     const bool is_least =
         rows <= limits.min_rows || piece.rows() > rows || batch.rows < 2 * limits.min_rows;  // cannot be divided
-    if (first) first->bytes = std::max(first->bytes, batch.gradient_bytes + piece.before + piece.own);
+    if (first) first->bytes = std::max(first->bytes, piece.bytes());
     if (first) return first;
     if (failure) {
       failure->is_least = is_least;
@@ -144,9 +145,8 @@ GRADACCUM_INLINE auto MemoryFitter::attempt(const Limits& limits, const DividedB
       first = failure;
     }
     plan_.last_rows.push_back(piece.rows());
-    const auto total = batch.gradient_bytes + piece.before + piece.own;
-    if (piece.rows() == rows)
-      plan_.layouts[place].measured_bytes = std::max(plan_.layouts[place].measured_bytes, total);
+    auto& measured = plan_.layouts[place].measured_bytes;
+    if (piece.rows() == rows) measured = std::max(measured, piece.bytes());
     time(limits, batch, piece, place, bytes);
   }
   return first;
@@ -155,10 +155,9 @@ GRADACCUM_INLINE auto MemoryFitter::attempt(const Limits& limits, const DividedB
 /// Fails where it ran out of memory.
 GRADACCUM_INLINE auto MemoryFitter::run(const DividedBatch& batch, Piece& piece, MemoryMeter* meter, RowPlan& plan)
     -> std::optional<Failure> {
-  if (meter) {
-    meter->reset_peak();
-    piece.before = meter->live_bytes(batch.device);
-  }
+  if (meter) meter->reset_peak();
+  const auto live = meter ? meter->live_bytes(batch.device) : 0;
+  piece.before += live;
   const auto start = std::chrono::steady_clock::now();
   try {
     piece.of_kind = batch.run(piece.from, piece.to);
@@ -171,25 +170,23 @@ GRADACCUM_INLINE auto MemoryFitter::run(const DividedBatch& batch, Piece& piece,
   }
   piece.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (!meter) return std::nullopt;
-  piece.own = meter->peak_bytes(batch.device) - piece.before;
+  piece.own = meter->peak_bytes(batch.device) - live;
   plan_.gradient_bytes = std::max(plan_.gradient_bytes, batch.gradient_bytes + meter->live_bytes(batch.device));
   return std::nullopt;
 }
 
 /// Fails where it took more than was given. The first of a window took the memory of gradients, too. What checkpointed
 /// parts kept is what their plan says, which may be one for more rows.
-GRADACCUM_INLINE auto MemoryFitter::take_notice(const DividedBatch& batch, const Piece& piece, RowPlan& plan)
-    -> std::optional<Failure> {
-  const auto total = batch.gradient_bytes + piece.before + piece.own;
-  const bool first = batch.gradient_bytes + piece.before == 0;
+GRADACCUM_INLINE auto MemoryFitter::take_notice(const Piece& piece, RowPlan& plan) -> std::optional<Failure> {
+  const bool first = piece.before == 0;
   const RowPlan::Point point{piece.rows(), std::max({piece.own - search_.bytes(), piece.own / 4, std::int64_t{1}})};
-  if (plan_.budget == 0 || total <= plan_.budget) {
+  if (plan_.budget == 0 || piece.bytes() <= plan_.budget) {
     if (piece.of_kind && (!first || plan.empty())) plan.measured(point, !first);
     return std::nullopt;
   }
   plan.failed(point);
   if (!has_limit_) return std::nullopt;  // there was more than the device told
-  return Failure{.rows = piece.rows(), .bytes = total};
+  return Failure{.rows = piece.rows(), .bytes = piece.bytes()};
 }
 
 /// A batch that goes at once has nothing to be faster by.
