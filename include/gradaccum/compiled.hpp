@@ -122,7 +122,7 @@
 #include <gradaccum/detail/trainer/data_position.ipp>
 #include <gradaccum/detail/trainer/fit.ipp>
 #include <gradaccum/detail/trainer/fit_scope.ipp>
-#include <gradaccum/detail/trainer/fitted_batch.ipp>
+#include <gradaccum/detail/trainer/fitted_batches.ipp>
 #include <gradaccum/detail/trainer/mode_guard.ipp>
 #include <gradaccum/detail/trainer/policy_list.ipp>
 #include <gradaccum/detail/trainer/stop_signals.ipp>

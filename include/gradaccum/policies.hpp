@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// All policies that come with the library, but policies/data_parallel.hpp, which is for several processes.
+// All policies that come with the library, but those that few programs have, and that take long to compile:
+// policies/data_parallel.hpp, for several processes, and policies/fit_memory.hpp.
 #include <gradaccum/detail/trainer/any_policy.hpp>
 #include <gradaccum/policies/accumulate.hpp>
 #include <gradaccum/policies/clip.hpp>
 #include <gradaccum/policies/ema.hpp>
-#include <gradaccum/policies/fit_memory.hpp>
 #include <gradaccum/policies/metrics_log.hpp>
 #include <gradaccum/policies/mixed_precision.hpp>
 #include <gradaccum/policies/optimizer_in_backward.hpp>
@@ -20,7 +20,6 @@ extern template class PolicyOf<Accumulate>;
 extern template class PolicyOf<ClipNorm>;
 extern template class PolicyOf<ClipValue>;
 extern template class PolicyOf<Ema>;
-extern template class PolicyOf<FitMemory>;
 extern template class PolicyOf<MetricsLog>;
 extern template class PolicyOf<MixedPrecision>;
 extern template class PolicyOf<OptimizerInBackward>;

@@ -11,7 +11,6 @@ template class PolicyOf<Accumulate>;
 template class PolicyOf<ClipNorm>;
 template class PolicyOf<ClipValue>;
 template class PolicyOf<Ema>;
-template class PolicyOf<FitMemory>;
 template class PolicyOf<MetricsLog>;
 template class PolicyOf<MixedPrecision>;
 template class PolicyOf<OptimizerInBackward>;

@@ -31,14 +31,13 @@ class AnyBatch;
 class AnyBatches;
 class AnyOptimizer;
 class AnyPolicy;
+class BatchDivider;
 class Fit;
-class FittedBatch;
+class FittedBatches;
 class Peers;
 struct Together;
 struct TrainerParts;
 }  // namespace detail
-
-struct FitMemory;
 
 /// A Trainer of whatever model, optimizer, objective and policies: all of it that does not name their types. What a
 /// policy is attached to, `void attach(ga::TrainerBase& trainer)`, if it does not ask for more.
@@ -66,11 +65,11 @@ class TrainerBase {
   const FitStatus& status() const;
   void set_accumulate_in(std::optional<at::ScalarType> dtype);
   void set_in_backward(bool on);
-  void set_batch_size(std::int64_t samples);  ///< of a window; 0: nobody counts them
-  void set_memory(FitMemory* memory);         ///< takes batches in micro-batches that fit
-  void set_peers(std::shared_ptr<detail::Peers> peers);  ///< for DataParallel
-  std::shared_ptr<detail::Peers> peers() const;          ///< other processes; or none
-  bool is_first() const;                                 ///< of these the one that writes and shows
+  void set_batch_size(std::int64_t samples);                        ///< of a window; 0: nobody counts them
+  void set_divider(std::unique_ptr<detail::BatchDivider> divider);  ///< for FitMemory
+  void set_peers(std::shared_ptr<detail::Peers> peers);             ///< for DataParallel
+  std::shared_ptr<detail::Peers> peers() const;                     ///< other processes; or none
+  bool is_first() const;                                            ///< of these the one that writes and shows
   bool others_continue();
   detail::Together together();
   /// For `attach`: runs this when all policies are attached, so that it need not be taken back where one is refused;
@@ -100,7 +99,7 @@ class TrainerBase {
 
  private:
   friend class detail::Fit;
-  friend class detail::FittedBatch;
+  friend class detail::FittedBatches;
 
   void or_discard(c10::function_ref<void()> work);
   Loss forward(const detail::AnyBatch& batch);

@@ -5,12 +5,10 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/trainer/fit.hpp>
-#include <gradaccum/detail/trainer/fitted_batch.hpp>
 #include <gradaccum/detail/trainer/mode_guard.hpp>
 #include <gradaccum/detail/trainer/parts.hpp>
 #include <gradaccum/detail/window/peers.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
-#include <gradaccum/policies/fit_memory.hpp>
 #include <gradaccum/state_parts.hpp>
 
 #include <ATen/core/grad_mode.h>
@@ -50,7 +48,7 @@ GRADACCUM_INLINE Evaluation TrainerBase::evaluate_with(detail::AnyBatches& batch
   const at::NoGradGuard no_grad;
   const auto evaluate = [&](const detail::AnyBatch& batch) { evaluator.add(forward(batch), batch.samples()); };
   batches.for_each([&](const detail::AnyBatch& batch) {
-    parts_->memory ? parts_->memory->for_each_part(batch, evaluate) : evaluate(batch);
+    parts_->divider ? parts_->divider->for_each_part(batch, evaluate) : evaluate(batch);
     return !status().options.smoke;
   });
   return evaluator.result();
@@ -60,20 +58,20 @@ GRADACCUM_INLINE bool TrainerBase::step_with(const detail::AnyBatch& batch) {
   bool moved = false;
   or_discard([&] {
     ++parts_->status.batch;
-    if (parts_->memory) return static_cast<void>(moved = detail::FittedBatch(*this, batch).run());
+    if (parts_->divider) return static_cast<void>(moved = parts_->divider->train(batch));
     micro_batch(batch, /*begins=*/true, /*may_close=*/true);
     moved = closing() && close();
   });
   return moved;
 }
 
-/// With `FitMemory` other processes have to wait until the window closes: until then it can be taken back.
+/// Of a batch in parts other processes have to wait until the window closes: until then it can be taken back.
 GRADACCUM_INLINE void TrainerBase::micro_batch(const detail::AnyBatch& batch, bool begins, bool may_close) {
   auto& window = parts_->window;
   auto& policies = parts_->policies;
   auto& record = parts_->record;
   auto& status = parts_->status;
-  const bool fitted = parts_->memory != nullptr;
+  const bool divided = parts_->divider != nullptr;
   if (record.so_far().micro_batches == 0) window.clear_others();
   record.begin_micro_batch(batch.samples(), begins, status);
   Loss loss = forward(batch);
@@ -81,8 +79,8 @@ GRADACCUM_INLINE void TrainerBase::micro_batch(const detail::AnyBatch& batch, bo
   policies.all(&detail::AnyPolicy::before_backward, loss);
   record.set_closing(may_close && policies.ready());
   if (closing() && window.steps_in_backward()) prepare();
-  window.add(std::move(loss), closing() && !fitted);
-  if (closing() && window.peers() && !fitted)
+  window.add(std::move(loss), closing() && !divided);
+  if (closing() && window.peers() && !divided)
     prepare(), window.complete_early();  // they are at the gradients till then
   Gradients so_far(window.so_far());
   policies.all(&detail::AnyPolicy::after_backward, so_far);
@@ -118,13 +116,8 @@ GRADACCUM_INLINE void TrainerBase::set_accumulate_in(std::optional<at::ScalarTyp
 GRADACCUM_INLINE void TrainerBase::set_in_backward(bool on) { parts_->window.set_in_backward(on); }
 
 GRADACCUM_INLINE void TrainerBase::set_batch_size(std::int64_t samples) { parts_->batch_size = samples; }
-GRADACCUM_INLINE void TrainerBase::set_memory(FitMemory* memory) {
-  parts_->memory = memory;
-  when_built([this] {
-    TORCH_CHECK(!parts_->window.steps_in_backward(),
-                "FitMemory: must not go with OptimizerInBackward: what is stepped inside of a backward pass cannot be "
-                "taken back when that runs out of memory; leave one of the two out");
-  });
+GRADACCUM_INLINE void TrainerBase::set_divider(std::unique_ptr<detail::BatchDivider> divider) {
+  parts_->divider = std::move(divider);
 }
 
 GRADACCUM_INLINE void TrainerBase::set_peers(std::shared_ptr<detail::Peers> peers) {

@@ -9,6 +9,7 @@
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/policies/data_parallel.hpp>
+#include <gradaccum/policies/fit_memory.hpp>
 #include <gradaccum/policies/save_state.hpp>
 #include <gradaccum/trainer.hpp>
 #include <gradaccum/training_state.hpp>

@@ -12,10 +12,7 @@
 #include <gradaccum/memory_plan.hpp>
 #include <gradaccum/policy.hpp>
 
-#include <c10/util/FunctionRef.h>
-
 #include <cstdint>
-#include <functional>
 #include <string_view>
 #include <vector>
 
@@ -86,9 +83,6 @@ struct FitMemory {
   void attach(TrainerBase& trainer);
   /// A training that goes on has the same limits, and goes on with the plan.
   void state(Archive& archive);
-
-  /// For `Trainer::evaluate`: the batch in parts of as many rows as training takes, if that is known.
-  void for_each_part(const detail::AnyBatch& batch, c10::function_ref<void(const detail::AnyBatch&)> use) const;
 
  private:
   Loss backward(Accumulator& optimizer, torch::nn::Module& module, const detail::AnyBatch& batch);

@@ -6,6 +6,7 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/checkpoint/forward_undo.hpp>
 #include <gradaccum/detail/fitting/out_of_memory.hpp>
+#include <gradaccum/detail/trainer/fitted_batches.hpp>
 #include <gradaccum/detail/trainer/weighted_mean.hpp>
 #include <gradaccum/detail/window/optimizer_window.hpp>
 #include <gradaccum/grad_accumulator.hpp>
@@ -13,30 +14,22 @@
 
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <limits>
+#include <memory>
 #include <utility>
 
 namespace gradaccum {
 
 GRADACCUM_INLINE void FitMemory::attach(TrainerBase& trainer) {
-  trainer.set_memory(this);
-  trainer.when_built([this, &trainer] { fitter.find_parts(trainer.module(), checkpointed); });
+  auto batches = std::make_unique<detail::FittedBatches>(trainer, *this);
+  trainer.when_built([&batches = *batches] { batches.begin(); });
+  trainer.set_divider(std::move(batches));
 }
 
 GRADACCUM_INLINE void FitMemory::state(Archive& archive) {
   archive.setting("budget", budget);
   archive.setting("min_rows", min_rows);
   fitter.state(archive);
-}
-
-GRADACCUM_INLINE void FitMemory::for_each_part(const detail::AnyBatch& batch,
-                                               c10::function_ref<void(const detail::AnyBatch&)> use) const {
-  if (!batch.is_divisible()) return use(batch);
-  const auto rows = batch.rows();
-  const auto at_once = fitter.known_rows(batch.kind()).value_or(rows);
-  if (rows <= at_once) return use(batch);
-  for (std::int64_t from = 0; from < rows; from += at_once) batch.part(from, std::min(rows, from + at_once), use);
 }
 
 /// The last backward leaves the window one micro-batch short of being full, as its owner expects before `step()`.

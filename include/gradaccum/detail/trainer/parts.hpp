@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/trainer/batch_divider.hpp>
 #include <gradaccum/detail/trainer/counts.hpp>
 #include <gradaccum/detail/trainer/data_position.hpp>
 #include <gradaccum/detail/trainer/policy_list.hpp>
@@ -14,10 +15,6 @@
 #include <utility>
 #include <vector>
 
-namespace gradaccum {
-struct FitMemory;
-}
-
 namespace gradaccum::detail {
 
 /// What a Trainer has that is of no user's type.
@@ -30,8 +27,8 @@ struct TrainerParts {
   DataPosition data;
   Counts counts;
   FitStatus status;
-  FitMemory* memory = nullptr;   // a policy, where there is one
-  std::int64_t batch_size = 0;  // samples of a window, where somebody counts them
+  std::unique_ptr<BatchDivider> divider;  // or none
+  std::int64_t batch_size = 0;            // samples of a window, where somebody counts them
   std::vector<std::function<void()>> when_built;
   bool is_built = false;
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/trainer/fitted_batch.hpp>
+#include <gradaccum/detail/trainer/fitted_batches.hpp>
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/build/inline.hpp>
@@ -12,48 +12,69 @@
 #include <gradaccum/policies/fit_memory.hpp>
 #include <gradaccum/trainer_base.hpp>
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <optional>
 #include <utility>
 
 namespace gradaccum::detail {
 
-GRADACCUM_INLINE FittedBatch::FittedBatch(TrainerBase& trainer, const AnyBatch& batch)
-    : trainer_(trainer), parts_(*trainer.parts_), batch_(batch), kind_(batch.kind()), rows_(batch.rows()) {}
+GRADACCUM_INLINE FittedBatches::FittedBatches(TrainerBase& trainer, FitMemory& memory)
+    : trainer_(trainer), parts_(*trainer.parts_), memory_(memory) {}
+
+GRADACCUM_INLINE void FittedBatches::begin() {
+  TORCH_CHECK(!parts_.window.steps_in_backward(),
+              "FitMemory: must not go with OptimizerInBackward: what is stepped inside of a backward pass cannot be "
+              "taken back when that runs out of memory; leave one of the two out");
+  memory_.fitter.find_parts(trainer_.module(), memory_.checkpointed);
+}
 
 /// What else ends a `fit` waits for the end of the batch: who goes on from a state begins with the next one.
-GRADACCUM_INLINE bool FittedBatch::run() {
+GRADACCUM_INLINE bool FittedBatches::train(const AnyBatch& batch) {
+  const auto rows = batch.rows();
   bool moved = false;
   std::int64_t from = 0;
   do {
-    const auto to = end_of_window(from);
-    run_window(from, to);
+    const auto to = end_of_window(batch, from);
+    run_window(batch, from, to);
     if (trainer_.closing()) moved = trainer_.close() || moved;
     from = to;
-  } while (from < rows_ && !has_all_updates());
+  } while (from < rows && !has_all_updates());
   return moved;
 }
 
-GRADACCUM_INLINE bool FittedBatch::has_all_updates() const {
+GRADACCUM_INLINE bool FittedBatches::has_all_updates() const {
   const auto& status = parts_.status;
   return status.running && status.options.updates && status.updates >= *status.options.updates;
 }
 
+/// As many rows at once as training takes, if that is known.
+GRADACCUM_INLINE void FittedBatches::for_each_part(const AnyBatch& batch,
+                                                   c10::function_ref<void(const AnyBatch&)> use) const {
+  if (!batch.is_divisible()) return use(batch);
+  const auto rows = batch.rows();
+  const auto at_once = memory_.fitter.known_rows(batch.kind()).value_or(rows);
+  if (rows <= at_once) return use(batch);
+  for (std::int64_t from = 0; from < rows; from += at_once) batch.part(from, std::min(rows, from + at_once), use);
+}
+
 /// Where `Accumulate` counts samples, a batch may have those of several windows. None gets, or leaves, too few rows for
 /// a micro-batch.
-GRADACCUM_INLINE std::int64_t FittedBatch::end_of_window(std::int64_t from) const {
+GRADACCUM_INLINE std::int64_t FittedBatches::end_of_window(const AnyBatch& batch, std::int64_t from) const {
+  const auto rows = batch.rows();
   const auto left = parts_.batch_size - parts_.record.so_far().samples;
-  if (parts_.batch_size == 0 || left <= 0 || batch_.samples() != rows_) return rows_;
-  const auto least = parts_.memory->min_rows;
-  const auto to = from + std::max(left, least);
-  return rows_ - to < least ? rows_ : to;
+  if (parts_.batch_size == 0 || left <= 0 || batch.samples() != rows) return rows;
+  const auto to = from + std::max(left, memory_.min_rows);
+  return rows - to < memory_.min_rows ? rows : to;
 }
 
 /// What micro-batches of a window that is open already have gathered comes back from a copy, and so does what policies
 /// keep that see micro-batches.
-GRADACCUM_INLINE void FittedBatch::run_window(std::int64_t from, std::int64_t to) {
+GRADACCUM_INLINE void FittedBatches::run_window(const AnyBatch& batch, std::int64_t from, std::int64_t to) {
   auto& window = parts_.window;
   const auto device = trainer_.device();
+  const auto kind = batch.kind();
   const auto record = parts_.record;
   const auto status = parts_.status;
   const bool is_open = record.so_far().micro_batches > 0;
@@ -66,8 +87,8 @@ GRADACCUM_INLINE void FittedBatch::run_window(std::int64_t from, std::int64_t to
   bool begins = true;
   const auto run = [&](std::int64_t first, std::int64_t last) {
     bool of_kind = true;
-    batch_.part(from + first, from + last, [&](const AnyBatch& part) {
-      of_kind = part.kind() == kind_;
+    batch.part(from + first, from + last, [&](const AnyBatch& part) {
+      of_kind = part.kind() == kind;
       trainer_.micro_batch(part, std::exchange(begins, false), /*may_close=*/from + last == to);
     });
     return of_kind;
@@ -82,8 +103,7 @@ GRADACCUM_INLINE void FittedBatch::run_window(std::int64_t from, std::int64_t to
     begins = true;
   };
   if (from == to) return static_cast<void>(run(0, 0));
-  parts_.memory->fitter.run({parts_.memory->budget, parts_.memory->min_rows},
-                            {kind_, to - from, device, 2 * gradients, run, undo});
+  memory_.fitter.run({memory_.budget, memory_.min_rows}, {kind, to - from, device, 2 * gradients, run, undo});
 }
 
 }  // namespace gradaccum::detail
