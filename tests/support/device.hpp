@@ -28,4 +28,14 @@ class FailingAllocation {
   ~FailingAllocation() { emulated_cuda::fail_allocation(0); }
 };
 
+/// While it lives, a device has so many bytes, of which those are part that are in use.
+class LimitedMemory {
+ public:
+  static bool possible() { return emulated_cuda::is_loaded(); }
+  explicit LimitedMemory(std::int64_t bytes) { emulated_cuda::limit_memory(0, bytes); }
+  LimitedMemory(const LimitedMemory&) = delete;
+  LimitedMemory& operator=(const LimitedMemory&) = delete;
+  ~LimitedMemory() { emulated_cuda::limit_memory(0, -1); }
+};
+
 }  // namespace testing
