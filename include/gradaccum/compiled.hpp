@@ -96,6 +96,7 @@
 #include <gradaccum/detail/optimizers/optimizer_state.ipp>
 #include <gradaccum/detail/optimizers/own_optimizer.ipp>
 #include <gradaccum/detail/optimizers/param_states.ipp>
+#include <gradaccum/detail/optimizers/row_step.ipp>
 #include <gradaccum/detail/optimizers/scratch.ipp>
 #include <gradaccum/detail/optimizers/sgd_step.ipp>
 #include <gradaccum/detail/optimizers/stochastic_rounding.ipp>

@@ -11,6 +11,7 @@ namespace gradaccum {
 
 struct EmbeddingOptions {
   std::int64_t padding_idx = -1;  ///< its row gets no gradient; negative: no such row
+  bool sparse = false;            ///< the gradient is a sparse tensor, of the rows that were looked up
 };
 
 /// torch.nn.functional.embedding, whose backward adds up the rows that were looked up, and does not touch the others.
@@ -23,6 +24,11 @@ struct EmbeddingOptions {
 ///
 /// LibTorch's makes a gradient of the whole table each time, of zeros but for those rows, and adds all of it: with a
 /// large vocabulary and small micro-batches that is most of a training's traffic.
+///
+/// With `.sparse` the gradient has nothing but those rows, from the first micro-batch on, and `ga::optim::SGD`, `Adam`,
+/// `AdamW`, `Adam8bit` and `AdamW8bit` keep moments for rows that were ever looked up: training is the same, to the
+/// bit, without the memory of a table's gradient and moments. Where something else uses the table, too, its gradient is
+/// dense; and so it is of float16 on the CPU. LibTorch's own Adam and AdamW refuse sparse gradients.
 ///
 /// `input`: int64 or int32, any shape. `weight`: [rows, width]. Gives [..., width]. The gradients are LibTorch's to the
 /// bit, as long as `weight` is used once in a backward pass (used twice, the sums are rounded in another order). Where

@@ -8,6 +8,7 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/_unique2.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/embedding_dense_backward.h>
@@ -37,16 +38,36 @@ GRADACCUM_INLINE bool is_added_in_place(const at::Tensor& weight, const at::Tens
          !is_waited_for(weight);
 }
 
-/// Adds the gradient of the rows that were looked up. Each is summed by itself first, in the order in which LibTorch
-/// sums it, by LibTorch's own function: for a small table of these rows alone.
-GRADACCUM_INLINE void add_rows(const at::Tensor& weight, const at::Tensor& gradient, const at::Tensor& input,
-                               std::int64_t padding_idx) {
+/// Rows of a table, in order, and the gradient of each.
+struct RowGradients {
+  at::Tensor rows, gradients;
+};
+
+/// Of the rows that were looked up. Each is summed by itself, in the order in which LibTorch sums it, by LibTorch's own
+/// function: for a small table of these rows alone.
+GRADACCUM_INLINE RowGradients row_gradients(const at::Tensor& gradient, const at::Tensor& input,
+                                            std::int64_t padding_idx) {
   const auto [rows, places, counts] = at::_unique2(input, /*sorted=*/true, /*return_inverse=*/true);
   auto summed = at::embedding_dense_backward(gradient, places, rows.size(0), /*padding_idx=*/-1, false);
   if (padding_idx >= 0) summed.masked_fill_(rows.eq(padding_idx).unsqueeze(1), 0);
+  return {rows, summed};
+}
+
+/// LibTorch adds no such tensors of float16 on the CPU.
+GRADACCUM_INLINE bool can_be_sparse(const at::Tensor& gradient) {
+  return !at::GradMode::is_enabled() && !(gradient.is_cpu() && gradient.scalar_type() == at::kHalf);
+}
+
+GRADACCUM_INLINE at::Tensor sparse_gradient(const at::Tensor& weight, const RowGradients& of) {
+  return at::_sparse_coo_tensor_unsafe(of.rows.to(at::kLong).unsqueeze(0), of.gradients, weight.sizes(),
+                                       of.gradients.options().layout(at::kSparse))
+      ._coalesced_(true);
+}
+
+GRADACCUM_INLINE void add_rows(const at::Tensor& weight, const RowGradients& of) {
   static std::mutex one_at_a_time;  // as LibTorch guards each gradient, when several threads run backward
   const std::lock_guard lock(one_at_a_time);
-  weight.grad().index_add_(0, rows, summed);
+  weight.grad().index_add_(0, of.rows, of.gradients);
   say_added(weight);
 }
 
@@ -54,8 +75,9 @@ GRADACCUM_INLINE void add_rows(const at::Tensor& weight, const at::Tensor& gradi
 class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input,
-                            const at::Tensor& weight, std::int64_t padding_idx) {
+                            const at::Tensor& weight, std::int64_t padding_idx, bool sparse) {
     context->save_for_backward({input});
+    context->saved_data["sparse"] = sparse;
     context->saved_data["weight"] = weight;  // for its gradient; its numbers may change
     context->saved_data["padding_idx"] = padding_idx;
     return at::embedding(weight, input, padding_idx);
@@ -67,13 +89,17 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
     const auto weight = context->saved_data["weight"].toTensor();
     const auto padding_idx = context->saved_data["padding_idx"].toInt();
     const auto& gradient = gradients.front();
-    if (!gradient.defined()) return {at::Tensor(), at::Tensor(), at::Tensor()};
+    if (!gradient.defined()) return {at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
+    if (context->saved_data["sparse"].toBool() && can_be_sparse(gradient)) {
+      const auto rows = row_gradients(gradient, input, padding_idx);
+      return {at::Tensor(), sparse_gradient(weight, rows), at::Tensor(), at::Tensor()};
+    }
     if (input.numel() >= weight.size(0) || !is_added_in_place(weight, gradient)) {
       auto whole = at::embedding_dense_backward(gradient, input, weight.size(0), padding_idx, false);
-      return {at::Tensor(), whole, at::Tensor()};
+      return {at::Tensor(), whole, at::Tensor(), at::Tensor()};
     }
-    add_rows(weight, gradient, input, padding_idx);
-    return {at::Tensor(), at::Tensor(), at::Tensor()};
+    add_rows(weight, row_gradients(gradient, input, padding_idx));
+    return {at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
@@ -85,7 +111,7 @@ GRADACCUM_INLINE at::Tensor embedding(const at::Tensor& input, const at::Tensor&
               weight.size(0), ", got ", options.padding_idx);
   if (!weight.requires_grad() || !weight.is_leaf() || !at::GradMode::is_enabled())
     return at::embedding(weight, input, options.padding_idx);
-  return detail::EmbeddingFunction::apply(input, weight, options.padding_idx);
+  return detail::EmbeddingFunction::apply(input, weight, options.padding_idx, options.sparse);
 }
 
 }  // namespace gradaccum

@@ -203,15 +203,31 @@ TEST_CASE("sums_of_squares: each tensor's own, whatever their sizes; the same bi
     tensors.push_back(torch::randn({n}, n % 2 ? at::kFloat : at::kDouble));
   const auto threads = at::get_num_threads();
   at::set_num_threads(1);
-  const auto sums = inner::sums_of_squares(tensors);
+  std::vector<inner::SquaredNumbers> all;
+  for (auto& tensor : tensors) all.push_back({tensor});
+  const auto sums = inner::sums_of_squares(all);
   for (std::size_t i = 0; i < tensors.size(); ++i)
     REQUIRE(sums[i] == Approx(tensors[i].to(at::kDouble).square().sum().item<double>()).epsilon(1e-12));
   for (int count : {2, 3}) {
     at::set_num_threads(count);
-    REQUIRE(inner::sums_of_squares(tensors) == sums);
+    REQUIRE(inner::sums_of_squares(all) == sums);
   }
   at::set_num_threads(threads);
   REQUIRE(inner::sums_of_squares({}).empty());
+}
+
+TEST_CASE("sums_of_squares: rows of a table count as the table does, to the bit") {
+  torch::manual_seed(7);
+  for (std::int64_t width : {1, 3, 64, 100, 9000})
+    for (auto dtype : {at::kFloat, at::kDouble, at::kBFloat16}) {
+      CAPTURE(width, dtype);
+      const auto rows = torch::tensor({0, 1, 7, 30, 31, 99});
+      const auto values = torch::randn({6, width}).to(dtype), other = torch::randn({5000});
+      const auto table = torch::zeros({100, width}, dtype).index_copy_(0, rows, values);
+      const auto dense = inner::sums_of_squares({{other}, {table}, {other}});
+      CHECK(inner::sums_of_squares({{other}, {values, rows, 100}, {other}}) == dense);
+      CHECK(dense[1] > 0);
+    }
 }
 
 TEST_CASE("the steps on a device: ATen's fused operations, tried on the CPU, do what the kernels do") {

@@ -67,9 +67,6 @@ TEST_CASE("one-pass optimizers: what cannot be stepped is refused before anythin
 
   auto csr = leaf(torch::ones({3, 3}));
   check_refused("dense or sparse COO", with_gradient(csr, torch::eye(3).to_sparse_csr()));
-
-  auto sparse = with_gradient(leaf(torch::ones({3, 2})), torch::ones({3, 2}).to_sparse());
-  CHECK(testing::contains(refusal<ga::optim::AdamW>(sparse, AdamWOptions(0.1)), "must be dense, got a sparse one"));
 }
 
 TEST_CASE("one-pass optimizers: a sparse gradient of another shape is refused before anything has moved") {
@@ -91,7 +88,7 @@ TEST_CASE("one-pass optimizers: gradients of somebody else's parameters are an e
 TEST_CASE("one-pass optimizers: state of another kind is refused") {
   auto p = with_gradient(leaf(torch::ones({3})), torch::ones({3}));
   const auto wrong_states = {torch::zeros({3}, at::kMeta), torch::zeros({3}, at::kComplexFloat), torch::zeros({4}),
-                             torch::zeros({3}).to_sparse()};
+                             torch::zeros({4}).to_sparse()};
   for (auto& wrong : wrong_states) {
     ga::optim::AdamW adamw({p});
     adamw.step();

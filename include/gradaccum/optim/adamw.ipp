@@ -24,7 +24,7 @@ GRADACCUM_INLINE void AdamW::move(const detail::GradientOf& gradient_of, const d
       if (const at::Tensor& gradient = gradient_of(parameter); gradient.defined())
         steps.push_back(detail::adam_step_of(name, parameter, gradient,
                                              static_cast<const AdamWOptions&>(group.options()),
-                                             /*decoupled=*/true, known_state(parameter)));
+                                             /*decoupled=*/true, known_state(parameter), multiplier));
   detail::Moves moves;
   take_steps(moves, multiplier, steps);
   for (auto& step : steps) detail::keep_state(step, kept_state(step.parameter));

@@ -20,9 +20,8 @@ using SGDOptions = torch::optim::SGDOptions;
 ///     sgd.step();
 ///     sgd.zero_grad();
 ///
-/// Options, groups, state and files are those of torch::optim::SGD. Gradients may be sparse: without momentum, weight
-/// decay and stochastic rounding only their rows move; with any of them the gradient is made dense first. All else is
-/// as in `AdamW`.
+/// Options, groups, state and files are those of torch::optim::SGD. All else is as in `AdamW`; on a device sparse
+/// gradients need no dense copy without momentum, weight decay and stochastic rounding.
 ///
 /// @note Does not synchronise with the device.
 class SGD : public detail::OnePassOptimizer<SGD, torch::optim::SGD, torch::optim::SGDParamState> {

@@ -18,34 +18,39 @@
 namespace gradaccum::detail {
 
 GRADACCUM_INLINE SgdStep sgd_step_of(const at::Tensor& parameter, const at::Tensor& gradient,
-                                     const optim::SGDOptions& options, const torch::optim::SGDParamState* known) {
+                                     const optim::SGDOptions& options, const torch::optim::SGDParamState* known,
+                                     const Multiplier& multiplier) {
   const at::Tensor buffer = known ? known->momentum_buffer() : at::Tensor();
-  return {{options.lr(), options.momentum(), options.dampening(), options.weight_decay(), options.nesterov(),
-           /*first=*/!buffer.defined()},
-          parameter,
-          gradient,
-          options.momentum() != 0 ? settled(buffer, parameter, "momentum_buffer") : buffer};
+  SgdStep step{{options.lr(), options.momentum(), options.dampening(), options.weight_decay(), options.nesterov(),
+                /*first=*/!buffer.defined()},
+               parameter,
+               gradient,
+               buffer};
+  std::vector<FloatMoments> moments;
+  if (options.momentum() != 0) moments.push_back({step.momentum_buffer, "momentum_buffer"});
+  step.rows = settle(parameter, step.gradient, moments,
+                     options.weight_decay() == 0 && steps_by_rows(parameter, gradient, multiplier));
+  return step;
 }
 
-/// Moves the rows that a sparse gradient has. On a device they are added by their numbers, which needs no memory and no
-/// wait; where several dimensions are sparse, or algorithms have to be deterministic, as one gradient without
-/// duplicates, for which it waits.
+/// Moves the rows that a sparse gradient has, on a device: by their numbers, which needs no memory and no wait; where
+/// several dimensions are sparse, or algorithms have to be deterministic, as one gradient without duplicates, for which
+/// it waits.
 GRADACCUM_INLINE std::function<void()> row_move_of(const at::Tensor& parameter, const at::Tensor& gradient,
                                                    const Multiplier& multiplier, double lr) {
   auto rows = gradient.to(state_type(parameter), /*non_blocking=*/false, /*copy=*/true);
   multiply_({rows}, multiplier);
-  const bool on_device = !rows.is_cpu();
-  const bool by_number = on_device && rows.sparse_dim() == 1 && !at::globalContext().deterministicAlgorithms();
-  if (on_device && !by_number) rows = rows.coalesce();
+  const bool by_number = rows.sparse_dim() == 1 && !at::globalContext().deterministicAlgorithms();
+  if (!by_number) rows = rows.coalesce();
   if (const auto left_out = left_out_on(parameter.device(), multiplier); left_out.defined())
     rows._values().masked_fill_(left_out, 0);
-  if (on_device) rows._values().mul_(-lr);  // while it has its digits
+  rows._values().mul_(-lr);  // while it has its digits
   rows = rows.to(parameter.scalar_type());
   if (by_number)
     return [parameter, numbers = rows._indices()[0], values = rows._values()] {
       parameter.index_add_(0, numbers, values);
     };
-  return [parameter, rows, factor = on_device ? 1 : -lr] { parameter.add_(rows, factor); };
+  return [parameter, rows] { parameter.add_(rows); };
 }
 
 }  // namespace gradaccum::detail
@@ -84,16 +89,16 @@ GRADACCUM_INLINE void SGD::move(const detail::GradientOf& gradient_of, const det
       if (!gradient.defined()) continue;
       detail::check_can_be_stepped(name, parameter, gradient);
       const bool plain = options.momentum() == 0 && options.weight_decay() == 0 && !rounds(parameter);
-      if (gradient.is_sparse() && plain)
+      if (gradient.is_sparse() && plain && !parameter.is_cpu())
         moves.add(detail::row_move_of(parameter, gradient, multiplier, options.lr()));
       else
-        steps.push_back(detail::sgd_step_of(parameter, gradient.is_sparse() ? gradient.to_dense() : gradient, options,
-                                            known_state(parameter)));
+        steps.push_back(detail::sgd_step_of(parameter, gradient, options, known_state(parameter), multiplier));
     }
   }
   take_steps(moves, multiplier, steps);
   for (auto& step : steps)  // the optimizer's once the step is taken
-    if (step.settings.momentum != 0) kept_state(step.parameter).momentum_buffer(step.momentum_buffer);
+    if (step.settings.momentum != 0)
+      kept_state(step.parameter).momentum_buffer(detail::kept_moments(step, step.momentum_buffer));
 }
 
 }  // namespace gradaccum::optim

@@ -80,7 +80,7 @@ GRADACCUM_INLINE void check_can_be_stepped_densely(const char* optimizer, const 
                                                    const at::Tensor& gradient) {
   TORCH_CHECK(!gradient.is_sparse(), optimizer,
               ": a gradient must be dense, got a sparse one for a parameter of shape ", parameter.sizes(),
-              "; use SGD, or an embedding without sparse(true)");
+              "; use AdamW, or an embedding that is not sparse");
   check_can_be_stepped(optimizer, parameter, gradient);
 }
 

@@ -7,6 +7,7 @@
 #include <gradaccum/detail/kernels/element_loop.hpp>
 #include <gradaccum/detail/kernels/kernels.hpp>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -18,18 +19,39 @@ GRADACCUM_INLINE bool can_be_summed_here(const at::Tensor& tensor) {
          (dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16);
 }
 
-GRADACCUM_INLINE std::vector<double> sums_of_squares(const std::vector<at::Tensor>& tensors) {
+/// Of some of a table's numbers, which are put among its zeros first.
+GRADACCUM_INLINE double sum_of_squares_of_rows(const SquaredNumbers& of, std::int64_t from, std::int64_t count) {
+  const auto width = of.values.numel() / of.rows.numel(), size = static_cast<std::int64_t>(of.values.element_size());
+  const auto* const begin = of.rows.const_data_ptr<std::int64_t>();
+  const auto* const end = begin + of.rows.numel();
+  const auto* const values = static_cast<const char*>(of.values.const_data_ptr());
+  std::vector<char> numbers;
+  for (const auto* row = std::lower_bound(begin, end, from / width); row != end && *row * width < from + count; ++row) {
+    if (numbers.empty()) numbers.resize(static_cast<std::size_t>(count * size));
+    const auto first = std::max(*row * width, from), last = std::min((*row + 1) * width, from + count);
+    std::copy_n(values + ((row - begin) * width + first - *row * width) * size, (last - first) * size,
+                numbers.data() + (first - from) * size);
+  }
+  return numbers.empty() ? 0 : sum_of_squares_of(of.values.scalar_type())(numbers.data(), count);
+}
+
+GRADACCUM_INLINE double sum_of_squares_of_part(const SquaredNumbers& of, std::int64_t from, std::int64_t count) {
+  if (of.rows.defined()) return sum_of_squares_of_rows(of, from, count);
+  const auto* const begin = static_cast<const char*>(of.values.const_data_ptr());
+  return sum_of_squares_of(of.values.scalar_type())(begin + from * static_cast<std::int64_t>(of.values.element_size()),
+                                                    count);
+}
+
+GRADACCUM_INLINE std::vector<double> sums_of_squares(const std::vector<SquaredNumbers>& all) {
   ElementLoop loop;
-  for (auto& tensor : tensors) loop.add(tensor.numel());
+  for (auto& of : all)
+    loop.add(of.rows.defined() ? of.values.numel() / of.rows.numel() * of.rows_of_table : of.values.numel());
   // A slice that goes on has one part more, an array that goes on has one part more: so every part has a place.
-  std::vector<double> parts(tensors.size() + static_cast<std::size_t>(loop.slices())), sums(tensors.size());
+  std::vector<double> parts(all.size() + static_cast<std::size_t>(loop.slices())), sums(all.size());
   std::vector<std::size_t> owners(parts.size());
   loop.run([&](std::size_t array, std::int64_t from, std::int64_t count, std::int64_t slice) {
-    const auto& tensor = tensors[array];
-    const auto* const begin =
-        static_cast<const char*>(tensor.const_data_ptr()) + from * static_cast<std::int64_t>(tensor.element_size());
     const auto part = array + static_cast<std::size_t>(slice);
-    parts[part] = sum_of_squares_of(tensor.scalar_type())(begin, count);
+    parts[part] = sum_of_squares_of_part(all[array], from, count);
     owners[part] = array;
   });
   for (std::size_t i = 0; i < parts.size(); ++i) sums[owners[i]] += parts[i];

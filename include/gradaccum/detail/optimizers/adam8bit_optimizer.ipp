@@ -11,8 +11,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <tuple>
-
 namespace gradaccum::optim {
 
 GRADACCUM_INLINE std::unique_ptr<torch::optim::OptimizerParamState> Adam8bitParamState::clone() const {
@@ -45,7 +43,7 @@ namespace gradaccum::detail {
 /// optimizer's once the steps are taken.
 struct Adam8bitSteps {
   void add(const at::Tensor& parameter, const at::Tensor& gradient, const AdamSettings& settings,
-           optim::Adam8bitParamState state, bool is_coded);
+           optim::Adam8bitParamState state, bool is_coded, const Multiplier& multiplier);
 
   std::vector<AdamStep> whole;
   std::vector<Adam8bitStep> coded;
@@ -53,18 +51,21 @@ struct Adam8bitSteps {
 };
 
 GRADACCUM_INLINE void Adam8bitSteps::add(const at::Tensor& parameter, const at::Tensor& gradient,
-                                         const AdamSettings& settings, optim::Adam8bitParamState state, bool is_coded) {
+                                         const AdamSettings& settings, optim::Adam8bitParamState state, bool is_coded,
+                                         const Multiplier& multiplier) {
   if (is_coded) {
-    coded.push_back({settings, parameter, gradient,
-                     settled({state.exp_avg, state.exp_avg_scale}, parameter, true, "exp_avg"),
-                     settled({state.exp_avg_sq, state.exp_avg_sq_scale}, parameter, false, "exp_avg_sq")});
-    const auto& [m, v] = std::tie(coded.back().exp_avg, coded.back().exp_avg_sq);
-    std::tie(state.exp_avg, state.exp_avg_scale) = std::tie(m.codes, m.scales);
-    std::tie(state.exp_avg_sq, state.exp_avg_sq_scale) = std::tie(v.codes, v.scales);
+    const auto& step =
+        coded.emplace_back(adam8bit_step_of(settings, parameter, gradient, {state.exp_avg, state.exp_avg_scale},
+                                            {state.exp_avg_sq, state.exp_avg_sq_scale}, multiplier));
+    state.exp_avg = kept_moments(step, step.exp_avg.codes);
+    state.exp_avg_scale = kept_moments(step, step.exp_avg.scales);
+    state.exp_avg_sq = kept_moments(step, step.exp_avg_sq.codes);
+    state.exp_avg_sq_scale = kept_moments(step, step.exp_avg_sq.scales);
   } else {
-    whole.push_back({settings, parameter, gradient, settled(state.exp_avg, parameter, "exp_avg"),
-                     settled(state.exp_avg_sq, parameter, "exp_avg_sq"), at::Tensor()});
-    std::tie(state.exp_avg, state.exp_avg_sq) = std::tie(whole.back().exp_avg, whole.back().exp_avg_sq);
+    const auto& step = whole.emplace_back(
+        adam_step_of(settings, parameter, gradient, state.exp_avg, state.exp_avg_sq, at::Tensor(), multiplier));
+    state.exp_avg = kept_moments(step, step.exp_avg);
+    state.exp_avg_sq = kept_moments(step, step.exp_avg_sq);
   }
   state.step(settings.step);
   states.emplace_back(parameter, std::move(state));
@@ -93,7 +94,7 @@ void Adam8bitOptimizer<Derived, Options>::move_blocks(const GradientOf& gradient
     Derived::check(options);
     for (auto& parameter : group.params())
       if (const at::Tensor& gradient = gradient_of(parameter); gradient.defined()) {
-        check_can_be_stepped_densely(Derived::name, parameter, gradient);
+        check_can_be_stepped(Derived::name, parameter, gradient);
         auto state = this->state_of(parameter);
         const auto dtype = parameter.scalar_type();
         const bool known = state.exp_avg.defined() || state.exp_avg_sq.defined();
@@ -101,7 +102,7 @@ void Adam8bitOptimizer<Derived, Options>::move_blocks(const GradientOf& gradient
                                   (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf);
         const bool coded = known ? state.coded() : can_be_coded;
         const auto settings = settings_of(options, decoupled, state.step() + 1);
-        steps.add(parameter, gradient, settings, std::move(state), coded);
+        steps.add(parameter, gradient, settings, std::move(state), coded, multiplier);
       }
   }
   Moves moves;

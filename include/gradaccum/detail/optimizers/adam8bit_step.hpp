@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -43,7 +44,13 @@ struct Adam8bitStep {
   at::Tensor parameter, gradient;
   Codes exp_avg, exp_avg_sq;
   std::optional<std::uint64_t> rounding_key = {};  ///< of stochastic rounding
+  std::shared_ptr<const StepRows> rows = {};       ///< whose moments these are; none: of all
 };
+
+/// With the state so far, whose tensors may be undefined. A sparse gradient moves rows, where that can be done and rows
+/// are whole blocks.
+Adam8bitStep adam8bit_step_of(const AdamSettings& settings, const at::Tensor& parameter, const at::Tensor& gradient,
+                              const Codes& exp_avg, const Codes& exp_avg_sq, const Multiplier& multiplier);
 
 /// On the CPU, all in one parallel loop, a block at a time: decoded, stepped and coded again while it is in the cache.
 void take_on_cpu(const std::vector<Adam8bitStep>& steps, double multiplier);

@@ -143,6 +143,50 @@ GRADACCUM_INLINE Codes settled(const Codes& moments, const at::Tensor& parameter
   return encoded(in_order_of(like, decoded(moments, is_signed), at::kFloat), is_signed);
 }
 
+GRADACCUM_INLINE std::vector<Moments> moments_of(const Codes& codes, const at::Tensor& parameter, bool is_signed) {
+  const auto width = parameter.numel() / parameter.size(0);
+  return {{codes.codes, at::kByte, width, is_signed ? zero_code : 0},
+          {codes.scales, at::kFloat, width / eight_bit_block}};
+}
+
+/// Scales have no rows where they are dense.
+GRADACCUM_INLINE Codes dense_of(const Codes& moments, bool is_signed) {
+  if (!moments.codes.defined() || !moments.codes.is_sparse()) return moments;
+  return {dense_of(moments.codes, is_signed ? zero_code : 0), dense_of(moments.scales).flatten()};
+}
+
+GRADACCUM_INLINE Adam8bitStep adam8bit_step_of(const AdamSettings& settings, const at::Tensor& parameter,
+                                               const at::Tensor& gradient, const Codes& exp_avg,
+                                               const Codes& exp_avg_sq, const Multiplier& multiplier) {
+  const bool by_rows = steps_by_rows(settings, parameter, gradient, multiplier) &&
+                       parameter.numel() / parameter.size(0) % eight_bit_block == 0;
+  const auto settle = [&](const Codes& moments, bool is_signed, const char* name) {
+    if (by_rows && (!moments.codes.defined() || moments.codes.is_sparse())) return moments;
+    return settled(dense_of(moments, is_signed), parameter, is_signed, name);
+  };
+  Adam8bitStep step{settings, parameter, gradient, settle(exp_avg, true, "exp_avg"),
+                    settle(exp_avg_sq, false, "exp_avg_sq")};
+  if (!by_rows && gradient.is_sparse()) step.gradient = gradient.to_dense();
+  if (!by_rows) return step;
+  auto all = moments_of(step.exp_avg, parameter, true);
+  for (auto& moments : moments_of(step.exp_avg_sq, parameter, false)) all.push_back(moments);
+  step.rows = rows_of(parameter, gradient, all);
+  step.exp_avg = {all[0].tensor, all[1].tensor};
+  step.exp_avg_sq = {all[2].tensor, all[3].tensor};
+  return step;
+}
+
+GRADACCUM_INLINE void take_rows_on_cpu(const Adam8bitStep& s, const Adam8bitOperand& operand) {
+  const auto width = s.exp_avg.codes.size(1), bytes_of_scales = width / eight_bit_block * 4;
+  take_rows(*s.rows, operand, adam8bit_kernel, s.parameter, s.rounding_key, moves_all_rows(s.settings),
+            [&](Adam8bitOperand& of_row, const StepRows::Row& row) {
+              for (auto* const codes : {&of_row.exp_avg, &of_row.exp_avg_sq})
+                *codes = first_of_table(*codes, row.moments, row.number, width);
+              for (auto* const scales : {&of_row.exp_avg_scale, &of_row.exp_avg_sq_scale})
+                *scales = first_of_table(*scales, row.moments, row.number, bytes_of_scales);
+            });
+}
+
 GRADACCUM_INLINE void take_on_cpu(const std::vector<Adam8bitStep>& steps, double multiplier) {
   KernelLoop<Adam8bitOperand> loop(steps.size(), eight_bit_block);
   for (auto& s : steps) {
@@ -151,7 +195,10 @@ GRADACCUM_INLINE void take_on_cpu(const std::vector<Adam8bitStep>& steps, double
                             .exp_avg_sq = s.exp_avg_sq.codes.mutable_data_ptr<std::uint8_t>(),
                             .exp_avg_scale = s.exp_avg.scales.mutable_data_ptr<float>(),
                             .exp_avg_sq_scale = s.exp_avg_sq.scales.mutable_data_ptr<float>()};
-    loop.add(operand, adam8bit_kernel, s.parameter, s.gradient, s.rounding_key);
+    if (s.rows)
+      take_rows_on_cpu(s, operand);
+    else
+      loop.add(operand, adam8bit_kernel, s.parameter, s.gradient, s.rounding_key);
   }
   loop.run();
 }

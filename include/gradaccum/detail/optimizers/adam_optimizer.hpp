@@ -22,24 +22,21 @@ AdamSettings settings_of(const Options& options, bool decoupled, std::int64_t st
 /// `known`: the parameter's state, nullptr before its first step.
 template <class Options, class ParamState>
 AdamStep adam_step_of(const char* optimizer, const at::Tensor& parameter, const at::Tensor& gradient,
-                      const Options& options, bool decoupled, const ParamState* known) {
-  check_can_be_stepped_densely(optimizer, parameter, gradient);
+                      const Options& options, bool decoupled, const ParamState* known, const Multiplier& multiplier) {
+  check_can_be_stepped(optimizer, parameter, gradient);
   const ParamState none;
   const ParamState& state = known ? *known : none;
   TORCH_CHECK(state.step() >= 0, optimizer, ": the step count must be >= 0, got ", state.step());
-  return {settings_of(options, decoupled, state.step() + 1),
-          parameter,
-          gradient,
-          settled(state.exp_avg(), parameter, "exp_avg"),
-          settled(state.exp_avg_sq(), parameter, "exp_avg_sq"),
-          options.amsgrad() ? settled(state.max_exp_avg_sq(), parameter, "max_exp_avg_sq") : state.max_exp_avg_sq()};
+  const auto settings = settings_of(options, decoupled, state.step() + 1);
+  return adam_step_of(settings, parameter, gradient, state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq(),
+                      multiplier);
 }
 
 template <class ParamState>
 void keep_state(const AdamStep& step, ParamState& state) {
-  state.exp_avg(step.exp_avg);
-  state.exp_avg_sq(step.exp_avg_sq);
-  state.max_exp_avg_sq(step.max_exp_avg_sq);
+  state.exp_avg(kept_moments(step, step.exp_avg));
+  state.exp_avg_sq(kept_moments(step, step.exp_avg_sq));
+  state.max_exp_avg_sq(step.settings.amsgrad ? kept_moments(step, step.max_exp_avg_sq) : step.max_exp_avg_sq);
   state.step(step.settings.step);
 }
 

@@ -3,11 +3,13 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/kernels/kernels.hpp>
+#include <gradaccum/detail/optimizers/row_step.hpp>
 #include <gradaccum/detail/window/multiplier.hpp>
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -28,7 +30,19 @@ struct AdamStep {
   AdamSettings settings;
   at::Tensor parameter, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq;
   std::optional<std::uint64_t> rounding_key = {};  ///< of stochastic rounding
+  std::shared_ptr<const StepRows> rows = {};       ///< whose moments these are; none: of all
 };
+
+/// Whether a sparse gradient moves its rows alone, and those that have moments.
+bool steps_by_rows(const AdamSettings& by, const at::Tensor& parameter, const at::Tensor& gradient,
+                   const Multiplier& multiplier);
+/// Whether what has neither gradient nor moments moves, too.
+bool moves_all_rows(const AdamSettings& by);
+
+/// With the state so far, whose tensors may be undefined. A sparse gradient, where that can be done, moves rows.
+AdamStep adam_step_of(const AdamSettings& settings, const at::Tensor& parameter, const at::Tensor& gradient,
+                      const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const at::Tensor& max_exp_avg_sq,
+                      const Multiplier& multiplier);
 
 AdamNumbers numbers_of(const AdamSettings& by, double multiplier);
 

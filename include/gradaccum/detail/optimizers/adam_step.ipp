@@ -17,6 +17,26 @@
 
 namespace gradaccum::detail {
 
+/// A decay that is added to the gradient gives all rows moments.
+GRADACCUM_INLINE bool steps_by_rows(const AdamSettings& by, const at::Tensor& parameter, const at::Tensor& gradient,
+                                    const Multiplier& multiplier) {
+  return (by.decoupled || by.weight_decay == 0) && steps_by_rows(parameter, gradient, multiplier);
+}
+
+GRADACCUM_INLINE AdamStep adam_step_of(const AdamSettings& settings, const at::Tensor& parameter,
+                                       const at::Tensor& gradient, const at::Tensor& exp_avg,
+                                       const at::Tensor& exp_avg_sq, const at::Tensor& max_exp_avg_sq,
+                                       const Multiplier& multiplier) {
+  AdamStep step{settings, parameter, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq};
+  std::vector<FloatMoments> moments{{step.exp_avg, "exp_avg"}, {step.exp_avg_sq, "exp_avg_sq"}};
+  if (settings.amsgrad)
+    moments.push_back({step.max_exp_avg_sq, "max_exp_avg_sq"});
+  else
+    step.max_exp_avg_sq = dense_of(max_exp_avg_sq);
+  step.rows = settle(parameter, step.gradient, moments, steps_by_rows(settings, parameter, gradient, multiplier));
+  return step;
+}
+
 GRADACCUM_INLINE AdamNumbers numbers_of(const AdamSettings& by, double multiplier) {
   const double correction1 = 1 - std::pow(by.beta1, by.step), correction2 = 1 - std::pow(by.beta2, by.step);
   return {.multiplier = multiplier,
@@ -31,6 +51,20 @@ GRADACCUM_INLINE AdamNumbers numbers_of(const AdamSettings& by, double multiplie
           .eps = by.eps};
 }
 
+/// Decoupled weight decay moves all rows; and so does an eps of 0, to NaN.
+GRADACCUM_INLINE bool moves_all_rows(const AdamSettings& by) {
+  return (by.decoupled && by.lr * by.weight_decay != 0) || by.eps == 0;
+}
+
+GRADACCUM_INLINE void take_rows_on_cpu(const AdamStep& s, const AdamOperand& operand) {
+  const auto bytes = static_cast<std::int64_t>(s.exp_avg.element_size()) * s.exp_avg.size(1);
+  take_rows(*s.rows, operand, adam_kernel, s.parameter, s.rounding_key, moves_all_rows(s.settings),
+            [&](AdamOperand& of_row, const StepRows::Row& row) {
+              for (auto* const moments : {&of_row.exp_avg, &of_row.exp_avg_sq, &of_row.max_exp_avg_sq})
+                if (*moments) *moments = first_of_table(*moments, row.moments, row.number, bytes);
+            });
+}
+
 GRADACCUM_INLINE void take_on_cpu(const std::vector<AdamStep>& steps, double multiplier) {
   KernelLoop<AdamOperand> loop(steps.size());
   AdamNumbers numbers{};
@@ -41,7 +75,10 @@ GRADACCUM_INLINE void take_on_cpu(const std::vector<AdamStep>& steps, double mul
                         .exp_avg = s.exp_avg.mutable_data_ptr(),
                         .exp_avg_sq = s.exp_avg_sq.mutable_data_ptr(),
                         .max_exp_avg_sq = s.settings.amsgrad ? s.max_exp_avg_sq.mutable_data_ptr() : nullptr};
-    loop.add(operand, adam_kernel, s.parameter, s.gradient, s.rounding_key);
+    if (s.rows)
+      take_rows_on_cpu(s, operand);
+    else
+      loop.add(operand, adam_kernel, s.parameter, s.gradient, s.rounding_key);
   }
   loop.run();
 }

@@ -141,6 +141,7 @@ at::Tensor OnePassOptimizer<Derived, Base, State>::step(torch::optim::Optimizer:
 template <class Derived, class Base, class State>
 void OnePassOptimizer<Derived, Base, State>::save(torch::serialize::OutputArchive& archive) const {
   this->settle();
+  make_dense(*this);
   Base::save(archive);
   this->save_rounding(archive);
 }

@@ -42,6 +42,7 @@ void OwnOptimizer<Derived, Options, State>::add_param_group(const torch::optim::
 template <class Derived, class Options, class State>
 void OwnOptimizer<Derived, Options, State>::save(torch::serialize::OutputArchive& archive) const {
   this->settle();
+  make_dense(*this);
   torch::optim::serialize<State, Options>(archive, *this);
   this->save_rounding(archive);
 }

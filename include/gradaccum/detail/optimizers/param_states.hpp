@@ -37,7 +37,10 @@ class OwnParamState : public torch::optim::OptimizerParamState {
 /// One that knows nothing yet, of the class that LibTorch's `optimizer` keeps; nullptr if nobody knows it.
 std::unique_ptr<torch::optim::OptimizerParamState> new_state_of(const torch::optim::Optimizer& optimizer);
 
-/// All of them. The tensors are the optimizer's own.
+/// Those that are kept by rows become dense, as files have them, until the next step.
+void make_dense(const torch::optim::Optimizer& optimizer);
+
+/// All of them. The tensors are the optimizer's own, or dense copies where it keeps rows.
 NamedTensors named_state_of(const torch::optim::Optimizer& optimizer, const NameOf& name_of);
 
 /// Takes a whole number >= 0 out of `tensors`; nothing if there is none.

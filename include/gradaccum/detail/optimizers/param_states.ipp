@@ -4,6 +4,8 @@
 #include <gradaccum/detail/optimizers/param_states.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/kernels/dynamic_map.hpp>
+#include <gradaccum/detail/optimizers/row_step.hpp>
 #include <gradaccum/detail/state/owned_tensor.hpp>
 
 #include <ATen/core/ivalue.h>
@@ -69,6 +71,20 @@ GRADACCUM_INLINE std::unique_ptr<torch::optim::OptimizerParamState> new_state_of
   return nullptr;
 }
 
+/// Codes of 8 bits of exp_avg have a sign; scales have no rows.
+GRADACCUM_INLINE at::Tensor whole(const std::string& slot, const at::Tensor& tensor) {
+  if (!tensor.is_sparse()) return tensor;
+  const bool is_signed = tensor.scalar_type() == at::kByte && slot == "exp_avg";
+  const auto dense = dense_of(tensor, is_signed ? zero_code : 0);
+  return slot.ends_with("_scale") ? dense.flatten() : dense;
+}
+
+GRADACCUM_INLINE void make_dense(const torch::optim::Optimizer& optimizer) {
+  for (auto& [parameter, state] : optimizer.state())
+    for (auto& [slot, tensor] : parts_of(*state).tensors)
+      if (tensor->defined()) *tensor = whole(slot, *tensor);
+}
+
 GRADACCUM_INLINE NamedTensors named_state_of(const torch::optim::Optimizer& optimizer, const NameOf& name_of) {
   NamedTensors all;
   for_each_parameter(optimizer, [&](const at::Tensor& parameter) {
@@ -77,7 +93,7 @@ GRADACCUM_INLINE NamedTensors named_state_of(const torch::optim::Optimizer& opti
     const auto parts = parts_of(*known->second);
     const auto& name = name_of(parameter);
     for (auto& [slot, tensor] : parts.tensors)
-      if (tensor->defined()) all.emplace(slot + "." + name, *tensor);
+      if (tensor->defined()) all.emplace(slot + "." + name, whole(slot, *tensor));
     if (parts.step) all.emplace("step." + name, at::scalar_tensor(static_cast<double>(*parts.step), at::kDouble));
   });
   return all;

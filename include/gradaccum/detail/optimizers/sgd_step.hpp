@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/optimizers/row_step.hpp>
 #include <gradaccum/detail/window/multiplier.hpp>
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -25,6 +27,7 @@ struct SgdStep {
   SgdSettings settings;
   at::Tensor parameter, gradient, momentum_buffer;
   std::optional<std::uint64_t> rounding_key = {};  ///< of stochastic rounding
+  std::shared_ptr<const StepRows> rows = {};       ///< whose momentum this is; none: of all
 };
 
 /// On the CPU, all in one parallel loop, each element read and written once.

@@ -12,6 +12,15 @@
 
 namespace gradaccum::detail {
 
+GRADACCUM_INLINE void take_rows_on_cpu(const SgdStep& s, const SgdOperand& operand) {
+  const auto bytes = operand.momentum_buffer ? s.momentum_buffer.size(1) * s.momentum_buffer.element_size() : 0;
+  take_rows(*s.rows, operand, sgd_kernel, s.parameter, s.rounding_key, /*all=*/false,
+            [&](SgdOperand& of_row, const StepRows::Row& row) {
+              if (bytes > 0)
+                of_row.momentum_buffer = first_of_table(of_row.momentum_buffer, row.moments, row.number, bytes);
+            });
+}
+
 GRADACCUM_INLINE void take_on_cpu(const std::vector<SgdStep>& steps, double multiplier) {
   KernelLoop<SgdOperand> loop(steps.size());
   for (auto& s : steps) {
@@ -19,7 +28,10 @@ GRADACCUM_INLINE void take_on_cpu(const std::vector<SgdStep>& steps, double mult
     const SgdNumbers numbers{multiplier, by.weight_decay, by.momentum, 1 - by.dampening, by.lr, by.nesterov, by.first};
     SgdOperand operand{.numbers = numbers,
                        .momentum_buffer = by.momentum != 0 ? s.momentum_buffer.mutable_data_ptr() : nullptr};
-    loop.add(operand, sgd_kernel, s.parameter, s.gradient, s.rounding_key);
+    if (s.rows)
+      take_rows_on_cpu(s, operand);
+    else
+      loop.add(operand, sgd_kernel, s.parameter, s.gradient, s.rounding_key);
   }
   loop.run();
 }

@@ -33,11 +33,6 @@ GRADACCUM_INLINE at::Tensor elements(const at::Tensor& gradient) {
   return at::view_as_real(values.is_conj() ? values.conj() : values);  // backward often leaves a lazy conjugate
 }
 
-/// The same with the duplicates of a sparse gradient summed: what a norm, or the search for inf, has to see.
-GRADACCUM_INLINE at::Tensor summed_elements(const at::Tensor& gradient) {
-  return elements(gradient.is_sparse() ? gradient.coalesce() : gradient);
-}
-
 /// Tensors that one foreach operation can take.
 GRADACCUM_INLINE std::vector<std::vector<at::Tensor>> by_device_and_dtype(const std::vector<at::Tensor>& tensors) {
   std::vector<std::vector<at::Tensor>> groups;
@@ -53,19 +48,30 @@ GRADACCUM_INLINE std::vector<std::vector<at::Tensor>> by_device_and_dtype(const 
   return groups;
 }
 
-/// The L2 norms of dense CPU tensors, without the float64 copies that ATen would make.
-GRADACCUM_INLINE at::Tensor l2_norms_on_cpu(const std::vector<at::Tensor>& tensors) {
+/// A sparse gradient counts as the dense one would: its sum is rounded in the same order.
+GRADACCUM_INLINE SquaredNumbers squared_numbers(const at::Tensor& gradient, const at::Tensor& numbers) {
+  if (!gradient.is_sparse() || gradient.sparse_dim() != 1 || !numbers.is_contiguous()) return {numbers};
+  return {numbers, gradient._indices()[0].contiguous(), gradient.size(0)};
+}
+
+/// The L2 norms of CPU tensors, without the float64 copies that ATen would make.
+GRADACCUM_INLINE at::Tensor l2_norms_on_cpu(const std::vector<SquaredNumbers>& tensors) {
   auto norms = sums_of_squares(tensors);
   for (auto& norm : norms) norm = std::sqrt(norm);
   return at::tensor(norms, at::TensorOptions(at::kDouble));
 }
 
 GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, double p) {
-  std::vector<at::Tensor> on_cpu, others, found;
+  std::vector<SquaredNumbers> on_cpu;  // duplicates of a sparse gradient count as their sum
+  std::vector<at::Tensor> others, found;
   for (auto& gradient : gradients) {
-    auto numbers = summed_elements(gradient);
+    const auto summed = gradient.is_sparse() ? gradient.coalesce() : gradient;
+    const auto numbers = elements(summed);
     if (numbers.numel() == 0) continue;
-    (p == 2 && can_be_summed_here(numbers) ? on_cpu : others).push_back(std::move(numbers));
+    if (p == 2 && can_be_summed_here(numbers))
+      on_cpu.push_back(squared_numbers(summed, numbers));
+    else
+      others.push_back(numbers);
   }
   for (auto& group : by_device_and_dtype(others))
     for (auto& norm : at::_foreach_norm(group, p, at::kDouble)) found.push_back(norm.reshape({1}));

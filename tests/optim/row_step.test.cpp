@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/amp_scaler.hpp>
+#include <gradaccum/embedding.hpp>
+#include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/memory_meter.hpp>
+#include <gradaccum/optim/adafactor.hpp>
+#include <gradaccum/optim/adam.hpp>
+#include <gradaccum/optim/adam8bit.hpp>
+#include <gradaccum/optim/adamw.hpp>
+#include <gradaccum/optim/adamw8bit.hpp>
+#include <gradaccum/optim/sgd.hpp>
+
+#include "support/outcome.hpp"
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+
+// A step by sparse gradients is the dense step, to the bit; but its moments are of the rows that were looked up.
+
+namespace ga = gradaccum;
+using namespace testing;
+
+namespace {
+
+using namespace ga::optim;
+using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(const at::Tensor&)>;
+
+constexpr std::int64_t number = 60;  // of rows
+
+/// An embedding that is trained.
+struct Training {
+  at::Tensor table;
+  std::unique_ptr<torch::optim::Optimizer> wrapped;
+  std::unique_ptr<ga::GradAccumulator<torch::optim::Optimizer>> optimizer;
+
+  Training(const MakeOptimizer& make, at::ScalarType dtype, std::int64_t width) {
+    torch::manual_seed(1);
+    table = torch::randn({number, width}).to(dtype).requires_grad_();
+    wrapped = make(table);
+    optimizer = std::make_unique<ga::GradAccumulator<torch::optim::Optimizer>>(*wrapped,
+                                                                               ga::GradAccumulatorOptions{.steps = 3});
+  }
+
+  ga::detail::OnePass& one_pass() { return dynamic_cast<ga::detail::OnePass&>(*wrapped); }
+  auto named() { return one_pass().named_state({{"table", table}}); }
+};
+
+bool same_states(Training& a, Training& b) {
+  const auto of_a = a.named(), of_b = b.named();
+  if (of_a.size() != of_b.size()) return false;
+  for (auto& [name, tensor] : of_a)
+    if (!of_b.contains(name) || !same_bits(tensor, of_b.at(name))) return false;
+  return same_bits(a.table, b.table);
+}
+
+/// Windows of three micro-batches: sparse, and the same dense. What is done to one is done to the other.
+struct Twins {
+  Training sparse, dense;
+  int micro_batch = 0;
+
+  Twins(const MakeOptimizer& make, at::ScalarType dtype = at::kFloat, std::int64_t width = 512)
+      : sparse(make, dtype, width), dense(make, dtype, width) {}
+
+  void both(const std::function<void(Training&)>& run) { run(sparse), run(dense); }
+
+  at::Tensor loss(Training& of, const at::Tensor& ids, const at::Tensor& weights) {
+    const bool is_sparse = &of == &sparse;
+    return (ga::embedding(ids, of.table, {.sparse = is_sparse}) * weights).sum();
+  }
+  /// More and more rows are looked up, and some no more.
+  void window(
+      const std::function<void(Training&)>& before_step = [](Training&) {}, bool is_tied = false) {
+    for (int i = 0; i < 3; ++i, ++micro_batch) {
+      const auto ids = torch::randint(micro_batch / 2, micro_batch + 5, {2, 4}).clamp_max(number - 1);
+      const auto weights = torch::randn({2, 4, sparse.table.size(1)}).to(sparse.table.dtype());
+      both([&](Training& of) {
+        of.optimizer->backward(is_tied && i == 1 ? of.table.square().sum() : loss(of, ids, weights));
+        if (i == 2) before_step(of);
+        of.optimizer->step();
+        of.optimizer->zero_grad();
+      });
+    }
+  }
+  void flushed() {
+    both([&](Training& of) {
+      of.optimizer->backward(loss(of, torch::tensor({1, 2}), torch::tensor(0.5)));
+      of.optimizer->flush();
+      of.optimizer->zero_grad();
+    });
+  }
+  bool same() { return same_states(sparse, dense); }
+};
+
+template <class Optimizer, class Options>
+MakeOptimizer maker(Options options, bool rounds = false) {
+  return [=](const at::Tensor& table) {
+    auto optimizer = std::make_unique<Optimizer>(std::vector<at::Tensor>{table}, options);
+    if (rounds) optimizer->stochastic_rounding(7);
+    return optimizer;
+  };
+}
+
+struct Named {
+  std::string name;
+  MakeOptimizer make;
+};
+std::vector<Named> optimizers() {
+  return {{"SGD", maker<SGD>(SGDOptions(0.01))},
+          {"SGD, momentum", maker<SGD>(SGDOptions(0.01).momentum(0.9).dampening(0.3))},
+          {"SGD, Nesterov", maker<SGD>(SGDOptions(0.01).momentum(0.9).nesterov(true))},
+          {"SGD, decay", maker<SGD>(SGDOptions(0.01).weight_decay(0.1).momentum(0.9))},
+          {"Adam", maker<Adam>(AdamOptions(0.01))},
+          {"Adam, decay", maker<Adam>(AdamOptions(0.01).weight_decay(0.1))},
+          {"AdamW", maker<AdamW>(AdamWOptions(0.01))},
+          {"AdamW, amsgrad", maker<AdamW>(AdamWOptions(0.01).amsgrad(true).weight_decay(0))},
+          {"AdamW, eps 0", maker<AdamW>(AdamWOptions(0.01).eps(0))},
+          {"Adam8bit", maker<Adam8bit>(Adam8bitOptions(0.01))},
+          {"AdamW8bit", maker<AdamW8bit>(AdamW8bitOptions(0.01))}};
+}
+
+/// The rows that a tensor of the state has.
+std::int64_t rows_of_state(Training& training) {
+  auto& state = *training.wrapped->state().at(training.table.unsafeGetTensorImpl());
+  const auto rows = [](const at::Tensor& moments) { return moments.is_sparse() ? moments._values().size(0) : number; };
+  if (auto* const adamw = dynamic_cast<torch::optim::AdamWParamState*>(&state)) return rows(adamw->exp_avg());
+  if (auto* const adam = dynamic_cast<torch::optim::AdamParamState*>(&state)) return rows(adam->exp_avg_sq());
+  if (auto* const sgd = dynamic_cast<torch::optim::SGDParamState*>(&state)) return rows(sgd->momentum_buffer());
+  return rows(dynamic_cast<Adam8bitParamState&>(state).exp_avg_scale);
+}
+
+}  // namespace
+
+TEST_CASE("sparse gradients: every step is the dense one, to the bit") {
+  for (auto& [name, make] : optimizers())
+    for (auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf})
+      for (std::int64_t width : {512, 100}) {
+        CAPTURE(name, dtype, width);
+        Twins twins(make, dtype, width);
+        for (int i = 0; i < 8; ++i) {
+          twins.window([&](Training& of) {
+            if (i % 3 == 1) of.optimizer->clip_grad_norm_(0.5);
+          });
+          if (i == 4) twins.flushed();
+          REQUIRE(twins.same());
+        }
+      }
+}
+
+TEST_CASE("sparse gradients: stochastic rounding draws the numbers of the dense step") {
+  for (auto& make : {maker<AdamW>(AdamWOptions(0.01), true), maker<AdamW8bit>(AdamW8bitOptions(0.01), true),
+                     maker<SGD>(SGDOptions(0.01), true), maker<SGD>(SGDOptions(0.01).momentum(0.5), true)}) {
+    Twins twins(make, at::kBFloat16);
+    for (int i = 0; i < 5; ++i) twins.window();
+    CHECK(twins.same());
+  }
+}
+
+TEST_CASE("sparse gradients: moments are of the rows that were looked up, and move on without a gradient") {
+  for (auto& [name, make] : optimizers()) {
+    CAPTURE(name);
+    if (name == "SGD" || name.ends_with(", decay")) continue;
+    Twins twins(make);
+    twins.window();
+    const auto first = rows_of_state(twins.sparse);
+    CHECK(first < number / 4);
+    const auto before = twins.sparse.table.detach().clone();
+    twins.micro_batch = 50;  // others
+    twins.window();
+    CHECK(rows_of_state(twins.sparse) > first);
+    CHECK(rows_of_state(twins.sparse) < number);
+    if (name != "AdamW, eps 0")  // where the first rows have no gradient, and no decay would show it
+      CHECK_FALSE(same_bits(before[2] * (1 - 0.01 * 0.01), twins.sparse.table[2].detach()));
+    CHECK(twins.same());
+  }
+}
+
+TEST_CASE("sparse gradients: what moves every row has moments for every row") {
+  for (auto& make : {maker<Adam>(AdamOptions(0.01).weight_decay(0.1)),
+                     maker<SGD>(SGDOptions(0.01).weight_decay(0.1).momentum(0.9))}) {
+    Twins twins(make);
+    twins.window();
+    CHECK(rows_of_state(twins.sparse) == number);
+  }
+  for (auto& [name, make] : optimizers()) {
+    CAPTURE(name);
+    Twins twins(make);
+    twins.window();
+    twins.window(
+        [](Training& of) { of.optimizer->gradients().factor().multiply(std::numeric_limits<double>::infinity()); });
+    CHECK(twins.same());
+    CHECK(twins.sparse.table.isnan().any().item<bool>());
+  }
+}
+
+TEST_CASE("sparse gradients: a table that is used otherwise, too, is stepped densely, and by rows again") {
+  for (auto& [name, make] : optimizers()) {
+    CAPTURE(name);
+    Twins twins(make);
+    for (int i = 0; i < 6; ++i) twins.window([](Training&) {}, /*is_tied=*/i % 3 == 2);
+    CHECK(twins.same());
+  }
+}
+
+TEST_CASE("sparse gradients: states are those of the dense optimizer, saved and loaded") {
+  for (auto& [name, make] : optimizers()) {
+    CAPTURE(name);
+    Twins twins(make);
+    for (int i = 0; i < 3; ++i) twins.window();
+    twins.both([&](Training& of) {
+      const auto state = of.named();
+      of.one_pass().load_named_state({{"table", of.table}}, state);
+    });
+    twins.window();
+    REQUIRE(twins.same());
+    twins.both([&](Training& of) {
+      std::stringstream file;
+      torch::save(*of.wrapped, file);
+      torch::load(*of.wrapped, file);
+    });
+    twins.window();
+    CHECK(twins.same());
+    if (name == "AdamW") CHECK(rows_of_state(twins.sparse) < number);  // of a dense state, those that are not zero
+  }
+}
+
+TEST_CASE("sparse gradients: with a loss scale, and windows that overflow") {
+  for (auto& [name, make] : optimizers()) {
+    CAPTURE(name);
+    Twins twins(make);
+    ga::AmpScaler scalers[] = {ga::AmpScaler({.init_scale = 8}), ga::AmpScaler({.init_scale = 8})};
+    for (int i = 0; i < 6; ++i) {
+      const auto ids = torch::randint(number, {3});
+      auto weights = torch::randn({3, 512});
+      if (i == 2) weights[0][0] = std::numeric_limits<float>::infinity();
+      twins.both([&](Training& of) {
+        auto& scaler = scalers[&of == &twins.dense];
+        for (int j = 0; j < 3; ++j) {
+          scaler.scale(twins.loss(of, ids, weights)).backward();
+          scaler.step(*of.optimizer);
+          scaler.update();
+          of.optimizer->zero_grad();
+        }
+      });
+    }
+    CHECK(scalers[0].get_scale() < 8);
+    CHECK(twins.same());
+  }
+}
+
+TEST_CASE("sparse gradients: LibTorch's own sparse embedding, and tables of another form") {
+  const auto step = [](at::Tensor table, bool sparse) {
+    AdamW adamw({table}, AdamWOptions(0.01));
+    for (int i = 0; i < 3; ++i) {
+      const auto ids = torch::tensor({1 + i, 3, 5});  // no duplicates, whose sums are rounded in another order
+      torch::embedding(table, ids, -1, false, sparse).square().sum().backward();
+      adamw.step();
+      adamw.zero_grad();
+    }
+    return table.detach().contiguous();
+  };
+  const auto with_gaps = [] { return torch::ones({10, 8}).slice(1, 0, 4); };
+  const auto transposed = [] { return torch::ones({4, 10}).t(); };
+  for (auto& make : std::vector<std::function<at::Tensor()>>{[] {
+                                                               return torch::ones({10, 4});
+                                                             },
+                                                             with_gaps, transposed})
+    CHECK(same_bits(step(make().detach().requires_grad_(), true), step(make().detach().requires_grad_(), false)));
+}
+
+TEST_CASE("sparse gradients: neither gradients nor moments of a large table are ever whole") {
+  const auto table = torch::ones({20'000, 256}).requires_grad_();
+  for (const bool coded : {false, true}) {
+    std::unique_ptr<torch::optim::Optimizer> adamw;
+    if (coded)
+      adamw = std::make_unique<AdamW8bit>(std::vector<at::Tensor>{table}, AdamW8bitOptions(0.01));
+    else
+      adamw = std::make_unique<AdamW>(std::vector<at::Tensor>{table}, AdamWOptions(0.01));
+    ga::GradAccumulator optimizer(*adamw, {.steps = 4});
+    const ga::MemoryMeter meter;
+    for (int i = 0; i < 12; ++i) {
+      optimizer.backward(ga::embedding(torch::randint(20'000, {32}), table, {.sparse = true}).square().sum());
+      optimizer.clip_grad_norm_(1);
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    CHECK(meter.peak_bytes() < static_cast<std::int64_t>(table.nbytes()) / 4);
+  }
+}
+
+TEST_CASE("sparse gradients: Adafactor, whose means run over all rows, refuses them") {
+  const auto table = torch::ones({10, 4}).requires_grad_();
+  ga::embedding(torch::tensor({1}), table, {.sparse = true}).sum().backward();
+  Adafactor adafactor({table});
+  REQUIRE_ERROR("Adafactor: a gradient must be dense, got a sparse one", adafactor.step());
+}
