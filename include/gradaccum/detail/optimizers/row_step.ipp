@@ -92,7 +92,7 @@ GRADACCUM_INLINE at::Tensor StepRows::values_of(const Moments& moments) const {
                  ? moments.tensor._values().reshape({-1, moments.per_row})
                  : moments.tensor.reshape({-1, moments.per_row}).index_select(0, rows_.narrow(0, 0, had_));
   if (values.defined()) {
-    const auto room = static_cast<std::int64_t>(values.storage().nbytes() / values.element_size()) / moments.per_row;
+    const auto room = static_cast<std::int64_t>(values.storage().nbytes()) / values.element_size() / moments.per_row;
     if (values.storage_offset() == 0 && values.is_contiguous() && room >= needed)
       return values.as_strided({needed, moments.per_row}, {moments.per_row, 1});
   }
