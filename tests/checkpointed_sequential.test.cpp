@@ -247,6 +247,74 @@ TEST_CASE("CheckpointedSequential: without gradients it is a plain call") {
   }
 }
 
+namespace {
+
+/// Takes a second tensor: rows of the first that are not to count.
+struct MaskedImpl : nn::Module {
+  MaskedImpl()
+      : inner(register_module("inner", nn::Linear(8, 8))), dropout(register_module("dropout", nn::Dropout(0.2))) {}
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& mask) {
+    return x + dropout(inner(x)).sin().masked_fill(mask.unsqueeze(1), 0);
+  }
+  nn::Linear inner;
+  nn::Dropout dropout;
+};
+TORCH_MODULE(Masked);
+
+/// Of two passes with masks of their own, whose backward comes after both.
+std::vector<at::Tensor> outcome_of_two_masks(nn::Sequential blocks, const at::Tensor& x, const at::Tensor& second_mask,
+                                             const std::function<at::Tensor(at::Tensor, at::Tensor)>& run) {
+  blocks->zero_grad();
+  torch::manual_seed(2);
+  const auto input = x.clone().requires_grad_();
+  const auto mask = torch::arange(x.size(0)) < 2;
+  const auto first = run(input, mask), second = run(input, second_mask);
+  (first.sum() + second.square().sum()).backward();
+  auto all = take_gradients(blocks->parameters());
+  all.insert(all.end(), {first.detach(), second.detach(), input.grad(), torch::rand({2})});
+  return all;
+}
+
+}  // namespace
+
+TEST_CASE("CheckpointedSequential: a context reaches every module, in each run again its own") {
+  torch::manual_seed(1);
+  nn::Sequential blocks(Masked{}, Masked{}, Masked{}, Masked{});
+  const auto x = torch::randn({6, 8}), mask = torch::arange(6) > 3;
+  const auto plain = outcome_of_two_masks(blocks, x, mask, [&](at::Tensor h, const at::Tensor& m) {
+    for (auto& block : *blocks) h = block.forward(h, m);
+    return h;
+  });
+  for (const auto& options :
+       {ga::CheckpointedSequentialOptions{.segments = 1}, ga::CheckpointedSequentialOptions{.segments = 3},
+        ga::CheckpointedSequentialOptions{.segments = 4}, ga::CheckpointedSequentialOptions{.memory_budget = plenty},
+        ga::CheckpointedSequentialOptions{.memory_budget = 4096}}) {
+    ga::CheckpointedSequential net(blocks, options);
+    const auto run = [&](const at::Tensor& h, const at::Tensor& m) { return net->forward(h, m); };
+    CHECK(same_bits(outcome_of_two_masks(blocks, x, mask, run), plain));
+    CHECK_FALSE(same_bits(outcome_of_two_masks(blocks, x, mask.logical_not(), run), plain));
+    REQUIRE_ERROR("the context must not require gradients", net->forward(x, torch::ones({6}).requires_grad_()));
+  }
+  ga::CheckpointedSequential net(blocks, {.segments = 2});
+  REQUIRE_THROWS(net->forward(x));  // which each block asks for
+}
+
+TEST_CASE("CheckpointedSequential: within a Sequential, and with a larger context planned anew") {
+  nn::Sequential inner(nn::Linear(4, 4), nn::Tanh()), masked(Masked{}, Masked{});
+  nn::Sequential outer(ga::CheckpointedSequential(inner, ga::CheckpointedSequentialOptions{.segments = 2}), nn::Tanh());
+  CHECK(outer->forward(torch::ones({2, 4})).equal(inner->forward(torch::ones({2, 4})).tanh()));
+  ga::CheckpointedSequential net(masked, {.memory_budget = plenty});
+  const auto x = torch::randn({6, 8}).requires_grad_(), mask = torch::ones({6}, at::kBool);
+  const auto time_of_plan = [&](const at::Tensor& context) {
+    net->forward(x, context).sum().backward();
+    return net->plan().predicted.seconds;
+  };
+  const auto first = time_of_plan(mask.narrow(0, 0, 1));
+  CHECK(time_of_plan(mask.narrow(0, 0, 1)) == first);
+  CHECK(time_of_plan(mask) != first);
+  CHECK(time_of_plan(mask.narrow(0, 0, 1)) == first);
+}
+
 TEST_CASE("CheckpointedSequential: has the names, parameters and buffers of the Sequential") {
   nn::Sequential numbered(nn::Linear(4, 6), nn::BatchNorm1d(6), nn::Tanh(),
                           Residual(nn::Sequential(nn::Linear(6, 6), nn::Tanh())), nn::Linear(6, 2));

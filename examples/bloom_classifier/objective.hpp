@@ -25,22 +25,40 @@
 /// What is learned, and how it is compiled.
 namespace bloom {
 
-/// The mean loss of a batch, how many reviews it is the mean of, and what metrics look at.
-inline ga::Loss objective(BloomForSequenceClassification& model, const ga::data::SequenceBatch& batch) {
+/// Where each review has a token, not padding: bool [n, longest].
+inline at::Tensor mask_of(const ga::data::SequenceBatch& batch) {
   const auto places = torch::arange(batch.data.size(1), batch.data.device());
-  const auto mask = places < batch.lengths.to(batch.data.device()).unsqueeze(1);
-  auto scores = model->forward(batch.data, mask);
+  return places < batch.lengths.to(batch.data.device()).unsqueeze(1);
+}
+
+/// The mean loss of a batch, how many reviews it is the mean of, and what metrics look at.
+inline ga::Loss loss_of(at::Tensor scores, const ga::data::SequenceBatch& batch) {
   scores = scores.to(at::promote_types(scores.scalar_type(), torch::kFloat));  // 16 bits are too few for a loss
   return ga::Loss{torch::cross_entropy_loss(scores, batch.target), batch.rows()}.with(scores, batch.target);
 }
 
+/// With the padding that the batch has: what can be compiled, as its shapes are few.
+inline ga::Loss padded_objective(BloomForSequenceClassification& model, const ga::data::SequenceBatch& batch) {
+  return loss_of(model->forward(batch.data, mask_of(batch)), batch);
+}
+
+/// On a processor, which a few hundred tokens keep at its rate, rows are packed: their tokens alone are computed.
+inline bool is_packed(const ga::data::SequenceBatch& batch) {
+  return batch.data.is_cpu() && batch.tokens < batch.data.numel();
+}
+
+inline ga::Loss objective(BloomForSequenceClassification& model, const ga::data::SequenceBatch& batch) {
+  if (!is_packed(batch)) return padded_objective(model, batch);
+  return loss_of(model->forward_packed(batch.data.masked_select(mask_of(batch)), batch.lengths), batch);
+}
+
 using Objective = std::function<ga::Loss(BloomForSequenceClassification&, const ga::data::SequenceBatch&)>;
-using CompiledObjective = ga::CompiledStep<BloomForSequenceClassification, decltype(&objective)>;
+using CompiledObjective = ga::CompiledStep<BloomForSequenceClassification, decltype(&padded_objective)>;
 
 /// The objective, or what --compile made of it.
 inline Objective training_objective(BloomForSequenceClassification& model, const Options& options) {
   if (options.compile.empty()) return objective;
-  return CompiledObjective(model, &objective, options.compile);
+  return CompiledObjective(model, &padded_objective, options.compile);
 }
 
 inline void print_compiled(const Objective& learned) {
@@ -69,7 +87,7 @@ inline void record_step(ModelFolder& folder, const EncodedReviews& reviews, cons
   const ga::Autocast autocast(options.device, options.autocast_type(), options.mixed_precision());
   folder.model->train();
   fmt::print("{}",
-             fmt::streamed(ga::save_steps(folder.model, objective, batches, options.record_step,
+             fmt::streamed(ga::save_steps(folder.model, padded_objective, batches, options.record_step,
                                           {.any_rows = false, .constants = true})));  // ALiBi is one, of positions
 }
 

@@ -64,7 +64,7 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
   auto learned = training_objective(folder.model, options);
   const auto counted = [&](auto& model, auto& batch) {
     tokens = batch.tokens;
-    padded = batch.data.numel();
+    padded = options.compile.empty() && is_packed(batch) ? batch.tokens : batch.data.numel();
     return learned(model, batch);
   };
   std::function<ga::Evaluation()> validate;

@@ -9,6 +9,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <torch/nn/module.h>
+#include <torch/nn/modules/common.h>
+#include <torch/nn/modules/container/any_value.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/pimpl.h>
 
@@ -38,7 +40,7 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
   CheckpointedSequentialImpl(torch::nn::Sequential stages, const CheckpointedSequentialOptions& options);
   GRADACCUM_INLINE ~CheckpointedSequentialImpl() override;
 
-  at::Tensor forward(const at::Tensor& input);
+  at::Tensor forward(const at::Tensor& input, const at::Tensor& context = {});
 
   /// From the next forward pass on; 0: everything is kept. `FitMemory` does this.
   void set_memory_budget(std::int64_t bytes);
@@ -51,6 +53,9 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
   GRADACCUM_INLINE std::shared_ptr<torch::nn::Module> clone(
       const std::optional<at::Device>& device = std::nullopt) const override;
   GRADACCUM_INLINE void pretty_print(std::ostream& out) const override;
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(at::Tensor())})  // in a Sequential it takes one tensor, too
 
  private:
   std::unique_ptr<detail::CheckpointedChain> chain_;
@@ -69,6 +74,9 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
 /// are those of the Sequential. Each module takes a tensor and returns one. Outputs, gradients and random numbers are
 /// those of the Sequential to the bit, and `checkpoint`'s rules hold; statistics of BatchNorm move once.
 ///
+/// `context`: a tensor that every module takes beside its input, as its second argument: an attention mask, the lengths
+/// of sequences. It must not require gradients, and must not change before backward.
+///
 /// `segments`, 1 to the number of modules: like torch.utils.checkpoint_sequential, but as even as can be.
 ///
 /// `memory_budget`, in bytes: bounds what the module's forward and backward pass hold at any moment, beyond its input,
@@ -77,7 +85,7 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
 /// holds one stage's activations and gradients. Then the fastest schedule for it is planned: which stages keep what
 /// they need, which make results of cheap operations again (GELU, SiLU, products), which run again, and in what
 /// nesting. `plan()` tells what it will take. A budget that no schedule keeps throws and names the least that works.
-/// Smaller inputs follow the same plan; a larger one, another dtype or device, `train()`/`eval()`, autocast, or other
+/// Smaller inputs follow the same plan; a larger one or a larger context, another dtype or device, `train()`/`eval()`, autocast, or other
 /// parameters frozen are planned for anew.
 ///
 /// @note Planning waits for the device, training does not. Under autocast with a budget, parameters are cast again for

@@ -72,14 +72,17 @@ class CheckpointedChain {
     if (bytes > 0) planned_.emplace(Stages(sequential_->begin(), sequential_->end()), bytes, options_.checkpoint);
   }
 
-  at::Tensor operator()(const at::Tensor& input) {
-    if (!planned_ || !at::GradMode::is_enabled()) return (*segments_)(input);
+  at::Tensor operator()(const at::Tensor& input, const at::Tensor& context) {
+    TORCH_CHECK(!context.defined() || !context.requires_grad(),
+                "CheckpointedSequential: the context must not require gradients, as none would reach it; got one that "
+                "does: detach() it, or give it to the modules by their input");
+    if (!planned_ || !at::GradMode::is_enabled()) return segments_->given(context)(input);
     // Autocast would keep casts of all parameters until its scope ends; like this they are part of a stage.
     const auto device = input.device().type();
     std::optional<Autocast> uncached;
     if (at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device))
       uncached.emplace(device, at::autocast::get_autocast_dtype(device), /*enabled=*/true, /*cache_enabled=*/false);
-    return planned_->plan_for(input)->chain(input);
+    return planned_->plan_for(input, context)->chain.given(context)(input);
   }
 
   bool has_plan() const { return !planned_ || planned_->latest(); }
@@ -111,7 +114,10 @@ GRADACCUM_INLINE CheckpointedSequentialImpl::CheckpointedSequentialImpl(torch::n
 
 GRADACCUM_INLINE CheckpointedSequentialImpl::~CheckpointedSequentialImpl() = default;
 
-GRADACCUM_INLINE at::Tensor CheckpointedSequentialImpl::forward(const at::Tensor& input) { return (*chain_)(input); }
+GRADACCUM_INLINE at::Tensor CheckpointedSequentialImpl::forward(const at::Tensor& input,
+                                                                const at::Tensor& context) {
+  return (*chain_)(input, context);
+}
 
 GRADACCUM_INLINE void CheckpointedSequentialImpl::set_memory_budget(std::int64_t bytes) {
   chain_->set_memory_budget(bytes);

@@ -193,6 +193,68 @@ TEST_CASE("BLOOM: a sequence has the same scores alone and beside longer ones") 
 
 namespace {
 
+/// Rows of unequal length, padded at the right and packed.
+struct PackedRows {
+  at::Tensor ids, mask, packed, lengths = torch::tensor({9, 1, 30, 12, 12});
+
+  explicit PackedRows(std::int64_t words) {
+    torch::manual_seed(5);
+    mask = torch::arange(30) < lengths.unsqueeze(1);
+    ids = torch::randint(words, {5, 30});
+    packed = ids.masked_select(mask);
+  }
+};
+
+/// Scores, and gradients of the loss.
+std::vector<at::Tensor> outcome_of(BloomForSequenceClassification& model, const at::Tensor& scores) {
+  model->zero_grad();
+  torch::cross_entropy_loss(scores, torch::tensor({0, 1, 1, 0, 1})).backward();
+  std::vector<at::Tensor> all{scores.detach()};
+  for (auto& parameter : model->parameters()) all.push_back(parameter.grad().clone());
+  return all;
+}
+
+}  // namespace
+
+TEST_CASE("BLOOM: packed rows have the scores and gradients of padded ones") {
+  for (const bool post_norm : {false, true}) {
+    torch::manual_seed(1);
+    BloomForSequenceClassification model(bloom::BloomConfig{.vocab_size = 50,
+                                                            .hidden_size = 24,
+                                                            .n_layer = 3,
+                                                            .n_head = 6,
+                                                            .initializer_range = 0.3,
+                                                            .apply_residual_connection_post_layernorm = post_norm});
+    model->to(at::kDouble);
+    const PackedRows rows(50);
+    const auto padded = outcome_of(model, model->forward(rows.ids, rows.mask));
+    const auto packed = outcome_of(model, model->forward_packed(rows.packed, rows.lengths));
+    for (std::size_t i = 0; i < padded.size(); ++i) CHECK(torch::allclose(packed[i], padded[i], 1e-10, 1e-12));
+    const auto others = outcome_of(model, model->forward_packed(rows.packed, torch::tensor({10, 1, 29, 12, 12})));
+    CHECK_FALSE(torch::allclose(others[0], padded[0], 1e-4, 1e-4));
+    for (const auto& options : {ga::CheckpointedSequentialOptions{.segments = 2},
+                                ga::CheckpointedSequentialOptions{.memory_budget = ga::MiB}}) {
+      model->checkpoint_blocks(options);
+      const auto again = outcome_of(model, model->forward_packed(rows.packed, rows.lengths));
+      for (std::size_t i = 0; i < packed.size(); ++i) CHECK(torch::equal(again[i], packed[i]));
+    }
+  }
+}
+
+TEST_CASE("BLOOM: packed rows are checked") {
+  BloomForSequenceClassification model(
+      bloom::BloomConfig{.vocab_size = 10, .hidden_size = 8, .n_layer = 1, .n_head = 2});
+  const auto ids = torch::ones({5}, at::kLong);
+  CHECK(model->forward_packed(ids, torch::tensor({2, 3})).sizes() == at::IntArrayRef({2, 2}));
+  REQUIRE_ERROR("packed input_ids must be int64", model->forward_packed(ids.unsqueeze(0), torch::tensor({5})));
+  REQUIRE_ERROR("packed input_ids must be int64", model->forward_packed(torch::ones({5}), torch::tensor({5})));
+  REQUIRE_ERROR("that add up to the packed tokens, 5", model->forward_packed(ids, torch::tensor({2, 2})));
+  REQUIRE_ERROR("that add up to the packed tokens, 5", model->forward_packed(ids, torch::tensor({5, 0})));
+  REQUIRE_ERROR("that add up to the packed tokens, 5", model->forward_packed(ids, torch::tensor({5}, at::kInt)));
+}
+
+namespace {
+
 const bloom::BloomConfig five_layers{
     .vocab_size = 50, .hidden_size = 32, .n_layer = 5, .n_head = 4, .hidden_dropout = 0.1, .attention_dropout = 0.1};
 

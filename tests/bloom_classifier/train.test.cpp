@@ -110,7 +110,6 @@ TEST_CASE("bloom: the updates of a memory budget are those of its batches") {
   options.memory_budget = 3 << 20;
   const auto divided = outcome_of(options), whole = outcome_of(at_once);
   CHECK(divided.trained.report.updates == whole.trained.report.updates);
-  CHECK(divided.trained.padded < whole.trained.padded);  // parts are padded to their own longest
   double most = 0;
   for (std::size_t i = 0; i < whole.parameters.size(); ++i)
     most = std::max(most, (divided.parameters[i] - whole.parameters[i]).norm().item<double>() /
@@ -128,6 +127,5 @@ TEST_CASE("bloom: nothing is padded that need not be") {
   options.micro_batch = 4;
   const auto together = outcome_of(options).trained;
   CHECK(together.tokens == alone.tokens);
-  CHECK(together.padded > together.tokens);
-  CHECK(together.padded < 2 * together.tokens);  // to the longest of all it would be far more
+  CHECK(together.padded == together.tokens);
 }

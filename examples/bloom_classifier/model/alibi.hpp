@@ -5,6 +5,7 @@
 
 #include <bit>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <vector>
@@ -54,6 +55,11 @@ inline at::Tensor alibi_channels(std::int64_t n_head, std::int64_t head_dim, std
   return channels;
 }
 
+/// The numbers of an int64 tensor on the CPU.
+inline at::IntArrayRef sizes_of(const at::Tensor& lengths) {
+  return {lengths.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(lengths.numel())};
+}
+
 /// The channels for any length, of which it keeps the longest; for all blocks of a model. Thread safe.
 class AlibiChannels {
  public:
@@ -68,6 +74,12 @@ class AlibiChannels {
         channels_.device() != like.device())
       channels_ = alibi_channels(n_head_, head_dim_, length).to(like.options());
     return channels_.narrow(0, 0, length);
+  }
+  /// For rows one after another, `lengths` int64 [n] on the CPU: positions are counted in each.
+  at::Tensor packed(const at::Tensor& lengths, const at::Tensor& like) {
+    std::vector<at::Tensor> rows;
+    for (const auto length : sizes_of(lengths)) rows.push_back((*this)(length, like));
+    return at::cat(rows);
   }
 
  private:

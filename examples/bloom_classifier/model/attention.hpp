@@ -31,37 +31,53 @@ class BloomAttentionImpl : public torch::nn::Module {
         dropout_(config.attention_dropout),
         alibi_(std::move(alibi)) {}
 
-  /// [n, t, hidden_size] to the same. Every token sees those before it and itself.
-  at::Tensor forward(const at::Tensor& hidden) {
-    const auto wide = with_channels(hidden);
-    return output(attend(wide[0], wide[1], wide[2], /*mask=*/{}, /*is_causal=*/true));
+  /// [n, t, hidden_size] to the same. Every token sees those before it and itself. With `lengths` the rows are packed
+  /// (BloomModel says how), and each is attended to by itself.
+  at::Tensor forward(const at::Tensor& hidden, const at::Tensor& lengths) {
+    std::vector<at::Tensor> contexts;
+    for (const auto& row : with_channels(hidden, lengths))
+      contexts.push_back(attend(row[0], row[1], row[2], /*mask=*/{}, /*is_causal=*/true));
+    return output(contexts);
   }
 
   /// For one token of each row, `index` [n], only: [n, t, hidden_size] to [n, 1, hidden_size].
   at::Tensor forward_at(const at::Tensor& hidden, const at::Tensor& index) {
-    const auto wide = with_channels(hidden);
+    const auto wide = with_channels(hidden, {}).front();
     const auto rows = index.view({-1, 1, 1, 1});
     const auto seen = torch::arange(hidden.size(1), index.options()) <= rows;  // [n, 1, 1, t]
-    return output(attend(wide[0].take_along_dim(rows, 2), wide[1], wide[2], seen, /*is_causal=*/false));
+    return output({attend(wide[0].take_along_dim(rows, 2), wide[1], wide[2], seen, /*is_causal=*/false)});
+  }
+
+  /// For the last token of each packed row only: [1, all tokens, hidden_size] to [1, n, hidden_size].
+  at::Tensor forward_at_ends(const at::Tensor& hidden, const at::Tensor& lengths) {
+    std::vector<at::Tensor> contexts;
+    for (const auto& row : with_channels(hidden, lengths))
+      contexts.push_back(attend(row[0].narrow(2, -1, 1), row[1], row[2], /*mask=*/{}, /*is_causal=*/false));
+    return output(contexts);
   }
 
   torch::nn::Linear query_key_value, dense;
 
  private:
-  /// Queries, keys and values, [n, n_head, t, head_dim + 8] each.
-  std::vector<at::Tensor> with_channels(const at::Tensor& hidden) {
+  /// Queries, keys and values, [n, n_head, t, head_dim + 8] each: of all rows, or of each packed one.
+  std::vector<std::vector<at::Tensor>> with_channels(const at::Tensor& hidden, const at::Tensor& lengths) {
     const auto n = hidden.size(0), t = hidden.size(1);
     const auto fused = query_key_value->forward(hidden).view({n, t, n_head_, 3, head_dim_});
-    const auto channels = (*alibi_)(t, fused).expand({n, -1, -1, -1, -1});
-    return at::cat({fused, channels}, -1).permute({3, 0, 2, 1, 4}).unbind();
+    const auto channels = lengths.defined() ? alibi_->packed(lengths, fused) : (*alibi_)(t, fused);
+    const auto wide = at::cat({fused, channels.expand({n, -1, -1, -1, -1})}, -1);
+    std::vector<std::vector<at::Tensor>> rows;
+    for (const auto& row : lengths.defined() ? wide.split_with_sizes(sizes_of(lengths), 1) : std::vector{wide})
+      rows.push_back(row.permute({3, 0, 2, 1, 4}).unbind());
+    return rows;
   }
   at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                     const std::optional<at::Tensor>& mask, bool is_causal) const {
     const auto scale = 1 / std::sqrt(static_cast<double>(head_dim_));
     return at::scaled_dot_product_attention(query, key, value, mask, is_training() ? dropout_ : 0, is_causal, scale);
   }
-  at::Tensor output(const at::Tensor& context) {
-    return dense->forward(context.narrow(-1, 0, head_dim_).transpose(1, 2).flatten(2));
+  at::Tensor output(std::vector<at::Tensor> contexts) {
+    for (auto& context : contexts) context = context.narrow(-1, 0, head_dim_).transpose(1, 2);
+    return dense->forward(at::cat(contexts, 1).flatten(2));
   }
 
   std::int64_t n_head_, head_dim_;

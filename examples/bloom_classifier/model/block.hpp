@@ -38,10 +38,10 @@ class BloomBlockImpl : public torch::nn::Module {
         adds_normalised_(config.apply_residual_connection_post_layernorm),
         dropout_(config.hidden_dropout) {}
 
-  /// [n, t, hidden_size] to the same.
-  at::Tensor forward(const at::Tensor& hidden) {
+  /// [n, t, hidden_size] to the same. `lengths`: of packed rows.
+  at::Tensor forward(const at::Tensor& hidden, const at::Tensor& lengths = {}) {
     const auto normalised = input_layernorm->forward(hidden);
-    return add_mlp(add(self_attention->forward(normalised), adds_normalised_ ? normalised : hidden));
+    return add_mlp(add(self_attention->forward(normalised, lengths), adds_normalised_ ? normalised : hidden));
   }
 
   /// For one token of each row, `index` [n], only: [n, t, hidden_size] to [n, 1, hidden_size].
@@ -49,6 +49,14 @@ class BloomBlockImpl : public torch::nn::Module {
     const auto normalised = input_layernorm->forward(hidden);
     const auto residual = (adds_normalised_ ? normalised : hidden).take_along_dim(index.view({-1, 1, 1}), 1);
     return add_mlp(add(self_attention->forward_at(normalised, index), residual));
+  }
+
+  /// For the last token of each packed row only: [1, all tokens, hidden_size] to [1, n, hidden_size].
+  at::Tensor forward_at_ends(const at::Tensor& hidden, const at::Tensor& lengths) {
+    const auto normalised = input_layernorm->forward(hidden);
+    const auto ends = (lengths.cumsum(0) - 1).to(hidden.device());
+    const auto residual = (adds_normalised_ ? normalised : hidden).index_select(1, ends);
+    return add_mlp(add(self_attention->forward_at_ends(normalised, lengths), residual));
   }
 
   static torch::nn::LayerNorm make_layer_norm(const BloomConfig& config) {
@@ -59,6 +67,9 @@ class BloomBlockImpl : public torch::nn::Module {
   BloomAttention self_attention;
   torch::nn::LayerNorm post_attention_layernorm;
   BloomMLP mlp;
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(at::Tensor())})
 
  private:
   at::Tensor add(const at::Tensor& output, const at::Tensor& residual) const {

@@ -55,6 +55,22 @@ class BloomForSequenceClassificationImpl : public torch::nn::Module {
     return score->forward(transformer->forward(tokens.ids, tokens.last));
   }
 
+  /// Rows of ids, one after another without padding, [all tokens], and their `lengths`, int64 [n] on the CPU, to the
+  /// scores [n, num_labels]: those of `forward` to rounding, for the time and memory of these tokens alone. Each row is
+  /// attended to by itself, which few long rows on a CPU want, and many short ones on a GPU do not.
+  at::Tensor forward_packed(const at::Tensor& input_ids, const at::Tensor& lengths) {
+    TORCH_CHECK(input_ids.dim() == 1 && input_ids.scalar_type() == torch::kLong,
+                "BloomForSequenceClassification: packed input_ids must be int64 [all tokens], got ",
+                input_ids.scalar_type(), " ", input_ids.sizes());
+    TORCH_CHECK(
+        lengths.dim() == 1 && lengths.scalar_type() == torch::kLong && lengths.is_cpu() &&
+            lengths.gt(0).all().item<bool>() && lengths.sum().item<std::int64_t>() == input_ids.size(0),
+        "BloomForSequenceClassification: lengths must be int64 [n] on the CPU, each above 0, that add up to the "
+        "packed tokens, ",
+        input_ids.size(0));
+    return score->forward(transformer->forward_packed(input_ids.unsqueeze(0), lengths.contiguous()));
+  }
+
   /// Blocks run again in backward, for less memory: in so many segments, or within a budget of bytes. The last one, of
   /// which one token a row is computed, keeps little and is not among them: `n_layer` must be 2 or more.
   void checkpoint_blocks(const ga::CheckpointedSequentialOptions& options) { transformer->checkpoint_blocks(options); }

@@ -36,13 +36,19 @@ class BloomModelImpl : public torch::nn::Module {
 
   /// Ids [n, t] to the hidden states [n, hidden_size] of one token of each row, `index` [n].
   at::Tensor forward(const at::Tensor& ids, const at::Tensor& index) {
-    auto hidden = word_embeddings_layernorm->forward(ga::embedding(ids, word_embeddings->weight));
-    if (checkpointed_)
-      hidden = checkpointed_->forward(hidden);
-    else if (!blocks_->is_empty())
-      hidden = blocks_->forward(hidden);
+    const auto hidden = all_but_the_last(ids, /*lengths=*/{});
     return ln_f->forward(last_block_->forward_at(hidden, index)).squeeze(1);  // nobody asks for its other tokens
   }
+
+  /// Packed rows of ids, [1, all tokens], one after another without padding, and their `lengths`, int64 [n] on the CPU,
+  /// to the hidden states [n, hidden_size] of the last token of each row. Only attention asks where a row begins.
+  at::Tensor forward_packed(const at::Tensor& ids, const at::Tensor& lengths) {
+    const auto hidden = all_but_the_last(ids, lengths);
+    return ln_f->forward(last_block_->forward_at_ends(hidden, lengths)).squeeze(0);
+  }
+
+  /// The table's gradient has the rows that were looked up and no others, for optimizers that step by rows.
+  void sparse_embedding_gradient(bool sparse) { sparse_ = sparse; }
 
   /// See BloomForSequenceClassification.
   void checkpoint_blocks(const ga::CheckpointedSequentialOptions& options) {
@@ -60,6 +66,15 @@ class BloomModelImpl : public torch::nn::Module {
   torch::nn::LayerNorm ln_f;
 
  private:
+  at::Tensor all_but_the_last(const at::Tensor& ids, const at::Tensor& lengths) {
+    const auto embedded = ga::embedding(ids, word_embeddings->weight, {.sparse = sparse_});
+    auto hidden = word_embeddings_layernorm->forward(embedded);
+    if (checkpointed_) return checkpointed_->forward(hidden, lengths);
+    for (auto& block : *blocks_) hidden = block.forward(hidden, lengths);
+    return hidden;
+  }
+
+  bool sparse_ = false;
   torch::nn::Sequential blocks_;  // all but the last
   BloomBlock last_block_ = nullptr;
   ga::CheckpointedSequential checkpointed_ = nullptr;

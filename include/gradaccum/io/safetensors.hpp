@@ -5,9 +5,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <filesystem>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -51,7 +53,14 @@ class SafetensorsFile {
   /// On the CPU. It may outlive this object.
   at::Tensor get_tensor(const std::string& name) const;
 
+  /// Lets go of the memory in which a tensor that was read is kept until this object and its tensors are gone: the next
+  /// who looks at it reads it from the disk again, without what was written to it. For files larger than the memory.
+  void release(const std::string& name) const;
+
  private:
+  std::span<std::byte> bytes_of(const detail::SafetensorsEntry& entry) const;
+  const detail::SafetensorsEntry& entry_of(const std::string& name) const;
+
   std::filesystem::path path_;
   std::shared_ptr<detail::MappedFile> file_;
   detail::SafetensorsHeader header_;

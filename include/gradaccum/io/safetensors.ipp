@@ -28,13 +28,25 @@ GRADACCUM_INLINE std::vector<std::string> SafetensorsFile::keys() const {
   return names;
 }
 
-GRADACCUM_INLINE at::Tensor SafetensorsFile::get_tensor(const std::string& name) const {
+GRADACCUM_INLINE const detail::SafetensorsEntry& SafetensorsFile::entry_of(const std::string& name) const {
   const auto found = header_.tensors.find(name);
   TORCH_CHECK(found != header_.tensors.end(), path_.string(), ": must have a tensor ", detail::in_quotes(name),
               ", but has none");
-  const auto& entry = found->second;
+  return found->second;
+}
+
+GRADACCUM_INLINE std::span<std::byte> SafetensorsFile::bytes_of(const detail::SafetensorsEntry& entry) const {
+  return file_->bytes().subspan(header_.data_begin + entry.begin, entry.end - entry.begin);
+}
+
+GRADACCUM_INLINE void SafetensorsFile::release(const std::string& name) const {
+  file_->release(bytes_of(entry_of(name)));
+}
+
+GRADACCUM_INLINE at::Tensor SafetensorsFile::get_tensor(const std::string& name) const {
+  const auto& entry = entry_of(name);
   const auto dtype = detail::dtype_in_file(path_.string(), name, entry.dtype);
-  const auto bytes = file_->bytes().subspan(header_.data_begin + entry.begin, entry.end - entry.begin);
+  const auto bytes = bytes_of(entry);
   detail::check_flags(path_.string(), name, dtype, bytes);
   if (!bytes.empty() && reinterpret_cast<std::uintptr_t>(bytes.data()) % c10::elementSize(dtype) == 0)
     return at::from_blob(

@@ -43,8 +43,13 @@ class WeightFiles {
   /// On the CPU. It may outlive this object.
   at::Tensor get_tensor(const std::string& name) const;
 
+  /// See `SafetensorsFile`.
+  void release(const std::string& name) const;
+
  private:
   using File = std::shared_ptr<const SafetensorsFile>;
+
+  const SafetensorsFile& file_of(const std::string& name) const;
 
   void open_listed();
 

@@ -55,11 +55,17 @@ GRADACCUM_INLINE std::vector<std::string> WeightFiles::keys() const {
   return names;
 }
 
-GRADACCUM_INLINE at::Tensor WeightFiles::get_tensor(const std::string& name) const {
+GRADACCUM_INLINE const SafetensorsFile& WeightFiles::file_of(const std::string& name) const {
   const auto found = files_.find(name);
   TORCH_CHECK(found != files_.end(), path_.string(), ": must have a tensor ", detail::in_quotes(name),
               ", but has none");
-  return found->second->get_tensor(name);
+  return *found->second;
 }
+
+GRADACCUM_INLINE at::Tensor WeightFiles::get_tensor(const std::string& name) const {
+  return file_of(name).get_tensor(name);
+}
+
+GRADACCUM_INLINE void WeightFiles::release(const std::string& name) const { file_of(name).release(name); }
 
 }  // namespace gradaccum::io

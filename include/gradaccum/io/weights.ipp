@@ -98,7 +98,10 @@ GRADACCUM_INLINE io::WeightsReport load_weights(const torch::nn::Module& module,
               ".base_model_prefix and .may_be_missing say what may differ. Got ",
               report);
   const at::NoGradGuard no_grad;
-  for (auto& [weight, name] : copies) weight.copy_(files.get_tensor(name));
+  for (auto& [weight, name] : copies) {
+    weight.copy_(files.get_tensor(name));
+    files.release(name);  // else the module would be in memory twice at the end
+  }
   return report;
 }
 

@@ -21,6 +21,8 @@ class Stage {
   explicit Stage(torch::nn::AnyModule module) : modules_{std::move(module)} {}
 
   void append(const Stage& other);
+  /// The same stage, whose modules take this tensor, too; an undefined one: none.
+  Stage given(const at::Tensor& context) const;
   std::size_t size() const { return modules_.size(); }
 
   /// `way` 0 keeps what LibTorch keeps, 1 makes results of cheap operations again.
@@ -34,11 +36,13 @@ class Stage {
 
  private:
   std::vector<torch::nn::AnyModule> modules_;
+  at::Tensor context_;
 };
 
 using Stages = std::vector<Stage>;
 
 std::vector<torch::nn::Module*> modules_of(const Stages& stages);
+Stages given(const Stages& stages, const at::Tensor& context);
 
 /// Successive stages of a chain with the schedule by which they run: a function of a tensor. A schedule's segments are
 /// functions of the same kind, checkpointed; so they nest, and each runs again by its own part of the schedule.
@@ -48,6 +52,8 @@ class Segment {
       : stages_(std::move(stages)), schedule_(std::move(schedule)), options_(options) {}
 
   at::Tensor operator()(at::Tensor activations) const;
+  /// The same, of stages that are given it.
+  Segment given(const at::Tensor& context) const;
 
   /// Those whose running statistics begin anew when it runs again, since what they save is compared. Otherwise the
   /// stages take care of that.

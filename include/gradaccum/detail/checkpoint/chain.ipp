@@ -19,10 +19,18 @@ GRADACCUM_INLINE void Stage::append(const Stage& other) {
   modules_.insert(modules_.end(), other.modules_.begin(), other.modules_.end());
 }
 
+GRADACCUM_INLINE Stage Stage::given(const at::Tensor& context) const {
+  Stage stage = *this;
+  stage.context_ = context;
+  return stage;
+}
+
 GRADACCUM_INLINE at::Tensor Stage::forward(std::size_t way, at::Tensor activations) {
   std::optional<RebuildingScope> rebuilding;
   if (way > 0) rebuilding.emplace();
-  for (auto& module : modules_) activations = module.forward(std::move(activations));
+  for (auto& module : modules_)
+    activations = context_.defined() ? module.forward(std::move(activations), at::Tensor(context_))
+                                     : module.forward(std::move(activations));
   return activations;
 }
 
@@ -42,6 +50,17 @@ GRADACCUM_INLINE std::vector<torch::nn::Module*> modules_of(const Stages& stages
   for (auto& stage : stages)
     for (auto* module : stage.modules()) modules.push_back(module);
   return modules;
+}
+
+GRADACCUM_INLINE Stages given(const Stages& stages, const at::Tensor& context) {
+  Stages all;
+  for (auto& stage : stages) all.push_back(stage.given(context));
+  return all;
+}
+
+GRADACCUM_INLINE Segment Segment::given(const at::Tensor& context) const {
+  if (!context.defined()) return *this;
+  return {std::make_shared<Stages>(detail::given(*stages_, context)), schedule_, options_};
 }
 
 GRADACCUM_INLINE at::Tensor Segment::operator()(at::Tensor activations) const {

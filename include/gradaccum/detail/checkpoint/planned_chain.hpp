@@ -20,13 +20,13 @@ namespace gradaccum::detail {
 /// What the bytes of a forward and backward pass depend on.
 class PlanScope {
  public:
-  PlanScope(const Stages& stages, const at::Tensor& input);
+  PlanScope(const Stages& stages, const at::Tensor& input, const at::Tensor& context);
 
   /// What was planned for this does for the other: it is nowhere larger, and alike otherwise.
   bool covers(const PlanScope& other) const;
 
  private:
-  at::DimVector shape_;
+  at::DimVector shape_, context_shape_;
   std::vector<std::int64_t> order_;
   at::Device device_;
   std::vector<at::ScalarType> dtypes_;
@@ -45,11 +45,12 @@ class PlannedChain {
     CheckpointPlan plan;
   };
 
-  std::shared_ptr<const Planned> plan_for(const at::Tensor& input);
+  /// `context`: what all stages take beside it; may be undefined.
+  std::shared_ptr<const Planned> plan_for(const at::Tensor& input, const at::Tensor& context);
   std::shared_ptr<const Planned> latest() const;
 
  private:
-  std::shared_ptr<const Planned> make(PlanScope scope, const at::Tensor& input) const;
+  std::shared_ptr<const Planned> make(PlanScope scope, const at::Tensor& input, const at::Tensor& context) const;
 
   Stages stages_;
   std::int64_t budget_;

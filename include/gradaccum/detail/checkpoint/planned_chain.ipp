@@ -48,9 +48,13 @@ GRADACCUM_INLINE std::vector<std::int64_t> order_in_memory(const at::Tensor& ten
   return order;
 }
 
-GRADACCUM_INLINE PlanScope::PlanScope(const Stages& stages, const at::Tensor& input)
+GRADACCUM_INLINE PlanScope::PlanScope(const Stages& stages, const at::Tensor& input, const at::Tensor& context)
     : shape_(input.sizes()), order_(order_in_memory(input)), device_(input.device()) {
   dtypes_ = {input.scalar_type(), at::autocast::get_autocast_dtype(device_.type())};
+  if (context.defined()) {
+    context_shape_ = context.sizes();
+    dtypes_.push_back(context.scalar_type());
+  }
   flags_ = {input.requires_grad(), at::autocast::is_autocast_enabled(device_.type())};
   for (auto* module : modules_of(stages)) {
     for (auto& part : module->modules()) flags_.push_back(part->is_training());
@@ -61,9 +65,12 @@ GRADACCUM_INLINE PlanScope::PlanScope(const Stages& stages, const at::Tensor& in
   }
 }
 
+GRADACCUM_INLINE bool is_no_smaller(const at::DimVector& shape, const at::DimVector& other) {
+  return std::ranges::equal(shape, other, std::greater_equal<>());
+}
+
 GRADACCUM_INLINE bool PlanScope::covers(const PlanScope& other) const {
-  return shape_.size() == other.shape_.size() &&
-         std::equal(shape_.begin(), shape_.end(), other.shape_.begin(), std::greater_equal<>()) &&
+  return is_no_smaller(shape_, other.shape_) && is_no_smaller(context_shape_, other.context_shape_) &&
          order_ == other.order_ && device_ == other.device_ && dtypes_ == other.dtypes_ && flags_ == other.flags_;
 }
 
@@ -77,12 +84,13 @@ class [[nodiscard]] MeasuringScope final : SavingScope {
   std::unique_ptr<torch::autograd::SavedVariableHooks> hooks() override { return nullptr; }
 };
 
-GRADACCUM_INLINE std::shared_ptr<const PlannedChain::Planned> PlannedChain::plan_for(const at::Tensor& input) {
+GRADACCUM_INLINE std::shared_ptr<const PlannedChain::Planned> PlannedChain::plan_for(const at::Tensor& input,
+                                                                                     const at::Tensor& context) {
   const std::lock_guard lock(mutex_);
-  PlanScope scope(stages_, input);
+  PlanScope scope(stages_, input, context);
   const auto known = std::ranges::find_if(plans_, [&](auto& plan) { return plan->scope.covers(scope); });
   if (known != plans_.end()) return latest_ = *known;
-  latest_ = make(std::move(scope), input);
+  latest_ = make(std::move(scope), input, context);
   plans_.push_back(latest_);  // behind the others: an input that has a plan keeps it, for when it runs again
   return latest_;
 }
@@ -94,11 +102,12 @@ GRADACCUM_INLINE std::shared_ptr<const PlannedChain::Planned> PlannedChain::late
 
 /// Leaves no trace in random generators, running statistics, gradients, and what hooks around it see.
 GRADACCUM_INLINE std::shared_ptr<const PlannedChain::Planned> PlannedChain::make(PlanScope scope,
-                                                                                 const at::Tensor& input) const {
+                                                                                 const at::Tensor& input,
+                                                                                 const at::Tensor& context) const {
   const RandomScope random{RandomState()};
   const FrozenStatistics frozen(modules_of(stages_));
   const MeasuringScope measuring;
-  const auto stages = std::make_shared<Stages>(merged(stages_, input));
+  const auto stages = std::make_shared<Stages>(merged(given(stages_, context), input));
   const auto costs = costs_of(*stages, input, options_);
   const auto least = least_memory(costs);
   TORCH_CHECK_WITH(OutOfMemoryError, budget_ >= least, "CheckpointedSequential: memory_budget must be at least ", least,
@@ -107,7 +116,7 @@ GRADACCUM_INLINE std::shared_ptr<const PlannedChain::Planned> PlannedChain::make
   const auto cost = [&](const Schedule& s) { return CheckpointPlan::Cost{peak_bytes(s, costs), seconds(s, costs)}; };
   return std::make_shared<Planned>(Planned{
       std::move(scope),
-      Segment(stages, schedule, options_),
+      Segment(std::make_shared<Stages>(given(*stages, {})), schedule, options_),
       {to_string(by_module(*schedule, *stages)), budget_, cost(*schedule), cost(keep_everything(costs)), least},
   });
 }

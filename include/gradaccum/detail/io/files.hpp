@@ -85,6 +85,9 @@ class MappedFile {
   std::span<std::byte> bytes() const { return bytes_; }
   std::string_view text() const { return {reinterpret_cast<const char*>(bytes_.data()), bytes_.size()}; }
 
+  /// Lets go of what memory these bytes of it, once read, are kept in; whoever looks at them reads them again.
+  void release(std::span<const std::byte> bytes) const;
+
  private:
   std::span<std::byte> bytes_;
 };

@@ -168,6 +168,13 @@ GRADACCUM_INLINE MappedFile::~MappedFile() {
   if (!bytes_.empty()) ::munmap(bytes_.data(), bytes_.size());
 }
 
+GRADACCUM_INLINE void MappedFile::release(std::span<const std::byte> bytes) const {
+  const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<std::uintptr_t>(bytes.data()), end = begin + bytes.size();
+  const auto first = (begin + page - 1) / page * page, last = end / page * page;  // whole pages
+  if (first < last) ::madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+}
+
 GRADACCUM_INLINE OutputFile::OutputFile(std::filesystem::path path)
     : path_(std::move(path)), descriptor_(path_, O_WRONLY | O_CREAT | O_EXCL, 0666) {
   if (descriptor_.number() < 0) fail("must be made anew");

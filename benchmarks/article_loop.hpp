@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "model/classifier.hpp"
+
+/// The fine-tuning loop of a well-known article, in LibTorch as it stands there: an update of 8 reviews, one at a time,
+/// each padded to 1024 tokens, the loss divided by 8, attention with its bias and mask in memory, torch::optim::Adam.
+namespace article {
+
+inline constexpr std::int64_t reviews_of_update = 8, longest = 1024, padding = 3;
+
+/// Of random words; lengths are drawn as IMDB's are distributed.
+struct Reviews {
+  std::vector<at::Tensor> ids;
+  at::Tensor labels;
+
+  Reviews(std::int64_t vocabulary, std::int64_t count, std::uint64_t seed, double length_scale = 1)
+      : labels(torch::arange(count) % 2) {
+    torch::manual_seed(static_cast<std::int64_t>(seed));
+    for (std::int64_t i = 0; i < count; ++i) {
+      const auto length = length_scale * std::exp(5.495 + 0.6465 * torch::randn({}).item<double>());
+      ids.push_back(torch::randint(4, vocabulary, {std::clamp<std::int64_t>(std::lround(length), 10, longest)}));
+    }
+  }
+
+  /// Puts in two words that tell the label: at 25 % of the places that of its own, at 5 % the other one.
+  void make_telling() {
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      const auto chance = torch::rand_like(ids[i], torch::kFloat);
+      const auto label = labels[static_cast<std::int64_t>(i)];
+      const auto side = torch::where(chance < 0.25, label, 1 - label);
+      ids[i] = torch::where(chance < 0.3, 4 + side, ids[i]);
+    }
+  }
+};
+
+/// Scores as Hugging Face's Python computes them, step by step: [1, t] ids, of which `length` are no padding.
+inline at::Tensor plain_scores(bloom::BloomForSequenceClassification& model, const at::Tensor& ids,
+                               std::int64_t length) {
+  const auto& config = model->config();
+  const auto t = ids.size(1), heads = config.n_head, width = config.head_dim();
+  const auto slopes = torch::pow(2.0, -8.0 / heads * torch::arange(1, heads + 1)).view({heads, 1, 1});
+  const auto places = torch::arange(t).clamp_max(length - 1);
+  const auto alibi = slopes * places;
+  const auto unseen = torch::ones({t, t}, torch::kBool).triu(1) | (torch::arange(t) >= length);
+  auto& body = *model->transformer;
+  auto hidden = body.word_embeddings_layernorm(body.word_embeddings(ids));
+  for (auto& layer : *body.h) {
+    auto& block = *layer->as<bloom::BloomBlockImpl>();
+    const auto fused = block.self_attention->query_key_value(block.input_layernorm(hidden));
+    const auto parts = fused.view({t, heads, 3, width}).permute({2, 1, 0, 3});
+    const auto scores =
+        torch::baddbmm(alibi.to(parts.dtype()), parts[0], parts[1].transpose(1, 2), 1, 1 / std::sqrt(width));
+    const auto weights = scores.to(torch::kFloat).masked_fill(unseen, -1e9).softmax(-1).to(parts.dtype());
+    const auto context = torch::bmm(weights, parts[2]).transpose(0, 1).reshape({1, t, heads * width});
+    hidden = hidden + block.self_attention->dense(context);
+    hidden = hidden + block.mlp(block.post_attention_layernorm(hidden));
+  }
+  return model->score(body.ln_f(hidden)).select(1, length - 1);
+}
+
+/// `pads`: as there; without it, the same at true lengths.
+class Loop {
+ public:
+  Loop(const bloom::BloomConfig& config, bool pads, double learning_rate = 5e-5) : pads_(pads) {
+    torch::manual_seed(0);
+    model = bloom::BloomForSequenceClassification(config);
+    optimizer_ = std::make_unique<torch::optim::Adam>(model->parameters(), torch::optim::AdamOptions(learning_rate));
+  }
+
+  at::Tensor scores(const at::Tensor& review) {
+    const auto length = review.size(0);
+    const auto missing = pads_ ? longest - length : 0;
+    return plain_scores(model, torch::constant_pad_nd(review, {0, missing}, padding).unsqueeze(0), length);
+  }
+
+  void window(const Reviews& data) {
+    for (std::int64_t i = 0; i < reviews_of_update; ++i)
+      (torch::cross_entropy_loss(scores(data.ids[i]), data.labels.slice(0, i, i + 1)) / reviews_of_update).backward();
+    optimizer_->step();
+    optimizer_->zero_grad();
+  }
+
+  bloom::BloomForSequenceClassification model = nullptr;
+
+ private:
+  bool pads_;
+  std::unique_ptr<torch::optim::Adam> optimizer_;
+};
+
+}  // namespace article

@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Fine-tuning a BLOOM of 560m's shapes: what each way to train takes, in memory and time, for updates of 8 reviews of
+// IMDB's lengths; the loop of a well-known article (article_loop.hpp) beside it. Each way has a process of its own, so
+// that resident memory is its own; in a round they take turns.
+
+#include <gradaccum/autocast.hpp>
+#include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/memory_meter.hpp>
+#include <gradaccum/optim/adafactor.hpp>
+#include <gradaccum/optim/adam.hpp>
+#include <gradaccum/optim/adamw.hpp>
+#include <gradaccum/optim/adamw8bit.hpp>
+
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "article_loop.hpp"
+#include "harness.hpp"
+#include "model/classifier.hpp"
+
+namespace ga = gradaccum;
+
+namespace {
+
+using article::Reviews;
+using Json = nlohmann::json;
+using Optimizer = std::unique_ptr<torch::optim::Optimizer>;
+using Parameters = std::vector<at::Tensor>;
+
+constexpr double learning_rate = 5e-5, gigabyte = 1e9;
+
+// --- The ways to train
+// ------------------------------------------------------------------------------------------------
+
+template <class Own, class Options>
+Optimizer made(const Parameters& parameters, const Options& options) {
+  auto optimizer = std::make_unique<Own>(parameters, options);
+  optimizer->stochastic_rounding(/*seed=*/0);  // of bfloat16 parameters, where there are any
+  return optimizer;
+}
+Optimizer adam(const Parameters& p) { return made<ga::optim::Adam>(p, ga::optim::AdamOptions(learning_rate)); }
+Optimizer adamw(const Parameters& p) { return made<ga::optim::AdamW>(p, ga::optim::AdamWOptions(learning_rate)); }
+Optimizer adamw8bit(const Parameters& p) {
+  return made<ga::optim::AdamW8bit>(p, ga::optim::AdamW8bitOptions(learning_rate));
+}
+
+/// How reviews become updates.
+struct Way {
+  std::string name;
+  Optimizer (*optimizer)(const Parameters&) = nullptr;  ///< none: the article's loop
+  std::int64_t together = 1;                            ///< reviews of one forward and backward pass, packed
+  bool autocast = false;
+  bool bfloat16_parameters = false;
+  bool in_backward = false;
+  bool checkpoints = false;                   ///< each block runs again in backward
+  std::optional<double> most_gigabytes = {};  ///< to reach
+  bool pads = false;                          ///< the article's loop: as it is, or at true lengths
+
+  bool in_bfloat16() const { return autocast || bfloat16_parameters; }
+};
+
+std::vector<Way> all_ways() {
+  const auto together = article::reviews_of_update;
+  return {
+      {.name = "the article's loop, padded to 1024", .pads = true},
+      {.name = "the article's loop, true lengths"},
+      {.name = "Adam, 8 reviews at once", .optimizer = adam, .together = together},
+      {.name = "Adam, 8 reviews at once, bf16-mixed", .optimizer = adam, .together = together, .autocast = true},
+      {.name = "Adam, 8 times 1", .optimizer = adam},
+      {.name = "Adam, 8 times 1, bf16-mixed", .optimizer = adam, .autocast = true},
+      {.name = "AdamW, 8 times 1, checkpoints", .optimizer = adamw, .checkpoints = true, .most_gigabytes = 6.6},
+      {.name = "AdamW8bit, 8 times 1, checkpoints", .optimizer = adamw8bit, .checkpoints = true, .most_gigabytes = 4.6},
+      {.name = "AdamW8bit in backward, 8 at once, checkpoints",
+       .optimizer = adamw8bit,
+       .together = together,
+       .in_backward = true,
+       .checkpoints = true,
+       .most_gigabytes = 3.5},
+      {.name = "bfloat16 parameters, AdamW8bit in backward, 1, checkpoints",
+       .optimizer = adamw8bit,
+       .bfloat16_parameters = true,
+       .in_backward = true,
+       .checkpoints = true,
+       .most_gigabytes = 1.9},
+  };
+}
+
+class Ours {
+ public:
+  Ours(const bloom::BloomConfig& config, const Way& way) : way_(way) {
+    torch::manual_seed(0);
+    model_ = bloom::BloomForSequenceClassification(config);
+    if (way.bfloat16_parameters) model_->to(torch::kBFloat16);
+    if (way.checkpoints) model_->checkpoint_blocks({.segments = config.n_layer - 1});
+    model_->transformer->sparse_embedding_gradient(true);
+    optimizer_ = way.optimizer(model_->parameters());
+    const auto passes = way.in_backward ? 1 : article::reviews_of_update / way.together;
+    windows_.emplace(*optimizer_, ga::GradAccumulatorOptions{.steps = passes, .in_backward = way.in_backward});
+  }
+
+  /// Of 8 reviews: one update, or one for each pass where gradients are stepped in backward.
+  void window(const Reviews& data) {
+    const auto count = static_cast<std::int64_t>(data.ids.size());
+    for (std::int64_t from = 0; from < count; from += way_.together) {
+      const auto loss = loss_of(data, from, std::min(from + way_.together, count));
+      windows_->backward(loss);
+      windows_->step();
+      windows_->zero_grad();
+    }
+  }
+
+ private:
+  ga::Loss loss_of(const Reviews& data, std::int64_t from, std::int64_t to) {
+    const ga::Autocast autocast(at::kCPU, at::kBFloat16, way_.autocast);
+    const std::vector<at::Tensor> rows(data.ids.begin() + from, data.ids.begin() + to);
+    std::vector<std::int64_t> lengths;
+    for (auto& row : rows) lengths.push_back(row.size(0));
+    const auto scores = rows.size() == 1 ? model_->forward(rows[0].unsqueeze(0))
+                                         : model_->forward_packed(at::cat(rows), torch::tensor(lengths));
+    return {torch::cross_entropy_loss(scores.to(torch::kFloat), data.labels.slice(0, from, to)), to - from};
+  }
+
+  Way way_;
+  bloom::BloomForSequenceClassification model_ = nullptr;
+  Optimizer optimizer_;
+  std::optional<ga::GradAccumulator<torch::optim::Optimizer>> windows_;
+};
+
+// --- One of them, in this process
+// -------------------------------------------------------------------------------------
+
+/// What the products of matrices of an update come to: for each token those of the blocks' weights, of the last block
+/// the keys, queries and values alone; and attention, in which a token sees half of its review.
+double flops_of(const Reviews& data, const bloom::BloomConfig& config) {
+  const auto h = static_cast<double>(config.hidden_size), blocks = static_cast<double>(config.n_layer - 1);
+  double flops = 0;
+  for (auto& review : data.ids) {
+    const auto t = static_cast<double>(review.size(0));
+    flops += 6 * t * (blocks * 12 * h * h + 3 * h * h) + 6 * t * t * h * blocks;
+  }
+  return flops;
+}
+
+/// FLOP/s of the products that a block's weights take part in, forward and backward, for so many tokens.
+double product_rate(const bloom::BloomConfig& config, std::int64_t tokens, at::ScalarType dtype) {
+  const auto h = config.hidden_size;
+  double flops = 0, seconds = 0;
+  for (const auto& [in, out] : {std::pair{h, 3 * h}, {h, h}, {h, 4 * h}, {4 * h, h}}) {
+    const auto x = torch::randn({tokens, in}).to(dtype), w = torch::randn({out, in}).to(dtype),
+               g = torch::randn({tokens, out}).to(dtype);
+    const auto products = [&] { torch::mm(x, w.t()), torch::mm(g, w), torch::mm(g.t(), x); };
+    products();
+    std::vector<double> times;
+    for (int i = 0; i < 3; ++i) times.push_back(harness::seconds(products));
+    seconds += harness::median(times);
+    flops += 6.0 * static_cast<double>(tokens * in * out);
+  }
+  return flops / seconds;
+}
+
+/// The most memory that this process has ever had, as Linux tells.
+std::int64_t most_resident_bytes() {
+  std::ifstream status("/proc/self/status");
+  for (std::string word; status >> word;)
+    if (std::int64_t kilobytes = 0; word == "VmHWM:" && status >> kilobytes) return kilobytes * 1024;
+  return 0;
+}
+
+template <class Training>
+Json measured(Training&& training, const std::vector<Reviews>& updates, const Reviews& warm_up) {
+  training.window(warm_up);  // which makes the optimizer's state
+  std::vector<double> times;
+  for (auto& update : updates) times.push_back(harness::seconds([&] { training.window(update); }));
+  return times;
+}
+
+Json run(const Way& way, const bloom::BloomConfig& config, int updates) {
+  std::vector<Reviews> data;
+  double flops = 0;
+  std::int64_t tokens = 0;
+  for (int update = 0; update < updates; ++update) {
+    data.emplace_back(config.vocab_size, article::reviews_of_update, 3 + update);
+    flops += flops_of(data.back(), config);
+    for (auto& review : data.back().ids) tokens += review.size(0);
+  }
+  const Reviews warm_up(config.vocab_size, article::reviews_of_update, 2, /*length_scale=*/0.01);
+  ga::MemoryMeter meter;
+  const auto times = way.optimizer ? measured(Ours(config, way), data, warm_up)
+                                   : measured(article::Loop(config, way.pads), data, warm_up);
+  const auto peak = meter.peak_bytes(), resident = most_resident_bytes();
+  const auto rate = product_rate(config, 1024, way.in_bfloat16() ? at::kBFloat16 : at::kFloat);
+  return {{"name", way.name}, {"peak", peak},   {"resident", resident}, {"seconds", times},
+          {"tokens", tokens}, {"flops", flops}, {"product_rate", rate}, {"sgemm", harness::multiplied_by()}};
+}
+
+// --- All of them
+// ------------------------------------------------------------------------------------------------------
+
+struct Settings {
+  std::string way, only;  // one of them, in this process; those whose names have this
+  int updates = 3, rounds = 1;
+};
+
+/// Gives what a process of its own has found.
+Json run_apart(const std::string& command) {
+  std::fflush(stdout);
+  std::unique_ptr<FILE, int (*)(FILE*)> pipe(popen(command.c_str(), "r"), pclose);
+  std::string line(1 << 16, '\0');
+  if (!pipe || !std::fgets(line.data(), static_cast<int>(line.size()), pipe.get()))
+    throw std::runtime_error(command + " gave nothing");
+  return Json::parse(line.c_str());
+}
+
+std::string shell_word(const std::string& text) {
+  std::string all = "'";
+  for (const char c : text) all += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return all + "'";
+}
+
+void print_row(const Way& way, const std::vector<Json>& rounds, double ours_over) {
+  std::vector<double> times;
+  for (auto& round : rounds)
+    for (double seconds : round.at("seconds")) times.push_back(seconds);
+  const auto& any = rounds.front();
+  double seconds = 0;
+  for (double time : times) seconds += time / static_cast<double>(rounds.size());
+  const double share = any.at("flops").get<double>() / seconds / any.at("product_rate").get<double>();
+  const double peak = any.at("peak").get<double>() / gigabyte, resident = any.at("resident").get<double>() / gigabyte;
+  auto goal = std::string();
+  if (way.most_gigabytes)
+    goal = fmt::format("  {:.1f}: {}", *way.most_gigabytes, peak <= *way.most_gigabytes ? "met" : "MISSED");
+  fmt::print("  {:<60} {:>6.2f} {:>8.2f} {:>8.2f} {:>9.0f} {:>7.0f} % {:>7.2f}{}\n", way.name, peak, resident,
+             seconds / static_cast<double>(any.at("seconds").size()), any.at("tokens").get<double>() / seconds,
+             100 * share, ours_over, goal);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  bloom::BloomConfig config{
+      .vocab_size = 250'880, .hidden_size = 1024, .n_layer = 24, .n_head = 16, .pad_token_id = article::padding};
+  Settings settings;
+  const auto options = harness::parse(argc, argv, "Fine-tuning a BLOOM of 560m's shapes", [&](CLI::App& app) {
+    app.add_option("--words", config.vocab_size, "of the vocabulary")->check(CLI::Range(1000, 1 << 20));
+    app.add_option("--width", config.hidden_size, "a multiple of 16")->check(CLI::Range(64, 4096));
+    app.add_option("--layers", config.n_layer, "blocks")->check(CLI::Range(2, 64));
+    app.add_option("--updates", settings.updates, "of 8 reviews, in a round")->check(CLI::Range(1, 1000));
+    app.add_option("--rounds", settings.rounds, "how often each runs")->check(CLI::Range(1, 1000));
+    app.add_option("--only", settings.only, "those whose names have this");
+    app.add_option("--way", settings.way, "this one alone, in this process: prints JSON");
+  });
+  auto ways = all_ways();
+  if (!settings.way.empty()) {
+    for (auto& way : ways)
+      if (way.name == settings.way) fmt::print("{}\n", run(way, config, settings.updates).dump());
+    return 0;
+  }
+  std::erase_if(ways, [&](const Way& way) {
+    return (way.in_bfloat16() && !ga::is_bf16_fast(at::kCPU)) || way.name.find(settings.only) == std::string::npos;
+  });
+  const auto program = std::filesystem::read_symlink("/proc/self/exe").string();
+  std::map<std::string, std::vector<Json>> found;
+  for (int round = 0; round < settings.rounds; ++round)
+    for (auto& way : ways)
+      found[way.name].push_back(run_apart(
+          fmt::format("{} --way {} --words {} --width {} --layers {} --updates {} --threads {}{}", shell_word(program),
+                      shell_word(way.name), config.vocab_size, config.hidden_size, config.n_layer, settings.updates,
+                      options.threads, options.keep_memory ? " --keep-memory" : "")));
+  fmt::print(
+      "An update of {} reviews of IMDB's lengths, BLOOM of {} layers, width {}, {} words: {:.1f} M parameters\n  {}\n",
+      article::reviews_of_update, config.n_layer, config.hidden_size, config.vocab_size,
+      static_cast<double>(config.parameter_count()) / 1e6, harness::machine(options));
+  fmt::print("  {:<60} {:>6} {:>8} {:>8} {:>9} {:>9} {:>7}\n", "", "peak", "resident", "s", "tokens/s", "products",
+             "x");
+  for (auto& way : ways) print_row(way, found.at(way.name), 0);
+}
