@@ -162,7 +162,8 @@ TEST_CASE("FitReport: prints a summary, whatever the stream is set to") {
                        .seconds = 57.8249,
                        .samples_per_second = 8.8552,
                        .occupied_bytes = {{"cuda:0", 8681 * ga::MiB + 1}},
-                       .peak_bytes = {{"cpu", 3 * ga::MiB / 2}, {"cuda:0", 8 * ga::MiB + ga::MiB / 8}}};
+                       .peak_bytes = {{"cpu", 3 * ga::MiB / 2}, {"cuda:0", 8 * ga::MiB + ga::MiB / 8}},
+                       .peak_resident_bytes = 1204 * ga::MiB};
   std::ostringstream text;
   text.precision(2);
   text << std::scientific << report;
@@ -172,7 +173,19 @@ TEST_CASE("FitReport: prints a summary, whatever the stream is set to") {
         "GPU memory occupied: 8681 MB.\n"
         "Peak tensor memory: cpu 1.50 MB\n"
         "Peak tensor memory: cuda:0 8.12 MB\n"
+        "Peak resident memory: 1204 MB\n"
         "Epochs: 3, updates: 938, skipped: 2\n");
+}
+
+TEST_CASE("FitReport: a rate below one a second keeps its digits") {
+  const auto printed = [](double rate) {
+    std::ostringstream text;
+    text << ga::FitReport{.samples_per_second = rate};
+    return text.str();
+  };
+  CHECK(printed(0.0123456).starts_with("Time: 0.00\nSamples/second: 0.0123\n"));
+  CHECK(printed(1).starts_with("Time: 0.00\nSamples/second: 1.00\n"));
+  CHECK(printed(8208.756).starts_with("Time: 0.00\nSamples/second: 8208.76\n"));
 }
 
 TEST_CASE("FitReport: on a CPU, with losses of NaN, and nothing measured") {

@@ -156,3 +156,16 @@ TEST_CASE("MemoryMeter: its table of blocks does what a map does, full or empty,
     map.clear();
   }
 }
+
+TEST_CASE("peak_resident_memory: grows with what is touched, and stays") {
+  const auto before = ga::peak_resident_memory();
+  REQUIRE(before);
+  CHECK(*before > 1 << 20);
+  const std::int64_t bytes = *before;  // more than can have been given back since the peak
+  { const auto block = torch::ones({bytes}, at::kByte); }
+  const auto after = ga::peak_resident_memory();
+  CHECK(*after >= bytes);
+  CHECK(*after - *before > bytes / 2);
+  CHECK(*after - *before < bytes * 2);
+  CHECK(*ga::peak_resident_memory() >= *after);
+}

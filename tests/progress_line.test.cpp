@@ -30,7 +30,7 @@ constexpr double infinity = std::numeric_limits<double>::infinity();
 
 // The rate and the time that is left depend on the clock.
 std::string without_times(const std::string& text) {
-  const auto rate = std::regex_replace(text, std::regex(R"([0-9]+ samples/s)"), "N samples/s");
+  const auto rate = std::regex_replace(text, std::regex(R"([0-9.]+(e[+-][0-9]+)? samples/s)"), "N samples/s");
   return std::regex_replace(rate, std::regex(R"([0-9:]+ left)"), "T left");
 }
 
@@ -141,7 +141,7 @@ TEST_CASE("ProgressLine: the time that is left, and the rate") {
   const auto most = seconds(now() - before_start), least = seconds(before_update - after_start);
   std::smatch found;
   const auto text = file.text();
-  REQUIRE(std::regex_search(text, found, std::regex(R"(([0-9]+) samples/s \| (?:([0-9]+):)?([0-9]+):([0-9]+) left)")));
+  REQUIRE(std::regex_search(text, found, std::regex(R"(([0-9.]+) samples/s \| (?:([0-9]+):)?([0-9]+):([0-9]+) left)")));
   const double left =
       (found[2].matched ? std::stod(found[2]) : 0) * 3600 + std::stod(found[3]) * 60 + std::stod(found[4]);
   CHECK(left <= most / fraction + 1);
@@ -149,6 +149,38 @@ TEST_CASE("ProgressLine: the time that is left, and the rate") {
   CHECK(std::stod(found[1]) >= samples / most - 1);
   CHECK(std::stod(found[1]) <= samples / least + 1);
   CHECK(left * fraction * std::stod(found[1]) == Approx(samples).epsilon(0.01));  // both by the same clock
+}
+
+TEST_CASE("rate_text: three digits of what is small, whole numbers of what is not") {
+  CHECK(ga::rate_text(0) == "0");
+  CHECK(ga::rate_text(0.0123456) == "0.0123");
+  CHECK(ga::rate_text(0.42) == "0.42");
+  CHECK(ga::rate_text(0.99949) == "0.999");
+  CHECK(ga::rate_text(8.8552) == "8.86");
+  CHECK(ga::rate_text(31.44) == "31.4");
+  CHECK(ga::rate_text(99.949) == "99.9");
+  CHECK(ga::rate_text(99.95) == "100");
+  CHECK(ga::rate_text(31024.4) == "31024");
+  CHECK(ga::rate_text(12345678) == "12345678");
+  CHECK(ga::rate_text(infinity) == "inf");
+}
+
+TEST_CASE("ProgressLine: counts what it is told to count") {
+  const Scratch file;
+  ga::ProgressLine progress({.to = file, .elsewhere = 0ms, .unit = "MB"});
+  progress.update({}, 0, [] { return "none"; });
+  CHECK(file.text() == "none | 0 MB/s\n");
+}
+
+TEST_CASE("ProgressLine: a rate below one a second is one") {
+  const Scratch file;
+  ga::ProgressLine progress({.to = file, .elsewhere = 0ms});
+  std::this_thread::sleep_for(20ms);
+  progress.update({}, 0, [] { return "none"; });
+  CHECK(file.text() == "none | 0 samples/s\n");
+  std::this_thread::sleep_for(1001ms);
+  progress.update({}, 1, [] { return "one"; });  // in more than a second
+  CHECK(std::regex_search(file.text(), std::regex(R"(one \| 0\.[0-9]+ samples/s)")));
 }
 
 TEST_CASE("duration_text: minutes, and hours where there are some") {
@@ -196,7 +228,7 @@ TEST_CASE("ProgressLine: time and samples count from restart() on") {
   const double most = std::chrono::duration<double>(now() - start).count();
   std::smatch found;
   const auto text = file.text();
-  REQUIRE(std::regex_search(text, found, std::regex("([0-9]+) samples/s")));
+  REQUIRE(std::regex_search(text, found, std::regex("([0-9.]+) samples/s")));
   CHECK(std::stod(found[1]) >= 1'000'000 / most - 1);
 }
 

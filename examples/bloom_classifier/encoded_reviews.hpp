@@ -44,6 +44,7 @@ struct EncodedReviews {
   ga::data::LengthBuckets test_batches(std::int64_t most_tokens, std::int64_t padding) const {
     return {ids, labels, {.tokens = std::max(most_tokens, longest), .padding = padding}};
   }
+  ga::data::LengthBuckets one_by_one() const { return {ids, labels, {.batch_size = 1}}; }
 };
 
 inline EncodedReviews encode(const BloomTokenizer& tokenizer, const std::vector<Review>& reviews,

@@ -12,6 +12,7 @@
 #include <stdexcept>
 
 #include "demo.hpp"
+#include "demo_of_size.hpp"
 #include "options.hpp"
 #include "predict.hpp"
 #include "run.hpp"
@@ -34,7 +35,8 @@ void print_mkl() {
 void join_others(bloom::Options& options) {
   options.group = gradaccum::ProcessGroup::from_environment();
   if (options.group.world_size() == 1) return;
-  if (options.predict || options.demo) throw std::invalid_argument("predict and --demo are for one process");
+  if (options.predict || options.make || options.demo)
+    throw std::invalid_argument("predict, make and --demo are for one process");
   if (options.device == "cuda") options.device = options.group.device().str();
   if (options.group.rank() != 0 && std::freopen("/dev/null", "w", stdout) == nullptr)
     throw std::runtime_error("no /dev/null");
@@ -46,6 +48,11 @@ int run(bloom::Options options) {
   if (options.threads > 0) torch::set_num_threads(options.threads);
   if (options.predict) {
     bloom::print_predictions(options);
+  } else if (options.make) {
+    bloom::make(options);
+  } else if (options.demo && !options.size.empty()) {
+    bloom::demo_of_size(options);
+    print_mkl();
   } else if (options.demo) {
     bloom::demo(options);
     print_mkl();

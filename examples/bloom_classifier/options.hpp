@@ -8,19 +8,27 @@
 #include <cstdint>
 #include <cstdlib>
 #include <exception>
+#include <gradaccum/autocast.hpp>
 #include <gradaccum/process_group.hpp>
 #include <limits>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "make/make_options.hpp"
 
 namespace bloom {
 
 struct Options {
   // What to do: one of these.
   bool demo = false;
+  bool make = false;
   bool predict = false;
 
+  MakeOptions made;    // what `make` makes, and --demo with --size
+  std::string output;  // where `make` puts it
+  std::string size;    // of --demo; empty: a small model, trained in three ways
   std::int64_t demo_reviews = 12000;
   std::string demo_files;  // where --demo keeps its files; empty: nowhere
 
@@ -28,11 +36,15 @@ struct Options {
   std::string train, validation, test;  // reviews; train alone is split
   std::vector<std::string> texts;       // to predict
   std::string file;                     // the same, a text a line
+  std::int64_t batch_tokens = 4096;     // that are scored together; 0: a text at a time
 
   std::int64_t max_length = 1024;
   std::int64_t micro_batch = 1;
   std::int64_t accumulate = 8;
   std::int64_t epochs = 1;
+  std::int64_t updates = 0;   // the most; 0: as many as the epochs have
+  double minutes = 0;         // the same
+  std::int64_t evaluate = 0;  // reviews of validation and of test that are scored; 0: all
   double learning_rate = 5e-5;
   std::string optimizer = "adam";
   std::string precision = "32";
@@ -51,6 +63,7 @@ struct Options {
 
   bool mixed_precision() const { return precision != "32"; }
   torch::Dtype autocast_type() const { return precision == "16-mixed" ? torch::kHalf : torch::kBFloat16; }
+  std::optional<std::int64_t> most_updates() const { return updates > 0 ? std::optional(updates) : std::nullopt; }
   std::string states() const { return save + "/states"; }
 };
 
@@ -68,6 +81,12 @@ inline void add_training(CLI::App& app, Options& options) {
   app.add_option("--accumulate", options.accumulate, "micro-batches that make one update")
       ->check(CLI::Range(1, 1 << 20));
   app.add_option("--epochs", options.epochs, "passes over the training reviews")->check(CLI::Range(1, 1'000'000));
+  app.add_option("--updates", options.updates, "stop after so many, if the epochs have more; 0: they decide")
+      ->check(CLI::Range(0, 1'000'000'000));
+  app.add_option("--minutes", options.minutes, "stop with the update in hand after so many; 0: the epochs decide")
+      ->check(CLI::Range(0.0, 1e6));
+  app.add_option("--evaluate", options.evaluate, "reviews, of validation and of test each, that are scored; 0: all")
+      ->check(CLI::Range(0, 1'000'000'000));
   app.add_option("--lr", options.learning_rate, "learning rate")->check(CLI::PositiveNumber);
   app.add_option("--optimizer", options.optimizer, "adafactor and adamw8bit take less memory")
       ->check(CLI::IsMember({"adam", "adamw", "adafactor", "adamw8bit"}));
@@ -100,14 +119,54 @@ inline void add_training(CLI::App& app, Options& options) {
       ->check(CLI::Range(std::uint64_t{0}, std::numeric_limits<std::uint64_t>::max() / 2));
 }
 
+inline const CLI::IsMember size_names({"tiny", "560m"});
+
 inline void add_demo(CLI::App& app, Options& options) {
   auto* demo = app.add_flag("--demo", options.demo,
                             "make a small model and reviews, and train with 1, 8 and 16 micro-batches an update");
   app.add_option("--demo-reviews", options.demo_reviews, "how many it makes")
       ->needs(demo)
       ->check(CLI::Range(10, 1 << 20));
-  app.add_option("--demo-files", options.demo_files, "keep its files in this folder, to go on with them by hand")
+  app.add_option("--demo-files", options.demo_files,
+                 "keep its files in this folder, to go on with them by hand; with --size they are used again")
       ->needs(demo);
+  app.add_option("--size", options.size,
+                 "of the demo's model: make what `make` makes, train it for some minutes, and say what that takes")
+      ->needs(demo)
+      ->check(size_names);
+}
+
+/// A number of a ModelSize, in place of what --size says.
+inline void add_number(CLI::App& make, const std::string& name, const std::string& what, std::int64_t least,
+                       std::int64_t most, std::int64_t& number) {
+  make.add_option_function<std::int64_t>(
+          name, [&number](const std::int64_t& given) { number = given; }, what)
+      ->check(CLI::Range(least, most));
+}
+
+inline void add_make(CLI::App& app, Options& options) {
+  auto& make = *app.add_subcommand("make", "a model that has learned nothing, in a folder as Hugging Face has them");
+  auto& size = options.made.size;
+  make.add_option_function<std::string>(
+          "--size", [&size](const std::string& name) { size = ModelSize::of(name); },
+          "what --layers, --width, --heads and --words are where they are not given: of tiny 2, 64, 4 and 800, "
+          "of 560m BLOOM's 24, 1024, 16 and 250880")
+      ->check(size_names)
+      ->default_str("tiny")
+      ->trigger_on_parse();  // before the others
+  add_number(make, "--layers", "blocks", 1, 1024, size.layers);
+  add_number(make, "--width", "numbers of a token's hidden state", 1, 1 << 16, size.width);
+  add_number(make, "--heads", "of attention; they must divide the width", 1, 1 << 16, size.heads);
+  add_number(make, "--words", "rows of the table of words", 260, 1 << 24, size.words);
+  make.add_option("--output", options.output, "the folder, which must not be there yet")->required();
+  make.add_option("--seed", options.made.seed, "of the weights, the words and the reviews");
+  make.add_option("--shard-size", options.made.shard_bytes,
+                  "most bytes of a file of weights (500MB), but for a larger tensor")
+      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/true))
+      ->check(CLI::PositiveNumber);
+  make.add_option("--reviews", options.made.reviews, "generated reviews in its reviews.csv, to train on; 0: none")
+      ->check(CLI::Range(0, 1 << 20));
+  make.callback([&options] { options.make = true; });
 }
 
 inline void add_model(CLI::App& app, Options& options) {
@@ -120,21 +179,38 @@ inline void add_model(CLI::App& app, Options& options) {
   app.add_option("--threads", options.threads, "processor threads; 0: LibTorch chooses")->check(CLI::Range(0, 1024));
 }
 
+/// What --demo with --size does where the command line does not say it: what is cheapest on this machine.
+inline void set_defaults_of_size(const CLI::App& app, Options& options) {
+  if (options.size.empty()) return;
+  const auto is_given = [&](const char* name) { return app.count(name) > 0; };
+  options.made.size = ModelSize::of(options.size);
+  options.made.seed = options.seed;
+  options.made.reviews = is_given("--demo-reviews") ? options.demo_reviews : 2000;
+  if (!is_given("--minutes") && !is_given("--updates")) options.minutes = 5;
+  if (!is_given("--evaluate")) options.evaluate = 16;
+  if (!is_given("--log-every")) options.log_every = 40;
+  if (!is_given("--optimizer")) options.optimizer = "adamw8bit";
+  if (!is_given("--precision") && gradaccum::is_bf16_fast(options.device)) options.precision = "bf16-mixed";
+}
+
 inline void add_options(CLI::App& app, Options& options) {
   app.option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   add_demo(app, options);
   add_model(app, options);
   add_training(app, options);
+  add_make(app, options);
   auto* predict = app.add_subcommand("predict", "the label of each text, and how likely it is");
   predict->add_option("texts", options.texts, "texts");
   predict->add_option("--file", options.file, "a CSV (*.csv) with a column text; any other file has a text a line");
+  predict->add_option("--batch-tokens", options.batch_tokens, "tokens that are scored together; 0: a text at a time")
+      ->check(CLI::Range(0, 1 << 24));
   add_model(*predict, options);
   predict->callback([&options] { options.predict = true; });
 }
 
 inline void check_together(const Options& options) {
-  if (options.demo) return;
-  if (options.model.empty()) throw std::invalid_argument("--model must be given, or --demo");
+  if (options.demo || options.make) return;
+  if (options.model.empty()) throw std::invalid_argument("--model must be given, or make or --demo");
   if (!options.predict && options.train.empty()) throw std::invalid_argument("--train must be given, or predict");
   if (options.predict && options.texts.empty() && options.file.empty())
     throw std::invalid_argument("predict: texts or --file must be given");
@@ -150,6 +226,7 @@ inline Options parse_options(int argc, char** argv) {
   try {
     app.parse(argc, argv);
     detail::check_together(options);
+    detail::set_defaults_of_size(app, options);
     return options;
   } catch (const CLI::Success& request) {
     std::exit(app.exit(request));

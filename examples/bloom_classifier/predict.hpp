@@ -4,9 +4,13 @@
 #include <fmt/format.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <filesystem>
+#include <gradaccum/autocast.hpp>
+#include <gradaccum/progress_line.hpp>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -35,15 +39,21 @@ inline std::vector<Prediction> predict(ModelFolder& folder, const std::vector<st
     reviews.push_back({text, 0});
   }
   const auto encoded = encode(folder.tokenizer, reviews, options.max_length, options.device);
-  auto batches = encoded.test_batches(4 * options.max_length, folder.padding());
+  auto batches =
+      options.batch_tokens == 0 ? encoded.one_by_one() : encoded.test_batches(options.batch_tokens, folder.padding());
   const at::InferenceMode inference;
+  const ga::Autocast autocast(options.device, options.autocast_type(), options.mixed_precision());
   folder.model->eval();
   std::vector<Prediction> predictions(texts.size());
+  ga::ProgressLine progress({.only_on_terminal = true, .unit = "texts"});
+  std::int64_t done = 0;
   for (auto& batch : batches) {
     const auto [probabilities, labels] = objective(folder.model, batch).output.softmax(1).cpu().max(1);
     for (std::int64_t i = 0; i < batch.rows(); ++i)
       predictions[static_cast<std::size_t>(batch.indices[i].item<std::int64_t>())] = {labels[i].item<std::int64_t>(),
                                                                                       probabilities[i].item<double>()};
+    done += batch.rows();
+    progress.update(static_cast<double>(done) / static_cast<double>(texts.size()), done, [] { return "predict"; });
   }
   return predictions;
 }
@@ -66,12 +76,16 @@ inline void print_predictions(const Options& options) {
   if (!options.file.empty())
     for (auto& text : read_texts(options.file)) texts.push_back(std::move(text));
   auto folder = open_model_folder(options.model, {}, options.device);
+  const auto start = std::chrono::steady_clock::now();
   const auto predictions = predict(folder, texts, options);
+  const auto seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   for (std::size_t i = 0; i < texts.size(); ++i) {
     const auto [label, probability] = predictions[i];
     const auto name = folder.config.labels.empty() ? std::to_string(label) : folder.config.label_name(label);
     fmt::print("{} ({:.1f}%)  {}\n", name, 100 * probability, texts[i]);
   }
+  if (!options.file.empty())
+    fmt::print(stderr, "Texts/second: {}\n", ga::rate_text(static_cast<double>(texts.size()) / seconds));
 }
 
 }  // namespace bloom

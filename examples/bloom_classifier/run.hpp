@@ -6,7 +6,13 @@
 
 #include <algorithm>
 #include <csignal>
+#include <cstddef>
+#include <cstdint>
+#include <gradaccum/memory_meter.hpp>
+#include <gradaccum/progress_line.hpp>
 #include <sstream>
+#include <utility>
+#include <vector>
 
 #include "encoded_reviews.hpp"
 #include "model_folder.hpp"
@@ -22,12 +28,26 @@ inline void print_summary(const Trained& trained, const ReviewSplit& reviews) {
   report << trained.report;
   const auto tokens = static_cast<double>(trained.tokens), padded = static_cast<double>(trained.padded);
   fmt::print("Test accuracy {:.2f}%\n\n{}", 100 * trained.test["accuracy"], report.str());
-  fmt::print("Tokens/second: {:.0f}\nPadding: {:.1f}%\nReviews without text, left out: {}\n",
-             tokens / trained.report.seconds, padded > 0 ? 100 * (1 - tokens / padded) : 0.0, reviews.skipped);
+  fmt::print("Peak tensor memory, weights included: {:.2f} MB\n",
+             static_cast<double>(trained.peak_bytes) / static_cast<double>(ga::MiB));
+  fmt::print("Tokens/second: {}\nPadding: {:.1f}%\nReviews without text, left out: {}\n",
+             ga::rate_text(tokens / trained.report.seconds), padded > 0 ? 100 * (1 - tokens / padded) : 0.0,
+             reviews.skipped);
+}
+
+/// So many of the reviews, from all over; 0: all.
+inline std::vector<Review> some_of(std::vector<Review> reviews, std::int64_t count) {
+  const auto size = static_cast<std::int64_t>(reviews.size());
+  if (count == 0 || count >= size) return reviews;
+  std::vector<Review> some;
+  for (std::int64_t i = 0; i < count; ++i)
+    some.push_back(std::move(reviews[static_cast<std::size_t>(i * size / count)]));
+  return some;
 }
 
 /// Reads, encodes, trains, tells, and saves.
 inline Trained train(const Options& options) {
+  const ga::MemoryMeter meter;
   const auto reviews = read_reviews(options);
   torch::manual_seed(static_cast<std::int64_t>(options.seed));
   auto folder = open_model_folder(options.model, reviews.num_labels, options.device);
@@ -36,12 +56,14 @@ inline Trained train(const Options& options) {
   const auto encoded = [&](const auto& rows) {
     return encode(folder.tokenizer, rows, options.max_length, options.device);
   };
-  const EncodedSplit ids{encoded(reviews.rows.train), encoded(reviews.rows.validation), encoded(reviews.rows.test)};
+  const EncodedSplit ids{encoded(reviews.rows.train), encoded(some_of(reviews.rows.validation, options.evaluate)),
+                         encoded(some_of(reviews.rows.test, options.evaluate))};
   if (!options.record_step.empty()) {
     record_step(folder, ids.train, options);
     return {};
   }
   auto trained = fit(folder, ids, options);
+  trained.peak_bytes = meter.peak_bytes();
   if (const int signal = trained.report.signal; signal != 0) {
     fmt::print("Stopped by {} and saved in {}: with --resume the training goes on from there\n",
                signal == SIGINT ? "SIGINT" : "SIGTERM", options.states());

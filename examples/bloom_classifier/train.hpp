@@ -20,6 +20,7 @@
 #include "optimizer.hpp"
 #include "options.hpp"
 #include "print.hpp"
+#include "time_limit.hpp"
 
 /// The training itself: read this file first.
 namespace bloom {
@@ -32,6 +33,8 @@ struct Trained {
   ga::FitReport report;
   ga::Evaluation test;
   std::int64_t tokens = 0, padded = 0;  // that the model saw in training, without padding and with it
+  double training_seconds = 0;          // up to the last update: without the last evaluation
+  std::int64_t peak_bytes = 0;          // of all tensors, weights included, where somebody measured it
 };
 
 /// A policy, where states are to be saved.
@@ -71,18 +74,20 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
   ga::Trainer trainer(folder.model, optimizer, counted, ga::Accumulate{.steps = steps}, fitting(folder, options),
                       ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
                       ga::DataParallel{.group = options.group}, ga::Progress{},
-                      Tokens{.real = &tokens, .padded = &padded},
+                      Tokens{.real = &tokens, .padded = &padded}, TimeLimit{.minutes = options.minutes},
                       Lines{.every = options.log_every, .group = options.group, .validate = [&] { return validate(); }},
                       std::move(more)..., saving(options));
   validate = [&] { return trainer.evaluate(validation, ga::Accuracy{}); };
-  trained.report = trainer.fit(
-      batches,
-      {.epochs = options.epochs, .resume = options.resume ? options.states() : std::string(), .measure_memory = true});
+  trained.report = trainer.fit(batches, {.epochs = options.epochs,
+                                         .updates = options.most_updates(),
+                                         .resume = options.resume ? options.states() : std::string(),
+                                         .measure_memory = true});
   print_compiled(learned);
   if (options.memory_budget > 0) fmt::print("{}", fmt::streamed(trainer.template policy<ga::FitMemory>().plan()));
   if (trained.report.signal != 0) return trained;
   trained.tokens = trainer.template policy<Tokens>().all_real;
   trained.padded = trainer.template policy<Tokens>().all_padded;
+  trained.training_seconds = trainer.template policy<TimeLimit>().seconds;
   for (auto* count : {&trained.tokens, &trained.padded}) *count = sum(options.group, *count);
   trained.test = trainer.evaluate(test, ga::Accuracy{});
   return trained;

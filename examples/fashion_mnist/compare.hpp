@@ -61,8 +61,8 @@ inline void print_table(const std::vector<NamedRun>& runs) {
   fmt::print("{:<16}{:>9}{:>10}{:>9}{:>16}{:>18}\n", "Run", "Accuracy", "Avg loss", "Seconds", "Samples/second",
              "Peak memory (MB)");
   for (const auto& [name, options, result] : runs)
-    fmt::print("{:<16}{:>8.1f}%{:>10.6f}{:>9.1f}{:>16.0f}{:>18.2f}\n", name, 100 * result.test["accuracy"],
-               result.test["loss"], result.seconds, result.samples_per_second,
+    fmt::print("{:<16}{:>8.1f}%{:>10.6f}{:>9.1f}{:>16}{:>18.2f}\n", name, 100 * result.test["accuracy"],
+               result.test["loss"], result.seconds, ga::rate_text(result.samples_per_second),
                static_cast<double>(result.peak_bytes) / 1e6);
 }
 
@@ -96,6 +96,7 @@ inline void compare(const Options& options, const Dataset& dataset) {
     fmt::print("bfloat16 rounds to 8 bits, so that its run goes a way of its own.\n");
   else if (options.dtype == "float32")
     fmt::print("bfloat16 is left out: without AVX-512 it takes this processor tens of times as long.\n");
+  print_resident(runs.back().result);
 }
 
 /// An update of 64 images in two ways: by micro-batches of 4, and of 1. Same arithmetic, but not the same time: fill

@@ -67,9 +67,9 @@ inline void print_costs(const std::vector<NamedRun>& runs, const std::vector<Pas
   fmt::print("{:<14}{:>10}{:>18}{:>18}{:>16}\n", "Run", "Avg loss", "Peak memory (MB)", "Activations (MB)",
              "Samples/second");
   for (std::size_t i = 0; i < runs.size(); ++i)
-    fmt::print("{:<14}{:>10.6f}{:>18.2f}{:>18.2f}{:>16.0f}\n", runs[i].name, runs[i].result.test["loss"],
+    fmt::print("{:<14}{:>10.6f}{:>18.2f}{:>18.2f}{:>16}\n", runs[i].name, runs[i].result.test["loss"],
                static_cast<double>(runs[i].result.peak_bytes) / 1e6, static_cast<double>(costs[i].peak_bytes) / 1e6,
-               static_cast<double>(costs[i].samples) / costs[i].seconds);
+               ga::rate_text(static_cast<double>(costs[i].samples) / costs[i].seconds));
 }
 
 inline void print_changes(const std::vector<NamedRun>& runs, const std::vector<PassCost>& costs) {

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdint>
 #include <gradaccum/memory_meter.hpp>
+#include <gradaccum/progress_line.hpp>
 #include <memory>
 #include <vector>
 
@@ -20,8 +21,9 @@ struct RunResult {
   double seconds = 0;             // training and evaluation; of one that was resumed, all of them
   double samples_per_second = 0;  // training images in that time
   std::int64_t peak_bytes = 0;    // beyond the data set: parameters, gradients, optimizer state, batches, activations
-  int signal = 0;                 // that ended it early
-  std::shared_ptr<Setup> setup;   // what was trained
+  std::int64_t peak_resident_bytes = 0;  // of the process, data set and libraries included; 0 where nobody tells
+  int signal = 0;                        // that ended it early
+  std::shared_ptr<Setup> setup;          // what was trained
 
   std::vector<at::Tensor> parameters() const { return setup->model->parameters(); }
 };
@@ -46,6 +48,7 @@ inline RunResult train(const Options& options, const Dataset& dataset, const ga:
     result.samples_per_second = static_cast<double>(options.epochs * setup.batches.rows()) / result.seconds;
   }
   result.peak_bytes = meter.peak_bytes();
+  result.peak_resident_bytes = ga::peak_resident_memory().value_or(0);
   if (result.signal == 0)
     fmt::print("Done\n");
   else
@@ -53,9 +56,15 @@ inline RunResult train(const Options& options, const Dataset& dataset, const ga:
   return result;
 }
 
+/// What Linux counts, beside what tensors took: no allocation of the process's is left out.
+inline void print_resident(const RunResult& result) {
+  fmt::print("Peak resident memory of the process: {:.0f} MB\n", static_cast<double>(result.peak_resident_bytes) / 1e6);
+}
+
 inline void print_summary(const RunResult& result) {
-  fmt::print("{:.1f} seconds, {:.0f} samples/second, peak memory {:.1f} MB beyond the data set\n", result.seconds,
-             result.samples_per_second, static_cast<double>(result.peak_bytes) / 1e6);
+  fmt::print("{:.1f} seconds, {} samples/second, peak memory {:.1f} MB beyond the data set\n", result.seconds,
+             ga::rate_text(result.samples_per_second), static_cast<double>(result.peak_bytes) / 1e6);
+  print_resident(result);
 }
 
 }  // namespace fashion_mnist

@@ -158,6 +158,7 @@
 #include <gradaccum/grad_accumulator.ipp>
 #include <gradaccum/gradients.ipp>
 #include <gradaccum/io/safetensors.ipp>
+#include <gradaccum/io/save_sharded.ipp>
 #include <gradaccum/io/state_folder.ipp>
 #include <gradaccum/io/weight_files.ipp>
 #include <gradaccum/io/weights.ipp>

@@ -26,6 +26,7 @@ struct FitStatus;
 /// | `Samples/second: 8.86` | |
 /// | `GPU memory occupied: 8681 MB.` | at the end, by all processes; `CPU memory occupied` is this process's |
 /// | `Peak tensor memory: cuda:0 8.12 MB` | of tensors that this `fit` allocated |
+/// | `Peak resident memory: 1204 MB` | of this process since it began, see `peak_resident_memory` |
 /// | `Epochs: 3, updates: 938, skipped: 2` | skipped: windows that moved nothing |
 ///
 /// 1 MB is 2^20 bytes.
@@ -38,6 +39,7 @@ struct FitReport {
   std::string first_nan = {};     ///< which was the first of them
   std::map<std::string, std::int64_t> occupied_bytes = {};  ///< by device
   std::map<std::string, std::int64_t> peak_bytes = {};      ///< by device; empty where nothing was measured
+  std::int64_t peak_resident_bytes = 0;                     ///< of this process; 0 where nobody tells
 };
 
 std::ostream& operator<<(std::ostream& stream, const FitReport& report);

@@ -6,10 +6,12 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/memory_meter.hpp>
+#include <gradaccum/progress_line.hpp>
 
 #include <fmt/format.h>
 
 #include <ostream>
+#include <string>
 
 namespace gradaccum {
 namespace detail {
@@ -28,16 +30,24 @@ GRADACCUM_INLINE FitReport report_of(const FitStatus& status) {
   return report;
 }
 
+/// Two decimals, and three digits where these would be none.
+GRADACCUM_INLINE std::string samples_per_second_text(double rate) {
+  return rate < 1 ? rate_text(rate) : fmt::format("{:.2f}", rate);
+}
+
 GRADACCUM_INLINE double in_mb(std::int64_t bytes) { return static_cast<double>(bytes) / static_cast<double>(MiB); }
 
 }  // namespace detail
 
 GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const FitReport& report) {
-  stream << fmt::format("Time: {:.2f}\nSamples/second: {:.2f}\n", report.seconds, report.samples_per_second);
+  stream << fmt::format("Time: {:.2f}\nSamples/second: {}\n", report.seconds,
+                        detail::samples_per_second_text(report.samples_per_second));
   for (auto& [device, bytes] : report.occupied_bytes)
     stream << fmt::format("{} memory occupied: {:.0f} MB.\n", device == "cpu" ? "CPU" : "GPU", detail::in_mb(bytes));
   for (auto& [device, bytes] : report.peak_bytes)
     stream << fmt::format("Peak tensor memory: {} {:.2f} MB\n", device, detail::in_mb(bytes));
+  if (report.peak_resident_bytes > 0)
+    stream << fmt::format("Peak resident memory: {:.0f} MB\n", detail::in_mb(report.peak_resident_bytes));
   stream << fmt::format("Epochs: {}, updates: {}, skipped: {}\n", report.epochs, report.updates, report.skipped);
   if (report.nan_batches > 0)
     stream << fmt::format("Micro-batches left out for a loss of NaN or infinity: {}, the first: {}\n",

@@ -21,6 +21,7 @@
 #include <gradaccum/gradients.hpp>
 #include <gradaccum/io/load_weights_options.hpp>
 #include <gradaccum/io/safetensors.hpp>
+#include <gradaccum/io/save_sharded.hpp>
 #include <gradaccum/io/state_folder.hpp>
 #include <gradaccum/io/weight_files.hpp>
 #include <gradaccum/io/weights.hpp>

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 namespace gradaccum {
 
@@ -62,6 +63,11 @@ class MemoryMeter {
   std::shared_ptr<detail::MemoryLedger> ledger_;
   c10::DebugInfoGuard guard_;
 };
+
+/// The most bytes of RAM that this process has had since it began, as Linux tells (VmHWM): its program, libraries and
+/// mapped files included, which `MemoryMeter` does not count. Python's `resource.getrusage(RUSAGE_SELF).ru_maxrss`.
+/// None where nobody tells.
+std::optional<std::int64_t> peak_resident_memory();
 
 }  // namespace gradaccum
 

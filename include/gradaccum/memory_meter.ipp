@@ -6,6 +6,9 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/memory/memory_ledger.hpp>
 
+#include <fstream>
+#include <string>
+
 namespace gradaccum {
 
 /// The meter around this one goes on counting.
@@ -20,5 +23,12 @@ GRADACCUM_INLINE std::int64_t MemoryMeter::peak_bytes() const { return ledger_->
 GRADACCUM_INLINE std::int64_t MemoryMeter::peak_bytes(c10::Device device) const { return ledger_->of(device).peak; }
 GRADACCUM_INLINE void MemoryMeter::reset_peak() { ledger_->reset_peak(); }
 GRADACCUM_INLINE bool MemoryMeter::possible() { return detail::MemoryLedger::possible(); }
+
+GRADACCUM_INLINE std::optional<std::int64_t> peak_resident_memory() {
+  std::ifstream status("/proc/self/status");
+  for (std::string word; status >> word;)
+    if (std::int64_t kilobytes = 0; word == "VmHWM:" && status >> kilobytes) return kilobytes * 1024;
+  return std::nullopt;
+}
 
 }  // namespace gradaccum

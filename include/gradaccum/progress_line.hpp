@@ -17,6 +17,7 @@ struct ProgressLineOptions {
   bool only_on_terminal = false;                ///< silent where it is none
   std::chrono::milliseconds on_terminal{100};   ///< how often the line is rewritten there
   std::chrono::milliseconds elsewhere{30'000};  ///< how often a line is added elsewhere, in a log file say
+  std::string unit = "samples";                 ///< what is counted
 };
 
 /// Shows how far a run is: ` 43% | update 401 | loss 2.2512 | 31024 samples/s | 0:41 left`.
@@ -69,6 +70,9 @@ class ProgressLine {
   std::int64_t samples_before_ = 0;
   std::size_t width_ = 0;  // of the line on the terminal
 };
+
+/// A number of things a second, for a line or a table: `31024`, `8.86`, `0.42`. Three digits of it where it is small.
+std::string rate_text(double rate);
 
 namespace detail {
 

@@ -10,8 +10,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace gradaccum {
+
+GRADACCUM_INLINE std::string rate_text(double rate) {
+  return rate < 99.95 ? fmt::format("{:.3g}", rate) : fmt::format("{:.0f}", rate);
+}
 
 GRADACCUM_INLINE std::string detail::duration_text(double seconds) {
   const auto total = static_cast<std::int64_t>(std::min(seconds, 1e12) + 0.5);
@@ -21,7 +26,7 @@ GRADACCUM_INLINE std::string detail::duration_text(double seconds) {
 }
 
 GRADACCUM_INLINE ProgressLine::ProgressLine(ProgressLineOptions options)
-    : options_(options), on_terminal_(options.to && isatty(fileno(options.to)) == 1) {}
+    : options_(std::move(options)), on_terminal_(options_.to && isatty(fileno(options_.to)) == 1) {}
 
 GRADACCUM_INLINE bool ProgressLine::is_due() {
   if (silent()) return false;
@@ -54,7 +59,8 @@ GRADACCUM_INLINE void ProgressLine::restart(double fraction, std::int64_t sample
 GRADACCUM_INLINE std::string ProgressLine::line(std::optional<double> fraction, std::int64_t samples,
                                                 const std::string& text) const {
   const double seconds = std::chrono::duration<double>(Clock::now() - start_).count();
-  auto line = fmt::format("{} | {:.0f} samples/s", text, static_cast<double>(samples - samples_before_) / seconds);
+  auto line = fmt::format("{} | {} {}/s", text, rate_text(static_cast<double>(samples - samples_before_) / seconds),
+                          options_.unit);
   if (!fraction || !(*fraction > 0)) return line;
   const double done = std::min(*fraction, 1.0);
   line = fmt::format("{:3.0f}% | {}", 100 * done, line);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "data/generated_words.hpp"
+#include "data/made_up_names.hpp"
 #include "data/random.hpp"
 #include "data/reviews.hpp"
 #include "data/text_file.hpp"
@@ -21,6 +22,7 @@ struct GeneratedReviewsOptions {
   int max_opinions = 8;       ///< in a review: each calls something good or bad
   int contrary_percent = 25;  ///< of opinions that are not what the label says; they stay a minority
   int negated_percent = 25;   ///< of opinions that take the opposite word and "not"
+  std::int64_t names = 0;     ///< made-up ones, which make the vocabulary as rich as IMDB's; as frequent as words are
 };
 
 namespace detail {
@@ -56,8 +58,16 @@ inline Words opinion(Random& random, bool is_good, bool is_negated) {
   return words;
 }
 
+/// "with Belano and Tirasu", where there is room.
+inline void add_names(Words& words, Random& random, std::size_t room, const MadeUpNames& names) {
+  for (const auto* before : {"with", "and", "and"}) {
+    if (words.size() + 2 > room || !random.percent(75)) return;
+    words.insert(words.end(), {before, names.pick(random)});
+  }
+}
+
 /// A sentence of at most `room` words that says nothing about the label.
-inline Words remark(Random& random, std::size_t room) {
+inline Words remark(Random& random, std::size_t room, const MadeUpNames& names) {
   static const std::array<Words, 4> shortest = {
       {{"anyway"}, {"and", "yet"}, {"so", "it", "goes"}, {"and", "so", "it", "goes"}}};
   if (room <= shortest.size()) return shortest[room - 1];
@@ -65,6 +75,7 @@ inline Words remark(Random& random, std::size_t room) {
   if (room >= 8 && random.percent(20)) words = {"in", "the", "end,"};
   words.insert(words.end(), {"the", pick(people, random), pick(verbs, random), "the", pick(things, random)});
   if (words.size() + 3 <= room && random.percent(50)) words.insert(words.end(), {"in", "the", pick(places, random)});
+  if (!names.empty()) add_names(words, random, room, names);
   return words;
 }
 
@@ -76,8 +87,8 @@ inline std::string sentence_of(const Words& words, Random& random) {
 }
 
 /// Opinions, most of them what the label says, among as many remarks as make up `length` words.
-inline std::string review_text(Random& random, bool is_good, std::size_t length,
-                               const GeneratedReviewsOptions& options) {
+inline std::string review_text(Random& random, bool is_good, std::size_t length, const GeneratedReviewsOptions& options,
+                               const MadeUpNames& names) {
   const auto most =
       std::min<std::uint64_t>(static_cast<std::uint64_t>(options.max_opinions), length / max_opinion_words);
   const auto opinions = 1 + random.below(most);
@@ -91,7 +102,7 @@ inline std::string review_text(Random& random, bool is_good, std::size_t length,
     sentences.push_back(sentence_of(words, random));
   }
   while (length > 0) {
-    const auto words = remark(random, length);
+    const auto words = remark(random, length, names);
     length -= words.size();
     sentences.push_back(sentence_of(words, random));
   }
@@ -113,6 +124,8 @@ inline void check_options(std::int64_t count, const GeneratedReviewsOptions& opt
   require(options.max_opinions >= 1, "max_opinions must be 1 or more", options.max_opinions);
   require(is_percentage(options.contrary_percent), "contrary_percent must be 0 to 100", options.contrary_percent);
   require(is_percentage(options.negated_percent), "negated_percent must be 0 to 100", options.negated_percent);
+  require(options.names >= 0 && options.names <= MadeUpNames::most, "names must be 0 to 512000",
+          static_cast<double>(options.names));
 }
 
 }  // namespace detail
@@ -129,11 +142,12 @@ inline std::vector<Review> generated_reviews(std::int64_t count, std::uint64_t s
   detail::check_options(count, options);
   constexpr double min_length = 10;
   Random random(seed);
+  const MadeUpNames names(options.names);
   std::vector<Review> reviews;
   for (std::int64_t i = 0; i < count; ++i) {
     const auto length = static_cast<double>(detail::review_length(random)) * options.length_scale;
     const auto words = static_cast<std::size_t>(std::max(length, min_length));
-    reviews.push_back({detail::review_text(random, i % 2 == 1, words, options), i % 2});
+    reviews.push_back({detail::review_text(random, i % 2 == 1, words, options, names), i % 2});
   }
   return reviews;
 }

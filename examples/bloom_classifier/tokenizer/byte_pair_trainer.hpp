@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <queue>
 #include <span>
 #include <string>
 #include <string_view>
@@ -40,18 +41,22 @@ class BytePairTrainer {
     for (const auto& [piece, count] : pieces) {
       words_.push_back({{}, count});
       for (const char byte : piece) words_.back().ids.push_back(ids_of_bytes_[static_cast<unsigned char>(byte)]);
-      add_pairs(words_.back(), count);
+      add_pairs(words_.size() - 1, count);
     }
+    queue_changed();
   }
 
   /// False where no two neighbours are left.
   bool join_most_frequent() {
-    const auto most_frequent =
-        std::max_element(pair_counts_.begin(), pair_counts_.end(),
-                         [](const auto& a, const auto& b) { return a.second < b.second; });  // the first of several
-    if (most_frequent == pair_counts_.end()) return false;
-    join(most_frequent->first);
-    return true;
+    while (!queue_.empty()) {
+      const auto [count, pair] = queue_.top();
+      queue_.pop();
+      const auto found = pairs_.find(pair);
+      if (found == pairs_.end() || found->second.count != count) continue;  // it has changed since
+      join(pair);
+      return true;
+    }
+    return false;
   }
 
   const Vocabulary& vocabulary() const { return vocabulary_; }
@@ -63,6 +68,17 @@ class BytePairTrainer {
     std::vector<TokenId> ids;
     std::int64_t count = 0;
   };
+  struct PairUse {
+    std::int64_t count = 0;
+    std::vector<std::size_t> words;  // where it is, and where it was
+  };
+  struct Candidate {
+    std::int64_t count = 0;
+    Pair pair;
+    bool operator<(const Candidate& other) const {  // the greatest is joined next
+      return count != other.count ? count < other.count : pair > other.pair;
+    }
+  };
 
   static void count_pieces(std::string_view text, std::map<std::string, std::int64_t>& pieces) {
     while (!text.empty()) {
@@ -72,8 +88,26 @@ class BytePairTrainer {
     }
   }
 
-  void add_pairs(const Word& word, std::int64_t count) {
-    for (std::size_t i = 1; i < word.ids.size(); ++i) pair_counts_[{word.ids[i - 1], word.ids[i]}] += count;
+  /// `count` is negative for pairs that go.
+  void add_pairs(std::size_t word, std::int64_t count) {
+    const auto& ids = words_[word].ids;
+    for (std::size_t i = 1; i < ids.size(); ++i) {
+      auto& use = pairs_[{ids[i - 1], ids[i]}];
+      use.count += count;
+      if (count > 0 && (use.words.empty() || use.words.back() != word)) use.words.push_back(word);
+      changed_.push_back({ids[i - 1], ids[i]});
+    }
+  }
+
+  void queue_changed() {
+    std::sort(changed_.begin(), changed_.end());
+    changed_.erase(std::unique(changed_.begin(), changed_.end()), changed_.end());
+    for (const auto& pair : changed_)
+      if (const auto found = pairs_.find(pair); found->second.count > 0)
+        queue_.push({found->second.count, pair});
+      else
+        pairs_.erase(found);
+    changed_.clear();
   }
 
   void join(Pair pair) {
@@ -81,13 +115,14 @@ class BytePairTrainer {
     merges_.push_back({left, right});
     const auto known = vocabulary_.find(left + right);
     const auto result = known ? *known : vocabulary_.add(left + right);
-    for (auto& word : words_) {
+    for (const auto at : std::exchange(pairs_.at(pair).words, {})) {
+      auto& word = words_[at];
       if (!has_pair(word.ids, pair)) continue;
-      add_pairs(word, -word.count);
+      add_pairs(at, -word.count);
       join(word.ids, pair, result);
-      add_pairs(word, word.count);
+      add_pairs(at, word.count);
     }
-    std::erase_if(pair_counts_, [](const auto& counted) { return counted.second == 0; });
+    queue_changed();
   }
 
   static bool has_pair(const std::vector<TokenId>& ids, Pair pair) {
@@ -109,7 +144,9 @@ class BytePairTrainer {
   Vocabulary vocabulary_;
   std::array<TokenId, 256> ids_of_bytes_{};
   std::vector<Word> words_;
-  std::map<Pair, std::int64_t> pair_counts_;
+  std::map<Pair, PairUse> pairs_;
+  std::vector<Pair> changed_;  // since the last join
+  std::priority_queue<Candidate> queue_;
   nlohmann::json merges_ = nlohmann::json::array();
 };
 

@@ -14,12 +14,10 @@
 
 namespace bloom {
 
-/// A tokenizer.json of BLOOM's kind for these tokens and merges.
-inline nlohmann::json tokenizer_json(const BytePairTrainer& trainer) {
+/// A tokenizer.json of BLOOM's kind for these ids by tokens, and these merges.
+inline nlohmann::json tokenizer_json(const nlohmann::json& vocab, const nlohmann::json& merges) {
   using Json = nlohmann::json;
-  auto vocab = Json::object(), added_tokens = Json::array();
-  for (std::size_t id = 0; id < trainer.vocabulary().size(); ++id)
-    vocab[trainer.vocabulary().token(static_cast<TokenId>(id))] = id;
+  auto added_tokens = Json::array();
   for (std::size_t id = 0; id < special_tokens.size(); ++id) {
     Json token = {{"id", id}, {"content", special_tokens[id]}, {"special", true}};
     for (const auto* name : {"single_word", "lstrip", "rstrip", "normalized"}) token[name] = false;
@@ -27,7 +25,7 @@ inline nlohmann::json tokenizer_json(const BytePairTrainer& trainer) {
   }
   const Json byte_level = {
       {"type", "ByteLevel"}, {"add_prefix_space", true}, {"trim_offsets", false}, {"use_regex", false}};
-  Json model = {{"type", "BPE"}, {"vocab", vocab}, {"merges", trainer.merges()}};
+  Json model = {{"type", "BPE"}, {"vocab", vocab}, {"merges", merges}};
   for (const auto* name : {"dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"})
     model[name] = nullptr;
   for (const auto* name : {"fuse_unk", "byte_fallback", "ignore_merges"}) model[name] = false;
@@ -42,9 +40,10 @@ inline nlohmann::json tokenizer_json(const BytePairTrainer& trainer) {
           {"model", model}};
 }
 
-/// A tokenizer.json of BLOOM's kind with at most `vocabulary_size` tokens, fewer where the texts give no more; for
-/// texts of a few megabytes.
-inline nlohmann::json train_tokenizer(std::span<const std::string> texts, std::int64_t vocabulary_size) {
+namespace detail {
+
+/// A trainer that has made at most `vocabulary_size` tokens.
+inline BytePairTrainer trained_pairs(std::span<const std::string> texts, std::int64_t vocabulary_size) {
   constexpr std::int64_t smallest = special_tokens.size() + 256, largest = TokenizerFileReader::max_tokens;
   if (vocabulary_size < smallest || vocabulary_size > largest)
     throw std::invalid_argument("train_tokenizer: vocabulary_size must be at least " + std::to_string(smallest) +
@@ -53,7 +52,18 @@ inline nlohmann::json train_tokenizer(std::span<const std::string> texts, std::i
   BytePairTrainer trainer(texts);
   while (static_cast<std::int64_t>(trainer.vocabulary().size()) < vocabulary_size)
     if (!trainer.join_most_frequent()) break;
-  return tokenizer_json(trainer);
+  return trainer;
+}
+
+}  // namespace detail
+
+/// A tokenizer.json of BLOOM's kind with at most `vocabulary_size` tokens, fewer where the texts give no more.
+inline nlohmann::json train_tokenizer(std::span<const std::string> texts, std::int64_t vocabulary_size) {
+  const auto trainer = detail::trained_pairs(texts, vocabulary_size);
+  auto vocab = nlohmann::json::object();
+  for (std::size_t id = 0; id < trainer.vocabulary().size(); ++id)
+    vocab[trainer.vocabulary().token(static_cast<TokenId>(id))] = id;
+  return tokenizer_json(vocab, trainer.merges());
 }
 
 }  // namespace bloom

@@ -2,17 +2,20 @@
 #pragma once
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/io/safetensors_header.hpp>
 
 #include <ATen/core/Tensor.h>
 
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <span>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 namespace gradaccum::detail {
 
@@ -41,6 +44,16 @@ c10::ScalarType dtype_in_file(const std::string& path, const std::string& name, 
 /// Throws where one is neither 0 nor 1: other values of a C++ bool are undefined behaviour.
 void check_flags(const std::string& path, const std::string& name, c10::ScalarType type,
                  std::span<const std::byte> bytes);
+
+/// What the header will say about a tensor of that name, dtype and shape; throws where a file cannot have it.
+SafetensorsEntry planned_entry(const std::string& name, c10::ScalarType dtype, const std::vector<std::int64_t>& shape);
+
+/// Writes a safetensors file of tensors that are got one after another, each when the last is written and gone.
+/// `entries`: what they are; in any order.
+void write_safetensors(const std::function<void(const void* data, std::size_t size)>& write,
+                       std::vector<NamedSafetensorsEntry> entries,
+                       const std::function<at::Tensor(const std::string& name)>& tensor_of,
+                       const std::map<std::string, std::string>& metadata);
 
 /// Writes a safetensors file, some bytes after others. What is contiguous in the memory of the CPU is written from
 /// there; other tensors are copied, one at a time.

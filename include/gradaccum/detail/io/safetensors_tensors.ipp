@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <utility>
 #include <vector>
 
 namespace gradaccum::detail {
@@ -32,6 +33,20 @@ GRADACCUM_INLINE void check_flags(const std::string& path, const std::string& na
               path, ": the tensor ", in_quotes(name), " must have flags of 0 and 1 only");
 }
 
+GRADACCUM_INLINE SafetensorsEntry planned_entry(const std::string& name, c10::ScalarType dtype,
+                                                const std::vector<std::int64_t>& shape) {
+  const auto* const found = std::ranges::find(safetensors_dtypes, dtype, [](auto& known) { return known.second; });
+  TORCH_CHECK(found != safetensors_dtypes.end(), "safetensors: the tensor ", in_quotes(name),
+              " must have a dtype that safetensors has, got ", dtype);
+  std::uint64_t bytes = c10::elementSize(dtype);
+  for (const auto size : shape) {
+    TORCH_CHECK(size >= 0 && !__builtin_mul_overflow(bytes, static_cast<std::uint64_t>(size), &bytes),
+                "safetensors: the tensor ", in_quotes(name), " must have a shape that can be counted, got ",
+                at::IntArrayRef(shape));
+  }
+  return {.dtype = std::string(found->first), .shape = shape, .begin = 0, .end = bytes};
+}
+
 /// What the header says about a tensor; throws where a file cannot have it.
 GRADACCUM_INLINE SafetensorsEntry safetensors_entry(const std::string& name, const at::Tensor& tensor) {
   TORCH_CHECK(tensor.defined(), "safetensors: the tensor ", in_quotes(name), " must be defined");
@@ -39,11 +54,7 @@ GRADACCUM_INLINE SafetensorsEntry safetensors_entry(const std::string& name, con
                   !tensor.is_nested(),
               "safetensors: the tensor ", in_quotes(name), " must be dense and have its numbers in memory, got ",
               tensor.toString());
-  const auto* const found =
-      std::ranges::find(safetensors_dtypes, tensor.scalar_type(), [](auto& known) { return known.second; });
-  TORCH_CHECK(found != safetensors_dtypes.end(), "safetensors: the tensor ", in_quotes(name),
-              " must have a dtype that safetensors has, got ", tensor.scalar_type());
-  return {.dtype = std::string(found->first), .shape = tensor.sizes().vec(), .begin = 0, .end = tensor.nbytes()};
+  return planned_entry(name, tensor.scalar_type(), tensor.sizes().vec());
 }
 
 GRADACCUM_INLINE void write_safetensors(const std::function<void(const void*, std::size_t)>& write,
@@ -51,11 +62,19 @@ GRADACCUM_INLINE void write_safetensors(const std::function<void(const void*, st
                                         const std::map<std::string, std::string>& metadata) {
   std::vector<NamedSafetensorsEntry> entries;
   for (auto& [name, tensor] : tensors) entries.emplace_back(name, safetensors_entry(name, tensor));
+  const auto tensor_of = [&tensors](const std::string& name) { return tensors.at(name); };
+  write_safetensors(write, std::move(entries), tensor_of, metadata);
+}
+
+GRADACCUM_INLINE void write_safetensors(const std::function<void(const void*, std::size_t)>& write,
+                                        std::vector<NamedSafetensorsEntry> entries,
+                                        const std::function<at::Tensor(const std::string&)>& tensor_of,
+                                        const std::map<std::string, std::string>& metadata) {
   const auto head = lay_out_safetensors(entries, metadata, "safetensors");
   write(head.data(), head.size());
   const at::NoGradGuard no_grad;
   for (auto& [name, entry] : entries) {
-    const auto plain = tensors.at(name).resolve_conj().resolve_neg().to(at::kCPU).contiguous();
+    const auto plain = tensor_of(name).resolve_conj().resolve_neg().to(at::kCPU).contiguous();
     if (plain.numel() > 0) write(plain.const_data_ptr(), plain.nbytes());
   }
 }

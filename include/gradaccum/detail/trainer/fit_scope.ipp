@@ -5,6 +5,7 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/memory/occupied_memory.hpp>
+#include <gradaccum/memory_meter.hpp>
 
 #include <c10/util/Exception.h>
 
@@ -35,6 +36,7 @@ GRADACCUM_INLINE FitScope::~FitScope() {
 GRADACCUM_INLINE FitReport FitScope::report() const {
   auto report = report_of(status_);
   if (const auto bytes = occupied_memory(device_)) report.occupied_bytes[device_.str()] = *bytes;
+  report.peak_resident_bytes = peak_resident_memory().value_or(0);
   if (!meter_) return report;
   for (const auto device : {c10::Device(c10::kCPU), device_})
     if (const auto peak = meter_->peak_bytes(device); peak > 0) report.peak_bytes[device.str()] = peak;

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+namespace bloom {
+
+/// A folder that is there when it is whole, and not before: it is filled under another name beside it, and `finish`
+/// gives it its own. What a killed process has left is cleared by the next that makes the same folder.
+class NewFolder {
+ public:
+  /// @throws std::runtime_error where there is something already, or another process is at it.
+  explicit NewFolder(const std::filesystem::path& path) : path_(without_slash(path)), partial_(path_) {
+    std::error_code ignored;
+    if (std::filesystem::exists(std::filesystem::symlink_status(path_)) && !std::filesystem::is_empty(path_, ignored))
+      throw std::runtime_error(path_.string() + ": must not be there yet, or be an empty folder");
+    partial_ += ".partial";
+    std::filesystem::create_directories(partial_);
+    lock();
+    for (const auto& entry : std::filesystem::directory_iterator(partial_)) std::filesystem::remove_all(entry);
+  }
+  NewFolder(const NewFolder&) = delete;
+  NewFolder& operator=(const NewFolder&) = delete;
+  ~NewFolder() {
+    std::error_code ignored;
+    if (!partial_.empty()) std::filesystem::remove_all(partial_, ignored);
+    if (descriptor_ >= 0) ::close(descriptor_);
+  }
+
+  /// Where to write.
+  const std::filesystem::path& partial() const { return partial_; }
+
+  /// All that was written outlives a power failure; then the folder is there.
+  void finish() {
+    if (::syncfs(descriptor_) != 0) fail("must be written to the disk", errno);
+    std::filesystem::rename(partial_, path_);
+    partial_.clear();
+  }
+
+ private:
+  static std::filesystem::path without_slash(const std::filesystem::path& path) {
+    const auto plain = std::filesystem::absolute(path).lexically_normal();
+    return plain.has_filename() ? plain : plain.parent_path();
+  }
+
+  /// Until this process ends, however it does.
+  void lock() {
+    descriptor_ = ::open(partial_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (descriptor_ >= 0 && ::flock(descriptor_, LOCK_EX | LOCK_NB) == 0) return;
+    const int error = errno;
+    if (descriptor_ >= 0) ::close(descriptor_);
+    if (error == EWOULDBLOCK) fail("must be this process's alone, and another is writing to it", error);
+    fail("must be a folder that can be opened", error);
+  }
+
+  [[noreturn]] void fail(const std::string& requirement, int error) const {
+    throw std::runtime_error(partial_.string() + ": " + requirement + ", got '" + std::strerror(error) + "'");
+  }
+
+  std::filesystem::path path_, partial_;
+  int descriptor_ = -1;
+};
+
+}  // namespace bloom
