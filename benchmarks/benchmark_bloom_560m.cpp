@@ -7,10 +7,6 @@
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/memory_meter.hpp>
-#include <gradaccum/optim/adafactor.hpp>
-#include <gradaccum/optim/adam.hpp>
-#include <gradaccum/optim/adamw.hpp>
-#include <gradaccum/optim/adamw8bit.hpp>
 
 #include <cstdio>
 #include <filesystem>
@@ -25,7 +21,8 @@
 
 #include "article_loop.hpp"
 #include "harness.hpp"
-#include "model/classifier.hpp"
+#include "model_folder.hpp"
+#include "optimizer.hpp"
 
 namespace ga = gradaccum;
 
@@ -33,31 +30,16 @@ namespace {
 
 using article::Reviews;
 using Json = nlohmann::json;
-using Optimizer = std::unique_ptr<torch::optim::Optimizer>;
-using Parameters = std::vector<at::Tensor>;
 
 constexpr double learning_rate = 5e-5, gigabyte = 1e9;
 
 // --- The ways to train
-// ------------------------------------------------------------------------------------------------
-
-template <class Own, class Options>
-Optimizer made(const Parameters& parameters, const Options& options) {
-  auto optimizer = std::make_unique<Own>(parameters, options);
-  optimizer->stochastic_rounding(/*seed=*/0);  // of bfloat16 parameters, where there are any
-  return optimizer;
-}
-Optimizer adam(const Parameters& p) { return made<ga::optim::Adam>(p, ga::optim::AdamOptions(learning_rate)); }
-Optimizer adamw(const Parameters& p) { return made<ga::optim::AdamW>(p, ga::optim::AdamWOptions(learning_rate)); }
-Optimizer adamw8bit(const Parameters& p) {
-  return made<ga::optim::AdamW8bit>(p, ga::optim::AdamW8bitOptions(learning_rate));
-}
 
 /// How reviews become updates.
 struct Way {
   std::string name;
-  Optimizer (*optimizer)(const Parameters&) = nullptr;  ///< none: the article's loop
-  std::int64_t together = 1;                            ///< reviews of one forward and backward pass, packed
+  std::string optimizer = {};  ///< none: the article's loop
+  std::int64_t together = 1;   ///< reviews of one forward and backward pass, packed
   bool autocast = false;
   bool bfloat16_parameters = false;
   bool in_backward = false;
@@ -73,20 +55,23 @@ std::vector<Way> all_ways() {
   return {
       {.name = "the article's loop, padded to 1024", .pads = true},
       {.name = "the article's loop, true lengths"},
-      {.name = "Adam, 8 reviews at once", .optimizer = adam, .together = together},
-      {.name = "Adam, 8 reviews at once, bf16-mixed", .optimizer = adam, .together = together, .autocast = true},
-      {.name = "Adam, 8 times 1", .optimizer = adam},
-      {.name = "Adam, 8 times 1, bf16-mixed", .optimizer = adam, .autocast = true},
-      {.name = "AdamW, 8 times 1, checkpoints", .optimizer = adamw, .checkpoints = true, .most_gigabytes = 6.6},
-      {.name = "AdamW8bit, 8 times 1, checkpoints", .optimizer = adamw8bit, .checkpoints = true, .most_gigabytes = 4.6},
+      {.name = "Adam, 8 reviews at once", .optimizer = "adam", .together = together},
+      {.name = "Adam, 8 reviews at once, bf16-mixed", .optimizer = "adam", .together = together, .autocast = true},
+      {.name = "Adam, 8 times 1", .optimizer = "adam"},
+      {.name = "Adam, 8 times 1, bf16-mixed", .optimizer = "adam", .autocast = true},
+      {.name = "AdamW, 8 times 1, checkpoints", .optimizer = "adamw", .checkpoints = true, .most_gigabytes = 6.6},
+      {.name = "AdamW8bit, 8 times 1, checkpoints",
+       .optimizer = "adamw8bit",
+       .checkpoints = true,
+       .most_gigabytes = 4.6},
       {.name = "AdamW8bit in backward, 8 at once, checkpoints",
-       .optimizer = adamw8bit,
+       .optimizer = "adamw8bit",
        .together = together,
        .in_backward = true,
        .checkpoints = true,
        .most_gigabytes = 3.5},
       {.name = "bfloat16 parameters, AdamW8bit in backward, 1, checkpoints",
-       .optimizer = adamw8bit,
+       .optimizer = "adamw8bit",
        .bfloat16_parameters = true,
        .in_backward = true,
        .checkpoints = true,
@@ -98,11 +83,10 @@ class Ours {
  public:
   Ours(const bloom::BloomConfig& config, const Way& way) : way_(way) {
     torch::manual_seed(0);
-    model_ = bloom::BloomForSequenceClassification(config);
-    if (way.bfloat16_parameters) model_->to(torch::kBFloat16);
+    model_ = bloom::detail::new_model(config, way.bfloat16_parameters ? torch::kBFloat16 : torch::kFloat);
     if (way.checkpoints) model_->checkpoint_blocks({.segments = config.n_layer - 1});
     model_->transformer->sparse_embedding_gradient(true);
-    optimizer_ = way.optimizer(model_->parameters());
+    optimizer_ = bloom::make_optimizer(way.optimizer, model_->parameters(), learning_rate);
     const auto passes = way.in_backward ? 1 : article::reviews_of_update / way.together;
     windows_.emplace(*optimizer_, ga::GradAccumulatorOptions{.steps = passes, .in_backward = way.in_backward});
   }
@@ -131,12 +115,11 @@ class Ours {
 
   Way way_;
   bloom::BloomForSequenceClassification model_ = nullptr;
-  Optimizer optimizer_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
   std::optional<ga::GradAccumulator<torch::optim::Optimizer>> windows_;
 };
 
 // --- One of them, in this process
-// -------------------------------------------------------------------------------------
 
 /// What the products of matrices of an update come to: for each token those of the blocks' weights, of the last block
 /// the keys, queries and values alone; and attention, in which a token sees half of its review.
@@ -194,8 +177,8 @@ Json run(const Way& way, const bloom::BloomConfig& config, int updates) {
   }
   const Reviews warm_up(config.vocab_size, article::reviews_of_update, 2, /*length_scale=*/0.01);
   ga::MemoryMeter meter;
-  const auto times = way.optimizer ? measured(Ours(config, way), data, warm_up)
-                                   : measured(article::Loop(config, way.pads), data, warm_up);
+  const auto times = !way.optimizer.empty() ? measured(Ours(config, way), data, warm_up)
+                                            : measured(article::Loop(config, way.pads), data, warm_up);
   const auto peak = meter.peak_bytes(), resident = most_resident_bytes();
   const auto rate = product_rate(config, 1024, way.in_bfloat16() ? at::kBFloat16 : at::kFloat);
   return {{"name", way.name}, {"peak", peak},   {"resident", resident}, {"seconds", times},
@@ -203,7 +186,6 @@ Json run(const Way& way, const bloom::BloomConfig& config, int updates) {
 }
 
 // --- All of them
-// ------------------------------------------------------------------------------------------------------
 
 struct Settings {
   std::string way, only;  // one of them, in this process; those whose names have this

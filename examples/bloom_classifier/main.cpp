@@ -37,6 +37,7 @@ void join_others(bloom::Options& options) {
   if (options.group.world_size() == 1) return;
   if (options.predict || options.make || options.demo)
     throw std::invalid_argument("predict, make and --demo are for one process");
+  if (options.in_backward) throw std::invalid_argument("--in-backward is for one process");
   if (options.device == "cuda") options.device = options.group.device().str();
   if (options.group.rank() != 0 && std::freopen("/dev/null", "w", stdout) == nullptr)
     throw std::runtime_error("no /dev/null");

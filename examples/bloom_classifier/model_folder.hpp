@@ -45,9 +45,33 @@ inline void write_json(const std::filesystem::path& path, const nlohmann::json& 
 
 }  // namespace detail
 
+namespace detail {
+
+/// For a scope, new tensors of numbers have this dtype.
+class DefaultDtype {
+ public:
+  explicit DefaultDtype(torch::Dtype dtype) : before_(at::get_default_dtype()) { at::set_default_dtype(of(dtype)); }
+  DefaultDtype(const DefaultDtype&) = delete;
+  DefaultDtype& operator=(const DefaultDtype&) = delete;
+  ~DefaultDtype() { at::set_default_dtype(before_); }
+
+ private:
+  static caffe2::TypeMeta of(torch::Dtype dtype) { return c10::scalarTypeToTypeMeta(dtype); }
+
+  caffe2::TypeMeta before_;
+};
+
+/// Made in that dtype, so that it never takes the memory of a wider one.
+inline BloomForSequenceClassification new_model(const BloomConfig& config, torch::Dtype dtype) {
+  const DefaultDtype scope(dtype);
+  return BloomForSequenceClassification(config);
+}
+
+}  // namespace detail
+
 /// With `num_labels` the folder need not have a head for them: then it is new, with random weights.
 inline ModelFolder open_model_folder(const std::filesystem::path& path, std::optional<std::int64_t> num_labels,
-                                     const std::string& device) {
+                                     const std::string& device, torch::Dtype dtype = torch::kFloat) {
   auto config = BloomConfig::from_file(path / "config.json");
   auto tokenizer = BloomTokenizer::from_file(path / "tokenizer.json");
   detail::check_fits(config, tokenizer, path);
@@ -57,7 +81,7 @@ inline ModelFolder open_model_folder(const std::filesystem::path& path, std::opt
     config.num_labels = *num_labels;
     config.labels.clear();
   }
-  BloomForSequenceClassification model(config);
+  auto model = detail::new_model(config, dtype);
   gradaccum::io::LoadWeightsOptions options{.base_model_prefix = "transformer"};
   if (num_labels) options.may_be_missing = {"score"};
   gradaccum::io::load_weights(model, path, options);

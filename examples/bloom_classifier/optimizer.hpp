@@ -3,6 +3,7 @@
 
 #include <torch/torch.h>
 
+#include <cstdint>
 #include <gradaccum/optim/adafactor.hpp>
 #include <gradaccum/optim/adam.hpp>
 #include <gradaccum/optim/adamw.hpp>
@@ -14,18 +15,32 @@
 
 namespace bloom {
 
+namespace detail {
+
+/// Parameters of bfloat16 are rounded stochastically; others are not concerned.
+template <class Optimizer, class Options>
+std::unique_ptr<torch::optim::Optimizer> make_rounding(const std::vector<at::Tensor>& parameters,
+                                                       const Options& options, std::uint64_t seed) {
+  auto optimizer = std::make_unique<Optimizer>(parameters, options);
+  optimizer->stochastic_rounding(seed);
+  return optimizer;
+}
+
+}  // namespace detail
+
 /// The optimizer of the name that --optimizer takes: with weights and gradients 16 bytes a parameter (adam, adamw), 10
-/// (adamw8bit) or 8 (adafactor).
+/// (adamw8bit) or 8 (adafactor); of the table of words all but adafactor have moments for words that were met alone.
 inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
                                                                const std::vector<at::Tensor>& parameters,
-                                                               double learning_rate) {
+                                                               double learning_rate, std::uint64_t seed = 0) {
   using namespace gradaccum::optim;
-  if (name == "adam") return std::make_unique<Adam>(parameters, AdamOptions(learning_rate));
-  if (name == "adamw") return std::make_unique<AdamW>(parameters, AdamWOptions(learning_rate));
-  if (name == "adamw8bit") return std::make_unique<AdamW8bit>(parameters, AdamW8bitOptions(learning_rate));
+  if (name == "adam") return detail::make_rounding<Adam>(parameters, AdamOptions(learning_rate), seed);
+  if (name == "adamw") return detail::make_rounding<AdamW>(parameters, AdamWOptions(learning_rate), seed);
+  if (name == "adamw8bit") return detail::make_rounding<AdamW8bit>(parameters, AdamW8bitOptions(learning_rate), seed);
   if (name == "adafactor")
-    return std::make_unique<Adafactor>(
-        parameters, AdafactorOptions(learning_rate).relative_step(false).scale_parameter(false).warmup_init(false));
+    return detail::make_rounding<Adafactor>(
+        parameters, AdafactorOptions(learning_rate).relative_step(false).scale_parameter(false).warmup_init(false),
+        seed);
   throw std::invalid_argument("optimizer must be adam, adamw, adafactor or adamw8bit, got '" + name + "'");
 }
 

@@ -61,7 +61,12 @@ struct Options {
   std::uint64_t seed = 123;
   gradaccum::ProcessGroup group = {};  // the processes that train together, each with its share of the reviews
 
-  bool mixed_precision() const { return precision != "32"; }
+  bool in_backward = false;
+
+  bool mixed_precision() const { return precision.ends_with("-mixed"); }
+  torch::Dtype parameter_type() const { return precision == "bf16-true" ? torch::kBFloat16 : torch::kFloat; }
+  /// The table of words has a gradient of the rows that were met, for an optimizer that steps by rows.
+  bool steps_by_rows() const { return optimizer != "adafactor" && compile.empty() && group.world_size() == 1; }
   torch::Dtype autocast_type() const { return precision == "16-mixed" ? torch::kHalf : torch::kBFloat16; }
   std::optional<std::int64_t> most_updates() const { return updates > 0 ? std::optional(updates) : std::nullopt; }
   std::string states() const { return save + "/states"; }
@@ -90,6 +95,8 @@ inline void add_training(CLI::App& app, Options& options) {
   app.add_option("--lr", options.learning_rate, "learning rate")->check(CLI::PositiveNumber);
   app.add_option("--optimizer", options.optimizer, "adafactor and adamw8bit take less memory")
       ->check(CLI::IsMember({"adam", "adamw", "adafactor", "adamw8bit"}));
+  app.add_flag("--in-backward", options.in_backward,
+               "step each parameter as soon as its gradient is there, and free that: for updates of one micro-batch");
   auto* segments = app.add_option("--checkpoint", options.segments,
                                   "segments of blocks that run again in backward, for less memory; 0: none")
                        ->check(CLI::Range(0, 1024));
@@ -173,8 +180,9 @@ inline void add_model(CLI::App& app, Options& options) {
   app.add_option("--model", options.model,
                  "a folder as Hugging Face has them: config.json, tokenizer.json, *.safetensors");
   app.add_option("--max-length", options.max_length, "tokens that are kept of a review")->check(CLI::Range(1, 1 << 20));
-  app.add_option("--precision", options.precision, "mixed: 16 bits where they do no harm")
-      ->check(CLI::IsMember({"32", "bf16-mixed", "16-mixed"}));
+  app.add_option("--precision", options.precision,
+                 "mixed: 16 bits where they do no harm; bf16-true: the weights, too, rounded stochastically")
+      ->check(CLI::IsMember({"32", "bf16-mixed", "16-mixed", "bf16-true"}));
   app.add_option("--device", options.device, "cpu, cuda or cuda:N");
   app.add_option("--threads", options.threads, "processor threads; 0: LibTorch chooses")->check(CLI::Range(0, 1024));
 }

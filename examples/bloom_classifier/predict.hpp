@@ -75,7 +75,7 @@ inline void print_predictions(const Options& options) {
   auto texts = options.texts;
   if (!options.file.empty())
     for (auto& text : read_texts(options.file)) texts.push_back(std::move(text));
-  auto folder = open_model_folder(options.model, {}, options.device);
+  auto folder = open_model_folder(options.model, {}, options.device, options.parameter_type());
   const auto start = std::chrono::steady_clock::now();
   const auto predictions = predict(folder, texts, options);
   const auto seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

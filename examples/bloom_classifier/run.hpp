@@ -50,7 +50,7 @@ inline Trained train(const Options& options) {
   const ga::MemoryMeter meter;
   const auto reviews = read_reviews(options);
   torch::manual_seed(static_cast<std::int64_t>(options.seed));
-  auto folder = open_model_folder(options.model, reviews.num_labels, options.device);
+  auto folder = open_model_folder(options.model, reviews.num_labels, options.device, options.parameter_type());
   fmt::print("Tokenizer input max length: {}\nTokenizer vocabulary size: {}\n", options.max_length,
              folder.tokenizer.vocabulary_size());
   const auto encoded = [&](const auto& rows) {

@@ -11,6 +11,7 @@
 #include <gradaccum/policies/save_state.hpp>
 #include <gradaccum/trainer.hpp>
 #include <optional>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -51,12 +52,24 @@ inline std::optional<ga::FitMemory> fitting(ModelFolder& folder, const Options& 
   return ga::FitMemory{.budget = budget, .checkpointed = {folder.model->checkpointed_blocks()}};
 }
 
+/// ga::OptimizerInBackward, if asked for: that one goes with no DataParallel, also where there is one process.
+struct StepInBackward {
+  static constexpr std::string_view name = "step_in_backward";
+
+  bool enabled = false;
+
+  void attach(ga::TrainerBase& trainer) const {
+    if (enabled) trainer.set_in_backward(true);
+  }
+};
+
 /// `more`: policies of the caller's own.
 template <class... More>
 Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& options, More... more) {
   if (options.segments > 0) folder.model->checkpoint_blocks({.segments = options.segments});
   const auto steps = options.memory_budget > 0 ? 1 : options.accumulate;
-  auto optimizer = make_optimizer(options.optimizer, folder.model->parameters(), options.learning_rate);
+  folder.model->transformer->sparse_embedding_gradient(options.steps_by_rows());
+  auto optimizer = make_optimizer(options.optimizer, folder.model->parameters(), options.learning_rate, options.seed);
   auto batches = reviews.train.training_batches(options.micro_batch * options.accumulate / steps, folder.padding(),
                                                 options.seed, options.pad_to_multiple_of, options.group);
   auto validation = reviews.validation.test_batches(4 * options.max_length, folder.padding());
@@ -72,6 +85,7 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
   };
   std::function<ga::Evaluation()> validate;
   ga::Trainer trainer(folder.model, optimizer, counted, ga::Accumulate{.steps = steps}, fitting(folder, options),
+                      StepInBackward{.enabled = options.in_backward},
                       ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
                       ga::DataParallel{.group = options.group}, ga::Progress{},
                       Tokens{.real = &tokens, .padded = &padded}, TimeLimit{.minutes = options.minutes},
