@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/memory/kept_pages.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#include <algorithm>
+
+namespace gradaccum::detail {
+
+inline constexpr std::size_t page_bytes = std::size_t{1} << 12, huge_page_bytes = std::size_t{1} << 21;
+
+GRADACCUM_INLINE std::size_t rounded_up(std::size_t bytes, std::size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
+
+GRADACCUM_INLINE std::size_t KeptPages::most_resident(std::size_t used) const {
+  constexpr std::size_t always = std::size_t{16} << 20;
+  const auto most = std::max(used, most_used_);
+  return most + most / 10 + always;
+}
+
+/// Before so many cold bytes are used.
+GRADACCUM_INLINE void KeptPages::make_room(std::size_t bytes) {
+  const auto most = most_resident(used_ + bytes);
+  while (warm_.bytes() > 0 && used_ + warm_.bytes() + bytes > most) {
+    const auto extent = warm_.take_from_largest(rounded_up(used_ + warm_.bytes() + bytes - most, page_bytes));
+#ifdef __linux__
+    ::madvise(reinterpret_cast<void*>(extent.address), extent.bytes, MADV_DONTNEED);
+#endif
+    cold_.add(extent);
+  }
+}
+
+GRADACCUM_INLINE bool KeptPages::map_more(std::size_t bytes) {
+#ifdef __linux__
+  constexpr std::size_t at_once = std::size_t{256} << 20;
+  for (const auto size : {rounded_up(std::max(bytes, at_once), huge_page_bytes), bytes}) {
+    void* const address = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (address == MAP_FAILED) continue;
+    const Extent extent{reinterpret_cast<std::uintptr_t>(address), size};
+    begin_ = std::min(begin_.load(), extent.address);
+    end_ = std::max(end_.load(), extent.end());
+    cold_.add(extent);
+    return true;
+  }
+#endif
+  return false;
+}
+
+GRADACCUM_INLINE void* KeptPages::allocate(std::size_t bytes) {
+  bytes = rounded_up(bytes, page_bytes);
+  const std::lock_guard lock(mutex_);
+  auto extent = warm_.take(bytes);
+  if (!extent) {
+    make_room(bytes);
+    extent = cold_.take(bytes);
+    if (!extent && map_more(bytes)) extent = cold_.take(bytes);
+  }
+  if (!extent) return nullptr;
+  blocks_.emplace(extent->address, bytes);
+  used_ += bytes;
+  most_used_ = std::max(most_used_, used_);
+  return reinterpret_cast<void*>(extent->address);
+}
+
+GRADACCUM_INLINE bool KeptPages::has(const void* block) const {
+  const auto address = reinterpret_cast<std::uintptr_t>(block);
+  if (address < begin_.load(std::memory_order_relaxed) || address >= end_.load(std::memory_order_relaxed)) return false;
+  const std::lock_guard lock(mutex_);
+  return blocks_.contains(address);
+}
+
+GRADACCUM_INLINE void KeptPages::free(void* block) {
+  const std::lock_guard lock(mutex_);
+  const auto node = blocks_.extract(reinterpret_cast<std::uintptr_t>(block));
+  used_ -= node.mapped();
+  warm_.add({node.key(), node.mapped()});
+}
+
+GRADACCUM_INLINE std::size_t KeptPages::used_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return used_;
+}
+
+GRADACCUM_INLINE std::size_t KeptPages::resident_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return used_ + warm_.bytes();
+}
+
+}  // namespace gradaccum::detail
