@@ -277,9 +277,11 @@ std::vector<at::Tensor> begun_again(const std::vector<Batch>& batches, std::int6
       forward.put_back();
       optimizer.discard();
     };
+    const auto is_scaled = [] { return false; };
     {
       const FailingAllocatorScope allocator(i == 1 ? fails_at : -1);
-      fitter.run({ga::GiB, 2}, {ga::detail::kind_of_rows(batch), batch.data.size(0), torch::kCPU, 0, run, undo});
+      fitter.run({ga::GiB, 2},
+                 {ga::detail::kind_of_rows(batch), batch.data.size(0), torch::kCPU, 0, run, undo, is_scaled});
     }
     optimizer.flush();
     rows.push_back(fitter.plan().last_rows);
@@ -622,6 +624,22 @@ TEST_CASE("FitMemory: in float16, with an average of weights, a failure at any a
     failed = failed || !error.empty();
   }
   CHECK(undone > 15);
+}
+
+TEST_CASE("FitMemory: in float16 the first update is taken with a scale that its batch bears, whatever fits") {
+  for (const std::int64_t budget : {std::int64_t{7} * 1024, std::int64_t{20} * 1024, ga::GiB}) {
+    CAPTURE(budget);
+    auto net = network("float");
+    ga::optim::AdamW adamw(net->parameters(), 0.01);
+    ga::Trainer trainer(net, adamw, objective,
+                        ga::MixedPrecision{.dtype = torch::kHalf, .scaler = {.init_scale = 16384}},
+                        ga::FitMemory{.budget = budget});
+    CHECK(trainer.step(batches_of({96}, torch::kFloat).front()));
+    const auto& plan = trainer.policy<ga::FitMemory>().plan();
+    CHECK(plan.replays == 0);  // nothing was too much
+    for (const auto rows : plan.last_rows) CHECK(rows <= 2 * plan.last_rows.front());
+    CHECK((plan.last_rows.size() == 1) == (budget == ga::GiB));
+  }
 }
 
 TEST_CASE("FitMemory: with float16, its loss scale and an average of weights") {
