@@ -5,6 +5,7 @@
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/data/length_buckets.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
+#include <gradaccum/detail/checkpoint/forward_undo.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/optim/adamw.hpp>
@@ -183,6 +184,37 @@ TEST_CASE("FitMemory: the peak stays within the budget, and uses it") {
   CHECK(least > 100);
 }
 
+TEST_CASE("FitMemory: where rows are of several lengths, the peak is beyond the budget by less than one of them") {
+  auto net = network("plain");
+  torch::optim::Adam adam(net->parameters(), 0.01);
+  ga::GradAccumulator optimizer(adam);
+  const auto of_lengths = [](auto& model, auto& batch) {
+    return torch::mse_loss(model->forward(batch.data).mean(1), batch.target);
+  };
+  const auto peak_of = [&](ga::FitMemory& memory, std::int64_t rows, std::int64_t length) {
+    Batch batch{torch::randn({rows, length, 6}, torch::kDouble), torch::randn({rows, 3}, torch::kDouble)};
+    const ga::MemoryMeter meter;
+    memory.backward(optimizer, net, batch, of_lengths);
+    const auto peak = meter.peak_bytes();
+    optimizer.step();
+    optimizer.zero_grad();
+    return peak;
+  };
+  const auto of_a_row = [&](std::int64_t length) {  // and the gradients
+    ga::FitMemory memory{.budget = ga::GiB};
+    return peak_of(memory, 1, length);
+  };
+  for (std::int64_t budget = 24 * 1024; budget < 104 * 1024; budget += 4096) {
+    ga::FitMemory memory{.budget = budget};
+    for (const std::int64_t length : {5, 9, 3, 12, 5, 12, 7, 9, 3}) {
+      CAPTURE(budget, length);
+      CHECK(peak_of(memory, 100, length) < budget + of_a_row(length));
+      CHECK(memory.plan().last_rows.size() > 1);
+      for (auto& layout : memory.plan().layouts) CHECK(layout.measured_bytes <= budget);
+    }
+  }
+}
+
 TEST_CASE("FitMemory: a failure at any allocation of a window is undone") {
   const std::string kind = GENERATE("dropout", "norm");
   CAPTURE(kind);
@@ -219,22 +251,61 @@ TEST_CASE("FitMemory: a failure at any allocation of a window is undone") {
   CHECK(failures > 15);
 }
 
-TEST_CASE("FitMemory: to begin again without undoing would be seen") {
-  const auto batches = batches_of({16, 16});
+namespace {
+
+/// Two updates, in the second of which an allocation fails; what is undone then is up to `undo`.
+std::vector<at::Tensor> begun_again(const std::vector<Batch>& batches, std::int64_t fails_at, bool undoes,
+                                    std::vector<Rows>& rows) {
   auto net = network("dropout");
   torch::optim::Adam adam(net->parameters(), 0.01);
-  ga::GradAccumulator optimizer(adam, {.steps = 2});
+  ga::GradAccumulator optimizer(adam, {.steps = 1000});
+  ga::detail::MemoryFitter fitter;
+  fitter.find_parts(*net, {});
   torch::manual_seed(3);
   for (std::size_t i = 0; i < batches.size(); ++i) {
-    if (i == 1) static_cast<void>(objective(net, batches[i]));  // as if it had run out of memory after this
-    for (auto& part : cut(batches[i], {8, 8})) {
-      optimizer.backward(ga::Loss{objective(net, part), 8});
+    const auto& batch = batches[i];
+    const ga::detail::ForwardUndo forward(net->buffers());
+    const auto run = [&](std::int64_t from, std::int64_t to) {
+      const Batch part{batch.data.slice(0, from, to), batch.target.slice(0, from, to)};
+      optimizer.backward(ga::Loss{objective(net, part), part.data.size(0)});
       optimizer.clip_grad_norm_(0.5);
       optimizer.step();
-      optimizer.zero_grad();
+      return true;
+    };
+    const auto undo = [&] {
+      if (!undoes) return;
+      forward.put_back();
+      optimizer.discard();
+    };
+    const auto is_scaled = [] { return false; };
+    {
+      const FailingAllocatorScope allocator(i == 1 ? fails_at : -1);
+      fitter.run({ga::GiB, 2},
+                 {ga::detail::kind_of_rows(batch), batch.data.size(0), torch::kCPU, 0, run, undo, is_scaled});
     }
+    optimizer.flush();
+    rows.push_back(fitter.plan().last_rows);
   }
-  CHECK(off(left_by(net), by_hand("dropout", batches, {{8, 8}, {8, 8}})) > 1e-6);
+  return left_by(net);
+}
+
+}  // namespace
+
+TEST_CASE("FitMemory: to begin again with fewer rows, and without undoing, would be seen") {
+  const auto batches = batches_of({16, 16});
+  int seen = 0;
+  for (std::int64_t at = 0; at < 40; ++at) {
+    CAPTURE(at);
+    std::vector<Rows> rows, not_undone_rows;
+    const auto undone = begun_again(batches, at, true, rows);
+    CHECK(same_bits(undone, by_hand("dropout", batches, rows)));
+    const auto error = error_of([&] {
+      const auto left = begun_again(batches, at, false, not_undone_rows);
+      seen += off(left, by_hand("dropout", batches, not_undone_rows)) > 1e-6;
+    });
+    if (!error.empty()) CHECK(contains(error, "GradAccumulator: "));  // which has seen it itself
+  }
+  CHECK(seen > 5);
 }
 
 TEST_CASE("FitMemory: where memory is not known, what runs out of it says how many rows fit") {
@@ -496,6 +567,79 @@ TEST_CASE("FitMemory: a Trainer takes back a part of an open window alone") {
     failed = true;
   }
   CHECK(failures > 15);
+}
+
+namespace {
+
+/// Whether a training in float16, with an allocation that fails in the second of its batches, has the bits of one whose
+/// batches were cut like this from the start.
+bool same_in_float16(const std::vector<Batch>& batches, std::int64_t fails_at, bool& failed) {
+  std::vector<Rows> rows;
+  const auto train = [](const auto& run, auto... policies) {
+    auto net = network("float");
+    net->push_back(torch::nn::Dropout(0.2));
+    ga::optim::AdamW adamw(net->parameters(), 0.01);
+    ga::Trainer trainer(net, adamw, objective, ga::Accumulate{.batch_size = 32}, ga::ClipNorm{.max = 0.1},
+                        ga::MixedPrecision{.dtype = torch::kHalf, .scaler = {.init_scale = 8}}, ga::Ema{.decay = 0.5},
+                        std::move(policies)...);
+    torch::manual_seed(3);
+    run(trainer);
+    CHECK(trainer.updates() == 2);
+    auto left = left_by(net);
+    trainer.template policy<ga::Ema>().swap(net);
+    for (auto& average : copies(net->parameters())) left.push_back(average);
+    return left;
+  };
+  const auto divided = train(
+      [&](auto& trainer) {
+        for (std::size_t i = 0; i < batches.size(); ++i) {
+          const FailingAllocatorScope allocator(i == 1 ? fails_at : -1);
+          trainer.step(batches[i]);
+          failed = failed || allocator.failed();
+          rows.push_back(trainer.template policy<ga::FitMemory>().plan().last_rows);
+        }
+      },
+      ga::FitMemory{.budget = ga::GiB, .min_rows = 2});
+  const auto by_parts = train([&](auto& trainer) {
+    for (std::size_t i = 0; i < batches.size(); ++i)
+      for (auto& part : cut(batches[i], rows[i])) trainer.step(part);
+  });
+  return same_bits(divided, by_parts);
+}
+
+}  // namespace
+
+TEST_CASE("FitMemory: in float16, with an average of weights, a failure at any allocation is undone") {
+  const auto batches = batches_of({16, 16, 16, 16}, torch::kFloat);
+  int undone = 0;
+  bool failed = true;
+  for (std::int64_t at = 0; failed && at < 200; ++at) {
+    CAPTURE(at);
+    failed = false;
+    bool same = true;
+    const auto error = error_of([&] { same = same_in_float16(batches, at, failed); });
+    CHECK(same);
+    undone += failed && error.empty();
+    if (!error.empty()) CHECK(contains(error, "can't allocate"));  // in the optimizer's step
+    failed = failed || !error.empty();
+  }
+  CHECK(undone > 15);
+}
+
+TEST_CASE("FitMemory: in float16 the first update is taken with a scale that its batch bears, whatever fits") {
+  for (const std::int64_t budget : {std::int64_t{7} * 1024, std::int64_t{20} * 1024, ga::GiB}) {
+    CAPTURE(budget);
+    auto net = network("float");
+    ga::optim::AdamW adamw(net->parameters(), 0.01);
+    ga::Trainer trainer(net, adamw, objective,
+                        ga::MixedPrecision{.dtype = torch::kHalf, .scaler = {.init_scale = 16384}},
+                        ga::FitMemory{.budget = budget});
+    CHECK(trainer.step(batches_of({96}, torch::kFloat).front()));
+    const auto& plan = trainer.policy<ga::FitMemory>().plan();
+    CHECK(plan.replays == 0);  // nothing was too much
+    for (const auto rows : plan.last_rows) CHECK(rows <= 2 * plan.last_rows.front());
+    CHECK((plan.last_rows.size() == 1) == (budget == ga::GiB));
+  }
 }
 
 TEST_CASE("FitMemory: with float16, its loss scale and an average of weights") {

@@ -41,7 +41,8 @@ class Accumulator;
 ///
 /// A micro-batch that runs out of memory, of a device, the CPU or the budget, is no error: the batch is begun again
 /// with fewer rows, from the gradients, random numbers and buffers that it began with. So an objective may run again
-/// for the same rows: what it writes to elsewhere is not taken back.
+/// for the same rows: what it writes to elsewhere is not taken back. With a loss scale it begins again, too, where rows
+/// at once become more than twice those of its first micro-batch, against which the others weigh.
 ///
 /// Where parts of the model are a `CheckpointedSequential` with a memory_budget, that is chosen, too: everything is
 /// kept, or the parts have three quarters of the budget and twice, four times … the rows go at once, whichever takes

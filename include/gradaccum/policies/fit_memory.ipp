@@ -71,7 +71,7 @@ GRADACCUM_INLINE Loss FitMemory::backward(Accumulator& optimizer, torch::nn::Mod
     window.discard();
   };
   try {
-    fitter.run({budget, min_rows}, {kind, rows, device, 0, run, undo});
+    fitter.run({budget, min_rows}, {kind, rows, device, 0, run, undo, [&] { return window.scaled(); }});
   } catch (...) {
     undo();
     throw;

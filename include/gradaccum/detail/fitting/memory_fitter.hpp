@@ -33,6 +33,8 @@ struct DividedBatch {
   /// A micro-batch of these rows. True if they are of the batch's kind, and not padded to less.
   c10::function_ref<bool(std::int64_t from, std::int64_t to)> run;
   c10::function_ref<void()> undo;  ///< as if none had run
+  /// Micro-batches weigh against the first, in 16 bits and times a loss scale, and are not to have many more rows.
+  c10::function_ref<bool()> is_scaled;
 };
 
 /// Runs batches in micro-batches that fit into memory, and finds out how large these may be: from what each takes, and
@@ -76,6 +78,7 @@ class MemoryFitter {
     bool is_least = false;   // there is nothing to divide
     std::int64_t bytes = 0;  // that it took; 0: it ran out of memory
     std::string text = {};   // what the allocator said then
+    bool is_none = false;    // what has been found is to be used from the first micro-batch on
   };
 
   std::size_t place_of(const RowKind& kind);
@@ -84,7 +87,8 @@ class MemoryFitter {
   RowPlan& plan_of(Known& known) { return search_.way().checkpointed ? known.checkpointed : known.plan; }
   std::int64_t rows_for(Known& known, std::int64_t bytes, std::int64_t least);
   void choose(std::size_t place, std::int64_t bytes, std::int64_t least);
-  std::optional<Failure> attempt(const Limits& limits, const DividedBatch& batch);
+  std::optional<Failure> attempt(const Limits& limits, const DividedBatch& batch, bool may_begin_again);
+  bool outgrows_first(const DividedBatch& batch, const Piece& piece) const;
   std::optional<Failure> run(const DividedBatch& batch, Piece& piece, MemoryMeter* meter, RowPlan& plan);
   std::optional<Failure> take_notice(const Piece& piece, RowPlan& plan);
   void time(const Limits& limits, const DividedBatch& batch, const Piece& piece, std::size_t place, std::int64_t bytes);

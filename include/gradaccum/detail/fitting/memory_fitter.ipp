@@ -26,12 +26,17 @@ GRADACCUM_INLINE void MemoryFitter::run(const Limits& limits, const DividedBatch
   TORCH_CHECK(limits.min_rows >= 1 && limits.min_rows <= std::int64_t{1} << 40,
               "FitMemory: min_rows must be >= 1, got ", limits.min_rows);
   has_limit_ = limits.budget > 0;
-  for (int of_least = 0;;) {
-    const auto failure = attempt(limits, batch);
+  for (int of_least = 0, attempts = 0;; ++attempts) {
+    const auto looked = looked_;
+    const auto failure = attempt(limits, batch, /*may_begin_again=*/attempts < 10);
     if (!failure) return;
     release_kept_memory(batch.device);
     batch.undo();
     release_kept_memory(batch.device);
+    if (failure->is_none) {
+      looked_ = looked;
+      continue;
+    }
     ++plan_.replays;
     looked_ = std::min<std::int64_t>(looked_, 1);
     of_least = failure->is_least ? of_least + 1 : 0;
@@ -119,7 +124,8 @@ GRADACCUM_INLINE std::int64_t rows_of_piece(std::int64_t left, std::int64_t most
 }
 
 /// Where the first micro-batch of a window takes too much, the next one shows what it takes beside gradients.
-GRADACCUM_INLINE auto MemoryFitter::attempt(const Limits& limits, const DividedBatch& batch) -> std::optional<Failure> {
+GRADACCUM_INLINE auto MemoryFitter::attempt(const Limits& limits, const DividedBatch& batch, bool may_begin_again)
+    -> std::optional<Failure> {
   std::optional<MemoryMeter> meter;
   if (MemoryMeter::possible()) meter.emplace();
   const auto bytes = budget(limits, batch.device);
@@ -132,6 +138,7 @@ GRADACCUM_INLINE auto MemoryFitter::attempt(const Limits& limits, const DividedB
     const auto rows = plan_.layouts[place].rows;
     piece = {.from = piece.to, .before = batch.gradient_bytes};
     piece.to = piece.from + rows_of_piece(batch.rows - piece.from, rows, limits.min_rows);
+    if (may_begin_again && !first && outgrows_first(batch, piece)) return Failure{.is_none = true};
     auto& plan = plan_of(known_[place]);
     auto failure = run(batch, piece, meter ? &*meter : nullptr, plan);
     if (!failure && meter) failure = take_notice(piece, plan);
@@ -150,6 +157,11 @@ GRADACCUM_INLINE auto MemoryFitter::attempt(const Limits& limits, const DividedB
     time(limits, batch, piece, place, bytes);
   }
   return first;
+}
+
+/// A loss scale that the first micro-batch bears would be too large for this one.
+GRADACCUM_INLINE bool MemoryFitter::outgrows_first(const DividedBatch& batch, const Piece& piece) const {
+  return !plan_.last_rows.empty() && piece.rows() > 2 * plan_.last_rows.front() && batch.is_scaled();
 }
 
 /// Fails where it ran out of memory.

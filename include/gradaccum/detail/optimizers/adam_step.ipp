@@ -14,6 +14,7 @@
 
 #include <cmath>
 #include <cstddef>
+#include <limits>
 
 namespace gradaccum::detail {
 
@@ -51,9 +52,9 @@ GRADACCUM_INLINE AdamNumbers numbers_of(const AdamSettings& by, double multiplie
           .eps = by.eps};
 }
 
-/// Decoupled weight decay moves all rows; and so does an eps of 0, to NaN.
+/// Decoupled weight decay moves all rows; and so does an eps that is 0 in float32, or denormal, to NaN.
 GRADACCUM_INLINE bool moves_all_rows(const AdamSettings& by) {
-  return (by.decoupled && by.lr * by.weight_decay != 0) || by.eps == 0;
+  return (by.decoupled && by.lr * by.weight_decay != 0) || by.eps < std::numeric_limits<float>::min();
 }
 
 GRADACCUM_INLINE void take_rows_on_cpu(const AdamStep& s, const AdamOperand& operand) {

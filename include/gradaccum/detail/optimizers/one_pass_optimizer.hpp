@@ -34,7 +34,8 @@ class OnePass : public TakesGradients, public NamesItsState {
   /// bits, whatever the number of threads. Other parameters are not concerned.
   void stochastic_rounding(std::uint64_t seed) { rounding_.seed(seed); }
 
-  /// The state by the parameters' names, `exp_avg.0.weight`, for any file format. The tensors are the optimizer's own.
+  /// The state by the parameters' names, `exp_avg.0.weight`, for any file format. The tensors are the optimizer's own,
+  /// or dense copies where it keeps rows.
   GRADACCUM_INLINE NamedTensors named_state(const NamedParameters& parameters) const override;
 
   /// Replaces the state by what `named_state` gave, in this program or another; tensors are copied. Parameters of which

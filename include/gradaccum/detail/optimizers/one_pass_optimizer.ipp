@@ -150,6 +150,7 @@ template <class Derived, class Base, class State>
 void OnePassOptimizer<Derived, Base, State>::load(torch::serialize::InputArchive& archive) {
   this->settle();
   Base::load(archive);
+  make_dense(*this);  // LibTorch's SGD may have saved the sum of sparse gradients
   this->load_rounding(archive);
 }
 

@@ -21,8 +21,9 @@ namespace gradaccum::detail {
 /// Steps by sparse gradients: what the dense step does, to the bit, in the rows that it would move. Moments exist for
 /// rows that a gradient has ever had, as a sparse tensor keeps them; those of all others are zero.
 
-/// Whether such a step can be taken: on the CPU, of a plain table of real numbers; a gradient that is not finite when
-/// it is multiplied moves all of it.
+/// Whether such a step can be taken: on the CPU, of a plain table of real numbers. A multiplier that makes something
+/// else of zeros, by which the dense step would move the other rows, too, takes that: NaN, infinity (also as float32,
+/// in which kernels compute) and what is negative, which makes -0 of them.
 bool steps_by_rows(const at::Tensor& parameter, const at::Tensor& gradient, const Multiplier& multiplier);
 
 /// A tensor of a parameter's state, and what it is of where there is none yet.
@@ -33,7 +34,8 @@ struct Moments {
   std::int64_t zero = 0;  ///< what stands for zero
 };
 
-/// Sparse moments as the dense step has them, one row after another; any other as they are.
+/// Sparse moments as the dense step has them, one row after another; any other as they are. Where somebody else's have
+/// a row several times, as LibTorch's SGD may, that is a sum.
 at::Tensor dense_of(const at::Tensor& moments, std::int64_t zero = 0);
 
 /// The rows of a table that one step reads.

@@ -8,6 +8,7 @@
 #include <gradaccum/detail/kernels/element_loop.hpp>
 
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/_unique2.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
@@ -18,6 +19,7 @@
 #include <cmath>
 #include <cstddef>
 #include <limits>
+#include <tuple>
 
 namespace gradaccum::detail {
 
@@ -28,14 +30,21 @@ GRADACCUM_INLINE bool steps_by_rows(const at::Tensor& parameter, const at::Tenso
   if (!is_plain(parameter) || !parameter.is_contiguous() || parameter.is_complex() || gradient.is_complex())
     return false;
   if (parameter.size(0) > std::numeric_limits<std::int32_t>::max()) return false;
-  return std::isfinite(multiplier.on_host() ? multiplier.host() : multiplier.on(at::kCPU).item<double>());
+  const double by = multiplier.on_host() ? multiplier.host() : multiplier.on(at::kCPU).item<double>();
+  const double most =
+      state_type(parameter) == at::kDouble ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
+  return by <= most && !std::signbit(by);
+}
+
+GRADACCUM_INLINE bool has_duplicates(const at::Tensor& rows) {
+  return std::get<0>(at::_unique2(rows)).numel() < rows.numel();
 }
 
 GRADACCUM_INLINE at::Tensor dense_of(const at::Tensor& moments, std::int64_t zero) {
   if (!moments.defined() || !moments.is_sparse()) return moments;
-  if (zero == 0) return moments.to_dense();
-  const auto values = moments._values();
-  return at::full(moments.sizes(), zero, values.options()).index_copy_(0, moments._indices()[0], values);
+  const auto rows = moments._indices()[0], values = moments._values();
+  if (moments.sparse_dim() != 1 || has_duplicates(rows)) return moments.to_dense();       // somebody else's
+  return at::full(moments.sizes(), zero, values.options()).index_copy_(0, rows, values);  // a sum would lose -0
 }
 
 /// Numbers of the rows of which one moment is not zero, in all its bits.
@@ -93,8 +102,11 @@ GRADACCUM_INLINE at::Tensor StepRows::values_of(const Moments& moments) const {
                  : moments.tensor.reshape({-1, moments.per_row}).index_select(0, rows_.narrow(0, 0, had_));
   if (values.defined()) {
     const auto room = static_cast<std::int64_t>(values.storage().nbytes()) / values.element_size() / moments.per_row;
-    if (values.storage_offset() == 0 && values.is_contiguous() && room >= needed)
-      return values.as_strided({needed, moments.per_row}, {moments.per_row, 1});
+    if (values.storage_offset() == 0 && values.is_contiguous() && room >= needed) {
+      auto all = values.as_strided({needed, moments.per_row}, {moments.per_row, 1});
+      all.narrow(0, had_, needed - had_).fill_(moments.zero);  // a step that failed may have written there
+      return all;
+    }
   }
   auto grown = at::full({needed + count() / 8, moments.per_row}, moments.zero, at::TensorOptions(moments.type));
   if (values.defined()) grown.narrow(0, 0, had_).copy_(values);

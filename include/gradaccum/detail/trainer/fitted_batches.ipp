@@ -102,8 +102,10 @@ GRADACCUM_INLINE void FittedBatches::run_window(const AnyBatch& batch, std::int6
     if (sums) with_memory(device, [&] { window.go_back(*sums); });
     begins = true;
   };
+  const auto is_scaled = [&] { return window.scaled(); };
   if (from == to) return static_cast<void>(run(0, 0));
-  memory_.fitter.run({memory_.budget, memory_.min_rows}, {kind, to - from, device, 2 * gradients, run, undo});
+  memory_.fitter.run({memory_.budget, memory_.min_rows},
+                     {kind, to - from, device, 2 * gradients, run, undo, is_scaled});
 }
 
 }  // namespace gradaccum::detail

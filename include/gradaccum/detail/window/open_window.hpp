@@ -71,6 +71,7 @@ class OpenWindow {
   bool ready() const { return micro_steps() + 1 >= window_.steps(); }
   bool follows_others() const { return following_; }
   bool full() const { return following_ || window_.full(); }
+  bool scaled() const { return use_.scaled(); }  ///< by a loss scaler
   /// Of the other processes, too, once it is complete.
   bool has_weight() const;
   std::int64_t steps() const { return window_.steps(); }

@@ -30,6 +30,7 @@ class WindowUse {
   bool spoiled() const { return spoiled_; }
   /// The seed of a backward had a scale, which has to be divided out.
   void take_seed(const Factor& seed);
+  bool scaled() const { return scaled_; }
 
   void check_usable(bool stepped) const;
   void check_form(Form form) const;
