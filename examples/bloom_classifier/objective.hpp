@@ -27,8 +27,8 @@ namespace bloom {
 
 /// The mean loss of a batch, how many reviews it is the mean of, and what metrics look at.
 inline ga::Loss objective(BloomForSequenceClassification& model, const ga::data::SequenceBatch& batch) {
-  const auto places = torch::arange(batch.data.size(1), batch.data.device());
-  const auto mask = places < batch.lengths.to(batch.data.device()).unsqueeze(1);
+  const auto positions = torch::arange(batch.data.size(1), batch.data.device());
+  const auto mask = positions < batch.lengths.to(batch.data.device()).unsqueeze(1);
   auto scores = model->forward(batch.data, mask);
   scores = scores.to(at::promote_types(scores.scalar_type(), torch::kFloat));  // 16 bits are too few for a loss
   return ga::Loss{torch::cross_entropy_loss(scores, batch.target), batch.rows()}.with(scores, batch.target);
