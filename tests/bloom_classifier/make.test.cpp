@@ -214,6 +214,12 @@ TEST_CASE("make: never over what is there, and one at a time") {
   REQUIRE_ERROR("file: must not be there yet", make_model(small(), directory / "file"));
   CHECK(testing::text_of(directory / "file") == "text");
 
+  testing::write_text(directory / "empty", "");
+  REQUIRE_ERROR("empty: must not be there yet", make_model(small(), directory / "empty"));
+  std::filesystem::create_directory_symlink(directory / "model", directory / "link.partial");  // is not cleared
+  REQUIRE_ERROR("link.partial: must be a folder that can be opened", make_model(small(), directory / "link"));
+  CHECK(files_of(directory / "model") == before);
+
   std::filesystem::create_directory(directory / "other.partial");
   const int descriptor = open((directory / "other.partial").c_str(), O_RDONLY);
   REQUIRE(flock(descriptor, LOCK_EX) == 0);
