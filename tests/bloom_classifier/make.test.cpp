@@ -182,7 +182,8 @@ TEST_CASE("make: killed at any byte, there is nothing; the next is whole") {
   options.shard_bytes = 20'000;
   make_model(options, directory / "whole");
   const auto whole = files_of(directory / "whole");
-  for (const auto limit : std::vector<rlim_t>{0, 300, 5'000, 15'000, 36'000}) {  // bytes of a file: a signal ends who writes more
+  for (const auto limit :
+       std::vector<rlim_t>{0, 300, 5'000, 15'000, 36'000}) {  // bytes of a file: a signal ends who writes more
     INFO(limit);
     const auto child = fork();
     if (child == 0) {
