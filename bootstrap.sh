@@ -17,7 +17,8 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
        ./bootstrap.sh demo bloom [ARGUMENT...]
                                               fine-tune a BLOOM on reviews, both made on the spot; with --model and
                                               --train a model of Hugging Face's on your own texts; --compile as above;
-                                              --help lists the rest
+                                              with --size 560m one of BLOOM-560m's size, for some minutes, and what
+                                              a whole training would take; --help lists the rest
        ./bootstrap.sh test [--preset PRESET]  build and run the tests; PRESET is dev (the default: newest LibTorch and
                                               g++) or oldest (oldest LibTorch and clang++, under sanitizers)
        ./bootstrap.sh bench [--no-python] [ARGUMENT...]
@@ -212,7 +213,11 @@ fetch_python_torch() {
 
 # What to demonstrate, where the arguments do not say it themselves.
 bloom_classifier_options() {
+  if [[ ${1-} == make ]]; then return; fi
   if [[ " $* " != *" --"@(demo|model|help)[\ =]* ]]; then options+=(--demo); fi
+  if [[ " $* " =~ " --size"[\ =]([a-z0-9]+)" " && " $* " != *" --demo-files"[\ =]* ]]; then
+    options+=(--demo-files "$PWD/build/models/bloom-${BASH_REMATCH[1]}")  # which the next demo finds there
+  fi
 }
 
 fashion_mnist_options() {

@@ -52,7 +52,7 @@ inline void make_demo_files(const std::filesystem::path& folder, std::int64_t co
   for (const auto& review : reviews) texts.push_back(review.text);
   const auto tokenizer = train_tokenizer(texts, 800);
   detail::write_json(folder / "tokenizer.json", tokenizer);
-  torch::manual_seed(static_cast<std::int64_t>(seed));
+  torch::manual_seed(seed);
   BloomConfig config{.vocab_size = 800, .hidden_size = 64, .n_layer = 2, .n_head = 4, .pad_token_id = 3};
   detail::write_json(folder / "config.json", config.to_json());
   gradaccum::io::save_weights(BloomForSequenceClassification(config), folder / "model.safetensors");

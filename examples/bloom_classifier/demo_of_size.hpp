@@ -22,12 +22,10 @@ namespace bloom {
 /// Makes a model's folder, and says so.
 inline void make_and_tell(const MakeOptions& options, const std::filesystem::path& path) {
   const auto start = std::chrono::steady_clock::now();
-  fmt::print("Making {}\n", path.string());
-  std::fflush(stdout);
   make_model(options, path);
   auto config = options.size.config();
   config.num_labels = 0;  // it has no head
-  fmt::print("{} parameters, made in {:.1f} s\n", config.parameter_count(),
+  fmt::print("Made {}: {} parameters, in {:.1f} s\n", path.string(), config.parameter_count(),
              std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
 }
 

@@ -27,8 +27,8 @@ namespace bloom {
 
 /// Where each review has a token, not padding: bool [n, longest].
 inline at::Tensor mask_of(const ga::data::SequenceBatch& batch) {
-  const auto places = torch::arange(batch.data.size(1), batch.data.device());
-  return places < batch.lengths.to(batch.data.device()).unsqueeze(1);
+  const auto positions = torch::arange(batch.data.size(1), batch.data.device());
+  return positions < batch.lengths.to(batch.data.device()).unsqueeze(1);
 }
 
 /// The mean loss of a batch, how many reviews it is the mean of, and what metrics look at.

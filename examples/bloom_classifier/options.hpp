@@ -194,9 +194,13 @@ inline void set_defaults_of_size(const CLI::App& app, Options& options) {
   options.made.size = ModelSize::of(options.size);
   options.made.seed = options.seed;
   options.made.reviews = is_given("--demo-reviews") ? options.demo_reviews : 2000;
-  if (!is_given("--minutes") && !is_given("--updates")) options.minutes = 5;
-  if (!is_given("--evaluate")) options.evaluate = 16;
+  if (!is_given("--minutes") && !is_given("--updates")) options.minutes = 4;
+  if (!is_given("--evaluate")) options.evaluate = 8;
   if (!is_given("--log-every")) options.log_every = 40;
+  if (!is_given("--micro-batch") && !is_given("--accumulate")) {
+    options.micro_batch = 2;  // so that the weights are read half as often as by one review
+    options.accumulate = 4;
+  }
   if (!is_given("--optimizer")) options.optimizer = "adamw8bit";
   if (!is_given("--precision") && gradaccum::is_bf16_fast(options.device)) options.precision = "bf16-mixed";
 }

@@ -49,7 +49,7 @@ inline std::vector<Review> some_of(std::vector<Review> reviews, std::int64_t cou
 inline Trained train(const Options& options) {
   const ga::MemoryMeter meter;
   const auto reviews = read_reviews(options);
-  torch::manual_seed(static_cast<std::int64_t>(options.seed));
+  torch::manual_seed(options.seed);
   auto folder = open_model_folder(options.model, reviews.num_labels, options.device, options.parameter_type());
   fmt::print("Tokenizer input max length: {}\nTokenizer vocabulary size: {}\n", options.max_length,
              folder.tokenizer.vocabulary_size());

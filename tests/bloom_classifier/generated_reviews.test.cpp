@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <map>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -161,6 +163,49 @@ TEST_CASE("Generated reviews: a seed gives the same ones everywhere, another giv
   for (std::size_t i = 0; i < more.size(); ++i) REQUIRE(more[i].text != others[i].text);
 }
 
+TEST_CASE("Generated reviews: made-up names are as frequent as words of a language") {
+  const auto reviews = generated_reviews(1500, 5, {.names = 10'000});
+  std::map<std::string, int> counts;
+  double words = 0;
+  for (const auto& review : reviews) {
+    std::istringstream stream(review.text);
+    std::string before;
+    for (std::string word; stream >> word; before = word, ++words)
+      if (before == "with" || (before == "and" && word[0] <= 'Z')) ++counts[word.substr(0, 6)];
+  }
+  std::vector<double> sorted;
+  double all = 0;
+  for (const auto& [name, count] : counts) {
+    REQUIRE(name.size() == 6);
+    sorted.push_back(count);
+    all += count;
+  }
+  std::sort(sorted.rbegin(), sorted.rend());
+  REQUIRE(all / words > 0.1);
+  REQUIRE(sorted.size() > 6000);  // of 10,000
+  double sum = 0;
+  for (int k = 1; k <= 10'000; ++k) sum += 1.0 / k;
+  for (const std::size_t k : {1, 2, 3, 10, 30}) {
+    CAPTURE(k);
+    const double expected = all / sum / static_cast<double>(k);
+    REQUIRE(std::abs(sorted[k - 1] - expected) < 5 * std::sqrt(expected));
+  }
+  REQUIRE(accuracy(reviews, true) == 1);
+  REQUIRE(mean(sorted_lengths(reviews)) == Approx(296.2).epsilon(0.05));
+  REQUIRE(hash_of(generated_reviews(300, 1, {.names = 1000})) == 0x064962062c58e035u);
+}
+
+TEST_CASE("MadeUpNames: each once, up to the most") {
+  std::set<std::string> names;
+  const MadeUpNames all(1000);
+  Random random(1);
+  for (int i = 0; i < 200'000; ++i) names.insert(std::string(all.pick(random)));
+  REQUIRE(names.size() == 1000);
+  REQUIRE(MadeUpNames(0).empty());
+  const MadeUpNames one(1);
+  REQUIRE(one.pick(random) == one.pick(random));
+}
+
 TEST_CASE("Generated reviews: options out of range") {
   REQUIRE(generated_reviews(0, 1).empty());
   REQUIRE_ERROR("generated_reviews: count must be 0 or more, got -1", generated_reviews(-1, 1));
@@ -169,5 +214,7 @@ TEST_CASE("Generated reviews: options out of range") {
                   generated_reviews(1, 1, {.length_scale = scale}));
   REQUIRE_ERROR("max_opinions must be 1 or more, got 0", generated_reviews(1, 1, {.max_opinions = 0}));
   REQUIRE_ERROR("contrary_percent must be 0 to 100, got 101", generated_reviews(1, 1, {.contrary_percent = 101}));
+  REQUIRE_ERROR("names must be 0 to 512000, got -1", generated_reviews(1, 1, {.names = -1}));
+  REQUIRE_ERROR("names must be 0 to 512000, got 512001", generated_reviews(1, 1, {.names = 512'001}));
   REQUIRE_ERROR("negated_percent must be 0 to 100, got -1", generated_reviews(1, 1, {.negated_percent = -1}));
 }

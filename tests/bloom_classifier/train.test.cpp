@@ -2,6 +2,8 @@
 #include "support/catch.hpp"
 
 #include "demo.hpp"
+#include "demo_of_size.hpp"
+#include "predict.hpp"
 #include "support/files.hpp"
 
 #include <algorithm>
@@ -128,4 +130,71 @@ TEST_CASE("bloom: nothing is padded that need not be") {
   const auto together = outcome_of(options).trained;
   CHECK(together.tokens == alone.tokens);
   CHECK(together.padded == together.tokens);
+}
+
+TEST_CASE("bloom: a training ends after so many updates or minutes, if the epochs have more") {
+  const testing::Directory directory;
+  bloom::make_demo_files(directory / "files", 30, 1);
+  auto options = options_for(directory / "files");
+  CHECK(outcome_of(options).trained.report.updates == 14);
+  options.updates = 9;
+  const auto updates = outcome_of(options).trained;
+  CHECK(updates.report.updates == 9);
+  CHECK(updates.report.epochs == 2);
+  options.updates = 15;
+  CHECK(outcome_of(options).trained.report.updates == 14);
+  options.minutes = 1e-9;
+  const auto minutes = outcome_of(options).trained;
+  CHECK(minutes.report.updates == 1);
+  CHECK(minutes.report.samples == 3);
+  CHECK(minutes.training_seconds > 0);
+  CHECK(minutes.training_seconds <= minutes.report.seconds);
+  options.minutes = 1e6;
+  CHECK(outcome_of(options).trained.report.updates == 14);
+}
+
+TEST_CASE("bloom: some of the reviews are from all over") {
+  const auto reviews = bloom::generated_reviews(10, 1);
+  CHECK(bloom::some_of(reviews, 0) == reviews);
+  CHECK(bloom::some_of(reviews, 10) == reviews);
+  CHECK(bloom::some_of(reviews, 11) == reviews);
+  CHECK(bloom::some_of(reviews, 3) == std::vector{reviews[0], reviews[3], reviews[6]});
+}
+
+TEST_CASE("bloom: texts are predicted alike together and one at a time, in their order") {
+  const testing::Directory directory;
+  bloom::make_demo_files(directory / "files", 30, 1);
+  auto options = options_for(directory / "files");
+  auto folder = bloom::open_model_folder(options.model, {}, options.device);
+  std::vector<std::string> texts;
+  for (auto& review : bloom::generated_reviews(20, 3, {.length_scale = 0.1})) texts.push_back(review.text);
+  texts.push_back(texts.front());
+  const auto together = bloom::predict(folder, texts, options);
+  options.batch_tokens = 0;
+  const auto alone = bloom::predict(folder, texts, options);
+  for (std::size_t i = 0; i < texts.size(); ++i) {
+    const auto single = bloom::predict(folder, {texts[i]}, options).front();
+    CHECK(alone[i].label == single.label);
+    CHECK(alone[i].probability == single.probability);
+    CHECK(together[i].label == alone[i].label);
+    CHECK(together[i].probability == Approx(alone[i].probability).epsilon(1e-5));
+  }
+}
+
+TEST_CASE("bloom: the demo of a size makes its folder once, and trains what is there") {
+  const testing::Directory directory;
+  bloom::Options options;
+  options.demo_files = directory / "model";
+  options.made.size = {.layers = 2, .width = 16, .heads = 2, .words = 400};
+  options.made.reviews = 30;
+  options.max_length = 64;
+  options.updates = 1;
+  options.device = "cpu";
+  options.evaluate = 2;
+  bloom::demo_of_size(options);
+  const auto written = std::filesystem::last_write_time(directory / "model" / "tokenizer.json");
+  bloom::demo_of_size(options);
+  CHECK(std::filesystem::last_write_time(directory / "model" / "tokenizer.json") == written);
+  options.made.size.layers = 3;
+  REQUIRE_ERROR("model: must be of the size of --size, 16336 parameters, got", bloom::demo_of_size(options));
 }

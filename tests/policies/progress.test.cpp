@@ -31,7 +31,7 @@ const auto given_loss = [](Still& net, const std::pair<double, int>& batch) {
 
 // What was shown, without what depends on the clock.
 std::vector<std::string> lines_of(const Scratch& file) {
-  const auto text = std::regex_replace(file.text(), std::regex(R"( \| [0-9]+ samples/s( \| [0-9:]+ left)?)"), "");
+  const auto text = std::regex_replace(file.text(), std::regex(R"( \| [0-9.]+ samples/s( \| [0-9:]+ left)?)"), "");
   return split(text, '\n');
 }
 
@@ -164,7 +164,7 @@ TEST_CASE("Progress: the rate is that of the fit, over all of its epochs") {
   const double most = seconds(now() - start), least = seconds(batches[1] - batches[0]);
   std::smatch found;
   const auto last = split(file.text(), '\n').back();
-  REQUIRE(std::regex_search(last, found, std::regex("([0-9]+) samples/s")));
+  REQUIRE(std::regex_search(last, found, std::regex("([0-9.]+) samples/s")));
   CHECK(std::stod(found[1]) >= 2 / most - 1);
   CHECK(std::stod(found[1]) <= 2 / least + 1);
 }

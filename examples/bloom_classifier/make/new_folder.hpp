@@ -20,8 +20,8 @@ class NewFolder {
  public:
   /// @throws std::runtime_error where there is something already, or another process is at it.
   explicit NewFolder(const std::filesystem::path& path) : path_(without_slash(path)), partial_(path_) {
-    std::error_code ignored;
-    if (std::filesystem::exists(std::filesystem::symlink_status(path_)) && !std::filesystem::is_empty(path_, ignored))
+    const auto status = std::filesystem::symlink_status(path_);
+    if (exists(status) && !(is_directory(status) && std::filesystem::is_empty(path_)))
       throw std::runtime_error(path_.string() + ": must not be there yet, or be an empty folder");
     partial_ += ".partial";
     std::filesystem::create_directories(partial_);
@@ -54,7 +54,7 @@ class NewFolder {
 
   /// Until this process ends, however it does.
   void lock() {
-    descriptor_ = ::open(partial_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    descriptor_ = ::open(partial_.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (descriptor_ >= 0 && ::flock(descriptor_, LOCK_EX | LOCK_NB) == 0) return;
     const int error = errno;
     if (descriptor_ >= 0) ::close(descriptor_);
