@@ -58,7 +58,7 @@ Options options_for(const std::filesystem::path& files) {
 Outcome outcome_of(const Options& options, int stop_after = 0, std::uint64_t seed = 1) {
   const auto reviews = bloom::read_reviews(options);
   torch::manual_seed(static_cast<std::int64_t>(seed));
-  auto folder = bloom::open_model_folder(options.model, reviews.num_labels, options.device);
+  auto folder = bloom::open_model_folder(options.model, reviews.num_labels, options.device, options.parameter_type());
   const auto encoded = [&](const auto& rows) { return bloom::encode(folder.tokenizer, rows, 64, options.device); };
   const bloom::EncodedSplit ids{encoded(reviews.rows.train), encoded(reviews.rows.validation),
                                 encoded(reviews.rows.test)};
@@ -98,6 +98,37 @@ TEST_CASE("bloom: less memory, the same bits") {
   const auto plain = outcome_of(options);
   options.segments = 1;
   CHECK(outcome_of(options) == plain);
+}
+
+TEST_CASE("bloom: stepped in backward, the same bits; with weights of bfloat16 it learns, and goes on to the bit") {
+  const testing::Directory directory;
+  bloom::make_demo_files(directory / "files", 30, 1);
+  auto options = options_for(directory / "files");
+  options.epochs = 1;
+  options.accumulate = 1;
+  options.micro_batch = 3;
+  const auto plain = outcome_of(options);
+  options.in_backward = true;
+  CHECK(outcome_of(options) == plain);
+  for (const auto* optimizer : {"adamw8bit", "adafactor"}) {
+    INFO(optimizer);
+    options.optimizer = optimizer;
+    options.precision = "bf16-true";
+    options.save.clear();
+    options.resume = false;
+    const auto straight = outcome_of(options);
+    for (const auto& parameter : straight.parameters) {
+      CHECK(parameter.scalar_type() == at::kBFloat16);
+      CHECK(parameter.isfinite().all().item<bool>());
+    }
+    options.save = directory / optimizer;
+    options.resume = true;
+    CHECK(outcome_of(options, /*stop_after=*/4).trained.report.signal == SIGTERM);
+    CHECK(outcome_of(options, 0, /*seed=*/2) == straight);
+  }
+  options.precision = "32";
+  options.save.clear();
+  CHECK(outcome_of(options).parameters[0].scalar_type() == at::kFloat);
 }
 
 TEST_CASE("bloom: the updates of a memory budget are those of its batches") {

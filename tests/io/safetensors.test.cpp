@@ -3,6 +3,7 @@
 
 #include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/io/safetensors_tensors.hpp>
+#include <gradaccum/detail/memory/occupied_memory.hpp>
 #include <gradaccum/io/safetensors.hpp>
 
 #include "support/files.hpp"
@@ -199,6 +200,26 @@ TEST_CASE("SafetensorsFile: tensors lie in the file, outlive it, and can be writ
   CHECK(testing::text_of(directory / "file") == before);
 }
 
+TEST_CASE("SafetensorsFile: a tensor whose memory is let go of is read again, without what was written to it") {
+  testing::Directory directory;
+  const auto large = torch::arange(1 << 20, at::kInt), small = torch::ones({3}, at::kInt);
+  ga::io::save_file({{"large", large}, {"small", small}}, directory / "file");
+  const ga::io::SafetensorsFile file(directory / "file");
+  const auto tensor = file.get_tensor("large"), other = file.get_tensor("small");
+  other.fill_(7);
+  const auto resident = [] { return *ga::detail::occupied_memory(at::kCPU); };
+  const auto before = resident();
+  CHECK(torch::equal(tensor, large));
+  tensor.fill_(7);
+  const auto read = resident() - before;
+  CHECK(read >= 4 << 20);
+  file.release("large");
+  CHECK(resident() - before <= read - (3 << 20));
+  CHECK(torch::equal(tensor, large));
+  CHECK(torch::equal(other, torch::full({3}, 7, at::kInt)));  // its page is the end of the other, too
+  REQUIRE_ERROR("must have a tensor \"other\", but has none", file.release("other"));
+}
+
 TEST_CASE("SafetensorsFile: numbers that are not aligned are copied") {
   testing::Directory directory;
   for (std::size_t spaces = 0; spaces < 8; ++spaces) {
@@ -240,7 +261,8 @@ TEST_CASE("write_safetensors: what is contiguous is written from where it is") {
     }
   } sink;
   const auto x = torch::rand({3, 4}), y = torch::rand({3, 4});
-  inner::write_safetensors([&](auto* data, auto size) { sink.write(data, size); }, {{"x", x}, {"y", y.t()}, {"z", torch::empty({0})}}, {});
+  inner::write_safetensors([&](auto* data, auto size) { sink.write(data, size); },
+                           {{"x", x}, {"y", y.t()}, {"z", torch::empty({0})}}, {});
   REQUIRE(sink.from.size() == 3);
   CHECK(sink.from[1] == x.const_data_ptr());
   CHECK(sink.from[2] != y.const_data_ptr());
