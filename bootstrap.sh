@@ -322,6 +322,8 @@ bench() {
       GRADACCUM_MKL_ON_AMD=0 "$programs/benchmark_$name" "${arguments[@]}"
     done
   fi
+  step "Running benchmark_bloom_560m (a quarter of an hour, and 15 GB of memory)"
+  "$programs/benchmark_bloom_560m" --keep-memory --updates 1 "${arguments[@]}"
   if (( ${#python[@]} > 0 )); then
     step "Recording and compiling the steps of benchmark_compiled_step and fashion_epoch"
     "$programs/benchmark_compiled_step" --record build/steps/benchmark

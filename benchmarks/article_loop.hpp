@@ -84,7 +84,7 @@ class Loop {
   }
 
   void window(const Reviews& data) {
-    for (std::int64_t i = 0; i < reviews_of_update; ++i)
+    for (std::int64_t i = 0; i < data.labels.size(0); ++i)
       (torch::cross_entropy_loss(scores(data.ids[i]), data.labels.slice(0, i, i + 1)) / reviews_of_update).backward();
     optimizer_->step();
     optimizer_->zero_grad();

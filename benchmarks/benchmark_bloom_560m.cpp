@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Fine-tuning a BLOOM of 560m's shapes: what each way to train takes, in memory and time, for updates of 8 reviews of
-// IMDB's lengths; the loop of a well-known article (article_loop.hpp) beside it. Each way has a process of its own, so
-// that resident memory is its own; in a round they take turns.
+// IMDB's lengths; the loop of a well-known article (article_loop.hpp) beside it, where MKL has to be told of AMD
+// processors also as LibTorch has it. Each way has a process of its own, so that resident memory is its own; in a round
+// they take turns.
 
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/grad_accumulator.hpp>
@@ -13,6 +14,7 @@
 #include <fstream>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <vector>
@@ -46,6 +48,7 @@ struct Way {
   bool checkpoints = false;                   ///< each block runs again in backward
   std::optional<double> most_gigabytes = {};  ///< to reach
   bool pads = false;                          ///< the article's loop: as it is, or at true lengths
+  bool mkl_as_it_is = false;
 
   bool in_bfloat16() const { return autocast || bfloat16_parameters; }
 };
@@ -55,6 +58,8 @@ std::vector<Way> all_ways() {
   return {
       {.name = "the article's loop, padded to 1024", .pads = true},
       {.name = "the article's loop, true lengths"},
+      {.name = "the article's loop, padded to 1024, MKL as it is", .pads = true, .mkl_as_it_is = true},
+      {.name = "the article's loop, true lengths, MKL as it is", .mkl_as_it_is = true},
       {.name = "Adam, 8 reviews at once", .optimizer = "adam", .together = together},
       {.name = "Adam, 8 reviews at once, bf16-mixed", .optimizer = "adam", .together = together, .autocast = true},
       {.name = "Adam, 8 times 1", .optimizer = "adam"},
@@ -175,7 +180,8 @@ Json run(const Way& way, const bloom::BloomConfig& config, int updates) {
     flops += flops_of(data.back(), config);
     for (auto& review : data.back().ids) tokens += review.size(0);
   }
-  const Reviews warm_up(config.vocab_size, article::reviews_of_update, 2);
+  const auto few = way.pads ? 1 : article::reviews_of_update;  // it takes long, and always the same memory
+  const Reviews warm_up(config.vocab_size, few, 2);
   ga::MemoryMeter meter;
   const auto times = !way.optimizer.empty() ? measured(Ours(config, way), data, warm_up)
                                             : measured(article::Loop(config, way.pads), data, warm_up);
@@ -208,21 +214,45 @@ std::string shell_word(const std::string& text) {
   return all + "'";
 }
 
-void print_row(const Way& way, const std::vector<Json>& rounds, double ours_over) {
-  std::vector<double> times;
-  for (auto& round : rounds)
-    for (double seconds : round.at("seconds")) times.push_back(seconds);
-  const auto& any = rounds.front();
-  double seconds = 0;
-  for (double time : times) seconds += time / static_cast<double>(rounds.size());
-  const double share = any.at("flops").get<double>() / seconds / any.at("product_rate").get<double>();
-  const double peak = any.at("peak").get<double>() / gigabyte, resident = any.at("resident").get<double>() / gigabyte;
-  auto goal = std::string();
-  if (way.most_gigabytes)
-    goal = fmt::format("  {:.1f}: {}", *way.most_gigabytes, peak <= *way.most_gigabytes ? "met" : "MISSED");
-  fmt::print("  {:<60} {:>6.2f} {:>8.2f} {:>8.2f} {:>9.0f} {:>7.0f} % {:>7.2f}{}\n", way.name, peak, resident,
-             seconds / static_cast<double>(any.at("seconds").size()), any.at("tokens").get<double>() / seconds,
-             100 * share, ours_over, goal);
+/// Rounds of each way, by name.
+using Found = std::map<std::string, std::vector<Json>>;
+
+/// Of an update: the mean of a round, and of these the median. 0 where it has not run.
+double seconds_of(const Found& found, const std::string& way) {
+  const auto rounds = found.find(way);
+  if (rounds == found.end()) return 0;
+  std::vector<double> means;
+  for (auto& round : rounds->second) {
+    const std::vector<double> times = round.at("seconds");
+    means.push_back(std::accumulate(times.begin(), times.end(), 0.0) / static_cast<double>(times.size()));
+  }
+  return harness::median(means);
+}
+
+std::string goal_text(const Way& way, double peak) {
+  if (!way.most_gigabytes) return "";
+  return fmt::format("  at most {:.1f} GB: {}", *way.most_gigabytes, peak <= *way.most_gigabytes ? "met" : "MISSED");
+}
+
+void print_row(const Way& way, const Found& found, const harness::Options& options) {
+  const auto& any = found.at(way.name).front();
+  const auto number = [&](const char* name) { return any.at(name).get<double>(); };
+  const double seconds = seconds_of(found, way.name), updates = static_cast<double>(any.at("seconds").size());
+  const double share = number("flops") / updates / seconds / number("product_rate");
+  const double peak = number("peak") / gigabyte, resident = number("resident") / gigabyte;
+  fmt::print("  {:<60} {:>6.2f} {:>8.2f} {:>7.2f} {:>8.0f} {:>6.0f} % ", way.name, peak, resident, seconds,
+             number("tokens") / updates / seconds, 100 * share);
+  std::string ratios;
+  for (const auto* mkl : {"", ", MKL as it is"})
+    for (const auto* peer : {"the article's loop, padded to 1024", "the article's loop, true lengths"})
+      if (const double theirs = seconds_of(found, std::string(peer) + mkl); theirs > 0) {
+        fmt::print(" {:>6.2f}", theirs / seconds);
+        ratios += fmt::format(R"(, "{}{}, over it": {})", peer, mkl, theirs / seconds);
+      }
+  fmt::print("{}\n", goal_text(way, peak));
+  harness::append_json(options, fmt::format(R"({{"benchmark": "bloom_560m", "contestant": "{}", "median_s": {}, )"
+                                            R"("peak_bytes": {}, "resident_bytes": {}, "share_of_products": {}{}}})",
+                                            way.name, seconds, number("peak"), number("resident"), share, ratios));
 }
 
 }  // namespace
@@ -246,22 +276,29 @@ int main(int argc, char** argv) {
       if (way.name == settings.way) fmt::print("{}\n", run(way, config, settings.updates).dump());
     return 0;
   }
+  const bool tells_mkl = mkl_serv_intel_cpu_true() != 0;
   std::erase_if(ways, [&](const Way& way) {
-    return (way.in_bfloat16() && !ga::is_bf16_fast(at::kCPU)) || way.name.find(settings.only) == std::string::npos;
+    return (way.mkl_as_it_is && !tells_mkl) || (way.in_bfloat16() && !ga::is_bf16_fast(at::kCPU)) ||
+           way.name.find(settings.only) == std::string::npos;
   });
   const auto program = std::filesystem::read_symlink("/proc/self/exe").string();
-  std::map<std::string, std::vector<Json>> found;
+  Found found;
   for (int round = 0; round < settings.rounds; ++round)
-    for (auto& way : ways)
-      found[way.name].push_back(run_apart(
-          fmt::format("{} --way {} --words {} --width {} --layers {} --updates {} --threads {}{}", shell_word(program),
-                      shell_word(way.name), config.vocab_size, config.hidden_size, config.n_layer, settings.updates,
-                      options.threads, options.keep_memory ? " --keep-memory" : "")));
+    for (auto& way : ways) {
+      fmt::print(stderr, "round {} of {}: {}\n", round + 1, settings.rounds, way.name);  // each takes a minute or two
+      found[way.name].push_back(
+          run_apart(fmt::format("{}{} --way {} --words {} --width {} --layers {} --updates {} --threads {}{}",
+                                way.mkl_as_it_is ? "GRADACCUM_MKL_ON_AMD=0 " : "", shell_word(program),
+                                shell_word(way.name), config.vocab_size, config.hidden_size, config.n_layer,
+                                settings.updates, options.threads, options.keep_memory ? " --keep-memory" : "")));
+    }
   fmt::print(
       "An update of {} reviews of IMDB's lengths, BLOOM of {} layers, width {}, {} words: {:.1f} M parameters\n  {}\n",
       article::reviews_of_update, config.n_layer, config.hidden_size, config.vocab_size,
       static_cast<double>(config.parameter_count()) / 1e6, harness::machine(options));
-  fmt::print("  {:<60} {:>6} {:>8} {:>8} {:>9} {:>9} {:>7}\n", "", "peak", "resident", "s", "tokens/s", "products",
-             "x");
-  for (auto& way : ways) print_row(way, found.at(way.name), 0);
+  fmt::print(
+      "  GB of tensors at the peak, and resident; seconds an update; tokens/s; share of the rate of products alone;\n"
+      "  the article's time over it: padded, at true lengths{}\n",
+      tells_mkl ? ", and again with MKL as it is" : "");
+  for (auto& way : ways) print_row(way, found, options);
 }
