@@ -82,7 +82,7 @@
 #include <gradaccum/detail/machine/system_file.ipp>
 #include <gradaccum/detail/machine/undisturbed_scope.ipp>
 #include <gradaccum/detail/memory/copied_to.ipp>
-#include <gradaccum/detail/memory/free_extents.ipp>
+#include <gradaccum/detail/memory/free_ranges.ipp>
 #include <gradaccum/detail/memory/kept_pages.ipp>
 #include <gradaccum/detail/memory/memory_ledger.ipp>
 #include <gradaccum/detail/memory/occupied_memory.ipp>

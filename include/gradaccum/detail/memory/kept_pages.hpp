@@ -2,7 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/memory/free_extents.hpp>
+#include <gradaccum/detail/memory/free_ranges.hpp>
 
 #include <atomic>
 #include <cstddef>
@@ -36,7 +36,7 @@ class KeptPages {
 
   mutable std::mutex mutex_;
   std::unordered_map<std::uintptr_t, std::size_t> blocks_;
-  FreeExtents warm_, cold_;  // whose pages the process has, and has not
+  FreeRanges warm_, cold_;  // whose pages the process has, and has not
   std::size_t used_ = 0, most_used_ = 0;
   std::atomic<std::uintptr_t> begin_ = UINTPTR_MAX, end_ = 0;  // no block is outside of these
 };

@@ -13,7 +13,7 @@
 
 namespace gradaccum::detail {
 
-inline constexpr std::size_t page_bytes = std::size_t{1} << 12, huge_page_bytes = std::size_t{1} << 21;
+inline constexpr std::size_t page_bytes = std::size_t{1} << 16;  // whole pages of any system's size
 
 GRADACCUM_INLINE std::size_t rounded_up(std::size_t bytes, std::size_t unit) {
   return (bytes + unit - 1) / unit * unit;
@@ -29,24 +29,24 @@ GRADACCUM_INLINE std::size_t KeptPages::most_resident(std::size_t used) const {
 GRADACCUM_INLINE void KeptPages::make_room(std::size_t bytes) {
   const auto most = most_resident(used_ + bytes);
   while (warm_.bytes() > 0 && used_ + warm_.bytes() + bytes > most) {
-    const auto extent = warm_.take_from_largest(rounded_up(used_ + warm_.bytes() + bytes - most, page_bytes));
+    const auto range = warm_.take_from_largest(rounded_up(used_ + warm_.bytes() + bytes - most, page_bytes));
 #ifdef __linux__
-    ::madvise(reinterpret_cast<void*>(extent.address), extent.bytes, MADV_DONTNEED);
+    ::madvise(reinterpret_cast<void*>(range.address), range.bytes, MADV_DONTNEED);
 #endif
-    cold_.add(extent);
+    cold_.add(range);
   }
 }
 
 GRADACCUM_INLINE bool KeptPages::map_more(std::size_t bytes) {
 #ifdef __linux__
   constexpr std::size_t at_once = std::size_t{256} << 20;
-  for (const auto size : {rounded_up(std::max(bytes, at_once), huge_page_bytes), bytes}) {
+  for (const auto size : {std::max(bytes, at_once), bytes}) {
     void* const address = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (address == MAP_FAILED) continue;
-    const Extent extent{reinterpret_cast<std::uintptr_t>(address), size};
-    begin_ = std::min(begin_.load(), extent.address);
-    end_ = std::max(end_.load(), extent.end());
-    cold_.add(extent);
+    const AddressRange range{reinterpret_cast<std::uintptr_t>(address), size};
+    begin_ = std::min(begin_.load(), range.address);
+    end_ = std::max(end_.load(), range.end());
+    cold_.add(range);
     return true;
   }
 #endif
@@ -56,17 +56,17 @@ GRADACCUM_INLINE bool KeptPages::map_more(std::size_t bytes) {
 GRADACCUM_INLINE void* KeptPages::allocate(std::size_t bytes) {
   bytes = rounded_up(bytes, page_bytes);
   const std::lock_guard lock(mutex_);
-  auto extent = warm_.take(bytes);
-  if (!extent) {
+  auto range = warm_.take(bytes);
+  if (!range) {
     make_room(bytes);
-    extent = cold_.take(bytes);
-    if (!extent && map_more(bytes)) extent = cold_.take(bytes);
+    range = cold_.take(bytes);
+    if (!range && map_more(bytes)) range = cold_.take(bytes);
   }
-  if (!extent) return nullptr;
-  blocks_.emplace(extent->address, bytes);
+  if (!range) return nullptr;
+  blocks_.emplace(range->address, bytes);
   used_ += bytes;
   most_used_ = std::max(most_used_, used_);
-  return reinterpret_cast<void*>(extent->address);
+  return reinterpret_cast<void*>(range->address);
 }
 
 GRADACCUM_INLINE bool KeptPages::has(const void* block) const {

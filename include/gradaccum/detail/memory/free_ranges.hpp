@@ -13,7 +13,7 @@
 namespace gradaccum::detail {
 
 /// A piece of the address space.
-struct Extent {
+struct AddressRange {
   std::uintptr_t address = 0;
   std::size_t bytes = 0;
 
@@ -21,22 +21,22 @@ struct Extent {
 };
 
 /// Pieces of the address space that nobody uses. Neighbours become one.
-class FreeExtents {
+class FreeRanges {
  public:
-  void add(Extent extent);
+  void add(AddressRange range);
 
   /// Takes so many bytes from the smallest piece that has them.
-  std::optional<Extent> take(std::size_t bytes);
+  std::optional<AddressRange> take(std::size_t bytes);
   /// Takes what the largest piece has, but so many bytes at most: its end. Empty if there is none.
-  Extent take_from_largest(std::size_t most);
+  AddressRange take_from_largest(std::size_t most);
 
   std::size_t bytes() const { return bytes_; }
 
  private:
   using BySize = std::set<std::pair<std::size_t, std::uintptr_t>>;
 
-  void insert(Extent extent);
-  Extent remove(std::uintptr_t address);
+  void insert(AddressRange range);
+  AddressRange remove(std::uintptr_t address);
 
   std::map<std::uintptr_t, std::size_t> by_address_;
   BySize by_size_;
@@ -46,5 +46,5 @@ class FreeExtents {
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/memory/free_extents.ipp>
+#include <gradaccum/detail/memory/free_ranges.ipp>
 #endif
