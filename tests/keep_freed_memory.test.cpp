@@ -118,6 +118,7 @@ TEST_CASE("KeptPages: a freed block is the next one's, warm; of more than may be
   const auto* const bytes = static_cast<const char*>(again);
   CHECK(std::all_of(bytes, bytes + large, [](char byte) { return byte == 0; }));  // the kernel cleared it
   CHECK_FALSE(pages.allocate(std::size_t{1} << 60));
+  CHECK_FALSE(pages.allocate(~std::size_t{0}));
 }
 
 TEST_CASE("keep_freed_memory: large tensors are kept, counted, and freed by whoever") {

@@ -10,6 +10,7 @@
 #endif
 
 #include <algorithm>
+#include <limits>
 
 namespace gradaccum::detail {
 
@@ -54,6 +55,7 @@ GRADACCUM_INLINE bool KeptPages::map_more(std::size_t bytes) {
 }
 
 GRADACCUM_INLINE void* KeptPages::allocate(std::size_t bytes) {
+  if (bytes > std::numeric_limits<std::size_t>::max() / 2) return nullptr;  // which rounding up could make small
   bytes = rounded_up(bytes, page_bytes);
   const std::lock_guard lock(mutex_);
   auto range = warm_.take(bytes);
