@@ -33,7 +33,7 @@ class BloomAttentionImpl : public torch::nn::Module {
 
   /// [n, t, hidden_size] to the same. Every token sees those before it and itself. With `lengths` the rows are packed
   /// (BloomModel says how), and each is attended to by itself.
-  at::Tensor forward(const at::Tensor& hidden, const at::Tensor& lengths) {
+  at::Tensor forward(const at::Tensor& hidden, const at::Tensor& lengths = {}) {
     std::vector<at::Tensor> contexts;
     for (const auto& row : with_channels(hidden, lengths))
       contexts.push_back(attend(row[0], row[1], row[2], /*mask=*/{}, /*is_causal=*/true));
