@@ -367,7 +367,7 @@ oracle() {
   step "Recording the steps of tests/compiled_step, and compiling them"
   local script name steps=tests/compiled_step/steps/2.15.0
   build/dev/tests/save_steps build/steps
-  for name in perceptron convolutional float16; do
+  for name in perceptron convolutional transformer float16 bfloat16; do
     "$python_with_torch" tools/compile_step.py --capability DEFAULT "build/steps/$name"
     rm -rf "${steps:?}/$name"
     mkdir -p "$steps/$name"

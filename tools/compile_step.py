@@ -197,6 +197,7 @@ def generated_source(exported, capability):
         "aot_inductor.package_cpp_only": True,
         "aot_inductor.link_libtorch": True,
         "cpp.dynamic_threads": True,  # at::set_num_threads holds for it
+        "cpp.threads": max(2, torch.get_num_threads()),  # from one thread it takes that all that is no loop runs once
         "cpp.simdlen": INSTRUCTIONS[capability][0],
         "cpp.enable_kernel_profile": False,
         "fallback_random": True,  # draws the numbers that the objective itself draws

@@ -33,6 +33,43 @@ struct ConvolutionalImpl : torch::nn::Module {
 };
 TORCH_MODULE(Convolutional);
 
+/// A block of a transformer: causal attention, random numbers, and a buffer that moves.
+struct TransformerImpl : torch::nn::Module {
+  torch::nn::Embedding embedding = register_module("embedding", torch::nn::Embedding(11, 16));
+  torch::nn::LayerNorm attention_norm = layer_norm("attention_norm"), norm = layer_norm("norm");
+  torch::nn::Linear query_key_value = linear("query_key_value", 16, 48), dense = linear("dense", 16, 16),
+                    up = linear("up", 16, 32), down = linear("down", 32, 16),
+                    last = register_module("last", torch::nn::Linear(16, 3));
+  torch::nn::Dropout dropout = register_module("dropout", torch::nn::Dropout(0.2));
+  at::Tensor mean = register_buffer("mean", torch::zeros({16}));
+  bool causal = true;
+
+  at::Tensor forward(const at::Tensor& ids) {
+    const auto x = centred(embedding(ids));
+    const auto attended = x + dropout(attention(attention_norm(x)));
+    const auto after = attended + dropout(down(torch::gelu(up(norm(attended)))));
+    return last(after.mean(1));  // of all tokens: to the last one alone a causal mask would be all the same
+  }
+
+ private:
+  torch::nn::LayerNorm layer_norm(const char* name) {
+    return register_module(name, torch::nn::LayerNorm(torch::nn::LayerNormOptions({16})));
+  }
+  torch::nn::Linear linear(const char* name, std::int64_t in, std::int64_t out) {
+    return register_module(name, torch::nn::Linear(torch::nn::LinearOptions(in, out).bias(false)));
+  }
+  at::Tensor centred(const at::Tensor& x) {
+    mean.lerp_(x.detach().mean(at::IntArrayRef{0, 1}), 0.1);
+    return x - mean;
+  }
+  at::Tensor attention(const at::Tensor& x) {
+    const auto parts = query_key_value(x).unflatten(-1, {3, 2, 8}).permute({2, 0, 3, 1, 4}).unbind(0);
+    const auto mixed = at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, causal);
+    return dense(mixed.transpose(1, 2).flatten(2));
+  }
+};
+TORCH_MODULE(Transformer);
+
 /// A mean over the rows that counts them, with what metrics look at.
 inline gradaccum::Loss counted_loss(Perceptron& net, const Batch& batch) {
   const auto output = net->forward(batch.first);
@@ -55,6 +92,10 @@ inline Convolutional convolutional(std::uint64_t seed = 0) {
   net->to(torch::kDouble);
   return net;
 }
+inline Transformer transformer(std::uint64_t seed = 0) {
+  torch::manual_seed(seed);
+  return Transformer();
+}
 
 inline Batch rows_of_six(std::int64_t rows, std::uint64_t seed = 1) {
   torch::manual_seed(seed);
@@ -63,6 +104,10 @@ inline Batch rows_of_six(std::int64_t rows, std::uint64_t seed = 1) {
 inline Batch images(std::int64_t rows, std::uint64_t seed = 1) {
   torch::manual_seed(seed);
   return {torch::randn({rows, 1, 8, 8}, torch::kDouble), torch::randint(0, 3, {rows}, torch::kLong)};
+}
+inline Batch sentences(std::int64_t rows, std::uint64_t seed = 1) {
+  torch::manual_seed(seed);
+  return {torch::randint(0, 11, {rows, 8}, torch::kLong), torch::randint(0, 3, {rows}, torch::kLong)};
 }
 
 }  // namespace testing::compiled

@@ -22,6 +22,13 @@ int main(int argc, char** argv) {
   std::cout << ga::save_step(mlp, counted_loss, rows_of_six(8), folder / "perceptron");
   auto cnn = convolutional();
   std::cout << ga::save_step(cnn, plain_loss<Convolutional>, images(6), folder / "convolutional", {.any_rows = false});
-  ga::Autocast autocast(torch::kCPU, torch::kHalf);
-  std::cout << ga::save_step(mlp, plain_loss<Perceptron>, rows_of_six(8), folder / "float16", {.any_rows = false});
+  auto block = transformer();
+  std::cout << ga::save_step(block, plain_loss<Transformer>, sentences(4), folder / "transformer");
+  {
+    const ga::Autocast autocast(torch::kCPU, torch::kHalf);
+    std::cout << ga::save_step(mlp, plain_loss<Perceptron>, rows_of_six(8), folder / "float16", {.any_rows = false});
+  }
+  // For these rows alone attention is compiled as products and a softmax; for any number of rows it is LibTorch's.
+  const ga::Autocast autocast(torch::kCPU, torch::kBFloat16);
+  std::cout << ga::save_step(block, plain_loss<Transformer>, sentences(4), folder / "bfloat16", {.any_rows = false});
 }

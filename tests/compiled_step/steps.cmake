@@ -8,8 +8,10 @@ target_link_libraries(save_steps PRIVATE gradaccum::gradaccum)
 
 set(steps "${CMAKE_CURRENT_SOURCE_DIR}/compiled_step/steps/${GRADACCUM_LIBTORCH_VERSION}")
 if(EXISTS "${steps}")
-  foreach(name perceptron convolutional float16)
-    gradaccum_compile_step(gradaccum.tests.compiled_step "${steps}/${name}")
+  foreach(name perceptron convolutional transformer float16 bfloat16)
+    if(EXISTS "${steps}/${name}") # save_steps is built before there is one
+      gradaccum_compile_step(gradaccum.tests.compiled_step "${steps}/${name}")
+    endif()
   endforeach()
   add_library(gradaccum.tests.step_library MODULE $<TARGET_OBJECTS:gradaccum.tests.compiled_step.perceptron>)
   target_link_libraries(gradaccum.tests.step_library PRIVATE gradaccum::libtorch)
