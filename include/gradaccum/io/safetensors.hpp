@@ -53,8 +53,9 @@ class SafetensorsFile {
   /// On the CPU. It may outlive this object.
   at::Tensor get_tensor(const std::string& name) const;
 
-  /// Lets go of the memory in which a tensor that was read is kept until this object and its tensors are gone: the next
-  /// who looks at it reads it from the disk again, without what was written to it. For files larger than the memory.
+  /// Lets go of the memory in which a tensor that was read is kept until this object and its tensors are gone, but for
+  /// pages that it shares with others: who looks at it next reads it from the disk again. What was written to the
+  /// tensor is lost there. For files larger than the memory.
   void release(const std::string& name) const;
 
  private:
