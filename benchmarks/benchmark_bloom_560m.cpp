@@ -21,10 +21,10 @@
 
 #include <nlohmann/json.hpp>
 
+#include "../examples/bloom_classifier/optimizer.hpp"  // fashion_mnist has one, too
 #include "article_loop.hpp"
 #include "harness.hpp"
 #include "model_folder.hpp"
-#include "optimizer.hpp"
 
 namespace ga = gradaccum;
 
