@@ -11,7 +11,6 @@
 
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -155,14 +154,6 @@ double product_rate(const bloom::BloomConfig& config, std::int64_t tokens, at::S
   return flops / seconds;
 }
 
-/// The most memory that this process has ever had, as Linux tells.
-std::int64_t most_resident_bytes() {
-  std::ifstream status("/proc/self/status");
-  for (std::string word; status >> word;)
-    if (std::int64_t kilobytes = 0; word == "VmHWM:" && status >> kilobytes) return kilobytes * 1024;
-  return 0;
-}
-
 template <class Training>
 Json measured(Training&& training, const std::vector<Reviews>& updates, const Reviews& warm_up) {
   training.window(warm_up);  // which makes the optimizer's state, and has its memory mapped
@@ -185,7 +176,7 @@ Json run(const Way& way, const bloom::BloomConfig& config, int updates) {
   ga::MemoryMeter meter;
   const auto times = !way.optimizer.empty() ? measured(Ours(config, way), data, warm_up)
                                             : measured(article::Loop(config, way.pads), data, warm_up);
-  const auto peak = meter.peak_bytes(), resident = most_resident_bytes();
+  const auto peak = meter.peak_bytes(), resident = ga::peak_resident_memory().value_or(0);
   const auto rate = product_rate(config, 1024, way.in_bfloat16() ? at::kBFloat16 : at::kFloat);
   return {{"name", way.name}, {"peak", peak},   {"resident", resident}, {"seconds", times},
           {"tokens", tokens}, {"flops", flops}, {"product_rate", rate}, {"sgemm", harness::multiplied_by()}};
