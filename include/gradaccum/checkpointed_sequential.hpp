@@ -85,8 +85,8 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
 /// holds one stage's activations and gradients. Then the fastest schedule for it is planned: which stages keep what
 /// they need, which make results of cheap operations again (GELU, SiLU, products), which run again, and in what
 /// nesting. `plan()` tells what it will take. A budget that no schedule keeps throws and names the least that works.
-/// Smaller inputs follow the same plan; a larger one or a larger context, another dtype or device, `train()`/`eval()`, autocast, or other
-/// parameters frozen are planned for anew.
+/// Smaller inputs follow the same plan; a larger one or a larger context, another dtype or device, `train()`/`eval()`,
+/// autocast, or other parameters frozen are planned for anew.
 ///
 /// @note Planning waits for the device, training does not. Under autocast with a budget, parameters are cast again for
 /// each stage instead of once for the forward pass: casts that are kept would count.

@@ -114,8 +114,7 @@ GRADACCUM_INLINE CheckpointedSequentialImpl::CheckpointedSequentialImpl(torch::n
 
 GRADACCUM_INLINE CheckpointedSequentialImpl::~CheckpointedSequentialImpl() = default;
 
-GRADACCUM_INLINE at::Tensor CheckpointedSequentialImpl::forward(const at::Tensor& input,
-                                                                const at::Tensor& context) {
+GRADACCUM_INLINE at::Tensor CheckpointedSequentialImpl::forward(const at::Tensor& input, const at::Tensor& context) {
   return (*chain_)(input, context);
 }
 

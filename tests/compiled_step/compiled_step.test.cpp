@@ -596,9 +596,14 @@ TEST_CASE("A step of a folder runs, and is loaded only as it was written", "[com
   CHECK(has(error_of([&] { ga::CompiledStep(net, counted_loss, "/nowhere"); }), "No such file"));
 
   // Whatever else a manifest says: it is refused with the name of the folder, or means the same.
-  const std::vector<ga::detail::Manifest::Value> values{
-      true, std::int64_t{-1}, std::numeric_limits<std::int64_t>::max(), std::numeric_limits<double>::quiet_NaN(), -1e300,
-      std::string(), std::string("[[[["), std::string(3'000, 'y')};
+  const std::vector<ga::detail::Manifest::Value> values{true,
+                                                        std::int64_t{-1},
+                                                        std::numeric_limits<std::int64_t>::max(),
+                                                        std::numeric_limits<double>::quiet_NaN(),
+                                                        -1e300,
+                                                        std::string(),
+                                                        std::string("[[[["),
+                                                        std::string(3'000, 'y')};
   const Folder unchanged;
   for (const auto& item : unchanged.manifest.values) {
     const auto& name = item.first;
