@@ -41,8 +41,14 @@ struct EncodedReviews {
              .world_size = group.world_size()}};
   }
   /// As many as go into the memory of so many tokens.
-  ga::data::LengthBuckets test_batches(std::int64_t most_tokens, std::int64_t padding) const {
-    return {ids, labels, {.tokens = std::max(most_tokens, longest), .padding = padding}};
+  ga::data::LengthBuckets test_batches(std::int64_t most_tokens, std::int64_t padding,
+                                       const ga::ProcessGroup& group = {}) const {
+    return {ids,
+            labels,
+            {.tokens = std::max(most_tokens, longest),
+             .padding = padding,
+             .rank = group.rank(),
+             .world_size = group.world_size()}};
   }
   ga::data::LengthBuckets one_by_one() const { return {ids, labels, {.batch_size = 1}}; }
 };

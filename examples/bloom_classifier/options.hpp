@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <exception>
@@ -42,9 +43,11 @@ struct Options {
   std::int64_t micro_batch = 1;
   std::int64_t accumulate = 8;
   std::int64_t epochs = 1;
-  std::int64_t updates = 0;   // the most; 0: as many as the epochs have
-  double minutes = 0;         // the same
-  std::int64_t evaluate = 0;  // reviews of validation and of test that are scored; 0: all
+  std::int64_t updates = 0;         // the most; 0: as many as the epochs have
+  double minutes = 0;               // the same
+  std::int64_t evaluate = 0;        // reviews of validation and of test that are scored; 0: all
+  std::int64_t validate_every = 0;  // updates; 0: at the end of an epoch alone
+  std::int64_t patience = 0;        // validations; 0: without end
   double learning_rate = 5e-5;
   std::string optimizer = "adam";
   std::string precision = "32";
@@ -69,6 +72,12 @@ struct Options {
   bool steps_by_rows() const { return optimizer != "adafactor" && compile.empty() && group.world_size() == 1; }
   torch::Dtype autocast_type() const { return precision == "16-mixed" ? torch::kHalf : torch::kBFloat16; }
   std::optional<std::int64_t> most_updates() const { return updates > 0 ? std::optional(updates) : std::nullopt; }
+  std::optional<std::chrono::duration<double>> most_time() const {
+    return minutes > 0 ? std::optional(std::chrono::duration<double>(60 * minutes)) : std::nullopt;
+  }
+  std::optional<std::int64_t> validate_every_updates() const {
+    return validate_every > 0 ? std::optional(validate_every) : std::nullopt;
+  }
   std::string states() const { return save + "/states"; }
 };
 
@@ -91,6 +100,12 @@ inline void add_training(CLI::App& app, Options& options) {
   app.add_option("--minutes", options.minutes, "stop with the update in hand after so many; 0: the epochs decide")
       ->check(CLI::Range(0.0, 1e6));
   app.add_option("--evaluate", options.evaluate, "reviews, of validation and of test each, that are scored; 0: all")
+      ->check(CLI::Range(0, 1'000'000'000));
+  app.add_option("--validate-every", options.validate_every,
+                 "updates from validation to validation; 0: at the end of an epoch alone")
+      ->check(CLI::Range(0, 1'000'000'000));
+  app.add_option("--patience", options.patience,
+                 "validations without a lower loss after which the training ends; 0: the epochs decide")
       ->check(CLI::Range(0, 1'000'000'000));
   app.add_option("--lr", options.learning_rate, "learning rate")->check(CLI::PositiveNumber);
   app.add_option("--optimizer", options.optimizer, "adafactor and adamw8bit take less memory")

@@ -7,13 +7,13 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
-#include <functional>
 #include <gradaccum/archive.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/loss.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/process_group.hpp>
+#include <gradaccum/validation.hpp>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -54,10 +54,10 @@ struct Lines {
 
   std::int64_t every = 300;     // batches
   ga::ProcessGroup group = {};  // whose accuracies are one
-  std::function<ga::Evaluation()> validate = {};
   const ga::FitStatus* status = nullptr;
   std::int64_t shown = -1;    // the last batch that was
   ga::Accuracy trained = {};  // as the model was when it saw each batch
+  bool ends_epoch = false;    // the next validation does
 
   void attach(auto& trainer) { status = &trainer.status(); }
   void on_epoch_begin(std::int64_t) {
@@ -71,10 +71,13 @@ struct Lines {
       say(fmt::format("{} | Batch {:04d}/{:04d} | Loss: {:.4f}", epoch(), batch, status->batches.value_or(0),
                       loss.mean.item<double>()));
   }
-  void on_epoch_end(std::int64_t) {
-    const auto validated = validate();
-    say(fmt::format("{} | Train acc.: {:.2f}% | Val acc.: {:.2f}%", epoch(), 100 * trained_accuracy(),
-                    100 * validated["accuracy"]));
+  void on_epoch_end(std::int64_t) { ends_epoch = true; }
+  void on_validation(const ga::Validation& validation) {
+    const auto validated = 100 * validation.found["accuracy"];
+    if (!std::exchange(ends_epoch, false))
+      return say(fmt::format("{} | Batch {:04d}/{:04d} | Val acc.: {:.2f}% | Val loss: {:.4f}", epoch(), status->batch,
+                             status->batches.value_or(0), validated, validation.found["loss"]));
+    say(fmt::format("{} | Train acc.: {:.2f}% | Val acc.: {:.2f}%", epoch(), 100 * trained_accuracy(), validated));
     say(fmt::format("Time elapsed {:.2f} min", status->seconds() / 60));
   }
   /// So that the accuracy of an epoch is that of the whole epoch, also where it was stopped in between.

@@ -21,7 +21,6 @@
 #include "optimizer.hpp"
 #include "options.hpp"
 #include "print.hpp"
-#include "time_limit.hpp"
 
 /// The training itself: read this file first.
 namespace bloom {
@@ -34,14 +33,21 @@ struct Trained {
   ga::FitReport report;
   ga::Evaluation test;
   std::int64_t tokens = 0, padded = 0;  // that the model saw in training, without padding and with it
-  double training_seconds = 0;          // up to the last update: without the last evaluation
+  double training_seconds = 0;          // without the time that validations took
   std::int64_t peak_bytes = 0;          // of all tensors, weights included, where somebody measured it
 };
 
 /// A policy, where states are to be saved.
 inline std::optional<ga::SaveState> saving(const Options& options) {
   if (options.save.empty()) return std::nullopt;
-  return ga::SaveState{.directory = options.states(), .every_updates = options.save_every, .on_signals = true};
+  return ga::SaveState{
+      .directory = options.states(), .every_updates = options.save_every, .on_signals = true, .keep_best = 1};
+}
+
+/// A policy, where there is a limit to patience.
+inline std::optional<ga::EarlyStopping> stopping_early(const Options& options) {
+  if (options.patience == 0) return std::nullopt;
+  return ga::EarlyStopping{.patience = options.patience};
 }
 
 /// A policy, where there is a budget: an update's reviews go in parts that fit, and the blocks keep what is fastest.
@@ -72,7 +78,7 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
   auto optimizer = make_optimizer(options.optimizer, folder.model->parameters(), options.learning_rate, options.seed);
   auto batches = reviews.train.training_batches(options.micro_batch * options.accumulate / steps, folder.padding(),
                                                 options.seed, options.pad_to_multiple_of, options.group);
-  auto validation = reviews.validation.test_batches(4 * options.max_length, folder.padding());
+  auto validation = reviews.validation.test_batches(4 * options.max_length, folder.padding(), options.group);
   auto test = reviews.test.test_batches(4 * options.max_length, folder.padding());
 
   Trained trained;
@@ -83,17 +89,17 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
     padded = options.compile.empty() && is_packed(batch) ? batch.tokens : batch.data.numel();
     return learned(model, batch);
   };
-  std::function<ga::Evaluation()> validate;
-  ga::Trainer trainer(folder.model, optimizer, counted, ga::Accumulate{.steps = steps}, fitting(folder, options),
-                      StepInBackward{.enabled = options.in_backward},
-                      ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
-                      ga::DataParallel{.group = options.group}, ga::Progress{},
-                      Tokens{.real = &tokens, .padded = &padded}, TimeLimit{.minutes = options.minutes},
-                      Lines{.every = options.log_every, .group = options.group, .validate = [&] { return validate(); }},
-                      std::move(more)..., saving(options));
-  validate = [&] { return trainer.evaluate(validation, ga::Accuracy{}); };
+  ga::Trainer trainer(
+      folder.model, optimizer, counted, ga::Accumulate{.steps = steps}, fitting(folder, options),
+      StepInBackward{.enabled = options.in_backward},
+      ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
+      ga::DataParallel{.group = options.group}, ga::Progress{}, Tokens{.real = &tokens, .padded = &padded},
+      ga::Validate(validation, {.every_updates = options.validate_every_updates(), .every_epochs = 1}, ga::Accuracy{}),
+      Lines{.every = options.log_every, .group = options.group}, stopping_early(options), std::move(more)...,
+      saving(options));
   trained.report = trainer.fit(batches, {.epochs = options.epochs,
                                          .updates = options.most_updates(),
+                                         .time = options.most_time(),
                                          .resume = options.resume ? options.states() : std::string(),
                                          .measure_memory = true});
   print_compiled(learned);
@@ -101,7 +107,8 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
   if (trained.report.signal != 0) return trained;
   trained.tokens = trainer.template policy<Tokens>().all_real;
   trained.padded = trainer.template policy<Tokens>().all_padded;
-  trained.training_seconds = trainer.template policy<TimeLimit>().seconds;
+  trained.training_seconds = trained.report.seconds;
+  for (auto& validation : trained.report.validations) trained.training_seconds -= validation.found.seconds;
   for (auto* count : {&trained.tokens, &trained.padded}) *count = sum(options.group, *count);
   trained.test = trainer.evaluate(test, ga::Accuracy{});
   return trained;

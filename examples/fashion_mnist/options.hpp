@@ -40,6 +40,8 @@ struct Options {
   std::int64_t save_every = 500;
   std::int64_t keep_last = 3;
   bool resume = false;
+  std::int64_t validate_every = 0;  // updates; 0: at the end of an epoch alone
+  std::int64_t patience = 0;        // validations; 0: without end
   std::optional<ga::CheckpointedSequentialOptions> checkpoint = {};
   std::string record_step = {};  // directories; empty: neither
   std::string compile = {};
@@ -49,6 +51,9 @@ struct Options {
 
   torch::Dtype scalar_type() const { return dtype == "float64" ? torch::kFloat64 : torch::kFloat32; }
   bool mixed_precision() const { return amp != "off"; }
+  std::optional<std::int64_t> validate_every_updates() const {
+    return validate_every > 0 ? std::optional(validate_every) : std::nullopt;
+  }
   torch::Dtype autocast_type() const { return amp == "fp16" ? torch::kHalf : torch::kBFloat16; }
   bool scales_loss() const { return amp == "fp16"; }  // bfloat16 has the range of float32
 };
@@ -123,6 +128,12 @@ inline void add_options(CLI::App& app, Options& options) {
       ->check(whole_number(0, 1'000'000));
   app.add_flag("--resume", options.resume, "go on from the newest state in the directory of --save, if it has one")
       ->needs(save);
+  app.add_option("--validate-every", options.validate_every,
+                 "updates from test to test, with the Trainer; 0: at the end of an epoch alone")
+      ->check(whole_number(0, 1'000'000'000));
+  app.add_option("--patience", options.patience,
+                 "tests without a lower loss after which the training ends, with the Trainer; 0: the epochs decide")
+      ->check(whole_number(0, 1'000'000'000));
   auto* checkpoint = app.add_option_function<std::string>(
       "--checkpoint", [&options](const std::string& text) { options.checkpoint = checkpoint_choice(text); },
       "train with all activations kept, and with some made again in backward: K segments, or as BYTES allow (12MiB)");
@@ -193,7 +204,7 @@ inline Options parse_options(int argc, char** argv) {
   try {
     app.parse(argc, argv);
     detail::check_together(options);
-    options.trainer = options.trainer || !options.save.empty();
+    options.trainer = options.trainer || !options.save.empty() || options.validate_every > 0 || options.patience > 0;
     return options;
   } catch (const CLI::Success& request) {
     std::exit(app.exit(request));

@@ -27,12 +27,15 @@ struct Setup {
                  .rank = group.rank(),
                  .world_size = group.world_size()}),
         // Evaluated in batches of the same size: what fits for training fits for this too.
-        test_batches(dataset.test.images, dataset.test.labels, {.batch_size = options.batch_size}) {}
+        test_batches(dataset.test.images, dataset.test.labels, {.batch_size = options.batch_size}),
+        test_share(dataset.test.images, dataset.test.labels,
+                   {.batch_size = options.batch_size, .rank = group.rank(), .world_size = group.world_size()}) {}
 
   ga::ProcessGroup group;
   Network model;
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   ga::data::TensorBatches batches, test_batches;
+  ga::data::TensorBatches test_share;  // this process's
 
  private:
   static Network seeded_model(const Options& options) {

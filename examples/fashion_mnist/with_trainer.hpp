@@ -5,7 +5,6 @@
 #include <torch/torch.h>
 
 #include <cstdint>
-#include <functional>
 #include <gradaccum/policies/data_parallel.hpp>
 #include <gradaccum/policies/save_state.hpp>
 #include <gradaccum/trainer.hpp>
@@ -18,17 +17,15 @@
 /// The second of two starting points: the Trainer, and a policy of one's own.
 namespace fashion_mnist {
 
-/// A policy: prints the heading of an epoch, and after it how well the model does on the test images.
-struct TestResults {
-  ga::data::TensorBatches* images = nullptr;
-  std::function<ga::Evaluation()> evaluate = {};
-  ga::Evaluation last = {};
+/// A policy: prints the heading of an epoch, and how well the model does on the test images.
+struct Lines {
+  bool had_results = false;
 
-  void attach(auto& trainer) {
-    evaluate = [this, &trainer] { return trainer.evaluate(*images, ga::Accuracy{}); };
+  void on_epoch_begin(std::int64_t epoch) const { print_heading(epoch); }
+  void on_validation(const ga::Validation& validation) {
+    print_results(validation.found);
+    had_results = true;
   }
-  void on_epoch_begin(std::int64_t epoch) { print_heading(epoch); }
-  void on_epoch_end(std::int64_t) { print_results(last = evaluate()); }
 };
 
 struct Trained {
@@ -42,25 +39,35 @@ inline std::optional<ga::SaveState> saving(const Options& options) {
   return ga::SaveState{.directory = options.save,
                        .every_updates = options.save_every,
                        .keep_last = options.keep_last,
-                       .on_signals = true};
+                       .on_signals = true,
+                       .keep_best = 1};
+}
+
+/// A policy, where --patience sets a limit.
+inline std::optional<ga::EarlyStopping> stopping_early(const Options& options) {
+  if (options.patience == 0) return std::nullopt;
+  return ga::EarlyStopping{.patience = options.patience};
 }
 
 /// Goes on from a state where --resume says so.
 inline Trained train_with_trainer(Setup& setup, const Options& options) {
   const auto learned = training_objective(setup, options);
-  ga::Trainer trainer(setup.model, setup.optimizer, learned, ga::Accumulate{.schedule = options.accumulate.by_epoch()},
-                      ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
-                      ga::DataParallel{.group = setup.group}, ga::Progress{}, TestResults{&setup.test_batches},
-                      saving(options));
+  ga::Trainer trainer(
+      setup.model, setup.optimizer, learned, ga::Accumulate{.schedule = options.accumulate.by_epoch()},
+      ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
+      ga::DataParallel{.group = setup.group}, ga::Progress{},
+      ga::Validate(setup.test_share, {.every_updates = options.validate_every_updates(), .every_epochs = 1},
+                   ga::Accuracy{}),
+      Lines{}, stopping_early(options), saving(options));
   const auto report =
       trainer.fit(setup.batches, {.epochs = options.epochs, .resume = options.resume ? options.save : ""});
-  auto& test = trainer.policy<TestResults>();
-  if (test.last.metrics.empty() && report.signal == 0) {
-    fmt::print("{} has all {} epochs\n", report.resumed_from, report.epochs);
-    test.on_epoch_end(report.epochs - 1);
-  }
   print_compiled(learned);
-  return {test.last, report};
+  const auto last = report.validations.empty() ? ga::Evaluation() : report.validations.back().found;
+  if (!trainer.policy<Lines>().had_results && !report.validations.empty() && report.signal == 0) {
+    fmt::print("{} has all {} epochs\n", report.resumed_from, report.epochs);
+    print_results(last);
+  }
+  return {last, report};
 }
 
 /// Trains without looking at the test images, and tells time and memory.

@@ -129,6 +129,7 @@
 #include <gradaccum/detail/trainer/mode_guard.ipp>
 #include <gradaccum/detail/trainer/policy_list.ipp>
 #include <gradaccum/detail/trainer/stop_signals.ipp>
+#include <gradaccum/detail/trainer/validating_scope.ipp>
 #include <gradaccum/detail/trainer/weighted_mean.ipp>
 #include <gradaccum/detail/trainer/window_record.ipp>
 #include <gradaccum/detail/types/module_of.ipp>
@@ -175,6 +176,7 @@
 #include <gradaccum/memory_plan.ipp>
 #include <gradaccum/metrics.ipp>
 #include <gradaccum/metrics_file.ipp>
+#include <gradaccum/mode.ipp>
 #include <gradaccum/optim/adafactor.ipp>
 #include <gradaccum/optim/adafactor_options.ipp>
 #include <gradaccum/optim/adam.ipp>
@@ -186,6 +188,7 @@
 #include <gradaccum/policies/accumulate.ipp>
 #include <gradaccum/policies/clip.ipp>
 #include <gradaccum/policies/data_parallel.ipp>
+#include <gradaccum/policies/early_stopping.ipp>
 #include <gradaccum/policies/ema.ipp>
 #include <gradaccum/policies/fit_memory.ipp>
 #include <gradaccum/policies/metrics_log.ipp>
@@ -200,5 +203,6 @@
 #include <gradaccum/state_parts.ipp>
 #include <gradaccum/trainer_base.ipp>
 #include <gradaccum/training_state.ipp>
+#include <gradaccum/validation.ipp>
 #include <gradaccum/verify_accumulation.ipp>
 #include <gradaccum/window.ipp>

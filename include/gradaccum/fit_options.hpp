@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
+#include <gradaccum/validation.hpp>
 
 #include <chrono>
 #include <concepts>
@@ -11,6 +12,7 @@
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace gradaccum {
 
@@ -64,9 +66,12 @@ class ResumeFrom {
 };
 
 struct FitOptions {
-  std::optional<std::int64_t> epochs = {};   ///< passes over the batches; 1 if neither this nor `updates` is given
-  std::optional<std::int64_t> updates = {};  ///< stop when the parameters have moved so often; after as many epochs as
-                                             ///< that takes, if `epochs` is not given
+  std::optional<std::int64_t> epochs = {};   ///< passes over the batches; 1 if no other limit is given; with another
+                                             ///< one, at most so many
+  std::optional<std::int64_t> updates = {};  ///< stop when the parameters have moved so often
+  std::optional<std::int64_t> samples = {};  ///< stop with the window after which so many have been taken
+  std::optional<std::chrono::duration<double>> time = {};  ///< the same, after so long: std::chrono::minutes(60), say;
+                                                           ///< of the whole `fit`, where it goes on from a state
   Tail tail = Tail::flush;
   OnNan on_nan = OnNan::stop;
   bool smoke = false;           ///< one window of everything, to see that it runs; `evaluate` takes one batch meanwhile
@@ -95,18 +100,25 @@ struct FitStatus {
   std::string first_nan = {};                ///< which was the first
   bool running = false;                      ///< `fit` is at work
   bool stopped = false;                      ///< by `Trainer::stop`
+  std::string stop_reason = {};              ///< why, where somebody said so
   int signal = 0;                            ///< which one ended it early
   bool together = false;                     ///< with other processes: what ends it waits until all know of it
   bool wants_stop = false;
   int wants_signal = 0;
-  std::string resumed_from = {};  ///< the state that it went on from
-  bool trained = false;           ///< a window of this epoch moved, or would have but for an overflow
+  std::vector<Validation> validations = {};  ///< so far
+  std::string resumed_from = {};             ///< the state that it went on from
+  bool trained = false;                      ///< a window of this epoch moved, or would have but for an overflow
   Clock::time_point start = Clock::now();
 
   double seconds() const;
   /// All that was asked for is done; in the middle of an epoch, too.
   bool done() const;
-  void stop() { (together ? wants_stop : stopped) = true; }
+  /// With other processes, when all know of it.
+  void stop(std::string why = {});
+  /// At once: on all ranks alike.
+  void stop_all(std::string why);
+  /// Stops it where `samples` or `time` says so.
+  void stop_at_limits();
   void interrupt(int by) { (together ? wants_signal : signal) = by; }
   void count_window(bool moved, bool overflowed);
   void end_epoch(bool window_has_items);

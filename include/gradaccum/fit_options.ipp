@@ -9,14 +9,21 @@
 #include <gradaccum/training_state.hpp>
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <fmt/format.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace gradaccum {
 
 GRADACCUM_INLINE void check(const FitOptions& options) {
   TORCH_CHECK(options.epochs.value_or(0) >= 0, "FitOptions: epochs must be >= 0, got ", *options.epochs);
   TORCH_CHECK(options.updates.value_or(0) >= 0, "FitOptions: updates must be >= 0, got ", *options.updates);
+  TORCH_CHECK(options.samples.value_or(0) >= 0, "FitOptions: samples must be >= 0, got ", *options.samples);
+  TORCH_CHECK(!options.time || options.time->count() >= 0, "FitOptions: time must be >= 0 s, got ",
+              options.time->count());
 }
 
 GRADACCUM_INLINE std::optional<std::filesystem::path> ResumeFrom::newest() const {
@@ -37,10 +44,34 @@ GRADACCUM_INLINE double FitStatus::seconds() const {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
+GRADACCUM_INLINE void FitStatus::stop(std::string why) {
+  if (!together) return stop_all(std::move(why));
+  wants_stop = true;
+  if (stop_reason.empty()) stop_reason = std::move(why);
+}
+
+GRADACCUM_INLINE void FitStatus::stop_all(std::string why) {
+  stopped = true;
+  if (stop_reason.empty()) stop_reason = std::move(why);
+}
+
+/// Something other than epochs ends it.
+GRADACCUM_INLINE bool has_limit(const FitOptions& options) {
+  return options.updates || options.samples || options.time;
+}
+
+/// Once it is said it stays: whoever asks after that hears the same, however late it is. However short the time, it is
+/// enough for a window.
+GRADACCUM_INLINE void FitStatus::stop_at_limits() {
+  if (options.samples && samples >= *options.samples) stop(fmt::format("after {} samples", *options.samples));
+  if (options.time && updates + skipped > 0 && seconds() >= options.time->count())
+    stop(fmt::format("after {:.6g} s", options.time->count()));
+}
+
 GRADACCUM_INLINE bool FitStatus::done() const {
   if (stopped || signal != 0 || (options.smoke && updates + skipped > 0)) return true;
-  if (options.updates) return updates >= *options.updates || epochs == options.epochs;
-  return epochs >= options.epochs.value_or(1);
+  if (options.updates && updates >= *options.updates) return true;
+  return has_limit(options) ? epochs == options.epochs : epochs >= options.epochs.value_or(1);
 }
 
 GRADACCUM_INLINE void FitStatus::count_window(bool moved, bool overflowed) {
@@ -51,9 +82,10 @@ GRADACCUM_INLINE void FitStatus::count_window(bool moved, bool overflowed) {
 
 /// Without a number of epochs, batches that bring no update would be gone through for ever.
 GRADACCUM_INLINE void FitStatus::end_epoch(bool window_has_items) {
-  TORCH_CHECK(options.epochs || !options.updates || done() || trained || window_has_items, "Trainer: fit must make ",
-              *options.updates, " updates, but epoch ", epoch,
-              " (counted from 0) brought none: the batches are empty, have losses without items, or give no gradient "
+  TORCH_CHECK(options.epochs || !has_limit(options) || done() || trained || window_has_items, "Trainer: fit must ",
+              options.updates ? c10::str("make ", *options.updates, " updates") : "go on to its limit", ", but epoch ",
+              epoch, " (counted from 0) brought ", options.updates ? "none" : "no update",
+              ": the batches are empty, have losses without items, or give no gradient "
               "to the optimizer's parameters; was it made for this model?");
   TORCH_CHECK(batch > 0 || batches.value_or(0) == 0 || done(), "Trainer: epoch ", epoch,
               " (counted from 0) brought no batch, and was to bring ", *batches,
@@ -77,6 +109,7 @@ GRADACCUM_INLINE void FitStatus::state(Archive& archive) {
   archive("first_nan", first_nan);
   archive("trained", trained);
   archive("seconds", so_far);
+  archive("validations", detail::ValidationHistory{validations});
   if (!archive.loading()) return;
   TORCH_CHECK(
       std::min({epoch, epochs, batch, batches.value_or(0), updates, skipped, samples, nan_batches}) >= 0 && so_far >= 0,
@@ -86,14 +119,17 @@ GRADACCUM_INLINE void FitStatus::state(Archive& archive) {
 
 GRADACCUM_INLINE std::optional<double> FitStatus::fraction() const {
   if (done()) return 1;
-  std::optional<double> by_updates, by_batches;
-  if (options.updates) by_updates = static_cast<double>(updates) / static_cast<double>(*options.updates);
-  if (batches.value_or(0) > 0 && (options.epochs || !options.updates)) {
+  std::optional<double> most;  // what ends it first is furthest
+  const auto add = [&most](double part) { most = std::max(part, most.value_or(0)); };
+  if (options.updates) add(static_cast<double>(updates) / static_cast<double>(*options.updates));
+  if (options.samples.value_or(0) > 0) add(static_cast<double>(samples) / static_cast<double>(*options.samples));
+  if (options.time) add(seconds() / options.time->count());
+  if (batches.value_or(0) > 0 && (options.epochs || !has_limit(options))) {
     const auto of_epoch = static_cast<double>(std::min(batch, *batches)) / static_cast<double>(*batches);
-    by_batches = (static_cast<double>(epochs) + of_epoch) / static_cast<double>(options.epochs.value_or(1));
+    add((static_cast<double>(epochs) + of_epoch) / static_cast<double>(options.epochs.value_or(1)));
   }
-  if (!by_updates || !by_batches) return by_updates ? by_updates : by_batches;
-  return std::max(*by_updates, *by_batches);
+  if (most) most = std::min(*most, 1.0);
+  return most;
 }
 
 }  // namespace gradaccum

@@ -3,11 +3,13 @@
 
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/memory_meter.hpp>
+#include <gradaccum/validation.hpp>
 
 #include <cstdint>
 #include <iosfwd>
 #include <map>
 #include <string>
+#include <vector>
 
 namespace gradaccum {
 
@@ -28,18 +30,22 @@ struct FitStatus;
 /// | `Peak tensor memory: cuda:0 8.12 MB` | of tensors that this `fit` allocated |
 /// | `Peak resident memory: 1204 MB` | of this process since it began, see `peak_resident_memory` |
 /// | `Epochs: 3, updates: 938, skipped: 2` | skipped: windows that moved nothing |
+/// | `Stopped early: loss was best, 0.31, 3 validations ago` | where somebody said why |
+/// | `Last validation, at update 938: accuracy: 0.912000, loss: 0.310000` | of each `Validate` |
 ///
 /// 1 MB is 2^20 bytes.
 struct FitReport {
   std::int64_t epochs = 0, updates = 0, skipped = 0, samples = 0;
   double seconds = 0, samples_per_second = 0;
   std::string resumed_from = {};  ///< the state that it went on from; then all numbers are those of the whole `fit`
+  std::string stopped = {};       ///< why it ended before it had gone through its epochs or updates; empty where it had
   int signal = 0;                 ///< SIGINT or SIGTERM, if one ended it: a program then exits with 128 + signal
   std::int64_t nan_batches = 0;   ///< left out: see `OnNan::skip`
   std::string first_nan = {};     ///< which was the first of them
   std::map<std::string, std::int64_t> occupied_bytes = {};  ///< by device
   std::map<std::string, std::int64_t> peak_bytes = {};      ///< by device; empty where nothing was measured
   std::int64_t peak_resident_bytes = 0;                     ///< of this process; 0 where nobody tells
+  std::vector<Validation> validations = {};                 ///< in their order
 };
 
 std::ostream& operator<<(std::ostream& stream, const FitReport& report);

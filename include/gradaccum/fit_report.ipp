@@ -23,9 +23,11 @@ GRADACCUM_INLINE FitReport report_of(const FitStatus& status) {
                    .samples = status.samples,
                    .seconds = status.seconds(),
                    .resumed_from = status.resumed_from,
+                   .stopped = status.stop_reason,
                    .signal = status.signal,
                    .nan_batches = status.nan_batches,
-                   .first_nan = status.first_nan};
+                   .first_nan = status.first_nan,
+                   .validations = status.validations};
   report.samples_per_second = static_cast<double>(report.samples) / report.seconds;
   return report;
 }
@@ -36,6 +38,13 @@ GRADACCUM_INLINE std::string samples_per_second_text(double rate) {
 }
 
 GRADACCUM_INLINE double in_mb(std::int64_t bytes) { return static_cast<double>(bytes) / static_cast<double>(MiB); }
+
+/// Of each name.
+GRADACCUM_INLINE std::map<std::string, Validation> last_validations(const FitReport& report) {
+  std::map<std::string, Validation> last;
+  for (auto& validation : report.validations) last[validation.name] = validation;
+  return last;
+}
 
 }  // namespace detail
 
@@ -52,6 +61,9 @@ GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const FitReport&
   if (report.nan_batches > 0)
     stream << fmt::format("Micro-batches left out for a loss of NaN or infinity: {}, the first: {}\n",
                           report.nan_batches, report.first_nan);
+  if (!report.stopped.empty()) stream << "Stopped early: " << report.stopped << '\n';
+  for (auto& [name, validation] : detail::last_validations(report))
+    stream << "Last " << name << ", at update " << validation.update << ": " << validation.found << '\n';
   return stream;
 }
 

@@ -40,6 +40,7 @@
 #include <gradaccum/memory_plan.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/metrics_file.hpp>
+#include <gradaccum/mode.hpp>
 #include <gradaccum/optim/adafactor.hpp>
 #include <gradaccum/optim/adafactor_options.hpp>
 #include <gradaccum/optim/adam.hpp>
@@ -51,6 +52,7 @@
 #include <gradaccum/policies/accumulate.hpp>
 #include <gradaccum/policies/clip.hpp>
 #include <gradaccum/policies/data_parallel.hpp>
+#include <gradaccum/policies/early_stopping.hpp>
 #include <gradaccum/policies/ema.hpp>
 #include <gradaccum/policies/fit_memory.hpp>
 #include <gradaccum/policies/metrics_log.hpp>
@@ -59,6 +61,7 @@
 #include <gradaccum/policies/progress.hpp>
 #include <gradaccum/policies/save_state.hpp>
 #include <gradaccum/policies/schedule.hpp>
+#include <gradaccum/policies/validate.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/process_group.hpp>
 #include <gradaccum/progress_line.hpp>
@@ -69,6 +72,7 @@
 #include <gradaccum/trainer.hpp>
 #include <gradaccum/trainer_base.hpp>
 #include <gradaccum/training_state.hpp>
+#include <gradaccum/validation.hpp>
 #include <gradaccum/verify_accumulation.hpp>
 #include <gradaccum/version.hpp>
 #include <gradaccum/window.hpp>

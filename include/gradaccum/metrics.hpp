@@ -6,6 +6,7 @@
 #include <gradaccum/window.hpp>
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
 
 #include <concepts>
 #include <cstdint>
@@ -39,6 +40,10 @@ concept metric = requires(M& metric, const Loss& loss) {
   { metric.value() } -> std::convertible_to<double>;
 };
 
+/// Where several processes evaluate together, each with its share, a metric needs a member, too, which makes a tensor
+/// that it holds the sum of all: `void reduce(ga::SumOfRanks sum) { sum(right); }`. All call it alike.
+using SumOfRanks = c10::function_ref<void(at::Tensor&)>;
+
 /// The mean loss over all items: each loss counts with the items that it is the mean of.
 ///
 /// @note `value()` waits for the device.
@@ -49,6 +54,7 @@ class MeanLoss {
   void add(const Loss& loss);
   double value() const;
   double items() const { return items_; }
+  void reduce(SumOfRanks sum);
 
  private:
   detail::WeightedMean mean_;
@@ -71,6 +77,7 @@ struct Accuracy {
 
   void add(const Loss& loss);
   double value() const;
+  void reduce(SumOfRanks sum);
 };
 
 /// What an evaluation has found. Printed, with six digits: `accuracy: 0.784000, loss: 0.625000`.
@@ -87,6 +94,9 @@ std::ostream& operator<<(std::ostream& stream, const Evaluation& evaluation);
 
 namespace detail {
 
+/// Throws.
+[[noreturn]] void cannot_be_reduced(const std::string& metric);
+
 /// A metric of whatever class.
 class AnyMetric {
  public:
@@ -94,6 +104,7 @@ class AnyMetric {
   virtual std::string name() const = 0;
   virtual void add(const Loss& loss) = 0;
   virtual double value() = 0;
+  virtual void reduce(SumOfRanks sum) = 0;
 };
 
 template <metric M>
@@ -103,6 +114,12 @@ class MetricOf final : public AnyMetric {
   std::string name() const override { return std::string(metric_.name); }
   void add(const Loss& loss) override { metric_.add(loss); }
   double value() override { return metric_.value(); }
+  void reduce(SumOfRanks sum) override {
+    if constexpr (requires { metric_.reduce(sum); })
+      metric_.reduce(sum);
+    else
+      cannot_be_reduced(name());
+  }
 
  private:
   M metric_;
@@ -118,6 +135,7 @@ class Evaluator {
   }
 
   void add(const Loss& loss, std::int64_t samples);
+  void reduce(SumOfRanks sum);
   Evaluation result();
 
  private:

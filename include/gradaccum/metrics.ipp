@@ -7,6 +7,8 @@
 #include <gradaccum/window.hpp>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include <fmt/format.h>
@@ -24,6 +26,19 @@ GRADACCUM_INLINE void MeanLoss::add(const Loss& loss) {
 }
 
 GRADACCUM_INLINE double MeanLoss::value() const { return mean_.value().item<double>(); }
+
+/// A rank that has no data has no mean: its sum is 0.
+GRADACCUM_INLINE void MeanLoss::reduce(SumOfRanks sum) {
+  const double weight = mean_.weight();
+  auto all = at::zeros({3}, at::kDouble);
+  auto* const numbers = all.mutable_data_ptr<double>();
+  numbers[0] = weight > 0 ? weight * value() : 0, numbers[1] = weight, numbers[2] = items_;
+  sum(all);
+  const auto* const sums = all.const_data_ptr<double>();
+  mean_ = {};
+  if (sums[1] > 0) mean_.add(sums[0] / sums[1], sums[1]);
+  items_ = sums[2];
+}
 
 GRADACCUM_INLINE void Accuracy::add(const Loss& loss) {
   const auto &output = loss.output, &target = loss.target;
@@ -45,6 +60,13 @@ GRADACCUM_INLINE void Accuracy::add(const Loss& loss) {
 
 GRADACCUM_INLINE double Accuracy::value() const {
   return right.defined() ? right.item<double>() / counted.item<double>() : std::numeric_limits<double>::quiet_NaN();
+}
+
+GRADACCUM_INLINE void Accuracy::reduce(SumOfRanks sum) {
+  const auto own = [](const at::Tensor& count) { return count.defined() ? count.cpu() : at::zeros({}, at::kLong); };
+  right = own(right), counted = own(counted);
+  sum(right);
+  sum(counted);
 }
 
 GRADACCUM_INLINE double Evaluation::operator[](std::string_view name) const {
@@ -82,6 +104,21 @@ GRADACCUM_INLINE void Evaluator::add(const Loss& loss, std::int64_t samples) {
   loss_.add(loss);
   for (auto& metric : metrics_) metric->add(loss);
   samples_ += samples;
+}
+
+GRADACCUM_INLINE void cannot_be_reduced(const std::string& metric) {
+  TORCH_CHECK(false,
+              "Trainer: a metric of several processes must have a member reduce(ga::SumOfRanks), as ga::Accuracy "
+              "has, got '",
+              metric, "' without one");
+}
+
+GRADACCUM_INLINE void Evaluator::reduce(SumOfRanks sum) {
+  loss_.reduce(sum);
+  for (auto& metric : metrics_) metric->reduce(sum);
+  auto samples = at::full({}, samples_, at::kLong);
+  sum(samples);
+  samples_ = samples.item<std::int64_t>();
 }
 
 GRADACCUM_INLINE Evaluation Evaluator::result() {

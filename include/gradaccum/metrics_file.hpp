@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -45,6 +46,8 @@ class MetricsFile {
 
   explicit MetricsFile(MetricsFileOptions options);
   void write(const Fields& fields);
+  /// Removes the lines at the end in which the number of this name is higher: for a run that goes on from before them.
+  void remove_lines_at_end(std::string_view name, double last);
 
  private:
   struct File;

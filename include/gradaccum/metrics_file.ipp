@@ -8,13 +8,20 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cmath>
+#include <cstddef>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <string_view>
+
+#include <sys/types.h>
+#include <unistd.h>
 
 namespace gradaccum {
 
@@ -34,6 +41,8 @@ struct MetricsFile::File {
   void look_at_what_is_there();
   void check(const Fields& fields) const;
   void put(const std::string& text);
+  std::string text() const;
+  std::optional<double> number_of(std::string_view name, std::string_view line) const;
 };
 
 GRADACCUM_INLINE void MetricsFile::Close::operator()(File* file) const { delete file; }
@@ -75,6 +84,53 @@ GRADACCUM_INLINE void MetricsFile::File::put(const std::string& text) {
   const auto written = std::fwrite(whole.data(), 1, whole.size(), file);
   if (written > 0) is_torn = written < whole.size();
   if (written < whole.size()) fail(std::strerror(errno));
+}
+
+GRADACCUM_INLINE std::string MetricsFile::File::text() const {
+  std::string all;
+  std::fseek(file, 0, SEEK_SET);
+  std::array<char, 1 << 16> part;
+  for (std::size_t read = 0; (read = std::fread(part.data(), 1, part.size(), file)) > 0;) all.append(part.data(), read);
+  std::fseek(file, 0, SEEK_END);
+  return all;
+}
+
+/// None where the line has no such number.
+GRADACCUM_INLINE std::optional<double> MetricsFile::File::number_of(std::string_view name,
+                                                                    std::string_view line) const {
+  std::size_t at = 0;
+  if (is_csv) {
+    const auto columns = ',' + heading + ',';
+    const auto column = columns.find(fmt::format(",{},", name));
+    if (column == columns.npos) return {};
+    for (auto before = std::count(columns.begin() + 1, columns.begin() + 1 + static_cast<std::ptrdiff_t>(column), ',');
+         before > 0 && at != line.npos; --before)
+      at = line.find(',', at) == line.npos ? line.npos : line.find(',', at) + 1;
+  } else {
+    const auto key = fmt::format("\"{}\": ", name);
+    at = line.find(key);
+    if (at != line.npos) at += key.size();
+  }
+  if (at == line.npos) return {};
+  const std::string cell(line.substr(at, line.find_first_of(",}", at) - at));
+  char* end = nullptr;
+  const double number = std::strtod(cell.c_str(), &end);
+  return end == cell.c_str() ? std::nullopt : std::optional(number);
+}
+
+GRADACCUM_INLINE void MetricsFile::remove_lines_at_end(std::string_view name, double last) {
+  const auto text = file_->text();
+  std::size_t kept = file_->is_torn ? text.rfind('\n') + 1 : text.size();
+  while (kept > 0) {
+    const auto begin = kept > 1 ? text.rfind('\n', kept - 2) + 1 : 0;  // npos + 1 is 0
+    const auto number = file_->number_of(name, std::string_view(text).substr(begin, kept - begin));
+    if (!number || !(*number > last)) break;
+    kept = begin;
+  }
+  if (kept == text.size()) return;
+  if (::ftruncate(::fileno(file_->file), static_cast<off_t>(kept)) != 0) file_->fail(std::strerror(errno));
+  std::fseek(file_->file, 0, SEEK_END);
+  file_->is_torn = false;
 }
 
 namespace detail {

@@ -6,6 +6,7 @@
 #include <gradaccum/detail/trainer/any_policy.hpp>
 #include <gradaccum/policies/accumulate.hpp>
 #include <gradaccum/policies/clip.hpp>
+#include <gradaccum/policies/early_stopping.hpp>
 #include <gradaccum/policies/ema.hpp>
 #include <gradaccum/policies/metrics_log.hpp>
 #include <gradaccum/policies/mixed_precision.hpp>
@@ -13,12 +14,14 @@
 #include <gradaccum/policies/progress.hpp>
 #include <gradaccum/policies/save_state.hpp>
 #include <gradaccum/policies/schedule.hpp>
+#include <gradaccum/policies/validate.hpp>
 
 #ifdef GRADACCUM_COMPILED
 namespace gradaccum::detail {
 extern template class PolicyOf<Accumulate>;
 extern template class PolicyOf<ClipNorm>;
 extern template class PolicyOf<ClipValue>;
+extern template class PolicyOf<EarlyStopping>;
 extern template class PolicyOf<Ema>;
 extern template class PolicyOf<MetricsLog>;
 extern template class PolicyOf<MixedPrecision>;

@@ -10,6 +10,7 @@ namespace gradaccum::detail {
 template class PolicyOf<Accumulate>;
 template class PolicyOf<ClipNorm>;
 template class PolicyOf<ClipValue>;
+template class PolicyOf<EarlyStopping>;
 template class PolicyOf<Ema>;
 template class PolicyOf<MetricsLog>;
 template class PolicyOf<MixedPrecision>;

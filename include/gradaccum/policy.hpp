@@ -16,6 +16,7 @@
 namespace gradaccum {
 
 class TrainerBase;
+struct Validation;
 
 /// What happened in one window.
 struct Step {
@@ -72,6 +73,8 @@ GRADACCUM_HOOK(reduce_gradients, "reduce_gradients(ga::Gradients&)")
 GRADACCUM_HOOK(before_step, "before_step(ga::Gradients&)")
 GRADACCUM_HOOK(after_window, "after_window(const ga::Step&)")
 GRADACCUM_HOOK(after_step, "after_step(const ga::Step&)")
+GRADACCUM_HOOK(before_boundary, "before_boundary()")
+GRADACCUM_HOOK(on_validation, "on_validation(const ga::Validation&)")
 GRADACCUM_HOOK(at_boundary, "at_boundary()")
 GRADACCUM_HOOK(others_continue, "bool others_continue()")
 GRADACCUM_HOOK(on_epoch_begin, "on_epoch_begin(std::int64_t epoch)")
@@ -107,8 +110,10 @@ GRADACCUM_HOOK(state, "state(ga::Archive&)")
 /// | `before_step(Gradients&)` | reads the true gradients by `norm()`, reads or changes them by `values()` |
 /// | `after_window(const Step&)` | the window is over: stepped or skipped |
 /// | `after_step(const Step&)` | the parameters have moved |
-/// | `at_boundary()` | in `fit`, after all of the above: between two micro-batches, and at the end of an epoch. The |
-/// | | moment to save everything |
+/// | `before_boundary()` | in `fit`, after all of the above: between two micro-batches, and at the end of an epoch. |
+/// | | The moment to evaluate, and to tell it by `TrainerBase::validated` |
+/// | `on_validation(const Validation&)` | hears what was found |
+/// | `at_boundary()` | in `fit`, after that. The moment to save everything |
 /// | `others_continue()` | in `fit`, when an epoch has no more batches: is the next window to be closed as it is, |
 /// | | for other processes that have some? Asked again after each |
 /// | `state(Archive&)` | saves and loads what it would miss; needs a member `std::string_view name`, static or not |
@@ -119,8 +124,9 @@ template <class P>
 concept policy = std::is_class_v<P> && !std::is_final_v<P> &&
                  (hook::attach<P> || hook::forward_scope<P> || hook::before_backward<P> || hook::ready<P> ||
                   hook::after_backward<P> || hook::scale_gradients<P> || hook::reduce_gradients<P> ||
-                  hook::before_step<P> || hook::fit_scope<P> || hook::at_boundary<P> || hook::after_window<P> ||
-                  hook::after_step<P> || hook::others_continue<P> || hook::on_epoch_begin<P> || hook::on_epoch_end<P>);
+                  hook::before_step<P> || hook::fit_scope<P> || hook::before_boundary<P> || hook::on_validation<P> ||
+                  hook::at_boundary<P> || hook::after_window<P> || hook::after_step<P> || hook::others_continue<P> ||
+                  hook::on_epoch_begin<P> || hook::on_epoch_end<P>);
 
 namespace detail {
 

@@ -81,6 +81,15 @@ class Trainer : public TrainerBase {
     return evaluate_with(any, detail::Evaluator(std::move(metrics)...));
   }
 
+  /// The same of several processes, each of which has its share of the batches and calls this: the mean over all. A
+  /// metric has `reduce` then, as `Accuracy`.
+  template <metric... Metrics>
+  Evaluation evaluate_on_all(auto&& batches, Metrics... metrics) {
+    const auto loss_of = objective();
+    detail::BatchesOf any(batches, loss_of);
+    return evaluate_with(any, detail::Evaluator(std::move(metrics)...), /*on_all=*/true);
+  }
+
   /// One micro-batch. True if it closed the window, and the parameters moved.
   bool step(auto&& batch) {
     const auto loss_of = objective();
@@ -97,15 +106,24 @@ class Trainer : public TrainerBase {
       (Hook::template in<Progress> && !(std::derived_from<detail::policy_t<Policies>, Progress> || ...)) ||
       (Hook::template in<detail::policy_t<Policies>> || ...);
   template <class Policy>
+  static constexpr auto count_of = (std::same_as<Policy, detail::policy_t<Policies>> + ... + 0);
+  template <class Policy>
   Policy& policy() {
-    constexpr auto count = (std::same_as<Policy, detail::policy_t<Policies>> + ... + 0);
-    static_assert(count == 1, "Trainer: policy<P>() needs P to be one of its policies, and the only one");
-    if constexpr (count == 1) {
-      auto* const policy = find<Policy>(place_of<Policy>());
+    static_assert(count_of<Policy> == 1, "Trainer: policy<P>() needs P to be one of its policies, and the only one");
+    if constexpr (count_of<Policy> == 1) {
+      auto* const policy = find_policy<Policy>();
       TORCH_CHECK(policy, "Trainer: policy<", detail::name_of_class(typeid(Policy)),
                   ">() is absent: its std::optional was empty");
       return *policy;
     }
+  }
+  /// Null where there is no such policy: it may be absent.
+  template <class Policy>
+  Policy* find_policy() {
+    if constexpr (count_of<Policy> == 1)
+      return find<Policy>(place_of<Policy>());
+    else
+      return nullptr;
   }
 
  private:

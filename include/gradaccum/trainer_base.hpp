@@ -8,6 +8,7 @@
 #include <gradaccum/loss.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policy.hpp>
+#include <gradaccum/validation.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -18,6 +19,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace torch::nn {
@@ -51,9 +53,11 @@ class TrainerBase {
   bool flush();
   /// Forgets the window.
   void discard();
-  /// Ends `fit` after the micro-batch in hand, and its tail.
-  void stop();
-  /// The same without its tail, so that another program can go on from a state: for a signal.
+  /// Ends `fit` after the micro-batch in hand, and its tail. The report says why.
+  void stop(std::string why = {});
+  /// The same, where all processes say so at once, of numbers that are the same on all.
+  void stop_on_all(std::string why);
+  /// Without its tail, so that another program can go on from a state: for a signal.
   void interrupt(int signal);
 
   virtual torch::nn::Module& module() = 0;
@@ -63,6 +67,12 @@ class TrainerBase {
   bool closing() const;                        ///< this backward fills the window; of a flushed one, none does
   const Step& window() const;                  ///< epoch, micro_batches, samples, items so far
   const FitStatus& status() const;
+  /// Tells all policies what was found: what `Validate` does, and who evaluates in a callback.
+  void validated(std::string name, Evaluation found);
+  /// For `attach`: there will be numbers of these names, `validation/loss`.
+  void will_validate(std::string name, const std::vector<std::string>& metrics);
+  /// The same, of all; when all policies are attached.
+  const std::vector<std::string>& metrics() const;
   void set_accumulate_in(std::optional<at::ScalarType> dtype);
   void set_in_backward(bool on);
   void set_batch_size(std::int64_t samples);                        ///< of a window; 0: nobody counts them
@@ -90,7 +100,8 @@ class TrainerBase {
 
   FitReport fit_with(detail::AnyBatches& batches, const FitOptions& options);
   bool step_with(const detail::AnyBatch& batch);
-  Evaluation evaluate_with(detail::AnyBatches& batches, detail::Evaluator evaluator);
+  /// `on_all`: the batches are this process's share of those of all.
+  Evaluation evaluate_with(detail::AnyBatches& batches, detail::Evaluator evaluator, bool on_all = false);
   void add(std::unique_ptr<detail::AnyPolicy> policy);
   detail::AnyPolicy& policy_at(std::size_t place) const;
 

@@ -43,7 +43,11 @@ GRADACCUM_INLINE FitReport TrainerBase::fit_with(detail::AnyBatches& batches, co
   return detail::Fit(*this, batches).run(options);
 }
 
-GRADACCUM_INLINE Evaluation TrainerBase::evaluate_with(detail::AnyBatches& batches, detail::Evaluator evaluator) {
+GRADACCUM_INLINE Evaluation TrainerBase::evaluate_with(detail::AnyBatches& batches, detail::Evaluator evaluator,
+                                                       bool on_all) {
+  TORCH_CHECK(
+      !parts_->data.goes_through(batches),
+      "Trainer: evaluate must not go through the batches that fit is going through: make another object of them");
   const detail::ModeGuard mode(module(), false);
   const at::NoGradGuard no_grad;
   const auto evaluate = [&](const detail::AnyBatch& batch) { evaluator.add(forward(batch), batch.samples()); };
@@ -51,6 +55,7 @@ GRADACCUM_INLINE Evaluation TrainerBase::evaluate_with(detail::AnyBatches& batch
     parts_->divider ? parts_->divider->for_each_part(batch, evaluate) : evaluate(batch);
     return !status().options.smoke;
   });
+  if (on_all && peers()) evaluator.reduce([&](at::Tensor& part) { peers()->add_up(part); });
   return evaluator.result();
 }
 
@@ -99,7 +104,8 @@ GRADACCUM_INLINE void TrainerBase::discard() {
   parts_->window.discard();
 }
 
-GRADACCUM_INLINE void TrainerBase::stop() { parts_->status.stop(); }
+GRADACCUM_INLINE void TrainerBase::stop(std::string why) { parts_->status.stop(std::move(why)); }
+GRADACCUM_INLINE void TrainerBase::stop_on_all(std::string why) { parts_->status.stop_all(std::move(why)); }
 GRADACCUM_INLINE void TrainerBase::interrupt(int signal) { parts_->status.interrupt(signal); }
 
 GRADACCUM_INLINE std::vector<at::Tensor> TrainerBase::parameters() const {
@@ -109,6 +115,23 @@ GRADACCUM_INLINE std::int64_t TrainerBase::updates() const { return parts_->coun
 GRADACCUM_INLINE bool TrainerBase::closing() const { return parts_->record.closing(); }
 GRADACCUM_INLINE const Step& TrainerBase::window() const { return parts_->record.so_far(); }
 GRADACCUM_INLINE const FitStatus& TrainerBase::status() const { return parts_->status; }
+
+GRADACCUM_INLINE void TrainerBase::validated(std::string name, Evaluation found) {
+  const auto& status = parts_->status;
+  const Validation validation{.name = std::move(name),
+                              .update = updates(),
+                              .epoch = status.epoch,
+                              .samples = status.samples,
+                              .seconds = status.running ? status.seconds() : 0,
+                              .found = std::move(found)};
+  parts_->status.validations.push_back(validation);
+  parts_->policies.all(&detail::AnyPolicy::on_validation, validation);
+}
+
+GRADACCUM_INLINE void TrainerBase::will_validate(std::string name, const std::vector<std::string>& metrics) {
+  for (auto& metric : metrics) parts_->metrics.push_back(name + '/' + metric);
+}
+GRADACCUM_INLINE const std::vector<std::string>& TrainerBase::metrics() const { return parts_->metrics; }
 
 GRADACCUM_INLINE void TrainerBase::set_accumulate_in(std::optional<at::ScalarType> dtype) {
   parts_->window.set_accumulate_in(dtype);

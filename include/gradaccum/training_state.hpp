@@ -12,7 +12,9 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
 namespace gradaccum {
 
@@ -29,6 +31,7 @@ struct SaveOptions {
 
 struct LoadOptions {
   bool allow_changes = false;  ///< load what fits, though the model, the data or settings are others
+  bool best = false;  ///< not the newest state, but the one with the best validation: see `SaveState::keep_best`
 };
 
 namespace detail {
@@ -54,6 +57,16 @@ std::filesystem::path load(const std::filesystem::path& directory, const AnyTrai
 
 /// The state that `path` is, or the newest in it.
 std::optional<std::filesystem::path> newest_state(const std::filesystem::path& path);
+
+/// What a validation has found of a state's parameters, in its manifest; nothing where there was none.
+struct MeasuredState {
+  std::optional<std::string> metric = {}, better = {};  ///< the latter: min or max
+  std::optional<double> number = {};
+  void state(Archive& archive);
+};
+
+/// The best of the directory's states, so many at most, the best first. Of two that are equal the older is better.
+std::vector<std::filesystem::path> best_states(const std::filesystem::path& directory, std::int64_t count);
 
 /// What rank 0 finds or makes, on all ranks; an error there is one on all. Empty where there is none.
 std::filesystem::path of_rank_0(const Peers* peers, const std::function<std::optional<std::filesystem::path>()>& find);
@@ -99,7 +112,7 @@ std::filesystem::path save(const std::filesystem::path& directory, Training& tra
   return detail::save(directory, detail::AnyTraining(training), options);
 }
 
-/// Loads the newest state in `directory`, or the state that it is itself. Gives its folder.
+/// Loads the newest state in `directory`, or the best, or the state that it is itself. Gives its folder.
 ///
 /// Every byte is checked against the manifest first. A damaged state is an error that names the file, and the newest
 /// intact state. A state of another model, optimizer, data or settings is an error that names both sides; nothing has

@@ -9,12 +9,15 @@
 #include <gradaccum/detail/io/state_directory.hpp>
 #include <gradaccum/detail/window/peers.hpp>
 #include <gradaccum/io/state_folder.hpp>
+#include <gradaccum/mode.hpp>
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <exception>
 #include <stdexcept>
 #include <string>
+#include <variant>
 
 namespace gradaccum::detail {
 
@@ -36,6 +39,59 @@ GRADACCUM_INLINE std::string newest_intact_beside(const std::filesystem::path& d
     }
   }
   return "; there is no intact state beside it";
+}
+
+GRADACCUM_INLINE void MeasuredState::state(Archive& archive) {
+  archive("metric", metric);
+  archive("better", better);
+  archive("number", number);
+}
+
+/// A state, and what is known of it.
+struct FoundState {
+  std::filesystem::path path;
+  MeasuredState measured;
+
+  bool is_better_than(const FoundState& other) const {
+    const auto mode = measured.better == "max" ? Mode::max : Mode::min;
+    return is_better(mode, *measured.number, *other.measured.number);
+  }
+};
+
+/// None where it was not measured, or its manifest is damaged.
+GRADACCUM_INLINE std::optional<FoundState> found_state(const std::filesystem::path& path) {
+  try {
+    const auto manifest = read_manifest(path);
+    Archive::Values values;
+    for (auto& value : manifest.values)
+      if (value.first.starts_with("save_state."))
+        std::visit([&](auto& held) { values[value.first] = held; }, value.second);
+    FoundState found{.path = path};
+    Archive(std::move(values))("save_state", found.measured);
+    return found.measured.number ? std::optional(std::move(found)) : std::nullopt;
+  } catch (const std::exception&) {
+    return {};
+  }
+}
+
+GRADACCUM_INLINE std::vector<std::filesystem::path> best_states(const std::filesystem::path& directory,
+                                                                std::int64_t count) {
+  std::vector<FoundState> found;
+  for (auto& state : count > 0 ? StateDirectory(directory).finished() : std::vector<StateDirectory::State>())
+    if (auto one = found_state(state.path)) found.push_back(std::move(*one));
+  // by what the newest goes by: others were measured before somebody chose that
+  if (!found.empty())
+    std::erase_if(found, [metric = found.back().measured.metric](auto& one) { return one.measured.metric != metric; });
+  std::stable_sort(found.begin(), found.end(), [](auto& a, auto& b) { return a.is_better_than(b); });
+  std::vector<std::filesystem::path> best;
+  for (auto& one : found)
+    if (static_cast<std::int64_t>(best.size()) < count) best.push_back(std::move(one.path));
+  return best;
+}
+
+GRADACCUM_INLINE std::optional<std::filesystem::path> best_state(const std::filesystem::path& directory) {
+  const auto best = best_states(directory, 1);
+  return best.empty() ? std::nullopt : std::optional(best.front());
 }
 
 GRADACCUM_INLINE std::filesystem::path of_rank_0(const Peers* peers,
@@ -108,7 +164,10 @@ GRADACCUM_INLINE std::filesystem::path save(const std::filesystem::path& directo
 GRADACCUM_INLINE std::filesystem::path load(const std::filesystem::path& directory, const AnyTraining& training,
                                             LoadOptions options) {
   const auto* const peers = training.peers.get();
-  const auto folder = of_rank_0(peers, [&] { return newest_state(directory); });
+  const auto folder = of_rank_0(peers, [&] { return options.best ? best_state(directory) : newest_state(directory); });
+  TORCH_CHECK(!folder.empty() || !options.best, "load: ", directory.string(),
+              " must have a state that was validated, for {.best = true}: one of a ga::Validate and a "
+              "ga::SaveState{.keep_best = 1}");
   TORCH_CHECK(!folder.empty(), "load: ", directory.string(),
               " must be a state or have one, a folder step-000000 of any number");
   auto archive = open_state(folder, options.allow_changes, peers);

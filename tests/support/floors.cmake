@@ -48,8 +48,8 @@ room(verification PUBLIC verify_accumulation
                   USES types window data)
 room(compilation  PUBLIC compiled_step save_step
                   USES types kernels window scaling checkpoint data io)
-room(trainer      PUBLIC fit_options fit_report metrics metrics_file policies policies/ policy progress_line state_parts
-                         trainer trainer_base training_state
+room(trainer      PUBLIC fit_options fit_report metrics metrics_file mode policies policies/ policy progress_line
+                         state_parts trainer trainer_base training_state validation
                   USES types kernels memory state window scaling optimizers checkpoint data fitting io parallel)
 room(everything   PUBLIC compiled gradaccum)
 set(used_by_everything ${rooms})

@@ -7,19 +7,26 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <memory>
+#include <set>
+#include <string>
 
 namespace gradaccum {
 
 /// Policy: a line for each window, in a CSV or JSON Lines file: update, epoch, samples (of this `fit` so far), items
-/// and micro_batches (of the window), moved, loss, grad_norm, lr, seconds.
+/// and micro_batches (of the window), moved, loss, grad_norm, lr, seconds. What a `Validate` finds is a line, too:
+/// update, epoch, samples, seconds, `validation/loss` and so on; beside a CSV file, whose lines are all alike, in
+/// another one, `train.validation.csv`.
 ///
 ///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
 ///       return torch::mse_loss(net->forward(batch.data), batch.target);
 ///     }, ga::MetricsLog{.path = "train.jsonl", .every = 2});
 ///     trainer.fit(batches);
 ///
-/// `MetricsFile` says how it is written, and is the part for a loop of one's own. Of several processes rank 0 writes.
+/// A `fit` that goes on from a state, with `append`, first removes the lines that were written after that: so there are
+/// none twice. `MetricsFile` says how it is written, and is the part for a loop of one's own. Of several processes rank
+/// 0 writes.
 ///
 /// @note Reads loss and norm from the device for each line.
 struct MetricsLog {
@@ -27,12 +34,20 @@ struct MetricsLog {
   std::int64_t every = 1;           ///< windows a line, >= 1
   bool append = false;              ///< go on with a file that is there; else it is begun anew
   std::shared_ptr<MetricsFile> file = nullptr;
-  const FitStatus* status = nullptr;  ///< the trainer's
+  std::set<std::string> validated = {};                                       ///< the names of all Validates
+  std::map<std::string, std::shared_ptr<MetricsFile>> validation_files = {};  ///< by name, beside a CSV file
+  const FitStatus* status = nullptr;                                          ///< the trainer's
   std::int64_t windows = 0;
+  bool goes_on = false;  ///< lines of the run that this one goes on from are to be removed
 
   void attach(TrainerBase& trainer);
+  int fit_scope();
   void after_window(const Step& step);
+  void on_validation(const Validation& validation);
   void write(const Step& step) const;
+  void remove_lines_after(std::int64_t samples);
+  std::filesystem::path path_of(const Validation& validation) const;
+  MetricsFile& file_of(const Validation& validation);
 };
 
 }  // namespace gradaccum

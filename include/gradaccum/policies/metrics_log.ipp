@@ -5,21 +5,66 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/trainer_base.hpp>
+#include <gradaccum/validation.hpp>
 
 #include <c10/util/Exception.h>
 
 #include <limits>
+#include <utility>
 
 namespace gradaccum {
 
 GRADACCUM_INLINE void MetricsLog::attach(TrainerBase& trainer) {
   TORCH_CHECK(every >= 1, "MetricsLog: every must be >= 1, got ", every);
   status = &trainer.status();
+  trainer.when_built([this, &trainer] {
+    for (auto& metric : trainer.metrics()) validated.insert(metric.substr(0, metric.find('/')));
+  });
   if (trainer.is_first()) file = std::make_shared<MetricsFile>(MetricsFileOptions{.path = path, .append = append});
 }
 
+GRADACCUM_INLINE int MetricsLog::fit_scope() {
+  goes_on = append;
+  return 0;
+}
+
 GRADACCUM_INLINE void MetricsLog::after_window(const Step& step) {
+  if (std::exchange(goes_on, false) && !status->resumed_from.empty())
+    remove_lines_after(status->samples - step.samples);
   if (++windows % every == 0 && file) write(step);
+}
+
+GRADACCUM_INLINE void MetricsLog::remove_lines_after(std::int64_t samples) {
+  if (!file) return;
+  file->remove_lines_at_end("samples", static_cast<double>(samples));
+  for (auto& name : validated) {
+    const Validation of{.name = name};
+    if (std::filesystem::exists(path_of(of))) file_of(of).remove_lines_at_end("samples", static_cast<double>(samples));
+  }
+}
+
+GRADACCUM_INLINE std::filesystem::path MetricsLog::path_of(const Validation& validation) const {
+  if (path.extension() != ".csv") return path;
+  auto beside = path;
+  return beside.replace_extension('.' + validation.name + ".csv");
+}
+
+GRADACCUM_INLINE MetricsFile& MetricsLog::file_of(const Validation& validation) {
+  if (path.extension() != ".csv") return *file;
+  auto& beside = validation_files[validation.name];
+  if (!beside)
+    beside = std::make_shared<MetricsFile>(MetricsFileOptions{.path = path_of(validation), .append = append});
+  return *beside;
+}
+
+GRADACCUM_INLINE void MetricsLog::on_validation(const Validation& validation) {
+  if (!file) return;
+  MetricsFile::Fields fields{{"update", validation.update},
+                             {"epoch", validation.epoch},
+                             {"samples", validation.samples},
+                             {"seconds", validation.seconds}};
+  for (auto& [name, number] : validation.found.metrics) fields.emplace_back(validation.name + '/' + name, number);
+  file_of(validation).write(fields);
 }
 
 GRADACCUM_INLINE void MetricsLog::write(const Step& step) const {

@@ -19,7 +19,8 @@ namespace gradaccum {
 ///
 /// On a terminal it is a line that is rewritten ten times a second; elsewhere a plain line every 30 seconds. A Trainer
 /// without a Progress has one that shows itself on terminals only; `ga::Progress{.line = {.to = nullptr}}` shows
-/// nothing. The loss is the mean over the epoch so far. Of several processes rank 0 shows itself.
+/// nothing. The loss is the mean over the epoch so far; after a `Validate` that loss is beside it. Of several processes
+/// rank 0 shows itself.
 ///
 /// @note Reads the loss from the device when it is shown.
 struct Progress {

@@ -56,6 +56,8 @@ GRADACCUM_INLINE std::string Progress::text() const {
     text += fmt::format("/{}", status->epoch - status->epochs + options.epochs.value_or(1));
   text += fmt::format(" | update {}", updates());
   if (loss.weight() > 0) text += fmt::format(" | loss {:.4f} | lr {:.1e}", loss.value().item<double>(), lr);
+  if (!status->validations.empty())
+    text += fmt::format(" | {}/loss {:.4f}", status->validations.back().name, status->validations.back().found["loss"]);
   if (status->skipped > 0) text += fmt::format(" | {} skipped", status->skipped);
   return text;
 }

@@ -5,6 +5,7 @@
 #include <gradaccum/detail/trainer/stop_signals.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/loss.hpp>
+#include <gradaccum/mode.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/state_parts.hpp>
 #include <gradaccum/training_state.hpp>
@@ -13,7 +14,9 @@
 #include <filesystem>
 #include <functional>
 #include <optional>
+#include <string>
 #include <string_view>
+#include <vector>
 
 namespace gradaccum {
 
@@ -37,6 +40,9 @@ namespace gradaccum {
 /// optimizer of your own takes part by `state(Archive&)`; an optimizer that cannot is refused when the trainer is
 /// built.
 ///
+/// With a `Validate` beside it, `.keep_best = 1` also saves when `metric` is better than ever, and never removes the
+/// best state: `ga::load(directory, trainer, {.best = true})` loads that one.
+///
 /// Nothing is saved in a `.smoke` fit.
 ///
 /// @note Waits for the disk, and for devices, when it saves.
@@ -47,20 +53,26 @@ struct SaveState {
   std::int64_t every_updates = 1000;     ///< >= 1
   std::int64_t keep_last = 3;            ///< states that are kept, >= 1; 0: all
   bool on_signals = false;               ///< while `fit` runs
+  std::int64_t keep_best = 0;            ///< states of the best numbers that are kept beside these, >= 0
+  std::string metric = "loss";           ///< whose, as `Validate` calls it
+  std::optional<Mode> mode = {};         ///< which is better; need not be given for loss and accuracy
   std::function<void()> save_now = {};   ///< not an option, like all below
   std::function<void()> rehearse = {};
   std::function<void(int)> interrupt = {};
   std::optional<std::filesystem::path> last = {};  // that this fit has saved
   const FitStatus* status = nullptr;               // the trainer's
   bool due = false, finished = false, writes = true;
+  std::optional<double> measured = {};  // of the parameters as they are
+  std::vector<double> best = {};        // so far, the best first
 
   void attach(TrainerBase& trainer);
   std::optional<detail::StopSignals> fit_scope();
   void before_backward(Loss&) { finished = false; }
   void after_window(const Step&) { finished = false; }  // by the tail of a fit that was stopped, say
-  /// It has nothing to save of its own; and what was just loaded need not be saved again.
-  void state(Archive& archive) { finished = finished || archive.loading(); }
-  void after_step(const Step& step) { due = due || step.update % every_updates == 0; }
+  /// What was just loaded need not be saved again.
+  void state(Archive& archive);
+  void after_step(const Step& step);
+  void on_validation(const Validation& validation);
   void at_boundary();
 };
 

@@ -6,9 +6,13 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/io/state_directory.hpp>
 #include <gradaccum/trainer_base.hpp>
+#include <gradaccum/validation.hpp>
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
 #include <utility>
 
 namespace gradaccum {
@@ -17,6 +21,11 @@ GRADACCUM_INLINE void SaveState::attach(TrainerBase& trainer) {
   TORCH_CHECK(!directory.empty(), "SaveState: directory must be given");
   TORCH_CHECK(every_updates >= 1, "SaveState: every_updates must be >= 1, got ", every_updates);
   TORCH_CHECK(keep_last >= 0, "SaveState: keep_last must be >= 0, got ", keep_last);
+  TORCH_CHECK(keep_best >= 0, "SaveState: keep_best must be >= 0, got ", keep_best);
+  if (keep_best > 0) {
+    mode = detail::mode_of("SaveState", metric, mode);
+    trainer.when_built([this, &trainer] { detail::check_is_validated("SaveState", metric, trainer.metrics()); });
+  }
   trainer.check_optimizer_state();
   status = &trainer.status();
   writes = trainer.is_first();
@@ -30,7 +39,7 @@ GRADACCUM_INLINE void SaveState::attach(TrainerBase& trainer) {
     detail::StateDirectory states(directory);
     if (last && detail::of_one_step(*last, path)) path = states.replace(*last, path);
     last = path;
-    if (keep_last > 0) states.keep_last(keep_last);
+    if (keep_last > 0) states.keep_last(keep_last, detail::best_states(directory, keep_best));
   };
   interrupt = [&trainer](int signal) { trainer.interrupt(signal); };
 }
@@ -38,9 +47,50 @@ GRADACCUM_INLINE void SaveState::attach(TrainerBase& trainer) {
 GRADACCUM_INLINE std::optional<detail::StopSignals> SaveState::fit_scope() {
   due = finished = false;
   last.reset();
+  measured.reset();
+  best.clear();
   if (!status->options.smoke && writes) detail::StateDirectory(directory).sweep();  // though there may be no save
   if (!on_signals) return {};
   return std::optional<detail::StopSignals>(std::in_place);
+}
+
+GRADACCUM_INLINE void SaveState::after_step(const Step& step) {
+  due = due || step.update % every_updates == 0;
+  measured.reset();
+}
+
+GRADACCUM_INLINE void SaveState::on_validation(const Validation& validation) {
+  const auto number = keep_best > 0 ? validation[metric] : std::nullopt;
+  if (!number) return;
+  measured = number;
+  const auto count = static_cast<std::size_t>(keep_best);
+  const auto place =
+      std::find_if(best.begin(), best.end(), [&](double other) { return detail::is_better(*mode, *number, other); });
+  if (std::isnan(*number) || (place == best.end() && best.size() >= count)) return;
+  best.insert(place, *number);
+  if (best.size() > count) best.pop_back();
+  due = true;
+}
+
+GRADACCUM_INLINE void SaveState::state(Archive& archive) {
+  using Text = std::optional<std::string>;
+  detail::MeasuredState of{.metric = measured ? Text(metric) : Text(),
+                           .better = measured ? Text(*mode == Mode::min ? "min" : "max") : Text(),
+                           .number = measured};
+  of.state(archive);
+  auto bests = best;
+  bool more = true;
+  for (std::size_t i = 0; more; ++i) {
+    auto number = i < bests.size() ? std::optional(bests[i]) : std::nullopt;
+    archive("best" + std::to_string(i), number);
+    more = number.has_value();
+    if (archive.loading() && more) i < bests.size() ? void(bests[i] = *number) : bests.push_back(*number);
+    if (archive.loading() && !more) bests.resize(std::min(i, bests.size()));
+  }
+  finished = finished || archive.loading();
+  if (!archive.loading()) return;
+  measured = of.number;
+  best = std::move(bests);
 }
 
 GRADACCUM_INLINE void SaveState::at_boundary() {

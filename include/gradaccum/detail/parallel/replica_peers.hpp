@@ -45,6 +45,7 @@ class ReplicaPeers final : public Peers {
   GRADACCUM_INLINE void reduce(const std::shared_ptr<WindowGradients>& window,
                                std::optional<c10::ScalarType> accumulate_in) override;
   GRADACCUM_INLINE bool others_continue(const std::shared_ptr<WindowGradients>& window) override;
+  GRADACCUM_INLINE void add_up(const at::Tensor& tensor) const override;
   GRADACCUM_INLINE void gather(Archive& archive) const override;
   GRADACCUM_INLINE void pick(Archive::Values& values) const override;
   GRADACCUM_INLINE std::string say(const std::string& on_rank_0) const override;

@@ -78,6 +78,10 @@ GRADACCUM_INLINE bool ReplicaPeers::others_continue(const std::shared_ptr<Window
   return others;
 }
 
+GRADACCUM_INLINE void ReplicaPeers::add_up(const at::Tensor& tensor) const {
+  if (links_) links_->all_reduce(tensor);
+}
+
 GRADACCUM_INLINE void ReplicaPeers::gather(Archive& archive) const {
   if (links_) gather_states(*links_, archive);
 }

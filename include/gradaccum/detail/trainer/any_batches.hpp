@@ -13,6 +13,7 @@
 
 #include <concepts>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -84,6 +85,7 @@ class AnyBatches {
  public:
   virtual ~AnyBatches() = default;
   virtual std::optional<std::int64_t> number() const = 0;  ///< where the range tells
+  virtual const void* address() const = 0;                 ///< of the user's range
   virtual bool has_state() const = 0;
   virtual void state(Archive& archive) = 0;
   /// Until there are no more, or `visit` says that it is enough. True in the first case.
@@ -95,6 +97,7 @@ class BatchesOf final : public AnyBatches {
  public:
   BatchesOf(Batches& batches, const LossOf& loss_of) : batches_(batches), loss_of_(loss_of) {}
   std::optional<std::int64_t> number() const override { return batches_of(batches_); }
+  const void* address() const override { return std::addressof(batches_); }
   bool has_state() const override { return saves_itself; }
   void state(Archive& archive) override {
     if constexpr (saves_itself) archive("batches", batches_);

@@ -41,7 +41,7 @@ constexpr bool are_of_different_kinds() {
 class AnyPolicy {
  public:
   virtual ~AnyPolicy() = default;
-  virtual bool of_processes() const { return false; }         ///< has others_continue
+  virtual bool of_processes() const { return false; }        ///< has others_continue
   virtual bool sees_micro_batches() const { return false; }  ///< and may have changed in the middle of a window
   virtual void in_fit_scope(Work work) { work(); }
   virtual void in_forward_scope(Work work) { work(); }
@@ -53,6 +53,8 @@ class AnyPolicy {
   virtual void before_step(Gradients&) {}
   virtual void after_window(const Step&) {}
   virtual void after_step(const Step&) {}
+  virtual void before_boundary() {}
+  virtual void on_validation(const Validation&) {}
   virtual void at_boundary() {}
   virtual bool others_continue() { return false; }
   virtual void on_epoch_begin(std::int64_t) {}
@@ -72,6 +74,8 @@ class PolicyOf final : public AnyPolicy {
     check<hooks::before_step, Gradients>();
     check<hooks::after_window, const Step>();
     check<hooks::after_step, const Step>();
+    check<hooks::before_boundary>();
+    check<hooks::on_validation, const Validation>();
     check<hooks::at_boundary>();
     check<hooks::on_epoch_begin, std::int64_t>();
     check<hooks::on_epoch_end, std::int64_t>();
@@ -100,6 +104,8 @@ class PolicyOf final : public AnyPolicy {
   void before_step(Gradients& gradients) override { call<hooks::before_step>(gradients); }
   void after_window(const Step& step) override { call<hooks::after_window>(step); }
   void after_step(const Step& step) override { call<hooks::after_step>(step); }
+  void before_boundary() override { call<hooks::before_boundary>(); }
+  void on_validation(const Validation& validation) override { call<hooks::on_validation>(validation); }
   void at_boundary() override { call<hooks::at_boundary>(); }
   bool others_continue() override { return says<hooks::others_continue>(false); }
   void on_epoch_begin(std::int64_t epoch) override { call<hooks::on_epoch_begin>(epoch); }

@@ -23,6 +23,8 @@ class DataPosition {
   /// Random numbers are never left at the beginning of an epoch that was to be gone through again.
   void let_go();
 
+  bool goes_through(const AnyBatches& batches) const { return batches_ && batches_->address() == batches.address(); }
+
   void begin_epoch();
   /// The batch in hand: while it is there, a state can say which it was.
   void see(const AnyBatch& batch);

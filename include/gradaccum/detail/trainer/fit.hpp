@@ -32,7 +32,8 @@ class Fit {
   /// With other processes, as long as they have batches.
   void go_along();
   void run_batches();
-  void at_boundary() { parts_.policies.all(&AnyPolicy::at_boundary); }
+  void stop_at_limits();
+  void at_boundary();
   bool interrupted() const { return parts_.status.signal != 0; }
 
   TrainerBase& trainer_;

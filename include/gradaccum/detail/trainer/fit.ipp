@@ -26,6 +26,7 @@ GRADACCUM_INLINE FitReport Fit::run(const FitOptions& options) {
     trainer_.or_discard([&] {
       resume();
       or_give_up([&] {
+        stop_at_limits();
         // one that was done may have its epoch to end
         while (!parts_.status.done() || parts_.data.is_in_epoch()) run_epoch();
       });
@@ -60,6 +61,18 @@ GRADACCUM_INLINE void Fit::begin_epoch(std::int64_t epoch) {
   parts_.status.epoch = epoch;
   parts_.data.begin_epoch();
   parts_.policies.all(&AnyPolicy::on_epoch_begin, epoch);
+}
+
+/// Not in the middle of a window.
+GRADACCUM_INLINE void Fit::stop_at_limits() {
+  if (parts_.record.so_far().micro_batches == 0) parts_.status.stop_at_limits();
+}
+
+/// Policies hear of what was found, and may end the training, before one of them saves it.
+GRADACCUM_INLINE void Fit::at_boundary() {
+  stop_at_limits();
+  parts_.policies.all(&AnyPolicy::before_boundary);
+  parts_.policies.all(&AnyPolicy::at_boundary);
 }
 
 GRADACCUM_INLINE void Fit::run_epoch() {

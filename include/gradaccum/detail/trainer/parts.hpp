@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -29,6 +30,7 @@ struct TrainerParts {
   FitStatus status;
   std::unique_ptr<BatchDivider> divider;  // or none
   std::int64_t batch_size = 0;            // samples of a window, where somebody counts them
+  std::vector<std::string> metrics;       // of all that evaluates inside of fit: validation/loss
   std::vector<std::function<void()>> when_built;
   bool is_built = false;
 };

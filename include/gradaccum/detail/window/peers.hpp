@@ -3,6 +3,7 @@
 
 #include <gradaccum/archive.hpp>
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/FunctionRef.h>
 
@@ -38,6 +39,8 @@ class Peers {
   /// The window is given up, or over.
   virtual void end_window() = 0;
 
+  /// The sum over all ranks, in place.
+  virtual void add_up(const at::Tensor& tensor) const = 0;
   /// On rank 0, the archive has afterwards what is the others' own, too.
   virtual void gather(Archive& archive) const = 0;
   /// Of values that have been gathered, this rank's.

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/archive.hpp>
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/mode.hpp>
+#include <gradaccum/policy.hpp>
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace gradaccum {
+
+/// Ends a training that no longer gets better: a policy, and a part of one's own loop.
+///
+///     ga::EarlyStopping stopping{.patience = 2};
+///     for (double loss : {0.9, 0.7, 0.8, 0.75, 0.6}) {      // of an evaluation, once an epoch
+///       if (stopping.add(loss)) break;
+///     }
+///     std::cout << stopping.best << ", " << stopping.waited << " ago\n";   // 0.7, 2 ago
+///
+/// A number is better if it is lower by more than `min_delta` than the best so far, or higher, as `mode` says; NaN is
+/// not. When `patience` numbers in a row were not better, that is the end: `fit` stops with the window in hand, and its
+/// report says why. As a policy it gets its numbers from `Validate`, and its state goes on to the bit: resumed after
+/// its end, a `fit` does nothing more. Each other `fit` begins anew.
+///
+/// The best parameters are kept by `ga::SaveState{.directory = …, .keep_best = 1}`.
+struct EarlyStopping {
+  static constexpr std::string_view name = "early_stopping";
+
+  std::string metric = "loss";    ///< as `Validate` calls it: `loss`, or `test/loss` of one with another name
+  std::int64_t patience = 3;      ///< >= 1
+  double min_delta = 0;           ///< >= 0
+  std::optional<Mode> mode = {};  ///< need not be given for loss and accuracy
+  double best = std::numeric_limits<double>::quiet_NaN();  ///< not an option, like all below
+  std::int64_t best_update = 0;                            ///< when that was
+  std::int64_t waited = 0;                                 ///< numbers since then
+  std::function<void(std::string)> stop = {};
+
+  /// True if it is time to stop.
+  bool add(double number);
+  bool is_over() const { return waited >= patience; }
+  std::string reason() const;
+
+  void attach(TrainerBase& trainer);
+  int fit_scope();
+  void on_validation(const Validation& validation);
+  void state(Archive& archive);
+};
+
+}  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/policies/early_stopping.ipp>
+#endif

@@ -1,0 +1,459 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/data/tensor_batches.hpp>
+#include <gradaccum/policies/data_parallel.hpp>
+#include <gradaccum/trainer.hpp>
+
+#include "support/files.hpp"
+#include "support/models.hpp"
+#include "support/ranks.hpp"
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace ga = gradaccum;
+using namespace testing;
+
+namespace {
+
+const auto objective = [](auto& model, auto& batch) {
+  auto output = model->forward(batch.data);
+  auto loss = torch::cross_entropy_loss(output, batch.target);
+  return ga::Loss{loss, batch.target.size(0)}.with(output, batch.target);
+};
+
+struct Data {
+  at::Tensor inputs, targets;
+  explicit Data(std::int64_t rows, std::uint64_t seed) {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+    inputs = at::randn({rows, 4}, generator, at::kDouble);
+    targets = at::randint(3, {rows}, generator, at::kLong);
+  }
+};
+
+/// A model whose dropout draws random numbers, an optimizer that remembers, and batches.
+struct Scene {
+  Data data{22, 1}, unseen{10, 2};
+  ga::data::TensorBatches batches{data.inputs, data.targets, {.batch_size = 4, .shuffle = true}};
+  ga::data::TensorBatches validation{unseen.inputs, unseen.targets, {.batch_size = 3, .shuffle = true, .seed = 9}};
+  torch::nn::Sequential model = make();
+  torch::optim::Adam adam{model->parameters(), torch::optim::AdamOptions(0.05)};
+
+  static torch::nn::Sequential make() {
+    torch::manual_seed(7);
+    torch::nn::Sequential model(torch::nn::Linear(4, 8), torch::nn::Dropout(0.3), torch::nn::Linear(8, 3));
+    model->to(at::kDouble);
+    return model;
+  }
+};
+
+std::vector<std::int64_t> updates_of(const ga::FitReport& report) {
+  std::vector<std::int64_t> updates;
+  for (auto& validation : report.validations) updates.push_back(validation.update);
+  return updates;
+}
+
+std::vector<double> losses_of(const ga::FitReport& report) {
+  std::vector<double> losses;
+  for (auto& validation : report.validations) losses.push_back(validation.found["loss"]);
+  return losses;
+}
+
+using Updates = std::vector<std::int64_t>;
+
+/// Tells others what nobody has measured.
+struct Told {
+  std::vector<double> losses;
+  std::size_t next = 0;
+  std::function<void(double)> tell = {};
+
+  void attach(ga::TrainerBase& trainer) {
+    trainer.will_validate("validation", {"loss"});
+    tell = [&trainer](double loss) { trainer.validated("validation", {.metrics = {{"loss", loss}}}); };
+  }
+  void after_step(const ga::Step&) { due = true; }
+  void before_boundary() {
+    if (std::exchange(due, false) && next < losses.size()) tell(losses[next++]);
+  }
+  bool due = false;
+};
+
+}  // namespace
+
+TEST_CASE("Validate: finds what evaluate finds, and training goes on as if there had been none, to the bit") {
+  Scene plain, validated;
+  ga::Trainer without(plain.model, plain.adam, objective, ga::Accumulate{.steps = 2});
+  without.fit(plain.batches, {.epochs = 3});
+
+  std::vector<double> expected;
+  ga::Trainer trainer(validated.model, validated.adam, objective, ga::Accumulate{.steps = 2},
+                      ga::Validate(validated.validation, {.every_updates = 2}, ga::Accuracy{}),
+                      [&](const ga::Step& step) {
+                        if (step.update % 2 != 0) return;
+                        validated.model->eval();
+                        const torch::NoGradGuard no_grad;
+                        const auto output = validated.model->forward(validated.unseen.inputs);
+                        expected.push_back(torch::cross_entropy_loss(output, validated.unseen.targets).item<double>());
+                        validated.model->train();
+                      });
+  const auto report = trainer.fit(validated.batches, {.epochs = 3});
+  CHECK(at::equal(flat(validated.model), flat(plain.model)));
+  CHECK(updates_of(report) == Updates{2, 4, 6, 8});  // 3 windows an epoch
+  REQUIRE(expected.size() == 4);
+  for (std::size_t i = 0; i < 4; ++i) {
+    CHECK(report.validations[i].found["loss"] == Approx(expected[i]).epsilon(1e-12));
+    CHECK(report.validations[i].found.samples == 10);
+    CHECK(report.validations[i].found.metrics.contains("accuracy"));
+  }
+  CHECK(report.validations[0].found["loss"] != report.validations[1].found["loss"]);
+  CHECK(report.validations[3].epoch == 2);
+  CHECK(report.validations[3].samples == 44 + 16);
+}
+
+TEST_CASE("Validate: at the end of epochs, and at each update once") {
+  const auto updates = [](ga::ValidateOptions options) {
+    Scene scene;
+    ga::Trainer trainer(scene.model, scene.adam, objective, ga::Accumulate{.steps = 2},
+                        ga::Validate(scene.validation, options));
+    return updates_of(trainer.fit(scene.batches, {.epochs = 4}));
+  };
+  CHECK(updates({}) == Updates{3, 6, 9, 12});
+  CHECK(updates({.every_epochs = 3}) == Updates{9});
+  CHECK(updates({.every_updates = 3, .every_epochs = 1}) == Updates{3, 6, 9, 12});
+  CHECK(updates({.every_updates = 4, .every_epochs = 2}) == Updates{4, 6, 8, 12});
+}
+
+TEST_CASE("Validate: of the averages, which are out of the model again afterwards") {
+  Scene scene, other;
+  std::vector<double> averaged, own;
+  const auto loss = [](Scene& scene) {
+    const torch::NoGradGuard no_grad;
+    scene.model->eval();
+    const auto output = scene.model->forward(scene.unseen.inputs);
+    scene.model->train();
+    return torch::cross_entropy_loss(output, scene.unseen.targets).item<double>();
+  };
+  ga::Trainer trainer(scene.model, scene.adam, objective, ga::Ema{.decay = 0.5},
+                      ga::Validate(scene.validation, {.every_updates = 3, .ema = true}));
+  const auto report = trainer.fit(scene.batches, {.epochs = 1});
+  own.push_back(loss(scene));
+  ga::Trainer plain(other.model, other.adam, objective);
+  plain.fit(other.batches, {.epochs = 1});
+  CHECK(at::equal(flat(scene.model), flat(other.model)));
+  trainer.policy<ga::Ema>().swap(scene.model);
+  averaged.push_back(loss(scene));
+  REQUIRE(updates_of(report) == Updates{3, 6});
+  CHECK(losses_of(report)[1] == Approx(averaged[0]).epsilon(1e-12));
+  CHECK(losses_of(report)[1] != Approx(own[0]).epsilon(1e-6));
+  CHECK_THROWS_WITH(ga::Trainer(other.model, other.adam, objective, ga::Validate(other.validation, {.ema = true})),
+                    Catch::Contains("Validate: ema is of the averages"));
+}
+
+TEST_CASE("Validate: where evaluating throws, the averages are out of the model, and random numbers as before") {
+  Scene scene;
+  bool fail = true;
+  const auto failing = [&](auto& model, auto& batch) {
+    if (!model->is_training()) {
+      torch::rand({3});
+      if (fail) throw std::runtime_error("no such batch");
+    }
+    return objective(model, batch);
+  };
+  ga::Trainer trainer(scene.model, scene.adam, failing, ga::Ema{.decay = 0.5},
+                      ga::Validate(scene.validation, {.every_updates = 2, .ema = true}));
+  CHECK_THROWS_WITH(trainer.fit(scene.batches), "no such batch");
+  CHECK(scene.model->is_training());
+  const auto after = torch::rand({1});
+  Scene plain;
+  ga::Trainer without(plain.model, plain.adam, objective, ga::Ema{.decay = 0.5});
+  without.fit(plain.batches, {.updates = 2});
+  CHECK(at::equal(flat(scene.model), flat(plain.model)));
+  CHECK(at::equal(torch::rand({1}), after));
+  fail = false;
+  CHECK(trainer.fit(scene.batches).validations.size() == 3);
+}
+
+TEST_CASE("Validate: several, of different names") {
+  Scene scene;
+  const Data seen(6, 3);
+  ga::Trainer trainer(scene.model, scene.adam, objective, ga::Validate(scene.validation),
+                      ga::Validate(ga::data::TensorBatches(seen.inputs, seen.targets, {.batch_size = 6}),
+                                   {.every_updates = 4, .name = "test"}, ga::Accuracy{}));
+  const auto report = trainer.fit(scene.batches);
+  REQUIRE(report.validations.size() == 2);
+  CHECK(report.validations[0].name == "test");
+  CHECK(report.validations[0]["test/accuracy"].has_value());
+  CHECK_FALSE(report.validations[0]["loss"]);
+  CHECK(report.validations[1]["loss"] == report.validations[1]["validation/loss"]);
+  CHECK(report.validations[1]["loss"].has_value());
+  CHECK_FALSE(report.validations[1]["accuracy"]);
+  std::ostringstream text;
+  text << report;
+  CHECK_THAT(text.str(), Catch::Contains("Last test, at update 4: accuracy: "));
+  CHECK_THAT(text.str(), Catch::Contains("Last validation, at update 6: loss: "));
+}
+
+TEST_CASE("Validate: what it cannot do it says") {
+  Scene scene;
+  const auto build = [&](ga::ValidateOptions options) {
+    ga::Trainer(scene.model, scene.adam, objective, ga::Validate(scene.validation, options));
+  };
+  REQUIRE_ERROR("Validate: every_updates must be >= 1, got 0", build({.every_updates = 0}));
+  REQUIRE_ERROR("Validate: every_epochs must be >= 1, got -1", build({.every_epochs = -1}));
+  REQUIRE_ERROR("Validate: name must be a text without '/', got 'a/b'", build({.name = "a/b"}));
+  ga::Trainer trainer(scene.model, scene.adam, objective, ga::Validate(scene.batches));
+  REQUIRE_ERROR("evaluate must not go through the batches that fit is going through", trainer.fit(scene.batches));
+}
+
+TEST_CASE("Validate: a smoke fit has one of everything") {
+  Scene scene;
+  ga::Trainer trainer(scene.model, scene.adam, objective, ga::Accumulate{.steps = 2},
+                      ga::Validate(scene.validation, {.every_updates = 1000}));
+  const auto report = trainer.fit(scene.batches, {.smoke = true});
+  REQUIRE(report.validations.size() == 1);
+  CHECK(report.validations[0].found.samples == 3);
+}
+
+TEST_CASE("Validate: a training that goes on has all validations once, to the bit") {
+  const Directory directory;
+  const auto train = [&](const std::filesystem::path& states, std::optional<std::int64_t> until, bool resume) {
+    Scene scene;
+    ga::Trainer trainer(scene.model, scene.adam, objective, ga::Accumulate{.steps = 2},
+                        ga::Validate(scene.validation, {.every_updates = 2, .every_epochs = 1}, ga::Accuracy{}),
+                        ga::EarlyStopping{.patience = 100}, ga::SaveState{.directory = states, .every_updates = 1});
+    auto report = trainer.fit(
+        scene.batches,
+        {.epochs = 3, .updates = until, .resume = resume ? states : std::filesystem::path(), .allow_changes = false});
+    return std::pair(std::move(report), flat(scene.model).clone());
+  };
+  const auto [whole, parameters] = train(directory / "whole", {}, false);
+  CHECK(updates_of(whole) == Updates{2, 3, 4, 6, 8, 9});
+  for (const std::int64_t stop : {1, 2, 3, 5, 8}) {
+    const auto states = directory / std::to_string(stop);
+    train(states, stop, false);
+    const auto [resumed, same] = train(states, {}, true);
+    CHECK(updates_of(resumed) == updates_of(whole));
+    CHECK(losses_of(resumed) == losses_of(whole));
+    CHECK(at::equal(same, parameters));
+  }
+}
+
+TEST_CASE("Validate: the state of many validations, and of none") {
+  std::vector<ga::Validation> all(3), loaded(1);
+  all[0] = {.name = "a", .update = 3, .epoch = 1, .samples = 70, .seconds = 0.1};
+  all[0].found = {.metrics = {{"loss", 0.1}, {"x", std::numeric_limits<double>::infinity()}}, .items = 2.5};
+  all[1].found.metrics["loss"] = std::nan("");
+  ga::Archive archive;
+  archive("all", ga::detail::ValidationHistory{all});
+  ga::Archive(archive.values())("all", ga::detail::ValidationHistory{loaded});
+  REQUIRE(loaded.size() == 3);
+  CHECK(loaded[0].name == "a");
+  CHECK(loaded[0].samples == 70);
+  CHECK(loaded[0].found.metrics == all[0].found.metrics);
+  CHECK(loaded[0].found.items == 2.5);
+  CHECK(std::isnan(loaded[1].found["loss"]));
+  CHECK(loaded[2].found.metrics.empty());
+
+  auto values = archive.values();
+  values["all.number"] = std::int64_t{1} << 60;
+  CHECK_THROWS(ga::Archive(values)("all", ga::detail::ValidationHistory{loaded}));
+  CHECK(loaded.size() == 3);
+  ga::Archive none;
+  std::vector<ga::Validation> empty;
+  none("all", ga::detail::ValidationHistory{empty});
+  CHECK(none.values().empty());
+  ga::Archive(none.values())("all", ga::detail::ValidationHistory{loaded});
+  CHECK(loaded.empty());
+}
+
+TEST_CASE("Validate: each rank has its share, and the numbers are those of one process") {
+  const Data data(22, 1), unseen(11, 2);
+  const auto train = [&](const ga::ProcessGroup& group) {
+    const auto share = [&](const Data& of) {
+      return ga::data::TensorBatches(of.inputs, of.targets,
+                                     {.batch_size = 2, .rank = group.rank(), .world_size = group.world_size()});
+    };
+    auto batches = share(data), validation = share(unseen);
+    auto model = make_model();
+    torch::optim::Adam adam(model->parameters(), torch::optim::AdamOptions(0.05));
+    ga::Trainer trainer(model, adam, objective, ga::Accumulate{.steps = 4 / group.world_size()},
+                        ga::Validate(validation, {.every_updates = 1, .every_epochs = 1}, ga::Accuracy{}),
+                        ga::EarlyStopping{.patience = 1, .min_delta = 1e3},
+                        ga::DataParallel{.group = group, .options = {.seed_by_rank = false}});
+    return trainer.fit(batches, {.epochs = 5});
+  };
+  const auto one = train(ga::ProcessGroup());
+  REQUIRE(one.validations.size() == 2);  // the first is better than none, the second ends it
+  std::vector<ga::FitReport> ranks(2);
+  tests::as_ranks(2,
+                  [&](const ga::ProcessGroup& group) { ranks[static_cast<std::size_t>(group.rank())] = train(group); });
+  for (auto& rank : ranks) {
+    CHECK(rank.stopped == ranks[0].stopped);
+    REQUIRE(rank.validations.size() == one.validations.size());
+    for (std::size_t i = 0; i < one.validations.size(); ++i) {
+      CHECK(rank.validations[i].found.samples == 11);
+      CHECK(rank.validations[i].found["loss"] == ranks[0].validations[i].found["loss"]);
+      CHECK(rank.validations[i].found["loss"] == Approx(one.validations[i].found["loss"]).epsilon(1e-11));
+      CHECK(rank.validations[i].found["accuracy"] == Approx(one.validations[i].found["accuracy"]));
+      CHECK(rank.validations[i].update == one.validations[i].update);
+    }
+  }
+}
+
+namespace {
+
+struct Largest {
+  static constexpr std::string_view name = "largest";
+  double largest = 0;
+  void add(const ga::Loss& loss) { largest = std::max(largest, loss.mean.item<double>()); }
+  double value() const { return largest; }
+};
+
+}  // namespace
+
+TEST_CASE("Validate: of several processes a metric that nobody can add up is an error on all") {
+  const Data data(8, 1);
+  std::vector<std::string> errors(2);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    ga::data::TensorBatches batches(data.inputs, data.targets,
+                                    {.batch_size = 2, .rank = group.rank(), .world_size = 2});
+    auto unseen = batches;
+    auto model = make_model();
+    torch::optim::SGD sgd(model->parameters(), 0.1);
+    ga::Trainer trainer(model, sgd, objective, ga::Validate(unseen, Largest{}), ga::DataParallel{.group = group});
+    try {
+      trainer.fit(batches);
+    } catch (const std::exception& error) {
+      errors[static_cast<std::size_t>(group.rank())] = error.what();
+    }
+  });
+  for (auto& error : errors) CHECK_THAT(error, Catch::Contains("must have a member reduce(ga::SumOfRanks)"));
+}
+
+TEST_CASE("EarlyStopping: the numbers decide") {
+  const auto after = [](ga::EarlyStopping stopping, const std::vector<double>& numbers) {
+    std::size_t i = 0;
+    for (; i < numbers.size(); ++i)
+      if (stopping.add(numbers[i])) return i + 1;
+    return std::size_t{0};
+  };
+  const auto nan = std::nan("");
+  CHECK(after({.patience = 2}, {3, 2, 2.5, 1, 1, 1.5}) == 6);
+  CHECK(after({.patience = 3}, {3, 2, 2.5, 1, 1, 1.5}) == 0);
+  CHECK(after({.patience = 1}, {3, 2, 2}) == 3);
+  CHECK(after({.patience = 2, .min_delta = 0.5}, {3, 2.9, 2.6, 1}) == 3);
+  CHECK(after({.patience = 2, .min_delta = 0.5}, {3, 2.9, 2.4, 2, 1.95}) == 5);
+  CHECK(after({.patience = 2}, {nan, 3, nan, nan}) == 4);
+  CHECK(after({.patience = 2}, {nan, nan}) == 2);
+  CHECK(after({.metric = "accuracy", .patience = 1}, {0.5, 0.6, 0.6}) == 3);
+  CHECK(after({.patience = 1, .mode = ga::Mode::max}, {0.5, 0.6, 0.6}) == 3);
+  CHECK(after({.patience = 1}, {0.5, 0.6, 0.6}) == 2);
+  CHECK_THROWS_WITH(after({.patience = 0}, {1}), Catch::Contains("patience must be >= 1, got 0"));
+  CHECK_THROWS_WITH(after({.min_delta = -1}, {1}), Catch::Contains("min_delta must be >= 0, got -1"));
+  CHECK_THROWS_WITH(after({.metric = "f1"}, {1}), Catch::Contains("EarlyStopping: mode must say whether"));
+}
+
+TEST_CASE("EarlyStopping: ends a fit, says why, and does not begin again where it is resumed") {
+  const Directory directory;
+  const auto fit = [&](std::vector<double> losses, std::size_t from, bool resume, std::int64_t most = 1000) {
+    Scene scene;
+    ga::Trainer trainer(scene.model, scene.adam, objective, Told{.losses = std::move(losses), .next = from},
+                        ga::EarlyStopping{.patience = 2}, ga::SaveState{.directory = directory / "states"});
+    return trainer.fit(scene.batches, {.updates = most, .resume = resume ? directory / "states" : ""});
+  };
+  const std::vector<double> losses{3, 2, 2.5, 2.25, 1};
+  const auto first = fit(losses, 0, false, 3);
+  CHECK(first.updates == 3);
+  CHECK(first.stopped.empty());
+  const auto second = fit(losses, 3, true);  // one more that is no better, and it is over
+  CHECK(second.updates == 4);
+  CHECK(second.stopped == "loss was best, 2, at update 2, 2 validations ago");
+  const auto third = fit(losses, 4, true);
+  CHECK(third.updates == 4);
+  CHECK(third.samples == second.samples);
+  CHECK(third.stopped == second.stopped);
+  CHECK(updates_of(third) == Updates{1, 2, 3, 4});
+}
+
+TEST_CASE("EarlyStopping: a metric that nobody finds is noticed when the trainer is built") {
+  Scene scene;
+  const auto build = [&](ga::EarlyStopping stopping) {
+    ga::Trainer(scene.model, scene.adam, objective, stopping, ga::Validate(scene.validation, ga::Accuracy{}));
+  };
+  build({});
+  build({.metric = "validation/accuracy"});
+  REQUIRE_ERROR("one of [validation/loss, validation/accuracy], got 'acc'",
+                build({.metric = "acc", .mode = ga::Mode::max}));
+  REQUIRE_ERROR("EarlyStopping: metric must be a number that a ga::Validate of this trainer finds, one of []",
+                ga::Trainer(scene.model, scene.adam, objective, ga::EarlyStopping{}));
+}
+
+TEST_CASE("SaveState: the best states are kept, and found") {
+  const Directory directory;
+  const auto states = directory / "states";
+  const std::vector<double> losses{5, 3, 4, 2, std::nan(""), 6, 2, 7};
+  const auto fit = [&](ga::SaveState save, std::size_t from, std::int64_t until, bool resume) {
+    Scene scene;
+    save.directory = states;
+    ga::Trainer trainer(scene.model, scene.adam, objective, Told{.losses = losses, .next = from}, save);
+    trainer.fit(scene.batches, {.updates = until, .resume = resume ? states : ""});
+  };
+  const auto names = [&] {
+    std::vector<std::string> names;
+    for (auto& entry : std::filesystem::directory_iterator(states)) names.push_back(entry.path().filename().string());
+    std::sort(names.begin(), names.end());
+    return names;
+  };
+  using Names = std::vector<std::string>;
+  SECTION("one") {
+    fit({.every_updates = 3, .keep_last = 1, .keep_best = 1}, 0, 6, false);
+    CHECK(names() == Names{"step-000004", "step-000006"});
+    fit({.every_updates = 3, .keep_last = 1, .keep_best = 1}, 6, 8, true);
+    CHECK(names() == Names{"step-000004", "step-000008"});  // the seventh is as good, not better
+    Scene scene;
+    ga::Trainer trainer(scene.model, scene.adam, objective, Told{}, ga::SaveState{.directory = states, .keep_best = 1});
+    CHECK(ga::load(states, trainer, {.best = true}).filename() == "step-000004");
+    CHECK(trainer.updates() == 4);
+    CHECK(ga::load(states, trainer).filename() == "step-000008");
+  }
+  SECTION("two, of the highest") {
+    fit({.every_updates = 100, .keep_last = 1, .keep_best = 2, .mode = ga::Mode::max}, 0, 8, false);
+    CHECK(names() == Names{"step-000006", "step-000008"});
+  }
+  SECTION("none, and nobody finds one") {
+    fit({.every_updates = 3, .keep_last = 1}, 0, 6, false);
+    CHECK(names() == Names{"step-000006"});
+    Scene scene;
+    ga::Trainer trainer(scene.model, scene.adam, objective);
+    REQUIRE_ERROR("must have a state that was validated, for {.best = true}",
+                  ga::load(states, trainer, {.best = true}));
+  }
+}
+
+TEST_CASE("fit: ends after so many samples, or so long") {
+  const auto fit = [](ga::FitOptions options) {
+    Scene scene;
+    ga::Trainer trainer(scene.model, scene.adam, objective, ga::Accumulate{.steps = 2});
+    return trainer.fit(scene.batches, options);
+  };
+  const auto some = fit({.samples = 30});  // 8 a window, 6 at the end of an epoch
+  CHECK(some.samples == 30);
+  CHECK(some.updates == 4);
+  CHECK(some.stopped == "after 30 samples");
+  CHECK(fit({.samples = 31}).samples == 38);
+  CHECK(fit({.epochs = 1, .samples = 31}).samples == 22);
+  CHECK(fit({.epochs = 1, .samples = 31}).stopped.empty());
+  CHECK(fit({.samples = 0}).samples == 0);
+  CHECK(fit({.time = std::chrono::nanoseconds(1)}).updates == 1);
+  CHECK(fit({.time = std::chrono::nanoseconds(1)}).stopped == "after 1e-09 s");
+  CHECK(fit({.updates = 2, .time = std::chrono::hours(1)}).updates == 2);
+  CHECK(fit({.epochs = 2, .time = std::chrono::hours(1)}).epochs == 2);
+  REQUIRE_ERROR("FitOptions: samples must be >= 0, got -1", fit({.samples = -1}));
+  REQUIRE_ERROR("FitOptions: time must be >= 0 s, got -1", fit({.time = std::chrono::seconds(-1)}));
+}
