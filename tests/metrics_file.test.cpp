@@ -266,3 +266,25 @@ TEST_CASE("MetricsFile: names that would need quotes are refused, and nothing is
     CHECK(contains(text_of(path), "learning rate (Ω)"));
   }
 }
+
+TEST_CASE("MetricsFile: lines at the end are removed by a number") {
+  const Directory directory;
+  const auto kept = [&](const std::string& name, const std::string& before, double last) {
+    write_text(directory / name, before);
+    ga::MetricsFile file({.path = directory / name, .append = true});
+    file.remove_lines_at_end("b", last);
+    file.write({{"a", 9}, {"b", 9}});
+    return text_of(directory / name);
+  };
+  CHECK(kept("x.csv", "a,b\n1,2\n1,3\n1,4\n", 2) == "a,b\n1,2\n9,9\n");
+  CHECK(kept("x.csv", "a,b\n1,2\n1,3\n1,4\n", 3.5) == "a,b\n1,2\n1,3\n9,9\n");
+  CHECK(kept("x.csv", "a,b\n1,2\n1,3\n", 0) == "a,b\n9,9\n");
+  CHECK(kept("x.csv", "a,b\n1,2\n", 2) == "a,b\n1,2\n9,9\n");
+  CHECK(kept("x.csv", "a,b\n1,5\n1,2\n1,3\n", 2) == "a,b\n1,5\n1,2\n9,9\n");  // only at the end
+  CHECK(kept("x.csv", "a,b\n1,2\n1,3\n1,", 2) == "a,b\n1,2\n9,9\n");          // one was cut off
+  CHECK(kept("x.csv", "", 2) == "a,b\n9,9\n");
+  CHECK(kept("x.jsonl", "{\"a\": 1, \"b\": 2}\n{\"b\": 3, \"a\": 1}\n", 2) ==
+        "{\"a\": 1, \"b\": 2}\n{\"a\": 9, \"b\": 9}\n");
+  CHECK(kept("x.jsonl", "{\"a\": 1}\n{\"b\": 3}\n", 2) == "{\"a\": 1}\n{\"a\": 9, \"b\": 9}\n");
+  CHECK(kept("x.jsonl", "{\"b\": null}\n", 2) == "{\"b\": null}\n{\"a\": 9, \"b\": 9}\n");
+}

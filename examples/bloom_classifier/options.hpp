@@ -104,8 +104,10 @@ inline void add_training(CLI::App& app, Options& options) {
   app.add_option("--validate-every", options.validate_every,
                  "updates from validation to validation; 0: at the end of an epoch alone")
       ->check(CLI::Range(0, 1'000'000'000));
-  app.add_option("--patience", options.patience,
-                 "validations without a lower loss after which the training ends; 0: the epochs decide")
+  app.add_option(
+         "--patience", options.patience,
+         "validations without a lower loss after which the training ends; --save keeps the best state, then; 0: "
+         "the epochs decide")
       ->check(CLI::Range(0, 1'000'000'000));
   app.add_option("--lr", options.learning_rate, "learning rate")->check(CLI::PositiveNumber);
   app.add_option("--optimizer", options.optimizer, "adafactor and adamw8bit take less memory")

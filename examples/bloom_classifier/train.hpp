@@ -37,11 +37,13 @@ struct Trained {
   std::int64_t peak_bytes = 0;          // of all tensors, weights included, where somebody measured it
 };
 
-/// A policy, where states are to be saved.
+/// A policy, where states are to be saved. With --patience the best one stays.
 inline std::optional<ga::SaveState> saving(const Options& options) {
   if (options.save.empty()) return std::nullopt;
-  return ga::SaveState{
-      .directory = options.states(), .every_updates = options.save_every, .on_signals = true, .keep_best = 1};
+  return ga::SaveState{.directory = options.states(),
+                       .every_updates = options.save_every,
+                       .on_signals = true,
+                       .keep_best = options.patience > 0 ? 1 : 0};
 }
 
 /// A policy, where there is a limit to patience.

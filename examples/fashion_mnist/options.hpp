@@ -131,8 +131,10 @@ inline void add_options(CLI::App& app, Options& options) {
   app.add_option("--validate-every", options.validate_every,
                  "updates from test to test, with the Trainer; 0: at the end of an epoch alone")
       ->check(whole_number(0, 1'000'000'000));
-  app.add_option("--patience", options.patience,
-                 "tests without a lower loss after which the training ends, with the Trainer; 0: the epochs decide")
+  app.add_option(
+         "--patience", options.patience,
+         "tests without a lower loss after which the training ends, with the Trainer; --save keeps the best state, "
+         "then; 0: the epochs decide")
       ->check(whole_number(0, 1'000'000'000));
   auto* checkpoint = app.add_option_function<std::string>(
       "--checkpoint", [&options](const std::string& text) { options.checkpoint = checkpoint_choice(text); },

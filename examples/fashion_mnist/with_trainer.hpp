@@ -33,14 +33,14 @@ struct Trained {
   ga::FitReport report;
 };
 
-/// A policy, where --save names a directory.
+/// A policy, where --save names a directory. With --patience the best state stays.
 inline std::optional<ga::SaveState> saving(const Options& options) {
   if (options.save.empty()) return std::nullopt;
   return ga::SaveState{.directory = options.save,
                        .every_updates = options.save_every,
                        .keep_last = options.keep_last,
                        .on_signals = true,
-                       .keep_best = 1};
+                       .keep_best = options.patience > 0 ? 1 : 0};
 }
 
 /// A policy, where --patience sets a limit.

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
+#include <gradaccum/policies/save_state.hpp>
+#include <gradaccum/policies/validate.hpp>
 #include <gradaccum/trainer.hpp>
 
 #include "support/files.hpp"
 
 #include <cmath>
+#include <filesystem>
 #include <map>
 
 namespace ga = gradaccum;
@@ -157,4 +160,62 @@ TEST_CASE("MetricsLog: a file of other columns stops the training, and stays as 
   REQUIRE_ERROR("its columns are 'epoch,loss', got 'update,epoch,", trainer.fit(Batches{{1.0, 1}}));
   CHECK(text_of(path) == "epoch,loss\n0,0.5\n");
   CHECK(trainer.window().micro_batches == 0);
+}
+
+TEST_CASE("MetricsLog: what is validated, in lines of its own") {
+  const Directory directory;
+  const Batches batches{{1.0, 1}, {2.0, 1}, {3.0, 1}};
+  Batches unseen{{4.0, 2}};
+  const auto train = [&](const std::filesystem::path& path) {
+    Net net;
+    ga::Trainer trainer(net, net.sgd, given_loss, ga::MetricsLog{.path = path},
+                        ga::Validate(unseen, {.every_updates = 2, .every_epochs = 1}),
+                        ga::Validate(unseen, {.name = "other"}));
+    trainer.fit(batches);
+  };
+  train(directory / "train.csv");
+  CHECK(column(directory / "train.csv", "update") == Cells{"1", "2", "3"});
+  CHECK(split(text_of(directory / "train.validation.csv"), '\n')[0] == "update,epoch,samples,seconds,validation/loss");
+  CHECK(column(directory / "train.validation.csv", "update") == Cells{"2", "3"});
+  CHECK(column(directory / "train.validation.csv", "samples") == Cells{"2", "3"});
+  CHECK(column(directory / "train.validation.csv", "validation/loss") == Cells{"4", "4"});
+  CHECK(column(directory / "train.other.csv", "other/loss") == Cells{"4"});
+  train(directory / "train.jsonl");
+  const auto lines = split(text_of(directory / "train.jsonl"), '\n');
+  REQUIRE(lines.size() == 6);
+  CHECK(lines[2].starts_with("{\"update\": 2, \"epoch\": 0, \"samples\": 2, \"seconds\": "));
+  CHECK(lines[2].ends_with(", \"validation/loss\": 4}"));
+  CHECK(lines[5].ends_with(", \"other/loss\": 4}"));
+}
+
+TEST_CASE("MetricsLog: a run that was killed and goes on has each line once") {
+  const Directory directory;
+  const Batches batches{{1.0, 1}, {2.0, 1}, {3.0, 1}, {4.0, 1}, {5.0, 1}};
+  Batches unseen{{4.0, 2}};
+  const auto train = [&](const std::filesystem::path& path, std::int64_t until, std::int64_t every, bool resume) {
+    Net net;
+    ga::Trainer trainer(net, net.sgd, given_loss, ga::MetricsLog{.path = path, .append = true},
+                        ga::Validate(unseen, {.every_updates = 2}),
+                        ga::SaveState{.directory = directory / "states", .every_updates = every});
+    trainer.fit(batches, {.epochs = 2, .updates = until, .resume = resume ? directory / "states" : ""});
+  };
+  const auto without_times = [](const std::filesystem::path& csv) {
+    auto text = std::string();
+    for (auto& row : rows_of(csv))
+      for (auto& [name, cell] : row)
+        if (name != "seconds") text += name + "=" + cell + ' ';
+    return text;
+  };
+  train(directory / "whole.csv", 10, 3, false);
+  const auto whole = without_times(directory / "whole.csv"),
+             validated = without_times(directory / "whole.validation.csv");
+  std::filesystem::remove_all(directory / "states");
+
+  const auto path = directory / "train.csv";
+  train(path, 6, 3, false);
+  std::filesystem::remove_all(directory / "states/step-000006");  // as if it had been killed before it saved
+  train(path, 10, 100, true);
+  CHECK(without_times(path) == whole);
+  CHECK(without_times(directory / "train.validation.csv") == validated);
+  CHECK(column(path, "update") == Cells{"1", "2", "3", "4", "5", "6", "7", "8", "9", "10"});
 }
