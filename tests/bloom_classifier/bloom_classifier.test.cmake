@@ -139,7 +139,7 @@ expect_match("${output}" "updates: 1, skipped: 0\n")
 succeed(--model "${DIRECTORY}/made" --train "${DIRECTORY}/made/reviews.csv" --threads 1 --validate-every 1 --patience 1
   --lr 1e-12 --accumulate 2 --epochs 3)
 expect_match("${output}" "Epoch: 0001/0003 \\| Batch 0002/[0-9]+ \\| Val acc\\.: [0-9.]+% \\| Val loss: [0-9.]+\n")
-expect_match("${output}" "Epochs: [0-9]+, updates: [2-9], skipped: 0\nStopped early: loss was best, [0-9.]+, at update [0-9]+, 1 validations ago\n")
+expect_match("${output}" "Epochs: [0-9]+, updates: [2-9], skipped: 0\nStopped early: loss was best, [0-9.]+, at update [0-9]+, 1 validation ago\n")
 
 # Mistakes.
 expect_error(1 "made: must not be there yet, or be an empty folder" make --output "${DIRECTORY}/made")

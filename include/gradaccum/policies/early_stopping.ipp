@@ -25,7 +25,8 @@ GRADACCUM_INLINE bool EarlyStopping::add(double number) {
 }
 
 GRADACCUM_INLINE std::string EarlyStopping::reason() const {
-  return fmt::format("{} was best, {:.6g}, at update {}, {} validations ago", metric, best, best_update, waited);
+  return fmt::format("{} was best, {:.6g}, at update {}, {} validation{} ago", metric, best, best_update, waited,
+                     waited == 1 ? "" : "s");
 }
 
 GRADACCUM_INLINE void EarlyStopping::attach(TrainerBase& trainer) {
