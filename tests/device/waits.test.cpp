@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-// How often the host waits for a device, part by part, and that README's table says so.
+// How often the host waits for a device, part by part, and that the table of docs/parts.md says so.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -261,9 +261,9 @@ double of_batches(bool shuffle) {
 }
 
 /// A row's third column, by what the first one begins with.
-std::map<std::string, std::string> readme() {
+std::map<std::string, std::string> table() {
   std::map<std::string, std::string> rows;
-  std::istringstream lines(text_of(README));
+  std::istringstream lines(text_of(PARTS));
   for (std::string line; std::getline(lines, line);) {
     if (line.rfind("| ", 0) != 0 || line.size() < 4) continue;
     const auto cut = line.rfind(" | ", line.size() - 3);
@@ -273,14 +273,14 @@ std::map<std::string, std::string> readme() {
 }
 
 std::string says(const std::string& part) {
-  for (auto& [row, waits] : readme())
+  for (auto& [row, waits] : table())
     if (row.rfind(part, 0) == 0) return waits;
   return "no such row";
 }
 
 }  // namespace
 
-TEST_CASE("device: parts wait as often as README's table says", "[cuda]") {
+TEST_CASE("device: parts wait as often as the table of parts says", "[cuda]") {
   if (!WaitCount::possible()) SKIP("needs the emulated device, which counts");
   struct Part {
     std::string row, says;
