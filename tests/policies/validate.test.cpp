@@ -9,12 +9,20 @@
 #include "support/models.hpp"
 #include "support/ranks.hpp"
 
+#include <algorithm>
+#include <chrono>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <limits>
 #include <optional>
 #include <sstream>
+#include <stdexcept>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 namespace ga = gradaccum;
@@ -82,6 +90,19 @@ struct Told {
     if (std::exchange(due, false) && next < losses.size()) tell(losses[next++]);
   }
   bool due = false;
+};
+
+struct Killed {};
+
+/// Ends the program, as far as a training can tell, when what is listed before has saved this update.
+struct Kill {
+  std::int64_t at = -1;
+  ga::TrainerBase* trainer = nullptr;
+
+  void attach(ga::TrainerBase& to) { trainer = &to; }
+  void at_boundary() const {
+    if (trainer->updates() == at) throw Killed();
+  }
 };
 
 }  // namespace
@@ -222,25 +243,34 @@ TEST_CASE("Validate: a smoke fit has one of everything") {
 
 TEST_CASE("Validate: a training that goes on has all validations once, to the bit") {
   const Directory directory;
-  const auto train = [&](const std::filesystem::path& states, std::optional<std::int64_t> until, bool resume) {
+  struct Outcome {
+    ga::FitReport report;
+    at::Tensor parameters;
+  };
+  const auto train = [&](const std::filesystem::path& states, std::int64_t kill_at, bool resume) {
     Scene scene;
     ga::Trainer trainer(scene.model, scene.adam, objective, ga::Accumulate{.steps = 2},
                         ga::Validate(scene.validation, {.every_updates = 2, .every_epochs = 1}, ga::Accuracy{}),
-                        ga::EarlyStopping{.patience = 100}, ga::SaveState{.directory = states, .every_updates = 1});
-    auto report = trainer.fit(
-        scene.batches,
-        {.epochs = 3, .updates = until, .resume = resume ? states : std::filesystem::path(), .allow_changes = false});
-    return std::pair(std::move(report), flat(scene.model).clone());
+                        ga::EarlyStopping{.patience = 100}, ga::SaveState{.directory = states, .every_updates = 1},
+                        Kill{.at = kill_at});
+    Outcome outcome;
+    try {
+      outcome.report = trainer.fit(scene.batches, {.epochs = 3, .resume = resume ? states : std::filesystem::path()});
+    } catch (const Killed&) {
+    }
+    outcome.parameters = flat(scene.model).clone();
+    return outcome;
   };
-  const auto [whole, parameters] = train(directory / "whole", {}, false);
-  CHECK(updates_of(whole) == Updates{2, 3, 4, 6, 8, 9});
-  for (const std::int64_t stop : {1, 2, 3, 5, 8}) {
-    const auto states = directory / std::to_string(stop);
-    train(states, stop, false);
-    const auto [resumed, same] = train(states, {}, true);
-    CHECK(updates_of(resumed) == updates_of(whole));
-    CHECK(losses_of(resumed) == losses_of(whole));
-    CHECK(at::equal(same, parameters));
+  const auto whole = train(directory / "whole", -1, false);
+  CHECK(updates_of(whole.report) == Updates{2, 3, 4, 6, 8, 9});
+  for (const std::int64_t kill_at : {1, 2, 3, 5, 6, 8}) {
+    const auto states = directory / std::to_string(kill_at);
+    const auto killed = train(states, kill_at, false);
+    CHECK_FALSE(at::equal(killed.parameters, whole.parameters));
+    const auto resumed = train(states, -1, true);
+    CHECK(updates_of(resumed.report) == updates_of(whole.report));
+    CHECK(losses_of(resumed.report) == losses_of(whole.report));
+    CHECK(at::equal(resumed.parameters, whole.parameters));
   }
 }
 
