@@ -32,19 +32,18 @@ harness::Contestant contestant(const std::string& name, const programs::Settings
                                const fashion_mnist::Dataset& dataset, Policies... policies) {
   struct Run {
     torch::nn::Sequential model;
-    ga::optim::AdamW adamw;
+    ga::optim::AdamW adamw{model->parameters(), ga::optim::AdamWOptions(3e-4)};
     ga::data::TensorBatches batches, test;
+    Run(const programs::Settings& from, const fashion_mnist::Dataset& data)
+        : model(programs::make_model(from)),
+          batches(data.train.images, data.train.labels, {.batch_size = programs::batch_size, .shuffle = true}),
+          test(data.test.images, data.test.labels, {.batch_size = 1000}) {}
   };
-  auto model = programs::make_model(settings);
-  auto run = std::make_shared<Run>(
-      Run{model,
-          {model->parameters(), ga::optim::AdamWOptions(3e-4)},
-          {dataset.train.images, dataset.train.labels, {.batch_size = programs::batch_size, .shuffle = true}},
-          {dataset.test.images, dataset.test.labels, {.batch_size = 1000}}});
+  auto run = std::make_shared<Run>(settings, dataset);
   auto* const trainer =
       new ga::Trainer(run->model, run->adamw, scored, ga::Validate(run->test, ga::Accuracy{}), std::move(policies)...);
   const std::shared_ptr<std::remove_pointer_t<decltype(trainer)>> owner(trainer);
-  return {name, [run, owner] { owner->fit(run->batches); }, model->parameters()};
+  return {name, [run, owner] { owner->fit(run->batches); }, run->model->parameters()};
 }
 
 }  // namespace

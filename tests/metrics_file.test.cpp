@@ -3,15 +3,13 @@
 
 #include <gradaccum/metrics_file.hpp>
 
+#include "support/file_size_limit.hpp"
 #include "support/files.hpp"
 
 #include <bit>
-#include <csignal>
 #include <cstdlib>
 #include <limits>
 #include <random>
-
-#include <sys/resource.h>
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -24,23 +22,6 @@ constexpr double not_a_number = std::numeric_limits<double>::quiet_NaN();
 constexpr double infinity = std::numeric_limits<double>::infinity();
 
 void write_one(const ga::MetricsFileOptions& options, const Fields& fields) { ga::MetricsFile(options).write(fields); }
-
-// As a full disk would: no file may grow beyond so many bytes.
-class FileSizeLimit {
- public:
-  explicit FileSizeLimit(rlim_t bytes) {
-    getrlimit(RLIMIT_FSIZE, &before_);
-    setrlimit(RLIMIT_FSIZE, std::make_unique<rlimit>(rlimit{bytes, before_.rlim_max}).get());
-  }
-  ~FileSizeLimit() {
-    setrlimit(RLIMIT_FSIZE, &before_);
-    std::signal(SIGXFSZ, handler_);
-  }
-
- private:
-  rlimit before_{};
-  void (*handler_)(int) = std::signal(SIGXFSZ, SIG_IGN);
-};
 
 }  // namespace
 
@@ -280,8 +261,12 @@ TEST_CASE("MetricsFile: lines at the end are removed by a number") {
   CHECK(kept("x.csv", "a,b\n1,2\n1,3\n1,4\n", 3.5) == "a,b\n1,2\n1,3\n9,9\n");
   CHECK(kept("x.csv", "a,b\n1,2\n1,3\n", 0) == "a,b\n9,9\n");
   CHECK(kept("x.csv", "a,b\n1,2\n", 2) == "a,b\n1,2\n9,9\n");
-  CHECK(kept("x.csv", "a,b\n1,5\n1,2\n1,3\n", 2) == "a,b\n1,5\n1,2\n9,9\n");  // only at the end
-  CHECK(kept("x.csv", "a,b\n1,2\n1,3\n1,", 2) == "a,b\n1,2\n9,9\n");          // one was cut off
+  CHECK(kept("x.csv", "a,b\n1,5\n1,2\n1,3\n", 2) == "a,b\n1,5\n1,2\n9,9\n");       // only at the end
+  CHECK(kept("x.csv", "a,b\n1,2\n1,3\n1,", 2) == "a,b\n1,2\n9,9\n");               // one was cut off
+  CHECK(kept("x.csv", "a,b\n1,7\n1,8\n1,1\n1,2\n", 0) == "a,b\n1,7\n1,8\n9,9\n");  // of another run
+  write_text(directory / "y.jsonl", "{\"b\": 1, \"moved\": 1}\n{\"b\": 2}\n{\"b\": 2}\n");
+  ga::MetricsFile({.path = directory / "y.jsonl", .append = true}).remove_lines_at_end("b", 0, "moved");
+  CHECK(text_of(directory / "y.jsonl") == "{\"b\": 1, \"moved\": 1}\n");
   CHECK(kept("x.csv", "", 2) == "a,b\n9,9\n");
   CHECK(kept("x.jsonl", "{\"a\": 1, \"b\": 2}\n{\"b\": 3, \"a\": 1}\n", 2) ==
         "{\"a\": 1, \"b\": 2}\n{\"a\": 9, \"b\": 9}\n");

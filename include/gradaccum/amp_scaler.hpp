@@ -22,6 +22,7 @@
 
 namespace gradaccum {
 
+/// How the scale of the loss begins and moves: the names and numbers are those of `torch.amp.GradScaler`.
 struct AmpScalerOptions {
   double init_scale = 65536.0;          ///< > 0 and finite, in float32
   double growth_factor = 2.0;           ///< > 1

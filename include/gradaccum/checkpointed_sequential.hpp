@@ -31,7 +31,7 @@ struct CheckpointedSequentialOptions {
   std::int64_t segments = 0;
   /// So many bytes at most, with as little running again as that allows.
   std::int64_t memory_budget = 0;
-  CheckpointOptions checkpoint = {};
+  CheckpointOptions checkpoint = {};  ///< how the parts are run again
 };
 
 /// See `CheckpointedSequential`.

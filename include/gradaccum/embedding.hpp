@@ -9,6 +9,7 @@
 
 namespace gradaccum {
 
+/// How the gradient of a table comes.
 struct EmbeddingOptions {
   std::int64_t padding_idx = -1;  ///< its row gets no gradient; negative: no such row
   bool sparse = false;            ///< the gradient is a sparse tensor, of the rows that were looked up

@@ -65,6 +65,7 @@ class ResumeFrom {
   decltype(&detail::open_state) open_ = nullptr;
 };
 
+/// When a `fit` ends, what it does about short windows and losses that are not finite, and what it goes on from.
 struct FitOptions {
   std::optional<std::int64_t> epochs = {};   ///< passes over the batches; 1 if no other limit is given; with another
                                              ///< one, at most so many
@@ -72,8 +73,8 @@ struct FitOptions {
   std::optional<std::int64_t> samples = {};  ///< stop with the window after which so many have been taken
   std::optional<std::chrono::duration<double>> time = {};  ///< the same, after so long: std::chrono::minutes(60), say;
                                                            ///< of the whole `fit`, where it goes on from a state
-  Tail tail = Tail::flush;
-  OnNan on_nan = OnNan::stop;
+  Tail tail = Tail::flush;                                 ///< what becomes of a window that an epoch leaves shorter
+  OnNan on_nan = OnNan::stop;                              ///< what becomes of a loss that is NaN or infinite
   bool smoke = false;           ///< one window of everything, to see that it runs; `evaluate` takes one batch meanwhile
   ResumeFrom resume = {};       ///< go on from the newest state in this directory, see `ga::save`; from the beginning
                                 ///< where there is none

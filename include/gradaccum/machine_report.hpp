@@ -18,6 +18,7 @@ struct MachineReport {
   bool ok() const;
 };
 
+/// What `std::cout << report` prints.
 std::string to_string(const MachineReport& report);
 std::ostream& operator<<(std::ostream& stream, const MachineReport& report);
 

@@ -15,6 +15,7 @@
 
 namespace gradaccum {
 
+/// Which file, and whether it goes on.
 struct MetricsFileOptions {
   std::filesystem::path path = {};  ///< `.csv`: comma-separated with a line of names; `.jsonl`: a JSON object a line
   bool append = false;              ///< go on with a file that is there; else it is begun anew
@@ -47,7 +48,9 @@ class MetricsFile {
   explicit MetricsFile(MetricsFileOptions options);
   void write(const Fields& fields);
   /// Removes the lines at the end in which the number of this name is higher: for a run that goes on from before them.
-  void remove_lines_at_end(std::string_view name, double last);
+  /// As far as the number goes up: where it goes down from one line to the next, another run had begun. And as far as
+  /// lines have no number `without`.
+  void remove_lines_at_end(std::string_view name, double last, std::string_view without = {});
 
  private:
   struct File;

@@ -15,6 +15,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <optional>
 #include <set>
 #include <stdexcept>
@@ -118,13 +119,16 @@ GRADACCUM_INLINE std::optional<double> MetricsFile::File::number_of(std::string_
   return end == cell.c_str() ? std::nullopt : std::optional(number);
 }
 
-GRADACCUM_INLINE void MetricsFile::remove_lines_at_end(std::string_view name, double last) {
+GRADACCUM_INLINE void MetricsFile::remove_lines_at_end(std::string_view name, double last, std::string_view without) {
   const auto text = file_->text();
   std::size_t kept = file_->is_torn ? text.rfind('\n') + 1 : text.size();
-  while (kept > 0) {
+  for (double next = std::numeric_limits<double>::infinity(); kept > 0;) {
     const auto begin = kept > 1 ? text.rfind('\n', kept - 2) + 1 : 0;  // npos + 1 is 0
-    const auto number = file_->number_of(name, std::string_view(text).substr(begin, kept - begin));
-    if (!number || !(*number > last)) break;
+    const auto line = std::string_view(text).substr(begin, kept - begin);
+    const auto number = file_->number_of(name, line);
+    if (!number || !(*number > last) || *number > next) break;
+    if (!without.empty() && file_->number_of(without, line)) break;
+    next = *number;
     kept = begin;
   }
   if (kept == text.size()) return;

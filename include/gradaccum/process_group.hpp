@@ -23,6 +23,7 @@ class Links;
 struct LaunchEnvironment;
 }  // namespace detail
 
+/// How long processes wait for each other.
 struct ProcessGroupOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(30);  ///< that one exchange, and the meeting, may take
 };

@@ -12,6 +12,7 @@
 
 namespace gradaccum {
 
+/// Where the line goes, and how often.
 struct ProgressLineOptions {
   std::FILE* to = stderr;                       ///< nullptr: nowhere
   bool only_on_terminal = false;                ///< silent where it is none

@@ -17,6 +17,7 @@
 
 namespace gradaccum {
 
+/// How gradients are sent, and what differs between the copies.
 struct ReplicasOptions {
   std::int64_t bucket_bytes = std::int64_t{25} << 20;  ///< gradients that are sent together, at most; >= 1
   bool overlap = true;       ///< send gradients while the backward that fills the window goes on

@@ -19,6 +19,7 @@
 
 namespace gradaccum {
 
+/// For which batches the recorded step is to hold, and what it may take as it is.
 struct SaveStepOptions {
   bool any_rows = true;    ///< try to make one graph for batches of any number of rows; else for those given alone
   bool constants = false;  ///< the objective may use tensors that are neither of the model nor of the batch: they stay

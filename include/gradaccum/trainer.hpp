@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/optimizers/param_states.hpp>
 #include <gradaccum/detail/trainer/any_batches.hpp>
 #include <gradaccum/detail/trainer/any_policy.hpp>
 #include <gradaccum/detail/trainer/arguments.hpp>
@@ -13,7 +14,10 @@
 #include <gradaccum/state_parts.hpp>
 #include <gradaccum/trainer_base.hpp>
 
+#include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
+#include <c10/util/FunctionRef.h>
+#include <torch/optim/optimizer.h>
 
 #include <concepts>
 #include <cstddef>
@@ -105,6 +109,9 @@ class Trainer : public TrainerBase {
   static constexpr bool has =  ///< one of its policies has it
       (Hook::template in<Progress> && !(std::derived_from<detail::policy_t<Policies>, Progress> || ...)) ||
       (Hook::template in<detail::policy_t<Policies>> || ...);
+  template <class Hook>
+  static constexpr bool acts_in =  ///< the same, of those that do not only look on, as their member `looks_on` says
+      ((Hook::template in<detail::policy_t<Policies>> && !requires { detail::policy_t<Policies>::looks_on; }) || ...);
   template <class Policy>
   static constexpr auto count_of = (std::same_as<Policy, detail::policy_t<Policies>> + ... + 0);
   template <class Policy>
@@ -145,6 +152,9 @@ class Trainer : public TrainerBase {
   }
   double learning_rate() override { return detail::learning_rate_of(optimizer_); }
   void archive_optimizer(Archive& archive) override { archive("optimizer", OptimizerState(optimizer_, module())); }
+  void for_each_optimizer_tensor(c10::function_ref<void(const at::Tensor&)> see) override {
+    if constexpr (std::derived_from<Optimizer, torch::optim::Optimizer>) detail::for_each_state_tensor(optimizer_, see);
+  }
 
   template <class Policy>
   void add_policy(Policy policy) {

@@ -6,6 +6,7 @@
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/fit_report.hpp>
 #include <gradaccum/loss.hpp>
+#include <gradaccum/memory_by_kind.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/validation.hpp>
@@ -73,8 +74,13 @@ class TrainerBase {
   void will_validate(std::string name, const std::vector<std::string>& metrics);
   /// The same, of all; when all policies are attached.
   const std::vector<std::string>& metrics() const;
+  /// What is held now: parameters, the optimizer's state and gradients. Copies nothing, and does not wait.
+  MemoryByKind memory_by_kind();
+  /// Gives `see` the tensors that these are, each with its kind; one that is undefined, too.
+  void for_each_held(c10::function_ref<void(std::int64_t MemoryByKind::*kind, const at::Tensor& tensor)> see);
   void set_accumulate_in(std::optional<at::ScalarType> dtype);
   void set_in_backward(bool on);
+  bool steps_in_backward() const;
   void set_batch_size(std::int64_t samples);                        ///< of a window; 0: nobody counts them
   void set_divider(std::unique_ptr<detail::BatchDivider> divider);  ///< for FitMemory
   void set_peers(std::shared_ptr<detail::Peers> peers);             ///< for DataParallel
@@ -107,6 +113,7 @@ class TrainerBase {
 
   virtual void archive_optimizer(Archive& archive) = 0;
   virtual double learning_rate() = 0;
+  virtual void for_each_optimizer_tensor(c10::function_ref<void(const at::Tensor&)> see) = 0;
 
  private:
   friend class detail::Fit;

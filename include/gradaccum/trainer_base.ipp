@@ -4,6 +4,7 @@
 #include <gradaccum/trainer_base.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/memory/storage_count.hpp>
 #include <gradaccum/detail/trainer/fit.hpp>
 #include <gradaccum/detail/trainer/mode_guard.hpp>
 #include <gradaccum/detail/trainer/parts.hpp>
@@ -13,7 +14,9 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
+#include <torch/nn/module.h>
 
+#include <cstddef>
 #include <string_view>
 #include <utility>
 
@@ -46,7 +49,7 @@ GRADACCUM_INLINE FitReport TrainerBase::fit_with(detail::AnyBatches& batches, co
 GRADACCUM_INLINE Evaluation TrainerBase::evaluate_with(detail::AnyBatches& batches, detail::Evaluator evaluator,
                                                        bool on_all) {
   TORCH_CHECK(
-      !parts_->data.goes_through(batches),
+      !batches.has_state() || !parts_->data.goes_through(batches),
       "Trainer: evaluate must not go through the batches that fit is going through: make another object of them");
   const detail::ModeGuard mode(module(), false);
   const at::NoGradGuard no_grad;
@@ -133,10 +136,30 @@ GRADACCUM_INLINE void TrainerBase::will_validate(std::string name, const std::ve
 }
 GRADACCUM_INLINE const std::vector<std::string>& TrainerBase::metrics() const { return parts_->metrics; }
 
+GRADACCUM_INLINE MemoryByKind TrainerBase::memory_by_kind() {
+  detail::StorageCount count;
+  MemoryByKind bytes;
+  for_each_held([&](std::int64_t MemoryByKind::*kind, const at::Tensor& tensor) { bytes.*kind += count.add(tensor); });
+  return bytes;
+}
+
+GRADACCUM_INLINE void TrainerBase::for_each_held(
+    c10::function_ref<void(std::int64_t MemoryByKind::*kind, const at::Tensor& tensor)> see) {
+  auto all = module().parameters();
+  for (auto& parameter : parameters()) all.push_back(parameter);
+  for (auto& parameter : all) see(&MemoryByKind::parameters, parameter);
+  for (auto& buffer : module().buffers()) see(&MemoryByKind::parameters, buffer);
+  for_each_optimizer_tensor([&](const at::Tensor& tensor) { see(&MemoryByKind::optimizer_state, tensor); });
+  for (auto& parameter : all) see(&MemoryByKind::gradients, parameter.grad());
+  const auto& sums = parts_->window.closing()->sums();
+  for (std::size_t place = 0; place < sums.size(); ++place) see(&MemoryByKind::gradients, sums[place]);
+}
+
 GRADACCUM_INLINE void TrainerBase::set_accumulate_in(std::optional<at::ScalarType> dtype) {
   parts_->window.set_accumulate_in(dtype);
 }
 GRADACCUM_INLINE void TrainerBase::set_in_backward(bool on) { parts_->window.set_in_backward(on); }
+GRADACCUM_INLINE bool TrainerBase::steps_in_backward() const { return parts_->window.steps_in_backward(); }
 
 GRADACCUM_INLINE void TrainerBase::set_batch_size(std::int64_t samples) { parts_->batch_size = samples; }
 GRADACCUM_INLINE void TrainerBase::set_divider(std::unique_ptr<detail::BatchDivider> divider) {

@@ -25,10 +25,12 @@ concept saveable = requires(T& training, Archive& archive) {
   { training.updates() } -> std::convertible_to<std::int64_t>;
 };
 
+/// Which states are kept.
 struct SaveOptions {
   std::int64_t keep_last = 0;  ///< remove all but the newest states, so many; 0: none
 };
 
+/// Which state is taken, and what may differ.
 struct LoadOptions {
   bool allow_changes = false;  ///< load what fits, though the model, the data or settings are others
   bool best = false;  ///< not the newest state, but the one with the best validation: see `SaveState::keep_best`

@@ -66,7 +66,7 @@ GRADACCUM_INLINE std::optional<FoundState> found_state(const std::filesystem::pa
     for (auto& value : manifest.values)
       if (value.first.starts_with("save_state."))
         std::visit([&](auto& held) { values[value.first] = held; }, value.second);
-    FoundState found{.path = path};
+    FoundState found{path, {}};
     Archive(std::move(values))("save_state", found.measured);
     return found.measured.number ? std::optional(std::move(found)) : std::nullopt;
   } catch (const std::exception&) {

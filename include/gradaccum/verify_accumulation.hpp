@@ -21,6 +21,7 @@
 
 namespace gradaccum {
 
+/// In how many parts the batch goes, and what counts as equal.
 struct VerifyAccumulationOptions {
   std::int64_t steps = 8;                ///< micro-batches, >= 2
   std::optional<double> tolerance = {};  ///< by default 1e-10 for float64, 1e-4 for float32, 10 roundings for 16 bits
@@ -41,6 +42,7 @@ struct AccumulationReport {
   bool exact() const { return worst() <= tolerance && causes.empty(); }
 };
 
+/// What `std::cout << report` prints.
 std::string to_string(const AccumulationReport& report);
 std::ostream& operator<<(std::ostream& stream, const AccumulationReport& report);
 

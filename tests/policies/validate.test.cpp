@@ -110,6 +110,7 @@ struct Kill {
 TEST_CASE("Validate: finds what evaluate finds, and training goes on as if there had been none, to the bit") {
   Scene plain, validated;
   ga::Trainer without(plain.model, plain.adam, objective, ga::Accumulate{.steps = 2});
+  torch::manual_seed(3);
   without.fit(plain.batches, {.epochs = 3});
 
   std::vector<double> expected;
@@ -123,6 +124,7 @@ TEST_CASE("Validate: finds what evaluate finds, and training goes on as if there
                         expected.push_back(torch::cross_entropy_loss(output, validated.unseen.targets).item<double>());
                         validated.model->train();
                       });
+  torch::manual_seed(3);
   const auto report = trainer.fit(validated.batches, {.epochs = 3});
   CHECK(at::equal(flat(validated.model), flat(plain.model)));
   CHECK(updates_of(report) == Updates{2, 4, 6, 8});  // 3 windows an epoch
@@ -162,9 +164,11 @@ TEST_CASE("Validate: of the averages, which are out of the model again afterward
   };
   ga::Trainer trainer(scene.model, scene.adam, objective, ga::Ema{.decay = 0.5},
                       ga::Validate(scene.validation, {.every_updates = 3, .ema = true}));
+  torch::manual_seed(3);
   const auto report = trainer.fit(scene.batches, {.epochs = 1});
   own.push_back(loss(scene));
   ga::Trainer plain(other.model, other.adam, objective);
+  torch::manual_seed(3);
   plain.fit(other.batches, {.epochs = 1});
   CHECK(at::equal(flat(scene.model), flat(other.model)));
   trainer.policy<ga::Ema>().swap(scene.model);

@@ -24,7 +24,7 @@ endfunction()
 room(build        PUBLIC version)
 room(types)
 room(kernels)
-room(memory       PUBLIC keep_freed_memory memory_meter)
+room(memory       PUBLIC keep_freed_memory memory_by_kind memory_meter)
 room(state        PUBLIC archive)
 room(window       PUBLIC clip_grad concepts embedding factor grad_accumulator gradients loss window
                   USES types kernels state)
@@ -42,15 +42,18 @@ room(fitting      PUBLIC memory_plan
                   USES memory state scaling machine checkpoint data)
 room(io           PUBLIC io/
                   USES types kernels state)
+room(watching     PUBLIC curves profile_report profiler progress_line run_end run_page summary_writer
+                  USES kernels memory state io)
 room(parallel     PUBLIC process_group replicas
                   USES types state window data)
 room(verification PUBLIC verify_accumulation
                   USES types window data)
 room(compilation  PUBLIC compiled_step save_step
                   USES types kernels window scaling checkpoint data io)
-room(trainer      PUBLIC fit_options fit_report metrics metrics_file mode policies policies/ policy progress_line
-                         state_parts trainer trainer_base training_state validation
-                  USES types kernels memory state window scaling optimizers checkpoint data fitting io parallel)
+room(trainer      PUBLIC fit_options fit_report metrics metrics_file mode policies policies/ policy state_parts
+                         trainer trainer_base training_state validation
+                  USES types kernels memory state window scaling optimizers checkpoint data fitting io watching
+                       parallel)
 room(everything   PUBLIC compiled gradaccum)
 set(used_by_everything ${rooms})
 
@@ -128,3 +131,23 @@ foreach(file IN LISTS files)
     message(SEND_ERROR "${header} must include detail/build/inline.hpp, or a header that does")
   endif()
 endforeach()
+
+# A class of detail has a name of its own: two would be one to a linker that meets both.
+set(known "")
+foreach(file IN LISTS files)
+  if(NOT file MATCHES "^detail/.*pp$") # simd/ has the same names for each processor, in namespaces of its own
+    continue()
+  endif()
+  file(STRINGS "${INCLUDE}/gradaccum/${file}" classes REGEX "^(class|struct|enum class) [A-Za-z0-9_]+( [^;]*)?$")
+  foreach(line IN LISTS classes)
+    string(REGEX REPLACE "^(class|struct|enum class) ([A-Za-z0-9_]+).*" "\\2" class "${line}")
+    if(class IN_LIST known)
+      message(SEND_ERROR "${file} has a class ${class} of detail, and so has another file")
+    endif()
+    list(APPEND known "${class}")
+  endforeach()
+endforeach()
+list(LENGTH known number)
+if(number LESS 100)
+  message(SEND_ERROR "detail has ${number} classes: does the test find them?")
+endif()

@@ -14,6 +14,7 @@
 
 namespace gradaccum::data {
 
+/// Which sequences make a batch, and in what order.
 struct LengthBucketsOptions {
   std::int64_t batch_size = 0;          ///< sequences a batch; this or `tokens`
   std::int64_t tokens = 0;              ///< the most elements a batch has, padding included: sequences x longest
@@ -25,7 +26,7 @@ struct LengthBucketsOptions {
   bool drop_last = false;               ///< leave out the batch that has less than `batch_size` sequences
   std::int64_t mega_batch = 50;  ///< shuffled: batches sorted by length together; more: less padding, less chance
   std::int64_t rank = 0;         ///< of several processes: every `world_size`-th batch is this one's
-  std::int64_t world_size = 1;
+  std::int64_t world_size = 1;   ///< how many processes share the batches
 };
 
 /// A batch of sequences, the longest first.
@@ -40,6 +41,8 @@ struct SequenceBatch {
   std::int64_t rows() const { return indices.size(0); }
   /// The sequences [from, from + count), padded to the longest of these.
   SequenceBatch narrow(std::int64_t from, std::int64_t count) const;
+  /// With `data` and `target` there; to CUDA from pinned memory. The rest stays on the CPU.
+  SequenceBatch to(at::Device device) const;
 };
 
 /// For `save_step` and `CompiledStep`.

@@ -4,6 +4,7 @@
 #include <gradaccum/data/length_buckets.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/data/batch_on_device.hpp>
 #include <gradaccum/detail/memory/copied_to.hpp>
 
 #include <ATen/core/Generator.h>
@@ -156,6 +157,13 @@ GRADACCUM_INLINE SequenceBatch SequenceBatch::narrow(std::int64_t from, std::int
   part.target_lengths = target_lengths.narrow(0, from, count);
   part.target = part.target.narrow(1, 0, longest(part.target_lengths));
   return part;
+}
+
+GRADACCUM_INLINE SequenceBatch SequenceBatch::to(at::Device device) const {
+  SequenceBatch there = *this;
+  there.data = detail::brought_to(device, data);
+  there.target = detail::brought_to(device, target);
+  return there;
 }
 
 }  // namespace gradaccum::data

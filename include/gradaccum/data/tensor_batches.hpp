@@ -10,13 +10,14 @@
 
 namespace gradaccum::data {
 
+/// Which rows make a batch, and in what order.
 struct TensorBatchesOptions {
   std::int64_t batch_size = 64;  ///< rows a batch, >= 1
   bool shuffle = false;          ///< a new order every epoch
   std::uint64_t seed = 0;        ///< the order depends on the seed and the epoch alone
   bool drop_last = false;        ///< leave out a last, smaller batch
   std::int64_t rank = 0;         ///< of several processes: every `world_size`-th batch is this one's
-  std::int64_t world_size = 1;
+  std::int64_t world_size = 1;   ///< how many processes share the batches
 };
 
 /// A batch: the names are those of `torch::data::Example`.

@@ -8,6 +8,7 @@
 
 namespace gradaccum::io {
 
+/// In what a file of weights and a module may differ.
 struct LoadWeightsOptions {
   bool strict = true;  ///< throw where the file and the module differ; else load what fits
 

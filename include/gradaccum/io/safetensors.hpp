@@ -19,7 +19,9 @@ class MappedFile;
 
 namespace gradaccum::io {
 
+/// Tensors by name.
 using Tensors = std::map<std::string, at::Tensor>;
+/// Texts about a file, by name.
 using Metadata = std::map<std::string, std::string>;
 
 /// A safetensors file, whose tensors are read from the disk when they are used: Python's `safe_open`.

@@ -22,6 +22,7 @@ struct PlannedTensor {
   at::ScalarType dtype = at::kFloat;
 };
 
+/// How large a file may be, and what it says of itself.
 struct SaveShardedOptions {
   std::uint64_t shard_bytes = 5'000'000'000;  ///< the most of a file's tensors; a larger tensor has one of its own
   Metadata metadata = {{"format", "pt"}};     ///< of each file: what Hugging Face's libraries want

@@ -8,7 +8,7 @@
 
 namespace gradaccum::lr {
 
-/// How `WarmupStableDecay` falls; 1 - sqrt falls fast at first.
+/// How `WarmupStableDecay` falls: `linear`, `cosine`, or `one_minus_sqrt`, which falls fast at first.
 enum class Decay { linear, cosine, one_minus_sqrt };
 
 /// A linear warm-up, `peak` for most of the run, and a decay to `end` over the last `decay` updates of `total`.

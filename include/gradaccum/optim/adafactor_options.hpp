@@ -25,21 +25,22 @@ namespace gradaccum::optim {
 /// `weight_decay * lr`.
 enum class AdafactorVariant { paper, pytorch };
 
+/// The step sizes of `Adafactor`, and which of its variants it is.
 struct AdafactorOptions : public torch::optim::OptimizerCloneableOptions<AdafactorOptions>,
                           public detail::ArchivesItself {
   AdafactorOptions(double lr = 1e-2) : lr_(lr) {}
   using eps_t = std::tuple<double, double>;
-  TORCH_ARG(double, lr);
+  TORCH_ARG(double, lr);                  ///< the step size, or the most that it is with relative_step
   TORCH_ARG(double, beta2_decay) = -0.8;  ///< beta2 of step t is 1 - t^beta2_decay
   TORCH_ARG(eps_t, eps) = {1e-30,
                            1e-3};  ///< of the squared gradient; the least RMS of a parameter that scales its step
   TORCH_ARG(double, d) = 1.0;      ///< an update of a larger RMS is clipped to it
-  TORCH_ARG(double, weight_decay) = 0.0;
+  TORCH_ARG(double, weight_decay) = 0.0;    ///< decoupled from the gradient; `AdafactorVariant` says of what
   TORCH_ARG(double, beta1) = 0.0;           ///< of a moving average of the updates; 0: none is kept
   TORCH_ARG(bool, relative_step) = true;    ///< the step size is min(lr, 1 / sqrt(t)), else lr
   TORCH_ARG(bool, warmup_init) = false;     ///< with relative_step: it is min(1e-6 t, 1 / sqrt(t))
   TORCH_ARG(bool, scale_parameter) = true;  ///< the step size is multiplied by the parameter's RMS
-  TORCH_ARG(AdafactorVariant, variant) = AdafactorVariant::paper;
+  TORCH_ARG(AdafactorVariant, variant) = AdafactorVariant::paper;  ///< whose formulas
 
  public:
   GRADACCUM_INLINE void serialize(torch::serialize::InputArchive& archive) override;

@@ -11,6 +11,7 @@
 
 namespace gradaccum::optim {
 
+/// LibTorch's own: options, and files of them, are the same.
 using AdamOptions = torch::optim::AdamOptions;
 
 /// torch::optim::Adam in one pass over memory, which takes a window's deferred factor on the way.

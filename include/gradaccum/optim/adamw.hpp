@@ -11,6 +11,7 @@
 
 namespace gradaccum::optim {
 
+/// LibTorch's own: options, and files of them, are the same.
 using AdamWOptions = torch::optim::AdamWOptions;
 
 /// torch::optim::AdamW in one pass over memory, which takes a window's deferred factor on the way.
@@ -29,11 +30,11 @@ using AdamWOptions = torch::optim::AdamWOptions;
 /// each tensor, each of them a pass.
 ///
 /// Parameters: float32, float64, bfloat16 and float16 (with float32 state), complex; of any strides; on several
-/// devices. Gradients: dense, or sparse, as of `ga::embedding(tokens, table, {.sparse = true})`. By sparse gradients the
-/// step is the same, to the bit; on the CPU it costs memory and time for the rows that gradients have ever had (and one
-/// pass for weight decay): moments are sparse tensors of those rows, dense where they are saved. On a device, and where
-/// a decay moves every row (`Adam`'s, not `AdamW`'s), the gradient becomes dense first. A parameter that is listed
-/// twice, and state of another shape, are errors; parameters that share a part of their memory are not noticed.
+/// devices. Gradients: dense, or sparse, as of `ga::embedding(tokens, table, {.sparse = true})`. By sparse gradients
+/// the step is the same, to the bit; on the CPU it costs memory and time for the rows that gradients have ever had (and
+/// one pass for weight decay): moments are sparse tensors of those rows, dense where they are saved. On a device, and
+/// where a decay moves every row (`Adam`'s, not `AdamW`'s), the gradient becomes dense first. A parameter that is
+/// listed twice, and state of another shape, are errors; parameters that share a part of their memory are not noticed.
 ///
 /// @note Does not synchronise with the device. On the CPU it uses AVX-512 or AVX2 where the processor has it, on
 /// LibTorch's threads; the bits do not depend on their number. Elsewhere it is ATen's fused operation.

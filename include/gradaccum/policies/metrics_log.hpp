@@ -24,9 +24,9 @@ namespace gradaccum {
 ///     }, ga::MetricsLog{.path = "train.jsonl", .every = 2});
 ///     trainer.fit(batches);
 ///
-/// A `fit` that goes on from a state, with `append`, first removes the lines that were written after that: so there are
-/// none twice. `MetricsFile` says how it is written, and is the part for a loop of one's own. Of several processes rank
-/// 0 writes.
+/// With `append` a `fit` that is given `.resume` first removes the lines that the last run has written after the state
+/// (all of its lines, where there is no state yet): so there are none twice. `MetricsFile` says how it is written, and
+/// is the part for a loop of one's own. Of several processes rank 0 writes.
 ///
 /// @note Reads loss and norm from the device for each line.
 struct MetricsLog {
@@ -45,7 +45,7 @@ struct MetricsLog {
   void after_window(const Step& step);
   void on_validation(const Validation& validation);
   void write(const Step& step) const;
-  void remove_lines_after(std::int64_t samples);
+  void go_on_from(std::int64_t samples, bool validates);
   std::filesystem::path path_of(const Validation& validation) const;
   MetricsFile& file_of(const Validation& validation);
 };

@@ -29,17 +29,21 @@ GRADACCUM_INLINE int MetricsLog::fit_scope() {
 }
 
 GRADACCUM_INLINE void MetricsLog::after_window(const Step& step) {
-  if (std::exchange(goes_on, false) && !status->resumed_from.empty())
-    remove_lines_after(status->samples - step.samples);
+  go_on_from(status->samples - step.samples, /*validates=*/false);
   if (++windows % every == 0 && file) write(step);
 }
 
-GRADACCUM_INLINE void MetricsLog::remove_lines_after(std::int64_t samples) {
-  if (!file) return;
-  file->remove_lines_at_end("samples", static_cast<double>(samples));
+/// One that is made before the first window was not known to the state: its line may be there.
+GRADACCUM_INLINE void MetricsLog::go_on_from(std::int64_t samples, bool validates) {
+  if (!std::exchange(goes_on, false) || status->options.resume.empty() || !file) return;
+  const auto last = static_cast<double>(samples);
+  const auto last_validated = validates ? last - 0.5 : last;
+  file->remove_lines_at_end("samples", last);
+  file->remove_lines_at_end("samples", last_validated, "moved");
   for (auto& name : validated) {
     const Validation of{.name = name};
-    if (std::filesystem::exists(path_of(of))) file_of(of).remove_lines_at_end("samples", static_cast<double>(samples));
+    if (path_of(of) != path && std::filesystem::exists(path_of(of)))
+      file_of(of).remove_lines_at_end("samples", last_validated);
   }
 }
 
@@ -59,6 +63,7 @@ GRADACCUM_INLINE MetricsFile& MetricsLog::file_of(const Validation& validation) 
 
 GRADACCUM_INLINE void MetricsLog::on_validation(const Validation& validation) {
   if (!file) return;
+  go_on_from(validation.samples, /*validates=*/true);
   MetricsFile::Fields fields{{"update", validation.update},
                              {"epoch", validation.epoch},
                              {"samples", validation.samples},

@@ -25,8 +25,8 @@ struct OptimizerInBackward {
 
   template <class Trainer>
   void attach(Trainer& trainer) const {
-    constexpr bool needs_all = Trainer::template has<hooks::before_step> ||
-                               Trainer::template has<hooks::reduce_gradients> ||
+    constexpr bool needs_all = Trainer::template acts_in<hooks::before_step> ||
+                               Trainer::template acts_in<hooks::reduce_gradients> ||
                                Trainer::template has<hooks::others_continue>;
     static_assert(!needs_all,
                   "OptimizerInBackward: a policy with before_step or reduce_gradients (ClipNorm, ClipValue), or of "

@@ -19,6 +19,7 @@
 
 namespace gradaccum {
 
+/// When it is evaluated, of which weights, and what the numbers are called.
 struct ValidateOptions {
   std::optional<std::int64_t> every_updates = {};  ///< >= 1
   std::optional<std::int64_t> every_epochs = {};   ///< >= 1; 1 if neither is given

@@ -5,6 +5,7 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/checkpoint/tensor_traits.hpp>
+#include <gradaccum/detail/types/recorded_inputs.hpp>
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/Tensor.h>
@@ -31,17 +32,6 @@
 #include <utility>
 
 namespace gradaccum::detail {
-
-/// The inputs of an operation that is recorded. `RecordFunction::inputs()` is for programs that are built as LibTorch
-/// itself was: without NDEBUG it asserts what a LibTorch that was built for release never sets.
-template <auto inputs>
-struct RecordedInputs {
-  friend c10::ArrayRef<const c10::IValue> recorded_inputs(const at::RecordFunction& operation) {
-    return operation.*inputs;
-  }
-};
-c10::ArrayRef<const c10::IValue> recorded_inputs(const at::RecordFunction& operation);
-template struct RecordedInputs<&at::RecordFunction::inputs_>;  // an explicit instantiation may name what is private
 
 /// Notes the epsilon of each LayerNorm that runs on this thread, by the number of its node: the node has all that it
 /// takes to run it again, but for that.

@@ -42,6 +42,15 @@ class EpochOrder {
   /// Saves or loads where a run is. Other data is an error, known by its number of batches and by the last batch.
   void state(Archive& archive);
 
+  /// Where it is, and whether the next loop goes on there: what a `Prefetch` that went ahead puts back.
+  struct Place {
+    State state;
+    bool resumed = false;
+  };
+  Place place() const { return {state_, resumed_}; }
+  /// To a place of this object's own.
+  void go_back(const Place& place);
+
  protected:
   EpochOrder() = default;
   EpochOrder(const EpochOrder&) = default;

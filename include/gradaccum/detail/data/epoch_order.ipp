@@ -61,6 +61,11 @@ GRADACCUM_INLINE void EpochOrder::state(Archive& archive) {
   if (archive.loading()) archive.when_all_fit([this, next] { load_state(next); });
 }
 
+GRADACCUM_INLINE void EpochOrder::go_back(const Place& place) {
+  state_ = place.state;
+  resumed_ = place.resumed;
+}
+
 GRADACCUM_INLINE void EpochOrder::check(const State& state) const {
   TORCH_CHECK(state.epoch >= 0 && state.epoch < std::numeric_limits<std::int64_t>::max(), name(),
               ": a state must have an epoch >= 0 that another can follow, got ", state.epoch);

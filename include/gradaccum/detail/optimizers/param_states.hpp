@@ -5,6 +5,7 @@
 #include <gradaccum/detail/state/named_state.hpp>
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
 
@@ -39,6 +40,9 @@ std::unique_ptr<torch::optim::OptimizerParamState> new_state_of(const torch::opt
 
 /// Those that are kept by rows become dense, as files have them, until the next step.
 void make_dense(const torch::optim::Optimizer& optimizer);
+
+/// All their tensors, as the optimizer keeps them.
+void for_each_state_tensor(const torch::optim::Optimizer& optimizer, c10::function_ref<void(const at::Tensor&)> see);
 
 /// All of them. The tensors are the optimizer's own, or dense copies where it keeps rows.
 NamedTensors named_state_of(const torch::optim::Optimizer& optimizer, const NameOf& name_of);

@@ -85,6 +85,13 @@ GRADACCUM_INLINE void make_dense(const torch::optim::Optimizer& optimizer) {
       if (tensor->defined()) *tensor = whole(slot, *tensor);
 }
 
+GRADACCUM_INLINE void for_each_state_tensor(const torch::optim::Optimizer& optimizer,
+                                            c10::function_ref<void(const at::Tensor&)> see) {
+  for (auto& [parameter, state] : optimizer.state())
+    for (auto& [slot, tensor] : parts_of(*state).tensors)
+      if (tensor->defined()) see(*tensor);
+}
+
 GRADACCUM_INLINE NamedTensors named_state_of(const torch::optim::Optimizer& optimizer, const NameOf& name_of) {
   NamedTensors all;
   for_each_parameter(optimizer, [&](const at::Tensor& parameter) {

@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/archive.hpp>
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/data/batch_on_device.hpp>
+#include <gradaccum/detail/data/prepared_ahead.hpp>
+#include <gradaccum/detail/data/range_pass.hpp>
+
+#include <c10/core/Device.h>
+#include <c10/util/Exception.h>
+#include <c10/util/FunctionRef.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <type_traits>
+#include <utility>
+
+namespace gradaccum::data {
+
+/// How far a `Prefetch` goes ahead, and where its batches go.
+struct PrefetchOptions {
+  std::int64_t depth = 2;  ///< batches that wait for the loop, at most; >= 1
+  /// Brings them there; to CUDA from pinned memory, by copies that nobody waits for.
+  std::optional<c10::Device> device = std::nullopt;
+  /// Let batches draw from LibTorch's default generators: not in the order that they would without, or twice alike.
+  bool allow_draws = false;
+};
+
+}  // namespace gradaccum::data
+
+namespace gradaccum::detail {
+
+void check_prefetch(const data::PrefetchOptions& options);
+
+/// Runs `make` on the thread that goes ahead; throws if that has drawn random numbers which are not its own.
+void make_without_draws(c10::function_ref<void()> make);
+
+}  // namespace gradaccum::detail
+
+namespace gradaccum::data {
+
+/// The same batches as a range's, the next ones prepared in a thread while one trains.
+///
+///     ga::data::TensorBatches batches(images, labels, {.batch_size = 4, .shuffle = true, .seed = 0});
+///     ga::data::Prefetch ahead(batches, {.depth = 2});      // .device = model's device brings them there, too
+///     for (int epoch = 0; epoch < 3; ++epoch)
+///       for (auto& batch : ahead) {
+///         auto loss = torch::cross_entropy_loss(model->forward(batch.data), batch.target);
+///         loss.backward();
+///       }
+///
+/// Any range will do, and everything is as without it, to the bit: batches, their order, epochs that were left early,
+/// an exception at its batch, `state()` and what goes on from it. The thread is ahead, but a state is that of the batch
+/// in hand, and nothing else asks the range meanwhile. Two things are the range's to keep, or are refused:
+///
+/// Random numbers. `begin()` of the range, and its first batch, run in the loop's own thread; so a RandomSampler draws
+/// where it would without. A later batch that draws from LibTorch's default generators, which the training draws from
+/// at the same time, is an error that names the operation: give the range a generator of its own, or `allow_draws`.
+/// (Of a DataLoader's workers nobody knows, as without.)
+///
+/// Its place. TensorBatches and LengthBuckets say it with each batch. A range of your own with `state(Archive&)` is
+/// asked for that after each batch, in the thread; with `place()` and `go_back(place)`, any cheap value, for these
+/// instead. Without these two a loop that was left early leaves it up to `depth` batches further, so that `begin()`
+/// must begin anew, as it does for containers and for LibTorch's loaders.
+///
+/// An lvalue is held by reference, and left alone until the loop is over; an rvalue is moved. Batches are copied or
+/// moved out of it, tensors are not: it must not fill one tensor again and again. The thread has LibTorch's modes of
+/// the loop's, its meter of memory and streams, but no further threads for its operations. One loop at a time. A loop
+/// that is left, and a state that is saved, wait for the batch that is being prepared.
+///
+/// @note Does not synchronise with the device. At most `depth` batches wait, beside the one in hand.
+template <class Range>
+class Prefetch {
+  using Bare = std::remove_reference_t<Range>;
+  using Pass = detail::RangePass<Bare>;
+  using Batch = typename Pass::Batch;
+
+ public:
+  class Iterator {
+   public:
+    using value_type = Batch;
+    using difference_type = std::ptrdiff_t;
+    using iterator_category = std::input_iterator_tag;
+    using pointer = Batch*;
+    using reference = Batch&;
+
+    explicit Iterator(Prefetch& owner) : owner_(&owner) {}
+    Iterator(Iterator&& other) noexcept : owner_(std::exchange(other.owner_, nullptr)) {}
+    Iterator& operator=(Iterator&& other) noexcept {
+      std::swap(owner_, other.owner_);
+      return *this;
+    }
+    ~Iterator() {
+      if (owner_) owner_->leave();
+    }
+
+    Batch& operator*() const { return owner_->in_hand_->batch; }
+    Batch* operator->() const { return &**this; }
+    Iterator& operator++() {
+      if (!owner_->advance()) std::exchange(owner_, nullptr)->leave();
+      return *this;
+    }
+    void operator++(int) { ++*this; }
+    bool operator==(std::default_sentinel_t) const { return owner_ == nullptr; }
+
+   private:
+    Prefetch* owner_;
+  };
+
+  explicit Prefetch(Range&& range, PrefetchOptions options = {})
+      : range_(std::forward<Range>(range)), options_(options) {
+    detail::check_prefetch(options_);
+  }
+  Prefetch(const Prefetch&) = delete;
+  Prefetch& operator=(const Prefetch&) = delete;
+
+  Iterator begin() {
+    TORCH_CHECK(!looping_, "Prefetch: a second loop began inside this one; give it a range and a Prefetch of its own");
+    looping_ = true;
+    left_.reset();
+    Iterator first(*this);  // whose end is that of the loop, should the range throw
+    ++first;
+    return first;
+  }
+  std::default_sentinel_t end() const { return {}; }
+
+  /// What the range says while the batch in hand is.
+  std::int64_t size() const requires detail::is_sized<Bare> {
+    const bool noted = in_hand_ && in_hand_->note;
+    return noted ? in_hand_->note->size : static_cast<std::int64_t>(std::as_const(range_).size());
+  }
+
+  /// Saves what the range would save while the batch in hand is; or loads, forgets what was prepared, and goes on
+  /// there.
+  void state(Archive& archive) requires detail::saves_its_place<Bare> {
+    ahead_.stop();
+    if (archive.loading()) {
+      range_.state(archive);
+      return archive.when_all_fit([this] { forget(); });
+    }
+    const auto& note = in_hand_ ? in_hand_->note : left_;
+    if (note)
+      note->save(range_, archive);
+    else
+      range_.state(archive);
+    if (pass_) ahead_.start();
+  }
+
+ private:
+  using Note = detail::RangeNote<Bare>;
+  struct Made : detail::Prepared {
+    explicit Made(Batch&& given) : batch(std::move(given)) {}
+
+    Batch batch;
+    std::optional<Note> note = std::nullopt;
+  };
+
+  /// To the next batch. False where there is none.
+  bool advance() {
+    in_hand_.reset();
+    in_hand_ = next();
+    return in_hand_ != nullptr;
+  }
+  /// The first one, with all that the range does when it begins, is made in the loop's own thread.
+  std::unique_ptr<Made> next() {
+    if (pass_) return std::unique_ptr<Made>(static_cast<Made*>(ahead_.take().release()));
+    pass_.emplace(range_);
+    auto first = make();
+    if (first) ahead_.start();
+    return first;
+  }
+  std::unique_ptr<Made> make() {
+    if (!pass_->next()) return nullptr;
+    auto made = std::make_unique<Made>(pass_->batch());
+    if (options_.device) detail::bring_to(*options_.device, made->batch);
+    made->note.emplace(range_);
+    return made;
+  }
+  std::unique_ptr<detail::Prepared> make_ahead() {
+    if (options_.allow_draws) return make();
+    std::unique_ptr<detail::Prepared> made;
+    detail::make_without_draws([&] { made = make(); });
+    return made;
+  }
+
+  /// The range is brought to where it would be without the thread, or that is kept for `state`.
+  void leave() noexcept {
+    ahead_.stop();
+    ahead_.clear();
+    pass_.reset();
+    if (in_hand_ && in_hand_->note) {
+      in_hand_->note->go_back(range_);
+      if constexpr (!detail::goes_back_to_place<Bare>) left_ = std::move(in_hand_->note);
+    }
+    in_hand_.reset();
+    looping_ = false;
+  }
+  void forget() {
+    ahead_.clear();
+    pass_.reset();
+    left_.reset();
+    if (in_hand_) in_hand_->note.reset();
+  }
+
+  Range range_;
+  PrefetchOptions options_;
+  std::optional<Pass> pass_;
+  std::unique_ptr<Made> in_hand_;
+  std::optional<Note> left_;  // that of the last batch of a loop that was left
+  bool looping_ = false;
+  detail::PreparedAhead ahead_{static_cast<std::size_t>(options_.depth), [this] { return make_ahead(); }};
+};
+
+template <class Range>
+Prefetch(Range&&, PrefetchOptions = {}) -> Prefetch<Range>;
+
+}  // namespace gradaccum::data
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/data/prefetch.ipp>
+#endif

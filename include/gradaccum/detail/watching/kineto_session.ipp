@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/watching/kineto_session.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/io/files.hpp>
+#include <gradaccum/detail/memory/memory_ledger.hpp>
+
+#include <ATen/Context.h>
+#include <ATen/record_function.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <torch/csrc/autograd/profiler_kineto.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <fstream>
+#include <optional>
+#include <set>
+#include <stdexcept>
+#include <system_error>
+
+extern "C" {
+/// Kineto's own, which LibTorch calls after Kineto has printed its first lines. A LibTorch without Kineto has none.
+__attribute__((weak)) void suppressLibkinetoLogMessages();
+}
+
+namespace gradaccum::detail {
+
+namespace kineto = torch::autograd::profiler;
+
+GRADACCUM_INLINE void check_can_profile(const char* who) {
+  const bool taken = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE) != nullptr;
+  TORCH_CHECK(!taken || !MemoryLedger::possible(), who,
+              ": must not start where a MemoryMeter counts (FitOptions::measure_memory has one): LibTorch has one slot "
+              "for both");
+  TORCH_CHECK(!taken, who, ": must not start where LibTorch's profiler is at work already, on this thread");
+}
+
+GRADACCUM_INLINE kineto::ProfilerConfig profiler_config() {
+  return kineto::ProfilerConfig(kineto::ProfilerState::KINETO, /*report_input_shapes=*/false, /*profile_memory=*/true);
+}
+
+GRADACCUM_INLINE std::set<kineto::ActivityType> profiler_activities() {
+  std::set<kineto::ActivityType> activities{kineto::ActivityType::CPU};
+  if (at::hasCUDA()) activities.insert(kineto::ActivityType::CUDA);
+  return activities;
+}
+
+GRADACCUM_INLINE KinetoSession::KinetoSession(const char* who) {
+  check_can_profile(who);
+  if (suppressLibkinetoLogMessages) suppressLibkinetoLogMessages();  // heeds KINETO_LOG_LEVEL, where that is set
+  kineto::prepareProfiler(profiler_config(), profiler_activities());
+  kineto::enableProfiler(profiler_config(), profiler_activities());
+  running_ = true;
+}
+
+GRADACCUM_INLINE KinetoSession::~KinetoSession() {
+  if (!running_) return;
+  try {
+    kineto::disableProfiler();
+  } catch (...) {  // somebody else has ended it
+  }
+}
+
+/// Kineto tells nobody that a disk was full: what it has written whole ends with a brace.
+GRADACCUM_INLINE bool is_whole_trace(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary | std::ios::ate);
+  for (auto place = static_cast<std::streamoff>(file.tellg()); place > 0;) {
+    file.seekg(--place);
+    const int c = file.peek();
+    if (c != '\n' && c != ' ') return c == '}';
+  }
+  return false;
+}
+
+GRADACCUM_INLINE void save_trace(kineto::ProfilerResult& result, const std::filesystem::path& path) {
+  const auto temporary = temporary_name(path);
+  try {
+    result.save("file://" + temporary.string());
+    if (!is_whole_trace(temporary)) throw std::runtime_error(path.string() + ": LibTorch could not write the trace");
+    if (std::rename(temporary.c_str(), path.c_str()) != 0) file_error(path, "must be replaced (is as before)", errno);
+  } catch (...) {
+    std::error_code ignored;
+    std::filesystem::remove(temporary, ignored);
+    throw;
+  }
+}
+
+/// None of what is neither: marks of users, what the CUDA runtime does.
+GRADACCUM_INLINE std::optional<ProfiledEvent::Kind> kind_of_event(const kineto::KinetoEvent& event) {
+  constexpr std::uint8_t operation = 0, mark_on_device = 2;  // by Kineto's numbers
+  if (event.name() == "[memory]") return ProfiledEvent::Kind::memory;
+  if (event.deviceType() != c10::DeviceType::CPU)
+    return event.activityType() != mark_on_device && event.linkedCorrelationId() > 0
+               ? std::optional(ProfiledEvent::Kind::kernel)
+               : std::nullopt;
+  const bool is_mark = event.scope() == static_cast<std::uint8_t>(at::RecordScope::USER_SCOPE);
+  if (event.activityType() != operation || is_mark || event.isAsync()) return std::nullopt;
+  return ProfiledEvent::Kind::operation;
+}
+
+GRADACCUM_INLINE std::vector<ProfiledEvent> events_of(const kineto::ProfilerResult& result) {
+  std::vector<ProfiledEvent> events;
+  for (auto& event : result.events()) {
+    const auto kind = kind_of_event(event);
+    if (!kind) continue;
+    const bool is_kernel = *kind == ProfiledEvent::Kind::kernel;
+    events.push_back({.kind = *kind,
+                      .name = event.name(),
+                      .begin = static_cast<std::int64_t>(event.startNs()),
+                      .end = static_cast<std::int64_t>(event.endNs()),
+                      .thread = event.startThreadId(),
+                      .correlation = is_kernel ? event.linkedCorrelationId() : event.correlationId(),
+                      .bytes = *kind == ProfiledEvent::Kind::memory ? event.nBytes() : 0});
+  }
+  return events;
+}
+
+/// Those that have not ended would be missing.
+GRADACCUM_INLINE void wait_for_kernels() {
+  if (!at::hasCUDA()) return;
+  const c10::impl::VirtualGuardImpl cuda(c10::DeviceType::CUDA);
+  cuda.synchronizeDevice(cuda.getDevice().index());
+}
+
+GRADACCUM_INLINE std::vector<ProfiledEvent> KinetoSession::end(const std::filesystem::path& trace) {
+  TORCH_CHECK(thread_ == std::this_thread::get_id(), "Profiler: must be finished on the thread that it was begun on");
+  wait_for_kernels();
+  running_ = false;
+  const auto result = kineto::disableProfiler();
+  auto events = events_of(*result);
+  if (!trace.empty()) save_trace(*result, trace);
+  return events;
+}
+
+}  // namespace gradaccum::detail

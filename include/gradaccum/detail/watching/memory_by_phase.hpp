@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/memory_by_kind.hpp>
+#include <gradaccum/memory_meter.hpp>
+#include <gradaccum/profile_report.hpp>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/FunctionRef.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace gradaccum::detail {
+
+/// Memory by kind at the end of each phase. It is what a `MemoryMeter` counts that begins with this, and what was there
+/// before of the kinds that are known, as long as it is there.
+class MemoryByPhase {
+ public:
+  using SeeHeld = c10::function_ref<void(std::int64_t MemoryByKind::*kind, const at::Tensor& tensor)>;
+
+  /// `for_each_held`: gives the tensors of all kinds that are known, as TrainerBase does.
+  explicit MemoryByPhase(std::function<void(SeeHeld)> for_each_held);
+
+  /// Of several with that name the largest is kept. What "forward" has added is activations at its end, and counts to
+  /// the rest once backward has had it.
+  void end(const std::string& phase);
+
+  const std::vector<ProfiledMemory>& phases() const { return phases_; }
+  std::int64_t peak_bytes() const { return older_bytes() + meter_.peak_bytes(); }
+
+ private:
+  MemoryByKind now() const;
+  std::int64_t older_bytes() const;
+
+  std::function<void(SeeHeld)> for_each_held_;
+  std::vector<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, std::int64_t>> older_;
+  std::vector<ProfiledMemory> phases_;
+  std::int64_t rest_before_ = 0;
+  MemoryMeter meter_;
+};
+
+}  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/watching/memory_by_phase.ipp>
+#endif

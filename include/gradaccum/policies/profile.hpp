@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/gradients.hpp>
+#include <gradaccum/loss.hpp>
+#include <gradaccum/policy.hpp>
+#include <gradaccum/profile_report.hpp>
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <utility>
+
+namespace gradaccum {
+
+namespace detail {
+class ProfiledUpdates;
+
+/// Ends what an exception has left at work.
+class ProfileScope {
+ public:
+  explicit ProfileScope(std::shared_ptr<ProfiledUpdates> updates) : updates_(std::move(updates)) {}
+  ProfileScope(const ProfileScope&) = delete;
+  ProfileScope& operator=(const ProfileScope&) = delete;
+  ~ProfileScope();
+
+ private:
+  std::shared_ptr<ProfiledUpdates> updates_;
+};
+}  // namespace detail
+
+/// Policy: where time and memory go, in some updates of `fit`, by LibTorch's own profiler.
+///
+///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
+///       return torch::mse_loss(net->forward(batch.data), batch.target);
+///     }, ga::Profile{.updates = {2, 4}, .directory = "profiles/fit"});
+///     trainer.fit(batches);
+///     std::cout << *trainer.policy<ga::Profile>().report();
+///
+/// From when `updates.first` updates have been made until `updates.second` have, each moment is in one phase:
+///
+/// | phase | what it is |
+/// |---|---|
+/// | `data` | between two micro-batches: the next batch, and what policies do there that are listed behind, as saving |
+/// | `forward` | the objective |
+/// | `backward` | until the gradients are there; with `OptimizerInBackward` the steps, too |
+/// | `reduce` | until the window's mean is there: what is left to exchange between processes |
+/// | `step` | clipping, and until the parameters have moved |
+/// | `other` | policies hear of it: averages, logs, validation |
+///
+/// List it first among the policies, so that their work falls as the table says. `trace.json`, for Perfetto
+/// (ui.perfetto.dev) and chrome://tracing, and `profile.txt` are written when the last of these updates is over, or
+/// with those there were when `fit` ends before. An exception ends the profile, without files.
+///
+/// Memory by kind is that of the update before them (if `first` is 0, of the one behind them), which is not profiled
+/// but measured, as both need LibTorch's one slot: at the end of each phase, where there are several of a name that
+/// with the most. Its sum is what a `MemoryMeter` counts that begins with this update, beside the parameters, state and
+/// gradients that were there before; other tensors that are older, as data and averages, are not in it.
+///
+/// Of several processes rank 0 does this. Not together with `FitOptions::measure_memory`, a `MemoryMeter` or another
+/// profiler around `fit`: an error when `fit` begins. Nothing is profiled in a `.smoke` fit. See `Profiler` for what it
+/// costs, and for loops of one's own.
+///
+/// @note Outside of these updates it costs and waits for nothing.
+struct Profile {
+  static constexpr bool looks_on = true;
+
+  std::pair<std::int64_t, std::int64_t> updates = {10, 13};    ///< 0 <= first < second
+  std::filesystem::path directory = {};                        ///< made where it is not there
+  std::shared_ptr<detail::ProfiledUpdates> at_work = nullptr;  ///< not an option, like the next
+  const TrainerBase* trainer = nullptr;
+
+  /// None before the last of these updates.
+  const ProfileReport* report() const;
+
+  void attach(TrainerBase& trainer);
+  detail::ProfileScope fit_scope();
+  void on_epoch_begin(std::int64_t epoch);
+  int forward_scope();
+  void before_backward(Loss& loss);
+  void scale_gradients(Factor& factor);
+  void after_backward(Gradients& gradients);
+  void before_step(Gradients& gradients);
+  void after_window(const Step& step);
+  void at_boundary();
+};
+
+}  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/policies/profile.ipp>
+#endif

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/policies/report.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/memory/occupied_memory.hpp>
+#include <gradaccum/detail/trainer/report_texts.hpp>
+#include <gradaccum/detail/watching/number_text.hpp>
+#include <gradaccum/fit_report.hpp>
+#include <gradaccum/memory_meter.hpp>
+#include <gradaccum/progress_line.hpp>
+
+#include <c10/util/Exception.h>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <csignal>
+
+namespace gradaccum {
+
+namespace detail {
+
+GRADACCUM_INLINE double seconds_between(FitStatus::Clock::time_point from, FitStatus::Clock::time_point to) {
+  return std::chrono::duration<double>(to - from).count();
+}
+
+}  // namespace detail
+
+/// The page is made here, and not written: it may be that of the run that this one is to go on from.
+GRADACCUM_INLINE void Report::attach_to(TrainerBase& to) {
+  TORCH_CHECK(!path.empty(), "Report: path must be given");
+  TORCH_CHECK(every.count() >= 0, "Report: every must be >= 0 s, got ", every.count(), " s");
+  trainer = &to;
+  status = &to.status();
+  if (to.is_first()) page = std::make_shared<RunPage>(RunPageOptions{.path = path, .title = title, .every = every});
+}
+
+GRADACCUM_INLINE Report::Ending Report::fit_scope() {
+  last.reset();
+  if (page) page->restart();
+  return {this};
+}
+
+/// Twice a second at most: it reads the process's memory, and shorter times say little of the speed.
+GRADACCUM_INLINE bool Report::is_time_to_measure() const {
+  return writes() && (!last || detail::seconds_between(*last, Clock::now()) >= 0.5);
+}
+
+/// Where the gradients of a window are all there, and its activations gone.
+GRADACCUM_INLINE void Report::scale_gradients(Factor&) {
+  is_full = trainer->closing();
+  memory.clear();
+  if (!is_time_to_measure()) return;
+  const auto occupied = detail::occupied_memory(trainer->device());
+  if (held) memory = held();
+  std::int64_t known = 0;
+  for (auto& [kind, bytes] : memory) known += bytes;
+  if (occupied) memory.emplace_back(held ? "rest" : "resident", std::max<std::int64_t>(*occupied - known, 0));
+}
+
+GRADACCUM_INLINE void Report::after_step(const Step& step) {
+  if (!writes()) return;
+  page->add("train/loss", step.update, step.loss.item<double>());
+  if (!std::isnan(step.lr)) page->add("train/lr", step.update, step.lr);
+  if (step.grad_norm.defined()) page->add("train/grad_norm", step.update, step.grad_norm.item<double>());
+  if (is_time_to_measure()) measure(step.update);
+  if (!is_full) return;  // a tail says little of the others
+  window_batches = step.batches;
+  window_samples = step.samples;
+}
+
+/// The first time of a fit is only where its speed is counted from.
+GRADACCUM_INLINE void Report::measure(std::int64_t update) {
+  for (auto& [kind, bytes] : std::exchange(memory, {})) page->add("memory/" + kind, update, static_cast<double>(bytes));
+  const auto now = Clock::now();
+  const auto before = std::exchange(last, now);
+  const auto samples = status->samples - std::exchange(samples_then, status->samples);
+  const double seconds = before ? detail::seconds_between(*before, now) : 0;
+  if (seconds > 0 && samples > 0) page->add("train/samples_per_second", update, static_cast<double>(samples) / seconds);
+}
+
+/// The time that it took is none of the training's.
+GRADACCUM_INLINE void Report::on_validation(const Validation& validation) {
+  if (!writes()) return;
+  const std::chrono::duration<double> took(validation.found.seconds);
+  if (last) *last += std::chrono::duration_cast<Clock::duration>(took);
+  for (auto& [metric, number] : validation.found.metrics)
+    page->add(validation.name + '/' + metric, validation.update, number);
+}
+
+/// What the user calls the same is the user's.
+GRADACCUM_INLINE void Report::tell_settings() {
+  auto all = settings;
+  const auto tell = [&](const std::string& what, std::string text) {
+    const auto is_it = [&what](auto& setting) { return setting.first == what; };
+    if (std::none_of(settings.begin(), settings.end(), is_it)) all.emplace_back(what, std::move(text));
+  };
+  for (auto& [what, text] : found) tell(what, text);
+  tell("parameters", detail::parameters_text(trainer->parameters()));
+  tell("device", trainer->device().str());
+  tell("trains for", detail::limits_text(status->options));
+  if (window_batches > 0)
+    tell("an update has", fmt::format("{} micro-batch{}, {}", window_batches, window_batches == 1 ? "" : "es",
+                                      detail::plural_text(window_samples, "sample")));
+  if (!status->resumed_from.empty()) tell("resumed from", status->resumed_from);
+  for (auto& [what, text] : all) page->set(what, text);
+}
+
+GRADACCUM_INLINE void Report::describe(bool is_over) {
+  const auto report = detail::report_of(*status);
+  const auto& options = status->options;
+  const auto* const rate = page->curves().find("train/samples_per_second");
+  const auto* const loss = page->curves().find("train/loss");
+  const bool counts_epochs = options.epochs || !(options.updates || options.samples || options.time);
+  const auto begun = status->epochs + (status->batch > 0);  // epochs, of this fit
+  const auto epochs = status->epoch + 1 - begun + options.epochs.value_or(1);
+  page->tile("updates", detail::count_text(trainer->updates()),
+             report.skipped > 0 ? detail::count_text(report.skipped) + " skipped" : "");
+  page->tile("epoch", detail::count_text(status->epoch + 1), counts_epochs ? "of " + detail::count_text(epochs) : "");
+  page->tile("samples", detail::count_text(report.samples));
+  page->tile("samples/s", rate_text(rate && !is_over ? rate->last().value : report.samples_per_second),
+             is_over || !rate ? "on average" : rate_text(report.samples_per_second) + " on average");
+  if (loss) page->tile("train loss", detail::number_text(loss->last().value), "in the last update");
+  detail::best_tile(*page, "loss", true);
+  detail::best_tile(*page, "accuracy", false);
+  if (const auto bytes = peak_resident_memory())
+    page->tile("peak memory", detail::megabytes_text(static_cast<double>(*bytes)), "of this process");
+  detail::show_report(*page, report);
+  tell_settings();
+}
+
+GRADACCUM_INLINE void Report::at_boundary() {
+  if (!writes() || !page->is_due() || status->done()) return;
+  describe(false);
+  try {
+    page->update({.fraction = status->fraction(), .seconds = status->seconds()});
+  } catch (const std::exception&) {  // it is tried again, and at the end
+  }
+}
+
+GRADACCUM_INLINE RunEnd Report::how_it_ended(bool by_exception) const {
+  if (by_exception || status->signal != 0) return RunEnd::interrupted;
+  return status->stopped ? RunEnd::stopped : RunEnd::finished;
+}
+
+GRADACCUM_INLINE std::string Report::why_it_ended(bool by_exception) const {
+  if (by_exception) return "by an exception";
+  if (status->signal == SIGINT) return "by SIGINT";
+  if (status->signal == SIGTERM) return "by SIGTERM";
+  return status->signal != 0 ? fmt::format("by signal {}", status->signal) : status->stop_reason;
+}
+
+/// In a destructor: does not throw.
+GRADACCUM_INLINE void Report::end(bool by_exception) {
+  if (!writes()) return;
+  const auto how = how_it_ended(by_exception);
+  try {
+    if (!page->curves().find("train/samples_per_second")) measure(trainer->updates());  // it was short
+    describe(true);
+    const auto whole = how == RunEnd::finished ? std::optional(1.0) : std::nullopt;
+    page->end(how, why_it_ended(by_exception), {.fraction = whole, .seconds = status->seconds()});
+  } catch (const std::exception&) {
+  }
+}
+
+/// Another rank has no curves; nor has a state of a training that had no Report.
+GRADACCUM_INLINE void Report::state(Archive& archive) {
+  if (!page) return archive.leave_out("page");
+  if (archive.loading() && !archive.has("page")) return;
+  archive("page", *page);
+  if (archive.loading()) archive.when_all_fit([this] { last.reset(); });
+}
+
+GRADACCUM_INLINE const Curves& Report::curves() const {
+  TORCH_CHECK(page, "Report: rank 0 alone has the curves");
+  return page->curves();
+}
+
+}  // namespace gradaccum

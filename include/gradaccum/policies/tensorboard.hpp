@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/archive.hpp>
+#include <gradaccum/detail/watching/value_histogram.hpp>
+#include <gradaccum/fit_options.hpp>
+#include <gradaccum/policy.hpp>
+#include <gradaccum/summary_writer.hpp>
+#include <gradaccum/validation.hpp>
+
+#include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace gradaccum {
+
+namespace detail {
+
+/// Where the last point of a curve of speeds was.
+struct PointOfRate {
+  std::int64_t samples = 0;
+  FitStatus::Clock::time_point time = FitStatus::Clock::now();
+};
+
+}  // namespace detail
+
+/// Policy: the training's curves for TensorBoard: `tensorboard --logdir runs`.
+///
+///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
+///       return torch::mse_loss(net->forward(batch.data), batch.target);
+///     }, ga::TensorBoard{.directory = "runs/a", .histograms_every = 2, .hyperparameters = "learning rate 0.001"});
+///     trainer.fit(batches);
+///     const double loss = trainer.evaluate(batches)["loss"];
+///     trainer.policy<ga::TensorBoard>().writer()->add_scalar("test/loss", loss, trainer.updates());
+///
+/// Over the updates: `train/loss`, `train/lr`, `train/grad_norm` (where somebody clips by it),
+/// `train/samples_per_second` (of training, without validations, since the point before), `memory/resident` and, on a
+/// device, `memory/occupied`, in bytes; whatever a validation found, as `validation/loss`; on request the distributions
+/// `parameters/<name>`, after the update, and `gradients/<name>`, the true ones, as they are where this policy stands
+/// among those with before_step. Windows that were skipped have no point; NaN has one. `SummaryWriter` says how it is
+/// written.
+///
+/// A training that goes on from a state begins a new file, which makes readers forget what the one before had written
+/// of later updates; and all is on the disk before a state is. So there is one curve, without gaps or doubles, in a
+/// directory of its own. Of several processes rank 0 writes. Nothing is written in a `.smoke` fit. Gradients are only
+/// looked at: parameters are those without this policy, to the bit.
+///
+/// @note Reads loss and norm from the device for each point; for histograms all parameters and gradients.
+struct TensorBoard {
+  static constexpr std::string_view name = "tensor_board";
+  static constexpr bool looks_on = true;  ///< but for histograms: may go with OptimizerInBackward
+
+  std::filesystem::path directory = {};  ///< made where it is not there; of one run
+  std::int64_t every = 1;                ///< updates a point, >= 1
+  std::int64_t histograms_every = 0;     ///< updates a histogram; 0: none
+  std::string hyperparameters = {};      ///< a text, in Markdown
+  std::chrono::duration<double> flush_every = std::chrono::seconds(10);
+  std::shared_ptr<SummaryWriter> file = nullptr;  ///< not an option, like all below
+  TrainerBase* trainer = nullptr;
+  const FitStatus* status = nullptr;  // the trainer's
+  bool writes = false;
+  bool begins = true;         // nothing has been written since it was built, or loaded
+  std::int64_t begun_at = 0;  // the update
+  std::optional<detail::PointOfRate> before = {};
+  std::vector<std::pair<std::string, detail::ValueHistogram>> gradients = {};  // of a step that is yet to be taken
+
+  /// When a fit ends, by an exception, too.
+  struct [[nodiscard]] Flush {
+    TensorBoard* board;
+    ~Flush() { board->flush_quietly(); }
+  };
+
+  void attach(TrainerBase& trainer);
+  Flush fit_scope();
+  void before_step(Gradients& window);
+  void after_step(const Step& step);
+  void on_validation(const Validation& validation);
+  void at_boundary();
+  /// Saves nothing of its own: so what was written is on the disk before the state is.
+  void state(Archive& archive);
+
+  /// For numbers of one's own, of the same steps. Null in a process that does not write, and in a `.smoke` fit.
+  SummaryWriter* writer();
+
+  /// Follows the update that the trainer is at.
+  void begin();
+  /// The writer, for numbers of the training; the first begin a file.
+  SummaryWriter* begun();
+  void open(std::optional<std::int64_t> purge_step);
+  void flush_quietly() const;
+  bool is_written(std::string_view tag, std::int64_t step) const;
+  void write_numbers(const Step& step);
+  void write_rate(std::int64_t step);
+  void write_histograms(std::int64_t step);
+};
+
+}  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/policies/tensorboard.ipp>
+#endif

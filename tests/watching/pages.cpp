@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Writes pages for browser.py to look at: pages DIRECTORY
+
+#include <gradaccum/detail/watching/number_text.hpp>
+#include <gradaccum/run_page.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <exception>
+#include <filesystem>
+#include <iostream>
+#include <limits>
+#include <random>
+#include <string>
+
+namespace ga = gradaccum;
+namespace inner = gradaccum::detail;
+
+namespace {
+
+constexpr std::int64_t updates_an_epoch = 938, epochs = 20;
+
+/// A run as one of a small network on FashionMNIST is: what it looks like, not what it learns.
+class BelievableRun {
+ public:
+  explicit BelievableRun(unsigned seed) : random_(seed) {}
+
+  void add(auto& curves, std::int64_t update) {  // Curves, or a page
+    const double share = static_cast<double>(update) / (updates_an_epoch * epochs);
+    const double loss = 0.31 + 1.99 * std::exp(-55 * share) + 0.25 * std::exp(-4 * share);
+    curves.add("train/loss", update, loss * std::exp(0.16 * normal()));
+    curves.add("train/lr", update, 1e-3 * std::min(share / 0.05, 0.5 * (1 + std::cos(3.14159265 * share))));
+    const double spike = uniform() < 0.0008 ? 9 : 1;
+    curves.add("train/grad_norm", update, spike * (0.4 + 1.6 * std::exp(-20 * share)) * std::exp(0.35 * normal()));
+    if (update % updates_an_epoch == 0) {
+      curves.add("validation/loss", update, loss * 1.07 + 0.05 * share + 0.004 * normal());
+      curves.add("validation/accuracy", update, 0.892 - 0.23 * std::exp(-9 * share) + 0.002 * normal());
+    }
+    if (update % 233 == 0) add_machine(curves, update);
+  }
+
+ private:
+  void add_machine(auto& curves, std::int64_t update) {
+    const double mb = 1 << 20;
+    curves.add("train/samples_per_second", update, 30500 + 700 * normal() - (uniform() < 0.05 ? 6000 : 0));
+    curves.add("memory/parameters", update, 108 * mb);
+    curves.add("memory/optimizer_state", update, 216 * mb);
+    curves.add("memory/gradients", update, 108 * mb);
+    curves.add("memory/rest", update, (410 + 12 * normal()) * mb);
+  }
+  double normal() { return std::normal_distribution<double>()(random_); }
+  double uniform() { return std::uniform_real_distribution<double>()(random_); }
+
+  std::mt19937 random_;
+};
+
+ga::RunPageOptions options_of(const std::filesystem::path& path, const std::string& title) {
+  return {.path = path, .title = title, .every = std::chrono::seconds(10)};
+}
+
+void tell_settings(ga::RunPage& page) {
+  page.set("model", "784-512-512-10, 669,706 parameters");
+  page.set("optimizer", "AdamW, lr 1e-3, weight decay 0.01");
+  page.set("learning rate", "cosine, 938 updates of warmup");
+  page.set("trains for", "20 epochs");
+  page.set("an update has", "4 micro-batches, 64 samples");
+  page.set("device", "cpu, 2 threads");
+}
+
+/// A page of a run that goes on, which would be interrupted with the end of this program.
+void keep(const std::filesystem::path& path, const std::string& name) {
+  const auto kept = path.parent_path() / name;
+  std::filesystem::copy_file(path, kept, std::filesystem::copy_options::overwrite_existing);
+}
+
+void write_one(const std::filesystem::path& path, std::int64_t until, bool is_over) {
+  ga::RunPage page(options_of(path, "FashionMNIST, 16 x 4"));
+  BelievableRun run(1);
+  for (std::int64_t update = 1; update <= until; ++update) run.add(page, update);
+  const double seconds = static_cast<double>(until) * 0.00324;
+  const auto best = [&page](const char* curve, bool lowest) {
+    const auto& found = *page.curves().find(curve);
+    return lowest ? *found.lowest() : *found.highest();
+  };
+  const auto loss = best("validation/loss", true), accuracy = best("validation/accuracy", false);
+  page.tile("updates", inner::count_text(until));
+  page.tile("epoch", std::to_string((until + updates_an_epoch - 1) / updates_an_epoch), "of 20");
+  page.tile("samples/s", "30481", "30512 on average");
+  page.tile("best loss", inner::number_text(loss.value), "at update " + inner::count_text(loss.update));
+  page.tile("best accuracy", inner::number_text(accuracy.value), "at update " + inner::count_text(accuracy.update));
+  page.tile("peak memory", "861 MB", "of this process");
+  page.number("updates", until);
+  page.number("samples", until * 64);
+  page.number("seconds", seconds);
+  tell_settings(page);
+  const double share = static_cast<double>(until) / (updates_an_epoch * epochs);
+  const ga::RunProgress progress{.fraction = share, .seconds = seconds};
+  if (is_over)
+    return page.end(ga::RunEnd::stopped, "loss was best at update " + inner::count_text(loss.update), progress);
+  page.update(progress);
+  keep(path, "running.html");
+}
+
+void write_several(const std::filesystem::path& path) {
+  ga::RunPage page(options_of(path, "FashionMNIST, three ways"));
+  unsigned seed = 1;
+  for (const auto* const name : {"64 x 1", "16 x 4", "64 x 1 bf16"}) {
+    BelievableRun run(seed++);
+    auto& curves = page.add_run(name);
+    for (std::int64_t update = 1; update <= updates_an_epoch * epochs; ++update) run.add(curves, update);
+  }
+  tell_settings(page);
+  page.end();
+}
+
+/// What must not run, flatten a chart, or make a page wider than a phone.
+void write_hostile(const std::filesystem::path& path) {
+  constexpr double nan = std::numeric_limits<double>::quiet_NaN();
+  ga::RunPage page(options_of(path, "</title><script>document.title='it ran'</script>"));
+  for (const std::string& name :
+       {std::string("train/</script><img src=x onerror=\"document.title='it ran'\">"),
+        std::string("<svg onload=\"document.title='it ran'\">/loss"),
+        std::string("\"><script>document.title='it ran'</script>"), std::string("' onmouseover='x"),
+        std::string("train/loss"), std::string("\xff\xfe\xc0\0\a", 5), std::string(1 << 20, 'w')}) {
+    for (int i = 0; i < 2000; ++i) page.add(name, i, i == 1 ? 1e9 : i / 100 == 7 ? nan : 1 + std::sin(0.01 * i));
+    page.set(name, name);
+    page.tile(name, name, name);
+    page.number(name, 1.5, name);
+  }
+  page.end(ga::RunEnd::interrupted, "<b onclick=x>by an exception</b>");
+}
+
+void write_empty(const std::filesystem::path& path) {
+  ga::RunPage page(options_of(path, "Nothing yet"));
+  page.update();
+  keep(path, "empty.html");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) try {
+  if (argc != 2) throw std::invalid_argument("usage: pages DIRECTORY");
+  const std::filesystem::path directory = argv[1];
+  std::filesystem::create_directories(directory);
+  write_one(directory / "live.html", 11'300, false);
+  write_one(directory / "over.html", updates_an_epoch * epochs, true);
+  write_several(directory / "several.html");
+  write_hostile(directory / "hostile.html");
+  write_empty(directory / "live.html");
+} catch (const std::exception& error) {
+  std::cerr << error.what() << '\n';
+  return 1;
+}

@@ -1,0 +1,343 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/data/tensor_batches.hpp>
+#include <gradaccum/lr/cosine.hpp>
+#include <gradaccum/policies/data_parallel.hpp>
+#include <gradaccum/policies/report.hpp>
+#include <gradaccum/policies/validate.hpp>
+#include <gradaccum/trainer.hpp>
+
+#include "support/files.hpp"
+#include "support/models.hpp"
+#include "support/ranks.hpp"
+#include "training_state/bits.hpp"
+#include "watching/html.hpp"
+
+#include <algorithm>
+#include <csignal>
+#include <limits>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace ga = gradaccum;
+using namespace testing;
+
+namespace {
+
+using namespace std::chrono_literals;
+
+const auto objective = [](auto& net, auto& batch) { return torch::mse_loss(net->forward(batch.data), batch.target); };
+
+ga::data::TensorBatches make_data(std::int64_t rows = 40) {
+  torch::manual_seed(3);
+  return ga::data::TensorBatches(torch::randn({rows, 4}, at::kDouble), torch::randn({rows, 3}, at::kDouble),
+                                 {.batch_size = 4, .shuffle = true});
+}
+
+ga::Report report_at(const std::filesystem::path& path, std::chrono::duration<double> every = 0s) {
+  return {.path = path, .title = "A test", .settings = {{"data", "random <numbers>"}}, .every = every};
+}
+
+/// A number of a page, read by a program: the same bits.
+double number(const std::string& text) { return std::stod(text); }
+
+/// The curves that do not depend on the clock, as bits.
+std::string curves_of(const ga::Curves& curves) {
+  std::string bits;
+  for (auto& [name, curve] : curves.all()) {
+    if (name.starts_with("memory/") || name == "train/samples_per_second") continue;
+    bits += name + std::to_string(curve.level());
+    for (auto& piece : curve.pieces()) {
+      for (const auto whole : {piece.first, piece.last, piece.finite, piece.gaps, piece.lowest.update})
+        bits += ' ' + std::to_string(whole);
+      for (const double real : {piece.lowest.value, piece.highest.value, piece.mean})
+        bits.append(reinterpret_cast<const char*>(&real), sizeof real);
+    }
+  }
+  return bits;
+}
+
+std::string state_text(const Html& html) {
+  for (const auto* const kind : {"running", "finished", "stopped", "interrupted"}) try {
+      return html.text_of_class(std::string("state ") + kind);
+    } catch (const std::runtime_error&) {
+    }
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("Report: its numbers are those of the FitReport, and its curves those that callbacks see") {
+  const Directory directory;
+  auto model = make_model();
+  torch::optim::SGD sgd(model->parameters(), 0.05);
+  auto batches = make_data(42), unseen = make_data(20);
+  std::map<std::string, std::vector<double>> seen;
+  const auto see = [&](const ga::Step& step) {
+    seen["train/loss"].push_back(step.loss.item<double>());
+    seen["train/lr"].push_back(step.lr);
+    seen["train/grad_norm"].push_back(step.grad_norm.item<double>());
+  };
+  ga::Trainer trainer(model, sgd, objective, ga::Accumulate{.steps = 2}, ga::ClipNorm{.max = 0.5}, see,
+                      ga::Schedule{ga::lr::Cosine{.peak = 0.05, .warmup = 3, .total = 30}},
+                      ga::Validate(unseen, {.every_updates = 4}), report_at(directory / "run.html"));
+  const auto report = trainer.fit(batches, {.epochs = 4});
+  const auto text = text_of(directory / "run.html");
+  const Html html(text);
+  CHECK(state_text(html) == "finished");
+  CHECK(html.number("updates") == std::to_string(report.updates));
+  CHECK(html.number("epochs") == "4");
+  CHECK(html.number("skipped") == "0");
+  CHECK(html.number("samples") == std::to_string(report.samples));
+  CHECK(html.number("validations") == std::to_string(report.validations.size()));
+  CHECK(number(html.number("seconds")) >= report.seconds);  // written a moment later
+  CHECK(number(html.number("samples per second")) ==
+        static_cast<double>(report.samples) / number(html.number("seconds")));
+  REQUIRE(report.validations.size() == 6);
+  CHECK(number(html.curve("validation/loss")) == report.validations.back()["loss"].value());
+  double best = std::numeric_limits<double>::infinity();
+  for (auto& validation : report.validations) best = std::min(best, validation["loss"].value());
+  CHECK(number(html.curve("validation/loss", "lowest")) == best);
+  const auto& curves = trainer.policy<ga::Report>().curves();
+  for (auto& [name, numbers] : seen) {
+    REQUIRE(numbers.size() == static_cast<std::size_t>(report.updates));
+    CHECK(number(html.curve(name)) == numbers.back());
+    CHECK(number(html.curve(name, "lowest")) == *std::min_element(numbers.begin(), numbers.end()));
+    CHECK(number(html.curve(name, "highest")) == *std::max_element(numbers.begin(), numbers.end()));
+    REQUIRE(curves.find(name)->pieces().size() == numbers.size());
+    for (std::size_t i = 0; i < numbers.size(); ++i) {
+      CHECK(curves.find(name)->pieces()[i].mean == numbers[i]);
+      CHECK(curves.find(name)->pieces()[i].first == static_cast<std::int64_t>(i) + 1);
+    }
+  }
+  CHECK(number(html.curve("train/samples_per_second")) > 0);
+  CHECK(contains(text, "random &lt;numbers&gt;"));
+  CHECK(contains(text, "SequentialImpl"));
+  CHECK(contains(text, "<td>SGD</td>"));
+  CHECK(contains(text, "2 micro-batches, 8 samples"));
+  CHECK(contains(text, "4 epochs"));
+  CHECK(contains(text, "memory/"));
+  CHECK_FALSE(contains(text, "http-equiv=\"refresh\""));
+}
+
+TEST_CASE("Report: the training is that without it, to the bit") {
+  const auto train = [](std::optional<ga::Report> report) {
+    auto model = make_model();
+    torch::optim::SGD sgd(model->parameters(), 0.05);
+    auto batches = make_data();
+    ga::Trainer trainer(model, sgd, objective, ga::Accumulate{.steps = 3}, report);
+    trainer.fit(batches, {.epochs = 2});
+    return flat(model);
+  };
+  const Directory directory;
+  CHECK(at::equal(train({}), train(report_at(directory / "run.html"))));
+}
+
+TEST_CASE("Report: stopped after any micro-batch and gone on, it has the curves of a run that was not") {
+  const Directory directory;
+  const auto train = [&](const std::string& name, std::int64_t stop_after) {
+    auto model = make_model();
+    torch::optim::SGD sgd(model->parameters(), 0.05);
+    auto batches = make_data(22), unseen = make_data(8);
+    ga::Trainer trainer(model, sgd, objective, ga::Accumulate{.steps = 2}, ga::ClipNorm{.max = 1}, Stop{stop_after},
+                        ga::Validate(unseen, {.every_updates = 2, .every_epochs = 1}),
+                        report_at(directory / (name + ".html")), ga::SaveState{.directory = directory / name});
+    const auto report = trainer.fit(batches, {.epochs = 3, .resume = directory / name});
+    const Html html(text_of(directory / (name + ".html")));
+    CHECK(state_text(html) == (report.signal != 0 ? "interrupted: by SIGTERM" : "finished"));
+    CHECK(html.number("updates") == std::to_string(report.updates));
+    CHECK(contains(text_of(directory / (name + ".html")), "resumed from") == !report.resumed_from.empty());
+    return std::pair(curves_of(trainer.policy<ga::Report>().curves()), trainer.policy<Stop>().seen);
+  };
+  const auto [straight, boundaries] = train("straight", -1);
+  REQUIRE(boundaries > 15);
+  CHECK(straight.find("validation/loss") != std::string::npos);
+  for (std::int64_t at = 1; at < boundaries; ++at) {
+    const auto name = std::to_string(at);
+    const auto stopped = train(name, at).first;
+    CHECK(stopped != straight);
+    INFO("stopped after boundary " << at << " of " << boundaries);
+    CHECK(train(name, -1).first == straight);
+  }
+}
+
+TEST_CASE("Report: what was done after the state, and is done again, is there once") {
+  const Directory directory;
+  auto model = make_model();
+  torch::optim::SGD sgd(model->parameters(), 0.05);
+  ga::data::TensorBatches batches(torch::randn({40, 4}, at::kDouble), torch::randn({40, 3}, at::kDouble),
+                                  {.batch_size = 4});
+  ga::Trainer trainer(model, sgd, objective, report_at(directory / "run.html"));
+  trainer.fit(batches, {.updates = 5});
+  ga::Archive saved;
+  trainer.state(saved);
+  trainer.fit(batches, {.updates = 7});
+  const auto straight = curves_of(trainer.policy<ga::Report>().curves());
+  ga::Archive loading(saved.values());
+  trainer.state(loading);
+  CHECK(trainer.policy<ga::Report>().curves().find("train/loss")->last().update == 5);
+  trainer.fit(batches, {.updates = 7});
+  CHECK(trainer.policy<ga::Report>().curves().find("train/loss")->points() == 12);
+  CHECK(curves_of(trainer.policy<ga::Report>().curves()) == straight);
+}
+
+TEST_CASE("Report: a state without one is welcome, and begins a curve there") {
+  const Directory directory;
+  const auto train = [&](std::optional<ga::Report> report, std::int64_t updates) {
+    auto model = make_model();
+    torch::optim::SGD sgd(model->parameters(), 0.05);
+    auto batches = make_data();
+    ga::Trainer trainer(model, sgd, objective, report, ga::SaveState{.directory = directory / "states"});
+    trainer.fit(batches, {.updates = updates, .resume = directory / "states"});
+    return report ? trainer.policy<ga::Report>().curves() : ga::Curves();
+  };
+  train({}, 4);
+  const auto curves = train(report_at(directory / "run.html"), 9);
+  CHECK(curves.find("train/loss")->pieces().front().first == 5);
+  CHECK(curves.find("train/loss")->points() == 5);
+}
+
+TEST_CASE("Report: how a fit ended") {
+  const Directory directory;
+  const auto path = directory / "run.html";
+  auto model = make_model();
+  torch::optim::SGD sgd(model->parameters(), 0.05);
+  auto batches = make_data();
+  std::function<void(const ga::Step&)> call = [](const ga::Step&) {};
+  ga::Trainer trainer(
+      model, sgd, objective, [&call](const ga::Step& step) { call(step); }, report_at(path));
+  const auto state = [&] { return state_text(Html(text_of(path))); };
+  trainer.fit(batches);
+  CHECK(state() == "finished");
+  call = [&](const ga::Step&) { trainer.stop("it was <enough>"); };
+  trainer.fit(batches);
+  CHECK(state() == "stopped early: it was &lt;enough&gt;");
+  call = [&](const ga::Step&) { trainer.interrupt(SIGINT); };
+  trainer.fit(batches);
+  CHECK(state() == "interrupted: by SIGINT");
+  call = [&](const ga::Step&) { throw std::runtime_error("a failure"); };
+  REQUIRE_ERROR("a failure", trainer.fit(batches));
+  CHECK(state() == "interrupted: by an exception");
+  CHECK_FALSE(contains(text_of(path), "refresh"));
+  call = [](const ga::Step&) {};
+  trainer.fit(batches, {.samples = 12});
+  CHECK(state() == "stopped early: after 12 samples");
+}
+
+TEST_CASE("Report: while it runs, the page says how far it is") {
+  const Directory directory;
+  const auto path = directory / "run.html";
+  auto model = make_model();
+  torch::optim::SGD sgd(model->parameters(), 0.05);
+  auto batches = make_data();
+  std::vector<std::string> shares;
+  const auto look = [&](const ga::Step& step) {
+    if (step.update == 1) return;  // the page is written at the boundary
+    const Html html(text_of(path));
+    CHECK(state_text(html) == "running");
+    CHECK(html.number("updates") == std::to_string(step.update - 1));
+    shares.push_back(html.all("progress").at(0).attributes.at("value"));
+    CHECK(contains(text_of(path), "<meta http-equiv=\"refresh\" content=\"1\">"));
+  };
+  ga::Trainer trainer(model, sgd, objective, look, report_at(path));
+  trainer.fit(batches, {.updates = 5});
+  CHECK(shares == std::vector<std::string>{"0.2000", "0.4000", "0.6000", "0.8000"});
+}
+
+TEST_CASE("Report: a smoke test writes nothing") {
+  const Directory directory;
+  auto model = make_model();
+  torch::optim::SGD sgd(model->parameters(), 0.05);
+  auto batches = make_data();
+  ga::Trainer trainer(model, sgd, objective, report_at(directory / "run.html"));
+  trainer.fit(batches, {.smoke = true});
+  CHECK_FALSE(std::filesystem::exists(directory / "run.html"));
+  CHECK(trainer.policy<ga::Report>().curves().empty());
+}
+
+TEST_CASE("Report: NaN is a gap, and a skipped window no point") {
+  const Directory directory;
+  auto model = make_model();
+  torch::optim::SGD sgd(model->parameters(), 0.0);
+  int batch = 0;
+  const auto given = [&](auto& net, auto& one) {
+    ++batch;
+    const double nan = std::numeric_limits<double>::quiet_NaN();
+    return ga::Loss{objective(net, one) * (batch == 3 ? nan : 1.0), batch == 5 ? 0.0 : 4.0};
+  };
+  auto batches = make_data();
+  ga::Trainer trainer(model, sgd, given, report_at(directory / "run.html"));
+  trainer.fit(batches, {.on_nan = ga::OnNan::ignore});
+  const auto& loss = *trainer.policy<ga::Report>().curves().find("train/loss");
+  CHECK(loss.points() == 9);
+  CHECK(loss.gaps() >= 1);
+  CHECK(contains(text_of(directory / "run.html"), "NaN or infinite"));
+}
+
+TEST_CASE("Report: a page that can no longer be written is no reason to end a training") {
+  const Directory directory;
+  std::filesystem::create_directories(directory / "pages");
+  auto model = make_model();
+  torch::optim::SGD sgd(model->parameters(), 0.05);
+  auto batches = make_data();
+  const auto remove = [&](const ga::Step& step) {
+    if (step.update == 3) std::filesystem::remove_all(directory / "pages");
+  };
+  ga::Trainer trainer(model, sgd, objective, remove, report_at(directory / "pages/run.html"));
+  CHECK(trainer.fit(batches).updates == 10);
+  CHECK_FALSE(std::filesystem::exists(directory / "pages/run.html"));
+}
+
+TEST_CASE("Report: what it cannot do, it says when the trainer is built") {
+  const Directory directory;
+  auto model = make_model();
+  torch::optim::SGD sgd(model->parameters(), 0.05);
+  const auto build = [&](ga::Report report) { ga::Trainer(model, sgd, objective, std::move(report)); };
+  REQUIRE_ERROR("Report: path must be given", build({}));
+  REQUIRE_ERROR("Report: every must be >= 0 s, got -1 s", build({.path = directory / "run.html", .every = -1s}));
+  REQUIRE_ERROR((directory / "none/run.html").string() + ": must be written beside",
+                build({.path = directory / "none/run.html"}));
+  write_text(directory / "run.html", "of another run");
+  build({.path = directory / "run.html"});
+  CHECK(text_of(directory / "run.html") == "of another run");  // until there is something to show
+}
+
+TEST_CASE("Report: of several processes the first writes, and states go on") {
+  const Directory directory;
+  const auto train = [&](std::int64_t updates) {
+    tests::as_ranks(2, [&](ga::ProcessGroup& group) {
+      auto model = make_model();
+      torch::optim::SGD sgd(model->parameters(), 0.05);
+      ga::data::TensorBatches batches(torch::ones({40, 4}, at::kDouble), torch::ones({40, 3}, at::kDouble),
+                                      {.batch_size = 4, .rank = group.rank(), .world_size = group.world_size()});
+      const auto path = directory / ("rank" + std::to_string(group.rank()) + ".html");
+      ga::Trainer trainer(model, sgd, objective, report_at(path), ga::DataParallel{.group = group},
+                          ga::SaveState{.directory = directory / "states"});
+      trainer.fit(batches, {.updates = updates, .resume = directory / "states"});
+      if (group.rank() != 0) REQUIRE_ERROR("rank 0 alone", trainer.policy<ga::Report>().curves());
+    });
+  };
+  train(2);
+  train(5);
+  CHECK(std::filesystem::exists(directory / "rank0.html"));
+  CHECK_FALSE(std::filesystem::exists(directory / "rank1.html"));
+  const Html html(text_of(directory / "rank0.html"));
+  CHECK(html.number("updates") == "5");
+  CHECK(html.number("samples") == "40");
+}
+
+TEST_CASE("Report: a fit that another follows goes on with its curves") {
+  const Directory directory;
+  auto model = make_model();
+  torch::optim::SGD sgd(model->parameters(), 0.05);
+  auto batches = make_data();
+  ga::Trainer trainer(model, sgd, objective, report_at(directory / "run.html"));
+  trainer.fit(batches);
+  trainer.fit(batches);
+  const auto& loss = *trainer.policy<ga::Report>().curves().find("train/loss");
+  CHECK(loss.points() == 20);
+  CHECK(loss.last().update == 20);
+  CHECK(Html(text_of(directory / "run.html")).number("updates") == "10");  // of that fit, as its report says
+}
