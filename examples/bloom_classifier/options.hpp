@@ -54,8 +54,9 @@ struct Options {
   std::int64_t segments = 0;        // 0: all activations are kept
   std::uint64_t memory_budget = 0;  // bytes of activations and gradients; 0: no budget
   std::int64_t pad_to_multiple_of = 1;
-  std::string record_step, compile;  // folders; empty: neither
-  std::string save;                  // a folder; empty: nothing is saved
+  std::string record_step, compile;          // folders; empty: neither
+  std::string tensorboard, report, profile;  // a folder, a page, a folder; empty: none
+  std::string save;                          // a folder; empty: nothing is saved
   std::int64_t save_every = 500;
   bool resume = false;
   std::int64_t log_every = 300;
@@ -109,6 +110,9 @@ inline void add_training(CLI::App& app, Options& options) {
          "validations without a lower loss after which the training ends; --save keeps the best state, then; 0: "
          "the epochs decide")
       ->check(CLI::Range(0, 1'000'000'000));
+  app.add_option("--tensorboard", options.tensorboard, "the folder for TensorBoard's curves of the training");
+  app.add_option("--report", options.report, "a page of the training, .html, that is written while it goes on");
+  app.add_option("--profile", options.profile, "the folder for where time and memory go in updates 4 to 6");
   app.add_option("--lr", options.learning_rate, "learning rate")->check(CLI::PositiveNumber);
   app.add_option("--optimizer", options.optimizer, "adafactor and adamw8bit take less memory")
       ->check(CLI::IsMember({"adam", "adamw", "adafactor", "adamw8bit"}));

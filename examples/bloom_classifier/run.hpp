@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/progress_line.hpp>
+#include <optional>
 #include <sstream>
 #include <utility>
 #include <vector>
@@ -28,8 +29,9 @@ inline void print_summary(const Trained& trained, const ReviewSplit& reviews) {
   report << trained.report;
   const auto tokens = static_cast<double>(trained.tokens), padded = static_cast<double>(trained.padded);
   fmt::print("Test accuracy {:.2f}%\n\n{}", 100 * trained.test["accuracy"], report.str());
-  fmt::print("Peak tensor memory, weights included: {:.2f} MB\n",
-             static_cast<double>(trained.peak_bytes) / static_cast<double>(ga::MiB));
+  if (trained.peak_bytes > 0)
+    fmt::print("Peak tensor memory, weights included: {:.2f} MB\n",
+               static_cast<double>(trained.peak_bytes) / static_cast<double>(ga::MiB));
   fmt::print("Tokens/second: {}\nPadding: {:.1f}%\nReviews without text, left out: {}\n",
              ga::rate_text(tokens / trained.report.seconds), padded > 0 ? 100 * (1 - tokens / padded) : 0.0,
              reviews.skipped);
@@ -47,7 +49,8 @@ inline std::vector<Review> some_of(std::vector<Review> reviews, std::int64_t cou
 
 /// Reads, encodes, trains, tells, and saves.
 inline Trained train(const Options& options) {
-  const ga::MemoryMeter meter;
+  std::optional<ga::MemoryMeter> meter;  // LibTorch's profiler needs its place
+  if (options.profile.empty()) meter.emplace();
   const auto reviews = read_reviews(options);
   torch::manual_seed(options.seed);
   auto folder = open_model_folder(options.model, reviews.num_labels, options.device, options.parameter_type());
@@ -63,7 +66,7 @@ inline Trained train(const Options& options) {
     return {};
   }
   auto trained = fit(folder, ids, options);
-  trained.peak_bytes = meter.peak_bytes();
+  trained.peak_bytes = meter ? meter->peak_bytes() : 0;
   if (const int signal = trained.report.signal; signal != 0) {
     fmt::print("Stopped by {} and saved in {}: with --resume the training goes on from there\n",
                signal == SIGINT ? "SIGINT" : "SIGTERM", options.states());

@@ -21,6 +21,7 @@
 #include "optimizer.hpp"
 #include "options.hpp"
 #include "print.hpp"
+#include "watching.hpp"
 
 /// The training itself: read this file first.
 namespace bloom {
@@ -44,12 +45,6 @@ inline std::optional<ga::SaveState> saving(const Options& options) {
                        .every_updates = options.save_every,
                        .on_signals = true,
                        .keep_best = options.patience > 0 ? 1 : 0};
-}
-
-/// A policy, where there is a limit to patience.
-inline std::optional<ga::EarlyStopping> stopping_early(const Options& options) {
-  if (options.patience == 0) return std::nullopt;
-  return ga::EarlyStopping{.patience = options.patience};
 }
 
 /// A policy, where there is a budget: an update's reviews go in parts that fit, and the blocks keep what is fastest.
@@ -92,18 +87,19 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
     return learned(model, batch);
   };
   ga::Trainer trainer(
-      folder.model, optimizer, counted, ga::Accumulate{.steps = steps}, fitting(folder, options),
+      folder.model, optimizer, counted, profile(options), ga::Accumulate{.steps = steps}, fitting(folder, options),
       StepInBackward{.enabled = options.in_backward},
       ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
       ga::DataParallel{.group = options.group}, ga::Progress{}, Tokens{.real = &tokens, .padded = &padded},
       ga::Validate(validation, {.every_updates = options.validate_every_updates(), .every_epochs = 1}, ga::Accuracy{}),
-      Lines{.every = options.log_every, .group = options.group}, stopping_early(options), std::move(more)...,
-      saving(options));
+      Lines{.every = options.log_every, .group = options.group}, stopping_early(options), tensorboard(options),
+      report(options), std::move(more)..., saving(options));
   trained.report = trainer.fit(batches, {.epochs = options.epochs,
                                          .updates = options.most_updates(),
                                          .time = options.most_time(),
                                          .resume = options.resume ? options.states() : std::string(),
-                                         .measure_memory = true});
+                                         .measure_memory = options.profile.empty()});
+  print_profile(trainer);
   print_compiled(learned);
   if (options.memory_budget > 0) fmt::print("{}", fmt::streamed(trainer.template policy<ga::FitMemory>().plan()));
   if (trained.report.signal != 0) return trained;

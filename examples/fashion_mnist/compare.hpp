@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cmath>
 #include <gradaccum/autocast.hpp>
+#include <gradaccum/run_page.hpp>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -44,6 +46,7 @@ struct NamedRun {
 inline std::vector<NamedRun> runs_to_compare(const Options& large) {
   auto plain = large;
   plain.compile.clear();
+  plain.report.clear();
   auto small = plain, bfloat16 = plain;
   small.batch_size = large.batch_size / compared_steps;
   small.accumulate = AccumulationSchedule(std::to_string(compared_steps));
@@ -66,12 +69,20 @@ inline void print_table(const std::vector<NamedRun>& runs) {
                static_cast<double>(result.peak_bytes) / 1e6);
 }
 
-inline void train_all(std::vector<NamedRun>& runs, const Dataset& dataset) {
+/// With --report on one page, on the same axes.
+inline void train_all(std::vector<NamedRun>& runs, const Dataset& dataset, const std::string& report = {}) {
+  std::optional<ga::RunPage> page;
+  if (!report.empty()) page.emplace(ga::RunPageOptions{.path = report, .title = "FashionMNIST"});
+  RunOnPage on_page{.page = page ? &*page : nullptr};
   for (auto& run : runs) {
     fmt::print("Run {}\n\n", run.name);
-    run.result = train(run.options, dataset);
+    if (page) on_page.curves = &page->add_run(run.name);
+    on_page.epoch = 1.0 / static_cast<double>(run.options.epochs * static_cast<std::int64_t>(runs.size()));
+    run.result = train(run.options, dataset, {}, on_page);
+    on_page.done += 1.0 / static_cast<double>(runs.size());
     fmt::print("\n");
   }
+  if (page) page->end();
 }
 
 /// Trains several times from the same seed, and sets the results side by side.
@@ -82,7 +93,7 @@ inline void compare(const Options& options, const Dataset& dataset) {
     throw std::runtime_error(
         fmt::format("--compare: a quarter of --batch-size must divide the {} training images, got {}", samples, size));
 
-  train_all(runs, dataset);
+  train_all(runs, dataset, options.report);
   print_table(runs);
   const auto [largest, relative] = difference(runs[0].result.parameters(), runs[1].result.parameters());
   fmt::print(
@@ -97,6 +108,7 @@ inline void compare(const Options& options, const Dataset& dataset) {
   else if (options.dtype == "float32")
     fmt::print("bfloat16 is left out: without AVX-512 it takes this processor tens of times as long.\n");
   print_resident(runs.back().result);
+  if (!options.report.empty()) fmt::print("The curves of all runs: {}\n", options.report);
 }
 
 /// An update of 64 images in two ways: by micro-batches of 4, and of 1. Same arithmetic, but not the same time: fill

@@ -40,8 +40,9 @@ struct Options {
   std::int64_t save_every = 500;
   std::int64_t keep_last = 3;
   bool resume = false;
-  std::int64_t validate_every = 0;  // updates; 0: at the end of an epoch alone
-  std::int64_t patience = 0;        // validations; 0: without end
+  std::int64_t validate_every = 0;           // updates; 0: at the end of an epoch alone
+  std::int64_t patience = 0;                 // validations; 0: without end
+  std::string tensorboard, report, profile;  // a directory, a page, a directory; empty: none
   std::optional<ga::CheckpointedSequentialOptions> checkpoint = {};
   std::string record_step = {};  // directories; empty: neither
   std::string compile = {};
@@ -51,6 +52,10 @@ struct Options {
 
   torch::Dtype scalar_type() const { return dtype == "float64" ? torch::kFloat64 : torch::kFloat32; }
   bool mixed_precision() const { return amp != "off"; }
+  bool needs_trainer() const {
+    return !save.empty() || validate_every > 0 || patience > 0 || !tensorboard.empty() || !report.empty() ||
+           !profile.empty();
+  }
   std::optional<std::int64_t> validate_every_updates() const {
     return validate_every > 0 ? std::optional(validate_every) : std::nullopt;
   }
@@ -136,6 +141,15 @@ inline void add_options(CLI::App& app, Options& options) {
          "tests without a lower loss after which the training ends, with the Trainer; --save keeps the best state, "
          "then; 0: the epochs decide")
       ->check(whole_number(0, 1'000'000'000));
+  const auto look = [&](const char* name, std::string& value, const char* type, const std::string& what) {
+    return app.add_option(name, value, what)->type_name(type)->check(not_empty);
+  };
+  look("--tensorboard", options.tensorboard, "DIR", "for TensorBoard's curves of the training; with the Trainer")
+      ->excludes("--compare");
+  look("--profile", options.profile, "DIR", "for where time and memory go in updates 11 to 13; with the Trainer")
+      ->excludes("--compare");
+  look("--report", options.report, "FILE",
+       "a page of the training, .html, that is written on the way; with the Trainer, and with --compare of all runs");
   auto* checkpoint = app.add_option_function<std::string>(
       "--checkpoint", [&options](const std::string& text) { options.checkpoint = checkpoint_choice(text); },
       "train with all activations kept, and with some made again in backward: K segments, or as BYTES allow (12MiB)");
@@ -206,7 +220,7 @@ inline Options parse_options(int argc, char** argv) {
   try {
     app.parse(argc, argv);
     detail::check_together(options);
-    options.trainer = options.trainer || !options.save.empty() || options.validate_every > 0 || options.patience > 0;
+    options.trainer = options.trainer || (options.needs_trainer() && !options.compare);
     return options;
   } catch (const CLI::Success& request) {
     std::exit(app.exit(request));

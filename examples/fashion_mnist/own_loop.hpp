@@ -14,6 +14,7 @@
 
 #include "objective.hpp"
 #include "print.hpp"
+#include "run_on_page.hpp"
 #include "setup.hpp"
 
 /// The first of two starting points: the loop of any LibTorch program, with the accumulator in the optimizer's place.
@@ -47,7 +48,7 @@ class Progress {
 
 /// One pass over the training images, and a flush after it.
 inline void train_epoch(Setup& setup, const Objective& objective, Accumulator& optimizer, ga::AmpScaler& scaler,
-                        ga::Replicas& replicas, const Options& options, Progress& progress) {
+                        ga::Replicas& replicas, const Options& options, Progress& progress, RunOnPage& page) {
   setup.model->train();
   for (const auto& batch : setup.batches) {
     auto loss = forward(objective, setup.model, batch, options).mean;
@@ -56,6 +57,7 @@ inline void train_epoch(Setup& setup, const Objective& objective, Accumulator& o
     scaler.update();
     optimizer.zero_grad();  // does nothing inside a window
     progress.add(loss, batch.target.size(0) * setup.group.world_size(), optimizer);
+    page.add(loss, optimizer.updates());
   }
   optimizer.flush();  // the last window may be shorter: it counts with its own mean
   scaler.update();
@@ -87,7 +89,7 @@ inline void set_steps(std::int64_t epoch, const AccumulationSchedule& accumulate
   fmt::print("{}\n", optimizer.description());
 }
 
-inline ga::Evaluation train_by_hand(Setup& setup, const Options& options) {
+inline ga::Evaluation train_by_hand(Setup& setup, const Options& options, RunOnPage page = {}) {
   const auto learned = training_objective(setup, options);
   Accumulator optimizer(*setup.optimizer, {.steps = options.accumulate.steps(0)});
   ga::AmpScaler scaler({.enabled = options.scales_loss()});  // if not, it leaves the loss alone and just steps
@@ -97,8 +99,9 @@ inline ga::Evaluation train_by_hand(Setup& setup, const Options& options) {
   for (std::int64_t epoch = 0; epoch < options.epochs; ++epoch) {
     set_steps(epoch, options.accumulate, optimizer);
     print_heading(epoch);
-    train_epoch(setup, learned, optimizer, scaler, replicas, options, progress);
+    train_epoch(setup, learned, optimizer, scaler, replicas, options, progress, page);
     test = evaluate(setup, options);
+    page.add(test, optimizer.updates());
     progress.clear();
     print_results(test);
   }

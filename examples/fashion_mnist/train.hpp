@@ -9,6 +9,7 @@
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/progress_line.hpp>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "own_loop.hpp"
@@ -30,24 +31,26 @@ struct RunResult {
 
 /// Trains a new model as the options say and prints how it goes. Both loops give the same result, bit for bit, where
 /// batches are equally large. `group`: the processes that train together, each with its share of the batches.
-inline RunResult train(const Options& options, const Dataset& dataset, const ga::ProcessGroup& group = {}) {
-  ga::MemoryMeter meter;  // of this scope: the data set was there before
+inline RunResult train(const Options& options, const Dataset& dataset, const ga::ProcessGroup& group = {},
+                       const RunOnPage& page = {}) {
+  std::optional<ga::MemoryMeter> meter;          // of this scope: the data set was there before
+  if (options.profile.empty()) meter.emplace();  // LibTorch's profiler needs its place
   RunResult result;
   result.setup = std::make_shared<Setup>(options, dataset, group);
   auto& setup = *result.setup;
   if (options.trainer) {
-    const auto [test, report] = train_with_trainer(setup, options);
+    const auto [test, report] = train_with_trainer(setup, options, page);
     result.test = test;
     result.seconds = report.seconds;
     result.samples_per_second = report.samples_per_second;
     result.signal = report.signal;
   } else {
     const auto start = std::chrono::steady_clock::now();
-    result.test = train_by_hand(setup, options);
+    result.test = train_by_hand(setup, options, page);
     result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     result.samples_per_second = static_cast<double>(options.epochs * setup.batches.rows()) / result.seconds;
   }
-  result.peak_bytes = meter.peak_bytes();
+  result.peak_bytes = meter ? meter->peak_bytes() : 0;
   result.peak_resident_bytes = ga::peak_resident_memory().value_or(0);
   if (result.signal == 0)
     fmt::print("Done\n");

@@ -12,7 +12,9 @@
 
 #include "objective.hpp"
 #include "print.hpp"
+#include "run_on_page.hpp"
 #include "setup.hpp"
+#include "watching.hpp"
 
 /// The second of two starting points: the Trainer, and a policy of one's own.
 namespace fashion_mnist {
@@ -43,24 +45,20 @@ inline std::optional<ga::SaveState> saving(const Options& options) {
                        .keep_best = options.patience > 0 ? 1 : 0};
 }
 
-/// A policy, where --patience sets a limit.
-inline std::optional<ga::EarlyStopping> stopping_early(const Options& options) {
-  if (options.patience == 0) return std::nullopt;
-  return ga::EarlyStopping{.patience = options.patience};
-}
-
 /// Goes on from a state where --resume says so.
-inline Trained train_with_trainer(Setup& setup, const Options& options) {
+inline Trained train_with_trainer(Setup& setup, const Options& options, const RunOnPage& page = {}) {
   const auto learned = training_objective(setup, options);
   ga::Trainer trainer(
-      setup.model, setup.optimizer, learned, ga::Accumulate{.schedule = options.accumulate.by_epoch()},
+      setup.model, setup.optimizer, learned, profile(options),
+      ga::Accumulate{.schedule = options.accumulate.by_epoch()},
       ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
       ga::DataParallel{.group = setup.group}, ga::Progress{},
       ga::Validate(setup.test_share, {.every_updates = options.validate_every_updates(), .every_epochs = 1},
                    ga::Accuracy{}),
-      Lines{}, stopping_early(options), saving(options));
+      Lines{}, stopping_early(options), tensorboard(options), report(options), page, saving(options));
   const auto report =
       trainer.fit(setup.batches, {.epochs = options.epochs, .resume = options.resume ? options.save : ""});
+  print_profile(trainer);
   print_compiled(learned);
   const auto last = report.validations.empty() ? ga::Evaluation() : report.validations.back().found;
   if (!trainer.policy<Lines>().had_results && !report.validations.empty() && report.signal == 0) {

@@ -141,6 +141,18 @@ succeed(--model "${DIRECTORY}/made" --train "${DIRECTORY}/made/reviews.csv" --th
 expect_match("${output}" "Epoch: 0001/0003 \\| Batch 0002/[0-9]+ \\| Val acc\\.: [0-9.]+% \\| Val loss: [0-9.]+\n")
 expect_match("${output}" "Epochs: [0-9]+, updates: [2-9], skipped: 0\nStopped early: loss was best, [0-9.]+, at update [0-9]+, 1 validation ago\n")
 
+# Looked at.
+set(ENV{KINETO_LOG_LEVEL} 99) # what LibTorch's profiler says of itself
+succeed(--model "${DIRECTORY}/made" --train "${DIRECTORY}/made/reviews.csv" --threads 1 --updates 7 --evaluate 3
+  --tensorboard "${DIRECTORY}/board" --report "${DIRECTORY}/run.html" --profile "${DIRECTORY}/profile")
+expect_match("${output}" "forward")
+file(GLOB events "${DIRECTORY}/board/events.out.tfevents.*")
+foreach(file "${events}" "${DIRECTORY}/run.html" "${DIRECTORY}/profile/trace.json" "${DIRECTORY}/profile/profile.txt")
+  if(NOT EXISTS "${file}")
+    message(FATAL_ERROR "there must be a file '${file}'")
+  endif()
+endforeach()
+
 # Mistakes.
 expect_error(1 "made: must not be there yet, or be an empty folder" make --output "${DIRECTORY}/made")
 expect_error(1 "hidden_size must be divisible by n_head" make --output "${DIRECTORY}/none" --heads 7)

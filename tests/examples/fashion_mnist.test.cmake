@@ -107,6 +107,37 @@ expect_match("${output}" "^Run 32 x 1\n\nEpoch 1\n.*Done\n\nRun 8 x 4\n\nWrappin
 expect_match("${output}" "\nRun +Accuracy +Avg loss +Seconds +Samples/second +Peak memory \\(MB\\)\n32 x 1${row}8 x 4${row}${bfloat16_row}\n")
 expect_match("${output}" "of 32 x 1 and 8 x 4 differ by at most ([0-9.]+e-(0[6-9]|1[0-9])|0\\.0e\\+00), and by ([0-9.]+e-(0[6-9]|1[0-9])|0\\.0e\\+00) of their norm.*\nPeak resident memory of the process: [0-9]+ MB\n")
 
+# The curves of all runs are on one page.
+train(--compare --lr 0.1 --report "${DIRECTORY}/runs.html")
+expect_match("${output}" "\nThe curves of all runs: ${DIRECTORY}/runs.html\n")
+file(READ "${DIRECTORY}/runs.html" page)
+foreach(name "32 x 1" "8 x 4" "<svg" "train" "test")
+  if(NOT page MATCHES "${name}")
+    message(FATAL_ERROR "the page of all runs must have '${name}'")
+  endif()
+endforeach()
+
+# What looks at a training, with the Trainer; it is the same training.
+train(--lr 0.1 --accumulate 2)
+string(REGEX REPLACE "Wrapping [^\n]*\n|${summary}" "" plain "${output}")
+train(--lr 0.1 --accumulate 2 --tensorboard "${DIRECTORY}/board" --report "${DIRECTORY}/run.html")
+string(REGEX REPLACE "${summary}" "" watched "${output}")
+if(NOT plain STREQUAL watched)
+  message(FATAL_ERROR "plain:\n${plain}\nwatched:\n${watched}")
+endif()
+file(GLOB events "${DIRECTORY}/board/events.out.tfevents.*")
+list(LENGTH events number)
+if(NOT number EQUAL 1 OR NOT EXISTS "${DIRECTORY}/run.html")
+  message(FATAL_ERROR "there must be an event file and a page, got ${events}")
+endif()
+# LibTorch's profiler and its allocator speak for themselves on stderr.
+run(--data "${DIRECTORY}" --device cpu --threads 1 --batch-size 32 --epochs 2 --lr 0.1 --profile "${DIRECTORY}/profile")
+if(NOT EXISTS "${DIRECTORY}/profile/trace.json" OR NOT output MATCHES "forward")
+  message(FATAL_ERROR "there must be a trace, and its report:\n${output}")
+endif()
+train(--lr 0.0000001 --epochs 9 --patience 1 --validate-every 2 --save "${DIRECTORY}/patient")
+expect_match("${output}" "^Epoch 1\n${rule}\n${results}${results}")
+
 # Adam amplifies rounding, so that it takes float64 to see that it is nothing else; bfloat16 has no place there.
 train(--compare --optimizer adam --lr 0.003 --dtype float64)
 expect_match("${output}" "\n8 x 4${row}\n.*differ by at most ([0-9.]+e-1[0-9]|0\\.0e\\+00), and")
