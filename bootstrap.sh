@@ -13,7 +13,8 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
                                               48MiB --depth 16 --batch-size 2048 --epochs 1 a quarter less memory for
                                               some more time; with --save runs/fashion --resume it can be stopped,
                                               and goes on where it was; with --compile the training step is
-                                              compiled, too; --help lists the rest
+                                              compiled, too; build/demo.html has the curves of all runs; --help
+                                              lists the rest
        ./bootstrap.sh demo bloom [ARGUMENT...]
                                               fine-tune a BLOOM on reviews, both made on the spot; with --model and
                                               --train a model of Hugging Face's on your own texts; --compile as above;
@@ -26,11 +27,14 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
                                               --help lists what else they take
        ./bootstrap.sh doctor                  what this machine gives away when it trains, measured, with the line of
                                               code that mends it
+       ./bootstrap.sh docs [--check]          build the documentation as a site, build/site/index.html; --check also
+                                              opens every page in a headless Chromium, where there is one, and does
+                                              without what it cannot fetch, saying so
        ./bootstrap.sh oracle                  rewrite the expected values of the tests with Python's PyTorch and
                                               transformers
 
 On Debian and Ubuntu, what is missing is installed with apt-get, after saying what and why; elsewhere it is only named.
-LibTorch is fetched by pip into build/ (about 600 MB, once) unless CMAKE_PREFIX_PATH names one that fits. Python's
+`docs` needs Python and, once, PyPI (30 MB), nothing of the rest. LibTorch is fetched by pip into build/ (about 600 MB, once) unless CMAKE_PREFIX_PATH names one that fits. Python's
 PyTorch, for `oracle`, `bench` and `--compile`, is several GB more.
 END
 }
@@ -199,7 +203,7 @@ python_with_torch=build/_oracle/bin/python
 
 fetch_python_torch() {
   local venv=build/_oracle requirements="torch==2.15.0 numpy==2.4.6 transformers==5.23.0 tokenizers==0.23.3"
-  requirements+=" bitsandbytes==0.50.2 safetensors==0.8.0"
+  requirements+=" bitsandbytes==0.50.2 safetensors==0.8.0 tensorboard==2.21.0"
   if [[ $(cat "$venv/gradaccum-oracle.stamp" 2> /dev/null) == "$requirements" ]]; then return; fi
   step "Fetching Python's PyTorch with all that it depends on (several GB: this takes a while)"
   rm -rf "$venv"
@@ -222,7 +226,9 @@ bloom_classifier_options() {
 
 fashion_mnist_options() {
   local data
-  if [[ ! " $* " =~ " --"(accumulate|amp|checkpoint|compare|memory-budget|save) ]]; then options+=(--compare); fi
+  if [[ ! " $* " =~ " --"(accumulate|amp|checkpoint|compare|memory-budget|patience|profile|report|save|tensorboard|validate) ]]; then
+    options+=(--compare --report "$PWD/build/demo.html")
+  fi
   if [[ " $* " == *" --memory-budget"* ]]; then options+=(--batch-size 32768 --epochs 3); fi
   if [[ " $* " == *" --data"* ]]; then return; fi
   data=$(data_directory)
@@ -295,6 +301,24 @@ run_tests() {
   ctest --preset "$preset"
 }
 
+# begin_results ARGUMENT...: a line in the file that --json names, of which machine the lines behind it are, and when.
+begin_results() {
+  local results=""
+  while (( $# > 0 )); do
+    case $1 in
+      --json) results=${2-} ;;
+      --json=*) results=${1#--json=} ;;
+    esac
+    shift
+  done
+  if [[ -z $results ]]; then return; fi
+  mkdir -p "$(dirname "$results")"
+  local processor
+  processor=$(sed -n '/^model name/ { s/.*: //; s/["\\]//g; p; q }' /proc/cpuinfo 2> /dev/null)
+  printf '{"run": {"date": "%s", "processor": "%s", "cores": %d, "command": "./bootstrap.sh bench --json %s"}}\n' \
+    "$(date +%F)" "$processor" "$(getconf _NPROCESSORS_ONLN)" "${results##*/}" >> "$results"
+}
+
 bench() {
   local arguments=() python=(--python "$python_with_torch") argument
   for argument in "$@"; do
@@ -312,6 +336,7 @@ bench() {
   fi
   if (( ${#python[@]} > 0 )); then fetch_python_torch; fi
   data=$(unzipped_data_directory) || exit
+  begin_results "${arguments[@]}"
   for name in adamw_step memory_saving_step amp_tail tiny_step window embedding trainer checkpoint fit_memory bloom_classifier; do
     step "Running benchmark_$name"
     "$programs/benchmark_$name" "${arguments[@]}"
@@ -357,6 +382,45 @@ doctor() {
   exec build/demo/doctor
 }
 
+# MkDocs with its theme, in an environment of its own; false where PyPI cannot be reached.
+fetch_mkdocs() {
+  local venv=build/_docs requirements=docs/site/requirements.txt
+  if cmp -s "$requirements" "$venv/gradaccum-docs.stamp"; then return; fi
+  step "Fetching MkDocs and its theme (30 MB)"
+  rm -rf "$venv"
+  python3 -m venv "$venv"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --retries 1 --no-deps \
+    --requirement "$requirements" || return
+  cp "$requirements" "$venv/gradaccum-docs.stamp"
+}
+
+docs() {
+  local check=""
+  case ${1-} in
+    "") ;;
+    --check) check=yes ;;
+    *) usage >&2; exit 2 ;;
+  esac
+  need python3 "have python3" "makes the pages"
+  need python3-venv "has_venv" "fetches MkDocs into an environment of its own"
+  install_missing
+  step "Making the pages, of docs/, the headers and the benchmarks' results"
+  python3 docs/site/pages.py build/docs
+  if ! fetch_mkdocs; then
+    if [[ ! $check ]]; then fail "MkDocs could not be fetched from PyPI, and without it build/docs is Markdown"; fi
+    step "MkDocs could not be fetched from PyPI: names and links were checked; anchors, the site and its looks were NOT"
+    return
+  fi
+  step "Building the site"
+  # Not --quiet: what is not shown is not counted as an error either.
+  NO_MKDOCS_2_WARNING=1 build/_docs/bin/mkdocs build --strict --clean --config-file build/docs/mkdocs.yml
+  if [[ $check ]]; then
+    step "Opening every page in Chromium"
+    python3 docs/site/browse.py build/site
+  fi
+  step "The site is build/site/index.html"
+}
+
 oracle() {
   need_to_build g++
   need_python
@@ -389,6 +453,7 @@ case $command in
   test) run_tests "$@" ;;
   bench) bench "$@" ;;
   doctor) doctor ;;
+  docs) docs "$@" ;;
   oracle) oracle ;;
   help | -h | --help) usage ;;
   *) usage >&2; exit 2 ;;

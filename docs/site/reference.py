@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of the API reference and its indices, from what headers.py has read."""
+
+import os
+import re
+
+SAMPLE_INDENT = re.compile(r" +\S")  # behind an empty line; lists have none before what goes on
+BASES = re.compile(r"\s*:\s*((?:public|private|protected)?\s*[\w:]+(?:<[^{]*>)?(?:,\s*)?)+$")
+
+
+def page_of(header):
+    """gradaccum/data/length_buckets.hpp is documented in reference/data/length_buckets.md."""
+    return "reference/" + header.removeprefix("gradaccum/").removesuffix(".hpp") + ".md"
+
+
+def title_of(header, names):
+    """The name that its file is called by, or else the file's."""
+    stem = header.rsplit("/", 1)[-1].removesuffix(".hpp").replace("_", "")
+    named = [name.name for name in names if name.name.lower() == stem and name.space]
+    shown = [name.name for name in names if name.doc and name.space and name.kind in ("record", "function")]
+    shown = [name for name in dict.fromkeys(shown) if not name.endswith(("Options", "Impl")) and not name.startswith("operator")]
+    if not named:
+        return ", ".join(shown) if 0 < len(shown) <= 3 else stem_of(header)
+    return {"optim": "optim::", "lr": "lr::", "data": "data::"}.get(header.split("/")[1], "") + named[0]
+
+
+def stem_of(header):
+    return header.rsplit("/", 1)[-1].removesuffix(".hpp").replace("_", " ")
+
+
+def markdown(doc):
+    """A documentation comment as Markdown: its indented lines are code, its `@note` a box."""
+    lines, code, note, blank = [], False, False, True
+    for line in doc:
+        if SAMPLE_INDENT.match(line) and (blank or code):
+            lines += [] if code else ["", "```cpp"]
+            lines.append(line)
+            code, blank = True, False
+            continue
+        if code and line.strip():
+            lines += ["```", ""]
+            code = False
+        if line.startswith("@note"):
+            lines += ["", '!!! note "Waits and memory"', "", "    " + line.removeprefix("@note").strip()]
+            note = True
+            continue
+        line = re.sub(r"(`[^`]*`)|<(?=[\w/])", lambda match: match[1] or "&lt;", line)
+        if not line.strip():
+            note = False
+        listed = re.match(r"[-*] ", line) and not (lines and re.match(r"([-*]|  ) ?", lines[-1]))
+        lines += [""] if listed and lines and lines[-1] else []
+        lines.append(("    " if note else "") + line)
+        blank = not line.strip()
+    return dedented(lines + (["```"] if code else []))
+
+
+def dedented(lines):
+    """Code begins at the left margin; blank lines at the end of it go."""
+    text, block = [], None
+    for line in lines:
+        if line == "```cpp":
+            block = []
+        elif line == "```" and block is not None:
+            while block and not block[-1].strip():
+                block.pop()
+            indent = min(len(row) - len(row.lstrip()) for row in block if row.strip())
+            text += ["```cpp", *(row[indent:] for row in block), "```"]
+            block = None
+        elif block is not None:
+            block.append(line)
+        else:
+            text.append(line)
+    return "\n".join(text)
+
+
+def wrapped(text, width=96):
+    """A declaration on lines that a page has room for."""
+    text = re.sub(r"^(template <[^()]*?>) (?=[a-z\[~A-Z])", r"\1\n", text, count=1)
+    lines = []
+    for line in text.split("\n"):
+        while len(line) > width:
+            cut = max(line.rfind(", ", 0, width), line.rfind(" = ", 0, width), line.rfind(" && ", 0, width))
+            if cut <= 4:
+                break
+            lines.append(line[: cut + 1].rstrip())
+            line = "    " + line[cut + 1 :].lstrip()
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def declaration(name):
+    text = re.sub(r"\[\[gnu::used.*?\]\] ", "", name.text)
+    if name.kind in ("record", "enum"):
+        head = re.split(r"\s:\s(?!:)", text)
+        bases = [base for base in re.split(r",\s*(?![^<]*>)", head[1]) if "detail::" not in base] if head[1:] else []
+        text = head[0] + (" : " + ", ".join(bases) if bases else "")
+        if name.kind == "enum":
+            text += " { " + ", ".join(member.name for member in name.members) + " }"
+    return wrapped(text) + ";"
+
+
+def cell(text):
+    return re.sub(r"\s+", " ", text).replace("|", "\\|")
+
+
+def field_parts(member):
+    """Its names, its type and what it is by default."""
+    text = member.text.replace("detail::Count", "std::int64_t")
+    match = re.match(r"(.*?)\b(\w+(?:\s*(?:=\s*[^,=]+)?,\s*\w+)*)\s*(=\s*.+|\{.*\})?$", text)
+    start = re.search(r"\b%s\b\s*(=|\{|,|$|\[)" % re.escape(first_name(member)), text)
+    kind = text[: start.start()].strip() if start else match[1]
+    rest = text[start.start() :] if start else ""
+    default = re.search(r"=\s*(.+)$|(\{.*\})$", rest)
+    several = re.findall(r"(?:^|,\s*)(\w+)\s*(?:=\s*[^,]+?)?(?=,|$)", rest) if re.search(r",\s*\w+\s*(=|,|$)", rest) else []
+    return several or [member.name], kind, (default[1] or default[2]) if default else ""
+
+
+def first_name(member):
+    found = re.search(r"(\w+)\s*(?:=|,|\{|$)", re.sub(r"<[^=]*>", lambda m: "_" * len(m[0]), member.text))
+    return found[1] if found and found[1] in member.text else member.name
+
+
+def fields_table(fields):
+    """Two columns, which a phone has room for: the field with its type and what it is by default; what it means."""
+    rows = ['<div class="fields" markdown>', "", "| field | |", "|---|---|"]
+    for member in fields:
+        names, kind, default = field_parts(member)
+        shown = "" if default in ("{}", "nullptr", "") or len(names) > 1 else f" = `{cell(default)}`"
+        names = ", ".join(f"**`{name}`**" for name in names)
+        rows.append(f"| {names}<br>`{cell(kind)}`{shown} | {cell(' '.join(member.doc))} |")
+    return "\n".join([*rows, "", "</div>"])
+
+
+def members(name, of_policy=False):
+    """Public members in their order: fields as tables, functions as code with what is said of them.
+
+    A policy is a plain struct: what its users have no business with is public, too, and says so or says nothing.
+    """
+    shown, fields, calls, said, its_own = [], [], [], [], False
+
+    def flush():
+        if fields:
+            shown.append(fields_table(fields))
+        if calls:
+            shown.append("```cpp\n" + "\n".join(wrapped(call) for call in calls) + "\n```")
+        if said:
+            shown.append(markdown(said))
+        fields.clear(), calls.clear(), said.clear()
+
+    for member in name.members:
+        hidden = re.search(r"= delete$|\boperator=\(|^using ModuleHolder|^static constexpr (const char\*|std::string_view) name", member.text)
+        if member.access != "public" or hidden or member.name.startswith("~"):
+            continue
+        its_own = its_own or "like all below" in " ".join(member.doc)
+        if of_policy and member.kind == "field" and (its_own or not member.doc or "not an option" in member.doc):
+            continue
+        if member.kind in ("record", "enum"):
+            flush()
+            shown.append(f"#### {name.name}::{member.name} {{#{name.name}.{member.name}}}")
+            shown.append("\n\n".join(filter(None, [markdown(member.doc), members(member)])))
+        elif member.kind == "field" and not member.text.startswith(("template", "static constexpr auto")):
+            if calls:
+                flush()
+            fields.append(member)
+        else:
+            if fields or said and not member.shared or calls and member.doc:
+                flush()
+            calls.append(member.text + ";")
+            said += member.doc
+    flush()
+    return "\n\n".join(shown)
+
+
+def header_page(header, names):
+    title = title_of(header, names)
+    page = [f"# {title}", "", f"```cpp\n#include <{header}>\n```", ""]
+    for name in names:
+        if not name.shared and (name.doc or not name.name.startswith("operator")):
+            page += [f"## {name.full.removeprefix('ga::')} {{#{name.name}}}", ""]
+        page += [f"```cpp\n{declaration(name)}\n```", ""]
+        page += [markdown(name.doc), ""]
+        if name.kind == "enum" and any(member.doc for member in name.members):
+            page += ["| value | |", "|---|---|"]
+            page += [*(f"| `{member.name}` | {cell(' '.join(member.doc))} |" for member in name.members), ""]
+        elif name.kind == "record" and name.members:
+            page += [members(name, is_policy(header, name)), ""]
+    return "\n".join(page)
+
+
+def link(page, header, name=None, text=None):
+    target = os.path.relpath(page_of(header), os.path.dirname(page) or ".")
+    return f"[{text or f'`{name.full}`'}]({target}{f'#{name.name}' if name else ''})"
+
+
+def names_page(found, page):
+    rows = ["# Every public name", "", "From `ga::`, the library's namespace `gradaccum`, in the order of the alphabet.", "",
+            "| name | | header |", "|---|---|---|"]
+    listed = {}
+    for header, names in found.items():
+        for name in names:
+            if not name.name.startswith("operator") and name.doc:
+                listed.setdefault(name.full, (header, name))
+    for full, (header, name) in sorted(listed.items(), key=lambda item: item[0].lower().removeprefix("ga::")):
+        rows.append(f"| {link(page, header, name)} | {cell(name.first_sentence)} | `{header}` |")
+    return "\n".join(rows) + "\n"
+
+
+def options_page(found, page):
+    lines = ["# Every option", "", "All structs of options, and their fields: `{.steps = 4}`. Those of policies are the policies' own "
+             "members: [every policy](policies.md).", ""]
+    for header, names in found.items():
+        for name in names:
+            if name.name.endswith("Options"):
+                lines += [f"## {name.full.removeprefix('ga::')}", "", f"{name.first_sentence.rstrip('.')}. {link(page, header, name)}", ""]
+                fields = [member for member in name.members if member.kind == "field" and member.access == "public"]
+                lines += [fields_table(fields), ""] if fields else []
+    return "\n".join(lines)
+
+
+def is_policy(header, name):
+    return header.startswith("gradaccum/policies/") and name.kind == "record" and not name.name.endswith("Options")
+
+
+def policy_options(name):
+    """A policy's members that are for its users: documented, and not what it finds out for itself."""
+    options = []
+    for member in name.members:
+        said = " ".join(member.doc)
+        if "like all below" in said:
+            break
+        its_own = re.search(r"not an option|by `attach`|^the trainer's|when the trainer is built", said) or "static" in member.text
+        if member.kind == "field" and member.access == "public" and said and not its_own:
+            options.append(member)
+    return options
+
+
+def policies_page(found, page):
+    lines = ["# Every policy", "", "What a `ga::Trainer` takes behind its objective, in any order. [What a policy is](../policies.md), "
+             "and how to write one.", ""]
+    rows, details = ["| policy | |", "|---|---|"], []
+    for header, names in found.items():
+        for name in names:
+            if is_policy(header, name):
+                rows.append(f"| {link(page, header, name)} | {cell(name.first_sentence)} |")
+                fields = policy_options(name)
+                details += [f"## {name.name}", "", fields_table(fields), ""] if fields else []
+    return "\n".join([*lines, *rows, "", *details])
+
+
+def errors_page(errors, found, page):
+    """Sentences that programs end with, by the name that they begin with."""
+    where = {}
+    for header, names in found.items():
+        for name in names:
+            where.setdefault(name.name, (header, name))
+    lines = ["# Every error", "", "What an exception says begins with the name of the class or the function that has found the "
+             "mistake. `…` stands for what depends on the program. Those *of the compiler* are noticed when a program is built.", ""]
+    for owner, messages in sorted(errors.items(), key=lambda item: item[0].lower()):
+        lines += [f"## {owner}", ""]
+        lines += [f"See {link(page, *where[owner])}.", ""] if owner in where else []
+        for text, compiled in messages.items():
+            lines.append(f"- {escaped(text)}{' *(of the compiler)*' if compiled else ''}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def escaped(text):
+    return re.sub(r"([\\`*_{}\[\]#])", r"\\\1", text.strip()).replace("<", "&lt;")
+
+
+def rooms(architecture, floors):
+    """Rooms with what they are for, and their public headers, in the order of floors.cmake."""
+    purposes = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", architecture, re.MULTILINE))
+    found = {}
+    for room, public in re.findall(r"^room\((\w+)(?:\s+PUBLIC\s+((?:(?!USES)[\w/.]+\s*)+))?", floors, re.MULTILINE):
+        found[room] = (purposes.get(room, ""), public.split())
+    return found
+
+
+def room_of(header, rooms):
+    name = header.removeprefix("gradaccum/").removesuffix(".hpp")
+    for room, (_, public) in rooms.items():
+        if any(name == entry or (entry.endswith("/") and name.startswith(entry)) for entry in public):
+            return room
+    raise SystemExit(f"{header} is in no room of tests/support/floors.cmake")
+
+
+def index_page(found, rooms, page):
+    lines = ["# Reference", "", "Every public header, by the [room of the house](../architecture.md) that it belongs to; made from the headers' own "
+             "comments. `namespace ga = gradaccum;` everywhere. Also [by name](../index/names.md), and all [policies](../index/policies.md), "
+             "[options](../index/options.md) and [errors](../index/errors.md).", ""]
+    for room in reversed(rooms):
+        headers = [header for header in found if room_of(header, rooms) == room] if rooms[room][1] else []
+        if not rooms[room][0]:
+            continue
+        lines += [f"## {room} {{#{room}}}", "", rooms[room][0][0].upper() + rooms[room][0][1:].rstrip("?.") + ("?" if rooms[room][0].endswith("?") else "."), ""]
+        lines += ["| | |", "|---|---|"] if headers else ["No header of its own: other rooms are made of it.", ""]
+        for header in headers:
+            first = next((name for name in found[header] if name.name == re.split(r"::|, ", title_of(header, found[header]))[-1]), found[header][0])
+            lines.append(f"| {link(page, header, None, f'`{title_of(header, found[header])}`')} | {cell(first.first_sentence)} |")
+        lines.append("")
+    return "\n".join(lines)
