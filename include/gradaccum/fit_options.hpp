@@ -81,6 +81,9 @@ struct FitOptions {
   bool allow_changes = false;   ///< with `resume`: go on though the model, the data or settings are others
   bool measure_memory = false;  ///< report the peak of tensor memory, by a MemoryMeter; unless LibTorch's profiler is
                                 ///< at work. LibTorch may warn then of "memory blocks" that are older than the `fit`
+
+  /// Something other than epochs may end it: without a number of epochs it goes on until then.
+  bool has_limit() const { return updates || samples || time; }
 };
 
 /// Throws where a number must not be negative, and is.

@@ -55,11 +55,6 @@ GRADACCUM_INLINE void FitStatus::stop_all(std::string why) {
   if (stop_reason.empty()) stop_reason = std::move(why);
 }
 
-/// Something other than epochs ends it.
-GRADACCUM_INLINE bool has_limit(const FitOptions& options) {
-  return options.updates || options.samples || options.time;
-}
-
 /// Once it is said it stays: whoever asks after that hears the same, however late it is. However short the time, it is
 /// enough for a window.
 GRADACCUM_INLINE void FitStatus::stop_at_limits() {
@@ -71,7 +66,7 @@ GRADACCUM_INLINE void FitStatus::stop_at_limits() {
 GRADACCUM_INLINE bool FitStatus::done() const {
   if (stopped || signal != 0 || (options.smoke && updates + skipped > 0)) return true;
   if (options.updates && updates >= *options.updates) return true;
-  return has_limit(options) ? epochs == options.epochs : epochs >= options.epochs.value_or(1);
+  return options.has_limit() ? epochs == options.epochs : epochs >= options.epochs.value_or(1);
 }
 
 GRADACCUM_INLINE void FitStatus::count_window(bool moved, bool overflowed) {
@@ -82,7 +77,7 @@ GRADACCUM_INLINE void FitStatus::count_window(bool moved, bool overflowed) {
 
 /// Without a number of epochs, batches that bring no update would be gone through for ever.
 GRADACCUM_INLINE void FitStatus::end_epoch(bool window_has_items) {
-  TORCH_CHECK(options.epochs || !has_limit(options) || done() || trained || window_has_items, "Trainer: fit must ",
+  TORCH_CHECK(options.epochs || !options.has_limit() || done() || trained || window_has_items, "Trainer: fit must ",
               options.updates ? c10::str("make ", *options.updates, " updates") : "go on to its limit", ", but epoch ",
               epoch, " (counted from 0) brought ", options.updates ? "none" : "no update",
               ": the batches are empty, have losses without items, or give no gradient "
@@ -124,7 +119,7 @@ GRADACCUM_INLINE std::optional<double> FitStatus::fraction() const {
   if (options.updates) add(static_cast<double>(updates) / static_cast<double>(*options.updates));
   if (options.samples.value_or(0) > 0) add(static_cast<double>(samples) / static_cast<double>(*options.samples));
   if (options.time) add(seconds() / options.time->count());
-  if (batches.value_or(0) > 0 && (options.epochs || !has_limit(options))) {
+  if (batches.value_or(0) > 0 && (options.epochs || !options.has_limit())) {
     const auto of_epoch = static_cast<double>(std::min(batch, *batches)) / static_cast<double>(*batches);
     add((static_cast<double>(epochs) + of_epoch) / static_cast<double>(options.epochs.value_or(1)));
   }

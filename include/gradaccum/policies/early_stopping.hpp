@@ -45,6 +45,8 @@ struct EarlyStopping {
   bool add(double number);
   bool is_over() const { return waited >= patience; }
   std::string reason() const;
+  /// Throws what is wrong with the options.
+  Mode checked_mode() const;
 
   void attach(TrainerBase& trainer);
   int fit_scope();

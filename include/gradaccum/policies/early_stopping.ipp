@@ -15,10 +15,14 @@
 
 namespace gradaccum {
 
-GRADACCUM_INLINE bool EarlyStopping::add(double number) {
+GRADACCUM_INLINE Mode EarlyStopping::checked_mode() const {
   TORCH_CHECK(patience >= 1, "EarlyStopping: patience must be >= 1, got ", patience);
   TORCH_CHECK(min_delta >= 0, "EarlyStopping: min_delta must be >= 0, got ", min_delta);
-  const bool better = detail::is_better(detail::mode_of("EarlyStopping", metric, mode), number, best, min_delta);
+  return detail::mode_of("EarlyStopping", metric, mode);
+}
+
+GRADACCUM_INLINE bool EarlyStopping::add(double number) {
+  const bool better = detail::is_better(checked_mode(), number, best, min_delta);
   if (better) best = number;
   waited = better ? 0 : waited + 1;
   return is_over();
@@ -30,9 +34,7 @@ GRADACCUM_INLINE std::string EarlyStopping::reason() const {
 }
 
 GRADACCUM_INLINE void EarlyStopping::attach(TrainerBase& trainer) {
-  TORCH_CHECK(patience >= 1, "EarlyStopping: patience must be >= 1, got ", patience);
-  TORCH_CHECK(min_delta >= 0, "EarlyStopping: min_delta must be >= 0, got ", min_delta);
-  detail::mode_of("EarlyStopping", metric, mode);
+  checked_mode();
   trainer.when_built([this, &trainer] { detail::check_is_validated("EarlyStopping", metric, trainer.metrics()); });
   stop = [&trainer](std::string why) { trainer.stop_on_all(std::move(why)); };
 }

@@ -52,7 +52,7 @@ GRADACCUM_INLINE void Progress::begin() const {
 GRADACCUM_INLINE std::string Progress::text() const {
   auto text = fmt::format("epoch {}", status->epoch + 1);
   const auto& options = status->options;
-  if (options.epochs || !options.updates)
+  if (options.epochs || !options.has_limit())
     text += fmt::format("/{}", status->epoch - status->epochs + options.epochs.value_or(1));
   text += fmt::format(" | update {}", updates());
   if (loss.weight() > 0) text += fmt::format(" | loss {:.4f} | lr {:.1e}", loss.value().item<double>(), lr);

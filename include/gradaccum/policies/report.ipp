@@ -114,7 +114,7 @@ GRADACCUM_INLINE void Report::describe(bool is_over) {
   const auto& options = status->options;
   const auto* const rate = page->curves().find("train/samples_per_second");
   const auto* const loss = page->curves().find("train/loss");
-  const bool counts_epochs = options.epochs || !(options.updates || options.samples || options.time);
+  const bool counts_epochs = options.epochs || !options.has_limit();
   const auto begun = status->epochs + (status->batch > 0);  // epochs, of this fit
   const auto epochs = status->epoch + 1 - begun + options.epochs.value_or(1);
   page->tile("updates", detail::count_text(trainer->updates()),

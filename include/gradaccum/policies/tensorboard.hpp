@@ -90,6 +90,8 @@ struct TensorBoard {
 
   /// Follows the update that the trainer is at.
   void begin();
+  /// Nothing is known of a window, nor of speed.
+  void restart();
   /// The writer, for numbers of the training; the first begin a file.
   SummaryWriter* begun();
   void open(std::optional<std::int64_t> purge_step);

@@ -81,15 +81,17 @@ GRADACCUM_INLINE SummaryWriter* TensorBoard::begun() {
 
 GRADACCUM_INLINE void TensorBoard::begin() {
   begins = true;
-  begun_at = trainer->updates();
+  restart();
+}
+
+GRADACCUM_INLINE void TensorBoard::restart() {
+  if (begins) begun_at = trainer->updates();
   gradients.clear();
   before = detail::PointOfRate{.samples = status->samples};
 }
 
 GRADACCUM_INLINE TensorBoard::Flush TensorBoard::fit_scope() {
-  if (begins) begun_at = trainer->updates();
-  gradients.clear();
-  before = detail::PointOfRate{.samples = status->samples};
+  restart();
   return {this};
 }
 
