@@ -1,16 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What it costs to look: an epoch of FashionMNIST by the Trainer, with all that shows and writes numbers, against the
-// same without. Both evaluate the test images when the epoch is over. Peer: the run that nobody looks at.
+// same without. Both evaluate the test images when the epoch is over. Peer: the run that nobody looks at. As two epochs
+// differ by more than what is to be seen, the time inside of the policies is measured, too, hook by hook.
 
+#include <algorithm>
+#include <array>
+#include <chrono>
 #include <filesystem>
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/policies/report.hpp>
 #include <gradaccum/policies/tensorboard.hpp>
 #include <gradaccum/trainer.hpp>
-#include <memory>
-#include <type_traits>
+#include <numeric>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "fashion_programs.hpp"
 #include "harness.hpp"
@@ -19,6 +24,7 @@ namespace {
 
 namespace programs = fashion_programs;
 namespace ga = gradaccum;
+using Clock = std::chrono::steady_clock;
 
 const auto scored = [](torch::nn::Sequential& model, const ga::data::Batch& batch) {
   auto output = model->forward(batch.data);
@@ -26,24 +32,87 @@ const auto scored = [](torch::nn::Sequential& model, const ga::data::Batch& batc
   return ga::Loss{loss, batch.target.size(0)}.with(output, batch.target);
 };
 
-/// A Trainer of the network with these policies, and an epoch of it.
-template <class... Policies>
-harness::Contestant contestant(const std::string& name, const programs::Settings& settings,
-                               const fashion_mnist::Dataset& dataset, Policies... policies) {
-  struct Run {
-    torch::nn::Sequential model;
-    ga::optim::AdamW adamw{model->parameters(), ga::optim::AdamWOptions(3e-4)};
-    ga::data::TensorBatches batches, test;
-    Run(const programs::Settings& from, const fashion_mnist::Dataset& data)
-        : model(programs::make_model(from)),
-          batches(data.train.images, data.train.labels, {.batch_size = programs::batch_size, .shuffle = true}),
-          test(data.test.images, data.test.labels, {.batch_size = 1000}) {}
+/// The time between marks, of one to the next.
+struct Laps {
+  static constexpr std::size_t count = 4;
+  std::array<double, count> seconds = {};
+  Clock::time_point last = Clock::now();
+
+  void add(std::size_t lap) {
+    const auto now = Clock::now();
+    if (lap < count) seconds[lap] += std::chrono::duration<double>(now - last).count();
+    last = now;
+  }
+};
+
+/// Policy: stands in front of the policy `next`, and behind the one before, whose hooks are over when it is called.
+template <std::size_t next>
+struct Mark {
+  Laps* laps;
+
+  struct Guard {
+    Laps* laps;
+    ~Guard() { laps->add(next); }  // guards end in reverse
   };
-  auto run = std::make_shared<Run>(settings, dataset);
-  auto* const trainer =
-      new ga::Trainer(run->model, run->adamw, scored, ga::Validate(run->test, ga::Accuracy{}), std::move(policies)...);
-  const std::shared_ptr<std::remove_pointer_t<decltype(trainer)>> owner(trainer);
-  return {name, [run, owner] { owner->fit(run->batches); }, run->model->parameters()};
+  Guard fit_scope() const {
+    mark();
+    return {laps};
+  }
+  void scale_gradients(ga::Factor&) const { mark(); }
+  void before_step(ga::Gradients&) const { mark(); }
+  void after_window(const ga::Step&) const { mark(); }
+  void after_step(const ga::Step&) const { mark(); }
+  void on_validation(const ga::Validation&) const { mark(); }
+  void at_boundary() const { mark(); }
+  void mark() const { laps->add(next == 0 ? Laps::count : next - 1); }
+};
+
+/// A network, and a Trainer of it that has these policies.
+template <class... Policies>
+class Run {
+ public:
+  Run(const programs::Settings& settings, const fashion_mnist::Dataset& dataset, Policies... policies)
+      : model_(programs::make_model(settings)),
+        batches_(dataset.train.images, dataset.train.labels, {.batch_size = programs::batch_size, .shuffle = true}),
+        test_(dataset.test.images, dataset.test.labels, {.batch_size = 1000}),
+        trainer_(model_, adamw_, scored, ga::ClipNorm{.max = 1.0}, ga::Validate(test_, ga::Accuracy{}),
+                 std::move(policies)...) {}  // clips so that there is a norm
+
+  void epoch() { trainer_.fit(batches_); }
+  std::vector<at::Tensor> parameters() const { return model_->parameters(); }
+
+ private:
+  using Range = ga::data::TensorBatches;
+  torch::nn::Sequential model_;
+  ga::optim::AdamW adamw_{model_->parameters(), ga::optim::AdamWOptions(3e-4)};
+  Range batches_, test_;
+  decltype(ga::Trainer(model_, adamw_, scored, ga::ClipNorm{}, ga::Validate(test_, ga::Accuracy{}),
+                       std::declval<Policies>()...)) trainer_;
+};
+
+/// What the policies take of an epoch, by the clock.
+void print_shares(auto& run, Laps& laps, const harness::Options& options) {
+  constexpr std::array names{"TensorBoard", "Report", "MetricsLog", "EarlyStopping"};
+  std::array<std::vector<double>, Laps::count> shares;
+  std::vector<double> of_all, epochs;
+  for (int repeat = 0; repeat < options.repeats; ++repeat) {
+    laps.seconds = {};
+    epochs.push_back(harness::seconds([&] { run.epoch(); }));
+    for (std::size_t i = 0; i < Laps::count; ++i) shares[i].push_back(laps.seconds[i] / epochs.back());
+    of_all.push_back(std::accumulate(laps.seconds.begin(), laps.seconds.end(), 0.0) / epochs.back());
+  }
+  const auto print = [&](const char* name, const std::vector<double>& share) {
+    const auto [least, most] = std::minmax_element(share.begin(), share.end());
+    fmt::print("  {:<48} {:>6.2f} % ({:.2f} to {:.2f})\n", name, 100 * harness::median(share), 100 * *least,
+               100 * *most);
+    harness::append_json(options, fmt::format(R"({{"benchmark": "{}", "contestant": "{}", "share": {}, )"
+                                              R"("repeats": {}, "machine": "{}"}})",
+                                              "Time inside of the policies that look", name, harness::median(share),
+                                              options.repeats, harness::machine(options)));
+  };
+  fmt::print("Time inside of the policies that look, of an epoch of {:.0f} ms\n", 1e3 * harness::median(epochs));
+  for (std::size_t i = 0; i < Laps::count; ++i) print(names[i], shares[i]);
+  print("all together", of_all);
 }
 
 }  // namespace
@@ -56,16 +125,16 @@ int main(int argc, char** argv) {
   const auto folder = std::filesystem::temp_directory_path() / "gradaccum_benchmark_watching";
   std::filesystem::remove_all(folder);
   std::filesystem::create_directories(folder);
-  const ga::ClipNorm clip{.max = 1.0};  // so that there is a norm
+  Laps laps;
+  Run looked_at(settings, dataset, Mark<0>{&laps}, ga::TensorBoard{.directory = folder / "runs"}, Mark<1>{&laps},
+                ga::Report{.path = folder / "run.html"}, Mark<2>{&laps}, ga::MetricsLog{.path = folder / "train.csv"},
+                Mark<3>{&laps}, ga::EarlyStopping{.patience = 1'000'000}, Mark<4>{&laps});
+  Run alone(settings, dataset);
   harness::contest(
       "An epoch of FashionMNIST by the Trainer, validated at its end, AdamW",
-      {contestant("TensorBoard, Report, MetricsLog, EarlyStopping", settings, dataset, clip,
-                  ga::TensorBoard{.directory = folder / "runs"}, ga::Report{.path = folder / "run.html"},
-                  ga::MetricsLog{.path = folder / "train.csv"}, ga::EarlyStopping{.patience = 1'000'000}),
-       contestant("nobody looks", settings, dataset, clip),
-       contestant("TensorBoard alone", settings, dataset, clip, ga::TensorBoard{.directory = folder / "alone"}),
-       contestant("Report alone", settings, dataset, clip, ga::Report{.path = folder / "alone.html"}),
-       contestant("MetricsLog alone", settings, dataset, clip, ga::MetricsLog{.path = folder / "alone.csv"})},
+      {{"TensorBoard, Report, MetricsLog, EarlyStopping", [&] { looked_at.epoch(); }, looked_at.parameters()},
+       {"nobody looks", [&] { alone.epoch(); }, alone.parameters()}},
       programs::rows, "images", options);
+  print_shares(looked_at, laps, options);
   std::filesystem::remove_all(folder);
 }

@@ -7,6 +7,7 @@
 #include "support/files.hpp"
 
 #include <bit>
+#include <chrono>
 #include <cstdlib>
 #include <limits>
 #include <random>
@@ -213,6 +214,27 @@ TEST_CASE("MetricsFile: a line goes to the operating system in one piece") {
   file.write(fields);
   file.write(fields);
   CHECK(calls() - before == 2);
+}
+
+TEST_CASE("MetricsFile: lines may wait for others") {
+  const Directory directory;
+  const auto path = directory / "metrics.csv";
+  {
+    ga::MetricsFile file({.path = path, .flush_every = std::chrono::hours(1)});
+    file.write({{"epoch", 0}});
+    CHECK(text_of(path) == "epoch\n0\n");  // its beginning does not
+    file.write({{"epoch", 1}});
+    file.write({{"epoch", 2}});
+    CHECK(text_of(path) == "epoch\n0\n");
+    file.flush();
+    CHECK(text_of(path) == "epoch\n0\n1\n2\n");
+    file.write({{"epoch", 3}});
+    file.remove_lines_at_end("epoch", 1);
+    CHECK(text_of(path) == "epoch\n0\n1\n");
+    file.write({{"epoch", 4}});
+    REQUIRE_ERROR("its columns are 'epoch', got 'loss'", file.write({{"loss", 0.5}}));
+  }
+  CHECK(text_of(path) == "epoch\n0\n1\n4\n");
 }
 
 TEST_CASE("MetricsFile: a path that cannot be written to") {

@@ -3,6 +3,7 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 
+#include <chrono>
 #include <concepts>
 #include <cstdint>
 #include <filesystem>
@@ -19,6 +20,7 @@ namespace gradaccum {
 struct MetricsFileOptions {
   std::filesystem::path path = {};  ///< `.csv`: comma-separated with a line of names; `.jsonl`: a JSON object a line
   bool append = false;              ///< go on with a file that is there; else it is begun anew
+  std::chrono::duration<double> flush_every = std::chrono::seconds(0);  ///< how long lines may wait, while more come
 };
 
 /// Numbers with names, a line at a time, for spreadsheets and plots.
@@ -26,8 +28,9 @@ struct MetricsFileOptions {
 ///     ga::MetricsFile file({.path = "metrics.csv"});
 ///     for (int epoch = 0; epoch < 3; ++epoch) file.write({{"epoch", epoch}, {"loss", 0.5 / (epoch + 1)}});
 ///
-/// A line is with the operating system when `write` returns, in one piece; one that was cut off, by a full disk say, is
-/// ended before the next. All lines of a CSV file have the same names, in the same order. Doubles are written so that
+/// A line is with the operating system when `write` returns, in one piece, or with `.flush_every` a little later,
+/// together with others: by a later line, by `flush`, at the end. One that was cut off, by a full disk say, is ended
+/// before the next. All lines of a CSV file have the same names, in the same order. Doubles are written so that
 /// reading gives the same bits; in JSON, which has no NaN and no infinity, these are null.
 ///
 /// Throws `std::runtime_error` with the file's name where that cannot be, and for a name that would need quotes.
@@ -47,6 +50,7 @@ class MetricsFile {
 
   explicit MetricsFile(MetricsFileOptions options);
   void write(const Fields& fields);
+  void flush();
   /// Removes the lines at the end in which the number of this name is higher: for a run that goes on from before them.
   /// As far as the number goes up: where it goes down from one line to the next, another run had begun. And as far as
   /// lines have no number `without`.

@@ -15,11 +15,14 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
+#include <iterator>
 #include <limits>
 #include <optional>
 #include <set>
 #include <stdexcept>
 #include <string_view>
+#include <utility>
 
 #include <sys/types.h>
 #include <unistd.h>
@@ -27,29 +30,43 @@
 namespace gradaccum {
 
 struct MetricsFile::File {
+  using Clock = std::chrono::steady_clock;
+
   std::filesystem::path path;
+  std::chrono::duration<double> flush_every;
   bool is_csv = path.extension() == ".csv", is_torn = false;  // torn: the last line has no end
   std::string heading = {};                                   // of a CSV file
+  std::vector<std::string> known_names = {};                  // of the last line
+  std::string waiting = {};                                   // whole lines
+  Clock::time_point flushed = Clock::now();
   std::FILE* file = nullptr;
 
-  ~File() {
-    if (file) std::fclose(file);
-  }
+  ~File();
   [[noreturn]] void fail(std::string_view problem) const {
     throw std::runtime_error(fmt::format("MetricsFile: {}: {}", path.string(), problem));
   }
   void open(bool append);
   void look_at_what_is_there();
-  void check(const Fields& fields) const;
+  void check(const Fields& fields);
   void put(const std::string& text);
+  void flush();
   std::string text() const;
   std::optional<double> number_of(std::string_view name, std::string_view line) const;
 };
 
+GRADACCUM_INLINE MetricsFile::File::~File() {
+  if (!file) return;
+  try {
+    flush();
+  } catch (const std::exception&) {  // who wants to know has called flush
+  }
+  std::fclose(file);
+}
+
 GRADACCUM_INLINE void MetricsFile::Close::operator()(File* file) const { delete file; }
 
 GRADACCUM_INLINE MetricsFile::MetricsFile(MetricsFileOptions options)
-    : file_(new File{.path = std::move(options.path)}) {
+    : file_(new File{.path = std::move(options.path), .flush_every = options.flush_every}) {
   file_->open(options.append);
 }
 
@@ -68,8 +85,10 @@ GRADACCUM_INLINE void MetricsFile::File::look_at_what_is_there() {
   std::fseek(file, 0, SEEK_END);  // C wants one between reading and writing
 }
 
-GRADACCUM_INLINE void MetricsFile::File::check(const Fields& fields) const {
+GRADACCUM_INLINE void MetricsFile::File::check(const Fields& fields) {
   if (fields.empty()) fail("a line must have a field");
+  const auto is_known = [](const Field& field, const std::string& name) { return field.name == name; };
+  if (std::equal(fields.begin(), fields.end(), known_names.begin(), known_names.end(), is_known)) return;
   std::set<std::string_view> names;
   for (auto& [name, number] : fields) {
     const auto is_plain = [](unsigned char c) { return c >= ' ' && c != ',' && c != '"' && c != '\\'; };
@@ -77,13 +96,22 @@ GRADACCUM_INLINE void MetricsFile::File::check(const Fields& fields) const {
       fail(fmt::format("a name must have no comma, quote, backslash or control character, got '{}'", name));
     if (!names.insert(name).second) fail(fmt::format("two fields of a line are named '{}'", name));
   }
+  known_names.clear();
+  for (auto& field : fields) known_names.push_back(field.name);
 }
 
-/// In one piece, so that a line is there or not.
 GRADACCUM_INLINE void MetricsFile::File::put(const std::string& text) {
-  const auto whole = (is_torn ? "\n" : "") + text;
+  waiting += text;
+  if (Clock::now() - flushed >= flush_every) flush();
+}
+
+/// In one piece, so that a line is there or not. What could not be written is not tried again: some of it may be there.
+GRADACCUM_INLINE void MetricsFile::File::flush() {
+  flushed = Clock::now();
+  if (waiting.empty()) return;
+  const auto whole = (is_torn ? "\n" : "") + std::exchange(waiting, {});
   const auto written = std::fwrite(whole.data(), 1, whole.size(), file);
-  if (written > 0) is_torn = written < whole.size();
+  if (written > 0) is_torn = whole[written - 1] != '\n';
   if (written < whole.size()) fail(std::strerror(errno));
 }
 
@@ -120,6 +148,7 @@ GRADACCUM_INLINE std::optional<double> MetricsFile::File::number_of(std::string_
 }
 
 GRADACCUM_INLINE void MetricsFile::remove_lines_at_end(std::string_view name, double last, std::string_view without) {
+  flush();
   const auto text = file_->text();
   std::size_t kept = file_->is_torn ? text.rfind('\n') + 1 : text.size();
   for (double next = std::numeric_limits<double>::infinity(); kept > 0;) {
@@ -139,32 +168,41 @@ GRADACCUM_INLINE void MetricsFile::remove_lines_at_end(std::string_view name, do
 
 namespace detail {
 
-GRADACCUM_INLINE std::string text_of_number(const MetricsFile::Number& number) {
+GRADACCUM_INLINE void append_number(std::string& text, const MetricsFile::Number& number) {
   const auto* const real = std::get_if<double>(&number);
-  if (real && std::isnan(*real)) return "nan";  // never -nan, which is what 0.0 / 0.0 is to fmt
-  return std::visit([](auto value) { return fmt::format("{}", value); }, number);
+  if (real && std::isnan(*real)) {  // never -nan, which is what 0.0 / 0.0 is to fmt
+    text += "nan";
+    return;
+  }
+  std::visit([&](auto value) { fmt::format_to(std::back_inserter(text), "{}", value); }, number);
 }
 
-std::string comma_separated(const MetricsFile::Fields& fields, const auto& text_of) {
+std::string comma_separated(const MetricsFile::Fields& fields, const auto& append) {
   std::string text;
-  for (auto& field : fields) text.append(text.empty() ? "" : ",").append(text_of(field));
+  for (auto& field : fields) {
+    if (!text.empty()) text += ',';
+    append(text, field);
+  }
   return text;
 }
 
 GRADACCUM_INLINE std::string csv_heading(const MetricsFile::Fields& fields) {
-  return comma_separated(fields, [](auto& field) { return field.name; });
+  return comma_separated(fields, [](auto& text, auto& field) { text += field.name; });
 }
 
 GRADACCUM_INLINE std::string csv_line(const MetricsFile::Fields& fields) {
-  return comma_separated(fields, [](auto& field) { return text_of_number(field.number); });
+  return comma_separated(fields, [](auto& text, auto& field) { append_number(text, field.number); });
 }
 
 GRADACCUM_INLINE std::string json_line(const MetricsFile::Fields& fields) {
   std::string text = "{";
   for (auto& [name, number] : fields) {
     const auto* const real = std::get_if<double>(&number);
-    const bool is_null = real && !std::isfinite(*real);
-    text += fmt::format("{}\"{}\": {}", text.size() == 1 ? "" : ", ", name, is_null ? "null" : text_of_number(number));
+    fmt::format_to(std::back_inserter(text), "{}\"{}\": ", text.size() == 1 ? "" : ", ", name);
+    if (real && !std::isfinite(*real))
+      text += "null";
+    else
+      append_number(text, number);
   }
   return text + "}";
 }
@@ -174,14 +212,17 @@ GRADACCUM_INLINE std::string json_line(const MetricsFile::Fields& fields) {
 GRADACCUM_INLINE void MetricsFile::write(const Fields& fields) {
   auto& file = *file_;
   file.check(fields);
-  auto line = (file.is_csv ? detail::csv_line(fields) : detail::json_line(fields)) + '\n';
+  const auto line = (file.is_csv ? detail::csv_line(fields) : detail::json_line(fields)) + '\n';
   if (!file.is_csv) return file.put(line);
   const auto names = detail::csv_heading(fields);
-  if (file.heading.empty()) line = names + '\n' + line;
   if (!file.heading.empty() && names != file.heading)
     file.fail(fmt::format("its columns are '{}', got '{}'", file.heading, names));
-  file.put(line);
-  file.heading = names;
+  if (!file.heading.empty()) return file.put(line);
+  file.put(names + '\n' + line);
+  file.flush();
+  file.heading = names;  // once it is there
 }
+
+GRADACCUM_INLINE void MetricsFile::flush() { file_->flush(); }
 
 }  // namespace gradaccum

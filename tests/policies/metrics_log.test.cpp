@@ -7,9 +7,12 @@
 
 #include "support/files.hpp"
 
+#include <chrono>
 #include <cmath>
+#include <cstddef>
 #include <filesystem>
 #include <map>
+#include <stdexcept>
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -148,6 +151,8 @@ TEST_CASE("MetricsLog: what it cannot do, it says when the trainer is built") {
   REQUIRE_ERROR("MetricsFile: " + none.string() + ": No such file or directory", build({.path = none}));
   REQUIRE_ERROR("the name must end in .csv or .jsonl", build({}));
   REQUIRE_ERROR("MetricsLog: every must be >= 1, got 0", build({.path = directory / "train.csv", .every = 0}));
+  REQUIRE_ERROR("MetricsLog: flush_every must be >= 0 seconds, got -1",
+                build({.path = directory / "train.csv", .flush_every = std::chrono::seconds(-1)}));
   CHECK_FALSE(std::filesystem::exists(directory / "train.csv"));
 }
 
@@ -186,6 +191,30 @@ TEST_CASE("MetricsLog: what is validated, in lines of its own") {
   CHECK(lines[2].starts_with("{\"update\": 2, \"epoch\": 0, \"samples\": 2, \"seconds\": "));
   CHECK(lines[2].ends_with(", \"validation/loss\": 4}"));
   CHECK(lines[5].ends_with(", \"other/loss\": 4}"));
+}
+
+TEST_CASE("MetricsLog: lines wait for others, but not when a state is saved, and not beyond the end of fit") {
+  const Directory directory;
+  const Batches batches{{1.0, 1}, {2.0, 1}, {3.0, 1}, {4.0, 1}, {5.0, 1}};
+  const auto path = directory / "train.csv", other = directory / "train.jsonl";
+  std::vector<std::size_t> lines;
+  std::int64_t fail_at = 0;
+  Net net;
+  ga::Trainer trainer(
+      net, net.sgd, given_loss, ga::SaveState{.directory = directory / "states", .every_updates = 3},
+      [&](const ga::Step& step) {
+        lines.push_back(rows_of(path).size());
+        if (step.update == fail_at) throw std::runtime_error("failed");
+      },
+      ga::MetricsLog{.path = path, .flush_every = std::chrono::hours(1)},
+      ga::MetricsLog{.path = other, .flush_every = std::chrono::hours(1)});
+  trainer.fit(batches);
+  CHECK(lines == std::vector<std::size_t>{1, 1, 1, 3, 3});  // the first does not wait, after_window comes first
+  CHECK(column(path, "update") == Cells{"1", "2", "3", "4", "5"});
+  CHECK(split(text_of(other), '\n').size() == 5);
+  fail_at = 7;
+  CHECK_THROWS_WITH(trainer.fit(batches), "failed");
+  CHECK(column(path, "update") == Cells{"1", "2", "3", "4", "5", "6", "7"});
 }
 
 TEST_CASE("MetricsLog: a run that was killed and goes on has each line once") {

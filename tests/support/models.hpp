@@ -4,13 +4,17 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <mutex>
 #include <string>
 #include <vector>
 
 /// A small model, data for it, and the distance between two models: what most tests are made of.
 namespace testing {
 
+/// The same parameters always: ranks that are threads share LibTorch's generator, so they draw from it in turn.
 inline torch::nn::Sequential make_model(at::ScalarType dtype = at::kDouble) {
+  static std::mutex one_draws;
+  const std::lock_guard lock(one_draws);
   torch::manual_seed(1);
   torch::nn::Sequential model(torch::nn::Linear(4, 8), torch::nn::Tanh(), torch::nn::Linear(8, 3));
   model->to(dtype);

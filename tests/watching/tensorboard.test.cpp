@@ -125,7 +125,7 @@ TEST_CASE("TensorBoard: a point for each update") {
   CHECK(curves.at("train/lr") == Curve{{1, 0}, {2, 0}, {3, 0}, {4, 0}});
   CHECK(steps_of(curves.at("train/samples_per_second")) == Steps{1, 2, 3, 4});
   for (const float rate : numbers_of(curves.at("train/samples_per_second"))) CHECK(rate > 0);
-  CHECK(steps_of(curves.at("memory/resident")) == Steps{1, 2, 3, 4});
+  CHECK(steps_of(curves.at("memory/resident")).front() == 1);  // twice a second at most
   for (const float bytes : numbers_of(curves.at("memory/resident"))) CHECK(bytes > (1 << 20));
   CHECK(curves.count("train/grad_norm") == 0);  // nobody clips
   CHECK(tags_in(directory / "run") ==
@@ -354,8 +354,9 @@ TEST_CASE("TensorBoard: a killed training that goes on has the curves of one tha
         INFO(tag);
         CHECK(found.at(tag) == curves.at(tag));
       }
-      for (const auto* tag : {"train/samples_per_second", "memory/resident"})
-        CHECK(steps_of(found.at(tag)) == steps_of(curves.at(tag)));
+      const auto *const rate = "train/samples_per_second", *const memory = "memory/resident";
+      CHECK(steps_of(found.at(rate)) == steps_of(curves.at(rate)));
+      CHECK(steps_of(found.at(memory)).front() == steps_of(curves.at(memory)).front());
       std::filesystem::remove_all(run.directory);
     }
 }

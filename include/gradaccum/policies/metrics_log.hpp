@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/archive.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/metrics_file.hpp>
 #include <gradaccum/policy.hpp>
 
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <map>
@@ -25,14 +27,17 @@ namespace gradaccum {
 ///     trainer.fit(batches);
 ///
 /// With `append` a `fit` that is given `.resume` first removes the lines that the last run has written after the state
-/// (all of its lines, where there is no state yet): so there are none twice. `MetricsFile` says how it is written, and
-/// is the part for a loop of one's own. Of several processes rank 0 writes.
+/// (all of its lines, where there is no state yet): so there are none twice. All lines are with the operating system
+/// before a state is, and when `fit` ends; a training that is killed loses those of the last second. `MetricsFile` says
+/// how it is written, and is the part for a loop of one's own. Of several processes rank 0 writes.
 ///
 /// @note Reads loss and norm from the device for each line.
 struct MetricsLog {
   std::filesystem::path path = {};  ///< `.csv` or `.jsonl`
   std::int64_t every = 1;           ///< windows a line, >= 1
   bool append = false;              ///< go on with a file that is there; else it is begun anew
+  std::chrono::duration<double> flush_every = std::chrono::seconds(1);  ///< how long lines may wait, while more come
+  std::string name = {};  ///< not an option, like all below; of two logs there are two
   std::shared_ptr<MetricsFile> file = nullptr;
   std::set<std::string> validated = {};                                       ///< the names of all Validates
   std::map<std::string, std::shared_ptr<MetricsFile>> validation_files = {};  ///< by name, beside a CSV file
@@ -40,10 +45,19 @@ struct MetricsLog {
   std::int64_t windows = 0;
   bool goes_on = false;  ///< lines of the run that this one goes on from are to be removed
 
+  /// When a fit ends, by an exception, too.
+  struct [[nodiscard]] Flush {
+    MetricsFile* file;
+    ~Flush();
+  };
+
   void attach(TrainerBase& trainer);
-  int fit_scope();
+  Flush fit_scope();
   void after_window(const Step& step);
   void on_validation(const Validation& validation);
+  void at_boundary() const;
+  /// Saves nothing of its own: so what was written is on the disk before the state is.
+  void state(Archive& archive) const;
   void write(const Step& step) const;
   void go_on_from(std::int64_t samples, bool validates);
   std::filesystem::path path_of(const Validation& validation) const;

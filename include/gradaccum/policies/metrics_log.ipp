@@ -9,6 +9,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <exception>
 #include <limits>
 #include <utility>
 
@@ -16,16 +17,36 @@ namespace gradaccum {
 
 GRADACCUM_INLINE void MetricsLog::attach(TrainerBase& trainer) {
   TORCH_CHECK(every >= 1, "MetricsLog: every must be >= 1, got ", every);
+  const auto seconds = flush_every.count();
+  TORCH_CHECK(seconds >= 0, "MetricsLog: flush_every must be >= 0 seconds, got ", seconds);
+  name = "log of " + path.string();
   status = &trainer.status();
   trainer.when_built([this, &trainer] {
     for (auto& metric : trainer.metrics()) validated.insert(metric.substr(0, metric.find('/')));
   });
-  if (trainer.is_first()) file = std::make_shared<MetricsFile>(MetricsFileOptions{.path = path, .append = append});
+  if (trainer.is_first())
+    file =
+        std::make_shared<MetricsFile>(MetricsFileOptions{.path = path, .append = append, .flush_every = flush_every});
 }
 
-GRADACCUM_INLINE int MetricsLog::fit_scope() {
+GRADACCUM_INLINE MetricsLog::Flush::~Flush() {
+  try {
+    if (file) file->flush();
+  } catch (const std::exception&) {  // at_boundary is where a fit hears of it
+  }
+}
+
+GRADACCUM_INLINE MetricsLog::Flush MetricsLog::fit_scope() {
   goes_on = append;
-  return 0;
+  return {file.get()};
+}
+
+GRADACCUM_INLINE void MetricsLog::at_boundary() const {
+  if (file && status->done()) file->flush();
+}
+
+GRADACCUM_INLINE void MetricsLog::state(Archive& archive) const {
+  if (file && !archive.loading()) file->flush();
 }
 
 GRADACCUM_INLINE void MetricsLog::after_window(const Step& step) {
@@ -40,8 +61,8 @@ GRADACCUM_INLINE void MetricsLog::go_on_from(std::int64_t samples, bool validate
   const auto last_validated = validates ? last - 0.5 : last;
   file->remove_lines_at_end("samples", last);
   file->remove_lines_at_end("samples", last_validated, "moved");
-  for (auto& name : validated) {
-    const Validation of{.name = name};
+  for (auto& validation : validated) {
+    const Validation of{.name = validation};
     if (path_of(of) != path && std::filesystem::exists(path_of(of)))
       file_of(of).remove_lines_at_end("samples", last_validated);
   }
@@ -68,7 +89,7 @@ GRADACCUM_INLINE void MetricsLog::on_validation(const Validation& validation) {
                              {"epoch", validation.epoch},
                              {"samples", validation.samples},
                              {"seconds", validation.seconds}};
-  for (auto& [name, number] : validation.found.metrics) fields.emplace_back(validation.name + '/' + name, number);
+  for (auto& [metric, number] : validation.found.metrics) fields.emplace_back(validation.name + '/' + metric, number);
   file_of(validation).write(fields);
 }
 

@@ -41,7 +41,7 @@ struct PointOfRate {
 ///
 /// Over the updates: `train/loss`, `train/lr`, `train/grad_norm` (where somebody clips by it),
 /// `train/samples_per_second` (of training, without validations, since the point before), `memory/resident` and, on a
-/// device, `memory/occupied`, in bytes; whatever a validation found, as `validation/loss`; on request the distributions
+/// device, `memory/occupied`, in bytes, twice a second at most; whatever a validation found, as `validation/loss`; on request the distributions
 /// `parameters/<name>`, after the update, and `gradients/<name>`, the true ones, as they are where this policy stands
 /// among those with before_step. Windows that were skipped have no point; NaN has one. `SummaryWriter` says how it is
 /// written.
@@ -68,6 +68,7 @@ struct TensorBoard {
   bool begins = true;         // nothing has been written since it was built, or loaded
   std::int64_t begun_at = 0;  // the update
   std::optional<detail::PointOfRate> before = {};
+  std::optional<FitStatus::Clock::time_point> measured = {};  // memory
   std::vector<std::pair<std::string, detail::ValueHistogram>> gradients = {};  // of a step that is yet to be taken
 
   /// When a fit ends, by an exception, too.
@@ -99,6 +100,7 @@ struct TensorBoard {
   bool is_written(std::string_view tag, std::int64_t step) const;
   void write_numbers(const Step& step);
   void write_rate(std::int64_t step);
+  void write_memory(std::int64_t step);
   void write_histograms(std::int64_t step);
 };
 

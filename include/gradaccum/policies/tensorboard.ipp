@@ -87,6 +87,7 @@ GRADACCUM_INLINE void TensorBoard::begin() {
 GRADACCUM_INLINE void TensorBoard::restart() {
   if (begins) begun_at = trainer->updates();
   gradients.clear();
+  measured.reset();
   before = detail::PointOfRate{.samples = status->samples};
 }
 
@@ -136,12 +137,20 @@ GRADACCUM_INLINE void TensorBoard::write_numbers(const Step& step) {
   if (!std::isnan(step.lr)) file->add_scalar("train/lr", step.lr, step.update);
   if (step.grad_norm.defined()) file->add_scalar("train/grad_norm", step.grad_norm.item<double>(), step.update);
   write_rate(step.update);
+  write_memory(step.update);
+}
+
+/// Seldom: to ask for it takes longer than all else of an update together.
+GRADACCUM_INLINE void TensorBoard::write_memory(std::int64_t step) {
+  const auto now = FitStatus::Clock::now();
+  if (measured && now - *measured < std::chrono::milliseconds(500)) return;
+  measured = now;
   const auto device = trainer->device();
   if (const auto bytes = detail::occupied_memory(at::kCPU))
-    file->add_scalar("memory/resident", static_cast<double>(*bytes), step.update);
+    file->add_scalar("memory/resident", static_cast<double>(*bytes), step);
   if (device.is_cpu()) return;
   if (const auto bytes = detail::occupied_memory(device))
-    file->add_scalar("memory/occupied", static_cast<double>(*bytes), step.update);
+    file->add_scalar("memory/occupied", static_cast<double>(*bytes), step);
 }
 
 GRADACCUM_INLINE void TensorBoard::write_rate(std::int64_t step) {
