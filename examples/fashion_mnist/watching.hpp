@@ -35,6 +35,7 @@ inline std::optional<ga::TensorBoard> tensorboard(const Options& options) {
 inline std::optional<ga::Report> report(const Options& options) {
   if (options.report.empty()) return std::nullopt;
   return ga::Report{.path = options.report,
+                    .title = fmt::format("FashionMNIST, {} x {}", options.batch_size, options.accumulate.text()),
                     .settings = {{"network", fmt::format("{} hidden layers of 512", options.depth)},
                                  {"optimizer", options.optimizer},
                                  {"learning rate", fmt::format("{:g}", options.learning_rate)},

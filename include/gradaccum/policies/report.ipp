@@ -23,6 +23,11 @@ namespace gradaccum {
 
 namespace detail {
 
+/// As a page shows it, beside counts.
+GRADACCUM_INLINE std::string speed_text(double rate) {
+  return rate < 1000 ? rate_text(rate) : count_text(std::llround(rate));
+}
+
 GRADACCUM_INLINE double seconds_between(FitStatus::Clock::time_point from, FitStatus::Clock::time_point to) {
   return std::chrono::duration<double>(to - from).count();
 }
@@ -120,9 +125,9 @@ GRADACCUM_INLINE void Report::describe(bool is_over) {
   page->tile("updates", detail::count_text(trainer->updates()),
              report.skipped > 0 ? detail::count_text(report.skipped) + " skipped" : "");
   page->tile("epoch", detail::count_text(status->epoch + 1), counts_epochs ? "of " + detail::count_text(epochs) : "");
-  page->tile("samples", detail::count_text(report.samples));
-  page->tile("samples/s", rate_text(rate && !is_over ? rate->last().value : report.samples_per_second),
-             is_over || !rate ? "on average" : rate_text(report.samples_per_second) + " on average");
+  const auto average = detail::speed_text(report.samples_per_second);
+  page->tile("samples/s", rate && !is_over ? detail::speed_text(rate->last().value) : average,
+             is_over || !rate ? "on average" : average + " on average");
   if (loss) page->tile("train loss", detail::number_text(loss->last().value), "in the last update");
   detail::best_tile(*page, "loss", true);
   detail::best_tile(*page, "accuracy", false);
