@@ -143,7 +143,7 @@ auto as_policy(P policy) {
   constexpr bool callable = std::invocable<P&, const Step&>;
   if constexpr (gradaccum::policy<P>) {
     static_assert(!callable || hook::after_step<P>,
-                  "Trainer: a policy with hooks is not called as a callback, too; name its call operator after_step");
+                  "Trainer: a policy with hooks is not called as a callable, too; name its call operator after_step");
     return policy;
   } else {
     static_assert(callable || std::is_final_v<P>,
