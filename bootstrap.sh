@@ -34,8 +34,9 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
                                               transformers
 
 On Debian and Ubuntu, what is missing is installed with apt-get, after saying what and why; elsewhere it is only named.
-`docs` needs Python and, once, PyPI (30 MB), nothing of the rest. LibTorch is fetched by pip into build/ (about 600 MB, once) unless CMAKE_PREFIX_PATH names one that fits. Python's
-PyTorch, for `oracle`, `bench` and `--compile`, is several GB more.
+`docs` needs Python and, once, PyPI (30 MB), nothing of the rest. LibTorch is fetched by pip into build/ (about 600 MB,
+once) unless CMAKE_PREFIX_PATH names one that fits. Python's PyTorch, for `oracle`, `bench` and `--compile`, is several
+GB more.
 END
 }
 
@@ -337,7 +338,7 @@ bench() {
   if (( ${#python[@]} > 0 )); then fetch_python_torch; fi
   data=$(unzipped_data_directory) || exit
   begin_results "${arguments[@]}"
-  for name in adamw_step memory_saving_step amp_tail tiny_step window embedding trainer checkpoint fit_memory bloom_classifier; do
+  for name in adamw_step memory_saving_step amp_tail tiny_step window embedding trainer checkpoint fit_memory bloom_classifier prefetch; do
     step "Running benchmark_$name"
     "$programs/benchmark_$name" "${arguments[@]}"
   done
@@ -364,6 +365,8 @@ bench() {
   "$programs/benchmark_save_load" --directory build "${arguments[@]}"
   step "Running benchmark_epoch"  # ours keeps freed memory, and in one process that is for all
   "$programs/benchmark_epoch" --data "$data" --keep-memory "${arguments[@]}"
+  step "Running benchmark_watching"
+  "$programs/benchmark_watching" --data "$data" --keep-memory "${arguments[@]}"
   step "Running memory_techniques"  # without --steps 0 its losses take a quarter of an hour
   "$programs/memory_techniques" --model small --steps 0 --keep-memory "${arguments[@]}"
   step "Running compare_processes.py"
@@ -374,6 +377,7 @@ bench() {
 }
 
 doctor() {
+  if (( $# > 0 )); then usage >&2; exit 2; fi
   need_to_build c++ g++ clang++
   install_missing
   check_cmake
@@ -422,6 +426,7 @@ docs() {
 }
 
 oracle() {
+  if (( $# > 0 )); then usage >&2; exit 2; fi
   need_to_build g++
   need_python
   install_missing
@@ -449,12 +454,17 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 command=${1-}
 if (( $# > 0 )); then shift; fi
 case $command in
+  test | doctor | docs | oracle)
+    case ${1-} in -h | --help) usage; exit ;; esac
+    ;;
+esac
+case $command in
   demo) demo "$@" ;;
   test) run_tests "$@" ;;
   bench) bench "$@" ;;
-  doctor) doctor ;;
+  doctor) doctor "$@" ;;
   docs) docs "$@" ;;
-  oracle) oracle ;;
+  oracle) oracle "$@" ;;
   help | -h | --help) usage ;;
   *) usage >&2; exit 2 ;;
 esac

@@ -78,7 +78,7 @@ TEST_CASE("misuse: the number of micro-batches may be of any integer type") {
 TEST_CASE("misuse: weights out of range change nothing") {
   Fixture f;
   for (double weight : {-1.0, std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()})
-    REQUIRE_ERROR("Loss: a weight must be finite and >= 0, got", f.optimizer.backward({f.loss(), weight}));
+    REQUIRE_ERROR("Loss: items must be finite and >= 0, got", f.optimizer.backward({f.loss(), weight}));
   CHECK_FALSE(f.model->parameters()[0].grad().defined());
   f.micro_batch();  // the plain form is still free
   CHECK(f.optimizer.micro_steps() == 1);
@@ -196,7 +196,7 @@ TEST_CASE("misuse: weights too far apart for the loss's dtype, or for a sum") {
   ga::GradAccumulator optimizer(sgd, {.steps = 2});
   optimizer.backward({weight.sum().to(at::kHalf), 1});
   optimizer.step();
-  REQUIRE_ERROR("at most 65504 times the window's first one (1)",
+  REQUIRE_ERROR("at most 65504 times those of the window's first micro-batch (1)",
                 optimizer.backward({weight.sum().to(at::kHalf), 1e6}));
   optimizer.backward({weight.sum().to(at::kHalf), 3});
   CHECK(optimizer.step());

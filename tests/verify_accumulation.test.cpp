@@ -587,14 +587,14 @@ TEST_CASE("verify_accumulation: refused") {
     return ga::verify_accumulation(model, objective, batch, options);
   };
   REQUIRE_ERROR("steps must be >= 2, got 1", verify(mean_loss, {.steps = 1}));
-  REQUIRE_ERROR("must have a row for each of 13 steps, got 12", verify(mean_loss, {.steps = 13}));
+  REQUIRE_ERROR("must have a row for each of 13 micro-batches, got 12", verify(mean_loss, {.steps = 13}));
   REQUIRE_ERROR("tolerance must be >= 0, got -1", verify(mean_loss, {.tolerance = -1}));
   REQUIRE_ERROR("tolerance must be >= 0, got nan", verify(mean_loss, {.tolerance = std::nan("")}));
   REQUIRE_ERROR("got an undefined tensor", verify([](auto&, const auto&) { return at::Tensor(); }));
   REQUIRE_ERROR("must have one element, got shape [12, 3]",
                 verify([](auto& net, const auto& part) { return net->forward(part.data); }));
   REQUIRE_ERROR("requires no grad", verify([](auto&, const auto& part) { return part.data.mean(); }));
-  REQUIRE_ERROR("a weight must be finite and >= 0, got -1", verify([](auto& net, const auto& part) {
+  REQUIRE_ERROR("items must be finite and >= 0, got -1", verify([](auto& net, const auto& part) {
                   return ga::Loss{mean_loss(net, part), -1};
                 }));
   REQUIRE_ERROR("must have as many rows each",

@@ -13,7 +13,7 @@ namespace gradaccum {
 
 GRADACCUM_INLINE void Window::add(double weight) {
   check_weight(weight);
-  TORCH_CHECK(std::isfinite(total_weight_ + weight), "Loss: the weights of a window must have a finite sum, got ",
+  TORCH_CHECK(std::isfinite(total_weight_ + weight), "Loss: the items of a window must have a finite sum, got ",
               total_weight_, " + ", weight);
   ++count_;
   if (first_weight_ == 0) first_weight_ = weight;
@@ -21,7 +21,7 @@ GRADACCUM_INLINE void Window::add(double weight) {
 }
 
 GRADACCUM_INLINE void Window::check_weight(double weight) {
-  TORCH_CHECK(std::isfinite(weight) && weight >= 0, "Loss: a weight must be finite and >= 0, got ", weight);
+  TORCH_CHECK(std::isfinite(weight) && weight >= 0, "Loss: items must be finite and >= 0, got ", weight);
 }
 
 GRADACCUM_INLINE void Window::set_steps(std::int64_t steps) {
@@ -33,7 +33,7 @@ GRADACCUM_INLINE void Window::resume(std::int64_t count, double first_weight, do
   check_weight(first_weight);
   check_weight(total_weight);
   TORCH_CHECK(count >= 0 && (count > 0 || total_weight == 0) && (first_weight > 0) == (total_weight > 0),
-              "Window: a saved one must have a count >= 0 and weights that fit, got ", count, ", ", first_weight,
+              "Window: a saved one must have a count >= 0 and items that fit, got ", count, ", ", first_weight,
               " and ", total_weight);
   count_ = count, first_weight_ = first_weight, total_weight_ = total_weight;
 }

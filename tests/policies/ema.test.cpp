@@ -257,7 +257,7 @@ TEST_CASE("Ema: a model is a module, a holder or a pointer; or has no parameters
 TEST_CASE("Ema: calls in the wrong order change nothing") {
   Bag bag({torch::ones({2})});
   ga::Ema ema{.decay = 0.5};
-  REQUIRE_ERROR("Ema: swap needs averages; call update(model) after a step first", ema.swap(bag));
+  REQUIRE_ERROR("Ema: swap needs averages; call update(model) after an update first", ema.swap(bag));
   ema.update(bag);
   bag.parameters()[0].data().fill_(3);
   ema.swap(bag);

@@ -391,7 +391,7 @@ TEST_CASE("refused: names that two parts have, or that no file can have, before 
   CHECK(std::filesystem::exists(directory / "states" / "step-000002"));
 }
 
-TEST_CASE("refused: a state from within a step, of which some policies do not know yet") {
+TEST_CASE("refused: a state from within a micro-batch, of which some policies do not know yet") {
   const Directory directory;
   for (const bool loads : {false, true}) {
     auto net = make_model({});
@@ -415,7 +415,7 @@ TEST_CASE("refused: a state from within a step, of which some policies do not kn
     CHECK(messages.size() == (loads ? 5 : 6));
     for (auto& [hook, message] : messages) {
       INFO(hook << ": " << message);
-      const bool refused = contains(message, "between micro-batches, got a call from within a step");
+      const bool refused = contains(message, "between micro-batches, got a call from within a micro-batch");
       CHECK(refused == (hook != "at_boundary"));
       CHECK((refused || message.empty()));
     }

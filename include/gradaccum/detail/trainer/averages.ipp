@@ -114,7 +114,7 @@ GRADACCUM_INLINE void Averages::move_towards(const std::vector<NamedTensor>& ten
 }
 
 GRADACCUM_INLINE void Averages::swap(torch::nn::Module& module, bool buffers) {
-  TORCH_CHECK(updates_ > 0, "Ema: swap needs averages; call update(model) after a step first");
+  TORCH_CHECK(updates_ > 0, "Ema: swap needs averages; call update(model) after an update first");
   at::NoGradGuard no_grad;
   std::vector<at::Tensor> targets, averages, originals;
   for (auto& [_, tensor] : known_tensors(module, buffers)) targets.push_back(tensor);

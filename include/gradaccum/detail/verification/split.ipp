@@ -10,8 +10,8 @@
 namespace gradaccum::detail {
 
 GRADACCUM_INLINE std::vector<std::int64_t> rows_of_parts(std::int64_t rows, std::int64_t steps) {
-  TORCH_CHECK(rows >= steps, "verify_accumulation: the batch must have a row for each of ", steps, " steps, got ",
-              rows);
+  TORCH_CHECK(rows >= steps, "verify_accumulation: the batch must have a row for each of ", steps,
+              " micro-batches, got ", rows);
   std::vector<std::int64_t> parts;
   for (std::int64_t i = 0; i < steps; ++i) parts.push_back(rows / steps + (i < rows % steps));
   return parts;

@@ -148,7 +148,7 @@ GRADACCUM_INLINE void CloseWatch::check_gradients(bool of_backward_alone) const 
                 watched_->parameters()[place].sizes(),
                 ") changed between backward and step(), where it is an unfinished sum. By "
                 "torch::nn::utils::clip_grad_norm_? Delete it, and call optimizer.clip_grad_norm_(max). By a division "
-                "by the number of steps? Delete it: the window is a mean. By zero_grad(false)? Call "
+                "by the number of micro-batches? Delete it: the window is a mean. By zero_grad(false)? Call "
                 "optimizer.zero_grad(). Other code that changes gradients goes inside "
                 "`if (optimizer.ready()) { optimizer.gradients().apply(); … }`");
   }

@@ -49,9 +49,9 @@ GRADACCUM_INLINE void check_weight(const Loss& loss, double first_weight) {
   const double largest = loss.mean.scalar_type() == at::kHalf     ? 65504.0
                          : loss.mean.scalar_type() == at::kDouble ? 1e308
                                                                   : 3e38;
-  TORCH_CHECK(loss.items / first_weight <= largest, "Loss: a weight must be at most ", largest,
-              " times the window's first one (", first_weight, ") with a loss of dtype ", loss.mean.scalar_type(),
-              ", got ", loss.items, "; compute the loss in a wider dtype");
+  TORCH_CHECK(loss.items / first_weight <= largest, "Loss: items must be at most ", largest,
+              " times those of the window's first micro-batch (", first_weight, ") with a loss of dtype ",
+              loss.mean.scalar_type(), ", got ", loss.items, "; compute the loss in a wider dtype");
 }
 
 GRADACCUM_INLINE void check_goes_with_peers(bool peers, bool in_backward) {
