@@ -70,7 +70,7 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
 ///     loss.backward();                                                 // runs again what was not kept
 ///     std::cout << net->plan();                                        // predicted bytes and time, and the schedule
 ///
-/// It has the modules of the Sequential, under the same names; `parameters()`, `to`, `train` and checkpoints on disk
+/// It has the modules of the Sequential, under the same names; `parameters()`, `to`, `train` and saved files
 /// are those of the Sequential. Each module takes a tensor and returns one. Outputs, gradients and random numbers are
 /// those of the Sequential to the bit, and `checkpoint`'s rules hold; statistics of BatchNorm move once.
 ///

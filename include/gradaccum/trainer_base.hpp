@@ -68,7 +68,7 @@ class TrainerBase {
   bool closing() const;                        ///< this backward fills the window; of a flushed one, none does
   const Step& window() const;                  ///< epoch, micro_batches, samples, items so far
   const FitStatus& status() const;
-  /// Tells all policies what was found: what `Validate` does, and who evaluates in a callback.
+  /// Tells all policies what was found: what `Validate` does, and who evaluates in a policy of their own.
   void validated(std::string name, Evaluation found);
   /// For `attach`: there will be numbers of these names, `validation/loss`.
   void will_validate(std::string name, const std::vector<std::string>& metrics);
