@@ -63,7 +63,7 @@ struct AmpScalerOptions {
 /// parameters on devices, and no window left open by `update()`; else it is as without (docs/mixed_precision.md).
 ///
 /// @note The scale is a host number, and one thing is read from the device, 4 bytes a window: whether it overflowed. By
-/// `step`, when it closes; by `update`, of one that was unscaled and then not stepped. Nothing else here synchronises.
+/// `step`, when it closes; by `update`, of one that was unscaled and then not stepped. Nothing else here waits.
 /// With `.on_device` nothing but `get_scale()`, `state_dict()` and `update(new_scale)` does; and the optimizer, when
 /// its state is asked for.
 class AmpScaler {
@@ -82,7 +82,7 @@ class AmpScaler {
   /// overflow is settled then. Once a window, before `step`; of an accumulator after the last backward, inside
   /// `if (optimizer.ready())`.
   ///
-  /// @note Does not synchronise with the device.
+  /// @note Does not wait for the device.
   template <class Optimizer>
   void unscale_(Optimizer& optimizer) {
     unscale_window(detail::scalable(optimizer));

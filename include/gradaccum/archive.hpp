@@ -35,7 +35,7 @@ namespace gradaccum {
 /// another type or out of range throws; what a part has loaded before that stays, so a part that must not be
 /// half-changed loads into locals first, or leaves what it changes to `when_all_fit`.
 ///
-/// @note Does not synchronise with the device.
+/// @note Does not wait for the device.
 class Archive {
  public:
   using Value = std::variant<bool, std::int64_t, double, std::string, at::Tensor>;

@@ -20,7 +20,7 @@ namespace gradaccum {
 /// Only the device's type counts, and for the CPU the processor that this runs on. Of all others than x86 processors it
 /// says true.
 ///
-/// @note Does not synchronise with the device.
+/// @note Does not wait for the device.
 bool is_bf16_fast(at::Device device);
 
 /// torch.autocast as a scope: operations that gain from it run in 16 bits, those that need their precision in float32.
@@ -45,7 +45,7 @@ bool is_bf16_fast(at::Device device);
 /// `device`: only its type counts (`torch::kCUDA`, "cuda", where a tensor lies). `dtype`: bfloat16 or float16; by
 /// default float16 on CUDA and bfloat16 on the CPU. `cache_enabled`: by default as it is around the scope.
 ///
-/// @note Does not synchronise with the device. Dtype and nesting belong to the thread; the casts that are kept belong
+/// @note Does not wait for the device. Dtype and nesting belong to the thread; the casts that are kept belong
 /// to the process, so threads that run one model at the same time use one dtype, or `cache_enabled = false`.
 class [[nodiscard]] Autocast {
  public:

@@ -34,7 +34,7 @@ namespace gradaccum {
 /// under `autograd::grad`, with `retain_graph` (runs again for each backward), `create_graph`, and nested: a checkpoint
 /// inside is forgotten with the rest and made anew. With gradients disabled it is a plain call.
 ///
-/// @note Does not synchronise with the device, unless `check_content` asks. The random generators belong to the
+/// @note Does not wait for the device, unless `check_content` asks. The random generators belong to the
 /// process: threads that draw from them at the same time cannot repeat what they drew, which is found out.
 template <class Function, class... Inputs>
 auto checkpoint(const CheckpointOptions& options, Function&& function, Inputs&&... inputs) {

@@ -21,7 +21,7 @@ namespace gradaccum {
 /// The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. `max_norm` is > 0; infinity
 /// only measures. A norm of NaN makes the gradients NaN, as there.
 ///
-/// @note Does not synchronise with the device.
+/// @note Does not wait for the device.
 at::Tensor clip_grad_norm_(Gradients gradients, double max_norm);
 
 /// torch.nn.utils.clip_grad_norm_ without the wait: clips the gradients of `parameters` in place, and returns the
@@ -35,13 +35,13 @@ at::Tensor clip_grad_norm_(Gradients gradients, double max_norm);
 /// In a loop with a GradAccumulator call the accumulator's `clip_grad_norm_`: this one would clip an unfinished sum,
 /// which is an error.
 ///
-/// @note Synchronises with the device only if `error_if_nonfinite` is set: it throws then, and nothing is clipped.
+/// @note Waits for the device only if `error_if_nonfinite` is set: it throws then, and nothing is clipped.
 at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type = 2.0,
                            bool error_if_nonfinite = false);
 
 /// Clamps every element of a window's gradients, in their true size, to [-clip_value, clip_value]; at once.
 ///
-/// @note Does not synchronise with the device.
+/// @note Does not wait for the device.
 void clip_grad_value_(Gradients gradients, double clip_value);
 
 /// torch.nn.utils.clip_grad_value_, for sparse gradients and shared parameters too.

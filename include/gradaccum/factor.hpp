@@ -26,7 +26,7 @@ struct Multiplier;
 /// It can be written but not read: so no writer depends on another, and any order of writers gives the same bits
 /// (multipliers and divisors are kept apart, sorted before they are joined, and divided once).
 ///
-/// @note Does not synchronise with the device. A CPU tensor is read at once; a device tensor is copied on the device.
+/// @note Does not wait for the device. A CPU tensor is read at once; a device tensor is copied on the device.
 class Factor {
  public:
   void multiply(double by) { multipliers_.push_back(by); }

@@ -60,8 +60,8 @@ class Peers;
 /// checkpointed block reads of a parameter without a gradient (`detach()`, a comparison) may have moved when it runs
 /// again.
 ///
-/// @note Parameters are stepped some 65'000 elements at a time: small ones wait for each other. Does not synchronise
-/// with the device.
+/// @note Parameters are stepped some 65'000 elements at a time: small ones wait for each other. The
+/// program does not wait for the device.
 struct GradAccumulatorOptions {
   detail::Count steps = 1;                           ///< micro-batches an update, >= 1
   std::optional<at::ScalarType> accumulate_in = {};  ///< kFloat: 16-bit gradients are summed in float32, 4 bytes each
@@ -179,7 +179,7 @@ void check_can_be_accumulated(const torch::optim::Optimizer& optimizer);
 ///
 /// The wrapped optimizer outlives the accumulator. Its options, state and saved files are its own, untouched.
 ///
-/// @note Does not synchronise with the device, apart from a 4-byte read a window where a loss scaler is at work.
+/// @note Does not wait for the device, apart from a 4-byte read a window where a loss scaler is at work.
 template <class Optimizer>
 class GradAccumulator : public Accumulator {
   static_assert(!accumulating<Optimizer>,

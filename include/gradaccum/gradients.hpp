@@ -33,7 +33,7 @@ class WindowGradients;
 /// a window of one batch. Parameters may be of any dtype, on several devices, shared or frozen; gradients dense or
 /// sparse (COO), and undefined where there is none.
 ///
-/// @note Nothing here but `overflowed()` synchronises with the device, apart from reading a tensor that it returns.
+/// @note Nothing here but `overflowed()` waits for the device, apart from reading a tensor that it returns.
 /// (Where parameters lie on the CPU and on a device, a factor known on the device alone is waited for.)
 class Gradients {
  public:

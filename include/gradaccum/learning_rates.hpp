@@ -29,7 +29,7 @@ namespace gradaccum {
 /// The optimizer has `param_groups()`, as LibTorch's have, and a GradAccumulator; it outlives this. Options that do not
 /// tell their rate, or cannot take one, are an error; so is a first rate of 0 beside others. Nothing has changed then.
 ///
-/// @note Does not synchronise with the device.
+/// @note Does not wait for the device.
 class LearningRates {
  public:
   template <class Optimizer>

@@ -47,7 +47,7 @@ struct BackwardOptions {
 ///
 /// `mean`: one element, of any floating dtype. `items`: any arithmetic type, finite and >= 0; 0 leaves backward out.
 ///
-/// @note Does not synchronise with the device: the count is a host number, and so a Tensor as count does not compile.
+/// @note Does not wait for the device: the count is a host number, and so a Tensor as count does not compile.
 /// @note A 16-bit loss rounds its seed, and so its weight, to 16 bits: compute the loss in float32.
 struct Loss {
   at::Tensor mean;

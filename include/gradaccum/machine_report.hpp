@@ -51,7 +51,7 @@ std::ostream& operator<<(std::ostream& stream, const MachineReport& report);
 /// Threads, attention, autocast, gradients and random numbers are left as they were, also by an exception. The
 /// C library learns what sizes of memory are in use, as from any program.
 ///
-/// @note Takes a second or two, and 150 MB. Does not synchronise with a device, and tells nothing of any. Not for use
+/// @note Takes a second or two, and 150 MB. Does not wait for a device, and tells nothing of any. Not for use
 /// beside threads that work with LibTorch: they would be counted, and work by one thread for that time.
 MachineReport machine_report();
 

@@ -36,7 +36,7 @@ inline constexpr std::int64_t MiB = std::int64_t{1} << 20, GiB = std::int64_t{1}
 /// prints a warning about a "memory block of unknown size".) A block that is freed on a thread that does not carry the
 /// scope stays counted until its address is given out again.
 ///
-/// @note Takes a lock an allocation. Does not synchronise with the device. Cannot run together with LibTorch's
+/// @note Takes a lock an allocation. Does not wait for the device. Cannot run together with LibTorch's
 /// profiler on one thread: both use the same slot; whichever comes second throws.
 class MemoryMeter {
  public:

@@ -64,7 +64,7 @@ class PackedTensor : public torch::autograd::SavedVariableHooks {
 /// LibTorch's C++ side has no such hooks: an engine of our own, put in place by the first scope of the process, answers
 /// for them. With Python's engine loaded in the process the constructor throws.
 ///
-/// @note Does not synchronise with the device. A small allocation on the heap for each saved tensor.
+/// @note Does not wait for the device. A small allocation on the heap for each saved tensor.
 template <class Pack, class Unpack>
 class [[nodiscard]] SavedTensorHooks final : detail::SavingScope {
   using Packed = std::decay_t<std::invoke_result_t<Pack&, const at::Tensor&>>;

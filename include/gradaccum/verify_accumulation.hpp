@@ -71,7 +71,7 @@ AccumulationReport compare_gradients(torch::nn::Module& model, const SplitBatch&
 /// The model is left as it was, also by an exception: parameters, `.grad`, buffers, the mode of every module, the
 /// random state of the CPU and of its devices. What the objective writes to elsewhere is not looked after.
 ///
-/// @note Synchronises with the device. Takes the memory of one large batch, of the model, and of three sets of its
+/// @note Waits for the device. Takes the memory of one large batch, of the model, and of three sets of its
 /// gradients; the time of three passes, and where there are causes, of some more for each.
 template <detail::model Model, class Objective, class Batch, class Split = detail::SplitRows>
 AccumulationReport verify_accumulation(Model&& model, Objective objective, Batch batch,

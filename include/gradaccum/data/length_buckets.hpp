@@ -68,7 +68,7 @@ std::vector<at::Tensor> batch_tensors(const SequenceBatch& batch);
 /// `targets`: a tensor with a row for each, or a list of tensors: token targets, which are padded too. A batch is
 /// memory of its own. One loop at a time: each `begin()` starts the next epoch, or the rest of one after `load_state`.
 ///
-/// @note Does not synchronise with the device: a batch's indices go to CUDA from pinned memory. Takes 8 bytes a
+/// @note Does not wait for the device: a batch's indices go to CUDA from pinned memory. Takes 8 bytes a
 /// sequence and number: lengths, and the epoch's batches.
 class LengthBuckets : public detail::EpochLoops<SequenceBatch> {
  public:

@@ -72,7 +72,7 @@ namespace gradaccum::data {
 /// the loop's, its meter of memory and streams, but no further threads for its operations. One loop at a time. A loop
 /// that is left, and a state that is saved, wait for the batch that is being prepared.
 ///
-/// @note Does not synchronise with the device. At most `depth` batches wait, beside the one in hand.
+/// @note Does not wait for the device. At most `depth` batches wait, beside the one in hand.
 template <class Range>
 class Prefetch {
   using Bare = std::remove_reference_t<Range>;

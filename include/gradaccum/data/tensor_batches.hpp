@@ -40,7 +40,7 @@ struct Batch {
 /// `inputs` and `targets` have the same number of rows (dim 0). Not shuffled, a batch is a view of them. One loop at a
 /// time: each `begin()` starts the next epoch, or the rest of one after `load_state`.
 ///
-/// @note Does not synchronise with the device: an epoch's order goes to CUDA from pinned memory.
+/// @note Does not wait for the device: an epoch's order goes to CUDA from pinned memory.
 class TensorBatches : public detail::EpochLoops<Batch> {
  public:
   TensorBatches(at::Tensor inputs, at::Tensor targets, TensorBatchesOptions options = {});

@@ -40,7 +40,7 @@ using Metadata = std::map<std::string, std::string>;
 /// Throws `std::runtime_error` with the file's name for a file that is not as it must be; `c10::Error` for a name that
 /// it has not, and for a tensor of a dtype that LibTorch has not.
 ///
-/// @note Does not synchronise with the device. Takes no memory but for the header, and for tensors that are written to
+/// @note Does not wait for the device. Takes no memory but for the header, and for tensors that are written to
 /// or that do not begin at a multiple of their dtype's size (the latter are copies).
 class SafetensorsFile {
  public:
@@ -77,7 +77,7 @@ class SafetensorsFile {
 ///
 /// On the CPU. Throws as `SafetensorsFile` does.
 ///
-/// @note Does not synchronise with the device. Takes the memory of all tensors.
+/// @note Does not wait for the device. Takes the memory of all tensors.
 Tensors load_file(const std::filesystem::path& path);
 
 /// Writes tensors, and texts about them, to a safetensors file: Python's `safetensors.torch.save_file`.
@@ -91,7 +91,7 @@ Tensors load_file(const std::filesystem::path& path);
 /// Throws for tensors that a file cannot have (undefined, sparse, quantised, of complex doubles), and
 /// `std::runtime_error` with the file's name for errors of the operating system; `path` is then as it was.
 ///
-/// @note Synchronises with the device of tensors that are not on the CPU, and takes the memory of one of them at a
+/// @note Waits for the device of tensors that are not on the CPU, and takes the memory of one of them at a
 /// time.
 void save_file(const Tensors& tensors, const std::filesystem::path& path, const Metadata& metadata = {});
 

@@ -44,7 +44,7 @@ struct SaveShardedOptions {
 ///
 /// Throws `c10::Error` where two names are equal or a tensor is not as planned, and as `save_file` does.
 ///
-/// @note Takes the memory of one tensor, beside what `make` takes. Synchronises with the device of tensors that are not
+/// @note Takes the memory of one tensor, beside what `make` takes. Waits for the device of tensors that are not
 /// on the CPU.
 void save_sharded(const std::vector<PlannedTensor>& tensors, const std::filesystem::path& folder,
                   const std::function<at::Tensor(const PlannedTensor&)>& make, const SaveShardedOptions& options = {});

@@ -21,7 +21,7 @@ namespace gradaccum::io {
 /// Throws `std::runtime_error` with the name of a file that could not be written, `c10::Error` for a tensor that
 /// safetensors files cannot have. What is there then is incomplete: `ga::save` removes it.
 ///
-/// @note Synchronises with the devices of tensors that are not on the CPU; takes the memory of one of them at a time.
+/// @note Waits for the devices of tensors that are not on the CPU; takes the memory of one of them at a time.
 void write_state(const Archive& archive, const std::filesystem::path& folder);
 
 /// The values that `write_state` wrote, every byte of the folder checked. Tensors are on the CPU.

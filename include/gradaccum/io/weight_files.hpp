@@ -28,7 +28,7 @@ namespace gradaccum::io {
 /// none of them; where it has a pickle (`pytorch_model.bin`), which is never read, with the line of Python that makes
 /// a safetensors file of it.
 ///
-/// @note Does not synchronise with the device. Takes the memory that `SafetensorsFile` does.
+/// @note Does not wait for the device. Takes the memory that `SafetensorsFile` does.
 class WeightFiles {
  public:
   explicit WeightFiles(const std::filesystem::path& path);

@@ -41,7 +41,7 @@ namespace gradaccum::io {
 /// has no memory, and for options that are not as they must be. Throws as `WeightFiles` does for files.
 ///
 /// @note Takes no memory but for the headers, and for one tensor at a time of those that do not begin at a multiple of
-/// their dtype's size. Synchronises with the device of weights that are not on the CPU.
+/// their dtype's size. Waits for the device of weights that are not on the CPU.
 template <detail::model Model>
 WeightsReport load_weights(Model&& model, const std::filesystem::path& path, LoadWeightsOptions options = {}) {
   return detail::load_weights(detail::module_of(model), path, options);
@@ -58,7 +58,7 @@ WeightsReport load_weights(Model&& model, const std::filesystem::path& path, Loa
 /// what Hugging Face's libraries want in a file of PyTorch's. The file is written, and errors are thrown, as by
 /// `save_file`.
 ///
-/// @note Synchronises with the device of weights that are not on the CPU, and takes the memory of one of them at a
+/// @note Waits for the device of weights that are not on the CPU, and takes the memory of one of them at a
 /// time.
 template <detail::model Model>
 void save_weights(Model&& model, const std::filesystem::path& path, const Metadata& metadata = {{"format", "pt"}}) {

@@ -33,7 +33,7 @@ namespace gradaccum::optim {
 /// float64, bfloat16 and float16 (with float32 state); of any strides. Gradients: dense. Complex parameters, one that
 /// is listed twice, and state of another shape are errors, before anything has moved.
 ///
-/// @note Does not synchronise with the device. On the CPU it uses AVX-512 or AVX2 where the processor has it, on
+/// @note Does not wait for the device. On the CPU it uses AVX-512 or AVX2 where the processor has it, on
 /// LibTorch's threads; the bits do not depend on their number. Elsewhere it is some twenty operations a tensor.
 /// @note Memory: the state. During a step a column and up to 16 rows of each matrix more, and copies of what is not
 /// row-major, some 16 MB of all that at a time, or one tensor's; elsewhere three temporaries of a tensor's size.

@@ -24,7 +24,7 @@ using AdamOptions = torch::optim::AdamOptions;
 /// Adam: a method for stochastic optimization, Kingma and Ba, 2015; with `amsgrad`, On the convergence of Adam and
 /// beyond, Reddi et al., 2018. Weight decay is added to the gradient. All else is as in `AdamW`.
 ///
-/// @note Does not synchronise with the device.
+/// @note Does not wait for the device.
 class Adam : public detail::OnePassOptimizer<Adam, torch::optim::Adam, torch::optim::AdamParamState> {
  public:
   static constexpr const char* name = "Adam";

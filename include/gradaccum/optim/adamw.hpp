@@ -36,7 +36,7 @@ using AdamWOptions = torch::optim::AdamWOptions;
 /// where a decay moves every row (`Adam`'s, not `AdamW`'s), the gradient becomes dense first. A parameter that is
 /// listed twice, and state of another shape, are errors; parameters that share a part of their memory are not noticed.
 ///
-/// @note Does not synchronise with the device. On the CPU it uses AVX-512 or AVX2 where the processor has it, on
+/// @note Does not wait for the device. On the CPU it uses AVX-512 or AVX2 where the processor has it, on
 /// LibTorch's threads; the bits do not depend on their number. Elsewhere it is ATen's fused operation.
 /// @note Needs no memory, but for copies of what is not dense, of gradients in another order than their parameter, and
 /// on a device of 16-bit parameters and of gradients with a factor: some 16 MB at a time, or one tensor.

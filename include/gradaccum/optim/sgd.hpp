@@ -24,7 +24,7 @@ using SGDOptions = torch::optim::SGDOptions;
 /// Options, groups, state and files are those of torch::optim::SGD. All else is as in `AdamW`; on a device sparse
 /// gradients need no dense copy without momentum, weight decay and stochastic rounding.
 ///
-/// @note Does not synchronise with the device.
+/// @note Does not wait for the device.
 class SGD : public detail::OnePassOptimizer<SGD, torch::optim::SGD, torch::optim::SGDParamState> {
  public:
   static constexpr const char* name = "SGD";

@@ -12,7 +12,7 @@ namespace gradaccum {
 ///
 /// The norm before is `Step::grad_norm`. Infinity only measures.
 ///
-/// @note One read of the gradients. Does not synchronise with the device.
+/// @note One read of the gradients. Does not wait for the device.
 struct ClipNorm {
   static constexpr std::string_view name = "clip_norm";
 
@@ -24,7 +24,7 @@ struct ClipNorm {
 
 /// Policy: gradients with elements in [-max, max], when the window closes: of the mean over it, and unscaled.
 ///
-/// @note Reads and writes the gradients once. Does not synchronise with the device.
+/// @note Reads and writes the gradients once. Does not wait for the device.
 struct ClipValue {
   static constexpr std::string_view name = "clip_value";
 

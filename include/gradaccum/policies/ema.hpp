@@ -33,7 +33,7 @@ namespace gradaccum {
 /// changed their names, shapes, dtype or device are errors; then nothing has changed. It cannot be copied: a trainer's
 /// own is `trainer.policy<ga::Ema>()`.
 ///
-/// @note Does not synchronise with the device. Memory: the model once more, with 4 bytes for each 16-bit number; and
+/// @note Does not wait for the device. Memory: the model once more, with 4 bytes for each 16-bit number; and
 /// once more while the averages are in it.
 struct Ema {
   static constexpr std::string_view name = "ema";

@@ -25,7 +25,7 @@ namespace gradaccum {
 /// count. Parameter groups keep the ratios of their rates, see `LearningRates`. Loading a trainer sets the rate anew: a
 /// schedule may be changed between two runs.
 ///
-/// @note Does not synchronise with the device.
+/// @note Does not wait for the device.
 template <class Rate>
 struct Schedule {
   static_assert(std::is_invocable_r_v<double, Rate&, std::int64_t>,
