@@ -10,7 +10,7 @@ set(directory "${CMAKE_INSTALL_LIBDIR}/cmake/gradaccum")
 configure_package_config_file("${CMAKE_CURRENT_LIST_DIR}/gradaccumConfig.cmake.in"
   "${PROJECT_BINARY_DIR}/gradaccumConfig.cmake" INSTALL_DESTINATION "${directory}" PATH_VARS CMAKE_INSTALL_INCLUDEDIR)
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/gradaccumConfigVersion.cmake"
-  COMPATIBILITY SameMajorVersion ARCH_INDEPENDENT)
+  COMPATIBILITY SameMinorVersion ARCH_INDEPENDENT)
 
 install(TARGETS gradaccum EXPORT gradaccumTargets FILE_SET HEADERS)
 install(EXPORT gradaccumTargets NAMESPACE gradaccum:: DESTINATION "${directory}")
