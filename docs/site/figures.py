@@ -121,6 +121,8 @@ def page(docs):
         for run, contests in measured(results.read_text().splitlines()):
             lines += [f"## {run.get('date', 'A run')}, {run.get('processor', '')}", "",
                       f"`{run.get('command', './bootstrap.sh bench --json docs/figures/bench.jsonl')}`", ""]
+            if "without" in run:
+                lines += [f"Without {run['without']}.", ""]
             lines += [contest(title, machine, rows, run) for (title, machine), rows in contests.items()]
     else:
         lines += ["No run of all benchmarks is kept in `docs/figures/bench.jsonl` yet. `./bootstrap.sh bench --json docs/figures/bench.jsonl` "
