@@ -72,7 +72,7 @@ GRADACCUM_INLINE MetricsFile::MetricsFile(MetricsFileOptions options)
 
 GRADACCUM_INLINE void MetricsFile::File::open(bool append) {
   if (!is_csv && path.extension() != ".jsonl") fail("the name must end in .csv or .jsonl");
-  file = std::fopen(path.c_str(), append ? "a+b" : "wb");
+  file = std::fopen(path.c_str(), append ? "a+b" : "w+b");
   if (!file) fail(std::strerror(errno));
   std::setvbuf(file, nullptr, _IONBF, 0);  // else what could not be written would be tried again, and come twice
   if (append) look_at_what_is_there();
