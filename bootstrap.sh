@@ -377,7 +377,6 @@ bench() {
 }
 
 doctor() {
-  if (( $# > 0 )); then usage >&2; exit 2; fi
   need_to_build c++ g++ clang++
   install_missing
   check_cmake
@@ -426,7 +425,6 @@ docs() {
 }
 
 oracle() {
-  if (( $# > 0 )); then usage >&2; exit 2; fi
   need_to_build g++
   need_python
   install_missing
@@ -462,9 +460,11 @@ case $command in
   demo) demo "$@" ;;
   test) run_tests "$@" ;;
   bench) bench "$@" ;;
-  doctor) doctor "$@" ;;
+  doctor | oracle)
+    if (( $# > 0 )); then usage >&2; exit 2; fi
+    "$command"
+    ;;
   docs) docs "$@" ;;
-  oracle) oracle "$@" ;;
   help | -h | --help) usage ;;
   *) usage >&2; exit 2 ;;
 esac

@@ -101,6 +101,7 @@ void print_shares(auto& run, Laps& laps, const harness::Options& options) {
     for (std::size_t i = 0; i < Laps::count; ++i) shares[i].push_back(laps.seconds[i] / epochs.back());
     of_all.push_back(std::accumulate(laps.seconds.begin(), laps.seconds.end(), 0.0) / epochs.back());
   }
+  const auto machine = harness::machine(options);
   const auto print = [&](const char* name, const std::vector<double>& share) {
     const auto [least, most] = std::minmax_element(share.begin(), share.end());
     fmt::print("  {:<48} {:>6.2f} % ({:.2f} to {:.2f})\n", name, 100 * harness::median(share), 100 * *least,
@@ -108,7 +109,7 @@ void print_shares(auto& run, Laps& laps, const harness::Options& options) {
     harness::append_json(options, fmt::format(R"({{"benchmark": "{}", "contestant": "{}", "share": {}, )"
                                               R"("repeats": {}, "machine": "{}"}})",
                                               "Time inside of the policies that look", name, harness::median(share),
-                                              options.repeats, harness::machine(options)));
+                                              options.repeats, machine));
   };
   fmt::print("Time inside of the policies that look, of an epoch of {:.0f} ms\n", 1e3 * harness::median(epochs));
   for (std::size_t i = 0; i < Laps::count; ++i) print(names[i], shares[i]);

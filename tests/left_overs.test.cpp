@@ -275,7 +275,8 @@ TEST_CASE("left-overs: gradients that are divided by hand, or cleared by zero_gr
   });
   INFO(which << ": '" << error << "'");
   CHECK(contains(error, rewritten));
-  CHECK(contains(error, "By a division by the number of micro-batches? Delete it: the window is a mean. By zero_grad(false)?"));
+  CHECK(contains(
+      error, "By a division by the number of micro-batches? Delete it: the window is a mean. By zero_grad(false)?"));
 }
 
 TEST_CASE("left-overs: gradients that no backward has made are the user's") {

@@ -20,6 +20,7 @@
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/fit_report.hpp>
 #include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/grad_accumulator_options.hpp>
 #include <gradaccum/gradients.hpp>
 #include <gradaccum/io/load_weights_options.hpp>
 #include <gradaccum/io/safetensors.hpp>

@@ -29,6 +29,49 @@
 
 namespace gradaccum {
 
+namespace detail {
+
+GRADACCUM_INLINE void append_number(std::string& text, const MetricsFile::Number& number) {
+  const auto* const real = std::get_if<double>(&number);
+  if (real && std::isnan(*real)) {  // never -nan, which is what 0.0 / 0.0 is to fmt
+    text += "nan";
+    return;
+  }
+  std::visit([&](auto value) { fmt::format_to(std::back_inserter(text), "{}", value); }, number);
+}
+
+std::string comma_separated(const MetricsFile::Fields& fields, const auto& append) {
+  std::string text;
+  for (auto& field : fields) {
+    if (!text.empty()) text += ',';
+    append(text, field);
+  }
+  return text;
+}
+
+GRADACCUM_INLINE std::string csv_heading(const MetricsFile::Fields& fields) {
+  return comma_separated(fields, [](auto& text, auto& field) { text += field.name; });
+}
+
+GRADACCUM_INLINE std::string csv_line(const MetricsFile::Fields& fields) {
+  return comma_separated(fields, [](auto& text, auto& field) { append_number(text, field.number); });
+}
+
+GRADACCUM_INLINE std::string json_line(const MetricsFile::Fields& fields) {
+  std::string text = "{";
+  for (auto& [name, number] : fields) {
+    const auto* const real = std::get_if<double>(&number);
+    fmt::format_to(std::back_inserter(text), "{}\"{}\": ", text.size() == 1 ? "" : ", ", name);
+    if (real && !std::isfinite(*real))
+      text += "null";
+    else
+      append_number(text, number);
+  }
+  return text + "}";
+}
+
+}  // namespace detail
+
 struct MetricsFile::File {
   using Clock = std::chrono::steady_clock;
 
@@ -96,6 +139,8 @@ GRADACCUM_INLINE void MetricsFile::File::check(const Fields& fields) {
       fail(fmt::format("a name must have no comma, quote, backslash or control character, got '{}'", name));
     if (!names.insert(name).second) fail(fmt::format("two fields of a line are named '{}'", name));
   }
+  if (!heading.empty() && detail::csv_heading(fields) != heading)
+    fail(fmt::format("its columns are '{}', got '{}'", heading, detail::csv_heading(fields)));
   known_names.clear();
   for (auto& field : fields) known_names.push_back(field.name);
 }
@@ -166,58 +211,12 @@ GRADACCUM_INLINE void MetricsFile::remove_lines_at_end(std::string_view name, do
   file_->is_torn = false;
 }
 
-namespace detail {
-
-GRADACCUM_INLINE void append_number(std::string& text, const MetricsFile::Number& number) {
-  const auto* const real = std::get_if<double>(&number);
-  if (real && std::isnan(*real)) {  // never -nan, which is what 0.0 / 0.0 is to fmt
-    text += "nan";
-    return;
-  }
-  std::visit([&](auto value) { fmt::format_to(std::back_inserter(text), "{}", value); }, number);
-}
-
-std::string comma_separated(const MetricsFile::Fields& fields, const auto& append) {
-  std::string text;
-  for (auto& field : fields) {
-    if (!text.empty()) text += ',';
-    append(text, field);
-  }
-  return text;
-}
-
-GRADACCUM_INLINE std::string csv_heading(const MetricsFile::Fields& fields) {
-  return comma_separated(fields, [](auto& text, auto& field) { text += field.name; });
-}
-
-GRADACCUM_INLINE std::string csv_line(const MetricsFile::Fields& fields) {
-  return comma_separated(fields, [](auto& text, auto& field) { append_number(text, field.number); });
-}
-
-GRADACCUM_INLINE std::string json_line(const MetricsFile::Fields& fields) {
-  std::string text = "{";
-  for (auto& [name, number] : fields) {
-    const auto* const real = std::get_if<double>(&number);
-    fmt::format_to(std::back_inserter(text), "{}\"{}\": ", text.size() == 1 ? "" : ", ", name);
-    if (real && !std::isfinite(*real))
-      text += "null";
-    else
-      append_number(text, number);
-  }
-  return text + "}";
-}
-
-}  // namespace detail
-
 GRADACCUM_INLINE void MetricsFile::write(const Fields& fields) {
   auto& file = *file_;
   file.check(fields);
   const auto line = (file.is_csv ? detail::csv_line(fields) : detail::json_line(fields)) + '\n';
-  if (!file.is_csv) return file.put(line);
+  if (!file.is_csv || !file.heading.empty()) return file.put(line);
   const auto names = detail::csv_heading(fields);
-  if (!file.heading.empty() && names != file.heading)
-    file.fail(fmt::format("its columns are '{}', got '{}'", file.heading, names));
-  if (!file.heading.empty()) return file.put(line);
   file.put(names + '\n' + line);
   file.flush();
   file.heading = names;  // once it is there

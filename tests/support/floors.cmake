@@ -26,7 +26,8 @@ room(types)
 room(kernels)
 room(memory       PUBLIC keep_freed_memory memory_by_kind memory_meter)
 room(state        PUBLIC archive)
-room(window       PUBLIC clip_grad concepts embedding factor grad_accumulator gradients loss window
+room(window       PUBLIC clip_grad concepts embedding factor grad_accumulator
+                         grad_accumulator_options gradients loss window
                   USES types kernels state)
 room(scaling      PUBLIC amp_scaler autocast
                   USES types state window)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
+#include <gradaccum/detail/watching/flush_at_end.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/metrics_file.hpp>
 #include <gradaccum/policy.hpp>
@@ -45,14 +46,8 @@ struct MetricsLog {
   std::int64_t windows = 0;
   bool goes_on = false;  ///< lines of the run that this one goes on from are to be removed
 
-  /// When a fit ends, by an exception, too.
-  struct [[nodiscard]] Flush {
-    MetricsFile* file;
-    ~Flush();
-  };
-
   void attach(TrainerBase& trainer);
-  Flush fit_scope();
+  detail::FlushAtEnd<MetricsFile> fit_scope();
   void after_window(const Step& step);
   void on_validation(const Validation& validation);
   void at_boundary() const;

@@ -9,7 +9,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <exception>
 #include <limits>
 #include <utility>
 
@@ -29,16 +28,9 @@ GRADACCUM_INLINE void MetricsLog::attach(TrainerBase& trainer) {
         std::make_shared<MetricsFile>(MetricsFileOptions{.path = path, .append = append, .flush_every = flush_every});
 }
 
-GRADACCUM_INLINE MetricsLog::Flush::~Flush() {
-  try {
-    if (file) file->flush();
-  } catch (const std::exception&) {  // at_boundary is where a fit hears of it
-  }
-}
-
-GRADACCUM_INLINE MetricsLog::Flush MetricsLog::fit_scope() {
+GRADACCUM_INLINE detail::FlushAtEnd<MetricsFile> MetricsLog::fit_scope() {
   goes_on = append;
-  return {file.get()};
+  return {file};
 }
 
 GRADACCUM_INLINE void MetricsLog::at_boundary() const {

@@ -28,10 +28,6 @@ GRADACCUM_INLINE std::string speed_text(double rate) {
   return rate < 1000 ? rate_text(rate) : count_text(std::llround(rate));
 }
 
-GRADACCUM_INLINE double seconds_between(FitStatus::Clock::time_point from, FitStatus::Clock::time_point to) {
-  return std::chrono::duration<double>(to - from).count();
-}
-
 }  // namespace detail
 
 /// The page is made here, and not written: it may be that of the run that this one is to go on from.
@@ -49,10 +45,8 @@ GRADACCUM_INLINE Report::Ending Report::fit_scope() {
   return {this};
 }
 
-/// Twice a second at most: it reads the process's memory, and shorter times say little of the speed.
-GRADACCUM_INLINE bool Report::is_time_to_measure() const {
-  return writes() && (!last || detail::seconds_between(*last, Clock::now()) >= 0.5);
-}
+/// Memory, and the speed, of which shorter times say little.
+GRADACCUM_INLINE bool Report::is_time_to_measure() const { return writes() && detail::is_time_to_ask(last); }
 
 /// Where the gradients of a window are all there, and its activations gone.
 GRADACCUM_INLINE void Report::scale_gradients(Factor&) {
@@ -83,7 +77,7 @@ GRADACCUM_INLINE void Report::measure(std::int64_t update) {
   const auto now = Clock::now();
   const auto before = std::exchange(last, now);
   const auto samples = status->samples - std::exchange(samples_then, status->samples);
-  const double seconds = before ? detail::seconds_between(*before, now) : 0;
+  const double seconds = before ? std::chrono::duration<double>(now - *before).count() : 0;
   if (seconds > 0 && samples > 0) page->add("train/samples_per_second", update, static_cast<double>(samples) / seconds);
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
+#include <gradaccum/detail/watching/flush_at_end.hpp>
 #include <gradaccum/detail/watching/value_histogram.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/policy.hpp>
@@ -41,10 +42,10 @@ struct PointOfRate {
 ///
 /// Over the updates: `train/loss`, `train/lr`, `train/grad_norm` (where somebody clips by it),
 /// `train/samples_per_second` (of training, without validations, since the point before), `memory/resident` and, on a
-/// device, `memory/occupied`, in bytes, twice a second at most; whatever a validation found, as `validation/loss`; on request the distributions
-/// `parameters/<name>`, after the update, and `gradients/<name>`, the true ones, as they are where this policy stands
-/// among those with before_step. Windows that were skipped have no point; NaN has one. `SummaryWriter` says how it is
-/// written.
+/// device, `memory/occupied`, in bytes, twice a second at most; whatever a validation found, as `validation/loss`; on
+/// request the distributions `parameters/<name>`, after the update, and `gradients/<name>`, the true ones, as they are
+/// where this policy stands among those with before_step. Windows that were skipped have no point; NaN has one.
+/// `SummaryWriter` says how it is written.
 ///
 /// A training that goes on from a state begins a new file, which makes readers forget what the one before had written
 /// of later updates; and all is on the disk before a state is. So there is one curve, without gaps or doubles, in a
@@ -68,17 +69,11 @@ struct TensorBoard {
   bool begins = true;         // nothing has been written since it was built, or loaded
   std::int64_t begun_at = 0;  // the update
   std::optional<detail::PointOfRate> before = {};
-  std::optional<FitStatus::Clock::time_point> measured = {};  // memory
+  std::optional<FitStatus::Clock::time_point> measured = {};                   // memory
   std::vector<std::pair<std::string, detail::ValueHistogram>> gradients = {};  // of a step that is yet to be taken
 
-  /// When a fit ends, by an exception, too.
-  struct [[nodiscard]] Flush {
-    TensorBoard* board;
-    ~Flush() { board->flush_quietly(); }
-  };
-
   void attach(TrainerBase& trainer);
-  Flush fit_scope();
+  detail::FlushAtEnd<SummaryWriter> fit_scope();
   void before_step(Gradients& window);
   void after_step(const Step& step);
   void on_validation(const Validation& validation);
@@ -96,7 +91,6 @@ struct TensorBoard {
   /// The writer, for numbers of the training; the first begin a file.
   SummaryWriter* begun();
   void open(std::optional<std::int64_t> purge_step);
-  void flush_quietly() const;
   bool is_written(std::string_view tag, std::int64_t step) const;
   void write_numbers(const Step& step);
   void write_rate(std::int64_t step);

@@ -15,7 +15,6 @@
 
 #include <cerrno>
 #include <cmath>
-#include <exception>
 #include <unordered_map>
 
 #include <unistd.h>
@@ -91,9 +90,9 @@ GRADACCUM_INLINE void TensorBoard::restart() {
   before = detail::PointOfRate{.samples = status->samples};
 }
 
-GRADACCUM_INLINE TensorBoard::Flush TensorBoard::fit_scope() {
+GRADACCUM_INLINE detail::FlushAtEnd<SummaryWriter> TensorBoard::fit_scope() {
   restart();
-  return {this};
+  return {file};
 }
 
 GRADACCUM_INLINE void TensorBoard::state(Archive& archive) {
@@ -103,13 +102,6 @@ GRADACCUM_INLINE void TensorBoard::state(Archive& archive) {
 
 GRADACCUM_INLINE void TensorBoard::at_boundary() {
   if (file && status->done()) file->flush();
-}
-
-GRADACCUM_INLINE void TensorBoard::flush_quietly() const {
-  try {
-    if (file) file->flush();
-  } catch (const std::exception&) {  // at_boundary is where a fit hears of it
-  }
 }
 
 /// Those of a step that is left out, after an overflow, are never written; nor are gradients changed, by `values()`.
@@ -140,11 +132,9 @@ GRADACCUM_INLINE void TensorBoard::write_numbers(const Step& step) {
   write_memory(step.update);
 }
 
-/// Seldom: to ask for it takes longer than all else of an update together.
 GRADACCUM_INLINE void TensorBoard::write_memory(std::int64_t step) {
-  const auto now = FitStatus::Clock::now();
-  if (measured && now - *measured < std::chrono::milliseconds(500)) return;
-  measured = now;
+  if (!detail::is_time_to_ask(measured)) return;
+  measured = FitStatus::Clock::now();
   const auto device = trainer->device();
   if (const auto bytes = detail::occupied_memory(at::kCPU))
     file->add_scalar("memory/resident", static_cast<double>(*bytes), step);

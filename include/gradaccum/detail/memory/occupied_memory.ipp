@@ -26,4 +26,8 @@ GRADACCUM_INLINE std::optional<std::int64_t> occupied_memory(c10::Device device)
   return std::nullopt;
 }
 
+GRADACCUM_INLINE bool is_time_to_ask(std::optional<std::chrono::steady_clock::time_point> last) {
+  return !last || std::chrono::steady_clock::now() - *last >= std::chrono::milliseconds(500);
+}
+
 }  // namespace gradaccum::detail

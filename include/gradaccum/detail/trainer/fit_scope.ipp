@@ -13,8 +13,7 @@ namespace gradaccum::detail {
 
 GRADACCUM_INLINE FitStatus& checked_status(FitStatus& status, const FitOptions& options) {
   check(options);
-  TORCH_CHECK(!status.running,
-              "Trainer: fit() inside of fit(), in a policy say; there is step() for one micro-batch");
+  TORCH_CHECK(!status.running, "Trainer: fit() inside of fit(), in a policy say; there is step() for one micro-batch");
   return status;
 }
 

@@ -79,9 +79,10 @@ GRADACCUM_INLINE void WindowRecord::check_losses() const {
 
 /// Losses on a device are looked at before they are saved.
 GRADACCUM_INLINE void WindowRecord::state(Archive& archive) {
-  TORCH_CHECK(!in_hand_ && !being_closed_,
-              "Trainer: must be saved and loaded between micro-batches, got a call from "
-              "within a micro-batch, of which some policies do not know yet; use SaveState, or a policy with at_boundary");
+  TORCH_CHECK(
+      !in_hand_ && !being_closed_,
+      "Trainer: must be saved and loaded between micro-batches, got a call from "
+      "within a micro-batch, of which some policies do not know yet; use SaveState, or a policy with at_boundary");
   if (archive.loading()) restart();
   check_losses();
   to_check_.clear();
