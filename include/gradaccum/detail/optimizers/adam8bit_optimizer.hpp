@@ -22,8 +22,11 @@ class Adam8bitParamState : public detail::OwnParamState {
   GRADACCUM_INLINE std::vector<std::pair<std::string, at::Tensor*>> tensors() override;
   GRADACCUM_INLINE void check(const at::Tensor& parameter) const override;
   bool coded() const { return exp_avg.defined() && exp_avg.scalar_type() == at::kByte; }
+  /// Files have elements row by row, and scales are of blocks as they lay in memory: codes go back to that order.
+  void restore_order();
 
   at::Tensor exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale;
+  at::Tensor order;  ///< of codes that do not lie row by row: their dimensions, those with the largest strides first
 };
 
 }  // namespace gradaccum::optim

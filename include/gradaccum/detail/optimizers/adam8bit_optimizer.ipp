@@ -9,7 +9,41 @@
 #include <gradaccum/detail/optimizers/adam_optimizer.hpp>
 #include <gradaccum/detail/optimizers/take_steps.hpp>
 
+#include <ATen/ops/tensor.h>
 #include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <numeric>
+
+namespace gradaccum::detail {
+
+/// Undefined where the elements lie row by row.
+GRADACCUM_INLINE at::Tensor order_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.is_sparse() || tensor.is_contiguous()) return {};
+  std::vector<std::int64_t> dimensions(static_cast<std::size_t>(tensor.dim()));
+  std::iota(dimensions.begin(), dimensions.end(), std::int64_t{0});
+  std::stable_sort(dimensions.begin(), dimensions.end(),
+                   [&](auto a, auto b) { return tensor.stride(a) > tensor.stride(b); });
+  return at::tensor(dimensions, at::kLong);
+}
+
+GRADACCUM_INLINE std::vector<std::int64_t> dimensions_in(const at::Tensor& order) {
+  const auto here = order.cpu().contiguous();
+  const auto* const first = here.const_data_ptr<std::int64_t>();
+  return {first, first + here.numel()};
+}
+
+/// It comes from a file.
+GRADACCUM_INLINE bool is_order(const at::Tensor& order, std::int64_t dimensions) {
+  if (order.scalar_type() != at::kLong || order.dim() != 1 || order.numel() != dimensions) return false;
+  auto sorted = dimensions_in(order);
+  std::sort(sorted.begin(), sorted.end());
+  for (std::size_t i = 0; i < sorted.size(); ++i)
+    if (sorted[i] != static_cast<std::int64_t>(i)) return false;
+  return true;
+}
+
+}  // namespace gradaccum::detail
 
 namespace gradaccum::optim {
 
@@ -21,10 +55,23 @@ GRADACCUM_INLINE std::vector<std::pair<std::string, at::Tensor*>> Adam8bitParamS
   return {{"exp_avg", &exp_avg},
           {"exp_avg_sq", &exp_avg_sq},
           {"exp_avg_scale", &exp_avg_scale},
-          {"exp_avg_sq_scale", &exp_avg_sq_scale}};
+          {"exp_avg_sq_scale", &exp_avg_sq_scale},
+          {"order", &order}};
+}
+
+GRADACCUM_INLINE void Adam8bitParamState::restore_order() {
+  if (!order.defined() || !coded() || order.numel() != exp_avg.dim()) return;
+  const auto dimensions = detail::dimensions_in(order);
+  auto back = dimensions;
+  for (std::size_t i = 0; i < back.size(); ++i)
+    back[static_cast<std::size_t>(dimensions[i])] = static_cast<std::int64_t>(i);
+  for (auto* const codes : {&exp_avg, &exp_avg_sq})
+    if (codes->is_contiguous()) *codes = codes->permute(dimensions).contiguous().permute(back);
 }
 
 GRADACCUM_INLINE void Adam8bitParamState::check(const at::Tensor& parameter) const {
+  TORCH_CHECK(!order.defined() || detail::is_order(order, parameter.dim()),
+              "optimizer state: order must have the dimensions of its parameter, each once");
   if (coded()) {
     detail::settled({exp_avg, exp_avg_scale}, parameter, true, "exp_avg");
     detail::settled({exp_avg_sq, exp_avg_sq_scale}, parameter, false, "exp_avg_sq");
@@ -61,6 +108,7 @@ GRADACCUM_INLINE void Adam8bitSteps::add(const at::Tensor& parameter, const at::
     state.exp_avg_scale = kept_moments(step, step.exp_avg.scales);
     state.exp_avg_sq = kept_moments(step, step.exp_avg_sq.codes);
     state.exp_avg_sq_scale = kept_moments(step, step.exp_avg_sq.scales);
+    state.order = order_of(state.exp_avg);
   } else {
     const auto& step = whole.emplace_back(
         adam_step_of(settings, parameter, gradient, state.exp_avg, state.exp_avg_sq, at::Tensor(), multiplier));
@@ -96,6 +144,7 @@ void Adam8bitOptimizer<Derived, Options>::move_blocks(const GradientOf& gradient
       if (const at::Tensor& gradient = gradient_of(parameter); gradient.defined()) {
         check_can_be_stepped(Derived::name, parameter, gradient);
         auto state = this->state_of(parameter);
+        state.restore_order();
         const auto dtype = parameter.scalar_type();
         const bool known = state.exp_avg.defined() || state.exp_avg_sq.defined();
         const bool can_be_coded = parameter.numel() >= smallest_coded &&
