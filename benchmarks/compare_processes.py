@@ -140,19 +140,21 @@ def fashion_epoch(arguments, common):
     report(title, "s", 1, in_turn(commands, arguments.repeats), arguments.json)
 
 
-def data_parallel(arguments):
-    """Two processes of one thread each, on one machine."""
-    launched = [launch, 2]
-    options = ["--threads", 1, "--repeats", 15]
+def data_parallel(arguments, optimizer, processes):
+    """Processes of one thread each, on one machine."""
+    launched = [launch, processes]
+    options = ["--threads", 1, "--repeats", 15, "--optimizer", optimizer]
     commands = [lambda repeat: [*launched, f"{arguments.programs}/data_parallel", "--keep-memory", *options]]
     if arguments.python:
         commands.append(lambda repeat: [*launched, arguments.python, scripts / "data_parallel.py", *options])
     contestants = in_turn(commands, arguments.repeats)
-    title = "A window of 4 micro-batches by two processes: 8.4 million parameters, 32 rows a micro-batch, SGD"
+    title = (f"A window of 4 micro-batches by {processes} processes: 8.4 million parameters, 32 rows a micro-batch, "
+             f"{optimizer}")
     report(title, "ms", 1e3, contestants, arguments.json)
     for name, results in contestants.items():
         volume = statistics.median(result["bytes"] for result in results)
-        print(f"  {name:<48} {volume / 1e6:>9.1f} MB sent in a window, by both")
+        print(f"  {name:<48} {volume / 1e6:>9.1f} MB sent in a window, by all; "
+              f"{results[0]['state'] / 1e6:.1f} MB of state in rank 0")
 
 
 def tokenizer(arguments):
@@ -181,7 +183,9 @@ def main():
     if arguments.python:
         tokenizer(arguments)
         tiny_step(arguments, common)
-    data_parallel(arguments)
+    data_parallel(arguments, "sgd", 2)
+    for processes in (2, 4):
+        data_parallel(arguments, "adamw", processes)
     fashion_epoch(arguments, common)
 
 

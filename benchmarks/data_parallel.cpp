@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // ./launch.sh 2 data_parallel: what a window costs when several processes train together, in time and in bytes on the
-// network, against a loop that sums at every micro-batch. compare_processes.py sets Python's DDP beside it.
+// network, against a loop that sums at every micro-batch; with --optimizer adamw, also with the optimizer's state
+// divided among them. compare_processes.py sets Python's DDP beside it, and its ZeroRedundancyOptimizer.
 
+#include <gradaccum/detail/optimizers/param_states.hpp>
 #include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/optim/sgd.hpp>
 #include <gradaccum/replicas.hpp>
 
@@ -46,8 +49,12 @@ double sent_bytes() {
 /// One of the loops that are compared. Inputs differ by rank and micro-batch.
 class Loop {
  public:
-  Loop(std::string name, const ga::ProcessGroup& group, std::int64_t steps)
+  Loop(std::string name, const ga::ProcessGroup& group, std::int64_t steps, bool adamw = false)
       : name_(std::move(name)), group_(group), steps_(steps) {
+    if (adamw)
+      optimizer_ = std::make_unique<ga::optim::AdamW>(model_->parameters(), ga::optim::AdamWOptions(1e-3));
+    else
+      optimizer_ = std::make_unique<ga::optim::SGD>(model_->parameters(), ga::optim::SGDOptions(1e-3));
     for (std::int64_t i = 0; i < steps; ++i) {
       torch::manual_seed(static_cast<std::uint64_t>(1 + group.rank() * steps + i));
       inputs_.push_back(torch::randn({rows, width}));
@@ -74,6 +81,12 @@ class Loop {
   const std::string& name() const { return name_; }
   double time() const { return harness::median(times_); }
   double bytes() const { return harness::median(bytes_); }
+  double bytes_of_state() const {
+    double bytes = 0;
+    ga::detail::for_each_state_tensor(*optimizer_,
+                                      [&](auto& tensor) { bytes += static_cast<double>(tensor.nbytes()); });
+    return bytes;
+  }
 
  protected:
   at::Tensor loss(std::int64_t i) { return model_->forward(inputs_[static_cast<std::size_t>(i)]).square().mean(); }
@@ -83,27 +96,28 @@ class Loop {
   std::int64_t steps_;
   std::vector<at::Tensor> inputs_;
   torch::nn::Sequential model_ = make_model();
-  ga::optim::SGD sgd_{model_->parameters(), ga::optim::SGDOptions(1e-3)};
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
   std::vector<double> times_, bytes_;
 };
 
 class Ours final : public Loop {
  public:
-  Ours(std::string name, const ga::ProcessGroup& group, std::int64_t steps, bool overlap)
-      : Loop(std::move(name), group, steps),
-        optimizer_(sgd_, {.steps = steps}),
-        replicas_(group, model_, optimizer_, {.overlap = overlap}) {}
+  Ours(std::string name, const ga::ProcessGroup& group, std::int64_t steps, bool adamw,
+       const ga::ReplicasOptions& options)
+      : Loop(std::move(name), group, steps, adamw),
+        accumulator_(*optimizer_, {.steps = steps}),
+        replicas_(group, model_, accumulator_, options) {}
 
   void window() override {
     for (std::int64_t i = 0; i < steps_; ++i) {
-      optimizer_.backward(loss(i));
-      optimizer_.step();
-      optimizer_.zero_grad();
+      accumulator_.backward(loss(i));
+      accumulator_.step();
+      accumulator_.zero_grad();
     }
   }
 
  private:
-  ga::GradAccumulator<ga::optim::SGD> optimizer_;
+  ga::GradAccumulator<torch::optim::Optimizer> accumulator_;
   ga::Replicas replicas_;
 };
 
@@ -117,8 +131,8 @@ class SumsAlways final : public Loop {
       (loss(i) / steps_).backward();
       sum();
     }
-    sgd_.step();
-    sgd_.zero_grad();
+    optimizer_->step();
+    optimizer_->zero_grad();
   }
 
  private:
@@ -141,14 +155,25 @@ class SumsAlways final : public Loop {
 
 int main(int argc, char** argv) {
   std::int64_t steps = 4;
+  std::string optimizer = "sgd";
   auto options = harness::parse(argc, argv, "What a window of several processes costs", [&](CLI::App& app) {
     app.add_option("--micro-batches", steps, "in a window")->check(CLI::Range(1, 1000));
+    app.add_option("--optimizer", optimizer, "adamw has a state to divide")->check(CLI::IsMember({"sgd", "adamw"}));
   });
   const auto group = ga::ProcessGroup::from_environment();
   std::vector<std::unique_ptr<Loop>> loops;
-  loops.push_back(std::make_unique<Ours>("gradaccum", group, steps, true));
-  loops.push_back(std::make_unique<Ours>("gradaccum, sent after backward", group, steps, false));
-  loops.push_back(std::make_unique<SumsAlways>("LibTorch, a sum every micro-batch", group, steps));
+  const bool adamw = optimizer == "adamw";
+  const auto add = [&](const char* name, const ga::ReplicasOptions& how) {
+    loops.push_back(std::make_unique<Ours>(name, group, steps, adamw, how));
+  };
+  if (adamw) {
+    add("gradaccum, AdamW", {});
+    add("gradaccum, AdamW, state divided", {.shard = ga::Shard::optimizer});
+  } else {
+    add("gradaccum", {});
+    add("gradaccum, sent after backward", {.overlap = false});
+    loops.push_back(std::make_unique<SumsAlways>("LibTorch, a sum every micro-batch", group, steps));
+  }
   for (auto& loop : loops) loop->measure();
   for (auto& loop : loops) {
     const auto distance = (loop->parameters() - loops[0]->parameters()).norm() / loops[0]->parameters().norm();
@@ -159,6 +184,6 @@ int main(int argc, char** argv) {
     for (std::size_t i = 0; i < loops.size(); ++i) loops[repeat % 2 ? loops.size() - 1 - i : i]->measure();
   if (group.rank() != 0) return 0;
   for (auto& loop : loops)
-    harness::append_json(options, fmt::format(R"({{"contestant": "{}", "median_s": {}, "bytes": {}}})", loop->name(),
-                                              loop->time(), loop->bytes()));
+    harness::append_json(options, fmt::format(R"({{"contestant": "{}", "median_s": {}, "bytes": {}, "state": {}}})",
+                                              loop->name(), loop->time(), loop->bytes(), loop->bytes_of_state()));
 }

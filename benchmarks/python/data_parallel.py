@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""launch.sh 2 python3 data_parallel.py: a window of DistributedDataParallel with no_sync, for compare_processes.py."""
+"""launch.sh 2 python3 data_parallel.py: a window of DistributedDataParallel with no_sync, for compare_processes.py.
+With --optimizer adamw also with its state divided, by ZeroRedundancyOptimizer."""
 
 import argparse
 import contextlib
@@ -11,6 +12,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 WIDTH, LAYERS, ROWS = 1024, 8, 32
 
@@ -33,22 +35,43 @@ def window(model, optimizer, inputs):
     optimizer.zero_grad()
 
 
+def ways(optimizer):
+    """By name: whether gradients are views of the buckets, and what makes the optimizer."""
+    if optimizer == "adamw":
+        return {
+            "Python DDP with no_sync, AdamW": (True, lambda p: torch.optim.AdamW(p, lr=1e-3)),
+            "Python DDP with no_sync, ZeroRedundancyOptimizer": (
+                True, lambda p: ZeroRedundancyOptimizer(p, optimizer_class=torch.optim.AdamW, lr=1e-3)),
+        }
+    return {
+        "Python DDP with no_sync": (False, lambda p: torch.optim.SGD(p, lr=1e-3)),
+        "Python DDP with no_sync, gradients as bucket views": (True, lambda p: torch.optim.SGD(p, lr=1e-3)),
+    }
+
+
+def bytes_of_state(optimizer):
+    own = getattr(optimizer, "optim", optimizer)
+    tensors = [value for state in own.state.values() for value in state.values() if torch.is_tensor(value)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.dim() > 0)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
     parser.add_argument("--json", default="")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     contestants = {}
-    for name, views in (("Python DDP with no_sync", False), ("Python DDP with no_sync, gradients as bucket views", True)):
+    for name, (views, optimizer_of) in ways(arguments.optimizer).items():
         torch.manual_seed(0)
         layers = [layer for _ in range(LAYERS) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), gradient_as_bucket_view=views)
-        contestants[name] = (model, torch.optim.SGD(model.parameters(), lr=1e-3), [], [])
+        contestants[name] = (model, optimizer_of(model.parameters()), [], [])
     inputs = []
     for i in range(arguments.micro_batches):
         torch.manual_seed(1 + rank * arguments.micro_batches + i)
@@ -65,8 +88,9 @@ def main():
                 volumes.append(sent_bytes() - before)
     if rank == 0:
         with open(arguments.json or os.devnull, "a") as file:
-            for name, (_, _, times, volumes) in contestants.items():
-                row = {"contestant": name, "median_s": statistics.median(times), "bytes": statistics.median(volumes)}
+            for name, (_, optimizer, times, volumes) in contestants.items():
+                row = {"contestant": name, "median_s": statistics.median(times), "bytes": statistics.median(volumes),
+                       "state": bytes_of_state(optimizer)}
                 file.write(json.dumps(row) + "\n")
     dist.destroy_process_group()
 

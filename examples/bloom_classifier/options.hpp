@@ -11,7 +11,9 @@
 #include <exception>
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/process_group.hpp>
+#include <gradaccum/shard.hpp>
 #include <limits>
+#include <map>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -64,6 +66,7 @@ struct Options {
   int threads = 0;  // 0: as many as LibTorch chooses
   std::uint64_t seed = 123;
   gradaccum::ProcessGroup group = {};  // the processes that train together, each with its share of the reviews
+  gradaccum::Shard shard = gradaccum::Shard::none;
 
   bool in_backward = false;
 
@@ -116,6 +119,10 @@ inline void add_training(CLI::App& app, Options& options) {
   app.add_option("--lr", options.learning_rate, "learning rate")->check(CLI::PositiveNumber);
   app.add_option("--optimizer", options.optimizer, "adafactor and adamw8bit take less memory")
       ->check(CLI::IsMember({"adam", "adamw", "adafactor", "adamw8bit"}));
+  app.add_option("--shard", options.shard,
+                 "what several processes divide: each keeps the optimizer's state of its own part of the parameters")
+      ->transform(CLI::CheckedTransformer(std::map<std::string, gradaccum::Shard>{
+          {"none", gradaccum::Shard::none}, {"optimizer", gradaccum::Shard::optimizer}}));
   app.add_flag("--in-backward", options.in_backward,
                "step each parameter as soon as its gradient is there, and free that: for updates of one micro-batch");
   auto* segments = app.add_option("--checkpoint", options.segments,

@@ -9,7 +9,9 @@
 #include <cstdint>
 #include <cstdlib>
 #include <gradaccum/checkpointed_sequential.hpp>
+#include <gradaccum/shard.hpp>
 #include <limits>
+#include <map>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -46,7 +48,8 @@ struct Options {
   std::optional<ga::CheckpointedSequentialOptions> checkpoint = {};
   std::string record_step = {};  // directories; empty: neither
   std::string compile = {};
-  std::int64_t memory_budget = 0;  // bytes; 0: none
+  std::int64_t memory_budget = 0;     // bytes; 0: none
+  ga::Shard shard = ga::Shard::none;  // what several processes divide
   bool compare = false;
   bool compare_micro_batches = false;
 
@@ -112,6 +115,10 @@ inline void add_options(CLI::App& app, Options& options) {
       ->check(CLI::IsMember({"float32", "float64"}));
   auto* amp = app.add_option("--amp", options.amp, "mixed precision: 16 bits where they do no harm")
                   ->check(CLI::IsMember({"off", "bf16", "fp16"}));
+  app.add_option("--shard", options.shard,
+                 "what several processes divide: each keeps the optimizer's state of its own part of the parameters")
+      ->transform(CLI::CheckedTransformer(
+          std::map<std::string, ga::Shard>{{"none", ga::Shard::none}, {"optimizer", ga::Shard::optimizer}}));
   app.add_option("--threads", options.threads, "processor threads; 0: LibTorch chooses")->check(whole_number(0, 1024));
   app.add_option("--seed", options.seed, "of the first parameters and of the order of images")
       ->check(whole_number(0, std::numeric_limits<std::int64_t>::max()));

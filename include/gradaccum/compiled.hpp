@@ -109,12 +109,14 @@
 #include <gradaccum/detail/optimizers/row_step.ipp>
 #include <gradaccum/detail/optimizers/scratch.ipp>
 #include <gradaccum/detail/optimizers/sgd_step.ipp>
+#include <gradaccum/detail/optimizers/shard_state.ipp>
 #include <gradaccum/detail/optimizers/stochastic_rounding.ipp>
 #include <gradaccum/detail/parallel/gradient_exchange.ipp>
 #include <gradaccum/detail/parallel/heartbeat.ipp>
 #include <gradaccum/detail/parallel/launch_environment.ipp>
 #include <gradaccum/detail/parallel/links.ipp>
 #include <gradaccum/detail/parallel/nccl.ipp>
+#include <gradaccum/detail/parallel/piece_exchange.ipp>
 #include <gradaccum/detail/parallel/rank_states.ipp>
 #include <gradaccum/detail/parallel/replica_peers.ipp>
 #include <gradaccum/detail/scaling/device_scale.ipp>
@@ -127,6 +129,7 @@
 #include <gradaccum/detail/state/named_state.ipp>
 #include <gradaccum/detail/state/owned_tensor.ipp>
 #include <gradaccum/detail/state/pending_changes.ipp>
+#include <gradaccum/detail/state/pieces.ipp>
 #include <gradaccum/detail/trainer/any_batches.ipp>
 #include <gradaccum/detail/trainer/averages.ipp>
 #include <gradaccum/detail/trainer/counts.ipp>
@@ -178,9 +181,11 @@
 #include <gradaccum/detail/window/multiplier.ipp>
 #include <gradaccum/detail/window/open_window.ipp>
 #include <gradaccum/detail/window/optimizer_facade.ipp>
+#include <gradaccum/detail/window/optimizer_of_shards.ipp>
 #include <gradaccum/detail/window/optimizer_window.ipp>
 #include <gradaccum/detail/window/peers.ipp>
 #include <gradaccum/detail/window/sample.ipp>
+#include <gradaccum/detail/window/shards.ipp>
 #include <gradaccum/detail/window/step_in_backward.ipp>
 #include <gradaccum/detail/window/tensor_lists.ipp>
 #include <gradaccum/detail/window/window_gradients.ipp>

@@ -29,6 +29,9 @@ struct TakesGradients {
   /// `step` will leave the question whether they are finite to the device, which leaves out the step itself
   /// (`Gradients::judge_on_device`).
   virtual bool judges_on_device(const Gradients&) const { return false; }
+  /// The step of an element depends on no other: part of a parameter may be stepped alone, by another process say.
+  /// Parts are flat, and begin at a multiple of 4096 elements.
+  virtual bool steps_by_elements() const { return false; }
   virtual ~TakesGradients() = default;
 };
 

@@ -33,6 +33,7 @@ namespace detail {
 class OptimizerFacade;
 class OptimizerWindow;
 class Peers;
+class Shards;
 }  // namespace detail
 
 /// An accumulator of whatever optimizer: all of `GradAccumulator` that does not name the optimizer's class.
@@ -93,6 +94,8 @@ class Accumulator {
   /// For `Replicas`: each window becomes that of all processes when it closes.
   void set_peers(std::shared_ptr<detail::Peers> peers);
   bool others_continue();
+  /// Where they have divided the optimizer's state; else none.
+  std::shared_ptr<detail::Shards> shards() const;
 
   /// `Wrapping 'SGD' optimizer with gradient accumulation of 4 steps`
   std::string description() const;

@@ -6,6 +6,7 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/window/optimizer_facade.hpp>
 #include <gradaccum/detail/window/optimizer_window.hpp>
+#include <gradaccum/detail/window/peers.hpp>
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
@@ -135,6 +136,10 @@ GRADACCUM_INLINE std::int64_t Accumulator::updates() const { return updates_; }
 GRADACCUM_INLINE void Accumulator::set_steps(std::int64_t steps) { window_->set_steps(steps); }
 GRADACCUM_INLINE void Accumulator::set_peers(std::shared_ptr<detail::Peers> peers) {
   window_->set_peers(std::move(peers));
+}
+
+GRADACCUM_INLINE std::shared_ptr<detail::Shards> Accumulator::shards() const {
+  return window_->peers() ? window_->peers()->shards() : nullptr;
 }
 
 GRADACCUM_INLINE bool Accumulator::others_continue() {

@@ -79,6 +79,7 @@
 #include <gradaccum/run_page.hpp>
 #include <gradaccum/save_step.hpp>
 #include <gradaccum/saved_tensor_hooks.hpp>
+#include <gradaccum/shard.hpp>
 #include <gradaccum/state_parts.hpp>
 #include <gradaccum/summary_writer.hpp>
 #include <gradaccum/trainer.hpp>

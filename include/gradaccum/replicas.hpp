@@ -5,6 +5,7 @@
 #include <gradaccum/detail/parallel/replica_peers.hpp>
 #include <gradaccum/detail/types/module_of.hpp>
 #include <gradaccum/process_group.hpp>
+#include <gradaccum/shard.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
@@ -17,11 +18,12 @@
 
 namespace gradaccum {
 
-/// How gradients are sent, and what differs between the copies.
+/// How gradients are sent, what differs between the copies, and what is divided among them.
 struct ReplicasOptions {
   std::int64_t bucket_bytes = std::int64_t{25} << 20;  ///< gradients that are sent together, at most; >= 1
   bool overlap = true;       ///< send gradients while the backward that fills the window goes on
   bool seed_by_rank = true;  ///< random numbers of their own for each rank: rank r adds r to its generators' seeds
+  Shard shard = Shard::none;
 };
 
 /// The copies of one model in the processes of a group, which train as one.
@@ -42,6 +44,11 @@ struct ReplicasOptions {
 /// runs (in the form with `accumulator.backward`). All ranks step alike, or skip alike where one has overflowed, and
 /// stay equal to the bit, as long as there are Replicas. A parameter without gradients here gets those of the others.
 /// Sparse gradients become dense.
+///
+/// With `{.shard = ga::Shard::optimizer}` each rank keeps the optimizer's state of its own part of the parameters
+/// alone, to the bits of one that has all: AdamW in float32 takes 8 + 8 / ranks bytes a parameter, gradients included,
+/// in place of 16. The optimizer is a `torch::optim::Optimizer` that has not stepped yet, its parameters stay what and
+/// where they are, and afterwards it has this rank's part: a training goes on from a saved state.
 ///
 /// Buffers are each rank's own while it trains: BatchNorm normalises by the rank's own micro-batch, as it does in a
 /// window. `broadcast_buffers()` gives all those of rank 0, before an evaluation say.

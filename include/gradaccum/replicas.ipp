@@ -6,6 +6,7 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/data/fingerprint.hpp>
 #include <gradaccum/detail/state/generator_states.hpp>
+#include <gradaccum/detail/window/shards.hpp>
 
 #include <c10/util/Exception.h>
 
@@ -53,7 +54,8 @@ GRADACCUM_INLINE std::shared_ptr<detail::ReplicaPeers> Replicas::peers_of(const 
                                                                           const ReplicasOptions& options) {
   TORCH_CHECK(options.bucket_bytes >= 1, "Replicas: bucket_bytes must be >= 1, got ", options.bucket_bytes);
   if (!group.links()) return nullptr;
-  return std::make_shared<detail::ReplicaPeers>(group.links(), options.bucket_bytes, options.overlap);
+  return std::make_shared<detail::ReplicaPeers>(group.links(), options.bucket_bytes, options.overlap,
+                                                options.shard == Shard::optimizer);
 }
 
 GRADACCUM_INLINE Replicas::~Replicas() {
@@ -65,7 +67,8 @@ GRADACCUM_INLINE void Replicas::begin(const ReplicasOptions& options,
   auto lines = detail::described(model_->named_parameters(), detail::shape_of) +
                detail::described(model_->named_buffers(), detail::shape_of);
   for (auto& parameter : of_optimizer) lines += "in the optimizer: " + detail::shape_of(parameter) + "\n";
-  detail::check_same_lines(group_, lines, "the model's parameters and buffers");
+  lines += c10::str("in the optimizer, pieces: ", peers_->shards() ? peers_->shards()->number_of_pieces() : 0, "\n");
+  detail::check_same_lines(group_, lines, "the model's parameters and buffers, and what is divided");
   broadcast(model_->parameters());
   broadcast(model_->buffers());
   peers_->connect(model_->parameters());

@@ -11,7 +11,9 @@
 #include <torch/optim/optimizer.h>
 
 #include <concepts>
+#include <memory>
 #include <string>
+#include <utility>
 
 namespace gradaccum {
 
@@ -45,7 +47,8 @@ class ModelState {
 
 namespace detail {
 [[noreturn]] void refuse_optimizer(const std::string& type);
-}
+void check_is_not_divided(bool is_divided, const std::string& type);
+}  // namespace detail
 
 /// An optimizer's state by the names that `model` gives its parameters, the options of its groups, and the window of an
 /// accumulator, half-filled or not. LibTorch's optimizers but LBFGS, ours, and any with a `state(Archive&)` of its own.
@@ -54,16 +57,20 @@ class OptimizerState {
  public:
   template <detail::model Model>
   OptimizerState(Optimizer& optimizer, Model& model) : optimizer_(optimizer), module_(detail::module_of(model)) {}
+  /// Where processes have divided its state: this one's part, which `Replicas` knows.
+  OptimizerState(Optimizer& optimizer, torch::nn::Module& module, std::shared_ptr<detail::Shards> shards)
+      : optimizer_(optimizer), module_(module), shards_(std::move(shards)) {}
 
   void state(Archive& archive) {
     check();
     if constexpr (has_state) {
+      detail::check_is_not_divided(shards_ != nullptr, detail::type_name(optimizer_));
       optimizer_.state(archive);
     } else if constexpr (accumulating<Optimizer>) {
       archive("window", optimizer_.named_window(module_));
-      gradaccum::OptimizerState(optimizer_.optimizer(), module_).state(archive);
+      gradaccum::OptimizerState(optimizer_.optimizer(), module_, optimizer_.shards()).state(archive);
     } else if constexpr (is_torch) {
-      detail::archive_optimizer(archive, optimizer_, module_.named_parameters());
+      detail::archive_optimizer(archive, optimizer_, module_.named_parameters(), shards_.get());
     }
   }
 
@@ -81,6 +88,7 @@ class OptimizerState {
 
   Optimizer& optimizer_;
   torch::nn::Module& module_;
+  std::shared_ptr<detail::Shards> shards_;
 };
 template <class Optimizer, class Model>
 OptimizerState(Optimizer&, Model&) -> OptimizerState<Optimizer>;

@@ -20,4 +20,9 @@ GRADACCUM_INLINE void detail::refuse_optimizer(const std::string& type) {
               ", needs a member void state(ga::Archive&)");
 }
 
+GRADACCUM_INLINE void detail::check_is_not_divided(bool is_divided, const std::string& type) {
+  TORCH_CHECK(!is_divided, "OptimizerState: an optimizer with a state(ga::Archive&) of its own, as ", type,
+              ", must not be divided among processes: use {.shard = ga::Shard::none}");
+}
+
 }  // namespace gradaccum

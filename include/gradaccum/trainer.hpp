@@ -151,7 +151,9 @@ class Trainer : public TrainerBase {
     return [this](auto& batch) { return detail::loss_of(objective_, model_, batch); };
   }
   double learning_rate() override { return detail::learning_rate_of(optimizer_); }
-  void archive_optimizer(Archive& archive) override { archive("optimizer", OptimizerState(optimizer_, module())); }
+  void archive_optimizer(Archive& archive) override {
+    archive("optimizer", OptimizerState(optimizer_, module(), shards()));
+  }
   void for_each_optimizer_tensor(c10::function_ref<void(const at::Tensor&)> see) override {
     if constexpr (std::derived_from<Optimizer, torch::optim::Optimizer>) detail::for_each_state_tensor(optimizer_, see);
   }

@@ -38,6 +38,7 @@ class BatchDivider;
 class Fit;
 class FittedBatches;
 class Peers;
+class Shards;
 struct Together;
 struct TrainerParts;
 }  // namespace detail
@@ -85,6 +86,7 @@ class TrainerBase {
   void set_divider(std::unique_ptr<detail::BatchDivider> divider);  ///< for FitMemory
   void set_peers(std::shared_ptr<detail::Peers> peers);             ///< for DataParallel
   std::shared_ptr<detail::Peers> peers() const;                     ///< other processes; or none
+  std::shared_ptr<detail::Shards> shards() const;                   ///< what of the optimizer they divide; or none
   bool is_first() const;                                            ///< of these the one that writes and shows
   bool others_continue();
   detail::Together together();

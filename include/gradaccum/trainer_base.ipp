@@ -171,6 +171,9 @@ GRADACCUM_INLINE void TrainerBase::set_peers(std::shared_ptr<detail::Peers> peer
   parts_->window.set_peers(std::move(peers));
 }
 GRADACCUM_INLINE std::shared_ptr<detail::Peers> TrainerBase::peers() const { return parts_->window.peers(); }
+GRADACCUM_INLINE std::shared_ptr<detail::Shards> TrainerBase::shards() const {
+  return peers() ? peers()->shards() : nullptr;
+}
 GRADACCUM_INLINE bool TrainerBase::is_first() const { return !peers() || peers()->rank() == 0; }
 GRADACCUM_INLINE bool TrainerBase::others_continue() { return parts_->window.others_continue(); }
 GRADACCUM_INLINE detail::Together TrainerBase::together() { return {parts_->record, parts_->status}; }

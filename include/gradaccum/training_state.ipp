@@ -7,6 +7,7 @@
 #include <gradaccum/detail/io/listed_files.hpp>
 #include <gradaccum/detail/io/manifest.hpp>
 #include <gradaccum/detail/io/state_directory.hpp>
+#include <gradaccum/detail/state/pieces.hpp>
 #include <gradaccum/detail/window/peers.hpp>
 #include <gradaccum/io/state_folder.hpp>
 #include <gradaccum/mode.hpp>
@@ -15,6 +16,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <variant>
@@ -100,13 +102,14 @@ GRADACCUM_INLINE std::filesystem::path of_rank_0(const Peers* peers,
     const bool asked = !peers || peers->rank() == 0;
     return asked ? find().value_or(std::filesystem::path()).string() : std::string();
   });
-  return peers ? peers->say(found) : found;
+  return peers ? said_by_first(*peers, found) : found;
 }
 
 GRADACCUM_INLINE Archive open_state(const std::filesystem::path& folder, bool allow_changes, const Peers* peers) {
   return on_all(peers, [&] {
     try {
       auto values = io::read_state(folder);
+      join_pieces(values);
       if (peers) peers->pick(values);
       Archive archive(std::move(values));
       archive.allow_changes(allow_changes);
@@ -144,6 +147,47 @@ GRADACCUM_INLINE Archive references_to(const AnyTraining& training) {
 
 GRADACCUM_INLINE void check_can_be_saved(const AnyTraining& training) { check_can_be_written(references_to(training)); }
 
+GRADACCUM_INLINE std::string text_of_files(const StateFiles& files) {
+  std::string text;
+  for (auto& [name, file] : files) text += c10::str(name, " ", file.bytes, " ", file.crc32, "\n");
+  return text;
+}
+
+GRADACCUM_INLINE void add_files(StateFiles& files, const std::string& text) {
+  std::istringstream lines(text);
+  Manifest::File file;
+  for (std::string name; lines >> name >> file.bytes >> file.crc32;) files[name] = file;
+}
+
+/// Each rank writes its own tensors into the folder, which rank 0 knows; it has none where it could not make one, and
+/// says so later.
+GRADACCUM_INLINE StateFiles write_by_all(const Peers& peers, const Archive& archive,
+                                         const std::filesystem::path& folder) {
+  const auto where = said_by_first(peers, folder.string());
+  if (where.empty()) return {};
+  const auto own = on_all(&peers, [&] { return write_tensors(archive, where); });
+  StateFiles all;
+  for (auto& text : peers.texts_of_all(text_of_files(own))) add_files(all, text);
+  return all;
+}
+
+/// On rank 0: a new state, with what the others write into it meanwhile.
+GRADACCUM_INLINE std::filesystem::path add_state(StateDirectory& states, const AnyTraining& training,
+                                                 const Archive& archive) {
+  const auto* const peers = training.peers.get();
+  bool told = false;
+  try {
+    return states.add(training.updates(), [&](const auto& unfinished) {
+      told = true;
+      write_manifest_of(archive, peers ? write_by_all(*peers, archive, unfinished) : write_tensors(archive, unfinished),
+                        unfinished);
+    });
+  } catch (...) {
+    if (peers && !told) said_by_first(*peers, "");
+    throw;
+  }
+}
+
 GRADACCUM_INLINE std::filesystem::path save(const std::filesystem::path& directory, const AnyTraining& training,
                                             SaveOptions options) {
   TORCH_CHECK(options.keep_last >= 0, "save: keep_last must be >= 0, got ", options.keep_last);
@@ -153,12 +197,14 @@ GRADACCUM_INLINE std::filesystem::path save(const std::filesystem::path& directo
     return references_to(training);
   });
   if (peers) peers->gather(archive);
-  return of_rank_0(peers, [&] {
+  const auto saved = on_all(peers, [&] {
+    if (peers && peers->rank() > 0) return write_by_all(*peers, archive, ""), std::filesystem::path();
     StateDirectory states(directory);
-    auto folder = states.add(training.updates(), [&](const auto& unfinished) { io::write_state(archive, unfinished); });
+    auto folder = add_state(states, training, archive);
     if (options.keep_last > 0) states.keep_last(options.keep_last);
-    return std::optional(folder);
+    return folder;
   });
+  return peers ? said_by_first(*peers, saved.string()) : saved.string();
 }
 
 GRADACCUM_INLINE std::filesystem::path load(const std::filesystem::path& directory, const AnyTraining& training,

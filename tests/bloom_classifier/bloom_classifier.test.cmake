@@ -49,7 +49,7 @@ foreach(name config.json model.safetensors tokenizer.json states)
 endforeach()
 string(REGEX MATCH "Test accuracy [^\n]+" accuracy "${output}")
 # By two processes, with half of the micro-batches each.
-execute_process(COMMAND "${LAUNCH}" 2 "${EXAMPLE}" ${train} --epochs 2 --accumulate 2 --save "${DIRECTORY}/two" --optimizer adamw
+execute_process(COMMAND "${LAUNCH}" 2 "${EXAMPLE}" ${train} --epochs 2 --accumulate 2 --save "${DIRECTORY}/two" --optimizer adamw --shard optimizer
                 OUTPUT_VARIABLE output COMMAND_ERROR_IS_FATAL ANY)
 string(REGEX MATCHALL "[a-zA-Z]+ acc[a-z.]+:? ${percent}" of_two "${output}")
 if(NOT of_two STREQUAL accuracies OR NOT of_two)

@@ -25,12 +25,18 @@ for loop in "" --trainer; do
   expect_same "$(results "$two")" "$(results "$one")" "two processes ${loop:-with a loop of their own}"
   four=$("$launch" 4 "$example" "${settings[@]}" --accumulate 1)
   expect_same "$(results "$four")" "$(results "$one")" "four processes ${loop:-with a loop of their own}"
+  for number in 2 4; do
+    divided=$("$launch" "$number" "$example" "${settings[@]}" --accumulate $((4 / number)) --shard optimizer |
+      grep -v Wrapping)
+    expect_same "$(results "$divided")" "$(results "$one")" \
+      "$number processes that divide the optimizer, ${loop:-with a loop of their own}"
+  done
   other=$("$example" "${settings[@]}" --accumulate 2 | grep -v Wrapping)
   [[ $(results "$other") != "$(results "$one")" ]] || fail "another number of batches an update gives the same"
 done
 
-# A process of two is killed.
-settings=("${options[@]}" --batch-size 8 --epochs 20 --save-every 20)
+# A process of two is killed, which have divided the optimizer.
+settings=("${options[@]}" --batch-size 8 --epochs 20 --save-every 20 --shard optimizer)
 straight=$("$launch" 2 "$example" "${settings[@]}" --save "$directory/straight")
 kill_one() {  # when there is a state
   local process

@@ -111,14 +111,14 @@ struct Run {
   std::vector<double> losses;
 
   void fit(const Data& data, const ga::ProcessGroup& group, const std::filesystem::path& directory,
-           ga::FitOptions options) {
+           ga::FitOptions options, ga::Shard shard = ga::Shard::none) {
     ga::data::TensorBatches batches(
         data.inputs, data.targets,
         {.batch_size = 5, .shuffle = true, .seed = 3, .rank = group.rank(), .world_size = group.world_size()});
     torch::optim::Adam adam(model->parameters(), torch::optim::AdamOptions(0.05));
     ga::Trainer trainer(model, adam, objective, ga::Accumulate{.steps = 2}, ga::Ema{.decay = 0.9},
                         ga::SaveState{.directory = directory, .every_updates = 2, .keep_last = 0},
-                        ga::DataParallel{.group = group, .check_every = 1},
+                        ga::DataParallel{.group = group, .shard = shard, .check_every = 1},
                         [&](const ga::Step& step) { losses.push_back(step.loss.item<double>()); });
     report = trainer.fit(batches, options);
   }
@@ -127,18 +127,19 @@ struct Run {
 }  // namespace
 
 TEST_CASE("DataParallel: a saved training goes on to the bit, on all ranks") {
+  const auto shard = GENERATE(ga::Shard::none, ga::Shard::optimizer);
   const Data data;
   const Directory directory;
   std::vector<Run> straight(2), first(2), second(2);
   tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
-    straight[static_cast<std::size_t>(group.rank())].fit(data, group, directory / "straight", {.epochs = 3});
+    straight[static_cast<std::size_t>(group.rank())].fit(data, group, directory / "straight", {.epochs = 3}, shard);
   });
   tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
-    first[static_cast<std::size_t>(group.rank())].fit(data, group, directory / "stopped", {.updates = 3});
+    first[static_cast<std::size_t>(group.rank())].fit(data, group, directory / "stopped", {.updates = 3}, shard);
   });
   tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
     second[static_cast<std::size_t>(group.rank())].fit(data, group, directory / "stopped",
-                                                       {.epochs = 3, .resume = directory / "stopped"});
+                                                       {.epochs = 3, .resume = directory / "stopped"}, shard);
   });
   for (std::size_t rank = 0; rank < 2; ++rank) {
     CHECK(second[rank].report.resumed_from == (directory / "stopped" / "step-000003").string());
@@ -157,7 +158,7 @@ TEST_CASE("DataParallel: a saved training goes on to the bit, on all ranks") {
     if (group.rank() == 0) options.resume = directory / "stopped";
     Run some;
     errors[static_cast<std::size_t>(group.rank())] =
-        testing::error_of([&] { some.fit(data, group, directory / "stopped", options); });
+        testing::error_of([&] { some.fit(data, group, directory / "stopped", options, shard); });
   });
   for (auto& error : errors) CHECK(error.find("`resume` must be given on all ranks") != error.npos);
   // Neither is it resumed by another number of ranks.

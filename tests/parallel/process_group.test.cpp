@@ -176,8 +176,7 @@ TEST_CASE("ProcessGroup: values come out of the pack as they went in") {
                              {"whole", std::int64_t{-7}},
                              {"real", std::numeric_limits<double>::infinity()},
                              {"text", std::string("a\0\nb", 4)},
-                             {"none", at::Tensor()},
-                             {"tensor", torch::ones({2, 0, 3}, at::kBFloat16)}};
+                             {"none", at::Tensor()}};
   const auto bytes = inner::pack(values);
   auto other = inner::unpack(bytes);
   CHECK(std::get<bool>(other.at("flag")));
@@ -185,8 +184,7 @@ TEST_CASE("ProcessGroup: values come out of the pack as they went in") {
   CHECK(std::get<double>(other.at("real")) == std::numeric_limits<double>::infinity());
   CHECK(std::get<std::string>(other.at("text")) == std::string("a\0\nb", 4));
   CHECK_FALSE(std::get<at::Tensor>(other.at("none")).defined());
-  CHECK(std::get<at::Tensor>(other.at("tensor")).sizes() == at::IntArrayRef({2, 0, 3}));
-  CHECK(std::get<at::Tensor>(other.at("tensor")).scalar_type() == at::kBFloat16);
+  CHECK_THROWS(inner::pack({{"tensor", torch::ones({2})}}));  // each rank writes its own
   for (std::size_t cut = 1; cut < bytes.size(); ++cut) {
     try {
       static_cast<void>(inner::unpack(bytes.substr(0, cut)));

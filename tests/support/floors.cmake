@@ -45,7 +45,7 @@ room(io           PUBLIC io/
                   USES types kernels state)
 room(watching     PUBLIC curves profile_report profiler progress_line run_end run_page summary_writer
                   USES kernels memory state io)
-room(parallel     PUBLIC process_group replicas
+room(parallel     PUBLIC process_group replicas shard
                   USES types state window data)
 room(verification PUBLIC verify_accumulation
                   USES types window data)

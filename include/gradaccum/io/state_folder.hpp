@@ -2,10 +2,13 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
+#include <gradaccum/detail/io/manifest.hpp>
 #include <gradaccum/io/safetensors.hpp>
 #include <gradaccum/version.hpp>
 
 #include <filesystem>
+#include <map>
+#include <string>
 
 namespace gradaccum::io {
 
@@ -37,6 +40,14 @@ namespace gradaccum::detail {
 
 /// Throws where two parts have one name, or a part has a name that no file can have.
 void check_can_be_written(const Archive& archive);
+
+/// The files of a state, by name, as its manifest lists them.
+using StateFiles = std::map<std::string, Manifest::File>;
+
+/// The two halves of `write_state`, where several processes write files into one folder, and one of them the manifest
+/// of all.
+StateFiles write_tensors(const Archive& archive, const std::filesystem::path& folder);
+void write_manifest_of(const Archive& archive, const StateFiles& files, const std::filesystem::path& folder);
 
 }  // namespace gradaccum::detail
 

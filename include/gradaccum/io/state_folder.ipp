@@ -109,20 +109,30 @@ GRADACCUM_INLINE io::Tensors read_listed_tensors(const std::filesystem::path& pa
   return tensors;
 }
 
+GRADACCUM_INLINE StateFiles write_tensors(const Archive& archive, const std::filesystem::path& folder) {
+  StateFiles files;
+  for (auto& [name, tensors] : FilesOfState(archive.values()).tensors) {
+    OutputFile file(folder / (name + tensors_suffix));
+    write_safetensors([&](auto* data, auto size) { file.write(data, size); }, tensors, {{"format", "pt"}});
+    file.close();
+    files[name + tensors_suffix] = {file.bytes(), file.crc32()};
+  }
+  return files;
+}
+
+GRADACCUM_INLINE void write_manifest_of(const Archive& archive, const StateFiles& files,
+                                        const std::filesystem::path& folder) {
+  auto manifest = FilesOfState(archive.values()).manifest;
+  manifest.files = files;
+  manifest.gradaccum = c10::str(GRADACCUM_VERSION_MAJOR, ".", GRADACCUM_VERSION_MINOR, ".", GRADACCUM_VERSION_PATCH);
+  manifest.libtorch = TORCH_VERSION;
+  write_manifest(folder, manifest);
+}
+
 }  // namespace gradaccum::detail
 
 GRADACCUM_INLINE void gradaccum::io::write_state(const Archive& archive, const std::filesystem::path& folder) {
-  detail::FilesOfState files(archive.values());
-  for (auto& [name, tensors] : files.tensors) {
-    detail::OutputFile file(folder / (name + detail::tensors_suffix));
-    detail::write_safetensors([&](auto* data, auto size) { file.write(data, size); }, tensors, {{"format", "pt"}});
-    file.close();
-    files.manifest.files[name + detail::tensors_suffix] = {file.bytes(), file.crc32()};
-  }
-  files.manifest.gradaccum =
-      c10::str(GRADACCUM_VERSION_MAJOR, ".", GRADACCUM_VERSION_MINOR, ".", GRADACCUM_VERSION_PATCH);
-  files.manifest.libtorch = TORCH_VERSION;
-  detail::write_manifest(folder, files.manifest);
+  detail::write_manifest_of(archive, detail::write_tensors(archive, folder), folder);
 }
 
 GRADACCUM_INLINE gradaccum::Archive::Values gradaccum::io::read_state(const std::filesystem::path& folder) {

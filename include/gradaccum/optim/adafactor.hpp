@@ -45,6 +45,7 @@ class Adafactor : public detail::OwnOptimizer<Adafactor, AdafactorOptions, Adafa
   explicit Adafactor(std::vector<at::Tensor> parameters, AdafactorOptions defaults = {});
 
   static void check(const AdafactorOptions& options) { options.check(); }
+  bool steps_by_elements() const override { return false; }  // means run over rows, columns and all
 
  private:
   GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;

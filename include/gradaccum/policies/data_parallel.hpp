@@ -25,10 +25,13 @@ namespace gradaccum {
 /// and reports are of all ranks, too, and the same on each: losses, items, samples. Progress and MetricsLog are rank
 /// 0's. A rank with less data than others goes along to the end of the epoch; buffers are rank 0's from there on.
 ///
+/// With `.shard = ga::Shard::optimizer` each rank keeps the optimizer's state of its own part of the parameters, steps
+/// that part, and sends it to the others.
+///
 /// What ends the training (`stop()`, a signal with SaveState) ends it on all ranks, after the window that is closed
-/// next, or the epoch. An exception in `fit` on one rank ends it on all. States are saved by rank 0 and have all that
-/// is another rank's own (random numbers, the place in its data); they are loaded by all, from a directory that all
-/// see, with the same number of ranks, and go on to the bit.
+/// next, or the epoch. An exception in `fit` on one rank ends it on all. States are saved by all, each rank
+/// what is its own (random numbers, the place in its data, its part of a divided optimizer); they are loaded by all,
+/// from a directory that all see, with the same number of ranks, and go on to the bit.
 ///
 /// `evaluate` is each rank's own: given the same batches, the results are the same. So are the batches that
 /// `OnNan::skip` leaves out, and the averages that `Ema` has of buffers.
@@ -38,6 +41,7 @@ struct DataParallel {
   static constexpr std::string_view name = "data_parallel";
 
   ProcessGroup group = ProcessGroup::from_environment();
+  Shard shard = Shard::none;                     ///< what of the training is divided, not repeated
   ReplicasOptions options = {};                  ///< of the part
   std::int64_t check_every = 1000;               ///< updates between checks that all replicas are equal; 0: never
   std::shared_ptr<Replicas> replicas = nullptr;  ///< made when the trainer is built

@@ -13,7 +13,9 @@ namespace gradaccum {
 
 GRADACCUM_INLINE void DataParallel::attach(TrainerBase& trainer) {
   TORCH_CHECK(check_every >= 0, "DataParallel: check_every must be >= 0, got ", check_every);
-  replicas = std::make_shared<Replicas>(group, trainer.module(), trainer, options);
+  auto of_part = options;
+  if (shard != Shard::none) of_part.shard = shard;
+  replicas = std::make_shared<Replicas>(group, trainer.module(), trainer, of_part);
   if (!replicas->peers()) return;
   replicas->peers()->report = [&trainer] { return trainer.together().totals(); };
   replicas->peers()->hear = [&trainer](auto& own, auto& all) { trainer.together().take(own, all); };

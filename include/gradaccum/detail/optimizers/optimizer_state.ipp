@@ -5,9 +5,11 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/optimizers/param_states.hpp>
+#include <gradaccum/detail/optimizers/shard_state.hpp>
 #include <gradaccum/detail/types/type_name.hpp>
 
 #include <c10/util/Exception.h>
+#include <c10/util/FunctionRef.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -87,30 +89,51 @@ GRADACCUM_INLINE void check_has_named_state(torch::optim::Optimizer& optimizer, 
   for_each_parameter(optimizer, [name_of = NameOf(parameters)](const at::Tensor& parameter) { name_of(parameter); });
 }
 
+/// Of shards the optimizer's groups have this process's pieces meanwhile, which `parameters` are.
+GRADACCUM_INLINE NamedTensors state_to_save(torch::optim::Optimizer& optimizer, const NamedParameters& parameters) {
+  auto* const itself = dynamic_cast<NamesItsState*>(&optimizer);
+  return itself ? itself->named_state(parameters) : named_state_of(optimizer, NameOf(parameters));
+}
+
+/// The same; gives what makes the tensors the optimizer's.
+GRADACCUM_INLINE std::function<void()> take_state_of(torch::optim::Optimizer& optimizer,
+                                                     const NamedParameters& parameters, NamedTensors tensors,
+                                                     bool lenient) {
+  if (auto* const itself = dynamic_cast<NamesItsState*>(&optimizer))
+    return itself->take_named_state(parameters, std::move(tensors), lenient);
+  const auto fresh = new_state_of(optimizer);
+  if (!fresh) return {};
+  auto become = take_states(optimizer, *fresh, NameOf(parameters), tensors, lenient);
+  TORCH_CHECK(lenient || tensors.empty(), "OptimizerState: ", type_name(optimizer), " has no parameter or no state ",
+              tensors.empty() ? "" : tensors.begin()->first);
+  return become;
+}
+
+/// Whole parameters, or this process's pieces of them.
+GRADACCUM_INLINE void with_stepped(torch::optim::Optimizer& optimizer, const NamedParameters& parameters,
+                                   Shards* shards, c10::function_ref<void(const NamedParameters&)> work) {
+  if (shards == nullptr) return work(parameters);
+  shards->with_own(optimizer, [&, pieces = named_pieces(*shards, parameters)] { work(pieces); });
+}
+
 GRADACCUM_INLINE void archive_optimizer(Archive& archive, torch::optim::Optimizer& optimizer,
-                                        const NamedParameters& parameters) {
+                                        const NamedParameters& parameters, Shards* shards) {
   auto& groups = optimizer.param_groups();
   archive.setting("class", type_name(optimizer));
   archive.setting("groups", static_cast<std::int64_t>(groups.size()));
   for (std::size_t i = 0; i < groups.size(); ++i) archive("group" + std::to_string(i), GroupState{groups[i]});
 
-  auto* const itself = dynamic_cast<NamesItsState*>(&optimizer);
-  const NameOf name_of(parameters);
   NamedTensors tensors;
   if (!archive.loading()) {
-    tensors = itself ? itself->named_state(parameters) : named_state_of(optimizer, name_of);
+    with_stepped(optimizer, parameters, shards, [&](auto& stepped) { tensors = state_to_save(optimizer, stepped); });
     return archive.tensors(tensors);
   }
   archive.tensors(tensors);
   const bool lenient = archive.changes_allowed();
+  if (shards != nullptr) tensors = own_part(tensors, *shards, parameters, lenient);
   std::function<void()> become;
-  if (itself) {
-    become = itself->take_named_state(parameters, std::move(tensors), lenient);
-  } else if (const auto fresh = new_state_of(optimizer)) {
-    become = take_states(optimizer, *fresh, name_of, tensors, lenient);
-    TORCH_CHECK(lenient || tensors.empty(), "OptimizerState: ", type_name(optimizer), " has no parameter or no state ",
-                tensors.empty() ? "" : tensors.begin()->first);
-  }
+  with_stepped(optimizer, parameters, shards,
+               [&](auto& stepped) { become = take_state_of(optimizer, stepped, std::move(tensors), lenient); });
   archive.when_all_fit(std::move(become));
 }
 

@@ -17,6 +17,7 @@ namespace gradaccum::detail {
 class StochasticRounding {
  public:
   void seed(std::uint64_t seed) { seed_ = seed; }
+  bool is_on() const { return seed_.has_value(); }
   bool concerns(const at::Tensor& parameter) const { return seed_ && parameter.scalar_type() == at::kBFloat16; }
 
   /// For the next step of the optimizer's `place`-th parameter, which this concerns.

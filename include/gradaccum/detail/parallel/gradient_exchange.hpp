@@ -19,6 +19,8 @@ namespace gradaccum::detail {
 
 class WindowGradients;
 
+inline constexpr std::int64_t alone_from = std::int64_t{1} << 20;  ///< bytes: copying costs more than another message
+
 /// Gradients that are sent together, by their places in the list of parameters.
 struct Bucket {
   std::vector<std::size_t> places = {};

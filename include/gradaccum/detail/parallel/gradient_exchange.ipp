@@ -20,8 +20,6 @@
 
 namespace gradaccum::detail {
 
-inline constexpr std::int64_t alone_from = std::int64_t{1} << 20;  ///< bytes: copying costs more than another message
-
 /// A window's gradients in buckets of at most so many bytes, each of one dtype and device; a large one goes alone, and
 /// is not copied. Backward brings the last parameters first, and so do the buckets. The same on all ranks: it depends
 /// on the parameters alone, and not on which of them have gradients.

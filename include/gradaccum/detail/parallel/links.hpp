@@ -64,6 +64,8 @@ class Links {
 
   /// Begins to add up a tensor over all ranks, in place. It is dense, contiguous, and stays alone until `wait`.
   Pending begin_sum(Line line, const at::Tensor& tensor);
+  /// Begins to send one rank's numbers to all others, into tensors of that size, which are as those of `begin_sum`.
+  Pending begin_broadcast(Line line, const at::Tensor& tensor, int from);
   /// `what`: "the gradients of a window"
   void wait(const Pending& pending, const std::string& what);
 

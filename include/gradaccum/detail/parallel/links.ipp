@@ -141,10 +141,7 @@ GRADACCUM_INLINE void Links::all_reduce(const at::Tensor& tensor) {
 
 GRADACCUM_INLINE void Links::broadcast(const at::Tensor& tensor, int from) {
   in_place(tensor, [&](auto& dense) {
-    std::vector<at::Tensor> tensors{dense.view({-1}).view(at::kByte)};  // of any dtype
-    c10d::BroadcastOptions options;
-    options.rootRank = from;
-    wait(begin([&] { return agreement_->broadcast(tensors, options); }), "a tensor of rank " + std::to_string(from));
+    wait(begin_broadcast(Line::agreement, dense, from), "a tensor of rank " + std::to_string(from));
   });
 }
 
@@ -194,6 +191,18 @@ GRADACCUM_INLINE Links::Pending Links::begin_sum(Line line, const at::Tensor& te
   }
   auto& backend = line == Line::gradients ? *gradients_ : *agreement_;
   return begin([&] { return backend.allreduce(tensors); });
+}
+
+GRADACCUM_INLINE Links::Pending Links::begin_broadcast(Line line, const at::Tensor& tensor, int from) {
+  std::vector<at::Tensor> tensors{tensor.view({-1}).view(at::kByte)};  // of any dtype
+  if (line == Line::devices) {
+    check_usable();
+    return std::make_shared<Exchange>(Exchange{nccl_->begin_broadcast(tensors, from), /*by_nccl=*/true});
+  }
+  c10d::BroadcastOptions options;
+  options.rootRank = from;
+  auto& backend = line == Line::gradients ? *gradients_ : *agreement_;
+  return begin([&] { return backend.broadcast(tensors, options); });
 }
 
 GRADACCUM_INLINE Links::Pending Links::begin(const std::function<c10::intrusive_ptr<c10d::Work>()>& begin) const {

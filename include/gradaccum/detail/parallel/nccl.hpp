@@ -44,6 +44,7 @@ class NcclLink {
   void check() { connected_.get(); }
 
   c10::intrusive_ptr<c10d::Work> begin_sum(std::vector<at::Tensor>& tensors);
+  c10::intrusive_ptr<c10d::Work> begin_broadcast(std::vector<at::Tensor>& tensors, int from);
 
   /// Nothing waits on the device any more. That takes seconds at most; what hangs even so is left to itself.
   void abort() noexcept;

@@ -108,6 +108,12 @@ GRADACCUM_INLINE c10::intrusive_ptr<c10d::Work> NcclLink::begin_sum(std::vector<
   return nccl_->allreduce(tensors);
 }
 
+GRADACCUM_INLINE c10::intrusive_ptr<c10d::Work> NcclLink::begin_broadcast(std::vector<at::Tensor>& tensors, int from) {
+  c10d::BroadcastOptions options;
+  options.rootRank = from;
+  return nccl_->broadcast(tensors, options);
+}
+
 GRADACCUM_INLINE void NcclLink::abort() noexcept {
   if (std::exchange(aborted_, true)) return;
   try {

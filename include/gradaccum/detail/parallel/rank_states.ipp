@@ -37,12 +37,6 @@ class Packed {
     put(static_cast<std::uint64_t>(text.size()));
     bytes_.append(text);
   }
-  void put_room(const at::Tensor& tensor) {
-    put(static_cast<std::int64_t>(tensor.defined() ? tensor.dim() : -1));
-    if (!tensor.defined()) return;
-    put(static_cast<std::uint8_t>(tensor.scalar_type()));
-    for (auto size : tensor.sizes()) put(size);
-  }
   template <class Number>
   Number take() {
     Number number{};
@@ -50,14 +44,6 @@ class Packed {
     return number;
   }
   std::string take_text() { return std::string(take(take<std::uint64_t>())); }
-  at::Tensor take_room() {
-    const auto dimensions = take<std::int64_t>();
-    if (dimensions < 0) return {};
-    const auto dtype = static_cast<at::ScalarType>(take<std::uint8_t>());
-    std::vector<std::int64_t> sizes;
-    for (std::int64_t i = 0; i < dimensions; ++i) sizes.push_back(take<std::int64_t>());
-    return at::empty(sizes, dtype);
-  }
 
  private:
   std::string_view take(std::uint64_t size) {
@@ -78,12 +64,13 @@ GRADACCUM_INLINE std::string pack(const Archive::Values& values) {
     packed.put(static_cast<std::uint8_t>(value.index()));
     std::visit(
         [&]<class T>(const T& held) {
-          if constexpr (std::is_same_v<T, std::string>)
+          if constexpr (std::is_same_v<T, std::string>) {
             packed.put(std::string_view(held));
-          else if constexpr (std::is_same_v<T, at::Tensor>)
-            packed.put_room(held);
-          else
+          } else if constexpr (std::is_same_v<T, at::Tensor>) {
+            TORCH_INTERNAL_ASSERT(!held.defined());
+          } else {
             packed.put(held);
+          }
         },
         value);
   }
@@ -109,7 +96,7 @@ GRADACCUM_INLINE Archive::Values unpack(const std::string& bytes) {
         values[name] = packed.take_text();
         break;
       default:
-        values[name] = packed.take_room();
+        values[name] = at::Tensor();
     }
   }
   return values;
@@ -148,23 +135,31 @@ GRADACCUM_INLINE Archive::Values what_differs(const Archive::Values& values, con
   return own;
 }
 
+/// Takes those that are defined out.
+GRADACCUM_INLINE Archive taken_tensors(Archive::Values& values, const std::string& prefix) {
+  auto taken = Archive::of_references();
+  for (auto value = values.begin(); value != values.end();) {
+    auto* const tensor = std::get_if<at::Tensor>(&value->second);
+    if (tensor == nullptr || !tensor->defined()) {
+      ++value;
+      continue;
+    }
+    taken(prefix + value->first, *tensor);
+    value = values.erase(value);
+  }
+  return taken;
+}
+
 GRADACCUM_INLINE void gather_states(Links& links, Archive& archive) {
   const bool is_first = links.rank() == 0;
   const auto first = unpack(links.all_gather(is_first ? pack(fingerprints_of(archive.values())) : "")[0]);
-  const auto own = is_first ? Archive::Values() : what_differs(archive.values(), first);
+  auto own = is_first ? Archive::Values() : what_differs(archive.values(), first);
+  if (!is_first) archive = taken_tensors(own, prefix_of_rank(links.rank()));
   const auto all = links.all_gather(pack(own));
-  for (int rank = 1; rank < links.world_size(); ++rank) {
-    auto values = rank == links.rank() ? own : unpack(all[static_cast<std::size_t>(rank)]);
-    for (auto& [name, value] : values) {
-      auto* const tensor = std::get_if<at::Tensor>(&value);
-      if (tensor == nullptr || !tensor->defined()) continue;
-      *tensor = tensor->cpu().contiguous();
-      links.broadcast(*tensor, rank);
-    }
-    if (!is_first) continue;
-    for (auto& value : values)
-      std::visit([&](auto& held) { archive(prefix_of_rank(rank) + value.first, held); }, value.second);
-  }
+  if (!is_first) return;
+  for (int rank = 1; rank < links.world_size(); ++rank)
+    for (auto& [name, value] : unpack(all[static_cast<std::size_t>(rank)]))
+      std::visit([&, &key = name](auto& held) { archive(prefix_of_rank(rank) + key, held); }, value);
 }
 
 GRADACCUM_INLINE void pick_state(Archive::Values& values, int rank) {

@@ -19,6 +19,7 @@
 namespace gradaccum::detail {
 
 class GradientExchange;
+class Shards;
 
 /// The other replicas of a model: windows become those of all of them.
 ///
@@ -27,7 +28,7 @@ class GradientExchange;
 /// window, and of windows.
 class ReplicaPeers final : public Peers {
  public:
-  ReplicaPeers(std::shared_ptr<Links> links, std::int64_t bucket_bytes, bool overlap);
+  ReplicaPeers(std::shared_ptr<Links> links, std::int64_t bucket_bytes, bool overlap, bool sharded);
 
   /// From device to device, where each rank has these on one of its own.
   void connect(const std::vector<at::Tensor>& parameters);
@@ -38,29 +39,31 @@ class ReplicaPeers final : public Peers {
   std::function<void(const WindowTotals& own, const WindowTotals& all)> hear = {};  ///< what came of it
 
   GRADACCUM_INLINE int rank() const override;
+  GRADACCUM_INLINE void join(AnyOptimizer& optimizer) override;
+  std::shared_ptr<Shards> shards() const override { return shards_; }
   GRADACCUM_INLINE void backward(const std::shared_ptr<WindowGradients>& window,
                                  std::optional<c10::ScalarType> accumulate_in,
                                  const std::function<void()>& run) override;
   GRADACCUM_INLINE void end_window() override;
   GRADACCUM_INLINE void reduce(const std::shared_ptr<WindowGradients>& window,
                                std::optional<c10::ScalarType> accumulate_in) override;
+  GRADACCUM_INLINE bool step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) override;
   GRADACCUM_INLINE bool others_continue(const std::shared_ptr<WindowGradients>& window) override;
   GRADACCUM_INLINE void add_up(const at::Tensor& tensor) const override;
   GRADACCUM_INLINE void gather(Archive& archive) const override;
   GRADACCUM_INLINE void pick(Archive::Values& values) const override;
-  GRADACCUM_INLINE std::string say(const std::string& on_rank_0) const override;
-  GRADACCUM_INLINE std::string first_error(const std::string& own) const override;
+  GRADACCUM_INLINE std::vector<std::string> texts_of_all(const std::string& own) const override;
   GRADACCUM_INLINE void give_up(const std::string& why) override;
 
  private:
   std::shared_ptr<GradientExchange> exchange_of(const std::shared_ptr<WindowGradients>& window,
                                                 std::optional<c10::ScalarType> accumulate_in) const;
   WindowTotals agree(const std::shared_ptr<WindowGradients>& window, const GradientExchange& exchange, bool active);
-  std::vector<std::string> texts_of_all(const std::string& own) const;
 
   std::shared_ptr<Links> links_;  // none when the replicas are gone
   const std::int64_t bucket_bytes_;
-  const bool overlap_;
+  const bool overlap_, sharded_;
+  std::shared_ptr<Shards> shards_;
   Links::Line line_ = Links::Line::gradients;
   std::shared_ptr<GradientExchange> exchange_;  // of the window whose last backward has run
   std::optional<WindowTotals> followed_;        // what was agreed about the window that is to be closed with others

@@ -6,13 +6,19 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/parallel/gradient_exchange.hpp>
 #include <gradaccum/detail/parallel/nccl.hpp>
+#include <gradaccum/detail/parallel/piece_exchange.hpp>
 #include <gradaccum/detail/parallel/rank_states.hpp>
+#include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/detail/window/arrival_scope.hpp>
+#include <gradaccum/detail/window/optimizer_of_shards.hpp>
+#include <gradaccum/detail/window/shards.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
+#include <gradaccum/gradients.hpp>
 
 #include <ATen/ops/tensor.h>
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
 
 #include <cstddef>
 #include <exception>
@@ -20,8 +26,9 @@
 
 namespace gradaccum::detail {
 
-GRADACCUM_INLINE ReplicaPeers::ReplicaPeers(std::shared_ptr<Links> links, std::int64_t bucket_bytes, bool overlap)
-    : links_(std::move(links)), bucket_bytes_(bucket_bytes), overlap_(overlap) {}
+GRADACCUM_INLINE ReplicaPeers::ReplicaPeers(std::shared_ptr<Links> links, std::int64_t bucket_bytes, bool overlap,
+                                            bool sharded)
+    : links_(std::move(links)), bucket_bytes_(bucket_bytes), overlap_(overlap), sharded_(sharded) {}
 
 GRADACCUM_INLINE void ReplicaPeers::connect(const std::vector<at::Tensor>& parameters) {
   const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters[0].device();
@@ -34,6 +41,20 @@ GRADACCUM_INLINE void ReplicaPeers::disconnect() {
 }
 
 GRADACCUM_INLINE int ReplicaPeers::rank() const { return links_ ? links_->rank() : 0; }
+
+GRADACCUM_INLINE void ReplicaPeers::join(AnyOptimizer& optimizer) {
+  if (!sharded_) return;
+  const auto* const itself = optimizer.torch_optimizer();
+  TORCH_CHECK(itself,
+              "Shard: the optimizer must be a torch::optim::Optimizer, whose groups can be given parts of the "
+              "parameters; got ",
+              optimizer.name());
+  TORCH_CHECK(itself->state().empty(), "Shard: ", optimizer.name(),
+              " must not have stepped before; load its state "
+              "when the Replicas are made");
+  shards_ =
+      std::make_shared<Shards>(optimizer.parameters(), optimizer.steps_by_elements(), rank(), links_->world_size());
+}
 
 GRADACCUM_INLINE void ReplicaPeers::backward(const std::shared_ptr<WindowGradients>& window,
                                              std::optional<c10::ScalarType> accumulate_in,
@@ -70,6 +91,21 @@ GRADACCUM_INLINE void ReplicaPeers::reduce(const std::shared_ptr<WindowGradients
   exchange_.reset(), followed_.reset();
 }
 
+/// Others wait for this rank's pieces: they hear of an exception.
+GRADACCUM_INLINE bool ReplicaPeers::step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) {
+  if (!shards_) return take_step(optimizer, Gradients(window));
+  try {
+    const auto places = window->sums().places();
+    OptimizerOfShards of_shards(optimizer, *shards_, window);
+    const bool moved = take_step(of_shards, Gradients(window));
+    if (moved) exchange_pieces(*links_, line_, *shards_, places, bucket_bytes_);
+    return moved;
+  } catch (const std::exception& error) {
+    links_->give_up(error.what());
+    throw;
+  }
+}
+
 GRADACCUM_INLINE bool ReplicaPeers::others_continue(const std::shared_ptr<WindowGradients>& window) {
   TORCH_CHECK(!followed_, "Replicas: others_continue() has said so, and the step() with the others has not come yet");
   auto all = agree(window, *exchange_of(window, {}), /*active=*/false);
@@ -87,17 +123,6 @@ GRADACCUM_INLINE void ReplicaPeers::gather(Archive& archive) const {
 }
 
 GRADACCUM_INLINE void ReplicaPeers::pick(Archive::Values& values) const { pick_state(values, rank()); }
-
-GRADACCUM_INLINE std::string ReplicaPeers::say(const std::string& on_rank_0) const {
-  return texts_of_all(rank() == 0 ? on_rank_0 : "")[0];
-}
-
-GRADACCUM_INLINE std::string ReplicaPeers::first_error(const std::string& own) const {
-  const auto all = texts_of_all(own);
-  for (std::size_t rank = 0; rank < all.size(); ++rank)
-    if (!all[rank].empty()) return c10::str("rank ", rank, ": ", all[rank].substr(0, all[rank].find('\n')));
-  return "";
-}
 
 GRADACCUM_INLINE void ReplicaPeers::give_up(const std::string& why) {
   if (links_) links_->give_up(why);

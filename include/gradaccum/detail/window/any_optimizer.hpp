@@ -12,7 +12,15 @@
 #include <type_traits>
 #include <vector>
 
+namespace torch::optim {
+class Optimizer;
+}
+
 namespace gradaccum::detail {
+
+/// One of LibTorch's optimizers, by none of which elements of a parameter depend on each other. False for what derives
+/// from them.
+bool steps_by_elements(const torch::optim::Optimizer& optimizer);
 
 /// An optimizer of whatever class, as windows see it: so all that they do is compiled once. By reference.
 class AnyOptimizer {
@@ -23,7 +31,9 @@ class AnyOptimizer {
   virtual bool judges_on_device(const Gradients& gradients) const = 0;
   virtual void step(const Gradients& gradients) = 0;  ///< which have their true size, unless it takes them
   virtual void zero_grad(bool set_to_none) = 0;
-  virtual std::string name() const = 0;  ///< its class
+  virtual torch::optim::Optimizer* torch_optimizer() = 0;  ///< itself; none where it is of another kind
+  virtual bool steps_by_elements() const = 0;              ///< a part of a parameter may be stepped alone
+  virtual std::string name() const = 0;                    ///< its class
 };
 
 template <class O>
@@ -51,9 +61,23 @@ class OptimizerOf final : public AnyOptimizer {
     else
       optimizer_.zero_grad();
   }
+  torch::optim::Optimizer* torch_optimizer() override {
+    if constexpr (is_torch)
+      return &optimizer_;
+    else
+      return nullptr;
+  }
+  bool steps_by_elements() const override {
+    if (takes_) return takes_->steps_by_elements();
+    if constexpr (is_torch)
+      return detail::steps_by_elements(optimizer_);
+    else
+      return false;
+  }
   std::string name() const override { return type_name(optimizer_); }
 
  private:
+  static constexpr bool is_torch = std::derived_from<O, torch::optim::Optimizer>;
   static constexpr bool takes_by_itself = gradaccum::takes_gradients<O> && !std::derived_from<O, TakesGradients>;
 
   O& optimizer_;

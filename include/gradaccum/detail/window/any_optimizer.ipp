@@ -5,7 +5,22 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include <typeinfo>
+
 namespace gradaccum::detail {
+
+GRADACCUM_INLINE bool steps_by_elements(const torch::optim::Optimizer& optimizer) {
+  using namespace torch::optim;
+  const auto& type = typeid(optimizer);
+  return type == typeid(SGD) || type == typeid(Adam) || type == typeid(AdamW) || type == typeid(RMSprop) ||
+         type == typeid(Adagrad);
+}
 
 GRADACCUM_INLINE bool take_step(AnyOptimizer& optimizer, Gradients gradients) {
   if (!optimizer.takes_gradients()) gradients.apply();

@@ -30,6 +30,7 @@ class OptimizerWindow : public OpenWindow {
   /// Parameters may be added to the optimizer at any time.
   void follow() { OpenWindow::follow(optimizer_->parameters()); }
   void set_in_backward(bool on);
+  void set_peers(std::shared_ptr<Peers> peers);
 
   /// Backward of a micro-batch, which is complete then. `fills`: so is the window.
   void add(Loss loss, bool fills);
@@ -55,6 +56,7 @@ class OptimizerWindow : public OpenWindow {
 
  private:
   void open() { OpenWindow::open(optimizer_->parameters()); }
+  bool step(const Gradients& gradients);
 
   std::unique_ptr<AnyOptimizer> optimizer_;
 };

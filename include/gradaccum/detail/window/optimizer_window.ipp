@@ -4,6 +4,7 @@
 #include <gradaccum/detail/window/optimizer_window.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/window/peers.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <c10/util/Exception.h>
@@ -30,6 +31,11 @@ GRADACCUM_INLINE void OptimizerWindow::set_in_backward(bool on) {
               "one of your own that derives from ga::TakesGradients; got ",
               optimizer_->name());
   set_step_in_backward([this](Gradients some) { return take_step(*optimizer_, std::move(some)); });
+}
+
+GRADACCUM_INLINE void OptimizerWindow::set_peers(std::shared_ptr<Peers> peers) {
+  if (peers) peers->join(*optimizer_);
+  OpenWindow::set_peers(std::move(peers));
 }
 
 GRADACCUM_INLINE void OptimizerWindow::add(Loss loss, bool fills) {
@@ -64,12 +70,17 @@ GRADACCUM_INLINE bool OptimizerWindow::close(const std::function<void(Gradients&
   or_spoil([&] {
     Gradients gradients(closing());
     prepare(gradients);
-    if (has_weight()) moved = take_step(*optimizer_, closing()->stepped() ? Gradients(closing()->rest()) : gradients);
+    if (has_weight()) moved = step(gradients);
     moved = moved || closing()->stepped();
   });
   open();
   if (!moved) clear();
   return moved;
+}
+
+GRADACCUM_INLINE bool OptimizerWindow::step(const Gradients& gradients) {
+  if (peers()) return peers()->step(*optimizer_, closing());
+  return take_step(*optimizer_, closing()->stepped() ? Gradients(closing()->rest()) : gradients);
 }
 
 GRADACCUM_INLINE void OptimizerWindow::Named::state(Archive& archive) {

@@ -5,10 +5,25 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 
+#include <c10/util/StringUtil.h>
+
+#include <cstddef>
 #include <exception>
 #include <stdexcept>
 
 namespace gradaccum::detail {
+
+GRADACCUM_INLINE std::string said_by_first(const Peers& peers, const std::string& on_rank_0) {
+  return peers.texts_of_all(peers.rank() == 0 ? on_rank_0 : "")[0];
+}
+
+/// With the number of the rank that has it; empty where none has one.
+GRADACCUM_INLINE std::string first_error(const Peers& peers, const std::string& own) {
+  const auto all = peers.texts_of_all(own);
+  for (std::size_t rank = 0; rank < all.size(); ++rank)
+    if (!all[rank].empty()) return c10::str("rank ", rank, ": ", all[rank].substr(0, all[rank].find('\n')));
+  return "";
+}
 
 GRADACCUM_INLINE void run_on_all(const Peers* peers, c10::function_ref<void()> work) {
   if (!peers) return work();
@@ -20,7 +35,7 @@ GRADACCUM_INLINE void run_on_all(const Peers* peers, c10::function_ref<void()> w
     own = std::current_exception();
     text = error.what();
   }
-  const auto first = peers->first_error(text);
+  const auto first = first_error(*peers, text);
   if (own) std::rethrow_exception(own);
   if (!first.empty()) throw std::runtime_error(first);
 }

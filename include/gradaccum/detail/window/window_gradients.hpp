@@ -15,6 +15,8 @@
 
 namespace gradaccum::detail {
 
+class Shards;
+
 /// What `Gradients` is a handle of: one window's gradients, their deferred factor, and what has been measured of them.
 ///
 /// It holds parameters, and gradients only where they are sums of its own: those that the user clears are free at once.
@@ -31,6 +33,8 @@ class WindowGradients {
   void set_weights(double first, double total) { first_weight_ = first, total_weight_ = total; }
   void set_complete(bool complete) { complete_ = complete; }
   bool applied() const { return applied_; }
+  /// This process's pieces as a window of their own, with the same factor, mean and verdict.
+  std::shared_ptr<WindowGradients> of_shards(const Shards& shards);
 
   // For stepping in backward.
   /// Some of the parameters as a window of their own, complete, with the same factor and mean.

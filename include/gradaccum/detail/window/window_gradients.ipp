@@ -5,6 +5,7 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/window/multiplier.hpp>
+#include <gradaccum/detail/window/shards.hpp>
 #include <gradaccum/detail/window/tensor_lists.hpp>
 
 #include <ATen/core/grad_mode.h>
@@ -38,6 +39,22 @@ GRADACCUM_INLINE std::shared_ptr<WindowGradients> WindowGradients::part(const st
   part->factor_ = factor_;
   part->set_weights(first_weight_, total_weight_);
   return part;
+}
+
+GRADACCUM_INLINE std::shared_ptr<WindowGradients> WindowGradients::of_shards(const Shards& shards) {
+  const at::NoGradGuard no_grad;
+  std::vector<std::size_t> places;
+  std::vector<at::Tensor> own;
+  for (auto place : sums_.places())
+    if (shards.own_piece(place).size() > 0) places.push_back(place), own.push_back(shards.own(place));
+  auto window = std::make_shared<WindowGradients>(own);
+  for (std::size_t i = 0; i < places.size(); ++i)
+    window->sums_.set(i, shards.part(places[i], shards.own_piece(places[i]), sums_[places[i]]));
+  window->set_weights(first_weight_, total_weight_);
+  window->factor_ = factor_, window->applied_ = applied_;
+  if (must_be_finite()) window->verdict_ = found_inf();
+  window->overflowed_ = overflowed_, window->judged_on_device_ = judged_on_device_;
+  return window;
 }
 
 GRADACCUM_INLINE void WindowGradients::free() {

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/parallel/piece_exchange.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/parallel/gradient_exchange.hpp>
+#include <gradaccum/detail/window/shards.hpp>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <deque>
+#include <utility>
+
+namespace gradaccum::detail {
+
+/// Pieces of one rank that are sent together, as bytes.
+struct Parcel {
+  int rank = 0;
+  std::vector<at::Tensor> pieces = {};
+  std::int64_t bytes = 0;
+  at::Tensor sent = {};  ///< where they lie on the way
+  Links::Pending pending = nullptr;
+
+  bool takes(const at::Tensor& piece, std::int64_t bucket_bytes) const {
+    return pieces[0].device() == piece.device() &&
+           bytes + static_cast<std::int64_t>(piece.nbytes()) <= std::min(alone_from, bucket_bytes);
+  }
+  void add(const at::Tensor& piece) {
+    pieces.push_back(piece);
+    bytes += static_cast<std::int64_t>(piece.nbytes());
+  }
+  bool is_copied() const { return !sent.is_alias_of(pieces[0]); }
+  void pack(bool is_sender);
+  void unpack() const;
+};
+
+GRADACCUM_INLINE std::vector<Parcel> parcels_of(const Shards& shards, int rank, const std::vector<std::size_t>& places,
+                                                std::int64_t bucket_bytes) {
+  std::vector<Parcel> parcels;
+  for (auto place : places)
+    for (auto& piece : shards.pieces(place)) {
+      if (piece.rank != rank || piece.size() == 0) continue;
+      const auto tensor = shards.part(place, piece, shards.parameters()[place]).detach();
+      const auto open = std::find_if(parcels.begin(), parcels.end(),
+                                     [&](const Parcel& parcel) { return parcel.takes(tensor, bucket_bytes); });
+      (open == parcels.end() ? parcels.emplace_back(Parcel{.rank = rank}) : *open).add(tensor);
+    }
+  return parcels;
+}
+
+inline at::Tensor bytes_of_row(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
+
+GRADACCUM_INLINE void Parcel::pack(bool is_sender) {
+  if (pieces.size() == 1) {
+    sent = pieces[0].contiguous();  // itself, where it lies in one row
+    return;
+  }
+  sent = at::empty({bytes}, pieces[0].options().dtype(at::kByte));
+  std::int64_t from = 0;
+  for (auto& piece : pieces) {
+    const auto size = static_cast<std::int64_t>(piece.nbytes());
+    if (is_sender) sent.narrow(0, from, size).copy_(bytes_of_row(piece.contiguous()));
+    from += size;
+  }
+}
+
+GRADACCUM_INLINE void Parcel::unpack() const {
+  if (pieces.size() == 1) {
+    if (is_copied()) pieces[0].copy_(sent);
+    return;
+  }
+  std::int64_t from = 0;
+  for (auto& piece : pieces) {
+    const auto size = static_cast<std::int64_t>(piece.nbytes());
+    const auto part = sent.narrow(0, from, size);
+    from += size;
+    if (piece.is_contiguous()) {
+      bytes_of_row(piece).copy_(part);
+    } else {
+      const auto row = at::empty(piece.sizes(), piece.options());
+      bytes_of_row(row).copy_(part);
+      piece.copy_(row);
+    }
+  }
+}
+
+/// Parcels that are under way, the oldest first.
+class ParcelsUnderWay {
+ public:
+  ParcelsUnderWay(Links& links, Links::Line line, const Shards& shards) : links_(links), line_(line), shards_(shards) {}
+
+  void send(Parcel parcel) {
+    parcel.pack(parcel.rank == shards_.rank());
+    parcel.pending = links_.begin_broadcast(line_, parcel.sent, parcel.rank);
+    copied_ += parcel.is_copied() ? parcel.bytes : 0;
+    under_way_.push_back(std::move(parcel));
+  }
+  void receive() {
+    const auto parcel = std::move(under_way_.front());
+    under_way_.pop_front();
+    links_.wait(parcel.pending, "the parameters of an update");
+    if (parcel.rank != shards_.rank()) parcel.unpack();
+    copied_ -= parcel.is_copied() ? parcel.bytes : 0;
+  }
+  bool empty() const { return under_way_.empty(); }
+  std::int64_t copied() const { return copied_; }  ///< bytes
+
+ private:
+  Links& links_;
+  Links::Line line_;
+  const Shards& shards_;
+  std::deque<Parcel> under_way_;
+  std::int64_t copied_ = 0;
+};
+
+GRADACCUM_INLINE void exchange_pieces(Links& links, Links::Line line, const Shards& shards,
+                                      const std::vector<std::size_t>& places, std::int64_t bucket_bytes) {
+  const at::NoGradGuard no_grad;
+  ParcelsUnderWay under_way(links, line, shards);
+  for (int rank = 0; rank < shards.world_size(); ++rank)
+    for (auto& parcel : parcels_of(shards, rank, places, bucket_bytes)) {
+      while (!under_way.empty() && under_way.copied() + parcel.bytes > bucket_bytes) under_way.receive();
+      under_way.send(std::move(parcel));
+    }
+  while (!under_way.empty()) under_way.receive();
+  for (auto place : places) shards.parameters()[place].unsafeGetTensorImpl()->bump_version();  // what arrived
+}
+
+}  // namespace gradaccum::detail

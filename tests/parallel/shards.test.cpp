@@ -1,0 +1,466 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/amp_scaler.hpp>
+#include <gradaccum/detail/optimizers/param_states.hpp>
+#include <gradaccum/detail/state/pieces.hpp>
+#include <gradaccum/detail/window/shards.hpp>
+#include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/io/state_folder.hpp>
+#include <gradaccum/memory_meter.hpp>
+#include <gradaccum/optim/adafactor.hpp>
+#include <gradaccum/optim/adam.hpp>
+#include <gradaccum/optim/adamw.hpp>
+#include <gradaccum/optim/adamw8bit.hpp>
+#include <gradaccum/optim/sgd.hpp>
+#include <gradaccum/replicas.hpp>
+#include <gradaccum/state_parts.hpp>
+#include <gradaccum/training_state.hpp>
+
+#include "support/files.hpp"
+#include "support/models.hpp"
+#include "support/ranks.hpp"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace ga = gradaccum;
+using ga::detail::Shards;
+using namespace testing;
+
+namespace {
+
+/// Parameters that are cut among four ranks, with an odd end; that are too small for that; that do not lie in one row;
+/// one that is frozen; and one that nobody uses.
+struct NetImpl : torch::nn::Module {
+  NetImpl() {
+    static std::mutex one_draws;
+    const std::lock_guard lock(one_draws);
+    torch::manual_seed(2);
+    wide = register_module("wide", torch::nn::Linear(30, 701));
+    narrow = register_module("narrow", torch::nn::Linear(701, 25));
+    picture = register_parameter("picture", torch::randn({4, 8, 30, 30}).contiguous(at::MemoryFormat::ChannelsLast));
+    scalar = register_parameter("scalar", torch::randn({}));
+    frozen = register_parameter("frozen", torch::randn({20000}), /*requires_grad=*/false);
+    unused = register_parameter("unused", torch::randn({17000}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const auto hidden = torch::tanh(wide->forward(x));
+    return narrow->forward(hidden) * scalar + (picture * picture).mean() + frozen.mean();
+  }
+  torch::nn::Linear wide{nullptr}, narrow{nullptr};
+  at::Tensor picture, scalar, frozen, unused;
+};
+TORCH_MODULE(Net);
+
+using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)>;
+
+struct Kind {
+  std::string name;
+  MakeOptimizer make;
+  at::ScalarType dtype = at::kFloat;
+};
+
+std::vector<Kind> kinds() {
+  return {
+      {"SGD",
+       [](auto p) {
+         return std::make_unique<ga::optim::SGD>(p, ga::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.01));
+       }},
+      {"Adam", [](auto p) { return std::make_unique<ga::optim::Adam>(p, ga::optim::AdamOptions(0.01).amsgrad(true)); }},
+      {"AdamW", [](auto p) { return std::make_unique<ga::optim::AdamW>(p, ga::optim::AdamWOptions(0.01)); }},
+      {"AdamW8bit",
+       [](auto p) { return std::make_unique<ga::optim::AdamW8bit>(p, ga::optim::AdamW8bitOptions(0.01)); }},
+      {"Adafactor",
+       [](auto p) { return std::make_unique<ga::optim::Adafactor>(p, ga::optim::AdafactorOptions(0.01)); }},
+      {"AdamW, bfloat16, rounded at random",
+       [](auto p) {
+         auto adamw = std::make_unique<ga::optim::AdamW>(p, ga::optim::AdamWOptions(0.01));
+         adamw->stochastic_rounding(7);
+         return adamw;
+       },
+       at::kBFloat16},
+      {"torch::optim::Adam",
+       [](auto p) { return std::make_unique<torch::optim::Adam>(p, torch::optim::AdamOptions(0.01)); }},
+      {"torch::optim::SGD",
+       [](auto p) { return std::make_unique<torch::optim::SGD>(p, torch::optim::SGDOptions(0.05).momentum(0.9)); }},
+      {"torch::optim::RMSprop",
+       [](auto p) { return std::make_unique<torch::optim::RMSprop>(p, torch::optim::RMSpropOptions(0.01)); }},
+  };
+}
+
+/// What one rank has, and what it does in a window of its own length.
+struct Rank {
+  Net model;
+  std::unique_ptr<torch::optim::Optimizer> itself;
+  std::unique_ptr<ga::GradAccumulator<torch::optim::Optimizer>> optimizer;
+  std::unique_ptr<ga::AmpScaler> scaler =
+      std::make_unique<ga::AmpScaler>(ga::AmpScalerOptions{.init_scale = 1024, .growth_interval = 2});
+
+  explicit Rank(const Kind& kind, double learning_rate_times = 1) {
+    model->to(kind.dtype);
+    itself = kind.make(model->parameters());
+    for (auto& group : itself->param_groups()) group.options().set_lr(group.options().get_lr() * learning_rate_times);
+    optimizer =
+        std::make_unique<ga::GradAccumulator<torch::optim::Optimizer>>(*itself, ga::GradAccumulatorOptions{.steps = 2});
+  }
+
+  void micro_batch(std::int64_t rows, double seed, bool overflows) {
+    const auto number = torch::arange(rows * 30).reshape({rows, 30}).to(at::kDouble);
+    const auto x = torch::sin(number * seed).to(model->scalar.scalar_type());
+    auto loss = model->forward(x).pow(2).mean();
+    if (overflows) loss = loss * std::numeric_limits<float>::infinity();
+    optimizer->backward(scaler->scale(ga::Loss{loss, rows}));
+    optimizer->clip_grad_norm_(0.3);
+    scaler->step(*optimizer);
+    scaler->update();
+    optimizer->zero_grad();
+  }
+
+  /// Uneven weights; the second window of rank 1 overflows.
+  void train(int rank, std::int64_t windows) {
+    for (std::int64_t i = 0; i < 2 * windows; ++i)
+      micro_batch(1 + (i + rank) % 3, 0.1 + 0.01 * static_cast<double>(i) + rank, rank == 1 && i == 3);
+  }
+
+  std::int64_t bytes_of_state() const {
+    std::int64_t bytes = 0;
+    ga::detail::for_each_state_tensor(*itself,
+                                      [&](auto& tensor) { bytes += static_cast<std::int64_t>(tensor.nbytes()); });
+    return bytes;
+  }
+
+  std::int64_t updates() const { return optimizer->updates(); }
+  std::shared_ptr<const ga::detail::Peers> peers_of_all = nullptr;
+  auto peers() const { return peers_of_all; }
+  void state(ga::Archive& archive) {
+    archive("model", ga::ModelState(model));
+    archive("optimizer", ga::OptimizerState(*optimizer, model));
+    archive("scaler", *scaler);
+  }
+};
+
+std::vector<Rank> make_ranks(int number, const Kind& kind) {
+  std::vector<Rank> ranks;
+  for (int i = 0; i < number; ++i) ranks.emplace_back(kind);
+  return ranks;
+}
+
+/// `body(rank, its number)`, with Replicas.
+template <class Body>
+void together(std::vector<Rank>& ranks, ga::Shard shard, const Body& body) {
+  tests::as_ranks(static_cast<int>(ranks.size()), [&](const ga::ProcessGroup& group) {
+    auto& rank = ranks[static_cast<std::size_t>(group.rank())];
+    ga::Replicas replicas(group, rank.model, *rank.optimizer,
+                          {.bucket_bytes = 30000, .seed_by_rank = false, .shard = shard});
+    rank.peers_of_all = replicas.peers();
+    body(rank, group.rank());
+    rank.peers_of_all = nullptr;
+    replicas.check_equal();
+  });
+}
+
+std::vector<Rank> trained(int number, const Kind& kind, ga::Shard shard, std::int64_t windows = 4) {
+  auto ranks = make_ranks(number, kind);
+  together(ranks, shard, [&](Rank& rank, int i) { rank.train(i, windows); });
+  return ranks;
+}
+
+std::vector<at::Tensor> parameters_of_sizes(const std::vector<std::int64_t>& sizes) {
+  std::vector<at::Tensor> parameters;
+  for (auto size : sizes) parameters.push_back(torch::zeros({size}).requires_grad_());
+  return parameters;
+}
+
+}  // namespace
+
+TEST_CASE("Shards: each element is one rank's, in pieces of whole units, and no rank has much more than another") {
+  const int world_size = GENERATE(1, 2, 3, 4, 7);
+  const bool may_be_cut = GENERATE(true, false);
+  auto parameters = parameters_of_sizes({1, 0, 50, 4096, 100000, 8191, 123457, 5, 65536, 70000, 4096 * 9});
+  parameters.push_back(torch::zeros({300, 200}).t().requires_grad_());  // not in one row
+  std::vector<std::int64_t> elements_of(static_cast<std::size_t>(world_size));
+  std::int64_t all = 0;
+  for (int rank = 0; rank < world_size; ++rank) {
+    const Shards shards(parameters, may_be_cut, rank, world_size);
+    for (std::size_t place = 0; place < parameters.size(); ++place) {
+      std::int64_t end = 0;
+      for (auto& piece : shards.pieces(place)) {
+        CHECK(piece.begin == end);
+        CHECK(piece.begin % Shards::unit == 0);
+        CHECK((!shards.is_cut(place) || piece.size() >= Shards::unit));
+        end = piece.end;
+      }
+      CHECK(end == parameters[place].numel());
+      CHECK((shards.pieces(place).size() == 1 || (may_be_cut && parameters[place].is_contiguous())));
+      CHECK(shards.own(place).numel() == shards.own_piece(place).size());
+      elements_of[static_cast<std::size_t>(rank)] += shards.own_piece(place).size();
+      if (rank == 0) all += parameters[place].numel();
+      if (shards.own(place).numel() > 0) CHECK(shards.own(place).is_alias_of(parameters[place]));
+    }
+  }
+  CHECK(std::accumulate(elements_of.begin(), elements_of.end(), std::int64_t{0}) == all);
+  if (may_be_cut && world_size <= 4)
+    for (auto elements : elements_of) CHECK(elements <= all / world_size + 60000);  // the one that is not in one row
+}
+
+TEST_CASE("Shard: any number of ranks gives the bits of ranks that are not divided") {
+  const auto kind = GENERATE(from_range(kinds()));
+  const int number = GENERATE(2, 4);
+  CAPTURE(kind.name, number);
+  const auto plain = trained(number, kind, ga::Shard::none);
+  const auto divided = trained(number, kind, ga::Shard::optimizer);
+  std::int64_t bytes = 0;
+  for (std::size_t i = 0; i < plain.size(); ++i) {
+    CHECK(plain[i].optimizer->updates() == 3);  // one has overflowed
+    CHECK(divided[i].optimizer->updates() == 3);
+    CHECK(divided[i].scaler->get_scale() == plain[i].scaler->get_scale());
+    CHECK(torch::equal(flat(divided[i].model), flat(plain[i].model)));
+    CHECK(torch::equal(divided[i].optimizer->grad_norm(), plain[i].optimizer->grad_norm()));
+    bytes += divided[i].bytes_of_state();
+    if (kind.name != "Adafactor" && kind.dtype == at::kFloat)
+      CHECK(divided[i].bytes_of_state() < plain[i].bytes_of_state() * 3 / 4);
+  }
+  CHECK(bytes == plain[0].bytes_of_state());
+}
+
+TEST_CASE("Shard: each rank steps its own part, and no other") {
+  const Kind kind = kinds()[2];
+  const auto plain = trained(2, kind, ga::Shard::optimizer, 1);
+  std::vector<Rank> ranks;
+  ranks.emplace_back(kind);
+  ranks.emplace_back(kind, /*learning_rate_times=*/3);
+  together(ranks, ga::Shard::optimizer, [&](Rank& rank, int i) { rank.train(i, 1); });
+  const Shards shards(ranks[0].model->parameters(), true, 0, 2);
+  for (std::size_t place = 0; place < shards.size(); ++place)
+    for (auto& piece : shards.pieces(place)) {
+      const auto here = shards.part(place, piece, ranks[0].model->parameters()[place]);
+      const auto there = shards.part(place, piece, plain[0].model->parameters()[place]);
+      const auto name = ranks[0].model->named_parameters().keys()[place];
+      CAPTURE(name);
+      const bool moves = name != "frozen" && name != "unused";
+      CHECK(torch::equal(here, there) == (piece.rank == 0 || !moves));
+    }
+}
+
+TEST_CASE("Shard: states go on to the bit, with as many ranks, with others, and without") {
+  const auto kind = GENERATE(from_range(kinds()));
+  CAPTURE(kind.name);
+  const Directory directory;
+  const auto straight = trained(2, kind, ga::Shard::optimizer, 6);
+  auto undivided = make_ranks(2, kind);
+  together(undivided, ga::Shard::none, [&](Rank& rank, int i) {
+    rank.train(i, 4);
+    ga::save(directory / "undivided", rank);
+  });
+  auto saved = make_ranks(2, kind);
+  together(saved, ga::Shard::optimizer, [&](Rank& rank, int i) {
+    rank.train(i, 4);
+    ga::save(directory / "divided", rank);
+  });
+
+  SECTION("as many ranks, from either") {
+    for (const auto* from : {"divided", "undivided"})
+      for (auto shard : {ga::Shard::optimizer, ga::Shard::none}) {
+        auto ranks = make_ranks(2, kind);
+        together(ranks, shard, [&](Rank& rank, int i) {
+          ga::load(directory / from, rank);
+          for (std::int64_t k = 8; k < 12; ++k)
+            rank.micro_batch(1 + (k + i) % 3, 0.1 + 0.01 * static_cast<double>(k) + i, false);
+        });
+        for (std::size_t i = 0; i < 2; ++i) CHECK(torch::equal(flat(ranks[i].model), flat(straight[i].model)));
+      }
+  }
+  SECTION("other numbers of ranks, and none") {
+    auto alone = make_ranks(1, kind);
+    ga::load(directory / "divided", alone[0], {.allow_changes = true});
+    ga::save(directory / "alone", alone[0]);
+    auto three = make_ranks(3, kind);
+    together(three, ga::Shard::optimizer, [&](Rank& rank, int) {
+      ga::load(directory / "divided", rank, {.allow_changes = true});
+      ga::save(directory / "three", rank);
+    });
+    auto whole = ga::io::read_state(*ga::detail::newest_state(directory / "undivided"));
+    for (const auto* from : {"alone", "three", "divided"}) {
+      CAPTURE(from);
+      auto values = ga::io::read_state(*ga::detail::newest_state(directory / from));
+      ga::detail::join_pieces(values);
+      for (auto& [name, value] : whole)
+        if (const auto* const tensor = std::get_if<at::Tensor>(&value); tensor && !name.starts_with("rank_")) {
+          CAPTURE(name);
+          REQUIRE(values.contains(name));
+          CHECK(torch::equal(std::get<at::Tensor>(values.at(name)), *tensor));
+        }
+    }
+  }
+}
+
+TEST_CASE("Shard: memory of a rank is 8 + 8 / ranks bytes a parameter, and the largest bucket twice") {
+  const int number = GENERATE(1, 2, 4);
+  const auto peak_of = [&](ga::Shard shard) {
+    std::vector<std::int64_t> peaks(static_cast<std::size_t>(number)), parameters = peaks;
+    std::mutex one_draws;
+    tests::as_ranks(number, [&](const ga::ProcessGroup& group) {
+      const ga::MemoryMeter meter;
+      torch::nn::Sequential model;
+      {
+        const std::lock_guard lock(one_draws);
+        for (int i = 0; i < 6; ++i)
+          model->push_back(torch::nn::Linear(500, 600)), model->push_back(torch::nn::Linear(600, 500));
+      }
+      ga::optim::AdamW adamw(model->parameters(), ga::optim::AdamWOptions(1e-3));
+      ga::GradAccumulator optimizer(adamw, {.steps = 2});
+      ga::Replicas replicas(group, model, optimizer, {.bucket_bytes = 1 << 18, .seed_by_rank = false, .shard = shard});
+      for (int i = 0; i < 6; ++i) {
+        optimizer.backward(model->forward(torch::ones({1, 500})).pow(2).mean());
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      peaks[static_cast<std::size_t>(group.rank())] = meter.peak_bytes();
+      for (auto& parameter : model->parameters())
+        parameters[static_cast<std::size_t>(group.rank())] += parameter.numel();
+    });
+    for (std::size_t i = 0; i < peaks.size(); ++i) {
+      const auto largest_bucket = std::int64_t{4} * 500 * 600;
+      const auto bound = (8 + 8.0 / number) * static_cast<double>(parameters[i]) + 2.0 * largest_bucket;
+      CAPTURE(number, i, peaks[i], bound);
+      CHECK((static_cast<double>(peaks[i]) <= bound) == (shard == ga::Shard::optimizer || number == 1));
+    }
+  };
+  peak_of(ga::Shard::optimizer);
+  peak_of(ga::Shard::none);  // has more, where there are several
+}
+
+TEST_CASE("Shard: what it does not go with is refused, on all ranks") {
+  const Kind kind = kinds()[2];
+  const auto message = [&](auto&& body) {
+    std::string text;
+    auto ranks = make_ranks(2, kind);
+    try {
+      body(ranks);
+    } catch (const std::exception& error) {
+      text = error.what();
+    }
+    return text;
+  };
+  SECTION("an optimizer that has stepped") {
+    CHECK_THAT(message([&](auto& ranks) {
+                 for (auto& rank : ranks) rank.train(0, 1);
+                 together(ranks, ga::Shard::optimizer, [](Rank&, int) {});
+               }),
+               Catch::Contains("must not have stepped before"));
+  }
+  SECTION("parameters that come later") {
+    CHECK_THAT(message([&](auto& ranks) {
+                 together(ranks, ga::Shard::optimizer, [](Rank& rank, int i) {
+                   rank.itself->param_groups()[0].params().push_back(torch::zeros({3}).requires_grad_());
+                   rank.train(i, 1);
+                 });
+               }),
+               Catch::Contains("must stay those"));
+  }
+  SECTION("parameters that move") {
+    CHECK_THAT(message([&](auto& ranks) {
+                 together(ranks, ga::Shard::optimizer, [](Rank& rank, int i) {
+                   rank.model->wide->weight.set_data(rank.model->wide->weight.detach().clone());
+                   rank.train(i, 1);
+                 });
+               }),
+               Catch::Contains("must stay where it was"));
+  }
+  SECTION("one rank that does not divide") {
+    CHECK_THAT(message([&](auto& ranks) {
+                 tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+                   auto& rank = ranks[static_cast<std::size_t>(group.rank())];
+                   ga::Replicas replicas(group, rank.model, *rank.optimizer,
+                                         {.shard = group.rank() == 0 ? ga::Shard::optimizer : ga::Shard::none});
+                 });
+               }),
+               Catch::Contains("pieces"));
+  }
+}
+
+namespace {
+
+/// Throws in its third step, on one rank.
+struct Failing : ga::optim::SGD {
+  using ga::optim::SGD::SGD;
+  int* steps = nullptr;
+  void step(ga::Gradients gradients) override {
+    if (steps && ++*steps == 3) throw std::runtime_error("out of luck");
+    ga::optim::SGD::step(std::move(gradients));
+  }
+};
+
+}  // namespace
+
+TEST_CASE("Shard: an exception in one rank's step is an error on all, and nothing is saved after it") {
+  const Kind kind{"Failing", [](auto p) { return std::make_unique<Failing>(p, ga::optim::SGDOptions(0.05)); }};
+  auto ranks = make_ranks(2, kind);
+  int steps = 0;
+  dynamic_cast<Failing&>(*ranks[1].itself).steps = &steps;
+  const Directory directory;
+  std::vector<std::string> errors(2), of_save(2);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    const auto i = static_cast<std::size_t>(group.rank());
+    auto& rank = ranks[i];
+    ga::Replicas replicas(group, rank.model, *rank.optimizer, {.seed_by_rank = false, .shard = ga::Shard::optimizer});
+    rank.peers_of_all = replicas.peers();
+    try {
+      rank.train(0, 5);
+    } catch (const std::exception& error) {
+      errors[i] = error.what();
+    }
+    try {
+      ga::save(directory / "states", rank);
+    } catch (const std::exception& error) {
+      of_save[i] = error.what();
+    }
+    rank.peers_of_all = nullptr;
+  });
+  CHECK_THAT(errors[0], Catch::Contains("rank 1 has given up: out of luck"));
+  CHECK_THAT(errors[1], Catch::Contains("out of luck"));
+  for (auto& error : of_save) CHECK_THAT(error, Catch::Contains("nothing can be exchanged after an error"));
+  CHECK_FALSE(std::filesystem::exists(directory / "states"));
+}
+
+TEST_CASE("Pieces: names and what does not go together") {
+  using ga::detail::PieceName;
+  for (const auto* text : {"0.weight[0:4096 of 64x128]", "a[b][4096:8192 of 8192]", "s[0:1 of ]", "[0:0 of 0]"}) {
+    REQUIRE(PieceName::of(text));
+    CHECK(PieceName::of(text)->text() == text);
+  }
+  for (const auto* text : {"", "0.weight", "w[0:1]", "w[0:1 of 1", "w[00:1 of 1]", "w[-1:1 of 1]", "w[0:1 of 1x]",
+                           "w[0:1 of x1]", "w[0 :1 of 1]", "w[0:99999999999999999999 of 1]", "w[0:1 of 1]]"})
+    CHECK_FALSE(PieceName::of(text));
+
+  const auto joined = [](ga::Archive::Values values) {
+    ga::detail::join_pieces(values);
+    return values;
+  };
+  const auto row = [](std::int64_t size) { return torch::arange(size).to(at::kFloat); };
+  auto values = joined({{"rank_1.o.m.w[4:6 of 2x3]", row(2)}, {"o.m.w[0:4 of 2x3]", row(4)}, {"rank_1.seed", row(1)}});
+  CHECK(values.size() == 2);
+  CHECK(torch::equal(std::get<at::Tensor>(values.at("o.m.w")),
+                     torch::tensor({0., 1., 2., 3., 0., 1.}).to(at::kFloat).view({2, 3})));
+  using Values = ga::Archive::Values;
+  CHECK_THROWS_WITH(joined(Values{{"w[0:4 of 6]", row(4)}}), Catch::Contains("must be of all 6 elements, got 4"));
+  CHECK_THROWS_WITH(joined(Values{{"w[2:6 of 6]", row(4)}}), Catch::Contains("must follow each other"));
+  CHECK_THROWS_WITH(joined(Values{{"w[0:4 of 6]", row(4)}, {"rank_1.w[0:2 of 6]", row(2)}}),
+                    Catch::Contains("two pieces of w begin at 0"));
+  CHECK_THROWS_WITH(joined(Values{{"w[0:4 of 6]", row(4)}, {"w[4:6 of 7]", row(2)}}), Catch::Contains("of one shape"));
+  CHECK_THROWS_WITH(joined(Values{{"w[0:4 of 6]", row(4)}, {"w[4:6 of 6]", row(2).to(at::kDouble)}}),
+                    Catch::Contains("rows of one dtype"));
+  CHECK_THROWS_WITH(joined(Values{{"w[0:1 of 1]", row(1)}, {"w", row(1)}}), Catch::Contains("whole and in pieces"));
+  CHECK_THROWS_WITH(joined(Values{{"w[0:1 of 9223372036854775807x3]", row(1)}}), Catch::Contains("too large"));
+}
