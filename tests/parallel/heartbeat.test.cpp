@@ -86,10 +86,10 @@ TEST_CASE("Heartbeat: a rank that has yet to come, or has left, is not missed") 
 }
 
 TEST_CASE("Heartbeat: who was suspended himself takes nobody for silent") {
-  inner::Silence silence(std::chrono::milliseconds(1500));
-  CHECK_FALSE(silence.too_long(1));
+  inner::Silence others(std::chrono::milliseconds(1500));
+  CHECK_FALSE(others.too_long(1));
   std::this_thread::sleep_for(std::chrono::seconds(2));
-  CHECK_FALSE(silence.too_long(1));
-  while (!silence.too_long(1)) std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  CHECK_FALSE(silence.too_long(2));
+  CHECK_FALSE(others.too_long(1));
+  while (!others.too_long(1)) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  CHECK_FALSE(others.too_long(2));
 }

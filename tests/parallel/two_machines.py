@@ -6,8 +6,8 @@ Each machine is a network of its own (a namespace of Linux) with one network car
 cable between the two: it passes frames on after a delay and no faster than a rate, until it is cut. That needs neither
 netem nor veth, which many kernels lack, and leaves nothing behind.
 
-Over slow links they must train as on one machine, to the bit. When a process is killed or suspended, or the link is lost
-without a word, both must end by themselves and name what they miss.
+Over slow links they must train as on one machine, to the bit. When a process is killed or suspended, or the link is
+lost without a word, both must end by themselves and name what they miss.
 Status 77: networks and cards cannot be made here (it takes root, Linux, and /dev/net/tun).
 """
 
@@ -45,6 +45,11 @@ def require(result):
 
 def own_network():
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+
+
+def keep(stack, what):
+    """Until the stack is left, which closes it."""
+    return stack.enter_context(contextlib.closing(what))
 
 
 class Machine:
@@ -190,18 +195,13 @@ class Pair:
     """Two machines, a cable, and a rank on each."""
 
     def __init__(self, stack, program, directory, delay=0.001, rate=1e9):
-        self.machines = [self.closing(stack, Machine(f"10.77.0.{number}")) for number in (1, 2)]
-        self.cable = self.closing(stack, Cable(*self.machines, delay, rate))
+        self.machines = [keep(stack, Machine(f"10.77.0.{number}")) for number in (1, 2)]
+        self.cable = keep(stack, Cable(*self.machines, delay, rate))
         self.ranks = []
         for rank, machine in enumerate(self.machines):
             with machine.entered():
                 process = Process(rank, program, directory, MASTER_ADDR="10.77.0.1", GLOO_SOCKET_IFNAME=CARD)
-            self.ranks.append(self.closing(stack, process))
-
-    @staticmethod
-    def closing(stack, what):
-        stack.callback(what.close)
-        return what
+            self.ranks.append(keep(stack, process))
 
     def wait_until_they_train(self):
         self.ranks[0].wait_for_output("Epoch 2")
@@ -231,10 +231,10 @@ class Trainings:
 
     def on_one_machine(self):
         with contextlib.ExitStack() as stack:
-            machine = Pair.closing(stack, Machine("10.77.0.1"))
+            machine = keep(stack, Machine("10.77.0.1"))
             with machine.entered():
-                ranks = [Pair.closing(stack, Process(rank, self.short("one"), self.directory / "one",
-                                                     MASTER_ADDR="127.0.0.1")) for rank in (0, 1)]
+                ranks = [keep(stack, Process(rank, self.short("one"), self.directory / "one", MASTER_ADDR="127.0.0.1"))
+                         for rank in (0, 1)]
             for rank in ranks:
                 rank.expect_success()
 
@@ -265,7 +265,7 @@ class Trainings:
             lost.ranks[1].expect_error(self.STORE + self.SILENT)
             suspended.ranks[0].expect_error("rank 1 has ended" + self.SILENT)
             suspended.ranks[1].send(signal.SIGCONT)
-            suspended.ranks[1].expect_error("rank 0 (its store at 10.77.0.1:29500) has ended")
+            suspended.ranks[1].expect_error(self.STORE)
 
 
 def reason_to_skip():

@@ -23,7 +23,7 @@
 namespace gradaccum::detail {
 
 /// `rank 1 has ended or hangs`
-inline std::string have_ended(const std::vector<int>& ranks) {
+GRADACCUM_INLINE std::string have_ended(const std::vector<int>& ranks) {
   std::string text;
   for (const int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
   return ranks.size() == 1 ? "rank " + text + " has ended or hangs" : "ranks " + text + " have ended or hang";
