@@ -139,6 +139,9 @@ class Cable:
         """Neither side hears of it: frames vanish."""
         self.lost = True
 
+    def mend(self):
+        self.lost = False
+
     def close(self):
         self.ended = True
         self.thread.join()
@@ -238,9 +241,14 @@ class Trainings:
             for rank in ranks:
                 rank.expect_success()
 
-    def over(self, name, delay, rate):
+    def over(self, name, delay, rate, interruption=0):
         with contextlib.ExitStack() as stack:
             pair = Pair(stack, self.short(name), self.directory / name, delay, rate)
+            if interruption > 0:
+                pair.wait_until_they_train()
+                pair.cable.cut()
+                time.sleep(interruption)
+                pair.cable.mend()
             for rank in pair.ranks:
                 rank.expect_success()
         assert self.weights(name) == self.weights("one"), f"{name}: other weights than on one machine"
@@ -294,6 +302,7 @@ def main(example, writer, directory):
     timed("one machine", trainings.on_one_machine)
     timed("1 ms", trainings.over, "near", 0.001, 1e9)
     timed("20 ms and 100 Mbit/s", trainings.over, "far", 0.020, 1e8)
+    timed("a link that is lost for 3 s", trainings.over, "interrupted", 0.001, 1e9, 3)
     timed("a killed process", trainings.killed, 1, "rank 1 has ended or hangs (rank 0 of 2 waited for ")
     timed("the killed process of the store", trainings.killed, 0, trainings.STORE)
     timed("a lost link, and a suspended process", trainings.silent)

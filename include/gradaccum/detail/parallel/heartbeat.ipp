@@ -187,7 +187,7 @@ struct Heartbeat::Shared {
       while (pause(interval));
       roll_call.leave(failed() ? standstill : patience / 2);
     } catch (const std::exception&) {
-      fail(place + " has ended");
+      fail(place + " has ended, or cannot be reached");
     }
     const std::lock_guard lock(mutex);
     stopped = true;
