@@ -43,7 +43,8 @@ struct ProcessGroupOptions {
 /// All ranks make the same calls in the same order, one thread each. Tensors are dense, of one shape and dtype on all.
 ///
 /// When a process has ended, or hangs, all others that wait for it end their wait with an error that names it: within
-/// ten seconds of its end; after `timeout` where it hangs. Then all processes have to be started again.
+/// ten seconds of its end; after 30 seconds of silence where it is suspended, or the link to it is lost; after
+/// `timeout` where it is there and hangs. Then all processes have to be started again.
 ///
 /// @note Waits for the others, and for the device of the tensor.
 class ProcessGroup {

@@ -21,10 +21,18 @@ namespace gradaccum::detail {
 ///
 /// Gloo says that a connection was closed, not whose process has ended; and it says so to the neighbours in a ring
 /// alone. Who hears of it first looks whose count stands still, and leaves a word in the store for all others.
+///
+/// Of a link that is lost, or a process that is suspended, Gloo says nothing. So rank 0 watches the counts of all
+/// others, once a second, and they watch its; and who waits sees whether the store still answers its own thread, which
+/// may hang in a call of the system.
 class Heartbeat {
  public:
-  /// `store` is used by this thread alone from here on. `place` says where it is, for errors.
-  Heartbeat(c10::intrusive_ptr<c10d::Store> store, std::string place, int rank, int world_size);
+  /// After so long without a sign a process counts as gone. A machine that is merely busy lets it count in time.
+  static constexpr std::chrono::milliseconds longest_silence{30000};
+
+  /// `store` is used by its thread alone from here on. `place` says where it is, for errors.
+  Heartbeat(c10::intrusive_ptr<c10d::Store> store, std::string place, int rank, int world_size,
+            std::chrono::milliseconds silence = longest_silence);
   Heartbeat(const Heartbeat&) = delete;
   Heartbeat& operator=(const Heartbeat&) = delete;
   ~Heartbeat();

@@ -4,62 +4,77 @@
 #include <gradaccum/detail/parallel/heartbeat.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/parallel/silence.hpp>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
 namespace gradaccum::detail {
 
+/// `rank 1 has ended or hangs`
+GRADACCUM_INLINE std::string have_ended(const std::vector<int>& ranks) {
+  std::string text;
+  for (const int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
+  return ranks.size() == 1 ? "rank " + text + " has ended or hangs" : "ranks " + text + " have ended or hang";
+}
+
 /// What processes write into their store: counts that show that each is there and how far it has come, and what has
-/// gone wrong. For one thread; each call waits for the store.
+/// gone wrong. For one thread, but for `answers`; each call waits for the store.
 class RollCall {
  public:
   RollCall(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size)
-      : store_(std::move(store)), rank_(rank), counts_(static_cast<std::size_t>(world_size)) {}
+      : store_(std::move(store)), rank_(rank), size_(world_size) {}
 
-  void say_present() { store_->add(count_of(rank_), 1); }
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  /// Of the store, so far: they stand still while it is silent.
+  std::int64_t answers() const { return answers_; }
+
+  void say_present() { add(count_of(rank_), 1); }
   /// This process has waited so many times more for others.
   void say_waited(std::int64_t times) {
-    if (times > 0) store_->add(waits_of(rank_), times);
+    if (times > 0) add(waits_of(rank_), times);
   }
   void say_failed(const std::string& what) {
     store_->set("failure", std::vector<std::uint8_t>(what.begin(), what.end()));
+    ++answers_;
   }
   std::optional<std::string> failure() {
-    if (!store_->check({"failure"})) return {};
-    const auto text = store_->get("failure");
-    return std::string(text.begin(), text.end());
+    const bool known = store_->check({"failure"});
+    ++answers_;
+    return known ? std::optional(get("failure")) : std::nullopt;
   }
 
+  /// Of the ranks from `first` to the one before `last`: 0 before a rank has come, and `left` or more after it has
+  /// left.
+  std::vector<std::int64_t> counts(int first, int last) { return read(count_of, first, last); }
+  static constexpr std::int64_t left = std::int64_t{1} << 62;
+
   /// Of all, for `missing` to compare with, later.
-  void note_counts() {
-    for (int rank = 0; rank < size(); ++rank) counts_[static_cast<std::size_t>(rank)] = store_->add(count_of(rank), 0);
-  }
+  void note_counts() { counts_ = counts(0, size_); }
   /// `rank 1 has ended or hangs`: whose counts stand still.
   std::optional<std::string> missing() {
-    std::string ranks;
-    int number = 0;
-    for (int rank = 0; rank < size(); ++rank) {
-      if (store_->add(count_of(rank), 0) != counts_[static_cast<std::size_t>(rank)]) continue;
-      ranks += (number++ > 0 ? ", " : "") + std::to_string(rank);
-    }
-    if (number == 0) return {};
-    return number == 1 ? "rank " + ranks + " has ended or hangs" : "ranks " + ranks + " have ended or hang";
+    const auto now = counts(0, size_);
+    std::vector<int> ranks;
+    for (int rank = 0; rank < size_; ++rank)
+      if (now[static_cast<std::size_t>(rank)] == counts_[static_cast<std::size_t>(rank)]) ranks.push_back(rank);
+    return ranks.empty() ? std::nullopt : std::optional(have_ended(ranks));
   }
 
   /// All are there, but some have not come to where the others wait.
   std::optional<std::string> behind() {
-    std::vector<std::int64_t> waited;
-    for (int rank = 0; rank < size(); ++rank) waited.push_back(store_->add(waits_of(rank), 0));
+    const auto waited = read(waits_of, 0, size_);
     const auto [least, most] = std::minmax_element(waited.begin(), waited.end());
     if (*least == *most) return {};
     return "rank " + std::to_string(least - waited.begin()) + " hangs, or does something else than the others";
@@ -68,49 +83,111 @@ class RollCall {
   /// Rank 0's process has the store, and so ends last; but for what is gone, or has yet to hear of that.
   void leave(std::chrono::milliseconds longest) {
     const auto begin = std::chrono::steady_clock::now();
-    auto left = store_->add("left", 1);
-    while (rank_ == 0 && left < size() && std::chrono::steady_clock::now() - begin < longest) {
+    add(count_of(rank_), left);  // nobody is to miss it
+    auto gone = add("left", 1);
+    while (rank_ == 0 && gone < size_ && std::chrono::steady_clock::now() - begin < longest) {
       std::this_thread::sleep_for(std::chrono::milliseconds(25));
-      left = store_->add("left", 0);
+      gone = add("left", 0);
     }
   }
 
  private:
-  int size() const { return static_cast<int>(counts_.size()); }
+  using Key = std::string (*)(int rank);
   static std::string count_of(int rank) { return "heartbeat/" + std::to_string(rank); }
   static std::string waits_of(int rank) { return "waits/" + std::to_string(rank); }
 
+  std::int64_t add(const std::string& key, std::int64_t number) {
+    const auto sum = store_->add(key, number);
+    ++answers_;
+    return sum;
+  }
+  std::string get(const std::string& key) {
+    const auto bytes = store_->get(key);
+    ++answers_;
+    return {bytes.begin(), bytes.end()};
+  }
+  /// With one question for all, where the store has that: there may be hundreds.
+  std::vector<std::int64_t> read(Key key_of, int first, int last) {
+    std::vector<std::string> keys;
+    for (int rank = first; rank < last; ++rank) keys.push_back(key_of(rank));
+    for (auto& key : keys)
+      if (known_.insert(key).second) add(key, 0);  // the store would wait for one that is not there
+    std::vector<std::int64_t> numbers;
+    if (!store_->hasExtendedApi()) {
+      for (auto& key : keys) numbers.push_back(std::stoll(get(key)));
+      return numbers;
+    }
+    for (auto& bytes : store_->multiGet(keys)) numbers.push_back(std::stoll(std::string(bytes.begin(), bytes.end())));
+    ++answers_;
+    return numbers;
+  }
+
   c10::intrusive_ptr<c10d::Store> store_;
-  int rank_;
+  int rank_, size_;
+  std::set<std::string> known_;  // keys that are in the store
   std::vector<std::int64_t> counts_;
+  std::atomic<std::int64_t> answers_ = 0;
+};
+
+/// Rank 0 watches all others, and they watch rank 0: what it sees they hear of, and hundreds of ranks ask for hundreds
+/// of counts only once.
+class Watch {
+ public:
+  Watch(int rank, int world_size, std::chrono::milliseconds longest)
+      : first_(rank == 0 ? 1 : 0),
+        last_(rank == 0 ? world_size : 1),
+        silences_(static_cast<std::size_t>(last_ - first_), Silence(longest)) {}
+
+  /// Those that have counted, do no longer, and have not left.
+  std::vector<int> silent(RollCall& roll_call) {
+    const auto counts = roll_call.counts(first_, last_);
+    std::vector<int> ranks;
+    for (std::size_t i = 0; i < counts.size(); ++i)
+      if (silences_[i].too_long(counts[i]) && counts[i] > 0 && counts[i] < RollCall::left)
+        ranks.push_back(first_ + static_cast<int>(i));
+    return ranks;
+  }
+
+ private:
+  int first_, last_;
+  std::vector<Silence> silences_;
 };
 
 /// What the thread that counts and the one that waits have in common.
 struct Heartbeat::Shared {
+  using Clock = std::chrono::steady_clock;
   using Milliseconds = std::chrono::milliseconds;
   static constexpr Milliseconds interval{250};
-  static constexpr Milliseconds silence{2000};    ///< of a process that is gone, or hangs
-  static constexpr Milliseconds patience{10000};  ///< for an answer of the store
+  static constexpr int beats_a_watch = 4;
+  static constexpr Milliseconds standstill{2000};  ///< of a process that is gone, where one is known to be
+  static constexpr Milliseconds patience{10000};   ///< for an answer of the store
 
-  Shared(RollCall given_roll_call, std::string given_place)
-      : roll_call(std::move(given_roll_call)), place(std::move(given_place)) {}
+  Shared(c10::intrusive_ptr<c10d::Store> store, std::string given_place, int rank, int world_size,
+         Milliseconds given_silence)
+      : roll_call(std::move(store), rank, world_size),
+        watch(rank, world_size, given_silence),
+        place(std::move(given_place)),
+        silence(given_silence) {}
 
   RollCall roll_call;
+  Watch watch;
   std::string place;
+  Milliseconds silence;
+  int beats = 0;
   std::int64_t waits = 0, told = 0;  // how often this process has waited for others; and what they know of it
 
   std::mutex mutex;
   std::condition_variable changed;
-  bool stopping = false, stopped = false, asked = false;
+  bool stopping = false, stopped = false, asked = false, unanswered = false;
   std::optional<std::string> failure, to_announce;
 
   void run() {
     try {
       do beat();
       while (pause(interval));
-      roll_call.leave(failed() ? silence : patience / 2);
+      roll_call.leave(failed() ? standstill : patience / 2);
     } catch (const std::exception&) {
-      fail(place + " has ended");
+      fail(place + " has ended, or cannot be reached");
     }
     const std::lock_guard lock(mutex);
     stopped = true;
@@ -122,7 +199,7 @@ struct Heartbeat::Shared {
     std::unique_lock lock(mutex);
     stopping = true;
     changed.notify_all();
-    return !changed.wait_for(lock, patience, [this] { return stopped; });
+    return !changed.wait_for(lock, unanswered ? Milliseconds(0) : patience, [this] { return stopped; });
   }
 
   bool failed() {
@@ -133,6 +210,11 @@ struct Heartbeat::Shared {
     const std::lock_guard lock(mutex);
     if (!failure) failure = std::move(text);
     changed.notify_all();
+  }
+  /// All hear of it.
+  void fail_all(const std::string& text) {
+    roll_call.say_failed(text);
+    fail(text);
   }
 
   void beat() {
@@ -148,27 +230,31 @@ struct Heartbeat::Shared {
     }
     roll_call.say_waited(news);
     if (const auto theirs = roll_call.failure()) return fail(*theirs);
-    if (ours) {
-      roll_call.say_failed(*ours);
-      return fail(*ours);
-    }
-    if (wanted) look_for_the_missing();
+    if (ours) return fail_all(*ours);
+    if (wanted) return look_for_the_missing();
+    if (beats++ % beats_a_watch == 0) look_for_the_silent();
   }
 
   /// Meanwhile this process goes on counting.
   void look_for_the_missing() {
     roll_call.note_counts();
-    const auto begin = std::chrono::steady_clock::now();
-    while (std::chrono::steady_clock::now() - begin < silence) {
+    const auto begin = Clock::now();
+    while (Clock::now() - begin < standstill) {
       roll_call.say_present();
       if (!pause(interval)) return;
     }
     auto who = roll_call.missing();
     if (!who) who = roll_call.behind();
     if (roll_call.failure()) return;  // somebody was faster; it is read at the next beat
-    const auto text = who ? *who : "all processes are there, but the connection between two of them is lost";
-    roll_call.say_failed(text);
-    fail(text);
+    fail_all(who ? *who : "all processes are there, but the connection between two of them is lost");
+  }
+
+  void look_for_the_silent() {
+    const auto ranks = watch.silent(roll_call);
+    if (!ranks.empty() && !failed()) fail_all(have_ended(ranks) + out_of_reach());
+  }
+  std::string out_of_reach() const {
+    return ", or cannot be reached: silent for " + std::to_string(silence.count() / 1000) + " s";
   }
 
   /// False when it is time to end.
@@ -177,11 +263,26 @@ struct Heartbeat::Shared {
     changed.wait_for(lock, time, [this] { return stopping || (to_announce && !failure); });
     return !stopping;
   }
+
+  /// Looks when it is woken, and after each `step`.
+  bool wait(const std::function<bool()>& done, std::chrono::microseconds step, Clock::time_point end) {
+    std::unique_lock lock(mutex);
+    ++waits;
+    Silence of_store(silence);
+    while (!done() && !failure && Clock::now() < end) {
+      unanswered = of_store.too_long(roll_call.answers());
+      if (unanswered)
+        failure = place + " has ended or hangs" + out_of_reach();
+      else
+        changed.wait_for(lock, step);
+    }
+    return done();
+  }
 };
 
 GRADACCUM_INLINE Heartbeat::Heartbeat(c10::intrusive_ptr<c10d::Store> store, std::string place, int rank,
-                                      int world_size)
-    : shared_(std::make_shared<Shared>(RollCall(std::move(store), rank, world_size), std::move(place))) {
+                                      int world_size, std::chrono::milliseconds silence)
+    : shared_(std::make_shared<Shared>(std::move(store), std::move(place), rank, world_size, silence)) {
   thread_ = std::thread([shared = shared_] { shared->run(); });
 }
 
@@ -194,19 +295,11 @@ GRADACCUM_INLINE Heartbeat::~Heartbeat() {
 }
 
 GRADACCUM_INLINE bool Heartbeat::wait(const std::function<bool()>& done) {
-  std::unique_lock lock(shared_->mutex);
-  ++shared_->waits;
-  shared_->changed.wait(lock, [&] { return done() || shared_->failure; });
-  return done();
+  return shared_->wait(done, Shared::interval, Shared::Clock::time_point::max());
 }
 
 GRADACCUM_INLINE bool Heartbeat::poll(const std::function<bool()>& done, std::chrono::milliseconds longest) {
-  const auto end = std::chrono::steady_clock::now() + longest;
-  std::unique_lock lock(shared_->mutex);
-  ++shared_->waits;
-  while (!done() && !shared_->failure && std::chrono::steady_clock::now() < end)
-    shared_->changed.wait_for(lock, std::chrono::microseconds(50));
-  return done();
+  return shared_->wait(done, std::chrono::microseconds(50), Shared::Clock::now() + longest);
 }
 
 GRADACCUM_INLINE std::function<void()> Heartbeat::wake() const {

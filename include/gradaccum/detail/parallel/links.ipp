@@ -82,7 +82,7 @@ GRADACCUM_INLINE Links::Links(const c10::intrusive_ptr<c10d::Store>& store, cons
       store_(store),
       gradients_(connect_gloo(store, "gradients", host, rank, world_size, timeout)),
       agreement_(connect_gloo(store, "agreement", host, rank, world_size, timeout)),
-      heartbeat_(store, place, rank, world_size) {
+      heartbeat_(store->clone(), place, rank, world_size) {  // a call of one connection waits for another's end
   meet();
 }
 
