@@ -119,6 +119,7 @@
 #include <gradaccum/detail/parallel/piece_exchange.ipp>
 #include <gradaccum/detail/parallel/rank_states.ipp>
 #include <gradaccum/detail/parallel/replica_peers.ipp>
+#include <gradaccum/detail/parallel/roll_call.ipp>
 #include <gradaccum/detail/scaling/device_scale.ipp>
 #include <gradaccum/detail/scaling/late_number.ipp>
 #include <gradaccum/detail/scaling/loss_scale.ipp>

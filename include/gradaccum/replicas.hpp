@@ -23,7 +23,7 @@ struct ReplicasOptions {
   std::int64_t bucket_bytes = std::int64_t{25} << 20;  ///< gradients that are sent together, at most; >= 1
   bool overlap = true;       ///< send gradients while the backward that fills the window goes on
   bool seed_by_rank = true;  ///< random numbers of their own for each rank: rank r adds r to its generators' seeds
-  Shard shard = Shard::none;
+  Shard shard = Shard::none;  ///< what the ranks divide, in place of having all of it each
 };
 
 /// The copies of one model in the processes of a group, which train as one.

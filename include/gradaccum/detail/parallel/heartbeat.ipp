@@ -4,154 +4,18 @@
 #include <gradaccum/detail/parallel/heartbeat.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/parallel/silence.hpp>
+#include <gradaccum/detail/parallel/roll_call.hpp>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <algorithm>
-#include <atomic>
 #include <condition_variable>
-#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <utility>
-#include <vector>
 
 namespace gradaccum::detail {
-
-/// `rank 1 has ended or hangs`
-GRADACCUM_INLINE std::string have_ended(const std::vector<int>& ranks) {
-  std::string text;
-  for (const int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
-  return ranks.size() == 1 ? "rank " + text + " has ended or hangs" : "ranks " + text + " have ended or hang";
-}
-
-/// What processes write into their store: counts that show that each is there and how far it has come, and what has
-/// gone wrong. For one thread, but for `answers`; each call waits for the store.
-class RollCall {
- public:
-  RollCall(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size)
-      : store_(std::move(store)), rank_(rank), size_(world_size) {}
-
-  int rank() const { return rank_; }
-  int size() const { return size_; }
-  /// Of the store, so far: they stand still while it is silent.
-  std::int64_t answers() const { return answers_; }
-
-  void say_present() { add(count_of(rank_), 1); }
-  /// This process has waited so many times more for others.
-  void say_waited(std::int64_t times) {
-    if (times > 0) add(waits_of(rank_), times);
-  }
-  void say_failed(const std::string& what) {
-    store_->set("failure", std::vector<std::uint8_t>(what.begin(), what.end()));
-    ++answers_;
-  }
-  std::optional<std::string> failure() {
-    const bool known = store_->check({"failure"});
-    ++answers_;
-    return known ? std::optional(get("failure")) : std::nullopt;
-  }
-
-  /// Of the ranks from `first` to the one before `last`: 0 before a rank has come, and `left` or more after it has
-  /// left.
-  std::vector<std::int64_t> counts(int first, int last) { return read(count_of, first, last); }
-  static constexpr std::int64_t left = std::int64_t{1} << 62;
-
-  /// Of all, for `missing` to compare with, later.
-  void note_counts() { counts_ = counts(0, size_); }
-  /// `rank 1 has ended or hangs`: whose counts stand still.
-  std::optional<std::string> missing() {
-    const auto now = counts(0, size_);
-    std::vector<int> ranks;
-    for (int rank = 0; rank < size_; ++rank)
-      if (now[static_cast<std::size_t>(rank)] == counts_[static_cast<std::size_t>(rank)]) ranks.push_back(rank);
-    return ranks.empty() ? std::nullopt : std::optional(have_ended(ranks));
-  }
-
-  /// All are there, but some have not come to where the others wait.
-  std::optional<std::string> behind() {
-    const auto waited = read(waits_of, 0, size_);
-    const auto [least, most] = std::minmax_element(waited.begin(), waited.end());
-    if (*least == *most) return {};
-    return "rank " + std::to_string(least - waited.begin()) + " hangs, or does something else than the others";
-  }
-
-  /// Rank 0's process has the store, and so ends last; but for what is gone, or has yet to hear of that.
-  void leave(std::chrono::milliseconds longest) {
-    const auto begin = std::chrono::steady_clock::now();
-    add(count_of(rank_), left);  // nobody is to miss it
-    auto gone = add("left", 1);
-    while (rank_ == 0 && gone < size_ && std::chrono::steady_clock::now() - begin < longest) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(25));
-      gone = add("left", 0);
-    }
-  }
-
- private:
-  using Key = std::string (*)(int rank);
-  static std::string count_of(int rank) { return "heartbeat/" + std::to_string(rank); }
-  static std::string waits_of(int rank) { return "waits/" + std::to_string(rank); }
-
-  std::int64_t add(const std::string& key, std::int64_t number) {
-    const auto sum = store_->add(key, number);
-    ++answers_;
-    return sum;
-  }
-  std::string get(const std::string& key) {
-    const auto bytes = store_->get(key);
-    ++answers_;
-    return {bytes.begin(), bytes.end()};
-  }
-  /// With one question for all, where the store has that: there may be hundreds.
-  std::vector<std::int64_t> read(Key key_of, int first, int last) {
-    std::vector<std::string> keys;
-    for (int rank = first; rank < last; ++rank) keys.push_back(key_of(rank));
-    for (auto& key : keys)
-      if (known_.insert(key).second) add(key, 0);  // the store would wait for one that is not there
-    std::vector<std::int64_t> numbers;
-    if (!store_->hasExtendedApi()) {
-      for (auto& key : keys) numbers.push_back(std::stoll(get(key)));
-      return numbers;
-    }
-    for (auto& bytes : store_->multiGet(keys)) numbers.push_back(std::stoll(std::string(bytes.begin(), bytes.end())));
-    ++answers_;
-    return numbers;
-  }
-
-  c10::intrusive_ptr<c10d::Store> store_;
-  int rank_, size_;
-  std::set<std::string> known_;  // keys that are in the store
-  std::vector<std::int64_t> counts_;
-  std::atomic<std::int64_t> answers_ = 0;
-};
-
-/// Rank 0 watches all others, and they watch rank 0: what it sees they hear of, and hundreds of ranks ask for hundreds
-/// of counts only once.
-class Watch {
- public:
-  Watch(int rank, int world_size, std::chrono::milliseconds longest)
-      : first_(rank == 0 ? 1 : 0),
-        last_(rank == 0 ? world_size : 1),
-        silences_(static_cast<std::size_t>(last_ - first_), Silence(longest)) {}
-
-  /// Those that have counted, do no longer, and have not left.
-  std::vector<int> silent(RollCall& roll_call) {
-    const auto counts = roll_call.counts(first_, last_);
-    std::vector<int> ranks;
-    for (std::size_t i = 0; i < counts.size(); ++i)
-      if (silences_[i].too_long(counts[i]) && counts[i] > 0 && counts[i] < RollCall::left)
-        ranks.push_back(first_ + static_cast<int>(i));
-    return ranks;
-  }
-
- private:
-  int first_, last_;
-  std::vector<Silence> silences_;
-};
 
 /// What the thread that counts and the one that waits have in common.
 struct Heartbeat::Shared {
