@@ -21,11 +21,12 @@
 namespace gradaccum::detail {
 
 /// The tensors of each file.
-using Shards = std::vector<std::map<std::string, io::PlannedTensor>>;
+using PlannedFiles = std::vector<std::map<std::string, io::PlannedTensor>>;
 
-GRADACCUM_INLINE Shards divide_into_shards(const std::vector<io::PlannedTensor>& tensors, std::uint64_t most_bytes) {
+GRADACCUM_INLINE PlannedFiles divide_into_shards(const std::vector<io::PlannedTensor>& tensors,
+                                                 std::uint64_t most_bytes) {
   TORCH_CHECK(most_bytes > 0, "SaveShardedOptions: shard_bytes must be > 0, got 0");
-  Shards shards(1);
+  PlannedFiles shards(1);
   std::map<std::string, io::PlannedTensor> all;
   std::uint64_t bytes = 0;
   for (auto& tensor : tensors) {
@@ -69,7 +70,7 @@ GRADACCUM_INLINE void save_shard(const std::map<std::string, io::PlannedTensor>&
 }
 
 /// As Python's json.dumps writes it, with an indent of 2 and sorted.
-GRADACCUM_INLINE std::string weights_index(const Shards& shards) {
+GRADACCUM_INLINE std::string weights_index(const PlannedFiles& shards) {
   std::map<std::string, std::string> files;
   std::uint64_t bytes = 0, numbers = 0;
   for (std::size_t i = 0; i < shards.size(); ++i)
