@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <sstream>
+
+#include "measured.hpp"
+
+/// Windows of 1, 2 and 4 processes of this machine, measured, beside what the simulation makes of the numbers of the
+/// same machine.
+namespace scaling::check {
+
+using measured::Samples;
+
+constexpr double tolerance = 0.15;
+
+/// How measurements are started.
+struct Options {
+  std::string program, launch = "./launch.sh";
+  int rounds = 41;
+};
+
+/// Has that many processes measure. Two programs with several OpenMP threads each would take ten times as long.
+inline Samples measure(const Options& options, std::int64_t processes) {
+  const auto results = std::filesystem::temp_directory_path() / fmt::format("scaling_model.{}", getpid());
+  const auto command = fmt::format("OMP_NUM_THREADS=1 '{}' {} '{}' --measure '{}' --rounds {}", options.launch,
+                                   processes, options.program, results.string(), options.rounds);
+  if (std::system(command.c_str()) != 0) throw std::runtime_error("scaling_model: this failed: " + command);
+  Samples samples;
+  std::ifstream file(results);
+  for (std::string line, name; std::getline(file, line);) {
+    std::istringstream words(line);
+    words >> name;
+    for (double seconds = 0; words >> seconds;) samples[name].push_back(seconds);
+  }
+  std::filesystem::remove(results);
+  return samples;
+}
+
+inline double median(const Samples& samples, const std::string& name) { return harness::median(samples.at(name)); }
+
+/// From windows that exchange nothing, while all processes run at once.
+inline Compute compute_of(const Samples& samples) {
+  const auto part = [&](const char* name) { return samples.at(name).back(); };  // of all windows of one
+  const auto one = median(samples, "alone1"), further = (median(samples, "alone4") - one) / 3;
+  const auto scale = one / (part("forward") + part("backward") + part("step"));
+  const auto forward = scale * part("forward"), backward = scale * part("backward");
+  return {forward, backward, scale * part("step"), further - forward - backward};
+}
+
+struct FittedLink {
+  Link link;
+  double error = 0;  ///< the largest, relative
+};
+
+/// The line through the times of all-reduces with the least squares of relative errors.
+inline FittedLink link_of(const Samples& samples, std::int64_t ranks) {
+  std::vector<std::pair<double, double>> points;
+  double sum = 0, x_sum = 0, xx_sum = 0, y_sum = 0, xy_sum = 0, error = 0;
+  for (auto bytes : measured::message_bytes) {
+    const auto x = static_cast<double>(bytes), y = median(samples, "sum" + std::to_string(bytes)) / measured::layers;
+    const auto weight = 1 / (y * y);
+    sum += weight, x_sum += weight * x, xx_sum += weight * x * x, y_sum += weight * y, xy_sum += weight * x * y;
+    points.emplace_back(x, y);
+  }
+  const auto slope = (sum * xy_sum - x_sum * y_sum) / (sum * xx_sum - x_sum * x_sum);
+  const auto start = (y_sum - slope * x_sum) / sum;
+  for (auto& [x, y] : points) error = std::max(error, std::abs((start + slope * x) / y - 1));
+  const auto all = static_cast<double>(ranks), messages = 2 * (all - 1);  // of a ring, each of bytes / ranks
+  return {{.latency = std::max(0.0, start) / messages, .bytes_per_s = messages / all / slope}, error};
+}
+
+/// How much of the shorter of two things is hidden when both go on at once.
+inline double overlap_of(const Samples& samples) {
+  const auto compute = median(samples, "multiply"), both = median(samples, "both");
+  const auto exchange = median(samples, "sum" + std::to_string(measured::bucket_bytes));
+  return std::clamp((compute + exchange - both) / std::min(compute, exchange), 0.0, 1.0);
+}
+
+inline std::string processes(std::int64_t ranks) {
+  return ranks == 1 ? "1 process:  " : fmt::format("{} processes:", ranks);
+}
+
+inline Machine machine_of(const Samples& samples, std::int64_t ranks) {
+  if (ranks == 1) return {};
+  const auto [link, error] = link_of(samples, ranks);
+  const Machine machine{.ranks = ranks, .inside = link, .overlap = overlap_of(samples)};
+  fmt::print(
+      "measured  {} a message of an all-reduce {:.0f} us + {:.2f} GB/s (a line, off by at most {:.0f} %), overlap "
+      "{:.2f}\n",
+      processes(ranks), 1e6 * link.latency, link.bytes_per_s / 1e9, 100 * error, machine.overlap);
+  return machine;
+}
+
+/// One window: computed, measured and compared. True if they agree.
+inline bool compare(const std::vector<double>& times, double computed, const std::string& what,
+                    const std::string& where, const harness::Options& options) {
+  const auto measured = harness::median(times), difference = computed / measured - 1;
+  const auto [fastest, slowest] = std::minmax_element(times.begin(), times.end());
+  const bool agrees = std::abs(difference) <= tolerance;
+  fmt::print("computed  {} {:.1f} ms\n", what, 1e3 * computed);
+  fmt::print("measured  {} {:.1f} ms ({:.1f} to {:.1f}); computed is {:+.1f} % of it: {} {:.0f} %\n", what,
+             1e3 * measured, 1e3 * *fastest, 1e3 * *slowest, 100 * difference, agrees ? "within" : "NOT within",
+             100 * tolerance);
+  for (const bool is_computed : {false, true})
+    harness::append_json(
+        options,
+        fmt::format(R"({{"benchmark": "A window, measured and computed: {}", "contestant": "{}", )"
+                    R"("median_s": {}, "time_over_ours": {}, "repeats": {}, "machine": "{}"}})",
+                    what, is_computed ? "computed by scaling_model" : "measured", is_computed ? computed : measured,
+                    is_computed ? computed / measured : 1, times.size(), where));
+  return agrees;
+}
+
+inline bool run_processes(const Options& how, std::int64_t ranks, const harness::Options& options) {
+  const auto samples = measure(how, ranks);
+  const auto compute = compute_of(samples);
+  fmt::print(
+      "measured  {} forward {:.1f} ms, backward {:.1f} ms, of a further micro-batch {:+.1f} ms, step {:.1f} ms\n",
+      processes(ranks), 1e3 * compute.forward, 1e3 * compute.backward, 1e3 * compute.further, 1e3 * compute.step);
+  const auto machine = machine_of(samples, ranks);
+  const auto buckets = buckets_of(std::vector<double>(measured::layers, measured::bucket_bytes));
+  bool agree = true;
+  for (auto& kind : measured::kinds)
+    for (auto micro_batches : measured::window_lengths) {
+      if (!kind.way) continue;
+      const auto computed = window(machine, compute, buckets, ranks, *kind.way, micro_batches).seconds;
+      const auto what = fmt::format("{} {}, {} micro-batch{}:", processes(ranks), kind.name, micro_batches,
+                                    micro_batches > 1 ? "es" : "");
+      agree &= compare(samples.at(kind.name + std::to_string(micro_batches)), computed, what, harness::machine(options),
+                       options);
+    }
+  std::fflush(stdout);
+  return agree;
+}
+
+inline void run(const Options& how, const harness::Options& options) {
+  bool agree = true;
+  for (std::int64_t ranks : {1, 2, 4}) agree &= run_processes(how, ranks, options);
+  fmt::print("{}\n", agree ? "All that is computed is within 15 % of what is measured."
+                           : "Some of what is computed is NOT within 15 % of what is measured.");
+}
+
+}  // namespace scaling::check
