@@ -34,16 +34,19 @@ struct Setup {
 struct NamedWay {
   Way way;
   const char *name, *colour;
+  int width;  ///< of a line, so that those that lie on each other are all seen
 };
-constexpr std::array<NamedWay, 3> ways{{{Way::unsharded, "unsharded", "#27a"},
-                                        {Way::shard_optimizer, "Shard::optimizer", "#c44"},
-                                        {Way::shard_gradients, "Shard::gradients", "#2a4"}}};
+constexpr std::array<NamedWay, 3> ways{{{Way::unsharded, "unsharded", "#9bd", 6},
+                                        {Way::shard_optimizer, "Shard::optimizer", "#e80", 3},
+                                        {Way::shard_gradients, "Shard::gradients", "#063", 1}}};
 
 inline std::string described(const Link& link) {
   return fmt::format("{:.1f} us + {:.2f} GB/s", 1e6 * link.latency, link.bytes_per_s / 1e9);
 }
 
-inline const char* described(Pattern pattern) { return pattern == Pattern::ring ? "rings" : "halving"; }
+inline const char* described(Pattern pattern) {
+  return pattern == Pattern::ring ? "rings: n - 1 messages" : "halving: log2(n) messages";
+}
 
 inline void print_given(const Setup& setup) {
   const auto& [name, machine, compute, bytes, bucket_bytes, layers, gradients] = setup;
@@ -69,7 +72,7 @@ inline void print_row(const Setup& setup, Way way, std::int64_t ranks) {
 
 inline void print(const Setup& setup) {
   print_given(setup);
-  for (auto& [way, name, colour] : ways) {
+  for (auto& [way, name, colour, width] : ways) {
     fmt::print(
         "computed  {}: efficiency, and GB that a rank sends in a window, for 1, 4, 16 and 64 micro-batches; GB it "
         "holds\n",
@@ -89,23 +92,36 @@ inline double y_of(double efficiency) { return top + height * (1 - std::min(effi
 inline std::string axes(const Setup& setup) {
   auto svg =
       fmt::format("<rect x='{}' y='{}' width='{}' height='{}' fill='none' stroke='#999'/>\n", left, top, width, height);
-  for (double ranks = fewest; ranks <= most; ranks *= 8)
+  for (double ranks : {8, 64, 512, 4096, 65536})
     svg += text(x_of(ranks), top + height + 18, fmt::format("{:.0f}", ranks));
-  for (int percent = 0; percent <= 100; percent += 25)
-    svg += text(left - 8, y_of(percent / 100.0) + 4, fmt::format("{} %", percent), "end") +
-           fmt::format("<path d='M{} {:.1f}h{}' stroke='#ddd'/>\n", left, y_of(percent / 100.0), width);
-  svg += text(left + width / 2, top - 14, fmt::format("{}: {}", setup.name, described(setup.machine.pattern)));
+  for (int percent = 0; percent <= 100; percent += 25) {
+    svg += text(left - 8, y_of(percent / 100.0) + 4, fmt::format("{} %", percent), "end");
+    svg += fmt::format("<path d='M{} {:.1f}h{}' stroke='#ddd'/>\n", left, y_of(percent / 100.0), width);
+  }
+  svg += text(left + width / 2, top - 14, described(setup.machine.pattern));
   return svg + text(left + width / 2, top + height + 38, "ranks; upwards: efficiency");
 }
 
 inline std::string line(const Setup& setup, const NamedWay& way, std::int64_t micro_batches, const char* dashes) {
+  const auto buckets = setup.buckets();
   std::string points;
   for (auto ranks = fewest; ranks <= most; ranks *= 2)
-    points +=
-        fmt::format("{:.1f},{:.1f} ", x_of(static_cast<double>(ranks)),
-                    y_of(efficiency(setup.machine, setup.compute, setup.buckets(), ranks, way.way, micro_batches)));
-  return fmt::format("<polyline points='{}' fill='none' stroke='{}' stroke-width='2' stroke-dasharray='{}'/>\n", points,
-                     way.colour, dashes);
+    points += fmt::format("{:.1f},{:.1f} ", x_of(static_cast<double>(ranks)),
+                          y_of(efficiency(setup.machine, setup.compute, buckets, ranks, way.way, micro_batches)));
+  return fmt::format("<polyline points='{}' fill='none' stroke='{}' stroke-width='{}' stroke-dasharray='{}'/>\n",
+                     points, way.colour, way.width, dashes);
+}
+
+inline std::string legend() {
+  const double y = top + height + 60;
+  std::string svg;
+  double x = left;
+  for (auto& way : ways) {
+    svg += fmt::format("<path d='M{} {}h24' stroke='{}' stroke-width='{}'/>\n", x, y, way.colour, way.width);
+    svg += text(x + 32, y + 4, way.name, "start");
+    x += 180;
+  }
+  return svg + text(x, y + 4, "dashed: windows of 1 micro-batch; solid: of 16", "start");
 }
 
 }  // namespace picture
@@ -117,21 +133,15 @@ inline std::string to_svg(Setup setup) {
       "<svg xmlns='http://www.w3.org/2000/svg' width='{0:.0f}' height='{1:.0f}' viewBox='0 0 {0:.0f} {1:.0f}' "
       "font-family='sans-serif' font-size='12'>\n<rect width='100%' height='100%' fill='white'/>\n",
       2 * (left + width + 20), top + height + 80);
-  svg += text(left + width + 10, 20, "Computed, not measured");
+  svg += text(left + width + 10, 20, "Computed, not measured: " + setup.name);
   for (auto pattern : {Pattern::ring, Pattern::halving}) {
     setup.machine.pattern = pattern;
-    svg += fmt::format("<g transform='translate({:.0f},0)'>\n{}", pattern == Pattern::ring ? 0 : left + width + 20,
-                       axes(setup));
-    for (auto& way : ways) svg += line(setup, way, 1, "6 4") + line(setup, way, 16, "none");
+    const double x = pattern == Pattern::ring ? 0 : left + width + 20;
+    svg += fmt::format("<g transform='translate({:.0f},0)'>\n{}", x, axes(setup));
+    for (auto& way : ways) svg += line(setup, way, 1, "8 6") + line(setup, way, 16, "none");
     svg += "</g>\n";
   }
-  double x = left;
-  for (auto& way : ways) {
-    svg += fmt::format("<path d='M{} {}h24' stroke='{}' stroke-width='2'/>\n", x, top + height + 60, way.colour);
-    svg += text(x + 32, top + height + 64, way.name, "start");
-    x += 180;
-  }
-  return svg + text(x, top + height + 64, "dashed: windows of 1 micro-batch; solid: of 16", "start") + "</svg>\n";
+  return svg + legend() + "</svg>\n";
 }
 
 }  // namespace scaling::table
