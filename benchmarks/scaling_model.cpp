@@ -12,13 +12,14 @@
 #include "scaling_model/check.hpp"
 #include "scaling_model/table.hpp"
 
-namespace scaling {
+namespace {
 
+using namespace scaling;
 using table::Setup;
 
 /// What is given: nominal rates of links and memory; latencies that NCCL assumes (tuning.cc); 40 % of the processor's
 /// rate for 6 operations a parameter and token; a step that reads and writes 28 bytes a parameter.
-inline Setup h100() {
+Setup h100() {
   return {.name = "Eight H100 a machine, NVLink, 400 Gb/s InfiniBand a GPU; 8,192 tokens a micro-batch",
           .machine = {.ranks = 8, .inside = {3.4e-6, 450e9}, .between = {14e-6, 50e9}, .overlap = 0.88},
           .compute = {.forward = 0.050, .backward = 0.100, .step = 0.010, .further = 0.004},
@@ -26,7 +27,7 @@ inline Setup h100() {
           .layers = 24,
           .gradients = 4};
 }
-inline Setup ethernet() {
+Setup ethernet() {
   return {.name = "A processor of 2 TFLOP/s a machine, 25 Gb/s Ethernet; 4,096 tokens a micro-batch",
           .machine = {.ranks = 1, .inside = {}, .between = {50e-6, 3.125e9}, .overlap = 0.97},
           .compute = {.forward = 0.348, .backward = 0.696, .step = 0.012, .further = 0.005},
@@ -35,10 +36,10 @@ inline Setup ethernet() {
           .gradients = 4};
 }
 /// The check's model and its numbers of two processes, as if machines of this kind were linked by its loopback.
-inline Setup measured_here() {
+Setup measured_here() {
   return {.name = "A core of an AMD EPYC with AVX-512 a machine, linked by loopback (measured, 2026-11-25)",
-          .machine = {.ranks = 1, .inside = {}, .between = {233e-6, 1.3e9}, .overlap = 0.33},
-          .compute = {.forward = 0.0212, .backward = 0.0321, .step = 0.0148, .further = 0.0001},
+          .machine = {.ranks = 1, .inside = {}, .between = {415e-6, 2.04e9}, .overlap = 0.44},
+          .compute = {.forward = 0.0140, .backward = 0.0218, .step = 0.0093, .further = 0.0028},
           .parameter_bytes = 33.6e6,
           .layers = 8,
           .gradients = 1};
@@ -46,18 +47,18 @@ inline Setup measured_here() {
 
 struct Request {
   Setup setup = h100();
-  check::Options check;
+  check::Options how;
   bool checks = false;
   std::string measure, picture;
 };
 
-inline void add_link(CLI::App& app, const std::string& name, Link& link) {
+void add_link(CLI::App& app, const std::string& name, Link& link) {
   app.add_option("--latency-" + name, link.latency, "of a message, in seconds")->check(CLI::NonNegativeNumber);
   app.add_option("--bandwidth-" + name, link.bytes_per_s, "of a rank, bytes a second")->check(CLI::PositiveNumber);
 }
 
 /// The machine comes first: what follows it changes it.
-inline void add_options(CLI::App& app, Request& request) {
+void add_options(CLI::App& app, Request& request) {
   auto& [name, machine, compute, bytes, bucket_bytes, layers, gradients] = request.setup;
   const std::map<std::string, Setup (*)()> machines{
       {"h100", h100}, {"ethernet", ethernet}, {"measured", measured_here}};
@@ -82,27 +83,27 @@ inline void add_options(CLI::App& app, Request& request) {
   app.add_option("--bucket-bytes", bucket_bytes, "of gradients that are sent together")->check(CLI::PositiveNumber);
   app.add_option("--picture", request.picture, "write the table to this file, as an SVG");
   app.add_flag("--check", request.checks, "in place of the table: measure windows here, and compute them");
-  app.add_option("--rounds", request.check.rounds, "of the check")->check(CLI::Range(5, 10000));
-  app.add_option("--launch", request.check.launch, "what starts several processes");
+  app.add_option("--rounds", request.how.rounds, "of the check")->check(CLI::Range(5, 10000));
+  app.add_option("--launch", request.how.launch, "what starts several processes");
   app.add_option("--measure", request.measure, "what --check starts: measure, and write to this file");
 }
 
-inline void answer(const Request& request, const harness::Options& options) {
-  if (!request.measure.empty()) return measured::measure(request.measure, request.check.rounds);
-  if (request.checks) return check::run(request.check, options);
+void answer(const Request& request, const harness::Options& options) {
+  if (!request.measure.empty()) return measured::measure(request.measure, request.how.rounds);
+  if (request.checks) return check::run(request.how, options);
   table::print(request.setup);
   if (!request.picture.empty()) std::ofstream(request.picture) << table::to_svg(request.setup);
 }
 
-}  // namespace scaling
+}  // namespace
 
 int main(int argc, char** argv) {
-  scaling::Request request;
-  request.check.program = argv[0];
+  Request request;
+  request.how.program = argv[0];
   const auto options = harness::parse(argc, argv, "How far several processes go: a window, computed and measured",
-                                      [&](CLI::App& app) { scaling::add_options(app, request); });
+                                      [&](CLI::App& app) { add_options(app, request); });
   try {
-    scaling::answer(request, options);
+    answer(request, options);
   } catch (const std::exception& error) {
     fmt::print(stderr, "{}\n", error.what());
     return 1;

@@ -4,7 +4,7 @@
 
 #include "support/catch.hpp"
 
-#include "../benchmarks/scaling_model/simulation.hpp"
+#include "../benchmarks/scaling_model/fit.hpp"
 
 #include <cstdint>
 #include <numeric>
@@ -64,6 +64,9 @@ TEST_CASE("scaling: backward hides what is sent beside it, as far as the machine
   REQUIRE(seconds(machine, halves, 2, Way::unsharded, 1) == Approx(32 + 4 + 2 + 4));
   machine.overlap = 0;
   REQUIRE(seconds(machine, halves, 2, Way::unsharded, 1) == Approx(34 + 4 + 2 + 4));
+  machine.overlap =
+      0.5;  // sent from 20 to 28 s, the second made at 24 s and sent to 32 s: 4 s of backward are left then
+  REQUIRE(seconds(machine, {{60, 0.5}, {20, 0.6}}, 2, Way::unsharded, 1) == Approx(36 + 2 + 4));
   // A link that is still busy when the next bucket is there: from 20 to 44 s, then to 68 s.
   const std::vector<Bucket> large{{.bytes = 220, .ready = 0.5}, {.bytes = 220, .ready = 1}};
   REQUIRE(seconds(ethernet, large, 2, Way::unsharded, 1) == Approx(20 + 24 + 24 + 2 + 4));
@@ -143,4 +146,48 @@ TEST_CASE("scaling: memory is 16, 8 + 8 / R and 4 + 12 / R bytes a parameter, an
   REQUIRE(memory_bytes(buckets, 8, Way::unsharded) == Approx(1600));
   REQUIRE(memory_bytes(buckets, 8, Way::shard_optimizer) == Approx(900 + 80));
   REQUIRE(memory_bytes(buckets, 8, Way::shard_gradients) == Approx(550 + 80));
+}
+
+namespace {
+
+/// What a machine of these numbers would measure, each of them once.
+fit::Samples samples_of(const Link& link, std::int64_t ranks, double both) {
+  fit::Samples samples{{"alone1", {34}}, {"alone4", {127}},  {"multiply", {60}}, {"both", {both}},
+                       {"forward", {5}}, {"backward", {10}}, {"step", {2}}};  // parts of another number of windows
+  const Machine machine{.ranks = ranks, .inside = link};
+  for (auto bytes : fit::message_bytes)
+    samples["sum" + std::to_string(bytes)] = {fit::layers * 2 *
+                                              Exchange(machine, ranks).seconds(static_cast<double>(bytes))};
+  return samples;
+}
+
+}  // namespace
+
+TEST_CASE("scaling: what is measured of a machine gives its numbers back", "[scaling]") {
+  for (std::int64_t ranks : {2, 4}) {
+    const auto fitted = fit::link_of(samples_of({.latency = 0.25, .bytes_per_s = 1e6}, ranks, 0), ranks);
+    REQUIRE(fitted.link.latency == Approx(0.25));
+    REQUIRE(fitted.link.bytes_per_s == Approx(1e6));
+    REQUIRE(fitted.error == Approx(0).margin(1e-9));
+  }
+  auto samples = samples_of({.latency = 0.25, .bytes_per_s = 1e6}, 2, 0);
+  samples["sum" + std::to_string(fit::message_bytes.back())][0] *= 1.5;  // what is no line is said to be none
+  const auto fitted = fit::link_of(samples, 2);
+  REQUIRE(fitted.error > 0.1);
+  REQUIRE(fitted.link.latency == Approx(0.25).epsilon(0.2));  // and large messages do not hide the latency
+  const auto compute = fit::compute_of(samples);
+  REQUIRE(compute.forward == Approx(10));
+  REQUIRE(compute.backward == Approx(20));
+  REQUIRE(compute.step == Approx(4));
+  REQUIRE(compute.further == Approx(1));
+}
+
+TEST_CASE("scaling: overlap is what two things at once save of the shorter one", "[scaling]") {
+  const Link link{.latency = 0,
+                  .bytes_per_s = fit::bucket_bytes * fit::layers / 100.0};  // 100 s for all, 60 s beside it
+  REQUIRE(fit::overlap_of(samples_of(link, 2, 160)) == Approx(0).margin(1e-9));
+  REQUIRE(fit::overlap_of(samples_of(link, 2, 130)) == Approx(0.5));
+  REQUIRE(fit::overlap_of(samples_of(link, 2, 100)) == Approx(1));
+  REQUIRE(fit::overlap_of(samples_of(link, 2, 90)) == 1);
+  REQUIRE(fit::overlap_of(samples_of(link, 2, 170)) == 0);
 }

@@ -13,7 +13,7 @@
 /// same machine.
 namespace scaling::check {
 
-using measured::Samples;
+using namespace fit;
 
 constexpr double tolerance = 0.15;
 
@@ -40,52 +40,10 @@ inline Samples measure(const Options& options, std::int64_t processes) {
   return samples;
 }
 
-inline double median(const Samples& samples, const std::string& name) { return harness::median(samples.at(name)); }
-
-/// From windows that exchange nothing, while all processes run at once.
-inline Compute compute_of(const Samples& samples) {
-  const auto part = [&](const char* name) { return samples.at(name).back(); };  // of all windows of one
-  const auto one = median(samples, "alone1"), further = (median(samples, "alone4") - one) / 3;
-  const auto scale = one / (part("forward") + part("backward") + part("step"));
-  const auto forward = scale * part("forward"), backward = scale * part("backward");
-  return {forward, backward, scale * part("step"), further - forward - backward};
-}
-
-struct FittedLink {
-  Link link;
-  double error = 0;  ///< the largest, relative
-};
-
-/// The line through the times of all-reduces with the least squares of relative errors.
-inline FittedLink link_of(const Samples& samples, std::int64_t ranks) {
-  std::vector<std::pair<double, double>> points;
-  double sum = 0, x_sum = 0, xx_sum = 0, y_sum = 0, xy_sum = 0, error = 0;
-  for (auto bytes : measured::message_bytes) {
-    const auto x = static_cast<double>(bytes), y = median(samples, "sum" + std::to_string(bytes)) / measured::layers;
-    const auto weight = 1 / (y * y);
-    sum += weight, x_sum += weight * x, xx_sum += weight * x * x, y_sum += weight * y, xy_sum += weight * x * y;
-    points.emplace_back(x, y);
-  }
-  const auto slope = (sum * xy_sum - x_sum * y_sum) / (sum * xx_sum - x_sum * x_sum);
-  const auto start = (y_sum - slope * x_sum) / sum;
-  for (auto& [x, y] : points) error = std::max(error, std::abs((start + slope * x) / y - 1));
-  const auto all = static_cast<double>(ranks), messages = 2 * (all - 1);  // of a ring, each of bytes / ranks
-  return {{.latency = std::max(0.0, start) / messages, .bytes_per_s = messages / all / slope}, error};
-}
-
-/// How much of the shorter of two things is hidden when both go on at once.
-inline double overlap_of(const Samples& samples) {
-  const auto compute = median(samples, "multiply"), both = median(samples, "both");
-  const auto exchange = median(samples, "sum" + std::to_string(measured::bucket_bytes));
-  return std::clamp((compute + exchange - both) / std::min(compute, exchange), 0.0, 1.0);
-}
-
-inline std::string processes(std::int64_t ranks) {
-  return ranks == 1 ? "1 process:  " : fmt::format("{} processes:", ranks);
-}
+inline std::string processes(std::int64_t ranks) { return fmt::format("{} process{}", ranks, ranks == 1 ? "" : "es"); }
 
 inline void print(const Compute& compute, std::int64_t ranks) {
-  fmt::print("measured  {} forward {:.1f} ms, backward {:.1f} ms, a further micro-batch {:.1f} ms, step {:.1f} ms\n",
+  fmt::print("measured  {}: forward {:.1f} ms, backward {:.1f} ms, a further micro-batch {:.1f} ms, step {:.1f} ms\n",
              processes(ranks), 1e3 * compute.forward, 1e3 * compute.backward,
              1e3 * (compute.forward + compute.backward + compute.further), 1e3 * compute.step);
 }
@@ -95,7 +53,7 @@ inline Machine machine_of(const Samples& samples, std::int64_t ranks) {
   const auto [link, error] = link_of(samples, ranks);
   const Machine machine{.ranks = ranks, .inside = link, .overlap = overlap_of(samples)};
   fmt::print(
-      "measured  {} a message {:.0f} us and {:.2f} GB/s (a line that is off by {:.0f} % at most), overlap {:.2f}\n",
+      "measured  {}: a message {:.0f} us and {:.2f} GB/s (a line that is off by {:.0f} % at most), overlap {:.2f}\n",
       processes(ranks), 1e6 * link.latency, link.bytes_per_s / 1e9, 100 * error, machine.overlap);
   return machine;
 }
@@ -142,15 +100,15 @@ inline std::vector<Comparison> compare(const Samples& samples, std::int64_t rank
   const auto compute = compute_of(samples);
   print(compute, ranks);
   const auto machine = machine_of(samples, ranks);
-  const auto buckets = buckets_of(std::vector<double>(measured::layers, measured::bucket_bytes));
+  const auto buckets = buckets_of(std::vector<double>(layers, bucket_bytes));
   std::vector<Comparison> all;
   for (auto& kind : measured::kinds)
-    for (auto micro_batches : measured::window_lengths) {
+    for (auto micro_batches : window_lengths) {
       if (!kind.way) continue;
       const auto seconds = [&](std::int64_t of) {
         return window(machine, compute, buckets, of, *kind.way, micro_batches).seconds;
       };
-      all.emplace_back(fmt::format("{} {}, micro-batches {}", processes(ranks), kind.name, micro_batches),
+      all.emplace_back(fmt::format("{}, {}, a window of {}", processes(ranks), kind.name, micro_batches),
                        seconds(ranks), seconds(1), samples.at(kind.name + std::to_string(micro_batches)));
     }
   return all;

@@ -6,32 +6,19 @@
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/replicas.hpp>
 
-#include <fmt/ostream.h>
-#include <fmt/ranges.h>
-
-#include <array>
 #include <fstream>
-#include <map>
 #include <memory>
 #include <optional>
 
 #include "../harness.hpp"
-#include "simulation.hpp"
+#include "fit.hpp"
 
 /// What the ranks of this machine take, each of them a process: the numbers that the simulation is given, and the
 /// windows that it is to foretell. All in turn, so that a machine whose speed changes changes all of them alike.
 namespace scaling::measured {
 
 namespace ga = gradaccum;
-
-constexpr std::int64_t width = 1024, layers = 8, rows = 64;
-constexpr std::int64_t bucket_bytes = width * width * 4;  // of a layer's gradient, which goes alone
-constexpr std::array<std::int64_t, 4> message_bytes{bucket_bytes / 64, bucket_bytes / 4, bucket_bytes,
-                                                    4 * bucket_bytes};
-constexpr std::array<std::int64_t, 2> window_lengths{1, 4};
-
-/// By name, the seconds of each round.
-using Samples = std::map<std::string, std::vector<double>>;
+using namespace fit;
 
 inline torch::nn::Sequential make_model() {
   torch::manual_seed(0);
@@ -147,13 +134,17 @@ inline void measure(const std::string& results, int rounds) {
   Samples samples;
   for (int round = -2; round < rounds; ++round)  // two to get warm
     for (std::size_t i = 0; i < all.size(); ++i) {
-      const auto& [name, measure] = all[round % 2 ? all.size() - 1 - i : i];  // nobody is always first
-      const auto seconds = measure();
+      const auto& [name, run] = all[round % 2 ? all.size() - 1 - i : i];  // nobody is always first
+      const auto seconds = run();
       if (round >= 0) samples[name].push_back(seconds);
     }
   if (group.rank() != 0) return;
   std::ofstream file(results);
-  for (auto& [name, values] : samples) fmt::print(file, "{} {}\n", name, fmt::join(values, " "));
+  for (auto& [name, values] : samples) {
+    file << name;
+    for (auto seconds : values) file << ' ' << seconds;
+    file << '\n';
+  }
 }
 
 }  // namespace scaling::measured

@@ -51,10 +51,13 @@ inline const char* described(Pattern pattern) {
 inline void print_given(const Setup& setup) {
   const auto& [name, machine, compute, bytes, bucket_bytes, layers, gradients] = setup;
   fmt::print("given     {}\n", name);
-  fmt::print("given     {} ranks a machine, inside {}; between {}; {}, overlap {:.2f}\n", machine.ranks,
-             described(machine.inside), described(machine.between), described(machine.pattern), machine.overlap);
-  fmt::print("given     forward {:.1f} ms, backward {:.1f} ms, of a further micro-batch {:+.1f} ms, step {:.1f} ms\n",
-             1e3 * compute.forward, 1e3 * compute.backward, 1e3 * compute.further, 1e3 * compute.step);
+  if (machine.ranks > 1)
+    fmt::print("given     {} ranks a machine, inside {}\n", machine.ranks, described(machine.inside));
+  fmt::print("given     between machines {}; {}; overlap {:.2f}\n", described(machine.between),
+             described(machine.pattern), machine.overlap);
+  fmt::print("given     forward {:.1f} ms, backward {:.1f} ms, a further micro-batch {:.1f} ms, step {:.1f} ms\n",
+             1e3 * compute.forward, 1e3 * compute.backward,
+             1e3 * (compute.forward + compute.backward + compute.further), 1e3 * compute.step);
   fmt::print("given     {:.3f} GB of parameters in {} layers of {} gradients, buckets of {:.0f} MiB\n", bytes / 1e9,
              layers, gradients, bucket_bytes / (1 << 20));
 }
