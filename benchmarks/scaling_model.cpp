@@ -59,7 +59,7 @@ void add_link(CLI::App& app, const std::string& name, Link& link) {
 
 /// The machine comes first: what follows it changes it.
 void add_options(CLI::App& app, Request& request) {
-  auto& [name, machine, compute, bytes, bucket_bytes, layers, gradients] = request.setup;
+  auto& [name, machine, compute, bytes, bucket_bytes, layers, gradients, small_bytes] = request.setup;
   const std::map<std::string, Setup (*)()> machines{
       {"h100", h100}, {"ethernet", ethernet}, {"measured", measured_here}};
   app.add_option_function<std::string>(
@@ -80,6 +80,7 @@ void add_options(CLI::App& app, Request& request) {
   app.add_option("--parameter-bytes", bytes, "of all, and of all gradients")->check(CLI::PositiveNumber);
   app.add_option("--layers", layers, "of the model")->check(CLI::PositiveNumber);
   app.add_option("--gradients", gradients, "of a layer")->check(CLI::PositiveNumber);
+  app.add_option("--small-bytes", small_bytes, "of one more gradient of a layer")->check(CLI::NonNegativeNumber);
   app.add_option("--bucket-bytes", bucket_bytes, "of gradients that are sent together")->check(CLI::PositiveNumber);
   app.add_option("--picture", request.picture, "write the table to this file, as an SVG");
   app.add_flag("--check", request.checks, "in place of the table: measure windows here, and compute them");

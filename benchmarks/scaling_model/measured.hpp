@@ -30,6 +30,15 @@ inline torch::nn::Sequential make_model() {
   return model;
 }
 
+/// Until the last rank is done.
+inline double seconds_of_all(const ga::ProcessGroup& group, const std::function<void()>& run) {
+  group.barrier();
+  return harness::seconds([&] {
+    run();
+    group.barrier();
+  });
+}
+
 /// How ranks train; without a way each is alone, beside the others. A shard joins here when the library has one.
 struct Kind {
   std::string name;
@@ -45,12 +54,9 @@ class Loop {
     if (kind.way) replicas_ = std::make_unique<ga::Replicas>(group, model_, accumulator_);
   }
 
-  /// Until the last rank is done.
   double window() {
-    group_.barrier();
-    return harness::seconds([&] {
+    return seconds_of_all(group_, [&] {
       for (std::int64_t i = 0; i < micro_batches_; ++i) micro_batch();
-      group_.barrier();
     });
   }
   /// What the parts of all windows have taken.
@@ -82,13 +88,11 @@ inline double all_reduces(
     const ga::ProcessGroup& group, std::int64_t bytes, const std::function<void()>& meanwhile = [] {}) {
   std::vector<at::Tensor> sums;
   for (std::int64_t i = 0; i < layers; ++i) sums.push_back(torch::zeros({bytes / 4}));
-  group.barrier();
-  return harness::seconds([&] {
+  return seconds_of_all(group, [&] {
     std::vector<ga::detail::Links::Pending> pending;
     for (auto& sum : sums) pending.push_back(group.links()->begin_sum(ga::detail::Links::Line::gradients, sum));
     meanwhile();
     for (auto& one : pending) group.links()->wait(one, "the other ranks");
-    group.barrier();
   });
 }
 
@@ -96,14 +100,6 @@ inline double all_reduces(
 inline void multiply() {
   const auto a = torch::ones({rows, width}), b = torch::ones({width, width});
   for (std::int64_t i = 0; i < 2 * layers; ++i) torch::mm(a, b);
-}
-
-inline double seconds_of_all(const ga::ProcessGroup& group, const std::function<void()>& run) {
-  group.barrier();
-  return harness::seconds([&] {
-    run();
-    group.barrier();
-  });
 }
 
 /// All that is measured, by name.

@@ -23,11 +23,15 @@ struct Setup {
   Compute compute;
   double parameter_bytes = 0, bucket_bytes = 25 << 20;
   std::int64_t layers = 1, gradients = 1;  ///< of a layer, equally large
+  double small_bytes = 0;                  ///< of one more gradient a layer: its biases, say
 
   std::vector<Bucket> buckets() const {
-    const auto all = layers * gradients;
-    return buckets_of(std::vector<double>(static_cast<std::size_t>(all), parameter_bytes / static_cast<double>(all)),
-                      bucket_bytes);
+    std::vector<double> all;
+    for (std::int64_t i = 0; i < layers * gradients; ++i) {
+      all.push_back(parameter_bytes / static_cast<double>(layers * gradients));
+      if (small_bytes > 0 && i % gradients == 0) all.push_back(small_bytes);
+    }
+    return buckets_of(all, bucket_bytes);
   }
 };
 
@@ -49,7 +53,7 @@ inline const char* described(Pattern pattern) {
 }
 
 inline void print_given(const Setup& setup) {
-  const auto& [name, machine, compute, bytes, bucket_bytes, layers, gradients] = setup;
+  const auto& [name, machine, compute, bytes, bucket_bytes, layers, gradients, small_bytes] = setup;
   fmt::print("given     {}\n", name);
   if (machine.ranks > 1)
     fmt::print("given     {} ranks a machine, inside {}\n", machine.ranks, described(machine.inside));
@@ -58,8 +62,8 @@ inline void print_given(const Setup& setup) {
   fmt::print("given     forward {:.1f} ms, backward {:.1f} ms, a further micro-batch {:.1f} ms, step {:.1f} ms\n",
              1e3 * compute.forward, 1e3 * compute.backward,
              1e3 * (compute.forward + compute.backward + compute.further), 1e3 * compute.step);
-  fmt::print("given     {:.3f} GB of parameters in {} layers of {} gradients, buckets of {:.0f} MiB\n", bytes / 1e9,
-             layers, gradients, bucket_bytes / (1 << 20));
+  fmt::print("given     {:.3f} GB of parameters in {} layers of {} gradients and {:.0f} bytes, buckets of {:.0f} MiB\n",
+             bytes / 1e9, layers, gradients, small_bytes, bucket_bytes / (1 << 20));
 }
 
 inline void print_row(const Setup& setup, Way way, std::int64_t ranks) {
