@@ -20,7 +20,7 @@ constexpr double tolerance = 0.15;
 /// How measurements are started.
 struct Options {
   std::string program, launch = "./launch.sh";
-  int rounds = 41;
+  int rounds = 61;
 };
 
 /// Has that many processes measure. Two programs with several OpenMP threads each would take ten times as long.
