@@ -28,6 +28,15 @@ struct Bucket {
   std::int64_t elements = 0;
 };
 
+/// A window's gradients in buckets of at most so many bytes, each of one dtype and device; a large one goes alone, and
+/// is not copied. Backward brings the last parameters first, and so do the buckets, each by the parameter that
+/// completes it: small ones of many layers wait for the first of these. The same on all ranks: it depends on the
+/// parameters alone, and not on which of them have gradients.
+///
+/// float16 is sent as float32, in which the sum over ranks does not overflow.
+std::vector<Bucket> buckets_of(const std::vector<at::Tensor>& parameters, std::optional<c10::ScalarType> accumulate_in,
+                               std::int64_t bucket_bytes);
+
 /// Adds one window's gradients up over all ranks: a bucket is sent when all its gradients are there, and all those
 /// before it are sent.
 ///
