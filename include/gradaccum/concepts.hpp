@@ -30,7 +30,8 @@ struct TakesGradients {
   /// (`Gradients::judge_on_device`).
   virtual bool judges_on_device(const Gradients&) const { return false; }
   /// The step of an element depends on no other: part of a parameter may be stepped alone, by another process say.
-  /// Parts are flat, and begin at a multiple of 4096 elements.
+  /// Parts are flat, and begin at a multiple of 4096 elements. `step` gets the gradients of this process's parts alone
+  /// then, of which `norm()` is another than of all.
   virtual bool steps_by_elements() const { return false; }
   virtual ~TakesGradients() = default;
 };

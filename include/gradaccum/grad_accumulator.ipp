@@ -173,6 +173,9 @@ GRADACCUM_INLINE void Accumulator::check_can_be_saved() const {
   TORCH_CHECK(micro_steps() == 0,
               "GradAccumulator: torch::save keeps the wrapped optimizer's state alone, and there are ", micro_steps(),
               " micro-batches in the window; save after flush() or discard(), or all of it by ga::save");
+  TORCH_CHECK(!shards(),
+              "GradAccumulator: torch::save would keep this process's part of the wrapped optimizer's state "
+              "alone; save by ga::save on all ranks");
 }
 
 GRADACCUM_INLINE void Accumulator::check_can_clip() const {

@@ -91,6 +91,7 @@ GRADACCUM_INLINE void Replicas::check_equal() const {
   const auto numbers = [](const at::Tensor& tensor) { return detail::fingerprint_of(tensor); };
   detail::check_same_lines(group_, detail::described(model_->named_parameters(), numbers),
                            "the parameters (dtype, shape, checksum)");
+  detail::check_same_lines(group_, peers_->settings_of_divided(), "the settings of an optimizer that is divided");
 }
 
 }  // namespace gradaccum

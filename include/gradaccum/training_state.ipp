@@ -121,12 +121,11 @@ GRADACCUM_INLINE Archive open_state(const std::filesystem::path& folder, bool al
 }
 
 GRADACCUM_INLINE void load_state(Archive& archive, const AnyTraining& training) {
-  on_all(training.peers.get(), [&] {
-    archive.together([&] {
+  archive.together([&] {
+    run_on_all(training.peers.get(), [&] {
       training.state(archive);
       if (!archive.changes_allowed()) archive.check_all_used();
     });
-    return true;
   });
 }
 
@@ -137,6 +136,12 @@ GRADACCUM_INLINE void check_is_newest(const std::filesystem::path& directory, st
               updates,
               ": the state is of another run; go on from it ({.resume = directory}), remove it, or save to "
               "another directory");
+}
+
+GRADACCUM_INLINE void check_has_no_pieces(const Archive& archive) {
+  for (auto& [name, value] : archive.values())
+    TORCH_CHECK(!PieceName::of(name), "save: ", name,
+                " is a part of what several processes have divided; give the training their peers(), and save on all");
 }
 
 GRADACCUM_INLINE Archive references_to(const AnyTraining& training) {
@@ -196,7 +201,10 @@ GRADACCUM_INLINE std::filesystem::path save(const std::filesystem::path& directo
     if (!peers || peers->rank() == 0) check_is_newest(directory, training.updates());
     return references_to(training);
   });
-  if (peers) peers->gather(archive);
+  if (peers)
+    peers->gather(archive);
+  else
+    check_has_no_pieces(archive);
   const auto saved = on_all(peers, [&] {
     if (peers && peers->rank() > 0) return write_by_all(*peers, archive, ""), std::filesystem::path();
     StateDirectory states(directory);

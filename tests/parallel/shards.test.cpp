@@ -240,7 +240,10 @@ TEST_CASE("Shard: each rank steps its own part, and no other") {
   std::vector<Rank> ranks;
   ranks.emplace_back(kind);
   ranks.emplace_back(kind, /*learning_rate_times=*/3);
-  together(ranks, ga::Shard::optimizer, [&](Rank& rank, int i) { rank.train(i, 1); });
+  together(ranks, ga::Shard::optimizer, [&](Rank& rank, int i) {
+    rank.train(i, 1);
+    for (auto& group : rank.itself->param_groups()) group.options().set_lr(0.01);  // else they are told
+  });
   const Shards shards(ranks[0].model->parameters(), true, 0, 2);
   for (std::size_t place = 0; place < shards.size(); ++place)
     for (auto& piece : shards.pieces(place)) {
@@ -353,18 +356,76 @@ TEST_CASE("Shard: what it does not go with is refused, on all ranks") {
     }
     return text;
   };
+  SECTION("a state of whole parameters, which came by another way") {
+    CHECK_THAT(
+        message([&](auto& ranks) {
+          Rank other(kind);
+          other.train(0, 1);
+          const auto state =
+              dynamic_cast<ga::optim::AdamW&>(*other.itself).named_state(other.model->named_parameters());
+          together(ranks, ga::Shard::optimizer, [&](Rank& rank, int i) {
+            dynamic_cast<ga::optim::AdamW&>(*rank.itself).load_named_state(rank.model->named_parameters(), state);
+            rank.train(i, 1);
+          });
+        }),
+        Catch::Contains("has state of a whole parameter"));
+  }
+  SECTION("random numbers that come later") {
+    CHECK_THAT(message([&](auto& ranks) {
+                 together(ranks, ga::Shard::optimizer, [](Rank& rank, int i) {
+                   dynamic_cast<ga::optim::AdamW&>(*rank.itself).stochastic_rounding(3);
+                   rank.train(i, 1);
+                 });
+               }),
+               Catch::Contains("call stochastic_rounding before"));
+  }
+  SECTION("an optimizer that has its state from the beginning") {
+    const Kind adagrad{"Adagrad", [](auto p) { return std::make_unique<torch::optim::Adagrad>(p); }};
+    auto ranks = make_ranks(2, adagrad);
+    CHECK_THROWS_WITH(together(ranks, ga::Shard::optimizer, [](Rank&, int) {}), Catch::Contains("Adagrad"));
+  }
+  SECTION("saving without the others") {
+    std::vector<std::string> by_save(2), by_torch(2);
+    auto ranks = make_ranks(2, kind);
+    const Directory directory;
+    together(ranks, ga::Shard::optimizer, [&](Rank& rank, int i) {
+      rank.train(i, 1);
+      rank.peers_of_all = nullptr;
+      const auto place = static_cast<std::size_t>(i);
+      by_save[place] = testing::error_of([&] { ga::save(directory / "alone", rank); });
+      by_torch[place] = testing::error_of([&] {
+        const torch::optim::Optimizer& reference = std::as_const(*rank.optimizer);
+        static_cast<void>(reference);
+      });
+    });
+    for (auto& error : by_save) CHECK_THAT(error, Catch::Contains("is a part of what several processes have divided"));
+    for (auto& error : by_torch) CHECK_THAT(error, Catch::Contains("save by ga::save on all ranks"));
+  }
+  SECTION("learning rates of their own") {
+    CHECK_THAT(message([&](auto& ranks) {
+                 together(ranks, ga::Shard::optimizer, [](Rank& rank, int i) {
+                   rank.train(0, 1);
+                   for (auto& group : rank.itself->param_groups()) group.options().set_lr(0.01 * (1 + i));
+                 });
+               }),
+               Catch::Contains("learning rate of group 0"));
+  }
   SECTION("an optimizer that has stepped") {
     CHECK_THAT(message([&](auto& ranks) {
                  for (auto& rank : ranks) rank.train(0, 1);
                  together(ranks, ga::Shard::optimizer, [](Rank&, int) {});
                }),
-               Catch::Contains("must not have stepped before"));
+               Catch::Contains("must not have any state yet"));
   }
   SECTION("parameters that come later") {
     CHECK_THAT(message([&](auto& ranks) {
                  together(ranks, ga::Shard::optimizer, [](Rank& rank, int i) {
-                   rank.itself->param_groups()[0].params().push_back(torch::zeros({3}).requires_grad_());
-                   rank.train(i, 1);
+                   const auto added = torch::zeros({3}).requires_grad_();
+                   rank.itself->param_groups()[0].params().push_back(added);
+                   rank.optimizer->backward(rank.model->forward(torch::ones({1, 30})).mean() + added.sum() * i);
+                   rank.optimizer->step();
+                   rank.optimizer->backward(rank.model->forward(torch::ones({1, 30})).mean() + added.sum());
+                   rank.optimizer->step();
                  });
                }),
                Catch::Contains("must stay those"));
@@ -461,6 +522,8 @@ TEST_CASE("Pieces: names and what does not go together") {
   CHECK_THROWS_WITH(joined(Values{{"w[0:4 of 6]", row(4)}, {"w[4:6 of 7]", row(2)}}), Catch::Contains("of one shape"));
   CHECK_THROWS_WITH(joined(Values{{"w[0:4 of 6]", row(4)}, {"w[4:6 of 6]", row(2).to(at::kDouble)}}),
                     Catch::Contains("rows of one dtype"));
+  CHECK_THROWS_WITH(joined(Values{{"w[0:4 of 8]", row(5)}, {"w[4:8 of 8]", row(3)}}), Catch::Contains("has 5 numbers"));
+  CHECK_THROWS_WITH(joined(Values{{"w[0:4 of 8]", row(0)}, {"w[4:8 of 8]", row(8)}}), Catch::Contains("numbers"));
   CHECK_THROWS_WITH(joined(Values{{"w[0:1 of 1]", row(1)}, {"w", row(1)}}), Catch::Contains("whole and in pieces"));
   CHECK_THROWS_WITH(joined(Values{{"w[0:1 of 9223372036854775807x3]", row(1)}}), Catch::Contains("too large"));
 }

@@ -60,7 +60,9 @@ GRADACCUM_INLINE std::vector<std::pair<std::string, at::Tensor*>> Adam8bitParamS
 }
 
 GRADACCUM_INLINE void Adam8bitParamState::restore_order() {
-  if (!order.defined() || !coded() || order.numel() != exp_avg.dim()) return;
+  if (!order.defined() || !coded()) return;
+  TORCH_CHECK(detail::is_order(order, exp_avg.dim()),
+              "optimizer state: order must have the dimensions of its parameter, each once");
   const auto dimensions = detail::dimensions_in(order);
   auto back = dimensions;
   for (std::size_t i = 0; i < back.size(); ++i)

@@ -28,9 +28,6 @@ class OnePass : public TakesGradients, public NamesItsState {
   GRADACCUM_INLINE void step(Gradients gradients) override;
   /// Where all parameters lie on devices.
   GRADACCUM_INLINE bool judges_on_device(const Gradients& gradients) const override;
-  /// Random numbers are counted from a parameter's first element on.
-  bool steps_by_elements() const override { return !rounding_.is_on(); }
-
   /// From now on bfloat16 parameters are rounded up or down at random, each way as often as it is near: the mean of
   /// many steps is exact, where steps too small for the nearest number would all be lost. The same seed gives the same
   /// bits, whatever the number of threads. Other parameters are not concerned.
@@ -59,6 +56,7 @@ class OnePass : public TakesGradients, public NamesItsState {
     run(moves, std::move(rounding));
   }
   bool rounds(const at::Tensor& parameter) const { return rounding_.concerns(parameter); }
+  bool rounds_any() const { return rounding_.is_on(); }
   /// Waits for the device, if steps have been left to it: it is asked how many it has left out, and these do not count.
   void settle() const;
   void save_rounding(torch::serialize::OutputArchive& archive) const;
@@ -101,6 +99,8 @@ class OnePassOptimizer : public Base, public OnePass {
   GRADACCUM_INLINE ~OnePassOptimizer() override;
 
   using OnePass::step;
+  /// Random numbers are counted from a parameter's first element on; and what derives from it may do something else.
+  GRADACCUM_INLINE bool steps_by_elements() const override;
   GRADACCUM_INLINE at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override;
 
   GRADACCUM_INLINE void save(torch::serialize::OutputArchive& archive) const override;

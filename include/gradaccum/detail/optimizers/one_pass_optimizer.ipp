@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <typeinfo>
 #include <utility>
 
 namespace gradaccum::detail {
@@ -136,6 +137,11 @@ OnePassOptimizer<Derived, Base, State>::~OnePassOptimizer() = default;
 template <class Derived, class Base, class State>
 at::Tensor OnePassOptimizer<Derived, Base, State>::step(torch::optim::Optimizer::LossClosure closure) {
   return this->step_after(closure);
+}
+
+template <class Derived, class Base, class State>
+bool OnePassOptimizer<Derived, Base, State>::steps_by_elements() const {
+  return typeid(*this) == typeid(Derived) && !this->rounds_any();
 }
 
 template <class Derived, class Base, class State>

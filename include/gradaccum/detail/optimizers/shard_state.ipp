@@ -9,7 +9,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -34,34 +33,43 @@ GRADACCUM_INLINE NamedParameters named_pieces(const Shards& shards, const NamedP
 GRADACCUM_INLINE at::Tensor own_part(const at::Tensor& whole, const Shards& shards, std::size_t place,
                                      const std::string& name) {
   if (!shards.is_cut(place) || !whole.defined() || whole.dim() == 0) return whole;
-  const auto elements = shards.parameters()[place].numel();
-  const auto per_number = whole.numel() == elements ? std::int64_t{1} : eight_bit_block;
-  const auto numbers = (elements + per_number - 1) / per_number;
-  TORCH_CHECK(whole.layout() == at::kStrided && whole.numel() == numbers, "load_named_state: ", name,
-              " must be dense, of the shape of its parameter, ", shards.parameters()[place].sizes(), ", got ",
-              whole.sizes());
+  const auto& parameter = shards.parameters()[place];
+  const bool of_elements = whole.sizes() == parameter.sizes();
+  const auto per_number = of_elements ? std::int64_t{1} : eight_bit_block;
+  const auto blocks = (parameter.numel() + eight_bit_block - 1) / eight_bit_block;
+  TORCH_CHECK(whole.layout() == at::kStrided && (of_elements || whole.sizes() == at::IntArrayRef{blocks}),
+              "load_named_state: ", name, " must be dense, of the shape of its parameter, ", parameter.sizes(),
+              ", or have a number for each block of it, got ", whole.sizes());
   const auto piece = shards.own_piece(place);
   const auto begin = piece.begin / per_number, end = (piece.end + per_number - 1) / per_number;
   return whole.reshape({-1}).narrow(0, begin, end - begin).clone();
 }
 
-GRADACCUM_INLINE NamedTensors own_part(const NamedTensors& state, const Shards& shards,
-                                       const NamedParameters& parameters, bool lenient) {
+/// The parameters' places by their names.
+GRADACCUM_INLINE std::map<std::string, std::size_t> places_by_name(const Shards& shards,
+                                                                   const NamedParameters& parameters) {
   const NameOf name_of(parameters);
   std::map<std::string, std::size_t> places;
   for (std::size_t place = 0; place < shards.size(); ++place) places[name_of(shards.parameters()[place])] = place;
+  return places;
+}
+
+GRADACCUM_INLINE NamedTensors own_part(const NamedTensors& state, const Shards& shards,
+                                       const NamedParameters& parameters, bool lenient) {
+  const auto places = places_by_name(shards, parameters);
   NamedTensors own;
   for (auto& [full, tensor] : state) {
     const auto dot = full.find('.');  // exp_avg.0.weight
     const auto found = dot == full.npos ? places.end() : places.find(full.substr(dot + 1));
-    if (found == places.end()) {
-      TORCH_CHECK(lenient, "OptimizerState: there is no parameter, or no such state, for ", full);
-      continue;
+    TORCH_CHECK(lenient || found != places.end(), "OptimizerState: there is no parameter, or no such state, for ",
+                full);
+    if (found == places.end() || shards.own_piece(found->second).size() == 0) continue;
+    try {
+      own.emplace(full.substr(0, dot + 1) + name_of_piece(shards, found->second, found->first),
+                  own_part(tensor, shards, found->second, full));
+    } catch (const c10::Error&) {  // of another shape
+      if (!lenient) throw;
     }
-    const auto place = found->second;
-    if (shards.own_piece(place).size() == 0) continue;
-    own.emplace(full.substr(0, dot + 1) + name_of_piece(shards, place, found->first),
-                own_part(tensor, shards, place, full));
   }
   return own;
 }

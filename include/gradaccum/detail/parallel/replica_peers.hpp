@@ -16,6 +16,10 @@
 #include <string>
 #include <vector>
 
+namespace torch::optim {
+class Optimizer;
+}
+
 namespace gradaccum::detail {
 
 class GradientExchange;
@@ -34,6 +38,10 @@ class ReplicaPeers final : public Peers {
   void connect(const std::vector<at::Tensor>& parameters);
   /// The replicas are gone, and with them their connections: whoever goes on to train hears of it.
   void disconnect();
+
+  /// A line for each group of an optimizer that is divided: what must be the same on all ranks, or their parts are
+  /// stepped differently, and nobody sees it in the parameters.
+  std::string settings_of_divided() const;
 
   std::function<WindowTotals()> report = {};                                        ///< what else a rank tells
   std::function<void(const WindowTotals& own, const WindowTotals& all)> hear = {};  ///< what came of it
@@ -64,6 +72,7 @@ class ReplicaPeers final : public Peers {
   const std::int64_t bucket_bytes_;
   const bool overlap_, sharded_;
   std::shared_ptr<Shards> shards_;
+  const torch::optim::Optimizer* divided_ = nullptr;
   Links::Line line_ = Links::Line::gradients;
   std::shared_ptr<GradientExchange> exchange_;  // of the window whose last backward has run
   std::optional<WindowTotals> followed_;        // what was agreed about the window that is to be closed with others

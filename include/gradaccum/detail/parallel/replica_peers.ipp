@@ -49,11 +49,20 @@ GRADACCUM_INLINE void ReplicaPeers::join(AnyOptimizer& optimizer) {
               "Shard: the optimizer must be a torch::optim::Optimizer, whose groups can be given parts of the "
               "parameters; got ",
               optimizer.name());
-  TORCH_CHECK(itself->state().empty(), "Shard: ", optimizer.name(),
-              " must not have stepped before; load its state "
-              "when the Replicas are made");
+  TORCH_CHECK(
+      itself->state().empty(), "Shard: ", optimizer.name(),
+      " must not have any state yet, as torch::optim::Adagrad has from the beginning, and others when they have "
+      "stepped; load a state when the Replicas are made, by ga::load or ga::OptimizerState of the accumulator");
+  divided_ = itself;
   shards_ =
       std::make_shared<Shards>(optimizer.parameters(), optimizer.steps_by_elements(), rank(), links_->world_size());
+}
+
+GRADACCUM_INLINE std::string ReplicaPeers::settings_of_divided() const {
+  std::string lines;
+  for (std::size_t i = 0; divided_ != nullptr && i < divided_->param_groups().size(); ++i)
+    lines += c10::str("learning rate of group ", i, ": ", divided_->param_groups()[i].options().get_lr(), "\n");
+  return lines;
 }
 
 GRADACCUM_INLINE void ReplicaPeers::backward(const std::shared_ptr<WindowGradients>& window,
@@ -95,6 +104,9 @@ GRADACCUM_INLINE void ReplicaPeers::reduce(const std::shared_ptr<WindowGradients
 GRADACCUM_INLINE bool ReplicaPeers::step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) {
   if (!shards_) return take_step(optimizer, Gradients(window));
   try {
+    TORCH_CHECK(optimizer.steps_by_elements() || !shards_->any_is_cut(), "Shard: ", optimizer.name(),
+                " was made to look at whole parameters after they had been divided; call stochastic_rounding before "
+                "the Replicas are made");
     const auto places = window->sums().places();
     OptimizerOfShards of_shards(optimizer, *shards_, window);
     const bool moved = take_step(of_shards, Gradients(window));
@@ -119,7 +131,14 @@ GRADACCUM_INLINE void ReplicaPeers::add_up(const at::Tensor& tensor) const {
 }
 
 GRADACCUM_INLINE void ReplicaPeers::gather(Archive& archive) const {
-  if (links_) gather_states(*links_, archive);
+  TORCH_CHECK(links_ || !shards_, "Replicas: must live as long as states are saved of what they have divided");
+  if (!links_) return;
+  try {
+    gather_states(*links_, archive);
+  } catch (const std::exception& error) {
+    links_->give_up(error.what());
+    throw;
+  }
 }
 
 GRADACCUM_INLINE void ReplicaPeers::pick(Archive::Values& values) const { pick_state(values, rank()); }

@@ -11,6 +11,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include <algorithm>
 #include <charconv>
 #include <map>
 #include <utility>
@@ -67,50 +68,92 @@ GRADACCUM_INLINE std::string without_rank(const std::string& name) {
   return take_number(rest) && take_text(rest, ".") ? std::string(rest) : name;
 }
 
-/// The pieces of one tensor.
-struct JoinedPieces {
-  at::DimVector sizes = {};
-  std::map<std::int64_t, std::pair<std::int64_t, at::Tensor>> by_begin = {};  // their ends, too
+/// The pieces of one tensor, in their order.
+class JoinedPieces {
+ public:
+  explicit JoinedPieces(std::string name) : name_(std::move(name)) {}
 
-  void add(const std::string& full, PieceName name, at::Tensor tensor);
-  at::Tensor joined(const std::string& full);
+  void add(PieceName piece, at::Tensor tensor);
+  at::Tensor joined() const;
+
+ private:
+  struct Piece {
+    std::int64_t begin, end;
+    at::Tensor tensor;
+  };
+
+  std::int64_t checked_elements() const;
+  void check_alike() const;
+  at::Tensor number_of_all() const;
+  at::Tensor row_of_all(std::int64_t elements) const;
+
+  std::string name_;
+  at::DimVector sizes_;
+  std::map<std::int64_t, Piece> by_begin_;
 };
 
-GRADACCUM_INLINE void JoinedPieces::add(const std::string& full, PieceName name, at::Tensor tensor) {
-  TORCH_CHECK(by_begin.empty() || sizes == name.sizes, "Archive: the pieces of ", full, " must be of one shape, got ",
-              at::IntArrayRef(sizes), " and ", at::IntArrayRef(name.sizes));
-  sizes = std::move(name.sizes);
-  const bool is_new = by_begin.emplace(name.begin, std::pair(name.end, std::move(tensor))).second;
-  TORCH_CHECK(is_new, "Archive: two pieces of ", full, " begin at ", name.begin);
+GRADACCUM_INLINE void JoinedPieces::add(PieceName piece, at::Tensor tensor) {
+  TORCH_CHECK(by_begin_.empty() || sizes_ == piece.sizes, "Archive: the pieces of ", name_,
+              " must be of one shape, got ", at::IntArrayRef(sizes_), " and ", at::IntArrayRef(piece.sizes));
+  sizes_ = std::move(piece.sizes);
+  const bool is_new = by_begin_.emplace(piece.begin, Piece{piece.begin, piece.end, std::move(tensor)}).second;
+  TORCH_CHECK(is_new, "Archive: two pieces of ", name_, " begin at ", piece.begin);
 }
 
-/// Numbers that count are the same in all pieces.
-GRADACCUM_INLINE at::Tensor JoinedPieces::joined(const std::string& full) {
+/// Of the whole, which the pieces fill.
+GRADACCUM_INLINE std::int64_t JoinedPieces::checked_elements() const {
+  std::int64_t elements = 1, filled = 0;
+  for (auto size : sizes_)
+    TORCH_CHECK(!__builtin_mul_overflow(elements, size, &elements), "Archive: ", name_, " is too large");
+  for (auto& [begin, piece] : by_begin_) {
+    TORCH_CHECK(begin == filled && piece.end >= begin, "Archive: the pieces of ", name_,
+                " must follow each other, got one from ", begin, " to ", piece.end, " after one to ", filled);
+    filled = piece.end;
+  }
+  TORCH_CHECK(filled == elements, "Archive: the pieces of ", name_, " must be of all ", elements, " elements, got ",
+              filled);
+  return elements;
+}
+
+GRADACCUM_INLINE void JoinedPieces::check_alike() const {
+  const auto& first = by_begin_.begin()->second.tensor;
+  for (auto& [begin, piece] : by_begin_)
+    TORCH_CHECK(piece.tensor.defined() && first.defined() && piece.tensor.dim() <= 1 &&
+                    piece.tensor.dim() == first.dim() && piece.tensor.scalar_type() == first.scalar_type(),
+                "Archive: the pieces of ", name_, " must be rows of one dtype");
+}
+
+/// One that counts is the same for all pieces.
+GRADACCUM_INLINE at::Tensor JoinedPieces::number_of_all() const {
+  const auto& first = by_begin_.begin()->second.tensor;
+  for (auto& [begin, piece] : by_begin_)
+    TORCH_CHECK(at::equal(piece.tensor, first), "Archive: the pieces of ", name_, " must have the same number");
+  return first;
+}
+
+/// A number for each element, or for each block of as many elements.
+GRADACCUM_INLINE at::Tensor JoinedPieces::row_of_all(std::int64_t elements) const {
+  const auto& first = by_begin_.begin()->second;
+  const auto block = (first.end - first.begin) / std::max<std::int64_t>(1, first.tensor.numel());
+  std::vector<at::Tensor> rows;
+  for (auto& [begin, piece] : by_begin_) {
+    const auto size = piece.end - piece.begin;
+    TORCH_CHECK(block > 0 && piece.tensor.numel() == (size + block - 1) / block, "Archive: the piece of ", name_,
+                " from ", begin, " to ", piece.end, " has ", piece.tensor.numel(), " numbers, and the first one has ",
+                first.tensor.numel(), " for ", first.end - first.begin);
+    rows.push_back(piece.tensor);
+  }
+  const auto all = at::cat(rows);
+  return block == 1 && all.numel() == elements ? all.view(sizes_) : all;
+}
+
+GRADACCUM_INLINE at::Tensor JoinedPieces::joined() const {
   const at::NoGradGuard no_grad;
-  std::int64_t end = 0;
-  std::vector<at::Tensor> pieces;
-  for (auto& [begin, piece] : by_begin) {
-    TORCH_CHECK(begin == end && piece.first >= begin, "Archive: the pieces of ", full,
-                " must follow each other, got one that begins at ", begin, " after one that ends at ", end);
-    end = piece.first;
-    pieces.push_back(std::move(piece.second));
-  }
-  std::int64_t elements = 1;
-  for (auto size : sizes)
-    TORCH_CHECK(!__builtin_mul_overflow(elements, size, &elements), "Archive: ", full, " is too large");
-  TORCH_CHECK(end == elements, "Archive: the pieces of ", full, " must be of all ", elements, " elements, got ", end);
-  if (pieces.size() == 1) return pieces[0];
-  for (auto& piece : pieces)
-    TORCH_CHECK(piece.defined() && piece.dim() <= 1 && piece.dim() == pieces[0].dim() &&
-                    piece.scalar_type() == pieces[0].scalar_type(),
-                "Archive: the pieces of ", full, " must be rows of one dtype");
-  if (pieces[0].dim() == 0) {
-    for (auto& piece : pieces)
-      TORCH_CHECK(at::equal(piece, pieces[0]), "Archive: the pieces of ", full, " must have the same number");
-    return pieces[0];
-  }
-  auto all = at::cat(pieces);
-  return all.numel() == elements ? all.view(sizes) : all;  // scales are fewer
+  const auto elements = checked_elements();
+  const auto& first = by_begin_.begin()->second.tensor;
+  if (by_begin_.size() == 1) return first;
+  check_alike();
+  return first.dim() == 0 ? number_of_all() : row_of_all(elements);
 }
 
 GRADACCUM_INLINE void join_pieces(Archive::Values& values) {
@@ -123,11 +166,11 @@ GRADACCUM_INLINE void join_pieces(Archive::Values& values) {
       continue;
     }
     const auto full = without_rank(name->parameter);
-    all[full].add(full, std::move(*name), std::move(*tensor));
+    all.try_emplace(full, full).first->second.add(std::move(*name), std::move(*tensor));
     value = values.erase(value);
   }
   for (auto& [full, pieces] : all) {
-    const bool is_new = values.emplace(full, pieces.joined(full)).second;
+    const bool is_new = values.emplace(full, pieces.joined()).second;
     TORCH_CHECK(is_new, "Archive: ", full, " is there whole and in pieces");
   }
 }

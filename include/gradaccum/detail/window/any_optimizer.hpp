@@ -18,8 +18,8 @@ class Optimizer;
 
 namespace gradaccum::detail {
 
-/// One of LibTorch's optimizers, by none of which elements of a parameter depend on each other. False for what derives
-/// from them.
+/// One of LibTorch's optimizers in which elements of a parameter do not depend on each other, and which makes its state
+/// as it steps. False for what derives from them.
 bool steps_by_elements(const torch::optim::Optimizer& optimizer);
 
 /// An optimizer of whatever class, as windows see it: so all that they do is compiled once. By reference.

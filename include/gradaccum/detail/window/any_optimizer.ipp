@@ -5,7 +5,6 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 
-#include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/rmsprop.h>
@@ -18,8 +17,7 @@ namespace gradaccum::detail {
 GRADACCUM_INLINE bool steps_by_elements(const torch::optim::Optimizer& optimizer) {
   using namespace torch::optim;
   const auto& type = typeid(optimizer);
-  return type == typeid(SGD) || type == typeid(Adam) || type == typeid(AdamW) || type == typeid(RMSprop) ||
-         type == typeid(Adagrad);
+  return type == typeid(SGD) || type == typeid(Adam) || type == typeid(AdamW) || type == typeid(RMSprop);
 }
 
 GRADACCUM_INLINE bool take_step(AnyOptimizer& optimizer, Gradients gradients) {

@@ -18,6 +18,7 @@ GRADACCUM_INLINE OptimizerOfShards::OptimizerOfShards(AnyOptimizer& optimizer, S
     : optimizer_(optimizer), shards_(shards), window_(std::move(window)) {}
 
 GRADACCUM_INLINE void OptimizerOfShards::step(const Gradients& gradients) {
+  shards_.check(*optimizer_.torch_optimizer());
   if (optimizer_.judges_on_device(gradients)) window_->judge_on_device();
   struct NoGradients {  // pieces are views of gradients that others may clear
     Shards& shards;

@@ -44,6 +44,7 @@ class Shards {
   /// In the order of memory.
   const std::vector<Piece>& pieces(std::size_t place) const { return pieces_[place]; }
   bool is_cut(std::size_t place) const { return pieces_[place].size() > 1; }
+  bool any_is_cut() const { return number_of_pieces() > size(); }
   /// This rank's; of no elements where there is none.
   Piece own_piece(std::size_t place) const;
   /// The same as a tensor, which shares the parameter's memory: the parameter itself, where it is not cut. Stays the
@@ -53,12 +54,16 @@ class Shards {
   /// lies in one row.
   at::Tensor part(std::size_t place, const Piece& piece, const at::Tensor& of) const;
 
+  /// Throws where the optimizer has other parameters than it had, one of them elsewhere, or state of whole parameters.
+  void check(const torch::optim::Optimizer& optimizer) const;
+
   /// Runs `work` while the groups of the optimizer have `own` in the place of the parameters.
   void with_own(torch::optim::Optimizer& optimizer, c10::function_ref<void()> work);
 
  private:
   void divide(std::size_t place, bool may_be_cut, std::vector<std::int64_t>& bytes_of_rank);
   void check_groups(const torch::optim::Optimizer& optimizer) const;
+  void check_place(const torch::optim::Optimizer& optimizer, std::size_t place) const;
   void swap_groups(torch::optim::Optimizer& optimizer) noexcept;
 
   std::vector<at::Tensor> parameters_, own_;

@@ -87,7 +87,7 @@ GRADACCUM_INLINE at::Tensor Shards::part(std::size_t place, const Piece& piece, 
 }
 
 GRADACCUM_INLINE void Shards::with_own(torch::optim::Optimizer& optimizer, c10::function_ref<void()> work) {
-  check_groups(optimizer);
+  check(optimizer);
   swap_groups(optimizer);
   struct Back {
     Shards& shards;
@@ -108,14 +108,25 @@ GRADACCUM_INLINE void Shards::check_groups(const torch::optim::Optimizer& optimi
   TORCH_CHECK(same && place == size(),
               "Shard: the optimizer's parameters must stay those that it had when the Replicas were made; add them "
               "before that");
-  for (place = 0; place < size(); ++place) {
-    const auto piece = own_piece(place);
-    const auto begin = piece.begin * static_cast<std::int64_t>(parameters_[place].element_size());
-    TORCH_CHECK(piece.size() == 0 || own_[place].const_data_ptr() ==
-                                         static_cast<const char*>(parameters_[place].const_data_ptr()) + begin,
-                "Shard: a parameter of shape ", parameters_[place].sizes(),
-                " must stay where it was when the Replicas were made; move the model to its device before that");
-  }
+}
+
+GRADACCUM_INLINE void Shards::check_place(const torch::optim::Optimizer& optimizer, std::size_t place) const {
+  const auto& parameter = parameters_[place];
+  const auto piece = own_piece(place);
+  const auto* const begin = static_cast<const char*>(parameter.const_data_ptr()) +
+                            piece.begin * static_cast<std::int64_t>(parameter.element_size());
+  TORCH_CHECK(piece.size() == 0 || own_[place].const_data_ptr() == begin, "Shard: a parameter of shape ",
+              parameter.sizes(),
+              " must stay where it was when the Replicas were made; move the model to its device "
+              "before that");
+  TORCH_CHECK(own_[place].is_same(parameter) || optimizer.state().count(parameter.unsafeGetTensorImpl()) == 0,
+              "Shard: the optimizer has state of a whole parameter of shape ", parameter.sizes(),
+              ", of which this process steps a part; load it by ga::load, or by ga::OptimizerState of the accumulator");
+}
+
+GRADACCUM_INLINE void Shards::check(const torch::optim::Optimizer& optimizer) const {
+  check_groups(optimizer);
+  for (std::size_t place = 0; place < size(); ++place) check_place(optimizer, place);
 }
 
 GRADACCUM_INLINE void Shards::swap_groups(torch::optim::Optimizer& optimizer) noexcept {

@@ -49,9 +49,10 @@ GRADACCUM_INLINE std::shared_ptr<WindowGradients> WindowGradients::of_shards(con
     if (shards.own_piece(place).size() > 0) places.push_back(place), own.push_back(shards.own(place));
   auto window = std::make_shared<WindowGradients>(own);
   for (std::size_t i = 0; i < places.size(); ++i)
-    window->sums_.set(i, shards.part(places[i], shards.own_piece(places[i]), sums_[places[i]]));
+    window->sums_.set(i, shards.part(places[i], shards.own_piece(places[i]), sums_[places[i]]),
+                      sums_.is_apart(places[i]));
   window->set_weights(first_weight_, total_weight_);
-  window->factor_ = factor_, window->applied_ = applied_;
+  window->factor_ = factor_, window->applied_ = applied_, window->norm_before_clipping_ = norm_before_clipping_;
   if (must_be_finite()) window->verdict_ = found_inf();
   window->overflowed_ = overflowed_, window->judged_on_device_ = judged_on_device_;
   return window;

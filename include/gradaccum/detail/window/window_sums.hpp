@@ -33,8 +33,10 @@ class WindowSums {
   const at::Tensor& operator[](std::size_t place) const {
     return apart_[place].defined() ? apart_[place] : parameters_[place].grad();
   }
+  bool is_apart(std::size_t place) const { return apart_[place].defined(); }
   /// Where there was none.
   void set(std::size_t place, const at::Tensor& sum);
+  void set(std::size_t place, const at::Tensor& sum, bool apart);
   /// Those that there are.
   std::vector<std::size_t> places() const;
 

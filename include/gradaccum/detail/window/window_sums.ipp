@@ -32,7 +32,10 @@ GRADACCUM_INLINE void WindowSums::set_parameters(const std::vector<at::Tensor>& 
 }
 
 GRADACCUM_INLINE void WindowSums::set(std::size_t place, const at::Tensor& sum) {
-  const bool apart = sum.scalar_type() != parameters_[place].scalar_type();
+  set(place, sum, /*apart=*/sum.scalar_type() != parameters_[place].scalar_type());
+}
+
+GRADACCUM_INLINE void WindowSums::set(std::size_t place, const at::Tensor& sum, bool apart) {
   (apart ? apart_[place] : parameters_[place].mutable_grad()) = sum;
 }
 
