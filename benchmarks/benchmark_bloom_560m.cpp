@@ -23,6 +23,7 @@
 #include "../examples/bloom_classifier/optimizer.hpp"  // fashion_mnist has one, too
 #include "article_loop.hpp"
 #include "harness.hpp"
+#include "kernel_caches.hpp"
 #include "model_folder.hpp"
 
 namespace ga = gradaccum;
@@ -249,6 +250,7 @@ void print_row(const Way& way, const Found& found, const harness::Options& optio
 }  // namespace
 
 int main(int argc, char** argv) {
+  bloom::limit_kernel_caches();  // for all ways alike
   bloom::BloomConfig config{
       .vocab_size = 250'880, .hidden_size = 1024, .n_layer = 24, .n_head = 16, .pad_token_id = article::padding};
   Settings settings;

@@ -11,10 +11,9 @@
 #include <gradaccum/process_group.hpp>
 #include <stdexcept>
 
-#include <stdlib.h>
-
 #include "demo.hpp"
 #include "demo_of_size.hpp"
+#include "kernel_caches.hpp"
 #include "options.hpp"
 #include "predict.hpp"
 #include "run.hpp"
@@ -31,13 +30,6 @@ void print_mkl() {
   if (gradaccum::mkl_on_amd())
     fmt::print("MKL has its fast code on this AMD processor; without: GRADACCUM_MKL_ON_AMD=0\n");
 #endif
-}
-
-/// oneDNN, and LibTorch on top of it, keep a kernel for each shape of a product in 16 bits, 1024 of them each, some 1
-/// MB a piece: reviews have hundreds of lengths. A few are enough for one review after another.
-void limit_kernel_caches() {
-  for (const auto* variable : {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"})
-    ::setenv(variable, "64", /*overwrite=*/0);
 }
 
 /// One of several processes, or the only one: rank 0 speaks for all, and each has a GPU of its own.
@@ -75,7 +67,7 @@ int run(bloom::Options options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  limit_kernel_caches();
+  bloom::limit_kernel_caches();
   gradaccum::keep_freed_memory();
   const auto options = bloom::parse_options(argc, argv);
   try {
