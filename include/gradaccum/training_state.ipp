@@ -96,13 +96,18 @@ GRADACCUM_INLINE std::optional<std::filesystem::path> best_state(const std::file
   return best.empty() ? std::nullopt : std::optional(best.front());
 }
 
+/// What rank 0 has found or made, on all ranks.
+GRADACCUM_INLINE std::filesystem::path path_of_first(const Peers* peers, const std::filesystem::path& own) {
+  return peers ? std::filesystem::path(said_by_first(*peers, own.string())) : own;
+}
+
 GRADACCUM_INLINE std::filesystem::path of_rank_0(const Peers* peers,
                                                  const std::function<std::optional<std::filesystem::path>()>& find) {
   const auto found = on_all(peers, [&] {
     const bool asked = !peers || peers->rank() == 0;
     return asked ? find().value_or(std::filesystem::path()).string() : std::string();
   });
-  return peers ? said_by_first(*peers, found) : found;
+  return path_of_first(peers, found);
 }
 
 GRADACCUM_INLINE Archive open_state(const std::filesystem::path& folder, bool allow_changes, const Peers* peers) {
@@ -212,7 +217,7 @@ GRADACCUM_INLINE std::filesystem::path save(const std::filesystem::path& directo
     if (options.keep_last > 0) states.keep_last(options.keep_last);
     return folder;
   });
-  return peers ? said_by_first(*peers, saved.string()) : saved.string();
+  return path_of_first(peers, saved);
 }
 
 GRADACCUM_INLINE std::filesystem::path load(const std::filesystem::path& directory, const AnyTraining& training,

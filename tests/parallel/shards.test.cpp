@@ -456,6 +456,7 @@ namespace {
 /// Throws in its third step, on one rank.
 struct Failing : ga::optim::SGD {
   using ga::optim::SGD::SGD;
+  using ga::optim::SGD::step;
   int* steps = nullptr;
   void step(ga::Gradients gradients) override {
     if (steps && ++*steps == 3) throw std::runtime_error("out of luck");

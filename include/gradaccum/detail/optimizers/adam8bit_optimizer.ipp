@@ -34,13 +34,14 @@ GRADACCUM_INLINE std::vector<std::int64_t> dimensions_in(const at::Tensor& order
 }
 
 /// It comes from a file.
-GRADACCUM_INLINE bool is_order(const at::Tensor& order, std::int64_t dimensions) {
-  if (order.scalar_type() != at::kLong || order.dim() != 1 || order.numel() != dimensions) return false;
-  auto sorted = dimensions_in(order);
+GRADACCUM_INLINE void check_order(const at::Tensor& order, std::int64_t dimensions) {
+  if (!order.defined()) return;
+  const bool is_list = order.scalar_type() == at::kLong && order.dim() == 1 && order.numel() == dimensions;
+  auto sorted = is_list ? dimensions_in(order) : std::vector<std::int64_t>();
   std::sort(sorted.begin(), sorted.end());
-  for (std::size_t i = 0; i < sorted.size(); ++i)
-    if (sorted[i] != static_cast<std::int64_t>(i)) return false;
-  return true;
+  bool each_once = is_list;
+  for (std::size_t i = 0; i < sorted.size(); ++i) each_once = each_once && sorted[i] == static_cast<std::int64_t>(i);
+  TORCH_CHECK(each_once, "optimizer state: order must have the dimensions of its parameter, each once");
 }
 
 }  // namespace gradaccum::detail
@@ -61,8 +62,7 @@ GRADACCUM_INLINE std::vector<std::pair<std::string, at::Tensor*>> Adam8bitParamS
 
 GRADACCUM_INLINE void Adam8bitParamState::restore_order() {
   if (!order.defined() || !coded()) return;
-  TORCH_CHECK(detail::is_order(order, exp_avg.dim()),
-              "optimizer state: order must have the dimensions of its parameter, each once");
+  detail::check_order(order, exp_avg.dim());
   const auto dimensions = detail::dimensions_in(order);
   auto back = dimensions;
   for (std::size_t i = 0; i < back.size(); ++i)
@@ -72,8 +72,7 @@ GRADACCUM_INLINE void Adam8bitParamState::restore_order() {
 }
 
 GRADACCUM_INLINE void Adam8bitParamState::check(const at::Tensor& parameter) const {
-  TORCH_CHECK(!order.defined() || detail::is_order(order, parameter.dim()),
-              "optimizer state: order must have the dimensions of its parameter, each once");
+  detail::check_order(order, parameter.dim());
   if (coded()) {
     detail::settled({exp_avg, exp_avg_scale}, parameter, true, "exp_avg");
     detail::settled({exp_avg_sq, exp_avg_sq_scale}, parameter, false, "exp_avg_sq");

@@ -28,6 +28,7 @@ class OnePass : public TakesGradients, public NamesItsState {
   GRADACCUM_INLINE void step(Gradients gradients) override;
   /// Where all parameters lie on devices.
   GRADACCUM_INLINE bool judges_on_device(const Gradients& gradients) const override;
+
   /// From now on bfloat16 parameters are rounded up or down at random, each way as often as it is near: the mean of
   /// many steps is exact, where steps too small for the nearest number would all be lost. The same seed gives the same
   /// bits, whatever the number of threads. Other parameters are not concerned.

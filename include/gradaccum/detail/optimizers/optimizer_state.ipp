@@ -113,6 +113,7 @@ GRADACCUM_INLINE std::function<void()> take_state_of(torch::optim::Optimizer& op
 GRADACCUM_INLINE void with_stepped(torch::optim::Optimizer& optimizer, const NamedParameters& parameters,
                                    Shards* shards, c10::function_ref<void(const NamedParameters&)> work) {
   if (shards == nullptr) return work(parameters);
+  shards->check(optimizer);
   shards->with_own(optimizer, [&, pieces = named_pieces(*shards, parameters)] { work(pieces); });
 }
 

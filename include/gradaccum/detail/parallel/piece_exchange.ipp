@@ -9,6 +9,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/FunctionRef.h>
 
 #include <algorithm>
 #include <deque>
@@ -33,25 +34,40 @@ struct Parcel {
     bytes += static_cast<std::int64_t>(piece.nbytes());
   }
   bool is_copied() const { return !sent.is_alias_of(pieces[0]); }
+  /// Each with its place in `sent`, where they are copied.
+  void for_each(c10::function_ref<void(const at::Tensor& piece, const at::Tensor& bytes)> body) const;
   void pack(bool is_sender);
   void unpack() const;
 };
 
-GRADACCUM_INLINE std::vector<Parcel> parcels_of(const Shards& shards, int rank, const std::vector<std::size_t>& places,
-                                                std::int64_t bucket_bytes) {
-  std::vector<Parcel> parcels;
+/// By rank.
+GRADACCUM_INLINE std::vector<std::vector<Parcel>> parcels_of(const Shards& shards,
+                                                             const std::vector<std::size_t>& places,
+                                                             std::int64_t bucket_bytes) {
+  std::vector<std::vector<Parcel>> all(static_cast<std::size_t>(shards.world_size()));
   for (auto place : places)
     for (auto& piece : shards.pieces(place)) {
-      if (piece.rank != rank || piece.size() == 0) continue;
+      if (piece.size() == 0) continue;
+      auto& parcels = all[static_cast<std::size_t>(piece.rank)];
       const auto tensor = shards.part(place, piece, shards.parameters()[place]).detach();
       const auto open = std::find_if(parcels.begin(), parcels.end(),
                                      [&](const Parcel& parcel) { return parcel.takes(tensor, bucket_bytes); });
-      (open == parcels.end() ? parcels.emplace_back(Parcel{.rank = rank}) : *open).add(tensor);
+      (open == parcels.end() ? parcels.emplace_back(Parcel{.rank = piece.rank}) : *open).add(tensor);
     }
-  return parcels;
+  return all;
 }
 
 inline at::Tensor bytes_of_row(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
+
+GRADACCUM_INLINE void Parcel::for_each(
+    c10::function_ref<void(const at::Tensor& piece, const at::Tensor& bytes)> body) const {
+  std::int64_t from = 0;
+  for (auto& piece : pieces) {
+    const auto size = static_cast<std::int64_t>(piece.nbytes());
+    body(piece, sent.narrow(0, from, size));
+    from += size;
+  }
+}
 
 GRADACCUM_INLINE void Parcel::pack(bool is_sender) {
   if (pieces.size() == 1) {
@@ -59,12 +75,7 @@ GRADACCUM_INLINE void Parcel::pack(bool is_sender) {
     return;
   }
   sent = at::empty({bytes}, pieces[0].options().dtype(at::kByte));
-  std::int64_t from = 0;
-  for (auto& piece : pieces) {
-    const auto size = static_cast<std::int64_t>(piece.nbytes());
-    if (is_sender) sent.narrow(0, from, size).copy_(bytes_of_row(piece.contiguous()));
-    from += size;
-  }
+  if (is_sender) for_each([](auto& piece, auto& part) { part.copy_(bytes_of_row(piece.contiguous())); });
 }
 
 GRADACCUM_INLINE void Parcel::unpack() const {
@@ -72,19 +83,11 @@ GRADACCUM_INLINE void Parcel::unpack() const {
     if (is_copied()) pieces[0].copy_(sent);
     return;
   }
-  std::int64_t from = 0;
-  for (auto& piece : pieces) {
-    const auto size = static_cast<std::int64_t>(piece.nbytes());
-    const auto part = sent.narrow(0, from, size);
-    from += size;
-    if (piece.is_contiguous()) {
-      bytes_of_row(piece).copy_(part);
-    } else {
-      const auto row = at::empty(piece.sizes(), piece.options());
-      bytes_of_row(row).copy_(part);
-      piece.copy_(row);
-    }
-  }
+  for_each([](auto& piece, auto& part) {
+    const auto row = piece.is_contiguous() ? piece : at::empty(piece.sizes(), piece.options());
+    bytes_of_row(row).copy_(part);
+    if (!row.is_same(piece)) piece.copy_(row);
+  });
 }
 
 /// Parcels that are under way, the oldest first.
@@ -120,8 +123,8 @@ GRADACCUM_INLINE void exchange_pieces(Links& links, Links::Line line, const Shar
                                       const std::vector<std::size_t>& places, std::int64_t bucket_bytes) {
   const at::NoGradGuard no_grad;
   ParcelsUnderWay under_way(links, line, shards);
-  for (int rank = 0; rank < shards.world_size(); ++rank)
-    for (auto& parcel : parcels_of(shards, rank, places, bucket_bytes)) {
+  for (auto& parcels : parcels_of(shards, places, bucket_bytes))
+    for (auto& parcel : parcels) {
       while (!under_way.empty() && under_way.copied() + parcel.bytes > bucket_bytes) under_way.receive();
       under_way.send(std::move(parcel));
     }

@@ -6,6 +6,7 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/data/fingerprint.hpp>
 #include <gradaccum/detail/parallel/links.hpp>
+#include <gradaccum/detail/state/pieces.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -106,12 +107,6 @@ inline constexpr auto names_missing = "has not";  // of what rank 0 has, a line 
 
 GRADACCUM_INLINE std::string prefix_of_rank(int rank) { return "rank_" + std::to_string(rank) + "."; }
 
-/// `rank_12.`
-GRADACCUM_INLINE bool is_of_rank(const std::string& name) {
-  const auto digits = name.find_first_not_of("0123456789", 5);
-  return digits != name.npos && digits > 5 && name[digits] == '.';
-}
-
 GRADACCUM_INLINE Archive::Values fingerprints_of(const Archive::Values& values) {
   auto prints = values;
   for (auto& [name, value] : prints)
@@ -166,7 +161,7 @@ GRADACCUM_INLINE void pick_state(Archive::Values& values, int rank) {
   Archive::Values own;
   const auto prefix = prefix_of_rank(rank);
   for (auto value = values.lower_bound("rank_"); value != values.end() && value->first.starts_with("rank_");) {
-    if (!is_of_rank(value->first)) {  // a part of somebody's own
+    if (without_rank(value->first) == value->first) {  // a part of somebody's own
       ++value;
       continue;
     }

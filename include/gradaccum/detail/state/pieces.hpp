@@ -24,6 +24,9 @@ struct PieceName {
   static std::optional<PieceName> of(std::string_view text);
 };
 
+/// `seed` of `rank_12.seed`, a value that is a rank's own; any other name as it is.
+std::string without_rank(const std::string& name);
+
 /// Puts the pieces of each tensor together, whichever ranks have saved them: the values are those of a training that
 /// was not divided. Throws where one is missing, or does not go with the others.
 void join_pieces(Archive::Values& values);

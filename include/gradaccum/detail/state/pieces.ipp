@@ -61,11 +61,10 @@ GRADACCUM_INLINE std::optional<PieceName> PieceName::of(std::string_view text) {
   return name;
 }
 
-/// `optimizer.exp_avg.0.weight`, without the rank that saved it.
 GRADACCUM_INLINE std::string without_rank(const std::string& name) {
   if (!name.starts_with("rank_")) return name;
-  auto rest = std::string_view(name).substr(5);
-  return take_number(rest) && take_text(rest, ".") ? std::string(rest) : name;
+  const auto digits = name.find_first_not_of("0123456789", 5);
+  return digits != name.npos && digits > 5 && name[digits] == '.' ? name.substr(digits + 1) : name;
 }
 
 /// The pieces of one tensor, in their order.

@@ -41,7 +41,7 @@ class Shards {
   int world_size() const { return world_size_; }
 
   std::size_t number_of_pieces() const;
-  /// In the order of memory.
+  /// In the order of memory; of one that is cut, of the ranks.
   const std::vector<Piece>& pieces(std::size_t place) const { return pieces_[place]; }
   bool is_cut(std::size_t place) const { return pieces_[place].size() > 1; }
   bool any_is_cut() const { return number_of_pieces() > size(); }
@@ -57,10 +57,11 @@ class Shards {
   /// Throws where the optimizer has other parameters than it had, one of them elsewhere, or state of whole parameters.
   void check(const torch::optim::Optimizer& optimizer) const;
 
-  /// Runs `work` while the groups of the optimizer have `own` in the place of the parameters.
+  /// After `check`: runs `work` while the groups of the optimizer have `own` in the place of the parameters.
   void with_own(torch::optim::Optimizer& optimizer, c10::function_ref<void()> work);
 
  private:
+  static std::vector<Piece> cut(std::int64_t elements, const std::vector<std::size_t>& ranks);
   void divide(std::size_t place, bool may_be_cut, std::vector<std::int64_t>& bytes_of_rank);
   void check_groups(const torch::optim::Optimizer& optimizer) const;
   void check_place(const torch::optim::Optimizer& optimizer, std::size_t place) const;

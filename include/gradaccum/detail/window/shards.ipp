@@ -42,32 +42,40 @@ GRADACCUM_INLINE Shards::Shards(std::vector<at::Tensor> parameters, bool may_be_
   }
 }
 
-/// Each rank gets as many whole units; those that are left over go to the ranks that have least.
+/// Those with least first.
+GRADACCUM_INLINE std::vector<std::size_t> ranks_by(const std::vector<std::int64_t>& bytes_of_rank) {
+  std::vector<std::size_t> ranks(bytes_of_rank.size());
+  std::iota(ranks.begin(), ranks.end(), std::size_t{0});
+  std::stable_sort(ranks.begin(), ranks.end(), [&](auto a, auto b) { return bytes_of_rank[a] < bytes_of_rank[b]; });
+  return ranks;
+}
+
 GRADACCUM_INLINE void Shards::divide(std::size_t place, bool may_be_cut, std::vector<std::int64_t>& bytes_of_rank) {
   const auto& parameter = parameters_[place];
-  const auto units = parameter.numel() / unit;
-  const auto element = static_cast<std::int64_t>(parameter.element_size());
-  const auto least = [&](int a, int b) {
-    return bytes_of_rank[static_cast<std::size_t>(a)] < bytes_of_rank[static_cast<std::size_t>(b)];
-  };
-  std::vector<int> ranks(static_cast<std::size_t>(world_size_));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  std::stable_sort(ranks.begin(), ranks.end(), least);
+  const auto ranks = ranks_by(bytes_of_rank);
   auto& pieces = pieces_[place];
-  if (!may_be_cut || units < world_size_ || !parameter.is_contiguous()) {
-    pieces.push_back({ranks[0], 0, parameter.numel()});
-  } else {
-    std::vector<std::int64_t> units_of(static_cast<std::size_t>(world_size_), units / world_size_);
-    for (std::int64_t i = 0; i < units % world_size_; ++i)
-      ++units_of[static_cast<std::size_t>(ranks[static_cast<std::size_t>(i)])];
-    std::int64_t begin = 0;
-    for (int rank = 0; rank < world_size_; ++rank) {
-      const auto end = begin + units_of[static_cast<std::size_t>(rank)] * unit;
-      pieces.push_back({rank, begin, rank + 1 == world_size_ ? parameter.numel() : end});
-      begin = end;
-    }
+  if (may_be_cut && parameter.numel() / unit >= world_size_ && parameter.is_contiguous())
+    pieces = cut(parameter.numel(), ranks);
+  else
+    pieces = {{static_cast<int>(ranks[0]), 0, parameter.numel()}};
+  for (auto& piece : pieces)
+    bytes_of_rank[static_cast<std::size_t>(piece.rank)] +=
+        piece.size() * static_cast<std::int64_t>(parameter.element_size());
+}
+
+/// Each rank gets as many whole units; those that are left over go to the first in `ranks`.
+GRADACCUM_INLINE std::vector<Shards::Piece> Shards::cut(std::int64_t elements, const std::vector<std::size_t>& ranks) {
+  const auto number = static_cast<std::int64_t>(ranks.size()), units = elements / unit;
+  std::vector<std::int64_t> units_of(ranks.size(), units / number);
+  for (std::size_t i = 0; i < static_cast<std::size_t>(units % number); ++i) ++units_of[ranks[i]];
+  std::vector<Piece> pieces;
+  std::int64_t begin = 0;
+  for (auto count : units_of) {
+    pieces.push_back({static_cast<int>(pieces.size()), begin, begin + count * unit});
+    begin = pieces.back().end;
   }
-  for (auto& piece : pieces) bytes_of_rank[static_cast<std::size_t>(piece.rank)] += piece.size() * element;
+  pieces.back().end = elements;
+  return pieces;
 }
 
 GRADACCUM_INLINE std::size_t Shards::number_of_pieces() const {
@@ -77,9 +85,9 @@ GRADACCUM_INLINE std::size_t Shards::number_of_pieces() const {
 }
 
 GRADACCUM_INLINE Shards::Piece Shards::own_piece(std::size_t place) const {
-  for (auto& piece : pieces(place))
-    if (piece.rank == rank_) return piece;
-  return {rank_, 0, 0};
+  if (is_cut(place)) return pieces(place)[static_cast<std::size_t>(rank_)];
+  const auto& whole = pieces(place)[0];
+  return whole.rank == rank_ ? whole : Piece{rank_, 0, 0};
 }
 
 GRADACCUM_INLINE at::Tensor Shards::part(std::size_t place, const Piece& piece, const at::Tensor& of) const {
@@ -87,7 +95,6 @@ GRADACCUM_INLINE at::Tensor Shards::part(std::size_t place, const Piece& piece, 
 }
 
 GRADACCUM_INLINE void Shards::with_own(torch::optim::Optimizer& optimizer, c10::function_ref<void()> work) {
-  check(optimizer);
   swap_groups(optimizer);
   struct Back {
     Shards& shards;
