@@ -169,6 +169,7 @@ int main(int argc, char** argv) {
   if (adamw) {
     add("gradaccum, AdamW", {});
     add("gradaccum, AdamW, state divided", {.shard = ga::Shard::optimizer});
+    add("gradaccum, AdamW, state and gradients divided", {.shard = ga::Shard::gradients});
   } else {
     add("gradaccum", {});
     add("gradaccum, sent after backward", {.overlap = false});

@@ -44,17 +44,24 @@ struct Kind {
   std::string name;
   std::optional<Way> way = {};
 };
-inline const std::vector<Kind> kinds{
-    {"alone"}, {"unsharded", Way::unsharded}, {"Shard::optimizer", Way::shard_optimizer}};
+inline const std::vector<Kind> kinds{{"alone"},
+                                     {"unsharded", Way::unsharded},
+                                     {"Shard::optimizer", Way::shard_optimizer},
+                                     {"Shard::gradients", Way::shard_gradients}};
+
+inline ga::Shard shard_of(Way way) {
+  if (way == Way::unsharded) return ga::Shard::none;
+  return way == Way::shard_optimizer ? ga::Shard::optimizer : ga::Shard::gradients;
+}
 
 /// Windows of so many micro-batches.
 class Loop {
  public:
   Loop(const ga::ProcessGroup& group, const Kind& kind, std::int64_t micro_batches)
       : group_(group), micro_batches_(micro_batches), accumulator_(adamw_, {.steps = micro_batches}) {
-    const auto shard = kind.way == Way::shard_optimizer ? ga::Shard::optimizer : ga::Shard::none;
     if (kind.way)
-      replicas_ = std::make_unique<ga::Replicas>(group, model_, accumulator_, ga::ReplicasOptions{.shard = shard});
+      replicas_ = std::make_unique<ga::Replicas>(group, model_, accumulator_,
+                                                 ga::ReplicasOptions{.shard = shard_of(*kind.way)});
   }
 
   double window() {

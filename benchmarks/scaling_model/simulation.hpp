@@ -148,6 +148,7 @@ class Simulation {
                way_ == Way::shard_gradients || i + 1 == micro_batches);
     }
     agree();
+    if (way_ != Way::unsharded) gather_norms();
     clock_.compute(way_ == Way::unsharded ? compute_.step : compute_.step / static_cast<double>(ranks_));
     if (way_ != Way::unsharded)
       for (auto& bucket : buckets_) send(bucket.bytes, 1);
@@ -162,7 +163,7 @@ class Simulation {
       if (!sends) break;
       clock_.compute((std::max(done, bucket.ready) - done) * seconds);
       done = std::max(done, bucket.ready);
-      send(bucket.bytes, way_ == Way::shard_gradients ? 1 : 2);
+      send(bucket.bytes, way_ == Way::unsharded ? 2 : 1);
     }
     clock_.compute((1 - done) * seconds);
     clock_.wait();
@@ -170,6 +171,10 @@ class Simulation {
   /// A few numbers of each window: latencies.
   void agree() {
     send(0, 2);
+    clock_.wait();
+  }
+  void gather_norms() {
+    send(0, 1);
     clock_.wait();
   }
   /// `passes`: 1, a reduce-scatter or an all-gather; 2, an all-reduce.

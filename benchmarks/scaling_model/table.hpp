@@ -42,7 +42,7 @@ struct NamedWay {
 };
 constexpr std::array<NamedWay, 3> ways{{{Way::unsharded, "unsharded", "#9bd", 6},
                                         {Way::shard_optimizer, "Shard::optimizer", "#e80", 3},
-                                        {Way::shard_gradients, "ZeRO stage 2", "#063", 1}}};
+                                        {Way::shard_gradients, "Shard::gradients", "#063", 1}}};
 
 inline std::string described(const Link& link) {
   return fmt::format("{:.1f} us + {:.2f} GB/s", 1e6 * link.latency, link.bytes_per_s / 1e9);

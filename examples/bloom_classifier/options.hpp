@@ -119,10 +119,14 @@ inline void add_training(CLI::App& app, Options& options) {
   app.add_option("--lr", options.learning_rate, "learning rate")->check(CLI::PositiveNumber);
   app.add_option("--optimizer", options.optimizer, "adafactor and adamw8bit take less memory")
       ->check(CLI::IsMember({"adam", "adamw", "adafactor", "adamw8bit"}));
-  app.add_option("--shard", options.shard,
-                 "what several processes divide: each keeps the optimizer's state of its own part of the parameters")
-      ->transform(CLI::CheckedTransformer(std::map<std::string, gradaccum::Shard>{
-          {"none", gradaccum::Shard::none}, {"optimizer", gradaccum::Shard::optimizer}}));
+  app.add_option(
+         "--shard", options.shard,
+         "what several processes divide: each keeps the optimizer's state of its own part of the parameters, or "
+         "that and the gradients")
+      ->transform(
+          CLI::CheckedTransformer(std::map<std::string, gradaccum::Shard>{{"none", gradaccum::Shard::none},
+                                                                          {"optimizer", gradaccum::Shard::optimizer},
+                                                                          {"gradients", gradaccum::Shard::gradients}}));
   app.add_flag("--in-backward", options.in_backward,
                "step each parameter as soon as its gradient is there, and free that: for updates of one micro-batch");
   auto* segments = app.add_option("--checkpoint", options.segments,

@@ -115,10 +115,12 @@ inline void add_options(CLI::App& app, Options& options) {
       ->check(CLI::IsMember({"float32", "float64"}));
   auto* amp = app.add_option("--amp", options.amp, "mixed precision: 16 bits where they do no harm")
                   ->check(CLI::IsMember({"off", "bf16", "fp16"}));
-  app.add_option("--shard", options.shard,
-                 "what several processes divide: each keeps the optimizer's state of its own part of the parameters")
-      ->transform(CLI::CheckedTransformer(
-          std::map<std::string, ga::Shard>{{"none", ga::Shard::none}, {"optimizer", ga::Shard::optimizer}}));
+  app.add_option(
+         "--shard", options.shard,
+         "what several processes divide: each keeps the optimizer's state of its own part of the parameters, or "
+         "that and the gradients")
+      ->transform(CLI::CheckedTransformer(std::map<std::string, ga::Shard>{
+          {"none", ga::Shard::none}, {"optimizer", ga::Shard::optimizer}, {"gradients", ga::Shard::gradients}}));
   app.add_option("--threads", options.threads, "processor threads; 0: LibTorch chooses")->check(whole_number(0, 1024));
   app.add_option("--seed", options.seed, "of the first parameters and of the order of images")
       ->check(whole_number(0, std::numeric_limits<std::int64_t>::max()));

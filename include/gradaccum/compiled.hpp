@@ -112,6 +112,7 @@
 #include <gradaccum/detail/optimizers/shard_state.ipp>
 #include <gradaccum/detail/optimizers/stochastic_rounding.ipp>
 #include <gradaccum/detail/parallel/gradient_exchange.ipp>
+#include <gradaccum/detail/parallel/gradient_pieces.ipp>
 #include <gradaccum/detail/parallel/heartbeat.ipp>
 #include <gradaccum/detail/parallel/launch_environment.ipp>
 #include <gradaccum/detail/parallel/links.ipp>
@@ -120,6 +121,7 @@
 #include <gradaccum/detail/parallel/rank_states.ipp>
 #include <gradaccum/detail/parallel/replica_peers.ipp>
 #include <gradaccum/detail/parallel/roll_call.ipp>
+#include <gradaccum/detail/parallel/whole_gradients.ipp>
 #include <gradaccum/detail/scaling/device_scale.ipp>
 #include <gradaccum/detail/scaling/late_number.ipp>
 #include <gradaccum/detail/scaling/loss_scale.ipp>

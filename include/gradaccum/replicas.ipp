@@ -55,7 +55,7 @@ GRADACCUM_INLINE std::shared_ptr<detail::ReplicaPeers> Replicas::peers_of(const 
   TORCH_CHECK(options.bucket_bytes >= 1, "Replicas: bucket_bytes must be >= 1, got ", options.bucket_bytes);
   if (!group.links()) return nullptr;
   return std::make_shared<detail::ReplicaPeers>(group.links(), options.bucket_bytes, options.overlap,
-                                                options.shard == Shard::optimizer);
+                                                options.shard);
 }
 
 GRADACCUM_INLINE Replicas::~Replicas() {

@@ -7,6 +7,7 @@ namespace gradaccum {
 enum class Shard {
   none,       ///< each has all
   optimizer,  ///< each keeps the optimizer's state of its own part of the parameters, and steps that part
+  gradients,  ///< that, and between micro-batches the gradients of that part
 };
 
 }  // namespace gradaccum

@@ -48,13 +48,18 @@ foreach(name config.json model.safetensors tokenizer.json states)
   endif()
 endforeach()
 string(REGEX MATCH "Test accuracy [^\n]+" accuracy "${output}")
-# By two processes, with half of the micro-batches each.
-execute_process(COMMAND "${LAUNCH}" 2 "${EXAMPLE}" ${train} --epochs 2 --accumulate 2 --save "${DIRECTORY}/two" --optimizer adamw --shard optimizer
-                OUTPUT_VARIABLE output COMMAND_ERROR_IS_FATAL ANY)
-string(REGEX MATCHALL "[a-zA-Z]+ acc[a-z.]+:? ${percent}" of_two "${output}")
-if(NOT of_two STREQUAL accuracies OR NOT of_two)
-  message(FATAL_ERROR "two processes must give '${accuracies}', got '${of_two}'")
-endif()
+# By several processes, with as many fewer micro-batches each.
+function(expect_the_same_by number accumulate shard)
+  execute_process(COMMAND "${LAUNCH}" ${number} "${EXAMPLE}" ${train} --epochs 2 --accumulate ${accumulate}
+                          --save "${DIRECTORY}/by_${number}" --optimizer adamw --shard ${shard}
+                  OUTPUT_VARIABLE output COMMAND_ERROR_IS_FATAL ANY)
+  string(REGEX MATCHALL "[a-zA-Z]+ acc[a-z.]+:? ${percent}" of_several "${output}")
+  if(NOT of_several STREQUAL accuracies OR NOT of_several)
+    message(FATAL_ERROR "${number} processes with --shard ${shard} must give '${accuracies}', got '${of_several}'")
+  endif()
+endfunction()
+expect_the_same_by(2 2 optimizer)
+expect_the_same_by(4 1 gradients)
 
 set(predict predict --model "${DIRECTORY}/saved" --threads 1)
 succeed(${predict} "A wonderful film." "An awful, boring film.")

@@ -3,6 +3,7 @@
 
 #include <gradaccum/data/tensor_batches.hpp>
 #include <gradaccum/policies/data_parallel.hpp>
+#include <gradaccum/policies/fit_memory.hpp>
 #include <gradaccum/trainer.hpp>
 
 #include "support/files.hpp"
@@ -127,7 +128,7 @@ struct Run {
 }  // namespace
 
 TEST_CASE("DataParallel: a saved training goes on to the bit, on all ranks") {
-  const auto shard = GENERATE(ga::Shard::none, ga::Shard::optimizer);
+  const auto shard = GENERATE(ga::Shard::none, ga::Shard::optimizer, ga::Shard::gradients);
   const Data data;
   const Directory directory;
   std::vector<Run> straight(2), first(2), second(2);
@@ -165,6 +166,29 @@ TEST_CASE("DataParallel: a saved training goes on to the bit, on all ranks") {
   Run alone;
   REQUIRE_ERROR("world_size = 2, and here it is 1", alone.fit(data, ga::ProcessGroup(), directory / "stopped",
                                                               {.epochs = 3, .resume = directory / "stopped"}));
+}
+
+TEST_CASE("DataParallel: what does not go with gradients that are divided is refused before it trains") {
+  const Data data;
+  std::vector<std::string> of_tail(2), of_memory(2);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    const auto place = static_cast<std::size_t>(group.rank());
+    const auto error_of_fit = [&](ga::FitOptions options, auto... policies) {
+      auto model = make_model();
+      torch::optim::SGD sgd(model->parameters(), 0.05);
+      ga::data::TensorBatches batches(data.inputs, data.targets,
+                                      {.batch_size = 5, .rank = group.rank(), .world_size = group.world_size()});
+      return testing::error_of([&] {
+        ga::Trainer trainer(model, sgd, objective, ga::DataParallel{.group = group, .shard = ga::Shard::gradients},
+                            policies...);
+        trainer.fit(batches, options);
+      });
+    };
+    of_tail[place] = error_of_fit({.epochs = 1, .tail = ga::Tail::drop});
+    of_memory[place] = error_of_fit({.epochs = 1}, ga::FitMemory{.budget = 1 << 30});
+  });
+  for (auto& error : of_tail) CHECK_THAT(error, Catch::Contains("tail must be flush"));
+  for (auto& error : of_memory) CHECK_THAT(error, Catch::Contains("FitMemory: must not go with Shard::gradients"));
 }
 
 namespace {

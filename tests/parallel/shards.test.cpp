@@ -107,30 +107,49 @@ struct Rank {
   std::unique_ptr<ga::AmpScaler> scaler =
       std::make_unique<ga::AmpScaler>(ga::AmpScalerOptions{.init_scale = 1024, .growth_interval = 2});
 
-  explicit Rank(const Kind& kind, double learning_rate_times = 1) {
+  explicit Rank(const Kind& kind, double learning_rate_times = 1, std::int64_t steps = 2) {
     model->to(kind.dtype);
     itself = kind.make(model->parameters());
     for (auto& group : itself->param_groups()) group.options().set_lr(group.options().get_lr() * learning_rate_times);
-    optimizer =
-        std::make_unique<ga::GradAccumulator<torch::optim::Optimizer>>(*itself, ga::GradAccumulatorOptions{.steps = 2});
+    optimizer = std::make_unique<ga::GradAccumulator<torch::optim::Optimizer>>(
+        *itself, ga::GradAccumulatorOptions{.steps = steps});
   }
 
-  void micro_batch(std::int64_t rows, double seed, bool overflows) {
+  at::Tensor loss_of(std::int64_t rows, double seed) {
     const auto number = torch::arange(rows * 30).reshape({rows, 30}).to(at::kDouble);
     const auto x = torch::sin(number * seed).to(model->scalar.scalar_type());
-    auto loss = model->forward(x).pow(2).mean();
-    if (overflows) loss = loss * std::numeric_limits<float>::infinity();
-    optimizer->backward(scaler->scale(ga::Loss{loss, rows}));
-    optimizer->clip_grad_norm_(0.3);
+    return model->forward(x).pow(2).mean();
+  }
+
+  void close(bool clips) {
+    if (clips) optimizer->clip_grad_norm_(0.3);
     scaler->step(*optimizer);
     scaler->update();
     optimizer->zero_grad();
   }
 
+  void micro_batch(std::int64_t rows, double seed, double times = 1, bool clips = true) {
+    optimizer->backward(scaler->scale(ga::Loss{loss_of(rows, seed) * times, rows}));
+    close(clips);
+  }
+
   /// Uneven weights; the second window of rank 1 overflows.
   void train(int rank, std::int64_t windows) {
     for (std::int64_t i = 0; i < 2 * windows; ++i)
-      micro_batch(1 + (i + rank) % 3, 0.1 + 0.01 * static_cast<double>(i) + rank, rank == 1 && i == 3);
+      micro_batch(1 + (i + rank) % 3, 0.1 + 0.01 * static_cast<double>(i) + rank,
+                  rank == 1 && i == 3 ? std::numeric_limits<double>::infinity() : 1);
+  }
+
+  /// The same, but a window has the gradients of one rank's first micro-batch and another's second, and zeros of all
+  /// else: in whatever order they are added, the sum has the same bits.
+  void train_to_the_bit(int rank, int world_size, std::int64_t windows) {
+    for (std::int64_t i = 0; i < 2 * windows; ++i) {
+      const bool takes_part = (i / 2 + i % 2) % world_size == rank;
+      const bool overflows = rank == 1 && i == 3;
+      micro_batch(1 + (i + rank) % 3, 0.1 + 0.01 * static_cast<double>(i) + rank,
+                  overflows ? std::numeric_limits<double>::infinity() : static_cast<double>(takes_part),
+                  /*clips=*/false);
+    }
   }
 
   std::int64_t bytes_of_state() const {
@@ -214,33 +233,115 @@ TEST_CASE("Shards: each element is one rank's, in pieces of whole units, and no 
     for (auto elements : elements_of) CHECK(elements <= all / world_size + 60000);  // the one that is not in one row
 }
 
-TEST_CASE("Shard: any number of ranks gives the bits of ranks that are not divided") {
+TEST_CASE("Shard: any number of ranks gives the bits of ranks that are not divided, where sums are exact") {
   const auto kind = GENERATE(from_range(kinds()));
   const int number = GENERATE(2, 4);
   CAPTURE(kind.name, number);
-  const auto plain = trained(number, kind, ga::Shard::none);
-  const auto divided = trained(number, kind, ga::Shard::optimizer);
-  std::int64_t bytes = 0;
-  for (std::size_t i = 0; i < plain.size(); ++i) {
-    CHECK(plain[i].optimizer->updates() == 3);  // one has overflowed
-    CHECK(divided[i].optimizer->updates() == 3);
-    CHECK(divided[i].scaler->get_scale() == plain[i].scaler->get_scale());
-    CHECK(torch::equal(flat(divided[i].model), flat(plain[i].model)));
-    CHECK(torch::equal(divided[i].optimizer->grad_norm(), plain[i].optimizer->grad_norm()));
-    bytes += divided[i].bytes_of_state();
-    if (kind.name != "Adafactor" && kind.dtype == at::kFloat)
-      CHECK(divided[i].bytes_of_state() < plain[i].bytes_of_state() * 3 / 4);
+  const auto trained_by = [&](ga::Shard shard) {
+    auto ranks = make_ranks(number, kind);
+    together(ranks, shard, [&](Rank& rank, int i) { rank.train_to_the_bit(i, number, 4); });
+    return ranks;
+  };
+  const auto plain = trained_by(ga::Shard::none);
+  for (auto shard : {ga::Shard::optimizer, ga::Shard::gradients}) {
+    const auto divided = trained_by(shard);
+    std::int64_t bytes = 0;
+    for (std::size_t i = 0; i < plain.size(); ++i) {
+      CHECK(plain[i].optimizer->updates() == 3);  // one has overflowed
+      CHECK(divided[i].optimizer->updates() == 3);
+      CHECK(divided[i].scaler->get_scale() == plain[i].scaler->get_scale());
+      CHECK(torch::equal(flat(divided[i].model), flat(plain[i].model)));
+      bytes += divided[i].bytes_of_state();
+      if (kind.name != "Adafactor" && kind.dtype == at::kFloat)
+        CHECK(divided[i].bytes_of_state() < plain[i].bytes_of_state() * 3 / 4);
+    }
+    CHECK(bytes == plain[0].bytes_of_state());
   }
-  CHECK(bytes == plain[0].bytes_of_state());
+}
+
+namespace {
+
+double largest_difference(const Rank& a, const Rank& b) {
+  return (flat(a.model) - flat(b.model)).abs().max().item<double>();
+}
+
+/// Those that do not round to few bits.
+std::vector<Kind> kinds_in_float64() {
+  std::vector<Kind> all;
+  for (auto& kind : kinds())
+    if (kind.dtype == at::kFloat && kind.name != "AdamW8bit") all.push_back({kind.name, kind.make, at::kDouble});
+  return all;
+}
+
+}  // namespace
+
+TEST_CASE("Shard: clipping, overflow and uneven weights are those of ranks that are not divided, to rounding") {
+  const auto kind = GENERATE(from_range(kinds_in_float64()));
+  const int number = GENERATE(2, 3);
+  CAPTURE(kind.name, number);
+  const auto plain = trained(number, kind, ga::Shard::none);
+  for (auto shard : {ga::Shard::optimizer, ga::Shard::gradients}) {
+    const auto divided = trained(number, kind, shard);
+    for (std::size_t i = 0; i < plain.size(); ++i) {
+      CHECK(divided[i].optimizer->updates() == 3);
+      CHECK(divided[i].scaler->get_scale() == plain[i].scaler->get_scale());
+      CHECK(largest_difference(divided[i], plain[i]) < 1e-12);
+      CHECK(largest_difference(divided[i], Rank(kind)) > 1e-3);
+      CHECK(divided[i].optimizer->grad_norm().item<double>() ==
+            Approx(plain[i].optimizer->grad_norm().item<double>()).epsilon(1e-12));
+      CHECK(torch::equal(divided[i].optimizer->grad_norm(), divided[0].optimizer->grad_norm()));
+    }
+  }
+}
+
+TEST_CASE("Shard: windows of different lengths, of different numbers, and in either form are those of all ranks") {
+  const auto kind = kinds_in_float64()[2];
+  const bool plain_form = GENERATE(false, true), overlap = GENERATE(true, false);
+  CAPTURE(plain_form, overlap);
+  const auto train = [&](ga::Shard shard) {
+    std::vector<Rank> ranks;
+    for (std::int64_t steps : {2, 3, 1}) ranks.emplace_back(kind, 1, steps);
+    tests::as_ranks(3, [&](const ga::ProcessGroup& group) {
+      auto& rank = ranks[static_cast<std::size_t>(group.rank())];
+      ga::Replicas replicas(group, rank.model, *rank.optimizer,
+                            {.bucket_bytes = 30000, .overlap = overlap, .seed_by_rank = false, .shard = shard});
+      const int micro_batches = std::vector{3, 11, 1}[static_cast<std::size_t>(group.rank())];
+      for (int i = 0; i < micro_batches; ++i) {
+        const auto loss = rank.loss_of(1 + i % 2, 0.3 * i + group.rank());
+        plain_form ? loss.backward() : rank.optimizer->backward(ga::Loss{loss, 1 + i % 2});
+        rank.optimizer->clip_grad_norm_(0.2);
+        rank.optimizer->step();
+        rank.optimizer->zero_grad();
+      }
+      rank.optimizer->flush();
+      while (replicas.others_continue()) {
+        rank.optimizer->clip_grad_norm_(0.2);
+        rank.optimizer->step();
+        rank.optimizer->zero_grad();
+      }
+      replicas.check_equal();
+    });
+    return ranks;
+  };
+  const auto plain = train(ga::Shard::none);
+  for (auto shard : {ga::Shard::optimizer, ga::Shard::gradients}) {
+    const auto divided = train(shard);
+    for (std::size_t i = 0; i < plain.size(); ++i) {
+      CHECK(divided[i].optimizer->updates() == 4);
+      CHECK(plain[i].optimizer->updates() == 4);
+      CHECK(largest_difference(divided[i], plain[i]) < 1e-12);
+    }
+  }
 }
 
 TEST_CASE("Shard: each rank steps its own part, and no other") {
   const Kind kind = kinds()[2];
-  const auto plain = trained(2, kind, ga::Shard::optimizer, 1);
+  const auto shard = GENERATE(ga::Shard::optimizer, ga::Shard::gradients);
+  const auto plain = trained(2, kind, shard, 1);
   std::vector<Rank> ranks;
   ranks.emplace_back(kind);
   ranks.emplace_back(kind, /*learning_rate_times=*/3);
-  together(ranks, ga::Shard::optimizer, [&](Rank& rank, int i) {
+  together(ranks, shard, [&](Rank& rank, int i) {
     rank.train(i, 1);
     for (auto& group : rank.itself->param_groups()) group.options().set_lr(0.01);  // else they are told
   });
@@ -279,7 +380,7 @@ TEST_CASE("Shard: states go on to the bit, with as many ranks, with others, and 
         together(ranks, shard, [&](Rank& rank, int i) {
           ga::load(directory / from, rank);
           for (std::int64_t k = 8; k < 12; ++k)
-            rank.micro_batch(1 + (k + i) % 3, 0.1 + 0.01 * static_cast<double>(k) + i, false);
+            rank.micro_batch(1 + (k + i) % 3, 0.1 + 0.01 * static_cast<double>(k) + i);
         });
         for (std::size_t i = 0; i < 2; ++i) CHECK(torch::equal(flat(ranks[i].model), flat(straight[i].model)));
       }
@@ -308,7 +409,8 @@ TEST_CASE("Shard: states go on to the bit, with as many ranks, with others, and 
   }
 }
 
-TEST_CASE("Shard: memory of a rank is 8 + 8 / ranks bytes a parameter, and the largest bucket twice") {
+TEST_CASE(
+    "Shard: memory of a rank is 8 + 8 / ranks bytes a parameter, or 4 + 12 / ranks, and the largest bucket twice") {
   const int number = GENERATE(1, 2, 4);
   const auto peak_of = [&](ga::Shard shard) {
     std::vector<std::int64_t> peaks(static_cast<std::size_t>(number)), parameters = peaks;
@@ -335,12 +437,14 @@ TEST_CASE("Shard: memory of a rank is 8 + 8 / ranks bytes a parameter, and the l
     });
     for (std::size_t i = 0; i < peaks.size(); ++i) {
       const auto largest_bucket = std::int64_t{4} * 500 * 600;
-      const auto bound = (8 + 8.0 / number) * static_cast<double>(parameters[i]) + 2.0 * largest_bucket;
+      const double all = shard == ga::Shard::gradients ? 4 : 8;  // of which no rank has a part alone
+      const auto bound = (all + (16 - all) / number) * static_cast<double>(parameters[i]) + 2.0 * largest_bucket;
       CAPTURE(number, i, peaks[i], bound);
-      CHECK((static_cast<double>(peaks[i]) <= bound) == (shard == ga::Shard::optimizer || number == 1));
+      CHECK((static_cast<double>(peaks[i]) <= bound) == (shard != ga::Shard::none || number == 1));
     }
   };
   peak_of(ga::Shard::optimizer);
+  peak_of(ga::Shard::gradients);
   peak_of(ga::Shard::none);  // has more, where there are several
 }
 
@@ -438,6 +542,39 @@ TEST_CASE("Shard: what it does not go with is refused, on all ranks") {
                  });
                }),
                Catch::Contains("must stay where it was"));
+  }
+  SECTION("a window that is open, where its sums are not here") {
+    std::vector<std::string> of_norm(2), of_save(2), of_discard(2);
+    auto ranks = make_ranks(2, kind);
+    const Directory directory;
+    CHECK_THROWS_WITH(together(ranks, ga::Shard::gradients,
+                               [&](Rank& rank, int i) {
+                                 const auto place = static_cast<std::size_t>(i);
+                                 rank.micro_batch(1, 0.1);
+                                 of_norm[place] = testing::error_of([&] { rank.optimizer->gradients().norm(); });
+                                 of_save[place] = testing::error_of([&] { ga::save(directory / "open", rank); });
+                                 rank.optimizer->discard();
+                                 of_discard[place] = testing::error_of([&] { rank.train(i, 1); });
+                               }),
+                      Catch::Contains("nothing can be exchanged"));
+    for (auto& error : of_norm) CHECK_THAT(error, Catch::Contains("ask when it is complete"));
+    for (auto& error : of_save) CHECK_THAT(error, Catch::Contains("a window is saved when it is closed"));
+    for (auto& error : of_discard) CHECK_THAT(error, Catch::Contains("a window was discarded"));
+  }
+  SECTION("a norm of gradients that have been changed") {
+    CHECK_THAT(message([&](auto& ranks) {
+                 together(ranks, ga::Shard::optimizer, [](Rank& rank, int) {
+                   rank.optimizer->backward(ga::Loss{rank.loss_of(1, 0.1), 1});
+                   rank.optimizer->step();
+                   rank.optimizer->backward(ga::Loss{rank.loss_of(1, 0.1), 1});
+                   auto gradients = rank.optimizer->gradients();
+                   const auto norm = gradients.norm().item<double>();
+                   for (auto& gradient : gradients.values()) gradient.add_(0.0);  // known: applied, and then changed
+                   static_cast<void>(norm);
+                   gradients.norm();
+                 });
+               }),
+               Catch::Contains("ask before you change them"));
   }
   SECTION("one rank that does not divide") {
     CHECK_THAT(message([&](auto& ranks) {

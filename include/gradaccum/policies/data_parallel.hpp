@@ -26,7 +26,7 @@ namespace gradaccum {
 /// 0's. A rank with less data than others goes along to the end of the epoch; buffers are rank 0's from there on.
 ///
 /// With `.shard = ga::Shard::optimizer` each rank keeps the optimizer's state of its own part of the parameters, steps
-/// that part, and sends it to the others.
+/// that part, and sends it to the others; with `ga::Shard::gradients` it keeps the gradients of that part alone, too.
 ///
 /// What ends the training (`stop()`, a signal with SaveState) ends it on all ranks, after the window that is closed
 /// next, or the epoch. An exception in `fit` on one rank ends it on all. States are saved by all, each rank

@@ -57,7 +57,7 @@ struct SaveState {
   std::string metric = "loss";           ///< whose, as `Validate` calls it
   std::optional<Mode> mode = {};         ///< which is better; need not be given for loss and accuracy
   std::function<void()> save_now = {};   ///< not an option, like all below
-  std::function<void()> rehearse = {};
+  std::function<bool()> rehearse = {};   ///< false: not now
   std::function<void(int)> interrupt = {};
   std::optional<std::filesystem::path> last = {};  // that this fit has saved
   const FitStatus* status = nullptr;               // the trainer's

@@ -5,6 +5,7 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/io/state_directory.hpp>
+#include <gradaccum/detail/window/peers.hpp>
 #include <gradaccum/trainer_base.hpp>
 #include <gradaccum/validation.hpp>
 
@@ -30,8 +31,11 @@ GRADACCUM_INLINE void SaveState::attach(TrainerBase& trainer) {
   status = &trainer.status();
   writes = trainer.is_first();
   rehearse = [this, &trainer] {
+    const auto peers = trainer.peers();
+    if (peers && peers->take_each_backward() && trainer.window().micro_batches > 0) return false;  // not a state, yet
     if (writes) detail::check_is_newest(directory, trainer.updates());
     detail::check_can_be_saved(trainer);
+    return true;
   };
   save_now = [this, &trainer] {
     auto path = save(directory, trainer);
@@ -95,7 +99,7 @@ GRADACCUM_INLINE void SaveState::state(Archive& archive) {
 
 GRADACCUM_INLINE void SaveState::at_boundary() {
   if (status->options.smoke) return;
-  if (rehearse) std::exchange(rehearse, {})();  // before hours have gone by
+  if (const auto check = std::exchange(rehearse, {}); check && !check()) rehearse = check;  // before hours have gone by
   const int signal = on_signals ? detail::StopSignals::received() : 0;
   if (signal != 0) interrupt(signal);
   const bool ends = status->done() && (!finished || status->signal != 0);  // a signal that all processes know of

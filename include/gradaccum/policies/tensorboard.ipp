@@ -110,6 +110,10 @@ GRADACCUM_INLINE void TensorBoard::before_step(Gradients& window) {
   if (histograms_every == 0 || !begun()) return;
   const auto parameters = window.parameters();  // says that there are none, with OptimizerInBackward
   if ((trainer->updates() + 1) % histograms_every != 0) return;
+  if (trainer->shards()) {
+    TORCH_WARN_ONCE("TensorBoard: histograms of gradients are left out: with {.shard = …} no process has all of them");
+    return;
+  }
   const auto names = detail::names_of_parameters(trainer->module(), parameters);
   const auto raw = window.raw();
   for (std::size_t i = 0; i < raw.size(); ++i) {

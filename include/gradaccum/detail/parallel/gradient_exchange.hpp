@@ -4,6 +4,7 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/parallel/links.hpp>
 #include <gradaccum/detail/window/arrival_scope.hpp>
+#include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
@@ -16,8 +17,6 @@
 #include <vector>
 
 namespace gradaccum::detail {
-
-class WindowGradients;
 
 inline constexpr std::int64_t alone_from = std::int64_t{1} << 20;  ///< bytes: copying costs more than another message
 
@@ -40,9 +39,8 @@ std::vector<Bucket> buckets_of(const std::vector<at::Tensor>& parameters, std::o
 /// Adds one window's gradients up over all ranks: a bucket is sent when all its gradients are there, and all those
 /// before it are sent.
 ///
-/// What is sent is the sum times the window's first weight, which each rank has divided its own by. A gradient that
-/// fills its bucket alone is summed where it is; others are copied together, and back.
-class GradientExchange final : public ArrivalListener {
+/// What is sent is the sum times the window's first weight, which each rank has divided its own by.
+class GradientExchange : public ArrivalListener {
  public:
   GradientExchange(std::shared_ptr<Links> links, Links::Line line, std::shared_ptr<WindowGradients> window,
                    std::optional<c10::ScalarType> accumulate_in, std::int64_t bucket_bytes);
@@ -51,25 +49,33 @@ class GradientExchange final : public ArrivalListener {
   GRADACCUM_INLINE void arrive(std::size_t place) override;
   GRADACCUM_INLINE void end() override;
 
-  /// 1 for each parameter that has a gradient here.
-  std::vector<double> used() const;
-  /// Sends what has not been sent, waits, and puts the sums into the window: of parameters that are used somewhere.
-  /// Gives what they have been divided by: 1, but for float16 parameters, where sums might overflow.
-  double finish(const std::vector<double>& used_by, double weight_of_all);
-  bool begun() const { return !sent_.empty(); }
+  /// All buckets are to be sent once more: another micro-batch.
+  void begin_round();
+  /// Sends what has not been sent.
+  GRADACCUM_INLINE virtual void end_round();
+  /// Without a backward: what there is, or zeros.
+  void send_round() { begin_round(), end_round(); }
+  /// Something has been sent of this window.
+  bool begun() const { return begun_; }
 
- private:
-  struct Sent {
-    at::Tensor sum;
-    Links::Pending pending;
-  };
+  /// There are gradients here that have not been sent, should no round be under way.
+  bool has_unsent() const;
+  /// 1 for each parameter that has a gradient in this window here.
+  GRADACCUM_INLINE virtual std::vector<double> used() const;
+  /// After the last round: waits, and the window has the sums, of parameters that are used somewhere. Gives what they
+  /// have been divided by: 1, but for float16 parameters, where sums might overflow.
+  virtual double finish(const std::vector<double>& used_by, double weight_of_all) = 0;
 
+ protected:
+  /// A window without weight has none, whatever lies there.
+  bool has_own(std::size_t place) const { return weight_ != 0 && window_->sums()[place].defined(); }
+  /// What this rank has of it, dense.
   at::Tensor own(std::size_t place) const;
-  at::Tensor own_dense(std::size_t place) const;
-  void send(const Bucket& bucket);
-  at::Tensor sent_alone(std::size_t place, const Bucket& bucket) const;
-  at::Tensor sent_together(const Bucket& bucket) const;
-  void put_back(const Bucket& bucket, const at::Tensor& sum, const std::vector<double>& used_by);
+  /// The same as it is sent, times the weight: itself, where it is so already.
+  at::Tensor sent_alone(const Bucket& bucket) const;
+  void times_weight(const at::Tensor& sum) const;
+  double unit_of(double weight_of_all) const;
+  virtual void send(const Bucket& bucket) = 0;
 
   const std::shared_ptr<Links> links_;
   const Links::Line line_;
@@ -77,11 +83,15 @@ class GradientExchange final : public ArrivalListener {
   const std::vector<at::Tensor> parameters_;
   const std::optional<c10::ScalarType> accumulate_in_;
   const std::vector<Bucket> buckets_;
+
+ private:
+  void send_next();
+
   std::vector<std::size_t> bucket_of_, missing_;  // by place; by bucket, how many gradients
   std::vector<bool> arrived_;
   const double weight_;
-  std::vector<Sent> sent_;
-  bool ended_ = false;
+  std::size_t sent_ = 0;  // buckets in this round
+  bool begun_ = false, ended_ = false;
   std::mutex mutex_;
 };
 

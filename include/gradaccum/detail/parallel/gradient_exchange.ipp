@@ -4,11 +4,8 @@
 #include <gradaccum/detail/parallel/gradient_exchange.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
@@ -65,12 +62,19 @@ GRADACCUM_INLINE GradientExchange::GradientExchange(std::shared_ptr<Links> links
       accumulate_in_(accumulate_in),
       buckets_(buckets_of(parameters_, accumulate_in, bucket_bytes)),
       bucket_of_(parameters_.size()),
-      arrived_(parameters_.size()),
       weight_(window_->first_weight()) {
-  for (std::size_t i = 0; i < buckets_.size(); ++i) {
-    missing_.push_back(buckets_[i].places.size());
+  for (std::size_t i = 0; i < buckets_.size(); ++i)
     for (auto place : buckets_[i].places) bucket_of_[place] = i;
-  }
+  begin_round();
+}
+
+GRADACCUM_INLINE void GradientExchange::begin_round() {
+  const std::lock_guard lock(mutex_);
+  missing_.clear();
+  for (auto& bucket : buckets_) missing_.push_back(bucket.places.size());
+  arrived_.assign(parameters_.size(), false);
+  sent_ = 0;
+  ended_ = false;
 }
 
 GRADACCUM_INLINE void GradientExchange::arrive(std::size_t place) {
@@ -78,7 +82,7 @@ GRADACCUM_INLINE void GradientExchange::arrive(std::size_t place) {
   if (ended_) return;
   const at::NoGradGuard no_grad;
   const auto bucket = bucket_of_[place];
-  TORCH_CHECK(!arrived_[place] || bucket >= sent_.size(), "Replicas: the gradient of parameter ", place, " (shape ",
+  TORCH_CHECK(!arrived_[place] || bucket >= sent_, "Replicas: the gradient of parameter ", place, " (shape ",
               parameters_[place].sizes(),
               ") arrived again after it was sent: an operation runs a backward of its own inside of backward; "
               "use {.overlap = false}");
@@ -86,7 +90,7 @@ GRADACCUM_INLINE void GradientExchange::arrive(std::size_t place) {
   if (arrived_[place]) return;
   arrived_[place] = true;
   --missing_[bucket];
-  while (sent_.size() < buckets_.size() && missing_[sent_.size()] == 0) send(buckets_[sent_.size()]);
+  while (sent_ < buckets_.size() && missing_[sent_] == 0) send_next();
 }
 
 GRADACCUM_INLINE void GradientExchange::end() {
@@ -94,83 +98,52 @@ GRADACCUM_INLINE void GradientExchange::end() {
   ended_ = true;
 }
 
-/// A window without weight has none, whatever lies there.
-GRADACCUM_INLINE at::Tensor GradientExchange::own(std::size_t place) const {
-  return weight_ == 0 ? at::Tensor() : window_->sums()[place];
+GRADACCUM_INLINE void GradientExchange::end_round() {
+  const at::NoGradGuard no_grad;
+  while (sent_ < buckets_.size()) send_next();
 }
 
-GRADACCUM_INLINE at::Tensor GradientExchange::own_dense(std::size_t place) const {
-  const auto gradient = own(place);
-  if (!gradient.defined()) return gradient;
+GRADACCUM_INLINE void GradientExchange::send_next() {
+  links_->begin_exchange(this);
+  begun_ = true;
+  send(buckets_[sent_++]);
+}
+
+GRADACCUM_INLINE at::Tensor GradientExchange::own(std::size_t place) const {
+  if (!has_own(place)) return {};
+  const auto& gradient = window_->sums()[place];
   return gradient.layout() == at::kStrided ? gradient.detach() : gradient.to_dense();
+}
+
+GRADACCUM_INLINE bool GradientExchange::has_unsent() const {
+  for (std::size_t place = 0; place < parameters_.size(); ++place)
+    if (has_own(place)) return true;
+  return false;
 }
 
 GRADACCUM_INLINE std::vector<double> GradientExchange::used() const {
   std::vector<double> used;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) used.push_back(own(i).defined() ? 1 : 0);
+  for (std::size_t place = 0; place < parameters_.size(); ++place) used.push_back(has_own(place) ? 1 : 0);
   return used;
 }
 
-GRADACCUM_INLINE double GradientExchange::finish(const std::vector<double>& used_by, double weight_of_all) {
-  const at::NoGradGuard no_grad;
+GRADACCUM_INLINE at::Tensor GradientExchange::sent_alone(const Bucket& bucket) const {
+  const auto place = bucket.places[0];
+  const auto gradient = own(place);
+  if (!gradient.defined()) return at::zeros(parameters_[place].sizes(), bucket.options);
+  const auto sent = gradient.to(bucket.options.dtype()).contiguous();
+  times_weight(sent);
+  return sent;
+}
+
+GRADACCUM_INLINE void GradientExchange::times_weight(const at::Tensor& sum) const {
+  if (weight_ != 0 && weight_ != 1) sum.mul_(weight_);
+}
+
+GRADACCUM_INLINE double GradientExchange::unit_of(double weight_of_all) const {
   const bool has_half = std::any_of(parameters_.begin(), parameters_.end(),
                                     [](auto& parameter) { return parameter.scalar_type() == at::kHalf; });
-  const double unit = has_half && weight_of_all > 0 ? weight_of_all : 1;
-  while (sent_.size() < buckets_.size()) send(buckets_[sent_.size()]);
-  for (std::size_t i = 0; i < buckets_.size(); ++i) {
-    links_->wait(sent_[i].pending, "the gradients of a window");
-    if (unit != 1) sent_[i].sum.div_(unit);
-    put_back(buckets_[i], sent_[i].sum, used_by);
-  }
-  links_->end_exchange(this);
-  return unit;
-}
-
-GRADACCUM_INLINE void GradientExchange::send(const Bucket& bucket) {
-  links_->begin_exchange(this);
-  auto sum = bucket.places.size() == 1 ? sent_alone(bucket.places[0], bucket) : sent_together(bucket);
-  if (weight_ != 0 && weight_ != 1) sum.mul_(weight_);
-  auto pending = links_->begin_sum(line_, sum.is_complex() ? at::view_as_real(sum) : sum);
-  sent_.push_back({std::move(sum), std::move(pending)});
-}
-
-GRADACCUM_INLINE at::Tensor GradientExchange::sent_alone(std::size_t place, const Bucket& bucket) const {
-  const auto gradient = own_dense(place);
-  if (!gradient.defined()) return at::zeros(parameters_[place].sizes(), bucket.options);
-  return gradient.to(bucket.options.dtype()).contiguous();  // itself, where it is so already
-}
-
-GRADACCUM_INLINE at::Tensor GradientExchange::sent_together(const Bucket& bucket) const {
-  const auto all = at::empty({bucket.elements}, bucket.options);
-  std::int64_t from = 0;
-  for (auto place : bucket.places) {
-    const auto& parameter = parameters_[place];
-    const auto part = all.narrow(0, from, parameter.numel()).view(parameter.sizes());
-    if (const auto gradient = own_dense(place); gradient.defined())
-      part.copy_(gradient);
-    else
-      part.zero_();
-    from += parameter.numel();
-  }
-  return all;
-}
-
-GRADACCUM_INLINE void GradientExchange::put_back(const Bucket& bucket, const at::Tensor& sum,
-                                                 const std::vector<double>& used_by) {
-  std::int64_t from = 0;
-  for (auto place : bucket.places) {
-    const auto& parameter = parameters_[place];
-    const auto part = bucket.places.size() == 1 ? sum : sum.narrow(0, from, parameter.numel()).view(parameter.sizes());
-    from += parameter.numel();
-    if (used_by[place] == 0) continue;
-    const auto& gradient = window_->sums()[place];
-    if (gradient.defined() && gradient.layout() == at::kStrided) {
-      if (!gradient.is_alias_of(part)) gradient.detach().copy_(part);
-      continue;
-    }
-    const auto dtype = accumulate_in_ ? part.scalar_type() : parameter.scalar_type();
-    window_->sums().set(place, part.to(dtype, /*non_blocking=*/false, /*copy=*/bucket.places.size() > 1));
-  }
+  return has_half && weight_of_all > 0 ? weight_of_all : 1;
 }
 
 }  // namespace gradaccum::detail

@@ -8,6 +8,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -23,6 +24,9 @@ namespace gradaccum::detail {
 
 struct LaunchEnvironment;
 class NcclLink;
+
+/// What lies in one row, of any dtype.
+inline at::Tensor bytes_of_row(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
 
 /// The connections of this process with all others of its group.
 ///
@@ -66,6 +70,12 @@ class Links {
   Pending begin_sum(Line line, const at::Tensor& tensor);
   /// Begins to send one rank's numbers to all others, into tensors of that size, which are as those of `begin_sum`.
   Pending begin_broadcast(Line line, const at::Tensor& tensor, int from);
+  /// Begins to add up a tensor over all ranks on one of them, in place. What the others have of it is no more.
+  Pending begin_sum_on(Line line, const at::Tensor& tensor, int rank);
+  /// Begins to give each rank its part of `from`, and to put what each has for this one into `to`: rows of elements,
+  /// in the order of the ranks, of these sizes.
+  Pending begin_all_to_all(Line line, const at::Tensor& to, const at::Tensor& from, std::vector<std::int64_t> sizes_to,
+                           std::vector<std::int64_t> sizes_from);
   /// `what`: "the gradients of a window"
   void wait(const Pending& pending, const std::string& what);
 
@@ -82,7 +92,7 @@ class Links {
   void meet() const;
   bool came_by_gloo(c10d::Work& work);
   bool came_by_nccl(c10d::Work& work);
-  Pending begin(const std::function<c10::intrusive_ptr<c10d::Work>()>& begin) const;
+  Pending begin(Line line, const std::function<c10::intrusive_ptr<c10d::Work>(c10d::Backend&)>& begin) const;
   void check_usable() const;
   [[noreturn]] void fail(const std::string& why, const std::string& what);
 

@@ -30,6 +30,7 @@
 #include <cstdlib>
 #include <exception>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 namespace gradaccum::detail {
@@ -149,7 +150,8 @@ GRADACCUM_INLINE std::vector<at::Tensor> Links::all_gather(const at::Tensor& ten
   std::vector<at::Tensor> own{tensor.detach().contiguous()};
   std::vector<std::vector<at::Tensor>> all(1);
   for (int i = 0; i < world_size_; ++i) all[0].push_back(at::empty_like(own[0]));
-  if (own[0].numel() > 0) wait(begin([&] { return agreement_->allgather(all, own); }), "tensors of all ranks");
+  const auto gather = [&](auto& backend) { return backend.allgather(all, own); };
+  if (own[0].numel() > 0) wait(begin(Line::agreement, gather), "tensors of all ranks");
   return std::move(all[0]);
 }
 
@@ -185,31 +187,40 @@ GRADACCUM_INLINE Links::Line Links::connect_devices(const std::vector<std::strin
 
 GRADACCUM_INLINE Links::Pending Links::begin_sum(Line line, const at::Tensor& tensor) {
   std::vector<at::Tensor> tensors{tensor};
-  if (line == Line::devices) {
-    check_usable();
-    return std::make_shared<Exchange>(Exchange{nccl_->begin_sum(tensors), /*by_nccl=*/true});
-  }
-  auto& backend = line == Line::gradients ? *gradients_ : *agreement_;
-  return begin([&] { return backend.allreduce(tensors); });
+  return begin(line, [&](auto& backend) { return backend.allreduce(tensors); });
 }
 
 GRADACCUM_INLINE Links::Pending Links::begin_broadcast(Line line, const at::Tensor& tensor, int from) {
-  std::vector<at::Tensor> tensors{tensor.view({-1}).view(at::kByte)};  // of any dtype
-  if (line == Line::devices) {
-    check_usable();
-    return std::make_shared<Exchange>(Exchange{nccl_->begin_broadcast(tensors, from), /*by_nccl=*/true});
-  }
+  std::vector<at::Tensor> tensors{bytes_of_row(tensor)};  // of any dtype
   c10d::BroadcastOptions options;
   options.rootRank = from;
-  auto& backend = line == Line::gradients ? *gradients_ : *agreement_;
-  return begin([&] { return backend.broadcast(tensors, options); });
+  return begin(line, [&](auto& backend) { return backend.broadcast(tensors, options); });
 }
 
-GRADACCUM_INLINE Links::Pending Links::begin(const std::function<c10::intrusive_ptr<c10d::Work>()>& begin) const {
+GRADACCUM_INLINE Links::Pending Links::begin_sum_on(Line line, const at::Tensor& tensor, int rank) {
+  std::vector<at::Tensor> tensors{tensor};
+  c10d::ReduceOptions options;
+  options.rootRank = rank;
+  return begin(line, [&](auto& backend) { return backend.reduce(tensors, options); });
+}
+
+GRADACCUM_INLINE Links::Pending Links::begin_all_to_all(Line line, const at::Tensor& to, const at::Tensor& from,
+                                                        std::vector<std::int64_t> sizes_to,
+                                                        std::vector<std::int64_t> sizes_from) {
+  const auto bytes = static_cast<std::int64_t>(from.element_size());
+  for (auto* const sizes : {&sizes_to, &sizes_from})
+    for (auto& size : *sizes) size *= bytes;
+  auto received = bytes_of_row(to), sent = bytes_of_row(from);
+  return begin(line, [&](auto& backend) { return backend.alltoall_base(received, sent, sizes_to, sizes_from); });
+}
+
+GRADACCUM_INLINE Links::Pending Links::begin(
+    Line line, const std::function<c10::intrusive_ptr<c10d::Work>(c10d::Backend&)>& begin) const {
   check_usable();
+  if (line == Line::devices) return std::make_shared<Exchange>(Exchange{begin(nccl_->backend()), /*by_nccl=*/true});
   static std::mutex one_at_a_time;  // LibTorch notes what begins in a map of the process, 2.11 without a lock
   const std::lock_guard lock(one_at_a_time);
-  return std::make_shared<Exchange>(Exchange{begin()});
+  return std::make_shared<Exchange>(Exchange{begin(line == Line::gradients ? *gradients_ : *agreement_)});
 }
 
 GRADACCUM_INLINE void Links::wait(const Pending& pending, const std::string& what) {
@@ -217,6 +228,9 @@ GRADACCUM_INLINE void Links::wait(const Pending& pending, const std::string& wha
   auto& work = *pending->work;
   if (!(pending->by_nccl ? came_by_nccl(work) : came_by_gloo(work))) fail(heartbeat_.explain(), what);
   work.wait();  // puts this thread's stream behind it
+  // The thread that did it lets go of the tensors a moment later: their memory is free when the caller frees it.
+  const auto latest = std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
+  while (pending->work.use_count() > 1 && std::chrono::steady_clock::now() < latest) std::this_thread::yield();
 }
 
 GRADACCUM_INLINE bool Links::came_by_gloo(c10d::Work& work) {

@@ -15,7 +15,6 @@
 namespace c10d {
 class Backend;
 class Store;
-class Work;
 }  // namespace c10d
 
 namespace gradaccum::detail {
@@ -43,8 +42,7 @@ class NcclLink {
   /// Throws what went wrong, when it answers.
   void check() { connected_.get(); }
 
-  c10::intrusive_ptr<c10d::Work> begin_sum(std::vector<at::Tensor>& tensors);
-  c10::intrusive_ptr<c10d::Work> begin_broadcast(std::vector<at::Tensor>& tensors, int from);
+  c10d::Backend& backend() const { return *nccl_; }
 
   /// Nothing waits on the device any more. That takes seconds at most; what hangs even so is left to itself.
   void abort() noexcept;

@@ -104,16 +104,6 @@ GRADACCUM_INLINE bool NcclLink::answers() const {
   return connected_.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
 }
 
-GRADACCUM_INLINE c10::intrusive_ptr<c10d::Work> NcclLink::begin_sum(std::vector<at::Tensor>& tensors) {
-  return nccl_->allreduce(tensors);
-}
-
-GRADACCUM_INLINE c10::intrusive_ptr<c10d::Work> NcclLink::begin_broadcast(std::vector<at::Tensor>& tensors, int from) {
-  c10d::BroadcastOptions options;
-  options.rootRank = from;
-  return nccl_->broadcast(tensors, options);
-}
-
 GRADACCUM_INLINE void NcclLink::abort() noexcept {
   if (std::exchange(aborted_, true)) return;
   try {

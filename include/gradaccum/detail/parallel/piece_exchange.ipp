@@ -57,8 +57,6 @@ GRADACCUM_INLINE std::vector<std::vector<Parcel>> parcels_of(const Shards& shard
   return all;
 }
 
-inline at::Tensor bytes_of_row(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
-
 GRADACCUM_INLINE void Parcel::for_each(
     c10::function_ref<void(const at::Tensor& piece, const at::Tensor& bytes)> body) const {
   std::int64_t from = 0;
@@ -123,10 +121,14 @@ GRADACCUM_INLINE void exchange_pieces(Links& links, Links::Line line, const Shar
                                       const std::vector<std::size_t>& places, std::int64_t bucket_bytes) {
   const at::NoGradGuard no_grad;
   ParcelsUnderWay under_way(links, line, shards);
-  for (auto& parcels : parcels_of(shards, places, bucket_bytes))
-    for (auto& parcel : parcels) {
-      while (!under_way.empty() && under_way.copied() + parcel.bytes > bucket_bytes) under_way.receive();
-      under_way.send(std::move(parcel));
+  auto parcels = parcels_of(shards, places, bucket_bytes);
+  std::size_t most = 0;
+  for (auto& of_rank : parcels) most = std::max(most, of_rank.size());
+  for (std::size_t i = 0; i < most; ++i)
+    for (auto& of_rank : parcels) {  // by turns: all links are busy both ways
+      if (i >= of_rank.size()) continue;
+      while (!under_way.empty() && under_way.copied() + of_rank[i].bytes > bucket_bytes) under_way.receive();
+      under_way.send(std::move(of_rank[i]));
     }
   while (!under_way.empty()) under_way.receive();
   for (auto place : places) shards.parameters()[place].unsafeGetTensorImpl()->bump_version();  // what arrived

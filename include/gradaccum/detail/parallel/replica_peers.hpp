@@ -5,10 +5,13 @@
 #include <gradaccum/detail/parallel/links.hpp>
 #include <gradaccum/detail/parallel/window_totals.hpp>
 #include <gradaccum/detail/window/peers.hpp>
+#include <gradaccum/shard.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/FunctionRef.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -30,9 +33,13 @@ class Shards;
 /// When a rank has closed its window it says so, with its weight, and all hear the sums; a rank without data says that
 /// instead, and follows as long as another has closed one. So ranks may have different numbers of micro-batches in a
 /// window, and of windows.
+///
+/// Of gradients that are divided a rank can hold few that others have not taken yet. So it says when a backward that
+/// sends them runs: who has closed its window, or has no data, then sends what it has left, or zeros, and asks again,
+/// until nobody runs.
 class ReplicaPeers final : public Peers {
  public:
-  ReplicaPeers(std::shared_ptr<Links> links, std::int64_t bucket_bytes, bool overlap, bool sharded);
+  ReplicaPeers(std::shared_ptr<Links> links, std::int64_t bucket_bytes, bool overlap, Shard shard);
 
   /// From device to device, where each rank has these on one of its own.
   void connect(const std::vector<at::Tensor>& parameters);
@@ -49,6 +56,7 @@ class ReplicaPeers final : public Peers {
   GRADACCUM_INLINE int rank() const override;
   GRADACCUM_INLINE void join(AnyOptimizer& optimizer) override;
   std::shared_ptr<Shards> shards() const override { return shards_; }
+  bool take_each_backward() const override { return shard_ == Shard::gradients; }
   GRADACCUM_INLINE void backward(const std::shared_ptr<WindowGradients>& window,
                                  std::optional<c10::ScalarType> accumulate_in,
                                  const std::function<void()>& run) override;
@@ -56,7 +64,8 @@ class ReplicaPeers final : public Peers {
   GRADACCUM_INLINE void reduce(const std::shared_ptr<WindowGradients>& window,
                                std::optional<c10::ScalarType> accumulate_in) override;
   GRADACCUM_INLINE bool step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) override;
-  GRADACCUM_INLINE bool others_continue(const std::shared_ptr<WindowGradients>& window) override;
+  GRADACCUM_INLINE bool others_continue(const std::shared_ptr<WindowGradients>& window,
+                                        std::optional<c10::ScalarType> accumulate_in) override;
   GRADACCUM_INLINE void add_up(const at::Tensor& tensor) const override;
   GRADACCUM_INLINE void gather(Archive& archive) const override;
   GRADACCUM_INLINE void pick(Archive::Values& values) const override;
@@ -64,18 +73,27 @@ class ReplicaPeers final : public Peers {
   GRADACCUM_INLINE void give_up(const std::string& why) override;
 
  private:
-  std::shared_ptr<GradientExchange> exchange_of(const std::shared_ptr<WindowGradients>& window,
-                                                std::optional<c10::ScalarType> accumulate_in) const;
-  WindowTotals agree(const std::shared_ptr<WindowGradients>& window, const GradientExchange& exchange, bool active);
+  void begin_exchange(const std::shared_ptr<WindowGradients>& window, std::optional<c10::ScalarType> accumulate_in);
+  void run_and_send(const std::function<void()>& run);
+  void run_round(WindowGradients& window, const std::function<void()>& run);
+  WindowTotals agree(const std::shared_ptr<WindowGradients>& window, bool active);
+  Links::Pending begin_sums(at::Tensor& sums, const WindowTotals& own) const;
+  WindowTotals sums_of_all(const WindowTotals& own) const;
+  void measure_all(WindowGradients& window) const;
+  /// Others wait for what `work` does: they hear of an exception.
+  void or_give_up(c10::function_ref<void()> work) const;
 
   std::shared_ptr<Links> links_;  // none when the replicas are gone
   const std::int64_t bucket_bytes_;
-  const bool overlap_, sharded_;
+  const bool overlap_;
+  const Shard shard_;
   std::shared_ptr<Shards> shards_;
   const torch::optim::Optimizer* divided_ = nullptr;
   Links::Line line_ = Links::Line::gradients;
-  std::shared_ptr<GradientExchange> exchange_;  // of the window whose last backward has run
+  std::shared_ptr<GradientExchange> exchange_;  // of the window, from the first backward that sends
+  bool counted_on_ = false;                     // by others, who wait for its end
   std::optional<WindowTotals> followed_;        // what was agreed about the window that is to be closed with others
+  std::vector<std::size_t> used_;               // of the window that is closed: somewhere there is a gradient
 };
 
 }  // namespace gradaccum::detail

@@ -4,14 +4,16 @@
 #include <gradaccum/detail/parallel/replica_peers.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/parallel/gradient_exchange.hpp>
+#include <gradaccum/detail/parallel/gradient_pieces.hpp>
 #include <gradaccum/detail/parallel/nccl.hpp>
 #include <gradaccum/detail/parallel/piece_exchange.hpp>
 #include <gradaccum/detail/parallel/rank_states.hpp>
+#include <gradaccum/detail/parallel/whole_gradients.hpp>
 #include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/detail/window/arrival_scope.hpp>
 #include <gradaccum/detail/window/optimizer_of_shards.hpp>
 #include <gradaccum/detail/window/shards.hpp>
+#include <gradaccum/detail/window/tensor_lists.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/gradients.hpp>
 
@@ -27,8 +29,8 @@
 namespace gradaccum::detail {
 
 GRADACCUM_INLINE ReplicaPeers::ReplicaPeers(std::shared_ptr<Links> links, std::int64_t bucket_bytes, bool overlap,
-                                            bool sharded)
-    : links_(std::move(links)), bucket_bytes_(bucket_bytes), overlap_(overlap), sharded_(sharded) {}
+                                            Shard shard)
+    : links_(std::move(links)), bucket_bytes_(bucket_bytes), overlap_(overlap), shard_(shard) {}
 
 GRADACCUM_INLINE void ReplicaPeers::connect(const std::vector<at::Tensor>& parameters) {
   const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters[0].device();
@@ -43,7 +45,7 @@ GRADACCUM_INLINE void ReplicaPeers::disconnect() {
 GRADACCUM_INLINE int ReplicaPeers::rank() const { return links_ ? links_->rank() : 0; }
 
 GRADACCUM_INLINE void ReplicaPeers::join(AnyOptimizer& optimizer) {
-  if (!sharded_) return;
+  if (shard_ == Shard::none) return;
   const auto* const itself = optimizer.torch_optimizer();
   TORCH_CHECK(itself,
               "Shard: the optimizer must be a torch::optim::Optimizer, whose groups can be given parts of the "
@@ -65,65 +67,116 @@ GRADACCUM_INLINE std::string ReplicaPeers::settings_of_divided() const {
   return lines;
 }
 
+GRADACCUM_INLINE void ReplicaPeers::begin_exchange(const std::shared_ptr<WindowGradients>& window,
+                                                   std::optional<c10::ScalarType> accumulate_in) {
+  TORCH_CHECK(links_, "Replicas: must live as long as the accumulator is trained with, and are gone");
+  if (shards_)
+    exchange_ = std::make_shared<GradientPieces>(links_, line_, window, accumulate_in, bucket_bytes_, shards_);
+  else
+    exchange_ = std::make_shared<WholeGradients>(links_, line_, window, accumulate_in, bucket_bytes_);
+}
+
 GRADACCUM_INLINE void ReplicaPeers::backward(const std::shared_ptr<WindowGradients>& window,
                                              std::optional<c10::ScalarType> accumulate_in,
                                              const std::function<void()>& run) {
-  if (!overlap_) return run();
-  exchange_ = exchange_of(window, accumulate_in);
+  if (!overlap_ && !take_each_backward()) return run();
+  if (!exchange_) begin_exchange(window, accumulate_in);
   try {
-    const ArrivalScope scope(exchange_);
-    run();
+    shards_ ? run_round(*window, run) : run_and_send(run);
   } catch (...) {
     end_window();
     throw;
   }
 }
 
+GRADACCUM_INLINE void ReplicaPeers::run_and_send(const std::function<void()>& run) {
+  if (!overlap_) return run();
+  const ArrivalScope scope(exchange_);
+  run();
+}
+
+/// Says that it runs, and need not know who else does: all will send.
+GRADACCUM_INLINE void ReplicaPeers::run_round(WindowGradients& window, const std::function<void()>& run) {
+  at::Tensor sums;
+  const auto said = begin_sums(sums, {.running = 1, .used = std::vector<double>(exchange_->parameters().size())});
+  counted_on_ = true;
+  window.set_elsewhere();
+  exchange_->begin_round();
+  run_and_send(run);
+  exchange_->end_round();
+  links_->wait(said, "the others to send gradients");
+}
+
 GRADACCUM_INLINE void ReplicaPeers::end_window() {
   const auto exchange = std::exchange(exchange_, {});
   const bool agreed = std::exchange(followed_, {}).has_value();
-  if (agreed || (exchange && exchange->begun()))
+  const bool counted_on = std::exchange(counted_on_, false);
+  if (shards_) shards_->clear_gradients();
+  if (links_ && (counted_on || agreed || (exchange && exchange->begun())))
     links_->give_up("a window was discarded, or met an exception, when others counted on its gradients");
+}
+
+GRADACCUM_INLINE void ReplicaPeers::or_give_up(c10::function_ref<void()> work) const {
+  try {
+    work();
+  } catch (const std::exception& error) {
+    links_->give_up(error.what());
+    throw;
+  }
 }
 
 GRADACCUM_INLINE void ReplicaPeers::reduce(const std::shared_ptr<WindowGradients>& window,
                                            std::optional<c10::ScalarType> accumulate_in) {
-  if (!exchange_) exchange_ = exchange_of(window, accumulate_in);
-  try {
-    const auto all = followed_ ? *followed_ : agree(window, *exchange_, /*active=*/true);
+  if (!exchange_) begin_exchange(window, accumulate_in);
+  or_give_up([&] {
+    const auto all = followed_ ? *followed_ : agree(window, /*active=*/true);
+    if (!shards_)
+      exchange_->end_round();
+    else if (all.unsent > 0)
+      exchange_->send_round();
     const auto unit = exchange_->finish(all.used, all.weight);
     window->set_weights(unit, all.weight);
-  } catch (const std::exception& error) {
-    links_->give_up(error.what());
-    throw;
-  }
+    if (shards_) measure_all(*window);
+    used_.clear();
+    for (std::size_t place = 0; place < all.used.size(); ++place)
+      if (all.used[place] > 0) used_.push_back(place);
+  });
   exchange_.reset(), followed_.reset();
+  counted_on_ = false;
 }
 
-/// Others wait for this rank's pieces: they hear of an exception.
+/// Now, on all ranks: whoever asks for a norm later does not wait for those who do not.
+GRADACCUM_INLINE void ReplicaPeers::measure_all(WindowGradients& window) const {
+  const auto own = window.measure();
+  std::vector<double> norms;
+  bool finite = true;
+  for (auto& of_rank : links_->all_gather(at::tensor({own.norm, own.finite ? 1.0 : 0.0}, at::kDouble))) {
+    norms.push_back(of_rank.const_data_ptr<double>()[0]);
+    finite = finite && of_rank.const_data_ptr<double>()[1] == 1;
+  }
+  window.set_measure_of_all({l2_norm_of(at::tensor(norms, at::kDouble)).item<double>(), finite});
+}
+
 GRADACCUM_INLINE bool ReplicaPeers::step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) {
   if (!shards_) return take_step(optimizer, Gradients(window));
-  try {
-    TORCH_CHECK(optimizer.steps_by_elements() || !shards_->any_is_cut(), "Shard: ", optimizer.name(),
-                " was made to look at whole parameters after they had been divided; call stochastic_rounding before "
-                "the Replicas are made");
-    const auto places = window->sums().places();
-    OptimizerOfShards of_shards(optimizer, *shards_, window);
-    const bool moved = take_step(of_shards, Gradients(window));
-    if (moved) exchange_pieces(*links_, line_, *shards_, places, bucket_bytes_);
-    return moved;
-  } catch (const std::exception& error) {
-    links_->give_up(error.what());
-    throw;
-  }
+  TORCH_CHECK(links_, "Replicas: must live as long as the accumulator is trained with, and are gone");
+  bool moved = false;
+  or_give_up([&] {
+    moved = !used_.empty() && take_step_of_shards(optimizer, *shards_, Gradients(window));
+    if (moved) exchange_pieces(*links_, line_, *shards_, used_, bucket_bytes_);
+  });
+  return moved;
 }
 
-GRADACCUM_INLINE bool ReplicaPeers::others_continue(const std::shared_ptr<WindowGradients>& window) {
+GRADACCUM_INLINE bool ReplicaPeers::others_continue(const std::shared_ptr<WindowGradients>& window,
+                                                    std::optional<c10::ScalarType> accumulate_in) {
   TORCH_CHECK(!followed_, "Replicas: others_continue() has said so, and the step() with the others has not come yet");
-  auto all = agree(window, *exchange_of(window, {}), /*active=*/false);
-  const bool others = all.active > 0;
-  if (others) followed_ = std::move(all);
-  return others;
+  if (!exchange_) begin_exchange(window, accumulate_in);
+  or_give_up([&] { followed_ = agree(window, /*active=*/false); });
+  if (followed_->active > 0) return true;
+  followed_.reset();
+  if (!counted_on_) exchange_.reset();
+  return false;
 }
 
 GRADACCUM_INLINE void ReplicaPeers::add_up(const at::Tensor& tensor) const {
@@ -132,13 +185,7 @@ GRADACCUM_INLINE void ReplicaPeers::add_up(const at::Tensor& tensor) const {
 
 GRADACCUM_INLINE void ReplicaPeers::gather(Archive& archive) const {
   TORCH_CHECK(links_ || !shards_, "Replicas: must live as long as states are saved of what they have divided");
-  if (!links_) return;
-  try {
-    gather_states(*links_, archive);
-  } catch (const std::exception& error) {
-    links_->give_up(error.what());
-    throw;
-  }
+  if (links_) or_give_up([&] { gather_states(*links_, archive); });
 }
 
 GRADACCUM_INLINE void ReplicaPeers::pick(Archive::Values& values) const { pick_state(values, rank()); }
@@ -147,26 +194,36 @@ GRADACCUM_INLINE void ReplicaPeers::give_up(const std::string& why) {
   if (links_) links_->give_up(why);
 }
 
-GRADACCUM_INLINE std::shared_ptr<GradientExchange> ReplicaPeers::exchange_of(
-    const std::shared_ptr<WindowGradients>& window, std::optional<c10::ScalarType> accumulate_in) const {
-  TORCH_CHECK(links_, "Replicas: must live as long as the accumulator is trained with, and are gone");
-  return std::make_shared<GradientExchange>(links_, line_, window, accumulate_in, bucket_bytes_);
+/// The sums of all ranks, when it has been waited for.
+GRADACCUM_INLINE Links::Pending ReplicaPeers::begin_sums(at::Tensor& sums, const WindowTotals& own) const {
+  std::vector<double> numbers{own.weight, own.active, own.samples, own.micro_batches, own.loss,
+                              own.stop,   own.signal, own.running, own.unsent};
+  numbers.insert(numbers.end(), own.used.begin(), own.used.end());
+  sums = at::tensor(numbers, at::kDouble);
+  return links_->begin_sum(Links::Line::agreement, sums);
 }
 
-/// All ranks hear the sums of what each tells.
-GRADACCUM_INLINE WindowTotals ReplicaPeers::agree(const std::shared_ptr<WindowGradients>& window,
-                                                  const GradientExchange& exchange, bool active) {
+GRADACCUM_INLINE WindowTotals ReplicaPeers::sums_of_all(const WindowTotals& own) const {
+  at::Tensor sums;
+  links_->wait(begin_sums(sums, own), "the others to close their window");
+  const auto* const all = sums.const_data_ptr<double>();
+  return {all[0], all[1], all[2], all[3], all[4],
+          all[5], all[6], all[7], all[8], std::vector<double>(all + 9, all + sums.numel())};
+}
+
+/// All ranks hear the sums of what each tells, when nobody is in the middle of a window.
+GRADACCUM_INLINE WindowTotals ReplicaPeers::agree(const std::shared_ptr<WindowGradients>& window, bool active) {
   auto own = report ? report() : WindowTotals();
   own.weight = window->items();
   own.active = active ? 1 : 0;
-  own.used = exchange.used();
-  std::vector<double> numbers{own.weight, own.active, own.samples, own.micro_batches, own.loss, own.stop, own.signal};
-  numbers.insert(numbers.end(), own.used.begin(), own.used.end());
-  const auto sums = at::tensor(numbers, at::kDouble);
-  links_->wait(links_->begin_sum(Links::Line::agreement, sums), "the others to close their window");
-  const auto* const of_all = sums.const_data_ptr<double>();
-  WindowTotals all{of_all[0], of_all[1], of_all[2], of_all[3],
-                   of_all[4], of_all[5], of_all[6], std::vector<double>(of_all + 7, of_all + sums.numel())};
+  own.used = exchange_->used();
+  own.unsent = exchange_->has_unsent() ? 1 : 0;
+  auto all = sums_of_all(own);
+  while (all.running > 0) {
+    exchange_->send_round();
+    own.unsent = 0;
+    all = sums_of_all(own);
+  }
   if (hear) hear(own, all);
   return all;
 }

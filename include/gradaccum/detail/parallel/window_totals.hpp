@@ -13,6 +13,8 @@ struct WindowTotals {
   double loss = 0;           ///< mean over the window, times its weight
   double stop = 0;           ///< wants to end the training
   double signal = 0;         ///< has got SIGTERM, or the like
+  double running = 0;        ///< is in the middle of its window: all send the gradients of one more micro-batch
+  double unsent = 0;         ///< has gradients that no backward has sent
   std::vector<double> used;  ///< by parameter: has a gradient
 };
 

@@ -9,6 +9,8 @@
 #include <gradaccum/trainer_base.hpp>
 #include <gradaccum/training_state.hpp>
 
+#include <c10/util/Exception.h>
+
 #include <exception>
 #include <optional>
 
@@ -18,6 +20,10 @@ GRADACCUM_INLINE Fit::Fit(TrainerBase& trainer, AnyBatches& batches)
     : trainer_(trainer), parts_(*trainer.parts_), batches_(batches) {}
 
 GRADACCUM_INLINE FitReport Fit::run(const FitOptions& options) {
+  const auto peers = trainer_.peers();
+  TORCH_CHECK(!peers || !peers->take_each_backward() || options.tail == Tail::flush,
+              "FitOptions: tail must be flush with Shard::gradients: others have the gradients of a window that is "
+              "open, and it can neither be dropped nor saved");
   const FitScope scope(trainer_.module(), trainer_.device(), parts_.status,
                        {.options = options, .batches = batches_.number()});
   const DataScope holding(parts_.data, batches_);

@@ -8,6 +8,7 @@
 #include <gradaccum/detail/checkpoint/forward_undo.hpp>
 #include <gradaccum/detail/fitting/memory_fitter.hpp>
 #include <gradaccum/detail/fitting/out_of_memory.hpp>
+#include <gradaccum/detail/window/peers.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/policies/fit_memory.hpp>
 #include <gradaccum/trainer_base.hpp>
@@ -27,6 +28,9 @@ GRADACCUM_INLINE void FittedBatches::begin() {
   TORCH_CHECK(!parts_.window.steps_in_backward(),
               "FitMemory: must not go with OptimizerInBackward: what is stepped inside of a backward pass cannot be "
               "taken back when that runs out of memory; leave one of the two out");
+  TORCH_CHECK(!parts_.window.peers() || !parts_.window.peers()->take_each_backward(),
+              "FitMemory: must not go with Shard::gradients: what other processes have got cannot be taken back when "
+              "a backward pass runs out of memory; use Shard::optimizer");
   memory_.fitter.find_parts(trainer_.module(), memory_.checkpointed);
 }
 

@@ -85,9 +85,11 @@ GRADACCUM_INLINE void OpenWindow::backward(Loss loss, const BackwardOptions& opt
   }
   const auto run = [&] { loss.backward(options); };
   or_spoil([&] {
-    if (!fills || !(steps_in_backward() || peers_)) return run();
+    const bool sends = peers_ && (fills || peers_->take_each_backward());
+    if (!sends && !(fills && steps_in_backward())) return run();
     state_->set_weights(window_.first_weight(), window_.total_weight());
-    if (peers_) return shared_ = true, peers_->backward(state_, accumulate_in_, run);
+    shared_ = peers_ && fills;
+    if (sends) return peers_->backward(state_, accumulate_in_, run);
     step_in_backward(state_, accumulate_in_, step_in_backward_, run);
   });
   look();
@@ -151,6 +153,9 @@ GRADACCUM_INLINE void OpenWindow::state(Archive& archive, const NameOf& name_of)
     check_kept();
     TORCH_CHECK(!use_.in_hand() && (window_.count() == 0 || !touched()),
                 "GradAccumulator: state() in the middle of a micro-batch; call step() first");
+    TORCH_CHECK(!state_->elsewhere(),
+                "GradAccumulator: with Shard::gradients a window is saved when it is closed, and there are ",
+                window_.count(), " micro-batches in it; save after a step() that returned true, or after flush()");
   }
   auto count = window_.count();
   auto first = window_.first_weight(), total = window_.total_weight();
@@ -217,7 +222,7 @@ GRADACCUM_INLINE void OpenWindow::set_peers(std::shared_ptr<Peers> peers) {
 
 GRADACCUM_INLINE bool OpenWindow::others_continue() {
   check_usable();
-  if (peers_) following_ = peers_->others_continue(state_);
+  if (peers_) following_ = peers_->others_continue(state_, accumulate_in_);
   return following_;
 }
 

@@ -6,19 +6,17 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <memory>
 #include <string>
 #include <vector>
 
 namespace gradaccum::detail {
 
 class Shards;
-class WindowGradients;
 
-/// An optimizer that steps this process's pieces of the parameters, with a window of them all. By reference.
+/// An optimizer that steps this process's pieces of the parameters, with a window of these. By reference.
 class OptimizerOfShards final : public AnyOptimizer {
  public:
-  OptimizerOfShards(AnyOptimizer& optimizer, Shards& shards, std::shared_ptr<WindowGradients> window);
+  OptimizerOfShards(AnyOptimizer& optimizer, Shards& shards) : optimizer_(optimizer), shards_(shards) {}
 
   std::vector<at::Tensor> parameters() const override { return optimizer_.parameters(); }
   bool takes_gradients() const override { return optimizer_.takes_gradients(); }
@@ -32,8 +30,10 @@ class OptimizerOfShards final : public AnyOptimizer {
  private:
   AnyOptimizer& optimizer_;
   Shards& shards_;
-  std::shared_ptr<WindowGradients> window_;
 };
+
+/// As `take_step`, where this process may have none of the pieces: what moves moves for all.
+bool take_step_of_shards(AnyOptimizer& optimizer, Shards& shards, Gradients gradients);
 
 }  // namespace gradaccum::detail
 

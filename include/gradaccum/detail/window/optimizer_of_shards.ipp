@@ -5,31 +5,28 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/window/shards.hpp>
-#include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/gradients.hpp>
 
-#include <cstddef>
+#include <c10/util/Exception.h>
+
 #include <utility>
 
 namespace gradaccum::detail {
 
-GRADACCUM_INLINE OptimizerOfShards::OptimizerOfShards(AnyOptimizer& optimizer, Shards& shards,
-                                                      std::shared_ptr<WindowGradients> window)
-    : optimizer_(optimizer), shards_(shards), window_(std::move(window)) {}
-
 GRADACCUM_INLINE void OptimizerOfShards::step(const Gradients& gradients) {
-  shards_.check(*optimizer_.torch_optimizer());
-  if (optimizer_.judges_on_device(gradients)) window_->judge_on_device();
-  struct NoGradients {  // pieces are views of gradients that others may clear
-    Shards& shards;
-    ~NoGradients() {
-      for (std::size_t place = 0; place < shards.size(); ++place)
-        if (shards.is_cut(place)) shards.own(place).mutable_grad().reset();
-    }
-  } none_at_end{shards_};
-  const Gradients own(window_->of_shards(shards_));
-  if (own.raw().empty()) return;  // all of them are other ranks'
-  shards_.with_own(*optimizer_.torch_optimizer(), [&] { optimizer_.step(own); });
+  shards_.with_own(*optimizer_.torch_optimizer(), [&] { optimizer_.step(gradients); });
+}
+
+GRADACCUM_INLINE bool take_step_of_shards(AnyOptimizer& optimizer, Shards& shards, Gradients gradients) {
+  TORCH_CHECK(optimizer.steps_by_elements() || !shards.any_is_cut(), "Shard: ", optimizer.name(),
+              " was made to look at whole parameters after they had been divided; call stochastic_rounding before "
+              "the Replicas are made");
+  shards.check(*optimizer.torch_optimizer());
+  OptimizerOfShards of_shards(optimizer, shards);
+  if (!gradients.raw().empty()) return take_step(of_shards, std::move(gradients));
+  if (!optimizer.judges_on_device(gradients)) return !gradients.overflowed();
+  gradients.judge_on_device();
+  return true;
 }
 
 }  // namespace gradaccum::detail

@@ -33,7 +33,10 @@ class Peers {
   /// Which pieces of the parameters each process steps; none where each steps all.
   virtual std::shared_ptr<Shards> shards() const = 0;
 
-  /// Runs the backward pass that fills the window. Its weights are complete; gradients may be sent on the way.
+  /// Each backward pass gives its gradients away, and the window has its sums when it is complete.
+  virtual bool take_each_backward() const = 0;
+  /// Runs the backward pass that fills the window, or any where each is taken. The weights of the window are those with
+  /// it; gradients may be sent on the way.
   virtual void backward(const std::shared_ptr<WindowGradients>& window, std::optional<c10::ScalarType> accumulate_in,
                         const std::function<void()>& run) = 0;
 
@@ -45,7 +48,8 @@ class Peers {
 
   /// This process has no more to add than `window` as it is: true if others have, and `window` is to be closed with
   /// theirs.
-  virtual bool others_continue(const std::shared_ptr<WindowGradients>& window) = 0;
+  virtual bool others_continue(const std::shared_ptr<WindowGradients>& window,
+                               std::optional<c10::ScalarType> accumulate_in) = 0;
 
   /// The window is given up, or over.
   virtual void end_window() = 0;

@@ -50,10 +50,15 @@ class Shards {
   /// The same as a tensor, which shares the parameter's memory: the parameter itself, where it is not cut. Stays the
   /// same, so that an optimizer can keep state of it.
   const at::Tensor& own(std::size_t place) const { return own_[place]; }
+  const std::vector<at::Tensor>& own() const { return own_; }
+  /// Gradients of pieces are views that nobody else can clear.
+  void clear_gradients();
   /// A piece of a tensor that is as large as the parameter, itself where that is not cut; shares its memory where it
   /// lies in one row.
   at::Tensor part(std::size_t place, const Piece& piece, const at::Tensor& of) const;
 
+  /// Throws where these are others.
+  void check_parameters(const std::vector<at::Tensor>& parameters) const;
   /// Throws where the optimizer has other parameters than it had, one of them elsewhere, or state of whole parameters.
   void check(const torch::optim::Optimizer& optimizer) const;
 
@@ -63,7 +68,6 @@ class Shards {
  private:
   static std::vector<Piece> cut(std::int64_t elements, const std::vector<std::size_t>& ranks);
   void divide(std::size_t place, bool may_be_cut, std::vector<std::int64_t>& bytes_of_rank);
-  void check_groups(const torch::optim::Optimizer& optimizer) const;
   void check_place(const torch::optim::Optimizer& optimizer, std::size_t place) const;
   void swap_groups(torch::optim::Optimizer& optimizer) noexcept;
 

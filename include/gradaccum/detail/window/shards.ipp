@@ -4,6 +4,7 @@
 #include <gradaccum/detail/window/shards.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/window/gradient_watch.hpp>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -104,15 +105,13 @@ GRADACCUM_INLINE void Shards::with_own(torch::optim::Optimizer& optimizer, c10::
   work();
 }
 
-GRADACCUM_INLINE void Shards::check_groups(const torch::optim::Optimizer& optimizer) const {
-  std::size_t place = 0;
-  bool same = true;
-  for (auto& group : optimizer.param_groups())
-    for (auto& parameter : group.params()) {
-      same = same && place < size() && parameter.is_same(parameters_[place]);
-      ++place;
-    }
-  TORCH_CHECK(same && place == size(),
+GRADACCUM_INLINE void Shards::clear_gradients() {
+  for (std::size_t place = 0; place < size(); ++place)
+    if (!own_[place].is_same(parameters_[place])) own_[place].mutable_grad().reset();
+}
+
+GRADACCUM_INLINE void Shards::check_parameters(const std::vector<at::Tensor>& parameters) const {
+  TORCH_CHECK(same_parameters(parameters, parameters_),
               "Shard: the optimizer's parameters must stay those that it had when the Replicas were made; add them "
               "before that");
 }
@@ -132,7 +131,9 @@ GRADACCUM_INLINE void Shards::check_place(const torch::optim::Optimizer& optimiz
 }
 
 GRADACCUM_INLINE void Shards::check(const torch::optim::Optimizer& optimizer) const {
-  check_groups(optimizer);
+  std::vector<at::Tensor> all;
+  for (auto& group : optimizer.param_groups()) all.insert(all.end(), group.params().begin(), group.params().end());
+  check_parameters(all);
   for (std::size_t place = 0; place < size(); ++place) check_place(optimizer, place);
 }
 

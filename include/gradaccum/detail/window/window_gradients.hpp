@@ -33,8 +33,19 @@ class WindowGradients {
   void set_weights(double first, double total) { first_weight_ = first, total_weight_ = total; }
   void set_complete(bool complete) { complete_ = complete; }
   bool applied() const { return applied_; }
-  /// This process's pieces as a window of their own, with the same factor, mean and verdict.
-  std::shared_ptr<WindowGradients> of_shards(const Shards& shards);
+  /// The sums of micro-batches so far are elsewhere: until the window is complete there is nothing to see.
+  void set_elsewhere() { elsewhere_ = true; }
+  bool elsewhere() const { return elsewhere_; }
+  /// The window is of this process's pieces from now on, with their sums, by parameter; undefined where there is none.
+  void divide(const Shards& shards, const std::vector<at::Tensor>& sums);
+  /// Its norm as it lies in memory, and whether all is finite: of these pieces, then of those of all processes, which
+  /// hold while these do not change.
+  struct Measure {
+    double norm = 0;
+    bool finite = true;
+  };
+  Measure measure();
+  void set_measure_of_all(const Measure& measure);
 
   // For stepping in backward.
   /// Some of the parameters as a window of their own, complete, with the same factor and mean.
@@ -70,17 +81,20 @@ class WindowGradients {
 
  private:
   void check_open() const;
+  void check_here() const;
   /// The gradients, with their norms measured; anew only where one has changed.
   std::vector<at::Tensor> measured();
+  void scale(const at::Tensor& norm, const Multiplier& by) const;
 
   WindowSums sums_;
   Factor factor_;
   double first_weight_ = 1.0, total_weight_ = 1.0;
   bool complete_ = true, applied_ = false, closed_ = false;
-  bool stepped_ = false;              // some of the parameters, and their gradients are gone
-  std::vector<SeenTensor> measured_;  // the gradients of which these are:
-  at::Tensor norms_, found_inf_;      // as they lie in memory
-  at::Tensor norm_, verdict_;         // the last answer; what a scaler must hear, even if the user mends .grad
+  bool elsewhere_ = false, of_all_ = false;  // of_all_: what has been measured is of all processes' pieces
+  bool stepped_ = false;                     // some of the parameters, and their gradients are gone
+  std::vector<SeenTensor> measured_;         // the gradients of which these are:
+  at::Tensor norms_, found_inf_;             // as they lie in memory
+  at::Tensor norm_, verdict_;                // the last answer; what a scaler must hear, even if the user mends .grad
   at::Tensor norm_before_clipping_;
   std::optional<bool> overflowed_;
   at::Tensor judged_on_device_;

@@ -9,6 +9,7 @@
 #include <gradaccum/detail/window/tensor_lists.hpp>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -23,6 +24,13 @@ GRADACCUM_INLINE void WindowGradients::check_open() const {
       "as they arrived; what needs all of them at once (clipping, a loss scaler, norm(), values(), apply()) "
       "goes without in_backward");
   TORCH_CHECK(!closed_, "Gradients: this window is closed (stepped, skipped or discarded); ask for gradients() anew");
+}
+
+GRADACCUM_INLINE void WindowGradients::check_here() const {
+  check_open();
+  TORCH_CHECK(!elsewhere_,
+              "Gradients: with Shard::gradients those of an open window are divided among processes, and nobody has "
+              "them yet; ask when it is complete, inside `if (optimizer.ready())`");
 }
 
 GRADACCUM_INLINE void WindowGradients::fold_into_sum(std::size_t place, std::optional<at::ScalarType> dtype) {
@@ -41,21 +49,26 @@ GRADACCUM_INLINE std::shared_ptr<WindowGradients> WindowGradients::part(const st
   return part;
 }
 
-GRADACCUM_INLINE std::shared_ptr<WindowGradients> WindowGradients::of_shards(const Shards& shards) {
+GRADACCUM_INLINE void WindowGradients::divide(const Shards& shards, const std::vector<at::Tensor>& sums) {
+  WindowSums own;
+  own.set_parameters(shards.own());
+  for (std::size_t place = 0; place < sums.size(); ++place)
+    if (sums[place].defined()) own.set(place, sums[place]);
+  sums_ = std::move(own);
+  elsewhere_ = false;
+}
+
+GRADACCUM_INLINE WindowGradients::Measure WindowGradients::measure() {
   const at::NoGradGuard no_grad;
-  std::vector<std::size_t> places;
-  std::vector<at::Tensor> own;
-  for (auto place : sums_.places())
-    if (shards.own_piece(place).size() > 0) places.push_back(place), own.push_back(shards.own(place));
-  auto window = std::make_shared<WindowGradients>(own);
-  for (std::size_t i = 0; i < places.size(); ++i)
-    window->sums_.set(i, shards.part(places[i], shards.own_piece(places[i]), sums_[places[i]]),
-                      sums_.is_apart(places[i]));
-  window->set_weights(first_weight_, total_weight_);
-  window->factor_ = factor_, window->applied_ = applied_, window->norm_before_clipping_ = norm_before_clipping_;
-  if (must_be_finite()) window->verdict_ = found_inf();
-  window->overflowed_ = overflowed_, window->judged_on_device_ = judged_on_device_;
-  return window;
+  const auto gradients = measured();
+  found_inf_ = detail::found_inf(gradients, norms_);
+  return {l2_norm_of(norms_).item<double>(), found_inf_.item<float>() == 0};
+}
+
+GRADACCUM_INLINE void WindowGradients::set_measure_of_all(const Measure& measure) {
+  norms_ = at::full({1}, measure.norm, norms_.options());
+  found_inf_ = at::full({}, measure.finite ? 0.0 : 1.0, found_inf_.options());
+  of_all_ = true;
 }
 
 GRADACCUM_INLINE void WindowGradients::free() {
@@ -69,14 +82,14 @@ GRADACCUM_INLINE void WindowGradients::close() {
 }
 
 GRADACCUM_INLINE std::vector<at::Tensor> WindowGradients::parameters() const {
-  check_open();
+  check_here();
   std::vector<at::Tensor> with_gradient;
   for (auto place : sums_.places()) with_gradient.push_back(all_parameters()[place]);
   return with_gradient;
 }
 
 GRADACCUM_INLINE std::vector<at::Tensor> WindowGradients::raw() const {
-  check_open();
+  check_here();
   std::vector<at::Tensor> gradients;
   for (auto place : sums_.places()) gradients.push_back(sums_[place]);
   return gradients;
@@ -96,6 +109,9 @@ GRADACCUM_INLINE std::vector<at::Tensor> WindowGradients::measured() {
   const auto untouched = [](const SeenTensor& seen, const at::Tensor& gradient) { return seen.untouched(gradient); };
   if (norms_.defined() && std::equal(measured_.begin(), measured_.end(), gradients.begin(), gradients.end(), untouched))
     return gradients;
+  TORCH_CHECK(!of_all_,
+              "Gradients: this process has a part of the window alone, and that has been changed: the norm of all "
+              "parts, and whether they are finite, are known from before; ask before you change them");
   norms_ = norms(gradients, 2);
   found_inf_.reset();
   overflowed_.reset();
@@ -104,16 +120,19 @@ GRADACCUM_INLINE std::vector<at::Tensor> WindowGradients::measured() {
   return gradients;
 }
 
+GRADACCUM_INLINE void WindowGradients::scale(const at::Tensor& norm, const Multiplier& by) const {
+  if (by.on_host())
+    norm.mul_(std::abs(by.host()));
+  else
+    norm.mul_(by.on(norm.device()).abs());
+}
+
 GRADACCUM_INLINE at::Tensor WindowGradients::norm() {
   if (closed_ && !stepped_ && norm_.defined()) return norm_;
   at::NoGradGuard no_grad;
   measured();
-  const auto by = multiplier();
   norm_ = l2_norm_of(norms_);
-  if (by.on_host())
-    norm_.mul_(std::abs(by.host()));
-  else
-    norm_.mul_(by.on(norm_.device()).abs());
+  scale(norm_, multiplier());
   return norm_;
 }
 
@@ -143,10 +162,15 @@ GRADACCUM_INLINE void WindowGradients::apply() {
               "call them after backward, inside `if (optimizer.ready())`");
   at::NoGradGuard no_grad;
   if (must_be_finite()) verdict_ = found_inf();
-  if (const auto by = multiplier(); !by.is_one()) multiply_(raw(), by);
+  const auto by = multiplier();
+  if (!by.is_one()) multiply_(raw(), by);
   factor_ = requirement_of(factor_);
   applied_ = true;
   sums_.become_gradients();
+  if (!of_all_) return;
+  scale(norms_, by);
+  const auto gradients = raw();
+  measured_ = std::vector<SeenTensor>(gradients.begin(), gradients.end());
 }
 
 }  // namespace gradaccum::detail

@@ -36,7 +36,8 @@ class WindowSums {
   bool is_apart(std::size_t place) const { return apart_[place].defined(); }
   /// Where there was none.
   void set(std::size_t place, const at::Tensor& sum);
-  void set(std::size_t place, const at::Tensor& sum, bool apart);
+  /// There is none any more.
+  void forget(std::size_t place);
   /// Those that there are.
   std::vector<std::size_t> places() const;
 

@@ -32,11 +32,13 @@ GRADACCUM_INLINE void WindowSums::set_parameters(const std::vector<at::Tensor>& 
 }
 
 GRADACCUM_INLINE void WindowSums::set(std::size_t place, const at::Tensor& sum) {
-  set(place, sum, /*apart=*/sum.scalar_type() != parameters_[place].scalar_type());
+  const bool apart = sum.scalar_type() != parameters_[place].scalar_type();
+  (apart ? apart_[place] : parameters_[place].mutable_grad()) = sum;
 }
 
-GRADACCUM_INLINE void WindowSums::set(std::size_t place, const at::Tensor& sum, bool apart) {
-  (apart ? apart_[place] : parameters_[place].mutable_grad()) = sum;
+GRADACCUM_INLINE void WindowSums::forget(std::size_t place) {
+  apart_[place].reset();
+  parameters_[place].mutable_grad().reset();
 }
 
 GRADACCUM_INLINE std::vector<std::size_t> WindowSums::places() const {

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/parallel/gradient_exchange.hpp>
+#include <gradaccum/detail/window/shards.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace gradaccum::detail {
+
+/// After which each rank has the sums of its own pieces of the gradients, and nothing else of them.
+///
+/// A gradient is gone as soon as it is sent. One that fills its bucket alone is sent from where it lies, others are
+/// copied together, and what is larger than a bucket is copied and sent part by part. Each rank gets from all what is
+/// of its pieces, and adds it up in the order of the ranks. One that is not cut is added up on its rank, where it lies.
+///
+/// As much as a bucket is under way, and as much again where it arrives: then the oldest is waited for.
+class GradientPieces final : public GradientExchange {
+ public:
+  GradientPieces(std::shared_ptr<Links> links, Links::Line line, std::shared_ptr<WindowGradients> window,
+                 std::optional<c10::ScalarType> accumulate_in, std::int64_t bucket_bytes,
+                 std::shared_ptr<const Shards> shards);
+
+  /// Waits for what is under way.
+  GRADACCUM_INLINE void end_round() override;
+  /// In this round, or an earlier one.
+  GRADACCUM_INLINE std::vector<double> used() const override;
+  GRADACCUM_INLINE double finish(const std::vector<double>& used_by, double weight_of_all) override;
+
+ private:
+  /// Of each piece in a bucket the same part: the `index`-th of `count`.
+  struct Part {
+    std::int64_t index = 0, count = 1;
+    Shards::Piece of(const Shards::Piece& piece) const;
+  };
+  struct Sent {
+    const Bucket& bucket;
+    Part part;
+    at::Tensor from, to = {};
+    Links::Pending pending = nullptr;
+    std::int64_t bytes() const { return static_cast<std::int64_t>(from.nbytes()); }
+  };
+
+  GRADACCUM_INLINE void send(const Bucket& bucket) override;
+  void send_part(Sent sent);
+  std::vector<std::int64_t> sizes_by_rank(const Bucket& bucket, const Part& part) const;
+  at::Tensor copied_by_rank(const Bucket& bucket, const Part& part) const;
+  void receive_oldest();
+  void take(const Sent& sent);
+  void take_whole(std::size_t place, const at::Tensor& sum);
+  at::Tensor as_gradient(std::size_t place, at::Tensor sum) const;
+
+  const std::shared_ptr<const Shards> shards_;
+  const std::int64_t bucket_bytes_;
+  std::deque<Sent> under_way_ = {};  // the oldest first
+  std::int64_t bytes_under_way_ = 0;
+  bool first_round_ = true;
+  std::vector<double> used_;
+  std::vector<at::Tensor> sums_;  // by place, in one row
+};
+
+}  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/detail/parallel/gradient_pieces.ipp>
+#endif
