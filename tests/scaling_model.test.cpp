@@ -55,6 +55,20 @@ TEST_CASE("scaling: two ranks and one bucket, which nothing can hide", "[scaling
   REQUIRE(seconds(ethernet, one, 2, Way::shard_gradients, 3) == Approx(92 + 3 * 2 + 2 + 1 + 2 + 2));
 }
 
+TEST_CASE("scaling: a reduce-scatter and an all-gather may take longer than half an all-reduce", "[scaling]") {
+  auto machine = ethernet;
+  machine.scatter = 1.5, machine.gather = 2;
+  REQUIRE(seconds(machine, one, 2, Way::shard_optimizer, 3) == Approx(92 + 3 + 2 + 1 + 2 + 4));
+  REQUIRE(seconds(machine, one, 2, Way::shard_gradients, 3) == Approx(92 + 3 * 3 + 2 + 1 + 2 + 4));
+  REQUIRE(seconds(machine, one, 2, Way::unsharded, 3) == Approx(92 + 4 + 2 + 4));
+  auto measured = work;
+  measured.norm = 6;  // of which each of two takes its half
+  REQUIRE(scaling::window(ethernet, measured, one, 2, Way::shard_optimizer, 1).seconds ==
+          Approx(30 + 2 + 2 + 3 + 1 + 2 + 2));
+  fit::Samples samples{{"sum" + std::to_string(fit::bucket_bytes), {4}}, {"scatter", {3}}};
+  REQUIRE(fit::of_half_a_sum(samples, "scatter") == Approx(1.5));
+}
+
 TEST_CASE("scaling: backward hides what is sent beside it, as far as the machine lets it", "[scaling]") {
   const std::vector<Bucket> halves{{.bytes = 20, .ready = 0.5}, {.bytes = 20, .ready = 1}};
   auto machine = ethernet;
@@ -158,8 +172,8 @@ namespace {
 
 /// What a machine of these numbers would measure, each of them once.
 fit::Samples samples_of(const Link& link, std::int64_t ranks, double both) {
-  fit::Samples samples{{"alone1", {34}}, {"alone4", {127}},  {"multiply", {60}}, {"both", {both}},
-                       {"forward", {5}}, {"backward", {10}}, {"step", {2}}};  // parts of another number of windows
+  fit::Samples samples{{"alone1", {34}},   {"alone4", {127}}, {"multiply", {60}}, {"both", {both}}, {"forward", {5}},
+                       {"backward", {10}}, {"step", {2}},     {"norm", {3}}};  // parts of another number of windows
   const Machine machine{.ranks = ranks, .inside = link};
   for (auto bytes : fit::message_bytes)
     samples["sum" + std::to_string(bytes)] = {fit::layers * 2 *
@@ -185,6 +199,7 @@ TEST_CASE("scaling: what is measured of a machine gives its numbers back", "[sca
   REQUIRE(compute.forward == Approx(10));
   REQUIRE(compute.backward == Approx(20));
   REQUIRE(compute.step == Approx(4));
+  REQUIRE(compute.norm == Approx(3));
   REQUIRE(compute.further == Approx(1));
 }
 

@@ -51,10 +51,16 @@ inline void print(const Compute& compute, std::int64_t ranks) {
 inline Machine machine_of(const Samples& samples, std::int64_t ranks) {
   if (ranks == 1) return {};
   const auto [link, error] = link_of(samples, ranks);
-  const Machine machine{.ranks = ranks, .inside = link, .overlap = overlap_of(samples)};
+  const Machine machine{.ranks = ranks,
+                        .inside = link,
+                        .overlap = overlap_of(samples),
+                        .scatter = of_half_a_sum(samples, "scatter"),
+                        .gather = of_half_a_sum(samples, "gather")};
   fmt::print(
       "measured  {}: a message {:.0f} us and {:.2f} GB/s (a line that is off by {:.0f} % at most), overlap {:.2f}\n",
       processes(ranks), 1e6 * link.latency, link.bytes_per_s / 1e9, 100 * error, machine.overlap);
+  fmt::print("measured  {}: of half an all-reduce a reduce-scatter takes {:.2f} of the time, an all-gather {:.2f}\n",
+             processes(ranks), machine.scatter, machine.gather);
   return machine;
 }
 

@@ -38,7 +38,11 @@ inline Compute compute_of(const Samples& samples) {
   const auto one = median(samples, "alone1"), further = (median(samples, "alone4") - one) / 3;
   const auto scale = one / (part("forward") + part("backward") + part("step"));
   const auto forward = scale * part("forward"), backward = scale * part("backward");
-  return {forward, backward, scale * part("step"), further - forward - backward};
+  return {.forward = forward,
+          .backward = backward,
+          .step = scale * part("step"),
+          .norm = median(samples, "norm"),
+          .further = further - forward - backward};
 }
 
 struct FittedLink {
@@ -61,6 +65,11 @@ inline FittedLink link_of(const Samples& samples, std::int64_t ranks) {
   for (auto& [x, y] : points) error = std::max(error, std::abs((start + slope * x) / y - 1));
   const auto all = static_cast<double>(ranks), messages = 2 * (all - 1);  // of a ring, each of bytes / ranks
   return {{.latency = std::max(0.0, start) / messages, .bytes_per_s = messages / all / slope}, error};
+}
+
+/// What "scatter" or "gather" takes of half an all-reduce of the same bytes.
+inline double of_half_a_sum(const Samples& samples, const std::string& name) {
+  return 2 * median(samples, name) / median(samples, "sum" + std::to_string(bucket_bytes));
 }
 
 /// How much of the shorter of two things is hidden when both go on at once.

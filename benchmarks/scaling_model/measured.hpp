@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/parallel/links.hpp>
+#include <gradaccum/detail/window/tensor_lists.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/replicas.hpp>
@@ -106,6 +107,38 @@ inline double all_reduces(
   });
 }
 
+/// As many reduce-scatters as a window has, as the library makes them; and all-gathers.
+inline double reduce_scatters(const ga::ProcessGroup& group) {
+  const std::int64_t ranks = group.world_size(), part = bucket_bytes / 4 / ranks;
+  const std::vector<std::int64_t> sizes(static_cast<std::size_t>(ranks), part);
+  const auto line = ga::detail::Links::Line::gradients;
+  std::vector<at::Tensor> from, to;
+  for (std::int64_t i = 0; i < layers; ++i)
+    from.push_back(torch::zeros({ranks * part})), to.push_back(torch::zeros({ranks, part}));
+  return seconds_of_all(group, [&] {
+    std::vector<ga::detail::Links::Pending> pending;
+    for (std::size_t i = 0; i < from.size(); ++i)
+      pending.push_back(group.links()->begin_all_to_all(line, to[i], from[i], sizes, sizes));
+    for (std::size_t i = 0; i < from.size(); ++i) {
+      group.links()->wait(pending[i], "the other ranks");
+      torch::sum(to[i], 0);
+    }
+  });
+}
+
+inline double all_gathers(const ga::ProcessGroup& group) {
+  std::vector<at::Tensor> parts;
+  for (std::int64_t i = 0; i < layers * group.world_size(); ++i)
+    parts.push_back(torch::zeros({bucket_bytes / 4 / group.world_size()}));
+  return seconds_of_all(group, [&] {
+    std::vector<ga::detail::Links::Pending> pending;
+    for (std::size_t i = 0; i < parts.size(); ++i)
+      pending.push_back(group.links()->begin_broadcast(ga::detail::Links::Line::gradients, parts[i],
+                                                       static_cast<int>(i) % group.world_size()));
+    for (auto& one : pending) group.links()->wait(one, "the other ranks");
+  });
+}
+
 /// Something to compute beside them, which takes about as long.
 inline void multiply() {
   const auto a = torch::ones({rows, width}), b = torch::ones({width, width});
@@ -123,9 +156,14 @@ inline std::vector<std::pair<std::string, std::function<double()>>> measurements
       for (const auto* part : {"forward", "backward", "step"})
         all.emplace_back(part, [=] { return loop->parts().at(part); });
     }
+  const auto gradients = std::make_shared<std::vector<at::Tensor>>();
+  for (std::int64_t i = 0; i < layers; ++i) gradients->push_back(torch::zeros({width, width}));
+  all.emplace_back("norm", [=] { return harness::seconds([&] { ga::detail::norms(*gradients, 2); }); });
   if (group.world_size() == 1) return all;
   for (auto bytes : message_bytes)
     all.emplace_back("sum" + std::to_string(bytes), [=] { return all_reduces(group, bytes); });
+  all.emplace_back("scatter", [=] { return reduce_scatters(group); });
+  all.emplace_back("gather", [=] { return all_gathers(group); });
   all.emplace_back("multiply", [=] { return seconds_of_all(group, multiply); });
   all.emplace_back("both", [=] { return all_reduces(group, bucket_bytes, multiply); });
   return all;

@@ -27,13 +27,15 @@ enum class Pattern {
 struct Machine {
   std::int64_t ranks = 1;  ///< that share `inside`; each has a link `between` of its own
   Link inside = {}, between = {};
-  double overlap = 1;  ///< the rate at which backward goes on beside a transfer; 1: as if there were none
+  double overlap = 1;              ///< the rate at which backward goes on beside a transfer; 1: as if there were none
+  double scatter = 1, gather = 1;  ///< what a reduce-scatter, and an all-gather, take of half an all-reduce
   Pattern pattern = Pattern::ring;
 };
 
 /// What a rank computes, in seconds.
 struct Compute {
   double forward = 0, backward = 0, step = 0;
+  double norm = 0;     ///< of all gradients
   double further = 0;  ///< more for each further micro-batch of a window, which adds to the gradients that are there
 };
 
@@ -134,7 +136,8 @@ class Simulation {
  public:
   Simulation(const Machine& machine, const Compute& compute, const std::vector<Bucket>& buckets, std::int64_t ranks,
              Way way)
-      : exchange_(machine, ranks),
+      : machine_(machine),
+        exchange_(machine, ranks),
         compute_(compute),
         buckets_(buckets),
         ranks_(ranks),
@@ -148,10 +151,10 @@ class Simulation {
                way_ == Way::shard_gradients || i + 1 == micro_batches);
     }
     agree();
-    if (way_ != Way::unsharded) gather_norms();
+    if (way_ != Way::unsharded && ranks_ > 1) gather_norms();
     clock_.compute(way_ == Way::unsharded ? compute_.step : compute_.step / static_cast<double>(ranks_));
     if (way_ != Way::unsharded)
-      for (auto& bucket : buckets_) send(bucket.bytes, 1);
+      for (auto& bucket : buckets_) send(bucket.bytes, 1, machine_.gather);
     clock_.wait();
     return {clock_.now(), sent_bytes_};
   }
@@ -163,7 +166,7 @@ class Simulation {
       if (!sends) break;
       clock_.compute((std::max(done, bucket.ready) - done) * seconds);
       done = std::max(done, bucket.ready);
-      send(bucket.bytes, way_ == Way::unsharded ? 2 : 1);
+      way_ == Way::unsharded ? send(bucket.bytes, 2) : send(bucket.bytes, 1, machine_.scatter);
     }
     clock_.compute((1 - done) * seconds);
     clock_.wait();
@@ -174,15 +177,17 @@ class Simulation {
     clock_.wait();
   }
   void gather_norms() {
+    clock_.compute(compute_.norm / static_cast<double>(ranks_));
     send(0, 1);
     clock_.wait();
   }
-  /// `passes`: 1, a reduce-scatter or an all-gather; 2, an all-reduce.
-  void send(double bytes, int passes) {
-    clock_.send(passes * exchange_.seconds(bytes));
+  /// `passes`: 1, a reduce-scatter or an all-gather; 2, an all-reduce. `times`: as long.
+  void send(double bytes, int passes, double times = 1) {
+    clock_.send(times * passes * exchange_.seconds(bytes));
     sent_bytes_ += passes * exchange_.sent_bytes(bytes);
   }
 
+  Machine machine_;
   Exchange exchange_;
   Compute compute_;
   std::vector<Bucket> buckets_;

@@ -259,6 +259,26 @@ TEST_CASE("Shard: any number of ranks gives the bits of ranks that are not divid
   }
 }
 
+TEST_CASE("Shard: two ranks give the bits of two that are not divided") {
+  const auto kind = GENERATE(from_range(kinds()));
+  const auto shard = GENERATE(ga::Shard::optimizer, ga::Shard::gradients);
+  const std::int64_t steps = shard == ga::Shard::gradients ? 1 : 2;  // ranks are added up before micro-batches
+  CAPTURE(kind.name, shard == ga::Shard::gradients);
+  const auto trained_by = [&](ga::Shard how) {
+    std::vector<Rank> ranks;
+    for (int i = 0; i < 2; ++i) ranks.emplace_back(kind, 1, steps);
+    together(ranks, how, [](Rank& rank, int number) {
+      for (int i = 0; i < 6; ++i) rank.micro_batch(1 + (i + number) % 3, 0.1 + 0.03 * i + number, 1, /*clips=*/false);
+    });
+    return ranks;
+  };
+  const auto plain = trained_by(ga::Shard::none), divided = trained_by(shard);
+  for (std::size_t i = 0; i < 2; ++i) {
+    CHECK(torch::equal(flat(divided[i].model), flat(plain[i].model)));
+    CHECK_FALSE(torch::equal(flat(divided[i].model), flat(Rank(kind).model)));
+  }
+}
+
 namespace {
 
 double largest_difference(const Rank& a, const Rank& b) {
