@@ -121,6 +121,7 @@ class TrainerBase {
   friend class detail::Fit;
   friend class detail::FittedBatches;
 
+  void or_tell(c10::function_ref<void()> work) const;
   void or_discard(c10::function_ref<void()> work);
   Loss forward(const detail::AnyBatch& batch);
   /// `begins`: the first of its batch. `may_close`: a window may end with it.

@@ -200,10 +200,20 @@ GRADACCUM_INLINE void TrainerBase::add(std::unique_ptr<detail::AnyPolicy> policy
 }
 GRADACCUM_INLINE detail::AnyPolicy& TrainerBase::policy_at(std::size_t place) const { return parts_->policies[place]; }
 
+/// Others who have gradients of this window hear why it is given up.
+GRADACCUM_INLINE void TrainerBase::or_tell(c10::function_ref<void()> work) const {
+  try {
+    work();
+  } catch (const std::exception& error) {
+    if (peers() && parts_->window.closing()->elsewhere()) peers()->give_up(error.what());
+    throw;
+  }
+}
+
 /// What a window says of a misuse is said to who wrote a loop by hand.
 GRADACCUM_INLINE void TrainerBase::or_discard(c10::function_ref<void()> work) {
   try {
-    work();
+    or_tell(work);
   } catch (c10::Error& error) {
     discard();
     if (error.context().empty() && std::string_view(error.msg()).starts_with("GradAccumulator: "))

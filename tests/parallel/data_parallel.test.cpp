@@ -38,6 +38,7 @@ struct Outcome {
   std::vector<double> losses, items;
   std::vector<std::int64_t> micro_batches, samples;
   ga::FitReport report;
+  ga::Shard shard = ga::Shard::none;
 };
 
 /// One process, or a rank of several; `policies` are beside those that all have.
@@ -48,15 +49,18 @@ void train(Outcome& outcome, const Data& data, const ga::ProcessGroup& group, ga
       data.inputs, data.targets,
       {.batch_size = 3, .shuffle = true, .seed = 3, .rank = group.rank(), .world_size = group.world_size()});
   torch::optim::Adam adam(outcome.model->parameters(), torch::optim::AdamOptions(0.05));
-  ga::Trainer trainer(
-      outcome.model, adam, objective, ga::Accumulate{.steps = steps}, ga::ClipNorm{.max = 0.5}, std::move(policies)...,
-      ga::DataParallel{.group = group, .options = {.bucket_bytes = 100, .seed_by_rank = false}, .check_every = 2},
-      [&](const ga::Step& step) {
-        outcome.losses.push_back(step.loss.item<double>());
-        outcome.items.push_back(step.items);
-        outcome.micro_batches.push_back(step.micro_batches);
-        outcome.samples.push_back(step.samples);
-      });
+  ga::Trainer trainer(outcome.model, adam, objective, ga::Accumulate{.steps = steps}, ga::ClipNorm{.max = 0.5},
+                      std::move(policies)...,
+                      ga::DataParallel{.group = group,
+                                       .shard = outcome.shard,
+                                       .options = {.bucket_bytes = 100, .seed_by_rank = false},
+                                       .check_every = 2},
+                      [&](const ga::Step& step) {
+                        outcome.losses.push_back(step.loss.item<double>());
+                        outcome.items.push_back(step.items);
+                        outcome.micro_batches.push_back(step.micro_batches);
+                        outcome.samples.push_back(step.samples);
+                      });
   outcome.report = trainer.fit(batches, options);
 }
 
@@ -66,13 +70,15 @@ TEST_CASE("DataParallel: ranks are one process, report included") {
   const int world_size = GENERATE(2, 4);
   const std::int64_t steps = GENERATE(1, 3);
   const auto tail = GENERATE(ga::Tail::flush, ga::Tail::carry);
+  const auto shard = GENERATE(ga::Shard::none, ga::Shard::optimizer, ga::Shard::gradients);
+  if (shard == ga::Shard::gradients && tail == ga::Tail::carry) return;  // refused
   const Data data;
   const ga::FitOptions options{.epochs = 3, .tail = tail};
   Outcome one;
   train(one, data, ga::ProcessGroup(), options, steps * world_size);
 
   std::vector<Outcome> ranks(static_cast<std::size_t>(world_size));
-  for (auto& rank : ranks) rank.model = make_model();
+  for (auto& rank : ranks) rank.model = make_model(), rank.shard = shard;
   {
     const torch::NoGradGuard no_grad;
     ranks[1].model->parameters()[0].zero_();  // rank 0's counts

@@ -468,6 +468,32 @@ TEST_CASE(
   peak_of(ga::Shard::none);  // has more, where there are several
 }
 
+TEST_CASE("Shard: a window that nobody closes goes on later, with the gradients that others have") {
+  const auto kind = kinds_in_float64()[2];
+  const auto train = [&](ga::Shard shard) {
+    std::vector<Rank> ranks;
+    for (int i = 0; i < 2; ++i) ranks.emplace_back(kind, 1, /*steps=*/3);
+    together(ranks, shard, [&](Rank& rank, int number) {
+      for (int epoch = 0; epoch < 2; ++epoch) {
+        // Rank 1 has nothing in the first, and what rank 0 has is sent to it.
+        for (int i = 0; i < (number == 0 ? 2 : 3 * epoch); ++i)
+          rank.micro_batch(1 + i % 2, 0.2 * i + number + epoch, 1, /*clips=*/false);
+        while (rank.optimizer->others_continue()) rank.close(/*clips=*/false);
+      }
+    });
+    return ranks;
+  };
+  const auto plain = train(ga::Shard::none);
+  for (auto shard : {ga::Shard::optimizer, ga::Shard::gradients}) {
+    const auto divided = train(shard);
+    for (std::size_t i = 0; i < 2; ++i) {
+      CHECK(divided[i].updates() == plain[i].updates());
+      CHECK(plain[i].updates() == 1);
+      CHECK(largest_difference(divided[i], plain[i]) < 1e-12);
+    }
+  }
+}
+
 TEST_CASE("Shard: what it does not go with is refused, on all ranks") {
   const Kind kind = kinds()[2];
   const auto message = [&](auto&& body) {

@@ -68,7 +68,7 @@ class GradientExchange : public ArrivalListener {
 
  protected:
   /// A window without weight has none, whatever lies there.
-  bool has_own(std::size_t place) const { return weight_ != 0 && window_->sums()[place].defined(); }
+  bool has_own(std::size_t place) const { return window_->first_weight() != 0 && window_->sums()[place].defined(); }
   /// What this rank has of it, dense.
   at::Tensor own(std::size_t place) const;
   /// The same as it is sent, times the weight: itself, where it is so already.
@@ -87,9 +87,9 @@ class GradientExchange : public ArrivalListener {
  private:
   void send_next();
 
-  std::vector<std::size_t> bucket_of_, missing_;  // by place; by bucket, how many gradients
+  std::vector<std::optional<std::size_t>> bucket_of_;  // by place; of what was frozen when this began, none
+  std::vector<std::size_t> missing_;                   // by bucket, how many gradients
   std::vector<bool> arrived_;
-  const double weight_;
   std::size_t sent_ = 0;  // buckets in this round
   bool begun_ = false, ended_ = false;
   std::mutex mutex_;

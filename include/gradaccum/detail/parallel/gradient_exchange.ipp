@@ -61,8 +61,7 @@ GRADACCUM_INLINE GradientExchange::GradientExchange(std::shared_ptr<Links> links
       parameters_(window_->all_parameters()),
       accumulate_in_(accumulate_in),
       buckets_(buckets_of(parameters_, accumulate_in, bucket_bytes)),
-      bucket_of_(parameters_.size()),
-      weight_(window_->first_weight()) {
+      bucket_of_(parameters_.size()) {
   for (std::size_t i = 0; i < buckets_.size(); ++i)
     for (auto place : buckets_[i].places) bucket_of_[place] = i;
   begin_round();
@@ -81,7 +80,9 @@ GRADACCUM_INLINE void GradientExchange::arrive(std::size_t place) {
   const std::lock_guard lock(mutex_);
   if (ended_) return;
   const at::NoGradGuard no_grad;
-  const auto bucket = bucket_of_[place];
+  TORCH_CHECK(bucket_of_[place], "Replicas: parameter ", place, " (shape ", parameters_[place].sizes(),
+              ") was frozen when this window's gradients began to be sent; set requires_grad between windows");
+  const auto bucket = *bucket_of_[place];
   TORCH_CHECK(!arrived_[place] || bucket >= sent_, "Replicas: the gradient of parameter ", place, " (shape ",
               parameters_[place].sizes(),
               ") arrived again after it was sent: an operation runs a backward of its own inside of backward; "
@@ -112,12 +113,13 @@ GRADACCUM_INLINE void GradientExchange::send_next() {
 GRADACCUM_INLINE at::Tensor GradientExchange::own(std::size_t place) const {
   if (!has_own(place)) return {};
   const auto& gradient = window_->sums()[place];
-  return gradient.layout() == at::kStrided ? gradient.detach() : gradient.to_dense();
+  return (gradient.layout() == at::kStrided ? gradient.detach() : gradient.to_dense()).resolve_conj().resolve_neg();
 }
 
 GRADACCUM_INLINE bool GradientExchange::has_unsent() const {
-  for (std::size_t place = 0; place < parameters_.size(); ++place)
-    if (has_own(place)) return true;
+  for (auto& bucket : buckets_)
+    for (auto place : bucket.places)
+      if (has_own(place)) return true;
   return false;
 }
 
@@ -137,7 +139,7 @@ GRADACCUM_INLINE at::Tensor GradientExchange::sent_alone(const Bucket& bucket) c
 }
 
 GRADACCUM_INLINE void GradientExchange::times_weight(const at::Tensor& sum) const {
-  if (weight_ != 0 && weight_ != 1) sum.mul_(weight_);
+  if (const auto weight = window_->first_weight(); weight != 0 && weight != 1) sum.mul_(weight);
 }
 
 GRADACCUM_INLINE double GradientExchange::unit_of(double weight_of_all) const {

@@ -246,9 +246,10 @@ GRADACCUM_INLINE bool Links::came_by_nccl(c10d::Work& work) {
 }
 
 GRADACCUM_INLINE void Links::begin_exchange(const void* exchange) {
-  TORCH_CHECK(exchange_ == nullptr || exchange_ == exchange,
-              "Replicas: a window of another accumulator with the same group has sent gradients, and is not closed "
-              "yet; call its step() before this backward(), or use {.overlap = false} for both");
+  TORCH_CHECK(
+      exchange_ == nullptr || exchange_ == exchange,
+      "Replicas: a window of another accumulator with the same group has sent gradients, and is not closed "
+      "yet; call its step() before this backward(), or, without Shard::gradients, use {.overlap = false} for both");
   exchange_ = exchange;
 }
 

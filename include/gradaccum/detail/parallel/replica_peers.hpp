@@ -75,7 +75,8 @@ class ReplicaPeers final : public Peers {
  private:
   void begin_exchange(const std::shared_ptr<WindowGradients>& window, std::optional<c10::ScalarType> accumulate_in);
   void run_and_send(const std::function<void()>& run);
-  void run_round(WindowGradients& window, const std::function<void()>& run);
+  void run_round(WindowGradients& window, std::optional<c10::ScalarType> accumulate_in,
+                 const std::function<void()>& run);
   WindowTotals agree(const std::shared_ptr<WindowGradients>& window, bool active);
   Links::Pending begin_sums(at::Tensor& sums, const WindowTotals& own) const;
   WindowTotals sums_of_all(const WindowTotals& own) const;

@@ -80,9 +80,9 @@ GRADACCUM_INLINE void ReplicaPeers::backward(const std::shared_ptr<WindowGradien
                                              std::optional<c10::ScalarType> accumulate_in,
                                              const std::function<void()>& run) {
   if (!overlap_ && !take_each_backward()) return run();
-  if (!exchange_) begin_exchange(window, accumulate_in);
   try {
-    shards_ ? run_round(*window, run) : run_and_send(run);
+    if (!exchange_) begin_exchange(window, accumulate_in);
+    shards_ ? run_round(*window, accumulate_in, run) : run_and_send(run);
   } catch (...) {
     end_window();
     throw;
@@ -96,13 +96,16 @@ GRADACCUM_INLINE void ReplicaPeers::run_and_send(const std::function<void()>& ru
 }
 
 /// Says that it runs, and need not know who else does: all will send.
-GRADACCUM_INLINE void ReplicaPeers::run_round(WindowGradients& window, const std::function<void()>& run) {
+GRADACCUM_INLINE void ReplicaPeers::run_round(WindowGradients& window, std::optional<c10::ScalarType> accumulate_in,
+                                              const std::function<void()>& run) {
+  links_->begin_exchange(exchange_.get());
   at::Tensor sums;
   const auto said = begin_sums(sums, {.running = 1, .used = std::vector<double>(exchange_->parameters().size())});
   counted_on_ = true;
   window.set_elsewhere();
   exchange_->begin_round();
   run_and_send(run);
+  window.fold_into_sums(accumulate_in);  // what has not been sent
   exchange_->end_round();
   links_->wait(said, "the others to send gradients");
 }
@@ -120,15 +123,15 @@ GRADACCUM_INLINE void ReplicaPeers::or_give_up(c10::function_ref<void()> work) c
   try {
     work();
   } catch (const std::exception& error) {
-    links_->give_up(error.what());
+    if (links_) links_->give_up(error.what());
     throw;
   }
 }
 
 GRADACCUM_INLINE void ReplicaPeers::reduce(const std::shared_ptr<WindowGradients>& window,
                                            std::optional<c10::ScalarType> accumulate_in) {
-  if (!exchange_) begin_exchange(window, accumulate_in);
   or_give_up([&] {
+    if (!exchange_) begin_exchange(window, accumulate_in);
     const auto all = followed_ ? *followed_ : agree(window, /*active=*/true);
     if (!shards_)
       exchange_->end_round();
@@ -171,11 +174,13 @@ GRADACCUM_INLINE bool ReplicaPeers::step(AnyOptimizer& optimizer, const std::sha
 GRADACCUM_INLINE bool ReplicaPeers::others_continue(const std::shared_ptr<WindowGradients>& window,
                                                     std::optional<c10::ScalarType> accumulate_in) {
   TORCH_CHECK(!followed_, "Replicas: others_continue() has said so, and the step() with the others has not come yet");
-  if (!exchange_) begin_exchange(window, accumulate_in);
-  or_give_up([&] { followed_ = agree(window, /*active=*/false); });
+  or_give_up([&] {
+    if (!exchange_) begin_exchange(window, accumulate_in);
+    followed_ = agree(window, /*active=*/false);
+  });
   if (followed_->active > 0) return true;
   followed_.reset();
-  if (!counted_on_) exchange_.reset();
+  if (!exchange_->begun()) exchange_.reset();  // else it has sums of a window that goes on
   return false;
 }
 
@@ -220,6 +225,7 @@ GRADACCUM_INLINE WindowTotals ReplicaPeers::agree(const std::shared_ptr<WindowGr
   own.unsent = exchange_->has_unsent() ? 1 : 0;
   auto all = sums_of_all(own);
   while (all.running > 0) {
+    window->set_elsewhere();
     exchange_->send_round();
     own.unsent = 0;
     all = sums_of_all(own);

@@ -63,6 +63,9 @@ GRADACCUM_INLINE void OpenWindow::cleared(const std::vector<at::Tensor>& paramet
 
 GRADACCUM_INLINE void OpenWindow::backward(Loss loss, const BackwardOptions& options, bool fills) {
   check_usable();
+  TORCH_CHECK(!following_,
+              "GradAccumulator: backward() after others_continue() has said that others close a window with this "
+              "process; call step() first");
   use_.check_form(Form::weighted);
   use_.check_none_in_hand();
   TORCH_CHECK(!state_->applied(), "GradAccumulator: backward() after gradients().apply(); call step() first");
@@ -222,7 +225,9 @@ GRADACCUM_INLINE void OpenWindow::set_peers(std::shared_ptr<Peers> peers) {
 
 GRADACCUM_INLINE bool OpenWindow::others_continue() {
   check_usable();
-  if (peers_) following_ = peers_->others_continue(state_, accumulate_in_);
+  if (!peers_) return false;
+  following_ = peers_->others_continue(state_, accumulate_in_);
+  if (peers_->shards()) look();  // others may have asked for its gradients
   return following_;
 }
 

@@ -22,11 +22,10 @@ GRADACCUM_INLINE bool take_step_of_shards(AnyOptimizer& optimizer, Shards& shard
               " was made to look at whole parameters after they had been divided; call stochastic_rounding before "
               "the Replicas are made");
   shards.check(*optimizer.torch_optimizer());
+  if (gradients.overflowed()) return false;  // on all: the host knows what has been found in all pieces
+  if (gradients.raw().empty()) return true;
   OptimizerOfShards of_shards(optimizer, shards);
-  if (!gradients.raw().empty()) return take_step(of_shards, std::move(gradients));
-  if (!optimizer.judges_on_device(gradients)) return !gradients.overflowed();
-  gradients.judge_on_device();
-  return true;
+  return take_step(of_shards, std::move(gradients));
 }
 
 }  // namespace gradaccum::detail

@@ -84,6 +84,7 @@ class WindowGradients {
   void check_here() const;
   /// The gradients, with their norms measured; anew only where one has changed.
   std::vector<at::Tensor> measured();
+  bool is_measured(const std::vector<at::Tensor>& gradients) const;
   void scale(const at::Tensor& norm, const Multiplier& by) const;
 
   WindowSums sums_;

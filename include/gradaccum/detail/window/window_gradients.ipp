@@ -50,6 +50,7 @@ GRADACCUM_INLINE std::shared_ptr<WindowGradients> WindowGradients::part(const st
 }
 
 GRADACCUM_INLINE void WindowGradients::divide(const Shards& shards, const std::vector<at::Tensor>& sums) {
+  for (auto place : sums_.places()) sums_.forget(place);  // what was not sent: of frozen ones
   WindowSums own;
   own.set_parameters(shards.own());
   for (std::size_t place = 0; place < sums.size(); ++place)
@@ -104,11 +105,14 @@ GRADACCUM_INLINE Multiplier WindowGradients::multiplier() const {
   return product_of(factor);
 }
 
+GRADACCUM_INLINE bool WindowGradients::is_measured(const std::vector<at::Tensor>& gradients) const {
+  const auto untouched = [](const SeenTensor& seen, const at::Tensor& gradient) { return seen.untouched(gradient); };
+  return std::equal(measured_.begin(), measured_.end(), gradients.begin(), gradients.end(), untouched);
+}
+
 GRADACCUM_INLINE std::vector<at::Tensor> WindowGradients::measured() {
   auto gradients = raw();
-  const auto untouched = [](const SeenTensor& seen, const at::Tensor& gradient) { return seen.untouched(gradient); };
-  if (norms_.defined() && std::equal(measured_.begin(), measured_.end(), gradients.begin(), gradients.end(), untouched))
-    return gradients;
+  if (norms_.defined() && is_measured(gradients)) return gradients;
   TORCH_CHECK(!of_all_,
               "Gradients: this process has a part of the window alone, and that has been changed: the norm of all "
               "parts, and whether they are finite, are known from before; ask before you change them");
@@ -163,11 +167,12 @@ GRADACCUM_INLINE void WindowGradients::apply() {
   at::NoGradGuard no_grad;
   if (must_be_finite()) verdict_ = found_inf();
   const auto by = multiplier();
+  const bool known = of_all_ && is_measured(raw());
   if (!by.is_one()) multiply_(raw(), by);
   factor_ = requirement_of(factor_);
   applied_ = true;
   sums_.become_gradients();
-  if (!of_all_) return;
+  if (!known) return;
   scale(norms_, by);
   const auto gradients = raw();
   measured_ = std::vector<SeenTensor>(gradients.begin(), gradients.end());
