@@ -13,6 +13,8 @@ namespace gradaccum {
 
 GRADACCUM_INLINE void DataParallel::attach(TrainerBase& trainer) {
   TORCH_CHECK(check_every >= 0, "DataParallel: check_every must be >= 0, got ", check_every);
+  TORCH_CHECK(shard == Shard::none || options.shard == Shard::none || shard == options.shard,
+              "DataParallel: .shard and .options.shard must not differ; leave out the latter");
   auto of_part = options;
   if (shard != Shard::none) of_part.shard = shard;
   replicas = std::make_shared<Replicas>(group, trainer.module(), trainer, of_part);
