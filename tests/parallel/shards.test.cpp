@@ -279,6 +279,41 @@ TEST_CASE("Shard: two ranks give the bits of two that are not divided") {
   }
 }
 
+TEST_CASE("Shard: a model that is stepped and sent in parts has the same bits") {
+  const auto train = [](ga::Shard shard) {
+    std::vector<at::Tensor> results(2);
+    std::mutex one_draws;
+    tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+      torch::nn::Sequential model;
+      {
+        const std::lock_guard lock(one_draws);
+        torch::manual_seed(3);
+        for (int i = 0; i < 3; ++i) model->push_back(torch::nn::Linear(1024, 1025));
+      }
+      ga::optim::AdamW adamw(model->parameters(), ga::optim::AdamWOptions(1e-2));
+      ga::GradAccumulator optimizer(adamw, {.steps = 1});
+      ga::AmpScaler scaler({.init_scale = 256});
+      ga::Replicas replicas(group, model, optimizer, {.seed_by_rank = false, .shard = shard});
+      for (int i = 0; i < 3; ++i) {
+        const auto x = torch::sin(torch::arange(1024) * (0.1 * i + group.rank() + 1)).reshape({1, 1024});
+        at::Tensor sum = torch::zeros({});
+        for (auto& part : *model) sum = sum + part.forward(x).pow(2).mean();
+        optimizer.backward(scaler.scale(i == 1 ? sum * std::numeric_limits<float>::infinity() : sum));
+        scaler.step(optimizer);
+        scaler.update();
+        optimizer.zero_grad();
+      }
+      CHECK(optimizer.updates() == 2);
+      results[static_cast<std::size_t>(group.rank())] = flat(model);
+    });
+    CHECK(torch::equal(results[0], results[1]));
+    return results[0];
+  };
+  const auto plain = train(ga::Shard::none);
+  CHECK(torch::equal(train(ga::Shard::optimizer), plain));
+  CHECK(torch::equal(train(ga::Shard::gradients), plain));
+}
+
 namespace {
 
 double largest_difference(const Rank& a, const Rank& b) {

@@ -115,6 +115,7 @@ GRADACCUM_INLINE void ReplicaPeers::end_window() {
   const bool agreed = std::exchange(followed_, {}).has_value();
   const bool counted_on = std::exchange(counted_on_, false);
   if (shards_) shards_->clear_gradients();
+  if (links_) links_->end_exchange(exchange.get());
   if (links_ && (counted_on || agreed || (exchange && exchange->begun())))
     links_->give_up("a window was discarded, or met an exception, when others counted on its gradients");
 }
@@ -165,8 +166,9 @@ GRADACCUM_INLINE bool ReplicaPeers::step(AnyOptimizer& optimizer, const std::sha
   TORCH_CHECK(links_, "Replicas: must live as long as the accumulator is trained with, and are gone");
   bool moved = false;
   or_give_up([&] {
-    moved = !used_.empty() && take_step_of_shards(optimizer, *shards_, Gradients(window));
-    if (moved) exchange_pieces(*links_, line_, *shards_, used_, bucket_bytes_);
+    PieceExchange exchange(*links_, line_, *shards_, bucket_bytes_);
+    moved = take_step_of_shards(optimizer, *shards_, window, used_, [&](auto& places) { exchange.send(places); });
+    exchange.finish();
   });
   return moved;
 }
