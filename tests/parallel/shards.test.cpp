@@ -279,7 +279,7 @@ TEST_CASE("Shard: two ranks give the bits of two that are not divided") {
   }
 }
 
-TEST_CASE("Shard: a model that is stepped and sent in parts has the same bits") {
+TEST_CASE("Shard: parameters larger than a bucket, and an overflow, have the same bits") {
   const auto train = [](ga::Shard shard) {
     std::vector<at::Tensor> results(2);
     std::mutex one_draws;
@@ -293,7 +293,7 @@ TEST_CASE("Shard: a model that is stepped and sent in parts has the same bits") 
       ga::optim::AdamW adamw(model->parameters(), ga::optim::AdamWOptions(1e-2));
       ga::GradAccumulator optimizer(adamw, {.steps = 1});
       ga::AmpScaler scaler({.init_scale = 256});
-      ga::Replicas replicas(group, model, optimizer, {.seed_by_rank = false, .shard = shard});
+      ga::Replicas replicas(group, model, optimizer, {.bucket_bytes = 1 << 20, .seed_by_rank = false, .shard = shard});
       for (int i = 0; i < 3; ++i) {
         const auto x = torch::sin(torch::arange(1024) * (0.1 * i + group.rank() + 1)).reshape({1, 1024});
         at::Tensor sum = torch::zeros({});

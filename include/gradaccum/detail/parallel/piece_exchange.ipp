@@ -9,21 +9,36 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/FunctionRef.h>
 
 #include <algorithm>
+#include <deque>
 #include <utility>
 
 namespace gradaccum::detail {
 
-GRADACCUM_INLINE bool Parcel::takes(const at::Tensor& piece, std::int64_t bucket_bytes) const {
-  return pieces[0].device() == piece.device() &&
-         bytes + static_cast<std::int64_t>(piece.nbytes()) <= std::min(alone_from, bucket_bytes);
-}
+/// Pieces of one rank that are sent together, as bytes.
+struct Parcel {
+  int rank = 0;
+  std::vector<at::Tensor> pieces = {};
+  std::int64_t bytes = 0;
+  at::Tensor sent = {};  ///< where they lie on the way
+  Links::Pending pending = nullptr;
 
-GRADACCUM_INLINE void Parcel::add(const at::Tensor& piece) {
-  pieces.push_back(piece);
-  bytes += static_cast<std::int64_t>(piece.nbytes());
-}
+  bool takes(const at::Tensor& piece, std::int64_t bucket_bytes) const {
+    return pieces[0].device() == piece.device() &&
+           bytes + static_cast<std::int64_t>(piece.nbytes()) <= std::min(alone_from, bucket_bytes);
+  }
+  void add(const at::Tensor& piece) {
+    pieces.push_back(piece);
+    bytes += static_cast<std::int64_t>(piece.nbytes());
+  }
+  bool is_copied() const { return !sent.is_alias_of(pieces[0]); }
+  /// Each with its place in `sent`, where they are copied.
+  void for_each(c10::function_ref<void(const at::Tensor& piece, const at::Tensor& bytes)> body) const;
+  void pack(bool is_sender);
+  void unpack() const;
+};
 
 /// By rank.
 GRADACCUM_INLINE std::vector<std::vector<Parcel>> parcels_of(const Shards& shards,
@@ -73,38 +88,50 @@ GRADACCUM_INLINE void Parcel::unpack() const {
   });
 }
 
-GRADACCUM_INLINE void PieceExchange::send(const std::vector<std::size_t>& places) {
+/// Parcels that are under way, the oldest first.
+class ParcelsUnderWay {
+ public:
+  ParcelsUnderWay(Links& links, Links::Line line, const Shards& shards) : links_(links), line_(line), shards_(shards) {}
+
+  void send(Parcel parcel) {
+    parcel.pack(parcel.rank == shards_.rank());
+    parcel.pending = links_.begin_broadcast(line_, parcel.sent, parcel.rank);
+    copied_ += parcel.is_copied() ? parcel.bytes : 0;
+    under_way_.push_back(std::move(parcel));
+  }
+  void receive() {
+    const auto parcel = std::move(under_way_.front());
+    under_way_.pop_front();
+    links_.wait(parcel.pending, "the parameters of an update");
+    if (parcel.rank != shards_.rank()) parcel.unpack();
+    copied_ -= parcel.is_copied() ? parcel.bytes : 0;
+  }
+  bool empty() const { return under_way_.empty(); }
+  std::int64_t copied() const { return copied_; }  ///< bytes
+
+ private:
+  Links& links_;
+  Links::Line line_;
+  const Shards& shards_;
+  std::deque<Parcel> under_way_;
+  std::int64_t copied_ = 0;
+};
+
+GRADACCUM_INLINE void exchange_pieces(Links& links, Links::Line line, const Shards& shards,
+                                      const std::vector<std::size_t>& places, std::int64_t bucket_bytes) {
   const at::NoGradGuard no_grad;
-  auto parcels = parcels_of(shards_, places, bucket_bytes_);
+  ParcelsUnderWay under_way(links, line, shards);
+  auto parcels = parcels_of(shards, places, bucket_bytes);
   std::size_t most = 0;
   for (auto& of_rank : parcels) most = std::max(most, of_rank.size());
   for (std::size_t i = 0; i < most; ++i)
-    for (auto& of_rank : parcels)  // by turns: all links are busy both ways
-      if (i < of_rank.size()) send(std::move(of_rank[i]));
-  sent_.insert(sent_.end(), places.begin(), places.end());
-}
-
-GRADACCUM_INLINE void PieceExchange::send(Parcel parcel) {
-  while (!under_way_.empty() && copied_ + parcel.bytes > bucket_bytes_) receive_oldest();
-  parcel.pack(parcel.rank == shards_.rank());
-  parcel.pending = links_.begin_broadcast(line_, parcel.sent, parcel.rank);
-  copied_ += parcel.is_copied() ? parcel.bytes : 0;
-  under_way_.push_back(std::move(parcel));
-}
-
-GRADACCUM_INLINE void PieceExchange::receive_oldest() {
-  const auto parcel = std::move(under_way_.front());
-  under_way_.pop_front();
-  links_.wait(parcel.pending, "the parameters of an update");
-  if (parcel.rank != shards_.rank()) parcel.unpack();
-  copied_ -= parcel.is_copied() ? parcel.bytes : 0;
-}
-
-GRADACCUM_INLINE void PieceExchange::finish() {
-  const at::NoGradGuard no_grad;
-  while (!under_way_.empty()) receive_oldest();
-  for (auto place : sent_) shards_.parameters()[place].unsafeGetTensorImpl()->bump_version();  // what arrived
-  sent_.clear();
+    for (auto& of_rank : parcels) {  // by turns: all links are busy both ways
+      if (i >= of_rank.size()) continue;
+      while (!under_way.empty() && under_way.copied() + of_rank[i].bytes > bucket_bytes) under_way.receive();
+      under_way.send(std::move(of_rank[i]));
+    }
+  while (!under_way.empty()) under_way.receive();
+  for (auto place : places) shards.parameters()[place].unsafeGetTensorImpl()->bump_version();  // what arrived
 }
 
 }  // namespace gradaccum::detail

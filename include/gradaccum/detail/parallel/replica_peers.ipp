@@ -166,9 +166,8 @@ GRADACCUM_INLINE bool ReplicaPeers::step(AnyOptimizer& optimizer, const std::sha
   TORCH_CHECK(links_, "Replicas: must live as long as the accumulator is trained with, and are gone");
   bool moved = false;
   or_give_up([&] {
-    PieceExchange exchange(*links_, line_, *shards_, bucket_bytes_);
-    moved = take_step_of_shards(optimizer, *shards_, window, used_, [&](auto& places) { exchange.send(places); });
-    exchange.finish();
+    moved = !used_.empty() && take_step_of_shards(optimizer, *shards_, Gradients(window));
+    if (moved) exchange_pieces(*links_, line_, *shards_, used_, bucket_bytes_);
   });
   return moved;
 }

@@ -48,7 +48,7 @@ class WindowGradients {
   void set_measure_of_all(const Measure& measure);
 
   // For stepping in backward.
-  /// Some of the parameters as a window of their own, complete, with the same factor, mean and verdict.
+  /// Some of the parameters as a window of their own, complete, with the same factor and mean.
   std::shared_ptr<WindowGradients> part(const std::vector<std::size_t>& places);
   /// What has not been stepped: for those without a gradient in that backward, of earlier micro-batches.
   std::shared_ptr<WindowGradients> rest() { return part(sums_.places()); }

@@ -46,8 +46,6 @@ GRADACCUM_INLINE std::shared_ptr<WindowGradients> WindowGradients::part(const st
   part->sums_ = sums_.part(places);
   part->factor_ = factor_;
   part->set_weights(first_weight_, total_weight_);
-  part->applied_ = applied_;
-  if (must_be_finite()) part->verdict_ = found_inf(), part->overflowed_ = overflowed_;
   return part;
 }
 
