@@ -146,7 +146,10 @@ def data_parallel(arguments, optimizer, processes):
     options = ["--threads", 1, "--repeats", 15, "--optimizer", optimizer]
     commands = [lambda repeat: [*launched, f"{arguments.programs}/data_parallel", "--keep-memory", *options]]
     if arguments.python:
-        commands.append(lambda repeat: [*launched, arguments.python, scripts / "data_parallel.py", *options])
+        python = lambda repeat: [*launched, arguments.python, scripts / "data_parallel.py", *options]
+        commands.append(python)
+        if is_amd():
+            commands.append(AtFullRate(python, f"{arguments.programs}/libmkl_on_amd.so"))
     contestants = in_turn(commands, arguments.repeats)
     title = (f"A window of 4 micro-batches by {processes} processes: 8.4 million parameters, 32 rows a micro-batch, "
              f"{optimizer}")
