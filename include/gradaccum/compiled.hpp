@@ -184,7 +184,6 @@
 #include <gradaccum/detail/window/multiplier.ipp>
 #include <gradaccum/detail/window/open_window.ipp>
 #include <gradaccum/detail/window/optimizer_facade.ipp>
-#include <gradaccum/detail/window/optimizer_of_shards.ipp>
 #include <gradaccum/detail/window/optimizer_window.ipp>
 #include <gradaccum/detail/window/peers.ipp>
 #include <gradaccum/detail/window/sample.ipp>

@@ -50,7 +50,7 @@ class GradientPieces final : public GradientExchange {
   GRADACCUM_INLINE void send(const Bucket& bucket) override;
   void send_part(Sent sent);
   std::vector<std::int64_t> sizes_by_rank(const Bucket& bucket, const Part& part) const;
-  at::Tensor copied_by_rank(const Bucket& bucket, const Part& part) const;
+  at::Tensor copied_by_rank(const Bucket& bucket, const Part& part, const std::vector<at::Tensor>& rows) const;
   void receive_oldest();
   void take(const Sent& sent);
   void take_whole(std::size_t place, const at::Tensor& sum);

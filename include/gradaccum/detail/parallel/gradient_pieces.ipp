@@ -51,7 +51,12 @@ GRADACCUM_INLINE void GradientPieces::send(const Bucket& bucket) {
     return send_part(std::move(sent));
   }
   const auto parts = std::max<std::int64_t>((bytes + bucket_bytes_ - 1) / bucket_bytes_, 1);
-  for (std::int64_t i = 0; i < parts; ++i) send_part({bucket, {i, parts}, copied_by_rank(bucket, {i, parts})});
+  std::vector<at::Tensor> rows;  // of each place, or none
+  for (auto place : bucket.places) {
+    const auto gradient = own(place);
+    rows.push_back(gradient.defined() ? gradient.reshape({-1}) : gradient);
+  }
+  for (std::int64_t i = 0; i < parts; ++i) send_part({bucket, {i, parts}, copied_by_rank(bucket, {i, parts}, rows)});
   for (auto place : bucket.places) window_->sums().forget(place);
 }
 
@@ -74,14 +79,10 @@ GRADACCUM_INLINE void GradientPieces::send_part(Sent sent) {
 }
 
 /// What is of one rank together.
-GRADACCUM_INLINE at::Tensor GradientPieces::copied_by_rank(const Bucket& bucket, const Part& part) const {
+GRADACCUM_INLINE at::Tensor GradientPieces::copied_by_rank(const Bucket& bucket, const Part& part,
+                                                           const std::vector<at::Tensor>& rows) const {
   const auto sizes = sizes_by_rank(bucket, part);
   const auto all = at::empty({std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0})}, bucket.options);
-  std::vector<at::Tensor> rows;
-  for (auto place : bucket.places) {
-    const auto gradient = own(place);
-    rows.push_back(gradient.defined() ? gradient.reshape({-1}) : gradient);
-  }
   std::int64_t from = 0;
   for (int rank = 0; rank < shards_->world_size(); ++rank)
     for (std::size_t i = 0; i < rows.size(); ++i)

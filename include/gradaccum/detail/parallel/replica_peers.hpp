@@ -81,6 +81,7 @@ class ReplicaPeers final : public Peers {
   Links::Pending begin_sums(at::Tensor& sums, const WindowTotals& own) const;
   WindowTotals sums_of_all(const WindowTotals& own) const;
   void measure_all(WindowGradients& window) const;
+  bool step_own(AnyOptimizer& optimizer, Gradients gradients) const;
   /// Others wait for what `work` does: they hear of an exception.
   void or_give_up(c10::function_ref<void()> work) const;
 

@@ -11,7 +11,6 @@
 #include <gradaccum/detail/parallel/whole_gradients.hpp>
 #include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/detail/window/arrival_scope.hpp>
-#include <gradaccum/detail/window/optimizer_of_shards.hpp>
 #include <gradaccum/detail/window/shards.hpp>
 #include <gradaccum/detail/window/tensor_lists.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
@@ -161,12 +160,24 @@ GRADACCUM_INLINE void ReplicaPeers::measure_all(WindowGradients& window) const {
   window.set_measure_of_all({l2_norm_of(at::tensor(norms, at::kDouble)).item<double>(), finite});
 }
 
+/// This rank may have no piece: what moves moves for all.
+GRADACCUM_INLINE bool ReplicaPeers::step_own(AnyOptimizer& optimizer, Gradients gradients) const {
+  TORCH_CHECK(optimizer.steps_by_elements() || !shards_->any_is_cut(), "Shard: ", optimizer.name(),
+              " was made to look at whole parameters after they had been divided; call stochastic_rounding before "
+              "the Replicas are made");
+  shards_->check(*optimizer.torch_optimizer());
+  if (gradients.overflowed()) return false;  // on all: the host knows what has been found in all pieces
+  if (!gradients.raw().empty())
+    shards_->with_own(*optimizer.torch_optimizer(), [&] { take_step(optimizer, gradients); });
+  return true;
+}
+
 GRADACCUM_INLINE bool ReplicaPeers::step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) {
   if (!shards_) return take_step(optimizer, Gradients(window));
   TORCH_CHECK(links_, "Replicas: must live as long as the accumulator is trained with, and are gone");
   bool moved = false;
   or_give_up([&] {
-    moved = !used_.empty() && take_step_of_shards(optimizer, *shards_, Gradients(window));
+    moved = !used_.empty() && step_own(optimizer, Gradients(window));
     if (moved) exchange_pieces(*links_, line_, *shards_, used_, bucket_bytes_);
   });
   return moved;

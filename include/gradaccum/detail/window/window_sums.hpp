@@ -33,7 +33,6 @@ class WindowSums {
   const at::Tensor& operator[](std::size_t place) const {
     return apart_[place].defined() ? apart_[place] : parameters_[place].grad();
   }
-  bool is_apart(std::size_t place) const { return apart_[place].defined(); }
   /// Where there was none.
   void set(std::size_t place, const at::Tensor& sum);
   /// There is none any more.
