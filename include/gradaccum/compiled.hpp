@@ -74,6 +74,7 @@
 #include <gradaccum/detail/kernels/crc32.ipp>
 #include <gradaccum/detail/kernels/crc32c.ipp>
 #include <gradaccum/detail/kernels/dense.ipp>
+#include <gradaccum/detail/kernels/device_kernels.ipp>
 #include <gradaccum/detail/kernels/dynamic_map.ipp>
 #include <gradaccum/detail/kernels/element_loop.ipp>
 #include <gradaccum/detail/kernels/kernels.ipp>
@@ -101,6 +102,8 @@
 #include <gradaccum/detail/optimizers/adam_step.ipp>
 #include <gradaccum/detail/optimizers/device_operands.ipp>
 #include <gradaccum/detail/optimizers/distinct_parameters.ipp>
+#include <gradaccum/detail/optimizers/kernel_moves.ipp>
+#include <gradaccum/detail/optimizers/kernel_proof.ipp>
 #include <gradaccum/detail/optimizers/moves.ipp>
 #include <gradaccum/detail/optimizers/one_pass_optimizer.ipp>
 #include <gradaccum/detail/optimizers/optimizer_state.ipp>

@@ -8,8 +8,14 @@
 
 #include "support/emulated_cuda/emulated_cuda.hpp"
 
-/// With a device where CTest asks for the emulated one.
+#include <cstdlib>
+
+/// Of programs that are linked with it.
+[[gnu::weak]] void use_emulated_kernels();
+
+/// With a device where CTest asks for the emulated one, and with the library's own kernels for it.
 int main(int argc, char* argv[]) {
   testing::emulated_cuda::load();
+  if (std::getenv("GRADACCUM_EMULATED_KERNELS") && use_emulated_kernels) use_emulated_kernels();
   return Catch::Session().run(argc, argv);
 }

@@ -12,6 +12,10 @@
 
 #include <dlfcn.h>
 
+namespace gradaccum::detail {
+struct DeviceKernels;
+}
+
 extern "C" {
 
 /// Since the library was loaded, or since `emulated_cuda_reset_counts`, on all threads.
@@ -39,6 +43,8 @@ void emulated_cuda_fail_allocation(std::int64_t nth);
 void emulated_cuda_limit_memory(int device, std::int64_t bytes);
 /// Whether new memory holds NaNs (bytes 0xFF), as it does by default, or what was there before.
 void emulated_cuda_fill_new_memory(bool fill);
+/// The library's own kernels for devices, which run on the host here. They take the host's memory, too.
+const gradaccum::detail::DeviceKernels* emulated_cuda_kernels();
 }
 
 #ifdef __clang__
@@ -80,6 +86,9 @@ inline void limit_memory(int device, std::int64_t bytes) {
 }
 inline void fill_new_memory(bool fill) {
   call<decltype(emulated_cuda_fill_new_memory)>("emulated_cuda_fill_new_memory", fill);
+}
+inline const gradaccum::detail::DeviceKernels& kernels() {
+  return *call<decltype(emulated_cuda_kernels)>("emulated_cuda_kernels");
 }
 
 }  // namespace testing::emulated_cuda

@@ -70,6 +70,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     current_stream(next.device()) = next.id();
     return before;
   }
+  void* getStreamNativeHandle(const c10::Stream /*stream*/) const override { return nullptr; }
   bool queryStream(const c10::Stream& /*stream*/) const override { return true; }
   void synchronizeStream(const c10::Stream& /*stream*/) const override { ++counts().waits; }
   void synchronizeDevice(c10::DeviceIndex /*device*/) const override { ++counts().waits; }

@@ -34,17 +34,13 @@ GRADACCUM_INLINE InstructionSet instruction_set() {
 }
 
 namespace portable {
+inline constexpr int lanes_of_vectors = 4;
+template <class Number>
+Number product_plus(Number a, Number b, Number c) {
+  return a * b + c;
+}
 #include <gradaccum/detail/kernels/simd/portable.inl>
-// and for these vectors:
-#include <gradaccum/detail/kernels/simd/loops.inl>
-#include <gradaccum/detail/kernels/simd/stochastic.inl>
-// kernels:
-#include <gradaccum/detail/kernels/simd/adafactor.inl>
-#include <gradaccum/detail/kernels/simd/adam.inl>
-#include <gradaccum/detail/kernels/simd/eight_bit.inl>
-#include <gradaccum/detail/kernels/simd/adam8bit.inl>
-#include <gradaccum/detail/kernels/simd/sgd.inl>
-#include <gradaccum/detail/kernels/simd/sum_of_squares.inl>
+#include <gradaccum/detail/kernels/simd/kernels.inl>
 }  // namespace portable
 
 #ifdef __x86_64__
@@ -57,16 +53,7 @@ namespace portable {
 #endif
 namespace avx2 {
 #include <gradaccum/detail/kernels/simd/avx2.inl>
-// and for these vectors:
-#include <gradaccum/detail/kernels/simd/loops.inl>
-#include <gradaccum/detail/kernels/simd/stochastic.inl>
-// kernels:
-#include <gradaccum/detail/kernels/simd/adafactor.inl>
-#include <gradaccum/detail/kernels/simd/adam.inl>
-#include <gradaccum/detail/kernels/simd/eight_bit.inl>
-#include <gradaccum/detail/kernels/simd/adam8bit.inl>
-#include <gradaccum/detail/kernels/simd/sgd.inl>
-#include <gradaccum/detail/kernels/simd/sum_of_squares.inl>
+#include <gradaccum/detail/kernels/simd/kernels.inl>
 }  // namespace avx2
 #ifdef __clang__
 #pragma clang attribute pop
@@ -79,16 +66,7 @@ namespace avx2 {
 #endif
 namespace avx512 {
 #include <gradaccum/detail/kernels/simd/avx512.inl>
-// and for these vectors:
-#include <gradaccum/detail/kernels/simd/loops.inl>
-#include <gradaccum/detail/kernels/simd/stochastic.inl>
-// kernels:
-#include <gradaccum/detail/kernels/simd/adafactor.inl>
-#include <gradaccum/detail/kernels/simd/adam.inl>
-#include <gradaccum/detail/kernels/simd/eight_bit.inl>
-#include <gradaccum/detail/kernels/simd/adam8bit.inl>
-#include <gradaccum/detail/kernels/simd/sgd.inl>
-#include <gradaccum/detail/kernels/simd/sum_of_squares.inl>
+#include <gradaccum/detail/kernels/simd/kernels.inl>
 }  // namespace avx512
 #ifdef __clang__
 #pragma clang attribute pop
@@ -130,8 +108,8 @@ GRADACCUM_INLINE AdafactorKernels adafactor_kernels(at::ScalarType parameter, at
 }
 GRADACCUM_INLINE AdafactorKernels narrow_adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient,
                                                            bool rounded) {
-  return portable::adafactor_kernels<portable::Lanes<float, 1>, portable::Lanes<double, 1>>(parameter, gradient,
-                                                                                            rounded);
+  using Narrow = portable::AdafactorIn<portable::Lanes<float, 1>, portable::Lanes<double, 1>>;
+  return portable::of_types<AdafactorKernels(), Narrow::OfTypes>(parameter, gradient, rounded)();
 }
 
 }  // namespace gradaccum::detail

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/kernels/kernels.hpp>
+#include <gradaccum/detail/kernels/numbers.hpp>
 #include <gradaccum/detail/optimizers/row_step.hpp>
 #include <gradaccum/detail/window/multiplier.hpp>
 
@@ -16,14 +16,6 @@
 namespace gradaccum::detail {
 
 class Moves;
-
-struct AdamSettings {
-  double lr, beta1, beta2, eps, weight_decay;
-  bool amsgrad, decoupled;  ///< decoupled: AdamW's weight decay
-  std::int64_t step;        ///< this one, counted from 1
-
-  bool operator==(const AdamSettings&) const = default;
-};
 
 /// One parameter's step of Adam or AdamW, with all that it reads and writes.
 struct AdamStep {
@@ -44,12 +36,12 @@ AdamStep adam_step_of(const AdamSettings& settings, const at::Tensor& parameter,
                       const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const at::Tensor& max_exp_avg_sq,
                       const Multiplier& multiplier);
 
-AdamNumbers numbers_of(const AdamSettings& by, double multiplier);
-
 /// On the CPU, all in one parallel loop, each element read and written once.
 void take_on_cpu(const std::vector<AdamStep>& steps, double multiplier);
-/// By ATen's fused operation.
+/// By kernels of our own where there are any, else by ATen.
 void add_moves(Moves& moves, const std::vector<AdamStep>& steps, const Multiplier& multiplier);
+/// By ATen's fused operation.
+void add_aten_moves(Moves& moves, const std::vector<AdamStep>& steps, const Multiplier& multiplier);
 
 /// ATen's operation on lists of tensors of one device and dtype.
 class FusedAdam {

@@ -7,6 +7,7 @@
 #include <gradaccum/detail/kernels/dense.hpp>
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
 #include <gradaccum/detail/optimizers/batches.hpp>
+#include <gradaccum/detail/optimizers/kernel_moves.hpp>
 
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
@@ -36,20 +37,6 @@ GRADACCUM_INLINE AdamStep adam_step_of(const AdamSettings& settings, const at::T
     step.max_exp_avg_sq = dense_of(max_exp_avg_sq);
   step.rows = settle(parameter, step.gradient, moments, steps_by_rows(settings, parameter, gradient, multiplier));
   return step;
-}
-
-GRADACCUM_INLINE AdamNumbers numbers_of(const AdamSettings& by, double multiplier) {
-  const double correction1 = 1 - std::pow(by.beta1, by.step), correction2 = 1 - std::pow(by.beta2, by.step);
-  return {.multiplier = multiplier,
-          .weight_decay = by.decoupled ? 0 : by.weight_decay,
-          .kept = by.decoupled ? 1 - by.lr * by.weight_decay : 1,
-          .beta1 = by.beta1,
-          .fresh1 = 1 - by.beta1,
-          .beta2 = by.beta2,
-          .fresh2 = 1 - by.beta2,
-          .step_size = by.lr / correction1,
-          .correction = 1 / std::sqrt(correction2),
-          .eps = by.eps};
 }
 
 /// Decoupled weight decay moves all rows; and so does an eps that is 0 in float32, or denormal, to NaN.
@@ -107,7 +94,7 @@ GRADACCUM_INLINE void FusedAdam::operator()(at::TensorList parameters, at::Tenso
   step(by_.decoupled ? static_cast<Fused*>(at::_fused_adamw_) : static_cast<Fused*>(at::_fused_adam_));
 }
 
-GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<AdamStep>& steps, const Multiplier& multiplier) {
+GRADACCUM_INLINE void add_aten_moves(Moves& moves, const std::vector<AdamStep>& steps, const Multiplier& multiplier) {
   add_batches(moves, steps, multiplier, [&](const AdamSettings& by, at::Device device) {
     return [fused = FusedAdam(by, multiplier, device), amsgrad = by.amsgrad](
                const std::vector<StepPart<AdamStep>>& batch, at::TensorList p, at::TensorList g) {
@@ -120,6 +107,44 @@ GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<AdamStep>& steps
       fused(p, g, m, v, x);
     };
   });
+}
+
+GRADACCUM_INLINE const char* kernel_name(const AdamStep& step) {
+  if (step.settings.amsgrad) return step.settings.decoupled ? "AdamW with amsgrad" : "Adam with amsgrad";
+  return step.settings.decoupled ? "AdamW" : "Adam";
+}
+GRADACCUM_INLINE auto kernel_of(const DeviceKernels& kernels, const AdamStep&) { return kernels.adam; }
+GRADACCUM_INLINE AdamSettings kernel_settings(const AdamStep& step) { return step.settings; }
+GRADACCUM_INLINE std::vector<at::Tensor> kernel_arrays(const AdamStep& step) {
+  return {step.exp_avg, step.exp_avg_sq, step.settings.amsgrad ? step.max_exp_avg_sq : at::Tensor()};
+}
+
+GRADACCUM_INLINE AdamSettings trial_settings(const AdamSettings& like) {
+  return {.lr = 0.1,
+          .beta1 = 0.9,
+          .beta2 = 0.99,
+          .eps = 1e-6,
+          .weight_decay = 0.1,
+          .amsgrad = like.amsgrad,
+          .decoupled = like.decoupled,
+          .step = 3};
+}
+
+GRADACCUM_INLINE AdamStep trial_of(const AdamStep& like, const TrialNumbers& numbers) {
+  const auto& [parameter, gradient, rounded] = types_of(like);
+  const auto state = at::toRealValueType(state_type(like.parameter));
+  AdamStep trial{trial_settings(like.settings), numbers.of(parameter),  numbers.of(gradient), numbers.of(state),
+                 numbers.positive(state),       numbers.positive(state)};
+  trial.rounding_key = like.rounding_key;
+  return trial;
+}
+GRADACCUM_INLINE std::vector<TrialResult> results_of(const AdamStep& step) {
+  return {trial_result(step.parameter), trial_result(step.exp_avg), trial_result(step.exp_avg_sq),
+          trial_result(step.max_exp_avg_sq)};
+}
+
+GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<AdamStep>& steps, const Multiplier& multiplier) {
+  add_proved_moves(moves, steps, multiplier);
 }
 
 }  // namespace gradaccum::detail

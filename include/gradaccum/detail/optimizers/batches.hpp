@@ -23,21 +23,22 @@ struct StepPart {
 };
 
 template <class Step>
-DeviceOperand operand_of(const Step& step) {
-  return {step.parameter, step.gradient, step.rounding_key};
+DeviceOperand operand_of(const Step& step, bool by_kernel = false) {
+  return {step.parameter, step.gradient, step.rounding_key, by_kernel};
 }
 
-/// Runs of steps that one operation can take: one device, one dtype (float32 for 16 bits), the same settings; and not
-/// so many that their copies would need much memory. Large ones are cut.
+/// Runs of steps that one operation can take: one device, one dtype (float32 for 16 bits), but of kernels of our own,
+/// and the same settings; and not so many that their copies would need much memory. Large ones are cut.
 template <class Step>
-std::vector<std::vector<StepPart<Step>>> batches_of(const std::vector<Step>& steps, bool multiplied) {
+std::vector<std::vector<StepPart<Step>>> batches_of(const std::vector<Step>& steps, bool multiplied,
+                                                    bool by_kernel = false) {
   std::vector<std::vector<StepPart<Step>>> batches;
   std::int64_t copied = 0;
   const auto fits = [&](const Step& step, std::int64_t more) {
     if (batches.empty() || copied + more > most_copied) return false;
     const auto& first = batches.back().front().step;
     return step.settings == first.settings && step.parameter.device() == first.parameter.device() &&
-           step.parameter.scalar_type() == first.parameter.scalar_type();
+           (by_kernel || step.parameter.scalar_type() == first.parameter.scalar_type());
   };
   const auto add = [&](const Step& step, const Extent& extent, std::int64_t more) {
     if (!fits(step, more)) {
@@ -48,7 +49,7 @@ std::vector<std::vector<StepPart<Step>>> batches_of(const std::vector<Step>& ste
     copied += more;
   };
   for (auto& step : steps)
-    if (const auto operand = operand_of(step); operand.copied(multiplied))
+    if (const auto operand = operand_of(step, by_kernel); operand.copied(multiplied))
       for (auto& extent : operand.cut()) add(step, extent, extent.size());
     else
       add(step, operand.whole(), 0);
@@ -59,9 +60,9 @@ std::vector<std::vector<StepPart<Step>>> batches_of(const std::vector<Step>& ste
 template <class Step, class Body>
 class BatchMove final : public Move {
  public:
-  BatchMove(std::vector<StepPart<Step>> batch, const Multiplier& multiplier, Body body)
+  BatchMove(std::vector<StepPart<Step>> batch, const Multiplier& multiplier, Body body, bool by_kernel = false)
       : batch_(std::move(batch)), operands_(multiplier), body_(std::move(body)) {
-    for (auto& part : batch_) operands_.add(operand_of(part.step), part.extent);
+    for (auto& part : batch_) operands_.add(operand_of(part.step, by_kernel), part.extent);
   }
   void take(Scratch& scratch) override { operands_.take(scratch); }
   void run() override {

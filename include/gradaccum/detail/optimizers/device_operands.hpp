@@ -23,10 +23,11 @@ struct Extent {
   at::Tensor of(const at::Tensor& tensor) const;
 };
 
-/// A parameter and its gradient, to be stepped by ATen's operations.
+/// A parameter and its gradient, to be stepped by ATen's operations, or by a kernel of our own.
 struct DeviceOperand {
   at::Tensor parameter, gradient;
   std::optional<std::uint64_t> rounding_key;
+  bool by_kernel = false;  ///< which takes dtypes and a factor as they are, and rounds
 
   /// What it has to be copied for is a factor (`multiplied`), dtype, or the order of the elements.
   bool copies_parameter() const;
@@ -34,6 +35,7 @@ struct DeviceOperand {
   bool copied(bool multiplied) const { return copies_parameter() || copies_gradient(multiplied); }
 
   Extent whole() const;
+  at::ScalarType dtype_of_parameter() const, dtype_of_gradient() const;  ///< of copies
   /// In parts of `most_copied` elements at most, where the order of the elements allows it.
   std::vector<Extent> cut() const;
 };

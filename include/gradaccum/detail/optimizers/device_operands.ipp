@@ -26,12 +26,21 @@ GRADACCUM_INLINE at::Tensor Extent::of(const at::Tensor& tensor) const {
 }
 
 GRADACCUM_INLINE bool DeviceOperand::copies_parameter() const {
-  return !is_plain(parameter) || parameter.scalar_type() != state_type(parameter);
+  return !is_plain(parameter) || parameter.scalar_type() != dtype_of_parameter();
+}
+
+GRADACCUM_INLINE at::ScalarType DeviceOperand::dtype_of_parameter() const {
+  return by_kernel ? parameter.scalar_type() : state_type(parameter);
 }
 
 GRADACCUM_INLINE bool DeviceOperand::copies_gradient(bool multiplied) const {
-  return multiplied || gradient.scalar_type() != state_type(parameter) || !is_plain(gradient) ||
+  return (multiplied && !by_kernel) || gradient.scalar_type() != dtype_of_gradient() || !is_plain(gradient) ||
          !same_order(parameter, gradient);
+}
+
+GRADACCUM_INLINE at::ScalarType DeviceOperand::dtype_of_gradient() const {
+  return by_kernel && gradient.scalar_type() == parameter.scalar_type() ? parameter.scalar_type()
+                                                                        : state_type(parameter);
 }
 
 GRADACCUM_INLINE Extent DeviceOperand::whole() const {
@@ -83,10 +92,12 @@ GRADACCUM_INLINE void DeviceOperands::add(const DeviceOperand& operand, const Ex
 
 GRADACCUM_INLINE void DeviceOperands::take(Scratch& scratch) {
   for (auto& part : parts_) {
-    const auto dtype = state_type(part.parameter);
-    if (part.of.copies_parameter()) part.parameter_copy = scratch.take(part.layout, dtype);
-    if (part.of.copies_gradient(!by_.is_one())) part.gradient_copy = scratch.take(part.layout, dtype);
-    if (!part.of.rounding_key) continue;
+    const auto take = [&](at::ScalarType dtype) {  // a part of a complex tensor is of real numbers
+      return scratch.take(part.layout, part.parameter.is_complex() ? dtype : at::toRealValueType(dtype));
+    };
+    if (part.of.copies_parameter()) part.parameter_copy = take(part.of.dtype_of_parameter());
+    if (part.of.copies_gradient(!by_.is_one())) part.gradient_copy = take(part.of.dtype_of_gradient());
+    if (!part.of.rounding_key || part.of.by_kernel) continue;
     part.random_bits = scratch.take(part.layout, at::kInt);
     part.is_nan = scratch.take(part.layout, at::kBool);
   }
@@ -133,7 +144,7 @@ GRADACCUM_INLINE std::vector<at::Tensor> DeviceOperands::gradients() const {
 
 GRADACCUM_INLINE void DeviceOperands::write_back() const {
   for (auto& part : parts_) {
-    if (part.of.rounding_key)
+    if (part.of.rounding_key && !part.of.by_kernel)
       round_stochastically_(part.parameter_copy, *part.of.rounding_key, part.random_bits, part.is_nan);
     detail::write_back(part.parameter, part.stepped());
   }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/kernels/numbers.hpp>
 #include <gradaccum/detail/optimizers/row_step.hpp>
 #include <gradaccum/detail/window/multiplier.hpp>
 
@@ -15,13 +16,6 @@ namespace gradaccum::detail {
 
 class Moves;
 
-struct SgdSettings {
-  double lr, momentum, dampening, weight_decay;
-  bool nesterov, first;  ///< first: there was no momentum yet
-
-  bool operator==(const SgdSettings&) const = default;
-};
-
 /// One parameter's step of SGD, with all that it reads and writes.
 struct SgdStep {
   SgdSettings settings;
@@ -32,8 +26,10 @@ struct SgdStep {
 
 /// On the CPU, all in one parallel loop, each element read and written once.
 void take_on_cpu(const std::vector<SgdStep>& steps, double multiplier);
-/// By ATen's fused operation.
+/// By kernels of our own where there are any, else by ATen.
 void add_moves(Moves& moves, const std::vector<SgdStep>& steps, const Multiplier& multiplier);
+/// By ATen's fused operation.
+void add_aten_moves(Moves& moves, const std::vector<SgdStep>& steps, const Multiplier& multiplier);
 
 }  // namespace gradaccum::detail
 

@@ -7,6 +7,7 @@
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
 #include <gradaccum/detail/kernels/kernels.hpp>
 #include <gradaccum/detail/optimizers/batches.hpp>
+#include <gradaccum/detail/optimizers/kernel_moves.hpp>
 
 #include <ATen/ops/_fused_sgd.h>
 
@@ -25,8 +26,7 @@ GRADACCUM_INLINE void take_on_cpu(const std::vector<SgdStep>& steps, double mult
   KernelLoop<SgdOperand> loop(steps.size());
   for (auto& s : steps) {
     const auto& by = s.settings;
-    const SgdNumbers numbers{multiplier, by.weight_decay, by.momentum, 1 - by.dampening, by.lr, by.nesterov, by.first};
-    SgdOperand operand{.numbers = numbers,
+    SgdOperand operand{.numbers = numbers_of(by, multiplier),
                        .momentum_buffer = by.momentum != 0 ? s.momentum_buffer.mutable_data_ptr() : nullptr};
     if (s.rows)
       take_rows_on_cpu(s, operand);
@@ -36,7 +36,7 @@ GRADACCUM_INLINE void take_on_cpu(const std::vector<SgdStep>& steps, double mult
   loop.run();
 }
 
-GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<SgdStep>& steps, const Multiplier& multiplier) {
+GRADACCUM_INLINE void add_aten_moves(Moves& moves, const std::vector<SgdStep>& steps, const Multiplier& multiplier) {
   add_batches(moves, steps, multiplier, [&](const SgdSettings& by, at::Device device) {
     return [by, found_inf = found_inf_on(device, multiplier)](const std::vector<StepPart<SgdStep>>& batch,
                                                               at::TensorList p, at::TensorList g) {
@@ -47,6 +47,30 @@ GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<SgdStep>& steps,
                       /*maximize=*/false, by.first, std::nullopt, found_inf);
     };
   });
+}
+
+GRADACCUM_INLINE const char* kernel_name(const SgdStep&) { return "SGD"; }
+GRADACCUM_INLINE auto kernel_of(const DeviceKernels& kernels, const SgdStep&) { return kernels.sgd; }
+GRADACCUM_INLINE SgdSettings kernel_settings(const SgdStep& step) { return step.settings; }
+GRADACCUM_INLINE std::vector<at::Tensor> kernel_arrays(const SgdStep& step) {
+  return {step.settings.momentum != 0 ? step.momentum_buffer : at::Tensor()};
+}
+
+GRADACCUM_INLINE SgdStep trial_of(const SgdStep& like, const TrialNumbers& numbers) {
+  const auto& [parameter, gradient, rounded] = types_of(like);
+  SgdStep trial{{.lr = 0.1, .momentum = 0.9, .dampening = 0.2, .weight_decay = 0.1, .nesterov = false, .first = false},
+                numbers.of(parameter),
+                numbers.of(gradient),
+                numbers.of(at::toRealValueType(state_type(like.parameter)))};
+  trial.rounding_key = like.rounding_key;
+  return trial;
+}
+GRADACCUM_INLINE std::vector<TrialResult> results_of(const SgdStep& step) {
+  return {trial_result(step.parameter), trial_result(step.momentum_buffer)};
+}
+
+GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<SgdStep>& steps, const Multiplier& multiplier) {
+  add_proved_moves(moves, steps, multiplier);
 }
 
 }  // namespace gradaccum::detail

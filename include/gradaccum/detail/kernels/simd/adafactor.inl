@@ -210,7 +210,7 @@ void adafactor_apply(const AdafactorApply<Vector, factored>& apply, const Adafac
     for_each_vector<Vector::width>(apply, count, parameters + place, gradient, of, exp_avg);
   } else {
     for (std::int64_t i = 0; i < count; i += RoundedChunk::size) {
-      const auto size = std::min(RoundedChunk::size, count - i);
+      const auto size = RoundedChunk::part_of(count - i);
       RoundedChunk parameter(parameters, place + i, size, o.rounding_key);
       for_each_vector<Vector::width>(apply, size, parameter.floats(), gradient + i, of + i,
                                      exp_avg ? exp_avg + i : nullptr);
@@ -233,23 +233,15 @@ void adafactor_move(const AdafactorOperand& o, std::int64_t from, std::int64_t t
   }
 }
 
-template <class Vector, class P, class G, bool rounded = false>
-AdafactorKernels adafactor_kernels_of() {
-  return {adafactor_sums<Vector, G>, adafactor_factors<Vector>, adafactor_update_squares<Vector, G>,
-          adafactor_vector_squares<Vector, G>, adafactor_move<Vector, P, G, rounded>};
-}
-
-/// Computed in vectors `F` of floats, and `D` of doubles. Gradients of 16-bit parameters may be float32 sums.
+/// Computed in vectors `F` of floats, and `D` of doubles.
 template <class F = Floats, class D = Doubles>
-AdafactorKernels adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient, bool rounded) {
-  using at::BFloat16, at::Half;
-  const bool same = parameter == gradient;
-  if (rounded)
-    return same ? adafactor_kernels_of<F, BFloat16, BFloat16, true>()
-                : adafactor_kernels_of<F, BFloat16, float, true>();
-  if (parameter == at::kDouble) return adafactor_kernels_of<D, double, double>();
-  if (parameter == at::kFloat) return adafactor_kernels_of<F, float, float>();
-  if (parameter == at::kHalf)
-    return same ? adafactor_kernels_of<F, Half, Half>() : adafactor_kernels_of<F, Half, float>();
-  return same ? adafactor_kernels_of<F, BFloat16, BFloat16>() : adafactor_kernels_of<F, BFloat16, float>();
-}
+struct AdafactorIn {
+  template <class P, class G, bool rounded>
+  struct OfTypes {
+    using Vector = std::conditional_t<std::is_same_v<P, double>, D, F>;
+    static AdafactorKernels run() {
+      return {adafactor_sums<Vector, G>, adafactor_factors<Vector>, adafactor_update_squares<Vector, G>,
+              adafactor_vector_squares<Vector, G>, adafactor_move<Vector, P, G, rounded>};
+    }
+  };
+};

@@ -4,7 +4,7 @@
 
 template <class Vector>
 struct AdamVectors {
-  explicit AdamVectors(const AdamNumbers& by)
+  GRADACCUM_ON_DEVICE explicit AdamVectors(const AdamNumbers& by)
       : multiplier(Vector::all(by.multiplier)),
         decay(Vector::all(by.weight_decay)),
         kept(Vector::all(by.kept)),
@@ -12,14 +12,15 @@ struct AdamVectors {
         fresh1(Vector::all(by.fresh1)),
         beta2(Vector::all(by.beta2)),
         fresh2(Vector::all(by.fresh2)),
-        step_size(Vector::all(by.step_size)),
+        minus_step_size(Vector::all(-by.step_size)),
         correction(Vector::all(by.correction)),
         eps(Vector::all(by.eps)),
         decays(by.weight_decay != 0),
         mostly_fresh(by.beta1 < 0.5) {}
 
   template <class P, class G, class S>
-  void operator()(P* parameter, const G* gradient, S* exp_avg, S* exp_avg_sq, S* max_exp_avg_sq) const {
+  GRADACCUM_ON_DEVICE void operator()(P* parameter, const G* gradient, S* exp_avg, S* exp_avg_sq,
+                                      S* max_exp_avg_sq) const {
     const auto p = Vector::load(parameter), g = decayed(p, Vector::load(gradient) * multiplier);
     auto m = Vector::load(exp_avg), v = Vector::load(exp_avg_sq);
     advance(m, v, g);
@@ -32,21 +33,21 @@ struct AdamVectors {
     stepped(p, m, v).store(parameter);
   }
 
-  Vector decayed(Vector p, Vector g) const { return decays ? multiply_add(p, decay, g) : g; }
-  void advance(Vector& m, Vector& v, Vector g) const {
+  GRADACCUM_ON_DEVICE Vector decayed(Vector p, Vector g) const { return decays ? multiply_add(p, decay, g) : g; }
+  GRADACCUM_ON_DEVICE void advance(Vector& m, Vector& v, Vector g) const {
     m = mostly_fresh ? multiply_add(m - g, beta1, g) : multiply_add(g - m, fresh1, m);  // from the nearer end
     v = multiply_add(g * fresh2, g, v * beta2);  // in this order: the square alone may overflow
   }
-  Vector stepped(Vector p, Vector m, Vector v) const {
-    return p * kept - (step_size * m) / multiply_add(square_root(v), correction, eps);
+  GRADACCUM_ON_DEVICE Vector stepped(Vector p, Vector m, Vector v) const {
+    return multiply_add(p, kept, (minus_step_size * m) / multiply_add(square_root(v), correction, eps));
   }
 
-  Vector multiplier, decay, kept, beta1, fresh1, beta2, fresh2, step_size, correction, eps;
+  Vector multiplier, decay, kept, beta1, fresh1, beta2, fresh2, minus_step_size, correction, eps;
   bool decays, mostly_fresh;
 };
 
 template <class P, class G>
-void adam(const AdamOperand& o, std::int64_t from, std::int64_t count) {
+GRADACCUM_ON_DEVICE void adam(const AdamOperand& o, std::int64_t from, std::int64_t count) {
   using Vector = VectorOf<P>;
   using S = typename Vector::Scalar;
   for_each_vector<Vector::width>(AdamVectors<Vector>(o.numbers), count, static_cast<P*>(o.parameter) + from,
@@ -57,10 +58,10 @@ void adam(const AdamOperand& o, std::int64_t from, std::int64_t count) {
 
 /// Of bfloat16 parameters that are rounded stochastically.
 template <class G>
-void adam_rounded(const AdamOperand& o, std::int64_t from, std::int64_t count) {
+GRADACCUM_ON_DEVICE void adam_rounded(const AdamOperand& o, std::int64_t from, std::int64_t count) {
   const AdamVectors<Floats> step(o.numbers);
   for (const auto end = from + count; from < end; from += RoundedChunk::size) {
-    const auto size = std::min(RoundedChunk::size, end - from);
+    const auto size = RoundedChunk::part_of(end - from);
     RoundedChunk parameter(static_cast<at::BFloat16*>(o.parameter), from, size, o.rounding_key);
     for_each_vector<Floats::width>(step, size, parameter.floats(), static_cast<const G*>(o.gradient) + from,
                                    static_cast<float*>(o.exp_avg) + from, static_cast<float*>(o.exp_avg_sq) + from,
@@ -68,12 +69,12 @@ void adam_rounded(const AdamOperand& o, std::int64_t from, std::int64_t count) {
   }
 }
 
-/// Gradients of 16-bit parameters may be float32 sums.
-inline AdamKernel adam_kernel(at::ScalarType parameter, at::ScalarType gradient, bool rounded) {
-  const bool same = parameter == gradient;
-  if (rounded) return same ? adam_rounded<at::BFloat16> : adam_rounded<float>;
-  if (parameter == at::kDouble) return adam<double, double>;
-  if (parameter == at::kFloat) return adam<float, float>;
-  if (parameter == at::kHalf) return same ? adam<at::Half, at::Half> : adam<at::Half, float>;
-  return same ? adam<at::BFloat16, at::BFloat16> : adam<at::BFloat16, float>;
-}
+template <class P, class G, bool rounded>
+struct AdamOfTypes {
+  GRADACCUM_ON_DEVICE static void run(const AdamOperand& o, std::int64_t from, std::int64_t count) {
+    if constexpr (rounded)
+      adam_rounded<G>(o, from, count);
+    else
+      adam<P, G>(o, from, count);
+  }
+};

@@ -5,12 +5,13 @@
 /// The largest magnitude of a block's numbers; not finite where one of them is not.
 class Largest {
  public:
-  Largest() : most_(Floats::all(0)), poison_(Floats::all(0)) {}  // g++ makes implicit ones for the program around
-  void see(Floats number) {
+  GRADACCUM_ON_DEVICE Largest()
+      : most_(Floats::all(0)), poison_(Floats::all(0)) {}  // g++ makes implicit ones for the program around
+  GRADACCUM_ON_DEVICE void see(Floats number) {
     most_ = larger(magnitude(number), most_);
     poison_ = multiply_add(number, Floats::all(0), poison_);  // NaN from then on, which `larger` may miss
   }
-  float number() const {
+  GRADACCUM_ON_DEVICE float number() const {
     float most[Floats::width], poison[Floats::width];
     most_.store(most);
     poison_.store(poison);
@@ -51,7 +52,7 @@ class BlockStep {
     const auto m_scale = Floats::all(*exp_avg_scale), v_scale = Floats::all(*exp_avg_sq_scale);
     for (int i = 0; i < eight_bit_block; i += Floats::width) {
       __builtin_prefetch(parameter + i + eight_bit_block, /*for writing=*/1);  // coding takes so long that the
-      __builtin_prefetch(gradient + i + eight_bit_block);                       // processor would wait for the next
+      __builtin_prefetch(gradient + i + eight_bit_block);                      // processor would wait for the next
       const auto p = Floats::load(parameter + i);
       const auto g = vectors_.decayed(p, Floats::load(gradient + i) * vectors_.multiplier);
       auto m = signed_codes_.decode(exp_avg + i) * m_scale, v = unsigned_codes_.decode(exp_avg_sq + i) * v_scale;
@@ -77,7 +78,8 @@ template <class G, class P>
 void step_block(const BlockStep& step, P* parameter, const Adam8bitOperand& o, std::int64_t from, std::int64_t size) {
   const auto* const gradient = static_cast<const G*>(o.gradient) + from;
   auto *const m = o.exp_avg + from, *const v = o.exp_avg_sq + from;
-  auto *const m_scale = o.exp_avg_scale + from / eight_bit_block, *const v_scale = o.exp_avg_sq_scale + from / eight_bit_block;
+  auto *const m_scale = o.exp_avg_scale + from / eight_bit_block, *const v_scale =
+                                                                      o.exp_avg_sq_scale + from / eight_bit_block;
   if (size == eight_bit_block) return step(parameter, gradient, m, v, m_scale, v_scale);
   LastBlock<const G> last_gradient(gradient, size);
   LastBlock<std::uint8_t> last_m(m, size), last_v(v, size);
@@ -112,11 +114,12 @@ void adam8bit_rounded(const Adam8bitOperand& o, std::int64_t from, std::int64_t 
   }
 }
 
-/// Of float32 and 16-bit parameters. Gradients of the latter may be float32 sums.
-inline Adam8bitKernel adam8bit_kernel(at::ScalarType parameter, at::ScalarType gradient, bool rounded) {
-  const bool same = parameter == gradient;
-  if (rounded) return same ? adam8bit_rounded<at::BFloat16> : adam8bit_rounded<float>;
-  if (parameter == at::kFloat) return adam8bit<float, float>;
-  if (parameter == at::kHalf) return same ? adam8bit<at::Half, at::Half> : adam8bit<at::Half, float>;
-  return same ? adam8bit<at::BFloat16, at::BFloat16> : adam8bit<at::BFloat16, float>;
-}
+template <class P, class G, bool rounded>
+struct Adam8bitOfTypes {
+  static void run(const Adam8bitOperand& o, std::int64_t from, std::int64_t count) {
+    if constexpr (rounded)
+      adam8bit_rounded<G>(o, from, count);
+    else
+      adam8bit<P, G>(o, from, count);
+  }
+};

@@ -6,7 +6,7 @@
 template <bool is_signed>
 class DynamicCodes {
  public:
-  explicit DynamicCodes(const DynamicMap& map)
+  GRADACCUM_ON_DEVICE explicit DynamicCodes(const DynamicTables& map)
       : base_(map.base.data()),
         slope_(map.slope.data()),
         edge_(map.edge.data()),
@@ -17,7 +17,7 @@ class DynamicCodes {
         middle_(map.middle.data()),
         spread_(map.spread.data()) {}
 
-  Floats decode(const std::uint8_t* codes) const {
+  GRADACCUM_ON_DEVICE Floats decode(const std::uint8_t* codes) const {
     if constexpr (is_signed) {
       const auto k = Ints::load(codes) + Ints::all(-127);
       const auto number = to_floats(k);  // whose sign is that of all
@@ -31,7 +31,7 @@ class DynamicCodes {
   }
 
   /// The code of the nearest number of the map; of the smaller one where both are as near.
-  void encode(Floats numbers, std::uint8_t* codes) const {
+  GRADACCUM_ON_DEVICE void encode(Floats numbers, std::uint8_t* codes) const {
     const auto x = is_signed ? magnitude(numbers) : numbers;
     const auto decade = decade_of(x);
     auto code = rounded_down(multiply_add(x, scale_[decade], offset_[decade]));  // it, or the one below
@@ -43,7 +43,7 @@ class DynamicCodes {
 
  private:
   /// How many edges are below `x`, of 8. A float's bits are its logarithm, nearly: they give that number or one less.
-  Ints decade_of(Floats x) const {
+  GRADACCUM_ON_DEVICE Ints decade_of(Floats x) const {
     const auto log_2 = Floats::all(0.30103 / (1 << 23)), ones = Floats::all(7.1 - 127 * 0.30103);
     const auto guess = larger(truncated(multiply_add(to_floats(bits_of(x)), log_2, ones)), Ints::all(0));
     return plus_one_where_less(guess, edge_[guess], x);

@@ -7,6 +7,8 @@
 class RoundedChunk {
  public:
   static constexpr std::int64_t size = 256;
+  /// How many of so many it takes.
+  static std::int64_t part_of(std::int64_t count) { return std::min(size, count); }
 
   /// `count` numbers, at most `size`, from `array[place]` on.
   RoundedChunk(at::BFloat16* array, std::int64_t place, std::int64_t count, std::uint64_t key)
@@ -31,19 +33,12 @@ class RoundedChunk {
   typedef std::uint16_t Halves __attribute__((vector_size(2 * lanes)));
 
   void round(const float* from, std::int64_t place, at::BFloat16* to) const {
-    Bits bits, random;
-    for (int i = 0; i < lanes; ++i) random[i] = static_cast<std::uint32_t>(i);
-    random += static_cast<std::uint32_t>(place) + static_cast<std::uint32_t>(key_);
-    // A bijection in which each bit depends on all: so each of the 2^16 fractions comes equally often.
-    random = (random ^ (random >> 16)) * 0x7feb352du;
-    random += static_cast<std::uint32_t>((key_ >> 32) + static_cast<std::uint64_t>(place >> 32));
-    random = (random ^ (random >> 15)) * 0x846ca68bu;
-    random ^= random >> 16;
+    Bits bits, places;
+    for (int i = 0; i < lanes; ++i) places[i] = static_cast<std::uint32_t>(i);
+    places += static_cast<std::uint32_t>(place);
     std::memcpy(&bits, from, sizeof(bits));
-    const Bits is_nan = (Bits)((bits & 0x7fffffffu) > 0x7f800000u);
-    const Bits carried = bits + (random & 0xffffu);  // carries into the upper half as often as the lower half is large
-    const Bits upper = ((carried & ~is_nan) | (0x7fc00000u & is_nan)) >> 16;
-    const Halves halves = __builtin_convertvector(upper, Halves);
+    round_stochastically(bits, places, static_cast<std::uint32_t>(place >> 32), key_);
+    const Halves halves = __builtin_convertvector(bits, Halves);
     std::memcpy(static_cast<void*>(to), &halves, sizeof(halves));
   }
 

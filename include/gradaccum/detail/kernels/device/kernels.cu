@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The kernels of CUDA devices. Compiled without contraction of products and sums, so that all is rounded as on a
+// processor.
+
+#include <gradaccum/detail/kernels/device/cuda_kernels.hpp>
+#include <gradaccum/detail/kernels/operands.hpp>
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Half.h>
+
+#include <cuda_runtime_api.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+namespace gradaccum::detail {
+namespace {
+
+__host__ __device__ inline int this_thread() {
+#ifdef __CUDA_ARCH__
+  return static_cast<int>(threadIdx.x);
+#else
+  return 0;  // where none of this is run
+#endif
+}
+
+template <class Block, int... phases>
+__device__ void run_phases(const typename Block::Arguments& arguments, typename Block::Shared& shared,
+                           std::integer_sequence<int, phases...>) {
+  Block block;
+  ((block.template run<phases>(arguments, blockIdx.x, shared), __syncthreads()), ...);
+}
+
+template <class Block>
+__global__ void __launch_bounds__(256) block_of_threads(const __grid_constant__ typename Block::Arguments arguments) {
+  __shared__ alignas(16) unsigned char memory[sizeof(typename Block::Shared)];  // which has no constructor to run
+  run_phases<Block>(arguments, *reinterpret_cast<typename Block::Shared*>(memory),
+                    std::make_integer_sequence<int, Block::phases>());
+}
+
+template <class Block>
+void run_blocks(const typename Block::Arguments& arguments, std::int64_t blocks, void* stream) {
+  static_assert(sizeof(arguments) <= 4096, "more than all devices take as a kernel's arguments");
+  if (blocks == 0) return;
+  block_of_threads<Block><<<static_cast<unsigned>(blocks), 256, 0, static_cast<cudaStream_t>(stream)>>>(arguments);
+  const auto error = cudaGetLastError();
+  TORCH_CHECK(error == cudaSuccess, "gradaccum: a CUDA kernel was not launched: ", cudaGetErrorString(error));
+}
+
+#include <gradaccum/detail/kernels/device/kernels.inl>
+
+std::string describe(int device) {
+  cudaDeviceProp properties{};
+  int driver = 0;
+  cudaGetDeviceProperties(&properties, device);
+  cudaDriverGetVersion(&driver);
+  return std::string(properties.name) + ", driver of CUDA " + std::to_string(driver / 1000) + "." +
+         std::to_string(driver % 1000 / 10);
+}
+
+}  // namespace
+
+const DeviceKernels cuda_kernels{.name = "CUDA", .describe = describe, .sgd = run_sgd, .adam = run_adam};
+
+}  // namespace gradaccum::detail

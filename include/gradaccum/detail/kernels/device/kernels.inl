@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// All kernels of devices, in the namespace of who includes it.
+
+#include <gradaccum/detail/kernels/device/thread_block.inl>
+// kernels that processors have, too:
+#include <gradaccum/detail/kernels/simd/adam.inl>
+#include <gradaccum/detail/kernels/simd/sgd.inl>
+// and blocks of threads that run them:
+#include <gradaccum/detail/kernels/device/steps.inl>

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The threads of a device's block as if they were an instruction set: kernels are written once, for vectors, and here a
+// vector is a number, and a loop over arrays is divided among the threads. Included where kernels of devices are
+// compiled: for devices by kernels.cu, and for the host where tests run the threads of a block in turn. Who includes it
+// has `this_thread()`.
+
+inline constexpr int threads_of_block = 256;
+
+/// Rounded once, as the processors' own instructions do it.
+inline constexpr int lanes_of_vectors = 1;
+template <class Number>
+GRADACCUM_ON_DEVICE Number product_plus(Number a, Number b, Number c) {
+  return std::fma(a, b, c);
+}
+#include <gradaccum/detail/kernels/simd/portable.inl>
+
+/// Numbers of this type are computed with in these vectors.
+template <class T>
+using VectorOf = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;
+
+#include <gradaccum/detail/kernels/simd/rounding.inl>
+#include <gradaccum/detail/kernels/simd/types.inl>
+
+/// So many elements a thread takes at a time, with as few instructions as their alignment allows.
+inline constexpr int pack_size = 4;
+template <class T>
+struct alignas(sizeof(T) < 4 ? pack_size * sizeof(T) : 16) AlignedPack {
+  T numbers[pack_size];
+};
+
+/// Elements of an array in a thread's registers, written back at the end; of an array that is not there, none.
+template <class Array>
+class Pack;
+template <class T>
+class Pack<T*> {
+ public:
+  using Number = std::remove_const_t<T>;
+  using Aligned = AlignedPack<Number>;
+
+  GRADACCUM_ON_DEVICE Pack(T* array, std::int64_t from, std::int64_t count)
+      : array_(array ? array + from : nullptr), count_(static_cast<int>(count < pack_size ? count : pack_size)) {
+    if (!array_) return;
+    if (as_one()) {
+      pack_ = *reinterpret_cast<const Aligned*>(array_);
+    } else {
+      for (int i = 0; i < pack_size; ++i) pack_.numbers[i] = i < count_ ? array_[i] : Number(0);
+    }
+  }
+  Pack(const Pack&) = delete;
+  GRADACCUM_ON_DEVICE ~Pack() {
+    if constexpr (!std::is_const_v<T>) {
+      if (!array_) return;
+      if (as_one()) {
+        *reinterpret_cast<Aligned*>(array_) = pack_;
+      } else {
+        for (int i = 0; i < pack_size; ++i)
+          if (i < count_) array_[i] = pack_.numbers[i];
+      }
+    }
+  }
+  GRADACCUM_ON_DEVICE T* element(int i) { return pack_.numbers + i; }
+
+ private:
+  GRADACCUM_ON_DEVICE bool as_one() const {
+    return count_ == pack_size && reinterpret_cast<std::uintptr_t>(array_) % alignof(Aligned) == 0;
+  }
+
+  T* array_;
+  int count_;
+  Aligned pack_;
+};
+
+/// A bfloat16 array as float32 to compute with, which is rounded stochastically when it is written back.
+struct RoundedArray {
+  GRADACCUM_ON_DEVICE explicit operator bool() const { return true; }
+
+  at::BFloat16* array;
+  std::int64_t place;  ///< of its first element, in the whole
+  std::uint64_t key;
+};
+template <>
+class Pack<RoundedArray> {
+ public:
+  GRADACCUM_ON_DEVICE Pack(const RoundedArray& of, std::int64_t from, std::int64_t count)
+      : of_(of), from_(from), numbers_(of.array, from, count) {
+    for (int i = 0; i < pack_size; ++i) floats_[i] = static_cast<float>(*numbers_.element(i));
+  }
+  GRADACCUM_ON_DEVICE ~Pack() {
+    const auto place = of_.place + from_;
+    for (int i = 0; i < pack_size; ++i) {
+      std::uint32_t bits;
+      std::memcpy(&bits, floats_ + i, sizeof(bits));
+      round_stochastically(bits, static_cast<std::uint32_t>(place + i), static_cast<std::uint32_t>(place >> 32),
+                           of_.key);
+      *numbers_.element(i) = at::BFloat16(static_cast<std::uint16_t>(bits), at::BFloat16::from_bits());
+    }
+  }
+  GRADACCUM_ON_DEVICE float* element(int i) { return floats_ + i; }
+
+ private:
+  RoundedArray of_;
+  std::int64_t from_;
+  Pack<at::BFloat16*> numbers_;
+  float floats_[pack_size];
+};
+
+/// What kernels ask for a part of a bfloat16 array that is rounded stochastically: here they get it whole.
+class RoundedChunk {
+ public:
+  static constexpr std::int64_t size = std::int64_t{1} << 62;
+  GRADACCUM_ON_DEVICE static std::int64_t part_of(std::int64_t count) { return count; }
+
+  GRADACCUM_ON_DEVICE RoundedChunk(at::BFloat16* array, std::int64_t place, std::int64_t /*count*/, std::uint64_t key)
+      : array_{array + place, place, key} {}
+  GRADACCUM_ON_DEVICE RoundedArray floats() const { return array_; }
+
+ private:
+  RoundedArray array_;
+};
+
+/// The arrays of which the last is not there, if that is so: known to the compiler, or packs would not be in registers.
+template <bool last_is_there, std::size_t... places, class Update, class... Packs>
+GRADACCUM_ON_DEVICE void update_packs(std::index_sequence<places...>, const Update& update, Packs&&... packs) {
+  for (int i = 0; i < pack_size; ++i)
+    update((last_is_there || places + 1 < sizeof...(places) ? packs.element(i) : nullptr)...);
+}
+
+template <bool last_is_there, class Update, class... Arrays>
+GRADACCUM_ON_DEVICE void for_each_pack(const Update& update, std::int64_t count, Arrays... arrays) {
+  for (std::int64_t i = pack_size * this_thread(); i < count; i += pack_size * threads_of_block)
+    update_packs<last_is_there>(std::index_sequence_for<Arrays...>(), update, Pack<Arrays>(arrays, i, count - i)...);
+}
+
+/// Calls `update` with pointers to one element after another of each array, each thread for some of them. The last
+/// array may be one that is not there: nullptr.
+template <int width, class Update, class... Arrays>
+GRADACCUM_ON_DEVICE void for_each_vector(const Update& update, std::int64_t count, Arrays... arrays) {
+  static_assert(width == 1);
+  bool last_is_there = true;
+  ((last_is_there = static_cast<bool>(arrays)), ...);
+  last_is_there ? for_each_pack<true>(update, count, arrays...) : for_each_pack<false>(update, count, arrays...);
+}

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/optimizers/kernel_moves.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/kernels/dense.hpp>
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE DeviceFactor::DeviceFactor(const Multiplier& by, at::Device device) : by_(by) {
+  for (auto* const known : {&by_.device_numerator, &by_.device_denominator, &by_.found_inf, &by_.left_out})
+    if (known->defined()) *known = known->to(device, /*non_blocking=*/true);
+}
+
+GRADACCUM_INLINE DeviceMultiplier DeviceFactor::pointers() const {
+  const auto number = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.const_data_ptr<double>() : nullptr;
+  };
+  const auto flag = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr;
+  };
+  return {by_.numerator,       by_.denominator,   number(by_.device_numerator), number(by_.device_denominator),
+          flag(by_.found_inf), flag(by_.left_out)};
+}
+
+/// A sum in float64 may be out of reach of float32 until it is multiplied: that is not for them.
+GRADACCUM_INLINE bool fits_kernel(const at::Tensor& parameter, const at::Tensor& gradient) {
+  const auto dtype = at::toRealValueType(parameter.scalar_type());
+  const bool known = dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
+  return known && parameter.scalar_type() != at::kComplexHalf && parameter.is_cuda() &&
+         at::elementSize(gradient.scalar_type()) <= at::elementSize(state_type(parameter));
+}
+
+GRADACCUM_INLINE OperandTypes kernel_types(const at::Tensor& parameter, const at::Tensor& gradient, bool rounded) {
+  const DeviceOperand operand{parameter, gradient, {}, /*by_kernel=*/true};
+  return {at::toRealValueType(operand.dtype_of_parameter()), at::toRealValueType(operand.dtype_of_gradient()), rounded};
+}
+
+GRADACCUM_INLINE void* native_stream(at::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+}
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/optimizers/kernel_proof.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/kernels/device_kernels.hpp>
+
+#include <ATen/ops/abs.h>
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/arange.h>
+#include <c10/util/Exception.h>
+
+#include <cstddef>
+#include <mutex>
+
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE bool is_proved(const DeviceKernels& kernels, at::Device device, const std::string& name,
+                                const OperandTypes& types, const std::function<bool()>& prove) {
+  const KernelFinding finding{&kernels, static_cast<int>(device.index()), name, types};
+  if (const auto known = known_finding(finding)) return *known;
+  const bool proved = prove();
+  if (keep_finding(finding, proved) && !proved)
+    TORCH_WARN("gradaccum: on ", device, " (", kernels.describe(static_cast<int>(device.index())), "), ",
+               to_string(finding), " does not do what ATen does; it is left to ATen from now on. Please report it");
+  return proved;
+}
+
+GRADACCUM_INLINE at::Tensor TrialNumbers::of(at::ScalarType dtype) const {
+  constexpr std::int64_t size = TensorTable::elements_of_block + 1003;  // two blocks of threads
+  const auto numbers = at::arange(size, at::kDouble).mul_(0.37 + 0.11 * static_cast<double>(++taken_)).sin_();
+  return numbers.to(dtype).to(device_);
+}
+
+GRADACCUM_INLINE at::Tensor TrialNumbers::positive(at::ScalarType dtype) const { return of(dtype).abs_().add_(0.01); }
+
+GRADACCUM_INLINE TrialResult trial_result(const at::Tensor& tensor) {
+  const auto dtype = tensor.scalar_type();
+  const double tolerance = dtype == at::kDouble  ? 1e-12
+                           : dtype == at::kFloat ? 1e-5
+                           : dtype == at::kHalf  ? 2e-3
+                                                 : 1.6e-2;
+  return {tensor, tolerance, tolerance / 10};
+}
+
+GRADACCUM_INLINE bool are_close(const std::vector<TrialResult>& a, const std::vector<TrialResult>& b) {
+  bool close = a.size() == b.size();
+  for (std::size_t i = 0; close && i < a.size(); ++i)
+    close = at::allclose(a[i].tensor.cpu().to(at::kDouble), b[i].tensor.cpu().to(at::kDouble), a[i].relative,
+                         a[i].absolute, /*equal_nan=*/true);
+  return close;
+}
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,327 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/detail/kernels/kernels.hpp>
+#include <gradaccum/detail/optimizers/adam_step.hpp>
+#include <gradaccum/detail/optimizers/kernel_moves.hpp>
+#include <gradaccum/detail/optimizers/sgd_step.hpp>
+#include <gradaccum/gradaccum.hpp>
+
+#include "support/guarded_memory.hpp"
+#include "support/kernels_on_device.hpp"
+#include "support/models.hpp"
+#include "support/warnings.hpp"
+
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <vector>
+
+// The kernels of devices, from the source that a CUDA compiler compiles, run on the host: they are the kernels of the
+// processor, to the bit where it multiplies and adds in one instruction.
+
+namespace ga = gradaccum;
+namespace inner = gradaccum::detail;
+using namespace testing;
+
+namespace {
+
+const at::Device host(at::kCPU), device(at::kCUDA, 0), other_device(at::kCUDA, 1);
+
+struct Types {
+  at::ScalarType parameter, gradient;
+  bool rounded = false;
+
+  at::ScalarType state() const { return parameter == at::kDouble ? at::kDouble : at::kFloat; }
+  inner::OperandTypes of_kernel() const { return {parameter, gradient, rounded}; }
+};
+const std::vector<Types> all_types{{at::kDouble, at::kDouble},
+                                   {at::kFloat, at::kFloat},
+                                   {at::kHalf, at::kHalf},
+                                   {at::kHalf, at::kFloat},
+                                   {at::kBFloat16, at::kBFloat16},
+                                   {at::kBFloat16, at::kFloat},
+                                   {at::kBFloat16, at::kBFloat16, true},
+                                   {at::kBFloat16, at::kFloat, true}};
+
+/// The portable kernels multiply and add in two steps.
+bool has_fused_multiply_add() { return inner::instruction_set() != inner::InstructionSet::portable; }
+
+/// The same bits, but of NaN.
+bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  const auto dtype = a.element_size() == 8 ? at::kLong : a.element_size() == 4 ? at::kInt : at::kShort;
+  const auto same = a.view(dtype).eq(b.view(dtype));
+  return (a.is_floating_point() ? same.logical_or(a.isnan().logical_and(b.isnan())) : same).all().item<bool>();
+}
+
+bool agree(const at::Tensor& kernel, const at::Tensor& processor) {
+  if (kernel.dtype() != processor.dtype() || kernel.sizes() != processor.sizes()) return false;
+  if (has_fused_multiply_add()) return same_bits(kernel, processor);
+  return inner::are_close({inner::trial_result(kernel)}, {inner::trial_result(processor)});
+}
+
+/// Tensors of one step: parameter, gradient and state.
+using Arrays = std::vector<at::Tensor>;
+
+/// Copies between pages that cannot be touched, at any offset.
+class Guarded {
+ public:
+  explicit Guarded(const Arrays& arrays) {
+    for (std::size_t i = 0; i < arrays.size(); ++i)
+      copies_.push_back(arrays[i].defined() ? std::make_unique<GuardedMemory>(arrays[i], i % 2 == 1) : nullptr);
+  }
+  std::array<void*, 6> pointers() const {
+    std::array<void*, 6> all{};
+    for (std::size_t i = 0; i < copies_.size(); ++i) all[i] = copies_[i] ? copies_[i]->data() : nullptr;
+    return all;
+  }
+  const at::Tensor& operator[](std::size_t i) const { return copies_[i]->tensor(); }
+
+ private:
+  std::vector<std::unique_ptr<GuardedMemory>> copies_;
+};
+
+Arrays clones(const Arrays& arrays) {
+  Arrays all;
+  for (auto& array : arrays) all.push_back(array.defined() ? array.clone() : array);
+  return all;
+}
+
+void* data(const at::Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr() : nullptr; }
+
+constexpr std::uint64_t key = 0x123456789abcdef;
+
+void take_on_processor(const inner::SgdSettings& by, double multiplier, const Types& types, const Arrays& of) {
+  const inner::SgdOperand operand{inner::numbers_of(by, multiplier), data(of[0]), data(of[1]), data(of[2]), key};
+  inner::sgd_kernel(types.parameter, types.gradient, inner::instruction_set(), types.rounded)(operand, 0,
+                                                                                              of[0].numel());
+}
+void take_on_processor(const inner::AdamSettings& by, double multiplier, const Types& types, const Arrays& of) {
+  const inner::AdamOperand operand{
+      inner::numbers_of(by, multiplier), data(of[0]), data(of[1]), data(of[2]), data(of[3]), data(of[4]), key};
+  inner::adam_kernel(types.parameter, types.gradient, inner::instruction_set(), types.rounded)(operand, 0,
+                                                                                               of[0].numel());
+}
+
+auto kernel_for(const inner::SgdSettings&) { return emulated_cuda::kernels().sgd; }
+auto kernel_for(const inner::AdamSettings&) { return emulated_cuda::kernels().adam; }
+
+template <class Settings>
+inner::StepLaunch<Settings> launch_of(const Settings& settings, double multiplier) {
+  return {settings, {.numerator = multiplier}, {}};
+}
+
+template <class Settings>
+void check(const Settings& settings, double multiplier, const Types& types, const Arrays& arrays) {
+  const auto expected = clones(arrays);
+  const Guarded guarded(arrays);
+  take_on_processor(settings, multiplier, types, expected);
+  auto launch = launch_of(settings, multiplier);
+  launch.tensors.add(guarded.pointers(), arrays[0].numel(), key);
+  kernel_for(settings)(launch, types.of_kernel(), nullptr);
+  for (std::size_t i = 0; i < arrays.size(); ++i) {
+    INFO("array " << i << " of " << types.parameter << ", " << types.gradient << ", rounded " << types.rounded
+                  << ", elements " << arrays[0].numel());
+    if (arrays[i].defined()) REQUIRE(agree(guarded[i], expected[i]));
+  }
+}
+
+const std::vector<inner::SgdSettings> sgd_settings{{0.1, 0, 0, 0, false, false},
+                                                   {0.1, 0, 0, 0.01, false, false},
+                                                   {0.1, 0.9, 0, 0, false, true},
+                                                   {0.1, 0.9, 0.3, 0.01, false, false},
+                                                   {0.1, 0.9, 0, 0.01, true, false}};
+const std::vector<inner::AdamSettings> adam_settings{{1e-2, 0.9, 0.999, 1e-8, 0, false, true, 1},
+                                                     {1e-2, 0.9, 0.99, 1e-6, 0.1, false, true, 7},
+                                                     {1e-2, 0.8, 0.99, 1e-6, 0.1, true, true, 3},
+                                                     {1e-2, 0.9, 0.999, 1e-8, 0.1, false, false, 2},
+                                                     {0.5, 0.0, 0.0, 1e-3, 0.1, true, false, 2}};
+
+Arrays arrays_of(const inner::SgdSettings& by, const Types& types, const at::Tensor& gradient) {
+  const auto n = gradient.numel();
+  return {torch::randn({n}).to(types.parameter), gradient.to(types.gradient),
+          by.momentum != 0 ? torch::randn({n}, types.state()) : at::Tensor()};
+}
+Arrays arrays_of(const inner::AdamSettings& by, const Types& types, const at::Tensor& gradient) {
+  const auto n = gradient.numel();
+  return {torch::randn({n}).to(types.parameter), gradient.to(types.gradient), torch::randn({n}, types.state()) * 0.1,
+          torch::rand({n}, types.state()) + 0.01, by.amsgrad ? torch::rand({n}, types.state()) + 0.01 : at::Tensor()};
+}
+
+template <class Settings>
+void check_sizes(const std::vector<Settings>& all) {
+  torch::manual_seed(3);
+  std::size_t turn = 0;
+  const auto next = [&]() -> const Settings& { return all[turn++ % all.size()]; };
+  for (auto& types : all_types) {
+    for (std::int64_t n = 0; n <= 3000; n += n < 40 ? 1 : n < 1100 ? 53 : 379) {
+      const auto& settings = next();
+      check(settings, n % 3 == 0 ? 1.0 : 0.25, types, arrays_of(settings, types, torch::randn({n}, at::kDouble)));
+    }
+    for (auto& settings : all)  // more than one block of threads
+      check(settings, 0.5, types,
+            arrays_of(settings, types, torch::randn({2 * inner::TensorTable::elements_of_block + 5}, at::kDouble)));
+  }
+}
+
+template <class Settings>
+void check_odd_numbers(const std::vector<Settings>& all) {
+  torch::manual_seed(3);
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (auto& types : all_types)
+    for (double odd : {infinity, -infinity, std::nan(""), 1e-40, 1e-44, 0.0, -0.0, 1e30, 6e4}) {
+      auto gradient = torch::randn({150}, at::kDouble);
+      for (int place : {0, 17, 63, 64, 100, 149}) gradient[place] = odd;
+      for (auto& settings : all) check(settings, 1.0, types, arrays_of(settings, types, gradient));
+    }
+}
+
+}  // namespace
+
+TEST_CASE("kernels of devices: SGD of all sizes, types and settings, to the processor's bits", "[cuda]") {
+  if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
+  check_sizes(sgd_settings);
+  check_odd_numbers(sgd_settings);
+}
+
+TEST_CASE("kernels of devices: Adam of all sizes, types and settings, to the processor's bits", "[cuda]") {
+  if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
+  check_sizes(adam_settings);
+  check_odd_numbers(adam_settings);
+}
+
+namespace {
+
+/// Parameters of many sizes and dtypes, some of which lie in memory otherwise; with gradients.
+std::vector<at::Tensor> many_parameters(std::size_t count, at::Device where) {
+  const std::array dtypes{at::kFloat, at::kBFloat16, at::kHalf, at::kDouble, at::kFloat};
+  std::vector<at::Tensor> all;
+  torch::manual_seed(11);
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto dtype = dtypes[i % dtypes.size()];
+    const auto n = static_cast<std::int64_t>(i % 7 == 3 ? 0 : 1 + i * i % 61);
+    const auto numbers = torch::randn({n, 3, 2, 2}).to(dtype).to(where), grad = torch::randn({n, 3, 2, 2}).to(dtype);
+    auto parameter = i % 5 == 4 ? numbers.to(at::MemoryFormat::ChannelsLast) : numbers;
+    if (i % 11 == 5) parameter = torch::zeros({n, 3, 2, 4}).to(dtype).to(where).slice(3, 0, 4, 2).copy_(parameter);
+    parameter.requires_grad_();
+    parameter.mutable_grad() = grad.to(where);
+    all.push_back(parameter);
+  }
+  return all;
+}
+
+/// Windows' factors and all: three updates.
+template <class Optimizer>
+std::vector<at::Tensor> updated(std::size_t count, at::Device where) {
+  auto parameters = many_parameters(count, where);
+  Optimizer optimizer(parameters, 0.1);
+  optimizer.stochastic_rounding(1);
+  for (int i = 0; i < 3; ++i) optimizer.step();
+  for (auto& parameter : parameters) parameter = parameter.detach().cpu();
+  return parameters;
+}
+
+bool all_agree(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  bool agreed = a.size() == b.size();
+  for (std::size_t i = 0; agreed && i < a.size(); ++i) agreed = agree(a[i].contiguous(), b[i].contiguous());
+  return agreed;
+}
+
+}  // namespace
+
+TEMPLATE_TEST_CASE("kernels of devices: any number of tensors, of any dtypes, as on the processor", "[cuda]",
+                   ga::optim::SGD, ga::optim::Adam, ga::optim::AdamW) {
+  if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
+  const auto by_aten = updated<TestType>(60, device);
+  const KernelsOnDevice kernels;
+  for (std::size_t count : {1, 2, 37, 38, 39, 200, 1000}) {
+    CAPTURE(count);
+    CHECK(all_agree(updated<TestType>(count, device), updated<TestType>(count, host)));
+  }
+  CHECK_FALSE(all_agree(updated<TestType>(60, host), by_aten));  // which has other last bits
+}
+
+TEST_CASE("kernels of devices: a step is a launch for each mix of dtypes and 38 tensors, and no copy", "[cuda]") {
+  if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
+  std::vector<at::Tensor> parameters;
+  for (int i = 0; i < 100; ++i) {
+    parameters.push_back(torch::randn({50}, device).to(i % 2 ? at::kBFloat16 : at::kFloat).requires_grad_());
+    parameters.back().mutable_grad() = torch::randn({50}, device).to(parameters.back().scalar_type());
+  }
+  ga::optim::AdamW optimizer(parameters, 0.1);
+  const auto launches_of_step = [&] {
+    emulated_cuda::reset_counts();
+    optimizer.step();
+    return emulated_cuda::counts();
+  };
+  launches_of_step();
+  CHECK(launches_of_step().launches > 100);  // ATen's, which copy what has 16 bits
+  const KernelsOnDevice kernels;
+  launches_of_step();  // proves them
+  const auto counts = launches_of_step();
+  CHECK(counts.launches == 4);
+  CHECK(counts.waits == 0);
+  CHECK(counts.copies_to_device == 0);
+}
+
+TEST_CASE("kernels of devices: a factor, an overflow and left out steps that the device alone knows", "[cuda]") {
+  if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
+  torch::manual_seed(5);
+  const Types types{at::kFloat, at::kFloat};
+  auto settings = adam_settings[1];
+  const auto start = arrays_of(settings, types, torch::randn({300}));
+  const double numerator = 0.3, denominator = 7;
+  const float yes = 1, no = 0, left_out = 4, all = 100;
+  const auto taken = [&](const inner::DeviceMultiplier& by) {
+    const auto arrays = clones(start);
+    auto launch = launch_of(settings, 1);
+    launch.by = by;
+    launch.tensors.add({data(arrays[0]), data(arrays[1]), data(arrays[2]), data(arrays[3])}, 300);
+    emulated_cuda::kernels().adam(launch, types.of_kernel(), nullptr);
+    return arrays[0];
+  };
+  const auto expected = [&](double multiplier, std::int64_t step) {
+    const auto arrays = clones(start);
+    auto by = settings;
+    by.step = step;
+    take_on_processor(by, multiplier, types, arrays);
+    return arrays[0];
+  };
+  CHECK(agree(taken({2, 5, &numerator, &denominator}), expected(2 * numerator / (5 * denominator), 7)));
+  CHECK(agree(taken({2, 5, nullptr, nullptr, &no}), expected(0.4, 7)));
+  CHECK(agree(taken({2, 5, nullptr, nullptr, &yes}), start[0]));
+  CHECK(agree(taken({2, 5, nullptr, nullptr, &no, &left_out}), expected(0.4, 3)));
+  CHECK(agree(taken({2, 5, nullptr, nullptr, &no, &all}), expected(0.4, 1)));
+  CHECK_FALSE(agree(taken({2, 5, nullptr, nullptr, &no, &left_out}), expected(0.4, 7)));
+}
+
+TEST_CASE("kernels of devices: one that does not do what ATen does is left, with a warning, once", "[cuda]") {
+  if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
+  static const auto wrong = [] {
+    auto kernels = emulated_cuda::kernels();
+    kernels.adam = [](const inner::StepLaunch<inner::AdamSettings>& launch, const inner::OperandTypes& types,
+                      void* stream) {
+      auto other = launch;
+      other.settings.beta2 += 1e-3;
+      emulated_cuda::kernels().adam(other, types, stream);
+    };
+    return kernels;
+  }();
+  const auto by_aten = updated<ga::optim::AdamW>(1, device);
+  const auto sgd_by_aten = updated<ga::optim::SGD>(60, device);
+  Warnings warnings;
+  const KernelsOnDevice kernels(wrong);
+  CHECK(same_bits(updated<ga::optim::AdamW>(1, device)[0], by_aten[0]));
+  CHECK(same_bits(updated<ga::optim::AdamW>(1, device)[0], by_aten[0]));
+  REQUIRE(warnings.texts().size() == 1);
+  CHECK(contains(warnings.texts()[0],
+                 "on cuda:0 (an emulated device), the kernel of AdamW for parameters in Float and "
+                 "gradients in Float does not do what ATen does"));
+  updated<ga::optim::AdamW>(1, other_device);
+  CHECK(warnings.texts().size() == 2);
+  CHECK(all_agree(updated<ga::optim::SGD>(60, device), updated<ga::optim::SGD>(60, host)));
+  CHECK_FALSE(all_agree(updated<ga::optim::SGD>(60, device), sgd_by_aten));
+  CHECK(warnings.texts().size() == 2);
+}

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The library's own kernels for devices, from the same source, run on the host: one block of threads after another, and
+// in each the threads in turn between its barriers.
+
+#include "address_range.hpp"
+#include "counts.hpp"
+#include "emulated_cuda.hpp"
+
+#include <gradaccum/detail/kernels/device/launch.hpp>
+#include <gradaccum/detail/kernels/operands.hpp>
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace gradaccum::detail {
+namespace {
+
+thread_local int thread_in_turn = 0;
+int this_thread() { return thread_in_turn; }
+
+template <class Block>
+void run_blocks(typename Block::Arguments arguments, std::int64_t blocks, void* stream);
+
+#include <gradaccum/detail/kernels/device/kernels.inl>
+
+/// Where the bytes of a device are; memory of the host, which tests may pass, is where it is.
+template <class T>
+void to_host(T*& pointer) {
+  const auto& range = emulated_cuda::AddressRange::get();
+  if (range.contains(pointer)) pointer = reinterpret_cast<T*>(range.host(pointer));
+}
+
+void to_host(DeviceMultiplier& by) {
+  to_host(by.device_numerator);
+  to_host(by.device_denominator);
+  to_host(by.found_inf);
+  to_host(by.left_out);
+}
+
+void to_host(TensorTable& tensors) {
+  for (std::int64_t i = 0; i < tensors.size; ++i)
+    for (auto& array : tensors.entries[static_cast<std::size_t>(i)].arrays) to_host(array);
+}
+
+template <class Block, int phase>
+void run_phase(const typename Block::Arguments& arguments, std::int64_t block, typename Block::Shared& shared,
+               std::vector<Block>& threads) {
+  for (thread_in_turn = 0; thread_in_turn < threads_of_block; ++thread_in_turn)
+    threads[static_cast<std::size_t>(thread_in_turn)].template run<phase>(arguments, block, shared);
+}
+
+template <class Block, int... phases>
+void run_block(const typename Block::Arguments& arguments, std::int64_t block, std::integer_sequence<int, phases...>) {
+  std::vector<Block> threads(threads_of_block);
+  alignas(16) unsigned char memory[sizeof(typename Block::Shared)];
+  std::memset(memory, 0xFF, sizeof(memory));  // a device's holds anything
+  auto& shared = *reinterpret_cast<typename Block::Shared*>(memory);
+  (run_phase<Block, phases>(arguments, block, shared, threads), ...);
+}
+
+/// From the last block to the first: a device promises no order.
+template <class Block>
+void run_blocks(typename Block::Arguments arguments, std::int64_t blocks, void* /*stream*/) {
+  to_host(arguments.by);
+  to_host(arguments.tensors);
+  for (auto block = blocks - 1; block >= 0; --block)
+    run_block<Block>(arguments, block, std::make_integer_sequence<int, Block::phases>());
+  ++emulated_cuda::counts().launches;
+}
+
+}  // namespace
+}  // namespace gradaccum::detail
+
+const gradaccum::detail::DeviceKernels* emulated_cuda_kernels() {
+  using namespace gradaccum::detail;
+  static const DeviceKernels kernels{.name = "emulated",
+                                     .describe = [](int) { return std::string("an emulated device"); },
+                                     .sgd = run_sgd,
+                                     .adam = run_adam};
+  return &kernels;
+}

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/kernels/device_kernels.hpp>
+
+#include "support/emulated_cuda/emulated_cuda.hpp"
+
+namespace testing {
+
+/// While it lives, devices have kernels of the library's own: those that the emulated device runs on the host, unless
+/// others are named.
+class KernelsOnDevice {
+ public:
+  static bool possible() { return emulated_cuda::is_loaded(); }
+  explicit KernelsOnDevice(const gradaccum::detail::DeviceKernels& kernels = emulated_cuda::kernels()) {
+    gradaccum::detail::set_device_kernels(&kernels);
+  }
+  KernelsOnDevice(const KernelsOnDevice&) = delete;
+  KernelsOnDevice& operator=(const KernelsOnDevice&) = delete;
+  ~KernelsOnDevice() { gradaccum::detail::set_device_kernels(before_); }
+
+ private:
+  const gradaccum::detail::DeviceKernels* before_ = gradaccum::detail::device_kernels();
+};
+
+}  // namespace testing
