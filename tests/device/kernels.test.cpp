@@ -2,6 +2,7 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/kernels/kernels.hpp>
+#include <gradaccum/detail/optimizers/adam8bit_step.hpp>
 #include <gradaccum/detail/optimizers/adam_step.hpp>
 #include <gradaccum/detail/optimizers/kernel_moves.hpp>
 #include <gradaccum/detail/optimizers/sgd_step.hpp>
@@ -51,7 +52,10 @@ bool has_fused_multiply_add() { return inner::instruction_set() != inner::Instru
 
 /// The same bits, but of NaN.
 bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  const auto dtype = a.element_size() == 8 ? at::kLong : a.element_size() == 4 ? at::kInt : at::kShort;
+  const auto dtype = a.element_size() == 8   ? at::kLong
+                     : a.element_size() == 4 ? at::kInt
+                     : a.element_size() == 2 ? at::kShort
+                                             : at::kByte;
   const auto same = a.view(dtype).eq(b.view(dtype));
   return (a.is_floating_point() ? same.logical_or(a.isnan().logical_and(b.isnan())) : same).all().item<bool>();
 }
@@ -105,8 +109,22 @@ void take_on_processor(const inner::AdamSettings& by, double multiplier, const T
                                                                                                of[0].numel());
 }
 
+void take_on_processor(const inner::Adam8bitSettings& by, double multiplier, const Types& types, const Arrays& of) {
+  const inner::Adam8bitOperand operand{inner::numbers_of(by.adam, multiplier),
+                                       data(of[0]),
+                                       data(of[1]),
+                                       static_cast<std::uint8_t*>(data(of[2])),
+                                       static_cast<std::uint8_t*>(data(of[3])),
+                                       static_cast<float*>(data(of[4])),
+                                       static_cast<float*>(data(of[5])),
+                                       key};
+  inner::adam8bit_kernel(types.parameter, types.gradient, inner::instruction_set(), types.rounded)(operand, 0,
+                                                                                                   of[0].numel());
+}
+
 auto kernel_for(const inner::SgdSettings&) { return emulated_cuda::kernels().sgd; }
 auto kernel_for(const inner::AdamSettings&) { return emulated_cuda::kernels().adam; }
+auto kernel_for(const inner::Adam8bitSettings&) { return emulated_cuda::kernels().adam8bit; }
 
 template <class Settings>
 inner::StepLaunch<Settings> launch_of(const Settings& settings, double multiplier) {
@@ -150,12 +168,25 @@ Arrays arrays_of(const inner::AdamSettings& by, const Types& types, const at::Te
           torch::rand({n}, types.state()) + 0.01, by.amsgrad ? torch::rand({n}, types.state()) + 0.01 : at::Tensor()};
 }
 
+const std::vector<inner::Adam8bitSettings> adam8bit_settings = [] {
+  std::vector<inner::Adam8bitSettings> all;
+  for (auto& settings : adam_settings)
+    if (!settings.amsgrad) all.push_back({settings, {inner::signed_map(), inner::second_moment_map()}});
+  return all;
+}();
+Arrays arrays_of(const inner::Adam8bitSettings&, const Types& types, const at::Tensor& gradient) {
+  const auto n = gradient.numel();
+  const auto m = inner::encoded(torch::randn({n}) * 0.1, true), v = inner::encoded(torch::rand({n}) + 0.01, false);
+  return {torch::randn({n}).to(types.parameter), gradient.to(types.gradient), m.codes, v.codes, m.scales, v.scales};
+}
+
 template <class Settings>
 void check_sizes(const std::vector<Settings>& all) {
   torch::manual_seed(3);
   std::size_t turn = 0;
   const auto next = [&]() -> const Settings& { return all[turn++ % all.size()]; };
   for (auto& types : all_types) {
+    if (std::is_same_v<Settings, inner::Adam8bitSettings> && types.parameter == at::kDouble) continue;
     for (std::int64_t n = 0; n <= 3000; n += n < 40 ? 1 : n < 1100 ? 53 : 379) {
       const auto& settings = next();
       check(settings, n % 3 == 0 ? 1.0 : 0.25, types, arrays_of(settings, types, torch::randn({n}, at::kDouble)));
@@ -170,12 +201,14 @@ template <class Settings>
 void check_odd_numbers(const std::vector<Settings>& all) {
   torch::manual_seed(3);
   const double infinity = std::numeric_limits<double>::infinity();
-  for (auto& types : all_types)
+  for (auto& types : all_types) {
+    if (std::is_same_v<Settings, inner::Adam8bitSettings> && types.parameter == at::kDouble) continue;
     for (double odd : {infinity, -infinity, std::nan(""), 1e-40, 1e-44, 0.0, -0.0, 1e30, 6e4}) {
       auto gradient = torch::randn({150}, at::kDouble);
       for (int place : {0, 17, 63, 64, 100, 149}) gradient[place] = odd;
       for (auto& settings : all) check(settings, 1.0, types, arrays_of(settings, types, gradient));
     }
+  }
 }
 
 }  // namespace
@@ -190,6 +223,12 @@ TEST_CASE("kernels of devices: Adam of all sizes, types and settings, to the pro
   if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
   check_sizes(adam_settings);
   check_odd_numbers(adam_settings);
+}
+
+TEST_CASE("kernels of devices: Adam8bit of all sizes, types and settings, to the processor's bits", "[cuda]") {
+  if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
+  check_sizes(adam8bit_settings);
+  check_odd_numbers(adam8bit_settings);
 }
 
 namespace {
@@ -232,7 +271,7 @@ bool all_agree(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& 
 }  // namespace
 
 TEMPLATE_TEST_CASE("kernels of devices: any number of tensors, of any dtypes, as on the processor", "[cuda]",
-                   ga::optim::SGD, ga::optim::Adam, ga::optim::AdamW) {
+                   ga::optim::SGD, ga::optim::Adam, ga::optim::AdamW, ga::optim::Adam8bit, ga::optim::AdamW8bit) {
   if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
   const auto by_aten = updated<TestType>(60, device);
   const KernelsOnDevice kernels;

@@ -53,11 +53,11 @@ void to_host(TensorTable& tensors) {
     for (auto& array : tensors.entries[static_cast<std::size_t>(i)].arrays) to_host(array);
 }
 
-template <class Block, int phase>
-void run_phase(const typename Block::Arguments& arguments, std::int64_t block, typename Block::Shared& shared,
-               std::vector<Block>& threads) {
+/// All threads of a block, one after another.
+template <class Block, class Run>
+void in_turn(std::vector<Block>& threads, const Run& run) {
   for (thread_in_turn = 0; thread_in_turn < threads_of_block; ++thread_in_turn)
-    threads[static_cast<std::size_t>(thread_in_turn)].template run<phase>(arguments, block, shared);
+    run(threads[static_cast<std::size_t>(thread_in_turn)]);
 }
 
 template <class Block, int... phases>
@@ -66,7 +66,9 @@ void run_block(const typename Block::Arguments& arguments, std::int64_t block, s
   alignas(16) unsigned char memory[sizeof(typename Block::Shared)];
   std::memset(memory, 0xFF, sizeof(memory));  // a device's holds anything
   auto& shared = *reinterpret_cast<typename Block::Shared*>(memory);
-  (run_phase<Block, phases>(arguments, block, shared, threads), ...);
+  in_turn(threads, [&](Block& thread) { thread.begin(arguments, block, shared); });
+  for (int round = 0; round < Block::rounds; ++round)
+    (in_turn(threads, [&](Block& thread) { thread.template run<phases>(round, shared); }), ...);
 }
 
 /// From the last block to the first: a device promises no order.
@@ -87,6 +89,7 @@ const gradaccum::detail::DeviceKernels* emulated_cuda_kernels() {
   static const DeviceKernels kernels{.name = "emulated",
                                      .describe = [](int) { return std::string("an emulated device"); },
                                      .sgd = run_sgd,
-                                     .adam = run_adam};
+                                     .adam = run_adam,
+      .adam8bit = run_adam8bit};
   return &kernels;
 }

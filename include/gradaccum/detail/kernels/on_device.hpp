@@ -7,3 +7,10 @@
 #else
 #define GRADACCUM_ON_DEVICE
 #endif
+
+/// Before loops over arrays that are to be in a device's registers.
+#ifdef __CUDA_ARCH__
+#define GRADACCUM_UNROLL _Pragma("unroll")
+#else
+#define GRADACCUM_UNROLL
+#endif

@@ -54,8 +54,10 @@ Adam8bitStep adam8bit_step_of(const AdamSettings& settings, const at::Tensor& pa
 
 /// On the CPU, all in one parallel loop, a block at a time: decoded, stepped and coded again while it is in the cache.
 void take_on_cpu(const std::vector<Adam8bitStep>& steps, double multiplier);
-/// By ATen's fused operation on moments that are decoded for it, some of them at a time.
+/// By kernels of our own where there are any, else by ATen.
 void add_moves(Moves& moves, const std::vector<Adam8bitStep>& steps, const Multiplier& multiplier);
+/// By ATen's fused operation on moments that are decoded for it, some of them at a time.
+void add_aten_moves(Moves& moves, const std::vector<Adam8bitStep>& steps, const Multiplier& multiplier);
 
 }  // namespace gradaccum::detail
 

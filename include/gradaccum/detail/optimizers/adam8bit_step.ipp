@@ -9,6 +9,7 @@
 #include <gradaccum/detail/kernels/kernels.hpp>
 #include <gradaccum/detail/memory/copied_to.hpp>
 #include <gradaccum/detail/optimizers/batches.hpp>
+#include <gradaccum/detail/optimizers/kernel_moves.hpp>
 
 #include <ATen/ops/abs.h>
 #include <ATen/ops/amax.h>
@@ -264,7 +265,7 @@ class Adam8bitMove final : public Move {
   at::Tensor places_, m_, v_, unusable_;
 };
 
-GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<Adam8bitStep>& steps, const Multiplier& multiplier) {
+GRADACCUM_INLINE void add_aten_moves(Moves& moves, const std::vector<Adam8bitStep>& steps, const Multiplier& multiplier) {
   std::optional<Coding> first, second;
   for (auto& step : steps) {
     const auto device = step.parameter.device();
@@ -277,6 +278,37 @@ GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<Adam8bitStep>& s
       moves.add(device,
                 std::make_unique<Adam8bitMove>(StepPart<Adam8bitStep>{step, extent}, multiplier, *first, *second));
   }
+}
+
+GRADACCUM_INLINE const char* kernel_name(const Adam8bitStep& step) {
+  return step.settings.decoupled ? "AdamW8bit" : "Adam8bit";
+}
+GRADACCUM_INLINE auto kernel_of(const DeviceKernels& kernels, const Adam8bitStep&) { return kernels.adam8bit; }
+GRADACCUM_INLINE Adam8bitSettings kernel_settings(const Adam8bitStep& step) {
+  return {step.settings, {signed_map(), second_moment_map()}};
+}
+GRADACCUM_INLINE std::vector<at::Tensor> kernel_arrays(const Adam8bitStep& step) {
+  return {step.exp_avg.codes, step.exp_avg_sq.codes, step.exp_avg.scales, step.exp_avg_sq.scales};
+}
+
+GRADACCUM_INLINE Adam8bitStep trial_of(const Adam8bitStep& like, const TrialNumbers& numbers) {
+  const auto& [parameter, gradient, rounded] = types_of(like);
+  return {trial_settings(like.settings),
+          numbers.of(parameter),
+          numbers.of(gradient),
+          encoded(numbers.of(at::kFloat), /*is_signed=*/true),
+          encoded(numbers.positive(at::kFloat), /*is_signed=*/false),
+          like.rounding_key};
+}
+/// Moments that are rounded otherwise may have a code beside the other's.
+GRADACCUM_INLINE std::vector<TrialResult> results_of(const Adam8bitStep& step) {
+  return {trial_result(step.parameter), trial_result(step.exp_avg.scales), trial_result(step.exp_avg_sq.scales),
+          {decoded(step.exp_avg, /*is_signed=*/true), 0.02, 1e-3},
+          {decoded(step.exp_avg_sq, /*is_signed=*/false), 0.02, 1e-3}};
+}
+
+GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<Adam8bitStep>& steps, const Multiplier& multiplier) {
+  add_proved_moves(moves, steps, multiplier);
 }
 
 }  // namespace gradaccum::detail

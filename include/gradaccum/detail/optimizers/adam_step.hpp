@@ -43,6 +43,9 @@ void add_moves(Moves& moves, const std::vector<AdamStep>& steps, const Multiplie
 /// By ATen's fused operation.
 void add_aten_moves(Moves& moves, const std::vector<AdamStep>& steps, const Multiplier& multiplier);
 
+/// Of the same kind, for a trial.
+AdamSettings trial_settings(const AdamSettings& like);
+
 /// ATen's operation on lists of tensors of one device and dtype.
 class FusedAdam {
  public:

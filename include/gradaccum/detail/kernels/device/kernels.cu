@@ -31,17 +31,20 @@ __host__ __device__ inline int this_thread() {
 }
 
 template <class Block, int... phases>
-__device__ void run_phases(const typename Block::Arguments& arguments, typename Block::Shared& shared,
-                           std::integer_sequence<int, phases...>) {
-  Block block;
-  ((block.template run<phases>(arguments, blockIdx.x, shared), __syncthreads()), ...);
+__device__ void run_round(Block& thread, int round, typename Block::Shared& shared,
+                          std::integer_sequence<int, phases...>) {
+  ((thread.template run<phases>(round, shared), __syncthreads()), ...);
 }
 
 template <class Block>
 __global__ void __launch_bounds__(256) block_of_threads(const __grid_constant__ typename Block::Arguments arguments) {
   __shared__ alignas(16) unsigned char memory[sizeof(typename Block::Shared)];  // which has no constructor to run
-  run_phases<Block>(arguments, *reinterpret_cast<typename Block::Shared*>(memory),
-                    std::make_integer_sequence<int, Block::phases>());
+  auto& shared = *reinterpret_cast<typename Block::Shared*>(memory);
+  Block thread;
+  thread.begin(arguments, blockIdx.x, shared);
+  __syncthreads();
+  for (int round = 0; round < Block::rounds; ++round)
+    run_round(thread, round, shared, std::make_integer_sequence<int, Block::phases>());
 }
 
 template <class Block>
@@ -66,6 +69,7 @@ std::string describe(int device) {
 
 }  // namespace
 
-const DeviceKernels cuda_kernels{.name = "CUDA", .describe = describe, .sgd = run_sgd, .adam = run_adam};
+const DeviceKernels cuda_kernels{
+    .name = "CUDA", .describe = describe, .sgd = run_sgd, .adam = run_adam, .adam8bit = run_adam8bit};
 
 }  // namespace gradaccum::detail

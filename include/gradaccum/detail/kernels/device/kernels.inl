@@ -5,6 +5,7 @@
 #include <gradaccum/detail/kernels/device/thread_block.inl>
 // kernels that processors have, too:
 #include <gradaccum/detail/kernels/simd/adam.inl>
+#include <gradaccum/detail/kernels/simd/eight_bit.inl>
 #include <gradaccum/detail/kernels/simd/sgd.inl>
 // and blocks of threads that run them:
 #include <gradaccum/detail/kernels/device/steps.inl>

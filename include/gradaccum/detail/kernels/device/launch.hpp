@@ -47,6 +47,12 @@ struct DeviceMultiplier {
   const float* left_out = nullptr;   ///< how many steps have been, that the settings count
 };
 
+/// With moments of 8 bits: what their codes stand for comes with the launch.
+struct Adam8bitSettings {
+  AdamSettings adam;
+  DynamicTables maps[2];  ///< of signed numbers, and of second moments
+};
+
 template <class Settings>
 struct StepLaunch {
   Settings settings;
@@ -68,6 +74,7 @@ struct DeviceKernels {
   std::string (*describe)(int device);  ///< the device and its driver
   void (*sgd)(const StepLaunch<SgdSettings>&, const OperandTypes&, void* stream);
   void (*adam)(const StepLaunch<AdamSettings>&, const OperandTypes&, void* stream);
+  void (*adam8bit)(const StepLaunch<Adam8bitSettings>&, const OperandTypes&, void* stream);
 };
 
 }  // namespace gradaccum::detail

@@ -1,29 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The blocks of threads that step tensors. A block runs in phases: all its threads wait for one another between two of
-// them. Who includes it has `run_blocks<Block>(arguments, blocks, stream)`.
-
-/// What an optimizer's kernel is given of a table.
-struct SgdOfTable {
-  using Settings = SgdSettings;
-  GRADACCUM_ON_DEVICE static SgdOperand operand(const SgdNumbers& by, const TensorTable::Entry& of) {
-    return {by, of.arrays[0], of.arrays[1], of.arrays[2], of.rounding_key};
-  }
-};
-struct AdamOfTable {
-  using Settings = AdamSettings;
-  GRADACCUM_ON_DEVICE static AdamOperand operand(const AdamNumbers& by, const TensorTable::Entry& of) {
-    return {by, of.arrays[0], of.arrays[1], of.arrays[2], of.arrays[3], of.arrays[4], of.rounding_key};
-  }
-};
-
-GRADACCUM_ON_DEVICE inline SgdSettings settings_after(const SgdSettings& by, const float* /*left_out*/) { return by; }
-/// At least the first step, also of a state that was replaced since the host last knew.
-GRADACCUM_ON_DEVICE inline AdamSettings settings_after(AdamSettings by, const float* left_out) {
-  if (left_out) by.step = by.step - static_cast<std::int64_t>(*left_out);
-  if (by.step < 1) by.step = 1;
-  return by;
-}
+// The blocks of threads that step tensors. A block begins, and then has some rounds of some phases, between all of
+// which its threads wait for one another; each has an object of the class, which keeps what is the thread's own. Who
+// includes it has `run_blocks<Block>(arguments, blocks, stream)`.
 
 /// In the order of `Multiplier::on`.
 GRADACCUM_ON_DEVICE inline double product_of(const DeviceMultiplier& by) {
@@ -32,6 +11,45 @@ GRADACCUM_ON_DEVICE inline double product_of(const DeviceMultiplier& by) {
   if (by.device_denominator) product /= by.denominator * *by.device_denominator;
   return product;
 }
+
+/// What an optimizer's kernel is given of a table.
+struct SgdOfTable {
+  using Settings = SgdSettings;
+  GRADACCUM_ON_DEVICE static SgdNumbers numbers(const SgdSettings& settings, const DeviceMultiplier& by) {
+    return numbers_of(settings, product_of(by));
+  }
+  GRADACCUM_ON_DEVICE static SgdOperand operand(const SgdNumbers& by, const TensorTable::Entry& of) {
+    return {by, of.arrays[0], of.arrays[1], of.arrays[2], of.rounding_key};
+  }
+};
+struct AdamOfTable {
+  using Settings = AdamSettings;
+  GRADACCUM_ON_DEVICE static AdamNumbers numbers(AdamSettings settings, const DeviceMultiplier& by) {
+    if (by.left_out) settings.step -= static_cast<std::int64_t>(*by.left_out);
+    if (settings.step < 1) settings.step = 1;  // of a state that was replaced since the host last knew
+    return numbers_of(settings, product_of(by));
+  }
+  GRADACCUM_ON_DEVICE static AdamOperand operand(const AdamNumbers& by, const TensorTable::Entry& of) {
+    return {by, of.arrays[0], of.arrays[1], of.arrays[2], of.arrays[3], of.arrays[4], of.rounding_key};
+  }
+};
+
+struct Adam8bitOfTable {
+  using Settings = Adam8bitSettings;
+  GRADACCUM_ON_DEVICE static AdamNumbers numbers(const Adam8bitSettings& settings, const DeviceMultiplier& by) {
+    return AdamOfTable::numbers(settings.adam, by);
+  }
+  GRADACCUM_ON_DEVICE static Adam8bitOperand operand(const AdamNumbers& by, const TensorTable::Entry& of) {
+    return {by,
+            of.arrays[0],
+            of.arrays[1],
+            static_cast<std::uint8_t*>(of.arrays[2]),
+            static_cast<std::uint8_t*>(of.arrays[3]),
+            static_cast<float*>(of.arrays[4]),
+            static_cast<float*>(of.arrays[5]),
+            of.rounding_key};
+  }
+};
 
 /// The tensor to which a block belongs.
 GRADACCUM_ON_DEVICE inline const TensorTable::Entry& entry_of(const TensorTable& tensors, std::int64_t block) {
@@ -43,61 +61,177 @@ GRADACCUM_ON_DEVICE inline const TensorTable::Entry& entry_of(const TensorTable&
   return tensors.entries[static_cast<std::size_t>(first)];
 }
 
-/// Steps a part of a tensor, each element by itself.
+/// What the threads of a block share that steps a part of a tensor.
+template <class Optimizer>
+struct SharedStep {
+  decltype(Optimizer::operand(Optimizer::numbers(typename Optimizer::Settings(), {}), TensorTable::Entry())) operand;
+  std::int64_t from, count;
+};
+
+template <class Optimizer>
+GRADACCUM_ON_DEVICE void begin_step(const StepLaunch<typename Optimizer::Settings>& launch, std::int64_t block,
+                                    SharedStep<Optimizer>& shared) {
+  if (this_thread() != 0) return;
+  const auto& tensor = entry_of(launch.tensors, block);
+  shared.operand = Optimizer::operand(Optimizer::numbers(launch.settings, launch.by), tensor);
+  shared.from = (block - tensor.first_block) * TensorTable::elements_of_block;
+  const bool leaves_out = launch.by.found_inf && *launch.by.found_inf != 0;
+  const auto rest = tensor.numel - shared.from;
+  shared.count = leaves_out ? 0 : rest < TensorTable::elements_of_block ? rest : TensorTable::elements_of_block;
+}
+
+/// Each element by itself.
 template <class Optimizer, class Step>
 class StepBlock {
  public:
   using Arguments = StepLaunch<typename Optimizer::Settings>;
-  static constexpr int phases = 2;
+  using Shared = SharedStep<Optimizer>;
+  static constexpr int rounds = 1, phases = 1;
 
-  /// What the threads of a block share.
-  struct Shared {
-    decltype(Optimizer::operand(numbers_of(typename Optimizer::Settings(), 1.0), TensorTable::Entry())) operand;
-    std::int64_t from, count;
+  GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
+    begin_step(launch, block, shared);
+  }
+  template <int phase>
+  GRADACCUM_ON_DEVICE void run(int /*round*/, Shared& shared) {
+    Step::run(shared.operand, shared.from, shared.count);
+  }
+};
+
+/// Each of its warps a block of moments of 8 bits: see BlockStep, which does it for processors.
+template <class P, class G, bool rounded>
+class Adam8bitBlock {
+ public:
+  using Arguments = StepLaunch<Adam8bitSettings>;
+  static constexpr int threads_of_codes = 32, codes_of_thread = eight_bit_block / threads_of_codes;
+  static constexpr int rounds = TensorTable::elements_of_block / (threads_of_block * codes_of_thread), phases = 2;
+
+  struct Shared : SharedStep<Adam8bitOfTable> {
+    DynamicTables maps[2];
+    float largest_m[threads_of_block], largest_v[threads_of_block];
   };
 
+  GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
+    begin_step<Adam8bitOfTable>(launch, block, shared);
+    const auto* const from = reinterpret_cast<const float*>(launch.settings.maps);
+    auto* const to = reinterpret_cast<float*>(shared.maps);
+    constexpr int numbers = 2 * sizeof(DynamicTables) / sizeof(float);
+    for (int i = this_thread(); i < numbers; i += threads_of_block)
+      to[i] = from[i];
+  }
+
   template <int phase>
-  GRADACCUM_ON_DEVICE void run(const Arguments& launch, std::int64_t block, Shared& shared) const {
-    if constexpr (phase == 0) {
-      if (this_thread() == 0) begin(launch, block, shared);
-    } else if (shared.count > 0) {
-      Step::run(shared.operand, shared.from, shared.count);
-    }
+  GRADACCUM_ON_DEVICE void run(int round, Shared& shared) {
+    // Of the tensor; the block of codes begins at `first_`.
+    first_ = shared.from + (round * threads_of_block + this_thread()) / threads_of_codes * eight_bit_block;
+    count_ = shared.from + shared.count - first_;
+    if (count_ <= 0) return;
+    if constexpr (phase == 0)
+      step(shared);
+    else
+      encode(shared);
   }
 
  private:
-  GRADACCUM_ON_DEVICE static void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
-    const auto& tensor = entry_of(launch.tensors, block);
-    const auto settings = settings_after(launch.settings, launch.by.left_out);
-    shared.operand = Optimizer::operand(numbers_of(settings, product_of(launch.by)), tensor);
-    shared.from = (block - tensor.first_block) * TensorTable::elements_of_block;
-    const bool leaves_out = launch.by.found_inf && *launch.by.found_inf != 0;
-    const auto rest = tensor.numel - shared.from;
-    shared.count = leaves_out ? 0 : rest < TensorTable::elements_of_block ? rest : TensorTable::elements_of_block;
+  static constexpr int packs = codes_of_thread / pack_size;
+  /// Of the thread's pack, in the block of codes.
+  GRADACCUM_ON_DEVICE static std::int64_t place_of(int pack) {
+    return (pack * threads_of_codes + this_thread() % threads_of_codes) * pack_size;
   }
+
+  GRADACCUM_ON_DEVICE void step(Shared& shared) {
+    const auto& o = shared.operand;
+    const AdamVectors<Floats> vectors(o.numbers);
+    const DynamicCodes<true> signed_codes(shared.maps[0]);
+    const DynamicCodes<false> unsigned_codes(shared.maps[1]);
+    const auto m_scale = Floats::all(o.exp_avg_scale[first_ / eight_bit_block]);
+    const auto v_scale = Floats::all(o.exp_avg_sq_scale[first_ / eight_bit_block]);
+    Largest largest_m, largest_v;
+    GRADACCUM_UNROLL
+    for (int i = 0; i < packs; ++i) {
+      const auto place = place_of(i), rest = count_ - place;
+      ParameterPack parameters(parameters_of(o), first_ + place, rest);
+      Pack<const G*> gradients(static_cast<const G*>(o.gradient), first_ + place, rest);
+      Pack<const std::uint8_t*> m_codes(o.exp_avg, first_ + place, rest), v_codes(o.exp_avg_sq, first_ + place, rest);
+      GRADACCUM_UNROLL
+      for (int k = 0; k < pack_size; ++k) {
+        auto m = signed_codes.decode(m_codes.element(k)) * m_scale;
+        auto v = unsigned_codes.decode(v_codes.element(k)) * v_scale;
+        const auto p = Floats::load(parameters.element(k));
+        vectors.advance(m, v, vectors.decayed(p, Floats::load(gradients.element(k)) * vectors.multiplier));
+        vectors.stepped(p, m, v).store(parameters.element(k));
+        m_[i][k] = m;
+        v_[i][k] = v;
+        if (k >= rest) continue;  // beyond the end of the tensor
+        largest_m.see(m);
+        largest_v.see(v);
+      }
+    }
+    shared.largest_m[this_thread()] = largest_m.number();
+    shared.largest_v[this_thread()] = largest_v.number();
+  }
+
+  GRADACCUM_ON_DEVICE void encode(Shared& shared) const {
+    const auto& o = shared.operand;
+    encode(DynamicCodes<true>(shared.maps[0]), shared.largest_m, m_, o.exp_avg, o.exp_avg_scale);
+    encode(DynamicCodes<false>(shared.maps[1]), shared.largest_v, v_, o.exp_avg_sq, o.exp_avg_sq_scale);
+  }
+  template <class Codes>
+  GRADACCUM_ON_DEVICE void encode(const Codes& map, const float* largest_of_threads,
+                                  const Floats (&numbers)[packs][pack_size], std::uint8_t* codes, float* scales) const {
+    Largest all;
+    const auto first_thread = this_thread() - this_thread() % threads_of_codes;
+    for (int i = 0; i < threads_of_codes; ++i) all.see(Floats::load(largest_of_threads + first_thread + i));
+    const float largest = all.number();
+    const auto by = scale_to_codes(largest);
+    GRADACCUM_UNROLL
+    for (int i = 0; i < packs; ++i) {
+      AlignedPack<std::uint8_t> pack;
+      GRADACCUM_UNROLL
+      for (int k = 0; k < pack_size; ++k) map.encode(numbers[i][k] * by, pack.numbers + k);
+      store_pack(codes, first_ + place_of(i), count_ - place_of(i), pack);
+    }
+    if (this_thread() == first_thread) scales[first_ / eight_bit_block] = largest;
+  }
+
+  using ParameterPack = Pack<std::conditional_t<rounded, RoundedArray, P*>>;
+  GRADACCUM_ON_DEVICE static auto parameters_of(const Adam8bitOperand& o) {
+    auto* const parameters = static_cast<P*>(o.parameter);
+    if constexpr (rounded)
+      return RoundedArray{parameters, 0, o.rounding_key};
+    else
+      return parameters;
+  }
+
+  std::int64_t first_, count_;
+  Floats m_[packs][pack_size], v_[packs][pack_size];
 };
 
-/// Launches the kernel of an optimizer.
-template <class Optimizer, template <class P, class G, bool rounded> class Step>
-struct Launch {
-  using Function = void(const StepLaunch<typename Optimizer::Settings>&, void* stream);
+/// Launches a kernel for the types of its operands.
+template <class Launch, template <class P, class G, bool rounded> class Block>
+struct LaunchOf {
+  using Function = void(const Launch&, void* stream);
   template <class P, class G, bool rounded>
   struct OfTypes {
-    static void run(const StepLaunch<typename Optimizer::Settings>& launch, void* stream) {
-      run_blocks<StepBlock<Optimizer, Step<P, G, rounded>>>(launch, launch.tensors.blocks, stream);
+    static void run(const Launch& launch, void* stream) {
+      run_blocks<Block<P, G, rounded>>(launch, launch.tensors.blocks, stream);
     }
   };
 };
 
-template <class Optimizer, template <class P, class G, bool rounded> class Step>
-void run_step(const StepLaunch<typename Optimizer::Settings>& launch, const OperandTypes& types, void* stream) {
-  using Of = Launch<Optimizer, Step>;
-  of_types<typename Of::Function, Of::template OfTypes>(types.parameter, types.gradient, types.rounded)(launch, stream);
-}
+template <class P, class G, bool rounded>
+using SgdBlock = StepBlock<SgdOfTable, SgdOfTypes<P, G, rounded>>;
+template <class P, class G, bool rounded>
+using AdamBlock = StepBlock<AdamOfTable, AdamOfTypes<P, G, rounded>>;
 
 inline void run_sgd(const StepLaunch<SgdSettings>& launch, const OperandTypes& types, void* stream) {
-  run_step<SgdOfTable, SgdOfTypes>(launch, types, stream);
+  using Of = LaunchOf<StepLaunch<SgdSettings>, SgdBlock>;
+  of_types<Of::Function, Of::OfTypes>(types.parameter, types.gradient, types.rounded)(launch, stream);
 }
 inline void run_adam(const StepLaunch<AdamSettings>& launch, const OperandTypes& types, void* stream) {
-  run_step<AdamOfTable, AdamOfTypes>(launch, types, stream);
+  using Of = LaunchOf<StepLaunch<AdamSettings>, AdamBlock>;
+  of_types<Of::Function, Of::OfTypes>(types.parameter, types.gradient, types.rounded)(launch, stream);
+}
+inline void run_adam8bit(const StepLaunch<Adam8bitSettings>& launch, const OperandTypes& types, void* stream) {
+  using Of = LaunchOf<StepLaunch<Adam8bitSettings>, Adam8bitBlock>;
+  of_narrow_types<Of::Function, Of::OfTypes>(types.parameter, types.gradient, types.rounded)(launch, stream);
 }

@@ -29,46 +29,52 @@ struct alignas(sizeof(T) < 4 ? pack_size * sizeof(T) : 16) AlignedPack {
   T numbers[pack_size];
 };
 
-/// Elements of an array in a thread's registers, written back at the end; of an array that is not there, none.
+template <class T>
+GRADACCUM_ON_DEVICE bool is_one_pack(const T* array, std::int64_t count) {
+  return count >= pack_size && reinterpret_cast<std::uintptr_t>(array) % alignof(AlignedPack<T>) == 0;
+}
+/// Zero beyond the end.
+template <class T>
+GRADACCUM_ON_DEVICE AlignedPack<T> load_pack(const T* array, std::int64_t from, std::int64_t count) {
+  if (is_one_pack(array + from, count)) return *reinterpret_cast<const AlignedPack<T>*>(array + from);
+  AlignedPack<T> pack;
+  GRADACCUM_UNROLL
+  for (int i = 0; i < pack_size; ++i) pack.numbers[i] = i < count ? array[from + i] : T(0);
+  return pack;
+}
+template <class T>
+GRADACCUM_ON_DEVICE void store_pack(T* array, std::int64_t from, std::int64_t count, const AlignedPack<T>& pack) {
+  if (is_one_pack(array + from, count)) {
+    *reinterpret_cast<AlignedPack<T>*>(array + from) = pack;
+  } else {
+    GRADACCUM_UNROLL
+    for (int i = 0; i < pack_size; ++i)
+      if (i < count) array[from + i] = pack.numbers[i];
+  }
+}
+
+/// Elements of an array in a thread's registers, `count` of which there are; written back at the end. Of an array that
+/// is not there, none.
 template <class Array>
 class Pack;
 template <class T>
 class Pack<T*> {
  public:
-  using Number = std::remove_const_t<T>;
-  using Aligned = AlignedPack<Number>;
-
   GRADACCUM_ON_DEVICE Pack(T* array, std::int64_t from, std::int64_t count)
-      : array_(array ? array + from : nullptr), count_(static_cast<int>(count < pack_size ? count : pack_size)) {
-    if (!array_) return;
-    if (as_one()) {
-      pack_ = *reinterpret_cast<const Aligned*>(array_);
-    } else {
-      for (int i = 0; i < pack_size; ++i) pack_.numbers[i] = i < count_ ? array_[i] : Number(0);
-    }
+      : array_(array), from_(from), count_(count) {
+    if (array) pack_ = load_pack(array, from, count);
   }
   Pack(const Pack&) = delete;
   GRADACCUM_ON_DEVICE ~Pack() {
-    if constexpr (!std::is_const_v<T>) {
-      if (!array_) return;
-      if (as_one()) {
-        *reinterpret_cast<Aligned*>(array_) = pack_;
-      } else {
-        for (int i = 0; i < pack_size; ++i)
-          if (i < count_) array_[i] = pack_.numbers[i];
-      }
-    }
+    if constexpr (!std::is_const_v<T>)
+      if (array_) store_pack(array_, from_, count_, pack_);
   }
   GRADACCUM_ON_DEVICE T* element(int i) { return pack_.numbers + i; }
 
  private:
-  GRADACCUM_ON_DEVICE bool as_one() const {
-    return count_ == pack_size && reinterpret_cast<std::uintptr_t>(array_) % alignof(Aligned) == 0;
-  }
-
   T* array_;
-  int count_;
-  Aligned pack_;
+  std::int64_t from_, count_;
+  AlignedPack<std::remove_const_t<T>> pack_;
 };
 
 /// A bfloat16 array as float32 to compute with, which is rounded stochastically when it is written back.
@@ -84,10 +90,12 @@ class Pack<RoundedArray> {
  public:
   GRADACCUM_ON_DEVICE Pack(const RoundedArray& of, std::int64_t from, std::int64_t count)
       : of_(of), from_(from), numbers_(of.array, from, count) {
+    GRADACCUM_UNROLL
     for (int i = 0; i < pack_size; ++i) floats_[i] = static_cast<float>(*numbers_.element(i));
   }
   GRADACCUM_ON_DEVICE ~Pack() {
     const auto place = of_.place + from_;
+    GRADACCUM_UNROLL
     for (int i = 0; i < pack_size; ++i) {
       std::uint32_t bits;
       std::memcpy(&bits, floats_ + i, sizeof(bits));
@@ -122,6 +130,7 @@ class RoundedChunk {
 /// The arrays of which the last is not there, if that is so: known to the compiler, or packs would not be in registers.
 template <bool last_is_there, std::size_t... places, class Update, class... Packs>
 GRADACCUM_ON_DEVICE void update_packs(std::index_sequence<places...>, const Update& update, Packs&&... packs) {
+  GRADACCUM_UNROLL
   for (int i = 0; i < pack_size; ++i)
     update((last_is_there || places + 1 < sizeof...(places) ? packs.element(i) : nullptr)...);
 }

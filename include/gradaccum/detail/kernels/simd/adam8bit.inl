@@ -2,34 +2,10 @@
 //
 // One step of Adam or AdamW with a state of 8 bits. Included by kernels.ipp for each instruction set.
 
-/// The largest magnitude of a block's numbers; not finite where one of them is not.
-class Largest {
- public:
-  GRADACCUM_ON_DEVICE Largest()
-      : most_(Floats::all(0)), poison_(Floats::all(0)) {}  // g++ makes implicit ones for the program around
-  GRADACCUM_ON_DEVICE void see(Floats number) {
-    most_ = larger(magnitude(number), most_);
-    poison_ = multiply_add(number, Floats::all(0), poison_);  // NaN from then on, which `larger` may miss
-  }
-  GRADACCUM_ON_DEVICE float number() const {
-    float most[Floats::width], poison[Floats::width];
-    most_.store(most);
-    poison_.store(poison);
-    for (int i = 1; i < Floats::width; ++i) {
-      most[0] = std::max(most[0], most[i]);
-      poison[0] += poison[i];
-    }
-    return most[0] + poison[0];
-  }
-
- private:
-  Floats most_, poison_;
-};
-
-/// Codes a block of numbers relative to the largest of them. Gives that.
+/// Codes a block of numbers. Gives the largest of them.
 template <bool is_signed>
 float encode_block(const DynamicCodes<is_signed>& map, const float* numbers, float largest, std::uint8_t* codes) {
-  const auto by = Floats::all(largest < std::numeric_limits<float>::min() ? 0 : 1 / largest);
+  const auto by = scale_to_codes(largest);
   for (int i = 0; i < eight_bit_block; i += Floats::width) map.encode(Floats::load(numbers + i) * by, codes + i);
   return largest;
 }

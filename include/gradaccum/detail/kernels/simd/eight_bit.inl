@@ -51,3 +51,32 @@ class DynamicCodes {
 
   Table base_, slope_, edge_, first_, last_, scale_, offset_, middle_, spread_;
 };
+
+/// The largest magnitude of a block's numbers; not finite where one of them is not.
+class Largest {
+ public:
+  GRADACCUM_ON_DEVICE Largest()
+      : most_(Floats::all(0)), poison_(Floats::all(0)) {}  // g++ makes implicit ones for the program around
+  GRADACCUM_ON_DEVICE void see(Floats number) {
+    most_ = larger(magnitude(number), most_);
+    poison_ = multiply_add(number, Floats::all(0), poison_);  // NaN from then on, which `larger` may miss
+  }
+  GRADACCUM_ON_DEVICE float number() const {
+    float most[Floats::width], poison[Floats::width];
+    most_.store(most);
+    poison_.store(poison);
+    for (int i = 1; i < Floats::width; ++i) {
+      most[0] = most[0] < most[i] ? most[i] : most[0];
+      poison[0] += poison[i];
+    }
+    return most[0] + poison[0];
+  }
+
+ private:
+  Floats most_, poison_;
+};
+
+/// What numbers are multiplied by before they are coded, relative to the largest of them.
+GRADACCUM_ON_DEVICE inline Floats scale_to_codes(float largest) {
+  return Floats::all(largest < std::numeric_limits<float>::min() ? 0 : 1 / largest);
+}
