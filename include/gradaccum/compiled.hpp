@@ -75,8 +75,10 @@
 #include <gradaccum/detail/kernels/crc32c.ipp>
 #include <gradaccum/detail/kernels/dense.ipp>
 #include <gradaccum/detail/kernels/device_kernels.ipp>
+#include <gradaccum/detail/kernels/device_norms.ipp>
 #include <gradaccum/detail/kernels/dynamic_map.ipp>
 #include <gradaccum/detail/kernels/element_loop.ipp>
+#include <gradaccum/detail/kernels/kernel_proof.ipp>
 #include <gradaccum/detail/kernels/kernels.ipp>
 #include <gradaccum/detail/kernels/sum_of_squares.ipp>
 #include <gradaccum/detail/machine/comparison.ipp>
@@ -103,7 +105,6 @@
 #include <gradaccum/detail/optimizers/device_operands.ipp>
 #include <gradaccum/detail/optimizers/distinct_parameters.ipp>
 #include <gradaccum/detail/optimizers/kernel_moves.ipp>
-#include <gradaccum/detail/optimizers/kernel_proof.ipp>
 #include <gradaccum/detail/optimizers/moves.ipp>
 #include <gradaccum/detail/optimizers/one_pass_optimizer.ipp>
 #include <gradaccum/detail/optimizers/optimizer_state.ipp>

@@ -6,6 +6,7 @@
 #include <gradaccum/detail/optimizers/adam_step.hpp>
 #include <gradaccum/detail/optimizers/kernel_moves.hpp>
 #include <gradaccum/detail/optimizers/sgd_step.hpp>
+#include <gradaccum/detail/window/tensor_lists.hpp>
 #include <gradaccum/gradaccum.hpp>
 
 #include "support/guarded_memory.hpp"
@@ -363,4 +364,54 @@ TEST_CASE("kernels of devices: one that does not do what ATen does is left, with
   CHECK(all_agree(updated<ga::optim::SGD>(60, device), updated<ga::optim::SGD>(60, host)));
   CHECK_FALSE(all_agree(updated<ga::optim::SGD>(60, device), sgd_by_aten));
   CHECK(warnings.texts().size() == 2);
+}
+
+namespace {
+
+double norm_by_kernel(const at::Tensor& numbers) {
+  double partial_sums[100], norm = -1;
+  inner::SquaresLaunch launch(partial_sums, &norm);
+  launch.add(numbers.const_data_ptr(), numbers.numel());
+  emulated_cuda::kernels().l2_norms(launch, numbers.scalar_type(), nullptr);
+  return norm;
+}
+
+}  // namespace
+
+TEST_CASE("kernels of devices: norms of all sizes and types", "[cuda]") {
+  if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
+  torch::manual_seed(6);
+  for (auto dtype : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16}) {
+    for (std::int64_t n = 0; n <= 30000; n += n < 300 ? 1 : n / 3) {
+      const GuardedMemory numbers(torch::randn({n}).to(dtype), n % 2 == 1);
+      const auto expected = std::sqrt(numbers.tensor().to(at::kDouble).square().sum().item<double>());
+      REQUIRE(norm_by_kernel(numbers.tensor()) == Approx(expected).epsilon(1e-14).margin(0));
+    }
+    for (double odd : {std::numeric_limits<double>::infinity(), std::nan("")})
+      for (std::int64_t place : {0, 8191, 8192, 20000})
+        REQUIRE_FALSE(
+            std::isfinite(norm_by_kernel(torch::ones({20001}, dtype).index_fill_(0, torch::tensor(place), odd))));
+  }
+  CHECK(norm_by_kernel(torch::full({30}, 3e38f)) == Approx(3e38 * std::sqrt(30.0)));  // squares stay finite
+}
+
+TEST_CASE("kernels of devices: the norm of a tensor does not depend on the others, nor is a device waited for",
+          "[cuda]") {
+  if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
+  torch::manual_seed(7);
+  std::vector<at::Tensor> tensors;
+  for (std::int64_t i = 0; i < 400; ++i)
+    tensors.push_back(
+        torch::randn({i % 13 == 0 ? 20000 + i : 1 + i}).to(i % 3 ? at::kFloat : at::kBFloat16).to(device));
+  const auto by_aten = inner::norms(tensors, 2).cpu();
+  const KernelsOnDevice kernels;
+  inner::norms(tensors, 2);  // proves them
+  emulated_cuda::reset_counts();
+  const auto all = inner::norms(tensors, 2);
+  CHECK(emulated_cuda::counts().waits == 0);
+  CHECK(emulated_cuda::counts().launches <= 9);  // two for each 160 tensors of one dtype, and one that joins
+  CHECK(torch::allclose(std::get<0>(all.cpu().sort()), std::get<0>(by_aten.sort()), 1e-13));
+  std::vector<double> alone;
+  for (auto& tensor : tensors) alone.push_back(inner::norms({tensor}, 2).item<double>());
+  CHECK(std::get<0>(all.cpu().sort()).equal(std::get<0>(torch::tensor(alone, at::kDouble).sort())));
 }

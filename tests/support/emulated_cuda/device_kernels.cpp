@@ -30,7 +30,7 @@ thread_local int thread_in_turn = 0;
 int this_thread() { return thread_in_turn; }
 
 template <class Block>
-void run_blocks(typename Block::Arguments arguments, std::int64_t blocks, void* stream);
+void run_blocks(const typename Block::Arguments& arguments, std::int64_t blocks, void* stream);
 
 #include <gradaccum/detail/kernels/device/kernels.inl>
 
@@ -53,6 +53,18 @@ void to_host(TensorTable& tensors) {
     for (auto& array : tensors.entries[static_cast<std::size_t>(i)].arrays) to_host(array);
 }
 
+template <class Settings>
+void to_host(StepLaunch<Settings>& launch) {
+  to_host(launch.by);
+  to_host(launch.tensors);
+}
+
+void to_host(SquaresLaunch& launch) {
+  for (std::int64_t i = 0; i < launch.size; ++i) to_host(launch.entries[static_cast<std::size_t>(i)].numbers);
+  to_host(launch.partial_sums);
+  to_host(launch.norms);
+}
+
 /// All threads of a block, one after another.
 template <class Block, class Run>
 void in_turn(std::vector<Block>& threads, const Run& run) {
@@ -73,9 +85,10 @@ void run_block(const typename Block::Arguments& arguments, std::int64_t block, s
 
 /// From the last block to the first: a device promises no order.
 template <class Block>
-void run_blocks(typename Block::Arguments arguments, std::int64_t blocks, void* /*stream*/) {
-  to_host(arguments.by);
-  to_host(arguments.tensors);
+void run_blocks(const typename Block::Arguments& of_device, std::int64_t blocks, void* /*stream*/) {
+  if (blocks == 0) return;
+  auto arguments = of_device;
+  to_host(arguments);
   for (auto block = blocks - 1; block >= 0; --block)
     run_block<Block>(arguments, block, std::make_integer_sequence<int, Block::phases>());
   ++emulated_cuda::counts().launches;
@@ -90,6 +103,7 @@ const gradaccum::detail::DeviceKernels* emulated_cuda_kernels() {
                                      .describe = [](int) { return std::string("an emulated device"); },
                                      .sgd = run_sgd,
                                      .adam = run_adam,
-      .adam8bit = run_adam8bit};
+                                     .adam8bit = run_adam8bit,
+                                     .l2_norms = run_l2_norms};
   return &kernels;
 }

@@ -4,6 +4,8 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/kernels/device/launch.hpp>
 
+#include <c10/core/Device.h>
+
 #include <map>
 #include <optional>
 #include <string>
@@ -15,6 +17,9 @@ namespace gradaccum::detail {
 const DeviceKernels* device_kernels();
 /// Others from now on, or none.
 void set_device_kernels(const DeviceKernels* kernels);
+
+/// What they are launched on: the device's current stream.
+void* native_stream(c10::Device device);
 
 /// One of them on one device.
 struct KernelFinding {

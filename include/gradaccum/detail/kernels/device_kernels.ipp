@@ -6,6 +6,8 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/kernels/device/cuda_kernels.hpp>
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <mutex>
 
 namespace gradaccum::detail {
@@ -34,6 +36,10 @@ GRADACCUM_INLINE const DeviceKernels* device_kernels() {
 GRADACCUM_INLINE void set_device_kernels(const DeviceKernels* kernels) {
   const std::lock_guard lock(kernels_in_use().mutex);
   kernels_in_use().kernels = kernels;
+}
+
+GRADACCUM_INLINE void* native_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
 }
 
 GRADACCUM_INLINE std::string to_string(const KernelFinding& finding) {

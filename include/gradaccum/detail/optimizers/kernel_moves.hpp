@@ -5,7 +5,7 @@
 #include <gradaccum/detail/kernels/device/launch.hpp>
 #include <gradaccum/detail/kernels/device_kernels.hpp>
 #include <gradaccum/detail/optimizers/batches.hpp>
-#include <gradaccum/detail/optimizers/kernel_proof.hpp>
+#include <gradaccum/detail/kernels/kernel_proof.hpp>
 #include <gradaccum/detail/window/multiplier.hpp>
 
 #include <ATen/core/Tensor.h>
@@ -48,9 +48,6 @@ template <class Step>
 OperandTypes types_of(const Step& step) {
   return kernel_types(step.parameter, step.gradient, step.rounding_key.has_value());
 }
-
-/// Of the device's current stream.
-void* native_stream(at::Device device);
 
 /// A batch of steps as launches of a kernel: one for each mix of dtypes, and for as many tensors as a table has.
 template <class Step>

@@ -6,8 +6,6 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/kernels/dense.hpp>
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 namespace gradaccum::detail {
 
 GRADACCUM_INLINE DeviceFactor::DeviceFactor(const Multiplier& by, at::Device device) : by_(by) {
@@ -37,10 +35,6 @@ GRADACCUM_INLINE bool fits_kernel(const at::Tensor& parameter, const at::Tensor&
 GRADACCUM_INLINE OperandTypes kernel_types(const at::Tensor& parameter, const at::Tensor& gradient, bool rounded) {
   const DeviceOperand operand{parameter, gradient, {}, /*by_kernel=*/true};
   return {at::toRealValueType(operand.dtype_of_parameter()), at::toRealValueType(operand.dtype_of_gradient()), rounded};
-}
-
-GRADACCUM_INLINE void* native_stream(at::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
 }
 
 }  // namespace gradaccum::detail

@@ -4,6 +4,7 @@
 #include <gradaccum/detail/window/tensor_lists.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/kernels/device_norms.hpp>
 #include <gradaccum/detail/kernels/sum_of_squares.hpp>
 #include <gradaccum/detail/window/multiplier.hpp>
 
@@ -63,16 +64,19 @@ GRADACCUM_INLINE at::Tensor l2_norms_on_cpu(const std::vector<SquaredNumbers>& t
 
 GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, double p) {
   std::vector<SquaredNumbers> on_cpu;  // duplicates of a sparse gradient count as their sum
-  std::vector<at::Tensor> others, found;
+  std::vector<at::Tensor> by_kernel, others, found;
   for (auto& gradient : gradients) {
     const auto summed = gradient.is_sparse() ? gradient.coalesce() : gradient;
     const auto numbers = elements(summed);
     if (numbers.numel() == 0) continue;
     if (p == 2 && can_be_summed_here(numbers))
       on_cpu.push_back(squared_numbers(summed, numbers));
+    else if (p == 2 && can_be_normed_on_device(numbers))
+      by_kernel.push_back(numbers);
     else
       others.push_back(numbers);
   }
+  for (auto& group : by_device_and_dtype(by_kernel)) found.push_back(l2_norms_on_device(group));
   for (auto& group : by_device_and_dtype(others))
     for (auto& norm : at::_foreach_norm(group, p, at::kDouble)) found.push_back(norm.reshape({1}));
   if (!on_cpu.empty()) found.push_back(l2_norms_on_cpu(on_cpu));

@@ -69,7 +69,11 @@ std::string describe(int device) {
 
 }  // namespace
 
-const DeviceKernels cuda_kernels{
-    .name = "CUDA", .describe = describe, .sgd = run_sgd, .adam = run_adam, .adam8bit = run_adam8bit};
+const DeviceKernels cuda_kernels{.name = "CUDA",
+                                 .describe = describe,
+                                 .sgd = run_sgd,
+                                 .adam = run_adam,
+                                 .adam8bit = run_adam8bit,
+                                 .l2_norms = run_l2_norms};
 
 }  // namespace gradaccum::detail

@@ -8,4 +8,6 @@
 #include <gradaccum/detail/kernels/simd/eight_bit.inl>
 #include <gradaccum/detail/kernels/simd/sgd.inl>
 // and blocks of threads that run them:
+#include <gradaccum/detail/kernels/device/entries.inl>
+#include <gradaccum/detail/kernels/device/squares.inl>
 #include <gradaccum/detail/kernels/device/steps.inl>

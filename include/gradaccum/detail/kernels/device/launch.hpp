@@ -60,6 +60,30 @@ struct StepLaunch {
   TensorTable tensors;
 };
 
+/// Tensors of one dtype whose squares are summed. Blocks and partial sums are numbered through all of them; how a
+/// tensor is cut does not depend on the others.
+struct SquaresLaunch {
+  struct Entry {
+    const void* numbers;
+    std::int64_t numel;
+    std::int64_t first_block;
+  };
+  static constexpr std::size_t capacity = 160;
+  static constexpr std::int64_t elements_of_block = TensorTable::elements_of_block;
+
+  SquaresLaunch(double* of_blocks, double* of_tensors) : partial_sums(of_blocks), norms(of_tensors) {}
+
+  double *partial_sums, *norms;  ///< of each block, and of each tensor
+  std::int64_t size = 0, blocks = 0;
+  std::array<Entry, capacity> entries;
+
+  bool full() const { return size == static_cast<std::int64_t>(capacity); }
+  void add(const void* numbers, std::int64_t numel) {
+    entries[static_cast<std::size_t>(size++)] = {numbers, numel, blocks};
+    blocks += (numel + elements_of_block - 1) / elements_of_block;
+  }
+};
+
 /// The types of all tensors of a launch.
 struct OperandTypes {
   at::ScalarType parameter, gradient;
@@ -68,13 +92,14 @@ struct OperandTypes {
   auto operator<=>(const OperandTypes&) const = default;
 };
 
-/// Kernels of devices. Each call launches one on `stream`, in whose device it is, and does not wait.
+/// Kernels of devices. Each call launches one, or two, on `stream`, in whose device it is, and does not wait.
 struct DeviceKernels {
   const char* name;
   std::string (*describe)(int device);  ///< the device and its driver
   void (*sgd)(const StepLaunch<SgdSettings>&, const OperandTypes&, void* stream);
   void (*adam)(const StepLaunch<AdamSettings>&, const OperandTypes&, void* stream);
   void (*adam8bit)(const StepLaunch<Adam8bitSettings>&, const OperandTypes&, void* stream);
+  void (*l2_norms)(const SquaresLaunch&, at::ScalarType dtype, void* stream);
 };
 
 }  // namespace gradaccum::detail

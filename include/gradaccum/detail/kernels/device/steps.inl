@@ -51,16 +51,6 @@ struct Adam8bitOfTable {
   }
 };
 
-/// The tensor to which a block belongs.
-GRADACCUM_ON_DEVICE inline const TensorTable::Entry& entry_of(const TensorTable& tensors, std::int64_t block) {
-  std::int64_t first = 0, end = tensors.size;
-  while (end - first > 1) {
-    const auto middle = (first + end) / 2;
-    (tensors.entries[static_cast<std::size_t>(middle)].first_block <= block ? first : end) = middle;
-  }
-  return tensors.entries[static_cast<std::size_t>(first)];
-}
-
 /// What the threads of a block share that steps a part of a tensor.
 template <class Optimizer>
 struct SharedStep {
@@ -115,8 +105,7 @@ class Adam8bitBlock {
     const auto* const from = reinterpret_cast<const float*>(launch.settings.maps);
     auto* const to = reinterpret_cast<float*>(shared.maps);
     constexpr int numbers = 2 * sizeof(DynamicTables) / sizeof(float);
-    for (int i = this_thread(); i < numbers; i += threads_of_block)
-      to[i] = from[i];
+    for (int i = this_thread(); i < numbers; i += threads_of_block) to[i] = from[i];
   }
 
   template <int phase>

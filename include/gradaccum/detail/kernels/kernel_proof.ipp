@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/optimizers/kernel_proof.hpp>
+#include <gradaccum/detail/kernels/kernel_proof.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/kernels/device_kernels.hpp>

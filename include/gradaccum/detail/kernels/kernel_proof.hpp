@@ -43,5 +43,5 @@ bool are_close(const std::vector<TrialResult>& a, const std::vector<TrialResult>
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/optimizers/kernel_proof.ipp>
+#include <gradaccum/detail/kernels/kernel_proof.ipp>
 #endif
