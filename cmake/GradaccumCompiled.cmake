@@ -6,6 +6,8 @@
 # It is built in the tree of whoever uses it, an installed gradaccum's too: with the LibTorch, the compiler and the flags
 # of that program, which a library from elsewhere could not know. Nothing is built where nobody links with it.
 
+include("${CMAKE_CURRENT_LIST_DIR}/GradaccumCudaKernels.cmake")
+
 # gradaccum_add_compiled(include): `include` is the folder that has gradaccum/.
 function(gradaccum_add_compiled include)
   if(TARGET gradaccum_compiled)
@@ -40,6 +42,7 @@ function(gradaccum_add_compiled include)
   target_compile_definitions(gradaccum_compiled PUBLIC GRADACCUM_COMPILED)
   target_link_libraries(gradaccum_compiled PUBLIC gradaccum::gradaccum)
   set_target_properties(gradaccum_compiled PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  gradaccum_add_cuda_kernels(gradaccum_compiled "${include}")
   if(NOT PROJECT_NAME STREQUAL "gradaccum" OR NOT PROJECT_IS_TOP_LEVEL)
     target_compile_options(gradaccum_compiled PRIVATE -w) # a program's warnings are of its own files
   endif()

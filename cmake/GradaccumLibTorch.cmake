@@ -245,6 +245,7 @@ function(gradaccum_define_libtorch root)
       # because loading it is what registers the CUDA kernels. One item, so that CMake cannot reorder it.
       list(PREPEND libraries "-Wl,--push-state,--no-as-needed,${torch_cuda},--pop-state" gradaccum::c10_cuda)
       string(REGEX MATCH "[0-9]+$" major "${cudart}")
+      set(GRADACCUM_LIBTORCH_CUDA_MAJOR "${major}" CACHE INTERNAL "The major version of the LibTorch's CUDA")
       gradaccum_cuda_headers("${root}" "${major}" cuda_headers)
       if(cuda_headers)
         list(APPEND includes "${cuda_headers}")

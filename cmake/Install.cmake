@@ -16,6 +16,7 @@ install(TARGETS gradaccum EXPORT gradaccumTargets FILE_SET HEADERS)
 install(EXPORT gradaccumTargets NAMESPACE gradaccum:: DESTINATION "${directory}")
 install(FILES "${PROJECT_BINARY_DIR}/gradaccumConfig.cmake" "${PROJECT_BINARY_DIR}/gradaccumConfigVersion.cmake"
   "${CMAKE_CURRENT_LIST_DIR}/GradaccumLibTorch.cmake" "${CMAKE_CURRENT_LIST_DIR}/GradaccumCompiled.cmake"
-  "${CMAKE_CURRENT_LIST_DIR}/GradaccumCompileStep.cmake" DESTINATION "${directory}")
+  "${CMAKE_CURRENT_LIST_DIR}/GradaccumCudaKernels.cmake" "${CMAKE_CURRENT_LIST_DIR}/GradaccumCompileStep.cmake"
+  DESTINATION "${directory}")
 install(DIRECTORY "${CMAKE_CURRENT_LIST_DIR}/without_openmp" DESTINATION "${directory}")
 install(PROGRAMS "${CMAKE_CURRENT_LIST_DIR}/../tools/compile_step.py" DESTINATION "${CMAKE_INSTALL_DATADIR}/gradaccum")

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# The kernels for CUDA devices, a part of gradaccum::compiled: AUTO, where the LibTorch in use has CUDA and there is a
+# CUDA compiler, 12.8 or newer, of the same major version; ON, or an error says what is missing; OFF. They are compiled by
+# nvcc itself, so that a project without the language CUDA has them, too.
+
+set(GRADACCUM_CUDA AUTO CACHE STRING "Whether gradaccum::compiled has kernels for CUDA devices: AUTO, ON or OFF")
+set_property(CACHE GRADACCUM_CUDA PROPERTY STRINGS AUTO ON OFF)
+set(GRADACCUM_CUDA_ARCHITECTURES "80;90;100" CACHE STRING
+  "The architectures that kernels for CUDA devices are compiled for; newer ones get the last's, compiled when they load it")
+set(GRADACCUM_OLDEST_NVCC 12.8)
+
+# gradaccum_find_nvcc(nvcc version): the compiler, empty where there is none that will do, and its version.
+function(gradaccum_find_nvcc nvcc version)
+  find_program(GRADACCUM_NVCC nvcc
+    HINTS "${CUDAToolkit_ROOT}/bin" "$ENV{CUDAToolkit_ROOT}/bin" "$ENV{CUDA_HOME}/bin" "$ENV{CUDA_PATH}/bin"
+    PATHS /usr/local/cuda/bin DOC "The CUDA compiler for gradaccum's kernels")
+  mark_as_advanced(GRADACCUM_NVCC)
+  set(${nvcc} "" PARENT_SCOPE)
+  set(${version} "" PARENT_SCOPE)
+  if(NOT GRADACCUM_NVCC)
+    return()
+  endif()
+  execute_process(COMMAND "${GRADACCUM_NVCC}" --version OUTPUT_VARIABLE text ERROR_QUIET)
+  if(text MATCHES "release ([0-9]+[.][0-9]+)")
+    set(${version} "${CMAKE_MATCH_1}" PARENT_SCOPE)
+    if(CMAKE_MATCH_1 VERSION_GREATER_EQUAL GRADACCUM_OLDEST_NVCC)
+      set(${nvcc} "${GRADACCUM_NVCC}" PARENT_SCOPE)
+    endif()
+  endif()
+endfunction()
+
+# gradaccum_nvcc_options(include result): how the kernels are compiled. No product is contracted with a sum, so that all is
+# rounded as on a processor.
+function(gradaccum_nvcc_options include result)
+  set(options -std=c++20 --expt-relaxed-constexpr --fmad=false "-I${include}")
+  foreach(architecture IN LISTS GRADACCUM_CUDA_ARCHITECTURES)
+    list(APPEND options -gencode "arch=compute_${architecture},code=sm_${architecture}")
+  endforeach()
+  list(GET GRADACCUM_CUDA_ARCHITECTURES -1 last)
+  list(APPEND options -gencode "arch=compute_${last},code=compute_${last}")
+  if(CMAKE_CXX_COMPILER_ID MATCHES "^(GNU|Clang)$")
+    list(APPEND options -ccbin "${CMAKE_CXX_COMPILER}")
+  endif()
+  set(${result} ${options} PARENT_SCOPE)
+endfunction()
+
+# What is missing, or nothing.
+function(gradaccum_missing_for_cuda_kernels result)
+  gradaccum_find_nvcc(nvcc version)
+  set(problem "")
+  if(NOT nvcc AND version)
+    set(problem "nvcc ${version} is older than ${GRADACCUM_OLDEST_NVCC}")
+  elseif(NOT nvcc)
+    set(problem "no nvcc was found; name the CUDA toolkit by -DCUDAToolkit_ROOT=...")
+  elseif(GRADACCUM_LIBTORCH_CUDA AND NOT version MATCHES "^${GRADACCUM_LIBTORCH_CUDA_MAJOR}[.]")
+    set(problem "nvcc ${version} is of another version than LibTorch's CUDA ${GRADACCUM_LIBTORCH_CUDA_MAJOR}")
+  endif()
+  set(${result} "${problem}" PARENT_SCOPE)
+endfunction()
+
+# gradaccum_add_cuda_kernels(target include): gives them to a library, if it is to have them.
+function(gradaccum_add_cuda_kernels target include)
+  if(NOT GRADACCUM_CUDA OR (GRADACCUM_CUDA STREQUAL "AUTO" AND NOT GRADACCUM_LIBTORCH_CUDA))
+    return()
+  endif()
+  gradaccum_missing_for_cuda_kernels(problem)
+  if(problem AND GRADACCUM_CUDA STREQUAL "AUTO")
+    message(STATUS "gradaccum: optimizers step by ATen's operations on CUDA devices, not by kernels of gradaccum: ${problem}.")
+    return()
+  elseif(problem)
+    message(FATAL_ERROR "gradaccum: GRADACCUM_CUDA is ON, and ${problem}.")
+  endif()
+  gradaccum_find_nvcc(nvcc version)
+  gradaccum_nvcc_options("${include}" options)
+  cmake_path(GET nvcc PARENT_PATH bin)
+  find_library(GRADACCUM_CUDART cudart HINTS "${bin}/../lib64" "${bin}/../targets/x86_64-linux/lib" "${bin}/../lib")
+  mark_as_advanced(GRADACCUM_CUDART)
+  if(NOT GRADACCUM_CUDART)
+    message(FATAL_ERROR "gradaccum: there is no libcudart beside ${nvcc}.")
+  endif()
+
+  set(source "${include}/gradaccum/detail/kernels/device/kernels.cu")
+  set(object "${CMAKE_CURRENT_BINARY_DIR}/gradaccum_compiled/cuda_kernels.o")
+  set(libtorch "$<TARGET_PROPERTY:gradaccum::libtorch,INTERFACE_INCLUDE_DIRECTORIES>")
+  add_custom_command(OUTPUT "${object}" DEPENDS "${source}" DEPFILE "${object}.d"
+    COMMAND "${nvcc}" ${options} "$<$<BOOL:${libtorch}>:-I$<JOIN:${libtorch},;-I>>" -Xcompiler -fPIC
+      -MD -MF "${object}.d" -MT "${object}" -c "${source}" -o "${object}"
+    COMMENT "Compiling gradaccum's kernels for CUDA devices" COMMAND_EXPAND_LISTS VERBATIM)
+  set_source_files_properties("${object}" PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
+  target_sources(${target} PRIVATE "${object}")
+  target_compile_definitions(${target} PRIVATE GRADACCUM_CUDA_KERNELS)
+  target_link_libraries(${target} PUBLIC "${GRADACCUM_CUDART}")
+  message(STATUS "gradaccum: kernels for CUDA devices by nvcc ${version}")
+endfunction()
