@@ -415,3 +415,23 @@ TEST_CASE("kernels of devices: the norm of a tensor does not depend on the other
   for (auto& tensor : tensors) alone.push_back(inner::norms({tensor}, 2).item<double>());
   CHECK(std::get<0>(all.cpu().sort()).equal(std::get<0>(torch::tensor(alone, at::kDouble).sort())));
 }
+
+TEMPLATE_TEST_CASE("kernels of devices: a step allocates nothing and waits for nothing, from the second on", "[cuda]",
+                   ga::optim::SGD, ga::optim::Adam, ga::optim::AdamW, ga::optim::Adam8bit, ga::optim::AdamW8bit) {
+  if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
+  const KernelsOnDevice kernels;
+  const auto parameter = torch::ones({5000}, device).requires_grad_();
+  TestType optimizer({parameter}, 0.1);
+  parameter.mutable_grad() = torch::ones({5000}, device);
+  for (int i = 0; i < 3; ++i) {
+    ga::Gradients gradients({parameter});
+    gradients.factor().multiply(torch::full({}, 0.5, device));
+    emulated_cuda::reset_counts();
+    const auto allocations = emulated_cuda::memory().allocations;
+    optimizer.step(gradients);
+    if (i == 0) continue;
+    CHECK(emulated_cuda::memory().allocations == allocations);
+    CHECK(emulated_cuda::counts().waits == 0);
+    CHECK(emulated_cuda::counts().launches == 1);
+  }
+}
