@@ -42,6 +42,7 @@ std::ostream& operator<<(std::ostream& stream, const MachineReport& report);
 /// | huge pages | the first touch of memory in pages of 4 KB and of 2 MB |
 /// | attention, 64 tokens | training in bfloat16 by flash and without it |
 /// | OpenMP | nothing: more than one runtime in a process is one too many |
+/// | CUDA kernels, where there is a device | nothing: which of them steps have used so far, and which not (docs/optimizers.md) |
 ///
 /// `./bootstrap.sh doctor` prints it for a program that has done nothing about any of them. In yours, call it where
 /// training would begin: it tells of this process as it is by then. The least of several times counts, in time that
@@ -51,7 +52,7 @@ std::ostream& operator<<(std::ostream& stream, const MachineReport& report);
 /// Threads, attention, autocast, gradients and random numbers are left as they were, also by an exception. The
 /// C library learns what sizes of memory are in use, as from any program.
 ///
-/// @note Takes a second or two, and 150 MB. Does not wait for a device, and tells nothing of any. Not for use
+/// @note Takes a second or two, and 150 MB. Does not wait for a device. Not for use
 /// beside threads that work with LibTorch: they would be counted, and work by one thread for that time.
 MachineReport machine_report();
 

@@ -435,3 +435,15 @@ TEMPLATE_TEST_CASE("kernels of devices: a step allocates nothing and waits for n
     CHECK(emulated_cuda::counts().launches == 1);
   }
 }
+
+TEST_CASE("kernels of devices: machine_report tells which are in use", "[cuda]") {
+  if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
+  const auto told = [] {
+    const auto report = ga::machine_report();
+    return report.findings.back().what + ": " + report.findings.back().seen;
+  };
+  CHECK(contains(told(), "CUDA kernels: none in this program"));
+  const KernelsOnDevice kernels;
+  updated<ga::optim::SGD>(1, device);
+  CHECK(contains(told(), "SGD for parameters in Float and gradients in Float on cuda:0"));
+}

@@ -184,3 +184,19 @@ TEST_CASE("described: a machine in a line") {
   CHECK(inner::described(worst_machine()) ==
         "Some CPU, AVX512: 4 CPUs, 1.5 GiB of memory; LibTorch 2.15.0 with 16 threads");
 }
+
+TEST_CASE("findings_of: kernels for devices, where there is one") {
+  MachineFacts facts;
+  CHECK(inner::findings_of(facts, {}).size() == 8);
+  facts.has_cuda = true;
+  const auto of = [&] { return finding("CUDA kernels", facts, {}); };
+  CHECK(testing::contains(of().cure, "link with gradaccum::compiled"));
+  facts.has_device_kernels = true;
+  CHECK(of().ok());
+  facts.kernels_in_use = {"AdamW on cuda:0", "L2 norms on cuda:0"};
+  CHECK(of().ok());
+  CHECK(testing::contains(of().seen, "AdamW on cuda:0; L2 norms on cuda:0"));
+  facts.kernels_left_to_aten = {"SGD on cuda:0"};
+  CHECK_FALSE(of().ok());
+  CHECK(testing::contains(of().seen, "SGD on cuda:0"));
+}

@@ -32,7 +32,7 @@ room(window       PUBLIC clip_grad concepts embedding factor grad_accumulator
 room(scaling      PUBLIC amp_scaler autocast
                   USES types state window)
 room(machine      PUBLIC machine_finding machine_report mkl_on_amd
-                  USES scaling)
+                  USES kernels scaling)
 room(optimizers   PUBLIC learning_rates lr/ optim/
                   USES types kernels memory state window)
 room(checkpoint   PUBLIC checkpoint checkpoint_options checkpoint_plan checkpointed_sequential saved_tensor_hooks

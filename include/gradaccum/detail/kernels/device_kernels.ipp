@@ -44,7 +44,7 @@ GRADACCUM_INLINE void* native_stream(c10::Device device) {
 
 GRADACCUM_INLINE std::string to_string(const KernelFinding& finding) {
   const auto& [parameter, gradient, rounded] = finding.types;
-  return "the kernel of " + finding.name + " for parameters in " + c10::toString(parameter) +
+  return finding.name + " for parameters in " + c10::toString(parameter) +
          (rounded ? ", rounded stochastically," : "") + " and gradients in " + c10::toString(gradient);
 }
 

@@ -12,7 +12,6 @@
 #include <c10/util/Exception.h>
 
 #include <cstddef>
-#include <mutex>
 
 namespace gradaccum::detail {
 
@@ -22,7 +21,7 @@ GRADACCUM_INLINE bool is_proved(const DeviceKernels& kernels, at::Device device,
   if (const auto known = known_finding(finding)) return *known;
   const bool proved = prove();
   if (keep_finding(finding, proved) && !proved)
-    TORCH_WARN("gradaccum: on ", device, " (", kernels.describe(static_cast<int>(device.index())), "), ",
+    TORCH_WARN("gradaccum: on ", device, " (", kernels.describe(static_cast<int>(device.index())), "), the kernel of ",
                to_string(finding), " does not do what ATen does; it is left to ATen from now on. Please report it");
   return proved;
 }

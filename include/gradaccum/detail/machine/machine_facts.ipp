@@ -5,6 +5,7 @@
 
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/kernels/device_kernels.hpp>
 #include <gradaccum/detail/machine/cpu_limit.hpp>
 #include <gradaccum/detail/machine/system_file.hpp>
 
@@ -116,6 +117,12 @@ GRADACCUM_INLINE MachineFacts machine_facts() {
   facts.huge_pages = huge_pages_of(text_of_system_file("/sys/kernel/mm/transparent_hugepage/enabled"));
   facts.requests_huge_pages = requests_huge_pages(std::getenv("THP_MEM_ALLOC_ENABLE"), std::getenv("GLIBC_TUNABLES"));
   facts.openmp_runtimes = openmp_among(loaded_libraries());
+  facts.has_cuda = at::hasCUDA();
+  facts.has_device_kernels = device_kernels() != nullptr;
+  for (auto& [kernel, proved] : kernel_findings())
+    if (kernel.kernels == device_kernels())
+      (proved ? facts.kernels_in_use : facts.kernels_left_to_aten)
+          .push_back(to_string(kernel) + " on cuda:" + std::to_string(kernel.device));
   return facts;
 }
 
