@@ -447,3 +447,40 @@ TEST_CASE("kernels of devices: machine_report tells which are in use", "[cuda]")
   updated<ga::optim::SGD>(1, device);
   CHECK(contains(told(), "SGD for parameters in Float and gradients in Float on cuda:0"));
 }
+
+namespace {
+
+/// Windows of several micro-batches, clipped, of a float32 model.
+template <class Optimizer>
+at::Tensor trained_by_kernels(at::Device where, bool scaled) {
+  auto model = make_model(at::kFloat);
+  model->to(where);
+  Optimizer wrapped(model->parameters(), 0.01);
+  ga::GradAccumulator optimizer(wrapped, {.steps = 4});
+  ga::AmpScaler scaler({.init_scale = 1e38, .backoff_factor = 0.01, .enabled = scaled, .on_device = !where.is_cpu()});
+  for (int epoch = 0; epoch < 3; ++epoch)
+    for (auto& batch : make_batches({4, 3, 5, 4, 2, 6, 4, 4}, at::kFloat)) {
+      const Example there{batch.data.to(where), batch.target.to(where)};
+      scaler.scale(loss_of(model, there)).backward();
+      optimizer.clip_grad_norm_(0.3);
+      scaler.step(optimizer);
+      scaler.update();
+      optimizer.zero_grad();
+    }
+  return flat(model).cpu();
+}
+
+}  // namespace
+
+TEMPLATE_TEST_CASE("kernels of devices: a training has the bits of the processor's", "[cuda]", ga::optim::SGD,
+                   ga::optim::Adam, ga::optim::AdamW, ga::optim::Adam8bit, ga::optim::AdamW8bit) {
+  if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
+  for (bool scaled : {false, true}) {  // so large that the first window overflows
+    CAPTURE(scaled);
+    const auto by_processor = trained_by_kernels<TestType>(host, scaled);
+    if (!std::is_same_v<TestType, ga::optim::SGD>)  // by ATen, which rounds SGD alike
+      CHECK_FALSE(same_bits(trained_by_kernels<TestType>(device, scaled), by_processor));
+    const KernelsOnDevice kernels;
+    CHECK(agree(trained_by_kernels<TestType>(device, scaled), by_processor));
+  }
+}
