@@ -9,6 +9,7 @@
 #include <gradaccum/detail/window/tensor_lists.hpp>
 #include <gradaccum/gradaccum.hpp>
 
+#include "support/device.hpp"
 #include "support/guarded_memory.hpp"
 #include "support/kernels_on_device.hpp"
 #include "support/models.hpp"
@@ -434,6 +435,30 @@ TEMPLATE_TEST_CASE("kernels of devices: a step allocates nothing and waits for n
     CHECK(emulated_cuda::counts().waits == 0);
     CHECK(emulated_cuda::counts().launches == 1);
   }
+}
+
+TEST_CASE("kernels of devices: one that cannot be launched is left, but memory that is lacking is an error", "[cuda]") {
+  if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
+  static const auto failing = [] {
+    auto kernels = emulated_cuda::kernels();
+    kernels.adam = [](const inner::StepLaunch<inner::AdamSettings>&, const inner::OperandTypes&, void*) {
+      TORCH_CHECK(false, "no kernel image is available for this device");
+    };
+    return kernels;
+  }();
+  const auto by_aten = updated<ga::optim::AdamW>(1, device);
+  Warnings warnings;
+  const KernelsOnDevice kernels(failing);
+  {
+    auto parameters = many_parameters(1, device);
+    ga::optim::AdamW optimizer(parameters, 0.1);
+    const LimitedMemory limit(emulated_cuda::memory().bytes + 20000);
+    CHECK_THROWS_AS(optimizer.step(), c10::OutOfMemoryError);
+  }
+  CHECK(warnings.texts().empty());
+  CHECK(same_bits(updated<ga::optim::AdamW>(1, device)[0], by_aten[0]));
+  REQUIRE(warnings.texts().size() == 1);
+  CHECK(contains(warnings.texts()[0], "fails (no kernel image is available for this device"));
 }
 
 TEST_CASE("kernels of devices: machine_report tells which are in use", "[cuda]") {

@@ -19,10 +19,18 @@ GRADACCUM_INLINE bool is_proved(const DeviceKernels& kernels, at::Device device,
                                 const OperandTypes& types, const std::function<bool()>& prove) {
   const KernelFinding finding{&kernels, static_cast<int>(device.index()), name, types};
   if (const auto known = known_finding(finding)) return *known;
-  const bool proved = prove();
+  bool proved = false;
+  std::string problem = "does not do what ATen does";
+  try {
+    proved = prove();
+  } catch (const c10::OutOfMemoryError&) {
+    throw;
+  } catch (const c10::Error& error) {  // such as of a device for which it was not compiled
+    problem = std::string("fails (") + error.what_without_backtrace() + ")";
+  }
   if (keep_finding(finding, proved) && !proved)
     TORCH_WARN("gradaccum: on ", device, " (", kernels.describe(static_cast<int>(device.index())), "), the kernel of ",
-               to_string(finding), " does not do what ATen does; it is left to ATen from now on. Please report it");
+               to_string(finding), " ", problem, "; it is left to ATen from now on. Please report it");
   return proved;
 }
 
