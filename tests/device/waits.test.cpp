@@ -263,7 +263,7 @@ double of_batches(bool shuffle) {
 /// A row's third column, by what the first one begins with.
 std::map<std::string, std::string> table() {
   std::map<std::string, std::string> rows;
-  std::istringstream lines(text_of(PARTS));
+  std::istringstream lines(text_of(DOCS "/parts.md"));
   for (std::string line; std::getline(lines, line);) {
     if (line.rfind("| ", 0) != 0 || line.size() < 4) continue;
     const auto cut = line.rfind(" | ", line.size() - 3);
