@@ -14,6 +14,7 @@
 #include <c10/util/Half.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstddef>
 #include <cstring>
@@ -33,6 +34,8 @@ template <class Block>
 void run_blocks(const typename Block::Arguments& arguments, std::int64_t blocks, void* stream);
 
 #include <gradaccum/detail/kernels/device/kernels.inl>
+
+std::atomic<bool> is_capturing = false;
 
 /// Where the bytes of a device are; memory of the host, which tests may pass, is where it is.
 template <class T>
@@ -65,22 +68,26 @@ void to_host(SquaresLaunch& launch) {
   to_host(launch.norms);
 }
 
-/// All threads of a block, one after another.
+/// All threads of a block, one after another; each time in the other direction, for a device promises no order.
 template <class Block, class Run>
-void in_turn(std::vector<Block>& threads, const Run& run) {
-  for (thread_in_turn = 0; thread_in_turn < threads_of_block; ++thread_in_turn)
+void in_turn(std::vector<Block>& threads, bool backwards, const Run& run) {
+  for (int i = 0; i < threads_of_block; ++i) {
+    thread_in_turn = backwards ? threads_of_block - 1 - i : i;
     run(threads[static_cast<std::size_t>(thread_in_turn)]);
+  }
 }
 
 template <class Block, int... phases>
 void run_block(const typename Block::Arguments& arguments, std::int64_t block, std::integer_sequence<int, phases...>) {
+  static std::atomic<bool> backwards = false;
+  const bool turned = backwards.exchange(!backwards);
   std::vector<Block> threads(threads_of_block);
   alignas(16) unsigned char memory[sizeof(typename Block::Shared)];
   std::memset(memory, 0xFF, sizeof(memory));  // a device's holds anything
   auto& shared = *reinterpret_cast<typename Block::Shared*>(memory);
-  in_turn(threads, [&](Block& thread) { thread.begin(arguments, block, shared); });
+  in_turn(threads, turned, [&](Block& thread) { thread.begin(arguments, block, shared); });
   for (int round = 0; round < Block::rounds; ++round)
-    (in_turn(threads, [&](Block& thread) { thread.template run<phases>(round, shared); }), ...);
+    (in_turn(threads, turned, [&](Block& thread) { thread.template run<phases>(round, shared); }), ...);
 }
 
 /// From the last block to the first: a device promises no order.
@@ -101,9 +108,12 @@ const gradaccum::detail::DeviceKernels* emulated_cuda_kernels() {
   using namespace gradaccum::detail;
   static const DeviceKernels kernels{.name = "emulated",
                                      .describe = [](int) { return std::string("an emulated device"); },
+                                     .is_capturing = [](void*) { return is_capturing.load(); },
                                      .sgd = run_sgd,
                                      .adam = run_adam,
                                      .adam8bit = run_adam8bit,
                                      .l2_norms = run_l2_norms};
   return &kernels;
 }
+
+void emulated_cuda_capture(bool capturing) { gradaccum::detail::is_capturing = capturing; }

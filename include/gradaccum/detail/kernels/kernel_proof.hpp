@@ -18,17 +18,21 @@ namespace gradaccum::detail {
 bool is_proved(const DeviceKernels& kernels, at::Device device, const std::string& name, const OperandTypes& types,
                const std::function<bool()>& prove);
 
-/// Tensors of some thousand numbers for a trial, each other ones; always the same.
+/// Tensors of so many numbers for a trial, each other ones; always the same.
 class TrialNumbers {
  public:
-  explicit TrialNumbers(at::Device device) : device_(device) {}
+  TrialNumbers(at::Device device, std::int64_t size, bool at_odd_places)
+      : device_(device), size_(size), odd_(at_odd_places ? 1 : 0) {}
   at::Tensor of(at::ScalarType dtype) const;        ///< in [-1, 1]
-  at::Tensor positive(at::ScalarType dtype) const;  ///< in (0, 1]
+  at::Tensor positive(at::ScalarType dtype) const;  ///< in (0, 2)
 
  private:
   at::Device device_;
+  std::int64_t size_, odd_;
   mutable std::int64_t taken_ = 0;
 };
+/// Some, for tensors that are tried together: more than a block of threads, at odd places, and few.
+std::vector<TrialNumbers> all_trial_numbers(at::Device device);
 
 /// A tensor of a trial's results, and how far two of them may be apart: relatively, and where they are small.
 struct TrialResult {

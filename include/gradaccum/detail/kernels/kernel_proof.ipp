@@ -9,6 +9,7 @@
 #include <ATen/ops/abs.h>
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/arange.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <cstddef>
@@ -19,6 +20,11 @@ GRADACCUM_INLINE bool is_proved(const DeviceKernels& kernels, at::Device device,
                                 const OperandTypes& types, const std::function<bool()>& prove) {
   const KernelFinding finding{&kernels, static_cast<int>(device.index()), name, types};
   if (const auto known = known_finding(finding)) return *known;
+  TORCH_CHECK(!kernels.is_capturing(native_stream(device)), "gradaccum: the first step with ", to_string(finding),
+              " on ", device,
+              " is tried beside ATen's, which cannot be captured for a CUDA graph; take one step before");
+  // So that what earlier operations have failed of is not taken for the kernel's failure.
+  c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
   bool proved = false;
   std::string problem = "does not do what ATen does";
   try {
@@ -31,13 +37,17 @@ GRADACCUM_INLINE bool is_proved(const DeviceKernels& kernels, at::Device device,
   if (keep_finding(finding, proved) && !proved)
     TORCH_WARN("gradaccum: on ", device, " (", kernels.describe(static_cast<int>(device.index())), "), the kernel of ",
                to_string(finding), " ", problem, "; it is left to ATen from now on. Please report it");
-  return proved;
+  return *known_finding(finding);
 }
 
+/// Places are odd: none of them is aligned for more than a number at a time.
 GRADACCUM_INLINE at::Tensor TrialNumbers::of(at::ScalarType dtype) const {
-  constexpr std::int64_t size = TensorTable::elements_of_block + 1003;  // two blocks of threads
-  const auto numbers = at::arange(size, at::kDouble).mul_(0.37 + 0.11 * static_cast<double>(++taken_)).sin_();
-  return numbers.to(dtype).to(device_);
+  const auto numbers = at::arange(size_ + odd_, at::kDouble).mul_(0.37 + 0.11 * static_cast<double>(++taken_)).sin_();
+  return numbers.to(dtype).to(device_).slice(0, odd_);
+}
+
+GRADACCUM_INLINE std::vector<TrialNumbers> all_trial_numbers(at::Device device) {
+  return {{device, TensorTable::elements_of_block + 1003, false}, {device, 500, true}, {device, 3, false}};
 }
 
 GRADACCUM_INLINE at::Tensor TrialNumbers::positive(at::ScalarType dtype) const { return of(dtype).abs_().add_(0.01); }

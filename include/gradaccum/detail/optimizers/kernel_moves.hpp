@@ -4,12 +4,12 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/kernels/device/launch.hpp>
 #include <gradaccum/detail/kernels/device_kernels.hpp>
-#include <gradaccum/detail/optimizers/batches.hpp>
 #include <gradaccum/detail/kernels/kernel_proof.hpp>
+#include <gradaccum/detail/optimizers/batches.hpp>
 #include <gradaccum/detail/window/multiplier.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/full.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
@@ -18,6 +18,7 @@
 #include <iterator>
 #include <map>
 #include <memory>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -64,15 +65,16 @@ class KernelBatch {
     auto* const stream = native_stream(device_);
     std::map<OperandTypes, Launch> launches;
     for (std::size_t i = 0; i < batch.size(); ++i) {
-      const auto& step = batch[i].step;
+      const auto& [step, extent] = batch[i];
       const auto types = types_of(step);
-      auto& launch =
-          launches.try_emplace(types, Launch{kernel_settings(first), by_.pointers(), TensorTable()}).first->second;
+      auto found = launches.find(types);
+      if (found == launches.end()) found = launches.try_emplace(types, kernel_settings(first), by_.pointers()).first;
+      auto& launch = found->second;
       if (launch.tensors.full()) {
         kernel(launch, types, stream);
         launch.tensors = {};
       }
-      launch.tensors.add(arrays(step, parameters[i], gradients[i]), parameters[i].numel(),
+      launch.tensors.add(arrays(step, parameters[i], gradients[i]), extent.from, parameters[i].numel(),
                          step.rounding_key.value_or(0));
     }
     for (auto& [types, launch] : launches) kernel(launch, types, stream);
@@ -102,20 +104,43 @@ void add_kernel_moves(Moves& moves, const std::vector<Step>& steps, const Multip
   }
 }
 
-/// Whether a kernel does with small tensors what ATen's operations do. Waits for the device.
+/// Steps of the same kind as `like`, of some small tensors, taken by `add(moves, steps, multiplier)`.
+template <class Step, class Add>
+std::vector<TrialResult> results_of_trial(const Step& like, const Multiplier& multiplier, const Add& add) {
+  std::vector<Step> steps;
+  for (auto& numbers : all_trial_numbers(like.parameter.device())) steps.push_back(trial_of(like, numbers));
+  Moves moves;
+  add(moves, steps, multiplier);
+  moves.prepare();
+  moves.run();
+  std::vector<TrialResult> results;
+  for (auto& step : steps)
+    for (auto& result : results_of(step)) results.push_back(result);
+  return results;
+}
+
+/// Whether a kernel does with small tensors what ATen's operations do: with a factor that the host knows, and with one
+/// that the device knows, where it may leave out the step. Waits for the device.
 template <class Step>
 bool does_as_aten(const DeviceKernels& kernels, const Step& like) {
-  const auto device = like.parameter.device();
-  const Multiplier by{.numerator = 0.5, .found_inf = at::zeros({}, at::TensorOptions(at::kFloat).device(device))};
-  const std::vector<Step> ours{trial_of(like, TrialNumbers(device))}, atens{trial_of(like, TrialNumbers(device))};
-  Moves our_moves, aten_moves;
-  add_kernel_moves(our_moves, ours, by, kernels);
-  add_aten_moves(aten_moves, atens, by);
-  for (auto* const moves : {&our_moves, &aten_moves}) {
-    moves->prepare();
-    moves->run();
+  const auto number = [&](double value, at::ScalarType dtype) {
+    return at::full({}, value, at::TensorOptions(dtype).device(like.parameter.device()));
+  };
+  const Multiplier on_host{.numerator = 0.5};
+  Multiplier on_device{.numerator = 3,
+                       .denominator = 2,
+                       .device_numerator = number(0.7, at::kDouble),
+                       .device_denominator = number(1.3, at::kDouble)};
+  const auto agree = [&](const Multiplier& by) {
+    return are_close(results_of_trial(like, by, [&](auto&... of) { add_kernel_moves(of..., kernels); }),
+                     results_of_trial(like, by, [&](auto&... of) { add_aten_moves(of...); }));
+  };
+  bool agreed = agree(on_host);
+  for (double overflow : {0.0, 1.0}) {
+    on_device.found_inf = number(overflow, at::kFloat);
+    agreed = agreed && agree(on_device);
   }
-  return are_close(results_of(ours.front()), results_of(atens.front()));
+  return agreed;
 }
 
 /// By kernels of our own where there are any, which have shown on this device that they do what ATen does; the others
@@ -124,10 +149,15 @@ template <class Step>
 void add_proved_moves(Moves& moves, const std::vector<Step>& steps, const Multiplier& multiplier) {
   const auto* const kernels = device_kernels();
   if (!kernels) return add_aten_moves(moves, steps, multiplier);
+  std::map<std::tuple<const char*, at::DeviceIndex, OperandTypes>, bool> known;
   const auto is_ours = [&](const Step& step) {
-    return fits_kernel(step.parameter, step.gradient) &&
-           is_proved(*kernels, step.parameter.device(), kernel_name(step), types_of(step),
-                     [&] { return does_as_aten(*kernels, step); });
+    if (!fits_kernel(step.parameter, step.gradient)) return false;
+    const auto device = step.parameter.device();
+    const auto [place, is_new] = known.try_emplace({kernel_name(step), device.index(), types_of(step)}, false);
+    if (is_new)
+      place->second =
+          is_proved(*kernels, device, kernel_name(step), types_of(step), [&] { return does_as_aten(*kernels, step); });
+    return place->second;
   };
   std::vector<Step> ours, others;
   std::partition_copy(steps.begin(), steps.end(), std::back_inserter(ours), std::back_inserter(others), is_ours);

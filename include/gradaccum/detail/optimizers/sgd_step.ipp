@@ -49,7 +49,10 @@ GRADACCUM_INLINE void add_aten_moves(Moves& moves, const std::vector<SgdStep>& s
   });
 }
 
-GRADACCUM_INLINE const char* kernel_name(const SgdStep&) { return "SGD"; }
+GRADACCUM_INLINE const char* kernel_name(const SgdStep& step) {
+  if (step.settings.momentum == 0) return "SGD";
+  return step.settings.nesterov ? "SGD with Nesterov's momentum" : "SGD with momentum";
+}
 GRADACCUM_INLINE auto kernel_of(const DeviceKernels& kernels, const SgdStep&) { return kernels.sgd; }
 GRADACCUM_INLINE SgdSettings kernel_settings(const SgdStep& step) { return step.settings; }
 GRADACCUM_INLINE std::vector<at::Tensor> kernel_arrays(const SgdStep& step) {
@@ -58,7 +61,13 @@ GRADACCUM_INLINE std::vector<at::Tensor> kernel_arrays(const SgdStep& step) {
 
 GRADACCUM_INLINE SgdStep trial_of(const SgdStep& like, const TrialNumbers& numbers) {
   const auto& [parameter, gradient, rounded] = types_of(like);
-  SgdStep trial{{.lr = 0.1, .momentum = 0.9, .dampening = 0.2, .weight_decay = 0.1, .nesterov = false, .first = false},
+  const bool moves_on = like.settings.momentum != 0;
+  SgdStep trial{{.lr = 0.1,
+                 .momentum = moves_on ? 0.9 : 0,
+                 .dampening = moves_on && !like.settings.nesterov ? 0.2 : 0,
+                 .weight_decay = 0.1,
+                 .nesterov = like.settings.nesterov,
+                 .first = false},
                 numbers.of(parameter),
                 numbers.of(gradient),
                 numbers.of(at::toRealValueType(state_type(like.parameter)))};

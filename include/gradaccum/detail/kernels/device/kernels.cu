@@ -53,10 +53,21 @@ void run_blocks(const typename Block::Arguments& arguments, std::int64_t blocks,
   if (blocks == 0) return;
   block_of_threads<Block><<<static_cast<unsigned>(blocks), 256, 0, static_cast<cudaStream_t>(stream)>>>(arguments);
   const auto error = cudaGetLastError();
-  TORCH_CHECK(error == cudaSuccess, "gradaccum: a CUDA kernel was not launched: ", cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  const auto message = std::string("gradaccum: a CUDA kernel was not launched: ") + cudaGetErrorString(error);
+  TORCH_CHECK_WITH(OutOfMemoryError, error != cudaErrorMemoryAllocation, message);
+  TORCH_CHECK(error != cudaErrorNoKernelImageForDevice, message,
+              "; configure with -DGRADACCUM_CUDA_ARCHITECTURES=... for this device");
+  TORCH_CHECK(false, message);
 }
 
 #include <gradaccum/detail/kernels/device/kernels.inl>
+
+bool is_capturing(void* stream) {
+  auto status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) != cudaSuccess ||
+         status != cudaStreamCaptureStatusNone;
+}
 
 std::string describe(int device) {
   cudaDeviceProp properties{};
@@ -71,6 +82,7 @@ std::string describe(int device) {
 
 const DeviceKernels cuda_kernels{.name = "CUDA",
                                  .describe = describe,
+                                 .is_capturing = is_capturing,
                                  .sgd = run_sgd,
                                  .adam = run_adam,
                                  .adam8bit = run_adam8bit,

@@ -12,19 +12,21 @@
 #include <string>
 
 /// What is passed to a device's kernels, as their arguments: so a launch copies nothing to the device and waits for
-/// nothing, and a CUDA graph keeps it. Known to a CUDA compiler, so it names nothing of ATen.
+/// nothing, and a CUDA graph keeps it. Known to a CUDA compiler, so it includes nothing of ATen.
 namespace gradaccum::detail {
 
 /// Tensors that one launch goes over. Thread blocks are numbered through all of them.
 struct TensorTable {
+  /// Elements [from, from + count) of a tensor.
   struct Entry {
-    std::array<void*, 6> arrays;  ///< parameter, gradient, state: in the order of the kernel's operand; dense
-    std::int64_t numel;
+    /// Parameter and gradient from there on; state of the whole. In the order of the kernel's operand, and dense.
+    std::array<void*, 6> arrays;
+    std::int64_t from, count;
     std::uint64_t rounding_key;
     std::int64_t first_block;
   };
   /// As many as fit in the 4 KB that a kernel's arguments may have, with all that comes before.
-  static constexpr std::size_t capacity = 38;
+  static constexpr std::size_t capacity = 34;
 
   /// A thread block has so many elements of a tensor, or what is left of it.
   static constexpr std::int64_t elements_of_block = 1 << 13;
@@ -33,9 +35,9 @@ struct TensorTable {
   std::array<Entry, capacity> entries;
 
   bool full() const { return size == static_cast<std::int64_t>(capacity); }
-  void add(const std::array<void*, 6>& arrays, std::int64_t numel, std::uint64_t rounding_key = 0) {
-    entries[static_cast<std::size_t>(size++)] = {arrays, numel, rounding_key, blocks};
-    blocks += (numel + elements_of_block - 1) / elements_of_block;
+  void add(const std::array<void*, 6>& arrays, std::int64_t from, std::int64_t count, std::uint64_t rounding_key) {
+    entries[static_cast<std::size_t>(size++)] = {arrays, from, count, rounding_key, blocks};
+    blocks += (count + elements_of_block - 1) / elements_of_block;
   }
 };
 
@@ -53,9 +55,19 @@ struct Adam8bitSettings {
   DynamicTables maps[2];  ///< of signed numbers, and of second moments
 };
 
+GRADACCUM_ON_DEVICE inline AdamNumbers numbers_of(const Adam8bitSettings& by, double multiplier) {
+  return numbers_of(by.adam, multiplier);
+}
+
 template <class Settings>
 struct StepLaunch {
+  using Numbers = decltype(numbers_of(Settings(), 1.0));
+
+  StepLaunch(const Settings& settings_of_step, const DeviceMultiplier& multiplier)
+      : settings(settings_of_step), numbers(numbers_of(settings_of_step, 1.0)), by(multiplier) {}
+
   Settings settings;
+  Numbers numbers;  ///< of these settings, which a device makes anew only where steps were left out
   DeviceMultiplier by;
   TensorTable tensors;
 };
@@ -96,6 +108,7 @@ struct OperandTypes {
 struct DeviceKernels {
   const char* name;
   std::string (*describe)(int device);  ///< the device and its driver
+  bool (*is_capturing)(void* stream);   ///< for a graph, so that nothing can be waited for
   void (*sgd)(const StepLaunch<SgdSettings>&, const OperandTypes&, void* stream);
   void (*adam)(const StepLaunch<AdamSettings>&, const OperandTypes&, void* stream);
   void (*adam8bit)(const StepLaunch<Adam8bitSettings>&, const OperandTypes&, void* stream);

@@ -15,19 +15,25 @@ GRADACCUM_ON_DEVICE inline double product_of(const DeviceMultiplier& by) {
 /// What an optimizer's kernel is given of a table.
 struct SgdOfTable {
   using Settings = SgdSettings;
-  GRADACCUM_ON_DEVICE static SgdNumbers numbers(const SgdSettings& settings, const DeviceMultiplier& by) {
-    return numbers_of(settings, product_of(by));
-  }
+  using Operand = SgdOperand;
+  GRADACCUM_ON_DEVICE static SgdNumbers numbers_after(const StepLaunch<SgdSettings>& launch) { return launch.numbers; }
   GRADACCUM_ON_DEVICE static SgdOperand operand(const SgdNumbers& by, const TensorTable::Entry& of) {
     return {by, of.arrays[0], of.arrays[1], of.arrays[2], of.rounding_key};
   }
 };
+
+/// At least the first step, also of a state that was replaced since the host last knew.
+GRADACCUM_ON_DEVICE inline AdamNumbers adam_numbers_after(AdamSettings settings, float left_out) {
+  settings.step -= static_cast<std::int64_t>(left_out);
+  if (settings.step < 1) settings.step = 1;
+  return numbers_of(settings, 1.0);
+}
+
 struct AdamOfTable {
   using Settings = AdamSettings;
-  GRADACCUM_ON_DEVICE static AdamNumbers numbers(AdamSettings settings, const DeviceMultiplier& by) {
-    if (by.left_out) settings.step -= static_cast<std::int64_t>(*by.left_out);
-    if (settings.step < 1) settings.step = 1;  // of a state that was replaced since the host last knew
-    return numbers_of(settings, product_of(by));
+  using Operand = AdamOperand;
+  GRADACCUM_ON_DEVICE static AdamNumbers numbers_after(const StepLaunch<AdamSettings>& launch) {
+    return adam_numbers_after(launch.settings, *launch.by.left_out);
   }
   GRADACCUM_ON_DEVICE static AdamOperand operand(const AdamNumbers& by, const TensorTable::Entry& of) {
     return {by, of.arrays[0], of.arrays[1], of.arrays[2], of.arrays[3], of.arrays[4], of.rounding_key};
@@ -36,8 +42,9 @@ struct AdamOfTable {
 
 struct Adam8bitOfTable {
   using Settings = Adam8bitSettings;
-  GRADACCUM_ON_DEVICE static AdamNumbers numbers(const Adam8bitSettings& settings, const DeviceMultiplier& by) {
-    return AdamOfTable::numbers(settings.adam, by);
+  using Operand = Adam8bitOperand;
+  GRADACCUM_ON_DEVICE static AdamNumbers numbers_after(const StepLaunch<Adam8bitSettings>& launch) {
+    return adam_numbers_after(launch.settings.adam, *launch.by.left_out);
   }
   GRADACCUM_ON_DEVICE static Adam8bitOperand operand(const AdamNumbers& by, const TensorTable::Entry& of) {
     return {by,
@@ -52,34 +59,39 @@ struct Adam8bitOfTable {
 };
 
 /// What the threads of a block share that steps a part of a tensor.
-template <class Optimizer>
+template <class Operand>
 struct SharedStep {
-  decltype(Optimizer::operand(Optimizer::numbers(typename Optimizer::Settings(), {}), TensorTable::Entry())) operand;
+  Operand operand;
   std::int64_t from, count;
 };
 
-template <class Optimizer>
+/// Parameters are of type `P`, gradients of `G`.
+template <class P, class G, class Optimizer, class Operand>
 GRADACCUM_ON_DEVICE void begin_step(const StepLaunch<typename Optimizer::Settings>& launch, std::int64_t block,
-                                    SharedStep<Optimizer>& shared) {
+                                    SharedStep<Operand>& shared) {
   if (this_thread() != 0) return;
   const auto& tensor = entry_of(launch.tensors, block);
-  shared.operand = Optimizer::operand(Optimizer::numbers(launch.settings, launch.by), tensor);
-  shared.from = (block - tensor.first_block) * TensorTable::elements_of_block;
+  auto numbers = launch.by.left_out ? Optimizer::numbers_after(launch) : launch.numbers;
+  numbers.multiplier = product_of(launch.by);
+  auto& o = shared.operand = Optimizer::operand(numbers, tensor);
+  o.parameter = static_cast<P*>(o.parameter) - tensor.from;
+  o.gradient = static_cast<const G*>(o.gradient) - tensor.from;
+  const auto first = (block - tensor.first_block) * TensorTable::elements_of_block, rest = tensor.count - first;
   const bool leaves_out = launch.by.found_inf && *launch.by.found_inf != 0;
-  const auto rest = tensor.numel - shared.from;
+  shared.from = tensor.from + first;
   shared.count = leaves_out ? 0 : rest < TensorTable::elements_of_block ? rest : TensorTable::elements_of_block;
 }
 
 /// Each element by itself.
-template <class Optimizer, class Step>
+template <class P, class G, class Optimizer, class Step>
 class StepBlock {
  public:
   using Arguments = StepLaunch<typename Optimizer::Settings>;
-  using Shared = SharedStep<Optimizer>;
+  using Shared = SharedStep<typename Optimizer::Operand>;
   static constexpr int rounds = 1, phases = 1;
 
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
-    begin_step(launch, block, shared);
+    begin_step<P, G, Optimizer>(launch, block, shared);
   }
   template <int phase>
   GRADACCUM_ON_DEVICE void run(int /*round*/, Shared& shared) {
@@ -95,13 +107,13 @@ class Adam8bitBlock {
   static constexpr int threads_of_codes = 32, codes_of_thread = eight_bit_block / threads_of_codes;
   static constexpr int rounds = TensorTable::elements_of_block / (threads_of_block * codes_of_thread), phases = 2;
 
-  struct Shared : SharedStep<Adam8bitOfTable> {
+  struct Shared : SharedStep<Adam8bitOperand> {
     DynamicTables maps[2];
     float largest_m[threads_of_block], largest_v[threads_of_block];
   };
 
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
-    begin_step<Adam8bitOfTable>(launch, block, shared);
+    begin_step<P, G, Adam8bitOfTable>(launch, block, shared);
     const auto* const from = reinterpret_cast<const float*>(launch.settings.maps);
     auto* const to = reinterpret_cast<float*>(shared.maps);
     constexpr int numbers = 2 * sizeof(DynamicTables) / sizeof(float);
@@ -208,9 +220,9 @@ struct LaunchOf {
 };
 
 template <class P, class G, bool rounded>
-using SgdBlock = StepBlock<SgdOfTable, SgdOfTypes<P, G, rounded>>;
+using SgdBlock = StepBlock<P, G, SgdOfTable, SgdOfTypes<P, G, rounded>>;
 template <class P, class G, bool rounded>
-using AdamBlock = StepBlock<AdamOfTable, AdamOfTypes<P, G, rounded>>;
+using AdamBlock = StepBlock<P, G, AdamOfTable, AdamOfTypes<P, G, rounded>>;
 
 inline void run_sgd(const StepLaunch<SgdSettings>& launch, const OperandTypes& types, void* stream) {
   using Of = LaunchOf<StepLaunch<SgdSettings>, SgdBlock>;
