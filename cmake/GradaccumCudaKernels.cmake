@@ -6,7 +6,7 @@
 
 set(GRADACCUM_CUDA AUTO CACHE STRING "Whether gradaccum::compiled has kernels for CUDA devices: AUTO, ON or OFF")
 set_property(CACHE GRADACCUM_CUDA PROPERTY STRINGS AUTO ON OFF)
-set(GRADACCUM_CUDA_ARCHITECTURES "80;90;100" CACHE STRING
+set(GRADACCUM_CUDA_ARCHITECTURES "75;80;90;100" CACHE STRING
   "The architectures that kernels for CUDA devices are compiled for; newer ones get the last's, compiled when they load it")
 set(GRADACCUM_OLDEST_NVCC 12.8)
 
@@ -25,7 +25,8 @@ function(gradaccum_find_nvcc nvcc version)
   if(text MATCHES "release ([0-9]+[.][0-9]+)")
     set(${version} "${CMAKE_MATCH_1}" PARENT_SCOPE)
     if(CMAKE_MATCH_1 VERSION_GREATER_EQUAL GRADACCUM_OLDEST_NVCC)
-      set(${nvcc} "${GRADACCUM_NVCC}" PARENT_SCOPE)
+      file(REAL_PATH "${GRADACCUM_NVCC}" path)
+      set(${nvcc} "${path}" PARENT_SCOPE)
     endif()
   endif()
 endfunction()
@@ -45,16 +46,53 @@ function(gradaccum_nvcc_options include result)
   set(${result} ${options} PARENT_SCOPE)
 endfunction()
 
-# What is missing, or nothing.
-function(gradaccum_missing_for_cuda_kernels result)
+# gradaccum_find_cudart(nvcc result): the toolkit's runtime, static, so that it has no version to agree about with the one
+# that LibTorch uses: both work in the device's one context.
+function(gradaccum_find_cudart nvcc result)
+  cmake_path(GET nvcc PARENT_PATH bin)
+  find_library(GRADACCUM_CUDART libcudart_static.a
+    HINTS "${bin}/../lib64" "${bin}/../targets/x86_64-linux/lib" "${bin}/../targets/sbsa-linux/lib" "${bin}/../lib")
+  mark_as_advanced(GRADACCUM_CUDART)
+  set(${result} "${GRADACCUM_CUDART}" PARENT_SCOPE)
+endfunction()
+
+# What this nvcc says of an empty kernel, such as that it does not know the host's compiler; nothing where it compiles it.
+function(gradaccum_try_nvcc nvcc options result)
+  set(tried "${nvcc};${options}")
+  if(NOT tried STREQUAL GRADACCUM_NVCC_TRIED)
+    set(source "${CMAKE_CURRENT_BINARY_DIR}/gradaccum_compiled/empty.cu")
+    file(WRITE "${source}" "#include <cmath>\n__global__ void empty() {}\n")
+    execute_process(COMMAND "${nvcc}" ${options} -c "${source}" -o "${source}.o"
+      RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
+    set(said "")
+    if(NOT status EQUAL 0)
+      string(STRIP "nvcc ${version} compiles nothing with this compiler: ${output}" said)
+    endif()
+    set(GRADACCUM_NVCC_TRIED "${tried}" CACHE INTERNAL "")
+    set(GRADACCUM_NVCC_SAID "${said}" CACHE INTERNAL "")
+  endif()
+  set(${result} "${GRADACCUM_NVCC_SAID}" PARENT_SCOPE)
+endfunction()
+
+# gradaccum_missing_for_cuda_kernels(include result): what is missing, or nothing.
+function(gradaccum_missing_for_cuda_kernels include result)
   gradaccum_find_nvcc(nvcc version)
   set(problem "")
+  if(nvcc)
+    gradaccum_find_cudart("${nvcc}" cudart)
+  endif()
   if(NOT nvcc AND version)
     set(problem "nvcc ${version} is older than ${GRADACCUM_OLDEST_NVCC}")
   elseif(NOT nvcc)
     set(problem "no nvcc was found; name the CUDA toolkit by -DCUDAToolkit_ROOT=...")
-  elseif(GRADACCUM_LIBTORCH_CUDA AND NOT version MATCHES "^${GRADACCUM_LIBTORCH_CUDA_MAJOR}[.]")
+  elseif(GRADACCUM_LIBTORCH_CUDA AND GRADACCUM_LIBTORCH_CUDA_MAJOR
+         AND NOT version MATCHES "^${GRADACCUM_LIBTORCH_CUDA_MAJOR}[.]")
     set(problem "nvcc ${version} is of another version than LibTorch's CUDA ${GRADACCUM_LIBTORCH_CUDA_MAJOR}")
+  elseif(NOT cudart)
+    set(problem "there is no libcudart_static.a beside ${nvcc}")
+  else()
+    gradaccum_nvcc_options("${include}" options)
+    gradaccum_try_nvcc("${nvcc}" "${options}" problem)
   endif()
   set(${result} "${problem}" PARENT_SCOPE)
 endfunction()
@@ -64,7 +102,7 @@ function(gradaccum_add_cuda_kernels target include)
   if(NOT GRADACCUM_CUDA OR (GRADACCUM_CUDA STREQUAL "AUTO" AND NOT GRADACCUM_LIBTORCH_CUDA))
     return()
   endif()
-  gradaccum_missing_for_cuda_kernels(problem)
+  gradaccum_missing_for_cuda_kernels("${include}" problem)
   if(problem AND GRADACCUM_CUDA STREQUAL "AUTO")
     message(STATUS "gradaccum: optimizers step by ATen's operations on CUDA devices, not by kernels of gradaccum: ${problem}.")
     return()
@@ -73,23 +111,18 @@ function(gradaccum_add_cuda_kernels target include)
   endif()
   gradaccum_find_nvcc(nvcc version)
   gradaccum_nvcc_options("${include}" options)
-  cmake_path(GET nvcc PARENT_PATH bin)
-  find_library(GRADACCUM_CUDART cudart HINTS "${bin}/../lib64" "${bin}/../targets/x86_64-linux/lib" "${bin}/../lib")
-  mark_as_advanced(GRADACCUM_CUDART)
-  if(NOT GRADACCUM_CUDART)
-    message(FATAL_ERROR "gradaccum: there is no libcudart beside ${nvcc}.")
-  endif()
+  gradaccum_find_cudart("${nvcc}" cudart)
 
   set(source "${include}/gradaccum/detail/kernels/device/kernels.cu")
   set(object "${CMAKE_CURRENT_BINARY_DIR}/gradaccum_compiled/cuda_kernels.o")
   set(libtorch "$<TARGET_PROPERTY:gradaccum::libtorch,INTERFACE_INCLUDE_DIRECTORIES>")
-  add_custom_command(OUTPUT "${object}" DEPENDS "${source}" DEPFILE "${object}.d"
-    COMMAND "${nvcc}" ${options} "$<$<BOOL:${libtorch}>:-I$<JOIN:${libtorch},;-I>>" -Xcompiler -fPIC
+  add_custom_command(OUTPUT "${object}" DEPENDS "${source}" "${nvcc}" DEPFILE "${object}.d"
+    COMMAND "${nvcc}" ${options} "$<$<BOOL:${libtorch}>:-isystem;$<JOIN:${libtorch},;-isystem;>>" -w -Xcompiler -fPIC
       -MD -MF "${object}.d" -MT "${object}" -c "${source}" -o "${object}"
     COMMENT "Compiling gradaccum's kernels for CUDA devices" COMMAND_EXPAND_LISTS VERBATIM)
   set_source_files_properties("${object}" PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
   target_sources(${target} PRIVATE "${object}")
   target_compile_definitions(${target} PRIVATE GRADACCUM_CUDA_KERNELS)
-  target_link_libraries(${target} PUBLIC "${GRADACCUM_CUDART}")
+  target_link_libraries(${target} PUBLIC "${cudart}" pthread ${CMAKE_DL_LIBS} rt)
   message(STATUS "gradaccum: kernels for CUDA devices by nvcc ${version}")
 endfunction()

@@ -157,8 +157,10 @@ GRADACCUM_INLINE MachineFinding device_kernels_finding(const MachineFacts& facts
     return {what, "none in this program: optimizers step by ATen's operations on a CUDA device", 1,
             "link with gradaccum::compiled, and configure where there is nvcc, of the version of LibTorch's CUDA"};
   if (!facts.kernels_left_to_aten.empty())
-    return {what, "they do not do what ATen does, which does it now: " + in_a_row(facts.kernels_left_to_aten), 1,
-            "please report it, with the name of the GPU and its driver"};
+    return {what,
+            "left to ATen, since they do not do what it does, or cannot be launched: " +
+                in_a_row(facts.kernels_left_to_aten),
+            1, "please report it, with the name of the GPU and its driver"};
   if (facts.kernels_in_use.empty()) return {what, "there; none was needed so far"};
   return {what, "in use, and seen to do what ATen does: " + in_a_row(facts.kernels_in_use)};
 }
