@@ -6,7 +6,9 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/kernels/dense.hpp>
 #include <gradaccum/detail/kernels/element_loop.hpp>
+#include <gradaccum/detail/optimizers/adafactor_kernel_moves.hpp>
 #include <gradaccum/detail/optimizers/batches.hpp>
+#include <gradaccum/detail/optimizers/kernel_moves.hpp>
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
@@ -214,7 +216,8 @@ class AdafactorMove final : public Move {
   at::Tensor update_, step_size_, norm_, row_, col_, means_;
 };
 
-GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<AdafactorStep>& steps, const Multiplier& multiplier) {
+GRADACCUM_INLINE void add_aten_moves(Moves& moves, const std::vector<AdafactorStep>& steps,
+                                     const Multiplier& multiplier) {
   std::optional<AdafactorWeights> weights;
   for (auto& step : steps) {
     if (step.parameter.numel() == 0) continue;
@@ -224,6 +227,10 @@ GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<AdafactorStep>& 
       weights.emplace(step.settings, multiplier, device, dtype);
     moves.add(device, std::make_unique<AdafactorMove>(step, multiplier, *weights));
   }
+}
+
+GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<AdafactorStep>& steps, const Multiplier& multiplier) {
+  add_proved_moves(moves, steps, multiplier);
 }
 
 }  // namespace gradaccum::detail

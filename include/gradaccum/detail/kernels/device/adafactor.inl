@@ -1,0 +1,671 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The blocks of threads of a step of Adafactor. It goes over a table of tensors several times: sums of squares, then
+// the averages move, then the updates are measured, and with them the size of the step is known. What is small is
+// through with all but the last in the first. Each pass may read what those before have left in memory; within one, no
+// block waits for another.
+
+static_assert(AdafactorShape::threads == threads_of_block && AdafactorShape::pack == pack_size);
+
+GRADACCUM_ON_DEVICE inline bool leaves_out(const DeviceMultiplier& by) { return by.found_inf && *by.found_inf != 0; }
+
+/// Of a step whose count the device alone may know.
+GRADACCUM_ON_DEVICE inline AdafactorSettings settings_of(const AdafactorLaunch& launch) {
+  if (!launch.by.left_out) return launch.settings;
+  return at_step(launch.settings, at_least(1, launch.settings.step - static_cast<double>(*launch.by.left_out)));
+}
+
+/// The sum of 256 numbers, one of each thread, takes two phases: after the first there are 16.
+inline constexpr int numbers_of_fold = 16;
+GRADACCUM_ON_DEVICE inline double strided_sum(const double* numbers, int count, int stride) {
+  double sum = 0;
+  for (int i = 0; i < count; ++i) sum += numbers[i * stride];
+  return sum;
+}
+GRADACCUM_ON_DEVICE inline void fold(double* numbers) {
+  if (this_thread() < numbers_of_fold)
+    numbers[this_thread()] = strided_sum(numbers + this_thread(), threads_of_block / numbers_of_fold, numbers_of_fold);
+}
+GRADACCUM_ON_DEVICE inline double folded(const double* numbers) { return strided_sum(numbers, numbers_of_fold, 1); }
+
+/// What a block of threads is given of its tensor: a tile of a vector or of a large matrix, or small matrices.
+struct AdafactorTile {
+  AdafactorOperand of;
+  AdafactorMemory memory;
+  AdafactorShape shape;
+  std::int64_t block;                ///< of the tensor's
+  std::int64_t matrix, row, column;  ///< the first
+  std::int64_t row_tile, column_tile;
+  bool left_out;
+};
+
+GRADACCUM_ON_DEVICE inline AdafactorOperand operand_of(const AdafactorTable::Entry& tensor,
+                                                       const AdafactorMemory& memory, std::size_t size_of_state,
+                                                       const AdafactorNumbers& numbers) {
+  const auto& shape = tensor.shape;
+  const auto row_sums = static_cast<std::size_t>(shape.row_sums());
+  return {.numbers = numbers,
+          .parameter = tensor.parameter,
+          .gradient = tensor.gradient,
+          .row_var = shape.is_vector() ? nullptr : tensor.row_var,
+          .col_var = tensor.col_var,
+          .variance = shape.is_vector() ? tensor.row_var : nullptr,
+          .exp_avg = tensor.exp_avg,
+          .row_factors = memory.row_sums,
+          .column_factors = static_cast<unsigned char*>(memory.row_sums) + row_sums * size_of_state,
+          .matrices = shape.matrices(),
+          .rows = shape.rows(),
+          .columns = shape.columns(),
+          .parts = 1,
+          .rounding_key = tensor.rounding_key};
+}
+
+/// By one thread, for all.
+template <class S>
+GRADACCUM_ON_DEVICE void begin_tile(const AdafactorLaunch& launch, std::int64_t block, AdafactorTile& tile) {
+  if (this_thread() != 0) return;
+  const auto& tensor = entry_of(launch.tensors, block);
+  const AdafactorMemory memory(tensor.shape, tensor.memory);
+  tile.of = operand_of(tensor, memory, sizeof(S), numbers_of(settings_of(launch), product_of(launch.by)));
+  tile.memory = memory;
+  tile.shape = tensor.shape;
+  tile.left_out = leaves_out(launch.by);
+  tile.block = block - tensor.first_block;
+  tile.row_tile = tile.column_tile = tile.row = tile.column = 0;
+  tile.matrix = tile.block * threads_of_block;
+  if (tensor.shape.is_small()) return;
+  const auto row_tiles = tensor.shape.row_tiles(), column_tiles = tensor.shape.column_tiles();
+  tile.matrix = tile.block / (row_tiles * column_tiles);
+  tile.row_tile = tile.block / column_tiles % row_tiles;
+  tile.column_tile = tile.block % column_tiles;
+  tile.row = tile.row_tile * tensor.shape.rows_of_tile();
+  tile.column = tile.column_tile * tensor.shape.columns_of_tile();
+}
+
+/// The packs of a tile that are a thread's, one below another.
+class AdafactorPacks {
+ public:
+  GRADACCUM_ON_DEVICE explicit AdafactorPacks(const AdafactorTile& tile)
+      : stride_(threads_of_block / tile.shape.threads_of_row()),
+        columns_(tile.of.columns),
+        column_(tile.column + this_thread() % tile.shape.threads_of_row() * pack_size),
+        row_(tile.row + this_thread() / tile.shape.threads_of_row()),
+        rows_(tile.of.rows),
+        first_(tile.matrix * rows_ * columns_),
+        numel_(tile.shape.numel()) {}
+
+  /// In one of its rounds: of the matrix, and of the tensor.
+  GRADACCUM_ON_DEVICE std::int64_t row(int round) const { return row_ + round * stride_; }
+  GRADACCUM_ON_DEVICE std::int64_t column() const { return column_; }
+  GRADACCUM_ON_DEVICE std::int64_t place(int round) const { return first_ + row(round) * columns_ + column_; }
+  /// Elements from there on, or none.
+  GRADACCUM_ON_DEVICE std::int64_t count(int round) const {
+    const auto of_row = columns_ - column_, of_tensor = numel_ - place(round);
+    return row(round) >= rows_ ? 0 : of_row < of_tensor ? of_row : of_tensor;
+  }
+
+ private:
+  std::int64_t stride_, columns_, column_, row_, rows_, first_, numel_;
+};
+
+inline constexpr int rounds_of_tile = AdafactorShape::rounds_of_tile;
+
+/// All elements of some small matrices, which lie one after another.
+struct AdafactorRange {
+  GRADACCUM_ON_DEVICE explicit AdafactorRange(const AdafactorTile& tile)
+      : first(tile.matrix * tile.of.rows * tile.of.columns) {
+    const auto matrices = tile.of.matrices - tile.matrix < threads_of_block ? tile.of.matrices - tile.matrix
+                                                                            : std::int64_t{threads_of_block};
+    count = static_cast<std::uint32_t>(matrices * tile.of.rows * tile.of.columns);
+  }
+  std::int64_t first;
+  std::uint32_t count;
+};
+
+/// The first pass: sums of squares; and what else there is to do of vectors and small matrices before they move.
+template <class P, class G>
+class AdafactorSumsBlock {
+ public:
+  using Arguments = AdafactorLaunch;
+  using Vector = VectorOf<P>;
+  using S = typename Vector::Scalar;
+  static constexpr int rounds = 1, phases = 3;
+
+  struct Shared {
+    AdafactorTile tile;
+    S row_sums[rounds_of_tile][threads_of_block], column_sums[pack_size][threads_of_block];
+    double parameter_squares[threads_of_block], update_squares[threads_of_block];
+  };
+
+  GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
+    begin_tile<S>(launch, block, shared.tile);
+    scales_parameter_ = launch.settings.scale_parameter;
+  }
+
+  template <int phase>
+  GRADACCUM_ON_DEVICE void run(int /*round*/, Shared& shared) const {
+    if (shared.tile.left_out) return;
+    if constexpr (phase == 0) sum(shared);
+    if constexpr (phase == 1) join(shared);
+    if constexpr (phase == 2) write(shared);
+  }
+
+ private:
+  GRADACCUM_ON_DEVICE void sum(Shared& shared) const {
+    const auto& tile = shared.tile;
+    shared.parameter_squares[this_thread()] = scales_parameter_ ? squares_of_parameter(tile) : 0;
+    if (tile.shape.is_large()) return sum_tile(shared);
+    shared.update_squares[this_thread()] = tile.shape.is_vector() ? move_variance(tile) : move_small_matrix(tile);
+  }
+
+  /// In float64, as on a processor.
+  GRADACCUM_ON_DEVICE static Doubles squares_of(const P* parameters, std::int64_t place, std::int64_t count,
+                                                Doubles sum) {
+    const auto pack = load_pack(parameters, place, count);
+    GRADACCUM_UNROLL
+    for (int k = 0; k < pack_size; ++k) {
+      const auto number = Doubles::load(pack.numbers + k);
+      sum = multiply_add(number, number, sum);
+    }
+    return sum;
+  }
+  GRADACCUM_ON_DEVICE static double squares_of_parameter(const AdafactorTile& tile) {
+    const auto* const parameters = static_cast<const P*>(tile.of.parameter);
+    auto sum = Doubles::all(0);
+    if (tile.shape.is_small()) {
+      const AdafactorRange range(tile);
+      for (std::uint32_t i = pack_size * this_thread(); i < range.count; i += pack_size * threads_of_block)
+        sum = squares_of(parameters, range.first + i, range.count - i, sum);
+    } else {
+      const AdafactorPacks packs(tile);
+      for (int round = 0; round < rounds_of_tile && packs.count(round) > 0; ++round)
+        sum = squares_of(parameters, packs.place(round), packs.count(round), sum);
+    }
+    return sum.sum();
+  }
+
+  /// Of each row's part that is the thread's, and of its columns.
+  GRADACCUM_ON_DEVICE static void sum_tile(Shared& shared) {
+    const AdafactorPacks packs(shared.tile);
+    const auto* const gradient = static_cast<const G*>(shared.tile.of.gradient);
+    const AdafactorSquares<Vector> squares{Vector::all(shared.tile.of.numbers.multiplier)};
+    S column_sums[pack_size] = {};
+    for (int round = 0; round < rounds_of_tile && packs.count(round) > 0; ++round) {
+      const auto pack = load_pack(gradient, packs.place(round), packs.count(round));
+      squares.sum = Vector::all(0);
+      GRADACCUM_UNROLL
+      for (int k = 0; k < pack_size; ++k) squares(pack.numbers + k, column_sums + k);
+      squares.sum.store(&shared.row_sums[round][this_thread()]);
+    }
+    GRADACCUM_UNROLL
+    for (int k = 0; k < pack_size; ++k) shared.column_sums[k][this_thread()] = column_sums[k];
+  }
+
+  /// Returns the sum of the squares of the update.
+  GRADACCUM_ON_DEVICE static double move_variance(const AdafactorTile& tile) {
+    const AdafactorPacks packs(tile);
+    const auto* const gradient = static_cast<const G*>(tile.of.gradient);
+    auto* const variance = static_cast<S*>(tile.of.variance);
+    const AdafactorVariance<Vector> average(tile.of.numbers);
+    const AdafactorUpdate<Vector, false> update(tile.of.numbers);
+    auto sum = Vector::all(0);
+    for (int round = 0; round < rounds_of_tile && packs.count(round) > 0; ++round) {
+      const auto place = packs.place(round), count = packs.count(round);
+      const auto gradients = load_pack(gradient, place, count);
+      Pack<S*> variances(variance, place, count);
+      GRADACCUM_UNROLL
+      for (int k = 0; k < pack_size; ++k) {
+        average(variances.element(k), gradients.numbers + k);
+        const auto step = update(gradients.numbers + k, variances.element(k));
+        if (k < count) sum = multiply_add(step, step, sum);
+      }
+    }
+    return static_cast<double>(sum.sum());
+  }
+
+  /// A row of a small matrix, or a column of it.
+  GRADACCUM_ON_DEVICE static S squares_of_line(const G* gradient, std::int64_t count, std::int64_t stride,
+                                               const Vector& multiplier) {
+    const AdafactorSquares<Vector> squares{multiplier};
+    S column_sum = 0;
+    for (std::int64_t i = 0; i < count; ++i) squares(gradient + i * stride, &column_sum);
+    return squares.sum.sum();
+  }
+
+  /// Moves one average after another, and makes its factor.
+  GRADACCUM_ON_DEVICE static double move_small_matrix(const AdafactorTile& tile) {
+    const auto& o = tile.of;
+    const auto matrix = tile.matrix + this_thread();
+    if (matrix >= o.matrices) return 0;
+    const auto rows = o.rows, columns = o.columns;
+    const auto* const gradient = static_cast<const G*>(o.gradient) + matrix * rows * columns;
+    auto* const row_var = static_cast<S*>(o.row_var) + matrix * rows;
+    auto* const col_var = static_cast<S*>(o.col_var) + matrix * columns;
+    auto* const row_factors = static_cast<S*>(o.row_factors) + matrix * rows;
+    auto* const column_factors = static_cast<S*>(o.column_factors) + matrix * columns;
+    const AdafactorVariance<Vector> of_rows(o.numbers, columns), of_columns(o.numbers, rows);
+    double mean = 0;
+    for (std::int64_t i = 0; i < rows; ++i) {
+      auto sum = squares_of_line(gradient + i * columns, columns, 1, of_rows.multiplier);
+      of_rows(row_var + i, &sum);
+      mean += static_cast<double>(row_var[i]);
+    }
+    for (std::int64_t i = 0; i < columns; ++i) {
+      auto sum = squares_of_line(gradient + i, rows, columns, of_rows.multiplier);
+      of_columns(col_var + i, &sum);
+      AdafactorFactor<Vector>{Vector::all(1)}(col_var + i, column_factors + i);
+    }
+    mean = at_least(o.numbers.least_mean, mean / static_cast<double>(rows));
+    const AdafactorFactor<Vector> factor{Vector::all(-std::sqrt(mean))};
+    AdafactorUpdate<Vector, true> update(o.numbers);
+    auto squares = Vector::all(0);
+    for (std::int64_t i = 0; i < rows; ++i) {
+      factor(row_var + i, row_factors + i);
+      update.scale.row = Vector::load(row_factors + i);
+      for (std::int64_t k = 0; k < columns; ++k) {
+        const auto step = update(gradient + i * columns + k, column_factors + k);
+        squares = multiply_add(step, step, squares);
+      }
+    }
+    return static_cast<double>(squares.sum());
+  }
+
+  GRADACCUM_ON_DEVICE static void join(Shared& shared) {
+    fold(shared.parameter_squares);
+    if (!shared.tile.shape.is_large()) return fold(shared.update_squares);
+    join_rows(shared);
+    join_columns(shared);
+  }
+  GRADACCUM_ON_DEVICE static void join_rows(const Shared& shared) {
+    const auto& tile = shared.tile;
+    const auto threads_of_row = static_cast<int>(tile.shape.threads_of_row());
+    const auto columns = tile.of.columns - tile.column, rows = tile.of.rows - tile.row;
+    const int packs =
+        columns < pack_size * threads_of_row ? static_cast<int>((columns + pack_size - 1) / pack_size) : threads_of_row;
+    auto* const sums = static_cast<S*>(tile.of.row_factors) + tile.column_tile * tile.of.matrices * tile.of.rows +
+                       tile.matrix * tile.of.rows + tile.row;
+    const auto rows_of_tile = tile.shape.rows_of_tile();
+    for (int row = this_thread(); row < rows && row < rows_of_tile; row += threads_of_block)
+      sums[row] = sum_of_row(&shared.row_sums[0][0] + row * threads_of_row, packs, row % packs);
+  }
+  /// From another one on than the threads beside it, which would wait for the same bank of memory.
+  GRADACCUM_ON_DEVICE static S sum_of_row(const S* numbers, int count, int first) {
+    S sum = 0;
+    for (int i = first; i < count; ++i) sum += numbers[i];
+    for (int i = 0; i < first; ++i) sum += numbers[i];
+    return sum;
+  }
+  GRADACCUM_ON_DEVICE static void join_columns(const Shared& shared) {
+    const auto& tile = shared.tile;
+    const auto threads_of_row = static_cast<int>(tile.shape.threads_of_row());
+    const int column = this_thread();
+    if (column >= pack_size * threads_of_row || column >= tile.of.columns - tile.column) return;
+    S sum = 0;
+    for (int i = column / pack_size; i < threads_of_block; i += threads_of_row)
+      sum += shared.column_sums[column % pack_size][i];
+    const auto first = (tile.row_tile * tile.of.matrices + tile.matrix) * tile.of.columns + tile.column;
+    static_cast<S*>(tile.of.column_factors)[first + column] = sum;
+  }
+
+  GRADACCUM_ON_DEVICE static void write(const Shared& shared) {
+    if (this_thread() != 0) return;
+    const auto& tile = shared.tile;
+    tile.memory.parameter_squares[tile.block] = folded(shared.parameter_squares);
+    if (!tile.shape.is_large()) tile.memory.update_squares[tile.block] = folded(shared.update_squares);
+  }
+
+  bool scales_parameter_;
+};
+
+/// The averages of some rows, or columns, of a large matrix move: several threads each add up their parts.
+template <class Vector>
+class AdafactorAveragesBlock {
+ public:
+  using Arguments = AdafactorLaunch;
+  using S = typename Vector::Scalar;
+  static constexpr int rounds = 1, phases = 4;
+
+  struct Shared {
+    AdafactorNumbers numbers;
+    S *sums, *averages;
+    double* sum_of_averages;            ///< of rows
+    std::int64_t count, parts, stride;  ///< lines; parts of each one's sum, and how far they are apart
+    std::int64_t elements;              ///< of a line
+    int lines;                          ///< of a block
+    double sums_of_threads[threads_of_block];
+  };
+
+  GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) const {
+    if (this_thread() != 0) return;
+    const auto& tensor = entry_of(launch.tensors, block, &AdafactorTable::Entry::first_average);
+    const auto& shape = tensor.shape;
+    const AdafactorMemory memory(shape, tensor.memory);
+    shared.numbers = numbers_of(settings_of(launch), product_of(launch.by));
+    const auto blocks_of_matrix = shape.blocks_of_rows() + shape.blocks_of_columns();
+    const auto matrix = (block - tensor.first_average) / blocks_of_matrix;
+    const auto of_matrix = (block - tensor.first_average) % blocks_of_matrix;
+    auto* const row_sums = static_cast<S*>(memory.row_sums);
+    if (of_matrix < shape.blocks_of_rows()) {
+      set_lines(shared, shape.rows(), shape.columns(), shape.column_tiles(), AdafactorShape::averages_of_rows);
+      set_place(shared, row_sums, tensor.row_var, shape, matrix, of_matrix);
+      shared.sum_of_averages = memory.row_var_sums + matrix * shape.blocks_of_rows() + of_matrix;
+    } else {
+      set_lines(shared, shape.columns(), shape.rows(), shape.row_tiles(), AdafactorShape::averages_of_columns);
+      set_place(shared, row_sums + shape.row_sums(), tensor.col_var, shape, matrix, of_matrix - shape.blocks_of_rows());
+      shared.sum_of_averages = nullptr;
+    }
+    if (leaves_out(launch.by)) shared.count = 0;
+  }
+
+  template <int phase>
+  GRADACCUM_ON_DEVICE void run(int /*round*/, Shared& shared) const {
+    if (shared.count == 0) return;
+    if constexpr (phase == 0) shared.sums_of_threads[this_thread()] = sum_of_parts(shared);
+    if constexpr (phase == 1) move(shared);
+    if (!shared.sum_of_averages) return;
+    if constexpr (phase == 2) fold(shared.sums_of_threads);
+    if (phase == 3 && this_thread() == 0) *shared.sum_of_averages = folded(shared.sums_of_threads);
+  }
+
+ private:
+  GRADACCUM_ON_DEVICE static void set_lines(Shared& shared, std::int64_t lines, std::int64_t elements,
+                                            std::int64_t parts, std::int64_t lines_of_block) {
+    shared.count = lines;
+    shared.elements = elements;
+    shared.parts = parts;
+    shared.lines = static_cast<int>(lines_of_block);
+  }
+  GRADACCUM_ON_DEVICE static void set_place(Shared& shared, S* sums, void* averages, const AdafactorShape& shape,
+                                            std::int64_t matrix, std::int64_t block) {
+    const auto first = matrix * shared.count + block * shared.lines;
+    shared.stride = shape.matrices() * shared.count;
+    shared.sums = sums + first;
+    shared.averages = static_cast<S*>(averages) + first;
+    shared.count -= block * shared.lines;
+  }
+
+  GRADACCUM_ON_DEVICE static double sum_of_parts(const Shared& shared) {
+    const int line = this_thread() % shared.lines;
+    double sum = 0;
+    if (line < shared.count)
+      for (std::int64_t i = this_thread() / shared.lines; i < shared.parts; i += threads_of_block / shared.lines)
+        sum += static_cast<double>(shared.sums[i * shared.stride + line]);
+    return sum;
+  }
+
+  /// Leaves a row's average for their mean, and a column's factor in the place of its first part.
+  GRADACCUM_ON_DEVICE static void move(Shared& shared) {
+    const int line = this_thread();
+    if (line >= shared.lines || line >= shared.count) return;
+    auto sum =
+        static_cast<S>(strided_sum(shared.sums_of_threads + line, threads_of_block / shared.lines, shared.lines));
+    auto* const average = shared.averages + line;
+    AdafactorVariance<Vector>(shared.numbers, shared.elements)(average, &sum);
+    if (shared.sum_of_averages)
+      shared.sums_of_threads[line] = static_cast<double>(*average);
+    else
+      AdafactorFactor<Vector>{Vector::all(1)}(average, shared.sums + line);
+  }
+};
+
+/// Measures the updates of a tile of a large matrix; the leftmost tiles leave the factors of their rows.
+template <class Vector, class G>
+class AdafactorUpdateBlock {
+ public:
+  using Arguments = AdafactorLaunch;
+  using S = typename Vector::Scalar;
+  static constexpr int rounds = 1, phases = 6;
+
+  struct Shared {
+    AdafactorTile tile;
+    double sums[threads_of_block];
+    S row_factors[AdafactorShape::most_rows_of_tile];
+  };
+
+  GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) const {
+    begin_tile<S>(launch, block, shared.tile);
+  }
+
+  template <int phase>
+  GRADACCUM_ON_DEVICE void run(int /*round*/, Shared& shared) const {
+    if (shared.tile.left_out || !shared.tile.shape.is_large()) return;
+    if constexpr (phase == 0) shared.sums[this_thread()] = sum_of_row_var(shared.tile);
+    if constexpr (phase == 1 || phase == 4) fold(shared.sums);
+    if constexpr (phase == 2) make_row_factors(shared);
+    if constexpr (phase == 3) shared.sums[this_thread()] = update_squares(shared);
+    if (phase == 5 && this_thread() == 0) shared.tile.memory.update_squares[shared.tile.block] = folded(shared.sums);
+  }
+
+ private:
+  GRADACCUM_ON_DEVICE static double sum_of_row_var(const AdafactorTile& tile) {
+    const auto blocks = tile.shape.blocks_of_rows();
+    const auto* const sums = tile.memory.row_var_sums + tile.matrix * blocks;
+    double sum = 0;
+    for (std::int64_t i = this_thread(); i < blocks; i += threads_of_block) sum += sums[i];
+    return sum;
+  }
+
+  GRADACCUM_ON_DEVICE static void make_row_factors(Shared& shared) {
+    const auto& tile = shared.tile;
+    const auto mean = at_least(tile.of.numbers.least_mean, folded(shared.sums) / static_cast<double>(tile.of.rows));
+    const AdafactorFactor<Vector> factor{Vector::all(-std::sqrt(mean))};
+    const auto first = tile.matrix * tile.of.rows + tile.row, rows = tile.of.rows - tile.row;
+    const auto rows_of_tile = tile.shape.rows_of_tile();
+    for (int row = this_thread(); row < rows && row < rows_of_tile; row += threads_of_block) {
+      factor(static_cast<const S*>(tile.of.row_var) + first + row, shared.row_factors + row);
+      if (tile.column_tile == 0) static_cast<S*>(tile.of.row_factors)[first + row] = shared.row_factors[row];
+    }
+  }
+
+  GRADACCUM_ON_DEVICE static double update_squares(const Shared& shared) {
+    const auto& tile = shared.tile;
+    const AdafactorPacks packs(tile);
+    const auto* const gradient = static_cast<const G*>(tile.of.gradient);
+    AdafactorUpdate<Vector, true> update(tile.of.numbers);
+    const auto columns = load_pack(static_cast<const S*>(tile.of.column_factors) + tile.matrix * tile.of.columns,
+                                   packs.column(), tile.of.columns - packs.column());
+    auto sum = Vector::all(0);
+    for (int round = 0; round < rounds_of_tile && packs.count(round) > 0; ++round) {
+      const auto count = packs.count(round);
+      const auto gradients = load_pack(gradient, packs.place(round), count);
+      update.scale.row = Vector::load(shared.row_factors + (packs.row(round) - tile.row));
+      GRADACCUM_UNROLL
+      for (int k = 0; k < pack_size; ++k) {
+        const auto step = update(gradients.numbers + k, columns.numbers + k);
+        if (k < count) sum = multiply_add(step, step, sum);
+      }
+    }
+    return static_cast<double>(sum.sum());
+  }
+};
+
+/// The size of a tensor's step, of all sums of squares.
+class AdafactorStepSizeBlock {
+ public:
+  using Arguments = AdafactorLaunch;
+  static constexpr int rounds = 1, phases = 2;
+
+  struct Shared {
+    double parameter_squares[threads_of_block], update_squares[threads_of_block];
+  };
+
+  GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t tensor, Shared& shared) {
+    launch_ = &launch;
+    tensor_ = &launch.tensors.entries[static_cast<std::size_t>(tensor)];
+    if (leaves_out(launch.by)) return;
+    const AdafactorMemory memory(tensor_->shape, tensor_->memory);
+    const auto blocks = tensor_->shape.blocks();
+    double parameter_squares = 0, update_squares = 0;
+    for (std::int64_t i = this_thread(); i < blocks; i += threads_of_block) {
+      parameter_squares += memory.parameter_squares[i];
+      update_squares += memory.update_squares[i];
+    }
+    shared.parameter_squares[this_thread()] = parameter_squares;
+    shared.update_squares[this_thread()] = update_squares;
+  }
+
+  template <int phase>
+  GRADACCUM_ON_DEVICE void run(int /*round*/, Shared& shared) const {
+    if (leaves_out(launch_->by)) return;
+    if constexpr (phase == 0) {
+      fold(shared.parameter_squares);
+      fold(shared.update_squares);
+    } else if (this_thread() == 0) {
+      write(shared);
+    }
+  }
+
+ private:
+  GRADACCUM_ON_DEVICE void write(const Shared& shared) const {
+    AdafactorNumbers numbers{};
+    set_step_size(
+        numbers, settings_of(*launch_),
+        {static_cast<double>(tensor_->shape.numel()), folded(shared.parameter_squares), folded(shared.update_squares)});
+    auto* const step = AdafactorMemory(tensor_->shape, tensor_->memory).step;
+    step[0] = numbers.kept;
+    step[1] = numbers.step_size;
+  }
+
+  const AdafactorLaunch* launch_;
+  const AdafactorTable::Entry* tensor_;
+};
+
+/// The last pass: parameters, and averages of updates.
+template <class P, class G, bool rounded>
+class AdafactorMoveBlock {
+ public:
+  using Arguments = AdafactorLaunch;
+  using Vector = VectorOf<P>;
+  using S = typename Vector::Scalar;
+  static constexpr int rounds = 1, phases = 1;
+
+  struct Shared {
+    AdafactorTile tile;
+  };
+
+  GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) const {
+    begin_tile<S>(launch, block, shared.tile);
+    auto& tile = shared.tile;
+    if (this_thread() != 0 || tile.left_out) return;
+    tile.of.numbers.kept = tile.memory.step[0];
+    tile.of.numbers.step_size = tile.memory.step[1];
+  }
+
+  template <int phase>
+  GRADACCUM_ON_DEVICE void run(int /*round*/, Shared& shared) const {
+    const auto& tile = shared.tile;
+    if (tile.left_out) return;
+    tile.of.exp_avg ? move<true>(tile) : move<false>(tile);
+  }
+
+ private:
+  template <bool momentum>
+  GRADACCUM_ON_DEVICE static void move(const AdafactorTile& tile) {
+    if (tile.shape.is_vector()) return move_vector<momentum>(tile);
+    tile.shape.is_small() ? move_small<momentum>(tile) : move_large<momentum>(tile);
+  }
+
+  template <bool momentum>
+  GRADACCUM_ON_DEVICE static void move_vector(const AdafactorTile& tile) {
+    const AdafactorPacks packs(tile);
+    const auto* const variance = static_cast<const S*>(tile.of.variance);
+    const Mover<momentum, false> mover(tile);
+    const S rows[pack_size] = {-1, -1, -1, -1};
+    for (int round = 0; round < rounds_of_tile && packs.count(round) > 0; ++round) {
+      const auto place = packs.place(round), count = packs.count(round);
+      mover(place, count, rows, load_pack(variance, place, count).numbers);
+    }
+  }
+
+  template <bool momentum>
+  GRADACCUM_ON_DEVICE static void move_large(const AdafactorTile& tile) {
+    const AdafactorPacks packs(tile);
+    const auto* const row_factors = static_cast<const S*>(tile.of.row_factors) + tile.matrix * tile.of.rows;
+    const auto columns = load_pack(static_cast<const S*>(tile.of.column_factors) + tile.matrix * tile.of.columns,
+                                   packs.column(), tile.of.columns - packs.column());
+    const Mover<momentum, true> mover(tile);
+    for (int round = 0; round < rounds_of_tile && packs.count(round) > 0; ++round) {
+      const auto row = row_factors[packs.row(round)];
+      const S rows[pack_size] = {row, row, row, row};
+      mover(packs.place(round), packs.count(round), rows, columns.numbers);
+    }
+  }
+
+  /// Packs of elements wherever rows and matrices end.
+  template <bool momentum>
+  GRADACCUM_ON_DEVICE static void move_small(const AdafactorTile& tile) {
+    const AdafactorRange range(tile);
+    const auto rows = static_cast<std::uint32_t>(tile.of.rows), columns = static_cast<std::uint32_t>(tile.of.columns);
+    const auto* const row_factors = static_cast<const S*>(tile.of.row_factors) + tile.matrix * rows;
+    const auto* const column_factors = static_cast<const S*>(tile.of.column_factors) + tile.matrix * columns;
+    const Mover<momentum, true> mover(tile);
+    for (std::uint32_t i = pack_size * this_thread(); i < range.count; i += pack_size * threads_of_block) {
+      S of_rows[pack_size], of_columns[pack_size];
+      GRADACCUM_UNROLL
+      for (int k = 0; k < pack_size; ++k) {
+        const auto element = i + k < range.count ? i + k : i, row = element / columns;
+        of_rows[k] = row_factors[row];
+        of_columns[k] = column_factors[row / rows * columns + element % columns];
+      }
+      mover(range.first + i, range.count - i, of_rows, of_columns);
+    }
+  }
+
+  /// Moves a pack of elements, given the factors of their rows and columns; of a vector -1 and their variances.
+  template <bool momentum, bool factored>
+  class Mover {
+   public:
+    GRADACCUM_ON_DEVICE explicit Mover(const AdafactorTile& tile)
+        : apply_(tile.of.numbers),
+          parameter_(static_cast<P*>(tile.of.parameter)),
+          gradient_(static_cast<const G*>(tile.of.gradient)),
+          exp_avg_(momentum ? static_cast<S*>(tile.of.exp_avg) : nullptr),
+          rounding_key_(tile.of.rounding_key) {}
+
+    GRADACCUM_ON_DEVICE void operator()(std::int64_t place, std::int64_t count, const S* rows, const S* of) const {
+      Pack<std::conditional_t<rounded, RoundedArray, P*>> parameters(array(), place, count);
+      Pack<const G*> gradients(gradient_, place, count);
+      Pack<S*> averages(exp_avg_, place, count);
+      auto apply = apply_;
+      GRADACCUM_UNROLL
+      for (int k = 0; k < pack_size; ++k) {
+        apply.update.scale.row = Vector::load(rows + k);
+        apply(parameters.element(k), gradients.element(k), of + k, momentum ? averages.element(k) : nullptr);
+      }
+    }
+
+   private:
+    GRADACCUM_ON_DEVICE auto array() const {
+      if constexpr (rounded)
+        return RoundedArray{parameter_, 0, rounding_key_};
+      else
+        return parameter_;
+    }
+
+    AdafactorApply<Vector, factored> apply_;
+    P* parameter_;
+    const G* gradient_;
+    S* exp_avg_;
+    std::uint64_t rounding_key_;
+  };
+};
+
+/// All passes; those for large matrices where there are any.
+template <class P, class G, bool rounded>
+struct AdafactorPasses {
+  static void run(const AdafactorLaunch& launch, void* stream) {
+    const auto& tensors = launch.tensors;
+    run_blocks<AdafactorSumsBlock<P, G>>(launch, tensors.blocks, stream);
+    if (tensors.averages > 0) {
+      run_blocks<AdafactorAveragesBlock<VectorOf<P>>>(launch, tensors.averages, stream);
+      run_blocks<AdafactorUpdateBlock<VectorOf<P>, G>>(launch, tensors.blocks, stream);
+    }
+    run_blocks<AdafactorStepSizeBlock>(launch, tensors.size, stream);
+    run_blocks<AdafactorMoveBlock<P, G, rounded>>(launch, tensors.blocks, stream);
+  }
+};
+
+inline void run_adafactor(const AdafactorLaunch& launch, const OperandTypes& types, void* stream) {
+  using Function = void(const AdafactorLaunch&, void*);
+  of_types<Function, AdafactorPasses>(types.parameter, types.gradient, types.rounded)(launch, stream);
+}
