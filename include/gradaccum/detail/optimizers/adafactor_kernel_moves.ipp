@@ -13,7 +13,6 @@
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -135,10 +134,7 @@ class AdafactorKernelMove final : public Move {
 
 GRADACCUM_INLINE void add_kernel_moves(Moves& moves, const std::vector<AdafactorStep>& steps,
                                        const Multiplier& multiplier, const DeviceKernels& kernels) {
-  std::vector<AdafactorStep> with_elements;
-  for (auto& step : steps)
-    if (step.parameter.numel() > 0) with_elements.push_back(step);
-  for (auto& batch : batches_of(with_elements, /*multiplied=*/false, /*by_kernel=*/true)) {
+  for (auto& batch : batches_of(steps, /*multiplied=*/false, /*by_kernel=*/true)) {
     const auto device = batch.front().step.parameter.device();
     moves.add(device, std::make_unique<AdafactorKernelMove>(std::move(batch), multiplier, kernels));
   }
@@ -146,7 +142,7 @@ GRADACCUM_INLINE void add_kernel_moves(Moves& moves, const std::vector<Adafactor
 
 /// Each way through the kernels is proved by itself.
 GRADACCUM_INLINE std::string kernel_name(const AdafactorStep& step) {
-  const auto shape = step.parameter.numel() > 0 ? kernel_shape(step) : AdafactorShape::of_vector(0);
+  const auto shape = kernel_shape(step);
   const std::string kind = shape.is_vector() ? "vectors" : shape.is_small() ? "small matrices" : "matrices";
   return "Adafactor of " + kind + (step.exp_avg.defined() ? " with exp_avg" : "");
 }

@@ -15,7 +15,7 @@ void take_on_cpu(const std::vector<AdafactorStep>& steps, double multiplier);
 /// By kernels of our own where there are any, else by ATen. Waits for nothing: what is known on the device alone stays
 /// there.
 void add_moves(Moves& moves, const std::vector<AdafactorStep>& steps, const Multiplier& multiplier);
-/// By ATen's operations.
+/// By ATen's operations. All have elements.
 void add_aten_moves(Moves& moves, const std::vector<AdafactorStep>& steps, const Multiplier& multiplier);
 
 }  // namespace gradaccum::detail

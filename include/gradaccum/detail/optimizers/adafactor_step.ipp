@@ -220,7 +220,6 @@ GRADACCUM_INLINE void add_aten_moves(Moves& moves, const std::vector<AdafactorSt
                                      const Multiplier& multiplier) {
   std::optional<AdafactorWeights> weights;
   for (auto& step : steps) {
-    if (step.parameter.numel() == 0) continue;
     const auto device = step.parameter.device();
     const auto dtype = state_type(step.parameter);
     if (!weights || !weights->fit(step.settings, device, dtype))
@@ -230,7 +229,10 @@ GRADACCUM_INLINE void add_aten_moves(Moves& moves, const std::vector<AdafactorSt
 }
 
 GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<AdafactorStep>& steps, const Multiplier& multiplier) {
-  add_proved_moves(moves, steps, multiplier);
+  std::vector<AdafactorStep> with_elements;
+  for (auto& step : steps)
+    if (step.parameter.numel() > 0) with_elements.push_back(step);
+  add_proved_moves(moves, with_elements, multiplier);
 }
 
 }  // namespace gradaccum::detail

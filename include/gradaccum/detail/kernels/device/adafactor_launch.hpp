@@ -17,66 +17,73 @@ namespace gradaccum::detail {
 /// threads each; of small ones each is a single thread's.
 class AdafactorShape {
  public:
-  static constexpr std::int64_t threads = 256, pack = 4, rounds_of_tile = 16, most_columns_of_tile = 256;
-  static constexpr std::int64_t most_rows_of_tile = 512;
+  static constexpr std::int64_t threads = 256, pack = 4, rounds_of_tile = 16;
+  static constexpr std::int64_t most_columns_of_tile = 256, most_rows_of_tile = 512;
   static constexpr std::int64_t most_elements_of_small = 64;
   /// Averages of so many rows, or columns, are a block's; of the columns several threads add up each's parts.
   static constexpr std::int64_t averages_of_rows = threads, averages_of_columns = 32;
 
   AdafactorShape() = default;
-  static AdafactorShape of_vector(std::int64_t numel) {
-    constexpr auto columns = most_columns_of_tile;
-    return {Kind::vector, numel, (numel + columns - 1) / columns, columns};
-  }
+  static AdafactorShape of_vector(std::int64_t numel) { return {Kind::vector, 1, numel, most_columns_of_tile}; }
   static AdafactorShape of_matrices(std::int64_t numel, std::int64_t rows, std::int64_t columns) {
-    return {rows * columns <= most_elements_of_small ? Kind::small : Kind::large, numel, rows, columns};
+    const auto kind = rows * columns <= most_elements_of_small ? Kind::small : Kind::large;
+    return {kind, numel / (rows * columns), rows, columns};
   }
 
   GRADACCUM_ON_DEVICE bool is_vector() const { return kind_ == Kind::vector; }
   GRADACCUM_ON_DEVICE bool is_small() const { return kind_ == Kind::small; }
   GRADACCUM_ON_DEVICE bool is_large() const { return kind_ == Kind::large; }  ///< matrices, of more than one thread
-  GRADACCUM_ON_DEVICE std::int64_t numel() const { return numel_; }
-  GRADACCUM_ON_DEVICE std::int64_t rows() const { return rows_; }
+  GRADACCUM_ON_DEVICE std::int64_t numel() const { return is_vector() ? lines_ : matrices_ * lines_ * columns_; }
+  GRADACCUM_ON_DEVICE std::int64_t matrices() const { return matrices_; }
+  GRADACCUM_ON_DEVICE std::int64_t rows() const { return is_vector() ? parts(lines_, most_columns_of_tile) : lines_; }
   GRADACCUM_ON_DEVICE std::int64_t columns() const { return columns_; }
-  GRADACCUM_ON_DEVICE std::int64_t matrices() const { return is_vector() ? 1 : numel_ / (rows_ * columns_); }
 
-  /// Threads that are side by side in a row of a tile, each with a pack of its columns: a power of 2.
-  GRADACCUM_ON_DEVICE std::int64_t threads_of_row() const {
-    std::int64_t count = threads * rounds_of_tile / most_rows_of_tile;
-    while (count * pack < columns_ && count * pack < most_columns_of_tile) count *= 2;
-    return count;
+  /// Threads that are side by side in a row of a tile, each with a pack of its columns. That it is a power of 2 spares
+  /// a device the divisions.
+  GRADACCUM_ON_DEVICE int threads_of_row() const { return 1 << log_threads_of_row_; }
+  GRADACCUM_ON_DEVICE std::int64_t rows_of_tile() const { return rounds_of_tile * threads >> log_threads_of_row_; }
+  GRADACCUM_ON_DEVICE std::int64_t row_tiles() const {
+    return (rows() * threads_of_row() + rounds_of_tile * threads - 1) / (rounds_of_tile * threads);
   }
-  GRADACCUM_ON_DEVICE std::int64_t rows_of_tile() const { return rounds_of_tile * threads / threads_of_row(); }
   GRADACCUM_ON_DEVICE std::int64_t columns_of_tile() const { return pack * threads_of_row(); }
-  GRADACCUM_ON_DEVICE std::int64_t row_tiles() const { return parts(rows_, rows_of_tile()); }
-  GRADACCUM_ON_DEVICE std::int64_t column_tiles() const { return parts(columns_, columns_of_tile()); }
+  GRADACCUM_ON_DEVICE std::int64_t column_tiles() const {
+    return (columns_ + columns_of_tile() - 1) >> (log_threads_of_row_ + log_pack);
+  }
   GRADACCUM_ON_DEVICE std::int64_t blocks() const {
-    return is_small() ? parts(matrices(), threads) : matrices() * row_tiles() * column_tiles();
+    return is_small() ? parts(matrices_, threads) : matrices_ * row_tiles() * column_tiles();
   }
 
   /// Blocks of threads that move the averages of large matrices: of each first its rows', then its columns'.
-  GRADACCUM_ON_DEVICE std::int64_t blocks_of_rows() const { return parts(rows_, averages_of_rows); }
+  GRADACCUM_ON_DEVICE std::int64_t blocks_of_rows() const { return parts(rows(), averages_of_rows); }
   GRADACCUM_ON_DEVICE std::int64_t blocks_of_columns() const { return parts(columns_, averages_of_columns); }
   GRADACCUM_ON_DEVICE std::int64_t blocks_of_averages() const {
-    return is_large() ? matrices() * (blocks_of_rows() + blocks_of_columns()) : 0;
+    return is_large() ? matrices_ * (blocks_of_rows() + blocks_of_columns()) : 0;
   }
 
   /// Numbers of the state's type: sums of squares at first, for each row one of each tile beside it, for each column
   /// one of each tile below it. The first of them become factors.
-  GRADACCUM_ON_DEVICE std::int64_t row_sums() const { return is_vector() ? 0 : matrices() * rows_ * column_tiles(); }
-  GRADACCUM_ON_DEVICE std::int64_t column_sums() const { return is_vector() ? 0 : matrices() * columns_ * row_tiles(); }
+  GRADACCUM_ON_DEVICE std::int64_t row_sums() const { return is_vector() ? 0 : matrices_ * lines_ * column_tiles(); }
+  GRADACCUM_ON_DEVICE std::int64_t column_sums() const { return is_vector() ? 0 : matrices_ * columns_ * row_tiles(); }
 
  private:
-  enum class Kind : std::int64_t { vector, small, large };
+  enum class Kind : std::int32_t { vector, small, large };
+  static constexpr int log_pack = 2, least_log_threads_of_row = 3, most_log_threads_of_row = 6;
+  static_assert(pack == 1 << log_pack && most_columns_of_tile == pack << most_log_threads_of_row &&
+                most_rows_of_tile == rounds_of_tile * threads >> least_log_threads_of_row);
 
-  AdafactorShape(Kind kind, std::int64_t numel, std::int64_t rows, std::int64_t columns)
-      : kind_(kind), numel_(numel), rows_(rows), columns_(columns) {}
+  AdafactorShape(Kind kind, std::int64_t matrices, std::int64_t lines, std::int64_t columns)
+      : kind_(kind), matrices_(matrices), lines_(lines), columns_(columns) {
+    while (log_threads_of_row_ < most_log_threads_of_row && columns_of_tile() < columns) ++log_threads_of_row_;
+  }
   GRADACCUM_ON_DEVICE static std::int64_t parts(std::int64_t all, std::int64_t of_part) {
     return (all + of_part - 1) / of_part;
   }
 
-  Kind kind_;
-  std::int64_t numel_, rows_, columns_;
+  Kind kind_ = Kind::vector;
+  std::int32_t log_threads_of_row_ = least_log_threads_of_row;
+  std::int64_t matrices_ = 0;
+  std::int64_t lines_ = 0;  ///< rows; of a vector elements
+  std::int64_t columns_ = 0;
 };
 
 /// What the kernels of a step leave for one another, in a device's memory.
