@@ -219,6 +219,9 @@ TEST_CASE("Adafactor's kernels of devices: vectors of all sizes and types, as th
       check(step_of(all_options[turn++ % all_options.size()], types, torch::randn({n}, at::kDouble)), types, 0.25);
     for (auto& options : all_options) check(step_of(options, types, torch::randn({40001}, at::kDouble)), types, 1.0);
     check(step_of(all_options[0], types, torch::randn({}, at::kDouble)), types, 2.0);
+    const AdafactorOptions without_eps = AdafactorOptions().eps({0, 1e-3});  // beyond the end there may be 0 / 0
+    check(step_of(without_eps, types, torch::randn({701}, at::kDouble), 1), types, 1.0);
+    check(step_of(without_eps, types, torch::randn({70, 301}, at::kDouble), 1), types, 1.0);
   }
 }
 
@@ -259,7 +262,7 @@ TEST_CASE("Adafactor's kernels of devices: all settings, from the first step on"
 TEST_CASE("Adafactor's kernels of devices: odd numbers go where the processor's have them go", "[cuda]") {
   if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
   torch::manual_seed(6);
-  const std::vector<std::vector<std::int64_t>> shapes{{700}, {70, 300}, {30, 3, 3}};
+  const std::vector<std::vector<std::int64_t>> shapes{{701}, {70, 301}, {30, 3, 3}};
   for (auto& types : all_types)
     for (double odd : {infinity, -infinity, std::nan(""), 1e-40, 1e-44, 0.0, -0.0, 1e30, 6e4})
       for (auto& shape : shapes)
@@ -267,7 +270,7 @@ TEST_CASE("Adafactor's kernels of devices: odd numbers go where the processor's 
           auto gradient = torch::randn(shape, at::kDouble);
           everywhere ? gradient.fill_(odd) : gradient.view(-1)[100].fill_(odd);
           for (auto& options : {all_options[0], all_options[3], all_options[5]}) {
-            const auto step = step_of(options, types, gradient);
+            const auto step = step_of(options, types, gradient, everywhere ? 1 : 3);  // 1: averages may become 0
             const auto expected = clone(step);
             inner::take_on_cpu({expected}, 1);
             launch({step}, types, {});
