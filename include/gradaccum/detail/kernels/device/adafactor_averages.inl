@@ -149,16 +149,15 @@ class AdafactorUpdateBlock {
     const auto columns = load_pack(static_cast<const S*>(tile.of.column_factors) + tile.matrix * tile.of.columns,
                                    packs.column(), tile.of.columns - packs.column());
     auto sum = Vector::all(0);
-    for (int round = 0; round < packs.rounds(); ++round) {
+    for_each_pack_of(packs, gradient, [&](int round, const AlignedPack<G>& gradients) {
       const auto count = packs.count(round);
-      const auto gradients = load_pack(gradient, packs.place(round), count);
       update.scale.row = Vector::load(shared.row_factors + packs.row(round));
       GRADACCUM_UNROLL
       for (int k = 0; k < pack_size; ++k) {
         const auto step = update(gradients.numbers + k, columns.numbers + k);
         if (k < count) sum = multiply_add(step, step, sum);
       }
-    }
+    });
     return static_cast<double>(sum.sum());
   }
 };

@@ -39,9 +39,7 @@ class AdafactorSumsBlock {
   }
 
   /// In float64, as on a processor.
-  GRADACCUM_ON_DEVICE static Doubles squares_of(const P* parameters, std::int64_t place, std::int64_t count,
-                                                Doubles sum) {
-    const auto pack = load_pack(parameters, place, count);
+  GRADACCUM_ON_DEVICE static Doubles squares_of(const AlignedPack<P>& pack, Doubles sum) {
     GRADACCUM_UNROLL
     for (int k = 0; k < pack_size; ++k) {
       const auto number = Doubles::load(pack.numbers + k);
@@ -55,11 +53,10 @@ class AdafactorSumsBlock {
     if (tile.shape.is_small()) {
       const AdafactorRange range(tile);
       for (int i = pack_size * this_thread(); i < range.count; i += pack_size * threads_of_block)
-        sum = squares_of(parameters, range.first + i, range.count - i, sum);
+        sum = squares_of(load_pack(parameters, range.first + i, range.count - i), sum);
     } else {
-      const AdafactorPacks packs(tile);
-      for (int round = 0; round < packs.rounds(); ++round)
-        sum = squares_of(parameters, packs.place(round), packs.count(round), sum);
+      for_each_pack_of(AdafactorPacks(tile), parameters,
+                       [&](int, const AlignedPack<P>& pack) { sum = squares_of(pack, sum); });
     }
     return sum.sum();
   }
@@ -70,13 +67,12 @@ class AdafactorSumsBlock {
     const auto* const gradient = static_cast<const G*>(shared.tile.of.gradient);
     const AdafactorSquares<Vector> squares{Vector::all(shared.tile.of.numbers.multiplier)};
     S column_sums[pack_size] = {};
-    for (int round = 0; round < packs.rounds(); ++round) {
-      const auto pack = load_pack(gradient, packs.place(round), packs.count(round));
+    for_each_pack_of(packs, gradient, [&](int round, const AlignedPack<G>& pack) {
       squares.sum = Vector::all(0);
       GRADACCUM_UNROLL
       for (int k = 0; k < pack_size; ++k) squares(pack.numbers + k, column_sums + k);
       squares.sum.store(&shared.row_sums[round][this_thread()]);
-    }
+    });
     GRADACCUM_UNROLL
     for (int k = 0; k < pack_size; ++k) shared.column_sums[k][this_thread()] = column_sums[k];
   }

@@ -122,6 +122,22 @@ class AdafactorPacks {
   std::int64_t column_, first_, step_, of_row_, numel_;
 };
 
+/// Calls `body(round, pack)` for all of a thread's packs of an array. Some are on their way from memory at a time:
+/// there are too few threads for one each to keep it busy.
+template <class T, class Body>
+GRADACCUM_ON_DEVICE void for_each_pack_of(const AdafactorPacks& packs, const T* array, const Body& body) {
+  constexpr int ahead = 4;
+  for (int first = 0; first < packs.rounds(); first += ahead) {
+    AlignedPack<T> loaded[ahead];
+    GRADACCUM_UNROLL
+    for (int i = 0; i < ahead; ++i)
+      loaded[i] = load_pack(array, packs.place(first + i), first + i < packs.rounds() ? packs.count(first + i) : 0);
+    GRADACCUM_UNROLL
+    for (int i = 0; i < ahead; ++i)
+      if (first + i < packs.rounds()) body(first + i, loaded[i]);
+  }
+}
+
 /// All elements of some small matrices, which lie one after another.
 struct AdafactorRange {
   GRADACCUM_ON_DEVICE explicit AdafactorRange(const AdafactorTile& tile)
