@@ -24,7 +24,10 @@ struct AdafactorPasses {
       run_blocks<AdafactorUpdateBlock<VectorOf<P>, G>>(launch, tensors.blocks, stream);
     }
     run_blocks<AdafactorStepSizeBlock>(launch, tensors.size, stream);
-    run_blocks<AdafactorMoveBlock<P, G, rounded>>(launch, tensors.blocks, stream);
+    const bool momentum = tensors.size > 0 && tensors.entries[0].exp_avg;
+    const auto move = momentum ? run_blocks<AdafactorMoveBlock<P, G, rounded, true>>
+                               : run_blocks<AdafactorMoveBlock<P, G, rounded, false>>;
+    move(launch, tensors.blocks, stream);
   }
 };
 

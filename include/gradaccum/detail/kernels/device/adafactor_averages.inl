@@ -143,14 +143,14 @@ class AdafactorUpdateBlock {
 
   GRADACCUM_ON_DEVICE static double update_squares(const Shared& shared) {
     const auto& tile = shared.tile;
-    const AdafactorPacks packs(tile);
+    const AdafactorPacks<false> packs(tile);
     const auto* const gradient = static_cast<const G*>(tile.of.gradient);
     AdafactorUpdate<Vector, true> update(tile.of.numbers);
     const auto columns = load_pack(static_cast<const S*>(tile.of.column_factors) + tile.matrix * tile.of.columns,
                                    packs.column(), tile.of.columns - packs.column());
     auto sum = Vector::all(0);
     for_each_pack_of(packs, gradient, [&](int round, const AlignedPack<G>& gradients) {
-      const auto count = packs.count(round);
+      const int count = packs.count(round);
       update.scale.row = Vector::load(shared.row_factors + packs.row(round));
       GRADACCUM_UNROLL
       for (int k = 0; k < pack_size; ++k) {

@@ -117,8 +117,9 @@ struct AdafactorTable {
     void* parameter;
     const void* gradient;
     void* row_var;  ///< of a vector its variance
-    void *col_var, *exp_avg;
-    void* memory;  ///< see AdafactorMemory
+    void* col_var;
+    void* exp_avg;  ///< of all tensors of a launch, or of none
+    void* memory;   ///< see AdafactorMemory
     AdafactorShape shape;
     std::uint64_t rounding_key;
     std::int64_t first_block, first_average;

@@ -48,22 +48,27 @@ class AdafactorSumsBlock {
     return sum;
   }
   GRADACCUM_ON_DEVICE static double squares_of_parameter(const AdafactorTile& tile) {
+    if (tile.shape.is_vector()) return squares_of_packs(tile, AdafactorPacks<true>(tile));
+    if (tile.shape.is_large()) return squares_of_packs(tile, AdafactorPacks<false>(tile));
     const auto* const parameters = static_cast<const P*>(tile.of.parameter);
+    const AdafactorRange range(tile);
     auto sum = Doubles::all(0);
-    if (tile.shape.is_small()) {
-      const AdafactorRange range(tile);
-      for (int i = pack_size * this_thread(); i < range.count; i += pack_size * threads_of_block)
-        sum = squares_of(load_pack(parameters, range.first + i, range.count - i), sum);
-    } else {
-      for_each_pack_of(AdafactorPacks(tile), parameters,
-                       [&](int, const AlignedPack<P>& pack) { sum = squares_of(pack, sum); });
-    }
+    for (int i = pack_size * this_thread(); i < range.count; i += pack_size * threads_of_block)
+      sum = squares_of(load_pack(parameters, range.first + i, range.count - i), sum);
+    return sum.sum();
+  }
+  template <bool of_vector>
+  GRADACCUM_ON_DEVICE static double squares_of_packs(const AdafactorTile& tile,
+                                                     const AdafactorPacks<of_vector>& packs) {
+    auto sum = Doubles::all(0);
+    for_each_pack_of(packs, static_cast<const P*>(tile.of.parameter),
+                     [&](int, const AlignedPack<P>& pack) { sum = squares_of(pack, sum); });
     return sum.sum();
   }
 
   /// Of each row's part that is the thread's, and of its columns.
   GRADACCUM_ON_DEVICE static void sum_tile(Shared& shared) {
-    const AdafactorPacks packs(shared.tile);
+    const AdafactorPacks<false> packs(shared.tile);
     const auto* const gradient = static_cast<const G*>(shared.tile.of.gradient);
     const AdafactorSquares<Vector> squares{Vector::all(shared.tile.of.numbers.multiplier)};
     S column_sums[pack_size] = {};
@@ -79,14 +84,15 @@ class AdafactorSumsBlock {
 
   /// Returns the sum of the squares of the update.
   GRADACCUM_ON_DEVICE static double move_variance(const AdafactorTile& tile) {
-    const AdafactorPacks packs(tile);
+    const AdafactorPacks<true> packs(tile);
     const auto* const gradient = static_cast<const G*>(tile.of.gradient);
     auto* const variance = static_cast<S*>(tile.of.variance);
     const AdafactorVariance<Vector> average(tile.of.numbers);
     const AdafactorUpdate<Vector, false> update(tile.of.numbers);
     auto sum = Vector::all(0);
     for (int round = 0; round < packs.rounds(); ++round) {
-      const auto place = packs.place(round), count = packs.count(round);
+      const auto place = packs.place(round);
+      const int count = packs.count(round);
       const auto gradients = load_pack(gradient, place, count);
       Pack<S*> variances(variance, place, count);
       GRADACCUM_UNROLL

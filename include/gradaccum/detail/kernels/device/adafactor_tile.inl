@@ -94,6 +94,7 @@ GRADACCUM_ON_DEVICE void begin_tile(const AdafactorLaunch& launch, std::int64_t 
 inline constexpr int rounds_of_tile = AdafactorShape::rounds_of_tile;
 
 /// The packs of a tile that are a thread's, one below another in rounds.
+template <bool of_vector>
 class AdafactorPacks {
  public:
   GRADACCUM_ON_DEVICE explicit AdafactorPacks(const AdafactorTile& tile)
@@ -102,7 +103,7 @@ class AdafactorPacks {
     column_ = tile.column + this_thread() % tile.threads_of_row * pack_size;
     first_ = (tile.matrix * tile.of.rows + tile.row + row_) * columns + column_;
     step_ = stride_ * columns;
-    of_row_ = columns - column_;
+    of_row_ = columns - column_ < pack_size ? static_cast<int>(columns - column_) : pack_size;
     numel_ = tile.shape.numel();
     rounds_ = of_row_ > 0 && row_ < tile.rows ? (tile.rows - row_ + stride_ - 1) / stride_ : 0;
   }
@@ -111,21 +112,22 @@ class AdafactorPacks {
   GRADACCUM_ON_DEVICE int row(int round) const { return row_ + round * stride_; }  ///< of the tile
   GRADACCUM_ON_DEVICE std::int64_t column() const { return column_; }              ///< of the matrix
   GRADACCUM_ON_DEVICE std::int64_t place(int round) const { return first_ + round * step_; }
-  /// Elements from there on in the row; at the end of a vector there may be none.
-  GRADACCUM_ON_DEVICE std::int64_t count(int round) const {
-    const auto of_tensor = numel_ - place(round);
-    return of_row_ < of_tensor ? of_row_ : of_tensor;
+  /// Elements from there on, of a pack's; those of a vector may end before the row does.
+  GRADACCUM_ON_DEVICE int count(int round) const {
+    if constexpr (!of_vector) return of_row_;
+    const auto left = numel_ - place(round);
+    return left < of_row_ ? static_cast<int>(left) : of_row_;
   }
 
  private:
-  int row_, stride_, rounds_;
-  std::int64_t column_, first_, step_, of_row_, numel_;
+  int row_, stride_, rounds_, of_row_;
+  std::int64_t column_, first_, step_, numel_;
 };
 
 /// Calls `body(round, pack)` for all of a thread's packs of an array. Some are on their way from memory at a time:
 /// there are too few threads for one each to keep it busy.
-template <class T, class Body>
-GRADACCUM_ON_DEVICE void for_each_pack_of(const AdafactorPacks& packs, const T* array, const Body& body) {
+template <bool of_vector, class T, class Body>
+GRADACCUM_ON_DEVICE void for_each_pack_of(const AdafactorPacks<of_vector>& packs, const T* array, const Body& body) {
   constexpr int ahead = 4;
   for (int first = 0; first < packs.rounds(); first += ahead) {
     AlignedPack<T> loaded[ahead];
