@@ -97,6 +97,7 @@
 #include <gradaccum/detail/memory/memory_ledger.ipp>
 #include <gradaccum/detail/memory/occupied_memory.ipp>
 #include <gradaccum/detail/memory/storage_count.ipp>
+#include <gradaccum/detail/optimizers/adafactor_kernel_moves.ipp>
 #include <gradaccum/detail/optimizers/adafactor_step.ipp>
 #include <gradaccum/detail/optimizers/adafactor_tensor.ipp>
 #include <gradaccum/detail/optimizers/adam8bit_optimizer.ipp>

@@ -167,8 +167,8 @@ TEST_CASE("Adam8bit: one step is Adam's on the decoded moments, for every instru
           auto whole_p = p.to(at::kDouble), whole_m = inner::decoded(m, true).to(at::kDouble),
                whole_v = inner::decoded(v, false).to(at::kDouble);
           const double multiplier = 0.5, lr = 1e-2, decay = 0.1;
-          const auto numbers =
-              inner::numbers_of({lr, 0.9, 0.99, 1e-8, decay, false, /*decoupled=*/true, /*step=*/3}, multiplier);
+          const auto numbers = inner::numbers_of(
+              inner::AdamSettings{lr, 0.9, 0.99, 1e-8, decay, false, /*decoupled=*/true, /*step=*/3}, multiplier);
           const inner::Adam8bitOperand operand{numbers,
                                                p.mutable_data_ptr(),
                                                g.const_data_ptr(),

@@ -5,13 +5,12 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/kernels/dense.hpp>
+#include <gradaccum/detail/kernels/numbers.hpp>
 #include <gradaccum/detail/optimizers/adafactor_step.hpp>
 #include <gradaccum/detail/optimizers/take_steps.hpp>
 
 #include <c10/util/Exception.h>
 
-#include <algorithm>
-#include <cmath>
 #include <utility>
 
 namespace gradaccum::detail {
@@ -19,23 +18,21 @@ namespace gradaccum::detail {
 GRADACCUM_INLINE AdafactorStep adafactor_step_of(const at::Tensor& parameter, const at::Tensor& gradient,
                                                  const optim::AdafactorOptions& options,
                                                  const optim::AdafactorParamState& state) {
-  const auto t = static_cast<double>(state.step());
   const auto [eps1, eps2] = options.eps();
-  const auto most = options.warmup_init() ? 1e-6 * t : options.lr();
-  return {{.lr = options.lr(),
-           .step_size = options.relative_step() ? std::min(most, 1 / std::sqrt(t)) : options.lr(),
-           .fresh2 = std::pow(t, options.beta2_decay()),
-           .eps1 = eps1,
-           .eps2 = eps2,
-           .d = options.d(),
-           .weight_decay = options.weight_decay(),
-           .beta1 = options.beta1(),
-           .scale_parameter = options.scale_parameter(),
-           .pytorch = options.variant() == optim::AdafactorVariant::pytorch,
-           .step = t,
-           .beta2_decay = options.beta2_decay(),
-           .relative_step = options.relative_step(),
-           .warmup_init = options.warmup_init()},
+  const AdafactorSettings settings{.lr = options.lr(),
+                                   .step_size = 0,
+                                   .fresh2 = 0,
+                                   .eps1 = eps1,
+                                   .eps2 = eps2,
+                                   .d = options.d(),
+                                   .weight_decay = options.weight_decay(),
+                                   .beta1 = options.beta1(),
+                                   .scale_parameter = options.scale_parameter(),
+                                   .pytorch = options.variant() == optim::AdafactorVariant::pytorch,
+                                   .beta2_decay = options.beta2_decay(),
+                                   .relative_step = options.relative_step(),
+                                   .warmup_init = options.warmup_init()};
+  return {at_step(settings, static_cast<double>(state.step())),
           parameter,
           gradient,
           state.row_var(),

@@ -56,6 +56,16 @@ void to_host(TensorTable& tensors) {
     for (auto& array : tensors.entries[static_cast<std::size_t>(i)].arrays) to_host(array);
 }
 
+void to_host(AdafactorLaunch& launch) {
+  to_host(launch.by);
+  for (std::int64_t i = 0; i < launch.tensors.size; ++i) {
+    auto& tensor = launch.tensors.entries[static_cast<std::size_t>(i)];
+    to_host(tensor.gradient);
+    for (auto* const array : {&tensor.parameter, &tensor.row_var, &tensor.col_var, &tensor.exp_avg, &tensor.memory})
+      to_host(*array);
+  }
+}
+
 template <class Settings>
 void to_host(StepLaunch<Settings>& launch) {
   to_host(launch.by);
@@ -112,6 +122,7 @@ const gradaccum::detail::DeviceKernels* emulated_cuda_kernels() {
                                      .sgd = run_sgd,
                                      .adam = run_adam,
                                      .adam8bit = run_adam8bit,
+                                     .adafactor = run_adafactor,
                                      .l2_norms = run_l2_norms};
   return &kernels;
 }

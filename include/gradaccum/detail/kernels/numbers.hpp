@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 /// What an optimizer is set to for one step, and the numbers that its kernels are given of it: on a processor by the
 /// host, on a device by itself, which alone may know the factor and the count of steps.
@@ -63,6 +64,28 @@ GRADACCUM_ON_DEVICE inline AdamNumbers numbers_of(const AdamSettings& by, double
           .eps = by.eps};
 }
 
+struct AdafactorSettings {
+  double lr, step_size;  ///< step_size: lr or what replaces it, before it is scaled
+  double fresh2;         ///< 1 - beta2 of this step
+  double eps1, eps2, d, weight_decay, beta1;
+  bool scale_parameter, pytorch;
+
+  /// What makes `step_size` and `fresh2`, for a device that counts the steps itself, from 1.
+  double step = 1, beta2_decay = 0;
+  bool relative_step = false, warmup_init = false;
+
+  bool operator==(const AdafactorSettings&) const = default;
+};
+
+/// With what the count of steps makes of them.
+GRADACCUM_ON_DEVICE inline AdafactorSettings at_step(AdafactorSettings by, double step) {
+  const double most = by.warmup_init ? 1e-6 * step : by.lr, relative = 1 / std::sqrt(step);
+  by.step = step;
+  by.fresh2 = std::pow(step, by.beta2_decay);
+  by.step_size = !by.relative_step ? by.lr : relative < most ? relative : most;
+  return by;
+}
+
 /// What a step of Adafactor multiplies by and is bounded by.
 struct AdafactorNumbers {
   double multiplier;
@@ -72,5 +95,32 @@ struct AdafactorNumbers {
   double largest_scale;            ///< of the gradient to the update: infinity, or 1 / eps1
   double kept = 1, step_size = 0;  ///< known once both sums of squares are
 };
+
+GRADACCUM_ON_DEVICE inline AdafactorNumbers numbers_of(const AdafactorSettings& by, double multiplier) {
+  return {.multiplier = multiplier,
+          .beta1 = by.beta1,
+          .beta2 = 1 - by.fresh2,
+          .fresh2 = by.fresh2,
+          .added = by.pytorch ? 0 : by.eps1,
+          .least_mean = by.pytorch ? by.eps1 : 0,
+          .largest_scale = by.pytorch ? 1 / by.eps1 : std::numeric_limits<double>::infinity()};
+}
+
+/// Sums over a tensor of so many elements: of the squares of the parameter, and of its update before it is scaled.
+struct AdafactorSums {
+  double elements, parameter_squares, update_squares;
+};
+
+/// NaN stays NaN.
+GRADACCUM_ON_DEVICE inline double at_least(double least, double x) { return x < least ? least : x; }
+
+GRADACCUM_ON_DEVICE inline void set_step_size(AdafactorNumbers& numbers, const AdafactorSettings& by,
+                                              const AdafactorSums& of) {
+  const double rms = std::sqrt(of.parameter_squares / of.elements);
+  const double update_rms = std::sqrt(of.update_squares / of.elements);
+  const double size = by.step_size * (by.scale_parameter ? at_least(by.eps2, rms) : 1);
+  numbers.kept = 1 - by.weight_decay * (by.pytorch ? by.lr : size);
+  numbers.step_size = size / at_least(1, update_rms / by.d);
+}
 
 }  // namespace gradaccum::detail

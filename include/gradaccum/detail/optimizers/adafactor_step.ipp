@@ -6,7 +6,9 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/kernels/dense.hpp>
 #include <gradaccum/detail/kernels/element_loop.hpp>
+#include <gradaccum/detail/optimizers/adafactor_kernel_moves.hpp>
 #include <gradaccum/detail/optimizers/batches.hpp>
+#include <gradaccum/detail/optimizers/kernel_moves.hpp>
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
@@ -214,16 +216,23 @@ class AdafactorMove final : public Move {
   at::Tensor update_, step_size_, norm_, row_, col_, means_;
 };
 
-GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<AdafactorStep>& steps, const Multiplier& multiplier) {
+GRADACCUM_INLINE void add_aten_moves(Moves& moves, const std::vector<AdafactorStep>& steps,
+                                     const Multiplier& multiplier) {
   std::optional<AdafactorWeights> weights;
   for (auto& step : steps) {
-    if (step.parameter.numel() == 0) continue;
     const auto device = step.parameter.device();
     const auto dtype = state_type(step.parameter);
     if (!weights || !weights->fit(step.settings, device, dtype))
       weights.emplace(step.settings, multiplier, device, dtype);
     moves.add(device, std::make_unique<AdafactorMove>(step, multiplier, *weights));
   }
+}
+
+GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<AdafactorStep>& steps, const Multiplier& multiplier) {
+  std::vector<AdafactorStep> with_elements;
+  for (auto& step : steps)
+    if (step.parameter.numel() > 0) with_elements.push_back(step);
+  add_proved_moves(moves, with_elements, multiplier);
 }
 
 }  // namespace gradaccum::detail

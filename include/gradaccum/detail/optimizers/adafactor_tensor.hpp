@@ -3,6 +3,7 @@
 
 #include <gradaccum/detail/kernels/dense.hpp>
 #include <gradaccum/detail/kernels/kernels.hpp>
+#include <gradaccum/detail/kernels/numbers.hpp>
 
 #include <ATen/core/Tensor.h>
 
@@ -11,19 +12,6 @@
 #include <vector>
 
 namespace gradaccum::detail {
-
-struct AdafactorSettings {
-  double lr, step_size;  ///< step_size: lr or what replaces it, before it is scaled
-  double fresh2;         ///< 1 - beta2 of this step
-  double eps1, eps2, d, weight_decay, beta1;
-  bool scale_parameter, pytorch;
-
-  /// What makes `step_size` and `fresh2`, for a device that counts the steps itself, from 1.
-  double step = 1, beta2_decay = 0;
-  bool relative_step = false, warmup_init = false;
-
-  bool operator==(const AdafactorSettings&) const = default;
-};
 
 /// One parameter's step of Adafactor, with all that it reads and writes. State is row-major.
 struct AdafactorStep {

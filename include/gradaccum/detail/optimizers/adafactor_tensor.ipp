@@ -8,27 +8,18 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <utility>
 
 namespace gradaccum::detail {
 
 GRADACCUM_INLINE AdafactorTensor::AdafactorTensor(const AdafactorStep& step, double multiplier)
     : settings_(step.settings), owner_(step.parameter), parameter_(row_major(owner_, owner_.scalar_type())) {
-  const auto& by = settings_;
   const auto type = owner_.scalar_type();
   gradient_ = step.gradient;
   if (at::elementSize(gradient_.scalar_type()) > at::elementSize(state_type(owner_)))
     gradient_ = gradient_.mul(std::exchange(multiplier, 1.0));  // may be out of reach of float32 until then
   gradient_ = row_major(gradient_, gradient_.scalar_type() == type ? type : state_type(owner_));
-  operand_.numbers = {.multiplier = multiplier,
-                      .beta1 = by.beta1,
-                      .beta2 = 1 - by.fresh2,
-                      .fresh2 = by.fresh2,
-                      .added = by.pytorch ? 0 : by.eps1,
-                      .least_mean = by.pytorch ? by.eps1 : 0,
-                      .largest_scale = by.pytorch ? 1 / by.eps1 : std::numeric_limits<double>::infinity()};
+  operand_.numbers = numbers_of(settings_, multiplier);
   operand_.parameter = parameter_.mutable_data_ptr();
   operand_.gradient = gradient_.const_data_ptr();
   operand_.exp_avg = step.exp_avg.defined() ? step.exp_avg.mutable_data_ptr() : nullptr;
@@ -98,17 +89,12 @@ GRADACCUM_INLINE void AdafactorTensor::sum(AdafactorPiece& piece) const {
 }
 
 GRADACCUM_INLINE void AdafactorTensor::set_step_size() {
-  double parameter_squares = 0, update_squares = 0;
+  AdafactorSums sums{static_cast<double>(elements()), 0, 0};
   for (auto& piece : pieces_) {
-    parameter_squares += piece.parameter_squares;
-    update_squares += piece.update_squares;
+    sums.parameter_squares += piece.parameter_squares;
+    sums.update_squares += piece.update_squares;
   }
-  const auto at_least = [](double least, double x) { return x < least ? least : x; };  // NaN stays NaN
-  const auto rms = [this](double squares) { return std::sqrt(squares / static_cast<double>(elements())); };
-  const auto& by = settings_;
-  const auto size = by.step_size * (by.scale_parameter ? at_least(by.eps2, rms(parameter_squares)) : 1);
-  operand_.numbers.kept = 1 - by.weight_decay * (by.pytorch ? by.lr : size);
-  operand_.numbers.step_size = size / at_least(1, rms(update_squares) / by.d);
+  detail::set_step_size(operand_.numbers, settings_, sums);
 }
 
 }  // namespace gradaccum::detail

@@ -28,6 +28,7 @@ struct DeviceOperand {
   at::Tensor parameter, gradient;
   std::optional<std::uint64_t> rounding_key;
   bool by_kernel = false;  ///< which takes dtypes and a factor as they are, and rounds
+  bool row_major = false;  ///< for one that knows rows and columns
 
   /// What it has to be copied for is a factor (`multiplied`), dtype, or the order of the elements.
   bool copies_parameter() const;
@@ -35,6 +36,7 @@ struct DeviceOperand {
   bool copied(bool multiplied) const { return copies_parameter() || copies_gradient(multiplied); }
 
   Extent whole() const;
+  at::Tensor layout() const;  ///< a tensor of the sizes and strides that copies have
   at::ScalarType dtype_of_parameter() const, dtype_of_gradient() const;  ///< of copies
   /// In parts of `most_copied` elements at most, where the order of the elements allows it.
   std::vector<Extent> cut() const;

@@ -9,6 +9,7 @@
 #include <ATen/Context.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ne.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -26,7 +27,8 @@ GRADACCUM_INLINE at::Tensor Extent::of(const at::Tensor& tensor) const {
 }
 
 GRADACCUM_INLINE bool DeviceOperand::copies_parameter() const {
-  return !is_plain(parameter) || parameter.scalar_type() != dtype_of_parameter();
+  return !is_plain(parameter) || parameter.scalar_type() != dtype_of_parameter() ||
+         (row_major && !parameter.is_contiguous());
 }
 
 GRADACCUM_INLINE at::ScalarType DeviceOperand::dtype_of_parameter() const {
@@ -35,7 +37,7 @@ GRADACCUM_INLINE at::ScalarType DeviceOperand::dtype_of_parameter() const {
 
 GRADACCUM_INLINE bool DeviceOperand::copies_gradient(bool multiplied) const {
   return (multiplied && !by_kernel) || gradient.scalar_type() != dtype_of_gradient() || !is_plain(gradient) ||
-         !same_order(parameter, gradient);
+         !(row_major ? gradient.is_contiguous() : same_order(parameter, gradient));
 }
 
 GRADACCUM_INLINE at::ScalarType DeviceOperand::dtype_of_gradient() const {
@@ -47,10 +49,15 @@ GRADACCUM_INLINE Extent DeviceOperand::whole() const {
   return {0, parameter.is_complex() ? 2 * parameter.numel() : parameter.numel(), /*whole=*/true};
 }
 
+GRADACCUM_INLINE at::Tensor DeviceOperand::layout() const {
+  if (!row_major || parameter.is_contiguous()) return plain_layout_of(parameter);
+  return at::empty(parameter.sizes(), parameter.options().device(at::kMeta));
+}
+
 GRADACCUM_INLINE std::vector<Extent> DeviceOperand::cut() const {
   const auto all = whole();
   const bool lie_alike = is_plain(parameter) && is_plain(gradient) && same_order(parameter, gradient);
-  if (all.size() <= most_copied || !lie_alike) return {all};
+  if (all.size() <= most_copied || !lie_alike || row_major) return {all};
   std::vector<Extent> extents;
   for (std::int64_t from = 0; from < all.to; from += most_copied)
     extents.push_back({from, std::min(from + most_copied, all.to), /*whole=*/false});
@@ -82,7 +89,7 @@ GRADACCUM_INLINE void DeviceOperands::add(const DeviceOperand& operand, const Ex
       .of = operand, .layout = {}, .parameter = extent.of(operand.parameter), .gradient = extent.of(operand.gradient)};
   // Parts of one parameter are rounded by random numbers of their own.
   if (part.of.rounding_key) *part.of.rounding_key += static_cast<std::uint64_t>(extent.from);
-  part.layout = plain_layout_of(part.parameter);
+  part.layout = extent.whole ? operand.layout() : plain_layout_of(part.parameter);
   if (!by_.on_host() && !factor_.defined()) {
     wide_factor_ = by_.on(part.parameter.device());
     factor_ = wide_factor_.to(at::toRealValueType(state_type(part.parameter)));

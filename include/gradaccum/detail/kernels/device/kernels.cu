@@ -86,6 +86,7 @@ const DeviceKernels cuda_kernels{.name = "CUDA",
                                  .sgd = run_sgd,
                                  .adam = run_adam,
                                  .adam8bit = run_adam8bit,
+                                 .adafactor = run_adafactor,
                                  .l2_norms = run_l2_norms};
 
 }  // namespace gradaccum::detail

@@ -4,6 +4,7 @@
 
 #include <gradaccum/detail/kernels/device/thread_block.inl>
 // kernels that processors have, too:
+#include <gradaccum/detail/kernels/simd/adafactor.inl>
 #include <gradaccum/detail/kernels/simd/adam.inl>
 #include <gradaccum/detail/kernels/simd/eight_bit.inl>
 #include <gradaccum/detail/kernels/simd/sgd.inl>
@@ -11,3 +12,5 @@
 #include <gradaccum/detail/kernels/device/entries.inl>
 #include <gradaccum/detail/kernels/device/squares.inl>
 #include <gradaccum/detail/kernels/device/steps.inl>
+// of which these use some:
+#include <gradaccum/detail/kernels/device/adafactor.inl>

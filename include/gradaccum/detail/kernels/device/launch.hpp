@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/kernels/device/adafactor_launch.hpp>
 #include <gradaccum/detail/kernels/dynamic_tables.hpp>
 #include <gradaccum/detail/kernels/numbers.hpp>
 
@@ -72,6 +73,12 @@ struct StepLaunch {
   TensorTable tensors;
 };
 
+struct AdafactorLaunch {
+  AdafactorSettings settings;
+  DeviceMultiplier by;
+  AdafactorTable tensors;
+};
+
 /// Tensors of one dtype whose squares are summed. Blocks and partial sums are numbered through all of them; how a
 /// tensor is cut does not depend on the others.
 struct SquaresLaunch {
@@ -104,7 +111,7 @@ struct OperandTypes {
   auto operator<=>(const OperandTypes&) const = default;
 };
 
-/// Kernels of devices. Each call launches one, or two, on `stream`, in whose device it is, and does not wait.
+/// Kernels of devices. Each call launches one, or some, on `stream`, in whose device it is, and does not wait.
 struct DeviceKernels {
   const char* name;
   std::string (*describe)(int device);  ///< the device and its driver
@@ -112,6 +119,7 @@ struct DeviceKernels {
   void (*sgd)(const StepLaunch<SgdSettings>&, const OperandTypes&, void* stream);
   void (*adam)(const StepLaunch<AdamSettings>&, const OperandTypes&, void* stream);
   void (*adam8bit)(const StepLaunch<Adam8bitSettings>&, const OperandTypes&, void* stream);
+  void (*adafactor)(const AdafactorLaunch&, const OperandTypes&, void* stream);
   void (*l2_norms)(const SquaresLaunch&, at::ScalarType dtype, void* stream);
 };
 

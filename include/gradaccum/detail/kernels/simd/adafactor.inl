@@ -1,28 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The passes of a step of Adafactor. Included by kernels.ipp for each instruction set.
+// What a step of Adafactor computes of each element, row and column. Included by kernels.ipp for each instruction set,
+// and where kernels of devices are compiled.
 //
 // The update is g * scale, with scale = 1 / sqrt(estimate): for a matrix the product of a factor of the row and one of
 // the column, for a vector made of its variance. Row factors, and so the scales, are negative here: `larger` then
 // bounds them by 1 / eps1 from the other side, and NaN goes through.
 
-/// The sum over so many numbers may be made in float32; longer ones are made of several, in float64.
-constexpr std::int64_t adafactor_run = 4096;
-
-template <class Vector>
-double adafactor_sum(const Vector& vector, std::int64_t count = Vector::width) {
-  typename Vector::Scalar numbers[Vector::width];
-  vector.store(numbers);
-  double sum = 0;
-  for (std::int64_t i = 0; i < count; ++i) sum += static_cast<double>(numbers[i]);
-  return sum;
-}
-
 /// Adds the squares of a row's gradient to the sums of its columns, and to its own.
 template <class Vector>
 struct AdafactorSquares {
   template <class G, class S>
-  void operator()(const G* gradient, S* column_sums) const {
+  GRADACCUM_ON_DEVICE void operator()(const G* gradient, S* column_sums) const {
     const auto g = Vector::load(gradient) * multiplier;
     sum = multiply_add(g, g, sum);
     multiply_add(g, g, Vector::load(column_sums)).store(column_sums);
@@ -34,7 +23,7 @@ struct AdafactorSquares {
 /// The moving average of the squared gradient: of means, made of sums, or of a vector's own.
 template <class Vector>
 struct AdafactorVariance {
-  explicit AdafactorVariance(const AdafactorNumbers& by, std::int64_t count = 1)
+  GRADACCUM_ON_DEVICE explicit AdafactorVariance(const AdafactorNumbers& by, std::int64_t count = 1)
       : multiplier(Vector::all(by.multiplier)),
         share(Vector::all(1.0 / static_cast<double>(count))),
         added(Vector::all(by.added)),
@@ -42,16 +31,16 @@ struct AdafactorVariance {
         fresh2(Vector::all(by.fresh2)) {}
 
   template <class S>
-  void operator()(S* variance, S* sums) const {
+  GRADACCUM_ON_DEVICE void operator()(S* variance, S* sums) const {
     average(variance, multiply_add(Vector::load(sums), share, added));
   }
   template <class G, class S>
-  void operator()(S* variance, const G* gradient) const {
+  GRADACCUM_ON_DEVICE void operator()(S* variance, const G* gradient) const {
     const auto g = Vector::load(gradient) * multiplier;
     average(variance, multiply_add(g, g, added));
   }
   template <class S>
-  void average(S* variance, const Vector& fresh) const {
+  GRADACCUM_ON_DEVICE void average(S* variance, const Vector& fresh) const {
     multiply_add(Vector::load(variance), beta2, fresh * fresh2).store(variance);
   }
   Vector multiplier, share, added, beta2, fresh2;
@@ -60,25 +49,17 @@ struct AdafactorVariance {
 template <class Vector>
 struct AdafactorFactor {
   template <class S>
-  void operator()(const S* variance, S* factor) const {
+  GRADACCUM_ON_DEVICE void operator()(const S* variance, S* factor) const {
     (numerator / square_root(Vector::load(variance))).store(factor);
   }
   Vector numerator;
-};
-
-template <class Vector>
-struct AdafactorAdd {
-  template <class S>
-  void operator()(S* sums, const S* more) const {
-    (Vector::load(sums) + Vector::load(more)).store(sums);
-  }
 };
 
 /// The scale of a row's update, of its column factors; or of a vector's, of its variance.
 template <class Vector, bool factored>
 struct AdafactorScale {
   template <class S>
-  Vector operator()(const S* of) const {
+  GRADACCUM_ON_DEVICE Vector operator()(const S* of) const {
     const auto x = Vector::load(of);
     if constexpr (factored) return larger(lowest, row * x);
     return larger(lowest, row / square_root(x));
@@ -86,162 +67,38 @@ struct AdafactorScale {
   Vector row, lowest;
 };
 
+/// The gradient, scaled: negative, as scales are.
+template <class Vector, bool factored>
+struct AdafactorUpdate {
+  GRADACCUM_ON_DEVICE explicit AdafactorUpdate(const AdafactorNumbers& by, double row = -1)
+      : scale{Vector::all(row), Vector::all(-by.largest_scale)}, multiplier(Vector::all(by.multiplier)) {}
+
+  template <class G, class S>
+  GRADACCUM_ON_DEVICE Vector operator()(const G* gradient, const S* of) const {
+    return Vector::load(gradient) * multiplier * scale(of);
+  }
+  AdafactorScale<Vector, factored> scale;
+  Vector multiplier;
+};
+
+/// No sum is of a product that a compiler may or may not join with it.
 template <class Vector, bool factored>
 struct AdafactorApply {
-  explicit AdafactorApply(const AdafactorNumbers& by)
-      : scale{Vector::all(-1), Vector::all(-by.largest_scale)},
-        multiplier(Vector::all(by.multiplier)),
+  GRADACCUM_ON_DEVICE explicit AdafactorApply(const AdafactorNumbers& by)
+      : update(by),
         kept(Vector::all(by.kept)),
         step_size(Vector::all(by.step_size)),
-        beta1(Vector::all(by.beta1)),
+        negative_beta1(Vector::all(-by.beta1)),
         fresh1(Vector::all((1 - by.beta1) * by.step_size)) {}
 
   template <class P, class G, class S>
-  void operator()(P* parameter, const G* gradient, const S* of, S* exp_avg) const {
-    const auto p = Vector::load(parameter) * kept, update = Vector::load(gradient) * multiplier * scale(of);
-    if (!exp_avg) return multiply_add(update, step_size, p).store(parameter);
-    const auto average = Vector::load(exp_avg) * beta1 - update * fresh1;
-    average.store(exp_avg);
-    (p - average).store(parameter);
+  GRADACCUM_ON_DEVICE void operator()(P* parameter, const G* gradient, const S* of, S* exp_avg) const {
+    const auto p = Vector::load(parameter), step = update(gradient, of);
+    if (!exp_avg) return multiply_add(step, step_size, p * kept).store(parameter);
+    const auto negative_average = multiply_add(Vector::load(exp_avg), negative_beta1, step * fresh1);
+    (Vector::all(0) - negative_average).store(exp_avg);
+    multiply_add(p, kept, negative_average).store(parameter);
   }
-  AdafactorScale<Vector, factored> scale;
-  Vector multiplier, kept, step_size, beta1, fresh1;
-};
-
-/// Rows [from, to) of all matrices: sums of squares, those of the columns into the `part`-th of their sums.
-template <class Vector, class G>
-void adafactor_sums(const AdafactorOperand& o, std::int64_t from, std::int64_t to, std::int64_t part) {
-  using S = typename Vector::Scalar;
-  const AdafactorSquares<Vector> squares{Vector::all(o.numbers.multiplier)};
-  for (auto row = from; row < to; ++row) {
-    const auto* const gradient = static_cast<const G*>(o.gradient) + row * o.columns;
-    auto* const sums = static_cast<S*>(o.column_factors) + (part * o.matrices + row / o.rows) * o.columns;
-    double sum = 0;
-    for (std::int64_t i = 0; i < o.columns; i += adafactor_run) {
-      squares.sum = Vector::all(0);
-      for_each_vector<Vector::width>(squares, std::min(adafactor_run, o.columns - i), gradient + i, sums + i);
-      sum += adafactor_sum(squares.sum);
-    }
-    static_cast<S*>(o.row_factors)[row] = static_cast<S>(sum);
-  }
-}
-
-/// Makes the factors of one matrix of its sums, and moves the averages.
-template <class Vector>
-void adafactor_factors(const AdafactorOperand& o, std::int64_t matrix) {
-  using S = typename Vector::Scalar;
-  auto* const row_var = static_cast<S*>(o.row_var) + matrix * o.rows;
-  auto* const col_var = static_cast<S*>(o.col_var) + matrix * o.columns;
-  auto* const rows = static_cast<S*>(o.row_factors) + matrix * o.rows;
-  auto* const columns = static_cast<S*>(o.column_factors) + matrix * o.columns;
-  for (std::int64_t part = 1; part < o.parts; ++part)
-    for_each_vector<Vector::width>(AdafactorAdd<Vector>(), o.columns, columns,
-                                   static_cast<const S*>(columns) + part * o.matrices * o.columns);
-  for_each_vector<Vector::width>(AdafactorVariance<Vector>(o.numbers, o.columns), o.rows, row_var, rows);
-  for_each_vector<Vector::width>(AdafactorVariance<Vector>(o.numbers, o.rows), o.columns, col_var, columns);
-  double mean = 0;
-  for (std::int64_t i = 0; i < o.rows; ++i) mean += static_cast<double>(row_var[i]);
-  mean /= static_cast<double>(o.rows);
-  mean = mean < o.numbers.least_mean ? o.numbers.least_mean : mean;
-  for_each_vector<Vector::width>(AdafactorFactor<Vector>{Vector::all(-std::sqrt(mean))}, o.rows,
-                                 static_cast<const S*>(row_var), rows);
-  for_each_vector<Vector::width>(AdafactorFactor<Vector>{Vector::all(1)}, o.columns, static_cast<const S*>(col_var),
-                                 columns);
-}
-
-/// The sum of the squares of an update. What fills the last vector up is not counted: it may be 0 * infinity.
-template <class Vector, class Scale, class G, class S>
-double adafactor_squares(const Scale& scale, const Vector& multiplier, const G* gradient, const S* of,
-                         std::int64_t count) {
-  constexpr int width = Vector::width;
-  auto sum = Vector::all(0);
-  std::int64_t i = 0;
-  for (; i + width <= count; i += width) {
-    const auto update = Vector::load(gradient + i) * multiplier * scale(of + i);
-    sum = multiply_add(update, update, sum);
-  }
-  if (i == count) return adafactor_sum(sum);
-  Rest<const G, width> last_gradient(gradient + i, count - i);
-  Rest<const S, width> last_of(of + i, count - i);
-  const auto last = Vector::load(last_gradient.vector()) * multiplier * scale(last_of.vector());
-  return adafactor_sum(sum) + adafactor_sum(last * last, count - i);
-}
-
-template <class Vector, class G>
-double adafactor_update_squares(const AdafactorOperand& o, std::int64_t from, std::int64_t to) {
-  using S = typename Vector::Scalar;
-  const auto multiplier = Vector::all(o.numbers.multiplier), lowest = Vector::all(-o.numbers.largest_scale);
-  double sum = 0;
-  for (auto row = from; row < to; ++row) {
-    const AdafactorScale<Vector, true> scale{Vector::all(static_cast<const S*>(o.row_factors)[row]), lowest};
-    const auto* const gradient = static_cast<const G*>(o.gradient) + row * o.columns;
-    const auto* const columns = static_cast<const S*>(o.column_factors) + row / o.rows * o.columns;
-    for (std::int64_t i = 0; i < o.columns; i += adafactor_run)
-      sum += adafactor_squares(scale, multiplier, gradient + i, columns + i, std::min(adafactor_run, o.columns - i));
-  }
-  return sum;
-}
-
-/// Elements [from, to) of a vector: moves the average, and returns the sum of the squares of the update.
-template <class Vector, class G>
-double adafactor_vector_squares(const AdafactorOperand& o, std::int64_t from, std::int64_t to) {
-  using S = typename Vector::Scalar;
-  const AdafactorScale<Vector, false> scale{Vector::all(-1), Vector::all(-o.numbers.largest_scale)};
-  double sum = 0;
-  for (auto i = from; i < to; i += adafactor_run) {
-    const auto count = std::min(adafactor_run, to - i);
-    const auto* const gradient = static_cast<const G*>(o.gradient) + i;
-    auto* const variance = static_cast<S*>(o.variance) + i;
-    for_each_vector<Vector::width>(AdafactorVariance<Vector>(o.numbers), count, variance, gradient);
-    sum +=
-        adafactor_squares(scale, Vector::all(o.numbers.multiplier), gradient, static_cast<const S*>(variance), count);
-  }
-  return sum;
-}
-
-/// `count` elements from `place` on; those of a row, or of a vector.
-template <class P, class G, bool rounded, class Vector, bool factored>
-void adafactor_apply(const AdafactorApply<Vector, factored>& apply, const AdafactorOperand& o,
-                     const typename Vector::Scalar* of, std::int64_t place, std::int64_t count) {
-  const auto* const gradient = static_cast<const G*>(o.gradient) + place;
-  auto* const exp_avg = o.exp_avg ? static_cast<typename Vector::Scalar*>(o.exp_avg) + place : nullptr;
-  auto* const parameters = static_cast<P*>(o.parameter);
-  if constexpr (!rounded) {
-    for_each_vector<Vector::width>(apply, count, parameters + place, gradient, of, exp_avg);
-  } else {
-    for (std::int64_t i = 0; i < count; i += RoundedChunk::size) {
-      const auto size = RoundedChunk::part_of(count - i);
-      RoundedChunk parameter(parameters, place + i, size, o.rounding_key);
-      for_each_vector<Vector::width>(apply, size, parameter.floats(), gradient + i, of + i,
-                                     exp_avg ? exp_avg + i : nullptr);
-    }
-  }
-}
-
-/// Moves rows [from, to) of all matrices, or elements of a vector.
-template <class Vector, class P, class G, bool rounded>
-void adafactor_move(const AdafactorOperand& o, std::int64_t from, std::int64_t to) {
-  using S = typename Vector::Scalar;
-  if (o.variance)
-    return adafactor_apply<P, G, rounded>(AdafactorApply<Vector, false>(o.numbers), o,
-                                          static_cast<const S*>(o.variance) + from, from, to - from);
-  AdafactorApply<Vector, true> apply(o.numbers);
-  for (auto row = from; row < to; ++row) {
-    apply.scale.row = Vector::all(static_cast<const S*>(o.row_factors)[row]);
-    const auto* const columns = static_cast<const S*>(o.column_factors) + row / o.rows * o.columns;
-    adafactor_apply<P, G, rounded>(apply, o, columns, row * o.columns, o.columns);
-  }
-}
-
-/// Computed in vectors `F` of floats, and `D` of doubles.
-template <class F = Floats, class D = Doubles>
-struct AdafactorIn {
-  template <class P, class G, bool rounded>
-  struct OfTypes {
-    using Vector = std::conditional_t<std::is_same_v<P, double>, D, F>;
-    static AdafactorKernels run() {
-      return {adafactor_sums<Vector, G>, adafactor_factors<Vector>, adafactor_update_squares<Vector, G>,
-              adafactor_vector_squares<Vector, G>, adafactor_move<Vector, P, G, rounded>};
-    }
-  };
+  AdafactorUpdate<Vector, factored> update;
+  Vector kept, step_size, negative_beta1, fresh1;
 };

@@ -9,6 +9,7 @@
 #include <gradaccum/detail/kernels/simd/types.inl>
 // which these are made of:
 #include <gradaccum/detail/kernels/simd/adafactor.inl>
+#include <gradaccum/detail/kernels/simd/adafactor_passes.inl>
 #include <gradaccum/detail/kernels/simd/adam.inl>
 #include <gradaccum/detail/kernels/simd/adam8bit.inl>
 #include <gradaccum/detail/kernels/simd/sgd.inl>

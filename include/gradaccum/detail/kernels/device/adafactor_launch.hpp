@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/kernels/numbers.hpp>
+#include <gradaccum/detail/kernels/on_device.hpp>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+/// What is passed to Adafactor's kernels of devices, which go over a tensor several times.
+namespace gradaccum::detail {
+
+/// How a tensor is cut among blocks of threads. It depends on its own shape alone, and so does the order of all sums.
+///
+/// A vector is cut like a matrix of 256 columns whose last row may be short. Matrices are cut into tiles, a block of
+/// threads each; of small ones each is a single thread's.
+class AdafactorShape {
+ public:
+  static constexpr std::int64_t threads = 256, pack = 4, rounds_of_tile = 16;
+  static constexpr std::int64_t most_columns_of_tile = 256, most_rows_of_tile = 512;
+  static constexpr std::int64_t most_elements_of_small = 64;
+  /// Averages of so many rows, or columns, are a block's; of the columns several threads add up each's parts.
+  static constexpr std::int64_t averages_of_rows = threads, averages_of_columns = 32;
+
+  AdafactorShape() = default;
+  static AdafactorShape of_vector(std::int64_t numel) { return {Kind::vector, 1, numel, most_columns_of_tile}; }
+  static AdafactorShape of_matrices(std::int64_t numel, std::int64_t rows, std::int64_t columns) {
+    const auto kind = rows * columns <= most_elements_of_small ? Kind::small : Kind::large;
+    return {kind, numel / (rows * columns), rows, columns};
+  }
+
+  GRADACCUM_ON_DEVICE bool is_vector() const { return kind_ == Kind::vector; }
+  GRADACCUM_ON_DEVICE bool is_small() const { return kind_ == Kind::small; }
+  GRADACCUM_ON_DEVICE bool is_large() const { return kind_ == Kind::large; }  ///< matrices, of more than one thread
+  GRADACCUM_ON_DEVICE std::int64_t numel() const { return is_vector() ? lines_ : matrices_ * lines_ * columns_; }
+  GRADACCUM_ON_DEVICE std::int64_t matrices() const { return matrices_; }
+  GRADACCUM_ON_DEVICE std::int64_t rows() const { return is_vector() ? parts(lines_, most_columns_of_tile) : lines_; }
+  GRADACCUM_ON_DEVICE std::int64_t columns() const { return columns_; }
+
+  /// Threads that are side by side in a row of a tile, each with a pack of its columns. That it is a power of 2 spares
+  /// a device the divisions.
+  GRADACCUM_ON_DEVICE int threads_of_row() const { return 1 << log_threads_of_row_; }
+  GRADACCUM_ON_DEVICE std::int64_t rows_of_tile() const { return rounds_of_tile * threads >> log_threads_of_row_; }
+  GRADACCUM_ON_DEVICE std::int64_t row_tiles() const {
+    return (rows() * threads_of_row() + rounds_of_tile * threads - 1) / (rounds_of_tile * threads);
+  }
+  GRADACCUM_ON_DEVICE std::int64_t columns_of_tile() const { return pack * threads_of_row(); }
+  GRADACCUM_ON_DEVICE std::int64_t column_tiles() const {
+    return (columns_ + columns_of_tile() - 1) >> (log_threads_of_row_ + log_pack);
+  }
+  GRADACCUM_ON_DEVICE std::int64_t blocks() const {
+    return is_small() ? parts(matrices_, threads) : matrices_ * row_tiles() * column_tiles();
+  }
+
+  /// Blocks of threads that move the averages of large matrices: of each first its rows', then its columns'.
+  GRADACCUM_ON_DEVICE std::int64_t blocks_of_rows() const { return parts(rows(), averages_of_rows); }
+  GRADACCUM_ON_DEVICE std::int64_t blocks_of_columns() const { return parts(columns_, averages_of_columns); }
+  GRADACCUM_ON_DEVICE std::int64_t blocks_of_averages() const {
+    return is_large() ? matrices_ * (blocks_of_rows() + blocks_of_columns()) : 0;
+  }
+
+  /// Numbers of the state's type: sums of squares at first, for each row one of each tile beside it, for each column
+  /// one of each tile below it. The first of them become factors.
+  GRADACCUM_ON_DEVICE std::int64_t row_sums() const { return is_vector() ? 0 : matrices_ * lines_ * column_tiles(); }
+  GRADACCUM_ON_DEVICE std::int64_t column_sums() const { return is_vector() ? 0 : matrices_ * columns_ * row_tiles(); }
+
+ private:
+  enum class Kind : std::int32_t { vector, small, large };
+  static constexpr int log_pack = 2, least_log_threads_of_row = 3, most_log_threads_of_row = 6;
+  static_assert(pack == 1 << log_pack && most_columns_of_tile == pack << most_log_threads_of_row &&
+                most_rows_of_tile == rounds_of_tile * threads >> least_log_threads_of_row);
+
+  AdafactorShape(Kind kind, std::int64_t matrices, std::int64_t lines, std::int64_t columns)
+      : kind_(kind), matrices_(matrices), lines_(lines), columns_(columns) {
+    while (log_threads_of_row_ < most_log_threads_of_row && columns_of_tile() < columns) ++log_threads_of_row_;
+  }
+  GRADACCUM_ON_DEVICE static std::int64_t parts(std::int64_t all, std::int64_t of_part) {
+    return (all + of_part - 1) / of_part;
+  }
+
+  Kind kind_ = Kind::vector;
+  std::int32_t log_threads_of_row_ = least_log_threads_of_row;
+  std::int64_t matrices_ = 0;
+  std::int64_t lines_ = 0;  ///< rows; of a vector elements
+  std::int64_t columns_ = 0;
+};
+
+/// What the kernels of a step leave for one another, in a device's memory.
+struct AdafactorMemory {
+  GRADACCUM_ON_DEVICE AdafactorMemory(const AdafactorShape& shape, void* memory)
+      : step(static_cast<double*>(memory)),
+        parameter_squares(step + 2),
+        update_squares(parameter_squares + shape.blocks()),
+        row_var_sums(update_squares + shape.blocks()),
+        row_sums(row_var_sums + sums_of_row_var(shape)) {}
+
+  static std::int64_t bytes(const AdafactorShape& shape, std::int64_t size_of_state) {
+    const auto sums = (shape.row_sums() + shape.column_sums()) * size_of_state;
+    return 8 * (2 + 2 * shape.blocks() + sums_of_row_var(shape)) + (sums + 7) / 8 * 8;
+  }
+
+  double* step;                                ///< `kept` and `step_size`
+  double *parameter_squares, *update_squares;  ///< of each block
+  double* row_var_sums;                        ///< of each block of rows' averages
+  void* row_sums;                              ///< and those of columns behind them
+
+ private:
+  GRADACCUM_ON_DEVICE static std::int64_t sums_of_row_var(const AdafactorShape& shape) {
+    return shape.is_large() ? shape.matrices() * shape.blocks_of_rows() : 0;
+  }
+};
+
+/// Tensors that one launch goes over. Thread blocks are numbered through all of them.
+struct AdafactorTable {
+  struct Entry {
+    void* parameter;
+    const void* gradient;
+    void* row_var;  ///< of a vector its variance
+    void* col_var;
+    void* exp_avg;  ///< of all tensors of a launch, or of none
+    void* memory;   ///< see AdafactorMemory
+    AdafactorShape shape;
+    std::uint64_t rounding_key;
+    std::int64_t first_block, first_average;
+  };
+  /// As many as fit in the 4 KB that a kernel's arguments may have, with all that comes before.
+  static constexpr std::size_t capacity = 37;
+
+  std::int64_t size = 0, blocks = 0, averages = 0;
+  std::array<Entry, capacity> entries;
+
+  bool full() const { return size == static_cast<std::int64_t>(capacity); }
+  void add(Entry entry) {
+    entry.first_block = blocks;
+    entry.first_average = averages;
+    entries[static_cast<std::size_t>(size++)] = entry;
+    blocks += entry.shape.blocks();
+    averages += entry.shape.blocks_of_averages();
+  }
+};
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The passes of a step of Adafactor on a processor. Included by kernels.ipp for each instruction set.
+
+/// The sum over so many numbers may be made in float32; longer ones are made of several, in float64.
+constexpr std::int64_t adafactor_run = 4096;
+
+template <class Vector>
+double adafactor_sum(const Vector& vector, std::int64_t count = Vector::width) {
+  typename Vector::Scalar numbers[Vector::width];
+  vector.store(numbers);
+  double sum = 0;
+  for (std::int64_t i = 0; i < count; ++i) sum += static_cast<double>(numbers[i]);
+  return sum;
+}
+
+template <class Vector>
+struct AdafactorAdd {
+  template <class S>
+  void operator()(S* sums, const S* more) const {
+    (Vector::load(sums) + Vector::load(more)).store(sums);
+  }
+};
+
+/// Rows [from, to) of all matrices: sums of squares, those of the columns into the `part`-th of their sums.
+template <class Vector, class G>
+void adafactor_sums(const AdafactorOperand& o, std::int64_t from, std::int64_t to, std::int64_t part) {
+  using S = typename Vector::Scalar;
+  const AdafactorSquares<Vector> squares{Vector::all(o.numbers.multiplier)};
+  for (auto row = from; row < to; ++row) {
+    const auto* const gradient = static_cast<const G*>(o.gradient) + row * o.columns;
+    auto* const sums = static_cast<S*>(o.column_factors) + (part * o.matrices + row / o.rows) * o.columns;
+    double sum = 0;
+    for (std::int64_t i = 0; i < o.columns; i += adafactor_run) {
+      squares.sum = Vector::all(0);
+      for_each_vector<Vector::width>(squares, std::min(adafactor_run, o.columns - i), gradient + i, sums + i);
+      sum += adafactor_sum(squares.sum);
+    }
+    static_cast<S*>(o.row_factors)[row] = static_cast<S>(sum);
+  }
+}
+
+/// Makes the factors of one matrix of its sums, and moves the averages.
+template <class Vector>
+void adafactor_factors(const AdafactorOperand& o, std::int64_t matrix) {
+  using S = typename Vector::Scalar;
+  auto* const row_var = static_cast<S*>(o.row_var) + matrix * o.rows;
+  auto* const col_var = static_cast<S*>(o.col_var) + matrix * o.columns;
+  auto* const rows = static_cast<S*>(o.row_factors) + matrix * o.rows;
+  auto* const columns = static_cast<S*>(o.column_factors) + matrix * o.columns;
+  for (std::int64_t part = 1; part < o.parts; ++part)
+    for_each_vector<Vector::width>(AdafactorAdd<Vector>(), o.columns, columns,
+                                   static_cast<const S*>(columns) + part * o.matrices * o.columns);
+  for_each_vector<Vector::width>(AdafactorVariance<Vector>(o.numbers, o.columns), o.rows, row_var, rows);
+  for_each_vector<Vector::width>(AdafactorVariance<Vector>(o.numbers, o.rows), o.columns, col_var, columns);
+  double mean = 0;
+  for (std::int64_t i = 0; i < o.rows; ++i) mean += static_cast<double>(row_var[i]);
+  mean /= static_cast<double>(o.rows);
+  mean = mean < o.numbers.least_mean ? o.numbers.least_mean : mean;
+  for_each_vector<Vector::width>(AdafactorFactor<Vector>{Vector::all(-std::sqrt(mean))}, o.rows,
+                                 static_cast<const S*>(row_var), rows);
+  for_each_vector<Vector::width>(AdafactorFactor<Vector>{Vector::all(1)}, o.columns, static_cast<const S*>(col_var),
+                                 columns);
+}
+
+/// The sum of the squares of an update. What fills the last vector up is not counted: it may be 0 * infinity.
+template <class Vector, bool factored, class G, class S>
+double adafactor_squares(const AdafactorUpdate<Vector, factored>& update, const G* gradient, const S* of,
+                         std::int64_t count) {
+  constexpr int width = Vector::width;
+  auto sum = Vector::all(0);
+  std::int64_t i = 0;
+  for (; i + width <= count; i += width) {
+    const auto step = update(gradient + i, of + i);
+    sum = multiply_add(step, step, sum);
+  }
+  if (i == count) return adafactor_sum(sum);
+  Rest<const G, width> last_gradient(gradient + i, count - i);
+  Rest<const S, width> last_of(of + i, count - i);
+  const auto last = update(static_cast<const G*>(last_gradient.vector()), static_cast<const S*>(last_of.vector()));
+  return adafactor_sum(sum) + adafactor_sum(last * last, count - i);
+}
+
+template <class Vector, class G>
+double adafactor_update_squares(const AdafactorOperand& o, std::int64_t from, std::int64_t to) {
+  using S = typename Vector::Scalar;
+  AdafactorUpdate<Vector, true> update(o.numbers);
+  double sum = 0;
+  for (auto row = from; row < to; ++row) {
+    update.scale.row = Vector::all(static_cast<const S*>(o.row_factors)[row]);
+    const auto* const gradient = static_cast<const G*>(o.gradient) + row * o.columns;
+    const auto* const columns = static_cast<const S*>(o.column_factors) + row / o.rows * o.columns;
+    for (std::int64_t i = 0; i < o.columns; i += adafactor_run)
+      sum += adafactor_squares(update, gradient + i, columns + i, std::min(adafactor_run, o.columns - i));
+  }
+  return sum;
+}
+
+/// Elements [from, to) of a vector: moves the average, and returns the sum of the squares of the update.
+template <class Vector, class G>
+double adafactor_vector_squares(const AdafactorOperand& o, std::int64_t from, std::int64_t to) {
+  using S = typename Vector::Scalar;
+  const AdafactorUpdate<Vector, false> update(o.numbers);
+  double sum = 0;
+  for (auto i = from; i < to; i += adafactor_run) {
+    const auto count = std::min(adafactor_run, to - i);
+    const auto* const gradient = static_cast<const G*>(o.gradient) + i;
+    auto* const variance = static_cast<S*>(o.variance) + i;
+    for_each_vector<Vector::width>(AdafactorVariance<Vector>(o.numbers), count, variance, gradient);
+    sum += adafactor_squares(update, gradient, static_cast<const S*>(variance), count);
+  }
+  return sum;
+}
+
+/// `count` elements from `place` on; those of a row, or of a vector.
+template <class P, class G, bool rounded, class Vector, bool factored>
+void adafactor_apply(const AdafactorApply<Vector, factored>& apply, const AdafactorOperand& o,
+                     const typename Vector::Scalar* of, std::int64_t place, std::int64_t count) {
+  const auto* const gradient = static_cast<const G*>(o.gradient) + place;
+  auto* const exp_avg = o.exp_avg ? static_cast<typename Vector::Scalar*>(o.exp_avg) + place : nullptr;
+  auto* const parameters = static_cast<P*>(o.parameter);
+  if constexpr (!rounded) {
+    for_each_vector<Vector::width>(apply, count, parameters + place, gradient, of, exp_avg);
+  } else {
+    for (std::int64_t i = 0; i < count; i += RoundedChunk::size) {
+      const auto size = RoundedChunk::part_of(count - i);
+      RoundedChunk parameter(parameters, place + i, size, o.rounding_key);
+      for_each_vector<Vector::width>(apply, size, parameter.floats(), gradient + i, of + i,
+                                     exp_avg ? exp_avg + i : nullptr);
+    }
+  }
+}
+
+/// Moves rows [from, to) of all matrices, or elements of a vector.
+template <class Vector, class P, class G, bool rounded>
+void adafactor_move(const AdafactorOperand& o, std::int64_t from, std::int64_t to) {
+  using S = typename Vector::Scalar;
+  if (o.variance)
+    return adafactor_apply<P, G, rounded>(AdafactorApply<Vector, false>(o.numbers), o,
+                                          static_cast<const S*>(o.variance) + from, from, to - from);
+  AdafactorApply<Vector, true> apply(o.numbers);
+  for (auto row = from; row < to; ++row) {
+    apply.update.scale.row = Vector::all(static_cast<const S*>(o.row_factors)[row]);
+    const auto* const columns = static_cast<const S*>(o.column_factors) + row / o.rows * o.columns;
+    adafactor_apply<P, G, rounded>(apply, o, columns, row * o.columns, o.columns);
+  }
+}
+
+/// Computed in vectors `F` of floats, and `D` of doubles.
+template <class F = Floats, class D = Doubles>
+struct AdafactorIn {
+  template <class P, class G, bool rounded>
+  struct OfTypes {
+    using Vector = std::conditional_t<std::is_same_v<P, double>, D, F>;
+    static AdafactorKernels run() {
+      return {adafactor_sums<Vector, G>, adafactor_factors<Vector>, adafactor_update_squares<Vector, G>,
+              adafactor_vector_squares<Vector, G>, adafactor_move<Vector, P, G, rounded>};
+    }
+  };
+};
