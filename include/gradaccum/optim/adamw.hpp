@@ -37,9 +37,11 @@ using AdamWOptions = torch::optim::AdamWOptions;
 /// listed twice, and state of another shape, are errors; parameters that share a part of their memory are not noticed.
 ///
 /// @note Does not wait for the device. On the CPU it uses AVX-512 or AVX2 where the processor has it, on
-/// LibTorch's threads; the bits do not depend on their number. Elsewhere it is ATen's fused operation.
+/// LibTorch's threads; the bits do not depend on their number. On a CUDA device it is a kernel of gradaccum's own,
+/// where `gradaccum::compiled` has them (the first step of a kind tries it, and waits); elsewhere ATen's fused
+/// operation.
 /// @note Needs no memory, but for copies of what is not dense, of gradients in another order than their parameter, and
-/// on a device of 16-bit parameters and of gradients with a factor: some 16 MB at a time, or one tensor.
+/// where ATen steps of 16-bit parameters and of gradients with a factor: some 16 MB at a time, or one tensor.
 class AdamW : public detail::OnePassOptimizer<AdamW, torch::optim::AdamW, torch::optim::AdamWParamState> {
  public:
   static constexpr const char* name = "AdamW";

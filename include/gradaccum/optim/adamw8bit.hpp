@@ -36,8 +36,9 @@ using AdamW8bitOptions = torch::optim::AdamWOptions;
 /// Files are its own (`torch::save`, `named_state`); codes and scales are in them as they are. Parameters, gradients,
 /// errors and stochastic rounding: as in `AdamW`.
 ///
-/// @note Does not wait for the device. On the CPU it needs no memory beyond AdamW's; elsewhere it is made of
-/// ATen's operations, with a copy of one parameter's moments in float32 at a time.
+/// @note Does not wait for the device. On the CPU, and by kernels of gradaccum's own on a CUDA device, it needs no
+/// memory beyond AdamW's; elsewhere it is made of ATen's operations, with a copy of one parameter's moments in float32
+/// at a time.
 class AdamW8bit : public detail::Adam8bitOptimizer<AdamW8bit, AdamW8bitOptions> {
  public:
   static constexpr const char* name = "AdamW8bit";

@@ -18,13 +18,18 @@ namespace gradaccum::detail {
 bool is_proved(const DeviceKernels& kernels, at::Device device, const std::string& name, const OperandTypes& types,
                const std::function<bool()>& prove);
 
-/// Tensors of so many numbers for a trial, each other ones; always the same.
+/// Makes tensors of numbers for a trial, each of other ones; always the same.
 class TrialNumbers {
  public:
   TrialNumbers(at::Device device, std::int64_t size, bool at_odd_places)
       : device_(device), size_(size), odd_(at_odd_places ? 1 : 0) {}
-  at::Tensor of(at::ScalarType dtype) const;        ///< in [-1, 1]
-  at::Tensor positive(at::ScalarType dtype) const;  ///< in (0, 2)
+
+  std::int64_t size() const { return size_; }
+  at::Tensor of(at::ScalarType dtype) const { return of(dtype, size_); }              ///< in [-1, 1]
+  at::Tensor positive(at::ScalarType dtype) const { return positive(dtype, size_); }  ///< in (0, 2)
+  /// Of other sizes.
+  at::Tensor of(at::ScalarType dtype, at::IntArrayRef sizes) const;
+  at::Tensor positive(at::ScalarType dtype, at::IntArrayRef sizes) const;
 
  private:
   at::Device device_;

@@ -11,6 +11,7 @@
 #include <ATen/ops/arange.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 
 #include <cstddef>
 
@@ -40,17 +41,20 @@ GRADACCUM_INLINE bool is_proved(const DeviceKernels& kernels, at::Device device,
   return *known_finding(finding);
 }
 
-/// Places are odd: none of them is aligned for more than a number at a time.
-GRADACCUM_INLINE at::Tensor TrialNumbers::of(at::ScalarType dtype) const {
-  const auto numbers = at::arange(size_ + odd_, at::kDouble).mul_(0.37 + 0.11 * static_cast<double>(++taken_)).sin_();
-  return numbers.to(dtype).to(device_).slice(0, odd_);
+/// Places that are odd are not aligned for more than a number at a time.
+GRADACCUM_INLINE at::Tensor TrialNumbers::of(at::ScalarType dtype, at::IntArrayRef sizes) const {
+  const auto count = c10::multiply_integers(sizes) + odd_;
+  const auto numbers = at::arange(count, at::kDouble).mul_(0.37 + 0.11 * static_cast<double>(++taken_)).sin_();
+  return numbers.to(dtype).to(device_).slice(0, odd_).view(sizes);
 }
 
 GRADACCUM_INLINE std::vector<TrialNumbers> all_trial_numbers(at::Device device) {
   return {{device, TensorTable::elements_of_block + 1003, false}, {device, 500, true}, {device, 3, false}};
 }
 
-GRADACCUM_INLINE at::Tensor TrialNumbers::positive(at::ScalarType dtype) const { return of(dtype).abs_().add_(0.01); }
+GRADACCUM_INLINE at::Tensor TrialNumbers::positive(at::ScalarType dtype, at::IntArrayRef sizes) const {
+  return of(dtype, sizes).abs_().add_(0.01);
+}
 
 GRADACCUM_INLINE TrialResult trial_result(const at::Tensor& tensor) {
   const auto dtype = tensor.scalar_type();

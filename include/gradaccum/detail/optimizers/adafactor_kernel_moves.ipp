@@ -8,9 +8,7 @@
 #include <gradaccum/detail/optimizers/batches.hpp>
 #include <gradaccum/detail/optimizers/kernel_moves.hpp>
 
-#include <ATen/ops/cat.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -160,35 +158,31 @@ GRADACCUM_INLINE AdafactorSettings trial_settings(const AdafactorSettings& like)
           .pytorch = like.pytorch};
 }
 
-/// A vector of more than one block of threads; matrices of several tiles beside and below one another; many small ones.
-GRADACCUM_INLINE std::vector<std::int64_t> trial_sizes(const AdafactorShape& like) {
-  if (like.is_vector()) return {18000};
-  if (like.is_small()) return {2000, 3, 3};
-  return {65, 270};
-}
-
-GRADACCUM_INLINE at::Tensor trial_tensor(const at::Tensor& first, const at::Tensor& second, at::IntArrayRef sizes) {
-  return at::cat({first, second}).narrow(0, 0, c10::multiply_integers(sizes)).view(sizes).clone();
+/// The largest: a vector of more than one block of threads; matrices of several tiles beside and below one another;
+/// many small ones.
+GRADACCUM_INLINE std::vector<std::int64_t> trial_sizes(const AdafactorShape& like, std::int64_t size) {
+  if (like.is_vector()) return {2 * size};
+  if (like.is_small()) return {size / 5 + 1, 3, 3};
+  return {size / 140 + 2, 270};
 }
 
 GRADACCUM_INLINE AdafactorStep trial_of(const AdafactorStep& like, const TrialNumbers& numbers) {
   const auto [parameter, gradient, rounded] = types_of(like);
   const auto state = state_type(like.parameter);
   const auto shape = kernel_shape(like);
-  const auto sizes = trial_sizes(shape);
+  const auto sizes = trial_sizes(shape, numbers.size());
   auto row_sizes = sizes, column_sizes = sizes;
   if (!shape.is_vector()) row_sizes.back() = column_sizes[sizes.size() - 2] = 1;
-  const auto any = [&](at::ScalarType dtype) { return trial_tensor(numbers.of(dtype), numbers.of(dtype), sizes); };
   const auto positive = [&](bool is_there, at::IntArrayRef as) {
-    return is_there ? trial_tensor(numbers.positive(state), numbers.positive(state), as) : at::Tensor();
+    return is_there ? numbers.positive(state, as) : at::Tensor();
   };
   return {trial_settings(like.settings),
-          any(parameter),
-          any(gradient),
+          numbers.of(parameter, sizes),
+          numbers.of(gradient, sizes),
           positive(!shape.is_vector(), row_sizes),
           positive(!shape.is_vector(), column_sizes),
           positive(shape.is_vector(), sizes),
-          like.exp_avg.defined() ? any(state) : at::Tensor(),
+          like.exp_avg.defined() ? numbers.of(state, sizes) : at::Tensor(),
           like.rounding_key};
 }
 

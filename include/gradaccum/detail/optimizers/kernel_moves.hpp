@@ -149,11 +149,12 @@ template <class Step>
 void add_proved_moves(Moves& moves, const std::vector<Step>& steps, const Multiplier& multiplier) {
   const auto* const kernels = device_kernels();
   if (!kernels) return add_aten_moves(moves, steps, multiplier);
-  std::map<std::tuple<const char*, at::DeviceIndex, OperandTypes>, bool> known;
+  using Kind = std::tuple<decltype(kernel_name(std::declval<Step>())), at::DeviceIndex, OperandTypes>;
+  std::map<Kind, bool> known;
   const auto is_ours = [&](const Step& step) {
     if (!fits_kernel(step.parameter, step.gradient)) return false;
     const auto device = step.parameter.device();
-    const auto [place, is_new] = known.try_emplace({kernel_name(step), device.index(), types_of(step)}, false);
+    const auto [place, is_new] = known.try_emplace(Kind(kernel_name(step), device.index(), types_of(step)), false);
     if (is_new)
       place->second =
           is_proved(*kernels, device, kernel_name(step), types_of(step), [&] { return does_as_aten(*kernels, step); });
