@@ -18,7 +18,7 @@ GRADACCUM_INLINE void multiply_by_clip(Gradients& gradients, const at::Tensor& n
   if (std::isinf(max_norm)) return;  // inf / inf would be NaN
   at::NoGradGuard no_grad;
   if (!norm.device().is_cpu())
-    return gradients.factor().multiply(norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0));
+    return gradients.factor().multiply(norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0));
   const double factor = 1 / (norm.item<double>() + 1e-6) * max_norm;
   gradients.factor().multiply(factor > 1 ? 1.0 : factor);  // NaN stays NaN
 }

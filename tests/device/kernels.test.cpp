@@ -582,3 +582,37 @@ TEST_CASE("kernels of devices: none is tried while a graph is captured, and thos
   const Capture capture;
   CHECK_NOTHROW(optimizer.step());
 }
+
+namespace {
+
+/// What the device allocates for the close of a window, from the second on: clipping, the step, and the scale.
+std::int64_t allocations_of_window(bool scaled) {
+  auto model = make_model(at::kFloat);
+  model->to(device);
+  ga::optim::AdamW wrapped(model->parameters(), 1e-3);
+  ga::GradAccumulator optimizer(wrapped, {.steps = 1});
+  ga::AmpScaler scaler({.enabled = scaled, .on_device = scaled});
+  std::int64_t allocations = 0;
+  for (auto& batch : make_batches({4, 4, 4}, at::kFloat)) {
+    const Example there{batch.data.to(device), batch.target.to(device)};
+    scaler.scale(loss_of(model, there)).backward();
+    const auto before = emulated_cuda::memory().allocations;
+    emulated_cuda::reset_counts();
+    optimizer.clip_grad_norm_(1.0);
+    scaler.step(optimizer);
+    scaler.update();
+    allocations = emulated_cuda::memory().allocations - before;
+    optimizer.zero_grad();
+  }
+  CHECK(emulated_cuda::counts().waits == 0);
+  return allocations;
+}
+
+}  // namespace
+
+TEST_CASE("kernels of devices: what is new in each window is the norm, and with a scaler the scale", "[cuda]") {
+  if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
+  const KernelsOnDevice kernels;
+  CHECK(allocations_of_window(false) == 4);
+  CHECK(allocations_of_window(true) == 18);
+}

@@ -33,8 +33,9 @@ GRADACCUM_INLINE bool fits_kernel(const at::Tensor& parameter, const at::Tensor&
 }
 
 GRADACCUM_INLINE OperandTypes kernel_types(const at::Tensor& parameter, const at::Tensor& gradient, bool rounded) {
-  const DeviceOperand operand{parameter, gradient, {}, /*by_kernel=*/true};
-  return {at::toRealValueType(operand.dtype_of_parameter()), at::toRealValueType(operand.dtype_of_gradient()), rounded};
+  const auto dtype = parameter.scalar_type();
+  const bool same = gradient.scalar_type() == dtype;
+  return {at::toRealValueType(dtype), at::toRealValueType(same ? dtype : state_type(parameter)), rounded};
 }
 
 }  // namespace gradaccum::detail
