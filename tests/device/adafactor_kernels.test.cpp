@@ -9,6 +9,7 @@
 #include <gradaccum/optim/adafactor.hpp>
 
 #include "support/guarded_memory.hpp"
+#include "support/kernel_types.hpp"
 #include "support/kernels_on_device.hpp"
 #include "support/leaves.hpp"
 #include "support/warnings.hpp"
@@ -35,22 +36,6 @@ namespace {
 const at::Device host(at::kCPU), device(at::kCUDA, 0);
 constexpr double infinity = std::numeric_limits<double>::infinity();
 constexpr std::uint64_t key = 0x123456789abcdef;
-
-struct Types {
-  at::ScalarType parameter, gradient;
-  bool rounded = false;
-
-  at::ScalarType state() const { return parameter == at::kDouble ? at::kDouble : at::kFloat; }
-  inner::OperandTypes of_kernel() const { return {parameter, gradient, rounded}; }
-};
-const std::vector<Types> all_types{{at::kDouble, at::kDouble},
-                                   {at::kFloat, at::kFloat},
-                                   {at::kHalf, at::kHalf},
-                                   {at::kHalf, at::kFloat},
-                                   {at::kBFloat16, at::kBFloat16},
-                                   {at::kBFloat16, at::kFloat},
-                                   {at::kBFloat16, at::kBFloat16, true},
-                                   {at::kBFloat16, at::kFloat, true}};
 
 AdafactorOptions pytorch(double lr) {
   return AdafactorOptions(lr).variant(AdafactorVariant::pytorch).eps({1e-7, 1e-3});
@@ -84,7 +69,7 @@ inner::AdafactorSettings settings_of(const AdafactorOptions& options, double ste
 }
 
 /// A step, of which nothing is shared with another.
-inner::AdafactorStep step_of(const AdafactorOptions& options, const Types& types, const at::Tensor& gradient,
+inner::AdafactorStep step_of(const AdafactorOptions& options, const KernelTypes& types, const at::Tensor& gradient,
                              double step = 3) {
   const auto p = torch::randn(gradient.sizes()).to(types.parameter);
   AdafactorParamState state;
@@ -139,7 +124,8 @@ inner::AdafactorShape shape_of(const inner::AdafactorStep& step) {
 void* data(const at::Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr() : nullptr; }
 
 /// A launch of these tensors alone, with guarded memory of NaNs for what its kernels leave for one another.
-void launch(const std::vector<inner::AdafactorStep>& steps, const Types& types, const inner::DeviceMultiplier& by) {
+void launch(const std::vector<inner::AdafactorStep>& steps, const KernelTypes& types,
+            const inner::DeviceMultiplier& by) {
   inner::AdafactorLaunch launch{steps.front().settings, by, {}};
   std::vector<std::unique_ptr<GuardedMemory>> memories;
   for (auto& step : steps) {
@@ -184,7 +170,7 @@ bool same_bytes(const inner::AdafactorStep& a, const inner::AdafactorStep& b) {
   return all;
 }
 
-void check(const inner::AdafactorStep& step, const Types& types, double multiplier) {
+void check(const inner::AdafactorStep& step, const KernelTypes& types, double multiplier) {
   INFO("sizes " << step.parameter.sizes() << ", " << types.parameter << ", " << types.gradient << ", rounded "
                 << types.rounded << ", pytorch " << step.settings.pytorch << ", exp_avg " << step.exp_avg.defined());
   const auto expected = clone(step);
@@ -214,7 +200,7 @@ TEST_CASE("Adafactor's kernels of devices: vectors of all sizes and types, as th
   if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
   torch::manual_seed(3);
   std::size_t turn = 0;
-  for (auto& types : all_types) {
+  for (auto& types : all_kernel_types) {
     for (std::int64_t n = 1; n <= 3000; n += n < 40 ? 1 : n < 1100 ? 53 : 379)
       check(step_of(all_options[turn++ % all_options.size()], types, torch::randn({n}, at::kDouble)), types, 0.25);
     for (auto& options : all_options) check(step_of(options, types, torch::randn({40001}, at::kDouble)), types, 1.0);
@@ -229,7 +215,7 @@ TEST_CASE("Adafactor's kernels of devices: matrices of all shapes and types, as 
   if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
   torch::manual_seed(4);
   std::size_t turn = 0;
-  for (auto& types : all_types)
+  for (auto& types : all_kernel_types)
     for (auto& shape : matrix_shapes) {
       const auto gradient = torch::randn(shape, at::kDouble);
       check(step_of(all_options[turn % all_options.size()], types, gradient), types, turn % 2 ? 1.0 : 0.25);
@@ -241,7 +227,7 @@ TEST_CASE("Adafactor's kernels of devices: all settings, from the first step on"
   if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
   torch::manual_seed(5);
   const std::vector<std::vector<std::int64_t>> shapes{{700}, {70, 300}, {300, 3, 3}};
-  for (auto& types : {all_types[0], all_types[1], all_types[4], all_types[7]})
+  for (auto& types : {all_kernel_types[0], all_kernel_types[1], all_kernel_types[4], all_kernel_types[7]})
     for (auto& options : all_options)
       for (auto& shape : shapes) {
         const auto kernels = step_of(options, types, torch::randn(shape, at::kDouble), 1);
@@ -263,7 +249,7 @@ TEST_CASE("Adafactor's kernels of devices: odd numbers go where the processor's 
   if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
   torch::manual_seed(6);
   const std::vector<std::vector<std::int64_t>> shapes{{701}, {70, 301}, {30, 3, 3}};
-  for (auto& types : all_types)
+  for (auto& types : all_kernel_types)
     for (double odd : {infinity, -infinity, std::nan(""), 1e-40, 1e-44, 0.0, -0.0, 1e30, 6e4})
       for (auto& shape : shapes)
         for (bool everywhere : {false, true}) {
@@ -286,7 +272,7 @@ TEST_CASE("Adafactor's kernels of devices: a factor, an overflow and left out st
   torch::manual_seed(7);
   const double numerator = 0.3, denominator = 7;
   const float yes = 1, no = 0, left_out = 4, all = 100;
-  for (auto& types : {all_types[1], all_types[6]})
+  for (auto& types : {all_kernel_types[1], all_kernel_types[6]})
     for (auto& options : {all_options[0], all_options[2], all_options[3], all_options[5]})
       for (auto& shape : {std::vector<std::int64_t>{700}, {70, 300}, {30, 3, 3}}) {
         const auto start = step_of(options, types, torch::randn(shape, at::kDouble), 7);
@@ -314,7 +300,7 @@ TEST_CASE("Adafactor's kernels of devices: a factor, an overflow and left out st
 TEST_CASE("Adafactor's kernels of devices: a tensor's bits do not depend on what else is stepped", "[cuda]") {
   if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
   torch::manual_seed(8);
-  const auto& types = all_types[1];
+  const auto& types = all_kernel_types[1];
   std::vector<inner::AdafactorStep> together, alone;
   for (auto& shape : matrix_shapes) together.push_back(step_of(all_options[1], types, torch::randn(shape)));
   together.push_back(step_of(all_options[1], types, torch::randn({33000})));

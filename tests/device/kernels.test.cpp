@@ -12,6 +12,7 @@
 
 #include "support/device.hpp"
 #include "support/guarded_memory.hpp"
+#include "support/kernel_types.hpp"
 #include "support/kernels_on_device.hpp"
 #include "support/models.hpp"
 #include "support/take_on_device.hpp"
@@ -34,22 +35,6 @@ using namespace testing;
 namespace {
 
 const at::Device host(at::kCPU), device(at::kCUDA, 0), other_device(at::kCUDA, 1);
-
-struct Types {
-  at::ScalarType parameter, gradient;
-  bool rounded = false;
-
-  at::ScalarType state() const { return parameter == at::kDouble ? at::kDouble : at::kFloat; }
-  inner::OperandTypes of_kernel() const { return {parameter, gradient, rounded}; }
-};
-const std::vector<Types> all_types{{at::kDouble, at::kDouble},
-                                   {at::kFloat, at::kFloat},
-                                   {at::kHalf, at::kHalf},
-                                   {at::kHalf, at::kFloat},
-                                   {at::kBFloat16, at::kBFloat16},
-                                   {at::kBFloat16, at::kFloat},
-                                   {at::kBFloat16, at::kBFloat16, true},
-                                   {at::kBFloat16, at::kFloat, true}};
 
 /// The portable kernels multiply and add in two steps.
 bool has_fused_multiply_add() { return inner::instruction_set() != inner::InstructionSet::portable; }
@@ -101,19 +86,20 @@ void* data(const at::Tensor& tensor) { return tensor.defined() ? tensor.mutable_
 
 constexpr std::uint64_t key = 0x123456789abcdef;
 
-void take_on_processor(const inner::SgdSettings& by, double multiplier, const Types& types, const Arrays& of) {
+void take_on_processor(const inner::SgdSettings& by, double multiplier, const KernelTypes& types, const Arrays& of) {
   const inner::SgdOperand operand{inner::numbers_of(by, multiplier), data(of[0]), data(of[1]), data(of[2]), key};
   inner::sgd_kernel(types.parameter, types.gradient, inner::instruction_set(), types.rounded)(operand, 0,
                                                                                               of[0].numel());
 }
-void take_on_processor(const inner::AdamSettings& by, double multiplier, const Types& types, const Arrays& of) {
+void take_on_processor(const inner::AdamSettings& by, double multiplier, const KernelTypes& types, const Arrays& of) {
   const inner::AdamOperand operand{
       inner::numbers_of(by, multiplier), data(of[0]), data(of[1]), data(of[2]), data(of[3]), data(of[4]), key};
   inner::adam_kernel(types.parameter, types.gradient, inner::instruction_set(), types.rounded)(operand, 0,
                                                                                                of[0].numel());
 }
 
-void take_on_processor(const inner::Adam8bitSettings& by, double multiplier, const Types& types, const Arrays& of) {
+void take_on_processor(const inner::Adam8bitSettings& by, double multiplier, const KernelTypes& types,
+                       const Arrays& of) {
   const inner::Adam8bitOperand operand{inner::numbers_of(by.adam, multiplier),
                                        data(of[0]),
                                        data(of[1]),
@@ -136,7 +122,7 @@ inner::StepLaunch<Settings> launch_of(const Settings& settings, double multiplie
 }
 
 template <class Settings>
-void check(const Settings& settings, double multiplier, const Types& types, const Arrays& arrays) {
+void check(const Settings& settings, double multiplier, const KernelTypes& types, const Arrays& arrays) {
   const auto expected = clones(arrays);
   const Guarded guarded(arrays);
   take_on_processor(settings, multiplier, types, expected);
@@ -161,12 +147,12 @@ const std::vector<inner::AdamSettings> adam_settings{{1e-2, 0.9, 0.999, 1e-8, 0,
                                                      {1e-2, 0.9, 0.999, 1e-8, 0.1, false, false, 2},
                                                      {0.5, 0.0, 0.0, 1e-3, 0.1, true, false, 2}};
 
-Arrays arrays_of(const inner::SgdSettings& by, const Types& types, const at::Tensor& gradient) {
+Arrays arrays_of(const inner::SgdSettings& by, const KernelTypes& types, const at::Tensor& gradient) {
   const auto n = gradient.numel();
   return {torch::randn({n}).to(types.parameter), gradient.to(types.gradient),
           by.momentum != 0 ? torch::randn({n}, types.state()) : at::Tensor()};
 }
-Arrays arrays_of(const inner::AdamSettings& by, const Types& types, const at::Tensor& gradient) {
+Arrays arrays_of(const inner::AdamSettings& by, const KernelTypes& types, const at::Tensor& gradient) {
   const auto n = gradient.numel();
   return {torch::randn({n}).to(types.parameter), gradient.to(types.gradient), torch::randn({n}, types.state()) * 0.1,
           torch::rand({n}, types.state()) + 0.01, by.amsgrad ? torch::rand({n}, types.state()) + 0.01 : at::Tensor()};
@@ -178,7 +164,7 @@ const std::vector<inner::Adam8bitSettings> adam8bit_settings = [] {
     if (!settings.amsgrad) all.push_back({settings, {inner::signed_map(), inner::second_moment_map()}});
   return all;
 }();
-Arrays arrays_of(const inner::Adam8bitSettings&, const Types& types, const at::Tensor& gradient) {
+Arrays arrays_of(const inner::Adam8bitSettings&, const KernelTypes& types, const at::Tensor& gradient) {
   const auto n = gradient.numel();
   const auto m = inner::encoded(torch::randn({n}) * 0.1, true), v = inner::encoded(torch::rand({n}) + 0.01, false);
   return {torch::randn({n}).to(types.parameter), gradient.to(types.gradient), m.codes, v.codes, m.scales, v.scales};
@@ -189,7 +175,7 @@ void check_sizes(const std::vector<Settings>& all) {
   torch::manual_seed(3);
   std::size_t turn = 0;
   const auto next = [&]() -> const Settings& { return all[turn++ % all.size()]; };
-  for (auto& types : all_types) {
+  for (auto& types : all_kernel_types) {
     if (std::is_same_v<Settings, inner::Adam8bitSettings> && types.parameter == at::kDouble) continue;
     for (std::int64_t n = 0; n <= 3000; n += n < 40 ? 1 : n < 1100 ? 53 : 379) {
       const auto& settings = next();
@@ -205,7 +191,7 @@ template <class Settings>
 void check_odd_numbers(const std::vector<Settings>& all) {
   torch::manual_seed(3);
   const double infinity = std::numeric_limits<double>::infinity();
-  for (auto& types : all_types) {
+  for (auto& types : all_kernel_types) {
     if (std::is_same_v<Settings, inner::Adam8bitSettings> && types.parameter == at::kDouble) continue;
     for (double odd : {infinity, -infinity, std::nan(""), 1e-40, 1e-44, 0.0, -0.0, 1e30, 6e4}) {
       auto gradient = torch::randn({150}, at::kDouble);
@@ -312,7 +298,7 @@ TEST_CASE("kernels of devices: a step is a launch for each mix of dtypes and 34 
 TEST_CASE("kernels of devices: a factor, an overflow and left out steps that the device alone knows", "[cuda]") {
   if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
   torch::manual_seed(5);
-  const Types types{at::kFloat, at::kFloat};
+  const KernelTypes types{at::kFloat, at::kFloat};
   auto settings = adam_settings[1];
   const auto start = arrays_of(settings, types, torch::randn({300}));
   const double numerator = 0.3, denominator = 7;
@@ -528,7 +514,8 @@ TEMPLATE_TEST_CASE("kernels of devices: a large parameter that is cut moves as o
   constexpr auto size = inner::most_copied + 1003;
   const KernelsOnDevice kernels;
   for (auto& [parameter, gradient, rounded] :
-       {Types{at::kFloat, at::kBFloat16}, Types{at::kBFloat16, at::kHalf}, Types{at::kBFloat16, at::kHalf, true}}) {
+       {KernelTypes{at::kFloat, at::kBFloat16}, KernelTypes{at::kBFloat16, at::kHalf},
+        KernelTypes{at::kBFloat16, at::kHalf, true}}) {
     torch::manual_seed(17);
     const auto p = torch::randn({size}).to(parameter), g = torch::randn({size}).to(gradient);
     const auto m = torch::randn({size}) * 0.1, v = torch::rand({size}) + 0.01;
