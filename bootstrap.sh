@@ -338,7 +338,7 @@ bench() {
   if (( ${#python[@]} > 0 )); then fetch_python_torch; fi
   data=$(unzipped_data_directory) || exit
   begin_results "${arguments[@]}"
-  for name in adamw_step memory_saving_step amp_tail tiny_step window embedding trainer checkpoint fit_memory bloom_classifier prefetch; do
+  for name in adamw_step device_step memory_saving_step amp_tail tiny_step window embedding trainer checkpoint fit_memory bloom_classifier prefetch; do
     step "Running benchmark_$name"
     "$programs/benchmark_$name" "${arguments[@]}"
   done

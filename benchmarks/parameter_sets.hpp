@@ -38,12 +38,12 @@ inline std::vector<ParameterSet> all() {
 }
 
 /// Parameters with gradients: each contestant's own, of the same values.
-inline std::vector<at::Tensor> make_parameters(const ParameterSet& set) {
+inline std::vector<at::Tensor> make_parameters(const ParameterSet& set, at::Device device = at::kCPU) {
   torch::manual_seed(0);
   std::vector<at::Tensor> parameters;
   for (const auto size : set.sizes) {
-    parameters.push_back(torch::randn({size}).requires_grad_());
-    parameters.back().mutable_grad() = torch::randn({size});
+    parameters.push_back(torch::randn({size}, device).requires_grad_());
+    parameters.back().mutable_grad() = torch::randn({size}, device);
   }
   return parameters;
 }
@@ -61,7 +61,7 @@ struct AtenFusedAdamW {
     for (auto& parameter : with_gradients) {
       parameters.push_back(parameter.detach());
       gradients.push_back(parameter.grad());
-      steps.push_back(torch::zeros({}));
+      steps.push_back(torch::zeros({}, parameter.device()));
     }
     exp_avgs = zeros_like(parameters);
     exp_avg_sqs = zeros_like(parameters);
