@@ -40,9 +40,9 @@ function(gradaccum_add_compiled include)
   add_library(gradaccum_compiled STATIC EXCLUDE_FROM_ALL ${sources})
   add_library(gradaccum::compiled ALIAS gradaccum_compiled)
   target_compile_definitions(gradaccum_compiled PUBLIC GRADACCUM_COMPILED)
+  gradaccum_add_cuda_kernels(gradaccum_compiled "${include}") # whose runtime stands before LibTorch's on the link line
   target_link_libraries(gradaccum_compiled PUBLIC gradaccum::gradaccum)
   set_target_properties(gradaccum_compiled PROPERTIES POSITION_INDEPENDENT_CODE ON)
-  gradaccum_add_cuda_kernels(gradaccum_compiled "${include}")
   if(NOT PROJECT_NAME STREQUAL "gradaccum" OR NOT PROJECT_IS_TOP_LEVEL)
     target_compile_options(gradaccum_compiled PRIVATE -w) # a program's warnings are of its own files
   endif()

@@ -25,7 +25,10 @@ function(gradaccum_find_nvcc nvcc version)
   if(text MATCHES "release ([0-9]+[.][0-9]+)")
     set(${version} "${CMAKE_MATCH_1}" PARENT_SCOPE)
     if(CMAKE_MATCH_1 VERSION_GREATER_EQUAL GRADACCUM_OLDEST_NVCC)
-      file(REAL_PATH "${GRADACCUM_NVCC}" path)
+      file(REAL_PATH "${GRADACCUM_NVCC}" path) # beside which its libraries are
+      if(NOT path MATCHES "/nvcc$") # a link to ccache
+        set(path "${GRADACCUM_NVCC}")
+      endif()
       set(${nvcc} "${path}" PARENT_SCOPE)
     endif()
   endif()
@@ -34,7 +37,7 @@ endfunction()
 # gradaccum_nvcc_options(include result): how the kernels are compiled. No product is contracted with a sum, so that all is
 # rounded as on a processor.
 function(gradaccum_nvcc_options include result)
-  set(options -std=c++20 --expt-relaxed-constexpr --fmad=false "-I${include}")
+  set(options -std=c++20 -O2 --expt-relaxed-constexpr --fmad=false "-I${include}")
   foreach(architecture IN LISTS GRADACCUM_CUDA_ARCHITECTURES)
     list(APPEND options -gencode "arch=compute_${architecture},code=sm_${architecture}")
   endforeach()
@@ -46,32 +49,46 @@ function(gradaccum_nvcc_options include result)
   set(${result} ${options} PARENT_SCOPE)
 endfunction()
 
-# gradaccum_find_cudart(nvcc result): the toolkit's runtime, static, so that it has no version to agree about with the one
-# that LibTorch uses: both work in the device's one context.
+# gradaccum_find_cudart(nvcc result): the toolkit's runtime, static, so that its minor version may be another than that of
+# the one that LibTorch uses: both work in the device's one context.
 function(gradaccum_find_cudart nvcc result)
   cmake_path(GET nvcc PARENT_PATH bin)
-  find_library(GRADACCUM_CUDART libcudart_static.a
-    HINTS "${bin}/../lib64" "${bin}/../targets/x86_64-linux/lib" "${bin}/../targets/sbsa-linux/lib" "${bin}/../lib")
-  mark_as_advanced(GRADACCUM_CUDART)
-  set(${result} "${GRADACCUM_CUDART}" PARENT_SCOPE)
+  find_library(cudart libcudart_static.a NO_CACHE NO_DEFAULT_PATH
+    PATHS "${bin}/../lib64" "${bin}/../targets/x86_64-linux/lib" "${bin}/../targets/sbsa-linux/lib" "${bin}/../lib")
+  if(NOT cudart)
+    set(cudart "")
+  endif()
+  set(${result} "${cudart}" PARENT_SCOPE)
 endfunction()
 
-# What this nvcc says of an empty kernel, such as that it does not know the host's compiler; nothing where it compiles it.
+# What nvcc says of what the kernels include, such as that it does not know the host's compiler; nothing where it compiles
+# it. That is tried once.
 function(gradaccum_try_nvcc nvcc options result)
-  set(tried "${nvcc};${options}")
-  if(NOT tried STREQUAL GRADACCUM_NVCC_TRIED)
-    set(source "${CMAKE_CURRENT_BINARY_DIR}/gradaccum_compiled/empty.cu")
-    file(WRITE "${source}" "#include <cmath>\n__global__ void empty() {}\n")
-    execute_process(COMMAND "${nvcc}" ${options} -c "${source}" -o "${source}.o"
-      RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
-    set(said "")
-    if(NOT status EQUAL 0)
-      string(STRIP "nvcc ${version} compiles nothing with this compiler: ${output}" said)
-    endif()
-    set(GRADACCUM_NVCC_TRIED "${tried}" CACHE INTERNAL "")
-    set(GRADACCUM_NVCC_SAID "${said}" CACHE INTERNAL "")
+  set(${result} "" PARENT_SCOPE)
+  get_target_property(libtorch gradaccum::libtorch INTERFACE_INCLUDE_DIRECTORIES)
+  list(TRANSFORM libtorch PREPEND "-I")
+  set(tried "${nvcc};${version};${CMAKE_CXX_COMPILER_VERSION};${options};${libtorch}")
+  if(tried STREQUAL GRADACCUM_NVCC_TRIED)
+    return()
   endif()
-  set(${result} "${GRADACCUM_NVCC_SAID}" PARENT_SCOPE)
+  set(source "${CMAKE_CURRENT_BINARY_DIR}/gradaccum_compiled/includes.cu")
+  file(WRITE "${source}" "#include <gradaccum/detail/kernels/device/cuda_kernels.hpp>
+#include <gradaccum/detail/kernels/operands.hpp>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Half.h>
+#include <cuda_runtime_api.h>
+#include <cmath>
+__global__ void empty() {}
+")
+  execute_process(COMMAND "${nvcc}" ${options} ${libtorch} -w -c "${source}" -o "${source}.o"
+    RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
+  if(status EQUAL 0)
+    set(GRADACCUM_NVCC_TRIED "${tried}" CACHE INTERNAL "With what nvcc has compiled the kernels' includes")
+  else()
+    string(STRIP "nvcc ${version} does not compile what they include: ${output}" said)
+    set(${result} "${said}" PARENT_SCOPE)
+  endif()
 endfunction()
 
 # gradaccum_missing_for_cuda_kernels(include result): what is missing, or nothing.
@@ -81,7 +98,11 @@ function(gradaccum_missing_for_cuda_kernels include result)
   if(nvcc)
     gradaccum_find_cudart("${nvcc}" cudart)
   endif()
-  if(NOT nvcc AND version)
+  if(CMAKE_CROSSCOMPILING)
+    set(problem "this is compiled for another kind of machine")
+  elseif(NOT GRADACCUM_CUDA_ARCHITECTURES)
+    set(problem "GRADACCUM_CUDA_ARCHITECTURES names none")
+  elseif(NOT nvcc AND version)
     set(problem "nvcc ${version} is older than ${GRADACCUM_OLDEST_NVCC}")
   elseif(NOT nvcc)
     set(problem "no nvcc was found; name the CUDA toolkit by -DCUDAToolkit_ROOT=...")

@@ -244,7 +244,10 @@ function(gradaccum_define_libtorch root)
       # No symbol of libtorch_cuda is named by a program that works through ATen; the linker must keep it even so,
       # because loading it is what registers the CUDA kernels. One item, so that CMake cannot reorder it.
       list(PREPEND libraries "-Wl,--push-state,--no-as-needed,${torch_cuda},--pop-state" gradaccum::c10_cuda)
-      string(REGEX REPLACE ".*[.]so[.]([0-9]+).*" "\\1" major "${cudart}")
+      set(major "")
+      if(cudart MATCHES "[.]so[.]([0-9]+)")
+        set(major "${CMAKE_MATCH_1}")
+      endif()
       set(GRADACCUM_LIBTORCH_CUDA_MAJOR "${major}" CACHE INTERNAL "The major version of the LibTorch's CUDA")
       gradaccum_cuda_headers("${root}" "${major}" cuda_headers)
       if(cuda_headers)

@@ -142,7 +142,8 @@ GRADACCUM_INLINE void add_kernel_moves(Moves& moves, const std::vector<Adafactor
 GRADACCUM_INLINE std::string kernel_name(const AdafactorStep& step) {
   const auto shape = kernel_shape(step);
   const std::string kind = shape.is_vector() ? "vectors" : shape.is_small() ? "small matrices" : "matrices";
-  return "Adafactor of " + kind + (step.exp_avg.defined() ? " with exp_avg" : "");
+  const std::string variant = step.settings.pytorch ? "PyTorch's Adafactor of " : "Adafactor of ";
+  return variant + kind + (step.exp_avg.defined() ? " with exp_avg" : "");
 }
 
 GRADACCUM_INLINE AdafactorSettings trial_settings(const AdafactorSettings& like) {
@@ -155,15 +156,19 @@ GRADACCUM_INLINE AdafactorSettings trial_settings(const AdafactorSettings& like)
           .weight_decay = 0.1,
           .beta1 = 0.9,
           .scale_parameter = true,
-          .pytorch = like.pytorch};
+          .pytorch = like.pytorch,
+          .step = trial_step,
+          .beta2_decay = -0.8,
+          .relative_step = true};
 }
 
-/// The largest: a vector of more than one block of threads; matrices of several tiles beside and below one another;
-/// many small ones.
+/// Among them a vector of more than one block of threads; many small matrices; a large one of several tiles beside and
+/// below one another, and several of many short rows.
 GRADACCUM_INLINE std::vector<std::int64_t> trial_sizes(const AdafactorShape& like, std::int64_t size) {
   if (like.is_vector()) return {2 * size};
   if (like.is_small()) return {size / 5 + 1, 3, 3};
-  return {size / 140 + 2, 270};
+  if (size < 10) return {2, 270};
+  return size < 1000 ? std::vector<std::int64_t>{3, 600, 20} : std::vector<std::int64_t>{67, 270};
 }
 
 GRADACCUM_INLINE AdafactorStep trial_of(const AdafactorStep& like, const TrialNumbers& numbers) {

@@ -127,7 +127,7 @@ GRADACCUM_INLINE AdamSettings trial_settings(const AdamSettings& like) {
           .weight_decay = 0.1,
           .amsgrad = like.amsgrad,
           .decoupled = like.decoupled,
-          .step = 3};
+          .step = trial_step};
 }
 
 GRADACCUM_INLINE AdamStep trial_of(const AdamStep& like, const TrialNumbers& numbers) {

@@ -104,6 +104,9 @@ void add_kernel_moves(Moves& moves, const std::vector<Step>& steps, const Multip
   }
 }
 
+/// The count of steps in a trial, some of which may have been left out.
+inline constexpr std::int64_t trial_step = 5;
+
 /// Steps of the same kind as `like`, of some small tensors, taken by `add(moves, steps, multiplier)`.
 template <class Step, class Add>
 std::vector<TrialResult> results_of_trial(const Step& like, const Multiplier& multiplier, const Add& add) {
@@ -139,8 +142,10 @@ bool does_as_aten(const DeviceKernels& kernels, const Step& like) {
   for (double overflow : {0.0, 1.0}) {
     on_device.found_inf = number(overflow, at::kFloat);
     agreed = agreed && agree(on_device);
+    on_device.left_out = number(2, at::kFloat);
   }
-  return agreed;
+  on_device.found_inf.zero_();
+  return agreed && agree(on_device);
 }
 
 /// By kernels of our own where there are any, which have shown on this device that they do what ATen does; the others
@@ -154,10 +159,11 @@ void add_proved_moves(Moves& moves, const std::vector<Step>& steps, const Multip
   const auto is_ours = [&](const Step& step) {
     if (!fits_kernel(step.parameter, step.gradient)) return false;
     const auto device = step.parameter.device();
-    const auto [place, is_new] = known.try_emplace(Kind(kernel_name(step), device.index(), types_of(step)), false);
+    const Kind kind(kernel_name(step), device.index(), types_of(step));
+    const auto [place, is_new] = known.try_emplace(kind, false);
     if (is_new)
-      place->second =
-          is_proved(*kernels, device, kernel_name(step), types_of(step), [&] { return does_as_aten(*kernels, step); });
+      place->second = is_proved(*kernels, device, std::get<0>(kind), std::get<2>(kind),
+                                [&] { return does_as_aten(*kernels, step); });
     return place->second;
   };
   std::vector<Step> ours, others;

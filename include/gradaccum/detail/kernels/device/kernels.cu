@@ -37,7 +37,8 @@ __device__ void run_round(Block& thread, int round, typename Block::Shared& shar
 }
 
 template <class Block>
-__global__ void __launch_bounds__(256) block_of_threads(const __grid_constant__ typename Block::Arguments arguments) {
+__global__ void __launch_bounds__(threads_of_block)
+    block_of_threads(const __grid_constant__ typename Block::Arguments arguments) {
   __shared__ alignas(16) unsigned char memory[sizeof(typename Block::Shared)];  // which has no constructor to run
   auto& shared = *reinterpret_cast<typename Block::Shared*>(memory);
   Block thread;
@@ -51,9 +52,12 @@ template <class Block>
 void run_blocks(const typename Block::Arguments& arguments, std::int64_t blocks, void* stream) {
   static_assert(sizeof(arguments) <= 4096, "more than all devices take as a kernel's arguments");
   if (blocks == 0) return;
-  block_of_threads<Block><<<static_cast<unsigned>(blocks), 256, 0, static_cast<cudaStream_t>(stream)>>>(arguments);
-  const auto error = cudaGetLastError();
+  void* all[] = {const_cast<typename Block::Arguments*>(&arguments)};
+  const auto error =
+      cudaLaunchKernel(reinterpret_cast<const void*>(block_of_threads<Block>), dim3(static_cast<unsigned>(blocks)),
+                       dim3(threads_of_block), all, 0, static_cast<cudaStream_t>(stream));
   if (error == cudaSuccess) return;
+  cudaGetLastError();  // which is said here, and not once more by whoever asks next
   const auto message = std::string("gradaccum: a CUDA kernel was not launched: ") + cudaGetErrorString(error);
   TORCH_CHECK_WITH(OutOfMemoryError, error != cudaErrorMemoryAllocation, message);
   TORCH_CHECK(error != cudaErrorNoKernelImageForDevice, message,
@@ -65,8 +69,10 @@ void run_blocks(const typename Block::Arguments& arguments, std::int64_t blocks,
 
 bool is_capturing(void* stream) {
   auto status = cudaStreamCaptureStatusNone;
-  return cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) != cudaSuccess ||
-         status != cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) == cudaSuccess)
+    return status != cudaStreamCaptureStatusNone;
+  cudaGetLastError();  // of another stream that is, for which this one would have to wait
+  return true;
 }
 
 std::string describe(int device) {

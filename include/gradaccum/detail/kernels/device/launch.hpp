@@ -16,6 +16,8 @@
 /// nothing, and a CUDA graph keeps it. Known to a CUDA compiler, so it includes nothing of ATen.
 namespace gradaccum::detail {
 
+inline constexpr int threads_of_block = 256;
+
 /// Tensors that one launch goes over. Thread blocks are numbered through all of them.
 struct TensorTable {
   /// Elements [from, from + count) of a tensor.

@@ -5,8 +5,6 @@
 // compiled: for devices by kernels.cu, and for the host where tests run the threads of a block in turn. Who includes it
 // has `this_thread()`.
 
-inline constexpr int threads_of_block = 256;
-
 /// Rounded once, as the processors' own instructions do it.
 inline constexpr int lanes_of_vectors = 1;
 template <class Number>
