@@ -87,7 +87,9 @@ const std::map<std::string, Row> rows{
 TEST_CASE("docs/optimizers.md counts what a step on a device takes", "[cuda]") {
   if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
   const auto text = text_of(DOCS "/optimizers.md");
-  for (auto& [name, counted] : rows) {
+  for (auto& named : rows) {
+    const auto& name = named.first;
+    const auto& counted = named.second;
     CAPTURE(name);
     const auto line_begin = text.find("\n| " + name + " |");
     REQUIRE(line_begin != std::string::npos);

@@ -513,17 +513,16 @@ TEMPLATE_TEST_CASE("kernels of devices: a large parameter that is cut moves as o
   if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
   constexpr auto size = inner::most_copied + 1003;
   const KernelsOnDevice kernels;
-  for (auto& [parameter, gradient, rounded] :
-       {KernelTypes{at::kFloat, at::kBFloat16}, KernelTypes{at::kBFloat16, at::kHalf},
-        KernelTypes{at::kBFloat16, at::kHalf, true}}) {
+  for (auto& types : {KernelTypes{at::kFloat, at::kBFloat16}, KernelTypes{at::kBFloat16, at::kHalf},
+                      KernelTypes{at::kBFloat16, at::kHalf, true}}) {
     torch::manual_seed(17);
-    const auto p = torch::randn({size}).to(parameter), g = torch::randn({size}).to(gradient);
+    const auto p = torch::randn({size}).to(types.parameter), g = torch::randn({size}).to(types.gradient);
     const auto m = torch::randn({size}) * 0.1, v = torch::rand({size}) + 0.01;
     const auto step_on = [&](at::Device where) {
       TestType step{};
-      step.parameter = p.to(where, parameter, false, true);
+      step.parameter = p.to(where, types.parameter, false, true);
       step.gradient = g.to(where);
-      if (rounded) step.rounding_key = key;
+      if (types.rounded) step.rounding_key = key;
       if constexpr (std::is_same_v<TestType, inner::SgdStep>) {
         step.settings = sgd_settings[3];
         step.momentum_buffer = m.to(where, at::kFloat, false, true);
@@ -543,7 +542,7 @@ TEMPLATE_TEST_CASE("kernels of devices: a large parameter that is cut moves as o
     take_on_device(std::vector{on_device}, inner::Multiplier{.numerator = 0.5});
     const auto ours = tensors_of(on_device), theirs = tensors_of(on_host);
     for (std::size_t i = 0; i < ours.size(); ++i) {
-      CAPTURE(parameter, gradient, rounded, i);
+      CAPTURE(types.parameter, types.gradient, types.rounded, i);
       CHECK(agree(ours[i].cpu(), theirs[i]));
     }
   }
