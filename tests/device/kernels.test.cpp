@@ -183,7 +183,7 @@ void check_sizes(const std::vector<Settings>& all) {
     }
     for (auto& settings : all)  // more than one block of threads
       check(settings, 0.5, types,
-            arrays_of(settings, types, torch::randn({2 * inner::TensorTable::elements_of_block + 5}, at::kDouble)));
+            arrays_of(settings, types, torch::randn({2 * inner::elements_of_block + 5}, at::kDouble)));
   }
 }
 

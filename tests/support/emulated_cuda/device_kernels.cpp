@@ -116,8 +116,7 @@ void run_blocks(const typename Block::Arguments& of_device, std::int64_t blocks,
 
 const gradaccum::detail::DeviceKernels* emulated_cuda_kernels() {
   using namespace gradaccum::detail;
-  static const DeviceKernels kernels{.name = "emulated",
-                                     .describe = [](int) { return std::string("an emulated device"); },
+  static const DeviceKernels kernels{.describe = [](int) { return std::string("an emulated device"); },
                                      .is_capturing = [](void*) { return is_capturing.load(); },
                                      .sgd = run_sgd,
                                      .adam = run_adam,

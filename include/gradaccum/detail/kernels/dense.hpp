@@ -26,6 +26,9 @@ at::Tensor in_order_of(const at::Tensor& like, const at::Tensor& t, at::ScalarTy
 /// `t`, or a copy of it, with the rows one after another.
 at::Tensor row_major(const at::Tensor& t, at::ScalarType dtype);
 
+/// Kernels know arrays of these numbers: of 64, 32 and 16 bits.
+bool has_kernels(at::ScalarType dtype);
+
 /// The type that optimizers compute with and keep their state in: float32 for 16-bit parameters.
 at::ScalarType state_type(const at::Tensor& parameter);
 

@@ -41,6 +41,10 @@ GRADACCUM_INLINE at::Tensor row_major(const at::Tensor& t, at::ScalarType dtype)
   return at::empty(t.sizes(), t.options().dtype(dtype)).copy_(t);
 }
 
+GRADACCUM_INLINE bool has_kernels(at::ScalarType dtype) {
+  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
 GRADACCUM_INLINE at::ScalarType state_type(const at::Tensor& parameter) {
   return at::toOpMathType(parameter.scalar_type());
 }

@@ -4,6 +4,7 @@
 #include <gradaccum/detail/kernels/device_norms.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/kernels/dense.hpp>
 #include <gradaccum/detail/kernels/device_kernels.hpp>
 #include <gradaccum/detail/kernels/kernel_proof.hpp>
 
@@ -35,8 +36,7 @@ GRADACCUM_INLINE at::Tensor l2_norms_by(const DeviceKernels& kernels, const std:
   const auto device = tensors.front().device();
   const c10::DeviceGuard guard(device);
   std::int64_t blocks = 0;
-  for (auto& tensor : tensors)
-    blocks += (tensor.numel() + SquaresLaunch::elements_of_block - 1) / SquaresLaunch::elements_of_block;
+  for (auto& tensor : tensors) blocks += blocks_of_elements(tensor.numel());
   const auto count = static_cast<std::int64_t>(tensors.size());
   const auto memory = at::empty({count + blocks}, at::TensorOptions(at::kDouble).device(device));
   const auto norms = memory.narrow(0, 0, count);
@@ -58,9 +58,9 @@ GRADACCUM_INLINE bool can_be_normed_on_device(const at::Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
   const auto* const kernels = device_kernels();
   return kernels && tensor.is_cuda() && tensor.is_non_overlapping_and_dense() && !tensor._is_zerotensor() &&
-         (dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16) &&
-         is_proved(*kernels, tensor.device(), "L2 norms", {dtype, dtype, false},
-                   [&] { return norms_as_aten(*kernels, tensor); });
+         has_kernels(dtype) && is_proved(*kernels, tensor.device(), "L2 norms", {dtype, dtype, false}, [&] {
+           return norms_as_aten(*kernels, tensor);
+         });
 }
 
 GRADACCUM_INLINE at::Tensor l2_norms_on_device(const std::vector<at::Tensor>& tensors) {

@@ -49,7 +49,7 @@ GRADACCUM_INLINE at::Tensor TrialNumbers::of(at::ScalarType dtype, at::IntArrayR
 }
 
 GRADACCUM_INLINE std::vector<TrialNumbers> all_trial_numbers(at::Device device) {
-  return {{device, TensorTable::elements_of_block + 1003, false}, {device, 500, true}, {device, 3, false}};
+  return {{device, elements_of_block + 1003, false}, {device, 500, true}, {device, 3, false}};
 }
 
 GRADACCUM_INLINE at::Tensor TrialNumbers::positive(at::ScalarType dtype, at::IntArrayRef sizes) const {

@@ -4,6 +4,7 @@
 #include <gradaccum/detail/kernels/sum_of_squares.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/kernels/dense.hpp>
 #include <gradaccum/detail/kernels/element_loop.hpp>
 #include <gradaccum/detail/kernels/kernels.hpp>
 
@@ -14,9 +15,8 @@
 namespace gradaccum::detail {
 
 GRADACCUM_INLINE bool can_be_summed_here(const at::Tensor& tensor) {
-  const auto dtype = tensor.scalar_type();
   return tensor.device().is_cpu() && tensor.is_non_overlapping_and_dense() && !tensor._is_zerotensor() &&
-         (dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16);
+         has_kernels(tensor.scalar_type());
 }
 
 /// Of some of a table's numbers, which are put among its zeros first.

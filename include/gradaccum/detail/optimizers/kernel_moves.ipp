@@ -26,10 +26,8 @@ GRADACCUM_INLINE DeviceMultiplier DeviceFactor::pointers() const {
 
 /// A sum in float64 may be out of reach of float32 until it is multiplied: that is not for them.
 GRADACCUM_INLINE bool fits_kernel(const at::Tensor& parameter, const at::Tensor& gradient) {
-  const auto dtype = at::toRealValueType(parameter.scalar_type());
-  const bool known = dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
-  return known && parameter.scalar_type() != at::kComplexHalf && parameter.is_cuda() &&
-         at::elementSize(gradient.scalar_type()) <= at::elementSize(state_type(parameter));
+  return has_kernels(at::toRealValueType(parameter.scalar_type())) && parameter.scalar_type() != at::kComplexHalf &&
+         parameter.is_cuda() && at::elementSize(gradient.scalar_type()) <= at::elementSize(state_type(parameter));
 }
 
 GRADACCUM_INLINE OperandTypes kernel_types(const at::Tensor& parameter, const at::Tensor& gradient, bool rounded) {

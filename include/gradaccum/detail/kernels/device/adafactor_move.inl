@@ -82,14 +82,13 @@ class AdafactorMoveBlock {
    public:
     GRADACCUM_ON_DEVICE explicit Mover(const AdafactorTile& tile)
         : apply_(tile.of.numbers),
-          parameter_(static_cast<P*>(tile.of.parameter)),
+          parameters_(parameters_of<P, rounded>(tile.of)),
           gradient_(static_cast<const G*>(tile.of.gradient)),
-          exp_avg_(momentum ? static_cast<S*>(tile.of.exp_avg) : nullptr),
-          rounding_key_(tile.of.rounding_key) {}
+          exp_avg_(momentum ? static_cast<S*>(tile.of.exp_avg) : nullptr) {}
 
     template <class FactorsOf>
     GRADACCUM_ON_DEVICE void operator()(std::int64_t place, std::int64_t count, const FactorsOf& factors_of) const {
-      Pack<std::conditional_t<rounded, RoundedArray, P*>> parameters(array(), place, count);
+      ParameterPack<P, rounded> parameters(parameters_, place, count);
       Pack<const G*> gradients(gradient_, place, count);
       Pack<S*> averages(exp_avg_, place, count);
       auto apply = apply_;
@@ -102,17 +101,9 @@ class AdafactorMoveBlock {
     }
 
    private:
-    GRADACCUM_ON_DEVICE auto array() const {
-      if constexpr (rounded)
-        return RoundedArray{parameter_, 0, rounding_key_};
-      else
-        return parameter_;
-    }
-
     AdafactorApply<Vector, factored> apply_;
-    P* parameter_;
+    std::conditional_t<rounded, RoundedArray, P*> parameters_;
     const G* gradient_;
     S* exp_avg_;
-    std::uint64_t rounding_key_;
   };
 };

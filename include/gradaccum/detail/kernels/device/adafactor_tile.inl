@@ -4,8 +4,6 @@
 
 static_assert(AdafactorShape::threads == threads_of_block && AdafactorShape::pack == pack_size);
 
-GRADACCUM_ON_DEVICE inline bool leaves_out(const DeviceMultiplier& by) { return by.found_inf && *by.found_inf != 0; }
-
 /// Of a step whose count the device alone may know.
 GRADACCUM_ON_DEVICE inline AdafactorSettings settings_of(const AdafactorLaunch& launch) {
   if (!launch.by.left_out) return launch.settings;

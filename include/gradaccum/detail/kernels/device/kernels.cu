@@ -86,8 +86,7 @@ std::string describe(int device) {
 
 }  // namespace
 
-const DeviceKernels cuda_kernels{.name = "CUDA",
-                                 .describe = describe,
+const DeviceKernels cuda_kernels{.describe = describe,
                                  .is_capturing = is_capturing,
                                  .sgd = run_sgd,
                                  .adam = run_adam,

@@ -17,6 +17,17 @@
 namespace gradaccum::detail {
 
 inline constexpr int threads_of_block = 256;
+/// A block has so many elements of a tensor, or what is left of it.
+inline constexpr std::int64_t elements_of_block = 1 << 13;
+
+/// Of a tensor, or a part of it.
+GRADACCUM_ON_DEVICE inline std::int64_t blocks_of_elements(std::int64_t count) {
+  return (count + elements_of_block - 1) / elements_of_block;
+}
+/// Of the block that begins at the `first` of so many.
+GRADACCUM_ON_DEVICE inline std::int64_t elements_from(std::int64_t first, std::int64_t count) {
+  return count - first < elements_of_block ? count - first : elements_of_block;
+}
 
 /// Tensors that one launch goes over. Thread blocks are numbered through all of them.
 struct TensorTable {
@@ -31,16 +42,13 @@ struct TensorTable {
   /// As many as fit in the 4 KB that a kernel's arguments may have, with all that comes before.
   static constexpr std::size_t capacity = 34;
 
-  /// A thread block has so many elements of a tensor, or what is left of it.
-  static constexpr std::int64_t elements_of_block = 1 << 13;
-
   std::int64_t size = 0, blocks = 0;
   std::array<Entry, capacity> entries;
 
   bool full() const { return size == static_cast<std::int64_t>(capacity); }
   void add(const std::array<void*, 6>& arrays, std::int64_t from, std::int64_t count, std::uint64_t rounding_key) {
     entries[static_cast<std::size_t>(size++)] = {arrays, from, count, rounding_key, blocks};
-    blocks += (count + elements_of_block - 1) / elements_of_block;
+    blocks += blocks_of_elements(count);
   }
 };
 
@@ -90,7 +98,6 @@ struct SquaresLaunch {
     std::int64_t first_block;
   };
   static constexpr std::size_t capacity = 160;
-  static constexpr std::int64_t elements_of_block = TensorTable::elements_of_block;
 
   SquaresLaunch(double* of_blocks, double* of_tensors) : partial_sums(of_blocks), norms(of_tensors) {}
 
@@ -101,7 +108,7 @@ struct SquaresLaunch {
   bool full() const { return size == static_cast<std::int64_t>(capacity); }
   void add(const void* numbers, std::int64_t numel) {
     entries[static_cast<std::size_t>(size++)] = {numbers, numel, blocks};
-    blocks += (numel + elements_of_block - 1) / elements_of_block;
+    blocks += blocks_of_elements(numel);
   }
 };
 
@@ -115,7 +122,6 @@ struct OperandTypes {
 
 /// Kernels of devices. Each call launches one, or some, on `stream`, in whose device it is, and does not wait.
 struct DeviceKernels {
-  const char* name;
   std::string (*describe)(int device);  ///< the device and its driver
   bool (*is_capturing)(void* stream);   ///< for a graph, so that nothing can be waited for
   void (*sgd)(const StepLaunch<SgdSettings>&, const OperandTypes&, void* stream);

@@ -35,8 +35,7 @@ class SquaresBlock : public SumBlock</*root=*/false> {
  public:
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
     const auto& tensor = entry_of(launch, block);
-    const auto first = (block - tensor.first_block) * SquaresLaunch::elements_of_block, left = tensor.numel - first;
-    const auto count = left < SquaresLaunch::elements_of_block ? left : SquaresLaunch::elements_of_block;
+    const auto first = (block - tensor.first_block) * elements_of_block, count = elements_from(first, tensor.numel);
     Doubles sums[pack_size];
     GRADACCUM_UNROLL
     for (int k = 0; k < pack_size; ++k) sums[k] = Doubles::all(0);
@@ -57,7 +56,7 @@ class NormBlock : public SumBlock</*root=*/true> {
  public:
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t tensor, Shared& shared) {
     const auto& entry = launch.entries[static_cast<std::size_t>(tensor)];
-    const auto parts = (entry.numel + SquaresLaunch::elements_of_block - 1) / SquaresLaunch::elements_of_block;
+    const auto parts = blocks_of_elements(entry.numel);
     double sum = 0;
     for (std::int64_t i = this_thread(); i < parts; i += threads_of_block)
       sum += launch.partial_sums[entry.first_block + i];

@@ -12,6 +12,8 @@ GRADACCUM_ON_DEVICE inline double product_of(const DeviceMultiplier& by) {
   return product;
 }
 
+GRADACCUM_ON_DEVICE inline bool leaves_out(const DeviceMultiplier& by) { return by.found_inf && *by.found_inf != 0; }
+
 /// What an optimizer's kernel is given of a table.
 struct SgdOfTable {
   using Settings = SgdSettings;
@@ -76,10 +78,9 @@ GRADACCUM_ON_DEVICE void begin_step(const StepLaunch<typename Optimizer::Setting
   auto& o = shared.operand = Optimizer::operand(numbers, tensor);
   o.parameter = static_cast<P*>(o.parameter) - tensor.from;
   o.gradient = static_cast<const G*>(o.gradient) - tensor.from;
-  const auto first = (block - tensor.first_block) * TensorTable::elements_of_block, rest = tensor.count - first;
-  const bool leaves_out = launch.by.found_inf && *launch.by.found_inf != 0;
+  const auto first = (block - tensor.first_block) * elements_of_block;
   shared.from = tensor.from + first;
-  shared.count = leaves_out ? 0 : rest < TensorTable::elements_of_block ? rest : TensorTable::elements_of_block;
+  shared.count = leaves_out(launch.by) ? 0 : elements_from(first, tensor.count);
 }
 
 /// Each element by itself.
@@ -105,7 +106,7 @@ class Adam8bitBlock {
  public:
   using Arguments = StepLaunch<Adam8bitSettings>;
   static constexpr int threads_of_codes = 32, codes_of_thread = eight_bit_block / threads_of_codes;
-  static constexpr int rounds = TensorTable::elements_of_block / (threads_of_block * codes_of_thread), phases = 2;
+  static constexpr int rounds = elements_of_block / (threads_of_block * codes_of_thread), phases = 2;
 
   struct Shared : SharedStep<Adam8bitOperand> {
     DynamicTables maps[2];
@@ -150,7 +151,7 @@ class Adam8bitBlock {
     GRADACCUM_UNROLL
     for (int i = 0; i < packs; ++i) {
       const auto place = place_of(i), rest = count_ - place;
-      ParameterPack parameters(parameters_of(o), first_ + place, rest);
+      ParameterPack<P, rounded> parameters(parameters_of<P, rounded>(o), first_ + place, rest);
       Pack<const G*> gradients(static_cast<const G*>(o.gradient), first_ + place, rest);
       Pack<const std::uint8_t*> m_codes(o.exp_avg, first_ + place, rest), v_codes(o.exp_avg_sq, first_ + place, rest);
       GRADACCUM_UNROLL
@@ -192,15 +193,6 @@ class Adam8bitBlock {
       store_pack(codes, first_ + place_of(i), count_ - place_of(i), pack);
     }
     if (this_thread() == first_thread) scales[first_ / eight_bit_block] = largest;
-  }
-
-  using ParameterPack = Pack<std::conditional_t<rounded, RoundedArray, P*>>;
-  GRADACCUM_ON_DEVICE static auto parameters_of(const Adam8bitOperand& o) {
-    auto* const parameters = static_cast<P*>(o.parameter);
-    if constexpr (rounded)
-      return RoundedArray{parameters, 0, o.rounding_key};
-    else
-      return parameters;
   }
 
   std::int64_t first_, count_;

@@ -111,6 +111,18 @@ class Pack<RoundedArray> {
   float floats_[pack_size];
 };
 
+/// A pack of parameters, and what it is made of.
+template <class P, bool rounded>
+using ParameterPack = Pack<std::conditional_t<rounded, RoundedArray, P*>>;
+template <class P, bool rounded, class Operand>
+GRADACCUM_ON_DEVICE auto parameters_of(const Operand& o) {
+  auto* const parameters = static_cast<P*>(o.parameter);
+  if constexpr (rounded)
+    return RoundedArray{parameters, 0, o.rounding_key};
+  else
+    return parameters;
+}
+
 /// What kernels ask for a part of a bfloat16 array that is rounded stochastically: here they get it whole.
 class RoundedChunk {
  public:
