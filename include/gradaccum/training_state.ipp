@@ -113,9 +113,11 @@ GRADACCUM_INLINE std::filesystem::path of_rank_0(const Peers* peers,
 GRADACCUM_INLINE Archive open_state(const std::filesystem::path& folder, bool allow_changes, const Peers* peers) {
   return on_all(peers, [&] {
     try {
-      auto values = io::read_state(folder);
-      join_pieces(values);
+      const bool needs_a_part = peers && peers->shards();
+      auto values = needs_a_part ? map_state(folder) : io::read_state(folder);
+      auto pieces = take_shared_pieces(values);
       if (peers) peers->pick(values);
+      values.merge(pieces);
       Archive archive(std::move(values));
       archive.allow_changes(allow_changes);
       return archive;

@@ -195,6 +195,14 @@ std::vector<Rank> trained(int number, const Kind& kind, ga::Shard shard, std::in
   return ranks;
 }
 
+/// Values as a training has them that is not divided.
+ga::Archive::Values joined(ga::Archive::Values values) {
+  std::map<std::string, at::Tensor> tensors;
+  for (auto& [name, value] : ga::detail::take_shared_pieces(values)) tensors[name] = std::get<at::Tensor>(value);
+  for (auto& [name, pieces] : ga::detail::take_pieces(tensors)) values[name] = pieces.whole();
+  return values;
+}
+
 std::vector<at::Tensor> parameters_of_sizes(const std::vector<std::int64_t>& sizes) {
   std::vector<at::Tensor> parameters;
   for (auto size : sizes) parameters.push_back(torch::zeros({size}).requires_grad_());
@@ -452,8 +460,7 @@ TEST_CASE("Shard: states go on to the bit, with as many ranks, with others, and 
     auto whole = ga::io::read_state(*ga::detail::newest_state(directory / "undivided"));
     for (const auto* from : {"alone", "three", "divided"}) {
       CAPTURE(from);
-      auto values = ga::io::read_state(*ga::detail::newest_state(directory / from));
-      ga::detail::join_pieces(values);
+      const auto values = joined(ga::io::read_state(*ga::detail::newest_state(directory / from)));
       for (auto& [name, value] : whole)
         if (const auto* const tensor = std::get_if<at::Tensor>(&value); tensor && !name.starts_with("rank_")) {
           CAPTURE(name);
@@ -501,6 +508,38 @@ TEST_CASE(
   peak_of(ga::Shard::optimizer);
   peak_of(ga::Shard::gradients);
   peak_of(ga::Shard::none);  // has more, where there are several
+}
+
+TEST_CASE("Shard: a rank that loads a state takes the memory of its own part, whoever has saved it") {
+  const Kind kind = kinds()[2];
+  const Directory directory;
+  const int number = GENERATE(2, 3);
+  const auto from = GENERATE(ga::Shard::optimizer, ga::Shard::none);
+  const auto by = GENERATE(ga::Shard::gradients, ga::Shard::none);
+  CAPTURE(number, from == ga::Shard::none, by == ga::Shard::none);
+  auto saved = make_ranks(2, kind);
+  together(saved, from, [&](Rank& rank, int i) {
+    rank.train(i, 2);
+    ga::save(directory / "states", rank);
+  });
+  auto ranks = make_ranks(number, kind);
+  std::vector<std::int64_t> peaks(ranks.size());
+  together(ranks, by, [&](Rank& rank, int i) {
+    const ga::MemoryMeter meter;
+    ga::load(directory / "states", rank, {.allow_changes = true});
+    peaks[static_cast<std::size_t>(i)] = meter.peak_bytes();
+  });
+  const auto bytes_of = [](const std::vector<Rank>& of, ga::Shard shard) {
+    std::int64_t bytes = 0;
+    for (auto& rank : of) bytes += rank.bytes_of_state();
+    return shard == ga::Shard::none ? bytes / static_cast<std::int64_t>(of.size()) : bytes;
+  };
+  CHECK(bytes_of(ranks, by) == bytes_of(saved, from));
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    const auto bound = ranks[i].bytes_of_state() + 20000;  // texts that ranks exchange
+    CAPTURE(i, peaks[i], bound);
+    CHECK((peaks[i] <= bound) == (by != ga::Shard::none));
+  }
 }
 
 TEST_CASE("Shard: a window that nobody closes goes on later, with the gradients that others have") {
@@ -724,10 +763,6 @@ TEST_CASE("Pieces: names and what does not go together") {
                            "w[0:1 of x1]", "w[0 :1 of 1]", "w[0:99999999999999999999 of 1]", "w[0:1 of 1]]"})
     CHECK_FALSE(PieceName::of(text));
 
-  const auto joined = [](ga::Archive::Values values) {
-    ga::detail::join_pieces(values);
-    return values;
-  };
   const auto row = [](std::int64_t size) { return torch::arange(size).to(at::kFloat); };
   auto values = joined({{"rank_1.o.m.w[4:6 of 2x3]", row(2)}, {"o.m.w[0:4 of 2x3]", row(4)}, {"rank_1.seed", row(1)}});
   CHECK(values.size() == 2);

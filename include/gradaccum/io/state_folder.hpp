@@ -44,6 +44,11 @@ void check_can_be_written(const Archive& archive);
 /// The files of a state, by name, as its manifest lists them.
 using StateFiles = std::map<std::string, Manifest::File>;
 
+/// As `read_state`, but for who needs a part of it: tensors take no memory, and are read from the disk once more when
+/// they are used. They are to be copied: the folder may be removed meanwhile, but a file that another process makes
+/// shorter ends this one.
+Archive::Values map_state(const std::filesystem::path& folder);
+
 /// The two halves of `write_state`, where several processes write files into one folder, and one of them the manifest
 /// of all.
 StateFiles write_tensors(const Archive& archive, const std::filesystem::path& folder);

@@ -109,6 +109,15 @@ GRADACCUM_INLINE io::Tensors read_listed_tensors(const std::filesystem::path& pa
   return tensors;
 }
 
+/// The same, but each is read once more, from the file, where it is used, and takes no memory.
+GRADACCUM_INLINE io::Tensors map_listed_tensors(const std::filesystem::path& path, const Manifest::File& listed) {
+  check_file(path, listed);
+  const io::SafetensorsFile file(path);
+  io::Tensors tensors;
+  for (auto& name : file.keys()) tensors[name] = file.get_tensor(name);
+  return tensors;
+}
+
 GRADACCUM_INLINE StateFiles write_tensors(const Archive& archive, const std::filesystem::path& folder) {
   StateFiles files;
   for (auto& [name, tensors] : FilesOfState(archive.values()).tensors) {
@@ -129,18 +138,14 @@ GRADACCUM_INLINE void write_manifest_of(const Archive& archive, const StateFiles
   write_manifest(folder, manifest);
 }
 
-}  // namespace gradaccum::detail
-
-GRADACCUM_INLINE void gradaccum::io::write_state(const Archive& archive, const std::filesystem::path& folder) {
-  detail::write_manifest_of(archive, detail::write_tensors(archive, folder), folder);
-}
-
-GRADACCUM_INLINE gradaccum::Archive::Values gradaccum::io::read_state(const std::filesystem::path& folder) {
-  const auto manifest = detail::read_manifest(folder);
-  detail::check_no_others(folder, manifest);
+GRADACCUM_INLINE Archive::Values read_state(
+    const std::filesystem::path& folder,
+    io::Tensors (*tensors_of)(const std::filesystem::path& file, const Manifest::File& listed)) {
+  const auto manifest = read_manifest(folder);
+  check_no_others(folder, manifest);
   Archive::Values values;
   for (auto& value : manifest.values) std::visit([&](auto& held) { values[value.first] = held; }, value.second);
-  if (const auto undefined = values.extract(detail::FilesOfState::undefined_name)) {
+  if (const auto undefined = values.extract(FilesOfState::undefined_name)) {
     const auto* const names = std::get_if<std::string>(&undefined.mapped());
     TORCH_CHECK(names, folder.string(), ": the names of undefined tensors must be a text");
     std::istringstream lines(*names);
@@ -149,11 +154,25 @@ GRADACCUM_INLINE gradaccum::Archive::Values gradaccum::io::read_state(const std:
   for (auto& [name, listed] : manifest.files) {
     const auto path = folder / name;
     const auto part = path.stem().string();
-    for (auto& [key, tensor] : detail::read_listed_tensors(path, listed)) {
+    for (auto& [key, tensor] : tensors_of(path, listed)) {
       const auto full = part == "state" ? key : part + "." + key;
       const bool is_new = values.emplace(full, tensor).second;
       TORCH_CHECK(is_new, path.string(), ": a value '", full, "' is there twice");
     }
   }
   return values;
+}
+
+GRADACCUM_INLINE Archive::Values map_state(const std::filesystem::path& folder) {
+  return read_state(folder, map_listed_tensors);
+}
+
+}  // namespace gradaccum::detail
+
+GRADACCUM_INLINE void gradaccum::io::write_state(const Archive& archive, const std::filesystem::path& folder) {
+  detail::write_manifest_of(archive, detail::write_tensors(archive, folder), folder);
+}
+
+GRADACCUM_INLINE gradaccum::Archive::Values gradaccum::io::read_state(const std::filesystem::path& folder) {
+  return detail::read_state(folder, detail::read_listed_tensors);
 }

@@ -28,6 +28,9 @@ struct DynamicTables {
 
 /// Numbers that share a scale, one after another in memory.
 inline constexpr std::int64_t eight_bit_block = 256;
+constexpr std::int64_t eight_bit_blocks(std::int64_t elements) {
+  return elements / eight_bit_block + (elements % eight_bit_block > 0 ? 1 : 0);  // of any number that a file may have
+}
 /// The code of 0 in the signed map; in the unsigned one it is 0.
 inline constexpr std::uint8_t zero_code = 127;
 

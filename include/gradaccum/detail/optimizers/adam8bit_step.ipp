@@ -34,7 +34,7 @@
 namespace gradaccum::detail {
 
 GRADACCUM_INLINE std::int64_t blocks_of(const at::Tensor& tensor) {
-  return (tensor.numel() + eight_bit_block - 1) / eight_bit_block;
+  return eight_bit_blocks(tensor.numel());
 }
 
 GRADACCUM_INLINE Codes zero_codes(const at::Tensor& like, bool is_signed) {

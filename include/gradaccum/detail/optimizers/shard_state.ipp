@@ -29,20 +29,30 @@ GRADACCUM_INLINE NamedParameters named_pieces(const Shards& shards, const NamedP
   return pieces;
 }
 
-/// A tensor has a number for each element of its parameter, one for each block of them, or one for all.
+GRADACCUM_INLINE at::Tensor own_part(const Pieces& state, const Shards& shards, std::size_t place,
+                                     const std::string& name) {
+  if (!shards.is_cut(place) || state.is_number()) return state.whole();
+  const auto& parameter = shards.parameters()[place];
+  TORCH_CHECK(state.sizes() == parameter.sizes() && state.elements_of_number() > 0, "load_named_state: ", name,
+              " must be of the shape of its parameter, ", parameter.sizes(),
+              ", or have a number for each block of it, got pieces of ", state.sizes());
+  const auto piece = shards.own_piece(place);
+  return state.part(piece.begin, piece.end);
+}
+
+/// One that was saved whole.
 GRADACCUM_INLINE at::Tensor own_part(const at::Tensor& whole, const Shards& shards, std::size_t place,
                                      const std::string& name) {
   if (!shards.is_cut(place) || !whole.defined() || whole.dim() == 0) return whole;
   const auto& parameter = shards.parameters()[place];
-  const bool of_elements = whole.sizes() == parameter.sizes();
-  const auto per_number = of_elements ? std::int64_t{1} : eight_bit_block;
-  const auto blocks = (parameter.numel() + eight_bit_block - 1) / eight_bit_block;
-  TORCH_CHECK(whole.layout() == at::kStrided && (of_elements || whole.sizes() == at::IntArrayRef{blocks}),
+  const auto blocks = eight_bit_blocks(parameter.numel());
+  TORCH_CHECK(whole.layout() == at::kStrided &&
+                  (whole.sizes() == parameter.sizes() || whole.sizes() == at::IntArrayRef{blocks}),
               "load_named_state: ", name, " must be dense, of the shape of its parameter, ", parameter.sizes(),
               ", or have a number for each block of it, got ", whole.sizes());
-  const auto piece = shards.own_piece(place);
-  const auto begin = piece.begin / per_number, end = (piece.end + per_number - 1) / per_number;
-  return whole.reshape({-1}).narrow(0, begin, end - begin).clone();
+  Pieces one(name);
+  one.add({name, 0, parameter.numel(), at::DimVector(parameter.sizes())}, whole);
+  return own_part(one, shards, place, name);
 }
 
 /// The parameters' places by their names.
@@ -54,24 +64,32 @@ GRADACCUM_INLINE std::map<std::string, std::size_t> places_by_name(const Shards&
   return places;
 }
 
-GRADACCUM_INLINE NamedTensors own_part(const NamedTensors& state, const Shards& shards,
-                                       const NamedParameters& parameters, bool lenient) {
+GRADACCUM_INLINE NamedTensors own_part(NamedTensors state, const Shards& shards, const NamedParameters& parameters,
+                                       bool lenient) {
   const auto places = places_by_name(shards, parameters);
+  const auto pieces = take_pieces(state);
   NamedTensors own;
-  for (auto& [full, tensor] : state) {
+  const auto take = [&](const std::string& full, const auto& saved) {
     const auto dot = full.find('.');  // exp_avg.0.weight
     const auto found = dot == full.npos ? places.end() : places.find(full.substr(dot + 1));
     TORCH_CHECK(lenient || found != places.end(), "OptimizerState: there is no parameter, or no such state, for ",
                 full);
-    if (found == places.end() || shards.own_piece(found->second).size() == 0) continue;
+    if (found == places.end() || shards.own_piece(found->second).size() == 0) return;
     try {
       own.emplace(full.substr(0, dot + 1) + name_of_piece(shards, found->second, found->first),
-                  own_part(tensor, shards, found->second, full));
+                  own_part(saved, shards, found->second, full));
     } catch (const c10::Error&) {  // of another shape
       if (!lenient) throw;
     }
-  }
+  };
+  for (auto& [full, tensor] : state) take(full, tensor);
+  for (auto& [full, saved] : pieces) take(full, saved);
   return own;
+}
+
+GRADACCUM_INLINE NamedTensors whole_state(NamedTensors state) {
+  for (auto& [full, pieces] : take_pieces(state)) state.emplace(full, pieces.whole());
+  return state;
 }
 
 }  // namespace gradaccum::detail

@@ -6,9 +6,11 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace gradaccum::detail {
 
@@ -27,9 +29,50 @@ struct PieceName {
 /// `seed` of `rank_12.seed`, a value that is a rank's own; any other name as it is.
 std::string without_rank(const std::string& name);
 
-/// Puts the pieces of each tensor together, whichever ranks have saved them: the values are those of a training that
-/// was not divided. Throws where one is missing, or does not go with the others.
-void join_pieces(Archive::Values& values);
+/// A tensor of which several ranks have saved a piece each: a number for each element of a parameter, one for each block
+/// of as many, or one for all of it. Nothing is copied before it is asked for.
+class Pieces {
+ public:
+  explicit Pieces(std::string name) : name_(std::move(name)) {}
+
+  void add(PieceName piece, at::Tensor tensor);
+  /// Throws where one is missing, or does not go with the others.
+  void check() const;
+
+  /// After `check`: of the whole parameter.
+  at::IntArrayRef sizes() const { return sizes_; }
+  /// There is one number for all.
+  bool is_number() const;
+  /// How many elements have a number together: one, or a block of 8-bit moments; 0 where it is neither.
+  std::int64_t elements_of_number() const;
+
+  /// A new tensor: the whole, or the numbers of these elements in a row, of which `begin` begins one.
+  at::Tensor whole() const;
+  at::Tensor part(std::int64_t begin, std::int64_t end) const;
+
+ private:
+  struct Piece {
+    std::int64_t begin, end;
+    at::Tensor tensor;
+  };
+
+  void check_filled() const;
+  void check_alike() const;
+  void check_row(const Piece& piece) const;
+  std::int64_t numbers_of(std::int64_t elements) const;
+  const Piece& first() const { return by_begin_.begin()->second; }
+
+  std::string name_;
+  at::DimVector sizes_;
+  std::map<std::int64_t, Piece> by_begin_;
+};
+
+/// Takes those of each tensor out, whichever rank has saved them, by the name of the whole.
+std::map<std::string, Pieces> take_pieces(std::map<std::string, at::Tensor>& tensors);
+
+/// The same of a state, of which they are no longer one rank's own, by their names without that rank. Throws where the
+/// pieces of a tensor do not go together.
+Archive::Values take_shared_pieces(Archive::Values& values);
 
 }  // namespace gradaccum::detail
 

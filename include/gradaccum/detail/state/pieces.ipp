@@ -4,6 +4,7 @@
 #include <gradaccum/detail/state/pieces.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/kernels/dynamic_tables.hpp>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
@@ -13,7 +14,6 @@
 
 #include <algorithm>
 #include <charconv>
-#include <map>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -67,31 +67,7 @@ GRADACCUM_INLINE std::string without_rank(const std::string& name) {
   return digits != name.npos && digits > 5 && name[digits] == '.' ? name.substr(digits + 1) : name;
 }
 
-/// The pieces of one tensor, in their order.
-class JoinedPieces {
- public:
-  explicit JoinedPieces(std::string name) : name_(std::move(name)) {}
-
-  void add(PieceName piece, at::Tensor tensor);
-  at::Tensor joined() const;
-
- private:
-  struct Piece {
-    std::int64_t begin, end;
-    at::Tensor tensor;
-  };
-
-  std::int64_t checked_elements() const;
-  void check_alike() const;
-  at::Tensor number_of_all() const;
-  at::Tensor row_of_all(std::int64_t elements) const;
-
-  std::string name_;
-  at::DimVector sizes_;
-  std::map<std::int64_t, Piece> by_begin_;
-};
-
-GRADACCUM_INLINE void JoinedPieces::add(PieceName piece, at::Tensor tensor) {
+GRADACCUM_INLINE void Pieces::add(PieceName piece, at::Tensor tensor) {
   TORCH_CHECK(by_begin_.empty() || sizes_ == piece.sizes, "Archive: the pieces of ", name_,
               " must be of one shape, got ", at::IntArrayRef(sizes_), " and ", at::IntArrayRef(piece.sizes));
   sizes_ = std::move(piece.sizes);
@@ -99,8 +75,18 @@ GRADACCUM_INLINE void JoinedPieces::add(PieceName piece, at::Tensor tensor) {
   TORCH_CHECK(is_new, "Archive: two pieces of ", name_, " begin at ", piece.begin);
 }
 
-/// Of the whole, which the pieces fill.
-GRADACCUM_INLINE std::int64_t JoinedPieces::checked_elements() const {
+GRADACCUM_INLINE void Pieces::check() const {
+  check_filled();
+  if (by_begin_.size() == 1) return;  // of any shape
+  check_alike();
+  for (auto& [begin, piece] : by_begin_) {
+    if (!is_number()) check_row(piece);
+    TORCH_CHECK(!is_number() || at::equal(piece.tensor, first().tensor), "Archive: the pieces of ", name_,
+                " must have the same number");
+  }
+}
+
+GRADACCUM_INLINE void Pieces::check_filled() const {
   std::int64_t elements = 1, filled = 0;
   for (auto size : sizes_)
     TORCH_CHECK(!__builtin_mul_overflow(elements, size, &elements), "Archive: ", name_, " is too large");
@@ -111,67 +97,91 @@ GRADACCUM_INLINE std::int64_t JoinedPieces::checked_elements() const {
   }
   TORCH_CHECK(filled == elements, "Archive: the pieces of ", name_, " must be of all ", elements, " elements, got ",
               filled);
-  return elements;
 }
 
-GRADACCUM_INLINE void JoinedPieces::check_alike() const {
-  const auto& first = by_begin_.begin()->second.tensor;
+GRADACCUM_INLINE void Pieces::check_alike() const {
+  const auto& one = first().tensor;
   for (auto& [begin, piece] : by_begin_)
-    TORCH_CHECK(piece.tensor.defined() && first.defined() && piece.tensor.dim() <= 1 &&
-                    piece.tensor.dim() == first.dim() && piece.tensor.scalar_type() == first.scalar_type(),
+    TORCH_CHECK(piece.tensor.defined() && one.defined() && piece.tensor.dim() <= 1 &&
+                    piece.tensor.dim() == one.dim() && piece.tensor.scalar_type() == one.scalar_type(),
                 "Archive: the pieces of ", name_, " must be rows of one dtype");
 }
 
-/// One that counts is the same for all pieces.
-GRADACCUM_INLINE at::Tensor JoinedPieces::number_of_all() const {
-  const auto& first = by_begin_.begin()->second.tensor;
-  for (auto& [begin, piece] : by_begin_)
-    TORCH_CHECK(at::equal(piece.tensor, first), "Archive: the pieces of ", name_, " must have the same number");
-  return first;
+GRADACCUM_INLINE void Pieces::check_row(const Piece& piece) const {
+  const auto block = elements_of_number(), size = piece.end - piece.begin;
+  TORCH_CHECK(block > 0 && piece.begin % block == 0 && piece.tensor.numel() == numbers_of(size),
+              "Archive: the piece of ", name_, " from ", piece.begin, " to ", piece.end, " has ", piece.tensor.numel(),
+              " numbers, and the first one has ", first().tensor.numel(), " for ", first().end - first().begin);
 }
 
-/// A number for each element, or for each block of as many elements.
-GRADACCUM_INLINE at::Tensor JoinedPieces::row_of_all(std::int64_t elements) const {
-  const auto& first = by_begin_.begin()->second;
-  const auto block = (first.end - first.begin) / std::max<std::int64_t>(1, first.tensor.numel());
-  std::vector<at::Tensor> rows;
-  for (auto& [begin, piece] : by_begin_) {
-    const auto size = piece.end - piece.begin;
-    TORCH_CHECK(block > 0 && piece.tensor.numel() == (size + block - 1) / block, "Archive: the piece of ", name_,
-                " from ", begin, " to ", piece.end, " has ", piece.tensor.numel(), " numbers, and the first one has ",
-                first.tensor.numel(), " for ", first.end - first.begin);
-    rows.push_back(piece.tensor);
-  }
-  const auto all = at::cat(rows);
-  return block == 1 && all.numel() == elements ? all.view(sizes_) : all;
+GRADACCUM_INLINE bool Pieces::is_number() const { return first().tensor.defined() && first().tensor.dim() == 0; }
+
+GRADACCUM_INLINE std::int64_t Pieces::elements_of_number() const {
+  const auto& [begin, end, tensor] = first();
+  const auto elements = end - begin, numbers = tensor.numel();
+  if (numbers == elements) return 1;
+  return numbers == eight_bit_blocks(elements) ? eight_bit_block : 0;
 }
 
-GRADACCUM_INLINE at::Tensor JoinedPieces::joined() const {
+GRADACCUM_INLINE std::int64_t Pieces::numbers_of(std::int64_t elements) const {
+  return elements_of_number() == 1 ? elements : eight_bit_blocks(elements);
+}
+
+GRADACCUM_INLINE at::Tensor Pieces::whole() const {
   const at::NoGradGuard no_grad;
-  const auto elements = checked_elements();
-  const auto& first = by_begin_.begin()->second.tensor;
-  if (by_begin_.size() == 1) return first;
-  check_alike();
-  return first.dim() == 0 ? number_of_all() : row_of_all(elements);
+  const auto& one = first().tensor;
+  if (!one.defined()) return one;
+  if (by_begin_.size() == 1 || is_number()) return one.clone();
+  const auto row = part(0, by_begin_.rbegin()->second.end);
+  return elements_of_number() == 1 ? row.view(sizes_) : row;
 }
 
-GRADACCUM_INLINE void join_pieces(Archive::Values& values) {
-  std::map<std::string, JoinedPieces> all;
+GRADACCUM_INLINE at::Tensor Pieces::part(std::int64_t begin, std::int64_t end) const {
+  const at::NoGradGuard no_grad;
+  const auto block = elements_of_number();
+  std::vector<at::Tensor> rows;
+  for (auto& [unused, piece] : by_begin_) {
+    const auto from = std::max(begin, piece.begin), to = std::min(end, piece.end);
+    if (from >= to) continue;
+    rows.push_back(piece.tensor.reshape({-1}).narrow(0, (from - piece.begin) / block, numbers_of(to - from)));
+  }
+  return at::cat(rows);
+}
+
+GRADACCUM_INLINE std::map<std::string, Pieces> take_pieces(std::map<std::string, at::Tensor>& tensors) {
+  std::map<std::string, Pieces> all;
+  for (auto tensor = tensors.begin(); tensor != tensors.end();) {
+    auto name = PieceName::of(tensor->first);
+    if (!name) {
+      ++tensor;
+      continue;
+    }
+    const auto whole = name->parameter;
+    all.try_emplace(whole, whole).first->second.add(std::move(*name), std::move(tensor->second));
+    tensor = tensors.erase(tensor);
+  }
+  return all;
+}
+
+GRADACCUM_INLINE Archive::Values take_shared_pieces(Archive::Values& values) {
+  Archive::Values shared;
+  std::map<std::string, at::Tensor> tensors;
   for (auto value = values.begin(); value != values.end();) {
     auto* const tensor = std::get_if<at::Tensor>(&value->second);
-    auto name = tensor != nullptr ? PieceName::of(value->first) : std::nullopt;
-    if (!name) {
+    if (tensor == nullptr || !PieceName::of(value->first)) {
       ++value;
       continue;
     }
-    const auto full = without_rank(name->parameter);
-    all.try_emplace(full, full).first->second.add(std::move(*name), std::move(*tensor));
+    const auto [same, is_new] = shared.emplace(without_rank(value->first), *tensor);
+    TORCH_CHECK(is_new, "Archive: two ranks have saved the piece ", same->first);
+    tensors.emplace(same->first, *tensor);
     value = values.erase(value);
   }
-  for (auto& [full, pieces] : all) {
-    const bool is_new = values.emplace(full, pieces.joined()).second;
-    TORCH_CHECK(is_new, "Archive: ", full, " is there whole and in pieces");
+  for (auto& [name, pieces] : take_pieces(tensors)) {
+    pieces.check();
+    TORCH_CHECK(!values.contains(name), "Archive: ", name, " is there whole and in pieces");
   }
+  return shared;
 }
 
 }  // namespace gradaccum::detail
