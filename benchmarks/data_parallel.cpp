@@ -20,6 +20,7 @@ namespace {
 namespace ga = gradaccum;
 
 constexpr std::int64_t width = 1024, layers = 8, rows = 32;
+constexpr int windows = 4;  // one after another, as a training has them, between two moments at which ranks meet
 
 torch::nn::Sequential make_model() {
   torch::manual_seed(0);
@@ -62,15 +63,18 @@ class Loop {
   }
   virtual ~Loop() = default;
   virtual void window() = 0;
+  virtual void finish() {}  // what is under way
 
   void measure() {
     group_.barrier();
     const auto before = sent_bytes();
     times_.push_back(harness::seconds([&] {
-      window();
-      group_.barrier();
-    }));
-    bytes_.push_back(sent_bytes() - before);
+                       for (int i = 0; i < windows; ++i) window();
+                       finish();
+                       group_.barrier();
+                     }) /
+                     windows);
+    bytes_.push_back((sent_bytes() - before) / windows);
   }
   void forget() { times_.clear(), bytes_.clear(); }
   at::Tensor parameters() const {
@@ -115,6 +119,7 @@ class Ours final : public Loop {
       accumulator_.zero_grad();
     }
   }
+  void finish() override { replicas_.wait_for_parameters(); }
 
  private:
   ga::GradAccumulator<torch::optim::Optimizer> accumulator_;
@@ -169,6 +174,8 @@ int main(int argc, char** argv) {
   if (adamw) {
     add("gradaccum, AdamW", {});
     add("gradaccum, AdamW, state divided", {.shard = ga::Shard::optimizer});
+    add("gradaccum, AdamW, state divided, gathered beside the forward",
+        {.shard = ga::Shard::optimizer, .overlap_param_gather = true});
     add("gradaccum, AdamW, state and gradients divided", {.shard = ga::Shard::gradients});
   } else {
     add("gradaccum", {});

@@ -75,6 +75,7 @@
 #include <gradaccum/profiler.hpp>
 #include <gradaccum/progress_line.hpp>
 #include <gradaccum/replicas.hpp>
+#include <gradaccum/replicas_options.hpp>
 #include <gradaccum/run_end.hpp>
 #include <gradaccum/run_page.hpp>
 #include <gradaccum/save_step.hpp>

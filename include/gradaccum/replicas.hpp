@@ -5,26 +5,17 @@
 #include <gradaccum/detail/parallel/replica_peers.hpp>
 #include <gradaccum/detail/types/module_of.hpp>
 #include <gradaccum/process_group.hpp>
-#include <gradaccum/shard.hpp>
+#include <gradaccum/replicas_options.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
-#include <cstdint>
 #include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
 
 namespace gradaccum {
-
-/// How gradients are sent, what differs between the copies, and what is divided among them.
-struct ReplicasOptions {
-  std::int64_t bucket_bytes = std::int64_t{25} << 20;  ///< gradients that are sent together, at most; >= 1
-  bool overlap = true;       ///< send gradients while the backward that fills the window goes on
-  bool seed_by_rank = true;  ///< random numbers of their own for each rank: rank r adds r to its generators' seeds
-  Shard shard = Shard::none;  ///< what the ranks divide, in place of having all of it each
-};
 
 /// The copies of one model in the processes of a group, which train as one.
 ///
@@ -82,6 +73,10 @@ class Replicas {
 
   /// This rank has no more batches: true if others have. The next `step()` then closes a window with theirs.
   bool others_continue() { return others_continue_ && others_continue_(); }
+
+  /// With `overlap_param_gather`: all that others have stepped is here. For what reads parameters without an operation
+  /// of LibTorch on this thread.
+  void wait_for_parameters() const;
 
   /// All ranks get the buffers of rank 0.
   void broadcast_buffers() const;

@@ -181,7 +181,10 @@ void together(std::vector<Rank>& ranks, ga::Shard shard, const Body& body) {
   tests::as_ranks(static_cast<int>(ranks.size()), [&](const ga::ProcessGroup& group) {
     auto& rank = ranks[static_cast<std::size_t>(group.rank())];
     ga::Replicas replicas(group, rank.model, *rank.optimizer,
-                          {.bucket_bytes = 30000, .seed_by_rank = false, .shard = shard});
+                          {.bucket_bytes = 30000,
+                           .seed_by_rank = false,
+                           .shard = shard,
+                           .overlap_param_gather = getenv("OVERLAP") && shard != ga::Shard::none});
     rank.peers_of_all = replicas.peers();
     body(rank, group.rank());
     rank.peers_of_all = nullptr;

@@ -25,7 +25,8 @@ room(build        PUBLIC version)
 room(types)
 room(kernels)
 room(memory       PUBLIC keep_freed_memory memory_by_kind memory_meter)
-room(state        PUBLIC archive)
+room(state        PUBLIC archive
+                  USES kernels)
 room(window       PUBLIC clip_grad concepts embedding factor grad_accumulator
                          grad_accumulator_options gradients loss window
                   USES types kernels state)
@@ -45,7 +46,7 @@ room(io           PUBLIC io/
                   USES types kernels state)
 room(watching     PUBLIC curves profile_report profiler progress_line run_end run_page summary_writer
                   USES kernels memory state io)
-room(parallel     PUBLIC process_group replicas shard
+room(parallel     PUBLIC process_group replicas replicas_options shard
                   USES types state window data)
 room(verification PUBLIC verify_accumulation
                   USES types window data)

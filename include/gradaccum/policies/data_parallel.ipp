@@ -9,6 +9,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <exception>
+
 namespace gradaccum {
 
 GRADACCUM_INLINE void DataParallel::attach(TrainerBase& trainer) {
@@ -29,7 +31,19 @@ GRADACCUM_INLINE void DataParallel::after_step(const Step& step) const {
   if (check_every > 0 && step.update % check_every == 0) replicas->check_equal();
 }
 
-GRADACCUM_INLINE void DataParallel::on_epoch_end(std::int64_t) const { replicas->broadcast_buffers(); }
+GRADACCUM_INLINE std::shared_ptr<void> DataParallel::fit_scope() const {
+  return std::shared_ptr<void>(nullptr, [here = replicas](void*) {
+    try {
+      here->wait_for_parameters();  // of a fit that ended in the middle of an epoch
+    } catch (const std::exception&) {  // who reads them hears of it
+    }
+  });
+}
+
+GRADACCUM_INLINE void DataParallel::on_epoch_end(std::int64_t) const {
+  replicas->wait_for_parameters();
+  replicas->broadcast_buffers();
+}
 
 GRADACCUM_INLINE void DataParallel::state(Archive& archive) const { archive.setting("world_size", group.world_size()); }
 

@@ -5,7 +5,7 @@
 #include <gradaccum/detail/parallel/links.hpp>
 #include <gradaccum/detail/parallel/window_totals.hpp>
 #include <gradaccum/detail/window/peers.hpp>
-#include <gradaccum/shard.hpp>
+#include <gradaccum/replicas_options.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
@@ -26,6 +26,7 @@ class Optimizer;
 namespace gradaccum::detail {
 
 class GradientExchange;
+class LateTensors;
 class Shards;
 
 /// The other replicas of a model: windows become those of all of them.
@@ -39,12 +40,17 @@ class Shards;
 /// until nobody runs.
 class ReplicaPeers final : public Peers {
  public:
-  ReplicaPeers(std::shared_ptr<Links> links, std::int64_t bucket_bytes, bool overlap, Shard shard);
+  ReplicaPeers(std::shared_ptr<Links> links, const ReplicasOptions& options);
+  ~ReplicaPeers() override;
 
   /// From device to device, where each rank has these on one of its own.
   void connect(const std::vector<at::Tensor>& parameters);
   /// The replicas are gone, and with them their connections: whoever goes on to train hears of it.
   void disconnect();
+
+  /// Those that others have stepped, and that nobody has read since, are still on their way with
+  /// `overlap_param_gather`.
+  void wait_for_parameters() const;
 
   /// A line for each group of an optimizer that is divided: what must be the same on all ranks, or their parts are
   /// stepped differently, and nobody sees it in the parameters.
@@ -56,7 +62,7 @@ class ReplicaPeers final : public Peers {
   GRADACCUM_INLINE int rank() const override;
   GRADACCUM_INLINE void join(AnyOptimizer& optimizer) override;
   std::shared_ptr<Shards> shards() const override { return shards_; }
-  bool take_each_backward() const override { return shard_ == Shard::gradients; }
+  bool take_each_backward() const override { return options_.shard == Shard::gradients; }
   GRADACCUM_INLINE void backward(const std::shared_ptr<WindowGradients>& window,
                                  std::optional<c10::ScalarType> accumulate_in,
                                  const std::function<void()>& run) override;
@@ -82,13 +88,12 @@ class ReplicaPeers final : public Peers {
   WindowTotals sums_of_all(const WindowTotals& own) const;
   void measure_all(WindowGradients& window) const;
   bool step_own(AnyOptimizer& optimizer, Gradients gradients) const;
+  void send_parameters();
   /// Others wait for what `work` does: they hear of an exception.
   void or_give_up(c10::function_ref<void()> work) const;
 
   std::shared_ptr<Links> links_;  // none when the replicas are gone
-  const std::int64_t bucket_bytes_;
-  const bool overlap_;
-  const Shard shard_;
+  const ReplicasOptions options_;
   std::shared_ptr<Shards> shards_;
   const torch::optim::Optimizer* divided_ = nullptr;
   Links::Line line_ = Links::Line::gradients;
@@ -96,6 +101,7 @@ class ReplicaPeers final : public Peers {
   bool counted_on_ = false;                     // by others, who wait for its end
   std::optional<WindowTotals> followed_;        // what was agreed about the window that is to be closed with others
   std::vector<std::size_t> used_;               // of the window that is closed: somewhere there is a gradient
+  std::unique_ptr<LateTensors> late_;           // what others have stepped with it
 };
 
 }  // namespace gradaccum::detail

@@ -11,6 +11,7 @@
 #include <gradaccum/detail/parallel/whole_gradients.hpp>
 #include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/detail/window/arrival_scope.hpp>
+#include <gradaccum/detail/window/late_tensors.hpp>
 #include <gradaccum/detail/window/shards.hpp>
 #include <gradaccum/detail/window/tensor_lists.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
@@ -27,9 +28,10 @@
 
 namespace gradaccum::detail {
 
-GRADACCUM_INLINE ReplicaPeers::ReplicaPeers(std::shared_ptr<Links> links, std::int64_t bucket_bytes, bool overlap,
-                                            Shard shard)
-    : links_(std::move(links)), bucket_bytes_(bucket_bytes), overlap_(overlap), shard_(shard) {}
+GRADACCUM_INLINE ReplicaPeers::ReplicaPeers(std::shared_ptr<Links> links, const ReplicasOptions& options)
+    : links_(std::move(links)), options_(options) {}
+
+GRADACCUM_INLINE ReplicaPeers::~ReplicaPeers() = default;
 
 GRADACCUM_INLINE void ReplicaPeers::connect(const std::vector<at::Tensor>& parameters) {
   const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters[0].device();
@@ -37,14 +39,23 @@ GRADACCUM_INLINE void ReplicaPeers::connect(const std::vector<at::Tensor>& param
 }
 
 GRADACCUM_INLINE void ReplicaPeers::disconnect() {
+  try {
+    wait_for_parameters();
+  } catch (const std::exception&) {  // who reads them hears of it
+  }
+  late_.reset();
   end_window();
   links_.reset();
+}
+
+GRADACCUM_INLINE void ReplicaPeers::wait_for_parameters() const {
+  if (late_) late_->wait();
 }
 
 GRADACCUM_INLINE int ReplicaPeers::rank() const { return links_ ? links_->rank() : 0; }
 
 GRADACCUM_INLINE void ReplicaPeers::join(AnyOptimizer& optimizer) {
-  if (shard_ == Shard::none) return;
+  if (options_.shard == Shard::none) return;
   const auto* const itself = optimizer.torch_optimizer();
   TORCH_CHECK(itself,
               "Shard: the optimizer must be a torch::optim::Optimizer, whose groups can be given parts of the "
@@ -70,16 +81,17 @@ GRADACCUM_INLINE void ReplicaPeers::begin_exchange(const std::shared_ptr<WindowG
                                                    std::optional<c10::ScalarType> accumulate_in) {
   TORCH_CHECK(links_, "Replicas: must live as long as the accumulator is trained with, and are gone");
   if (shards_)
-    exchange_ = std::make_shared<GradientPieces>(links_, line_, window, accumulate_in, bucket_bytes_, shards_);
+    exchange_ = std::make_shared<GradientPieces>(links_, line_, window, accumulate_in, options_.bucket_bytes, shards_);
   else
-    exchange_ = std::make_shared<WholeGradients>(links_, line_, window, accumulate_in, bucket_bytes_);
+    exchange_ = std::make_shared<WholeGradients>(links_, line_, window, accumulate_in, options_.bucket_bytes);
 }
 
 GRADACCUM_INLINE void ReplicaPeers::backward(const std::shared_ptr<WindowGradients>& window,
                                              std::optional<c10::ScalarType> accumulate_in,
                                              const std::function<void()>& run) {
-  if (!overlap_ && !take_each_backward()) return run();
+  if (!options_.overlap && !take_each_backward()) return run();
   try {
+    wait_for_parameters();  // that the forward has not read
     if (!exchange_) begin_exchange(window, accumulate_in);
     shards_ ? run_round(*window, accumulate_in, run) : run_and_send(run);
   } catch (...) {
@@ -89,7 +101,7 @@ GRADACCUM_INLINE void ReplicaPeers::backward(const std::shared_ptr<WindowGradien
 }
 
 GRADACCUM_INLINE void ReplicaPeers::run_and_send(const std::function<void()>& run) {
-  if (!overlap_) return run();
+  if (!options_.overlap) return run();
   const ArrivalScope scope(exchange_);
   run();
 }
@@ -131,6 +143,7 @@ GRADACCUM_INLINE void ReplicaPeers::or_give_up(c10::function_ref<void()> work) c
 GRADACCUM_INLINE void ReplicaPeers::reduce(const std::shared_ptr<WindowGradients>& window,
                                            std::optional<c10::ScalarType> accumulate_in) {
   or_give_up([&] {
+    wait_for_parameters();
     if (!exchange_) begin_exchange(window, accumulate_in);
     const auto all = followed_ ? *followed_ : agree(window, /*active=*/true);
     if (!shards_)
@@ -178,9 +191,32 @@ GRADACCUM_INLINE bool ReplicaPeers::step(AnyOptimizer& optimizer, const std::sha
   bool moved = false;
   or_give_up([&] {
     moved = !used_.empty() && step_own(optimizer, Gradients(window));
-    if (moved) exchange_pieces(*links_, line_, *shards_, used_, bucket_bytes_);
+    if (moved) send_parameters();
   });
   return moved;
+}
+
+GRADACCUM_INLINE void ReplicaPeers::send_parameters() {
+  const auto exchange = std::make_shared<PieceExchange>(links_, line_, shards_, used_, options_.bucket_bytes);
+  std::vector<at::Tensor> sent;
+  for (auto place : used_) sent.push_back(shards_->parameters()[place]);
+  if (!options_.overlap_param_gather) {
+    exchange->wait();
+    for (auto& parameter : sent) parameter.unsafeGetTensorImpl()->bump_version();
+    return;
+  }
+  const auto arrive = [exchange, links = links_, places = used_](std::size_t i) {
+    try {
+      exchange->wait_for(places[i]);
+    } catch (const std::exception& error) {
+      links->give_up(error.what());
+      throw;
+    }
+  };
+  late_ = std::make_unique<LateTensors>(
+      std::move(sent), arrive,
+      "Replicas: with overlap_param_gather this parameter arrives when an operation of LibTorch reads it on the thread "
+      "that has stepped; what else reads it has to call replicas.wait_for_parameters() first");
 }
 
 GRADACCUM_INLINE bool ReplicaPeers::others_continue(const std::shared_ptr<WindowGradients>& window,
@@ -202,7 +238,11 @@ GRADACCUM_INLINE void ReplicaPeers::add_up(const at::Tensor& tensor) const {
 
 GRADACCUM_INLINE void ReplicaPeers::gather(Archive& archive) const {
   TORCH_CHECK(links_ || !shards_, "Replicas: must live as long as states are saved of what they have divided");
-  if (links_) or_give_up([&] { gather_states(*links_, archive); });
+  if (!links_) return;
+  or_give_up([&] {
+    wait_for_parameters();
+    gather_states(*links_, archive);
+  });
 }
 
 GRADACCUM_INLINE void ReplicaPeers::pick(Archive::Values& values) const { pick_state(values, rank()); }

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/shard.hpp>
+
+#include <cstdint>
+
+namespace gradaccum {
+
+/// How gradients are sent, what differs between the copies, and what is divided among them.
+///
+/// With `overlap_param_gather`, which goes with a `shard`, the parameters that other ranks have stepped arrive while
+/// the next forward runs: an operation of LibTorch waits for those that it is given, if it runs on the thread that has
+/// stepped. Whoever asks one for its address meanwhile, or reads it on another thread, gets an error; what has kept an
+/// address from an earlier window reads what is there: such programs call `Replicas::wait_for_parameters()` first.
+struct ReplicasOptions {
+  std::int64_t bucket_bytes = std::int64_t{25} << 20;  ///< gradients that are sent together, at most; >= 1
+  bool overlap = true;                ///< send gradients while the backward that fills the window goes on
+  bool seed_by_rank = true;           ///< random numbers of their own: rank r adds r to its generators' seeds
+  Shard shard = Shard::none;          ///< what the ranks divide, in place of having all of it each
+  bool overlap_param_gather = false;  ///< a shard's new parameters arrive while the next forward runs
+};
+
+}  // namespace gradaccum
