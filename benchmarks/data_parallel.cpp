@@ -19,7 +19,7 @@ namespace {
 
 namespace ga = gradaccum;
 
-constexpr std::int64_t width = 1024, layers = 8, rows = 32;
+constexpr std::int64_t width = 1024, layers = 8;
 constexpr int windows = 4;  // one after another, as a training has them, between two moments at which ranks meet
 
 torch::nn::Sequential make_model() {
@@ -50,7 +50,7 @@ double sent_bytes() {
 /// One of the loops that are compared. Inputs differ by rank and micro-batch.
 class Loop {
  public:
-  Loop(std::string name, const ga::ProcessGroup& group, std::int64_t steps, bool adamw = false)
+  Loop(std::string name, const ga::ProcessGroup& group, std::int64_t steps, std::int64_t rows, bool adamw = false)
       : name_(std::move(name)), group_(group), steps_(steps) {
     if (adamw)
       optimizer_ = std::make_unique<ga::optim::AdamW>(model_->parameters(), ga::optim::AdamWOptions(1e-3));
@@ -106,9 +106,9 @@ class Loop {
 
 class Ours final : public Loop {
  public:
-  Ours(std::string name, const ga::ProcessGroup& group, std::int64_t steps, bool adamw,
+  Ours(std::string name, const ga::ProcessGroup& group, std::int64_t steps, std::int64_t rows, bool adamw,
        const ga::ReplicasOptions& options)
-      : Loop(std::move(name), group, steps, adamw),
+      : Loop(std::move(name), group, steps, rows, adamw),
         accumulator_(*optimizer_, {.steps = steps}),
         replicas_(group, model_, accumulator_, options) {}
 
@@ -159,17 +159,18 @@ class SumsAlways final : public Loop {
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::int64_t steps = 4;
+  std::int64_t steps = 4, rows = 32;
   std::string optimizer = "sgd";
   auto options = harness::parse(argc, argv, "What a window of several processes costs", [&](CLI::App& app) {
     app.add_option("--micro-batches", steps, "in a window")->check(CLI::Range(1, 1000));
+    app.add_option("--rows", rows, "in a micro-batch")->check(CLI::Range(1, 100000));
     app.add_option("--optimizer", optimizer, "adamw has a state to divide")->check(CLI::IsMember({"sgd", "adamw"}));
   });
   const auto group = ga::ProcessGroup::from_environment();
   std::vector<std::unique_ptr<Loop>> loops;
   const bool adamw = optimizer == "adamw";
   const auto add = [&](const char* name, const ga::ReplicasOptions& how) {
-    loops.push_back(std::make_unique<Ours>(name, group, steps, adamw, how));
+    loops.push_back(std::make_unique<Ours>(name, group, steps, rows, adamw, how));
   };
   if (adamw) {
     add("gradaccum, AdamW", {});
@@ -180,7 +181,7 @@ int main(int argc, char** argv) {
   } else {
     add("gradaccum", {});
     add("gradaccum, sent after backward", {.overlap = false});
-    loops.push_back(std::make_unique<SumsAlways>("LibTorch, a sum every micro-batch", group, steps));
+    loops.push_back(std::make_unique<SumsAlways>("LibTorch, a sum every micro-batch", group, steps, rows));
   }
   for (auto& loop : loops) loop->measure();
   for (auto& loop : loops) {
