@@ -53,7 +53,9 @@ void train(Outcome& outcome, const Data& data, const ga::ProcessGroup& group, ga
                       std::move(policies)...,
                       ga::DataParallel{.group = group,
                                        .shard = outcome.shard,
-                                       .options = {.bucket_bytes = 100, .seed_by_rank = false},
+                                       .options = {.bucket_bytes = 100,
+                                                   .seed_by_rank = false,
+                                                   .overlap_param_gather = outcome.shard == ga::Shard::gradients},
                                        .check_every = 2},
                       [&](const ga::Step& step) {
                         outcome.losses.push_back(step.loss.item<double>());
@@ -125,7 +127,10 @@ struct Run {
     torch::optim::Adam adam(model->parameters(), torch::optim::AdamOptions(0.05));
     ga::Trainer trainer(model, adam, objective, ga::Accumulate{.steps = 2}, ga::Ema{.decay = 0.9},
                         ga::SaveState{.directory = directory, .every_updates = 2, .keep_last = 0},
-                        ga::DataParallel{.group = group, .shard = shard, .check_every = 1},
+                        ga::DataParallel{.group = group,
+                                         .shard = shard,
+                                         .options = {.overlap_param_gather = shard != ga::Shard::none},
+                                         .check_every = 1},
                         [&](const ga::Step& step) { losses.push_back(step.loss.item<double>()); });
     report = trainer.fit(batches, options);
   }
