@@ -69,7 +69,7 @@ void add_options(CLI::App& app, Request& request) {
   app.add_option("--ranks", machine.ranks, "of a machine")->check(CLI::IsMember({1, 2, 4, 8}));
   add_link(app, "inside", machine.inside);
   add_link(app, "between", machine.between);
-  app.add_option("--overlap", machine.overlap, "the rate of backward beside a transfer")->check(CLI::Range(0.0, 1.0));
+  app.add_option("--overlap", machine.overlap, "the rate of computing beside a transfer")->check(CLI::Range(0.0, 1.0));
   app.add_flag_callback(
       "--halving", [&request] { request.setup.machine.pattern = Pattern::halving; },
       "log2(n) messages, not a ring's n - 1");

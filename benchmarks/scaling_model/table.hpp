@@ -40,9 +40,11 @@ struct NamedWay {
   const char *name, *colour;
   int width;  ///< of a line, so that those that lie on each other are all seen
 };
-constexpr std::array<NamedWay, 3> ways{{{Way::unsharded, "unsharded", "#9bd", 6},
-                                        {Way::shard_optimizer, "Shard::optimizer", "#e80", 3},
-                                        {Way::shard_gradients, "Shard::gradients", "#063", 1}}};
+constexpr std::array<NamedWay, 4> ways{
+    {{Way::unsharded, "unsharded", "#9bd", 6},
+     {Way::shard_optimizer, "Shard::optimizer", "#e80", 3},
+     {Way::shard_optimizer_beside, "Shard::optimizer+overlap_param_gather", "#a3c", 2},
+     {Way::shard_gradients, "Shard::gradients", "#063", 1}}};
 
 inline std::string described(const Link& link) {
   return fmt::format("{:.1f} us + {:.2f} GB/s", 1e6 * link.latency, link.bytes_per_s / 1e9);
@@ -126,9 +128,9 @@ inline std::string legend() {
   for (auto& way : ways) {
     svg += fmt::format("<path d='M{} {}h24' stroke='{}' stroke-width='{}'/>\n", x, y, way.colour, way.width);
     svg += text(x + 32, y + 4, way.name, "start");
-    x += 180;
+    x += 60 + 7 * static_cast<double>(std::string(way.name).size());
   }
-  return svg + text(x, y + 4, "dashed: windows of 1 micro-batch; solid: of 16", "start");
+  return svg + text(left, y + 28, "dashed: windows of 1 micro-batch; solid: of 16", "start");
 }
 
 }  // namespace picture
@@ -139,7 +141,7 @@ inline std::string to_svg(Setup setup) {
   auto svg = fmt::format(
       "<svg xmlns='http://www.w3.org/2000/svg' width='{0:.0f}' height='{1:.0f}' viewBox='0 0 {0:.0f} {1:.0f}' "
       "font-family='sans-serif' font-size='12'>\n<rect width='100%' height='100%' fill='white'/>\n",
-      2 * (left + width + 20), top + height + 80);
+      2 * (left + width + 20), top + height + 104);
   svg += text(left + width + 10, 20, "Computed, not measured: " + setup.name);
   for (auto pattern : {Pattern::ring, Pattern::halving}) {
     setup.machine.pattern = pattern;
