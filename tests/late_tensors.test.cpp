@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -142,6 +143,10 @@ TEST_CASE("LateTensors: nobody gets an address before") {
   expect_advice([&] { x.const_data_ptr(); });
   expect_advice([&] { x.storage().data(); });
   expect_advice([&] { x.accessor<float, 2>()[0][0] = 1; });
+  expect_advice([&] {
+    std::ostringstream file;
+    torch::save(x, file);
+  });
   SECTION("nor an operation of another thread") {
     std::string error;
     std::thread([&] { error = error_of([&] { static_cast<void>(x + 1); }); }).join();
