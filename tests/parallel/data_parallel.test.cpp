@@ -68,6 +68,23 @@ void train(Outcome& outcome, const Data& data, const ga::ProcessGroup& group, ga
 
 }  // namespace
 
+TEST_CASE("DataParallel: after a fit that has met an exception the parameters are there") {
+  const Data data;
+  std::vector<Outcome> ranks(2);
+  for (auto& rank : ranks) rank.model = make_model(), rank.shard = ga::Shard::gradients;
+  CHECK_THROWS_WITH(tests::as_ranks(2,
+                                    [&](const ga::ProcessGroup& group) {
+                                      const auto throws = [](const ga::Step& step) {
+                                        if (step.update == 2) throw std::runtime_error("out of luck");
+                                      };
+                                      train(ranks[static_cast<std::size_t>(group.rank())], data, group, {.epochs = 1},
+                                            2, throws);
+                                    }),
+                    Catch::Contains("out of luck"));
+  for (auto& rank : ranks)
+    for (auto& parameter : rank.model->parameters()) CHECK(parameter.data_ptr<double>() != nullptr);
+}
+
 TEST_CASE("DataParallel: ranks are one process, report included") {
   const int world_size = GENERATE(2, 4);
   const std::int64_t steps = GENERATE(1, 3);

@@ -2,6 +2,7 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/amp_scaler.hpp>
+#include <gradaccum/checkpoint.hpp>
 #include <gradaccum/detail/optimizers/param_states.hpp>
 #include <gradaccum/detail/parallel/piece_exchange.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
@@ -383,6 +384,43 @@ TEST_CASE("Shard: parameters that are gathered beside the forward have no addres
     CHECK(ranks[i].model->wide->weight.data_ptr<float>() != nullptr);
   }
   CHECK(torch::equal(flat(ranks[0].model), flat(ranks[1].model)));
+}
+
+TEST_CASE("Shard: parameters that are gathered beside the forward, and not read by it") {
+  struct Branches : torch::nn::Module {
+    torch::nn::Linear always = register_module("always", torch::nn::Linear(40, 500));
+    torch::nn::Linear at_times = register_module("at_times", torch::nn::Linear(40, 500));
+  };
+  const auto trained_by = [](bool overlap) {
+    std::vector<std::shared_ptr<Branches>> models;
+    for (int i = 0; i < 2; ++i) {
+      torch::manual_seed(3);
+      models.push_back(std::make_shared<Branches>());
+    }
+    tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+      auto& model = *models[static_cast<std::size_t>(group.rank())];
+      ga::optim::AdamW adamw(model.parameters(), ga::optim::AdamWOptions(0.01));
+      ga::GradAccumulator optimizer(adamw, {.steps = 2});
+      ga::Replicas replicas(
+          group, model, optimizer,
+          {.seed_by_rank = false, .shard = ga::Shard::optimizer, .overlap_param_gather = overlap});
+      for (int i = 0; i < 8; ++i) {
+        const auto x = torch::ones({2, 40}) * (i + group.rank());
+        // a checkpoint looks whether its function has changed what it is given
+        auto y = ga::checkpoint([&](const at::Tensor& in, const at::Tensor& bias) { return in.tanh() + bias; },
+                                torch::linear(x, model.always->weight), model.always->bias);
+        if (i % 2 == 1) y = y + model.at_times->forward(x);
+        optimizer.backward(y.pow(2).mean());
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    });
+    return models;
+  };
+  const auto plain = trained_by(false), beside = trained_by(true);
+  for (std::size_t i = 0; i < 2; ++i)
+    for (std::size_t place = 0; place < 4; ++place)
+      CHECK(torch::equal(plain[i]->parameters()[place], beside[i]->parameters()[place]));
 }
 
 TEST_CASE("Shard: parameters that cannot be gathered are an error for who reads them") {
@@ -858,5 +896,10 @@ TEST_CASE("Pieces: names and what does not go together") {
   CHECK_THROWS_WITH(joined(Values{{"w[0:4 of 8]", row(5)}, {"w[4:8 of 8]", row(3)}}), Catch::Contains("has 5 numbers"));
   CHECK_THROWS_WITH(joined(Values{{"w[0:4 of 8]", row(0)}, {"w[4:8 of 8]", row(8)}}), Catch::Contains("numbers"));
   CHECK_THROWS_WITH(joined(Values{{"w[0:1 of 1]", row(1)}, {"w", row(1)}}), Catch::Contains("whole and in pieces"));
+  std::map<std::string, at::Tensor> unchecked{{"w[0:1000 of 2000]", row(3)}, {"w[1000:2000 of 2000]", row(3)}};
+  for (auto& [name, pieces] : ga::detail::take_pieces(unchecked)) {
+    CHECK_THROWS_WITH(pieces.whole(), Catch::Contains("has 3 numbers"));
+    CHECK_THROWS_WITH(pieces.part(0, 100), Catch::Contains("must have a number for each element or block"));
+  }
   CHECK_THROWS_WITH(joined(Values{{"w[0:1 of 9223372036854775807x3]", row(1)}}), Catch::Contains("too large"));
 }

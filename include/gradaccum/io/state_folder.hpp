@@ -45,8 +45,8 @@ void check_can_be_written(const Archive& archive);
 using StateFiles = std::map<std::string, Manifest::File>;
 
 /// As `read_state`, but for who needs a part of it: tensors take no memory, and are read from the disk once more when
-/// they are used. They are to be copied: the folder may be removed meanwhile, but a file that another process makes
-/// shorter ends this one.
+/// they are used. The folder may be removed meanwhile; but a file that another process makes shorter ends this one
+/// (SIGBUS), so they are to be copied soon, and not kept.
 Archive::Values map_state(const std::filesystem::path& folder);
 
 /// The two halves of `write_state`, where several processes write files into one folder, and one of them the manifest

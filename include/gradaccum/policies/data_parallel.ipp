@@ -9,8 +9,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <exception>
-
 namespace gradaccum {
 
 GRADACCUM_INLINE void DataParallel::attach(TrainerBase& trainer) {
@@ -32,11 +30,8 @@ GRADACCUM_INLINE void DataParallel::after_step(const Step& step) const {
 }
 
 GRADACCUM_INLINE std::shared_ptr<void> DataParallel::fit_scope() const {
-  return std::shared_ptr<void>(nullptr, [here = replicas](void*) {
-    try {
-      here->wait_for_parameters();  // of a fit that ended in the middle of an epoch
-    } catch (const std::exception&) {  // who reads them hears of it
-    }
+  return std::shared_ptr<void>(nullptr, [here = replicas](void*) {  // of a fit that ended in the middle of an epoch
+    if (here->peers()) here->peers()->try_to_get_parameters();
   });
 }
 

@@ -28,7 +28,7 @@ class PieceExchange {
   PieceExchange& operator=(const PieceExchange&) = delete;
   ~PieceExchange();
 
-  /// The parameter in this place has all its pieces, and those that others wait for are sent.
+  /// The parameter in this place has all its pieces, and this rank's piece of it is sent.
   void wait_for(std::size_t place);
   /// The same of all.
   void wait();

@@ -101,7 +101,7 @@ GRADACCUM_INLINE std::vector<std::vector<PieceExchange::Parcel>> PieceExchange::
     for (auto& piece : shards_->pieces(place)) {
       if (piece.size() == 0) continue;
       auto& parcels = all[static_cast<std::size_t>(piece.rank)];
-      const auto tensor = shards_->part(place, piece, shards_->parameters()[place]).detach();
+      const auto tensor = shards_->part(place, piece, shards_->parameters()[place]).variable_data();  // own version
       const auto open = std::find_if(parcels.begin(), parcels.end(),
                                      [&](const Parcel& parcel) { return parcel.takes(tensor, bucket_bytes_); });
       (open == parcels.end() ? parcels.emplace_back(Parcel{.rank = piece.rank}) : *open).add(place, tensor);

@@ -51,6 +51,8 @@ class ReplicaPeers final : public Peers {
   /// Those that others have stepped, and that nobody has read since, are still on their way with
   /// `overlap_param_gather`.
   void wait_for_parameters() const;
+  /// The same where an error would not be heard.
+  void try_to_get_parameters() const noexcept;
 
   /// A line for each group of an optimizer that is divided: what must be the same on all ranks, or their parts are
   /// stepped differently, and nobody sees it in the parameters.

@@ -39,10 +39,7 @@ GRADACCUM_INLINE void ReplicaPeers::connect(const std::vector<at::Tensor>& param
 }
 
 GRADACCUM_INLINE void ReplicaPeers::disconnect() {
-  try {
-    wait_for_parameters();
-  } catch (const std::exception&) {  // who reads them hears of it
-  }
+  try_to_get_parameters();
   late_.reset();
   end_window();
   links_.reset();
@@ -50,6 +47,13 @@ GRADACCUM_INLINE void ReplicaPeers::disconnect() {
 
 GRADACCUM_INLINE void ReplicaPeers::wait_for_parameters() const {
   if (late_) late_->wait();
+}
+
+GRADACCUM_INLINE void ReplicaPeers::try_to_get_parameters() const noexcept {
+  try {
+    wait_for_parameters();
+  } catch (...) {  // who reads them hears of it
+  }
 }
 
 GRADACCUM_INLINE int ReplicaPeers::rank() const { return links_ ? links_->rank() : 0; }
@@ -247,7 +251,9 @@ GRADACCUM_INLINE void ReplicaPeers::gather(Archive& archive) const {
 
 GRADACCUM_INLINE void ReplicaPeers::pick(Archive::Values& values) const { pick_state(values, rank()); }
 
+/// What all ranks have begun to send arrives before: who catches the exception may go on to use the parameters.
 GRADACCUM_INLINE void ReplicaPeers::give_up(const std::string& why) {
+  try_to_get_parameters();
   if (links_) links_->give_up(why);
 }
 

@@ -39,14 +39,14 @@ class Pieces {
   /// Throws where one is missing, or does not go with the others.
   void check() const;
 
-  /// After `check`: of the whole parameter.
+  /// Of the whole parameter.
   at::IntArrayRef sizes() const { return sizes_; }
   /// There is one number for all.
   bool is_number() const;
   /// How many elements have a number together: one, or a block of 8-bit moments; 0 where it is neither.
   std::int64_t elements_of_number() const;
 
-  /// A new tensor: the whole, or the numbers of these elements in a row, of which `begin` begins one.
+  /// A new tensor: the whole, after `check`; or the numbers of these elements in a row, of which `begin` begins one.
   at::Tensor whole() const;
   at::Tensor part(std::int64_t begin, std::int64_t end) const;
 

@@ -132,6 +132,7 @@ GRADACCUM_INLINE at::Tensor Pieces::whole() const {
   const auto& one = first().tensor;
   if (!one.defined()) return one;
   if (by_begin_.size() == 1 || is_number()) return one.clone();
+  check();
   const auto row = part(0, by_begin_.rbegin()->second.end);
   return elements_of_number() == 1 ? row.view(sizes_) : row;
 }
@@ -139,6 +140,7 @@ GRADACCUM_INLINE at::Tensor Pieces::whole() const {
 GRADACCUM_INLINE at::Tensor Pieces::part(std::int64_t begin, std::int64_t end) const {
   const at::NoGradGuard no_grad;
   const auto block = elements_of_number();
+  TORCH_CHECK(block > 0, "Archive: the pieces of ", name_, " must have a number for each element or block of it");
   std::vector<at::Tensor> rows;
   for (auto& [unused, piece] : by_begin_) {
     const auto from = std::max(begin, piece.begin), to = std::min(end, piece.end);

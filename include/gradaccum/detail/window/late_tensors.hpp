@@ -18,15 +18,16 @@ class LateArrivals;
 /// Tensors whose new numbers are still on their way, while the program goes on.
 ///
 /// An operation of LibTorch on this thread, or in a backward pass of it, waits for those that it is given, or that lie
-/// in the same memory, before it runs. Nobody gets an address meanwhile: `data_ptr()`, and operations on other threads,
-/// throw what `advice` says. Of an address that was asked for earlier nobody knows.
+/// in the same memory, before it runs. They have no address meanwhile: `data_ptr()`, and operations on other threads,
+/// throw what `advice` says. Of an address that was asked for earlier nobody knows, nor of what other threads do with
+/// another tensor of the same memory, a view say.
 ///
 /// Where one cannot arrive, it and all that are still late stay as they are, without an address: whoever reads them
 /// gets the reason as an error.
 class LateTensors {
  public:
   /// `arrive(i)` returns when the i-th has its numbers. It is called by one thread at a time, and never twice.
-  LateTensors(std::vector<at::Tensor> tensors, std::function<void(std::size_t)> arrive, std::string advice);
+  LateTensors(std::vector<at::Tensor> tensors, std::function<void(std::size_t)> arrive, const std::string& advice);
   LateTensors(const LateTensors&) = delete;
   LateTensors& operator=(const LateTensors&) = delete;
   /// Those that have not been waited for stay late.
@@ -36,10 +37,7 @@ class LateTensors {
   void wait();
 
  private:
-  void watch_no_more();
-
   std::shared_ptr<LateArrivals> arrivals_;
-  bool watched_ = true;
 };
 
 /// For all that this thread has begun: before something asks for addresses, or reads those that it was given earlier.

@@ -4,6 +4,7 @@
 #include <gradaccum/detail/window/late_tensors.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/types/recorded_inputs.hpp>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
@@ -17,6 +18,7 @@
 #include <exception>
 #include <map>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <utility>
 
@@ -34,6 +36,7 @@ class LateArrivals : public std::enable_shared_from_this<LateArrivals> {
   /// Waits for one; what goes wrong is told to whoever reads it, as here nobody would hear of it.
   void see(std::size_t i) noexcept;
   void wait();
+  /// Nobody waits for them any more.
   void forget();
   bool begun_here() const { return thread_ == std::this_thread::get_id(); }
 
@@ -45,12 +48,14 @@ class LateArrivals : public std::enable_shared_from_this<LateArrivals> {
 
   void show(Late& late);
   void fail();
+  void watch_no_more();
 
   std::mutex mutex_;
   std::function<void(std::size_t)> arrive_;
   std::vector<Late> late_;
   std::exception_ptr failure_;
   const std::thread::id thread_ = std::this_thread::get_id();
+  bool watched_ = false;
 };
 
 /// What is late in this process, by storages: those that are hidden, and those in their place.
@@ -72,7 +77,7 @@ class LateStorages {
       if (place->second.arrivals.get() == arrivals && place->second.i == i) return void(late_.erase(place));
   }
   void see(const at::Tensor& tensor);
-  void see_all();
+  void wait_for_all();
 
  private:
   struct Place {
@@ -95,14 +100,14 @@ GRADACCUM_INLINE void LateStorages::see(const at::Tensor& tensor) {
   for (auto& place : places) place.arrivals->see(place.i);
 }
 
-GRADACCUM_INLINE void LateStorages::see_all() {
-  std::vector<Place> places;
+GRADACCUM_INLINE void LateStorages::wait_for_all() {
+  std::set<std::shared_ptr<LateArrivals>> here;
   {
     const std::lock_guard lock(mutex_);
     for (auto& late : late_)
-      if (late.second.arrivals->begun_here()) places.push_back(late.second);
+      if (late.second.arrivals->begun_here()) here.insert(late.second.arrivals);
   }
-  for (auto& place : places) place.arrivals->wait();
+  for (auto& arrivals : here) arrivals->wait();
 }
 
 GRADACCUM_INLINE void see_in(const c10::IValue& value) {
@@ -112,17 +117,8 @@ GRADACCUM_INLINE void see_in(const c10::IValue& value) {
     for (auto& element : value.toListRef()) see_in(element);
 }
 
-/// What an operation is given. `inputs()` itself throws in a program that is built without NDEBUG, as LibTorch, which is
-/// built with it, does not note that there are any; so this asks the member, which an explicit instantiation may name.
-template <auto member>
-struct InputsOf {
-  friend c10::ArrayRef<const c10::IValue> inputs_of(const at::RecordFunction& operation) { return operation.*member; }
-};
-template struct InputsOf<&at::RecordFunction::inputs_>;
-c10::ArrayRef<const c10::IValue> inputs_of(const at::RecordFunction& operation);
-
 GRADACCUM_INLINE std::unique_ptr<at::ObserverContext> before_operation(const at::RecordFunction& operation) {
-  for (auto& input : inputs_of(operation)) see_in(input);
+  for (auto& input : recorded_inputs(operation)) see_in(input);
   return nullptr;
 }
 
@@ -157,13 +153,17 @@ GRADACCUM_INLINE c10::Storage storage_without_address(const c10::Storage& like, 
 }
 
 GRADACCUM_INLINE void LateArrivals::hide(const std::string& advice) {
+  OperationWatch::of_thread().begin();
+  watched_ = true;
   for (std::size_t i = 0; i < late_.size(); ++i) {
     auto& [tensor, own, hidden] = late_[i];
     own = tensor.storage();
     hidden = storage_without_address(own, advice);
     for (auto* const storage : {&own, &hidden}) LateStorages::of_process().add(*storage, shared_from_this(), i);
-    tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(hidden);
-    tensor.unsafeGetTensorImpl()->bump_version();  // now: who saves it for a backward pass has waited for it
+  }
+  for (auto& late : late_) {  // nothing can fail from here on
+    late.tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(late.hidden);
+    late.tensor.unsafeGetTensorImpl()->bump_version();  // now: who saves it for a backward pass has waited for it
   }
 }
 
@@ -194,13 +194,14 @@ GRADACCUM_INLINE void LateArrivals::see(std::size_t i) noexcept {
 }
 
 GRADACCUM_INLINE void LateArrivals::fail() {
-  std::string why = "unknown";
+  std::string why = "an exception of an unknown class";
   try {
     std::rethrow_exception(failure_);
   } catch (const c10::Error& error) {
     why = error.what_without_backtrace();
   } catch (const std::exception& error) {
     why = error.what();
+  } catch (...) {
   }
   for (auto& late : late_)
     if (late.hidden) late.hidden.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(why);
@@ -210,37 +211,37 @@ GRADACCUM_INLINE void LateArrivals::wait() {
   for (std::size_t i = 0; i < late_.size(); ++i) see(i);
   const std::lock_guard lock(mutex_);
   if (failure_) std::rethrow_exception(failure_);
+  watch_no_more();
 }
 
-/// They stay late, for nobody waits for them any more.
 GRADACCUM_INLINE void LateArrivals::forget() {
   const std::lock_guard lock(mutex_);
   for (std::size_t i = 0; i < late_.size(); ++i)
     for (auto* const storage : {&late_[i].own, &late_[i].hidden})
       if (*storage) LateStorages::of_process().remove(*storage, this, i);
+  watch_no_more();
+}
+
+/// The callback is the thread's that has begun: another cannot take it away.
+GRADACCUM_INLINE void LateArrivals::watch_no_more() {
+  if (begun_here() && std::exchange(watched_, false)) OperationWatch::of_thread().end();
 }
 
 GRADACCUM_INLINE LateTensors::LateTensors(std::vector<at::Tensor> tensors, std::function<void(std::size_t)> arrive,
-                                          std::string advice)
+                                          const std::string& advice)
     : arrivals_(std::make_shared<LateArrivals>(std::move(tensors), std::move(arrive))) {
-  OperationWatch::of_thread().begin();
-  arrivals_->hide(advice);
+  try {
+    arrivals_->hide(advice);
+  } catch (...) {
+    arrivals_->forget();
+    throw;
+  }
 }
 
-GRADACCUM_INLINE LateTensors::~LateTensors() {
-  arrivals_->forget();
-  watch_no_more();
-}
+GRADACCUM_INLINE LateTensors::~LateTensors() { arrivals_->forget(); }
 
-GRADACCUM_INLINE void LateTensors::wait() {
-  arrivals_->wait();
-  watch_no_more();
-}
+GRADACCUM_INLINE void LateTensors::wait() { arrivals_->wait(); }
 
-GRADACCUM_INLINE void LateTensors::watch_no_more() {
-  if (std::exchange(watched_, false)) OperationWatch::of_thread().end();
-}
-
-GRADACCUM_INLINE void wait_for_late_tensors() { LateStorages::of_process().see_all(); }
+GRADACCUM_INLINE void wait_for_late_tensors() { LateStorages::of_process().wait_for_all(); }
 
 }  // namespace gradaccum::detail
