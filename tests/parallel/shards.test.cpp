@@ -179,7 +179,8 @@ std::vector<Rank> make_ranks(int number, const Kind& kind) {
   return ranks;
 }
 
-/// `body(rank, its number)`, with Replicas. What is divided further has its parameters gathered beside the forward, too.
+/// `body(rank, its number)`, with Replicas. What is divided further has its parameters gathered beside the forward,
+/// too.
 template <class Body>
 void together(std::vector<Rank>& ranks, ga::Shard shard, const Body& body, std::optional<bool> overlap = {}) {
   tests::as_ranks(static_cast<int>(ranks.size()), [&](const ga::ProcessGroup& group) {
@@ -350,7 +351,8 @@ TEST_CASE("Shard: parameters that are gathered beside the forward are those that
   CAPTURE(kind.name);
   const auto trained_by = [&](bool overlap) {
     auto ranks = make_ranks(2, kind);
-    together(ranks, ga::Shard::optimizer, [&](Rank& rank, int i) { rank.train(i, 4); }, overlap);
+    together(
+        ranks, ga::Shard::optimizer, [&](Rank& rank, int i) { rank.train(i, 4); }, overlap);
     return ranks;
   };
   const auto plain = trained_by(false), beside = trained_by(true);
@@ -401,9 +403,8 @@ TEST_CASE("Shard: parameters that are gathered beside the forward, and not read 
       auto& model = *models[static_cast<std::size_t>(group.rank())];
       ga::optim::AdamW adamw(model.parameters(), ga::optim::AdamWOptions(0.01));
       ga::GradAccumulator optimizer(adamw, {.steps = 2});
-      ga::Replicas replicas(
-          group, model, optimizer,
-          {.seed_by_rank = false, .shard = ga::Shard::optimizer, .overlap_param_gather = overlap});
+      ga::Replicas replicas(group, model, optimizer,
+                            {.seed_by_rank = false, .shard = ga::Shard::optimizer, .overlap_param_gather = overlap});
       for (int i = 0; i < 8; ++i) {
         const auto x = torch::ones({2, 40}) * (i + group.rank());
         // a checkpoint looks whether its function has changed what it is given
@@ -436,9 +437,9 @@ TEST_CASE("Shard: parameters that cannot be gathered are an error for who reads 
   };
   tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
     if (group.rank() == 1) return group.links()->give_up("out of luck");
-    const auto exchange = std::make_shared<ga::detail::PieceExchange>(
-        group.links(), ga::detail::Links::Line::gradients, std::make_shared<Shards>(parameters, true, 0, 2),
-        std::vector<std::size_t>{0, 1, 2}, 1 << 20);
+    const auto exchange = std::make_shared<ga::detail::PieceExchange>(group.links(), ga::detail::Links::Line::gradients,
+                                                                      std::make_shared<Shards>(parameters, true, 0, 2),
+                                                                      std::vector<std::size_t>{0, 1, 2}, 1 << 20);
     ga::detail::LateTensors late(
         parameters, [&](std::size_t i) { exchange->wait_for(i); }, "on its way");
     note_error_of([&] { parameters[2].detach().sum(); });
@@ -707,7 +708,8 @@ TEST_CASE("Shard: what it does not go with is refused, on all ranks") {
   }
   SECTION("parameters gathered beside the forward, where nothing is divided") {
     CHECK_THAT(message([&](auto& ranks) {
-                 together(ranks, ga::Shard::none, [](Rank&, int) {}, /*overlap=*/true);
+                 together(
+                     ranks, ga::Shard::none, [](Rank&, int) {}, /*overlap=*/true);
                }),
                Catch::Contains("overlap_param_gather goes with a shard"));
   }

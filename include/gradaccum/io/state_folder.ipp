@@ -138,9 +138,9 @@ GRADACCUM_INLINE void write_manifest_of(const Archive& archive, const StateFiles
   write_manifest(folder, manifest);
 }
 
-GRADACCUM_INLINE Archive::Values read_state(
-    const std::filesystem::path& folder,
-    io::Tensors (*tensors_of)(const std::filesystem::path& file, const Manifest::File& listed)) {
+GRADACCUM_INLINE Archive::Values read_state(const std::filesystem::path& folder,
+                                            io::Tensors (*tensors_of)(const std::filesystem::path& file,
+                                                                      const Manifest::File& listed)) {
   const auto manifest = read_manifest(folder);
   check_no_others(folder, manifest);
   Archive::Values values;

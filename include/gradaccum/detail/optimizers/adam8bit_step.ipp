@@ -33,9 +33,7 @@
 
 namespace gradaccum::detail {
 
-GRADACCUM_INLINE std::int64_t blocks_of(const at::Tensor& tensor) {
-  return eight_bit_blocks(tensor.numel());
-}
+GRADACCUM_INLINE std::int64_t blocks_of(const at::Tensor& tensor) { return eight_bit_blocks(tensor.numel()); }
 
 GRADACCUM_INLINE Codes zero_codes(const at::Tensor& like, bool is_signed) {
   return {at::empty_strided(like.sizes(), like.strides(), like.options().dtype(at::kByte)).fill_(is_signed * zero_code),

@@ -131,8 +131,8 @@ GRADACCUM_INLINE void archive_optimizer(Archive& archive, torch::optim::Optimize
   }
   archive.tensors(tensors);
   const bool lenient = archive.changes_allowed();
-  tensors = shards != nullptr ? own_part(std::move(tensors), *shards, parameters, lenient)
-                              : whole_state(std::move(tensors));
+  tensors =
+      shards != nullptr ? own_part(std::move(tensors), *shards, parameters, lenient) : whole_state(std::move(tensors));
   std::function<void()> become;
   with_stepped(optimizer, parameters, shards,
                [&](auto& stepped) { become = take_state_of(optimizer, stepped, std::move(tensors), lenient); });

@@ -12,8 +12,8 @@ namespace gradaccum::detail {
 /// This rank's pieces with their names.
 NamedParameters named_pieces(const Shards& shards, const NamedParameters& parameters);
 
-/// Of a state what belongs to this rank's pieces, whether it has been saved whole or in pieces. If not `lenient`, throws
-/// for what belongs to none of the parameters.
+/// Of a state what belongs to this rank's pieces, whether it has been saved whole or in pieces. If not `lenient`,
+/// throws for what belongs to none of the parameters.
 NamedTensors own_part(NamedTensors state, const Shards& shards, const NamedParameters& parameters, bool lenient);
 
 /// A state in pieces, as a program has it that is not divided.

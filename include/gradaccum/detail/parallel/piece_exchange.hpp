@@ -44,7 +44,7 @@ class PieceExchange {
   Links::Line line_;
   std::shared_ptr<const Shards> shards_;
   std::int64_t bucket_bytes_;
-  std::deque<Parcel> under_way_;          // the oldest first
+  std::deque<Parcel> under_way_;           // the oldest first
   std::vector<std::size_t> of_parameter_;  // how many of these have a piece of it
   std::int64_t copied_ = 0;                // bytes
 };

@@ -29,8 +29,8 @@ struct PieceName {
 /// `seed` of `rank_12.seed`, a value that is a rank's own; any other name as it is.
 std::string without_rank(const std::string& name);
 
-/// A tensor of which several ranks have saved a piece each: a number for each element of a parameter, one for each block
-/// of as many, or one for all of it. Nothing is copied before it is asked for.
+/// A tensor of which several ranks have saved a piece each: a number for each element of a parameter, one for each
+/// block of as many, or one for all of it. Nothing is copied before it is asked for.
 class Pieces {
  public:
   explicit Pieces(std::string name) : name_(std::move(name)) {}

@@ -102,8 +102,8 @@ GRADACCUM_INLINE void Pieces::check_filled() const {
 GRADACCUM_INLINE void Pieces::check_alike() const {
   const auto& one = first().tensor;
   for (auto& [begin, piece] : by_begin_)
-    TORCH_CHECK(piece.tensor.defined() && one.defined() && piece.tensor.dim() <= 1 &&
-                    piece.tensor.dim() == one.dim() && piece.tensor.scalar_type() == one.scalar_type(),
+    TORCH_CHECK(piece.tensor.defined() && one.defined() && piece.tensor.dim() <= 1 && piece.tensor.dim() == one.dim() &&
+                    piece.tensor.scalar_type() == one.scalar_type(),
                 "Archive: the pieces of ", name_, " must be rows of one dtype");
 }
 
