@@ -48,47 +48,40 @@ struct Kind {
 inline const std::vector<Kind> kinds{{"alone"},
                                      {"unsharded", Way::unsharded},
                                      {"Shard::optimizer", Way::shard_optimizer},
-                                     {"Shard::optimizer+overlap_param_gather", Way::shard_optimizer_beside},
                                      {"Shard::gradients", Way::shard_gradients}};
 
 inline ga::Shard shard_of(Way way) {
   if (way == Way::unsharded) return ga::Shard::none;
-  return way == Way::shard_gradients ? ga::Shard::gradients : ga::Shard::optimizer;
+  return way == Way::shard_optimizer ? ga::Shard::optimizer : ga::Shard::gradients;
 }
 
-inline ga::ReplicasOptions options_of(Way way) {
-  return {.shard = shard_of(way), .overlap_param_gather = way == Way::shard_optimizer_beside};
-}
-
-/// Windows of so many micro-batches. Each is measured from the end of its first forward to the end of the next
-/// window's, whatever the kind: so there is one all-gather in it, and the forward that may go on beside that.
+/// Windows of so many micro-batches.
 class Loop {
  public:
   Loop(const ga::ProcessGroup& group, const Kind& kind, std::int64_t micro_batches)
       : group_(group), micro_batches_(micro_batches), accumulator_(adamw_, {.steps = micro_batches}) {
-    if (kind.way) replicas_ = std::make_unique<ga::Replicas>(group, model_, accumulator_, options_of(*kind.way));
+    if (kind.way)
+      replicas_ = std::make_unique<ga::Replicas>(group, model_, accumulator_,
+                                                 ga::ReplicasOptions{.shard = shard_of(*kind.way)});
   }
 
   double window() {
-    auto loss = forward();
     return seconds_of_all(group_, [&] {
-      for (std::int64_t i = 0; i < micro_batches_; ++i) micro_batch(loss);
-      if (replicas_) replicas_->wait_for_parameters();  // as the next backward would
+      for (std::int64_t i = 0; i < micro_batches_; ++i) micro_batch();
     });
   }
   /// What the parts of all windows have taken.
   const std::map<std::string, double>& parts() const { return parts_; }
 
  private:
-  at::Tensor forward() { return model_->forward(input_).square().mean(); }
-  /// From one forward to the next.
-  void micro_batch(at::Tensor& loss) {
+  void micro_batch() {
+    at::Tensor loss;
+    parts_["forward"] += harness::seconds([&] { loss = model_->forward(input_).square().mean(); });
     parts_["backward"] += harness::seconds([&] { accumulator_.backward(loss); });
     parts_["step"] += harness::seconds([&] {
       accumulator_.step();
       accumulator_.zero_grad();
     });
-    parts_["forward"] += harness::seconds([&] { loss = forward(); });
   }
 
   ga::ProcessGroup group_;
