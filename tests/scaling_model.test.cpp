@@ -114,8 +114,8 @@ TEST_CASE("scaling: the next forward hides what is gathered beside it, but for i
   machine.gather = 4;  // of 8 s: 5 s are hidden
   are(both_of(machine, halves, 1), 30 + 2 + 2 + 1 + 2 + 16, 30 + 2 + 2 + 1 + 2 + 16 - 5);
   machine = ethernet;
-  machine.overlap =
-      0.5;  // 1 s of forward is done in the 2 s of the second; of backward 1 s in the first reduce-scatter
+  // 1 s of forward is done in the 2 s of the second; of backward 1 s in the first reduce-scatter
+  machine.overlap = 0.5;
   are(both_of(machine, halves, 1), 31 + 2 + 2 + 1 + 2 + 4, 31 + 2 + 2 + 1 + 2 + 4 - 1);
   machine.overlap = 0;
   are(both_of(machine, halves, 1), 32 + 2 + 2 + 1 + 2 + 4, 32 + 2 + 2 + 1 + 2 + 4);
