@@ -25,6 +25,7 @@
 #include "support/ranks.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -36,6 +37,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace ga = gradaccum;
@@ -465,6 +467,39 @@ TEST_CASE("Shard: clipping, overflow and uneven weights are those of ranks that 
       CHECK(divided[i].optimizer->grad_norm().item<double>() ==
             Approx(plain[i].optimizer->grad_norm().item<double>()).epsilon(1e-12));
       CHECK(torch::equal(divided[i].optimizer->grad_norm(), divided[0].optimizer->grad_norm()));
+    }
+  }
+}
+
+TEST_CASE("Shard: whichever rank asks for a norm, and when, it is that of all parts") {
+  const auto norms_of = [](ga::Shard shard) {
+    auto ranks = make_ranks(3, kinds_in_float64()[2]);
+    std::vector<double> norms(3), of_own_part(3);
+    together(ranks, shard, [&](Rank& rank, int number) {
+      for (int window = 0; window < 3; ++window) {
+        rank.optimizer->backward(ga::Loss{rank.loss_of(1, 0.1 + number), 1});
+        rank.optimizer->step();
+        rank.optimizer->backward(ga::Loss{rank.loss_of(2, 0.2 + number), 2});
+        auto gradients = rank.optimizer->gradients();
+        if (window == 1) gradients.apply();
+        if (number == window) {  // the others do not
+          norms[static_cast<std::size_t>(number)] = gradients.norm().item<double>();
+          double squares = 0;
+          for (auto& gradient : gradients.values()) squares += gradient.square().sum().item<double>();
+          of_own_part[static_cast<std::size_t>(number)] = std::sqrt(squares);
+        }
+        rank.optimizer->step();
+        rank.optimizer->zero_grad();
+      }
+    });
+    return std::pair(norms, of_own_part);
+  };
+  const auto plain = norms_of(ga::Shard::none).first;
+  for (auto shard : {ga::Shard::optimizer, ga::Shard::gradients}) {
+    const auto [norms, of_own_part] = norms_of(shard);
+    for (std::size_t i = 0; i < 3; ++i) {
+      CHECK(norms[i] == Approx(plain[i]).epsilon(1e-12));
+      CHECK(of_own_part[i] < (1 - 1e-6) * norms[i]);
     }
   }
 }

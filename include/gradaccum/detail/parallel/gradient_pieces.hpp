@@ -27,7 +27,6 @@ class GradientPieces final : public GradientExchange {
                  std::optional<c10::ScalarType> accumulate_in, std::int64_t bucket_bytes,
                  std::shared_ptr<const Shards> shards);
 
-  /// Waits for what is under way.
   GRADACCUM_INLINE void end_round() override;
   /// In this round, or an earlier one.
   GRADACCUM_INLINE std::vector<double> used() const override;
@@ -40,20 +39,22 @@ class GradientPieces final : public GradientExchange {
     Shards::Piece of(const Shards::Piece& piece) const;
   };
   struct Sent {
+    bool in_first_round;
     const Bucket& bucket;
     Part part;
-    at::Tensor from, to = {};
+    at::Tensor from, to = {}, own = {};  // own: of `from`, where that is not sent
     Links::Pending pending = nullptr;
     std::int64_t bytes() const { return static_cast<std::int64_t>(from.nbytes()); }
   };
 
   GRADACCUM_INLINE void send(const Bucket& bucket) override;
   void send_part(Sent sent);
+  void begin_all_to_all(Sent& sent);
   std::vector<std::int64_t> sizes_by_rank(const Bucket& bucket, const Part& part) const;
   at::Tensor copied_by_rank(const Bucket& bucket, const Part& part, const std::vector<at::Tensor>& rows) const;
   void receive_oldest();
   void take(const Sent& sent);
-  void take_whole(std::size_t place, const at::Tensor& sum);
+  void take_whole(const Sent& sent);
   at::Tensor as_gradient(std::size_t place, at::Tensor sum) const;
 
   const std::shared_ptr<const Shards> shards_;

@@ -46,7 +46,7 @@ GRADACCUM_INLINE void GradientPieces::send(const Bucket& bucket) {
   const auto bytes = bucket.elements * static_cast<std::int64_t>(bucket.options.dtype().itemsize());
   const bool alone = bucket.places.size() == 1;
   if (alone && (bytes <= bucket_bytes_ || !shards_->is_cut(bucket.places[0]))) {
-    Sent sent{bucket, {}, sent_alone(bucket)};
+    Sent sent{first_round_, bucket, {}, sent_alone(bucket)};
     window_->sums().forget(bucket.places[0]);
     return send_part(std::move(sent));
   }
@@ -56,7 +56,8 @@ GRADACCUM_INLINE void GradientPieces::send(const Bucket& bucket) {
     const auto gradient = own(place);
     rows.push_back(gradient.defined() ? gradient.reshape({-1}) : gradient);
   }
-  for (std::int64_t i = 0; i < parts; ++i) send_part({bucket, {i, parts}, copied_by_rank(bucket, {i, parts}, rows)});
+  for (std::int64_t i = 0; i < parts; ++i)
+    send_part({first_round_, bucket, {i, parts}, copied_by_rank(bucket, {i, parts}, rows)});
   for (auto place : bucket.places) window_->sums().forget(place);
 }
 
@@ -69,13 +70,28 @@ GRADACCUM_INLINE void GradientPieces::send_part(Sent sent) {
     sent.pending =
         links_->begin_sum_on(line_, sum.is_complex() ? at::view_as_real(sum) : sum, shards_->pieces(place)[0].rank);
   } else {
-    const auto sizes = sizes_by_rank(sent.bucket, sent.part);
-    const auto own = sizes[static_cast<std::size_t>(shards_->rank())];
-    sent.to = at::empty({shards_->world_size(), own}, sent.bucket.options);
-    sent.pending = links_->begin_all_to_all(line_, sent.to, sent.from, std::vector(sizes.size(), own), sizes);
+    begin_all_to_all(sent);
   }
   bytes_under_way_ += sent.bytes();
   under_way_.push_back(std::move(sent));
+}
+
+/// What the first and the last rank have of their own pieces stays where it is: what is of others lies in one row.
+GRADACCUM_INLINE void GradientPieces::begin_all_to_all(Sent& sent) {
+  const auto rank = static_cast<std::size_t>(shards_->rank());
+  auto from = sent.from.view({-1});
+  auto sizes_from = sizes_by_rank(sent.bucket, sent.part);
+  const auto own = sizes_from[rank], of_others = from.numel() - own;
+  std::vector<std::int64_t> sizes_to(sizes_from.size(), own);
+  auto rows = shards_->world_size();
+  if (const bool first = rank == 0; first || rank + 1 == sizes_from.size()) {
+    sent.own = from.narrow(0, first ? 0 : of_others, own);
+    from = from.narrow(0, first ? own : 0, of_others);
+    sizes_from[rank] = sizes_to[rank] = 0;
+    --rows;
+  }
+  sent.to = at::empty({rows, own}, sent.bucket.options);
+  sent.pending = links_->begin_all_to_all(line_, sent.to, from, std::move(sizes_to), std::move(sizes_from));
 }
 
 /// What is of one rank together.
@@ -102,37 +118,44 @@ GRADACCUM_INLINE void GradientPieces::receive_oldest() {
   bytes_under_way_ -= sent.bytes();
   links_->wait(sent.pending, "the gradients of a window");
   sent.pending.reset();
-  if (!sent.to.defined()) return take_whole(sent.bucket.places[0], sent.from);
+  if (!sent.to.defined()) return take_whole(sent);
   sent.from.reset();
   if (sent.to.numel() > 0) take(sent);
 }
 
-GRADACCUM_INLINE void GradientPieces::take_whole(std::size_t place, const at::Tensor& sum) {
+GRADACCUM_INLINE void GradientPieces::take_whole(const Sent& sent) {
+  const auto place = sent.bucket.places[0];
   if (shards_->own_piece(place).size() == 0) return;
-  if (first_round_)
-    sums_[place] = sum.view({-1});
+  const auto sum = sent.from.view({-1});
+  if (sent.in_first_round)
+    sums_[place] = sum;
   else
-    sums_[place].add_(sum.view({-1}));
+    sums_[place].add_(sum);
 }
 
 GRADACCUM_INLINE void GradientPieces::take(const Sent& sent) {
+  auto of_ranks = sent.to.unbind();
+  if (sent.own.defined()) of_ranks.insert(of_ranks.begin() + shards_->rank(), sent.own);
   std::int64_t from = 0;
   for (auto place : sent.bucket.places) {
     const auto own = shards_->own_piece(place), piece = sent.part.of(own);
     if (piece.size() == 0) continue;
     auto& sums = sums_[place];
+    if (sent.in_first_round && sent.to.size(0) == 1 && sent.to.numel() == own.size()) {
+      sums = sent.to.view({-1}).add_(sent.own);  // in the memory that it came to
+      continue;
+    }
     if (!sums.defined()) sums = at::empty({own.size()}, sent.bucket.options);
     auto sum = sums.narrow(0, piece.begin - own.begin, piece.size());
-    const auto of_ranks = sent.to.narrow(1, std::exchange(from, from + piece.size()), piece.size());
-    if (first_round_) at::add_out(sum, of_ranks[0], of_ranks[1]);
-    for (int rank = first_round_ ? 2 : 0; rank < shards_->world_size(); ++rank) sum.add_(of_ranks[rank]);
+    const auto here = [&](const at::Tensor& of_rank) { return of_rank.narrow(0, from, piece.size()); };
+    if (sent.in_first_round) at::add_out(sum, here(of_ranks[0]), here(of_ranks[1]));
+    for (std::size_t rank = sent.in_first_round ? 2 : 0; rank < of_ranks.size(); ++rank) sum.add_(here(of_ranks[rank]));
+    from += piece.size();
   }
 }
 
 GRADACCUM_INLINE void GradientPieces::end_round() {
   GradientExchange::end_round();
-  const at::NoGradGuard no_grad;
-  while (!under_way_.empty()) receive_oldest();
   first_round_ = false;
 }
 
@@ -152,6 +175,7 @@ GRADACCUM_INLINE at::Tensor GradientPieces::as_gradient(std::size_t place, at::T
 
 GRADACCUM_INLINE double GradientPieces::finish(const std::vector<double>& used_by, double weight_of_all) {
   const at::NoGradGuard no_grad;
+  while (!under_way_.empty()) receive_oldest();
   const auto unit = unit_of(weight_of_all);
   for (std::size_t place = 0; place < sums_.size(); ++place) {
     auto& sum = sums_[place];

@@ -18,6 +18,7 @@
 #include <gradaccum/gradients.hpp>
 
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
@@ -165,16 +166,18 @@ GRADACCUM_INLINE void ReplicaPeers::reduce(const std::shared_ptr<WindowGradients
   counted_on_ = false;
 }
 
-/// Now, on all ranks: whoever asks for a norm later does not wait for those who do not.
+/// All ranks say it now: whoever asks later does not wait for those who do not.
 GRADACCUM_INLINE void ReplicaPeers::measure_all(WindowGradients& window) const {
   const auto own = window.measure();
-  std::vector<double> norms;
-  bool finite = true;
-  for (auto& of_rank : links_->all_gather(at::tensor({own.norm, own.finite ? 1.0 : 0.0}, at::kDouble))) {
-    norms.push_back(of_rank.const_data_ptr<double>()[0]);
-    finite = finite && of_rank.const_data_ptr<double>()[1] == 1;
-  }
-  window.set_measure_of_all({l2_norm_of(at::tensor(norms, at::kDouble)).item<double>(), finite});
+  const auto ranks = links_->world_size();
+  const auto said = at::zeros({ranks + 1}, at::kDouble);  // each rank's norm in a place of its own, which is exact
+  said.mutable_data_ptr<double>()[rank()] = own.norm;
+  said.mutable_data_ptr<double>()[ranks] = own.finite ? 0 : 1;
+  window.set_measure_of_all([links = links_, pending = links_->begin_sum(Links::Line::agreement, said), said, ranks] {
+    links->wait(pending, "the norms of all parts");
+    return WindowGradients::Measure{l2_norm_of(said.narrow(0, 0, ranks)).item<double>(),
+                                    said.const_data_ptr<double>()[ranks] == 0};
+  });
 }
 
 /// This rank may have no piece: what moves moves for all.
@@ -196,6 +199,7 @@ GRADACCUM_INLINE bool ReplicaPeers::step(AnyOptimizer& optimizer, const std::sha
   or_give_up([&] {
     moved = !used_.empty() && step_own(optimizer, Gradients(window));
     if (moved) send_parameters();
+    window->wait_for_measure();
   });
   return moved;
 }

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -45,7 +46,9 @@ class WindowGradients {
     bool finite = true;
   };
   Measure measure();
-  void set_measure_of_all(const Measure& measure);
+  /// `of_all` waits for the other processes: when it is asked for, or now.
+  void set_measure_of_all(std::function<Measure()> of_all) { measure_of_all_ = std::move(of_all), of_all_ = true; }
+  void wait_for_measure();
 
   // For stepping in backward.
   /// Some of the parameters as a window of their own, complete, with the same factor and mean.
@@ -95,6 +98,7 @@ class WindowGradients {
   bool stepped_ = false;                     // some of the parameters, and their gradients are gone
   std::vector<SeenTensor> measured_;         // the gradients of which these are:
   at::Tensor norms_, found_inf_;             // as they lie in memory
+  std::function<Measure()> measure_of_all_;  // not asked yet: these are of this process's pieces
   at::Tensor norm_, verdict_;                // the last answer; what a scaler must hear, even if the user mends .grad
   at::Tensor norm_before_clipping_;
   std::optional<bool> overflowed_;

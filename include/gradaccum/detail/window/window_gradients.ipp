@@ -66,10 +66,12 @@ GRADACCUM_INLINE WindowGradients::Measure WindowGradients::measure() {
   return {l2_norm_of(norms_).item<double>(), found_inf_.item<float>() == 0};
 }
 
-GRADACCUM_INLINE void WindowGradients::set_measure_of_all(const Measure& measure) {
+GRADACCUM_INLINE void WindowGradients::wait_for_measure() {
+  if (!measure_of_all_) return;
+  const auto measure = measure_of_all_();
+  measure_of_all_ = nullptr;
   norms_ = at::full({1}, measure.norm, norms_.options());
   found_inf_ = at::full({}, measure.finite ? 0.0 : 1.0, found_inf_.options());
-  of_all_ = true;
 }
 
 GRADACCUM_INLINE void WindowGradients::free() {
@@ -112,6 +114,7 @@ GRADACCUM_INLINE bool WindowGradients::is_measured(const std::vector<at::Tensor>
 
 GRADACCUM_INLINE std::vector<at::Tensor> WindowGradients::measured() {
   auto gradients = raw();
+  wait_for_measure();
   if (norms_.defined() && is_measured(gradients)) return gradients;
   TORCH_CHECK(!of_all_,
               "Gradients: this process has a part of the window alone, and that has been changed: the norm of all "
@@ -142,6 +145,7 @@ GRADACCUM_INLINE at::Tensor WindowGradients::norm() {
 
 GRADACCUM_INLINE at::Tensor WindowGradients::found_inf() {
   if (verdict_.defined()) return verdict_;
+  wait_for_measure();
   if (closed_ && found_inf_.defined()) return found_inf_;
   at::NoGradGuard no_grad;
   const auto gradients = measured();
@@ -173,6 +177,7 @@ GRADACCUM_INLINE void WindowGradients::apply() {
   applied_ = true;
   sums_.become_gradients();
   if (!known) return;
+  wait_for_measure();
   scale(norms_, by);
   const auto gradients = raw();
   measured_ = std::vector<SeenTensor>(gradients.begin(), gradients.end());
