@@ -24,6 +24,7 @@ Setup h100() {
           .machine = {.ranks = 8, .inside = {3.4e-6, 450e9}, .between = {14e-6, 50e9}, .overlap = 0.88},
           .compute = {.forward = 0.050, .backward = 0.100, .step = 0.010, .further = 0.004},
           .parameter_bytes = 4.83e9,
+          .bucket_bytes = 64 << 20,  // a gradient of 48 MiB goes in one
           .layers = 24,
           .gradients = 4};
 }

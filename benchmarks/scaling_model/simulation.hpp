@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -58,10 +59,13 @@ struct Window {
   double seconds = 0, sent_bytes = 0;
 };
 
+constexpr double library_bucket_bytes = 25 << 20;
+
 /// As the library makes them: the last parameters first, a large gradient alone; in the order in which backward
-/// completes them. The time of backward is taken to be
-/// shared out by bytes.
-inline std::vector<Bucket> buckets_of(const std::vector<double>& parameters, double bucket_bytes = 25 << 20) {
+/// completes them. The time of backward is
+/// taken to be shared out by bytes.
+inline std::vector<Bucket> buckets_of(const std::vector<double>& parameters,
+                                      double bucket_bytes = library_bucket_bytes) {
   constexpr double alone_from = 1 << 20;
   double all = 0, made = 0;
   for (auto bytes : parameters) all += bytes;
@@ -139,13 +143,14 @@ class Clock {
 class Simulation {
  public:
   Simulation(const Machine& machine, const Compute& compute, const std::vector<Bucket>& buckets, std::int64_t ranks,
-             Way way)
+             Way way, double bucket_bytes)
       : machine_(machine),
         exchange_(machine, ranks),
         compute_(compute),
         buckets_(buckets),
         ranks_(ranks),
         way_(way),
+        bucket_bytes_(bucket_bytes),
         clock_(machine.overlap) {}
 
   Window run(std::int64_t micro_batches) {
@@ -170,10 +175,21 @@ class Simulation {
       if (!sends) break;
       clock_.compute((std::max(done, bucket.ready) - done) * seconds);
       done = std::max(done, bucket.ready);
-      way_ == Way::unsharded ? send(bucket.bytes, 2) : send(bucket.bytes, 1, machine_.scatter);
+      way_ == Way::unsharded ? static_cast<void>(send(bucket.bytes, 2)) : reduce_scatter(bucket.bytes);
     }
     clock_.compute((1 - done) * seconds);
-    clock_.wait();
+  }
+  /// At most as much as a bucket is under way: then the oldest is waited for. What is larger goes part by part.
+  void reduce_scatter(double bytes) {
+    const auto parts = std::max(std::ceil(bytes / bucket_bytes_), 1.0);
+    for (double i = 0; i < parts; ++i) {
+      for (; !under_way_.empty() && bytes_under_way_ + bytes / parts > bucket_bytes_; under_way_.pop_front()) {
+        clock_.wait(under_way_.front().arrival);
+        bytes_under_way_ -= under_way_.front().bytes;
+      }
+      under_way_.push_back({bytes / parts, send(bytes / parts, 1, machine_.scatter)});
+      bytes_under_way_ += bytes / parts;
+    }
   }
   /// A few numbers of each window: latencies.
   void agree() {
@@ -214,20 +230,28 @@ class Simulation {
   std::vector<Bucket> buckets_;
   std::int64_t ranks_;
   Way way_;
+  double bucket_bytes_;
+  struct Sent {
+    double bytes = 0, arrival = 0;
+  };
+  std::deque<Sent> under_way_;  // gradients that are divided, the oldest first
+  double bytes_under_way_ = 0;
   Clock clock_;
   double sent_bytes_ = 0;
 };
 
 inline Window window(const Machine& machine, const Compute& compute, const std::vector<Bucket>& buckets,
-                     std::int64_t ranks, Way way, std::int64_t micro_batches) {
-  return Simulation(machine, compute, buckets, ranks, way).run(micro_batches);
+                     std::int64_t ranks, Way way, std::int64_t micro_batches,
+                     double bucket_bytes = library_bucket_bytes) {
+  return Simulation(machine, compute, buckets, ranks, way, bucket_bytes).run(micro_batches);
 }
 
 /// Of what as many ranks would train that need not exchange anything.
 inline double efficiency(const Machine& machine, const Compute& compute, const std::vector<Bucket>& buckets,
-                         std::int64_t ranks, Way way, std::int64_t micro_batches) {
+                         std::int64_t ranks, Way way, std::int64_t micro_batches,
+                         double bucket_bytes = library_bucket_bytes) {
   const auto alone = window(machine, compute, buckets, 1, Way::unsharded, micro_batches);
-  return alone.seconds / window(machine, compute, buckets, ranks, way, micro_batches).seconds;
+  return alone.seconds / window(machine, compute, buckets, ranks, way, micro_batches, bucket_bytes).seconds;
 }
 
 /// Parameters, gradients and AdamW's two moments in float32; a shard's buckets are there twice while they are sent.

@@ -21,7 +21,7 @@ struct Setup {
   std::string name;
   Machine machine;
   Compute compute;
-  double parameter_bytes = 0, bucket_bytes = 25 << 20;
+  double parameter_bytes = 0, bucket_bytes = library_bucket_bytes;
   std::int64_t layers = 1, gradients = 1;  ///< of a layer, equally large
   double small_bytes = 0;                  ///< of one more gradient a layer: its biases, say
 
@@ -32,6 +32,9 @@ struct Setup {
       if (small_bytes > 0 && i % gradients == 0) all.push_back(small_bytes);
     }
     return buckets_of(all, bucket_bytes);
+  }
+  double efficiency(const std::vector<Bucket>& of, std::int64_t ranks, Way way, std::int64_t micro_batches) const {
+    return scaling::efficiency(machine, compute, of, ranks, way, micro_batches, bucket_bytes);
   }
 };
 
@@ -71,8 +74,7 @@ inline void print_given(const Setup& setup) {
 inline void print_row(const Setup& setup, Way way, std::int64_t ranks) {
   const auto buckets = setup.buckets();
   fmt::print("computed  {:>6}  ", ranks);
-  for (auto n : window_lengths)
-    fmt::print("{:>6.3f}", efficiency(setup.machine, setup.compute, buckets, ranks, way, n));
+  for (auto n : window_lengths) fmt::print("{:>6.3f}", setup.efficiency(buckets, ranks, way, n));
   fmt::print("  ");
   for (auto n : window_lengths)
     fmt::print("{:>9.3f}", window(setup.machine, setup.compute, buckets, ranks, way, n).sent_bytes / 1e9);
@@ -116,7 +118,7 @@ inline std::string line(const Setup& setup, const NamedWay& way, std::int64_t mi
   std::string points;
   for (auto ranks = fewest; ranks <= most; ranks *= 2)
     points += fmt::format("{:.1f},{:.1f} ", x_of(static_cast<double>(ranks)),
-                          y_of(efficiency(setup.machine, setup.compute, buckets, ranks, way.way, micro_batches)));
+                          y_of(setup.efficiency(buckets, ranks, way.way, micro_batches)));
   return fmt::format("<polyline points='{}' fill='none' stroke='{}' stroke-width='{}' stroke-dasharray='{}'/>\n",
                      points, way.colour, way.width, dashes);
 }
