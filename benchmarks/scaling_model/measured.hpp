@@ -107,24 +107,35 @@ inline double all_reduces(
   });
 }
 
-/// As many reduce-scatters as a window has, as the library makes them; and all-gathers.
+/// As many reduce-scatters as a window has, as the library makes them: of the first and the last rank the own part is
+/// not sent, and with two what comes becomes the sum.
 inline double reduce_scatters(const ga::ProcessGroup& group) {
-  const std::int64_t ranks = group.world_size(), part = bucket_bytes / 4 / ranks;
-  const std::vector<std::int64_t> sizes(static_cast<std::size_t>(ranks), part);
+  const std::int64_t ranks = group.world_size(), rank = group.rank(), part = bucket_bytes / 4 / ranks;
+  const bool is_at_end = rank == 0 || rank + 1 == ranks;
+  const std::int64_t rows = is_at_end ? ranks - 1 : ranks;
+  std::vector<std::int64_t> sizes(static_cast<std::size_t>(ranks), part);
+  if (is_at_end) sizes[static_cast<std::size_t>(rank)] = 0;
   const auto line = ga::detail::Links::Line::gradients;
-  std::vector<at::Tensor> from, to;
-  for (std::int64_t i = 0; i < layers; ++i)
-    from.push_back(torch::zeros({ranks * part})), to.push_back(torch::zeros({ranks, part}));
+  std::vector<at::Tensor> own, from, to;
+  for (std::int64_t i = 0; i < layers; ++i) {
+    const auto all = torch::zeros({ranks * part});
+    own.push_back(all.narrow(0, rank * part, part));
+    from.push_back(is_at_end && rank == 0 ? all.narrow(0, part, rows * part) : all.narrow(0, 0, rows * part));
+    to.push_back(torch::zeros({rows, part}));
+  }
   return seconds_of_all(group, [&] {
     std::vector<ga::detail::Links::Pending> pending;
     for (std::size_t i = 0; i < from.size(); ++i)
       pending.push_back(group.links()->begin_all_to_all(line, to[i], from[i], sizes, sizes));
     for (std::size_t i = 0; i < from.size(); ++i) {
       group.links()->wait(pending[i], "the other ranks");
-      torch::sum(to[i], 0);
+      const auto sum = rows == 1 ? to[i][0] : torch::sum(to[i], 0);
+      if (is_at_end) sum.add_(own[i]);
     }
   });
 }
+
+/// As many all-gathers as a window has.
 
 inline double all_gathers(const ga::ProcessGroup& group) {
   std::vector<at::Tensor> parts;

@@ -62,8 +62,8 @@ struct Window {
 constexpr double library_bucket_bytes = 25 << 20;
 
 /// As the library makes them: the last parameters first, a large gradient alone; in the order in which backward
-/// completes them. The time of backward is
-/// taken to be shared out by bytes.
+/// completes them. The time of backward is taken to be
+/// shared out by bytes.
 inline std::vector<Bucket> buckets_of(const std::vector<double>& parameters,
                                       double bucket_bytes = library_bucket_bytes) {
   constexpr double alone_from = 1 << 20;
@@ -196,6 +196,7 @@ class Simulation {
     send(0, 2);
     clock_.wait();
   }
+  /// Waited for, as a program does that clips.
   void gather_norms() {
     clock_.compute(compute_.norm / static_cast<double>(ranks_));
     send(0, 1);

@@ -34,7 +34,8 @@ class WindowGradients;
 /// sparse (COO), and undefined where there is none.
 ///
 /// @note Nothing here but `overflowed()` waits for the device, apart from reading a tensor that it returns.
-/// (Where parameters lie on the CPU and on a device, a factor known on the device alone is waited for.)
+/// (Where parameters lie on the CPU and on a device, a factor known on the device alone is waited for.) Where they are
+/// divided among processes, norms and what is not finite are heard from the others.
 class Gradients {
  public:
   explicit Gradients(const std::vector<at::Tensor>& parameters);

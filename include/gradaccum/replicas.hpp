@@ -38,10 +38,10 @@ namespace gradaccum {
 ///
 /// With `{.shard = ga::Shard::optimizer}` each rank keeps the optimizer's state of its own part of the parameters
 /// alone: AdamW in float32 takes 8 + 8 / ranks bytes a parameter, gradients included, in place of 16. With
-/// `ga::Shard::gradients` it is 4 + 12 / ranks: each `accumulator.backward` sends its gradients, and waits for all
-/// ranks. A window that is complete has this rank's pieces of the gradients, and the norm of all. The optimizer is a
-/// `torch::optim::Optimizer` that has not stepped yet, its parameters stay what and where they are, and afterwards it
-/// has this rank's part: a training goes on from a saved state.
+/// `ga::Shard::gradients` it is 4 + 12 / ranks: each `accumulator.backward` sends its gradients, and waits until all
+/// ranks have begun theirs. A window that is complete has this rank's pieces of the gradients, and the norm of all. The
+/// optimizer is a `torch::optim::Optimizer` that has not stepped yet, its parameters stay what and where they are, and
+/// afterwards it has this rank's part: a training goes on from a saved state.
 ///
 /// Buffers are each rank's own while it trains: BatchNorm normalises by the rank's own micro-batch, as it does in a
 /// window. `broadcast_buffers()` gives all those of rank 0, before an evaluation say.

@@ -14,8 +14,8 @@ namespace gradaccum {
 /// stepped. Whoever asks one for its address meanwhile, or reads it on another thread, gets an error; what has kept an
 /// address from an earlier window reads what is there: such programs call `Replicas::wait_for_parameters()` first.
 struct ReplicasOptions {
-  /// Gradients that are sent together, at most; >= 1. With `shard` also what is under way of them: backward waits for
-  /// the first part of a gradient that is larger.
+  /// Gradients that are sent together, at most; >= 1. With `shard` also what is under way of them: a larger gradient
+  /// goes part by part if it is cut, and backward waits for the first.
   std::int64_t bucket_bytes = std::int64_t{25} << 20;
   bool overlap = true;                ///< send gradients while the backward that fills the window goes on
   bool seed_by_rank = true;           ///< random numbers of their own: rank r adds r to its generators' seeds

@@ -68,6 +68,7 @@ struct NetImpl : torch::nn::Module {
   at::Tensor picture, scalar, frozen, unused;
 };
 TORCH_MODULE(Net);
+constexpr int bytes_of_wide = 30 * 701 * 4;  // in a bucket of that size its weight's gradient goes alone
 
 using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)>;
 
@@ -184,11 +185,12 @@ std::vector<Rank> make_ranks(int number, const Kind& kind) {
 /// `body(rank, its number)`, with Replicas. What is divided further has its parameters gathered beside the forward,
 /// too.
 template <class Body>
-void together(std::vector<Rank>& ranks, ga::Shard shard, const Body& body, std::optional<bool> overlap = {}) {
+void together(std::vector<Rank>& ranks, ga::Shard shard, const Body& body, std::optional<bool> overlap = {},
+              std::int64_t bucket_bytes = 30000) {
   tests::as_ranks(static_cast<int>(ranks.size()), [&](const ga::ProcessGroup& group) {
     auto& rank = ranks[static_cast<std::size_t>(group.rank())];
     ga::Replicas replicas(group, rank.model, *rank.optimizer,
-                          {.bucket_bytes = 30000,
+                          {.bucket_bytes = bucket_bytes,
                            .seed_by_rank = false,
                            .shard = shard,
                            .overlap_param_gather = overlap.value_or(shard == ga::Shard::gradients)});
@@ -254,10 +256,12 @@ TEST_CASE("Shards: each element is one rank's, in pieces of whole units, and no 
 TEST_CASE("Shard: any number of ranks gives the bits of ranks that are not divided, where sums are exact") {
   const auto kind = GENERATE(from_range(kinds()));
   const int number = GENERATE(2, 4);
-  CAPTURE(kind.name, number);
+  const auto bucket_bytes = GENERATE(30000, bytes_of_wide);
+  CAPTURE(kind.name, number, bucket_bytes);
   const auto trained_by = [&](ga::Shard shard) {
     auto ranks = make_ranks(number, kind);
-    together(ranks, shard, [&](Rank& rank, int i) { rank.train_to_the_bit(i, number, 4); });
+    together(
+        ranks, shard, [&](Rank& rank, int i) { rank.train_to_the_bit(i, number, 4); }, {}, bucket_bytes);
     return ranks;
   };
   const auto plain = trained_by(ga::Shard::none);
@@ -281,13 +285,15 @@ TEST_CASE("Shard: two ranks give the bits of two that are not divided") {
   const auto kind = GENERATE(from_range(kinds()));
   const auto shard = GENERATE(ga::Shard::optimizer, ga::Shard::gradients);
   const std::int64_t steps = shard == ga::Shard::gradients ? 1 : 2;  // ranks are added up before micro-batches
-  CAPTURE(kind.name, shard == ga::Shard::gradients);
+  const auto bucket_bytes = GENERATE(30000, bytes_of_wide);
+  CAPTURE(kind.name, shard == ga::Shard::gradients, bucket_bytes);
   const auto trained_by = [&](ga::Shard how) {
     std::vector<Rank> ranks;
     for (int i = 0; i < 2; ++i) ranks.emplace_back(kind, 1, steps);
-    together(ranks, how, [](Rank& rank, int number) {
+    const auto train = [](Rank& rank, int number) {
       for (int i = 0; i < 6; ++i) rank.micro_batch(1 + (i + number) % 3, 0.1 + 0.03 * i + number, 1, /*clips=*/false);
-    });
+    };
+    together(ranks, how, train, {}, bucket_bytes);
     return ranks;
   };
   const auto plain = trained_by(ga::Shard::none), divided = trained_by(shard);
@@ -905,6 +911,36 @@ TEST_CASE("Shard: an exception in one rank's step is an error on all, and nothin
   CHECK_THAT(errors[1], Catch::Contains("out of luck"));
   for (auto& error : of_save) CHECK_THAT(error, Catch::Contains("nothing can be exchanged after an error"));
   CHECK_FALSE(std::filesystem::exists(directory / "states"));
+}
+
+TEST_CASE("Shard: a rank that ends in the middle, with gradients or norms under way, is an error on the others") {
+  const bool is_complete = GENERATE(false, true);
+  CAPTURE(is_complete);
+  auto ranks = make_ranks(2, kinds()[2]);
+  std::vector<std::string> errors(2), of_norm(2);
+  std::vector<std::optional<ga::Gradients>> kept(2);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    const auto i = static_cast<std::size_t>(group.rank());
+    auto& optimizer = *ranks[i].optimizer;
+    const auto micro_batch = [&] {
+      optimizer.backward(ranks[i].loss_of(1, 0.1));
+      if (i == 1 && optimizer.ready() == is_complete) {
+        if (is_complete) kept[i] = optimizer.gradients();
+        throw std::runtime_error("no more data");
+      }
+      optimizer.step();
+      optimizer.zero_grad();
+    };
+    errors[i] = testing::error_of([&] {
+      ga::Replicas replicas(group, ranks[i].model, optimizer,
+                            {.bucket_bytes = bytes_of_wide, .seed_by_rank = false, .shard = ga::Shard::gradients});
+      for (int j = 0; j < 4; ++j) micro_batch();
+    });
+    if (kept[i]) of_norm[i] = testing::error_of([&] { kept[i]->norm(); });
+  });
+  CHECK_THAT(errors[0], Catch::Contains(is_complete ? "rank 1" : "rank 1 has given up: a window was discarded"));
+  CHECK_THAT(errors[1], Catch::Contains("no more data"));
+  if (is_complete) CHECK_THAT(of_norm[1], Catch::Contains("Replicas: must live as long as norms are asked for"));
 }
 
 TEST_CASE("Pieces: names and what does not go together") {

@@ -17,10 +17,12 @@ namespace gradaccum::detail {
 /// After which each rank has the sums of its own pieces of the gradients, and nothing else of them.
 ///
 /// A gradient is gone as soon as it is sent. One that fills its bucket alone is sent from where it lies, others are
-/// copied together, and what is larger than a bucket is copied and sent part by part. Each rank gets from all what is
-/// of its pieces, and adds it up in the order of the ranks. One that is not cut is added up on its rank, where it lies.
+/// copied together, and what is larger than a bucket is copied and sent part by part. Each rank gets from the others
+/// what is of its pieces, and adds it up in the order of the ranks. One that is not cut is added up on its rank, where
+/// it lies.
 ///
-/// As much as a bucket is under way, and as much again where it arrives: then the oldest is waited for.
+/// As much as a bucket is under way, or one that is not cut, and as much again where it arrives: before more is sent
+/// the oldest is waited for. So the tail of a backward goes on beside the next forward.
 class GradientPieces final : public GradientExchange {
  public:
   GradientPieces(std::shared_ptr<Links> links, Links::Line line, std::shared_ptr<WindowGradients> window,

@@ -85,6 +85,8 @@ class Links {
     if (exchange_ == exchange) exchange_ = nullptr;
   }
 
+  /// Throws after an error.
+  void check_usable() const;
   /// Something in this process has gone wrong in the middle of an exchange: the others hear of it.
   void give_up(const std::string& why);
 
@@ -93,7 +95,6 @@ class Links {
   bool came_by_gloo(c10d::Work& work);
   bool came_by_nccl(c10d::Work& work);
   Pending begin(Line line, const std::function<c10::intrusive_ptr<c10d::Work>(c10d::Backend&)>& begin) const;
-  void check_usable() const;
   [[noreturn]] void fail(const std::string& why, const std::string& what);
 
   int rank_, world_size_;

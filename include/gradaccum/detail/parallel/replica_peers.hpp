@@ -81,6 +81,8 @@ class ReplicaPeers final : public Peers {
   GRADACCUM_INLINE void give_up(const std::string& why) override;
 
  private:
+  struct NormsOfAll;
+
   void begin_exchange(const std::shared_ptr<WindowGradients>& window, std::optional<c10::ScalarType> accumulate_in);
   void run_and_send(const std::function<void()>& run);
   void run_round(WindowGradients& window, std::optional<c10::ScalarType> accumulate_in,
@@ -88,7 +90,7 @@ class ReplicaPeers final : public Peers {
   WindowTotals agree(const std::shared_ptr<WindowGradients>& window, bool active);
   Links::Pending begin_sums(at::Tensor& sums, const WindowTotals& own) const;
   WindowTotals sums_of_all(const WindowTotals& own) const;
-  void measure_all(WindowGradients& window) const;
+  void measure_all(WindowGradients& window);
   bool step_own(AnyOptimizer& optimizer, Gradients gradients) const;
   void send_parameters();
   /// Others wait for what `work` does: they hear of an exception.
@@ -103,6 +105,7 @@ class ReplicaPeers final : public Peers {
   bool counted_on_ = false;                     // by others, who wait for its end
   std::optional<WindowTotals> followed_;        // what was agreed about the window that is to be closed with others
   std::vector<std::size_t> used_;               // of the window that is closed: somewhere there is a gradient
+  std::shared_ptr<NormsOfAll> norms_;           // of the window that is closed, until it is stepped
   std::unique_ptr<LateTensors> late_;           // what others have stepped with it
 };
 

@@ -25,9 +25,30 @@
 
 #include <cstddef>
 #include <exception>
+#include <memory>
 #include <utility>
 
 namespace gradaccum::detail {
+
+/// What all ranks have begun to tell each other of a window.
+struct ReplicaPeers::NormsOfAll {
+  std::weak_ptr<Links> links;  // which end with the replicas, whatever becomes of the window
+  Links::Pending pending;
+  at::Tensor said;  // each rank's norm in a place of its own, which is exact; and how many are not finite
+  bool heard = false;
+
+  WindowGradients::Measure wait() {
+    if (!heard) {
+      const auto open = links.lock();
+      TORCH_CHECK(open && pending, "Replicas: must live as long as norms are asked for, and are gone");
+      open->wait(pending, "the norms of all parts");
+      heard = true;
+      pending.reset();
+    }
+    const auto ranks = said.numel() - 1;
+    return {l2_norm_of(said.narrow(0, 0, ranks)).item<double>(), said.const_data_ptr<double>()[ranks] == 0};
+  }
+};
 
 GRADACCUM_INLINE ReplicaPeers::ReplicaPeers(std::shared_ptr<Links> links, const ReplicasOptions& options)
     : links_(std::move(links)), options_(options) {}
@@ -42,6 +63,8 @@ GRADACCUM_INLINE void ReplicaPeers::connect(const std::vector<at::Tensor>& param
 GRADACCUM_INLINE void ReplicaPeers::disconnect() {
   try_to_get_parameters();
   late_.reset();
+  if (norms_) norms_->pending.reset();
+  norms_.reset();
   end_window();
   links_.reset();
 }
@@ -166,18 +189,15 @@ GRADACCUM_INLINE void ReplicaPeers::reduce(const std::shared_ptr<WindowGradients
   counted_on_ = false;
 }
 
-/// All ranks say it now: whoever asks later does not wait for those who do not.
-GRADACCUM_INLINE void ReplicaPeers::measure_all(WindowGradients& window) const {
+/// Said now by all ranks: whoever asks later does not wait for those who do not.
+GRADACCUM_INLINE void ReplicaPeers::measure_all(WindowGradients& window) {
+  if (norms_) norms_->wait();  // of a window that has not been stepped: on all ranks it is waited for once
   const auto own = window.measure();
-  const auto ranks = links_->world_size();
-  const auto said = at::zeros({ranks + 1}, at::kDouble);  // each rank's norm in a place of its own, which is exact
+  const auto said = at::zeros({links_->world_size() + 1}, at::kDouble);
   said.mutable_data_ptr<double>()[rank()] = own.norm;
-  said.mutable_data_ptr<double>()[ranks] = own.finite ? 0 : 1;
-  window.set_measure_of_all([links = links_, pending = links_->begin_sum(Links::Line::agreement, said), said, ranks] {
-    links->wait(pending, "the norms of all parts");
-    return WindowGradients::Measure{l2_norm_of(said.narrow(0, 0, ranks)).item<double>(),
-                                    said.const_data_ptr<double>()[ranks] == 0};
-  });
+  said.mutable_data_ptr<double>()[links_->world_size()] = own.finite ? 0 : 1;
+  norms_ = std::make_shared<NormsOfAll>(NormsOfAll{links_, links_->begin_sum(Links::Line::agreement, said), said});
+  window.set_measure_of_all([norms = norms_] { return norms->wait(); });
 }
 
 /// This rank may have no piece: what moves moves for all.
@@ -195,11 +215,13 @@ GRADACCUM_INLINE bool ReplicaPeers::step_own(AnyOptimizer& optimizer, Gradients 
 GRADACCUM_INLINE bool ReplicaPeers::step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) {
   if (!shards_) return take_step(optimizer, Gradients(window));
   TORCH_CHECK(links_, "Replicas: must live as long as the accumulator is trained with, and are gone");
+  links_->check_usable();  // or this rank's pieces would move before it hears of it
   bool moved = false;
   or_give_up([&] {
     moved = !used_.empty() && step_own(optimizer, Gradients(window));
     if (moved) send_parameters();
     window->wait_for_measure();
+    norms_.reset();
   });
   return moved;
 }
