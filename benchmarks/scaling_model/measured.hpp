@@ -120,7 +120,7 @@ inline double reduce_scatters(const ga::ProcessGroup& group) {
   for (std::int64_t i = 0; i < layers; ++i) {
     const auto all = torch::zeros({ranks * part});
     own.push_back(all.narrow(0, rank * part, part));
-    from.push_back(is_at_end && rank == 0 ? all.narrow(0, part, rows * part) : all.narrow(0, 0, rows * part));
+    from.push_back(all.narrow(0, rank == 0 ? part : 0, rows * part));
     to.push_back(torch::zeros({rows, part}));
   }
   return seconds_of_all(group, [&] {
@@ -136,7 +136,6 @@ inline double reduce_scatters(const ga::ProcessGroup& group) {
 }
 
 /// As many all-gathers as a window has.
-
 inline double all_gathers(const ga::ProcessGroup& group) {
   std::vector<at::Tensor> parts;
   for (std::int64_t i = 0; i < layers * group.world_size(); ++i)

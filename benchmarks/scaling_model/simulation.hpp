@@ -62,8 +62,7 @@ struct Window {
 constexpr double library_bucket_bytes = 25 << 20;
 
 /// As the library makes them: the last parameters first, a large gradient alone; in the order in which backward
-/// completes them. The time of backward is taken to be
-/// shared out by bytes.
+/// completes them. The time of backward is taken to be shared out by bytes.
 inline std::vector<Bucket> buckets_of(const std::vector<double>& parameters,
                                       double bucket_bytes = library_bucket_bytes) {
   constexpr double alone_from = 1 << 20;
@@ -175,7 +174,10 @@ class Simulation {
       if (!sends) break;
       clock_.compute((std::max(done, bucket.ready) - done) * seconds);
       done = std::max(done, bucket.ready);
-      way_ == Way::unsharded ? static_cast<void>(send(bucket.bytes, 2)) : reduce_scatter(bucket.bytes);
+      if (way_ == Way::unsharded)
+        send(bucket.bytes, 2);
+      else
+        reduce_scatter(bucket.bytes);
     }
     clock_.compute((1 - done) * seconds);
   }
