@@ -38,4 +38,15 @@ class LimitedMemory {
   ~LimitedMemory() { emulated_cuda::limit_memory(0, -1); }
 };
 
+/// While it lives, the first matrix product of each thread on a device allocates so many bytes that stay, as cuBLAS's
+/// workspaces do.
+class Workspaces {
+ public:
+  static bool possible() { return emulated_cuda::is_loaded(); }
+  explicit Workspaces(std::int64_t bytes) { emulated_cuda::use_workspaces(bytes); }
+  Workspaces(const Workspaces&) = delete;
+  Workspaces& operator=(const Workspaces&) = delete;
+  ~Workspaces() { emulated_cuda::use_workspaces(0); }
+};
+
 }  // namespace testing

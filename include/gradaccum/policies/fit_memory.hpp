@@ -36,8 +36,9 @@ class Accumulator;
 ///
 /// The update is that of the whole batch, to rounding, whatever is found; what computes over its whole batch, as
 /// BatchNorm does, sees micro-batches (`verify_accumulation` tells). The first micro-batch has `min_rows`; each one
-/// after it as many as those before say will fit. What has been found is remembered for batches whose rows are alike,
-/// and begun with for those whose rows have fewer elements.
+/// after it as many as those before say will fit. On a GPU the very first one is run, undone and run again: libraries
+/// allocate their workspaces in the first run, which is not measured. What has been found is remembered for batches
+/// whose rows are alike, and begun with for those whose rows have fewer elements.
 ///
 /// A micro-batch that runs out of memory, of a device, the CPU or the budget, is no error: the batch is begun again
 /// with fewer rows, from the gradients, random numbers and buffers that it began with. So an objective may run again

@@ -35,13 +35,15 @@ class Allocator final : public c10::DeviceAllocator {
     std::memcpy(AddressRange::get().host(to), AddressRange::get().host(from), bytes);
   }
 
-  bool initialized() override { return true; }
+  bool initialized() override { return DeviceMemory::of(0).touched() || DeviceMemory::of(1).touched(); }
   void emptyCache(c10::MempoolId_t /*pool*/) override {
     for (c10::DeviceIndex device = 0; device < number_of_devices; ++device)
       DeviceMemory::of(device).release_free_pages();
   }
   void recordStream(const c10::DataPtr& /*pointer*/, c10::Stream /*stream*/) override {}
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    TORCH_CHECK(initialized(), "Allocator not initialized for device ", static_cast<int>(device),
+                ": did you call init?");
     return DeviceMemory::of(device).statistics();
   }
   void resetAccumulatedStats(c10::DeviceIndex device) override { DeviceMemory::of(device).reset_accumulated(); }

@@ -41,6 +41,9 @@ void emulated_cuda_reset_peak(int device);
 void emulated_cuda_fail_allocation(std::int64_t nth);
 /// An allocation that would bring a device above so many bytes throws `c10::OutOfMemoryError`; < 0: no limit.
 void emulated_cuda_limit_memory(int device, std::int64_t bytes);
+/// From now on the first matrix product or convolution of each thread on a device allocates a workspace of so many
+/// bytes there, which stays, as cuBLAS's do; 0: none does. Either way frees the workspaces of before.
+void emulated_cuda_use_workspaces(std::int64_t bytes);
 /// Whether new memory holds NaNs (bytes 0xFF), as it does by default, or what was there before.
 void emulated_cuda_fill_new_memory(bool fill);
 /// The library's own kernels for devices, which run on the host here. They take the host's memory, too.
@@ -85,6 +88,9 @@ inline void fail_allocation(std::int64_t nth) {
 }
 inline void limit_memory(int device, std::int64_t bytes) {
   call<decltype(emulated_cuda_limit_memory)>("emulated_cuda_limit_memory", device, bytes);
+}
+inline void use_workspaces(std::int64_t bytes) {
+  call<decltype(emulated_cuda_use_workspaces)>("emulated_cuda_use_workspaces", bytes);
 }
 inline void fill_new_memory(bool fill) {
   call<decltype(emulated_cuda_fill_new_memory)>("emulated_cuda_fill_new_memory", fill);

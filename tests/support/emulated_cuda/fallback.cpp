@@ -5,6 +5,7 @@
 #include "host_kernel_scope.hpp"
 #include "host_views.hpp"
 #include "rules.hpp"
+#include "workspaces.hpp"
 
 #include <ATen/core/List.h>
 #include <c10/util/Exception.h>
@@ -68,6 +69,7 @@ void run(const OperatorHandle& operation, Stack* stack, c10::DispatchKey key) {
   const std::vector<IValue> arguments(stack->end() - static_cast<std::ptrdiff_t>(schema.arguments().size()),
                                       stack->end());
   const auto device = device_of(operation, arguments);
+  make_workspace(operation, device);
   HostViews views(device);
   torch::jit::drop(*stack, arguments.size());
   for (std::size_t i = 0; i < arguments.size(); ++i)

@@ -7,6 +7,7 @@
 #include <gradaccum/detail/machine/control_groups.hpp>
 #include <gradaccum/detail/machine/system_file.hpp>
 
+#include <ATen/ops/empty.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 
@@ -74,6 +75,7 @@ GRADACCUM_INLINE std::optional<std::int64_t> addresses_left() {
 
 GRADACCUM_INLINE std::optional<std::int64_t> available_memory(c10::Device device) try {
   if (!device.is_cpu()) {
+    static_cast<void>(at::empty({0}, device));  // the allocator's statistics are an error before its first use
     auto* const allocator = c10::getDeviceAllocator(device.type());
     const auto free = static_cast<std::int64_t>(allocator->getMemoryInfo(device.index()).first);
     const auto statistics = allocator->getDeviceStats(device.index());

@@ -78,7 +78,7 @@ class MemoryFitter {
     bool is_least = false;   // there is nothing to divide
     std::int64_t bytes = 0;  // that it took; 0: it ran out of memory
     std::string text = {};   // what the allocator said then
-    bool is_none = false;    // what has been found is to be used from the first micro-batch on
+    bool is_none = false;    // what has been found or allocated is to be used from the first micro-batch on
   };
 
   std::size_t place_of(const RowKind& kind);
@@ -101,6 +101,7 @@ class MemoryFitter {
   std::int64_t expected_gradient_bytes_ = 0;  // before they were seen, where that matters
   bool has_limit_ = false;                    // a budget was given, and not only found
   std::int64_t looked_ = 0;                   // how often at what the device has
+  std::optional<c10::Device> warm_device_;    // its libraries have allocated their workspaces
 };
 
 }  // namespace gradaccum::detail

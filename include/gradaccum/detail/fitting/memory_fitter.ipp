@@ -124,10 +124,14 @@ GRADACCUM_INLINE std::int64_t rows_of_piece(std::int64_t left, std::int64_t most
 }
 
 /// Where the first micro-batch of a window takes too much, the next one shows what it takes beside gradients.
+/// A device's libraries allocate workspaces at their first use on a thread and keep them: cuBLAS does at the first
+/// matrix product, forward and backward. So the first micro-batch on a device is run without being measured, and
+/// undone.
 GRADACCUM_INLINE auto MemoryFitter::attempt(const Limits& limits, const DividedBatch& batch, bool may_begin_again)
     -> std::optional<Failure> {
+  const bool warms_up = !batch.device.is_cpu() && warm_device_ != batch.device && MemoryMeter::possible();
   std::optional<MemoryMeter> meter;
-  if (MemoryMeter::possible()) meter.emplace();
+  if (!warms_up && MemoryMeter::possible()) meter.emplace();
   const auto bytes = budget(limits, batch.device);
   const auto place = place_of(batch.kind);
   plan_.gradient_bytes = std::max(plan_.gradient_bytes, batch.gradient_bytes);
@@ -141,6 +145,10 @@ GRADACCUM_INLINE auto MemoryFitter::attempt(const Limits& limits, const DividedB
     if (may_begin_again && !first && outgrows_first(batch, piece)) return Failure{.is_none = true};
     auto& plan = plan_of(known_[place]);
     auto failure = run(batch, piece, meter ? &*meter : nullptr, plan);
+    if (!failure && warms_up) {
+      warm_device_ = batch.device;
+      return Failure{.is_none = true};
+    }
     if (!failure && meter) failure = take_notice(piece, plan);
     const bool is_least =
         rows <= limits.min_rows || piece.rows() > rows || batch.rows < 2 * limits.min_rows;  // cannot be divided

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/Device.h>
+
+namespace emulated_cuda {
+
+/// Called before each operation on a device: allocates this thread's workspace there if the operation is its first
+/// matrix product, and workspaces are in use.
+void make_workspace(const c10::OperatorHandle& operation, c10::DeviceIndex device);
+
+}  // namespace emulated_cuda
