@@ -257,3 +257,25 @@ TEST_CASE("embedding: a weight that is used twice, a model that changes before b
   (200 * torch::embedding(expected, tokens(1)).sum()).backward();
   CHECK(torch::allclose(weight.grad(), expected.grad(), 1e-12, 1e-12));
 }
+
+TEST_CASE("embedding: on a device the rows that were looked up are added, and no others", "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
+  const auto summed_there = [](const auto& look_up, std::int64_t padding) {
+    auto weight = table().detach().to(at::kCUDA).requires_grad_();
+    weight.mutable_grad() = torch::zeros_like(weight);
+    for (int i = 0; i < 4; ++i) {
+      const auto ids = tokens(i);
+      const auto whole_numbers = (ids.unsqueeze(-1) + torch::arange(width)).to(at::kCUDA);  // sums of any order agree
+      (look_up(ids.to(at::kCUDA), weight, padding) * whole_numbers).sum().backward();
+    }
+    return weight.grad().cpu();
+  };
+  const auto here = [](const auto& ids, const auto& weight, std::int64_t padding) {
+    return ga::embedding(ids, weight, {padding});
+  };
+  const auto there = [](const auto& ids, const auto& weight, std::int64_t padding) {
+    return torch::embedding(weight, ids, padding);
+  };
+  for (const std::int64_t padding : {-1, 0, 3}) CHECK(same(summed_there(here, padding), summed_there(there, padding)));
+  CHECK_FALSE(same(summed_there(here, 3), summed_there(there, -1)));
+}

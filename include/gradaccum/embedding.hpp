@@ -31,13 +31,14 @@ struct EmbeddingOptions {
 /// bit, without the memory of a table's gradient and moments. Where something else uses the table, too, its gradient is
 /// dense; and so it is of float16 on the CPU. LibTorch's own Adam and AdamW refuse sparse gradients.
 ///
-/// `input`: int64 or int32, any shape. `weight`: [rows, width]. Gives [..., width]. The gradients are LibTorch's to the
-/// bit, as long as `weight` is used once in a backward pass (used twice, the sums are rounded in another order). Where
-/// adding rows would not be right, it does as LibTorch does: a first gradient, a weight that is no leaf, hooks on it,
-/// `autograd::grad`, `create_graph`, a gradient of another dtype or layout.
+/// `input`: int64 or int32, any shape. `weight`: [rows, width]. Gives [..., width]. On a CPU the gradients are
+/// LibTorch's to the bit, as long as `weight` is used once in a backward pass (used twice, the sums are rounded in
+/// another order). On a CUDA device a row is added as often as it was looked up, which rounds in another order, too.
+/// Where adding rows would not be right, it does as LibTorch does: a first gradient, a weight that is no leaf, hooks on
+/// it, `autograd::grad`, `create_graph`, a gradient of another dtype or layout.
 ///
-/// @note Waits for a device once in backward, to learn how many rows there are. On a device the rows are added on the
-/// stream of the forward pass.
+/// @note Does not wait for a device; with `.sparse` it does once in backward, to learn how many rows there are. On a
+/// device the rows are added on the stream of the forward pass.
 at::Tensor embedding(const at::Tensor& input, const at::Tensor& weight, EmbeddingOptions options = {});
 
 }  // namespace gradaccum

@@ -7,7 +7,9 @@
 #include <gradaccum/detail/window/arrival_scope.hpp>
 
 #include <ATen/MemoryOverlap.h>
+#include <ATen/core/List.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_index_put_impl.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/_unique2.h>
 #include <ATen/ops/embedding.h>
@@ -38,19 +40,26 @@ GRADACCUM_INLINE bool is_added_in_place(const at::Tensor& weight, const at::Tens
          !is_waited_for(weight);
 }
 
-/// Rows of a table, in order, and the gradient of each.
+/// Rows of a table, and the gradient of each.
 struct RowGradients {
   at::Tensor rows, gradients;
 };
 
-/// Of the rows that were looked up. Each is summed by itself, in the order in which LibTorch sums it, by LibTorch's own
-/// function: for a small table of these rows alone.
+/// The rows that were looked up, in order. Each is summed by itself, in the order in which LibTorch sums it, by
+/// LibTorch's own function: for a small table of these rows alone.
 GRADACCUM_INLINE RowGradients row_gradients(const at::Tensor& gradient, const at::Tensor& input,
                                             std::int64_t padding_idx) {
   const auto [rows, places, counts] = at::_unique2(input, /*sorted=*/true, /*return_inverse=*/true);
   auto summed = at::embedding_dense_backward(gradient, places, rows.size(0), /*padding_idx=*/-1, false);
   if (padding_idx >= 0) summed.masked_fill_(rows.eq(padding_idx).unsqueeze(1), 0);
   return {rows, summed};
+}
+
+/// A row and its gradient for each look-up, as often as there was one: the host need not know how many rows differ.
+GRADACCUM_INLINE RowGradients repeated_row_gradients(const at::Tensor& gradient, const at::Tensor& input,
+                                                     std::int64_t padding_idx) {
+  if (padding_idx < 0) return {input.to(at::kLong), gradient};
+  return {input.to(at::kLong), gradient.masked_fill(input.eq(padding_idx).unsqueeze(-1), 0)};
 }
 
 /// LibTorch adds no such tensors of float16 on the CPU.
@@ -67,7 +76,11 @@ GRADACCUM_INLINE at::Tensor sparse_gradient(const at::Tensor& weight, const RowG
 GRADACCUM_INLINE void add_rows(const at::Tensor& weight, const RowGradients& of) {
   static std::mutex one_at_a_time;  // as LibTorch guards each gradient, when several threads run backward
   const std::lock_guard lock(one_at_a_time);
-  weight.grad().index_add_(0, of.rows, of.gradients);
+  auto sum = weight.grad();
+  if (sum.is_cuda())  // unsafe: the forward pass has checked the indices
+    at::_index_put_impl_(sum, {of.rows}, of.gradients, /*accumulate=*/true, /*unsafe=*/true);
+  else
+    sum.index_add_(0, of.rows, of.gradients);
   say_added(weight);
 }
 
@@ -98,7 +111,8 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
       auto whole = at::embedding_dense_backward(gradient, input, weight.size(0), padding_idx, false);
       return {at::Tensor(), whole, at::Tensor(), at::Tensor()};
     }
-    add_rows(weight, row_gradients(gradient, input, padding_idx));
+    add_rows(weight, gradient.is_cuda() ? repeated_row_gradients(gradient, input, padding_idx)
+                                        : row_gradients(gradient, input, padding_idx));
     return {at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };

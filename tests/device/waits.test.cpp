@@ -224,10 +224,14 @@ double of_schedules() {
   });
 }
 
-double of_embedding() {
+/// The gradient of a window: dense ones are added to, sparse ones come once.
+double of_embedding(bool sparse) {
   const auto table = torch::ones({50, 3}, at::kCUDA).requires_grad_();
   const auto ids = torch::arange(10, at::kLong).to(at::kCUDA);
-  return waits_of([&] { ga::embedding(ids, table).sum().backward(); });
+  return waits_of([&] {
+    if (sparse) table.mutable_grad().reset();
+    ga::embedding(ids, table, {.padding_idx = 3, .sparse = sparse}).sum().backward();
+  });
 }
 
 double of_memory_meter() {
@@ -318,7 +322,8 @@ TEST_CASE("device: parts wait as often as the table of parts says", "[cuda]") {
       {"`SaveState`", "when it saves", 1, of_saving},
       {"`DataParallel`", "when a window closes", 0, of_replicas},
       {"`lr::Constant`", "no", 0, of_schedules},
-      {"`embedding`", "once in backward", 1, of_embedding},
+      {"`embedding`", "no; with `.sparse` once in backward", 0, [] { return of_embedding(/*sparse=*/false); }},
+      {"`embedding`", "no; with `.sparse` once in backward", 1, [] { return of_embedding(/*sparse=*/true); }},
       {"`MemoryMeter`", "no", 0, of_memory_meter},
       {"`data::TensorBatches`", "no", 0, [] { return of_batches(false); }},
       {"`data::TensorBatches`", "no", 0, [] { return of_batches(true); }},
