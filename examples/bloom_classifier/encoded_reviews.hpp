@@ -26,8 +26,8 @@ struct EncodedReviews {
 
   std::int64_t size() const { return labels.size(0); }
 
-  /// Of about the same length each, so that next to nothing is padded; in another order every epoch. `multiple`: what
-  /// lengths are padded to, for those that are compiled.
+  /// Batches of reviews of about the same length, so that little is padded; in another order every epoch. `multiple`:
+  /// what lengths are padded to, so that there are few.
   ga::data::LengthBuckets training_batches(std::int64_t rows, std::int64_t padding, std::uint64_t seed,
                                            std::int64_t multiple = 1, const ga::ProcessGroup& group = {}) const {
     return {ids,
@@ -40,13 +40,14 @@ struct EncodedReviews {
              .rank = group.rank(),
              .world_size = group.world_size()}};
   }
-  /// As many as go into the memory of so many tokens.
-  ga::data::LengthBuckets test_batches(std::int64_t most_tokens, std::int64_t padding,
+  /// Batches of as many reviews as go into the memory of so many tokens.
+  ga::data::LengthBuckets test_batches(std::int64_t most_tokens, std::int64_t padding, std::int64_t multiple = 1,
                                        const ga::ProcessGroup& group = {}) const {
     return {ids,
             labels,
-            {.tokens = std::max(most_tokens, longest),
+            {.tokens = std::max(most_tokens, (longest + multiple - 1) / multiple * multiple),
              .padding = padding,
+             .pad_to_multiple_of = multiple,
              .rank = group.rank(),
              .world_size = group.world_size()}};
   }

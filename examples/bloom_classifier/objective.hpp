@@ -25,31 +25,27 @@
 /// What is learned, and how it is compiled.
 namespace bloom {
 
-/// Where each review has a token, not padding: bool [n, longest].
-inline at::Tensor mask_of(const ga::data::SequenceBatch& batch) {
-  const auto positions = torch::arange(batch.data.size(1), batch.data.device());
-  return positions < batch.lengths.to(batch.data.device()).unsqueeze(1);
-}
-
 /// The mean loss of a batch, how many reviews it is the mean of, and what metrics look at.
 inline ga::Loss loss_of(at::Tensor scores, const ga::data::SequenceBatch& batch) {
   scores = scores.to(at::promote_types(scores.scalar_type(), torch::kFloat));  // 16 bits are too few for a loss
   return ga::Loss{torch::cross_entropy_loss(scores, batch.target), batch.rows()}.with(scores, batch.target);
 }
 
-/// With the padding that the batch has: what can be compiled, as its shapes are few.
+/// Computes the padding, too, so that shapes are few, as compiled steps and GPUs want them. It stands at the end, where
+/// the model knows it by its id: no mask has to be copied to a device.
 inline ga::Loss padded_objective(BloomForSequenceClassification& model, const ga::data::SequenceBatch& batch) {
-  return loss_of(model->forward(batch.data, mask_of(batch)), batch);
+  return loss_of(model->forward(batch.data), batch);
 }
 
-/// On a processor, which a few hundred tokens keep at its rate, rows are packed: their tokens alone are computed.
+/// On a CPU, which a few hundred tokens keep at its rate, rows are packed: their tokens alone are computed.
 inline bool is_packed(const ga::data::SequenceBatch& batch) {
   return batch.data.is_cpu() && batch.tokens < batch.data.numel();
 }
 
 inline ga::Loss objective(BloomForSequenceClassification& model, const ga::data::SequenceBatch& batch) {
   if (!is_packed(batch)) return padded_objective(model, batch);
-  return loss_of(model->forward_packed(batch.data.masked_select(mask_of(batch)), batch.lengths), batch);
+  const auto is_token = torch::arange(batch.data.size(1)) < batch.lengths.unsqueeze(1);
+  return loss_of(model->forward_packed(batch.data.masked_select(is_token), batch.lengths), batch);
 }
 
 using Objective = std::function<ga::Loss(BloomForSequenceClassification&, const ga::data::SequenceBatch&)>;
@@ -83,7 +79,7 @@ inline std::vector<ga::data::SequenceBatch> frequent_batches(ga::data::LengthBuc
 /// Records the step that the options would train with, for tools/compile_step.py: six lengths of it.
 inline void record_step(ModelFolder& folder, const EncodedReviews& reviews, const Options& options) {
   const auto batches = frequent_batches(
-      reviews.training_batches(options.micro_batch, folder.padding(), options.seed, options.pad_to_multiple_of), 6);
+      reviews.training_batches(options.micro_batch, folder.padding(), options.seed, options.length_multiple()), 6);
   const ga::Autocast autocast(options.device, options.autocast_type(), options.mixed_precision());
   folder.model->train();
   fmt::print("{}",

@@ -53,9 +53,9 @@ struct Options {
   double learning_rate = 5e-5;
   std::string optimizer = "adam";
   std::string precision = "32";
-  std::int64_t segments = 0;        // 0: all activations are kept
-  std::uint64_t memory_budget = 0;  // bytes of activations and gradients; 0: no budget
-  std::int64_t pad_to_multiple_of = 1;
+  std::int64_t segments = 0;                 // 0: all activations are kept
+  std::uint64_t memory_budget = 0;           // bytes of activations and gradients; 0: no budget
+  std::int64_t pad_to_multiple_of = 0;       // 0: what the device wants
   std::string record_step, compile;          // folders; empty: neither
   std::string tensorboard, report, profile;  // a folder, a page, a folder; empty: none
   std::string save;                          // a folder; empty: nothing is saved
@@ -73,8 +73,13 @@ struct Options {
 
   bool mixed_precision() const { return precision.ends_with("-mixed"); }
   torch::Dtype parameter_type() const { return precision == "bf16-true" ? torch::kBFloat16 : torch::kFloat; }
-  /// The table of words has a gradient of the rows that were met, for an optimizer that steps by rows.
-  bool steps_by_rows() const { return optimizer != "adafactor" && compile.empty() && group.world_size() == 1; }
+  bool on_cpu() const { return at::Device(device).is_cpu(); }
+  /// The table of words has a gradient of the rows that were met, for an optimizer that steps by rows, as on a CPU.
+  bool steps_by_rows() const {
+    return on_cpu() && optimizer != "adafactor" && compile.empty() && group.world_size() == 1;
+  }
+  /// A product of a new shape costs the host of a GPU a quarter of a millisecond: it had better meet few lengths.
+  std::int64_t length_multiple() const { return pad_to_multiple_of > 0 ? pad_to_multiple_of : on_cpu() ? 1 : 64; }
   torch::Dtype autocast_type() const { return precision == "16-mixed" ? torch::kHalf : torch::kBFloat16; }
   std::optional<std::int64_t> most_updates() const { return updates > 0 ? std::optional(updates) : std::nullopt; }
   std::optional<std::chrono::duration<double>> most_time() const {
@@ -141,9 +146,11 @@ inline void add_training(CLI::App& app, Options& options) {
                  "--accumulate, go in parts that fit")
       ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false))
       ->excludes(segments);
-  app.add_option("--pad-to-multiple-of", options.pad_to_multiple_of,
-                 "lengths are padded to a multiple of this: a few lengths can be compiled")
-      ->check(CLI::Range(1, 1 << 16));
+  app.add_option(
+         "--pad-to-multiple-of", options.pad_to_multiple_of,
+         "lengths are padded to a multiple of this: a few lengths can be compiled, and a GPU meets few shapes; 0: 1 "
+         "on a CPU, 64 elsewhere")
+      ->check(CLI::Range(0, 1 << 16));
   app.add_option("--record-step", options.record_step,
                  "record the training step in this folder, for tools/compile_step.py, and train nothing");
   app.add_option("--compile", options.compile,

@@ -39,8 +39,9 @@ inline std::vector<Prediction> predict(ModelFolder& folder, const std::vector<st
     reviews.push_back({text, 0});
   }
   const auto encoded = encode(folder.tokenizer, reviews, options.max_length, options.device);
-  auto batches =
-      options.batch_tokens == 0 ? encoded.one_by_one() : encoded.test_batches(options.batch_tokens, folder.padding());
+  auto batches = options.batch_tokens == 0
+                     ? encoded.one_by_one()
+                     : encoded.test_batches(options.batch_tokens, folder.padding(), options.length_multiple());
   const at::InferenceMode inference;
   const ga::Autocast autocast(options.device, options.autocast_type(), options.mixed_precision());
   folder.model->eval();

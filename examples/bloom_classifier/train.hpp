@@ -74,9 +74,11 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
   folder.model->transformer->sparse_embedding_gradient(options.steps_by_rows());
   auto optimizer = make_optimizer(options.optimizer, folder.model->parameters(), options.learning_rate, options.seed);
   auto batches = reviews.train.training_batches(options.micro_batch * options.accumulate / steps, folder.padding(),
-                                                options.seed, options.pad_to_multiple_of, options.group);
-  auto validation = reviews.validation.test_batches(4 * options.max_length, folder.padding(), options.group);
-  auto test = reviews.test.test_batches(4 * options.max_length, folder.padding());
+                                                options.seed, options.length_multiple(), options.group);
+  const auto scored = [&](const EncodedReviews& some, const ga::ProcessGroup& group) {
+    return some.test_batches(4 * options.max_length, folder.padding(), options.length_multiple(), group);
+  };
+  auto validation = scored(reviews.validation, options.group), test = scored(reviews.test, {});
 
   Trained trained;
   std::int64_t tokens = 0, padded = 0;  // of the batch in hand

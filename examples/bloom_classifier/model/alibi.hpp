@@ -72,7 +72,7 @@ class AlibiChannels {
     const std::lock_guard lock(mutex_);
     if (!channels_.defined() || channels_.size(0) < length || channels_.options().dtype() != like.dtype() ||
         channels_.device() != like.device())
-      channels_ = alibi_channels(n_head_, head_dim_, length).to(like.options());
+      channels_ = moved(alibi_channels(n_head_, head_dim_, length).to(like.scalar_type()), like.device());
     return channels_.narrow(0, 0, length);
   }
   /// For rows one after another, `lengths` int64 [n] on the CPU: positions are counted in each.
@@ -83,6 +83,11 @@ class AlibiChannels {
   }
 
  private:
+  /// From pinned memory to a GPU: the host does not wait.
+  static at::Tensor moved(const at::Tensor& channels, at::Device device) {
+    return device.is_cuda() ? channels.pin_memory().to(device, /*non_blocking=*/true) : channels.to(device);
+  }
+
   std::int64_t n_head_, head_dim_;
   std::mutex mutex_;
   at::Tensor channels_;
