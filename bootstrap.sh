@@ -338,10 +338,14 @@ bench() {
   if (( ${#python[@]} > 0 )); then fetch_python_torch; fi
   data=$(unzipped_data_directory) || exit
   begin_results "${arguments[@]}"
-  for name in adamw_step device_step memory_saving_step amp_tail tiny_step window embedding trainer checkpoint fit_memory bloom_classifier prefetch; do
+  for name in adamw_step memory_saving_step amp_tail tiny_step window embedding trainer checkpoint fit_memory bloom_classifier prefetch; do
     step "Running benchmark_$name"
     "$programs/benchmark_$name" "${arguments[@]}"
   done
+  if [[ $(nvidia-smi -L 2> /dev/null) == *GPU* ]]; then
+    step "Running the benchmarks on the device (at most four minutes; what they print stays in build/on_device)"
+    benchmarks/on_device.sh "$programs" build/on_device "${arguments[@]}"
+  fi
   if grep -qs AuthenticAMD /proc/cpuinfo; then  # see docs/machine.md
     for name in window checkpoint bloom_classifier; do
       step "Running benchmark_$name with MKL as LibTorch has it"

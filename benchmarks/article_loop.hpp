@@ -3,11 +3,14 @@
 
 #include <torch/torch.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
+#include <gradaccum/amp_scaler.hpp>
+#include <gradaccum/autocast.hpp>
+#include <utility>
 #include <vector>
 
 #include "model/classifier.hpp"
@@ -23,12 +26,14 @@ struct Reviews {
   std::vector<at::Tensor> ids;
   at::Tensor labels;
 
-  Reviews(std::int64_t vocabulary, std::int64_t count, std::uint64_t seed, double length_scale = 1)
-      : labels(torch::arange(count) % 2) {
+  Reviews(std::int64_t vocabulary, std::int64_t count, std::uint64_t seed, double length_scale = 1,
+          at::Device device = at::kCPU)
+      : labels((torch::arange(count) % 2).to(device)) {
     torch::manual_seed(static_cast<std::int64_t>(seed));
     for (std::int64_t i = 0; i < count; ++i) {
       const auto length = length_scale * std::exp(5.495 + 0.6465 * torch::randn({}).item<double>());
-      ids.push_back(torch::randint(4, vocabulary, {std::clamp<std::int64_t>(std::lround(length), 10, longest)}));
+      ids.push_back(
+          torch::randint(4, vocabulary, {std::clamp<std::int64_t>(std::lround(length), 10, longest)}).to(device));
     }
   }
 
@@ -48,10 +53,12 @@ inline at::Tensor plain_scores(bloom::BloomForSequenceClassification& model, con
                                std::int64_t length) {
   const auto& config = model->config();
   const auto t = ids.size(1), heads = config.n_head, width = config.head_dim();
-  const auto slopes = torch::pow(2.0, -8.0 / heads * torch::arange(1, heads + 1)).view({heads, 1, 1});
-  const auto places = torch::arange(t).clamp_max(length - 1);
+  const auto device = ids.device();
+  const auto slopes = torch::pow(2.0, -8.0 / heads * torch::arange(1, heads + 1, device)).view({heads, 1, 1});
+  const auto places = torch::arange(t, device).clamp_max(length - 1);
   const auto alibi = slopes * places;
-  const auto unseen = torch::ones({t, t}, torch::kBool).triu(1) | (torch::arange(t) >= length);
+  const auto unseen =
+      torch::ones({t, t}, ids.options().dtype(torch::kBool)).triu(1) | (torch::arange(t, device) >= length);
   auto& body = *model->transformer;
   auto hidden = body.word_embeddings_layernorm(body.word_embeddings(ids));
   for (auto& layer : *body.h) {
@@ -68,14 +75,18 @@ inline at::Tensor plain_scores(bloom::BloomForSequenceClassification& model, con
   return model->score(body.ln_f(hidden)).select(1, length - 1);
 }
 
-/// `pads`: as there; without it, the same at true lengths.
+/// Pads as the article does with `pads`, and trains at true lengths without it. On a GPU the article trains in float16:
+/// for that LibTorch has neither autocast nor a loss scale, and the loop takes gradaccum's.
 class Loop {
  public:
-  Loop(const bloom::BloomConfig& config, bool pads, double learning_rate = 5e-5) : pads_(pads) {
-    torch::manual_seed(0);
-    model = bloom::BloomForSequenceClassification(config);
-    optimizer_ = std::make_unique<torch::optim::Adam>(model->parameters(), torch::optim::AdamOptions(learning_rate));
-  }
+  Loop(const bloom::BloomConfig& config, bool pads, double learning_rate = 5e-5)
+      : Loop(seeded(config), pads, /*in_float16=*/false, learning_rate) {}
+  Loop(bloom::BloomForSequenceClassification trained, bool pads, bool in_float16, double learning_rate = 5e-5)
+      : model(std::move(trained)),
+        pads_(pads),
+        in_float16_(in_float16),
+        optimizer_(model->parameters(), torch::optim::AdamOptions(learning_rate)),
+        scaler_({.enabled = in_float16}) {}
 
   at::Tensor scores(const at::Tensor& review) {
     const auto length = review.size(0);
@@ -83,18 +94,42 @@ class Loop {
     return plain_scores(model, torch::constant_pad_nd(review, {0, missing}, padding).unsqueeze(0), length);
   }
 
-  void window(const Reviews& data) {
-    for (std::int64_t i = 0; i < data.labels.size(0); ++i)
-      (torch::cross_entropy_loss(scores(data.ids[i]), data.labels.slice(0, i, i + 1)) / reviews_of_update).backward();
-    optimizer_->step();
-    optimizer_->zero_grad();
+  void window(const Reviews& data) { window(data, 0, data.labels.size(0)); }
+  /// Updates by the reviews [from, to) alone.
+  void window(const Reviews& data, std::int64_t from, std::int64_t to) {
+    for (auto i = from; i < to; ++i) scaler_.scale(loss(data, i) / reviews_of_update).backward();
+    scaler_.step(optimizer_);
+    scaler_.update();
+    optimizer_.zero_grad();
   }
 
   bloom::BloomForSequenceClassification model = nullptr;
 
  private:
-  bool pads_;
-  std::unique_ptr<torch::optim::Adam> optimizer_;
+  static bloom::BloomForSequenceClassification seeded(const bloom::BloomConfig& config) {
+    torch::manual_seed(0);
+    return bloom::BloomForSequenceClassification(config);
+  }
+  at::Tensor loss(const Reviews& data, std::int64_t i) {
+    const gradaccum::Autocast autocast(data.labels.device(), torch::kHalf, in_float16_);
+    return torch::cross_entropy_loss(scores(data.ids[i]), data.labels.slice(0, i, i + 1));
+  }
+
+  bool pads_, in_float16_;
+  torch::optim::Adam optimizer_;
+  gradaccum::AmpScaler scaler_;
 };
+
+/// BLOOM-560m's shape.
+inline bloom::BloomConfig bloom_560m() {
+  return {.vocab_size = 250'880, .hidden_size = 1024, .n_layer = 24, .n_head = 16, .pad_token_id = padding};
+}
+
+/// Options of a program that give it another shape.
+inline void add_shape(CLI::App& app, bloom::BloomConfig& config) {
+  app.add_option("--words", config.vocab_size, "of the vocabulary")->check(CLI::Range(1000, 1 << 20));
+  app.add_option("--width", config.hidden_size, "a multiple of 16")->check(CLI::Range(64, 4096));
+  app.add_option("--layers", config.n_layer, "blocks")->check(CLI::Range(2, 64));
+}
 
 }  // namespace article

@@ -251,13 +251,10 @@ void print_row(const Way& way, const Found& found, const harness::Options& optio
 
 int main(int argc, char** argv) {
   bloom::limit_kernel_caches();  // for all ways alike
-  bloom::BloomConfig config{
-      .vocab_size = 250'880, .hidden_size = 1024, .n_layer = 24, .n_head = 16, .pad_token_id = article::padding};
+  auto config = article::bloom_560m();
   Settings settings;
   const auto options = harness::parse(argc, argv, "Fine-tuning a BLOOM of 560m's shapes", [&](CLI::App& app) {
-    app.add_option("--words", config.vocab_size, "of the vocabulary")->check(CLI::Range(1000, 1 << 20));
-    app.add_option("--width", config.hidden_size, "a multiple of 16")->check(CLI::Range(64, 4096));
-    app.add_option("--layers", config.n_layer, "blocks")->check(CLI::Range(2, 64));
+    article::add_shape(app, config);
     app.add_option("--updates", settings.updates, "of 8 reviews, in a round")->check(CLI::Range(1, 1000));
     app.add_option("--rounds", settings.rounds, "how often each runs")->check(CLI::Range(1, 1000));
     app.add_option("--only", settings.only, "those whose names have this");

@@ -1,138 +1,202 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A window's clipping and step of AdamW on a CUDA device, in the shape of BLOOM-560m: ours by the kernels of
-// gradaccum::compiled and by ATen's operations, against LibTorch's own and ATen's fused operation; then with moments of
-// 8 bits, against ours in float32. Bound: what the device takes to copy as many bytes.
+// A window's clipping and step on a CUDA device, in the shape of BLOOM-560m: ours by the kernels of gradaccum::compiled
+// and by ATen's operations, against LibTorch's own and ATen's fused operation where there are such. Bound: what the
+// device takes to copy as many bytes as the window has to read and write.
 
 #include <gradaccum/clip_grad.hpp>
 #include <gradaccum/detail/kernels/device_kernels.hpp>
+#include <gradaccum/optim/adafactor.hpp>
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/optim/adamw8bit.hpp>
+#include <gradaccum/optim/sgd.hpp>
 
+#include <algorithm>
+
+#include "card.hpp"
 #include "harness.hpp"
 #include "parameter_sets.hpp"
 
 namespace ga = gradaccum;
 using namespace parameter_sets;
+using harness::device;
 
 namespace {
 
-const at::Device device(at::kCUDA, 0);
+constexpr double max_norm = 1;
 
-ParameterSet bloom(std::int64_t vocabulary, std::int64_t hidden) {
+ParameterSet bloom(std::int64_t vocabulary, std::int64_t hidden, int blocks) {
   std::vector<std::int64_t> sizes{vocabulary * hidden, hidden, hidden};
-  for (int block = 0; block < 24; ++block) {
+  for (int block = 0; block < blocks; ++block) {
     sizes.insert(sizes.end(), {hidden, hidden, 3 * hidden * hidden, 3 * hidden, hidden * hidden, hidden});
     sizes.insert(sizes.end(), {hidden, hidden, 4 * hidden * hidden, 4 * hidden, 4 * hidden * hidden, hidden});
   }
   sizes.insert(sizes.end(), {hidden, hidden});
-  return {"in the shape of BLOOM-560m", sizes};
+  return {"in the shape of BLOOM-560m", sizes, hidden};
 }
 
-/// To its end on the device.
-std::function<void()> timed(const std::function<void()>& run) {
-  return [run] {
-    run();
-    torch::cuda::synchronize();
-  };
-}
-
-/// Clipped on the way.
+/// Clips on the way.
 template <class Optimizer>
-void step_ours(Optimizer& optimizer, const std::vector<at::Tensor>& parameters) {
-  ga::Gradients gradients(parameters);
-  ga::clip_grad_norm_(gradients, 1.0);
-  optimizer.step(gradients);
-}
+struct Ours {
+  template <class Options>
+  Ours(const ParameterSet& set, const Options& options)
+      : parameters(make_parameters(set, device)), optimizer(parameters, options) {}
 
-/// As Python does it: the norm, a pass over the gradients, the step.
-void step_fused(AtenFusedAdamW& fused) {
-  const auto norm = at::stack(at::_foreach_norm(fused.gradients)).norm();
-  at::_foreach_mul_(fused.gradients, norm.add(1e-6).reciprocal().clamp_max(1.0));
-  fused.step();
-}
+  void step() {
+    ga::Gradients gradients(parameters);
+    ga::clip_grad_norm_(gradients, max_norm);
+    optimizer.step(gradients);
+  }
+
+  std::vector<at::Tensor> parameters;
+  Optimizer optimizer;
+};
+
+/// Ours by ATen's operations, whatever kernels there are.
+template <class Optimizer>
+struct ByAten : Ours<Optimizer> {
+  using Ours<Optimizer>::Ours;
+
+  void step() {
+    const auto* const kernels = ga::detail::device_kernels();
+    ga::detail::set_device_kernels(nullptr);
+    Ours<Optimizer>::step();
+    ga::detail::set_device_kernels(kernels);
+  }
+};
+
+template <class Optimizer>
+struct LibTorchs {
+  template <class Options>
+  LibTorchs(const ParameterSet& set, const Options& options)
+      : parameters(make_parameters(set, device)), optimizer(parameters, options) {}
+
+  void step() {
+    torch::nn::utils::clip_grad_norm_(parameters, max_norm);
+    optimizer.step();
+  }
+
+  std::vector<at::Tensor> parameters;
+  Optimizer optimizer;
+};
+
+/// Takes the norm, multiplies the gradients and takes the fused step, as Python does.
+template <class AtenFused>
+struct Fused : AtenFused {
+  template <class Options>
+  Fused(const ParameterSet& set, const Options& options) : AtenFused(make_parameters(set, device), options) {}
+
+  void step() {
+    const auto norm = at::stack(at::_foreach_norm(this->gradients)).norm();
+    at::_foreach_mul_(this->gradients, norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0));
+    AtenFused::step();
+  }
+};
 
 /// Copies so many bytes, read and written, in parts that are larger than a device's cache.
 class Copies {
  public:
   explicit Copies(double bytes)
-      : from_(torch::rand({std::int64_t{1} << 26}, device)),
-        to_(torch::empty_like(from_)),
-        times_(static_cast<int>(bytes / (2.0 * static_cast<double>(from_.nbytes())) + 0.5)) {}
+      : times_(std::max(1, static_cast<int>(bytes / (std::int64_t{1} << 29)))),
+        from_(torch::rand({static_cast<std::int64_t>(bytes / 2 / sizeof(float) / times_)}, device)),
+        to_(torch::empty_like(from_)) {}
   void run() const {
     for (int i = 0; i < times_; ++i) to_.copy_(from_);
   }
-  double bytes() const { return times_ * 2.0 * static_cast<double>(from_.nbytes()); }
 
  private:
-  at::Tensor from_, to_;
   int times_;
+  at::Tensor from_, to_;
 };
 
-/// By ATen's operations, whatever kernels there are.
-void without_kernels(const std::function<void()>& run) {
-  const auto* const kernels = ga::detail::device_kernels();
-  ga::detail::set_device_kernels(nullptr);
-  run();
-  ga::detail::set_device_kernels(kernels);
+/// `Way` has a `step`.
+template <class Way>
+harness::Contestant contestant(const std::string& name, Way& way, bool compared = true) {
+  return {name, [&way] { way.step(); }, compared ? way.parameters : std::vector<at::Tensor>()};
 }
 
+/// `bytes`: what the window has to read and write for a parameter.
+void compare(const std::string& optimizer, int bytes, std::vector<harness::Contestant> all, const ParameterSet& set,
+             const harness::Options& options) {
+  const Copies copies(bytes * set.elements());
+  all.push_back(
+      {.name = fmt::format("bound: {} bytes a parameter, copied", bytes), .run = [&] { copies.run(); }, .bound = true});
+  for (auto& each : all)
+    each.run = [run = each.run] {
+      run();
+      torch::cuda::synchronize();
+    };
+  harness::contest(fmt::format("clipping and {} step on a device, {}", optimizer, set.description()), all,
+                   bytes * set.elements() / 1e9, "GB", options);
+  harness::print_card();
+}
+
+/// Reads gradients for the norm and for the step, which reads and writes parameters and momentum.
+void compare_sgd(const ParameterSet& set, const harness::Options& options) {
+  const auto hyper = torch::optim::SGDOptions(1e-3).momentum(0.9);
+  Ours<ga::optim::SGD> ours(set, hyper);
+  LibTorchs<torch::optim::SGD> theirs(set, hyper);
+  ByAten<ga::optim::SGD> by_aten(set, hyper);
+  Fused<AtenFusedSGD> fused(set, hyper);
+  compare("SGD", 24,
+          {contestant("ga::optim::SGD with momentum", ours), contestant("torch::optim::SGD with momentum", theirs),
+           contestant("ga::optim::SGD by ATen's operations", by_aten),
+           contestant("at::_foreach_norm, _foreach_mul_, _fused_sgd_", fused)},
+          set, options);
+}
+
+/// Reads and writes two moments, where SGD has its momentum.
 void compare_adamw(const ParameterSet& set, const harness::Options& options) {
-  torch::NoGradGuard no_grad;
   const torch::optim::AdamWOptions hyper(1e-3);
-  const auto our_parameters = make_parameters(set, device), aten_parameters = make_parameters(set, device),
-             torch_parameters = make_parameters(set, device);
-  ga::optim::AdamW ours(our_parameters, hyper), by_aten(aten_parameters, hyper);
-  torch::optim::AdamW torch_adamw(torch_parameters, hyper);
-  AtenFusedAdamW fused(make_parameters(set, device), hyper);
-  const Copies copies(32 * set.elements());
-  harness::contest(
-      "clipping and AdamW step on a device, " + set.description(),
-      {{"ga::optim::AdamW", timed([&] { step_ours(ours, our_parameters); }), our_parameters},
-       {"torch::optim::AdamW", timed([&] {
-          torch::nn::utils::clip_grad_norm_(torch_parameters, 1.0);
-          torch_adamw.step();
-        }),
-        torch_parameters},
-       {"ga::optim::AdamW by ATen's operations",
-        timed([&] { without_kernels([&] { step_ours(by_aten, aten_parameters); }); }), aten_parameters},
-       {"at::_foreach_norm, _foreach_mul_, _fused_adamw_", timed([&] { step_fused(fused); }), fused.parameters},
-       {.name = "bound: 32 bytes a parameter, copied", .run = timed([&] { copies.run(); }), .bound = true}},
-      copies.bytes() / 1e9, "GB", options);
+  Ours<ga::optim::AdamW> ours(set, hyper);
+  LibTorchs<torch::optim::AdamW> theirs(set, hyper);
+  ByAten<ga::optim::AdamW> by_aten(set, hyper);
+  Fused<AtenFusedAdamW> fused(set, hyper);
+  compare("AdamW", 32,
+          {contestant("ga::optim::AdamW", ours), contestant("torch::optim::AdamW", theirs),
+           contestant("ga::optim::AdamW by ATen's operations", by_aten),
+           contestant("at::_foreach_norm, _foreach_mul_, _fused_adamw_", fused)},
+          set, options);
 }
 
+/// Reads and writes two moments of a byte each. LibTorch has no such optimizer: the peer is ours in float32.
 void compare_8bit(const ParameterSet& set, const harness::Options& options) {
-  torch::NoGradGuard no_grad;
   const torch::optim::AdamWOptions hyper(1e-3);
-  const auto parameters = make_parameters(set, device), float_parameters = make_parameters(set, device);
-  ga::optim::AdamW8bit ours(parameters, hyper);
-  ga::optim::AdamW in_float32(float_parameters, hyper);
-  const Copies copies(20 * set.elements());
-  harness::contest(
-      "clipping and AdamW8bit step on a device, " + set.description(),
-      {{"ga::optim::AdamW8bit", timed([&] { step_ours(ours, parameters); })},
-       {"ga::optim::AdamW", timed([&] { step_ours(in_float32, float_parameters); })},
-       {.name = "bound: 20 bytes a parameter, copied", .run = timed([&] { copies.run(); }), .bound = true}},
-      copies.bytes() / 1e9, "GB", options);
+  Ours<ga::optim::AdamW8bit> ours(set, hyper);
+  Ours<ga::optim::AdamW> in_float32(set, hyper);
+  compare("AdamW8bit", 20,
+          {contestant("ga::optim::AdamW8bit", ours), contestant("ga::optim::AdamW", in_float32, /*compared=*/false)},
+          set, options);
+}
+
+/// Adafactor's numbers wait for sums over all: gradients are read for the averages (and the norm), for the RMS of the
+/// update and for the step, parameters for their RMS and for the step, which writes them. LibTorch has no such
+/// optimizer.
+void compare_adafactor(const ParameterSet& set, const harness::Options& options) {
+  const ga::optim::AdafactorOptions hyper(1e-3);
+  Ours<ga::optim::Adafactor> ours(set, hyper);
+  ByAten<ga::optim::Adafactor> by_aten(set, hyper);
+  compare("Adafactor", 24,
+          {contestant("ga::optim::Adafactor", ours), contestant("ga::optim::Adafactor by ATen's operations", by_aten)},
+          set, options);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   std::int64_t vocabulary = 250'880, hidden = 1'024;
+  int blocks = 24;
   const auto options = harness::parse(
-      argc, argv, "A step of AdamW on a CUDA device against torch::optim::AdamW and at::_fused_adamw_", [&](auto& app) {
+      argc, argv, "A window's clipping and step on a CUDA device, against LibTorch's and ATen's fused", [&](auto& app) {
         app.add_option("--vocabulary", vocabulary, "rows of the largest tensor")->check(CLI::Range(1, 10'000'000));
         app.add_option("--hidden", hidden, "columns of it; the others grow with their square")
             ->check(CLI::Range(1, 16'384));
+        app.add_option("--blocks", blocks, "of 12 tensors each")->check(CLI::Range(1, 1'000));
       });
-  if (!torch::cuda::is_available()) {
-    fmt::print("steps on a device: there is no CUDA device that LibTorch can use, so nothing is measured\n");
-    return 0;
-  }
-  if (!ga::detail::device_kernels())
-    fmt::print("steps on a device: this program has no kernels for it (GRADACCUM_CUDA), so all is by ATen\n");
-  const auto set = bloom(vocabulary, hidden);
+  if (!harness::is_there("steps on a device")) return 0;
+  const auto set = bloom(vocabulary, hidden, blocks);
+  compare_sgd(set, options);
   compare_adamw(set, options);
   compare_8bit(set, options);
+  compare_adafactor(set, options);
 }

@@ -26,6 +26,7 @@ struct Options {
   int repeats = 9, threads = 2;
   bool keep_memory = false;
   std::string json;
+  std::function<void()> finish = [] {};  ///< ends what is measured: waits for a device
 };
 
 /// Something to be timed. The first contestant of a contest is ours, the second the peer.
@@ -108,9 +109,9 @@ inline double seconds(const Contestant& contestant) {
 }
 
 /// How many runs make a measurement: 0.1 s of ours, so that what is small is warm, and long enough to be timed.
-inline int runs_to_time(const Contestant& ours) {
+inline int runs_to_time(const Contestant& ours, const Options& options) {
   int runs = 0;
-  for (double elapsed = 0; elapsed < 0.1; ++runs) elapsed += seconds(ours);
+  for (double elapsed = 0; elapsed < 0.1; ++runs) elapsed += seconds(ours) + seconds(options.finish);
   return runs;
 }
 
@@ -131,11 +132,12 @@ inline void contest(const std::string& title, const std::vector<Contestant>& all
                     const Options& options) {
   for (auto& contestant : all) seconds(contestant);
   check_results(all);
-  const auto runs = runs_to_time(all[0]);
-  const auto time_of = [runs](const Contestant& contestant) {
+  const auto runs = runs_to_time(all[0], options);
+  const auto time_of = [&](const Contestant& contestant) {
     if (contestant.seconds) return contestant.seconds();
     return seconds([&] {
              for (int run = 0; run < runs; ++run) contestant.run();
+             options.finish();
            }) /
            runs;
   };

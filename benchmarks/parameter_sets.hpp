@@ -16,7 +16,12 @@ namespace parameter_sets {
 struct ParameterSet {
   std::string name;
   std::vector<std::int64_t> sizes;
+  std::int64_t columns = 0;  ///< of matrices, which all are that have more than 4 such rows; 0: there are vectors alone
 
+  std::vector<std::int64_t> shape(std::int64_t size) const {
+    if (columns > 0 && size > 4 * columns) return {size / columns, columns};
+    return {size};
+  }
   double elements() const { return static_cast<double>(std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0})); }
   std::string description() const {
     return fmt::format("{}: {} tensors, {:.2f} M parameters", name, sizes.size(), elements() / 1e6);
@@ -42,8 +47,8 @@ inline std::vector<at::Tensor> make_parameters(const ParameterSet& set, at::Devi
   torch::manual_seed(0);
   std::vector<at::Tensor> parameters;
   for (const auto size : set.sizes) {
-    parameters.push_back(torch::randn({size}, device).requires_grad_());
-    parameters.back().mutable_grad() = torch::randn({size}, device);
+    parameters.push_back(torch::randn(set.shape(size), device).requires_grad_());
+    parameters.back().mutable_grad() = torch::randn(set.shape(size), device);
   }
   return parameters;
 }
@@ -76,6 +81,28 @@ struct AtenFusedAdamW {
 
   torch::optim::AdamWOptions options;
   std::vector<at::Tensor> parameters, gradients, exp_avgs, exp_avg_sqs, steps;
+};
+
+/// What Python's `SGD(fused=True)` calls.
+struct AtenFusedSGD {
+  AtenFusedSGD(const std::vector<at::Tensor>& with_gradients, const torch::optim::SGDOptions& options)
+      : options(options) {
+    for (auto& parameter : with_gradients) {
+      parameters.push_back(parameter.detach());
+      gradients.push_back(parameter.grad());
+    }
+    momentum_buffers = zeros_like(parameters);
+  }
+
+  void step() {
+    at::_fused_sgd_(parameters, gradients, momentum_buffers, options.weight_decay(), options.momentum(), options.lr(),
+                    options.dampening(), options.nesterov(), /*maximize=*/false, is_first_step);
+    is_first_step = false;
+  }
+
+  torch::optim::SGDOptions options;
+  std::vector<at::Tensor> parameters, gradients, momentum_buffers;
+  bool is_first_step = true;
 };
 
 /// Reads and writes what a step has to, and computes next to nothing: each number of p, m and v is read and written

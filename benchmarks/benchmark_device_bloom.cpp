@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Fine-tuning a BLOOM of 560m's shapes on a CUDA device, by reviews of IMDB's lengths: ours, against the loop of a
+// well-known article (article_loop.hpp), which computes attention step by step. They train one model in turn, in one
+// process, each with an optimizer of its own. Ours attends by LibTorch's flash kernel: cuDNN's, which LibTorch prefers
+// on Hopper, builds a plan for each length.
+
+#include <gradaccum/autocast.hpp>
+#include <gradaccum/data/length_buckets.hpp>
+#include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/memory_meter.hpp>
+#include <gradaccum/optim/adamw.hpp>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../examples/bloom_classifier/objective.hpp"  // fashion_mnist has one, too
+#include "article_loop.hpp"
+#include "card.hpp"
+#include "harness.hpp"
+
+namespace ga = gradaccum;
+using article::Reviews;
+using harness::device;
+
+namespace {
+
+using Model = bloom::BloomForSequenceClassification;
+
+/// Is told of each update's reviews and tokens, padding left out, and gives whether there is to be another one.
+using GoesOn = std::function<bool(std::int64_t reviews, std::int64_t tokens)>;
+using Training = std::function<void(const GoesOn&)>;
+
+/// Reviews of about one length together, padded to a multiple of 64. An update is of 8 of them, or of a micro-batch.
+class Ours {
+ public:
+  Ours(Model model, const Reviews& data, std::int64_t micro_batch, bool bfloat16)
+      : model_(std::move(model)),
+        bfloat16_(bfloat16),
+        batches_(data.ids, data.labels,
+                 {.batch_size = micro_batch,
+                  .shuffle = true,
+                  .padding = article::padding,
+                  .pad_to_multiple_of = 64,
+                  .drop_last = true}),
+        optimizer_(model_->parameters(), ga::optim::AdamWOptions(5e-5)),
+        window_(optimizer_, {.steps = std::max<std::int64_t>(article::reviews_of_update / micro_batch, 1)}) {}
+
+  void train(const GoesOn& goes_on) {
+    std::int64_t reviews = 0, tokens = 0;
+    for (;;)
+      for (auto& batch : batches_) {
+        window_.backward(loss_of(batch));
+        const bool stepped = window_.step();
+        window_.zero_grad();
+        reviews += batch.rows();
+        tokens += batch.tokens;
+        if (stepped && !goes_on(std::exchange(reviews, 0), std::exchange(tokens, 0))) return;
+      }
+  }
+
+ private:
+  ga::Loss loss_of(const ga::data::SequenceBatch& batch) {
+    const ga::Autocast autocast(device, torch::kBFloat16, bfloat16_);
+    return bloom::objective(model_, batch);
+  }
+
+  Model model_;
+  bool bfloat16_;
+  ga::data::LengthBuckets batches_;
+  ga::optim::AdamW optimizer_;
+  ga::GradAccumulator<ga::optim::AdamW> window_;
+};
+
+class Article {
+ public:
+  Article(const Model& model, const Reviews& data, bool pads, bool in_float16)
+      : data_(data), loop_(model, pads, in_float16) {}
+
+  void train(const GoesOn& goes_on) {
+    constexpr auto together = article::reviews_of_update;
+    for (std::int64_t from = 0;; from = (from + together) % data_.labels.size(0)) {
+      loop_.window(data_, from, from + together);
+      std::int64_t tokens = 0;
+      for (auto i = from; i < from + together; ++i) tokens += data_.ids[i].size(0);
+      if (!goes_on(together, tokens)) return;
+    }
+  }
+
+ private:
+  Reviews data_;
+  article::Loop loop_;
+};
+
+/// Counts what was trained on, and how long that took.
+struct Count {
+  std::int64_t reviews = 0, tokens = 0;
+  double seconds = 0;
+  std::int64_t peak_bytes = 0;
+};
+
+struct Way {
+  std::string name;
+  std::function<Training()> begin;  ///< makes the optimizer
+  Count count = {};
+};
+
+template <class Program, class... Arguments>
+std::function<Training()> begins(Arguments... arguments) {
+  return [=] {
+    const auto program = std::make_shared<Program>(arguments...);
+    return [program](const GoesOn& goes_on) { program->train(goes_on); };
+  };
+}
+
+std::vector<Way> all_ways(const Model& model, const Reviews& data) {
+  return {
+      {"the article's loop, padded to 1024, float16", begins<Article>(model, data, /*pads=*/true, /*in_float16=*/true)},
+      {"the article's loop, true lengths, float16", begins<Article>(model, data, /*pads=*/false, /*in_float16=*/true)},
+      {"the article's loop, padded to 1024, float32",
+       begins<Article>(model, data, /*pads=*/true, /*in_float16=*/false)},
+      {"the article's loop, true lengths, float32", begins<Article>(model, data, /*pads=*/false, /*in_float16=*/false)},
+      {"ours, 8 times 1, bf16-mixed", begins<Ours>(model, data, 1, /*bfloat16=*/true)},
+      {"ours, 8 at once, bf16-mixed", begins<Ours>(model, data, 8, /*bfloat16=*/true)},
+      {"ours, 32 at once, bf16-mixed", begins<Ours>(model, data, 32, /*bfloat16=*/true)},
+      {"ours, 8 at once, float32", begins<Ours>(model, data, 8, /*bfloat16=*/false)},
+  };
+}
+
+/// Trains for one update at least. The device is done when it ends.
+Count train_for(double seconds, const Training& train) {
+  Count count;
+  const auto start = std::chrono::steady_clock::now();
+  const auto elapsed = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
+  train([&](std::int64_t reviews, std::int64_t tokens) {
+    count.reviews += reviews;
+    count.tokens += tokens;
+    return elapsed() < seconds;
+  });
+  torch::cuda::synchronize();
+  count.seconds = elapsed();
+  return count;
+}
+
+/// Warms up for a fifth of the time, and counts the rest.
+void measure(Way& way, double seconds) {
+  const ga::MemoryMeter meter;
+  const auto train = way.begin();
+  train_for(seconds / 5, train);
+  const auto count = train_for(seconds * 4 / 5, train);
+  way.count.reviews += count.reviews;
+  way.count.tokens += count.tokens;
+  way.count.seconds += count.seconds;
+  way.count.peak_bytes = std::max(way.count.peak_bytes, meter.peak_bytes(device));
+}
+
+/// FLOP of a token in forward and backward, by the weights of all blocks' products; attention is left out.
+double flops_of_token(const bloom::BloomConfig& config) {
+  return 6.0 * 12 * static_cast<double>(config.hidden_size * config.hidden_size * config.n_layer);
+}
+
+double reviews_a_second(const Way& way) { return static_cast<double>(way.count.reviews) / way.count.seconds; }
+
+void print(const std::vector<Way>& ways, const bloom::BloomConfig& config, double rate, std::int64_t model_bytes,
+           const harness::Options& options) {
+  fmt::print("  {:<44} {:>10} {:>10} {:>8} {:>9} {:>16}\n", "", "reviews/s", "tokens/s", "MFU", "peak, GB",
+             "x the first row");
+  for (auto& way : ways) {
+    const auto tokens = static_cast<double>(way.count.tokens) / way.count.seconds;
+    const auto mfu = tokens * flops_of_token(config) / rate;
+    const auto peak = model_bytes + way.count.peak_bytes;
+    fmt::print("  {:<44} {:>10.1f} {:>10.0f} {:>6.1f} % {:>9.2f} {:>16.2f}\n", way.name, reviews_a_second(way), tokens,
+               100 * mfu, static_cast<double>(peak) / 1e9, reviews_a_second(way) / reviews_a_second(ways.front()));
+    harness::append_json(options,
+                         fmt::format(R"({{"benchmark": "device_bloom", "contestant": "{}", "median_s": {}, )"
+                                     R"("reviews_per_s": {}, "tokens_per_s": {}, "mfu": {}, "peak_bytes": {}}})",
+                                     way.name, 1 / reviews_a_second(way), reviews_a_second(way), tokens, mfu, peak));
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  auto config = article::bloom_560m();
+  double seconds = 100;
+  int rounds = 2;
+  std::int64_t product = 8192;
+  std::string only;
+  const auto options =
+      harness::parse(argc, argv, "Fine-tuning a BLOOM of 560m's shapes on a CUDA device", [&](CLI::App& app) {
+        article::add_shape(app, config);
+        app.add_option("--seconds", seconds, "for all ways and rounds together")->check(CLI::Range(1e-3, 1e5));
+        app.add_option("--rounds", rounds, "how often each way trains")->check(CLI::Range(1, 1000));
+        app.add_option("--product", product, "rows of the matrices that tell the card's rate")
+            ->check(CLI::Range(64, 1 << 16));
+        app.add_option("--only", only, "those whose names have this");
+      });
+  if (!harness::is_there("fine-tuning a BLOOM on a device")) return 0;
+  at::globalContext().setSDPUseCuDNN(false);
+  torch::manual_seed(0);
+  Model model(config);
+  model->to(device);
+  std::int64_t model_bytes = 0;
+  for (auto& parameter : model->parameters()) model_bytes += static_cast<std::int64_t>(parameter.nbytes());
+  const Reviews data(config.vocab_size, /*count=*/512, /*seed=*/3, /*length_scale=*/1, device);
+  auto ways = all_ways(model, data);
+  std::erase_if(ways, [&](const Way& way) { return way.name.find(only) == std::string::npos; });
+  TORCH_CHECK(!ways.empty(), "benchmark_device_bloom: --only must be part of the name of a way, got ", only);
+  const auto rate = harness::product_rate(torch::kBFloat16, product);
+  for (int round = 0; round < rounds; ++round)
+    for (auto& way : ways) {
+      measure(way, seconds / rounds / static_cast<double>(ways.size()));
+      fmt::print(stderr, "round {} of {}: {}, {:.1f} reviews/s so far\n", round + 1, rounds, way.name,
+                 reviews_a_second(way));
+    }
+  fmt::print(
+      "Updates of reviews of IMDB's lengths on a device, BLOOM of {} layers, width {}, {} words: {:.1f} M parameters\n",
+      config.n_layer, config.hidden_size, config.vocab_size, static_cast<double>(config.parameter_count()) / 1e6);
+  fmt::print(
+      "  {}\n  MFU: 6 FLOP for a token and a weight of the blocks, over {:.0f} TFLOP/s of bfloat16 products of {} x "
+      "{}\n",
+      harness::machine(options), rate / 1e12, product, product);
+  print(ways, config, rate, model_bytes, options);
+  harness::print_card();
+}

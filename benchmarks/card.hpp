@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <fmt/format.h>
+#include <torch/torch.h>
+#include <gradaccum/detail/kernels/device_kernels.hpp>
+
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "harness.hpp"
+
+/// What the benchmarks on a CUDA device share.
+namespace harness {
+
+inline const at::Device device(at::kCUDA, 0);
+
+/// False where there is no device, after a line that says so.
+inline bool is_there(const std::string& benchmark) {
+  if (!torch::cuda::is_available()) {
+    fmt::print("{}: there is no CUDA device that LibTorch can use, so nothing is measured\n", benchmark);
+    return false;
+  }
+  if (!gradaccum::detail::device_kernels())
+    fmt::print("{}: this program has no kernels for it (GRADACCUM_CUDA), so all is by ATen\n", benchmark);
+  return true;
+}
+
+/// Name, driver and clocks of the card, as nvidia-smi tells them. The clocks are those of now: right after the work
+/// that was measured they are the ones that it had.
+inline std::string card() {
+  const auto* const command =
+      "id=${CUDA_VISIBLE_DEVICES%%,*}; nvidia-smi --id=${id:-0} --format=csv,noheader --query-gpu=name,driver_version,"
+      "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu 2> /dev/null";
+  const std::unique_ptr<FILE, int (*)(FILE*)> pipe(popen(command, "r"), pclose);
+  char line[512];
+  if (!pipe || !std::fgets(line, sizeof line, pipe.get())) return "unknown, as nvidia-smi tells nothing";
+  std::string text = line;
+  text.erase(text.find_last_not_of("\n") + 1);
+  return text + " C";
+}
+
+inline void print_card() {
+  fmt::print("  card (driver, SM clock of at most, memory clock, power of at most): {}\n", card());
+  std::fflush(stdout);
+}
+
+/// FLOP/s of the product of two square matrices of so many rows.
+inline double product_rate(at::ScalarType dtype, std::int64_t rows) {
+  constexpr int products = 10;
+  const auto a = torch::randn({rows, rows}, device).to(dtype), b = torch::randn({rows, rows}, device).to(dtype);
+  const auto run = [&] {
+    for (int i = 0; i < products; ++i) torch::mm(a, b);
+    torch::cuda::synchronize();
+  };
+  run();
+  std::vector<double> times;
+  for (int i = 0; i < 5; ++i) times.push_back(seconds(run));
+  const auto side = static_cast<double>(rows);
+  return products * 2 * side * side * side / median(times);
+}
+
+}  // namespace harness
