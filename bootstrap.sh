@@ -23,8 +23,8 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
        ./bootstrap.sh test [--preset PRESET]  build and run the tests; PRESET is dev (the default: newest LibTorch and
                                               g++) or oldest (oldest LibTorch and clang++, under sanitizers)
        ./bootstrap.sh bench [--no-python] [ARGUMENT...]
-                                              build and run the benchmarks, some of them against Python's PyTorch;
-                                              --help lists what else they take
+                                              build and run the benchmarks, some of them against Python's PyTorch,
+                                              and on a GPU where there is one; --help lists what else they take
        ./bootstrap.sh doctor                  what this machine gives away when it trains, measured, with the line of
                                               code that mends it
        ./bootstrap.sh docs [--check]          build the documentation as a site, build/site/index.html; --check also
