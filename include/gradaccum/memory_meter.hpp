@@ -20,7 +20,7 @@ class MemoryLedger;
 /// The number of bytes in a MiB and in a GiB, for options and tables.
 inline constexpr std::int64_t MiB = std::int64_t{1} << 20, GiB = std::int64_t{1} << 30;
 
-/// Counts the tensor memory of a scope exactly, on the CPU and on CUDA devices.
+/// Counts the memory that LibTorch allocates in a scope exactly, on the CPU and on CUDA devices.
 ///
 ///     ga::MemoryMeter meter;
 ///     auto loss = torch::mse_loss(model->forward(x), y);
@@ -31,6 +31,10 @@ inline constexpr std::int64_t MiB = std::int64_t{1} << 20, GiB = std::int64_t{1}
 /// It reads what LibTorch's allocators report (not the process's resident memory, which other things move too): on this
 /// thread, on the threads of its backward passes, and wherever an `at::ThreadLocalState` carries it. Meters nest. An
 /// allocation counts with the size that was asked for on the CPU, and as the caching allocator rounds it on CUDA.
+///
+/// Tensors count, and so do the workspaces that libraries get from the same allocators. cuBLAS allocates one at the
+/// first matrix product of each thread, of 32 MiB on an H100, and keeps it. To count tensors alone, run a micro-batch
+/// before the scope, forward and backward.
 ///
 /// Memory that was allocated before the scope does not count, freed in it or not. (On the CPU LibTorch itself then
 /// prints a warning about a "memory block of unknown size".) A block that is freed on a thread that does not carry the
