@@ -6,6 +6,7 @@
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/policies/fit_memory.hpp>
+#include <gradaccum/trainer.hpp>
 
 #include "support/device.hpp"
 #include "support/models.hpp"
@@ -121,6 +122,29 @@ TEST_CASE("FitMemory: on a device it stays within its budget", "[cuda]") {
   CHECK(memory.plan().gradient_bytes <= 4096);  // four blocks of 512 bytes, and the loss
   CHECK(memory.plan().layouts.front().measured_bytes <= budget);
   CHECK(memory.plan().layouts.front().measured_bytes >= budget / 2);
+  CHECK(same_bits(training.left(), by_hand(batches, training.rows)));
+}
+
+TEST_CASE("FitMemory: in a Trainer on a device, the run that is not measured leaves nothing behind", "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP("no CUDA device");
+  const auto batches = batches_on_device({1, 16});  // the first is run and undone as a whole
+  Training training;
+  int runs = 0;
+  std::int64_t samples = 0;
+  ga::Trainer trainer(
+      training.model, training.adam,
+      [&](auto& net, auto& part) {
+        ++runs;
+        return loss_of(net, part);
+      },
+      ga::FitMemory{.budget = ga::GiB}, [&](const ga::Step& step) { samples += step.samples; });
+  for (auto& batch : batches) {
+    CHECK(trainer.step(batch));
+    training.rows.push_back(trainer.policy<ga::FitMemory>().plan().last_rows);
+  }
+  CHECK(runs == 3);
+  CHECK(samples == 17);
+  CHECK(training.rows == std::vector<std::vector<std::int64_t>>{{1}, {16}});
   CHECK(same_bits(training.left(), by_hand(batches, training.rows)));
 }
 
