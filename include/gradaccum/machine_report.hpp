@@ -42,6 +42,8 @@ std::ostream& operator<<(std::ostream& stream, const MachineReport& report);
 /// | huge pages | the first touch of memory in pages of 4 KB and of 2 MB |
 /// | attention, 64 tokens | training in bfloat16 by flash and without it |
 /// | OpenMP | nothing: more than one runtime in a process is one too many |
+/// | CUDA products of new shapes, where there is a device | one of a shape that is new to it, and of one that was met |
+/// | CUDA attention over new lengths | the same of a length, for which cuDNN builds a plan |
 /// | CUDA kernels, where there is a device | nothing: which of them steps have used so far, and which not (docs/optimizers.md) |
 ///
 /// `./bootstrap.sh doctor` prints it for a program that has done nothing about any of them. In yours, call it where
@@ -52,7 +54,7 @@ std::ostream& operator<<(std::ostream& stream, const MachineReport& report);
 /// Threads, attention, autocast, gradients and random numbers are left as they were, also by an exception. The
 /// C library learns what sizes of memory are in use, as from any program.
 ///
-/// @note Takes a second or two, and 150 MB. Does not wait for a device. Not for use
+/// @note Takes a second or two, and 150 MB. Waits for a CUDA device, if there is one. Not for use
 /// beside threads that work with LibTorch: they would be counted, and work by one thread for that time.
 MachineReport machine_report();
 

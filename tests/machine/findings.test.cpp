@@ -185,6 +185,24 @@ TEST_CASE("described: a machine in a line") {
         "Some CPU, AVX512: 4 CPUs, 1.5 GiB of memory; LibTorch 2.15.0 with 16 threads");
 }
 
+TEST_CASE("findings_of: what is new to a CUDA device, where there is one") {
+  MachineFacts facts;
+  facts.has_cuda = true;
+  MachineTimes times;
+  const auto products = [&] { return finding("CUDA products of new shapes", facts, times); };
+  const auto attention = [&] { return finding("CUDA attention over new lengths", facts, times); };
+  CHECK(products().ok());
+  times.device_products = times.device_attention = kept;
+  CHECK(products().ok());
+  CHECK(attention().ok());
+  times.device_products = lost;
+  CHECK(testing::contains(products().cure, ".pad_to_multiple_of = 64"));
+  CHECK(products().seen == "3.000 ms for the first of a shape, 1.000 ms for others");
+  CHECK(attention().ok());
+  times.device_attention = lost;
+  CHECK(testing::contains(attention().cure, "setSDPUseCuDNN(false);"));
+}
+
 TEST_CASE("findings_of: kernels for devices, where there is one") {
   MachineFacts facts;
   CHECK(inner::findings_of(facts, {}).size() == 8);

@@ -148,6 +148,20 @@ TEST_CASE("machine_times: threads that are as many as CPUs, and attention that i
   CHECK_FALSE(times.attention);
 }
 
+TEST_CASE("machine_times: what is new to a CUDA device, where there is one", "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
+  auto facts = inner::machine_facts();
+  const auto times = inner::machine_times(facts);
+  for (auto& one : {times.device_products, times.device_attention}) {
+    REQUIRE(one);
+    CHECK(one->as_it_is > 0);
+    CHECK(one->at_best > 0);
+  }
+  CHECK(ga::machine_report().findings.size() == 11);
+  facts.has_cuda = false;
+  CHECK_FALSE(inner::machine_times(facts).device_products);
+}
+
 TEST_CASE("machine_report: leaves all as it was, in a scope of autocast, too") {
   const inner::ThreadsScope threads(2);
   const inner::FlashScope flash(true);

@@ -165,12 +165,30 @@ GRADACCUM_INLINE MachineFinding device_kernels_finding(const MachineFacts& facts
   return {what, "in use, and seen to do what ATen does: " + in_a_row(facts.kernels_in_use)};
 }
 
+GRADACCUM_INLINE MachineFinding device_products_finding(const MachineTimes& times) {
+  return judged("CUDA products of new shapes",
+                seen(times.device_products, "{:.3f} ms for the first of a shape, {:.3f} ms for others", 1e3),
+                times.device_products,
+                "where lengths change, pad them to a few: .pad_to_multiple_of = 64 in ga::data::LengthBucketsOptions");
+}
+
+GRADACCUM_INLINE MachineFinding device_attention_finding(const MachineTimes& times) {
+  return judged(
+      "CUDA attention over new lengths",
+      seen(times.device_attention, "{:.3f} ms for the first of a length, {:.3f} ms for others", 1e3),
+      times.device_attention,
+      "at::globalContext().setSDPUseCuDNN(false); where lengths change: cuDNN builds a plan for each of them");
+}
+
 GRADACCUM_INLINE std::vector<MachineFinding> findings_of(const MachineFacts& facts, const MachineTimes& times) {
   std::vector<MachineFinding> all{products_finding(facts, times),  freed_memory_finding(facts, times),
                                   threads_finding(facts, times),   bfloat16_finding(facts, times),
                                   denormals_finding(times),        huge_pages_finding(facts, times),
                                   attention_finding(facts, times), openmp_finding(facts)};
-  if (facts.has_cuda) all.push_back(device_kernels_finding(facts));
+  if (facts.has_cuda)
+    for (auto& finding :
+         {device_kernels_finding(facts), device_products_finding(times), device_attention_finding(times)})
+      all.push_back(finding);
   return all;
 }
 

@@ -17,6 +17,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/TensorOptions.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <cstddef>
@@ -106,6 +107,32 @@ GRADACCUM_INLINE std::optional<Comparison> compare_attention(const MachineFacts&
   return compare(thread_seconds, attend(true), attend(false));
 }
 
+/// Work on so many rows on a CUDA device, and the end of it: for a number that is new each time, and for one that was
+/// met.
+GRADACCUM_INLINE Comparison compare_new_rows(const std::function<void(std::int64_t)>& work) {
+  const c10::impl::VirtualGuardImpl device(at::kCUDA);
+  const auto run = [&](std::int64_t rows) {
+    work(rows);
+    device.synchronizeDevice(device.getDevice().index());
+  };
+  std::int64_t rows = MachineTimes::device_rows;
+  return compare(
+      wall_seconds, [&] { run(++rows); }, [&] { run(MachineTimes::device_rows); });
+}
+
+GRADACCUM_INLINE std::optional<Comparison> compare_device_products() {
+  const auto x = numbers({1024, 1024}, at::kHalf).to(at::kCUDA);
+  return compare_new_rows([&](std::int64_t rows) { at::mm(x.narrow(0, 0, rows), x); });
+}
+
+GRADACCUM_INLINE std::optional<Comparison> compare_device_attention() {
+  const auto x = numbers({1, 8, 1024, 64}, at::kHalf).to(at::kCUDA);
+  return compare_new_rows([&](std::int64_t rows) {
+    const auto part = x.narrow(2, 0, rows);
+    at::scaled_dot_product_attention(part, part, part);
+  });
+}
+
 /// What this build of LibTorch lacks is not measured.
 GRADACCUM_INLINE std::optional<Comparison> if_possible(const std::function<std::optional<Comparison>()>& measure) try {
   return measure();
@@ -124,6 +151,9 @@ GRADACCUM_INLINE MachineTimes machine_times(const MachineFacts& facts) {
   times.bfloat16 = if_possible(compare_bfloat16);
   times.denormals = if_possible(compare_denormals);
   times.attention = if_possible([&] { return compare_attention(facts); });
+  if (!facts.has_cuda) return times;
+  times.device_products = if_possible(compare_device_products);
+  times.device_attention = if_possible(compare_device_attention);
   return times;
 }
 
