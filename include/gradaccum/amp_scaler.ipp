@@ -44,7 +44,7 @@ GRADACCUM_INLINE Loss AmpScaler::scale(Loss loss) {
 
 GRADACCUM_INLINE void AmpScaler::unscale(Factor& factor) const {
   if (!enabled_) return;
-  device_scale_ ? factor.divide(device_scale_->value()) : factor.divide(scale_.value);
+  device_scale_ ? factor.divide_by_own(device_scale_->wide()) : factor.divide(scale_.value);
   on_device_ ? factor.require_finite_on_device() : factor.require_finite();
 }
 

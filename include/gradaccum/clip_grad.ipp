@@ -5,32 +5,15 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/window/tensor_lists.hpp>
+#include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
-#include <cmath>
-
 namespace gradaccum {
-namespace detail {
-
-GRADACCUM_INLINE void multiply_by_clip(Gradients& gradients, const at::Tensor& norm, double max_norm) {
-  if (std::isinf(max_norm)) return;  // inf / inf would be NaN
-  at::NoGradGuard no_grad;
-  if (!norm.device().is_cpu())
-    return gradients.factor().multiply(norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0));
-  const double factor = 1 / (norm.item<double>() + 1e-6) * max_norm;
-  gradients.factor().multiply(factor > 1 ? 1.0 : factor);  // NaN stays NaN
-}
-
-}  // namespace detail
-
 GRADACCUM_INLINE at::Tensor clip_grad_norm_(Gradients gradients, double max_norm) {
   TORCH_CHECK(max_norm > 0, "clip_grad_norm_: max_norm must be > 0, got ", max_norm);
-  const auto norm = gradients.norm();
-  detail::multiply_by_clip(gradients, norm, max_norm);
-  gradients.set_norm_before_clipping(norm);
-  return norm;
+  return gradients.window_->clip(max_norm);
 }
 
 GRADACCUM_INLINE at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
@@ -42,7 +25,7 @@ GRADACCUM_INLINE at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& param
   const auto norm = norm_type == 2.0 ? gradients.norm() : detail::norms(gradients.raw(), norm_type).norm(norm_type);
   TORCH_CHECK(!error_if_nonfinite || norm.isfinite().item<bool>(), "clip_grad_norm_: the norm must be finite, got ",
               norm.item<double>(), "; pass error_if_nonfinite = false to clip all the same");
-  detail::multiply_by_clip(gradients, norm, max_norm);
+  detail::clip_by(gradients.factor(), norm, max_norm);
   gradients.apply();
   return norm;
 }

@@ -78,7 +78,6 @@
 #include <gradaccum/detail/kernels/device_norms.ipp>
 #include <gradaccum/detail/kernels/dynamic_map.ipp>
 #include <gradaccum/detail/kernels/element_loop.ipp>
-#include <gradaccum/detail/kernels/kernel_proof.ipp>
 #include <gradaccum/detail/kernels/kernels.ipp>
 #include <gradaccum/detail/kernels/sum_of_squares.ipp>
 #include <gradaccum/detail/machine/comparison.ipp>

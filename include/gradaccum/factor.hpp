@@ -6,13 +6,16 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 namespace gradaccum {
 
+class AmpScaler;
 namespace detail {
 struct Multiplier;
-}
+class WindowGradients;
+}  // namespace detail
 
 /// Collects what gradients, or the seed of a backward pass, are yet to be multiplied by.
 ///
@@ -49,7 +52,13 @@ class Factor {
  private:
   enum class Finiteness { any, required_on_device, required };
 
+  friend class AmpScaler;
+  friend class detail::WindowGradients;
+
   static bool on_host(const at::Tensor& by);
+  /// For 0-dim float64 tensors of a device that nobody changes: they are not copied.
+  void multiply_by_own(at::Tensor by) { device_multipliers_.push_back(std::move(by)); }
+  void divide_by_own(at::Tensor by) { device_divisors_.push_back(std::move(by)); }
 
   std::vector<double> multipliers_, divisors_;
   std::vector<at::Tensor> device_multipliers_, device_divisors_;

@@ -97,6 +97,7 @@ class Gradients {
 
   /// `multiplier` in its parts: what of it is known on the host needs no device.
   friend detail::Multiplier product_of(const Gradients& gradients);
+  friend at::Tensor clip_grad_norm_(Gradients gradients, double max_norm);
 
  private:
   std::shared_ptr<detail::WindowGradients> window_;

@@ -44,7 +44,7 @@ std::ostream& operator<<(std::ostream& stream, const MachineReport& report);
 /// | OpenMP | nothing: more than one runtime in a process is one too many |
 /// | CUDA products of new shapes, where there is a device | one of a shape that is new to it, and of one that was met |
 /// | CUDA attention over new lengths | the same of a length, for which cuDNN builds a plan |
-/// | CUDA kernels, where there is a device | nothing: which of them steps have used so far, and which not (docs/optimizers.md) |
+/// | CUDA kernels, where there is a device | nothing: whether this program has them (docs/optimizers.md) |
 ///
 /// `./bootstrap.sh doctor` prints it for a program that has done nothing about any of them. In yours, call it where
 /// training would begin: it tells of this process as it is by then. The least of several times counts, in time that

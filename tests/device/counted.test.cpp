@@ -85,7 +85,7 @@ const std::map<std::string, Row> rows{
 }  // namespace
 
 TEST_CASE("docs/optimizers.md counts what a step on a device takes", "[cuda]") {
-  if (!KernelsOnDevice::possible()) SKIP("needs the emulated device");
+  if (!emulated_cuda::is_loaded()) SKIP(KernelsOnDevice::only_emulated);
   const auto text = text_of(DOCS "/optimizers.md");
   for (auto& named : rows) {
     const auto& name = named.first;

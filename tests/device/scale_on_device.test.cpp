@@ -20,6 +20,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <type_traits>
@@ -65,9 +66,9 @@ const std::map<std::string, Make>& optimizers() {
   return all;
 }
 
-/// Parameters of three dtypes, one of them large enough for moments of 8 bits, on two devices.
+/// Parameters of three dtypes, one of them large enough for moments of 8 bits, on two devices where there are two.
 std::vector<at::Tensor> make_parameters(bool one_device) {
-  const auto other = at::Device(at::kCUDA, one_device ? 0 : 1);
+  const auto other = at::Device(at::kCUDA, one_device || torch::cuda::device_count() < 2 ? 0 : 1);
   std::vector<at::Tensor> parameters{torch::linspace(-1, 1, 6000).view({60, 100}).to(at::kCUDA),
                                      torch::linspace(-1, 1, 5000).to(at::kCUDA).to(at::kBFloat16),
                                      torch::linspace(-1, 1, 12).view({3, 4}).to(other)};
@@ -275,12 +276,13 @@ TEST_CASE("AmpScaler on the device: a window that is flushed is heard by update,
   std::int64_t waits = 0;
   for (double spoil : {inf, 1.0, inf}) {
     micro_batch(spoil);
-    const WaitCount count;
+    std::optional<WaitCount> count;
+    if (WaitCount::possible()) count.emplace();
     optimizer.flush();
     if (!behind_its_back) scaler.update();
     optimizer.zero_grad();
     micro_batch(1);
-    waits += count.waits();
+    if (count) waits += count->waits();
     optimizer.discard();
   }
   if (WaitCount::possible()) CHECK((waits == 0) == !behind_its_back);

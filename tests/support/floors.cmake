@@ -31,7 +31,7 @@ room(window       PUBLIC clip_grad concepts embedding factor grad_accumulator
                          grad_accumulator_options gradients loss window
                   USES types kernels state)
 room(scaling      PUBLIC amp_scaler autocast
-                  USES types state window)
+                  USES types kernels state window)
 room(machine      PUBLIC machine_finding machine_report mkl_on_amd
                   USES kernels scaling)
 room(optimizers   PUBLIC learning_rates lr/ optim/

@@ -5,24 +5,38 @@
 
 #include "support/emulated_cuda/emulated_cuda.hpp"
 
+#include <torch/cuda.h>
+
 #include <cstddef>
 
 namespace testing {
 
-/// While it lives, devices have kernels of the library's own: those that the emulated device runs on the host, unless
-/// others are named, or none.
+/// While it lives, devices have kernels of the library's own: those that were compiled for a GPU, or on the emulated
+/// device those that it runs on the host; or none.
 class KernelsOnDevice {
  public:
-  static bool possible() { return emulated_cuda::is_loaded(); }
-  explicit KernelsOnDevice(const gradaccum::detail::DeviceKernels& kernels = emulated_cuda::kernels()) {
-    gradaccum::detail::set_device_kernels(&kernels);
-  }
+  static bool possible() { return emulated_cuda::is_loaded() || (gradaccum::detail::device_kernels() && has_gpu()); }
+  static constexpr const char* missing = "needs a GPU and kernels for it (GRADACCUM_CUDA=ON), or the emulated device";
+  /// What no GPU can do.
+  static constexpr const char* only_emulated = "only the emulated device counts launches, waits and allocations";
+
+  KernelsOnDevice() { gradaccum::detail::set_device_kernels(&kernels()); }
   explicit KernelsOnDevice(std::nullptr_t) { gradaccum::detail::set_device_kernels(nullptr); }
   KernelsOnDevice(const KernelsOnDevice&) = delete;
   KernelsOnDevice& operator=(const KernelsOnDevice&) = delete;
   ~KernelsOnDevice() { gradaccum::detail::set_device_kernels(before_); }
 
+  static const gradaccum::detail::DeviceKernels& kernels() {
+    return emulated_cuda::is_loaded() ? emulated_cuda::kernels() : *gradaccum::detail::device_kernels();
+  }
+  /// On which they run.
+  static void* stream() {
+    return emulated_cuda::is_loaded() ? nullptr : gradaccum::detail::native_stream(at::Device(at::kCUDA, 0));
+  }
+
  private:
+  static bool has_gpu() { return torch::cuda::is_available(); }
+
   const gradaccum::detail::DeviceKernels* before_ = gradaccum::detail::device_kernels();
 };
 

@@ -19,7 +19,6 @@
 #include <cstddef>
 #include <cstring>
 #include <limits>
-#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -34,8 +33,6 @@ template <class Block>
 void run_blocks(const typename Block::Arguments& arguments, std::int64_t blocks, void* stream);
 
 #include <gradaccum/detail/kernels/device/kernels.inl>
-
-std::atomic<bool> is_capturing = false;
 
 /// Where the bytes of a device are; memory of the host, which tests may pass, is where it is.
 template <class T>
@@ -78,6 +75,18 @@ void to_host(SquaresLaunch& launch) {
   to_host(launch.norms);
 }
 
+void to_host(WindowNormLaunch& launch) {
+  to_host(launch.norms);
+  to_host(launch.by);
+  to_host(launch.result);
+}
+
+void to_host(ScaleLaunch& launch) {
+  to_host(launch.found_inf);
+  to_host(launch.from);
+  to_host(launch.to);
+}
+
 /// All threads of a block, one after another; each time in the other direction, for a device promises no order.
 template <class Block, class Run>
 void in_turn(std::vector<Block>& threads, bool backwards, const Run& run) {
@@ -116,14 +125,12 @@ void run_blocks(const typename Block::Arguments& of_device, std::int64_t blocks,
 
 const gradaccum::detail::DeviceKernels* emulated_cuda_kernels() {
   using namespace gradaccum::detail;
-  static const DeviceKernels kernels{.describe = [](int) { return std::string("an emulated device"); },
-                                     .is_capturing = [](void*) { return is_capturing.load(); },
-                                     .sgd = run_sgd,
+  static const DeviceKernels kernels{.sgd = run_sgd,
                                      .adam = run_adam,
                                      .adam8bit = run_adam8bit,
                                      .adafactor = run_adafactor,
-                                     .l2_norms = run_l2_norms};
+                                     .l2_norms = run_l2_norms,
+                                     .window_norm = run_window_norm,
+                                     .update_scale = run_update_scale};
   return &kernels;
 }
-
-void emulated_cuda_capture(bool capturing) { gradaccum::detail::is_capturing = capturing; }

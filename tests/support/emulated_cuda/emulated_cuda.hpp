@@ -48,8 +48,6 @@ void emulated_cuda_use_workspaces(std::int64_t bytes);
 void emulated_cuda_fill_new_memory(bool fill);
 /// The library's own kernels for devices, which run on the host here. They take the host's memory, too.
 const gradaccum::detail::DeviceKernels* emulated_cuda_kernels();
-/// Whether these take it that launches are being recorded for a graph.
-void emulated_cuda_capture(bool capturing);
 }
 
 #ifdef __clang__
@@ -95,7 +93,6 @@ inline void use_workspaces(std::int64_t bytes) {
 inline void fill_new_memory(bool fill) {
   call<decltype(emulated_cuda_fill_new_memory)>("emulated_cuda_fill_new_memory", fill);
 }
-inline void capture(bool capturing) { call<decltype(emulated_cuda_capture)>("emulated_cuda_capture", capturing); }
 inline const gradaccum::detail::DeviceKernels& kernels() {
   return *call<decltype(emulated_cuda_kernels)>("emulated_cuda_kernels");
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/kernels/device/launch.hpp>
 
 #include <ATen/core/Tensor.h>
 
@@ -9,12 +10,19 @@
 
 namespace gradaccum::detail {
 
-/// By a kernel of our own, which has shown that it does what ATen does.
+/// Whether a kernel of our own takes it.
 bool can_be_normed_on_device(const at::Tensor& tensor);
 
 /// The L2 norm of each, in float64: of tensors on one device for which `can_be_normed_on_device`. The bits depend on
-/// nothing but the tensor. Does not wait for the device.
-at::Tensor l2_norms_on_device(const std::vector<at::Tensor>& tensors);
+/// nothing but the tensor. Does not wait for the device. The result lies in `memory`, which is allocated anew where it
+/// is too small, on another device or in use.
+at::Tensor l2_norms_on_device(const std::vector<at::Tensor>& tensors, at::Tensor& memory);
+
+/// A WindowNorm of these norms as three numbers of float64. Does not wait for the device.
+at::Tensor window_norm_on_device(const at::Tensor& norms, const DeviceMultiplier& by, double max_norm);
+inline at::Tensor norm_in(const at::Tensor& window_norm) { return window_norm.select(0, 0); }
+inline at::Tensor clip_coefficient_in(const at::Tensor& window_norm) { return window_norm.select(0, 1); }
+inline at::Tensor found_inf_in(const at::Tensor& window_norm) { return window_norm.view(at::kFloat).select(0, 4); }
 
 }  // namespace gradaccum::detail
 

@@ -6,11 +6,8 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/kernels/dense.hpp>
 #include <gradaccum/detail/kernels/device_kernels.hpp>
-#include <gradaccum/detail/kernels/kernel_proof.hpp>
 
-#include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/stack.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <cstdint>
@@ -32,39 +29,40 @@ GRADACCUM_INLINE void launch_norms(const DeviceKernels& kernels, const std::vect
   run();
 }
 
-GRADACCUM_INLINE at::Tensor l2_norms_by(const DeviceKernels& kernels, const std::vector<at::Tensor>& tensors) {
+GRADACCUM_INLINE bool can_be_normed_on_device(const at::Tensor& tensor) {
+  return device_kernels() && tensor.is_cuda() && tensor.is_non_overlapping_and_dense() && !tensor._is_zerotensor() &&
+         has_kernels(tensor.scalar_type());
+}
+
+/// Memory for so many numbers: the same as before, if nobody else has it.
+GRADACCUM_INLINE const at::Tensor& enough_memory(at::Tensor& memory, std::int64_t numbers, at::Device device) {
+  const bool fits = memory.defined() && memory.numel() >= numbers && memory.device() == device &&
+                    memory.use_count() == 1 && memory.storage().use_count() == 1;
+  if (!fits) memory = at::empty({numbers}, at::TensorOptions(at::kDouble).device(device));
+  return memory;
+}
+
+GRADACCUM_INLINE at::Tensor l2_norms_on_device(const std::vector<at::Tensor>& tensors, at::Tensor& memory) {
   const auto device = tensors.front().device();
   const c10::DeviceGuard guard(device);
   std::int64_t blocks = 0;
   for (auto& tensor : tensors) blocks += blocks_of_elements(tensor.numel());
   const auto count = static_cast<std::int64_t>(tensors.size());
-  const auto memory = at::empty({count + blocks}, at::TensorOptions(at::kDouble).device(device));
-  const auto norms = memory.narrow(0, 0, count);
-  launch_norms(kernels, tensors, norms.mutable_data_ptr<double>(), norms.mutable_data_ptr<double>() + count,
-               native_stream(device));
+  const auto norms = enough_memory(memory, count + blocks, device).narrow(0, 0, count);
+  auto* const numbers = norms.mutable_data_ptr<double>();
+  launch_norms(*device_kernels(), tensors, numbers, numbers + count, native_stream(device));
   return norms;
 }
 
-/// Waits for the device.
-GRADACCUM_INLINE bool norms_as_aten(const DeviceKernels& kernels, const at::Tensor& like) {
-  std::vector<at::Tensor> tensors;
-  for (auto& numbers : all_trial_numbers(like.device())) tensors.push_back(numbers.of(like.scalar_type()));
-  const auto close = [](const at::Tensor& norms) { return TrialResult{norms, 1e-7, 0}; };
-  return are_close({close(l2_norms_by(kernels, tensors))},
-                   {close(at::stack(at::_foreach_norm(tensors, 2, at::kDouble)))});
-}
-
-GRADACCUM_INLINE bool can_be_normed_on_device(const at::Tensor& tensor) {
-  const auto dtype = tensor.scalar_type();
-  const auto* const kernels = device_kernels();
-  return kernels && tensor.is_cuda() && tensor.is_non_overlapping_and_dense() && !tensor._is_zerotensor() &&
-         has_kernels(dtype) && is_proved(*kernels, tensor.device(), "L2 norms", {dtype, dtype, false}, [&] {
-           return norms_as_aten(*kernels, tensor);
-         });
-}
-
-GRADACCUM_INLINE at::Tensor l2_norms_on_device(const std::vector<at::Tensor>& tensors) {
-  return l2_norms_by(*device_kernels(), tensors);
+GRADACCUM_INLINE at::Tensor window_norm_on_device(const at::Tensor& norms, const DeviceMultiplier& by,
+                                                  double max_norm) {
+  static_assert(sizeof(WindowNorm) == 3 * sizeof(double));
+  const c10::DeviceGuard guard(norms.device());
+  auto result = at::empty({3}, norms.options());
+  device_kernels()->window_norm({norms.const_data_ptr<double>(), norms.numel(), by, max_norm,
+                                 static_cast<WindowNorm*>(result.mutable_data_ptr())},
+                                native_stream(norms.device()));
+  return result;
 }
 
 }  // namespace gradaccum::detail

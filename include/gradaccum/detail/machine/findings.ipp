@@ -144,25 +144,13 @@ GRADACCUM_INLINE MachineFinding openmp_finding(const MachineFacts& facts) {
           "link the program with one of them: their threads take the CPUs from each other"};
 }
 
-GRADACCUM_INLINE std::string in_a_row(const std::vector<std::string>& names) {
-  std::string row;
-  for (auto& name : names) row += (row.empty() ? "" : "; ") + name;
-  return row;
-}
-
 /// What optimizers step parameters on devices with.
 GRADACCUM_INLINE MachineFinding device_kernels_finding(const MachineFacts& facts) {
   const char* const what = "CUDA kernels";
   if (!facts.has_device_kernels)
     return {what, "none in this program: optimizers step by ATen's operations on a CUDA device", 1,
             "link with gradaccum::compiled, and configure where there is nvcc, of the version of LibTorch's CUDA"};
-  if (!facts.kernels_left_to_aten.empty())
-    return {what,
-            "left to ATen, since they do not do what it does, or cannot be launched: " +
-                in_a_row(facts.kernels_left_to_aten),
-            1, "please report it, with the name of the GPU and its driver"};
-  if (facts.kernels_in_use.empty()) return {what, "there; none was needed so far"};
-  return {what, "in use, and seen to do what ATen does: " + in_a_row(facts.kernels_in_use)};
+  return {what, "optimizers step by them"};
 }
 
 GRADACCUM_INLINE MachineFinding device_products_finding(const MachineTimes& times) {

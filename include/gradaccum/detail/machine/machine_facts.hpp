@@ -31,7 +31,6 @@ struct MachineFacts {
   std::vector<std::string> openmp_runtimes = {};  ///< files of them that are loaded
   bool has_cuda = false;                          ///< a device that LibTorch can use
   bool has_device_kernels = false;                ///< of gradaccum's own
-  std::vector<std::string> kernels_in_use = {}, kernels_left_to_aten = {};  ///< of those that were needed so far
 
   /// That can work for this process at the same time.
   int usable_cpus() const;

@@ -119,10 +119,6 @@ GRADACCUM_INLINE MachineFacts machine_facts() {
   facts.openmp_runtimes = openmp_among(loaded_libraries());
   facts.has_cuda = at::hasCUDA();
   facts.has_device_kernels = device_kernels() != nullptr;
-  for (auto& [kernel, proved] : kernel_findings())
-    if (kernel.kernels == device_kernels())
-      (proved ? facts.kernels_in_use : facts.kernels_left_to_aten)
-          .push_back(to_string(kernel) + " on cuda:" + std::to_string(kernel.device));
   return facts;
 }
 

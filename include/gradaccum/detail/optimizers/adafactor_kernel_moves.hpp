@@ -3,19 +3,17 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/kernels/device/launch.hpp>
-#include <gradaccum/detail/kernels/kernel_proof.hpp>
 #include <gradaccum/detail/optimizers/adafactor_tensor.hpp>
 #include <gradaccum/detail/optimizers/device_operands.hpp>
 #include <gradaccum/detail/window/multiplier.hpp>
 
-#include <string>
 #include <vector>
 
 namespace gradaccum::detail {
 
 class Moves;
 
-// What `add_proved_moves` asks of a type of steps; it takes the overloads for this one.
+// What `add_moves_by_kernels` asks of a type of steps; it takes the overloads for this one.
 
 /// A kernel of Adafactor sees rows one after another.
 DeviceOperand operand_of(const AdafactorStep& step, bool by_kernel = false);
@@ -23,11 +21,6 @@ DeviceOperand operand_of(const AdafactorStep& step, bool by_kernel = false);
 /// By kernels of our own, in a few passes over many tensors.
 void add_kernel_moves(Moves& moves, const std::vector<AdafactorStep>& steps, const Multiplier& multiplier,
                       const DeviceKernels& kernels);
-
-std::string kernel_name(const AdafactorStep& step);
-AdafactorStep trial_of(const AdafactorStep& like, const TrialNumbers& numbers);
-std::vector<TrialResult> results_of(const AdafactorStep& step);
-
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED

@@ -64,9 +64,7 @@ class AdafactorLaunchPlan {
             .exp_avg = data(step.exp_avg),
             .memory = memory,
             .shape = kernel_shape(step),
-            .rounding_key = step.rounding_key.value_or(0),
-            .first_block = 0,
-            .first_average = 0};
+            .rounding_key = step.rounding_key.value_or(0)};
   }
 
   OperandTypes types_;
@@ -83,7 +81,7 @@ class AdafactorKernelMove final : public Move {
         operands_(Multiplier()),
         kernels_(&kernels),
         device_(batch_.front().step.parameter.device()),
-        by_(multiplier, device_) {
+        by_(multiplier.moved_to(device_)) {
     std::map<OperandTypes, std::size_t> open;
     for (std::size_t i = 0; i < batch_.size(); ++i) {
       const auto& step = batch_[i].step;
@@ -125,7 +123,7 @@ class AdafactorKernelMove final : public Move {
   DeviceOperands operands_;
   const DeviceKernels* kernels_;
   at::Device device_;
-  DeviceFactor by_;
+  Multiplier by_;
   std::vector<AdafactorLaunchPlan> plans_;
   at::Tensor memory_;
 };
@@ -136,66 +134,6 @@ GRADACCUM_INLINE void add_kernel_moves(Moves& moves, const std::vector<Adafactor
     const auto device = batch.front().step.parameter.device();
     moves.add(device, std::make_unique<AdafactorKernelMove>(std::move(batch), multiplier, kernels));
   }
-}
-
-/// Each way through the kernels is proved by itself.
-GRADACCUM_INLINE std::string kernel_name(const AdafactorStep& step) {
-  const auto shape = kernel_shape(step);
-  const std::string kind = shape.is_vector() ? "vectors" : shape.is_small() ? "small matrices" : "matrices";
-  const std::string variant = step.settings.pytorch ? "PyTorch's Adafactor of " : "Adafactor of ";
-  return variant + kind + (step.exp_avg.defined() ? " with exp_avg" : "");
-}
-
-GRADACCUM_INLINE AdafactorSettings trial_settings(const AdafactorSettings& like) {
-  return {.lr = 0.1,
-          .step_size = 0.1,
-          .fresh2 = 0.3,
-          .eps1 = like.pytorch ? 1e-3 : 1e-6,
-          .eps2 = 1e-3,
-          .d = 0.8,
-          .weight_decay = 0.1,
-          .beta1 = 0.9,
-          .scale_parameter = true,
-          .pytorch = like.pytorch,
-          .step = trial_step,
-          .beta2_decay = -0.8,
-          .relative_step = true};
-}
-
-/// Among them a vector of more than one block of threads; many small matrices; a large one of several tiles beside and
-/// below one another, and several of many short rows.
-GRADACCUM_INLINE std::vector<std::int64_t> trial_sizes(const AdafactorShape& like, std::int64_t size) {
-  if (like.is_vector()) return {2 * size};
-  if (like.is_small()) return {size / 5 + 1, 3, 3};
-  if (size < 10) return {2, 270};
-  return size < 1000 ? std::vector<std::int64_t>{3, 600, 20} : std::vector<std::int64_t>{67, 270};
-}
-
-GRADACCUM_INLINE AdafactorStep trial_of(const AdafactorStep& like, const TrialNumbers& numbers) {
-  const auto [parameter, gradient, rounded] = types_of(like);
-  const auto state = state_type(like.parameter);
-  const auto shape = kernel_shape(like);
-  const auto sizes = trial_sizes(shape, numbers.size());
-  auto row_sizes = sizes, column_sizes = sizes;
-  if (!shape.is_vector()) row_sizes.back() = column_sizes[sizes.size() - 2] = 1;
-  const auto positive = [&](bool is_there, at::IntArrayRef as) {
-    return is_there ? numbers.positive(state, as) : at::Tensor();
-  };
-  return {trial_settings(like.settings),
-          numbers.of(parameter, sizes),
-          numbers.of(gradient, sizes),
-          positive(!shape.is_vector(), row_sizes),
-          positive(!shape.is_vector(), column_sizes),
-          positive(shape.is_vector(), sizes),
-          like.exp_avg.defined() ? numbers.of(state, sizes) : at::Tensor(),
-          like.rounding_key};
-}
-
-GRADACCUM_INLINE std::vector<TrialResult> results_of(const AdafactorStep& step) {
-  std::vector<TrialResult> results;
-  for (auto& tensor : {step.parameter, step.row_var, step.col_var, step.variance, step.exp_avg})
-    if (tensor.defined()) results.push_back(trial_result(tensor));
-  return results;
 }
 
 }  // namespace gradaccum::detail

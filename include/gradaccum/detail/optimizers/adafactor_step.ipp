@@ -232,7 +232,7 @@ GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<AdafactorStep>& 
   std::vector<AdafactorStep> with_elements;
   for (auto& step : steps)
     if (step.parameter.numel() > 0) with_elements.push_back(step);
-  add_proved_moves(moves, with_elements, multiplier);
+  add_moves_by_kernels(moves, with_elements, multiplier);
 }
 
 }  // namespace gradaccum::detail

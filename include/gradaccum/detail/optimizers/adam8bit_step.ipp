@@ -279,9 +279,6 @@ GRADACCUM_INLINE void add_aten_moves(Moves& moves, const std::vector<Adam8bitSte
   }
 }
 
-GRADACCUM_INLINE const char* kernel_name(const Adam8bitStep& step) {
-  return step.settings.decoupled ? "AdamW8bit" : "Adam8bit";
-}
 GRADACCUM_INLINE auto kernel_of(const DeviceKernels& kernels, const Adam8bitStep&) { return kernels.adam8bit; }
 GRADACCUM_INLINE Adam8bitSettings kernel_settings(const Adam8bitStep& step) {
   return {step.settings, {signed_map(), second_moment_map()}};
@@ -290,24 +287,8 @@ GRADACCUM_INLINE std::vector<at::Tensor> kernel_arrays(const Adam8bitStep& step)
   return {step.exp_avg.codes, step.exp_avg_sq.codes, step.exp_avg.scales, step.exp_avg_sq.scales};
 }
 
-GRADACCUM_INLINE Adam8bitStep trial_of(const Adam8bitStep& like, const TrialNumbers& numbers) {
-  const auto& [parameter, gradient, rounded] = types_of(like);
-  return {trial_settings(like.settings),
-          numbers.of(parameter),
-          numbers.of(gradient),
-          encoded(numbers.of(at::kFloat), /*is_signed=*/true),
-          encoded(numbers.positive(at::kFloat), /*is_signed=*/false),
-          like.rounding_key};
-}
-/// A moment that is rounded otherwise may have the code beside the other's.
-GRADACCUM_INLINE std::vector<TrialResult> results_of(const Adam8bitStep& step) {
-  const auto codes = [](const Codes& moments) { return TrialResult{moments.codes, 0, 1}; };
-  return {trial_result(step.parameter), trial_result(step.exp_avg.scales), trial_result(step.exp_avg_sq.scales),
-          codes(step.exp_avg), codes(step.exp_avg_sq)};
-}
-
 GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<Adam8bitStep>& steps, const Multiplier& multiplier) {
-  add_proved_moves(moves, steps, multiplier);
+  add_moves_by_kernels(moves, steps, multiplier);
 }
 
 }  // namespace gradaccum::detail

@@ -109,42 +109,14 @@ GRADACCUM_INLINE void add_aten_moves(Moves& moves, const std::vector<AdamStep>& 
   });
 }
 
-GRADACCUM_INLINE const char* kernel_name(const AdamStep& step) {
-  if (step.settings.amsgrad) return step.settings.decoupled ? "AdamW with amsgrad" : "Adam with amsgrad";
-  return step.settings.decoupled ? "AdamW" : "Adam";
-}
 GRADACCUM_INLINE auto kernel_of(const DeviceKernels& kernels, const AdamStep&) { return kernels.adam; }
 GRADACCUM_INLINE AdamSettings kernel_settings(const AdamStep& step) { return step.settings; }
 GRADACCUM_INLINE std::vector<at::Tensor> kernel_arrays(const AdamStep& step) {
   return {step.exp_avg, step.exp_avg_sq, step.settings.amsgrad ? step.max_exp_avg_sq : at::Tensor()};
 }
 
-GRADACCUM_INLINE AdamSettings trial_settings(const AdamSettings& like) {
-  return {.lr = 0.1,
-          .beta1 = 0.9,
-          .beta2 = 0.99,
-          .eps = 1e-6,
-          .weight_decay = 0.1,
-          .amsgrad = like.amsgrad,
-          .decoupled = like.decoupled,
-          .step = trial_step};
-}
-
-GRADACCUM_INLINE AdamStep trial_of(const AdamStep& like, const TrialNumbers& numbers) {
-  const auto& [parameter, gradient, rounded] = types_of(like);
-  const auto state = at::toRealValueType(state_type(like.parameter));
-  AdamStep trial{trial_settings(like.settings), numbers.of(parameter),  numbers.of(gradient), numbers.of(state),
-                 numbers.positive(state),       numbers.positive(state)};
-  trial.rounding_key = like.rounding_key;
-  return trial;
-}
-GRADACCUM_INLINE std::vector<TrialResult> results_of(const AdamStep& step) {
-  return {trial_result(step.parameter), trial_result(step.exp_avg), trial_result(step.exp_avg_sq),
-          trial_result(step.max_exp_avg_sq)};
-}
-
 GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<AdamStep>& steps, const Multiplier& multiplier) {
-  add_proved_moves(moves, steps, multiplier);
+  add_moves_by_kernels(moves, steps, multiplier);
 }
 
 }  // namespace gradaccum::detail

@@ -8,22 +8,6 @@
 
 namespace gradaccum::detail {
 
-GRADACCUM_INLINE DeviceFactor::DeviceFactor(const Multiplier& by, at::Device device) : by_(by) {
-  for (auto* const known : {&by_.device_numerator, &by_.device_denominator, &by_.found_inf, &by_.left_out})
-    if (known->defined()) *known = known->to(device, /*non_blocking=*/true);
-}
-
-GRADACCUM_INLINE DeviceMultiplier DeviceFactor::pointers() const {
-  const auto number = [](const at::Tensor& tensor) {
-    return tensor.defined() ? tensor.const_data_ptr<double>() : nullptr;
-  };
-  const auto flag = [](const at::Tensor& tensor) {
-    return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr;
-  };
-  return {by_.numerator,       by_.denominator,   number(by_.device_numerator), number(by_.device_denominator),
-          flag(by_.found_inf), flag(by_.left_out)};
-}
-
 /// A sum in float64 may be out of reach of float32 until it is multiplied: that is not for them.
 GRADACCUM_INLINE bool fits_kernel(const at::Tensor& parameter, const at::Tensor& gradient) {
   return has_kernels(at::toRealValueType(parameter.scalar_type())) && parameter.scalar_type() != at::kComplexHalf &&

@@ -12,6 +12,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <torch/serialize/archive.h>
 
@@ -63,9 +65,11 @@ GRADACCUM_INLINE void OnePass::move_unless_overflowed(const GradientOf& gradient
   by.found_inf = gradients.judge_on_device();
   if (!counts_steps()) return check_and_move(gradient_of, by);
   if (left_out_.defined()) by.left_out = left_out_.to(by.found_inf.device());
-  const auto left_out = by.left_out.defined() ? by.left_out + by.found_inf : by.found_inf.clone();
+  auto left_out = by.left_out;
+  c10::InferenceMode may_change(false);
+  if (!left_out.defined()) left_out = at::zeros_like(by.found_inf);
   check_and_move(gradient_of, by);
-  left_out_ = left_out;
+  left_out_ = left_out.add_(by.found_inf);
   concerned_ = std::move(parameters);
 }
 

@@ -49,37 +49,14 @@ GRADACCUM_INLINE void add_aten_moves(Moves& moves, const std::vector<SgdStep>& s
   });
 }
 
-GRADACCUM_INLINE const char* kernel_name(const SgdStep& step) {
-  if (step.settings.momentum == 0) return "SGD";
-  return step.settings.nesterov ? "SGD with Nesterov's momentum" : "SGD with momentum";
-}
 GRADACCUM_INLINE auto kernel_of(const DeviceKernels& kernels, const SgdStep&) { return kernels.sgd; }
 GRADACCUM_INLINE SgdSettings kernel_settings(const SgdStep& step) { return step.settings; }
 GRADACCUM_INLINE std::vector<at::Tensor> kernel_arrays(const SgdStep& step) {
   return {step.settings.momentum != 0 ? step.momentum_buffer : at::Tensor()};
 }
 
-GRADACCUM_INLINE SgdStep trial_of(const SgdStep& like, const TrialNumbers& numbers) {
-  const auto& [parameter, gradient, rounded] = types_of(like);
-  const bool moves_on = like.settings.momentum != 0;
-  SgdStep trial{{.lr = 0.1,
-                 .momentum = moves_on ? 0.9 : 0,
-                 .dampening = moves_on && !like.settings.nesterov ? 0.2 : 0,
-                 .weight_decay = 0.1,
-                 .nesterov = like.settings.nesterov,
-                 .first = false},
-                numbers.of(parameter),
-                numbers.of(gradient),
-                numbers.of(at::toRealValueType(state_type(like.parameter)))};
-  trial.rounding_key = like.rounding_key;
-  return trial;
-}
-GRADACCUM_INLINE std::vector<TrialResult> results_of(const SgdStep& step) {
-  return {trial_result(step.parameter), trial_result(step.momentum_buffer)};
-}
-
 GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<SgdStep>& steps, const Multiplier& multiplier) {
-  add_proved_moves(moves, steps, multiplier);
+  add_moves_by_kernels(moves, steps, multiplier);
 }
 
 }  // namespace gradaccum::detail

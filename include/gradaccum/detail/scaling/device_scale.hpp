@@ -15,18 +15,26 @@ class DeviceScale {
  public:
   DeviceScale(const LossScale& scale, at::Device device);
 
-  /// 0-dim float32. Backward keeps it, so it is never written to: a new scale is a new tensor.
+  /// 0-dim float32, and the same number in float64. Backward keeps them, so nobody writes to them while anyone else has
+  /// them.
   const at::Tensor& value() const { return value_; }
+  const at::Tensor& wide() const { return wide_; }
 
   /// `found_inf`: 0-dim float32, 1 after an overflow. Throws where the scale has left its range, when the host hears of
   /// that: some updates late.
-  void update(const at::Tensor& found_inf, const LossScale& by);
+  void update(const at::Tensor& found_inf, LossScale by);
 
   /// `by` with the value and the count of the device, for which this waits.
   LossScale read(LossScale by) const;
 
  private:
-  at::Tensor value_, growth_tracker_;
+  /// A new state, in memory that the last but one had, if nobody else has it any more.
+  at::Tensor next_state();
+  void set_state(at::Tensor state);
+  static at::Tensor growth_tracker_in(const at::Tensor& state);
+
+  at::Tensor state_, before_;  // float64 [2] as ScaleState has it
+  at::Tensor value_, wide_;    // in it
   LateNumber heard_;
 };
 

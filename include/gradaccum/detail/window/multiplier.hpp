@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/kernels/device/launch.hpp>
 
 #include <ATen/core/Tensor.h>
 
@@ -21,6 +22,11 @@ struct Multiplier {
 
   /// The whole product, as a 0-dim float64 tensor on `device`.
   at::Tensor on(at::Device device) const;
+
+  /// With all that is on a device on this one.
+  Multiplier moved_to(at::Device device) const;
+  /// For kernels of the device on which all of it is; they hold as long as this does.
+  DeviceMultiplier pointers() const;
 };
 
 }  // namespace gradaccum::detail

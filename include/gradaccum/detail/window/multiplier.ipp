@@ -17,4 +17,22 @@ GRADACCUM_INLINE at::Tensor Multiplier::on(at::Device device) const {
   return product;
 }
 
+GRADACCUM_INLINE Multiplier Multiplier::moved_to(at::Device device) const {
+  auto moved = *this;
+  for (auto* const known : {&moved.device_numerator, &moved.device_denominator, &moved.found_inf, &moved.left_out})
+    if (known->defined()) *known = known->to(device, /*non_blocking=*/true);
+  return moved;
+}
+
+GRADACCUM_INLINE DeviceMultiplier Multiplier::pointers() const {
+  const auto number = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.const_data_ptr<double>() : nullptr;
+  };
+  const auto flag = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr;
+  };
+  return {numerator,       denominator,   number(device_numerator), number(device_denominator),
+          flag(found_inf), flag(left_out)};
+}
+
 }  // namespace gradaccum::detail

@@ -30,7 +30,10 @@ GRADACCUM_INLINE void OpenWindow::open(const std::vector<at::Tensor>& parameters
   auto next = std::make_shared<WindowGradients>(parameters);  // may throw: then nothing has changed
   close_watch_.follow(next->all_parameters());
   if (peers_) peers_->end_window();
-  if (state_) state_->close();
+  if (state_) {
+    state_->close();
+    next->take_norm_memory(*state_);
+  }
   after_another_ = state_ != nullptr;
   state_ = std::move(next);
   listed_ = parameters;

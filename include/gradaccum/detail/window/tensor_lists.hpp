@@ -15,11 +15,16 @@ struct Multiplier;
 
 /// The `p`-norm of each non-empty gradient, as one float64 tensor, on a device if any is on one.
 ///
-/// Summed in float64: the squares of finite 16- and 32-bit numbers stay finite.
+/// Summed in float64: the squares of finite 16- and 32-bit numbers stay finite. On a device they may lie in `memory`:
+/// see `l2_norms_on_device`.
+at::Tensor norms(const std::vector<at::Tensor>& gradients, double p, at::Tensor& memory);
 at::Tensor norms(const std::vector<at::Tensor>& gradients, double p);
 
 /// What few norms come to.
 at::Tensor l2_norm_of(const at::Tensor& norms);
+
+/// Whether the squares of finite gradients may not be: of float64.
+bool squares_may_overflow(const std::vector<at::Tensor>& gradients);
 
 /// 0-dim float32: 1 if an element is not finite, else 0. `l2_norms` are what `norms(gradients, 2)` gave.
 at::Tensor found_inf(const std::vector<at::Tensor>& gradients, const at::Tensor& l2_norms);

@@ -62,7 +62,7 @@ GRADACCUM_INLINE at::Tensor l2_norms_on_cpu(const std::vector<SquaredNumbers>& t
   return at::tensor(norms, at::TensorOptions(at::kDouble));
 }
 
-GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, double p) {
+GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, double p, at::Tensor& memory) {
   std::vector<SquaredNumbers> on_cpu;  // duplicates of a sparse gradient count as their sum
   std::vector<at::Tensor> by_kernel, others, found;
   for (auto& gradient : gradients) {
@@ -76,7 +76,10 @@ GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, doub
     else
       others.push_back(numbers);
   }
-  for (auto& group : by_device_and_dtype(by_kernel)) found.push_back(l2_norms_on_device(group));
+  for (auto& group : by_device_and_dtype(by_kernel)) {
+    at::Tensor of_others;
+    found.push_back(l2_norms_on_device(group, found.empty() ? memory : of_others));
+  }
   for (auto& group : by_device_and_dtype(others))
     for (auto& norm : at::_foreach_norm(group, p, at::kDouble)) found.push_back(norm.reshape({1}));
   if (!on_cpu.empty()) found.push_back(l2_norms_on_cpu(on_cpu));
@@ -87,6 +90,11 @@ GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, doub
     if (!norm.device().is_cpu()) device = norm.device();
   for (auto& norm : found) norm = norm.to(device, /*non_blocking=*/true);
   return at::cat(found);
+}
+
+GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, double p) {
+  at::Tensor memory;
+  return norms(gradients, p, memory);
 }
 
 // What few numbers come to: on the CPU without operations, which would each take as long as a pass over a small model.
@@ -108,10 +116,15 @@ GRADACCUM_INLINE at::Tensor not_finite(const at::Tensor& norms) {
   return at::scalar_tensor(finite ? 0.0 : 1.0, at::TensorOptions(at::kFloat));
 }
 
+GRADACCUM_INLINE bool squares_may_overflow(const std::vector<at::Tensor>& gradients) {
+  return std::any_of(gradients.begin(), gradients.end(), [](const at::Tensor& gradient) {
+    return at::toRealValueType(gradient.scalar_type()) == at::kDouble;
+  });
+}
+
 GRADACCUM_INLINE at::Tensor found_inf(const std::vector<at::Tensor>& gradients, const at::Tensor& l2_norms) {
-  bool squares_may_overflow = false;
-  for (auto& gradient : gradients) squares_may_overflow |= at::toRealValueType(gradient.scalar_type()) == at::kDouble;
-  return not_finite(squares_may_overflow ? norms(gradients, std::numeric_limits<double>::infinity()) : l2_norms);
+  const double infinity = std::numeric_limits<double>::infinity();
+  return not_finite(squares_may_overflow(gradients) ? norms(gradients, infinity) : l2_norms);
 }
 
 /// ATen rounds a Scalar, and a 0-dim tensor on CUDA, to the 16 bits of a gradient first; a 0-dim float32 tensor on the

@@ -18,6 +18,9 @@ namespace gradaccum::detail {
 
 class Shards;
 
+/// Multiplies by what makes gradients with this norm ones with `max_norm` at most.
+void clip_by(Factor& factor, const at::Tensor& norm, double max_norm);
+
 /// What `Gradients` is a handle of: one window's gradients, their deferred factor, and what has been measured of them.
 ///
 /// It holds parameters, and gradients only where they are sums of its own: those that the user clears are free at once.
@@ -59,6 +62,8 @@ class WindowGradients {
   void set_stepped() { stepped_ = true; }
   void free();
   void close();
+  /// The memory of its norms, from a window that is closed.
+  void take_norm_memory(WindowGradients& from);
 
   // For `Gradients`, whose documentation these share.
   bool closed() const { return closed_; }
@@ -70,6 +75,7 @@ class WindowGradients {
   /// What `raw()` is yet to be multiplied by: the factor, and the mean over the window.
   Multiplier multiplier() const;
   at::Tensor norm();
+  at::Tensor clip(double max_norm);
   const at::Tensor& norm_before_clipping() const { return norm_before_clipping_; }
   void set_norm_before_clipping(at::Tensor norm) { norm_before_clipping_ = std::move(norm); }
   at::Tensor found_inf();
@@ -89,6 +95,9 @@ class WindowGradients {
   std::vector<at::Tensor> measured();
   bool is_measured(const std::vector<at::Tensor>& gradients) const;
   void scale(const at::Tensor& norm, const Multiplier& by) const;
+  bool measured_by_kernel() const;
+  /// A WindowNorm; whether all is finite is known then, too, unless squares may overflow.
+  at::Tensor window_norm(const std::vector<at::Tensor>& gradients, double max_norm);
 
   WindowSums sums_;
   Factor factor_;
@@ -98,6 +107,7 @@ class WindowGradients {
   bool stepped_ = false;                     // some of the parameters, and their gradients are gone
   std::vector<SeenTensor> measured_;         // the gradients of which these are:
   at::Tensor norms_, found_inf_;             // as they lie in memory
+  at::Tensor norm_memory_;                   // in which norms may lie
   std::function<Measure()> measure_of_all_;  // not asked yet: these are of this process's pieces
   at::Tensor norm_, verdict_;                // the last answer; what a scaler must hear, even if the user mends .grad
   at::Tensor norm_before_clipping_;

@@ -4,6 +4,8 @@
 #include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/kernels/device_kernels.hpp>
+#include <gradaccum/detail/kernels/device_norms.hpp>
 #include <gradaccum/detail/window/multiplier.hpp>
 #include <gradaccum/detail/window/shards.hpp>
 #include <gradaccum/detail/window/tensor_lists.hpp>
@@ -14,6 +16,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 namespace gradaccum::detail {
 
@@ -84,6 +87,12 @@ GRADACCUM_INLINE void WindowGradients::close() {
   sums_ = {};
 }
 
+GRADACCUM_INLINE void WindowGradients::take_norm_memory(WindowGradients& from) {
+  if (from.measure_of_all_) return;
+  from.norms_.reset();
+  norm_memory_ = std::move(from.norm_memory_);
+}
+
 GRADACCUM_INLINE std::vector<at::Tensor> WindowGradients::parameters() const {
   check_here();
   std::vector<at::Tensor> with_gradient;
@@ -119,7 +128,8 @@ GRADACCUM_INLINE std::vector<at::Tensor> WindowGradients::measured() {
   TORCH_CHECK(!of_all_,
               "Gradients: this process has a part of the window alone, and that has been changed: the norm of all "
               "parts, and whether they are finite, are known from before; ask before you change them");
-  norms_ = norms(gradients, 2);
+  norms_.reset();
+  norms_ = norms(gradients, 2, norm_memory_);
   found_inf_.reset();
   overflowed_.reset();
   judged_on_device_.reset();
@@ -134,13 +144,44 @@ GRADACCUM_INLINE void WindowGradients::scale(const at::Tensor& norm, const Multi
     norm.mul_(by.on(norm.device()).abs());
 }
 
+GRADACCUM_INLINE bool WindowGradients::measured_by_kernel() const { return device_kernels() && norms_.is_cuda(); }
+
+GRADACCUM_INLINE at::Tensor WindowGradients::window_norm(const std::vector<at::Tensor>& gradients, double max_norm) {
+  const auto by = multiplier().moved_to(norms_.device());
+  const auto result = window_norm_on_device(norms_, by.pointers(), max_norm);
+  if (!found_inf_.defined() && !squares_may_overflow(gradients)) found_inf_ = found_inf_in(result);
+  return result;
+}
+
 GRADACCUM_INLINE at::Tensor WindowGradients::norm() {
   if (closed_ && !stepped_ && norm_.defined()) return norm_;
   at::NoGradGuard no_grad;
-  measured();
+  const auto gradients = measured();
+  if (measured_by_kernel()) return norm_ = norm_in(window_norm(gradients, std::numeric_limits<double>::infinity()));
   norm_ = l2_norm_of(norms_);
   scale(norm_, multiplier());
   return norm_;
+}
+
+GRADACCUM_INLINE void clip_by(Factor& factor, const at::Tensor& norm, double max_norm) {
+  if (std::isinf(max_norm)) return;  // inf / inf would be NaN
+  if (!norm.device().is_cpu()) return factor.multiply(norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0));
+  const double coefficient = 1 / (norm.item<double>() + 1e-6) * max_norm;
+  factor.multiply(coefficient > 1 ? 1.0 : coefficient);  // NaN stays NaN
+}
+
+GRADACCUM_INLINE at::Tensor WindowGradients::clip(double max_norm) {
+  at::NoGradGuard no_grad;
+  check_open();
+  const auto gradients = measured();
+  if (measured_by_kernel() && !std::isinf(max_norm)) {
+    const auto result = window_norm(gradients, max_norm);
+    norm_ = norm_in(result);
+    factor_.multiply_by_own(clip_coefficient_in(result));
+  } else {
+    clip_by(factor_, norm(), max_norm);
+  }
+  return norm_before_clipping_ = norm_;
 }
 
 GRADACCUM_INLINE at::Tensor WindowGradients::found_inf() {
@@ -149,6 +190,8 @@ GRADACCUM_INLINE at::Tensor WindowGradients::found_inf() {
   if (closed_ && found_inf_.defined()) return found_inf_;
   at::NoGradGuard no_grad;
   const auto gradients = measured();
+  if (found_inf_.defined()) return found_inf_;
+  if (measured_by_kernel()) window_norm(gradients, std::numeric_limits<double>::infinity());
   if (!found_inf_.defined()) found_inf_ = detail::found_inf(gradients, norms_);
   return found_inf_;
 }

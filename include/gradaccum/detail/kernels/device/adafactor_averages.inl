@@ -22,12 +22,13 @@ class AdafactorAveragesBlock {
 
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) const {
     if (this_thread() != 0) return;
-    const auto& tensor = entry_of(launch.tensors, block, &AdafactorTable::Entry::first_average);
+    const auto place = place_of_block(launch.tensors.first_averages, launch.tensors.size, block);
+    const auto& tensor = launch.tensors.entries[place];
     const auto& shape = tensor.shape;
     const AdafactorMemory memory(shape, tensor.memory);
     shared.numbers = numbers_of(settings_of(launch), product_of(launch.by));
     const auto blocks_of_matrix = static_cast<std::uint32_t>(shape.blocks_of_rows() + shape.blocks_of_columns());
-    const auto of_tensor = static_cast<std::uint32_t>(block - tensor.first_average);
+    const auto of_tensor = static_cast<std::uint32_t>(block - launch.tensors.first_averages[place]);
     const std::int64_t matrix = of_tensor / blocks_of_matrix, of_matrix = of_tensor % blocks_of_matrix;
     auto* const row_sums = static_cast<S*>(memory.row_sums);
     if (of_matrix < shape.blocks_of_rows()) {

@@ -111,7 +111,15 @@ struct AdafactorMemory {
   }
 };
 
-/// Tensors that one launch goes over. Thread blocks are numbered through all of them.
+/// The bytes that a kernel's arguments may have, by drivers of CUDA 12.1 and newer.
+inline constexpr std::size_t most_argument_bytes = 32764;
+
+/// The first block of threads of each of a launch's tensors; blocks are numbered through all of them. The numbers lie
+/// together, so that a device's cache has them when a block looks up its tensor.
+template <std::size_t capacity>
+using FirstBlocks = std::array<std::int32_t, capacity>;
+
+/// Tensors that one launch goes over.
 struct AdafactorTable {
   struct Entry {
     void* parameter;
@@ -122,19 +130,19 @@ struct AdafactorTable {
     void* memory;   ///< see AdafactorMemory
     AdafactorShape shape;
     std::uint64_t rounding_key;
-    std::int64_t first_block, first_average;
   };
-  /// As many as fit in the 4 KB that a kernel's arguments may have, with all that comes before.
-  static constexpr std::size_t capacity = 37;
+  static constexpr std::size_t capacity = 320;
 
   std::int64_t size = 0, blocks = 0, averages = 0;
+  FirstBlocks<capacity> first_blocks, first_averages;
   std::array<Entry, capacity> entries;
 
   bool full() const { return size == static_cast<std::int64_t>(capacity); }
-  void add(Entry entry) {
-    entry.first_block = blocks;
-    entry.first_average = averages;
-    entries[static_cast<std::size_t>(size++)] = entry;
+  void add(const Entry& entry) {
+    const auto place = static_cast<std::size_t>(size++);
+    first_blocks[place] = static_cast<std::int32_t>(blocks);
+    first_averages[place] = static_cast<std::int32_t>(averages);
+    entries[place] = entry;
     blocks += entry.shape.blocks();
     averages += entry.shape.blocks_of_averages();
   }

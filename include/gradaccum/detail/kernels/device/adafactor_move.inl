@@ -45,7 +45,7 @@ class AdafactorMoveBlock {
       const auto place = packs.place(round);
       const int count = packs.count(round);
       const auto variances = load_pack(variance, place, count);
-      mover(place, count, [&](int k) { return Factors{-1, variances.numbers[k]}; });
+      typename Mover<false>::Packs(mover, place, count).move([&](int k) { return Factors{-1, variances.numbers[k]}; });
     }
   }
 
@@ -55,9 +55,23 @@ class AdafactorMoveBlock {
     const auto columns = load_pack(static_cast<const S*>(tile.of.column_factors) + tile.matrix * tile.of.columns,
                                    packs.column(), tile.of.columns - packs.column());
     const Mover<true> mover(tile);
-    for (int round = 0; round < packs.rounds(); ++round) {
-      const auto row = row_factors[packs.row(round)];
-      mover(packs.place(round), packs.count(round), [&](int k) { return Factors{row, columns.numbers[k]}; });
+    const auto packs_of = [&](int round) {
+      return typename Mover<true>::Packs(mover, packs.place(round), round < packs.rounds() ? packs.count(round) : 0);
+    };
+    const auto factors_of = [&](int round) {
+      const auto row = round < packs.rounds() ? row_factors[packs.row(round)] : S(0);
+      return [&columns, row](int k) { return Factors{row, columns.numbers[k]}; };
+    };
+    constexpr int ahead = momentum ? 1 : 2;  // so many are on their way from memory at a time
+    for (int round = 0; round < packs.rounds(); round += ahead) {
+      auto first = packs_of(round);
+      if constexpr (ahead == 1) {
+        first.move(factors_of(round));
+      } else {
+        auto second = packs_of(round + 1);
+        first.move(factors_of(round));
+        second.move(factors_of(round + 1));
+      }
     }
   }
 
@@ -69,14 +83,14 @@ class AdafactorMoveBlock {
     const auto* const column_factors = static_cast<const S*>(tile.of.column_factors) + tile.matrix * columns;
     const Mover<true> mover(tile);
     for (int i = pack_size * this_thread(); i < range.count; i += pack_size * threads_of_block) {
-      mover(range.first + i, range.count - i, [&](int k) {
+      typename Mover<true>::Packs(mover, range.first + i, range.count - i).move([&](int k) {
         const auto element = static_cast<std::uint32_t>(i + k < range.count ? i + k : i), row = element / columns;
         return Factors{row_factors[row], column_factors[row / rows * columns + element % columns]};
       });
     }
   }
 
-  /// Moves a pack of elements, of which `factors_of(k)` are the k-th one's.
+  /// What moves a tile.
   template <bool factored>
   class Mover {
    public:
@@ -86,19 +100,34 @@ class AdafactorMoveBlock {
           gradient_(static_cast<const G*>(tile.of.gradient)),
           exp_avg_(momentum ? static_cast<S*>(tile.of.exp_avg) : nullptr) {}
 
-    template <class FactorsOf>
-    GRADACCUM_ON_DEVICE void operator()(std::int64_t place, std::int64_t count, const FactorsOf& factors_of) const {
-      ParameterPack<P, rounded> parameters(parameters_, place, count);
-      Pack<const G*> gradients(gradient_, place, count);
-      Pack<S*> averages(exp_avg_, place, count);
-      auto apply = apply_;
-      GRADACCUM_UNROLL
-      for (int k = 0; k < pack_size; ++k) {
-        const auto factors = factors_of(k);
-        apply.update.scale.row = Vector::load(&factors.row);
-        apply(parameters.element(k), gradients.element(k), &factors.column, momentum ? averages.element(k) : nullptr);
+    /// A pack of its elements: loaded when it is made, and written back at the end.
+    class Packs {
+     public:
+      GRADACCUM_ON_DEVICE Packs(const Mover& mover, std::int64_t place, std::int64_t count)
+          : apply_(mover.apply_),
+            parameters_(mover.parameters_, place, count),
+            gradients_(mover.gradient_, place, count),
+            averages_(mover.exp_avg_, place, count) {}
+
+      /// `factors_of(k)` are those of the k-th element.
+      template <class FactorsOf>
+      GRADACCUM_ON_DEVICE void move(const FactorsOf& factors_of) {
+        auto apply = apply_;
+        GRADACCUM_UNROLL
+        for (int k = 0; k < pack_size; ++k) {
+          const auto factors = factors_of(k);
+          apply.update.scale.row = Vector::load(&factors.row);
+          apply(parameters_.element(k), gradients_.element(k), &factors.column,
+                momentum ? averages_.element(k) : nullptr);
+        }
       }
-    }
+
+     private:
+      const AdafactorApply<Vector, factored>& apply_;
+      ParameterPack<P, rounded> parameters_;
+      Pack<const G*> gradients_;
+      Pack<S*> averages_;
+    };
 
    private:
     AdafactorApply<Vector, factored> apply_;

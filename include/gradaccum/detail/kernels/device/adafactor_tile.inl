@@ -76,13 +76,14 @@ GRADACCUM_ON_DEVICE inline void place_tile(AdafactorTile& tile, std::uint32_t bl
 template <class S>
 GRADACCUM_ON_DEVICE void begin_tile(const AdafactorLaunch& launch, std::int64_t block, AdafactorTile& tile) {
   if (this_thread() != 0) return;
-  const auto& tensor = entry_of(launch.tensors, block);
+  const auto place = place_of_block(launch.tensors.first_blocks, launch.tensors.size, block);
+  const auto& tensor = launch.tensors.entries[place];
   const AdafactorMemory memory(tensor.shape, tensor.memory);
   tile.of = operand_of(tensor, memory, sizeof(S), numbers_of(settings_of(launch), product_of(launch.by)));
   tile.memory = memory;
   tile.shape = tensor.shape;
   tile.left_out = leaves_out(launch.by);
-  tile.block = block - tensor.first_block;
+  tile.block = block - launch.tensors.first_blocks[place];
   tile.row_tile = tile.column_tile = tile.row = tile.column = 0;
   tile.matrix = tile.block * threads_of_block;
   if (tensor.shape.is_small()) return;

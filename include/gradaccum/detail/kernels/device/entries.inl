@@ -2,18 +2,14 @@
 //
 // Which of a table's tensors a block of threads works on.
 
-/// The tensor to which a block belongs; of blocks that are numbered by `first_block`, or otherwise.
-template <class Table>
-GRADACCUM_ON_DEVICE const typename Table::Entry& entry_of(const Table& tensors, std::int64_t block,
-                                                          std::int64_t Table::Entry::*first_block) {
-  std::int64_t first = 0, end = tensors.size;
+/// The place of the last of `size` tensors whose first block is `block`, or comes before it.
+template <std::size_t capacity>
+GRADACCUM_ON_DEVICE std::size_t place_of_block(const FirstBlocks<capacity>& first_blocks, std::int64_t size,
+                                               std::int64_t block) {
+  std::size_t first = 0, end = static_cast<std::size_t>(size);
   while (end - first > 1) {
     const auto middle = (first + end) / 2;
-    (tensors.entries[static_cast<std::size_t>(middle)].*first_block <= block ? first : end) = middle;
+    (first_blocks[middle] <= block ? first : end) = middle;
   }
-  return tensors.entries[static_cast<std::size_t>(first)];
-}
-template <class Table>
-GRADACCUM_ON_DEVICE const typename Table::Entry& entry_of(const Table& tensors, std::int64_t block) {
-  return entry_of(tensors, block, &Table::Entry::first_block);
+  return first;
 }

@@ -30,10 +30,19 @@ __host__ __device__ inline int this_thread() {
 #endif
 }
 
+/// Between the phases of a block.
+template <class Block>
+__device__ void wait_for_others() {
+  if constexpr (requires { Block::warps_are_independent; })
+    __syncwarp();
+  else
+    __syncthreads();
+}
+
 template <class Block, int... phases>
 __device__ void run_round(Block& thread, int round, typename Block::Shared& shared,
                           std::integer_sequence<int, phases...>) {
-  ((thread.template run<phases>(round, shared), __syncthreads()), ...);
+  ((thread.template run<phases>(round, shared), wait_for_others<Block>()), ...);
 }
 
 template <class Block>
@@ -50,7 +59,7 @@ __global__ void __launch_bounds__(threads_of_block)
 
 template <class Block>
 void run_blocks(const typename Block::Arguments& arguments, std::int64_t blocks, void* stream) {
-  static_assert(sizeof(arguments) <= 4096, "more than all devices take as a kernel's arguments");
+  static_assert(sizeof(arguments) <= most_argument_bytes);
   if (blocks == 0) return;
   void* all[] = {const_cast<typename Block::Arguments*>(&arguments)};
   const auto error =
@@ -67,31 +76,14 @@ void run_blocks(const typename Block::Arguments& arguments, std::int64_t blocks,
 
 #include <gradaccum/detail/kernels/device/kernels.inl>
 
-bool is_capturing(void* stream) {
-  auto status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) == cudaSuccess)
-    return status != cudaStreamCaptureStatusNone;
-  cudaGetLastError();  // of another stream that is, for which this one would have to wait
-  return true;
-}
-
-std::string describe(int device) {
-  cudaDeviceProp properties{};
-  int driver = 0;
-  cudaGetDeviceProperties(&properties, device);
-  cudaDriverGetVersion(&driver);
-  return std::string(properties.name) + ", driver of CUDA " + std::to_string(driver / 1000) + "." +
-         std::to_string(driver % 1000 / 10);
-}
-
 }  // namespace
 
-const DeviceKernels cuda_kernels{.describe = describe,
-                                 .is_capturing = is_capturing,
-                                 .sgd = run_sgd,
+const DeviceKernels cuda_kernels{.sgd = run_sgd,
                                  .adam = run_adam,
                                  .adam8bit = run_adam8bit,
                                  .adafactor = run_adafactor,
-                                 .l2_norms = run_l2_norms};
+                                 .l2_norms = run_l2_norms,
+                                 .window_norm = run_window_norm,
+                                 .update_scale = run_update_scale};
 
 }  // namespace gradaccum::detail

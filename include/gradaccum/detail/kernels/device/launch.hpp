@@ -10,7 +10,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <string>
 
 /// What is passed to a device's kernels, as their arguments: so a launch copies nothing to the device and waits for
 /// nothing, and a CUDA graph keeps it. Known to a CUDA compiler, so it includes nothing of ATen.
@@ -29,7 +28,7 @@ GRADACCUM_ON_DEVICE inline std::int64_t elements_from(std::int64_t first, std::i
   return count - first < elements_of_block ? count - first : elements_of_block;
 }
 
-/// Tensors that one launch goes over. Thread blocks are numbered through all of them.
+/// Tensors that one launch goes over.
 struct TensorTable {
   /// Elements [from, from + count) of a tensor.
   struct Entry {
@@ -37,17 +36,18 @@ struct TensorTable {
     std::array<void*, 6> arrays;
     std::int64_t from, count;
     std::uint64_t rounding_key;
-    std::int64_t first_block;
   };
-  /// As many as fit in the 4 KB that a kernel's arguments may have, with all that comes before.
-  static constexpr std::size_t capacity = 34;
+  static constexpr std::size_t capacity = 400;
 
   std::int64_t size = 0, blocks = 0;
+  FirstBlocks<capacity> first_blocks;
   std::array<Entry, capacity> entries;
 
   bool full() const { return size == static_cast<std::int64_t>(capacity); }
   void add(const std::array<void*, 6>& arrays, std::int64_t from, std::int64_t count, std::uint64_t rounding_key) {
-    entries[static_cast<std::size_t>(size++)] = {arrays, from, count, rounding_key, blocks};
+    const auto place = static_cast<std::size_t>(size++);
+    first_blocks[place] = static_cast<std::int32_t>(blocks);
+    entries[place] = {arrays, from, count, rounding_key};
     blocks += blocks_of_elements(count);
   }
 };
@@ -89,27 +89,61 @@ struct AdafactorLaunch {
   AdafactorTable tensors;
 };
 
-/// Tensors of one dtype whose squares are summed. Blocks and partial sums are numbered through all of them; how a
-/// tensor is cut does not depend on the others.
+/// Tensors of one dtype whose squares are summed. Partial sums are numbered as blocks are; how a tensor is cut does not
+/// depend on the others.
 struct SquaresLaunch {
   struct Entry {
     const void* numbers;
     std::int64_t numel;
-    std::int64_t first_block;
   };
-  static constexpr std::size_t capacity = 160;
+  static constexpr std::size_t capacity = 1600;
 
   SquaresLaunch(double* of_blocks, double* of_tensors) : partial_sums(of_blocks), norms(of_tensors) {}
 
   double *partial_sums, *norms;  ///< of each block, and of each tensor
   std::int64_t size = 0, blocks = 0;
+  FirstBlocks<capacity> first_blocks;
   std::array<Entry, capacity> entries;
 
   bool full() const { return size == static_cast<std::int64_t>(capacity); }
   void add(const void* numbers, std::int64_t numel) {
-    entries[static_cast<std::size_t>(size++)] = {numbers, numel, blocks};
+    const auto place = static_cast<std::size_t>(size++);
+    first_blocks[place] = static_cast<std::int32_t>(blocks);
+    entries[place] = {numbers, numel};
     blocks += blocks_of_elements(numel);
   }
+};
+
+/// The norm of a window, and what follows from it, in a device's memory.
+struct WindowNorm {
+  double norm, clip_coefficient;
+  float found_inf, unused;  ///< found_inf: 1 where a gradient is not finite
+};
+
+/// From the norms of tensors to that of the window.
+struct WindowNormLaunch {
+  const double* norms;
+  std::int64_t count;
+  DeviceMultiplier by;  ///< what gradients are yet to be multiplied by
+  double max_norm;      ///< to which they are clipped
+  WindowNorm* result;
+};
+
+/// A loss scale in a device's memory.
+struct ScaleState {
+  double wide;  ///< the same number as `value`
+  float value;
+  std::int32_t growth_tracker;
+};
+
+/// From one update of a loss scale to the next, as `torch.amp.GradScaler` has it.
+struct ScaleLaunch {
+  const float* found_inf;
+  const ScaleState* from;
+  ScaleState* to;
+  double growth_factor, backoff_factor;
+  std::int64_t growth_interval;
+  float smallest;
 };
 
 /// The types of all tensors of a launch.
@@ -122,13 +156,13 @@ struct OperandTypes {
 
 /// Kernels of devices. Each call launches one, or some, on `stream`, in whose device it is, and does not wait.
 struct DeviceKernels {
-  std::string (*describe)(int device);  ///< the device and its driver
-  bool (*is_capturing)(void* stream);   ///< for a graph, so that nothing can be waited for
   void (*sgd)(const StepLaunch<SgdSettings>&, const OperandTypes&, void* stream);
   void (*adam)(const StepLaunch<AdamSettings>&, const OperandTypes&, void* stream);
   void (*adam8bit)(const StepLaunch<Adam8bitSettings>&, const OperandTypes&, void* stream);
   void (*adafactor)(const AdafactorLaunch&, const OperandTypes&, void* stream);
   void (*l2_norms)(const SquaresLaunch&, at::ScalarType dtype, void* stream);
+  void (*window_norm)(const WindowNormLaunch&, void* stream);
+  void (*update_scale)(const ScaleLaunch&, void* stream);
 };
 
 }  // namespace gradaccum::detail

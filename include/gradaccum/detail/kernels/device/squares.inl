@@ -34,8 +34,10 @@ template <class T>
 class SquaresBlock : public SumBlock</*root=*/false> {
  public:
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
-    const auto& tensor = entry_of(launch, block);
-    const auto first = (block - tensor.first_block) * elements_of_block, count = elements_from(first, tensor.numel);
+    const auto place = place_of_block(launch.first_blocks, launch.size, block);
+    const auto& tensor = launch.entries[place];
+    const auto first = (block - launch.first_blocks[place]) * elements_of_block,
+               count = elements_from(first, tensor.numel);
     Doubles sums[pack_size];
     GRADACCUM_UNROLL
     for (int k = 0; k < pack_size; ++k) sums[k] = Doubles::all(0);
@@ -55,11 +57,11 @@ class SquaresBlock : public SumBlock</*root=*/false> {
 class NormBlock : public SumBlock</*root=*/true> {
  public:
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t tensor, Shared& shared) {
-    const auto& entry = launch.entries[static_cast<std::size_t>(tensor)];
-    const auto parts = blocks_of_elements(entry.numel);
+    const auto place = static_cast<std::size_t>(tensor);
+    const auto parts = blocks_of_elements(launch.entries[place].numel);
     double sum = 0;
     for (std::int64_t i = this_thread(); i < parts; i += threads_of_block)
-      sum += launch.partial_sums[entry.first_block + i];
+      sum += launch.partial_sums[launch.first_blocks[place] + i];
     begin_with(sum, launch.norms + tensor, shared);
   }
 };

@@ -72,13 +72,14 @@ template <class P, class G, class Optimizer, class Operand>
 GRADACCUM_ON_DEVICE void begin_step(const StepLaunch<typename Optimizer::Settings>& launch, std::int64_t block,
                                     SharedStep<Operand>& shared) {
   if (this_thread() != 0) return;
-  const auto& tensor = entry_of(launch.tensors, block);
+  const auto place = place_of_block(launch.tensors.first_blocks, launch.tensors.size, block);
+  const auto& tensor = launch.tensors.entries[place];
   auto numbers = launch.by.left_out ? Optimizer::numbers_after(launch) : launch.numbers;
   numbers.multiplier = product_of(launch.by);
   auto& o = shared.operand = Optimizer::operand(numbers, tensor);
   o.parameter = static_cast<P*>(o.parameter) - tensor.from;
   o.gradient = static_cast<const G*>(o.gradient) - tensor.from;
-  const auto first = (block - tensor.first_block) * elements_of_block;
+  const auto first = (block - launch.tensors.first_blocks[place]) * elements_of_block;
   shared.from = tensor.from + first;
   shared.count = leaves_out(launch.by) ? 0 : elements_from(first, tensor.count);
 }
@@ -100,99 +101,121 @@ class StepBlock {
   }
 };
 
-/// Each of its warps a block of moments of 8 bits: see BlockStep, which does it for processors.
+/// Each of its warps has a block of moments of 8 bits in each round, as BlockStep has on processors. A warp does not
+/// wait for the others.
 template <class P, class G, bool rounded>
 class Adam8bitBlock {
  public:
   using Arguments = StepLaunch<Adam8bitSettings>;
   static constexpr int threads_of_codes = 32, codes_of_thread = eight_bit_block / threads_of_codes;
-  static constexpr int rounds = elements_of_block / (threads_of_block * codes_of_thread), phases = 2;
+  static constexpr int rounds = elements_of_block / (threads_of_block * codes_of_thread), phases = 3;
+  static constexpr bool warps_are_independent = true;
+  static constexpr int joined = 4;  ///< threads whose largest numbers are joined first
 
   struct Shared : SharedStep<Adam8bitOperand> {
-    DynamicTables maps[2];
-    float largest_m[threads_of_block], largest_v[threads_of_block];
+    SharedCodes<true> m_codes;
+    SharedCodes<false> v_codes;
+    /// Bits of magnitudes: of each thread, and of some.
+    alignas(16) std::uint32_t largest_m[threads_of_block], largest_v[threads_of_block];
+    alignas(16) std::uint32_t joined_m[threads_of_block / joined], joined_v[threads_of_block / joined];
+    bool aligned;
   };
 
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
     begin_step<P, G, Adam8bitOfTable>(launch, block, shared);
-    const auto* const from = reinterpret_cast<const float*>(launch.settings.maps);
-    auto* const to = reinterpret_cast<float*>(shared.maps);
-    constexpr int numbers = 2 * sizeof(DynamicTables) / sizeof(float);
-    for (int i = this_thread(); i < numbers; i += threads_of_block) to[i] = from[i];
+    if (this_thread() == 0) shared.aligned = is_aligned(shared.operand, shared.from);
+    shared.m_codes.fill(launch.settings.maps[0]);
+    shared.v_codes.fill(launch.settings.maps[1]);
   }
 
   template <int phase>
   GRADACCUM_ON_DEVICE void run(int round, Shared& shared) {
-    // Of the tensor; the block of codes begins at `first_`.
+    // The block of codes begins at the `first_` element of the tensor.
     first_ = shared.from + (round * threads_of_block + this_thread()) / threads_of_codes * eight_bit_block;
     count_ = shared.from + shared.count - first_;
     if (count_ <= 0) return;
-    if constexpr (phase == 0)
-      step(shared);
-    else
-      encode(shared);
+    const bool whole = shared.aligned && count_ >= eight_bit_block;
+    if constexpr (phase == 0) whole ? step<true>(shared) : step<false>(shared);
+    if constexpr (phase == 1) join(shared);
+    if constexpr (phase == 2) whole ? encode<true>(shared) : encode<false>(shared);
   }
 
  private:
   static constexpr int packs = codes_of_thread / pack_size;
-  /// Of the thread's pack, in the block of codes.
+
+  GRADACCUM_ON_DEVICE static bool is_aligned(const Adam8bitOperand& o, std::int64_t from) {
+    return is_one_pack(static_cast<const P*>(o.parameter) + from, pack_size) &&
+           is_one_pack(static_cast<const G*>(o.gradient) + from, pack_size) &&
+           is_one_pack(o.exp_avg + from, pack_size) && is_one_pack(o.exp_avg_sq + from, pack_size);
+  }
+
+  /// Where a pack of the thread's begins, counted from the block of codes.
   GRADACCUM_ON_DEVICE static std::int64_t place_of(int pack) {
     return (pack * threads_of_codes + this_thread() % threads_of_codes) * pack_size;
   }
 
+  /// Beyond the end of the tensor all is zero, and stays so.
+  template <bool whole>
   GRADACCUM_ON_DEVICE void step(Shared& shared) {
     const auto& o = shared.operand;
     const AdamVectors<Floats> vectors(o.numbers);
-    const DynamicCodes<true> signed_codes(shared.maps[0]);
-    const DynamicCodes<false> unsigned_codes(shared.maps[1]);
     const auto m_scale = Floats::all(o.exp_avg_scale[first_ / eight_bit_block]);
     const auto v_scale = Floats::all(o.exp_avg_sq_scale[first_ / eight_bit_block]);
-    Largest largest_m, largest_v;
+    std::uint32_t largest_m = 0, largest_v = 0;
     GRADACCUM_UNROLL
     for (int i = 0; i < packs; ++i) {
-      const auto place = place_of(i), rest = count_ - place;
-      ParameterPack<P, rounded> parameters(parameters_of<P, rounded>(o), first_ + place, rest);
-      Pack<const G*> gradients(static_cast<const G*>(o.gradient), first_ + place, rest);
-      Pack<const std::uint8_t*> m_codes(o.exp_avg, first_ + place, rest), v_codes(o.exp_avg_sq, first_ + place, rest);
+      const auto from = first_ + place_of(i), rest = count_ - place_of(i);
+      ParameterPack<P, rounded, whole> parameters(parameters_of<P, rounded>(o), from, rest);
+      Pack<const G*, whole> gradients(static_cast<const G*>(o.gradient), from, rest);
+      const auto m_codes = load_pack<whole>(o.exp_avg, from, rest, zero_code);
+      const auto v_codes = load_pack<whole>(o.exp_avg_sq, from, rest);
       GRADACCUM_UNROLL
       for (int k = 0; k < pack_size; ++k) {
-        auto m = signed_codes.decode(m_codes.element(k)) * m_scale;
-        auto v = unsigned_codes.decode(v_codes.element(k)) * v_scale;
+        auto &m = m_[i][k], &v = v_[i][k];
+        m = Floats::load(shared.m_codes.numbers + m_codes.numbers[k]) * m_scale;
+        v = Floats::load(shared.v_codes.numbers + v_codes.numbers[k]) * v_scale;
         const auto p = Floats::load(parameters.element(k));
         vectors.advance(m, v, vectors.decayed(p, Floats::load(gradients.element(k)) * vectors.multiplier));
         vectors.stepped(p, m, v).store(parameters.element(k));
-        m_[i][k] = m;
-        v_[i][k] = v;
-        if (k >= rest) continue;  // beyond the end of the tensor
-        largest_m.see(m);
-        largest_v.see(v);
+        see(largest_m, m);
+        see(largest_v, v);
       }
     }
-    shared.largest_m[this_thread()] = largest_m.number();
-    shared.largest_v[this_thread()] = largest_v.number();
+    shared.largest_m[this_thread()] = largest_m;
+    shared.largest_v[this_thread()] = largest_v;
   }
 
-  GRADACCUM_ON_DEVICE void encode(Shared& shared) const {
-    const auto& o = shared.operand;
-    encode(DynamicCodes<true>(shared.maps[0]), shared.largest_m, m_, o.exp_avg, o.exp_avg_scale);
-    encode(DynamicCodes<false>(shared.maps[1]), shared.largest_v, v_, o.exp_avg_sq, o.exp_avg_sq_scale);
+  GRADACCUM_ON_DEVICE static void see(std::uint32_t& largest, const Floats& number) {
+    const auto bits = magnitude_bits(number.numbers[0]);
+    largest = largest < bits ? bits : largest;
   }
-  template <class Codes>
-  GRADACCUM_ON_DEVICE void encode(const Codes& map, const float* largest_of_threads,
+  GRADACCUM_ON_DEVICE static void join(Shared& shared) {
+    if (this_thread() % joined != 0) return;
+    shared.joined_m[this_thread() / joined] = largest_of<joined>(shared.largest_m + this_thread());
+    shared.joined_v[this_thread() / joined] = largest_of<joined>(shared.largest_v + this_thread());
+  }
+
+  template <bool whole>
+  GRADACCUM_ON_DEVICE void encode(const Shared& shared) const {
+    const auto& o = shared.operand;
+    encode<whole>(shared.m_codes, shared.joined_m, m_, o.exp_avg, o.exp_avg_scale);
+    encode<whole>(shared.v_codes, shared.joined_v, v_, o.exp_avg_sq, o.exp_avg_sq_scale);
+  }
+  template <bool whole, class Codes>
+  GRADACCUM_ON_DEVICE void encode(const Codes& map, const std::uint32_t* largest_of_threads,
                                   const Floats (&numbers)[packs][pack_size], std::uint8_t* codes, float* scales) const {
-    Largest all;
-    const auto first_thread = this_thread() - this_thread() % threads_of_codes;
-    for (int i = 0; i < threads_of_codes; ++i) all.see(Floats::load(largest_of_threads + first_thread + i));
-    const float largest = all.number();
+    constexpr int of_warp = threads_of_codes / joined;
+    const auto first = largest_of_threads + this_thread() / threads_of_codes * of_warp;
+    const float largest = finite_or_nan(largest_of<of_warp>(first));
     const auto by = scale_to_codes(largest);
     GRADACCUM_UNROLL
     for (int i = 0; i < packs; ++i) {
       AlignedPack<std::uint8_t> pack;
       GRADACCUM_UNROLL
-      for (int k = 0; k < pack_size; ++k) map.encode(numbers[i][k] * by, pack.numbers + k);
-      store_pack(codes, first_ + place_of(i), count_ - place_of(i), pack);
+      for (int k = 0; k < pack_size; ++k) pack.numbers[k] = map.encode((numbers[i][k] * by).numbers[0]);
+      store_pack<whole>(codes, first_ + place_of(i), count_ - place_of(i), pack);
     }
-    if (this_thread() == first_thread) scales[first_ / eight_bit_block] = largest;
+    if (this_thread() % threads_of_codes == 0) scales[first_ / eight_bit_block] = largest;
   }
 
   std::int64_t first_, count_;

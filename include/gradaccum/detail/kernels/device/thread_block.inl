@@ -31,18 +31,18 @@ template <class T>
 GRADACCUM_ON_DEVICE bool is_one_pack(const T* array, std::int64_t count) {
   return count >= pack_size && reinterpret_cast<std::uintptr_t>(array) % alignof(AlignedPack<T>) == 0;
 }
-/// Zero beyond the end.
-template <class T>
-GRADACCUM_ON_DEVICE AlignedPack<T> load_pack(const T* array, std::int64_t from, std::int64_t count) {
-  if (is_one_pack(array + from, count)) return *reinterpret_cast<const AlignedPack<T>*>(array + from);
+/// `rest` beyond the end. `whole`: the caller knows that it is one pack.
+template <bool whole = false, class T>
+GRADACCUM_ON_DEVICE AlignedPack<T> load_pack(const T* array, std::int64_t from, std::int64_t count, T rest = T(0)) {
+  if (whole || is_one_pack(array + from, count)) return *reinterpret_cast<const AlignedPack<T>*>(array + from);
   AlignedPack<T> pack;
   GRADACCUM_UNROLL
-  for (int i = 0; i < pack_size; ++i) pack.numbers[i] = i < count ? array[from + i] : T(0);
+  for (int i = 0; i < pack_size; ++i) pack.numbers[i] = i < count ? array[from + i] : rest;
   return pack;
 }
-template <class T>
+template <bool whole = false, class T>
 GRADACCUM_ON_DEVICE void store_pack(T* array, std::int64_t from, std::int64_t count, const AlignedPack<T>& pack) {
-  if (is_one_pack(array + from, count)) {
+  if (whole || is_one_pack(array + from, count)) {
     *reinterpret_cast<AlignedPack<T>*>(array + from) = pack;
   } else {
     GRADACCUM_UNROLL
@@ -53,19 +53,19 @@ GRADACCUM_ON_DEVICE void store_pack(T* array, std::int64_t from, std::int64_t co
 
 /// Elements of an array in a thread's registers, `count` of which there are; written back at the end. Of an array that
 /// is not there, none.
-template <class Array>
+template <class Array, bool whole = false>
 class Pack;
-template <class T>
-class Pack<T*> {
+template <class T, bool whole>
+class Pack<T*, whole> {
  public:
   GRADACCUM_ON_DEVICE Pack(T* array, std::int64_t from, std::int64_t count)
       : array_(array), from_(from), count_(count) {
-    if (array) pack_ = load_pack(array, from, count);
+    if (whole || array) pack_ = load_pack<whole>(array, from, count);
   }
   Pack(const Pack&) = delete;
   GRADACCUM_ON_DEVICE ~Pack() {
     if constexpr (!std::is_const_v<T>)
-      if (array_) store_pack(array_, from_, count_, pack_);
+      if (whole || array_) store_pack<whole>(array_, from_, count_, pack_);
   }
   GRADACCUM_ON_DEVICE T* element(int i) { return pack_.numbers + i; }
 
@@ -83,8 +83,8 @@ struct RoundedArray {
   std::int64_t place;  ///< of its first element, in the whole
   std::uint64_t key;
 };
-template <>
-class Pack<RoundedArray> {
+template <bool whole>
+class Pack<RoundedArray, whole> {
  public:
   GRADACCUM_ON_DEVICE Pack(const RoundedArray& of, std::int64_t from, std::int64_t count)
       : of_(of), from_(from), numbers_(of.array, from, count) {
@@ -107,13 +107,13 @@ class Pack<RoundedArray> {
  private:
   RoundedArray of_;
   std::int64_t from_;
-  Pack<at::BFloat16*> numbers_;
+  Pack<at::BFloat16*, whole> numbers_;
   float floats_[pack_size];
 };
 
 /// A pack of parameters, and what it is made of.
-template <class P, bool rounded>
-using ParameterPack = Pack<std::conditional_t<rounded, RoundedArray, P*>>;
+template <class P, bool rounded, bool whole = false>
+using ParameterPack = Pack<std::conditional_t<rounded, RoundedArray, P*>, whole>;
 template <class P, bool rounded, class Operand>
 GRADACCUM_ON_DEVICE auto parameters_of(const Operand& o) {
   auto* const parameters = static_cast<P*>(o.parameter);
