@@ -83,7 +83,7 @@ class AlibiChannels {
   }
 
  private:
-  /// From pinned memory to a GPU: the host does not wait.
+  /// Copies to a GPU from pinned memory, so that the host does not wait.
   static at::Tensor moved(const at::Tensor& channels, at::Device device) {
     return device.is_cuda() ? channels.pin_memory().to(device, /*non_blocking=*/true) : channels.to(device);
   }
