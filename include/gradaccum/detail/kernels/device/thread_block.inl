@@ -31,24 +31,38 @@ template <class T>
 GRADACCUM_ON_DEVICE bool is_one_pack(const T* array, std::int64_t count) {
   return count >= pack_size && reinterpret_cast<std::uintptr_t>(array) % alignof(AlignedPack<T>) == 0;
 }
+/// Elements that the caller knows to be one pack.
+template <class T>
+GRADACCUM_ON_DEVICE const AlignedPack<T>& whole_pack(const T* array) {
+  return *reinterpret_cast<const AlignedPack<T>*>(array);
+}
+template <class T>
+GRADACCUM_ON_DEVICE AlignedPack<T>& whole_pack(T* array) {
+  return *reinterpret_cast<AlignedPack<T>*>(array);
+}
+
 /// `rest` beyond the end. `whole`: the caller knows that it is one pack.
 template <bool whole = false, class T>
 GRADACCUM_ON_DEVICE AlignedPack<T> load_pack(const T* array, std::int64_t from, std::int64_t count, T rest = T(0)) {
-  if (whole || is_one_pack(array + from, count)) return *reinterpret_cast<const AlignedPack<T>*>(array + from);
-  AlignedPack<T> pack;
-  GRADACCUM_UNROLL
-  for (int i = 0; i < pack_size; ++i) pack.numbers[i] = i < count ? array[from + i] : rest;
-  return pack;
+  if constexpr (!whole)
+    if (!is_one_pack(array + from, count)) {
+      AlignedPack<T> pack;
+      GRADACCUM_UNROLL
+      for (int i = 0; i < pack_size; ++i) pack.numbers[i] = i < count ? array[from + i] : rest;
+      return pack;
+    }
+  return whole_pack(array + from);
 }
 template <bool whole = false, class T>
 GRADACCUM_ON_DEVICE void store_pack(T* array, std::int64_t from, std::int64_t count, const AlignedPack<T>& pack) {
-  if (whole || is_one_pack(array + from, count)) {
-    *reinterpret_cast<AlignedPack<T>*>(array + from) = pack;
-  } else {
-    GRADACCUM_UNROLL
-    for (int i = 0; i < pack_size; ++i)
-      if (i < count) array[from + i] = pack.numbers[i];
-  }
+  if constexpr (!whole)
+    if (!is_one_pack(array + from, count)) {
+      GRADACCUM_UNROLL
+      for (int i = 0; i < pack_size; ++i)
+        if (i < count) array[from + i] = pack.numbers[i];
+      return;
+    }
+  whole_pack(array + from) = pack;
 }
 
 /// Elements of an array in a thread's registers, `count` of which there are; written back at the end. Of an array that
