@@ -63,14 +63,12 @@ class Loop {
   }
   virtual ~Loop() = default;
   virtual void window() = 0;
-  virtual void finish() {}  // what is under way
 
   void measure() {
     group_.barrier();
     const auto before = sent_bytes();
     times_.push_back(harness::seconds([&] {
                        for (int i = 0; i < windows; ++i) window();
-                       finish();
                        group_.barrier();
                      }) /
                      windows);
@@ -119,7 +117,6 @@ class Ours final : public Loop {
       accumulator_.zero_grad();
     }
   }
-  void finish() override { replicas_.wait_for_parameters(); }
 
  private:
   ga::GradAccumulator<torch::optim::Optimizer> accumulator_;
@@ -175,8 +172,6 @@ int main(int argc, char** argv) {
   if (adamw) {
     add("gradaccum, AdamW", {});
     add("gradaccum, AdamW, state divided", {.shard = ga::Shard::optimizer});
-    add("gradaccum, AdamW, state divided, gathered beside the forward",
-        {.shard = ga::Shard::optimizer, .overlap_param_gather = true});
     add("gradaccum, AdamW, state and gradients divided", {.shard = ga::Shard::gradients});
   } else {
     add("gradaccum", {});

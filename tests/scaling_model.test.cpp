@@ -8,7 +8,6 @@
 
 #include <cstdint>
 #include <numeric>
-#include <utility>
 #include <vector>
 
 using namespace scaling;
@@ -20,7 +19,7 @@ const Link slow{.latency = 1, .bytes_per_s = 10};
 const Machine ethernet{.ranks = 1, .between = slow};
 const Compute work{.forward = 10, .backward = 20, .step = 4, .further = 1};
 const std::vector<Bucket> one{{.bytes = 20, .ready = 1}};
-const auto all_ways = {Way::unsharded, Way::shard_optimizer, Way::shard_optimizer_beside, Way::shard_gradients};
+const auto all_ways = {Way::unsharded, Way::shard_optimizer, Way::shard_gradients};
 
 /// A transformer's worth of buckets, made at even distances.
 std::vector<Bucket> even(std::int64_t count, double bytes) {
@@ -112,55 +111,6 @@ TEST_CASE("scaling: a bucket that is late holds up those behind it", "[scaling]"
   REQUIRE(seconds(ethernet, late_first, 2, Way::unsharded, 1) == Approx(44));
 }
 
-TEST_CASE("scaling: the next forward hides what is gathered beside it, but for its first layers'", "[scaling]") {
-  const auto both_of = [](const Machine& machine, const std::vector<Bucket>& buckets, std::int64_t micro_batches) {
-    return std::pair(seconds(machine, buckets, 2, Way::shard_optimizer, micro_batches),
-                     seconds(machine, buckets, 2, Way::shard_optimizer_beside, micro_batches));
-  };
-  const auto are = [](std::pair<double, double> both, double after, double beside) {
-    REQUIRE(both.first == Approx(after));
-    REQUIRE(both.second == Approx(beside));
-  };
-  are(both_of(ethernet, one, 3), 101, 101);  // one bucket: all layers wait for it
-  // Two of 2 s: the first half of forward, 5 s, begins behind the first, and hides the second.
-  const std::vector<Bucket> halves{{.bytes = 20, .ready = 0.5}, {.bytes = 20, .ready = 1}};
-  are(both_of(ethernet, halves, 1), 30 + 2 + 2 + 1 + 2 + 4, 30 + 2 + 2 + 1 + 2 + 2);
-  are(both_of(ethernet, halves, 3), 92 + 2 + 2 + 1 + 2 + 4, 92 + 2 + 2 + 1 + 2 + 2);
-  auto machine = ethernet;
-  machine.gather = 4;  // of 8 s: 5 s are hidden
-  are(both_of(machine, halves, 1), 30 + 2 + 2 + 1 + 2 + 16, 30 + 2 + 2 + 1 + 2 + 16 - 5);
-  machine = ethernet;
-  // 1 s of forward is done in the 2 s of the second; of backward 1 s in the first reduce-scatter
-  machine.overlap = 0.5;
-  are(both_of(machine, halves, 1), 31 + 2 + 2 + 1 + 2 + 4, 31 + 2 + 2 + 1 + 2 + 4 - 1);
-  machine.overlap = 0;
-  are(both_of(machine, halves, 1), 32 + 2 + 2 + 1 + 2 + 4, 32 + 2 + 2 + 1 + 2 + 4);
-}
-
-TEST_CASE("scaling: a forward's first layers are gathered first", "[scaling]") {
-  // The first layers' bucket of 2 s, behind it 2.5 s of forward, 1.5 s of waiting for the last layers', and 7.5 s. The
-  // other way round it would be 4 s, and all 10 s.
-  const std::vector<Bucket> uneven{{.bytes = 60, .ready = 0.75}, {.bytes = 20, .ready = 1}};
-  REQUIRE(seconds(ethernet, uneven, 2, Way::shard_optimizer_beside, 1) == Approx(20 + 2 + 2 + 1 + 2 + 2 + 2.5 + 9));
-}
-
-TEST_CASE("scaling: what is gathered beside a forward saves time, and no more than that forward", "[scaling]") {
-  const auto buckets = even(8, 20);
-  auto machine = ethernet;
-  for (double overlap : {0.0, 0.25, 0.5, 1.0})
-    for (std::int64_t ranks : {1, 2, 64, 4096})
-      for (std::int64_t n : {1, 4}) {
-        machine.overlap = overlap;
-        const auto saved = seconds(machine, buckets, ranks, Way::shard_optimizer, n) -
-                           seconds(machine, buckets, ranks, Way::shard_optimizer_beside, n);
-        if (overlap == 0 || ranks == 1)
-          REQUIRE(saved == Approx(0).margin(1e-6));
-        else
-          REQUIRE(saved > 0.1);
-        REQUIRE(saved <= work.forward);
-      }
-}
-
 TEST_CASE("scaling: latencies of a ring grow with the ranks, those of halving with their logarithm", "[scaling]") {
   auto machine = ethernet;
   machine.between.bytes_per_s = 1e30;
@@ -189,7 +139,6 @@ TEST_CASE("scaling: bytes are those of the formulas", "[scaling]") {
       const auto sent = [&](Way way) { return window(ethernet, work, buckets, ranks, way, n).sent_bytes; };
       REQUIRE(sent(Way::unsharded) == Approx(2 * part * 320));
       REQUIRE(sent(Way::shard_optimizer) == Approx(2 * part * 320));
-      REQUIRE(sent(Way::shard_optimizer_beside) == Approx(2 * part * 320));
       REQUIRE(sent(Way::shard_gradients) == Approx(static_cast<double>(n + 1) * part * 320));
     }
   }
@@ -233,7 +182,6 @@ TEST_CASE("scaling: memory is 16, 8 + 8 / R and 4 + 12 / R bytes a parameter, an
   const auto buckets = even(10, 40);  // 100 parameters
   REQUIRE(memory_bytes(buckets, 8, Way::unsharded) == Approx(1600));
   REQUIRE(memory_bytes(buckets, 8, Way::shard_optimizer) == Approx(900 + 80));
-  REQUIRE(memory_bytes(buckets, 8, Way::shard_optimizer_beside) == Approx(900 + 80));
   REQUIRE(memory_bytes(buckets, 8, Way::shard_gradients) == Approx(550 + 80));
 }
 

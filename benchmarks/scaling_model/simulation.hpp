@@ -48,10 +48,9 @@ struct Bucket {
 
 /// What each rank has all of.
 enum class Way {
-  unsharded,               ///< parameters, gradients and the optimizer's state
-  shard_optimizer,         ///< parameters and gradients: ZeRO's stage 1
-  shard_optimizer_beside,  ///< the same, but the parameters are gathered beside the next window's first forward
-  shard_gradients          ///< parameters: ZeRO's stage 2
+  unsharded,        ///< parameters, gradients and the optimizer's state
+  shard_optimizer,  ///< parameters and gradients: ZeRO's stage 1
+  shard_gradients   ///< parameters: ZeRO's stage 2
 };
 
 /// A window of one rank.
@@ -137,8 +136,7 @@ class Clock {
   double overlap_, now_ = 0, free_ = 0;
 };
 
-/// The events of a window, in their order. Where a forward goes on beside the all-gather of the window before, the
-/// window is seen from the end of its first forward to the end of the next window's: one of many in a row.
+/// The events of a window, in their order.
 class Simulation {
  public:
   Simulation(const Machine& machine, const Compute& compute, const std::vector<Bucket>& buckets, std::int64_t ranks,
@@ -154,20 +152,20 @@ class Simulation {
 
   Window run(std::int64_t micro_batches) {
     for (std::int64_t i = 0; i < micro_batches; ++i) {
-      if (i > 0 || !forward_is_last()) clock_.compute(compute_.forward);
+      clock_.compute(compute_.forward);
       backward(compute_.backward + (i > 0 ? compute_.further : 0),
                way_ == Way::shard_gradients || i + 1 == micro_batches);
     }
     agree();
     if (way_ != Way::unsharded && ranks_ > 1) gather_norms();
     clock_.compute(way_ == Way::unsharded ? compute_.step : compute_.step / static_cast<double>(ranks_));
-    if (way_ != Way::unsharded) gather_parameters();
+    if (way_ != Way::unsharded)
+      for (auto& bucket : buckets_) send(bucket.bytes, 1, machine_.gather);
     clock_.wait();
     return {clock_.now(), sent_bytes_};
   }
 
  private:
-  bool forward_is_last() const { return way_ == Way::shard_optimizer_beside; }
   void backward(double seconds, bool sends) {
     double done = 0;
     for (auto& bucket : buckets_) {
@@ -203,22 +201,6 @@ class Simulation {
     clock_.compute(compute_.norm / static_cast<double>(ranks_));
     send(0, 1);
     clock_.wait();
-  }
-  /// The first layers' first, as the next forward reads them.
-  void gather_parameters() {
-    const std::vector<Bucket> in_order(buckets_.rbegin(), buckets_.rend());
-    std::vector<double> arrivals;
-    for (auto& bucket : in_order) arrivals.push_back(send(bucket.bytes, 1, machine_.gather));
-    if (forward_is_last()) forward_beside(in_order, arrivals);
-  }
-  /// Each bucket's part of a forward waits until its parameters have arrived.
-  void forward_beside(const std::vector<Bucket>& in_order, const std::vector<double>& arrivals) {
-    double all = 0;
-    for (auto& bucket : in_order) all += bucket.bytes;
-    for (std::size_t i = 0; i < in_order.size(); ++i) {
-      clock_.wait(arrivals[i]);
-      clock_.compute(in_order[i].bytes / all * compute_.forward);
-    }
   }
   /// `passes`: 1, a reduce-scatter or an all-gather; 2, an all-reduce. `times`: as long. Returns when it will have
   /// arrived.

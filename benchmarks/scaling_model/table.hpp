@@ -43,11 +43,9 @@ struct NamedWay {
   const char *name, *colour;
   int width;  ///< of a line, so that those that lie on each other are all seen
 };
-constexpr std::array<NamedWay, 4> ways{
-    {{Way::unsharded, "unsharded", "#9bd", 6},
-     {Way::shard_optimizer, "Shard::optimizer", "#e80", 3},
-     {Way::shard_optimizer_beside, "Shard::optimizer+overlap_param_gather", "#a3c", 2},
-     {Way::shard_gradients, "Shard::gradients", "#063", 1}}};
+constexpr std::array<NamedWay, 3> ways{{{Way::unsharded, "unsharded", "#9bd", 6},
+                                        {Way::shard_optimizer, "Shard::optimizer", "#e80", 3},
+                                        {Way::shard_gradients, "Shard::gradients", "#063", 1}}};
 
 inline std::string described(const Link& link) {
   return fmt::format("{:.1f} us + {:.2f} GB/s", 1e6 * link.latency, link.bytes_per_s / 1e9);

@@ -67,7 +67,6 @@ struct Options {
   std::uint64_t seed = 123;
   gradaccum::ProcessGroup group = {};  // the processes that train together, each with its share of the reviews
   gradaccum::Shard shard = gradaccum::Shard::none;
-  bool overlap_param_gather = false;
 
   bool in_backward = false;
 
@@ -133,9 +132,6 @@ inline void add_training(CLI::App& app, Options& options) {
           CLI::CheckedTransformer(std::map<std::string, gradaccum::Shard>{{"none", gradaccum::Shard::none},
                                                                           {"optimizer", gradaccum::Shard::optimizer},
                                                                           {"gradients", gradaccum::Shard::gradients}}));
-  app.add_flag("--overlap-param-gather", options.overlap_param_gather,
-               "parameters that other processes have stepped arrive while the next forward runs")
-      ->needs("--shard");
   app.add_flag("--in-backward", options.in_backward,
                "step each parameter as soon as its gradient is there, and free that: for updates of one micro-batch");
   auto* segments = app.add_option("--checkpoint", options.segments,

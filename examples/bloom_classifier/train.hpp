@@ -92,10 +92,8 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
       folder.model, optimizer, counted, profile(options), ga::Accumulate{.steps = steps}, fitting(folder, options),
       StepInBackward{.enabled = options.in_backward},
       ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
-      ga::DataParallel{.group = options.group,
-                       .shard = options.shard,
-                       .options = {.overlap_param_gather = options.overlap_param_gather}},
-      ga::Progress{}, Tokens{.real = &tokens, .padded = &padded},
+      ga::DataParallel{.group = options.group, .shard = options.shard}, ga::Progress{},
+      Tokens{.real = &tokens, .padded = &padded},
       ga::Validate(validation, {.every_updates = options.validate_every_updates(), .every_epochs = 1}, ga::Accuracy{}),
       Lines{.every = options.log_every, .group = options.group}, stopping_early(options), tensorboard(options),
       report(options), std::move(more)..., saving(options));

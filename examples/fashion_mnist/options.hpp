@@ -50,7 +50,6 @@ struct Options {
   std::string compile = {};
   std::int64_t memory_budget = 0;     // bytes; 0: none
   ga::Shard shard = ga::Shard::none;  // what several processes divide
-  bool overlap_param_gather = false;
   bool compare = false;
   bool compare_micro_batches = false;
 
@@ -122,9 +121,6 @@ inline void add_options(CLI::App& app, Options& options) {
          "that and the gradients")
       ->transform(CLI::CheckedTransformer(std::map<std::string, ga::Shard>{
           {"none", ga::Shard::none}, {"optimizer", ga::Shard::optimizer}, {"gradients", ga::Shard::gradients}}));
-  app.add_flag("--overlap-param-gather", options.overlap_param_gather,
-               "parameters that other processes have stepped arrive while the next forward runs")
-      ->needs("--shard");
   app.add_option("--threads", options.threads, "processor threads; 0: LibTorch chooses")->check(whole_number(0, 1024));
   app.add_option("--seed", options.seed, "of the first parameters and of the order of images")
       ->check(whole_number(0, std::numeric_limits<std::int64_t>::max()));

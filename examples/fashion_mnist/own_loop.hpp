@@ -93,8 +93,7 @@ inline ga::Evaluation train_by_hand(Setup& setup, const Options& options, RunOnP
   const auto learned = training_objective(setup, options);
   Accumulator optimizer(*setup.optimizer, {.steps = options.accumulate.steps(0)});
   ga::AmpScaler scaler({.enabled = options.scales_loss()});  // if not, it leaves the loss alone and just steps
-  ga::Replicas replicas(setup.group, setup.model, optimizer,
-                        {.shard = options.shard, .overlap_param_gather = options.overlap_param_gather});
+  ga::Replicas replicas(setup.group, setup.model, optimizer, {.shard = options.shard});
   Progress progress(options.epochs * setup.batches.rows());
   ga::Evaluation test;
   for (std::int64_t epoch = 0; epoch < options.epochs; ++epoch) {

@@ -52,10 +52,7 @@ inline Trained train_with_trainer(Setup& setup, const Options& options, const Ru
       setup.model, setup.optimizer, learned, profile(options),
       ga::Accumulate{.schedule = options.accumulate.by_epoch()},
       ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
-      ga::DataParallel{.group = setup.group,
-                       .shard = options.shard,
-                       .options = {.overlap_param_gather = options.overlap_param_gather}},
-      ga::Progress{},
+      ga::DataParallel{.group = setup.group, .shard = options.shard}, ga::Progress{},
       ga::Validate(setup.test_share, {.every_updates = options.validate_every_updates(), .every_epochs = 1},
                    ga::Accuracy{}),
       Lines{}, stopping_early(options), tensorboard(options), report(options), page, saving(options));

@@ -185,7 +185,6 @@
 #include <gradaccum/detail/window/arrival_scope.ipp>
 #include <gradaccum/detail/window/close_watch.ipp>
 #include <gradaccum/detail/window/gradient_watch.ipp>
-#include <gradaccum/detail/window/late_tensors.ipp>
 #include <gradaccum/detail/window/multiplier.ipp>
 #include <gradaccum/detail/window/open_window.ipp>
 #include <gradaccum/detail/window/optimizer_facade.ipp>

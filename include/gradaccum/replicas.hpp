@@ -74,10 +74,6 @@ class Replicas {
   /// This rank has no more batches: true if others have. The next `step()` then closes a window with theirs.
   bool others_continue() { return others_continue_ && others_continue_(); }
 
-  /// With `overlap_param_gather`: all that others have stepped is here. For what reads parameters without an operation
-  /// of LibTorch on this thread.
-  void wait_for_parameters() const;
-
   /// All ranks get the buffers of rank 0.
   void broadcast_buffers() const;
 

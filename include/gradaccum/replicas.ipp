@@ -53,8 +53,6 @@ GRADACCUM_INLINE std::string shape_of(const at::Tensor& tensor) {
 GRADACCUM_INLINE std::shared_ptr<detail::ReplicaPeers> Replicas::peers_of(const ProcessGroup& group,
                                                                           const ReplicasOptions& options) {
   TORCH_CHECK(options.bucket_bytes >= 1, "Replicas: bucket_bytes must be >= 1, got ", options.bucket_bytes);
-  TORCH_CHECK(!options.overlap_param_gather || options.shard != Shard::none,
-              "Replicas: overlap_param_gather goes with a shard, as each rank steps all parameters without one");
   return group.links() ? std::make_shared<detail::ReplicaPeers>(group.links(), options) : nullptr;
 }
 
@@ -84,15 +82,10 @@ GRADACCUM_INLINE void Replicas::broadcast(const std::vector<at::Tensor>& tensors
     if (tensor.defined()) group_.broadcast(tensor);
 }
 
-GRADACCUM_INLINE void Replicas::wait_for_parameters() const {
-  if (peers_) peers_->wait_for_parameters();
-}
-
 GRADACCUM_INLINE void Replicas::broadcast_buffers() const { broadcast(model_->buffers()); }
 
 GRADACCUM_INLINE void Replicas::check_equal() const {
   if (!group_.links()) return;
-  wait_for_parameters();
   const auto numbers = [](const at::Tensor& tensor) { return detail::fingerprint_of(tensor); };
   detail::check_same_lines(group_, detail::described(model_->named_parameters(), numbers),
                            "the parameters (dtype, shape, checksum)");

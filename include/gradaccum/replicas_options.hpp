@@ -8,19 +8,13 @@
 namespace gradaccum {
 
 /// How gradients are sent, what differs between the copies, and what is divided among them.
-///
-/// With `overlap_param_gather`, which goes with a `shard`, the parameters that other ranks have stepped arrive while
-/// the next forward runs: an operation of LibTorch waits for those that it is given, if it runs on the thread that has
-/// stepped. Whoever asks one for its address meanwhile, or reads it on another thread, gets an error; what has kept an
-/// address from an earlier window reads what is there: such programs call `Replicas::wait_for_parameters()` first.
 struct ReplicasOptions {
   /// Gradients that are sent together, at most; >= 1. With `shard` also what is under way of them: a larger gradient
   /// goes part by part if it is cut, and backward waits for the first.
   std::int64_t bucket_bytes = std::int64_t{25} << 20;
-  bool overlap = true;                ///< send gradients while the backward that fills the window goes on
-  bool seed_by_rank = true;           ///< random numbers of their own: rank r adds r to its generators' seeds
-  Shard shard = Shard::none;          ///< what the ranks divide, in place of having all of it each
-  bool overlap_param_gather = false;  ///< a shard's new parameters arrive while the next forward runs
+  bool overlap = true;        ///< send gradients while the backward that fills the window goes on
+  bool seed_by_rank = true;   ///< random numbers of their own: rank r adds r to its generators' seeds
+  Shard shard = Shard::none;  ///< what the ranks divide, in place of having all of it each
 };
 
 }  // namespace gradaccum

@@ -26,8 +26,8 @@ for loop in "" --trainer; do
   four=$("$launch" 4 "$example" "${settings[@]}" --accumulate 1)
   expect_same "$(results "$four")" "$(results "$one")" "four processes ${loop:-with a loop of their own}"
   for number in 2 4; do
-    for shard in optimizer "gradients --overlap-param-gather"; do
-      divided=$("$launch" "$number" "$example" "${settings[@]}" --accumulate $((4 / number)) --shard $shard |
+    for shard in optimizer gradients; do
+      divided=$("$launch" "$number" "$example" "${settings[@]}" --accumulate $((4 / number)) --shard "$shard" |
         grep -v Wrapping)
       expect_same "$(results "$divided")" "$(results "$one")" \
         "$number processes with --shard $shard, ${loop:-with a loop of their own}"
@@ -38,7 +38,7 @@ for loop in "" --trainer; do
 done
 
 # A process of two is killed, which have divided gradients and the optimizer's state.
-settings=("${options[@]}" --batch-size 8 --epochs 20 --save-every 20 --shard gradients --overlap-param-gather)
+settings=("${options[@]}" --batch-size 8 --epochs 20 --save-every 20 --shard gradients)
 straight=$("$launch" 2 "$example" "${settings[@]}" --save "$directory/straight")
 kill_one() {  # when there is a state
   local process

@@ -41,21 +41,17 @@ struct Outcome {
   ga::Shard shard = ga::Shard::none;
 };
 
-/// One process, or a rank of several; `policies` are beside those that all have.
-template <class... Policies>
+/// One process, or a rank of several.
 void train(Outcome& outcome, const Data& data, const ga::ProcessGroup& group, ga::FitOptions options,
-           std::int64_t steps, Policies... policies) {
+           std::int64_t steps) {
   ga::data::TensorBatches batches(
       data.inputs, data.targets,
       {.batch_size = 3, .shuffle = true, .seed = 3, .rank = group.rank(), .world_size = group.world_size()});
   torch::optim::Adam adam(outcome.model->parameters(), torch::optim::AdamOptions(0.05));
   ga::Trainer trainer(outcome.model, adam, objective, ga::Accumulate{.steps = steps}, ga::ClipNorm{.max = 0.5},
-                      std::move(policies)...,
                       ga::DataParallel{.group = group,
                                        .shard = outcome.shard,
-                                       .options = {.bucket_bytes = 100,
-                                                   .seed_by_rank = false,
-                                                   .overlap_param_gather = outcome.shard == ga::Shard::gradients},
+                                       .options = {.bucket_bytes = 100, .seed_by_rank = false},
                                        .check_every = 2},
                       [&](const ga::Step& step) {
                         outcome.losses.push_back(step.loss.item<double>());
@@ -67,23 +63,6 @@ void train(Outcome& outcome, const Data& data, const ga::ProcessGroup& group, ga
 }
 
 }  // namespace
-
-TEST_CASE("DataParallel: after a fit that has met an exception the parameters are there") {
-  const Data data;
-  std::vector<Outcome> ranks(2);
-  for (auto& rank : ranks) rank.model = make_model(), rank.shard = ga::Shard::gradients;
-  CHECK_THROWS_WITH(tests::as_ranks(2,
-                                    [&](const ga::ProcessGroup& group) {
-                                      const auto throws = [](const ga::Step& step) {
-                                        if (step.update == 2) throw std::runtime_error("out of luck");
-                                      };
-                                      train(ranks[static_cast<std::size_t>(group.rank())], data, group, {.epochs = 1},
-                                            2, throws);
-                                    }),
-                    Catch::Contains("out of luck"));
-  for (auto& rank : ranks)
-    for (auto& parameter : rank.model->parameters()) CHECK(parameter.data_ptr<double>() != nullptr);
-}
 
 TEST_CASE("DataParallel: ranks are one process, report included") {
   const int world_size = GENERATE(2, 4);
@@ -144,10 +123,7 @@ struct Run {
     torch::optim::Adam adam(model->parameters(), torch::optim::AdamOptions(0.05));
     ga::Trainer trainer(model, adam, objective, ga::Accumulate{.steps = 2}, ga::Ema{.decay = 0.9},
                         ga::SaveState{.directory = directory, .every_updates = 2, .keep_last = 0},
-                        ga::DataParallel{.group = group,
-                                         .shard = shard,
-                                         .options = {.overlap_param_gather = shard != ga::Shard::none},
-                                         .check_every = 1},
+                        ga::DataParallel{.group = group, .shard = shard, .check_every = 1},
                         [&](const ga::Step& step) { losses.push_back(step.loss.item<double>()); });
     report = trainer.fit(batches, options);
   }

@@ -2,11 +2,8 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/amp_scaler.hpp>
-#include <gradaccum/checkpoint.hpp>
 #include <gradaccum/detail/optimizers/param_states.hpp>
-#include <gradaccum/detail/parallel/piece_exchange.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
-#include <gradaccum/detail/window/late_tensors.hpp>
 #include <gradaccum/detail/window/shards.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/io/state_folder.hpp>
@@ -182,18 +179,13 @@ std::vector<Rank> make_ranks(int number, const Kind& kind) {
   return ranks;
 }
 
-/// `body(rank, its number)`, with Replicas. What is divided further has its parameters gathered beside the forward,
-/// too.
+/// `body(rank, its number)`, with Replicas.
 template <class Body>
-void together(std::vector<Rank>& ranks, ga::Shard shard, const Body& body, std::optional<bool> overlap = {},
-              std::int64_t bucket_bytes = 30000) {
+void together(std::vector<Rank>& ranks, ga::Shard shard, const Body& body, std::int64_t bucket_bytes = 30000) {
   tests::as_ranks(static_cast<int>(ranks.size()), [&](const ga::ProcessGroup& group) {
     auto& rank = ranks[static_cast<std::size_t>(group.rank())];
     ga::Replicas replicas(group, rank.model, *rank.optimizer,
-                          {.bucket_bytes = bucket_bytes,
-                           .seed_by_rank = false,
-                           .shard = shard,
-                           .overlap_param_gather = overlap.value_or(shard == ga::Shard::gradients)});
+                          {.bucket_bytes = bucket_bytes, .seed_by_rank = false, .shard = shard});
     rank.peers_of_all = replicas.peers();
     body(rank, group.rank());
     rank.peers_of_all = nullptr;
@@ -261,7 +253,7 @@ TEST_CASE("Shard: any number of ranks gives the bits of ranks that are not divid
   const auto trained_by = [&](ga::Shard shard) {
     auto ranks = make_ranks(number, kind);
     together(
-        ranks, shard, [&](Rank& rank, int i) { rank.train_to_the_bit(i, number, 4); }, {}, bucket_bytes);
+        ranks, shard, [&](Rank& rank, int i) { rank.train_to_the_bit(i, number, 4); }, bucket_bytes);
     return ranks;
   };
   const auto plain = trained_by(ga::Shard::none);
@@ -293,7 +285,7 @@ TEST_CASE("Shard: two ranks give the bits of two that are not divided") {
     const auto train = [](Rank& rank, int number) {
       for (int i = 0; i < 6; ++i) rank.micro_batch(1 + (i + number) % 3, 0.1 + 0.03 * i + number, 1, /*clips=*/false);
     };
-    together(ranks, how, train, {}, bucket_bytes);
+    together(ranks, how, train, bucket_bytes);
     return ranks;
   };
   const auto plain = trained_by(ga::Shard::none), divided = trained_by(shard);
@@ -353,110 +345,6 @@ std::vector<Kind> kinds_in_float64() {
 }
 
 }  // namespace
-
-TEST_CASE("Shard: parameters that are gathered beside the forward are those that are waited for") {
-  const auto kind = GENERATE(from_range(kinds()));
-  CAPTURE(kind.name);
-  const auto trained_by = [&](bool overlap) {
-    auto ranks = make_ranks(2, kind);
-    together(
-        ranks, ga::Shard::optimizer, [&](Rank& rank, int i) { rank.train(i, 4); }, overlap);
-    return ranks;
-  };
-  const auto plain = trained_by(false), beside = trained_by(true);
-  for (std::size_t i = 0; i < plain.size(); ++i) {
-    CHECK(beside[i].updates() == 3);
-    CHECK(torch::equal(flat(beside[i].model), flat(plain[i].model)));
-  }
-}
-
-TEST_CASE("Shard: parameters that are gathered beside the forward have no address before") {
-  const Kind kind = kinds()[2];
-  auto ranks = make_ranks(2, kind);
-  std::vector<std::string> errors(2);
-  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
-    const auto i = static_cast<std::size_t>(group.rank());
-    auto& rank = ranks[i];
-    ga::Replicas replicas(group, rank.model, *rank.optimizer,
-                          {.seed_by_rank = false, .shard = ga::Shard::optimizer, .overlap_param_gather = true});
-    rank.train(group.rank(), 1);
-    try {
-      rank.model->wide->weight.data_ptr<float>();
-    } catch (const std::exception& error) {
-      errors[i] = error.what();
-    }
-    replicas.wait_for_parameters();
-    CHECK(rank.model->wide->weight.data_ptr<float>() != nullptr);
-    rank.train(group.rank(), 1);  // and after the Replicas
-  });
-  for (std::size_t i = 0; i < 2; ++i) {
-    CHECK_THAT(errors[i], Catch::Contains("call replicas.wait_for_parameters() first"));
-    CHECK(ranks[i].model->wide->weight.data_ptr<float>() != nullptr);
-  }
-  CHECK(torch::equal(flat(ranks[0].model), flat(ranks[1].model)));
-}
-
-TEST_CASE("Shard: parameters that are gathered beside the forward, and not read by it") {
-  struct Branches : torch::nn::Module {
-    torch::nn::Linear always = register_module("always", torch::nn::Linear(40, 500));
-    torch::nn::Linear at_times = register_module("at_times", torch::nn::Linear(40, 500));
-  };
-  const auto trained_by = [](bool overlap) {
-    std::vector<std::shared_ptr<Branches>> models;
-    for (int i = 0; i < 2; ++i) {
-      torch::manual_seed(3);
-      models.push_back(std::make_shared<Branches>());
-    }
-    tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
-      auto& model = *models[static_cast<std::size_t>(group.rank())];
-      ga::optim::AdamW adamw(model.parameters(), ga::optim::AdamWOptions(0.01));
-      ga::GradAccumulator optimizer(adamw, {.steps = 2});
-      ga::Replicas replicas(group, model, optimizer,
-                            {.seed_by_rank = false, .shard = ga::Shard::optimizer, .overlap_param_gather = overlap});
-      for (int i = 0; i < 8; ++i) {
-        const auto x = torch::ones({2, 40}) * (i + group.rank());
-        // the first to read it: a checkpoint looks whether its function has changed what it is given
-        auto y = ga::checkpoint([](const at::Tensor& bias) { return bias.tanh(); }, model.always->bias);
-        y = y + torch::linear(x, model.always->weight);
-        if (i % 2 == 1) y = y + model.at_times->forward(x);
-        optimizer.backward(y.pow(2).mean());
-        optimizer.step();
-        optimizer.zero_grad();
-      }
-    });
-    return models;
-  };
-  const auto plain = trained_by(false), beside = trained_by(true);
-  for (std::size_t i = 0; i < 2; ++i)
-    for (std::size_t place = 0; place < 4; ++place)
-      CHECK(torch::equal(plain[i]->parameters()[place], beside[i]->parameters()[place]));
-}
-
-TEST_CASE("Shard: parameters that cannot be gathered are an error for who reads them") {
-  const auto parameters = parameters_of_sizes({4 * Shards::unit, 100, 6 * Shards::unit});
-  std::vector<std::string> errors;
-  const auto note_error_of = [&](const std::function<void()>& work) {
-    try {
-      work();
-      errors.emplace_back();
-    } catch (const std::exception& error) {
-      errors.emplace_back(error.what());
-    }
-  };
-  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
-    if (group.rank() == 1) return group.links()->give_up("out of luck");
-    const auto exchange = std::make_shared<ga::detail::PieceExchange>(group.links(), ga::detail::Links::Line::gradients,
-                                                                      std::make_shared<Shards>(parameters, true, 0, 2),
-                                                                      std::vector<std::size_t>{0, 1, 2}, 1 << 20);
-    ga::detail::LateTensors late(
-        parameters, [&](std::size_t i) { exchange->wait_for(i); }, "on its way");
-    note_error_of([&] { parameters[2].detach().sum(); });
-    note_error_of([&] { parameters[0].const_data_ptr(); });
-    note_error_of([&] { late.wait(); });
-  });
-  REQUIRE(errors.size() == 3);
-  for (auto& error : errors) CHECK_THAT(error, Catch::Contains("rank 1 has given up: out of luck"));
-}
 
 TEST_CASE("Shard: clipping, overflow and uneven weights are those of ranks that are not divided, to rounding") {
   const auto kind = GENERATE(from_range(kinds_in_float64()));
@@ -746,13 +634,6 @@ TEST_CASE("Shard: what it does not go with is refused, on all ranks") {
           });
         }),
         Catch::Contains("has state of a whole parameter"));
-  }
-  SECTION("parameters gathered beside the forward, where nothing is divided") {
-    CHECK_THAT(message([&](auto& ranks) {
-                 together(
-                     ranks, ga::Shard::none, [](Rank&, int) {}, /*overlap=*/true);
-               }),
-               Catch::Contains("overlap_param_gather goes with a shard"));
   }
   SECTION("random numbers that come later") {
     CHECK_THAT(message([&](auto& ranks) {

@@ -226,7 +226,7 @@ class Trainings:
         return [*self.program, "--epochs", "2", "--save", self.directory / name / "states", "--save-every", "7"]
 
     def endless(self):
-        return [*self.program, "--shard", "gradients", "--overlap-param-gather", "--epochs", "1000000"]
+        return [*self.program, "--shard", "gradients", "--epochs", "1000000"]
 
     def weights(self, name):
         newest = max((self.directory / name / "states").glob("step-*"))

@@ -47,7 +47,6 @@ struct DataParallel {
   std::shared_ptr<Replicas> replicas = nullptr;  ///< made when the trainer is built
 
   void attach(TrainerBase& trainer);
-  std::shared_ptr<void> fit_scope() const;
   bool others_continue() const;
   void after_step(const Step& step) const;
   void on_epoch_end(std::int64_t) const;

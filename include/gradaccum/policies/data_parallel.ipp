@@ -29,16 +29,7 @@ GRADACCUM_INLINE void DataParallel::after_step(const Step& step) const {
   if (check_every > 0 && step.update % check_every == 0) replicas->check_equal();
 }
 
-GRADACCUM_INLINE std::shared_ptr<void> DataParallel::fit_scope() const {
-  return std::shared_ptr<void>(nullptr, [here = replicas](void*) {  // of a fit that ended in the middle of an epoch
-    if (here->peers()) here->peers()->try_to_get_parameters();
-  });
-}
-
-GRADACCUM_INLINE void DataParallel::on_epoch_end(std::int64_t) const {
-  replicas->wait_for_parameters();
-  replicas->broadcast_buffers();
-}
+GRADACCUM_INLINE void DataParallel::on_epoch_end(std::int64_t) const { replicas->broadcast_buffers(); }
 
 GRADACCUM_INLINE void DataParallel::state(Archive& archive) const { archive.setting("world_size", group.world_size()); }
 

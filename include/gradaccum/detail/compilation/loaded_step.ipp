@@ -5,7 +5,6 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/compilation/step_result.hpp>
-#include <gradaccum/detail/window/late_tensors.hpp>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -136,7 +135,6 @@ GRADACCUM_INLINE Loss LoadedStep::eager(const std::string& why, c10::function_re
 
 GRADACCUM_INLINE Loss LoadedStep::run(std::vector<at::Tensor> batch, c10::function_ref<Loss()> objective) {
   if (!at::GradMode::is_enabled()) return objective();  // no step, but an evaluation
-  wait_for_late_tensors();                              // its code reads parameters without operations
   const auto modes = model_.modes();
   if (!modes_fit(modes)) return eager("other modes: " + model_.text(modes), objective);
   if (!model_.unchanged())

@@ -12,14 +12,14 @@
 #include <c10/util/FunctionRef.h>
 
 #include <algorithm>
+#include <deque>
 #include <utility>
 
 namespace gradaccum::detail {
 
 /// Pieces of one rank that are sent together, as bytes.
-struct PieceExchange::Parcel {
+struct Parcel {
   int rank = 0;
-  std::vector<std::size_t> places = {};
   std::vector<at::Tensor> pieces = {};
   std::int64_t bytes = 0;
   at::Tensor sent = {};  ///< where they lie on the way
@@ -29,8 +29,7 @@ struct PieceExchange::Parcel {
     return pieces[0].device() == piece.device() &&
            bytes + static_cast<std::int64_t>(piece.nbytes()) <= std::min(alone_from, bucket_bytes);
   }
-  void add(std::size_t place, const at::Tensor& piece) {
-    places.push_back(place);
+  void add(const at::Tensor& piece) {
     pieces.push_back(piece);
     bytes += static_cast<std::int64_t>(piece.nbytes());
   }
@@ -41,7 +40,24 @@ struct PieceExchange::Parcel {
   void unpack() const;
 };
 
-GRADACCUM_INLINE void PieceExchange::Parcel::for_each(
+/// Parcels of each rank, in the order of ranks.
+GRADACCUM_INLINE std::vector<std::vector<Parcel>> parcels_of(const Shards& shards,
+                                                             const std::vector<std::size_t>& places,
+                                                             std::int64_t bucket_bytes) {
+  std::vector<std::vector<Parcel>> all(static_cast<std::size_t>(shards.world_size()));
+  for (auto place : places)
+    for (auto& piece : shards.pieces(place)) {
+      if (piece.size() == 0) continue;
+      auto& parcels = all[static_cast<std::size_t>(piece.rank)];
+      const auto tensor = shards.part(place, piece, shards.parameters()[place]).variable_data();  // own version
+      const auto open = std::find_if(parcels.begin(), parcels.end(),
+                                     [&](const Parcel& parcel) { return parcel.takes(tensor, bucket_bytes); });
+      (open == parcels.end() ? parcels.emplace_back(Parcel{.rank = piece.rank}) : *open).add(tensor);
+    }
+  return all;
+}
+
+GRADACCUM_INLINE void Parcel::for_each(
     c10::function_ref<void(const at::Tensor& piece, const at::Tensor& bytes)> body) const {
   std::int64_t from = 0;
   for (auto& piece : pieces) {
@@ -51,7 +67,7 @@ GRADACCUM_INLINE void PieceExchange::Parcel::for_each(
   }
 }
 
-GRADACCUM_INLINE void PieceExchange::Parcel::pack(bool is_sender) {
+GRADACCUM_INLINE void Parcel::pack(bool is_sender) {
   if (pieces.size() == 1) {
     sent = pieces[0].contiguous();  // itself, where it lies in one row
     return;
@@ -60,7 +76,7 @@ GRADACCUM_INLINE void PieceExchange::Parcel::pack(bool is_sender) {
   if (is_sender) for_each([](auto& piece, auto& part) { part.copy_(bytes_of_row(piece.contiguous())); });
 }
 
-GRADACCUM_INLINE void PieceExchange::Parcel::unpack() const {
+GRADACCUM_INLINE void Parcel::unpack() const {
   if (pieces.size() == 1) {
     if (is_copied()) pieces[0].copy_(sent);
     return;
@@ -72,68 +88,51 @@ GRADACCUM_INLINE void PieceExchange::Parcel::unpack() const {
   });
 }
 
-GRADACCUM_INLINE PieceExchange::PieceExchange(std::shared_ptr<Links> links, Links::Line line,
-                                              std::shared_ptr<const Shards> shards,
-                                              const std::vector<std::size_t>& places, std::int64_t bucket_bytes)
-    : links_(std::move(links)),
-      line_(line),
-      shards_(std::move(shards)),
-      bucket_bytes_(bucket_bytes),
-      of_parameter_(shards_->size()) {
+/// Parcels that are under way, the oldest first.
+class ParcelsUnderWay {
+ public:
+  ParcelsUnderWay(Links& links, Links::Line line, const Shards& shards) : links_(links), line_(line), shards_(shards) {}
+
+  void send(Parcel parcel) {
+    parcel.pack(parcel.rank == shards_.rank());
+    parcel.pending = links_.begin_broadcast(line_, parcel.sent, parcel.rank);
+    copied_ += parcel.is_copied() ? parcel.bytes : 0;
+    under_way_.push_back(std::move(parcel));
+  }
+  void receive() {
+    const auto parcel = std::move(under_way_.front());
+    under_way_.pop_front();
+    links_.wait(parcel.pending, "the parameters of an update");
+    if (parcel.rank != shards_.rank()) parcel.unpack();
+    copied_ -= parcel.is_copied() ? parcel.bytes : 0;
+  }
+  bool empty() const { return under_way_.empty(); }
+  std::int64_t copied() const { return copied_; }  ///< bytes
+
+ private:
+  Links& links_;
+  Links::Line line_;
+  const Shards& shards_;
+  std::deque<Parcel> under_way_;
+  std::int64_t copied_ = 0;
+};
+
+GRADACCUM_INLINE void exchange_pieces(Links& links, Links::Line line, const Shards& shards,
+                                      const std::vector<std::size_t>& places, std::int64_t bucket_bytes) {
   const at::NoGradGuard no_grad;
-  auto parcels = parcels_of_ranks(places);
+  ParcelsUnderWay under_way(links, line, shards);
+  auto parcels = parcels_of(shards, places, bucket_bytes);
   std::size_t most = 0;
   for (auto& of_rank : parcels) most = std::max(most, of_rank.size());
   for (std::size_t i = 0; i < most; ++i)
     for (auto& of_rank : parcels) {  // by turns: all links are busy both ways
       if (i >= of_rank.size()) continue;
-      while (!under_way_.empty() && copied_ + of_rank[i].bytes > bucket_bytes_) receive();
-      send(std::move(of_rank[i]));
+      while (!under_way.empty() && under_way.copied() + of_rank[i].bytes > bucket_bytes) under_way.receive();
+      under_way.send(std::move(of_rank[i]));
     }
-}
-
-GRADACCUM_INLINE PieceExchange::~PieceExchange() = default;
-
-GRADACCUM_INLINE std::vector<std::vector<PieceExchange::Parcel>> PieceExchange::parcels_of_ranks(
-    const std::vector<std::size_t>& places) const {
-  std::vector<std::vector<Parcel>> all(static_cast<std::size_t>(shards_->world_size()));
+  while (!under_way.empty()) under_way.receive();
   for (auto place : places)
-    for (auto& piece : shards_->pieces(place)) {
-      if (piece.size() == 0) continue;
-      auto& parcels = all[static_cast<std::size_t>(piece.rank)];
-      const auto tensor = shards_->part(place, piece, shards_->parameters()[place]).variable_data();  // own version
-      const auto open = std::find_if(parcels.begin(), parcels.end(),
-                                     [&](const Parcel& parcel) { return parcel.takes(tensor, bucket_bytes_); });
-      (open == parcels.end() ? parcels.emplace_back(Parcel{.rank = piece.rank}) : *open).add(place, tensor);
-    }
-  return all;
-}
-
-GRADACCUM_INLINE void PieceExchange::send(Parcel parcel) {
-  parcel.pack(parcel.rank == shards_->rank());
-  parcel.pending = links_->begin_broadcast(line_, parcel.sent, parcel.rank);
-  copied_ += parcel.is_copied() ? parcel.bytes : 0;
-  for (auto place : parcel.places) ++of_parameter_[place];
-  under_way_.push_back(std::move(parcel));
-}
-
-GRADACCUM_INLINE void PieceExchange::receive() {
-  const auto parcel = std::move(under_way_.front());
-  under_way_.pop_front();
-  links_->wait(parcel.pending, "the parameters of an update");
-  if (parcel.rank != shards_->rank()) parcel.unpack();
-  copied_ -= parcel.is_copied() ? parcel.bytes : 0;
-  for (auto place : parcel.places) --of_parameter_[place];
-}
-
-GRADACCUM_INLINE void PieceExchange::wait_for(std::size_t place) {
-  const at::NoGradGuard no_grad;
-  while (of_parameter_[place] > 0) receive();
-}
-
-GRADACCUM_INLINE void PieceExchange::wait() {
-  const at::NoGradGuard no_grad;
-  while (!under_way_.empty()) receive();
+    shards.parameters()[place].unsafeGetTensorImpl()->bump_version();  // a broadcast is no write to LibTorch
 }
 
 }  // namespace gradaccum::detail

@@ -26,7 +26,6 @@ class Optimizer;
 namespace gradaccum::detail {
 
 class GradientExchange;
-class LateTensors;
 class Shards;
 
 /// The other replicas of a model: windows become those of all of them.
@@ -41,18 +40,11 @@ class Shards;
 class ReplicaPeers final : public Peers {
  public:
   ReplicaPeers(std::shared_ptr<Links> links, const ReplicasOptions& options);
-  ~ReplicaPeers() override;
 
   /// From device to device, where each rank has these on one of its own.
   void connect(const std::vector<at::Tensor>& parameters);
   /// The replicas are gone, and with them their connections: whoever goes on to train hears of it.
   void disconnect();
-
-  /// Those that others have stepped, and that nobody has read since, are still on their way with
-  /// `overlap_param_gather`.
-  void wait_for_parameters() const;
-  /// The same where an error would not be heard.
-  void try_to_get_parameters() const noexcept;
 
   /// A line for each group of an optimizer that is divided: what must be the same on all ranks, or their parts are
   /// stepped differently, and nobody sees it in the parameters.
@@ -92,7 +84,6 @@ class ReplicaPeers final : public Peers {
   WindowTotals sums_of_all(const WindowTotals& own) const;
   void measure_all(WindowGradients& window);
   bool step_own(AnyOptimizer& optimizer, Gradients gradients) const;
-  void send_parameters();
   /// Others wait for what `work` does: they hear of an exception.
   void or_give_up(c10::function_ref<void()> work) const;
 
@@ -106,7 +97,6 @@ class ReplicaPeers final : public Peers {
   std::optional<WindowTotals> followed_;        // what was agreed about the window that is to be closed with others
   std::vector<std::size_t> used_;               // of the window that is closed: somewhere there is a gradient
   std::shared_ptr<NormsOfAll> norms_;           // of the window that is closed, until it is stepped
-  std::unique_ptr<LateTensors> late_;           // what others have stepped with it
 };
 
 }  // namespace gradaccum::detail

@@ -11,7 +11,6 @@
 #include <gradaccum/detail/parallel/whole_gradients.hpp>
 #include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/detail/window/arrival_scope.hpp>
-#include <gradaccum/detail/window/late_tensors.hpp>
 #include <gradaccum/detail/window/shards.hpp>
 #include <gradaccum/detail/window/tensor_lists.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
@@ -53,31 +52,16 @@ struct ReplicaPeers::NormsOfAll {
 GRADACCUM_INLINE ReplicaPeers::ReplicaPeers(std::shared_ptr<Links> links, const ReplicasOptions& options)
     : links_(std::move(links)), options_(options) {}
 
-GRADACCUM_INLINE ReplicaPeers::~ReplicaPeers() = default;
-
 GRADACCUM_INLINE void ReplicaPeers::connect(const std::vector<at::Tensor>& parameters) {
   const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters[0].device();
   line_ = links_->connect_devices(links_->all_gather(device_place(parameters)), device);
 }
 
 GRADACCUM_INLINE void ReplicaPeers::disconnect() {
-  try_to_get_parameters();
-  late_.reset();
   if (norms_) norms_->pending.reset();
   norms_.reset();
   end_window();
   links_.reset();
-}
-
-GRADACCUM_INLINE void ReplicaPeers::wait_for_parameters() const {
-  if (late_) late_->wait();
-}
-
-GRADACCUM_INLINE void ReplicaPeers::try_to_get_parameters() const noexcept {
-  try {
-    wait_for_parameters();
-  } catch (...) {  // who reads them hears of it
-  }
 }
 
 GRADACCUM_INLINE int ReplicaPeers::rank() const { return links_ ? links_->rank() : 0; }
@@ -119,7 +103,6 @@ GRADACCUM_INLINE void ReplicaPeers::backward(const std::shared_ptr<WindowGradien
                                              const std::function<void()>& run) {
   if (!options_.overlap && !take_each_backward()) return run();
   try {
-    wait_for_parameters();  // that the forward has not read
     if (!exchange_) begin_exchange(window, accumulate_in);
     shards_ ? run_round(*window, accumulate_in, run) : run_and_send(run);
   } catch (...) {
@@ -171,7 +154,6 @@ GRADACCUM_INLINE void ReplicaPeers::or_give_up(c10::function_ref<void()> work) c
 GRADACCUM_INLINE void ReplicaPeers::reduce(const std::shared_ptr<WindowGradients>& window,
                                            std::optional<c10::ScalarType> accumulate_in) {
   or_give_up([&] {
-    wait_for_parameters();
     if (!exchange_) begin_exchange(window, accumulate_in);
     const auto all = followed_ ? *followed_ : agree(window, /*active=*/true);
     if (!shards_)
@@ -219,34 +201,11 @@ GRADACCUM_INLINE bool ReplicaPeers::step(AnyOptimizer& optimizer, const std::sha
   bool moved = false;
   or_give_up([&] {
     moved = !used_.empty() && step_own(optimizer, Gradients(window));
-    if (moved) send_parameters();
+    if (moved) exchange_pieces(*links_, line_, *shards_, used_, options_.bucket_bytes);
     window->wait_for_measure();
     norms_.reset();
   });
   return moved;
-}
-
-GRADACCUM_INLINE void ReplicaPeers::send_parameters() {
-  const auto exchange = std::make_shared<PieceExchange>(links_, line_, shards_, used_, options_.bucket_bytes);
-  std::vector<at::Tensor> sent;
-  for (auto place : used_) sent.push_back(shards_->parameters()[place]);
-  if (!options_.overlap_param_gather) {
-    exchange->wait();
-    for (auto& parameter : sent) parameter.unsafeGetTensorImpl()->bump_version();
-    return;
-  }
-  const auto arrive = [exchange, links = links_, places = used_](std::size_t i) {
-    try {
-      exchange->wait_for(places[i]);
-    } catch (const std::exception& error) {
-      links->give_up(error.what());
-      throw;
-    }
-  };
-  late_ = std::make_unique<LateTensors>(
-      std::move(sent), arrive,
-      "Replicas: with overlap_param_gather this parameter arrives when an operation of LibTorch reads it on the thread "
-      "that has stepped; what else reads it has to call replicas.wait_for_parameters() first");
 }
 
 GRADACCUM_INLINE bool ReplicaPeers::others_continue(const std::shared_ptr<WindowGradients>& window,
@@ -268,18 +227,12 @@ GRADACCUM_INLINE void ReplicaPeers::add_up(const at::Tensor& tensor) const {
 
 GRADACCUM_INLINE void ReplicaPeers::gather(Archive& archive) const {
   TORCH_CHECK(links_ || !shards_, "Replicas: must live as long as states are saved of what they have divided");
-  if (!links_) return;
-  or_give_up([&] {
-    wait_for_parameters();
-    gather_states(*links_, archive);
-  });
+  if (links_) or_give_up([&] { gather_states(*links_, archive); });
 }
 
 GRADACCUM_INLINE void ReplicaPeers::pick(Archive::Values& values) const { pick_state(values, rank()); }
 
-/// What all ranks have begun to send arrives before: who catches the exception may go on to use the parameters.
 GRADACCUM_INLINE void ReplicaPeers::give_up(const std::string& why) {
-  try_to_get_parameters();
   if (links_) links_->give_up(why);
 }
 

@@ -6,7 +6,6 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/watching/kineto_session.hpp>
-#include <gradaccum/detail/window/late_tensors.hpp>
 #include <gradaccum/trainer_base.hpp>
 
 namespace gradaccum::detail {
@@ -57,7 +56,6 @@ GRADACCUM_INLINE void ProfiledUpdates::begin(const char* phase, std::int64_t mic
 GRADACCUM_INLINE void ProfiledUpdates::begin_if_due() {
   begun_ = trainer_.updates();
   if (begun_ == measured_ && measured_memory_.memory.empty()) {
-    wait_for_late_tensors();  // else it would know them by storages that are not theirs
     memory_.emplace([&trainer = trainer_](MemoryByPhase::SeeHeld see) { trainer.for_each_held(see); });
   } else if (begun_ >= updates_.first && begun_ < updates_.second && !report_) {
     profiler_.emplace(ProfilerOptions{.directory = directory_});

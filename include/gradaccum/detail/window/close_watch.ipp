@@ -6,7 +6,6 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/window/arrival_scope.hpp>
 #include <gradaccum/detail/window/gradient_watch.hpp>
-#include <gradaccum/detail/window/late_tensors.hpp>
 #include <gradaccum/detail/window/sample.hpp>
 
 #include <c10/util/Exception.h>
@@ -125,7 +124,6 @@ GRADACCUM_INLINE std::int64_t CloseWatch::passes() const {
 }
 
 GRADACCUM_INLINE void CloseWatch::watch_parameters() {
-  wait_for_late_tensors();
   for (std::size_t place = 0; place < watched_->parameters().size(); ++place) {
     const auto& parameter = watched_->parameters()[place];
     auto& watched = watched_->all()[place];

@@ -5,7 +5,6 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/window/gradient_watch.hpp>
-#include <gradaccum/detail/window/late_tensors.hpp>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -132,7 +131,6 @@ GRADACCUM_INLINE void Shards::check_place(const torch::optim::Optimizer& optimiz
 }
 
 GRADACCUM_INLINE void Shards::check(const torch::optim::Optimizer& optimizer) const {
-  wait_for_late_tensors();
   std::vector<at::Tensor> all;
   for (auto& group : optimizer.param_groups()) all.insert(all.end(), group.params().begin(), group.params().end());
   check_parameters(all);
