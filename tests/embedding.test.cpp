@@ -279,3 +279,11 @@ TEST_CASE("embedding: on a device the rows that were looked up are added, and no
   for (const std::int64_t padding : {-1, 0, 3}) CHECK(same(summed_there(here, padding), summed_there(there, padding)));
   CHECK_FALSE(same(summed_there(here, 3), summed_there(there, -1)));
 }
+
+TEST_CASE("embedding: on a device sums of 16 bits are rounded once a backward pass, as LibTorch's", "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
+  auto weight = torch::zeros({2000, 4}, torch::dtype(at::kBFloat16).device(at::kCUDA)).requires_grad_();
+  weight.mutable_grad() = torch::zeros_like(weight);
+  ga::embedding(torch::full({1000}, 7, torch::dtype(at::kLong).device(at::kCUDA)), weight).sum().backward();
+  CHECK(weight.grad()[7].eq(1000).all().item<bool>());  // rounded at each look-up it would stop at 256
+}

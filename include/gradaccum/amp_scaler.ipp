@@ -149,8 +149,8 @@ GRADACCUM_INLINE void AmpScaler::state(Archive& archive) {
   if (archive.loading()) archive.when_all_fit(load(entries));
 }
 
-/// Backward keeps the tensor, so it is never written to: a new scale is a new tensor. By a 0-dim float32 tensor a 0-dim
-/// float16 loss becomes float32; by a number it would not.
+/// Backward keeps the tensor, which nobody writes to meanwhile. By a 0-dim float32 tensor a 0-dim float16 loss becomes
+/// float32; by a number it would not.
 GRADACCUM_INLINE const at::Tensor& AmpScaler::scale_on(at::Device device) {
   auto& scale = on_devices_[device];
   if (!scale.defined()) {

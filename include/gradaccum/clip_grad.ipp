@@ -22,10 +22,15 @@ GRADACCUM_INLINE at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& param
   TORCH_CHECK(norm_type > 0, "clip_grad_norm_: norm_type must be > 0, got ", norm_type);
   at::NoGradGuard no_grad;
   Gradients gradients(parameters);
-  const auto norm = norm_type == 2.0 ? gradients.norm() : detail::norms(gradients.raw(), norm_type).norm(norm_type);
+  at::Tensor norm;
+  if (norm_type == 2.0) {
+    norm = clip_grad_norm_(gradients, max_norm);
+  } else {
+    norm = detail::norms(gradients.raw(), norm_type).norm(norm_type);
+    detail::clip_by(gradients.factor(), norm, max_norm);
+  }
   TORCH_CHECK(!error_if_nonfinite || norm.isfinite().item<bool>(), "clip_grad_norm_: the norm must be finite, got ",
               norm.item<double>(), "; pass error_if_nonfinite = false to clip all the same");
-  detail::clip_by(gradients.factor(), norm, max_norm);
   gradients.apply();
   return norm;
 }

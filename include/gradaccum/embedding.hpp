@@ -33,7 +33,8 @@ struct EmbeddingOptions {
 ///
 /// `input`: int64 or int32, any shape. `weight`: [rows, width]. Gives [..., width]. On a CPU the gradients are
 /// LibTorch's to the bit, as long as `weight` is used once in a backward pass (used twice, the sums are rounded in
-/// another order). On a CUDA device a row is added as often as it was looked up, which rounds in another order, too.
+/// another order). On a CUDA device a row is added as often as it was looked up, which rounds in another order, too;
+/// gradients of 16 bits are those of the whole table there.
 /// Where adding rows would not be right, it does as LibTorch does: a first gradient, a weight that is no leaf, hooks on
 /// it, `autograd::grad`, `create_graph`, a gradient of another dtype or layout.
 ///

@@ -12,8 +12,10 @@
 #include <ATen/ops/_index_put_impl.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/_unique2.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/embedding_dense_backward.h>
+#include <ATen/ops/where.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -56,10 +58,20 @@ GRADACCUM_INLINE RowGradients row_gradients(const at::Tensor& gradient, const at
 }
 
 /// A row and its gradient for each look-up, as often as there was one: the host need not know how many rows differ.
+/// Those of the padding become zeros of different rows, since a device adds to one row after another. There are fewer
+/// look-ups than rows.
 GRADACCUM_INLINE RowGradients repeated_row_gradients(const at::Tensor& gradient, const at::Tensor& input,
                                                      std::int64_t padding_idx) {
-  if (padding_idx < 0) return {input.to(at::kLong), gradient};
-  return {input.to(at::kLong), gradient.masked_fill(input.eq(padding_idx).unsqueeze(-1), 0)};
+  const auto rows = input.to(at::kLong);
+  if (padding_idx < 0) return {rows, gradient};
+  const auto is_padding = rows.eq(padding_idx);
+  return {at::where(is_padding, at::arange(rows.numel(), rows.options()).view_as(rows), rows),
+          gradient.masked_fill(is_padding.unsqueeze(-1), 0)};
+}
+
+/// A device rounds the sum of a row at each look-up, for which 16 bits are too few.
+GRADACCUM_INLINE bool is_rounded_too_often(const at::Tensor& gradient) {
+  return gradient.is_cuda() && gradient.element_size() < 4;
 }
 
 /// LibTorch adds no such tensors of float16 on the CPU.
@@ -107,7 +119,7 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
       const auto rows = row_gradients(gradient, input, padding_idx);
       return {at::Tensor(), sparse_gradient(weight, rows), at::Tensor(), at::Tensor()};
     }
-    if (input.numel() >= weight.size(0) || !is_added_in_place(weight, gradient)) {
+    if (input.numel() >= weight.size(0) || is_rounded_too_often(gradient) || !is_added_in_place(weight, gradient)) {
       auto whole = at::embedding_dense_backward(gradient, input, weight.size(0), padding_idx, false);
       return {at::Tensor(), whole, at::Tensor(), at::Tensor()};
     }

@@ -56,12 +56,14 @@ bool agree(const at::Tensor& kernel, const at::Tensor& processor) {
 /// Tensors of one step: parameter, gradient and state.
 using Arrays = std::vector<at::Tensor>;
 
-/// Copies for a kernel, at any offset.
+/// Copies for a kernel: all aligned, or each other one not, in turn.
 class KernelArrays {
  public:
   explicit KernelArrays(const Arrays& arrays) {
+    static std::size_t turn = 0;
+    const auto moved = ++turn % 3;
     for (std::size_t i = 0; i < arrays.size(); ++i)
-      copies_.push_back(arrays[i].defined() ? std::make_unique<KernelMemory>(arrays[i], i % 2 == 1) : nullptr);
+      copies_.push_back(arrays[i].defined() ? std::make_unique<KernelMemory>(arrays[i], moved == 1 + i % 2) : nullptr);
   }
   std::array<void*, 6> pointers() const {
     std::array<void*, 6> all{};
@@ -228,7 +230,7 @@ std::vector<at::Tensor> many_parameters(std::size_t count, at::Device where) {
   torch::manual_seed(11);
   for (std::size_t i = 0; i < count; ++i) {
     const auto dtype = dtypes[i % dtypes.size()];
-    const auto n = static_cast<std::int64_t>(i % 7 == 3 ? 0 : 1 + i * i % 61);
+    const auto n = static_cast<std::int64_t>(i % 7 == 3 ? 0 : i % 9 == 8 ? 400 + i : 1 + i * i % 61);
     const auto numbers = torch::randn({n, 3, 2, 2}).to(dtype).to(where), grad = torch::randn({n, 3, 2, 2}).to(dtype);
     auto parameter = i % 5 == 4 ? numbers.to(at::MemoryFormat::ChannelsLast) : numbers;
     if (i % 11 == 5) parameter = torch::zeros({n, 3, 2, 4}).to(dtype).to(where).slice(3, 0, 4, 2).copy_(parameter);

@@ -67,13 +67,13 @@ class KernelMultiplier {
 
  private:
   template <class T>
-  static const T* keep(std::optional<T> number, std::shared_ptr<KernelMemory>& place) {
+  static const T* keep(std::optional<T> number, std::unique_ptr<KernelMemory>& place) {
     if (!number) return nullptr;
-    place = std::make_shared<KernelMemory>(torch::tensor(*number, c10::CppTypeToScalarType<T>::value));
+    place = std::make_unique<KernelMemory>(torch::tensor(*number, c10::CppTypeToScalarType<T>::value));
     return static_cast<const T*>(place->data());
   }
 
-  std::shared_ptr<KernelMemory> places_[4];
+  std::unique_ptr<KernelMemory> places_[4];
   gradaccum::detail::DeviceMultiplier by_;
 };
 

@@ -87,13 +87,21 @@ void to_host(ScaleLaunch& launch) {
   to_host(launch.to);
 }
 
-/// All threads of a block, one after another; each time in the other direction, for a device promises no order.
+/// Threads `[from, to)` of a block, one after another; each time in the other direction, for a device promises no
+/// order.
 template <class Block, class Run>
-void in_turn(std::vector<Block>& threads, bool backwards, const Run& run) {
-  for (int i = 0; i < threads_of_block; ++i) {
-    thread_in_turn = backwards ? threads_of_block - 1 - i : i;
+void in_turn(std::vector<Block>& threads, int from, int to, bool backwards, const Run& run) {
+  for (int i = from; i < to; ++i) {
+    thread_in_turn = backwards ? from + to - 1 - i : i;
     run(threads[static_cast<std::size_t>(thread_in_turn)]);
   }
+}
+
+/// Those that wait for one another between phases.
+template <class Block>
+constexpr int threads_together() {
+  if constexpr (requires { Block::warps_are_independent; }) return 32;
+  return threads_of_block;
 }
 
 template <class Block, int... phases>
@@ -104,9 +112,12 @@ void run_block(const typename Block::Arguments& arguments, std::int64_t block, s
   alignas(16) unsigned char memory[sizeof(typename Block::Shared)];
   std::memset(memory, 0xFF, sizeof(memory));  // a device's holds anything
   auto& shared = *reinterpret_cast<typename Block::Shared*>(memory);
-  in_turn(threads, turned, [&](Block& thread) { thread.begin(arguments, block, shared); });
-  for (int round = 0; round < Block::rounds; ++round)
-    (in_turn(threads, turned, [&](Block& thread) { thread.template run<phases>(round, shared); }), ...);
+  in_turn(threads, 0, threads_of_block, turned, [&](Block& thread) { thread.begin(arguments, block, shared); });
+  constexpr int together = threads_together<Block>();
+  for (int first = 0; first < threads_of_block; first += together)
+    for (int round = 0; round < Block::rounds; ++round)
+      (in_turn(threads, first, first + together, turned, [&](Block& t) { t.template run<phases>(round, shared); }),
+       ...);
 }
 
 /// From the last block to the first: a device promises no order.

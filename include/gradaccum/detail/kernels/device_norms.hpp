@@ -10,15 +10,26 @@
 
 namespace gradaccum::detail {
 
+/// Memory of a device that one stream uses again and again.
+class StreamMemory {
+ public:
+  /// So many float64 numbers on a device, for its current stream: the same ones as before, if nobody else has them.
+  at::Tensor take(std::int64_t numbers, at::Device device);
+
+ private:
+  at::Tensor memory_;
+  void* stream_ = nullptr;
+};
+
 /// Whether a kernel of our own takes it.
 bool can_be_normed_on_device(const at::Tensor& tensor);
 
 /// The L2 norm of each, in float64: of tensors on one device for which `can_be_normed_on_device`. The bits depend on
-/// nothing but the tensor. Does not wait for the device. The result lies in `memory`, which is allocated anew where it
-/// is too small, on another device or in use.
-at::Tensor l2_norms_on_device(const std::vector<at::Tensor>& tensors, at::Tensor& memory);
+/// nothing but the tensor. Does not wait for the device. The result lies in `memory`.
+at::Tensor l2_norms_on_device(const std::vector<at::Tensor>& tensors, StreamMemory& memory);
 
-/// A WindowNorm of these norms as three numbers of float64. Does not wait for the device.
+/// A WindowNorm of these norms as three numbers of float64, and its parts, which are views of it. Does not wait for the
+/// device.
 at::Tensor window_norm_on_device(const at::Tensor& norms, const DeviceMultiplier& by, double max_norm);
 inline at::Tensor norm_in(const at::Tensor& window_norm) { return window_norm.select(0, 0); }
 inline at::Tensor clip_coefficient_in(const at::Tensor& window_norm) { return window_norm.select(0, 1); }

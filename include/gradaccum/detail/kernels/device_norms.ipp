@@ -10,6 +10,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <cstddef>
 #include <cstdint>
 
 namespace gradaccum::detail {
@@ -34,21 +35,24 @@ GRADACCUM_INLINE bool can_be_normed_on_device(const at::Tensor& tensor) {
          has_kernels(tensor.scalar_type());
 }
 
-/// Memory for so many numbers: the same as before, if nobody else has it.
-GRADACCUM_INLINE const at::Tensor& enough_memory(at::Tensor& memory, std::int64_t numbers, at::Device device) {
-  const bool fits = memory.defined() && memory.numel() >= numbers && memory.device() == device &&
-                    memory.use_count() == 1 && memory.storage().use_count() == 1;
-  if (!fits) memory = at::empty({numbers}, at::TensorOptions(at::kDouble).device(device));
-  return memory;
+GRADACCUM_INLINE at::Tensor StreamMemory::take(std::int64_t numbers, at::Device device) {
+  auto* const stream = native_stream(device);
+  const bool fits = memory_.defined() && memory_.numel() >= numbers && memory_.device() == device &&
+                    stream_ == stream && memory_.use_count() == 1 && memory_.storage().use_count() == 1;
+  if (!fits) {
+    memory_ = at::empty({numbers}, at::TensorOptions(at::kDouble).device(device));
+    stream_ = stream;
+  }
+  return memory_;
 }
 
-GRADACCUM_INLINE at::Tensor l2_norms_on_device(const std::vector<at::Tensor>& tensors, at::Tensor& memory) {
+GRADACCUM_INLINE at::Tensor l2_norms_on_device(const std::vector<at::Tensor>& tensors, StreamMemory& memory) {
   const auto device = tensors.front().device();
   const c10::DeviceGuard guard(device);
   std::int64_t blocks = 0;
   for (auto& tensor : tensors) blocks += blocks_of_elements(tensor.numel());
   const auto count = static_cast<std::int64_t>(tensors.size());
-  const auto norms = enough_memory(memory, count + blocks, device).narrow(0, 0, count);
+  const auto norms = memory.take(count + blocks, device).narrow(0, 0, count);
   auto* const numbers = norms.mutable_data_ptr<double>();
   launch_norms(*device_kernels(), tensors, numbers, numbers + count, native_stream(device));
   return norms;
@@ -56,7 +60,8 @@ GRADACCUM_INLINE at::Tensor l2_norms_on_device(const std::vector<at::Tensor>& te
 
 GRADACCUM_INLINE at::Tensor window_norm_on_device(const at::Tensor& norms, const DeviceMultiplier& by,
                                                   double max_norm) {
-  static_assert(sizeof(WindowNorm) == 3 * sizeof(double));
+  static_assert(sizeof(WindowNorm) == 3 * sizeof(double) && offsetof(WindowNorm, clip_coefficient) == sizeof(double) &&
+                offsetof(WindowNorm, found_inf) == 4 * sizeof(float));
   const c10::DeviceGuard guard(norms.device());
   auto result = at::empty({3}, norms.options());
   device_kernels()->window_norm({norms.const_data_ptr<double>(), norms.numel(), by, max_norm,

@@ -12,7 +12,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <torch/serialize/archive.h>
@@ -57,6 +57,12 @@ GRADACCUM_INLINE bool OnePass::judges_on_device(const Gradients& gradients) cons
 }
 
 /// The steps are counted as if they were all taken, and the device is told how many were not.
+/// 0-dim float32, also in an InferenceMode, which may have ended when it changes.
+GRADACCUM_INLINE at::Tensor number_that_changes(at::Device device) {
+  const c10::InferenceMode usable_afterwards(false);
+  return at::zeros({}, at::TensorOptions(at::kFloat).device(device));
+}
+
 GRADACCUM_INLINE void OnePass::move_unless_overflowed(const GradientOf& gradient_of, Gradients gradients) {
   at::NoGradGuard no_grad;
   auto by = product_of(gradients);
@@ -65,9 +71,7 @@ GRADACCUM_INLINE void OnePass::move_unless_overflowed(const GradientOf& gradient
   by.found_inf = gradients.judge_on_device();
   if (!counts_steps()) return check_and_move(gradient_of, by);
   if (left_out_.defined()) by.left_out = left_out_.to(by.found_inf.device());
-  auto left_out = by.left_out;
-  c10::InferenceMode may_change(false);
-  if (!left_out.defined()) left_out = at::zeros_like(by.found_inf);
+  auto left_out = by.left_out.defined() ? by.left_out : number_that_changes(by.found_inf.device());
   check_and_move(gradient_of, by);
   left_out_ = left_out.add_(by.found_inf);
   concerned_ = std::move(parameters);

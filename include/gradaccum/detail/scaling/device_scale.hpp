@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/kernels/device_norms.hpp>
 #include <gradaccum/detail/scaling/late_number.hpp>
 #include <gradaccum/detail/scaling/loss_scale.hpp>
 
@@ -28,13 +29,12 @@ class DeviceScale {
   LossScale read(LossScale by) const;
 
  private:
-  /// A new state, in memory that the last but one had, if nobody else has it any more.
-  at::Tensor next_state();
   void set_state(at::Tensor state);
   static at::Tensor growth_tracker_in(const at::Tensor& state);
 
-  at::Tensor state_, before_;  // float64 [2] as ScaleState has it
-  at::Tensor value_, wide_;    // in it
+  StreamMemory memory_, before_;  // of the state, and of the last one
+  at::Tensor state_;              // float64 [2] as ScaleState has it
+  at::Tensor value_, wide_;       // in it
   LateNumber heard_;
 };
 

@@ -9,12 +9,11 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_amp_update_scale.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <utility>
@@ -34,21 +33,18 @@ GRADACCUM_INLINE at::Tensor DeviceScale::growth_tracker_in(const at::Tensor& sta
 GRADACCUM_INLINE DeviceScale::DeviceScale(const LossScale& scale, at::Device device) {
   c10::InferenceMode usable_in_backward(false);
   at::NoGradGuard no_grad;
-  set_state(at::empty({2}, at::TensorOptions(at::kDouble).device(device)));
+  set_state(memory_.take(2, device));
   value_.fill_(scale.value);
   wide_.fill_(scale.value);
   growth_tracker_in(state_).fill_(std::min(scale.growth_tracker, most_counted));
 }
 
 GRADACCUM_INLINE void DeviceScale::set_state(at::Tensor state) {
-  before_ = std::exchange(state_, std::move(state));
+  static_assert(sizeof(ScaleState) == 2 * sizeof(double) && offsetof(ScaleState, value) == 2 * sizeof(float) &&
+                offsetof(ScaleState, growth_tracker) == 3 * sizeof(float));
+  state_ = std::move(state);
   value_ = state_.view(at::kFloat).select(0, 2);
   wide_ = state_.select(0, 0);
-}
-
-GRADACCUM_INLINE at::Tensor DeviceScale::next_state() {
-  const bool unused = before_.defined() && before_.use_count() == 1 && before_.storage().use_count() == 1;
-  return unused ? std::move(before_) : at::empty_like(state_);
 }
 
 /// By the operations of LibTorch.
@@ -66,8 +62,9 @@ GRADACCUM_INLINE void DeviceScale::update(const at::Tensor& found_inf, LossScale
   at::NoGradGuard no_grad;
   if (const auto seen = heard_.answer()) by.check_reached(*seen, smallest_on_device);
   by.growth_interval = std::min(by.growth_interval, most_counted + 1);
-  const auto next = next_state(), last = state_;
-  if (const auto* const kernels = device_kernels()) {
+  std::swap(memory_, before_);
+  const auto next = memory_.take(2, state_.device()), last = state_;
+  if (const auto* const kernels = device_kernels(); kernels && next.is_cuda()) {
     const c10::DeviceGuard guard(next.device());
     kernels->update_scale({found_inf.const_data_ptr<float>(), static_cast<const ScaleState*>(last.const_data_ptr()),
                            static_cast<ScaleState*>(next.mutable_data_ptr()), by.growth_factor, by.backoff_factor,

@@ -10,6 +10,7 @@
 namespace gradaccum::detail {
 
 struct Multiplier;
+class StreamMemory;
 
 /// Passes over lists of gradients of any device, dtype and layout. None of them waits for a device.
 
@@ -17,7 +18,7 @@ struct Multiplier;
 ///
 /// Summed in float64: the squares of finite 16- and 32-bit numbers stay finite. On a device they may lie in `memory`:
 /// see `l2_norms_on_device`.
-at::Tensor norms(const std::vector<at::Tensor>& gradients, double p, at::Tensor& memory);
+at::Tensor norms(const std::vector<at::Tensor>& gradients, double p, StreamMemory& memory);
 at::Tensor norms(const std::vector<at::Tensor>& gradients, double p);
 
 /// What few norms come to.

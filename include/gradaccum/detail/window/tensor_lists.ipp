@@ -62,7 +62,7 @@ GRADACCUM_INLINE at::Tensor l2_norms_on_cpu(const std::vector<SquaredNumbers>& t
   return at::tensor(norms, at::TensorOptions(at::kDouble));
 }
 
-GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, double p, at::Tensor& memory) {
+GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, double p, StreamMemory& memory) {
   std::vector<SquaredNumbers> on_cpu;  // duplicates of a sparse gradient count as their sum
   std::vector<at::Tensor> by_kernel, others, found;
   for (auto& gradient : gradients) {
@@ -77,7 +77,7 @@ GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, doub
       others.push_back(numbers);
   }
   for (auto& group : by_device_and_dtype(by_kernel)) {
-    at::Tensor of_others;
+    StreamMemory of_others;
     found.push_back(l2_norms_on_device(group, found.empty() ? memory : of_others));
   }
   for (auto& group : by_device_and_dtype(others))
@@ -93,7 +93,7 @@ GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, doub
 }
 
 GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, double p) {
-  at::Tensor memory;
+  StreamMemory memory;
   return norms(gradients, p, memory);
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/kernels/device_norms.hpp>
 #include <gradaccum/detail/window/gradient_watch.hpp>
 #include <gradaccum/detail/window/window_sums.hpp>
 #include <gradaccum/factor.hpp>
@@ -62,7 +63,7 @@ class WindowGradients {
   void set_stepped() { stepped_ = true; }
   void free();
   void close();
-  /// The memory of its norms, from a window that is closed.
+  /// Takes over the memory of a closed window's norms.
   void take_norm_memory(WindowGradients& from);
 
   // For `Gradients`, whose documentation these share.
@@ -107,7 +108,7 @@ class WindowGradients {
   bool stepped_ = false;                     // some of the parameters, and their gradients are gone
   std::vector<SeenTensor> measured_;         // the gradients of which these are:
   at::Tensor norms_, found_inf_;             // as they lie in memory
-  at::Tensor norm_memory_;                   // in which norms may lie
+  StreamMemory norm_memory_;                 // in which norms may lie
   std::function<Measure()> measure_of_all_;  // not asked yet: these are of this process's pieces
   at::Tensor norm_, verdict_;                // the last answer; what a scaler must hear, even if the user mends .grad
   at::Tensor norm_before_clipping_;

@@ -5,7 +5,6 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/kernels/device_kernels.hpp>
-#include <gradaccum/detail/kernels/device_norms.hpp>
 #include <gradaccum/detail/window/multiplier.hpp>
 #include <gradaccum/detail/window/shards.hpp>
 #include <gradaccum/detail/window/tensor_lists.hpp>
@@ -191,7 +190,8 @@ GRADACCUM_INLINE at::Tensor WindowGradients::found_inf() {
   at::NoGradGuard no_grad;
   const auto gradients = measured();
   if (found_inf_.defined()) return found_inf_;
-  if (measured_by_kernel()) window_norm(gradients, std::numeric_limits<double>::infinity());
+  if (measured_by_kernel() && !squares_may_overflow(gradients))
+    window_norm(gradients, std::numeric_limits<double>::infinity());
   if (!found_inf_.defined()) found_inf_ = detail::found_inf(gradients, norms_);
   return found_inf_;
 }

@@ -90,7 +90,7 @@ class AdafactorMoveBlock {
     }
   }
 
-  /// What moves a tile.
+  /// The numbers and arrays with which a tile moves.
   template <bool factored>
   class Mover {
    public:

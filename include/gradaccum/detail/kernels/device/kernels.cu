@@ -69,9 +69,9 @@ void run_blocks(const typename Block::Arguments& arguments, std::int64_t blocks,
   cudaGetLastError();  // which is said here, and not once more by whoever asks next
   const auto message = std::string("gradaccum: a CUDA kernel was not launched: ") + cudaGetErrorString(error);
   TORCH_CHECK_WITH(OutOfMemoryError, error != cudaErrorMemoryAllocation, message);
-  TORCH_CHECK(error != cudaErrorNoKernelImageForDevice, message,
-              "; configure with -DGRADACCUM_CUDA_ARCHITECTURES=... for this device");
-  TORCH_CHECK(false, message);
+  TORCH_CHECK(false, message,
+              "; it needs a driver of CUDA 12.1 or newer and an architecture of GRADACCUM_CUDA_ARCHITECTURES; configured "
+              "with -DGRADACCUM_CUDA=OFF, all is by ATen's operations");
 }
 
 #include <gradaccum/detail/kernels/device/kernels.inl>

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The blocks of threads that step tensors. A block begins, and then has some rounds of some phases, between all of
-// which its threads wait for one another; each has an object of the class, which keeps what is the thread's own. Who
-// includes it has `run_blocks<Block>(arguments, blocks, stream)`.
+// which its threads wait for one another; if `warps_are_independent`, those of a warp do, once the block has begun.
+// Each thread has an object of the class, which keeps what is its own. Who includes this file has
+// `run_blocks<Block>(arguments, blocks, stream)`.
 
 /// In the order of `Multiplier::on`.
 GRADACCUM_ON_DEVICE inline double product_of(const DeviceMultiplier& by) {
