@@ -13,7 +13,7 @@ namespace gradaccum::detail {
 /// Memory of a device that one stream uses again and again.
 class StreamMemory {
  public:
-  /// So many float64 numbers on a device, for its current stream: the same ones as before, if nobody else has them.
+  /// Gives `numbers` of float64 for the current stream of a device: the same ones as before, if nobody else has them.
   at::Tensor take(std::int64_t numbers, at::Device device);
 
  private:
@@ -21,7 +21,7 @@ class StreamMemory {
   void* stream_ = nullptr;
 };
 
-/// Whether a kernel of our own takes it.
+/// Says whether a kernel of our own takes the tensor.
 bool can_be_normed_on_device(const at::Tensor& tensor);
 
 /// The L2 norm of each, in float64: of tensors on one device for which `can_be_normed_on_device`. The bits depend on

@@ -24,7 +24,7 @@ at::Tensor norms(const std::vector<at::Tensor>& gradients, double p);
 /// What few norms come to.
 at::Tensor l2_norm_of(const at::Tensor& norms);
 
-/// Whether the squares of finite gradients may not be: of float64.
+/// Says whether squares of finite gradients may overflow, as those of float64 do.
 bool squares_may_overflow(const std::vector<at::Tensor>& gradients);
 
 /// 0-dim float32: 1 if an element is not finite, else 0. `l2_norms` are what `norms(gradients, 2)` gave.

@@ -77,7 +77,7 @@ struct SharedCodes {
  private:
   static constexpr std::uint32_t least_exponent = 127 - (binades_of_map - 1);
   static constexpr float least_of_binades = 1.0f / (1u << (binades_of_map - 1));
-  /// What is added to a number so that it is rounded to an integer, which then lies in the last bits.
+  /// Added to a number, this rounds it to an integer, which then lies in the last bits.
   static constexpr float shift = 3 << 22;
 
   GRADACCUM_ON_DEVICE static Binade binade(const DynamicTables& map, int i) {

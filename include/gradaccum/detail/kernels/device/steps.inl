@@ -150,7 +150,7 @@ class Adam8bitBlock {
            is_one_pack(o.exp_avg + from, pack_size) && is_one_pack(o.exp_avg_sq + from, pack_size);
   }
 
-  /// Where a pack of the thread's begins, counted from the block of codes.
+  /// The place at which a pack of the thread's begins, counted from the block of codes.
   GRADACCUM_ON_DEVICE static std::int64_t place_of(int pack) {
     return (pack * threads_of_codes + this_thread() % threads_of_codes) * pack_size;
   }

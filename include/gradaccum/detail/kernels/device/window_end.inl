@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What ends a window beside the step: its norm, which is clipped, and the next loss scale. Each is one block of
+// The end of a window, beside the step: its norm, which is clipped, and the next loss scale. Each is one block of
 // threads.
 
 class WindowNormBlock : public SumBlock</*root=*/true> {
