@@ -794,6 +794,21 @@ TEST_CASE("Shard: an exception in one rank's step is an error on all, and nothin
   CHECK_FALSE(std::filesystem::exists(directory / "states"));
 }
 
+TEST_CASE(
+    "Replicas: a rank that ends while all work on a state is named, though the others cannot agree on it any more") {
+  std::string error;
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    const Kind kind = kinds()[0];
+    Rank rank(kind);
+    const ga::Replicas replicas(group, rank.model, *rank.optimizer, {.seed_by_rank = false});
+    const auto peers = replicas.peers();
+    if (group.rank() == 1) return;  // its connections end with it
+    error = testing::error_of(
+        [&] { ga::detail::run_on_all(peers.get(), [&] { static_cast<void>(peers->texts_of_all("a file")); }); });
+  });
+  CHECK_THAT(error, Catch::Contains("rank 1 has ended or hangs (rank 0 of 2 waited for "));
+}
+
 TEST_CASE("Shard: a rank that ends in the middle, with gradients or norms under way, is an error on the others") {
   const bool is_complete = GENERATE(false, true);
   CAPTURE(is_complete);

@@ -35,7 +35,12 @@ GRADACCUM_INLINE void run_on_all(const Peers* peers, c10::function_ref<void()> w
     own = std::current_exception();
     text = error.what();
   }
-  const auto first = first_error(*peers, text);
+  std::string first;
+  try {
+    first = first_error(*peers, text);
+  } catch (const std::exception&) {
+    if (!own) throw;  // else this rank's own error, of a rank that has ended say, is why the others cannot be told
+  }
   if (own) std::rethrow_exception(own);
   if (!first.empty()) throw std::runtime_error(first);
 }
