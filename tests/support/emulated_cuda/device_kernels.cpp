@@ -23,6 +23,8 @@
 #include <utility>
 #include <vector>
 
+#include <gradaccum/detail/kernels/on_device.hpp>
+
 namespace gradaccum::detail {
 namespace {
 

@@ -21,6 +21,8 @@
 #include <immintrin.h>
 #endif
 
+#include <gradaccum/detail/kernels/on_device.hpp>
+
 /// Each kernel is written once, in an .inl file.
 namespace gradaccum::detail {
 
@@ -113,3 +115,6 @@ GRADACCUM_INLINE AdafactorKernels narrow_adafactor_kernels(at::ScalarType parame
 }
 
 }  // namespace gradaccum::detail
+
+#undef GRADACCUM_ON_DEVICE
+#undef GRADACCUM_UNROLL

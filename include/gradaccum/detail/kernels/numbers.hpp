@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/kernels/on_device.hpp>
-
 #include <cmath>
 #include <cstdint>
 #include <limits>
+
+#include <gradaccum/detail/kernels/on_device.hpp>
 
 /// What an optimizer is set to for one step, and the numbers that its kernels are given of it: on a processor by the
 /// host, on a device by itself, which alone may know the factor and the count of steps.
@@ -124,3 +124,6 @@ GRADACCUM_ON_DEVICE inline void set_step_size(AdafactorNumbers& numbers, const A
 }
 
 }  // namespace gradaccum::detail
+
+#undef GRADACCUM_ON_DEVICE
+#undef GRADACCUM_UNROLL

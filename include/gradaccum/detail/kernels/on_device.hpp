@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-#pragma once
+//
+// GRADACCUM_ON_DEVICE stands before functions that a CUDA compiler compiles for devices, too, and GRADACCUM_UNROLL before
+// loops over arrays that are to be in a device's registers. Headers include this file last, and take both macros back at
+// their ends, so that no program sees them.
 
-/// Before functions that a CUDA compiler compiles for devices, too. For others it is nothing.
 #ifdef __CUDACC__
 #define GRADACCUM_ON_DEVICE __host__ __device__
 #else
 #define GRADACCUM_ON_DEVICE
 #endif
 
-/// Before loops over arrays that are to be in a device's registers.
 #ifdef __CUDA_ARCH__
 #define GRADACCUM_UNROLL _Pragma("unroll")
 #else

@@ -2,11 +2,12 @@
 #pragma once
 
 #include <gradaccum/detail/kernels/numbers.hpp>
-#include <gradaccum/detail/kernels/on_device.hpp>
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
+
+#include <gradaccum/detail/kernels/on_device.hpp>
 
 /// What is passed to Adafactor's kernels of devices, which go over a tensor several times.
 namespace gradaccum::detail {
@@ -149,3 +150,6 @@ struct AdafactorTable {
 };
 
 }  // namespace gradaccum::detail
+
+#undef GRADACCUM_ON_DEVICE
+#undef GRADACCUM_UNROLL

@@ -19,6 +19,8 @@
 #include <type_traits>
 #include <utility>
 
+#include <gradaccum/detail/kernels/on_device.hpp>
+
 namespace gradaccum::detail {
 namespace {
 

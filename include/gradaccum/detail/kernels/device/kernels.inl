@@ -10,8 +10,6 @@
 #include <gradaccum/detail/kernels/simd/sgd.inl>
 // and blocks of threads that run them:
 #include <gradaccum/detail/kernels/device/eight_bit_codes.inl>
-#include <gradaccum/detail/kernels/device/entries.inl>
-#include <gradaccum/detail/kernels/device/squares.inl>
 #include <gradaccum/detail/kernels/device/steps.inl>
 #include <gradaccum/detail/kernels/device/window_end.inl>
 // of which these use some:

@@ -11,6 +11,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include <gradaccum/detail/kernels/on_device.hpp>
+
 /// What is passed to a device's kernels, as their arguments: so a launch copies nothing to the device and waits for
 /// nothing, and a CUDA graph keeps it. Known to a CUDA compiler, so it includes nothing of ATen.
 namespace gradaccum::detail {
@@ -166,3 +168,6 @@ struct DeviceKernels {
 };
 
 }  // namespace gradaccum::detail
+
+#undef GRADACCUM_ON_DEVICE
+#undef GRADACCUM_UNROLL

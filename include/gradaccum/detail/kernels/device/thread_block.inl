@@ -17,7 +17,6 @@ GRADACCUM_ON_DEVICE Number product_plus(Number a, Number b, Number c) {
 template <class T>
 using VectorOf = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;
 
-#include <gradaccum/detail/kernels/simd/rounding.inl>
 #include <gradaccum/detail/kernels/simd/types.inl>
 
 /// So many elements a thread takes at a time, with as few instructions as their alignment allows.
@@ -173,4 +172,16 @@ GRADACCUM_ON_DEVICE void for_each_vector(const Update& update, std::int64_t coun
   bool last_is_there = true;
   ((last_is_there = static_cast<bool>(arrays)), ...);
   last_is_there ? for_each_pack<true>(update, count, arrays...) : for_each_pack<false>(update, count, arrays...);
+}
+
+/// The place of the last of `size` tensors whose first block is `block`, or comes before it.
+template <std::size_t capacity>
+GRADACCUM_ON_DEVICE std::size_t place_of_block(const FirstBlocks<capacity>& first_blocks, std::int64_t size,
+                                               std::int64_t block) {
+  std::size_t first = 0, end = static_cast<std::size_t>(size);
+  while (end - first > 1) {
+    const auto middle = (first + end) / 2;
+    (first_blocks[middle] <= block ? first : end) = middle;
+  }
+  return first;
 }

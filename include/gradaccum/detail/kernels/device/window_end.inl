@@ -1,7 +1,80 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The end of a window, beside the step: its norm, which is clipped, and the next loss scale. Each is one block of
-// threads.
+// Norms of tensors, in an order that depends on their sizes alone; and the end of a window: its norm, clipping, and
+// the next loss scale.
+
+/// A block whose threads each begin with a sum: the sums are added in pairs, until one is left.
+template <bool root>
+class SumBlock {
+ public:
+  using Arguments = SquaresLaunch;
+  static constexpr int rounds = 1, halvings = 8, phases = halvings + 1;
+  static_assert(threads_of_block == 1 << halvings);
+
+  struct Shared {
+    double sums[threads_of_block];
+    double* result;
+  };
+
+  template <int phase>
+  GRADACCUM_ON_DEVICE void run(int /*round*/, Shared& shared) {
+    constexpr int half = threads_of_block >> (phase + 1);
+    if (this_thread() < half) shared.sums[this_thread()] += shared.sums[this_thread() + half];
+    if (phase == halvings && this_thread() == 0) *shared.result = root ? std::sqrt(shared.sums[0]) : shared.sums[0];
+  }
+
+ protected:
+  GRADACCUM_ON_DEVICE static void begin_with(double sum, double* result, Shared& shared) {
+    shared.sums[this_thread()] = sum;
+    if (this_thread() == 0) shared.result = result;
+  }
+};
+
+/// The sum of the squares of a part of a tensor, in float64.
+template <class T>
+class SquaresBlock : public SumBlock</*root=*/false> {
+ public:
+  GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
+    const auto place = place_of_block(launch.first_blocks, launch.size, block);
+    const auto& tensor = launch.entries[place];
+    const auto first = (block - launch.first_blocks[place]) * elements_of_block,
+               count = elements_from(first, tensor.numel);
+    Doubles sums[pack_size];
+    GRADACCUM_UNROLL
+    for (int k = 0; k < pack_size; ++k) sums[k] = Doubles::all(0);
+    for (std::int64_t i = pack_size * this_thread(); i < count; i += pack_size * threads_of_block) {
+      auto pack = load_pack(static_cast<const T*>(tensor.numbers), first + i, count - i);
+      GRADACCUM_UNROLL
+      for (int k = 0; k < pack_size; ++k) {
+        const auto number = Doubles::load(pack.numbers + k);
+        sums[k] = multiply_add(number, number, sums[k]);
+      }
+    }
+    begin_with(((sums[0] + sums[1]) + (sums[2] + sums[3])).sum(), launch.partial_sums + block, shared);
+  }
+};
+
+/// The norm of a tensor, of its parts' sums.
+class NormBlock : public SumBlock</*root=*/true> {
+ public:
+  GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t tensor, Shared& shared) {
+    const auto place = static_cast<std::size_t>(tensor);
+    const auto parts = blocks_of_elements(launch.entries[place].numel);
+    double sum = 0;
+    for (std::int64_t i = this_thread(); i < parts; i += threads_of_block)
+      sum += launch.partial_sums[launch.first_blocks[place] + i];
+    begin_with(sum, launch.norms + tensor, shared);
+  }
+};
+
+inline void run_l2_norms(const SquaresLaunch& launch, at::ScalarType dtype, void* stream) {
+  const auto run = dtype == at::kDouble  ? run_blocks<SquaresBlock<double>>
+                   : dtype == at::kFloat ? run_blocks<SquaresBlock<float>>
+                   : dtype == at::kHalf  ? run_blocks<SquaresBlock<at::Half>>
+                                         : run_blocks<SquaresBlock<at::BFloat16>>;
+  run(launch, launch.blocks, stream);
+  run_blocks<NormBlock>(launch, launch.size, stream);
+}
 
 class WindowNormBlock : public SumBlock</*root=*/true> {
  public:

@@ -2,18 +2,16 @@
 //
 // All kernels, for the vectors of who includes it: kernels.ipp, for each instruction set.
 
+#include <gradaccum/detail/kernels/simd/types.inl>
+// used by:
 #include <gradaccum/detail/kernels/simd/eight_bit.inl>
 #include <gradaccum/detail/kernels/simd/loops.inl>
-#include <gradaccum/detail/kernels/simd/rounding.inl>
-#include <gradaccum/detail/kernels/simd/stochastic.inl>
-#include <gradaccum/detail/kernels/simd/types.inl>
-// which these are made of:
+// used by:
 #include <gradaccum/detail/kernels/simd/adafactor.inl>
 #include <gradaccum/detail/kernels/simd/adafactor_passes.inl>
 #include <gradaccum/detail/kernels/simd/adam.inl>
 #include <gradaccum/detail/kernels/simd/adam8bit.inl>
 #include <gradaccum/detail/kernels/simd/sgd.inl>
-#include <gradaccum/detail/kernels/simd/sum_of_squares.inl>
 
 inline AdamKernel adam_kernel(at::ScalarType parameter, at::ScalarType gradient, bool rounded) {
   return of_types<std::remove_pointer_t<AdamKernel>, AdamOfTypes>(parameter, gradient, rounded);

@@ -38,3 +38,76 @@ void for_each_vector(const Update& update, std::int64_t count, T*... arrays) {
   for (; i + width <= count; i += width) update((arrays ? arrays + i : nullptr)...);
   if (i < count) update_rest(update, Rest<T, width>(arrays ? arrays + i : nullptr, count - i)...);
 }
+
+/// A few numbers of a bfloat16 array, as float32 to compute with; when it ends, written back rounded up or down at
+/// random, each way as often as it is near. The random bits are a hash of `key` and of each number's place.
+class RoundedChunk {
+ public:
+  static constexpr std::int64_t size = 256;
+  /// How many of so many it takes.
+  static std::int64_t part_of(std::int64_t count) { return std::min(size, count); }
+
+  /// `count` numbers, at most `size`, from `array[place]` on.
+  RoundedChunk(at::BFloat16* array, std::int64_t place, std::int64_t count, std::uint64_t key)
+      : array_(array + place), place_(place), count_(count), key_(key) {
+    std::int64_t i = 0;
+    for (; i + Floats::width <= count; i += Floats::width) Floats::load(array_ + i).store(floats_ + i);
+    for (; i < count; ++i) floats_[i] = static_cast<float>(array_[i]);
+  }
+  RoundedChunk(const RoundedChunk&) = delete;
+  ~RoundedChunk() {
+    at::BFloat16 rounded[size];
+    for (std::int64_t i = 0; i < count_; i += lanes) round(floats_ + i, place_ + i, rounded + i);
+    std::memcpy(static_cast<void*>(array_), rounded, static_cast<std::size_t>(count_) * sizeof(at::BFloat16));
+  }
+
+  float* floats() { return floats_; }
+
+ private:
+  // Vectors of the compiler's own: one of theirs or several of the processor's.
+  static constexpr int lanes = 16;
+  typedef std::uint32_t Bits __attribute__((vector_size(4 * lanes)));
+  typedef std::uint16_t Halves __attribute__((vector_size(2 * lanes)));
+
+  void round(const float* from, std::int64_t place, at::BFloat16* to) const {
+    Bits bits, places;
+    for (int i = 0; i < lanes; ++i) places[i] = static_cast<std::uint32_t>(i);
+    places += static_cast<std::uint32_t>(place);
+    std::memcpy(&bits, from, sizeof(bits));
+    round_stochastically(bits, places, static_cast<std::uint32_t>(place >> 32), key_);
+    const Halves halves = __builtin_convertvector(bits, Halves);
+    std::memcpy(static_cast<void*>(to), &halves, sizeof(halves));
+  }
+
+  at::BFloat16* array_;
+  std::int64_t place_, count_;
+  std::uint64_t key_;
+  alignas(64) float floats_[size] = {};
+};
+
+/// In float64: the squares of finite 16- and 32-bit numbers stay finite, and millions of them lose nothing.
+template <class T>
+double sum_of_squares(const void* numbers, std::int64_t count) {
+  constexpr int width = Doubles::width;
+  const auto* const from = static_cast<const T*>(numbers);
+  auto a = Doubles::all(0), b = a, c = a, d = a;  // four sums, so that none waits for another
+  std::int64_t i = 0;
+  for (; i + 4 * width <= count; i += 4 * width) {
+    const auto p = Doubles::load(from + i), q = Doubles::load(from + i + width);
+    const auto r = Doubles::load(from + i + 2 * width), s = Doubles::load(from + i + 3 * width);
+    a = multiply_add(p, p, a), b = multiply_add(q, q, b), c = multiply_add(r, r, c), d = multiply_add(s, s, d);
+  }
+  for (; i < count; i += width) {
+    Rest<const T, width> rest(from + i, std::min<std::int64_t>(width, count - i));
+    const auto last = Doubles::load(rest.vector());
+    a = multiply_add(last, last, a);
+  }
+  return ((a + b) + (c + d)).sum();
+}
+
+inline SumOfSquares sum_of_squares_of(at::ScalarType dtype) {
+  if (dtype == at::kDouble) return sum_of_squares<double>;
+  if (dtype == at::kFloat) return sum_of_squares<float>;
+  if (dtype == at::kHalf) return sum_of_squares<at::Half>;
+  return sum_of_squares<at::BFloat16>;
+}

@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Counts what keeps the library small and readable, prints the figures, and fails where one is above its ceiling.
+
+    codebase.py              counts the library, and the files of tests that lie loose
+    codebase.py --test       tests the counting itself
+
+A ceiling may only fall: who makes a figure smaller lowers it here.
+"""
+
+import pathlib
+import re
+import sys
+
+CEILINGS = {
+    "lines": 44305,
+    "files": 564,
+    "comments that open with a fragment, in %": 19.5,
+    "lines with detail:: in public signatures": 53,
+    "macros that gradaccum.hpp leaves behind, but the version's": 1,
+    "files of tests that lie loose": 40,
+}
+
+# A comment that opens so is the end of a sentence that stands elsewhere.
+FRAGMENT = re.compile(r"(of|the same|those|whose|what|where|whether|who)\b", re.IGNORECASE)
+COMMENT = re.compile(r"\s*//[/!]?(?!/)<?\s?(.*)")
+
+
+def comment_blocks(text):
+    """The first line of each comment that has a line of its own; `///<` beside code is one, too."""
+    blocks, inside = [], False
+    for line in text.splitlines():
+        match = COMMENT.match(line)
+        if match and not match[1].startswith("SPDX"):
+            if not inside:
+                blocks.append(match[1])
+            inside = True
+        else:
+            inside = False
+            if "///<" in line:
+                blocks.append(line.split("///<", 1)[1].strip())
+    return [block for block in blocks if block]
+
+
+def fragments(blocks):
+    return [block for block in blocks if FRAGMENT.match(block)]
+
+
+def lines_with_detail(text):
+    """Lines of what a user may write or read in a public header that name detail::, but not bodies or what is private."""
+    found, public = [], True
+    for line in text.splitlines():
+        code = line.split("//", 1)[0]
+        if re.match(r"namespace gradaccum::detail\b|class \w[^;]*$", code):
+            public = False
+        elif re.match(r"}|struct \w|  public:| public:", code):
+            public = True
+        elif re.match(r" (private|protected):", code):
+            public = False
+        signature = code.split(" {", 1)[0]
+        declares = re.match(r"(template|class|struct|using)\b|  (?!return|static_assert)\w", signature) and "friend " not in signature
+        if (public or re.match(r"(class|struct)\b", signature)) and declares and "detail::" in signature.replace("namespace gradaccum::detail", ""):
+            found.append(line)
+    return found
+
+
+def macros_left(texts):
+    """Macros of the library that are defined and never undefined again in the same file."""
+    left = set()
+    for path, text in texts.items():
+        if path.endswith((".hpp", ".ipp")) and not re.search(r"/(begin\.ipp|on_device\.hpp)$", path):
+            # Those two files are included for their macros, which whoever includes them takes back.
+            defined = set(re.findall(r"^\s*#\s*define\s+(\w+)", text, re.M))
+            left |= defined - set(re.findall(r"^\s*#\s*undef\s+(\w+)", text, re.M))
+            for file, macro in (("begin.ipp", "GRADACCUM_INLINE"), ("on_device.hpp", "GRADACCUM_ON_DEVICE")):
+                if re.search(rf"#include <[^>]*/{file}>", text) and f"#undef {macro}" not in text:
+                    left.add(f"{macro} of {path}")
+    return {name for name in left if not name.startswith("GRADACCUM_VERSION_")}
+
+
+def figures(project):
+    include = project / "include"
+    paths = [path for path in include.rglob("*") if path.is_file()]
+    texts = {str(path.relative_to(include)): path.read_text() for path in paths}
+    library = {path: text for path, text in texts.items() if path.startswith("gradaccum/")}
+    blocks = [block for text in library.values() for block in comment_blocks(text)]
+    public = [text for path, text in library.items()
+              if path.endswith(".hpp") and not re.match(r"gradaccum/(detail|impl)/", path)]
+    return {
+        "lines": sum(text.count("\n") for text in texts.values()),
+        "files": len(texts),
+        "comments that open with a fragment, in %": round(100 * len(fragments(blocks)) / max(1, len(blocks)), 1),
+        "lines with detail:: in public signatures": sum(len(lines_with_detail(text)) for text in public),
+        "macros that gradaccum.hpp leaves behind, but the version's": len(macros_left(library)),
+        "files of tests that lie loose": len(list((project / "tests").glob("*.test.cpp"))),
+    }
+
+
+def check(project):
+    found = figures(project)
+    failed = False
+    for name, ceiling in CEILINGS.items():
+        above = found[name] > ceiling
+        failed |= above
+        print(f"{name}: {found[name]} (at most {ceiling}){', too many' if above else ''}")
+    if found["lines"] < 1000:
+        sys.exit(f"{project}/include must have the library's headers, and has {found['lines']} lines")
+    sys.exit(failed)
+
+
+def test():
+    text = """// SPDX-License-Identifier: Apache-2.0
+#include <x>  // why
+
+/// Of a window.
+/// The rest is no beginning.
+struct Loss {
+  int a;  ///< What it is.
+  // Counts micro-batches.
+  detail::Window b;
+  int one() { return detail::one(); }
+  int two() {
+    return detail::two();
+  }
+
+ private:
+  detail::Window hidden_;
+};
+namespace gradaccum::detail {
+detail::Window c;
+}  // namespace gradaccum::detail
+// Offers nothing.
+"""
+    blocks = comment_blocks(text)
+    assert blocks == ["Of a window.", "What it is.", "Counts micro-batches.", "Offers nothing."], blocks
+    assert fragments(blocks) == ["Of a window.", "What it is."]
+    assert fragments(["of a window", "Offers", "The sample", "who else"]) == ["of a window", "who else"]
+    assert lines_with_detail(text) == ["  detail::Window b;"]
+    leaves = {"gradaccum/a.hpp": "#define A\n#define B 1\n#undef A\n#define GRADACCUM_VERSION_MAJOR 0\n",
+              "gradaccum/b.ipp": "#include <gradaccum/impl/begin.ipp>\n"}
+    assert macros_left(leaves) == {"B", "GRADACCUM_INLINE of gradaccum/b.ipp"}, macros_left(leaves)
+    leaves["gradaccum/b.ipp"] += "#undef GRADACCUM_INLINE\n"
+    assert macros_left(leaves) == {"B"}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--test"]:
+        test()
+    elif not sys.argv[1:]:
+        check(pathlib.Path(__file__).resolve().parents[2])
+    else:
+        sys.exit(__doc__)
