@@ -37,8 +37,6 @@
 #include <gradaccum/lr/linear.hpp>
 #include <gradaccum/lr/phases.hpp>
 #include <gradaccum/lr/warmup_stable_decay.hpp>
-#include <gradaccum/machine_finding.hpp>
-#include <gradaccum/machine_report.hpp>
 #include <gradaccum/memory_by_kind.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/memory_plan.hpp>

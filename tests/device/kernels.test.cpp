@@ -407,21 +407,6 @@ TEMPLATE_TEST_CASE("kernels of devices: a step allocates nothing and waits for n
   }
 }
 
-TEST_CASE("kernels of devices: machine_report tells which are in use", "[cuda]") {
-  if (!KernelsOnDevice::possible()) SKIP(KernelsOnDevice::missing);
-  const auto told = [] {
-    std::string all;
-    for (auto& finding : ga::machine_report().findings) all += finding.what + ": " + finding.seen + "\n";
-    return all;
-  };
-  {
-    const KernelsOnDevice none(nullptr);
-    CHECK(contains(told(), "CUDA kernels: none in this program"));
-  }
-  const KernelsOnDevice kernels;
-  CHECK(contains(told(), "CUDA kernels: optimizers step by them"));
-}
-
 namespace {
 
 /// Windows of several micro-batches, clipped, of a float32 model.

@@ -23,7 +23,7 @@ endfunction()
 
 room(build        PUBLIC version)
 room(types)
-room(kernels)
+room(kernels      PUBLIC mkl_on_amd)
 room(memory       PUBLIC keep_freed_memory memory_by_kind memory_meter)
 room(state        PUBLIC archive
                   USES kernels)
@@ -32,8 +32,6 @@ room(window       PUBLIC clip_grad concepts embedding factor grad_accumulator
                   USES types kernels state)
 room(scaling      PUBLIC amp_scaler autocast
                   USES types kernels state window)
-room(machine      PUBLIC machine_finding machine_report mkl_on_amd
-                  USES kernels scaling)
 room(optimizers   PUBLIC learning_rates lr/ optim/
                   USES types kernels memory state window)
 room(checkpoint   PUBLIC checkpoint checkpoint_options checkpoint_plan checkpointed_sequential saved_tensor_hooks
@@ -41,7 +39,7 @@ room(checkpoint   PUBLIC checkpoint checkpoint_options checkpoint_plan checkpoin
 room(data         PUBLIC data/
                   USES types kernels memory state)
 room(fitting      PUBLIC memory_plan
-                  USES memory state scaling machine checkpoint data)
+                  USES memory state scaling checkpoint data)
 room(io           PUBLIC io/
                   USES types kernels state)
 room(watching     PUBLIC curves profile_report profiler progress_line run_end run_page summary_writer

@@ -4,8 +4,7 @@
 #include <gradaccum/detail/fitting/available_memory.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/machine/control_groups.hpp>
-#include <gradaccum/detail/machine/system_file.hpp>
+#include <gradaccum/detail/memory/system_file.hpp>
 
 #include <ATen/ops/empty.h>
 #include <c10/core/CachingDeviceAllocator.h>

@@ -1,14 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/machine/control_groups.hpp>
+#include <gradaccum/detail/memory/system_file.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
 
 #include <algorithm>
+#include <cstddef>
+#include <fstream>
 #include <sstream>
 
 namespace gradaccum::detail {
+
+GRADACCUM_INLINE std::string text_of_system_file(const std::filesystem::path& path) {
+  std::string text(std::size_t{1} << 16, '\0');
+  std::ifstream file(path, std::ios::binary);
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  text.resize(static_cast<std::size_t>(file.gcount()));
+  return text;
+}
 
 /// A path that leaves its mount (`/../other`) is of a group that this process cannot see: what it sees is the mount.
 GRADACCUM_INLINE std::filesystem::path visible(const std::filesystem::path& group) {

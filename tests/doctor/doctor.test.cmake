@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# The doctor measures each thing and says how to mend what is wrong, here a number of threads that is wrong on purpose.
+# cmake -D EXAMPLE=<program> -P doctor.test.cmake
+cmake_minimum_required(VERSION 3.25)
+include("${CMAKE_CURRENT_LIST_DIR}/../support/example.cmake")
+
+# Runs the doctor with so many threads, which MKL, if it may, limits to the number of cores.
+function(examine threads)
+  set(ENV{OMP_NUM_THREADS} ${threads})
+  set(ENV{MKL_DYNAMIC} FALSE)
+  run()
+  message(STATUS "${output}${errors}")
+  if(NOT status EQUAL 0)
+    message(FATAL_ERROR "the doctor ended with ${status}")
+  endif()
+  return(PROPAGATE output)
+endfunction()
+
+set(number "[0-9]+([.][0-9]+)?")
+set(verdict "(ok|to mend|${number} times slower) +")
+
+cmake_host_system_information(RESULT cpus QUERY NUMBER_OF_LOGICAL_CORES)
+math(EXPR too_many "${cpus} + 1")
+examine(${too_many})
+expect_match("${output}" "^[^\n]+: [0-9]+ CPUs?, ${number} GiB of memory; LibTorch [0-9.]+[^ ]* with ${too_many} threads\n\n")
+foreach(finding
+    "freed memory: ${number} ms to fill 72 MiB of new tensors, ${number} ms of kept ones"
+    "huge pages: [^\n]+"
+    "float32 products: (${number} GFLOP/s a thread by MKL, ${number} by oneDNN|not by MKL[^\n]*)"
+    "bfloat16 products: ${number} GFLOP/s a thread, ${number} in float32"
+    "denormal numbers: ${number} ns to multiply one, ${number} ns any other"
+    "attention, 64 tokens: training in bfloat16 ${number} ms by flash, ${number} ms without"
+    "OpenMP: [^\n]+")
+  expect_match("${output}" "\n${verdict}${finding}\n")
+endforeach()
+if(output MATCHES "CUDA kernels: ")
+  expect_match("${output}" "CUDA products of new shapes: ${number} ms for the first of a shape, ${number} ms for others\n")
+  expect_match("${output}" "CUDA attention over new lengths: ${number} ms for the first of a length, ${number} ms for others\n")
+endif()
+
+# One thread too many is to mend, and as many threads as the doctor names are not.
+expect_match("${output}" "\n(to mend|${number} times slower) +threads: ${too_many} on [0-9]+ CPUs?[^\n]*\n +at::set_num_threads[(][0-9]+[)];")
+string(REGEX REPLACE ".*\n +at::set_num_threads[(]([0-9]+)[)];.*" "\\1" right "${output}")
+examine(${right})
+expect_match("${output}" "\nok +threads: ${right} on ${right} CPU")
+
+# What has a cure is followed by it, and what is well by another finding.
+string(REGEX MATCHALL "\n(to mend|${number} times slower) " losses "${output}")
+string(REGEX MATCHALL "\n(to mend|${number} times slower) [^\n]+\n                    [^ \n]" mended "${output}")
+list(LENGTH losses number_of_losses)
+list(LENGTH mended number_mended)
+if(NOT number_of_losses EQUAL number_mended OR output MATCHES "\nok [^\n]+\n  ")
+  message(FATAL_ERROR "a loss without a cure, or a cure without a loss, in\n${output}")
+endif()
