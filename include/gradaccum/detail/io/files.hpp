@@ -14,14 +14,14 @@
 
 #include <sys/types.h>
 
-/// Files and directories as the operating system has them. All throws `std::runtime_error` with a path.
+/// Files and directories of the operating system. Every error is a `std::runtime_error` that names the path.
 
 namespace gradaccum::detail {
 
-/// `path: requirement, got No space left on device: free some room`
+/// Throws `path: requirement, got No space left on device: free some room`.
 [[noreturn]] void file_error(const std::filesystem::path& path, const std::string& requirement, int error);
 
-/// An open file or directory, closed at the end; negative where it could not be opened (see errno).
+/// An open file or directory, closed by the destructor. number() is negative if it could not be opened (see errno).
 class Descriptor {
  public:
   Descriptor(const std::filesystem::path& path, int flags, mode_t mode = 0);
@@ -31,37 +31,37 @@ class Descriptor {
 
   int number() const { return number_; }
 
-  /// Whether all went well. Never tried again: Linux closes even when it reports an error.
+  /// Returns true on success. Must not be retried: Linux closes the descriptor even when it reports an error.
   bool close() noexcept;
 
  private:
   int number_;
 };
 
-/// Makes the names in a directory outlive a power failure.
+/// Makes the entries of a directory survive a power failure.
 void sync_directory(const std::filesystem::path& path);
 
-/// Makes it, and those it is in, where they are not there, so that they outlive a power failure.
+/// Creates a directory and its missing parents, so that they survive a power failure.
 void make_directory(const std::filesystem::path& path);
 
-/// The names in a directory, in no order; none where it does not exist.
+/// The names in a directory, unordered; empty if it does not exist.
 std::vector<std::string> names_in(const std::filesystem::path& path);
 
-/// `path` + ".tmp-<process>-<random>": a name beside it that nobody else uses.
+/// Returns `path` + ".tmp-<process>-<random>", a name that no other process uses.
 std::filesystem::path temporary_name(std::filesystem::path path);
 
-/// A regular file, read from its beginning to its end. A symbolic link is none, nor is a pipe, which could be waited
-/// for for ever.
+/// A regular file, read sequentially. Rejects symbolic links, and pipes, since opening one could block forever.
 class InputFile {
  public:
   explicit InputFile(std::filesystem::path path);
 
-  /// Its size when it was opened.
+  /// The file's size when it was opened.
   std::uint64_t bytes() const { return bytes_; }
 
-  /// How many bytes were read, from this place on: fewer than `size` only at the end. By several threads at a time.
+  /// Reads from the offset `place` and returns the number of bytes, fewer than `size` only at the end of the file.
+  /// Thread-safe.
   std::size_t read_at(std::uint64_t place, void* data, std::size_t size) const;
-  /// The same from where the last ended.
+  /// Reads from where the last read() ended.
   std::size_t read(void* data, std::size_t size);
 
  private:
@@ -70,11 +70,11 @@ class InputFile {
   std::uint64_t bytes_ = 0;
 };
 
-/// The bytes of a file, read from the disk when they are looked at. Writing to them does not change the file: the pages
-/// written to become this process's own.
+/// A private memory mapping of a file: pages are read from the disk on first access, and writes to them never reach the
+/// file.
 ///
-/// A file that is replaced or removed stays as it was here. One that another process shortens takes its pages with it:
-/// looking at them ends this process (SIGBUS).
+/// Replacing or removing the file does not affect the mapping. If another process truncates it, accessing the lost
+/// pages kills this process (SIGBUS).
 class MappedFile {
  public:
   explicit MappedFile(const std::filesystem::path& path);
@@ -85,18 +85,17 @@ class MappedFile {
   std::span<std::byte> bytes() const { return bytes_; }
   std::string_view text() const { return {reinterpret_cast<const char*>(bytes_.data()), bytes_.size()}; }
 
-  /// Lets go of what memory these bytes of it, once read, are kept in; whoever looks at them reads them again.
+  /// Frees the memory that holds these bytes. The next access reads them from the disk again; writes to them are lost.
   void release(std::span<const std::byte> bytes) const;
 
  private:
   std::span<std::byte> bytes_;
 };
 
-/// A new file, written from its beginning to its end, with its CRC-32. It is whole, and will be after a power failure,
-/// once `close` has returned and its directory is synced; without `close` it is to be thrown away.
+/// A new file, written sequentially, with its CRC-32. It is complete, and survives a power failure, once `close` has
+/// returned and its directory is synced. Without `close` it should be deleted.
 ///
-/// After an error there is no going on: the operating system reports lost data only once, so that a second `close`
-/// would look well.
+/// An error is final: the operating system reports lost data only once, so a second `close` would appear to succeed.
 class OutputFile {
  public:
   explicit OutputFile(std::filesystem::path path);
@@ -118,8 +117,8 @@ class OutputFile {
   std::uint32_t crc32_ = 0;
 };
 
-/// Writes a file in place of what `path` names, if anything: `write` into a temporary file beside it, which then gets
-/// its name. Killed at any moment, `path` is the old file or the new one.
+/// Replaces or creates the file `path`: runs `write` on a temporary file next to it, and renames that. If the process
+/// is killed, `path` is either the old file or the new one.
 void replace_file(const std::filesystem::path& path, const std::function<void(OutputFile&)>& write);
 
 }  // namespace gradaccum::detail

@@ -21,7 +21,7 @@
 
 namespace gradaccum::detail {
 
-/// What to do about an error of the operating system, where that is known.
+/// Returns a hint for the user about an error of the operating system, or "".
 GRADACCUM_INLINE std::string advice(int error) {
   switch (error) {
     case ENOSPC:
@@ -67,7 +67,7 @@ GRADACCUM_INLINE bool sync(const Descriptor& descriptor) {
 GRADACCUM_INLINE void sync_directory(const std::filesystem::path& path) {
   const Descriptor directory(path.empty() ? "." : path, O_RDONLY | O_DIRECTORY);
   if (directory.number() < 0) file_error(path, "must be a directory that can be opened", errno);
-  // Some network file systems cannot, and have no need to.
+  // Some network file systems cannot sync directories, and do not need to.
   if (!sync(directory) && errno != EINVAL && errno != ENOTSUP) file_error(path, "must be synced to the disk", errno);
 }
 
@@ -77,13 +77,13 @@ GRADACCUM_INLINE void make_directory(const std::filesystem::path& path) {
   make_directory(path.parent_path());
   if (::mkdir(path.c_str(), 0777) != 0) {
     const int error = errno;
-    if (std::filesystem::is_directory(path, ignored)) return;  // with a slash at the end, or made by another just now
+    if (std::filesystem::is_directory(path, ignored)) return;  // a trailing slash, or another process has just made it
     file_error(path, "must be a directory, or be made", error);
   }
   try {
     sync_directory(path.parent_path());
   } catch (...) {
-    std::filesystem::remove(path, ignored);  // else the next call would take it for one that is synced
+    std::filesystem::remove(path, ignored);  // otherwise the next call would assume that it is synced
     throw;
   }
 }
@@ -122,7 +122,7 @@ GRADACCUM_INLINE InputFile::InputFile(std::filesystem::path path)
   bytes_ = static_cast<std::uint64_t>(status.st_size);
 }
 
-/// `read(done)` reads what follows the first `done` bytes.
+/// Reads until `size` bytes are there or the file ends; `read(done)` reads what follows the first `done` bytes.
 template <class Read>
 std::size_t read_all(const std::filesystem::path& path, std::size_t size, const Read& read) {
   std::size_t done = 0;
@@ -149,15 +149,15 @@ GRADACCUM_INLINE std::size_t InputFile::read(void* data, std::size_t size) {
 }
 
 GRADACCUM_INLINE MappedFile::MappedFile(const std::filesystem::path& path) {
-  const Descriptor descriptor(path, O_RDONLY | O_NONBLOCK);  // else a pipe's open waits for a writer
+  const Descriptor descriptor(path, O_RDONLY | O_NONBLOCK);  // otherwise opening a pipe waits for a writer
   struct ::stat status {};
   if (descriptor.number() < 0 || ::fstat(descriptor.number(), &status) != 0)
     file_error(path, "must be a file that can be read", errno);
   if (!S_ISREG(status.st_mode))
     fail_as_not_regular(path, S_ISDIR(status.st_mode) ? "a directory" : "a pipe, socket or device");
-  if (status.st_size == 0) return;  // which mmap refuses
+  if (status.st_size == 0) return;  // mmap rejects size 0
   const auto size = static_cast<std::size_t>(status.st_size);
-  // Without NORESERVE Linux wants room for a copy of all, and refuses a file larger than the memory.
+  // Without NORESERVE Linux reserves memory for a copy of the whole file, and refuses files larger than the memory.
   void* const address =
       ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, descriptor.number(), 0);
   if (address == MAP_FAILED) file_error(path, "must fit the address space", errno);
@@ -171,7 +171,7 @@ GRADACCUM_INLINE MappedFile::~MappedFile() {
 GRADACCUM_INLINE void MappedFile::release(std::span<const std::byte> bytes) const {
   const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
   const auto begin = reinterpret_cast<std::uintptr_t>(bytes.data()), end = begin + bytes.size();
-  const auto first = (begin + page - 1) / page * page, last = end / page * page;  // whole pages
+  const auto first = (begin + page - 1) / page * page, last = end / page * page;  // only whole pages
   if (first < last) ::madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
 }
 
@@ -185,7 +185,7 @@ GRADACCUM_INLINE void OutputFile::write(const void* data, std::size_t size) {
   const auto* bytes = static_cast<const char*>(data);
   while (size > 0) {
     const auto written = write_some(bytes, std::min(size, chunk));
-    crc32_ = detail::crc32(bytes, written, crc32_);  // now, while they are in the cache
+    crc32_ = detail::crc32(bytes, written, crc32_);  // while they are in the cache
     bytes_ += written;
     bytes += written;
     size -= written;
@@ -201,7 +201,7 @@ GRADACCUM_INLINE std::size_t OutputFile::write_some(const char* data, std::size_
   for (;;) {
     const auto written = ::write(descriptor_.number(), data, size);
     if (written > 0) return static_cast<std::size_t>(written);
-    if (written == 0) errno = EIO;  // which no file should do: tried again, it might be for ever
+    if (written == 0) errno = EIO;  // should never happen; a retry might loop forever
     if (errno != EINTR) fail("must be written to");
   }
 }

@@ -14,34 +14,34 @@
 
 namespace gradaccum::detail {
 
-/// A value of JSON. A whole number is a `std::uint64_t`, but a `std::int64_t` with a minus; any other is a `double`.
+/// A JSON value. A whole number is a `std::uint64_t`, or a `std::int64_t` if negative; any other number is a `double`.
 struct Json {
   using Array = std::vector<Json>;
   using Object = std::map<std::string, Json>;
   std::variant<std::nullptr_t, bool, std::int64_t, std::uint64_t, double, std::string, Array, Object> value = nullptr;
 
-  /// nullptr where it is of another kind.
+  /// Returns nullptr if the value is of another kind.
   template <class T>
   const T* as() const {
     return std::get_if<T>(&value);
   }
-  /// `null`, `boolean`, `number`, `string`, `array`, `object`
+  /// Returns `null`, `boolean`, `number`, `string`, `array` or `object`.
   const char* kind() const;
-  /// As JSON in one line of ASCII, which can be cut anywhere.
+  /// The value as one line of ASCII JSON, which can be truncated anywhere.
   std::string text() const;
 };
 
-/// One JSON value and nothing after it, nested to `max_depth` at most, every name once. `what`, a path say, begins the
-/// message of the `std::runtime_error` that it throws.
+/// Parses exactly one JSON value with unique names and at most `max_depth` levels of nesting. Throws
+/// `std::runtime_error`; messages begin with `what`, for example a path.
 Json parse_json(std::string_view text, std::size_t max_depth, const std::string& what);
 
-/// A text as JSON; nothing where it is not UTF-8.
+/// A string as JSON; nullopt if it is not UTF-8.
 std::optional<std::string> json_of(const std::string& text);
 
-/// A number as JSON. It is read again as it was.
+/// A number as JSON, which parses to the same number.
 std::string json_of(double number);
 
-/// A name as JSON writes it, so that it can be shown in one line of a message.
+/// A name quoted as in JSON, shortened to fit one line of a message.
 std::string in_quotes(std::string_view name);
 
 }  // namespace gradaccum::detail

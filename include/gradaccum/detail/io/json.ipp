@@ -39,8 +39,8 @@ GRADACCUM_INLINE std::string Json::text() const {
       value);
 }
 
-/// Makes a value of what nlohmann's parser reads, and refuses what that lets pass: the last of two equal names would
-/// win, and depth has no end.
+/// Builds a value from the events of nlohmann's parser. Rejects duplicate names, of which the parser would keep the
+/// last, and unlimited nesting.
 class JsonBuilder : public nlohmann::json_sax<nlohmann::json> {
  public:
   static constexpr std::size_t max_values = 12'000'000;
@@ -72,7 +72,7 @@ class JsonBuilder : public nlohmann::json_sax<nlohmann::json> {
   bool number_unsigned(number_unsigned_t value) override { return add(value); }
   bool number_float(number_float_t value, const string_t& /*text*/) override { return add(value); }
   bool string(string_t& value) override { return add(std::move(value)); }
-  bool binary(binary_t& /*value*/) override { return false; }  // JSON has none
+  bool binary(binary_t& /*value*/) override { return false; }  // JSON has no binary values
 
  private:
   template <class T>
@@ -93,7 +93,8 @@ class JsonBuilder : public nlohmann::json_sax<nlohmann::json> {
     return true;
   }
 
-  /// Where the next value goes. One takes some 50 bytes, and in a text as few as two.
+  /// Returns the slot for the next value. Limits their number: a value takes about 50 bytes, and as few as two in the
+  /// text.
   Json& place() {
     if (++values_ > max_values)
       throw std::runtime_error(what_ + ": its JSON must have at most " + std::to_string(max_values) + " values");
@@ -105,12 +106,12 @@ class JsonBuilder : public nlohmann::json_sax<nlohmann::json> {
   std::size_t max_depth_, values_ = 0;
   const std::string& what_;
   Json root_;
-  std::vector<Json*> open_;  // what the next value is in: none of these gets others before it is closed
-  Json* member_ = nullptr;   // the one that was named last
+  std::vector<Json*> open_;  // the open containers, outermost first; an open one never moves
+  Json* member_ = nullptr;   // the slot of the last name
 };
 
 GRADACCUM_INLINE Json parse_json(std::string_view text, std::size_t max_depth, const std::string& what) {
-  // To nlohmann's parser a zero is the end of the text.
+  // nlohmann's parser takes a zero byte for the end of the text.
   if (const auto zero = text.find('\0'); zero != text.npos)
     throw std::runtime_error(what + ": must be JSON in UTF-8, got a zero at byte " + std::to_string(zero + 1));
   JsonBuilder builder(max_depth, what);

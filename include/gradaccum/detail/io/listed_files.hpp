@@ -13,23 +13,23 @@
 
 namespace gradaccum::detail {
 
-/// A file that a manifest lists, read once from its beginning to its end, with its checksum as it goes by. Throws
-/// `std::runtime_error` with its path, as the next two do.
+/// Reads a file that a manifest lists, once and sequentially, and computes its checksum. Throws `std::runtime_error`
+/// with the path, as do the functions below.
 class ListedFile {
  public:
-  /// `for_each(count, body)` calls body(i) for each, as it likes.
+  /// `for_each(count, body)` calls body(i) for each i in [0, count), in any order or in parallel.
   using ForEach = std::function<void(std::size_t count, const std::function<void(std::size_t)>& body)>;
 
   ListedFile(const std::filesystem::path& path, const Manifest::File& listed);
 
   std::uint64_t left() const { return left_; }
 
-  /// As many bytes, which must be left.
+  /// Reads `size` bytes, at most left().
   void read(void* data, std::uint64_t size);
-  /// All that is left, into these pieces in their order.
+  /// Reads the rest of the file into consecutive pieces.
   void read(std::span<const std::span<std::byte>> pieces, const ForEach& for_each);
 
-  /// After the last byte.
+  /// Checks the CRC-32; call it after the last byte has been read.
   void check() const;
 
  private:
@@ -43,13 +43,13 @@ class ListedFile {
   std::uint32_t crc_ = 0;
 };
 
-/// The file is as it was written, byte for byte.
+/// Throws unless the file has the size and CRC-32 that the manifest lists.
 void check_file(const std::filesystem::path& path, const Manifest::File& listed);
 
-/// The folder has no files that the manifest does not list.
+/// Throws if the folder has files that the manifest does not list.
 void check_no_others(const std::filesystem::path& folder, const Manifest& manifest);
 
-/// The folder has the files that the manifest lists, byte for byte, and no others.
+/// Throws unless the folder has exactly the files that the manifest lists, with their sizes and CRC-32s.
 void check_files(const std::filesystem::path& folder, const Manifest& manifest);
 
 }  // namespace gradaccum::detail

@@ -23,7 +23,7 @@ GRADACCUM_INLINE void ListedFile::read(void* data, std::uint64_t size) {
   for (auto* bytes = static_cast<char*>(data); size > 0;) {
     const auto wanted = static_cast<std::size_t>(std::min<std::uint64_t>(size, chunk_of_listed_file));
     if (file_.read(bytes, wanted) != wanted) fail(std::to_string(listed_.bytes) + " bytes", "fewer");
-    crc_ = crc32(bytes, wanted, crc_);  // now, while they are in the cache
+    crc_ = crc32(bytes, wanted, crc_);  // while they are in the cache
     bytes += wanted;
     size -= wanted;
     left_ -= wanted;

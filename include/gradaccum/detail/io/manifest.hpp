@@ -15,12 +15,11 @@ namespace gradaccum::detail {
 
 inline constexpr std::string_view state_format = "gradaccum training state";
 
-/// What a state, or another folder of files, consists of: files with their sizes and checksums, and numbers and texts
-/// with names.
+/// The contents of a state or another folder of files: files with their sizes and checksums, and named values.
 ///
-/// It is a JSON file that a person can read. "crc32", its first entry, is the CRC-32 of the file's bytes, these eight
-/// digits being zeros. A double that is not finite, which JSON lacks, is {"double": "nan"}, "inf" or "-inf"; the bits
-/// of a NaN are not kept. In Python:
+/// The manifest is a readable JSON file. Its first entry, "crc32", is the CRC-32 of the file with these eight digits
+/// set to zeros. JSON lacks non-finite doubles: they are {"double": "nan"}, "inf" or "-inf", and the payload of a NaN
+/// is lost. To edit it in Python:
 ///
 ///    m = json.load(open("manifest.json"))
 ///    m["values"]["lr"], m["crc32"] = 0.01, "00000000"
@@ -37,28 +36,28 @@ struct Manifest {
 
   static constexpr std::size_t max_bytes = std::size_t{64} << 20;
 
-  std::string format{state_format};  ///< what it is the manifest of
+  std::string format{state_format};  ///< the kind of folder
   std::map<std::string, Value> values;
-  std::map<std::string, File> files;  ///< with plain names: A-Z a-z 0-9 _ . - and no dot in front
+  std::map<std::string, File> files;  ///< plain names: A-Z a-z 0-9 _ . - and no leading dot
   std::string gradaccum, libtorch;    ///< the versions that wrote it
 };
 
 inline constexpr const char* manifest_name = "manifest.json";
 
-/// Eight digits.
+/// Formats a CRC-32 as eight hexadecimal digits.
 std::string crc32_text(std::uint32_t crc);
 
-/// A name that cannot lead out of its directory, on any file system, and is not the manifest's own.
+/// Returns true for a name that stays inside its directory on any file system and is not the manifest's own.
 bool is_file_name(std::string_view name);
 
-/// Throws `std::runtime_error` for what could not be read again.
+/// Throws `std::runtime_error` if the text could not be read back.
 std::string text_of(const Manifest& manifest);
 
-/// Believes nothing. `what`, a path say, begins the message of the `std::runtime_error` that it throws. `format`: what
-/// it must be the manifest of.
+/// Parses an untrusted manifest of kind `format`. Throws `std::runtime_error`; messages begin with `what`, for example
+/// a path.
 Manifest manifest_of(std::string_view text, const std::string& what, std::string_view format = state_format);
 
-/// Synced, as a new file. Throws `std::runtime_error` with the file's path, as the next does.
+/// Writes a new file and syncs it. Throws `std::runtime_error` with the file's path, as does read_manifest().
 void write_manifest(const std::filesystem::path& folder, const Manifest& manifest);
 Manifest read_manifest(const std::filesystem::path& folder, std::string_view format = state_format);
 

@@ -40,7 +40,7 @@ GRADACCUM_INLINE std::string quoted(const std::string& text) {
   throw std::runtime_error("manifest.json: texts and names must be UTF-8, got " + in_quotes(text));
 }
 
-/// An object of names with values that are JSON, a line each.
+/// Writes an object from names and JSON values, one entry a line.
 GRADACCUM_INLINE std::string lines_of(const std::vector<std::pair<std::string, std::string>>& entries,
                                       std::size_t depth) {
   std::string text;
@@ -81,7 +81,7 @@ GRADACCUM_INLINE std::string text_of(const Manifest& manifest) {
   return text.replace(text.find("00000000"), 8, crc32_text(crc32(text.data(), text.size())));
 }
 
-/// JSON to a manifest, believing nothing.
+/// Turns untrusted JSON into a manifest.
 class ManifestReader {
  public:
   ManifestReader(const std::string& what, std::string_view format) : what_(what), format_(format) {}

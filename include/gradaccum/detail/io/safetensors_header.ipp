@@ -18,7 +18,7 @@ GRADACCUM_INLINE std::size_t safetensors_dtype_rank(std::string_view dtype) {
       std::find_if(all.begin(), all.end(), [dtype](auto& known) { return known.first == dtype; }) - all.begin());
 }
 
-/// Checks what a header says, part by part.
+/// Validates a header part by part.
 class SafetensorsChecks {
  public:
   static constexpr std::size_t max_header = 100'000'000;  // bytes, as in the reference implementation
@@ -102,7 +102,7 @@ class SafetensorsChecks {
     std::int64_t bits = safetensors_dtype_bits[safetensors_dtype_rank(entry.dtype)].second;
     bool is_empty = false;
     for (auto size : entry.shape) {
-      is_empty = is_empty || size == 0;  // and still its strides are products of the other sizes
+      is_empty = is_empty || size == 0;  // an empty tensor's strides are still products of the other sizes
       require(!__builtin_mul_overflow(bits, std::max<std::int64_t>(size, 1), &bits), shown,
               " must have fewer than 2^63 bits");
     }
@@ -152,7 +152,7 @@ GRADACCUM_INLINE SafetensorsHeader SafetensorsHeaderReader::read(std::string_vie
   return header;
 }
 
-/// The order in which tensors are written: by dtype, then by name.
+/// Orders tensors by dtype, then by name.
 GRADACCUM_INLINE bool is_written_before(const NamedSafetensorsEntry& a, const NamedSafetensorsEntry& b) {
   const auto rank_a = safetensors_dtype_rank(a.second.dtype), rank_b = safetensors_dtype_rank(b.second.dtype);
   return rank_a != rank_b ? rank_a < rank_b : a.first < b.first;
@@ -164,7 +164,7 @@ std::string numbers_as_json(const auto& numbers) {
   return text.empty() ? "[]" : text + "]";
 }
 
-/// The header's JSON, with spaces after it so that the data begins at a multiple of 8.
+/// The header's JSON, padded with spaces so that the data begins at a multiple of 8.
 GRADACCUM_INLINE std::string safetensors_json(const std::vector<NamedSafetensorsEntry>& tensors,
                                               const std::map<std::string, std::string>& metadata,
                                               const std::string& what) {

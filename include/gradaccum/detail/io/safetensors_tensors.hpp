@@ -19,7 +19,7 @@
 
 namespace gradaccum::detail {
 
-/// The dtypes that both safetensors and all supported LibTorch have.
+/// The dtypes that both safetensors and every supported LibTorch have.
 inline constexpr std::array<std::pair<std::string_view, c10::ScalarType>, 16> safetensors_dtypes{
     {{"BOOL", c10::kBool},
      {"U8", c10::kByte},
@@ -38,25 +38,25 @@ inline constexpr std::array<std::pair<std::string_view, c10::ScalarType>, 16> sa
      {"F8_E4M3", c10::kFloat8_e4m3fn},
      {"F8_E5M2", c10::kFloat8_e5m2}}};
 
-/// Throws where LibTorch has none. `path` and `name`: whose dtype it is.
+/// Throws if LibTorch lacks the dtype; the message names the file `path` and the tensor `name`.
 c10::ScalarType dtype_in_file(const std::string& path, const std::string& name, std::string_view dtype);
 
-/// Throws where one is neither 0 nor 1: other values of a C++ bool are undefined behaviour.
+/// Throws if a bool tensor has a byte other than 0 and 1, which would be undefined behaviour in C++.
 void check_flags(const std::string& path, const std::string& name, c10::ScalarType type,
                  std::span<const std::byte> bytes);
 
-/// What the header will say about a tensor of that name, dtype and shape; throws where a file cannot have it.
+/// Returns the header entry for a tensor of this name, dtype and shape. Throws if the format cannot store it.
 SafetensorsEntry planned_entry(const std::string& name, c10::ScalarType dtype, const std::vector<std::int64_t>& shape);
 
-/// Writes a safetensors file of tensors that are got one after another, each when the last is written and gone.
-/// `entries`: what they are; in any order.
+/// Writes a safetensors file of the tensors in `entries`, in any order. `tensor_of` provides one tensor at a time; it
+/// is released before the next.
 void write_safetensors(const std::function<void(const void* data, std::size_t size)>& write,
                        std::vector<NamedSafetensorsEntry> entries,
                        const std::function<at::Tensor(const std::string& name)>& tensor_of,
                        const std::map<std::string, std::string>& metadata);
 
-/// Writes a safetensors file, some bytes after others. What is contiguous in the memory of the CPU is written from
-/// there; other tensors are copied, one at a time.
+/// Writes a safetensors file. Tensors that are contiguous on the CPU are written in place; others are copied, one at a
+/// time.
 void write_safetensors(const std::function<void(const void* data, std::size_t size)>& write,
                        const std::map<std::string, at::Tensor>& tensors,
                        const std::map<std::string, std::string>& metadata);

@@ -47,7 +47,7 @@ GRADACCUM_INLINE SafetensorsEntry planned_entry(const std::string& name, c10::Sc
   return {.dtype = std::string(found->first), .shape = shape, .begin = 0, .end = bytes};
 }
 
-/// What the header says about a tensor; throws where a file cannot have it.
+/// Returns a tensor's header entry. Throws if the format cannot store it.
 GRADACCUM_INLINE SafetensorsEntry safetensors_entry(const std::string& name, const at::Tensor& tensor) {
   TORCH_CHECK(tensor.defined(), "safetensors: the tensor ", in_quotes(name), " must be defined");
   TORCH_CHECK(tensor.layout() == at::kStrided && tensor.unsafeGetTensorImpl()->has_storage() && !tensor.is_meta() &&

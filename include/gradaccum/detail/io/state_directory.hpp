@@ -15,7 +15,7 @@
 
 namespace gradaccum::detail {
 
-/// A state's name: `step-000040`; where that was taken, `step-000040.1`, `step-000040.2` and so on. Ordered by time.
+/// The name of a state: `step-000040`, or `step-000040.1`, `.2` and so on if that is taken. Ordered by time.
 struct StateName {
   std::int64_t step = 0, repeat = 0;
 
@@ -23,18 +23,18 @@ struct StateName {
 
   std::string text() const;
 
-  /// None where this is not a state's name, to the letter: no other name may mean the same state.
+  /// Parses a name; nullopt unless `text()` gives exactly `text`, so that no two names mean the same state.
   static std::optional<StateName> of(std::string_view text);
 };
 
-/// Two states were saved after as many updates.
+/// Returns true if both states were saved after the same number of updates.
 bool of_one_step(const std::filesystem::path& one, const std::filesystem::path& other);
 
-/// A directory of states, each a folder of files that appears whole or not at all, and never changes. Killed at any
-/// moment, in a power failure as well, all that `finished` lists is whole. One writer at a time. What has other names
-/// is never touched.
+/// A directory of states. Each is a folder that appears atomically and never changes, even if the process is killed or
+/// the power fails: all that `finished` lists is complete. Only one writer at a time. Entries with other names are
+/// never touched.
 ///
-/// Throws `std::runtime_error` with a name.
+/// Throws `std::runtime_error` with a path.
 class StateDirectory {
  public:
   struct State : StateName {
@@ -43,19 +43,19 @@ class StateDirectory {
 
   explicit StateDirectory(std::filesystem::path path) : path_(std::move(path)) {}
 
-  /// The oldest first.
+  /// The complete states, oldest first.
   std::vector<State> finished() const;
 
-  /// Makes a new state: `write(folder)` puts files into it, and syncs them. Gives the folder's path.
+  /// Adds a state and returns its path. `write(folder)` creates the files and syncs them.
   std::filesystem::path add(std::int64_t step, const std::function<void(const std::filesystem::path&)>& write);
 
-  /// Of two states of one step the newer takes the older one's name, and place. Gives its path.
+  /// Replaces `older` by `newer`, a state of the same step, under the older one's name. Returns that path.
   std::filesystem::path replace(const std::filesystem::path& older, const std::filesystem::path& newer);
 
-  /// Removes all but the `count` newest and those in `others`.
+  /// Removes all states except the `count` newest and `others`.
   void keep_last(std::int64_t count, const std::vector<std::filesystem::path>& others = {});
 
-  /// Removes what was not finished, or was being removed, when a process ended; the others do so as well.
+  /// Removes folders that a killed process left half written or half removed. The other writing methods do so too.
   void sweep() const;
 
  private:

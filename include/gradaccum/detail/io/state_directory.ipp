@@ -43,12 +43,12 @@ GRADACCUM_INLINE bool of_one_step(const std::filesystem::path& one, const std::f
   return first && second && first->step == second->step;
 }
 
-/// A directory of states is this writer's, until its end or the process's.
+/// Locks the directory for this writer until destruction or the end of the process.
 class StateLock {
  public:
   explicit StateLock(const std::filesystem::path& path) : directory_(path, O_RDONLY | O_DIRECTORY) {
     if (directory_.number() < 0) file_error(path, "must be a directory that can be opened", errno);
-    // Other errors come from file systems that have no locks: there the user has to take care.
+    // Other errors mean a file system without locks; there the user has to ensure that there is one writer.
     if (::flock(directory_.number(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
       throw std::runtime_error(path.string() + ": must have one writer, and is being written to by another process " +
                                "or thread: wait for it, or choose another directory");
@@ -81,7 +81,7 @@ GRADACCUM_INLINE std::filesystem::path StateDirectory::add(
     sync_directory(unfinished);
     if (std::rename(unfinished.c_str(), path.c_str()) != 0) file_error(unfinished, "must be given its name", errno);
   } catch (...) {
-    std::error_code ignored;  // what cannot be removed now is swept later
+    std::error_code ignored;  // a later sweep removes what cannot be removed now
     std::filesystem::remove_all(unfinished, ignored);
     throw;
   }
@@ -94,7 +94,7 @@ GRADACCUM_INLINE std::filesystem::path StateDirectory::add(
   return path;
 }
 
-/// After all of that step, so that the newest is the one that was added last.
+/// Picks a name after all states of that step, so that the newest state sorts last.
 GRADACCUM_INLINE std::filesystem::path StateDirectory::name_for(std::int64_t step) const {
   StateName name{step, 0};
   for (const auto& other : names_in(path_))
@@ -142,9 +142,9 @@ GRADACCUM_INLINE std::vector<std::filesystem::path> StateDirectory::leftovers() 
 GRADACCUM_INLINE void StateDirectory::remove_leftovers() const {
   const auto paths = leftovers();
   if (paths.empty()) return;
-  // Else a power failure could bring back the name of a state that was to be removed, but not all of its files.
+  // Otherwise a power failure could bring back the name of a removed state without all of its files.
   sync_directory(path_);
-  std::error_code ignored;  // a network file system keeps a file that somebody reads: the next sweep will remove it
+  std::error_code ignored;  // network file systems keep files that are being read; the next sweep removes them
   for (const auto& path : paths) std::filesystem::remove_all(path, ignored);
 }
 

@@ -10,18 +10,17 @@
 
 namespace gradaccum::detail {
 
-/// Where Hugging Face has a model's weights: in a file of this name, or in files that an index lists.
+/// Hugging Face's names for a model's weights: a single file, or an index that lists several.
 inline constexpr const char* weights_name = "model.safetensors";
 inline constexpr const char* weights_index_name = "model.safetensors.index.json";
 
-/// The file or index that is meant by its path, or by that of its folder.
+/// Returns the file or index that `path`, itself or as its folder, refers to.
 std::filesystem::path weights_path(const std::filesystem::path& path);
 
-/// The file in which each tensor is, by the tensor's name.
+/// The file that holds each tensor, by the tensor's name.
 using WeightMap = std::map<std::string, std::string>;
 
-/// Reads an index, and trusts nothing in it. `what`, a path say, begins the messages of the `std::runtime_error` that
-/// it throws.
+/// Reads an untrusted index. Throws `std::runtime_error`; messages begin with `what`, for example a path.
 WeightMap read_weights_index(std::string_view text, const std::string& what);
 
 }  // namespace gradaccum::detail

@@ -26,7 +26,7 @@ namespace gradaccum::detail {
 
 GRADACCUM_INLINE std::filesystem::path weights_path(const std::filesystem::path& path) {
   std::error_code ignored;
-  const auto is_there = [&](const char* name) {  // a link that leads nowhere as well, so that its name is reported
+  const auto is_there = [&](const char* name) {  // true also for a dangling link, so that errors name it
     return std::filesystem::exists(std::filesystem::symlink_status(path / name, ignored));
   };
   constexpr const char* pickles[] = {"pytorch_model.bin", "pytorch_model.bin.index.json"};
@@ -65,7 +65,7 @@ GRADACCUM_INLINE WeightMap read_weights_index(std::string_view text, const std::
       index_error(what, "a tensor's name must have at most 4096 bytes", std::to_string(name.size()));
     const auto* const file = value.as<std::string>();
     if (!file) index_error(what, "the file of " + in_quotes(name) + " must be a text", value.kind());
-    // It leads neither out of the folder nor to a pickle.
+    // The name must not leave the folder or refer to a pickle.
     if (!is_file_name(*file) || !file->ends_with(".safetensors"))
       index_error(what,
                   "the file of " + in_quotes(name) +
