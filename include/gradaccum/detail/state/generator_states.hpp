@@ -10,13 +10,14 @@
 
 namespace gradaccum::detail {
 
-/// The default generators of the CPU and of the CUDA devices in use, by the names of the devices. Asking for that of a
-/// device that nobody has used yet would start the device.
+/// The default generators of the CPU and of the CUDA devices in use, by device name. Other devices are skipped, since
+/// getting a device's generator would initialise the device.
 std::map<std::string, at::Generator> default_generators();
 
 Archive::Tensors states_of_generators();
 
-/// A generator that is not there is an error before anything has changed; so is a state that none of its kind has.
+/// Throws, before anything has changed, if a generator is missing (unless `changes_allowed`) or a state does not fit
+/// its generator.
 void check_generators(const Archive::Tensors& states, bool changes_allowed);
 
 void set_generators(const Archive::Tensors& states);

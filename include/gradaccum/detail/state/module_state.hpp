@@ -13,13 +13,13 @@ class Module;
 
 namespace gradaccum::detail {
 
-/// Parameters and buffers with their full names; a shared one under each of its names.
+/// Parameters and buffers by their full names; a shared tensor appears under each of its names.
 Archive::Tensors tensors_of_module(const torch::nn::Module& module);
 
-/// Throws where it has no memory for each of its numbers.
+/// Throws if the tensor lacks memory for each of its elements (a meta or expanded tensor).
 void check_can_be_loaded(const std::string& name, const at::Tensor& tensor);
 
-/// Parameters and buffers by name; loaded into the tensors that are there.
+/// Saves parameters and buffers by name; loading copies into the module's existing tensors.
 void archive_module(Archive& archive, torch::nn::Module& module);
 
 }  // namespace gradaccum::detail

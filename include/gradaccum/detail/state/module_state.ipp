@@ -28,7 +28,7 @@ GRADACCUM_INLINE Archive::Tensors tensors_of_module(const torch::nn::Module& mod
   return all;
 }
 
-/// `weight, Float [2, 3]`
+/// Describes a tensor: `weight, Float [2, 3]`.
 GRADACCUM_INLINE std::string described(const std::string& name, const at::Tensor& tensor) {
   return c10::str(name, ", ", tensor.scalar_type(), " ", tensor.sizes());
 }
@@ -39,7 +39,7 @@ GRADACCUM_INLINE void check_can_be_loaded(const std::string& name, const at::Ten
               tensor.is_meta() ? "a tensor on the device meta" : "an expanded tensor", "; give it a clone()");
 }
 
-/// What two sets of tensors do not have in common: the first few of it.
+/// Lists the first differences between the names, dtypes and shapes of two sets of tensors.
 GRADACCUM_INLINE std::string differences(const Archive::Tensors& saved, const Archive::Tensors& here) {
   std::vector<std::string> all;
   for (auto& [name, tensor] : saved) {

@@ -14,13 +14,13 @@
 
 namespace gradaccum::detail {
 
-/// An optimizer's state as tensors with names: `exp_avg.0.weight`. LibTorch's own files know parameters by their
-/// position only.
+/// An optimizer's state as named tensors: `exp_avg.0.weight`. LibTorch's own files identify parameters only by
+/// position.
 
 using NamedTensors = std::map<std::string, at::Tensor>;
-using NamedParameters = torch::OrderedDict<std::string, at::Tensor>;  // what Module::named_parameters gives
+using NamedParameters = torch::OrderedDict<std::string, at::Tensor>;  // the type of Module::named_parameters()
 
-/// Finds a parameter's name.
+/// Looks up a parameter's name.
 class NameOf {
  public:
   explicit NameOf(const NamedParameters& parameters);
@@ -36,17 +36,17 @@ void for_each_parameter(const torch::optim::Optimizer& optimizer, const Body& bo
     for (auto& parameter : group.params()) body(parameter);
 }
 
-/// Options that say themselves what there is to save.
+/// Options that serialize themselves.
 struct ArchivesItself {
   virtual ~ArchivesItself() = default;
   virtual void state(Archive& archive) = 0;
 };
 
-/// An optimizer that says itself what its state is.
+/// An optimizer that defines its own state.
 struct NamesItsState {
   virtual ~NamesItsState() = default;
   virtual NamedTensors named_state(const NamedParameters& parameters) const = 0;
-  /// Checks what `named_state` gave, and copies it; what comes back makes it the optimizer's.
+  /// Checks and copies a result of `named_state`. Returns a function that installs it.
   virtual std::function<void()> take_named_state(const NamedParameters& parameters, NamedTensors state,
                                                  bool lenient) = 0;
 };

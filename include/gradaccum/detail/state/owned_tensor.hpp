@@ -7,11 +7,11 @@
 
 namespace gradaccum::detail {
 
-/// A tensor with memory of its own: a copy, unless nobody else has it.
+/// Returns the tensor itself if nothing shares its memory, otherwise a copy.
 at::Tensor owned(at::Tensor tensor);
 
-/// Copies the numbers of a loaded tensor into one that is there, with all that shares its memory. Where nobody else has
-/// the loaded one, the two change their memory in place of that: 134 MB in no time, and nothing can fail.
+/// Copies a loaded tensor into an existing one, whose aliases see the new values. If nothing else refers to `loaded`,
+/// the two swap their memory instead, which takes no time even for large tensors (134 MB) and cannot fail.
 void load_into(const at::Tensor& to, const at::Tensor& loaded);
 
 }  // namespace gradaccum::detail

@@ -11,14 +11,14 @@
 
 namespace gradaccum::detail {
 
-/// Its memory is that of a tensor made by LibTorch on the CPU, all of it and no more: nobody has lent it.
+/// Returns true for a tensor that spans all of its CPU storage, allocated by LibTorch rather than borrowed.
 GRADACCUM_INLINE bool has_plain_memory(const at::Tensor& tensor) {
   return tensor.device().is_cpu() && tensor.has_storage() && tensor.storage().resizable() &&
          tensor.storage().allocator() == c10::GetAllocator(c10::kCPU) && tensor.storage_offset() == 0 &&
          tensor.is_contiguous() && tensor.nbytes() == tensor.storage().nbytes();
 }
 
-/// Nobody but who calls this has the tensor, or its memory.
+/// Returns true if the caller holds the only reference to the tensor and its memory.
 GRADACCUM_INLINE bool is_alone(const at::Tensor& tensor) {
   return tensor.use_count() == 1 && has_plain_memory(tensor) && tensor.storage().use_count() == 1;
 }
@@ -38,7 +38,7 @@ GRADACCUM_INLINE void load_into(const at::Tensor& to, const at::Tensor& loaded) 
   }
   auto &here = *to.storage().unsafeGetStorageImpl(), &there = *loaded.storage().unsafeGetStorageImpl();
   there.set_data_ptr_noswap(here.set_data_ptr(there.set_data_ptr({})));
-  to.unsafeGetTensorImpl()->bump_version();  // as a copy does: a graph that has saved it must notice
+  to.unsafeGetTensorImpl()->bump_version();  // like copy_(): autograd must notice if it has saved the tensor
 }
 
 }  // namespace gradaccum::detail

@@ -10,18 +10,18 @@
 
 namespace gradaccum::detail {
 
-/// Changes that wait until all that is loaded together has turned out to fit, and the way back from those that did not
-/// wait.
+/// Changes that are deferred until everything loaded together has been found to fit, and undo functions for those that
+/// were made at once.
 class PendingChanges {
  public:
-  /// Runs `load`, which may nest. An exception forgets what has come to wait in it, and undoes the rest, the last
-  /// change first.
+  /// Runs `load`; calls may nest. If it throws, drops the changes deferred in it and runs its undo functions, last
+  /// first.
   void together(c10::function_ref<void()> load);
 
-  /// At once where there is nothing to wait for.
+  /// Runs `change` at once if no load is in progress.
   void when_all_fit(std::function<void()> change);
   void if_not_all_fit(std::function<void()> undo);
-  /// Whatever comes to wait from here on never happens.
+  /// Discards all changes that are deferred from now on.
   void wait_forever() { ++depth_; }
 
  private:

@@ -14,39 +14,40 @@
 
 namespace gradaccum::detail {
 
-/// The name of a part of a parameter, in a state that several ranks have saved: `0.weight[4096:8192 of 64x128]`, the
-/// elements from 4096 to 8192, as they lie in memory.
+/// The name of a part of a parameter in a state that several ranks have saved. `0.weight[4096:8192 of 64x128]` holds
+/// the elements from 4096 to 8192 in memory order.
 struct PieceName {
   std::string parameter;
   std::int64_t begin = 0, end = 0;
-  at::DimVector sizes = {};  ///< of the whole
+  at::DimVector sizes = {};  ///< sizes of the whole parameter
 
   std::string text() const;
-  /// None where it is no such name, to the letter.
+  /// Parses a name; nullopt unless `text()` gives exactly `text`.
   static std::optional<PieceName> of(std::string_view text);
 };
 
-/// `seed` of `rank_12.seed`, a value that is a rank's own; any other name as it is.
+/// Removes the prefix of a value that belongs to one rank: `rank_12.seed` becomes `seed`. Other names stay as they are.
 std::string without_rank(const std::string& name);
 
-/// A tensor of which several ranks have saved a piece each: a number for each element of a parameter, one for each
-/// block of as many, or one for all of it. Nothing is copied before it is asked for.
+/// A tensor that several ranks have saved in pieces. It has one number for each element of a parameter, for each block
+/// of elements, or for the whole parameter. Nothing is copied before whole() or part().
 class Pieces {
  public:
   explicit Pieces(std::string name) : name_(std::move(name)) {}
 
   void add(PieceName piece, at::Tensor tensor);
-  /// Throws where one is missing, or does not go with the others.
+  /// Throws if a piece is missing or does not fit the others.
   void check() const;
 
-  /// Of the whole parameter.
+  /// The sizes of the whole parameter.
   at::IntArrayRef sizes() const { return sizes_; }
-  /// There is one number for all.
+  /// Returns true if there is a single number for the whole parameter.
   bool is_number() const;
-  /// How many elements have a number together: one, or a block of 8-bit moments; 0 where it is neither.
+  /// The number of elements per number: 1, or the size of a block of 8-bit moments; 0 for anything else.
   std::int64_t elements_of_number() const;
 
-  /// A new tensor: the whole, after `check`; or the numbers of these elements in a row, of which `begin` begins one.
+  /// Returns a new tensor: whole() after `check`; part() a row for elements [begin, end), where `begin` starts a
+  /// number's elements.
   at::Tensor whole() const;
   at::Tensor part(std::int64_t begin, std::int64_t end) const;
 
@@ -67,11 +68,11 @@ class Pieces {
   std::map<std::int64_t, Piece> by_begin_;
 };
 
-/// Takes those of each tensor out, whichever rank has saved them, by the name of the whole.
+/// Removes all pieces from `tensors`, regardless of the rank that saved them, and returns them by the whole's name.
 std::map<std::string, Pieces> take_pieces(std::map<std::string, at::Tensor>& tensors);
 
-/// The same of a state, of which they are no longer one rank's own, by their names without that rank. Throws where the
-/// pieces of a tensor do not go together.
+/// Removes all pieces from a state and returns them under their names without the rank. Throws if the pieces of a
+/// tensor do not fit together.
 Archive::Values take_shared_pieces(Archive::Values& values);
 
 }  // namespace gradaccum::detail

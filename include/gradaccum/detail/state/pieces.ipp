@@ -26,7 +26,7 @@ GRADACCUM_INLINE std::string PieceName::text() const {
   return text + "]";
 }
 
-/// A number without sign or leading zeros at the beginning of `text`, which is taken away there.
+/// Parses a non-negative decimal number at the beginning of `text`, and removes it there.
 GRADACCUM_INLINE std::optional<std::int64_t> take_number(std::string_view& text) {
   std::int64_t number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
@@ -77,7 +77,7 @@ GRADACCUM_INLINE void Pieces::add(PieceName piece, at::Tensor tensor) {
 
 GRADACCUM_INLINE void Pieces::check() const {
   check_filled();
-  if (by_begin_.size() == 1) return;  // of any shape
+  if (by_begin_.size() == 1) return;  // any shape is valid
   check_alike();
   for (auto& [begin, piece] : by_begin_) {
     if (!is_number()) check_row(piece);
