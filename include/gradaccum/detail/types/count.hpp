@@ -6,7 +6,7 @@
 
 namespace gradaccum::detail {
 
-/// How many: a number in an option, of whatever integer type, so that `{.steps = files.size()}` is no narrowing.
+/// A count in an option. Accepts every integer type, so `{.steps = files.size()}` is not a narrowing conversion.
 class Count {
  public:
   template <std::convertible_to<std::int64_t> Number>

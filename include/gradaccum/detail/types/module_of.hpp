@@ -24,7 +24,7 @@ concept model = plain_module<M> || points_to_module<M>;
 
 void check_points_to_a_module(bool it_does);
 
-/// The module that a user's model is, or points to.
+/// Returns the module that `model` is or points to.
 template <model Model>
 torch::nn::Module& module_of(Model& model) {
   if constexpr (plain_module<Model>) {

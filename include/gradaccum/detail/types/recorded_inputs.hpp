@@ -7,8 +7,8 @@
 
 namespace gradaccum::detail {
 
-/// The inputs of an operation that is recorded. `RecordFunction::inputs()` is for programs that are built as LibTorch
-/// itself was: without NDEBUG it asserts what a LibTorch that was built for release never sets.
+/// The inputs of a recorded operation. `RecordFunction::inputs()` cannot be used: in a program built without NDEBUG it
+/// asserts a flag that a release build of LibTorch never sets.
 template <auto inputs>
 struct RecordedInputs {
   friend c10::ArrayRef<const c10::IValue> recorded_inputs(const at::RecordFunction& operation) {
@@ -16,6 +16,6 @@ struct RecordedInputs {
   }
 };
 c10::ArrayRef<const c10::IValue> recorded_inputs(const at::RecordFunction& operation);
-template struct RecordedInputs<&at::RecordFunction::inputs_>;  // an explicit instantiation may name what is private
+template struct RecordedInputs<&at::RecordFunction::inputs_>;  // explicit instantiations may name private members
 
 }  // namespace gradaccum::detail

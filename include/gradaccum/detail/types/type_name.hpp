@@ -8,10 +8,10 @@
 
 namespace gradaccum::detail {
 
-/// A class without namespaces: `SGD`.
+/// A class name without namespaces and template arguments: `SGD`.
 std::string name_of_class(const std::type_info& type);
 
-/// The class of an object, behind a reference, too.
+/// The dynamic class of an object.
 template <class T>
 std::string type_name(const T& object) {
   return name_of_class(typeid(object));
