@@ -9,47 +9,48 @@
 
 namespace gradaccum::detail {
 
-/// Tensors as kernels want them, which see numbers one after another and know no strides.
+/// Tensors in the form that kernels expect: plain arrays without strides.
 
-/// The elements of both lie in the same order in memory.
+/// Returns true if the elements of both tensors lie in the same order in memory.
 bool same_order(const at::Tensor& a, const at::Tensor& b);
 
-/// All is said by the memory itself: no gaps, no lazy zeros, negations or conjugates.
+/// Returns true if the memory alone defines the tensor: no gaps, lazy zeros, or pending negation or conjugation.
 bool is_plain(const at::Tensor& t);
 
-/// What has the sizes and strides of plain copies of `t`: itself, or a tensor without memory.
+/// Returns a tensor with the sizes and strides of plain copies of `t`: itself, or a meta tensor.
 at::Tensor plain_layout_of(const at::Tensor& t);
 
-/// `t` with its elements in the order of `like`, which is plain; a copy where need be.
+/// Returns `t`, or a copy if need be, with its elements in the order of `like`, which is plain.
 at::Tensor in_order_of(const at::Tensor& like, const at::Tensor& t, at::ScalarType dtype);
 
-/// `t`, or a copy of it, with the rows one after another.
+/// Returns `t`, or a copy if need be, in row-major order.
 at::Tensor row_major(const at::Tensor& t, at::ScalarType dtype);
 
-/// Kernels know arrays of these numbers: of 64, 32 and 16 bits.
+/// Returns true for the real dtypes of 64, 32 and 16 bits, for which there are kernels.
 bool has_kernels(at::ScalarType dtype);
 
-/// The type that optimizers compute with and keep their state in: float32 for 16-bit parameters.
+/// The dtype that optimizers compute in and keep their state in: float32 for 16-bit parameters.
 at::ScalarType state_type(const at::Tensor& parameter);
 
-/// A state tensor of `parameter`, in the order of its elements; made of zeros if there is none. What was loaded is
-/// checked.
+/// Returns a state tensor in its parameter's dtype and element order; zeros if `state` is undefined. Throws if a loaded
+/// state does not fit the parameter.
 at::Tensor settled(const at::Tensor& state, const at::Tensor& parameter, const char* name);
 
-/// What kernels, which see neither shapes nor devices, take for granted. Before the first of them writes anything.
+/// Checks everything that kernels, which see neither shapes nor devices, assume. Call it before the first kernel
+/// writes.
 void check_can_be_stepped(const char* optimizer, const at::Tensor& parameter, const at::Tensor& gradient);
-/// The same for optimizers whose state moves on for every element.
+/// Also rejects sparse gradients, for optimizers that update the state of every element.
 void check_can_be_stepped_densely(const char* optimizer, const at::Tensor& parameter, const at::Tensor& gradient);
 
-/// Real numbers that share the memory.
+/// Returns a real view of a complex tensor; real tensors as they are.
 at::Tensor as_real(const at::Tensor& t);
 
-/// Ends the step of a parameter in `stepped`, which may be the parameter itself. Autograd has to know that it has
-/// changed: it may be saved for a backward pass.
+/// Copies `stepped` into the parameter, or only bumps its version if they are the same tensor. Autograd must see the
+/// change, as it may have saved the parameter for a backward pass.
 void write_back(const at::Tensor& parameter, const at::Tensor& stepped);
 
-/// A parameter in the memory in which it is stepped: its own, or a copy that is written back at the end; and its
-/// gradient, the elements in the same order.
+/// A parameter in the memory in which it is stepped, which is its own or a copy that is written back at the end, and
+/// its gradient in the same element order.
 class DenseOperands {
  public:
   DenseOperands(const at::Tensor& parameter, const at::Tensor& gradient, at::ScalarType dtype);
@@ -64,7 +65,7 @@ class DenseOperands {
   std::int64_t copied_ = 0;
 };
 
-/// Copies are made for some parameters at a time, where there are to be any: elements that they may have together.
+/// The number of copied elements at which a loop runs what it has so far, which bounds the memory for copies.
 inline constexpr std::int64_t most_copied = 1 << 22;
 
 }  // namespace gradaccum::detail

@@ -77,7 +77,7 @@ GRADACCUM_INLINE void check_can_be_stepped(const char* optimizer, const at::Tens
               parameter.scalar_type());
   TORCH_CHECK(!parameter._is_zerotensor() && (!parameter.is_inference() || c10::InferenceMode::is_enabled()), optimizer,
               ": a parameter must be a tensor that can be written to, got an inference tensor or a lazy zero");
-  if (!is_plain(parameter)) at::assert_no_internal_overlap(parameter);  // expanded: one number in several places
+  if (!is_plain(parameter)) at::assert_no_internal_overlap(parameter);  // expanded: several elements share one number
 }
 
 GRADACCUM_INLINE void check_can_be_stepped_densely(const char* optimizer, const at::Tensor& parameter,
@@ -102,7 +102,7 @@ GRADACCUM_INLINE DenseOperands::DenseOperands(const at::Tensor& parameter, const
     : owner_(parameter), parameter_(parameter) {
   if (!is_plain(parameter) || parameter.scalar_type() != dtype)
     parameter_ = at::empty_like(parameter, parameter.options().dtype(dtype)).copy_(parameter);
-  const bool same = gradient.scalar_type() == dtype;  // else float32: sums of 16-bit gradients may be
+  const bool same = gradient.scalar_type() == dtype;  // otherwise float32, as sums of 16-bit gradients may be
   gradient_ = in_order_of(parameter_, gradient, same ? dtype : state_type(parameter_));
   copied_ =
       (parameter_.is_same(parameter) ? 0 : parameter.numel()) + (gradient_.is_same(gradient) ? 0 : gradient.numel());

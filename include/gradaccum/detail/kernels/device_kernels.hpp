@@ -8,13 +8,13 @@
 
 namespace gradaccum::detail {
 
-/// The kernels that there are for tensors on CUDA devices: those of `gradaccum::compiled` where CMake has found a CUDA
-/// compiler; nullptr where there are none, and ATen's operations do it.
+/// The kernels for tensors on CUDA devices: those of `gradaccum::compiled` if CMake found a CUDA compiler; otherwise
+/// nullptr, and ATen's operations are used.
 const DeviceKernels* device_kernels();
-/// Others from now on, or none.
+/// Replaces the kernels, or removes them (nullptr).
 void set_device_kernels(const DeviceKernels* kernels);
 
-/// What they are launched on: the device's current stream.
+/// The device's current stream, on which kernels are launched.
 void* native_stream(c10::Device device);
 
 }  // namespace gradaccum::detail

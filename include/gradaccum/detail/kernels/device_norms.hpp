@@ -10,10 +10,11 @@
 
 namespace gradaccum::detail {
 
-/// Memory of a device that one stream uses again and again.
+/// Device memory that one stream reuses.
 class StreamMemory {
  public:
-  /// Gives `numbers` of float64 for the current stream of a device: the same ones as before, if nobody else has them.
+  /// Returns at least `numbers` elements of float64 for the device's current stream: the previous ones, unless they are
+  /// still referenced.
   at::Tensor take(std::int64_t numbers, at::Device device);
 
  private:
@@ -21,15 +22,15 @@ class StreamMemory {
   void* stream_ = nullptr;
 };
 
-/// Says whether a kernel of our own takes the tensor.
+/// Returns true if a kernel of our own accepts the tensor.
 bool can_be_normed_on_device(const at::Tensor& tensor);
 
-/// The L2 norm of each, in float64: of tensors on one device for which `can_be_normed_on_device`. The bits depend on
-/// nothing but the tensor. Does not wait for the device. The result lies in `memory`.
+/// The L2 norms, in float64, of tensors on one device, each of which `can_be_normed_on_device`. The bits of a norm
+/// depend only on its tensor. Does not synchronise with the device. The result lies in `memory`.
 at::Tensor l2_norms_on_device(const std::vector<at::Tensor>& tensors, StreamMemory& memory);
 
-/// A WindowNorm of these norms as three numbers of float64, and its parts, which are views of it. Does not wait for the
-/// device.
+/// Computes a WindowNorm from the norms, as a tensor of three float64 numbers; its parts are views of it. Does not
+/// synchronise with the device.
 at::Tensor window_norm_on_device(const at::Tensor& norms, const DeviceMultiplier& by, double max_norm);
 inline at::Tensor norm_in(const at::Tensor& window_norm) { return window_norm.select(0, 0); }
 inline at::Tensor clip_coefficient_in(const at::Tensor& window_norm) { return window_norm.select(0, 1); }

@@ -15,7 +15,7 @@
 
 namespace gradaccum::detail {
 
-/// Launches of tensors of one dtype, whose norms go to where `norms` points.
+/// Launches kernels for tensors of one dtype, whose norms are written to `norms`.
 GRADACCUM_INLINE void launch_norms(const DeviceKernels& kernels, const std::vector<at::Tensor>& tensors, double* norms,
                                    double* partial_sums, void* stream) {
   SquaresLaunch launch(partial_sums, norms);

@@ -8,7 +8,7 @@
 
 namespace gradaccum::detail {
 
-/// With all its numbers.
+/// The tables together with all 256 numbers.
 struct DynamicMap : DynamicTables {
   static constexpr int decades = 7;
   std::array<float, 256> values{};
@@ -16,8 +16,9 @@ struct DynamicMap : DynamicTables {
 
 const DynamicMap& signed_map();
 const DynamicMap& unsigned_map();
-/// For second moments, whose square roots steps are divided by: none that is above 0 becomes 0, however small it is
-/// beside the largest of its block. Its steps would be up to 30 times too large until it has grown again.
+/// The unsigned map for second moments, by whose square roots steps are divided: no positive value rounds to 0, even if
+/// it is tiny relative to its block's largest. Otherwise its steps would be up to 30 times too large until it has grown
+/// again.
 const DynamicMap& second_moment_map();
 
 }  // namespace gradaccum::detail

@@ -11,7 +11,7 @@
 
 namespace gradaccum::detail {
 
-/// Of k >= 1.
+/// Returns the k-th number, k >= 1.
 GRADACCUM_INLINE float dynamic_number(const DynamicMap& map, int k) {
   const auto entry = static_cast<std::size_t>(std::ilogb(static_cast<float>(k)) + 127) % 16;
   return map.base[entry] + map.slope[entry] * static_cast<float>(k);
@@ -19,17 +19,17 @@ GRADACCUM_INLINE float dynamic_number(const DynamicMap& map, int k) {
 
 GRADACCUM_INLINE DynamicMap make_dynamic_map(bool is_signed) {
   DynamicMap map;
-  const int shift = is_signed ? 0 : 1;  // the unsigned one has twice as many numbers in each decade
+  const int shift = is_signed ? 0 : 1;  // the unsigned map has twice as many numbers per decade
   const auto entry = [](int i) { return static_cast<std::size_t>(i + 127) % 16; };
   for (int i = 0; i < DynamicMap::decades; ++i) {
     const double size = std::ldexp(1.0, i + shift), ten = std::pow(10.0, i - DynamicMap::decades + 1);
     const double slope = 0.9 * ten / size, digit = std::ldexp(1.0, std::ilogb(ten) - 22);
-    const double rounded = std::round(slope / digit) * digit, middle = 1.5 * size;  // where there is to be no error
+    const double rounded = std::round(slope / digit) * digit, middle = 1.5 * size;  // the point without rounding error
     const double base = (0.45 / size - 0.8) * ten + (slope - rounded) * middle;
     map.slope[entry(i + shift)] = static_cast<float>(rounded);
     map.base[entry(i + shift)] = static_cast<float>(std::round(base / digit) * digit);
   }
-  // k = 1 of the unsigned one is 0: as its tables have it. The last k, beyond all decades, is 1.
+  // k = 1 of the unsigned map is 0, as in its tables. The last k, beyond all decades, is 1.
   map.base[entry(DynamicMap::decades + shift)] = 1;
   const auto number = [&](int k) { return k == 0 ? 0 : dynamic_number(map, k); };
 

@@ -12,19 +12,19 @@
 
 namespace gradaccum::detail {
 
-/// Runs `body(i)` for i in [0, count) on LibTorch's own threads.
+/// Runs `body(i)` for i in [0, count) on LibTorch's intra-op threads.
 void parallel_for(std::int64_t count, c10::function_ref<void(std::int64_t)> body);
 
-/// One parallel loop over the elements of many arrays, small ones and large ones alike: their elements are counted
-/// through, and cut into slices of equal size. The slices do not depend on the number of threads.
+/// A parallel loop over the elements of many arrays of any size. All elements are numbered consecutively and cut into
+/// slices of equal size, independently of the number of threads.
 class ElementLoop {
  public:
-  static constexpr std::int64_t cache_line = 64;  // elements: no line is shared by two slices
+  static constexpr std::int64_t cache_line = 64;  // elements: no two slices share a line
 
   /// Arrays are cut at multiples of `alignment`, a divisor of `slice`.
   explicit ElementLoop(std::int64_t alignment = cache_line) : alignment_(alignment) {}
 
-  /// Adds an array of `count` elements, and returns its index.
+  /// Adds an array of `count` elements and returns its index.
   std::size_t add(std::int64_t count) {
     begins_.push_back(end_);
     counts_.push_back(count);
@@ -38,12 +38,12 @@ class ElementLoop {
   template <class Body>
   void run(const Body& body) const {
     const auto run_slice = [&](std::int64_t i) { this->run_slice(i, body); };
-    if (slices() == 1) return run_slice(0);  // threads would take longer to start
+    if (slices() == 1) return run_slice(0);  // starting threads would take longer
     if (slices() > 1) parallel_for(slices(), run_slice);
   }
 
  private:
-  static constexpr std::int64_t slice = 1 << 13;  // elements: even shares, and far more work than it takes to start
+  static constexpr std::int64_t slice = 1 << 13;  // elements: even shares, and far more work than starting a task
 
   template <class Body>
   void run_slice(std::int64_t i, const Body& body) const {

@@ -11,8 +11,8 @@
 
 namespace gradaccum::detail {
 
-/// at::parallel_for would be serial in every program that is compiled without -fopenmp; the loop of an iterator over
-/// one byte a task is not.
+/// Uses a TensorIterator over one byte per task, since at::parallel_for is serial in programs compiled without
+/// -fopenmp.
 GRADACCUM_INLINE void parallel_for(std::int64_t count, c10::function_ref<void(std::int64_t)> body) {
   const auto tasks = at::empty({count}, at::TensorOptions(at::kByte));
   const auto* const first = static_cast<const char*>(tasks.const_data_ptr());

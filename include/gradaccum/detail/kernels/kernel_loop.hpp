@@ -15,14 +15,14 @@
 
 namespace gradaccum::detail {
 
-/// One parallel loop of kernels over all parameters on the CPU; several, one after another, where many of them have to
-/// be copied first.
+/// Runs kernels over all parameters on the CPU in one parallel loop, or in several if many of them have to be copied
+/// first.
 template <class Operand>
 class KernelLoop {
  public:
   using Kernel = void (*)(const Operand&, std::int64_t from, std::int64_t count);
 
-  /// Kernels get a multiple of `alignment` elements, the last of an array what is left.
+  /// Kernels get a multiple of `alignment` elements, except at the end of an array.
   explicit KernelLoop(std::size_t size, std::int64_t alignment = ElementLoop::cache_line)
       : alignment_(alignment), loop_(alignment) {
     dense_.reserve(size);
@@ -30,7 +30,7 @@ class KernelLoop {
     kernels_.reserve(size);
   }
 
-  /// `kernel_for(parameter's type, gradient's type, instruction set, stochastically rounded)` has the kernel.
+  /// `kernel_for(parameter's dtype, gradient's dtype, instruction set, stochastic rounding)` returns the kernel.
   template <class KernelFor>
   void add(Operand operand, const KernelFor& kernel_for, const at::Tensor& parameter, const at::Tensor& gradient,
            std::optional<std::uint64_t> rounding_key) {
@@ -62,7 +62,7 @@ class KernelLoop {
   static at::ScalarType working_type(const at::Tensor& parameter) {
     return parameter.scalar_type() == at::kComplexHalf ? state_type(parameter) : parameter.scalar_type();
   }
-  /// A sum in float64 may be out of reach of float32 until it is multiplied.
+  /// Multiplies a float64 sum right away, since without the multiplier it may exceed the range of float32.
   static at::Tensor in_reach(const at::Tensor& gradient, const at::Tensor& parameter, double& multiplier) {
     if (at::elementSize(gradient.scalar_type()) <= at::elementSize(state_type(parameter))) return gradient;
     return gradient.mul(std::exchange(multiplier, 1.0));

@@ -8,24 +8,24 @@
 
 #include <cstdint>
 
-/// Loops over plain memory, compiled for several instruction sets in one program that may be compiled for an old
-/// processor: what they are given, and which of them it is to be.
+/// Loops over plain memory, compiled for several instruction sets within one program that may itself target an old
+/// processor.
 namespace gradaccum::detail {
 
 enum class InstructionSet { portable, avx2, avx512 };
 
-/// What this processor has, by LibTorch's own judgement; so ATEN_CPU_CAPABILITY=avx2 or =default limits it here, too.
+/// The best instruction set of this processor according to LibTorch, so ATEN_CPU_CAPABILITY=avx2 or =default limits it.
 InstructionSet instruction_set();
 
 using SumOfSquares = double (*)(const void* numbers, std::int64_t count);
 SumOfSquares sum_of_squares_of(at::ScalarType dtype, InstructionSet set = instruction_set());
 
 using AdamKernel = void (*)(const AdamOperand&, std::int64_t from, std::int64_t count);
-/// `rounded`: of bfloat16 parameters that are rounded stochastically.
+/// `rounded`: rounds bfloat16 parameters stochastically.
 AdamKernel adam_kernel(at::ScalarType parameter, at::ScalarType gradient, InstructionSet set = instruction_set(),
                        bool rounded = false);
 
-/// `from` is a multiple of the block, and so is `count` but at the end of an array.
+/// `from` is a multiple of the block size, and so is `count` except at the end of an array.
 using Adam8bitKernel = void (*)(const Adam8bitOperand&, std::int64_t from, std::int64_t count);
 Adam8bitKernel adam8bit_kernel(at::ScalarType parameter, at::ScalarType gradient,
                                InstructionSet set = instruction_set(), bool rounded = false);
@@ -34,7 +34,7 @@ using SgdKernel = void (*)(const SgdOperand&, std::int64_t from, std::int64_t co
 SgdKernel sgd_kernel(at::ScalarType parameter, at::ScalarType gradient, InstructionSet set = instruction_set(),
                      bool rounded = false);
 
-/// The passes: see adafactor.inl.
+/// The passes of a step; see adafactor_passes.inl.
 struct AdafactorKernels {
   void (*sums)(const AdafactorOperand&, std::int64_t from_row, std::int64_t to_row, std::int64_t part);
   void (*factors)(const AdafactorOperand&, std::int64_t matrix);
@@ -44,7 +44,7 @@ struct AdafactorKernels {
 };
 AdafactorKernels adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient,
                                    InstructionSet set = instruction_set(), bool rounded = false);
-/// Of rows so short that to fill a vector up takes longer than to go number by number.
+/// Kernels for rows so short that padding a vector takes longer than a loop over single numbers.
 AdafactorKernels narrow_adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient, bool rounded);
 
 }  // namespace gradaccum::detail

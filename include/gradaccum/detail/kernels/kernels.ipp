@@ -76,7 +76,7 @@ namespace avx512 {
 #pragma GCC pop_options
 #endif
 
-#else  // the same code by other names, which are never asked for
+#else  // aliases, unused: other processors have the portable kernels only
 namespace avx2 = portable;
 namespace avx512 = portable;
 #endif

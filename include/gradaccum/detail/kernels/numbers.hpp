@@ -7,23 +7,23 @@
 
 #include <gradaccum/detail/kernels/on_device.hpp>
 
-/// What an optimizer is set to for one step, and the numbers that its kernels are given of it: on a processor by the
-/// host, on a device by itself, which alone may know the factor and the count of steps.
+/// The settings of an optimizer for one step, and the numbers that kernels derive from them: on the host for CPU
+/// kernels, on the device for device kernels, as only the device may know the multiplier and the step count.
 namespace gradaccum::detail {
 
 struct SgdSettings {
   double lr, momentum, dampening, weight_decay;
-  bool nesterov, first;  ///< first: there was no momentum yet
+  bool nesterov, first;  ///< first: there is no momentum buffer yet
 
   bool operator==(const SgdSettings&) const = default;
 };
 
-/// What a step of SGD multiplies by.
+/// The factors in a step of SGD.
 struct SgdNumbers {
-  double multiplier, weight_decay, momentum;  ///< multiplier: of the gradient: deferred scale, mean and clipping
+  double multiplier, weight_decay, momentum;  ///< multiplier: for the gradient: deferred scale, mean and clipping
   double fresh;                               ///< 1 - dampening
   double lr;
-  bool nesterov, first;  ///< first: the buffer begins as the gradient
+  bool nesterov, first;  ///< first: the buffer starts as the gradient
 };
 
 GRADACCUM_ON_DEVICE inline SgdNumbers numbers_of(const SgdSettings& by, double multiplier) {
@@ -33,17 +33,17 @@ GRADACCUM_ON_DEVICE inline SgdNumbers numbers_of(const SgdSettings& by, double m
 struct AdamSettings {
   double lr, beta1, beta2, eps, weight_decay;
   bool amsgrad, decoupled;  ///< decoupled: AdamW's weight decay
-  std::int64_t step;        ///< this one, counted from 1
+  std::int64_t step;        ///< the current step, counted from 1
 
   bool operator==(const AdamSettings&) const = default;
 };
 
-/// What a step of Adam multiplies by.
+/// The factors in a step of Adam.
 struct AdamNumbers {
-  double multiplier;                    ///< of the gradient: deferred scale, mean and clipping
+  double multiplier;                    ///< for the gradient: deferred scale, mean and clipping
   double weight_decay;                  ///< added to the gradient
-  double kept;                          ///< of the parameter, by decoupled weight decay
-  double beta1, fresh1, beta2, fresh2;  ///< fresh: 1 - beta, exact where beta is rounded
+  double kept;                          ///< the parameter's factor in decoupled weight decay
+  double beta1, fresh1, beta2, fresh2;  ///< fresh: 1 - beta, exact even if beta is rounded
   double step_size;                     ///< lr / bias correction of the first moment
   double correction;                    ///< 1 / sqrt(bias correction of the second moment)
   double eps;
@@ -65,19 +65,19 @@ GRADACCUM_ON_DEVICE inline AdamNumbers numbers_of(const AdamSettings& by, double
 }
 
 struct AdafactorSettings {
-  double lr, step_size;  ///< step_size: lr or what replaces it, before it is scaled
-  double fresh2;         ///< 1 - beta2 of this step
+  double lr, step_size;  ///< step_size: lr or its replacement, before scaling
+  double fresh2;         ///< 1 - beta2 in this step
   double eps1, eps2, d, weight_decay, beta1;
   bool scale_parameter, pytorch;
 
-  /// What makes `step_size` and `fresh2`, for a device that counts the steps itself, from 1.
+  /// The inputs of `step_size` and `fresh2`, for a device that counts the steps itself, from 1.
   double step = 1, beta2_decay = 0;
   bool relative_step = false, warmup_init = false;
 
   bool operator==(const AdafactorSettings&) const = default;
 };
 
-/// With what the count of steps makes of them.
+/// Sets what depends on the step count.
 GRADACCUM_ON_DEVICE inline AdafactorSettings at_step(AdafactorSettings by, double step) {
   const double most = by.warmup_init ? 1e-6 * step : by.lr, relative = 1 / std::sqrt(step);
   by.step = step;
@@ -86,14 +86,14 @@ GRADACCUM_ON_DEVICE inline AdafactorSettings at_step(AdafactorSettings by, doubl
   return by;
 }
 
-/// What a step of Adafactor multiplies by and is bounded by.
+/// The factors and bounds in a step of Adafactor.
 struct AdafactorNumbers {
   double multiplier;
   double beta1, beta2, fresh2;
-  double added;                    ///< to the squared gradient: eps1, or 0
-  double least_mean;               ///< of a matrix's row_var: 0, or eps1
-  double largest_scale;            ///< of the gradient to the update: infinity, or 1 / eps1
-  double kept = 1, step_size = 0;  ///< known once both sums of squares are
+  double added;                    ///< to the squared gradient: eps1 or 0
+  double least_mean;               ///< lower bound of a matrix's mean row_var: 0 or eps1
+  double largest_scale;            ///< upper bound of update / gradient: infinity or 1 / eps1
+  double kept = 1, step_size = 0;  ///< set once both sums of squares are known
 };
 
 GRADACCUM_ON_DEVICE inline AdafactorNumbers numbers_of(const AdafactorSettings& by, double multiplier) {
@@ -106,12 +106,12 @@ GRADACCUM_ON_DEVICE inline AdafactorNumbers numbers_of(const AdafactorSettings& 
           .largest_scale = by.pytorch ? 1 / by.eps1 : std::numeric_limits<double>::infinity()};
 }
 
-/// Sums over a tensor of so many elements: of the squares of the parameter, and of its update before it is scaled.
+/// Sums over a tensor: its number of elements, the squares of the parameter, and those of its update before scaling.
 struct AdafactorSums {
   double elements, parameter_squares, update_squares;
 };
 
-/// NaN stays NaN.
+/// Returns the larger one; NaN stays NaN.
 GRADACCUM_ON_DEVICE inline double at_least(double least, double x) { return x < least ? least : x; }
 
 GRADACCUM_ON_DEVICE inline void set_step_size(AdafactorNumbers& numbers, const AdafactorSettings& by,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// GRADACCUM_ON_DEVICE stands before functions that a CUDA compiler compiles for devices, too, and GRADACCUM_UNROLL before
-// loops over arrays that are to be in a device's registers. Headers include this file last, and take both macros back at
-// their ends, so that no program sees them.
+// GRADACCUM_ON_DEVICE marks functions that a CUDA compiler also compiles for devices, and GRADACCUM_UNROLL loops over
+// arrays that must stay in a device's registers. Headers include this file last and undefine both macros at their ends,
+// so that no program sees them.
 
 #ifdef __CUDACC__
 #define GRADACCUM_ON_DEVICE __host__ __device__

@@ -12,16 +12,15 @@ namespace gradaccum::detail {
 
 bool can_be_summed_here(const at::Tensor& tensor);
 
-/// All numbers of a tensor, in whatever order they lie; or the rows that a table has, in order, whose other numbers are
-/// zero.
+/// All elements of a tensor in any order; or the given rows of a table, in ascending order, whose other rows are zero.
 struct SquaredNumbers {
   at::Tensor values;
-  at::Tensor rows = {};  ///< int64; undefined: `values` is all
+  at::Tensor rows = {};  ///< int64; undefined: `values` is the whole tensor
   std::int64_t rows_of_table = 0;
 };
 
-/// The sum of squares of each (for whose values `can_be_summed_here`), in one parallel loop over the elements of all of
-/// them. The bits do not depend on the number of threads, nor on whether zeros are there.
+/// Computes each sum of squares (`can_be_summed_here` for the values) in one parallel loop over all elements. The bits
+/// depend neither on the number of threads nor on whether zero rows are stored.
 std::vector<double> sums_of_squares(const std::vector<SquaredNumbers>& all);
 
 }  // namespace gradaccum::detail

@@ -19,7 +19,7 @@ GRADACCUM_INLINE bool can_be_summed_here(const at::Tensor& tensor) {
          has_kernels(tensor.scalar_type());
 }
 
-/// Of some of a table's numbers, which are put among its zeros first.
+/// Places the table's rows among zeros first, so that the sum has the bits of the dense table's.
 GRADACCUM_INLINE double sum_of_squares_of_rows(const SquaredNumbers& of, std::int64_t from, std::int64_t count) {
   const auto width = of.values.numel() / of.rows.numel(), size = static_cast<std::int64_t>(of.values.element_size());
   const auto* const begin = of.rows.const_data_ptr<std::int64_t>();
@@ -46,7 +46,7 @@ GRADACCUM_INLINE std::vector<double> sums_of_squares(const std::vector<SquaredNu
   ElementLoop loop;
   for (auto& of : all)
     loop.add(of.rows.defined() ? of.values.numel() / of.rows.numel() * of.rows_of_table : of.values.numel());
-  // A slice that goes on has one part more, an array that goes on has one part more: so every part has a place.
+  // Every slice and every array adds at most one part, so that array + slice is unique for each part.
   std::vector<double> parts(all.size() + static_cast<std::size_t>(loop.slices())), sums(all.size());
   std::vector<std::size_t> owners(parts.size());
   loop.run([&](std::size_t array, std::int64_t from, std::int64_t count, std::int64_t slice) {

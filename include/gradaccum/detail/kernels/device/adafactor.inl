@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The blocks of threads of a step of Adafactor. It goes over a table of tensors several times: sums of squares, then
-// the averages move, then the updates are measured, and with them the size of the step is known. What is small is
-// through with all but the last in the first. Each pass may read what those before have left in memory; within one, no
-// block waits for another.
+// The thread blocks of an Adafactor step. The step passes over a table of tensors several times: it sums squares,
+// updates the averages, measures the updates, and then knows the step size. Vectors and small matrices do all but the
+// last pass in the first. A pass may read what earlier ones left in memory; within a pass, no block waits for another.
 
 static_assert(AdafactorShape::threads == threads_of_block && AdafactorShape::pack == pack_size);
 
-/// Of a step whose count the device alone may know.
+/// The settings, with the step count corrected for skipped steps, which only the device may know.
 GRADACCUM_ON_DEVICE inline AdafactorSettings settings_of(const AdafactorLaunch& launch) {
   if (!launch.by.left_out) return launch.settings;
   return at_step(launch.settings, at_least(1, launch.settings.step - static_cast<double>(*launch.by.left_out)));
 }
 
-/// The sum of 256 numbers, one of each thread, takes two phases: after the first there are 16.
+/// Adds up 256 numbers, one per thread, in two phases: fold() leaves 16 numbers, and folded() adds those.
 inline constexpr int numbers_of_fold = 16;
 GRADACCUM_ON_DEVICE inline double strided_sum(const double* numbers, int count, int stride) {
   double sum = 0;
@@ -26,16 +25,16 @@ GRADACCUM_ON_DEVICE inline void fold(double* numbers) {
 }
 GRADACCUM_ON_DEVICE inline double folded(const double* numbers) { return strided_sum(numbers, numbers_of_fold, 1); }
 
-/// What a block of threads is given of its tensor: a tile of a vector or of a large matrix, or small matrices.
+/// The part of a tensor that a thread block handles: a tile of a vector or large matrix, or several small matrices.
 struct AdafactorTile {
   AdafactorOperand of;
   AdafactorMemory memory;
   AdafactorShape shape;
-  std::int64_t block;                ///< of the tensor's
-  std::int64_t matrix, row, column;  ///< the first
+  std::int64_t block;                ///< index within the tensor
+  std::int64_t matrix, row, column;  ///< the first of each
   std::int64_t row_tile, column_tile;
-  int rows;            ///< of the tile, less what is beyond the end
-  int threads_of_row;  ///< of the tile
+  int rows;            ///< rows of the tile within the matrix
+  int threads_of_row;  ///< threads per row of the tile
   bool left_out;
 };
 
@@ -60,7 +59,7 @@ GRADACCUM_ON_DEVICE inline AdafactorOperand operand_of(const AdafactorTable::Ent
           .rounding_key = tensor.rounding_key};
 }
 
-/// Where the `block`-th tile of a tensor is; the divisions are of 32 bits, which take devices less time.
+/// Computes the position of a tensor's `block`-th tile. 32-bit divisions are faster on devices.
 GRADACCUM_ON_DEVICE inline void place_tile(AdafactorTile& tile, std::uint32_t block) {
   const auto& shape = tile.shape;
   const auto row_tiles = static_cast<std::uint32_t>(shape.row_tiles());
@@ -75,7 +74,7 @@ GRADACCUM_ON_DEVICE inline void place_tile(AdafactorTile& tile, std::uint32_t bl
   tile.threads_of_row = shape.threads_of_row();
 }
 
-/// By one thread, for all.
+/// Fills the tile in one thread for the whole block.
 template <class S>
 GRADACCUM_ON_DEVICE void begin_tile(const AdafactorLaunch& launch, std::int64_t block, AdafactorTile& tile) {
   if (this_thread() != 0) return;
@@ -95,7 +94,7 @@ GRADACCUM_ON_DEVICE void begin_tile(const AdafactorLaunch& launch, std::int64_t 
 
 inline constexpr int rounds_of_tile = AdafactorShape::rounds_of_tile;
 
-/// The packs of a tile that are a thread's, one below another in rounds.
+/// A thread's packs in a tile, one below another in rounds.
 template <bool of_vector>
 class AdafactorPacks {
  public:
@@ -111,10 +110,10 @@ class AdafactorPacks {
   }
 
   GRADACCUM_ON_DEVICE int rounds() const { return rounds_; }
-  GRADACCUM_ON_DEVICE int row(int round) const { return row_ + round * stride_; }  ///< of the tile
-  GRADACCUM_ON_DEVICE std::int64_t column() const { return column_; }              ///< of the matrix
+  GRADACCUM_ON_DEVICE int row(int round) const { return row_ + round * stride_; }  ///< within the tile
+  GRADACCUM_ON_DEVICE std::int64_t column() const { return column_; }              ///< within the matrix
   GRADACCUM_ON_DEVICE std::int64_t place(int round) const { return first_ + round * step_; }
-  /// Elements from there on, of a pack's; those of a vector may end before the row does.
+  /// The number of elements in the pack. A vector may end before its last row does.
   GRADACCUM_ON_DEVICE int count(int round) const {
     if constexpr (!of_vector) return of_row_;
     const auto left = numel_ - place(round);
@@ -126,8 +125,8 @@ class AdafactorPacks {
   std::int64_t column_, first_, step_, numel_;
 };
 
-/// Calls `body(round, pack)` for all of a thread's packs of an array. Some are on their way from memory at a time:
-/// there are too few threads for one each to keep it busy.
+/// Calls `body(round, pack)` for all of a thread's packs of an array. Loads several packs ahead, as there are too few
+/// threads to keep the memory busy with one each.
 template <bool of_vector, class T, class Body>
 GRADACCUM_ON_DEVICE void for_each_pack_of(const AdafactorPacks<of_vector>& packs, const T* array, const Body& body) {
   constexpr int ahead = 4;
@@ -142,7 +141,7 @@ GRADACCUM_ON_DEVICE void for_each_pack_of(const AdafactorPacks<of_vector>& packs
   }
 }
 
-/// All elements of some small matrices, which lie one after another.
+/// All elements of consecutive small matrices.
 struct AdafactorRange {
   GRADACCUM_ON_DEVICE explicit AdafactorRange(const AdafactorTile& tile)
       : first(tile.matrix * tile.of.rows * tile.of.columns) {
@@ -154,7 +153,7 @@ struct AdafactorRange {
   int count;
 };
 
-/// The first pass: sums of squares; and what else there is to do of vectors and small matrices before they move.
+/// The first pass: sums of squares, and for vectors and small matrices everything else up to the parameters.
 template <class P, class G>
 class AdafactorSumsBlock {
  public:
@@ -190,7 +189,7 @@ class AdafactorSumsBlock {
     shared.update_squares[this_thread()] = tile.shape.is_vector() ? move_variance(tile) : move_small_matrix(tile);
   }
 
-  /// In float64, as on a processor.
+  /// Computes in float64, as on a processor.
   GRADACCUM_ON_DEVICE static Doubles squares_of(const AlignedPack<P>& pack, Doubles sum) {
     GRADACCUM_UNROLL
     for (int k = 0; k < pack_size; ++k) {
@@ -218,7 +217,7 @@ class AdafactorSumsBlock {
     return sum.sum();
   }
 
-  /// Of each row's part that is the thread's, and of its columns.
+  /// Sums the squares of the thread's part of each row, and of its columns.
   GRADACCUM_ON_DEVICE static void sum_tile(Shared& shared) {
     const AdafactorPacks<false> packs(shared.tile);
     const auto* const gradient = static_cast<const G*>(shared.tile.of.gradient);
@@ -234,7 +233,7 @@ class AdafactorSumsBlock {
     for (int k = 0; k < pack_size; ++k) shared.column_sums[k][this_thread()] = column_sums[k];
   }
 
-  /// Returns the sum of the squares of the update.
+  /// Updates the variance and returns the sum of the squares of the update.
   GRADACCUM_ON_DEVICE static double move_variance(const AdafactorTile& tile) {
     const AdafactorPacks<true> packs(tile);
     const auto* const gradient = static_cast<const G*>(tile.of.gradient);
@@ -257,7 +256,7 @@ class AdafactorSumsBlock {
     return static_cast<double>(sum.sum());
   }
 
-  /// A row of a small matrix, or a column of it.
+  /// Sums the squares of a row or column of a small matrix.
   GRADACCUM_ON_DEVICE static S squares_of_line(const G* gradient, std::int64_t count, std::int64_t stride,
                                                const Vector& multiplier) {
     const AdafactorSquares<Vector> squares{multiplier};
@@ -266,7 +265,7 @@ class AdafactorSumsBlock {
     return squares.sum.sum();
   }
 
-  /// Moves one average after another, and makes its factor.
+  /// Updates the averages and computes the factors. Returns the sum of the squares of the update.
   GRADACCUM_ON_DEVICE static double move_small_matrix(const AdafactorTile& tile) {
     const auto& o = tile.of;
     const auto matrix = tile.matrix + this_thread();
@@ -321,7 +320,7 @@ class AdafactorSumsBlock {
     for (int row = this_thread(); row < tile.rows; row += threads_of_block)
       sums[row] = sum_of_row(&shared.row_sums[0][0] + row * tile.threads_of_row, packs, row % packs);
   }
-  /// From another one on than the threads beside it, which would wait for the same bank of memory.
+  /// Starts at a different number than the neighbouring threads, to avoid bank conflicts.
   GRADACCUM_ON_DEVICE static S sum_of_row(const S* numbers, int count, int first) {
     S sum = 0;
     for (int i = first; i < count; ++i) sum += numbers[i];
@@ -349,7 +348,7 @@ class AdafactorSumsBlock {
   bool scales_parameter_;
 };
 
-/// The averages of some rows, or columns, of a large matrix move: several threads each add up their parts.
+/// Updates the averages of some rows or columns of a large matrix; several threads add up the parts of each.
 template <class Vector>
 class AdafactorAveragesBlock {
  public:
@@ -360,10 +359,10 @@ class AdafactorAveragesBlock {
   struct Shared {
     AdafactorNumbers numbers;
     S *sums, *averages;
-    double* sum_of_averages;            ///< of rows
-    std::int64_t count, parts, stride;  ///< lines; parts of each one's sum, and how far they are apart
-    std::int64_t elements;              ///< of a line
-    int lines;                          ///< of a block
+    double* sum_of_averages;            ///< for rows
+    std::int64_t count, parts, stride;  ///< number of lines; parts of a line's sum, and their distance
+    std::int64_t elements;              ///< per line
+    int lines;                          ///< per block
     double sums_of_threads[threads_of_block];
   };
 
@@ -426,7 +425,7 @@ class AdafactorAveragesBlock {
     return sum;
   }
 
-  /// Leaves a row's average for their mean, and a column's factor in the place of its first part.
+  /// Stores a row's average for the mean of all rows, and a column's factor in place of its first part.
   GRADACCUM_ON_DEVICE static void move(Shared& shared) {
     const int line = this_thread();
     if (line >= shared.lines || line >= shared.count) return;
@@ -441,7 +440,7 @@ class AdafactorAveragesBlock {
   }
 };
 
-/// Measures the updates of a tile of a large matrix; the leftmost tiles leave the factors of their rows.
+/// Measures the updates of a large matrix's tile. The leftmost tiles also store the factors of their rows.
 template <class Vector, class G>
 class AdafactorUpdateBlock {
  public:
@@ -510,7 +509,7 @@ class AdafactorUpdateBlock {
   }
 };
 
-/// The size of a tensor's step, of all sums of squares.
+/// Computes a tensor's step size from all sums of squares.
 class AdafactorStepSizeBlock {
  public:
   using Arguments = AdafactorLaunch;
@@ -561,7 +560,7 @@ class AdafactorStepSizeBlock {
   const AdafactorTable::Entry* tensor_;
 };
 
-/// The last pass: parameters, and averages of updates.
+/// The last pass: updates parameters and momentum.
 template <class P, class G, bool rounded, bool momentum>
 class AdafactorMoveBlock {
  public:
@@ -591,7 +590,7 @@ class AdafactorMoveBlock {
   }
 
  private:
-  /// Of an element; of a vector's -1 and the variance.
+  /// The factors of an element; for a vector -1 and the variance.
   struct Factors {
     S row, column;
   };
@@ -621,7 +620,7 @@ class AdafactorMoveBlock {
       const auto row = round < packs.rounds() ? row_factors[packs.row(round)] : S(0);
       return [&columns, row](int k) { return Factors{row, columns.numbers[k]}; };
     };
-    constexpr int ahead = momentum ? 1 : 2;  // so many are on their way from memory at a time
+    constexpr int ahead = momentum ? 1 : 2;  // packs that are loaded at a time
     for (int round = 0; round < packs.rounds(); round += ahead) {
       auto first = packs_of(round);
       if constexpr (ahead == 1) {
@@ -634,7 +633,7 @@ class AdafactorMoveBlock {
     }
   }
 
-  /// Packs of elements wherever rows and matrices end.
+  /// Handles packs of elements that may span rows and matrices.
   GRADACCUM_ON_DEVICE static void move_small(const AdafactorTile& tile) {
     const AdafactorRange range(tile);
     const auto rows = static_cast<std::uint32_t>(tile.of.rows), columns = static_cast<std::uint32_t>(tile.of.columns);
@@ -649,7 +648,7 @@ class AdafactorMoveBlock {
     }
   }
 
-  /// The numbers and arrays with which a tile moves.
+  /// The numbers and arrays for the update of a tile.
   template <bool factored>
   class Mover {
    public:
@@ -659,7 +658,7 @@ class AdafactorMoveBlock {
           gradient_(static_cast<const G*>(tile.of.gradient)),
           exp_avg_(momentum ? static_cast<S*>(tile.of.exp_avg) : nullptr) {}
 
-    /// A pack of its elements: loaded when it is made, and written back at the end.
+    /// A pack of elements, loaded on construction and written back on destruction.
     class Packs {
      public:
       GRADACCUM_ON_DEVICE Packs(const Mover& mover, std::int64_t place, std::int64_t count)
@@ -668,7 +667,7 @@ class AdafactorMoveBlock {
             gradients_(mover.gradient_, place, count),
             averages_(mover.exp_avg_, place, count) {}
 
-      /// `factors_of(k)` are those of the k-th element.
+      /// `factors_of(k)` returns the factors of the k-th element.
       template <class FactorsOf>
       GRADACCUM_ON_DEVICE void move(const FactorsOf& factors_of) {
         auto apply = apply_;
@@ -696,7 +695,7 @@ class AdafactorMoveBlock {
   };
 };
 
-/// All passes; those for large matrices where there are any.
+/// Runs all passes; those for large matrices only if there are any.
 template <class P, class G, bool rounded>
 struct AdafactorPasses {
   static void run(const AdafactorLaunch& launch, void* stream) {

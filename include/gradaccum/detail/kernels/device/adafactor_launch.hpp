@@ -9,19 +9,20 @@
 
 #include <gradaccum/detail/kernels/on_device.hpp>
 
-/// What is passed to Adafactor's kernels of devices, which go over a tensor several times.
+/// The arguments of Adafactor's device kernels, which pass over a tensor several times.
 namespace gradaccum::detail {
 
-/// How a tensor is cut among blocks of threads. It depends on its own shape alone, and so does the order of all sums.
+/// The division of a tensor among thread blocks. It depends only on the tensor's shape, and so does the order of all
+/// sums.
 ///
-/// A vector is cut like a matrix of 256 columns whose last row may be short. Matrices are cut into tiles, a block of
-/// threads each; of small ones each is a single thread's.
+/// A vector is divided like a matrix of 256 columns whose last row may be short. Large matrices are divided into tiles,
+/// one per thread block; each small matrix belongs to a single thread.
 class AdafactorShape {
  public:
   static constexpr std::int64_t threads = 256, pack = 4, rounds_of_tile = 16;
   static constexpr std::int64_t most_columns_of_tile = 256, most_rows_of_tile = 512;
   static constexpr std::int64_t most_elements_of_small = 64;
-  /// Averages of so many rows, or columns, are a block's; of the columns several threads add up each's parts.
+  /// The number of rows, or columns, whose averages one block computes; several threads add up the parts of a column.
   static constexpr std::int64_t averages_of_rows = threads, averages_of_columns = 32;
 
   AdafactorShape() = default;
@@ -39,8 +40,8 @@ class AdafactorShape {
   GRADACCUM_ON_DEVICE std::int64_t rows() const { return is_vector() ? parts(lines_, most_columns_of_tile) : lines_; }
   GRADACCUM_ON_DEVICE std::int64_t columns() const { return columns_; }
 
-  /// Threads that are side by side in a row of a tile, each with a pack of its columns. That it is a power of 2 spares
-  /// a device the divisions.
+  /// The number of threads side by side in a row of a tile, each with a pack of columns. A power of 2 spares the device
+  /// divisions.
   GRADACCUM_ON_DEVICE int threads_of_row() const { return 1 << log_threads_of_row_; }
   GRADACCUM_ON_DEVICE std::int64_t rows_of_tile() const { return rounds_of_tile * threads >> log_threads_of_row_; }
   GRADACCUM_ON_DEVICE std::int64_t row_tiles() const {
@@ -54,15 +55,15 @@ class AdafactorShape {
     return is_small() ? parts(matrices_, threads) : matrices_ * row_tiles() * column_tiles();
   }
 
-  /// Blocks of threads that move the averages of large matrices: of each first its rows', then its columns'.
+  /// Thread blocks that update the averages of large matrices: for each matrix first its rows', then its columns'.
   GRADACCUM_ON_DEVICE std::int64_t blocks_of_rows() const { return parts(rows(), averages_of_rows); }
   GRADACCUM_ON_DEVICE std::int64_t blocks_of_columns() const { return parts(columns_, averages_of_columns); }
   GRADACCUM_ON_DEVICE std::int64_t blocks_of_averages() const {
     return is_large() ? matrices_ * (blocks_of_rows() + blocks_of_columns()) : 0;
   }
 
-  /// Numbers of the state's type: sums of squares at first, for each row one of each tile beside it, for each column
-  /// one of each tile below it. The first of them become factors.
+  /// The number of sums of squares, in the state's type: for each row one per tile beside it, for each column one per
+  /// tile below it. The first of them later become factors.
   GRADACCUM_ON_DEVICE std::int64_t row_sums() const { return is_vector() ? 0 : matrices_ * lines_ * column_tiles(); }
   GRADACCUM_ON_DEVICE std::int64_t column_sums() const { return is_vector() ? 0 : matrices_ * columns_ * row_tiles(); }
 
@@ -83,11 +84,11 @@ class AdafactorShape {
   Kind kind_ = Kind::vector;
   std::int32_t log_threads_of_row_ = least_log_threads_of_row;
   std::int64_t matrices_ = 0;
-  std::int64_t lines_ = 0;  ///< rows; of a vector elements
+  std::int64_t lines_ = 0;  ///< rows; elements of a vector
   std::int64_t columns_ = 0;
 };
 
-/// What the kernels of a step leave for one another, in a device's memory.
+/// Intermediate results that the kernels of a step pass on in device memory.
 struct AdafactorMemory {
   GRADACCUM_ON_DEVICE AdafactorMemory(const AdafactorShape& shape, void* memory)
       : step(static_cast<double*>(memory)),
@@ -102,9 +103,9 @@ struct AdafactorMemory {
   }
 
   double* step;                                ///< `kept` and `step_size`
-  double *parameter_squares, *update_squares;  ///< of each block
-  double* row_var_sums;                        ///< of each block of rows' averages
-  void* row_sums;                              ///< and those of columns behind them
+  double *parameter_squares, *update_squares;  ///< per block
+  double* row_var_sums;                        ///< per block of rows' averages
+  void* row_sums;                              ///< followed by the columns' sums
 
  private:
   GRADACCUM_ON_DEVICE static std::int64_t sums_of_row_var(const AdafactorShape& shape) {
@@ -112,22 +113,22 @@ struct AdafactorMemory {
   }
 };
 
-/// The bytes that a kernel's arguments may have, by drivers of CUDA 12.1 and newer.
+/// The limit for a kernel's arguments in bytes, with drivers of CUDA 12.1 and newer.
 inline constexpr std::size_t most_argument_bytes = 32764;
 
-/// The first block of threads of each of a launch's tensors; blocks are numbered through all of them. The numbers lie
-/// together, so that a device's cache has them when a block looks up its tensor.
+/// The first thread block of each tensor in a launch, whose blocks are numbered consecutively. The numbers are adjacent
+/// so that a block finds them in the device's cache when it looks up its tensor.
 template <std::size_t capacity>
 using FirstBlocks = std::array<std::int32_t, capacity>;
 
-/// Tensors that one launch goes over.
+/// The tensors of one launch.
 struct AdafactorTable {
   struct Entry {
     void* parameter;
     const void* gradient;
-    void* row_var;  ///< of a vector its variance
+    void* row_var;  ///< the variance of a vector
     void* col_var;
-    void* exp_avg;  ///< of all tensors of a launch, or of none
+    void* exp_avg;  ///< set for all tensors of a launch or for none
     void* memory;   ///< see AdafactorMemory
     AdafactorShape shape;
     std::uint64_t rounding_key;

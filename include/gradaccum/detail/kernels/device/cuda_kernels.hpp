@@ -5,7 +5,7 @@
 
 namespace gradaccum::detail {
 
-/// Of kernels.cu, which `gradaccum::compiled` has where CMake has found a CUDA compiler.
+/// Defined in kernels.cu, which is part of `gradaccum::compiled` if CMake found a CUDA compiler.
 extern const DeviceKernels cuda_kernels;
 
 }  // namespace gradaccum::detail

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The codes of 8 bits of a DynamicMap for one number at a time, by few instructions: a device's threads spend more time
-// on these than on the memory of a step. They give the codes and numbers of DynamicCodes, to the bit.
+// The 8-bit codes of a DynamicMap, one number at a time in few instructions, as a device's threads would spend more
+// time on them than on the memory of a step. Codes and numbers equal those of DynamicCodes to the bit.
 
 GRADACCUM_ON_DEVICE inline std::uint32_t bits_of(float number) {
   std::uint32_t bits;
@@ -14,7 +14,7 @@ GRADACCUM_ON_DEVICE inline float number_of(std::uint32_t bits) {
   return number;
 }
 
-/// Magnitudes of floats as integers, which have their order: infinity is larger than all numbers, and NaN than
+/// The magnitude of a float as an integer. Integers order like the floats: infinity above all numbers, NaN above
 /// infinity.
 GRADACCUM_ON_DEVICE inline std::uint32_t magnitude_bits(float number) { return bits_of(number) & 0x7FFFFFFF; }
 template <int count>
@@ -24,21 +24,21 @@ GRADACCUM_ON_DEVICE std::uint32_t largest_of(const std::uint32_t* numbers) {
   for (int i = 0; i < count; ++i) most = most < numbers[i] ? numbers[i] : most;
   return most;
 }
-/// The largest magnitude of some numbers as Largest says it: NaN where one of them is not finite.
+/// Returns the largest magnitude as Largest does: NaN if one of the numbers is not finite.
 GRADACCUM_ON_DEVICE inline float finite_or_nan(std::uint32_t bits) {
   return number_of(bits < 0x7F800000 ? bits : 0x7FC00000);
 }
 
-/// A map's tables in the memory that a block of threads shares.
+/// A map's tables in the shared memory of a thread block.
 template <bool is_signed>
 struct SharedCodes {
-  /// Numbers with one exponent, which belong to `decade`, and those above `edge` to the next.
+  /// Numbers with one exponent: they belong to `decade`, or to the next one if above `edge`.
   struct alignas(8) Binade {
     float edge;
     std::int32_t decade;
   };
-  /// See DynamicTables, but for `offset`, which is half a code less, and for `first` and `last`, to which `shift` has
-  /// been added.
+  /// A decade of DynamicTables, except that `offset` is smaller by one half, and `first` and `last` are larger by
+  /// `shift`.
   struct alignas(16) Decade {
     float scale, offset, spread, middle, first, last;
   };
@@ -48,7 +48,7 @@ struct SharedCodes {
   Binade binades[binades_of_map];
   Decade decades[decades_of_map];
 
-  /// By all threads of a block, which wait for one another before the tables are used.
+  /// Called by all threads of a block, which synchronise before they use the tables.
   GRADACCUM_ON_DEVICE void fill(const DynamicTables& map) {
     static_assert(threads_of_block == 256 && binades_of_map + decades_of_map <= threads_of_block);
     const int i = this_thread();
@@ -58,26 +58,26 @@ struct SharedCodes {
     if (i >= binades_of_map && i < binades_of_map + decades_of_map) fill_decade(map, i - binades_of_map);
   }
 
-  /// The code of a number in [-1, 1] or [0, 1]; of NaN that of 0.
+  /// Returns the code of a number in [-1, 1] or [0, 1]; for NaN the code of 0.
   GRADACCUM_ON_DEVICE std::uint8_t encode(float number) const {
     const float x = std::abs(number);
     const auto& binade = binades[(bits_of(std::fmax(x, least_of_binades)) >> 23) - least_exponent];
     const auto decade = binade.decade + (binade.edge < x);
     const auto& in = decades[decade];
-    float code = std::fma(x, in.scale, in.offset) + shift;  // it, or the one below
+    float code = std::fma(x, in.scale, in.offset) + shift;  // the code or the one below
     if (std::fma(in.spread, code - shift, in.middle) < x) code += 1;
     code = std::fmin(code, in.last);
     if constexpr (is_signed)
       code = std::fmax(std::copysign(code - shift, number) + (shift + zero_code), shift);
     else
-      code = std::fmax(code, in.first);  // of the least second moments
+      code = std::fmax(code, in.first);  // for the smallest second moments
     return static_cast<std::uint8_t>(bits_of(code));
   }
 
  private:
   static constexpr std::uint32_t least_exponent = 127 - (binades_of_map - 1);
   static constexpr float least_of_binades = 1.0f / (1u << (binades_of_map - 1));
-  /// Added to a number, this rounds it to an integer, which then lies in the last bits.
+  /// Adding this to a number rounds it to an integer, which is then in the lowest bits.
   static constexpr float shift = 3 << 22;
 
   GRADACCUM_ON_DEVICE static Binade binade(const DynamicTables& map, int i) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The kernels of CUDA devices. Compiled without contraction of products and sums, so that all is rounded as on a
-// processor.
+// The kernels for CUDA devices. Compiled without fused multiply-add contraction, so that everything is rounded as on
+// the CPU.
 
 #include <gradaccum/detail/kernels/device/cuda_kernels.hpp>
 #include <gradaccum/detail/kernels/operands.hpp>
@@ -28,11 +28,11 @@ __host__ __device__ inline int this_thread() {
 #ifdef __CUDA_ARCH__
   return static_cast<int>(threadIdx.x);
 #else
-  return 0;  // where none of this is run
+  return 0;  // never executed on the host
 #endif
 }
 
-/// Between the phases of a block.
+/// Synchronises a block or warp between phases.
 template <class Block>
 __device__ void wait_for_others() {
   if constexpr (requires { Block::warps_are_independent; })
@@ -50,7 +50,7 @@ __device__ void run_round(Block& thread, int round, typename Block::Shared& shar
 template <class Block>
 __global__ void __launch_bounds__(threads_of_block)
     block_of_threads(const __grid_constant__ typename Block::Arguments arguments) {
-  __shared__ alignas(16) unsigned char memory[sizeof(typename Block::Shared)];  // which has no constructor to run
+  __shared__ alignas(16) unsigned char memory[sizeof(typename Block::Shared)];  // avoids a constructor call
   auto& shared = *reinterpret_cast<typename Block::Shared*>(memory);
   Block thread;
   thread.begin(arguments, blockIdx.x, shared);
@@ -68,7 +68,7 @@ void run_blocks(const typename Block::Arguments& arguments, std::int64_t blocks,
       cudaLaunchKernel(reinterpret_cast<const void*>(block_of_threads<Block>), dim3(static_cast<unsigned>(blocks)),
                        dim3(threads_of_block), all, 0, static_cast<cudaStream_t>(stream));
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // which is said here, and not once more by whoever asks next
+  cudaGetLastError();  // clears the error, which is reported here, so that the next caller does not see it
   const auto message = std::string("gradaccum: a CUDA kernel was not launched: ") + cudaGetErrorString(error);
   TORCH_CHECK_WITH(OutOfMemoryError, error != cudaErrorMemoryAllocation, message);
   TORCH_CHECK(false, message,

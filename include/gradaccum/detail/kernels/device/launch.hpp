@@ -13,28 +13,28 @@
 
 #include <gradaccum/detail/kernels/on_device.hpp>
 
-/// What is passed to a device's kernels, as their arguments: so a launch copies nothing to the device and waits for
-/// nothing, and a CUDA graph keeps it. Known to a CUDA compiler, so it includes nothing of ATen.
+/// The arguments of device kernels. As they are passed by value, a launch copies nothing to the device and waits for
+/// nothing, and a CUDA graph records them. CUDA compilers read this file, so it includes nothing from ATen.
 namespace gradaccum::detail {
 
 inline constexpr int threads_of_block = 256;
-/// A block has so many elements of a tensor, or what is left of it.
+/// The number of elements per block; the last block of a tensor may have fewer.
 inline constexpr std::int64_t elements_of_block = 1 << 13;
 
-/// Of a tensor, or a part of it.
+/// The number of blocks for `count` elements.
 GRADACCUM_ON_DEVICE inline std::int64_t blocks_of_elements(std::int64_t count) {
   return (count + elements_of_block - 1) / elements_of_block;
 }
-/// Of the block that begins at the `first` of so many.
+/// The number of elements in the block that begins at element `first` of `count`.
 GRADACCUM_ON_DEVICE inline std::int64_t elements_from(std::int64_t first, std::int64_t count) {
   return count - first < elements_of_block ? count - first : elements_of_block;
 }
 
-/// Tensors that one launch goes over.
+/// The tensors of one launch.
 struct TensorTable {
   /// Elements [from, from + count) of a tensor.
   struct Entry {
-    /// Parameter and gradient from there on; state of the whole. In the order of the kernel's operand, and dense.
+    /// Dense arrays in the order of the kernel's operand. Parameter and gradient start at `from`, states at element 0.
     std::array<void*, 6> arrays;
     std::int64_t from, count;
     std::uint64_t rounding_key;
@@ -54,18 +54,18 @@ struct TensorTable {
   }
 };
 
-/// What gradients are multiplied by, and whether nothing is to move. The pointers are to a device's memory, or null.
+/// The factor of gradients, and the flag for skipping the step. Pointers refer to device memory or are null.
 struct DeviceMultiplier {
   double numerator = 1, denominator = 1;
   const double *device_numerator = nullptr, *device_denominator = nullptr;
-  const float* found_inf = nullptr;  ///< not 0: the step is left out
-  const float* left_out = nullptr;   ///< how many steps have been, that the settings count
+  const float* found_inf = nullptr;  ///< nonzero: the step is skipped
+  const float* left_out = nullptr;   ///< the number of skipped steps that the settings have counted
 };
 
-/// With moments of 8 bits: what their codes stand for comes with the launch.
+/// Adam's settings together with the tables of the 8-bit codes, which are passed with each launch.
 struct Adam8bitSettings {
   AdamSettings adam;
-  DynamicTables maps[2];  ///< of signed numbers, and of second moments
+  DynamicTables maps[2];  ///< for signed numbers and for second moments
 };
 
 GRADACCUM_ON_DEVICE inline AdamNumbers numbers_of(const Adam8bitSettings& by, double multiplier) {
@@ -80,7 +80,7 @@ struct StepLaunch {
       : settings(settings_of_step), numbers(numbers_of(settings_of_step, 1.0)), by(multiplier) {}
 
   Settings settings;
-  Numbers numbers;  ///< of these settings, which a device makes anew only where steps were left out
+  Numbers numbers;  ///< made from `settings`; the device recomputes them only if steps were skipped
   DeviceMultiplier by;
   TensorTable tensors;
 };
@@ -91,8 +91,8 @@ struct AdafactorLaunch {
   AdafactorTable tensors;
 };
 
-/// Tensors of one dtype whose squares are summed. Partial sums are numbered as blocks are; how a tensor is cut does not
-/// depend on the others.
+/// Tensors of one dtype whose squares are summed. Partial sums have the numbers of their blocks. The division of a
+/// tensor does not depend on the others.
 struct SquaresLaunch {
   struct Entry {
     const void* numbers;
@@ -102,7 +102,7 @@ struct SquaresLaunch {
 
   SquaresLaunch(double* of_blocks, double* of_tensors) : partial_sums(of_blocks), norms(of_tensors) {}
 
-  double *partial_sums, *norms;  ///< of each block, and of each tensor
+  double *partial_sums, *norms;  ///< for each block and for each tensor
   std::int64_t size = 0, blocks = 0;
   FirstBlocks<capacity> first_blocks;
   std::array<Entry, capacity> entries;
@@ -116,29 +116,29 @@ struct SquaresLaunch {
   }
 };
 
-/// The norm of a window, and what follows from it, in a device's memory.
+/// The norm of a window and derived values, in device memory.
 struct WindowNorm {
   double norm, clip_coefficient;
-  float found_inf, unused;  ///< found_inf: 1 where a gradient is not finite
+  float found_inf, unused;  ///< found_inf: 1 if a gradient is not finite
 };
 
-/// From the norms of tensors to that of the window.
+/// Computes a window's norm from the norms of its tensors.
 struct WindowNormLaunch {
   const double* norms;
   std::int64_t count;
-  DeviceMultiplier by;  ///< what gradients are yet to be multiplied by
-  double max_norm;      ///< to which they are clipped
+  DeviceMultiplier by;  ///< factor that gradients are still to be multiplied by
+  double max_norm;      ///< the norm to which gradients are clipped
   WindowNorm* result;
 };
 
-/// A loss scale in a device's memory.
+/// A loss scale in device memory.
 struct ScaleState {
   double wide;  ///< the same number as `value`
   float value;
   std::int32_t growth_tracker;
 };
 
-/// From one update of a loss scale to the next, as `torch.amp.GradScaler` has it.
+/// One update of a loss scale, as in `torch.amp.GradScaler`.
 struct ScaleLaunch {
   const float* found_inf;
   const ScaleState* from;
@@ -148,7 +148,7 @@ struct ScaleLaunch {
   float smallest;
 };
 
-/// The types of all tensors of a launch.
+/// The dtypes of all tensors in a launch.
 struct OperandTypes {
   at::ScalarType parameter, gradient;
   bool rounded;  ///< stochastically
@@ -156,7 +156,8 @@ struct OperandTypes {
   auto operator<=>(const OperandTypes&) const = default;
 };
 
-/// Kernels of devices. Each call launches one, or some, on `stream`, in whose device it is, and does not wait.
+/// The device kernels. Each function launches one or several kernels on `stream`, on the stream's device, and does not
+/// synchronise.
 struct DeviceKernels {
   void (*sgd)(const StepLaunch<SgdSettings>&, const OperandTypes&, void* stream);
   void (*adam)(const StepLaunch<AdamSettings>&, const OperandTypes&, void* stream);

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The blocks of threads that step tensors. A block begins, and then has some rounds of some phases, between all of
-// which its threads wait for one another; if `warps_are_independent`, those of a warp do, once the block has begun.
-// Each thread has an object of the class, which keeps what is its own. Who includes this file has
-// `run_blocks<Block>(arguments, blocks, stream)`.
+// Thread blocks that step tensors. A block runs `begin`, and then several rounds of several phases. Its threads
+// synchronise after each; with `warps_are_independent`, only the threads of a warp do after a phase. Each thread has
+// its own object of the class. The including file defines `run_blocks<Block>(arguments, blocks, stream)`.
 
-/// In the order of `Multiplier::on`.
+/// Multiplies in the order of `Multiplier::on`.
 GRADACCUM_ON_DEVICE inline double product_of(const DeviceMultiplier& by) {
   double product = by.device_denominator ? by.numerator : by.numerator / by.denominator;
   if (by.device_numerator) product *= *by.device_numerator;
@@ -15,7 +14,7 @@ GRADACCUM_ON_DEVICE inline double product_of(const DeviceMultiplier& by) {
 
 GRADACCUM_ON_DEVICE inline bool leaves_out(const DeviceMultiplier& by) { return by.found_inf && *by.found_inf != 0; }
 
-/// What an optimizer's kernel is given of a table.
+/// Builds an optimizer's operand from an entry of the table.
 struct SgdOfTable {
   using Settings = SgdSettings;
   using Operand = SgdOperand;
@@ -25,7 +24,7 @@ struct SgdOfTable {
   }
 };
 
-/// At least the first step, also of a state that was replaced since the host last knew.
+/// Counts at least one step, even if the state was replaced without the host's knowledge.
 GRADACCUM_ON_DEVICE inline AdamNumbers adam_numbers_after(AdamSettings settings, float left_out) {
   settings.step -= static_cast<std::int64_t>(left_out);
   if (settings.step < 1) settings.step = 1;
@@ -61,14 +60,14 @@ struct Adam8bitOfTable {
   }
 };
 
-/// What the threads of a block share that steps a part of a tensor.
+/// The data shared by the threads of a block that steps a part of a tensor.
 template <class Operand>
 struct SharedStep {
   Operand operand;
   std::int64_t from, count;
 };
 
-/// Parameters are of type `P`, gradients of `G`.
+/// `P` and `G` are the types of parameters and gradients.
 template <class P, class G, class Optimizer, class Operand>
 GRADACCUM_ON_DEVICE void begin_step(const StepLaunch<typename Optimizer::Settings>& launch, std::int64_t block,
                                     SharedStep<Operand>& shared) {
@@ -85,7 +84,7 @@ GRADACCUM_ON_DEVICE void begin_step(const StepLaunch<typename Optimizer::Setting
   shared.count = leaves_out(launch.by) ? 0 : elements_from(first, tensor.count);
 }
 
-/// Each element by itself.
+/// Steps each element independently.
 template <class P, class G, class Optimizer, class Step>
 class StepBlock {
  public:
@@ -102,8 +101,8 @@ class StepBlock {
   }
 };
 
-/// Each of its warps has a block of moments of 8 bits in each round, as BlockStep has on processors. A warp does not
-/// wait for the others.
+/// Steps 8-bit moments: each warp handles one block of codes per round, like BlockStep on processors, and does not wait
+/// for the other warps.
 template <class P, class G, bool rounded>
 class Adam8bitBlock {
  public:
@@ -111,12 +110,12 @@ class Adam8bitBlock {
   static constexpr int threads_of_codes = 32, codes_of_thread = eight_bit_block / threads_of_codes;
   static constexpr int rounds = elements_of_block / (threads_of_block * codes_of_thread), phases = 3;
   static constexpr bool warps_are_independent = true;
-  static constexpr int joined = 4;  ///< threads whose largest numbers are joined first
+  static constexpr int joined = 4;  ///< the number of threads whose maxima are combined first
 
   struct Shared : SharedStep<Adam8bitOperand> {
     SharedCodes<true> m_codes;
     SharedCodes<false> v_codes;
-    /// Bits of magnitudes: of each thread, and of some.
+    /// Magnitudes as bits: the largest of each thread, and of each group of `joined` threads.
     alignas(16) std::uint32_t largest_m[threads_of_block], largest_v[threads_of_block];
     alignas(16) std::uint32_t joined_m[threads_of_block / joined], joined_v[threads_of_block / joined];
     bool aligned;
@@ -131,7 +130,7 @@ class Adam8bitBlock {
 
   template <int phase>
   GRADACCUM_ON_DEVICE void run(int round, Shared& shared) {
-    // The block of codes begins at the `first_` element of the tensor.
+    // The block of codes begins at element `first_` of the tensor.
     first_ = shared.from + (round * threads_of_block + this_thread()) / threads_of_codes * eight_bit_block;
     count_ = shared.from + shared.count - first_;
     if (count_ <= 0) return;
@@ -150,12 +149,12 @@ class Adam8bitBlock {
            is_one_pack(o.exp_avg + from, pack_size) && is_one_pack(o.exp_avg_sq + from, pack_size);
   }
 
-  /// The place at which a pack of the thread's begins, counted from the block of codes.
+  /// The offset of one of the thread's packs in the block of codes.
   GRADACCUM_ON_DEVICE static std::int64_t place_of(int pack) {
     return (pack * threads_of_codes + this_thread() % threads_of_codes) * pack_size;
   }
 
-  /// Beyond the end of the tensor all is zero, and stays so.
+  /// Treats elements beyond the end of the tensor as zeros, which they remain.
   template <bool whole>
   GRADACCUM_ON_DEVICE void step(Shared& shared) {
     const auto& o = shared.operand;
@@ -223,7 +222,7 @@ class Adam8bitBlock {
   Floats m_[packs][pack_size], v_[packs][pack_size];
 };
 
-/// Launches a kernel for the types of its operands.
+/// Launches a kernel for the dtypes of its operands.
 template <class Launch, template <class P, class G, bool rounded> class Block>
 struct LaunchOf {
   using Function = void(const Launch&, void* stream);

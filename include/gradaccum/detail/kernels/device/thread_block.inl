@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The threads of a device's block as if they were an instruction set: kernels are written once, for vectors, and here a
-// vector is a number, and a loop over arrays is divided among the threads. Included where kernels of devices are
-// compiled: for devices by kernels.cu, and for the host where tests run the threads of a block in turn. Who includes it
-// has `this_thread()`.
+// Presents the threads of a block as an instruction set: kernels are written once for vectors; here a vector is one
+// number, and a loop over arrays is divided among the threads. Included by kernels.cu for devices, and by tests for the
+// host, where the threads of a block run in turn. The including file defines `this_thread()`.
 
-/// Rounded once, as the processors' own instructions do it.
+/// Rounds once, like the fused instructions of processors.
 inline constexpr int lanes_of_vectors = 1;
 template <class Number>
 GRADACCUM_ON_DEVICE Number product_plus(Number a, Number b, Number c) {
@@ -13,13 +12,13 @@ GRADACCUM_ON_DEVICE Number product_plus(Number a, Number b, Number c) {
 }
 #include <gradaccum/detail/kernels/simd/portable.inl>
 
-/// Numbers of this type are computed with in these vectors.
+/// The vectors that numbers of this type are computed in.
 template <class T>
 using VectorOf = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;
 
 #include <gradaccum/detail/kernels/simd/types.inl>
 
-/// So many elements a thread takes at a time, with as few instructions as their alignment allows.
+/// The number of elements that a thread handles at a time, with as few instructions as their alignment allows.
 inline constexpr int pack_size = 4;
 template <class T>
 struct alignas(sizeof(T) < 4 ? pack_size * sizeof(T) : 16) AlignedPack {
@@ -30,7 +29,7 @@ template <class T>
 GRADACCUM_ON_DEVICE bool is_one_pack(const T* array, std::int64_t count) {
   return count >= pack_size && reinterpret_cast<std::uintptr_t>(array) % alignof(AlignedPack<T>) == 0;
 }
-/// Elements that the caller knows to be one pack.
+/// Accesses elements that the caller knows to be one aligned pack.
 template <class T>
 GRADACCUM_ON_DEVICE const AlignedPack<T>& whole_pack(const T* array) {
   return *reinterpret_cast<const AlignedPack<T>*>(array);
@@ -40,7 +39,7 @@ GRADACCUM_ON_DEVICE AlignedPack<T>& whole_pack(T* array) {
   return *reinterpret_cast<AlignedPack<T>*>(array);
 }
 
-/// `rest` beyond the end. `whole`: the caller knows that it is one pack.
+/// Loads a pack, with `rest` beyond the end. `whole`: the caller knows that it is one aligned pack.
 template <bool whole = false, class T>
 GRADACCUM_ON_DEVICE AlignedPack<T> load_pack(const T* array, std::int64_t from, std::int64_t count, T rest = T(0)) {
   if constexpr (!whole)
@@ -64,8 +63,7 @@ GRADACCUM_ON_DEVICE void store_pack(T* array, std::int64_t from, std::int64_t co
   whole_pack(array + from) = pack;
 }
 
-/// Elements of an array in a thread's registers, `count` of which there are; written back at the end. Of an array that
-/// is not there, none.
+/// Up to `count` elements of an array in a thread's registers, written back on destruction. A null array is ignored.
 template <class Array, bool whole = false>
 class Pack;
 template <class T, bool whole>
@@ -88,12 +86,12 @@ class Pack<T*, whole> {
   AlignedPack<std::remove_const_t<T>> pack_;
 };
 
-/// A bfloat16 array as float32 to compute with, which is rounded stochastically when it is written back.
+/// A bfloat16 array that is computed with in float32 and rounded stochastically when it is written back.
 struct RoundedArray {
   GRADACCUM_ON_DEVICE explicit operator bool() const { return true; }
 
   at::BFloat16* array;
-  std::int64_t place;  ///< of its first element, in the whole
+  std::int64_t place;  ///< position of the first element in the tensor
   std::uint64_t key;
 };
 template <bool whole>
@@ -124,7 +122,7 @@ class Pack<RoundedArray, whole> {
   float floats_[pack_size];
 };
 
-/// A pack of parameters, and what it is made of.
+/// A pack of parameters, and the array that it is made from.
 template <class P, bool rounded, bool whole = false>
 using ParameterPack = Pack<std::conditional_t<rounded, RoundedArray, P*>, whole>;
 template <class P, bool rounded, class Operand>
@@ -136,7 +134,7 @@ GRADACCUM_ON_DEVICE auto parameters_of(const Operand& o) {
     return parameters;
 }
 
-/// What kernels ask for a part of a bfloat16 array that is rounded stochastically: here they get it whole.
+/// Kernels process a stochastically rounded bfloat16 array in chunks; on a device a chunk is the whole array.
 class RoundedChunk {
  public:
   static constexpr std::int64_t size = std::int64_t{1} << 62;
@@ -150,7 +148,7 @@ class RoundedChunk {
   RoundedArray array_;
 };
 
-/// The arrays of which the last is not there, if that is so: known to the compiler, or packs would not be in registers.
+/// Passes nullptr for the last array if it is missing. A compile-time flag keeps the packs in registers.
 template <bool last_is_there, std::size_t... places, class Update, class... Packs>
 GRADACCUM_ON_DEVICE void update_packs(std::index_sequence<places...>, const Update& update, Packs&&... packs) {
   GRADACCUM_UNROLL
@@ -164,8 +162,8 @@ GRADACCUM_ON_DEVICE void for_each_pack(const Update& update, std::int64_t count,
     update_packs<last_is_there>(std::index_sequence_for<Arrays...>(), update, Pack<Arrays>(arrays, i, count - i)...);
 }
 
-/// Calls `update` with pointers to one element after another of each array, each thread for some of them. The last
-/// array may be one that is not there: nullptr.
+/// Calls `update` with pointers to one element of each array at a time; the threads share the elements. The last array
+/// may be nullptr.
 template <int width, class Update, class... Arrays>
 GRADACCUM_ON_DEVICE void for_each_vector(const Update& update, std::int64_t count, Arrays... arrays) {
   static_assert(width == 1);
@@ -174,7 +172,7 @@ GRADACCUM_ON_DEVICE void for_each_vector(const Update& update, std::int64_t coun
   last_is_there ? for_each_pack<true>(update, count, arrays...) : for_each_pack<false>(update, count, arrays...);
 }
 
-/// The place of the last of `size` tensors whose first block is `block`, or comes before it.
+/// Returns the index of the tensor that contains `block`: the last whose first block is not after it.
 template <std::size_t capacity>
 GRADACCUM_ON_DEVICE std::size_t place_of_block(const FirstBlocks<capacity>& first_blocks, std::int64_t size,
                                                std::int64_t block) {

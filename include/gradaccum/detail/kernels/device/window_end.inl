@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Norms of tensors, in an order that depends on their sizes alone; and the end of a window: its norm, clipping, and
-// the next loss scale.
+// Norms of tensors, summed in an order that depends only on their sizes; and the end of a window: its norm, clipping
+// and the next loss scale.
 
-/// A block whose threads each begin with a sum: the sums are added in pairs, until one is left.
+/// Adds up one number per thread, pairwise until one is left.
 template <bool root>
 class SumBlock {
  public:
@@ -30,7 +30,7 @@ class SumBlock {
   }
 };
 
-/// The sum of the squares of a part of a tensor, in float64.
+/// The sum of squares of a part of a tensor, in float64.
 template <class T>
 class SquaresBlock : public SumBlock</*root=*/false> {
  public:
@@ -54,7 +54,7 @@ class SquaresBlock : public SumBlock</*root=*/false> {
   }
 };
 
-/// The norm of a tensor, of its parts' sums.
+/// A tensor's norm from the sums of its parts.
 class NormBlock : public SumBlock</*root=*/true> {
  public:
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t tensor, Shared& shared) {
@@ -95,7 +95,7 @@ class WindowNormBlock : public SumBlock</*root=*/true> {
   }
 
  private:
-  /// NaN stays NaN, also in the coefficient.
+  /// Derives all results from the norm. NaN stays NaN, also in the coefficient.
   GRADACCUM_ON_DEVICE void end(WindowNorm& of) const {
     of.found_inf = std::isfinite(of.norm) ? 0 : 1;
     of.norm *= std::abs(product_of(launch_->by));
@@ -115,7 +115,7 @@ class ScaleBlock {
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t /*block*/, Shared& /*shared*/) {
     if (this_thread() != 0) return;
     auto value = launch.from->value;
-    std::int64_t clean = 0;  // updates in a row
+    std::int64_t clean = 0;  // consecutive updates without overflow
     if (*launch.found_inf != 0) {
       value = static_cast<float>(value * launch.backoff_factor);
     } else if (clean = launch.from->growth_tracker + std::int64_t{1}; clean >= launch.growth_interval) {

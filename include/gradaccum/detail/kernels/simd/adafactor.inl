@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a step of Adafactor computes of each element, row and column. Included by kernels.ipp for each instruction set,
-// and where kernels of devices are compiled.
+// The arithmetic of an Adafactor step for each element, row and column. Included by kernels.ipp for each instruction
+// set, and wherever device kernels are compiled.
 //
-// The update is g * scale, with scale = 1 / sqrt(estimate): for a matrix the product of a factor of the row and one of
-// the column, for a vector made of its variance. Row factors, and so the scales, are negative here: `larger` then
-// bounds them by 1 / eps1 from the other side, and NaN goes through.
+// The update is g * scale, with scale = 1 / sqrt(estimate). A matrix's scale is the product of a row factor and a
+// column factor; a vector's is computed from its variance. Row factors, and so the scales, are negative here: `larger`
+// then bounds their magnitude by 1 / eps1, and NaN passes through.
 
-/// Adds the squares of a row's gradient to the sums of its columns, and to its own.
+/// Adds the squares of a row's gradient to the column sums and to its own sum.
 template <class Vector>
 struct AdafactorSquares {
   template <class G, class S>
@@ -20,7 +20,7 @@ struct AdafactorSquares {
   mutable Vector sum = Vector::all(0);
 };
 
-/// The moving average of the squared gradient: of means, made of sums, or of a vector's own.
+/// The moving average of the squared gradient: of the means of row or column sums, or of a vector's elements.
 template <class Vector>
 struct AdafactorVariance {
   GRADACCUM_ON_DEVICE explicit AdafactorVariance(const AdafactorNumbers& by, std::int64_t count = 1)
@@ -55,7 +55,7 @@ struct AdafactorFactor {
   Vector numerator;
 };
 
-/// The scale of a row's update, of its column factors; or of a vector's, of its variance.
+/// The scale of an update: from a row's factor and column factors, or from a vector's variance.
 template <class Vector, bool factored>
 struct AdafactorScale {
   template <class S>
@@ -67,7 +67,7 @@ struct AdafactorScale {
   Vector row, lowest;
 };
 
-/// The gradient, scaled: negative, as scales are.
+/// The scaled gradient, negative since scales are.
 template <class Vector, bool factored>
 struct AdafactorUpdate {
   GRADACCUM_ON_DEVICE explicit AdafactorUpdate(const AdafactorNumbers& by, double row = -1)
@@ -81,7 +81,7 @@ struct AdafactorUpdate {
   Vector multiplier;
 };
 
-/// No sum is of a product that a compiler may or may not join with it.
+/// Updates a parameter. No sum has a bare product as an operand, so that contraction by the compiler changes nothing.
 template <class Vector, bool factored>
 struct AdafactorApply {
   GRADACCUM_ON_DEVICE explicit AdafactorApply(const AdafactorNumbers& by)

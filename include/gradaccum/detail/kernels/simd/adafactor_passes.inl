@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The passes of a step of Adafactor on a processor. Included by kernels.ipp for each instruction set.
+// The passes of an Adafactor step on a processor. Included by kernels.ipp for each instruction set.
 
-/// The sum over so many numbers may be made in float32; longer ones are made of several, in float64.
+/// The most numbers that are summed in float32; longer sums add up several such sums in float64.
 constexpr std::int64_t adafactor_run = 4096;
 
 template <class Vector>
@@ -22,7 +22,7 @@ struct AdafactorAdd {
   }
 };
 
-/// Rows [from, to) of all matrices: sums of squares, those of the columns into the `part`-th of their sums.
+/// Sums the squares of rows [from, to) of all matrices; column sums go to the `part`-th set.
 template <class Vector, class G>
 void adafactor_sums(const AdafactorOperand& o, std::int64_t from, std::int64_t to, std::int64_t part) {
   using S = typename Vector::Scalar;
@@ -40,7 +40,7 @@ void adafactor_sums(const AdafactorOperand& o, std::int64_t from, std::int64_t t
   }
 }
 
-/// Makes the factors of one matrix of its sums, and moves the averages.
+/// Updates a matrix's averages from its sums, and computes its factors.
 template <class Vector>
 void adafactor_factors(const AdafactorOperand& o, std::int64_t matrix) {
   using S = typename Vector::Scalar;
@@ -63,7 +63,7 @@ void adafactor_factors(const AdafactorOperand& o, std::int64_t matrix) {
                                  columns);
 }
 
-/// The sum of the squares of an update. What fills the last vector up is not counted: it may be 0 * infinity.
+/// Returns the sum of the squares of an update. Excludes the padding of the last vector, which may be 0 * infinity.
 template <class Vector, bool factored, class G, class S>
 double adafactor_squares(const AdafactorUpdate<Vector, factored>& update, const G* gradient, const S* of,
                          std::int64_t count) {
@@ -96,7 +96,7 @@ double adafactor_update_squares(const AdafactorOperand& o, std::int64_t from, st
   return sum;
 }
 
-/// Elements [from, to) of a vector: moves the average, and returns the sum of the squares of the update.
+/// Updates the average of elements [from, to) of a vector, and returns the sum of the squares of the update.
 template <class Vector, class G>
 double adafactor_vector_squares(const AdafactorOperand& o, std::int64_t from, std::int64_t to) {
   using S = typename Vector::Scalar;
@@ -112,7 +112,7 @@ double adafactor_vector_squares(const AdafactorOperand& o, std::int64_t from, st
   return sum;
 }
 
-/// `count` elements from `place` on; those of a row, or of a vector.
+/// Updates `count` elements from `place` on, within one row or vector.
 template <class P, class G, bool rounded, class Vector, bool factored>
 void adafactor_apply(const AdafactorApply<Vector, factored>& apply, const AdafactorOperand& o,
                      const typename Vector::Scalar* of, std::int64_t place, std::int64_t count) {
@@ -131,7 +131,7 @@ void adafactor_apply(const AdafactorApply<Vector, factored>& apply, const Adafac
   }
 }
 
-/// Moves rows [from, to) of all matrices, or elements of a vector.
+/// Updates rows [from, to) of all matrices, or elements [from, to) of a vector.
 template <class Vector, class P, class G, bool rounded>
 void adafactor_move(const AdafactorOperand& o, std::int64_t from, std::int64_t to) {
   using S = typename Vector::Scalar;
@@ -146,7 +146,7 @@ void adafactor_move(const AdafactorOperand& o, std::int64_t from, std::int64_t t
   }
 }
 
-/// Computed in vectors `F` of floats, and `D` of doubles.
+/// Selects kernels that compute with the vectors `F` of floats and `D` of doubles.
 template <class F = Floats, class D = Doubles>
 struct AdafactorIn {
   template <class P, class G, bool rounded>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One step of Adam or AdamW, in one pass. Included by kernels.ipp for each instruction set.
+// One step of Adam or AdamW in one pass. Included by kernels.ipp for each instruction set.
 
 template <class Vector>
 struct AdamVectors {
@@ -36,7 +36,7 @@ struct AdamVectors {
   GRADACCUM_ON_DEVICE Vector decayed(Vector p, Vector g) const { return decays ? multiply_add(p, decay, g) : g; }
   GRADACCUM_ON_DEVICE void advance(Vector& m, Vector& v, Vector g) const {
     m = mostly_fresh ? multiply_add(m - g, beta1, g) : multiply_add(g - m, fresh1, m);  // from the nearer end
-    v = multiply_add(g * fresh2, g, v * beta2);  // in this order: the square alone may overflow
+    v = multiply_add(g * fresh2, g, v * beta2);  // in this order, since g * g alone may overflow
   }
   GRADACCUM_ON_DEVICE Vector stepped(Vector p, Vector m, Vector v) const {
     return multiply_add(p, kept, (minus_step_size * m) / multiply_add(square_root(v), correction, eps));
@@ -56,7 +56,7 @@ GRADACCUM_ON_DEVICE void adam(const AdamOperand& o, std::int64_t from, std::int6
                                  o.max_exp_avg_sq ? static_cast<S*>(o.max_exp_avg_sq) + from : nullptr);
 }
 
-/// Of bfloat16 parameters that are rounded stochastically.
+/// Steps bfloat16 parameters, which are rounded stochastically.
 template <class G>
 GRADACCUM_ON_DEVICE void adam_rounded(const AdamOperand& o, std::int64_t from, std::int64_t count) {
   const AdamVectors<Floats> step(o.numbers);

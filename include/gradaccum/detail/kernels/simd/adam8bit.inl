@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One step of Adam or AdamW with a state of 8 bits. Included by kernels.ipp for each instruction set.
+// One step of Adam or AdamW with 8-bit state. Included by kernels.ipp for each instruction set.
 
-/// Codes a block of numbers. Gives the largest of them.
+/// Encodes a block of numbers. Returns `largest`, which is the block's scale.
 template <bool is_signed>
 float encode_block(const DynamicCodes<is_signed>& map, const float* numbers, float largest, std::uint8_t* codes) {
   const auto by = scale_to_codes(largest);
@@ -10,11 +10,11 @@ float encode_block(const DynamicCodes<is_signed>& map, const float* numbers, flo
   return largest;
 }
 
-/// The last block of an array, which may be shorter, in memory of its full size; written back at the end.
+/// The last block of an array, possibly short, in memory of full size; written back on destruction.
 template <class T>
 using LastBlock = Rest<T, static_cast<int>(eight_bit_block)>;
 
-/// Steps whole blocks: `parameter`, `gradient` and codes have so many elements.
+/// Steps one whole block: `parameter`, `gradient` and codes have `eight_bit_block` elements.
 class BlockStep {
  public:
   explicit BlockStep(const AdamNumbers& numbers)
@@ -27,8 +27,8 @@ class BlockStep {
     Largest largest_m, largest_v;
     const auto m_scale = Floats::all(*exp_avg_scale), v_scale = Floats::all(*exp_avg_sq_scale);
     for (int i = 0; i < eight_bit_block; i += Floats::width) {
-      __builtin_prefetch(parameter + i + eight_bit_block, /*for writing=*/1);  // coding takes so long that the
-      __builtin_prefetch(gradient + i + eight_bit_block);                      // processor would wait for the next
+      __builtin_prefetch(parameter + i + eight_bit_block, /*for writing=*/1);  // hides the next block's memory latency,
+      __builtin_prefetch(gradient + i + eight_bit_block);                      // as coding a block takes long
       const auto p = Floats::load(parameter + i);
       const auto g = vectors_.decayed(p, Floats::load(gradient + i) * vectors_.multiplier);
       auto m = signed_codes_.decode(exp_avg + i) * m_scale, v = unsigned_codes_.decode(exp_avg_sq + i) * v_scale;
@@ -49,7 +49,7 @@ class BlockStep {
   DynamicCodes<false> unsigned_codes_;
 };
 
-/// One block, which begins at `from`. `parameter` has the memory of a whole one.
+/// Steps the block that begins at `from`. `parameter` has the memory of a whole block.
 template <class G, class P>
 void step_block(const BlockStep& step, P* parameter, const Adam8bitOperand& o, std::int64_t from, std::int64_t size) {
   const auto* const gradient = static_cast<const G*>(o.gradient) + from;
@@ -78,7 +78,7 @@ void adam8bit(const Adam8bitOperand& o, std::int64_t from, std::int64_t count) {
   }
 }
 
-/// Of bfloat16 parameters that are rounded stochastically.
+/// Steps bfloat16 parameters, which are rounded stochastically.
 template <class G>
 void adam8bit_rounded(const Adam8bitOperand& o, std::int64_t from, std::int64_t count) {
   static_assert(RoundedChunk::size == eight_bit_block);

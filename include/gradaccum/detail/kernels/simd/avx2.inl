@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Vectors for processors with AVX2, FMA and F16C. Included by kernels.ipp alone. Free functions: g++ would compile
-// friends that are defined in the class for the instruction set of the program around.
+// Vectors for processors with AVX2, FMA and F16C. Included only by kernels.ipp. Functions are free, since g++ would
+// compile friends defined in the class for the program's instruction set.
 
 struct Floats {
   using Scalar = float;
@@ -17,7 +17,7 @@ struct Floats {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))};
   }
   void store(float* to) const { _mm256_storeu_ps(to, v); }
-  /// To the nearest, ties to even.
+  /// Rounds to nearest, ties to even.
   void store(at::BFloat16* to) const {
     const auto bits = _mm256_castps_si256(v), one = _mm256_set1_epi32(1);
     const auto odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
@@ -76,7 +76,7 @@ inline Doubles multiply_add(Doubles a, Doubles b, Doubles c) { return {_mm256_fm
 inline Doubles square_root(Doubles a) { return {_mm256_sqrt_pd(a.v)}; }
 inline Doubles larger(Doubles a, Doubles b) { return {_mm256_max_pd(a.v, b.v)}; }
 
-/// Whole numbers of 32 bits, as many as there are floats.
+/// 32-bit integers, as many as there are floats.
 struct Ints {
   static Ints all(int x) { return {_mm256_set1_epi32(x)}; }
   static Ints load(const std::uint8_t* from) {
@@ -101,7 +101,7 @@ inline Floats magnitude(Floats a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0
 inline Floats times_sign_of(Floats a, Floats sign) {
   return {_mm256_xor_ps(a.v, _mm256_and_ps(sign.v, _mm256_set1_ps(-0.0f)))};
 }
-/// 0 where `k` is.
+/// Returns 0 in lanes where `k` is 0.
 inline Floats only_where(Ints k, Floats a) {
   return {_mm256_andnot_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(k.v, _mm256_setzero_si256())), a.v)};
 }
@@ -112,11 +112,11 @@ inline Floats plus_one_where_less(Floats n, Floats a, Floats b) {
   return {_mm256_add_ps(n.v, _mm256_and_ps(_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ), _mm256_set1_ps(1)))};
 }
 
-/// 16 numbers, looked up by the low four bits of an index.
+/// A table of 16 numbers, indexed by the low four bits.
 struct Table {
   explicit Table(const float* from) : low(_mm256_loadu_ps(from)), high(_mm256_loadu_ps(from + 8)) {}
   Floats operator[](Ints index) const {
-    const auto upper_half = _mm256_castsi256_ps(_mm256_slli_epi32(index.v, 28));  // bit 3, as the sign
+    const auto upper_half = _mm256_castsi256_ps(_mm256_slli_epi32(index.v, 28));  // moves bit 3 into the sign
     return {_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index.v), _mm256_permutevar8x32_ps(high, index.v), upper_half)};
   }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Vectors for processors with AVX-512 (F, BW, DQ, VL). Included by kernels.ipp alone. Free functions: g++ would compile
-// friends that are defined in the class for the instruction set of the program around.
+// Vectors for processors with AVX-512 (F, BW, DQ, VL). Included only by kernels.ipp. Functions are free, since g++
+// would compile friends defined in the class for the program's instruction set.
 
 struct Floats {
   using Scalar = float;
@@ -18,7 +18,7 @@ struct Floats {
     return {_mm512_maskz_cvtph_ps(0xffff, bits)};
   }
   void store(float* to) const { _mm512_storeu_ps(to, v); }
-  /// To the nearest, ties to even. The processor's own conversion would flush denormals.
+  /// Rounds to nearest, ties to even. The processor's own conversion would flush denormals.
   void store(at::BFloat16* to) const {
     const auto bits = _mm512_castps_si512(v), one = _mm512_set1_epi32(1);
     const auto odd = _mm512_and_si512(_mm512_maskz_srli_epi32(0xffff, bits, 16), one);
@@ -81,7 +81,7 @@ inline Doubles multiply_add(Doubles a, Doubles b, Doubles c) { return {_mm512_fm
 inline Doubles square_root(Doubles a) { return {_mm512_maskz_sqrt_pd(0xff, a.v)}; }
 inline Doubles larger(Doubles a, Doubles b) { return {_mm512_maskz_max_pd(0xff, a.v, b.v)}; }
 
-/// Whole numbers of 32 bits, as many as there are floats.
+/// 32-bit integers, as many as there are floats.
 struct Ints {
   static Ints all(int x) { return {_mm512_set1_epi32(x)}; }
   static Ints load(const std::uint8_t* from) {
@@ -106,7 +106,7 @@ inline Floats times_sign_of(Floats a, Floats sign) {
   const auto sign_bit = _mm512_set1_epi32(std::numeric_limits<int>::min());
   return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits_of(a).v, bits_of(sign).v, sign_bit, 0x78))};  // a ^ (b & c)
 }
-/// 0 where `k` is.
+/// Returns 0 in lanes where `k` is 0.
 inline Floats only_where(Ints k, Floats a) { return {_mm512_maskz_mov_ps(_mm512_test_epi32_mask(k.v, k.v), a.v)}; }
 inline Ints plus_one_where_less(Ints n, Floats a, Floats b) {
   return {_mm512_mask_add_epi32(n.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), n.v, _mm512_set1_epi32(1))};
@@ -115,7 +115,7 @@ inline Floats plus_one_where_less(Floats n, Floats a, Floats b) {
   return {_mm512_mask_add_ps(n.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), n.v, _mm512_set1_ps(1))};
 }
 
-/// 16 numbers, looked up by the low four bits of an index.
+/// A table of 16 numbers, indexed by the low four bits.
 struct Table {
   explicit Table(const float* from) : v(_mm512_loadu_ps(from)) {}
   Floats operator[](Ints index) const { return {_mm512_maskz_permutexvar_ps(0xffff, index.v, v)}; }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Codes of 8 bits for numbers of a DynamicMap. Included by kernels.ipp for each instruction set.
+// The 8-bit codes of a DynamicMap. Included by kernels.ipp for each instruction set.
 
-/// Decodes and encodes a vector at a time. The numbers are in [-1, 1] or [0, 1].
+/// Decodes and encodes one vector at a time. Numbers are in [-1, 1] or [0, 1].
 template <bool is_signed>
 class DynamicCodes {
  public:
@@ -20,7 +20,7 @@ class DynamicCodes {
   GRADACCUM_ON_DEVICE Floats decode(const std::uint8_t* codes) const {
     if constexpr (is_signed) {
       const auto k = Ints::load(codes) + Ints::all(-127);
-      const auto number = to_floats(k);  // whose sign is that of all
+      const auto number = to_floats(k);  // carries the sign of the result
       const auto entry = exponent_of(number);
       return only_where(k, multiply_add(slope_[entry], number, times_sign_of(base_[entry], number)));
     } else {
@@ -30,11 +30,11 @@ class DynamicCodes {
     }
   }
 
-  /// The code of the nearest number of the map; of the smaller one where both are as near.
+  /// Finds the code of the nearest number in the map, or of the smaller one in a tie.
   GRADACCUM_ON_DEVICE void encode(Floats numbers, std::uint8_t* codes) const {
     const auto x = is_signed ? magnitude(numbers) : numbers;
     const auto decade = decade_of(x);
-    auto code = rounded_down(multiply_add(x, scale_[decade], offset_[decade]));  // it, or the one below
+    auto code = rounded_down(multiply_add(x, scale_[decade], offset_[decade]));  // the code or the one below
     code = plus_one_where_less(code, multiply_add(spread_[decade], code, middle_[decade]), x);
     code = larger(smaller(code, last_[decade]), first_[decade]);
     if constexpr (is_signed) code = larger(times_sign_of(code, numbers) + Floats::all(127), Floats::all(0));
@@ -42,7 +42,8 @@ class DynamicCodes {
   }
 
  private:
-  /// How many edges are below `x`, of 8. A float's bits are its logarithm, nearly: they give that number or one less.
+  /// Returns how many of the 8 edges are below `x`. A float's bits approximate its logarithm and give that number or
+  /// one less.
   GRADACCUM_ON_DEVICE Ints decade_of(Floats x) const {
     const auto log_2 = Floats::all(0.30103 / (1 << 23)), ones = Floats::all(7.1 - 127 * 0.30103);
     const auto guess = larger(truncated(multiply_add(to_floats(bits_of(x)), log_2, ones)), Ints::all(0));
@@ -52,14 +53,14 @@ class DynamicCodes {
   Table base_, slope_, edge_, first_, last_, scale_, offset_, middle_, spread_;
 };
 
-/// The largest magnitude of a block's numbers; not finite where one of them is not.
+/// The largest magnitude in a block; not finite if one of its numbers is not.
 class Largest {
  public:
   GRADACCUM_ON_DEVICE Largest()
       : most_(Floats::all(0)), poison_(Floats::all(0)) {}  // g++ makes implicit ones for the program around
   GRADACCUM_ON_DEVICE void see(Floats number) {
     most_ = larger(magnitude(number), most_);
-    poison_ = multiply_add(number, Floats::all(0), poison_);  // NaN from then on, which `larger` may miss
+    poison_ = multiply_add(number, Floats::all(0), poison_);  // NaN once a number is not finite: `larger` may miss it
   }
   GRADACCUM_ON_DEVICE float number() const {
     float most[Floats::width], poison[Floats::width];
@@ -76,7 +77,7 @@ class Largest {
   Floats most_, poison_;
 };
 
-/// What numbers are multiplied by before they are coded, relative to the largest of them.
+/// Returns the factor for numbers before encoding, given the largest of them.
 GRADACCUM_ON_DEVICE inline Floats scale_to_codes(float largest) {
   return Floats::all(largest < std::numeric_limits<float>::min() ? 0 : 1 / largest);
 }

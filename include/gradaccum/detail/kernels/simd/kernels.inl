@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// All kernels, for the vectors of who includes it: kernels.ipp, for each instruction set.
+// All kernels, for the vectors of the including file: kernels.ipp includes it for each instruction set.
 
 #include <gradaccum/detail/kernels/simd/types.inl>
-// used by:
+// files that use those above:
 #include <gradaccum/detail/kernels/simd/eight_bit.inl>
 #include <gradaccum/detail/kernels/simd/loops.inl>
-// used by:
+// files that use those above:
 #include <gradaccum/detail/kernels/simd/adafactor.inl>
 #include <gradaccum/detail/kernels/simd/adafactor_passes.inl>
 #include <gradaccum/detail/kernels/simd/adam.inl>

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Loops over arrays, a vector at a time. Included by kernels.ipp for each instruction set, like all kernels: written once
-// for the vectors `Floats` and `Doubles`. No lambdas: g++ compiles them for the instruction set of the program around.
+// Loops over arrays, one vector at a time. Like all kernels, written once for the vectors `Floats` and `Doubles`, and
+// included by kernels.ipp for each instruction set. No lambdas: g++ compiles them for the program's instruction set.
 
-/// Numbers of this type are computed with in these vectors.
+/// The vectors that numbers of this type are computed in.
 template <class T>
 using VectorOf = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;
 
-/// The last elements of an array, which do not fill a vector, in memory that does; written back at the end.
+/// The last elements of an array, padded to a vector; written back on destruction.
 template <class T, int width>
 class Rest {
  public:
@@ -31,7 +31,7 @@ void update_rest(const Update& update, Rests... rests) {
   update(rests.vector()...);
 }
 
-/// Calls `update` with pointers to one vector after another of each array; an array that is not there stays nullptr.
+/// Calls `update` with pointers to one vector of each array at a time. A null array stays nullptr.
 template <int width, class Update, class... T>
 void for_each_vector(const Update& update, std::int64_t count, T*... arrays) {
   std::int64_t i = 0;
@@ -39,15 +39,15 @@ void for_each_vector(const Update& update, std::int64_t count, T*... arrays) {
   if (i < count) update_rest(update, Rest<T, width>(arrays ? arrays + i : nullptr, count - i)...);
 }
 
-/// A few numbers of a bfloat16 array, as float32 to compute with; when it ends, written back rounded up or down at
-/// random, each way as often as it is near. The random bits are a hash of `key` and of each number's place.
+/// A few numbers of a bfloat16 array as float32. On destruction they are rounded stochastically, up or down in
+/// proportion to the distance, and written back. The random bits are a hash of `key` and the number's position.
 class RoundedChunk {
  public:
   static constexpr std::int64_t size = 256;
-  /// How many of so many it takes.
+  /// The size of a chunk when `count` numbers are left.
   static std::int64_t part_of(std::int64_t count) { return std::min(size, count); }
 
-  /// `count` numbers, at most `size`, from `array[place]` on.
+  /// Loads `count` numbers, at most `size`, starting at `array[place]`.
   RoundedChunk(at::BFloat16* array, std::int64_t place, std::int64_t count, std::uint64_t key)
       : array_(array + place), place_(place), count_(count), key_(key) {
     std::int64_t i = 0;
@@ -64,7 +64,7 @@ class RoundedChunk {
   float* floats() { return floats_; }
 
  private:
-  // Vectors of the compiler's own: one of theirs or several of the processor's.
+  // Vectors of the compiler, each mapped to one or several of the processor's.
   static constexpr int lanes = 16;
   typedef std::uint32_t Bits __attribute__((vector_size(4 * lanes)));
   typedef std::uint16_t Halves __attribute__((vector_size(2 * lanes)));
@@ -85,12 +85,12 @@ class RoundedChunk {
   alignas(64) float floats_[size] = {};
 };
 
-/// In float64: the squares of finite 16- and 32-bit numbers stay finite, and millions of them lose nothing.
+/// Sums in float64: squares of finite 16- and 32-bit numbers stay finite, and millions of them lose no precision.
 template <class T>
 double sum_of_squares(const void* numbers, std::int64_t count) {
   constexpr int width = Doubles::width;
   const auto* const from = static_cast<const T*>(numbers);
-  auto a = Doubles::all(0), b = a, c = a, d = a;  // four sums, so that none waits for another
+  auto a = Doubles::all(0), b = a, c = a, d = a;  // four independent sums, to hide latency
   std::int64_t i = 0;
   for (; i + 4 * width <= count; i += 4 * width) {
     const auto p = Doubles::load(from + i), q = Doubles::load(from + i + width);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Vectors for any processor, and of one lane for a device's thread: arrays that a compiler may keep in registers. Who
-// includes it says how many lanes they have, and how `product_plus` rounds.
+// Vectors for any processor, and with one lane for a device's thread: arrays that a compiler may keep in registers. The
+// including file defines the number of lanes, and `product_plus`, which determines the rounding.
 
 template <class Number, int lanes>
 struct Lanes {
@@ -48,7 +48,7 @@ struct Lanes {
   GRADACCUM_ON_DEVICE friend Lanes square_root(Lanes a) {
     return each(a, a, [](auto& x, auto) { x = std::sqrt(x); });
   }
-  /// `b` where one of both is NaN, as the processors' own.
+  /// Returns `b` if either is NaN, like the processors' instructions.
   GRADACCUM_ON_DEVICE friend Lanes larger(Lanes a, const Lanes& b) {
     return each(a, b, [](auto& x, auto y) { x = x > y ? x : y; });
   }
@@ -79,7 +79,8 @@ using Floats = Lanes<float, lanes_of_vectors>;
 using Doubles = Lanes<double, lanes_of_vectors>;
 using Ints = Lanes<std::int32_t, lanes_of_vectors>;
 
-/// Towards 0; what does not fit in 32 bits is the smallest number, as the processors have it.
+/// Rounds towards 0. Numbers that do not fit 32 bits become the smallest integer, like with the processors'
+/// instructions.
 GRADACCUM_ON_DEVICE inline Ints truncated(const Floats& a) {
   Ints result;
   for (int i = 0; i < Ints::width; ++i)
@@ -98,7 +99,7 @@ GRADACCUM_ON_DEVICE inline Ints exponent_of(const Floats& a) {
   for (auto& number : result.numbers) number = static_cast<std::int32_t>(static_cast<std::uint32_t>(number) >> 23);
   return result;
 }
-/// 0 where `k` is.
+/// Returns 0 in lanes where `k` is 0.
 GRADACCUM_ON_DEVICE inline Floats only_where(const Ints& k, Floats a) {
   for (int i = 0; i < Ints::width; ++i) a.numbers[i] = k.numbers[i] == 0 ? 0 : a.numbers[i];
   return a;
@@ -109,7 +110,7 @@ GRADACCUM_ON_DEVICE Numbers plus_one_where_less(Numbers n, const Floats& a, cons
   return n;
 }
 
-/// 16 numbers, looked up by the low four bits of an index.
+/// A table of 16 numbers, indexed by the low four bits.
 struct Table {
   GRADACCUM_ON_DEVICE explicit Table(const float* from) : numbers(from) {}
   GRADACCUM_ON_DEVICE Floats operator[](const Ints& index) const {

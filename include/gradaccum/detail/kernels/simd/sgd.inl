@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One step of SGD, in one pass. Included by kernels.ipp for each instruction set.
+// One step of SGD in one pass. Included by kernels.ipp for each instruction set.
 
 template <class Vector>
 struct SgdVectors {
@@ -39,7 +39,7 @@ GRADACCUM_ON_DEVICE void sgd(const SgdOperand& o, std::int64_t from, std::int64_
                                  o.momentum_buffer ? static_cast<S*>(o.momentum_buffer) + from : nullptr);
 }
 
-/// Of bfloat16 parameters that are rounded stochastically.
+/// Steps bfloat16 parameters, which are rounded stochastically.
 template <class G>
 GRADACCUM_ON_DEVICE void sgd_rounded(const SgdOperand& o, std::int64_t from, std::int64_t count) {
   const SgdVectors<Floats> step(o.numbers);

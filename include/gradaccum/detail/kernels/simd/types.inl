@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Chooses a kernel by the types of its operands, and rounds stochastically. Included wherever kernels are.
+// Selects kernels by the dtypes of their operands, and rounds stochastically. Included wherever kernels are.
 
-/// `Of<P, G, rounded>::run` for the types of a parameter, but float64, and of its gradient, which may be a float32 sum
-/// where the parameter has 16 bits. `rounded`: of bfloat16 parameters that are rounded stochastically.
+/// Returns `Of<P, G, rounded>::run` for the dtypes of a parameter, except float64, and its gradient, which may be
+/// float32 for 16-bit parameters. `rounded`: rounds bfloat16 parameters stochastically.
 template <class Function, template <class P, class G, bool rounded> class Of>
 Function* of_narrow_types(at::ScalarType parameter, at::ScalarType gradient, bool rounded) {
   using at::BFloat16, at::Half;
@@ -19,19 +19,19 @@ Function* of_types(at::ScalarType parameter, at::ScalarType gradient, bool round
   return of_narrow_types<Function, Of>(parameter, gradient, rounded);
 }
 
-/// The `bits` of float32 numbers become those of bfloat16, rounded up or down at random, each way as often as it is
-/// near. The random bits are a hash of `key` and of each number's place. `Bits` is an unsigned number of 32 bits, or a
-/// vector of the compiler's own.
+/// Turns the `bits` of float32 numbers into those of bfloat16, rounded up or down at random in proportion to the
+/// distance. The random bits are a hash of `key` and of each number's position. `Bits` is a 32-bit unsigned integer or
+/// a vector of the compiler's.
 template <class Bits>
 GRADACCUM_ON_DEVICE void round_stochastically(Bits& bits, const Bits& places, std::uint32_t upper_bits_of_places,
                                               std::uint64_t key) {
   auto random = places + static_cast<std::uint32_t>(key);
-  // A bijection in which each bit depends on all: so each of the 2^16 fractions comes equally often.
+  // A bijection in which each bit depends on all others, so that each of the 2^16 fractions is equally frequent.
   random = (random ^ (random >> 16)) * 0x7feb352du;
   random += static_cast<std::uint32_t>(key >> 32) + upper_bits_of_places;
   random = (random ^ (random >> 15)) * 0x846ca68bu;
   random ^= random >> 16;
-  const Bits is_nan = 0u - ((0x7f800000u - (bits & 0x7fffffffu)) >> 31);  // all bits where it is, else none
-  const Bits carried = bits + (random & 0xffffu);  // carries into the upper half as often as the lower half is large
+  const Bits is_nan = 0u - ((0x7f800000u - (bits & 0x7fffffffu)) >> 31);  // all bits for NaN, else 0
+  const Bits carried = bits + (random & 0xffffu);  // carries with a probability of the lower half / 2^16
   bits = ((carried & ~is_nan) | (0x7fc00000u & is_nan)) >> 16;
 }
