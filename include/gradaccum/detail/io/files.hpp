@@ -47,10 +47,10 @@ void make_directory(const std::filesystem::path& path);
 /// The names in a directory, unordered; empty if it does not exist.
 std::vector<std::string> names_in(const std::filesystem::path& path);
 
-/// Returns `path` + ".tmp-<process>-<random>", a name that no other process uses.
+/// Returns `path` + ".tmp-<process>-<random>", a unique name next to it.
 std::filesystem::path temporary_name(std::filesystem::path path);
 
-/// A regular file, read sequentially. Rejects symbolic links, and pipes, since opening one could block forever.
+/// A regular file, open for reading. Rejects symbolic links, and pipes, since opening one could block forever.
 class InputFile {
  public:
   explicit InputFile(std::filesystem::path path);
@@ -58,8 +58,7 @@ class InputFile {
   /// The file's size when it was opened.
   std::uint64_t bytes() const { return bytes_; }
 
-  /// Reads from the offset `place` and returns the number of bytes, fewer than `size` only at the end of the file.
-  /// Thread-safe.
+  /// Reads from the offset `place`. Returns the number of bytes, below `size` only at the end of the file. Thread-safe.
   std::size_t read_at(std::uint64_t place, void* data, std::size_t size) const;
   /// Reads from where the last read() ended.
   std::size_t read(void* data, std::size_t size);
@@ -70,8 +69,7 @@ class InputFile {
   std::uint64_t bytes_ = 0;
 };
 
-/// A private memory mapping of a file: pages are read from the disk on first access, and writes to them never reach the
-/// file.
+/// A private mapping of a file: pages are read from the disk on first access, and writes never reach the file.
 ///
 /// Replacing or removing the file does not affect the mapping. If another process truncates it, accessing the lost
 /// pages kills this process (SIGBUS).

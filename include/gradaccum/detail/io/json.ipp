@@ -40,7 +40,7 @@ GRADACCUM_INLINE std::string Json::text() const {
 }
 
 /// Builds a value from the events of nlohmann's parser. Rejects duplicate names, of which the parser would keep the
-/// last, and unlimited nesting.
+/// last, and nesting beyond `max_depth`, which the parser does not limit.
 class JsonBuilder : public nlohmann::json_sax<nlohmann::json> {
  public:
   static constexpr std::size_t max_values = 12'000'000;
@@ -93,8 +93,7 @@ class JsonBuilder : public nlohmann::json_sax<nlohmann::json> {
     return true;
   }
 
-  /// Returns the slot for the next value. Limits their number: a value takes about 50 bytes, and as few as two in the
-  /// text.
+  /// Returns the slot for the next value. Limits their number, as two bytes of text may become a value of 50.
   Json& place() {
     if (++values_ > max_values)
       throw std::runtime_error(what_ + ": its JSON must have at most " + std::to_string(max_values) + " values");

@@ -17,7 +17,7 @@ inline constexpr std::string_view state_format = "gradaccum training state";
 
 /// The contents of a state or another folder of files: files with their sizes and checksums, and named values.
 ///
-/// The manifest is a readable JSON file. Its first entry, "crc32", is the CRC-32 of the file with these eight digits
+/// The manifest is a readable JSON file. Its first entry, "crc32", is the CRC-32 of the file with its own eight digits
 /// set to zeros. JSON lacks non-finite doubles: they are {"double": "nan"}, "inf" or "-inf", and the payload of a NaN
 /// is lost. To edit it in Python:
 ///

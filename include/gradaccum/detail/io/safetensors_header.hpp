@@ -14,8 +14,7 @@
 
 namespace gradaccum::detail {
 
-/// The safetensors format: the header's size in 8 bytes, little-endian; the header, which is JSON; the tensors' bytes
-/// without gaps.
+/// The safetensors format: the header's size in 8 bytes, little-endian; a JSON header; the tensors without gaps.
 
 struct SafetensorsEntry {
   std::string dtype = {};

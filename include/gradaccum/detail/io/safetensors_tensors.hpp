@@ -55,8 +55,7 @@ void write_safetensors(const std::function<void(const void* data, std::size_t si
                        const std::function<at::Tensor(const std::string& name)>& tensor_of,
                        const std::map<std::string, std::string>& metadata);
 
-/// Writes a safetensors file. Tensors that are contiguous on the CPU are written in place; others are copied, one at a
-/// time.
+/// Writes a safetensors file. Tensors are copied, one at a time, unless they are contiguous on the CPU.
 void write_safetensors(const std::function<void(const void* data, std::size_t size)>& write,
                        const std::map<std::string, at::Tensor>& tensors,
                        const std::map<std::string, std::string>& metadata);

@@ -31,8 +31,7 @@ struct StateName {
 bool of_one_step(const std::filesystem::path& one, const std::filesystem::path& other);
 
 /// A directory of states. Each is a folder that appears atomically and never changes, even if the process is killed or
-/// the power fails: all that `finished` lists is complete. Only one writer at a time. Entries with other names are
-/// never touched.
+/// the power fails: all that `finished` lists is complete. One writer at a time. Other names are never touched.
 ///
 /// Throws `std::runtime_error` with a path.
 class StateDirectory {

@@ -32,14 +32,12 @@ bool has_kernels(at::ScalarType dtype);
 /// The dtype that optimizers compute in and keep their state in: float32 for 16-bit parameters.
 at::ScalarType state_type(const at::Tensor& parameter);
 
-/// Returns a state tensor in its parameter's dtype and element order; zeros if `state` is undefined. Throws if a loaded
-/// state does not fit the parameter.
+/// Returns state in the dtype and order that the parameter's step needs; zeros if undefined. Throws if it does not fit.
 at::Tensor settled(const at::Tensor& state, const at::Tensor& parameter, const char* name);
 
-/// Checks everything that kernels, which see neither shapes nor devices, assume. Call it before the first kernel
-/// writes.
+/// Checks what kernels, which see neither shapes nor devices, assume. Must run before the first one writes.
 void check_can_be_stepped(const char* optimizer, const at::Tensor& parameter, const at::Tensor& gradient);
-/// Also rejects sparse gradients, for optimizers that update the state of every element.
+/// Runs check_can_be_stepped() and rejects sparse gradients, for optimizers that update the state of every element.
 void check_can_be_stepped_densely(const char* optimizer, const at::Tensor& parameter, const at::Tensor& gradient);
 
 /// Returns a real view of a complex tensor; real tensors as they are.

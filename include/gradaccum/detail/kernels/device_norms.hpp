@@ -13,8 +13,7 @@ namespace gradaccum::detail {
 /// Device memory that one stream reuses.
 class StreamMemory {
  public:
-  /// Returns at least `numbers` elements of float64 for the device's current stream: the previous ones, unless they are
-  /// still referenced.
+  /// Returns at least `numbers` float64 numbers for the current stream: the previous ones unless still referenced.
   at::Tensor take(std::int64_t numbers, at::Device device);
 
  private:
@@ -26,11 +25,10 @@ class StreamMemory {
 bool can_be_normed_on_device(const at::Tensor& tensor);
 
 /// The L2 norms, in float64, of tensors on one device, each of which `can_be_normed_on_device`. The bits of a norm
-/// depend only on its tensor. Does not synchronise with the device. The result lies in `memory`.
+/// depend only on its tensor. Does not wait for the device. The result lies in `memory`.
 at::Tensor l2_norms_on_device(const std::vector<at::Tensor>& tensors, StreamMemory& memory);
 
-/// Computes a WindowNorm from the norms, as a tensor of three float64 numbers; its parts are views of it. Does not
-/// synchronise with the device.
+/// Computes a WindowNorm, as three float64 numbers of which its parts are views. Does not wait for the device.
 at::Tensor window_norm_on_device(const at::Tensor& norms, const DeviceMultiplier& by, double max_norm);
 inline at::Tensor norm_in(const at::Tensor& window_norm) { return window_norm.select(0, 0); }
 inline at::Tensor clip_coefficient_in(const at::Tensor& window_norm) { return window_norm.select(0, 1); }

@@ -7,8 +7,8 @@
 namespace gradaccum::detail {
 
 /// The 256 numbers of an 8-bit code, from -1 or 0 to 1: dynamic quantisation (Dettmers et al., 2021), equal to the map
-/// of bitsandbytes to 1 part in 30,000. There are seven decades. The larger its numbers, the more a decade has; they
-/// are evenly spaced.
+/// of bitsandbytes to 1 part in 30,000. There are seven decades. A decade of larger numbers has more of them, evenly
+/// spaced.
 ///
 /// Counted by `k`, each decade begins at a power of two. Signed map: code 127 + k is the k-th number above 0, and code
 /// 127 - k its negative; -1 has no code. Unsigned map: code k - 1 is the k-th number, the first of which is 0.

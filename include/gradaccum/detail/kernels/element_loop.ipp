@@ -11,8 +11,7 @@
 
 namespace gradaccum::detail {
 
-/// Uses a TensorIterator over one byte per task, since at::parallel_for is serial in programs compiled without
-/// -fopenmp.
+/// Uses a TensorIterator over one byte per task: at::parallel_for is serial in programs built without -fopenmp.
 GRADACCUM_INLINE void parallel_for(std::int64_t count, c10::function_ref<void(std::int64_t)> body) {
   const auto tasks = at::empty({count}, at::TensorOptions(at::kByte));
   const auto* const first = static_cast<const char*>(tasks.const_data_ptr());

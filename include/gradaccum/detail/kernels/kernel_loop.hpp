@@ -15,8 +15,7 @@
 
 namespace gradaccum::detail {
 
-/// Runs kernels over all parameters on the CPU in one parallel loop, or in several if many of them have to be copied
-/// first.
+/// Runs kernels over all CPU parameters in one parallel loop, or in several if many parameters must be copied.
 template <class Operand>
 class KernelLoop {
  public:

@@ -8,8 +8,7 @@
 
 #include <cstdint>
 
-/// Loops over plain memory, compiled for several instruction sets within one program that may itself target an old
-/// processor.
+/// Loops over plain memory, compiled for several instruction sets even if the program targets an old processor.
 namespace gradaccum::detail {
 
 enum class InstructionSet { portable, avx2, avx512 };

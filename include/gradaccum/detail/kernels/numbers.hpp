@@ -7,8 +7,8 @@
 
 #include <gradaccum/detail/kernels/on_device.hpp>
 
-/// The settings of an optimizer for one step, and the numbers that kernels derive from them: on the host for CPU
-/// kernels, on the device for device kernels, as only the device may know the multiplier and the step count.
+/// The settings of an optimizer for one step, and the numbers that its kernels need. The host computes these for CPU
+/// kernels; a device computes its own, as only it may know the multiplier and the step count.
 namespace gradaccum::detail {
 
 struct SgdSettings {

@@ -8,8 +8,7 @@
 /// The arguments of kernels, for processors and devices.
 namespace gradaccum::detail {
 
-/// Dense memory; all arrays have the same element order. State is float32 for 16-bit parameters, else the parameter's
-/// type.
+/// Dense arrays of the same element order. State is float32 for 16-bit parameters, else of the parameter's type.
 struct SgdOperand {
   SgdNumbers numbers;
   void* parameter = nullptr;

@@ -16,8 +16,7 @@ std::map<std::string, at::Generator> default_generators();
 
 Archive::Tensors states_of_generators();
 
-/// Throws, before anything has changed, if a generator is missing (unless `changes_allowed`) or a state does not fit
-/// its generator.
+/// Throws before any change if a generator is missing (unless `changes_allowed`) or a state does not fit.
 void check_generators(const Archive::Tensors& states, bool changes_allowed);
 
 void set_generators(const Archive::Tensors& states);

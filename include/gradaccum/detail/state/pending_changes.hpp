@@ -10,8 +10,7 @@
 
 namespace gradaccum::detail {
 
-/// Changes that are deferred until everything loaded together has been found to fit, and undo functions for those that
-/// were made at once.
+/// Changes that wait until all that is loaded together fits, and undo functions for those made at once.
 class PendingChanges {
  public:
   /// Runs `load`; calls may nest. If it throws, drops the changes deferred in it and runs its undo functions, last

@@ -46,8 +46,7 @@ class Pieces {
   /// The number of elements per number: 1, or the size of a block of 8-bit moments; 0 for anything else.
   std::int64_t elements_of_number() const;
 
-  /// Returns a new tensor: whole() after `check`; part() a row for elements [begin, end), where `begin` starts a
-  /// number's elements.
+  /// Returns a new tensor: the whole, or elements [begin, end) as a row; `begin` must start a number's elements.
   at::Tensor whole() const;
   at::Tensor part(std::int64_t begin, std::int64_t end) const;
 
@@ -71,8 +70,7 @@ class Pieces {
 /// Removes all pieces from `tensors`, regardless of the rank that saved them, and returns them by the whole's name.
 std::map<std::string, Pieces> take_pieces(std::map<std::string, at::Tensor>& tensors);
 
-/// Removes all pieces from a state and returns them under their names without the rank. Throws if the pieces of a
-/// tensor do not fit together.
+/// Removes all pieces from a state and returns them without the rank in their names. Throws if pieces do not fit.
 Archive::Values take_shared_pieces(Archive::Values& values);
 
 }  // namespace gradaccum::detail

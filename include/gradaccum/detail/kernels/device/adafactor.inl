@@ -31,7 +31,7 @@ struct AdafactorTile {
   AdafactorMemory memory;
   AdafactorShape shape;
   std::int64_t block;                ///< index within the tensor
-  std::int64_t matrix, row, column;  ///< the first of each
+  std::int64_t matrix, row, column;  ///< the first ones
   std::int64_t row_tile, column_tile;
   int rows;            ///< rows of the tile within the matrix
   int threads_of_row;  ///< threads per row of the tile

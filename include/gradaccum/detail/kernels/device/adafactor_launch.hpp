@@ -12,8 +12,7 @@
 /// The arguments of Adafactor's device kernels, which pass over a tensor several times.
 namespace gradaccum::detail {
 
-/// The division of a tensor among thread blocks. It depends only on the tensor's shape, and so does the order of all
-/// sums.
+/// The division of a tensor among thread blocks. It, and the order of all sums, depend only on the tensor's shape.
 ///
 /// A vector is divided like a matrix of 256 columns whose last row may be short. Large matrices are divided into tiles,
 /// one per thread block; each small matrix belongs to a single thread.
@@ -34,14 +33,13 @@ class AdafactorShape {
 
   GRADACCUM_ON_DEVICE bool is_vector() const { return kind_ == Kind::vector; }
   GRADACCUM_ON_DEVICE bool is_small() const { return kind_ == Kind::small; }
-  GRADACCUM_ON_DEVICE bool is_large() const { return kind_ == Kind::large; }  ///< matrices, of more than one thread
+  GRADACCUM_ON_DEVICE bool is_large() const { return kind_ == Kind::large; }  ///< matrices that several threads share
   GRADACCUM_ON_DEVICE std::int64_t numel() const { return is_vector() ? lines_ : matrices_ * lines_ * columns_; }
   GRADACCUM_ON_DEVICE std::int64_t matrices() const { return matrices_; }
   GRADACCUM_ON_DEVICE std::int64_t rows() const { return is_vector() ? parts(lines_, most_columns_of_tile) : lines_; }
   GRADACCUM_ON_DEVICE std::int64_t columns() const { return columns_; }
 
-  /// The number of threads side by side in a row of a tile, each with a pack of columns. A power of 2 spares the device
-  /// divisions.
+  /// The number of threads in a row of a tile, each with a pack of columns. A power of 2 avoids divisions.
   GRADACCUM_ON_DEVICE int threads_of_row() const { return 1 << log_threads_of_row_; }
   GRADACCUM_ON_DEVICE std::int64_t rows_of_tile() const { return rounds_of_tile * threads >> log_threads_of_row_; }
   GRADACCUM_ON_DEVICE std::int64_t row_tiles() const {

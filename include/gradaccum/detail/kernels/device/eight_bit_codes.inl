@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The 8-bit codes of a DynamicMap, one number at a time in few instructions, as a device's threads would spend more
-// time on them than on the memory of a step. Codes and numbers equal those of DynamicCodes to the bit.
+// The 8-bit codes of a DynamicMap, one number at a time in few instructions, since on a device they take longer than a
+// step's memory accesses. Codes and numbers equal those of DynamicCodes to the bit.
 
 GRADACCUM_ON_DEVICE inline std::uint32_t bits_of(float number) {
   std::uint32_t bits;
@@ -14,8 +14,7 @@ GRADACCUM_ON_DEVICE inline float number_of(std::uint32_t bits) {
   return number;
 }
 
-/// The magnitude of a float as an integer. Integers order like the floats: infinity above all numbers, NaN above
-/// infinity.
+/// The magnitude of a float as an integer of the same order: infinity is above all numbers, NaN above infinity.
 GRADACCUM_ON_DEVICE inline std::uint32_t magnitude_bits(float number) { return bits_of(number) & 0x7FFFFFFF; }
 template <int count>
 GRADACCUM_ON_DEVICE std::uint32_t largest_of(const std::uint32_t* numbers) {
@@ -37,8 +36,7 @@ struct SharedCodes {
     float edge;
     std::int32_t decade;
   };
-  /// A decade of DynamicTables, except that `offset` is smaller by one half, and `first` and `last` are larger by
-  /// `shift`.
+  /// A decade of DynamicTables, but with `offset` reduced by 1/2, and `first` and `last` increased by `shift`.
   struct alignas(16) Decade {
     float scale, offset, spread, middle, first, last;
   };

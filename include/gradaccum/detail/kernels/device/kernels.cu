@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The kernels for CUDA devices. Compiled without fused multiply-add contraction, so that everything is rounded as on
-// the CPU.
+// The kernels for CUDA devices. Compiled without contraction to fused multiply-adds, to round as on the CPU.
 
 #include <gradaccum/detail/kernels/device/cuda_kernels.hpp>
 #include <gradaccum/detail/kernels/operands.hpp>

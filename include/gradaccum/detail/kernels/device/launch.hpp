@@ -133,7 +133,7 @@ struct WindowNormLaunch {
 
 /// A loss scale in device memory.
 struct ScaleState {
-  double wide;  ///< the same number as `value`
+  double wide;  ///< equal to `value`
   float value;
   std::int32_t growth_tracker;
 };
@@ -156,8 +156,7 @@ struct OperandTypes {
   auto operator<=>(const OperandTypes&) const = default;
 };
 
-/// The device kernels. Each function launches one or several kernels on `stream`, on the stream's device, and does not
-/// synchronise.
+/// The device kernels. Each function launches one or more kernels on `stream`, on its device, and does not wait.
 struct DeviceKernels {
   void (*sgd)(const StepLaunch<SgdSettings>&, const OperandTypes&, void* stream);
   void (*adam)(const StepLaunch<AdamSettings>&, const OperandTypes&, void* stream);

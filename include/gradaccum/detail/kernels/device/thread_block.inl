@@ -162,8 +162,7 @@ GRADACCUM_ON_DEVICE void for_each_pack(const Update& update, std::int64_t count,
     update_packs<last_is_there>(std::index_sequence_for<Arrays...>(), update, Pack<Arrays>(arrays, i, count - i)...);
 }
 
-/// Calls `update` with pointers to one element of each array at a time; the threads share the elements. The last array
-/// may be nullptr.
+/// Calls `update` with pointers to one element of each array; threads share the elements. The last array may be null.
 template <int width, class Update, class... Arrays>
 GRADACCUM_ON_DEVICE void for_each_vector(const Update& update, std::int64_t count, Arrays... arrays) {
   static_assert(width == 1);

@@ -81,7 +81,7 @@ struct AdafactorUpdate {
   Vector multiplier;
 };
 
-/// Updates a parameter. No sum has a bare product as an operand, so that contraction by the compiler changes nothing.
+/// Updates a parameter. No plain sum takes a product, which a compiler might or might not contract.
 template <class Vector, bool factored>
 struct AdafactorApply {
   GRADACCUM_ON_DEVICE explicit AdafactorApply(const AdafactorNumbers& by)

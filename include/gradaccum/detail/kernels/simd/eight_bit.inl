@@ -42,8 +42,7 @@ class DynamicCodes {
   }
 
  private:
-  /// Returns how many of the 8 edges are below `x`. A float's bits approximate its logarithm and give that number or
-  /// one less.
+  /// Counts the edges below `x`, of 8. A float's bits approximate its logarithm, which gives the count or one less.
   GRADACCUM_ON_DEVICE Ints decade_of(Floats x) const {
     const auto log_2 = Floats::all(0.30103 / (1 << 23)), ones = Floats::all(7.1 - 127 * 0.30103);
     const auto guess = larger(truncated(multiply_add(to_floats(bits_of(x)), log_2, ones)), Ints::all(0));
@@ -57,7 +56,7 @@ class DynamicCodes {
 class Largest {
  public:
   GRADACCUM_ON_DEVICE Largest()
-      : most_(Floats::all(0)), poison_(Floats::all(0)) {}  // g++ makes implicit ones for the program around
+      : most_(Floats::all(0)), poison_(Floats::all(0)) {}  // g++ compiles implicit ones for the program's target
   GRADACCUM_ON_DEVICE void see(Floats number) {
     most_ = larger(magnitude(number), most_);
     poison_ = multiply_add(number, Floats::all(0), poison_);  // NaN once a number is not finite: `larger` may miss it

@@ -39,8 +39,8 @@ void for_each_vector(const Update& update, std::int64_t count, T*... arrays) {
   if (i < count) update_rest(update, Rest<T, width>(arrays ? arrays + i : nullptr, count - i)...);
 }
 
-/// A few numbers of a bfloat16 array as float32. On destruction they are rounded stochastically, up or down in
-/// proportion to the distance, and written back. The random bits are a hash of `key` and the number's position.
+/// A few numbers of a bfloat16 array as float32. On destruction they are rounded up or down at random, without bias,
+/// and written back. The random bits are a hash of `key` and the number's position.
 class RoundedChunk {
  public:
   static constexpr std::int64_t size = 256;

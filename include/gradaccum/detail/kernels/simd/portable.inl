@@ -79,8 +79,7 @@ using Floats = Lanes<float, lanes_of_vectors>;
 using Doubles = Lanes<double, lanes_of_vectors>;
 using Ints = Lanes<std::int32_t, lanes_of_vectors>;
 
-/// Rounds towards 0. Numbers that do not fit 32 bits become the smallest integer, like with the processors'
-/// instructions.
+/// Rounds towards 0. Numbers beyond 32 bits become the smallest integer, as with the processors' instructions.
 GRADACCUM_ON_DEVICE inline Ints truncated(const Floats& a) {
   Ints result;
   for (int i = 0; i < Ints::width; ++i)

@@ -19,9 +19,9 @@ Function* of_types(at::ScalarType parameter, at::ScalarType gradient, bool round
   return of_narrow_types<Function, Of>(parameter, gradient, rounded);
 }
 
-/// Turns the `bits` of float32 numbers into those of bfloat16, rounded up or down at random in proportion to the
-/// distance. The random bits are a hash of `key` and of each number's position. `Bits` is a 32-bit unsigned integer or
-/// a vector of the compiler's.
+/// Turns the `bits` of float32 numbers into those of bfloat16, rounded up or down at random without bias. The random
+/// bits are a hash of `key` and of each number's position. `Bits` is a 32-bit unsigned integer or a vector of the
+/// compiler's.
 template <class Bits>
 GRADACCUM_ON_DEVICE void round_stochastically(Bits& bits, const Bits& places, std::uint32_t upper_bits_of_places,
                                               std::uint64_t key) {
