@@ -8,17 +8,17 @@
 
 namespace gradaccum::io {
 
-/// In what a file of weights and a module may differ.
+/// Permitted differences between a file of weights and a module.
 struct LoadWeightsOptions {
-  bool strict = true;  ///< throw where the file and the module differ; else load what fits
+  bool strict = true;  ///< throw if the file and the module differ; otherwise load what fits
 
-  /// Hugging Face's; "transformer" for BLOOM, where a model with a head has `transformer.ln_f.weight`, and the model
-  /// without one `ln_f.weight`. Weights that the file has not are looked for under their names with the prefix, or
-  /// without it, unless the module has that name too.
+  /// Hugging Face's attribute of this name; "transformer" for BLOOM, where a model with a head has
+  /// `transformer.ln_f.weight`, and the model without one `ln_f.weight`. A weight that the file lacks is looked up with
+  /// the prefix added or removed, unless the module has that name too.
   std::string base_model_prefix = {};
 
-  /// Weights that the file need not have, such as a new head's; a module's name means all of its weights. Where the
-  /// file has them, they are loaded.
+  /// Weights that the file may lack, such as those of a new head; the name of a module stands for all of its weights.
+  /// If the file has them, they are loaded.
   std::vector<std::string> may_be_missing = {};
 };
 

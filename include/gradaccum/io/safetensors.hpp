@@ -21,43 +21,43 @@ namespace gradaccum::io {
 
 /// Tensors by name.
 using Tensors = std::map<std::string, at::Tensor>;
-/// Texts about a file, by name.
+/// Strings about a file, by name.
 using Metadata = std::map<std::string, std::string>;
 
-/// A safetensors file, whose tensors are read from the disk when they are used: Python's `safe_open`.
+/// A safetensors file whose tensors are read from the disk on first use, like Python's `safe_open`.
 ///
 ///     ga::io::save_file({{"weight", x}, {"bias", y}}, "weights.safetensors");
 ///     const ga::io::SafetensorsFile file("weights.safetensors");
 ///     for (auto& name : file.keys()) std::cout << name << ": " << file.get_tensor(name).sizes() << "\n";
 ///
-/// The header is checked before anything is made of it: its JSON, its names, and that the tensors fill the file without
-/// gaps or overlaps. What a tensor's numbers are is not: they may be NaN.
+/// The header is validated first: its JSON, its names, and that the tensors fill the file without gaps or overlaps. The
+/// tensors' values are not, and may be NaN.
 ///
-/// Writing to a tensor changes neither the file nor what another `SafetensorsFile` reads, but what this one gives the
-/// next time. The file may be replaced, by `save_file` say, or removed; another process that makes it shorter ends this
-/// one (SIGBUS). Where that can happen, read it by `load_file`.
+/// Writing to a tensor changes neither the file nor other `SafetensorsFile`s, but does change what this one returns
+/// later. The file may be replaced, for example by `save_file`, or removed. If another process truncates it, this
+/// process is killed (SIGBUS); if that may happen, use `load_file`.
 ///
-/// Throws `std::runtime_error` with the file's name for a file that is not as it must be; `c10::Error` for a name that
-/// it has not, and for a tensor of a dtype that LibTorch has not.
+/// Throws `std::runtime_error` with the file's name for an invalid file, and `c10::Error` for an unknown name or a
+/// dtype that LibTorch lacks.
 ///
-/// @note Does not wait for the device. Takes no memory but for the header, and for tensors that are written to
-/// or that do not begin at a multiple of their dtype's size (the latter are copies).
+/// @note Does not wait for the device. Takes memory only for the header, for tensors that are written to, and for those
+/// that are not aligned to their dtype's size, which are copies.
 class SafetensorsFile {
  public:
   explicit SafetensorsFile(const std::filesystem::path& path);
 
-  /// The names of the tensors, sorted.
+  /// Returns the names of the tensors, sorted.
   std::vector<std::string> keys() const;
   bool contains(const std::string& name) const { return header_.tensors.contains(name); }
   const Metadata& metadata() const { return header_.metadata; }
   const std::filesystem::path& path() const { return path_; }
 
-  /// On the CPU. It may outlive this object.
+  /// Returns a tensor on the CPU, which may outlive this object.
   at::Tensor get_tensor(const std::string& name) const;
 
-  /// Lets go of the memory in which a tensor that was read is kept until this object and its tensors are gone, but for
-  /// pages that it shares with others: who looks at it next reads it from the disk again. What was written to the
-  /// tensor is lost there. For files larger than the memory.
+  /// Frees the memory that holds a tensor's data, except for pages that it shares with others; otherwise the memory is
+  /// held until this object and its tensors are gone. The next access reads from the disk again; writes to the tensor
+  /// are lost. Useful for files larger than the memory.
   void release(const std::string& name) const;
 
  private:
@@ -69,30 +69,29 @@ class SafetensorsFile {
   detail::SafetensorsHeader header_;
 };
 
-/// All tensors of a safetensors file in memory of their own: Python's `safetensors.torch.load_file`.
+/// Loads all tensors of a safetensors file into memory, like Python's `safetensors.torch.load_file`.
 ///
 ///     ga::io::save_file({{"x", x}}, "data.safetensors");
 ///     auto tensors = ga::io::load_file("data.safetensors");
 ///     std::cout << tensors.at("x").sizes() << "\n";
 ///
-/// On the CPU. Throws as `SafetensorsFile` does.
+/// The tensors are on the CPU. Throws like `SafetensorsFile`.
 ///
-/// @note Does not wait for the device. Takes the memory of all tensors.
+/// @note Does not wait for the device. Takes memory for all tensors.
 Tensors load_file(const std::filesystem::path& path);
 
-/// Writes tensors, and texts about them, to a safetensors file: Python's `safetensors.torch.save_file`.
+/// Writes tensors and metadata to a safetensors file, like Python's `safetensors.torch.save_file`.
 ///
 ///     ga::io::save_file({{"x", x}, {"y", y}}, "data.safetensors", {{"made by", "a test"}});
 ///
-/// The file has the bytes that Python would write, the same for the same tensors. It is written beside `path`, synced
-/// to the disk and renamed: killed at any moment, `path` is the old file or the new one. Tensors may be on any device
-/// and of any strides; two that share memory are written twice.
+/// The file is byte for byte what Python would write, and the same tensors always give the same bytes. It is written
+/// under a temporary name, synced to the disk and renamed: if the process is killed, `path` is either the old file or
+/// the new one. Tensors may be on any device and have any strides; two that share memory are written twice.
 ///
-/// Throws for tensors that a file cannot have (undefined, sparse, quantised, of complex doubles), and
-/// `std::runtime_error` with the file's name for errors of the operating system; `path` is then as it was.
+/// Throws for tensors that the format cannot store (undefined, sparse, quantised, complex doubles), and
+/// `std::runtime_error` with the file's name for errors of the operating system; `path` is then unchanged.
 ///
-/// @note Waits for the device of tensors that are not on the CPU, and takes the memory of one of them at a
-/// time.
+/// @note Waits for the device of tensors that are not on the CPU, and takes memory for one of them at a time.
 void save_file(const Tensors& tensors, const std::filesystem::path& path, const Metadata& metadata = {});
 
 }  // namespace gradaccum::io

@@ -69,7 +69,7 @@ GRADACCUM_INLINE void save_shard(const std::map<std::string, io::PlannedTensor>&
   });
 }
 
-/// As Python's json.dumps writes it, with an indent of 2 and sorted.
+/// Writes the index like Python's json.dumps with sorted keys and an indent of 2.
 GRADACCUM_INLINE std::string weights_index(const PlannedFiles& shards) {
   std::map<std::string, std::string> files;
   std::uint64_t bytes = 0, numbers = 0;

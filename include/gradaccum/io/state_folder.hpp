@@ -12,8 +12,8 @@
 
 namespace gradaccum::io {
 
-/// Writes the values of an archive into a folder that is there and empty: tensors of a part X to `X.safetensors`, those
-/// of no part to `state.safetensors`, and all else, with the checksums of these, to `manifest.json`. All is synced.
+/// Writes and syncs an archive's values to an existing, empty folder: tensors of part X to `X.safetensors`, others to
+/// `state.safetensors`, and all other values, with the checksums of these files, to `manifest.json`.
 ///
 ///     ga::Archive archive;
 ///     archive("weight", x);
@@ -21,36 +21,35 @@ namespace gradaccum::io {
 ///     ga::io::write_state(archive, "folder");
 ///     ga::Archive(ga::io::read_state("folder"))("weight", x);
 ///
-/// Throws `std::runtime_error` with the name of a file that could not be written, `c10::Error` for a tensor that
-/// safetensors files cannot have. What is there then is incomplete: `ga::save` removes it.
+/// Throws `std::runtime_error` with the name of a file that could not be written, and `c10::Error` for a tensor that
+/// safetensors cannot store. The folder is then incomplete; `ga::save` removes it.
 ///
-/// @note Waits for the devices of tensors that are not on the CPU; takes the memory of one of them at a time.
+/// @note Waits for the devices of tensors that are not on the CPU, and takes memory for one of them at a time.
 void write_state(const Archive& archive, const std::filesystem::path& folder);
 
-/// The values that `write_state` wrote, every byte of the folder checked. Tensors are on the CPU.
+/// Returns the values that `write_state` wrote, after checking every byte of the folder. Tensors are on the CPU.
 ///
-/// Throws `std::runtime_error` with the name of a file that is damaged, missing, or too much.
+/// Throws `std::runtime_error` with the name of a file that is damaged, missing or unexpected.
 ///
-/// @note Takes the memory of all tensors, each read once.
+/// @note Takes memory for all tensors. Reads each once.
 Archive::Values read_state(const std::filesystem::path& folder);
 
 }  // namespace gradaccum::io
 
 namespace gradaccum::detail {
 
-/// Throws where two parts have one name, or a part has a name that no file can have.
+/// Throws if two parts have the same name, or if a part's name cannot be a file name.
 void check_can_be_written(const Archive& archive);
 
-/// The files of a state, by name, as its manifest lists them.
+/// A state's files by name, as its manifest lists them.
 using StateFiles = std::map<std::string, Manifest::File>;
 
-/// As `read_state`, but for who needs a part of it: tensors take no memory, and are read from the disk once more when
-/// they are used. The folder may be removed meanwhile; but a file that another process makes shorter ends this one
-/// (SIGBUS), so they are to be copied soon, and not kept.
+/// Like `read_state`, for callers that need only a part of the state: tensors take no memory and are read from the disk
+/// a second time on use. The folder may be removed, but if another process truncates a file, this process is killed
+/// (SIGBUS), so copy the tensors soon rather than keep them.
 Archive::Values map_state(const std::filesystem::path& folder);
 
-/// The two halves of `write_state`, where several processes write files into one folder, and one of them the manifest
-/// of all.
+/// The two halves of `write_state`, for processes that share a folder, whose manifest one of them writes.
 StateFiles write_tensors(const Archive& archive, const std::filesystem::path& folder);
 void write_manifest_of(const Archive& archive, const StateFiles& files, const std::filesystem::path& folder);
 

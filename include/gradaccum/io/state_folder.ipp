@@ -31,11 +31,11 @@
 
 namespace gradaccum::detail {
 
-/// Tensors by the files that they go to.
+/// Tensors grouped by file.
 struct FilesOfState {
   std::map<std::string, io::Tensors> tensors;
   Manifest manifest;
-  std::string undefined = {};  // names of undefined tensors, a line each
+  std::string undefined = {};  // names of undefined tensors, one per line
 
   explicit FilesOfState(const Archive::Values& values) {
     for (auto& value : values) std::visit([&](auto& held) { add(value.first, held); }, value.second);
@@ -44,7 +44,7 @@ struct FilesOfState {
 
   static constexpr const char* undefined_name = "undefined tensors";
 
-  /// `model.0.weight` is `0.weight` in model.safetensors.
+  /// Splits a name: `model.0.weight` is `0.weight` in model.safetensors.
   static std::pair<std::string, std::string> file_and_key(const std::string& name) {
     const auto dot = name.find('.');
     return dot == name.npos ? std::pair(std::string("state"), name)
@@ -74,13 +74,13 @@ GRADACCUM_INLINE void check_can_be_written(const Archive& archive) { FilesOfStat
 
 inline constexpr const char* tensors_suffix = ".safetensors";
 
-inline constexpr std::size_t piece_of_tensor = std::size_t{4} << 20;  // that a thread reads at a time
+inline constexpr std::size_t piece_of_tensor = std::size_t{4} << 20;  // bytes that a thread reads at a time
 
 GRADACCUM_INLINE std::span<std::byte> bytes_of(const at::Tensor& tensor) {
   return {static_cast<std::byte*>(tensor.mutable_data_ptr()), tensor.nbytes()};
 }
 
-/// Each tensor in memory of its own, read once, with the checksum that the manifest has of the file.
+/// Reads each tensor once, into its own memory, and checks the file against the manifest's checksum.
 GRADACCUM_INLINE io::Tensors read_listed_tensors(const std::filesystem::path& path, const Manifest::File& listed) {
   const auto what = path.string();
   const SafetensorsHeaderReader reader(what);
@@ -92,7 +92,7 @@ GRADACCUM_INLINE io::Tensors read_listed_tensors(const std::filesystem::path& pa
   const auto header = reader.read(text, file.left());
 
   io::Tensors tensors;
-  std::map<std::uint64_t, std::span<std::byte>> in_order;  // of the file; those without bytes are in no place
+  std::map<std::uint64_t, std::span<std::byte>> in_order;  // in file order; empty tensors are not included
   for (auto& [name, entry] : header.tensors) {
     const auto& tensor = tensors[name] = at::empty(entry.shape, dtype_in_file(what, name, entry.dtype));
     if (tensor.nbytes() > 0) in_order[entry.begin] = bytes_of(tensor);
@@ -109,7 +109,7 @@ GRADACCUM_INLINE io::Tensors read_listed_tensors(const std::filesystem::path& pa
   return tensors;
 }
 
-/// The same, but each is read once more, from the file, where it is used, and takes no memory.
+/// Checks the file, and maps the tensors, which take no memory and are read from the file a second time on use.
 GRADACCUM_INLINE io::Tensors map_listed_tensors(const std::filesystem::path& path, const Manifest::File& listed) {
   check_file(path, listed);
   const io::SafetensorsFile file(path);

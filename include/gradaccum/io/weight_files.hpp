@@ -13,37 +13,36 @@
 
 namespace gradaccum::io {
 
-/// The weights of a safetensors file, or of a folder as Hugging Face has them: `model.safetensors`, or the files that
-/// `model.safetensors.index.json` lists.
+/// The weights of a safetensors file, or of a folder in Hugging Face's layout: `model.safetensors`, or the files listed
+/// in `model.safetensors.index.json`.
 ///
 ///     ga::io::save_weights(model, "model/");
 ///     const ga::io::WeightFiles files("model");  // or a file, or an index
 ///     for (auto& name : files.keys()) std::cout << name << ": " << files.get_tensor(name).sizes() << "\n";
 ///
-/// Tensors are read from the disk when they are used, as by `SafetensorsFile`. An index is checked before anything is
-/// made of it: it must name files that lie beside it, and for each tensor the one that has it, which no other may. The
-/// files themselves may be links, as those in Hugging Face's cache are.
+/// Tensors are read from the disk on first use, as by `SafetensorsFile`. An index is validated first: it must list
+/// files in its own folder, and for each tensor the only file that has it. Files may be links, as in Hugging Face's
+/// cache.
 ///
-/// Throws `std::runtime_error` with the file's name for files that are not as they must be, and for a folder that has
-/// none of them; where it has a pickle (`pytorch_model.bin`), which is never read, with the line of Python that makes
-/// a safetensors file of it.
+/// Throws `std::runtime_error` with the file's name for invalid files, and for a folder without weights. A pickle
+/// (`pytorch_model.bin`) is never read; the message then has a line of Python that converts it.
 ///
-/// @note Does not wait for the device. Takes the memory that `SafetensorsFile` does.
+/// @note Does not wait for the device. Takes as much memory as `SafetensorsFile`.
 class WeightFiles {
  public:
   explicit WeightFiles(const std::filesystem::path& path);
 
-  /// The names of the tensors, sorted.
+  /// Returns the names of the tensors, sorted.
   std::vector<std::string> keys() const;
   bool contains(const std::string& name) const { return files_.contains(name); }
 
-  /// Names of tensors that are in the files, but not in the index, which is what counts.
+  /// The names of tensors that are in the files but not in the index. They are not loaded.
   const std::vector<std::string>& unlisted() const { return unlisted_; }
 
-  /// On the CPU. It may outlive this object.
+  /// Returns a tensor on the CPU, which may outlive this object.
   at::Tensor get_tensor(const std::string& name) const;
 
-  /// See `SafetensorsFile`.
+  /// Frees a tensor's memory; see `SafetensorsFile`.
   void release(const std::string& name) const;
 
  private:

@@ -19,47 +19,44 @@ void save_weights(const torch::nn::Module& module, const std::filesystem::path& 
 
 namespace gradaccum::io {
 
-/// Loads a module's parameters and buffers, by their names, from a safetensors file, or from a folder as Hugging Face
-/// has them: Python's `load_state_dict`, `from_pretrained`.
+/// Loads a module's parameters and buffers by name from a safetensors file or a folder in Hugging Face's layout, like
+/// Python's `load_state_dict` and `from_pretrained`.
 ///
 ///     ga::io::save_weights(model, "weights.safetensors");
 ///     ga::io::load_weights(model, "weights.safetensors");
 ///     auto report = ga::io::load_weights(model, "weights.safetensors", {.strict = false});
 ///     if (!report.complete()) std::cerr << report;
 ///
-/// A pretrained model that gets a new head:
+/// A pretrained model with a new head:
 ///
 ///    ga::io::load_weights(model, "bloom-560m", {.base_model_prefix = "transformer", .may_be_missing = {"score"}});
 ///
-/// `model` is a module, a `ModuleHolder`, or a pointer to a module; `path` is what `WeightFiles` takes. Its tensors
-/// stay the same, with their devices, dtypes, strides and `requires_grad`: the file's numbers are copied into them, and
-/// converted. Floating numbers do not go into integers, nor complex ones into real: such a weight is mis-shaped. A
-/// weight that several names share is there if one of them is; where the file has several, the last by name counts.
+/// `model` is a module, a `ModuleHolder`, or a pointer to a module; `path` is a path for `WeightFiles`. The module's
+/// tensors keep their identity, device, dtype, strides and `requires_grad`: the file's values are converted and copied
+/// into them. Floating point does not convert to integers, nor complex to real: such a weight is mis-shaped. A shared
+/// weight with several names needs only one of them in the file; if the file has several, the last by name is used.
 ///
-/// Throws `c10::Error`, before anything is changed: if `strict`, for weights that are missing, unexpected or
-/// mis-shaped, with their names; and always for one of the module's that cannot be copied into, as it is expanded or
-/// has no memory, and for options that are not as they must be. Throws as `WeightFiles` does for files.
+/// Throws `c10::Error` before anything has changed: if `strict`, for missing, unexpected or mis-shaped weights, with
+/// their names; and always for a weight of the module that cannot be copied into, as it is expanded or has no memory,
+/// and for invalid options. Throws like `WeightFiles` for files.
 ///
-/// @note Takes no memory but for the headers, and for one tensor at a time of those that do not begin at a multiple of
-/// their dtype's size. Waits for the device of weights that are not on the CPU.
+/// @note Takes memory only for the headers, and for one tensor at a time if it is not aligned to its dtype's size.
+/// Waits for the device of weights that are not on the CPU.
 template <detail::model Model>
 WeightsReport load_weights(Model&& model, const std::filesystem::path& path, LoadWeightsOptions options = {}) {
   return detail::load_weights(detail::module_of(model), path, options);
 }
 
-/// Writes a module's parameters and buffers, by their names, to a safetensors file, which Python's `load_file` and
-/// `load_weights` read.
+/// Writes a module's parameters and buffers to a safetensors file for `load_weights` and Python's `load_file`.
 ///
 ///     ga::io::save_weights(model, "weights.safetensors");
 ///     ga::io::save_weights(model, "model/");  // to model/model.safetensors
 ///
-/// In a folder it is `model.safetensors`, which Hugging Face's libraries look for. A path that ends in a slash is a
-/// folder, and made where it is not there. A weight that several names share is written for each of them. `metadata` is
-/// what Hugging Face's libraries want in a file of PyTorch's. The file is written, and errors are thrown, as by
-/// `save_file`.
+/// In a folder the file is `model.safetensors`, where Hugging Face's libraries look for it. A path with a trailing
+/// slash is a folder, which is created if it does not exist. A shared weight is written once for each of its names.
+/// `metadata` defaults to what Hugging Face's libraries expect in a PyTorch file. Writes, and throws, like `save_file`.
 ///
-/// @note Waits for the device of weights that are not on the CPU, and takes the memory of one of them at a
-/// time.
+/// @note Waits for the device of weights that are not on the CPU, and takes memory for one of them at a time.
 template <detail::model Model>
 void save_weights(Model&& model, const std::filesystem::path& path, const Metadata& metadata = {{"format", "pt"}}) {
   detail::save_weights(detail::module_of(model), path, metadata);

@@ -23,7 +23,7 @@
 
 namespace gradaccum::detail {
 
-/// The weight has that name, or is in a module of that name.
+/// Returns true if `name` is the weight or a module that contains it.
 GRADACCUM_INLINE bool belongs_to(const std::string& weight, const std::string& name) {
   return weight == name || weight.starts_with(name + ".");
 }
@@ -38,7 +38,7 @@ GRADACCUM_INLINE void check_options(const io::LoadWeightsOptions& options, const
                 "'");
 }
 
-/// What does not fit; empty if all does.
+/// Describes a mismatch of shape or dtype; empty if the tensor fits.
 GRADACCUM_INLINE std::string misfit(const at::Tensor& loaded, const at::Tensor& weight) {
   if (loaded.sizes() != weight.sizes())
     return c10::str(loaded.sizes(), " in the file, ", weight.sizes(), " in the module");
@@ -47,10 +47,10 @@ GRADACCUM_INLINE std::string misfit(const at::Tensor& loaded, const at::Tensor& 
   return "";
 }
 
-/// The copies to be made, and what cannot be.
+/// The copies to make, and a report of the rest.
 struct WeightCopies {
   io::WeightsReport report = {};
-  std::vector<std::pair<at::Tensor, std::string>> copies = {};  // to a weight, from the tensor of a name
+  std::vector<std::pair<at::Tensor, std::string>> copies = {};  // a weight of the module, and the file's name for it
 
   WeightCopies(const io::Tensors& weights, const io::WeightFiles& files, const io::LoadWeightsOptions& options) {
     std::set<const void*> found;
@@ -100,12 +100,12 @@ GRADACCUM_INLINE io::WeightsReport load_weights(const torch::nn::Module& module,
   const at::NoGradGuard no_grad;
   for (auto& [weight, name] : copies) {
     weight.copy_(files.get_tensor(name));
-    files.release(name);  // else the module would be in memory twice at the end
+    files.release(name);  // otherwise the module would be in memory twice at the end
   }
   return report;
 }
 
-/// In a folder, which is made where a path that ends in a slash is not there.
+/// Returns the file for a path, which may be a folder; creates the folder if the path ends in a slash.
 GRADACCUM_INLINE std::filesystem::path file_for_weights(const std::filesystem::path& path) {
   std::error_code ignored;
   if (!path.has_filename()) make_directory(path);

@@ -9,15 +9,15 @@
 
 namespace gradaccum::io {
 
-/// What a module and a file of weights do not have in common.
+/// The differences between a module and a file of weights.
 struct WeightsReport {
-  std::vector<std::string> missing = {};  ///< in the module only
+  std::vector<std::string> missing = {};  ///< only in the module
   std::vector<std::string> unexpected =
-      {};  ///< in the file only; `weight (not in the index)`: in a file, but not listed
+      {};  ///< only in the file; `weight (not in the index)`: in a file, but not listed
   std::vector<std::string> mis_shaped = {};   ///< `weight: [2, 3] in the file, [3, 2] in the module`
-  std::vector<std::string> new_weights = {};  ///< in the module only, as they may be: they stay as they are
+  std::vector<std::string> new_weights = {};  ///< only in the module, as permitted; they keep their values
 
-  /// All fits but for what may be missing.
+  /// Returns true if everything fits, apart from weights that may be missing.
   bool complete() const { return missing.empty() && unexpected.empty() && mis_shaped.empty(); }
 };
 
