@@ -54,9 +54,9 @@ GRADACCUM_INLINE Adafactor::Adafactor(std::vector<at::Tensor> parameters, Adafac
 
 GRADACCUM_INLINE void Adafactor::move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) {
   std::vector<detail::AdafactorStep> steps;
-  std::vector<std::pair<at::Tensor, AdafactorParamState>> states;  // the optimizer's once the step is taken
+  std::vector<std::pair<at::Tensor, AdafactorParamState>> states;  // become the optimizer's once the step is taken
   for (auto& group : param_groups()) {
-    check(options_of(group));  // may have been changed, or loaded
+    check(options_of(group));  // the options may have been changed or loaded
     for (auto& parameter : group.params())
       if (const at::Tensor& gradient = gradient_of(parameter); gradient.defined()) {
         states.emplace_back(parameter, next_state(parameter, gradient, options_of(group)));

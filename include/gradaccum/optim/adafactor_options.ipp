@@ -18,7 +18,7 @@
 
 namespace gradaccum::detail {
 
-/// Calls `visit(name, tensor, shape)` for the tensors that a step of the parameter needs.
+/// Calls `visit(name, tensor, shape)` for each state tensor that a step of the parameter needs.
 template <class Visit>
 void for_each_needed(optim::AdafactorParamState& state, const at::Tensor& parameter, bool momentum,
                      const Visit& visit) {
@@ -121,7 +121,7 @@ GRADACCUM_INLINE std::vector<std::pair<std::string, at::Tensor*>> AdafactorParam
 
 GRADACCUM_INLINE void AdafactorParamState::check(const at::Tensor& parameter) const {
   TORCH_CHECK(step() >= 0 && step() < std::int64_t{1} << 53, "Adafactor: the step count must be >= 0, got ", step());
-  auto copy = *this;  // of handles: for what is not needed
+  auto copy = *this;  // copies handles: unneeded tensors remain in `copy`
   detail::for_each_needed(
       copy, parameter, /*momentum=*/true, [&](const char* slot, at::Tensor& state, at::IntArrayRef shape) {
         TORCH_CHECK(

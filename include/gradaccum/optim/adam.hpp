@@ -11,10 +11,10 @@
 
 namespace gradaccum::optim {
 
-/// LibTorch's own: options, and files of them, are the same.
+/// LibTorch's options, so files of them are interchangeable.
 using AdamOptions = torch::optim::AdamOptions;
 
-/// torch::optim::Adam in one pass over memory, which takes a window's deferred factor on the way.
+/// torch::optim::Adam in one pass over memory, which also applies a window's deferred factor.
 ///
 ///     ga::optim::Adam adam(model->parameters(), ga::optim::AdamOptions(1e-3).amsgrad(true));
 ///     torch::mse_loss(model->forward(x), y).backward();
@@ -22,7 +22,7 @@ using AdamOptions = torch::optim::AdamOptions;
 ///     adam.zero_grad();
 ///
 /// Adam: a method for stochastic optimization, Kingma and Ba, 2015; with `amsgrad`, On the convergence of Adam and
-/// beyond, Reddi et al., 2018. Weight decay is added to the gradient. All else is as in `AdamW`.
+/// beyond, Reddi et al., 2018. Weight decay is added to the gradient. Otherwise like `AdamW`.
 ///
 /// @note Does not wait for the device.
 class Adam : public detail::OnePassOptimizer<Adam, torch::optim::Adam, torch::optim::AdamParamState> {

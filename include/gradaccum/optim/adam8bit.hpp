@@ -11,10 +11,10 @@
 
 namespace gradaccum::optim {
 
-/// lr, betas, eps and weight_decay; amsgrad is refused.
+/// The options lr, betas, eps and weight_decay; amsgrad is rejected.
 using Adam8bitOptions = torch::optim::AdamOptions;
 
-/// Adam whose moments take 2 bytes a parameter in place of 8. Weight decay is added to the gradient; all else is as in
+/// Adam with moments of 2 bytes per parameter instead of 8. Weight decay is added to the gradient. Otherwise like
 /// `AdamW8bit`.
 ///
 ///     ga::optim::Adam8bit adam(model->parameters(), ga::optim::Adam8bitOptions(1e-3));

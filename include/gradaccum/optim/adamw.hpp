@@ -11,10 +11,10 @@
 
 namespace gradaccum::optim {
 
-/// LibTorch's own: options, and files of them, are the same.
+/// LibTorch's options, so files of them are interchangeable.
 using AdamWOptions = torch::optim::AdamWOptions;
 
-/// torch::optim::AdamW in one pass over memory, which takes a window's deferred factor on the way.
+/// torch::optim::AdamW in one pass over memory, which also applies a window's deferred factor.
 ///
 ///     ga::optim::AdamW adamw(model->parameters(), ga::optim::AdamWOptions(1e-3).weight_decay(0.01));
 ///     ga::GradAccumulator optimizer(adamw, {.steps = 2});
@@ -25,23 +25,23 @@ using AdamWOptions = torch::optim::AdamWOptions;
 ///       optimizer.zero_grad();
 ///     }
 ///
-/// Decoupled weight decay regularization, Loshchilov and Hutter, 2019; options, groups, state and files are those of
-/// torch::optim::AdamW, so either can load what the other has saved. LibTorch's own step is some ten operations for
-/// each tensor, each of them a pass.
+/// Decoupled weight decay regularization, Loshchilov and Hutter, 2019. Options, groups, state and files are those of
+/// torch::optim::AdamW, so each can load what the other has saved. LibTorch's own step takes about ten operations per
+/// tensor, each of them a pass.
 ///
-/// Parameters: float32, float64, bfloat16 and float16 (with float32 state), complex; of any strides; on several
-/// devices. Gradients: dense, or sparse, as of `ga::embedding(tokens, table, {.sparse = true})`. By sparse gradients
-/// the step is the same, to the bit; on the CPU it costs memory and time for the rows that gradients have ever had (and
-/// one pass for weight decay): moments are sparse tensors of those rows, dense where they are saved. On a device, and
-/// where a decay moves every row (`Adam`'s, not `AdamW`'s), the gradient becomes dense first. A parameter that is
-/// listed twice, and state of another shape, are errors; parameters that share a part of their memory are not noticed.
+/// Parameters: float32, float64, bfloat16 and float16 (with float32 state), complex; with any strides; on several
+/// devices. Gradients: dense or sparse, as from `ga::embedding(tokens, table, {.sparse = true})`. With sparse gradients
+/// the step is the same bit for bit. On the CPU it takes memory and time only for the rows that have ever had a
+/// gradient (and one pass for weight decay): moments are sparse tensors of those rows, and are saved as dense ones. On
+/// a device, and if weight decay changes every row (in `Adam`, not `AdamW`), the gradient becomes dense first. Throws
+/// for a parameter that is listed twice and for state of another shape; overlapping parameters are not detected.
 ///
-/// @note Does not wait for the device. On the CPU it uses AVX-512 or AVX2 where the processor has it, on
-/// LibTorch's threads; the bits do not depend on their number. On a CUDA device it is a kernel of gradaccum's own,
-/// where `gradaccum::compiled` has them (the first step of a kind tries it, and waits); elsewhere ATen's fused
-/// operation.
-/// @note Needs no memory, but for copies of what is not dense, of gradients in another order than their parameter, and
-/// where ATen steps of 16-bit parameters and of gradients with a factor: some 16 MB at a time, or one tensor.
+/// @note Does not wait for the device. On the CPU it uses AVX-512 or AVX2 if the processor has it, on LibTorch's
+/// threads; the bits do not depend on their number. On a CUDA device it uses gradaccum's own kernel if
+/// `gradaccum::compiled` has them (the first step of a kind tests it, and waits), otherwise ATen's fused operation.
+/// @note Takes no memory, except for copies: of tensors that are not dense, of gradients in another order than their
+/// parameter, and where ATen steps 16-bit parameters or gradients with a factor. These take about 16 MB at a time, or
+/// one tensor.
 class AdamW : public detail::OnePassOptimizer<AdamW, torch::optim::AdamW, torch::optim::AdamWParamState> {
  public:
   static constexpr const char* name = "AdamW";

@@ -11,10 +11,10 @@
 
 namespace gradaccum::optim {
 
-/// lr, betas, eps and weight_decay; amsgrad is refused.
+/// The options lr, betas, eps and weight_decay; amsgrad is rejected.
 using AdamW8bitOptions = torch::optim::AdamWOptions;
 
-/// AdamW whose moments take 2 bytes a parameter in place of 8.
+/// AdamW with moments of 2 bytes per parameter instead of 8.
 ///
 ///     ga::optim::AdamW8bit adamw(model->parameters(), ga::optim::AdamW8bitOptions(1e-3).weight_decay(0.01));
 ///     ga::GradAccumulator optimizer(adamw, {.steps = 2});
@@ -24,21 +24,20 @@ using AdamW8bitOptions = torch::optim::AdamWOptions;
 ///       optimizer.zero_grad();
 ///     }
 ///
-/// 8-bit Optimizers via Block-wise Quantization, Dettmers and others, 2021. Both moments are codes of 8 bits for a
-/// number that is nearly as many digits long whatever its size, relative to the largest of their block of 256. A step
-/// decodes a block, computes in float32, and codes the result, while the block is in the cache. With weights and
-/// gradients that is 10.03 bytes a parameter, where AdamW takes 16.
+/// 8-bit Optimizers via Block-wise Quantization, Dettmers et al., 2021. Both moments are 8-bit codes, relative to the
+/// largest number of their block of 256; the relative precision hardly depends on a number's size. A step decodes a
+/// block, computes in float32, and encodes the result while the block is in the cache. With weights and gradients this
+/// takes 10.03 bytes per parameter, compared with AdamW's 16.
 ///
-/// Tensors of fewer than 4,096 elements (norms, biases) keep their moments as floats, and so do float64 and complex
-/// ones. The last block of a tensor may be shorter. A second moment above 0 is never coded as 0, as elsewhere it may
-/// be: its next steps would be far too large. A gradient that is not finite makes its whole block not finite.
+/// Tensors of fewer than 4,096 elements (norms, biases), float64 and complex ones keep uncompressed moments. The last
+/// block of a tensor may be shorter. Unlike in other implementations, a second moment above 0 is never encoded as 0,
+/// since its next steps would be far too large. A non-finite gradient makes its whole block non-finite.
 ///
-/// Files are its own (`torch::save`, `named_state`); codes and scales are in them as they are. Parameters, gradients,
-/// errors and stochastic rounding: as in `AdamW`.
+/// It has its own files (`torch::save`, `named_state`), which contain codes and scales unchanged. Parameters,
+/// gradients, errors and stochastic rounding are as in `AdamW`.
 ///
-/// @note Does not wait for the device. On the CPU, and by kernels of gradaccum's own on a CUDA device, it needs no
-/// memory beyond AdamW's; elsewhere it is made of ATen's operations, with a copy of one parameter's moments in float32
-/// at a time.
+/// @note Does not wait for the device. On the CPU, and with gradaccum's own kernels on a CUDA device, it needs no more
+/// memory than AdamW; elsewhere it uses ATen's operations, and a float32 copy of one parameter's moments at a time.
 class AdamW8bit : public detail::Adam8bitOptimizer<AdamW8bit, AdamW8bitOptions> {
  public:
   static constexpr const char* name = "AdamW8bit";

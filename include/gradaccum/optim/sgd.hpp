@@ -11,18 +11,18 @@
 
 namespace gradaccum::optim {
 
-/// LibTorch's own: options, and files of them, are the same.
+/// LibTorch's options, so files of them are interchangeable.
 using SGDOptions = torch::optim::SGDOptions;
 
-/// torch::optim::SGD in one pass over memory, which takes a window's deferred factor on the way.
+/// torch::optim::SGD in one pass over memory, which also applies a window's deferred factor.
 ///
 ///     ga::optim::SGD sgd(model->parameters(), ga::optim::SGDOptions(1e-2).momentum(0.9).nesterov(true));
 ///     torch::mse_loss(model->forward(x), y).backward();
 ///     sgd.step();
 ///     sgd.zero_grad();
 ///
-/// Options, groups, state and files are those of torch::optim::SGD. All else is as in `AdamW`; on a device sparse
-/// gradients need no dense copy without momentum, weight decay and stochastic rounding.
+/// Options, groups, state and files are those of torch::optim::SGD. Otherwise like `AdamW`, except that on a device
+/// sparse gradients need no dense copy without momentum, weight decay and stochastic rounding.
 ///
 /// @note Does not wait for the device.
 class SGD : public detail::OnePassOptimizer<SGD, torch::optim::SGD, torch::optim::SGDParamState> {

@@ -33,9 +33,8 @@ GRADACCUM_INLINE SgdStep sgd_step_of(const at::Tensor& parameter, const at::Tens
   return step;
 }
 
-/// Moves the rows that a sparse gradient has, on a device: by their numbers, which needs no memory and no wait; where
-/// several dimensions are sparse, or algorithms have to be deterministic, as one gradient without duplicates, for which
-/// it waits.
+/// Steps the rows of a sparse gradient on a device: by index, which takes no memory and does not wait; or, if several
+/// dimensions are sparse or algorithms must be deterministic, after coalescing, which waits.
 GRADACCUM_INLINE std::function<void()> row_move_of(const at::Tensor& parameter, const at::Tensor& gradient,
                                                    const Multiplier& multiplier, double lr) {
   auto rows = gradient.to(state_type(parameter), /*non_blocking=*/false, /*copy=*/true);
@@ -44,7 +43,7 @@ GRADACCUM_INLINE std::function<void()> row_move_of(const at::Tensor& parameter, 
   if (!by_number) rows = rows.coalesce();
   if (const auto left_out = left_out_on(parameter.device(), multiplier); left_out.defined())
     rows._values().masked_fill_(left_out, 0);
-  rows._values().mul_(-lr);  // while it has its digits
+  rows._values().mul_(-lr);  // before rounding to the parameter's dtype
   rows = rows.to(parameter.scalar_type());
   if (by_number)
     return [parameter, numbers = rows._indices()[0], values = rows._values()] {
@@ -63,7 +62,7 @@ GRADACCUM_INLINE SGD::SGD(const std::vector<torch::optim::OptimizerParamGroup>& 
 GRADACCUM_INLINE SGD::SGD(std::vector<at::Tensor> parameters, SGDOptions defaults)
     : OnePassOptimizer(std::move(parameters), std::move(defaults)) {}
 
-/// The first momentum is the gradient itself, undampened: whether there is one, the host has to know.
+/// Returns false if dampening applies to a first momentum, which is undampened: the host must know if it exists.
 GRADACCUM_INLINE bool SGD::judges_on_device(const Gradients& gradients) const {
   if (!OnePassOptimizer::judges_on_device(gradients)) return false;
   const detail::GradientOf gradient_of(gradients);
@@ -96,7 +95,7 @@ GRADACCUM_INLINE void SGD::move(const detail::GradientOf& gradient_of, const det
     }
   }
   take_steps(moves, multiplier, steps);
-  for (auto& step : steps)  // the optimizer's once the step is taken
+  for (auto& step : steps)  // become the optimizer's once the step is taken
     if (step.settings.momentum != 0)
       kept_state(step.parameter).momentum_buffer(detail::kept_moments(step, step.momentum_buffer));
 }
