@@ -9,14 +9,14 @@
 /// Learning rates as pure functions of the update's index, which is 0 for the first update.
 namespace gradaccum::lr {
 
-/// One learning rate, after a linear warm-up.
+/// A constant learning rate after a linear warm-up.
 ///
 ///     ga::lr::Constant constant{.peak = 3e-4, .warmup = 100};
 ///     ga::LearningRates rates(optimizer);
 ///     rates.set(constant(optimizer.updates()));
 ///
-/// The warm-up is the line from `start` at update 0 to `peak` at update `warmup`. Members out of their range, and a
-/// negative update, throw `std::invalid_argument`.
+/// The warm-up is linear, from `start` at update 0 to `peak` at update `warmup`. Throws `std::invalid_argument` for
+/// members out of range and for a negative update.
 struct Constant {
   double peak = 0;                   ///< > 0
   std::int64_t warmup = 0;           ///< updates

@@ -8,8 +8,7 @@
 
 namespace gradaccum::lr {
 
-/// A linear warm-up, then half a cosine from `peak` at update `warmup` down to `end` at update `total`, and `end` from
-/// then on.
+/// A linear warm-up, then half a cosine from `peak` at update `warmup` down to `end` at update `total`, then `end`.
 ///
 ///     ga::lr::Cosine cosine{.peak = 3e-4, .warmup = 100, .total = 5000, .end = 3e-5};
 ///     ga::LearningRates rates(optimizer);

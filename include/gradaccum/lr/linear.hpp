@@ -8,8 +8,7 @@
 
 namespace gradaccum::lr {
 
-/// A linear warm-up, then a line from `peak` at update `warmup` down to `end` at update `total`, and `end` from then
-/// on.
+/// A linear warm-up, then a line from `peak` at update `warmup` down to `end` at update `total`, and `end` afterwards.
 ///
 ///     ga::lr::Linear linear{.peak = 3e-4, .warmup = 100, .total = 5000};
 ///     ga::LearningRates rates(optimizer);

@@ -9,14 +9,14 @@
 
 namespace gradaccum::detail {
 
-/// How a rate falls from 1 to 0 when `done` of `length` updates are over. The expressions are Python's, to the bit.
+/// Returns the factor, falling from 1 to 0, after `done` of `length` updates. Equals Python's expressions bit for bit.
 double linear_decay(double done, double length);
 double cosine_decay(double done, double length);
 double one_minus_sqrt_decay(double done, double length);
 
-/// What all learning rates are: a warm-up to `peak`, a plateau, and a decay over the last updates of `total`.
+/// The common form of all learning rates: a warm-up to `peak`, a plateau, and a decay over the last updates of `total`.
 ///
-/// The members are checked at every call: the classes are aggregates, which have no constructor.
+/// Members are checked at every call, since the classes are aggregates without constructors.
 struct Phases {
   static constexpr std::int64_t no_end = std::numeric_limits<std::int64_t>::max();
 
@@ -26,7 +26,7 @@ struct Phases {
   std::optional<double> start;
   std::int64_t total = no_end;
   double end = peak;
-  std::optional<std::int64_t> decay = {};  // updates; by default all that follow the warm-up
+  std::optional<std::int64_t> decay = {};  // updates; by default all after the warm-up
 
   double at(std::int64_t update, double (*falling)(double, double)) const;
 

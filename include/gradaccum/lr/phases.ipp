@@ -26,7 +26,7 @@ GRADACCUM_INLINE double Phases::at(std::int64_t update, double (*falling)(double
   return done <= 0 ? peak : std::lerp(end, peak, falling(static_cast<double>(done), static_cast<double>(length)));
 }
 
-/// By default the line that would have been 0 one update before: a first update at 0 would move nothing.
+/// By default the warm-up line would be 0 at update -1, since a first update with rate 0 would change nothing.
 GRADACCUM_INLINE double Phases::first() const { return start.value_or(peak / (static_cast<double>(warmup) + 1)); }
 
 template <class Value>

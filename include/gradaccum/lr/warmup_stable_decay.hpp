@@ -8,7 +8,7 @@
 
 namespace gradaccum::lr {
 
-/// How `WarmupStableDecay` falls: `linear`, `cosine`, or `one_minus_sqrt`, which falls fast at first.
+/// The shape of the decay in `WarmupStableDecay`; `one_minus_sqrt` falls fast at first.
 enum class Decay { linear, cosine, one_minus_sqrt };
 
 /// A linear warm-up, `peak` for most of the run, and a decay to `end` over the last `decay` updates of `total`.
@@ -17,7 +17,7 @@ enum class Decay { linear, cosine, one_minus_sqrt };
 ///     ga::LearningRates rates(optimizer);
 ///     rates.set(wsd(optimizer.updates()));
 ///
-/// Before the decay the rate does not depend on `total`: a run may be made longer. The warm-up and the errors are those
+/// The rate before the decay does not depend on `total`, so a run can be extended. The warm-up and the errors are those
 /// of `Constant`.
 struct WarmupStableDecay {
   double peak = 0;                   ///< > 0
