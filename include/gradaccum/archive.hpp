@@ -20,7 +20,7 @@
 
 namespace gradaccum {
 
-/// Named values, saved and loaded by one function: `state(Archive&)`.
+/// Named values, saved and loaded by the same function: `state(Archive&)`.
 ///
 ///     struct Counter {
 ///       std::int64_t count = 0;
@@ -30,10 +30,10 @@ namespace gradaccum {
 ///     saved("counter", counter);                           // its values are named counter.count, …
 ///     ga::Archive(saved.values())("counter", other);       // other.count == 3
 ///
-/// A value is a number, a flag, a text, a tensor, a `std::optional` of these, or a part that has `state(Archive&)`.
-/// Tensors are copied, both ways: a loaded one is new. A name that is there twice, is missing, or has a value of
-/// another type or out of range throws; what a part has loaded before that stays, so a part that must not be
-/// half-changed loads into locals first, or leaves what it changes to `when_all_fit`.
+/// A value is a number, flag, string or tensor, a `std::optional` of these, or a part that has `state(Archive&)`.
+/// Tensors are copied when saved, and loaded ones are new. A name that is used twice, is missing, or has a value of
+/// another type or out of range throws. What a part has loaded before the error stays loaded. A part that must not be
+/// left half-loaded loads into local variables first, or defers its changes with `when_all_fit`.
 ///
 /// @note Does not wait for the device.
 class Archive {
@@ -42,15 +42,15 @@ class Archive {
   using Values = std::map<std::string, Value, std::less<>>;
   using Tensors = std::map<std::string, at::Tensor>;
 
-  Archive();                        ///< to save into
-  explicit Archive(Values values);  ///< to load from
+  Archive();                        ///< for saving
+  explicit Archive(Values values);  ///< for loading
   Archive(const Archive&);
   Archive(Archive&&) noexcept;
   Archive& operator=(const Archive&);
   Archive& operator=(Archive&&) noexcept;
   ~Archive();
 
-  /// To save into, without copies: its tensors are those of the parts, as long as these do not change them.
+  /// An archive for saving without copies: its tensors are those of the parts, valid until a part changes them.
   static Archive of_references();
 
   bool loading() const { return loading_; }
@@ -66,12 +66,12 @@ class Archive {
       convertible(name, value);
   }
 
-  /// Tensors whose names the part alone knows: all that nobody has asked for. Loaded ones may be somebody else's, too:
-  /// to be copied, not kept.
+  /// Saves or loads the tensors of a part that chooses their names itself. Loading yields all tensors that nothing else
+  /// has loaded. Loaded tensors may be shared, so copy them rather than keep them.
   void tensors(Tensors& tensors);
 
-  /// What must be the same in a training that goes on, as the number of micro-batches: it is saved, and where a loaded
-  /// value is another, that is an error which names both; unless changes are allowed.
+  /// A setting that must not change when a training is resumed, such as the number of micro-batches. It is saved; a
+  /// different loaded value throws an error with both values, unless changes are allowed.
   template <class T>
   void setting(std::string_view name, const T& value) {
     auto before = value;
@@ -85,22 +85,22 @@ class Archive {
   void allow_changes(bool allow) { changes_allowed_ = allow; }
   bool changes_allowed() const { return changes_allowed_; }
 
-  /// Runs `load`. If all of it, and of what is around it, has been loaded, then comes what was given to `when_all_fit`;
-  /// an exception forgets that.
+  /// Runs `load`; calls may nest. After the outermost call has succeeded, the changes deferred by `when_all_fit` are
+  /// made; after an exception they are dropped.
   void together(c10::function_ref<void()> load) { pending_.together(load); }
-  /// At once when saving, and where there is nothing that is loaded together with it.
+  /// Defers `change` until all that is loaded together fits. Runs it at once when saving or outside `together`.
   void when_all_fit(std::function<void()> change);
-  /// What undoes a change that did not wait, where something after it does not fit; the last one first.
+  /// Registers the undo of a change made at once. If a later value does not fit, undos run in reverse order.
   void if_not_all_fit(std::function<void()> undo);
-  /// To load what was saved a moment ago, into parts that were loaded from something else since; what waited there has
-  /// not been changed, and does not change here.
+  /// Returns an archive that restores parts from `before`, a state saved a moment ago, after another load has changed
+  /// them. Changes deferred by that load have not happened, so `when_all_fit` does nothing here.
   static Archive to_go_back(const Archive& before);
 
-  /// Among what is loaded there is a part of this name.
+  /// Returns true if the loaded values include a part of this name.
   bool has(const std::string& part) const;
-  /// Nobody here wants that part.
+  /// Marks a part as used, so that check_all_used() accepts it.
   void leave_out(const std::string& part);
-  /// Throws if there are values that nobody has asked for: they belong to another program.
+  /// Throws if loaded values have not been used: they come from another program.
   void check_all_used() const;
 
  private:
@@ -110,7 +110,7 @@ class Archive {
   template <class T>
   using Held =
       std::conditional_t<is_whole<T>, std::int64_t, std::conditional_t<std::is_floating_point_v<T>, double, T>>;
-  /// What a message shows a `T` as.
+  /// The type in which messages print a `T`.
   template <class T>
   using Shown = std::conditional_t<is_whole<T> && std::is_unsigned_v<T>, std::uint64_t, Held<T>>;
 
@@ -120,10 +120,10 @@ class Archive {
 
   void part(std::string_view name, c10::function_ref<void()> state);
 
-  /// Whether there is something to be saved, which `has_value` says, or to be loaded.
+  /// Returns true if there is a value to load, or, when saving, if `has_value`.
   bool is_there(std::string_view name, bool has_value);
 
-  /// One that has no value is not there.
+  /// An empty optional is not saved.
   template <class Optional>
   void optional(std::string_view name, Optional& value) {
     if (is_there(name, value.has_value()))
@@ -147,7 +147,7 @@ class Archive {
     }
   }
 
-  /// Of these `T` are the alternatives of `Value`. True if it was loaded.
+  /// Saves or loads one of the alternatives of `Value`. Returns true if it has been loaded.
   template <class T>
   bool alternative(std::string_view name, T& value);
   template <class T>

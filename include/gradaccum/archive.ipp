@@ -68,7 +68,7 @@ GRADACCUM_INLINE std::string Archive::take_name(std::string_view name) {
   return full;
 }
 
-/// All whose names begin so.
+/// The values whose names begin with `prefix`.
 GRADACCUM_INLINE std::pair<Archive::Values::const_iterator, Archive::Values::const_iterator> Archive::range(
     const std::string& prefix) const {
   auto after = prefix;
@@ -80,7 +80,7 @@ GRADACCUM_INLINE at::Tensor Archive::kept(const at::Tensor& tensor) const {
   return tensor.defined() && copies_ ? tensor.detach().clone() : tensor;
 }
 
-/// Where changes are allowed, a part of which there is nothing stays as it is; so does a value.
+/// If changes are allowed, a part without saved values keeps its state, and so does a single value.
 GRADACCUM_INLINE void Archive::part(std::string_view name, c10::function_ref<void()> state) {
   const auto inner = take_name(name) + '.';
   if (const auto [first, last] = range(inner); loading_ && changes_allowed_ && first == last) return;

@@ -11,19 +11,18 @@
 
 namespace gradaccum {
 
-/// Whether products of bfloat16 matrices are worth their while on this device. On x86 processors LibTorch computes them
-/// with AVX-512; on one without it they take some 80 times as long as those of float32.
+/// Returns true if bfloat16 matrix products are fast on this device. On x86 processors LibTorch computes them with
+/// AVX-512; without it they take about 80 times as long as in float32.
 ///
 ///     ga::Autocast autocast(x.device(), torch::kBFloat16, /*enabled=*/ga::is_bf16_fast(x.device()));
 ///     auto y = model->forward(x);
 ///
-/// Only the device's type counts, and for the CPU the processor that this runs on. Of all others than x86 processors it
-/// says true.
+/// Only the device's type matters. Returns false only for the CPU of an x86 machine without AVX-512.
 ///
 /// @note Does not wait for the device.
 bool is_bf16_fast(at::Device device);
 
-/// torch.autocast as a scope: operations that gain from it run in 16 bits, those that need their precision in float32.
+/// A scope like torch.autocast: operations that benefit run in 16 bits, those that need precision in float32.
 ///
 ///     for (auto& batch : batches) {
 ///       auto loss = [&] {
@@ -35,18 +34,18 @@ bool is_bf16_fast(at::Device device);
 ///       optimizer.zero_grad();
 ///     }
 ///
-/// Parameters stay in float32, and so do their gradients and sums. In float16 gradients underflow without an
-/// `AmpScaler`; bfloat16 needs none. On a CPU ask `is_bf16_fast` first.
+/// Parameters, their gradients and their sums stay in float32. In float16, gradients underflow without an `AmpScaler`;
+/// bfloat16 needs none. On a CPU check `is_bf16_fast` first.
 ///
-/// LibTorch casts a parameter once, and keeps the cast until the outermost scope ends. So a scope holds the forward
-/// pass and the loss of one micro-batch: held across `optimizer.step()` it would go on with the old parameters. Scopes
-/// nest, with another dtype too, or disabled for a part that needs float32. An exception ends them like anything else.
+/// LibTorch casts a parameter once and caches the result until the outermost scope ends. A scope should therefore hold
+/// the forward pass and loss of one micro-batch: across `optimizer.step()` it would keep using the old parameters.
+/// Scopes nest, also with another dtype, or disabled for a part that needs float32.
 ///
-/// `device`: only its type counts (`torch::kCUDA`, "cuda", where a tensor lies). `dtype`: bfloat16 or float16; by
-/// default float16 on CUDA and bfloat16 on the CPU. `cache_enabled`: by default as it is around the scope.
+/// `device`: only its type matters (`torch::kCUDA`, "cuda", a tensor's device). `dtype`: bfloat16 or float16; the
+/// default is float16 on CUDA and bfloat16 on the CPU. `cache_enabled`: by default inherited from the enclosing scope.
 ///
-/// @note Does not wait for the device. Dtype and nesting belong to the thread; the casts that are kept belong
-/// to the process, so threads that run one model at the same time use one dtype, or `cache_enabled = false`.
+/// @note Does not wait for the device. The dtype and nesting are per thread; the cache of casts is per process, so
+/// threads that run one model concurrently must use one dtype, or `cache_enabled = false`.
 class [[nodiscard]] Autocast {
  public:
   explicit Autocast(at::Device device, std::optional<at::ScalarType> dtype = {}, bool enabled = true,

@@ -47,7 +47,7 @@ GRADACCUM_INLINE Autocast::State Autocast::state() const {
           at::autocast::is_autocast_cache_enabled()};
 }
 
-/// LibTorch finds a kept cast by its parameter alone: one in the other dtype would be taken for it.
+/// Clears the cache if the dtype changes, as LibTorch looks up casts by parameter alone and would return the old dtype.
 GRADACCUM_INLINE void Autocast::change_to(const State& next) const {
   if (next.dtype != at::autocast::get_autocast_dtype(device_)) at::autocast::clear_cache();
   at::autocast::set_autocast_enabled(device_, next.enabled);

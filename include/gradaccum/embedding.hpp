@@ -9,13 +9,13 @@
 
 namespace gradaccum {
 
-/// How the gradient of a table comes.
+/// Options for the gradient of the table.
 struct EmbeddingOptions {
-  std::int64_t padding_idx = -1;  ///< its row gets no gradient; negative: no such row
-  bool sparse = false;            ///< the gradient is a sparse tensor, of the rows that were looked up
+  std::int64_t padding_idx = -1;  ///< this row gets no gradient; negative: no such row
+  bool sparse = false;            ///< the gradient is a sparse tensor of the rows that were looked up
 };
 
-/// torch.nn.functional.embedding, whose backward adds up the rows that were looked up, and does not touch the others.
+/// Works like torch.nn.functional.embedding, except that backward only touches the rows that were looked up.
 ///
 ///     auto table = torch::randn({5000, 16}).requires_grad_();
 ///     for (int micro_batch = 0; micro_batch < 8; ++micro_batch) {
@@ -23,23 +23,22 @@ struct EmbeddingOptions {
 ///       ga::embedding(tokens, table).sum().backward();     // the first makes the gradient, the others add 32 rows
 ///     }
 ///
-/// LibTorch's makes a gradient of the whole table each time, of zeros but for those rows, and adds all of it: with a
-/// large vocabulary and small micro-batches that is most of a training's traffic.
+/// LibTorch's backward creates a gradient of the whole table each time, mostly zeros, and adds all of it. With a large
+/// vocabulary and small micro-batches, this dominates the memory traffic of a training.
 ///
-/// With `.sparse` the gradient has nothing but those rows, from the first micro-batch on, and `ga::optim::SGD`, `Adam`,
-/// `AdamW`, `Adam8bit` and `AdamW8bit` keep moments for rows that were ever looked up: training is the same, to the
-/// bit, without the memory of a table's gradient and moments. Where something else uses the table, too, its gradient is
-/// dense; and so it is of float16 on the CPU. LibTorch's own Adam and AdamW refuse sparse gradients.
+/// With `.sparse` the gradient consists of those rows only, from the first micro-batch on, and `ga::optim::SGD`,
+/// `Adam`, `AdamW`, `Adam8bit` and `AdamW8bit` keep moments only for rows that have been looked up: training is the
+/// same bit for bit, without the memory of a table's gradient and moments. The gradient is dense if something else uses
+/// the table too, and for float16 on the CPU. LibTorch's own Adam and AdamW reject sparse gradients.
 ///
-/// `input`: int64 or int32, any shape. `weight`: [rows, width]. Gives [..., width]. On a CPU the gradients are
-/// LibTorch's to the bit, as long as `weight` is used once in a backward pass (used twice, the sums are rounded in
-/// another order). On a CUDA device a row is added as often as it was looked up, which rounds in another order, too;
-/// gradients of 16 bits are those of the whole table there.
-/// Where adding rows would not be right, it does as LibTorch does: a first gradient, a weight that is no leaf, hooks on
-/// it, `autograd::grad`, `create_graph`, a gradient of another dtype or layout.
+/// `input`: int64 or int32, any shape. `weight`: [rows, width]. Returns [..., width]. On a CPU the gradients equal
+/// LibTorch's bit for bit if `weight` is used once in a backward pass; with several uses the order of rounding differs.
+/// On a CUDA device a row is added once per lookup, which also changes the order of rounding; 16-bit gradients are
+/// computed for the whole table there. Falls back to LibTorch's where adding rows would be wrong: a first gradient, a
+/// non-leaf weight, hooks on it, `autograd::grad`, `create_graph`, a gradient of another dtype or layout.
 ///
-/// @note Does not wait for a device; with `.sparse` it does once in backward, to learn how many rows there are. On a
-/// device the rows are added on the stream of the forward pass.
+/// @note Does not wait for a device, except once in backward with `.sparse`, to get the number of rows. On a device,
+/// rows are added on the stream of the forward pass.
 at::Tensor embedding(const at::Tensor& input, const at::Tensor& weight, EmbeddingOptions options = {});
 
 }  // namespace gradaccum

@@ -27,8 +27,7 @@
 namespace gradaccum {
 namespace detail {
 
-/// What LibTorch would do with a gradient is to add it to the one that is there, in place, and nobody waits for it
-/// whole.
+/// Returns true if LibTorch would add the gradient to the existing one in place, and nothing needs the whole gradient.
 GRADACCUM_INLINE bool is_added_in_place(const at::Tensor& weight, const at::Tensor& gradient) {
   const auto& sum = weight.grad();
   if (at::GradMode::is_enabled() || !sum.defined() || sum.requires_grad()) return false;
@@ -42,13 +41,13 @@ GRADACCUM_INLINE bool is_added_in_place(const at::Tensor& weight, const at::Tens
          !is_waited_for(weight);
 }
 
-/// Rows of a table, and the gradient of each.
+/// Rows of a table and their gradients.
 struct RowGradients {
   at::Tensor rows, gradients;
 };
 
-/// The rows that were looked up, in order. Each is summed by itself, in the order in which LibTorch sums it, by
-/// LibTorch's own function: for a small table of these rows alone.
+/// Computes the gradients of the rows that were looked up, in ascending order. LibTorch's own function sums each row,
+/// in its usual order, for a small table of these rows alone.
 GRADACCUM_INLINE RowGradients row_gradients(const at::Tensor& gradient, const at::Tensor& input,
                                             std::int64_t padding_idx) {
   const auto [rows, places, counts] = at::_unique2(input, /*sorted=*/true, /*return_inverse=*/true);
@@ -57,9 +56,9 @@ GRADACCUM_INLINE RowGradients row_gradients(const at::Tensor& gradient, const at
   return {rows, summed};
 }
 
-/// A row and its gradient for each look-up, as often as there was one: the host need not know how many rows differ.
-/// Those of the padding become zeros of different rows, since a device adds to one row after another. There are fewer
-/// look-ups than rows.
+/// Returns one row and gradient for each lookup, with repetitions, so that the host need not know the number of
+/// distinct rows. Padding lookups become zeros for distinct rows, since a device serialises additions to one row; there
+/// are fewer lookups than rows.
 GRADACCUM_INLINE RowGradients repeated_row_gradients(const at::Tensor& gradient, const at::Tensor& input,
                                                      std::int64_t padding_idx) {
   const auto rows = input.to(at::kLong);
@@ -69,12 +68,12 @@ GRADACCUM_INLINE RowGradients repeated_row_gradients(const at::Tensor& gradient,
           gradient.masked_fill(is_padding.unsqueeze(-1), 0)};
 }
 
-/// A device rounds the sum of a row at each look-up, for which 16 bits are too few.
+/// Returns true for 16-bit gradients on a device, which rounds a row's sum at each lookup.
 GRADACCUM_INLINE bool is_rounded_too_often(const at::Tensor& gradient) {
   return gradient.is_cuda() && gradient.element_size() < 4;
 }
 
-/// LibTorch adds no such tensors of float16 on the CPU.
+/// Returns false for float16 on the CPU, where LibTorch cannot add sparse tensors.
 GRADACCUM_INLINE bool can_be_sparse(const at::Tensor& gradient) {
   return !at::GradMode::is_enabled() && !(gradient.is_cpu() && gradient.scalar_type() == at::kHalf);
 }
@@ -86,7 +85,7 @@ GRADACCUM_INLINE at::Tensor sparse_gradient(const at::Tensor& weight, const RowG
 }
 
 GRADACCUM_INLINE void add_rows(const at::Tensor& weight, const RowGradients& of) {
-  static std::mutex one_at_a_time;  // as LibTorch guards each gradient, when several threads run backward
+  static std::mutex one_at_a_time;  // LibTorch also guards each gradient if several threads run backward
   const std::lock_guard lock(one_at_a_time);
   auto sum = weight.grad();
   if (sum.is_cuda())  // unsafe: the forward pass has checked the indices
@@ -96,14 +95,14 @@ GRADACCUM_INLINE void add_rows(const at::Tensor& weight, const RowGradients& of)
   say_added(weight);
 }
 
-/// `embedding` of a leaf that requires gradients.
+/// Implements `embedding` for a leaf that requires gradients.
 class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input,
                             const at::Tensor& weight, std::int64_t padding_idx, bool sparse) {
     context->save_for_backward({input});
     context->saved_data["sparse"] = sparse;
-    context->saved_data["weight"] = weight;  // for its gradient; its numbers may change
+    context->saved_data["weight"] = weight;  // needed for its gradient; its values may change
     context->saved_data["padding_idx"] = padding_idx;
     return at::embedding(weight, input, padding_idx);
   }

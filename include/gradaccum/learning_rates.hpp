@@ -12,7 +12,7 @@
 
 namespace gradaccum {
 
-/// Sets the learning rate of an optimizer, in all its parameter groups.
+/// Sets the learning rate of an optimizer in all its parameter groups.
 ///
 ///     ga::LearningRates rates(optimizer);
 ///     ga::lr::Cosine cosine{.peak = 3e-4, .warmup = 100, .total = 5000};
@@ -23,11 +23,12 @@ namespace gradaccum {
 ///       optimizer.zero_grad();
 ///     }
 ///
-/// Groups keep the ratios that their rates had to the first group's when this was made: make it before a rate is set or
-/// loaded. A group that is added later counts as if it had been there. Where all rates were 0, all groups get the same.
+/// Groups keep the ratios of their rates to the first group's at construction, so construct this before a rate is set
+/// or loaded. The rate of a group added later counts as if the group had been there from the start. If all rates were
+/// 0, all groups get the same.
 ///
-/// The optimizer has `param_groups()`, as LibTorch's have, and a GradAccumulator; it outlives this. Options that do not
-/// tell their rate, or cannot take one, are an error; so is a first rate of 0 beside others. Nothing has changed then.
+/// The optimizer has `param_groups()`, like LibTorch's and a GradAccumulator, and must outlive this object. Throws,
+/// before anything has changed, if options cannot get or set their rate, or if the first rate is 0 and another is not.
 ///
 /// @note Does not wait for the device.
 class LearningRates {
@@ -39,10 +40,10 @@ class LearningRates {
   explicit LearningRates(Optimizer& optimizer)
       : LearningRates(Groups([&optimizer]() -> auto& { return optimizer.param_groups(); })) {}
 
-  /// The first group's rate, finite and >= 0; the others in proportion.
+  /// Sets the first group's rate, which must be finite and >= 0, and the others in proportion.
   void set(double rate);
 
-  /// The first group's rate.
+  /// Returns the first group's rate.
   double current() const;
 
  private:
@@ -54,8 +55,8 @@ class LearningRates {
   void follow();
 
   Groups groups_;
-  double first_ = 0;            // the first group's rate when this was made
-  std::vector<double> ratios_;  // of each group's rate to it
+  double first_ = 0;            // the first group's rate at construction
+  std::vector<double> ratios_;  // each group's rate relative to it
 };
 
 }  // namespace gradaccum

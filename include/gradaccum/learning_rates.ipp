@@ -27,7 +27,7 @@ GRADACCUM_INLINE std::vector<torch::optim::OptimizerParamGroup>& LearningRates::
 
 GRADACCUM_INLINE double LearningRates::current() const { return groups()[0].options().get_lr(); }
 
-/// LibTorch's own options tell their rate and take one; its base class throws.
+/// Checks that the options can get and set their rate: LibTorch's own can, but their base class throws.
 GRADACCUM_INLINE double LearningRates::rate_of(torch::optim::OptimizerOptions& options) {
   double rate = 0;
   try {
@@ -40,7 +40,7 @@ GRADACCUM_INLINE double LearningRates::rate_of(torch::optim::OptimizerOptions& o
   return rate;
 }
 
-/// Finds the ratios of groups that are new.
+/// Computes the ratios of new groups.
 GRADACCUM_INLINE void LearningRates::follow() {
   auto& groups = this->groups();
   auto ratios = ratios_;

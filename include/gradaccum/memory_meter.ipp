@@ -11,7 +11,7 @@
 
 namespace gradaccum {
 
-/// The meter around this one goes on counting.
+/// An enclosing meter continues to count.
 GRADACCUM_INLINE MemoryMeter::MemoryMeter()
     : ledger_(std::make_shared<detail::MemoryLedger>(detail::MemoryLedger::innermost(
           "MemoryMeter: must not start inside LibTorch's profiler, which uses the same slot"))),

@@ -21,7 +21,7 @@
 
 namespace gradaccum {
 
-/// Adds up what the losses of an evaluation say, and gives one number.
+/// Reduces the losses of an evaluation to one number.
 ///
 ///     struct LargestLoss {
 ///       std::string_view name = "largest_loss";          // or static
@@ -40,11 +40,11 @@ concept metric = requires(M& metric, const Loss& loss) {
   { metric.value() } -> std::convertible_to<double>;
 };
 
-/// Where several processes evaluate together, each with its share, a metric needs a member, too, which makes a tensor
-/// that it holds the sum of all: `void reduce(ga::SumOfRanks sum) { sum(right); }`. All call it alike.
+/// Replaces a tensor by its sum over all ranks. If several processes share an evaluation, a metric needs a member to
+/// sum its tensors, as in `void reduce(ga::SumOfRanks sum) { sum(right); }`; all ranks make the same calls.
 using SumOfRanks = c10::function_ref<void(at::Tensor&)>;
 
-/// The mean loss over all items: each loss counts with the items that it is the mean of.
+/// The mean loss over all items; each loss is weighted by its number of items.
 ///
 /// @note `value()` waits for the device.
 class MeanLoss {
@@ -61,10 +61,10 @@ class MeanLoss {
   double items_ = 0;
 };
 
-/// The share of targets that have the highest of their outputs, in [0, 1].
+/// The fraction of targets whose class has the highest output, in [0, 1].
 ///
-/// `output` [N, C, …] and `target` [N, …], int64, as of cross entropy; targets of `ignore_index` do not count. Where
-/// the classes lie in another dimension of the output, say in the last, `dim` names it. The objective returns
+/// `output` is [N, C, …] and `target` [N, …], int64, as for cross entropy; targets equal to `ignore_index` are
+/// excluded. If the classes are in another dimension of the output, such as the last, set `dim`. The objective returns
 /// `ga::Loss{mean, items}.with(output, target)`.
 ///
 /// @note `value()` waits for the device; `add` does not.
@@ -73,17 +73,17 @@ struct Accuracy {
 
   std::int64_t dim = 1;
   std::int64_t ignore_index = -100;
-  at::Tensor right = {}, counted = {};  ///< so far: 0-dim int64, on the device
+  at::Tensor right = {}, counted = {};  ///< counts so far: 0-dim int64, on the device
 
   void add(const Loss& loss);
   double value() const;
   void reduce(SumOfRanks sum);
 };
 
-/// What an evaluation has found. Printed, with six digits: `accuracy: 0.784000, loss: 0.625000`.
+/// The result of an evaluation. Prints with six digits: `accuracy: 0.784000, loss: 0.625000`.
 struct Evaluation {
-  std::map<std::string, double, std::less<>> metrics = {};  ///< by name; "loss" is always there
-  double items = 0;                                         ///< sum of the weights of the losses
+  std::map<std::string, double, std::less<>> metrics = {};  ///< by name; always includes "loss"
+  double items = 0;                                         ///< sum of the losses' weights
   std::int64_t samples = 0;
   double seconds = 0;
 
@@ -94,10 +94,10 @@ std::ostream& operator<<(std::ostream& stream, const Evaluation& evaluation);
 
 namespace detail {
 
-/// Throws.
+/// Throws an error that the metric lacks `reduce`.
 [[noreturn]] void cannot_be_reduced(const std::string& metric);
 
-/// A metric of whatever class.
+/// A type-erased metric.
 class AnyMetric {
  public:
   virtual ~AnyMetric() = default;
@@ -125,7 +125,7 @@ class MetricOf final : public AnyMetric {
   M metric_;
 };
 
-/// Collects what `Trainer::evaluate` gives.
+/// Collects the result of `Trainer::evaluate`.
 class Evaluator {
  public:
   template <metric... Metrics>
@@ -143,7 +143,7 @@ class Evaluator {
 
   std::vector<std::unique_ptr<AnyMetric>> metrics_;
   MeanLoss loss_;
-  std::int64_t samples_ = 0, start_ = 0;  // the latter in nanoseconds
+  std::int64_t samples_ = 0, start_ = 0;  // start_ in nanoseconds
 };
 
 }  // namespace detail

@@ -27,7 +27,7 @@ GRADACCUM_INLINE void MeanLoss::add(const Loss& loss) {
 
 GRADACCUM_INLINE double MeanLoss::value() const { return mean_.value().item<double>(); }
 
-/// A rank that has no data has no mean: its sum is 0.
+/// A rank without data has no mean and contributes 0.
 GRADACCUM_INLINE void MeanLoss::reduce(SumOfRanks sum) {
   const double weight = mean_.weight();
   auto all = at::zeros({3}, at::kDouble);

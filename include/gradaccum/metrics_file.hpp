@@ -16,24 +16,23 @@
 
 namespace gradaccum {
 
-/// Which file, and whether it goes on.
 struct MetricsFileOptions {
-  std::filesystem::path path = {};  ///< `.csv`: comma-separated with a line of names; `.jsonl`: a JSON object a line
-  bool append = false;              ///< go on with a file that is there; else it is begun anew
-  std::chrono::duration<double> flush_every = std::chrono::seconds(0);  ///< how long lines may wait, while more come
+  std::filesystem::path path = {};  ///< `.csv`: comma-separated with a header line; `.jsonl`: one JSON object per line
+  bool append = false;              ///< append to an existing file rather than overwrite it
+  std::chrono::duration<double> flush_every = std::chrono::seconds(0);  ///< how long lines may be buffered
 };
 
-/// Numbers with names, a line at a time, for spreadsheets and plots.
+/// Writes named numbers, one line at a time, for spreadsheets and plots.
 ///
 ///     ga::MetricsFile file({.path = "metrics.csv"});
 ///     for (int epoch = 0; epoch < 3; ++epoch) file.write({{"epoch", epoch}, {"loss", 0.5 / (epoch + 1)}});
 ///
-/// A line is with the operating system when `write` returns, in one piece, or with `.flush_every` a little later,
-/// together with others: by a later line, by `flush`, at the end. One that was cut off, by a full disk say, is ended
-/// before the next. All lines of a CSV file have the same names, in the same order. Doubles are written so that
-/// reading gives the same bits; in JSON, which has no NaN and no infinity, these are null.
+/// `write` passes each line to the operating system in one piece. With `.flush_every` it buffers lines, which are
+/// written together by a later `write`, by `flush` or by the destructor. A line that was cut off, for example by a full
+/// disk, is ended before the next. All lines of a CSV file have the same names in the same order. Doubles are written
+/// so that they read back bit for bit; JSON has no NaN and infinity, so they become null.
 ///
-/// Throws `std::runtime_error` with the file's name where that cannot be, and for a name that would need quotes.
+/// Throws `std::runtime_error` with the file's name if writing fails, or if a name would need quotes.
 class MetricsFile {
  public:
   using Number = std::variant<std::int64_t, std::uint64_t, double>;
@@ -42,7 +41,7 @@ class MetricsFile {
     Number number;
     Field(std::string its_name, std::signed_integral auto value)
         : name(std::move(its_name)), number(std::int64_t{value}) {}
-    Field(std::string its_name, std::unsigned_integral auto value)  // or a flag: 0 or 1
+    Field(std::string its_name, std::unsigned_integral auto value)  // or a bool: 0 or 1
         : name(std::move(its_name)), number(std::uint64_t{value}) {}
     Field(std::string its_name, double value) : name(std::move(its_name)), number(value) {}
   };
@@ -51,9 +50,9 @@ class MetricsFile {
   explicit MetricsFile(MetricsFileOptions options);
   void write(const Fields& fields);
   void flush();
-  /// Removes the lines at the end in which the number of this name is higher: for a run that goes on from before them.
-  /// As far as the number goes up: where it goes down from one line to the next, another run had begun. And as far as
-  /// lines have no number `without`.
+  /// Removes the lines at the end whose number `name` is greater than `last`, for a run that resumes before them. Stops
+  /// where the number falls from one line to the next, since another run began there, and at a line that has a number
+  /// `without`.
   void remove_lines_at_end(std::string_view name, double last, std::string_view without = {});
 
  private:

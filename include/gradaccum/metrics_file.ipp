@@ -33,7 +33,7 @@ namespace detail {
 
 GRADACCUM_INLINE void append_number(std::string& text, const MetricsFile::Number& number) {
   const auto* const real = std::get_if<double>(&number);
-  if (real && std::isnan(*real)) {  // never -nan, which is what 0.0 / 0.0 is to fmt
+  if (real && std::isnan(*real)) {  // never "-nan", which is how fmt prints 0.0 / 0.0
     text += "nan";
     return;
   }
@@ -77,9 +77,9 @@ struct MetricsFile::File {
 
   std::filesystem::path path;
   std::chrono::duration<double> flush_every;
-  bool is_csv = path.extension() == ".csv", is_torn = false;  // torn: the last line has no end
-  std::string heading = {};                                   // of a CSV file
-  std::vector<std::string> known_names = {};                  // of the last line
+  bool is_csv = path.extension() == ".csv", is_torn = false;  // torn: the last line is not terminated
+  std::string heading = {};                                   // for CSV files
+  std::vector<std::string> known_names = {};                  // the names in the last line
   std::string waiting = {};                                   // whole lines
   Clock::time_point flushed = Clock::now();
   std::FILE* file = nullptr;
@@ -101,7 +101,7 @@ GRADACCUM_INLINE MetricsFile::File::~File() {
   if (!file) return;
   try {
     flush();
-  } catch (const std::exception&) {  // who wants to know has called flush
+  } catch (const std::exception&) {  // callers that need to know have called flush
   }
   std::fclose(file);
 }
@@ -117,7 +117,7 @@ GRADACCUM_INLINE void MetricsFile::File::open(bool append) {
   if (!is_csv && path.extension() != ".jsonl") fail("the name must end in .csv or .jsonl");
   file = std::fopen(path.c_str(), append ? "a+b" : "w+b");
   if (!file) fail(std::strerror(errno));
-  std::setvbuf(file, nullptr, _IONBF, 0);  // else what could not be written would be tried again, and come twice
+  std::setvbuf(file, nullptr, _IONBF, 0);  // unbuffered: stdio would retry a failed write, and repeat a part
   if (append) look_at_what_is_there();
 }
 
@@ -125,7 +125,7 @@ GRADACCUM_INLINE void MetricsFile::File::look_at_what_is_there() {
   for (int c = 0; is_csv && (c = std::fgetc(file)) != EOF && (c != '\n' || heading.empty());)
     if (c != '\n') heading += static_cast<char>(c);
   is_torn = std::fseek(file, -1, SEEK_END) == 0 && std::fgetc(file) != '\n';
-  std::fseek(file, 0, SEEK_END);  // C wants one between reading and writing
+  std::fseek(file, 0, SEEK_END);  // C requires a seek between reading and writing
 }
 
 GRADACCUM_INLINE void MetricsFile::File::check(const Fields& fields) {
@@ -150,7 +150,7 @@ GRADACCUM_INLINE void MetricsFile::File::put(const std::string& text) {
   if (Clock::now() - flushed >= flush_every) flush();
 }
 
-/// In one piece, so that a line is there or not. What could not be written is not tried again: some of it may be there.
+/// Writes all waiting lines in one piece. A failed write is not retried, since part of it may be in the file.
 GRADACCUM_INLINE void MetricsFile::File::flush() {
   flushed = Clock::now();
   if (waiting.empty()) return;
@@ -169,7 +169,7 @@ GRADACCUM_INLINE std::string MetricsFile::File::text() const {
   return all;
 }
 
-/// None where the line has no such number.
+/// Returns nullopt if the line does not have the number.
 GRADACCUM_INLINE std::optional<double> MetricsFile::File::number_of(std::string_view name,
                                                                     std::string_view line) const {
   std::size_t at = 0;
@@ -219,7 +219,7 @@ GRADACCUM_INLINE void MetricsFile::write(const Fields& fields) {
   const auto names = detail::csv_heading(fields);
   file.put(names + '\n' + line);
   file.flush();
-  file.heading = names;  // once it is there
+  file.heading = names;  // only after it has been written
 }
 
 GRADACCUM_INLINE void MetricsFile::flush() { file_->flush(); }

@@ -10,7 +10,7 @@
 
 namespace gradaccum {
 
-/// Which of two numbers of a metric is the better one, in Python's words.
+/// The direction in which a metric improves, in Python's terms.
 enum class Mode {
   min,  ///< the lower
   max,  ///< the higher
@@ -18,14 +18,13 @@ enum class Mode {
 
 namespace detail {
 
-/// The mode that was given; else that of a metric that is known, loss or accuracy. Throws for another: `owner` says who
-/// asks.
+/// Returns `given`, or the known mode of loss or accuracy. Throws for other metrics; messages begin with `owner`.
 Mode mode_of(const char* owner, std::string_view metric, std::optional<Mode> given);
 
-/// By more than `min_delta`; NaN is never better, and anything is better than it.
+/// Compares two numbers, with a margin of `min_delta`. NaN is never better; anything else is better than NaN.
 bool is_better(Mode mode, double number, double than, double min_delta = 0);
 
-/// Throws where none of `validated` (`validation/loss`, …) is this metric.
+/// Throws unless the metric is one of `validated` (`validation/loss`, …).
 void check_is_validated(const char* owner, const std::string& metric, const std::vector<std::string>& validated);
 
 }  // namespace detail

@@ -17,7 +17,7 @@
 
 namespace gradaccum {
 
-/// Parts of a training state, for a loop of one's own: what LibTorch has, and nobody could give a `state(Archive&)`.
+/// Parts of a training state for a custom training loop: LibTorch's objects, which have no `state(Archive&)`.
 ///
 ///     struct Training {
 ///       decltype(model)& net;
@@ -32,9 +32,9 @@ namespace gradaccum {
 ///     ga::save("runs/by_hand", training);
 ///     ga::load("runs/by_hand", training);
 ///
-/// A model's parameters and buffers, by name. Loaded, they stay the same tensors, of which those on the CPU may have
-/// other memory, with all their views. Names or shapes that differ are an error that lists them, unless changes are
-/// allowed: then those that fit are loaded.
+/// A model's parameters and buffers, by name. Loading keeps the tensors, but those on the CPU may get other memory,
+/// together with all their views. Different names or shapes throw an error that lists them, unless changes are allowed;
+/// then what fits is loaded.
 class ModelState {
  public:
   template <detail::model Model>
@@ -50,14 +50,14 @@ namespace detail {
 void check_is_not_divided(bool is_divided, const std::string& type);
 }  // namespace detail
 
-/// An optimizer's state by the names that `model` gives its parameters, the options of its groups, and the window of an
-/// accumulator, half-filled or not. LibTorch's optimizers but LBFGS, ours, and any with a `state(Archive&)` of its own.
+/// An optimizer's state by `model`'s parameter names, the options of its parameter groups, and an accumulator's window,
+/// even if incomplete. Supports LibTorch's optimizers except LBFGS, ours, and any with its own `state(Archive&)`.
 template <class Optimizer>
 class OptimizerState {
  public:
   template <detail::model Model>
   OptimizerState(Optimizer& optimizer, Model& model) : optimizer_(optimizer), module_(detail::module_of(model)) {}
-  /// Where processes have divided its state: this one's part, which `Replicas` knows.
+  /// The state of a sharded optimizer: this rank's shard, which `Replicas` provides.
   OptimizerState(Optimizer& optimizer, torch::nn::Module& module, std::shared_ptr<detail::Shards> shards)
       : optimizer_(optimizer), module_(module), shards_(std::move(shards)) {}
 
@@ -74,7 +74,7 @@ class OptimizerState {
     }
   }
 
-  /// Throws where there is no such state, or a parameter is not the model's.
+  /// Throws if the optimizer's state cannot be saved, or if a parameter is not the model's.
   void check() {
     if constexpr (is_torch && !has_state)
       detail::check_has_named_state(optimizer_, module_.named_parameters());
@@ -93,10 +93,9 @@ class OptimizerState {
 template <class Optimizer, class Model>
 OptimizerState(Optimizer&, Model&) -> OptimizerState<Optimizer>;
 
-/// Where the default random generators of the CPU and of all devices in use stand. That of a device which is not there
-/// is an error.
+/// The states of the default generators of the CPU and all devices in use. Loading throws for other devices.
 ///
-/// @note Waits for devices in use.
+/// @note Waits for the devices in use.
 class RandomState {
  public:
   void state(Archive& archive);

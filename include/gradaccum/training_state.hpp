@@ -18,33 +18,33 @@
 
 namespace gradaccum {
 
-/// What `ga::save` takes: a Trainer, or what a loop of one's own has to save.
+/// The argument of `ga::save`: a Trainer, or an object of your own.
 template <class T>
 concept saveable = requires(T& training, Archive& archive) {
   training.state(archive);
   { training.updates() } -> std::convertible_to<std::int64_t>;
 };
 
-/// Which states are kept.
+/// The states to keep.
 struct SaveOptions {
-  std::int64_t keep_last = 0;  ///< remove all but the newest states, so many; 0: none
+  std::int64_t keep_last = 0;  ///< remove all but this many of the newest states; 0: remove none
 };
 
-/// Which state is taken, and what may differ.
+/// The state to load, and permitted differences.
 struct LoadOptions {
-  bool allow_changes = false;  ///< load what fits, though the model, the data or settings are others
-  bool best = false;  ///< not the newest state, but the one with the best validation: see `SaveState::keep_best`
+  bool allow_changes = false;  ///< load what fits, even if the model, data or settings differ
+  bool best = false;  ///< load the state with the best validation rather than the newest: see `SaveState::keep_best`
 };
 
 namespace detail {
 
 class Peers;
 
-/// A training of whatever class. By reference.
+/// A type-erased reference to a training.
 struct AnyTraining {
   std::function<std::int64_t()> updates;
   std::function<void(Archive&)> state;
-  std::shared_ptr<const Peers> peers = nullptr;  ///< other processes: of a Trainer with DataParallel, say
+  std::shared_ptr<const Peers> peers = nullptr;  ///< the other processes, for example of a Trainer with DataParallel
 
   template <saveable Training>
   requires(!std::same_as<Training, AnyTraining>)
@@ -57,37 +57,37 @@ struct AnyTraining {
 std::filesystem::path save(const std::filesystem::path& directory, const AnyTraining& training, SaveOptions options);
 std::filesystem::path load(const std::filesystem::path& directory, const AnyTraining& training, LoadOptions options);
 
-/// The state that `path` is, or the newest in it.
+/// Returns `path` if it is a state, otherwise the newest state in it.
 std::optional<std::filesystem::path> newest_state(const std::filesystem::path& path);
 
-/// What a validation has found of a state's parameters, in its manifest; nothing where there was none.
+/// The result of a validation that a state's manifest records; empty if there was none.
 struct MeasuredState {
-  std::optional<std::string> metric = {}, better = {};  ///< the latter: min or max
+  std::optional<std::string> metric = {}, better = {};  ///< better: min or max
   std::optional<double> number = {};
   void state(Archive& archive);
 };
 
-/// The best of the directory's states, so many at most, the best first. Of two that are equal the older is better.
+/// The `count` best states in a directory, best first. In a tie the older state ranks higher.
 std::vector<std::filesystem::path> best_states(const std::filesystem::path& directory, std::int64_t count);
 
-/// What rank 0 finds or makes, on all ranks; an error there is one on all. Empty where there is none.
+/// Runs `find` on rank 0 and broadcasts the path, empty if there is none; rethrows its error on every rank.
 std::filesystem::path of_rank_0(const Peers* peers, const std::function<std::optional<std::filesystem::path>()>& find);
 
-/// What a state has, checked; an error on one rank is one on all.
+/// Reads and checks a state; an error on one rank is rethrown on every rank.
 Archive open_state(const std::filesystem::path& folder, bool allow_changes, const Peers* peers);
 
-/// All of it; an error on one rank is one on all.
+/// Loads all values of a state; an error on one rank is rethrown on every rank.
 void load_state(Archive& archive, const AnyTraining& training);
 
-/// Throws if the directory has states of more updates.
+/// Throws if the directory has states with more updates.
 void check_is_newest(const std::filesystem::path& directory, std::int64_t updates);
 
-/// Two parts of one name, and names that no file can have, are found before hours have gone by.
+/// Throws for duplicate names of parts, and for names that no file can have. Checking early saves hours of training.
 void check_can_be_saved(const AnyTraining& training);
 
 }  // namespace detail
 
-/// Saves all that a training needs to go on to the bit, as a new folder in `directory`: `step-000040`, of 40 updates.
+/// Saves all that a training needs to resume bit for bit in a new folder of `directory`, `step-000040` at update 40.
 ///
 ///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
 ///       return torch::mse_loss(net->forward(batch.data), batch.target);
@@ -96,32 +96,32 @@ void check_can_be_saved(const AnyTraining& training);
 ///     ga::save("runs/1", trainer);
 ///     std::cout << ga::load("runs/1", trainer);             // "runs/1/step-000040", say
 ///
-/// A folder is of safetensors files, a part each (`model.safetensors`, `optimizer.safetensors`), and a manifest of
-/// numbers, texts and checksums in JSON. It is written beside, synced and renamed: killed at any moment, there is
-/// nothing half-written under its name, and what is left over is swept by the next `save`. Where the name is taken, it
-/// is `step-000040.1`. One writer at a time. A directory that has states of more updates is of another run, and an
-/// error.
+/// A state is a folder of safetensors files, one per part (`model.safetensors`, `optimizer.safetensors`), and a JSON
+/// manifest with numbers, strings and checksums. It is written under a temporary name, synced and renamed: if the
+/// process is killed, no incomplete state remains under its name, and the next `save` removes the rest. If the name is
+/// taken, it is `step-000040.1`. Only one process may write at a time. A directory with states of more updates belongs
+/// to another run, and throws.
 ///
-/// A training has `updates()` and `state(Archive&)`: a Trainer, or a class of one's own, of the parts of
-/// state_parts.hpp. One of several processes also has `peers()`, that of its `Replicas`: then all ranks call `save`,
-/// and rank 0 writes for all.
+/// A training has `updates()` and `state(Archive&)`: a Trainer, or a class of your own made of the parts in
+/// state_parts.hpp. With several processes it also has `peers()`, those of its `Replicas`: then all ranks call `save`.
+/// Each rank writes its own tensors, and rank 0 everything else.
 ///
-/// Throws `std::runtime_error` with the name of what could not be written; earlier states are as they were.
+/// Throws `std::runtime_error` with the name of a file that could not be written; earlier states are unchanged.
 ///
-/// @note Waits for the disk. Copies one tensor at a time from a device; on the CPU takes no memory.
+/// @note Waits for the disk. Copies one tensor at a time from a device; takes no memory for tensors on the CPU.
 template <saveable Training>
 std::filesystem::path save(const std::filesystem::path& directory, Training& training, SaveOptions options = {}) {
   return detail::save(directory, detail::AnyTraining(training), options);
 }
 
-/// Loads the newest state in `directory`, or the best, or the state that it is itself. Gives its folder.
+/// Loads the newest or best state in `directory`, or `directory` itself if it is a state. Returns its folder.
 ///
-/// Every byte is checked against the manifest first. A damaged state is an error that names the file, and the newest
-/// intact state. A state of another model, optimizer, data or settings is an error that names both sides; nothing has
-/// changed then, as long as `state` keeps to what `Archive` asks.
+/// Every byte is checked against the manifest first. A damaged state throws an error that names the file and the newest
+/// intact state. A state of another model, optimizer, data or settings throws an error that names both sides. In both
+/// cases nothing has changed, provided that `state` follows the rules of `Archive`.
 ///
-/// @note Takes the memory of all that it reads, and gives back what was there before: parameters on the CPU may have
-/// other memory then, with all their views, as after `torch::load`.
+/// @note Takes memory for everything that it reads, and frees what was there before. Parameters on the CPU may get
+/// other memory, together with all their views, as after `torch::load`.
 template <saveable Training>
 std::filesystem::path load(const std::filesystem::path& directory, Training& training, LoadOptions options = {}) {
   return detail::load(directory, detail::AnyTraining(training), options);

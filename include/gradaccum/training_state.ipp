@@ -29,7 +29,7 @@ GRADACCUM_INLINE std::optional<std::filesystem::path> newest_state(const std::fi
   return states.empty() ? std::nullopt : std::optional(states.back().path);
 }
 
-/// `; the newest intact one is …`, of the others in the same directory.
+/// Returns `; the newest intact state is …`, chosen among the other states in the directory.
 GRADACCUM_INLINE std::string newest_intact_beside(const std::filesystem::path& damaged) {
   const auto states = StateDirectory(damaged.parent_path()).finished();
   for (auto state = states.rbegin(); state != states.rend(); ++state) {
@@ -37,7 +37,7 @@ GRADACCUM_INLINE std::string newest_intact_beside(const std::filesystem::path& d
     try {
       check_files(state->path, read_manifest(state->path));
       return "; the newest intact state is " + state->path.string() + ": load that one by its own path";
-    } catch (const std::exception&) {  // the next older one, then
+    } catch (const std::exception&) {  // try the next older one
     }
   }
   return "; there is no intact state beside it";
@@ -49,7 +49,7 @@ GRADACCUM_INLINE void MeasuredState::state(Archive& archive) {
   archive("number", number);
 }
 
-/// A state, and what is known of it.
+/// A state and its measurement.
 struct FoundState {
   std::filesystem::path path;
   MeasuredState measured;
@@ -60,7 +60,7 @@ struct FoundState {
   }
 };
 
-/// None where it was not measured, or its manifest is damaged.
+/// Returns nullopt if the state was not measured or its manifest is damaged.
 GRADACCUM_INLINE std::optional<FoundState> found_state(const std::filesystem::path& path) {
   try {
     const auto manifest = read_manifest(path);
@@ -81,7 +81,7 @@ GRADACCUM_INLINE std::vector<std::filesystem::path> best_states(const std::files
   std::vector<FoundState> found;
   for (auto& state : count > 0 ? StateDirectory(directory).finished() : std::vector<StateDirectory::State>())
     if (auto one = found_state(state.path)) found.push_back(std::move(*one));
-  // by what the newest goes by: others were measured before somebody chose that
+  // compare by the newest state's metric: older states may have been measured by another
   if (!found.empty())
     std::erase_if(found, [metric = found.back().measured.metric](auto& one) { return one.measured.metric != metric; });
   std::stable_sort(found.begin(), found.end(), [](auto& a, auto& b) { return a.is_better_than(b); });
@@ -96,7 +96,7 @@ GRADACCUM_INLINE std::optional<std::filesystem::path> best_state(const std::file
   return best.empty() ? std::nullopt : std::optional(best.front());
 }
 
-/// What rank 0 has found or made, on all ranks.
+/// Broadcasts rank 0's path.
 GRADACCUM_INLINE std::filesystem::path path_of_first(const Peers* peers, const std::filesystem::path& own) {
   return peers ? std::filesystem::path(said_by_first(*peers, own.string())) : own;
 }
@@ -171,8 +171,8 @@ GRADACCUM_INLINE void add_files(StateFiles& files, const std::string& text) {
   for (std::string name; lines >> name >> file.bytes >> file.crc32;) files[name] = file;
 }
 
-/// Each rank writes its own tensors into the folder, which rank 0 knows; it has none where it could not make one, and
-/// says so later.
+/// Writes each rank's tensors into the folder that rank 0 broadcasts. The folder is empty if rank 0 could not make one;
+/// rank 0 reports that error later.
 GRADACCUM_INLINE StateFiles write_by_all(const Peers& peers, const Archive& archive,
                                          const std::filesystem::path& folder) {
   const auto where = said_by_first(peers, folder.string());
@@ -183,7 +183,7 @@ GRADACCUM_INLINE StateFiles write_by_all(const Peers& peers, const Archive& arch
   return all;
 }
 
-/// On rank 0: a new state, with what the others write into it meanwhile.
+/// Adds a state on rank 0, including the files that the other ranks write into it.
 GRADACCUM_INLINE std::filesystem::path add_state(StateDirectory& states, const AnyTraining& training,
                                                  const Archive& archive) {
   const auto* const peers = training.peers.get();

@@ -14,8 +14,7 @@ namespace gradaccum {
 
 class Archive;
 
-/// What an evaluation in the middle of a training has found, and when: what `Validate` tells every policy that has
-/// `on_validation`.
+/// A validation during training and its position. `Validate` passes it to every policy that has `on_validation`.
 ///
 ///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
 ///       return torch::mse_loss(net->forward(batch.data), batch.target);
@@ -24,21 +23,21 @@ class Archive;
 ///     for (const ga::Validation& validation : report.validations)
 ///       std::cout << validation.update << ": " << validation["loss"].value() << '\n';
 struct Validation {
-  std::string name = "validation";  ///< of what: that of its `Validate`
-  std::int64_t update = 0;          ///< of the trainer, so far
+  std::string name = "validation";  ///< the name of its `Validate`
+  std::int64_t update = 0;          ///< the trainer's updates so far
   std::int64_t epoch = 0;           ///< counted from 0
-  std::int64_t samples = 0;         ///< that this `fit` has trained with
-  double seconds = 0;               ///< that this `fit` has taken
+  std::int64_t samples = 0;         ///< samples that this `fit` has trained on
+  double seconds = 0;               ///< duration of this `fit` so far
   Evaluation found = {};
 
-  /// A number by its own name, `loss`, where this validation is the one called "validation"; or by both names,
-  /// `test/loss`. None where it is not among those of this one.
+  /// Looks up a number: by its own name, `loss`, if this validation is named "validation", or by both names,
+  /// `test/loss`. Returns nullopt if it does not exist.
   std::optional<double> operator[](std::string_view metric) const;
 };
 
 namespace detail {
 
-/// All validations of a `fit`, as a part of its state.
+/// All validations of a `fit`, as part of its state.
 struct ValidationHistory {
   std::vector<Validation>& all;
   void state(Archive& archive);

@@ -23,7 +23,7 @@ GRADACCUM_INLINE std::optional<double> Validation::operator[](std::string_view m
 
 namespace detail {
 
-/// A validation as a part of a state.
+/// A validation as part of a state.
 struct ArchivedValidation {
   Validation& one;
 
@@ -40,7 +40,7 @@ struct ArchivedValidation {
     auto number = static_cast<std::int64_t>(metrics.size());
     archive("metrics", number);
     one.found.metrics.clear();
-    for (std::int64_t i = 0; i < number; ++i) {  // one that is missing throws: whatever `number` is, nothing is reserved
+    for (std::int64_t i = 0; i < number; ++i) {  // no reserve(): `number` is untrusted; a missing entry throws
       std::pair<std::string, double> metric;
       if (!archive.loading()) metric = metrics[static_cast<std::size_t>(i)];
       archive(fmt::format("metric{}", i), metric.first);
