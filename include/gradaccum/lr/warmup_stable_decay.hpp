@@ -8,7 +8,7 @@
 
 namespace gradaccum::lr {
 
-/// The shape of the decay in `WarmupStableDecay`; `one_minus_sqrt` falls fast at first.
+/// The shape of the decay in `WarmupStableDecay`: `linear`, `cosine`, or `one_minus_sqrt`, which falls fast at first.
 enum class Decay { linear, cosine, one_minus_sqrt };
 
 /// A linear warm-up, `peak` for most of the run, and a decay to `end` over the last `decay` updates of `total`.
