@@ -35,10 +35,10 @@ namespace gradaccum::optim {
 ///
 /// @note Does not wait for the device. On the CPU it uses AVX-512 or AVX2 if the processor has it, on LibTorch's
 /// threads; the bits do not depend on their number. If the library has its own kernels for a device, a step takes three
-/// or five launches for up to 37 tensors; otherwise about twenty operations per tensor.
+/// or five launches for up to 320 tensors; otherwise about twenty operations per tensor.
 /// @note Memory: the state. A step adds a column and up to 16 rows per matrix, and copies of tensors that are not
 /// row-major, about 16 MB at a time or one tensor's. Device kernels instead add a column per 256 columns and a row per
-/// 64 rows, or fewer, of 37 tensors at a time; ATen adds three temporaries of a tensor's size.
+/// 64 rows, or fewer, of 320 tensors at a time; ATen adds three temporaries of a tensor's size.
 class Adafactor : public detail::OwnOptimizer<Adafactor, AdafactorOptions, AdafactorParamState> {
  public:
   static constexpr const char* name = "Adafactor";
