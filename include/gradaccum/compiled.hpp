@@ -72,7 +72,6 @@
 #include <gradaccum/detail/io/state_directory.ipp>
 #include <gradaccum/detail/io/weights_index.ipp>
 #include <gradaccum/detail/kernels/crc32.ipp>
-#include <gradaccum/detail/kernels/crc32c.ipp>
 #include <gradaccum/detail/kernels/dense.ipp>
 #include <gradaccum/detail/kernels/device_kernels.ipp>
 #include <gradaccum/detail/kernels/device_norms.ipp>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/kernels/crc32c.hpp>
+#include <gradaccum/detail/kernels/crc32.hpp>
 #include <gradaccum/detail/watching/event.hpp>
 #include <gradaccum/detail/watching/protobuf_message.hpp>
 #include <gradaccum/detail/watching/value_histogram.hpp>

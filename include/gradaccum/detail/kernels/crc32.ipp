@@ -6,6 +6,7 @@
 #include <gradaccum/detail/build/inline.hpp>
 
 #include <array>
+#include <cstring>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -22,11 +23,12 @@ constexpr std::uint32_t crc32_product(std::uint32_t a, std::uint32_t b) {
 }
 
 /// tables[k][b]: what a byte b does to the checksum when k more bytes have followed it.
+template <std::uint32_t polynomial>
 inline constexpr auto crc32_tables = [] {
   std::array<std::array<std::uint32_t, 256>, 8> tables{};
   for (std::uint32_t byte = 0; byte < 256; ++byte) {
     tables[0][byte] = byte;
-    for (int bit = 0; bit < 8; ++bit) tables[0][byte] = crc32_times_x(tables[0][byte]);
+    for (int bit = 0; bit < 8; ++bit) tables[0][byte] = crc32_times_x(tables[0][byte], polynomial);
   }
   for (std::size_t k = 1; k < 8; ++k)
     for (std::size_t byte = 0; byte < 256; ++byte) {
@@ -36,8 +38,10 @@ inline constexpr auto crc32_tables = [] {
   return tables;
 }();
 
-GRADACCUM_INLINE std::uint32_t crc32_by_tables(std::uint32_t crc, const unsigned char* data, std::size_t size) {
-  const auto& tables = crc32_tables;
+GRADACCUM_INLINE std::uint32_t crc32_by_tables(std::uint32_t crc, const unsigned char* data, std::size_t size,
+                                               std::uint32_t polynomial) {
+  const auto& tables =
+      polynomial == crc32_polynomial ? crc32_tables<crc32_polynomial> : crc32_tables<crc32c_polynomial>;
   for (; size >= 8; data += 8, size -= 8)
     crc = tables[7][(crc ^ data[0]) & 0xff] ^ tables[6][(crc >> 8 ^ data[1]) & 0xff] ^
           tables[5][(crc >> 16 ^ data[2]) & 0xff] ^ tables[4][crc >> 24 ^ data[3]] ^ tables[3][data[4]] ^
@@ -48,74 +52,55 @@ GRADACCUM_INLINE std::uint32_t crc32_by_tables(std::uint32_t crc, const unsigned
 
 #if defined(__x86_64__)
 
-/// What 16 bytes do to those that begin `bits` later, added to these. The first half has 64 bits further to go; a
-/// factor of 32 bits takes 32 bits less room than a half.
+/// What bytes do to those that begin `bits` later, added to these. The first half of 16 bytes has 64 bits further to
+/// go; a factor of 32 bits takes 32 bits less room than a half.
 template <int bits>
-__attribute__((target("pclmul"))) inline __m128i crc32_fold(__m128i from, __m128i to) {
+__attribute__((target("pclmul"))) inline __m128i crc32_fold(__m128i from, const unsigned char* to) {
   constexpr long long first = crc32_factor(bits + 32), second = crc32_factor(bits - 32);
   const auto factors = _mm_set_epi64x(second, first);
   const auto products = _mm_xor_si128(_mm_clmulepi64_si128(from, factors, 0x00),   // the first halves
                                       _mm_clmulepi64_si128(from, factors, 0x11));  // the second halves
-  return _mm_xor_si128(products, to);
+  return _mm_xor_si128(products, _mm_loadu_si128(reinterpret_cast<const __m128i*>(to)));
 }
 
-GRADACCUM_INLINE __m128i crc32_load(const unsigned char* data) {
-  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(data));
-}
-
-/// What is left when all but the last bytes have been folded into 16, which have the same remainder as these.
-__attribute__((target("pclmul"))) GRADACCUM_INLINE std::uint32_t crc32_of_folded(__m128i folded,
-                                                                                 const unsigned char* data,
-                                                                                 std::size_t size) {
-  for (; size >= 16; data += 16, size -= 16) folded = crc32_fold<128>(folded, crc32_load(data));
-  unsigned char last[16];
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(last), folded);
-  return crc32_by_tables(crc32_by_tables(0, last, sizeof last), data, size);
+/// `crc32_fold` of four times 16 bytes.
+template <int bits>
+__attribute__((target("vpclmulqdq,avx512f"))) inline __m512i crc32_fold_wide(__m512i from, const unsigned char* to) {
+  constexpr long long first = crc32_factor(bits + 32), second = crc32_factor(bits - 32);
+  const auto factors = _mm512_set_epi64(second, first, second, first, second, first, second, first);
+  const auto products =
+      _mm512_xor_si512(_mm512_clmulepi64_epi128(from, factors, 0x00), _mm512_clmulepi64_epi128(from, factors, 0x11));
+  return _mm512_xor_si512(products, _mm512_loadu_si512(to));
 }
 
 __attribute__((target("pclmul"))) GRADACCUM_INLINE std::uint32_t crc32_by_folding(std::uint32_t crc,
                                                                                   const unsigned char* data,
                                                                                   std::size_t size) {
-  // Four chains, as each has to wait for itself.
-  auto a = _mm_xor_si128(crc32_load(data), _mm_cvtsi32_si128(static_cast<int>(crc)));
-  auto b = crc32_load(data + 16), c = crc32_load(data + 32), d = crc32_load(data + 48);
+  // Four chains, as each has to wait for itself. What they are in the end has the remainder of all but the last bytes.
+  __m128i chains[4];
+  std::memcpy(chains, data, sizeof chains);
+  chains[0] = _mm_xor_si128(chains[0], _mm_cvtsi32_si128(static_cast<int>(crc)));
   for (data += 64, size -= 64; size >= 64; data += 64, size -= 64) {
-    a = crc32_fold<512>(a, crc32_load(data));
-    b = crc32_fold<512>(b, crc32_load(data + 16));
-    c = crc32_fold<512>(c, crc32_load(data + 32));
-    d = crc32_fold<512>(d, crc32_load(data + 48));
+    chains[0] = crc32_fold<512>(chains[0], data);
+    chains[1] = crc32_fold<512>(chains[1], data + 16);
+    chains[2] = crc32_fold<512>(chains[2], data + 32);
+    chains[3] = crc32_fold<512>(chains[3], data + 48);
   }
-  a = crc32_fold<128>(crc32_fold<128>(crc32_fold<128>(a, b), c), d);
-  return crc32_of_folded(a, data, size);
+  return crc32_by_tables(crc32_by_tables(0, reinterpret_cast<unsigned char*>(chains), sizeof chains), data, size);
 }
 
-/// `crc32_fold` of four times 16 bytes.
-template <int bits>
-__attribute__((target("vpclmulqdq,avx512f"))) inline __m512i crc32_fold_wide(__m512i from, __m512i to) {
-  constexpr long long first = crc32_factor(bits + 32), second = crc32_factor(bits - 32);
-  const auto factors = _mm512_set_epi64(second, first, second, first, second, first, second, first);
-  const auto products =
-      _mm512_xor_si512(_mm512_clmulepi64_epi128(from, factors, 0x00), _mm512_clmulepi64_epi128(from, factors, 0x11));
-  return _mm512_xor_si512(products, to);
-}
-
-__attribute__((target("vpclmulqdq,avx512f,pclmul"))) GRADACCUM_INLINE std::uint32_t crc32_by_wide_folding(
+__attribute__((target("vpclmulqdq,avx512f"))) GRADACCUM_INLINE std::uint32_t crc32_by_wide_folding(
     std::uint32_t crc, const unsigned char* data, std::size_t size) {
-  const auto begin = _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(crc)));
-  auto a = _mm512_xor_si512(_mm512_loadu_si512(data), begin);
-  auto b = _mm512_loadu_si512(data + 64), c = _mm512_loadu_si512(data + 128), d = _mm512_loadu_si512(data + 192);
+  __m512i chains[4];
+  std::memcpy(chains, data, sizeof chains);
+  chains[0] = _mm512_xor_si512(chains[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(crc))));
   for (data += 256, size -= 256; size >= 256; data += 256, size -= 256) {
-    a = crc32_fold_wide<2048>(a, _mm512_loadu_si512(data));
-    b = crc32_fold_wide<2048>(b, _mm512_loadu_si512(data + 64));
-    c = crc32_fold_wide<2048>(c, _mm512_loadu_si512(data + 128));
-    d = crc32_fold_wide<2048>(d, _mm512_loadu_si512(data + 192));
+    chains[0] = crc32_fold_wide<2048>(chains[0], data);
+    chains[1] = crc32_fold_wide<2048>(chains[1], data + 64);
+    chains[2] = crc32_fold_wide<2048>(chains[2], data + 128);
+    chains[3] = crc32_fold_wide<2048>(chains[3], data + 192);
   }
-  a = crc32_fold_wide<512>(crc32_fold_wide<512>(crc32_fold_wide<512>(a, b), c), d);
-  unsigned char four[64];
-  _mm512_storeu_si512(four, a);
-  auto folded = crc32_load(four);
-  for (int i = 16; i < 64; i += 16) folded = crc32_fold<128>(folded, crc32_load(four + i));
-  return crc32_of_folded(folded, data, size);
+  return crc32_by_tables(crc32_by_tables(0, reinterpret_cast<unsigned char*>(chains), sizeof chains), data, size);
 }
 
 #endif
@@ -129,6 +114,10 @@ GRADACCUM_INLINE std::uint32_t crc32(const void* data, std::size_t size, std::ui
   if (can_fold && size >= 64) return ~crc32_by_folding(~before, bytes, size);
 #endif
   return ~crc32_by_tables(~before, bytes, size);
+}
+
+GRADACCUM_INLINE std::uint32_t crc32c(const void* data, std::size_t size) {
+  return ~crc32_by_tables(~0u, static_cast<const unsigned char*>(data), size, crc32c_polynomial);
 }
 
 GRADACCUM_INLINE std::uint32_t crc32_of_both(std::uint32_t first, std::uint32_t second, std::uint64_t size) {

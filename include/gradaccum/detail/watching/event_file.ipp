@@ -4,7 +4,7 @@
 #include <gradaccum/detail/watching/event_file.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/kernels/crc32c.hpp>
+#include <gradaccum/detail/kernels/crc32.hpp>
 #include <gradaccum/detail/watching/protobuf_message.hpp>
 
 #include <fmt/format.h>
