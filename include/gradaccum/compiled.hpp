@@ -80,7 +80,6 @@
 #include <gradaccum/detail/kernels/kernels.ipp>
 #include <gradaccum/detail/kernels/sum_of_squares.ipp>
 #include <gradaccum/detail/memory/copied_to.ipp>
-#include <gradaccum/detail/memory/free_ranges.ipp>
 #include <gradaccum/detail/memory/kept_pages.ipp>
 #include <gradaccum/detail/memory/memory_ledger.ipp>
 #include <gradaccum/detail/memory/occupied_memory.ipp>

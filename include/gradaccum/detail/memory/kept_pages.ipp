@@ -10,9 +10,49 @@
 #endif
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 
 namespace gradaccum::detail {
+
+GRADACCUM_INLINE void FreeRanges::add(AddressRange range) {
+  bytes_ += range.bytes;
+  auto after = by_address_.lower_bound(range.address);
+  if (after != by_address_.end() && after->first == range.end()) {
+    range.bytes += after->second;
+    after = by_address_.erase(after);
+  }
+  if (after != by_address_.begin())
+    if (const auto before = std::prev(after); before->first + before->second == range.address) {
+      before->second += range.bytes;
+      return;
+    }
+  by_address_.emplace(range.address, range.bytes);
+}
+
+/// Looks at all, of which there are some hundreds at most: filling a block takes longer.
+GRADACCUM_INLINE std::optional<AddressRange> FreeRanges::take(std::size_t bytes) {
+  auto best = by_address_.end();
+  for (auto range = by_address_.begin(); range != by_address_.end(); ++range)
+    if (range->second >= bytes && (best == by_address_.end() || range->second < best->second)) best = range;
+  if (best == by_address_.end()) return std::nullopt;
+  const AddressRange taken{best->first, bytes};
+  if (best->second > bytes) by_address_.emplace(taken.end(), best->second - bytes);
+  by_address_.erase(best);
+  bytes_ -= bytes;
+  return taken;
+}
+
+GRADACCUM_INLINE AddressRange FreeRanges::take_from_largest(std::size_t most) {
+  const auto largest = std::ranges::max_element(by_address_, {}, [](auto& range) { return range.second; });
+  if (largest == by_address_.end()) return {};
+  const auto bytes = std::min(largest->second, most);
+  largest->second -= bytes;
+  bytes_ -= bytes;
+  const AddressRange taken{largest->first + largest->second, bytes};
+  if (largest->second == 0) by_address_.erase(largest);
+  return taken;
+}
 
 inline constexpr std::size_t page_bytes = std::size_t{1} << 16;  // whole pages of any system's size
 
@@ -44,10 +84,7 @@ GRADACCUM_INLINE bool KeptPages::map_more(std::size_t bytes) {
   for (const auto size : {std::max(bytes, at_once), bytes}) {
     void* const address = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (address == MAP_FAILED) continue;
-    const AddressRange range{reinterpret_cast<std::uintptr_t>(address), size};
-    begin_ = std::min(begin_.load(), range.address);
-    end_ = std::max(end_.load(), range.end());
-    cold_.add(range);
+    cold_.add({reinterpret_cast<std::uintptr_t>(address), size});
     return true;
   }
 #endif
@@ -72,10 +109,8 @@ GRADACCUM_INLINE void* KeptPages::allocate(std::size_t bytes) {
 }
 
 GRADACCUM_INLINE bool KeptPages::has(const void* block) const {
-  const auto address = reinterpret_cast<std::uintptr_t>(block);
-  if (address < begin_.load(std::memory_order_relaxed) || address >= end_.load(std::memory_order_relaxed)) return false;
   const std::lock_guard lock(mutex_);
-  return blocks_.contains(address);
+  return blocks_.contains(reinterpret_cast<std::uintptr_t>(block));
 }
 
 GRADACCUM_INLINE void KeptPages::free(void* block) {
