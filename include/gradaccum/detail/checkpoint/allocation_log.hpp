@@ -16,7 +16,7 @@
 
 namespace gradaccum::detail {
 
-/// Notes each allocation of a scope, so that one can say afterwards which of them count.
+/// Records the allocations of a scope, so that some of them can be left out of the sums later.
 class AllocationLog final : public MemoryLedger {
  public:
   using MemoryLedger::MemoryLedger;
@@ -24,25 +24,25 @@ class AllocationLog final : public MemoryLedger {
   GRADACCUM_INLINE void reportMemoryUsage(void* block, std::int64_t bytes, std::size_t allocated, std::size_t reserved,
                                           c10::Device device) override;
 
-  /// The memory of a tensor that is there now was allocated in this scope.
+  /// Returns whether the memory of a live tensor was allocated in this scope.
   bool has(const at::Tensor& tensor) const;
 
-  /// A place in the log.
+  /// The current position in the log.
   std::size_t now() const;
 
-  /// The memory of a tensor that is there now does not count, from its allocation on.
+  /// Excludes the memory of a live tensor from the sums, from its allocation on.
   void leave_out(const at::Tensor& tensor);
 
   struct Bytes {
     std::int64_t live = 0, peak = 0;
   };
-  /// What is live at `to`, and the most since `from`.
+  /// The bytes live at `to`, and the most live at any time since `from`.
   Bytes between(std::size_t from, std::size_t to) const;
 
  private:
   struct Entry {
-    std::int64_t bytes;  // negative: freed
-    std::size_t born;    // then: which entry this was
+    std::int64_t bytes;  // negative if freed
+    std::size_t born;    // index of a freed block's allocation
   };
 
   mutable std::mutex mutex_;
@@ -51,10 +51,10 @@ class AllocationLog final : public MemoryLedger {
   std::vector<std::size_t> left_out_;
 };
 
-/// A log of the allocations of a scope, within whatever meter is around it.
+/// Logs the allocations of a scope, and passes them on to an enclosing ledger.
 class [[nodiscard]] AllocationScope {
  public:
-  /// `impossible`: what to say inside LibTorch's profiler.
+  /// `impossible` is the error message inside LibTorch's profiler.
   explicit AllocationScope(const char* impossible =
                                "CheckpointedSequential: must not plan inside LibTorch's profiler, which uses the same "
                                "slot; run one forward pass before it starts");

@@ -16,7 +16,7 @@ GRADACCUM_INLINE void AllocationLog::reportMemoryUsage(void* block, std::int64_t
   if (bytes > 0) {
     born_[block] = entries_.size();
     entries_.push_back({bytes, 0});
-  } else if (const auto born = born_.find(block); born != born_.end()) {  // others are older than the scope
+  } else if (const auto born = born_.find(block); born != born_.end()) {  // other blocks are older than the scope
     entries_.push_back({-entries_[born->second].bytes, born->second});
     born_.erase(born);
   }

@@ -14,22 +14,21 @@
 
 namespace gradaccum::detail {
 
-/// One or more successive modules of a chain that keep what their backward needs in the same way, and are run again
-/// together.
+/// Successive modules of a chain that save tensors for backward in the same way and are recomputed together.
 class Stage {
  public:
   explicit Stage(torch::nn::AnyModule module) : modules_{std::move(module)} {}
 
   void append(const Stage& other);
-  /// The same stage, whose modules take this tensor, too; an undefined one: none.
+  /// Returns a copy whose modules also take `context`, unless that is undefined.
   Stage given(const at::Tensor& context) const;
   std::size_t size() const { return modules_.size(); }
 
-  /// `way` 0 keeps what LibTorch keeps, 1 makes results of cheap operations again.
+  /// Runs the modules. `way` 0 saves what LibTorch saves; `way` 1 recomputes results of cheap operations in backward.
   at::Tensor forward(std::size_t way, at::Tensor activations);
 
-  /// As a part of a checkpoint: when that runs again, running statistics stay where they are. Their copies are gone
-  /// when the stage is through, and so count as its own.
+  /// Runs the modules inside a checkpoint. A recomputation updates copies of the running statistics. The copies are
+  /// freed when the stage ends, so they count as its own memory.
   at::Tensor forward_in_checkpoint(std::size_t way, at::Tensor activations);
 
   std::vector<torch::nn::Module*> modules() const;
@@ -44,26 +43,26 @@ using Stages = std::vector<Stage>;
 std::vector<torch::nn::Module*> modules_of(const Stages& stages);
 Stages given(const Stages& stages, const at::Tensor& context);
 
-/// Successive stages of a chain with the schedule by which they run: a function of a tensor. A schedule's segments are
-/// functions of the same kind, checkpointed; so they nest, and each runs again by its own part of the schedule.
+/// A function of a tensor that runs successive stages of a chain by a schedule. Each segment of the schedule is such a
+/// function, too, and is checkpointed: segments nest, and each is recomputed by its own part of the schedule.
 class Segment {
  public:
   Segment(std::shared_ptr<Stages> stages, std::shared_ptr<const Schedule> schedule, const CheckpointOptions& options)
       : stages_(std::move(stages)), schedule_(std::move(schedule)), options_(options) {}
 
   at::Tensor operator()(at::Tensor activations) const;
-  /// The same, of stages that are given it.
+  /// Returns a copy whose stages also take `context`, unless that is undefined.
   Segment given(const at::Tensor& context) const;
 
-  /// Those whose running statistics begin anew when it runs again, since what they save is compared. Otherwise the
-  /// stages take care of that.
+  /// The modules whose running statistics a recomputation resets to those before the forward pass, since saved contents
+  /// are compared. Empty without `check_content`: the stages then freeze their own statistics.
   std::vector<torch::nn::Module*> modules() const;
 
  private:
   Segment inside(const ScheduleItem& item) const { return {stages_, {schedule_, &item.segment}, options_}; }
 
   std::shared_ptr<Stages> stages_;
-  std::shared_ptr<const Schedule> schedule_;  // with the whole schedule behind it
+  std::shared_ptr<const Schedule> schedule_;  // shares ownership of the whole schedule
   CheckpointOptions options_;
 };
 

@@ -9,14 +9,14 @@
 
 namespace gradaccum::detail {
 
-/// Merges a stage into the one before, if that does not keep the output and this one does not need it: a layer of
-/// weights and the dropout behind it. Apart, that output would have to be counted while it is long gone. Also if it
-/// writes over that output, and as long as there are no gradients: a segment's input is kept then, which is paid for
-/// where an operation needs it.
+/// Merges a stage into the previous one if neither saves the tensor between them, such as a linear layer and its
+/// dropout: apart, that tensor would count although it is long freed. Also merges stages that change their input in
+/// place, and stages before the first that needs gradients, since the input that a segment keeps counts where an
+/// operation needs it.
 Stages merged(const Stages& stages, const at::Tensor& input);
 
-/// What each stage of a chain costs, for inputs like this one. Runs each of them a few times, and leaves no trace:
-/// random generators and running statistics stay where they are, and no gradient of a parameter changes.
+/// Measures the cost of each stage for inputs like this one, by running it a few times. Leaves gradients of parameters
+/// unchanged; the caller restores random generators and running statistics.
 StageCosts costs_of(Stages& stages, const at::Tensor& input, const CheckpointOptions& options);
 
 }  // namespace gradaccum::detail

@@ -16,15 +16,15 @@
 
 namespace gradaccum::detail {
 
-/// A stage without gradients, because neither its input nor any parameter of it has any, keeps nothing; and its output
-/// is the next one's to pay for.
+/// The cost of a stage without gradients: neither its input nor its parameters require any. It saves nothing itself.
+/// Its output, which the next stage may save, counts unless the stage is the last.
 GRADACCUM_INLINE StageCost without_gradients(StageCost cost, bool is_last) {
   cost.ways = {{.held = is_last ? 0 : cost.output, .forward_peak = cost.forward_peak}};
   cost.output_gradient = 0;
   return cost;
 }
 
-/// How many hold on to a tensor or its memory.
+/// The number of owners of a tensor and of its memory.
 GRADACCUM_INLINE std::size_t owners(const at::Tensor& tensor) {
   TORCH_CHECK(
       tensor.defined() && tensor.has_storage(),
@@ -39,7 +39,7 @@ GRADACCUM_INLINE Stages merged(const Stages& stages, const at::Tensor& input) {
   const TensorVersion input_version(activations);
   bool output_is_kept = true, has_gradients = false;
   for (auto stage : stages) {
-    if (activations.requires_grad()) activations = GradientSink::apply(activations);  // the graph owns leaves
+    if (activations.requires_grad()) activations = GradientSink::apply(activations);  // a leaf has another owner
     const auto before = owners(activations);
     const TensorVersion version(activations);
     auto output = stage.forward(0, activations);
@@ -49,7 +49,7 @@ GRADACCUM_INLINE Stages merged(const Stages& stages, const at::Tensor& input) {
       merged.push_back(stage);
     else
       merged.back().append(stage);
-    output_is_kept = owners(output) > 2;  // this handle, and its memory's
+    output_is_kept = owners(output) > 2;  // this handle and its reference to the storage
     activations = output.detach().requires_grad_(output.requires_grad());
   }
   TORCH_CHECK(!input_version.changed(),
@@ -64,7 +64,7 @@ class ChainProfile {
       : stages_(stages), options_(options), gradient_layouts_(stages.size()), has_gradients_(stages.size()) {}
 
   StageCosts measure(const at::Tensor& input) {
-    // A stage is told the layout of the gradient that the next one makes, as it is known by then.
+    // Repeats with the layouts of gradients that the following stages turned out to produce.
     for (int pass = 0; measure_all(input) && pass < 2; ++pass) {
     }
     if (!has_gradients_.front()) costs_.front() = without_gradients(std::move(costs_.front()), costs_.size() == 1);
@@ -72,7 +72,7 @@ class ChainProfile {
   }
 
  private:
-  /// Returns whether a layout turned out to be another than was thought.
+  /// Returns whether a gradient's layout differs from the one assumed.
   bool measure_all(at::Tensor input) {
     bool surprised = false;
     costs_.clear();

@@ -17,16 +17,17 @@
 
 namespace gradaccum::detail {
 
-/// Where the default random generators of the CPU and of all CUDA devices in use stand.
+/// The state of the default random generators of the CPU and of all CUDA devices in use.
 ///
-/// The CPU's is copied by its parts: `Generator::get_state` would make a tensor, and count as memory of the model.
+/// Copies the CPU's state field by field: `Generator::get_state` would allocate a tensor, which would count as the
+/// model's memory.
 class RandomState {
  public:
   RandomState();
   void restore() const;
   bool operator==(const RandomState& other) const;
 
-  /// A number that tells places in the CPU's stream of random numbers apart; cheaper than the state.
+  /// A number that identifies a position in the CPU's stream of random numbers. Cheaper than the state.
   static std::uint64_t place();
 
  private:
@@ -36,7 +37,7 @@ class RandomState {
   std::vector<std::pair<c10::DeviceIndex, at::Tensor>> devices_;
 };
 
-/// Goes back to a state for a scope.
+/// Restores a random state for a scope.
 class [[nodiscard]] RandomScope {
  public:
   explicit RandomScope(const RandomState& state) { state.restore(); }
@@ -48,16 +49,16 @@ class [[nodiscard]] RandomScope {
   RandomState around_;
 };
 
-/// What operations of a forward pass depend on beside their inputs: autocast, the current device and, if asked, random
+/// The state on which a forward pass depends besides its inputs: autocast, the current device and, if requested, random
 /// generators.
 class ForwardState {
  public:
   explicit ForwardState(bool with_random_generators);
 
-  /// The forward pass is over: generators that it did not use need not be kept. Returns whether it used them.
+  /// Ends the forward pass, and drops the state of random generators if it did not use them. Returns whether it did.
   bool finish();
 
-  /// Brings it all back for a scope, with gradients enabled, on whatever thread backward runs.
+  /// Restores the state for a scope, with gradients enabled, on the thread that runs backward.
   class [[nodiscard]] Scope {
    public:
     explicit Scope(const ForwardState& state);

@@ -26,7 +26,8 @@ void with_cpu_generator(auto&& use) {
   use(static_cast<at::CPUGeneratorImpl&>(*generator.unsafeGetGeneratorImpl()));
 }
 
-/// Asking for the generator of a device that nobody has used yet would start the device.
+/// Calls `use(device, generator)` for each CUDA device in use. Requesting another device's generator would initialise
+/// that device.
 void for_each_cuda_generator(auto&& use) {
   if (!at::globalContext().hasCUDA()) return;
   auto& cuda = at::detail::getCUDAHooks();

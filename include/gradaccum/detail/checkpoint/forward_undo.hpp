@@ -12,8 +12,8 @@ namespace gradaccum::detail {
 
 std::vector<at::Tensor> copies_of(const std::vector<at::Tensor>& tensors);
 
-/// What forward passes move beside gradients, as it was: random generators, and a model's buffers, as the statistics of
-/// BatchNorm. Of the buffers it holds a copy.
+/// Restores the state that forward passes change besides gradients: random generators, and a model's buffers, such as
+/// BatchNorm's statistics. Holds a copy of the buffers.
 class ForwardUndo {
  public:
   explicit ForwardUndo(const std::vector<at::Tensor>& buffers) : buffers_(buffers), values_(copies_of(buffers)) {}

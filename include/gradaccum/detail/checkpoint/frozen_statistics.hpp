@@ -17,21 +17,21 @@ namespace gradaccum::detail {
 /// Copies of the running statistics of normalisation layers.
 std::vector<at::Tensor> copied_statistics(const std::vector<torch::nn::Module*>& modules);
 
-/// Lets normalisation layers in a module move copies of their running statistics for a scope: a forward pass that is
-/// only repeated must not count twice.
+/// Makes normalisation layers update copies of their running statistics for a scope, so that a repeated forward pass
+/// does not count twice.
 ///
-/// The layers' handles are exchanged rather than the values put back: values are saved for backward, which would take
-/// the writing for a change.
+/// Exchanges the layers' handles rather than restoring values: autograd saves the values, and would take restoring them
+/// for an in-place change.
 class [[nodiscard]] FrozenStatistics {
  public:
-  /// `start`: what the copies begin with (from `copied_statistics`), if not with what there is.
+  /// `start` (from `copied_statistics`) holds the copies' initial values; if empty, they start from the current ones.
   explicit FrozenStatistics(const std::vector<torch::nn::Module*>& modules, const std::vector<at::Tensor>& start = {});
   FrozenStatistics(const FrozenStatistics&) = delete;
   FrozenStatistics& operator=(const FrozenStatistics&) = delete;
   ~FrozenStatistics();
 
  private:
-  FrozenStatistics() = default;  // if the other throws, the destructor runs all the same
+  FrozenStatistics() = default;  // makes the destructor run even if the other constructor throws
 
   std::vector<std::pair<at::Tensor*, at::Tensor>> exchanged_;
 };

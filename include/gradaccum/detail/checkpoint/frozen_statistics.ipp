@@ -52,7 +52,7 @@ GRADACCUM_INLINE FrozenStatistics::FrozenStatistics(const std::vector<torch::nn:
 }
 
 GRADACCUM_INLINE FrozenStatistics::~FrozenStatistics() {
-  while (!exchanged_.empty()) {  // backwards: a layer that is part of the module twice was exchanged twice
+  while (!exchanged_.empty()) {  // in reverse: a layer that is in the module twice was exchanged twice
     auto& [handle, statistics] = exchanged_.back();
     *handle = std::move(statistics);
     exchanged_.pop_back();

@@ -16,12 +16,12 @@ inline std::int64_t storage_bytes(const at::Tensor& tensor) {
   return static_cast<std::int64_t>(tensor.storage().nbytes());
 }
 
-/// The layout of a tensor, its storage's size included, as a tensor without memory.
+/// A meta tensor with the layout and storage size of a tensor.
 at::Tensor layout_of(const at::Tensor& tensor);
 
 bool same_layout(const at::Tensor& a, const at::Tensor& b);
 
-/// Stands for what comes before a stage: the stage's input is no leaf, as between stages.
+/// Stands in for the part before a stage, so that the stage's input is not a leaf, as between stages.
 struct GradientSink : torch::autograd::Function<GradientSink> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input);
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
@@ -30,8 +30,8 @@ struct GradientSink : torch::autograd::Function<GradientSink> {
 
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
-/// Stands for what comes after a stage: its backward makes a gradient of a given layout, which belongs to the backward
-/// pass alone, as the gradients between stages do. `*memory` becomes its memory, without owning it.
+/// Stands in for the part after a stage. Its backward makes a gradient of a given layout that only the backward pass
+/// owns, like the gradients between stages. `*memory` becomes a weak reference to the gradient's storage.
 struct GradientSource : torch::autograd::Function<GradientSource> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& output,
                             const at::Tensor& layout, WeakStorage* memory);

@@ -31,12 +31,12 @@ inline constexpr bool is_optional<std::optional<T>> = true;
 template <class T>
 concept container = std::ranges::forward_range<T> && std::is_lvalue_reference_v<std::ranges::range_reference_t<T>>;
 
-/// Calls `use(at::Tensor&)` for each tensor in a value: a tensor, and optionals, pairs, tuples and containers of such.
-/// What else there is in it stays as it is.
+/// Calls `use(at::Tensor&)` for each tensor in a value, looking into optionals, pairs, tuples and containers. Other
+/// values stay as they are.
 template <class Value, class Use>
 void for_each_tensor(Value& value, Use& use) {
   if constexpr (std::is_const_v<Value>) {
-    // keys of a map
+    // skips a map's keys
   } else if constexpr (std::derived_from<Value, at::Tensor>) {
     use(static_cast<at::Tensor&>(value));
   } else if constexpr (is_optional<Value>) {
@@ -48,7 +48,7 @@ void for_each_tensor(Value& value, Use& use) {
   }
 }
 
-/// A copy that lasts: of what only looks at memory of the caller's, that memory too.
+/// Copies an input for later use. If it only refers to the caller's memory, copies that memory.
 template <class Input>
 std::decay_t<const Input&> lasting_copy(const Input& input) {
   return input;
@@ -64,8 +64,8 @@ std::vector<std::remove_cv_t<T>> lasting_copy(const std::span<T>& input) {
 template <class Input>
 using kept_t = decltype(lasting_copy(std::declval<const std::remove_reference_t<Input>&>()));
 
-/// Tensors are kept as an operation of autograd keeps what it saves: hooks around the checkpoint see them, checkpoints
-/// around it forget them, and a change in place is noticed.
+/// Keeps tensors as an autograd operation keeps those it saves: hooks around the checkpoint see them, outer checkpoints
+/// drop them, and in-place changes are noticed.
 class KeptTensors {
  public:
   KeptTensors();
@@ -73,11 +73,11 @@ class KeptTensors {
   KeptTensors& operator=(const KeptTensors&) = delete;
   ~KeptTensors();
 
-  /// One more; the handle is taken.
+  /// Moves a tensor in, which leaves its handle undefined.
   void keep(at::Tensor& tensor);
   at::Tensor bring_back(std::size_t i) const;
 
-  /// The function, just done, has left its inputs as they were: it could not be repeated otherwise.
+  /// Throws if the function, just run, changed an input in place, since it could not be recomputed.
   void check_unchanged();
 
  private:
@@ -86,7 +86,7 @@ class KeptTensors {
   std::vector<Kept> kept_;
 };
 
-/// The arguments of a call that will be made again.
+/// The arguments of a call, kept so that it can be repeated.
 template <class... Inputs>
 class CheckpointInputs {
   static_assert((std::is_copy_constructible_v<kept_t<Inputs>> && ...),
@@ -99,7 +99,7 @@ class CheckpointInputs {
   }
   KeptTensors& tensors() { return tensors_; }
 
-  /// `function(inputs...)`, with inputs of the same kinds as before.
+  /// Calls `function(inputs...)` with inputs of the original types and value categories.
   template <class Function>
   void call(Function& function) const {
     auto values = values_;

@@ -28,7 +28,7 @@ GRADACCUM_INLINE void KeptTensors::keep(at::Tensor& tensor) { kept_.emplace_back
 
 GRADACCUM_INLINE at::Tensor KeptTensors::bring_back(std::size_t i) const {
   at::Tensor tensor = kept_[i].tensor.unpack();
-  // Another handle: a hook that the function puts on its input has been put there before.
+  // Returns an alias: a hook that the function registers on its input is on the original already.
   if (tensor.requires_grad() && tensor.layout() == at::kStrided) return tensor.alias();
   return tensor;
 }
@@ -36,7 +36,7 @@ GRADACCUM_INLINE at::Tensor KeptTensors::bring_back(std::size_t i) const {
 GRADACCUM_INLINE void KeptTensors::check_unchanged() {
   const auto changed = std::ranges::find_if(kept_, [](auto& kept) { return kept.version.changed(); });
   if (changed == kept_.end()) return;
-  for (auto& kept : kept_) kept.tensor.reset_data();  // now owned by an operation that owns it
+  for (auto& kept : kept_) kept.tensor.reset_data();  // breaks a reference cycle with the changing operation
   TORCH_CHECK(false, "checkpoint: the function must leave its inputs as they are, and changes tensor ",
               changed - kept_.begin(),
               " of them in place, so that running it again would start from something else; let it clone that "

@@ -9,28 +9,29 @@
 
 namespace gradaccum::detail {
 
-/// The most bytes alive at once, and the time.
+/// The peak of bytes alive at once, and the time.
 struct Cost {
   std::int64_t peak = 0;
   double seconds = 0;
 };
 
-/// What something can cost: the more bytes, the fewer seconds. Sorted; each point is faster than all before it.
+/// Possible costs, sorted: each point has more bytes and takes fewer seconds than all before it.
 using ParetoFront = std::vector<Cost>;
 
-/// Faster by more than what the rounding of sums can do.
+/// Returns whether `seconds` is less than `than` by more than rounding errors of sums.
 inline bool is_faster(double seconds, double than) { return seconds < than * (1 - 1e-12); }
 
-/// Points are added in the order of their peaks.
+/// Adds a point if it is faster than the last. Points must come in the order of their peaks.
 void add(ParetoFront& front, const Cost& point);
 
-/// What is cheapest of both.
+/// The Pareto front of the points of both.
 ParetoFront merged(const ParetoFront& one, const ParetoFront& other);
 
-/// The fastest point of each of `shares` equal shares of the bytes; and the first point: what is possible stays so.
+/// Keeps the fastest point in each of `shares` equal ranges of bytes, and the first point, so that the least memory
+/// stays possible.
 ParetoFront thinned(const ParetoFront& front, std::size_t shares);
 
-/// Infinity if so few bytes do not do.
+/// The least seconds possible within `bytes`; infinity if no point fits.
 double fastest_within(std::int64_t bytes, const ParetoFront& front);
 
 }  // namespace gradaccum::detail

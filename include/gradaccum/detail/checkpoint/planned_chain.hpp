@@ -17,12 +17,12 @@
 
 namespace gradaccum::detail {
 
-/// What the bytes of a forward and backward pass depend on.
+/// The properties on which the memory of a forward and backward pass depends.
 class PlanScope {
  public:
   PlanScope(const Stages& stages, const at::Tensor& input, const at::Tensor& context);
 
-  /// What was planned for this does for the other: it is nowhere larger, and alike otherwise.
+  /// Returns whether a plan for this scope fits `other`: no dimension of `other` is larger, and all else is equal.
   bool covers(const PlanScope& other) const;
 
  private:
@@ -33,7 +33,7 @@ class PlanScope {
   std::vector<bool> flags_;
 };
 
-/// Plans of a chain for a budget: one for each kind of input, made when it is first seen.
+/// Plans of a chain for a memory budget: one for each kind of input, made when it is first seen.
 class PlannedChain {
  public:
   PlannedChain(const Stages& stages, std::int64_t budget, const CheckpointOptions& options)
@@ -45,7 +45,7 @@ class PlannedChain {
     CheckpointPlan plan;
   };
 
-  /// `context`: what all stages take beside it; may be undefined.
+  /// `context` is a second input of all stages; it may be undefined.
   std::shared_ptr<const Planned> plan_for(const at::Tensor& input, const at::Tensor& context);
   std::shared_ptr<const Planned> latest() const;
 

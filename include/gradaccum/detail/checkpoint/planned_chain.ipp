@@ -23,7 +23,7 @@
 
 namespace gradaccum::detail {
 
-/// The schedule of merged stages, for people: by module of the chain.
+/// Translates a schedule of merged stages to modules of the chain, for display.
 GRADACCUM_INLINE Schedule by_module(const Schedule& schedule, const Stages& stages) {
   std::vector<std::size_t> first{0};
   for (auto& stage : stages) first.push_back(first.back() + stage.size());
@@ -38,7 +38,8 @@ GRADACCUM_INLINE Schedule by_module(const Schedule& schedule, const Stages& stag
   return modules;
 }
 
-/// Dimensions from the outermost in memory to the innermost. Operations copy what they want in another order.
+/// Dimensions from the outermost in memory to the innermost, then whether the tensor is dense; empty if contiguous.
+/// Operations copy inputs that they need in another order.
 GRADACCUM_INLINE std::vector<std::int64_t> order_in_memory(const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided || tensor.is_contiguous()) return {};
   std::vector<std::int64_t> order(static_cast<std::size_t>(tensor.dim()));
@@ -74,8 +75,8 @@ GRADACCUM_INLINE bool PlanScope::covers(const PlanScope& other) const {
          order_ == other.order_ && device_ == other.device_ && dtypes_ == other.dtypes_ && flags_ == other.flags_;
 }
 
-/// For a scope, tensors are kept for backward as LibTorch keeps them: a checkpoint around what is only measured must
-/// not see it, since the measuring will not be repeated.
+/// Makes operations save tensors as LibTorch does, for a scope. An outer checkpoint must not see tensors of a
+/// measurement, since its recomputation does not repeat the measurement.
 class [[nodiscard]] MeasuringScope final : SavingScope {
  public:
   MeasuringScope() : SavingScope("CheckpointedSequential") {}
@@ -91,7 +92,7 @@ GRADACCUM_INLINE std::shared_ptr<const PlannedChain::Planned> PlannedChain::plan
   const auto known = std::ranges::find_if(plans_, [&](auto& plan) { return plan->scope.covers(scope); });
   if (known != plans_.end()) return latest_ = *known;
   latest_ = make(std::move(scope), input, context);
-  plans_.push_back(latest_);  // behind the others: an input that has a plan keeps it, for when it runs again
+  plans_.push_back(latest_);  // last: an input that has a plan keeps it when it is recomputed
   return latest_;
 }
 
@@ -100,7 +101,7 @@ GRADACCUM_INLINE std::shared_ptr<const PlannedChain::Planned> PlannedChain::late
   return latest_;
 }
 
-/// Leaves no trace in random generators, running statistics, gradients, and what hooks around it see.
+/// Leaves random generators, running statistics and gradients unchanged, and is invisible to outer hooks.
 GRADACCUM_INLINE std::shared_ptr<const PlannedChain::Planned> PlannedChain::make(PlanScope scope,
                                                                                  const at::Tensor& input,
                                                                                  const at::Tensor& context) const {

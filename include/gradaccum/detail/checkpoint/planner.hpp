@@ -10,32 +10,33 @@
 
 namespace gradaccum::detail {
 
-/// A dynamic programme over the parts of a chain: what the stages first..last can cost, from what fewer stages can.
+/// Plans by dynamic programming over the parts of a chain: the possible costs of stages first..last follow from those
+/// of shorter parts.
 ///
-/// The list of a part begins with its first stage, kept, or with a segment that is checkpointed. Then comes a list for
-/// the rest, which has fewer bytes; and then, when the rest is done, the segment's own, which has all of them again.
+/// The list of a part begins with its first stage, kept, or with a checkpointed segment. A list for the rest follows,
+/// with fewer bytes. When the rest is done, the segment is recomputed by a list of its own, with all bytes again.
 ///
-/// This is rotor (Beaumont et al., "Optimal checkpointing for heterogeneous chains") with several ways to keep a stage,
-/// and with Pareto fronts of exact bytes in place of a table of rounded ones. Long chains have long fronts: these are
-/// thinned, which may miss a slightly faster schedule, but neither the budget nor the least memory.
+/// Implements rotor (Beaumont et al., "Optimal checkpointing for heterogeneous chains") with several ways to keep a
+/// stage, and with Pareto fronts of exact bytes instead of a table of rounded ones. Long fronts are thinned, which may
+/// miss a slightly faster schedule, but neither the budget nor the least memory.
 class CheckpointPlanner {
  public:
-  /// Of schedules within `budget` bytes. The front of a part has about `points` points. That of the chain from some
-  /// stage to its end has more: these are few, and most of the bytes are shared out there.
+  /// Plans schedules within `budget` bytes. The front of a part has about `points` points. Fronts of parts that end
+  /// with the chain have more: they are few, and most of the bytes are divided there.
   CheckpointPlanner(const StageCosts& stages, std::int64_t budget, std::size_t points);
 
-  /// What the whole chain can cost; empty if no schedule is within the budget.
+  /// Possible costs of the whole chain; empty if no schedule fits the budget.
   const ParetoFront& front() const { return fronts_[stages_.size() - 1]; }
 
-  /// The fastest list for the stages first..last within so many bytes, which must be enough.
+  /// The fastest list for the stages first..last within `bytes`, which must suffice.
   Schedule schedule(std::size_t first, std::size_t last, std::int64_t bytes) const;
 
  private:
-  /// How a list can begin: with its first stage, kept in some way, or with a segment.
+  /// A possible beginning of a list: its first stage, kept in some way, or a segment.
   struct Beginning {
     ItemCost step;
     std::size_t way, next;       // next: the first stage of the rest
-    const ParetoFront* rest;     // needs its bytes beside step.held
+    const ParetoFront* rest;     // its bytes come on top of step.held
     const ParetoFront* segment;  // recomputed after the rest
   };
 
@@ -52,14 +53,14 @@ class CheckpointPlanner {
   const ParetoFront nothing_ = ParetoFront(1);  // no stages: no bytes, no time
 };
 
-/// The fewest bytes that a schedule can do with.
+/// The fewest bytes for which there is a schedule.
 std::int64_t least_memory(const StageCosts& stages);
 
-/// Plain training.
+/// The schedule of plain training.
 Schedule keep_everything(const StageCosts& stages);
 
-/// The fastest schedule within `budget` bytes, at least `least_memory(stages)`; plain training if it is. O(n³) for n
-/// stages: 10 ms for 24, 0.2 s for 100.
+/// The fastest schedule within `budget` bytes; plain training if it fits. Throws std::invalid_argument if `budget` is
+/// less than `least_memory(stages)`. Takes O(n³) time for n stages: 10 ms for 24, 0.2 s for 100.
 Schedule fastest_schedule(const StageCosts& stages, std::int64_t budget);
 
 }  // namespace gradaccum::detail

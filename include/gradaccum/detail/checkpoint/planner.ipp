@@ -50,8 +50,7 @@ GRADACCUM_INLINE std::vector<CheckpointPlanner::Beginning> CheckpointPlanner::be
   return all;
 }
 
-/// Adds what lists that begin so can cost. With more and more bytes, now their rest becomes faster, now their
-/// segment.
+/// Adds the possible costs of lists with this beginning. As bytes grow, now the rest becomes faster, now the segment.
 GRADACCUM_INLINE void CheckpointPlanner::extend(ParetoFront& best, const Beginning& beginning) const {
   const auto& step = beginning.step;
   ParetoFront points;

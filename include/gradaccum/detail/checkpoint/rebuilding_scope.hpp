@@ -11,8 +11,8 @@ namespace gradaccum::detail {
 
 class LayerNormEpsilons;
 
-/// For a scope, results of cheap operations that other operations save are made anew in backward. All else is kept as
-/// it is kept around the scope.
+/// Recomputes results of cheap operations in backward, where other operations would save them. Other tensors are kept
+/// as they are outside the scope.
 class [[nodiscard]] RebuildingScope final : SavingScope {
  public:
   RebuildingScope();

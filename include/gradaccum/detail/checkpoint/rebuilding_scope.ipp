@@ -33,8 +33,8 @@
 
 namespace gradaccum::detail {
 
-/// Notes the epsilon of each LayerNorm that runs on this thread, by the number of its node: the node has all that it
-/// takes to run it again, but for that.
+/// Records the epsilon of each LayerNorm that runs on this thread, by its node's sequence number. The node has all else
+/// that is needed to rerun it.
 class LayerNormEpsilons {
  public:
   LayerNormEpsilons()
@@ -75,18 +75,18 @@ class LayerNormEpsilons {
   at::CallbackHandle handle_;
 };
 
-/// Made anew from what its own operation keeps for backward: the result of a cheap operation, needed by another one.
+/// The result of a cheap operation, saved by another one, that is recomputed from the tensors its own operation saves.
 ///
-/// GELU keeps its input, and the product of matrices behind it keeps GELU's result: half of that memory for one more
-/// GELU. So does LayerNorm.
+/// GELU saves its input, and the matrix product after it saves GELU's result: recomputing GELU halves that memory.
+/// Recomputing LayerNorm does, too.
 class CheapResult {
  public:
-  /// Nothing unless the tensor is such a result, of an operation at or after the one with this sequence number.
+  /// Returns nothing unless the tensor is such a result, of an operation with sequence number `from` or later.
   static std::optional<CheapResult> of(const at::Tensor& tensor, std::uint64_t from) {
     if (tensor.layout() != at::kStrided || !tensor.grad_fn()) return {};
     const at::Tensor source = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
     const bool same_numbers = tensor.scalar_type() == source.scalar_type() && !tensor.is_conj() && !tensor.is_neg();
-    if (!same_numbers || source._version() > 0) return {};  // it may have changed where no operation tells
+    if (!same_numbers || source._version() > 0) return {};  // it may have changed in place without a trace in the graph
     CheapResult result(source, tensor);
     if (!result.operation_ || result.operation_->sequence_nr() < from) return {};
     result.epsilon_ = LayerNormEpsilons::of(result.operation_->sequence_nr());
@@ -94,7 +94,7 @@ class CheapResult {
     return result;
   }
 
-  /// This thread asks for what an operation keeps, before that operation does.
+  /// Returns whether this thread unpacks an operation's saved tensors ahead of that operation's backward.
   static bool remaking() { return depth() > 0; }
 
   at::Tensor tensor() const {
@@ -107,8 +107,7 @@ class CheapResult {
   }
 
  private:
-  using Node =
-      std::remove_cvref_t<decltype(std::declval<at::Tensor>().grad_fn())>;  // shared_ptr, of late intrusive_ptr
+  using Node = std::remove_cvref_t<decltype(std::declval<at::Tensor>().grad_fn())>;  // shared_ptr or intrusive_ptr
 
   CheapResult(const at::Tensor& source, const at::Tensor& tensor)
       : operation_(source.grad_fn()),
@@ -131,7 +130,8 @@ class CheapResult {
     return dynamic_cast<const Operation*>(operation_.get());
   }
 
-  /// `for_real` = false: only whether it is possible.
+  /// Recomputes the result; returns nothing if that is impossible. With `for_real` = false, only checks whether it is
+  /// possible, and returns an undefined tensor if so.
   std::optional<at::Tensor> remake(bool for_real) const {
     using namespace torch::autograd::generated;
     const auto made = [for_real](auto&& make) { return for_real ? make() : at::Tensor(); };
@@ -155,7 +155,7 @@ class CheapResult {
   Node operation_;
   at::DimVector source_strides_, sizes_, strides_;
   std::int64_t offset_;
-  std::optional<double> epsilon_;  // of a LayerNorm
+  std::optional<double> epsilon_;  // only for LayerNorm
 };
 
 class RebuildingScope::Hooks final : public torch::autograd::SavedVariableHooks {
@@ -178,7 +178,8 @@ class RebuildingScope::Hooks final : public torch::autograd::SavedVariableHooks 
   }
 
  private:
-  /// A checkpoint around makes a tensor once for each backward: it is kept until its own operation asks.
+  /// Unpacks by the outer scope's hooks. An outer checkpoint recomputes a tensor once per backward, so the tensor is
+  /// kept until its own operation unpacks it.
   at::Tensor unpack_around() {
     const std::lock_guard lock(mutex_);
     if (!kept_.defined()) kept_ = around_->call_unpack_hook();

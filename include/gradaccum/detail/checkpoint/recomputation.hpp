@@ -14,20 +14,20 @@
 
 namespace gradaccum::detail {
 
-/// What is kept of a tensor that the forward pass saved and forgot: enough to know it again.
+/// The properties of a saved and dropped tensor by which its recomputation is verified.
 struct SavedSlot {
   SavedSlot(const at::Tensor& tensor, const CheckpointOptions& options);
 
-  /// What tells the recomputed tensor from the one that was saved; empty if it is the same.
+  /// Describes how the recomputed tensor differs from the saved one; empty if they match.
   std::string difference(const SavedSlot& again, bool compare_places) const;
 
   TensorTraits traits;
-  std::uint64_t place;    // in the stream of random numbers
-  std::uint64_t content;  // 0: not asked for
-  bool needed = true;     // the operation that saved it may still ask for it
+  std::uint64_t place;    // position in the stream of random numbers
+  std::uint64_t content;  // 0 unless requested
+  bool needed = true;     // the operation that saved it may still unpack it
 };
 
-/// Runs a part of the forward pass once more, and catches the tensors that it saves.
+/// Reruns a part of the forward pass, and captures the tensors that it saves.
 class Recomputation {
  public:
   struct Rules {
@@ -39,15 +39,15 @@ class Recomputation {
 
   void run(const std::function<void()>& part);
 
-  /// All that was wanted. Throws if the part did not do what it did in the forward pass; `run` tries it once more, to
-  /// tell where.
+  /// Returns the wanted tensors. Throws if the part did not repeat its forward pass; `run` then reruns it, to name the
+  /// operation that differs.
   std::vector<at::Tensor> tensors(const std::function<void(Recomputation&)>& run);
 
-  /// This thread is recomputing.
+  /// Returns whether this thread is recomputing.
   static bool active() { return depth() > 0; }
 
  private:
-  struct Stop {};  // no std::exception, which a user's code may catch
+  struct Stop {};  // not a std::exception, which user code may catch
   class Hooks;
   class Scope;
 

@@ -33,7 +33,7 @@ GRADACCUM_INLINE std::string SavedSlot::difference(const SavedSlot& again, bool 
   return "";
 }
 
-/// Notes for a scope which operation of LibTorch's ran last on this thread.
+/// Records the name of LibTorch's operation that ran last on this thread.
 class [[nodiscard]] OperationNames {
  public:
   OperationNames()
@@ -62,7 +62,7 @@ class Recomputation::Hooks final : public torch::autograd::SavedVariableHooks {
  public:
   explicit Hooks(Recomputation& recomputation) : recomputation_(recomputation) {}
   void call_pack_hook(const at::Tensor& tensor) override {
-    tensor_ = tensor.tensor_data();  // for gradients that the part takes itself
+    tensor_ = tensor.tensor_data();  // for gradients that the part computes itself
     recomputation_.add(tensor_);
   }
   at::Tensor call_unpack_hook() override { return tensor_; }
@@ -111,7 +111,7 @@ GRADACCUM_INLINE std::vector<at::Tensor> Recomputation::tensors(const std::funct
 
 GRADACCUM_INLINE void Recomputation::add(const at::Tensor& tensor) {
   if (!done_) look_at(tensor);
-  // Not within a backward pass of the part's own: LibTorch's engine would not survive it.
+  // Does not throw within a backward pass that the part itself runs: LibTorch's engine would not survive it.
   if (done_ && torch::autograd::get_current_graph_task_id() == pass_) throw Stop();
 }
 
@@ -128,7 +128,7 @@ GRADACCUM_INLINE void Recomputation::look_at(const at::Tensor& tensor) {
   done_ = --missing_ == 0 && rules_.options.early_stop;
 }
 
-/// "at aten::mul: " for the operation that saves its last tensor as number `count`.
+/// Names the operation that saves tensor number `count`, counted from 1, as "at aten::mul: ".
 GRADACCUM_INLINE std::string Recomputation::operation_at(std::size_t count,
                                                          const std::function<void(Recomputation&)>& run) const {
   const OperationNames names;
@@ -136,7 +136,7 @@ GRADACCUM_INLINE std::string Recomputation::operation_at(std::size_t count,
   again.stop_at_ = count - 1;
   try {
     run(again);
-  } catch (...) {  // the name of the operation that ran last will do
+  } catch (...) {  // the name of the last operation is enough
   }
   return names.last().empty() ? "" : "at " + names.last() + ": ";
 }

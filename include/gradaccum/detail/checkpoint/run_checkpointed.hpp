@@ -22,8 +22,8 @@ namespace gradaccum::detail {
 template <class Function>
 concept not_options = !std::same_as<std::remove_cvref_t<Function>, CheckpointOptions>;
 
-/// What calls a function once more, later: a copy of it; of a module, another owner, or where there is none a
-/// reference.
+/// Returns a callable for the recomputation: a copy of a function, an owner of a module, or a reference to a module
+/// that has no owner.
 template <class Function>
 auto callable(Function& function) {
   if constexpr (plain_module<Function>) {
@@ -40,13 +40,13 @@ auto callable(Function& function) {
   }
 }
 
-/// The modules whose running statistics must not move when it is called again.
+/// The modules whose running statistics must not change when the function is recomputed.
 template <class Function>
 std::vector<torch::nn::Module*> modules_of(Function& function) {
   if constexpr (plain_module<Function>) {
     return {const_cast<torch::nn::Module*>(static_cast<const torch::nn::Module*>(&function))};
   } else if constexpr (model<Function>) {
-    auto owner = function;  // not const
+    auto owner = function;  // a copy that is not const
     return {&module_of(owner)};
   } else if constexpr (requires {
                          { function.modules() } -> std::same_as<std::vector<torch::nn::Module*>>;
@@ -57,12 +57,12 @@ std::vector<torch::nn::Module*> modules_of(Function& function) {
   }
 }
 
-/// Runs the forward pass of a part with a frame in place of what its operations save for backward. `inputs`: its own;
-/// `again`: runs it once more; `modules`: whose running statistics stay where they are then.
+/// Runs a part's forward pass with a frame in place of the tensors that its operations save. `inputs` are those of the
+/// part. `again` reruns it, which leaves the running statistics of `modules` unchanged.
 void run_in_frame(const CheckpointOptions& options, const std::vector<torch::nn::Module*>& modules, KeptTensors& inputs,
                   std::function<void()> again, c10::function_ref<void()> forward);
 
-/// `function(inputs...)`, in a frame.
+/// Calls `function(inputs...)` in a frame; without one if gradients are disabled.
 template <class Function, class... Inputs>
 auto run_checkpointed(const CheckpointOptions& options, Function&& function, Inputs&&... inputs) {
   static_assert(
@@ -74,7 +74,7 @@ auto run_checkpointed(const CheckpointOptions& options, Function&& function, Inp
 
   const auto kept = std::make_shared<CheckpointInputs<Inputs...>>(inputs...);
   const auto again = [kept, call] {
-    auto as_it_was = call;  // it may count its calls
+    auto as_it_was = call;  // a copy, since a call may change the function's state
     kept->call(as_it_was);
   };
   const auto run = [&](c10::function_ref<void()> forward) {

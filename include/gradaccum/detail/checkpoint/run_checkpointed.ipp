@@ -21,30 +21,30 @@
 
 namespace gradaccum::detail {
 
-/// What is left of a checkpointed part of the forward pass: how to run it once more, and what the tensors that it saved
-/// looked like. The operations of the graph own it together; it goes with the last of them.
+/// A checkpointed part of the forward pass: the function that reruns it, and the properties of the tensors that it
+/// saved. The operations of the autograd graph share ownership of it.
 class CheckpointFrame {
  public:
   CheckpointFrame(const CheckpointOptions& options, std::vector<torch::nn::Module*> modules,
                   std::function<void()> again)
       : rules_{options}, modules_(std::move(modules)), again_(std::move(again)), state_(options.preserve_rng) {
-    if (options.check_content) statistics_ = copied_statistics(modules_);  // operations save them
+    if (options.check_content) statistics_ = copied_statistics(modules_);  // saved by operations, so compared
   }
 
-  /// The forward pass is over.
+  /// Ends the forward pass.
   void complete() {
     rules_.compare_places = state_.finish();
     complete_ = true;
   }
 
-  /// Forgets a tensor that an operation saved, and keeps what it looks like.
+  /// Records the properties of a tensor that an operation saves, and drops the tensor. Returns its slot.
   std::size_t add(const at::Tensor& tensor) {
     const std::lock_guard lock(mutex_);
     slots_.emplace_back(tensor, rules_.options);
     return slots_.size() - 1;
   }
 
-  /// The tensor once more. The first that a backward pass asks for brings back all.
+  /// Returns the tensor of a slot. The first call of a backward pass recomputes all tensors that are still needed.
   at::Tensor take(std::size_t slot) {
     const std::lock_guard lock(mutex_);
     const int pass = torch::autograd::get_current_graph_task_id();
@@ -57,7 +57,7 @@ class CheckpointFrame {
     return std::move(recompute(only)[slot]);
   }
 
-  /// The operation that saved it is done, or gone.
+  /// Releases a slot whose operation is done or destroyed.
   void drop(std::size_t slot) {
     const std::lock_guard lock(mutex_);
     slots_[slot].needed = false;
@@ -79,7 +79,7 @@ class CheckpointFrame {
     std::vector<bool> needed;
     for (auto& slot : slots_) needed.push_back(slot.needed);
     auto tensors = std::make_shared<Tensors>(recompute(needed));
-    // A callback belongs to the pass, and goes with it, if that fails too: with what was not asked for.
+    // The callback owns the tensors, and is destroyed with the pass even if that fails: tensors never taken are freed.
     torch::autograd::Engine::get_default_engine().queue_callback([tensors] {});
     std::erase_if(passes_, [](auto& each) { return each.tensors.expired(); });
     passes_.push_back({pass, tensors});
@@ -93,7 +93,7 @@ class CheckpointFrame {
       recomputation.run(again_);
     };
     auto rules = rules_;
-    rules.options.early_stop |= !complete_;  // inside the function, which asks for gradients of its own
+    rules.options.early_stop |= !complete_;  // inside the function, which computes gradients itself
     Recomputation recomputation(slots_, wanted, rules);
     run(recomputation);
     return recomputation.tensors(run);
@@ -110,7 +110,7 @@ class CheckpointFrame {
   std::vector<Pass> passes_;
 };
 
-/// Around the forward pass of a checkpointed part.
+/// Replaces the tensors that operations save by slots of a frame, for a scope.
 class [[nodiscard]] CheckpointScope final : SavingScope {
  public:
   explicit CheckpointScope(std::shared_ptr<CheckpointFrame> frame)

@@ -9,20 +9,20 @@
 
 namespace gradaccum::detail {
 
-/// While it lives, decides how tensors that this thread's operations save for backward are kept. Scopes nest: the
-/// innermost decides alone.
+/// Decides, while it lives, how tensors that this thread's operations save for backward are kept. Scopes nest; only the
+/// innermost decides.
 class SavingScope {
  public:
   SavingScope(const SavingScope&) = delete;
   SavingScope& operator=(const SavingScope&) = delete;
 
-  /// The hooks of one more tensor; nullptr: LibTorch keeps it as it is.
+  /// Returns the hooks for one saved tensor. If nullptr, LibTorch keeps the tensor as it is.
   virtual std::unique_ptr<torch::autograd::SavedVariableHooks> hooks() = 0;
 
   static SavingScope* innermost() { return top(); }
 
  protected:
-  /// `owner`: whose name an error bears.
+  /// `owner` is the name that begins error messages.
   explicit SavingScope(const char* owner);
   GRADACCUM_INLINE virtual ~SavingScope();
   SavingScope* outer() const { return outer_; }

@@ -10,14 +10,14 @@
 
 namespace gradaccum::detail {
 
-/// LibTorch's engine of autograd, which asks the scopes. An operation asks the engine for each tensor that it saves;
-/// the plain engine has no answer, Python's has Python's hooks.
+/// An autograd engine that takes saved-tensor hooks from the scopes. An operation requests hooks from the engine for
+/// each tensor that it saves. LibTorch's base engine returns none; Python's engine returns Python's hooks.
 ///
-/// Backward is run by the plain engine: LibTorch starts the devices' threads once a process, for whichever engine
-/// meets a device first.
+/// Runs backward on the base engine, since LibTorch starts device threads once per process, for the engine that first
+/// uses a device.
 class C10_EXPORT HookEngine final : public torch::autograd::Engine {
  public:
-  ~HookEngine() override { stop(); }  // the base class wants its threads to be gone before
+  ~HookEngine() override { stop(); }  // the base class requires that its threads have ended
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
     auto* const scope = SavingScope::innermost();
@@ -53,7 +53,7 @@ GRADACCUM_INLINE SavingScope::SavingScope(const char* owner) : outer_(top()) {
 }
 
 GRADACCUM_INLINE SavingScope::~SavingScope() {
-  for (auto* scope = &top(); *scope; scope = &(*scope)->outer_)  // as a rule the first
+  for (auto* scope = &top(); *scope; scope = &(*scope)->outer_)  // usually the first
     if (*scope == this) {
       *scope = outer_;
       break;

@@ -9,18 +9,18 @@
 
 namespace gradaccum::detail {
 
-/// What a stage costs, and what its neighbours have to know of it.
+/// The cost of a stage, and the data that measuring its neighbours needs.
 struct StageProfile {
   StageCost cost;
   at::Tensor output;                 ///< the next stage's input
-  at::Tensor gradient_layout;        ///< of the output's gradient
-  at::Tensor input_gradient_layout;  ///< undefined where the input has no gradient
+  at::Tensor gradient_layout;        ///< layout of the output's gradient
+  at::Tensor input_gradient_layout;  ///< layout of the input's gradient; undefined if it has none
 };
 
-/// Runs a stage forward and backward, by itself, to measure what it costs. Its input does not count, nor do gradients
-/// of parameters, nor the output of a chain's last stage.
+/// Measures the cost of a stage by running it alone, forward and backward. Excludes its input, gradients of parameters,
+/// and the output of a chain's last stage.
 ///
-/// `gradient_layout`: of the output's gradient; undefined: as the output's own.
+/// `gradient_layout` is the layout of the output's gradient; if undefined, that of the output.
 StageProfile profile_of(Stage& stage, const at::Tensor& input, const at::Tensor& gradient_layout, bool last,
                         const CheckpointOptions& options);
 

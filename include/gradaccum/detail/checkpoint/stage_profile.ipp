@@ -27,7 +27,7 @@
 
 namespace gradaccum::detail {
 
-/// Seconds since it was made; waits for the device.
+/// Measures the seconds since its construction. Synchronises the device.
 class StopWatch {
  public:
   explicit StopWatch(c10::Device device) : device_(device) { wait(); }
@@ -45,7 +45,7 @@ class StopWatch {
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
 };
 
-/// Takes the hooks of leaves away for a scope: gradients that are only measured are none of their business.
+/// Removes the hooks of leaves for a scope, so that they do not see gradients that are only measured.
 class [[nodiscard]] HooksAway {
  public:
   explicit HooksAway(std::vector<at::Tensor> leaves) : leaves_(std::move(leaves)), hooks_(leaves_.size()) {
@@ -54,7 +54,7 @@ class [[nodiscard]] HooksAway {
   HooksAway(const HooksAway&) = delete;
   HooksAway& operator=(const HooksAway&) = delete;
   ~HooksAway() {
-    for (auto i = leaves_.size(); i-- > 0;) exchange(i);  // backwards: one may be there twice
+    for (auto i = leaves_.size(); i-- > 0;) exchange(i);  // in reverse: a leaf may be listed twice
   }
 
  private:
@@ -69,7 +69,7 @@ class StageMeasurement {
   StageMeasurement(Stage& stage, const at::Tensor& input, at::Tensor gradient_layout, bool last,
                    const CheckpointOptions& options)
       : stage_(stage), input_(input), gradient_layout_(std::move(gradient_layout)), last_(last), options_(options) {
-    options_.check_content = false;  // each run moves statistics, which operations save
+    options_.check_content = false;  // each run changes statistics that operations save
     if (input.requires_grad()) sources_.push_back(input.detach().requires_grad_());
     for (auto* module : stage.modules())
       for (auto& parameter : module->parameters())
@@ -85,21 +85,21 @@ class StageMeasurement {
 
  private:
   static constexpr int fewest_runs = 3,
-                       most_runs = 10;  // the first warms up; those of small stages are short and noisy
+                       most_runs = 10;  // the first warms up; runs of small stages are short and noisy
   static constexpr double enough_seconds = 0.05;
 
   StageCost measure() {
     StageCost cost;
     const StopWatch watch(input_.device());
     for (int run = 0; run < fewest_runs || (run < most_runs && watch.seconds() < enough_seconds); ++run) {
-      if (run < 2) cost = {.ways = std::vector<StageCost::Way>(2)};  // the first run warms up: what it takes may stay
+      if (run < 2) cost = {.ways = std::vector<StageCost::Way>(2)};  // drops the warm-up, whose allocations may stay
       for (std::size_t way = 0; way < cost.ways.size(); ++way) {
         measure_dropped(cost, way);
         measure_kept(cost.ways[way], way);
       }
     }
     if (cost.ways[1].held >= cost.ways[0].held) cost.ways.pop_back();
-    for (auto& way : cost.ways)  // it is a part of the same, but for noise
+    for (auto& way : cost.ways)  // takes no longer than all of forward, but for noise
       way.again_seconds = std::min(way.again_seconds, cost.forward_seconds);
     return cost;
   }
@@ -109,7 +109,7 @@ class StageMeasurement {
   void measure_kept(StageCost::Way& way, std::size_t number) {
     AllocationScope log;
     at::Tensor output = [&] {
-      const FrozenStatistics frozen(stage_.modules());  // as when it runs again: operations keep the copies
+      const FrozenStatistics frozen(stage_.modules());  // as in a recomputation, where operations save the copies
       return stage_.forward(number, input());
     }();
     if (last_) log->leave_out(output);
@@ -142,7 +142,7 @@ class StageMeasurement {
     more(cost.output_gradient, std::max(storage_bytes(gradient_layout_), log->between(0, again.begin).live));
   }
 
-  /// When the function ran for the second time.
+  /// The beginning and the duration of the function's second run.
   struct Again {
     const AllocationLog& log;
     StopWatch watch;
@@ -166,10 +166,10 @@ class StageMeasurement {
     if (!gradient_layout_.defined()) gradient_layout_ = layout_of(at::empty_like(output, at::kMeta));
     output_requires_grad_ = output.requires_grad();
     if (!output_requires_grad_) return {};
-    WeakStorage output_gradient = output.storage().getWeakStorageImpl();  // until there is one
+    WeakStorage output_gradient = output.storage().getWeakStorageImpl();  // a stand-in until backward makes it
     const auto source = GradientSource::apply(output, gradient_layout_, &output_gradient);
     log.leave_out(source);
-    output.reset();  // from here on only the operations that need it have it
+    output.reset();  // from here on only operations that need it own it
     const auto begin = log.now();
     const StopWatch watch(input_.device());
     const auto gradients = [&] {
@@ -182,7 +182,7 @@ class StageMeasurement {
     return {log.between(begin, log.now()), seconds};
   }
 
-  /// A gradient of a parameter may also be the memory of one that passes through.
+  /// Excludes gradients of parameters, except those that share the memory of a gradient passed through the stage.
   void leave_out_parameters(AllocationLog& log, const std::vector<at::Tensor>& gradients,
                             const WeakStorage& output_gradient) {
     const c10::StorageImpl* input_gradient = nullptr;

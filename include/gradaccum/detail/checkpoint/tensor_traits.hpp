@@ -14,7 +14,7 @@
 
 namespace gradaccum::detail {
 
-/// What a tensor must have in common with one that takes its place.
+/// The properties that a tensor must share with one that takes its place.
 class TensorTraits {
  public:
   TensorTraits() = default;
@@ -28,9 +28,9 @@ class TensorTraits {
   at::Device device_ = at::kCPU;
 };
 
-/// Tells whether a tensor was changed in place since, without keeping its memory.
+/// Detects whether a tensor was changed in place since construction, without keeping its memory.
 ///
-/// LibTorch makes this check for the tensors that it keeps itself, and leaves it out for those that hooks keep.
+/// LibTorch checks this for tensors that it saves itself, but not for those that hooks save.
 class TensorVersion {
  public:
   TensorVersion() = default;
@@ -42,10 +42,10 @@ class TensorVersion {
   std::uint32_t version_ = 0;
 };
 
-/// A number that differs between tensors whose bytes differ (but for one chance in 2^64). Waits for the device.
+/// A hash of a tensor's bytes: different bytes collide with a chance of 2^-64. Synchronises the device.
 ///
-/// 0 for what cannot be compared: sparse tensors, and those of plain bytes, which as a rule are the workspace of a
-/// library and hold whatever was there before.
+/// Returns 0 for tensors that cannot be compared: sparse ones, and uint8 ones, which are usually a library's workspace
+/// and hold arbitrary old bytes.
 std::uint64_t content_hash(const at::Tensor& tensor);
 
 }  // namespace gradaccum::detail

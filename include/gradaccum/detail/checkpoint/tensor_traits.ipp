@@ -14,7 +14,7 @@ namespace gradaccum::detail {
 
 GRADACCUM_INLINE TensorTraits::TensorTraits(const at::Tensor& tensor)
     : dtype_(tensor.scalar_type()), device_(tensor.device()) {
-  if (tensor.layout() == at::kStrided) shape_ = tensor.sizes();  // others may have no sizes that are plain numbers
+  if (tensor.layout() == at::kStrided) shape_ = tensor.sizes();  // other layouts may lack plain integer sizes
 }
 
 GRADACCUM_INLINE std::ostream& operator<<(std::ostream& out, const TensorTraits& traits) {
@@ -35,7 +35,7 @@ GRADACCUM_INLINE std::uint64_t content_hash(const at::Tensor& tensor) {
   for (std::size_t i = 0; i < bytes.nbytes(); i += 8) {
     std::uint64_t word = 0;
     std::memcpy(&word, data + i, std::min<std::size_t>(8, bytes.nbytes() - i));
-    hash = (hash ^ word) * 0xff51afd7ed558ccd;  // odd, so that no word is lost
+    hash = (hash ^ word) * 0xff51afd7ed558ccd;  // odd, so that no bits are lost
     hash ^= hash >> 33;
   }
   return hash;
