@@ -19,8 +19,7 @@ namespace gradaccum::detail {
 
 /// The state of the default random generators of the CPU and of all CUDA devices in use.
 ///
-/// Copies the CPU's state field by field: `Generator::get_state` would allocate a tensor, which would count as the
-/// model's memory.
+/// Copies the CPU's state field by field: a tensor from `Generator::get_state` would count as the model's memory.
 class RandomState {
  public:
   RandomState();

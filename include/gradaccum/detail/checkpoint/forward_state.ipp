@@ -26,8 +26,7 @@ void with_cpu_generator(auto&& use) {
   use(static_cast<at::CPUGeneratorImpl&>(*generator.unsafeGetGeneratorImpl()));
 }
 
-/// Calls `use(device, generator)` for each CUDA device in use. Requesting another device's generator would initialise
-/// that device.
+/// Calls `use` for each CUDA device in use: requesting the generator of another would initialise that device.
 void for_each_cuda_generator(auto&& use) {
   if (!at::globalContext().hasCUDA()) return;
   auto& cuda = at::detail::getCUDAHooks();

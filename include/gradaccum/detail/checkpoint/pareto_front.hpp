@@ -27,8 +27,7 @@ void add(ParetoFront& front, const Cost& point);
 /// The Pareto front of the points of both.
 ParetoFront merged(const ParetoFront& one, const ParetoFront& other);
 
-/// Keeps the fastest point in each of `shares` equal ranges of bytes, and the first point, so that the least memory
-/// stays possible.
+/// Keeps the fastest point in each of `shares` equal ranges of bytes, and the first, which needs the least memory.
 ParetoFront thinned(const ParetoFront& front, std::size_t shares);
 
 /// The least seconds possible within `bytes`; infinity if no point fits.

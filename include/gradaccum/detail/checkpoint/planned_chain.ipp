@@ -38,8 +38,7 @@ GRADACCUM_INLINE Schedule by_module(const Schedule& schedule, const Stages& stag
   return modules;
 }
 
-/// Dimensions from the outermost in memory to the innermost, then whether the tensor is dense; empty if contiguous.
-/// Operations copy inputs that they need in another order.
+/// Dimensions from the outermost in memory to the innermost. Operations copy inputs that they need in another order.
 GRADACCUM_INLINE std::vector<std::int64_t> order_in_memory(const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided || tensor.is_contiguous()) return {};
   std::vector<std::int64_t> order(static_cast<std::size_t>(tensor.dim()));

@@ -10,8 +10,7 @@
 
 namespace gradaccum::detail {
 
-/// Plans by dynamic programming over the parts of a chain: the possible costs of stages first..last follow from those
-/// of shorter parts.
+/// Plans by dynamic programming: the possible costs of stages first..last follow from those of fewer stages.
 ///
 /// The list of a part begins with its first stage, kept, or with a checkpointed segment. A list for the rest follows,
 /// with fewer bytes. When the rest is done, the segment is recomputed by a list of its own, with all bytes again.

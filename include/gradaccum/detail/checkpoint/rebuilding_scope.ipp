@@ -130,8 +130,7 @@ class CheapResult {
     return dynamic_cast<const Operation*>(operation_.get());
   }
 
-  /// Recomputes the result; returns nothing if that is impossible. With `for_real` = false, only checks whether it is
-  /// possible, and returns an undefined tensor if so.
+  /// Recomputes the result, or only checks whether it can (`for_real` = false). Returns nothing if it cannot.
   std::optional<at::Tensor> remake(bool for_real) const {
     using namespace torch::autograd::generated;
     const auto made = [for_real](auto&& make) { return for_real ? make() : at::Tensor(); };
@@ -178,8 +177,7 @@ class RebuildingScope::Hooks final : public torch::autograd::SavedVariableHooks 
   }
 
  private:
-  /// Unpacks by the outer scope's hooks. An outer checkpoint recomputes a tensor once per backward, so the tensor is
-  /// kept until its own operation unpacks it.
+  /// Unpacks by the outer scope. An outer checkpoint recomputes a tensor once per backward, so it is kept until needed.
   at::Tensor unpack_around() {
     const std::lock_guard lock(mutex_);
     if (!kept_.defined()) kept_ = around_->call_unpack_hook();

@@ -10,8 +10,7 @@
 
 namespace gradaccum::detail {
 
-/// The measured cost of a stage of a chain, in bytes and seconds. Excludes the stage's input, which counts where it is
-/// kept.
+/// The measured cost of a stage of a chain, in bytes and seconds. The stage's input counts where it is kept.
 struct StageCost {
   /// One way to keep the tensors that backward needs.
   struct Way {

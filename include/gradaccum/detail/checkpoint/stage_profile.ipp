@@ -27,7 +27,7 @@
 
 namespace gradaccum::detail {
 
-/// Measures the seconds since its construction. Synchronises the device.
+/// Measures the seconds since its construction. Waits for the device.
 class StopWatch {
  public:
   explicit StopWatch(c10::Device device) : device_(device) { wait(); }

@@ -42,7 +42,7 @@ class TensorVersion {
   std::uint32_t version_ = 0;
 };
 
-/// A hash of a tensor's bytes: different bytes collide with a chance of 2^-64. Synchronises the device.
+/// A hash of a tensor's bytes: different bytes collide with a chance of 2^-64. Waits for the device.
 ///
 /// Returns 0 for tensors that cannot be compared: sparse ones, and uint8 ones, which are usually a library's workspace
 /// and hold arbitrary old bytes.
