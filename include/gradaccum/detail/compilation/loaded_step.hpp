@@ -22,20 +22,20 @@
 
 namespace gradaccum {
 
-/// How often a `CompiledStep` ran compiled code, and why not. It can be printed.
+/// Counts of the steps that a `CompiledStep` ran compiled and eagerly. Printable.
 struct CompiledStepReport {
   std::int64_t compiled = 0, eager = 0;
-  std::map<std::string, std::int64_t> why_eager = {};  ///< how often for which reason
+  std::map<std::string, std::int64_t> why_eager = {};  ///< counts by reason
 };
 
 namespace detail {
 
-/// A compiled step of one model: finds the graph of a batch, checks it when it is new, and runs it.
+/// A compiled step of one model. Finds the graph for a batch, checks it on the first batch of a layout, and runs it.
 class LoadedStep : public std::enable_shared_from_this<LoadedStep> {
  public:
   LoadedStep(torch::nn::Module& module, const StepSource& source);
 
-  /// The loss of a batch, with its gradients; by `objective` where no graph is for it.
+  /// Computes the loss of a batch and its gradients; runs `objective` if there is no graph for it.
   Loss run(std::vector<at::Tensor> batch, c10::function_ref<Loss()> objective);
 
   const CompiledStepReport& report() const { return report_; }
@@ -44,10 +44,10 @@ class LoadedStep : public std::enable_shared_from_this<LoadedStep> {
   struct Graph {
     GraphDescription description;
     StepCode code;
-    std::vector<at::Tensor> parameters;  // those with a gradient
-    std::vector<at::Tensor> moved;       // buffers
+    std::vector<at::Tensor> parameters;  // parameters with a gradient
+    std::vector<at::Tensor> moved;       // buffers that the step changes
   };
-  /// A layout that a batch has had.
+  /// A batch layout seen before.
   struct Layout {
     const Graph* graph = nullptr;
     bool checked = false;
@@ -70,7 +70,7 @@ class LoadedStep : public std::enable_shared_from_this<LoadedStep> {
   StepDescription description_;
   std::vector<Graph> graphs_;
   std::map<std::vector<std::int64_t>, Layout> layouts_;
-  std::optional<StepModes> fitting_, other_;  // that were compared last
+  std::optional<StepModes> fitting_, other_;  // the last modes compared
   bool in_float16_ = false;
   std::shared_ptr<SeedExponent> seed_ = std::make_shared<SeedExponent>();
   CompiledStepReport report_;

@@ -19,7 +19,7 @@
 
 namespace gradaccum::detail {
 
-/// The first line that two texts do not share, as each has it.
+/// Describes the first line in which two texts differ.
 GRADACCUM_INLINE std::string first_difference(const std::string& saved, const std::string& now) {
   std::istringstream saved_lines(saved), now_lines(now);
   for (;;) {
@@ -83,7 +83,7 @@ GRADACCUM_INLINE void LoadedStep::load(std::size_t number, const StepSource& sou
   graphs_.push_back(std::move(graph));
 }
 
-/// What the code takes and gives.
+/// Checks the numbers of inputs and outputs of the code, and the index of the target.
 GRADACCUM_INLINE void LoadedStep::check_graph(const Graph& graph, const std::string& name) const {
   const auto& description = graph.description;
   const auto batch = static_cast<std::size_t>(std::ranges::count(description.batch, '['));
@@ -134,7 +134,7 @@ GRADACCUM_INLINE Loss LoadedStep::eager(const std::string& why, c10::function_re
 }
 
 GRADACCUM_INLINE Loss LoadedStep::run(std::vector<at::Tensor> batch, c10::function_ref<Loss()> objective) {
-  if (!at::GradMode::is_enabled()) return objective();  // no step, but an evaluation
+  if (!at::GradMode::is_enabled()) return objective();  // an evaluation, not a step
   const auto modes = model_.modes();
   if (!modes_fit(modes)) return eager("other modes: " + model_.text(modes), objective);
   if (!model_.unchanged())
@@ -145,7 +145,7 @@ GRADACCUM_INLINE Loss LoadedStep::run(std::vector<at::Tensor> batch, c10::functi
   for (auto& tensor : batch)
     if (tensor.defined()) tensor = tensor.detach().contiguous();
   if (!layout.checked) check(graph, batch, objective);
-  layout.checked = true;  // an exception in the check leaves it to the next batch
+  layout.checked = true;  // if the check throws, the next batch is checked
 
   ComputedGradients computed{{}, seed_->value};
   if (in_float16_) computed.again = run_again(graph, batch);
@@ -156,7 +156,7 @@ GRADACCUM_INLINE Loss LoadedStep::run(std::vector<at::Tensor> batch, c10::functi
   return loss;
 }
 
-/// Runs the code, and tells its outputs apart: the loss, what metrics look at, and gradients.
+/// Runs the code, and splits its outputs into the loss, its output and target for metrics, and gradients.
 GRADACCUM_INLINE Loss LoadedStep::run(const Graph& graph, const std::vector<at::Tensor>& batch,
                                       std::vector<at::Tensor>& gradients, int exponent) const {
   auto outputs = graph.code.run(inputs_of_graph(batch, exponent));
@@ -183,7 +183,7 @@ GRADACCUM_INLINE std::vector<at::Tensor> LoadedStep::inputs_of_graph(const std::
   return inputs;
 }
 
-/// From the same buffers and random numbers, which stay as they are then.
+/// Returns a function that reruns the step from the present buffers and random state, and then restores those it found.
 GRADACCUM_INLINE std::function<std::vector<at::Tensor>(int)> LoadedStep::run_again(
     const Graph& graph, const std::vector<at::Tensor>& batch) const {
   const auto versions = [](const std::vector<at::Tensor>& tensors) {

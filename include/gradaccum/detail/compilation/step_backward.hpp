@@ -12,24 +12,23 @@
 
 namespace gradaccum::detail {
 
-/// The power of two that a backward pass starts with, as far as it is known beforehand: a loss scale or a weight that
-/// the last pass had is what the next will have.
+/// The exponent of the seed (a loss scale or a weight) that the next backward pass is expected to have: the last one's.
 struct SeedExponent {
   int value = 0;
 
-  /// Becomes that of a number: of 60 it is 5, as of 32. What has none changes nothing.
+  /// Sets the exponent to that of `seed`: 5 for 32, and for 60. Ignores 0 and numbers that are not finite.
   void follow(double seed);
 };
 
-/// Gradients that were computed with the loss, and what it takes to compute them again.
+/// Gradients computed with the loss, and a function that recomputes them.
 struct ComputedGradients {
-  std::vector<at::Tensor> gradients;  ///< of these parameters, in their order
-  int exponent = 0;                   ///< of the seed that they were computed with
-  /// With another one; empty where multiplying by a power of two is as good, as nothing underflows before.
+  std::vector<at::Tensor> gradients;  ///< in the order of the parameters
+  int exponent = 0;                   ///< exponent of the seed they were computed with
+  /// Recomputes them with another exponent. Empty if nothing underflows: a factor of a power of two is then as good.
   std::function<std::vector<at::Tensor>(int exponent)> again = {};
 };
 
-/// Makes a loss whose backward hands these gradients to the parameters; or what is returned does, without autograd.
+/// Makes the backward of `loss` add these gradients to the parameters. The returned object does it without autograd.
 std::shared_ptr<ReadyGradients> set_gradients(const at::Tensor& loss, const std::vector<at::Tensor>& parameters,
                                               ComputedGradients computed, std::shared_ptr<SeedExponent> next);
 

@@ -70,7 +70,7 @@ class CompiledBackward final : public torch::autograd::Node {
   std::shared_ptr<SeedExponent> next_;
 };
 
-using NodePointer = decltype(torch::autograd::Edge::function);  // whose kind depends on LibTorch's version
+using NodePointer = decltype(torch::autograd::Edge::function);  // the kind of pointer depends on LibTorch's version
 
 template <class Node, class... Arguments>
 NodePointer new_node(Arguments&&... arguments) {
@@ -80,7 +80,7 @@ NodePointer new_node(Arguments&&... arguments) {
     return c10::make_intrusive<Node>(std::forward<Arguments>(arguments)...);
 }
 
-/// What adds to the gradient of a parameter; null where somebody is to be called besides.
+/// Returns the node that accumulates a parameter's gradient; null if it is another kind of node or has hooks.
 GRADACCUM_INLINE torch::autograd::AccumulateGrad* unheard(const torch::autograd::Edge& edge) {
   auto* const node = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get());
   const bool heard = !node || !node->pre_hooks().empty() || !node->post_hooks().empty() ||
@@ -88,7 +88,7 @@ GRADACCUM_INLINE torch::autograd::AccumulateGrad* unheard(const torch::autograd:
   return heard ? nullptr : node;
 }
 
-/// Does without autograd's engine, which takes as long as a small network.
+/// Adds gradients without autograd's engine, which takes as long as a small network.
 class AddedGradients final : public ReadyGradients {
  public:
   explicit AddedGradients(NodePointer node) : node_(std::move(node)) {}

@@ -13,18 +13,18 @@
 
 namespace gradaccum::detail {
 
-/// The compiled code of a graph, which takes tensors and gives tensors.
+/// The compiled code of a graph: a function from tensors to tensors.
 class StepCode {
  public:
-  /// Of a shared library: code, which runs as this program. Throws `std::runtime_error` with its path.
+  /// Loads a shared library, whose code runs with this program's rights. Throws `std::runtime_error` with the path.
   StepCode(const std::filesystem::path& library, const std::string& name);
-  /// Of this program: the table that generated code exports.
+  /// Uses code in this program, by the function table that generated code exports.
   explicit StepCode(void* const* functions);
 
   std::size_t inputs() const { return inputs_; }
   std::size_t outputs() const { return outputs_; }
 
-  /// Without autograd and autocast, which are in the code. By several threads, one after the other.
+  /// Runs the code, without autograd and autocast, which it contains. Concurrent calls run one after the other.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) const;
 
  private:

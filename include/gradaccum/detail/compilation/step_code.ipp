@@ -17,7 +17,7 @@
 
 namespace gradaccum::detail {
 
-/// What tools/compile_step.py lets generated code export, in this order. Texts say what went wrong.
+/// The functions that tools/compile_step.py makes code export, in this order. Returned strings are errors, or null.
 struct StepCode::Functions {
   const char* (*create)(void** container);
   void (*destroy)(void* container);
@@ -56,7 +56,7 @@ GRADACCUM_INLINE std::vector<at::Tensor> StepCode::run(const std::vector<at::Ten
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   std::vector<void*> given, got(outputs_);
   given.reserve(inputs.size());
-  for (auto& tensor : inputs) given.push_back(new at::Tensor(tensor));  // the code deletes them, in a failure, too
+  for (auto& tensor : inputs) given.push_back(new at::Tensor(tensor));  // the code deletes them, even on failure
   const auto* const error = functions_->run(container_.get(), given.data(), got.data());
   TORCH_CHECK(!error, "CompiledStep: the compiled code failed: ", error);
   std::vector<at::Tensor> outputs;

@@ -16,19 +16,19 @@ struct GraphDescription {
   static constexpr std::int64_t no_target = -2, computed_target = -1;
   static constexpr double items_are_rows = 0;
 
-  std::string batch;                ///< `Float [64, 784], Long [64]`
-  std::string any_rows;             ///< of a graph for any number of rows: `Float [*, 784], Long [*]`; else empty
-  double items = 1;                 ///< of the loss; or `items_are_rows`
-  bool output = false;              ///< the loss has one, for metrics
-  std::int64_t target = no_target;  ///< the batch's tensor of this number, or one of those above
-  std::string trace;                ///< the file that `save_step` wrote
-  std::string code;                 ///< the name of the compiled code; empty before there is any
+  std::string batch;                ///< layout: `Float [64, 784], Long [64]`
+  std::string any_rows;             ///< layout for any number of rows: `Float [*, 784], Long [*]`; else empty
+  double items = 1;                 ///< items of the loss, or `items_are_rows`
+  bool output = false;              ///< true if the loss has an output, for metrics
+  std::int64_t target = no_target;  ///< index of the batch's tensor, or a constant above
+  std::string trace;                ///< name of the file that `save_step` wrote
+  std::string code;                 ///< name of the compiled code; empty until it is compiled
   std::string gradients;            ///< y or n for each parameter: whether the loss depends on it
   std::string moved;                ///< y or n for each buffer: whether the step changes it
-  std::string capability;           ///< the processor that it was compiled for, as ATen names it: `AVX512`
+  std::string capability;           ///< CPU capability that it is compiled for, by ATen's name: `AVX512`
 };
 
-/// What a saved step says of itself, in the manifest of its folder.
+/// The description of a saved step in its folder's manifest.
 struct StepDescription {
   std::string model, modes;  ///< `StepModel::text`
   std::vector<GraphDescription> graphs;
@@ -37,11 +37,11 @@ struct StepDescription {
 inline constexpr std::string_view step_format = "gradaccum step";
 
 std::string name_of_graph(std::size_t number);
-/// The file that its code is in.
+/// The name of the library file of a graph.
 std::string library_of_graph(std::size_t number, const GraphDescription& graph);
 
 Manifest manifest_of(const StepDescription& step);
-/// Believes nothing. `what`, a path say, begins the message of the `std::runtime_error` that it throws.
+/// Reads and validates a description. Throws `std::runtime_error`, whose message begins with `what`, such as a path.
 StepDescription step_description(const Manifest& manifest, const std::string& what);
 
 }  // namespace gradaccum::detail

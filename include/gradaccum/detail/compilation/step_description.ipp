@@ -15,7 +15,7 @@
 
 namespace gradaccum::detail {
 
-/// The members of a graph with the names that they have in a manifest; `Graph` may be const.
+/// Calls `visit(name, member)` for each member of a graph, by its name in a manifest. `Graph` may be const.
 template <class Graph>
 void for_each_member(Graph& graph, auto&& visit) {
   visit("batch", graph.batch);
@@ -51,7 +51,7 @@ GRADACCUM_INLINE Manifest manifest_of(const StepDescription& step) {
   return manifest;
 }
 
-/// Takes the values of a manifest, one by one, by name and type.
+/// Reads the values of a manifest by name and type.
 class StepReader {
  public:
   StepReader(const Manifest& manifest, const std::string& what) : manifest_(manifest), what_(what) {}

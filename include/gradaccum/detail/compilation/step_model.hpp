@@ -15,14 +15,14 @@
 
 namespace gradaccum::detail {
 
-/// What a forward pass depends on beside tensors.
+/// The modes on which a forward pass depends besides tensors.
 struct StepModes {
-  std::vector<bool> training;                   ///< of each module
-  std::optional<at::ScalarType> autocast = {};  ///< none: it is off
+  std::vector<bool> training;                   ///< one flag per module
+  std::optional<at::ScalarType> autocast = {};  ///< nullopt: autocast is off
   bool operator==(const StepModes&) const = default;
 };
 
-/// What a step reads of a model: its parameters and buffers, each tensor once.
+/// The parameters and buffers of a model, each tensor once.
 class StepModel {
  public:
   explicit StepModel(torch::nn::Module& module);
@@ -30,11 +30,11 @@ class StepModel {
   std::vector<at::Tensor> parameters, buffers;
   std::vector<std::string> parameter_names, buffer_names;
 
-  /// A line for each parameter and buffer: its name, its layout, and whether it is learned.
+  /// Returns a line for each parameter and buffer: its name, its layout, and whether it is trainable.
   std::string text() const;
   StepModes modes() const;
   std::string text(const StepModes& modes) const;
-  /// Whether all that `text` says holds still, as it did at construction.
+  /// Returns whether all that `text` lists is as it was at construction, with all tensors on the CPU.
   bool unchanged() const;
 
  private:

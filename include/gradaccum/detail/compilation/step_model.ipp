@@ -14,7 +14,7 @@ namespace gradaccum::detail {
 GRADACCUM_INLINE StepModel::StepModel(torch::nn::Module& module) {
   for (auto& item : module.named_parameters()) add(item.key(), item.value(), parameters, parameter_names);
   for (auto& item : module.named_buffers()) add(item.key(), item.value(), buffers, buffer_names);
-  modules_.emplace_back("", &module);  // which need not be owned by a shared_ptr
+  modules_.emplace_back("", &module);  // need not be owned by a shared_ptr
   for (auto& item : module.named_modules("", /*include_self=*/false))
     modules_.emplace_back(item.key(), item.value().get());
 }
@@ -46,7 +46,7 @@ GRADACCUM_INLINE StepModes StepModel::modes() const {
   return modes;
 }
 
-/// `training but dropout; BFloat16 autocast`
+/// Describes modes as `training but dropout; BFloat16 autocast`.
 GRADACCUM_INLINE std::string StepModel::text(const StepModes& modes) const {
   std::string text = modes.training.front() ? "training" : "evaluation";
   for (std::size_t i = 1; i < modules_.size(); ++i)

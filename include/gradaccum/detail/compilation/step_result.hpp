@@ -14,15 +14,15 @@
 
 namespace gradaccum::detail {
 
-/// All that one forward and backward pass leaves behind.
+/// The results of one forward and backward pass.
 struct StepResult {
   Loss loss;
-  std::vector<at::Tensor> gradients;  ///< of each parameter; undefined where the loss does not depend on it
+  std::vector<at::Tensor> gradients;  ///< one per parameter; undefined if the loss does not depend on it
   std::vector<at::Tensor> buffers;
   RandomState random;
 };
 
-/// Runs passes over one batch that all begin alike, and leave buffers and random numbers as they were.
+/// Runs passes over one batch, each from the same buffers and random state, and restores these at the end.
 class StepTrial {
  public:
   explicit StepTrial(const StepModel& model) : model_(model), begin_(model.buffers) {}
@@ -30,7 +30,7 @@ class StepTrial {
   StepTrial& operator=(const StepTrial&) = delete;
   ~StepTrial() { begin_.put_back(); }
 
-  /// `run` gives the loss, and whatever gradients it computed by itself; else autograd does.
+  /// Runs one pass. Autograd computes the gradients, unless `run` stores them itself.
   StepResult result(c10::function_ref<Loss()> run) const;
   StepResult result(c10::function_ref<Loss(std::vector<at::Tensor>& gradients)> run) const;
 
@@ -39,8 +39,8 @@ class StepTrial {
   ForwardUndo begin_;
 };
 
-/// Where the second is not the first, to the rounding of the dtypes that it was computed in: `the gradient of fc.weight
-/// differs by 1.0 of its norm`; empty where it is.
+/// Describes the first difference beyond the rounding of the dtypes used, as `the gradient of fc.weight differs by 1.0
+/// of its norm`. Empty if there is none.
 std::string difference_of_steps(const StepModel& model, const StepResult& wanted, const StepResult& got);
 
 }  // namespace gradaccum::detail

@@ -42,7 +42,7 @@ GRADACCUM_INLINE double norm_in_double(const at::Tensor& tensor) {
   return tensor.numel() == 0 ? 0 : at::linalg_vector_norm(tensor.to(at::kDouble)).item<double>();
 }
 
-/// How far a sum of products may be off, in units of its norm: several thousand roundings.
+/// The tolerance for a sum of products, relative to its norm: several thousand roundings.
 GRADACCUM_INLINE double tolerance_of(const StepModel& model) {
   auto coarsest = model.parameters.front().scalar_type();
   for (auto& parameter : model.parameters)
@@ -57,7 +57,7 @@ class Differences {
  public:
   explicit Differences(double tolerance) : tolerance_(tolerance) {}
 
-  /// `scale`: the norm that it is compared with, if its own is smaller.
+  /// Compares the difference with the norm of `wanted`, or with `scale` if that is larger.
   void compare(const std::string& what, const at::Tensor& wanted, const at::Tensor& got, double scale) {
     if (!text_.empty()) return;
     if (wanted.defined() != got.defined()) {
@@ -86,8 +86,7 @@ GRADACCUM_INLINE std::string difference_of_steps(const StepModel& model, const S
   double norm = 0;
   for (auto& gradient : wanted.gradients)
     if (gradient.defined()) norm = std::hypot(norm, norm_in_double(gradient));
-  for (std::size_t i = 0; i < model.parameters.size();
-       ++i)  // where all but rounding cancels, there is little to compare
+  for (std::size_t i = 0; i < model.parameters.size(); ++i)  // too small a gradient may be rounding
     differences.compare("the gradient of " + model.parameter_names[i], wanted.gradients[i], got.gradients[i],
                         std::sqrt(differences.tolerance()) * norm);
   for (std::size_t i = 0; i < model.buffers.size(); ++i)

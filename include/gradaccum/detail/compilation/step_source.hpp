@@ -12,16 +12,16 @@
 
 namespace gradaccum::detail {
 
-/// Where a compiled step comes from: a folder, or this program.
+/// The source of a compiled step: a folder, or this program.
 class StepSource {
  public:
   explicit StepSource(const std::filesystem::path& folder);
   explicit StepSource(const std::string& name_in_program);
 
-  /// For messages.
+  /// The name in error messages.
   const std::string& name() const { return name_; }
   const Manifest& manifest() const { return manifest_; }
-  /// Checked to be what the manifest lists, before it is loaded.
+  /// Loads the code of a graph, after checking a file against the manifest.
   StepCode code(std::size_t number, const GraphDescription& graph) const;
 
  private:

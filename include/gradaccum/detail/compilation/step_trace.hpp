@@ -12,28 +12,28 @@
 
 namespace gradaccum::detail {
 
-/// One batch, and the objective of it.
+/// A batch and its objective.
 struct StepCall {
   std::vector<at::Tensor> batch;
   std::function<Loss()> objective;
-  bool tensors_alone = true;  ///< else the batch may hold numbers, which nobody sees
+  bool tensors_alone = true;  ///< false: the batch may hold numbers, which tracing does not see
 };
 
-/// A forward pass as TorchScript: a function of parameters, buffers and the batch's tensors, in this order, that gives
-/// the loss, and its output and target where it has them.
+/// A forward pass as TorchScript: a function of parameters, buffers and the batch's tensors, in this order. It returns
+/// the loss, and its output and target if it has them.
 struct StepTrace {
-  std::string script;       ///< a file of TorchScript
-  std::string operations;   ///< them as a text, without shapes: constants are what tells two traces apart
-  Loss loss{at::Tensor()};  ///< with the values that the traced run had
+  std::string script;       ///< contents of a TorchScript file
+  std::string operations;   ///< the graph as text without shapes: two traces differ by their constants
+  Loss loss{at::Tensor()};  ///< values of the traced run
 };
 
-/// Runs the objective once, and records what it does.
+/// Runs the objective once, and records its operations.
 ///
-/// Throws `c10::Error` where it reads a value on the host, which would be one for ever, and where it uses a tensor that
-/// is neither of the model nor of the batch, unless `constants` may be.
+/// Throws `c10::Error` if the objective reads a value on the host, which would become a constant. Throws, too, if it
+/// uses a tensor that belongs neither to the model nor to the batch, unless `constants` allows that.
 StepTrace trace_of(const StepModel& model, const StepCall& call, bool constants);
 
-/// What the script gives, whose operations autograd can follow.
+/// Runs the script by operations that autograd can follow.
 Loss replayed(const std::string& script, const StepModel& model, const std::vector<at::Tensor>& batch,
               const Loss& traced);
 

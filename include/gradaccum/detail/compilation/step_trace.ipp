@@ -21,9 +21,9 @@
 
 namespace gradaccum::detail {
 
-inline thread_local std::string* host_reads = nullptr;  // where to note them
+inline thread_local std::string* host_reads = nullptr;  // receives the name of the operation
 
-/// Notes the operations that read a tensor's value on the host, while it is alive.
+/// Records the last operation of a scope that reads a tensor's value on the host.
 class [[nodiscard]] HostReadScope {
  public:
   explicit HostReadScope(std::string& noted) {
@@ -43,7 +43,7 @@ class [[nodiscard]] HostReadScope {
   at::CallbackHandle handle_;
 };
 
-/// A cast that autocast made before would be a constant.
+/// Disables autocast's cache for a scope, since a cached cast would become a constant.
 class [[nodiscard]] NoCastsKeptScope {
  public:
   NoCastsKeptScope() { at::autocast::set_autocast_cache_enabled(false); }
@@ -63,7 +63,7 @@ GRADACCUM_INLINE torch::jit::Stack inputs_of(const StepModel& model, const std::
   return inputs;
 }
 
-/// As a script returns it.
+/// Packs a loss as a script returns it.
 GRADACCUM_INLINE torch::jit::Stack outputs_of(const Loss& loss, const std::vector<at::Tensor>& batch) {
   std::vector<c10::IValue> outputs{loss.mean};
   if (loss.output.defined()) outputs.emplace_back(loss.output);
@@ -78,7 +78,7 @@ GRADACCUM_INLINE std::string text_without_shapes(torch::jit::Graph& graph) {
   return bare->toString(/*print_source_locations=*/false);
 }
 
-/// Tensors that the recorded pass made of numbers may stay; those that were there before are somebody's data.
+/// Throws if a constant is a tensor from before the recorded pass. Tensors that the pass made from numbers may stay.
 GRADACCUM_INLINE void check_no_constants(const torch::jit::Graph& graph, const AllocationLog& made) {
   for (const auto* const node : graph.nodes()) {
     if (node->kind() != c10::prim::Constant || !node->hasAttribute(c10::attr::value) ||

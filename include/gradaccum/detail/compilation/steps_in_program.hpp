@@ -8,13 +8,13 @@
 
 namespace gradaccum::detail {
 
-/// A step whose code is a part of this program.
+/// A step with code in this program.
 struct StepInProgram {
   std::string manifest;
-  std::map<std::string, void* const*> code;  ///< by its name
+  std::map<std::string, void* const*> code;  ///< by name
 };
 
-/// By name. `gradaccum_compile_step` of CMake adds them, before `main` begins.
+/// The steps in this program, by name. CMake's `gradaccum_compile_step` adds them before `main` begins.
 std::map<std::string, StepInProgram>& steps_in_program();
 
 }  // namespace gradaccum::detail
