@@ -16,10 +16,10 @@
 
 namespace gradaccum::detail {
 
-/// One of the host goes to CUDA from pinned memory: nobody waits for the copy.
+/// Returns the tensor on `device`. A copy from the host to CUDA uses pinned memory, and does not wait for the device.
 at::Tensor brought_to(c10::Device device, const at::Tensor& tensor);
 
-/// Throws.
+/// Throws an error that names the type.
 [[noreturn]] void cannot_be_brought(const std::type_info& type);
 
 template <class B>
@@ -31,7 +31,7 @@ concept goes_to_device = requires(const B& batch, c10::Device device) {
   { batch.to(device) } -> std::convertible_to<B>;
 };
 
-/// Brings the tensors of a batch to a device: what `batch.to(device)` says, if its author wrote one.
+/// Moves the tensors of a batch to a device, by `batch.to(device)` if there is one.
 template <class B>
 void bring_to(c10::Device device, B& batch) {
   if constexpr (std::same_as<B, at::Tensor>) {

@@ -11,7 +11,7 @@
 
 namespace gradaccum::detail {
 
-/// What comes to the host is waited for: who reads it would read what is not there yet.
+/// Blocks for copies to the host, whose readers would not wait for them.
 GRADACCUM_INLINE at::Tensor brought_to(c10::Device device, const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.device() == device) return tensor;
   if (tensor.is_cpu() && tensor.layout() == at::kStrided) return copied_to(device, tensor);

@@ -8,8 +8,8 @@
 
 namespace gradaccum::detail {
 
-/// Notes, while it is alive, whether an operation of this thread draws from one of LibTorch's default generators, which
-/// all threads have in common.
+/// Detects, while it is alive, operations of this thread that draw from LibTorch's default generators, which all
+/// threads share.
 class [[nodiscard]] DrawWatch {
  public:
   DrawWatch();
@@ -17,7 +17,7 @@ class [[nodiscard]] DrawWatch {
   DrawWatch& operator=(const DrawWatch&) = delete;
   ~DrawWatch();
 
-  /// The first operation that did; empty if none has.
+  /// The first operation that drew; empty if none did.
   const std::string& drawn() const;
 
  private:

@@ -21,7 +21,8 @@ GRADACCUM_INLINE std::string& drawn_on_this_thread() {
   return operation;
 }
 
-/// LibTorch marks what is random. What consists of other operations, as a dropout that may be off, is told by these.
+/// Returns whether an operation itself draws from a default generator. Operations made of others, such as a dropout
+/// that may be off, leave it to those.
 GRADACCUM_INLINE bool draws_by_default(const at::RecordFunction& operation) {
   const auto name = operation.operator_name();
   if (!name) return false;

@@ -14,10 +14,10 @@
 
 namespace gradaccum::detail {
 
-/// The random numbers of an epoch: they depend on the seed and the epoch alone.
+/// Returns a generator for an epoch, which depends on the seed and the epoch alone.
 at::Generator epoch_generator(std::uint64_t seed, std::int64_t epoch);
 
-/// Which of an epoch's batches are this rank's: every `world_size`-th, from the `rank`-th on.
+/// This rank's share of an epoch's batches: every `world_size`-th, from the `rank`-th on.
 struct ShareOfRank {
   std::int64_t rank = 0, world_size = 1;
 
@@ -26,29 +26,29 @@ struct ShareOfRank {
   std::int64_t nth(std::int64_t own) const { return own * world_size + rank; }
 };
 
-/// Where a loop over batches is, whatever they are: one loop at a time, an epoch a loop, a state to go on from.
+/// The position of a loop over batches, which can be saved and resumed. One loop runs at a time, and each is an epoch.
 class EpochOrder {
  public:
-  /// Where a run is: enough to go on from there with the same batches.
+  /// A position from which a run continues with the same batches.
   struct State {
-    std::int64_t epoch = 0;  ///< of the loop that runs, or of the next one
-    std::int64_t batch = 0;  ///< the next one in it
+    std::int64_t epoch = 0;  ///< epoch of the current loop, or of the next one
+    std::int64_t batch = 0;  ///< next batch of that epoch
     bool operator==(const State&) const = default;
   };
 
   const State& state() const { return state_; }
-  /// The next loop goes on from here.
+  /// Makes the next loop start from `state`.
   void load_state(const State& state);
-  /// Saves or loads where a run is. Other data is an error, known by its number of batches and by the last batch.
+  /// Saves or loads the position. Other data is an error, detected by its number of batches and its last batch.
   void state(Archive& archive);
 
-  /// Where it is, and whether the next loop goes on there: what a `Prefetch` that went ahead puts back.
+  /// A position, and whether the next loop resumes there. `Prefetch` restores it after reading ahead.
   struct Place {
     State state;
     bool resumed = false;
   };
   Place place() const { return {state_, resumed_}; }
-  /// To a place of this object's own.
+  /// Returns to a place that this object gave.
   void go_back(const Place& place);
 
  protected:
@@ -57,10 +57,10 @@ class EpochOrder {
   EpochOrder& operator=(const EpochOrder&) = default;
   virtual ~EpochOrder() = default;
 
-  /// A new loop, and its number.
+  /// Begins a loop, and returns its number.
   std::int64_t begin_loop();
   void check_is_last(std::int64_t loop) const;
-  /// The number of the next batch, of all ranks'; none where the epoch is over, and then the next one begins.
+  /// Returns the number of the next batch, among all ranks'. At an epoch's end, returns nothing and begins the next.
   std::optional<std::int64_t> next();
   void taken() { ++state_.batch; }
 
@@ -71,16 +71,16 @@ class EpochOrder {
  private:
   void check(const State& state) const;
   std::string fingerprint(const State& at) const;
-  /// This rank's.
+  /// The number of this rank's batches.
   std::int64_t size_of(std::int64_t epoch) const { return share().of(all_of(epoch)); }
   std::string name() const;
 
   State state_;
-  std::int64_t count_ = 0;  // of loops begun
+  std::int64_t count_ = 0;  // number of loops begun
   bool resumed_ = false;
 };
 
-/// Loops over batches in that order.
+/// A range of batches in the order of an `EpochOrder`.
 template <class Batch>
 class EpochLoops : public EpochOrder {
  public:
@@ -111,7 +111,7 @@ class EpochLoops : public EpochOrder {
    private:
     EpochLoops* loops_;
     std::int64_t loop_;
-    mutable Batch batch_;  // an input iterator gives what it holds, whether it is const or not
+    mutable Batch batch_;  // operator* is const, and returns a Batch&
   };
 
   Iterator begin() { return Iterator(*this); }

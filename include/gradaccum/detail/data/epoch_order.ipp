@@ -14,7 +14,7 @@
 
 namespace gradaccum::detail {
 
-/// The generator looks at 32 bits of its seed: all bits of both numbers go into them (splitmix64's mixing step).
+/// Mixes all bits of both numbers (splitmix64's mixing step) into 32, since the generator uses 32 bits of its seed.
 GRADACCUM_INLINE at::Generator epoch_generator(std::uint64_t seed, std::int64_t epoch) {
   auto z = seed + 0x9E3779B97F4A7C15u * (static_cast<std::uint64_t>(epoch) + 1);
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;

@@ -14,7 +14,7 @@
 
 namespace gradaccum::detail {
 
-/// `Float [64, 784] #1b2c3d4e`: dtype, shape, and the checksum of the numbers.
+/// Describes a tensor by dtype, shape and a checksum of its values: `Float [64, 784] #1b2c3d4e`.
 std::string fingerprint_of(const at::Tensor& tensor);
 
 template <class T>
@@ -22,7 +22,7 @@ concept has_target = requires(const T& value) {
   value.target;
 };
 
-/// What `fingerprint_of` says, put after `text`.
+/// Appends the fingerprint of a value to `text`.
 template <class T>
 void add_fingerprint(std::string& text, const T& value) {
   [[maybe_unused]] const auto add_each = [&text](const auto& part) {
@@ -43,9 +43,9 @@ void add_fingerprint(std::string& text, const T& value) {
   }
 }
 
-/// A text that tells batches apart by the tensors in them; empty for a type in which none are found.
+/// A text that identifies a batch by its tensors; empty for a type without any.
 ///
-/// @note Reads all of the batch, and brings it to the CPU.
+/// @note Copies the batch to the CPU, and reads all of it.
 template <class T>
 std::string fingerprint_of(const T& value) {
   std::string text;

@@ -10,9 +10,9 @@
 
 namespace gradaccum::detail {
 
-/// `Float [64, 784]`, and what is not as usual: strides, the device, none.
+/// Describes a tensor as `Float [64, 784]`, with its device unless CPU, and its strides unless contiguous.
 std::string layout_text(const at::Tensor& tensor);
-/// Of several, with a comma between them. `any_rows`: the first dimension of each is `*`.
+/// Describes several tensors, separated by commas. With `any_rows`, the first dimension of each is `*`.
 std::string layout_text(const std::vector<at::Tensor>& tensors, bool any_rows = false);
 
 }  // namespace gradaccum::detail

@@ -27,7 +27,7 @@ GRADACCUM_INLINE std::string layout_text(const at::Tensor& tensor) {
   return text;
 }
 
-/// Of a batch, whose tensors are made contiguous where they are not.
+/// Omits strides, since tensors of a batch are made contiguous.
 GRADACCUM_INLINE std::string layout_text(const std::vector<at::Tensor>& tensors, bool any_rows) {
   std::string text;
   for (auto& tensor : tensors) text += (text.empty() ? "" : ", ") + layout_text_of(tensor, any_rows);

@@ -12,23 +12,23 @@
 
 namespace gradaccum::detail {
 
-/// Sequences of unequal length, and any of them as one tensor, padded to the longest among these.
+/// Sequences of unequal length, any of which can be padded to the longest and joined to one tensor.
 class PaddedSequences {
  public:
-  /// Padded to a multiple of `multiple`, >= 1. `what`: how errors name them. `padding_option`: what the user sets,
-  /// where the padding does not fit the dtype.
+  /// Pads lengths to a multiple of `multiple`, >= 1. `what` names the sequences in error messages. `padding_option`
+  /// names the option to change if the padding does not fit the dtype.
   PaddedSequences(const char* what, const char* padding_option, std::vector<at::Tensor> sequences,
                   const at::Scalar& padding, std::int64_t multiple);
 
   std::int64_t size() const { return static_cast<std::int64_t>(sequences_.size()); }
   std::int64_t length(std::int64_t i) const { return lengths_[static_cast<std::size_t>(i)]; }
 
-  /// With its padding, if it is the longest.
+  /// The padded length of a batch whose longest sequence this is.
   std::int64_t padded_length(std::int64_t i) const { return (length(i) + multiple_ - 1) / multiple_ * multiple_; }
 
-  /// int64 [n], on the CPU.
+  /// Lengths of sequences: int64 [n], on the CPU.
   at::Tensor lengths(const std::vector<std::int64_t>& rows) const;
-  /// [n, longest with its padding, …]. Two operations, however many the sequences are.
+  /// Sequences as one tensor: [n, longest padded length, …]. Takes two operations for any number of sequences.
   at::Tensor padded(const std::vector<std::int64_t>& rows) const;
 
  private:

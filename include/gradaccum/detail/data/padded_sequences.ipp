@@ -29,7 +29,7 @@ GRADACCUM_INLINE void check_sequence(const char* what, std::size_t i, const at::
               sequence.scalar_type(), " ", sequence.sizes(), " on ", sequence.device());
 }
 
-/// ATen would round 0.5 to an integer, and wrap -100 to 156, without a word.
+/// Throws if the padding does not fit an integer dtype: ATen would silently round 0.5, and wrap -100 to 156.
 GRADACCUM_INLINE void check_padding(const char* option, const at::Scalar& padding, at::ScalarType dtype) {
   if (!at::isIntegralType(dtype, /*includeBool=*/true)) return;
   const auto value = at::full({}, padding, at::TensorOptions(dtype)).item<double>();

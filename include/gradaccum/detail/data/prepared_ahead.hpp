@@ -18,28 +18,28 @@ struct Prepared {
   virtual ~Prepared() = default;
 };
 
-/// What a thread makes before it is asked for, in order.
+/// A queue of objects that a thread prepares in order.
 ///
-/// The thread begins with the first question, and again with the next one after `stop`; it ends by itself where there
-/// is no more, or `make` throws. For one thread that asks.
+/// The thread starts with the first `take`, and again with the next one after `stop`. It ends after the last object, or
+/// when `make` throws. Only one thread may take objects.
 class PreparedAhead {
  public:
-  /// Makes the next one; null where there are no more.
+  /// Makes the next object; null after the last.
   using Make = std::function<std::unique_ptr<Prepared>()>;
 
-  /// At most `depth` wait to be taken.
+  /// Keeps at most `depth` objects ready.
   PreparedAhead(std::size_t depth, Make make) : depth_(depth), make_(std::move(make)) {}
   PreparedAhead(const PreparedAhead&) = delete;
   PreparedAhead& operator=(const PreparedAhead&) = delete;
   ~PreparedAhead() { stop(); }
 
-  /// From here on the thread makes what it has room for.
+  /// Starts the thread, which fills the queue.
   void start();
-  /// The next one; null where there are no more. What `make` threw is thrown in its place.
+  /// Returns the next object; null after the last. Rethrows an exception of `make` in its place.
   std::unique_ptr<Prepared> take();
-  /// Waits for what is being made. What is there stays, and `make` runs no longer.
+  /// Stops the thread, after the object that it is making. Objects that are ready stay.
   void stop();
-  /// Forgets what is there. Only when it is stopped.
+  /// Discards the objects that are ready. The thread must be stopped.
   void clear() { made_.clear(); }
 
  private:
@@ -56,7 +56,7 @@ class PreparedAhead {
   Make make_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Entry> made_;  // one without `made` is the last
+  std::deque<Entry> made_;  // an entry without `made` is the last
   bool working_ = false, stopping_ = false;
   std::thread thread_;
 };

@@ -15,7 +15,7 @@ GRADACCUM_INLINE void PreparedAhead::start() {
   start_locked();
 }
 
-/// A thread that has ended by itself needs the lock no more.
+/// Joins an old thread while holding the lock, which a thread that has ended by itself no longer needs.
 GRADACCUM_INLINE void PreparedAhead::start_locked() {
   const bool all_made = !made_.empty() && !made_.back().made;
   if (working_ || all_made) return;

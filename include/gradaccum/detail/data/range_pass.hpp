@@ -17,13 +17,13 @@ template <class Range>
 concept saves_its_place = requires(Range& range, Archive& archive) {
   range.state(archive);
 };
-/// `place()` is cheap, and does not ask for a batch.
+/// Requires a cheap `place()` that does not read a batch.
 template <class Range>
 concept goes_back_to_place = requires(Range& range) {
   range.go_back(range.place());
 };
 
-/// Where a range is, if it tells.
+/// The position of a range, if it has one.
 template <class Range>
 auto noted_place(Range& range) {
   if constexpr (goes_back_to_place<Range>) {
@@ -37,7 +37,7 @@ auto noted_place(Range& range) {
   }
 }
 
-/// What a range says while a batch of it is in hand.
+/// The position and size of a range at one of its batches.
 template <class Range>
 struct RangeNote {
   decltype(noted_place(std::declval<Range&>())) place;
@@ -45,7 +45,7 @@ struct RangeNote {
 
   explicit RangeNote(Range& range) : place(noted_place(range)), size(batches_of(range).value_or(0)) {}
 
-  /// What the range would save there; the range itself may be elsewhere, and stays there.
+  /// Saves the range's state at that position. The range itself stays at its own position.
   void save(Range& range, Archive& archive) const requires saves_its_place<Range> {
     if constexpr (goes_back_to_place<Range>) {
       const Away away(range, place);
@@ -82,7 +82,7 @@ auto end_of(Range& range) {
   return end(range);
 }
 
-/// One pass over a range, by the steps of a range-based for: LibTorch's iterators cannot do what std::ranges asks for.
+/// One pass over a range by the steps of a range-based for, since LibTorch's iterators do not satisfy std::ranges.
 template <class Range>
 class RangePass {
   using Current = decltype(begin_of(std::declval<Range&>()));
@@ -92,12 +92,12 @@ class RangePass {
 
   explicit RangePass(Range& range) : current_(begin_of(range)), end_(end_of(range)) {}
 
-  /// To the first batch, or to the next. False where there is none.
+  /// Moves to the first or the next batch. Returns false if there is none.
   bool next() {
     if (std::exchange(began_, true)) ++current_;
     return current_ != end_;
   }
-  /// The one in hand, to be kept while the range goes on.
+  /// Returns the current batch as an object that outlives the next step.
   Batch batch() {
     using Given = decltype(*current_);
     if constexpr (std::is_lvalue_reference_v<Given> && !std::copy_constructible<Batch>) {

@@ -25,14 +25,14 @@ concept slices_itself = !is_tensor<B> && requires(const B& batch, std::int64_t i
   { slice(batch, i, i) } -> std::convertible_to<B>;  // found where the batch's class is declared
 };
 
-/// `data::SequenceBatch` is one.
+/// Satisfied by `data::SequenceBatch`.
 template <class B>
 concept narrows_itself = !is_tensor<B> && requires(const B& batch, std::int64_t i) {
   { batch.rows() } -> std::convertible_to<std::int64_t>;
   { batch.narrow(i, i) } -> std::convertible_to<B>;
 };
 
-/// Two tensors and nothing else: other members would not be split.
+/// Two tensors and nothing else, since other members would not be split.
 template <class B>
 concept is_data_and_target = requires(const B& batch) {
   requires is_tensor<std::remove_cvref_t<decltype(batch.data)>>;
@@ -57,7 +57,7 @@ template <class B>
 concept has_rows = slices_itself<B> || is_tensor<B> || narrows_itself<B> || is_data_and_target<B> ||
     holds_tensors_only<B> || is_vector<B>;
 
-/// Those of a batch that is made of tensors.
+/// References to the tensors of a batch that consists of tensors.
 template <has_rows B>
 auto tied_tensors(const B& batch) {
   if constexpr (is_tensor<B>)
@@ -70,7 +70,7 @@ auto tied_tensors(const B& batch) {
 
 std::int64_t rows_of_all(const std::vector<at::Tensor>& tensors);
 
-/// How many rows can be split off. A class with a `slice` of its own says how many samples it has.
+/// The number of rows that can be split. For a class with its own `slice`, the number of samples.
 template <has_rows B>
 std::int64_t rows_of(const B& batch) {
   if constexpr (slices_itself<B>)
@@ -83,7 +83,7 @@ std::int64_t rows_of(const B& batch) {
     return std::apply([](auto&... tensors) { return rows_of_all({tensors...}); }, tied_tensors(batch));
 }
 
-/// The rows [from, from + count).
+/// Returns the rows [from, from + count).
 template <has_rows B>
 B narrowed(const B& batch, std::int64_t from, std::int64_t count) {
   if constexpr (slices_itself<B>)

@@ -36,15 +36,15 @@ template <class B>
 concept is_sized = requires(const B& batch) {
   { batch.size() } -> std::convertible_to<std::int64_t>;
 };
-/// Inputs and targets, say; an array of numbers is none.
+/// A tuple that begins with a tensor, such as inputs and targets; not an array of numbers.
 template <class B>
 concept is_tuple_of_tensors =
     is_tuple<B> && std::derived_from<std::remove_cvref_t<decltype(std::get<0>(std::declval<B&>()))>, at::Tensor>;
 template <class B>
 concept is_text = std::convertible_to<const B&, std::string_view>;
 
-/// How many samples a batch has: what `batch_size(batch)` says, if its author wrote one; the rows of a tensor, of
-/// `batch.data`, of the first of a tuple, or of a map's first entry; else its `size()`, but 1 of a text; else 1.
+/// The number of samples in a batch: `batch_size(batch)` if there is one; the rows of a tensor, of `batch.data`, of a
+/// tuple's first element or of a map's first entry; else its `size()`, or 1 for text; else 1.
 template <class Batch>
 std::int64_t samples_of(const Batch& batch) {
   if constexpr (tells_its_size<Batch>)
@@ -65,7 +65,7 @@ std::int64_t samples_of(const Batch& batch) {
     return 1;
 }
 
-/// How many batches an epoch has, where the range of them tells.
+/// The number of batches in an epoch, if the range has a `size()`.
 template <class Batches>
 std::optional<std::int64_t> batches_of(const Batches& batches) {
   if constexpr (is_sized<Batches>)

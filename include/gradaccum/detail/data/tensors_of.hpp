@@ -27,7 +27,7 @@ concept is_data_with_target = requires(const B& batch) {
   requires sizeof(B) == sizeof(batch.data) + sizeof(batch.target);  // and nothing else
 };
 
-/// Calls `visit(tensor)` for each tensor that a batch consists of, by reference, in the order of its type.
+/// Calls `visit(tensor)` by reference for each tensor of a batch, in the order of its members.
 template <class T>
 void for_each_of_batch(T& value, auto&& visit) {
   using Value = std::remove_const_t<T>;
@@ -49,7 +49,7 @@ void for_each_of_batch(T& value, auto&& visit) {
   }
 }
 
-/// The tensors that a batch consists of: what `batch_tensors(batch)` says, if its author wrote one.
+/// The tensors of a batch: `batch_tensors(batch)` if there is one.
 template <class Batch>
 std::vector<at::Tensor> tensors_of(const Batch& batch) {
   if constexpr (tells_its_tensors<Batch>) {

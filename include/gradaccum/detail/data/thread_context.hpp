@@ -9,14 +9,14 @@
 
 namespace gradaccum::detail {
 
-/// What LibTorch knows of the thread that makes this, for another that works for it: modes, such as that of gradients;
-/// the meter that counts memory; the current device, and the streams of devices in use.
+/// The LibTorch state of the constructing thread, for a thread that works for it: modes such as grad mode, the memory
+/// meter, the current device, and the streams of devices in use.
 class ThreadContext {
  public:
   ThreadContext();
 
-  /// Runs `work` so, on this thread. Its operations use this thread alone: a second team of OpenMP's would take the
-  /// cores from the first, both spinning.
+  /// Runs `work` in that state on this thread. Its operations use no further threads: a second OpenMP team would
+  /// compete with the first for cores, both spinning.
   void run(c10::function_ref<void()> work) const;
 
  private:

@@ -24,11 +24,11 @@ namespace gradaccum::detail {
 
 struct ThreadContext::Known {
   at::ThreadLocalState modes;
-  std::optional<c10::Device> device;  // the current one
-  std::vector<c10::Stream> streams;   // the current ones
+  std::optional<c10::Device> device;  // current device
+  std::vector<c10::Stream> streams;   // current streams
 };
 
-/// Asking a device that nobody has used yet would start it.
+/// Skips unused devices, which a query would initialise.
 GRADACCUM_INLINE ThreadContext::ThreadContext() {
   auto known = std::make_shared<Known>();
   if (at::globalContext().hasCUDA()) {
@@ -41,15 +41,15 @@ GRADACCUM_INLINE ThreadContext::ThreadContext() {
   known_ = known;
 }
 
-/// `at::set_num_threads` would set the number of all threads that are still to come.
+/// Limits this thread's operations to one thread. `at::set_num_threads` would also apply to all threads started later.
 GRADACCUM_INLINE void work_on_this_thread_alone() {
-  at::get_num_threads();                  // the first question of a thread sets its number: it comes before ours,
-  at::internal::lazy_init_num_threads();  // LibTorch's own and that of this program's operations
+  at::get_num_threads();                  // the first call on a thread sets its number, so both calls come first:
+  at::internal::lazy_init_num_threads();  // in LibTorch, and in operations compiled into this program
   if (auto* const set = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"))) set(1);
   if (auto* const set = reinterpret_cast<int (*)(int)>(dlsym(RTLD_DEFAULT, "MKL_Set_Num_Threads_Local"))) set(1);
 }
 
-/// They belong to the other thread, and may end there while this one still works.
+/// Detaches profilers, which belong to the other thread and may end there while this one works.
 GRADACCUM_INLINE void leave_profilers() {
   at::clearThreadLocalCallbacks();
   if (!MemoryLedger::possible()) c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(nullptr);
