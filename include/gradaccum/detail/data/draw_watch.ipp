@@ -21,8 +21,8 @@ GRADACCUM_INLINE std::string& drawn_on_this_thread() {
   return operation;
 }
 
-/// Returns whether an operation itself draws from a default generator. Operations made of others, such as a dropout
-/// that may be off, leave it to those.
+/// Returns whether an operation draws from a default generator. One made of other operations, such as a dropout that
+/// may be off, does not count: those do.
 GRADACCUM_INLINE bool draws_by_default(const at::RecordFunction& operation) {
   const auto name = operation.operator_name();
   if (!name) return false;
