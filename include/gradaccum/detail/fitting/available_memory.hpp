@@ -12,16 +12,16 @@
 
 namespace gradaccum::detail {
 
-/// Bytes after `name:` or `name ` in a list of lines (/proc/meminfo, memory.stat), whose unit may be kB; none where it
-/// is not there.
+/// The bytes after `name:` or `name ` in lines as of /proc/meminfo or memory.stat, whose unit may be kB. Returns
+/// nothing if the name is missing.
 std::optional<std::int64_t> bytes_after(const std::string& name, const std::string& lines);
 
-/// What this process may still take by its control groups, of version 1 or 2; none where they do not limit it.
+/// The bytes that this process's control groups (version 1 or 2) still allow; nothing if they set no limit.
 std::optional<std::int64_t> memory_left_by_groups(const std::filesystem::path& groups = "/proc/self/cgroup",
                                                   const std::filesystem::path& mounted = "/sys/fs/cgroup");
 
-/// Bytes that this process could still take: of a GPU what is free, the caching allocator's own included; of the CPU
-/// the least of what the machine has left, its control groups allow and `ulimit -v` does. None where nobody tells.
+/// The bytes that this process can still allocate; nothing if unknown. On a GPU, free memory and the allocator's free
+/// blocks; on the CPU, the least of available memory and of what control groups and `ulimit -v` leave.
 std::optional<std::int64_t> available_memory(c10::Device device);
 
 }  // namespace gradaccum::detail

@@ -38,7 +38,7 @@ GRADACCUM_INLINE std::optional<std::int64_t> number_in(const std::filesystem::pa
   return bytes_after("", " " + text_of_system_file(file));
 }
 
-/// Pages of files that nobody has used for a while go when somebody needs memory.
+/// The bytes left in one control group. Inactive file pages count as free, since they are reclaimed on demand.
 GRADACCUM_INLINE std::optional<std::int64_t> memory_left_in(const std::filesystem::path& folder) {
   const auto statistics = text_of_system_file(folder / "memory.stat");
   for (const auto& [limit, usage, inactive] :
@@ -64,7 +64,7 @@ GRADACCUM_INLINE std::optional<std::int64_t> memory_left_by_groups(const std::fi
   return left;
 }
 
-/// `ulimit -v`
+/// The address space left by `ulimit -v`.
 GRADACCUM_INLINE std::optional<std::int64_t> addresses_left() {
   rlimit limit{};
   if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return std::nullopt;
@@ -74,7 +74,7 @@ GRADACCUM_INLINE std::optional<std::int64_t> addresses_left() {
 
 GRADACCUM_INLINE std::optional<std::int64_t> available_memory(c10::Device device) try {
   if (!device.is_cpu()) {
-    static_cast<void>(at::empty({0}, device));  // the allocator's statistics are an error before its first use
+    static_cast<void>(at::empty({0}, device));  // the allocator's statistics throw before its first use
     auto* const allocator = c10::getDeviceAllocator(device.type());
     const auto free = static_cast<std::int64_t>(allocator->getMemoryInfo(device.index()).first);
     const auto statistics = allocator->getDeviceStats(device.index());
@@ -84,7 +84,7 @@ GRADACCUM_INLINE std::optional<std::int64_t> available_memory(c10::Device device
   const auto left = least(
       {bytes_after("MemAvailable", text_of_system_file("/proc/meminfo")), memory_left_by_groups(), addresses_left()});
   return left ? std::optional(std::max<std::int64_t>(*left, 0)) : std::nullopt;
-} catch (const c10::Error&) {  // LibTorch's allocators tell only of some devices
+} catch (const c10::Error&) {  // not all of LibTorch's allocators report memory
   return std::nullopt;
 }
 

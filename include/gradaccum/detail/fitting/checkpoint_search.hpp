@@ -17,36 +17,35 @@ class Archive;
 
 namespace gradaccum::detail {
 
-/// Finds the fastest way through a batch for a model with `CheckpointedSequential` parts: everything kept in small
-/// micro-batches, or less kept in larger ones. By the time that micro-batches take, each of which is training.
+/// Finds the fastest way to run a batch through a model with `CheckpointedSequential` parts: everything kept in small
+/// micro-batches, or less kept in larger ones. Compares times of micro-batches, each of which trains the model.
 class CheckpointSearch {
  public:
-  /// What a micro-batch is like: `most` elements it has, rows times what is in a row.
+  /// A kind of micro-batch. `most` is the maximum number of elements: rows times elements per row.
   struct Way {
     bool checkpointed = false;
     std::int64_t most = std::numeric_limits<std::int64_t>::max();
   };
 
-  /// Those of the module that have a budget, and `more`.
+  /// Collects the module's parts that have a budget, and `more`, and sets their budgets to 0.
   void find_parts(torch::nn::Module& module, const std::vector<CheckpointedSequential>& more);
 
   const Way& way() const { return way_; }
-  /// Times decide what comes next.
+  /// Returns whether the search is still going on.
   bool searches() const { return !parts_.empty() && !settled_; }
-  /// Of `bytes` the parts may keep three quarters, if the way is a checkpointed one. They keep that until it is
-  /// another.
+  /// Gives three quarters of `bytes` to the parts, if the way is checkpointed and they have no budget yet.
   void share(std::int64_t bytes);
-  /// What all parts may keep, or 0.
+  /// The bytes that all parts together may keep, or 0.
   std::int64_t budget() const { return budget_ * static_cast<std::int64_t>(parts_.size()); }
-  /// What they kept in the latest forward pass, if the way is a checkpointed one; else 0.
+  /// The bytes planned for the parts in the latest forward pass, if the way is checkpointed; else 0.
   std::int64_t bytes() const;
 
-  /// A micro-batch of so many elements, as many as this way takes, has taken so long; `left`: its batch has more.
+  /// Records the time of a micro-batch of the most elements that this way allows. `left`: its batch has more rows.
   void took(std::int64_t elements, double seconds, bool left);
-  /// This way does not go, however few rows: they take `over` bytes too much, if that is known. False if there is no
-  /// other.
+  /// Rejects this way, since even the fewest rows take too much memory, by `over` bytes if that is known. Returns false
+  /// if there is no other way.
   bool fails(std::int64_t over = 0);
-  /// Before it there are the same parts.
+  /// Saves or loads the search. The same parts must have been found before.
   void state(Archive& archive);
 
  private:
@@ -55,9 +54,9 @@ class CheckpointSearch {
 
   std::vector<std::shared_ptr<CheckpointedSequentialImpl>> parts_;
   Way way_, best_;
-  double best_seconds_ = std::numeric_limits<double>::infinity();  // an element
-  double seconds_ = best_seconds_;                                 // of this way, the least so far
-  int timed_ = 0;                                                  // how often
+  double best_seconds_ = std::numeric_limits<double>::infinity();  // per element
+  double seconds_ = best_seconds_;                                 // least per element of this way so far
+  int timed_ = 0;                                                  // number of times measured
   std::int64_t budget_ = 0;
   bool found_ = false, settled_ = false;
 };

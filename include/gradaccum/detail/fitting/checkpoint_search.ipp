@@ -26,7 +26,7 @@ GRADACCUM_INLINE void CheckpointSearch::find_parts(torch::nn::Module& module,
     const bool is_new = part && part->options().memory_budget > 0 && std::ranges::find(parts, part) == parts.end();
     if (is_new) parts.push_back(std::move(part));
   };
-  add({std::shared_ptr<void>(), dynamic_cast<CheckpointedSequentialImpl*>(&module)});  // which its owner keeps
+  add({std::shared_ptr<void>(), dynamic_cast<CheckpointedSequentialImpl*>(&module)});  // without ownership
   for (auto& part : module.modules(/*include_self=*/false))
     add(std::dynamic_pointer_cast<CheckpointedSequentialImpl>(part));
   parts_ = std::move(parts);
@@ -52,7 +52,7 @@ GRADACCUM_INLINE std::int64_t CheckpointSearch::bytes() const {
 }
 
 GRADACCUM_INLINE void CheckpointSearch::took(std::int64_t elements, double seconds, bool left) {
-  constexpr int enough = 3;  // the fastest of so many says how long they take
+  constexpr int enough = 3;  // the fastest of this many counts
   if (!searches() || !(left || way_.checkpointed)) return;
   seconds_ = std::min(seconds_, seconds / static_cast<double>(elements));
   if (++timed_ < enough) return;

@@ -24,61 +24,61 @@ class Archive;
 
 namespace gradaccum::detail {
 
-/// A batch that goes through in micro-batches.
+/// A batch that is run in micro-batches.
 struct DividedBatch {
   RowKind kind;
   std::int64_t rows = 0;
-  c10::Device device;               ///< whose memory counts
-  std::int64_t gradient_bytes = 0;  ///< that are held already
-  /// A micro-batch of these rows. True if they are of the batch's kind, and not padded to less.
+  c10::Device device;               ///< device whose memory counts
+  std::int64_t gradient_bytes = 0;  ///< bytes of gradients held already
+  /// Runs the rows [from, to). Returns true if they are of the batch's kind, and not narrowed to less padding.
   c10::function_ref<bool(std::int64_t from, std::int64_t to)> run;
-  c10::function_ref<void()> undo;  ///< as if none had run
-  /// Micro-batches weigh against the first, in 16 bits and times a loss scale, and are not to have many more rows.
+  c10::function_ref<void()> undo;  ///< undoes the micro-batches that ran
+  /// Returns whether a loss scale is in use: micro-batches, weighed by the first, may not then have many more rows.
   c10::function_ref<bool()> is_scaled;
 };
 
-/// Runs batches in micro-batches that fit into memory, and finds out how large these may be: from what each takes, and
-/// from those that run out of it.
+/// Runs batches in micro-batches that fit into memory. Learns how large these may be from the memory that each takes,
+/// and from those that run out of it.
 class MemoryFitter {
  public:
   struct Limits {
-    std::int64_t budget = 0;    ///< bytes; 0: what the device has
-    std::int64_t min_rows = 1;  ///< of a micro-batch, where the batch has as many
+    std::int64_t budget = 0;    ///< bytes; 0: found from the device
+    std::int64_t min_rows = 1;  ///< least rows of a micro-batch, if the batch has as many
   };
 
-  /// Throws where the least micro-batch takes too much; then the batch is undone.
+  /// Runs a batch. Throws if the smallest micro-batch takes too much memory, after undoing the batch.
   void run(const Limits& limits, const DividedBatch& batch);
-  /// How many rows of this kind go at once in training; none while that is not known.
+  /// The number of rows of this kind that training runs at once; nothing until it is known.
   std::optional<std::int64_t> known_rows(const RowKind& kind) const;
 
-  /// Before the first batch: parts of the model whose budget may be chosen, too.
+  /// Finds parts of the model whose budgets may be chosen. Must be called before the first batch.
   void find_parts(torch::nn::Module& module, const std::vector<CheckpointedSequential>& more);
 
   const MemoryPlan& plan() const { return plan_; }
   void state(Archive& archive);
 
  private:
-  /// Of one kind of rows: one plan for each way to go.
+  /// A kind of rows, and a plan for each way to run them.
   struct Known {
     RowKind kind;
-    RowPlan plan, checkpointed;  // the second: of what is taken beside checkpointed parts
+    RowPlan plan, checkpointed;  // checkpointed: memory besides the checkpointed parts
   };
-  /// A micro-batch, and what it took.
+  /// A micro-batch, and the memory and time that it took.
   struct Piece {
     std::int64_t from = 0, to = 0;
-    std::int64_t before = 0, own = 0;  // bytes: of the update that were held before, and beyond that
+    std::int64_t before = 0, own = 0;  // bytes of the update held before it, and more in it
     double seconds = 0;
-    bool of_kind = true;  // of the batch's
+    bool of_kind = true;  // rows are of the batch's kind
     std::int64_t rows() const { return to - from; }
     std::int64_t bytes() const { return before + own; }
   };
-  /// A micro-batch that took too much.
+  /// A micro-batch that took too much memory.
   struct Failure {
     std::int64_t rows = 0;
-    bool is_least = false;   // there is nothing to divide
-    std::int64_t bytes = 0;  // that it took; 0: it ran out of memory
-    std::string text = {};   // what the allocator said then
-    bool is_none = false;    // what has been found or allocated is to be used from the first micro-batch on
+    bool is_least = false;   // cannot be divided
+    std::int64_t bytes = 0;  // taken; 0: it ran out of memory
+    std::string text = {};   // the allocator's message
+    bool is_none = false;    // no failure: restarts with what was learned or allocated
   };
 
   std::size_t place_of(const RowKind& kind);
@@ -95,13 +95,13 @@ class MemoryFitter {
   bool is_timed(const DividedBatch& batch, const Piece& piece) const;
   [[noreturn]] void refuse(const Limits& limits, const DividedBatch& batch, const Failure& failure) const;
 
-  std::vector<Known> known_;  // and `plan_.layouts` at the same places
+  std::vector<Known> known_;  // parallel to `plan_.layouts`
   MemoryPlan plan_;
   CheckpointSearch search_;
-  std::int64_t expected_gradient_bytes_ = 0;  // before they were seen, where that matters
-  bool has_limit_ = false;                    // a budget was given, and not only found
-  std::int64_t looked_ = 0;                   // how often at what the device has
-  std::optional<c10::Device> warm_device_;    // its libraries have allocated their workspaces
+  std::int64_t expected_gradient_bytes_ = 0;  // assumed until measured, for the search
+  bool has_limit_ = false;                    // the budget was given, not found
+  std::int64_t looked_ = 0;                   // number of queries of the device's memory
+  std::optional<c10::Device> warm_device_;    // device whose libraries have workspaces
 };
 
 }  // namespace gradaccum::detail

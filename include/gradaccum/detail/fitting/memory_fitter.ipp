@@ -40,7 +40,7 @@ GRADACCUM_INLINE void MemoryFitter::run(const Limits& limits, const DividedBatch
     ++plan_.replays;
     looked_ = std::min<std::int64_t>(looked_, 1);
     of_least = failure->is_least ? of_least + 1 : 0;
-    if (of_least == 0 || (of_least == 1 && failure->bytes == 0)) continue;  // who ran out of memory tries it once more
+    if (of_least == 0 || (of_least == 1 && failure->bytes == 0)) continue;  // retried once if out of memory
     if (!search_.fails(failure->bytes > 0 ? failure->bytes - limits.budget : 0)) refuse(limits, batch, *failure);
     of_least = 0;
   }
@@ -64,7 +64,7 @@ GRADACCUM_INLINE std::optional<std::int64_t> MemoryFitter::known_rows(const RowK
   return most;
 }
 
-/// A new kind begins with what rows that take more may have.
+/// Returns a kind's index. A new kind starts with the rows known for the next larger kind.
 GRADACCUM_INLINE std::size_t MemoryFitter::place_of(const RowKind& kind) {
   const auto known = std::ranges::find(known_, kind, &Known::kind);
   if (known != known_.end()) return static_cast<std::size_t>(known - known_.begin());
@@ -78,12 +78,12 @@ GRADACCUM_INLINE std::size_t MemoryFitter::place_of(const RowKind& kind) {
   return known_.size() - 1;
 }
 
-/// The first update may take memory for the optimizer's state: so the device is looked at again for the second.
+/// Queries the device twice, since the first update may allocate the optimizer's state.
 GRADACCUM_INLINE std::int64_t MemoryFitter::budget(const Limits& limits, c10::Device device) {
   if (limits.budget > 0) return plan_.budget = limits.budget;
   if (looked_++ < 2) {
     const auto available = available_memory(device).value_or(0);
-    plan_.budget = device.is_cpu() ? available / 5 * 4 : available / 10 * 9;  // the CPU's end comes without a warning
+    plan_.budget = device.is_cpu() ? available / 5 * 4 : available / 10 * 9;  // the CPU runs out without warning
   }
   return plan_.budget > 0 ? plan_.budget : std::numeric_limits<std::int64_t>::max() / 4;
 }
@@ -92,7 +92,7 @@ GRADACCUM_INLINE std::int64_t MemoryFitter::gradient_bytes() const {
   return std::max(plan_.gradient_bytes, expected_gradient_bytes_);
 }
 
-/// What checkpointed parts may keep is theirs; rows have the rest.
+/// The rows that fit into `bytes` besides gradients and the budget of checkpointed parts.
 GRADACCUM_INLINE std::int64_t MemoryFitter::rows_for(Known& known, std::int64_t bytes, std::int64_t least) {
   const auto most = search_.way().most / std::max<std::int64_t>(known.kind.elements, 1);
   return std::min(plan_of(known).rows_for(bytes - gradient_bytes() - search_.budget(), least), std::max(most, least));
@@ -109,13 +109,13 @@ GRADACCUM_INLINE void MemoryFitter::choose(std::size_t place, std::int64_t bytes
   layout.measured_bytes = 0;
 }
 
-/// They can go in micro-batches of `least` to `most`.
+/// Returns whether rows can be divided into micro-batches of `least` to `most`.
 GRADACCUM_INLINE bool goes_in_pieces(std::int64_t rows, std::int64_t most, std::int64_t least) {
   return (rows + most - 1) / most * least <= rows;
 }
 
-/// Of what is left, at most so many, and so that the rest can go in such pieces, too. Where that cannot be, one has
-/// more.
+/// The rows of the next micro-batch: at most `most`, and so that the rest can be divided into `least` to `most`, too.
+/// If that is impossible, one micro-batch has more.
 GRADACCUM_INLINE std::int64_t rows_of_piece(std::int64_t left, std::int64_t most, std::int64_t least) {
   if (left <= most || left < 2 * least) return left;
   for (auto rows = most; rows >= least; --rows)
@@ -123,10 +123,9 @@ GRADACCUM_INLINE std::int64_t rows_of_piece(std::int64_t left, std::int64_t most
   return std::min(most, left - least);
 }
 
-/// Where the first micro-batch of a window takes too much, the next one shows what it takes beside gradients.
-/// A device's libraries allocate workspaces at their first use on a thread and keep them: cuBLAS does at the first
-/// matrix product, forward and backward. So the first micro-batch on a device is run without being measured, and
-/// undone.
+/// Runs the batch once. If a window's first micro-batch takes too much, runs the next to see its memory without
+/// gradients. The first micro-batch on a device is run without measuring, and undone: a device's libraries allocate
+/// workspaces at their first use on a thread and keep them (cuBLAS at the first matrix product, forward and backward).
 GRADACCUM_INLINE auto MemoryFitter::attempt(const Limits& limits, const DividedBatch& batch, bool may_begin_again)
     -> std::optional<Failure> {
   const bool warms_up = !batch.device.is_cpu() && warm_device_ != batch.device && MemoryMeter::possible();
@@ -167,12 +166,12 @@ GRADACCUM_INLINE auto MemoryFitter::attempt(const Limits& limits, const DividedB
   return first;
 }
 
-/// A loss scale that the first micro-batch bears would be too large for this one.
+/// Returns whether a loss scale that fits the first micro-batch would be too large for this one.
 GRADACCUM_INLINE bool MemoryFitter::outgrows_first(const DividedBatch& batch, const Piece& piece) const {
   return !plan_.last_rows.empty() && piece.rows() > 2 * plan_.last_rows.front() && batch.is_scaled();
 }
 
-/// Fails where it ran out of memory.
+/// Runs and measures a micro-batch. Returns a failure if it ran out of memory.
 GRADACCUM_INLINE auto MemoryFitter::run(const DividedBatch& batch, Piece& piece, MemoryMeter* meter, RowPlan& plan)
     -> std::optional<Failure> {
   if (meter) meter->reset_peak();
@@ -195,8 +194,8 @@ GRADACCUM_INLINE auto MemoryFitter::run(const DividedBatch& batch, Piece& piece,
   return std::nullopt;
 }
 
-/// Fails where it took more than was given. The first of a window took the memory of gradients, too. What checkpointed
-/// parts kept is what their plan says, which may be one for more rows.
+/// Records a micro-batch's memory. Returns a failure if it exceeds a given budget. The first of a window is an upper
+/// bound, since it allocates gradients, too. Checkpointed parts count by their plan, which may be for more rows.
 GRADACCUM_INLINE auto MemoryFitter::take_notice(const Piece& piece, RowPlan& plan) -> std::optional<Failure> {
   const bool first = piece.before == 0;
   const RowPlan::Point point{piece.rows(), std::max({piece.own - search_.bytes(), piece.own / 4, std::int64_t{1}})};
@@ -205,16 +204,16 @@ GRADACCUM_INLINE auto MemoryFitter::take_notice(const Piece& piece, RowPlan& pla
     return std::nullopt;
   }
   plan.failed(point);
-  if (!has_limit_) return std::nullopt;  // there was more than the device told
+  if (!has_limit_) return std::nullopt;  // the device had more than it reported
   return Failure{.rows = piece.rows(), .bytes = piece.bytes()};
 }
 
-/// A batch that goes at once has nothing to be faster by.
+/// Returns whether the search times a micro-batch. A batch that runs at once cannot become faster.
 GRADACCUM_INLINE bool MemoryFitter::is_timed(const DividedBatch& batch, const Piece& piece) const {
   return search_.searches() && (search_.way().checkpointed || piece.rows() < batch.rows);
 }
 
-/// Of a number of rows that stays.
+/// Reports a micro-batch's time to the search, if its number of rows stays.
 GRADACCUM_INLINE void MemoryFitter::time(const Limits& limits, const DividedBatch& batch, const Piece& piece,
                                          std::size_t place, std::int64_t bytes) {
   auto& known = known_[place];

@@ -9,13 +9,13 @@
 
 namespace gradaccum::detail {
 
-/// A device ran out of memory, or the CPU's allocator did, or `new`.
+/// Returns whether a device, the CPU's allocator or `new` ran out of memory.
 bool is_out_of_memory(const std::exception_ptr& error);
 
-/// Gives back what is only kept for the next use: casts of autocast, and blocks of a device's caching allocator.
+/// Frees caches: autocast's casts, and free blocks of a device's caching allocator.
 void release_kept_memory(c10::Device device);
 
-/// What `make` gives; where it runs out of memory, it is tried once more without what is only kept.
+/// Returns the result of `make`. If it runs out of memory, frees caches and calls it once more.
 template <class Make>
 auto with_memory(c10::Device device, Make&& make) {
   try {

@@ -16,7 +16,7 @@
 
 namespace gradaccum::detail {
 
-/// The CPU's allocator has no class of its own for it, nor have cuBLAS and cuDNN.
+/// Matches messages, too: the CPU's allocator, cuBLAS and cuDNN have no class for this error.
 GRADACCUM_INLINE bool is_out_of_memory(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);

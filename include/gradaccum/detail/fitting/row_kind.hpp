@@ -14,21 +14,21 @@
 
 namespace gradaccum::detail {
 
-/// What the rows of a batch are like, as far as memory goes.
+/// The properties of a batch's rows on which their memory depends.
 struct RowKind {
   std::string form = {};                 ///< dtypes and numbers of dimensions
-  std::vector<std::int64_t> sizes = {};  ///< of a row, one tensor after the other
-  std::int64_t elements = 0;             ///< of a row
-  std::string text = {};                 ///< `Float [*, 784], Long [*]`
+  std::vector<std::int64_t> sizes = {};  ///< sizes of a row, one tensor after the other
+  std::int64_t elements = 0;             ///< elements per row
+  std::string text = {};                 ///< description: `Float [*, 784], Long [*]`
 
-  /// Rows of this kind take no less than those of the other.
+  /// Returns whether rows of this kind take no less memory than those of `other`.
   bool covers(const RowKind& other) const;
   bool operator==(const RowKind& other) const { return form == other.form && sizes == other.sizes; }
 };
 
 RowKind kind_of(const std::vector<at::Tensor>& tensors, std::int64_t rows);
 
-/// Of a class whose tensors nobody tells, and of a vector of samples, all rows are of one kind.
+/// The kind of a batch's rows. All rows are of one kind in a vector of samples, and in a class with unknown tensors.
 template <has_rows B>
 RowKind kind_of_rows(const B& batch) {
   if constexpr (tells_its_tensors<B>)

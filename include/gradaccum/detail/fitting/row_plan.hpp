@@ -12,12 +12,12 @@ class Archive;
 
 namespace gradaccum::detail {
 
-/// How many rows of one kind a micro-batch may have, from what others took: knows no tensor.
+/// Finds how many rows of one kind a micro-batch may have, from the memory that others took. Uses no tensors.
 ///
-/// Memory is taken for the largest of sums a + b * rows, a and b >= 0: so n times the rows take at most n times the
-/// bytes, and between two numbers of rows that were measured at most what lies on the line between them. Growing by
-/// that never takes too much. Where that is at its end, one more row is tried if the last growth says that it will fit:
-/// that takes too much by a row at most. What took too much is not tried again.
+/// Assumes that memory is the largest of several sums a + b * rows, with a and b >= 0. Then n times the rows take at
+/// most n times the bytes, and rows between two measured numbers take at most what lies on the line between them.
+/// Growing by that never takes too much. When it ends, one more row is tried if the last growth predicts that it fits,
+/// which takes at most one row too much. Rows that took too much are not tried again.
 class RowPlan {
  public:
   struct Point {
@@ -25,23 +25,22 @@ class RowPlan {
     std::int64_t bytes = 0;
   };
 
-  /// The most rows for so many bytes, `least` at least. What takes 95 % of them stays as it is; what took more fits no
-  /// longer.
+  /// The most rows for `bytes`, at least `least`. Rows that take 95 % of `bytes` stay; rows that took more are dropped.
   std::int64_t rows_for(std::int64_t bytes, std::int64_t least);
-  /// What so many rows are expected to take; none while nothing is known.
+  /// The bytes that rows are expected to take; nothing while nothing is known.
   std::optional<std::int64_t> bytes_for(std::int64_t rows) const;
 
-  /// So many rows took so many bytes. `certain`: else at most so many, which counts until something better is known.
+  /// Records the bytes of rows. Unless `certain`, they are an upper bound, which counts until a better one is known.
   void measured(Point point, bool certain);
-  /// So many rows took too much; 0 bytes: nobody knows how much.
+  /// Records rows that took too much; 0 bytes: unknown by how much.
   void failed(Point point);
-  /// Begins with what is known of rows that take more.
+  /// Starts with the plan of rows that take more.
   void begin_with(const RowPlan& other);
 
   bool empty() const { return fits_.rows == 0 && too_many_.rows == 0; }
   const Point& fits() const { return fits_; }          ///< the most rows so far
-  const Point& too_many() const { return too_many_; }  ///< the least rows that took too much; 0 bytes: it is not known
-  /// Saves all of it.
+  const Point& too_many() const { return too_many_; }  ///< the fewest rows that took too much; 0 bytes: unknown
+  /// Saves or loads the plan.
   void state(Archive& archive);
 
  private:
@@ -49,7 +48,7 @@ class RowPlan {
   std::int64_t more_rows(std::int64_t bytes) const;
   std::int64_t one_more_bytes() const;
 
-  Point fits_, too_many_, before_;  // before: fewer rows than fits, or none
+  Point fits_, too_many_, before_;  // before_: fewer rows than fits_, or none
   bool certain_ = false;
 };
 

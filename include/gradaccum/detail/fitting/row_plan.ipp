@@ -14,7 +14,7 @@
 
 namespace gradaccum::detail {
 
-/// first * second / third, which may be large, rounded down.
+/// Returns first * second / third, rounded down, without overflow.
 GRADACCUM_INLINE std::int64_t scaled(std::int64_t first, std::int64_t second, std::int64_t third) {
   const auto result =
       static_cast<long double>(first) * static_cast<long double>(second) / static_cast<long double>(third);
@@ -30,7 +30,7 @@ GRADACCUM_INLINE std::int64_t RowPlan::rows_for(std::int64_t bytes, std::int64_t
   return std::max(more_rows(bytes), least);
 }
 
-/// Right where rows take half of the bytes, and tried where not.
+/// Guesses the rows that fit by assuming that rows account for half of the bytes.
 GRADACCUM_INLINE std::int64_t RowPlan::fewer_rows(std::int64_t bytes) const {
   if (too_many_.bytes <= bytes || bytes <= 0) return too_many_.rows / 2;
   return too_many_.rows - 2 * (too_many_.rows - scaled(too_many_.rows, bytes, too_many_.bytes));
@@ -47,7 +47,7 @@ GRADACCUM_INLINE std::int64_t RowPlan::more_rows(std::int64_t bytes) const {
   return std::min(fits_.rows + more, too_many_.rows - 1);
 }
 
-/// What another row would make of it, as the last ones did; of a first one it is half.
+/// The bytes of one more row than fits: the last growth per row, or half of an average row before any growth.
 GRADACCUM_INLINE std::int64_t RowPlan::one_more_bytes() const {
   if (before_.rows == 0) return fits_.bytes + fits_.bytes / (2 * fits_.rows);
   return fits_.bytes + scaled(fits_.bytes - before_.bytes, 1, fits_.rows - before_.rows);
