@@ -8,12 +8,12 @@
 
 namespace gradaccum::detail {
 
-/// Finds by experiment why micro-batches do not give what one batch gives: sentences.
+/// Finds by experiment why micro-batches give other gradients than one batch. Returns a sentence per cause.
 ///
-/// First with all modules in evaluation mode, where only the loss can be a reason: is there any sum of the
-/// micro-batches' gradients that is the whole batch's? Then with some modules in training mode.
+/// Starts with all modules in evaluation mode, where only the loss can be a cause, and looks for a weighted sum of the
+/// micro-batches' gradients that equals the whole batch's. Continues with some modules in training mode.
 ///
-/// `whole`: the gradients of one batch. `equal`: those of the micro-batches were equal to them.
+/// `whole` is the gradients of one batch. `equal` says that those of the micro-batches were equal to them.
 std::vector<std::string> causes_of_difference(VerifyPasses& passes, const GradientList& whole, bool equal);
 
 }  // namespace gradaccum::detail

@@ -27,7 +27,7 @@
 
 namespace gradaccum::detail {
 
-/// Each number's part of their sum.
+/// The share of each number in their sum.
 template <class Number>
 std::vector<double> shares_of(const std::vector<Number>& numbers) {
   const double all = std::accumulate(numbers.begin(), numbers.end(), 0.0);
@@ -36,7 +36,7 @@ std::vector<double> shares_of(const std::vector<Number>& numbers) {
   return shares;
 }
 
-/// Some elements of each gradient, as one float64 vector on the CPU: enough to solve for a few unknowns.
+/// Some elements of each gradient as one float64 vector on the CPU, enough to solve for a few unknowns.
 GRADACCUM_INLINE at::Tensor sample_of(const GradientList& gradients, const GradientList& like) {
   constexpr std::int64_t most = 4096;
   std::vector<at::Tensor> samples;
@@ -49,9 +49,9 @@ GRADACCUM_INLINE at::Tensor sample_of(const GradientList& gradients, const Gradi
   return at::cat(samples);
 }
 
-/// Finds what share each micro-batch's gradient has in the whole batch's, by least squares; there are more numbers
-/// in a gradient than micro-batches. Nothing where the shares are not those of a mean. A gradient that is not finite
-/// has none.
+/// Finds the share of each micro-batch's gradient in the whole batch's by least squares, as a gradient has more
+/// elements than there are micro-batches. Returns nothing unless the shares add up to 1, as those of a mean do. The
+/// share of a gradient that is not finite is 0.
 GRADACCUM_INLINE std::optional<std::vector<double>> solve_shares(VerifyPasses& passes, const ModelGuard::Modes& modes,
                                                                  const GradientList& whole) {
   const auto wanted = sample_of(whole, whole);
@@ -63,13 +63,13 @@ GRADACCUM_INLINE std::optional<std::vector<double>> solve_shares(VerifyPasses& p
     columns.push_back(finite.back().item<bool>() ? column : at::zeros_like(column));
   }
   const auto found = std::get<0>(at::linalg_lstsq(at::stack(columns, 1), wanted.unsqueeze(1), {}, "gelsd"));
-  // What is found for a column of zeros may be next to 0, and such a part of NaN is NaN.
+  // Sets shares of zero columns to exactly 0: solved ones may be close to 0, and that times NaN is NaN.
   const auto clamped = found.flatten().clamp_min(0).mul(at::stack(finite)).contiguous();
   if (std::abs(clamped.sum().item<double>() - 1) > 0.05) return std::nullopt;
   return std::vector<double>(clamped.data_ptr<double>(), clamped.data_ptr<double>() + count);
 }
 
-/// Finds the modules that are not the same for micro-batches as for one batch, while they are in training mode.
+/// Finds modules that treat micro-batches differently from one batch in training mode.
 class ModuleSearch {
  public:
   using Modes = ModelGuard::Modes;
@@ -78,8 +78,8 @@ class ModuleSearch {
   explicit ModuleSearch(VerifyPasses& passes)
       : passes_(passes), parts_(passes.model().parts()), candidates_(passes.model().modes()) {}
 
-  /// Sentences that name them. `random`: random numbers matter. `shares`: with which the micro-batches are equal to the
-  /// whole batch where all modules are in evaluation mode; null if there are none.
+  /// Returns sentences that name them. `random`: random numbers matter. `shares`: weights by which the micro-batches
+  /// equal the whole batch in evaluation mode; null if there are none.
   std::vector<std::string> run(bool random, const Shares* shares) {
     const auto draw = random ? that_draw() : Parts();
     const auto statistics = with_statistics(shares);
@@ -94,9 +94,9 @@ class ModuleSearch {
   }
 
  private:
-  using Parts = std::set<std::size_t>;  // their numbers
+  using Parts = std::set<std::size_t>;  // indices of modules
 
-  /// Those after which the random numbers are elsewhere than if all had been in evaluation mode.
+  /// Finds modules that leave another random state than a forward pass in evaluation mode.
   Parts that_draw() {
     const auto state_after = [&](const Modes& modes) {
       passes_.forward(modes);
@@ -112,8 +112,8 @@ class ModuleSearch {
     return found;
   }
 
-  /// Those whose buffers a forward pass changes. Where that can be told, only the classes that break the equality: a
-  /// counter in a buffer does not.
+  /// Finds modules whose buffers a forward pass changes. With `shares`, keeps only classes that break the equality,
+  /// which a counter in a buffer does not.
   Parts with_statistics(const Shares* shares) {
     passes_.forward(candidates_);
     std::map<std::string, Parts> by_class;
@@ -126,8 +126,7 @@ class ModuleSearch {
     return found;
   }
 
-  /// Adds the modules that pass the test alone. Where one does not pass it together with all that is in it, nothing
-  /// that is in it is looked at.
+  /// Adds modules that pass the test alone. Skips a module's children if it fails the test together with them.
   template <class Test>
   void descend(std::size_t part, const Test& test, Parts& found) const {
     const auto end = parts_[part].end;
@@ -156,7 +155,7 @@ class ModuleSearch {
 
   VerifyPasses& passes_;
   const std::vector<ModelGuard::Part>& parts_;
-  Modes candidates_;  // in training mode, and not found yet
+  Modes candidates_;  // modules in training mode, not found yet
   std::vector<std::string> sentences_;
 };
 
@@ -194,7 +193,7 @@ class CauseSearch {
     for (auto& sentence : ModuleSearch(passes_).run(random, shares ? &*shares : nullptr)) say(sentence);
   }
 
-  /// The shares that the micro-batches' gradients have in the whole batch's, if they have any.
+  /// The shares of the micro-batches' gradients in the whole batch's, if there are any.
   std::optional<Shares> shares_in_loss() {
     const auto gradients = whole(quiet_);
     const auto as_returned = passes_.error(passes_.accumulated(quiet_), gradients);

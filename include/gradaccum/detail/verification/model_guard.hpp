@@ -13,18 +13,18 @@
 
 namespace gradaccum::detail {
 
-/// A model for experiments. At the scope's end all is as it was: parameters, gradients, buffers, modes, and the random
-/// numbers of the CPU and of the model's devices.
+/// Restores a model at the end of a scope: parameters, gradients, buffers, modes, and the random state of the CPU and
+/// of the model's devices.
 class ModelGuard {
  public:
-  /// A module in the model. Those that are inside it follow it, up to `end`.
+  /// A module of the model. Its submodules follow it, up to `end`.
   struct Part {
     std::string name;
     torch::nn::Module* module;
     std::size_t end;
     bool training;
   };
-  using Modes = std::vector<bool>;  ///< of each part: is it in training mode
+  using Modes = std::vector<bool>;  ///< for each part: true in training mode
 
   explicit ModelGuard(torch::nn::Module& model);
   ModelGuard(const ModelGuard&) = delete;
@@ -32,14 +32,13 @@ class ModelGuard {
   ~ModelGuard();
 
   const std::vector<Part>& parts() const { return parts_; }
-  Modes modes() const;  ///< as they were
+  Modes modes() const;  ///< the original modes
 
-  /// Parameters, buffers and random numbers as they were; no gradients.
+  /// Restores parameters, buffers and random state, removes gradients, and sets modes.
   void rewind(const Modes& modes);
   void use_other_random_numbers();
-  /// Where the random numbers are.
   std::vector<at::Tensor> random_state() const;
-  /// A buffer that this part itself has is another than `rewind` left.
+  /// Returns whether the part's own buffers differ from what `rewind` restored.
   bool changed_buffers(const Part& part) const;
 
  private:
@@ -48,12 +47,12 @@ class ModelGuard {
 
   std::vector<Part> parts_;
   std::vector<at::Tensor> parameters_, gradients_;
-  std::vector<at::Tensor> tensors_, values_;  // parameters and buffers; what was in them
+  std::vector<at::Tensor> tensors_, values_;  // parameters and buffers, and their original values
   std::vector<at::Generator> generators_;
   std::vector<at::Tensor> random_state_;
 };
 
-/// How people find it: `encoder.norm (BatchNorm1d)`.
+/// The name and class of a part: `encoder.norm (BatchNorm1d)`.
 std::string name_of(const ModelGuard::Part& part);
 
 }  // namespace gradaccum::detail

@@ -31,7 +31,7 @@ GRADACCUM_INLINE ModelGuard::~ModelGuard() {
   try {
     rewind(modes());
     for (std::size_t i = 0; i < gradients_.size(); ++i) parameters_[i].mutable_grad() = gradients_[i];
-  } catch (...) {  // by a train() of the user's own, or a lost device; a destructor has nobody to tell
+  } catch (...) {  // from a user's train(), or a lost device; a destructor must not throw
   }
 }
 
@@ -41,7 +41,7 @@ GRADACCUM_INLINE void ModelGuard::keep(const at::Tensor& tensor) {
   values_.push_back(tensor.detach().clone());
 }
 
-/// A model on the stack is no shared pointer, so `named_modules` would not give it.
+/// Lists a module and its submodules. `named_modules` does not work for a model on the stack, without a shared_ptr.
 GRADACCUM_INLINE void ModelGuard::list(const std::string& name, torch::nn::Module& module) {
   const auto i = parts_.size();
   parts_.push_back({name, &module, 0, module.is_training()});
@@ -59,13 +59,13 @@ GRADACCUM_INLINE ModelGuard::Modes ModelGuard::modes() const {
 GRADACCUM_INLINE void ModelGuard::rewind(const Modes& modes) {
   at::NoGradGuard no_grad;
   for (auto& parameter : parameters_) parameter.mutable_grad().reset();
-  for (std::size_t i = 0; i < tensors_.size(); ++i)  // version counters do not tell: BatchNorm writes past them
+  for (std::size_t i = 0; i < tensors_.size(); ++i)  // by value: BatchNorm bypasses version counters
     if (!tensors_[i].equal(values_[i])) tensors_[i].copy_(values_[i]);
   for (std::size_t i = 0; i < generators_.size(); ++i) {
     const std::lock_guard lock(generators_[i].mutex());
     generators_[i].set_state(random_state_[i]);
   }
-  for (std::size_t i = 0; i < parts_.size(); ++i)  // those outside come first, and take those inside with them
+  for (std::size_t i = 0; i < parts_.size(); ++i)  // parents come first, and set their children
     if (parts_[i].module->is_training() != modes[i]) parts_[i].module->train(modes[i]);
 }
 

@@ -16,18 +16,18 @@
 
 namespace gradaccum::detail {
 
-using GradientList = std::vector<at::Tensor>;  ///< one a parameter; undefined where it has none, which is like zeros
+using GradientList = std::vector<at::Tensor>;  ///< one per parameter; undefined means zeros
 
-/// Of all elements; NaN if one is.
+/// The largest absolute value of all elements; NaN if one is NaN.
 double largest(const GradientList& gradients);
 
-/// Forward and backward passes of one batch and of its micro-batches, each from the same state of the model.
+/// Runs forward and backward passes of one batch and of its micro-batches, each from the same state of the model.
 class VerifyPasses {
  public:
   using Modes = ModelGuard::Modes;
   using LossOf = std::function<Loss(std::int64_t)>;
 
-  /// `rows`: of each micro-batch. `tolerance`: if not given, that of the parameters' dtype.
+  /// `rows` has those of each micro-batch. `tolerance` defaults to that of the parameters' dtype.
   VerifyPasses(torch::nn::Module& model, LossOf loss_of, std::vector<std::int64_t> rows,
                std::optional<double> tolerance);
 
@@ -36,27 +36,27 @@ class VerifyPasses {
   const std::vector<std::int64_t>& rows() const { return rows_; }
   double tolerance() const { return tolerance_; }
 
-  /// The gradients of one batch: a micro-batch's, or the whole one's.
+  /// The gradients of a micro-batch, or of the whole batch.
   GradientList gradients_of(std::int64_t batch, const Modes& modes, bool other_random_numbers = false);
-  /// The mean that an accumulator gives.
+  /// The mean gradients, as an accumulator computes them.
   GradientList accumulated(const Modes& modes) { return accumulated(modes, nullptr); }
   /// The sum of the micro-batches' gradients, each times its share.
   GradientList accumulated(const Modes& modes, const std::vector<double>& shares) {
     return accumulated(modes, &shares);
   }
-  /// A forward pass of the first micro-batch, to be observed.
+  /// Runs a forward pass of the first micro-batch, to observe its effects.
   void forward(const Modes& modes);
 
-  /// Of each parameter, and the largest of them.
+  /// The error of each parameter; `error` is the largest of them.
   std::vector<double> errors(const GradientList& a, const GradientList& b) const;
   double error(const GradientList& a, const GradientList& b) const;
   bool differ(const GradientList& a, const GradientList& b) const { return error(a, b) > tolerance_; }
-  /// The micro-batches with these shares do not give what the whole batch gives.
+  /// Returns whether micro-batches with these shares give other gradients than the whole batch.
   bool unequal(const Modes& modes, const std::vector<double>& shares) {
     return differ(accumulated(modes, shares), gradients_of(SplitBatch::whole, modes));
   }
 
-  /// Of each micro-batch, in the last call of `accumulated`.
+  /// The losses and items of the micro-batches in the last call of `accumulated`.
   const std::vector<double>& losses() const { return losses_; }
   const std::vector<double>& items() const { return items_; }
 

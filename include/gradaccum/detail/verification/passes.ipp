@@ -20,7 +20,7 @@
 
 namespace gradaccum::detail {
 
-/// The distance from 1 to the next number, of the dtype that rounds most.
+/// The machine epsilon of the coarsest dtype.
 GRADACCUM_INLINE double rounding_of(const std::vector<at::Tensor>& parameters) {
   double rounding = 0;
   for (auto& parameter : parameters) {
@@ -33,7 +33,7 @@ GRADACCUM_INLINE double rounding_of(const std::vector<at::Tensor>& parameters) {
   return rounding;
 }
 
-/// What rounding may come to in a sum over a batch.
+/// The error that rounding may cause in a sum over a batch.
 GRADACCUM_INLINE double default_tolerance(double rounding) {
   if (rounding < 1e-15) return 1e-10;
   if (rounding < 1e-6) return 1e-4;
@@ -48,7 +48,7 @@ GRADACCUM_INLINE double largest(const GradientList& gradients) {
   double all = 0;
   for (auto& gradient : gradients) {
     const auto one = largest(gradient);
-    if (!(one <= all)) all = one;  // NaN, too, stays
+    if (!(one <= all)) all = one;  // also if NaN
     if (std::isnan(all)) return all;
   }
   return all;
@@ -59,8 +59,8 @@ GRADACCUM_INLINE double largest_difference(const at::Tensor& a, const at::Tensor
   return largest(a.sub(b));
 }
 
-/// max|a - b| / max|b| for each parameter. Where both are but rounding noise beside the model's largest gradient (the
-/// bias of a layer before a normalisation has a gradient of 0), relative to that one. Infinity where one is not finite.
+/// max|a - b| / max|b| for each parameter; infinity if one is not finite. If both are rounding noise next to the
+/// model's largest gradient, divides by that one: the bias of a layer before a normalisation has a gradient of 0.
 GRADACCUM_INLINE std::vector<double> relative_errors(const GradientList& a, const GradientList& b, double rounding) {
   const double all = largest(b), noise = std::min(0.1, 100 * rounding) * all;
   std::vector<double> errors;
@@ -121,7 +121,7 @@ GRADACCUM_INLINE GradientList VerifyPasses::accumulated(const Modes& modes, cons
     window.complete_micro_batch();
   }
   Gradients mean(window.closing());
-  if (shares) mean.factor().multiply(mean.items());  // the sum of the shares
+  if (shares) mean.factor().multiply(mean.items());  // a sum rather than a mean
   if (window.has_weight()) mean.apply();
   return take();
 }

@@ -13,7 +13,7 @@
 
 namespace gradaccum::detail {
 
-/// The first few: `3, 3, 2, 2`, or `1, 2, 3, 4, 5, 6, and 7 more`, `and` being what is put before the rest.
+/// Lists the first values: `3, 3, 2, 2`, or `1, 2, 3, 4, 5, 6, and 7 more`, where `rest` is the text before 7.
 template <class Value>
 std::string listed(const std::vector<Value>& values, const std::string& rest = ", and ") {
   constexpr std::size_t most = 6;
@@ -22,10 +22,10 @@ std::string listed(const std::vector<Value>& values, const std::string& rest = "
   return values.size() <= most ? text : text + rest + std::to_string(values.size() - most) + " more";
 }
 
-/// `3.1e-02`
+/// Formats a number as `3.1e-02`.
 std::string scientific(double value);
 
-/// The causes, in words.
+/// Sentences for the causes.
 namespace sentences {
 
 inline constexpr auto not_finite = "the gradients of the whole batch are not finite: there is nothing to compare";
