@@ -14,41 +14,41 @@
 
 namespace gradaccum::data {
 
-/// Which sequences make a batch, and in what order.
+/// Options for the sizes and the order of batches.
 struct LengthBucketsOptions {
-  std::int64_t batch_size = 0;          ///< sequences a batch; this or `tokens`
-  std::int64_t tokens = 0;              ///< the most elements a batch has, padding included: sequences x longest
-  bool shuffle = false;                 ///< other batches every epoch, in another order; else the longest first
-  std::uint64_t seed = 0;               ///< the batches depend on the seed and the epoch alone
-  at::Scalar padding = 0;               ///< what fills `data` up
-  at::Scalar target_padding = -100;     ///< what fills token targets up: cross_entropy's ignore_index
-  std::int64_t pad_to_multiple_of = 1;  ///< batches of a few lengths: `CompiledStep` has a graph for each
-  bool drop_last = false;               ///< leave out the batch that has less than `batch_size` sequences
-  std::int64_t mega_batch = 50;  ///< shuffled: batches sorted by length together; more: less padding, less chance
-  std::int64_t rank = 0;         ///< of several processes: every `world_size`-th batch is this one's
-  std::int64_t world_size = 1;   ///< how many processes share the batches
+  std::int64_t batch_size = 0;          ///< sequences per batch; either this or `tokens`
+  std::int64_t tokens = 0;              ///< maximum elements per batch, with padding: sequences x longest
+  bool shuffle = false;                 ///< new batches in a new order every epoch; else the longest first
+  std::uint64_t seed = 0;               ///< batches depend on the seed and the epoch alone
+  at::Scalar padding = 0;               ///< fills up `data`
+  at::Scalar target_padding = -100;     ///< fills up token targets: cross_entropy's ignore_index
+  std::int64_t pad_to_multiple_of = 1;  ///< reduces the number of lengths; `CompiledStep` needs a graph for each
+  bool drop_last = false;               ///< leaves out the batch of fewer than `batch_size` sequences
+  std::int64_t mega_batch = 50;  ///< if shuffled: batches sorted together; more: less padding and less randomness
+  std::int64_t rank = 0;         ///< every `world_size`-th batch is this rank's
+  std::int64_t world_size = 1;   ///< number of ranks that share the batches
 };
 
 /// A batch of sequences, the longest first.
 struct SequenceBatch {
   at::Tensor data;            ///< [n, longest, …]
   at::Tensor target;          ///< [n, …], or token targets [n, longest target, …]
-  at::Tensor lengths;         ///< int64 [n], on the CPU, as `pack_padded_sequence` wants them
-  at::Tensor target_lengths;  ///< the same of token targets; undefined where targets are rows
-  at::Tensor indices;         ///< int64 [n], on the CPU: where each was in the list
+  at::Tensor lengths;         ///< int64 [n], on the CPU, as `pack_padded_sequence` requires
+  at::Tensor target_lengths;  ///< int64 [n], on the CPU, for token targets; undefined if targets are rows
+  at::Tensor indices;         ///< int64 [n], on the CPU: indices of the sequences in the list
   std::int64_t tokens = 0;    ///< the sum of `lengths`
 
   std::int64_t rows() const { return indices.size(0); }
-  /// The sequences [from, from + count), padded to the longest of these.
+  /// Returns the sequences [from, from + count), padded to the longest of them.
   SequenceBatch narrow(std::int64_t from, std::int64_t count) const;
-  /// With `data` and `target` there; to CUDA from pinned memory. The rest stays on the CPU.
+  /// Returns a copy with `data` and `target` on `device`, from pinned memory to CUDA. The rest stays on the CPU.
   SequenceBatch to(at::Device device) const;
 };
 
-/// For `save_step` and `CompiledStep`.
+/// The tensors of a batch, for `save_step` and `CompiledStep`.
 std::vector<at::Tensor> batch_tensors(const SequenceBatch& batch);
 
-/// Batches of sequences of unequal length, of about the same length each, so that little of them is padding.
+/// Batches of sequences of similar lengths, so that there is little padding.
 ///
 ///     std::vector<at::Tensor> texts{torch::randint(9, {7}), torch::randint(9, {30}), torch::randint(9, {8})};
 ///     ga::data::LengthBuckets buckets(texts, torch::tensor({0, 1, 0}), {.tokens = 32, .shuffle = true, .seed = 0});
@@ -57,27 +57,28 @@ std::vector<at::Tensor> batch_tensors(const SequenceBatch& batch);
 ///       std::cout << batch.data.sizes() << ", padding: " << batch.data.numel() - batch.tokens << mask << '\n';
 ///     }
 ///
-/// Shuffled, an epoch's random order is cut into mega-batches of 50 batches (of a quarter of a short list, of 4 at
-/// least); each is sorted by length and cut into batches, and all batches are shuffled. Not shuffled, the whole list is
-/// sorted, the longest first, so that what does not fit into memory shows at once; `indices` put results back in order.
-/// Either way an epoch has every sequence exactly once, but for what `drop_last` leaves out.
+/// If shuffled, an epoch's random order is cut into mega-batches of 50 batches (for a short list, a quarter of it, but
+/// at least 4). Each is sorted by length and cut into batches, and all batches are shuffled. Otherwise the whole list
+/// is sorted, the longest first, so that a batch that exceeds memory shows at once; `indices` restore the order of
+/// results. Either way an epoch has every sequence exactly once, except for those that `drop_last` leaves out.
 ///
-/// With `rank` and `world_size` of a `ProcessGroup`, all ranks make the same batches and deal them out by turns.
+/// With `rank` and `world_size` of a `ProcessGroup`, all ranks make the same batches and take them in turn.
 ///
-/// `sequences`: [length, …], length >= 1, alike in dtype, device and the other dimensions; of any strides, not copied.
-/// `targets`: a tensor with a row for each, or a list of tensors: token targets, which are padded too. A batch is
-/// memory of its own. One loop at a time: each `begin()` starts the next epoch, or the rest of one after `load_state`.
+/// `sequences` are [length, …], length >= 1, alike in dtype, device and other dimensions, of any strides, and not
+/// copied. `targets` is a tensor with a row for each, or a list of tensors: token targets, which are padded, too. A
+/// batch has its own memory. Only one loop runs at a time: each `begin()` starts the next epoch, or resumes one after
+/// `load_state`.
 ///
-/// @note Does not wait for the device: a batch's indices go to CUDA from pinned memory. Takes 8 bytes a
-/// sequence and number: lengths, and the epoch's batches.
+/// @note Does not wait for the device: a batch's indices go to CUDA from pinned memory. Takes 16 bytes per sequence:
+/// its length, and its place in the epoch's batches.
 class LengthBuckets : public detail::EpochLoops<SequenceBatch> {
  public:
   LengthBuckets(std::vector<at::Tensor> sequences, at::Tensor targets, LengthBucketsOptions options);
   LengthBuckets(std::vector<at::Tensor> sequences, std::vector<at::Tensor> targets, LengthBucketsOptions options);
 
   std::int64_t rows() const { return sequences_.size(); }
-  /// This rank's batches of the epoch that runs, or of the next one: with a budget of tokens, shuffled epochs may
-  /// differ.
+  /// The number of this rank's batches in the current epoch, or the next one. With a budget of tokens, shuffled epochs
+  /// may differ.
   std::int64_t size() const { return share().of(all_of(state().epoch)); }
 
  private:
@@ -93,7 +94,7 @@ class LengthBuckets : public detail::EpochLoops<SequenceBatch> {
   at::Tensor targets_;
   std::optional<detail::PaddedSequences> token_targets_;
   LengthBucketsOptions options_;
-  mutable std::optional<std::int64_t> cut_epoch_;  // what `batches_` were cut for
+  mutable std::optional<std::int64_t> cut_epoch_;  // the epoch of `batches_`
   mutable std::vector<Rows> batches_;
 };
 

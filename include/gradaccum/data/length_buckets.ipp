@@ -19,13 +19,13 @@
 
 namespace gradaccum::detail {
 
-/// Cuts an order of sequences into batches of about one length.
+/// Cuts an order of sequences into batches of similar lengths.
 class LengthCuts {
  public:
   using Rows = std::vector<std::int64_t>;
 
-  /// One of `batch_size` and `tokens` is 0. `mega_batch`: batches that are sorted together; 0: all of them. Of a
-  /// short list a quarter, but no less than 4: the batches of two epochs are not to be the same.
+  /// Takes either `batch_size` or `tokens`; the other is 0. `mega_batch` is the number of batches sorted together; 0
+  /// sorts all. A short list sorts a quarter of it, but at least 4 batches, so that two epochs have different batches.
   LengthCuts(const PaddedSequences& sequences, std::int64_t batch_size, std::int64_t tokens, std::int64_t mega_batch)
       : sequences_(sequences), by_tokens_(tokens > 0), room_(std::max(batch_size, tokens)) {
     std::int64_t all = 0;
@@ -34,7 +34,7 @@ class LengthCuts {
     mega_room_ = mega_batch == 0 || all / room_ < together ? all : room_ * together;
   }
 
-  /// The longest first in each batch. Cut by size, only the last one is smaller.
+  /// Cuts `order` into batches, the longest sequence first in each. By `batch_size`, only the last one is smaller.
   std::vector<Rows> operator()(Rows order) const {
     std::vector<Rows> batches;
     for (auto from = order.begin(); from != order.end();) {
@@ -55,7 +55,7 @@ class LengthCuts {
 
   const PaddedSequences& sequences_;
   bool by_tokens_;
-  std::int64_t room_, mega_room_;  // of a batch, of a mega-batch: in sequences, or in their elements
+  std::int64_t room_, mega_room_;  // capacity of a batch and of a mega-batch, in sequences or elements
 };
 
 /// The numbers [0, count), shuffled or not.

@@ -21,12 +21,13 @@
 
 namespace gradaccum::data {
 
-/// How far a `Prefetch` goes ahead, and where its batches go.
+/// Options for `Prefetch`.
 struct PrefetchOptions {
-  std::int64_t depth = 2;  ///< batches that wait for the loop, at most; >= 1
-  /// Brings them there; to CUDA from pinned memory, by copies that nobody waits for.
+  std::int64_t depth = 2;  ///< maximum number of batches ready ahead; >= 1
+  /// Moves batches to this device; to CUDA from pinned memory, by copies that do not wait for the device.
   std::optional<c10::Device> device = std::nullopt;
-  /// Let batches draw from LibTorch's default generators: not in the order that they would without, or twice alike.
+  /// Lets batches draw from LibTorch's default generators. Their draws differ from those without `Prefetch`, and from
+  /// run to run.
   bool allow_draws = false;
 };
 
@@ -36,14 +37,14 @@ namespace gradaccum::detail {
 
 void check_prefetch(const data::PrefetchOptions& options);
 
-/// Runs `make` on the thread that goes ahead; throws if that has drawn random numbers which are not its own.
+/// Runs `make`, and throws if it drew from LibTorch's default generators.
 void make_without_draws(c10::function_ref<void()> make);
 
 }  // namespace gradaccum::detail
 
 namespace gradaccum::data {
 
-/// The same batches as a range's, the next ones prepared in a thread while one trains.
+/// Iterates over a range, and prepares the next batches in a thread while the current one trains.
 ///
 ///     ga::data::TensorBatches batches(images, labels, {.batch_size = 4, .shuffle = true, .seed = 0});
 ///     ga::data::Prefetch ahead(batches, {.depth = 2});      // .device = model's device brings them there, too
@@ -53,26 +54,26 @@ namespace gradaccum::data {
 ///         loss.backward();
 ///       }
 ///
-/// Any range will do, and everything is as without it, to the bit: batches, their order, epochs that were left early,
-/// an exception at its batch, `state()` and what goes on from it. The thread is ahead, but a state is that of the batch
-/// in hand, and nothing else asks the range meanwhile. Two things are the range's to keep, or are refused:
+/// Works with any range. Results are as without it, to the bit: batches, their order, epochs that were left early, an
+/// exception at its batch, `state()` and runs resumed from it. The thread is ahead, but a state is that of the current
+/// batch, and nothing else uses the range meanwhile. Two things are up to the range, or are refused:
 ///
-/// Random numbers. `begin()` of the range, and its first batch, run in the loop's own thread; so a RandomSampler draws
-/// where it would without. A later batch that draws from LibTorch's default generators, which the training draws from
-/// at the same time, is an error that names the operation: give the range a generator of its own, or `allow_draws`.
-/// (Of a DataLoader's workers nobody knows, as without.)
+/// Random numbers: `begin()` of the range, and its first batch, run in the loop's own thread, so a RandomSampler draws
+/// as it would without `Prefetch`. A later batch that draws from LibTorch's default generators, from which training
+/// draws at the same time, is an error that names the operation: give the range a generator of its own, or
+/// `allow_draws`. Draws by a DataLoader's workers are not detected; their order is no more certain without `Prefetch`.
 ///
-/// Its place. TensorBatches and LengthBuckets say it with each batch. A range of your own with `state(Archive&)` is
-/// asked for that after each batch, in the thread; with `place()` and `go_back(place)`, any cheap value, for these
-/// instead. Without these two a loop that was left early leaves it up to `depth` batches further, so that `begin()`
-/// must begin anew, as it does for containers and for LibTorch's loaders.
+/// Position: TensorBatches and LengthBuckets report theirs with each batch. If a range of your own has
+/// `state(Archive&)`, the thread calls it after each batch. If it has `place()`, which returns any cheap value, and
+/// `go_back(place)`, those are used instead. Without them, a loop that was left early leaves the range up to `depth`
+/// batches further, so `begin()` must start anew, as it does for containers and for LibTorch's loaders.
 ///
-/// An lvalue is held by reference, and left alone until the loop is over; an rvalue is moved. Batches are copied or
-/// moved out of it, tensors are not: it must not fill one tensor again and again. The thread has LibTorch's modes of
-/// the loop's, its meter of memory and streams, but no further threads for its operations. One loop at a time. A loop
-/// that is left, and a state that is saved, wait for the batch that is being prepared.
+/// An lvalue is held by reference, and must not be used until the loop is over; an rvalue is moved. Batches are copied
+/// or moved out of the range, but tensors are not, so it must not fill one tensor again and again. The thread has the
+/// modes, memory meter and streams of the loop's thread, but uses no further threads for its operations. Only one loop
+/// runs at a time. Leaving a loop, and saving a state, waits for the batch that is being prepared.
 ///
-/// @note Does not wait for the device. At most `depth` batches wait, beside the one in hand.
+/// @note Does not wait for the device. At most `depth` batches are ready, besides the current one.
 template <class Range>
 class Prefetch {
   using Bare = std::remove_reference_t<Range>;
@@ -122,20 +123,19 @@ class Prefetch {
     TORCH_CHECK(!looping_, "Prefetch: a second loop began inside this one; give it a range and a Prefetch of its own");
     looping_ = true;
     left_.reset();
-    Iterator first(*this);  // whose end is that of the loop, should the range throw
+    Iterator first(*this);  // ends the loop if the range throws
     ++first;
     return first;
   }
   std::default_sentinel_t end() const { return {}; }
 
-  /// What the range says while the batch in hand is.
+  /// The size of the range at the current batch.
   std::int64_t size() const requires detail::is_sized<Bare> {
     const bool noted = in_hand_ && in_hand_->note;
     return noted ? in_hand_->note->size : static_cast<std::int64_t>(std::as_const(range_).size());
   }
 
-  /// Saves what the range would save while the batch in hand is; or loads, forgets what was prepared, and goes on
-  /// there.
+  /// Saves the range's state at the current batch, or loads one and discards the prepared batches.
   void state(Archive& archive) requires detail::saves_its_place<Bare> {
     ahead_.stop();
     if (archive.loading()) {
@@ -159,13 +159,13 @@ class Prefetch {
     std::optional<Note> note = std::nullopt;
   };
 
-  /// To the next batch. False where there is none.
+  /// Moves to the next batch. Returns false if there is none.
   bool advance() {
     in_hand_.reset();
     in_hand_ = next();
     return in_hand_ != nullptr;
   }
-  /// The first one, with all that the range does when it begins, is made in the loop's own thread.
+  /// Returns the next batch. The range's `begin()` and first batch run in the loop's own thread.
   std::unique_ptr<Made> next() {
     if (pass_) return std::unique_ptr<Made>(static_cast<Made*>(ahead_.take().release()));
     pass_.emplace(range_);
@@ -187,7 +187,7 @@ class Prefetch {
     return made;
   }
 
-  /// The range is brought to where it would be without the thread, or that is kept for `state`.
+  /// Ends a loop. Moves the range back to its position at the current batch, or keeps its state there for `state`.
   void leave() noexcept {
     ahead_.stop();
     ahead_.clear();
@@ -210,7 +210,7 @@ class Prefetch {
   PrefetchOptions options_;
   std::optional<Pass> pass_;
   std::unique_ptr<Made> in_hand_;
-  std::optional<Note> left_;  // that of the last batch of a loop that was left
+  std::optional<Note> left_;  // note of the last batch, after a loop was left
   bool looping_ = false;
   detail::PreparedAhead ahead_{static_cast<std::size_t>(options_.depth), [this] { return make_ahead(); }};
 };

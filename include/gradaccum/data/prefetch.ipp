@@ -12,7 +12,7 @@ GRADACCUM_INLINE void check_prefetch(const data::PrefetchOptions& options) {
   TORCH_CHECK(options.depth >= 1, "Prefetch: depth must be >= 1, got ", options.depth);
 }
 
-/// What was drawn is drawn: the training's own numbers are others by now, or will be.
+/// Throws after the draw, which cannot be undone: it changes the random numbers of the training.
 GRADACCUM_INLINE void make_without_draws(c10::function_ref<void()> make) {
   const DrawWatch watch;
   make();

@@ -10,22 +10,22 @@
 
 namespace gradaccum::data {
 
-/// Which rows make a batch, and in what order.
+/// Options for the sizes and the order of batches.
 struct TensorBatchesOptions {
-  std::int64_t batch_size = 64;  ///< rows a batch, >= 1
+  std::int64_t batch_size = 64;  ///< rows per batch, >= 1
   bool shuffle = false;          ///< a new order every epoch
-  std::uint64_t seed = 0;        ///< the order depends on the seed and the epoch alone
-  bool drop_last = false;        ///< leave out a last, smaller batch
-  std::int64_t rank = 0;         ///< of several processes: every `world_size`-th batch is this one's
-  std::int64_t world_size = 1;   ///< how many processes share the batches
+  std::uint64_t seed = 0;        ///< order depends on the seed and the epoch alone
+  bool drop_last = false;        ///< leaves out a last, smaller batch
+  std::int64_t rank = 0;         ///< every `world_size`-th batch is this rank's
+  std::int64_t world_size = 1;   ///< number of ranks that share the batches
 };
 
-/// A batch: the names are those of `torch::data::Example`.
+/// A batch, with the member names of `torch::data::Example`.
 struct Batch {
   at::Tensor data, target;
 };
 
-/// Batches of two tensors in memory, an epoch a loop: one `index_select` a batch, on the tensors' own device.
+/// Batches of two tensors in memory: an epoch per loop, and an `index_select` per tensor and batch, on its own device.
 ///
 ///     ga::data::TensorBatches batches(images, labels, {.batch_size = 64, .shuffle = true, .seed = 0});
 ///     for (int epoch = 0; epoch < 20; ++epoch)
@@ -34,11 +34,11 @@ struct Batch {
 ///         loss.backward();
 ///       }
 ///
-/// With `rank` and `world_size` of a `ProcessGroup`, all ranks make the same order of all batches and deal them out by
-/// turns: together they train with what one process would, the last batches included. Some may have one less.
+/// With `rank` and `world_size` of a `ProcessGroup`, all ranks make the same batches and take them in turn. Together
+/// they train on the batches of one process, including the last ones; some ranks may have one less.
 ///
-/// `inputs` and `targets` have the same number of rows (dim 0). Not shuffled, a batch is a view of them. One loop at a
-/// time: each `begin()` starts the next epoch, or the rest of one after `load_state`.
+/// `inputs` and `targets` have the same number of rows (dim 0). Without shuffling, a batch is a view of them. Only one
+/// loop runs at a time: each `begin()` starts the next epoch, or the rest of one after `load_state`.
 ///
 /// @note Does not wait for the device: an epoch's order goes to CUDA from pinned memory.
 class TensorBatches : public detail::EpochLoops<Batch> {
@@ -46,7 +46,7 @@ class TensorBatches : public detail::EpochLoops<Batch> {
   TensorBatches(at::Tensor inputs, at::Tensor targets, TensorBatchesOptions options = {});
 
   std::int64_t rows() const { return inputs_.size(0); }
-  /// Batches an epoch, of this rank.
+  /// The number of this rank's batches per epoch.
   std::int64_t size() const { return share().of(all_of(0)); }
 
  private:
@@ -56,7 +56,7 @@ class TensorBatches : public detail::EpochLoops<Batch> {
   void make_order(std::int64_t epoch) const;
 
   at::Tensor inputs_, targets_;
-  mutable at::Tensor order_;  // of the epoch in hand
+  mutable at::Tensor order_;  // rows in the order of `order_epoch_`
   mutable std::int64_t order_epoch_ = 0;
   TensorBatchesOptions options_;
 };
