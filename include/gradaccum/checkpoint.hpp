@@ -9,33 +9,36 @@
 
 namespace gradaccum {
 
-/// torch.utils.checkpoint: runs a part of the model without keeping its activations, and once more in backward.
+/// Runs a part of the model without keeping its activations, and reruns it in backward, like torch.utils.checkpoint.
 ///
 ///     auto h = ga::checkpoint(model, x);                                   // a module
 ///     auto z = ga::checkpoint([](at::Tensor t) { return model->forward(t).relu(); }, x);   // or any function
 ///     auto w = ga::checkpoint({.preserve_rng = false}, model, x);          // options come first
 ///     (h + z + w).sum().backward();                                        // runs each of the three once more
 ///
-/// Memory for time: of the part only the inputs are kept; what an operation in it needs for its gradient is there again
-/// when the first of them asks. The second run ends with the last tensor that is needed, so what comes after (as a rule
-/// the last product of matrices) is not repeated. Outputs, gradients and the stream of random numbers are those of the
-/// plain call, to the bit.
+/// Trades time for memory. Only the part's inputs are kept. Tensors that its operations need for gradients are
+/// recomputed when backward needs the first of them. The recomputation ends with the last tensor that is needed, so
+/// operations after it (usually the last matrix product) are not repeated. Outputs, gradients and the stream of random
+/// numbers are those of the plain call, to the bit.
 ///
-/// `function`: a module in any of its forms, or a callable. It is copied and called again in backward, so what a lambda
-/// captures by reference must still be there then, as must a plain module. It must do the same twice: other shapes,
-/// dtypes, devices or random numbers are an error that names the operation (`CheckpointOptions`). Nothing that it reads
-/// may change before backward, parameters included, and it must not change its inputs in place. Of a module's BatchNorm
-/// and InstanceNorm layers the running statistics move once; those that a lambda calls move twice. `inputs`: any
-/// number, of any copyable kind; tensors also within optionals, pairs, tuples, vectors and maps (owned: a `string_view`
-/// would look at memory that is gone). They and the outputs may be anything, with gradients or without (token ids).
+/// `function` is a module in any of its forms, or a callable. It is copied and called again in backward, so a plain
+/// module, and what a lambda captures by reference, must live until then. Both calls must do the same: other shapes,
+/// dtypes, devices or random numbers are an error that names the operation (`CheckpointOptions`). Nothing that
+/// `function` reads may change before backward, including parameters, and it must not change its inputs in place.
+/// Running statistics of a module's BatchNorm and InstanceNorm layers are updated once; those of layers that a lambda
+/// calls, twice.
 ///
-/// Restored for the second run, and put back after it or after an exception: gradient mode, autocast, the current
-/// device, and the default random generators of the CPU and of all CUDA devices in use when the first began. Works
-/// under `autograd::grad`, with `retain_graph` (runs again for each backward), `create_graph`, and nested: a checkpoint
-/// inside is forgotten with the rest and made anew. With gradients disabled it is a plain call.
+/// `inputs` are any number of copyable values that own their memory: a `string_view` would refer to freed memory.
+/// Tensors may be inside optionals, pairs, tuples, vectors and maps. Inputs and outputs may be of any type, with or
+/// without gradients (token ids).
 ///
-/// @note Does not wait for the device, unless `check_content` asks. The random generators belong to the
-/// process: threads that draw from them at the same time cannot repeat what they drew, which is found out.
+/// The recomputation runs with the first run's grad mode, autocast, current device, and default random generators of
+/// the CPU and of all CUDA devices then in use. It puts the present ones back, even after an exception. Works with
+/// `autograd::grad`, `retain_graph` (recomputes for each backward), `create_graph`, and nested: an inner checkpoint is
+/// dropped and recomputed with the rest. With gradients disabled it is a plain call.
+///
+/// @note Does not wait for the device, unless `check_content` is set. Random generators belong to the process: a draw
+/// by another thread at the same time cannot be repeated, which is detected.
 template <class Function, class... Inputs>
 auto checkpoint(const CheckpointOptions& options, Function&& function, Inputs&&... inputs) {
   return detail::run_checkpointed(options, std::forward<Function>(function), std::forward<Inputs>(inputs)...);

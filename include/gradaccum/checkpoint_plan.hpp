@@ -10,22 +10,22 @@
 
 namespace gradaccum {
 
-/// What a `CheckpointedSequential` does with its stages, and what that should cost; prints itself.
+/// The schedule of a `CheckpointedSequential`, and its predicted cost. Printable.
 struct CheckpointPlan {
-  /// Bytes at the worst moment of forward and backward, and the seconds of both.
+  /// The peak bytes during forward and backward, and the seconds of both.
   struct Cost {
     std::int64_t peak_bytes = 0;
     double seconds = 0;
   };
 
-  /// `[0-2] 3 [[4 5] 6] 7-9*`: stages by number. `[...]` keeps only its input, and runs again in backward; `*`: results
-  /// of cheap operations (GELU, SiLU, products) are made again from their inputs.
+  /// The schedule as `[0-2] 3 [[4 5] 6] 7-9*`, with stages by number. `[...]` keeps only its input, and is recomputed
+  /// in backward. `*` recomputes results of cheap operations (GELU, SiLU, products) from their inputs.
   std::string schedule;
 
-  /// Where a budget was given, for inputs of the shape that was planned for; all as measured, stage by stage.
+  /// The budget, if there is one. Costs are then for inputs of the planned shape, as measured stage by stage.
   std::optional<std::int64_t> memory_budget;
-  Cost predicted;                ///< of this schedule
-  Cost plain;                    ///< of the same stages without checkpoints
+  Cost predicted;                ///< cost of this schedule
+  Cost plain;                    ///< cost of the stages without checkpoints
   std::int64_t least_bytes = 0;  ///< no schedule needs less
 };
 

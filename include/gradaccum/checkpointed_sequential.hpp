@@ -25,13 +25,13 @@ namespace detail {
 class CheckpointedChain;
 }
 
-/// Either segments or a budget.
+/// Options for a `CheckpointedSequential`: either `segments` or `memory_budget`.
 struct CheckpointedSequentialOptions {
-  /// So many segments of about as many stages; all but the last run again in backward.
+  /// The number of segments, of about as many stages each. All but the last are recomputed in backward.
   std::int64_t segments = 0;
-  /// So many bytes at most, with as little running again as that allows.
+  /// The maximum number of bytes, with as little recomputation as that allows.
   std::int64_t memory_budget = 0;
-  CheckpointOptions checkpoint = {};  ///< how the parts are run again
+  CheckpointOptions checkpoint = {};  ///< options for recomputing parts
 };
 
 /// See `CheckpointedSequential`.
@@ -42,11 +42,11 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
 
   at::Tensor forward(const at::Tensor& input, const at::Tensor& context = {});
 
-  /// From the next forward pass on; 0: everything is kept. `FitMemory` does this.
+  /// Sets the budget from the next forward pass on; 0 keeps everything. `FitMemory` calls this.
   void set_memory_budget(std::int64_t bytes);
   const CheckpointedSequentialOptions& options() const;
 
-  /// What the latest forward pass did. With a budget there is no plan before the first, which measures the stages.
+  /// The plan of the latest forward pass. With a budget, throws before the first, which measures the stages.
   CheckpointPlan plan() const;
   bool has_plan() const;
 
@@ -55,14 +55,13 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
   GRADACCUM_INLINE void pretty_print(std::ostream& out) const override;
 
  protected:
-  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(at::Tensor())})  // in a Sequential it takes one tensor, too
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(at::Tensor())})  // accepts one tensor, too, in a Sequential
 
  private:
   std::unique_ptr<detail::CheckpointedChain> chain_;
 };
 
-/// A `torch::nn::Sequential` that keeps fewer activations for backward: by segments, or so that a number of bytes is
-/// never exceeded.
+/// A `torch::nn::Sequential` that keeps fewer activations for backward: by segments, or within a number of bytes.
 ///
 ///     torch::nn::Sequential blocks(torch::nn::Linear(4, 64), torch::nn::GELU(), torch::nn::Linear(64, 3));
 ///     ga::CheckpointedSequential net(blocks, {.memory_budget = 1 * ga::MiB});   // or {.segments = 2}
@@ -70,28 +69,28 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
 ///     loss.backward();                                                 // runs again what was not kept
 ///     std::cout << net->plan();                                        // predicted bytes and time, and the schedule
 ///
-/// It has the modules of the Sequential, under the same names; `parameters()`, `to`, `train` and saved files
-/// are those of the Sequential. Each module takes a tensor and returns one. Outputs, gradients and random numbers are
-/// those of the Sequential to the bit, and `checkpoint`'s rules hold; statistics of BatchNorm move once.
+/// Has the Sequential's modules under the same names, so `parameters()`, `to`, `train` and saved files are those of the
+/// Sequential. Each module takes a tensor and returns one. Outputs, gradients and random numbers are those of the
+/// Sequential to the bit. The rules of `checkpoint` hold; BatchNorm's statistics are updated once.
 ///
-/// `context`: a tensor that every module takes beside its input, as its second argument: an attention mask, the lengths
-/// of sequences. It must not require gradients, and must not change before backward.
+/// `context` is a tensor that every module takes as its second argument, such as an attention mask or sequence lengths.
+/// It must not require gradients, and must not change before backward.
 ///
-/// `segments`, 1 to the number of modules: like torch.utils.checkpoint_sequential, but as even as can be.
+/// `segments`, from 1 to the number of modules, is that of torch.utils.checkpoint_sequential, but as even as possible.
 ///
-/// `memory_budget`, in bytes: bounds what the module's forward and backward pass hold at any moment, beyond its input,
-/// its output and gradients of parameters (those on their way included). The first forward pass with gradients measures
-/// each stage by itself, forward and backward, in bytes and seconds, which takes as long as some 15 training steps; it
-/// holds one stage's activations and gradients. Then the fastest schedule for it is planned: which stages keep what
-/// they need, which make results of cheap operations again (GELU, SiLU, products), which run again, and in what
-/// nesting. `plan()` tells what it will take. A budget that no schedule keeps throws and names the least that works.
-/// Smaller inputs follow the same plan; a larger one or a larger context, another dtype or device, `train()`/`eval()`,
-/// autocast, or other parameters frozen are planned for anew.
+/// `memory_budget` limits the bytes that the module's forward and backward pass hold at any moment, besides its input,
+/// its output and gradients of parameters, finished or not. The first forward pass with gradients measures each stage
+/// alone, forward and backward, in bytes and seconds. That takes as long as some 15 training steps, and holds one
+/// stage's activations and gradients. Then the fastest schedule is planned: which stages keep what they need, which
+/// recompute results of cheap operations (GELU, SiLU, products), which are recomputed, and in what nesting. `plan()`
+/// returns its predicted cost. Throws if no schedule fits the budget, and names the least that works. Smaller inputs
+/// follow the same plan. A larger input or context, another dtype or device, `train()`/`eval()`, autocast, or other
+/// frozen parameters get a new plan.
 ///
-/// @note Planning waits for the device, training does not. Under autocast with a budget, parameters are cast again for
-/// each stage instead of once for the forward pass: casts that are kept would count.
-/// @note Planning sees allocations through the slot of LibTorch's profiler: inside of a profiler's scope, or of another
-/// observer of memory on this thread, the first forward pass with a budget throws. Run one before.
+/// @note Planning waits for the device, training does not. Under autocast with a budget, parameters are cast for each
+/// stage rather than once for the forward pass, since cached casts would count.
+/// @note Planning tracks allocations through the slot of LibTorch's profiler. The first forward pass with a budget
+/// throws inside a profiler's scope, or that of another memory observer on this thread: run one before.
 class CheckpointedSequential : public torch::nn::ModuleHolder<CheckpointedSequentialImpl> {
  public:
   using ModuleHolder::ModuleHolder;

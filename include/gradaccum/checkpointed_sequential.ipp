@@ -33,7 +33,7 @@ GRADACCUM_INLINE void check_options(const CheckpointedSequentialOptions& options
               ", the number of modules, got ", options.segments);
 }
 
-/// The last one keeps what it needs: it would run again at once.
+/// Divides stages evenly into segments. The last is kept, since it would be recomputed at once.
 GRADACCUM_INLINE Schedule even_segments(std::int64_t segments, std::int64_t size) {
   const auto count = std::max<std::int64_t>(segments, 1);
   Schedule schedule;
@@ -77,7 +77,7 @@ class CheckpointedChain {
                 "CheckpointedSequential: the context must not require gradients, as none would reach it; got one that "
                 "does: detach() it, or give it to the modules by their input");
     if (!planned_ || !at::GradMode::is_enabled()) return segments_->given(context)(input);
-    // Autocast would keep casts of all parameters until its scope ends; like this they are part of a stage.
+    // Disables autocast's cache, which would keep casts of all parameters beyond their stages, until its scope ends.
     const auto device = input.device().type();
     std::optional<Autocast> uncached;
     if (at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device))
@@ -98,9 +98,9 @@ class CheckpointedChain {
  private:
   torch::nn::Sequential sequential_;
   CheckpointedSequentialOptions options_;
-  std::shared_ptr<const Schedule> schedule_;  // by segments
-  std::optional<Segment> segments_;           // with that schedule
-  std::optional<PlannedChain> planned_;       // or by budget
+  std::shared_ptr<const Schedule> schedule_;  // schedule by segments
+  std::optional<Segment> segments_;           // stages with that schedule
+  std::optional<PlannedChain> planned_;       // plans, if there is a budget
 };
 
 }  // namespace detail

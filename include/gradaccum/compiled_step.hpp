@@ -22,13 +22,12 @@ namespace gradaccum {
 
 std::ostream& operator<<(std::ostream& stream, const CompiledStepReport& report);
 
-/// A step that `gradaccum_compile_step(target folder NAME name)` of CMake builds into the program.
+/// A step that CMake's `gradaccum_compile_step(target folder NAME name)` builds into the program.
 struct InProgram {
   std::string name;
 };
 
-/// An objective whose forward and backward pass are compiled: what `save_step` wrote and tools/compile_step.py
-/// compiled.
+/// An objective with compiled forward and backward, recorded by `save_step` and compiled by tools/compile_step.py.
 ///
 ///  auto objective = [](auto& net, auto& batch) {
 ///    return torch::mse_loss(net->forward(batch.data), batch.target);
@@ -41,20 +40,20 @@ struct InProgram {
 ///  }
 ///  std::cout << step.report();
 ///
-/// It gives what the objective gives, a Tensor or a `ga::Loss`, for `loss.backward()`, `ga::GradAccumulator`,
-/// `ga::AmpScaler` or, as `step(model, batch)`, in the objective's place for `ga::Trainer`. Gradients are there with
-/// the loss; backward hands them to the parameters, times the seed. Random numbers are LibTorch's, those that the
-/// objective would draw; buffers move once.
+/// Returns the result of the objective, a Tensor or a `ga::Loss`, for `loss.backward()`, `ga::GradAccumulator` or
+/// `ga::AmpScaler`. As `step(model, batch)`, it replaces the objective of a `ga::Trainer`. Gradients are computed with
+/// the loss; backward multiplies them by the seed and adds them to the parameters' gradients. Random numbers are
+/// LibTorch's, those that the objective would draw; buffers are updated once.
 ///
-/// The objective itself runs where there is no graph: for batches of other layouts, in other modes (evaluation, other
-/// autocast) and for a model that has been changed (frozen, moved); `report()` counts why. It runs too when a layout is
-/// met for the first time: loss, gradients, buffers and random numbers must be the same to rounding, or it throws
-/// `c10::Error` that names what differs.
+/// Runs the objective itself if there is no graph: for batches of other layouts, in other modes (evaluation, other
+/// autocast), and for a model that has changed (frozen, moved). `report()` counts the reasons. Also runs it for the
+/// first batch of a layout: loss, gradients, buffers and random numbers must agree up to rounding, or a `c10::Error`
+/// names the difference.
 ///
-/// The folder holds code, which runs as this program: give none that you do not trust, or build it in (`ga::InProgram`
-/// in the folder's place). It must be as it was compiled, to
-/// the byte, for this version of LibTorch, these parameters and this processor. The model outlives it. Copies are the
-/// same step; it is used by one thread at a time. Not with `create_graph`; `.in_backward` works and saves no memory.
+/// The folder holds code that runs with this program's rights: use only folders that you trust, or build the step in
+/// (`ga::InProgram` in place of the folder). Its files must be unchanged since they were compiled, for this version of
+/// LibTorch, these parameters and this processor. The model must outlive the step. Copies are the same step; one thread
+/// at a time may use it. `create_graph` is not supported; `.in_backward` works, but saves no memory.
 ///
 /// @note For models on the CPU.
 template <class Model, class Objective>

@@ -10,22 +10,22 @@
 
 namespace gradaccum {
 
-/// What `FitMemory` has found: how many rows go at once, and what that takes; prints itself. All in bytes, beyond what
-/// was there before an update: activations, and the gradients that the update gathers.
+/// The plan of `FitMemory`: how many rows run at once, and their memory. Printable. Bytes are those beyond the memory
+/// held before an update: activations, and the gradients that the update accumulates.
 struct MemoryPlan {
-  /// Batches whose rows are alike.
+  /// Batches with rows of one kind.
   struct Layout {
     std::string batch;                 ///< `Float [*, 784], Long [*]`
-    std::int64_t rows = 0;             ///< the most that go at once
-    std::int64_t predicted_bytes = 0;  ///< the peak that was expected of so many
-    std::int64_t measured_bytes = 0;   ///< the peak that was seen; 0: not yet
+    std::int64_t rows = 0;             ///< maximum that runs at once
+    std::int64_t predicted_bytes = 0;  ///< expected peak for that many
+    std::int64_t measured_bytes = 0;   ///< measured peak; 0 until measured
   };
-  std::vector<Layout> layouts;          ///< in the order that they were met
-  std::int64_t budget = 0;              ///< given, or found; 0: nobody tells how much there is
-  std::int64_t gradient_bytes = 0;      ///< of the budget, held from a micro-batch to the next
-  std::int64_t checkpoint_budget = 0;   ///< of the budget, what `CheckpointedSequential` parts keep; 0: all they need
-  std::vector<std::int64_t> last_rows;  ///< of each micro-batch of the last batch
-  std::int64_t replays = 0;             ///< how often a batch was begun again with fewer rows
+  std::vector<Layout> layouts;          ///< in the order of their first batches
+  std::int64_t budget = 0;              ///< given, or found; 0: unknown
+  std::int64_t gradient_bytes = 0;      ///< part of the budget held between micro-batches
+  std::int64_t checkpoint_budget = 0;   ///< part of the budget for `CheckpointedSequential`; 0: they keep everything
+  std::vector<std::int64_t> last_rows;  ///< rows of each micro-batch of the last batch
+  std::int64_t replays = 0;             ///< number of times a batch was restarted with fewer rows
 };
 
 std::ostream& operator<<(std::ostream& out, const MemoryPlan& plan);

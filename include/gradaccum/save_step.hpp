@@ -19,32 +19,32 @@
 
 namespace gradaccum {
 
-/// For which batches the recorded step is to hold, and what it may take as it is.
+/// Options for `save_step`.
 struct SaveStepOptions {
-  bool any_rows = true;    ///< try to make one graph for batches of any number of rows; else for those given alone
-  bool constants = false;  ///< the objective may use tensors that are neither of the model nor of the batch: they stay
+  bool any_rows = true;    ///< tries to make one graph for any number of rows; else only for those given
+  bool constants = false;  ///< allows tensors from outside the model and the batch: they become constants
 };
 
-/// What `save_step` saved. It can be printed.
+/// The result of `save_step`. Printable.
 struct SavedStep {
   std::filesystem::path folder;
-  std::vector<std::string> batches;  ///< the layout of each graph: `Float [64, 784], Long [64]`, `*` for any rows
-  std::string only_these_rows = {};  ///< why there is no graph for any number of rows; empty where there is
+  std::vector<std::string> batches;  ///< layout of each graph: `Float [64, 784], Long [64]`, `*` for any rows
+  std::string only_these_rows = {};  ///< reason for no graph for any number of rows; empty if there is one
 };
 std::ostream& operator<<(std::ostream& stream, const SavedStep& step);
 
 namespace detail {
 
-/// What is recorded for one graph.
+/// The calls recorded for one graph.
 struct StepCalls {
   StepCall call;
-  std::optional<StepCall> of_a_row_less;  // whose recording tells whether the number of rows is in the graph
+  std::optional<StepCall> of_a_row_less;  // shows whether the graph contains the number of rows
 };
 
 SavedStep save_steps(torch::nn::Module& module, const std::vector<StepCalls>& calls,
                      const std::filesystem::path& folder, const SaveStepOptions& options);
 
-/// False where the batch's tensors have not as many rows each, or too few to tell.
+/// Removes the first row from a batch. Returns false if its tensors differ in rows, or have fewer than 3.
 template <class Batch>
 bool take_a_row(Batch& batch) {
   const auto tensors = tensors_of(batch);
@@ -67,7 +67,7 @@ StepCall step_call(Model& model, Objective& objective, Batch& batch) {
 
 }  // namespace detail
 
-/// `save_step`, below, for batches of several layouts: a graph for each.
+/// Records a step like `save_step`, for batches of several layouts, with a graph for each.
 template <class Model, class Objective, class Batch>
 SavedStep save_steps(Model&& model, Objective&& objective, const std::vector<Batch>& batches,
                      const std::filesystem::path& folder, const SaveStepOptions& options = {}) {
@@ -82,25 +82,25 @@ SavedStep save_steps(Model&& model, Objective&& objective, const std::vector<Bat
   return detail::save_steps(detail::module_of(model), calls, folder, options);
 }
 
-/// Records a training step, forward and backward, as something that can be compiled: torch.compile for C++ modules.
+/// Records a training step, forward and backward, for compilation: torch.compile for C++ modules.
 ///
 ///     auto objective = [](auto& net, auto& batch) {
 ///       return torch::mse_loss(net->forward(batch.data), batch.target);
 ///     };
 ///     std::cout << ga::save_step(model, objective, *batches.begin(), "step");
 ///
-/// `tools/compile_step.py step` compiles it, and `ga::CompiledStep` runs it in the objective's place. All that the
-/// objective does with tensors is recorded as it was done for this batch: which operations, how often, with what
-/// numbers. Modes count, too: the model is in training mode, and autocast is on if it is to be (`ga::Autocast`).
+/// `tools/compile_step.py step` compiles it, and `ga::CompiledStep` runs it in place of the objective. Operations on
+/// tensors are recorded as they run for this batch: which they are, how often, and with what constants. Modes are
+/// recorded, too: put the model in training mode, and enable autocast if training uses it (`ga::Autocast`).
 ///
-/// `objective(model, batch)`: a Tensor of one element or a `ga::Loss`, as for `ga::Trainer`. `batch`: tensors, as a
-/// tuple, a range, a map, `.data` and `.target`, or what `batch_tensors(batch)` says of it. Nothing is changed: not the
-/// model, not random numbers. A folder that is there is replaced as a whole if it is a saved step.
+/// `objective(model, batch)` returns a Tensor of one element or a `ga::Loss`, as for `ga::Trainer`. `batch` has
+/// tensors: a tuple, a range, a map, `.data` and `.target`, or those of `batch_tensors(batch)`. The model and random
+/// numbers stay unchanged. An existing folder is replaced as a whole if it is a saved step.
 ///
-/// Throws `c10::Error` where the recorded step would be another than the objective: it reads values on the host, uses
-/// tensors of its own, has no gradient where backward has one (an `autograd::Function` of one's own, a `NoGradGuard`).
+/// Throws `c10::Error` if the recorded step would differ from the objective: if that reads values on the host, uses
+/// tensors of its own, or has gradients that recording misses (an `autograd::Function` of your own, a `NoGradGuard`).
 ///
-/// @note For models on the CPU. Runs the objective some six times.
+/// @note For models on the CPU. Runs the objective about six times.
 template <class Model, class Objective, class Batch>
 SavedStep save_step(Model&& model, Objective&& objective, const Batch& batch, const std::filesystem::path& folder,
                     const SaveStepOptions& options = {}) {

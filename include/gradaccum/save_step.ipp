@@ -21,7 +21,7 @@ namespace gradaccum {
 
 namespace detail {
 
-/// Why there is a graph for these rows alone; empty where there is one for any.
+/// The reason for a graph of these rows only; empty if there is one for any number.
 GRADACCUM_INLINE std::string why_these_rows(const StepTrial& trial, const StepModel& model, const StepCalls& calls,
                                             const StepTrace& trace, const SaveStepOptions& options) {
   if (!options.any_rows) return ".any_rows is false";
@@ -72,7 +72,7 @@ class StepSaver {
     add(calls.call, trace, saved_.only_these_rows.empty());
   }
 
-  /// What was there stays whole until the last file is written, and then goes.
+  /// Writes the folder. An old step there stays whole until the last file is written, and is then removed.
   SavedStep write() {
     auto manifest = manifest_of(step_);
     check_folder();

@@ -18,7 +18,7 @@ namespace gradaccum {
 
 namespace detail {
 
-/// One tensor that is packed until backward, and must come back as it was.
+/// Packs a tensor until backward, and checks that it is unpacked with the same shape, dtype and device.
 class PackedTensor : public torch::autograd::SavedVariableHooks {
  public:
   GRADACCUM_INLINE void call_pack_hook(const at::Tensor& tensor) override;
@@ -34,7 +34,7 @@ class PackedTensor : public torch::autograd::SavedVariableHooks {
 
 }  // namespace detail
 
-/// torch.autograd.graph.saved_tensors_hooks as a scope: says how the tensors that backward needs are kept until then.
+/// Decides how tensors that backward needs are kept, for a scope, like torch.autograd.graph.saved_tensors_hooks.
 ///
 ///     auto pack = [](const at::Tensor& t) { return std::pair(t.device(), t.to(torch::kCPU)); };
 ///     auto unpack = [](const auto& packed) { return packed.second.to(packed.first); };
@@ -44,7 +44,7 @@ class PackedTensor : public torch::autograd::SavedVariableHooks {
 ///     }();
 ///     loss.backward();                                      // may be outside: it unpacks what was packed
 ///
-/// In 16 bits instead, but for the parameters, which take no memory of their own:
+/// Keeps activations in 16 bits instead. Parameters stay as they are, since saving them takes no memory:
 ///
 ///     auto pack = [](const at::Tensor& t) {
 ///       const bool narrow = t.scalar_type() == torch::kFloat && !t.requires_grad();
@@ -53,18 +53,19 @@ class PackedTensor : public torch::autograd::SavedVariableHooks {
 ///     auto unpack = [](const auto& packed) { return packed.second.to(packed.first); };
 ///     ga::SavedTensorHooks hooks(pack, unpack);
 ///
-/// `pack` takes each tensor that an operation saves, in the forward pass, without gradients, and returns anything;
-/// it must not change the tensor. Parameters and other leaves come as they are, so `requires_grad()` tells them;
-/// results come detached. `unpack` takes that and returns a tensor of the same shape, dtype and device, once for each
-/// backward that needs it, on the thread of that backward. Both are kept, by value, as long as the graph is.
+/// `pack` takes each tensor that an operation saves in the forward pass, without gradients, and returns any value. It
+/// must not change the tensor. Parameters and other leaves come as they are, so `requires_grad()` identifies them;
+/// results come detached. `unpack` takes that value and returns a tensor of the same shape, dtype and device. It runs
+/// once for each backward that needs the tensor, on that backward's thread. Both are stored by value while the graph
+/// lives.
 ///
-/// Scopes belong to their thread and nest; the innermost pair alone is asked. As without hooks, a tensor that was
-/// changed in place after it was saved is an error in backward, though a copy might have been right.
+/// Scopes belong to their thread and nest; only the innermost pair is used. As without hooks, changing a tensor in
+/// place after it was saved is an error in backward, even if a copy was packed.
 ///
-/// LibTorch's C++ side has no such hooks: an engine of our own, put in place by the first scope of the process, answers
-/// for them. With Python's engine loaded in the process the constructor throws.
+/// LibTorch has no such hooks in C++, so the process's first scope installs an engine that provides them. The
+/// constructor throws if Python's engine is loaded in the process.
 ///
-/// @note Does not wait for the device. A small allocation on the heap for each saved tensor.
+/// @note Does not wait for the device. Makes a small heap allocation per saved tensor.
 template <class Pack, class Unpack>
 class [[nodiscard]] SavedTensorHooks final : detail::SavingScope {
   using Packed = std::decay_t<std::invoke_result_t<Pack&, const at::Tensor&>>;
@@ -74,7 +75,7 @@ class [[nodiscard]] SavedTensorHooks final : detail::SavingScope {
  public:
   SavedTensorHooks(Pack pack, Unpack unpack)
       : SavingScope("SavedTensorHooks"), pair_(std::make_shared<Pair>(std::move(pack), std::move(unpack))) {}
-  static void* operator new(std::size_t) = delete;  // a scope: ends on its thread, before those around it
+  static void* operator new(std::size_t) = delete;  // must end on its thread, before outer scopes
 
  private:
   struct Pair {

@@ -12,7 +12,7 @@ namespace gradaccum::detail {
 GRADACCUM_INLINE void PackedTensor::call_pack_hook(const at::Tensor& tensor) {
   version_ = TensorVersion(tensor);
   traits_ = TensorTraits(tensor);
-  // Results detached: an operation that held its own result would never be freed.
+  // Detaches results: an operation that owned its own result would never be freed.
   pack(tensor.is_leaf() ? tensor : tensor.tensor_data());
 }
 

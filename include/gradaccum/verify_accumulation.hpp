@@ -21,20 +21,20 @@
 
 namespace gradaccum {
 
-/// In how many parts the batch goes, and what counts as equal.
+/// Options for `verify_accumulation`.
 struct VerifyAccumulationOptions {
   std::int64_t steps = 8;                ///< micro-batches, >= 2
   std::optional<double> tolerance = {};  ///< by default 1e-10 for float64, 1e-4 for float32, 10 roundings for 16 bits
 };
 
-/// How far the gradients of micro-batches are from those of one batch, and why. Prints as a table.
+/// The differences between gradients of micro-batches and of one batch, and their causes. Prints as a table.
 struct AccumulationReport {
   struct Parameter {
     std::string name;
-    double relative_error;  ///< max|a - b| / max|b|; 0 where neither has a gradient, infinity where one is not finite
+    double relative_error;  ///< max|a - b| / max|b|; 0 if neither has a gradient, infinity if one is not finite
   };
-  std::vector<Parameter> parameters;  ///< those that require grad, in the model's order
-  std::vector<std::string> causes;    ///< what breaks the equality, a sentence each; or is random, though it did not
+  std::vector<Parameter> parameters;  ///< parameters that require grad, in the model's order
+  std::vector<std::string> causes;    ///< a sentence per cause of a difference, or of randomness without one
   std::int64_t steps = 0;
   double tolerance = 0;
 
@@ -42,7 +42,7 @@ struct AccumulationReport {
   bool exact() const { return worst() <= tolerance && causes.empty(); }
 };
 
-/// What `std::cout << report` prints.
+/// Formats a report as `std::cout << report` prints it.
 std::string to_string(const AccumulationReport& report);
 std::ostream& operator<<(std::ostream& stream, const AccumulationReport& report);
 
@@ -51,7 +51,7 @@ AccumulationReport compare_gradients(torch::nn::Module& model, const SplitBatch&
                                      const VerifyAccumulationOptions& options);
 }
 
-/// Finds out whether micro-batches give this model and objective the gradients of one batch, and names what breaks it.
+/// Checks whether micro-batches give the gradients of one batch for this model and objective, and names causes if not.
 ///
 ///     const auto mean_loss = [](auto& net, auto& batch) {
 ///       return torch::mse_loss(net->forward(batch.data), batch.target);
@@ -60,19 +60,19 @@ AccumulationReport compare_gradients(torch::nn::Module& model, const SplitBatch&
 ///     std::cout << report;                                // a table, and a sentence for each cause
 ///     TORCH_CHECK(report.exact(), "micro-batches must do what one batch does");
 ///
-/// The objective is called with the model as it was given (a `ModuleHolder`, a `shared_ptr`, a `Module&`) and with a
-/// batch, and returns its mean loss, or `ga::Loss{mean, items}`. A batch is a tensor, two named `data` and `target`, a
-/// pair or tuple of tensors, a `data::SequenceBatch`, all split by rows, or a vector; for any other, `split(batch,
-/// steps)` returns `steps` micro-batches. It needs a row for each.
+/// `objective(model, batch)` gets the model as given (a `ModuleHolder`, a `shared_ptr`, a `Module&`), and returns the
+/// batch's mean loss, or `ga::Loss{mean, items}`. A batch is a tensor, two named `data` and `target`, a pair or tuple
+/// of tensors or a `data::SequenceBatch`, all split by rows, or a vector. For other types, `split(batch, steps)`
+/// returns `steps` micro-batches. A batch needs a row for each micro-batch.
 ///
-/// Where gradients differ, and where another random state changes them, the causes are found by experiment: modules in
-/// evaluation mode, other weights for the micro-batches.
+/// Finds the causes if gradients differ, or change with the random state, by experiment: with modules in evaluation
+/// mode, and with other weights for the micro-batches.
 ///
-/// The model is left as it was, also by an exception: parameters, `.grad`, buffers, the mode of every module, the
-/// random state of the CPU and of its devices. What the objective writes to elsewhere is not looked after.
+/// Restores the model, even after an exception: parameters, `.grad`, buffers, the mode of every module, and the random
+/// state of the CPU and of its devices. Other state that the objective changes is not restored.
 ///
-/// @note Waits for the device. Takes the memory of one large batch, of the model, and of three sets of its
-/// gradients; the time of three passes, and where there are causes, of some more for each.
+/// @note Waits for the device. Takes the memory of one large batch, of the model, and of three sets of its gradients.
+/// Takes the time of three passes, and of some more for each cause.
 template <detail::model Model, class Objective, class Batch, class Split = detail::SplitRows>
 AccumulationReport verify_accumulation(Model&& model, Objective objective, Batch batch,
                                        VerifyAccumulationOptions options = {}, const Split& split = {}) {
