@@ -81,7 +81,7 @@ class LayerNormEpsilons {
 /// Recomputing LayerNorm does, too.
 class CheapResult {
  public:
-  /// Returns nothing unless the tensor is such a result, of an operation with sequence number `from` or later.
+  /// Returns nothing unless the tensor is the result of a cheap operation with sequence number `from` or later.
   static std::optional<CheapResult> of(const at::Tensor& tensor, std::uint64_t from) {
     if (tensor.layout() != at::kStrided || !tensor.grad_fn()) return {};
     const at::Tensor source = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
@@ -177,7 +177,8 @@ class RebuildingScope::Hooks final : public torch::autograd::SavedVariableHooks 
   }
 
  private:
-  /// Unpacks by the outer scope. An outer checkpoint recomputes a tensor once per backward, so it is kept until needed.
+  /// Unpacks by the outer scope. An outer checkpoint recomputes a tensor once per backward: it is kept for its
+  /// operation.
   at::Tensor unpack_around() {
     const std::lock_guard lock(mutex_);
     if (!kept_.defined()) kept_ = around_->call_unpack_hook();

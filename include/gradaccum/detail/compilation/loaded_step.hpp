@@ -22,7 +22,7 @@
 
 namespace gradaccum {
 
-/// Counts of the steps that a `CompiledStep` ran compiled and eagerly. Printable.
+/// The numbers of steps that a `CompiledStep` ran compiled and eagerly, with reasons. Printable.
 struct CompiledStepReport {
   std::int64_t compiled = 0, eager = 0;
   std::map<std::string, std::int64_t> why_eager = {};  ///< counts by reason

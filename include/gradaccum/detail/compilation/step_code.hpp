@@ -24,7 +24,7 @@ class StepCode {
   std::size_t inputs() const { return inputs_; }
   std::size_t outputs() const { return outputs_; }
 
-  /// Runs the code, without autograd and autocast, which it contains. Concurrent calls run one after the other.
+  /// Runs the code without autograd and autocast, which are compiled into it. Several threads may call it in turn.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) const;
 
  private:

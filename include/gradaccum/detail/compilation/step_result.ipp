@@ -57,7 +57,7 @@ class Differences {
  public:
   explicit Differences(double tolerance) : tolerance_(tolerance) {}
 
-  /// Compares the difference with the norm of `wanted`, or with `scale` if that is larger.
+  /// Compares two tensors, relative to the norm of `wanted`, or to `scale` if that is larger.
   void compare(const std::string& what, const at::Tensor& wanted, const at::Tensor& got, double scale) {
     if (!text_.empty()) return;
     if (wanted.defined() != got.defined()) {
@@ -86,7 +86,7 @@ GRADACCUM_INLINE std::string difference_of_steps(const StepModel& model, const S
   double norm = 0;
   for (auto& gradient : wanted.gradients)
     if (gradient.defined()) norm = std::hypot(norm, norm_in_double(gradient));
-  for (std::size_t i = 0; i < model.parameters.size(); ++i)  // too small a gradient may be rounding
+  for (std::size_t i = 0; i < model.parameters.size(); ++i)  // a gradient that cancels may be mere rounding
     differences.compare("the gradient of " + model.parameter_names[i], wanted.gradients[i], got.gradients[i],
                         std::sqrt(differences.tolerance()) * norm);
   for (std::size_t i = 0; i < model.buffers.size(); ++i)

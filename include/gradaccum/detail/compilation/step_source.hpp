@@ -21,7 +21,7 @@ class StepSource {
   /// The name in error messages.
   const std::string& name() const { return name_; }
   const Manifest& manifest() const { return manifest_; }
-  /// Loads the code of a graph, after checking a file against the manifest.
+  /// Loads the code of a graph. Checks a file against the manifest first.
   StepCode code(std::size_t number, const GraphDescription& graph) const;
 
  private:

@@ -23,7 +23,7 @@ struct StepCall {
 /// the loss, and its output and target if it has them.
 struct StepTrace {
   std::string script;       ///< contents of a TorchScript file
-  std::string operations;   ///< the graph as text without shapes: two traces differ by their constants
+  std::string operations;   ///< the graph as text without shapes, to compare constants of two traces
   Loss loss{at::Tensor()};  ///< values of the traced run
 };
 

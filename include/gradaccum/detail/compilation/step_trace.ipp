@@ -21,7 +21,7 @@
 
 namespace gradaccum::detail {
 
-inline thread_local std::string* host_reads = nullptr;  // receives the name of the operation
+inline thread_local std::string* host_reads = nullptr;  // receives the name of an operation that reads a value
 
 /// Records the last operation of a scope that reads a tensor's value on the host.
 class [[nodiscard]] HostReadScope {

@@ -20,8 +20,8 @@ struct Prepared {
 
 /// A queue of objects that a thread prepares in order.
 ///
-/// The thread starts with the first `take`, and again with the next one after `stop`. It ends after the last object, or
-/// when `make` throws. Only one thread may take objects.
+/// The thread starts with `start` or the first `take`, and again with the next one after `stop`. It ends after the last
+/// object, or when `make` throws. Only one thread may take objects.
 class PreparedAhead {
  public:
   /// Makes the next object; null after the last.

@@ -49,7 +49,7 @@ void for_each_of_batch(T& value, auto&& visit) {
   }
 }
 
-/// The tensors of a batch: `batch_tensors(batch)` if there is one.
+/// The tensors of a batch, by `batch_tensors(batch)` if there is one.
 template <class Batch>
 std::vector<at::Tensor> tensors_of(const Batch& batch) {
   if constexpr (tells_its_tensors<Batch>) {

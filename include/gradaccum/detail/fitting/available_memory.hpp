@@ -12,8 +12,8 @@
 
 namespace gradaccum::detail {
 
-/// The bytes after `name:` or `name ` in lines as of /proc/meminfo or memory.stat, whose unit may be kB. Returns
-/// nothing if the name is missing.
+/// The bytes after `name:` or `name ` in lines such as those of /proc/meminfo or memory.stat, whose unit may be kB.
+/// Returns nothing if the name is missing.
 std::optional<std::int64_t> bytes_after(const std::string& name, const std::string& lines);
 
 /// The bytes that this process's control groups (version 1 or 2) still allow; nothing if they set no limit.

@@ -33,7 +33,7 @@ struct DividedBatch {
   /// Runs the rows [from, to). Returns true if they are of the batch's kind, and not narrowed to less padding.
   c10::function_ref<bool(std::int64_t from, std::int64_t to)> run;
   c10::function_ref<void()> undo;  ///< undoes the micro-batches that ran
-  /// Returns whether a loss scale is in use: micro-batches, weighed by the first, may not then have many more rows.
+  /// Returns whether a loss scale is in use: micro-batches, weighted by the first, may not then have many more rows.
   c10::function_ref<bool()> is_scaled;
 };
 
@@ -43,7 +43,7 @@ class MemoryFitter {
  public:
   struct Limits {
     std::int64_t budget = 0;    ///< bytes; 0: found from the device
-    std::int64_t min_rows = 1;  ///< least rows of a micro-batch, if the batch has as many
+    std::int64_t min_rows = 1;  ///< fewest rows of a micro-batch, if the batch has as many
   };
 
   /// Runs a batch. Throws if the smallest micro-batch takes too much memory, after undoing the batch.

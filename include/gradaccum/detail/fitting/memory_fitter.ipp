@@ -78,7 +78,7 @@ GRADACCUM_INLINE std::size_t MemoryFitter::place_of(const RowKind& kind) {
   return known_.size() - 1;
 }
 
-/// Queries the device twice, since the first update may allocate the optimizer's state.
+/// Queries the device's memory twice, since the first update may allocate the optimizer's state.
 GRADACCUM_INLINE std::int64_t MemoryFitter::budget(const Limits& limits, c10::Device device) {
   if (limits.budget > 0) return plan_.budget = limits.budget;
   if (looked_++ < 2) {

@@ -47,7 +47,7 @@ GRADACCUM_INLINE std::int64_t RowPlan::more_rows(std::int64_t bytes) const {
   return std::min(fits_.rows + more, too_many_.rows - 1);
 }
 
-/// The bytes of one more row than fits: the last growth per row, or half of an average row before any growth.
+/// The bytes of one more row than fits_: adds the last growth per row, or half of an average row before any growth.
 GRADACCUM_INLINE std::int64_t RowPlan::one_more_bytes() const {
   if (before_.rows == 0) return fits_.bytes + fits_.bytes / (2 * fits_.rows);
   return fits_.bytes + scaled(fits_.bytes - before_.bytes, 1, fits_.rows - before_.rows);

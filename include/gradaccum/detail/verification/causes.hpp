@@ -13,7 +13,7 @@ namespace gradaccum::detail {
 /// Starts with all modules in evaluation mode, where only the loss can be a cause, and looks for a weighted sum of the
 /// micro-batches' gradients that equals the whole batch's. Continues with some modules in training mode.
 ///
-/// `whole` is the gradients of one batch. `equal` says that those of the micro-batches were equal to them.
+/// `whole` holds the gradients of one batch. `equal` says that those of the micro-batches were equal to them.
 std::vector<std::string> causes_of_difference(VerifyPasses& passes, const GradientList& whole, bool equal);
 
 }  // namespace gradaccum::detail

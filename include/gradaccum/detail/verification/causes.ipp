@@ -78,8 +78,8 @@ class ModuleSearch {
   explicit ModuleSearch(VerifyPasses& passes)
       : passes_(passes), parts_(passes.model().parts()), candidates_(passes.model().modes()) {}
 
-  /// Returns sentences that name them. `random`: random numbers matter. `shares`: weights by which the micro-batches
-  /// equal the whole batch in evaluation mode; null if there are none.
+  /// Returns sentences that name the modules. `random`: random numbers matter. `shares`: weights by which the
+  /// micro-batches equal the whole batch in evaluation mode; null if there are none.
   std::vector<std::string> run(bool random, const Shares* shares) {
     const auto draw = random ? that_draw() : Parts();
     const auto statistics = with_statistics(shares);

@@ -27,7 +27,7 @@ class VerifyPasses {
   using Modes = ModelGuard::Modes;
   using LossOf = std::function<Loss(std::int64_t)>;
 
-  /// `rows` has those of each micro-batch. `tolerance` defaults to that of the parameters' dtype.
+  /// `rows` are the row counts of the micro-batches. `tolerance` defaults to that of the parameters' dtype.
   VerifyPasses(torch::nn::Module& model, LossOf loss_of, std::vector<std::int64_t> rows,
                std::optional<double> tolerance);
 
