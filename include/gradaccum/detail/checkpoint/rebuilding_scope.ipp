@@ -177,8 +177,7 @@ class RebuildingScope::Hooks final : public torch::autograd::SavedVariableHooks 
   }
 
  private:
-  /// Unpacks by the outer scope. An outer checkpoint recomputes a tensor once per backward: it is kept for its
-  /// operation.
+  /// Unpacks by the outer scope. An outer checkpoint recomputes a tensor only once per backward, so it is kept.
   at::Tensor unpack_around() {
     const std::lock_guard lock(mutex_);
     if (!kept_.defined()) kept_ = around_->call_unpack_hook();
