@@ -68,8 +68,9 @@ class StepSaver {
     TORCH_CHECK(wrong.empty(), "save_step: what was recorded must be what the objective does, but ", wrong,
                 ": an autograd::Function of one's own and a NoGradGuard in the objective cannot be recorded (write the "
                 "first with operations that have a gradient, and detach() for the second)");
-    saved_.only_these_rows = why_these_rows(trial, model_, calls, trace, options_);
-    add(calls.call, trace, saved_.only_these_rows.empty());
+    const auto only_these_rows = why_these_rows(trial, model_, calls, trace, options_);
+    if (saved_.only_these_rows.empty()) saved_.only_these_rows = only_these_rows;
+    add(calls.call, trace, only_these_rows.empty());
   }
 
   /// Writes the folder. An old step there stays whole until the last file is written, and is then removed.

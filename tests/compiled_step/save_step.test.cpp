@@ -166,6 +166,9 @@ TEST_CASE("A graph for any number of rows only where none is in it", "[save_step
   CHECK(why(twice_the_items, rows_of_six(8)).find("computes with the number of rows in C++") != std::string::npos);
   CHECK(described(folder).graphs.front().items == 16);
   CHECK(why(counted_loss, rows_of_six(2)).find("fewer than 3") != std::string::npos);
+  // One layout's reason stays when a later layout has none.
+  const auto saved = ga::save_steps(net, counted_loss, std::vector{rows_of_six(2), rows_of_six(8)}, folder);
+  CHECK(saved.only_these_rows.find("fewer than 3") != std::string::npos);
 }
 
 TEST_CASE("Batches of whatever type have their tensors recorded", "[save_step]") {
