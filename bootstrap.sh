@@ -35,8 +35,8 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
 
 On Debian and Ubuntu, what is missing is installed with apt-get, after saying what and why; elsewhere it is only named.
 `docs` needs Python and, once, PyPI (30 MB), nothing of the rest. LibTorch is fetched by pip into build/ (about 600 MB,
-once) unless CMAKE_PREFIX_PATH names one that fits. Python's PyTorch, for `oracle`, `bench` and `--compile`, is several
-GB more.
+once) unless CMAKE_PREFIX_PATH names one that fits, and 9 MB that torch.compile needs for `test`. Python's PyTorch, for
+`oracle`, `bench` and `--compile`, is several GB more.
 END
 }
 
@@ -358,7 +358,7 @@ bench() {
     step "Recording and compiling the steps of benchmark_compiled_step and fashion_epoch"
     "$programs/benchmark_compiled_step" --record build/steps/benchmark
     for name in ours ours-bf16; do "$programs/fashion_epoch" "$name" --record "build/steps/fashion_epoch/$name"; done
-    for name in build/steps/{benchmark,fashion_epoch}/*; do "$python_with_torch" tools/compile_step.py "$name"; done
+    "$python_with_torch" tools/compile_step.py build/steps/{benchmark,fashion_epoch}/*
     python+=(--steps build/steps/fashion_epoch)
     step "Running benchmark_compiled_step"
     "$programs/benchmark_compiled_step" --steps build/steps/benchmark "${arguments[@]}"
@@ -432,21 +432,10 @@ docs() {
 }
 
 oracle() {
-  need_to_build g++
   need_python
   install_missing
-  check_cmake
   fetch_python_torch
-  build dev --target save_steps
-  step "Recording the steps of tests/compiled_step, and compiling them"
-  local script name steps=tests/compiled_step/steps/2.15.0
-  build/dev/tests/save_steps build/steps
-  for name in perceptron convolutional transformer float16 bfloat16; do
-    "$python_with_torch" tools/compile_step.py --capability DEFAULT "build/steps/$name"
-    rm -rf "${steps:?}/$name"
-    mkdir -p "$steps/$name"
-    cp build/steps/"$name"/{manifest.json,*.cpp} "$steps/$name"
-  done
+  local script
   for script in tests/pytorch_values/*.py tests/io/hugging_face_folders.py \
                 tests/bloom_classifier/{csv,model,tokenizer}_values.py; do
     step "Running $script"

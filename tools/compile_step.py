@@ -336,7 +336,7 @@ def exported_graph(manifest, name, directory):
     return graph_of(str(script), inputs), inputs
 
 
-def compile_graph(manifest, name, capability, directory):
+def compile_graph(manifest, name, capability, directory, library):
     began = time.monotonic()
     (exported, gradients), inputs = exported_graph(manifest, name, directory)
     moved = moved_buffers(exported, inputs)
@@ -344,28 +344,34 @@ def compile_graph(manifest, name, capability, directory):
     source = self_contained(source, constants)
     unique = f"{zlib.crc32(source.encode()):08x}"
     source = source.replace("UNIQUE", unique)
-    library = library_of(source, capability, directory)
+    made = {f"{name}.{unique}.cpp": source.encode()}
+    if library:
+        made[f"{name}.{unique}.so"] = library_of(source, capability, directory)
     manifest[f"{name}.code"] = unique
-    manifest.add(f"{name}.{unique}.cpp", source.encode())
-    manifest.add(f"{name}.{unique}.so", library)
+    for file, content in made.items():
+        manifest.add(file, content)
     manifest[f"{name}.gradients"] = "".join("ny"[there] for there in gradients)
     manifest[f"{name}.moved"] = "".join("ny"[moves] for moves in moved)
     manifest[f"{name}.capability"] = capability
     print(f"{manifest.folder}: {name} of {manifest[name + '.any_rows'] or manifest[name + '.batch']}: "
-          f"{len(library) / 1e6:.2f} MB in {time.monotonic() - began:.0f} s", flush=True)
-    return {f"{name}.{unique}.cpp", f"{name}.{unique}.so", manifest[f"{name}.trace"]}
+          f"{sum(map(len, made.values())) / 1e6:.2f} MB in {time.monotonic() - began:.0f} s", flush=True)
+    return {*made, manifest[f"{name}.trace"]}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="what ga::save_step wrote; the compiled code is put there")
+    parser.add_argument("folders", metavar="folder", nargs="+",
+                        help="what ga::save_step wrote; the compiled code is put there")
     parser.add_argument("--capability", choices=sorted(INSTRUCTIONS), default=None,
                         help="the processors to compile for; by default those like this one")
+    parser.add_argument("--source-only", action="store_true",
+                        help="generate C++, for gradaccum_compile_step of CMake, and compile no library of it")
     parser.add_argument("--traceback", action="store_true", help="show where torch fails, if it does")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     try:
-        compile_step(arguments)
+        for folder in arguments.folders:
+            compile_step(folder, arguments)
     except Failure as failure:
         sys.exit(f"compile_step: {failure}")
     except Exception as error:
@@ -374,8 +380,8 @@ def main():
         sys.exit(f"compile_step: torch cannot compile this step: {first_line(error)} (--traceback shows where)")
 
 
-def compile_step(arguments):
-    manifest = Manifest(arguments.folder)
+def compile_step(folder, arguments):
+    manifest = Manifest(folder)
     try:
         import torch
     except ImportError:
@@ -392,7 +398,7 @@ def compile_step(arguments):
     with tempfile.TemporaryDirectory() as directory:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(directory, "cache")  # which would stay
         for number in range(manifest["graphs"]):
-            kept |= compile_graph(manifest, f"graph-{number}", capability, directory)
+            kept |= compile_graph(manifest, f"graph-{number}", capability, directory, not arguments.source_only)
     manifest.content["files"] = {name: file for name, file in manifest.content["files"].items() if name in kept}
     manifest.write()
 

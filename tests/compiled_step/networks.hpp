@@ -7,7 +7,7 @@
 #include <gradaccum/loss.hpp>
 #include <utility>
 
-/// What the steps in steps/ were recorded of. Whoever changes something here runs `./bootstrap.sh oracle`.
+/// The networks whose steps are recorded and compiled when the tests are built.
 namespace testing::compiled {
 
 using Batch = std::pair<at::Tensor, at::Tensor>;

@@ -1,24 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# Steps that were recorded by save_steps.cpp and compiled by tools/compile_step.py, a folder for each LibTorch:
-# `./bootstrap.sh oracle` writes them anew. They are built into the tests, and one is a library that can be loaded.
+# The tests of compiled steps. When they are built, save_steps records the steps, and Python's torch, the one that LibTorch is a
+# part of, generates their C++. They are built into the tests, and one is a library that can be loaded.
 
-add_executable(save_steps EXCLUDE_FROM_ALL compiled_step/save_steps.cpp)
-target_link_libraries(save_steps PRIVATE gradaccum::gradaccum)
-
-set(steps "${CMAKE_CURRENT_SOURCE_DIR}/compiled_step/steps/${GRADACCUM_LIBTORCH_VERSION}")
-if(EXISTS "${steps}")
-  foreach(name perceptron convolutional transformer float16 bfloat16)
-    if(EXISTS "${steps}/${name}") # save_steps is built before there is one
-      gradaccum_compile_step(gradaccum.tests.compiled_step "${steps}/${name}")
+# Leaves the Python beside LibTorch in `result`, and in `packages` what its torch needs to generate code; or why not.
+function(gradaccum_python_of_libtorch result packages problem)
+  cmake_path(GET GRADACCUM_TORCH_VENV PARENT_PATH parent)
+  set(folder "${parent}/_compile_step")
+  set(python "${GRADACCUM_LIBTORCH_DIR}/../../../../bin/python3") # of the virtual environment that torch is installed in
+  set(${result} "${python}" PARENT_SCOPE)
+  set(${packages} "${folder}" PARENT_SCOPE)
+  set(${problem} "" PARENT_SCOPE)
+  if(NOT EXISTS "${python}")
+    set(${problem} "LibTorch is not a part of Python's torch in a virtual environment" PARENT_SCOPE)
+    return()
+  endif()
+  set(requirements "${PROJECT_SOURCE_DIR}/tests/compiled_step/requirements.txt")
+  file(SHA256 "${requirements}" hash)
+  file(LOCK "${folder}.lock" GUARD FUNCTION)
+  if(NOT EXISTS "${folder}/${hash}.stamp")
+    message(STATUS "gradaccum: fetching what torch.compile needs, 9 MB, to ${folder}")
+    file(REMOVE_RECURSE "${folder}")
+    execute_process(
+      COMMAND "${python}" -m pip install --quiet --disable-pip-version-check --no-input --no-compile --no-deps --retries 1
+              --target "${folder}" --requirement "${requirements}"
+      RESULT_VARIABLE failed)
+    if(failed)
+      set(${problem} "pip could not fetch tests/compiled_step/requirements.txt" PARENT_SCOPE)
+      return()
     endif()
-  endforeach()
-  add_library(gradaccum.tests.step_library MODULE $<TARGET_OBJECTS:gradaccum.tests.compiled_step.perceptron>)
-  target_link_libraries(gradaccum.tests.step_library PRIVATE gradaccum::libtorch)
-  target_link_options(gradaccum.tests.step_library PRIVATE "$<$<CXX_COMPILER_ID:GNU>:-fopenmp>")
-  target_compile_definitions(gradaccum.tests.compiled_step
-    PRIVATE "STEP_LIBRARY=\"$<TARGET_FILE:gradaccum.tests.step_library>\"")
-  add_dependencies(gradaccum.tests.compiled_step gradaccum.tests.step_library)
-else() # a LibTorch of another version
-  target_compile_definitions(gradaccum.tests.compiled_step PRIVATE "STEP_LIBRARY=\"\"")
+    file(TOUCH "${folder}/${hash}.stamp")
+  endif()
+endfunction()
+
+gradaccum_python_of_libtorch(python packages problem)
+set(tests compiled_step/compiled_step.test.cpp compiled_step/save_step.test.cpp)
+if(problem)
+  message(WARNING "The tests of compiled steps are left out: ${problem}")
+  list(REMOVE_ITEM tests compiled_step/compiled_step.test.cpp)
 endif()
+gradaccum_add_tests(gradaccum.tests.compiled_step compiled_step. ${tests})
+if(problem)
+  return()
+endif()
+
+add_executable(save_steps compiled_step/save_steps.cpp)
+target_link_libraries(save_steps PRIVATE gradaccum.tests.main)
+target_precompile_headers(save_steps REUSE_FROM gradaccum.tests.main)
+
+set(names perceptron convolutional transformer float16 bfloat16)
+set(folder "${CMAKE_CURRENT_BINARY_DIR}/steps")
+set(generated ${names})
+list(TRANSFORM generated PREPEND "${folder}/")
+set(registrations ${generated})
+list(TRANSFORM generated APPEND .cpp)
+list(TRANSFORM registrations APPEND .registration.cpp)
+add_custom_command(OUTPUT ${generated} ${registrations}
+  COMMAND save_steps "${folder}"
+  COMMAND "${CMAKE_COMMAND}" -E env "PYTHONPATH=${packages}" "CXX=${CMAKE_CXX_COMPILER}"
+    "${python}" "${CMAKE_CURRENT_SOURCE_DIR}/compiled_step/generate.py" "${folder}" ${names}
+  COMMAND "${CMAKE_COMMAND}" -D "FOLDER=${folder}" -D "NAMES=${names}"
+    -D "MODULE=${PROJECT_SOURCE_DIR}/cmake/GradaccumCompileStep.cmake"
+    -P "${CMAKE_CURRENT_SOURCE_DIR}/compiled_step/register.cmake"
+  DEPENDS save_steps compiled_step/generate.py compiled_step/register.cmake "${PROJECT_SOURCE_DIR}/tools/compile_step.py"
+    "${PROJECT_SOURCE_DIR}/cmake/GradaccumCompileStep.cmake"
+  COMMENT "Generating the C++ of compiled steps"
+  VERBATIM)
+add_custom_target(gradaccum.tests.steps DEPENDS ${generated} ${registrations})
+
+# Those of tools/compile_step.py, but for -O3, with which the compiler takes twice as long.
+set(flags -std=c++20 -DNDEBUG -g0 -w -fno-trapping-math -fno-math-errno -ffp-contract=off -fno-tree-loop-vectorize
+  -fopenmp -fvisibility=hidden -DTORCH_INDUCTOR_CPP_WRAPPER -DSTANDALONE_TORCH_HEADER -DC10_USING_CUSTOM_GENERATED_MACROS
+  -DCPU_CAPABILITY_DEFAULT)
+foreach(name IN LISTS names)
+  gradaccum_add_step(gradaccum.tests.compiled_step ${name} "${flags}" "${folder}/${name}.registration.cpp"
+    "${folder}/${name}.cpp")
+  add_dependencies(gradaccum.tests.compiled_step.${name} gradaccum.tests.steps)
+endforeach()
+add_dependencies(gradaccum.tests.compiled_step gradaccum.tests.steps)
+add_library(gradaccum.tests.step_library MODULE $<TARGET_OBJECTS:gradaccum.tests.compiled_step.perceptron>)
+target_link_libraries(gradaccum.tests.step_library PRIVATE gradaccum::libtorch)
+target_link_options(gradaccum.tests.step_library PRIVATE "$<$<CXX_COMPILER_ID:GNU>:-fopenmp>")
+target_compile_definitions(gradaccum.tests.compiled_step
+  PRIVATE "STEP_LIBRARY=\"$<TARGET_FILE:gradaccum.tests.step_library>\"")
+add_dependencies(gradaccum.tests.compiled_step gradaccum.tests.step_library)
