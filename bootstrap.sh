@@ -373,9 +373,6 @@ bench() {
   "$programs/benchmark_watching" --data "$data" --keep-memory "${arguments[@]}"
   step "Running memory_techniques"  # without --steps 0 its losses take a quarter of an hour
   "$programs/memory_techniques" --model small --steps 0 --keep-memory "${arguments[@]}"
-  step "Running scaling_model (some two minutes)"
-  "$programs/scaling_model" --check "${arguments[@]}"
-  "$programs/scaling_model"
   step "Running compare_processes.py"
   python3 benchmarks/compare_processes.py --programs "$programs" --data "$data" "${python[@]}" "${arguments[@]}"
   if (( ${#python[@]} == 0 )); then step "Python's PyTorch was left out, as --no-python asks"; fi
