@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 
-# All that is needed when libraries are loaded, and not when they are called: a variable, of this version.
+# Loading looks for one variable, of this version; functions are looked for when they are called.
 VARIABLE, VERSION = "int nvshmem_selected_device_transport;", "NVSHMEM { global: *; };"
 
 
@@ -31,8 +31,7 @@ def stand_in(name, directory):
 
 
 def load_libraries_of_torch():
-    """Loads the library behind the module torch, which finds there what is missing; functions are looked for when they
-    are called."""
+    """Loads the library behind the module torch, and stand-ins for what it misses, which the module then finds."""
     sys.setdlopenflags(os.RTLD_LAZY)
     folder = next(path for path in map(pathlib.Path, sys.path) if (path / "torch/lib/libtorch_python.so").exists())
     loader = ctypes.CDLL(None)

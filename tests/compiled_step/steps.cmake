@@ -7,11 +7,11 @@
 function(gradaccum_python_of_libtorch result packages problem)
   cmake_path(GET GRADACCUM_TORCH_VENV PARENT_PATH parent)
   set(folder "${parent}/_compile_step")
-  set(python "${GRADACCUM_LIBTORCH_DIR}/../../../../bin/python3") # of the virtual environment that torch is installed in
+  string(REGEX REPLACE "/lib/python3[^/]*/site-packages/torch$" "/bin/python3" python "${GRADACCUM_LIBTORCH_DIR}")
   set(${result} "${python}" PARENT_SCOPE)
   set(${packages} "${folder}" PARENT_SCOPE)
   set(${problem} "" PARENT_SCOPE)
-  if(NOT EXISTS "${python}")
+  if(python STREQUAL GRADACCUM_LIBTORCH_DIR OR NOT EXISTS "${python}")
     set(${problem} "LibTorch is not a part of Python's torch in a virtual environment" PARENT_SCOPE)
     return()
   endif()
@@ -68,7 +68,7 @@ add_custom_command(OUTPUT ${generated} ${registrations}
   VERBATIM)
 add_custom_target(gradaccum.tests.steps DEPENDS ${generated} ${registrations})
 
-# Those of tools/compile_step.py, but for -O3, with which the compiler takes twice as long.
+# The flags of tools/compile_step.py without -O3, with which the compiler takes half as long again.
 set(flags -std=c++20 -DNDEBUG -g0 -w -fno-trapping-math -fno-math-errno -ffp-contract=off -fno-tree-loop-vectorize
   -fopenmp -fvisibility=hidden -DTORCH_INDUCTOR_CPP_WRAPPER -DSTANDALONE_TORCH_HEADER -DC10_USING_CUSTOM_GENERATED_MACROS
   -DCPU_CAPABILITY_DEFAULT)
