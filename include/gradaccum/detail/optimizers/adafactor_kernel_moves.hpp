@@ -13,12 +13,12 @@ namespace gradaccum::detail {
 
 class Moves;
 
-// What `add_moves_by_kernels` asks of a type of steps; it takes the overloads for this one.
+// Overloads that `add_moves_by_kernels` needs for a step type.
 
-/// A kernel of Adafactor sees rows one after another.
+/// Returns the operand of a step. Adafactor's kernels need row-major tensors.
 DeviceOperand operand_of(const AdafactorStep& step, bool by_kernel = false);
 
-/// By kernels of our own, in a few passes over many tensors.
+/// Adds steps by our own kernels, in a few passes over many tensors.
 void add_kernel_moves(Moves& moves, const std::vector<AdafactorStep>& steps, const Multiplier& multiplier,
                       const DeviceKernels& kernels);
 }  // namespace gradaccum::detail

@@ -29,7 +29,7 @@ GRADACCUM_INLINE AdafactorShape kernel_shape(const AdafactorStep& step) {
   return AdafactorShape::of_matrices(p.numel(), p.size(-2), p.size(-1));
 }
 
-/// Steps of one mix of dtypes, as many as one launch goes over, and where the memory of each begins in that of all.
+/// The steps of one launch, which share a mix of dtypes, and the offset of each step's scratch memory.
 class AdafactorLaunchPlan {
  public:
   explicit AdafactorLaunchPlan(const OperandTypes& types) : types_(types) {}
@@ -38,7 +38,7 @@ class AdafactorLaunchPlan {
   const OperandTypes& types() const { return types_; }
   std::int64_t bytes() const { return bytes_; }
 
-  /// The `place`-th of its batch.
+  /// Adds the batch's `place`-th step.
   void add(std::size_t place, const AdafactorStep& step) {
     places_.emplace_back(place, bytes_);
     const auto size = static_cast<std::int64_t>(at::elementSize(state_type(step.parameter)));
@@ -72,7 +72,7 @@ class AdafactorLaunchPlan {
   std::int64_t bytes_ = 0;
 };
 
-/// A batch of steps, whose launches take turns in the same memory.
+/// A batch of steps whose launches use the same scratch memory in turn.
 class AdafactorKernelMove final : public Move {
  public:
   AdafactorKernelMove(std::vector<StepPart<AdafactorStep>> batch, const Multiplier& multiplier,

@@ -10,12 +10,12 @@ namespace gradaccum::detail {
 
 class Moves;
 
-/// On the CPU, all in a few parallel passes; some at a time where many parameters have to be copied first.
+/// Runs the steps on the CPU in a few parallel passes; in groups if many parameters have to be copied first.
 void take_on_cpu(const std::vector<AdafactorStep>& steps, double multiplier);
-/// By kernels of our own where there are any, else by ATen. Waits for nothing: what is known on the device alone stays
-/// there.
+/// Adds steps by our own kernels if there are any, otherwise by ATen. Does not wait for the device: values known only
+/// there stay there.
 void add_moves(Moves& moves, const std::vector<AdafactorStep>& steps, const Multiplier& multiplier);
-/// By ATen's operations. All have elements.
+/// Adds steps by ATen's operations. No parameter may be empty.
 void add_aten_moves(Moves& moves, const std::vector<AdafactorStep>& steps, const Multiplier& multiplier);
 
 }  // namespace gradaccum::detail

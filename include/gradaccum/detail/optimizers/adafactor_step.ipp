@@ -28,7 +28,7 @@
 
 namespace gradaccum::detail {
 
-/// All passes over some tensors; `each(count, body)` calls `body(i)` for each i below `count`.
+/// Runs all passes over some tensors. `each(count, body)` calls `body(i)` for each i below `count`.
 template <class Each>
 void take_passes(const std::vector<AdafactorTensor*>& tensors, const Each& each) {
   std::vector<std::pair<AdafactorTensor*, AdafactorPiece*>> pieces, cut;
@@ -46,11 +46,11 @@ void take_passes(const std::vector<AdafactorTensor*>& tensors, const Each& each)
   each(pieces.size(), [&](std::size_t i) { pieces[i].first->move(*pieces[i].second); });
 }
 
-/// Tensors that leave enough work for all threads are each one thread's alone: a gradient is still in its cache from
-/// pass to pass, and nobody waits. Large ones are cut.
+/// Gives each small tensor to a single thread, whose cache keeps the gradient from pass to pass and which never waits
+/// for others. Splits tensors that are too large to balance the threads.
 GRADACCUM_INLINE void take_passes(std::vector<AdafactorTensor>& tensors) {
   const auto parallel = [](std::size_t count, const auto& body) {
-    if (count == 1) return body(0);  // threads would take longer to start
+    if (count == 1) return body(0);  // starting threads would take longer
     if (count > 1)
       parallel_for(static_cast<std::int64_t>(count), [&](std::int64_t i) { body(static_cast<std::size_t>(i)); });
   };
@@ -86,8 +86,8 @@ GRADACCUM_INLINE void take_on_cpu(const std::vector<AdafactorStep>& steps, doubl
   take_passes(tensors);
 }
 
-/// Numbers of a step on a device, 0-dim; of one that may be left out, made of what the device knows: they are such that
-/// nothing moves then.
+/// The 0-dim factors of a step on a device. If the step may be skipped, the device computes them such that a skipped
+/// step changes nothing.
 struct AdafactorWeights {
   AdafactorWeights(const AdafactorSettings& settings, const Multiplier& multiplier, at::Device device,
                    at::ScalarType dtype)
@@ -114,7 +114,7 @@ struct AdafactorWeights {
     return settings == by && step_size.device() == device && step_size.scalar_type() == dtype;
   }
 
-  /// `value` is what leaves things as they are.
+  /// Sets `factor` to `value`, which must leave everything unchanged, if the step is skipped.
   void keep_if_left_out(const at::Tensor& factor, double value) const {
     if (left_out.defined()) factor.masked_fill_(left_out, value);
   }
@@ -123,7 +123,7 @@ struct AdafactorWeights {
   at::Tensor left_out, fresh2, kept2, step_size, kept1;
 };
 
-/// A parameter's step on a device.
+/// One parameter's step on a device.
 class AdafactorMove final : public Move {
  public:
   AdafactorMove(const AdafactorStep& step, const Multiplier& multiplier, const AdafactorWeights& weights)
@@ -166,7 +166,7 @@ class AdafactorMove final : public Move {
     return at::linalg_vector_norm_out(norm_, all, 2).div_(std::sqrt(static_cast<double>(all.numel())));
   }
 
-  /// The gradient divided by the root of the estimate of its square, which moves on.
+  /// Updates the running estimate of the squared gradient, and divides the gradient by its root.
   void make_update(const at::Tensor& gradient) {
     at::mul_out(update_, gradient, gradient);
     weights_.keep_if_left_out(update_, 0);

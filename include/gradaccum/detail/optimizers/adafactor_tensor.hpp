@@ -13,26 +13,26 @@
 
 namespace gradaccum::detail {
 
-/// One parameter's step of Adafactor, with all that it reads and writes. State is row-major.
+/// One parameter's Adafactor step, with the tensors that it reads and writes. The state is row-major.
 struct AdafactorStep {
   AdafactorSettings settings;
   at::Tensor parameter, gradient, row_var, col_var, variance, exp_avg;
-  std::optional<std::uint64_t> rounding_key = {};  ///< of stochastic rounding
+  std::optional<std::uint64_t> rounding_key = {};  ///< set for stochastic rounding
 };
 
-/// Whole rows of a tensor, or elements of a vector; of small matrices several.
+/// A range of whole rows, or of elements of a vector. May span several small matrices.
 struct AdafactorPiece {
   std::int64_t from, to, part;
   double parameter_squares = 0, update_squares = 0;
 };
 
-/// A parameter on the CPU, and the memory of its step. It is cut into pieces, which do not depend on the number of
-/// threads, and whose sums are added in their order.
+/// A parameter on the CPU, and its step's memory. Its pieces do not depend on the number of threads, and their sums are
+/// added in order, so neither does the result.
 class AdafactorTensor {
  public:
   AdafactorTensor(const AdafactorStep& step, double multiplier);
 
-  // The passes: all pieces are summed, then all matrices have their factors, then the updates are measured.
+  // The passes, in this order. Each must finish for the whole tensor before the next begins.
   void sum(AdafactorPiece& piece) const;
   void make_factors(std::int64_t matrix) const { kernels_.factors(operand_, matrix); }
   void measure_update(AdafactorPiece& piece) const {
@@ -43,10 +43,11 @@ class AdafactorTensor {
   void write_back() const { detail::write_back(owner_, parameter_); }
 
   std::vector<AdafactorPiece>& pieces() { return pieces_; }
-  /// Matrices of which pieces have but a part; those of others are done with in `sum`.
+  /// The number of matrices that are split into several pieces. For all others, `sum` makes the factors and measures
+  /// the update.
   std::int64_t cut_matrices() const { return operand_.parts > 1 ? operand_.matrices : 0; }
   std::int64_t elements() const { return parameter_.numel(); }
-  std::int64_t extra_elements() const { return extra_elements_; }  ///< that it has beside the parameter's own
+  std::int64_t extra_elements() const { return extra_elements_; }  ///< allocated besides the parameter's own
 
  private:
   void set_shape(const AdafactorStep& step);

@@ -17,7 +17,7 @@ GRADACCUM_INLINE AdafactorTensor::AdafactorTensor(const AdafactorStep& step, dou
   const auto type = owner_.scalar_type();
   gradient_ = step.gradient;
   if (at::elementSize(gradient_.scalar_type()) > at::elementSize(state_type(owner_)))
-    gradient_ = gradient_.mul(std::exchange(multiplier, 1.0));  // may be out of reach of float32 until then
+    gradient_ = gradient_.mul(std::exchange(multiplier, 1.0));  // may exceed float32 before it is multiplied
   gradient_ = row_major(gradient_, gradient_.scalar_type() == type ? type : state_type(owner_));
   operand_.numbers = numbers_of(settings_, multiplier);
   operand_.parameter = parameter_.mutable_data_ptr();
@@ -46,8 +46,8 @@ GRADACCUM_INLINE void AdafactorTensor::set_shape(const AdafactorStep& step) {
   o.matrices = elements() / (o.rows * o.columns);
   o.row_var = step.row_var.mutable_data_ptr();
   o.col_var = step.col_var.mutable_data_ptr();
-  // Each part has sums of its columns of its own: so it must have many rows, for these to be small beside the matrix;
-  // and not too many, since the sums are of the type of the state.
+  // Each part keeps its own column sums. It needs many rows, so that these are small compared to the matrix, but not
+  // too many, since the sums have the state's dtype.
   constexpr std::int64_t least_rows = 1 << 7, most_rows = 1 << 12, most_parts = 16;
   o.parts = std::clamp<std::int64_t>(o.rows / least_rows, 1, std::max(most_parts, o.rows / most_rows));
   factors_ = at::zeros({o.matrices * (o.rows + o.parts * o.columns)}, step.row_var.options());

@@ -15,25 +15,26 @@
 
 namespace gradaccum::optim {
 
-/// The moments of one parameter: codes of 8 bits with their scales, or float tensors where it is small.
+/// The moments of one parameter: 8-bit codes with their scales, or float tensors if the parameter is small.
 class Adam8bitParamState : public detail::OwnParamState {
  public:
   GRADACCUM_INLINE std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
   GRADACCUM_INLINE std::vector<std::pair<std::string, at::Tensor*>> tensors() override;
   GRADACCUM_INLINE void check(const at::Tensor& parameter) const override;
   bool coded() const { return exp_avg.defined() && exp_avg.scalar_type() == at::kByte; }
-  /// Files have elements row by row, and scales are of blocks as they lay in memory: codes go back to that order.
+  /// Restores the memory order of codes that were read from a file. Files store elements row by row, but scales belong
+  /// to blocks in memory order.
   void restore_order();
 
   at::Tensor exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale;
-  at::Tensor order;  ///< of codes that do not lie row by row: their dimensions, those with the largest strides first
+  at::Tensor order;  ///< the codes' dimensions by descending stride; undefined if they are row-major
 };
 
 }  // namespace gradaccum::optim
 
 namespace gradaccum::detail {
 
-/// What Adam8bit and AdamW8bit share: all but where the weight decay goes.
+/// The base of Adam8bit and AdamW8bit, which differ only in how they apply the weight decay.
 template <class Derived, class Options>
 class Adam8bitOptimizer : public OwnOptimizer<Derived, Options, optim::Adam8bitParamState> {
  public:
@@ -42,7 +43,8 @@ class Adam8bitOptimizer : public OwnOptimizer<Derived, Options, optim::Adam8bitP
   Adam8bitOptimizer& operator=(Adam8bitOptimizer&&) = default;
   GRADACCUM_INLINE ~Adam8bitOptimizer() override;
 
-  /// Smaller tensors, and those of other dtypes than float32, bfloat16 and float16, keep their moments as floats.
+  /// The least number of elements for 8-bit moments. Smaller tensors, and dtypes other than float32, bfloat16 and
+  /// float16, keep float moments.
   static constexpr std::int64_t smallest_coded = 4096;
 
   static void check(const Options& options);

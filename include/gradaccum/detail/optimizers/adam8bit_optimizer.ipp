@@ -17,7 +17,7 @@
 
 namespace gradaccum::detail {
 
-/// Undefined where the elements lie row by row.
+/// Returns the dimensions by descending stride; undefined for row-major, sparse and undefined tensors.
 GRADACCUM_INLINE at::Tensor order_of(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_sparse() || tensor.is_contiguous()) return {};
   std::vector<std::int64_t> dimensions(static_cast<std::size_t>(tensor.dim()));
@@ -33,7 +33,7 @@ GRADACCUM_INLINE std::vector<std::int64_t> dimensions_in(const at::Tensor& order
   return {first, first + here.numel()};
 }
 
-/// It comes from a file.
+/// Validates an order that was read from a file.
 GRADACCUM_INLINE void check_order(const at::Tensor& order, std::int64_t dimensions) {
   if (!order.defined()) return;
   const bool is_list = order.scalar_type() == at::kLong && order.dim() == 1 && order.numel() == dimensions;
@@ -87,8 +87,8 @@ GRADACCUM_INLINE void Adam8bitParamState::check(const at::Tensor& parameter) con
 
 namespace gradaccum::detail {
 
-/// Steps of tensors with moments of 8 bits and of such as have them in floats; and their states, which are the
-/// optimizer's once the steps are taken.
+/// The steps of tensors with 8-bit and with float moments, and the states that the optimizer keeps once the steps are
+/// taken.
 struct Adam8bitSteps {
   void add(const at::Tensor& parameter, const at::Tensor& gradient, const AdamSettings& settings,
            optim::Adam8bitParamState state, bool is_coded, const Multiplier& multiplier);

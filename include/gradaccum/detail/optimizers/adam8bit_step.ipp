@@ -40,7 +40,7 @@ GRADACCUM_INLINE Codes zero_codes(const at::Tensor& like, bool is_signed) {
           at::zeros({blocks_of(like)}, like.options().dtype(at::kFloat))};
 }
 
-/// The elements of a plain tensor one after another, as they lie in memory.
+/// Returns a 1-D view of a plain tensor in memory order.
 GRADACCUM_INLINE at::Tensor flat(const at::Tensor& plain) { return plain.as_strided({plain.numel()}, {1}); }
 GRADACCUM_INLINE at::Tensor in_blocks(const at::Tensor& plain, double fill) {
   const auto missing = blocks_of(plain) * eight_bit_block - plain.numel();
@@ -49,7 +49,7 @@ GRADACCUM_INLINE at::Tensor in_blocks(const at::Tensor& plain, double fill) {
 
 GRADACCUM_INLINE const DynamicMap& map_of(bool is_signed) { return is_signed ? signed_map() : second_moment_map(); }
 
-/// The middles between successive values: a number has the code of how many of them are below it.
+/// Returns the midpoints of successive values. The code of a number is the count of midpoints below it.
 GRADACCUM_INLINE std::array<float, 256> middles_of(const DynamicMap& map) {
   std::array<float, 256> middles;
   middles.back() = std::numeric_limits<float>::infinity();
@@ -58,7 +58,7 @@ GRADACCUM_INLINE std::array<float, 256> middles_of(const DynamicMap& map) {
   return middles;
 }
 
-/// What codes stand for, and how numbers become codes, on a device.
+/// Decodes and encodes moments on a device.
 class Coding {
  public:
   Coding(bool is_signed, at::Device device) : zero_(is_signed ? zero_code : 0) {
@@ -72,7 +72,8 @@ class Coding {
 
   at::Device device() const { return values_.device(); }
 
-  /// `numbers`, as many as `places`, which are int32: whole blocks, of which `codes` may end before the last does.
+  /// Decodes into `numbers`. `numbers` and `places`, int32 scratch, hold whole blocks; `codes` may end inside the last
+  /// one.
   void decode(const Codes& codes, at::Tensor numbers, const at::Tensor& places) const {
     places.fill_(zero_);
     places.slice(0, 0, codes.codes.numel()).copy_(codes.codes);
@@ -80,7 +81,7 @@ class Coding {
     numbers.view({-1, eight_bit_block}).mul_(codes.scales.unsqueeze(1));
   }
 
-  /// Changes `numbers`. `unusable`: a bool for each block.
+  /// Encodes `numbers`, and overwrites them. `places` and `unusable`, a bool for each block, are scratch.
   void encode(const at::Tensor& numbers, Codes codes, at::Tensor places, at::Tensor unusable) const {
     const auto blocks = numbers.view({-1, eight_bit_block});
     auto magnitudes = places.view(at::kFloat);
@@ -148,7 +149,7 @@ GRADACCUM_INLINE std::vector<Moments> moments_of(const Codes& codes, const at::T
           {codes.scales, at::kFloat, width / eight_bit_block}};
 }
 
-/// Scales have no rows where they are dense.
+/// Returns dense moments. Dense scales are 1-D.
 GRADACCUM_INLINE Codes dense_of(const Codes& moments, bool is_signed) {
   if (!moments.codes.defined() || !moments.codes.is_sparse()) return moments;
   return {dense_of(moments.codes, is_signed ? zero_code : 0), dense_of(moments.scales).flatten()};
@@ -202,7 +203,7 @@ GRADACCUM_INLINE void take_on_cpu(const std::vector<Adam8bitStep>& steps, double
   loop.run();
 }
 
-/// The move of a parameter, or of whole blocks of it.
+/// The step of a parameter, or of whole blocks of it, on a device.
 class Adam8bitMove final : public Move {
  public:
   Adam8bitMove(const StepPart<Adam8bitStep>& part, const Multiplier& multiplier, const Coding& first,
@@ -247,7 +248,8 @@ class Adam8bitMove final : public Move {
     return {codes, all.scales.narrow(0, extent.from / eight_bit_block, blocks_of(codes))};
   }
 
-  /// Moments that have not moved would not all get the codes that they had.
+  /// Encodes moments, but keeps the old codes if the step is skipped: encoding unchanged moments need not give the same
+  /// codes.
   void encode(const Coding& coding, const at::Tensor& numbers, Codes& codes) const {
     if (!left_out_.defined()) return coding.encode(numbers, codes, places_, unusable_);
     coding.encode(numbers, fresh_, places_, unusable_);

@@ -11,7 +11,8 @@
 
 namespace gradaccum::detail {
 
-/// What Adam and AdamW share: all but the classes of their options and states, and where the weight decay goes.
+/// The code that Adam and AdamW share. They differ in the classes of their options and states, and in how they apply
+/// the weight decay.
 
 template <class Options>
 AdamSettings settings_of(const Options& options, bool decoupled, std::int64_t step) {
@@ -19,7 +20,7 @@ AdamSettings settings_of(const Options& options, bool decoupled, std::int64_t st
   return {options.lr(), beta1, beta2, options.eps(), options.weight_decay(), options.amsgrad(), decoupled, step};
 }
 
-/// `known`: the parameter's state, nullptr before its first step.
+/// Prepares a step after checking its tensors. `known` is the parameter's state, nullptr before its first step.
 template <class Options, class ParamState>
 AdamStep adam_step_of(const char* optimizer, const at::Tensor& parameter, const at::Tensor& gradient,
                       const Options& options, bool decoupled, const ParamState* known, const Multiplier& multiplier) {

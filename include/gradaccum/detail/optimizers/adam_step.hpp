@@ -17,36 +17,37 @@ namespace gradaccum::detail {
 
 class Moves;
 
-/// One parameter's step of Adam or AdamW, with all that it reads and writes.
+/// One parameter's step of Adam or AdamW, with the tensors that it reads and writes.
 struct AdamStep {
   AdamSettings settings;
   at::Tensor parameter, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq;
-  std::optional<std::uint64_t> rounding_key = {};  ///< of stochastic rounding
-  std::shared_ptr<const StepRows> rows = {};       ///< whose moments these are; none: of all
+  std::optional<std::uint64_t> rounding_key = {};  ///< set for stochastic rounding
+  std::shared_ptr<const StepRows> rows = {};       ///< rows of the moments; nullptr: all
 };
 
-/// Whether a sparse gradient moves its rows alone, and those that have moments.
+/// True if a sparse gradient steps only its own rows and those that have moments.
 bool steps_by_rows(const AdamSettings& by, const at::Tensor& parameter, const at::Tensor& gradient,
                    const Multiplier& multiplier);
-/// Whether what has neither gradient nor moments moves, too.
+/// True if rows with neither a gradient nor moments change, too.
 bool moves_all_rows(const AdamSettings& by);
 
-/// With the state so far, whose tensors may be undefined. A sparse gradient, where that can be done, moves rows.
+/// Prepares a step from the state so far, whose tensors may be undefined. A sparse gradient steps only its rows, if
+/// that is possible.
 AdamStep adam_step_of(const AdamSettings& settings, const at::Tensor& parameter, const at::Tensor& gradient,
                       const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const at::Tensor& max_exp_avg_sq,
                       const Multiplier& multiplier);
 
-/// On the CPU, all in one parallel loop, each element read and written once.
+/// Runs the steps on the CPU in one parallel loop that reads and writes each element once.
 void take_on_cpu(const std::vector<AdamStep>& steps, double multiplier);
-/// By kernels of our own where there are any, else by ATen.
+/// Adds steps by our own kernels if there are any, otherwise by ATen.
 void add_moves(Moves& moves, const std::vector<AdamStep>& steps, const Multiplier& multiplier);
-/// By ATen's fused operation.
+/// Adds steps by ATen's fused operation.
 void add_aten_moves(Moves& moves, const std::vector<AdamStep>& steps, const Multiplier& multiplier);
 
-/// Of the same kind, for a trial.
+/// Returns settings of the same kind for a trial.
 AdamSettings trial_settings(const AdamSettings& like);
 
-/// ATen's operation on lists of tensors of one device and dtype.
+/// ATen's fused operation on lists of tensors of one device and dtype.
 class FusedAdam {
  public:
   FusedAdam(const AdamSettings& by, const Multiplier& multiplier, at::Device device);

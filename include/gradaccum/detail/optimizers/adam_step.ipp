@@ -19,7 +19,7 @@
 
 namespace gradaccum::detail {
 
-/// A decay that is added to the gradient gives all rows moments.
+/// Excludes a weight decay that is added to the gradient, since it gives all rows moments.
 GRADACCUM_INLINE bool steps_by_rows(const AdamSettings& by, const at::Tensor& parameter, const at::Tensor& gradient,
                                     const Multiplier& multiplier) {
   return (by.decoupled || by.weight_decay == 0) && steps_by_rows(parameter, gradient, multiplier);
@@ -39,7 +39,7 @@ GRADACCUM_INLINE AdamStep adam_step_of(const AdamSettings& settings, const at::T
   return step;
 }
 
-/// Decoupled weight decay moves all rows; and so does an eps that is 0 in float32, or denormal, to NaN.
+/// Decoupled weight decay changes all rows. An eps that is 0 or denormal in float32 turns them into NaN.
 GRADACCUM_INLINE bool moves_all_rows(const AdamSettings& by) {
   return (by.decoupled && by.lr * by.weight_decay != 0) || by.eps < std::numeric_limits<float>::min();
 }
@@ -71,12 +71,12 @@ GRADACCUM_INLINE void take_on_cpu(const std::vector<AdamStep>& steps, double mul
   loop.run();
 }
 
-// It reads the count from the device, but does not advance it.
+// The fused operation reads the step count from the device, but does not advance it.
 GRADACCUM_INLINE FusedAdam::FusedAdam(const AdamSettings& by, const Multiplier& multiplier, at::Device device)
     : by_(by),
       count_(at::full({}, static_cast<double>(by.step), at::TensorOptions(at::kFloat).device(device))),
       found_inf_(found_inf_on(device, multiplier)) {
-  // At least 1, also of a state that was replaced since the host last knew.
+  // Stays at least 1, even if the state was replaced since the host last read the number of skipped steps.
   if (multiplier.left_out.defined()) count_.sub_(multiplier.left_out.to(device, /*non_blocking=*/true)).clamp_min_(1);
 }
 

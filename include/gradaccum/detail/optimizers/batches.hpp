@@ -15,7 +15,7 @@
 
 namespace gradaccum::detail {
 
-/// A parameter's step on a device, or a part of it.
+/// One parameter's step on a device, or a part of it.
 template <class Step>
 struct StepPart {
   Step step;
@@ -27,8 +27,9 @@ DeviceOperand operand_of(const Step& step, bool by_kernel = false) {
   return {step.parameter, step.gradient, step.rounding_key, by_kernel};
 }
 
-/// Runs of steps that one operation can take: one device, one dtype (float32 for 16 bits), but of kernels of our own,
-/// and the same settings; and not so many that their copies would need much memory. Large ones are cut.
+/// Splits steps into batches for one operation each: of one device, equal settings and, except for our own kernels, one
+/// dtype (16-bit ones are computed in float32). Batches are limited so that their copies need little memory. Splits
+/// large steps that need copies.
 template <class Step>
 std::vector<std::vector<StepPart<Step>>> batches_of(const std::vector<Step>& steps, bool multiplied,
                                                     bool by_kernel = false) {
@@ -56,7 +57,7 @@ std::vector<std::vector<StepPart<Step>>> batches_of(const std::vector<Step>& ste
   return batches;
 }
 
-/// The move of a batch: `body(batch, parameters, gradients)`.
+/// A batch's step, which `body(batch, parameters, gradients)` runs.
 template <class Step, class Body>
 class BatchMove final : public Move {
  public:
@@ -77,7 +78,8 @@ class BatchMove final : public Move {
   Body body_;
 };
 
-/// `body_for(settings, device)` is made before anything moves, and so is what it needs.
+/// Adds steps in batches. `body_for(settings, device)` makes a batch's body, and what that needs, before any parameter
+/// changes.
 template <class Step, class BodyFor>
 void add_batches(Moves& moves, const std::vector<Step>& steps, const Multiplier& multiplier, const BodyFor& body_for) {
   for (auto& batch : batches_of(steps, !multiplier.is_one())) {

@@ -14,7 +14,7 @@
 
 namespace gradaccum::detail {
 
-/// Elements of a tensor, as they lie in memory: `[from, to)` of its real numbers; or all, wherever they lie.
+/// A range of a tensor's real numbers in memory order, `[from, to)`; or all of them, in any order.
 struct Extent {
   std::int64_t from, to;
   bool whole;
@@ -23,56 +23,56 @@ struct Extent {
   at::Tensor of(const at::Tensor& tensor) const;
 };
 
-/// A parameter and its gradient, to be stepped by ATen's operations, or by a kernel of our own.
+/// A parameter and its gradient, to be stepped by ATen's operations or by our own kernel.
 struct DeviceOperand {
   at::Tensor parameter, gradient;
   std::optional<std::uint64_t> rounding_key;
-  bool by_kernel = false;  ///< which takes dtypes and a factor as they are, and rounds
-  bool row_major = false;  ///< for one that knows rows and columns
+  bool by_kernel = false;  ///< our own kernel, which takes dtypes and a factor as they are, and rounds
+  bool row_major = false;  ///< for kernels that use rows and columns
 
-  /// What it has to be copied for is a factor (`multiplied`), dtype, or the order of the elements.
+  /// True if a copy is needed: for a factor (`multiplied`), the dtype, or the order of the elements.
   bool copies_parameter() const;
   bool copies_gradient(bool multiplied) const;
   bool copied(bool multiplied) const { return copies_parameter() || copies_gradient(multiplied); }
 
   Extent whole() const;
-  at::Tensor layout() const;  ///< a tensor of the sizes and strides that copies have
-  at::ScalarType dtype_of_parameter() const, dtype_of_gradient() const;  ///< of copies
-  /// In parts of `most_copied` elements at most, where the order of the elements allows it.
+  at::Tensor layout() const;  ///< a tensor with the sizes and strides of copies
+  at::ScalarType dtype_of_parameter() const, dtype_of_gradient() const;  ///< dtypes of copies
+  /// Splits the elements into parts of at most `most_copied`, if their order allows it.
   std::vector<Extent> cut() const;
 };
 
-/// For operations that leave out a step by themselves.
+/// Returns `found_inf` on `device`, for operations that skip a step by themselves.
 std::optional<at::Tensor> found_inf_on(at::Device device, const Multiplier& multiplier);
-/// For others: a bool; undefined where no step is left out.
+/// Returns a bool for other operations, true if the step is skipped; undefined if the device never skips it.
 at::Tensor left_out_on(at::Device device, const Multiplier& multiplier);
 
-/// Float32 numbers become such as bfloat16 has, of those on either side at random. Of the memory of `random_bits`
-/// (int32) and `is_nan` (bool), nothing is kept.
+/// Rounds float32 numbers stochastically to one of the adjacent bfloat16 values. `random_bits` (int32) and `is_nan`
+/// (bool) are scratch.
 void round_stochastically_(const at::Tensor& numbers, std::uint64_t key, at::Tensor random_bits, at::Tensor is_nan);
 
-/// Parameters and gradients of one move, in the memory in which they are computed with: their own, or copies. All are
-/// on one device, and of one dtype where they are computed with.
+/// The parameters and gradients of one move in the memory that is used in the computation, which is their own or
+/// copies. All are on one device and, except for our own kernels, computed in one dtype.
 class DeviceOperands {
  public:
   explicit DeviceOperands(Multiplier by) : by_(std::move(by)) {}
   void add(const DeviceOperand& operand, const Extent& extent);
 
-  /// Sizes and strides of the first's copies.
+  /// A tensor with the sizes and strides of the first operand's copies.
   const at::Tensor& layout() const { return parts_.front().layout; }
 
   void take(Scratch& scratch);
-  /// Fills the copies. The gradients have their true size then.
+  /// Fills the copies, and multiplies the gradients by the factor.
   void read();
   std::vector<at::Tensor> parameters() const;
   std::vector<at::Tensor> gradients() const;
-  /// Ends the step.
+  /// Ends the step: rounds copies stochastically if requested, and writes the parameters back.
   void write_back() const;
 
  private:
   struct Part {
     DeviceOperand of;
-    at::Tensor layout;               // whose sizes and strides copies have
+    at::Tensor layout;               // has the sizes and strides of copies
     at::Tensor parameter, gradient;  // the user's
     at::Tensor parameter_copy = {}, gradient_copy = {}, random_bits = {}, is_nan = {};
 
@@ -81,7 +81,7 @@ class DeviceOperands {
 
   std::vector<Part> parts_;
   Multiplier by_;
-  at::Tensor factor_, wide_factor_;  // known on the device only: in the dtype that is computed with, and in float64
+  at::Tensor factor_, wide_factor_;  // known only on the device: in the computation's dtype, and in float64
 };
 
 }  // namespace gradaccum::detail

@@ -87,7 +87,7 @@ GRADACCUM_INLINE void round_stochastically_(const at::Tensor& numbers, std::uint
 GRADACCUM_INLINE void DeviceOperands::add(const DeviceOperand& operand, const Extent& extent) {
   Part part{
       .of = operand, .layout = {}, .parameter = extent.of(operand.parameter), .gradient = extent.of(operand.gradient)};
-  // Parts of one parameter are rounded by random numbers of their own.
+  // Rounds each part of a parameter with different random numbers.
   if (part.of.rounding_key) *part.of.rounding_key += static_cast<std::uint64_t>(extent.from);
   part.layout = extent.whole ? operand.layout() : plain_layout_of(part.parameter);
   if (!by_.on_host() && !factor_.defined()) {
@@ -99,7 +99,7 @@ GRADACCUM_INLINE void DeviceOperands::add(const DeviceOperand& operand, const Ex
 
 GRADACCUM_INLINE void DeviceOperands::take(Scratch& scratch) {
   for (auto& part : parts_) {
-    const auto take = [&](at::ScalarType dtype) {  // a part of a complex tensor is of real numbers
+    const auto take = [&](at::ScalarType dtype) {  // a part of a complex tensor has real numbers
       return scratch.take(part.layout, part.parameter.is_complex() ? dtype : at::toRealValueType(dtype));
     };
     if (part.of.copies_parameter()) part.parameter_copy = take(part.of.dtype_of_parameter());
@@ -119,11 +119,11 @@ GRADACCUM_INLINE void DeviceOperands::read() {
     }
     if (!part.gradient_copy.defined()) continue;
     const bool wide = part.gradient.element_size() > part.gradient_copy.element_size();
-    if (wide && !by_.is_one()) {  // its numbers may be out of reach of the copy's dtype until they are multiplied
+    if (wide && !by_.is_one()) {  // may exceed the copy's dtype before it is multiplied
       at::mul_out(part.gradient_copy, part.gradient,
                   by_.on_host() ? at::scalar_tensor(by_.host(), at::kDouble) : wide_factor_);
     } else if (part.gradient.is_conj() || part.gradient.is_neg() || part.gradient._is_zerotensor()) {
-      lazy.push_back(part.gradient_copy.copy_(part.gradient));  // of which lists would make copies of their own
+      lazy.push_back(part.gradient_copy.copy_(part.gradient));  // foreach operations would copy these
     } else {
       gradient_copies.push_back(part.gradient_copy);
       gradients.push_back(part.gradient);

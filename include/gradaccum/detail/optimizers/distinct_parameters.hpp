@@ -12,8 +12,8 @@
 
 namespace gradaccum::detail {
 
-/// The places of an optimizer's parameters, counted through its groups. Notices one that is listed twice: it would be
-/// stepped twice, at the same time. Looks closely only where the list has changed.
+/// The index of each of an optimizer's parameters, counted across its groups. `check` throws if one is listed twice, as
+/// it would be stepped twice at the same time, and is cheap while the list is unchanged.
 class DistinctParameters {
  public:
   void check(const char* optimizer, const std::vector<torch::optim::OptimizerParamGroup>& groups);

@@ -21,22 +21,22 @@
 
 namespace gradaccum::detail {
 
-/// Steps of parameters on devices by kernels of our own, many tensors at a time, in one pass over their memory.
+/// Steps by our own device kernels, on many tensors at a time, in one pass over their memory.
 ///
-/// A type of steps has `kernel_of(kernels, step)`, `kernel_settings(step)`, `kernel_arrays(step)`, which is its state
+/// A step type provides `kernel_of(kernels, step)`, `kernel_settings(step)`, `kernel_arrays(step)`, which is its state
 /// in the order of the kernel's operand, and `add_aten_moves(moves, steps, multiplier)`.
 
-/// Whether kernels take them as they are, or copies of the same dtype.
+/// True if kernels can take the tensors, or copies of the same dtype.
 bool fits_kernel(const at::Tensor& parameter, const at::Tensor& gradient);
 
-/// The dtypes that the kernel meets.
+/// Returns the dtypes of the kernel to call.
 OperandTypes kernel_types(const at::Tensor& parameter, const at::Tensor& gradient, bool rounded);
 template <class Step>
 OperandTypes types_of(const Step& step) {
   return kernel_types(step.parameter, step.gradient, step.rounding_key.has_value());
 }
 
-/// A batch of steps as launches of a kernel: one for each mix of dtypes, and for as many tensors as a table has.
+/// Launches a kernel for a batch of steps, once for each mix of dtypes and each full table of tensors.
 template <class Step>
 class KernelBatch {
  public:
@@ -90,7 +90,7 @@ void add_kernel_moves(Moves& moves, const std::vector<Step>& steps, const Multip
   }
 }
 
-/// By kernels of our own where there are any that take the dtypes; the others by ATen.
+/// Adds steps by our own kernels if these support the dtypes, and the others by ATen.
 template <class Step>
 void add_moves_by_kernels(Moves& moves, const std::vector<Step>& steps, const Multiplier& multiplier) {
   const auto* const kernels = device_kernels();

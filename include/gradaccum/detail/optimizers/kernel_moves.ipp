@@ -8,7 +8,7 @@
 
 namespace gradaccum::detail {
 
-/// A sum in float64 may be out of reach of float32 until it is multiplied: that is not for them.
+/// Excludes gradients wider than the state: a float64 sum may exceed float32 before it is multiplied.
 GRADACCUM_INLINE bool fits_kernel(const at::Tensor& parameter, const at::Tensor& gradient) {
   return has_kernels(at::toRealValueType(parameter.scalar_type())) && parameter.scalar_type() != at::kComplexHalf &&
          parameter.is_cuda() && at::elementSize(gradient.scalar_type()) <= at::elementSize(state_type(parameter));

@@ -11,7 +11,7 @@
 
 namespace gradaccum::detail {
 
-/// A part of an optimizer's step on a device. Whatever it allocates, it allocates when it is made, or takes.
+/// A part of an optimizer's step on a device. Allocates memory only in its constructor and in `take`.
 class Move {
  public:
   virtual ~Move() = default;
@@ -19,12 +19,12 @@ class Move {
   virtual void run() = 0;
 };
 
-/// One step of an optimizer. All the memory of devices is there before anything moves, so a device that runs out of it
+/// One step of an optimizer. All device memory is allocated before any parameter changes, so that running out of it
 /// leaves nothing half-stepped.
 class Moves {
  public:
   void add(at::Device device, std::unique_ptr<Move> move) { moves_.emplace_back(scratch_of(device), std::move(move)); }
-  /// Needs no memory of a device.
+  /// Adds a part that needs no device memory.
   void add(std::function<void()> move) { without_scratch_.push_back(std::move(move)); }
 
   void prepare();
@@ -32,7 +32,7 @@ class Moves {
 
  private:
   Scratch* scratch_of(at::Device device);
-  /// Of the devices first: those of the host may wait for them.
+  /// Moves on devices, which run first, since those on the host may wait for them.
   std::vector<std::pair<Scratch*, std::unique_ptr<Move>>> moves_;
   std::vector<std::function<void()>> without_scratch_;
   std::vector<std::unique_ptr<Scratch>> scratches_;

@@ -10,11 +10,11 @@ namespace gradaccum::detail {
 
 class Shards;
 
-/// Throws for an optimizer whose state nobody could save, or has no names.
+/// Throws if the optimizer's state cannot be saved, or if one of its parameters has no name.
 void check_has_named_state(torch::optim::Optimizer& optimizer, const NamedParameters& parameters);
 
-/// The state of LibTorch's and our own optimizers by the parameters' names, and the options of their groups. `shards`:
-/// those that it steps; this process's alone are saved. What is loaded is of whole parameters.
+/// Saves or loads the state of LibTorch's and our own optimizers by parameter name, and the options of their groups.
+/// With `shards`, saves only this process's pieces. Loads a state that was saved whole or in pieces.
 void archive_optimizer(Archive& archive, torch::optim::Optimizer& optimizer, const NamedParameters& parameters,
                        Shards* shards = nullptr);
 

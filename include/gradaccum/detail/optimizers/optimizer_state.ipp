@@ -26,7 +26,7 @@
 
 namespace gradaccum::detail {
 
-/// Saves or loads the options of a group, each by Python's name. False if they are of a class that nobody knows.
+/// Saves or loads a group's options under Python's names. Returns false if their class is unknown.
 GRADACCUM_INLINE bool archive_options(Archive& archive, torch::optim::OptimizerOptions& options) {
   const auto adam = [&](auto& of) {
     archive("lr", of.lr());
@@ -67,7 +67,7 @@ GRADACCUM_INLINE bool archive_options(Archive& archive, torch::optim::OptimizerO
   return true;
 }
 
-/// A parameter group's options as a part.
+/// A parameter group's options as a part of an archive.
 struct GroupState {
   torch::optim::OptimizerParamGroup& group;
   void state(Archive& archive);
@@ -89,13 +89,13 @@ GRADACCUM_INLINE void check_has_named_state(torch::optim::Optimizer& optimizer, 
   for_each_parameter(optimizer, [name_of = NameOf(parameters)](const at::Tensor& parameter) { name_of(parameter); });
 }
 
-/// Of shards the optimizer's groups have this process's pieces meanwhile, which `parameters` are.
+/// Returns the state to save. With shards, `parameters` and the optimizer's groups are this process's pieces.
 GRADACCUM_INLINE NamedTensors state_to_save(torch::optim::Optimizer& optimizer, const NamedParameters& parameters) {
   auto* const itself = dynamic_cast<NamesItsState*>(&optimizer);
   return itself ? itself->named_state(parameters) : named_state_of(optimizer, NameOf(parameters));
 }
 
-/// The same; gives what makes the tensors the optimizer's.
+/// Checks a loaded state. Returns a function that makes it the optimizer's.
 GRADACCUM_INLINE std::function<void()> take_state_of(torch::optim::Optimizer& optimizer,
                                                      const NamedParameters& parameters, NamedTensors tensors,
                                                      bool lenient) {
@@ -109,7 +109,7 @@ GRADACCUM_INLINE std::function<void()> take_state_of(torch::optim::Optimizer& op
   return become;
 }
 
-/// Whole parameters, or this process's pieces of them.
+/// Calls `work` with the parameters that the optimizer steps: whole ones, or this process's pieces.
 GRADACCUM_INLINE void with_stepped(torch::optim::Optimizer& optimizer, const NamedParameters& parameters,
                                    Shards* shards, c10::function_ref<void(const NamedParameters&)> work) {
   if (shards == nullptr) return work(parameters);

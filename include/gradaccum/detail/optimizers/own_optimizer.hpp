@@ -12,7 +12,7 @@
 
 namespace gradaccum::detail {
 
-/// An optimizer that LibTorch does not have. `Derived` has `name` and `static void check(const Options&)`, and
+/// An optimizer that LibTorch does not have. `Derived` provides `name` and `static void check(const Options&)`, and
 /// overrides `move`.
 template <class Derived, class Options, class State>
 class OwnOptimizer : public OnePassOptimizer<Derived, torch::optim::Optimizer, State> {
@@ -23,7 +23,7 @@ class OwnOptimizer : public OnePassOptimizer<Derived, torch::optim::Optimizer, S
   OwnOptimizer& operator=(OwnOptimizer&&) = default;
   GRADACCUM_INLINE ~OwnOptimizer() override;
 
-  /// A group's options are all its own. (LibTorch's function replaces those of a type that it does not know.)
+  /// Adds a group and keeps all its options. LibTorch's function replaces options of a type that it does not know.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   GRADACCUM_INLINE void save(torch::serialize::OutputArchive& archive) const override;
@@ -33,9 +33,9 @@ class OwnOptimizer : public OnePassOptimizer<Derived, torch::optim::Optimizer, S
   static const Options& options_of(const torch::optim::OptimizerParamGroup& group) {
     return static_cast<const Options&>(group.options());
   }
-  /// What is known of a parameter; a new state, which is not the optimizer's yet, where there is nothing.
+  /// Returns a copy of the parameter's state, or a new state.
   State state_of(const at::Tensor& parameter) const;
-  /// States of parameters whose steps have been taken.
+  /// Stores the states of parameters whose steps have been taken.
   void keep(std::vector<std::pair<at::Tensor, State>> states);
 };
 

@@ -19,40 +19,40 @@
 
 namespace gradaccum::detail {
 
-/// State of a parameter, of an optimizer that LibTorch does not have: a step count, and tensors by name; one that is
-/// undefined is not there.
+/// A parameter's state in an optimizer that LibTorch does not have: a step count, and named tensors. An undefined
+/// tensor is absent.
 class OwnParamState : public torch::optim::OptimizerParamState {
   TORCH_ARG(std::int64_t, step) = 0;
 
  public:
   virtual std::vector<std::pair<std::string, at::Tensor*>> tensors() = 0;
-  /// Throws where this is not the state of such a parameter.
+  /// Throws if the state does not fit the parameter.
   virtual void check(const at::Tensor& parameter) const = 0;
 
   GRADACCUM_INLINE void serialize(torch::serialize::OutputArchive& archive) const override;
   GRADACCUM_INLINE void serialize(torch::serialize::InputArchive& archive) override;
 };
 
-/// The states of an optimizer's parameters as tensors with names, whichever class of LibTorch's or ours they are of.
+/// Access to an optimizer's states as named tensors, for LibTorch's classes and our own.
 
-/// One that knows nothing yet, of the class that LibTorch's `optimizer` keeps; nullptr if nobody knows it.
+/// Returns an empty state of the class that LibTorch's `optimizer` uses; nullptr if that class is unknown.
 std::unique_ptr<torch::optim::OptimizerParamState> new_state_of(const torch::optim::Optimizer& optimizer);
 
-/// Those that are kept by rows become dense, as files have them, until the next step.
+/// Makes states that are kept by rows dense until the next step, as files store them.
 void make_dense(const torch::optim::Optimizer& optimizer);
 
-/// All their tensors, as the optimizer keeps them.
+/// Calls `see` with each state tensor as the optimizer keeps it.
 void for_each_state_tensor(const torch::optim::Optimizer& optimizer, c10::function_ref<void(const at::Tensor&)> see);
 
-/// All of them. The tensors are the optimizer's own, or dense copies where it keeps rows.
+/// Returns all states by name. The tensors are the optimizer's own, or dense copies if it keeps rows.
 NamedTensors named_state_of(const torch::optim::Optimizer& optimizer, const NameOf& name_of);
 
-/// Takes a whole number >= 0 out of `tensors`; nothing if there is none.
+/// Removes a count from `tensors` and returns it; nullopt if there is none. Throws unless it is a whole number >= 0.
 std::optional<std::int64_t> taken_count(NamedTensors& tensors, const std::string& name);
 
-/// Takes the states of all parameters, each at first as `fresh`, out of `tensors`, and checks them. Parameters of which
-/// there is nothing begin afresh; if `lenient`, they stay as they are, as do those whose state does not fit. What is
-/// given back makes them the optimizer's.
+/// Moves the states of all parameters from `tensors` into copies of `fresh`, and checks them. Returns a function that
+/// makes them the optimizer's. Parameters without a state start afresh; if `lenient`, they keep their old state, as do
+/// those whose new state does not fit.
 std::function<void()> take_states(torch::optim::Optimizer& optimizer, const torch::optim::OptimizerParamState& fresh,
                                   const NameOf& name_of, NamedTensors& tensors, bool lenient);
 

@@ -24,7 +24,7 @@ namespace gradaccum::detail {
 
 GRADACCUM_INLINE void OwnParamState::serialize(torch::serialize::OutputArchive& archive) const {
   archive.write("step", c10::IValue(step()));
-  for (auto& [name, tensor] : const_cast<OwnParamState&>(*this).tensors())  // which are only read
+  for (auto& [name, tensor] : const_cast<OwnParamState&>(*this).tensors())  // only read
     if (tensor->defined()) archive.write(name, *tensor, /*is_buffer=*/true);
 }
 
@@ -35,11 +35,11 @@ GRADACCUM_INLINE void OwnParamState::serialize(torch::serialize::InputArchive& a
   for (auto& [name, tensor] : tensors()) archive.try_read(name, *tensor, /*is_buffer=*/true);
 }
 
-/// What a parameter's state is made of.
+/// The parts of a parameter's state.
 struct ParamStateParts {
   std::vector<std::pair<std::string, at::Tensor*>> tensors;
-  std::int64_t* step = nullptr;        // not every class counts
-  const OwnParamState* own = nullptr;  // which checks itself
+  std::int64_t* step = nullptr;        // nullptr if the class does not count
+  const OwnParamState* own = nullptr;  // our own class, which checks itself
 };
 
 GRADACCUM_INLINE ParamStateParts parts_of(torch::optim::OptimizerParamState& state) {
@@ -71,7 +71,7 @@ GRADACCUM_INLINE std::unique_ptr<torch::optim::OptimizerParamState> new_state_of
   return nullptr;
 }
 
-/// Codes of 8 bits of exp_avg have a sign; scales have no rows.
+/// Returns a dense tensor. 8-bit codes of exp_avg are signed, which changes their zero; dense scales are 1-D.
 GRADACCUM_INLINE at::Tensor whole(const std::string& slot, const at::Tensor& tensor) {
   if (!tensor.is_sparse()) return tensor;
   const bool is_signed = tensor.scalar_type() == at::kByte && slot == "exp_avg";
@@ -116,11 +116,11 @@ GRADACCUM_INLINE std::optional<std::int64_t> taken_count(NamedTensors& tensors, 
   return static_cast<std::int64_t>(count);
 }
 
-/// Takes what belongs to `parameter` out of `tensors` into `state`, and checks it; false if there is nothing.
+/// Moves a parameter's tensors from `tensors` into `state`, and checks them. Returns false if there are none.
 GRADACCUM_INLINE bool take_state(torch::optim::OptimizerParamState& state, NamedTensors& tensors,
                                  const std::string& name, const at::Tensor& parameter) {
   const auto parts = parts_of(state);
-  const auto may_be_missing = [&](const std::string& slot) {  // not there in all settings of an optimizer
+  const auto may_be_missing = [&](const std::string& slot) {  // depends on the optimizer's settings
     return parts.own || slot == "max_exp_avg_sq" || slot == "momentum_buffer" || slot == "grad_avg";
   };
   bool any = false, complete = true;

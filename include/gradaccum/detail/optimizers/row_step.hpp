@@ -18,44 +18,46 @@
 
 namespace gradaccum::detail {
 
-/// Steps by sparse gradients: what the dense step does, to the bit, in the rows that it would move. Moments exist for
-/// rows that a gradient has ever had, as a sparse tensor keeps them; those of all others are zero.
+/// Steps by sparse gradients, bitwise equal to the dense step in the rows that it would change. Moments are sparse
+/// tensors with the rows that have ever had a gradient; the moments of all other rows are zero.
 
-/// Whether such a step can be taken: on the CPU, of a plain table of real numbers. A multiplier that makes something
-/// else of zeros, by which the dense step would move the other rows, too, takes that: NaN, infinity (also as float32,
-/// in which kernels compute) and what is negative, which makes -0 of them.
+/// True if a step by rows is possible: on the CPU, for a plain table of real numbers. False for multipliers that do not
+/// keep zeros, with which the dense step would change the other rows, too: NaN, infinity (also after conversion to
+/// float32, in which kernels compute) and negative numbers, which give -0.
 bool steps_by_rows(const at::Tensor& parameter, const at::Tensor& gradient, const Multiplier& multiplier);
 
-/// A tensor of a parameter's state, and what it is of where there is none yet.
+/// A tensor of a parameter's state, and its layout in case there is none yet.
 struct Moments {
   at::Tensor tensor;
   at::ScalarType type;
-  std::int64_t per_row;   ///< elements of each row of the parameter
-  std::int64_t zero = 0;  ///< what stands for zero
+  std::int64_t per_row;   ///< elements for each row of the parameter
+  std::int64_t zero = 0;  ///< the value that represents zero
 };
 
-/// Sparse moments as the dense step has them, one row after another; any other as they are. Where somebody else's have
-/// a row several times, as LibTorch's SGD may, that is a sum.
+/// Returns sparse moments as a dense, row-major tensor, and others unchanged. Sums duplicate rows, which LibTorch's SGD
+/// may leave.
 at::Tensor dense_of(const at::Tensor& moments, std::int64_t zero = 0);
 
 /// The rows of a table that one step reads.
 class StepRows {
  public:
-  /// `moments`: all that its parameter has.
+  /// Collects the rows. `moments` must be all that the parameter has.
   StepRows(const at::Tensor& parameter, const at::Tensor& gradient, const std::vector<Moments>& moments);
 
-  /// The gradient's, one after another, without duplicates.
+  /// The values of the gradient's rows, without duplicates.
   const at::Tensor& gradient() const { return gradient_; }
-  /// Those of the rows that have some, and zeros for rows that are new; behind them memory for `run`.
+  /// Returns the rows' moments, zeros for new rows, followed by scratch rows for `run`.
   at::Tensor values_of(const Moments& moments) const;
-  /// Such values as a tensor of the parameter's state, sparse.
+  /// Returns the rows' values as a sparse tensor of the parameter's state.
   at::Tensor state_of(const at::Tensor& values, const at::Tensor& parameter) const;
 
-  /// Where a row's memory begins, in rows: of its moments, and of its gradient, negative where it has none.
+  /// A row's number in the table, and its index in the moments and in the gradient; the latter is negative if there is
+  /// none.
   struct Row {
     std::int64_t number, moments, gradient;
   };
-  /// On LibTorch's threads. `all`: rows without moments, too; they get some that are zero, and must leave them so.
+  /// Calls `body` for each row on LibTorch's threads. With `all`, includes rows without moments, whose scratch moments
+  /// are zero and must stay zero.
   void run(bool all, c10::function_ref<void(const Row&)> body) const;
 
  private:
@@ -63,39 +65,39 @@ class StepRows {
 
   std::int64_t count() const { return rows_.size(0); }
 
-  at::Tensor rows_, gradient_;                  // int64: in the order in which they were met
-  std::int64_t had_ = 0;                        // of them, those that had moments before
-  std::vector<std::int32_t> moments_, values_;  // of each row of the table: its place in `rows_`, and in the gradient
+  at::Tensor rows_, gradient_;                  // row numbers (int64) in the order of first use; the gradient's values
+  std::int64_t had_ = 0;                        // number of rows that had moments before
+  std::vector<std::int32_t> moments_, values_;  // by row of the table: its index in `rows_` and in the gradient, or -1
 };
 
-/// The rows of a step, whose moments become their values.
+/// Returns a step's rows, and replaces the moments by the rows' values.
 std::shared_ptr<const StepRows> rows_of(const at::Tensor& parameter, const at::Tensor& gradient,
                                         std::vector<Moments>& moments);
 
-/// Moments of floats, one for each number of the parameter.
+/// Float moments, one for each number of the parameter.
 struct FloatMoments {
   at::Tensor& tensor;
   const char* name;
 };
-/// Gets moments ready for a step: by rows, which it gives; or of all numbers, for which a gradient becomes dense.
+/// Prepares moments for a step by rows, which it returns; or for a dense step, for which it makes the gradient dense.
 std::shared_ptr<const StepRows> settle(const at::Tensor& parameter, at::Tensor& gradient,
                                        const std::vector<FloatMoments>& moments, bool by_rows);
 
-/// Moments that a step was settled with, as its parameter's state.
+/// Returns a step's moments in the form of the parameter's state.
 template <class Step>
 at::Tensor kept_moments(const Step& step, const at::Tensor& moments) {
   return step.rows ? step.rows->state_of(moments, step.parameter) : moments;
 }
 
-/// As kernels want it, who count from the first element of a table: where that would lie if this row, the `row`-th of
-/// the table, lay in it.
+/// Returns the address that the table's first element would have if the `place`-th row in memory were the table's
+/// `row`-th. Kernels count from a table's first element.
 template <class T>
 T* first_of_table(T* memory, std::int64_t place, std::int64_t row, std::int64_t bytes) {
   const auto address = reinterpret_cast<std::uintptr_t>(memory);
   return reinterpret_cast<T*>(address + static_cast<std::uintptr_t>((place - row) * bytes));
 }
 
-/// Takes the step of one parameter. `point(operand, row)` gives the operand its moments.
+/// Runs one parameter's step by rows. `point(operand, row)` sets the operand's moments.
 template <class Operand, class KernelFor, class Point>
 void take_rows(const StepRows& rows, Operand operand, const KernelFor& kernel_for, const at::Tensor& parameter,
                std::optional<std::uint64_t> rounding_key, bool all, const Point& point) {

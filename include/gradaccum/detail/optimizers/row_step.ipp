@@ -43,11 +43,11 @@ GRADACCUM_INLINE bool has_duplicates(const at::Tensor& rows) {
 GRADACCUM_INLINE at::Tensor dense_of(const at::Tensor& moments, std::int64_t zero) {
   if (!moments.defined() || !moments.is_sparse()) return moments;
   const auto rows = moments._indices()[0], values = moments._values();
-  if (moments.sparse_dim() != 1 || has_duplicates(rows)) return moments.to_dense();       // somebody else's
+  if (moments.sparse_dim() != 1 || has_duplicates(rows)) return moments.to_dense();       // from another optimizer
   return at::full(moments.sizes(), zero, values.options()).index_copy_(0, rows, values);  // a sum would lose -0
 }
 
-/// Numbers of the rows of which one moment is not zero, in all its bits.
+/// Returns the rows in which the bits of a moment differ from zero.
 GRADACCUM_INLINE at::Tensor rows_in_use(std::int64_t number, const std::vector<Moments>& all) {
   constexpr std::int64_t at_once = 4096;
   std::vector<at::Tensor> found;
@@ -92,7 +92,7 @@ GRADACCUM_INLINE StepRows::StepRows(const at::Tensor& parameter, const at::Tenso
   if (!added.empty()) rows_ = at::cat({rows_, at::tensor(added, at::kLong)});
 }
 
-/// A row for each task lies behind those that count. Memory grows by an eighth, not by each row.
+/// Appends a scratch row for each task. Grows the memory by an eighth, not row by row.
 GRADACCUM_INLINE at::Tensor StepRows::values_of(const Moments& moments) const {
   const auto needed = count() + tasks;
   at::Tensor values;
@@ -125,7 +125,7 @@ GRADACCUM_INLINE at::Tensor StepRows::state_of(const at::Tensor& values, const a
                                        values.options().layout(at::kSparse));
 }
 
-/// All have the same rows, or none has rows.
+/// Makes all moments dense if one is, since all must have the same rows.
 GRADACCUM_INLINE std::shared_ptr<const StepRows> rows_of(const at::Tensor& parameter, const at::Tensor& gradient,
                                                          std::vector<Moments>& moments) {
   const bool mixed =

@@ -10,17 +10,17 @@
 
 namespace gradaccum::detail {
 
-/// Memory of one device, in which moves take turns. Until it is allocated, taking from it only finds how much the
-/// largest of them needs.
+/// The memory of one device that moves use in turn. Before `allocate()`, taking memory only measures how much the
+/// largest move needs.
 class Scratch {
  public:
   explicit Scratch(at::Device device) : device_(device) {}
 
-  /// Not initialised; undefined before `allocate()`.
+  /// Returns uninitialised memory; undefined before `allocate()`.
   at::Tensor take(std::int64_t elements, at::ScalarType dtype);
-  /// With the sizes and strides of `like`, which is plain.
+  /// Returns memory with the sizes and strides of `like`, which must be plain.
   at::Tensor take(const at::Tensor& like, at::ScalarType dtype);
-  /// The next move's turn: what was taken is taken again.
+  /// Starts the next move, which reuses the memory of the previous one.
   void begin_turn() { used_ = 0; }
 
   void allocate();

@@ -16,19 +16,19 @@ namespace gradaccum::detail {
 
 class Moves;
 
-/// One parameter's step of SGD, with all that it reads and writes.
+/// One parameter's step of SGD, with the tensors that it reads and writes.
 struct SgdStep {
   SgdSettings settings;
   at::Tensor parameter, gradient, momentum_buffer;
-  std::optional<std::uint64_t> rounding_key = {};  ///< of stochastic rounding
-  std::shared_ptr<const StepRows> rows = {};       ///< whose momentum this is; none: of all
+  std::optional<std::uint64_t> rounding_key = {};  ///< set for stochastic rounding
+  std::shared_ptr<const StepRows> rows = {};       ///< rows of the momentum; nullptr: all
 };
 
-/// On the CPU, all in one parallel loop, each element read and written once.
+/// Runs the steps on the CPU in one parallel loop that reads and writes each element once.
 void take_on_cpu(const std::vector<SgdStep>& steps, double multiplier);
-/// By kernels of our own where there are any, else by ATen.
+/// Adds steps by our own kernels if there are any, otherwise by ATen.
 void add_moves(Moves& moves, const std::vector<SgdStep>& steps, const Multiplier& multiplier);
-/// By ATen's fused operation.
+/// Adds steps by ATen's fused operation.
 void add_aten_moves(Moves& moves, const std::vector<SgdStep>& steps, const Multiplier& multiplier);
 
 }  // namespace gradaccum::detail

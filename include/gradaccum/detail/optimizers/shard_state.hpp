@@ -7,16 +7,16 @@
 
 namespace gradaccum::detail {
 
-/// What an optimizer that steps shards keeps, by names: `exp_avg.0.weight[4096:8192 of 64x128]`.
+/// The state of an optimizer that steps shards, with names such as `exp_avg.0.weight[4096:8192 of 64x128]`.
 
-/// This rank's pieces with their names.
+/// Returns this rank's pieces with their names.
 NamedParameters named_pieces(const Shards& shards, const NamedParameters& parameters);
 
-/// Of a state what belongs to this rank's pieces, whether it has been saved whole or in pieces. If not `lenient`,
-/// throws for what belongs to none of the parameters.
+/// Returns the part of a state that belongs to this rank's pieces. The state may have been saved whole or in pieces.
+/// Throws for tensors of unknown parameters or other shapes; if `lenient`, omits them.
 NamedTensors own_part(NamedTensors state, const Shards& shards, const NamedParameters& parameters, bool lenient);
 
-/// A state in pieces, as a program has it that is not divided.
+/// Joins the pieces of a state, for an optimizer that is not sharded.
 NamedTensors whole_state(NamedTensors state);
 
 }  // namespace gradaccum::detail

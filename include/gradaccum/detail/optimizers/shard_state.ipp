@@ -40,7 +40,7 @@ GRADACCUM_INLINE at::Tensor own_part(const Pieces& state, const Shards& shards, 
   return state.part(piece.begin, piece.end);
 }
 
-/// One that was saved whole.
+/// Returns this rank's part of a tensor that was saved whole.
 GRADACCUM_INLINE at::Tensor own_part(const at::Tensor& whole, const Shards& shards, std::size_t place,
                                      const std::string& name) {
   if (!shards.is_cut(place) || !whole.defined() || whole.dim() == 0) return whole;
@@ -55,7 +55,7 @@ GRADACCUM_INLINE at::Tensor own_part(const at::Tensor& whole, const Shards& shar
   return own_part(one, shards, place, name);
 }
 
-/// The parameters' places by their names.
+/// Returns the parameters' indices by name.
 GRADACCUM_INLINE std::map<std::string, std::size_t> places_by_name(const Shards& shards,
                                                                    const NamedParameters& parameters) {
   const NameOf name_of(parameters);
@@ -78,7 +78,7 @@ GRADACCUM_INLINE NamedTensors own_part(NamedTensors state, const Shards& shards,
     try {
       own.emplace(full.substr(0, dot + 1) + name_of_piece(shards, found->second, found->first),
                   own_part(saved, shards, found->second, full));
-    } catch (const c10::Error&) {  // of another shape
+    } catch (const c10::Error&) {  // has another shape
       if (!lenient) throw;
     }
   };

@@ -12,18 +12,19 @@
 
 namespace gradaccum::detail {
 
-/// Keys of the random numbers by which bfloat16 parameters are rounded: of the seed, of the parameter's place in the
-/// optimizer, and of how often it has been stepped so. They do not depend on threads, nor on what else is stepped.
+/// The keys of the random numbers that round bfloat16 parameters. They depend on the seed, the parameter's index in the
+/// optimizer and the number of its rounded steps, but not on threads or other parameters.
 class StochasticRounding {
  public:
   void seed(std::uint64_t seed) { seed_ = seed; }
   bool is_on() const { return seed_.has_value(); }
   bool concerns(const at::Tensor& parameter) const { return seed_ && parameter.scalar_type() == at::kBFloat16; }
 
-  /// For the next step of the optimizer's `place`-th parameter, which this concerns.
+  /// Returns the key for the next step of the `place`-th parameter, and counts the step. `concerns` must be true for
+  /// it.
   std::uint64_t next_key(std::size_t place);
 
-  /// How often each parameter has been stepped so. A state to be saved; the seed is the program's.
+  /// The number of rounded steps of each parameter. This is state to save; the seed is set by the program.
   const std::vector<std::int64_t>& steps() const { return steps_; }
   std::int64_t steps_of(std::size_t place) const { return place < steps_.size() ? steps_[place] : 0; }
   void set_steps(std::vector<std::int64_t> steps);

@@ -11,7 +11,7 @@
 
 namespace gradaccum::detail {
 
-/// Scatters the bits of a number over all 64: the last step of a generator that counts (SplitMix64).
+/// Mixes a number's bits into all 64, as the SplitMix64 generator does.
 GRADACCUM_INLINE std::uint64_t scattered(std::uint64_t x) {
   x += 0x9E3779B97F4A7C15u;
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
