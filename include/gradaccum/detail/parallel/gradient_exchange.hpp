@@ -18,28 +18,28 @@
 
 namespace gradaccum::detail {
 
-inline constexpr std::int64_t alone_from = std::int64_t{1} << 20;  ///< bytes: copying costs more than another message
+inline constexpr std::int64_t alone_from = std::int64_t{1} << 20;  ///< bytes at which copying costs more than a message
 
-/// Gradients that are sent together, by their places in the list of parameters.
+/// Gradients that are sent together, by their indices in the list of parameters.
 struct Bucket {
   std::vector<std::size_t> places = {};
-  at::TensorOptions options = {};  ///< as they are sent
+  at::TensorOptions options = {};  ///< dtype and device when sent
   std::int64_t elements = 0;
 };
 
-/// A window's gradients in buckets of at most so many bytes, each of one dtype and device; a large one goes alone, and
-/// is not copied. Backward brings the last parameters first, and so do the buckets, each by the parameter that
-/// completes it: small ones of many layers wait for the first of these. The same on all ranks: it depends on the
-/// parameters alone, and not on which of them have gradients.
+/// Returns a window's gradients in buckets of at most `bucket_bytes`, each of one dtype and device. A large gradient
+/// gets its own bucket, and is not copied. Backward computes the last parameters first, so buckets are sorted by the
+/// parameter that completes them: a bucket of small ones from many layers waits for the first of these. The result is
+/// equal on all ranks, since it depends on the parameters alone, not on which of them have gradients.
 ///
-/// float16 is sent as float32, in which the sum over ranks does not overflow.
+/// Sends float16 as float32, in which the sum over ranks does not overflow.
 std::vector<Bucket> buckets_of(const std::vector<at::Tensor>& parameters, std::optional<c10::ScalarType> accumulate_in,
                                std::int64_t bucket_bytes);
 
-/// Adds one window's gradients up over all ranks: a bucket is sent when all its gradients are there, and all those
-/// before it are sent.
+/// Sums one window's gradients over all ranks. A bucket is sent when all its gradients are ready and all earlier
+/// buckets have been sent.
 ///
-/// What is sent is the sum times the window's first weight, which each rank has divided its own by.
+/// Gradients are sent multiplied by the window's first weight, because each rank has divided its own by it.
 class GradientExchange : public ArrivalListener {
  public:
   GradientExchange(std::shared_ptr<Links> links, Links::Line line, std::shared_ptr<WindowGradients> window,
@@ -49,29 +49,30 @@ class GradientExchange : public ArrivalListener {
   GRADACCUM_INLINE void arrive(std::size_t place) override;
   GRADACCUM_INLINE void end() override;
 
-  /// All buckets are to be sent once more: another micro-batch.
+  /// Starts a round for another micro-batch, in which all buckets are sent again.
   void begin_round();
-  /// Sends what has not been sent.
+  /// Sends the remaining buckets.
   GRADACCUM_INLINE virtual void end_round();
-  /// Without a backward: what there is, or zeros.
+  /// Sends all buckets without a backward pass, with zeros for missing gradients.
   void send_round() { begin_round(), end_round(); }
-  /// Something has been sent of this window.
+  /// True if a bucket of this window has been sent.
   bool begun() const { return begun_; }
 
-  /// There are gradients here that have not been sent, should no round be under way.
+  /// True if this rank has gradients that have not been sent. Valid between rounds only.
   bool has_unsent() const;
-  /// 1 for each parameter that has a gradient in this window here.
+  /// Returns 1 for each parameter that has a gradient in this window on this rank.
   GRADACCUM_INLINE virtual std::vector<double> used() const;
-  /// After the last round: waits, and the window has the sums, of parameters that are used somewhere. Gives what they
-  /// have been divided by: 1, but for float16 parameters, where sums might overflow.
+  /// Waits, after the last round, until the window has the sums of the parameters that any rank uses. Returns their
+  /// divisor: 1, or `weight_of_all` if there are float16 parameters, whose sums might overflow.
   virtual double finish(const std::vector<double>& used_by, double weight_of_all) = 0;
 
  protected:
-  /// A window without weight has none, whatever lies there.
+  /// True if this rank has a gradient of this parameter. A window without weight has none, regardless of its memory.
   bool has_own(std::size_t place) const { return window_->first_weight() != 0 && window_->sums()[place].defined(); }
-  /// What this rank has of it, dense.
+  /// Returns this rank's gradient in dense form; undefined if there is none.
   at::Tensor own(std::size_t place) const;
-  /// The same as it is sent, times the weight: itself, where it is so already.
+  /// Returns the gradient of a bucket with only one, as it is sent: in the bucket's dtype, times the weight. Works in
+  /// place if possible.
   at::Tensor sent_alone(const Bucket& bucket) const;
   void times_weight(const at::Tensor& sum) const;
   double unit_of(double weight_of_all) const;
@@ -87,10 +88,10 @@ class GradientExchange : public ArrivalListener {
  private:
   void send_next();
 
-  std::vector<std::optional<std::size_t>> bucket_of_;  // by place; of what was frozen when this began, none
-  std::vector<std::size_t> missing_;                   // by bucket, how many gradients
+  std::vector<std::optional<std::size_t>> bucket_of_;  // by parameter; none if it was frozen at the start
+  std::vector<std::size_t> missing_;                   // missing gradients, by bucket
   std::vector<bool> arrived_;
-  std::size_t sent_ = 0;  // buckets in this round
+  std::size_t sent_ = 0;  // buckets sent in this round
   bool begun_ = false, ended_ = false;
   std::mutex mutex_;
 };

@@ -22,7 +22,7 @@ GRADACCUM_INLINE std::vector<Bucket> buckets_of(const std::vector<at::Tensor>& p
                                                 std::int64_t bucket_bytes) {
   std::vector<Bucket> buckets;
   std::map<std::tuple<c10::ScalarType, c10::DeviceType, c10::DeviceIndex>, std::size_t>
-      open;  // that others of their kind may join
+      open;  // buckets with space left
   for (std::size_t place = parameters.size(); place-- > 0;) {
     const auto& parameter = parameters[place];
     if (!parameter.requires_grad()) continue;

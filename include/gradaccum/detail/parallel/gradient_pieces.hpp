@@ -14,15 +14,14 @@
 
 namespace gradaccum::detail {
 
-/// After which each rank has the sums of its own pieces of the gradients, and nothing else of them.
+/// Reduce-scatters gradients: each rank gets the sums of its own pieces, and keeps nothing else.
 ///
-/// A gradient is gone as soon as it is sent. One that fills its bucket alone is sent from where it lies, others are
-/// copied together, and what is larger than a bucket is copied and sent part by part. Each rank gets from the others
-/// what is of its pieces, and adds it up in the order of the ranks. One that is not cut is added up on its rank, where
-/// it lies.
+/// A gradient is freed when it is sent. One that fills its bucket alone is sent in place; smaller ones are copied
+/// together, and those larger than a bucket are copied and sent in parts. Each rank receives the others' gradients of
+/// its pieces and sums them in rank order. A gradient that is not split is reduced in place to its rank.
 ///
-/// As much as a bucket is under way, or one that is not cut, and as much again where it arrives: before more is sent
-/// the oldest is waited for. So the tail of a backward goes on beside the next forward.
+/// At most a bucket, or one gradient that is not split, is in flight, and takes as much memory again where it arrives:
+/// the oldest must arrive before more is sent. So the end of a backward pass overlaps the next forward pass.
 class GradientPieces final : public GradientExchange {
  public:
   GradientPieces(std::shared_ptr<Links> links, Links::Line line, std::shared_ptr<WindowGradients> window,
@@ -30,12 +29,12 @@ class GradientPieces final : public GradientExchange {
                  std::shared_ptr<const Shards> shards);
 
   GRADACCUM_INLINE void end_round() override;
-  /// In this round, or an earlier one.
+  /// Returns 1 for each parameter with a gradient in this round or an earlier one.
   GRADACCUM_INLINE std::vector<double> used() const override;
   GRADACCUM_INLINE double finish(const std::vector<double>& used_by, double weight_of_all) override;
 
  private:
-  /// Of each piece in a bucket the same part: the `index`-th of `count`.
+  /// The `index`-th of `count` equal parts of each piece in a bucket.
   struct Part {
     std::int64_t index = 0, count = 1;
     Shards::Piece of(const Shards::Piece& piece) const;
@@ -44,7 +43,7 @@ class GradientPieces final : public GradientExchange {
     bool in_first_round;
     const Bucket& bucket;
     Part part;
-    at::Tensor from, to = {}, own = {};  // own: of `from`, where that is not sent
+    at::Tensor from, to = {}, own = {};  // own: this rank's part of `from`, if not sent
     Links::Pending pending = nullptr;
     std::int64_t bytes() const { return static_cast<std::int64_t>(from.nbytes()); }
   };
@@ -65,7 +64,7 @@ class GradientPieces final : public GradientExchange {
   std::int64_t bytes_under_way_ = 0;
   bool first_round_ = true;
   std::vector<double> used_;
-  std::vector<at::Tensor> sums_;  // by place, in one row
+  std::vector<at::Tensor> sums_;  // by parameter, flattened
 };
 
 }  // namespace gradaccum::detail

@@ -51,7 +51,7 @@ GRADACCUM_INLINE void GradientPieces::send(const Bucket& bucket) {
     return send_part(std::move(sent));
   }
   const auto parts = std::max<std::int64_t>((bytes + bucket_bytes_ - 1) / bucket_bytes_, 1);
-  std::vector<at::Tensor> rows;  // of each place, or none
+  std::vector<at::Tensor> rows;  // flattened gradients; undefined if missing
   for (auto place : bucket.places) {
     const auto gradient = own(place);
     rows.push_back(gradient.defined() ? gradient.reshape({-1}) : gradient);
@@ -76,7 +76,8 @@ GRADACCUM_INLINE void GradientPieces::send_part(Sent sent) {
   under_way_.push_back(std::move(sent));
 }
 
-/// What the first and the last rank have of their own pieces stays where it is: what is of others lies in one row.
+/// Leaves the first and the last rank's own pieces in place, unsent: the pieces of all other ranks are then still
+/// contiguous.
 GRADACCUM_INLINE void GradientPieces::begin_all_to_all(Sent& sent) {
   const auto rank = static_cast<std::size_t>(shards_->rank());
   auto from = sent.from.view({-1});
@@ -94,7 +95,7 @@ GRADACCUM_INLINE void GradientPieces::begin_all_to_all(Sent& sent) {
   sent.pending = links_->begin_all_to_all(line_, sent.to, from, std::move(sizes_to), std::move(sizes_from));
 }
 
-/// What is of one rank together.
+/// Returns a copy of the gradients in which each rank's pieces are contiguous.
 GRADACCUM_INLINE at::Tensor GradientPieces::copied_by_rank(const Bucket& bucket, const Part& part,
                                                            const std::vector<at::Tensor>& rows) const {
   const auto sizes = sizes_by_rank(bucket, part);
@@ -142,7 +143,7 @@ GRADACCUM_INLINE void GradientPieces::take(const Sent& sent) {
     if (piece.size() == 0) continue;
     auto& sums = sums_[place];
     if (sent.in_first_round && sent.to.size(0) == 1 && sent.to.numel() == own.size()) {
-      sums = sent.to.view({-1}).add_(sent.own);  // in the memory that it came to
+      sums = sent.to.view({-1}).add_(sent.own);  // in the memory in which it arrived
       continue;
     }
     if (!sums.defined()) sums = at::empty({own.size()}, sent.bucket.options);
@@ -165,7 +166,8 @@ GRADACCUM_INLINE std::vector<double> GradientPieces::used() const {
   return used;
 }
 
-/// Of the parameter's dtype, if sums are not kept wider, and laid out as it is, as backward would have left it.
+/// Returns a sum in the form in which backward would have left it: with the parameter's strides, and in its dtype
+/// unless sums are kept wider.
 GRADACCUM_INLINE at::Tensor GradientPieces::as_gradient(std::size_t place, at::Tensor sum) const {
   const auto& own = shards_->own(place);
   if (!accumulate_in_) sum = sum.to(own.scalar_type());

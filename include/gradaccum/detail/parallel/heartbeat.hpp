@@ -17,36 +17,37 @@ class Store;
 
 namespace gradaccum::detail {
 
-/// Tells which processes are still there: each counts up in the store, several times a second, in a thread of its own.
+/// Detects processes that have ended. Each process has a thread that increments its counter in the store several times
+/// a second.
 ///
-/// Gloo says that a connection was closed, not whose process has ended; and it says so to the neighbours in a ring
-/// alone. Who hears of it first looks whose count stands still, and leaves a word in the store for all others.
+/// Gloo reports a closed connection, but not which process has ended, and reports it only to the neighbours in a ring.
+/// The first process to notice finds the counter that has stopped, and writes the failure to the store for all others.
 ///
-/// Of a link that is lost, or a process that is suspended, Gloo says nothing. So rank 0 watches the counts of all
-/// others, once a second, and they watch its; and who waits sees whether the store still answers its own thread, which
-/// may hang in a call of the system.
+/// Gloo does not report a lost link or a suspended process. So rank 0 checks the counters of all others once a second,
+/// and they check its counter. A process that waits also checks that the store still answers its own thread, which may
+/// hang in a system call.
 class Heartbeat {
  public:
-  /// After so long without a sign a process counts as gone. A machine that is merely busy lets it count in time.
+  /// The silence after which a process counts as dead. One on a machine that is merely busy still counts in time.
   static constexpr std::chrono::milliseconds longest_silence{30000};
 
-  /// `store` is used by its thread alone from here on. `place` says where it is, for errors.
+  /// Starts the thread, which must be the only user of `store`. `place` describes the store's location in errors.
   Heartbeat(c10::intrusive_ptr<c10d::Store> store, std::string place, int rank, int world_size,
             std::chrono::milliseconds silence = longest_silence);
   Heartbeat(const Heartbeat&) = delete;
   Heartbeat& operator=(const Heartbeat&) = delete;
   ~Heartbeat();
 
-  /// Waits until `done()`, or until it is known that it never will be. `wake` makes it look again.
+  /// Waits until `done()` is true or a failure is known, and returns the former. `wake` triggers a check.
   bool wait(const std::function<bool()>& done);
-  /// The same, for what nobody is woken by, for so long.
+  /// Like wait(), but polls, and gives up after `longest`.
   bool poll(const std::function<bool()>& done, std::chrono::milliseconds longest);
-  /// For the thread in which `done()` becomes true.
+  /// Returns a function for the thread in which `done()` becomes true.
   std::function<void()> wake() const;
 
-  /// What has gone wrong, in words: that of whoever knew first.
+  /// Returns the description of the failure by the process that found it first.
   std::string explain();
-  /// Tells all others.
+  /// Reports a failure to all other processes.
   void announce(std::string failure);
 
  private:

@@ -17,14 +17,14 @@
 
 namespace gradaccum::detail {
 
-/// What the thread that counts and the one that waits have in common.
+/// The state that the counting and the waiting thread share.
 struct Heartbeat::Shared {
   using Clock = std::chrono::steady_clock;
   using Milliseconds = std::chrono::milliseconds;
   static constexpr Milliseconds interval{250};
   static constexpr int beats_a_watch = 4;
-  static constexpr Milliseconds standstill{2000};  ///< of a process that is gone, where one is known to be
-  static constexpr Milliseconds patience{10000};   ///< for an answer of the store
+  static constexpr Milliseconds standstill{2000};  ///< time in which a live process must count
+  static constexpr Milliseconds patience{10000};   ///< longest wait for the store
 
   Shared(c10::intrusive_ptr<c10d::Store> store, std::string given_place, int rank, int world_size,
          Milliseconds given_silence)
@@ -38,7 +38,7 @@ struct Heartbeat::Shared {
   std::string place;
   Milliseconds silence;
   int beats = 0;
-  std::int64_t waits = 0, told = 0;  // how often this process has waited for others; and what they know of it
+  std::int64_t waits = 0, told = 0;  // waits for other processes: all, and those in the store
 
   std::mutex mutex;
   std::condition_variable changed;
@@ -58,7 +58,7 @@ struct Heartbeat::Shared {
     changed.notify_all();
   }
 
-  /// True if the thread hangs.
+  /// Ends the thread. Returns true if it hangs.
   bool stop() {
     std::unique_lock lock(mutex);
     stopping = true;
@@ -75,7 +75,7 @@ struct Heartbeat::Shared {
     if (!failure) failure = std::move(text);
     changed.notify_all();
   }
-  /// All hear of it.
+  /// Reports a failure to all processes.
   void fail_all(const std::string& text) {
     roll_call.say_failed(text);
     fail(text);
@@ -99,7 +99,7 @@ struct Heartbeat::Shared {
     if (beats++ % beats_a_watch == 0) look_for_the_silent();
   }
 
-  /// Meanwhile this process goes on counting.
+  /// Finds the cause of a failure. This process goes on counting meanwhile.
   void look_for_the_missing() {
     roll_call.note_counts();
     const auto begin = Clock::now();
@@ -109,7 +109,7 @@ struct Heartbeat::Shared {
     }
     auto who = roll_call.missing();
     if (!who) who = roll_call.behind();
-    if (roll_call.failure()) return;  // somebody was faster; it is read at the next beat
+    if (roll_call.failure()) return;  // another process was faster; its report is read at the next beat
     fail_all(who ? *who : "all processes are there, but the connection between two of them is lost");
   }
 
@@ -121,14 +121,14 @@ struct Heartbeat::Shared {
     return ", or cannot be reached: silent for " + std::to_string(silence.count() / 1000) + " s";
   }
 
-  /// False when it is time to end.
+  /// Waits, and returns false when the thread must end.
   bool pause(Milliseconds time) {
     std::unique_lock lock(mutex);
     changed.wait_for(lock, time, [this] { return stopping || (to_announce && !failure); });
     return !stopping;
   }
 
-  /// Looks when it is woken, and after each `step`.
+  /// Checks `done()` when woken, and after each `step`.
   bool wait(const std::function<bool()>& done, std::chrono::microseconds step, Clock::time_point end) {
     std::unique_lock lock(mutex);
     ++waits;
@@ -153,7 +153,7 @@ GRADACCUM_INLINE Heartbeat::Heartbeat(c10::intrusive_ptr<c10d::Store> store, std
 GRADACCUM_INLINE Heartbeat::~Heartbeat() {
   const bool hangs = shared_->stop();
   if (hangs)
-    thread_.detach();  // in a store that does not answer
+    thread_.detach();  // it hangs in a store that does not answer
   else
     thread_.join();
 }

@@ -10,23 +10,24 @@
 
 namespace gradaccum::detail {
 
-/// Which process this is of those that a launcher started, and where they meet.
+/// This process's rank among those that a launcher started, and their rendezvous.
 struct LaunchEnvironment {
   int rank = 0, world_size = 1, local_rank = 0;
   std::string address;
   std::uint16_t port = 0;
-  bool launcher_has_store = false;  ///< torchrun keeps one at that address; else rank 0 does
-  std::string attempt;              ///< torchrun starts all again: what an earlier attempt left is not ours
+  bool launcher_has_store = false;  ///< torchrun has a store at that address; otherwise rank 0 has
+  std::string attempt;              ///< torchrun's restart count: separates the store's keys by attempt
 };
 
-/// Reads it from the variables that torchrun (Kubeflow, and many others), Slurm's srun, or Open MPI's mpirun set.
+/// Reads a LaunchEnvironment from the variables of torchrun (Kubeflow, and many others), Slurm's srun, or Open MPI's
+/// mpirun.
 class LaunchEnvironmentReader {
  public:
   using Lookup = std::function<std::optional<std::string>(const std::string& variable)>;
 
   explicit LaunchEnvironmentReader(Lookup lookup = of_this_process);
 
-  /// One process, where none of them has started it.
+  /// Returns a world of one process if no launcher has started it.
   LaunchEnvironment read() const;
 
   static std::optional<std::string> of_this_process(const std::string& variable);

@@ -20,7 +20,7 @@ GRADACCUM_INLINE LaunchEnvironmentReader::LaunchEnvironmentReader(Lookup lookup)
 GRADACCUM_INLINE LaunchEnvironment LaunchEnvironmentReader::read() const {
   static constexpr Names launchers[] = {
       {"RANK", "WORLD_SIZE", "LOCAL_RANK"},
-      // Slurm sets those of a step in what srun starts, and not in a batch script.
+      // Slurm sets a step's variables in processes that srun starts, but not in a batch script.
       {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"},
       {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
   };
@@ -51,7 +51,7 @@ GRADACCUM_INLINE LaunchEnvironment LaunchEnvironmentReader::read(const Names& na
   return environment;
 }
 
-/// `node[07-09,12],other` has node07 first.
+/// Returns the first host of a Slurm node list: node07 for `node[07-09,12],other`.
 GRADACCUM_INLINE std::string first_host(std::string_view nodes) {
   const auto bracket = nodes.find('[');
   if (bracket == nodes.npos || nodes.find(',') < bracket) return std::string(nodes.substr(0, nodes.find(',')));

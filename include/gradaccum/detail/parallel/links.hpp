@@ -25,69 +25,70 @@ namespace gradaccum::detail {
 struct LaunchEnvironment;
 class NcclLink;
 
-/// What lies in one row, of any dtype.
+/// Returns a contiguous tensor of any dtype as a row of bytes.
 inline at::Tensor bytes_of_row(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
 
-/// The connections of this process with all others of its group.
+/// The connections of this process to all others of its group.
 ///
-/// Two of each: of one kind all ranks must ask for the same things in the same order, so gradients, sent while backward
-/// runs, go by one, and what is agreed about windows by the other.
+/// There are two: on each, all ranks must issue the same operations in the same order, so gradients, which are sent
+/// while backward runs, use one, and agreements about windows use the other.
 ///
-/// Gloo carries both, from devices too, by way of the host. Where each rank's model is on a CUDA device of its own, its
-/// gradients go by NCCL, and nothing else does: two NCCL communicators at once may wait for each other forever.
+/// Gloo carries both, and copies device tensors through the host. If each rank's model is on its own CUDA device,
+/// gradients use NCCL, and nothing else does: two NCCL communicators may deadlock.
 ///
-/// What waits for others ends in an error when one of them has ended: that names it. After an error nothing can be
-/// exchanged any more, since nobody knows what has arrived where.
+/// A wait for a process that has ended throws an error that names it. After an error nothing can be exchanged any more,
+/// since it is unknown what has arrived where.
 class Links {
  public:
   enum class Line { gradients, agreement, devices };
-  struct Exchange;  ///< that is under way
+  struct Exchange;  ///< an operation in flight
   using Pending = std::shared_ptr<Exchange>;
 
-  /// `host` is where rank 0 is, and tells whether all are on this machine. `place` says where the store is, for errors.
+  /// Connects all ranks. `host` is rank 0's, and is a loopback address if all are on this machine. `place` describes
+  /// the store's location in errors.
   Links(const c10::intrusive_ptr<c10d::Store>& store, const std::string& host, const std::string& place, int rank,
         int world_size, std::chrono::milliseconds timeout);
   Links(const Links&) = delete;
   Links& operator=(const Links&) = delete;
-  /// What is still being exchanged after an error may never end, and would be waited for.
+  /// Abandons the connections after an error: destroying them would wait for operations that may never end.
   ~Links();
   static std::shared_ptr<Links> connect(const LaunchEnvironment& environment, std::chrono::milliseconds timeout);
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
 
-  /// See `ProcessGroup`: these wait. Tensors are dense.
+  /// Blocking operations on dense tensors; see `ProcessGroup`.
   void all_reduce(const at::Tensor& tensor);
   void broadcast(const at::Tensor& tensor, int from);
   std::vector<at::Tensor> all_gather(const at::Tensor& tensor);
   std::vector<std::string> all_gather(const std::string& text);
 
-  /// How gradients are to go, where the models of all ranks are in these places: see `device_place`. All ranks ask
-  /// alike.
+  /// Returns the line for gradients of models at these places (see `device_place`), and connects NCCL first if that is
+  /// used. Must be called on all ranks with equal places.
   Line connect_devices(const std::vector<std::string>& places, at::Device device);
 
-  /// Begins to add up a tensor over all ranks, in place. It is dense, contiguous, and stays alone until `wait`.
+  /// Starts an all-reduce in place. The tensor must be contiguous, and must not be used until `wait`.
   Pending begin_sum(Line line, const at::Tensor& tensor);
-  /// Begins to send one rank's numbers to all others, into tensors of that size, which are as those of `begin_sum`.
+  /// Starts a broadcast from one rank to tensors of the same size, which must be contiguous and unused until `wait`.
   Pending begin_broadcast(Line line, const at::Tensor& tensor, int from);
-  /// Begins to add up a tensor over all ranks on one of them, in place. What the others have of it is no more.
+  /// Starts a reduce in place to one rank. The other ranks' tensors have undefined contents afterwards.
   Pending begin_sum_on(Line line, const at::Tensor& tensor, int rank);
-  /// Begins to give each rank its part of `from`, and to put what each has for this one into `to`: rows of elements,
-  /// in the order of the ranks, of these sizes.
+  /// Starts an all-to-all: sends each rank its part of `from`, and receives the parts for this rank in `to`. Both are
+  /// rows of elements in rank order, and the sizes are the numbers of elements for each rank.
   Pending begin_all_to_all(Line line, const at::Tensor& to, const at::Tensor& from, std::vector<std::int64_t> sizes_to,
                            std::vector<std::int64_t> sizes_from);
-  /// `what`: "the gradients of a window"
+  /// Waits for an operation. `what` describes it in errors, as in "the gradients of a window".
   void wait(const Pending& pending, const std::string& what);
 
-  /// Windows of two accumulators must not be under way at once: ranks could send them in different orders.
+  /// Throws if another accumulator's window is being sent: ranks could send the two in different orders.
   void begin_exchange(const void* exchange);
   void end_exchange(const void* exchange) {
     if (exchange_ == exchange) exchange_ = nullptr;
   }
 
-  /// Throws after an error.
+  /// Throws if there has been an error.
   void check_usable() const;
-  /// Something in this process has gone wrong in the middle of an exchange: the others hear of it.
+  /// Reports to the other ranks that this process failed in the middle of an exchange.
   void give_up(const std::string& why);
 
  private:
@@ -100,12 +101,12 @@ class Links {
   int rank_, world_size_;
   std::chrono::milliseconds timeout_;
   c10::intrusive_ptr<c10d::Store> store_;
-  std::unique_ptr<NcclLink> nccl_;   // ends after the others, from which other ranks hear that this one has ended
-  std::vector<std::string> places_;  // of the models that it connects
+  std::unique_ptr<NcclLink> nccl_;   // ends after the others, whose end shows other ranks that this one has ended
+  std::vector<std::string> places_;  // device places of the models that NCCL connects
   c10::intrusive_ptr<c10d::Backend> gradients_, agreement_;
   Heartbeat heartbeat_;
   std::string failure_;
-  const void* exchange_ = nullptr;  // whose gradients are under way
+  const void* exchange_ = nullptr;  // the exchange whose gradients are in flight
 };
 
 }  // namespace gradaccum::detail

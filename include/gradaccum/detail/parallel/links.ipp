@@ -40,9 +40,9 @@ struct Links::Exchange {
   bool by_nccl = false;
 };
 
-/// Connections of all ranks with all others, by LibTorch's own Gloo. They meet in `store`, under `name`.
+/// Connects all ranks by LibTorch's own Gloo. They meet in `store`, under `name`.
 ///
-/// GLOO_SOCKET_IFNAME names the network interface where the machine's own name does not lead to the right one.
+/// GLOO_SOCKET_IFNAME selects the network interface if the host name does not resolve to the right one.
 GRADACCUM_INLINE c10::intrusive_ptr<c10d::Backend> connect_gloo(const c10::intrusive_ptr<c10d::Store>& store,
                                                                 const std::string& name, const std::string& host,
                                                                 int rank, int world_size,
@@ -50,7 +50,7 @@ GRADACCUM_INLINE c10::intrusive_ptr<c10d::Backend> connect_gloo(const c10::intru
 #if defined(USE_C10D_GLOO) && __has_include(<gloo/context.h>)
   using Gloo = c10d::ProcessGroupGloo;
   const auto options = Gloo::Options::create(timeout);
-  options->threads = 8;  // as many buckets at once: with 4 a window takes 2 % longer, with Gloo's own 2 some 7 %
+  options->threads = 8;  // buckets at once; with 4 a window takes 2 % longer, with Gloo's default of 2 some 7 %
   const bool local = host == "127.0.0.1" || host == "localhost" || host == "::1";
   if (const char* const interface = std::getenv("GLOO_SOCKET_IFNAME"); interface != nullptr)
     options->devices.push_back(Gloo::createDeviceForInterface(interface));
@@ -84,11 +84,11 @@ GRADACCUM_INLINE Links::Links(const c10::intrusive_ptr<c10d::Store>& store, cons
       store_(store),
       gradients_(connect_gloo(store, "gradients", host, rank, world_size, timeout)),
       agreement_(connect_gloo(store, "agreement", host, rank, world_size, timeout)),
-      heartbeat_(store->clone(), place, rank, world_size) {  // a call of one connection waits for another's end
+      heartbeat_(store->clone(), place, rank, world_size) {  // calls of one connection wait for each other
   meet();
 }
 
-/// Nobody goes on before all are connected: one that ended at once would have hung up on those who still connect.
+/// Waits until all ranks are connected: one that ended at once would break the connections of those still connecting.
 GRADACCUM_INLINE void Links::meet() const {
   const auto key_of = [](int rank) { return "connected/" + std::to_string(rank); };
   store_->set(key_of(rank_), std::vector<std::uint8_t>{1});
@@ -96,7 +96,7 @@ GRADACCUM_INLINE void Links::meet() const {
     try {
       store_->wait({key_of(rank)}, timeout_);
     } catch (const c10::DistNetworkError&) {
-      return;  // the store ended with rank 0, which had seen all; the next exchange says so
+      return;  // the store ended with rank 0, which had seen all ranks; the next exchange reports it
     } catch (const std::exception&) {
       TORCH_CHECK(false, "ProcessGroup: rank ", rank, " must be connected with all others within ", timeout_.count(),
                   " ms, and is not: it has ended, or hangs");
@@ -117,8 +117,8 @@ GRADACCUM_INLINE std::shared_ptr<Links> Links::connect(const LaunchEnvironment& 
   options.port = environment.port;
   options.isServer = environment.rank == 0 && !environment.launcher_has_store;
   options.numWorkers = environment.world_size;
-  options.waitWorkers = false;  // connecting Gloo waits
-  options.multiTenant = true;   // a second group in this process
+  options.waitWorkers = false;  // connect_gloo() waits
+  options.multiTenant = true;   // allows a second group in this process
   options.timeout = timeout;
   c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::TCPStore>(environment.address, options);
   static std::atomic<int> groups = 0;
@@ -127,7 +127,7 @@ GRADACCUM_INLINE std::shared_ptr<Links> Links::connect(const LaunchEnvironment& 
   return std::make_shared<Links>(store, environment.address, place, environment.rank, environment.world_size, timeout);
 }
 
-/// `exchange` works in place, on what is dense and contiguous.
+/// Runs `exchange`, which works in place on contiguous tensors, for a tensor of any strides.
 template <class Exchange>
 void in_place(const at::Tensor& tensor, const Exchange& exchange) {
   if (tensor.numel() == 0) return;
@@ -192,7 +192,7 @@ GRADACCUM_INLINE Links::Pending Links::begin_sum(Line line, const at::Tensor& te
 }
 
 GRADACCUM_INLINE Links::Pending Links::begin_broadcast(Line line, const at::Tensor& tensor, int from) {
-  std::vector<at::Tensor> tensors{bytes_of_row(tensor)};  // of any dtype
+  std::vector<at::Tensor> tensors{bytes_of_row(tensor)};  // supports any dtype
   c10d::BroadcastOptions options;
   options.rootRank = from;
   return begin(line, [&](auto& backend) { return backend.broadcast(tensors, options); });
@@ -219,7 +219,7 @@ GRADACCUM_INLINE Links::Pending Links::begin(
     Line line, const std::function<c10::intrusive_ptr<c10d::Work>(c10d::Backend&)>& begin) const {
   check_usable();
   if (line == Line::devices) return std::make_shared<Exchange>(Exchange{begin(nccl_->backend()), /*by_nccl=*/true});
-  static std::mutex one_at_a_time;  // LibTorch notes what begins in a map of the process, 2.11 without a lock
+  static std::mutex one_at_a_time;  // LibTorch records operations in a global map, 2.11 without a lock
   const std::lock_guard lock(one_at_a_time);
   return std::make_shared<Exchange>(Exchange{begin(line == Line::gradients ? *gradients_ : *agreement_)});
 }
@@ -228,8 +228,8 @@ GRADACCUM_INLINE void Links::wait(const Pending& pending, const std::string& wha
   check_usable();
   auto& work = *pending->work;
   if (!(pending->by_nccl ? came_by_nccl(work) : came_by_gloo(work))) fail(heartbeat_.explain(), what);
-  work.wait();  // puts this thread's stream behind it
-  // The thread that did it lets go of the tensors a moment later: their memory is free when the caller frees it.
+  work.wait();  // makes this thread's stream wait for it
+  // The thread that ran it releases the tensors a moment later. Waiting for that lets the caller free their memory.
   const auto latest = std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
   while (pending->work.use_count() > 1 && std::chrono::steady_clock::now() < latest) std::this_thread::yield();
 }
@@ -240,7 +240,8 @@ GRADACCUM_INLINE bool Links::came_by_gloo(c10d::Work& work) {
   return heartbeat_.wait([&] { return future->completed(); }) && !future->hasError();
 }
 
-/// Its futures are completed by the launch. Nobody is woken by a device, and an end of others would not be seen.
+/// Polls, because NCCL's futures are completed by the launch, a device wakes no thread, and the end of another rank
+/// would go unnoticed.
 GRADACCUM_INLINE bool Links::came_by_nccl(c10d::Work& work) {
   return heartbeat_.poll([&] { return work.isCompleted(); }, timeout_) && !work.exception();
 }
@@ -255,7 +256,7 @@ GRADACCUM_INLINE void Links::begin_exchange(const void* exchange) {
 
 GRADACCUM_INLINE void Links::give_up(const std::string& why) {
   if (!failure_.empty()) return;
-  failure_ = why.substr(0, why.find('\n'));  // the rest tells where LibTorch threw it
+  failure_ = why.substr(0, why.find('\n'));  // the rest is LibTorch's stack trace
   heartbeat_.announce("rank " + std::to_string(rank_) + " has given up: " + failure_);
   if (nccl_) nccl_->abort();
 }

@@ -19,19 +19,20 @@ class Store;
 
 namespace gradaccum::detail {
 
-/// Each rank is somewhere, and nowhere are two: NCCL refuses two ranks on one device.
+/// True if each rank has a device, and no two share one, which NCCL refuses.
 bool each_has_its_own(const std::vector<std::string>& places);
 
-/// The machine and the CUDA device on which all these are; "" where there is no such, or no NCCL.
+/// Returns the machine and the CUDA device of all these tensors; "" if they are not on one, or there is no NCCL.
 std::string device_place(const std::vector<at::Tensor>& tensors);
 
-/// NCCL between the devices of all ranks.
+/// NCCL connections between the devices of all ranks.
 ///
-/// It connects with the first exchange, in a thread of its own, since it waits for ranks that may never come; and ends
-/// by an abort, which waits for nobody, when all that was sent has come, or never will.
+/// Connects by a first exchange in a separate thread, since that waits for ranks that may never come. Ends by an abort,
+/// which waits for no rank, once all that was sent has arrived or never will.
 class NcclLink {
  public:
-  /// `store`: a connection that nobody else uses. All ranks are asked for this at once.
+  /// Starts to connect. `store` must be a connection with no other user. Must be constructed on all ranks at the same
+  /// time.
   NcclLink(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size, at::Device device,
            std::chrono::milliseconds timeout);
   NcclLink(const NcclLink&) = delete;
@@ -39,12 +40,12 @@ class NcclLink {
   ~NcclLink();
 
   bool answers() const;
-  /// Throws what went wrong, when it answers.
+  /// Waits until connected. Throws the error if connecting failed.
   void check() { connected_.get(); }
 
   c10d::Backend& backend() const { return *nccl_; }
 
-  /// Nothing waits on the device any more. That takes seconds at most; what hangs even so is left to itself.
+  /// Ends all waiting on the device, and abandons what still hangs after ten seconds.
   void abort() noexcept;
 
  private:

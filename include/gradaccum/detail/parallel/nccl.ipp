@@ -10,7 +10,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-// ATen/cuda wants the headers of CUDA's libraries as well.
+// ATen/cuda needs the headers of CUDA's libraries, too.
 #if defined(USE_C10D_NCCL) && __has_include(<nccl.h>) && __has_include(<cuda_runtime_api.h>) && \
     __has_include(<cusparse.h>) && __has_include(<cublas_v2.h>) && __has_include(<cusolverDn.h>)
 #define GRADACCUM_HAS_NCCL
@@ -40,7 +40,7 @@ GRADACCUM_INLINE bool each_has_its_own(const std::vector<std::string>& places) {
 }
 
 #ifdef GRADACCUM_HAS_NCCL
-/// With a header of another version the layout of NCCL's options is another.
+/// True if nccl.h has LibTorch's version of NCCL: the layout of NCCL's options differs between versions.
 GRADACCUM_INLINE bool nccl_is_as_built() {
   constexpr auto header = std::uint64_t{NCCL_MAJOR} << 32 | std::uint64_t{NCCL_MINOR} << 16;
   const auto present = torch::cuda::nccl::version() & ~std::uint64_t{0xffff};
@@ -63,8 +63,8 @@ GRADACCUM_INLINE std::string device_place(const std::vector<at::Tensor>& tensors
 
 GRADACCUM_INLINE c10::intrusive_ptr<c10d::Backend> make_nccl(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                              int world_size, std::chrono::milliseconds timeout) {
-  // LibTorch would end the process a minute after an error, and one of a later attempt that finds its word in the
-  // store.
+  // LibTorch would otherwise end the process a minute after an error, and a process of a later attempt that finds the
+  // error in the store.
   setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", /*overwrite=*/0);
   setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", /*overwrite=*/0);
   auto options = c10d::ProcessGroupNCCL::Options::create();
@@ -73,7 +73,7 @@ GRADACCUM_INLINE c10::intrusive_ptr<c10d::Backend> make_nccl(const c10::intrusiv
                                                      world_size, options);
 }
 
-/// Waits for the device.
+/// Sums a number over all ranks, which connects them. Waits for the device.
 GRADACCUM_INLINE void sum_by_device(c10d::Backend& nccl, at::Device device) {
   const c10::cuda::CUDAGuard guard(device);
   std::vector<at::Tensor> tensors{at::zeros({1}, device)};
@@ -111,7 +111,7 @@ GRADACCUM_INLINE void NcclLink::abort() noexcept {
     const auto done = task.get_future();
     std::thread(std::move(task)).detach();
     done.wait_for(std::chrono::seconds(10));
-  } catch (const std::exception&) {  // no thread
+  } catch (const std::exception&) {  // no thread could be started
   }
 }
 

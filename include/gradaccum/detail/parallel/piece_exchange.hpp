@@ -14,9 +14,8 @@ namespace gradaccum::detail {
 
 class Shards;
 
-/// After a step of shards: each rank sends the pieces of these parameters that it has stepped to all others. A large
-/// piece goes from where it lies; small ones of a rank are copied together, of which at most `bucket_bytes` are under
-/// way.
+/// Sends the pieces that each rank has stepped to all others, after a sharded step of these parameters. A large piece
+/// is sent in place; a rank's small pieces are copied together, with at most `bucket_bytes` of copies in flight.
 void exchange_pieces(Links& links, Links::Line line, const Shards& shards, const std::vector<std::size_t>& places,
                      std::int64_t bucket_bytes);
 

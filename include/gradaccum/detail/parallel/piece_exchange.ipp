@@ -22,7 +22,7 @@ struct Parcel {
   int rank = 0;
   std::vector<at::Tensor> pieces = {};
   std::int64_t bytes = 0;
-  at::Tensor sent = {};  ///< where they lie on the way
+  at::Tensor sent = {};  ///< the memory that is sent
   Links::Pending pending = nullptr;
 
   bool takes(const at::Tensor& piece, std::int64_t bucket_bytes) const {
@@ -34,13 +34,13 @@ struct Parcel {
     bytes += static_cast<std::int64_t>(piece.nbytes());
   }
   bool is_copied() const { return !sent.is_alias_of(pieces[0]); }
-  /// Each with its place in `sent`, where they are copied.
+  /// Calls `body` with each piece and its part of `sent`, if pieces are copied together.
   void for_each(c10::function_ref<void(const at::Tensor& piece, const at::Tensor& bytes)> body) const;
   void pack(bool is_sender);
   void unpack() const;
 };
 
-/// Parcels of each rank, in the order of ranks.
+/// Returns the parcels of each rank, by rank.
 GRADACCUM_INLINE std::vector<std::vector<Parcel>> parcels_of(const Shards& shards,
                                                              const std::vector<std::size_t>& places,
                                                              std::int64_t bucket_bytes) {
@@ -49,7 +49,7 @@ GRADACCUM_INLINE std::vector<std::vector<Parcel>> parcels_of(const Shards& shard
     for (auto& piece : shards.pieces(place)) {
       if (piece.size() == 0) continue;
       auto& parcels = all[static_cast<std::size_t>(piece.rank)];
-      const auto tensor = shards.part(place, piece, shards.parameters()[place]).variable_data();  // own version
+      const auto tensor = shards.part(place, piece, shards.parameters()[place]).variable_data();  // own version counter
       const auto open = std::find_if(parcels.begin(), parcels.end(),
                                      [&](const Parcel& parcel) { return parcel.takes(tensor, bucket_bytes); });
       (open == parcels.end() ? parcels.emplace_back(Parcel{.rank = piece.rank}) : *open).add(tensor);
@@ -69,7 +69,7 @@ GRADACCUM_INLINE void Parcel::for_each(
 
 GRADACCUM_INLINE void Parcel::pack(bool is_sender) {
   if (pieces.size() == 1) {
-    sent = pieces[0].contiguous();  // itself, where it lies in one row
+    sent = pieces[0].contiguous();  // the piece itself, if it is contiguous
     return;
   }
   sent = at::empty({bytes}, pieces[0].options().dtype(at::kByte));
@@ -88,7 +88,7 @@ GRADACCUM_INLINE void Parcel::unpack() const {
   });
 }
 
-/// Parcels that are under way, the oldest first.
+/// The parcels in flight, the oldest first.
 class ParcelsUnderWay {
  public:
   ParcelsUnderWay(Links& links, Links::Line line, const Shards& shards) : links_(links), line_(line), shards_(shards) {}
@@ -125,14 +125,14 @@ GRADACCUM_INLINE void exchange_pieces(Links& links, Links::Line line, const Shar
   std::size_t most = 0;
   for (auto& of_rank : parcels) most = std::max(most, of_rank.size());
   for (std::size_t i = 0; i < most; ++i)
-    for (auto& of_rank : parcels) {  // by turns: all links are busy both ways
+    for (auto& of_rank : parcels) {  // takes turns, which keeps all links busy in both directions
       if (i >= of_rank.size()) continue;
       while (!under_way.empty() && under_way.copied() + of_rank[i].bytes > bucket_bytes) under_way.receive();
       under_way.send(std::move(of_rank[i]));
     }
   while (!under_way.empty()) under_way.receive();
   for (auto place : places)
-    shards.parameters()[place].unsafeGetTensorImpl()->bump_version();  // a broadcast is no write to LibTorch
+    shards.parameters()[place].unsafeGetTensorImpl()->bump_version();  // LibTorch does not count a broadcast as a write
 }
 
 }  // namespace gradaccum::detail

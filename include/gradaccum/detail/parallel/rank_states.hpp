@@ -9,17 +9,17 @@ namespace gradaccum::detail {
 
 class Links;
 
-/// States of several ranks in one: rank 0's, and of the others what differs from it, under `rank_1.` and so on.
-/// Parameters are the same on all, and so is the optimizer where it is not divided; random numbers and the place in the
-/// data are not.
+/// Combines the states of all ranks: rank 0's, and the values of other ranks that differ from it, under `rank_1.` and
+/// so on. Parameters are equal on all ranks, as is the optimizer unless it is sharded; random number generators and the
+/// position in the data are not.
 ///
-/// Rank 0's archive gets the numbers and texts that the others have. Tensors stay where they are: that of another rank
-/// has its own, and nothing else. All ranks call it.
+/// Rank 0's archive receives the numbers and strings of the others. Tensors are not sent: another rank's archive keeps
+/// only its own tensors that differ. Must be called on all ranks.
 void gather_states(Links& links, Archive& archive);
-/// Of what `gather_states` made, this rank's.
+/// Reduces the values that `gather_states` combined to those of one rank.
 void pick_state(Archive::Values& values, int rank);
 
-/// Values as bytes, for another rank of the same program; of tensors only those that are undefined.
+/// Serializes values for another rank of the same program. All tensors must be undefined.
 std::string pack(const Archive::Values& values);
 Archive::Values unpack(const std::string& bytes);
 

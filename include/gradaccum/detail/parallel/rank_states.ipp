@@ -24,7 +24,7 @@
 
 namespace gradaccum::detail {
 
-/// Numbers and texts in a row.
+/// A sequence of numbers and strings as bytes.
 class Packed {
  public:
   explicit Packed(std::string bytes = {}) : bytes_(std::move(bytes)) {}
@@ -103,7 +103,7 @@ GRADACCUM_INLINE Archive::Values unpack(const std::string& bytes) {
   return values;
 }
 
-inline constexpr auto names_missing = "has not";  // of what rank 0 has, a line each
+inline constexpr auto names_missing = "has not";  // names that rank 0 has and this rank lacks, one per line
 
 GRADACCUM_INLINE std::string prefix_of_rank(int rank) { return "rank_" + std::to_string(rank) + "."; }
 
@@ -114,9 +114,9 @@ GRADACCUM_INLINE Archive::Values fingerprints_of(const Archive::Values& values) 
   return prints;
 }
 
-/// `first`: rank 0's, of tensors the fingerprints.
+/// Returns the values that differ from rank 0's, `first`, in which fingerprints replace tensors.
 GRADACCUM_INLINE Archive::Values what_differs(const Archive::Values& values, const Archive::Values& first) {
-  const auto to_the_bit = [](auto& value) { return pack({{"", value}}); };  // NaN is NaN
+  const auto to_the_bit = [](auto& value) { return pack({{"", value}}); };  // NaN equals NaN
   Archive::Values own;
   const auto prints = fingerprints_of(values);
   for (auto& [name, value] : values)
@@ -130,7 +130,7 @@ GRADACCUM_INLINE Archive::Values what_differs(const Archive::Values& values, con
   return own;
 }
 
-/// Takes those that are defined out.
+/// Moves the defined tensors out of `values`, and adds the prefix to their names.
 GRADACCUM_INLINE Archive taken_tensors(Archive::Values& values, const std::string& prefix) {
   auto taken = Archive::of_references();
   for (auto value = values.begin(); value != values.end();) {
@@ -161,7 +161,7 @@ GRADACCUM_INLINE void pick_state(Archive::Values& values, int rank) {
   Archive::Values own;
   const auto prefix = prefix_of_rank(rank);
   for (auto value = values.lower_bound("rank_"); value != values.end() && value->first.starts_with("rank_");) {
-    if (without_rank(value->first) == value->first) {  // a part of somebody's own
+    if (without_rank(value->first) == value->first) {  // a part whose name merely begins like that
       ++value;
       continue;
     }

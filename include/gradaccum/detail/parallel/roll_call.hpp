@@ -20,11 +20,11 @@ class Store;
 
 namespace gradaccum::detail {
 
-/// `rank 1 has ended or hangs`
+/// Returns the ranks in words: `rank 1 has ended or hangs`.
 std::string have_ended(const std::vector<int>& ranks);
 
-/// What processes write into their store: counts that show that each is there and how far it has come, and what has
-/// gone wrong. For one thread, but for `answers`; each call waits for the store.
+/// The entries of processes in their store: counters that show that each is alive and how far it is, and a failure. For
+/// use by one thread, except for `answers`. Each call waits for the store.
 class RollCall {
  public:
   RollCall(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size);
@@ -32,28 +32,30 @@ class RollCall {
   RollCall& operator=(const RollCall&) = delete;
   ~RollCall();
 
-  /// Of the store, so far: they stand still while it is silent.
+  /// The number of answers from the store so far, which stops increasing while the store is silent.
   std::int64_t answers() const { return answers_; }
 
   void say_present() { add(count_of(rank_), 1); }
-  /// This process has waited so many times more for others.
+  /// Adds to the number of times that this process has waited for others.
   void say_waited(std::int64_t times);
   void say_failed(const std::string& what);
   std::optional<std::string> failure();
 
-  /// Of the ranks from `first` to the one before `last`: 0 before a rank has come, and `left` or more after it has
-  /// left.
+  /// Returns the counters of the ranks in [`first`, `last`): 0 before a rank has started, and `left` or more after it
+  /// has left.
   std::vector<std::int64_t> counts(int first, int last) { return read(count_of, first, last); }
   static constexpr std::int64_t left = std::int64_t{1} << 62;
 
-  /// Of all, for `missing` to compare with, later.
+  /// Stores all counters for `missing` to compare with.
   void note_counts() { counts_ = counts(0, size_); }
-  /// `rank 1 has ended or hangs`: whose counts stand still.
+  /// Returns the ranks whose counters have stopped since `note_counts`, as in `rank 1 has ended or hangs`; nullopt if
+  /// there are none.
   std::optional<std::string> missing();
-  /// All are there, but some have not come to where the others wait.
+  /// Returns the rank that has waited the fewest times, in words; nullopt if all have waited equally often.
   std::optional<std::string> behind();
 
-  /// Rank 0's process has the store, and so ends last; but for what is gone, or has yet to hear of that.
+  /// Marks this rank as having left. Rank 0, whose process has the store, then waits up to `longest` for the others,
+  /// some of which may have died.
   void leave(std::chrono::milliseconds longest);
 
  private:
@@ -72,13 +74,13 @@ class RollCall {
   std::atomic<std::int64_t> answers_ = 0;
 };
 
-/// Rank 0 watches all others, and they watch rank 0: what it sees they hear of, and hundreds of ranks ask for hundreds
-/// of counts only once.
+/// Lets rank 0 check all others, and the others check rank 0, which reports to them: so only one of hundreds of ranks
+/// reads hundreds of counters.
 class Watch {
  public:
   Watch(int rank, int world_size, std::chrono::milliseconds longest);
 
-  /// Those that have counted, do no longer, and have not left.
+  /// Returns the ranks whose counters have stopped without their having left.
   std::vector<int> silent(RollCall& roll_call);
 
  private:

@@ -56,7 +56,7 @@ GRADACCUM_INLINE std::optional<std::string> RollCall::behind() {
 
 GRADACCUM_INLINE void RollCall::leave(std::chrono::milliseconds longest) {
   const auto begin = std::chrono::steady_clock::now();
-  add(count_of(rank_), left);  // nobody is to miss it
+  add(count_of(rank_), left);  // no rank must report it as missing
   auto gone = add("left", 1);
   while (rank_ == 0 && gone < size_ && std::chrono::steady_clock::now() - begin < longest) {
     std::this_thread::sleep_for(std::chrono::milliseconds(25));
@@ -76,12 +76,12 @@ GRADACCUM_INLINE std::string RollCall::get(const std::string& key) {
   return {bytes.begin(), bytes.end()};
 }
 
-/// With one question for all, where the store has that: there may be hundreds.
+/// Reads all counters in one request if the store supports that, since there may be hundreds.
 GRADACCUM_INLINE std::vector<std::int64_t> RollCall::read(Key key_of, int first, int last) {
   std::vector<std::string> keys;
   for (int rank = first; rank < last; ++rank) keys.push_back(key_of(rank));
   for (auto& key : keys)
-    if (known_.insert(key).second) add(key, 0);  // the store would wait for one that is not there
+    if (known_.insert(key).second) add(key, 0);  // the store would wait for a missing key
   std::vector<std::int64_t> numbers;
   if (!store_->hasExtendedApi()) {
     for (auto& key : keys) numbers.push_back(std::stoll(get(key)));

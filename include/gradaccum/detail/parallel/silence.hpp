@@ -8,8 +8,8 @@
 
 namespace gradaccum::detail {
 
-/// Whether a count has stood still for too long, in the time of who looks: one that was suspended meanwhile, or found
-/// no processor, has not listened, either.
+/// Detects a counter that has stopped for too long. Each call adds at most a second, so that time in which the observer
+/// itself was suspended, or got no processor, does not count.
 class Silence {
  public:
   explicit Silence(std::chrono::milliseconds longest) : longest_(longest) {}

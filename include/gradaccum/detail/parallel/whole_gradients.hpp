@@ -8,9 +8,9 @@
 
 namespace gradaccum::detail {
 
-/// After which each rank has the sums of all gradients.
+/// All-reduces gradients: each rank gets the sums of all.
 ///
-/// A gradient that fills its bucket alone is summed where it is; others are copied together, and back.
+/// A gradient that fills its bucket alone is summed in place; others are copied together, and back.
 class WholeGradients final : public GradientExchange {
  public:
   using GradientExchange::GradientExchange;
