@@ -5,7 +5,7 @@
 
 namespace gradaccum {
 
-/// Makes the process keep the memory of freed CPU tensors for the next ones; true if it does.
+/// Makes the process keep the memory of freed CPU tensors for the next ones. Returns true if it does.
 ///
 ///     ga::keep_freed_memory();                           // first thing in main()
 ///     for (auto& batch : batches) {
@@ -14,19 +14,19 @@ namespace gradaccum {
 ///       sgd.zero_grad();
 ///     }
 ///
-/// A training loop frees and allocates the same buffers for every batch. glibc by default hands large ones back to the
-/// kernel each time, which has to clear every page of them anew: for a small network up to half of the time of an
-/// epoch, and a reason why C++ programs have been slower than Python's, which keeps more.
+/// A training loop frees and allocates the same buffers for every batch. By default glibc returns large ones to the
+/// kernel each time, which must then clear every page again. For a small network this takes up to half of an epoch's
+/// time, and is a reason why C++ programs have been slower than Python's, which keeps more.
 ///
-/// On Linux, tensors of 1 MiB and more get whole pages from an allocator that keeps what is freed, and gives back as
-/// much as is needed for the process to stay within a tenth above the most that tensors have had at once: a heap that
-/// keeps everything, as glibc's can, grows to half as much again, for gaps between tensors that come and go in another
-/// order than they came. Where LibTorch has been given another allocator for the CPU, that one stays. With glibc,
-/// small tensors are kept, too. Elsewhere nothing changes, and the answer is false.
+/// On Linux, tensors of 1 MiB and more get whole pages from an allocator that keeps freed memory, but returns enough to
+/// stay within a tenth above the peak of all tensors. A heap that keeps everything, as glibc's can, grows to half as
+/// much again, because of gaps between tensors that are freed in another order than they were allocated. If LibTorch
+/// has already been given another CPU allocator, that stays. With glibc, small tensors are kept, too. On other systems
+/// nothing changes, and the result is false.
 ///
-/// For the whole process and for good: the process keeps its peak. So it is a call of yours, and never ours. From
-/// outside, for glibc's heap alone: MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_ (1073741824 both) and
-/// MALLOC_TOP_PAD_ (67108864).
+/// Applies to the whole process and cannot be undone: the process keeps its peak. So the library never calls it by
+/// itself. For glibc's heap alone, environment variables do the same: MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_
+/// (1073741824 both) and MALLOC_TOP_PAD_ (67108864).
 bool keep_freed_memory();
 
 }  // namespace gradaccum

@@ -18,11 +18,11 @@
 
 namespace gradaccum::detail {
 
-/// LibTorch's allocator of the CPU, but for large blocks.
+/// LibTorch's CPU allocator, except that large blocks are kept.
 class KeepingAllocator final : public c10::Allocator {
  public:
   static KeepingAllocator& only() {
-    static auto* const allocator = new KeepingAllocator();  // for good: tensors may be freed last of all
+    static auto* const allocator = new KeepingAllocator();  // never destroyed: tensors may be freed last of all
     return *allocator;
   }
 
@@ -36,7 +36,7 @@ class KeepingAllocator final : public c10::Allocator {
   KeptPages pages_;
 };
 
-/// What there is no memory for is left to LibTorch's, which says so.
+/// Allocates a block. Leaves it to LibTorch, which reports the error, if there is no memory.
 GRADACCUM_INLINE c10::DataPtr KeepingAllocator::allocate(std::size_t bytes) {
   constexpr std::size_t least = std::size_t{1} << 20;
   void* const block = bytes < least ? nullptr : pages_.allocate(bytes);
@@ -45,7 +45,7 @@ GRADACCUM_INLINE c10::DataPtr KeepingAllocator::allocate(std::size_t bytes) {
   return {block, block, release, c10::Device(c10::kCPU)};
 }
 
-/// It is reported before another can have the same address.
+/// Frees a block. Reports it to the profiler first, before another can have the same address.
 GRADACCUM_INLINE void KeepingAllocator::release(void* block) {
   auto& pages = only().pages_;
   if (!pages.has(block)) return c10::GetDefaultCPUAllocator()->raw_deleter()(block);
@@ -53,7 +53,7 @@ GRADACCUM_INLINE void KeepingAllocator::release(void* block) {
   pages.free(block);
 }
 
-/// True if large blocks are kept from now on; whoever has another allocator keeps it.
+/// Keeps large blocks from now on, unless there is another allocator already. Returns true if they are kept.
 GRADACCUM_INLINE bool keep_large_blocks() {
 #ifdef __linux__
   if (c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator()) c10::SetCPUAllocator(&KeepingAllocator::only());
@@ -63,7 +63,7 @@ GRADACCUM_INLINE bool keep_large_blocks() {
 #endif
 }
 
-/// The same of small ones, and of memory that is not a tensor's.
+/// Keeps small blocks, and memory of other objects than tensors. Returns true if they are kept.
 GRADACCUM_INLINE bool keep_memory_of_malloc() {
 #ifdef __GLIBC__
   constexpr int gigabyte = 1 << 30, most_of_old_versions = 32 << 20, pad = 64 << 20;

@@ -12,32 +12,32 @@
 
 namespace gradaccum {
 
-/// Time of a part of the work that somebody gave a name.
+/// The time of a named part of the work.
 struct ProfiledPhase {
   std::string name = {};
-  std::int64_t times = 0;  ///< that it was begun
-  double seconds = 0;      ///< without phases inside of it
-  double share = 0;        ///< of all the time; those of all phases are 1 together
+  std::int64_t times = 0;  ///< number of times it was entered
+  double seconds = 0;      ///< excluding phases inside it
+  double share = 0;        ///< fraction of the total time; the shares of all phases sum to 1
 };
 
-/// One of LibTorch's operations, all its calls together.
+/// One of LibTorch's operations, with all its calls.
 struct ProfiledOperation {
   std::string name = {};
   std::int64_t calls = 0;
-  double self_cpu_seconds = 0;       ///< without operations that it called
-  double cpu_seconds = 0;            ///< with them
-  double device_seconds = 0;         ///< of kernels that it has started itself
-  std::int64_t allocated_bytes = 0;  ///< by itself, all added up
-  std::int64_t kept_bytes = 0;       ///< of these and older ones what it has not freed again; may be negative
+  double self_cpu_seconds = 0;       ///< excluding operations that it called
+  double cpu_seconds = 0;            ///< including operations that it called
+  double device_seconds = 0;         ///< time of kernels that it launched itself
+  std::int64_t allocated_bytes = 0;  ///< total allocated by itself
+  std::int64_t kept_bytes = 0;       ///< allocated minus freed by itself; negative if it freed older memory
 };
 
-/// Memory at the end of a phase.
+/// The memory at the end of a phase.
 struct ProfiledMemory {
   std::string phase = {};
   MemoryByKind bytes = {};
 };
 
-/// Where time and memory went: what a `Profiler` gives, and `Profile`. Printed, it is three tables:
+/// The result of a `Profiler` or of `Profile`: time and memory. It prints as three tables:
 ///
 ///     ga::Profiler profiler;
 ///     {
@@ -47,14 +47,14 @@ struct ProfiledMemory {
 ///     const ga::ProfileReport report = profiler.finish();
 ///     std::cout << report << report.phases.at(0).share << '\n';
 struct ProfileReport {
-  std::int64_t updates = 0;  ///< that were profiled; 0 where nobody counts them
+  std::int64_t updates = 0;  ///< number of profiled updates; 0 if not counted
   double seconds = 0;
-  std::vector<ProfiledPhase> phases = {};          ///< as they came; what was in none counts for "other"
-  std::vector<ProfiledOperation> operations = {};  ///< that with the most time of its own, here or on a device, first
-  std::vector<ProfiledMemory> memory = {};         ///< of one update, by phase; see `Profile`
-  std::int64_t peak_bytes = 0;                     ///< the most that there was within it
+  std::vector<ProfiledPhase> phases = {};  ///< in order of first use; time outside of all phases counts for "other"
+  std::vector<ProfiledOperation> operations = {};  ///< by self time on the CPU and on devices, descending
+  std::vector<ProfiledMemory> memory = {};         ///< memory of one update, by phase; see `Profile`
+  std::int64_t peak_bytes = 0;                     ///< peak memory of one update
 
-  /// The largest by `allocated_bytes`, the largest first.
+  /// Returns the operations with the largest `allocated_bytes`, descending; at most `most`.
   std::vector<ProfiledOperation> by_memory(std::size_t most) const;
 };
 

@@ -28,7 +28,7 @@ GRADACCUM_INLINE std::string phase_table(const ProfileReport& report) {
   return text;
 }
 
-/// Without a column for devices where there was none.
+/// Formats the operations by time. Has a column for devices only if one was used.
 GRADACCUM_INLINE std::string operations_by_time(const std::vector<ProfiledOperation>& operations) {
   double self_cpu = 0, device = 0;
   for (auto& operation : operations) self_cpu += operation.self_cpu_seconds, device += operation.device_seconds;

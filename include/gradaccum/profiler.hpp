@@ -13,12 +13,12 @@
 
 namespace gradaccum {
 
-/// Where a `Profiler` leaves its files.
+/// The destination of a `Profiler`'s files.
 struct ProfilerOptions {
-  std::filesystem::path directory = {};  ///< of `trace.json` and `profile.txt`; made where it is not there; or none
+  std::filesystem::path directory = {};  ///< for `trace.json` and `profile.txt`; created if needed; empty: no files
 };
 
-/// Where the time of a scope goes, and its memory, by LibTorch's own profiler: by operation, and by phases with names.
+/// Profiles the time and memory of a scope with LibTorch's own profiler, by operation and by named phase.
 ///
 ///     ga::Profiler profiler({.directory = "profiles/by_hand"});
 ///     for (auto& batch : batches) {
@@ -30,28 +30,27 @@ struct ProfilerOptions {
 ///     }
 ///     std::cout << profiler.finish();
 ///
-/// Perfetto (ui.perfetto.dev) and chrome://tracing open `trace.json`, which shows every operation with the phase that
-/// it is in; `profile.txt` is the report as it is printed. Both are written by `finish`, each in one piece; a scope
-/// that is left by an exception leaves no file. A profile is of this thread and of its backward passes, on the CPU and
-/// on CUDA devices; what other threads do is not seen. One at a time in a process.
+/// Perfetto (ui.perfetto.dev) and chrome://tracing open `trace.json`, which shows every operation within its phase;
+/// `profile.txt` is the printed report. `finish` writes both, each atomically; a scope that is left by an exception
+/// leaves no file. A profile covers this thread and its backward passes, on the CPU and on CUDA devices, but no other
+/// threads. Only one can run at a time in a process.
 ///
-/// LibTorch itself may print a warning of a "memory block of unknown size", which is older than the scope. Its profiler
-/// prints lines about itself; what can be turned off from inside is. KINETO_LOG_LEVEL=99 in the environment ends the
+/// LibTorch may warn of a "memory block of unknown size" if a block is older than the scope. Its profiler prints
+/// messages, which are suppressed as far as the program can; KINETO_LOG_LEVEL=99 in the environment suppresses the
 /// rest.
 ///
-/// @note Costs some microseconds an operation, and as much again and more when it is finished: for some updates, not
-/// for an epoch. Then it waits for the device. Cannot run where a `MemoryMeter` counts, nor inside of another profiler:
-/// both are errors.
+/// @note Costs some microseconds per operation, and at least as much again in `finish`, which waits for the device: use
+/// it for a few updates, not for an epoch. Throws if a `MemoryMeter` counts or another profiler runs on this thread.
 class Profiler {
  public:
   Profiler();
   explicit Profiler(ProfilerOptions options);
   Profiler(const Profiler&) = delete;
   Profiler& operator=(const Profiler&) = delete;
-  ~Profiler();                                      ///< ends it; without files, if it was not finished
-  static void* operator new(std::size_t) = delete;  // a scope: ends on its thread
+  ~Profiler();                                      ///< ends the profile, without files unless finished
+  static void* operator new(std::size_t) = delete;  // must be a scope: ends on its thread
 
-  /// A phase, from when it is made to the end of its scope. One inside of another counts for itself alone.
+  /// A phase, which lasts to the end of its scope. Its time does not include phases inside it.
   class Phase {
    public:
     Phase(Profiler& profiler, const std::string& name);
@@ -63,16 +62,17 @@ class Profiler {
     Profiler& profiler_;
     detail::TraceMark mark_;
   };
-  /// `name`: without quotes, backslashes and control characters.
+  /// Starts a phase. `name` must have no quotes, backslashes or control characters.
   [[nodiscard]] Phase phase(const std::string& name) { return Phase(*this, name); }
-  /// `work()` as a phase, and what it gives.
+  /// Runs `work()` as a phase, and returns its result.
   template <class Work>
   decltype(auto) run(const std::string& name, Work&& work) {
     const Phase phase(*this, name);
     return std::forward<Work>(work)();
   }
 
-  /// Ends it, when all phases have ended, and writes the files. `report`: what is known already.
+  /// Ends the profile after all its phases, and writes the files. Fills in the times and operations of `report`, and
+  /// keeps its other members.
   ProfileReport finish(ProfileReport report = {});
 
  private:
@@ -85,7 +85,7 @@ class Profiler {
 
 namespace detail {
 
-/// The report as it is printed, in place of what `directory` has.
+/// Writes the printed report to `directory`, replacing an older one.
 void write_profile(const std::filesystem::path& directory, const ProfileReport& report);
 
 }  // namespace detail

@@ -30,7 +30,7 @@ GRADACCUM_INLINE const std::filesystem::path& made_directory(const std::filesyst
   return directory;
 }
 
-/// Kineto writes names into its file as they are.
+/// Checks a phase's name, which Kineto writes to its file unescaped.
 GRADACCUM_INLINE const std::string& checked_phase_name(const std::string& name) {
   const auto is_plain = [](unsigned char c) { return c >= ' ' && c != '"' && c != '\\' && c != 127; };
   TORCH_CHECK(!name.empty() && std::all_of(name.begin(), name.end(), is_plain),

@@ -12,16 +12,16 @@
 
 namespace gradaccum {
 
-/// Where the line goes, and how often.
+/// The destination of a progress line, and its intervals.
 struct ProgressLineOptions {
-  std::FILE* to = stderr;                       ///< nullptr: nowhere
-  bool only_on_terminal = false;                ///< silent where it is none
-  std::chrono::milliseconds on_terminal{100};   ///< how often the line is rewritten there
-  std::chrono::milliseconds elsewhere{30'000};  ///< how often a line is added elsewhere, in a log file say
-  std::string unit = "samples";                 ///< what is counted
+  std::FILE* to = stderr;                       ///< nullptr: no output
+  bool only_on_terminal = false;                ///< no output unless `to` is a terminal
+  std::chrono::milliseconds on_terminal{100};   ///< interval of rewriting the line on a terminal
+  std::chrono::milliseconds elsewhere{30'000};  ///< interval of adding a line elsewhere, such as in a log file
+  std::string unit = "samples";                 ///< name of the counted things
 };
 
-/// Shows how far a run is: ` 43% | update 401 | loss 2.2512 | 31024 samples/s | 0:41 left`.
+/// Shows the progress of a run: ` 43% | update 401 | loss 2.2512 | 31024 samples/s | 0:41 left`.
 ///
 ///     ga::ProgressLine progress;
 ///     for (int i = 1; i <= 10; ++i) {
@@ -29,8 +29,8 @@ struct ProgressLineOptions {
 ///       progress.update(i / 10.0, 2 * i, [&] { return "update " + std::to_string(optimizer.updates()); });
 ///     }
 ///
-/// On a terminal it is one line that is rewritten, and wiped by `clear()` and at the end; elsewhere now and then a
-/// plain line. The text is only asked for when it is shown: a loss that lies on a device is read then.
+/// On a terminal it rewrites one line, which `clear()` and the destructor erase; elsewhere it adds a plain line now and
+/// then. The text is made only when it is shown, so that a loss on a device is read only then.
 class ProgressLine {
  public:
   explicit ProgressLine(ProgressLineOptions options = {});
@@ -38,23 +38,23 @@ class ProgressLine {
   ProgressLine& operator=(const ProgressLine&) = delete;
   ~ProgressLine() { clear(); }
 
-  /// `fraction` of the whole is done, in [0, 1] (none: nobody knows), and that many samples. `text()` is what to say
-  /// between the two.
+  /// Shows the line if it is due. `fraction`, in [0, 1], is the part of the run that is done, or nullopt if unknown;
+  /// `samples` is the number so far. `text()` returns the text between percentage and rate.
   template <class Text>
   void update(std::optional<double> fraction, std::int64_t samples, const Text& text) {
     if (is_due()) show(line(fraction, samples, text()));
   }
 
-  /// It will never show anything.
+  /// True if nothing will ever be shown.
   bool silent() const { return !options_.to || (options_.only_on_terminal && !on_terminal_); }
 
-  /// Wipes the line on a terminal, before something else is printed.
+  /// Erases the line on a terminal, before something else is printed.
   void clear() noexcept;
 
-  /// Says something on a line of its own.
+  /// Prints a text on its own line.
   void say(const std::string& text);
 
-  /// Time counts from now on, and what is done already does not.
+  /// Starts measuring time anew. Work that is done already does not count.
   void restart(double fraction = 0, std::int64_t samples = 0);
 
  private:
@@ -69,15 +69,16 @@ class ProgressLine {
   Clock::time_point start_ = Clock::now(), last_shown_ = start_;
   double fraction_before_ = 0;
   std::int64_t samples_before_ = 0;
-  std::size_t width_ = 0;  // of the line on the terminal
+  std::size_t width_ = 0;  // width of the line on the terminal
 };
 
-/// A number of things a second, for a line or a table: `31024`, `8.86`, `0.42`. Three digits of it where it is small.
+/// Formats a number per second for a line or a table: `31024`, `8.86`, `0.42`. Small ones have three significant
+/// digits.
 std::string rate_text(double rate);
 
 namespace detail {
 
-/// `3:07`, or `1:02:09` from an hour on.
+/// Formats a duration: `3:07`, or `1:02:09` from an hour on.
 std::string duration_text(double seconds);
 
 }  // namespace detail

@@ -68,15 +68,15 @@ GRADACCUM_INLINE std::string ProgressLine::line(std::optional<double> fraction, 
   return line + fmt::format(" | {} left", detail::duration_text(seconds * (1 - done) / (done - fraction_before_)));
 }
 
-/// A file that cannot be written to is no reason to stop a training: what C's functions return is ignored.
+/// Ignores errors of C's functions, since an unwritable file is no reason to stop a training.
 GRADACCUM_INLINE void ProgressLine::show(std::string line) {
   if (!on_terminal_) {
     std::fprintf(options_.to, "%s\n", line.c_str());
   } else {
     winsize terminal{};
     if (ioctl(fileno(options_.to), TIOCGWINSZ, &terminal) == 0 && terminal.ws_col > 0)
-      line.resize(std::min<std::size_t>(line.size(), terminal.ws_col - 1));  // two rows could not be rewritten
-    // padded, so that it covers a longer predecessor
+      line.resize(std::min<std::size_t>(line.size(), terminal.ws_col - 1));  // a wrapped line could not be rewritten
+    // pads the line, to cover a longer previous one
     std::fprintf(options_.to, "\r%-*s", static_cast<int>(width_), line.c_str());
     width_ = line.size();
   }

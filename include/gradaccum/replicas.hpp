@@ -17,7 +17,7 @@
 
 namespace gradaccum {
 
-/// The copies of one model in the processes of a group, which train as one.
+/// The replicas of one model in the processes of a group, which train as one.
 ///
 ///     const auto group = ga::ProcessGroup::from_environment();   // torchrun's; else one process
 ///     ga::GradAccumulator accumulator(sgd, {.steps = 2});
@@ -30,32 +30,34 @@ namespace gradaccum {
 ///     accumulator.flush();
 ///     while (replicas.others_continue()) accumulator.step();     // a rank with less data goes along
 ///
-/// Each window of the accumulator is then the mean over the items of all ranks, whatever their numbers: gradients are
-/// added up once a window, none inside of it. They are sent in buckets while the backward that fills the window still
-/// runs (in the form with `accumulator.backward`). All ranks step alike, or skip alike where one has overflowed, and
-/// stay equal to the bit, as long as there are Replicas. A parameter without gradients here gets those of the others.
-/// Sparse gradients become dense.
+/// Each window of the accumulator then takes the mean over the items of all ranks, however many each has. Gradients are
+/// summed over ranks once per window, in buckets that are sent while the window's last backward still runs (if that is
+/// an `accumulator.backward`). All ranks step alike, or skip alike if one has overflowed, and stay bitwise equal as
+/// long as the Replicas exist. A parameter without a gradient on this rank gets that of the others. Sparse gradients
+/// become dense.
 ///
-/// With `{.shard = ga::Shard::optimizer}` each rank keeps the optimizer's state of its own part of the parameters
-/// alone: AdamW in float32 takes 8 + 8 / ranks bytes a parameter, gradients included, in place of 16. With
-/// `ga::Shard::gradients` it is 4 + 12 / ranks: each `accumulator.backward` sends its gradients, and waits until all
-/// ranks have begun theirs. A window that is complete has this rank's pieces of the gradients, and the norm of all. The
-/// optimizer is a `torch::optim::Optimizer` that has not stepped yet, its parameters stay what and where they are, and
-/// afterwards it has this rank's part: a training goes on from a saved state.
+/// With `{.shard = ga::Shard::optimizer}` each rank keeps the optimizer's state of only its own part of the parameters:
+/// AdamW in float32 takes 8 + 8 / ranks bytes per parameter, gradients included, instead of 16. With
+/// `ga::Shard::gradients` it takes 4 + 12 / ranks: each `accumulator.backward` sends its gradients, and waits until all
+/// ranks have started theirs. A complete window has only this rank's pieces of the gradients, but the norm of all. The
+/// optimizer must be a `torch::optim::Optimizer` that has not stepped yet, and its parameters must not be replaced or
+/// moved. After the Replicas are gone it has only this rank's part of the state, so training must continue from a saved
+/// state.
 ///
-/// Buffers are each rank's own while it trains: BatchNorm normalises by the rank's own micro-batch, as it does in a
-/// window. `broadcast_buffers()` gives all those of rank 0, before an evaluation say.
+/// Buffers differ between ranks during training: BatchNorm normalises by the rank's own micro-batch, as it does in a
+/// window. `broadcast_buffers()` copies those of rank 0 to all, for example before an evaluation.
 ///
-/// A training that clips, or scales its loss, says so in the last loop as well. One process alone: nothing happens. It
-/// goes neither with `in_backward` nor with a model whose parameters are not the same on all ranks.
+/// The last loop must clip, or scale the loss, if the first does. For a single process nothing changes. Replicas work
+/// neither with `in_backward` nor with a model whose parameters are not the same on all ranks.
 ///
-/// An exception in a backward that has sent gradients is the end for all ranks, with an error that names this one. Of
-/// several accumulators with one group, each closes its window before another fills its own.
+/// An exception in a backward that has sent gradients ends the training on all ranks, with an error that names this
+/// one. If several accumulators share a group, each must close its window before another fills its own.
 ///
-/// @note A window waits for all ranks. Gradients smaller than a bucket are copied together: that much more memory.
+/// @note A window waits for all ranks. Gradients smaller than a bucket are copied together, which takes as much memory
+/// again.
 class Replicas {
  public:
-  /// `optimizer`: an accumulator; or a Trainer, for the policy `DataParallel`.
+  /// Connects a model. `optimizer` is an accumulator, or a Trainer for the policy `DataParallel`.
   template <detail::model Model, class Optimizer>
   Replicas(ProcessGroup group, Model& model, Optimizer& optimizer, ReplicasOptions options = {})
       : group_(std::move(group)), model_(&detail::module_of(model)), peers_(peers_of(group_, options)) {
@@ -71,19 +73,20 @@ class Replicas {
   Replicas& operator=(const Replicas&) = delete;
   ~Replicas();
 
-  /// This rank has no more batches: true if others have. The next `step()` then closes a window with theirs.
+  /// True if other ranks have batches left when this one has none. The next `step()` then closes a window with theirs.
   bool others_continue() { return others_continue_ && others_continue_(); }
 
-  /// All ranks get the buffers of rank 0.
+  /// Copies the buffers of rank 0 to all ranks.
   void broadcast_buffers() const;
 
-  /// Throws, on all ranks, where the parameters are not the same on all of them, and names the first that differs.
+  /// Throws on all ranks if their parameters, or the settings of a sharded optimizer, are not equal, and names the
+  /// first that differs.
   ///
   /// @note Reads all parameters.
   void check_equal() const;
 
   const ProcessGroup& group() const { return group_; }
-  /// For the policy `DataParallel`; none where the process is alone.
+  /// The exchange with the other ranks, for the policy `DataParallel`; nullptr for a single process.
   const std::shared_ptr<detail::ReplicaPeers>& peers() const { return peers_; }
 
  private:

@@ -18,7 +18,7 @@
 namespace gradaccum {
 namespace detail {
 
-/// A line for each tensor; `describe` says what of it must be the same on all ranks.
+/// Returns a line for each tensor. `describe` returns what must be the same on all ranks.
 template <class Named, class Describe>
 std::string described(const Named& tensors, const Describe& describe) {
   std::string lines;
@@ -26,7 +26,7 @@ std::string described(const Named& tensors, const Describe& describe) {
   return lines;
 }
 
-/// Throws, on all ranks, where the lines are not the same on all of them; names the first that differs.
+/// Throws on all ranks if their lines are not equal, and names the first that differs.
 GRADACCUM_INLINE void check_same_lines(const ProcessGroup& group, const std::string& lines, const char* what) {
   const auto all = group.all_gather(lines);
   for (std::size_t rank = 1; rank < all.size(); ++rank) {
@@ -42,7 +42,7 @@ GRADACCUM_INLINE void check_same_lines(const ProcessGroup& group, const std::str
   }
 }
 
-/// Dtype and shape, and whether it is frozen.
+/// Returns the dtype and shape, and whether the tensor is frozen.
 GRADACCUM_INLINE std::string shape_of(const at::Tensor& tensor) {
   if (!tensor.defined()) return "none";
   return c10::str(tensor.scalar_type(), " ", tensor.sizes(), tensor.requires_grad() ? "" : " frozen");

@@ -7,14 +7,14 @@
 
 namespace gradaccum {
 
-/// How gradients are sent, what differs between the copies, and what is divided among them.
+/// Options for sending gradients, seeding the ranks, and sharding.
 struct ReplicasOptions {
-  /// Gradients that are sent together, at most; >= 1. With `shard` also what is under way of them: a larger gradient
-  /// goes part by part if it is cut, and backward waits for the first.
+  /// The largest number of bytes of gradients that are sent together; >= 1. With `shard` it also limits the bytes in
+  /// flight: a larger gradient is sent in parts if it is split, and backward waits for the first of them.
   std::int64_t bucket_bytes = std::int64_t{25} << 20;
-  bool overlap = true;        ///< send gradients while the backward that fills the window goes on
-  bool seed_by_rank = true;   ///< random numbers of their own: rank r adds r to its generators' seeds
-  Shard shard = Shard::none;  ///< what the ranks divide, in place of having all of it each
+  bool overlap = true;        ///< send gradients while the backward that fills the window still runs
+  bool seed_by_rank = true;   ///< add each rank's number to its random seeds, so that ranks draw different numbers
+  Shard shard = Shard::none;  ///< state that ranks divide rather than replicate
 };
 
 }  // namespace gradaccum

@@ -3,11 +3,11 @@
 
 namespace gradaccum {
 
-/// What of a training each process has a part of alone, in place of all: `ga::DataParallel{.shard = …}`.
+/// The state that the processes divide rather than replicate: `ga::DataParallel{.shard = …}`.
 enum class Shard {
-  none,       ///< each has all
-  optimizer,  ///< each keeps the optimizer's state of its own part of the parameters, and steps that part
-  gradients,  ///< that, and between micro-batches the gradients of that part
+  none,       ///< nothing: each process has all
+  optimizer,  ///< the optimizer's state: each process keeps and steps its own part of the parameters
+  gradients,  ///< the optimizer's state and, between micro-batches, the gradients
 };
 
 }  // namespace gradaccum

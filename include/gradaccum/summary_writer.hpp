@@ -19,14 +19,14 @@ class EventFile;
 struct ValueHistogram;
 }  // namespace detail
 
-/// Where a `SummaryWriter` writes, and when.
+/// The directory of a `SummaryWriter`, and its flush interval.
 struct SummaryWriterOptions {
-  std::filesystem::path directory = {};                                  ///< made where it is not there; of one run
+  std::filesystem::path directory = {};                                  ///< a run's directory; created if needed
   std::chrono::duration<double> flush_every = std::chrono::seconds(10);  ///< >= 0
-  std::optional<std::int64_t> purge_step = {};  ///< readers forget what the directory has of this step and later ones
+  std::optional<std::int64_t> purge_step = {};  ///< readers discard older records of this and later steps
 };
 
-/// Writes numbers, histograms and texts for TensorBoard, as PyTorch's SummaryWriter does.
+/// Writes numbers, histograms and texts for TensorBoard, like PyTorch's SummaryWriter.
 ///
 ///     ga::SummaryWriter writer({.directory = "runs/a"});
 ///     for (std::int64_t step = 0; step < 3; ++step) {
@@ -36,18 +36,18 @@ struct SummaryWriterOptions {
 ///     writer.add_text("settings", "learning rate **0.1**", 0);
 ///     writer.flush();
 ///
-/// Each writer has a file of its own, `events.out.tfevents.…`, whose name comes after those that are in the directory:
-/// a training that goes on begins another, with `purge_step`. A directory is what TensorBoard calls a run; it reads one
-/// file of it after the other, so one writer writes there at a time. Call it from one thread at a time.
+/// Each writer has its own file, `events.out.tfevents.…`, whose name sorts after those in the directory: a resumed
+/// training starts another, with `purge_step`. A directory is a run in TensorBoard, which reads its files one after the
+/// other, so only one writer may write there at a time. Not thread-safe.
 ///
-/// Records are handed to the operating system every `flush_every` seconds, when there is a MiB, by `flush`, and at the
-/// end; so a program that is killed leaves whole records, and perhaps a part of one, which readers leave out. Where
-/// that fails, as the disk is full say, it throws `std::runtime_error` with the file's name: the file ends with its
-/// last whole record then, and the others are kept, to be written by the next call. (The destructor does not throw:
-/// `flush` before it tells.) Tags and texts that are no UTF-8 are escaped.
+/// Records are written to the file every `flush_every` seconds, when there is a MiB, by `flush`, and at the end. If the
+/// program is killed, the file has whole records and perhaps a part of one, which readers ignore. If writing fails, for
+/// example because the disk is full, it throws `std::runtime_error` with the file's name: the file then ends with its
+/// last whole record, and the next call writes the others. The destructor does not throw, so call `flush` first to get
+/// errors. Tags and texts that are not UTF-8 are escaped.
 ///
-/// @note Waits for the device of a tensor. Memory: a MiB of records; of a tensor on a device, a piece of it on the
-/// host.
+/// @note Waits for the device of a tensor. Takes memory for a MiB of records, and for a piece of a device's tensor on
+/// the host.
 class SummaryWriter {
  public:
   explicit SummaryWriter(const SummaryWriterOptions& options);
@@ -55,17 +55,17 @@ class SummaryWriter {
   SummaryWriter& operator=(const SummaryWriter&) = delete;
   ~SummaryWriter();
 
-  /// As float32, which is what TensorBoard shows; NaN and infinities, too.
+  /// Writes a number as float32, which is what TensorBoard shows. It may be NaN or infinite.
   void add_scalar(std::string_view tag, double value, std::int64_t step);
 
-  /// The distribution of a tensor's elements, of any dtype and shape, in TensorFlow's buckets; of a sparse tensor the
-  /// elements that it has, of complex ones both parts. NaN and infinities have no place in it: where there are some,
-  /// their number is the scalar `tag/not_finite`. Of a tensor without elements nothing is written.
+  /// Writes the distribution of a tensor's elements, of any dtype and shape, in TensorFlow's buckets. Includes only the
+  /// stored elements of a sparse tensor, and both parts of complex ones. NaN and infinities are excluded; if there are
+  /// any, their number is written as the scalar `tag/not_finite`. Writes nothing for a tensor without elements.
   void add_histogram(std::string_view tag, const at::Tensor& tensor, std::int64_t step);
-  /// For those who have counted already.
+  /// Writes a histogram that was counted elsewhere.
   void add_histogram(std::string_view tag, const detail::ValueHistogram& histogram, std::int64_t step);
 
-  /// Markdown. Its tag is `tag/text_summary`, as PyTorch's is.
+  /// Writes Markdown, with the tag `tag/text_summary` as in PyTorch.
   void add_text(std::string_view tag, std::string_view text, std::int64_t step);
 
   void flush();

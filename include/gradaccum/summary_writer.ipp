@@ -16,7 +16,7 @@ namespace gradaccum {
 
 namespace detail {
 
-/// Seconds since 1970.
+/// Returns the seconds since 1970.
 GRADACCUM_INLINE double time_of_event() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
@@ -38,10 +38,9 @@ GRADACCUM_INLINE const SummaryWriterOptions& checked_options(const SummaryWriter
 GRADACCUM_INLINE SummaryWriter::SummaryWriter(const SummaryWriterOptions& options)
     : file_(std::make_unique<detail::EventFile>(detail::checked_options(options).directory, options.flush_every)) {
   file_->add(detail::version_event(detail::time_of_event()));
-  for (int starts = options.purge_step ? 2 : 0; starts > 0;
-       --starts)  // the first of a run hides nothing in TensorBoard
+  for (int starts = options.purge_step ? 2 : 0; starts > 0; --starts)  // TensorBoard ignores a run's first start
     file_->add(detail::start_event(detail::time_of_event(), *options.purge_step));
-  file_->flush();  // so that a disk which is full is heard of now
+  file_->flush();  // reports a full disk now
 }
 
 GRADACCUM_INLINE SummaryWriter::~SummaryWriter() = default;
