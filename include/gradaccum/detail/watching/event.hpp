@@ -10,16 +10,17 @@
 
 namespace gradaccum::detail {
 
-/// The records of an event file: messages `Event` of TensorBoard's event.proto, serialized as PyTorch's SummaryWriter
-/// has them. `time`: seconds since 1970. Texts that are no UTF-8 are escaped: a reader would give up the whole file.
+/// The records of an event file: `Event` messages of TensorBoard's event.proto, serialized like PyTorch's
+/// SummaryWriter. `time` is in seconds since 1970. Texts that are not UTF-8 are escaped, since a reader would give up
+/// the whole file.
 
-/// The first of a file.
+/// Returns the first record of a file.
 std::string version_event(double time);
-/// A training begins at this step: readers forget what other files have of it and of later ones. TensorBoard itself
-/// does so from the second in a directory on, and other readers at each.
+/// Returns the record of a training's start: readers discard this and later steps of other files. TensorBoard itself
+/// does so from the second start in a directory on, other readers at each.
 std::string start_event(double time, std::int64_t step);
 std::string scalar_event(double time, std::int64_t step, std::string_view tag, float value);
-/// What all scalars of this tag and step have in common, whatever their times and values.
+/// Returns the bytes that all scalars of this tag and step share, regardless of their times and values.
 std::string bytes_of_scalar_events(std::int64_t step, std::string_view tag);
 std::string histogram_event(double time, std::int64_t step, std::string_view tag, const ValueHistogram& histogram);
 std::string text_event(double time, std::int64_t step, std::string_view tag, std::string_view text);

@@ -31,7 +31,7 @@ GRADACCUM_INLINE std::string scalar_event(double time, std::int64_t step, std::s
   return summary_event(time, step, begun_value(tag).single(2, value));
 }
 
-/// Without the time at its beginning, and the value at its end.
+/// Cuts off the time at the beginning and the value at the end.
 GRADACCUM_INLINE std::string bytes_of_scalar_events(std::int64_t step, std::string_view tag) {
   const auto event = scalar_event(1, step, tag, 0);
   return event.substr(1 + sizeof(double), event.size() - 1 - sizeof(double) - sizeof(float));
@@ -46,7 +46,7 @@ GRADACCUM_INLINE std::string histogram_event(double time, std::int64_t step, std
   return summary_event(time, step, begun_value(tag).message(5, message));
 }
 
-/// A tensor of one text, which the text plugin shows.
+/// Makes a tensor of one text, which the text plugin shows.
 GRADACCUM_INLINE std::string text_event(double time, std::int64_t step, std::string_view tag, std::string_view text) {
   constexpr std::int64_t texts = 7;
   const auto shape = ProtobufMessage().message(2, ProtobufMessage().whole(1, 1));

@@ -14,19 +14,19 @@
 
 namespace gradaccum::detail {
 
-/// A new file of TensorBoard's: records with their lengths and checksums, as TensorFlow frames them, each of which is a
-/// serialized Event.
+/// A new TensorBoard file of serialized Events, which are framed as records with lengths and checksums like
+/// TensorFlow's.
 ///
-/// Readers take the files of a directory in the order of their names and do not come back to one, so its name comes
-/// after all that are there. Records wait in memory, and are handed to the operating system together. A record that
-/// could not be written, as the disk is full say, waits on; what there is of it in the file is cut off again.
+/// Readers take the files of a directory in the order of their names and do not return to one, so the name sorts after
+/// all existing ones. Records are buffered in memory and written together. A record that could not be written, for
+/// example because the disk is full, stays in the buffer, and its bytes in the file are cut off.
 class EventFile {
  public:
-  /// Makes the directory where it is not there. Records wait no longer than `flush_every`, while more come.
+  /// Creates the directory if needed. Records wait no longer than `flush_every`, as long as others follow.
   EventFile(const std::filesystem::path& directory, std::chrono::duration<double> flush_every);
   EventFile(const EventFile&) = delete;
   EventFile& operator=(const EventFile&) = delete;
-  /// Without a word where the last records cannot be written: call `flush` to hear of that.
+  /// Writes the last records, but ignores errors; call `flush` first to get them.
   ~EventFile();
 
   void add(std::string_view record);
@@ -39,7 +39,7 @@ class EventFile {
 
   void cut_off_what_is_torn();
   std::size_t write_some(std::string_view text);
-  /// So many bytes of what waits are in the file: those of records that are whole stay.
+  /// Keeps the whole records among the first `written` buffered bytes, which are in the file, and cuts off the rest.
   void keep_whole_records(std::size_t written);
 
   std::filesystem::path path_;
@@ -47,11 +47,11 @@ class EventFile {
   std::chrono::duration<double> flush_every_;
   Clock::time_point flushed_ = Clock::now();
   std::string waiting_;      // whole records
-  std::uint64_t whole_ = 0;  // bytes of the file
-  bool is_torn_ = false;     // there are more
+  std::uint64_t whole_ = 0;  // bytes of whole records in the file
+  bool is_torn_ = false;     // the file has part of another record
 };
 
-/// Whether an event file in this directory has these bytes.
+/// True if an event file in this directory contains these bytes.
 bool event_files_have(const std::filesystem::path& directory, std::string_view bytes);
 
 }  // namespace gradaccum::detail

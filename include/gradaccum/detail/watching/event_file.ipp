@@ -22,9 +22,9 @@
 namespace gradaccum::detail {
 
 inline constexpr std::string_view event_file_prefix = "events.out.tfevents.";
-inline constexpr std::size_t event_time_digits = 10;  // names are compared as texts: all have as many
+inline constexpr std::size_t event_time_digits = 10;  // equal in all names, as these are compared as strings
 
-/// The seconds since 1970 that the name of an event file tells; or 0.
+/// Returns the seconds since 1970 in the name of an event file; 0 if there are none.
 GRADACCUM_INLINE std::int64_t time_of_event_file(std::string_view name) {
   std::int64_t seconds = 0;
   if (!name.starts_with(event_file_prefix)) return 0;
@@ -33,7 +33,7 @@ GRADACCUM_INLINE std::int64_t time_of_event_file(std::string_view name) {
   return std::from_chars(name.data(), end, seconds).ptr == end ? seconds : 0;
 }
 
-/// After those of all files that are there, also where two are begun in one second, or the clock was set back.
+/// Returns a time after those of all files in the directory, even if two start in one second or the clock was set back.
 GRADACCUM_INLINE std::int64_t time_of_next_event_file(const std::filesystem::path& directory) {
   using std::chrono::seconds, std::chrono::system_clock;
   auto time = std::chrono::duration_cast<seconds>(system_clock::now().time_since_epoch()).count();
@@ -60,7 +60,7 @@ GRADACCUM_INLINE EventFile::EventFile(const std::filesystem::path& directory, st
   make_directory(directory);
   const auto time = time_of_next_event_file(directory);
   for (int number = 0; !descriptor_ || descriptor_->number() < 0; ++number) {
-    if (descriptor_ && errno != EEXIST) file_error(path_, "must be made anew", errno);  // else: of another thread
+    if (descriptor_ && errno != EEXIST) file_error(path_, "must be made anew", errno);  // otherwise another thread's
     path_ = directory / event_file_name(time, number);
     descriptor_.emplace(path_, O_WRONLY | O_CREAT | O_EXCL | O_APPEND, 0666);
   }
@@ -69,11 +69,11 @@ GRADACCUM_INLINE EventFile::EventFile(const std::filesystem::path& directory, st
 GRADACCUM_INLINE EventFile::~EventFile() {
   try {
     flush();
-  } catch (const std::exception&) {  // who wants to know has called flush
+  } catch (const std::exception&) {  // call flush() to get errors
   }
 }
 
-/// The checksum of bytes among which there may be checksums, as TensorFlow masks it.
+/// Returns TensorFlow's masked checksum, for bytes that may contain checksums.
 GRADACCUM_INLINE std::uint32_t masked_crc32c(std::string_view text) {
   const auto crc = crc32c(text.data(), text.size());
   return ((crc >> 15) | (crc << 17)) + 0xa282ead8;
@@ -108,12 +108,12 @@ GRADACCUM_INLINE std::size_t EventFile::write_some(std::string_view text) {
   for (;;) {
     const auto written = ::write(descriptor_->number(), text.data(), text.size());
     if (written > 0) return static_cast<std::size_t>(written);
-    if (written == 0) errno = EIO;  // which no file should do: tried again, it might be for ever
+    if (written == 0) errno = EIO;  // should not happen; retrying might never end
     if (errno != EINTR) file_error(path_, "must be written to", errno);
   }
 }
 
-/// What of the first `size` bytes is whole records.
+/// Returns the size of the whole records in the first `size` bytes.
 GRADACCUM_INLINE std::size_t bytes_of_whole_records(std::string_view records, std::size_t size) {
   std::size_t end = 0;
   while (end + 16 <= size) {

@@ -6,11 +6,11 @@
 
 namespace gradaccum::detail {
 
-/// What a policy gives for the time of a fit: when that ends, by an exception, too, its file is flushed. Without a word
-/// where it cannot be: `at_boundary` is where a fit hears of it.
+/// A scope that a policy returns for the duration of a fit. Flushes the file at its end, even after an exception.
+/// Ignores errors, which `at_boundary` reports.
 template <class File>
 struct [[nodiscard]] FlushAtEnd {
-  const std::shared_ptr<File>& file;  // which may be made, or another, while the fit runs
+  const std::shared_ptr<File>& file;  // may be made or replaced while the fit runs
 
   ~FlushAtEnd() {
     try {

@@ -11,7 +11,7 @@
 
 namespace gradaccum::detail {
 
-/// Something that happened while LibTorch's profiler was at work.
+/// An event that LibTorch's profiler recorded.
 struct ProfiledEvent {
   enum class Kind { operation, kernel, memory };
 
@@ -19,27 +19,27 @@ struct ProfiledEvent {
   std::string name = {};
   std::int64_t begin = 0, end = 0;  ///< nanoseconds
   std::uint64_t thread = 0;
-  std::uint64_t correlation = 0;  ///< of an operation, and of kernels that it started
-  std::int64_t bytes = 0;         ///< allocated; freed, where negative
+  std::uint64_t correlation = 0;  ///< equal for an operation and the kernels that it launched
+  std::int64_t bytes = 0;         ///< allocated, or freed if negative
 
   std::int64_t duration() const { return end - begin; }
 };
 
-/// Throws, in the name of `who`, where LibTorch's profiler cannot start on this thread.
+/// Throws if LibTorch's profiler cannot start on this thread. The error names `who`.
 void check_can_profile(const char* who);
 
-/// LibTorch's own profiler, Kineto, at work on this thread and on those of its backward passes. All that is known of
-/// its interface is in this file's definitions.
+/// A run of LibTorch's own profiler, Kineto, on this thread and on those of its backward passes. Only this file's
+/// definitions know its interface.
 class KinetoSession {
  public:
   explicit KinetoSession(const char* who);
   KinetoSession(const KinetoSession&) = delete;
   KinetoSession& operator=(const KinetoSession&) = delete;
-  ~KinetoSession();  ///< ends it, without a trace
+  ~KinetoSession();  ///< ends the run without a trace
 
   bool running() const { return running_; }
-  /// On the thread that has begun it. A trace is written, for Perfetto and chrome://tracing, where `trace` is not
-  /// empty.
+  /// Ends the run on the thread that began it, and returns its events. Waits for the device. Writes a trace for
+  /// Perfetto and chrome://tracing unless `trace` is empty.
   std::vector<ProfiledEvent> end(const std::filesystem::path& trace);
 
  private:

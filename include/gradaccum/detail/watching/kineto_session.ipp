@@ -24,7 +24,8 @@
 #include <system_error>
 
 extern "C" {
-/// Kineto's own, which LibTorch calls after Kineto has printed its first lines. A LibTorch without Kineto has none.
+/// Kineto's function, which LibTorch calls only after Kineto has printed its first lines; nullptr in a LibTorch without
+/// Kineto.
 __attribute__((weak)) void suppressLibkinetoLogMessages();
 }
 
@@ -52,7 +53,7 @@ GRADACCUM_INLINE std::set<kineto::ActivityType> profiler_activities() {
 
 GRADACCUM_INLINE KinetoSession::KinetoSession(const char* who) {
   check_can_profile(who);
-  if (suppressLibkinetoLogMessages) suppressLibkinetoLogMessages();  // heeds KINETO_LOG_LEVEL, where that is set
+  if (suppressLibkinetoLogMessages) suppressLibkinetoLogMessages();  // respects KINETO_LOG_LEVEL if set
   kineto::prepareProfiler(profiler_config(), profiler_activities());
   kineto::enableProfiler(profiler_config(), profiler_activities());
   running_ = true;
@@ -62,11 +63,11 @@ GRADACCUM_INLINE KinetoSession::~KinetoSession() {
   if (!running_) return;
   try {
     kineto::disableProfiler();
-  } catch (...) {  // somebody else has ended it
+  } catch (...) {  // the profiler was ended elsewhere
   }
 }
 
-/// Kineto tells nobody that a disk was full: what it has written whole ends with a brace.
+/// True if a trace ends with a brace, and so is complete. Kineto does not report a full disk.
 GRADACCUM_INLINE bool is_whole_trace(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary | std::ios::ate);
   for (auto place = static_cast<std::streamoff>(file.tellg()); place > 0;) {
@@ -90,9 +91,9 @@ GRADACCUM_INLINE void save_trace(kineto::ProfilerResult& result, const std::file
   }
 }
 
-/// None of what is neither: marks of users, what the CUDA runtime does.
+/// Returns the kind of an event; nullopt for others, such as users' marks and calls of the CUDA runtime.
 GRADACCUM_INLINE std::optional<ProfiledEvent::Kind> kind_of_event(const kineto::KinetoEvent& event) {
-  constexpr std::uint8_t operation = 0, mark_on_device = 2;  // by Kineto's numbers
+  constexpr std::uint8_t operation = 0, mark_on_device = 2;  // Kineto's numbers
   if (event.name() == "[memory]") return ProfiledEvent::Kind::memory;
   if (event.deviceType() != c10::DeviceType::CPU)
     return event.activityType() != mark_on_device && event.linkedCorrelationId() > 0
@@ -120,7 +121,7 @@ GRADACCUM_INLINE std::vector<ProfiledEvent> events_of(const kineto::ProfilerResu
   return events;
 }
 
-/// Those that have not ended would be missing.
+/// Waits for the kernels in flight, which would otherwise be missing.
 GRADACCUM_INLINE void wait_for_kernels() {
   if (!at::hasCUDA()) return;
   const c10::impl::VirtualGuardImpl cuda(c10::DeviceType::CUDA);

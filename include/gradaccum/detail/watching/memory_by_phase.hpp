@@ -19,17 +19,17 @@
 
 namespace gradaccum::detail {
 
-/// Memory by kind at the end of each phase. It is what a `MemoryMeter` counts that begins with this, and what was there
-/// before of the kinds that are known, as long as it is there.
+/// The memory by kind at the end of each phase. Counts what a `MemoryMeter` counts from construction on, and older
+/// memory of the known kinds until it is freed.
 class MemoryByPhase {
  public:
   using SeeHeld = c10::function_ref<void(std::int64_t MemoryByKind::*kind, const at::Tensor& tensor)>;
 
-  /// `for_each_held`: gives the tensors of all kinds that are known, as TrainerBase does.
+  /// `for_each_held` enumerates the tensors of all known kinds, as TrainerBase does.
   explicit MemoryByPhase(std::function<void(SeeHeld)> for_each_held);
 
-  /// Of several with that name the largest is kept. What "forward" has added is activations at its end, and counts to
-  /// the rest once backward has had it.
+  /// Ends a phase, and keeps its memory if it is the largest so far for that name. Memory that "forward" has added
+  /// counts as activations at its end, and as rest from the next phase on.
   void end(const std::string& phase);
 
   const std::vector<ProfiledMemory>& phases() const { return phases_; }

@@ -14,13 +14,13 @@
 
 namespace gradaccum::detail {
 
-/// What operations took by themselves. Events tell when each began and ended, on which thread: one that lies within
-/// another was called by it.
+/// The time and memory of operations without those that they called. An operation was called by another if its event
+/// lies within the other's on the same thread.
 class OperationTable {
  public:
   explicit OperationTable(const std::vector<ProfiledEvent>& events);
 
-  /// That with the most time of its own first; of equals by name.
+  /// Returns the operations by self time on the CPU and on devices, descending, and then by name.
   std::vector<ProfiledOperation> by_time() const;
 
  private:

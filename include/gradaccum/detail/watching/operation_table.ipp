@@ -25,7 +25,8 @@ GRADACCUM_INLINE OperationTable::OperationTable(const std::vector<ProfiledEvent>
   }
 }
 
-/// The outer of two that begin together before the inner one; memory that is allocated then is that of the inner.
+/// Orders events by their beginning. If two operations begin together, the outer one comes first; memory comes last, so
+/// that it belongs to the inner one.
 GRADACCUM_INLINE bool comes_before(const ProfiledEvent* a, const ProfiledEvent* b) {
   if (a->begin != b->begin) return a->begin < b->begin;
   const bool a_is_memory = a->kind == EventKind::memory, b_is_memory = b->kind == EventKind::memory;
@@ -54,7 +55,7 @@ GRADACCUM_INLINE void OperationTable::close_until(const ProfiledEvent& event) {
   while (!open_.empty() && is_over(open_.back())) close_last();
 }
 
-/// Time of an operation that calls itself, by way of others, counts once.
+/// Ends the innermost operation. The time of one that calls itself, even indirectly, counts once.
 GRADACCUM_INLINE void OperationTable::close_last() {
   const auto last = open_.back();
   open_.pop_back();

@@ -12,15 +12,14 @@
 
 namespace gradaccum::detail {
 
-/// Time from when it is made, by phases: each moment counts for the innermost that is open, and what is in none for
-/// "other".
+/// The time since construction, by phase. Each moment counts for the innermost open phase, or for "other" without one.
 class PhaseTimes {
  public:
   void enter(const std::string& name);
   void leave();
   bool in_phase() const { return !open_.empty(); }
 
-  /// Counts up to now. Shares are of all the time.
+  /// Returns the times up to now. Shares are fractions of the total time.
   std::vector<ProfiledPhase> phases();
 
  private:
@@ -35,7 +34,7 @@ class PhaseTimes {
   std::size_t place_of(const std::string& name);
 
   std::vector<Phase> phases_;
-  std::vector<std::size_t> open_;  // their places; the innermost last
+  std::vector<std::size_t> open_;  // indices of phases, the innermost last
   Phase other_{"other"};
   Clock::time_point counted_ = Clock::now();
 };

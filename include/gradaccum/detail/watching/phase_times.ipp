@@ -35,7 +35,7 @@ GRADACCUM_INLINE std::size_t PhaseTimes::place_of(const std::string& name) {
 
 GRADACCUM_INLINE std::vector<ProfiledPhase> PhaseTimes::phases() {
   count();
-  // One of the user's may have that name, too.
+  // A user's phase may have that name, too.
   auto all = phases_;
   std::size_t other = 0;
   while (other < all.size() && all[other].name != other_.name) ++other;

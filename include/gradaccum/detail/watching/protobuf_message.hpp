@@ -10,20 +10,20 @@
 
 namespace gradaccum::detail {
 
-/// A message of Protocol Buffers (proto3), field after field: as the official libraries write it where fields come in
+/// A Protocol Buffers message (proto3), written field by field. It equals the official libraries' if the fields come in
 /// the order of their numbers.
 class ProtobufMessage {
  public:
-  // Of a field that is not there a reader takes 0, so these are left out where they are 0.
+  // Zeros are left out, since readers take 0 for a missing field.
   ProtobufMessage& whole(std::uint32_t field, std::int64_t number);
   ProtobufMessage& real(std::uint32_t field, double number);
 
-  // These are always there: one of several alternatives, say.
+  // These are always written, for example as one of several alternatives.
   ProtobufMessage& single(std::uint32_t field, float number);
   ProtobufMessage& bytes(std::uint32_t field, std::string_view bytes);
   ProtobufMessage& message(std::uint32_t field, const ProtobufMessage& message) { return bytes(field, message.text_); }
 
-  /// A list, left out where it is empty.
+  /// Writes a list unless it is empty.
   ProtobufMessage& reals(std::uint32_t field, const std::vector<double>& numbers);
 
   const std::string& text() const { return text_; }
@@ -35,10 +35,11 @@ class ProtobufMessage {
   std::string text_;
 };
 
-/// The lowest byte first, as Protocol Buffers and TensorFlow's records have it.
+/// Appends the lowest byte first, as in Protocol Buffers and TensorFlow's records.
 void append_little_endian(std::string& text, std::uint64_t number, int bytes);
 
-/// A text as it is where it is UTF-8, which readers of Protocol Buffers insist on; of what is none, `\xff` for a byte.
+/// Returns the text, with each byte that is not UTF-8 escaped like `\xff`, since readers of Protocol Buffers require
+/// UTF-8.
 std::string as_utf8(std::string_view text);
 
 }  // namespace gradaccum::detail

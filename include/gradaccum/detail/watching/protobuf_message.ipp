@@ -28,7 +28,7 @@ GRADACCUM_INLINE ProtobufMessage& ProtobufMessage::whole(std::uint32_t field, st
   return *this;
 }
 
-/// -0 is no 0 here.
+/// Writes -0, unlike 0.
 GRADACCUM_INLINE ProtobufMessage& ProtobufMessage::real(std::uint32_t field, double number) {
   const auto bits = std::bit_cast<std::uint64_t>(number);
   if (bits == 0) return *this;
@@ -58,7 +58,7 @@ GRADACCUM_INLINE ProtobufMessage& ProtobufMessage::reals(std::uint32_t field, co
   return *this;
 }
 
-/// How many bytes the character at the beginning has, by table 3-7 of the Unicode standard; 0 where there is none.
+/// Returns the number of bytes of the first character, by table 3-7 of the Unicode standard; 0 if it is invalid.
 GRADACCUM_INLINE std::size_t utf8_character_bytes(std::string_view text) {
   const auto is_in = [text](std::size_t place, unsigned lowest, unsigned highest) {
     if (place >= text.size()) return false;
@@ -68,7 +68,7 @@ GRADACCUM_INLINE std::size_t utf8_character_bytes(std::string_view text) {
   const auto follows = [&](std::size_t place) { return is_in(place, 0x80, 0xbf); };
   if (is_in(0, 0x00, 0x7f)) return 1;
   if (is_in(0, 0xc2, 0xdf)) return follows(1) ? 2 : 0;
-  if (is_in(0, 0xe0, 0xef))  // neither longer than need be, nor half of a pair of UTF-16
+  if (is_in(0, 0xe0, 0xef))  // neither overlong nor a UTF-16 surrogate
     return is_in(1, is_in(0, 0xe0, 0xe0) ? 0xa0 : 0x80, is_in(0, 0xed, 0xed) ? 0x9f : 0xbf) && follows(2) ? 3 : 0;
   if (!is_in(0, 0xf0, 0xf4)) return 0;
   const bool is_second = is_in(1, is_in(0, 0xf0, 0xf0) ? 0x90 : 0x80, is_in(0, 0xf4, 0xf4) ? 0x8f : 0xbf);

@@ -12,7 +12,7 @@ struct RecordFunction;
 
 namespace gradaccum::detail {
 
-/// A name that a trace shows from when this is made until it is gone, if somebody profiles.
+/// A name that a trace shows for the lifetime of this object, if a profiler runs.
 class TraceMark {
  public:
   explicit TraceMark(const std::string& name);

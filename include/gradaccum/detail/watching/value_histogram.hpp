@@ -11,17 +11,17 @@
 
 namespace gradaccum::detail {
 
-/// How the finite numbers of a tensor are distributed, in buckets whose limits grow by a tenth: TensorFlow's.
+/// The distribution of a tensor's finite numbers, in TensorFlow's buckets, whose limits grow by a tenth.
 struct ValueHistogram {
   double min = std::numeric_limits<double>::infinity(), max = -min;
   double sum = 0, sum_of_squares = 0;
-  std::int64_t numbers = 0, others = 0;  // the latter: NaN and infinities
-  std::vector<double> limits = {};       // each bucket's right end, which is not in it; its left end is the one before
-  std::vector<double> numbers_below = {};  // in each bucket
+  std::int64_t numbers = 0, others = 0;    // others: NaN and infinities
+  std::vector<double> limits = {};         // each bucket's right end, exclusive; its left end is the previous limit
+  std::vector<double> numbers_below = {};  // counts by bucket
 };
 
-/// Of all elements, real and imaginary parts, times `factor`; of a sparse tensor, those that it has, duplicates summed.
-/// Goes over them in pieces on the host, and waits for the device.
+/// Counts all elements times `factor`: both parts of complex ones, and those stored by a sparse tensor, duplicates
+/// summed. Copies them to the host piece by piece. Waits for the device.
 ValueHistogram histogram_of(const at::Tensor& tensor, double factor = 1);
 
 }  // namespace gradaccum::detail

@@ -16,7 +16,7 @@
 
 namespace gradaccum::detail {
 
-/// Where each of TensorFlow's buckets begins: ... -1.1e-12, -1e-12, 0, 1e-12, 1.1e-12, ... up to 1e20.
+/// Returns the beginnings of TensorFlow's buckets: ... -1.1e-12, -1e-12, 0, 1e-12, 1.1e-12, ... up to 1e20.
 GRADACCUM_INLINE const std::vector<double>& bucket_limits() {
   static const auto limits = [] {
     std::vector<double> above;
@@ -30,7 +30,7 @@ GRADACCUM_INLINE const std::vector<double>& bucket_limits() {
   return limits;
 }
 
-/// Its elements in one dimension, not copied where that can be.
+/// Returns the elements in one dimension, without a copy if possible.
 GRADACCUM_INLINE at::Tensor elements_of(const at::Tensor& tensor) {
   auto elements = tensor.detach();
   if (elements.is_sparse()) elements = elements.coalesce().values();
@@ -39,7 +39,7 @@ GRADACCUM_INLINE at::Tensor elements_of(const at::Tensor& tensor) {
   return elements.reshape({-1});
 }
 
-/// Counts float64 numbers on the CPU. counts[i]: of those that have i limits at or below them.
+/// Counts float64 numbers on the CPU. counts[i] is the number of those with i limits at or below them.
 GRADACCUM_INLINE void count_numbers(const at::Tensor& numbers, std::vector<double>& counts, ValueHistogram& histogram) {
   const auto& limits = bucket_limits();
   const auto all = at::from_blob(const_cast<double*>(limits.data()), {static_cast<std::int64_t>(limits.size())},
@@ -61,7 +61,8 @@ GRADACCUM_INLINE void count_numbers(const at::Tensor& numbers, std::vector<doubl
   }
 }
 
-/// From the bucket before the first that is not empty, whose limit is where that one begins, to the last.
+/// Keeps the buckets from the one before the first that is not empty, whose limit is the beginning of that one, to the
+/// last.
 GRADACCUM_INLINE void keep_used_buckets(const std::vector<double>& counts, ValueHistogram& histogram) {
   const auto is_used = [](double count) { return count > 0; };
   const auto first = std::find_if(counts.begin(), counts.end(), is_used) - counts.begin();
