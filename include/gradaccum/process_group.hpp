@@ -40,20 +40,18 @@ struct ProcessGroupOptions {
 /// no network, and all calls do nothing. Copies are handles of the same group. The first group that a process makes
 /// connects to the first group of all others, the second to the second.
 ///
-/// All ranks must make the same calls in the same order, one thread each. Tensors must be dense, and have the same
-/// shape and dtype on all ranks.
+/// All ranks must make the same calls in the same order, one thread each, with dense tensors of equal shape and dtype.
 ///
 /// If a process ends or hangs, those that wait for it throw an error that names it: within ten seconds of its end;
-/// after 30 seconds of silence if it is suspended or its link is lost; after `timeout` if it is alive but hangs. All
-/// processes must then be started again.
+/// after 30 seconds of silence if it is suspended or unreachable; after `timeout` if it hangs. All must then start
+/// again.
 ///
 /// @note Waits for the other ranks, and for the tensor's device.
 class ProcessGroup {
  public:
   ProcessGroup() = default;  ///< a group of this process alone
   static ProcessGroup from_environment(ProcessGroupOptions options = {});
-  /// Makes a group on one machine that was not launched with environment variables. `store` is a LibTorch store that
-  /// all ranks share, used for this group only.
+  /// Makes a group on one machine without a launcher. `store` is LibTorch's, shared by all ranks for this group only.
   ProcessGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
                ProcessGroupOptions options = {});
 

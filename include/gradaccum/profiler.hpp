@@ -36,8 +36,7 @@ struct ProfilerOptions {
 /// threads. Only one can run at a time in a process.
 ///
 /// LibTorch may warn of a "memory block of unknown size" if a block is older than the scope. Its profiler prints
-/// messages, which are suppressed as far as the program can; KINETO_LOG_LEVEL=99 in the environment suppresses the
-/// rest.
+/// messages, some of which only KINETO_LOG_LEVEL=99 in the environment suppresses.
 ///
 /// @note Costs some microseconds per operation, and at least as much again in `finish`, which waits for the device: use
 /// it for a few updates, not for an epoch. Throws if a `MemoryMeter` counts or another profiler runs on this thread.
@@ -71,8 +70,7 @@ class Profiler {
     return std::forward<Work>(work)();
   }
 
-  /// Ends the profile after all its phases, and writes the files. Fills in the times and operations of `report`, and
-  /// keeps its other members.
+  /// Ends the profile after all its phases, and writes the files. Adds times and operations to `report`.
   ProfileReport finish(ProfileReport report = {});
 
  private:

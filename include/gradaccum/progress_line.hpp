@@ -72,8 +72,7 @@ class ProgressLine {
   std::size_t width_ = 0;  // width of the line on the terminal
 };
 
-/// Formats a number per second for a line or a table: `31024`, `8.86`, `0.42`. Small ones have three significant
-/// digits.
+/// Formats a number per second: `31024`, `8.86`, `0.42`. Small ones have three significant digits.
 std::string rate_text(double rate);
 
 namespace detail {

@@ -32,7 +32,7 @@ namespace gradaccum {
 ///
 /// Each window of the accumulator then takes the mean over the items of all ranks, however many each has. Gradients are
 /// summed over ranks once per window, in buckets that are sent while the window's last backward still runs (if that is
-/// an `accumulator.backward`). All ranks step alike, or skip alike if one has overflowed, and stay bitwise equal as
+/// an `accumulator.backward`). All ranks step alike, or skip alike after an overflow on one, and stay bitwise equal as
 /// long as the Replicas exist. A parameter without a gradient on this rank gets that of the others. Sparse gradients
 /// become dense.
 ///
@@ -40,9 +40,8 @@ namespace gradaccum {
 /// AdamW in float32 takes 8 + 8 / ranks bytes per parameter, gradients included, instead of 16. With
 /// `ga::Shard::gradients` it takes 4 + 12 / ranks: each `accumulator.backward` sends its gradients, and waits until all
 /// ranks have started theirs. A complete window has only this rank's pieces of the gradients, but the norm of all. The
-/// optimizer must be a `torch::optim::Optimizer` that has not stepped yet, and its parameters must not be replaced or
-/// moved. After the Replicas are gone it has only this rank's part of the state, so training must continue from a saved
-/// state.
+/// optimizer must be a `torch::optim::Optimizer` that has not stepped yet; its parameters must not be replaced or
+/// moved. Without the Replicas it has only this rank's part of the state, so training must continue from a saved state.
 ///
 /// Buffers differ between ranks during training: BatchNorm normalises by the rank's own micro-batch, as it does in a
 /// window. `broadcast_buffers()` copies those of rank 0 to all, for example before an evaluation.
@@ -53,8 +52,7 @@ namespace gradaccum {
 /// An exception in a backward that has sent gradients ends the training on all ranks, with an error that names this
 /// one. If several accumulators share a group, each must close its window before another fills its own.
 ///
-/// @note A window waits for all ranks. Gradients smaller than a bucket are copied together, which takes as much memory
-/// again.
+/// @note A window waits for all ranks. Gradients smaller than a bucket are copied together, in as much memory again.
 class Replicas {
  public:
   /// Connects a model. `optimizer` is an accumulator, or a Trainer for the policy `DataParallel`.
@@ -79,8 +77,7 @@ class Replicas {
   /// Copies the buffers of rank 0 to all ranks.
   void broadcast_buffers() const;
 
-  /// Throws on all ranks if their parameters, or the settings of a sharded optimizer, are not equal, and names the
-  /// first that differs.
+  /// Throws on all ranks if parameters, or a sharded optimizer's settings, differ, and names the first that does.
   ///
   /// @note Reads all parameters.
   void check_equal() const;

@@ -46,8 +46,7 @@ struct SummaryWriterOptions {
 /// last whole record, and the next call writes the others. The destructor does not throw, so call `flush` first to get
 /// errors. Tags and texts that are not UTF-8 are escaped.
 ///
-/// @note Waits for the device of a tensor. Takes memory for a MiB of records, and for a piece of a device's tensor on
-/// the host.
+/// @note Waits for the device of a tensor. Takes a MiB for records, and the host memory of a piece of such a tensor.
 class SummaryWriter {
  public:
   explicit SummaryWriter(const SummaryWriterOptions& options);

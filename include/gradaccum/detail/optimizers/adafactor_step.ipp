@@ -86,8 +86,7 @@ GRADACCUM_INLINE void take_on_cpu(const std::vector<AdafactorStep>& steps, doubl
   take_passes(tensors);
 }
 
-/// The 0-dim factors of a step on a device. If the step may be skipped, the device computes them such that a skipped
-/// step changes nothing.
+/// The 0-dim factors of a step on a device, computed there such that a skipped step changes nothing.
 struct AdafactorWeights {
   AdafactorWeights(const AdafactorSettings& settings, const Multiplier& multiplier, at::Device device,
                    at::ScalarType dtype)

@@ -43,8 +43,7 @@ class AdafactorTensor {
   void write_back() const { detail::write_back(owner_, parameter_); }
 
   std::vector<AdafactorPiece>& pieces() { return pieces_; }
-  /// The number of matrices that are split into several pieces. For all others, `sum` makes the factors and measures
-  /// the update.
+  /// The number of matrices that are split into pieces. `sum` makes the factors and measures the update of all others.
   std::int64_t cut_matrices() const { return operand_.parts > 1 ? operand_.matrices : 0; }
   std::int64_t elements() const { return parameter_.numel(); }
   std::int64_t extra_elements() const { return extra_elements_; }  ///< allocated besides the parameter's own

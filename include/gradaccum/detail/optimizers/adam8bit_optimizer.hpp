@@ -22,8 +22,7 @@ class Adam8bitParamState : public detail::OwnParamState {
   GRADACCUM_INLINE std::vector<std::pair<std::string, at::Tensor*>> tensors() override;
   GRADACCUM_INLINE void check(const at::Tensor& parameter) const override;
   bool coded() const { return exp_avg.defined() && exp_avg.scalar_type() == at::kByte; }
-  /// Restores the memory order of codes that were read from a file. Files store elements row by row, but scales belong
-  /// to blocks in memory order.
+  /// Restores the memory order of codes from a file. Files are row-major, but scales belong to blocks in memory order.
   void restore_order();
 
   at::Tensor exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale;
@@ -43,8 +42,7 @@ class Adam8bitOptimizer : public OwnOptimizer<Derived, Options, optim::Adam8bitP
   Adam8bitOptimizer& operator=(Adam8bitOptimizer&&) = default;
   GRADACCUM_INLINE ~Adam8bitOptimizer() override;
 
-  /// The least number of elements for 8-bit moments. Smaller tensors, and dtypes other than float32, bfloat16 and
-  /// float16, keep float moments.
+  /// The least size for 8-bit moments, which also need float32, bfloat16 or float16. Other tensors keep float moments.
   static constexpr std::int64_t smallest_coded = 4096;
 
   static void check(const Options& options);

@@ -87,8 +87,7 @@ GRADACCUM_INLINE void Adam8bitParamState::check(const at::Tensor& parameter) con
 
 namespace gradaccum::detail {
 
-/// The steps of tensors with 8-bit and with float moments, and the states that the optimizer keeps once the steps are
-/// taken.
+/// The steps of tensors with 8-bit and with float moments, and the states to keep once the steps are taken.
 struct Adam8bitSteps {
   void add(const at::Tensor& parameter, const at::Tensor& gradient, const AdamSettings& settings,
            optim::Adam8bitParamState state, bool is_coded, const Multiplier& multiplier);

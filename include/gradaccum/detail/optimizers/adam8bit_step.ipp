@@ -72,8 +72,7 @@ class Coding {
 
   at::Device device() const { return values_.device(); }
 
-  /// Decodes into `numbers`. `numbers` and `places`, int32 scratch, hold whole blocks; `codes` may end inside the last
-  /// one.
+  /// Decodes whole blocks into `numbers`; `codes` may end inside the last one. `places` is int32 scratch of equal size.
   void decode(const Codes& codes, at::Tensor numbers, const at::Tensor& places) const {
     places.fill_(zero_);
     places.slice(0, 0, codes.codes.numel()).copy_(codes.codes);
@@ -248,8 +247,7 @@ class Adam8bitMove final : public Move {
     return {codes, all.scales.narrow(0, extent.from / eight_bit_block, blocks_of(codes))};
   }
 
-  /// Encodes moments, but keeps the old codes if the step is skipped: encoding unchanged moments need not give the same
-  /// codes.
+  /// Encodes moments, but keeps the old codes if the step is skipped, since encoding may change them.
   void encode(const Coding& coding, const at::Tensor& numbers, Codes& codes) const {
     if (!left_out_.defined()) return coding.encode(numbers, codes, places_, unusable_);
     coding.encode(numbers, fresh_, places_, unusable_);

@@ -11,8 +11,7 @@
 
 namespace gradaccum::detail {
 
-/// The code that Adam and AdamW share. They differ in the classes of their options and states, and in how they apply
-/// the weight decay.
+/// The code that Adam and AdamW share. They differ in their options and states, and in applying the weight decay.
 
 template <class Options>
 AdamSettings settings_of(const Options& options, bool decoupled, std::int64_t step) {

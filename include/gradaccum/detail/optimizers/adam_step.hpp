@@ -31,8 +31,8 @@ bool steps_by_rows(const AdamSettings& by, const at::Tensor& parameter, const at
 /// True if rows with neither a gradient nor moments change, too.
 bool moves_all_rows(const AdamSettings& by);
 
-/// Prepares a step from the state so far, whose tensors may be undefined. A sparse gradient steps only its rows, if
-/// that is possible.
+/// Prepares a step from the state so far, whose tensors may be undefined. A sparse gradient steps only rows if
+/// possible.
 AdamStep adam_step_of(const AdamSettings& settings, const at::Tensor& parameter, const at::Tensor& gradient,
                       const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const at::Tensor& max_exp_avg_sq,
                       const Multiplier& multiplier);

@@ -28,8 +28,7 @@ DeviceOperand operand_of(const Step& step, bool by_kernel = false) {
 }
 
 /// Splits steps into batches for one operation each: of one device, equal settings and, except for our own kernels, one
-/// dtype (16-bit ones are computed in float32). Batches are limited so that their copies need little memory. Splits
-/// large steps that need copies.
+/// dtype (16-bit ones are computed in float32). Limits the memory for copies, for which large steps are split.
 template <class Step>
 std::vector<std::vector<StepPart<Step>>> batches_of(const std::vector<Step>& steps, bool multiplied,
                                                     bool by_kernel = false) {
@@ -78,8 +77,7 @@ class BatchMove final : public Move {
   Body body_;
 };
 
-/// Adds steps in batches. `body_for(settings, device)` makes a batch's body, and what that needs, before any parameter
-/// changes.
+/// Adds steps in batches. `body_for(settings, device)` makes a body, and all it needs, before any parameter changes.
 template <class Step, class BodyFor>
 void add_batches(Moves& moves, const std::vector<Step>& steps, const Multiplier& multiplier, const BodyFor& body_for) {
   for (auto& batch : batches_of(steps, !multiplier.is_one())) {

@@ -47,8 +47,7 @@ std::optional<at::Tensor> found_inf_on(at::Device device, const Multiplier& mult
 /// Returns a bool for other operations, true if the step is skipped; undefined if the device never skips it.
 at::Tensor left_out_on(at::Device device, const Multiplier& multiplier);
 
-/// Rounds float32 numbers stochastically to one of the adjacent bfloat16 values. `random_bits` (int32) and `is_nan`
-/// (bool) are scratch.
+/// Rounds float32 numbers stochastically to adjacent bfloat16 values. `random_bits` (int32) and `is_nan` are scratch.
 void round_stochastically_(const at::Tensor& numbers, std::uint64_t key, at::Tensor random_bits, at::Tensor is_nan);
 
 /// The parameters and gradients of one move in the memory that is used in the computation, which is their own or

@@ -12,8 +12,8 @@
 
 namespace gradaccum::detail {
 
-/// An optimizer that LibTorch does not have. `Derived` provides `name` and `static void check(const Options&)`, and
-/// overrides `move`.
+/// An optimizer that LibTorch lacks. `Derived` has `name` and `static void check(const Options&)`, and overrides
+/// `move`.
 template <class Derived, class Options, class State>
 class OwnOptimizer : public OnePassOptimizer<Derived, torch::optim::Optimizer, State> {
  public:

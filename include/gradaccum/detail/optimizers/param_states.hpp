@@ -19,8 +19,7 @@
 
 namespace gradaccum::detail {
 
-/// A parameter's state in an optimizer that LibTorch does not have: a step count, and named tensors. An undefined
-/// tensor is absent.
+/// A parameter's state in an optimizer that LibTorch lacks: a step count and named tensors, undefined if absent.
 class OwnParamState : public torch::optim::OptimizerParamState {
   TORCH_ARG(std::int64_t, step) = 0;
 

@@ -34,8 +34,7 @@ struct Moments {
   std::int64_t zero = 0;  ///< the value that represents zero
 };
 
-/// Returns sparse moments as a dense, row-major tensor, and others unchanged. Sums duplicate rows, which LibTorch's SGD
-/// may leave.
+/// Returns sparse moments as a dense, row-major tensor, others unchanged. Sums duplicate rows (of LibTorch's SGD).
 at::Tensor dense_of(const at::Tensor& moments, std::int64_t zero = 0);
 
 /// The rows of a table that one step reads.
@@ -51,13 +50,11 @@ class StepRows {
   /// Returns the rows' values as a sparse tensor of the parameter's state.
   at::Tensor state_of(const at::Tensor& values, const at::Tensor& parameter) const;
 
-  /// A row's number in the table, and its index in the moments and in the gradient; the latter is negative if there is
-  /// none.
+  /// A row's number in the table, its index in the moments, and that in the gradient, or a negative number.
   struct Row {
     std::int64_t number, moments, gradient;
   };
-  /// Calls `body` for each row on LibTorch's threads. With `all`, includes rows without moments, whose scratch moments
-  /// are zero and must stay zero.
+  /// Calls `body` for each row on LibTorch's threads; with `all`, also for rows without moments, whose zeros must stay.
   void run(bool all, c10::function_ref<void(const Row&)> body) const;
 
  private:

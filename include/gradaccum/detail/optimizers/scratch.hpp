@@ -10,8 +10,7 @@
 
 namespace gradaccum::detail {
 
-/// The memory of one device that moves use in turn. Before `allocate()`, taking memory only measures how much the
-/// largest move needs.
+/// The memory of one device that moves use in turn. Before `allocate()`, `take` only measures how much they need.
 class Scratch {
  public:
   explicit Scratch(at::Device device) : device_(device) {}

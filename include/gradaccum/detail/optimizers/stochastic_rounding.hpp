@@ -20,8 +20,7 @@ class StochasticRounding {
   bool is_on() const { return seed_.has_value(); }
   bool concerns(const at::Tensor& parameter) const { return seed_ && parameter.scalar_type() == at::kBFloat16; }
 
-  /// Returns the key for the next step of the `place`-th parameter, and counts the step. `concerns` must be true for
-  /// it.
+  /// Returns the key for the next step of the `place`-th parameter, and counts the step. Requires `concerns`.
   std::uint64_t next_key(std::size_t place);
 
   /// The number of rounded steps of each parameter. This is state to save; the seed is set by the program.

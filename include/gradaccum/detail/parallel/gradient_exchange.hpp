@@ -36,8 +36,7 @@ struct Bucket {
 std::vector<Bucket> buckets_of(const std::vector<at::Tensor>& parameters, std::optional<c10::ScalarType> accumulate_in,
                                std::int64_t bucket_bytes);
 
-/// Sums one window's gradients over all ranks. A bucket is sent when all its gradients are ready and all earlier
-/// buckets have been sent.
+/// Sums one window's gradients over all ranks. Sends a bucket once it is complete and all earlier ones have been sent.
 ///
 /// Gradients are sent multiplied by the window's first weight, because each rank has divided its own by it.
 class GradientExchange : public ArrivalListener {
@@ -71,8 +70,7 @@ class GradientExchange : public ArrivalListener {
   bool has_own(std::size_t place) const { return window_->first_weight() != 0 && window_->sums()[place].defined(); }
   /// Returns this rank's gradient in dense form; undefined if there is none.
   at::Tensor own(std::size_t place) const;
-  /// Returns the gradient of a bucket with only one, as it is sent: in the bucket's dtype, times the weight. Works in
-  /// place if possible.
+  /// Returns a bucket's only gradient as it is sent, multiplied by the weight. Works in place if possible.
   at::Tensor sent_alone(const Bucket& bucket) const;
   void times_weight(const at::Tensor& sum) const;
   double unit_of(double weight_of_all) const;

@@ -76,8 +76,7 @@ GRADACCUM_INLINE void GradientPieces::send_part(Sent sent) {
   under_way_.push_back(std::move(sent));
 }
 
-/// Leaves the first and the last rank's own pieces in place, unsent: the pieces of all other ranks are then still
-/// contiguous.
+/// Leaves the first and the last rank's own pieces in place, unsent: the pieces of all others are still contiguous.
 GRADACCUM_INLINE void GradientPieces::begin_all_to_all(Sent& sent) {
   const auto rank = static_cast<std::size_t>(shards_->rank());
   auto from = sent.from.view({-1});
@@ -166,8 +165,7 @@ GRADACCUM_INLINE std::vector<double> GradientPieces::used() const {
   return used;
 }
 
-/// Returns a sum in the form in which backward would have left it: with the parameter's strides, and in its dtype
-/// unless sums are kept wider.
+/// Returns a sum as backward would have left it: in the parameter's strides, and in its dtype unless sums are wider.
 GRADACCUM_INLINE at::Tensor GradientPieces::as_gradient(std::size_t place, at::Tensor sum) const {
   const auto& own = shards_->own(place);
   if (!accumulate_in_) sum = sum.to(own.scalar_type());

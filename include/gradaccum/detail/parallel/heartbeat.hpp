@@ -17,21 +17,19 @@ class Store;
 
 namespace gradaccum::detail {
 
-/// Detects processes that have ended. Each process has a thread that increments its counter in the store several times
-/// a second.
+/// Detects processes that have ended. A thread of each increments a counter in the store several times a second.
 ///
 /// Gloo reports a closed connection, but not which process has ended, and reports it only to the neighbours in a ring.
 /// The first process to notice finds the counter that has stopped, and writes the failure to the store for all others.
 ///
-/// Gloo does not report a lost link or a suspended process. So rank 0 checks the counters of all others once a second,
-/// and they check its counter. A process that waits also checks that the store still answers its own thread, which may
-/// hang in a system call.
+/// Gloo does not report a lost link or a suspended process. So once a second rank 0 checks the counters of all others,
+/// and they check its counter. A waiting process also checks that the store answers its thread, which may hang.
 class Heartbeat {
  public:
   /// The silence after which a process counts as dead. One on a machine that is merely busy still counts in time.
   static constexpr std::chrono::milliseconds longest_silence{30000};
 
-  /// Starts the thread, which must be the only user of `store`. `place` describes the store's location in errors.
+  /// Starts the thread, which must be the only user of `store`. `place` locates the store in errors.
   Heartbeat(c10::intrusive_ptr<c10d::Store> store, std::string place, int rank, int world_size,
             std::chrono::milliseconds silence = longest_silence);
   Heartbeat(const Heartbeat&) = delete;

@@ -19,8 +19,7 @@ struct LaunchEnvironment {
   std::string attempt;              ///< torchrun's restart count: separates the store's keys by attempt
 };
 
-/// Reads a LaunchEnvironment from the variables of torchrun (Kubeflow, and many others), Slurm's srun, or Open MPI's
-/// mpirun.
+/// Reads the variables of torchrun (Kubeflow, and many others), Slurm's srun, or Open MPI's mpirun.
 class LaunchEnvironmentReader {
  public:
   using Lookup = std::function<std::optional<std::string>(const std::string& variable)>;

@@ -44,8 +44,7 @@ class Links {
   struct Exchange;  ///< an operation in flight
   using Pending = std::shared_ptr<Exchange>;
 
-  /// Connects all ranks. `host` is rank 0's, and is a loopback address if all are on this machine. `place` describes
-  /// the store's location in errors.
+  /// Connects all ranks. A loopback `host`, which is rank 0's, means one machine. `place` locates the store in errors.
   Links(const c10::intrusive_ptr<c10d::Store>& store, const std::string& host, const std::string& place, int rank,
         int world_size, std::chrono::milliseconds timeout);
   Links(const Links&) = delete;

@@ -240,8 +240,7 @@ GRADACCUM_INLINE bool Links::came_by_gloo(c10d::Work& work) {
   return heartbeat_.wait([&] { return future->completed(); }) && !future->hasError();
 }
 
-/// Polls, because NCCL's futures are completed by the launch, a device wakes no thread, and the end of another rank
-/// would go unnoticed.
+/// Polls, as NCCL's futures complete at the launch, a device wakes no thread, and a rank's end would go unnoticed.
 GRADACCUM_INLINE bool Links::came_by_nccl(c10d::Work& work) {
   return heartbeat_.poll([&] { return work.isCompleted(); }, timeout_) && !work.exception();
 }

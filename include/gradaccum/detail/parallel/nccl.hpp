@@ -31,8 +31,7 @@ std::string device_place(const std::vector<at::Tensor>& tensors);
 /// which waits for no rank, once all that was sent has arrived or never will.
 class NcclLink {
  public:
-  /// Starts to connect. `store` must be a connection with no other user. Must be constructed on all ranks at the same
-  /// time.
+  /// Starts to connect, as all ranks must at the same time. `store` must be a connection with no other user.
   NcclLink(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size, at::Device device,
            std::chrono::milliseconds timeout);
   NcclLink(const NcclLink&) = delete;

@@ -63,8 +63,7 @@ GRADACCUM_INLINE std::string device_place(const std::vector<at::Tensor>& tensors
 
 GRADACCUM_INLINE c10::intrusive_ptr<c10d::Backend> make_nccl(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                              int world_size, std::chrono::milliseconds timeout) {
-  // LibTorch would otherwise end the process a minute after an error, and a process of a later attempt that finds the
-  // error in the store.
+  // By default LibTorch ends the process a minute after an error, and later attempts that find the error in the store.
   setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", /*overwrite=*/0);
   setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", /*overwrite=*/0);
   auto options = c10d::ProcessGroupNCCL::Options::create();

@@ -9,9 +9,8 @@ namespace gradaccum::detail {
 
 class Links;
 
-/// Combines the states of all ranks: rank 0's, and the values of other ranks that differ from it, under `rank_1.` and
-/// so on. Parameters are equal on all ranks, as is the optimizer unless it is sharded; random number generators and the
-/// position in the data are not.
+/// Combines the states of all ranks: rank 0's, and others' values that differ from it, under `rank_1.` and so on.
+/// Parameters are equal on all ranks, as is an unsharded optimizer; random states and positions in the data differ.
 ///
 /// Rank 0's archive receives the numbers and strings of the others. Tensors are not sent: another rank's archive keeps
 /// only its own tensors that differ. Must be called on all ranks.

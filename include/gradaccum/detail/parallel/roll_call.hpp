@@ -41,21 +41,18 @@ class RollCall {
   void say_failed(const std::string& what);
   std::optional<std::string> failure();
 
-  /// Returns the counters of the ranks in [`first`, `last`): 0 before a rank has started, and `left` or more after it
-  /// has left.
+  /// Returns the counters of ranks in [`first`, `last`): 0 before a rank starts, at least `left` after it has left.
   std::vector<std::int64_t> counts(int first, int last) { return read(count_of, first, last); }
   static constexpr std::int64_t left = std::int64_t{1} << 62;
 
   /// Stores all counters for `missing` to compare with.
   void note_counts() { counts_ = counts(0, size_); }
-  /// Returns the ranks whose counters have stopped since `note_counts`, as in `rank 1 has ended or hangs`; nullopt if
-  /// there are none.
+  /// Returns the ranks whose counters have stopped since `note_counts`, in words; nullopt if there are none.
   std::optional<std::string> missing();
   /// Returns the rank that has waited the fewest times, in words; nullopt if all have waited equally often.
   std::optional<std::string> behind();
 
-  /// Marks this rank as having left. Rank 0, whose process has the store, then waits up to `longest` for the others,
-  /// some of which may have died.
+  /// Marks this rank as having left. Rank 0, whose process has the store, waits for the others, but at most `longest`.
   void leave(std::chrono::milliseconds longest);
 
  private:
@@ -74,8 +71,7 @@ class RollCall {
   std::atomic<std::int64_t> answers_ = 0;
 };
 
-/// Lets rank 0 check all others, and the others check rank 0, which reports to them: so only one of hundreds of ranks
-/// reads hundreds of counters.
+/// Lets rank 0 check all others, and these only rank 0, which reports to them: only one rank reads so many counters.
 class Watch {
  public:
   Watch(int rank, int world_size, std::chrono::milliseconds longest);

@@ -10,9 +10,8 @@
 
 namespace gradaccum::detail {
 
-/// The records of an event file: `Event` messages of TensorBoard's event.proto, serialized like PyTorch's
-/// SummaryWriter. `time` is in seconds since 1970. Texts that are not UTF-8 are escaped, since a reader would give up
-/// the whole file.
+/// The records of an event file: TensorBoard's `Event` messages, serialized like PyTorch's SummaryWriter. `time` is in
+/// seconds since 1970. Texts that are not UTF-8 are escaped, since a reader would give up the whole file.
 
 /// Returns the first record of a file.
 std::string version_event(double time);

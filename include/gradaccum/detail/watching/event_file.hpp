@@ -14,8 +14,7 @@
 
 namespace gradaccum::detail {
 
-/// A new TensorBoard file of serialized Events, which are framed as records with lengths and checksums like
-/// TensorFlow's.
+/// A new TensorBoard file of serialized Events, framed with lengths and checksums like TensorFlow's records.
 ///
 /// Readers take the files of a directory in the order of their names and do not return to one, so the name sorts after
 /// all existing ones. Records are buffered in memory and written together. A record that could not be written, for

@@ -28,8 +28,7 @@ struct ProfiledEvent {
 /// Throws if LibTorch's profiler cannot start on this thread. The error names `who`.
 void check_can_profile(const char* who);
 
-/// A run of LibTorch's own profiler, Kineto, on this thread and on those of its backward passes. Only this file's
-/// definitions know its interface.
+/// A run of LibTorch's profiler on this thread and those of its backward passes. Only kineto_session.ipp knows Kineto.
 class KinetoSession {
  public:
   explicit KinetoSession(const char* who);

@@ -24,8 +24,7 @@
 #include <system_error>
 
 extern "C" {
-/// Kineto's function, which LibTorch calls only after Kineto has printed its first lines; nullptr in a LibTorch without
-/// Kineto.
+/// Kineto's function, which LibTorch calls only after Kineto's first lines; nullptr in a LibTorch without Kineto.
 __attribute__((weak)) void suppressLibkinetoLogMessages();
 }
 

@@ -38,8 +38,7 @@ class ProtobufMessage {
 /// Appends the lowest byte first, as in Protocol Buffers and TensorFlow's records.
 void append_little_endian(std::string& text, std::uint64_t number, int bytes);
 
-/// Returns the text, with each byte that is not UTF-8 escaped like `\xff`, since readers of Protocol Buffers require
-/// UTF-8.
+/// Returns the text with bytes that are not UTF-8, which readers of Protocol Buffers require, escaped like `\xff`.
 std::string as_utf8(std::string_view text);
 
 }  // namespace gradaccum::detail

@@ -61,8 +61,7 @@ GRADACCUM_INLINE void count_numbers(const at::Tensor& numbers, std::vector<doubl
   }
 }
 
-/// Keeps the buckets from the one before the first that is not empty, whose limit is the beginning of that one, to the
-/// last.
+/// Keeps the buckets from the one before the first non-empty one, whose beginning is the former's limit, to the last.
 GRADACCUM_INLINE void keep_used_buckets(const std::vector<double>& counts, ValueHistogram& histogram) {
   const auto is_used = [](double count) { return count > 0; };
   const auto first = std::find_if(counts.begin(), counts.end(), is_used) - counts.begin();
