@@ -37,7 +37,7 @@ struct ProfiledMemory {
   MemoryByKind bytes = {};
 };
 
-/// The result of a `Profiler` or of `Profile`: time and memory. It prints as three tables:
+/// The result of a `Profiler` or of `Profile`: time and memory. It prints as tables:
 ///
 ///     ga::Profiler profiler;
 ///     {

@@ -58,7 +58,7 @@ GRADACCUM_INLINE void ProgressLine::restart(double fraction, std::int64_t sample
 
 GRADACCUM_INLINE std::string ProgressLine::line(std::optional<double> fraction, std::int64_t samples,
                                                 const std::string& text) const {
-  const double seconds = std::chrono::duration<double>(Clock::now() - start_).count();
+  const double seconds = std::max(1e-6, std::chrono::duration<double>(Clock::now() - start_).count());
   auto line = fmt::format("{} | {} {}/s", text, rate_text(static_cast<double>(samples - samples_before_) / seconds),
                           options_.unit);
   if (!fraction || !(*fraction > 0)) return line;

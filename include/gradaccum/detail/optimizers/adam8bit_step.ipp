@@ -80,8 +80,8 @@ class Coding {
     numbers.view({-1, eight_bit_block}).mul_(codes.scales.unsqueeze(1));
   }
 
-  /// Encodes `numbers`, and overwrites them. `places` and `unusable`, a bool for each block, are scratch.
-  void encode(const at::Tensor& numbers, Codes codes, at::Tensor places, at::Tensor unusable) const {
+  /// Encodes `numbers`, and overwrites them. `places` and `usable`, a bool for each block, are scratch.
+  void encode(const at::Tensor& numbers, Codes codes, at::Tensor places, at::Tensor usable) const {
     const auto blocks = numbers.view({-1, eight_bit_block});
     auto magnitudes = places.view(at::kFloat);
     auto shaped = magnitudes.view({-1, eight_bit_block});
@@ -89,8 +89,8 @@ class Coding {
     at::amax_out(codes.scales, shaped, {1});
     auto by = magnitudes.slice(0, 0, codes.scales.numel());
     at::reciprocal_out(by, codes.scales);
-    at::ge_out(unusable, codes.scales, std::numeric_limits<float>::min());
-    by.masked_fill_(unusable.logical_not_(), 0);
+    at::ge_out(usable, codes.scales, std::numeric_limits<float>::min());
+    by.masked_fill_(usable.logical_not_(), 0);
     blocks.mul_(by.unsqueeze(1));
     at::bucketize_out(places, numbers, middles_, /*out_int32=*/true);
     codes.codes.copy_(places.slice(0, 0, codes.codes.numel()));
@@ -223,7 +223,7 @@ class Adam8bitMove final : public Move {
     places_ = scratch.take(blocks * eight_bit_block, at::kInt);
     m_ = scratch.take(blocks * eight_bit_block, at::kFloat);
     v_ = scratch.take(blocks * eight_bit_block, at::kFloat);
-    unusable_ = scratch.take(blocks, at::kBool);
+    usable_ = scratch.take(blocks, at::kBool);
     if (!left_out_.defined()) return;
     fresh_.codes = scratch.take(exp_avg_.codes.numel(), at::kByte);
     fresh_.scales = scratch.take(blocks, at::kFloat);
@@ -249,8 +249,8 @@ class Adam8bitMove final : public Move {
 
   /// Encodes moments, but keeps the old codes if the step is skipped, since encoding may change them.
   void encode(const Coding& coding, const at::Tensor& numbers, Codes& codes) const {
-    if (!left_out_.defined()) return coding.encode(numbers, codes, places_, unusable_);
-    coding.encode(numbers, fresh_, places_, unusable_);
+    if (!left_out_.defined()) return coding.encode(numbers, codes, places_, usable_);
+    coding.encode(numbers, fresh_, places_, usable_);
     at::where_out(codes.codes, left_out_, codes.codes, fresh_.codes);
     at::where_out(codes.scales, left_out_, codes.scales, fresh_.scales);
   }
@@ -260,7 +260,7 @@ class Adam8bitMove final : public Move {
   at::Tensor left_out_;
   Coding first_, second_;
   Codes exp_avg_, exp_avg_sq_, fresh_;
-  at::Tensor places_, m_, v_, unusable_;
+  at::Tensor places_, m_, v_, usable_;
 };
 
 GRADACCUM_INLINE void add_aten_moves(Moves& moves, const std::vector<Adam8bitStep>& steps,

@@ -44,9 +44,6 @@ void add_moves(Moves& moves, const std::vector<AdamStep>& steps, const Multiplie
 /// Adds steps by ATen's fused operation.
 void add_aten_moves(Moves& moves, const std::vector<AdamStep>& steps, const Multiplier& multiplier);
 
-/// Returns settings of the same kind for a trial.
-AdamSettings trial_settings(const AdamSettings& like);
-
 /// ATen's fused operation on lists of tensors of one device and dtype.
 class FusedAdam {
  public:
