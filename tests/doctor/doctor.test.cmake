@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # The doctor measures each thing and says how to mend what is wrong, here a number of threads that is wrong on purpose.
-# cmake -D EXAMPLE=<program> -P doctor.test.cmake
+# cmake -D EXAMPLE=<program> [-D EMULATED_CUDA=<library>] -P doctor.test.cmake
 cmake_minimum_required(VERSION 3.25)
 include("${CMAKE_CURRENT_LIST_DIR}/../support/example.cmake")
 
@@ -22,7 +22,9 @@ set(verdict "(ok|to mend|${number} times slower) +")
 
 cmake_host_system_information(RESULT cpus QUERY NUMBER_OF_LOGICAL_CORES)
 math(EXPR too_many "${cpus} + 1")
+set(ENV{LD_PRELOAD} "${EMULATED_CUDA}")
 examine(${too_many})
+set(ENV{LD_PRELOAD} "")
 expect_match("${output}" "^[^\n]+: [0-9]+ CPUs?, ${number} GiB of memory; LibTorch [0-9.]+[^ ]* with ${too_many} threads\n\n")
 foreach(finding
     "freed memory: ${number} ms to fill 72 MiB of new tensors, ${number} ms of kept ones"
@@ -34,9 +36,12 @@ foreach(finding
     "OpenMP: [^\n]+")
   expect_match("${output}" "\n${verdict}${finding}\n")
 endforeach()
-if(output MATCHES "CUDA kernels: ")
-  expect_match("${output}" "CUDA products of new shapes: ${number} ms for the first of a shape, ${number} ms for others\n")
-  expect_match("${output}" "CUDA attention over new lengths: ${number} ms for the first of a length, ${number} ms for others\n")
+if(EMULATED_CUDA OR output MATCHES "CUDA kernels: ")
+  expect_match("${output}" "\n${verdict}CUDA products of new shapes: ${number} ms for the first of a shape, ${number} ms for others\n")
+  expect_match("${output}" "\n${verdict}CUDA attention over new lengths: ${number} ms for the first of a length, ${number} ms for others\n")
+endif()
+if(EMULATED_CUDA)
+  expect_match("${output}" "\nto mend +CUDA kernels: none in this program[^\n]*\n +link with gradaccum::compiled")
 endif()
 
 # One thread too many is to mend, and as many threads as the doctor names are not.
@@ -44,6 +49,9 @@ expect_match("${output}" "\n(to mend|${number} times slower) +threads: ${too_man
 string(REGEX REPLACE ".*\n +at::set_num_threads[(]([0-9]+)[)];.*" "\\1" right "${output}")
 examine(${right})
 expect_match("${output}" "\nok +threads: ${right} on ${right} CPU")
+if(EMULATED_CUDA AND output MATCHES "CUDA")
+  message(FATAL_ERROR "the doctor sees a CUDA device where there is none\n${output}")
+endif()
 
 # What has a cure is followed by it, and what is well by another finding.
 string(REGEX MATCHALL "\n(to mend|${number} times slower) " losses "${output}")
