@@ -2,12 +2,12 @@
 #pragma once
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/watching/curve.hpp>
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -15,6 +15,46 @@
 namespace gradaccum {
 
 class Archive;
+
+/// A number at an update.
+struct CurvePoint {
+  std::int64_t update = 0;  ///< counted by the caller
+  double value = 0;         ///< may be NaN or infinite
+};
+
+/// Points of a curve that are beside each other. NaN and infinities are counted, and are in no other number.
+struct CurvePiece {
+  std::int64_t first = 0, last = 0;      ///< updates of its points
+  std::int64_t finite = 0, gaps = 0;     ///< how many are numbers, and how many are NaN or infinite
+  CurvePoint lowest = {}, highest = {};  ///< the first of equal ones
+  double mean = 0;                       ///< lies between both, whatever is rounded or overflows
+};
+
+/// A number over the updates of a training: at most 256 pieces of as many updates each, twice as many whenever there
+/// would be more pieces. Where a piece begins depends on the updates alone, not on where a program was stopped.
+class Curve {
+ public:
+  static constexpr std::size_t most_pieces = 256;  ///< bounds its memory
+
+  /// Adds a point. Updates go up, or stay; one that goes back forgets what was there from then on.
+  void add(std::int64_t update, double value);
+
+  bool empty() const { return pieces_.empty(); }                     ///< has no point
+  const std::vector<CurvePiece>& pieces() const { return pieces_; }  ///< in the order of their updates
+  std::int64_t level() const { return level_; }                      ///< a piece has 2^level updates
+  CurvePoint last() const;                                           ///< the last point, which may be NaN or infinite
+  std::optional<CurvePoint> lowest() const;                          ///< none where no point is a number
+  std::optional<CurvePoint> highest() const;                         ///< none where no point is a number
+
+ private:
+  friend class Curves;
+  void append(const CurvePiece& piece);
+  void check() const;
+
+  std::vector<CurvePiece> pieces_;
+  std::int64_t level_ = 0;
+  double last_value_ = 0;
+};
 
 /// Numbers over the updates of a run, by name: what a `RunPage` draws.
 ///
@@ -25,28 +65,31 @@ class Archive;
 ///     }
 ///
 /// Names are what you like; what is after the last `/` says on which chart a curve is, what is before it is its name
-/// there. Memory is bounded, for a million updates as well: a curve is kept as at most 256 pieces of as many updates
-/// each, with their mean and their extremes (18 KB). Updates go up; where they go back, after an older state was loaded
-/// say, what was there from then on is forgotten. NaN and infinities are gaps.
+/// there. Memory is bounded, for a million updates as well: 18 KB a curve. NaN and infinities are gaps.
 ///
 /// A part of a state: what goes on has the same curves as what was never stopped, to the bit.
 class Curves {
  public:
+  /// A curve and its name.
   struct Named {
-    std::string name;
-    detail::Curve curve;
+    std::string name;  ///< as it was given, of any bytes
+    Curve curve;       ///< its points
   };
 
+  /// Adds a point to the curve of this name, which begins with it where there is none.
   void add(std::string_view name, std::int64_t update, double value);
+  /// Has no curve.
   bool empty() const { return all_.empty(); }
-  /// In the order in which they came.
+  /// All curves, in the order in which they came.
   const std::vector<Named>& all() const { return all_; }
-  /// Null where there is none of that name.
-  const detail::Curve* find(std::string_view name) const;
+  /// The curve of this name; null where there is none.
+  const Curve* find(std::string_view name) const;
+  /// Saves and loads all curves.
   void state(Archive& archive);
 
  private:
-  detail::Curve& at(std::string_view name);
+  struct Packed;
+  Curve& at(std::string_view name);
 
   std::vector<Named> all_;
   std::map<std::string, std::size_t, std::less<>> places_;

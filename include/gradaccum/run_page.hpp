@@ -19,7 +19,6 @@ namespace gradaccum {
 
 namespace detail {
 struct PageContent;
-class PageFile;
 }  // namespace detail
 
 /// Where a `RunPage` is, what it is called, and how often it is written.
@@ -36,7 +35,7 @@ struct RunProgress {
 };
 
 /// A page of a run for people to look at while it goes on: one HTML file with curves, progress and numbers, that is
-/// rewritten now and then, and needs no network, no server and no script.
+/// rewritten now and then, and needs no network and no server.
 ///
 ///     ga::RunPage page({.path = "run.html", .title = "A linear model"});
 ///     page.set("optimizer", "SGD, lr 1e-3");
@@ -48,7 +47,8 @@ struct RunProgress {
 ///
 /// `train/loss` and `validation/loss` share a chart, all of `memory/…`, in bytes, is stacked; `Curves` has more on
 /// names, thinning and gaps. Several runs on the same axes: `add_run`. In a browser the page reads itself anew until
-/// the run is over. Whatever a name or a text is, it is shown as text, and nothing in it can run.
+/// the run is over. Whatever a name or a text is, it is shown as text, and nothing in it can run. Programs find all
+/// numbers as JSON in the page's element `run`.
 ///
 /// The file is replaced as a whole, so that nobody sees half a page. Throws `std::runtime_error` with its name where it
 /// cannot be written: also when the page is made. A page that is never ended says that its run was interrupted.
@@ -70,7 +70,8 @@ class RunPage {
   void set(std::string_view name, std::string text);
   /// A key figure, with a line below it.
   void tile(std::string_view name, std::string text, std::string note = {});
-  /// A number of the summary; who reads the page by a program finds its exact value, too.
+  void tile(std::string_view name, double value, std::string note = {});
+  /// A number of the summary, shown as `text` where there is one; the page's JSON has its exact value.
   void number(std::string_view name, double value, std::string text = {});
   void number(std::string_view name, std::integral auto value, std::string text = {}) {
     whole_number(name, static_cast<std::int64_t>(value), std::move(text));
@@ -85,24 +86,27 @@ class RunPage {
   /// Another run begins: its time counts from now on, and the time that is left goes by what is done from now on.
   void restart();
 
-  /// Those of `add`.
+  /// The curves that `add` writes to.
   const Curves& curves() const;
   /// The curves, and the time so far: a run that goes on has one curve, without a point that is there twice.
   void state(Archive& archive);
 
  private:
-  void whole_number(std::string_view name, std::int64_t value, std::string text);
-  void write(const RunProgress& progress);
-  double seconds() const;
-  std::optional<double> seconds_left(double fraction, double seconds);
+  using Clock = std::chrono::steady_clock;
 
+  void whole_number(std::string_view name, std::int64_t value, std::string text);
+  void write(std::string_view state, std::string_view reason, const RunProgress& progress);
+  double seconds() const;
+  std::optional<double> seconds_left(double seconds);
+
+  RunPageOptions options_;
   std::unique_ptr<detail::PageContent> content_;
-  std::unique_ptr<detail::PageFile> file_;
-  Curves& own_;
-  std::chrono::steady_clock::time_point start_;
+  Clock::time_point start_ = Clock::now();
+  std::optional<Clock::time_point> written_ = {};
   double seconds_before_ = 0;                                           // of a run that was loaded
   std::optional<RunProgress> first_ = {{.fraction = 0, .seconds = 0}};  // what the time that is left goes by
-  bool is_written_ = false;
+  std::optional<double> fraction_ = {};                                 // that was written last
+  bool goes_on_ = false;                                                // the page on the disk says so
 };
 
 }  // namespace gradaccum

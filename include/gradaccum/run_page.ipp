@@ -5,20 +5,37 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/watching/number_text.hpp>
-#include <gradaccum/detail/watching/page_content.hpp>
-#include <gradaccum/detail/watching/page_file.hpp>
+#include <gradaccum/detail/io/files.hpp>
+#include <gradaccum/detail/watching/page_template.hpp>
 
 #include <c10/util/Exception.h>
 
+#include <nlohmann/json.hpp>
+
 #include <algorithm>
 #include <array>
+#include <cerrno>
+#include <cmath>
+#include <cstdio>
 #include <ctime>
+#include <deque>
 #include <exception>
 #include <utility>
 
 namespace gradaccum {
 namespace detail {
+
+struct PageRun {
+  std::string name = {};
+  Curves curves = {};
+};
+
+/// What a page shows, but for how far its run is. Its own run is the first; references to their curves are out, which a
+/// deque keeps where they are.
+struct PageContent {
+  std::deque<PageRun> runs = std::deque<PageRun>(1);
+  nlohmann::json tiles = nlohmann::json::array(), numbers = tiles, settings = tiles;
+};
 
 /// `2026-01-31 23:59:59 UTC`
 GRADACCUM_INLINE std::string time_text() {
@@ -29,40 +46,95 @@ GRADACCUM_INLINE std::string time_text() {
   return {text.data(), std::strftime(text.data(), text.size(), "%Y-%m-%d %H:%M:%S UTC", &parts)};
 }
 
-/// In the order in which the names came.
-template <class Named>
-void put_by_name(std::vector<Named>& all, Named named) {
-  const auto same = std::find_if(all.begin(), all.end(), [&named](auto& other) { return other.name == named.name; });
-  if (same == all.end())
-    all.push_back(std::move(named));
+/// A text of any bytes: what is no UTF-8 is replaced when it is written, as is a character that is cut in two.
+GRADACCUM_INLINE nlohmann::json json_text(std::string_view text, std::size_t most_bytes = 200) {
+  return std::string(text.substr(0, most_bytes)) + (text.size() > most_bytes ? "…" : "");
+}
+
+/// JSON has no numbers but finite ones.
+GRADACCUM_INLINE nlohmann::json json_number(double number) {
+  if (std::isfinite(number)) return number;
+  return std::isnan(number) ? "NaN" : number > 0 ? "∞" : "−∞";
+}
+
+GRADACCUM_INLINE nlohmann::json json_number(const std::optional<double>& number) {
+  return number ? nlohmann::json(*number) : nlohmann::json();
+}
+
+/// `[name, last value, pieces]`; a piece without a number has neither mean nor extremes.
+GRADACCUM_INLINE nlohmann::json json_curve(const Curves::Named& named) {
+  auto pieces = nlohmann::json::array();
+  for (auto& piece : named.curve.pieces()) {
+    const auto finite = [&piece](double number) {
+      return piece.finite > 0 ? nlohmann::json(number) : nlohmann::json();
+    };
+    pieces.push_back({piece.first, piece.last, finite(piece.mean), finite(piece.lowest.value),
+                      finite(piece.highest.value), piece.lowest.update, piece.highest.update, piece.gaps});
+  }
+  return {json_text(named.name), json_number(named.curve.last().value), std::move(pieces)};
+}
+
+/// Adds a row, or replaces the one of that name.
+GRADACCUM_INLINE void put_row(nlohmann::json& rows, nlohmann::json row) {
+  const auto same = std::find_if(rows.begin(), rows.end(), [&row](auto& other) { return other[0] == row[0]; });
+  if (same == rows.end())
+    rows.push_back(std::move(row));
   else
-    *same = std::move(named);
+    *same = std::move(row);
+}
+
+/// The JSON has no `<`, with which alone its element could end, and only ASCII.
+GRADACCUM_INLINE std::string page_text(const nlohmann::json& content) {
+  std::string text(page_before_json);
+  for (const char c : content.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace))
+    c == '<' ? text += "\\u003c" : text += c;
+  return text.append(page_after_json);
+}
+
+GRADACCUM_INLINE std::filesystem::path part_of(std::filesystem::path path) { return path += ".part"; }
+
+/// Writes a page beside its place; it waits for no disk. Leaves nothing behind where it cannot be written whole.
+GRADACCUM_INLINE void write_part(const std::filesystem::path& path, std::string_view text) {
+  const auto part = part_of(path);
+  auto* const file = std::fopen(part.c_str(), "wbe");
+  if (!file) file_error(path, "must be written beside, as " + part.filename().string(), errno);
+  const bool is_whole = std::fwrite(text.data(), 1, text.size(), file) == text.size();
+  const int error = errno;
+  if (std::fclose(file) == 0 && is_whole) return;
+  const int why = is_whole ? errno : error;
+  std::remove(part.c_str());
+  file_error(path, "must be written", why);
+}
+
+/// Whoever reads the page sees the one or the other, never half of one.
+GRADACCUM_INLINE void replace_page(const std::filesystem::path& path, std::string_view text) {
+  write_part(path, text);
+  if (std::rename(part_of(path).c_str(), path.c_str()) == 0) return;
+  const int error = errno;
+  std::remove(part_of(path).c_str());
+  file_error(path, "must be replaced (is as before)", error);
 }
 
 }  // namespace detail
 
 GRADACCUM_INLINE RunPage::RunPage(RunPageOptions options)
-    : content_(std::make_unique<detail::PageContent>()),
-      file_(std::make_unique<detail::PageFile>(options.path, options.every)),
-      own_(content_->runs.emplace_back().curves),
-      start_(std::chrono::steady_clock::now()) {
-  TORCH_CHECK(!options.path.empty(), "RunPage: path must be given");
-  TORCH_CHECK(options.every.count() >= 0, "RunPage: every must be >= 0 s, got ", options.every.count(), " s");
-  content_->title = std::move(options.title);
-  content_->refresh = options.every.count();
-  file_->check();
+    : options_(std::move(options)), content_(std::make_unique<detail::PageContent>()) {
+  TORCH_CHECK(!options_.path.empty(), "RunPage: path must be given");
+  TORCH_CHECK(options_.every.count() >= 0, "RunPage: every must be >= 0 s, got ", options_.every.count(), " s");
+  if (std::filesystem::is_directory(options_.path)) detail::file_error(options_.path, "must be a file", EISDIR);
+  detail::write_part(options_.path, "");
+  std::remove(detail::part_of(options_.path).c_str());
 }
 
 GRADACCUM_INLINE RunPage::~RunPage() {
-  if (!is_written_ || content_->end) return;
   try {
-    end(RunEnd::interrupted);
+    if (goes_on_) end(RunEnd::interrupted);
   } catch (const std::exception&) {  // there is nobody to tell
   }
 }
 
 GRADACCUM_INLINE void RunPage::add(std::string_view curve, std::int64_t update, double value) {
-  own_.add(curve, update, value);
+  content_->runs.front().curves.add(curve, update, value);
 }
 
 GRADACCUM_INLINE Curves& RunPage::add_run(std::string name, Curves curves) {
@@ -70,78 +142,91 @@ GRADACCUM_INLINE Curves& RunPage::add_run(std::string name, Curves curves) {
 }
 
 GRADACCUM_INLINE void RunPage::set(std::string_view name, std::string text) {
-  detail::put_by_name(content_->facts, {std::string(name), std::move(text)});
+  detail::put_row(content_->settings, {detail::json_text(name), detail::json_text(text, 5000)});
 }
 
 GRADACCUM_INLINE void RunPage::tile(std::string_view name, std::string text, std::string note) {
-  detail::put_by_name(content_->tiles, {std::string(name), std::move(text), std::move(note)});
+  detail::put_row(content_->tiles, {detail::json_text(name, 60), detail::json_text(text, 60), detail::json_text(note)});
+}
+
+GRADACCUM_INLINE void RunPage::tile(std::string_view name, double value, std::string note) {
+  detail::put_row(content_->tiles, {detail::json_text(name, 60), detail::json_number(value), detail::json_text(note)});
 }
 
 GRADACCUM_INLINE void RunPage::number(std::string_view name, double value, std::string text) {
-  if (text.empty()) text = detail::number_text(value);
-  detail::put_by_name(content_->numbers, {std::string(name), std::move(text), detail::exact_text(value)});
+  detail::put_row(content_->numbers, {detail::json_text(name), detail::json_number(value), detail::json_text(text)});
 }
 
 GRADACCUM_INLINE void RunPage::whole_number(std::string_view name, std::int64_t value, std::string text) {
-  if (text.empty()) text = detail::count_text(value);
-  detail::put_by_name(content_->numbers, {std::string(name), std::move(text), std::to_string(value)});
+  detail::put_row(content_->numbers, {detail::json_text(name), value, detail::json_text(text)});
 }
 
 GRADACCUM_INLINE double RunPage::seconds() const {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  return seconds_before_ + std::chrono::duration<double>(Clock::now() - start_).count();
 }
 
-GRADACCUM_INLINE bool RunPage::is_due() const { return file_->is_due(); }
+GRADACCUM_INLINE bool RunPage::is_due() const { return !written_ || Clock::now() - *written_ >= options_.every; }
 
 GRADACCUM_INLINE void RunPage::update(const RunProgress& progress) {
   if (!is_due()) return;
-  content_->end.reset();
-  content_->reason.clear();
-  write(progress);
+  write("running", "", progress);
+  goes_on_ = true;
 }
 
 /// What has finished is whole, if it was ever said how far it is.
 GRADACCUM_INLINE void RunPage::end(RunEnd how, std::string reason, const RunProgress& progress) {
-  content_->end = how;
-  content_->reason = std::move(reason);
+  static constexpr std::array<const char*, 3> names{"finished", "stopped", "interrupted"};
   auto last = progress;
-  if (!last.fraction) last.fraction = content_->fraction;
+  if (!last.fraction) last.fraction = fraction_;
   if (last.fraction && how == RunEnd::finished) last.fraction = 1;
-  write(last);
+  goes_on_ = false;
+  write(names.at(static_cast<std::size_t>(how)), reason, last);
 }
 
 /// From how much was done in how long since the first time that somebody said so.
-GRADACCUM_INLINE std::optional<double> RunPage::seconds_left(double fraction, double seconds) {
-  if (!first_) first_ = RunProgress{.fraction = fraction, .seconds = seconds};
-  const double done = fraction - *first_->fraction;
-  return done > 0 ? std::optional((seconds - *first_->seconds) * (1 - fraction) / done) : std::nullopt;
+GRADACCUM_INLINE std::optional<double> RunPage::seconds_left(double seconds) {
+  if (!fraction_) return std::nullopt;
+  if (!first_) first_ = RunProgress{.fraction = *fraction_, .seconds = seconds};
+  const double done = *fraction_ - *first_->fraction;
+  return done > 0 ? std::optional((seconds - *first_->seconds) * (1 - *fraction_) / done) : std::nullopt;
 }
 
-GRADACCUM_INLINE void RunPage::write(const RunProgress& progress) {
-  auto& content = *content_;
-  content.seconds = progress.seconds.value_or(seconds_before_ + seconds());
-  content.fraction.reset();
-  content.seconds_left.reset();
-  if (progress.fraction) {
-    content.fraction = std::clamp(*progress.fraction, 0.0, 1.0);
-    content.seconds_left = seconds_left(*content.fraction, *content.seconds);
+GRADACCUM_INLINE void RunPage::write(std::string_view state, std::string_view reason, const RunProgress& progress) {
+  const double seconds = progress.seconds.value_or(this->seconds());
+  fraction_ = progress.fraction;
+  if (fraction_) fraction_ = std::clamp(*fraction_, 0.0, 1.0);
+  written_ = Clock::now();
+  auto runs = nlohmann::json::array();
+  for (auto& [name, curves] : content_->runs) {
+    auto all = nlohmann::json::array();
+    for (auto& named : curves.all()) all.push_back(detail::json_curve(named));
+    runs.push_back({{"name", detail::json_text(name)}, {"curves", std::move(all)}});
   }
-  content.written = detail::time_text();
-  file_->write(detail::html_of(content));
-  is_written_ = true;
+  detail::replace_page(options_.path, detail::page_text({{"title", detail::json_text(options_.title)},
+                                                         {"state", state},
+                                                         {"reason", detail::json_text(reason, 300)},
+                                                         {"fraction", detail::json_number(fraction_)},
+                                                         {"seconds", seconds},
+                                                         {"left", detail::json_number(seconds_left(seconds))},
+                                                         {"refresh", std::clamp(options_.every.count(), 1.0, 3600.0)},
+                                                         {"written", detail::time_text()},
+                                                         {"tiles", content_->tiles},
+                                                         {"numbers", content_->numbers},
+                                                         {"settings", content_->settings},
+                                                         {"runs", std::move(runs)}}));
 }
 
 GRADACCUM_INLINE void RunPage::restart() {
-  start_ = std::chrono::steady_clock::now();
+  start_ = Clock::now();
   seconds_before_ = 0;
   first_.reset();
 }
 
-GRADACCUM_INLINE const Curves& RunPage::curves() const { return own_; }
+GRADACCUM_INLINE const Curves& RunPage::curves() const { return content_->runs.front().curves; }
 
 GRADACCUM_INLINE void RunPage::state(Archive& archive) {
-  double so_far = seconds_before_ + seconds();
-  archive("curves", own_);
+  double so_far = seconds();
+  archive("curves", content_->runs.front().curves);
   archive("seconds", so_far);
   if (!archive.loading()) return;
   archive.when_all_fit([this, so_far] {

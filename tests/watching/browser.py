@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens pages of runs in a real browser: python3 browser.py PAGES_PROGRAM DIRECTORY [--keep-pictures]
 
-They have to load without an error, ask for nothing, run nothing, and be readable: dark and light, on a phone, on paper.
+They have to load without an error, ask for nothing, run nothing but their own script, draw their curves, and be
+readable: dark and light, on a phone, on paper.
 Status 77: there is no Chromium here. (CHROMIUM names one.)
 """
 
@@ -16,6 +17,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 import zlib
 
 SKIPPED = 77
@@ -28,13 +30,14 @@ def check(holds, what):
         failures.append(what)
 
 
-def check_style(page):
-    """The hash that a page lets in is that of its style: this part needs no browser."""
+def check_hashes(page):
+    """The hashes that a page lets in are those of its style and its script: this part needs no browser."""
     text = page.read_text()
-    style = re.search(r"<style>(.*?)</style>", text, re.S).group(1)
-    expected = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    found = re.search(r"style-src 'sha256-([^']*)'", text).group(1)
-    check(found == expected, f"page_style_hash is {expected}")
+    for kind in ("style", "script"):
+        held = re.search(rf"<{kind}>(.*?)</{kind}>", text, re.S).group(1)
+        expected = base64.b64encode(hashlib.sha256(held.encode()).digest()).decode()
+        found = re.search(rf"{kind}-src 'sha256-([^']*)'", text).group(1)
+        check(found == expected, f"page_template.hpp: the hash of its {kind} is {expected}")
 
 
 class Browser:
@@ -91,8 +94,12 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
                   mobile=width < 500)
         self.call("Emulation.setEmulatedMedia", media="", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.events = []
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        for address in ("about:blank", page.resolve().as_uri()):  # a page that is open already is read once more, too
+            self.events = []
+            self.call("Page.navigate", url=address)
+            self.loaded()
+
+    def loaded(self):
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self.message())
         self.evaluate("1")  # events of loading have come
@@ -175,35 +182,58 @@ def check_page(browser, page, width, scheme, pictures):
     browser.open(page, width, 900, scheme)
     check(browser.complaints() == [], f"{name}: no error, and nothing asked for {browser.complaints()[:3]}")
     check(browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{name}: no wider than the window")
-    check(browser.evaluate("document.scripts.length") == 0, f"{name}: no script")
+    check(browser.evaluate("document.scripts.length") == 2, f"{name}: no script but its own, and its JSON")
+    check(browser.evaluate("document.querySelectorAll('img, b b, [onload], [onerror], [onmouseover]').length") == 0,
+          f"{name}: no name became an element or an attribute")
     check(browser.evaluate("document.title.includes('it ran') && !document.title.includes('<')") is False,
           f"{name}: nothing ran")
     dark = browser.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0] < 60")
     check(dark == (scheme == "dark"), f"{name}: the colours of the scheme (the style is let in)")
-    small = browser.evaluate("[...document.querySelectorAll('.plot text, td, dd, p')].filter(one => "
+    small = browser.evaluate("[...document.querySelectorAll('svg text:not(.mark), td, th, p, small')].filter(one => "
                              "parseFloat(getComputedStyle(one).fontSize) < 10).length")
-    check(small <= browser.evaluate("document.querySelectorAll('.mark').length"), f"{name}: no text too small to read")
-    drawn = browser.evaluate("[...document.querySelectorAll('path.line, path.area')].every(one => { const box = "
-                             "one.getBoundingClientRect(); return box.width > 20 && one.getAttribute('d').length > 8; })")
-    check(drawn, f"{name}: curves have a width")
-    outside = browser.evaluate("[...document.querySelectorAll('figure')].filter(one => [...one.querySelectorAll("
-                               "'.axes text')].some(text => text.getBoundingClientRect().left < one.getBoundingClientRect()"
-                               ".left || text.getBoundingClientRect().right > one.getBoundingClientRect().right)).length")
+    check(small == 0, f"{name}: no text too small to read")
+    lines = browser.evaluate("[...document.querySelectorAll('path.line')].map(one => one.getAttribute('d'))")
+    check(not any("NaN" in line or "Infinity" in line for line in lines), f"{name}: places are numbers")
+    drawn = browser.evaluate("[...document.querySelectorAll('figure')].every(one => [...one.querySelectorAll('path.line')]"
+                             ".some(line => line.getBoundingClientRect().width > 20))")
+    check(drawn, f"{name}: each chart has a curve")
+    outside = browser.evaluate("[...document.querySelectorAll('figure')].filter(one => [...one.querySelectorAll('.tick')]"
+                               ".some(text => text.getBoundingClientRect().left < one.getBoundingClientRect().left || "
+                               "text.getBoundingClientRect().right > one.getBoundingClientRect().right)).length")
     check(outside == 0, f"{name}: the axes' texts are within their figure")
+    bare = browser.evaluate("[...document.querySelectorAll('figure')].filter(one => "
+                            "one.querySelectorAll('.tick').length < 4).length")
+    check(bare == 0, f"{name}: each axis has ticks")
     if "--keep-pictures" in sys.argv:
         browser.picture(pictures / f"{page.stem}-{scheme}-{width}.png")
 
 
-def check_readings(browser, page):
+def check_readings(browser, page, pictures):
     browser.open(page, 1100, 900)
-    place = browser.evaluate("(() => { const box = document.querySelector('.plot').getBoundingClientRect(); "
+    place = browser.evaluate("(() => { const box = document.querySelector('figure svg').getBoundingClientRect(); "
                              "return [box.left + box.width / 2, box.top + box.height / 2]; })()")
-    visible = ("[...document.querySelectorAll('.readings text')].filter(one => getComputedStyle(one).visibility === "
-               "'visible').map(one => one.textContent)")
+    visible = "[...document.querySelectorAll('output')].filter(one => one.offsetWidth > 0).map(one => one.textContent)"
     check(browser.evaluate(visible) == [], "no numbers without a pointer")
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=place[0], y=place[1])
     shown = browser.evaluate(visible)
-    check(len(shown) == 1 and "update" in shown[0] and "train" in shown[0], f"numbers under the pointer: {shown}")
+    check(len(shown) == 1 and re.match(r"update [0-9,]+train 0\.\d+ \(0\.\d+ – 0\.\d+\)validation 0\.\d+", shown[0]),
+          f"numbers under the pointer: {shown}")
+    if "--keep-pictures" in sys.argv:
+        browser.picture(pictures / "readings.png", 1100, 900)
+
+
+def check_scale(browser, page):
+    browser.open(page, 1100, 900)
+    state = ("[document.querySelector('path.line').getAttribute('d'), "
+             "document.querySelector('button').getAttribute('aria-pressed')]")
+    linear = browser.evaluate(state)
+    browser.evaluate("document.querySelector('button').click()")
+    logarithmic = browser.evaluate(state)
+    check([linear[1], logarithmic[1]] == ["false", "true"] and linear[0] != logarithmic[0], "a scale can be logarithmic")
+    browser.events = []
+    browser.call("Page.reload")
+    browser.loaded()
+    check(browser.evaluate(state) == logarithmic, "and stays so when the page reads itself anew")
 
 
 def check_paper(browser, page, pictures):
@@ -223,19 +253,54 @@ def check_in(browser, pages, pictures):
                     picture = pictures / "seen.png"
                     browser.picture(picture, 390, 900)
                     check(share_of(picture, blue) > 0.001, f"over, {scheme}: curves are seen")
-    check_readings(browser, pages / "over.html")
+    check_readings(browser, pages / "over.html", pictures)
+    check_scale(browser, pages / "over.html")
     check_paper(browser, pages / "over.html", pictures)
-    browser.open(pages / "running.html", 1100, 900)
-    check(browser.evaluate("document.querySelectorAll('meta[http-equiv=refresh]').length") == 1, "a run reads itself anew")
     browser.open(pages / "over.html", 1100, 900)
-    check(browser.evaluate("document.querySelectorAll('figure').length") == 6, "six charts")
-    check(browser.evaluate("document.querySelectorAll('figure svg[role=img] > title').length") == 6, "each has a title")
+    check(browser.evaluate("[...document.querySelectorAll('h3')].map(one => one.textContent)") ==
+          ["Loss", "Accuracy", "Learning rate", "Gradient norm", "Samples per second", "Memory (MB)"], "six charts")
+    check(browser.evaluate("document.querySelectorAll('figure')[5].querySelectorAll('path.area').length") == 4,
+          "memory is stacked")
+    rows = browser.evaluate("[...document.querySelectorAll('tr')].map(one => [...one.children].map(c => c.textContent))")
+    check(["seconds", "60.78"] in rows and any(row[0] == "train/loss" and len(row) == 4 for row in rows), "its tables")
+    browser.open(pages / "several.html", 1100, 900)
+    check(browser.evaluate("[...document.querySelectorAll('figure')[0].querySelectorAll('li')].map(one => "
+                           "one.textContent)")[:3] == ["64 x 1 · train", "64 x 1 · validation", "16 x 4 · train"],
+          "several runs on the same axes")
+    check(browser.evaluate("[...document.querySelectorAll('figure')].at(-1).querySelectorAll('path.line').length") == 3,
+          "of memory the sum of each")
+    check_gaps(browser, pages / "gaps.html")
+    check_reload(browser, pages / "running.html")
+
+
+def check_gaps(browser, page):
+    browser.open(page, 1100, 900)
+    note = browser.evaluate("document.querySelector('figure .note').textContent")
+    check(note == "▲ cut off: up to 1,000,000 at update 2. × NaN or infinite: 100.", f"what is not in the picture: {note}")
+    check(browser.evaluate("document.querySelectorAll('figure:first-child path.line').length") == 2,
+          "a curve on both sides of a gap")
+    check(browser.evaluate("[...document.querySelectorAll('.mark')].map(one => one.textContent).join('')")
+          .startswith("▲×"), "marks")
+
+
+def check_reload(browser, page):
+    """A run that goes on reads itself anew, here after a second; one that is over does not."""
+    text = page.read_text()
+    for state, times in (("running", 1), ("finished", 0)):
+        other = page.parent / f"reload-{state}.html"
+        other.write_text(text.replace('"refresh":10.0', '"refresh":1.0').replace('"state":"running"', f'"state":"{state}"'))
+        browser.open(other, 1100, 900)
+        browser.events = []
+        time.sleep(2)
+        browser.evaluate("1")
+        loads = len([event for event in browser.events if event.get("method") == "Page.loadEventFired"])
+        check(min(loads, 1) == times, f"a run that is {state} was read anew {loads} times")
 
 
 def main():
     program, directory = sys.argv[1], pathlib.Path(sys.argv[2])
     subprocess.run([program, str(directory)], check=True)
-    check_style(directory / "over.html")
+    check_hashes(directory / "over.html")
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser") \
         or shutil.which("google-chrome")
     if not failures and not chromium:

@@ -2,7 +2,6 @@
 //
 // Writes pages for browser.py to look at: pages DIRECTORY
 
-#include <gradaccum/detail/watching/number_text.hpp>
 #include <gradaccum/run_page.hpp>
 
 #include <algorithm>
@@ -14,9 +13,9 @@
 #include <limits>
 #include <random>
 #include <string>
+#include <vector>
 
 namespace ga = gradaccum;
-namespace inner = gradaccum::detail;
 
 namespace {
 
@@ -80,16 +79,9 @@ void write_one(const std::filesystem::path& path, std::int64_t until, bool is_ov
   BelievableRun run(1);
   for (std::int64_t update = 1; update <= until; ++update) run.add(page, update);
   const double seconds = static_cast<double>(until) * 0.00324;
-  const auto best = [&page](const char* curve, bool lowest) {
-    const auto& found = *page.curves().find(curve);
-    return lowest ? *found.lowest() : *found.highest();
-  };
-  const auto loss = best("validation/loss", true), accuracy = best("validation/accuracy", false);
-  page.tile("updates", inner::count_text(until));
+  page.tile("updates", static_cast<double>(until));
   page.tile("epoch", std::to_string((until + updates_an_epoch - 1) / updates_an_epoch), "of 20");
-  page.tile("samples/s", "30481", "30512 on average");
-  page.tile("best loss", inner::number_text(loss.value), "at update " + inner::count_text(loss.update));
-  page.tile("best accuracy", inner::number_text(accuracy.value), "at update " + inner::count_text(accuracy.update));
+  page.tile("samples/s", 30'481, "30512 on average");
   page.tile("peak memory", "861 MB", "of this process");
   page.number("updates", until);
   page.number("samples", until * 64);
@@ -97,8 +89,7 @@ void write_one(const std::filesystem::path& path, std::int64_t until, bool is_ov
   tell_settings(page);
   const double share = static_cast<double>(until) / (updates_an_epoch * epochs);
   const ga::RunProgress progress{.fraction = share, .seconds = seconds};
-  if (is_over)
-    return page.end(ga::RunEnd::stopped, "loss was best at update " + inner::count_text(loss.update), progress);
+  if (is_over) return page.end(ga::RunEnd::stopped, "loss was best, 0.31, 3 validations ago", progress);
   page.update(progress);
   keep(path, "running.html");
 }
@@ -132,6 +123,25 @@ void write_hostile(const std::filesystem::path& path) {
   page.end(ga::RunEnd::interrupted, "<b onclick=x>by an exception</b>");
 }
 
+/// A number far outside, numbers that are none, and whatever else an axis must bear.
+void write_gaps(const std::filesystem::path& path) {
+  constexpr double nan = std::numeric_limits<double>::quiet_NaN(), inf = std::numeric_limits<double>::infinity();
+  ga::RunPage page(options_of(path, "Gaps"));
+  std::mt19937 random(9);
+  for (int i = 0; i < 3000; ++i) {
+    const double noise = std::normal_distribution<double>()(random);
+    page.add("train/loss", i, i == 2 ? 1e6 : i >= 1000 && i < 1100 ? nan : 1 + 0.01 * noise);
+  }
+  const std::vector<std::vector<double>> cases{{nan},       {inf, -inf, nan},    {0},           {1e300, -1e300},
+                                               {5e-324, 0}, {1, nan, 2, nan, 3}, {1e-10, 1e10}, {-1, -2, -3}};
+  for (std::size_t number = 0; number < cases.size(); ++number)
+    for (const std::string prefix : {"case", "lr", "memory/"})
+      for (std::size_t i = 0; i < cases[number].size(); ++i)
+        page.add(prefix + std::to_string(number) + (prefix == "lr" ? "/lr" : ""), static_cast<std::int64_t>(i),
+                 cases[number][i]);
+  page.end();
+}
+
 void write_empty(const std::filesystem::path& path) {
   ga::RunPage page(options_of(path, "Nothing yet"));
   page.update();
@@ -148,6 +158,7 @@ int main(int argc, char** argv) try {
   write_one(directory / "over.html", updates_an_epoch * epochs, true);
   write_several(directory / "several.html");
   write_hostile(directory / "hostile.html");
+  write_gaps(directory / "gaps.html");
   write_empty(directory / "live.html");
 } catch (const std::exception& error) {
   std::cerr << error.what() << '\n';

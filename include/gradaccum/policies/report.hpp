@@ -57,7 +57,6 @@ struct Report {
   std::shared_ptr<RunPage> page = nullptr;                         ///< not an option, like all below; null: not rank 0
   TrainerBase* trainer = nullptr;
   const FitStatus* status = nullptr;           // the trainer's
-  Texts found = {};                            // settings that the trainer tells
   std::function<Bytes()> held = {};            // what the trainer's tensors take, by kind
   std::optional<Clock::time_point> last = {};  // when speed and memory were measured
   std::int64_t samples_then = 0;
@@ -75,8 +74,8 @@ struct Report {
   template <class Trainer>
   void attach(Trainer& to) {
     attach_to(to);
-    found = {{"model", detail::type_name(to.module())}};
-    if constexpr (requires { to.optimizer(); }) found.emplace_back("optimizer", detail::type_name(to.optimizer()));
+    set("model", detail::type_name(to.module()));
+    if constexpr (requires { to.optimizer(); }) set("optimizer", detail::type_name(to.optimizer()));
     if constexpr (requires { to.memory_by_kind(); })
       held = [&to] {
         const auto bytes = to.memory_by_kind();
@@ -92,15 +91,15 @@ struct Report {
   void at_boundary();
   void state(Archive& archive);
 
-  /// Those of this training, for a page of several.
+  /// The curves of this training, for a page of several.
   const Curves& curves() const;
 
   void attach_to(TrainerBase& to);
   bool writes() const { return page && !status->options.smoke; }
   bool is_time_to_measure() const;
   void measure(std::int64_t update);
+  void set(const std::string& setting, std::string text);
   void describe(bool is_over);
-  void tell_settings();
   RunEnd how_it_ended(bool by_exception) const;
   std::string why_it_ended(bool by_exception) const;
   void end(bool by_exception);

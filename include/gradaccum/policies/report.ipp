@@ -5,8 +5,6 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/memory/occupied_memory.hpp>
-#include <gradaccum/detail/trainer/report_texts.hpp>
-#include <gradaccum/detail/watching/number_text.hpp>
 #include <gradaccum/fit_report.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/progress_line.hpp>
@@ -18,14 +16,47 @@
 #include <algorithm>
 #include <cmath>
 #include <csignal>
+#include <iterator>
 
 namespace gradaccum {
 
 namespace detail {
 
-/// As a page shows it, beside counts.
-GRADACCUM_INLINE std::string speed_text(double rate) {
-  return rate < 1000 ? rate_text(rate) : count_text(std::llround(rate));
+/// `1 sample`, `64 samples`
+GRADACCUM_INLINE std::string count_text(std::int64_t count, std::string_view noun) {
+  return fmt::format("{} {}{}", count, noun, count == 1 ? "" : "s");
+}
+
+/// `20 epochs, or 1:00:00`
+GRADACCUM_INLINE std::string limits_text(const FitOptions& options) {
+  std::string text;
+  const auto add = [&text](const std::string& limit) { text += (text.empty() ? "" : ", or ") + limit; };
+  if (options.epochs || !options.has_limit()) add(count_text(options.epochs.value_or(1), "epoch"));
+  if (options.updates) add(count_text(*options.updates, "update"));
+  if (options.samples) add(count_text(*options.samples, "sample"));
+  if (options.time) add(duration_text(options.time->count()));
+  return text;
+}
+
+GRADACCUM_INLINE std::string parameters_text(const std::vector<at::Tensor>& parameters) {
+  std::int64_t count = 0;
+  std::size_t bytes = 0;
+  for (auto& parameter : parameters) {
+    count += parameter.numel();
+    bytes += parameter.nbytes();
+  }
+  return fmt::format("{}, {:.1f} MB", count, static_cast<double>(bytes) / MiB);
+}
+
+GRADACCUM_INLINE void add_numbers(RunPage& page, const FitReport& report) {
+  page.number("epochs", report.epochs);
+  page.number("updates", report.updates);
+  page.number("skipped", report.skipped);
+  page.number("samples", report.samples);
+  page.number("seconds", report.seconds, duration_text(report.seconds));
+  page.number("samples per second", report.samples_per_second, rate_text(report.samples_per_second));
+  page.number("validations", std::ssize(report.validations));
+  if (report.nan_batches > 0) page.number("left out for a loss of NaN or infinity", report.nan_batches);
 }
 
 }  // namespace detail
@@ -36,7 +67,9 @@ GRADACCUM_INLINE void Report::attach_to(TrainerBase& to) {
   TORCH_CHECK(every.count() >= 0, "Report: every must be >= 0 s, got ", every.count(), " s");
   trainer = &to;
   status = &to.status();
-  if (to.is_first()) page = std::make_shared<RunPage>(RunPageOptions{.path = path, .title = title, .every = every});
+  if (!to.is_first()) return;
+  page = std::make_shared<RunPage>(RunPageOptions{.path = path, .title = title, .every = every});
+  for (auto& [setting, text] : settings) page->set(setting, text);
 }
 
 GRADACCUM_INLINE Report::Ending Report::fit_scope() {
@@ -90,45 +123,36 @@ GRADACCUM_INLINE void Report::on_validation(const Validation& validation) {
     page->add(validation.name + '/' + metric, validation.update, number);
 }
 
-/// What the user calls the same is the user's.
-GRADACCUM_INLINE void Report::tell_settings() {
-  auto all = settings;
-  const auto tell = [&](const std::string& what, std::string text) {
-    const auto is_it = [&what](auto& setting) { return setting.first == what; };
-    if (std::none_of(settings.begin(), settings.end(), is_it)) all.emplace_back(what, std::move(text));
-  };
-  for (auto& [what, text] : found) tell(what, text);
-  tell("parameters", detail::parameters_text(trainer->parameters()));
-  tell("device", trainer->device().str());
-  tell("trains for", detail::limits_text(status->options));
-  if (window_batches > 0)
-    tell("an update has", fmt::format("{} micro-batch{}, {}", window_batches, window_batches == 1 ? "" : "es",
-                                      detail::plural_text(window_samples, "sample")));
-  if (!status->resumed_from.empty()) tell("resumed from", status->resumed_from);
-  for (auto& [what, text] : all) page->set(what, text);
+/// A setting of the user's by that name stays.
+GRADACCUM_INLINE void Report::set(const std::string& setting, std::string text) {
+  const auto is_it = [&setting](auto& other) { return other.first == setting; };
+  if (page && std::none_of(settings.begin(), settings.end(), is_it)) page->set(setting, std::move(text));
 }
 
 GRADACCUM_INLINE void Report::describe(bool is_over) {
   const auto report = detail::report_of(*status);
   const auto& options = status->options;
-  const auto* const rate = page->curves().find("train/samples_per_second");
-  const auto* const loss = page->curves().find("train/loss");
-  const bool counts_epochs = options.epochs || !options.has_limit();
   const auto begun = status->epochs + (status->batch > 0);  // epochs, of this fit
   const auto epochs = status->epoch + 1 - begun + options.epochs.value_or(1);
-  page->tile("updates", detail::count_text(trainer->updates()),
-             report.skipped > 0 ? detail::count_text(report.skipped) + " skipped" : "");
-  page->tile("epoch", detail::count_text(status->epoch + 1), counts_epochs ? "of " + detail::count_text(epochs) : "");
-  const auto average = detail::speed_text(report.samples_per_second);
-  page->tile("samples/s", rate && !is_over ? detail::speed_text(rate->last().value) : average,
-             is_over || !rate ? "on average" : average + " on average");
-  if (loss) page->tile("train loss", detail::number_text(loss->last().value), "in the last update");
-  detail::best_tile(*page, "loss", true);
-  detail::best_tile(*page, "accuracy", false);
+  const auto* const loss = page->curves().find("train/loss");
+  const auto* const rate = is_over ? nullptr : page->curves().find("train/samples_per_second");
+  page->tile("updates", static_cast<double>(trainer->updates()),
+             report.skipped > 0 ? fmt::format("{} skipped", report.skipped) : "");
+  page->tile("epoch", static_cast<double>(status->epoch + 1),
+             options.epochs || !options.has_limit() ? fmt::format("of {}", epochs) : "");
+  page->tile("samples/s", rate ? rate->last().value : report.samples_per_second,
+             (rate ? rate_text(report.samples_per_second) + ' ' : "") + "on average");
+  if (loss) page->tile("train loss", loss->last().value, "in the last update");
   if (const auto bytes = peak_resident_memory())
-    page->tile("peak memory", detail::megabytes_text(static_cast<double>(*bytes)), "of this process");
-  detail::show_report(*page, report);
-  tell_settings();
+    page->tile("peak memory", fmt::format("{:.0f} MB", static_cast<double>(*bytes) / MiB), "of this process");
+  detail::add_numbers(*page, report);
+  set("parameters", detail::parameters_text(trainer->parameters()));
+  set("device", trainer->device().str());
+  set("trains for", detail::limits_text(options));
+  if (window_batches > 0)
+    set("an update has", fmt::format("{} micro-batch{}, {}", window_batches, window_batches == 1 ? "" : "es",
+                                     detail::count_text(window_samples, "sample")));
+  if (!status->resumed_from.empty()) set("resumed from", status->resumed_from);
 }
 
 GRADACCUM_INLINE void Report::at_boundary() {
