@@ -22,7 +22,7 @@ struct CurvePoint {
   double value = 0;         ///< may be NaN or infinite
 };
 
-/// Points of a curve that are beside each other. NaN and infinities are counted, and are in no other number.
+/// Neighbouring points of a curve. NaN and infinities are counted, and are in no other number.
 struct CurvePiece {
   std::int64_t first = 0, last = 0;      ///< updates of its points
   std::int64_t finite = 0, gaps = 0;     ///< how many are numbers, and how many are NaN or infinite
@@ -64,10 +64,10 @@ class Curve {
 ///       if (update % 100 == 0) curves.add("validation/loss", update, 1.1 / update);
 ///     }
 ///
-/// Names are what you like; what is after the last `/` says on which chart a curve is, what is before it is its name
-/// there. Memory is bounded, for a million updates as well: 18 KB a curve. NaN and infinities are gaps.
+/// Names are what you like: the part after the last `/` is the chart that a curve is drawn on, the part before it its
+/// name there. Memory is bounded, for a million updates as well: 18 KB a curve. NaN and infinities are gaps.
 ///
-/// A part of a state: what goes on has the same curves as what was never stopped, to the bit.
+/// Curves are a part of a state: a run that goes on has the curves of one that was never stopped, to the bit.
 class Curves {
  public:
   /// A curve and its name.
@@ -78,7 +78,7 @@ class Curves {
 
   /// Adds a point to the curve of this name, which begins with it where there is none.
   void add(std::string_view name, std::int64_t update, double value);
-  /// Has no curve.
+  /// Tells whether there is no curve.
   bool empty() const { return all_.empty(); }
   /// All curves, in the order in which they came.
   const std::vector<Named>& all() const { return all_; }

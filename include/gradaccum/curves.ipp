@@ -18,7 +18,7 @@
 namespace gradaccum {
 namespace detail {
 
-/// The first of equal numbers stays the lowest.
+/// Adds the points of the next piece. The first of equal numbers stays the lowest.
 GRADACCUM_INLINE void extend(CurvePiece& piece, const CurvePiece& next) {
   if (piece.finite + piece.gaps == 0) piece.first = next.first;
   piece.last = next.last;
@@ -72,7 +72,7 @@ class NumbersInTurn {
   std::size_t read_ = 0;
 };
 
-/// Visits that many elements, which are made one by one where they are loaded: a count may be anything.
+/// Visits `count` elements. Loaded ones are made one by one, since a damaged count may be anything.
 template <class Elements, class Visit>
 void each_of(Elements& all, std::int64_t count, bool loading, const Visit& visit) {
   for (std::int64_t i = 0; i < count; ++i) {

@@ -21,17 +21,17 @@ namespace detail {
 struct PageContent;
 }  // namespace detail
 
-/// Where a `RunPage` is, what it is called, and how often it is written.
+/// Options of a `RunPage`: its file, its heading, and how often it is written.
 struct RunPageOptions {
-  std::filesystem::path path = {};          ///< of an HTML file
+  std::filesystem::path path = {};          ///< the HTML file
   std::string title = "Training";           ///< its heading
   std::chrono::duration<double> every{10};  ///< from one writing to the next, and from one reading to the next
 };
 
-/// How far a run is.
+/// The share of a run that is done, and the time that it took.
 struct RunProgress {
-  std::optional<double> fraction = {};  ///< of the whole, in [0, 1]; none: nobody knows
-  std::optional<double> seconds = {};   ///< that it has taken; none: since the page was made
+  std::optional<double> fraction = {};  ///< in [0, 1]; none: nobody knows
+  std::optional<double> seconds = {};   ///< none: those since the page was made
 };
 
 /// A page of a run for people to look at while it goes on: one HTML file with curves, progress and numbers, that is
@@ -47,8 +47,8 @@ struct RunProgress {
 ///
 /// `train/loss` and `validation/loss` share a chart, all of `memory/…`, in bytes, is stacked; `Curves` has more on
 /// names, thinning and gaps. Several runs on the same axes: `add_run`. In a browser the page reads itself anew until
-/// the run is over. Whatever a name or a text is, it is shown as text, and nothing in it can run. Programs find all
-/// numbers as JSON in the page's element `run`.
+/// the run is over. Names and texts are shown as text, whatever is in them, and nothing in them can run. Programs find
+/// all numbers as JSON in the page's element `run`.
 ///
 /// The file is replaced as a whole, so that nobody sees half a page. Throws `std::runtime_error` with its name where it
 /// cannot be written: also when the page is made. A page that is never ended says that its run was interrupted.
@@ -61,17 +61,18 @@ class RunPage {
   RunPage& operator=(const RunPage&) = delete;
   ~RunPage();
 
-  /// A point of a curve.
+  /// Adds a point to a curve.
   void add(std::string_view curve, std::int64_t update, double value);
-  /// A run beside the others; its curves can be added to until the page is gone. Its colour is its own.
+  /// Adds a run in a colour of its own. Its curves can be added to until the page is gone.
   Curves& add_run(std::string name, Curves curves = {});
 
-  /// A setting, or another text: shown as it is, line by line. One of that name is replaced, as below.
+  /// Shows a setting, or another text, line by line, in place of one of that name.
   void set(std::string_view name, std::string text);
-  /// A key figure, with a line below it.
+  /// Shows a key figure with a line below it, in place of one of that name.
   void tile(std::string_view name, std::string text, std::string note = {});
   void tile(std::string_view name, double value, std::string note = {});
-  /// A number of the summary, shown as `text` where there is one; the page's JSON has its exact value.
+  /// Shows a number of the summary, as `text` where there is one, in place of one of that name. The JSON has its
+  /// digits.
   void number(std::string_view name, double value, std::string text = {});
   void number(std::string_view name, std::integral auto value, std::string text = {}) {
     whole_number(name, static_cast<std::int64_t>(value), std::move(text));
@@ -79,16 +80,16 @@ class RunPage {
 
   /// Writes the page where it has not been written for `every`, and the run goes on.
   void update(const RunProgress& progress = {});
-  /// `update` would write it: for who has to find out what to tell it first.
+  /// Tells whether `update` would write the page, for callers that first have to find out what to show.
   bool is_due() const;
-  /// The run is over: writes the page for good.
+  /// Writes the page of a run that is over.
   void end(RunEnd how = RunEnd::finished, std::string reason = {}, const RunProgress& progress = {});
-  /// Another run begins: its time counts from now on, and the time that is left goes by what is done from now on.
+  /// Begins another run: time counts from now on, and the time that is left is computed from what is done from now on.
   void restart();
 
   /// The curves that `add` writes to.
   const Curves& curves() const;
-  /// The curves, and the time so far: a run that goes on has one curve, without a point that is there twice.
+  /// Saves and loads the curves and the time so far, so that a run that goes on has one curve, each point once.
   void state(Archive& archive);
 
  private:
@@ -103,9 +104,9 @@ class RunPage {
   std::unique_ptr<detail::PageContent> content_;
   Clock::time_point start_ = Clock::now();
   std::optional<Clock::time_point> written_ = {};
-  double seconds_before_ = 0;                                           // of a run that was loaded
-  std::optional<RunProgress> first_ = {{.fraction = 0, .seconds = 0}};  // what the time that is left goes by
-  std::optional<double> fraction_ = {};                                 // that was written last
+  double seconds_before_ = 0;                                           // spent before the state that was loaded
+  std::optional<RunProgress> first_ = {{.fraction = 0, .seconds = 0}};  // where the speed is measured from
+  std::optional<double> fraction_ = {};                                 // on the page on the disk
   bool goes_on_ = false;                                                // the page on the disk says so
 };
 

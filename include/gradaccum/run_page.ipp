@@ -30,8 +30,8 @@ struct PageRun {
   Curves curves = {};
 };
 
-/// What a page shows, but for how far its run is. Its own run is the first; references to their curves are out, which a
-/// deque keeps where they are.
+/// All that a page shows but its progress. Its own run is the first. Callers hold references to the runs' curves, which
+/// a deque keeps where they are.
 struct PageContent {
   std::deque<PageRun> runs = std::deque<PageRun>(1);
   nlohmann::json tiles = nlohmann::json::array(), numbers = tiles, settings = tiles;
@@ -46,7 +46,7 @@ GRADACCUM_INLINE std::string time_text() {
   return {text.data(), std::strftime(text.data(), text.size(), "%Y-%m-%d %H:%M:%S UTC", &parts)};
 }
 
-/// A text of any bytes: what is no UTF-8 is replaced when it is written, as is a character that is cut in two.
+/// Shortens a text of any bytes. `dump` replaces what is no UTF-8, and a character that is cut in two.
 GRADACCUM_INLINE nlohmann::json json_text(std::string_view text, std::size_t most_bytes = 200) {
   return std::string(text.substr(0, most_bytes)) + (text.size() > most_bytes ? "…" : "");
 }
@@ -83,7 +83,7 @@ GRADACCUM_INLINE void put_row(nlohmann::json& rows, nlohmann::json row) {
     *same = std::move(row);
 }
 
-/// The JSON has no `<`, with which alone its element could end, and only ASCII.
+/// Puts the JSON between the constant texts. It is ASCII without a `<`, the only character that could end its element.
 GRADACCUM_INLINE std::string page_text(const nlohmann::json& content) {
   std::string text(page_before_json);
   for (const char c : content.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace))
@@ -93,7 +93,7 @@ GRADACCUM_INLINE std::string page_text(const nlohmann::json& content) {
 
 GRADACCUM_INLINE std::filesystem::path part_of(std::filesystem::path path) { return path += ".part"; }
 
-/// Writes a page beside its place; it waits for no disk. Leaves nothing behind where it cannot be written whole.
+/// Writes a page beside its place without a wait for the disk. Leaves nothing behind where that fails.
 GRADACCUM_INLINE void write_part(const std::filesystem::path& path, std::string_view text) {
   const auto part = part_of(path);
   auto* const file = std::fopen(part.c_str(), "wbe");
@@ -106,7 +106,7 @@ GRADACCUM_INLINE void write_part(const std::filesystem::path& path, std::string_
   file_error(path, "must be written", why);
 }
 
-/// Whoever reads the page sees the one or the other, never half of one.
+/// Replaces the page as a whole, so that a reader sees the old one or the new one.
 GRADACCUM_INLINE void replace_page(const std::filesystem::path& path, std::string_view text) {
   write_part(path, text);
   if (std::rename(part_of(path).c_str(), path.c_str()) == 0) return;
@@ -129,7 +129,7 @@ GRADACCUM_INLINE RunPage::RunPage(RunPageOptions options)
 GRADACCUM_INLINE RunPage::~RunPage() {
   try {
     if (goes_on_) end(RunEnd::interrupted);
-  } catch (const std::exception&) {  // there is nobody to tell
+  } catch (const std::exception&) {  // a destructor has nobody to tell
   }
 }
 
@@ -173,7 +173,7 @@ GRADACCUM_INLINE void RunPage::update(const RunProgress& progress) {
   goes_on_ = true;
 }
 
-/// What has finished is whole, if it was ever said how far it is.
+/// Shows a finished run as whole, if its progress was ever known.
 GRADACCUM_INLINE void RunPage::end(RunEnd how, std::string reason, const RunProgress& progress) {
   static constexpr std::array<const char*, 3> names{"finished", "stopped", "interrupted"};
   auto last = progress;
@@ -183,7 +183,7 @@ GRADACCUM_INLINE void RunPage::end(RunEnd how, std::string reason, const RunProg
   write(names.at(static_cast<std::size_t>(how)), reason, last);
 }
 
-/// From how much was done in how long since the first time that somebody said so.
+/// Assumes the speed since the first progress that was told.
 GRADACCUM_INLINE std::optional<double> RunPage::seconds_left(double seconds) {
   if (!fraction_) return std::nullopt;
   if (!first_) first_ = RunProgress{.fraction = *fraction_, .seconds = seconds};

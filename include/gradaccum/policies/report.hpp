@@ -50,9 +50,9 @@ struct Report {
   using Bytes = std::vector<std::pair<std::string, std::int64_t>>;
   using Clock = FitStatus::Clock;
 
-  std::filesystem::path path = {};                                 ///< of the page
+  std::filesystem::path path = {};                                 ///< the HTML file
   std::string title = "Training";                                  ///< its heading
-  Texts settings = {};                                             ///< whatever is to be known of the run, by name
+  Texts settings = {};                                             ///< what a reader should know of the run, by name
   std::chrono::duration<double> every = std::chrono::seconds(10);  ///< from one writing to the next, >= 0
   std::shared_ptr<RunPage> page = nullptr;                         ///< not an option, like all below; null: not rank 0
   TrainerBase* trainer = nullptr;
@@ -60,11 +60,11 @@ struct Report {
   std::function<Bytes()> held = {};            // what the trainer's tensors take, by kind
   std::optional<Clock::time_point> last = {};  // when speed and memory were measured
   std::int64_t samples_then = 0;
-  bool is_full = false;                                 // the window that is being closed, which no tail is
+  bool is_full = false;                                 // the window that is being closed is not a tail
   std::int64_t window_batches = 0, window_samples = 0;  // of the last full window
-  Bytes memory = {};  // of the window that is being closed; empty where it is not time to measure
+  Bytes memory = {};  // by kind, of the window that is being closed; empty between measurements
 
-  /// When a fit ends, by an exception, too.
+  /// Writes the page when a fit ends, also by an exception.
   struct [[nodiscard]] Ending {
     Report* report;
     int exceptions = std::uncaught_exceptions();

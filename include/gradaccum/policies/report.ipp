@@ -61,7 +61,7 @@ GRADACCUM_INLINE void add_numbers(RunPage& page, const FitReport& report) {
 
 }  // namespace detail
 
-/// The page is made here, and not written: it may be that of the run that this one is to go on from.
+/// Makes the page without writing it: the file may be that of the run that this one goes on from.
 GRADACCUM_INLINE void Report::attach_to(TrainerBase& to) {
   TORCH_CHECK(!path.empty(), "Report: path must be given");
   TORCH_CHECK(every.count() >= 0, "Report: every must be >= 0 s, got ", every.count(), " s");
@@ -78,10 +78,10 @@ GRADACCUM_INLINE Report::Ending Report::fit_scope() {
   return {this};
 }
 
-/// Memory, and the speed, of which shorter times say little.
+/// Measures memory and speed once in a while, since short times say little of the speed.
 GRADACCUM_INLINE bool Report::is_time_to_measure() const { return writes() && detail::is_time_to_ask(last); }
 
-/// Where the gradients of a window are all there, and its activations gone.
+/// Measures memory when all gradients of a window are there and its activations are gone.
 GRADACCUM_INLINE void Report::scale_gradients(Factor&) {
   is_full = trainer->closing();
   memory.clear();
@@ -104,7 +104,7 @@ GRADACCUM_INLINE void Report::after_step(const Step& step) {
   window_samples = step.samples;
 }
 
-/// The first time of a fit is only where its speed is counted from.
+/// Measures the speed since the last call; the first call of a fit only takes the time.
 GRADACCUM_INLINE void Report::measure(std::int64_t update) {
   for (auto& [kind, bytes] : std::exchange(memory, {})) page->add("memory/" + kind, update, static_cast<double>(bytes));
   const auto now = Clock::now();
@@ -114,7 +114,7 @@ GRADACCUM_INLINE void Report::measure(std::int64_t update) {
   if (seconds > 0 && samples > 0) page->add("train/samples_per_second", update, static_cast<double>(samples) / seconds);
 }
 
-/// The time that it took is none of the training's.
+/// Leaves the time of the validation out of the training's speed.
 GRADACCUM_INLINE void Report::on_validation(const Validation& validation) {
   if (!writes()) return;
   const std::chrono::duration<double> took(validation.found.seconds);
@@ -123,7 +123,7 @@ GRADACCUM_INLINE void Report::on_validation(const Validation& validation) {
     page->add(validation.name + '/' + metric, validation.update, number);
 }
 
-/// A setting of the user's by that name stays.
+/// Keeps a setting of the user's that has this name.
 GRADACCUM_INLINE void Report::set(const std::string& setting, std::string text) {
   const auto is_it = [&setting](auto& other) { return other.first == setting; };
   if (page && std::none_of(settings.begin(), settings.end(), is_it)) page->set(setting, std::move(text));
@@ -176,7 +176,7 @@ GRADACCUM_INLINE std::string Report::why_it_ended(bool by_exception) const {
   return status->signal != 0 ? fmt::format("by signal {}", status->signal) : status->stop_reason;
 }
 
-/// In a destructor: does not throw.
+/// Writes the page for the last time. Does not throw, since a destructor calls it.
 GRADACCUM_INLINE void Report::end(bool by_exception) {
   if (!writes()) return;
   const auto how = how_it_ended(by_exception);
@@ -189,7 +189,7 @@ GRADACCUM_INLINE void Report::end(bool by_exception) {
   }
 }
 
-/// Another rank has no curves; nor has a state of a training that had no Report.
+/// Leaves the curves out on ranks that have none, and where the state is of a training without a Report.
 GRADACCUM_INLINE void Report::state(Archive& archive) {
   if (!page) return archive.leave_out("page");
   if (archive.loading() && !archive.has("page")) return;
