@@ -6,6 +6,7 @@
 
 #include "support/models.hpp"
 
+#include <concepts>
 #include <limits>
 
 namespace ga = gradaccum;
@@ -48,6 +49,35 @@ TEST_CASE("GradAccumulator: counts, and moves on the last micro-batch") {
     CHECK(optimizer.updates() == window);
     CHECK(probe.moved() == 4.0 * window);
   }
+}
+
+TEST_CASE("GradAccumulator: step says what it came to, and is the bool whether the parameters moved") {
+  STATIC_REQUIRE(std::convertible_to<ga::StepResult, bool>);
+  STATIC_REQUIRE_FALSE(std::convertible_to<bool, ga::StepResult>);
+  using Result = ga::StepResult;
+  for (Result no : {Result::accumulated, Result::empty, Result::skipped}) CHECK_FALSE(no);
+  for (Result yes : {Result::stepped, Result::left_to_device}) CHECK(yes);
+  auto weight = torch::zeros({2}).set_requires_grad(true);
+  torch::optim::SGD sgd({weight}, torch::optim::SGDOptions(1.0));
+  ga::GradAccumulator optimizer(sgd, {.steps = 2});
+  CHECK((optimizer.flush() == Result::empty));
+  for (bool finite : {true, false}) {
+    for (bool last : {false, true}) {
+      (weight * (finite ? 1.0 : infinity)).sum().backward();
+      if (last) optimizer.gradients().factor().require_finite();
+      const auto result = optimizer.step();
+      CHECK((result == (!last ? Result::accumulated : finite ? Result::stepped : Result::skipped)));
+      bool moved = result;
+      CHECK(moved == (last && finite));
+    }
+    optimizer.zero_grad();
+  }
+  CHECK((optimizer.step() == Result::accumulated));
+  CHECK((optimizer.step() == Result::empty));
+  weight.sum().backward();
+  optimizer.step();
+  CHECK((optimizer.flush() == Result::stepped));
+  CHECK(optimizer.updates() == 2);
 }
 
 TEST_CASE("GradAccumulator: flush closes a shorter window with its true mean, and clears") {

@@ -5,22 +5,39 @@
 #include <gradaccum/concepts.hpp>
 #include <gradaccum/detail/scaling/device_scale.hpp>
 #include <gradaccum/detail/scaling/loss_scale.hpp>
-#include <gradaccum/detail/scaling/scaled_windows.hpp>
+#include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/gradients.hpp>
 #include <gradaccum/loss.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <torch/optim/optimizer.h>
 
+#include <concepts>
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+namespace torch::optim {
+class LBFGS;  // its own header would cost 9 s a translation unit
+}
+
 namespace gradaccum {
+
+class Accumulator;
+
+namespace detail {
+class WindowGradients;
+/// Refuses what a reference can hide, and a type would have told the compiler.
+void check_nothing_hides_behind(const torch::optim::Optimizer& optimizer);
+/// Refuses float16: the update itself would round away what the loss scale has saved.
+void check_none_is_half(const std::vector<at::Tensor>& parameters);
+}  // namespace detail
 
 /// How the scale of the loss begins and moves: the names and numbers are those of `torch.amp.GradScaler`.
 struct AmpScalerOptions {
@@ -85,18 +102,20 @@ class AmpScaler {
   /// @note Does not wait for the device.
   template <class Optimizer>
   void unscale_(Optimizer& optimizer) {
-    unscale_window(detail::scalable(optimizer));
+    auto any = checked(optimizer);
+    unscale_window(any, accumulator_in(optimizer));
   }
 
   /// Steps the optimizer, unless its gradients overflowed: then they are discarded with their window. Inside an
-  /// accumulator's window it counts the micro-batch, nothing else. True if the parameters moved, or if the device is to
-  /// find out (`.on_device`): then an accumulator counts an update either way. Of a plain optimizer without gradients,
-  /// or an empty window, nothing moves, and it is not counted towards growth.
+  /// accumulator's window it counts the micro-batch, nothing else. As a `bool`: the parameters moved, or the device is
+  /// to find out (`.on_device`): then an accumulator counts an update either way. Of a plain optimizer without
+  /// gradients, or an empty window, nothing moves, and it is not counted towards growth.
   ///
   /// @note Reads 4 bytes from the device when a window closes.
   template <class Optimizer>
-  bool step(Optimizer& optimizer) {
-    return step_window(detail::scalable(optimizer));
+  StepResult step(Optimizer& optimizer) {
+    auto any = checked(optimizer);
+    return step_window(any, accumulator_in(optimizer));
   }
 
   /// Changes the scale, if it is time: call it after the steps of all optimizers. An overflow in any window since the
@@ -109,7 +128,7 @@ class AmpScaler {
   /// For those who own a window themselves, in place of `step`: whoever applies the factor divides by the scale, and
   /// requires what comes of it to be finite. What came of it is told to `update()` by `hear`.
   void unscale(Factor& factor) const;
-  void hear(bool overflowed) { windows_.hear(overflowed ? detail::Verdict::overflow : detail::Verdict::clean); }
+  void hear(bool overflowed) { (overflowed ? found_.inf : found_.finite) = true; }
 
   double get_scale() const { return enabled_ ? current().value : 1.0; }
   double get_growth_factor() const { return scale_.growth_factor; }
@@ -128,12 +147,56 @@ class AmpScaler {
   void state(Archive& archive);
 
  private:
-  using Stage = detail::ScaledWindow::Stage;
+  /// Python's `_per_optimizer_states`: where an optimizer stands, and its window, which has the scale in it until it is
+  /// unscaled or closed.
+  struct PerOptimizer {
+    enum class Stage { ready, unscaled, stepped };
 
-  void unscale_window(const detail::Scalable& optimizer);
-  bool step_window(const detail::Scalable& optimizer);
+    Stage stage = Stage::ready;
+    std::optional<Gradients> gradients = {};                  // none: the scaler has not met this window yet
+    Accumulator* accumulator = nullptr;                       // whose window it is
+    std::shared_ptr<detail::WindowGradients> one_batch = {};  // the window of any other optimizer
+
+    bool closed() const { return !gradients || gradients->closed(); }
+    bool open() const { return accumulator && !closed(); }
+    /// What became of a window that was closed by `flush()` or the like, or was only unscaled.
+    StepResult result();
+  };
+  using Stage = PerOptimizer::Stage;
+  /// What gradients have been since the last update.
+  struct Found {
+    bool finite = false, inf = false;
+    std::vector<at::Tensor> on_devices = {};  // 0-dim float32, 1 after an overflow
+  };
+
+  template <class Optimizer>
+  static detail::OptimizerOf<Optimizer> checked(Optimizer& optimizer) {
+    static_assert(!std::derived_from<Optimizer, torch::optim::LBFGS>,
+                  "AmpScaler: LBFGS calls its closure several times a step, each with gradients of its own; use SGD, "
+                  "Adam, AdamW, RMSprop, Adagrad or one of your own");
+    static_assert(gradaccum::optimizer<Optimizer> || std::derived_from<Optimizer, torch::optim::LBFGS>,
+                  "AmpScaler: an optimizer has step(), zero_grad() and param_groups()");
+    if constexpr (std::derived_from<Optimizer, torch::optim::Optimizer>) detail::check_nothing_hides_behind(optimizer);
+    return detail::OptimizerOf<Optimizer>(optimizer);
+  }
+  template <class Optimizer>
+  static Accumulator* accumulator_in(Optimizer& optimizer) {
+    if constexpr (std::derived_from<Optimizer, Accumulator>) return &optimizer;
+    return nullptr;
+  }
+
+  void unscale_window(detail::AnyOptimizer& optimizer, Accumulator* accumulator);
+  StepResult step_window(detail::AnyOptimizer& optimizer, Accumulator* accumulator);
+  PerOptimizer& state_of(const detail::AnyOptimizer& optimizer);
   /// Whoever closes the window from now on divides by the scale, and looks for overflow.
-  void join(detail::ScaledWindow& window, const detail::Scalable& optimizer);
+  void join(PerOptimizer& state, const detail::AnyOptimizer& optimizer, Accumulator* accumulator);
+  void note(StepResult result, PerOptimizer& state);
+  void note_all();
+  /// Waits for what is known on a device alone.
+  const Found& found_on_host();
+  bool any_open() const;
+  /// Windows that are still open stay. `finite`: that the others were finite counts at the next update.
+  void forget_closed(bool finite = false);
 
   template <class Value>
   void set(Value detail::LossScale::*member, Value value) {
@@ -156,7 +219,8 @@ class AmpScaler {
   std::optional<detail::DeviceScale> device_scale_;
   bool enabled_, on_device_;
   std::unordered_map<at::Device, at::Tensor> on_devices_;
-  detail::ScaledWindows windows_;
+  std::map<const void*, PerOptimizer> optimizers_;  // that were met since the scale could last change
+  Found found_;
 };
 
 }  // namespace gradaccum

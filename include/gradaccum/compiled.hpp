@@ -118,8 +118,6 @@
 #include <gradaccum/detail/scaling/device_scale.ipp>
 #include <gradaccum/detail/scaling/late_number.ipp>
 #include <gradaccum/detail/scaling/loss_scale.ipp>
-#include <gradaccum/detail/scaling/scaled_window.ipp>
-#include <gradaccum/detail/scaling/scaled_windows.ipp>
 #include <gradaccum/detail/state/generator_states.ipp>
 #include <gradaccum/detail/state/module_state.ipp>
 #include <gradaccum/detail/state/named_state.ipp>

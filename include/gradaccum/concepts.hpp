@@ -10,6 +10,39 @@
 
 namespace gradaccum {
 
+/// What a `step()` or `flush()` of an accumulator came to. As a `bool`: the parameters moved, or a device is to find
+/// out whether they do.
+///
+///     ga::GradAccumulator optimizer(sgd, {.steps = 4});
+///     int skipped = 0;
+///     for (auto& batch : batches) {
+///       torch::mse_loss(model->forward(batch.data), batch.target).backward();
+///       if (optimizer.step() == ga::StepResult::skipped) ++skipped;
+///       optimizer.zero_grad();
+///     }
+class StepResult {
+ public:
+  /// Its enumerators are `ga::StepResult::stepped` and so on.
+  enum class Kind {
+    accumulated,    ///< the window goes on
+    empty,          ///< it closed without weight or gradients: there was nothing to step with
+    skipped,        ///< it closed, and was left out: its gradients had to be finite, and are not
+    stepped,        ///< the parameters moved
+    left_to_device  ///< the device leaves the step out if gradients are not finite, and the host does not know
+  };
+  using enum Kind;
+
+  constexpr StepResult(Kind kind) : kind_(kind) {}  // NOLINT(google-explicit-constructor): one of the above
+  /// True for `stepped` and `left_to_device`.
+  constexpr operator bool() const {  // NOLINT(google-explicit-constructor): bool moved = optimizer.step()
+    return kind_ == stepped || kind_ == left_to_device;
+  }
+  friend constexpr bool operator==(StepResult a, StepResult b) { return a.kind_ == b.kind_; }
+
+ private:
+  Kind kind_;
+};
+
 /// Steps the parameters that it owns, and clears their gradients. Every `torch::optim::Optimizer` that needs no closure
 /// is one; so is a `GradAccumulator`.
 template <class O>

@@ -51,8 +51,8 @@ class Accumulator {
   /// The same for some parameters alone: `optimizer.backward(loss, {.inputs = generator->parameters()})`.
   void backward(Loss loss, const BackwardOptions& options);
 
-  /// Completes a micro-batch, and closes the window if it was the last. True if the parameters moved.
-  bool step();
+  /// Completes a micro-batch, and closes the window if it was the last. As a `bool`: whether the parameters moved.
+  StepResult step();
   /// The same after `closure()`, which runs backward. Gives its loss.
   at::Tensor step(const torch::optim::Optimizer::LossClosure& closure);
 
@@ -60,9 +60,8 @@ class Accumulator {
   /// middle of a window whose gradients somebody has added to since `step()`.
   void zero_grad(bool set_to_none = true);
 
-  /// Closes a shorter window, with its true mean, and clears the gradients. True if the parameters moved. Does nothing
-  /// where the window is empty.
-  bool flush();
+  /// Closes a shorter window, with its true mean, and clears the gradients. Does nothing where the window is empty.
+  StepResult flush();
 
   /// Forgets the window, and clears the gradients.
   void discard();
@@ -115,7 +114,7 @@ class Accumulator {
   std::unique_ptr<detail::OptimizerWindow> given_away();
   void check_can_clip() const;
   void follow();
-  bool close();
+  StepResult close();
   void clip(Gradients& gradients);
 
   std::unique_ptr<detail::OptimizerWindow> window_;

@@ -48,10 +48,10 @@ GRADACCUM_INLINE void Accumulator::backward(Loss loss, const BackwardOptions& op
   window_->backward(std::move(loss), options, ready());
 }
 
-GRADACCUM_INLINE bool Accumulator::step() {
+GRADACCUM_INLINE StepResult Accumulator::step() {
   follow();
   window_->complete_micro_batch();
-  return window_->full() && close();
+  return window_->full() ? close() : StepResult::accumulated;
 }
 
 GRADACCUM_INLINE at::Tensor Accumulator::step(const torch::optim::Optimizer::LossClosure& closure) {
@@ -71,12 +71,12 @@ GRADACCUM_INLINE void Accumulator::zero_grad(bool set_to_none) {
     window_->check_not_to_be_cleared();
 }
 
-GRADACCUM_INLINE bool Accumulator::flush() {
+GRADACCUM_INLINE StepResult Accumulator::flush() {
   follow();
-  if (!window_->complete_early()) return false;
-  const bool moved = close();
+  if (!window_->complete_early()) return StepResult::empty;
+  const auto result = close();
   window_->clear();
-  return moved;
+  return result;
 }
 
 GRADACCUM_INLINE void Accumulator::discard() {
@@ -189,10 +189,10 @@ GRADACCUM_INLINE void Accumulator::follow() {
   window_->follow();
 }
 
-GRADACCUM_INLINE bool Accumulator::close() {
-  const bool moved = window_->close([this](Gradients& gradients) { clip(gradients); });
-  if (moved) ++updates_;
-  return moved;
+GRADACCUM_INLINE StepResult Accumulator::close() {
+  const auto result = window_->close([this](Gradients& gradients) { clip(gradients); });
+  if (result) ++updates_;
+  return result;
 }
 
 GRADACCUM_INLINE void Accumulator::clip(Gradients& gradients) {

@@ -15,7 +15,7 @@
 namespace gradaccum::detail {
 
 /// The results of one forward and backward pass.
-struct StepResult {
+struct TrialResult {
   Loss loss;
   std::vector<at::Tensor> gradients;  ///< one per parameter; undefined if the loss does not depend on it
   std::vector<at::Tensor> buffers;
@@ -31,8 +31,8 @@ class StepTrial {
   ~StepTrial() { begin_.put_back(); }
 
   /// Runs one pass. Autograd computes the gradients, unless `run` stores them itself.
-  StepResult result(c10::function_ref<Loss()> run) const;
-  StepResult result(c10::function_ref<Loss(std::vector<at::Tensor>& gradients)> run) const;
+  TrialResult result(c10::function_ref<Loss()> run) const;
+  TrialResult result(c10::function_ref<Loss(std::vector<at::Tensor>& gradients)> run) const;
 
  private:
   const StepModel& model_;
@@ -41,7 +41,7 @@ class StepTrial {
 
 /// Describes the first difference beyond the rounding of the dtypes used, as `the gradient of fc.weight differs by 1.0
 /// of its norm`. Empty if there is none.
-std::string difference_of_steps(const StepModel& model, const StepResult& wanted, const StepResult& got);
+std::string difference_of_steps(const StepModel& model, const TrialResult& wanted, const TrialResult& got);
 
 }  // namespace gradaccum::detail
 

@@ -15,7 +15,7 @@
 
 namespace gradaccum::detail {
 
-GRADACCUM_INLINE StepResult StepTrial::result(c10::function_ref<Loss()> run) const {
+GRADACCUM_INLINE TrialResult StepTrial::result(c10::function_ref<Loss()> run) const {
   return result([&](std::vector<at::Tensor>& gradients) {
     auto loss = run();
     loss.check();
@@ -30,7 +30,7 @@ GRADACCUM_INLINE StepResult StepTrial::result(c10::function_ref<Loss()> run) con
   });
 }
 
-GRADACCUM_INLINE StepResult StepTrial::result(c10::function_ref<Loss(std::vector<at::Tensor>&)> run) const {
+GRADACCUM_INLINE TrialResult StepTrial::result(c10::function_ref<Loss(std::vector<at::Tensor>&)> run) const {
   begin_.put_back();
   std::vector<at::Tensor> gradients;
   auto loss = run(gradients);
@@ -76,8 +76,8 @@ class Differences {
   std::string text_;
 };
 
-GRADACCUM_INLINE std::string difference_of_steps(const StepModel& model, const StepResult& wanted,
-                                                 const StepResult& got) {
+GRADACCUM_INLINE std::string difference_of_steps(const StepModel& model, const TrialResult& wanted,
+                                                 const TrialResult& got) {
   Differences differences(tolerance_of(model));
   differences.compare("the loss", wanted.loss.mean.detach(), got.loss.mean.detach().reshape_as(wanted.loss.mean), 0);
   if (wanted.loss.items != got.loss.items)

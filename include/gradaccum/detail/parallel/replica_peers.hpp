@@ -63,7 +63,7 @@ class ReplicaPeers final : public Peers {
   GRADACCUM_INLINE void end_window() override;
   GRADACCUM_INLINE void reduce(const std::shared_ptr<WindowGradients>& window,
                                std::optional<c10::ScalarType> accumulate_in) override;
-  GRADACCUM_INLINE bool step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) override;
+  GRADACCUM_INLINE StepResult step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) override;
   GRADACCUM_INLINE bool others_continue(const std::shared_ptr<WindowGradients>& window,
                                         std::optional<c10::ScalarType> accumulate_in) override;
   GRADACCUM_INLINE void add_up(const at::Tensor& tensor) const override;
@@ -83,7 +83,7 @@ class ReplicaPeers final : public Peers {
   Links::Pending begin_sums(at::Tensor& sums, const WindowTotals& own) const;
   WindowTotals sums_of_all(const WindowTotals& own) const;
   void measure_all(WindowGradients& window);
-  bool step_own(AnyOptimizer& optimizer, Gradients gradients) const;
+  StepResult step_own(AnyOptimizer& optimizer, Gradients gradients) const;
   /// Others wait for what `work` does: they hear of an exception.
   void or_give_up(c10::function_ref<void()> work) const;
 

@@ -183,29 +183,30 @@ GRADACCUM_INLINE void ReplicaPeers::measure_all(WindowGradients& window) {
 }
 
 /// This rank may have no piece: what moves moves for all.
-GRADACCUM_INLINE bool ReplicaPeers::step_own(AnyOptimizer& optimizer, Gradients gradients) const {
+GRADACCUM_INLINE StepResult ReplicaPeers::step_own(AnyOptimizer& optimizer, Gradients gradients) const {
   TORCH_CHECK(optimizer.steps_by_elements() || !shards_->any_is_cut(), "Shard: ", optimizer.name(),
               " was made to look at whole parameters after they had been divided; call stochastic_rounding before "
               "the Replicas are made");
   shards_->check(*optimizer.torch_optimizer());
-  if (gradients.overflowed()) return false;  // on all: the host knows what has been found in all pieces
+  if (gradients.overflowed()) return StepResult::skipped;  // on all: the host knows what has been found in all pieces
   if (!gradients.raw().empty())
     shards_->with_own(*optimizer.torch_optimizer(), [&] { take_step(optimizer, gradients); });
-  return true;
+  return StepResult::stepped;
 }
 
-GRADACCUM_INLINE bool ReplicaPeers::step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) {
+GRADACCUM_INLINE StepResult ReplicaPeers::step(AnyOptimizer& optimizer,
+                                               const std::shared_ptr<WindowGradients>& window) {
   if (!shards_) return take_step(optimizer, Gradients(window));
   TORCH_CHECK(links_, "Replicas: must live as long as the accumulator is trained with, and are gone");
   links_->check_usable();  // or this rank's pieces would move before it hears of it
-  bool moved = false;
+  StepResult result = StepResult::empty;
   or_give_up([&] {
-    moved = !used_.empty() && step_own(optimizer, Gradients(window));
-    if (moved) exchange_pieces(*links_, line_, *shards_, used_, options_.bucket_bytes);
+    if (!used_.empty()) result = step_own(optimizer, Gradients(window));
+    if (result) exchange_pieces(*links_, line_, *shards_, used_, options_.bucket_bytes);
     window->wait_for_measure();
     norms_.reset();
   });
-  return moved;
+  return result;
 }
 
 GRADACCUM_INLINE bool ReplicaPeers::others_continue(const std::shared_ptr<WindowGradients>& window,

@@ -34,6 +34,7 @@ class AnyOptimizer {
   virtual torch::optim::Optimizer* torch_optimizer() = 0;  ///< itself; none where it is of another kind
   virtual bool steps_by_elements() const = 0;              ///< a part of a parameter may be stepped alone
   virtual std::string name() const = 0;                    ///< its class
+  virtual const void* address() const = 0;                 ///< the same through a reference to any of its base classes
 };
 
 template <class O>
@@ -75,6 +76,12 @@ class OptimizerOf final : public AnyOptimizer {
       return false;
   }
   std::string name() const override { return type_name(optimizer_); }
+  const void* address() const override {
+    if constexpr (std::is_polymorphic_v<O>)
+      return dynamic_cast<const void*>(&optimizer_);
+    else
+      return &optimizer_;
+  }
 
  private:
   static constexpr bool is_torch = std::derived_from<O, torch::optim::Optimizer>;
@@ -84,11 +91,11 @@ class OptimizerOf final : public AnyOptimizer {
   TakesGradients* takes_ = nullptr;
 };
 
-/// The one place where an optimizer gets its gradients. True if the parameters moved, or if the device alone knows.
+/// The one place where an optimizer gets its gradients.
 ///
 /// @note Waits for the device only where the gradients are required to be finite and the optimizer leaves it to the
 /// host to find out: a 4-byte read.
-bool take_step(AnyOptimizer& optimizer, Gradients gradients);
+StepResult take_step(AnyOptimizer& optimizer, Gradients gradients);
 
 }  // namespace gradaccum::detail
 

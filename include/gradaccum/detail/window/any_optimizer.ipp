@@ -20,12 +20,13 @@ GRADACCUM_INLINE bool steps_by_elements(const torch::optim::Optimizer& optimizer
   return type == typeid(SGD) || type == typeid(Adam) || type == typeid(AdamW) || type == typeid(RMSprop);
 }
 
-GRADACCUM_INLINE bool take_step(AnyOptimizer& optimizer, Gradients gradients) {
+GRADACCUM_INLINE StepResult take_step(AnyOptimizer& optimizer, Gradients gradients) {
   if (!optimizer.takes_gradients()) gradients.apply();
-  if (gradients.raw().empty()) return false;
-  if (!optimizer.judges_on_device(gradients) && gradients.overflowed()) return false;
+  if (gradients.raw().empty()) return StepResult::empty;
+  const bool left_to_device = optimizer.judges_on_device(gradients);
+  if (!left_to_device && gradients.overflowed()) return StepResult::skipped;
   optimizer.step(gradients);
-  return true;
+  return left_to_device ? StepResult::left_to_device : StepResult::stepped;
 }
 
 }  // namespace gradaccum::detail

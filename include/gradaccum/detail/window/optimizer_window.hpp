@@ -42,9 +42,9 @@ class OptimizerWindow : public OpenWindow {
   bool others_continue();
   void discard();
 
-  /// Steps with the window, which is complete, and opens the next. `prepare` gets its gradients first. True if the
-  /// parameters moved; else the gradients are cleared.
-  bool close(const std::function<void(Gradients&)>& prepare);
+  /// Steps with the window, which is complete, and opens the next. `prepare` gets its gradients first. Where the
+  /// parameters do not move, the gradients are cleared.
+  StepResult close(const std::function<void(Gradients&)>& prepare);
 
   /// As a part of a training state, by the names that a model gives the parameters.
   struct Named {
@@ -56,7 +56,7 @@ class OptimizerWindow : public OpenWindow {
 
  private:
   void open() { OpenWindow::open(optimizer_->parameters()); }
-  bool step(const Gradients& gradients);
+  StepResult step(const Gradients& gradients);
 
   std::unique_ptr<AnyOptimizer> optimizer_;
 };

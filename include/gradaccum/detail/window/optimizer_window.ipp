@@ -65,20 +65,20 @@ GRADACCUM_INLINE void OptimizerWindow::discard() {
   clear();
 }
 
-GRADACCUM_INLINE bool OptimizerWindow::close(const std::function<void(Gradients&)>& prepare) {
-  bool moved = false;
+GRADACCUM_INLINE StepResult OptimizerWindow::close(const std::function<void(Gradients&)>& prepare) {
+  StepResult result = StepResult::empty;
   or_spoil([&] {
     Gradients gradients(closing());
     prepare(gradients);
-    if (has_weight()) moved = step(gradients);
-    moved = moved || closing()->stepped();
+    if (has_weight()) result = step(gradients);
+    if (closing()->stepped()) result = StepResult::stepped;  // in backward
   });
   open();
-  if (!moved) clear();
-  return moved;
+  if (!result) clear();
+  return result;
 }
 
-GRADACCUM_INLINE bool OptimizerWindow::step(const Gradients& gradients) {
+GRADACCUM_INLINE StepResult OptimizerWindow::step(const Gradients& gradients) {
   if (peers()) return peers()->step(*optimizer_, closing());
   return take_step(*optimizer_, closing()->stepped() ? Gradients(closing()->rest()) : gradients);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
+#include <gradaccum/concepts.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
@@ -43,8 +44,8 @@ class Peers {
   /// The window is complete: its sums and weights become those of all processes.
   virtual void reduce(const std::shared_ptr<WindowGradients>& window, std::optional<c10::ScalarType> accumulate_in) = 0;
 
-  /// Steps with a window that has been reduced: all processes have all parameters afterwards. True if they moved.
-  virtual bool step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) = 0;
+  /// Steps with a window that has been reduced: all processes have all parameters afterwards.
+  virtual StepResult step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) = 0;
 
   /// This process has no more to add than `window` as it is: true if others have, and `window` is to be closed with
   /// theirs.
