@@ -158,10 +158,10 @@
 #include <gradaccum/detail/window/arrival_scope.ipp>
 #include <gradaccum/detail/window/close_watch.ipp>
 #include <gradaccum/detail/window/gradient_watch.ipp>
+#include <gradaccum/detail/window/misuse.ipp>
 #include <gradaccum/detail/window/multiplier.ipp>
 #include <gradaccum/detail/window/open_window.ipp>
 #include <gradaccum/detail/window/optimizer_facade.ipp>
-#include <gradaccum/detail/window/optimizer_window.ipp>
 #include <gradaccum/detail/window/peers.ipp>
 #include <gradaccum/detail/window/sample.ipp>
 #include <gradaccum/detail/window/shards.ipp>
@@ -169,7 +169,6 @@
 #include <gradaccum/detail/window/tensor_lists.ipp>
 #include <gradaccum/detail/window/window_gradients.ipp>
 #include <gradaccum/detail/window/window_sums.ipp>
-#include <gradaccum/detail/window/window_use.ipp>
 #include <gradaccum/embedding.ipp>
 #include <gradaccum/factor.ipp>
 #include <gradaccum/fit_options.ipp>

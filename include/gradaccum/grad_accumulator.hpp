@@ -30,8 +30,8 @@ namespace gradaccum {
 struct FitMemory;
 
 namespace detail {
+class OpenWindow;
 class OptimizerFacade;
-class OptimizerWindow;
 class Peers;
 class Shards;
 }  // namespace detail
@@ -111,13 +111,14 @@ class Accumulator {
  private:
   friend struct FitMemory;
 
-  std::unique_ptr<detail::OptimizerWindow> given_away();
+  std::unique_ptr<detail::OpenWindow> given_away();
   void check_can_clip() const;
   void follow();
-  StepResult close();
-  void clip(Gradients& gradients);
+  /// Clips the window that is to be closed, where that was asked for.
+  void clip();
+  StepResult counted(StepResult result);
 
-  std::unique_ptr<detail::OptimizerWindow> window_;
+  std::unique_ptr<detail::OpenWindow> window_;
   std::unique_ptr<detail::OptimizerFacade> facade_;
   std::int64_t updates_ = 0;
   std::optional<double> clip_norm_, clip_value_;

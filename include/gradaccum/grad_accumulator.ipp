@@ -4,8 +4,8 @@
 #include <gradaccum/grad_accumulator.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/window/open_window.hpp>
 #include <gradaccum/detail/window/optimizer_facade.hpp>
-#include <gradaccum/detail/window/optimizer_window.hpp>
 #include <gradaccum/detail/window/peers.hpp>
 
 #include <ATen/core/grad_mode.h>
@@ -17,13 +17,13 @@ namespace gradaccum {
 
 GRADACCUM_INLINE Accumulator::Accumulator(std::unique_ptr<detail::AnyOptimizer> optimizer,
                                           const GradAccumulatorOptions& options)
-    : window_(std::make_unique<detail::OptimizerWindow>(std::move(optimizer), options.steps, options.accumulate_in)) {
+    : window_(std::make_unique<detail::OpenWindow>(std::move(optimizer), options.steps, options.accumulate_in)) {
   window_->set_in_backward(options.in_backward);
 }
 
 GRADACCUM_INLINE Accumulator::~Accumulator() = default;
 
-GRADACCUM_INLINE std::unique_ptr<detail::OptimizerWindow> Accumulator::given_away() {
+GRADACCUM_INLINE std::unique_ptr<detail::OpenWindow> Accumulator::given_away() {
   TORCH_CHECK(micro_steps() == 0 && !window_->in_hand(),
               "GradAccumulator: can be moved between windows, got it inside of one; call flush() or discard() first");
   TORCH_CHECK(!facade_,
@@ -51,7 +51,9 @@ GRADACCUM_INLINE void Accumulator::backward(Loss loss, const BackwardOptions& op
 GRADACCUM_INLINE StepResult Accumulator::step() {
   follow();
   window_->complete_micro_batch();
-  return window_->full() ? close() : StepResult::accumulated;
+  if (!window_->full()) return StepResult::accumulated;
+  clip();
+  return counted(window_->close());
 }
 
 GRADACCUM_INLINE at::Tensor Accumulator::step(const torch::optim::Optimizer::LossClosure& closure) {
@@ -74,7 +76,8 @@ GRADACCUM_INLINE void Accumulator::zero_grad(bool set_to_none) {
 GRADACCUM_INLINE StepResult Accumulator::flush() {
   follow();
   if (!window_->complete_early()) return StepResult::empty;
-  const auto result = close();
+  clip();
+  const auto result = counted(window_->close());
   window_->clear();
   return result;
 }
@@ -189,17 +192,19 @@ GRADACCUM_INLINE void Accumulator::follow() {
   window_->follow();
 }
 
-GRADACCUM_INLINE StepResult Accumulator::close() {
-  const auto result = window_->close([this](Gradients& gradients) { clip(gradients); });
-  if (result) ++updates_;
-  return result;
-}
-
-GRADACCUM_INLINE void Accumulator::clip(Gradients& gradients) {
-  grad_norm_ = clip_norm_ ? gradaccum::clip_grad_norm_(gradients, *clip_norm_) : at::Tensor();
-  if (clip_value_) gradaccum::clip_grad_value_(gradients, *clip_value_);
+GRADACCUM_INLINE void Accumulator::clip() {
+  window_->or_spoil([this] {
+    const Gradients gradients(window_->closing());
+    grad_norm_ = clip_norm_ ? gradaccum::clip_grad_norm_(gradients, *clip_norm_) : at::Tensor();
+    if (clip_value_) gradaccum::clip_grad_value_(gradients, *clip_value_);
+  });
   clip_norm_.reset();
   clip_value_.reset();
+}
+
+GRADACCUM_INLINE StepResult Accumulator::counted(StepResult result) {
+  updates_ += result;
+  return result;
 }
 
 GRADACCUM_INLINE void detail::check_can_be_accumulated(const torch::optim::Optimizer& optimizer) {

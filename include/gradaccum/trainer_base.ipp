@@ -251,10 +251,11 @@ GRADACCUM_INLINE bool TrainerBase::close() {
   prepare();
   window.complete_early();
   const double lr = learning_rate();
-  const bool moved = window.close([&policies](Gradients& closing) {
-    policies.all(&detail::AnyPolicy::reduce_gradients, closing);
-    policies.all(&detail::AnyPolicy::before_step, closing);
+  window.or_spoil([&] {
+    policies.all(&detail::AnyPolicy::reduce_gradients, gradients);
+    policies.all(&detail::AnyPolicy::before_step, gradients);
   });
+  const bool moved = window.close();
   if (moved) window.clear();
   parts_->counts.updates += moved;
   const Step step = record.finish(gradients, moved, updates(), lr);

@@ -8,7 +8,7 @@
 #include <gradaccum/detail/fitting/out_of_memory.hpp>
 #include <gradaccum/detail/trainer/fitted_batches.hpp>
 #include <gradaccum/detail/trainer/weighted_mean.hpp>
-#include <gradaccum/detail/window/optimizer_window.hpp>
+#include <gradaccum/detail/window/open_window.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/trainer_base.hpp>
 

@@ -37,9 +37,8 @@ class ElementLoop {
   /// Calls `body(array, from, count, slice)` for the part of each array in each slice.
   template <class Body>
   void run(const Body& body) const {
-    const auto run_slice = [&](std::int64_t i) { this->run_slice(i, body); };
-    if (slices() == 1) return run_slice(0);  // starting threads would take longer
-    if (slices() > 1) parallel_for(slices(), run_slice);
+    if (slices() == 1) return run_slice(0, body);  // starting threads would take longer
+    if (slices() > 1) parallel_for(slices(), [&](std::int64_t i) { run_slice(i, body); });
   }
 
  private:

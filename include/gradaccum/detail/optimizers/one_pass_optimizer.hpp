@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -20,6 +21,8 @@ namespace gradaccum::detail {
 
 class GradientOf;
 class Moves;
+template <class Step>
+struct StepsOnCpu;
 struct Multiplier;
 
 /// What all our optimizers are, beside a torch::optim::Optimizer.
@@ -53,8 +56,9 @@ class OnePass : public TakesGradients, public NamesItsState {
   void take_steps(Moves& moves, const Multiplier& multiplier, std::vector<Step>&... steps) {
     auto rounding = rounding_;  // counts its random numbers, which are used once nothing can fail any more
     (set_rounding_keys(steps, rounding), ...);
-    (add_steps(moves, steps, multiplier), ...);
+    const std::tuple<StepsOnCpu<Step>...> on_cpu{add_steps(moves, steps, multiplier)...};
     run(moves, std::move(rounding));
+    (take_on_cpu(std::get<StepsOnCpu<Step>>(on_cpu).steps(), std::get<StepsOnCpu<Step>>(on_cpu).multiplier), ...);
   }
   bool rounds(const at::Tensor& parameter) const { return rounding_.concerns(parameter); }
   bool rounds_any() const { return rounding_.is_on(); }
@@ -80,7 +84,7 @@ class OnePass : public TakesGradients, public NamesItsState {
     for (auto& step : steps)
       if (rounding.concerns(step.parameter)) step.rounding_key = rounding.next_key(distinct_.place_of(step.parameter));
   }
-  void check_and_move(const GradientOf& gradient_of, const Multiplier& multiplier);
+  void check_distinct() { distinct_.check(class_name(), itself().param_groups()); }
   void move_unless_overflowed(const GradientOf& gradient_of, Gradients gradients);
 
   DistinctParameters distinct_;

@@ -33,7 +33,9 @@ GRADACCUM_INLINE at::Tensor OnePass::step_after(const torch::optim::Optimizer::L
     loss = closure();
   }
   settle();
-  check_and_move(GradientOf(), {});
+  at::NoGradGuard no_grad;
+  check_distinct();
+  move(GradientOf(), {});
   return loss;
 }
 
@@ -46,7 +48,9 @@ GRADACCUM_INLINE void OnePass::step(Gradients gradients) {
   TORCH_CHECK(any, class_name(), ": step(gradients) was given those of other parameters than the optimizer's");
   if (left_to_device) return move_unless_overflowed(gradient_of, std::move(gradients));
   settle();
-  check_and_move(gradient_of, product_of(gradients));
+  at::NoGradGuard no_grad;
+  check_distinct();
+  move(gradient_of, product_of(gradients));
 }
 
 GRADACCUM_INLINE bool OnePass::judges_on_device(const Gradients& gradients) const {
@@ -69,10 +73,11 @@ GRADACCUM_INLINE void OnePass::move_unless_overflowed(const GradientOf& gradient
   auto parameters = gradients.parameters();
   if (!same_parameters(parameters, concerned_)) settle();
   by.found_inf = gradients.judge_on_device();
-  if (!counts_steps()) return check_and_move(gradient_of, by);
+  check_distinct();
+  if (!counts_steps()) return move(gradient_of, by);
   if (left_out_.defined()) by.left_out = left_out_.to(by.found_inf.device());
   auto left_out = by.left_out.defined() ? by.left_out : number_that_changes(by.found_inf.device());
-  check_and_move(gradient_of, by);
+  move(gradient_of, by);
   left_out_ = left_out.add_(by.found_inf);
   concerned_ = std::move(parameters);
 }
@@ -82,12 +87,6 @@ GRADACCUM_INLINE void OnePass::settle() const {
   const auto steps = static_cast<std::int64_t>(left_out_.item<float>());
   left_out_.reset();
   for (auto& parameter : std::exchange(concerned_, {})) const_cast<OnePass&>(*this).uncount(parameter, steps);
-}
-
-GRADACCUM_INLINE void OnePass::check_and_move(const GradientOf& gradient_of, const Multiplier& multiplier) {
-  at::NoGradGuard no_grad;
-  distinct_.check(class_name(), itself().param_groups());
-  move(gradient_of, multiplier);
 }
 
 GRADACCUM_INLINE void OnePass::run(Moves& moves, StochasticRounding rounding) {

@@ -39,21 +39,30 @@ class GradientOf {
   at::Tensor none_;
 };
 
-/// Adds the steps of parameters on the CPU, and the moves of those on devices. `steps` live until they have run.
+/// The steps of parameters on the CPU, which are taken once those on devices are under way.
 template <class Step>
-void add_steps(Moves& moves, const std::vector<Step>& steps, const Multiplier& multiplier) {
-  std::vector<Step> here, away;
+struct StepsOnCpu {
+  const std::vector<Step>* all = nullptr;  // of the optimizer, where they are all on the CPU
+  std::vector<Step> some = {};             // else
+  double multiplier = 1;
+
+  const std::vector<Step>& steps() const { return all ? *all : some; }
+};
+
+/// Adds the moves of parameters on devices. What is returned refers to `steps`.
+template <class Step>
+StepsOnCpu<Step> add_steps(Moves& moves, const std::vector<Step>& steps, const Multiplier& multiplier) {
+  StepsOnCpu<Step> here;
+  std::vector<Step> away;
   const auto on_cpu = [](const Step& step) { return step.parameter.device().is_cpu(); };
-  const bool all_here = std::all_of(steps.begin(), steps.end(), on_cpu);
-  if (!all_here)
-    std::partition_copy(steps.begin(), steps.end(), std::back_inserter(here), std::back_inserter(away), on_cpu);
-  add_moves(moves, away, multiplier);
-  if (all_here ? steps.empty() : here.empty()) return;
-  const auto by = multiplier.on_host() ? multiplier.host() : multiplier.on(at::kCPU).template item<double>();
-  if (all_here)
-    moves.add([&steps, by] { take_on_cpu(steps, by); });
+  if (std::all_of(steps.begin(), steps.end(), on_cpu))
+    here.all = &steps;
   else
-    moves.add([here = std::move(here), by] { take_on_cpu(here, by); });
+    std::partition_copy(steps.begin(), steps.end(), std::back_inserter(here.some), std::back_inserter(away), on_cpu);
+  add_moves(moves, away, multiplier);
+  if (!here.steps().empty())
+    here.multiplier = multiplier.on_host() ? multiplier.host() : multiplier.on(at::kCPU).template item<double>();
+  return here;
 }
 
 }  // namespace gradaccum::detail

@@ -6,7 +6,7 @@
 #include <gradaccum/detail/trainer/data_position.hpp>
 #include <gradaccum/detail/trainer/policy_list.hpp>
 #include <gradaccum/detail/trainer/window_record.hpp>
-#include <gradaccum/detail/window/optimizer_window.hpp>
+#include <gradaccum/detail/window/open_window.hpp>
 #include <gradaccum/fit_options.hpp>
 
 #include <cstdint>
@@ -22,7 +22,7 @@ namespace gradaccum::detail {
 struct TrainerParts {
   explicit TrainerParts(std::unique_ptr<AnyOptimizer> optimizer) : window(std::move(optimizer)) {}
 
-  OptimizerWindow window;
+  OpenWindow window;
   PolicyList policies;
   WindowRecord record;
   DataPosition data;

@@ -4,17 +4,20 @@
 #include <gradaccum/detail/verification/passes.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/detail/window/open_window.hpp>
 #include <gradaccum/gradients.hpp>
 #include <gradaccum/window.hpp>
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <limits>
+#include <memory>
 #include <unordered_set>
 #include <utility>
 
@@ -106,11 +109,20 @@ GRADACCUM_INLINE GradientList VerifyPasses::gradients_of(std::int64_t batch, con
   return take();
 }
 
+/// Parameters without an optimizer.
+struct NeverStepped {
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  auto& param_groups() { return groups; }
+  void step() {}
+  void zero_grad() {}
+};
+
 GRADACCUM_INLINE GradientList VerifyPasses::accumulated(const Modes& modes, const std::vector<double>* shares) {
   guard_.rewind(modes);
   losses_.clear(), items_.clear();
-  OpenWindow window(static_cast<std::int64_t>(rows_.size()), {});
-  window.open(parameters_);
+  NeverStepped parameters{{torch::optim::OptimizerParamGroup(parameters_)}};
+  OpenWindow window(std::make_unique<OptimizerOf<NeverStepped>>(parameters), static_cast<std::int64_t>(rows_.size()),
+                    {});
   for (std::size_t i = 0; i < rows_.size(); ++i) {
     auto loss = loss_of_(static_cast<std::int64_t>(i));
     loss.check();

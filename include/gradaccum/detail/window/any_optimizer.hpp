@@ -28,29 +28,26 @@ class AnyOptimizer {
   virtual ~AnyOptimizer() = default;
   virtual std::vector<at::Tensor> parameters() const = 0;  ///< of all its groups
   virtual bool takes_gradients() const = 0;
-  virtual bool judges_on_device(const Gradients& gradients) const = 0;
-  virtual void step(const Gradients& gradients) = 0;  ///< which have their true size, unless it takes them
+  virtual void step(const Gradients& gradients) = 0;  ///< of no taker: they have their true size, unless it takes them
   virtual void zero_grad(bool set_to_none) = 0;
   virtual torch::optim::Optimizer* torch_optimizer() = 0;  ///< itself; none where it is of another kind
   virtual bool steps_by_elements() const = 0;              ///< a part of a parameter may be stepped alone
   virtual std::string name() const = 0;                    ///< its class
   virtual const void* address() const = 0;                 ///< the same through a reference to any of its base classes
+
+  TakesGradients* taker = nullptr;  ///< itself, where it derives from that
 };
 
 template <class O>
 class OptimizerOf final : public AnyOptimizer {
  public:
   explicit OptimizerOf(O& optimizer) : optimizer_(optimizer) {
-    if constexpr (std::is_polymorphic_v<O>) takes_ = dynamic_cast<TakesGradients*>(&optimizer);
+    if constexpr (std::is_polymorphic_v<O>) taker = dynamic_cast<TakesGradients*>(&optimizer);
   }
 
   std::vector<at::Tensor> parameters() const override { return parameters_of(optimizer_); }
-  bool takes_gradients() const override { return takes_ || takes_by_itself; }
-  bool judges_on_device(const Gradients& gradients) const override {
-    return takes_ && takes_->judges_on_device(gradients);
-  }
+  bool takes_gradients() const override { return taker || takes_by_itself; }
   void step(const Gradients& gradients) override {
-    if (takes_) return takes_->step(gradients);
     if constexpr (takes_by_itself)
       optimizer_.step(gradients);
     else
@@ -69,7 +66,7 @@ class OptimizerOf final : public AnyOptimizer {
       return nullptr;
   }
   bool steps_by_elements() const override {
-    if (takes_) return takes_->steps_by_elements();
+    if (taker) return taker->steps_by_elements();
     if constexpr (is_torch)
       return detail::steps_by_elements(optimizer_);
     else
@@ -88,7 +85,6 @@ class OptimizerOf final : public AnyOptimizer {
   static constexpr bool takes_by_itself = gradaccum::takes_gradients<O> && !std::derived_from<O, TakesGradients>;
 
   O& optimizer_;
-  TakesGradients* takes_ = nullptr;
 };
 
 /// The one place where an optimizer gets its gradients.

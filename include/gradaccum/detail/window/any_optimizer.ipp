@@ -23,9 +23,10 @@ GRADACCUM_INLINE bool steps_by_elements(const torch::optim::Optimizer& optimizer
 GRADACCUM_INLINE StepResult take_step(AnyOptimizer& optimizer, Gradients gradients) {
   if (!optimizer.takes_gradients()) gradients.apply();
   if (gradients.raw().empty()) return StepResult::empty;
-  const bool left_to_device = optimizer.judges_on_device(gradients);
+  auto* const taker = optimizer.taker;
+  const bool left_to_device = taker && taker->judges_on_device(gradients);
   if (!left_to_device && gradients.overflowed()) return StepResult::skipped;
-  optimizer.step(gradients);
+  taker ? taker->step(gradients) : optimizer.step(gradients);
   return left_to_device ? StepResult::left_to_device : StepResult::stepped;
 }
 

@@ -27,6 +27,16 @@ void clip_by(Factor& factor, const at::Tensor& norm, double max_norm);
 /// It holds parameters, and gradients only where they are sums of its own: those that the user clears are free at once.
 class WindowGradients {
  public:
+  /// How far a window has come.
+  enum class State {
+    open,      // micro-batches are to come
+    sending,   // other processes may be at its sums
+    complete,  // all micro-batches are in it, those of other processes, too
+    applied,   // its gradients have their true size
+    spoiled,   // an exception left them incomplete
+    closed     // stepped, skipped or discarded
+  };
+
   explicit WindowGradients(const std::vector<at::Tensor>& parameters) { sums_.set_parameters(parameters); }
 
   // For the accumulator that owns the window, and what exchanges its sums with other processes.
@@ -36,11 +46,16 @@ class WindowGradients {
   void fold_into_sums(std::optional<at::ScalarType> dtype);
   double first_weight() const { return first_weight_; }
   void set_weights(double first, double total) { first_weight_ = first, total_weight_ = total; }
-  void set_complete(bool complete) { complete_ = complete; }
-  bool applied() const { return applied_; }
+  void set_sending() { state_ = State::sending; }
+  void set_complete(bool complete);
+  void spoil() { state_ = State::spoiled; }
+  bool sending() const { return state_ == State::sending; }
+  bool complete() const { return state_ == State::complete || applied(); }
+  bool applied() const { return state_ == State::applied; }
+  bool spoiled() const { return state_ == State::spoiled; }
   /// The sums of micro-batches so far are elsewhere: until the window is complete there is nothing to see.
-  void set_elsewhere() { elsewhere_ = true; }
-  bool elsewhere() const { return elsewhere_; }
+  void set_elsewhere() { place_ = Place::elsewhere; }
+  bool elsewhere() const { return place_ == Place::elsewhere; }
   /// The window is of this process's pieces from now on, with their sums, by parameter; undefined where there is none.
   void divide(const Shards& shards, const std::vector<at::Tensor>& sums);
   /// Its norm as it lies in memory, and whether all is finite: of these pieces, then of those of all processes, which
@@ -51,7 +66,7 @@ class WindowGradients {
   };
   Measure measure();
   /// `of_all` waits for the other processes: when it is asked for, or now.
-  void set_measure_of_all(std::function<Measure()> of_all) { measure_of_all_ = std::move(of_all), of_all_ = true; }
+  void set_measure_of_all(std::function<Measure()> of_all) { measure_of_all_ = std::move(of_all); }
   void wait_for_measure();
 
   // For stepping in backward.
@@ -67,7 +82,7 @@ class WindowGradients {
   void take_norm_memory(WindowGradients& from);
 
   // For `Gradients`, whose documentation these share.
-  bool closed() const { return closed_; }
+  bool closed() const { return state_ == State::closed; }
   double items() const { return total_weight_; }
   Factor& factor() { return check_open(), factor_; }
   bool must_be_finite() const { return finite_required(factor_); }
@@ -90,11 +105,16 @@ class WindowGradients {
   void apply();
 
  private:
+  /// Where its sums are: in this process, given away to others, or in all of them, of which it has its pieces.
+  enum class Place { here, elsewhere, divided };
+
   void check_open() const;
   void check_here() const;
   /// The gradients, with their norms measured; anew only where one has changed.
   std::vector<at::Tensor> measured();
   bool is_measured(const std::vector<at::Tensor>& gradients) const;
+  /// What has been measured is of all processes' pieces.
+  bool measured_of_all() const { return place_ == Place::divided && norms_.defined(); }
   void scale(const at::Tensor& norm, const Multiplier& by) const;
   bool measured_by_kernel() const;
   /// A WindowNorm; whether all is finite is known then, too, unless squares may overflow.
@@ -103,8 +123,8 @@ class WindowGradients {
   WindowSums sums_;
   Factor factor_;
   double first_weight_ = 1.0, total_weight_ = 1.0;
-  bool complete_ = true, applied_ = false, closed_ = false;
-  bool elsewhere_ = false, of_all_ = false;  // of_all_: what has been measured is of all processes' pieces
+  State state_ = State::complete;
+  Place place_ = Place::here;
   bool stepped_ = false;                     // some of the parameters, and their gradients are gone
   std::vector<SeenTensor> measured_;         // the gradients of which these are:
   at::Tensor norms_, found_inf_;             // as they lie in memory

@@ -25,18 +25,18 @@ GRADACCUM_INLINE void WindowGradients::check_open() const {
       "Gradients: with in_backward the gradients of this window are gone, its parameters were stepped with them "
       "as they arrived; what needs all of them at once (clipping, a loss scaler, norm(), values(), apply()) "
       "goes without in_backward");
-  TORCH_CHECK(!closed_, "Gradients: this window is closed (stepped, skipped or discarded); ask for gradients() anew");
+  TORCH_CHECK(!closed(), "Gradients: this window is closed (stepped, skipped or discarded); ask for gradients() anew");
 }
 
 GRADACCUM_INLINE void WindowGradients::check_here() const {
   check_open();
-  TORCH_CHECK(!elsewhere_,
+  TORCH_CHECK(!elsewhere(),
               "Gradients: with Shard::gradients those of an open window are divided among processes, and nobody has "
               "them yet; ask when it is complete, inside `if (optimizer.ready())`");
 }
 
 GRADACCUM_INLINE void WindowGradients::fold_into_sum(std::size_t place, std::optional<at::ScalarType> dtype) {
-  if (!applied_) sums_.fold(place, dtype);
+  if (!applied()) sums_.fold(place, dtype);
 }
 
 GRADACCUM_INLINE void WindowGradients::fold_into_sums(std::optional<at::ScalarType> dtype) {
@@ -58,7 +58,8 @@ GRADACCUM_INLINE void WindowGradients::divide(const Shards& shards, const std::v
   for (std::size_t place = 0; place < sums.size(); ++place)
     if (sums[place].defined()) own.set(place, sums[place]);
   sums_ = std::move(own);
-  elsewhere_ = false;
+  place_ = Place::divided;
+  norms_.reset();  // of what was here before
 }
 
 GRADACCUM_INLINE WindowGradients::Measure WindowGradients::measure() {
@@ -76,13 +77,18 @@ GRADACCUM_INLINE void WindowGradients::wait_for_measure() {
   found_inf_ = at::full({}, measure.finite ? 0.0 : 1.0, found_inf_.options());
 }
 
+GRADACCUM_INLINE void WindowGradients::set_complete(bool complete) {
+  if (!complete && !sending() && !applied()) state_ = State::open;
+  if (complete && !applied()) state_ = State::complete;
+}
+
 GRADACCUM_INLINE void WindowGradients::free() {
   for (auto& parameter : all_parameters()) parameter.mutable_grad().reset();
   close();
 }
 
 GRADACCUM_INLINE void WindowGradients::close() {
-  closed_ = true;
+  state_ = State::closed;
   sums_ = {};
 }
 
@@ -108,7 +114,7 @@ GRADACCUM_INLINE std::vector<at::Tensor> WindowGradients::raw() const {
 
 GRADACCUM_INLINE Multiplier WindowGradients::multiplier() const {
   auto factor = factor_;
-  if (!applied_ && total_weight_ > 0) {
+  if (!applied() && total_weight_ > 0) {
     factor.multiply(first_weight_);  // the seeds were divided by it
     factor.divide(total_weight_);
   }
@@ -124,7 +130,7 @@ GRADACCUM_INLINE std::vector<at::Tensor> WindowGradients::measured() {
   auto gradients = raw();
   wait_for_measure();
   if (norms_.defined() && is_measured(gradients)) return gradients;
-  TORCH_CHECK(!of_all_,
+  TORCH_CHECK(!measured_of_all(),
               "Gradients: this process has a part of the window alone, and that has been changed: the norm of all "
               "parts, and whether they are finite, are known from before; ask before you change them");
   norms_.reset();
@@ -153,7 +159,7 @@ GRADACCUM_INLINE at::Tensor WindowGradients::window_norm(const std::vector<at::T
 }
 
 GRADACCUM_INLINE at::Tensor WindowGradients::norm() {
-  if (closed_ && !stepped_ && norm_.defined()) return norm_;
+  if (closed() && !stepped_ && norm_.defined()) return norm_;
   at::NoGradGuard no_grad;
   const auto gradients = measured();
   if (measured_by_kernel()) return norm_ = norm_in(window_norm(gradients, std::numeric_limits<double>::infinity()));
@@ -186,7 +192,7 @@ GRADACCUM_INLINE at::Tensor WindowGradients::clip(double max_norm) {
 GRADACCUM_INLINE at::Tensor WindowGradients::found_inf() {
   if (verdict_.defined()) return verdict_;
   wait_for_measure();
-  if (closed_ && found_inf_.defined()) return found_inf_;
+  if (closed() && found_inf_.defined()) return found_inf_;
   at::NoGradGuard no_grad;
   const auto gradients = measured();
   if (found_inf_.defined()) return found_inf_;
@@ -198,7 +204,7 @@ GRADACCUM_INLINE at::Tensor WindowGradients::found_inf() {
 
 GRADACCUM_INLINE bool WindowGradients::overflowed() {
   if (judged_on_device()) overflowed_ = judged_on_device_.item<float>() != 0;
-  if (closed_ || !must_be_finite()) return overflowed_.value_or(false);
+  if (closed() || !must_be_finite()) return overflowed_.value_or(false);
   const auto found = found_inf();  // forgets the last answer if a gradient has changed
   if (!overflowed_) overflowed_ = found.item<float>() != 0;
   return *overflowed_;
@@ -208,16 +214,16 @@ GRADACCUM_INLINE at::Tensor WindowGradients::judge_on_device() { return judged_o
 
 GRADACCUM_INLINE void WindowGradients::apply() {
   check_open();
-  TORCH_CHECK(complete_,
+  TORCH_CHECK(complete(),
               "Gradients: apply() and values() inside a window would mix multiplied sums with those to come; "
               "call them after backward, inside `if (optimizer.ready())`");
   at::NoGradGuard no_grad;
   if (must_be_finite()) verdict_ = found_inf();
   const auto by = multiplier();
-  const bool known = of_all_ && is_measured(raw());
+  const bool known = measured_of_all() && is_measured(raw());
   if (!by.is_one()) multiply_(raw(), by);
   factor_ = requirement_of(factor_);
-  applied_ = true;
+  state_ = State::applied;
   sums_.become_gradients();
   if (!known) return;
   wait_for_measure();

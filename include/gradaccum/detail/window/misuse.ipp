@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/window/misuse.hpp>
+
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/window/step_in_backward.hpp>
+#include <gradaccum/loss.hpp>
+#include <gradaccum/window.hpp>
+
+#include <c10/util/Exception.h>
+
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE void Misuse::opened(bool after_another) {
+  after_another_ = after_another;
+  look();
+  close_watch_.open();
+}
+
+GRADACCUM_INLINE void Misuse::follow(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
+  watch_.follow(before, after);
+  close_watch_.follow(after);
+}
+
+GRADACCUM_INLINE void Misuse::look() {
+  watch_.look(window_.parameters());
+  if (!window_.shared()) close_watch_.look();
+}
+
+/// The seed of backward has the dtype of the loss, and must fit: it is the weight, relative to the window's first one.
+GRADACCUM_INLINE void check_weight(const Loss& loss, double first_weight) {
+  Window::check_weight(loss.items);
+  if (loss.items == 0 || first_weight == 0) return;
+  const double largest = loss.mean.scalar_type() == at::kHalf     ? 65504.0
+                         : loss.mean.scalar_type() == at::kDouble ? 1e308
+                                                                  : 3e38;
+  TORCH_CHECK(loss.items / first_weight <= largest, "Loss: items must be at most ", largest,
+              " times those of the window's first micro-batch (", first_weight, ") with a loss of dtype ",
+              loss.mean.scalar_type(), ", got ", loss.items, "; compute the loss in a wider dtype");
+}
+
+/// Before anything has moved: what comes too late once a parameter has.
+GRADACCUM_INLINE void check_can_step_in_backward(bool scaled, bool create_graph) {
+  TORCH_CHECK(!create_graph,
+              "GradAccumulator: create_graph keeps the gradients, which in_backward frees as they arrive; "
+              "leave one of the two out");
+  TORCH_CHECK(!scaled,
+              "GradAccumulator: a loss scaler looks at all gradients before the first parameter moves, and in_backward "
+              "steps each as it arrives; use bfloat16, which needs no scaler, or leave in_backward out");
+}
+
+GRADACCUM_INLINE void Misuse::at_backward(const Loss& loss, const BackwardOptions& options) const {
+  const auto& gradients = *window_.gradients;
+  check_usable();
+  TORCH_CHECK(!window_.following,
+              "GradAccumulator: backward() after others_continue() has said that others close a window with this "
+              "process; call step() first");
+  check_form(WindowForm::weighted);
+  TORCH_CHECK(!window_.in_hand, "GradAccumulator: a second backward() before step(); add the losses and call it once");
+  TORCH_CHECK(!gradients.applied(), "GradAccumulator: backward() after gradients().apply(); call step() first");
+  loss.check();
+  check_weight(loss, window_.counter.first_weight());
+  if (window_.steps_in_backward)
+    check_can_step_in_backward(finite_required(loss.seed) || gradients.must_be_finite(), options.create_graph);
+  check_kept();
+  if (after_another_ && window_.count() == 0) watch_.check_cleared(window_.parameters());
+  check_only_ours();
+}
+
+GRADACCUM_INLINE void Misuse::at_plain_backward() {
+  TORCH_CHECK(!window_.steps_in_backward,
+              "GradAccumulator: with in_backward the parameters are stepped inside of backward; call "
+              "optimizer.backward(loss) before each step(), in place of loss.backward()");
+  check_form(WindowForm::plain);
+  check_not_rewritten();
+  if (after_another_ && window_.count() == 0 && window_.counter.steps() > 1) close_watch_.check_cleared();
+  close_watch_.warn_of_passes(window_.counter.steps());
+}
+
+GRADACCUM_INLINE void Misuse::at_step() const {
+  check_usable();
+  check_kept();
+  if (window_.full() && !window_.following) check_scaler();
+  if (window_.in_hand && !window_.following) check_not_rewritten();
+}
+
+GRADACCUM_INLINE void Misuse::after_count() {
+  if (watches_closely()) close_watch_.watch_parameters();
+  if (window_.weighted() && !window_.gradients->applied()) check_only_ours();
+}
+
+GRADACCUM_INLINE void Misuse::at_flush() const {
+  check_kept();
+  TORCH_CHECK(
+      window_.in_hand || !touched(),
+      "GradAccumulator: the gradients changed after the last step(); call step() for the last micro-batch, too, "
+      "before flush()");
+  check_scaler();
+  if (window_.count() > 1) check_not_rewritten();
+}
+
+GRADACCUM_INLINE void Misuse::at_save() const {
+  const auto count = window_.count();
+  check_usable();
+  check_kept();
+  TORCH_CHECK(!window_.in_hand && (count == 0 || !touched()),
+              "GradAccumulator: state() in the middle of a micro-batch; call step() first");
+  TORCH_CHECK(!window_.gradients->elsewhere(),
+              "GradAccumulator: with Shard::gradients a window is saved when it is closed, and there are ", count,
+              " micro-batches in it; save after a step() that returned true, or after flush()");
+}
+
+GRADACCUM_INLINE void Misuse::at_zero_grad() const {
+  if (window_.gradients->spoiled() || window_.in_hand || !touched()) return;
+  TORCH_CHECK(false,
+              "GradAccumulator: zero_grad() in the middle of a window, and since the last step() somebody has added to "
+              "its gradients: a backward for other parameters that came along here, as of a GAN's generator, or one "
+              "without a step(). Say whose gradients it is for: loss.backward({}, {}, false, generator->parameters()), "
+              "or optimizer.backward(loss, {.inputs = generator->parameters()})");
+}
+
+GRADACCUM_INLINE void Misuse::check_usable() const {
+  const auto& gradients = *window_.gradients;
+  TORCH_CHECK(!gradients.spoiled() || !gradients.stepped(), "GradAccumulator: ", stepped_in_part);
+  TORCH_CHECK(!gradients.spoiled(),
+              "GradAccumulator: an exception left this window's gradients incomplete; call discard()");
+}
+
+GRADACCUM_INLINE void Misuse::check_kept() const {
+  if (window_.count() > 0) watch_.check_kept(window_.parameters());
+}
+
+/// Gradients that no backward has made are the user's.
+GRADACCUM_INLINE void Misuse::check_not_rewritten() const {
+  if (watches_closely()) close_watch_.check_gradients(/*of_backward_alone=*/!window_.weighted());
+}
+
+GRADACCUM_INLINE bool Misuse::touched() const { return !window_.shared() && watch_.touched(window_.parameters()); }
+
+GRADACCUM_INLINE void Misuse::check_form(WindowForm form) const {
+  TORCH_CHECK(window_.form == WindowForm::none || window_.form == form,
+              "GradAccumulator: one window mixes optimizer.backward(loss) with loss.backward() or with a step() that "
+              "no backward precedes; use one form");
+}
+
+/// The scaler that scaled the losses must have asked for the reverse.
+GRADACCUM_INLINE void Misuse::check_scaler() const {
+  TORCH_CHECK(!window_.scaled || window_.gradients->must_be_finite(),
+              "GradAccumulator: the losses of this window are scaled, and its gradients are not to be divided by the "
+              "scale; call scaler.step(optimizer) in place of optimizer.step()");
+}
+
+/// What other processes add arrives at any time.
+GRADACCUM_INLINE void Misuse::check_only_ours() const {
+  if (!window_.shared()) watch_.check_only_ours(window_.parameters(), window_.count() == 0);
+}
+
+/// A window of one is what it would be without an accumulator, whatever was written.
+GRADACCUM_INLINE bool Misuse::watches_closely() const {
+  const auto& gradients = *window_.gradients;
+  return window_.counter.steps() > 1 && !gradients.applied() && !gradients.stepped() && !window_.shared();
+}
+
+GRADACCUM_INLINE void check_goes_with_peers(bool peers, bool in_backward) {
+  TORCH_CHECK(!peers || !in_backward,
+              "GradAccumulator: in_backward frees each gradient as it arrives, before it could be summed over the "
+              "other processes; leave one of the two out");
+}
+
+}  // namespace gradaccum::detail
