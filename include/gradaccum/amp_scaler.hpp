@@ -176,6 +176,10 @@ class AmpScaler {
                   "Adam, AdamW, RMSprop, Adagrad or one of your own");
     static_assert(gradaccum::optimizer<Optimizer> || std::derived_from<Optimizer, torch::optim::LBFGS>,
                   "AmpScaler: an optimizer has step(), zero_grad() and param_groups()");
+    static_assert(
+        !accumulating<Optimizer> || std::derived_from<Optimizer, Accumulator>,
+        "AmpScaler: an accumulator is a GradAccumulator; of a class of your own, step() cannot say whether the "
+        "window goes on");
     if constexpr (std::derived_from<Optimizer, torch::optim::Optimizer>) detail::check_nothing_hides_behind(optimizer);
     return detail::OptimizerOf<Optimizer>(optimizer);
   }
