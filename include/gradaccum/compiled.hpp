@@ -128,9 +128,9 @@
 #include <gradaccum/detail/trainer/averages.ipp>
 #include <gradaccum/detail/trainer/counts.ipp>
 #include <gradaccum/detail/trainer/data_position.ipp>
-#include <gradaccum/detail/trainer/fit.ipp>
 #include <gradaccum/detail/trainer/fit_scope.ipp>
 #include <gradaccum/detail/trainer/fitted_batches.ipp>
+#include <gradaccum/detail/trainer/loop.ipp>
 #include <gradaccum/detail/trainer/mode_guard.ipp>
 #include <gradaccum/detail/trainer/policy_list.ipp>
 #include <gradaccum/detail/trainer/profiled_updates.ipp>

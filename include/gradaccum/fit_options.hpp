@@ -17,7 +17,7 @@
 namespace gradaccum {
 
 namespace detail {
-class Fit;
+class Loop;
 class Peers;
 
 /// See training_state.hpp.
@@ -55,7 +55,7 @@ class ResumeFrom {
   std::string string() const { return directory_.string(); }
 
  private:
-  friend class detail::Fit;
+  friend class detail::Loop;
 
   std::optional<std::filesystem::path> newest() const;
   Archive open(const std::filesystem::path& folder, bool allow_changes, const detail::Peers* peers) const;

@@ -72,16 +72,14 @@ class Trainer : public TrainerBase {
   /// Trains until it has gone through the batches so often, or made so many updates; in training mode, unless the model
   /// is in it already, with all that its owner has frozen. Epochs count on from the last `fit`.
   FitReport fit(auto&& batches, const FitOptions& options = {}) {
-    const auto loss_of = objective();
-    detail::BatchesOf any(batches, loss_of);
+    detail::BatchesOf any(batches, model_, objective_);
     return fit_with(any, options);
   }
 
   /// The model's mean loss and other metrics: in evaluation mode, without gradients, the batches gone through once.
   template <metric... Metrics>
   Evaluation evaluate(auto&& batches, Metrics... metrics) {
-    const auto loss_of = objective();
-    detail::BatchesOf any(batches, loss_of);
+    detail::BatchesOf any(batches, model_, objective_);
     return evaluate_with(any, detail::Evaluator(std::move(metrics)...));
   }
 
@@ -89,16 +87,12 @@ class Trainer : public TrainerBase {
   /// metric has `reduce` then, as `Accuracy`.
   template <metric... Metrics>
   Evaluation evaluate_on_all(auto&& batches, Metrics... metrics) {
-    const auto loss_of = objective();
-    detail::BatchesOf any(batches, loss_of);
+    detail::BatchesOf any(batches, model_, objective_);
     return evaluate_with(any, detail::Evaluator(std::move(metrics)...), /*on_all=*/true);
   }
 
   /// One micro-batch. True if it closed the window, and the parameters moved.
-  bool step(auto&& batch) {
-    const auto loss_of = objective();
-    return step_with(detail::BatchOf(batch, loss_of));
-  }
+  bool step(auto&& batch) { return step_with(detail::BatchOf(batch, model_, objective_)); }
 
   Model& model() { return model_; }
   torch::nn::Module& module() override { return detail::module_of(model_); }
@@ -146,10 +140,6 @@ class Trainer : public TrainerBase {
 
   static constexpr bool shows_progress = (std::derived_from<detail::policy_t<Policies>, Progress> || ...);
 
-  /// The objective, of a batch alone.
-  auto objective() {
-    return [this](auto& batch) { return detail::loss_of(objective_, model_, batch); };
-  }
   double learning_rate() override { return detail::learning_rate_of(optimizer_); }
   void archive_optimizer(Archive& archive) override {
     archive("optimizer", OptimizerState(optimizer_, module(), shards()));

@@ -5,7 +5,6 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/fit_report.hpp>
-#include <gradaccum/loss.hpp>
 #include <gradaccum/memory_by_kind.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policy.hpp>
@@ -34,13 +33,9 @@ class AnyBatch;
 class AnyBatches;
 class AnyOptimizer;
 class AnyPolicy;
-class BatchDivider;
-class Fit;
-class FittedBatches;
+class Loop;
 class Peers;
 class Shards;
-struct Together;
-struct TrainerParts;
 }  // namespace detail
 
 /// A Trainer of whatever model, optimizer, objective and policies: all of it that does not name their types. What a
@@ -64,6 +59,7 @@ class TrainerBase {
 
   virtual torch::nn::Module& module() = 0;
   virtual at::Device device() = 0;             ///< where the first parameter lies
+  virtual double learning_rate() = 0;          ///< of the first parameter group; NaN if the optimizer does not tell
   std::vector<at::Tensor> parameters() const;  ///< of the optimizer
   std::int64_t updates() const;                ///< how often the parameters have moved
   bool closing() const;                        ///< this backward fills the window; of a flushed one, none does
@@ -82,14 +78,13 @@ class TrainerBase {
   void set_accumulate_in(std::optional<at::ScalarType> dtype);
   void set_in_backward(bool on);
   bool steps_in_backward() const;
-  void set_batch_size(std::int64_t samples);                        ///< of a window; 0: nobody counts them
-  void set_divider(std::unique_ptr<detail::BatchDivider> divider);  ///< for FitMemory
-  void set_peers(std::shared_ptr<detail::Peers> peers);             ///< for DataParallel
-  std::shared_ptr<detail::Peers> peers() const;                     ///< other processes; or none
-  std::shared_ptr<detail::Shards> shards() const;                   ///< what of the optimizer they divide; or none
-  bool is_first() const;                                            ///< of these the one that writes and shows
+  void set_batch_size(std::int64_t samples);             ///< of a window; 0: nobody counts them
+  void set_peers(std::shared_ptr<detail::Peers> peers);  ///< for DataParallel
+  std::shared_ptr<detail::Peers> peers() const;          ///< other processes; or none
+  std::shared_ptr<detail::Shards> shards() const;        ///< what of the optimizer they divide; or none
+  bool is_first() const;                                 ///< of these the one that writes and shows
   bool others_continue();
-  detail::Together together();
+  detail::Loop& loop() { return *loop_; }  ///< for policies of this library
   /// For `attach`: runs this when all policies are attached, so that it need not be taken back where one is refused;
   /// at once if they are.
   void when_built(std::function<void()> run);
@@ -114,22 +109,10 @@ class TrainerBase {
   detail::AnyPolicy& policy_at(std::size_t place) const;
 
   virtual void archive_optimizer(Archive& archive) = 0;
-  virtual double learning_rate() = 0;
   virtual void for_each_optimizer_tensor(c10::function_ref<void(const at::Tensor&)> see) = 0;
 
  private:
-  friend class detail::Fit;
-  friend class detail::FittedBatches;
-
-  void or_tell(c10::function_ref<void()> work) const;
-  void or_discard(c10::function_ref<void()> work);
-  Loss forward(const detail::AnyBatch& batch);
-  /// `begins`: the first of its batch. `may_close`: a window may end with it.
-  void micro_batch(const detail::AnyBatch& batch, bool begins, bool may_close);
-  void prepare();
-  bool close();
-
-  std::unique_ptr<detail::TrainerParts> parts_;
+  std::unique_ptr<detail::Loop> loop_;
 };
 
 }  // namespace gradaccum

@@ -4,7 +4,7 @@
 #include <gradaccum/policies/data_parallel.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/trainer/window_record.hpp>
+#include <gradaccum/detail/trainer/loop.hpp>
 #include <gradaccum/trainer_base.hpp>
 
 #include <c10/util/Exception.h>
@@ -19,8 +19,9 @@ GRADACCUM_INLINE void DataParallel::attach(TrainerBase& trainer) {
   if (shard != Shard::none) of_part.shard = shard;
   replicas = std::make_shared<Replicas>(group, trainer.module(), trainer, of_part);
   if (!replicas->peers()) return;
-  replicas->peers()->report = [&trainer] { return trainer.together().totals(); };
-  replicas->peers()->hear = [&trainer](auto& own, auto& all) { trainer.together().take(own, all); };
+  auto& loop = trainer.loop();
+  replicas->peers()->report = [&loop] { return loop.record.totals(loop.status); };
+  replicas->peers()->hear = [&loop](auto& own, auto& all) { loop.record.take_totals(own, all, loop.status); };
 }
 
 GRADACCUM_INLINE bool DataParallel::others_continue() const { return replicas->others_continue(); }

@@ -78,8 +78,7 @@ struct FitMemory {
   Loss backward(Accumulator& optimizer, Model& model, Batch& batch, Objective&& objective) {
     static_assert(detail::model<Model>,
                   "FitMemory: a model is a torch::nn::Module, a ModuleHolder, or a pointer to one");
-    const auto loss_of = [&](auto& rows) { return detail::loss_of(objective, model, rows); };
-    return backward(optimizer, detail::module_of(model), detail::BatchOf(batch, loss_of));
+    return backward(optimizer, detail::module_of(model), detail::BatchOf(batch, model, objective));
   }
 
   void attach(TrainerBase& trainer);

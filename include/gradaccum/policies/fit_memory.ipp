@@ -21,9 +21,9 @@
 namespace gradaccum {
 
 GRADACCUM_INLINE void FitMemory::attach(TrainerBase& trainer) {
-  auto batches = std::make_unique<detail::FittedBatches>(trainer, *this);
+  auto batches = std::make_unique<detail::FittedBatches>(trainer.loop(), *this);
   trainer.when_built([&batches = *batches] { batches.begin(); });
-  trainer.set_divider(std::move(batches));
+  trainer.loop().divider = std::move(batches);
 }
 
 GRADACCUM_INLINE void FitMemory::state(Archive& archive) {

@@ -9,15 +9,19 @@
 #include <gradaccum/detail/fitting/row_kind.hpp>
 #include <gradaccum/loss.hpp>
 
+#include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
 
 #include <concepts>
 #include <cstdint>
+#include <functional>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
 #include <type_traits>
 #include <typeinfo>
+#include <utility>
 #include <vector>
 
 namespace gradaccum::detail {
@@ -40,14 +44,22 @@ class AnyBatch {
 /// Throws.
 [[noreturn]] void cannot_be_divided(const std::type_info& type);
 
-/// `loss_of(batch)` runs the objective.
-template <class Batch, class LossOf>
+template <class Batch, class Model, class Objective>
 class BatchOf final : public AnyBatch {
  public:
-  BatchOf(Batch& batch, const LossOf& loss_of) : batch_(batch), loss_of_(loss_of) {}
+  BatchOf(Batch& batch, Model& model, Objective& objective) : batch_(batch), model_(model), objective_(objective) {}
   std::int64_t samples() const override { return samples_of(batch_); }
   std::string fingerprint() const override { return fingerprint_of(batch_); }
-  Loss loss() const override { return loss_of_(batch_); }
+  Loss loss() const override {
+    constexpr bool is_objective = std::is_invocable_r_v<Loss, Objective&, Model&, Batch&>;
+    static_assert(is_objective,
+                  "Trainer: the objective must be callable as objective(model, batch), with both as they were given, "
+                  "and return a Tensor or a ga::Loss");
+    if constexpr (is_objective && std::is_member_pointer_v<Objective>)
+      return loss_from(std::invoke(objective_, model_, batch_));
+    else if constexpr (is_objective)
+      return loss_from(objective_(model_, batch_));
+  }
 
   bool is_divisible() const override { return divisible; }
   std::int64_t rows() const override {
@@ -65,7 +77,7 @@ class BatchOf final : public AnyBatch {
   void part(std::int64_t from, std::int64_t to, c10::function_ref<void(const AnyBatch&)> use) const override {
     if constexpr (divisible) {
       Batch rows = narrowed<Own>(batch_, from, to - from);
-      use(BatchOf(rows, loss_of_));
+      use(BatchOf(rows, model_, objective_));
     } else {
       cannot_be_divided(typeid(Batch));
     }
@@ -76,8 +88,65 @@ class BatchOf final : public AnyBatch {
   /// Tensors in a vector may be samples, or inputs and targets: nobody can tell.
   static constexpr bool divisible = has_rows<Own> && !std::same_as<Own, std::vector<at::Tensor>>;
 
+  /// A loss that does not tell its items is a mean over the batch's samples.
+  template <class Result>
+  Loss loss_from(Result&& result) const {
+    if constexpr (std::derived_from<std::remove_cvref_t<Result>, at::Tensor>)
+      return Loss(std::forward<Result>(result), samples());
+    else
+      return std::forward<Result>(result);
+  }
+
   Batch& batch_;
-  const LossOf& loss_of_;
+  Model& model_;
+  Objective& objective_;
+};
+
+/// One pass over batches.
+class BatchCursor {
+ public:
+  virtual ~BatchCursor() = default;
+  /// The next batch, which lives until this is called again; null where there are no more.
+  virtual const AnyBatch* next() = 0;
+};
+
+/// Does what a range-based `for` does: a batch is gone before the iterator moves on.
+template <class Batches, class Model, class Objective>
+class CursorOf final : public BatchCursor {
+ public:
+  CursorOf(Batches& batches, Model& model, Objective& objective)
+      : place_(begin_of(batches)), end_(end_of(batches)), model_(model), objective_(objective) {}
+  const AnyBatch* next() override {
+    if (current_) {
+      current_.reset();
+      ++place_;
+    }
+    if (!(place_ != end_)) return nullptr;
+    return &current_.emplace(place_, model_, objective_).any;
+  }
+
+ private:
+  static auto begin_of(Batches& batches) {
+    using std::begin;
+    return begin(batches);
+  }
+  static auto end_of(Batches& batches) {
+    using std::end;
+    return end(batches);
+  }
+  using Place = decltype(begin_of(std::declval<Batches&>()));
+  using Batch = decltype(*std::declval<Place&>());
+  struct Current {
+    Current(Place& place, Model& model, Objective& objective) : batch(*place), any(batch, model, objective) {}
+    Batch batch;
+    BatchOf<std::remove_reference_t<Batch>, Model, Objective> any;
+  };
+
+  Place place_;
+  decltype(end_of(std::declval<Batches&>())) end_;
+  Model& model_;
+  Objective& objective_;
+  std::optional<Current> current_;
 };
 
 /// A range of batches, of whatever type, which is gone through once an epoch.
@@ -88,31 +157,30 @@ class AnyBatches {
   virtual const void* address() const = 0;                 ///< of the user's range
   virtual bool has_state() const = 0;
   virtual void state(Archive& archive) = 0;
-  /// Until there are no more, or `visit` says that it is enough. True in the first case.
-  virtual bool for_each(c10::function_ref<bool(const AnyBatch&)> visit) = 0;
+  virtual std::unique_ptr<BatchCursor> begin() = 0;
 };
 
-template <class Batches, class LossOf>
+template <class Batches, class Model, class Objective>
 class BatchesOf final : public AnyBatches {
  public:
-  BatchesOf(Batches& batches, const LossOf& loss_of) : batches_(batches), loss_of_(loss_of) {}
+  BatchesOf(Batches& batches, Model& model, Objective& objective)
+      : batches_(batches), model_(model), objective_(objective) {}
   std::optional<std::int64_t> number() const override { return batches_of(batches_); }
   const void* address() const override { return std::addressof(batches_); }
   bool has_state() const override { return saves_itself; }
   void state(Archive& archive) override {
     if constexpr (saves_itself) archive("batches", batches_);
   }
-  bool for_each(c10::function_ref<bool(const AnyBatch&)> visit) override {
-    for (auto&& batch : batches_)
-      if (!visit(BatchOf(batch, loss_of_))) return false;
-    return true;
+  std::unique_ptr<BatchCursor> begin() override {
+    return std::make_unique<CursorOf<Batches, Model, Objective>>(batches_, model_, objective_);
   }
 
  private:
   static constexpr bool saves_itself = requires(Batches & batches, Archive& archive) { batches.state(archive); };
 
   Batches& batches_;
-  const LossOf& loss_of_;
+  Model& model_;
+  Objective& objective_;
 };
 
 }  // namespace gradaccum::detail

@@ -4,20 +4,17 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/policy.hpp>
 
-#include <c10/util/FunctionRef.h>
-
 #include <algorithm>
 #include <array>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string_view>
 #include <type_traits>
 #include <utility>
 
 namespace gradaccum::detail {
-
-using Work = c10::function_ref<void()>;
 
 /// The name that all policies of a kind have: there is one of them, then.
 template <class P>
@@ -43,8 +40,9 @@ class AnyPolicy {
   virtual ~AnyPolicy() = default;
   virtual bool of_processes() const { return false; }        ///< has others_continue
   virtual bool sees_micro_batches() const { return false; }  ///< and may have changed in the middle of a window
-  virtual void in_fit_scope(Work work) { work(); }
-  virtual void in_forward_scope(Work work) { work(); }
+  /// Both hold on to `outer` until their own guard is gone.
+  virtual std::shared_ptr<void> in_fit_scope(std::shared_ptr<void> outer) { return outer; }
+  virtual std::shared_ptr<void> in_forward_scope(std::shared_ptr<void> outer) { return outer; }
   virtual void before_backward(Loss&) {}
   virtual bool ready() { return true; }
   virtual void after_backward(Gradients&) {}
@@ -94,8 +92,12 @@ class PolicyOf final : public AnyPolicy {
   bool sees_micro_batches() const override {
     return hook::before_backward<P> || hook::after_backward<P> || hook::forward_scope<P> || hook::ready<P>;
   }
-  void in_fit_scope(Work work) override { in_scope<hooks::fit_scope>(work); }
-  void in_forward_scope(Work work) override { in_scope<hooks::forward_scope>(work); }
+  std::shared_ptr<void> in_fit_scope(std::shared_ptr<void> outer) override {
+    return in_scope<hooks::fit_scope>(std::move(outer));
+  }
+  std::shared_ptr<void> in_forward_scope(std::shared_ptr<void> outer) override {
+    return in_scope<hooks::forward_scope>(std::move(outer));
+  }
   void before_backward(Loss& loss) override { call<hooks::before_backward>(loss); }
   bool ready() override { return says<hooks::ready>(true); }
   void after_backward(Gradients& gradients) override { call<hooks::after_backward>(gradients); }
@@ -155,14 +157,17 @@ class PolicyOf final : public AnyPolicy {
     return otherwise;
   }
   template <class Hook>
-  void in_scope(Work work) {
+  std::shared_ptr<void> in_scope(std::shared_ptr<void> outer) {
     if constexpr (Hook::template in<P>) {
       if constexpr (gives_anything<Hook>) {
-        [[maybe_unused]] auto scope = Hook::call(policy);
-        return work();
+        struct Scope {
+          std::shared_ptr<void> outer;
+          std::decay_t<decltype(Hook::call(std::declval<P&>()))> guard;
+        };
+        return std::shared_ptr<Scope>(new Scope{std::move(outer), Hook::call(policy)});
       }
     }
-    work();
+    return outer;
   }
 };
 

@@ -2,10 +2,8 @@
 #pragma once
 
 #include <gradaccum/concepts.hpp>
-#include <gradaccum/detail/data/samples_of.hpp>
 #include <gradaccum/detail/types/module_of.hpp>
 #include <gradaccum/detail/window/optimizer_facade.hpp>
-#include <gradaccum/loss.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -13,7 +11,6 @@
 #include <torch/optim/optimizer.h>
 
 #include <concepts>
-#include <functional>
 #include <limits>
 #include <memory>
 #include <type_traits>
@@ -92,22 +89,6 @@ double learning_rate_of(O& optimizer) try {
   return std::numeric_limits<double>::quiet_NaN();
 } catch (const c10::Error&) {  // LibTorch's base class throws for options of the user's own
   return std::numeric_limits<double>::quiet_NaN();
-}
-
-/// What the objective says of a batch. A loss that does not tell its items is a mean over the batch's samples.
-template <class Objective, class Model, class Batch>
-Loss loss_of(Objective& objective, Model& model, Batch& batch) {
-  constexpr bool is_objective = std::is_invocable_r_v<Loss, Objective&, Model&, Batch&>;
-  static_assert(is_objective,
-                "Trainer: the objective must be callable as objective(model, batch), with both as they were given, and "
-                "return a Tensor or a ga::Loss");
-  if constexpr (is_objective) {
-    using Result = std::remove_cvref_t<std::invoke_result_t<Objective&, Model&, Batch&>>;
-    if constexpr (std::derived_from<Result, at::Tensor>)
-      return Loss(std::invoke(objective, model, batch), samples_of(batch));
-    else
-      return std::invoke(objective, model, batch);
-  }
 }
 
 /// Where the first parameter lies.

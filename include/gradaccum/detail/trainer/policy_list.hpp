@@ -5,6 +5,7 @@
 #include <gradaccum/detail/trainer/any_policy.hpp>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -20,16 +21,15 @@ class PolicyList {
   void all(void (AnyPolicy::*hook)(Parameters...), Arguments&&... arguments) {
     for (auto& policy : policies_) (policy.get()->*hook)(arguments...);
   }
-  /// Their places, those of several processes first: others ask which of them this is, or evaluate what is the same on
-  /// all.
-  std::vector<std::size_t> processes_first() const;
+  /// Begins with policies of several processes, after which the others may evaluate what is then the same on all.
+  void processes_first(void (AnyPolicy::*hook)(std::int64_t), std::int64_t epoch);
 
   /// None that has a say is against it. All are asked, whatever the others say.
   bool ready();
   bool others_continue();
 
-  /// Runs `work` inside the scopes that this hook of all gives.
-  void in_scopes(void (AnyPolicy::*scope)(Work), Work work, std::size_t first = 0);
+  /// The guards that this hook of all gives, which are let go with what this returns, the last one first.
+  std::shared_ptr<void> scopes(std::shared_ptr<void> (AnyPolicy::*hook)(std::shared_ptr<void>)) const;
 
   /// Each under its name. If one cannot load, all are as before.
   void state(Archive& archive);

@@ -12,12 +12,10 @@ namespace gradaccum::detail {
 
 GRADACCUM_INLINE void PolicyList::add(std::unique_ptr<AnyPolicy> policy) { policies_.push_back(std::move(policy)); }
 
-GRADACCUM_INLINE std::vector<std::size_t> PolicyList::processes_first() const {
-  std::vector<std::size_t> places;
+GRADACCUM_INLINE void PolicyList::processes_first(void (AnyPolicy::*hook)(std::int64_t), std::int64_t epoch) {
   for (const bool of_processes : {true, false})
-    for (std::size_t i = 0; i < policies_.size(); ++i)
-      if (policies_[i]->of_processes() == of_processes) places.push_back(i);
-  return places;
+    for (auto& policy : policies_)
+      if (policy->of_processes() == of_processes) (policy.get()->*hook)(epoch);
 }
 
 GRADACCUM_INLINE bool PolicyList::ready() {
@@ -32,9 +30,11 @@ GRADACCUM_INLINE bool PolicyList::others_continue() {
   return any;
 }
 
-GRADACCUM_INLINE void PolicyList::in_scopes(void (AnyPolicy::*scope)(Work), Work work, std::size_t first) {
-  if (first == policies_.size()) return work();
-  (policies_[first].get()->*scope)([&] { in_scopes(scope, work, first + 1); });
+GRADACCUM_INLINE std::shared_ptr<void> PolicyList::scopes(
+    std::shared_ptr<void> (AnyPolicy::*hook)(std::shared_ptr<void>)) const {
+  std::shared_ptr<void> scopes;
+  for (auto& policy : policies_) scopes = (policy.get()->*hook)(std::move(scopes));
+  return scopes;
 }
 
 GRADACCUM_INLINE void PolicyList::state(Archive& archive) {

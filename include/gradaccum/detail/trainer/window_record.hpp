@@ -72,14 +72,6 @@ class WindowRecord {
   std::vector<std::pair<at::Tensor, Place>> to_check_;  // losses on a device
 };
 
-/// What a Trainer has to do with other processes.
-struct Together {
-  WindowRecord& record;
-  FitStatus& status;
-  WindowTotals totals() const { return record.totals(status); }
-  void take(const WindowTotals& own, const WindowTotals& all) const { record.take_totals(own, all, status); }
-};
-
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
