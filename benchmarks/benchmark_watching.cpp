@@ -58,7 +58,7 @@ struct Mark {
     mark();
     return {laps};
   }
-  void scale_gradients(ga::Factor&) const { mark(); }
+  void before_close() const { mark(); }
   void before_step(ga::Gradients&) const { mark(); }
   void after_window(const ga::Step&) const { mark(); }
   void after_step(const ga::Step&) const { mark(); }

@@ -836,6 +836,7 @@ struct Order {
   void before_backward(ga::Loss&) { calls.push_back("before_backward"); }
   bool ready() { return calls.push_back("ready"), true; }
   void after_backward(ga::Gradients&) { calls.push_back("after_backward"); }
+  void before_close() { calls.push_back("before_close"); }
   void scale_gradients(ga::Factor&) { calls.push_back("scale_gradients"); }
   void reduce_gradients(ga::Gradients&) { calls.push_back("reduce_gradients"); }
   void before_step(ga::Gradients&) { calls.push_back("before_step"); }
@@ -853,8 +854,8 @@ TEST_CASE("Trainer: hooks are called in the order that is documented") {
   trainer.fit(std::vector<double>{1.0});
   using Calls = std::vector<std::string>;
   CHECK(trainer.policy<Order>().calls == Calls{"begin 0", "forward_scope", "before_backward", "ready", "after_backward",
-                                               "scale_gradients", "reduce_gradients", "before_step", "after_window",
-                                               "after_step", "end 0"});
+                                               "before_close", "scale_gradients", "reduce_gradients", "before_step",
+                                               "after_window", "after_step", "end 0"});
   trainer.policy<Order>().calls.clear();
   trainer.fit(std::vector<double>{}, {.epochs = 2});
   CHECK(trainer.policy<Order>().calls == Calls{"begin 1", "end 1", "begin 2", "end 2"});

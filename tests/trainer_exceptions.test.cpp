@@ -29,6 +29,7 @@ struct Throws {
   void before_backward(ga::Loss&) { hook("before_backward"); }
   bool ready() { return hook("ready"), true; }
   void after_backward(ga::Gradients&) { hook("after_backward"); }
+  void before_close() { hook("before_close"); }
   void scale_gradients(ga::Factor&) { hook("scale_gradients"); }
   void reduce_gradients(ga::Gradients&) { hook("reduce_gradients"); }
   void before_step(ga::Gradients&) { hook("before_step"); }
@@ -38,9 +39,9 @@ struct Throws {
   void on_epoch_end(std::int64_t) { hook("on_epoch_end"); }
 };
 
-const std::vector<std::string> hooks{"forward_scope",   "before_backward",  "ready",       "after_backward",
-                                     "scale_gradients", "reduce_gradients", "before_step", "after_window",
-                                     "after_step",      "on_epoch_begin",   "on_epoch_end"};
+const std::vector<std::string> hooks{"forward_scope", "before_backward", "ready",            "after_backward",
+                                     "before_close",  "scale_gradients", "reduce_gradients", "before_step",
+                                     "after_window",  "after_step",      "on_epoch_begin",   "on_epoch_end"};
 
 const auto objective = [](auto& net, auto& batch) { return loss_of(net, batch); };
 

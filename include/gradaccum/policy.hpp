@@ -68,6 +68,7 @@ GRADACCUM_HOOK(forward_scope, "forward_scope(), and give the guard back")
 GRADACCUM_HOOK(before_backward, "before_backward(ga::Loss&)")
 GRADACCUM_HOOK(ready, "bool ready()")
 GRADACCUM_HOOK(after_backward, "after_backward(ga::Gradients&)")
+GRADACCUM_HOOK(before_close, "before_close()")
 GRADACCUM_HOOK(scale_gradients, "scale_gradients(ga::Factor&)")
 GRADACCUM_HOOK(reduce_gradients, "reduce_gradients(ga::Gradients&)")
 GRADACCUM_HOOK(before_step, "before_step(ga::Gradients&)")
@@ -104,8 +105,9 @@ GRADACCUM_HOOK(state, "state(ga::Archive&)")
 /// | `before_backward(Loss&)` | may change the seed of backward, never the loss |
 /// | `ready()` | may this micro-batch fill the window? All are asked, before its backward; it closes if all agree |
 /// | `after_backward(Gradients&)` | sees the sums so far, of the window that is still open |
-/// | `scale_gradients(Factor&)` | the window closes: deferred factors, write-only: no order of policies matters. With |
-/// | | `OptimizerInBackward` before the backward that fills it |
+/// | `before_close()` | the window is about to close: its gradients are all there, and its activations gone. With |
+/// | | `OptimizerInBackward` this and the next come before the backward that fills it |
+/// | `scale_gradients(Factor&)` | deferred factors, write-only: no order of policies matters |
 /// | `reduce_gradients(Gradients&)` | moves data between processes |
 /// | `before_step(Gradients&)` | reads the true gradients by `norm()`, reads or changes them by `values()` |
 /// | `after_window(const Step&)` | the window is over: stepped or skipped |
@@ -123,10 +125,10 @@ GRADACCUM_HOOK(state, "state(ga::Archive&)")
 template <class P>
 concept policy = std::is_class_v<P> && !std::is_final_v<P> &&
                  (hook::attach<P> || hook::forward_scope<P> || hook::before_backward<P> || hook::ready<P> ||
-                  hook::after_backward<P> || hook::scale_gradients<P> || hook::reduce_gradients<P> ||
-                  hook::before_step<P> || hook::fit_scope<P> || hook::before_boundary<P> || hook::on_validation<P> ||
-                  hook::at_boundary<P> || hook::after_window<P> || hook::after_step<P> || hook::others_continue<P> ||
-                  hook::on_epoch_begin<P> || hook::on_epoch_end<P>);
+                  hook::after_backward<P> || hook::before_close<P> || hook::scale_gradients<P> ||
+                  hook::reduce_gradients<P> || hook::before_step<P> || hook::fit_scope<P> || hook::before_boundary<P> ||
+                  hook::on_validation<P> || hook::at_boundary<P> || hook::after_window<P> || hook::after_step<P> ||
+                  hook::others_continue<P> || hook::on_epoch_begin<P> || hook::on_epoch_end<P>);
 
 namespace detail {
 

@@ -14,6 +14,9 @@ struct WrongArgument {
 struct WrongFactor {
   void scale_gradients(ga::Gradients&) {}
 };
+struct WrongClose {
+  void before_close(ga::Gradients&) {}
+};
 struct NoReturn {
   void ready() {}
 };
@@ -49,6 +52,7 @@ int main() {
   ga::Trainer twice(model, sgd, objective, Counts{}, Counts{});
   ga::Trainer wrong(model, sgd, objective, WrongArgument{});         // error: before_step must be callable as before_step\(ga::Gradients&\)
   ga::Trainer factor(model, sgd, objective, WrongFactor{});          // error: scale_gradients must be callable as scale_gradients\(ga::Factor&\)
+  ga::Trainer close(model, sgd, objective, WrongClose{});            // error: before_close must be callable as before_close\(\)
   ga::Trainer no_return(model, sgd, objective, NoReturn{});          // error: ready must be callable as bool ready\(\)
   ga::Trainer nameless(model, sgd, objective, Nameless{});           // error: with state\(ga::Archive&\) goes a member std::string_view name
   ga::Trainer no_scope(model, sgd, objective, NoScope{});            // error: forward_scope must give back the guard

@@ -17,7 +17,8 @@ namespace gradaccum {
 ///
 /// `GradAccumulatorOptions::in_backward` says the rest: parameters, state and reports are those without it, to the bit.
 /// With it go no policies that need all gradients at once: clipping, before_step, reduce_gradients, a loss scale.
-/// `after_backward` finds no gradients in the micro-batch that fills the window; `scale_gradients` comes before it.
+/// `after_backward` finds no gradients in the micro-batch that fills the window; `before_close` and
+/// `scale_gradients` come before it.
 ///
 /// @note Waits for the device, to see that losses are finite, before that backward, not after it.
 struct OptimizerInBackward {

@@ -79,7 +79,7 @@ struct Profile {
   void on_epoch_begin(std::int64_t epoch);
   int forward_scope();
   void before_backward(Loss& loss);
-  void scale_gradients(Factor& factor);
+  void before_close();
   void after_backward(Gradients& gradients);
   void before_step(Gradients& gradients);
   void after_window(const Step& step);

@@ -59,7 +59,7 @@ GRADACCUM_INLINE void Profile::before_backward(Loss&) {
 }
 
 /// Comes before the backward pass where that takes the steps.
-GRADACCUM_INLINE void Profile::scale_gradients(Factor&) {
+GRADACCUM_INLINE void Profile::before_close() {
   if (at_work && !trainer->steps_in_backward()) at_work->enter("reduce");
 }
 

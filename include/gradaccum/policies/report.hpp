@@ -3,7 +3,6 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/types/type_name.hpp>
-#include <gradaccum/factor.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/run_page.hpp>
@@ -85,7 +84,7 @@ struct Report {
       };
   }
   Ending fit_scope();
-  void scale_gradients(Factor&);
+  void before_close();
   void after_step(const Step& step);
   void on_validation(const Validation& validation);
   void at_boundary();

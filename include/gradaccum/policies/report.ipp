@@ -82,7 +82,7 @@ GRADACCUM_INLINE Report::Ending Report::fit_scope() {
 GRADACCUM_INLINE bool Report::is_time_to_measure() const { return writes() && detail::is_time_to_ask(last); }
 
 /// Measures memory when all gradients of a window are there and its activations are gone.
-GRADACCUM_INLINE void Report::scale_gradients(Factor&) {
+GRADACCUM_INLINE void Report::before_close() {
   is_full = trainer->closing();
   memory.clear();
   if (!is_time_to_measure()) return;

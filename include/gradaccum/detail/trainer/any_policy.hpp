@@ -46,6 +46,7 @@ class AnyPolicy {
   virtual void before_backward(Loss&) {}
   virtual bool ready() { return true; }
   virtual void after_backward(Gradients&) {}
+  virtual void before_close() {}
   virtual void scale_gradients(Factor&) {}
   virtual void reduce_gradients(Gradients&) {}
   virtual void before_step(Gradients&) {}
@@ -67,6 +68,7 @@ class PolicyOf final : public AnyPolicy {
   explicit PolicyOf(P given) : policy(std::move(given)) {
     check<hooks::before_backward, Loss>();
     check<hooks::after_backward, Gradients>();
+    check<hooks::before_close>();
     check<hooks::scale_gradients, Factor>();
     check<hooks::reduce_gradients, Gradients>();
     check<hooks::before_step, Gradients>();
@@ -101,6 +103,7 @@ class PolicyOf final : public AnyPolicy {
   void before_backward(Loss& loss) override { call<hooks::before_backward>(loss); }
   bool ready() override { return says<hooks::ready>(true); }
   void after_backward(Gradients& gradients) override { call<hooks::after_backward>(gradients); }
+  void before_close() override { call<hooks::before_close>(); }
   void scale_gradients(Factor& factor) override { call<hooks::scale_gradients>(factor); }
   void reduce_gradients(Gradients& gradients) override { call<hooks::reduce_gradients>(gradients); }
   void before_step(Gradients& gradients) override { call<hooks::before_step>(gradients); }

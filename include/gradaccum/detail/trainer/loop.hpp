@@ -71,7 +71,7 @@ class Loop {
   bool train_parts(const AnyBatch& batch);
   /// `begins`: the first of its batch. `may_close`: a window may end with it.
   void micro_batch(const AnyBatch& batch, bool begins, bool may_close);
-  void before_close();
+  void prepare_to_close();
   bool close_window();
   bool close_if_begun();
   void end_epoch();

@@ -150,10 +150,10 @@ GRADACCUM_INLINE void Loop::micro_batch(const AnyBatch& batch, bool begins, bool
   policies.all(&AnyPolicy::before_backward, loss);
   record.set_closing(may_close && policies.ready());
   const bool closes_whole = record.closing() && !divider;
-  if (record.closing() && window.steps_in_backward()) before_close();
+  if (record.closing() && window.steps_in_backward()) prepare_to_close();
   window.add(std::move(loss), closes_whole);
   if (closes_whole && window.peers()) {  // they send gradients until the window is complete
-    before_close();
+    prepare_to_close();
     window.complete_early();
   }
   Gradients so_far(window.so_far());
@@ -162,8 +162,9 @@ GRADACCUM_INLINE void Loop::micro_batch(const AnyBatch& batch, bool begins, bool
 }
 
 /// Runs once a window, before anything of it moves.
-GRADACCUM_INLINE void Loop::before_close() {
+GRADACCUM_INLINE void Loop::prepare_to_close() {
   record.prepare([this] {
+    policies.all(&AnyPolicy::before_close);
     auto& factor = window.closing()->factor();
     policies.all(&AnyPolicy::scale_gradients, factor);
     if (finite_required(factor)) factor.require_finite();  // policies are told whether the parameters moved
@@ -174,7 +175,7 @@ GRADACCUM_INLINE bool Loop::close_window() {
   const auto end = record.begin_closing();
   window.follow();
   Gradients gradients(window.so_far());
-  before_close();
+  prepare_to_close();
   window.complete_early();
   const double lr = trainer.learning_rate();
   window.or_spoil([&] {
