@@ -485,7 +485,7 @@ TEST_CASE("TensorBoard: a full disk ends the fit with the file's name, and the t
   ga::Trainer trainer(net, net.sgd, given_loss,
                       ga::TensorBoard{.directory = directory / "run", .flush_every = std::chrono::seconds(0)});
   trainer.fit(Batches{{1.0, 1}});
-  const auto path = trainer.policy<ga::TensorBoard>().file->path();
+  const auto path = trainer.policy<ga::TensorBoard>().writer()->path();
   {
     const FileSizeLimit full(std::filesystem::file_size(path) + 60);
     REQUIRE_ERROR(path.string() + ": must be written to, got File too large", trainer.fit(Batches(3, {2.0, 1})));

@@ -2,17 +2,13 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/watching/flush_at_end.hpp>
-#include <gradaccum/fit_options.hpp>
-#include <gradaccum/metrics_file.hpp>
+#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/policy.hpp>
 
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
-#include <map>
 #include <memory>
-#include <set>
 #include <string>
 
 namespace gradaccum {
@@ -38,25 +34,17 @@ struct MetricsLog {
   std::int64_t every = 1;           ///< windows a line, >= 1
   bool append = false;              ///< go on with a file that is there; else it is begun anew
   std::chrono::duration<double> flush_every = std::chrono::seconds(1);  ///< how long lines may wait, while more come
-  std::string name = {};  ///< not an option, like all below; of two logs there are two
-  std::shared_ptr<MetricsFile> file = nullptr;
-  std::set<std::string> validated = {};                                       ///< the names of all Validates
-  std::map<std::string, std::shared_ptr<MetricsFile>> validation_files = {};  ///< by name, beside a CSV file
-  const FitStatus* status = nullptr;                                          ///< the trainer's
-  std::int64_t windows = 0;
-  bool goes_on = false;  ///< lines of the run that this one goes on from are to be removed
+  std::string name = {};  ///< not an option, like the next: tells several logs apart in a state
+  struct Run;
+  std::shared_ptr<Run> run = {};  ///< what is kept of the training
 
   void attach(TrainerBase& trainer);
-  detail::FlushAtEnd<MetricsFile> fit_scope();
+  std::shared_ptr<void> fit_scope();
   void after_window(const Step& step);
   void on_validation(const Validation& validation);
   void at_boundary() const;
   /// Saves nothing of its own: so what was written is on the disk before the state is.
   void state(Archive& archive) const;
-  void write(const Step& step) const;
-  void go_on_from(std::int64_t samples, bool validates);
-  std::filesystem::path path_of(const Validation& validation) const;
-  MetricsFile& file_of(const Validation& validation);
 };
 
 }  // namespace gradaccum

@@ -4,99 +4,118 @@
 #include <gradaccum/policies/metrics_log.hpp>
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/watching/flush_at_end.hpp>
+#include <gradaccum/metrics_file.hpp>
 #include <gradaccum/trainer_base.hpp>
 #include <gradaccum/validation.hpp>
 
 #include <c10/util/Exception.h>
 
 #include <limits>
+#include <map>
+#include <set>
 #include <utility>
 
 namespace gradaccum {
+
+struct MetricsLog::Run {
+  const MetricsLog& options;
+  const FitStatus& status;                                                    // the trainer's
+  std::shared_ptr<MetricsFile> file = {};                                     // null: this process does not write
+  std::set<std::string> validated = {};                                       // the names of all Validates
+  std::map<std::string, std::shared_ptr<MetricsFile>> validation_files = {};  // by name, beside a CSV file
+  std::int64_t windows = 0;
+  bool goes_on = false;  // lines of the run that this one goes on from are to be removed
+
+  void write(const Step& step) const;
+  void go_on_from(std::int64_t samples, bool validates);
+  std::filesystem::path path_of(const Validation& validation) const;
+  MetricsFile& file_of(const Validation& validation);
+};
 
 GRADACCUM_INLINE void MetricsLog::attach(TrainerBase& trainer) {
   TORCH_CHECK(every >= 1, "MetricsLog: every must be >= 1, got ", every);
   const auto seconds = flush_every.count();
   TORCH_CHECK(seconds >= 0, "MetricsLog: flush_every must be >= 0 seconds, got ", seconds);
   name = "log of " + path.string();
-  status = &trainer.status();
+  run = std::make_shared<Run>(Run{*this, trainer.status()});
   trainer.when_built([this, &trainer] {
-    for (auto& metric : trainer.metrics()) validated.insert(metric.substr(0, metric.find('/')));
+    for (auto& metric : trainer.metrics()) run->validated.insert(metric.substr(0, metric.find('/')));
   });
   if (trainer.is_first())
-    file =
+    run->file =
         std::make_shared<MetricsFile>(MetricsFileOptions{.path = path, .append = append, .flush_every = flush_every});
 }
 
-GRADACCUM_INLINE detail::FlushAtEnd<MetricsFile> MetricsLog::fit_scope() {
-  goes_on = append;
-  return {file};
+GRADACCUM_INLINE std::shared_ptr<void> MetricsLog::fit_scope() {
+  run->goes_on = append;
+  return detail::flush_at_end(run->file);
 }
 
 GRADACCUM_INLINE void MetricsLog::at_boundary() const {
-  if (file && status->done()) file->flush();
+  if (run->file && run->status.done()) run->file->flush();
 }
 
 GRADACCUM_INLINE void MetricsLog::state(Archive& archive) const {
-  if (file && !archive.loading()) file->flush();
+  if (run->file && !archive.loading()) run->file->flush();
 }
 
 GRADACCUM_INLINE void MetricsLog::after_window(const Step& step) {
-  go_on_from(status->samples - step.samples, /*validates=*/false);
-  if (++windows % every == 0 && file) write(step);
+  run->go_on_from(run->status.samples - step.samples, /*validates=*/false);
+  if (++run->windows % every == 0 && run->file) run->write(step);
 }
 
 /// One that is made before the first window was not known to the state: its line may be there.
-GRADACCUM_INLINE void MetricsLog::go_on_from(std::int64_t samples, bool validates) {
-  if (!std::exchange(goes_on, false) || status->options.resume.empty() || !file) return;
+GRADACCUM_INLINE void MetricsLog::Run::go_on_from(std::int64_t samples, bool validates) {
+  if (!std::exchange(goes_on, false) || status.options.resume.empty() || !file) return;
   const auto last = static_cast<double>(samples);
   const auto last_validated = validates ? last - 0.5 : last;
   file->remove_lines_at_end("samples", last);
   file->remove_lines_at_end("samples", last_validated, "moved");
   for (auto& validation : validated) {
     const Validation of{.name = validation};
-    if (path_of(of) != path && std::filesystem::exists(path_of(of)))
+    if (path_of(of) != options.path && std::filesystem::exists(path_of(of)))
       file_of(of).remove_lines_at_end("samples", last_validated);
   }
 }
 
-GRADACCUM_INLINE std::filesystem::path MetricsLog::path_of(const Validation& validation) const {
-  if (path.extension() != ".csv") return path;
-  auto beside = path;
+GRADACCUM_INLINE std::filesystem::path MetricsLog::Run::path_of(const Validation& validation) const {
+  if (options.path.extension() != ".csv") return options.path;
+  auto beside = options.path;
   return beside.replace_extension('.' + validation.name + ".csv");
 }
 
-GRADACCUM_INLINE MetricsFile& MetricsLog::file_of(const Validation& validation) {
-  if (path.extension() != ".csv") return *file;
+GRADACCUM_INLINE MetricsFile& MetricsLog::Run::file_of(const Validation& validation) {
+  if (options.path.extension() != ".csv") return *file;
   auto& beside = validation_files[validation.name];
   if (!beside)
-    beside = std::make_shared<MetricsFile>(MetricsFileOptions{.path = path_of(validation), .append = append});
+    beside = std::make_shared<MetricsFile>(MetricsFileOptions{.path = path_of(validation), .append = options.append});
   return *beside;
 }
 
 GRADACCUM_INLINE void MetricsLog::on_validation(const Validation& validation) {
-  if (!file) return;
-  go_on_from(validation.samples, /*validates=*/true);
+  if (!run->file) return;
+  run->go_on_from(validation.samples, /*validates=*/true);
   MetricsFile::Fields fields{{"update", validation.update},
                              {"epoch", validation.epoch},
                              {"samples", validation.samples},
                              {"seconds", validation.seconds}};
   for (auto& [metric, number] : validation.found.metrics) fields.emplace_back(validation.name + '/' + metric, number);
-  file_of(validation).write(fields);
+  run->file_of(validation).write(fields);
 }
 
-GRADACCUM_INLINE void MetricsLog::write(const Step& step) const {
+GRADACCUM_INLINE void MetricsLog::Run::write(const Step& step) const {
   const auto norm = step.grad_norm.defined() ? step.grad_norm.item<double>() : std::numeric_limits<double>::quiet_NaN();
   file->write({{"update", step.update},
                {"epoch", step.epoch},
-               {"samples", status->samples},
+               {"samples", status.samples},
                {"items", step.items},
                {"micro_batches", step.micro_batches},
                {"moved", step.moved},
                {"loss", step.loss.item<double>()},
                {"grad_norm", norm},
                {"lr", step.lr},
-               {"seconds", status->seconds()}});
+               {"seconds", status.seconds()}});
 }
 
 }  // namespace gradaccum

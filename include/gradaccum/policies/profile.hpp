@@ -14,22 +14,6 @@
 
 namespace gradaccum {
 
-namespace detail {
-class ProfiledUpdates;
-
-/// Ends what an exception has left at work.
-class ProfileScope {
- public:
-  explicit ProfileScope(std::shared_ptr<ProfiledUpdates> updates) : updates_(std::move(updates)) {}
-  ProfileScope(const ProfileScope&) = delete;
-  ProfileScope& operator=(const ProfileScope&) = delete;
-  ~ProfileScope();
-
- private:
-  std::shared_ptr<ProfiledUpdates> updates_;
-};
-}  // namespace detail
-
 /// Policy: where time and memory go, in some updates of `fit`, by LibTorch's own profiler.
 ///
 ///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
@@ -66,16 +50,16 @@ class ProfileScope {
 struct Profile {
   static constexpr bool looks_on = true;
 
-  std::pair<std::int64_t, std::int64_t> updates = {10, 13};    ///< 0 <= first < second
-  std::filesystem::path directory = {};                        ///< made where it is not there
-  std::shared_ptr<detail::ProfiledUpdates> at_work = nullptr;  ///< not an option, like the next
-  const TrainerBase* trainer = nullptr;
+  std::pair<std::int64_t, std::int64_t> updates = {10, 13};  ///< 0 <= first < second
+  std::filesystem::path directory = {};                      ///< made where it is not there
+  struct Run;
+  std::shared_ptr<Run> run = {};  ///< not an option: what is kept of the training; none where it is not profiled
 
   /// None before the last of these updates.
   const ProfileReport* report() const;
 
   void attach(TrainerBase& trainer);
-  detail::ProfileScope fit_scope();
+  std::shared_ptr<void> fit_scope();
   void on_epoch_begin(std::int64_t epoch);
   int forward_scope();
   void before_backward(Loss& loss);

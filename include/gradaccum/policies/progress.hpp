@@ -1,15 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/trainer/weighted_mean.hpp>
-#include <gradaccum/fit_options.hpp>
+#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/progress_line.hpp>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
-#include <string>
 #include <string_view>
 
 namespace gradaccum {
@@ -27,12 +24,8 @@ struct Progress {
   static constexpr std::string_view name = "progress";
 
   ProgressLineOptions line = {};
-  const FitStatus* status = nullptr;           ///< the trainer's
-  std::function<std::int64_t()> updates = {};  ///< of the trainer
-  std::shared_ptr<ProgressLine> shown = nullptr;
-  detail::WeightedMean loss = {};
-  double lr = 0;
-  bool begun = false;
+  struct Run;
+  std::shared_ptr<Run> run = {};  ///< not an option: what is kept of the training
 
   void attach(TrainerBase& trainer);
   int fit_scope();
@@ -40,10 +33,6 @@ struct Progress {
   void after_window(const Step& step);
   void after_backward(Gradients&);
   void on_epoch_end(std::int64_t);
-
-  /// Says where a fit that was to go on has begun.
-  void begin() const;
-  std::string text() const;
 };
 
 }  // namespace gradaccum

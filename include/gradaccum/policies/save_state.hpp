@@ -2,8 +2,6 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/trainer/stop_signals.hpp>
-#include <gradaccum/fit_options.hpp>
 #include <gradaccum/loss.hpp>
 #include <gradaccum/mode.hpp>
 #include <gradaccum/policy.hpp>
@@ -12,11 +10,10 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <vector>
 
 namespace gradaccum {
 
@@ -56,19 +53,13 @@ struct SaveState {
   std::int64_t keep_best = 0;            ///< states of the best numbers that are kept beside these, >= 0
   std::string metric = "loss";           ///< whose, as `Validate` calls it
   std::optional<Mode> mode = {};         ///< which is better; need not be given for loss and accuracy
-  std::function<void()> save_now = {};   ///< not an option, like all below
-  std::function<bool()> rehearse = {};   ///< false: not now
-  std::function<void(int)> interrupt = {};
-  std::optional<std::filesystem::path> last = {};  // that this fit has saved
-  const FitStatus* status = nullptr;               // the trainer's
-  bool due = false, finished = false, writes = true;
-  std::optional<double> measured = {};  // of the parameters as they are
-  std::vector<double> best = {};        // so far, the best first
+  struct Run;
+  std::shared_ptr<Run> run = {};  ///< not an option: what is kept of the training
 
   void attach(TrainerBase& trainer);
-  std::optional<detail::StopSignals> fit_scope();
-  void before_backward(Loss&) { finished = false; }
-  void after_window(const Step&) { finished = false; }  // by the tail of a fit that was stopped, say
+  std::shared_ptr<void> fit_scope();
+  void before_backward(Loss&);
+  void after_window(const Step&);
   /// What was just loaded need not be saved again.
   void state(Archive& archive);
   void after_step(const Step& step);

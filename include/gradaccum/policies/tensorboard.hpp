@@ -2,34 +2,18 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/watching/flush_at_end.hpp>
-#include <gradaccum/detail/watching/value_histogram.hpp>
-#include <gradaccum/fit_options.hpp>
+#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/summary_writer.hpp>
-#include <gradaccum/validation.hpp>
 
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <memory>
-#include <optional>
 #include <string>
 #include <string_view>
-#include <utility>
-#include <vector>
 
 namespace gradaccum {
-
-namespace detail {
-
-/// Where the last point of a curve of speeds was.
-struct PointOfRate {
-  std::int64_t samples = 0;
-  FitStatus::Clock::time_point time = FitStatus::Clock::now();
-};
-
-}  // namespace detail
 
 /// Policy: the training's curves for TensorBoard: `tensorboard --logdir runs`.
 ///
@@ -62,18 +46,11 @@ struct TensorBoard {
   std::int64_t histograms_every = 0;     ///< updates a histogram; 0: none
   std::string hyperparameters = {};      ///< a text, in Markdown
   std::chrono::duration<double> flush_every = std::chrono::seconds(10);
-  std::shared_ptr<SummaryWriter> file = nullptr;  ///< not an option, like all below
-  TrainerBase* trainer = nullptr;
-  const FitStatus* status = nullptr;  // the trainer's
-  bool writes = false;
-  bool begins = true;         // nothing has been written since it was built, or loaded
-  std::int64_t begun_at = 0;  // the update
-  std::optional<detail::PointOfRate> before = {};
-  std::optional<FitStatus::Clock::time_point> measured = {};                   // memory
-  std::vector<std::pair<std::string, detail::ValueHistogram>> gradients = {};  // of a step that is yet to be taken
+  struct Run;
+  std::shared_ptr<Run> run = {};  ///< not an option: what is kept of the training
 
   void attach(TrainerBase& trainer);
-  detail::FlushAtEnd<SummaryWriter> fit_scope();
+  std::shared_ptr<void> fit_scope();
   void before_step(Gradients& window);
   void after_step(const Step& step);
   void on_validation(const Validation& validation);
@@ -83,19 +60,6 @@ struct TensorBoard {
 
   /// For numbers of one's own, of the same steps. Null in a process that does not write, and in a `.smoke` fit.
   SummaryWriter* writer();
-
-  /// Follows the update that the trainer is at.
-  void begin();
-  /// Nothing is known of a window, nor of speed.
-  void restart();
-  /// The writer, for numbers of the training; the first begin a file.
-  SummaryWriter* begun();
-  void open(std::optional<std::int64_t> purge_step);
-  bool is_written(std::string_view tag, std::int64_t step) const;
-  void write_numbers(const Step& step);
-  void write_rate(std::int64_t step);
-  void write_memory(std::int64_t step);
-  void write_histograms(std::int64_t step);
 };
 
 }  // namespace gradaccum

@@ -6,18 +6,16 @@
 
 namespace gradaccum::detail {
 
-/// A scope that a policy returns for the duration of a fit. Flushes the file at its end, even after an exception.
-/// Ignores errors, which `at_boundary` reports.
+/// Returns a guard that a policy holds during a fit. It flushes the file at its end, even after an exception, and
+/// ignores errors, which `at_boundary` reports. The file may be made or replaced while the fit runs.
 template <class File>
-struct [[nodiscard]] FlushAtEnd {
-  const std::shared_ptr<File>& file;  // may be made or replaced while the fit runs
-
-  ~FlushAtEnd() {
-    try {
-      if (file) file->flush();
-    } catch (const std::exception&) {
-    }
-  }
-};
+std::shared_ptr<void> flush_at_end(const std::shared_ptr<File>& file) {
+  return {nullptr, [&file](void*) noexcept {
+            try {
+              if (file) file->flush();
+            } catch (const std::exception&) {
+            }
+          }};
+}
 
 }  // namespace gradaccum::detail
