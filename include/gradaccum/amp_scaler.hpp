@@ -33,21 +33,21 @@ class Accumulator;
 
 namespace detail {
 class WindowGradients;
-/// Refuses what a reference can hide, and a type would have told the compiler.
+/// Throws for an accumulator or LBFGS behind a reference, where the type does not show it at compile time.
 void check_nothing_hides_behind(const torch::optim::Optimizer& optimizer);
-/// Refuses float16: the update itself would round away what the loss scale has saved.
+/// Throws for float16: the update itself would round away what the loss scale has saved.
 void check_none_is_half(const std::vector<at::Tensor>& parameters);
 }  // namespace detail
 
-/// How the scale of the loss begins and moves: the names and numbers are those of `torch.amp.GradScaler`.
+/// Options of the loss scale, with the names and defaults of `torch.amp.GradScaler`.
 struct AmpScalerOptions {
   double init_scale = 65536.0;          ///< > 0 and finite, in float32
   double growth_factor = 2.0;           ///< > 1
   double backoff_factor = 0.5;          ///< > 0 and < 1
   std::int64_t growth_interval = 2000;  ///< updates without an overflow until the scale grows, >= 1
-  bool enabled = true;                  ///< if not, `step` just steps, and the rest does nothing
-  double min_scale = 0;                 ///< an overflow that would take the scale below it is an error
-  bool on_device = false;               ///< the scale, and what overflows, stay on the device: nobody waits
+  bool enabled = true;                  ///< if false, `step` just steps, and the rest does nothing
+  double min_scale = 0;                 ///< throws when an overflow would take the scale below it
+  bool on_device = false;               ///< keeps the scale and the overflows on the device, without waits
 };
 
 /// torch.amp.GradScaler, method for method: scales the loss, so that float16 gradients do not underflow, and finds the
@@ -65,39 +65,40 @@ struct AmpScalerOptions {
 ///       optimizer.zero_grad();
 ///     }
 ///
-/// A scale that is too large makes gradients overflow: then the step is left out, and `update()` takes a smaller one;
+/// A scale that is too large makes gradients overflow: then the step is skipped, and `update()` takes a smaller one;
 /// after `growth_interval` updates without an overflow, a larger one. An accumulator's window is divided by the scale
 /// when it closes, by `step` or by its own `flush()`; until then the scale does not change. Clipping by
-/// `optimizer.clip_grad_norm_` needs no `unscale_`: it is one factor.
+/// `optimizer.clip_grad_norm_` needs no `unscale_`: it is one more factor.
 ///
-/// Takes any `optimizer`, user-made ones too, but LBFGS; an accumulator itself, not a `torch::optim::Optimizer&` to it.
+/// Takes any `optimizer` but LBFGS, user-made ones too; an accumulator itself, not a `torch::optim::Optimizer&` to it.
 /// Parameters are float32, float64 or bfloat16, dense or sparse, on any devices; float16 ones are refused. Misuse is an
 /// error that changes nothing.
 ///
-/// With `.on_device` the device itself leaves out a step that overflowed, and changes the scale: Python's numbers to
-/// the bit, and the host waits for nothing. It does not know either: `step` is true where the step is left to the
-/// device. That takes an optimizer of `ga::optim`, or one whose `TakesGradients::judges_on_device` says so, with all
-/// parameters on devices, and no window left open by `update()`; else it is as without (docs/mixed_precision.md).
+/// With `.on_device` the device skips a step that overflowed and changes the scale: Python's numbers to the bit,
+/// without a wait on the host. The host does not see the outcome: `step` is true for every step that is left to the
+/// device. This takes an optimizer of `ga::optim`, or one whose `TakesGradients::judges_on_device` returns true, with
+/// all parameters on devices, and no window open at `update()`. Otherwise the option has no effect
+/// (docs/mixed_precision.md).
 ///
-/// @note The scale is a host number, and one thing is read from the device, 4 bytes a window: whether it overflowed. By
-/// `step`, when it closes; by `update`, of one that was unscaled and then not stepped. Nothing else here waits.
-/// With `.on_device` nothing but `get_scale()`, `state_dict()` and `update(new_scale)` does; and the optimizer, when
-/// its state is asked for.
+/// @note The scale is a host number. 4 bytes a window are read from the device, which tell an overflow: by `step` when
+/// the window closes, or by `update` for a window that was unscaled and then not stepped. Nothing else waits. With
+/// `.on_device` only `get_scale()`, `state_dict()` and `update(new_scale)` wait, and the optimizer when its state is
+/// read.
 class AmpScaler {
  public:
   explicit AmpScaler(AmpScalerOptions options = {});
   AmpScaler(const AmpScaler&) = delete;  // the windows of an optimizer belong to one scaler
   AmpScaler& operator=(const AmpScaler&) = delete;
 
-  /// The loss times the scale, in float32 where the loss is one float16 number. To call `backward()` of.
+  /// Returns the loss times the scale, for `backward()`; in float32 if the loss is one float16 number.
   [[nodiscard]] at::Tensor scale(const at::Tensor& loss);
   [[nodiscard]] std::vector<at::Tensor> scale(std::vector<at::Tensor> losses);
-  /// For `optimizer.backward`: the scale joins the seed of backward, in the dtype of the loss.
+  /// For `optimizer.backward`: multiplies the seed of backward by the scale, in the dtype of the loss.
   [[nodiscard]] Loss scale(Loss loss);
 
-  /// Gives the gradients their true size, at once, for code that reads or changes them; what `step` will do about
-  /// overflow is settled then. Once a window, before `step`; of an accumulator after the last backward, inside
-  /// `if (optimizer.ready())`.
+  /// Divides the gradients by the scale at once, for code that reads or changes them. Overflow is judged then, for the
+  /// `step` that follows. Called once a window, before `step`; for an accumulator after the last backward, inside `if
+  /// (optimizer.ready())`.
   ///
   /// @note Does not wait for the device.
   template <class Optimizer>
@@ -107,9 +108,9 @@ class AmpScaler {
   }
 
   /// Steps the optimizer, unless its gradients overflowed: then they are discarded with their window. Inside an
-  /// accumulator's window it counts the micro-batch, nothing else. As a `bool`: the parameters moved, or the device is
-  /// to find out (`.on_device`): then an accumulator counts an update either way. Of a plain optimizer without
-  /// gradients, or an empty window, nothing moves, and it is not counted towards growth.
+  /// accumulator's window it only counts the micro-batch. As a `bool`: true if the parameters moved, or if that is left
+  /// to the device (`.on_device`); an accumulator then counts an update either way. Without gradients, or with an empty
+  /// window, nothing moves, and the step does not count towards growth.
   ///
   /// @note Reads 4 bytes from the device when a window closes.
   template <class Optimizer>
@@ -118,15 +119,15 @@ class AmpScaler {
     return step_window(any, accumulator_in(optimizer));
   }
 
-  /// Changes the scale, if it is time: call it after the steps of all optimizers. An overflow in any window since the
-  /// last call makes it smaller, once; `growth_interval` calls without make it larger. Growth waits for the first call
-  /// at which no window is open; where an overflow or `new_scale` changes the scale, open windows are discarded. Does
-  /// nothing where no window was closed. Throws where an overflow would take the scale below `min_scale`; with
-  /// `.on_device` when it has, some updates later.
+  /// Changes the scale when it is due; called after the steps of all optimizers. An overflow in any window since the
+  /// last call makes it smaller, once; `growth_interval` calls without one make it larger. Growth waits for the first
+  /// call at which no window is open. If an overflow or `new_scale` changes the scale, open windows are discarded. Does
+  /// nothing if no window was closed. Throws if an overflow would take the scale below `min_scale`; with `.on_device`
+  /// some updates after it has.
   void update(std::optional<double> new_scale = {});
 
-  /// For those who own a window themselves, in place of `step`: whoever applies the factor divides by the scale, and
-  /// requires what comes of it to be finite. What came of it is told to `update()` by `hear`.
+  /// For owners of a window, in place of `step`: makes the factor divide by the scale, and require finite gradients.
+  /// `hear` then reports the outcome to `update()`.
   void unscale(Factor& factor) const;
   void hear(bool overflowed) { (overflowed ? found_.inf : found_.finite) = true; }
 
@@ -139,31 +140,31 @@ class AmpScaler {
   void set_growth_interval(std::int64_t new_interval) { set(&detail::LossScale::growth_interval, new_interval); }
   bool is_enabled() const { return enabled_; }
 
-  /// Python's five entries; empty if disabled. To be taken after `update()`.
+  /// Python's five entries; empty if disabled. Call it after `update()`.
   std::map<std::string, double> state_dict() const;
-  /// Throws, and changes nothing, where an entry is missing or out of range, or where a window is open.
+  /// Loads the entries. Throws, and changes nothing, if an entry is missing or out of range, or a window is open.
   void load_state_dict(const std::map<std::string, double>& state) { load(state)(); }
-  /// The same entries, for `ga::save`.
+  /// Saves and loads the entries of `state_dict()`, for `ga::save` and `ga::load`.
   void state(Archive& archive);
 
  private:
-  /// Python's `_per_optimizer_states`: where an optimizer stands, and its window, which has the scale in it until it is
+  /// Python's `_per_optimizer_states`: an optimizer's stage, and its window, whose gradients are scaled until it is
   /// unscaled or closed.
   struct PerOptimizer {
     enum class Stage { ready, unscaled, stepped };
 
     Stage stage = Stage::ready;
     std::optional<Gradients> gradients = {};                  // none: the scaler has not met this window yet
-    Accumulator* accumulator = nullptr;                       // whose window it is
+    Accumulator* accumulator = nullptr;                       // the owner of the window
     std::shared_ptr<detail::WindowGradients> one_batch = {};  // the window of any other optimizer
 
     bool closed() const { return !gradients || gradients->closed(); }
     bool open() const { return accumulator && !closed(); }
-    /// What became of a window that was closed by `flush()` or the like, or was only unscaled.
+    /// Returns the result of a window that was closed by `flush()` or the like, or was only unscaled.
     StepResult result();
   };
   using Stage = PerOptimizer::Stage;
-  /// What gradients have been since the last update.
+  /// The findings on gradients since the last update.
   struct Found {
     bool finite = false, inf = false;
     std::vector<at::Tensor> on_devices = {};  // 0-dim float32, 1 after an overflow
@@ -192,14 +193,14 @@ class AmpScaler {
   void unscale_window(detail::AnyOptimizer& optimizer, Accumulator* accumulator);
   StepResult step_window(detail::AnyOptimizer& optimizer, Accumulator* accumulator);
   PerOptimizer& state_of(const detail::AnyOptimizer& optimizer);
-  /// Whoever closes the window from now on divides by the scale, and looks for overflow.
+  /// Makes the window divide by the scale and look for overflow when it is closed.
   void join(PerOptimizer& state, const detail::AnyOptimizer& optimizer, Accumulator* accumulator);
   void note(StepResult result, PerOptimizer& state);
   void note_all();
-  /// Waits for what is known on a device alone.
+  /// Waits for findings that are known on a device alone.
   const Found& found_on_host();
   bool any_open() const;
-  /// Windows that are still open stay. `finite`: that the others were finite counts at the next update.
+  /// Forgets the windows that are not open. `finite`: counts the others as finite at the next update.
   void forget_closed(bool finite = false);
 
   template <class Value>
@@ -209,21 +210,21 @@ class AmpScaler {
     next.check();
     scale_ = next;
   }
-  /// Checks it; what is returned loads it.
+  /// Checks the state. The returned function loads it.
   std::function<void()> load(const std::map<std::string, double>& state);
   void change_to(const detail::LossScale& next);
   const at::Tensor& scale_on(at::Device device);
 
-  /// Of the device, where it has the scale.
+  /// Reads the scale from the device if it is kept there.
   detail::LossScale current() const { return device_scale_ ? device_scale_->read(scale_) : scale_; }
-  /// Whether the device could be left with it.
+  /// Updates the scale on the device; false if that is not possible.
   bool update_on_device();
 
-  detail::LossScale scale_;  // value and count are those of the device, where it has them
+  detail::LossScale scale_;  // the device has the current value and count, if it keeps the scale
   std::optional<detail::DeviceScale> device_scale_;
   bool enabled_, on_device_;
   std::unordered_map<at::Device, at::Tensor> on_devices_;
-  std::map<const void*, PerOptimizer> optimizers_;  // that were met since the scale could last change
+  std::map<const void*, PerOptimizer> optimizers_;  // those met since the scale could last change
   Found found_;
 };
 

@@ -84,7 +84,7 @@ GRADACCUM_INLINE void AmpScaler::unscale_window(detail::AnyOptimizer& optimizer,
               "AmpScaler: unscale_() inside a window would mix unscaled sums with scaled ones to come; put it "
               "inside `if (optimizer.ready())`, after backward");
   join(state, optimizer, accumulator);
-  if (accumulator) accumulator->gradients();  // takes notice of the backward in hand
+  if (accumulator) accumulator->gradients();  // counts a plain backward that has run
   state.gradients->apply();
   if (!state.gradients->raw().empty()) state.stage = Stage::unscaled;
 }
@@ -95,7 +95,7 @@ GRADACCUM_INLINE StepResult AmpScaler::step_window(detail::AnyOptimizer& optimiz
   TORCH_CHECK(state.stage != Stage::stepped,
               "AmpScaler: step() has already been called on this optimizer since the last update()");
   join(state, optimizer, accumulator);
-  if (!accumulator) state.stage = Stage::stepped;  // whatever happens: gradients may be multiplied already
+  if (!accumulator) state.stage = Stage::stepped;  // even if it throws: gradients may be multiplied already
   const auto result = accumulator ? accumulator->step() : take_step(optimizer, *state.gradients);
   if (result == StepResult::accumulated) return result;
   state.stage = Stage::stepped;
@@ -104,7 +104,7 @@ GRADACCUM_INLINE StepResult AmpScaler::step_window(detail::AnyOptimizer& optimiz
   return result;
 }
 
-/// A window that was flushed or discarded behind the scaler's back is heard, and makes way.
+/// Notes the result of a window that was flushed or discarded outside the scaler, and replaces its state.
 GRADACCUM_INLINE AmpScaler::PerOptimizer& AmpScaler::state_of(const detail::AnyOptimizer& optimizer) {
   auto& state = optimizers_[optimizer.address()];
   if (!state.closed() || state.stage == Stage::stepped) return state;
@@ -114,7 +114,7 @@ GRADACCUM_INLINE AmpScaler::PerOptimizer& AmpScaler::state_of(const detail::AnyO
 
 GRADACCUM_INLINE void AmpScaler::join(PerOptimizer& state, const detail::AnyOptimizer& optimizer,
                                       Accumulator* accumulator) {
-  if (!state.closed()) return;  // it has been joined
+  if (!state.closed()) return;  // already joined
   const auto parameters = optimizer.parameters();
   detail::check_none_is_half(parameters);
   PerOptimizer joined{.accumulator = accumulator};
@@ -124,7 +124,8 @@ GRADACCUM_INLINE void AmpScaler::join(PerOptimizer& state, const detail::AnyOpti
   state = std::move(joined);
 }
 
-/// Nothing became of it unless somebody was about to step with it, an accumulator's `flush()` say, or it was unscaled.
+/// A window counts only if a step was about to be taken with it, for example by an accumulator's `flush()`, or if it
+/// was unscaled.
 GRADACCUM_INLINE StepResult AmpScaler::PerOptimizer::result() {
   const bool judged = gradients && gradients->closed() && gradients->judged();
   if (stage == Stage::stepped || (!judged && stage != Stage::unscaled)) return StepResult::empty;
@@ -200,7 +201,7 @@ GRADACCUM_INLINE bool AmpScaler::update_on_device() {
 GRADACCUM_INLINE std::map<std::string, double> AmpScaler::state_dict() const {
   if (!enabled_) return {};
   const auto now = current();
-  if (device_scale_) now.check_reached(now.value, 0);  // or it could not be loaded
+  if (device_scale_) now.check_reached(now.value, 0);  // such a state could not be loaded
   return now.state_dict();
 }
 
@@ -229,8 +230,8 @@ GRADACCUM_INLINE void AmpScaler::state(Archive& archive) {
   if (archive.loading()) archive.when_all_fit(load(entries));
 }
 
-/// Backward keeps the tensor, which nobody writes to meanwhile. By a 0-dim float32 tensor a 0-dim float16 loss becomes
-/// float32; by a number it would not.
+/// Keeps one tensor for each device: backward saves it, so nothing may write to it meanwhile. A 0-dim float32 tensor
+/// makes a 0-dim float16 loss float32; a number would not.
 GRADACCUM_INLINE const at::Tensor& AmpScaler::scale_on(at::Device device) {
   auto& scale = on_devices_[device];
   if (!scale.defined()) {

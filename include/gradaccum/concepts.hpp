@@ -10,8 +10,8 @@
 
 namespace gradaccum {
 
-/// What a `step()` or `flush()` of an accumulator came to. As a `bool`: the parameters moved, or a device is to find
-/// out whether they do.
+/// The result of an accumulator's `step()` or `flush()`. As a `bool`: true if the parameters moved, or may have moved
+/// on a device.
 ///
 ///     ga::GradAccumulator optimizer(sgd, {.steps = 4});
 ///     int skipped = 0;
@@ -24,11 +24,11 @@ class StepResult {
  public:
   /// Its enumerators are `ga::StepResult::stepped` and so on.
   enum class Kind {
-    accumulated,    ///< the window goes on
-    empty,          ///< it closed without weight or gradients: there was nothing to step with
-    skipped,        ///< it closed, and was left out: its gradients had to be finite, and are not
+    accumulated,    ///< the window is still open
+    empty,          ///< closed without weight or gradients, so there was nothing to step with
+    skipped,        ///< closed and skipped: the gradients had to be finite, and are not
     stepped,        ///< the parameters moved
-    left_to_device  ///< the device leaves the step out if gradients are not finite, and the host does not know
+    left_to_device  ///< the device skips the step if gradients are not finite, unknown to the host
   };
   using enum Kind;
 
@@ -43,8 +43,8 @@ class StepResult {
   Kind kind_;
 };
 
-/// Steps the parameters that it owns, and clears their gradients. Every `torch::optim::Optimizer` that needs no closure
-/// is one; so is a `GradAccumulator`.
+/// Steps the parameters that it owns, and clears their gradients: every `torch::optim::Optimizer` that needs no
+/// closure, and a `GradAccumulator`.
 template <class O>
 concept optimizer = requires(O& o) {
   o.step();
@@ -52,19 +52,19 @@ concept optimizer = requires(O& o) {
   o.param_groups();
 };
 
-/// What an optimizer derives from, beside `torch::optim::Optimizer`, to multiply by the deferred factor in its own
-/// pass; so it is also found behind a `torch::optim::Optimizer&`.
+/// The base of an optimizer that multiplies by the deferred factor in its own pass, beside `torch::optim::Optimizer`:
+/// it is then also found behind a `torch::optim::Optimizer&`.
 ///
-/// `step(Gradients)` reads `raw()`, never `.grad`; leaves the gradients as they are; and where they were required to be
-/// finite and are not, moves nothing.
+/// `step(Gradients)` reads `raw()`, never `.grad`, and leaves the gradients as they are. If they were required to be
+/// finite and are not, it moves nothing.
 struct TakesGradients {
   virtual void step(Gradients gradients) = 0;
-  /// `step` will leave the question whether they are finite to the device, which leaves out the step itself
+  /// Returns true if `step` leaves it to the device to check for finite gradients and to skip the step
   /// (`Gradients::judge_on_device`).
   virtual bool judges_on_device(const Gradients&) const { return false; }
-  /// The step of an element depends on no other: part of a parameter may be stepped alone, by another process say.
-  /// Parts are flat, and begin at a multiple of 4096 elements. `step` gets the gradients of this process's parts alone
-  /// then, of which `norm()` is another than of all.
+  /// Returns true if the step of an element depends on no other, so that a process may step a part of a parameter.
+  /// Parts are flat, and begin at a multiple of 4096 elements. `step` then gets the gradients of this process's parts,
+  /// and their `norm()` is not the norm of the whole.
   virtual bool steps_by_elements() const { return false; }
   virtual ~TakesGradients() = default;
 };
@@ -84,7 +84,7 @@ concept accumulating = optimizer<O> && requires(O& o) {
 
 namespace detail {
 
-/// Of all groups.
+/// Returns the parameters of all groups.
 template <class O>
 std::vector<at::Tensor> parameters_of(O& optimizer) {
   std::vector<at::Tensor> all;

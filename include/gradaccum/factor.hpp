@@ -17,7 +17,7 @@ struct Multiplier;
 class WindowGradients;
 }  // namespace detail
 
-/// Collects what gradients, or the seed of a backward pass, are yet to be multiplied by.
+/// Collects the factors that gradients, or the seed of a backward pass, are still to be multiplied by.
 ///
 ///     ga::Gradients gradients(model->parameters());
 ///     torch::mse_loss(model->forward(x), y).mul(65536.0).backward();
@@ -26,8 +26,8 @@ class WindowGradients;
 ///     gradients.apply();                                   // one pass for all factors
 ///     sgd.step();
 ///
-/// It can be written but not read: so no writer depends on another, and any order of writers gives the same bits
-/// (multipliers and divisors are kept apart, sorted before they are joined, and divided once).
+/// A factor is written but not read, so no writer depends on another, and any order of writers gives the same bits:
+/// multipliers and divisors are kept apart, sorted before they are joined, and divided once.
 ///
 /// @note Does not wait for the device. A CPU tensor is read at once; a device tensor is copied on the device.
 class Factor {
@@ -37,16 +37,17 @@ class Factor {
   void divide(double by);
   void divide(const at::Tensor& by);
 
-  /// Says that a loss scaler is at work: the step is taken only if every gradient is finite.
+  /// Makes the step depend on every gradient being finite, for a loss scaler.
   void require_finite() { finiteness_ = std::max(finiteness_, Finiteness::required); }
-  /// The same, and where the optimizer can leave out a step on the device, the host is not told.
+  /// Like `require_finite()`, but lets an optimizer that can skip the step on the device do so, without a wait on the
+  /// host.
   void require_finite_on_device() { finiteness_ = std::max(finiteness_, Finiteness::required_on_device); }
 
-  /// What all of it comes to. For those who apply it; a writer has no use for it.
+  /// Returns the whole product, for code that applies it; a writer has no use for it.
   friend detail::Multiplier product_of(const Factor& factor);
   friend bool finite_required(const Factor& factor) { return factor.finiteness_ != Finiteness::any; }
   friend bool may_stay_on_device(const Factor& factor) { return factor.finiteness_ == Finiteness::required_on_device; }
-  /// Without what has been applied.
+  /// Returns a factor with the requirement alone, once the rest has been applied.
   friend Factor requirement_of(const Factor& factor);
 
  private:
@@ -56,7 +57,7 @@ class Factor {
   friend class detail::WindowGradients;
 
   static bool on_host(const at::Tensor& by);
-  /// For 0-dim float64 tensors of a device that nobody changes: they are not copied.
+  /// Keeps a 0-dim float64 device tensor without a copy: nothing may change it.
   void multiply_by_own(at::Tensor by) { device_multipliers_.push_back(std::move(by)); }
   void divide_by_own(at::Tensor by) { device_divisors_.push_back(std::move(by)); }
 

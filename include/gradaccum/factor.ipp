@@ -14,7 +14,7 @@
 namespace gradaccum {
 namespace detail {
 
-/// Products of reciprocals, or in another order, differ in their last bits: sorted, they do not.
+/// Sorts the factors first: products of reciprocals, or in another order, differ in their last bits.
 GRADACCUM_INLINE double sorted_product(std::vector<double> factors) {
   std::sort(factors.begin(), factors.end());
   double product = 1.0;
@@ -22,7 +22,7 @@ GRADACCUM_INLINE double sorted_product(std::vector<double> factors) {
   return product;
 }
 
-/// The same on a device, without waiting for it; undefined where there is none.
+/// Multiplies sorted device factors without waiting for the device; undefined if there are none.
 GRADACCUM_INLINE at::Tensor sorted_product(const std::vector<at::Tensor>& factors) {
   if (factors.size() < 2) return factors.empty() ? at::Tensor() : factors.front();
   std::vector<at::Tensor> on_one_device;
@@ -30,7 +30,7 @@ GRADACCUM_INLINE at::Tensor sorted_product(const std::vector<at::Tensor>& factor
   return std::get<0>(at::stack(on_one_device).sort()).prod();
 }
 
-/// Its owner may change the tensor before it is used.
+/// Copies a factor, since its owner may change the tensor before it is used.
 GRADACCUM_INLINE at::Tensor copied_factor(const at::Tensor& by) {
   return by.detach().to(at::kDouble, /*non_blocking=*/true, /*copy=*/true);
 }

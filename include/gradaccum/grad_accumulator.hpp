@@ -36,45 +36,46 @@ class Peers;
 class Shards;
 }  // namespace detail
 
-/// An accumulator of whatever optimizer: all of `GradAccumulator` that does not name the optimizer's class.
+/// The part of `GradAccumulator` that does not depend on the optimizer's class.
 class Accumulator {
  public:
   Accumulator(const Accumulator&) = delete;  // an accumulator is neither copied nor wrapped by another
   Accumulator& operator=(const Accumulator&) = delete;
-  /// For functions that make one. Throws in the middle of a window, and where somebody has a reference to it as a
-  /// `torch::optim::Optimizer`. What is left cannot be used.
+  /// For functions that return an accumulator. Throws inside a window, and if code has a reference to it as a
+  /// `torch::optim::Optimizer`. The source cannot be used afterwards.
   Accumulator(Accumulator&& other);
 
-  /// Runs backward with the loss's weight: the window is then the mean over all its items. Once a micro-batch; weight 0
-  /// counts, without backward. Must not be mixed with `loss.backward()` in one window.
+  /// Runs backward with the loss's weight, so that the window is the mean over all its items. Called once a
+  /// micro-batch; a weight of 0 counts, without backward. Must not be mixed with `loss.backward()` in one window.
   void backward(Loss loss, std::optional<bool> retain_graph = {}, bool create_graph = false);
-  /// The same for some parameters alone: `optimizer.backward(loss, {.inputs = generator->parameters()})`.
+  /// Runs backward for some parameters alone: `optimizer.backward(loss, {.inputs = generator->parameters()})`.
   void backward(Loss loss, const BackwardOptions& options);
 
-  /// Completes a micro-batch, and closes the window if it was the last. As a `bool`: whether the parameters moved.
+  /// Completes a micro-batch, and closes the window after its last one. As a `bool`: true if the parameters moved.
   StepResult step();
-  /// The same after `closure()`, which runs backward. Gives its loss.
+  /// Calls `closure()`, which runs backward, then `step()`. Returns the closure's loss.
   at::Tensor step(const torch::optim::Optimizer::LossClosure& closure);
 
-  /// Clears the gradients if and only if `micro_steps() == 0`: it may stand first or last in a loop. Throws in the
-  /// middle of a window whose gradients somebody has added to since `step()`.
+  /// Clears the gradients if and only if `micro_steps() == 0`, so it may stand first or last in a loop. Throws inside a
+  /// window if its gradients were added to since `step()`.
   void zero_grad(bool set_to_none = true);
 
-  /// Closes a shorter window, with its true mean, and clears the gradients. Does nothing where the window is empty.
+  /// Closes a shorter window, with its true mean, and clears the gradients. Does nothing if the window is empty.
   StepResult flush();
 
-  /// Forgets the window, and clears the gradients.
+  /// Discards the window, and clears the gradients.
   void discard();
 
-  /// The window is clipped to this L2 norm when it closes, by step or flush; so it may be called at every micro-batch.
+  /// Clips the window to this L2 norm when it closes, by step or flush, so it may be called at every micro-batch.
   /// `max_norm` is > 0; infinity only measures.
   void clip_grad_norm_(double max_norm);
-  /// The same for the elements, to [-clip_value, clip_value]; after the norm, where both are asked for.
+  /// Clamps the elements to [-clip_value, clip_value] when the window closes, after the norm if that is clipped, too.
   void clip_grad_value_(double clip_value);
-  /// The norm of the last closed window before clipping: 0-dim float64, on the device. It must have been clipped.
+  /// The norm of the last closed window before clipping: 0-dim float64, on the device. Throws if that window was not
+  /// clipped.
   const at::Tensor& grad_norm() const;
 
-  /// The window so far. Its values may be read and changed when all its micro-batches are in: if `ready()`, after
+  /// The window so far. Its values may be read and changed once all its micro-batches are in: if `ready()`, after
   /// backward.
   Gradients gradients();
 
@@ -87,13 +88,13 @@ class Accumulator {
   NamedWindow named_window(const torch::nn::Module& module);
 
   bool ready() const;                  ///< the next `step()` closes the window
-  std::int64_t micro_steps() const;    ///< completed in this window
-  std::int64_t updates() const;        ///< how often the parameters have moved
+  std::int64_t micro_steps() const;    ///< micro-batches completed in this window
+  std::int64_t updates() const;        ///< the number of steps that moved the parameters
   void set_steps(std::int64_t steps);  ///< from the next window on
-  /// For `Replicas`: each window becomes that of all processes when it closes.
+  /// For `Replicas`: sums each window over all processes when it closes.
   void set_peers(std::shared_ptr<detail::Peers> peers);
   bool others_continue();
-  /// Where they have divided the optimizer's state; else none.
+  /// The shards of the optimizer's state; nullptr if it is not sharded.
   std::shared_ptr<detail::Shards> shards() const;
 
   /// `Wrapping 'SGD' optimizer with gradient accumulation of 4 steps`
@@ -103,7 +104,7 @@ class Accumulator {
   Accumulator(std::unique_ptr<detail::AnyOptimizer> optimizer, const GradAccumulatorOptions& options);
   ~Accumulator();
 
-  /// What was set through a reference to it as a `torch::optim::Optimizer` reaches the wrapped one.
+  /// Passes on to the wrapped optimizer what was set through a `torch::optim::Optimizer&`.
   void synchronise() const;
   void check_can_be_saved() const;
   torch::optim::Optimizer& facade_of(torch::optim::Optimizer& wrapped);
@@ -114,7 +115,7 @@ class Accumulator {
   std::unique_ptr<detail::OpenWindow> given_away();
   void check_can_clip() const;
   void follow();
-  /// Clips the window that is to be closed, where that was asked for.
+  /// Clips the window that is being closed, if requested.
   void clip();
   StepResult counted(StepResult result);
 
@@ -129,7 +130,7 @@ namespace detail {
 void check_can_be_accumulated(const torch::optim::Optimizer& optimizer);
 }
 
-/// A drop-in for the optimizer it wraps, that moves the parameters on every `steps`-th call of `step()`.
+/// A drop-in for the optimizer it wraps, which moves the parameters on every `steps`-th call of `step()`.
 ///
 ///     ga::GradAccumulator optimizer(sgd, {.steps = 4});
 ///     for (auto& batch : batches) {
@@ -140,16 +141,16 @@ void check_can_be_accumulated(const torch::optim::Optimizer& optimizer);
 ///     }
 ///     optimizer.flush();
 ///
-/// Gradients are the mean over the window, as of one large batch; of a shorter, last window too. `.grad` holds the sum
-/// until the window closes: a loop that clips calls `optimizer.clip_grad_norm_`, and other code that reads gradients
-/// goes inside `if (optimizer.ready()) { optimizer.gradients().apply(); … }`, after backward.
+/// Gradients are the mean over the window, as of one large batch, also for a shorter, last window. `.grad` holds the
+/// sum until the window closes: a loop that clips calls `optimizer.clip_grad_norm_`, and other code that reads
+/// gradients goes inside `if (optimizer.ready()) { optimizer.gradients().apply(); … }`, after backward.
 ///
-/// A micro-batch is one `backward()` of the accumulator, or one `step()` that none preceded. Where a
-/// `torch::optim::Optimizer&` is asked for (LibTorch's schedulers), an accumulator converts to one.
+/// A micro-batch is one `backward()` of the accumulator, or one `step()` without it. An accumulator converts to a
+/// `torch::optim::Optimizer&`, as LibTorch's schedulers take it.
 ///
-/// The wrapped optimizer outlives the accumulator. Its options, state and saved files are its own, untouched.
+/// The wrapped optimizer must outlive the accumulator. Its options, state and saved files stay its own.
 ///
-/// @note Does not wait for the device, apart from a 4-byte read a window where a loss scaler is at work.
+/// @note Does not wait for the device, apart from a 4-byte read a window with a loss scaler.
 template <class Optimizer>
 class GradAccumulator : public Accumulator {
   static_assert(!accumulating<Optimizer>,
@@ -182,11 +183,11 @@ class GradAccumulator : public Accumulator {
   auto& param_groups() { return optimizer().param_groups(); }
   void add_param_group(const torch::optim::OptimizerParamGroup& group) { optimizer().add_param_group(group); }
 
-  /// For code that takes an optimizer by reference: its groups have the parameters; its `step` counts, steps and then
-  /// clears; its `zero_grad` takes nothing from a window; options (of a class of your own the learning rate) and groups
-  /// that are set through it, save and load reach the wrapped optimizer. Its `state()` is empty: ask `optimizer()`.
+  /// For code that takes an optimizer by reference. Its groups have the parameters; its `step` counts, steps and then
+  /// clears; its `zero_grad` takes nothing from a window. Options (of a user-made class, the learning rate) and groups
+  /// that are set through it, save and load reach the wrapped optimizer. Its `state()` is empty: use `optimizer()`.
   /// Windows that are stepped by it keep their sums apart from `.grad`, 4 bytes a parameter in float32. Saving throws
-  /// in the middle of a window.
+  /// inside a window.
   operator torch::optim::Optimizer&()  // NOLINT(google-explicit-constructor): a drop-in
       requires std::derived_from<Optimizer, torch::optim::Optimizer> {
     return facade_of(optimizer_);

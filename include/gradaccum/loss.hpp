@@ -15,25 +15,25 @@ namespace gradaccum {
 
 namespace detail {
 
-/// Gradients that were computed with their loss, which need no autograd to be added.
+/// Gradients that were computed together with their loss, and are added without autograd.
 class ReadyGradients {
  public:
   virtual ~ReadyGradients() = default;
-  /// Adds them times the seed, as backward from `loss` would. False where backward has to do it: the loss is another
-  /// by now, or somebody listens for gradients.
+  /// Adds the gradients times the seed, as backward from `loss` would. Returns false if backward has to run: the loss
+  /// is no longer the one they belong to, or hooks wait for the gradients.
   virtual bool add(const at::Tensor& loss, double seed) = 0;
 };
 
 }  // namespace detail
 
-/// How a backward pass runs: as `torch::Tensor::backward` takes it.
+/// Options of a backward pass, as `torch::Tensor::backward` takes them.
 struct BackwardOptions {
-  std::optional<bool> retain_graph = {};  ///< the graph can be gone through again; like `create_graph` if not given
-  bool create_graph = false;              ///< gradients of gradients can be computed
-  std::vector<at::Tensor> inputs = {};    ///< only these get gradients; none: all that the loss depends on
+  std::optional<bool> retain_graph = {};  ///< keeps the graph for another pass; as `create_graph` if not given
+  bool create_graph = false;              ///< allows gradients of gradients
+  std::vector<at::Tensor> inputs = {};    ///< only these get gradients; if empty, all that the loss depends on
 };
 
-/// A mean loss, and how many items it is the mean of: what makes a window the mean over *all items*.
+/// A mean loss and the number of items that it averages, so that a window is the mean over *all items*.
 ///
 ///     for (auto& batch : batches) {
 ///       auto mean = torch::mse_loss(model->forward(batch.data), batch.target);
@@ -42,26 +42,27 @@ struct BackwardOptions {
 ///       optimizer.zero_grad();
 ///     }
 ///
-/// A mean of means is another number where micro-batches hold different counts of valid tokens. The weight enters as
-/// the seed of backward: the loss that the user prints is never rewritten.
+/// A mean of means differs from that mean if micro-batches hold different numbers of valid tokens. The weight enters as
+/// the seed of backward, so the loss that the user prints stays as it is.
 ///
-/// `mean`: one element, of any floating dtype. `items`: any arithmetic type, finite and >= 0; 0 leaves backward out.
+/// `mean`: one element, of any floating dtype. `items`: any arithmetic type, finite and >= 0; with 0 backward is
+/// skipped.
 ///
-/// @note Does not wait for the device: the count is a host number, and so a Tensor as count does not compile.
+/// @note Does not wait for the device: the count is a host number, and a Tensor as count does not compile.
 /// @note A 16-bit loss rounds its seed, and so its weight, to 16 bits: compute the loss in float32.
 struct Loss {
   at::Tensor mean;
   double items = 1.0;
-  Factor seed = {};                     ///< backward starts from it; a loss scale or a weight multiplies it
-  at::Tensor output = {}, target = {};  ///< what metrics look at
-  std::shared_ptr<detail::ReadyGradients> ready = {};  ///< of a `CompiledStep`
+  Factor seed = {};                                    ///< the start of backward; loss scales and weights multiply it
+  at::Tensor output = {}, target = {};                 ///< the model's output and the target, for metrics
+  std::shared_ptr<detail::ReadyGradients> ready = {};  ///< gradients that a `CompiledStep` has computed
 
   Loss(at::Tensor loss) : mean(std::move(loss)) {}  // NOLINT(google-explicit-constructor): a tensor is a loss
 
   template <class Count>
   Loss(at::Tensor loss, Count count) : mean(std::move(loss)), items(number(count)) {}
 
-  /// The same loss, with what it was computed from: for metrics, which have no other way to it.
+  /// Attaches the model's output and the target, which metrics need.
   Loss with(at::Tensor output_of_model, at::Tensor wanted) &&;
   Loss with(at::Tensor output_of_model, at::Tensor wanted) const&;
 

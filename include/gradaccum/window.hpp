@@ -7,7 +7,7 @@
 
 namespace gradaccum {
 
-/// Counts the micro-batches of a window and their weights; knows no tensor.
+/// Counts the micro-batches of a window and their weights. Has nothing to do with tensors.
 ///
 ///     ga::Window window(4);
 ///     for (auto& batch : batches) {
@@ -15,28 +15,28 @@ namespace gradaccum {
 ///       if (window.full()) window.restart();       // after the step: mean = sum · first_weight() / total_weight()
 ///     }
 ///
-/// Weights enter backward relative to the window's first one, so that 16-bit gradients keep their magnitude.
+/// Weights enter backward relative to the window's first one, which keeps the magnitude of 16-bit gradients.
 class Window {
  public:
   explicit Window(std::int64_t steps = 1) : steps_(checked(steps)), next_steps_(steps) {}
 
-  /// Counts one micro-batch of this weight: finite and >= 0.
+  /// Counts a micro-batch of this weight, finite and >= 0.
   void add(double weight);
   static void check_weight(double weight);
 
   std::int64_t count() const { return count_; }
   std::int64_t steps() const { return steps_; }
   bool full() const { return count_ >= steps_; }
-  double first_weight() const { return first_weight_; }  ///< the first that is not 0; 0 while there is none
+  double first_weight() const { return first_weight_; }  ///< the first nonzero weight, or 0
   double total_weight() const { return total_weight_; }
 
-  /// Takes effect with the next window; with this one, if it has no micro-batch yet.
+  /// Sets the steps from the next window on, or of this one if it has no micro-batch yet.
   void set_steps(std::int64_t steps);
-  /// Of this window alone, at any time.
+  /// Sets the steps of this window alone, at any time.
   void set_steps_of_this(std::int64_t steps) { steps_ = checked(steps); }
   void restart() { *this = Window(next_steps_); }
 
-  /// Goes on with a window that was saved.
+  /// Continues a window that was saved.
   void resume(std::int64_t count, double first_weight, double total_weight);
 
  private:
