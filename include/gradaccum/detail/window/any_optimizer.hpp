@@ -18,24 +18,25 @@ class Optimizer;
 
 namespace gradaccum::detail {
 
-/// One of LibTorch's optimizers in which elements of a parameter do not depend on each other, and which makes its state
-/// as it steps. False for what derives from them.
+/// Returns true for one of LibTorch's own optimizers that steps each element by itself and makes its state as it steps.
+/// False for classes derived from them.
 bool steps_by_elements(const torch::optim::Optimizer& optimizer);
 
-/// An optimizer of whatever class, as windows see it: so all that they do is compiled once. By reference.
+/// A reference to an optimizer of any class, so that all that windows do is compiled once.
 class AnyOptimizer {
  public:
   virtual ~AnyOptimizer() = default;
-  virtual std::vector<at::Tensor> parameters() const = 0;  ///< of all its groups
+  virtual std::vector<at::Tensor> parameters() const = 0;  ///< those of all groups
   virtual bool takes_gradients() const = 0;
-  virtual void step(const Gradients& gradients) = 0;  ///< of no taker: they have their true size, unless it takes them
+  /// Steps an optimizer without a `taker`. Unless it takes gradients, `.grad` must have its true size.
+  virtual void step(const Gradients& gradients) = 0;
   virtual void zero_grad(bool set_to_none) = 0;
-  virtual torch::optim::Optimizer* torch_optimizer() = 0;  ///< itself; none where it is of another kind
-  virtual bool steps_by_elements() const = 0;              ///< a part of a parameter may be stepped alone
-  virtual std::string name() const = 0;                    ///< its class
-  virtual const void* address() const = 0;                 ///< the same through a reference to any of its base classes
+  virtual torch::optim::Optimizer* torch_optimizer() = 0;  ///< nullptr for another kind of optimizer
+  virtual bool steps_by_elements() const = 0;              ///< allows a step of a part of a parameter
+  virtual std::string name() const = 0;                    ///< the class name
+  virtual const void* address() const = 0;                 ///< equal through references to any of its base classes
 
-  TakesGradients* taker = nullptr;  ///< itself, where it derives from that
+  TakesGradients* taker = nullptr;  ///< the optimizer, if it derives from TakesGradients
 };
 
 template <class O>
@@ -87,10 +88,10 @@ class OptimizerOf final : public AnyOptimizer {
   O& optimizer_;
 };
 
-/// The one place where an optimizer gets its gradients.
+/// Steps an optimizer with gradients, the only place that does so.
 ///
-/// @note Waits for the device only where the gradients are required to be finite and the optimizer leaves it to the
-/// host to find out: a 4-byte read.
+/// @note Waits for the device only if the gradients are required to be finite and the optimizer leaves that check to
+/// the host: a 4-byte read.
 StepResult take_step(AnyOptimizer& optimizer, Gradients gradients);
 
 }  // namespace gradaccum::detail

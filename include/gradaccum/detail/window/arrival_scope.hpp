@@ -11,23 +11,22 @@
 
 namespace gradaccum::detail {
 
-/// Hears of gradients as a backward pass brings them. Each device has a thread of its own in backward.
+/// A listener to the gradients that a backward pass computes. Backward runs a thread for each device.
 class ArrivalListener {
  public:
   virtual ~ArrivalListener() = default;
   virtual const std::vector<at::Tensor>& parameters() const = 0;
-  /// Backward has added to the gradient of this parameter, and no other hook has run yet that came before.
+  /// Called when backward has added to a parameter's gradient, before the hooks that were there first.
   virtual void added(std::size_t /*place*/) {}
-  /// The gradient of this parameter is there.
+  /// Called when a parameter's gradient is there.
   virtual void arrive(std::size_t place) = 0;
-  /// It matters how a gradient comes: not in parts that are added to it in place.
+  /// True if a gradient must not come in parts that are added to it in place.
   virtual bool waits_for_whole() const { return true; }
-  /// What arrives from now on is left alone. (After an exception other threads may still be at it.)
+  /// Ends the listening: later gradients are ignored. (After an exception other threads may still bring some.)
   virtual void end() = 0;
 };
 
-/// A scope around backward passes, in which somebody hears of the gradients as they arrive, after whatever else listens
-/// for that.
+/// A scope around backward passes in which a listener is called for each gradient, after all other hooks.
 class ArrivalScope {
  public:
   explicit ArrivalScope(std::shared_ptr<ArrivalListener> listener);
@@ -40,9 +39,9 @@ class ArrivalScope {
   std::vector<const at::Tensor*> listening_;
 };
 
-/// Somebody waits for whole gradients of this parameter.
+/// Returns true if a listener, or any other hook, waits for whole gradients of this parameter.
 bool is_waited_for(const at::Tensor& parameter);
-/// Says to those who listen that a part has been added to its gradient.
+/// Calls the listeners after a part has been added to this parameter's gradient.
 void say_added(const at::Tensor& parameter);
 
 }  // namespace gradaccum::detail

@@ -12,14 +12,14 @@
 
 namespace gradaccum::detail {
 
-/// Says that a parameter's gradient is there, after what was in its slot has heard of it. The scope owns the listener,
-/// which may hold the parameter.
+/// Calls the listener after the hook that was in the slot before. The scope owns the listener, which may hold the
+/// parameter.
 struct ArrivalHook final : torch::autograd::PostAccumulateGradHook {
   ArrivalHook(const std::shared_ptr<ArrivalListener>& whom, std::size_t where)
       : listener(whom), address(whom.get()), place(where) {}
 
   void operator()(const at::Tensor& parameter) override {
-    const auto there = listener.lock();  // may outlive the hook
+    const auto there = listener.lock();  // keeps the listener alive during the calls
     if (there) there->added(place);
     if (before) (*before)(parameter);
     if (there) there->arrive(place);
@@ -45,7 +45,7 @@ GRADACCUM_INLINE ArrivalScope::ArrivalScope(std::shared_ptr<ArrivalListener> lis
   }
 }
 
-/// Scopes need not end in the order in which they began.
+/// Takes a listener's hook out of the chain, since scopes may end in any order.
 GRADACCUM_INLINE void take_out(std::unique_ptr<torch::autograd::PostAccumulateGradHook>& slot,
                                const ArrivalListener& listener) {
   auto* const hook = dynamic_cast<ArrivalHook*>(slot.get());

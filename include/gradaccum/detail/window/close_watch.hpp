@@ -14,10 +14,10 @@ namespace gradaccum::detail {
 class ArrivalScope;
 class WatchedParameters;
 
-/// Watches a few parameters more closely than all can be: notices what accumulation by hand has left in a loop, such as
-/// clipping in the middle of a window, a step of the wrapped optimizer's own, or a zero_grad() that is missing.
+/// Watches a few parameters closely, for leftovers of accumulation by hand in a loop: clipping inside a window, a step
+/// of the wrapped optimizer's own, or a missing zero_grad().
 ///
-/// Backward tells it of each gradient; on the CPU it looks at some of the numbers, which nobody can change unseen.
+/// It follows each gradient in backward. On the CPU it samples numbers, which shows writes that version counters miss.
 class CloseWatch {
  public:
   CloseWatch();
@@ -25,26 +25,26 @@ class CloseWatch {
   CloseWatch& operator=(const CloseWatch&) = delete;
   ~CloseWatch();
 
-  /// Watches some of these, from now on.
+  /// Watches some of these parameters from now on.
   void follow(const std::vector<at::Tensor>& parameters);
-  /// A window begins, in which the parameters must stay as they are from its first micro-batch on. `look` comes first.
+  /// Opens a window in which parameters must not change after the first micro-batch. Call `look` first.
   void open();
-  /// The gradients are as they should be.
+  /// Records the gradients as correct.
   void look();
-  /// A micro-batch of this window is complete.
+  /// Counts a micro-batch of this window.
   void count();
 
-  /// How often backward has come in this micro-batch, to each of those that it has come to.
+  /// The smallest number of backward passes in this micro-batch over the parameters that backward has reached.
   std::int64_t passes() const;
-  /// Warns, once, where a parameter is not what it was in the window's first micro-batch. Only that: who perturbs
-  /// parameters and puts them back, or whose forward pass writes to them, may know what he does.
+  /// Warns, once, if a parameter is not what it was in the window's first micro-batch. A warning only, since code that
+  /// perturbs and restores parameters, or a forward pass that writes to them, is legitimate.
   void watch_parameters();
-  /// Since backward, or since it looked, nobody else has written to the gradients. `of_backward_alone`: to those that
-  /// backward has come to in this micro-batch.
+  /// Throws if anything else has written to the gradients since backward or `look`. `of_backward_alone`: checks only
+  /// the parameters that backward has reached in this micro-batch.
   void check_gradients(bool of_backward_alone) const;
-  /// Backward has not added to gradients that were there when the window began.
+  /// Throws if backward has added to gradients that were there when the window began.
   void check_cleared() const;
-  /// `steps`: of a window. As many passes a micro-batch look like a loop that counts by itself.
+  /// Warns of as many passes in a micro-batch as a window has `steps`: the loop seems to count by itself.
   void warn_of_passes(std::int64_t steps);
 
  private:

@@ -17,15 +17,15 @@
 
 namespace gradaccum::detail {
 
-/// What is known of each of the parameters. Backward has a thread for each device, and each writes to its own.
+/// The record of each watched parameter. Backward runs a thread for each device, and each writes to its own records.
 class WatchedParameters final : public ArrivalListener {
  public:
   struct Watched {
     SeenTensor gradient{{}};
-    std::uint64_t sample = 0;          // of the gradient
-    std::int64_t passes = 0;           // of backward, in this micro-batch
-    bool continued = false;            // each of them has added to what was there
-    bool written_between = false;      // by somebody else, before one of them that adds to this window
+    std::uint64_t sample = 0;          // a sample of the gradient
+    std::int64_t passes = 0;           // backward passes in this micro-batch
+    bool continued = false;            // each pass has added to an existing gradient
+    bool written_between = false;      // by other code, before a pass that adds to this window
     std::optional<SeenTensor> tensor;  // the parameter as it was in the window's first micro-batch
     std::uint64_t tensor_sample = 0;
   };
@@ -39,11 +39,11 @@ class WatchedParameters final : public ArrivalListener {
 
   bool window_is_empty = true;
 
-  /// Some hooks add to gradients, or mask them: that is part of the pass.
+  /// Counts a pass before the hooks that add to gradients or mask them: those belong to the pass.
   void added(std::size_t place) override {
     auto& watched = watched_[place];
     const auto& gradient = parameters_[place].grad();
-    if (watched.gradient.untouched(gradient)) return;  // hooks run where nothing came, too
+    if (watched.gradient.untouched(gradient)) return;  // hooks also run without a gradient
     const bool added = watched.gradient.added_to(gradient), known = watched.gradient.counts_alone(gradient);
     if (known && !added) watched.written_between |= watched.passes > 0 || !window_is_empty;
     watched.continued = known && added && (watched.continued || watched.passes == 0);
@@ -52,13 +52,13 @@ class WatchedParameters final : public ArrivalListener {
   void arrive(std::size_t place) override { see(place); }
   bool waits_for_whole() const override { return false; }
 
-  /// The gradient is as it should be.
+  /// Records the gradient as correct.
   void see(std::size_t place) {
     const auto& gradient = parameters_[place].grad();
     watched_[place].gradient = SeenTensor(gradient);
     watched_[place].sample = sample_of(gradient);
   }
-  /// Reads no numbers where LibTorch knows that they are the same.
+  /// Records the gradient, without reading its numbers if LibTorch's version counter shows that they are unchanged.
   void see_again(std::size_t place) {
     if (!watched_[place].gradient.untouched(parameters_[place].grad())) see(place);
   }
@@ -77,7 +77,7 @@ class WatchedParameters final : public ArrivalListener {
   std::vector<Watched> watched_;
 };
 
-/// The first, the last, and what lies between at equal distances, of those that get a gradient.
+/// Picks the first, the last and those between at equal distances among the parameters that get a gradient.
 GRADACCUM_INLINE std::vector<at::Tensor> some_of(const std::vector<at::Tensor>& parameters) {
   constexpr std::size_t enough = 3;
   std::vector<at::Tensor> learning, some;

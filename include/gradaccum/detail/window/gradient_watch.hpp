@@ -12,26 +12,27 @@
 
 namespace gradaccum::detail {
 
-/// The same tensors, not only equal ones, in the same order.
+/// Returns true if both lists hold the same tensors, not merely equal ones, in the same order.
 bool same_parameters(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b);
 
-/// A tensor as it was seen, or that there was none; without keeping its memory.
+/// A record of a tensor, possibly undefined, that does not keep its memory.
 ///
-/// A weak reference, not an address: a new tensor is often made where the old one lay.
+/// It holds a weak reference, not an address, since a new tensor is often made where the old one lay.
 class SeenTensor {
  public:
   explicit SeenTensor(const at::Tensor& tensor);
 
   bool defined() const { return defined_; }
-  /// The same tensor as then, and nobody wrote to it (by LibTorch's version counters; no device is asked).
+  /// Returns true for the recorded tensor if nothing has written to it (by LibTorch's version counter, without a
+  /// device).
   bool untouched(const at::Tensor& tensor) const;
-  /// There was one, and now there is another, of the same layout.
+  /// Returns true if another tensor of the same layout has taken the place of the recorded one.
   bool replaced(const at::Tensor& tensor) const;
-  /// The same tensor as then, whoever wrote to it.
+  /// Returns true for the recorded tensor, even if it was written to.
   bool same(const at::Tensor& tensor) const;
-  /// The same tensor as then, and written to once since, as backward does that adds to it.
+  /// Returns true for the recorded tensor if it was written to once since, as by a backward that adds to it.
   bool added_to(const at::Tensor& tensor) const;
-  /// The same tensor as then, which alone has its counter: parts of one gradient count together.
+  /// Returns true for the recorded tensor if it has a version counter of its own: parts of one gradient share one.
   bool counts_alone(const at::Tensor& tensor) const;
 
  private:
@@ -45,14 +46,14 @@ inline constexpr const char* not_cleared =
     "GradAccumulator: the gradients of the last window are still there (or were cleared by .data(), which nobody can "
     "see), and backward adds to them; call optimizer.zero_grad() after every step(), which leaves an open window alone";
 
-/// Notices what has become of gradients since it looked last: cleared, replaced, or written to by somebody.
+/// Detects gradients that were cleared, replaced or written to since it looked last.
 class GradientWatch {
  public:
-  /// Takes notice of the gradients as they are.
+  /// Records the gradients as they are.
   void look(const std::vector<at::Tensor>& parameters);
-  /// The list of parameters has changed. One that is new has not been seen with a gradient.
+  /// Follows a change of the list of parameters. A new one counts as seen without a gradient.
   void follow(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after);
-  /// Somebody else's backward, or anything else, has written to a gradient.
+  /// Returns true if another backward, or anything else, has written to a gradient.
   bool touched(const std::vector<at::Tensor>& parameters) const;
 
   void check_kept(const std::vector<at::Tensor>& parameters) const;

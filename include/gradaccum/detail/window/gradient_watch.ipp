@@ -28,7 +28,7 @@ GRADACCUM_INLINE SeenTensor::SeenTensor(const at::Tensor& tensor) : impl_(tensor
 }
 
 GRADACCUM_INLINE bool SeenTensor::same(const at::Tensor& tensor) const {
-  // No other has its address: while there is a weak reference, the memory of what is referred to is not used again.
+  // No other tensor has this address: a weak reference keeps the memory of its target from being used again.
   return tensor.defined() == defined_ && (!defined_ || impl_._unsafe_get_target() == tensor.unsafeGetTensorImpl());
 }
 
@@ -70,7 +70,8 @@ GRADACCUM_INLINE bool GradientWatch::touched(const std::vector<at::Tensor>& para
   return false;
 }
 
-/// Backward continues a sum in place; in a new tensor if it records a graph, or if a dense part joins a sparse one.
+/// Throws if a sum has vanished. Backward continues a sum in place, or in a new tensor if it records a graph, or if a
+/// dense part joins a sparse one.
 GRADACCUM_INLINE void GradientWatch::check_kept(const std::vector<at::Tensor>& parameters) const {
   const bool graph = std::any_of(parameters.begin(), parameters.end(),
                                  [](auto& p) { return p.grad().defined() && p.grad().requires_grad(); });
@@ -84,13 +85,14 @@ GRADACCUM_INLINE void GradientWatch::check_kept(const std::vector<at::Tensor>& p
   }
 }
 
-/// After a window has closed: its gradients would be a part of the next one.
+/// Throws if the gradients of a closed window are still there: they would be a part of the next one.
 GRADACCUM_INLINE void GradientWatch::check_cleared(const std::vector<at::Tensor>& parameters) const {
   for (std::size_t i = 0; i < parameters.size(); ++i)
     TORCH_CHECK(!seen_[i].defined() || !seen_[i].untouched(parameters[i].grad()), not_cleared);
 }
 
-/// In the weighted form every part of a sum has come by `backward`. What was there before the window does not matter.
+/// Throws if a part of a sum has not come by `backward`, as all do in the weighted form. What a gradient held before
+/// the window does not matter.
 GRADACCUM_INLINE void GradientWatch::check_only_ours(const std::vector<at::Tensor>& parameters,
                                                      bool window_is_empty) const {
   for (std::size_t i = 0; i < parameters.size(); ++i) {

@@ -20,60 +20,60 @@ struct Loss;
 
 namespace gradaccum::detail {
 
-/// Whose backward a window has: plain, the user's `loss.backward()`; weighted, `optimizer.backward(loss)`.
+/// The kind of backward that a window has: plain, the user's `loss.backward()`; weighted, `optimizer.backward(loss)`;
+/// or none yet.
 enum class WindowForm { none, plain, weighted };
 
-/// How far an open window has come.
+/// The progress of an open window.
 struct WindowProgress {
   Window counter;
-  std::shared_ptr<WindowGradients> gradients = {};  ///< with the state that handles of them see
+  std::shared_ptr<WindowGradients> gradients = {};  ///< shared with their handles, state included
   WindowForm form = WindowForm::none;
-  bool in_hand = false;    ///< a micro-batch, from its backward on until the window has taken notice of it
-  bool scaled = false;     ///< by a loss scaler: that has to be divided out
-  bool following = false;  ///< complete, for the sake of other processes
+  bool in_hand = false;    ///< a micro-batch has had its backward, and is not complete
+  bool scaled = false;     ///< the losses were scaled, so the scale has to be divided out
+  bool following = false;  ///< complete because other processes close theirs
   bool has_peers = false, steps_in_backward = false;
 
   std::int64_t count() const { return counter.count(); }
   bool weighted() const { return form == WindowForm::weighted; }
   bool full() const { return following || counter.full(); }
-  /// It is the window of all processes now.
+  /// True once the window is summed over all processes.
   bool reduced() const { return has_peers && gradients->complete(); }
-  /// Other processes may be at its sums.
+  /// True if other processes may be adding to its sums.
   bool shared() const { return gradients->sending() || reduced(); }
   const std::vector<at::Tensor>& parameters() const { return gradients->all_parameters(); }
 };
 
-/// Knows what must not be done to an open window. The window calls it at each event; it throws, or warns, and says what
-/// to do instead.
+/// Detects misuse of an open window. The window calls it at each event; it throws or warns, with the remedy.
 class Misuse {
  public:
   explicit Misuse(const WindowProgress& window) : window_(window) {}
 
-  /// A window is to be opened with these parameters; may throw, and nothing has changed then.
+  /// Called before a window with these parameters is opened. If it throws, nothing has changed.
   void before_open(const std::vector<at::Tensor>& parameters) { close_watch_.follow(parameters); }
-  /// `after_another`: whose gradients have not been cleared.
+  /// `after_another`: another window came before, and its gradients have not been cleared.
   void opened(bool after_another);
   void cleared() { after_another_ = false; }
-  /// The list of parameters has changed.
+  /// Called when the list of parameters has changed.
   void follow(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after);
-  /// Takes notice of the gradients as they are.
+  /// Records the gradients as they are.
   void look();
   void end_micro_batch() { close_watch_.count(); }
 
   void at_backward(const Loss& loss, const BackwardOptions& options) const;
   void at_plain_backward();
   void at_step() const;
-  /// The micro-batch has been counted, or was in hand.
+  /// Called once the micro-batch is counted.
   void after_count();
   void at_flush() const;
   void at_save() const;
   void at_zero_grad() const;
-  /// An exception has left the window's gradients incomplete, or they vanished.
+  /// Throws if an exception has left the window's gradients incomplete, or they vanished.
   void check_usable() const;
   void check_kept() const;
-  /// The gradients are what backward has left.
+  /// Throws if anything but backward has written to the gradients.
   void check_not_rewritten() const;
-  /// Somebody else's backward, or anything else, has written to a gradient.
+  /// Returns true if another backward, or anything else, has written to a gradient.
   bool touched() const;
 
  private:

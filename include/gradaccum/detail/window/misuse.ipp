@@ -28,7 +28,7 @@ GRADACCUM_INLINE void Misuse::look() {
   if (!window_.shared()) close_watch_.look();
 }
 
-/// The seed of backward has the dtype of the loss, and must fit: it is the weight, relative to the window's first one.
+/// Checks that the seed of backward, the weight relative to the window's first one, fits the dtype of the loss.
 GRADACCUM_INLINE void check_weight(const Loss& loss, double first_weight) {
   Window::check_weight(loss.items);
   if (loss.items == 0 || first_weight == 0) return;
@@ -40,7 +40,7 @@ GRADACCUM_INLINE void check_weight(const Loss& loss, double first_weight) {
               loss.mean.scalar_type(), ", got ", loss.items, "; compute the loss in a wider dtype");
 }
 
-/// Before anything has moved: what comes too late once a parameter has.
+/// Checks before backward what would be too late once a parameter has moved.
 GRADACCUM_INLINE void check_can_step_in_backward(bool scaled, bool create_graph) {
   TORCH_CHECK(!create_graph,
               "GradAccumulator: create_graph keeps the gradients, which in_backward frees as they arrive; "
@@ -131,7 +131,7 @@ GRADACCUM_INLINE void Misuse::check_kept() const {
   if (window_.count() > 0) watch_.check_kept(window_.parameters());
 }
 
-/// Gradients that no backward has made are the user's.
+/// Leaves out gradients that no backward has made: those are the user's.
 GRADACCUM_INLINE void Misuse::check_not_rewritten() const {
   if (watches_closely()) close_watch_.check_gradients(/*of_backward_alone=*/!window_.weighted());
 }
@@ -144,19 +144,19 @@ GRADACCUM_INLINE void Misuse::check_form(WindowForm form) const {
               "no backward precedes; use one form");
 }
 
-/// The scaler that scaled the losses must have asked for the reverse.
+/// Throws if the losses were scaled and the gradients are not to be divided by the scale.
 GRADACCUM_INLINE void Misuse::check_scaler() const {
   TORCH_CHECK(!window_.scaled || window_.gradients->must_be_finite(),
               "GradAccumulator: the losses of this window are scaled, and its gradients are not to be divided by the "
               "scale; call scaler.step(optimizer) in place of optimizer.step()");
 }
 
-/// What other processes add arrives at any time.
+/// Skips a window that other processes may add to at any time.
 GRADACCUM_INLINE void Misuse::check_only_ours() const {
   if (!window_.shared()) watch_.check_only_ours(window_.parameters(), window_.count() == 0);
 }
 
-/// A window of one is what it would be without an accumulator, whatever was written.
+/// Leaves out windows of one micro-batch: they equal a step without an accumulator, whatever was written.
 GRADACCUM_INLINE bool Misuse::watches_closely() const {
   const auto& gradients = *window_.gradients;
   return window_.counter.steps() > 1 && !gradients.applied() && !gradients.stepped() && !window_.shared();

@@ -24,50 +24,49 @@ namespace gradaccum::detail {
 
 class Peers;
 
-/// The window of one optimizer: counts its micro-batches, keeps their sums, closes with a step, and opens the next.
+/// The window of one optimizer. Counts its micro-batches, keeps their sums, closes with a step, and opens the next.
 ///
-/// How far it has come is `WindowProgress`; what must not happen then is for `Misuse` to say.
+/// `WindowProgress` is its progress; `Misuse` checks what must not happen.
 class OpenWindow {
  public:
   OpenWindow(std::unique_ptr<AnyOptimizer> optimizer, std::int64_t steps, std::optional<at::ScalarType> accumulate_in);
-  /// Of as many micro-batches as its owner likes: `complete_early` makes it a complete one.
+  /// A window of any number of micro-batches, which `complete_early` completes.
   explicit OpenWindow(std::unique_ptr<AnyOptimizer> optimizer);
   OpenWindow(const OpenWindow&) = delete;
   OpenWindow& operator=(const OpenWindow&) = delete;
   ~OpenWindow();
 
   AnyOptimizer& optimizer() const { return *optimizer_; }
-  /// Parameters may be added to the optimizer at any time.
+  /// Takes over parameters that were added to the optimizer, which may happen at any time.
   void follow();
 
-  /// `fills`: the window is complete with this micro-batch, and in backward is when it may be stepped.
+  /// Runs backward. `fills`: this micro-batch completes the window, so parameters may be stepped in its backward.
   void backward(Loss loss, const BackwardOptions& options, bool fills = false);
-  /// Counts the micro-batch in hand, if it has not been counted, and completes it.
+  /// Completes the micro-batch, and counts it if its backward was plain.
   void complete_micro_batch();
-  /// Backward of a micro-batch, which is complete then. `fills`: so is the window.
+  /// Runs backward and completes the micro-batch. `fills`: it completes the window, too.
   void add(Loss loss, bool fills);
-  /// Makes the window as it is a complete one; false if there is no micro-batch in it.
+  /// Completes the window as it is; false if it has no micro-batch.
   bool complete_early();
-  /// Steps with the window, which is complete, and opens the next. Where the parameters do not move, the gradients are
-  /// cleared.
+  /// Steps with the complete window, and opens the next. Clears the gradients if the parameters do not move.
   StepResult close();
   void discard();
 
-  /// Clears the gradients: at a window's end, or of one in which no micro-batch is complete.
+  /// Clears the gradients at a window's end, or in a window without a complete micro-batch.
   void clear(bool set_to_none = true);
-  /// Clears gradients that are there before the window has begun: they are of something else.
+  /// Clears gradients from before the window, which belong to something else.
   void clear_others();
-  /// What the user would clear is of this window, and stays. Throws if there is something else in it.
+  /// Throws if a zero_grad() inside the window, which has no effect, would be for gradients of something else.
   void check_not_to_be_cleared() const { misuse_.at_zero_grad(); }
-  /// From now on others may clear the gradients in the middle of a window: its sums are not there.
+  /// Keeps the sums apart from `.grad` from now on, so that other code may clear `.grad` inside a window.
   void keep_sums_apart();
 
-  /// The window so far, the micro-batch in hand included.
+  /// The window so far, including a micro-batch that has had its backward.
   const std::shared_ptr<WindowGradients>& so_far();
   /// The window that is being closed.
   const std::shared_ptr<WindowGradients>& closing() const { return now_.gradients; }
 
-  /// Between two micro-batches: the window as it is, with copies of its sums, to go back to.
+  /// A copy of the window between two micro-batches, sums included, to go back to.
   struct Copy {
     Window window;
     WindowForm form;
@@ -77,7 +76,7 @@ class OpenWindow {
   Copy copy() const { return {now_.counter, now_.form, now_.scaled, now_.gradients->sums().copies()}; }
   void go_back(const Copy& copy);
 
-  /// As a part of a training state, between two micro-batches, by the names that a model gives the parameters.
+  /// The window as a part of a training state, between two micro-batches, by the parameters' names in a model.
   struct Named {
     OpenWindow& window;
     NameOf name_of;
@@ -90,31 +89,31 @@ class OpenWindow {
   bool ready() const { return micro_steps() + 1 >= now_.counter.steps(); }
   bool follows_others() const { return now_.following; }
   bool full() const { return now_.full(); }
-  bool scaled() const { return now_.scaled; }  ///< by a loss scaler
-  /// Of the other processes, too, once it is complete.
+  bool scaled() const { return now_.scaled; }  ///< the losses were multiplied by a loss scaler
+  /// Returns true if there is weight, that of other processes included once the window is complete.
   bool has_weight() const { return now_.gradients->items() > 0; }
   std::int64_t steps() const { return now_.counter.steps(); }
   void set_steps(std::int64_t steps) { now_.counter.set_steps(steps); }
-  /// Of this window alone.
+  /// Sets the steps of this window alone.
   void set_steps_of_this(std::int64_t steps) { now_.counter.set_steps_of_this(steps); }
-  std::int64_t bytes() const;  ///< of its sums
+  std::int64_t bytes() const;  ///< the size of the sums
   void set_accumulate_in(std::optional<at::ScalarType> dtype);
-  /// The backward that fills the window steps each parameter as its gradient arrives.
+  /// Makes the backward that fills the window step each parameter as its gradient arrives.
   void set_in_backward(bool on);
   bool steps_in_backward() const { return now_.steps_in_backward; }
 
-  /// Each window becomes that of all these processes when it is complete.
+  /// Sums each window over these processes when it is complete.
   void set_peers(std::shared_ptr<Peers> peers);
   const std::shared_ptr<Peers>& peers() const { return peers_; }
-  /// There are no more micro-batches here, and others have some: this window is complete with theirs, empty or not.
-  /// What lies in the gradients of a window that is empty is of something else.
+  /// Called when this process has no more micro-batches. Returns true if others have some: this window is then complete
+  /// with theirs, empty or not. Clears the gradients of an empty window, which belong to something else.
   bool others_continue();
 
-  /// Runs `work`; an exception in it leaves gradients incomplete, and the window must not be stepped with.
+  /// Runs `work`. An exception in it leaves gradients incomplete, and the window must not be stepped with.
   void or_spoil(c10::function_ref<void()> work);
 
  private:
-  /// The old window is over, a new one begins.
+  /// Closes the old window and opens a new one.
   void open(const std::vector<at::Tensor>& parameters);
   void state(Archive& archive, const NameOf& name_of);
   void resume(const Copy& window);

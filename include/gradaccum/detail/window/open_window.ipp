@@ -150,7 +150,7 @@ GRADACCUM_INLINE void OpenWindow::keep_sums_apart() {
   misuse_.look();
 }
 
-/// A `loss.backward()` of the user's own shows in the gradients.
+/// Counts a `loss.backward()` of the user's own, which shows in the gradients.
 GRADACCUM_INLINE const std::shared_ptr<WindowGradients>& OpenWindow::so_far() {
   misuse_.check_usable();
   misuse_.check_kept();
@@ -159,7 +159,7 @@ GRADACCUM_INLINE const std::shared_ptr<WindowGradients>& OpenWindow::so_far() {
   return now_.gradients;
 }
 
-/// The copy stays one.
+/// Restores copies of the sums, so that `copy` can be used again.
 GRADACCUM_INLINE void OpenWindow::go_back(const Copy& copy) {
   open(listed_);
   now_.gradients->sums().set(copy.sums);

@@ -10,21 +10,21 @@
 
 namespace gradaccum::detail {
 
-/// Shows an accumulator as a `torch::optim::Optimizer`, to code that takes one by reference.
+/// An accumulator as a `torch::optim::Optimizer`, for code that takes one by reference.
 ///
 /// Its groups have the wrapped optimizer's parameters and copies of its options. `Optimizer::zero_grad`, which is not
-/// virtual and cannot know of windows, clears their gradients: so windows that it steps keep their sums apart.
+/// virtual and does not know of windows, clears their gradients, so windows that it steps keep their sums apart.
 class OptimizerFacade final : public torch::optim::Optimizer {
  public:
-  /// `step` counts a micro-batch, and clears the gradients after a window; `check_saving` throws where an optimizer's
-  /// own state is not all that there is.
+  /// `step` counts a micro-batch, and clears the gradients after a window. `check_saving` throws when the optimizer's
+  /// own state is not the whole state.
   OptimizerFacade(torch::optim::Optimizer& wrapped, std::function<void()> step, std::function<void()> check_saving);
 
   GRADACCUM_INLINE torch::Tensor step(LossClosure closure = nullptr) override;
   GRADACCUM_INLINE void save(torch::serialize::OutputArchive& archive) const override;
   GRADACCUM_INLINE void load(torch::serialize::InputArchive& archive) override;
 
-  /// Options and groups go both ways: what was set here reaches the wrapped optimizer, and the reverse.
+  /// Synchronises options and groups both ways: from here to the wrapped optimizer, and back.
   void synchronise();
 
  private:
@@ -33,11 +33,11 @@ class OptimizerFacade final : public torch::optim::Optimizer {
 
   torch::optim::Optimizer& wrapped_;
   std::function<void()> step_, check_saving_;
-  std::vector<torch::optim::OptimizerParamGroup> known_;  // as they were the last time: it tells which side has changed
+  std::vector<torch::optim::OptimizerParamGroup> known_;  // as of the last call, to see which side has changed
 };
 
-/// What a reference can hide, and a type would have told the compiler. `part` wraps the optimizer; `instead` says what
-/// a user who wraps an accumulator may have wanted.
+/// Throws for an accumulator or LBFGS behind a reference, where the type does not show it at compile time. `part` wraps
+/// the optimizer; `instead` is advice for a user who wraps an accumulator.
 void check_can_be_wrapped(const torch::optim::Optimizer& optimizer, const char* part, const char* instead);
 
 }  // namespace gradaccum::detail

@@ -47,14 +47,14 @@ GRADACCUM_INLINE torch::Tensor OptimizerFacade::step(LossClosure closure) {
   return loss;
 }
 
-/// None where a user's own options do not tell (LibTorch's base class throws then).
+/// Returns nothing for user-made options without a learning rate, for which LibTorch's base class throws.
 GRADACCUM_INLINE std::optional<double> learning_rate(const torch::optim::OptimizerOptions& options) try {
   return options.get_lr();
 } catch (const c10::Error&) {
   return std::nullopt;
 }
 
-/// Compares options of LibTorch's class. None if they are of another.
+/// Compares options of LibTorch's class `Options`. Returns nothing if they are of another.
 template <class Options>
 std::optional<bool> compared(const torch::optim::OptimizerOptions& a, const torch::optim::OptimizerOptions& b) {
   const auto* const first = dynamic_cast<const Options*>(&a);
@@ -84,7 +84,8 @@ GRADACCUM_INLINE bool same_values(const Archive::Values& a, const Archive::Value
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), same);
 }
 
-/// Of a user's own class nothing but the learning rate can be compared.
+/// Compares two options. For user-made ones that means the learning rate, and the values of those that archive
+/// themselves.
 GRADACCUM_INLINE bool same_options(const torch::optim::OptimizerOptions& a, const torch::optim::OptimizerOptions& b) {
   using namespace torch::optim;
   std::optional<bool> same;
@@ -94,7 +95,7 @@ GRADACCUM_INLINE bool same_options(const torch::optim::OptimizerOptions& a, cons
   return same ? *same : learning_rate(a) == learning_rate(b) && same_values(values_of(a), values_of(b));
 }
 
-/// Keeps the object of options where the learning rate alone has changed: others may hold on to it.
+/// Sets options. Keeps their object if only the learning rate has changed, since others may refer to it.
 GRADACCUM_INLINE void set_options(torch::optim::OptimizerParamGroup& group, const torch::optim::OptimizerOptions& to) {
   if (const auto rate = learning_rate(to)) group.options().set_lr(*rate);
   if (!same_options(group.options(), to)) group.set_options(to.clone());
@@ -102,7 +103,7 @@ GRADACCUM_INLINE void set_options(torch::optim::OptimizerParamGroup& group, cons
 
 GRADACCUM_INLINE void OptimizerFacade::save(torch::serialize::OutputArchive& archive) const {
   check_saving_();
-  const_cast<OptimizerFacade*>(this)->synchronise();  // what was set a moment ago is saved, too
+  const_cast<OptimizerFacade*>(this)->synchronise();  // includes what was set just now
   wrapped_.save(archive);
 }
 
@@ -124,7 +125,7 @@ GRADACCUM_INLINE void OptimizerFacade::synchronise() {
   }
 }
 
-/// Those that were added here, and there.
+/// Copies groups that were added on either side to the other.
 GRADACCUM_INLINE void OptimizerFacade::take_groups() {
   auto& groups = wrapped_.param_groups();
   while (groups.size() < param_groups_.size()) wrapped_.add_param_group(param_groups_[groups.size()]);

@@ -21,57 +21,56 @@ class AnyOptimizer;
 class Shards;
 class WindowGradients;
 
-/// The other processes that take part in each update, as windows and saved states see them. Includes nothing that
-/// sends.
+/// The other processes of a run, as windows and saved states see them. Includes nothing that sends.
 class Peers {
  public:
   virtual ~Peers() = default;
 
   virtual int rank() const = 0;
 
-  /// Windows of this optimizer will be shared.
+  /// Joins an optimizer, whose windows are shared from now on.
   virtual void join(AnyOptimizer& optimizer) = 0;
-  /// Which pieces of the parameters each process steps; none where each steps all.
+  /// The pieces of the parameters that each process steps; nullptr if each steps all.
   virtual std::shared_ptr<Shards> shards() const = 0;
 
-  /// Each backward pass gives its gradients away, and the window has its sums when it is complete.
+  /// True if the gradients of each backward pass are sent, and the window gets its sums when it is complete.
   virtual bool take_each_backward() const = 0;
-  /// Runs the backward pass that fills the window, or any where each is taken. The weights of the window are those with
-  /// it; gradients may be sent on the way.
+  /// Runs a backward pass, which may send gradients: the one that fills the window, or any if `take_each_backward()`.
+  /// The window's weights must include it.
   virtual void backward(const std::shared_ptr<WindowGradients>& window, std::optional<c10::ScalarType> accumulate_in,
                         const std::function<void()>& run) = 0;
 
-  /// The window is complete: its sums and weights become those of all processes.
+  /// Replaces the sums and weights of a complete window by those of all processes.
   virtual void reduce(const std::shared_ptr<WindowGradients>& window, std::optional<c10::ScalarType> accumulate_in) = 0;
 
-  /// Steps with a window that has been reduced: all processes have all parameters afterwards.
+  /// Steps with a reduced window. All processes have all parameters afterwards.
   virtual StepResult step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) = 0;
 
-  /// This process has no more to add than `window` as it is: true if others have, and `window` is to be closed with
-  /// theirs.
+  /// Called when this process has nothing to add to `window`. Returns true if others have, and `window` is to be closed
+  /// with theirs.
   virtual bool others_continue(const std::shared_ptr<WindowGradients>& window,
                                std::optional<c10::ScalarType> accumulate_in) = 0;
 
-  /// The window is given up, or over.
+  /// Ends the window, closed or discarded.
   virtual void end_window() = 0;
 
-  /// The sum over all ranks, in place.
+  /// Sums a tensor over all ranks, in place.
   virtual void add_up(const at::Tensor& tensor) const = 0;
-  /// To save one state of all: rank 0's archive has afterwards the numbers and texts that are the others' own, too;
-  /// another's has nothing but its own tensors, which it writes by itself.
+  /// Gathers one state of all ranks. Rank 0's archive then has the other ranks' own numbers and texts, too; any other
+  /// keeps only its own tensors, which it writes by itself.
   virtual void gather(Archive& archive) const = 0;
-  /// Of values that have been gathered, this rank's.
+  /// Reduces gathered values to this rank's.
   virtual void pick(Archive::Values& values) const = 0;
-  /// What each rank says, by rank, on all of them.
+  /// Gathers a text from each rank, in the order of ranks, on all of them.
   virtual std::vector<std::string> texts_of_all(const std::string& own) const = 0;
-  /// The others' waiting ends, with this reason.
+  /// Ends the waiting of the other ranks, with this reason.
   virtual void give_up(const std::string& why) = 0;
 };
 
-/// What rank 0 says, on all ranks.
+/// Broadcasts rank 0's text to all ranks.
 std::string said_by_first(const Peers& peers, const std::string& on_rank_0);
 
-/// `work`, where it succeeds on all ranks: what fails on one fails on all. Without peers, just `work`.
+/// Runs `work`, which must succeed on all ranks: an error on one is thrown on all. Without peers, just runs `work`.
 void run_on_all(const Peers* peers, c10::function_ref<void()> work);
 
 template <class Work>

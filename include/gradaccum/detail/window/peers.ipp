@@ -17,7 +17,7 @@ GRADACCUM_INLINE std::string said_by_first(const Peers& peers, const std::string
   return peers.texts_of_all(peers.rank() == 0 ? on_rank_0 : "")[0];
 }
 
-/// With the number of the rank that has it; empty where none has one.
+/// Finds the first rank's error and puts the rank's number before it; empty if there is none.
 GRADACCUM_INLINE std::string first_error(const Peers& peers, const std::string& own) {
   const auto all = peers.texts_of_all(own);
   for (std::size_t rank = 0; rank < all.size(); ++rank)
@@ -39,7 +39,7 @@ GRADACCUM_INLINE void run_on_all(const Peers* peers, c10::function_ref<void()> w
   try {
     first = first_error(*peers, text);
   } catch (const std::exception&) {
-    if (!own) throw;  // else this rank's own error, of a rank that has ended say, is why the others cannot be told
+    if (!own) throw;  // else this rank's error, for example of a lost rank, explains why the others cannot be reached
   }
   if (own) std::rethrow_exception(own);
   if (!first.empty()) throw std::runtime_error(first);

@@ -9,8 +9,8 @@
 
 namespace gradaccum::detail {
 
-/// A number made of a few bytes of a tensor's memory: who writes to the tensor, also past LibTorch's version counters,
-/// most likely changes it. 0 where the host cannot look without waiting.
+/// Hashes a few bytes of a tensor's memory, which most likely shows a write to the tensor, even one that bypasses
+/// LibTorch's version counters. 0 if the host cannot read the memory without waiting.
 std::uint64_t sample_of(const at::Tensor& tensor);
 
 }  // namespace gradaccum::detail

@@ -22,7 +22,7 @@ GRADACCUM_INLINE std::uint64_t sample_of(const at::Tensor& tensor) {
   const std::size_t size = std::min(all, sizeof(std::uint64_t)), last = all - size;
   constexpr std::size_t most = 8;
   const std::size_t places = last == 0 ? 1 : most;
-  std::uint64_t sample = 1, odd = 0x9E3779B97F4A7C15ULL;  // times which a change of one word is never lost
+  std::uint64_t sample = 1, odd = 0x9E3779B97F4A7C15ULL;  // an odd factor keeps any change of one word
   for (std::size_t i = 0; i < places; ++i, odd += 2 * 0xBF58476D1CE4E5B9ULL) {
     std::uint64_t word = 0;
     const auto* const place = bytes + last * i / (most - 1);

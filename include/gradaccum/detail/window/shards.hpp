@@ -16,22 +16,22 @@ class Optimizer;
 
 namespace gradaccum::detail {
 
-/// How an optimizer's parameters are divided among processes, of which each steps its own pieces, and keeps moments of
-/// these alone.
+/// The division of an optimizer's parameters among processes. Each steps its own pieces, and keeps moments only of
+/// these.
 ///
-/// A parameter is cut along its memory into a piece for each rank, of whole `unit`s but for the last one's end. One
-/// that is smaller than that, or does not lie in one row, is the piece of one rank; so are all of an optimizer that
-/// looks at whole parameters. The largest are divided first, and what cannot be divided evenly goes to who has least.
-/// The same on all ranks: it depends on the parameters alone.
+/// A parameter is cut along its memory into a piece for each rank, of whole `unit`s but for the last one's end. A
+/// parameter that is too small for that, or not contiguous, is the piece of one rank; so are all parameters of an
+/// optimizer that looks at whole ones. The largest are divided first, and what cannot be divided evenly goes to the
+/// rank with the least. The division depends on the parameters alone, so it is equal on all ranks.
 class Shards {
  public:
-  /// Elements of a parameter as they lie in memory, and whose they are.
+  /// A range of a parameter's elements in memory, and its rank.
   struct Piece {
     int rank = 0;
     std::int64_t begin = 0, end = 0;
     std::int64_t size() const { return end - begin; }
   };
-  static constexpr std::int64_t unit = 4096;  ///< whole blocks of 8-bit moments, and whole pages of memory
+  static constexpr std::int64_t unit = 4096;  ///< elements: whole blocks of 8-bit moments, whole pages of memory
 
   Shards(std::vector<at::Tensor> parameters, bool may_be_cut, int rank, int world_size);
 
@@ -41,28 +41,28 @@ class Shards {
   int world_size() const { return world_size_; }
 
   std::size_t number_of_pieces() const;
-  /// In the order of memory; of one that is cut, of the ranks.
+  /// The pieces of a parameter in the order of memory, which is that of the ranks if it is cut.
   const std::vector<Piece>& pieces(std::size_t place) const { return pieces_[place]; }
   bool is_cut(std::size_t place) const { return pieces_[place].size() > 1; }
   bool any_is_cut() const { return number_of_pieces() > size(); }
-  /// This rank's; of no elements where there is none.
+  /// This rank's piece, without elements if it has none.
   Piece own_piece(std::size_t place) const;
-  /// The same as a tensor, which shares the parameter's memory: the parameter itself, where it is not cut. Stays the
-  /// same, so that an optimizer can keep state of it.
+  /// This rank's piece as a tensor that shares the parameter's memory; the parameter itself if it is not cut. It is
+  /// always one tensor, so that an optimizer can keep state for it.
   const at::Tensor& own(std::size_t place) const { return own_[place]; }
   const std::vector<at::Tensor>& own() const { return own_; }
-  /// Gradients of pieces are views that nobody else can clear.
+  /// Clears the gradients of pieces: they are views that no other code can clear.
   void clear_gradients();
-  /// A piece of a tensor that is as large as the parameter, itself where that is not cut; shares its memory where it
-  /// lies in one row.
+  /// Returns a piece of a tensor of the parameter's size, or that tensor itself if it is not cut. Shares its memory if
+  /// it is contiguous.
   at::Tensor part(std::size_t place, const Piece& piece, const at::Tensor& of) const;
 
-  /// Throws where these are others.
+  /// Throws if these are not the divided parameters.
   void check_parameters(const std::vector<at::Tensor>& parameters) const;
-  /// Throws where the optimizer has other parameters than it had, one of them elsewhere, or state of whole parameters.
+  /// Throws if the optimizer's parameters have changed, or moved in memory, or if it has state of whole parameters.
   void check(const torch::optim::Optimizer& optimizer) const;
 
-  /// After `check`: runs `work` while the groups of the optimizer have `own` in the place of the parameters.
+  /// Runs `work`, after `check`, while the optimizer's groups hold `own` in place of the parameters.
   void with_own(torch::optim::Optimizer& optimizer, c10::function_ref<void()> work);
 
  private:

@@ -43,7 +43,7 @@ GRADACCUM_INLINE Shards::Shards(std::vector<at::Tensor> parameters, bool may_be_
   }
 }
 
-/// Those with least first.
+/// Sorts the ranks by their bytes, the least first.
 GRADACCUM_INLINE std::vector<std::size_t> ranks_by(const std::vector<std::int64_t>& bytes_of_rank) {
   std::vector<std::size_t> ranks(bytes_of_rank.size());
   std::iota(ranks.begin(), ranks.end(), std::size_t{0});
@@ -64,7 +64,7 @@ GRADACCUM_INLINE void Shards::divide(std::size_t place, bool may_be_cut, std::ve
         piece.size() * static_cast<std::int64_t>(parameter.element_size());
 }
 
-/// Each rank gets as many whole units; those that are left over go to the first in `ranks`.
+/// Gives each rank as many whole units as the others; those left over go to the first in `ranks`.
 GRADACCUM_INLINE std::vector<Shards::Piece> Shards::cut(std::int64_t elements, const std::vector<std::size_t>& ranks) {
   const auto number = static_cast<std::int64_t>(ranks.size()), units = elements / unit;
   std::vector<std::int64_t> units_of(ranks.size(), units / number);

@@ -18,14 +18,14 @@ namespace gradaccum::detail {
 
 class WindowGradients;
 
-/// Takes the step of some of a window's parameters. True if they moved.
+/// A function that steps some of a window's parameters. Returns true if they moved.
 using StepOfSome = std::function<bool(Gradients)>;
 
 inline constexpr const char* stepped_in_part =
     "an exception came when backward had stepped some of the parameters, and not the others; load a saved state, or "
     "discard() the window and go on from here";
 
-/// Runs `backward`, and steps the parameters of `window` on the way. Its factor and its weights are complete.
+/// Runs `backward`, and steps the parameters of `window` on the way. The window's factor and weights must be complete.
 void step_in_backward(const std::shared_ptr<WindowGradients>& window, std::optional<at::ScalarType> accumulate_in,
                       const StepOfSome& step, c10::function_ref<void()> backward);
 

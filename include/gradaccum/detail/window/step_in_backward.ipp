@@ -23,10 +23,10 @@
 
 namespace gradaccum::detail {
 
-/// The gradients that a backward pass has brought so far: steps their parameters, and frees them.
+/// The gradients that a backward pass has computed so far. Steps their parameters, and frees them.
 ///
-/// Each device has a thread of its own in backward, and may have several streams: what waits for others to be stepped
-/// with waits for its own stream.
+/// Backward runs a thread for each device, which may have several streams: gradients that wait to be stepped together
+/// wait on their own stream.
 class ArrivingGradients final : public ArrivalListener {
  public:
   ArrivingGradients(std::shared_ptr<WindowGradients> window, std::optional<at::ScalarType> accumulate_in,
@@ -53,7 +53,7 @@ class ArrivingGradients final : public ArrivalListener {
     if (waiting.elements >= enough) step(std::exchange(waiting, {}).places);
   }
 
-  /// Backward is complete: steps those that still wait for others.
+  /// Steps the parameters that still wait, once backward is complete.
   void step_waiting() {
     const std::lock_guard lock(mutex_);
     std::vector<std::size_t> all;
@@ -107,7 +107,7 @@ GRADACCUM_INLINE void step_in_backward(const std::shared_ptr<WindowGradients>& w
   } catch (c10::Error& error) {
     if (window->stepped()) error.add_context(c10::str("GradAccumulator: ", stepped_in_part));
     throw;
-  } catch (...) {  // keeps its type
+  } catch (...) {  // keeps the exception's type
     if (window->stepped()) TORCH_WARN("GradAccumulator: ", stepped_in_part);
     throw;
   }

@@ -25,7 +25,8 @@
 
 namespace gradaccum::detail {
 
-/// The numbers of a gradient as a dense real tensor that shares its memory. Not summed, where it is sparse.
+/// Returns the numbers of a gradient as a dense real tensor that shares its memory; duplicates in a sparse one are not
+/// summed.
 GRADACCUM_INLINE at::Tensor elements(const at::Tensor& gradient) {
   TORCH_CHECK(gradient.layout() == at::kStrided || gradient.is_sparse(),
               "Gradients: a gradient must be dense or sparse COO, got layout ", gradient.layout());
@@ -34,7 +35,7 @@ GRADACCUM_INLINE at::Tensor elements(const at::Tensor& gradient) {
   return at::view_as_real(values.is_conj() ? values.conj() : values);  // backward often leaves a lazy conjugate
 }
 
-/// Tensors that one foreach operation can take.
+/// Groups tensors that one foreach operation can take.
 GRADACCUM_INLINE std::vector<std::vector<at::Tensor>> by_device_and_dtype(const std::vector<at::Tensor>& tensors) {
   std::vector<std::vector<at::Tensor>> groups;
   for (auto& tensor : tensors) {
@@ -49,13 +50,13 @@ GRADACCUM_INLINE std::vector<std::vector<at::Tensor>> by_device_and_dtype(const 
   return groups;
 }
 
-/// A sparse gradient counts as the dense one would: its sum is rounded in the same order.
+/// Prepares a sum of squares. A sparse gradient's is rounded in the order of the dense one's.
 GRADACCUM_INLINE SquaredNumbers squared_numbers(const at::Tensor& gradient, const at::Tensor& numbers) {
   if (!gradient.is_sparse() || gradient.sparse_dim() != 1 || !numbers.is_contiguous()) return {numbers};
   return {numbers, gradient._indices()[0].contiguous(), gradient.size(0)};
 }
 
-/// The L2 norms of CPU tensors, without the float64 copies that ATen would make.
+/// Returns the L2 norms of CPU tensors, without the float64 copies that ATen would make.
 GRADACCUM_INLINE at::Tensor l2_norms_on_cpu(const std::vector<SquaredNumbers>& tensors) {
   auto norms = sums_of_squares(tensors);
   for (auto& norm : norms) norm = std::sqrt(norm);
@@ -63,7 +64,7 @@ GRADACCUM_INLINE at::Tensor l2_norms_on_cpu(const std::vector<SquaredNumbers>& t
 }
 
 GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, double p, StreamMemory& memory) {
-  std::vector<SquaredNumbers> on_cpu;  // duplicates of a sparse gradient count as their sum
+  std::vector<SquaredNumbers> on_cpu;  // duplicates in a sparse gradient count as their sum
   std::vector<at::Tensor> by_kernel, others, found;
   for (auto& gradient : gradients) {
     const auto summed = gradient.is_sparse() ? gradient.coalesce() : gradient;
@@ -85,7 +86,7 @@ GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, doub
   if (!on_cpu.empty()) found.push_back(l2_norms_on_cpu(on_cpu));
   if (found.empty()) found.push_back(at::zeros({1}, at::TensorOptions(at::kDouble)));
   if (found.size() == 1) return found.front();
-  auto device = found.front().device();  // if there is any, a device: the way there need not be waited for
+  auto device = found.front().device();  // a device if there is any, since a copy to it need not be waited for
   for (auto& norm : found)
     if (!norm.device().is_cpu()) device = norm.device();
   for (auto& norm : found) norm = norm.to(device, /*non_blocking=*/true);
@@ -97,7 +98,7 @@ GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, doub
   return norms(gradients, p, memory);
 }
 
-// What few numbers come to: on the CPU without operations, which would each take as long as a pass over a small model.
+// Reductions of a few numbers use no operations on the CPU: each would take as long as a pass over a small model.
 
 GRADACCUM_INLINE at::Tensor l2_norm_of(const at::Tensor& norms) {
   if (!norms.device().is_cpu()) return norms.norm();
@@ -127,8 +128,8 @@ GRADACCUM_INLINE at::Tensor found_inf(const std::vector<at::Tensor>& gradients, 
   return not_finite(squares_may_overflow(gradients) ? norms(gradients, infinity) : l2_norms);
 }
 
-/// ATen rounds a Scalar, and a 0-dim tensor on CUDA, to the 16 bits of a gradient first; a 0-dim float32 tensor on the
-/// CPU it does not.
+/// Multiplies 16-bit gradients by a 0-dim float32 tensor on the CPU, or in float32 on a device: ATen first rounds a
+/// Scalar, and a 0-dim tensor on CUDA, to 16 bits.
 GRADACCUM_INLINE void multiply_(const std::vector<at::Tensor>& gradients, const Multiplier& by) {
   std::vector<at::Tensor> all;
   for (auto& gradient : gradients) all.push_back(elements(gradient));

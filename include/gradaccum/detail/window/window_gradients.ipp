@@ -52,14 +52,14 @@ GRADACCUM_INLINE std::shared_ptr<WindowGradients> WindowGradients::part(const st
 }
 
 GRADACCUM_INLINE void WindowGradients::divide(const Shards& shards, const std::vector<at::Tensor>& sums) {
-  for (auto place : sums_.places()) sums_.forget(place);  // what was not sent: of frozen ones
+  for (auto place : sums_.places()) sums_.forget(place);  // not sent: those of frozen parameters
   WindowSums own;
   own.set_parameters(shards.own());
   for (std::size_t place = 0; place < sums.size(); ++place)
     if (sums[place].defined()) own.set(place, sums[place]);
   sums_ = std::move(own);
   place_ = Place::divided;
-  norms_.reset();  // of what was here before
+  norms_.reset();  // measured before the division
 }
 
 GRADACCUM_INLINE WindowGradients::Measure WindowGradients::measure() {

@@ -101,7 +101,7 @@ GRADACCUM_INLINE void add_sum(WindowSums::Named& named, const std::string& slot,
   named.emplace(slot + kind + name, sum._values().detach());
 }
 
-/// In the order of the parameter's numbers, as backward leaves it: a norm adds them up in that order.
+/// Copies a sum into the parameter's memory order, as backward leaves it: a norm adds up in that order.
 GRADACCUM_INLINE at::Tensor dense_sum(const at::Tensor& parameter, const at::Tensor& saved, const std::string& name) {
   TORCH_CHECK(saved.sizes() == parameter.sizes() && saved.is_complex() == parameter.is_complex() &&
                   (saved.is_floating_point() || saved.is_complex()),
@@ -120,7 +120,7 @@ GRADACCUM_INLINE at::Tensor sparse_sum(const at::Tensor& parameter, const at::Te
                                options);
 }
 
-/// Takes a sum out, on the device of its parameter; undefined if there is none.
+/// Takes a sum out of `named`, on its parameter's device; undefined if there is none.
 GRADACCUM_INLINE at::Tensor take_sum(WindowSums::Named& named, const std::string& slot, const std::string& name,
                                      const at::Tensor& parameter) {
   const at::NoGradGuard no_grad;
