@@ -7,7 +7,7 @@
 
 namespace gradaccum::detail {
 
-/// A tensor of the host on a device. To CUDA it goes from pinned memory, so that nobody waits for the copy.
+/// Copies a host tensor to a device. To CUDA it goes from pinned memory, so that the host does not wait.
 at::Tensor copied_to(at::Device device, const at::Tensor& of_host);
 
 }  // namespace gradaccum::detail

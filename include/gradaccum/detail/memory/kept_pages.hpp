@@ -12,7 +12,7 @@
 
 namespace gradaccum::detail {
 
-/// A piece of the address space.
+/// A range of the address space.
 struct AddressRange {
   std::uintptr_t address = 0;
   std::size_t bytes = 0;
@@ -20,14 +20,14 @@ struct AddressRange {
   std::uintptr_t end() const { return address + bytes; }
 };
 
-/// Pieces of the address space that nobody uses. Neighbours become one.
+/// Unused ranges of the address space. Neighbours are merged.
 class FreeRanges {
  public:
   void add(AddressRange range);
 
-  /// Takes so many bytes from the smallest piece that has them.
+  /// Takes `bytes` from the smallest range that has them.
   std::optional<AddressRange> take(std::size_t bytes);
-  /// Takes what the largest piece has, but so many bytes at most: its end. Empty if there is none.
+  /// Takes the end of the largest range, at most `most` bytes. Empty if there is no range.
   AddressRange take_from_largest(std::size_t most);
 
   std::size_t bytes() const { return bytes_; }
@@ -37,20 +37,20 @@ class FreeRanges {
   std::size_t bytes_ = 0;
 };
 
-/// Large blocks of memory, in whole pages. What is freed is kept for the next block, warm, but never so much that all
-/// together is more than a tenth above the most that blocks have ever had at once: then the kernel gets pages back.
-/// Gaps between blocks cost no memory, then, in whatever order these come and go.
+/// An allocator of large blocks, in whole pages. Freed memory is kept, warm, for the next block, up to a total of a
+/// tenth above the most that blocks have ever used at once; beyond that the kernel gets pages back. So gaps between
+/// blocks cost no memory, whatever the order of allocations.
 ///
 /// Thread safe.
 class KeptPages {
  public:
-  /// nullptr where there is no memory, or this is no Linux.
+  /// Returns nullptr if memory is short, or on other systems than Linux.
   void* allocate(std::size_t bytes);
   bool has(const void* block) const;
-  /// One that it has.
+  /// Frees a block of this allocator.
   void free(void* block);
 
-  /// Of blocks, and with those what is kept for others.
+  /// The bytes of blocks; `resident_bytes()` includes those that are kept for later ones.
   std::size_t used_bytes() const;
   std::size_t resident_bytes() const;
 
@@ -61,7 +61,7 @@ class KeptPages {
 
   mutable std::mutex mutex_;
   std::unordered_map<std::uintptr_t, std::size_t> blocks_;
-  FreeRanges warm_, cold_;  // whose pages the process has, and has not
+  FreeRanges warm_, cold_;  // with pages in memory, and without
   std::size_t used_ = 0, most_used_ = 0;
 };
 

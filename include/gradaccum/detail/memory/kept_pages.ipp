@@ -30,7 +30,7 @@ GRADACCUM_INLINE void FreeRanges::add(AddressRange range) {
   by_address_.emplace(range.address, range.bytes);
 }
 
-/// Looks at all, of which there are some hundreds at most: filling a block takes longer.
+/// Searches all ranges, some hundreds at most: filling a block takes longer.
 GRADACCUM_INLINE std::optional<AddressRange> FreeRanges::take(std::size_t bytes) {
   auto best = by_address_.end();
   for (auto range = by_address_.begin(); range != by_address_.end(); ++range)
@@ -54,7 +54,7 @@ GRADACCUM_INLINE AddressRange FreeRanges::take_from_largest(std::size_t most) {
   return taken;
 }
 
-inline constexpr std::size_t page_bytes = std::size_t{1} << 16;  // whole pages of any system's size
+inline constexpr std::size_t page_bytes = std::size_t{1} << 16;  // a multiple of the page size of any system
 
 GRADACCUM_INLINE std::size_t rounded_up(std::size_t bytes, std::size_t unit) {
   return (bytes + unit - 1) / unit * unit;
@@ -66,7 +66,7 @@ GRADACCUM_INLINE std::size_t KeptPages::most_resident(std::size_t used) const {
   return most + most / 10 + always;
 }
 
-/// Before so many cold bytes are used.
+/// Gives warm pages back before so many cold bytes are used.
 GRADACCUM_INLINE void KeptPages::make_room(std::size_t bytes) {
   const auto most = most_resident(used_ + bytes);
   while (warm_.bytes() > 0 && used_ + warm_.bytes() + bytes > most) {
@@ -92,7 +92,7 @@ GRADACCUM_INLINE bool KeptPages::map_more(std::size_t bytes) {
 }
 
 GRADACCUM_INLINE void* KeptPages::allocate(std::size_t bytes) {
-  if (bytes > std::numeric_limits<std::size_t>::max() / 2) return nullptr;  // which rounding up could make small
+  if (bytes > std::numeric_limits<std::size_t>::max() / 2) return nullptr;  // rounding up could overflow
   bytes = rounded_up(bytes, page_bytes);
   const std::lock_guard lock(mutex_);
   auto range = warm_.take(bytes);

@@ -15,11 +15,11 @@
 
 namespace gradaccum::detail {
 
-/// The sizes of blocks of memory, by address: a hash table with open addressing, for a look-up at every allocation.
-/// (`std::unordered_map` allocates a node for each; that made an allocation dearer by half.)
+/// The sizes of memory blocks by address: a hash table with open addressing, for a look-up at every allocation.
+/// (`std::unordered_map` allocates a node for each, which made an allocation half as expensive again.)
 class BlockTable {
  public:
-  /// Notes a block's size, > 0; 0 forgets the block. Gives what was noted of it before, or 0.
+  /// Stores a block's size, > 0; 0 removes the block. Returns the size that was stored before, or 0.
   std::int64_t exchange(const void* block, std::int64_t bytes);
 
  private:
@@ -39,9 +39,10 @@ class BlockTable {
   std::size_t count_ = 0;
 };
 
-/// Receives each allocation that LibTorch reports, from any thread, and passes it on to the ledger around it.
+/// Receives each allocation that LibTorch reports, from any thread, and forwards it to the surrounding ledger.
 ///
-/// It knows its blocks by address: LibTorch reports frees of older blocks too, on the CPU sometimes with a stale size.
+/// It stores its blocks by address, since LibTorch also reports frees of older blocks, on the CPU sometimes with a
+/// stale size.
 class MemoryLedger : public c10::MemoryReportingInfoBase, public std::enable_shared_from_this<MemoryLedger> {
  public:
   struct Account {
@@ -51,9 +52,9 @@ class MemoryLedger : public c10::MemoryReportingInfoBase, public std::enable_sha
 
   explicit MemoryLedger(std::shared_ptr<MemoryLedger> surrounding) : surrounding_(std::move(surrounding)) {}
 
-  /// A ledger can start on this thread: no profiler of LibTorch's, which uses the same slot, is at work there.
+  /// Returns true if a ledger can start on this thread: LibTorch's profilers use the same slot, and none is active.
   static bool possible();
-  /// The one that receives this thread's allocations, if any does. `impossible`: the error where none can.
+  /// The ledger that receives this thread's allocations, if any. `impossible`: the error if none can.
   static std::shared_ptr<MemoryLedger> innermost(const char* impossible);
 
   GRADACCUM_INLINE void reportMemoryUsage(void* block, std::int64_t bytes, std::size_t allocated, std::size_t reserved,

@@ -25,19 +25,19 @@ GRADACCUM_INLINE std::int64_t BlockTable::exchange(const void* block, std::int64
   return 0;
 }
 
-/// The upper bits of a product depend on all bits of its factors.
+/// Takes the upper bits of a product, which depend on all bits of its factors.
 GRADACCUM_INLINE std::size_t BlockTable::home(const void* block) const {
   return static_cast<std::size_t>((reinterpret_cast<std::uintptr_t>(block) * 0x9E3779B97F4A7C15u) >> shift_);
 }
 
-/// Where the block is, or would be.
+/// Finds the slot that the block has, or would get.
 GRADACCUM_INLINE std::size_t BlockTable::find(const void* block) const {
   auto slot = home(block);
   while (slots_[slot].block && slots_[slot].block != block) slot = next(slot);
   return slot;
 }
 
-/// Those behind the gap move up, unless that would put them before their home.
+/// Moves the blocks behind the gap up, unless that would put them before their home.
 GRADACCUM_INLINE void BlockTable::erase(std::size_t gap) {
   --count_;
   for (auto slot = next(gap); slots_[slot].block; slot = next(slot)) {
@@ -72,7 +72,7 @@ GRADACCUM_INLINE void MemoryLedger::reportMemoryUsage(void* block, std::int64_t 
                                                       std::size_t reserved, c10::Device device) {
   if (surrounding_) surrounding_->reportMemoryUsage(block, bytes, allocated, reserved, device);
   const std::lock_guard lock(mutex_);
-  // What was noted of a block that is given out is of one that was freed unseen.
+  // An entry for a block that is allocated now belongs to one whose free was not reported.
   add(device, -held_.exchange(block, std::max<std::int64_t>(bytes, 0)));
   if (bytes > 0) add(device, bytes);
 }

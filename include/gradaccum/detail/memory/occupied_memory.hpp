@@ -11,11 +11,11 @@
 
 namespace gradaccum::detail {
 
-/// Bytes in use now: on a GPU by all processes, as its driver tells; on the CPU by this one, as Linux tells. None where
-/// nobody does.
+/// Returns the bytes in use now: on a GPU by all processes, from its driver; on the CPU by this one, from Linux. Empty
+/// if that is not known.
 std::optional<std::int64_t> occupied_memory(c10::Device device);
 
-/// Whether who asked `last` then, or never, may ask again: twice a second at most. To ask takes longer than to write
+/// Limits queries to two a second: true if the `last` was long enough ago, or never. A query takes longer than writing
 /// all other numbers of an update.
 bool is_time_to_ask(std::optional<std::chrono::steady_clock::time_point> last);
 

@@ -22,7 +22,7 @@ GRADACCUM_INLINE std::optional<std::int64_t> occupied_memory(c10::Device device)
   std::int64_t virtual_pages = 0, resident_pages = 0;
   if (!(std::ifstream("/proc/self/statm") >> virtual_pages >> resident_pages)) return std::nullopt;
   return resident_pages * sysconf(_SC_PAGESIZE);
-} catch (const c10::Error&) {  // LibTorch's allocators tell only of some devices
+} catch (const c10::Error&) {  // LibTorch's allocators support this only for some devices
   return std::nullopt;
 }
 

@@ -12,13 +12,13 @@
 
 namespace gradaccum::detail {
 
-/// Gives `use` the memory that a tensor is a view of: two pieces, of a sparse one; none, of one that has no memory.
+/// Calls `use` with the storage of a tensor: twice for a sparse one, never for one without memory.
 void for_each_storage(const at::Tensor& tensor, c10::function_ref<void(const c10::Storage&)> use);
 
-/// Memory of tensors, each piece counted once. Does not keep it.
+/// A count of tensors' memory, each storage once. Does not keep the memory.
 class StorageCount {
  public:
-  /// The bytes of what has not been counted yet.
+  /// Returns the bytes of this tensor that have not been counted yet.
   std::int64_t add(const at::Tensor& tensor);
 
  private:

@@ -9,11 +9,11 @@
 
 namespace gradaccum::detail {
 
-/// What a file of /proc or /sys says, its first 64 KiB: such files tell no size. Empty where it cannot be read.
+/// Reads the first 64 KiB of a file of /proc or /sys, which do not report a size. Empty if it cannot be read.
 std::string text_of_system_file(const std::filesystem::path& path);
 
-/// The folders that may limit a process by this controller (`cpu`, `memory`), below the one where control groups are
-/// mounted, as /proc/self/cgroup lists its groups: each group with all above it.
+/// Returns the folders that may limit a process by this controller (`cpu`, `memory`), relative to the mount of control
+/// groups. `groups` is the text of /proc/self/cgroup; each group comes with all groups above it.
 std::vector<std::filesystem::path> control_groups(const std::string& groups, const std::string& controller);
 
 }  // namespace gradaccum::detail

@@ -20,7 +20,8 @@ GRADACCUM_INLINE std::string text_of_system_file(const std::filesystem::path& pa
   return text;
 }
 
-/// A path that leaves its mount (`/../other`) is of a group that this process cannot see: what it sees is the mount.
+/// Maps a path that leaves its mount (`/../other`), of a group that this process cannot see, to the mount, which it
+/// does see.
 GRADACCUM_INLINE std::filesystem::path visible(const std::filesystem::path& group) {
   return std::ranges::find(group, "..") == group.end() ? group.relative_path() : std::filesystem::path();
 }
@@ -32,8 +33,8 @@ GRADACCUM_INLINE bool lists(const std::string& controllers, const std::string& w
   return false;
 }
 
-/// A line is `number:controllers:path`. Version 2 has no controllers, and all groups in one tree; version 1 has a tree
-/// for each controller.
+/// Parses lines `number:controllers:path`. Version 2 has no controllers, and all groups in one tree; version 1 has a
+/// tree for each controller.
 GRADACCUM_INLINE std::vector<std::filesystem::path> control_groups(const std::string& groups,
                                                                    const std::string& controller) {
   std::vector<std::filesystem::path> folders;

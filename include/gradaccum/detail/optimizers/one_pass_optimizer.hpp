@@ -25,36 +25,35 @@ template <class Step>
 struct StepsOnCpu;
 struct Multiplier;
 
-/// What all our optimizers are, beside a torch::optim::Optimizer.
+/// The common base of our optimizers, beside `torch::optim::Optimizer`.
 class OnePass : public TakesGradients, public NamesItsState {
  public:
   GRADACCUM_INLINE void step(Gradients gradients) override;
-  /// Where all parameters lie on devices.
+  /// Returns true if all parameters are on devices, and the host has not judged the gradients.
   GRADACCUM_INLINE bool judges_on_device(const Gradients& gradients) const override;
 
-  /// From now on bfloat16 parameters are rounded up or down at random, each way as often as it is near: the mean of
-  /// many steps is exact, where steps too small for the nearest number would all be lost. The same seed gives the same
-  /// bits, whatever the number of threads. Other parameters are not concerned.
+  /// Rounds bfloat16 parameters up or down at random from now on, the nearer number the more often. The mean of many
+  /// steps is then exact, where rounding to nearest would lose all small steps. A seed gives the same bits for any
+  /// number of threads. Other parameters are not affected.
   void stochastic_rounding(std::uint64_t seed) { rounding_.seed(seed); }
 
   /// The state by the parameters' names, `exp_avg.0.weight`, for any file format. The tensors are the optimizer's own,
-  /// or dense copies where it keeps rows.
+  /// or dense copies if it keeps rows.
   GRADACCUM_INLINE NamedTensors named_state(const NamedParameters& parameters) const override;
 
-  /// Replaces the state by what `named_state` gave, in this program or another; tensors are copied. Parameters of which
-  /// it has nothing begin afresh. A name that no parameter has, or another shape, is an error; then nothing has
-  /// changed.
+  /// Replaces the state by what `named_state` returned, in this program or another; tensors are copied. Parameters
+  /// without an entry begin afresh. An unknown name, or another shape, is an error that changes nothing.
   void load_named_state(const NamedParameters& parameters, NamedTensors state);
   GRADACCUM_INLINE std::function<void()> take_named_state(const NamedParameters& parameters, NamedTensors state,
                                                           bool lenient) override;
 
  protected:
-  /// By the parameters' own gradients.
+  /// Steps with the parameters' own gradients.
   at::Tensor step_after(const torch::optim::Optimizer::LossClosure& closure);
-  /// Takes steps that have all been checked, after what `moves` has already.
+  /// Takes steps that have all been checked, after those that `moves` has already.
   template <class... Step>
   void take_steps(Moves& moves, const Multiplier& multiplier, std::vector<Step>&... steps) {
-    auto rounding = rounding_;  // counts its random numbers, which are used once nothing can fail any more
+    auto rounding = rounding_;  // counts random numbers, and is kept once nothing can fail any more
     (set_rounding_keys(steps, rounding), ...);
     const std::tuple<StepsOnCpu<Step>...> on_cpu{add_steps(moves, steps, multiplier)...};
     run(moves, std::move(rounding));
@@ -62,7 +61,7 @@ class OnePass : public TakesGradients, public NamesItsState {
   }
   bool rounds(const at::Tensor& parameter) const { return rounding_.concerns(parameter); }
   bool rounds_any() const { return rounding_.is_on(); }
-  /// Waits for the device, if steps have been left to it: it is asked how many it has left out, and these do not count.
+  /// Takes the steps that the device skipped out of the counts. Waits for the device if steps have been left to it.
   void settle() const;
   void save_rounding(torch::serialize::OutputArchive& archive) const;
   void load_rounding(torch::serialize::InputArchive& archive);
@@ -72,9 +71,9 @@ class OnePass : public TakesGradients, public NamesItsState {
   const torch::optim::Optimizer& itself() const { return const_cast<OnePass&>(*this).itself(); }
   virtual const char* class_name() const = 0;
   virtual std::unique_ptr<torch::optim::OptimizerParamState> new_state() const = 0;
-  /// There are numbers that depend on how many there were.
+  /// Returns true if the state counts steps.
   virtual bool counts_steps() const = 0;
-  /// Of a parameter's steps so many were none.
+  /// Subtracts `steps` skipped steps from the parameter's count.
   virtual void uncount(const at::Tensor& parameter, std::int64_t steps) = 0;
   /// Steps all parameters that have a gradient.
   virtual void move(const GradientOf& gradient_of, const Multiplier& multiplier) = 0;
@@ -89,12 +88,12 @@ class OnePass : public TakesGradients, public NamesItsState {
 
   DistinctParameters distinct_;
   StochasticRounding rounding_;
-  mutable at::Tensor left_out_;                // how many steps, known on the device alone
-  mutable std::vector<at::Tensor> concerned_;  // whose steps
+  mutable at::Tensor left_out_;                // the number of skipped steps, known on the device alone
+  mutable std::vector<at::Tensor> concerned_;  // the parameters of those steps
 };
 
-/// LibTorch's optimizer `Base` with a step of our own: `Derived` has a `name`, and overrides `move`. Options, state,
-/// groups, saving and loading are LibTorch's.
+/// LibTorch's optimizer `Base` with our own step: `Derived` has a `name`, and overrides `move`. Options, state, groups,
+/// saving and loading are LibTorch's.
 template <class Derived, class Base, class State>
 class OnePassOptimizer : public Base, public OnePass {
  public:
@@ -104,23 +103,25 @@ class OnePassOptimizer : public Base, public OnePass {
   GRADACCUM_INLINE ~OnePassOptimizer() override;
 
   using OnePass::step;
-  /// Random numbers are counted from a parameter's first element on; and what derives from it may do something else.
+  /// Returns false with stochastic rounding, which counts random numbers from a parameter's first element, and for
+  /// derived classes, which may look at whole parameters.
   GRADACCUM_INLINE bool steps_by_elements() const override;
   GRADACCUM_INLINE at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override;
 
   GRADACCUM_INLINE void save(torch::serialize::OutputArchive& archive) const override;
   GRADACCUM_INLINE void load(torch::serialize::InputArchive& archive) override;
 
-  /// LibTorch's. Through a `torch::optim::Optimizer&` its counts may have steps that a device has left out.
+  /// LibTorch's state. Read through a `torch::optim::Optimizer&`, its counts may include steps that a device has
+  /// skipped.
   auto& state() { return settle(), Base::state(); }
   const auto& state() const { return settle(), Base::state(); }
 
  protected:
   using ParamState = State;
 
-  /// What is known of a parameter; nullptr where there is nothing.
+  /// Finds the state of a parameter; nullptr if there is none.
   const ParamState* known_state(const at::Tensor& parameter) const;
-  /// The optimizer's own, which is new where there is none.
+  /// Finds the state of a parameter, or makes one.
   ParamState& kept_state(const at::Tensor& parameter);
 
  private:

@@ -60,8 +60,8 @@ GRADACCUM_INLINE bool OnePass::judges_on_device(const Gradients& gradients) cons
   return std::none_of(parameters.begin(), parameters.end(), [](const at::Tensor& p) { return p.is_cpu(); });
 }
 
-/// The steps are counted as if they were all taken, and the device is told how many were not.
-/// 0-dim float32, also in an InferenceMode, which may have ended when it changes.
+/// Makes a 0-dim float32 tensor that can be changed after an InferenceMode that it is made in. Steps are counted as if
+/// all were taken, and this tensor gives the device the number of those that were not.
 GRADACCUM_INLINE at::Tensor number_that_changes(at::Device device) {
   const c10::InferenceMode usable_afterwards(false);
   return at::zeros({}, at::TensorOptions(at::kFloat).device(device));

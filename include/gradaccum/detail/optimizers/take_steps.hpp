@@ -16,7 +16,7 @@
 
 namespace gradaccum::detail {
 
-/// Finds the gradient of a parameter: its own, or that of a window.
+/// Finds the gradient of a parameter: its own, or the one in a window.
 class GradientOf {
  public:
   GradientOf() = default;
@@ -25,7 +25,7 @@ class GradientOf {
     for (std::size_t i = 0; i < raw_.size(); ++i) index_.emplace(parameters[i].unsafeGetTensorImpl(), i);
   }
 
-  bool empty() const { return raw_.empty(); }  ///< of a window
+  bool empty() const { return raw_.empty(); }  ///< true if a window has no gradients
   const at::Tensor& operator()(const at::Tensor& parameter) const {
     if (!of_window_) return parameter.grad();
     const auto found = index_.find(parameter.unsafeGetTensorImpl());
@@ -39,17 +39,17 @@ class GradientOf {
   at::Tensor none_;
 };
 
-/// The steps of parameters on the CPU, which are taken once those on devices are under way.
+/// The steps of parameters on the CPU, which are taken once those on devices are in flight.
 template <class Step>
 struct StepsOnCpu {
-  const std::vector<Step>* all = nullptr;  // of the optimizer, where they are all on the CPU
-  std::vector<Step> some = {};             // else
+  const std::vector<Step>* all = nullptr;  // all steps, if every parameter is on the CPU
+  std::vector<Step> some = {};             // the steps on the CPU otherwise
   double multiplier = 1;
 
   const std::vector<Step>& steps() const { return all ? *all : some; }
 };
 
-/// Adds the moves of parameters on devices. What is returned refers to `steps`.
+/// Adds the moves of parameters on devices to `moves`. The result refers to `steps`.
 template <class Step>
 StepsOnCpu<Step> add_steps(Moves& moves, const std::vector<Step>& steps, const Multiplier& multiplier) {
   StepsOnCpu<Step> here;

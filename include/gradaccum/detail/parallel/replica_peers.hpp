@@ -28,30 +28,30 @@ namespace gradaccum::detail {
 class GradientExchange;
 class Shards;
 
-/// The other replicas of a model: windows become those of all of them.
+/// The other replicas of a model. Windows are summed over all of them.
 ///
-/// When a rank has closed its window it says so, with its weight, and all hear the sums; a rank without data says that
+/// A rank that has closed its window sends its weight, and all ranks receive the sums. A rank without data reports that
 /// instead, and follows as long as another has closed one. So ranks may have different numbers of micro-batches in a
 /// window, and of windows.
 ///
-/// Of gradients that are divided a rank can hold few that others have not taken yet. So it says when a backward that
-/// sends them runs: who has closed its window, or has no data, then sends what it has left, or zeros, and asks again,
-/// until nobody runs.
+/// With sharded gradients, a rank can hold only few that others have not taken yet. So it announces each backward that
+/// sends them: ranks that have closed their window, or have no data, then send what they have left, or zeros, and sum
+/// again, until no rank runs a backward.
 class ReplicaPeers final : public Peers {
  public:
   ReplicaPeers(std::shared_ptr<Links> links, const ReplicasOptions& options);
 
-  /// From device to device, where each rank has these on one of its own.
+  /// Connects devices directly, if each rank has these parameters on a device of its own.
   void connect(const std::vector<at::Tensor>& parameters);
-  /// The replicas are gone, and with them their connections: whoever goes on to train hears of it.
+  /// Drops the connections when the replicas are destroyed. Further training then throws.
   void disconnect();
 
-  /// A line for each group of an optimizer that is divided: what must be the same on all ranks, or their parts are
-  /// stepped differently, and nobody sees it in the parameters.
+  /// Returns a line for each group of a sharded optimizer with what must be equal on all ranks: otherwise their parts
+  /// are stepped differently, and nothing in the parameters shows it.
   std::string settings_of_divided() const;
 
-  std::function<WindowTotals()> report = {};                                        ///< what else a rank tells
-  std::function<void(const WindowTotals& own, const WindowTotals& all)> hear = {};  ///< what came of it
+  std::function<WindowTotals()> report = {};                                        ///< further numbers of this rank
+  std::function<void(const WindowTotals& own, const WindowTotals& all)> hear = {};  ///< called with the sums
 
   GRADACCUM_INLINE int rank() const override;
   GRADACCUM_INLINE void join(AnyOptimizer& optimizer) override;
@@ -84,19 +84,19 @@ class ReplicaPeers final : public Peers {
   WindowTotals sums_of_all(const WindowTotals& own) const;
   void measure_all(WindowGradients& window);
   StepResult step_own(AnyOptimizer& optimizer, Gradients gradients) const;
-  /// Others wait for what `work` does: they hear of an exception.
+  /// Runs `work`, which others wait for, and ends their waiting if it throws.
   void or_give_up(c10::function_ref<void()> work) const;
 
-  std::shared_ptr<Links> links_;  // none when the replicas are gone
+  std::shared_ptr<Links> links_;  // nullptr once the replicas are destroyed
   const ReplicasOptions options_;
   std::shared_ptr<Shards> shards_;
   const torch::optim::Optimizer* divided_ = nullptr;
   Links::Line line_ = Links::Line::gradients;
   std::shared_ptr<GradientExchange> exchange_;  // of the window, from the first backward that sends
-  bool counted_on_ = false;                     // by others, who wait for its end
-  std::optional<WindowTotals> followed_;        // what was agreed about the window that is to be closed with others
-  std::vector<std::size_t> used_;               // of the window that is closed: somewhere there is a gradient
-  std::shared_ptr<NormsOfAll> norms_;           // of the window that is closed, until it is stepped
+  bool counted_on_ = false;                     // others wait for the end of the window
+  std::optional<WindowTotals> followed_;        // the sums for the window that is to be closed with others
+  std::vector<std::size_t> used_;               // the places with a gradient on some rank, of the closed window
+  std::shared_ptr<NormsOfAll> norms_;           // those of the closed window, until it is stepped
 };
 
 }  // namespace gradaccum::detail

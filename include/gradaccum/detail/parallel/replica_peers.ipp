@@ -29,11 +29,11 @@
 
 namespace gradaccum::detail {
 
-/// What all ranks have begun to tell each other of a window.
+/// The exchange of a window's norms between all ranks, in flight or complete.
 struct ReplicaPeers::NormsOfAll {
-  std::weak_ptr<Links> links;  // which end with the replicas, whatever becomes of the window
+  std::weak_ptr<Links> links;  // expire with the replicas, even if the window lives on
   Links::Pending pending;
-  at::Tensor said;  // each rank's norm in a place of its own, which is exact; and how many are not finite
+  at::Tensor said;  // each rank's norm in its own place, so the sum is exact; then the number of ranks with an overflow
   bool heard = false;
 
   WindowGradients::Measure wait() {
@@ -117,7 +117,7 @@ GRADACCUM_INLINE void ReplicaPeers::run_and_send(const std::function<void()>& ru
   run();
 }
 
-/// Says that it runs, and need not know who else does: all will send.
+/// Announces that this rank runs a backward, without knowing which others do: all will send.
 GRADACCUM_INLINE void ReplicaPeers::run_round(WindowGradients& window, std::optional<c10::ScalarType> accumulate_in,
                                               const std::function<void()>& run) {
   links_->begin_exchange(exchange_.get());
@@ -127,7 +127,7 @@ GRADACCUM_INLINE void ReplicaPeers::run_round(WindowGradients& window, std::opti
   window.set_elsewhere();
   exchange_->begin_round();
   run_and_send(run);
-  window.fold_into_sums(accumulate_in);  // what has not been sent
+  window.fold_into_sums(accumulate_in);  // those that were not sent
   exchange_->end_round();
   links_->wait(said, "the others to send gradients");
 }
@@ -171,9 +171,9 @@ GRADACCUM_INLINE void ReplicaPeers::reduce(const std::shared_ptr<WindowGradients
   counted_on_ = false;
 }
 
-/// Said now by all ranks: whoever asks later does not wait for those who do not.
+/// Begins the exchange on all ranks now, so that a rank that reads the norm later does not wait for those that do not.
 GRADACCUM_INLINE void ReplicaPeers::measure_all(WindowGradients& window) {
-  if (norms_) norms_->wait();  // of a window that has not been stepped: on all ranks it is waited for once
+  if (norms_) norms_->wait();  // of a window that was not stepped: each rank waits for it once
   const auto own = window.measure();
   const auto said = at::zeros({links_->world_size() + 1}, at::kDouble);
   said.mutable_data_ptr<double>()[rank()] = own.norm;
@@ -182,13 +182,13 @@ GRADACCUM_INLINE void ReplicaPeers::measure_all(WindowGradients& window) {
   window.set_measure_of_all([norms = norms_] { return norms->wait(); });
 }
 
-/// This rank may have no piece: what moves moves for all.
+/// Returns the result of the whole step, even if this rank has no piece.
 GRADACCUM_INLINE StepResult ReplicaPeers::step_own(AnyOptimizer& optimizer, Gradients gradients) const {
   TORCH_CHECK(optimizer.steps_by_elements() || !shards_->any_is_cut(), "Shard: ", optimizer.name(),
               " was made to look at whole parameters after they had been divided; call stochastic_rounding before "
               "the Replicas are made");
   shards_->check(*optimizer.torch_optimizer());
-  if (gradients.overflowed()) return StepResult::skipped;  // on all: the host knows what has been found in all pieces
+  if (gradients.overflowed()) return StepResult::skipped;  // on all ranks: the host knows the findings on all pieces
   if (!gradients.raw().empty())
     shards_->with_own(*optimizer.torch_optimizer(), [&] { take_step(optimizer, gradients); });
   return StepResult::stepped;
@@ -198,7 +198,7 @@ GRADACCUM_INLINE StepResult ReplicaPeers::step(AnyOptimizer& optimizer,
                                                const std::shared_ptr<WindowGradients>& window) {
   if (!shards_) return take_step(optimizer, Gradients(window));
   TORCH_CHECK(links_, "Replicas: must live as long as the accumulator is trained with, and are gone");
-  links_->check_usable();  // or this rank's pieces would move before it hears of it
+  links_->check_usable();  // otherwise this rank's pieces would move before it notices a failure
   StepResult result = StepResult::empty;
   or_give_up([&] {
     if (!used_.empty()) result = step_own(optimizer, Gradients(window));
@@ -218,7 +218,7 @@ GRADACCUM_INLINE bool ReplicaPeers::others_continue(const std::shared_ptr<Window
   });
   if (followed_->active > 0) return true;
   followed_.reset();
-  if (!exchange_->begun()) exchange_.reset();  // else it has sums of a window that goes on
+  if (!exchange_->begun()) exchange_.reset();  // otherwise it has sums of a window that goes on
   return false;
 }
 
@@ -237,7 +237,7 @@ GRADACCUM_INLINE void ReplicaPeers::give_up(const std::string& why) {
   if (links_) links_->give_up(why);
 }
 
-/// The sums of all ranks, when it has been waited for.
+/// Begins to sum numbers over all ranks. `sums` has them when the result has been waited for.
 GRADACCUM_INLINE Links::Pending ReplicaPeers::begin_sums(at::Tensor& sums, const WindowTotals& own) const {
   std::vector<double> numbers{own.weight, own.active, own.samples, own.micro_batches, own.loss,
                               own.stop,   own.signal, own.running, own.unsent};
@@ -254,7 +254,7 @@ GRADACCUM_INLINE WindowTotals ReplicaPeers::sums_of_all(const WindowTotals& own)
           all[5], all[6], all[7], all[8], std::vector<double>(all + 9, all + sums.numel())};
 }
 
-/// All ranks hear the sums of what each tells, when nobody is in the middle of a window.
+/// Sums each rank's numbers over all, and repeats while a rank is inside a window's backward.
 GRADACCUM_INLINE WindowTotals ReplicaPeers::agree(const std::shared_ptr<WindowGradients>& window, bool active) {
   auto own = report ? report() : WindowTotals();
   own.weight = window->items();

@@ -11,30 +11,30 @@
 
 namespace gradaccum::detail {
 
-/// A loss scale that stays on a device, which changes it as a LossScale would.
+/// A loss scale that stays on a device, which updates it as `LossScale` would.
 class DeviceScale {
  public:
   DeviceScale(const LossScale& scale, at::Device device);
 
-  /// 0-dim float32, and the same number in float64. Backward keeps them, so nobody writes to them while anyone else has
-  /// them.
+  /// The scale as 0-dim float32 and float64 tensors. Backward keeps them, so they are not written to while other code
+  /// has them.
   const at::Tensor& value() const { return value_; }
   const at::Tensor& wide() const { return wide_; }
 
-  /// `found_inf`: 0-dim float32, 1 after an overflow. Throws where the scale has left its range, when the host hears of
-  /// that: some updates late.
+  /// Updates the scale. `found_inf`: 0-dim float32, 1 after an overflow. Throws if the scale has left its range, some
+  /// updates late, since the host does not wait for it.
   void update(const at::Tensor& found_inf, LossScale by);
 
-  /// `by` with the value and the count of the device, for which this waits.
+  /// Returns `by` with the device's value and count, and waits for the device.
   LossScale read(LossScale by) const;
 
  private:
   void set_state(at::Tensor state);
   static at::Tensor growth_tracker_in(const at::Tensor& state);
 
-  StreamMemory memory_, before_;  // of the state, and of the last one
+  StreamMemory memory_, before_;  // of this state, and of the last one
   at::Tensor state_;              // float64 [2] as ScaleState has it
-  at::Tensor value_, wide_;       // in it
+  at::Tensor value_, wide_;       // views of the state
   LateNumber heard_;
 };
 

@@ -20,10 +20,10 @@
 
 namespace gradaccum::detail {
 
-/// Below it numbers lose their digits, and a division by them may give inf.
+/// The smallest scale: numbers below lose digits, and a division by them may give inf.
 inline constexpr float smallest_on_device = std::numeric_limits<float>::min();
 
-/// The kernel counts in 32 bits.
+/// The largest count, since the kernel counts in 32 bits.
 inline constexpr std::int64_t most_counted = std::numeric_limits<std::int32_t>::max() - 1;
 
 GRADACCUM_INLINE at::Tensor DeviceScale::growth_tracker_in(const at::Tensor& state) {
@@ -47,7 +47,7 @@ GRADACCUM_INLINE void DeviceScale::set_state(at::Tensor state) {
   wide_ = state_.select(0, 0);
 }
 
-/// By the operations of LibTorch.
+/// Updates the scale by LibTorch's operations.
 GRADACCUM_INLINE void update_by_aten(const at::Tensor& value, const at::Tensor& wide, const at::Tensor& growth_tracker,
                                      const at::Tensor& found_inf, const LossScale& by) {
   growth_tracker.clamp_max_(by.growth_interval - 1);  // else it would never be due

@@ -10,12 +10,12 @@
 
 namespace gradaccum::detail {
 
-/// A number of a device that the host asks for without a wait, and hears of when it has come.
+/// A device number that is copied to the host without a wait, and read once it has arrived.
 class LateNumber {
  public:
-  /// 0-dim float32. Does nothing while an answer is under way.
+  /// Begins to copy a 0-dim float32 tensor. Does nothing while a copy is in flight.
   void ask(const at::Tensor& number);
-  /// If it has come; once.
+  /// Returns the number once, if it has arrived.
   std::optional<float> answer();
 
  private:
