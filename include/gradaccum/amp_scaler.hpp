@@ -50,7 +50,7 @@ struct AmpScalerOptions {
   bool on_device = false;               ///< keeps the scale and the overflows on the device, without waits
 };
 
-/// torch.amp.GradScaler, method for method: scales the loss, so that float16 gradients do not underflow, and finds the
+/// torch.amp.GradScaler, method for method: scales the loss so that float16 gradients do not underflow, and finds the
 /// scale.
 ///
 ///     ga::AmpScaler scaler;
@@ -77,13 +77,11 @@ struct AmpScalerOptions {
 /// With `.on_device` the device skips a step that overflowed and changes the scale: Python's numbers to the bit,
 /// without a wait on the host. The host does not see the outcome: `step` is true for every step that is left to the
 /// device. This takes an optimizer of `ga::optim`, or one whose `TakesGradients::judges_on_device` returns true, with
-/// all parameters on devices, and no window open at `update()`. Otherwise the option has no effect
-/// (docs/mixed_precision.md).
+/// all parameters on devices, and no window open at `update()`; else the host does both (docs/mixed_precision.md).
 ///
-/// @note The scale is a host number. 4 bytes a window are read from the device, which tell an overflow: by `step` when
+/// @note The scale is a host number. 4 bytes a window are read from the device, to detect an overflow: by `step` when
 /// the window closes, or by `update` for a window that was unscaled and then not stepped. Nothing else waits. With
-/// `.on_device` only `get_scale()`, `state_dict()` and `update(new_scale)` wait, and the optimizer when its state is
-/// read.
+/// `.on_device`, only `get_scale()`, `state_dict()`, `update(new_scale)` and reading the optimizer's state wait.
 class AmpScaler {
  public:
   explicit AmpScaler(AmpScalerOptions options = {});
@@ -97,8 +95,8 @@ class AmpScaler {
   [[nodiscard]] Loss scale(Loss loss);
 
   /// Divides the gradients by the scale at once, for code that reads or changes them. Overflow is judged then, for the
-  /// `step` that follows. Called once a window, before `step`; for an accumulator after the last backward, inside `if
-  /// (optimizer.ready())`.
+  /// later `step`. Called once a window, before `step`; for an accumulator inside `if (optimizer.ready())`, after
+  /// backward.
   ///
   /// @note Does not wait for the device.
   template <class Optimizer>
@@ -121,9 +119,9 @@ class AmpScaler {
 
   /// Changes the scale when it is due; called after the steps of all optimizers. An overflow in any window since the
   /// last call makes it smaller, once; `growth_interval` calls without one make it larger. Growth waits for the first
-  /// call at which no window is open. If an overflow or `new_scale` changes the scale, open windows are discarded. Does
+  /// call with no window open. If an overflow or `new_scale` changes the scale, open windows are discarded. Does
   /// nothing if no window was closed. Throws if an overflow would take the scale below `min_scale`; with `.on_device`
-  /// some updates after it has.
+  /// some updates later.
   void update(std::optional<double> new_scale = {});
 
   /// For owners of a window, in place of `step`: makes the factor divide by the scale, and require finite gradients.
@@ -148,8 +146,7 @@ class AmpScaler {
   void state(Archive& archive);
 
  private:
-  /// Python's `_per_optimizer_states`: an optimizer's stage, and its window, whose gradients are scaled until it is
-  /// unscaled or closed.
+  /// Python's `_per_optimizer_states`: an optimizer's stage, and its window, scaled until it is unscaled or closed.
   struct PerOptimizer {
     enum class Stage { ready, unscaled, stepped };
 

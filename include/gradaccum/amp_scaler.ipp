@@ -124,8 +124,7 @@ GRADACCUM_INLINE void AmpScaler::join(PerOptimizer& state, const detail::AnyOpti
   state = std::move(joined);
 }
 
-/// A window counts only if a step was about to be taken with it, for example by an accumulator's `flush()`, or if it
-/// was unscaled.
+/// A window counts only if it was unscaled, or about to be stepped, for example by an accumulator's `flush()`.
 GRADACCUM_INLINE StepResult AmpScaler::PerOptimizer::result() {
   const bool judged = gradients && gradients->closed() && gradients->judged();
   if (stage == Stage::stepped || (!judged && stage != Stage::unscaled)) return StepResult::empty;

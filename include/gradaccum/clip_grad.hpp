@@ -9,8 +9,7 @@
 
 namespace gradaccum {
 
-/// Clips a window's gradients to an L2 norm of at most `max_norm`, by one more deferred factor. Returns the norm
-/// before.
+/// Clips a window's gradients to an L2 norm of at most `max_norm`, by a deferred factor. Returns the norm before.
 ///
 ///     if (optimizer.ready()) {
 ///       auto norm = ga::clip_grad_norm_(optimizer.gradients(), 1.0);      // 0-dim float64; nobody has waited for it

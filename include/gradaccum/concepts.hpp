@@ -10,8 +10,8 @@
 
 namespace gradaccum {
 
-/// The result of an accumulator's `step()` or `flush()`. As a `bool`: true if the parameters moved, or may have moved
-/// on a device.
+/// The result of an accumulator's `step()` or `flush()`. As a `bool`: true if parameters moved, or may have on a
+/// device.
 ///
 ///     ga::GradAccumulator optimizer(sgd, {.steps = 4});
 ///     int skipped = 0;

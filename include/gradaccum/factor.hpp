@@ -39,8 +39,7 @@ class Factor {
 
   /// Makes the step depend on every gradient being finite, for a loss scaler.
   void require_finite() { finiteness_ = std::max(finiteness_, Finiteness::required); }
-  /// Like `require_finite()`, but lets an optimizer that can skip the step on the device do so, without a wait on the
-  /// host.
+  /// Like `require_finite()`, but lets an optimizer that can skip the step on the device do so: the host does not wait.
   void require_finite_on_device() { finiteness_ = std::max(finiteness_, Finiteness::required_on_device); }
 
   /// Returns the whole product, for code that applies it; a writer has no use for it.

@@ -71,12 +71,10 @@ class Accumulator {
   void clip_grad_norm_(double max_norm);
   /// Clamps the elements to [-clip_value, clip_value] when the window closes, after the norm if that is clipped, too.
   void clip_grad_value_(double clip_value);
-  /// The norm of the last closed window before clipping: 0-dim float64, on the device. Throws if that window was not
-  /// clipped.
+  /// The norm of the last closed window before clipping: 0-dim float64, on the device. Throws if it was not clipped.
   const at::Tensor& grad_norm() const;
 
-  /// The window so far. Its values may be read and changed once all its micro-batches are in: if `ready()`, after
-  /// backward.
+  /// The window so far. Its values may be read and changed if `ready()`, after backward: all its micro-batches are in.
   Gradients gradients();
 
   /// The window as a part of a training state, between two micro-batches; see `OptimizerState`.
@@ -186,8 +184,8 @@ class GradAccumulator : public Accumulator {
   /// For code that takes an optimizer by reference. Its groups have the parameters; its `step` counts, steps and then
   /// clears; its `zero_grad` takes nothing from a window. Options (of a user-made class, the learning rate) and groups
   /// that are set through it, save and load reach the wrapped optimizer. Its `state()` is empty: use `optimizer()`.
-  /// Windows that are stepped by it keep their sums apart from `.grad`, 4 bytes a parameter in float32. Saving throws
-  /// inside a window.
+  /// Windows that it steps keep their sums apart from `.grad`, 4 bytes a parameter in float32. Saving throws inside a
+  /// window.
   operator torch::optim::Optimizer&()  // NOLINT(google-explicit-constructor): a drop-in
       requires std::derived_from<Optimizer, torch::optim::Optimizer> {
     return facade_of(optimizer_);

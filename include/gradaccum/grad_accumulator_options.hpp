@@ -31,8 +31,8 @@ namespace gradaccum {
 /// only a saved state restores them, `discard()` does not.
 ///
 /// The learning rate is the one at that backward. Other hooks on a gradient run before its step. If a checkpointed
-/// block reads a parameter without a gradient (`detach()`, a comparison), the parameter may have moved when the block
-/// is recomputed.
+/// block reads a parameter without a gradient (`detach()`, a comparison), it may have moved when the block is
+/// recomputed.
 ///
 /// @note Parameters are stepped some 65'000 elements at a time, so small ones wait for each other. The program does not
 /// wait for the device.

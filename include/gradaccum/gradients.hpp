@@ -45,8 +45,7 @@ class Gradients {
   /// The factor that all gradients are still to be multiplied by. Deferred, and write-only.
   Factor& factor();
 
-  /// The sum of the weights of the window's micro-batches so far, on this rank; a micro-batch without a weight counts
-  /// as 1.
+  /// The sum of the weights of the window's micro-batches so far, on this rank; 1 for a micro-batch without a weight.
   double items() const;
 
   /// The parameters that have a gradient, in the order of `raw()` and `values()`.
@@ -72,7 +71,7 @@ class Gradients {
   /// For functions that clip.
   void set_norm_before_clipping(at::Tensor norm);
 
-  /// 1 if an element is inf or NaN, else 0: 0-dim float32. Finite numbers whose squares overflow are finite.
+  /// Returns 1 if an element is inf or NaN, else 0: 0-dim float32. Finite numbers whose squares overflow are finite.
   at::Tensor found_inf();
 
   /// True if the step is to be taken only with finite gradients, as a loss scaler requires.

@@ -45,8 +45,7 @@ struct BackwardOptions {
 /// A mean of means differs from that mean if micro-batches hold different numbers of valid tokens. The weight enters as
 /// the seed of backward, so the loss that the user prints stays as it is.
 ///
-/// `mean`: one element, of any floating dtype. `items`: any arithmetic type, finite and >= 0; with 0 backward is
-/// skipped.
+/// `mean`: one element, of any floating dtype. `items`: any arithmetic type, finite and >= 0; 0 skips backward.
 ///
 /// @note Does not wait for the device: the count is a host number, and a Tensor as count does not compile.
 /// @note A 16-bit loss rounds its seed, and so its weight, to 16 bits: compute the loss in float32.

@@ -41,8 +41,7 @@ class BlockTable {
 
 /// Receives each allocation that LibTorch reports, from any thread, and forwards it to the surrounding ledger.
 ///
-/// It stores its blocks by address, since LibTorch also reports frees of older blocks, on the CPU sometimes with a
-/// stale size.
+/// It stores blocks by address: LibTorch also reports frees of older blocks, on the CPU sometimes with a stale size.
 class MemoryLedger : public c10::MemoryReportingInfoBase, public std::enable_shared_from_this<MemoryLedger> {
  public:
   struct Account {

@@ -11,8 +11,8 @@
 
 namespace gradaccum::detail {
 
-/// Returns the bytes in use now: on a GPU by all processes, from its driver; on the CPU by this one, from Linux. Empty
-/// if that is not known.
+/// Returns the bytes in use: on a GPU by all processes, from its driver; on the CPU by this one, from Linux. Empty if
+/// unknown.
 std::optional<std::int64_t> occupied_memory(c10::Device device);
 
 /// Limits queries to two a second: true if the `last` was long enough ago, or never. A query takes longer than writing

@@ -20,8 +20,7 @@ GRADACCUM_INLINE std::string text_of_system_file(const std::filesystem::path& pa
   return text;
 }
 
-/// Maps a path that leaves its mount (`/../other`), of a group that this process cannot see, to the mount, which it
-/// does see.
+/// Maps a path that leaves its mount (`/../other`), to a group that this process cannot see, to the mount itself.
 GRADACCUM_INLINE std::filesystem::path visible(const std::filesystem::path& group) {
   return std::ranges::find(group, "..") == group.end() ? group.relative_path() : std::filesystem::path();
 }

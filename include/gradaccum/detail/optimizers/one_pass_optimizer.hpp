@@ -111,8 +111,7 @@ class OnePassOptimizer : public Base, public OnePass {
   GRADACCUM_INLINE void save(torch::serialize::OutputArchive& archive) const override;
   GRADACCUM_INLINE void load(torch::serialize::InputArchive& archive) override;
 
-  /// LibTorch's state. Read through a `torch::optim::Optimizer&`, its counts may include steps that a device has
-  /// skipped.
+  /// LibTorch's state. Through a `torch::optim::Optimizer&` its counts may include steps that a device has skipped.
   auto& state() { return settle(), Base::state(); }
   const auto& state() const { return settle(), Base::state(); }
 

@@ -16,8 +16,7 @@ class DeviceScale {
  public:
   DeviceScale(const LossScale& scale, at::Device device);
 
-  /// The scale as 0-dim float32 and float64 tensors. Backward keeps them, so they are not written to while other code
-  /// has them.
+  /// The scale as 0-dim float32 and float64 tensors, not written to while other code has them: backward keeps them.
   const at::Tensor& value() const { return value_; }
   const at::Tensor& wide() const { return wide_; }
 

@@ -26,7 +26,7 @@ bool steps_by_elements(const torch::optim::Optimizer& optimizer);
 class AnyOptimizer {
  public:
   virtual ~AnyOptimizer() = default;
-  virtual std::vector<at::Tensor> parameters() const = 0;  ///< those of all groups
+  virtual std::vector<at::Tensor> parameters() const = 0;  ///< all parameters, group by group
   virtual bool takes_gradients() const = 0;
   /// Steps an optimizer without a `taker`. Unless it takes gradients, `.grad` must have its true size.
   virtual void step(const Gradients& gradients) = 0;

@@ -12,8 +12,7 @@
 
 namespace gradaccum::detail {
 
-/// Calls the listener after the hook that was in the slot before. The scope owns the listener, which may hold the
-/// parameter.
+/// Calls the listener after the hook that was in the slot. The scope owns the listener, which may hold the parameter.
 struct ArrivalHook final : torch::autograd::PostAccumulateGradHook {
   ArrivalHook(const std::shared_ptr<ArrivalListener>& whom, std::size_t where)
       : listener(whom), address(whom.get()), place(where) {}

@@ -23,8 +23,7 @@ class SeenTensor {
   explicit SeenTensor(const at::Tensor& tensor);
 
   bool defined() const { return defined_; }
-  /// Returns true for the recorded tensor if nothing has written to it (by LibTorch's version counter, without a
-  /// device).
+  /// Returns true for the recorded tensor if nothing has written to it (by its version counter, without a device).
   bool untouched(const at::Tensor& tensor) const;
   /// Returns true if another tensor of the same layout has taken the place of the recorded one.
   bool replaced(const at::Tensor& tensor) const;

@@ -84,8 +84,7 @@ GRADACCUM_INLINE bool same_values(const Archive::Values& a, const Archive::Value
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), same);
 }
 
-/// Compares two options. For user-made ones that means the learning rate, and the values of those that archive
-/// themselves.
+/// Compares two options: user-made ones by the learning rate, and by their values if they archive themselves.
 GRADACCUM_INLINE bool same_options(const torch::optim::OptimizerOptions& a, const torch::optim::OptimizerOptions& b) {
   using namespace torch::optim;
   std::optional<bool> same;

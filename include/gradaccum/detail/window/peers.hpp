@@ -46,8 +46,8 @@ class Peers {
   /// Steps with a reduced window. All processes have all parameters afterwards.
   virtual StepResult step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) = 0;
 
-  /// Called when this process has nothing to add to `window`. Returns true if others have, and `window` is to be closed
-  /// with theirs.
+  /// Called when this process has nothing to add to `window`. True if others have, and `window` is to be closed with
+  /// theirs.
   virtual bool others_continue(const std::shared_ptr<WindowGradients>& window,
                                std::optional<c10::ScalarType> accumulate_in) = 0;
 

@@ -16,8 +16,7 @@ class Optimizer;
 
 namespace gradaccum::detail {
 
-/// The division of an optimizer's parameters among processes. Each steps its own pieces, and keeps moments only of
-/// these.
+/// The division of an optimizer's parameters among processes. Each steps, and keeps moments of, its own pieces only.
 ///
 /// A parameter is cut along its memory into a piece for each rank, of whole `unit`s but for the last one's end. A
 /// parameter that is too small for that, or not contiguous, is the piece of one rank; so are all parameters of an
@@ -53,8 +52,8 @@ class Shards {
   const std::vector<at::Tensor>& own() const { return own_; }
   /// Clears the gradients of pieces: they are views that no other code can clear.
   void clear_gradients();
-  /// Returns a piece of a tensor of the parameter's size, or that tensor itself if it is not cut. Shares its memory if
-  /// it is contiguous.
+  /// Returns a piece of a tensor of the parameter's size, itself if it is not cut. Shares its memory if it is
+  /// contiguous.
   at::Tensor part(std::size_t place, const Piece& piece, const at::Tensor& of) const;
 
   /// Throws if these are not the divided parameters.

@@ -25,7 +25,7 @@
 
 namespace gradaccum::detail {
 
-/// Returns the numbers of a gradient as a dense real tensor that shares its memory; duplicates in a sparse one are not
+/// Returns a gradient's numbers as a dense real tensor that shares its memory. Duplicates in a sparse one are not
 /// summed.
 GRADACCUM_INLINE at::Tensor elements(const at::Tensor& gradient) {
   TORCH_CHECK(gradient.layout() == at::kStrided || gradient.is_sparse(),

@@ -24,8 +24,7 @@ void clip_by(Factor& factor, const at::Tensor& norm, double max_norm);
 
 /// The object behind a `Gradients` handle: one window's gradients, their deferred factor, and their measured norms.
 ///
-/// It holds parameters, and gradients only if they are sums of its own, so gradients that the user clears are freed at
-/// once.
+/// It holds gradients only if they are sums of its own, so gradients that the user clears are freed at once.
 class WindowGradients {
  public:
   /// The stages of a window: open, sending, complete, applied, spoiled, closed.
@@ -73,8 +72,7 @@ class WindowGradients {
   // Functions for stepping in backward.
   /// Makes a complete window of some of the parameters, with the same factor and mean.
   std::shared_ptr<WindowGradients> part(const std::vector<std::size_t>& places);
-  /// The gradients that are not stepped yet: sums of earlier micro-batches for parameters that this backward did not
-  /// reach.
+  /// The gradients that are not stepped yet: earlier micro-batches' sums that this backward did not reach.
   std::shared_ptr<WindowGradients> rest() { return part(sums_.places()); }
   bool stepped() const { return stepped_; }
   void set_stepped() { stepped_ = true; }
