@@ -87,7 +87,7 @@ class Accumulator {
 
   bool ready() const;                  ///< the next `step()` closes the window
   std::int64_t micro_steps() const;    ///< micro-batches completed in this window
-  std::int64_t updates() const;        ///< the number of steps that moved the parameters
+  std::int64_t updates() const;        ///< the number of steps that moved the parameters, or were left to a device
   void set_steps(std::int64_t steps);  ///< from the next window on
   /// For `Replicas`: sums each window over all processes when it closes.
   void set_peers(std::shared_ptr<detail::Peers> peers);
