@@ -52,7 +52,7 @@ function(gradaccum_add_tests program prefix)
         set_tests_properties(${name}.cuda PROPERTIES FAIL_REGULAR_EXPRESSION "No tests ran|skipped: |SKIPPED:"
           ENVIRONMENT "GRADACCUM_EMULATED_CUDA=$<TARGET_FILE:gradaccum.tests.emulated_cuda>")
         add_dependencies(${program} gradaccum.tests.emulated_cuda)
-        if(program MATCHES "[.](all|device|optim)$" AND NOT file MATCHES "kernels[.]test$") # once more, with the library's own kernels
+        if(program MATCHES "[.](checkpoint|device|memory|optim|scaling|state|trainer|verification|window)$" AND NOT file MATCHES "kernels[.]test$") # once more, with the library's own kernels
           gradaccum_add_test_of_file(${name}.kernels ${program} "[#${file}][cuda]")
           set_tests_properties(${name}.kernels PROPERTIES LABELS cuda
             FAIL_REGULAR_EXPRESSION "No tests ran|skipped: |SKIPPED:"
