@@ -4,7 +4,7 @@
 // is a factor and two passes over memory; the peers are the sequences that ATen's operations allow. Bound: the norm has
 // to read the gradients, 4 bytes a parameter, before the step can move its 28.
 
-#include <gradaccum/clip_grad.hpp>
+#include <gradaccum/gradients.hpp>
 #include <gradaccum/optim/adamw.hpp>
 
 #include "harness.hpp"

@@ -12,7 +12,7 @@
 #include <functional>
 #include <gradaccum/checkpoint.hpp>
 #include <gradaccum/checkpointed_sequential.hpp>
-#include <gradaccum/detail/checkpoint/allocation_log.hpp>
+#include <gradaccum/detail/checkpoint/chain.hpp>
 #include <optional>
 #include <string>
 #include <utility>

@@ -7,7 +7,6 @@
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/compiled_step.hpp>
 #include <gradaccum/optim/adamw.hpp>
-#include <gradaccum/save_step.hpp>
 
 #include <filesystem>
 #include <iostream>

@@ -4,7 +4,7 @@
 // and by ATen's operations, against LibTorch's own and ATen's fused operation where there are such. Bound: what the
 // device takes to copy as many bytes as the window has to read and write.
 
-#include <gradaccum/clip_grad.hpp>
+#include <gradaccum/gradients.hpp>
 #include <gradaccum/detail/kernels/device_kernels.hpp>
 #include <gradaccum/optim/adafactor.hpp>
 #include <gradaccum/optim/adamw.hpp>

@@ -7,7 +7,6 @@
 // Loading: the files are in memory, for all, and each load is the first of a process of its own, as where a training
 // goes on: memory is new to it.
 
-#include <gradaccum/state_parts.hpp>
 #include <gradaccum/training_state.hpp>
 
 #include "harness.hpp"

@@ -35,7 +35,7 @@ int main() {
 """
 TRAINER = """#include <gradaccum/trainer.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
-#include <gradaccum/lr/cosine.hpp>
+#include <gradaccum/learning_rates.hpp>
 #include <gradaccum/optim/adamw.hpp>
 #include <torch/torch.h>
 #include <iostream>

@@ -4,7 +4,7 @@
 #include <torch/torch.h>
 
 #include <cstdint>
-#include <gradaccum/loss.hpp>
+#include <gradaccum/gradients.hpp>
 #include <string>
 #include <utility>
 

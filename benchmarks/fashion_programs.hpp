@@ -9,7 +9,6 @@
 #include <gradaccum/compiled_step.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
 #include <gradaccum/grad_accumulator.hpp>
-#include <gradaccum/save_step.hpp>
 #include <memory>
 #include <stdexcept>
 #include <string>

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <gradaccum/autocast.hpp>
-#include <gradaccum/detail/checkpoint/allocation_log.hpp>
+#include <gradaccum/detail/checkpoint/chain.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/optim/adafactor.hpp>

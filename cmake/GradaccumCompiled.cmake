@@ -13,13 +13,13 @@ function(gradaccum_add_compiled include)
   if(TARGET gradaccum_compiled)
     return()
   endif()
-  file(GLOB_RECURSE definitions RELATIVE "${include}" CONFIGURE_DEPENDS "${include}/gradaccum/*.ipp")
+  file(GLOB_RECURSE definitions RELATIVE "${include}" CONFIGURE_DEPENDS "${include}/gradaccum/impl/*/*.ipp")
   # Some rooms a file: LibTorch's headers take as long as the definitions of three rooms.
   set(parts
-    "^gradaccum/(detail/(kernels|optimizers)/|optim/|learning_rates)"
-    "^gradaccum/(detail/(checkpoint|data|io|memory|state|types)/|io/|data/|archive|checkpoint|memory|keep|saved)"
-    "^gradaccum/(detail/compilation/|compiled_step|save_step)"
-    "^gradaccum/(detail/(trainer|verification)/|policies|verify|trainer|training|state_parts|fit|metrics|progress)"
+    "/impl/(kernels|optimizers)/"
+    "/impl/(checkpoint|data|fitting|io|memory|state)/"
+    "/impl/compilation/"
+    "/impl/(trainer|verification|watching)/"
     ".") # window, scaling and parallel
   set(sources "")
   set(number 0)

@@ -72,8 +72,8 @@ function(gradaccum_try_nvcc nvcc options result)
     return()
   endif()
   set(source "${CMAKE_CURRENT_BINARY_DIR}/gradaccum_compiled/includes.cu")
-  file(WRITE "${source}" "#include <gradaccum/detail/kernels/device/cuda_kernels.hpp>
-#include <gradaccum/detail/kernels/operands.hpp>
+  file(WRITE "${source}" "#include <gradaccum/detail/kernels/device/launch.hpp>
+#include <gradaccum/detail/kernels/numbers.hpp>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Half.h>

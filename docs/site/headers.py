@@ -32,7 +32,7 @@ class Name:
     access: str = "public"
     members: list = dataclasses.field(default_factory=list)
     space: str = ""  # its namespace
-    header: str = ""  # gradaccum/loss.hpp
+    header: str = ""  # gradaccum/gradients.hpp
     line: int = 0
 
     @property
@@ -243,7 +243,7 @@ def inherit(names):
 
 
 def read(include):
-    """The public names of all headers, by header, `gradaccum/loss.hpp`; those of detail/ by the header that has it."""
+    """The public names of all headers, by header, `gradaccum/gradients.hpp`; those of detail/ by the header that has it."""
     found = {}
     for path in sorted(include.glob("gradaccum/**/*.hpp"), key=lambda path: "detail" in path.parts):
         header = path.relative_to(include).as_posix()

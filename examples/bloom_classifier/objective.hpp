@@ -12,8 +12,7 @@
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/compiled_step.hpp>
 #include <gradaccum/data/length_buckets.hpp>
-#include <gradaccum/loss.hpp>
-#include <gradaccum/save_step.hpp>
+#include <gradaccum/gradients.hpp>
 #include <map>
 #include <utility>
 #include <vector>

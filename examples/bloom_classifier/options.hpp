@@ -11,7 +11,6 @@
 #include <exception>
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/process_group.hpp>
-#include <gradaccum/shard.hpp>
 #include <limits>
 #include <map>
 #include <optional>

@@ -9,11 +9,10 @@
 #include <cstdio>
 #include <gradaccum/archive.hpp>
 #include <gradaccum/fit_options.hpp>
-#include <gradaccum/loss.hpp>
+#include <gradaccum/gradients.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/process_group.hpp>
-#include <gradaccum/validation.hpp>
 #include <string>
 #include <string_view>
 #include <utility>

@@ -9,8 +9,7 @@
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/compiled_step.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
-#include <gradaccum/loss.hpp>
-#include <gradaccum/save_step.hpp>
+#include <gradaccum/gradients.hpp>
 
 #include "setup.hpp"
 

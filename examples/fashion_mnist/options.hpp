@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <gradaccum/checkpointed_sequential.hpp>
-#include <gradaccum/shard.hpp>
+#include <gradaccum/process_group.hpp>
 #include <limits>
 #include <map>
 #include <optional>

@@ -4,11 +4,9 @@
 #include <torch/torch.h>
 
 #include <cstdint>
-#include <gradaccum/curves.hpp>
+#include <gradaccum/run_page.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policy.hpp>
-#include <gradaccum/run_page.hpp>
-#include <gradaccum/validation.hpp>
 
 namespace fashion_mnist {
 

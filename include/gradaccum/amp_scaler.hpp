@@ -2,12 +2,9 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/concepts.hpp>
-#include <gradaccum/detail/scaling/device_scale.hpp>
 #include <gradaccum/detail/scaling/loss_scale.hpp>
 #include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/gradients.hpp>
-#include <gradaccum/loss.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -228,5 +225,5 @@ class AmpScaler {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/amp_scaler.ipp>
+#include <gradaccum/impl/scaling/amp_scaler.ipp>
 #endif

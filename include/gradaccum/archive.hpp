@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/state/pending_changes.hpp>
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/state/owned_tensor.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
@@ -165,5 +166,5 @@ class Archive {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/archive.ipp>
+#include <gradaccum/impl/state/archive.ipp>
 #endif

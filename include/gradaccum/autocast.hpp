@@ -75,5 +75,5 @@ class [[nodiscard]] Autocast {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/autocast.ipp>
+#include <gradaccum/impl/scaling/amp_scaler.ipp>
 #endif

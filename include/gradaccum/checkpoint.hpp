@@ -2,8 +2,8 @@
 #pragma once
 
 #include <gradaccum/autocast.hpp>
-#include <gradaccum/checkpoint_options.hpp>
-#include <gradaccum/detail/checkpoint/run_checkpointed.hpp>
+#include <gradaccum/checkpoint_plan.hpp>
+#include <gradaccum/detail/checkpoint/recomputation.hpp>
 
 #include <utility>
 

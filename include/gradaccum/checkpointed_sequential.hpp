@@ -2,9 +2,7 @@
 #pragma once
 
 #include <gradaccum/autocast.hpp>
-#include <gradaccum/checkpoint_options.hpp>
 #include <gradaccum/checkpoint_plan.hpp>
-#include <gradaccum/detail/build/inline.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -38,7 +36,7 @@ struct CheckpointedSequentialOptions {
 class CheckpointedSequentialImpl : public torch::nn::Module {
  public:
   CheckpointedSequentialImpl(torch::nn::Sequential stages, const CheckpointedSequentialOptions& options);
-  GRADACCUM_INLINE ~CheckpointedSequentialImpl() override;
+  ~CheckpointedSequentialImpl() override;
 
   at::Tensor forward(const at::Tensor& input, const at::Tensor& context = {});
 
@@ -50,9 +48,9 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
   CheckpointPlan plan() const;
   bool has_plan() const;
 
-  GRADACCUM_INLINE std::shared_ptr<torch::nn::Module> clone(
+  std::shared_ptr<torch::nn::Module> clone(
       const std::optional<at::Device>& device = std::nullopt) const override;
-  GRADACCUM_INLINE void pretty_print(std::ostream& out) const override;
+  void pretty_print(std::ostream& out) const override;
 
  protected:
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(at::Tensor())})  // accepts one tensor, too, in a Sequential
@@ -100,5 +98,5 @@ class CheckpointedSequential : public torch::nn::ModuleHolder<CheckpointedSequen
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/checkpointed_sequential.ipp>
+#include <gradaccum/impl/checkpoint/chain.ipp>
 #endif

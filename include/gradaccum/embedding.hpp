@@ -44,5 +44,5 @@ at::Tensor embedding(const at::Tensor& input, const at::Tensor& weight, Embeddin
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/embedding.ipp>
+#include <gradaccum/impl/window/embedding.ipp>
 #endif

@@ -1,17 +1,76 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/factor.hpp>
+#include <gradaccum/detail/build/inline.hpp>
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
+#include <concepts>
+#include <cstdint>
 #include <memory>
+#include <optional>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace gradaccum {
 
+class AmpScaler;
 namespace detail {
+struct Multiplier;
 class WindowGradients;
+}  // namespace detail
+
+/// Collects the factors that gradients, or the seed of a backward pass, are still to be multiplied by.
+///
+///     ga::Gradients gradients(model->parameters());
+///     torch::mse_loss(model->forward(x), y).mul(65536.0).backward();
+///     gradients.factor().divide(65536.0);                  // the loss scale
+///     gradients.factor().multiply(torch::tensor(0.5));     // of a device tensor nobody waits for the value
+///     gradients.apply();                                   // one pass for all factors
+///     sgd.step();
+///
+/// A factor is written but not read, so no writer depends on another, and any order of writers gives the same bits:
+/// multipliers and divisors are kept apart, sorted before they are joined, and divided once.
+///
+/// @note Does not wait for the device. A CPU tensor is read at once; a device tensor is copied on the device.
+class Factor {
+ public:
+  void multiply(double by) { multipliers_.push_back(by); }
+  void multiply(const at::Tensor& by);
+  void divide(double by);
+  void divide(const at::Tensor& by);
+
+  /// Makes the step depend on every gradient being finite, for a loss scaler.
+  void require_finite() { finiteness_ = std::max(finiteness_, Finiteness::required); }
+  /// Like `require_finite()`, but lets an optimizer that can skip the step on the device do so: the host does not wait.
+  void require_finite_on_device() { finiteness_ = std::max(finiteness_, Finiteness::required_on_device); }
+
+  /// Returns the whole product, for code that applies it; a writer has no use for it.
+  friend detail::Multiplier product_of(const Factor& factor);
+  friend bool finite_required(const Factor& factor) { return factor.finiteness_ != Finiteness::any; }
+  friend bool may_stay_on_device(const Factor& factor) { return factor.finiteness_ == Finiteness::required_on_device; }
+  /// Returns a factor with the requirement alone, once the rest has been applied.
+  friend Factor requirement_of(const Factor& factor);
+
+ private:
+  enum class Finiteness { any, required_on_device, required };
+
+  friend class AmpScaler;
+  friend class detail::WindowGradients;
+
+  static bool on_host(const at::Tensor& by);
+  /// Keeps a 0-dim float64 device tensor without a copy: nothing may change it.
+  void multiply_by_own(at::Tensor by) { device_multipliers_.push_back(std::move(by)); }
+  void divide_by_own(at::Tensor by) { device_divisors_.push_back(std::move(by)); }
+
+  std::vector<double> multipliers_, divisors_;
+  std::vector<at::Tensor> device_multipliers_, device_divisors_;
+  Finiteness finiteness_ = Finiteness::any;
+};
+
+namespace detail {
 }
 
 /// The gradients of one window, and the factor that they are still to be multiplied by.
@@ -103,8 +162,238 @@ class Gradients {
   std::shared_ptr<detail::WindowGradients> window_;
 };
 
+namespace detail {
+
+/// Gradients that were computed together with their loss, and are added without autograd.
+class ReadyGradients {
+ public:
+  virtual ~ReadyGradients() = default;
+  /// Adds the gradients times the seed, as backward from `loss` would. Returns false if backward has to run: the loss
+  /// is no longer the one they belong to, or hooks wait for the gradients.
+  virtual bool add(const at::Tensor& loss, double seed) = 0;
+};
+
+}  // namespace detail
+
+/// Options of a backward pass, as `torch::Tensor::backward` takes them.
+struct BackwardOptions {
+  std::optional<bool> retain_graph = {};  ///< keeps the graph for another pass; as `create_graph` if not given
+  bool create_graph = false;              ///< allows gradients of gradients
+  std::vector<at::Tensor> inputs = {};    ///< only these get gradients; if empty, all that the loss depends on
+};
+
+/// A mean loss and the number of items that it averages, so that a window is the mean over *all items*.
+///
+///     for (auto& batch : batches) {
+///       auto mean = torch::mse_loss(model->forward(batch.data), batch.target);
+///       optimizer.backward(ga::Loss{mean, batch.target.numel()});
+///       optimizer.step();
+///       optimizer.zero_grad();
+///     }
+///
+/// A mean of means differs from that mean if micro-batches hold different numbers of valid tokens. The weight enters as
+/// the seed of backward, so the loss that the user prints stays as it is.
+///
+/// `mean`: one element, of any floating dtype. `items`: any arithmetic type, finite and >= 0; 0 skips backward.
+///
+/// @note Does not wait for the device: the count is a host number, and a Tensor as count does not compile.
+/// @note A 16-bit loss rounds its seed, and so its weight, to 16 bits: compute the loss in float32.
+struct Loss {
+  at::Tensor mean;
+  double items = 1.0;
+  Factor seed = {};                                    ///< the start of backward; loss scales and weights multiply it
+  at::Tensor output = {}, target = {};                 ///< the model's output and the target, for metrics
+  std::shared_ptr<detail::ReadyGradients> ready = {};  ///< gradients that a `CompiledStep` has computed
+
+  Loss(at::Tensor loss) : mean(std::move(loss)) {}  // NOLINT(google-explicit-constructor): a tensor is a loss
+
+  template <class Count>
+  Loss(at::Tensor loss, Count count) : mean(std::move(loss)), items(number(count)) {}
+
+  /// Attaches the model's output and the target, which metrics need.
+  Loss with(at::Tensor output_of_model, at::Tensor wanted) &&;
+  Loss with(at::Tensor output_of_model, at::Tensor wanted) const&;
+
+  void check_shape() const;
+  void check() const;
+  void backward(const BackwardOptions& options = {}) const;
+
+ private:
+  template <class Count>
+  static double number(Count count) {
+    static_assert(!std::is_base_of_v<at::TensorBase, Count>,
+                  "Loss: items is a number on the host; a Tensor count would wait for the device at every micro-batch. "
+                  "Count on the host, or write count.item<double>() where the wait is meant");
+    static_assert(std::is_arithmetic_v<Count> || std::is_base_of_v<at::TensorBase, Count>,
+                  "Loss: items must be an arithmetic count");
+    if constexpr (std::is_arithmetic_v<Count>) return static_cast<double>(count);
+    return 0;
+  }
+};
+
+/// Counts the micro-batches of a window and their weights. Has nothing to do with tensors.
+///
+///     ga::Window window(4);
+///     for (auto& batch : batches) {
+///       window.add(batch.data.size(0));            // this micro-batch is a mean over so many items
+///       if (window.full()) window.restart();       // after the step: mean = sum · first_weight() / total_weight()
+///     }
+///
+/// Weights enter backward relative to the window's first one, which keeps the magnitude of 16-bit gradients.
+class Window {
+ public:
+  explicit Window(std::int64_t steps = 1) : steps_(checked(steps)), next_steps_(steps) {}
+
+  /// Counts a micro-batch of this weight, finite and >= 0.
+  void add(double weight);
+  static void check_weight(double weight);
+
+  std::int64_t count() const { return count_; }
+  std::int64_t steps() const { return steps_; }
+  bool full() const { return count_ >= steps_; }
+  double first_weight() const { return first_weight_; }  ///< the first nonzero weight, or 0
+  double total_weight() const { return total_weight_; }
+
+  /// Sets the steps from the next window on, or of this one if it has no micro-batch yet.
+  void set_steps(std::int64_t steps);
+  /// Sets the steps of this window alone, at any time.
+  void set_steps_of_this(std::int64_t steps) { steps_ = checked(steps); }
+  void restart() { *this = Window(next_steps_); }
+
+  /// Continues a window that was saved.
+  void resume(std::int64_t count, double first_weight, double total_weight);
+
+ private:
+  static std::int64_t checked(std::int64_t steps);
+
+  std::int64_t steps_, next_steps_, count_ = 0;
+  double first_weight_ = 0, total_weight_ = 0;
+};
+
+/// The result of an accumulator's `step()` or `flush()`. As a `bool`: true if parameters moved, or may have on a
+/// device.
+///
+///     ga::GradAccumulator optimizer(sgd, {.steps = 4});
+///     int skipped = 0;
+///     for (auto& batch : batches) {
+///       torch::mse_loss(model->forward(batch.data), batch.target).backward();
+///       if (optimizer.step() == ga::StepResult::skipped) ++skipped;
+///       optimizer.zero_grad();
+///     }
+class StepResult {
+ public:
+  /// Its enumerators are `ga::StepResult::stepped` and so on.
+  enum class Kind {
+    accumulated,    ///< the window is still open
+    empty,          ///< closed without weight or gradients, so there was nothing to step with
+    skipped,        ///< closed and skipped: the gradients had to be finite, and are not
+    stepped,        ///< the parameters moved
+    left_to_device  ///< the device skips the step if gradients are not finite, unknown to the host
+  };
+  using enum Kind;
+
+  constexpr StepResult(Kind kind) : kind_(kind) {}  // NOLINT(google-explicit-constructor): one of the above
+  /// True for `stepped` and `left_to_device`.
+  constexpr operator bool() const {  // NOLINT(google-explicit-constructor): bool moved = optimizer.step()
+    return kind_ == stepped || kind_ == left_to_device;
+  }
+  friend constexpr bool operator==(StepResult a, StepResult b) { return a.kind_ == b.kind_; }
+
+ private:
+  Kind kind_;
+};
+
+/// Steps the parameters that it owns, and clears their gradients: every `torch::optim::Optimizer` that needs no
+/// closure, and a `GradAccumulator`.
+template <class O>
+concept optimizer = requires(O& o) {
+  o.step();
+  o.zero_grad();
+  o.param_groups();
+};
+
+/// The base of an optimizer that multiplies by the deferred factor in its own pass, beside `torch::optim::Optimizer`:
+/// it is then also found behind a `torch::optim::Optimizer&`.
+///
+/// `step(Gradients)` reads `raw()`, never `.grad`, and leaves the gradients as they are. If they were required to be
+/// finite and are not, it moves nothing.
+struct TakesGradients {
+  virtual void step(Gradients gradients) = 0;
+  /// Returns true if `step` leaves it to the device to check for finite gradients and to skip the step
+  /// (`Gradients::judge_on_device`).
+  virtual bool judges_on_device(const Gradients&) const { return false; }
+  /// Returns true if the step of an element depends on no other, so that a process may step a part of a parameter.
+  /// Parts are flat, and begin at a multiple of 4096 elements. `step` then gets the gradients of this process's parts,
+  /// and their `norm()` is not the norm of the whole.
+  virtual bool steps_by_elements() const { return false; }
+  virtual ~TakesGradients() = default;
+};
+
+/// An optimizer that multiplies by the deferred factor in its own pass.
+template <class O>
+concept takes_gradients = optimizer<O> && requires(O& o, Gradients g) {
+  o.step(g);
+};
+
+/// An optimizer that moves the parameters on some calls of `step()` only.
+template <class O>
+concept accumulating = optimizer<O> && requires(O& o) {
+  { o.ready() } -> std::same_as<bool>;
+  { o.gradients() } -> std::same_as<Gradients>;
+};
+
+namespace detail {
+
+/// Returns the parameters of all groups.
+template <class O>
+std::vector<at::Tensor> parameters_of(O& optimizer) {
+  std::vector<at::Tensor> all;
+  for (auto& group : optimizer.param_groups())
+    for (auto& parameter : group.params()) all.push_back(parameter);
+  return all;
+}
+
+}  // namespace detail
+
+/// Clips a window's gradients to an L2 norm of at most `max_norm`, by a deferred factor. Returns the norm before.
+///
+///     if (optimizer.ready()) {
+///       auto norm = ga::clip_grad_norm_(optimizer.gradients(), 1.0);      // 0-dim float64; nobody has waited for it
+///       if (optimizer.updates() % 100 == 0) std::cout << norm.item<double>() << '\n';
+///     }
+///     optimizer.step();
+///
+/// The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. `max_norm` is > 0; infinity
+/// only measures. A norm of NaN makes the gradients NaN, as in PyTorch.
+///
+/// @note Does not wait for the device.
+at::Tensor clip_grad_norm_(Gradients gradients, double max_norm);
+
+/// torch.nn.utils.clip_grad_norm_ without the wait: clips the gradients of `parameters` in place. Returns their
+/// `norm_type`-norm (> 0, or infinity) before, 0-dim float64.
+///
+///     torch::mse_loss(model->forward(x), y).backward();
+///     at::Tensor norm = ga::clip_grad_norm_(model->parameters(), 1.0);
+///     sgd.step();
+///
+/// Unlike LibTorch's own, takes parameters on several devices, sparse gradients, and shared parameters, which count
+/// once. In a loop with a GradAccumulator, call the accumulator's `clip_grad_norm_`: this one would clip an unfinished
+/// sum, which is an error.
+///
+/// @note Waits for the device only with `error_if_nonfinite`, which throws before anything is clipped.
+at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type = 2.0,
+                           bool error_if_nonfinite = false);
+
+/// Clamps every element of a window's gradients, in their true size, to [-clip_value, clip_value], at once.
+///
+/// @note Does not wait for the device.
+void clip_grad_value_(Gradients gradients, double clip_value);
+
+/// torch.nn.utils.clip_grad_value_, also for sparse gradients and shared parameters.
+void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value);
+
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/gradients.ipp>
+#include <gradaccum/impl/window/gradients.ipp>
 #endif

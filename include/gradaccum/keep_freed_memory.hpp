@@ -32,5 +32,5 @@ bool keep_freed_memory();
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/keep_freed_memory.ipp>
+#include <gradaccum/impl/memory/memory.ipp>
 #endif

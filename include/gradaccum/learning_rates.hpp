@@ -6,7 +6,10 @@
 #include <torch/optim/optimizer.h>
 
 #include <concepts>
+#include <cstdint>
 #include <functional>
+#include <limits>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -61,6 +64,122 @@ class LearningRates {
 
 }  // namespace gradaccum
 
+namespace gradaccum::detail {
+
+/// Returns the factor, falling from 1 to 0, after `done` of `length` updates. Equals Python's expressions bit for bit.
+double linear_decay(double done, double length);
+double cosine_decay(double done, double length);
+double one_minus_sqrt_decay(double done, double length);
+
+/// The common form of all learning rates: a warm-up to `peak`, a plateau, and a decay over the last updates of `total`.
+///
+/// Members are checked at every call, since the classes are aggregates without constructors.
+struct Phases {
+  static constexpr std::int64_t no_end = std::numeric_limits<std::int64_t>::max();
+
+  const char* owner;  // for errors
+  double peak;
+  std::int64_t warmup;
+  std::optional<double> start;
+  std::int64_t total = no_end;
+  double end = peak;
+  std::optional<std::int64_t> decay = {};  // updates; by default all after the warm-up
+
+  double at(std::int64_t update, double (*falling)(double, double)) const;
+
+ private:
+  double first() const;
+  void check(std::int64_t update) const;
+  template <class Value>
+  void require(bool holds, const char* requirement, Value got) const;
+};
+
+}  // namespace gradaccum::detail
+
+/// Learning rates as pure functions of the update's index, which is 0 for the first update.
+namespace gradaccum::lr {
+
+/// A constant learning rate after a linear warm-up.
+///
+///     ga::lr::Constant constant{.peak = 3e-4, .warmup = 100};
+///     ga::LearningRates rates(optimizer);
+///     rates.set(constant(optimizer.updates()));
+///
+/// The warm-up is linear, from `start` at update 0 to `peak` at update `warmup`. Throws `std::invalid_argument` for
+/// members out of range and for a negative update.
+struct Constant {
+  double peak = 0;                   ///< > 0
+  std::int64_t warmup = 0;           ///< updates
+  std::optional<double> start = {};  ///< the rate of update 0, in [0, peak]; by default peak / (warmup + 1)
+
+  double operator()(std::int64_t update) const {
+    return detail::Phases{"lr::Constant", peak, warmup, start}.at(update, detail::linear_decay);
+  }
+};
+
+/// A linear warm-up, then half a cosine from `peak` at update `warmup` down to `end` at update `total`, then `end`.
+///
+///     ga::lr::Cosine cosine{.peak = 3e-4, .warmup = 100, .total = 5000, .end = 3e-5};
+///     ga::LearningRates rates(optimizer);
+///     rates.set(cosine(optimizer.updates()));
+///
+/// The warm-up and the errors are those of `Constant`.
+struct Cosine {
+  double peak = 0;                   ///< > 0
+  std::int64_t warmup = 0;           ///< updates, at most `total`
+  std::int64_t total = 0;            ///< updates, >= 1
+  double end = 0;                    ///< the rate from update `total` on, in [0, peak]
+  std::optional<double> start = {};  ///< the rate of update 0, in [0, peak]; by default peak / (warmup + 1)
+
+  double operator()(std::int64_t update) const {
+    return detail::Phases{"lr::Cosine", peak, warmup, start, total, end}.at(update, detail::cosine_decay);
+  }
+};
+
+/// A linear warm-up, then a line from `peak` at update `warmup` down to `end` at update `total`, and `end` afterwards.
+///
+///     ga::lr::Linear linear{.peak = 3e-4, .warmup = 100, .total = 5000};
+///     ga::LearningRates rates(optimizer);
+///     rates.set(linear(optimizer.updates()));
+///
+/// The warm-up and the errors are those of `Constant`.
+struct Linear {
+  double peak = 0;                   ///< > 0
+  std::int64_t warmup = 0;           ///< updates, at most `total`
+  std::int64_t total = 0;            ///< updates, >= 1
+  double end = 0;                    ///< the rate from update `total` on, in [0, peak]
+  std::optional<double> start = {};  ///< the rate of update 0, in [0, peak]; by default peak / (warmup + 1)
+
+  double operator()(std::int64_t update) const {
+    return detail::Phases{"lr::Linear", peak, warmup, start, total, end}.at(update, detail::linear_decay);
+  }
+};
+
+/// The shape of the decay in `WarmupStableDecay`: `linear`, `cosine`, or `one_minus_sqrt`, which falls fast at first.
+enum class Decay { linear, cosine, one_minus_sqrt };
+
+/// A linear warm-up, `peak` for most of the run, and a decay to `end` over the last `decay` updates of `total`.
+///
+///     ga::lr::WarmupStableDecay wsd{.peak = 3e-4, .warmup = 100, .total = 5000, .decay = 500};
+///     ga::LearningRates rates(optimizer);
+///     rates.set(wsd(optimizer.updates()));
+///
+/// The rate before the decay does not depend on `total`, so a run can be extended. The warm-up and the errors are those
+/// of `Constant`.
+struct WarmupStableDecay {
+  double peak = 0;                   ///< > 0
+  std::int64_t warmup = 0;           ///< updates
+  std::int64_t total = 0;            ///< updates, >= 1
+  std::int64_t decay = 0;            ///< updates, in [1, total - warmup]
+  double end = 0;                    ///< the rate from update `total` on, in [0, peak]
+  std::optional<double> start = {};  ///< the rate of update 0, in [0, peak]; by default peak / (warmup + 1)
+  Decay shape = Decay::cosine;
+
+  double operator()(std::int64_t update) const;
+};
+
+}  // namespace gradaccum::lr
+
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/learning_rates.ipp>
+#include <gradaccum/impl/optimizers/learning_rates.ipp>
 #endif

@@ -33,5 +33,5 @@ std::ostream& operator<<(std::ostream& out, const MemoryPlan& plan);
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/memory_plan.ipp>
+#include <gradaccum/impl/fitting/memory_plan.ipp>
 #endif

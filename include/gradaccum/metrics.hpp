@@ -2,8 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/trainer/weighted_mean.hpp>
-#include <gradaccum/loss.hpp>
-#include <gradaccum/window.hpp>
+#include <gradaccum/gradients.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
@@ -14,6 +13,7 @@
 #include <iosfwd>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -147,8 +147,60 @@ class Evaluator {
 };
 
 }  // namespace detail
+
+class Archive;
+
+/// A validation during training and its position. `Validate` passes it to every policy that has `on_validation`.
+///
+///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
+///       return torch::mse_loss(net->forward(batch.data), batch.target);
+///     });
+///     auto report = trainer.fit(batches);
+///     for (const ga::Validation& validation : report.validations)
+///       std::cout << validation.update << ": " << validation["loss"].value() << '\n';
+struct Validation {
+  std::string name = "validation";  ///< the name of its `Validate`
+  std::int64_t update = 0;          ///< the trainer's updates so far
+  std::int64_t epoch = 0;           ///< counted from 0
+  std::int64_t samples = 0;         ///< samples that this `fit` has trained on
+  double seconds = 0;               ///< duration of this `fit` so far
+  Evaluation found = {};
+
+  /// Looks up a number: by its own name, `loss`, if this validation is named "validation", or by both names,
+  /// `test/loss`. Returns nullopt if it does not exist.
+  std::optional<double> operator[](std::string_view metric) const;
+};
+
+namespace detail {
+
+/// All validations of a `fit`, as part of its state.
+struct ValidationHistory {
+  std::vector<Validation>& all;
+  void state(Archive& archive);
+};
+
+}  // namespace detail
+
+/// The direction in which a metric improves, in Python's terms.
+enum class Mode {
+  min,  ///< the lower
+  max,  ///< the higher
+};
+
+namespace detail {
+
+/// Returns `given`, or the known mode of loss or accuracy. Throws for other metrics; messages begin with `owner`.
+Mode mode_of(const char* owner, std::string_view metric, std::optional<Mode> given);
+
+/// Compares two numbers, with a margin of `min_delta`. NaN is never better; anything else is better than NaN.
+bool is_better(Mode mode, double number, double than, double min_delta = 0);
+
+/// Throws unless the metric is one of `validated` (`validation/loss`, …).
+void check_is_validated(const char* owner, const std::string& metric, const std::vector<std::string>& validated);
+
+}  // namespace detail
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/metrics.ipp>
+#include <gradaccum/impl/trainer/metrics.ipp>
 #endif

@@ -30,7 +30,3 @@ extern template class PolicyOf<Progress>;
 extern template class PolicyOf<SaveState>;
 }  // namespace gradaccum::detail
 #endif
-
-#ifndef GRADACCUM_COMPILED
-#include <gradaccum/policies.ipp>
-#endif

@@ -3,7 +3,6 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/gradients.hpp>
-#include <gradaccum/loss.hpp>
 
 #include <ATen/core/Tensor.h>
 

@@ -8,6 +8,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -82,8 +83,25 @@ class ProcessGroup {
   int rank_ = 0, world_size_ = 1, local_rank_ = 0;
 };
 
+/// The state that the processes divide rather than replicate: `ga::DataParallel{.shard = …}`.
+enum class Shard {
+  none,       ///< nothing: each process has all
+  optimizer,  ///< the optimizer's state: each process keeps and steps its own part of the parameters
+  gradients,  ///< the optimizer's state and, between micro-batches, the gradients
+};
+
+/// Options for sending gradients, seeding the ranks, and sharding.
+struct ReplicasOptions {
+  /// The largest number of bytes of gradients that are sent together; >= 1. With `shard` it also limits the bytes in
+  /// flight: a larger gradient is sent in parts if it is split, and backward waits for the first of them.
+  std::int64_t bucket_bytes = std::int64_t{25} << 20;
+  bool overlap = true;        ///< send gradients while the backward that fills the window still runs
+  bool seed_by_rank = true;   ///< add each rank's number to its random seeds, so that ranks draw different numbers
+  Shard shard = Shard::none;  ///< state that ranks divide rather than replicate
+};
+
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/process_group.ipp>
+#include <gradaccum/impl/parallel/process_group.ipp>
 #endif

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/memory_by_kind.hpp>
+#include <gradaccum/memory_meter.hpp>
 
 #include <cstddef>
 #include <cstdint>
@@ -63,5 +62,5 @@ std::ostream& operator<<(std::ostream& stream, const ProfileReport& report);
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/profile_report.ipp>
+#include <gradaccum/impl/watching/profile_report.ipp>
 #endif

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/watching/trace_mark.hpp>
+#include <gradaccum/detail/watching/kineto_session.hpp>
 #include <gradaccum/profile_report.hpp>
 
 #include <cstddef>
@@ -90,5 +89,5 @@ void write_profile(const std::filesystem::path& directory, const ProfileReport& 
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/profiler.ipp>
+#include <gradaccum/impl/watching/profiler.ipp>
 #endif

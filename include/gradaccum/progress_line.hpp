@@ -84,5 +84,5 @@ std::string duration_text(double seconds);
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/progress_line.ipp>
+#include <gradaccum/impl/watching/progress_line.ipp>
 #endif

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/concepts.hpp>
 #include <gradaccum/detail/parallel/replica_peers.hpp>
-#include <gradaccum/detail/types/module_of.hpp>
+#include <gradaccum/detail/types/types.hpp>
+#include <gradaccum/gradients.hpp>
 #include <gradaccum/process_group.hpp>
-#include <gradaccum/replicas_options.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
@@ -100,5 +99,5 @@ class Replicas {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/replicas.ipp>
+#include <gradaccum/impl/parallel/replicas.ipp>
 #endif

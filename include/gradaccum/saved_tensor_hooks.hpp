@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/checkpoint/saving_scope.hpp>
-#include <gradaccum/detail/checkpoint/tensor_traits.hpp>
+#include <gradaccum/detail/checkpoint/forward_state.hpp>
+#include <gradaccum/detail/checkpoint/recomputation.hpp>
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include <cstddef>
@@ -21,8 +21,8 @@ namespace detail {
 /// Packs a tensor until backward, and checks that it is unpacked with the same shape, dtype and device.
 class PackedTensor : public torch::autograd::SavedVariableHooks {
  public:
-  GRADACCUM_INLINE void call_pack_hook(const at::Tensor& tensor) override;
-  GRADACCUM_INLINE at::Tensor call_unpack_hook() override;
+  void call_pack_hook(const at::Tensor& tensor) override;
+  at::Tensor call_unpack_hook() override;
 
  private:
   virtual void pack(at::Tensor tensor) = 0;
@@ -103,6 +103,23 @@ class [[nodiscard]] SavedTensorHooks final : detail::SavingScope {
 
 }  // namespace gradaccum
 
-#ifndef GRADACCUM_COMPILED
-#include <gradaccum/saved_tensor_hooks.ipp>
-#endif
+namespace gradaccum::detail {
+
+inline void PackedTensor::call_pack_hook(const at::Tensor& tensor) {
+  version_ = TensorVersion(tensor);
+  traits_ = TensorTraits(tensor);
+  // Detaches results: an operation that owned its own result would never be freed.
+  pack(tensor.is_leaf() ? tensor : tensor.tensor_data());
+}
+
+inline at::Tensor PackedTensor::call_unpack_hook() {
+  TORCH_CHECK(!version_.changed(), "SavedTensorHooks: a tensor that backward needs (", traits_,
+              ") must not change in place after it was saved; clone it before");
+  at::Tensor tensor = unpack();
+  TORCH_CHECK(tensor.defined() && TensorTraits(tensor) == traits_,
+              "SavedTensorHooks: unpack must return what was packed, ", traits_, ", got ",
+              tensor.defined() ? c10::str(TensorTraits(tensor)) : "an undefined tensor");
+  return tensor;
+}
+
+}  // namespace gradaccum::detail

@@ -78,5 +78,5 @@ class SummaryWriter {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/summary_writer.ipp>
+#include <gradaccum/impl/watching/summary_writer.ipp>
 #endif

@@ -2,17 +2,15 @@
 #pragma once
 
 #include <gradaccum/detail/optimizers/param_states.hpp>
-#include <gradaccum/detail/trainer/any_batches.hpp>
 #include <gradaccum/detail/trainer/any_policy.hpp>
 #include <gradaccum/detail/trainer/arguments.hpp>
-#include <gradaccum/detail/types/type_name.hpp>
+#include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/fit_options.hpp>
-#include <gradaccum/fit_report.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policies.hpp>
-#include <gradaccum/state_parts.hpp>
 #include <gradaccum/trainer_base.hpp>
+#include <gradaccum/training_state.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>

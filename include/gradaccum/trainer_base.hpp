@@ -2,13 +2,10 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/fit_options.hpp>
-#include <gradaccum/fit_report.hpp>
-#include <gradaccum/memory_by_kind.hpp>
+#include <gradaccum/memory_meter.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policy.hpp>
-#include <gradaccum/validation.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -44,7 +41,7 @@ class TrainerBase {
  public:
   TrainerBase(const TrainerBase&) = delete;  // policies may hold on to it
   TrainerBase& operator=(const TrainerBase&) = delete;
-  GRADACCUM_INLINE virtual ~TrainerBase();
+  virtual ~TrainerBase();
 
   /// Steps with the window as it is, and its true mean. True if the parameters moved.
   bool flush();
@@ -118,5 +115,5 @@ class TrainerBase {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/trainer_base.ipp>
+#include <gradaccum/impl/trainer/trainer.ipp>
 #endif

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/data/samples_of.hpp>
-#include <gradaccum/detail/types/module_of.hpp>
-#include <gradaccum/detail/verification/split.hpp>
+#include <gradaccum/detail/data/samples.hpp>
+#include <gradaccum/detail/types/types.hpp>
+#include <gradaccum/detail/verification/passes.hpp>
 #include <gradaccum/gradients.hpp>
-#include <gradaccum/loss.hpp>
-#include <gradaccum/window.hpp>
 
 #include <torch/nn/module.h>
 
@@ -93,5 +91,5 @@ AccumulationReport verify_accumulation(Model&& model, Objective objective, Batch
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/verify_accumulation.ipp>
+#include <gradaccum/impl/verification/verify_accumulation.ipp>
 #endif

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <gradaccum/io/weight_files.hpp>
+#include <gradaccum/io/weights.hpp>
 #include <map>
 #include <set>
 #include <string>

@@ -4,12 +4,9 @@
 #include <gradaccum/checkpoint.hpp>
 #include <gradaccum/checkpointed_sequential.hpp>
 #include <gradaccum/detail/checkpoint/chain.hpp>
-#include <gradaccum/detail/checkpoint/chain_profile.hpp>
-#include <gradaccum/detail/checkpoint/frozen_statistics.hpp>
+#include <gradaccum/detail/checkpoint/forward_state.hpp>
 #include <gradaccum/detail/checkpoint/planner.hpp>
 #include <gradaccum/detail/checkpoint/recomputation.hpp>
-#include <gradaccum/detail/checkpoint/saving_scope.hpp>
-#include <gradaccum/detail/checkpoint/schedule.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/saved_tensor_hooks.hpp>
 

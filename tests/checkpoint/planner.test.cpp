@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/checkpoint/pareto_front.hpp>
 #include <gradaccum/detail/checkpoint/planner.hpp>
-#include <gradaccum/detail/checkpoint/schedule.hpp>
 
 #include <algorithm>
 #include <cstdint>

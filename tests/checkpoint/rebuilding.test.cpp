@@ -2,7 +2,7 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/checkpoint.hpp>
-#include <gradaccum/detail/checkpoint/rebuilding_scope.hpp>
+#include <gradaccum/detail/checkpoint/recomputation.hpp>
 #include <gradaccum/saved_tensor_hooks.hpp>
 
 #include "support/chains.hpp"

@@ -5,7 +5,6 @@
 #include <gradaccum/checkpoint.hpp>
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
 #include <gradaccum/detail/checkpoint/recomputation.hpp>
-#include <gradaccum/detail/checkpoint/saving_scope.hpp>
 #include <gradaccum/memory_meter.hpp>
 
 #include "support/leaves.hpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <gradaccum/factor.hpp>
+#include <gradaccum/gradients.hpp>
 
 int main() {
   gradaccum::Factor factor;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <gradaccum/loss.hpp>
+#include <gradaccum/gradients.hpp>
 
 namespace ga = gradaccum;
 

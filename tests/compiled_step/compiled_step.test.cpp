@@ -5,7 +5,7 @@
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/compiled_step.hpp>
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
-#include <gradaccum/detail/compilation/steps_in_program.hpp>
+#include <gradaccum/detail/compilation/step_source.hpp>
 #include <gradaccum/detail/io/manifest.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
 #include <gradaccum/grad_accumulator.hpp>

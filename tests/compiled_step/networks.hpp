@@ -4,7 +4,7 @@
 #include <torch/torch.h>
 
 #include <cstdint>
-#include <gradaccum/loss.hpp>
+#include <gradaccum/gradients.hpp>
 #include <utility>
 
 /// The networks whose steps are recorded and compiled when the tests are built.

@@ -5,9 +5,9 @@
 #include <gradaccum/data/length_buckets.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
-#include <gradaccum/detail/compilation/step_description.hpp>
+#include <gradaccum/detail/compilation/step_source.hpp>
 #include <gradaccum/detail/io/manifest.hpp>
-#include <gradaccum/save_step.hpp>
+#include <gradaccum/compiled_step.hpp>
 
 #include <map>
 #include <sstream>

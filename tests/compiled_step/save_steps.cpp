@@ -3,7 +3,7 @@
 // save_steps FOLDER: records the steps that the tests have compiled code of, each in a folder of its own.
 
 #include <gradaccum/autocast.hpp>
-#include <gradaccum/save_step.hpp>
+#include <gradaccum/compiled_step.hpp>
 
 #include <filesystem>
 #include <iostream>

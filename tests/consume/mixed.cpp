@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Compiled twice into one program, with GRADACCUM_COMPILED and without.
-#include <gradaccum/factor.hpp>
+#include <gradaccum/gradients.hpp>
 
 #ifdef GRADACCUM_COMPILED
 int main() {}

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/clip_grad.hpp>
+#include <gradaccum/gradients.hpp>
 #include <gradaccum/detail/kernels/device/launch.hpp>
 #include <gradaccum/detail/optimizers/adafactor_step.hpp>
-#include <gradaccum/gradients.hpp>
 #include <gradaccum/optim/adafactor.hpp>
 
 #include "support/kernel_memory.hpp"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/window/tensor_lists.hpp>
+#include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/gradaccum.hpp>
 
 #include "support/emulated_cuda/emulated_cuda.hpp"

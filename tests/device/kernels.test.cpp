@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/kernels/kernels.hpp>
-#include <gradaccum/detail/optimizers/adam8bit_step.hpp>
-#include <gradaccum/detail/optimizers/adam_step.hpp>
-#include <gradaccum/detail/optimizers/batches.hpp>
-#include <gradaccum/detail/optimizers/kernel_moves.hpp>
-#include <gradaccum/detail/optimizers/sgd_step.hpp>
-#include <gradaccum/detail/window/tensor_lists.hpp>
+#include <gradaccum/detail/kernels/kernel_loop.hpp>
+#include <gradaccum/detail/optimizers/steps.hpp>
+#include <gradaccum/detail/optimizers/moves.hpp>
+#include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/gradaccum.hpp>
 
 #include "support/device.hpp"

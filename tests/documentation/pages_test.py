@@ -19,7 +19,7 @@ import reference  # noqa: E402
 
 HEADER = """// SPDX-License-Identifier: Apache-2.0
 #pragma once
-#include <gradaccum/loss.hpp>
+#include <gradaccum/gradients.hpp>
 #define MACRO(name) \\
   struct name {};
 namespace torch { class Forward; }
@@ -205,8 +205,8 @@ class Pages(unittest.TestCase):
         self.fails("docs/README.md does not list docs/secret.md")
 
     def test_a_name_without_documentation(self):
-        self.change("include/gradaccum/mode.hpp", "enum class", "void quiet();\nenum class")
-        self.fails("include/gradaccum/mode.hpp", "has no documentation comment")
+        self.change("include/gradaccum/metrics.hpp", "enum class", "void quiet();\nenum class")
+        self.fails("include/gradaccum/metrics.hpp", "has no documentation comment")
 
     def test_an_option_without_documentation(self):
         self.change("include/gradaccum/training_state.hpp", "struct LoadOptions {", "struct LoadOptions {\n  bool extra = false;")

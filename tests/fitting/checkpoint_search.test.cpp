@@ -2,7 +2,7 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/checkpointed_sequential.hpp>
-#include <gradaccum/detail/fitting/checkpoint_search.hpp>
+#include <gradaccum/detail/fitting/memory_fitter.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/policies/fit_memory.hpp>

@@ -5,7 +5,7 @@
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/data/length_buckets.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
-#include <gradaccum/detail/checkpoint/forward_undo.hpp>
+#include <gradaccum/detail/checkpoint/forward_state.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/optim/adamw.hpp>

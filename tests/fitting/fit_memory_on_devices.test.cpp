@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/fitting/available_memory.hpp>
-#include <gradaccum/detail/fitting/out_of_memory.hpp>
+#include <gradaccum/detail/fitting/memory_fitter.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/policies/fit_memory.hpp>

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/fitting/row_kind.hpp>
-#include <gradaccum/detail/fitting/row_plan.hpp>
+#include <gradaccum/detail/fitting/memory_fitter.hpp>
 
 #include <algorithm>
 #include <cstdint>

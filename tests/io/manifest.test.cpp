@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/io/listed_files.hpp>
 #include <gradaccum/detail/io/manifest.hpp>
 
 #include "support/files.hpp"

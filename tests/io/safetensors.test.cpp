@@ -2,8 +2,8 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/io/files.hpp>
-#include <gradaccum/detail/io/safetensors_tensors.hpp>
-#include <gradaccum/detail/memory/occupied_memory.hpp>
+#include <gradaccum/detail/io/safetensors_format.hpp>
+#include <gradaccum/detail/memory/memory_ledger.hpp>
 #include <gradaccum/io/safetensors.hpp>
 
 #include "support/files.hpp"

@@ -3,7 +3,7 @@
 
 #include <gradaccum/io/save_sharded.hpp>
 
-#include <gradaccum/io/weight_files.hpp>
+#include <gradaccum/io/weights.hpp>
 #include <gradaccum/memory_meter.hpp>
 
 #include <nlohmann/json.hpp>

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/memory/kept_pages.hpp>
-#include <gradaccum/detail/memory/occupied_memory.hpp>
+#include <gradaccum/detail/memory/memory_ledger.hpp>
 #include <gradaccum/keep_freed_memory.hpp>
 #include <gradaccum/memory_meter.hpp>
 

@@ -2,7 +2,6 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/embedding.hpp>
-#include <gradaccum/memory_by_kind.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/optim/adam8bit.hpp>
 #include <gradaccum/optim/adamw.hpp>

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/clip_grad.hpp>
-#include <gradaccum/detail/kernels/kernels.hpp>
+#include <gradaccum/gradients.hpp>
+#include <gradaccum/detail/kernels/kernel_loop.hpp>
 #include <gradaccum/detail/optimizers/adafactor_step.hpp>
-#include <gradaccum/detail/optimizers/adafactor_tensor.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/optim/adafactor.hpp>

@@ -3,15 +3,15 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/kernels/dynamic_map.hpp>
-#include <gradaccum/detail/kernels/kernels.hpp>
-#include <gradaccum/detail/optimizers/adam8bit_step.hpp>
+#include <gradaccum/detail/kernels/kernel_loop.hpp>
+#include <gradaccum/detail/optimizers/steps.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/optim/adam.hpp>
 #include <gradaccum/optim/adam8bit.hpp>
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/optim/adamw8bit.hpp>
-#include <gradaccum/state_parts.hpp>
+#include <gradaccum/training_state.hpp>
 
 #include "support/leaves.hpp"
 #include "support/models.hpp"

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/kernels/sum_of_squares.hpp>
-#include <gradaccum/detail/optimizers/adam_step.hpp>
-#include <gradaccum/detail/optimizers/batches.hpp>
-#include <gradaccum/detail/optimizers/sgd_step.hpp>
+#include <gradaccum/detail/kernels/kernel_loop.hpp>
+#include <gradaccum/detail/optimizers/steps.hpp>
+#include <gradaccum/detail/optimizers/moves.hpp>
 
 #include "support/take_on_device.hpp"
 

@@ -3,8 +3,6 @@
 
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/learning_rates.hpp>
-#include <gradaccum/lr/cosine.hpp>
-#include <gradaccum/lr/linear.hpp>
 #include <gradaccum/policies/schedule.hpp>
 
 #include "support/models.hpp"

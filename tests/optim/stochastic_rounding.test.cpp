@@ -2,9 +2,9 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/kernels/dense.hpp>
-#include <gradaccum/detail/kernels/kernels.hpp>
-#include <gradaccum/detail/optimizers/device_operands.hpp>
-#include <gradaccum/detail/optimizers/sgd_step.hpp>
+#include <gradaccum/detail/kernels/kernel_loop.hpp>
+#include <gradaccum/detail/optimizers/moves.hpp>
+#include <gradaccum/detail/optimizers/steps.hpp>
 #include <gradaccum/optim/adam.hpp>
 #include <gradaccum/optim/adam8bit.hpp>
 #include <gradaccum/optim/adamw.hpp>

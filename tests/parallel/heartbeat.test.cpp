@@ -2,7 +2,6 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/parallel/heartbeat.hpp>
-#include <gradaccum/detail/parallel/silence.hpp>
 
 #include "support/relay.hpp"
 

@@ -2,10 +2,8 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/parallel/heartbeat.hpp>
-#include <gradaccum/detail/parallel/launch_environment.hpp>
 #include <gradaccum/detail/parallel/links.hpp>
-#include <gradaccum/detail/parallel/nccl.hpp>
-#include <gradaccum/detail/parallel/rank_states.hpp>
+#include <gradaccum/detail/parallel/replica_peers.hpp>
 #include <gradaccum/process_group.hpp>
 
 #include "support/ranks.hpp"

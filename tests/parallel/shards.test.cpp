@@ -14,7 +14,6 @@
 #include <gradaccum/optim/adamw8bit.hpp>
 #include <gradaccum/optim/sgd.hpp>
 #include <gradaccum/replicas.hpp>
-#include <gradaccum/state_parts.hpp>
 #include <gradaccum/training_state.hpp>
 
 #include "support/files.hpp"

@@ -3,7 +3,7 @@
 
 // Written by adafactor.py with PyTorch 2.15.0. Do not edit.
 
-#include <gradaccum/optim/adafactor_options.hpp>
+#include <gradaccum/optim/adafactor.hpp>
 
 #include <cstdint>
 #include <map>

@@ -79,7 +79,7 @@ def main():
             lines.append(f'    {{"{key}",\n     {{{made(options)},\n      {made({**options, **second})},\n'
                          f'      {{{rows}}}}}}},')
     lines.append("};")
-    write_header(__file__, [["gradaccum/optim/adafactor_options.hpp"], ["cstdint", "map", "string", "vector"]], lines)
+    write_header(__file__, [["gradaccum/optim/adafactor.hpp"], ["cstdint", "map", "string", "vector"]], lines)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/lr/constant.hpp>
-#include <gradaccum/lr/cosine.hpp>
-#include <gradaccum/lr/linear.hpp>
-#include <gradaccum/lr/warmup_stable_decay.hpp>
+#include <gradaccum/learning_rates.hpp>
 #include <gradaccum/policies/ema.hpp>
 
 #include "support/waves.hpp"

@@ -3,7 +3,6 @@
 
 #include <gradaccum/io/safetensors.hpp>
 #include <gradaccum/optim/adamw.hpp>
-#include <gradaccum/state_parts.hpp>
 #include <gradaccum/training_state.hpp>
 
 #include "support/files.hpp"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# The rooms of the library, from the ground up, and which of the others each may use. A room is a folder of detail/ with
+# The rooms of the library, from the ground up, and which of the others each may use. A room is a folder of detail/ and impl/ with
 # the public headers and folders that belong to it; docs/architecture.md says what each is for.
 # cmake -D INCLUDE=include -P floors.cmake
 
@@ -21,7 +21,7 @@ function(room name)
   set(used_by_${name} "${arg_USES}" PARENT_SCOPE)
 endfunction()
 
-room(build        PUBLIC version)
+room(build        PUBLIC version impl/begin)
 room(types)
 room(kernels      PUBLIC mkl_on_amd)
 room(memory       PUBLIC keep_freed_memory memory_by_kind memory_meter)
@@ -32,7 +32,7 @@ room(window       PUBLIC clip_grad concepts embedding factor grad_accumulator
                   USES types kernels state)
 room(scaling      PUBLIC amp_scaler autocast
                   USES types kernels state window)
-room(optimizers   PUBLIC learning_rates lr/ optim/
+room(optimizers   PUBLIC learning_rates optim/
                   USES types kernels memory state window)
 room(checkpoint   PUBLIC checkpoint checkpoint_options checkpoint_plan checkpointed_sequential saved_tensor_hooks
                   USES types memory scaling)
@@ -60,7 +60,7 @@ set(used_by_everything ${rooms})
 function(room_of file result)
   cmake_path(REMOVE_EXTENSION file LAST_ONLY OUTPUT_VARIABLE stem)
   foreach(room IN LISTS rooms)
-    if(file MATCHES "^detail/${room}/" OR stem IN_LIST public_of_${room})
+    if(file MATCHES "^(detail|impl)/${room}/" OR stem IN_LIST public_of_${room})
       set(${result} ${room} PARENT_SCOPE)
       return()
     endif()
@@ -98,37 +98,49 @@ endforeach()
 # The umbrella includes every public header but the one that changes a program by being included, and compiled.hpp all
 # definitions.
 foreach(file IN LISTS files)
-  if(NOT file MATCHES "^detail/.*[.]hpp$|[.]inl$|^(gradaccum|compiled|mkl_on_amd)[.]hpp$"
+  if(NOT file MATCHES "^detail/.*[.]hpp$|[.]inl$|^(gradaccum|compiled|mkl_on_amd)[.]hpp$|^impl/begin[.]ipp$"
       AND NOT included_by_everything MATCHES " ${file} ")
     message(SEND_ERROR "neither gradaccum.hpp nor compiled.hpp includes ${file}")
   endif()
 endforeach()
 
-# Definitions stand beside their header, which includes them last and where nobody else does.
+# Definitions stand in impl/, in a file of one or more headers, which include it last and where nobody else does.
+set(defined_by "")
 foreach(file IN LISTS files)
-  string(REGEX REPLACE "[.]ipp$" ".hpp" header "${file}")
-  if(header STREQUAL file)
-    continue()
+  if(file MATCHES "[.]hpp$")
+    file(READ "${INCLUDE}/gradaccum/${file}" text)
+    if(text MATCHES "#include <gradaccum/(impl/[^>]+)>" AND NOT file STREQUAL "compiled.hpp")
+      list(APPEND defined_by "${CMAKE_MATCH_1}")
+      list(APPEND has_definitions "${file}")
+      if(NOT text MATCHES "#ifndef GRADACCUM_COMPILED\n#include <gradaccum/${CMAKE_MATCH_1}>\n#endif\n$")
+        message(SEND_ERROR "${file} must end with the include of ${CMAKE_MATCH_1} where GRADACCUM_COMPILED is not defined")
+      endif()
+    endif()
   endif()
-  if(NOT header IN_LIST files)
-    message(SEND_ERROR "${file} has no header ${header} beside it")
-    continue()
+endforeach()
+foreach(file IN LISTS files)
+  if(file MATCHES "[.]ipp$" AND NOT file STREQUAL "impl/begin.ipp")
+    if(NOT file IN_LIST defined_by)
+      message(SEND_ERROR "no header includes ${file} at its end")
+    endif()
+    file(READ "${INCLUDE}/gradaccum/${file}" text)
+    if(NOT text MATCHES "\n#include <gradaccum/impl/begin.ipp>\n" OR NOT text MATCHES "\n#undef GRADACCUM_INLINE\n$")
+      message(SEND_ERROR "${file} must include impl/begin.ipp last and end with #undef GRADACCUM_INLINE")
+    endif()
   endif()
-  file(READ "${INCLUDE}/gradaccum/${header}" text)
-  if(NOT text MATCHES "#ifndef GRADACCUM_COMPILED\n#include <gradaccum/${file}>\n#endif\n$")
-    message(SEND_ERROR "${header} must end with the include of ${file} where GRADACCUM_COMPILED is not defined")
-  endif()
-  # Each comes by detail/build/inline.hpp, where a program of two kinds of files is noticed, compiled or not.
+endforeach()
+# Each comes by detail/build/inline.hpp, where a program of two kinds of files is noticed, compiled or not.
+foreach(file IN LISTS has_definitions)
   set(comes_by FALSE)
-  file(STRINGS "${INCLUDE}/gradaccum/${header}" includes REGEX "^#include <gradaccum/.*[.]hpp>")
+  file(STRINGS "${INCLUDE}/gradaccum/${file}" includes REGEX "^#include <gradaccum/.*[.]hpp>")
   foreach(line IN LISTS includes)
-    string(REGEX REPLACE "^#include <gradaccum/([^>]+)[.]hpp>.*" "\\1.ipp" other "${line}")
-    if(other IN_LIST files)
+    string(REGEX REPLACE "^#include <gradaccum/([^>]+)>.*" "\\1" other "${line}")
+    if(other IN_LIST has_definitions OR other STREQUAL "detail/build/inline.hpp")
       set(comes_by TRUE)
     endif()
   endforeach()
-  if(NOT comes_by AND NOT header STREQUAL "detail/build/inline.hpp")
-    message(SEND_ERROR "${header} must include detail/build/inline.hpp, or a header that does")
+  if(NOT comes_by)
+    message(SEND_ERROR "${file} must include detail/build/inline.hpp, or a header that does")
   endif()
 endforeach()
 
@@ -136,7 +148,7 @@ endforeach()
 # classes of one name takes them for one.
 set(known "")
 foreach(file IN LISTS files)
-  if(NOT file MATCHES "^detail/.*pp$|^io/.*[.]ipp$") # simd/ has the same names for each processor, in namespaces of its own
+  if(NOT file MATCHES "^(detail|impl)/.*pp$") # simd/ has the same names for each processor, in namespaces of its own
     continue()
   endif()
   file(STRINGS "${INCLUDE}/gradaccum/${file}" lines REGEX "^(class|struct|enum class|using) [A-Za-z0-9_]+( [^;]*| .*[{=].*)?$")

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/optimizers/moves.hpp>
-#include <gradaccum/detail/window/multiplier.hpp>
+#include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <vector>
 

@@ -4,11 +4,11 @@
 int batch_size = 64;  // somebody's global variable: hides nobody's batch_size()
 
 #include <gradaccum/data/tensor_batches.hpp>
-#include <gradaccum/detail/data/samples_of.hpp>
-#include <gradaccum/detail/memory/occupied_memory.hpp>
-#include <gradaccum/detail/trainer/mode_guard.hpp>
+#include <gradaccum/detail/data/samples.hpp>
+#include <gradaccum/detail/memory/memory_ledger.hpp>
+#include <gradaccum/detail/trainer/loop.hpp>
 #include <gradaccum/detail/trainer/weighted_mean.hpp>
-#include <gradaccum/detail/types/module_of.hpp>
+#include <gradaccum/detail/types/types.hpp>
 
 #include <array>
 #include <cmath>

@@ -2,7 +2,6 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/fit_options.hpp>
-#include <gradaccum/fit_report.hpp>
 #include <gradaccum/memory_meter.hpp>
 
 #include <filesystem>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/metrics_file.hpp>
+#include <gradaccum/policies/metrics_log.hpp>
 
 #include "support/file_size_limit.hpp"
 #include "support/files.hpp"

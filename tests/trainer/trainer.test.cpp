@@ -5,7 +5,7 @@
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
 #include <gradaccum/grad_accumulator.hpp>
-#include <gradaccum/lr/cosine.hpp>
+#include <gradaccum/learning_rates.hpp>
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/trainer.hpp>
 

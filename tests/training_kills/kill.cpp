@@ -6,9 +6,7 @@
 // SIGTERM and SIGINT; and not so with a state that has other random numbers.
 
 #include <gradaccum/detail/io/files.hpp>
-#include <gradaccum/detail/io/listed_files.hpp>
 #include <gradaccum/detail/io/manifest.hpp>
-#include <gradaccum/detail/io/state_directory.hpp>
 
 #include <algorithm>
 #include <array>

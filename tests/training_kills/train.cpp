@@ -8,9 +8,9 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/data/tensor_batches.hpp>
-#include <gradaccum/detail/io/state_directory.hpp>
+#include <gradaccum/detail/io/manifest.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
-#include <gradaccum/lr/cosine.hpp>
+#include <gradaccum/learning_rates.hpp>
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/policies/save_state.hpp>
 #include <gradaccum/trainer.hpp>

@@ -3,7 +3,7 @@
 
 #include <gradaccum/data/length_buckets.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
-#include <gradaccum/lr/cosine.hpp>
+#include <gradaccum/learning_rates.hpp>
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/policies/save_state.hpp>
 #include <gradaccum/trainer.hpp>

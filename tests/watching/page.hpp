@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/curves.hpp>
+#include <gradaccum/run_page.hpp>
 #include <gradaccum/detail/watching/page_template.hpp>
 
 #include <nlohmann/json.hpp>

@@ -2,7 +2,7 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/data/tensor_batches.hpp>
-#include <gradaccum/lr/cosine.hpp>
+#include <gradaccum/learning_rates.hpp>
 #include <gradaccum/policies/data_parallel.hpp>
 #include <gradaccum/policies/report.hpp>
 #include <gradaccum/policies/validate.hpp>

@@ -2,9 +2,7 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/kernels/crc32.hpp>
-#include <gradaccum/detail/watching/event.hpp>
-#include <gradaccum/detail/watching/protobuf_message.hpp>
-#include <gradaccum/detail/watching/value_histogram.hpp>
+#include <gradaccum/detail/watching/event_file.hpp>
 #include <gradaccum/summary_writer.hpp>
 
 #include "support/event_files.hpp"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/clip_grad.hpp>
+#include <gradaccum/gradients.hpp>
 
 #include "support/models.hpp"
 

@@ -3,7 +3,7 @@
 
 #include <gradaccum/embedding.hpp>
 #include <gradaccum/grad_accumulator.hpp>
-#include <gradaccum/loss.hpp>
+#include <gradaccum/gradients.hpp>
 #include <gradaccum/optim/adamw.hpp>
 
 #include <functional>

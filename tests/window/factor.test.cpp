@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/window/multiplier.hpp>
-#include <gradaccum/factor.hpp>
+#include <gradaccum/detail/window/window_gradients.hpp>
+#include <gradaccum/gradients.hpp>
 
 #include <algorithm>
 

@@ -2,7 +2,7 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/amp_scaler.hpp>
-#include <gradaccum/detail/window/sample.hpp>
+#include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/policies/ema.hpp>

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/data/epoch_order.hpp>
-#include <gradaccum/detail/data/padded_sequences.hpp>
+#include <gradaccum/detail/data/samples.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Scalar.h>
@@ -86,8 +85,8 @@ class LengthBuckets : public detail::EpochLoops<SequenceBatch> {
 
   void check(std::int64_t targets) const;
   detail::ShareOfRank share() const override { return {options_.rank, options_.world_size}; }
-  GRADACCUM_INLINE std::int64_t all_of(std::int64_t epoch) const override;
-  GRADACCUM_INLINE SequenceBatch batch_at(std::int64_t epoch, std::int64_t number) const override;
+  std::int64_t all_of(std::int64_t epoch) const override;
+  SequenceBatch batch_at(std::int64_t epoch, std::int64_t number) const override;
   const std::vector<Rows>& batches_of(std::int64_t epoch) const;
 
   detail::PaddedSequences sequences_;
@@ -101,5 +100,5 @@ class LengthBuckets : public detail::EpochLoops<SequenceBatch> {
 }  // namespace gradaccum::data
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/data/length_buckets.ipp>
+#include <gradaccum/impl/data/data.ipp>
 #endif

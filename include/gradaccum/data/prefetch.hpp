@@ -2,10 +2,9 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/data/batch_on_device.hpp>
+#include <gradaccum/detail/data/epoch_order.hpp>
 #include <gradaccum/detail/data/prepared_ahead.hpp>
-#include <gradaccum/detail/data/range_pass.hpp>
+#include <gradaccum/detail/data/samples.hpp>
 
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
@@ -221,5 +220,5 @@ Prefetch(Range&&, PrefetchOptions = {}) -> Prefetch<Range>;
 }  // namespace gradaccum::data
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/data/prefetch.ipp>
+#include <gradaccum/impl/data/data.ipp>
 #endif

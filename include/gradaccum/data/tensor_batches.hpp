@@ -51,8 +51,8 @@ class TensorBatches : public detail::EpochLoops<Batch> {
 
  private:
   detail::ShareOfRank share() const override { return {options_.rank, options_.world_size}; }
-  GRADACCUM_INLINE std::int64_t all_of(std::int64_t epoch) const override;
-  GRADACCUM_INLINE Batch batch_at(std::int64_t epoch, std::int64_t number) const override;
+  std::int64_t all_of(std::int64_t epoch) const override;
+  Batch batch_at(std::int64_t epoch, std::int64_t number) const override;
   void make_order(std::int64_t epoch) const;
 
   at::Tensor inputs_, targets_;
@@ -64,5 +64,5 @@ class TensorBatches : public detail::EpochLoops<Batch> {
 }  // namespace gradaccum::data
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/data/tensor_batches.ipp>
+#include <gradaccum/impl/data/data.ipp>
 #endif

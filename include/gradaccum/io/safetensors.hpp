@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/io/safetensors_header.hpp>
+#include <gradaccum/detail/io/safetensors_format.hpp>
 
 #include <ATen/core/Tensor.h>
 
@@ -97,5 +97,5 @@ void save_file(const Tensors& tensors, const std::filesystem::path& path, const 
 }  // namespace gradaccum::io
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/io/safetensors.ipp>
+#include <gradaccum/impl/io/files.ipp>
 #endif

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/io/safetensors.hpp>
 
 #include <ATen/core/Tensor.h>
@@ -51,5 +50,5 @@ void save_sharded(const std::vector<PlannedTensor>& tensors, const std::filesyst
 }  // namespace gradaccum::io
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/io/save_sharded.ipp>
+#include <gradaccum/impl/io/io.ipp>
 #endif

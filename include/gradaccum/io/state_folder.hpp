@@ -56,5 +56,5 @@ void write_manifest_of(const Archive& archive, const StateFiles& files, const st
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/io/state_folder.ipp>
+#include <gradaccum/impl/io/io.ipp>
 #endif

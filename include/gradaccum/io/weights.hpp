@@ -1,13 +1,93 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/types/module_of.hpp>
-#include <gradaccum/io/load_weights_options.hpp>
+#include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/io/safetensors.hpp>
-#include <gradaccum/io/weight_files.hpp>
-#include <gradaccum/io/weights_report.hpp>
+
+#include <ATen/core/Tensor.h>
 
 #include <filesystem>
+#include <iosfwd>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace gradaccum::io {
+
+/// Permitted differences between a file of weights and a module.
+struct LoadWeightsOptions {
+  bool strict = true;  ///< throw if the file and the module differ; otherwise load what fits
+
+  /// Hugging Face's attribute of this name; "transformer" for BLOOM, where a model with a head has
+  /// `transformer.ln_f.weight`, and the model without one `ln_f.weight`. A weight that the file lacks is looked up with
+  /// the prefix added or removed, unless the module has that name too.
+  std::string base_model_prefix = {};
+
+  /// Weights that the file may lack, such as those of a new head; the name of a module stands for all of its weights.
+  /// If the file has them, they are loaded.
+  std::vector<std::string> may_be_missing = {};
+};
+
+/// The weights of a safetensors file, or of a folder in Hugging Face's layout: `model.safetensors`, or the files listed
+/// in `model.safetensors.index.json`.
+///
+///     ga::io::save_weights(model, "model/");
+///     const ga::io::WeightFiles files("model");  // or a file, or an index
+///     for (auto& name : files.keys()) std::cout << name << ": " << files.get_tensor(name).sizes() << "\n";
+///
+/// Tensors are read from the disk on first use, as by `SafetensorsFile`. An index is validated first: it must list
+/// files in its own folder, and for each tensor the only file that has it. Files may be links, as in Hugging Face's
+/// cache.
+///
+/// Throws `std::runtime_error` with the file's name for invalid files, and for a folder without weights. A pickle
+/// (`pytorch_model.bin`) is never read; the message then has a line of Python that converts it.
+///
+/// @note Does not wait for the device. Takes as much memory as `SafetensorsFile`.
+class WeightFiles {
+ public:
+  explicit WeightFiles(const std::filesystem::path& path);
+
+  /// Returns the names of the tensors, sorted.
+  std::vector<std::string> keys() const;
+  bool contains(const std::string& name) const { return files_.contains(name); }
+
+  /// The names of tensors that are in the files but not in the index. They are not loaded.
+  const std::vector<std::string>& unlisted() const { return unlisted_; }
+
+  /// Returns a tensor on the CPU, which may outlive this object.
+  at::Tensor get_tensor(const std::string& name) const;
+
+  /// Frees a tensor's memory; see `SafetensorsFile`.
+  void release(const std::string& name) const;
+
+ private:
+  using File = std::shared_ptr<const SafetensorsFile>;
+
+  const SafetensorsFile& file_of(const std::string& name) const;
+
+  void open_listed();
+
+  std::filesystem::path path_;
+  std::map<std::string, File> files_;  // by the names of their tensors
+  std::vector<std::string> unlisted_;
+};
+
+/// The differences between a module and a file of weights.
+struct WeightsReport {
+  std::vector<std::string> missing = {};  ///< only in the module
+  std::vector<std::string> unexpected =
+      {};  ///< only in the file; `weight (not in the index)`: in a file, but not listed
+  std::vector<std::string> mis_shaped = {};   ///< `weight: [2, 3] in the file, [3, 2] in the module`
+  std::vector<std::string> new_weights = {};  ///< only in the module, as permitted; they keep their values
+
+  /// Returns true if everything fits, apart from weights that may be missing.
+  bool complete() const { return missing.empty() && unexpected.empty() && mis_shaped.empty(); }
+};
+
+std::ostream& operator<<(std::ostream& stream, const WeightsReport& report);
+
+}  // namespace gradaccum::io
 
 namespace gradaccum::detail {
 
@@ -65,5 +145,5 @@ void save_weights(Model&& model, const std::filesystem::path& path, const Metada
 }  // namespace gradaccum::io
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/io/weights.ipp>
+#include <gradaccum/impl/io/io.ipp>
 #endif

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/optimizers/one_pass_optimizer.hpp>
+#include <gradaccum/detail/optimizers/own_optimizer.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/adam.h>
@@ -33,11 +32,11 @@ class Adam : public detail::OnePassOptimizer<Adam, torch::optim::Adam, torch::op
   explicit Adam(std::vector<at::Tensor> parameters, AdamOptions defaults = {});
 
  private:
-  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
+  void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
 };
 
 }  // namespace gradaccum::optim
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/optim/adam.ipp>
+#include <gradaccum/impl/optimizers/optim.ipp>
 #endif

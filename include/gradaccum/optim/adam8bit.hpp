@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/optimizers/adam8bit_optimizer.hpp>
+#include <gradaccum/detail/optimizers/own_optimizer.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/adam.h>
@@ -29,11 +28,11 @@ class Adam8bit : public detail::Adam8bitOptimizer<Adam8bit, Adam8bitOptions> {
   explicit Adam8bit(std::vector<at::Tensor> parameters, Adam8bitOptions defaults = {});
 
  private:
-  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
+  void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
 };
 
 }  // namespace gradaccum::optim
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/optim/adam8bit.ipp>
+#include <gradaccum/impl/optimizers/optim.ipp>
 #endif

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/optimizers/one_pass_optimizer.hpp>
+#include <gradaccum/detail/optimizers/own_optimizer.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/adamw.h>
@@ -50,11 +49,11 @@ class AdamW : public detail::OnePassOptimizer<AdamW, torch::optim::AdamW, torch:
   explicit AdamW(std::vector<at::Tensor> parameters, AdamWOptions defaults = {});
 
  private:
-  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
+  void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
 };
 
 }  // namespace gradaccum::optim
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/optim/adamw.ipp>
+#include <gradaccum/impl/optimizers/optim.ipp>
 #endif

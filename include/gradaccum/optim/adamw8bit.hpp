@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/optimizers/adam8bit_optimizer.hpp>
+#include <gradaccum/detail/optimizers/own_optimizer.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/adamw.h>
@@ -46,11 +45,11 @@ class AdamW8bit : public detail::Adam8bitOptimizer<AdamW8bit, AdamW8bitOptions> 
   explicit AdamW8bit(std::vector<at::Tensor> parameters, AdamW8bitOptions defaults = {});
 
  private:
-  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
+  void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
 };
 
 }  // namespace gradaccum::optim
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/optim/adamw8bit.ipp>
+#include <gradaccum/impl/optimizers/optim.ipp>
 #endif

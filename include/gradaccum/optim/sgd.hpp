@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/optimizers/one_pass_optimizer.hpp>
+#include <gradaccum/detail/optimizers/own_optimizer.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/sgd.h>
@@ -32,14 +31,14 @@ class SGD : public detail::OnePassOptimizer<SGD, torch::optim::SGD, torch::optim
   explicit SGD(const std::vector<torch::optim::OptimizerParamGroup>& groups, SGDOptions defaults);
   explicit SGD(std::vector<at::Tensor> parameters, SGDOptions defaults);
 
-  GRADACCUM_INLINE bool judges_on_device(const Gradients& gradients) const override;
+  bool judges_on_device(const Gradients& gradients) const override;
 
  private:
-  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
+  void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
 };
 
 }  // namespace gradaccum::optim
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/optim/sgd.ipp>
+#include <gradaccum/impl/optimizers/optim.ipp>
 #endif

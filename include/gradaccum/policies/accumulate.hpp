@@ -2,7 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/types/count.hpp>
+#include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/policy.hpp>
 
 #include <c10/core/ScalarType.h>
@@ -51,5 +51,5 @@ struct Accumulate {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/policies/accumulate.ipp>
+#include <gradaccum/impl/trainer/policies.ipp>
 #endif

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/clip_grad.hpp>
+#include <gradaccum/gradients.hpp>
 #include <gradaccum/policy.hpp>
 
 #include <string_view>
@@ -37,5 +37,5 @@ struct ClipValue {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/policies/clip.ipp>
+#include <gradaccum/impl/trainer/policies.ipp>
 #endif

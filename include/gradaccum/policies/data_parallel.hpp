@@ -57,5 +57,5 @@ struct DataParallel {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/policies/data_parallel.ipp>
+#include <gradaccum/impl/trainer/data_parallel.ipp>
 #endif

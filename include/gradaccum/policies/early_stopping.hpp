@@ -2,8 +2,7 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/mode.hpp>
+#include <gradaccum/metrics.hpp>
 #include <gradaccum/policy.hpp>
 
 #include <cstdint>
@@ -57,5 +56,5 @@ struct EarlyStopping {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/policies/early_stopping.ipp>
+#include <gradaccum/impl/trainer/policies.ipp>
 #endif

@@ -3,7 +3,7 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/trainer/averages.hpp>
-#include <gradaccum/detail/types/module_of.hpp>
+#include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/policy.hpp>
 
 #include <torch/nn/module.h>
@@ -77,5 +77,5 @@ struct Ema {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/policies/ema.ipp>
+#include <gradaccum/impl/trainer/policies.ipp>
 #endif

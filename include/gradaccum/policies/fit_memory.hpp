@@ -3,12 +3,10 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/checkpointed_sequential.hpp>
-#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/fitting/memory_fitter.hpp>
-#include <gradaccum/detail/trainer/any_batches.hpp>
 #include <gradaccum/detail/trainer/arguments.hpp>
-#include <gradaccum/detail/types/module_of.hpp>
-#include <gradaccum/loss.hpp>
+#include <gradaccum/detail/types/types.hpp>
+#include <gradaccum/gradients.hpp>
 #include <gradaccum/memory_plan.hpp>
 #include <gradaccum/policy.hpp>
 
@@ -92,5 +90,5 @@ struct FitMemory {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/policies/fit_memory.ipp>
+#include <gradaccum/impl/trainer/fit_memory.ipp>
 #endif

@@ -46,5 +46,5 @@ struct MixedPrecision {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/policies/mixed_precision.ipp>
+#include <gradaccum/impl/trainer/policies.ipp>
 #endif

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/gradients.hpp>
-#include <gradaccum/loss.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/profile_report.hpp>
 
@@ -73,5 +71,5 @@ struct Profile {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/policies/profile.ipp>
+#include <gradaccum/impl/trainer/profile.ipp>
 #endif

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/progress_line.hpp>
 
@@ -38,5 +37,5 @@ struct Progress {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/policies/progress.ipp>
+#include <gradaccum/impl/trainer/policies.ipp>
 #endif

@@ -2,12 +2,12 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/types/type_name.hpp>
+#include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/fit_options.hpp>
+#include <gradaccum/metrics.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/run_page.hpp>
 #include <gradaccum/trainer_base.hpp>
-#include <gradaccum/validation.hpp>
 
 #include <chrono>
 #include <cstdint>
@@ -107,5 +107,5 @@ struct Report {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/policies/report.ipp>
+#include <gradaccum/impl/trainer/report.ipp>
 #endif

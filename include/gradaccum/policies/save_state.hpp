@@ -2,10 +2,9 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/loss.hpp>
-#include <gradaccum/mode.hpp>
+#include <gradaccum/gradients.hpp>
+#include <gradaccum/metrics.hpp>
 #include <gradaccum/policy.hpp>
-#include <gradaccum/state_parts.hpp>
 #include <gradaccum/training_state.hpp>
 
 #include <cstdint>
@@ -70,5 +69,5 @@ struct SaveState {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/policies/save_state.ipp>
+#include <gradaccum/impl/trainer/policies.ipp>
 #endif

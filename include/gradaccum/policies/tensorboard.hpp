@@ -2,7 +2,6 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/summary_writer.hpp>
 
@@ -65,5 +64,5 @@ struct TensorBoard {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/policies/tensorboard.ipp>
+#include <gradaccum/impl/trainer/tensorboard.ipp>
 #endif

@@ -8,7 +8,7 @@
 #include "emulated_cuda.hpp"
 
 #include <gradaccum/detail/kernels/device/launch.hpp>
-#include <gradaccum/detail/kernels/operands.hpp>
+#include <gradaccum/detail/kernels/numbers.hpp>
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>

@@ -1,19 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-/// Each header has its definitions in an `.ipp` file of the same name. By default the library is header-only, and each
-/// header includes that file itself. If all of a program's files define GRADACCUM_COMPILED, the definitions come from
-/// one file that includes compiled.hpp, or from the CMake target gradaccum::compiled.
-#ifdef GRADACCUM_COMPILED
-#define GRADACCUM_INLINE
-#else
-#define GRADACCUM_INLINE inline
-#endif
-
+/// Definitions stand in impl/, which headers include at their ends: so the library is header-only. A program whose files
+/// are all compiled with GRADACCUM_COMPILED has them from one file, that includes compiled.hpp, or from the CMake target
+/// gradaccum::compiled.
 namespace gradaccum::detail {
 
-// Makes mixed programs fail to link, since they would have all definitions twice: the symbol is thread-local in one
-// kind of file and not in the other.
+// A program of which some files are compiled so and some are not would have all definitions twice. It does not link:
+// this is a thread's own in the one kind of file, and not in the other.
 #ifdef GRADACCUM_COMPILED
 extern const char either_all_files_define_GRADACCUM_COMPILED_or_none;
 [[gnu::used]] static const char* const how_this_file_is_compiled = &either_all_files_define_GRADACCUM_COMPILED_or_none;
@@ -22,7 +16,3 @@ extern const char either_all_files_define_GRADACCUM_COMPILED_or_none;
 #endif
 
 }  // namespace gradaccum::detail
-
-#ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/build/inline.ipp>
-#endif

@@ -1,18 +1,51 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
+#include <c10/util/FunctionRef.h>
 
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 
 namespace gradaccum::detail {
+
+/// Detects, while it is alive, operations of this thread that draw from LibTorch's default generators, which all
+/// threads share.
+class [[nodiscard]] DrawWatch {
+ public:
+  DrawWatch();
+  DrawWatch(const DrawWatch&) = delete;
+  DrawWatch& operator=(const DrawWatch&) = delete;
+  ~DrawWatch();
+
+  /// The first operation that drew; empty if none did.
+  const std::string& drawn() const;
+
+ private:
+  std::uint64_t handle_;
+};
+
+/// The LibTorch state of the constructing thread, for a thread that works for it: modes such as grad mode, the memory
+/// meter, the current device, and the streams of devices in use.
+class ThreadContext {
+ public:
+  ThreadContext();
+
+  /// Runs `work` in that state on this thread. Its operations use no further threads: a second OpenMP team would
+  /// compete with the first for cores, both spinning.
+  void run(c10::function_ref<void()> work) const;
+
+ private:
+  struct Known;
+  std::shared_ptr<const Known> known_;
+};
 
 struct Prepared {
   virtual ~Prepared() = default;
@@ -62,7 +95,3 @@ class PreparedAhead {
 };
 
 }  // namespace gradaccum::detail
-
-#ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/data/prepared_ahead.ipp>
-#endif

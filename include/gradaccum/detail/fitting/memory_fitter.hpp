@@ -2,24 +2,151 @@
 #pragma once
 
 #include <gradaccum/checkpointed_sequential.hpp>
-#include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/fitting/checkpoint_search.hpp>
-#include <gradaccum/detail/fitting/row_kind.hpp>
-#include <gradaccum/detail/fitting/row_plan.hpp>
+#include <gradaccum/detail/data/samples.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/memory_plan.hpp>
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/util/FunctionRef.h>
+#include <torch/nn/module.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
+#include <filesystem>
+#include <limits>
+#include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace gradaccum {
 class Archive;
+}
+
+namespace gradaccum::detail {
+
+/// Finds the fastest way to run a batch through a model with `CheckpointedSequential` parts: everything kept in small
+/// micro-batches, or less kept in larger ones. Compares times of micro-batches, each of which trains the model.
+class CheckpointSearch {
+ public:
+  /// A kind of micro-batch. `most` is the maximum number of elements: rows times elements per row.
+  struct Way {
+    bool checkpointed = false;
+    std::int64_t most = std::numeric_limits<std::int64_t>::max();
+  };
+
+  /// Collects the module's parts that have a budget, and `more`, and sets their budgets to 0.
+  void find_parts(torch::nn::Module& module, const std::vector<CheckpointedSequential>& more);
+
+  const Way& way() const { return way_; }
+  /// Returns whether the search is still going on.
+  bool searches() const { return !parts_.empty() && !settled_; }
+  /// Gives three quarters of `bytes` to the parts, if the way is checkpointed and they have no budget yet.
+  void share(std::int64_t bytes);
+  /// The bytes that all parts together may keep, or 0.
+  std::int64_t budget() const { return budget_ * static_cast<std::int64_t>(parts_.size()); }
+  /// The bytes planned for the parts in the latest forward pass, if the way is checkpointed; else 0.
+  std::int64_t bytes() const;
+
+  /// Records the time of a micro-batch of the most elements that this way allows. `left`: its batch has more rows.
+  void took(std::int64_t elements, double seconds, bool left);
+  /// Rejects this way, since even the fewest rows take too much memory, by `over` bytes if that is known. Returns false
+  /// if there is no other way.
+  bool fails(std::int64_t over = 0);
+  /// Saves or loads the search. The same parts must have been found before.
+  void state(Archive& archive);
+
+ private:
+  void go(const Way& way, bool settled);
+  void set_budget(std::int64_t each);
+
+  std::vector<std::shared_ptr<CheckpointedSequentialImpl>> parts_;
+  Way way_, best_;
+  double best_seconds_ = std::numeric_limits<double>::infinity();  // per element
+  double seconds_ = best_seconds_;                                 // least per element of this way so far
+  int timed_ = 0;                                                  // number of times measured
+  std::int64_t budget_ = 0;
+  bool found_ = false, settled_ = false;
+};
+
+/// The properties of a batch's rows on which their memory depends.
+struct RowKind {
+  std::string form = {};                 ///< dtypes and numbers of dimensions
+  std::vector<std::int64_t> sizes = {};  ///< sizes of a row, one tensor after the other
+  std::int64_t elements = 0;             ///< elements per row
+  std::string text = {};                 ///< description: `Float [*, 784], Long [*]`
+
+  /// Returns whether rows of this kind take no less memory than those of `other`.
+  bool covers(const RowKind& other) const;
+  bool operator==(const RowKind& other) const { return form == other.form && sizes == other.sizes; }
+};
+
+RowKind kind_of(const std::vector<at::Tensor>& tensors, std::int64_t rows);
+
+/// The kind of a batch's rows. All rows are of one kind in a vector of samples, and in a class with unknown tensors.
+template <has_rows B>
+RowKind kind_of_rows(const B& batch) {
+  if constexpr (tells_its_tensors<B>)
+    return kind_of(batch_tensors(batch), rows_of(batch));
+  else if constexpr (is_tensor<B> || is_data_and_target<B> || holds_tensors_only<B>)
+    return std::apply([&](auto&... tensors) { return kind_of({tensors...}, rows_of(batch)); }, tied_tensors(batch));
+  else
+    return {.text = "rows"};
+}
+
+}  // namespace gradaccum::detail
+
+namespace gradaccum {
+}
+
+namespace gradaccum::detail {
+
+/// Finds how many rows of one kind a micro-batch may have, from the memory that others took. Uses no tensors.
+///
+/// Assumes that memory is the largest of several sums a + b * rows, with a and b >= 0. Then n times the rows take at
+/// most n times the bytes, and rows between two measured numbers take at most what lies on the line between them.
+/// Growing by that never takes too much. When it ends, one more row is tried if the last growth predicts that it fits,
+/// which takes at most one row too much. Rows that took too much are not tried again.
+class RowPlan {
+ public:
+  struct Point {
+    std::int64_t rows = 0;
+    std::int64_t bytes = 0;
+  };
+
+  /// The most rows for `bytes`, at least `least`. Rows that take 95 % of `bytes` stay; rows that took more are dropped.
+  std::int64_t rows_for(std::int64_t bytes, std::int64_t least);
+  /// The bytes that rows are expected to take; nothing while nothing is known.
+  std::optional<std::int64_t> bytes_for(std::int64_t rows) const;
+
+  /// Records the bytes of rows. Unless `certain`, they are an upper bound, which counts until a better one is known.
+  void measured(Point point, bool certain);
+  /// Records rows that took too much; 0 bytes: unknown by how much.
+  void failed(Point point);
+  /// Starts with the plan of rows that take more.
+  void begin_with(const RowPlan& other);
+
+  bool empty() const { return fits_.rows == 0 && too_many_.rows == 0; }
+  const Point& fits() const { return fits_; }          ///< the most rows so far
+  const Point& too_many() const { return too_many_; }  ///< the fewest rows that took too much; 0 bytes: unknown
+  /// Saves or loads the plan.
+  void state(Archive& archive);
+
+ private:
+  std::int64_t fewer_rows(std::int64_t bytes) const;
+  std::int64_t more_rows(std::int64_t bytes) const;
+  std::int64_t one_more_bytes() const;
+
+  Point fits_, too_many_, before_;  // before_: fewer rows than fits_, or none
+  bool certain_ = false;
+};
+
+}  // namespace gradaccum::detail
+
+namespace gradaccum {
 }
 
 namespace gradaccum::detail {
@@ -104,8 +231,38 @@ class MemoryFitter {
   std::optional<c10::Device> warm_device_;    // device whose libraries have workspaces
 };
 
+/// The bytes after `name:` or `name ` in lines such as those of /proc/meminfo or memory.stat, whose unit may be kB.
+/// Returns nothing if the name is missing.
+std::optional<std::int64_t> bytes_after(const std::string& name, const std::string& lines);
+
+/// The bytes that this process's control groups (version 1 or 2) still allow; nothing if they set no limit.
+std::optional<std::int64_t> memory_left_by_groups(const std::filesystem::path& groups = "/proc/self/cgroup",
+                                                  const std::filesystem::path& mounted = "/sys/fs/cgroup");
+
+/// The bytes that this process can still allocate; nothing if unknown. On a GPU, free memory and the allocator's free
+/// blocks; on the CPU, the least of available memory and of what control groups and `ulimit -v` leave.
+std::optional<std::int64_t> available_memory(c10::Device device);
+
+/// Returns whether a device, the CPU's allocator or `new` ran out of memory.
+bool is_out_of_memory(const std::exception_ptr& error);
+
+/// Frees caches: autocast's casts, and free blocks of a device's caching allocator.
+void release_kept_memory(c10::Device device);
+
+/// Returns the result of `make`. If it runs out of memory, frees caches and calls it once more.
+template <class Make>
+auto with_memory(c10::Device device, Make&& make) {
+  try {
+    return make();
+  } catch (...) {
+    if (!is_out_of_memory(std::current_exception())) throw;
+  }
+  release_kept_memory(device);
+  return make();
+}
+
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/fitting/memory_fitter.ipp>
+#include <gradaccum/impl/fitting/memory_fitter.ipp>
 #endif

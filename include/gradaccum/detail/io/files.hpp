@@ -11,7 +11,6 @@
 #include <string>
 #include <string_view>
 #include <vector>
-
 #include <sys/types.h>
 
 /// Files and directories of the operating system. Every error is a `std::runtime_error` that names the path.
@@ -122,5 +121,5 @@ void replace_file(const std::filesystem::path& path, const std::function<void(Ou
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/io/files.ipp>
+#include <gradaccum/impl/io/files.ipp>
 #endif

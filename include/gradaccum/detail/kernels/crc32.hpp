@@ -51,5 +51,5 @@ __attribute__((target("vpclmulqdq,avx512f"))) std::uint32_t crc32_by_wide_foldin
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/kernels/crc32.ipp>
+#include <gradaccum/impl/kernels/crc32.ipp>
 #endif

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
-
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -67,7 +65,3 @@ class DenseOperands {
 inline constexpr std::int64_t most_copied = 1 << 22;
 
 }  // namespace gradaccum::detail
-
-#ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/kernels/dense.ipp>
-#endif

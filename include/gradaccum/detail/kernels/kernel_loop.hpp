@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/kernels/dense.hpp>
-#include <gradaccum/detail/kernels/element_loop.hpp>
-#include <gradaccum/detail/kernels/kernels.hpp>
+#include <gradaccum/detail/kernels/numbers.hpp>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/FunctionRef.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -14,6 +17,94 @@
 #include <vector>
 
 namespace gradaccum::detail {
+
+/// Runs `body(i)` for i in [0, count) on LibTorch's intra-op threads.
+void parallel_for(std::int64_t count, c10::function_ref<void(std::int64_t)> body);
+
+/// A parallel loop over the elements of many arrays of any size. All elements are numbered consecutively and cut into
+/// slices of equal size, independently of the number of threads.
+class ElementLoop {
+ public:
+  static constexpr std::int64_t cache_line = 64;  // elements: no two slices share a line
+
+  /// Arrays are cut at multiples of `alignment`, a divisor of `slice`.
+  explicit ElementLoop(std::int64_t alignment = cache_line) : alignment_(alignment) {}
+
+  /// Adds an array of `count` elements and returns its index.
+  std::size_t add(std::int64_t count) {
+    begins_.push_back(end_);
+    counts_.push_back(count);
+    end_ += (count + alignment_ - 1) / alignment_ * alignment_;
+    return counts_.size() - 1;
+  }
+
+  std::int64_t slices() const { return (end_ + slice - 1) / slice; }
+
+  /// Calls `body(array, from, count, slice)` for the part of each array in each slice.
+  template <class Body>
+  void run(const Body& body) const {
+    if (slices() == 1) return run_slice(0, body);  // starting threads would take longer
+    if (slices() > 1) parallel_for(slices(), [&](std::int64_t i) { run_slice(i, body); });
+  }
+
+ private:
+  static constexpr std::int64_t slice = 1 << 13;  // elements: even shares, and far more work than starting a task
+
+  template <class Body>
+  void run_slice(std::int64_t i, const Body& body) const {
+    const auto from = i * slice, to = std::min(from + slice, end_);
+    const auto next = std::upper_bound(begins_.begin(), begins_.end(), from) - begins_.begin();
+    for (auto array = static_cast<std::size_t>(next) - 1; array < begins_.size() && begins_[array] < to; ++array) {
+      const auto first = std::max<std::int64_t>(from - begins_[array], 0);
+      const auto count = std::min(counts_[array], to - begins_[array]) - first;
+      if (count > 0) body(array, first, count, i);
+    }
+  }
+
+  std::int64_t alignment_;
+  std::vector<std::int64_t> begins_, counts_;
+  std::int64_t end_ = 0;
+};
+
+}  // namespace gradaccum::detail
+
+/// Loops over plain memory, compiled for several instruction sets even if the program targets an old processor.
+namespace gradaccum::detail {
+
+enum class InstructionSet { portable, avx2, avx512 };
+
+/// The best instruction set of this processor according to LibTorch, so ATEN_CPU_CAPABILITY=avx2 or =default limits it.
+InstructionSet instruction_set();
+
+using SumOfSquares = double (*)(const void* numbers, std::int64_t count);
+SumOfSquares sum_of_squares_of(at::ScalarType dtype, InstructionSet set = instruction_set());
+
+using AdamKernel = void (*)(const AdamOperand&, std::int64_t from, std::int64_t count);
+/// `rounded`: rounds bfloat16 parameters stochastically.
+AdamKernel adam_kernel(at::ScalarType parameter, at::ScalarType gradient, InstructionSet set = instruction_set(),
+                       bool rounded = false);
+
+/// `from` is a multiple of the block size, and so is `count` except at the end of an array.
+using Adam8bitKernel = void (*)(const Adam8bitOperand&, std::int64_t from, std::int64_t count);
+Adam8bitKernel adam8bit_kernel(at::ScalarType parameter, at::ScalarType gradient,
+                               InstructionSet set = instruction_set(), bool rounded = false);
+
+using SgdKernel = void (*)(const SgdOperand&, std::int64_t from, std::int64_t count);
+SgdKernel sgd_kernel(at::ScalarType parameter, at::ScalarType gradient, InstructionSet set = instruction_set(),
+                     bool rounded = false);
+
+/// The passes of a step; see adafactor_passes.inl.
+struct AdafactorKernels {
+  void (*sums)(const AdafactorOperand&, std::int64_t from_row, std::int64_t to_row, std::int64_t part);
+  void (*factors)(const AdafactorOperand&, std::int64_t matrix);
+  double (*update_squares)(const AdafactorOperand&, std::int64_t from_row, std::int64_t to_row);
+  double (*vector_squares)(const AdafactorOperand&, std::int64_t from, std::int64_t to);
+  void (*move)(const AdafactorOperand&, std::int64_t from, std::int64_t to);
+};
+AdafactorKernels adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient,
+                                   InstructionSet set = instruction_set(), bool rounded = false);
+/// Kernels for rows so short that padding a vector takes longer than a loop over single numbers.
+AdafactorKernels narrow_adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient, bool rounded);
 
 /// Runs kernels over all CPU parameters in one parallel loop, or in several if many parameters must be copied.
 template <class Operand>
@@ -75,4 +166,21 @@ class KernelLoop {
   std::int64_t copied_ = 0;
 };
 
+bool can_be_summed_here(const at::Tensor& tensor);
+
+/// All elements of a tensor in any order; or the given rows of a table, in ascending order, whose other rows are zero.
+struct SquaredNumbers {
+  at::Tensor values;
+  at::Tensor rows = {};  ///< int64; undefined: `values` is the whole tensor
+  std::int64_t rows_of_table = 0;
+};
+
+/// Computes each sum of squares (`can_be_summed_here` for the values) in one parallel loop over all elements. The bits
+/// depend neither on the number of threads nor on whether zero rows are stored.
+std::vector<double> sums_of_squares(const std::vector<SquaredNumbers>& all);
+
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/impl/kernels/kernels.ipp>
+#endif

@@ -3,13 +3,21 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
+#include <c10/core/Storage.h>
+#include <c10/util/FunctionRef.h>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -56,7 +64,7 @@ class MemoryLedger : public c10::MemoryReportingInfoBase, public std::enable_sha
   /// The ledger that receives this thread's allocations, if any. `impossible`: the error if none can.
   static std::shared_ptr<MemoryLedger> innermost(const char* impossible);
 
-  GRADACCUM_INLINE void reportMemoryUsage(void* block, std::int64_t bytes, std::size_t allocated, std::size_t reserved,
+  void reportMemoryUsage(void* block, std::int64_t bytes, std::size_t allocated, std::size_t reserved,
                                           c10::Device device) override;
   bool memoryProfilingEnabled() const override { return true; }
 
@@ -75,8 +83,85 @@ class MemoryLedger : public c10::MemoryReportingInfoBase, public std::enable_sha
   std::vector<std::pair<c10::Device, Account>> by_device_;  // few: faster than a map
 };
 
+/// Copies a host tensor to a device. To CUDA it goes from pinned memory, so that the host does not wait.
+at::Tensor copied_to(at::Device device, const at::Tensor& of_host);
+
+/// Returns the bytes in use: on a GPU by all processes, from its driver; on the CPU by this one, from Linux. Empty if
+/// unknown.
+std::optional<std::int64_t> occupied_memory(c10::Device device);
+
+/// Limits queries to two a second: true if the `last` was long enough ago, or never. A query takes longer than writing
+/// all other numbers of an update.
+bool is_time_to_ask(std::optional<std::chrono::steady_clock::time_point> last);
+
+/// Calls `use` with the storage of a tensor: twice for a sparse one, never for one without memory.
+void for_each_storage(const at::Tensor& tensor, c10::function_ref<void(const c10::Storage&)> use);
+
+/// A count of tensors' memory, each storage once. Does not keep the memory.
+class StorageCount {
+ public:
+  /// Returns the bytes of this tensor that have not been counted yet.
+  std::int64_t add(const at::Tensor& tensor);
+
+ private:
+  std::unordered_set<const void*> counted_;
+};
+
+/// A range of the address space.
+struct AddressRange {
+  std::uintptr_t address = 0;
+  std::size_t bytes = 0;
+
+  std::uintptr_t end() const { return address + bytes; }
+};
+
+/// Unused ranges of the address space. Neighbours are merged.
+class FreeRanges {
+ public:
+  void add(AddressRange range);
+
+  /// Takes `bytes` from the smallest range that has them.
+  std::optional<AddressRange> take(std::size_t bytes);
+  /// Takes the end of the largest range, at most `most` bytes. Empty if there is no range.
+  AddressRange take_from_largest(std::size_t most);
+
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  std::map<std::uintptr_t, std::size_t> by_address_;
+  std::size_t bytes_ = 0;
+};
+
+/// An allocator of large blocks, in whole pages. Freed memory is kept, warm, for the next block, up to a total of a
+/// tenth above the most that blocks have ever used at once; beyond that the kernel gets pages back. So gaps between
+/// blocks cost no memory, whatever the order of allocations.
+///
+/// Thread safe.
+class KeptPages {
+ public:
+  /// Returns nullptr if memory is short, or on other systems than Linux.
+  void* allocate(std::size_t bytes);
+  bool has(const void* block) const;
+  /// Frees a block of this allocator.
+  void free(void* block);
+
+  /// The bytes of blocks; `resident_bytes()` includes those that are kept for later ones.
+  std::size_t used_bytes() const;
+  std::size_t resident_bytes() const;
+
+ private:
+  std::size_t most_resident(std::size_t used) const;
+  void make_room(std::size_t bytes);
+  bool map_more(std::size_t bytes);
+
+  mutable std::mutex mutex_;
+  std::unordered_map<std::uintptr_t, std::size_t> blocks_;
+  FreeRanges warm_, cold_;  // with pages in memory, and without
+  std::size_t used_ = 0, most_used_ = 0;
+};
+
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/memory/memory_ledger.ipp>
+#include <gradaccum/impl/memory/memory.ipp>
 #endif

@@ -19,5 +19,5 @@ std::vector<std::filesystem::path> control_groups(const std::string& groups, con
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/memory/system_file.ipp>
+#include <gradaccum/impl/memory/system_file.ipp>
 #endif

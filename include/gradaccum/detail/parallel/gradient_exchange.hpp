@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/gradients.hpp>
+
 #include <gradaccum/detail/parallel/links.hpp>
 #include <gradaccum/detail/window/arrival_scope.hpp>
+#include <gradaccum/detail/window/shards.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <ATen/core/Tensor.h>
@@ -11,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -45,13 +48,13 @@ class GradientExchange : public ArrivalListener {
                    std::optional<c10::ScalarType> accumulate_in, std::int64_t bucket_bytes);
 
   const std::vector<at::Tensor>& parameters() const override { return parameters_; }
-  GRADACCUM_INLINE void arrive(std::size_t place) override;
-  GRADACCUM_INLINE void end() override;
+  void arrive(std::size_t place) override;
+  void end() override;
 
   /// Starts a round for another micro-batch, in which all buckets are sent again.
   void begin_round();
   /// Sends the remaining buckets.
-  GRADACCUM_INLINE virtual void end_round();
+  virtual void end_round();
   /// Sends all buckets without a backward pass, with zeros for missing gradients.
   void send_round() { begin_round(), end_round(); }
   /// True if a bucket of this window has been sent.
@@ -60,7 +63,7 @@ class GradientExchange : public ArrivalListener {
   /// True if this rank has gradients that have not been sent. Valid between rounds only.
   bool has_unsent() const;
   /// Returns 1 for each parameter that has a gradient in this window on this rank.
-  GRADACCUM_INLINE virtual std::vector<double> used() const;
+  virtual std::vector<double> used() const;
   /// Waits, after the last round, until the window has the sums of the parameters that any rank uses. Returns their
   /// divisor: 1, or `weight_of_all` if there are float16 parameters, whose sums might overflow.
   virtual double finish(const std::vector<double>& used_by, double weight_of_all) = 0;
@@ -94,8 +97,90 @@ class GradientExchange : public ArrivalListener {
   std::mutex mutex_;
 };
 
+/// Reduce-scatters gradients: each rank gets the sums of its own pieces, and keeps nothing else.
+///
+/// A gradient is freed when it is sent. One that fills its bucket alone is sent in place; smaller ones are copied
+/// together, and those larger than a bucket are copied and sent in parts. Each rank receives the others' gradients of
+/// its pieces and sums them in rank order. A gradient that is not split is reduced in place to its rank.
+///
+/// At most a bucket, or one gradient that is not split, is in flight, and takes as much memory again where it arrives:
+/// the oldest must arrive before more is sent. So the end of a backward pass overlaps the next forward pass.
+class GradientPieces final : public GradientExchange {
+ public:
+  GradientPieces(std::shared_ptr<Links> links, Links::Line line, std::shared_ptr<WindowGradients> window,
+                 std::optional<c10::ScalarType> accumulate_in, std::int64_t bucket_bytes,
+                 std::shared_ptr<const Shards> shards);
+
+  void end_round() override;
+  /// Returns 1 for each parameter with a gradient in this round or an earlier one.
+  std::vector<double> used() const override;
+  double finish(const std::vector<double>& used_by, double weight_of_all) override;
+
+ private:
+  /// The `index`-th of `count` equal parts of each piece in a bucket.
+  struct Part {
+    std::int64_t index = 0, count = 1;
+    Shards::Piece of(const Shards::Piece& piece) const;
+  };
+  struct Sent {
+    bool in_first_round;
+    const Bucket& bucket;
+    Part part;
+    at::Tensor from, to = {}, own = {};  // own: this rank's part of `from`, if not sent
+    Links::Pending pending = nullptr;
+    std::int64_t bytes() const { return static_cast<std::int64_t>(from.nbytes()); }
+  };
+
+  void send(const Bucket& bucket) override;
+  void send_part(Sent sent);
+  void begin_all_to_all(Sent& sent);
+  std::vector<std::int64_t> sizes_by_rank(const Bucket& bucket, const Part& part) const;
+  at::Tensor copied_by_rank(const Bucket& bucket, const Part& part, const std::vector<at::Tensor>& rows) const;
+  void receive_oldest();
+  void take(const Sent& sent);
+  void take_whole(const Sent& sent);
+  at::Tensor as_gradient(std::size_t place, at::Tensor sum) const;
+
+  const std::shared_ptr<const Shards> shards_;
+  const std::int64_t bucket_bytes_;
+  std::deque<Sent> under_way_ = {};  // the oldest first
+  std::int64_t bytes_under_way_ = 0;
+  bool first_round_ = true;
+  std::vector<double> used_;
+  std::vector<at::Tensor> sums_;  // by parameter, flattened
+};
+
+/// All-reduces gradients: each rank gets the sums of all.
+///
+/// A gradient that fills its bucket alone is summed in place; others are copied together, and back.
+class WholeGradients final : public GradientExchange {
+ public:
+  using GradientExchange::GradientExchange;
+
+  double finish(const std::vector<double>& used_by, double weight_of_all) override;
+
+ private:
+  struct Sent {
+    at::Tensor sum;
+    Links::Pending pending;
+  };
+
+  void send(const Bucket& bucket) override;
+  at::Tensor sent_together(const Bucket& bucket) const;
+  void put_back(const Bucket& bucket, const at::Tensor& sum, const std::vector<double>& used_by);
+
+  std::vector<Sent> under_way_;  // by bucket
+};
+
+class Shards;
+
+/// Sends the pieces that each rank has stepped to all others, after a sharded step of these parameters. A large piece
+/// is sent in place; a rank's small pieces are copied together, with at most `bucket_bytes` of copies in flight.
+void exchange_pieces(Links& links, Links::Line line, const Shards& shards, const std::vector<std::size_t>& places,
+                     std::int64_t bucket_bytes);
+
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/parallel/gradient_exchange.ipp>
+#include <gradaccum/impl/parallel/gradient_exchange.ipp>
 #endif

@@ -10,7 +10,9 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <future>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -110,6 +112,78 @@ class Links {
 
 }  // namespace gradaccum::detail
 
+namespace gradaccum::detail {
+
+/// True if each rank has a device, and no two share one, which NCCL refuses.
+bool each_has_its_own(const std::vector<std::string>& places);
+
+/// Returns the machine and the CUDA device of all these tensors; "" if they are not on one, or there is no NCCL.
+std::string device_place(const std::vector<at::Tensor>& tensors);
+
+/// NCCL connections between the devices of all ranks.
+///
+/// Connects by a first exchange in a separate thread, since that waits for ranks that may never come. Ends by an abort,
+/// which waits for no rank, once all that was sent has arrived or never will.
+class NcclLink {
+ public:
+  /// Starts to connect, as all ranks must at the same time. `store` must be a connection with no other user.
+  NcclLink(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size, at::Device device,
+           std::chrono::milliseconds timeout);
+  NcclLink(const NcclLink&) = delete;
+  NcclLink& operator=(const NcclLink&) = delete;
+  ~NcclLink();
+
+  bool answers() const;
+  /// Waits until connected. Throws the error if connecting failed.
+  void check() { connected_.get(); }
+
+  c10d::Backend& backend() const { return *nccl_; }
+
+  /// Ends all waiting on the device, and abandons what still hangs after ten seconds.
+  void abort() noexcept;
+
+ private:
+  c10::intrusive_ptr<c10d::Backend> nccl_;
+  std::future<void> connected_;
+  bool aborted_ = false;
+};
+
+/// This process's rank among those that a launcher started, and their rendezvous.
+struct LaunchEnvironment {
+  int rank = 0, world_size = 1, local_rank = 0;
+  std::string address;
+  std::uint16_t port = 0;
+  bool launcher_has_store = false;  ///< torchrun has a store at that address; otherwise rank 0 has
+  std::string attempt;              ///< torchrun's restart count: separates the store's keys by attempt
+};
+
+/// Reads the variables of torchrun (Kubeflow, and many others), Slurm's srun, or Open MPI's mpirun.
+class LaunchEnvironmentReader {
+ public:
+  using Lookup = std::function<std::optional<std::string>(const std::string& variable)>;
+
+  explicit LaunchEnvironmentReader(Lookup lookup = of_this_process);
+
+  /// Returns a world of one process if no launcher has started it.
+  LaunchEnvironment read() const;
+
+  static std::optional<std::string> of_this_process(const std::string& variable);
+
+ private:
+  struct Names {
+    const char *rank, *world_size, *local_rank;
+  };
+
+  LaunchEnvironment read(const Names& names) const;
+  std::string address() const;
+  std::uint16_t port() const;
+  std::int64_t number(const char* variable, std::int64_t least, std::int64_t most) const;
+
+  Lookup lookup_;
+};
+
+}  // namespace gradaccum::detail
+
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/parallel/links.ipp>
+#include <gradaccum/impl/parallel/links.ipp>
 #endif

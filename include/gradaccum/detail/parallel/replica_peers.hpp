@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/archive.hpp>
+#include <gradaccum/detail/parallel/heartbeat.hpp>
 #include <gradaccum/detail/parallel/links.hpp>
-#include <gradaccum/detail/parallel/window_totals.hpp>
 #include <gradaccum/detail/window/peers.hpp>
-#include <gradaccum/replicas_options.hpp>
+#include <gradaccum/process_group.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
@@ -53,24 +53,24 @@ class ReplicaPeers final : public Peers {
   std::function<WindowTotals()> report = {};                                        ///< further numbers of this rank
   std::function<void(const WindowTotals& own, const WindowTotals& all)> hear = {};  ///< called with the sums
 
-  GRADACCUM_INLINE int rank() const override;
-  GRADACCUM_INLINE void join(AnyOptimizer& optimizer) override;
+  int rank() const override;
+  void join(AnyOptimizer& optimizer) override;
   std::shared_ptr<Shards> shards() const override { return shards_; }
   bool take_each_backward() const override { return options_.shard == Shard::gradients; }
-  GRADACCUM_INLINE void backward(const std::shared_ptr<WindowGradients>& window,
+  void backward(const std::shared_ptr<WindowGradients>& window,
                                  std::optional<c10::ScalarType> accumulate_in,
                                  const std::function<void()>& run) override;
-  GRADACCUM_INLINE void end_window() override;
-  GRADACCUM_INLINE void reduce(const std::shared_ptr<WindowGradients>& window,
+  void end_window() override;
+  void reduce(const std::shared_ptr<WindowGradients>& window,
                                std::optional<c10::ScalarType> accumulate_in) override;
-  GRADACCUM_INLINE StepResult step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) override;
-  GRADACCUM_INLINE bool others_continue(const std::shared_ptr<WindowGradients>& window,
+  StepResult step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) override;
+  bool others_continue(const std::shared_ptr<WindowGradients>& window,
                                         std::optional<c10::ScalarType> accumulate_in) override;
-  GRADACCUM_INLINE void add_up(const at::Tensor& tensor) const override;
-  GRADACCUM_INLINE void gather(Archive& archive) const override;
-  GRADACCUM_INLINE void pick(Archive::Values& values) const override;
-  GRADACCUM_INLINE std::vector<std::string> texts_of_all(const std::string& own) const override;
-  GRADACCUM_INLINE void give_up(const std::string& why) override;
+  void add_up(const at::Tensor& tensor) const override;
+  void gather(Archive& archive) const override;
+  void pick(Archive::Values& values) const override;
+  std::vector<std::string> texts_of_all(const std::string& own) const override;
+  void give_up(const std::string& why) override;
 
  private:
   struct NormsOfAll;
@@ -99,8 +99,19 @@ class ReplicaPeers final : public Peers {
   std::shared_ptr<NormsOfAll> norms_;           // those of the closed window, until it is stepped
 };
 
-}  // namespace gradaccum::detail
+class Links;
 
-#ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/parallel/replica_peers.ipp>
-#endif
+/// Combines the states of all ranks: rank 0's, and others' values that differ from it, under `rank_1.` and so on.
+/// Parameters are equal on all ranks, as is an unsharded optimizer; random states and positions in the data differ.
+///
+/// Rank 0's archive receives the numbers and strings of the others. Tensors are not sent: another rank's archive keeps
+/// only its own tensors that differ. Must be called on all ranks.
+void gather_states(Links& links, Archive& archive);
+/// Reduces the values that `gather_states` combined to those of one rank.
+void pick_state(Archive::Values& values, int rank);
+
+/// Serializes values for another rank of the same program. All tensors must be undefined.
+std::string pack(const Archive::Values& values);
+Archive::Values unpack(const std::string& bytes);
+
+}  // namespace gradaccum::detail

@@ -3,13 +3,18 @@
 
 #include <gradaccum/archive.hpp>
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+#include <torch/ordered_dict.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 
 namespace gradaccum::detail {
@@ -73,8 +78,75 @@ std::map<std::string, Pieces> take_pieces(std::map<std::string, at::Tensor>& ten
 /// Removes all pieces from a state and returns them without the rank in their names. Throws if pieces do not fit.
 Archive::Values take_shared_pieces(Archive::Values& values);
 
+/// An optimizer's state as named tensors: `exp_avg.0.weight`. LibTorch's own files identify parameters only by
+/// position.
+
+using NamedTensors = std::map<std::string, at::Tensor>;
+using NamedParameters = torch::OrderedDict<std::string, at::Tensor>;  // the type of Module::named_parameters()
+
+/// Looks up a parameter's name.
+class NameOf {
+ public:
+  explicit NameOf(const NamedParameters& parameters);
+  const std::string& operator()(const at::Tensor& parameter) const;
+
+ private:
+  std::unordered_map<const void*, std::string> names_;
+};
+
+template <class Body>
+void for_each_parameter(const torch::optim::Optimizer& optimizer, const Body& body) {
+  for (auto& group : optimizer.param_groups())
+    for (auto& parameter : group.params()) body(parameter);
+}
+
+/// Options that serialize themselves.
+struct ArchivesItself {
+  virtual ~ArchivesItself() = default;
+  virtual void state(Archive& archive) = 0;
+};
+
+/// An optimizer that defines its own state.
+struct NamesItsState {
+  virtual ~NamesItsState() = default;
+  virtual NamedTensors named_state(const NamedParameters& parameters) const = 0;
+  /// Checks and copies a result of `named_state`. Returns a function that installs it.
+  virtual std::function<void()> take_named_state(const NamedParameters& parameters, NamedTensors state,
+                                                 bool lenient) = 0;
+};
+
+}  // namespace gradaccum::detail
+
+namespace torch::nn {
+class Module;
+}
+
+namespace gradaccum::detail {
+
+/// Parameters and buffers by their full names; a shared tensor appears under each of its names.
+Archive::Tensors tensors_of_module(const torch::nn::Module& module);
+
+/// Throws if the tensor lacks memory for each of its elements (a meta or expanded tensor).
+void check_can_be_loaded(const std::string& name, const at::Tensor& tensor);
+
+/// Saves parameters and buffers by name; loading copies into the module's existing tensors.
+void archive_module(Archive& archive, torch::nn::Module& module);
+
+/// The default generators of the CPU and of the CUDA devices in use, by device name. Other devices are skipped, since
+/// getting a device's generator would initialise the device.
+std::map<std::string, at::Generator> default_generators();
+
+Archive::Tensors states_of_generators();
+
+/// Throws before any change if a generator is missing (unless `changes_allowed`) or a state does not fit.
+void check_generators(const Archive::Tensors& states, bool changes_allowed);
+
+void set_generators(const Archive::Tensors& states);
+
+void archive_generators(Archive& archive);
+
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/state/pieces.ipp>
+#include <gradaccum/impl/state/pieces.ipp>
 #endif

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/archive.hpp>
 #include <gradaccum/policy.hpp>
 
 #include <algorithm>
@@ -13,6 +13,7 @@
 #include <string_view>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace gradaccum::detail {
 
@@ -173,5 +174,85 @@ class PolicyOf final : public AnyPolicy {
     return outer;
   }
 };
+
+/// The policies of a Trainer, whose hooks are called in their order.
+class PolicyList {
+ public:
+  void add(std::unique_ptr<AnyPolicy> policy);
+  AnyPolicy& operator[](std::size_t place) const { return *policies_[place]; }
+
+  template <class... Parameters, class... Arguments>
+  void all(void (AnyPolicy::*hook)(Parameters...), Arguments&&... arguments) {
+    for (auto& policy : policies_) (policy.get()->*hook)(arguments...);
+  }
+  /// Begins with policies of several processes, after which the others may evaluate what is then the same on all.
+  void processes_first(void (AnyPolicy::*hook)(std::int64_t), std::int64_t epoch);
+
+  /// None that has a say is against it. All are asked, whatever the others say.
+  bool ready();
+  bool others_continue();
+
+  /// The guards that this hook of all gives, which are let go with what this returns, the last one first.
+  std::shared_ptr<void> scopes(std::shared_ptr<void> (AnyPolicy::*hook)(std::shared_ptr<void>)) const;
+
+  /// Each under its name. If one cannot load, all are as before.
+  void state(Archive& archive);
+  /// Of those that see micro-batches.
+  void state_in_window(Archive& archive);
+
+ private:
+  void go_back(const Archive& before);
+
+  std::vector<std::unique_ptr<AnyPolicy>> policies_;
+};
+
+inline void PolicyList::add(std::unique_ptr<AnyPolicy> policy) { policies_.push_back(std::move(policy)); }
+
+inline void PolicyList::processes_first(void (AnyPolicy::*hook)(std::int64_t), std::int64_t epoch) {
+  for (const bool of_processes : {true, false})
+    for (auto& policy : policies_)
+      if (policy->of_processes() == of_processes) (policy.get()->*hook)(epoch);
+}
+
+inline bool PolicyList::ready() {
+  bool all = true;
+  for (auto& policy : policies_) all = policy->ready() && all;
+  return all;
+}
+
+inline bool PolicyList::others_continue() {
+  bool any = false;
+  for (auto& policy : policies_) any = policy->others_continue() || any;
+  return any;
+}
+
+inline std::shared_ptr<void> PolicyList::scopes(
+    std::shared_ptr<void> (AnyPolicy::*hook)(std::shared_ptr<void>)) const {
+  std::shared_ptr<void> scopes;
+  for (auto& policy : policies_) scopes = (policy.get()->*hook)(std::move(scopes));
+  return scopes;
+}
+
+inline void PolicyList::state(Archive& archive) {
+  if (archive.loading()) {
+    auto before = Archive::of_references();
+    all(&AnyPolicy::state, before);
+    archive.if_not_all_fit([this, before] { go_back(before); });
+  }
+  all(&AnyPolicy::state, archive);
+}
+
+inline void PolicyList::state_in_window(Archive& archive) {
+  for (auto& policy : policies_)
+    if (policy->sees_micro_batches()) policy->state(archive);
+}
+
+inline void PolicyList::go_back(const Archive& before) {
+  auto archive = Archive::to_go_back(before);
+  try {
+    all(&AnyPolicy::state, archive);
+  } catch (...) {  // one that never loads: those before it are back, those after it have not changed
+  }
+}
 
 }  // namespace gradaccum::detail

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
-
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
@@ -54,7 +52,3 @@ class Averages {
 
 }  // namespace detail
 }  // namespace gradaccum
-
-#ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/trainer/averages.ipp>
-#endif

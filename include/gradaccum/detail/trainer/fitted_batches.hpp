@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/trainer/any_batches.hpp>
-#include <gradaccum/detail/trainer/batch_divider.hpp>
+#include <gradaccum/detail/trainer/arguments.hpp>
 
 #include <c10/util/FunctionRef.h>
 
@@ -35,5 +33,5 @@ class FittedBatches final : public BatchDivider {
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/trainer/fitted_batches.ipp>
+#include <gradaccum/impl/trainer/fit_memory.ipp>
 #endif

@@ -2,23 +2,157 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/trainer/any_batches.hpp>
-#include <gradaccum/detail/trainer/batch_divider.hpp>
-#include <gradaccum/detail/trainer/counts.hpp>
-#include <gradaccum/detail/trainer/data_position.hpp>
-#include <gradaccum/detail/trainer/policy_list.hpp>
-#include <gradaccum/detail/trainer/window_record.hpp>
+#include <gradaccum/detail/parallel/heartbeat.hpp>
+#include <gradaccum/detail/trainer/any_policy.hpp>
+#include <gradaccum/detail/trainer/arguments.hpp>
+#include <gradaccum/detail/trainer/weighted_mean.hpp>
 #include <gradaccum/detail/window/open_window.hpp>
 #include <gradaccum/fit_options.hpp>
-#include <gradaccum/fit_report.hpp>
+#include <gradaccum/gradients.hpp>
+#include <gradaccum/memory_meter.hpp>
 #include <gradaccum/metrics.hpp>
+#include <gradaccum/policy.hpp>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/Device.h>
+#include <c10/util/FunctionRef.h>
+#include <c10/util/ScopeExit.h>
+#include <torch/nn/module.h>
 
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
+
+namespace gradaccum::detail {
+
+/// What a Trainer counts over all its fits.
+struct Counts {
+  std::int64_t updates = 0, epochs = 0;
+
+  void state(Archive& archive);
+};
+
+/// Where a `fit` is in its batches, and how another comes back there.
+///
+/// Batches with a `state(Archive&)` do it themselves. Any other range is gone through again: from the random numbers
+/// that its epoch began with, and without training, as far as the state; there the random numbers are those of the
+/// state, and the last batch must be the same as then.
+class DataPosition {
+ public:
+  void hold(AnyBatches& batches);
+  /// Random numbers are never left at the beginning of an epoch that was to be gone through again.
+  void let_go();
+
+  bool goes_through(const AnyBatches& batches) const { return batches_ && batches_->address() == batches.address(); }
+
+  void begin_epoch();
+  /// The batch in hand: while it is there, a state can say which it was.
+  void see(const AnyBatch& batch);
+  void forget() { batch_ = nullptr; }
+  /// All batches of the epoch have been taken.
+  void exhaust();
+  void end_epoch();
+
+  /// The state that was loaded is of the middle of an epoch.
+  bool is_in_epoch() const { return resumes_; }
+  /// The same, asked once: the epoch goes on.
+  bool resumes() { return std::exchange(resumes_, false); }
+  /// All batches of the epoch have been taken; what is left of it is its tail.
+  bool exhausted() const { return exhausted_; }
+  /// This batch was trained with before the state was saved.
+  bool skips(const AnyBatch& batch);
+
+  void state(Archive& archive);
+
+ private:
+  bool batches_have_state() const { return batches_ && batches_->has_state(); }
+
+  AnyBatches* batches_ = nullptr;
+  const AnyBatch* batch_ = nullptr;
+  std::string expected_;  // the fingerprint of the last batch that is skipped
+  Archive::Tensors epoch_begin_, after_skipping_;
+  std::int64_t taken_ = 0, to_skip_ = 0;
+  bool resumes_ = false, exhausted_ = false;
+};
+
+/// Holds the batches of a fit while it runs.
+class DataScope {
+ public:
+  DataScope(DataPosition& position, AnyBatches& batches) : position_(position) { position.hold(batches); }
+  DataScope(const DataScope&) = delete;
+  DataScope& operator=(const DataScope&) = delete;
+  ~DataScope() { position_.let_go(); }
+
+ private:
+  DataPosition& position_;
+};
+
+/// The place in a fit, with which only another fit goes on.
+void archive_fit(Archive& archive, FitStatus& status, DataPosition& data);
+
+/// The epoch that a saved fit was in the middle of.
+std::optional<std::int64_t> epoch_in_hand(const Archive& archive);
+
+/// What a Trainer knows of its open window: its counts and losses; and which loss is NaN or infinite.
+class WindowRecord {
+ public:
+  /// The epoch, micro-batches, samples and items so far.
+  const Step& so_far() const { return step_; }
+  /// The micro-batch in hand fills the window.
+  bool closing() const { return closing_; }
+  void set_closing(bool closing) { closing_ = closing; }
+
+  void check_none_in_hand() const;
+  /// `begins`: the first of its batch.
+  void begin_micro_batch(std::int64_t samples, bool begins, FitStatus& status);
+  void end_micro_batch() { in_hand_ = false; }
+
+  /// The window is being closed, and policies hear of it, until what this gives is gone.
+  auto begin_closing() {
+    check_none_in_hand();
+    being_closed_ = true;
+    return c10::make_scope_exit([this]() noexcept { being_closed_ = false; });
+  }
+
+  /// Once a window, before anything of it moves.
+  void prepare(c10::function_ref<void()> scale);
+
+  /// False if the micro-batch of this loss is to be left out. Its number on the CPU is read at once; on a device only
+  /// where that is asked for, else when the window closes.
+  bool take(const Loss& loss, FitStatus& status, std::int64_t update);
+
+  /// What this process tells others when the window closes, and takes over from all of them.
+  WindowTotals totals(const FitStatus& status) const;
+  void take_totals(const WindowTotals& own, const WindowTotals& all, FitStatus& status);
+
+  /// What the window was, which is over.
+  Step finish(const Gradients& gradients, bool moved, std::int64_t updates, double lr);
+  /// Between two micro-batches.
+  void state(Archive& archive);
+  void restart();
+
+ private:
+  /// Where the micro-batch in hand is: for errors.
+  struct Place {
+    std::int64_t batch, epoch, update;
+    std::string text() const;
+  };
+  /// Waits for a device only if there are losses on it that have not been read.
+  void check_losses() const;
+  [[noreturn]] static void stop(double loss, const Place& place);
+
+  Step step_;
+  bool in_hand_ = false, closing_ = false, prepared_ = false, being_closed_ = false;
+  WeightedMean mean_;
+  std::vector<std::pair<at::Tensor, Place>> to_check_;  // losses on a device
+};
+
+}  // namespace gradaccum::detail
 
 namespace gradaccum {
 class TrainerBase;
@@ -85,8 +219,53 @@ class Loop {
   bool interrupted() const { return status.signal != 0; }
 };
 
+/// Puts a model into training or evaluation mode, and each of its modules back into its own at the scope's end.
+///
+/// A model that is in that mode already begins as it is, with all that its owner has frozen in it.
+class ModeGuard {
+ public:
+  ModeGuard(torch::nn::Module& model, bool training);
+  ModeGuard(const ModeGuard&) = delete;
+  ModeGuard& operator=(const ModeGuard&) = delete;
+  ~ModeGuard();
+
+ private:
+  explicit ModeGuard(torch::nn::Module& model);
+
+  torch::nn::Module& model_;
+  bool was_training_;
+  std::vector<std::shared_ptr<torch::nn::Module>> parts_;
+  std::vector<bool> modes_;
+};
+
+}  // namespace gradaccum::detail
+
+namespace torch::nn {
+class Module;
+}
+
+namespace gradaccum::detail {
+
+/// What is around a `fit`: training mode, gradients, and the memory that its report tells.
+class FitScope {
+ public:
+  FitScope(torch::nn::Module& model, c10::Device device, FitStatus& status, const FitStatus& begin);
+  FitScope(const FitScope&) = delete;
+  FitScope& operator=(const FitScope&) = delete;
+  ~FitScope();
+
+  FitReport report() const;
+
+ private:
+  ModeGuard mode_;
+  at::AutoGradMode grad_mode_{true};
+  c10::Device device_;
+  FitStatus& status_;
+  std::optional<MemoryMeter> meter_;
+};
+
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/trainer/loop.ipp>
+#include <gradaccum/impl/trainer/trainer.ipp>
 #endif

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/watching/memory_by_phase.hpp>
-#include <gradaccum/detail/watching/trace_mark.hpp>
+#include <gradaccum/detail/watching/kineto_session.hpp>
 #include <gradaccum/profiler.hpp>
 
 #include <cstdint>
@@ -63,5 +61,5 @@ class ProfiledUpdates {
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/trainer/profiled_updates.ipp>
+#include <gradaccum/impl/trainer/profile.ipp>
 #endif

@@ -21,5 +21,5 @@ class StopSignals {
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/trainer/stop_signals.ipp>
+#include <gradaccum/impl/trainer/policies.ipp>
 #endif

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/watching/kineto_session.hpp>
 #include <gradaccum/profile_report.hpp>
 
@@ -43,5 +42,5 @@ class OperationTable {
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/watching/operation_table.ipp>
+#include <gradaccum/impl/watching/operation_table.ipp>
 #endif

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/concepts.hpp>
-#include <gradaccum/detail/types/type_name.hpp>
+#include <gradaccum/detail/types/types.hpp>
+#include <gradaccum/gradients.hpp>
 
 #include <ATen/core/Tensor.h>
 
@@ -97,5 +97,5 @@ StepResult take_step(AnyOptimizer& optimizer, Gradients gradients);
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/window/any_optimizer.ipp>
+#include <gradaccum/impl/window/any_optimizer.ipp>
 #endif

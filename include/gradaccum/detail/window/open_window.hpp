@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/state/named_state.hpp>
-#include <gradaccum/detail/window/any_optimizer.hpp>
-#include <gradaccum/detail/window/misuse.hpp>
-#include <gradaccum/detail/window/step_in_backward.hpp>
-#include <gradaccum/detail/window/window_gradients.hpp>
-#include <gradaccum/detail/window/window_sums.hpp>
 #include <gradaccum/gradients.hpp>
-#include <gradaccum/loss.hpp>
-#include <gradaccum/window.hpp>
+
+#include <gradaccum/detail/state/pieces.hpp>
+#include <gradaccum/detail/window/any_optimizer.hpp>
+#include <gradaccum/detail/window/arrival_scope.hpp>
+#include <gradaccum/detail/window/misuse.hpp>
+#include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
@@ -135,5 +133,5 @@ class OpenWindow {
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/window/open_window.ipp>
+#include <gradaccum/impl/window/grad_accumulator.ipp>
 #endif

@@ -20,9 +20,9 @@ class OptimizerFacade final : public torch::optim::Optimizer {
   /// own state is not the whole state.
   OptimizerFacade(torch::optim::Optimizer& wrapped, std::function<void()> step, std::function<void()> check_saving);
 
-  GRADACCUM_INLINE torch::Tensor step(LossClosure closure = nullptr) override;
-  GRADACCUM_INLINE void save(torch::serialize::OutputArchive& archive) const override;
-  GRADACCUM_INLINE void load(torch::serialize::InputArchive& archive) override;
+  torch::Tensor step(LossClosure closure = nullptr) override;
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
 
   /// Synchronises options and groups both ways: from here to the wrapped optimizer, and back.
   void synchronise();
@@ -43,5 +43,5 @@ void check_can_be_wrapped(const torch::optim::Optimizer& optimizer, const char* 
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/window/optimizer_facade.ipp>
+#include <gradaccum/impl/window/grad_accumulator.ipp>
 #endif

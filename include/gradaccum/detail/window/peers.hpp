@@ -2,15 +2,19 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/concepts.hpp>
+#include <gradaccum/gradients.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/FunctionRef.h>
+#include <c10/util/StringUtil.h>
 
+#include <cstddef>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -80,8 +84,36 @@ auto on_all(const Peers* peers, const Work& work) -> decltype(work()) {
   return std::move(*result);
 }
 
-}  // namespace gradaccum::detail
+inline std::string said_by_first(const Peers& peers, const std::string& on_rank_0) {
+  return peers.texts_of_all(peers.rank() == 0 ? on_rank_0 : "")[0];
+}
 
-#ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/window/peers.ipp>
-#endif
+/// Finds the first rank's error and puts the rank's number before it; empty if there is none.
+inline std::string first_error(const Peers& peers, const std::string& own) {
+  const auto all = peers.texts_of_all(own);
+  for (std::size_t rank = 0; rank < all.size(); ++rank)
+    if (!all[rank].empty()) return c10::str("rank ", rank, ": ", all[rank].substr(0, all[rank].find('\n')));
+  return "";
+}
+
+inline void run_on_all(const Peers* peers, c10::function_ref<void()> work) {
+  if (!peers) return work();
+  std::exception_ptr own;
+  std::string text;
+  try {
+    work();
+  } catch (const std::exception& error) {
+    own = std::current_exception();
+    text = error.what();
+  }
+  std::string first;
+  try {
+    first = first_error(*peers, text);
+  } catch (const std::exception&) {
+    if (!own) throw;  // else this rank's error, for example of a lost rank, explains why the others cannot be reached
+  }
+  if (own) std::rethrow_exception(own);
+  if (!first.empty()) throw std::runtime_error(first);
+}
+
+}  // namespace gradaccum::detail

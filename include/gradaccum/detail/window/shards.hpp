@@ -78,5 +78,5 @@ class Shards {
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/window/shards.ipp>
+#include <gradaccum/impl/window/gradients.ipp>
 #endif

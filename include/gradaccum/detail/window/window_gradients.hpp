@@ -1,21 +1,126 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/kernels/device_norms.hpp>
-#include <gradaccum/detail/window/gradient_watch.hpp>
-#include <gradaccum/detail/window/window_sums.hpp>
-#include <gradaccum/factor.hpp>
+#include <gradaccum/detail/kernels/device/launch.hpp>
+#include <gradaccum/detail/kernels/device_kernels.hpp>
+#include <gradaccum/gradients.hpp>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/UndefinedTensorImpl.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 namespace gradaccum::detail {
+
+/// Returns true if both lists hold the same tensors, not merely equal ones, in the same order.
+bool same_parameters(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b);
+
+/// A record of a tensor, possibly undefined, that does not keep its memory.
+///
+/// It holds a weak reference, not an address, since a new tensor is often made where the old one lay.
+class SeenTensor {
+ public:
+  explicit SeenTensor(const at::Tensor& tensor);
+
+  bool defined() const { return defined_; }
+  /// Returns true for the recorded tensor if nothing has written to it (by its version counter, without a device).
+  bool untouched(const at::Tensor& tensor) const;
+  /// Returns true if another tensor of the same layout has taken the place of the recorded one.
+  bool replaced(const at::Tensor& tensor) const;
+  /// Returns true for the recorded tensor, even if it was written to.
+  bool same(const at::Tensor& tensor) const;
+  /// Returns true for the recorded tensor if it was written to once since, as by a backward that adds to it.
+  bool added_to(const at::Tensor& tensor) const;
+  /// Returns true for the recorded tensor if it has a version counter of its own: parts of one gradient share one.
+  bool counts_alone(const at::Tensor& tensor) const;
+
+ private:
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> impl_;
+  bool defined_ = false;
+  at::Layout layout_ = at::kStrided;
+  std::uint32_t version_ = 0;
+};
+
+inline constexpr const char* not_cleared =
+    "GradAccumulator: the gradients of the last window are still there (or were cleared by .data(), which nobody can "
+    "see), and backward adds to them; call optimizer.zero_grad() after every step(), which leaves an open window alone";
+
+/// Detects gradients that were cleared, replaced or written to since it looked last.
+class GradientWatch {
+ public:
+  /// Records the gradients as they are.
+  void look(const std::vector<at::Tensor>& parameters);
+  /// Follows a change of the list of parameters. A new one counts as seen without a gradient.
+  void follow(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after);
+  /// Returns true if another backward, or anything else, has written to a gradient.
+  bool touched(const std::vector<at::Tensor>& parameters) const;
+
+  void check_kept(const std::vector<at::Tensor>& parameters) const;
+  void check_cleared(const std::vector<at::Tensor>& parameters) const;
+  void check_only_ours(const std::vector<at::Tensor>& parameters, bool window_is_empty) const;
+
+ private:
+  bool touched(std::size_t i, const at::Tensor& gradient) const {
+    return gradient.defined() && !seen_[i].untouched(gradient);
+  }
+
+  std::vector<SeenTensor> seen_;  // the gradient of each parameter
+};
+
+class NameOf;
+
+/// The sum that backward has made for each parameter: in its `.grad`, or apart from it in a wider dtype.
+class WindowSums {
+ public:
+  /// Sums by name: `grad.0.weight`, or `sum.0.weight` if it is kept apart; for a sparse one its indices and values.
+  using Named = std::map<std::string, at::Tensor>;
+  /// Saved sums of each parameter; undefined if there is none.
+  struct Loaded {
+    std::vector<at::Tensor> in_grad, apart;
+  };
+
+  /// Sets the parameters, each once however often it is listed. Parameters that stay keep their sums.
+  void set_parameters(const std::vector<at::Tensor>& parameters);
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  std::size_t size() const { return parameters_.size(); }
+
+  const at::Tensor& operator[](std::size_t place) const {
+    return apart_[place].defined() ? apart_[place] : parameters_[place].grad();
+  }
+  /// Sets the sum of a parameter without one.
+  void set(std::size_t place, const at::Tensor& sum);
+  /// Drops the sum of a parameter.
+  void forget(std::size_t place);
+  /// The places of parameters with a sum.
+  std::vector<std::size_t> places() const;
+
+  /// Adds a gradient to its sum that is kept apart; if there is none, a gradient narrower than `dtype` begins one in
+  /// that dtype. Frees `.grad`, so that the next backward need not add to it.
+  void fold(std::size_t place, std::optional<at::ScalarType> dtype);
+  /// Moves all sums out of `.grad`, where other code could clear them.
+  void move_apart();
+  /// Moves sums that are kept apart to `.grad` once they have their true size: any code may read and change them there.
+  void become_gradients();
+  /// Returns the sums of these parameters, and moves those that are kept apart.
+  WindowSums part(const std::vector<std::size_t>& places);
+
+  Named named(const NameOf& name_of) const;
+  /// Checks what `named` returned; `lenient`: leaves out what does not fit.
+  Loaded take(Named named, const NameOf& name_of, bool lenient) const;
+  void set(const Loaded& sums);
+  Loaded copies() const;
+
+ private:
+  std::vector<at::Tensor> parameters_, apart_;  // apart: if undefined, `.grad` is the sum
+};
 
 class Shards;
 
@@ -136,8 +241,57 @@ class WindowGradients {
   at::Tensor judged_on_device_;
 };
 
+struct Multiplier;
+class StreamMemory;
+
+/// Passes over lists of gradients of any device, dtype and layout, none of which waits for a device.
+
+/// Returns the `p`-norm of each non-empty gradient as one float64 tensor, on a device if any gradient is.
+///
+/// They are summed in float64, where squares of finite 16- and 32-bit numbers stay finite. On a device they may lie in
+/// `memory`: see `l2_norms_on_device`.
+at::Tensor norms(const std::vector<at::Tensor>& gradients, double p, StreamMemory& memory);
+at::Tensor norms(const std::vector<at::Tensor>& gradients, double p);
+
+/// Returns the L2 norm of a few norms.
+at::Tensor l2_norm_of(const at::Tensor& norms);
+
+/// Returns true if squares of finite gradients may overflow, as in float64.
+bool squares_may_overflow(const std::vector<at::Tensor>& gradients);
+
+/// Returns 1 if an element is not finite, else 0: 0-dim float32. `l2_norms` is `norms(gradients, 2)`.
+at::Tensor found_inf(const std::vector<at::Tensor>& gradients, const at::Tensor& l2_norms);
+
+/// Multiplies in place. The factor has float32 precision for 16-bit gradients, too.
+void multiply_(const std::vector<at::Tensor>& gradients, const Multiplier& by);
+
+/// The number that gradients are multiplied by: a host part, and a part that is known on a device only.
+struct Multiplier {
+  double numerator = 1.0, denominator = 1.0;
+  at::Tensor device_numerator = {}, device_denominator = {};  ///< 0-dim float64, or undefined
+  /// Tensors of a step that the device may skip, else undefined. `found_inf`: 0-dim float32, 1 if it skips the step;
+  /// `left_out`: the number of skipped steps that the host does not know of.
+  at::Tensor found_inf = {}, left_out = {};
+
+  bool on_host() const { return !device_numerator.defined() && !device_denominator.defined(); }
+  double host() const { return numerator / denominator; }
+  bool is_one() const { return on_host() && host() == 1; }
+
+  /// Returns the whole product as a 0-dim float64 tensor on `device`.
+  at::Tensor on(at::Device device) const;
+
+  /// Returns a copy with all tensors on this device.
+  Multiplier moved_to(at::Device device) const;
+  /// Returns pointers for kernels of the device that holds all tensors. They are valid as long as this object.
+  DeviceMultiplier pointers() const;
+};
+
+/// Hashes a few bytes of a tensor's memory, which most likely shows a write to the tensor, even one that bypasses
+/// LibTorch's version counters. 0 if the host cannot read the memory without waiting.
+std::uint64_t sample_of(const at::Tensor& tensor);
+
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/detail/window/window_gradients.ipp>
+#include <gradaccum/impl/window/gradients.ipp>
 #endif

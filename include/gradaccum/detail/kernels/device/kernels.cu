@@ -2,8 +2,8 @@
 //
 // The kernels for CUDA devices. Compiled without contraction to fused multiply-adds, to round as on the CPU.
 
-#include <gradaccum/detail/kernels/device/cuda_kernels.hpp>
-#include <gradaccum/detail/kernels/operands.hpp>
+#include <gradaccum/detail/kernels/device/launch.hpp>
+#include <gradaccum/detail/kernels/numbers.hpp>
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>

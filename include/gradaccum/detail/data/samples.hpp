@@ -1,0 +1,326 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/build/inline.hpp>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Scalar.h>
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <ranges>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <typeinfo>
+#include <utility>
+#include <vector>
+
+namespace gradaccum::detail {
+
+void batch_size() = delete;  // hides a global variable of that name: only the batch's own namespace counts
+
+template <class B>
+concept tells_its_size = requires(const B& batch) {
+  { batch_size(batch) } -> std::convertible_to<std::int64_t>;  // found where the batch's class is declared
+};
+template <class B>
+concept has_data = requires(const B& batch) {
+  batch.data;
+};
+template <class B>
+concept maps_names = requires(const B& batch) {
+  typename B::mapped_type;
+  batch.begin()->second;
+};
+template <class B>
+concept is_tuple = requires {
+  std::tuple_size<B>::value;
+};
+template <class B>
+concept is_sized = requires(const B& batch) {
+  { batch.size() } -> std::convertible_to<std::int64_t>;
+};
+/// A tuple that begins with a tensor, such as inputs and targets; not an array of numbers.
+template <class B>
+concept is_tuple_of_tensors =
+    is_tuple<B> && std::derived_from<std::remove_cvref_t<decltype(std::get<0>(std::declval<B&>()))>, at::Tensor>;
+template <class B>
+concept is_text = std::convertible_to<const B&, std::string_view>;
+
+/// The number of samples in a batch: `batch_size(batch)` if there is one; the rows of a tensor, of `batch.data`, of a
+/// tuple's first element or of a map's first entry; else its `size()`, or 1 for text; else 1.
+template <class Batch>
+std::int64_t samples_of(const Batch& batch) {
+  if constexpr (tells_its_size<Batch>)
+    return static_cast<std::int64_t>(batch_size(batch));
+  else if constexpr (is_text<Batch>)
+    return 1;
+  else if constexpr (std::derived_from<Batch, at::Tensor>)
+    return batch.defined() && batch.dim() > 0 ? batch.size(0) : 1;
+  else if constexpr (has_data<Batch> && !is_sized<Batch>)
+    return samples_of(batch.data);
+  else if constexpr (maps_names<Batch>)
+    return batch.empty() ? 0 : samples_of(batch.begin()->second);
+  else if constexpr (is_tuple_of_tensors<Batch> || (is_tuple<Batch> && !is_sized<Batch>))
+    return samples_of(std::get<0>(batch));
+  else if constexpr (is_sized<Batch>)
+    return static_cast<std::int64_t>(batch.size());
+  else
+    return 1;
+}
+
+/// The number of batches in an epoch, if the range has a `size()`.
+template <class Batches>
+std::optional<std::int64_t> batches_of(const Batches& batches) {
+  if constexpr (is_sized<Batches>)
+    return static_cast<std::int64_t>(batches.size());
+  else
+    return std::nullopt;
+}
+
+/// Describes a tensor by dtype, shape and a checksum of its values: `Float [64, 784] #1b2c3d4e`.
+std::string fingerprint_of(const at::Tensor& tensor);
+
+template <class T>
+concept has_target = requires(const T& value) {
+  value.target;
+};
+
+/// Appends the fingerprint of a value to `text`.
+template <class T>
+void add_fingerprint(std::string& text, const T& value) {
+  [[maybe_unused]] const auto add_each = [&text](const auto& part) {
+    add_fingerprint(text, part);
+    text += "; ";
+  };
+  if constexpr (std::derived_from<T, at::Tensor>) {
+    text += fingerprint_of(static_cast<const at::Tensor&>(value));
+  } else if constexpr (maps_names<T>) {
+    for (auto& [name, part] : value) add_each(part);
+  } else if constexpr (std::ranges::forward_range<const T> && !is_text<T>) {
+    for (auto& part : value) add_each(part);
+  } else if constexpr (has_data<T>) {
+    add_fingerprint(text, value.data);
+    if constexpr (has_target<T>) add_fingerprint(text += ", ", value.target);
+  } else if constexpr (is_tuple<T>) {
+    std::apply([&](auto&... parts) { (add_each(parts), ...); }, value);
+  }
+}
+
+/// A text that identifies a batch by its tensors; empty for a type without any.
+///
+/// @note Copies the batch to the CPU, and reads all of it.
+template <class T>
+std::string fingerprint_of(const T& value) {
+  std::string text;
+  add_fingerprint(text, value);
+  return text;
+}
+
+void batch_tensors() = delete;  // hides a global variable of that name: only the batch's own namespace counts
+
+template <class B>
+concept tells_its_tensors = requires(const B& batch) {  // found where the batch's class is declared
+  { batch_tensors(batch) } -> std::convertible_to<std::vector<at::Tensor>>;
+};
+template <class B>
+concept is_data_with_target = requires(const B& batch) {
+  batch.data;
+  batch.target;
+  requires sizeof(B) == sizeof(batch.data) + sizeof(batch.target);  // and nothing else
+};
+
+/// Calls `visit(tensor)` by reference for each tensor of a batch, in the order of its members.
+template <class T>
+void for_each_of_batch(T& value, auto&& visit) {
+  using Value = std::remove_const_t<T>;
+  if constexpr (std::derived_from<Value, at::Tensor>) {
+    visit(value);
+  } else if constexpr (maps_names<Value>) {
+    for (auto& [name, part] : value) for_each_of_batch(part, visit);
+  } else if constexpr (std::ranges::forward_range<T> && !is_text<Value>) {
+    for (auto& part : value) for_each_of_batch(part, visit);
+  } else if constexpr (is_data_with_target<Value>) {
+    for_each_of_batch(value.data, visit);
+    for_each_of_batch(value.target, visit);
+  } else {
+    static_assert(
+        is_tuple<Value>,
+        "a batch must consist of tensors: one, a tuple, a range or a map of them, or .data and .target and nothing "
+        "else; for a class of your own declare std::vector<at::Tensor> batch_tensors(const Batch&) beside it");
+    if constexpr (is_tuple<Value>) std::apply([&](auto&... parts) { (for_each_of_batch(parts, visit), ...); }, value);
+  }
+}
+
+/// The tensors of a batch, by `batch_tensors(batch)` if there is one.
+template <class Batch>
+std::vector<at::Tensor> tensors_of(const Batch& batch) {
+  if constexpr (tells_its_tensors<Batch>) {
+    return batch_tensors(batch);
+  } else {
+    std::vector<at::Tensor> all;
+    for_each_of_batch(batch, [&all](const at::Tensor& tensor) { all.push_back(tensor); });
+    return all;
+  }
+}
+
+void slice() = delete;  // hides a global variable of that name: only the batch's own namespace counts
+
+template <class T>
+concept is_tensor = std::same_as<std::remove_cv_t<T>, at::Tensor>;
+
+template <class B>
+concept slices_itself = !is_tensor<B> && requires(const B& batch, std::int64_t i) {
+  { slice(batch, i, i) } -> std::convertible_to<B>;  // found where the batch's class is declared
+};
+
+/// Satisfied by `data::SequenceBatch`.
+template <class B>
+concept narrows_itself = !is_tensor<B> && requires(const B& batch, std::int64_t i) {
+  { batch.rows() } -> std::convertible_to<std::int64_t>;
+  { batch.narrow(i, i) } -> std::convertible_to<B>;
+};
+
+/// Two tensors and nothing else, since other members would not be split.
+template <class B>
+concept is_data_and_target = requires(const B& batch) {
+  requires is_tensor<std::remove_cvref_t<decltype(batch.data)>>;
+  requires is_tensor<std::remove_cvref_t<decltype(batch.target)>>;
+  B{batch.data, batch.target};
+}
+&&sizeof(B) == 2 * sizeof(at::Tensor);
+
+template <class B>
+constexpr bool holds_tensors_only = false;
+template <class... T>
+constexpr bool holds_tensors_only<std::tuple<T...>> = sizeof...(T) > 0 && (is_tensor<T> && ...);
+template <class A, class B>
+constexpr bool holds_tensors_only<std::pair<A, B>> = is_tensor<A>&& is_tensor<B>;
+
+template <class B>
+constexpr bool is_vector = false;
+template <class T>
+constexpr bool is_vector<std::vector<T>> = std::copyable<T>;
+
+template <class B>
+concept has_rows = slices_itself<B> || is_tensor<B> || narrows_itself<B> || is_data_and_target<B> ||
+    holds_tensors_only<B> || is_vector<B>;
+
+/// References to the tensors of a batch that consists of tensors.
+template <has_rows B>
+auto tied_tensors(const B& batch) {
+  if constexpr (is_tensor<B>)
+    return std::tie(batch);
+  else if constexpr (is_data_and_target<B>)
+    return std::tie(batch.data, batch.target);
+  else
+    return std::apply([](auto&... tensors) { return std::tie(tensors...); }, batch);
+}
+
+std::int64_t rows_of_all(const std::vector<at::Tensor>& tensors);
+
+/// The number of rows that can be split. For a class with its own `slice`, the number of samples.
+template <has_rows B>
+std::int64_t rows_of(const B& batch) {
+  if constexpr (slices_itself<B>)
+    return samples_of(batch);
+  else if constexpr (is_vector<B>)
+    return static_cast<std::int64_t>(batch.size());
+  else if constexpr (narrows_itself<B>)
+    return batch.rows();
+  else
+    return std::apply([](auto&... tensors) { return rows_of_all({tensors...}); }, tied_tensors(batch));
+}
+
+/// Returns the rows [from, from + count).
+template <has_rows B>
+B narrowed(const B& batch, std::int64_t from, std::int64_t count) {
+  if constexpr (slices_itself<B>)
+    return slice(batch, from, from + count);
+  else if constexpr (is_vector<B>)
+    return B(batch.begin() + from, batch.begin() + from + count);
+  else if constexpr (narrows_itself<B>)
+    return batch.narrow(from, count);
+  else
+    return std::apply([&](auto&... tensors) { return B{tensors.narrow(0, from, count)...}; }, tied_tensors(batch));
+}
+
+/// Describes a tensor as `Float [64, 784]`, with its device unless CPU, and its strides unless contiguous.
+std::string layout_text(const at::Tensor& tensor);
+/// Describes several tensors, separated by commas. With `any_rows`, the first dimension of each is `*`.
+std::string layout_text(const std::vector<at::Tensor>& tensors, bool any_rows = false);
+
+/// Sequences of unequal length, any of which can be padded to the longest and joined to one tensor.
+class PaddedSequences {
+ public:
+  /// Pads lengths to a multiple of `multiple`, >= 1. `what` names the sequences in error messages. `padding_option`
+  /// names the option to change if the padding does not fit the dtype.
+  PaddedSequences(const char* what, const char* padding_option, std::vector<at::Tensor> sequences,
+                  const at::Scalar& padding, std::int64_t multiple);
+
+  std::int64_t size() const { return static_cast<std::int64_t>(sequences_.size()); }
+  std::int64_t length(std::int64_t i) const { return lengths_[static_cast<std::size_t>(i)]; }
+
+  /// The padded length of a batch whose longest sequence this is.
+  std::int64_t padded_length(std::int64_t i) const { return (length(i) + multiple_ - 1) / multiple_ * multiple_; }
+
+  /// Lengths of sequences: int64 [n], on the CPU.
+  at::Tensor lengths(const std::vector<std::int64_t>& rows) const;
+  /// Sequences as one tensor: [n, longest padded length, …]. Takes two operations for any number of sequences.
+  at::Tensor padded(const std::vector<std::int64_t>& rows) const;
+
+ private:
+  std::vector<at::Tensor> sequences_;
+  std::vector<std::int64_t> lengths_;
+  at::Tensor padding_;  // one element of a sequence: [1, …]
+  std::int64_t multiple_;
+};
+
+/// Returns the tensor on `device`. A copy from the host to CUDA uses pinned memory, and does not wait for the device.
+at::Tensor brought_to(c10::Device device, const at::Tensor& tensor);
+
+/// Throws an error that names the type.
+[[noreturn]] void cannot_be_brought(const std::type_info& type);
+
+template <class B>
+concept is_data_alone = has_data<B> && requires(const B& batch) {
+  requires sizeof(B) == sizeof(batch.data);
+};
+template <class B>
+concept goes_to_device = requires(const B& batch, c10::Device device) {
+  { batch.to(device) } -> std::convertible_to<B>;
+};
+
+/// Moves the tensors of a batch to a device, by `batch.to(device)` if there is one.
+template <class B>
+void bring_to(c10::Device device, B& batch) {
+  if constexpr (std::same_as<B, at::Tensor>) {
+    batch = brought_to(device, batch);
+  } else if constexpr (goes_to_device<B>) {
+    batch = batch.to(device);
+  } else if constexpr (maps_names<B>) {
+    for (auto& [name, part] : batch) bring_to(device, part);
+  } else if constexpr (std::ranges::forward_range<B> && !is_text<B>) {
+    for (auto& part : batch) bring_to(device, part);
+  } else if constexpr (is_data_with_target<B>) {
+    bring_to(device, batch.data);
+    bring_to(device, batch.target);
+  } else if constexpr (is_data_alone<B>) {
+    bring_to(device, batch.data);
+  } else if constexpr (is_tuple<B>) {
+    std::apply([&](auto&... parts) { (bring_to(device, parts), ...); }, batch);
+  } else if constexpr (!std::is_arithmetic_v<B> && !std::is_enum_v<B> && !is_text<B>) {
+    cannot_be_brought(typeid(B));
+  }
+}
+
+}  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/impl/data/samples.ipp>
+#endif

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Type.h>
+#include <torch/nn/module.h>
+
+#include <concepts>
+#include <cstdint>
+#include <string>
+#include <type_traits>
+#include <typeinfo>
+
+namespace gradaccum::detail {
+
+template <class M>
+concept plain_module = std::derived_from<std::remove_cvref_t<M>, torch::nn::Module>;
+
+/// A `ModuleHolder`, a `shared_ptr` to a module, or any other pointer to one.
+template <class M>
+concept points_to_module = !plain_module<M> && requires(M & model) {
+  { *model } -> plain_module;
+};
+
+template <class M>
+concept model = plain_module<M> || points_to_module<M>;
+
+void check_points_to_a_module(bool it_does);
+
+/// Returns the module that `model` is or points to.
+template <model Model>
+torch::nn::Module& module_of(Model& model) {
+  if constexpr (plain_module<Model>) {
+    return model;
+  } else {
+    if constexpr (requires { model == nullptr; }) check_points_to_a_module(!(model == nullptr));
+    return *model;
+  }
+}
+
+/// A class name without namespaces and template arguments: `SGD`.
+std::string name_of_class(const std::type_info& type);
+
+/// The dynamic class of an object.
+template <class T>
+std::string type_name(const T& object) {
+  return name_of_class(typeid(object));
+}
+
+/// A count in an option. Accepts every integer type, so `{.steps = files.size()}` is not a narrowing conversion.
+class Count {
+ public:
+  template <std::convertible_to<std::int64_t> Number>
+  requires(!std::floating_point<Number> && !std::same_as<Number, bool>) constexpr Count(
+      Number value)  // NOLINT(google-explicit-constructor): an option is a plain number
+      : value_(static_cast<std::int64_t>(value)) {}
+
+  constexpr operator std::int64_t() const { return value_; }  // NOLINT(google-explicit-constructor)
+
+ private:
+  std::int64_t value_;
+};
+
+/// The inputs of a recorded operation. `RecordFunction::inputs()` cannot be used: in a program built without NDEBUG it
+/// asserts a flag that a release build of LibTorch never sets.
+template <auto inputs>
+struct RecordedInputs {
+  friend c10::ArrayRef<const c10::IValue> recorded_inputs(const at::RecordFunction& operation) {
+    return operation.*inputs;
+  }
+};
+c10::ArrayRef<const c10::IValue> recorded_inputs(const at::RecordFunction& operation);
+template struct RecordedInputs<&at::RecordFunction::inputs_>;  // explicit instantiations may name private members
+
+inline void check_points_to_a_module(bool it_does) {
+  TORCH_CHECK(it_does, "model: the pointer to it must not be null");
+}
+
+inline std::string name_of_class(const std::type_info& type) {
+  const auto name = c10::demangle(type.name());
+  const auto end = name.find('<');
+  const auto colon = name.rfind(':', end);
+  return name.substr(colon == std::string::npos ? 0 : colon + 1);
+}
+
+}  // namespace gradaccum::detail

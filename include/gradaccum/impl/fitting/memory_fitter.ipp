@@ -1,0 +1,551 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/fitting/memory_fitter.hpp>
+
+#include <gradaccum/archive.hpp>
+#include <gradaccum/detail/memory/system_file.hpp>
+
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <functional>
+#include <initializer_list>
+#include <new>
+#include <sstream>
+#include <string_view>
+#include <utility>
+#include <sys/resource.h>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE void CheckpointSearch::find_parts(torch::nn::Module& module,
+                                                   const std::vector<CheckpointedSequential>& more) {
+  if (found_) return;
+  std::vector<std::shared_ptr<CheckpointedSequentialImpl>> parts;
+  for (auto& part : more) {
+    TORCH_CHECK(part->options().segments == 0, "FitMemory: checkpointed parts must have a memory_budget, got segments");
+    parts.push_back(part.ptr());
+  }
+  const auto add = [&](std::shared_ptr<CheckpointedSequentialImpl> part) {
+    const bool is_new = part && part->options().memory_budget > 0 && std::ranges::find(parts, part) == parts.end();
+    if (is_new) parts.push_back(std::move(part));
+  };
+  add({std::shared_ptr<void>(), dynamic_cast<CheckpointedSequentialImpl*>(&module)});  // without ownership
+  for (auto& part : module.modules(/*include_self=*/false))
+    add(std::dynamic_pointer_cast<CheckpointedSequentialImpl>(part));
+  parts_ = std::move(parts);
+  for (auto& part : parts_) part->set_memory_budget(0);
+  found_ = true;
+}
+
+GRADACCUM_INLINE void CheckpointSearch::share(std::int64_t bytes) {
+  if (!way_.checkpointed || budget_ > 0) return;
+  set_budget(std::max<std::int64_t>(bytes / 4 * 3 / static_cast<std::int64_t>(parts_.size()), 1));
+}
+
+GRADACCUM_INLINE void CheckpointSearch::set_budget(std::int64_t each) {
+  if (std::exchange(budget_, each) == each) return;
+  for (auto& part : parts_) part->set_memory_budget(each);
+}
+
+GRADACCUM_INLINE std::int64_t CheckpointSearch::bytes() const {
+  std::int64_t all = 0;
+  for (auto& part : parts_)
+    if (way_.checkpointed && part->has_plan()) all += part->plan().predicted.peak_bytes;
+  return all;
+}
+
+GRADACCUM_INLINE void CheckpointSearch::took(std::int64_t elements, double seconds, bool left) {
+  constexpr int enough = 3;  // the fastest of this many counts
+  if (!searches() || !(left || way_.checkpointed)) return;
+  seconds_ = std::min(seconds_, seconds / static_cast<double>(elements));
+  if (++timed_ < enough) return;
+  const bool faster = seconds_ < 0.98 * best_seconds_;
+  if (faster) best_ = way_, best_seconds_ = seconds_;
+  const bool may_grow = left && (elements > way_.most / 2 || !way_.checkpointed);
+  if (faster && may_grow)
+    go({/*checkpointed=*/true, 2 * elements}, /*settled=*/false);
+  else
+    go(best_, /*settled=*/true);
+}
+
+GRADACCUM_INLINE bool CheckpointSearch::fails(std::int64_t over) {
+  if (parts_.empty()) return false;
+  if (!way_.checkpointed || !settled_) {
+    go(way_.checkpointed ? best_ : Way{/*checkpointed=*/true}, /*settled=*/true);
+    return true;
+  }
+  const auto less = budget_ - (over + over / 8) / static_cast<std::int64_t>(parts_.size()) - 1;
+  if (over <= 0 || less <= 0) return false;
+  set_budget(less);
+  return true;
+}
+
+GRADACCUM_INLINE void CheckpointSearch::go(const Way& way, bool settled) {
+  seconds_ = std::numeric_limits<double>::infinity();
+  timed_ = 0;
+  settled_ = settled;
+  way_ = way;
+  if (!way_.checkpointed) set_budget(0);
+}
+
+GRADACCUM_INLINE void CheckpointSearch::state(Archive& archive) {
+  auto way = way_;
+  auto settled = settled_;
+  auto budget = budget_;
+  archive("checkpointed", way.checkpointed);
+  archive("most", way.most);
+  archive("settled", settled);
+  archive("checkpoint_budget", budget);
+  archive("best_checkpointed", best_.checkpointed);
+  archive("best_most", best_.most);
+  archive("best_seconds", best_seconds_);
+  if (!archive.loading()) return;
+  TORCH_CHECK(
+      way.most >= 1 && budget >= 0 && (budget == 0 || way.checkpointed) && (!way.checkpointed || !parts_.empty()),
+      "FitMemory: a saved plan must have a budget for checkpointed parts where the model has such, got ", budget);
+  go(way, settled);
+  set_budget(budget);
+}
+
+GRADACCUM_INLINE RowKind kind_of(const std::vector<at::Tensor>& tensors, std::int64_t rows) {
+  RowKind kind;
+  for (auto& tensor : tensors) {
+    if (!tensor.defined()) continue;
+    kind.form += c10::toString(tensor.scalar_type()) + std::to_string(tensor.dim());
+    for (std::int64_t i = 1; i < tensor.dim(); ++i) kind.sizes.push_back(tensor.size(i));
+    kind.elements += tensor.numel() / std::max<std::int64_t>(rows, 1);
+  }
+  kind.text = layout_text(tensors, /*any_rows=*/true);
+  return kind;
+}
+
+GRADACCUM_INLINE bool RowKind::covers(const RowKind& other) const {
+  return form == other.form && std::ranges::equal(sizes, other.sizes, std::ranges::greater_equal());
+}
+
+/// Returns first * second / third, rounded down, without overflow.
+GRADACCUM_INLINE std::int64_t scaled(std::int64_t first, std::int64_t second, std::int64_t third) {
+  const auto result =
+      static_cast<long double>(first) * static_cast<long double>(second) / static_cast<long double>(third);
+  constexpr auto most = std::numeric_limits<std::int64_t>::max() / 2;
+  return result < static_cast<long double>(most) ? static_cast<std::int64_t>(result) : most;
+}
+
+GRADACCUM_INLINE std::int64_t RowPlan::rows_for(std::int64_t bytes, std::int64_t least) {
+  if (empty()) return least;
+  if (fits_.bytes > bytes) failed(fits_);
+  if (fits_.rows == 0) return std::max(fewer_rows(bytes), least);
+  if (fits_.bytes >= bytes - bytes / 20) return std::max(fits_.rows, least);
+  return std::max(more_rows(bytes), least);
+}
+
+/// Guesses the rows that fit by assuming that rows account for half of the bytes.
+GRADACCUM_INLINE std::int64_t RowPlan::fewer_rows(std::int64_t bytes) const {
+  if (too_many_.bytes <= bytes || bytes <= 0) return too_many_.rows / 2;
+  return too_many_.rows - 2 * (too_many_.rows - scaled(too_many_.rows, bytes, too_many_.bytes));
+}
+
+GRADACCUM_INLINE std::int64_t RowPlan::more_rows(std::int64_t bytes) const {
+  const auto in_proportion = scaled(fits_.rows, bytes, std::max<std::int64_t>(fits_.bytes, 1));
+  if (in_proportion == fits_.rows && too_many_.rows != fits_.rows + 1 && one_more_bytes() <= bytes)
+    return fits_.rows + 1;
+  if (too_many_.rows == 0 || in_proportion < too_many_.rows) return in_proportion;
+  const auto between = too_many_.rows - fits_.rows;
+  const auto more =
+      too_many_.bytes > bytes ? scaled(between, bytes - fits_.bytes, too_many_.bytes - fits_.bytes) : between / 2;
+  return std::min(fits_.rows + more, too_many_.rows - 1);
+}
+
+/// The bytes of one more row than fits_: adds the last growth per row, or half of an average row before any growth.
+GRADACCUM_INLINE std::int64_t RowPlan::one_more_bytes() const {
+  if (before_.rows == 0) return fits_.bytes + fits_.bytes / (2 * fits_.rows);
+  return fits_.bytes + scaled(fits_.bytes - before_.bytes, 1, fits_.rows - before_.rows);
+}
+
+GRADACCUM_INLINE std::optional<std::int64_t> RowPlan::bytes_for(std::int64_t rows) const {
+  if (fits_.rows == 0) return std::nullopt;
+  if (rows == fits_.rows + 1) return one_more_bytes();
+  if (rows > fits_.rows && too_many_.rows > fits_.rows && too_many_.bytes > fits_.bytes)
+    return fits_.bytes + scaled(rows - fits_.rows, too_many_.bytes - fits_.bytes, too_many_.rows - fits_.rows);
+  return scaled(fits_.bytes, rows, fits_.rows);
+}
+
+GRADACCUM_INLINE void RowPlan::measured(Point point, bool certain) {
+  const bool better = certain && !certain_ && point.rows >= fits_.rows / 2;
+  if (point.rows < fits_.rows && !better) return;
+  if (point.rows > fits_.rows && certain_) before_ = fits_;
+  if (point.rows < fits_.rows) before_ = {};
+  fits_ = point;
+  certain_ = certain_ || certain;
+  if (too_many_.rows <= fits_.rows) too_many_ = {};
+}
+
+GRADACCUM_INLINE void RowPlan::failed(Point point) {
+  if (too_many_.rows == 0 || point.rows <= too_many_.rows) too_many_ = point;
+  if (fits_.rows >= point.rows) fits_ = before_ = {};
+}
+
+GRADACCUM_INLINE void RowPlan::begin_with(const RowPlan& other) {
+  fits_ = other.fits_;
+  certain_ = false;
+}
+
+GRADACCUM_INLINE void RowPlan::state(Archive& archive) {
+  RowPlan plan = *this;
+  const auto point = [&archive](const std::string& name, Point& of) {
+    archive(name + "rows", of.rows);
+    archive(name + "bytes", of.bytes);
+    TORCH_CHECK(of.rows >= 0 && of.bytes >= 0, "FitMemory: the rows and bytes of a saved plan must be >= 0, got ",
+                of.rows, " and ", of.bytes);
+  };
+  point("", plan.fits_);
+  point("too_many_", plan.too_many_);
+  point("before_", plan.before_);
+  archive("certain", plan.certain_);
+  *this = plan;
+}
+
+GRADACCUM_INLINE void MemoryFitter::run(const Limits& limits, const DividedBatch& batch) {
+  TORCH_CHECK(limits.budget >= 0, "FitMemory: budget must be > 0, got ", limits.budget);
+  TORCH_CHECK(limits.min_rows >= 1 && limits.min_rows <= std::int64_t{1} << 40,
+              "FitMemory: min_rows must be >= 1, got ", limits.min_rows);
+  has_limit_ = limits.budget > 0;
+  for (int of_least = 0, attempts = 0;; ++attempts) {
+    const auto looked = looked_;
+    const auto failure = attempt(limits, batch, /*may_begin_again=*/attempts < 10);
+    if (!failure) return;
+    release_kept_memory(batch.device);
+    batch.undo();
+    release_kept_memory(batch.device);
+    if (failure->is_none) {
+      looked_ = looked;
+      continue;
+    }
+    ++plan_.replays;
+    looked_ = std::min<std::int64_t>(looked_, 1);
+    of_least = failure->is_least ? of_least + 1 : 0;
+    if (of_least == 0 || (of_least == 1 && failure->bytes == 0)) continue;  // retried once if out of memory
+    if (!search_.fails(failure->bytes > 0 ? failure->bytes - limits.budget : 0)) refuse(limits, batch, *failure);
+    of_least = 0;
+  }
+}
+
+GRADACCUM_INLINE void MemoryFitter::find_parts(torch::nn::Module& module,
+                                               const std::vector<CheckpointedSequential>& more) {
+  search_.find_parts(module, more);
+  if (!search_.searches()) return;
+  expected_gradient_bytes_ = 0;
+  for (auto& parameter : module.parameters())
+    if (parameter.requires_grad()) expected_gradient_bytes_ += static_cast<std::int64_t>(parameter.nbytes());
+}
+
+GRADACCUM_INLINE std::optional<std::int64_t> MemoryFitter::known_rows(const RowKind& kind) const {
+  std::optional<std::int64_t> most;
+  for (auto& known : known_) {
+    const auto rows = (search_.way().checkpointed ? known.checkpointed : known.plan).fits().rows;
+    if (known.kind.covers(kind) && rows > 0) most = std::max(most.value_or(0), rows);
+  }
+  return most;
+}
+
+/// Returns a kind's index. A new kind starts with the rows known for the next larger kind.
+GRADACCUM_INLINE std::size_t MemoryFitter::place_of(const RowKind& kind) {
+  const auto known = std::ranges::find(known_, kind, &Known::kind);
+  if (known != known_.end()) return static_cast<std::size_t>(known - known_.begin());
+  const Known* larger = nullptr;
+  for (auto& other : known_)
+    if (other.kind.covers(kind) && (!larger || other.kind.elements < larger->kind.elements)) larger = &other;
+  Known added{kind, {}, {}};
+  if (larger) added.plan.begin_with(larger->plan), added.checkpointed.begin_with(larger->checkpointed);
+  known_.push_back(std::move(added));
+  plan_.layouts.push_back({kind.text});
+  return known_.size() - 1;
+}
+
+/// Queries the device's memory twice, since the first update may allocate the optimizer's state.
+GRADACCUM_INLINE std::int64_t MemoryFitter::budget(const Limits& limits, c10::Device device) {
+  if (limits.budget > 0) return plan_.budget = limits.budget;
+  if (looked_++ < 2) {
+    const auto available = available_memory(device).value_or(0);
+    plan_.budget = device.is_cpu() ? available / 5 * 4 : available / 10 * 9;  // the CPU runs out without warning
+  }
+  return plan_.budget > 0 ? plan_.budget : std::numeric_limits<std::int64_t>::max() / 4;
+}
+
+GRADACCUM_INLINE std::int64_t MemoryFitter::gradient_bytes() const {
+  return std::max(plan_.gradient_bytes, expected_gradient_bytes_);
+}
+
+/// The rows that fit into `bytes` besides gradients and the budget of checkpointed parts.
+GRADACCUM_INLINE std::int64_t MemoryFitter::rows_for(Known& known, std::int64_t bytes, std::int64_t least) {
+  const auto most = search_.way().most / std::max<std::int64_t>(known.kind.elements, 1);
+  return std::min(plan_of(known).rows_for(bytes - gradient_bytes() - search_.budget(), least), std::max(most, least));
+}
+
+GRADACCUM_INLINE void MemoryFitter::choose(std::size_t place, std::int64_t bytes, std::int64_t least) {
+  search_.share(bytes - gradient_bytes());
+  plan_.checkpoint_budget = search_.budget();
+  auto& layout = plan_.layouts[place];
+  const auto rows = rows_for(known_[place], bytes, least);
+  if (rows == layout.rows) return;
+  layout.rows = rows;
+  layout.predicted_bytes = gradient_bytes() + search_.budget() + plan_of(known_[place]).bytes_for(rows).value_or(0);
+  layout.measured_bytes = 0;
+}
+
+/// Returns whether rows can be divided into micro-batches of `least` to `most`.
+GRADACCUM_INLINE bool goes_in_pieces(std::int64_t rows, std::int64_t most, std::int64_t least) {
+  return (rows + most - 1) / most * least <= rows;
+}
+
+/// The rows of the next micro-batch: at most `most`, and so that the rest can be divided into `least` to `most`, too.
+/// If that is impossible, one micro-batch has more.
+GRADACCUM_INLINE std::int64_t rows_of_piece(std::int64_t left, std::int64_t most, std::int64_t least) {
+  if (left <= most || left < 2 * least) return left;
+  for (auto rows = most; rows >= least; --rows)
+    if (goes_in_pieces(left - rows, most, least)) return rows;
+  return std::min(most, left - least);
+}
+
+/// Runs the batch once. If a window's first micro-batch takes too much, runs the next to see its memory without
+/// gradients. The first micro-batch on a device is run without measuring, and undone: a device's libraries allocate
+/// workspaces at their first use on a thread and keep them (cuBLAS at the first matrix product, forward and backward).
+GRADACCUM_INLINE auto MemoryFitter::attempt(const Limits& limits, const DividedBatch& batch, bool may_begin_again)
+    -> std::optional<Failure> {
+  const bool warms_up = !batch.device.is_cpu() && warm_device_ != batch.device && MemoryMeter::possible();
+  std::optional<MemoryMeter> meter;
+  if (!warms_up && MemoryMeter::possible()) meter.emplace();
+  const auto bytes = budget(limits, batch.device);
+  const auto place = place_of(batch.kind);
+  plan_.gradient_bytes = std::max(plan_.gradient_bytes, batch.gradient_bytes);
+  plan_.last_rows.clear();
+  std::optional<Failure> first;
+  for (Piece piece; piece.to < batch.rows;) {
+    choose(place, bytes, limits.min_rows);
+    const auto rows = plan_.layouts[place].rows;
+    piece = {.from = piece.to, .before = batch.gradient_bytes};
+    piece.to = piece.from + rows_of_piece(batch.rows - piece.from, rows, limits.min_rows);
+    if (may_begin_again && !first && outgrows_first(batch, piece)) return Failure{.is_none = true};
+    auto& plan = plan_of(known_[place]);
+    auto failure = run(batch, piece, meter ? &*meter : nullptr, plan);
+    if (!failure && warms_up) {
+      warm_device_ = batch.device;
+      return Failure{.is_none = true};
+    }
+    if (!failure && meter) failure = take_notice(piece, plan);
+    const bool is_least =
+        rows <= limits.min_rows || piece.rows() > rows || batch.rows < 2 * limits.min_rows;  // cannot be divided
+    if (first) first->bytes = std::max(first->bytes, piece.bytes());
+    if (first) return first;
+    if (failure) {
+      failure->is_least = is_least;
+      if (!is_least || failure->bytes == 0 || piece.from > 0 || piece.to == batch.rows) return failure;
+      first = failure;
+    }
+    plan_.last_rows.push_back(piece.rows());
+    auto& measured = plan_.layouts[place].measured_bytes;
+    if (piece.rows() == rows) measured = std::max(measured, piece.bytes());
+    time(limits, batch, piece, place, bytes);
+  }
+  return first;
+}
+
+/// Returns whether a loss scale that fits the first micro-batch would be too large for this one.
+GRADACCUM_INLINE bool MemoryFitter::outgrows_first(const DividedBatch& batch, const Piece& piece) const {
+  return !plan_.last_rows.empty() && piece.rows() > 2 * plan_.last_rows.front() && batch.is_scaled();
+}
+
+/// Runs and measures a micro-batch. Returns a failure if it ran out of memory.
+GRADACCUM_INLINE auto MemoryFitter::run(const DividedBatch& batch, Piece& piece, MemoryMeter* meter, RowPlan& plan)
+    -> std::optional<Failure> {
+  if (meter) meter->reset_peak();
+  const auto live = meter ? meter->live_bytes(batch.device) : 0;
+  piece.before += live;
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    piece.of_kind = batch.run(piece.from, piece.to);
+    if (is_timed(batch, piece) && !batch.device.is_cpu())
+      c10::impl::VirtualGuardImpl(batch.device.type()).synchronizeDevice(batch.device.index());
+  } catch (const std::exception& error) {
+    if (!is_out_of_memory(std::current_exception())) throw;
+    plan.failed({std::max(piece.rows(), plan.fits().rows), 0});
+    return Failure{.rows = piece.rows(), .text = error.what()};
+  }
+  piece.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  if (!meter) return std::nullopt;
+  piece.own = meter->peak_bytes(batch.device) - live;
+  plan_.gradient_bytes = std::max(plan_.gradient_bytes, batch.gradient_bytes + meter->live_bytes(batch.device));
+  return std::nullopt;
+}
+
+/// Records a micro-batch's memory. Returns a failure if it exceeds a given budget. The first of a window is an upper
+/// bound, since it allocates gradients, too. Checkpointed parts count by their plan, which may be for more rows.
+GRADACCUM_INLINE auto MemoryFitter::take_notice(const Piece& piece, RowPlan& plan) -> std::optional<Failure> {
+  const bool first = piece.before == 0;
+  const RowPlan::Point point{piece.rows(), std::max({piece.own - search_.bytes(), piece.own / 4, std::int64_t{1}})};
+  if (plan_.budget == 0 || piece.bytes() <= plan_.budget) {
+    if (piece.of_kind && (!first || plan.empty())) plan.measured(point, !first);
+    return std::nullopt;
+  }
+  plan.failed(point);
+  if (!has_limit_) return std::nullopt;  // the device had more than it reported
+  return Failure{.rows = piece.rows(), .bytes = piece.bytes()};
+}
+
+/// Returns whether the search times a micro-batch. A batch that runs at once cannot become faster.
+GRADACCUM_INLINE bool MemoryFitter::is_timed(const DividedBatch& batch, const Piece& piece) const {
+  return search_.searches() && (search_.way().checkpointed || piece.rows() < batch.rows);
+}
+
+/// Reports a micro-batch's time to the search, if its number of rows stays.
+GRADACCUM_INLINE void MemoryFitter::time(const Limits& limits, const DividedBatch& batch, const Piece& piece,
+                                         std::size_t place, std::int64_t bytes) {
+  auto& known = known_[place];
+  if (!is_timed(batch, piece) || piece.rows() != plan_.layouts[place].rows) return;
+  if (piece.rows() < batch.rows && rows_for(known, bytes, limits.min_rows) != piece.rows()) return;
+  const auto elements = piece.rows() * std::max<std::int64_t>(known.kind.elements, 1);  // longer rows take longer
+  search_.took(elements, piece.seconds, piece.rows() < batch.rows);
+}
+
+GRADACCUM_INLINE void MemoryFitter::refuse(const Limits& limits, const DividedBatch& batch,
+                                           const Failure& failure) const {
+  TORCH_CHECK(failure.bytes == 0, "FitMemory: the budget must be at least ", failure.bytes, " bytes, which ",
+              failure.rows, " row(s) of ", batch.kind.text, " and the gradients took, got ", limits.budget);
+  TORCH_CHECK_WITH(OutOfMemoryError, false, "FitMemory: ", failure.rows, " row(s) of ", batch.kind.text,
+                   " ran out of memory twice, and there is nothing to divide: ", failure.text);
+}
+
+GRADACCUM_INLINE void MemoryFitter::state(Archive& archive) {
+  auto number = static_cast<std::int64_t>(known_.size());
+  archive("layouts", number);
+  archive("gradient_bytes", plan_.gradient_bytes);
+  TORCH_CHECK(number >= 0 && static_cast<std::size_t>(number) <= archive.values().size() + known_.size() &&
+                  plan_.gradient_bytes >= 0,
+              "FitMemory: the counts of a saved plan must be >= 0 and fit its values, got ", number);
+  search_.state(archive);
+  if (archive.loading()) known_.assign(static_cast<std::size_t>(number), {}), plan_.layouts.clear();
+  for (std::size_t i = 0; i < known_.size(); ++i) {
+    auto& [kind, plan, checkpointed] = known_[i];
+    auto sizes = c10::Join(" ", kind.sizes);
+    const auto name = "layout-" + std::to_string(i) + ".";
+    archive(name + "form", kind.form);
+    archive(name + "sizes", sizes);
+    archive(name + "elements", kind.elements);
+    archive(name + "batch", kind.text);
+    archive(name + "plan", plan);
+    archive(name + "checkpointed", checkpointed);
+    if (!archive.loading()) continue;
+    std::istringstream numbers(sizes);
+    for (std::int64_t size = 0; numbers >> size;) kind.sizes.push_back(size);
+    plan_.layouts.push_back({kind.text});
+  }
+}
+
+GRADACCUM_INLINE std::optional<std::int64_t> bytes_after(const std::string& name, const std::string& lines) {
+  std::istringstream all(lines);
+  for (std::string line; std::getline(all, line);) {
+    if (!line.starts_with(name) || line.size() == name.size()) continue;
+    if (const char next = line[name.size()]; next != ':' && next != ' ') continue;
+    std::istringstream rest(line.substr(name.size() + 1));
+    std::int64_t number = 0;
+    std::string unit;
+    if (!(rest >> number) || number < 0 || number > std::int64_t{1} << 50) return std::nullopt;
+    return rest >> unit && unit == "kB" ? number * 1024 : number;
+  }
+  return std::nullopt;
+}
+
+GRADACCUM_INLINE std::optional<std::int64_t> number_in(const std::filesystem::path& file) {
+  return bytes_after("", " " + text_of_system_file(file));
+}
+
+/// The bytes left in one control group. Inactive file pages count as free, since they are reclaimed on demand.
+GRADACCUM_INLINE std::optional<std::int64_t> memory_left_in(const std::filesystem::path& folder) {
+  const auto statistics = text_of_system_file(folder / "memory.stat");
+  for (const auto& [limit, usage, inactive] :
+       {std::array{"memory.max", "memory.current", "inactive_file"},
+        std::array{"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"}})
+    if (const auto most = number_in(folder / limit))
+      return *most - number_in(folder / usage).value_or(0) + bytes_after(inactive, statistics).value_or(0);
+  return std::nullopt;
+}
+
+GRADACCUM_INLINE std::optional<std::int64_t> least(std::initializer_list<std::optional<std::int64_t>> numbers) {
+  std::optional<std::int64_t> result;
+  for (auto& number : numbers)
+    if (number && (!result || *number < *result)) result = number;
+  return result;
+}
+
+GRADACCUM_INLINE std::optional<std::int64_t> memory_left_by_groups(const std::filesystem::path& groups,
+                                                                   const std::filesystem::path& mounted) {
+  std::optional<std::int64_t> left;
+  for (auto& folder : control_groups(text_of_system_file(groups), "memory"))
+    left = least({left, memory_left_in(mounted / folder)});
+  return left;
+}
+
+/// The address space left by `ulimit -v`.
+GRADACCUM_INLINE std::optional<std::int64_t> addresses_left() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return std::nullopt;
+  const auto used = bytes_after("VmSize", text_of_system_file("/proc/self/status"));
+  return static_cast<std::int64_t>(limit.rlim_cur) - used.value_or(0);
+}
+
+GRADACCUM_INLINE std::optional<std::int64_t> available_memory(c10::Device device) try {
+  if (!device.is_cpu()) {
+    static_cast<void>(at::empty({0}, device));  // the allocator's statistics throw before its first use
+    auto* const allocator = c10::getDeviceAllocator(device.type());
+    const auto free = static_cast<std::int64_t>(allocator->getMemoryInfo(device.index()).first);
+    const auto statistics = allocator->getDeviceStats(device.index());
+    const auto all = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+    return free + statistics.reserved_bytes[all].current - statistics.allocated_bytes[all].current;
+  }
+  const auto left = least(
+      {bytes_after("MemAvailable", text_of_system_file("/proc/meminfo")), memory_left_by_groups(), addresses_left()});
+  return left ? std::optional(std::max<std::int64_t>(*left, 0)) : std::nullopt;
+} catch (const c10::Error&) {  // not all of LibTorch's allocators report memory
+  return std::nullopt;
+}
+
+/// Matches messages, too: the CPU's allocator, cuBLAS and cuDNN have no class for this error.
+GRADACCUM_INLINE bool is_out_of_memory(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::OutOfMemoryError&) {
+    return true;
+  } catch (const c10::Error& known) {
+    const std::string_view text(known.msg());
+    return std::ranges::any_of(std::array{"DefaultCPUAllocator: ", "out of memory", "_ALLOC_FAILED"},
+                               [&](auto* part) { return text.find(part) != std::string_view::npos; });
+  } catch (const std::bad_alloc&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+GRADACCUM_INLINE void release_kept_memory(c10::Device device) {
+  at::autocast::clear_cache();
+  if (device.is_cpu()) return;
+  try {
+    c10::getDeviceAllocator(device.type())->emptyCache();
+  } catch (const c10::Error&) {  // a device without such an allocator
+  }
+}
+
+}  // namespace gradaccum::detail
+
+#undef GRADACCUM_INLINE

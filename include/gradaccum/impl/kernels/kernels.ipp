@@ -1,0 +1,433 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/kernels/dense.hpp>
+#include <gradaccum/detail/kernels/dynamic_map.hpp>
+#include <gradaccum/detail/kernels/device_kernels.hpp>
+#include <gradaccum/detail/kernels/kernel_loop.hpp>
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/OpMathType.h>
+#include <ATen/TensorIterator.h>
+#include <ATen/Version.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/zero.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Half.h>
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <type_traits>
+
+#include <gradaccum/detail/kernels/on_device.hpp>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE bool same_order(const at::Tensor& a, const at::Tensor& b) {
+  for (std::int64_t i = 0; i < a.dim(); ++i)
+    if (a.size(i) != 1 && a.stride(i) != b.stride(i)) return false;
+  return true;
+}
+
+GRADACCUM_INLINE bool is_plain(const at::Tensor& t) {
+  return t.is_non_overlapping_and_dense() && !t._is_zerotensor() && !t.is_neg() && !t.is_conj();
+}
+
+GRADACCUM_INLINE at::Tensor plain_layout_of(const at::Tensor& t) {
+  return is_plain(t) ? t : at::empty_like(t, t.options().device(at::kMeta));
+}
+
+GRADACCUM_INLINE at::Tensor in_order_of(const at::Tensor& like, const at::Tensor& t, at::ScalarType dtype) {
+  if (t.scalar_type() == dtype && is_plain(t) && same_order(like, t)) return t;
+  return at::empty_strided(like.sizes(), like.strides(), t.options().dtype(dtype)).copy_(t);
+}
+
+GRADACCUM_INLINE at::Tensor row_major(const at::Tensor& t, at::ScalarType dtype) {
+  if (t.scalar_type() == dtype && is_plain(t) && t.is_contiguous()) return t;
+  return at::empty(t.sizes(), t.options().dtype(dtype)).copy_(t);
+}
+
+GRADACCUM_INLINE bool has_kernels(at::ScalarType dtype) {
+  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
+GRADACCUM_INLINE at::ScalarType state_type(const at::Tensor& parameter) {
+  return at::toOpMathType(parameter.scalar_type());
+}
+
+GRADACCUM_INLINE at::Tensor settled(const at::Tensor& state, const at::Tensor& parameter, const char* name) {
+  const auto like = plain_layout_of(parameter);
+  if (!state.defined()) {
+    const auto options = parameter.options().dtype(state_type(parameter));
+    return at::empty_strided(like.sizes(), like.strides(), options).zero_();
+  }
+  TORCH_CHECK(state.layout() == at::kStrided && state.sizes() == parameter.sizes() &&
+                  state.device() == parameter.device() && state.is_complex() == parameter.is_complex(),
+              "optimizer state: ", name, " must have the shape and device of its parameter, ", parameter.sizes(),
+              " on ", parameter.device(), ", got ", state.sizes(), " on ", state.device(), " (", state.scalar_type(),
+              "); the state was loaded for another model");
+  return in_order_of(like, state, state_type(parameter));
+}
+
+GRADACCUM_INLINE void check_can_be_stepped(const char* optimizer, const at::Tensor& parameter,
+                                           const at::Tensor& gradient) {
+  TORCH_CHECK(gradient.sizes() == parameter.sizes() && gradient.device() == parameter.device(), optimizer,
+              ": a gradient must have the shape and device of its parameter, ", parameter.sizes(), " on ",
+              parameter.device(), ", got ", gradient.sizes(), " on ", gradient.device());
+  TORCH_CHECK(parameter.layout() == at::kStrided && (gradient.layout() == at::kStrided || gradient.is_sparse()),
+              optimizer, ": a parameter must be dense, and its gradient dense or sparse COO, got layouts ",
+              parameter.layout(), " and ", gradient.layout());
+  const auto number = at::toRealValueType(parameter.scalar_type());
+  TORCH_CHECK(number == at::kDouble || number == at::kFloat || number == at::kHalf || number == at::kBFloat16,
+              optimizer, ": a parameter must be floating or complex, of 16 bits or more, got ",
+              parameter.scalar_type());
+  TORCH_CHECK(!parameter._is_zerotensor() && (!parameter.is_inference() || c10::InferenceMode::is_enabled()), optimizer,
+              ": a parameter must be a tensor that can be written to, got an inference tensor or a lazy zero");
+  if (!is_plain(parameter)) at::assert_no_internal_overlap(parameter);  // expanded: several elements share one number
+}
+
+GRADACCUM_INLINE void check_can_be_stepped_densely(const char* optimizer, const at::Tensor& parameter,
+                                                   const at::Tensor& gradient) {
+  TORCH_CHECK(!gradient.is_sparse(), optimizer,
+              ": a gradient must be dense, got a sparse one for a parameter of shape ", parameter.sizes(),
+              "; use AdamW, or an embedding that is not sparse");
+  check_can_be_stepped(optimizer, parameter, gradient);
+}
+
+GRADACCUM_INLINE at::Tensor as_real(const at::Tensor& t) { return t.is_complex() ? at::view_as_real(t) : t; }
+
+GRADACCUM_INLINE void write_back(const at::Tensor& parameter, const at::Tensor& stepped) {
+  if (!stepped.is_same(parameter))
+    parameter.copy_(stepped);
+  else if (!parameter.is_inference())
+    parameter.unsafeGetTensorImpl()->bump_version();
+}
+
+GRADACCUM_INLINE DenseOperands::DenseOperands(const at::Tensor& parameter, const at::Tensor& gradient,
+                                              at::ScalarType dtype)
+    : owner_(parameter), parameter_(parameter) {
+  if (!is_plain(parameter) || parameter.scalar_type() != dtype)
+    parameter_ = at::empty_like(parameter, parameter.options().dtype(dtype)).copy_(parameter);
+  const bool same = gradient.scalar_type() == dtype;  // otherwise float32, as sums of 16-bit gradients may be
+  gradient_ = in_order_of(parameter_, gradient, same ? dtype : state_type(parameter_));
+  copied_ =
+      (parameter_.is_same(parameter) ? 0 : parameter.numel()) + (gradient_.is_same(gradient) ? 0 : gradient.numel());
+}
+
+/// Returns the k-th number, k >= 1.
+GRADACCUM_INLINE float dynamic_number(const DynamicMap& map, int k) {
+  const auto entry = static_cast<std::size_t>(std::ilogb(static_cast<float>(k)) + 127) % 16;
+  return map.base[entry] + map.slope[entry] * static_cast<float>(k);
+}
+
+GRADACCUM_INLINE DynamicMap make_dynamic_map(bool is_signed) {
+  DynamicMap map;
+  const int shift = is_signed ? 0 : 1;  // the unsigned map has twice as many numbers per decade
+  const auto entry = [](int i) { return static_cast<std::size_t>(i + 127) % 16; };
+  for (int i = 0; i < DynamicMap::decades; ++i) {
+    const double size = std::ldexp(1.0, i + shift), ten = std::pow(10.0, i - DynamicMap::decades + 1);
+    const double slope = 0.9 * ten / size, digit = std::ldexp(1.0, std::ilogb(ten) - 22);
+    const double rounded = std::round(slope / digit) * digit, middle = 1.5 * size;  // the point without rounding error
+    const double base = (0.45 / size - 0.8) * ten + (slope - rounded) * middle;
+    map.slope[entry(i + shift)] = static_cast<float>(rounded);
+    map.base[entry(i + shift)] = static_cast<float>(std::round(base / digit) * digit);
+  }
+  // k = 1 of the unsigned map is 0, as in its tables. The last k, beyond all decades, is 1.
+  map.base[entry(DynamicMap::decades + shift)] = 1;
+  const auto number = [&](int k) { return k == 0 ? 0 : dynamic_number(map, k); };
+
+  for (std::size_t decade = 0; decade <= DynamicMap::decades + 1; ++decade) {
+    const int first = (1 << (static_cast<int>(decade) + shift)) / 2, last = 2 * first - (first > 0);
+    const bool even = decade > 0 && decade <= DynamicMap::decades;
+    const auto in = even ? entry(std::ilogb(static_cast<float>(first))) : 0;
+    const auto code = [&](int k) { return static_cast<float>(k - shift); };
+    map.first[decade] = code(first);
+    map.last[decade] = even ? code(last) : code(first);
+    map.scale[decade] = even ? 1 / map.slope[in] : 0;
+    map.offset[decade] = even ? -map.base[in] / map.slope[in] - static_cast<float>(shift) : code(first);
+    map.spread[decade] = even ? map.slope[in] : 0;
+    map.middle[decade] = even ? map.base[in] + map.slope[in] * (0.5f + static_cast<float>(shift))
+                              : std::numeric_limits<float>::infinity();
+    if (decade <= DynamicMap::decades) {
+      const int next = first == 0 ? 1 : 2 * first;
+      map.edge[decade] = number(next - 1) + (number(next) - number(next - 1)) / 2;
+    }
+  }
+  for (int code = 0; code < 256; ++code)
+    map.values[static_cast<std::size_t>(code)] = !is_signed   ? number(code + 1)
+                                                 : code < 127 ? -number(127 - code)
+                                                              : number(code - 127);
+  return map;
+}
+
+GRADACCUM_INLINE const DynamicMap& signed_map() {
+  static const DynamicMap map = make_dynamic_map(true);
+  return map;
+}
+GRADACCUM_INLINE const DynamicMap& unsigned_map() {
+  static const DynamicMap map = make_dynamic_map(false);
+  return map;
+}
+
+GRADACCUM_INLINE const DynamicMap& second_moment_map() {
+  static const DynamicMap map = [] {
+    auto from_zero = unsigned_map();
+    from_zero.edge[0] = 0;
+    return from_zero;
+  }();
+  return map;
+}
+
+GRADACCUM_INLINE std::atomic<const DeviceKernels*>& kernels_in_use() {
+#ifdef GRADACCUM_CUDA_KERNELS
+  static std::atomic<const DeviceKernels*> kernels = &cuda_kernels;
+#else
+  static std::atomic<const DeviceKernels*> kernels = nullptr;
+#endif
+  return kernels;
+}
+
+GRADACCUM_INLINE const DeviceKernels* device_kernels() { return kernels_in_use(); }
+GRADACCUM_INLINE void set_device_kernels(const DeviceKernels* kernels) { kernels_in_use() = kernels; }
+
+GRADACCUM_INLINE void* native_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+}
+
+/// Launches kernels for tensors of one dtype, whose norms are written to `norms`.
+GRADACCUM_INLINE void launch_norms(const DeviceKernels& kernels, const std::vector<at::Tensor>& tensors, double* norms,
+                                   double* partial_sums, void* stream) {
+  SquaresLaunch launch(partial_sums, norms);
+  const auto run = [&] {
+    kernels.l2_norms(launch, tensors.front().scalar_type(), stream);
+    launch = SquaresLaunch(launch.partial_sums + launch.blocks, launch.norms + launch.size);
+  };
+  for (auto& tensor : tensors) {
+    if (launch.full()) run();
+    launch.add(tensor.const_data_ptr(), tensor.numel());
+  }
+  run();
+}
+
+GRADACCUM_INLINE bool can_be_normed_on_device(const at::Tensor& tensor) {
+  return device_kernels() && tensor.is_cuda() && tensor.is_non_overlapping_and_dense() && !tensor._is_zerotensor() &&
+         has_kernels(tensor.scalar_type());
+}
+
+GRADACCUM_INLINE at::Tensor StreamMemory::take(std::int64_t numbers, at::Device device) {
+  auto* const stream = native_stream(device);
+  const bool fits = memory_.defined() && memory_.numel() >= numbers && memory_.device() == device &&
+                    stream_ == stream && memory_.use_count() == 1 && memory_.storage().use_count() == 1;
+  if (!fits) {
+    memory_ = at::empty({numbers}, at::TensorOptions(at::kDouble).device(device));
+    stream_ = stream;
+  }
+  return memory_;
+}
+
+GRADACCUM_INLINE at::Tensor l2_norms_on_device(const std::vector<at::Tensor>& tensors, StreamMemory& memory) {
+  const auto device = tensors.front().device();
+  const c10::DeviceGuard guard(device);
+  std::int64_t blocks = 0;
+  for (auto& tensor : tensors) blocks += blocks_of_elements(tensor.numel());
+  const auto count = static_cast<std::int64_t>(tensors.size());
+  const auto norms = memory.take(count + blocks, device).narrow(0, 0, count);
+  auto* const numbers = norms.mutable_data_ptr<double>();
+  launch_norms(*device_kernels(), tensors, numbers, numbers + count, native_stream(device));
+  return norms;
+}
+
+GRADACCUM_INLINE at::Tensor window_norm_on_device(const at::Tensor& norms, const DeviceMultiplier& by,
+                                                  double max_norm) {
+  static_assert(sizeof(WindowNorm) == 3 * sizeof(double) && offsetof(WindowNorm, clip_coefficient) == sizeof(double) &&
+                offsetof(WindowNorm, found_inf) == 4 * sizeof(float));
+  const c10::DeviceGuard guard(norms.device());
+  auto result = at::empty({3}, norms.options());
+  device_kernels()->window_norm({norms.const_data_ptr<double>(), norms.numel(), by, max_norm,
+                                 static_cast<WindowNorm*>(result.mutable_data_ptr())},
+                                native_stream(norms.device()));
+  return result;
+}
+
+/// Uses a TensorIterator over one byte per task: at::parallel_for is serial in programs built without -fopenmp.
+GRADACCUM_INLINE void parallel_for(std::int64_t count, c10::function_ref<void(std::int64_t)> body) {
+  const auto tasks = at::empty({count}, at::TensorOptions(at::kByte));
+  const auto* const first = static_cast<const char*>(tasks.const_data_ptr());
+  auto iterator = at::TensorIteratorConfig()
+                      .check_all_same_dtype(false)
+                      .declare_static_dtype_and_device(at::kByte, at::kCPU)
+                      .resize_outputs(false)
+                      .declare_static_shape(tasks.sizes())
+                      .add_output(tasks)
+                      .build();
+  iterator.for_each(
+      [&](char** data, const std::int64_t* strides, std::int64_t inner, std::int64_t outer) {
+        for (std::int64_t j = 0; j < outer; ++j)
+          for (std::int64_t i = 0; i < inner; ++i) body(data[0] + j * strides[1] + i * strides[0] - first);
+      },
+      /*grain_size=*/1);
+}
+
+}  // namespace gradaccum::detail
+
+/// Each kernel is written once, in an .inl file.
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE InstructionSet instruction_set() {
+  static const auto found = [] {
+    const auto capability = at::get_cpu_capability();
+    if (capability == "AVX512") return InstructionSet::avx512;
+    return capability == "AVX2" ? InstructionSet::avx2 : InstructionSet::portable;
+  }();
+  return found;
+}
+
+namespace portable {
+inline constexpr int lanes_of_vectors = 4;
+template <class Number>
+Number product_plus(Number a, Number b, Number c) {
+  return a * b + c;
+}
+#include <gradaccum/detail/kernels/simd/portable.inl>
+#include <gradaccum/detail/kernels/simd/kernels.inl>
+}  // namespace portable
+
+#ifdef __x86_64__
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+namespace avx2 {
+#include <gradaccum/detail/kernels/simd/avx2.inl>
+#include <gradaccum/detail/kernels/simd/kernels.inl>
+}  // namespace avx2
+#ifdef __clang__
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c"))), \
+                             apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")
+#endif
+namespace avx512 {
+#include <gradaccum/detail/kernels/simd/avx512.inl>
+#include <gradaccum/detail/kernels/simd/kernels.inl>
+}  // namespace avx512
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#else  // aliases, unused: other processors have the portable kernels only
+namespace avx2 = portable;
+namespace avx512 = portable;
+#endif
+
+template <class Function>
+Function* of_set(InstructionSet set, Function* portable, Function* avx2, Function* avx512) {
+  return set == InstructionSet::avx512 ? avx512 : set == InstructionSet::avx2 ? avx2 : portable;
+}
+
+GRADACCUM_INLINE SumOfSquares sum_of_squares_of(at::ScalarType dtype, InstructionSet set) {
+  return of_set(set, portable::sum_of_squares_of, avx2::sum_of_squares_of, avx512::sum_of_squares_of)(dtype);
+}
+GRADACCUM_INLINE AdamKernel adam_kernel(at::ScalarType parameter, at::ScalarType gradient, InstructionSet set,
+                                        bool rounded) {
+  return of_set(set, portable::adam_kernel, avx2::adam_kernel, avx512::adam_kernel)(parameter, gradient, rounded);
+}
+GRADACCUM_INLINE Adam8bitKernel adam8bit_kernel(at::ScalarType parameter, at::ScalarType gradient, InstructionSet set,
+                                                bool rounded) {
+  return of_set(set, portable::adam8bit_kernel, avx2::adam8bit_kernel, avx512::adam8bit_kernel)(parameter, gradient,
+                                                                                                rounded);
+}
+GRADACCUM_INLINE SgdKernel sgd_kernel(at::ScalarType parameter, at::ScalarType gradient, InstructionSet set,
+                                      bool rounded) {
+  return of_set(set, portable::sgd_kernel, avx2::sgd_kernel, avx512::sgd_kernel)(parameter, gradient, rounded);
+}
+GRADACCUM_INLINE AdafactorKernels adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient,
+                                                    InstructionSet set, bool rounded) {
+  if (set == InstructionSet::avx512) return avx512::adafactor_kernels(parameter, gradient, rounded);
+  return set == InstructionSet::avx2 ? avx2::adafactor_kernels(parameter, gradient, rounded)
+                                     : portable::adafactor_kernels(parameter, gradient, rounded);
+}
+GRADACCUM_INLINE AdafactorKernels narrow_adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient,
+                                                           bool rounded) {
+  using Narrow = portable::AdafactorIn<portable::Lanes<float, 1>, portable::Lanes<double, 1>>;
+  return portable::of_types<AdafactorKernels(), Narrow::OfTypes>(parameter, gradient, rounded)();
+}
+
+}  // namespace gradaccum::detail
+
+#undef GRADACCUM_ON_DEVICE
+#undef GRADACCUM_UNROLL
+
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE bool can_be_summed_here(const at::Tensor& tensor) {
+  return tensor.device().is_cpu() && tensor.is_non_overlapping_and_dense() && !tensor._is_zerotensor() &&
+         has_kernels(tensor.scalar_type());
+}
+
+/// Places the table's rows among zeros first, so that the sum has the bits of the dense table's.
+GRADACCUM_INLINE double sum_of_squares_of_rows(const SquaredNumbers& of, std::int64_t from, std::int64_t count) {
+  const auto width = of.values.numel() / of.rows.numel(), size = static_cast<std::int64_t>(of.values.element_size());
+  const auto* const begin = of.rows.const_data_ptr<std::int64_t>();
+  const auto* const end = begin + of.rows.numel();
+  const auto* const values = static_cast<const char*>(of.values.const_data_ptr());
+  std::vector<char> numbers;
+  for (const auto* row = std::lower_bound(begin, end, from / width); row != end && *row * width < from + count; ++row) {
+    if (numbers.empty()) numbers.resize(static_cast<std::size_t>(count * size));
+    const auto first = std::max(*row * width, from), last = std::min((*row + 1) * width, from + count);
+    std::copy_n(values + ((row - begin) * width + first - *row * width) * size, (last - first) * size,
+                numbers.data() + (first - from) * size);
+  }
+  return numbers.empty() ? 0 : sum_of_squares_of(of.values.scalar_type())(numbers.data(), count);
+}
+
+GRADACCUM_INLINE double sum_of_squares_of_part(const SquaredNumbers& of, std::int64_t from, std::int64_t count) {
+  if (of.rows.defined()) return sum_of_squares_of_rows(of, from, count);
+  const auto* const begin = static_cast<const char*>(of.values.const_data_ptr());
+  return sum_of_squares_of(of.values.scalar_type())(begin + from * static_cast<std::int64_t>(of.values.element_size()),
+                                                    count);
+}
+
+GRADACCUM_INLINE std::vector<double> sums_of_squares(const std::vector<SquaredNumbers>& all) {
+  ElementLoop loop;
+  for (auto& of : all)
+    loop.add(of.rows.defined() ? of.values.numel() / of.rows.numel() * of.rows_of_table : of.values.numel());
+  // Every slice and every array adds at most one part, so that array + slice is unique for each part.
+  std::vector<double> parts(all.size() + static_cast<std::size_t>(loop.slices())), sums(all.size());
+  std::vector<std::size_t> owners(parts.size());
+  loop.run([&](std::size_t array, std::int64_t from, std::int64_t count, std::int64_t slice) {
+    const auto part = array + static_cast<std::size_t>(slice);
+    parts[part] = sum_of_squares_of_part(all[array], from, count);
+    owners[part] = array;
+  });
+  for (std::size_t i = 0; i < parts.size(); ++i) sums[owners[i]] += parts[i];
+  return sums;
+}
+
+}  // namespace gradaccum::detail
+
+#undef GRADACCUM_INLINE

@@ -1,0 +1,375 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/memory/memory_ledger.hpp>
+#include <gradaccum/memory_meter.hpp>
+#include <gradaccum/keep_freed_memory.hpp>
+
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/util/Exception.h>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
+#include <algorithm>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <limits>
+#include <string>
+#include <unistd.h>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE std::int64_t BlockTable::exchange(const void* block, std::int64_t bytes) {
+  auto slot = find(block);
+  if (slots_[slot].block) {
+    const auto before = std::exchange(slots_[slot].bytes, bytes);
+    if (bytes == 0) erase(slot);
+    return before;
+  }
+  if (bytes == 0) return 0;
+  slots_[slot] = {block, bytes};
+  if (++count_ * 2 > slots_.size()) grow();
+  return 0;
+}
+
+/// Takes the upper bits of a product, which depend on all bits of its factors.
+GRADACCUM_INLINE std::size_t BlockTable::home(const void* block) const {
+  return static_cast<std::size_t>((reinterpret_cast<std::uintptr_t>(block) * 0x9E3779B97F4A7C15u) >> shift_);
+}
+
+/// Finds the slot that the block has, or would get.
+GRADACCUM_INLINE std::size_t BlockTable::find(const void* block) const {
+  auto slot = home(block);
+  while (slots_[slot].block && slots_[slot].block != block) slot = next(slot);
+  return slot;
+}
+
+/// Moves the blocks behind the gap up, unless that would put them before their home.
+GRADACCUM_INLINE void BlockTable::erase(std::size_t gap) {
+  --count_;
+  for (auto slot = next(gap); slots_[slot].block; slot = next(slot)) {
+    const auto from_home = (slot - home(slots_[slot].block)) & (slots_.size() - 1);
+    const auto from_gap = (slot - gap) & (slots_.size() - 1);
+    if (from_home >= from_gap) slots_[std::exchange(gap, slot)] = slots_[slot];
+  }
+  slots_[gap] = {};
+}
+
+GRADACCUM_INLINE void BlockTable::grow() {
+  const auto old = std::exchange(slots_, std::vector<Slot>(slots_.size() * 2));
+  --shift_;
+  for (auto& slot : old)
+    if (slot.block) slots_[find(slot.block)] = slot;
+}
+
+GRADACCUM_INLINE void MemoryLedger::Account::add(std::int64_t bytes) { peak = std::max(peak, live += bytes); }
+
+GRADACCUM_INLINE bool MemoryLedger::possible() {
+  auto* const installed = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE);
+  return !installed || dynamic_cast<MemoryLedger*>(installed);
+}
+
+GRADACCUM_INLINE std::shared_ptr<MemoryLedger> MemoryLedger::innermost(const char* impossible) {
+  TORCH_CHECK(possible(), impossible);
+  auto* const installed = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE);
+  return installed ? dynamic_cast<MemoryLedger&>(*installed).shared_from_this() : nullptr;
+}
+
+GRADACCUM_INLINE void MemoryLedger::reportMemoryUsage(void* block, std::int64_t bytes, std::size_t allocated,
+                                                      std::size_t reserved, c10::Device device) {
+  if (surrounding_) surrounding_->reportMemoryUsage(block, bytes, allocated, reserved, device);
+  const std::lock_guard lock(mutex_);
+  // An entry for a block that is allocated now belongs to one whose free was not reported.
+  add(device, -held_.exchange(block, std::max<std::int64_t>(bytes, 0)));
+  if (bytes > 0) add(device, bytes);
+}
+
+GRADACCUM_INLINE MemoryLedger::Account MemoryLedger::total() const {
+  const std::lock_guard lock(mutex_);
+  return total_;
+}
+
+GRADACCUM_INLINE MemoryLedger::Account MemoryLedger::of(c10::Device device) const {
+  const std::lock_guard lock(mutex_);
+  for (auto& [known, account] : by_device_)
+    if (known == device) return account;
+  return {};
+}
+
+GRADACCUM_INLINE void MemoryLedger::reset_peak() {
+  const std::lock_guard lock(mutex_);
+  total_.peak = total_.live;
+  for (auto& [device, account] : by_device_) account.peak = account.live;
+}
+
+GRADACCUM_INLINE void MemoryLedger::add(c10::Device device, std::int64_t bytes) {
+  total_.add(bytes);
+  account_of(device).add(bytes);
+}
+
+GRADACCUM_INLINE MemoryLedger::Account& MemoryLedger::account_of(c10::Device device) {
+  for (auto& [known, account] : by_device_)
+    if (known == device) return account;
+  return by_device_.emplace_back(device, Account()).second;
+}
+
+GRADACCUM_INLINE at::Tensor copied_to(at::Device device, const at::Tensor& of_host) {
+  if (!device.is_cuda()) return of_host.to(device);
+  return of_host.pin_memory().to(device, /*non_blocking=*/true);
+}
+
+GRADACCUM_INLINE std::optional<std::int64_t> occupied_memory(c10::Device device) try {
+  if (!device.is_cpu()) {
+    const auto [free, total] = c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index());
+    return static_cast<std::int64_t>(total - free);
+  }
+  std::int64_t virtual_pages = 0, resident_pages = 0;
+  if (!(std::ifstream("/proc/self/statm") >> virtual_pages >> resident_pages)) return std::nullopt;
+  return resident_pages * sysconf(_SC_PAGESIZE);
+} catch (const c10::Error&) {  // LibTorch's allocators support this only for some devices
+  return std::nullopt;
+}
+
+GRADACCUM_INLINE bool is_time_to_ask(std::optional<std::chrono::steady_clock::time_point> last) {
+  return !last || std::chrono::steady_clock::now() - *last >= std::chrono::milliseconds(500);
+}
+
+GRADACCUM_INLINE void for_each_storage(const at::Tensor& tensor, c10::function_ref<void(const c10::Storage&)> use) {
+  if (!tensor.defined() || tensor.is_meta()) return;
+  if (tensor.is_sparse()) {
+    use(tensor._indices().storage());
+    use(tensor._values().storage());
+  } else if (tensor.has_storage()) {
+    use(tensor.storage());
+  }
+}
+
+GRADACCUM_INLINE std::int64_t StorageCount::add(const at::Tensor& tensor) {
+  std::int64_t bytes = 0;
+  for_each_storage(tensor, [&](const c10::Storage& storage) {
+    if (counted_.insert(storage.unsafeGetStorageImpl()).second) bytes += static_cast<std::int64_t>(storage.nbytes());
+  });
+  return bytes;
+}
+
+GRADACCUM_INLINE void FreeRanges::add(AddressRange range) {
+  bytes_ += range.bytes;
+  auto after = by_address_.lower_bound(range.address);
+  if (after != by_address_.end() && after->first == range.end()) {
+    range.bytes += after->second;
+    after = by_address_.erase(after);
+  }
+  if (after != by_address_.begin())
+    if (const auto before = std::prev(after); before->first + before->second == range.address) {
+      before->second += range.bytes;
+      return;
+    }
+  by_address_.emplace(range.address, range.bytes);
+}
+
+/// Searches all ranges, some hundreds at most: filling a block takes longer.
+GRADACCUM_INLINE std::optional<AddressRange> FreeRanges::take(std::size_t bytes) {
+  auto best = by_address_.end();
+  for (auto range = by_address_.begin(); range != by_address_.end(); ++range)
+    if (range->second >= bytes && (best == by_address_.end() || range->second < best->second)) best = range;
+  if (best == by_address_.end()) return std::nullopt;
+  const AddressRange taken{best->first, bytes};
+  if (best->second > bytes) by_address_.emplace(taken.end(), best->second - bytes);
+  by_address_.erase(best);
+  bytes_ -= bytes;
+  return taken;
+}
+
+GRADACCUM_INLINE AddressRange FreeRanges::take_from_largest(std::size_t most) {
+  const auto largest = std::ranges::max_element(by_address_, {}, [](auto& range) { return range.second; });
+  if (largest == by_address_.end()) return {};
+  const auto bytes = std::min(largest->second, most);
+  largest->second -= bytes;
+  bytes_ -= bytes;
+  const AddressRange taken{largest->first + largest->second, bytes};
+  if (largest->second == 0) by_address_.erase(largest);
+  return taken;
+}
+
+inline constexpr std::size_t page_bytes = std::size_t{1} << 16;  // a multiple of the page size of any system
+
+GRADACCUM_INLINE std::size_t rounded_up(std::size_t bytes, std::size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
+
+GRADACCUM_INLINE std::size_t KeptPages::most_resident(std::size_t used) const {
+  constexpr std::size_t always = std::size_t{16} << 20;
+  const auto most = std::max(used, most_used_);
+  return most + most / 10 + always;
+}
+
+/// Gives warm pages back before so many cold bytes are used.
+GRADACCUM_INLINE void KeptPages::make_room(std::size_t bytes) {
+  const auto most = most_resident(used_ + bytes);
+  while (warm_.bytes() > 0 && used_ + warm_.bytes() + bytes > most) {
+    const auto range = warm_.take_from_largest(rounded_up(used_ + warm_.bytes() + bytes - most, page_bytes));
+#ifdef __linux__
+    ::madvise(reinterpret_cast<void*>(range.address), range.bytes, MADV_DONTNEED);
+#endif
+    cold_.add(range);
+  }
+}
+
+GRADACCUM_INLINE bool KeptPages::map_more(std::size_t bytes) {
+#ifdef __linux__
+  constexpr std::size_t at_once = std::size_t{256} << 20;
+  for (const auto size : {std::max(bytes, at_once), bytes}) {
+    void* const address = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (address == MAP_FAILED) continue;
+    cold_.add({reinterpret_cast<std::uintptr_t>(address), size});
+    return true;
+  }
+#endif
+  return false;
+}
+
+GRADACCUM_INLINE void* KeptPages::allocate(std::size_t bytes) {
+  if (bytes > std::numeric_limits<std::size_t>::max() / 2) return nullptr;  // rounding up could overflow
+  bytes = rounded_up(bytes, page_bytes);
+  const std::lock_guard lock(mutex_);
+  auto range = warm_.take(bytes);
+  if (!range) {
+    make_room(bytes);
+    range = cold_.take(bytes);
+    if (!range && map_more(bytes)) range = cold_.take(bytes);
+  }
+  if (!range) return nullptr;
+  blocks_.emplace(range->address, bytes);
+  used_ += bytes;
+  most_used_ = std::max(most_used_, used_);
+  return reinterpret_cast<void*>(range->address);
+}
+
+GRADACCUM_INLINE bool KeptPages::has(const void* block) const {
+  const std::lock_guard lock(mutex_);
+  return blocks_.contains(reinterpret_cast<std::uintptr_t>(block));
+}
+
+GRADACCUM_INLINE void KeptPages::free(void* block) {
+  const std::lock_guard lock(mutex_);
+  const auto node = blocks_.extract(reinterpret_cast<std::uintptr_t>(block));
+  used_ -= node.mapped();
+  warm_.add({node.key(), node.mapped()});
+}
+
+GRADACCUM_INLINE std::size_t KeptPages::used_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return used_;
+}
+
+GRADACCUM_INLINE std::size_t KeptPages::resident_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return used_ + warm_.bytes();
+}
+
+}  // namespace gradaccum::detail
+
+namespace gradaccum {
+
+/// An enclosing meter continues to count.
+GRADACCUM_INLINE MemoryMeter::MemoryMeter()
+    : ledger_(std::make_shared<detail::MemoryLedger>(detail::MemoryLedger::innermost(
+          "MemoryMeter: must not start inside LibTorch's profiler, which uses the same slot"))),
+      guard_(c10::DebugInfoKind::PROFILER_STATE, ledger_) {}
+
+GRADACCUM_INLINE std::int64_t MemoryMeter::live_bytes() const { return ledger_->total().live; }
+GRADACCUM_INLINE std::int64_t MemoryMeter::live_bytes(c10::Device device) const { return ledger_->of(device).live; }
+GRADACCUM_INLINE std::int64_t MemoryMeter::peak_bytes() const { return ledger_->total().peak; }
+GRADACCUM_INLINE std::int64_t MemoryMeter::peak_bytes(c10::Device device) const { return ledger_->of(device).peak; }
+GRADACCUM_INLINE void MemoryMeter::reset_peak() { ledger_->reset_peak(); }
+GRADACCUM_INLINE bool MemoryMeter::possible() { return detail::MemoryLedger::possible(); }
+
+GRADACCUM_INLINE std::optional<std::int64_t> peak_resident_memory() {
+  std::ifstream status("/proc/self/status");
+  for (std::string word; status >> word;)
+    if (std::int64_t kilobytes = 0; word == "VmHWM:" && status >> kilobytes) return kilobytes * 1024;
+  return std::nullopt;
+}
+
+}  // namespace gradaccum
+
+namespace gradaccum::detail {
+
+/// LibTorch's CPU allocator, except that large blocks are kept.
+class KeepingAllocator final : public c10::Allocator {
+ public:
+  static KeepingAllocator& only() {
+    static auto* const allocator = new KeepingAllocator();  // never destroyed: tensors may be freed last of all
+    return *allocator;
+  }
+
+  GRADACCUM_INLINE c10::DataPtr allocate(std::size_t bytes) override;
+  c10::DeleterFnPtr raw_deleter() const override { return release; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+
+ private:
+  static void release(void* block);
+
+  KeptPages pages_;
+};
+
+/// Allocates a block. Leaves it to LibTorch, which reports the error, if there is no memory.
+GRADACCUM_INLINE c10::DataPtr KeepingAllocator::allocate(std::size_t bytes) {
+  constexpr std::size_t least = std::size_t{1} << 20;
+  void* const block = bytes < least ? nullptr : pages_.allocate(bytes);
+  if (!block) return c10::GetDefaultCPUAllocator()->allocate(bytes);
+  c10::profiledCPUMemoryReporter().New(block, bytes);
+  return {block, block, release, c10::Device(c10::kCPU)};
+}
+
+/// Frees a block. Reports it to the profiler first, before another can have the same address.
+GRADACCUM_INLINE void KeepingAllocator::release(void* block) {
+  auto& pages = only().pages_;
+  if (!pages.has(block)) return c10::GetDefaultCPUAllocator()->raw_deleter()(block);
+  c10::profiledCPUMemoryReporter().Delete(block);
+  pages.free(block);
+}
+
+/// Keeps large blocks from now on, unless there is another allocator already. Returns true if they are kept.
+GRADACCUM_INLINE bool keep_large_blocks() {
+#ifdef __linux__
+  if (c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator()) c10::SetCPUAllocator(&KeepingAllocator::only());
+  return c10::GetCPUAllocator() == &KeepingAllocator::only();
+#else
+  return false;
+#endif
+}
+
+/// Keeps small blocks, and memory of other objects than tensors. Returns true if they are kept.
+GRADACCUM_INLINE bool keep_memory_of_malloc() {
+#ifdef __GLIBC__
+  constexpr int gigabyte = 1 << 30, most_of_old_versions = 32 << 20, pad = 64 << 20;
+  return (mallopt(M_MMAP_THRESHOLD, gigabyte) == 1 || mallopt(M_MMAP_THRESHOLD, most_of_old_versions) == 1) &&
+         mallopt(M_TRIM_THRESHOLD, gigabyte) == 1 && mallopt(M_TOP_PAD, pad) == 1;
+#else
+  return false;
+#endif
+}
+
+}  // namespace gradaccum::detail
+
+namespace gradaccum {
+
+GRADACCUM_INLINE bool keep_freed_memory() {
+  const bool large = detail::keep_large_blocks(), small = detail::keep_memory_of_malloc();
+  return large || small;
+}
+
+}  // namespace gradaccum
+
+#undef GRADACCUM_INLINE

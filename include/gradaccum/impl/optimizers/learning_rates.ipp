@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/learning_rates.hpp>
+
+#include <gradaccum/detail/types/types.hpp>
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <numbers>
+#include <sstream>
+#include <stdexcept>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum {
+
+GRADACCUM_INLINE LearningRates::LearningRates(Groups groups) : groups_(std::move(groups)) {
+  first_ = rate_of(this->groups()[0].options());
+  follow();
+}
+
+GRADACCUM_INLINE std::vector<torch::optim::OptimizerParamGroup>& LearningRates::groups() const {
+  auto& groups = groups_();
+  TORCH_CHECK(!groups.empty(), "LearningRates: the optimizer must have a parameter group");
+  return groups;
+}
+
+GRADACCUM_INLINE double LearningRates::current() const { return groups()[0].options().get_lr(); }
+
+/// Checks that the options can get and set their rate: LibTorch's own can, but their base class throws.
+GRADACCUM_INLINE double LearningRates::rate_of(torch::optim::OptimizerOptions& options) {
+  double rate = 0;
+  try {
+    rate = options.get_lr();
+    options.set_lr(rate);
+  } catch (const c10::Error&) {
+    TORCH_CHECK(false, "LearningRates: ", detail::type_name(options), " must override get_lr() and set_lr()");
+  }
+  TORCH_CHECK(std::isfinite(rate) && rate >= 0, "LearningRates: a group's rate must be finite and >= 0, got ", rate);
+  return rate;
+}
+
+/// Computes the ratios of new groups.
+GRADACCUM_INLINE void LearningRates::follow() {
+  auto& groups = this->groups();
+  auto ratios = ratios_;
+  ratios.resize(std::min(ratios.size(), groups.size()));
+  for (auto i = ratios.size(); i < groups.size(); ++i) {
+    const auto rate = rate_of(groups[i].options());
+    TORCH_CHECK(first_ > 0 || rate == 0, "LearningRates: the first group's rate must be > 0 where another's is, got 0 ",
+                "and ", rate, "; the groups keep the ratios to the first");
+    ratios.push_back(rate == first_ ? 1 : rate / first_);
+  }
+  ratios_ = std::move(ratios);
+}
+
+GRADACCUM_INLINE void LearningRates::set(double rate) {
+  TORCH_CHECK(std::isfinite(rate) && rate >= 0, "LearningRates: a rate must be finite and >= 0, got ", rate);
+  follow();
+  for (auto ratio : ratios_)
+    TORCH_CHECK(std::isfinite(rate * ratio), "LearningRates: a group's rate must be finite, got ", rate, " * ", ratio);
+  for (std::size_t i = 0; i < ratios_.size(); ++i) groups()[i].options().set_lr(rate * ratios_[i]);
+}
+
+}  // namespace gradaccum
+
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE double linear_decay(double done, double length) { return (length - done) / length; }
+GRADACCUM_INLINE double cosine_decay(double done, double length) {
+  return 0.5 * (1 + std::cos(std::numbers::pi * (done / length)));
+}
+GRADACCUM_INLINE double one_minus_sqrt_decay(double done, double length) { return 1 - std::sqrt(done / length); }
+
+GRADACCUM_INLINE double Phases::at(std::int64_t update, double (*falling)(double, double)) const {
+  check(update);
+  if (update >= total) return end;
+  if (update < warmup) return std::lerp(first(), peak, static_cast<double>(update) / static_cast<double>(warmup));
+  const auto length = decay.value_or(total - warmup), done = update - (total - length);
+  return done <= 0 ? peak : std::lerp(end, peak, falling(static_cast<double>(done), static_cast<double>(length)));
+}
+
+/// By default the warm-up line would be 0 at update -1, since a first update with rate 0 would change nothing.
+GRADACCUM_INLINE double Phases::first() const { return start.value_or(peak / (static_cast<double>(warmup) + 1)); }
+
+template <class Value>
+void Phases::require(bool holds, const char* requirement, Value got) const {
+  if (holds) return;
+  std::ostringstream message;
+  message << owner << ": " << requirement << ", got " << got;
+  throw std::invalid_argument(message.str());
+}
+
+GRADACCUM_INLINE void Phases::check(std::int64_t update) const {
+  require(std::isfinite(peak) && peak > 0, "peak must be finite and > 0", peak);
+  require(total >= 1, "total must be >= 1", total);
+  require(0 <= warmup && warmup <= total, total == no_end ? "warmup must be >= 0" : "warmup must be in [0, total]",
+          warmup);
+  require(!decay || (1 <= *decay && *decay <= total - warmup), "decay must be in [1, total - warmup]",
+          decay.value_or(0));
+  require(!start || (0 <= *start && *start <= peak), "start must be in [0, peak]", start.value_or(0));
+  require(0 <= end && end <= peak, "end must be in [0, peak]; it is a rate, not a factor", end);
+  require(update >= 0, "the update must be >= 0", update);
+}
+
+}  // namespace gradaccum::detail
+
+namespace gradaccum::lr {
+
+GRADACCUM_INLINE double WarmupStableDecay::operator()(std::int64_t update) const {
+  const detail::Phases phases{"lr::WarmupStableDecay", peak, warmup, start, total, end, decay};
+  if (shape == Decay::linear) return phases.at(update, detail::linear_decay);
+  if (shape == Decay::cosine) return phases.at(update, detail::cosine_decay);
+  return phases.at(update, detail::one_minus_sqrt_decay);
+}
+
+}  // namespace gradaccum::lr
+
+#undef GRADACCUM_INLINE

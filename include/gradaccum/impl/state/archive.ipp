@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/archive.hpp>
+#include <gradaccum/detail/state/owned_tensor.hpp>
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/DeviceType.h>
+#include <c10/util/Exception.h>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum {
+
+GRADACCUM_INLINE Archive::Archive() = default;
+GRADACCUM_INLINE Archive::Archive(Values values) : values_(std::move(values)), loading_(true) {}
+GRADACCUM_INLINE Archive::Archive(const Archive&) = default;
+GRADACCUM_INLINE Archive::Archive(Archive&&) noexcept = default;
+GRADACCUM_INLINE Archive& Archive::operator=(const Archive&) = default;
+GRADACCUM_INLINE Archive& Archive::operator=(Archive&&) noexcept = default;
+GRADACCUM_INLINE Archive::~Archive() = default;
+
+GRADACCUM_INLINE Archive Archive::of_references() {
+  Archive archive;
+  archive.copies_ = false;
+  return archive;
+}
+
+GRADACCUM_INLINE void Archive::tensors(Tensors& tensors) {
+  if (!loading_) {
+    for (auto& [name, tensor] : tensors) values_[take_name(name)] = kept(tensor);
+    return;
+  }
+  tensors.clear();
+  for (auto value = values_.lower_bound(prefix_); value != values_.end() && value->first.starts_with(prefix_); ++value)
+    if (auto* const tensor = std::get_if<at::Tensor>(&value->second); tensor && used_.insert(value->first).second)
+      tensors.emplace(value->first.substr(prefix_.size()), std::move(*tensor));
+}
+
+GRADACCUM_INLINE void Archive::when_all_fit(std::function<void()> change) { pending_.when_all_fit(std::move(change)); }
+
+GRADACCUM_INLINE void Archive::if_not_all_fit(std::function<void()> undo) {
+  if (loading_) pending_.if_not_all_fit(std::move(undo));
+}
+
+GRADACCUM_INLINE Archive Archive::to_go_back(const Archive& before) {
+  Archive archive(before.values());
+  archive.pending_.wait_forever();
+  return archive;
+}
+
+GRADACCUM_INLINE bool Archive::has(const std::string& part) const {
+  const auto [first, last] = range(prefix_ + part + '.');
+  return loading_ && first != last;
+}
+
+GRADACCUM_INLINE void Archive::leave_out(const std::string& part) {
+  const auto [first, last] = range(prefix_ + part + '.');
+  for (auto value = first; value != last; ++value) used_.insert(value->first);
+}
+
+GRADACCUM_INLINE void Archive::check_all_used() const {
+  for (auto& [name, value] : values_)
+    TORCH_CHECK(used_.contains(name), "Archive: nobody takes the value '", name, "'; it is of another program");
+}
+
+GRADACCUM_INLINE std::string Archive::take_name(std::string_view name) {
+  auto full = prefix_ + std::string(name);
+  TORCH_CHECK(used_.insert(full).second, "Archive: two values are named '", full, "'; give each part another name");
+  return full;
+}
+
+/// The values whose names begin with `prefix`.
+GRADACCUM_INLINE std::pair<Archive::Values::const_iterator, Archive::Values::const_iterator> Archive::range(
+    const std::string& prefix) const {
+  auto after = prefix;
+  ++after.back();
+  return std::pair(values_.lower_bound(prefix), values_.lower_bound(after));
+}
+
+GRADACCUM_INLINE at::Tensor Archive::kept(const at::Tensor& tensor) const {
+  return tensor.defined() && copies_ ? tensor.detach().clone() : tensor;
+}
+
+/// If changes are allowed, a part without saved values keeps its state, and so does a single value.
+GRADACCUM_INLINE void Archive::part(std::string_view name, c10::function_ref<void()> state) {
+  const auto inner = take_name(name) + '.';
+  if (const auto [first, last] = range(inner); loading_ && changes_allowed_ && first == last) return;
+  const auto outer = std::exchange(prefix_, inner);
+  try {
+    together(state);
+  } catch (...) {
+    prefix_ = outer;
+    throw;
+  }
+  prefix_ = outer;
+}
+
+GRADACCUM_INLINE bool Archive::is_there(std::string_view name, bool has_value) {
+  const bool there = loading_ ? values_.contains(prefix_ + std::string(name)) : has_value;
+  if (!there) take_name(name);
+  return there;
+}
+
+template <class T>
+bool Archive::alternative(std::string_view name, T& value) {
+  const auto full = take_name(name);
+  constexpr bool is_tensor = std::is_same_v<T, at::Tensor>;
+  if (!loading_) {
+    if constexpr (is_tensor)
+      values_[full] = kept(value);
+    else
+      values_[full] = value;
+    return false;
+  }
+  const auto found = values_.find(full);
+  if (found == values_.end() && changes_allowed_) return false;
+  TORCH_CHECK(found != values_.end(), "Archive: must have a value '", full, "', but has none");
+  auto* const held = std::get_if<T>(&found->second);
+  TORCH_CHECK(held, "Archive: the value '", full, "' is of another type");
+  if constexpr (is_tensor)
+    value = detail::owned(std::move(*held));
+  else
+    value = *held;
+  return true;
+}
+
+template <class T>
+void Archive::does_not_fit(std::string_view name, T held) const {
+  TORCH_CHECK(false, "Archive: the value '", prefix_, name, "' does not fit, got ", held);
+}
+
+template <class T>
+void Archive::differs(std::string_view name, const T& before, const T& here) const {
+  TORCH_CHECK(changes_allowed_, "Archive: the state was saved with ", prefix_, name, " = ", before, ", and here it is ",
+              here, "; give it the same, or load with {.allow_changes = true}");
+}
+
+#ifdef GRADACCUM_COMPILED
+template bool Archive::alternative(std::string_view, bool&);
+template bool Archive::alternative(std::string_view, std::int64_t&);
+template bool Archive::alternative(std::string_view, double&);
+template bool Archive::alternative(std::string_view, std::string&);
+template bool Archive::alternative(std::string_view, at::Tensor&);
+template void Archive::does_not_fit(std::string_view, std::int64_t) const;
+template void Archive::does_not_fit(std::string_view, double) const;
+template void Archive::differs(std::string_view, const bool&, const bool&) const;
+template void Archive::differs(std::string_view, const std::int64_t&, const std::int64_t&) const;
+template void Archive::differs(std::string_view, const std::uint64_t&, const std::uint64_t&) const;
+template void Archive::differs(std::string_view, const double&, const double&) const;
+template void Archive::differs(std::string_view, const std::string&, const std::string&) const;
+#endif
+
+}  // namespace gradaccum
+
+namespace gradaccum::detail {
+
+/// Returns true for a tensor that spans all of its CPU storage, allocated by LibTorch rather than borrowed.
+GRADACCUM_INLINE bool has_plain_memory(const at::Tensor& tensor) {
+  return tensor.device().is_cpu() && tensor.has_storage() && tensor.storage().resizable() &&
+         tensor.storage().allocator() == c10::GetAllocator(c10::kCPU) && tensor.storage_offset() == 0 &&
+         tensor.is_contiguous() && tensor.nbytes() == tensor.storage().nbytes();
+}
+
+/// Returns true if the caller holds the only reference to the tensor and its memory.
+GRADACCUM_INLINE bool is_alone(const at::Tensor& tensor) {
+  return tensor.use_count() == 1 && has_plain_memory(tensor) && tensor.storage().use_count() == 1;
+}
+
+GRADACCUM_INLINE at::Tensor owned(at::Tensor tensor) {
+  if (!tensor.defined() || (is_alone(tensor) && !tensor.requires_grad())) return tensor;
+  return tensor.detach().clone();
+}
+
+GRADACCUM_INLINE void load_into(const at::Tensor& to, const at::Tensor& loaded) {
+  const at::NoGradGuard no_grad;
+  const bool can_swap = is_alone(loaded) && has_plain_memory(to) && !to.is_inference() &&
+                        to.dtype() == loaded.dtype() && to.sizes() == loaded.sizes();
+  if (!can_swap) {
+    to.copy_(loaded);
+    return;
+  }
+  auto &here = *to.storage().unsafeGetStorageImpl(), &there = *loaded.storage().unsafeGetStorageImpl();
+  there.set_data_ptr_noswap(here.set_data_ptr(there.set_data_ptr({})));
+  to.unsafeGetTensorImpl()->bump_version();  // like copy_(): autograd must notice if it has saved the tensor
+}
+
+GRADACCUM_INLINE void PendingChanges::together(c10::function_ref<void()> load) {
+  const auto waiting = changes_.size(), changed = undo_.size();
+  ++depth_;
+  try {
+    load();
+  } catch (...) {
+    --depth_;
+    changes_.resize(waiting);
+    for (; undo_.size() > changed; undo_.pop_back()) undo_.back()();
+    throw;
+  }
+  if (--depth_ > 0) return;
+  undo_.clear();
+  for (auto& change : std::exchange(changes_, {})) change();
+}
+
+GRADACCUM_INLINE void PendingChanges::when_all_fit(std::function<void()> change) {
+  if (depth_ == 0) return change();
+  changes_.push_back(std::move(change));
+}
+
+GRADACCUM_INLINE void PendingChanges::if_not_all_fit(std::function<void()> undo) {
+  if (depth_ > 0) undo_.push_back(std::move(undo));
+}
+
+}  // namespace gradaccum::detail
+
+#undef GRADACCUM_INLINE

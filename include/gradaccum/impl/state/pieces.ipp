@@ -1,0 +1,324 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/state/pieces.hpp>
+
+#include <gradaccum/detail/kernels/dynamic_map.hpp>
+#include <gradaccum/detail/state/owned_tensor.hpp>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/equal.h>
+#include <c10/core/Device.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstddef>
+#include <mutex>
+#include <sstream>
+#include <variant>
+#include <vector>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE std::string PieceName::text() const {
+  auto text = c10::str(parameter, "[", begin, ":", end, " of ");
+  for (std::size_t i = 0; i < sizes.size(); ++i) text += c10::str(i > 0 ? "x" : "", sizes[i]);
+  return text + "]";
+}
+
+/// Parses a non-negative decimal number at the beginning of `text`, and removes it there.
+GRADACCUM_INLINE std::optional<std::int64_t> take_number(std::string_view& text) {
+  std::int64_t number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error != std::errc() || number < 0) return {};
+  text.remove_prefix(static_cast<std::size_t>(end - text.data()));
+  return number;
+}
+
+GRADACCUM_INLINE bool take_text(std::string_view& text, std::string_view expected) {
+  if (!text.starts_with(expected)) return false;
+  text.remove_prefix(expected.size());
+  return true;
+}
+
+GRADACCUM_INLINE std::optional<PieceName> PieceName::of(std::string_view text) {
+  const auto bracket = text.rfind('[');
+  if (bracket == text.npos) return {};
+  PieceName name{.parameter = std::string(text.substr(0, bracket))};
+  auto rest = text.substr(bracket + 1);
+  const auto begin = take_number(rest);
+  if (!begin || !take_text(rest, ":")) return {};
+  const auto end = take_number(rest);
+  if (!end || !take_text(rest, " of ")) return {};
+  while (!rest.starts_with("]")) {
+    const auto size = take_number(rest);
+    if (!size) return {};
+    name.sizes.push_back(*size);
+    if (rest != "]" && !take_text(rest, "x")) return {};
+  }
+  name.begin = *begin, name.end = *end;
+  if (name.text() != text) return {};
+  return name;
+}
+
+GRADACCUM_INLINE std::string without_rank(const std::string& name) {
+  if (!name.starts_with("rank_")) return name;
+  const auto digits = name.find_first_not_of("0123456789", 5);
+  return digits != name.npos && digits > 5 && name[digits] == '.' ? name.substr(digits + 1) : name;
+}
+
+GRADACCUM_INLINE void Pieces::add(PieceName piece, at::Tensor tensor) {
+  TORCH_CHECK(by_begin_.empty() || sizes_ == piece.sizes, "Archive: the pieces of ", name_,
+              " must be of one shape, got ", at::IntArrayRef(sizes_), " and ", at::IntArrayRef(piece.sizes));
+  sizes_ = std::move(piece.sizes);
+  const bool is_new = by_begin_.emplace(piece.begin, Piece{piece.begin, piece.end, std::move(tensor)}).second;
+  TORCH_CHECK(is_new, "Archive: two pieces of ", name_, " begin at ", piece.begin);
+}
+
+GRADACCUM_INLINE void Pieces::check() const {
+  check_filled();
+  if (by_begin_.size() == 1) return;  // any shape is valid
+  check_alike();
+  for (auto& [begin, piece] : by_begin_) {
+    if (!is_number()) check_row(piece);
+    TORCH_CHECK(!is_number() || at::equal(piece.tensor, first().tensor), "Archive: the pieces of ", name_,
+                " must have the same number");
+  }
+}
+
+GRADACCUM_INLINE void Pieces::check_filled() const {
+  std::int64_t elements = 1, filled = 0;
+  for (auto size : sizes_)
+    TORCH_CHECK(!__builtin_mul_overflow(elements, size, &elements), "Archive: ", name_, " is too large");
+  for (auto& [begin, piece] : by_begin_) {
+    TORCH_CHECK(begin == filled && piece.end >= begin, "Archive: the pieces of ", name_,
+                " must follow each other, got one from ", begin, " to ", piece.end, " after one to ", filled);
+    filled = piece.end;
+  }
+  TORCH_CHECK(filled == elements, "Archive: the pieces of ", name_, " must be of all ", elements, " elements, got ",
+              filled);
+}
+
+GRADACCUM_INLINE void Pieces::check_alike() const {
+  const auto& one = first().tensor;
+  for (auto& [begin, piece] : by_begin_)
+    TORCH_CHECK(piece.tensor.defined() && one.defined() && piece.tensor.dim() <= 1 && piece.tensor.dim() == one.dim() &&
+                    piece.tensor.scalar_type() == one.scalar_type(),
+                "Archive: the pieces of ", name_, " must be rows of one dtype");
+}
+
+GRADACCUM_INLINE void Pieces::check_row(const Piece& piece) const {
+  const auto block = elements_of_number(), size = piece.end - piece.begin;
+  TORCH_CHECK(block > 0 && piece.begin % block == 0 && piece.tensor.numel() == numbers_of(size),
+              "Archive: the piece of ", name_, " from ", piece.begin, " to ", piece.end, " has ", piece.tensor.numel(),
+              " numbers, and the first one has ", first().tensor.numel(), " for ", first().end - first().begin);
+}
+
+GRADACCUM_INLINE bool Pieces::is_number() const { return first().tensor.defined() && first().tensor.dim() == 0; }
+
+GRADACCUM_INLINE std::int64_t Pieces::elements_of_number() const {
+  const auto& [begin, end, tensor] = first();
+  const auto elements = end - begin, numbers = tensor.numel();
+  if (numbers == elements) return 1;
+  return numbers == eight_bit_blocks(elements) ? eight_bit_block : 0;
+}
+
+GRADACCUM_INLINE std::int64_t Pieces::numbers_of(std::int64_t elements) const {
+  return elements_of_number() == 1 ? elements : eight_bit_blocks(elements);
+}
+
+GRADACCUM_INLINE at::Tensor Pieces::whole() const {
+  const at::NoGradGuard no_grad;
+  const auto& one = first().tensor;
+  if (!one.defined()) return one;
+  if (by_begin_.size() == 1 || is_number()) return one.clone();
+  check();
+  const auto row = part(0, by_begin_.rbegin()->second.end);
+  return elements_of_number() == 1 ? row.view(sizes_) : row;
+}
+
+GRADACCUM_INLINE at::Tensor Pieces::part(std::int64_t begin, std::int64_t end) const {
+  const at::NoGradGuard no_grad;
+  const auto block = elements_of_number();
+  TORCH_CHECK(block > 0, "Archive: the pieces of ", name_, " must have a number for each element or block of it");
+  std::vector<at::Tensor> rows;
+  for (auto& [unused, piece] : by_begin_) {
+    const auto from = std::max(begin, piece.begin), to = std::min(end, piece.end);
+    if (from >= to) continue;
+    rows.push_back(piece.tensor.reshape({-1}).narrow(0, (from - piece.begin) / block, numbers_of(to - from)));
+  }
+  return at::cat(rows);
+}
+
+GRADACCUM_INLINE std::map<std::string, Pieces> take_pieces(std::map<std::string, at::Tensor>& tensors) {
+  std::map<std::string, Pieces> all;
+  for (auto tensor = tensors.begin(); tensor != tensors.end();) {
+    auto name = PieceName::of(tensor->first);
+    if (!name) {
+      ++tensor;
+      continue;
+    }
+    const auto whole = name->parameter;
+    all.try_emplace(whole, whole).first->second.add(std::move(*name), std::move(tensor->second));
+    tensor = tensors.erase(tensor);
+  }
+  return all;
+}
+
+GRADACCUM_INLINE Archive::Values take_shared_pieces(Archive::Values& values) {
+  Archive::Values shared;
+  std::map<std::string, at::Tensor> tensors;
+  for (auto value = values.begin(); value != values.end();) {
+    auto* const tensor = std::get_if<at::Tensor>(&value->second);
+    if (tensor == nullptr || !PieceName::of(value->first)) {
+      ++value;
+      continue;
+    }
+    const auto [same, is_new] = shared.emplace(without_rank(value->first), *tensor);
+    TORCH_CHECK(is_new, "Archive: two ranks have saved the piece ", same->first);
+    tensors.emplace(same->first, *tensor);
+    value = values.erase(value);
+  }
+  for (auto& [name, pieces] : take_pieces(tensors)) {
+    pieces.check();
+    TORCH_CHECK(!values.contains(name), "Archive: ", name, " is there whole and in pieces");
+  }
+  return shared;
+}
+
+GRADACCUM_INLINE NameOf::NameOf(const NamedParameters& parameters) {
+  for (auto& item : parameters) names_.emplace(item.value().unsafeGetTensorImpl(), item.key());
+}
+
+GRADACCUM_INLINE const std::string& NameOf::operator()(const at::Tensor& parameter) const {
+  const auto found = names_.find(parameter.unsafeGetTensorImpl());
+  TORCH_CHECK(found != names_.end(), "optimizer state: a parameter of shape ", parameter.sizes(),
+              " has no name; pass the named_parameters() of the model that the optimizer steps");
+  return found->second;
+}
+
+GRADACCUM_INLINE Archive::Tensors tensors_of_module(const torch::nn::Module& module) {
+  Archive::Tensors all;
+  const auto add = [&](const auto& named) {
+    for (auto& item : named)
+      if (item.value().defined()) all.emplace(item.key(), item.value());
+  };
+  add(module.named_parameters());
+  add(module.named_buffers());
+  return all;
+}
+
+/// Describes a tensor: `weight, Float [2, 3]`.
+GRADACCUM_INLINE std::string described(const std::string& name, const at::Tensor& tensor) {
+  return c10::str(name, ", ", tensor.scalar_type(), " ", tensor.sizes());
+}
+
+GRADACCUM_INLINE void check_can_be_loaded(const std::string& name, const at::Tensor& tensor) {
+  TORCH_CHECK(!tensor.is_meta() && at::has_internal_overlap(tensor) != at::MemOverlap::Yes, "the module's ", name,
+              " must have memory for each of its numbers, got ",
+              tensor.is_meta() ? "a tensor on the device meta" : "an expanded tensor", "; give it a clone()");
+}
+
+/// Lists the first differences between the names, dtypes and shapes of two sets of tensors.
+GRADACCUM_INLINE std::string differences(const Archive::Tensors& saved, const Archive::Tensors& here) {
+  std::vector<std::string> all;
+  for (auto& [name, tensor] : saved) {
+    const auto other = here.find(name);
+    if (other == here.end())
+      all.push_back("the state alone has " + described(name, tensor));
+    else if (described(name, tensor) != described(name, other->second))
+      all.push_back("the state has " + described(name, tensor) + ", the model " + described(name, other->second));
+  }
+  for (auto& [name, tensor] : here)
+    if (!saved.contains(name)) all.push_back("the model alone has " + described(name, tensor));
+  std::ostringstream text;
+  constexpr std::size_t shown = 10;
+  for (std::size_t i = 0; i < all.size() && i < shown; ++i) text << "\n  " << all[i];
+  if (all.size() > shown) text << "\n  and " << all.size() - shown << " more";
+  return text.str();
+}
+
+GRADACCUM_INLINE void archive_module(Archive& archive, torch::nn::Module& module) {
+  auto here = tensors_of_module(module);
+  if (!archive.loading()) return archive.tensors(here);
+  Archive::Tensors saved;
+  archive.tensors(saved);
+  const auto different = differences(saved, here);
+  TORCH_CHECK(different.empty() || archive.changes_allowed(),
+              "ModelState: the state is of another model; {.allow_changes = true} loads what fits:", different);
+  std::vector<std::pair<at::Tensor, at::Tensor>> loads;
+  for (auto& [name, tensor] : saved) {
+    const auto to = here.find(name);
+    if (to == here.end() || described(name, tensor) != described(name, to->second)) continue;
+    check_can_be_loaded(name, to->second);
+    loads.emplace_back(to->second, tensor);
+  }
+  saved.clear();
+  archive.when_all_fit([loads = std::move(loads)] {
+    for (auto& [to, from] : loads) load_into(to, from);
+  });
+}
+
+GRADACCUM_INLINE std::map<std::string, at::Generator> default_generators() {
+  std::map<std::string, at::Generator> all{{"cpu", at::detail::getDefaultCPUGenerator()}};
+  if (!at::globalContext().hasCUDA()) return all;
+  auto& cuda = at::detail::getCUDAHooks();
+  for (c10::DeviceIndex index = 0; index < cuda.getNumGPUs(); ++index) {
+    const at::Device device(at::kCUDA, index);
+    if (cuda.hasPrimaryContext(index)) all.emplace(device.str(), at::globalContext().defaultGenerator(device));
+  }
+  return all;
+}
+
+GRADACCUM_INLINE Archive::Tensors states_of_generators() {
+  Archive::Tensors states;
+  for (auto& [name, generator] : default_generators()) {
+    const std::lock_guard lock(generator.mutex());
+    states.emplace(name, generator.get_state());
+  }
+  return states;
+}
+
+GRADACCUM_INLINE void check_generators(const Archive::Tensors& states, bool changes_allowed) {
+  auto generators = default_generators();
+  TORCH_CHECK(changes_allowed || states.contains("cpu"), "RandomState: the state must have the CPU's generator");
+  for (auto& [name, state] : states) {
+    const auto known = generators.find(name);
+    TORCH_CHECK(changes_allowed || known != generators.end(), "RandomState: the state has the generator of ", name,
+                ", which this program does not use; move the model there first");
+    if (known == generators.end()) continue;
+    const std::lock_guard lock(known->second.mutex());
+    auto probe = known->second.clone();
+    probe.set_state(state.clone());
+  }
+}
+
+GRADACCUM_INLINE void set_generators(const Archive::Tensors& states) {
+  for (auto& [name, generator] : default_generators()) {
+    const auto state = states.find(name);
+    if (state == states.end()) continue;
+    const std::lock_guard lock(generator.mutex());
+    generator.set_state(state->second.clone());
+  }
+}
+
+GRADACCUM_INLINE void archive_generators(Archive& archive) {
+  auto states = archive.loading() ? Archive::Tensors() : states_of_generators();
+  archive.tensors(states);
+  if (!archive.loading()) return;
+  check_generators(states, archive.changes_allowed());
+  archive.when_all_fit([states] { set_generators(states); });
+}
+
+}  // namespace gradaccum::detail
+
+#undef GRADACCUM_INLINE

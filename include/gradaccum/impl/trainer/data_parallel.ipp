@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/policies/data_parallel.hpp>
+
+#include <gradaccum/detail/trainer/loop.hpp>
+#include <gradaccum/trainer_base.hpp>
+
+#include <c10/util/Exception.h>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum {
+
+GRADACCUM_INLINE void DataParallel::attach(TrainerBase& trainer) {
+  TORCH_CHECK(check_every >= 0, "DataParallel: check_every must be >= 0, got ", check_every);
+  TORCH_CHECK(shard == Shard::none || options.shard == Shard::none || shard == options.shard,
+              "DataParallel: .shard and .options.shard must not differ; leave out the latter");
+  auto of_part = options;
+  if (shard != Shard::none) of_part.shard = shard;
+  replicas = std::make_shared<Replicas>(group, trainer.module(), trainer, of_part);
+  if (!replicas->peers()) return;
+  auto& loop = trainer.loop();
+  replicas->peers()->report = [&loop] { return loop.record.totals(loop.status); };
+  replicas->peers()->hear = [&loop](auto& own, auto& all) { loop.record.take_totals(own, all, loop.status); };
+}
+
+GRADACCUM_INLINE bool DataParallel::others_continue() const { return replicas->others_continue(); }
+
+GRADACCUM_INLINE void DataParallel::after_step(const Step& step) const {
+  if (check_every > 0 && step.update % check_every == 0) replicas->check_equal();
+}
+
+GRADACCUM_INLINE void DataParallel::on_epoch_end(std::int64_t) const { replicas->broadcast_buffers(); }
+
+GRADACCUM_INLINE void DataParallel::state(Archive& archive) const { archive.setting("world_size", group.world_size()); }
+
+}  // namespace gradaccum
+
+#undef GRADACCUM_INLINE

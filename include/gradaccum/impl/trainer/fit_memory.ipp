@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/policies/fit_memory.hpp>
+#include <gradaccum/detail/trainer/fitted_batches.hpp>
+
+#include <gradaccum/gradients.hpp>
+
+#include <gradaccum/detail/checkpoint/forward_state.hpp>
+#include <gradaccum/detail/trainer/loop.hpp>
+#include <gradaccum/detail/trainer/weighted_mean.hpp>
+#include <gradaccum/detail/window/open_window.hpp>
+#include <gradaccum/detail/window/peers.hpp>
+#include <gradaccum/detail/window/window_gradients.hpp>
+#include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/trainer_base.hpp>
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum {
+
+GRADACCUM_INLINE void FitMemory::attach(TrainerBase& trainer) {
+  auto batches = std::make_unique<detail::FittedBatches>(trainer.loop(), *this);
+  trainer.when_built([&batches = *batches] { batches.begin(); });
+  trainer.loop().divider = std::move(batches);
+}
+
+GRADACCUM_INLINE void FitMemory::state(Archive& archive) {
+  archive.setting("budget", budget);
+  archive.setting("min_rows", min_rows);
+  fitter.state(archive);
+}
+
+/// The last backward leaves the window one micro-batch short of being full, as its owner expects before `step()`.
+GRADACCUM_INLINE Loss FitMemory::backward(Accumulator& optimizer, torch::nn::Module& module,
+                                          const detail::AnyBatch& batch) {
+  auto& window = *optimizer.window_;
+  TORCH_CHECK(optimizer.micro_steps() == 0 && !window.in_hand(),
+              "FitMemory: backward must begin a window, which is full with it; call optimizer.step() before the next");
+  TORCH_CHECK(!window.steps_in_backward(),
+              "FitMemory: must not go with in_backward: what is stepped inside of a backward pass cannot be taken back "
+              "when that runs out of memory");
+  TORCH_CHECK(window.steps() == 1, "FitMemory: a window is one batch, so that the accumulator's steps must be 1, got ",
+              window.steps());
+  const auto kind = batch.kind();
+  const auto rows = batch.rows();
+  TORCH_CHECK(rows > 0, "FitMemory: the batch must have rows");
+  optimizer.follow();
+  fitter.find_parts(module, checkpointed);
+  const auto parameters = window.optimizer().parameters();
+  const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters.front().device();
+  const auto forward = detail::with_memory(device, [&] { return detail::ForwardUndo(module.buffers()); });
+  detail::WeightedMean mean;
+  const auto run = [&](std::int64_t from, std::int64_t to) {
+    bool of_kind = true;
+    window.set_steps_of_this(std::numeric_limits<std::int64_t>::max());
+    batch.part(from, to, [&](const detail::AnyBatch& part) {
+      of_kind = part.kind() == kind;
+      auto loss = part.loss();
+      loss.check();
+      mean.add(loss.mean.detach(), loss.items);
+      window.backward(std::move(loss), {});
+      if (to < rows) window.complete_micro_batch();
+    });
+    return of_kind;
+  };
+  const auto undo = [&] {
+    forward.put_back();
+    mean = {};
+    window.discard();
+  };
+  try {
+    fitter.run({budget, min_rows}, {kind, rows, device, 0, run, undo, [&] { return window.scaled(); }});
+  } catch (...) {
+    undo();
+    throw;
+  }
+  window.set_steps_of_this(window.micro_steps() + 1);
+  return {detail::with_memory(device, [&] { return mean.value(); }), mean.weight()};
+}
+
+}  // namespace gradaccum
+
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE FittedBatches::FittedBatches(Loop& loop, FitMemory& memory) : loop_(loop), memory_(memory) {}
+
+GRADACCUM_INLINE void FittedBatches::begin() {
+  TORCH_CHECK(!loop_.window.steps_in_backward(),
+              "FitMemory: must not go with OptimizerInBackward: what is stepped inside of a backward pass cannot be "
+              "taken back when that runs out of memory; leave one of the two out");
+  TORCH_CHECK(!loop_.window.peers() || !loop_.window.peers()->take_each_backward(),
+              "FitMemory: must not go with Shard::gradients: what other processes have got cannot be taken back when "
+              "a backward pass runs out of memory; use Shard::optimizer");
+  memory_.fitter.find_parts(loop_.trainer.module(), memory_.checkpointed);
+}
+
+/// As many rows at once as training takes, if that is known.
+GRADACCUM_INLINE void FittedBatches::for_each_part(const AnyBatch& batch,
+                                                   c10::function_ref<void(const AnyBatch&)> use) const {
+  if (!batch.is_divisible()) return use(batch);
+  const auto rows = batch.rows();
+  const auto at_once = memory_.fitter.known_rows(batch.kind()).value_or(rows);
+  if (rows <= at_once) return use(batch);
+  for (std::int64_t from = 0; from < rows; from += at_once) batch.part(from, std::min(rows, from + at_once), use);
+}
+
+/// Where `Accumulate` counts samples, a batch may have those of several windows. None gets, or leaves, too few rows for
+/// a micro-batch.
+GRADACCUM_INLINE std::int64_t FittedBatches::end_of_window(const AnyBatch& batch, std::int64_t from) const {
+  const auto rows = batch.rows();
+  const auto left = loop_.batch_size - loop_.record.so_far().samples;
+  if (loop_.batch_size == 0 || left <= 0 || batch.samples() != rows) return rows;
+  const auto to = from + std::max(left, memory_.min_rows);
+  return rows - to < memory_.min_rows ? rows : to;
+}
+
+/// What micro-batches of a window that is open already have gathered comes back from a copy, and so does what policies
+/// keep that see micro-batches.
+GRADACCUM_INLINE void FittedBatches::run(const AnyBatch& batch, std::int64_t from, std::int64_t to,
+                                         MicroBatch micro_batch) {
+  auto& window = loop_.window;
+  const auto device = loop_.trainer.device();
+  const auto kind = batch.kind();
+  const auto record = loop_.record;
+  const auto status = loop_.status;
+  const bool is_open = record.so_far().micro_batches > 0;
+  const auto gradients = is_open ? window.bytes() : 0;
+  const auto forward = with_memory(device, [&] { return ForwardUndo(loop_.trainer.module().buffers()); });
+  std::optional<OpenWindow::Copy> sums;
+  if (is_open) sums.emplace(with_memory(device, [&] { return window.copy(); }));
+  Archive policies;
+  loop_.policies.state_in_window(policies);
+  bool begins = true;
+  const auto run_rows = [&](std::int64_t first, std::int64_t last) {
+    bool of_kind = true;
+    batch.part(from + first, from + last, [&](const AnyBatch& part) {
+      of_kind = part.kind() == kind;
+      micro_batch(part, std::exchange(begins, false), /*may_close=*/from + last == to);
+    });
+    return of_kind;
+  };
+  const auto undo = [&] {
+    forward.put_back();
+    Archive seen(policies.values());
+    loop_.policies.state_in_window(seen);
+    loop_.record = record, loop_.status = status;
+    window.discard();
+    if (sums) with_memory(device, [&] { window.go_back(*sums); });
+    begins = true;
+  };
+  const auto is_scaled = [&] { return window.scaled(); };
+  if (from == to) return static_cast<void>(run_rows(0, 0));
+  memory_.fitter.run({memory_.budget, memory_.min_rows},
+                     {kind, to - from, device, 2 * gradients, run_rows, undo, is_scaled});
+}
+
+}  // namespace gradaccum::detail
+
+#undef GRADACCUM_INLINE

@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/policies/tensorboard.hpp>
+
+#include <gradaccum/detail/io/files.hpp>
+#include <gradaccum/detail/memory/memory_ledger.hpp>
+#include <gradaccum/detail/watching/event_file.hpp>
+#include <gradaccum/metrics.hpp>
+#include <gradaccum/trainer_base.hpp>
+
+#include <c10/util/Exception.h>
+#include <torch/nn/module.h>
+
+#include <cerrno>
+#include <cmath>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+#include <unistd.h>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum {
+
+namespace detail {
+
+/// What a module calls these; those that are none of its own are numbered.
+GRADACCUM_INLINE std::vector<std::string> names_of_parameters(const torch::nn::Module& module,
+                                                              const std::vector<at::Tensor>& parameters) {
+  std::unordered_map<const void*, std::string> known;
+  for (auto& item : module.named_parameters()) known.emplace(item.value().unsafeGetTensorImpl(), item.key());
+  std::vector<std::string> names;
+  for (auto& parameter : parameters) {
+    const auto found = known.find(parameter.unsafeGetTensorImpl());
+    names.push_back(found != known.end() ? found->second : "parameter_" + std::to_string(names.size()));
+  }
+  return names;
+}
+
+}  // namespace detail
+
+struct TensorBoard::Run {
+  using Clock = FitStatus::Clock;
+  /// The last point of the curve of speeds.
+  struct PointOfRate {
+    std::int64_t samples = 0;
+    Clock::time_point time = Clock::now();
+  };
+
+  const TensorBoard& options;
+  TrainerBase& trainer;
+  const FitStatus& status = trainer.status();
+  std::shared_ptr<SummaryWriter> file = {};
+  bool begins = true;         // nothing has been written since it was built, or loaded
+  std::int64_t begun_at = 0;  // the update
+  std::optional<PointOfRate> before = {};
+  std::optional<Clock::time_point> measured = {};                              // memory
+  std::vector<std::pair<std::string, detail::ValueHistogram>> gradients = {};  // of a step that is yet to be taken
+
+  bool writes() const { return trainer.is_first() && !status.options.smoke; }
+  /// Follows the update that the trainer is at.
+  void begin();
+  /// Nothing is known of a window, nor of speed.
+  void restart();
+  /// The writer, for numbers of the training; the first begin a file.
+  SummaryWriter* begun();
+  void open(std::optional<std::int64_t> purge_step);
+  bool is_written(std::string_view tag, std::int64_t step) const;
+  void write_numbers(const Step& step);
+  void write_rate(std::int64_t step);
+  void write_memory(std::int64_t step);
+  void write_histograms(std::int64_t step);
+};
+
+GRADACCUM_INLINE void TensorBoard::attach(TrainerBase& trainer) {
+  TORCH_CHECK(!directory.empty(), "TensorBoard: directory must be given");
+  TORCH_CHECK(every >= 1, "TensorBoard: every must be >= 1, got ", every);
+  TORCH_CHECK(histograms_every >= 0, "TensorBoard: histograms_every must be >= 0, got ", histograms_every);
+  const auto seconds = flush_every.count();
+  TORCH_CHECK(seconds >= 0, "TensorBoard: flush_every must be >= 0 seconds, got ", seconds);
+  run = std::make_shared<Run>(Run{*this, trainer});
+  if (!trainer.is_first()) return;
+  detail::make_directory(directory);
+  if (::access(directory.c_str(), W_OK | X_OK) != 0)
+    detail::file_error(directory, "must be a directory that can be written to", errno);
+}
+
+GRADACCUM_INLINE SummaryWriter* TensorBoard::writer() {
+  if (!run->writes()) return nullptr;
+  if (!run->file) run->open({});
+  return run->file.get();
+}
+
+GRADACCUM_INLINE void TensorBoard::Run::open(std::optional<std::int64_t> purge_step) {
+  file = std::make_shared<SummaryWriter>(SummaryWriterOptions{
+      .directory = options.directory, .flush_every = options.flush_every, .purge_step = purge_step});
+}
+
+/// Not when the trainer is built or loaded: then it is not known yet whether this goes on from a state, and whether
+/// there will be a training at all.
+GRADACCUM_INLINE SummaryWriter* TensorBoard::Run::begun() {
+  if (!writes()) return nullptr;
+  if (!begins) return file.get();
+  std::optional<std::int64_t> purge_step;
+  if (begun_at > 0) purge_step = begun_at + 1;
+  if (begun_at == 0 && !status.options.resume.empty()) purge_step = 0;  // killed before its first state
+  if (purge_step || !file) open(purge_step);
+  if (!options.hyperparameters.empty())
+    file->add_text("hyperparameters", options.hyperparameters, purge_step.value_or(0));
+  begins = false;
+  return file.get();
+}
+
+GRADACCUM_INLINE void TensorBoard::Run::begin() {
+  begins = true;
+  restart();
+}
+
+GRADACCUM_INLINE void TensorBoard::Run::restart() {
+  if (begins) begun_at = trainer.updates();
+  gradients.clear();
+  measured.reset();
+  before = PointOfRate{.samples = status.samples};
+}
+
+GRADACCUM_INLINE std::shared_ptr<void> TensorBoard::fit_scope() {
+  run->restart();
+  return detail::flush_at_end(run->file);
+}
+
+GRADACCUM_INLINE void TensorBoard::state(Archive& archive) {
+  if (archive.loading()) return archive.when_all_fit([this] { run->begin(); });
+  if (run->file) run->file->flush();
+}
+
+GRADACCUM_INLINE void TensorBoard::at_boundary() {
+  if (run->file && run->status.done()) run->file->flush();
+}
+
+/// Those of a step that is left out, after an overflow, are never written; nor are gradients changed, by `values()`.
+GRADACCUM_INLINE void TensorBoard::before_step(Gradients& window) {
+  run->gradients.clear();
+  if (histograms_every == 0 || !run->begun()) return;
+  const auto parameters = window.parameters();  // says that there are none, with OptimizerInBackward
+  if ((run->trainer.updates() + 1) % histograms_every != 0) return;
+  if (run->trainer.shards()) {
+    TORCH_WARN_ONCE("TensorBoard: histograms of gradients are left out: with {.shard = …} no process has all of them");
+    return;
+  }
+  const auto names = detail::names_of_parameters(run->trainer.module(), parameters);
+  const auto raw = window.raw();
+  for (std::size_t i = 0; i < raw.size(); ++i) {
+    const auto factor = window.multiplier(raw[i].device()).item<double>();
+    run->gradients.emplace_back("gradients/" + names[i], detail::histogram_of(raw[i], factor));
+  }
+}
+
+GRADACCUM_INLINE void TensorBoard::after_step(const Step& step) {
+  if (!run->begun()) return;
+  if (step.update % every == 0) run->write_numbers(step);
+  if (histograms_every > 0 && step.update % histograms_every == 0) run->write_histograms(step.update);
+}
+
+GRADACCUM_INLINE void TensorBoard::Run::write_numbers(const Step& step) {
+  file->add_scalar("train/loss", step.loss.item<double>(), step.update);
+  if (!std::isnan(step.lr)) file->add_scalar("train/lr", step.lr, step.update);
+  if (step.grad_norm.defined()) file->add_scalar("train/grad_norm", step.grad_norm.item<double>(), step.update);
+  write_rate(step.update);
+  write_memory(step.update);
+}
+
+GRADACCUM_INLINE void TensorBoard::Run::write_memory(std::int64_t step) {
+  if (!detail::is_time_to_ask(measured)) return;
+  measured = Clock::now();
+  const auto device = trainer.device();
+  if (const auto bytes = detail::occupied_memory(at::kCPU))
+    file->add_scalar("memory/resident", static_cast<double>(*bytes), step);
+  if (device.is_cpu()) return;
+  if (const auto bytes = detail::occupied_memory(device))
+    file->add_scalar("memory/occupied", static_cast<double>(*bytes), step);
+}
+
+GRADACCUM_INLINE void TensorBoard::Run::write_rate(std::int64_t step) {
+  const PointOfRate now{.samples = status.samples};
+  const auto last = std::exchange(before, now);
+  if (!last) return;
+  const auto seconds = std::chrono::duration<double>(now.time - last->time).count();
+  if (seconds > 0)
+    file->add_scalar("train/samples_per_second", static_cast<double>(now.samples - last->samples) / seconds, step);
+}
+
+GRADACCUM_INLINE void TensorBoard::Run::write_histograms(std::int64_t step) {
+  const auto parameters = trainer.parameters();
+  const auto names = detail::names_of_parameters(trainer.module(), parameters);
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    file->add_histogram("parameters/" + names[i], parameters[i], step);
+  for (auto& [tag, histogram] : std::exchange(gradients, {})) file->add_histogram(tag, histogram, step);
+}
+
+/// A state may be older than a validation of the same update, which is then made again: there is a point already.
+GRADACCUM_INLINE bool TensorBoard::Run::is_written(std::string_view tag, std::int64_t step) const {
+  return begun_at > 0 && step == begun_at &&
+         detail::event_files_have(options.directory, detail::bytes_of_scalar_events(step, tag));
+}
+
+GRADACCUM_INLINE void TensorBoard::on_validation(const Validation& validation) {
+  using Duration = FitStatus::Clock::duration;
+  const std::chrono::duration<double> seconds(validation.found.seconds);
+  if (run->before) run->before->time += std::chrono::duration_cast<Duration>(seconds);
+  if (!run->begun()) return;
+  for (auto& [metric, value] : validation.found.metrics) {
+    const auto tag = validation.name + "/" + metric;
+    if (!run->is_written(tag, validation.update)) run->file->add_scalar(tag, value, validation.update);
+  }
+}
+
+}  // namespace gradaccum
+
+#undef GRADACCUM_INLINE

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/embedding.hpp>
+
+#include <gradaccum/detail/window/arrival_scope.hpp>
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/List.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_index_put_impl.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/_unique2.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/embedding_dense_backward.h>
+#include <ATen/ops/where.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <mutex>
+#include <tuple>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum {
+namespace detail {
+
+/// Returns true if LibTorch would add the gradient to the existing one in place, and nothing needs the whole gradient.
+GRADACCUM_INLINE bool is_added_in_place(const at::Tensor& weight, const at::Tensor& gradient) {
+  const auto& sum = weight.grad();
+  if (at::GradMode::is_enabled() || !sum.defined() || sum.requires_grad()) return false;
+  if (sum.layout() != at::kStrided || sum.dtype() != gradient.dtype() || sum.device() != gradient.device() ||
+      sum.sizes() != weight.sizes() || at::has_internal_overlap(sum) != at::MemOverlap::No)
+    return false;
+  const auto* const only_some = torch::autograd::get_current_graph_task_exec_info();
+  if (only_some && !only_some->empty()) return false;  // autograd::grad, or backward for some inputs
+  const auto node = torch::autograd::impl::grad_accumulator(weight);
+  return node->tensor_pre_hooks().empty() && node->pre_hooks().empty() && node->post_hooks().empty() &&
+         !is_waited_for(weight);
+}
+
+/// Rows of a table and their gradients.
+struct RowGradients {
+  at::Tensor rows, gradients;
+};
+
+/// Computes the gradients of the rows that were looked up, in ascending order. LibTorch's own function sums each row,
+/// in its usual order, for a small table of these rows alone.
+GRADACCUM_INLINE RowGradients row_gradients(const at::Tensor& gradient, const at::Tensor& input,
+                                            std::int64_t padding_idx) {
+  const auto [rows, places, counts] = at::_unique2(input, /*sorted=*/true, /*return_inverse=*/true);
+  auto summed = at::embedding_dense_backward(gradient, places, rows.size(0), /*padding_idx=*/-1, false);
+  if (padding_idx >= 0) summed.masked_fill_(rows.eq(padding_idx).unsqueeze(1), 0);
+  return {rows, summed};
+}
+
+/// Returns one row and gradient for each lookup, with repetitions, so that the host need not know the number of
+/// distinct rows. Padding lookups become zeros for distinct rows, since a device serialises additions to one row; there
+/// are fewer lookups than rows.
+GRADACCUM_INLINE RowGradients repeated_row_gradients(const at::Tensor& gradient, const at::Tensor& input,
+                                                     std::int64_t padding_idx) {
+  const auto rows = input.to(at::kLong);
+  if (padding_idx < 0) return {rows, gradient};
+  const auto is_padding = rows.eq(padding_idx);
+  return {at::where(is_padding, at::arange(rows.numel(), rows.options()).view_as(rows), rows),
+          gradient.masked_fill(is_padding.unsqueeze(-1), 0)};
+}
+
+/// Returns true for 16-bit gradients on a device, which rounds a row's sum at each lookup.
+GRADACCUM_INLINE bool is_rounded_too_often(const at::Tensor& gradient) {
+  return gradient.is_cuda() && gradient.element_size() < 4;
+}
+
+/// Returns false for float16 on the CPU, where LibTorch cannot add sparse tensors.
+GRADACCUM_INLINE bool can_be_sparse(const at::Tensor& gradient) {
+  return !at::GradMode::is_enabled() && !(gradient.is_cpu() && gradient.scalar_type() == at::kHalf);
+}
+
+GRADACCUM_INLINE at::Tensor sparse_gradient(const at::Tensor& weight, const RowGradients& of) {
+  return at::_sparse_coo_tensor_unsafe(of.rows.to(at::kLong).unsqueeze(0), of.gradients, weight.sizes(),
+                                       of.gradients.options().layout(at::kSparse))
+      ._coalesced_(true);
+}
+
+GRADACCUM_INLINE void add_rows(const at::Tensor& weight, const RowGradients& of) {
+  static std::mutex one_at_a_time;  // LibTorch also guards each gradient if several threads run backward
+  const std::lock_guard lock(one_at_a_time);
+  auto sum = weight.grad();
+  if (sum.is_cuda())  // unsafe: the forward pass has checked the indices
+    at::_index_put_impl_(sum, {of.rows}, of.gradients, /*accumulate=*/true, /*unsafe=*/true);
+  else
+    sum.index_add_(0, of.rows, of.gradients);
+  say_added(weight);
+}
+
+/// Implements `embedding` for a leaf that requires gradients.
+class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input,
+                            const at::Tensor& weight, std::int64_t padding_idx, bool sparse) {
+    context->save_for_backward({input});
+    context->saved_data["sparse"] = sparse;
+    context->saved_data["weight"] = weight;  // needed for its gradient; its values may change
+    context->saved_data["padding_idx"] = padding_idx;
+    return at::embedding(weight, input, padding_idx);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    const auto input = context->get_saved_variables().front();
+    const auto weight = context->saved_data["weight"].toTensor();
+    const auto padding_idx = context->saved_data["padding_idx"].toInt();
+    const auto& gradient = gradients.front();
+    if (!gradient.defined()) return {at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
+    if (context->saved_data["sparse"].toBool() && can_be_sparse(gradient)) {
+      const auto rows = row_gradients(gradient, input, padding_idx);
+      return {at::Tensor(), sparse_gradient(weight, rows), at::Tensor(), at::Tensor()};
+    }
+    if (input.numel() >= weight.size(0) || is_rounded_too_often(gradient) || !is_added_in_place(weight, gradient)) {
+      auto whole = at::embedding_dense_backward(gradient, input, weight.size(0), padding_idx, false);
+      return {at::Tensor(), whole, at::Tensor(), at::Tensor()};
+    }
+    add_rows(weight, gradient.is_cuda() ? repeated_row_gradients(gradient, input, padding_idx)
+                                        : row_gradients(gradient, input, padding_idx));
+    return {at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+}  // namespace detail
+
+GRADACCUM_INLINE at::Tensor embedding(const at::Tensor& input, const at::Tensor& weight, EmbeddingOptions options) {
+  TORCH_CHECK(weight.dim() == 2, "embedding: weight must be [rows, width], got ", weight.sizes());
+  TORCH_CHECK(options.padding_idx < weight.size(0), "embedding: padding_idx must be less than the rows of weight, ",
+              weight.size(0), ", got ", options.padding_idx);
+  if (!weight.requires_grad() || !weight.is_leaf() || !at::GradMode::is_enabled())
+    return at::embedding(weight, input, options.padding_idx);
+  return detail::EmbeddingFunction::apply(input, weight, options.padding_idx, options.sparse);
+}
+
+}  // namespace gradaccum
+
+#undef GRADACCUM_INLINE

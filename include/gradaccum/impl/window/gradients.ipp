@@ -1,0 +1,1009 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/gradients.hpp>
+#include <gradaccum/detail/window/window_gradients.hpp>
+#include <gradaccum/detail/window/shards.hpp>
+
+#include <gradaccum/detail/kernels/kernel_loop.hpp>
+#include <gradaccum/detail/state/pieces.hpp>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/sparse_coo_tensor.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <unordered_set>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum {
+namespace detail {
+
+/// Sorts the factors first: products of reciprocals, or in another order, differ in their last bits.
+GRADACCUM_INLINE double sorted_product(std::vector<double> factors) {
+  std::sort(factors.begin(), factors.end());
+  double product = 1.0;
+  for (double factor : factors) product *= factor;
+  return product;
+}
+
+/// Multiplies sorted device factors without waiting for the device; undefined if there are none.
+GRADACCUM_INLINE at::Tensor sorted_product(const std::vector<at::Tensor>& factors) {
+  if (factors.size() < 2) return factors.empty() ? at::Tensor() : factors.front();
+  std::vector<at::Tensor> on_one_device;
+  for (auto& factor : factors) on_one_device.push_back(factor.to(factors.front().device(), /*non_blocking=*/true));
+  return std::get<0>(at::stack(on_one_device).sort()).prod();
+}
+
+/// Copies a factor, since its owner may change the tensor before it is used.
+GRADACCUM_INLINE at::Tensor copied_factor(const at::Tensor& by) {
+  return by.detach().to(at::kDouble, /*non_blocking=*/true, /*copy=*/true);
+}
+
+}  // namespace detail
+
+GRADACCUM_INLINE bool Factor::on_host(const at::Tensor& by) {
+  TORCH_CHECK(by.defined() && by.dim() == 0, "Factor: must be a number or a 0-dim tensor, got ",
+              by.defined() ? c10::str("shape ", by.sizes()) : "an undefined tensor");
+  return by.device().is_cpu();
+}
+
+GRADACCUM_INLINE void Factor::multiply(const at::Tensor& by) {
+  if (on_host(by)) return multiply(by.item<double>());
+  device_multipliers_.push_back(detail::copied_factor(by));
+}
+
+GRADACCUM_INLINE void Factor::divide(double by) {
+  TORCH_CHECK(by != 0, "Factor: a divisor must not be 0");
+  divisors_.push_back(by);
+}
+
+GRADACCUM_INLINE void Factor::divide(const at::Tensor& by) {
+  if (on_host(by)) return divide(by.item<double>());
+  device_divisors_.push_back(detail::copied_factor(by));
+}
+
+GRADACCUM_INLINE detail::Multiplier product_of(const Factor& factor) {
+  return {detail::sorted_product(factor.multipliers_), detail::sorted_product(factor.divisors_),
+          detail::sorted_product(factor.device_multipliers_), detail::sorted_product(factor.device_divisors_)};
+}
+
+GRADACCUM_INLINE Factor requirement_of(const Factor& factor) {
+  Factor bare;
+  bare.finiteness_ = factor.finiteness_;
+  return bare;
+}
+
+GRADACCUM_INLINE Gradients::Gradients(const std::vector<at::Tensor>& parameters)
+    : window_(std::make_shared<detail::WindowGradients>(parameters)) {}
+
+GRADACCUM_INLINE Gradients::Gradients(std::shared_ptr<detail::WindowGradients> window) : window_(std::move(window)) {}
+
+GRADACCUM_INLINE std::vector<at::Tensor> Gradients::values() {
+  window_->apply();
+  return window_->raw();
+}
+
+GRADACCUM_INLINE at::Tensor Gradients::multiplier(at::Device device) const { return window_->multiplier().on(device); }
+
+GRADACCUM_INLINE void Gradients::set_norm_before_clipping(at::Tensor norm) {
+  window_->set_norm_before_clipping(std::move(norm));
+}
+
+GRADACCUM_INLINE const at::Tensor& Gradients::norm_before_clipping() const { return window_->norm_before_clipping(); }
+GRADACCUM_INLINE Factor& Gradients::factor() { return window_->factor(); }
+GRADACCUM_INLINE double Gradients::items() const { return window_->items(); }
+GRADACCUM_INLINE std::vector<at::Tensor> Gradients::parameters() const { return window_->parameters(); }
+GRADACCUM_INLINE std::vector<at::Tensor> Gradients::raw() const { return window_->raw(); }
+GRADACCUM_INLINE at::Tensor Gradients::norm() { return window_->norm(); }
+GRADACCUM_INLINE at::Tensor Gradients::found_inf() { return window_->found_inf(); }
+GRADACCUM_INLINE bool Gradients::finite_required() const { return window_->must_be_finite(); }
+GRADACCUM_INLINE bool Gradients::overflowed() { return window_->overflowed(); }
+GRADACCUM_INLINE bool Gradients::may_be_judged_on_device() const { return window_->may_be_judged_on_device(); }
+GRADACCUM_INLINE at::Tensor Gradients::judge_on_device() { return window_->judge_on_device(); }
+GRADACCUM_INLINE bool Gradients::judged() const { return window_->judged(); }
+GRADACCUM_INLINE bool Gradients::judged_on_device() const { return window_->judged_on_device(); }
+GRADACCUM_INLINE void Gradients::apply() { window_->apply(); }
+GRADACCUM_INLINE bool Gradients::closed() const { return window_->closed(); }
+GRADACCUM_INLINE detail::Multiplier product_of(const Gradients& gradients) { return gradients.window_->multiplier(); }
+
+GRADACCUM_INLINE Loss Loss::with(at::Tensor output_of_model, at::Tensor wanted) && {
+  output = std::move(output_of_model);
+  target = std::move(wanted);
+  return std::move(*this);
+}
+
+GRADACCUM_INLINE Loss Loss::with(at::Tensor output_of_model, at::Tensor wanted) const& {
+  return Loss(*this).with(std::move(output_of_model), std::move(wanted));
+}
+
+GRADACCUM_INLINE void Loss::check_shape() const {
+  TORCH_CHECK(mean.defined() && mean.numel() == 1, "Loss: the mean must have one element, got ",
+              mean.defined() ? c10::str("shape ", mean.sizes()) : "an undefined tensor");
+}
+
+GRADACCUM_INLINE void Loss::check() const {
+  check_shape();
+  TORCH_CHECK(items == 0 || mean.requires_grad(), "Loss: the mean requires no grad, so backward has nothing to do");
+}
+
+GRADACCUM_INLINE void Loss::backward(const BackwardOptions& options) const {
+  check();
+  const auto by = product_of(seed);
+  const bool plain = !options.retain_graph.value_or(false) && !options.create_graph && options.inputs.empty();
+  if (ready && plain && by.on_host() && ready->add(mean, by.host())) return;
+  at::Tensor start;
+  if (by.on_host() && !by.is_one()) start = at::full_like(mean, by.host());
+  if (!by.on_host()) start = by.on(mean.device()).to(mean.scalar_type()).expand_as(mean);
+  const auto inputs = options.inputs.empty() ? std::nullopt : std::optional<at::TensorList>(options.inputs);
+  mean.backward(start, options.retain_graph, options.create_graph, inputs);
+}
+
+GRADACCUM_INLINE void Window::add(double weight) {
+  check_weight(weight);
+  TORCH_CHECK(std::isfinite(total_weight_ + weight), "Loss: the items of a window must have a finite sum, got ",
+              total_weight_, " + ", weight);
+  ++count_;
+  if (first_weight_ == 0) first_weight_ = weight;
+  total_weight_ += weight;
+}
+
+GRADACCUM_INLINE void Window::check_weight(double weight) {
+  TORCH_CHECK(std::isfinite(weight) && weight >= 0, "Loss: items must be finite and >= 0, got ", weight);
+}
+
+GRADACCUM_INLINE void Window::set_steps(std::int64_t steps) {
+  next_steps_ = checked(steps);
+  if (count_ == 0) steps_ = steps;
+}
+
+GRADACCUM_INLINE void Window::resume(std::int64_t count, double first_weight, double total_weight) {
+  check_weight(first_weight);
+  check_weight(total_weight);
+  TORCH_CHECK(count >= 0 && (count > 0 || total_weight == 0) && (first_weight > 0) == (total_weight > 0),
+              "Window: a saved one must have a count >= 0 and items that fit, got ", count, ", ", first_weight,
+              " and ", total_weight);
+  count_ = count, first_weight_ = first_weight, total_weight_ = total_weight;
+}
+
+GRADACCUM_INLINE std::int64_t Window::checked(std::int64_t steps) {
+  TORCH_CHECK(steps >= 1, "GradAccumulator: steps must be >= 1, got ", steps);
+  return steps;
+}
+
+GRADACCUM_INLINE at::Tensor clip_grad_norm_(Gradients gradients, double max_norm) {
+  TORCH_CHECK(max_norm > 0, "clip_grad_norm_: max_norm must be > 0, got ", max_norm);
+  return gradients.window_->clip(max_norm);
+}
+
+GRADACCUM_INLINE at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
+                                            double norm_type, bool error_if_nonfinite) {
+  TORCH_CHECK(max_norm > 0, "clip_grad_norm_: max_norm must be > 0, got ", max_norm);
+  TORCH_CHECK(norm_type > 0, "clip_grad_norm_: norm_type must be > 0, got ", norm_type);
+  at::NoGradGuard no_grad;
+  Gradients gradients(parameters);
+  at::Tensor norm;
+  if (norm_type == 2.0) {
+    norm = clip_grad_norm_(gradients, max_norm);
+  } else {
+    norm = detail::norms(gradients.raw(), norm_type).norm(norm_type);
+    detail::clip_by(gradients.factor(), norm, max_norm);
+  }
+  TORCH_CHECK(!error_if_nonfinite || norm.isfinite().item<bool>(), "clip_grad_norm_: the norm must be finite, got ",
+              norm.item<double>(), "; pass error_if_nonfinite = false to clip all the same");
+  gradients.apply();
+  return norm;
+}
+
+GRADACCUM_INLINE void clip_grad_value_(Gradients gradients, double clip_value) {
+  TORCH_CHECK(clip_value >= 0, "clip_grad_value_: clip_value must be >= 0, got ", clip_value);
+  at::NoGradGuard no_grad;
+  for (const auto& gradient : gradients.values()) {
+    if (!gradient.is_sparse()) {
+      gradient.clamp_(-clip_value, clip_value);
+    } else {  // the duplicates of a sparse gradient are summed first
+      const auto summed = gradient.coalesce();
+      summed._values().clamp_(-clip_value, clip_value);
+      gradient.copy_(summed);
+    }
+  }
+}
+
+GRADACCUM_INLINE void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value) {
+  clip_grad_value_(Gradients(parameters), clip_value);
+}
+
+}  // namespace gradaccum
+
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE bool same_parameters(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](auto& x, auto& y) { return x.is_same(y); });
+}
+
+GRADACCUM_INLINE std::uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
+}
+
+GRADACCUM_INLINE SeenTensor::SeenTensor(const at::Tensor& tensor) : impl_(tensor.getIntrusivePtr()) {
+  if (!tensor.defined()) return;
+  defined_ = true;
+  layout_ = tensor.layout();
+  version_ = version_of(tensor);
+}
+
+GRADACCUM_INLINE bool SeenTensor::same(const at::Tensor& tensor) const {
+  // No other tensor has this address: a weak reference keeps the memory of its target from being used again.
+  return tensor.defined() == defined_ && (!defined_ || impl_._unsafe_get_target() == tensor.unsafeGetTensorImpl());
+}
+
+GRADACCUM_INLINE bool SeenTensor::untouched(const at::Tensor& tensor) const {
+  return same(tensor) && (!defined_ || version_of(tensor) == version_);
+}
+
+GRADACCUM_INLINE bool SeenTensor::added_to(const at::Tensor& tensor) const {
+  return defined_ && same(tensor) && version_of(tensor) == version_ + 1;
+}
+
+GRADACCUM_INLINE bool SeenTensor::counts_alone(const at::Tensor& tensor) const {
+  return defined_ && same(tensor) && tensor.unsafeGetTensorImpl()->unique_version();
+}
+
+GRADACCUM_INLINE bool SeenTensor::replaced(const at::Tensor& tensor) const {
+  return defined_ && tensor.defined() && !same(tensor) && tensor.layout() == layout_;
+}
+
+GRADACCUM_INLINE void GradientWatch::look(const std::vector<at::Tensor>& parameters) {
+  seen_.clear();
+  seen_.reserve(parameters.size());
+  for (auto& parameter : parameters) seen_.emplace_back(parameter.grad());
+}
+
+GRADACCUM_INLINE void GradientWatch::follow(const std::vector<at::Tensor>& before,
+                                            const std::vector<at::Tensor>& after) {
+  std::vector<SeenTensor> seen;
+  for (auto& parameter : after) {
+    const auto found = std::find_if(before.begin(), before.end(), [&](auto& b) { return b.is_same(parameter); });
+    seen.push_back(found == before.end() ? SeenTensor({}) : seen_[static_cast<std::size_t>(found - before.begin())]);
+  }
+  seen_ = std::move(seen);
+}
+
+GRADACCUM_INLINE bool GradientWatch::touched(const std::vector<at::Tensor>& parameters) const {
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    if (touched(i, parameters[i].grad())) return true;
+  return false;
+}
+
+/// Throws if a sum has vanished. Backward continues a sum in place, or in a new tensor if it records a graph, or if a
+/// dense part joins a sparse one.
+GRADACCUM_INLINE void GradientWatch::check_kept(const std::vector<at::Tensor>& parameters) const {
+  const bool graph = std::any_of(parameters.begin(), parameters.end(),
+                                 [](auto& p) { return p.grad().defined() && p.grad().requires_grad(); });
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const auto& gradient = parameters[i].grad();
+    const bool gone = seen_[i].defined() && !gradient.defined();
+    TORCH_CHECK(!gone && (graph || !seen_[i].replaced(gradient)), "GradAccumulator: the gradient of parameter ", i,
+                " (shape ", parameters[i].sizes(),
+                ") vanished inside a window; call optimizer.zero_grad(), which waits for the window's end, in place of "
+                "model->zero_grad()");
+  }
+}
+
+/// Throws if the gradients of a closed window are still there: they would be a part of the next one.
+GRADACCUM_INLINE void GradientWatch::check_cleared(const std::vector<at::Tensor>& parameters) const {
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    TORCH_CHECK(!seen_[i].defined() || !seen_[i].untouched(parameters[i].grad()), not_cleared);
+}
+
+/// Throws if a part of a sum has not come by `backward`, as all do in the weighted form. What a gradient held before
+/// the window does not matter.
+GRADACCUM_INLINE void GradientWatch::check_only_ours(const std::vector<at::Tensor>& parameters,
+                                                     bool window_is_empty) const {
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (!touched(i, parameters[i].grad())) continue;
+    TORCH_CHECK(!window_is_empty || seen_[i].defined(), "GradAccumulator: parameter ", i, " (shape ",
+                parameters[i].sizes(),
+                ") has a gradient from before this window, which backward would add to; call optimizer.zero_grad() "
+                "before the first optimizer.backward(loss)");
+    TORCH_CHECK(
+        window_is_empty, "GradAccumulator: the gradient of parameter ", i, " (shape ", parameters[i].sizes(),
+        ") changed outside optimizer.backward(loss). By loss.backward()? One window has one form. By a backward "
+        "for other parameters that came along here, as of a GAN's generator? Write "
+        "optimizer.backward(loss, {.inputs = generator->parameters()}) there. By another accumulator of these "
+        "parameters? They have one. By code that changes gradients? It goes inside `if (optimizer.ready()) { "
+        "optimizer.gradients().apply(); … }`");
+  }
+}
+
+GRADACCUM_INLINE void WindowSums::set_parameters(const std::vector<at::Tensor>& parameters) {
+  std::unordered_set<const void*> known;
+  std::vector<at::Tensor> distinct, apart;
+  for (auto& parameter : parameters) {
+    TORCH_CHECK(parameter.defined(), "Gradients: a parameter is an undefined tensor");
+    if (!known.insert(parameter.unsafeGetTensorImpl()).second) continue;
+    distinct.push_back(parameter);
+    auto& sum = apart.emplace_back();
+    for (std::size_t i = 0; i < size(); ++i)
+      if (parameters_[i].is_same(parameter)) sum = apart_[i];
+  }
+  parameters_ = std::move(distinct);
+  apart_ = std::move(apart);
+}
+
+GRADACCUM_INLINE void WindowSums::set(std::size_t place, const at::Tensor& sum) {
+  const bool apart = sum.scalar_type() != parameters_[place].scalar_type();
+  (apart ? apart_[place] : parameters_[place].mutable_grad()) = sum;
+}
+
+GRADACCUM_INLINE void WindowSums::forget(std::size_t place) {
+  apart_[place].reset();
+  parameters_[place].mutable_grad().reset();
+}
+
+GRADACCUM_INLINE std::vector<std::size_t> WindowSums::places() const {
+  std::vector<std::size_t> places;
+  for (std::size_t place = 0; place < size(); ++place)
+    if ((*this)[place].defined()) places.push_back(place);
+  return places;
+}
+
+GRADACCUM_INLINE void WindowSums::fold(std::size_t place, std::optional<at::ScalarType> dtype) {
+  at::NoGradGuard no_grad;
+  auto& gradient = parameters_[place].mutable_grad();
+  auto& sum = apart_[place];
+  const auto begins = [&] { return dtype && at::elementSize(gradient.scalar_type()) < at::elementSize(*dtype); };
+  if (!gradient.defined() || (!sum.defined() && !begins())) return;
+  if (!sum.defined())
+    sum = gradient.detach().to(*dtype);
+  else if (sum.is_sparse() && !gradient.is_sparse())  // ATen adds a sparse tensor to a dense one, not the reverse
+    sum = gradient.detach().to(sum.scalar_type()).add_(sum);
+  else
+    sum.add_(gradient);
+  gradient.reset();
+}
+
+GRADACCUM_INLINE void WindowSums::move_apart() {
+  for (std::size_t place = 0; place < size(); ++place) {
+    auto& gradient = parameters_[place].mutable_grad();
+    if (!gradient.defined() || apart_[place].defined()) continue;
+    apart_[place] = gradient.detach();
+    gradient.reset();
+  }
+}
+
+GRADACCUM_INLINE void WindowSums::become_gradients() {
+  for (std::size_t i = 0; i < size(); ++i) {
+    if (!apart_[i].defined()) continue;
+    parameters_[i].mutable_grad() = apart_[i].to(parameters_[i].scalar_type());
+    apart_[i].reset();
+  }
+}
+
+GRADACCUM_INLINE WindowSums WindowSums::part(const std::vector<std::size_t>& places) {
+  WindowSums part;
+  for (auto place : places) {
+    part.parameters_.push_back(parameters_[place]);
+    part.apart_.push_back(std::move(apart_[place]));
+  }
+  return part;
+}
+
+GRADACCUM_INLINE void add_sum(WindowSums::Named& named, const std::string& slot, const std::string& name,
+                              const at::Tensor& sum) {
+  if (!sum.defined()) return;
+  if (!sum.is_sparse()) {
+    named.emplace(slot + "." + name, sum.detach());
+    return;
+  }
+  const auto kind = sum.is_coalesced() ? ".coalesced." : ".sparse.";
+  named.emplace(slot + ".indices." + name, sum._indices());
+  named.emplace(slot + kind + name, sum._values().detach());
+}
+
+/// Copies a sum into the parameter's memory order, as backward leaves it: a norm adds up in that order.
+GRADACCUM_INLINE at::Tensor dense_sum(const at::Tensor& parameter, const at::Tensor& saved, const std::string& name) {
+  TORCH_CHECK(saved.sizes() == parameter.sizes() && saved.is_complex() == parameter.is_complex() &&
+                  (saved.is_floating_point() || saved.is_complex()),
+              "GradAccumulator: the state's gradient of ", name, " must have shape ", parameter.sizes(), ", got ",
+              saved.sizes(), " (", saved.scalar_type(), ")");
+  return at::empty_like(parameter, saved.scalar_type()).copy_(saved);
+}
+
+GRADACCUM_INLINE at::Tensor sparse_sum(const at::Tensor& parameter, const at::Tensor& indices, const at::Tensor& values,
+                                       const std::string& name) {
+  TORCH_CHECK(indices.scalar_type() == at::kLong && (values.is_floating_point() || values.is_complex()),
+              "GradAccumulator: the state's sparse gradient of ", name, " must have int64 indices and floating values");
+  const auto options = parameter.options().dtype(values.scalar_type()).layout(at::kSparse);
+  return at::sparse_coo_tensor(indices.to(parameter.device(), /*non_blocking=*/false, /*copy=*/true),
+                               values.to(parameter.device(), /*non_blocking=*/false, /*copy=*/true), parameter.sizes(),
+                               options);
+}
+
+/// Takes a sum out of `named`, on its parameter's device; undefined if there is none.
+GRADACCUM_INLINE at::Tensor take_sum(WindowSums::Named& named, const std::string& slot, const std::string& name,
+                                     const at::Tensor& parameter) {
+  const at::NoGradGuard no_grad;
+  if (const auto dense = named.extract(slot + "." + name)) return dense_sum(parameter, dense.mapped(), name);
+  const auto indices = named.extract(slot + ".indices." + name);
+  if (!indices) return {};
+  auto values = named.extract(slot + ".sparse." + name);
+  const bool coalesced = !values;
+  if (coalesced) values = named.extract(slot + ".coalesced." + name);
+  TORCH_CHECK(values, "GradAccumulator: the state has the indices of a sparse gradient without its values: ", name);
+  return sparse_sum(parameter, indices.mapped(), values.mapped(), name)._coalesced_(coalesced);
+}
+
+GRADACCUM_INLINE WindowSums::Named WindowSums::named(const NameOf& name_of) const {
+  Named named;
+  for (std::size_t i = 0; i < size(); ++i) {
+    add_sum(named, "grad", name_of(parameters_[i]), parameters_[i].grad());
+    add_sum(named, "sum", name_of(parameters_[i]), apart_[i]);
+  }
+  return named;
+}
+
+GRADACCUM_INLINE WindowSums::Loaded WindowSums::take(Named named, const NameOf& name_of, bool lenient) const {
+  Loaded all;
+  for (auto& parameter : parameters_) {
+    at::Tensor gradient, sum;
+    try {
+      const auto& name = name_of(parameter);
+      sum = take_sum(named, "sum", name, parameter);
+      gradient = take_sum(named, "grad", name, parameter);
+      TORCH_CHECK(!gradient.defined() || gradient.scalar_type() == parameter.scalar_type(),
+                  "GradAccumulator: the state's gradient of ", name, " must be ", parameter.scalar_type(), ", got ",
+                  gradient.scalar_type());
+    } catch (const c10::Error&) {
+      if (!lenient) throw;
+      gradient.reset();
+    }
+    all.in_grad.push_back(gradient);
+    all.apart.push_back(sum);
+  }
+  TORCH_CHECK(lenient || named.empty(), "GradAccumulator: the state has a gradient of no parameter here: ",
+              named.empty() ? "" : named.begin()->first);
+  return all;
+}
+
+GRADACCUM_INLINE void WindowSums::set(const Loaded& sums) {
+  for (std::size_t i = 0; i < size(); ++i) parameters_[i].mutable_grad() = sums.in_grad[i];
+  apart_ = sums.apart;
+}
+
+GRADACCUM_INLINE WindowSums::Loaded WindowSums::copies() const {
+  const auto copied = [](const at::Tensor& sum) { return sum.defined() ? sum.detach().clone() : at::Tensor(); };
+  Loaded copies;
+  for (std::size_t i = 0; i < size(); ++i) {
+    copies.in_grad.push_back(copied(parameters_[i].grad()));
+    copies.apart.push_back(copied(apart_[i]));
+  }
+  return copies;
+}
+
+GRADACCUM_INLINE void WindowGradients::check_open() const {
+  TORCH_CHECK(
+      !stepped_,
+      "Gradients: with in_backward the gradients of this window are gone, its parameters were stepped with them "
+      "as they arrived; what needs all of them at once (clipping, a loss scaler, norm(), values(), apply()) "
+      "goes without in_backward");
+  TORCH_CHECK(!closed(), "Gradients: this window is closed (stepped, skipped or discarded); ask for gradients() anew");
+}
+
+GRADACCUM_INLINE void WindowGradients::check_here() const {
+  check_open();
+  TORCH_CHECK(!elsewhere(),
+              "Gradients: with Shard::gradients those of an open window are divided among processes, and nobody has "
+              "them yet; ask when it is complete, inside `if (optimizer.ready())`");
+}
+
+GRADACCUM_INLINE void WindowGradients::fold_into_sum(std::size_t place, std::optional<at::ScalarType> dtype) {
+  if (!applied()) sums_.fold(place, dtype);
+}
+
+GRADACCUM_INLINE void WindowGradients::fold_into_sums(std::optional<at::ScalarType> dtype) {
+  for (std::size_t place = 0; place < sums_.size(); ++place) fold_into_sum(place, dtype);
+}
+
+GRADACCUM_INLINE std::shared_ptr<WindowGradients> WindowGradients::part(const std::vector<std::size_t>& places) {
+  auto part = std::make_shared<WindowGradients>(std::vector<at::Tensor>());
+  part->sums_ = sums_.part(places);
+  part->factor_ = factor_;
+  part->set_weights(first_weight_, total_weight_);
+  return part;
+}
+
+GRADACCUM_INLINE void WindowGradients::divide(const Shards& shards, const std::vector<at::Tensor>& sums) {
+  for (auto place : sums_.places()) sums_.forget(place);  // not sent: those of frozen parameters
+  WindowSums own;
+  own.set_parameters(shards.own());
+  for (std::size_t place = 0; place < sums.size(); ++place)
+    if (sums[place].defined()) own.set(place, sums[place]);
+  sums_ = std::move(own);
+  place_ = Place::divided;
+  norms_.reset();  // measured before the division
+}
+
+GRADACCUM_INLINE WindowGradients::Measure WindowGradients::measure() {
+  const at::NoGradGuard no_grad;
+  const auto gradients = measured();
+  found_inf_ = detail::found_inf(gradients, norms_);
+  return {l2_norm_of(norms_).item<double>(), found_inf_.item<float>() == 0};
+}
+
+GRADACCUM_INLINE void WindowGradients::wait_for_measure() {
+  if (!measure_of_all_) return;
+  const auto measure = measure_of_all_();
+  measure_of_all_ = nullptr;
+  norms_ = at::full({1}, measure.norm, norms_.options());
+  found_inf_ = at::full({}, measure.finite ? 0.0 : 1.0, found_inf_.options());
+}
+
+GRADACCUM_INLINE void WindowGradients::set_complete(bool complete) {
+  if (!complete && !sending() && !applied()) state_ = State::open;
+  if (complete && !applied()) state_ = State::complete;
+}
+
+GRADACCUM_INLINE void WindowGradients::free() {
+  for (auto& parameter : all_parameters()) parameter.mutable_grad().reset();
+  close();
+}
+
+GRADACCUM_INLINE void WindowGradients::close() {
+  state_ = State::closed;
+  sums_ = {};
+}
+
+GRADACCUM_INLINE void WindowGradients::take_norm_memory(WindowGradients& from) {
+  if (from.measure_of_all_) return;
+  from.norms_.reset();
+  norm_memory_ = std::move(from.norm_memory_);
+}
+
+GRADACCUM_INLINE std::vector<at::Tensor> WindowGradients::parameters() const {
+  check_here();
+  std::vector<at::Tensor> with_gradient;
+  for (auto place : sums_.places()) with_gradient.push_back(all_parameters()[place]);
+  return with_gradient;
+}
+
+GRADACCUM_INLINE std::vector<at::Tensor> WindowGradients::raw() const {
+  check_here();
+  std::vector<at::Tensor> gradients;
+  for (auto place : sums_.places()) gradients.push_back(sums_[place]);
+  return gradients;
+}
+
+GRADACCUM_INLINE Multiplier WindowGradients::multiplier() const {
+  auto factor = factor_;
+  if (!applied() && total_weight_ > 0) {
+    factor.multiply(first_weight_);  // the seeds were divided by it
+    factor.divide(total_weight_);
+  }
+  return product_of(factor);
+}
+
+GRADACCUM_INLINE bool WindowGradients::is_measured(const std::vector<at::Tensor>& gradients) const {
+  const auto untouched = [](const SeenTensor& seen, const at::Tensor& gradient) { return seen.untouched(gradient); };
+  return std::equal(measured_.begin(), measured_.end(), gradients.begin(), gradients.end(), untouched);
+}
+
+GRADACCUM_INLINE std::vector<at::Tensor> WindowGradients::measured() {
+  auto gradients = raw();
+  wait_for_measure();
+  if (norms_.defined() && is_measured(gradients)) return gradients;
+  TORCH_CHECK(!measured_of_all(),
+              "Gradients: this process has a part of the window alone, and that has been changed: the norm of all "
+              "parts, and whether they are finite, are known from before; ask before you change them");
+  norms_.reset();
+  norms_ = norms(gradients, 2, norm_memory_);
+  found_inf_.reset();
+  overflowed_.reset();
+  judged_on_device_.reset();
+  measured_ = std::vector<SeenTensor>(gradients.begin(), gradients.end());
+  return gradients;
+}
+
+GRADACCUM_INLINE void WindowGradients::scale(const at::Tensor& norm, const Multiplier& by) const {
+  if (by.on_host())
+    norm.mul_(std::abs(by.host()));
+  else
+    norm.mul_(by.on(norm.device()).abs());
+}
+
+GRADACCUM_INLINE bool WindowGradients::measured_by_kernel() const { return device_kernels() && norms_.is_cuda(); }
+
+GRADACCUM_INLINE at::Tensor WindowGradients::window_norm(const std::vector<at::Tensor>& gradients, double max_norm) {
+  const auto by = multiplier().moved_to(norms_.device());
+  const auto result = window_norm_on_device(norms_, by.pointers(), max_norm);
+  if (!found_inf_.defined() && !squares_may_overflow(gradients)) found_inf_ = found_inf_in(result);
+  return result;
+}
+
+GRADACCUM_INLINE at::Tensor WindowGradients::norm() {
+  if (closed() && !stepped_ && norm_.defined()) return norm_;
+  at::NoGradGuard no_grad;
+  const auto gradients = measured();
+  if (measured_by_kernel()) return norm_ = norm_in(window_norm(gradients, std::numeric_limits<double>::infinity()));
+  norm_ = l2_norm_of(norms_);
+  scale(norm_, multiplier());
+  return norm_;
+}
+
+GRADACCUM_INLINE void clip_by(Factor& factor, const at::Tensor& norm, double max_norm) {
+  if (std::isinf(max_norm)) return;  // inf / inf would be NaN
+  if (!norm.device().is_cpu()) return factor.multiply(norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0));
+  const double coefficient = 1 / (norm.item<double>() + 1e-6) * max_norm;
+  factor.multiply(coefficient > 1 ? 1.0 : coefficient);  // NaN stays NaN
+}
+
+GRADACCUM_INLINE at::Tensor WindowGradients::clip(double max_norm) {
+  at::NoGradGuard no_grad;
+  check_open();
+  const auto gradients = measured();
+  if (measured_by_kernel() && !std::isinf(max_norm)) {
+    const auto result = window_norm(gradients, max_norm);
+    norm_ = norm_in(result);
+    factor_.multiply_by_own(clip_coefficient_in(result));
+  } else {
+    clip_by(factor_, norm(), max_norm);
+  }
+  return norm_before_clipping_ = norm_;
+}
+
+GRADACCUM_INLINE at::Tensor WindowGradients::found_inf() {
+  if (verdict_.defined()) return verdict_;
+  wait_for_measure();
+  if (closed() && found_inf_.defined()) return found_inf_;
+  at::NoGradGuard no_grad;
+  const auto gradients = measured();
+  if (found_inf_.defined()) return found_inf_;
+  if (measured_by_kernel() && !squares_may_overflow(gradients))
+    window_norm(gradients, std::numeric_limits<double>::infinity());
+  if (!found_inf_.defined()) found_inf_ = detail::found_inf(gradients, norms_);
+  return found_inf_;
+}
+
+GRADACCUM_INLINE bool WindowGradients::overflowed() {
+  if (judged_on_device()) overflowed_ = judged_on_device_.item<float>() != 0;
+  if (closed() || !must_be_finite()) return overflowed_.value_or(false);
+  const auto found = found_inf();  // forgets the last answer if a gradient has changed
+  if (!overflowed_) overflowed_ = found.item<float>() != 0;
+  return *overflowed_;
+}
+
+GRADACCUM_INLINE at::Tensor WindowGradients::judge_on_device() { return judged_on_device_ = found_inf(); }
+
+GRADACCUM_INLINE void WindowGradients::apply() {
+  check_open();
+  TORCH_CHECK(complete(),
+              "Gradients: apply() and values() inside a window would mix multiplied sums with those to come; "
+              "call them after backward, inside `if (optimizer.ready())`");
+  at::NoGradGuard no_grad;
+  if (must_be_finite()) verdict_ = found_inf();
+  const auto by = multiplier();
+  const bool known = measured_of_all() && is_measured(raw());
+  if (!by.is_one()) multiply_(raw(), by);
+  factor_ = requirement_of(factor_);
+  state_ = State::applied;
+  sums_.become_gradients();
+  if (!known) return;
+  wait_for_measure();
+  scale(norms_, by);
+  const auto gradients = raw();
+  measured_ = std::vector<SeenTensor>(gradients.begin(), gradients.end());
+}
+
+/// Returns a gradient's numbers as a dense real tensor that shares its memory. Duplicates in a sparse one are not
+/// summed.
+GRADACCUM_INLINE at::Tensor elements(const at::Tensor& gradient) {
+  TORCH_CHECK(gradient.layout() == at::kStrided || gradient.is_sparse(),
+              "Gradients: a gradient must be dense or sparse COO, got layout ", gradient.layout());
+  auto values = gradient.is_sparse() ? gradient._values() : gradient;
+  if (!values.is_complex()) return values;
+  return at::view_as_real(values.is_conj() ? values.conj() : values);  // backward often leaves a lazy conjugate
+}
+
+/// Groups tensors that one foreach operation can take.
+GRADACCUM_INLINE std::vector<std::vector<at::Tensor>> by_device_and_dtype(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::vector<at::Tensor>> groups;
+  for (auto& tensor : tensors) {
+    if (tensor.numel() == 0) continue;
+    auto fits = [&](auto& group) {
+      return group.front().device() == tensor.device() && group.front().scalar_type() == tensor.scalar_type();
+    };
+    auto group = std::find_if(groups.begin(), groups.end(), fits);
+    if (group == groups.end()) group = groups.insert(groups.end(), std::vector<at::Tensor>());
+    group->push_back(tensor);
+  }
+  return groups;
+}
+
+/// Prepares a sum of squares. A sparse gradient's is rounded in the order of the dense one's.
+GRADACCUM_INLINE SquaredNumbers squared_numbers(const at::Tensor& gradient, const at::Tensor& numbers) {
+  if (!gradient.is_sparse() || gradient.sparse_dim() != 1 || !numbers.is_contiguous()) return {numbers};
+  return {numbers, gradient._indices()[0].contiguous(), gradient.size(0)};
+}
+
+/// Returns the L2 norms of CPU tensors, without the float64 copies that ATen would make.
+GRADACCUM_INLINE at::Tensor l2_norms_on_cpu(const std::vector<SquaredNumbers>& tensors) {
+  auto norms = sums_of_squares(tensors);
+  for (auto& norm : norms) norm = std::sqrt(norm);
+  return at::tensor(norms, at::TensorOptions(at::kDouble));
+}
+
+GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, double p, StreamMemory& memory) {
+  std::vector<SquaredNumbers> on_cpu;  // duplicates in a sparse gradient count as their sum
+  std::vector<at::Tensor> by_kernel, others, found;
+  for (auto& gradient : gradients) {
+    const auto summed = gradient.is_sparse() ? gradient.coalesce() : gradient;
+    const auto numbers = elements(summed);
+    if (numbers.numel() == 0) continue;
+    if (p == 2 && can_be_summed_here(numbers))
+      on_cpu.push_back(squared_numbers(summed, numbers));
+    else if (p == 2 && can_be_normed_on_device(numbers))
+      by_kernel.push_back(numbers);
+    else
+      others.push_back(numbers);
+  }
+  for (auto& group : by_device_and_dtype(by_kernel)) {
+    StreamMemory of_others;
+    found.push_back(l2_norms_on_device(group, found.empty() ? memory : of_others));
+  }
+  for (auto& group : by_device_and_dtype(others))
+    for (auto& norm : at::_foreach_norm(group, p, at::kDouble)) found.push_back(norm.reshape({1}));
+  if (!on_cpu.empty()) found.push_back(l2_norms_on_cpu(on_cpu));
+  if (found.empty()) found.push_back(at::zeros({1}, at::TensorOptions(at::kDouble)));
+  if (found.size() == 1) return found.front();
+  auto device = found.front().device();  // a device if there is any, since a copy to it need not be waited for
+  for (auto& norm : found)
+    if (!norm.device().is_cpu()) device = norm.device();
+  for (auto& norm : found) norm = norm.to(device, /*non_blocking=*/true);
+  return at::cat(found);
+}
+
+GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, double p) {
+  StreamMemory memory;
+  return norms(gradients, p, memory);
+}
+
+// Reductions of a few numbers use no operations on the CPU: each would take as long as a pass over a small model.
+
+GRADACCUM_INLINE at::Tensor l2_norm_of(const at::Tensor& norms) {
+  if (!norms.device().is_cpu()) return norms.norm();
+  const auto* const all = norms.const_data_ptr<double>();
+  double largest = 0, sum = 0;  // scaled, so that no square overflows
+  for (std::int64_t i = 0; i < norms.numel(); ++i) largest = all[i] <= largest ? largest : all[i];
+  const double scale = largest > 0 && std::isfinite(largest) ? largest : 1.0;
+  for (std::int64_t i = 0; i < norms.numel(); ++i) sum += (all[i] / scale) * (all[i] / scale);
+  return at::scalar_tensor(std::sqrt(sum) * scale, at::TensorOptions(at::kDouble));
+}
+
+GRADACCUM_INLINE at::Tensor not_finite(const at::Tensor& norms) {
+  if (!norms.device().is_cpu()) return norms.isfinite().all().logical_not().to(at::kFloat);
+  const auto* const all = norms.const_data_ptr<double>();
+  const bool finite = std::all_of(all, all + norms.numel(), [](double norm) { return std::isfinite(norm); });
+  return at::scalar_tensor(finite ? 0.0 : 1.0, at::TensorOptions(at::kFloat));
+}
+
+GRADACCUM_INLINE bool squares_may_overflow(const std::vector<at::Tensor>& gradients) {
+  return std::any_of(gradients.begin(), gradients.end(), [](const at::Tensor& gradient) {
+    return at::toRealValueType(gradient.scalar_type()) == at::kDouble;
+  });
+}
+
+GRADACCUM_INLINE at::Tensor found_inf(const std::vector<at::Tensor>& gradients, const at::Tensor& l2_norms) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  return not_finite(squares_may_overflow(gradients) ? norms(gradients, infinity) : l2_norms);
+}
+
+/// Multiplies 16-bit gradients by a 0-dim float32 tensor on the CPU, or in float32 on a device: ATen first rounds a
+/// Scalar, and a 0-dim tensor on CUDA, to 16 bits.
+GRADACCUM_INLINE void multiply_(const std::vector<at::Tensor>& gradients, const Multiplier& by) {
+  std::vector<at::Tensor> all;
+  for (auto& gradient : gradients) all.push_back(elements(gradient));
+  for (auto& group : by_device_and_dtype(all)) {
+    const bool wide = group.front().element_size() > 2;
+    if (wide && by.on_host()) {
+      at::_foreach_mul_(group, by.host());
+    } else if (wide) {
+      at::_foreach_mul_(group, by.on(group.front().device()).to(group.front().scalar_type()));
+    } else {
+      const auto factor = by.on(by.on_host() ? at::Device(at::kCPU) : group.front().device()).to(at::kFloat);
+      for (auto& tensor : group) by.on_host() ? tensor.mul_(factor) : tensor.copy_(tensor.to(at::kFloat).mul_(factor));
+    }
+  }
+}
+
+GRADACCUM_INLINE at::Tensor Multiplier::on(at::Device device) const {
+  const auto number = [&](double value) { return at::full({}, value, at::TensorOptions(at::kDouble).device(device)); };
+  auto product = number(device_denominator.defined() ? numerator : host());
+  if (device_numerator.defined()) product.mul_(device_numerator.to(device));
+  if (device_denominator.defined()) product.div_(number(denominator).mul_(device_denominator.to(device)));
+  return product;
+}
+
+GRADACCUM_INLINE Multiplier Multiplier::moved_to(at::Device device) const {
+  auto moved = *this;
+  for (auto* const known : {&moved.device_numerator, &moved.device_denominator, &moved.found_inf, &moved.left_out})
+    if (known->defined()) *known = known->to(device, /*non_blocking=*/true);
+  return moved;
+}
+
+GRADACCUM_INLINE DeviceMultiplier Multiplier::pointers() const {
+  const auto number = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.const_data_ptr<double>() : nullptr;
+  };
+  const auto flag = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr;
+  };
+  return {numerator,       denominator,   number(device_numerator), number(device_denominator),
+          flag(found_inf), flag(left_out)};
+}
+
+GRADACCUM_INLINE std::uint64_t sample_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.device().is_cpu() || tensor.layout() != at::kStrided || !tensor.has_storage() ||
+      tensor.numel() == 0)
+    return 0;
+  const auto* const bytes = static_cast<const unsigned char*>(tensor.const_data_ptr());
+  if (!bytes) return 0;
+  const std::size_t all =
+      tensor.is_non_overlapping_and_dense() ? tensor.nbytes() : static_cast<std::size_t>(tensor.element_size());
+  const std::size_t size = std::min(all, sizeof(std::uint64_t)), last = all - size;
+  constexpr std::size_t most = 8;
+  const std::size_t places = last == 0 ? 1 : most;
+  std::uint64_t sample = 1, odd = 0x9E3779B97F4A7C15ULL;  // an odd factor keeps any change of one word
+  for (std::size_t i = 0; i < places; ++i, odd += 2 * 0xBF58476D1CE4E5B9ULL) {
+    std::uint64_t word = 0;
+    const auto* const place = bytes + last * i / (most - 1);
+    size == sizeof(word) ? std::memcpy(&word, place, sizeof(word)) : std::memcpy(&word, place, size);
+    sample += word * odd;
+  }
+  return sample;
+}
+
+GRADACCUM_INLINE Shards::Shards(std::vector<at::Tensor> parameters, bool may_be_cut, int rank, int world_size)
+    : parameters_(std::move(parameters)), pieces_(parameters_.size()), rank_(rank), world_size_(world_size) {
+  const at::NoGradGuard no_grad;
+  std::unordered_set<const void*> known;
+  for (auto& parameter : parameters_)
+    TORCH_CHECK(known.insert(parameter.unsafeGetTensorImpl()).second, "Shard: a parameter of shape ", parameter.sizes(),
+                " is listed twice in the optimizer; list it once, in one group");
+  std::vector<std::size_t> largest_first(size());
+  std::iota(largest_first.begin(), largest_first.end(), std::size_t{0});
+  std::stable_sort(largest_first.begin(), largest_first.end(),
+                   [&](auto a, auto b) { return parameters_[a].nbytes() > parameters_[b].nbytes(); });
+  std::vector<std::int64_t> bytes_of_rank(static_cast<std::size_t>(world_size));
+  for (auto place : largest_first) divide(place, may_be_cut, bytes_of_rank);
+  for (std::size_t place = 0; place < size(); ++place) {
+    const auto& parameter = parameters_[place];
+    const auto piece = own_piece(place);
+    if (piece.size() == parameter.numel())
+      own_.push_back(parameter);
+    else if (piece.size() > 0)
+      own_.push_back(part(place, piece, parameter).set_requires_grad(parameter.requires_grad()));
+    else
+      own_.push_back(at::empty({0}, parameter.options()));
+  }
+}
+
+/// Sorts the ranks by their bytes, the least first.
+GRADACCUM_INLINE std::vector<std::size_t> ranks_by(const std::vector<std::int64_t>& bytes_of_rank) {
+  std::vector<std::size_t> ranks(bytes_of_rank.size());
+  std::iota(ranks.begin(), ranks.end(), std::size_t{0});
+  std::stable_sort(ranks.begin(), ranks.end(), [&](auto a, auto b) { return bytes_of_rank[a] < bytes_of_rank[b]; });
+  return ranks;
+}
+
+GRADACCUM_INLINE void Shards::divide(std::size_t place, bool may_be_cut, std::vector<std::int64_t>& bytes_of_rank) {
+  const auto& parameter = parameters_[place];
+  const auto ranks = ranks_by(bytes_of_rank);
+  auto& pieces = pieces_[place];
+  if (may_be_cut && parameter.numel() / unit >= world_size_ && parameter.is_contiguous())
+    pieces = cut(parameter.numel(), ranks);
+  else
+    pieces = {{static_cast<int>(ranks[0]), 0, parameter.numel()}};
+  for (auto& piece : pieces)
+    bytes_of_rank[static_cast<std::size_t>(piece.rank)] +=
+        piece.size() * static_cast<std::int64_t>(parameter.element_size());
+}
+
+/// Gives each rank as many whole units as the others; those left over go to the first in `ranks`.
+GRADACCUM_INLINE std::vector<Shards::Piece> Shards::cut(std::int64_t elements, const std::vector<std::size_t>& ranks) {
+  const auto number = static_cast<std::int64_t>(ranks.size()), units = elements / unit;
+  std::vector<std::int64_t> units_of(ranks.size(), units / number);
+  for (std::size_t i = 0; i < static_cast<std::size_t>(units % number); ++i) ++units_of[ranks[i]];
+  std::vector<Piece> pieces;
+  std::int64_t begin = 0;
+  for (auto count : units_of) {
+    pieces.push_back({static_cast<int>(pieces.size()), begin, begin + count * unit});
+    begin = pieces.back().end;
+  }
+  pieces.back().end = elements;
+  return pieces;
+}
+
+GRADACCUM_INLINE std::size_t Shards::number_of_pieces() const {
+  std::size_t number = 0;
+  for (auto& pieces : pieces_) number += pieces.size();
+  return number;
+}
+
+GRADACCUM_INLINE Shards::Piece Shards::own_piece(std::size_t place) const {
+  if (is_cut(place)) return pieces(place)[static_cast<std::size_t>(rank_)];
+  const auto& whole = pieces(place)[0];
+  return whole.rank == rank_ ? whole : Piece{rank_, 0, 0};
+}
+
+GRADACCUM_INLINE at::Tensor Shards::part(std::size_t place, const Piece& piece, const at::Tensor& of) const {
+  return is_cut(place) ? of.detach().reshape({-1}).narrow(0, piece.begin, piece.size()) : of;
+}
+
+GRADACCUM_INLINE void Shards::with_own(torch::optim::Optimizer& optimizer, c10::function_ref<void()> work) {
+  swap_groups(optimizer);
+  struct Back {
+    Shards& shards;
+    torch::optim::Optimizer& optimizer;
+    ~Back() { shards.swap_groups(optimizer); }
+  } back{*this, optimizer};
+  work();
+}
+
+GRADACCUM_INLINE void Shards::clear_gradients() {
+  for (std::size_t place = 0; place < size(); ++place)
+    if (!own_[place].is_same(parameters_[place])) own_[place].mutable_grad().reset();
+}
+
+GRADACCUM_INLINE void Shards::check_parameters(const std::vector<at::Tensor>& parameters) const {
+  TORCH_CHECK(same_parameters(parameters, parameters_),
+              "Shard: the optimizer's parameters must stay those that it had when the Replicas were made; add them "
+              "before that");
+}
+
+GRADACCUM_INLINE void Shards::check_place(const torch::optim::Optimizer& optimizer, std::size_t place) const {
+  const auto& parameter = parameters_[place];
+  const auto piece = own_piece(place);
+  const auto* const begin = static_cast<const char*>(parameter.const_data_ptr()) +
+                            piece.begin * static_cast<std::int64_t>(parameter.element_size());
+  TORCH_CHECK(piece.size() == 0 || own_[place].const_data_ptr() == begin, "Shard: a parameter of shape ",
+              parameter.sizes(),
+              " must stay where it was when the Replicas were made; move the model to its device "
+              "before that");
+  TORCH_CHECK(own_[place].is_same(parameter) || optimizer.state().count(parameter.unsafeGetTensorImpl()) == 0,
+              "Shard: the optimizer has state of a whole parameter of shape ", parameter.sizes(),
+              ", of which this process steps a part; load it by ga::load, or by ga::OptimizerState of the accumulator");
+}
+
+GRADACCUM_INLINE void Shards::check(const torch::optim::Optimizer& optimizer) const {
+  std::vector<at::Tensor> all;
+  for (auto& group : optimizer.param_groups()) all.insert(all.end(), group.params().begin(), group.params().end());
+  check_parameters(all);
+  for (std::size_t place = 0; place < size(); ++place) check_place(optimizer, place);
+}
+
+GRADACCUM_INLINE void Shards::swap_groups(torch::optim::Optimizer& optimizer) noexcept {
+  std::size_t place = 0;
+  for (auto& group : optimizer.param_groups())
+    for (auto& parameter : group.params()) std::swap(parameter, own_[place++]);
+}
+
+}  // namespace gradaccum::detail
+
+#undef GRADACCUM_INLINE
