@@ -14,7 +14,7 @@ function(gradaccum_add_compiled include)
     return()
   endif()
   file(GLOB_RECURSE definitions RELATIVE "${include}" CONFIGURE_DEPENDS "${include}/gradaccum/impl/*/*.ipp")
-  # Some rooms a file: LibTorch's headers take as long as the definitions of three rooms.
+  # Some modules a file: LibTorch's headers take as long as the definitions of three modules.
   set(parts
     "/impl/(kernels|optimizers)/"
     "/impl/(checkpoint|data|fitting|io|memory|state)/"
@@ -25,7 +25,7 @@ function(gradaccum_add_compiled include)
   set(number 0)
   foreach(part IN LISTS parts)
     math(EXPR number "${number} + 1")
-    set(text "// The definitions of some rooms of gradaccum.\n#include <gradaccum/detail/build/inline.hpp>\n")
+    set(text "// The definitions of some modules of gradaccum.\n#include <gradaccum/detail/build/inline.hpp>\n")
     foreach(file IN LISTS definitions)
       if(file MATCHES "${part}")
         string(APPEND text "#include <${file}>\n")

@@ -176,13 +176,13 @@ def check(chromium, folder, base, problems):
     if not figures or drawn != figures:
         problems.append(f"figures.html: {drawn} of {figures} figures are drawn")
     chromium.open(base + "architecture.html")
-    rooms = chromium.value("[...document.querySelectorAll('.house a')].map(a => a.getAttribute('href'))")
+    modules = chromium.value("[...document.querySelectorAll('.house a')].map(a => a.getAttribute('href'))")
     chromium.open(base + "reference/index.html")
-    problems += [f"architecture.html: no room is at {room}" for room in rooms
-                 if not chromium.value(f"!!document.getElementById({json.dumps(room.split('#')[1])})")]
-    if len(rooms) < 10:
-        problems.append(f"architecture.html: {len(rooms)} rooms can be clicked")
-    return f"{len(pages)} pages, {figures} figures, {len(rooms)} rooms"
+    problems += [f"architecture.html: no module is at {module}" for module in modules
+                 if not chromium.value(f"!!document.getElementById({json.dumps(module.split('#')[1])})")]
+    if len(modules) < 10:
+        problems.append(f"architecture.html: {len(modules)} modules can be clicked")
+    return f"{len(pages)} pages, {figures} figures, {len(modules)} modules"
 
 
 def pictures(chromium, base, folder):

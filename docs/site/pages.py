@@ -116,27 +116,27 @@ class Names:
 
 
 def clickable(svg, page):
-    """The picture of the house in the page itself, with rooms that lead to the reference."""
+    """The picture of the house in the page itself, with modules that lead to the reference."""
     svg = re.sub(r"^([.\w][^{\n]*){", r".house \1{", svg, flags=re.MULTILINE)
-    room = re.compile(r'(<rect class="(?:room|on)"[^>]*/>\n<text class="name"[^>]*>(\w+)</text>\n(?:<text class="what".*</text>\n)*)')
+    module = re.compile(r'(<rect class="(?:module|on)"[^>]*/>\n<text class="name"[^>]*>(\w+)</text>\n(?:<text class="what".*</text>\n)*)')
     target = os.path.relpath("reference/index.html", os.path.dirname(page) or ".")
-    return '<div class="house">\n' + room.sub(rf'<a href="{target}#\2">\1</a>\n', svg).strip() + "\n</div>"
+    return '<div class="house">\n' + module.sub(rf'<a href="{target}#\2">\1</a>\n', svg).strip() + "\n</div>"
 
 
-def navigation(listed, found, rooms, pages):
-    """Guides as docs/README.md lists them; the reference by rooms."""
+def navigation(listed, found, modules, pages):
+    """Guides as docs/README.md lists them; the reference by modules."""
     nav = [{"Home": "index.md"}]
     for title, entries in listed.items():
         nav.append({title: [{words: pages[f"docs/{path}"]} for words, path in entries]})
     nav[1][next(iter(nav[1]))].insert(0, {"All guides": "guides.md"})
-    by_room = [{"By header": "reference/index.md"}, {"By name": "index/names.md"}, {"Policies": "index/policies.md"},
+    by_module = [{"By header": "reference/index.md"}, {"By name": "index/names.md"}, {"Policies": "index/policies.md"},
                {"Options": "index/options.md"}, {"Errors": "index/errors.md"}]
-    for room in reversed(rooms):
-        headers_of = [header for header in found if reference.room_of(header, rooms) == room]
+    for module in reversed(modules):
+        headers_of = [header for header in found if reference.module_of(header, modules) == module]
         if headers_of:
-            by_room.append({room: [{reference.title_of(header, found[header]): reference.page_of(header)} for header in headers_of]})
+            by_module.append({module: [{reference.title_of(header, found[header]): reference.page_of(header)} for header in headers_of]})
     examples = [{path.split("/")[1].removesuffix(".md").replace("_", " "): path} for path in sorted(pages.values()) if path.startswith("examples/")]
-    return [*nav, {"Reference": by_room}, {"Figures": "figures.md"}, {"More": [*examples, {"Changelog": "changelog.md"}, {"Contributing": "contributing.md"}]}]
+    return [*nav, {"Reference": by_module}, {"Figures": "figures.md"}, {"More": [*examples, {"Changelog": "changelog.md"}, {"Contributing": "contributing.md"}]}]
 
 
 def guides(problems):
@@ -160,17 +160,17 @@ def main(folder):
     problems += headers.undocumented(found)
     listed = guides(problems)
     names = Names(found)
-    rooms = reference.rooms((DOCS / "architecture.md").read_text(), (ROOT / "tests/support/floors.cmake").read_text())
+    modules = reference.modules((DOCS / "architecture.md").read_text(), (ROOT / "tests/support/layering.cmake").read_text())
     made = {}
     for source, page in pages.items():
         text = turn_links((ROOT / source).read_text(), source, page, pages, problems)
-        picture = re.search(r"!\[[^\]]*\]\((?:\.\./)*images/rooms\.svg\)", text)
+        picture = re.search(r"!\[[^\]]*\]\((?:\.\./)*images/modules\.svg\)", text)
         text = names.link(text, page) if page not in ("changelog.md",) else text
-        made[page] = text.replace(picture[0], clickable((DOCS / "images/rooms.svg").read_text(), page)) if picture else text
+        made[page] = text.replace(picture[0], clickable((DOCS / "images/modules.svg").read_text(), page)) if picture else text
     for header, of_header in found.items():
         page = reference.page_of(header)
         made[page] = names.link(reference.header_page(header, of_header), page)
-    made["reference/index.md"] = reference.index_page(found, rooms, "reference/index.md")
+    made["reference/index.md"] = reference.index_page(found, modules, "reference/index.md")
     for index, text in {
         "index/names.md": reference.names_page(found, "index/names.md"),
         "index/options.md": reference.options_page(found, "index/options.md"),
@@ -189,7 +189,7 @@ def main(folder):
     shutil.copytree(DOCS / "images", folder / "pages/images")
     shutil.copytree(DOCS / "site/assets", folder / "pages/assets")
     settings = (DOCS / "site/mkdocs.yml").read_text()
-    nav = json.dumps(navigation(listed, found, rooms, pages))
+    nav = json.dumps(navigation(listed, found, modules, pages))
     (folder / "mkdocs.yml").write_text(f"{settings}\ndocs_dir: pages\nsite_dir: ../site\nnav: {nav}\n")
     print(f"{len(made)} pages, {sum(map(len, found.values()))} public names")
 

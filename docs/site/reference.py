@@ -268,33 +268,33 @@ def escaped(text):
     return re.sub(r"([\\`*_{}\[\]#])", r"\\\1", text.strip()).replace("<", "&lt;")
 
 
-def rooms(architecture, floors):
-    """Rooms with what they are for, and their public headers, in the order of floors.cmake."""
+def modules(architecture, layering):
+    """Modules with what they are for, and their public headers, in the order of layering.cmake."""
     purposes = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", architecture, re.MULTILINE))
     found = {}
-    for room, public in re.findall(r"^room\((\w+)(?:\s+PUBLIC\s+((?:(?!USES)[\w/.]+\s*)+))?", floors, re.MULTILINE):
-        found[room] = (purposes.get(room, ""), public.split())
+    for module, public in re.findall(r"^module\((\w+)(?:\s+PUBLIC\s+((?:(?!USES)[\w/.]+\s*)+))?", layering, re.MULTILINE):
+        found[module] = (purposes.get(module, ""), public.split())
     return found
 
 
-def room_of(header, rooms):
+def module_of(header, modules):
     name = header.removeprefix("gradaccum/").removesuffix(".hpp")
-    for room, (_, public) in rooms.items():
+    for module, (_, public) in modules.items():
         if any(name == entry or (entry.endswith("/") and name.startswith(entry)) for entry in public):
-            return room
-    raise SystemExit(f"{header} is in no room of tests/support/floors.cmake")
+            return module
+    raise SystemExit(f"{header} is in no module of tests/support/layering.cmake")
 
 
-def index_page(found, rooms, page):
-    lines = ["# Reference", "", "Every public header, by the [room of the house](../architecture.md) that it belongs to; made from the headers' own "
+def index_page(found, modules, page):
+    lines = ["# Reference", "", "Every public header, by the [module of the house](../architecture.md) that it belongs to; made from the headers' own "
              "comments. `namespace ga = gradaccum;` everywhere. Also [by name](../index/names.md), and all [policies](../index/policies.md), "
              "[options](../index/options.md) and [errors](../index/errors.md).", ""]
-    for room in reversed(rooms):
-        headers = [header for header in found if room_of(header, rooms) == room] if rooms[room][1] else []
-        if not rooms[room][0]:
+    for module in reversed(modules):
+        headers = [header for header in found if module_of(header, modules) == module] if modules[module][1] else []
+        if not modules[module][0]:
             continue
-        lines += [f"## {room} {{#{room}}}", "", rooms[room][0][0].upper() + rooms[room][0][1:].rstrip("?.") + ("?" if rooms[room][0].endswith("?") else "."), ""]
-        lines += ["| | |", "|---|---|"] if headers else ["No header of its own: other rooms are made of it.", ""]
+        lines += [f"## {module} {{#{module}}}", "", modules[module][0][0].upper() + modules[module][0][1:].rstrip("?.") + ("?" if modules[module][0].endswith("?") else "."), ""]
+        lines += ["| | |", "|---|---|"] if headers else ["No header of its own: other modules are made of it.", ""]
         for header in headers:
             first = next((name for name in found[header] if name.name == re.split(r"::|, ", title_of(header, found[header]))[-1]), found[header][0])
             lines.append(f"| {link(page, header, None, f'`{title_of(header, found[header])}`')} | {cell(first.first_sentence)} |")

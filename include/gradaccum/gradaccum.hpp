@@ -16,6 +16,7 @@
 #include <gradaccum/embedding.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/io/weight_files.hpp>
 #include <gradaccum/io/weights.hpp>
 #include <gradaccum/io/safetensors.hpp>
 #include <gradaccum/io/save_sharded.hpp>

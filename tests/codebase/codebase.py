@@ -13,12 +13,12 @@ import re
 import sys
 
 CEILINGS = {
-    "lines": 44305,
-    "files": 564,
-    "comments that open with a fragment, in %": 19.5,
-    "lines with detail:: in public signatures": 53,
-    "macros that gradaccum.hpp leaves behind, but the version's": 1,
-    "files of tests that lie loose": 40,
+    "lines": 37036,
+    "files": 205,
+    "comments that open with a fragment, in %": 3.0,
+    "lines with detail:: in public signatures": 43,
+    "macros that gradaccum.hpp leaves behind, but the version's": 0,
+    "files of tests that lie loose": 0,
 }
 
 # A comment that opens so is the end of a sentence that stands elsewhere.

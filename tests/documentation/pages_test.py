@@ -93,7 +93,7 @@ void undocumented();
 
 def copied(folder):
     """All that the pages are made of."""
-    for path in ("docs", "include", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "tests/support/floors.cmake",
+    for path in ("docs", "include", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "tests/support/layering.cmake",
                  *(path.relative_to(ROOT) for path in ROOT.glob("examples/*/README.md"))):
         there = folder / path
         there.parent.mkdir(parents=True, exist_ok=True)
@@ -214,7 +214,7 @@ class Pages(unittest.TestCase):
 
     def test_a_header_in_no_room(self):
         (self.folder / "include/gradaccum/homeless.hpp").write_text("namespace gradaccum {\n/// A.\nstruct A {};\n}\n")
-        self.fails("gradaccum/homeless.hpp is in no room")
+        self.fails("gradaccum/homeless.hpp is in no module")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# docs/architecture.md names files that exist, and all rooms.
+# docs/architecture.md names files that exist, functions that stand in them, and all modules.
 # cmake -D SOURCE=. -P architecture.cmake
 cmake_minimum_required(VERSION 3.25)
 
@@ -18,11 +18,27 @@ foreach(file IN LISTS files)
   endif()
 endforeach()
 
-file(GLOB rooms RELATIVE "${SOURCE}/include/gradaccum/detail" "${SOURCE}/include/gradaccum/detail/*")
-foreach(room IN LISTS rooms)
-  if(NOT IS_DIRECTORY "${SOURCE}/include/gradaccum/detail/${room}")
-    message(SEND_ERROR "detail/${room} lies outside of all rooms")
-  elseif(NOT page MATCHES "\n[|] `${room}` [|]")
-    message(SEND_ERROR "docs/architecture.md says nothing of the room ${room}")
+# The steps of a path: `function` | `file`.
+string(REGEX MATCHALL "\n[|] [0-9]+ [|] `[A-Za-z_:]+` [|] `[A-Za-z0-9_./]+` [|]" steps "${page}")
+list(LENGTH steps number)
+if(number LESS 16)
+  message(SEND_ERROR "docs/architecture.md has ${number} steps of paths: does the test find them?")
+endif()
+foreach(step IN LISTS steps)
+  string(REGEX REPLACE "^.*[0-9]+ [|] `([A-Za-z_:]+)` [|] `([A-Za-z0-9_./]+)` [|]$" "\\1;\\2" step "${step}")
+  list(GET step 0 function)
+  list(GET step 1 file)
+  file(READ "${SOURCE}/include/gradaccum/${file}" text)
+  if(NOT text MATCHES "[ *&]${function}[(]")
+    message(SEND_ERROR "docs/architecture.md: ${file} has no function ${function}")
+  endif()
+endforeach()
+
+file(GLOB modules RELATIVE "${SOURCE}/include/gradaccum/detail" "${SOURCE}/include/gradaccum/detail/*")
+foreach(module IN LISTS modules)
+  if(NOT IS_DIRECTORY "${SOURCE}/include/gradaccum/detail/${module}")
+    message(SEND_ERROR "detail/${module} lies outside of all modules")
+  elseif(NOT page MATCHES "\n[|] `${module}` [|]")
+    message(SEND_ERROR "docs/architecture.md says nothing of the module ${module}")
   endif()
 endforeach()

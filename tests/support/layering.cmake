@@ -1,77 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# The rooms of the library, from the ground up, and which of the others each may use. A room is a folder of detail/ and impl/ with
+# The modules of the library, from the bottom up, and which of the others each may use. A module is a folder of detail/ and impl/ with
 # the public headers and folders that belong to it; docs/architecture.md says what each is for.
-# cmake -D INCLUDE=include -P floors.cmake
+# cmake -D INCLUDE=include -P layering.cmake
 
 cmake_minimum_required(VERSION 3.25)
 
-set(rooms "")
+set(modules "")
 
-# room(NAME [PUBLIC header|folder/...] [USES room...]): it may use rooms that stand above it in this file only.
-function(room name)
+# module(NAME [PUBLIC header|folder/...] [USES module...]): it may use modules that stand above it in this file only.
+function(module name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "PUBLIC;USES")
   foreach(used IN LISTS arg_USES)
-    if(NOT used IN_LIST rooms)
-      message(SEND_ERROR "the room ${name} uses ${used}, which is not on a lower floor")
+    if(NOT used IN_LIST modules)
+      message(SEND_ERROR "the module ${name} uses ${used}, which is not a lower layer")
     endif()
   endforeach()
-  set(rooms "${rooms};${name}" PARENT_SCOPE)
+  set(modules "${modules};${name}" PARENT_SCOPE)
   set(public_of_${name} "${arg_PUBLIC}" PARENT_SCOPE)
   set(used_by_${name} "${arg_USES}" PARENT_SCOPE)
 endfunction()
 
-room(build        PUBLIC version impl/begin)
-room(types)
-room(kernels      PUBLIC mkl_on_amd)
-room(memory       PUBLIC keep_freed_memory memory_by_kind memory_meter)
-room(state        PUBLIC archive
+module(build        PUBLIC version impl/begin)
+module(types)
+module(kernels      PUBLIC mkl_on_amd)
+module(memory       PUBLIC keep_freed_memory memory_by_kind memory_meter)
+module(state        PUBLIC archive
                   USES kernels)
-room(window       PUBLIC clip_grad concepts embedding factor grad_accumulator
+module(window       PUBLIC clip_grad concepts embedding factor grad_accumulator
                          grad_accumulator_options gradients loss window
                   USES types kernels state)
-room(scaling      PUBLIC amp_scaler autocast
+module(scaling      PUBLIC amp_scaler autocast
                   USES types kernels state window)
-room(optimizers   PUBLIC learning_rates optim/
+module(optimizers   PUBLIC learning_rates optim/
                   USES types kernels memory state window)
-room(checkpoint   PUBLIC checkpoint checkpoint_options checkpoint_plan checkpointed_sequential saved_tensor_hooks
+module(checkpoint   PUBLIC checkpoint checkpoint_options checkpoint_plan checkpointed_sequential saved_tensor_hooks
                   USES types memory scaling)
-room(data         PUBLIC data/
+module(data         PUBLIC data/
                   USES types kernels memory state)
-room(fitting      PUBLIC memory_plan
+module(fitting      PUBLIC memory_plan
                   USES memory state scaling checkpoint data)
-room(io           PUBLIC io/
+module(io           PUBLIC io/
                   USES types kernels state)
-room(watching     PUBLIC curves profile_report profiler progress_line run_end run_page summary_writer
+module(watching     PUBLIC curves profile_report profiler progress_line run_end run_page summary_writer
                   USES kernels memory state io)
-room(parallel     PUBLIC process_group replicas replicas_options shard
+module(parallel     PUBLIC process_group replicas replicas_options shard
                   USES types state window data)
-room(verification PUBLIC verify_accumulation
+module(verification PUBLIC verify_accumulation
                   USES types window data)
-room(compilation  PUBLIC compiled_step save_step
+module(compilation  PUBLIC compiled_step save_step
                   USES types kernels window scaling checkpoint data io)
-room(trainer      PUBLIC fit_options fit_report metrics metrics_file mode policies policies/ policy state_parts
+module(trainer      PUBLIC fit_options fit_report metrics metrics_file mode policies policies/ policy state_parts
                          trainer trainer_base training_state validation
                   USES types kernels memory state window scaling optimizers checkpoint data fitting io watching
                        parallel)
-room(everything   PUBLIC compiled gradaccum)
-set(used_by_everything ${rooms})
+module(everything   PUBLIC compiled gradaccum)
+set(used_by_everything ${modules})
 
-function(room_of file result)
+function(module_of file result)
   cmake_path(REMOVE_EXTENSION file LAST_ONLY OUTPUT_VARIABLE stem)
-  foreach(room IN LISTS rooms)
-    if(file MATCHES "^(detail|impl)/${room}/" OR stem IN_LIST public_of_${room})
-      set(${result} ${room} PARENT_SCOPE)
+  foreach(module IN LISTS modules)
+    if(file MATCHES "^(detail|impl)/${module}/" OR stem IN_LIST public_of_${module})
+      set(${result} ${module} PARENT_SCOPE)
       return()
     endif()
-    foreach(folder IN LISTS public_of_${room})
+    foreach(folder IN LISTS public_of_${module})
       if(folder MATCHES "/$" AND file MATCHES "^${folder}")
-        set(${result} ${room} PARENT_SCOPE)
+        set(${result} ${module} PARENT_SCOPE)
         return()
       endif()
     endforeach()
   endforeach()
-  message(FATAL_ERROR "${file} is in no room: give it one in tests/support/floors.cmake")
+  message(FATAL_ERROR "${file} is in no module: give it one in tests/support/layering.cmake")
 endfunction()
 
 file(GLOB_RECURSE files RELATIVE "${INCLUDE}/gradaccum"
@@ -80,18 +80,18 @@ if(NOT files)
   message(FATAL_ERROR "no headers in ${INCLUDE}/gradaccum")
 endif()
 foreach(file IN LISTS files)
-  room_of("${file}" room)
+  module_of("${file}" module)
   file(STRINGS "${INCLUDE}/gradaccum/${file}" includes REGEX "^#include <gradaccum/")
   foreach(line IN LISTS includes)
     string(REGEX REPLACE "^#include <gradaccum/([^>]+)>.*" "\\1" included "${line}")
     if(NOT EXISTS "${INCLUDE}/gradaccum/${included}")
       message(SEND_ERROR "${file} includes ${included}, which is not there")
     endif()
-    room_of("${included}" other)
-    if(NOT other STREQUAL room AND NOT other STREQUAL "build" AND NOT other IN_LIST used_by_${room})
-      message(SEND_ERROR "${file} (room ${room}) includes ${included} (room ${other}), and may not use that room")
+    module_of("${included}" other)
+    if(NOT other STREQUAL module AND NOT other STREQUAL "build" AND NOT other IN_LIST used_by_${module})
+      message(SEND_ERROR "${file} (module ${module}) includes ${included} (module ${other}), and may not use that module")
     endif()
-    string(APPEND included_by_${room} " ${included} ")
+    string(APPEND included_by_${module} " ${included} ")
   endforeach()
 endforeach()
 
