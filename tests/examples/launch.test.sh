@@ -57,7 +57,7 @@ killed=$("$launch" --max-restarts 1 2 "$example" "${settings[@]}" --save "$direc
   2> "$directory/errors") || status=$?
 wait
 (( status == 0 )) || fail "a killed process: status $status"$'\n'"$(cat "$directory/errors")"
-grep -q 'ProcessGroup: rank 1 has ended or hangs (rank 0 of 2 waited for ' "$directory/errors" ||
+grep -q 'rank 1 has ended or hangs (rank 0 of 2 waited for ' "$directory/errors" ||
   fail "the killed rank was not named:"$'\n'"$(cat "$directory/errors")"
 grep -q 'starting all again' "$directory/errors" || fail "not started again"
 grep -q 'resumed from .*step-' "$directory/errors" || fail "not resumed:"$'\n'"$(cat "$directory/errors")"

@@ -106,12 +106,7 @@ inline void run_on_all(const Peers* peers, c10::function_ref<void()> work) {
     own = std::current_exception();
     text = error.what();
   }
-  std::string first;
-  try {
-    first = first_error(*peers, text);
-  } catch (const std::exception&) {
-    if (!own) throw;  // else this rank's error, for example of a lost rank, explains why the others cannot be reached
-  }
+  const auto first = first_error(*peers, text);
   if (own) std::rethrow_exception(own);
   if (!first.empty()) throw std::runtime_error(first);
 }

@@ -266,10 +266,9 @@ GRADACCUM_INLINE void Links::check_usable() const {
 }
 
 GRADACCUM_INLINE void Links::fail(const std::string& why, const std::string& what) {
-  failure_ = why;
+  failure_ = c10::str(why, " (rank ", rank_, " of ", world_size_, " waited for ", what, ")");
   if (nccl_) nccl_->abort();
-  TORCH_CHECK(false, "ProcessGroup: ", why, " (rank ", rank_, " of ", world_size_, " waited for ", what,
-              "); end all processes and start them again, from a saved state");
+  TORCH_CHECK(false, "ProcessGroup: ", failure_, "; end all processes and start them again, from a saved state");
 }
 
 }  // namespace gradaccum::detail
