@@ -32,6 +32,10 @@ function(gradaccum_add_compiled include)
         list(REMOVE_ITEM definitions "${file}")
       endif()
     endforeach()
+    if(number EQUAL 1) # as compiled.hpp does
+      set(mark "extern const char either_all_files_define_GRADACCUM_COMPILED_or_none = 0")
+      string(APPEND text "namespace gradaccum::detail {\n${mark};\n}\n")
+    endif()
     set(source "${CMAKE_CURRENT_BINARY_DIR}/gradaccum_compiled/${number}.cpp")
     file(CONFIGURE OUTPUT "${source}" CONTENT "${text}" @ONLY) # rewritten only where it changed
     list(APPEND sources "${source}")
