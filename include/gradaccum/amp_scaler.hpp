@@ -124,7 +124,7 @@ class AmpScaler {
   /// For owners of a window, in place of `step`: makes the factor divide by the scale, and require finite gradients.
   /// `hear` then reports the outcome to `update()`.
   void unscale(Factor& factor) const;
-  void hear(bool overflowed) { (overflowed ? found_.inf : found_.finite) = true; }
+  void record_overflow(bool overflowed) { (overflowed ? found_.inf : found_.finite) = true; }
 
   double get_scale() const { return enabled_ ? current().value : 1.0; }
   double get_growth_factor() const { return scale_.growth_factor; }

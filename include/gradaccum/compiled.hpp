@@ -29,13 +29,13 @@
 #include <gradaccum/impl/memory/system_file.ipp>
 #include <gradaccum/impl/optimizers/adafactor.ipp>
 #include <gradaccum/impl/optimizers/learning_rates.ipp>
-#include <gradaccum/impl/optimizers/moves.ipp>
 #include <gradaccum/impl/optimizers/optim.ipp>
 #include <gradaccum/impl/optimizers/own_optimizer.ipp>
 #include <gradaccum/impl/optimizers/param_states.ipp>
+#include <gradaccum/impl/optimizers/step_plan.ipp>
+#include <gradaccum/impl/parallel/connections.ipp>
 #include <gradaccum/impl/parallel/gradient_exchange.ipp>
 #include <gradaccum/impl/parallel/heartbeat.ipp>
-#include <gradaccum/impl/parallel/links.ipp>
 #include <gradaccum/impl/parallel/process_group.ipp>
 #include <gradaccum/impl/parallel/replicas.ipp>
 #include <gradaccum/impl/scaling/amp_scaler.ipp>
@@ -61,9 +61,9 @@
 #include <gradaccum/impl/watching/run_page.ipp>
 #include <gradaccum/impl/watching/summary_writer.ipp>
 #include <gradaccum/impl/window/any_optimizer.ipp>
-#include <gradaccum/impl/window/arrival_scope.ipp>
 #include <gradaccum/impl/window/embedding.ipp>
 #include <gradaccum/impl/window/grad_accumulator.ipp>
+#include <gradaccum/impl/window/grad_ready_scope.ipp>
 #include <gradaccum/impl/window/gradients.ipp>
 #include <gradaccum/impl/window/misuse.ipp>
 

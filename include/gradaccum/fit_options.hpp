@@ -21,11 +21,11 @@ namespace gradaccum {
 
 namespace detail {
 class Loop;
-class Peers;
+class Communicator;
 
 /// See training_state.hpp.
 std::optional<std::filesystem::path> newest_state(const std::filesystem::path& path);
-Archive open_state(const std::filesystem::path& folder, bool allow_changes, const Peers* peers);
+Archive open_state(const std::filesystem::path& folder, bool allow_changes, const Communicator* peers);
 }  // namespace detail
 
 /// What becomes of a window that an epoch leaves shorter than the others.
@@ -61,7 +61,7 @@ class ResumeFrom {
   friend class detail::Loop;
 
   std::optional<std::filesystem::path> newest() const;
-  Archive open(const std::filesystem::path& folder, bool allow_changes, const detail::Peers* peers) const;
+  Archive open(const std::filesystem::path& folder, bool allow_changes, const detail::Communicator* peers) const;
 
   std::filesystem::path directory_;
   decltype(&detail::newest_state) newest_ = nullptr;

@@ -67,7 +67,7 @@ struct FitMemory;
 namespace detail {
 class OpenWindow;
 class OptimizerFacade;
-class Peers;
+class Communicator;
 class Shards;
 }  // namespace detail
 
@@ -125,7 +125,7 @@ class Accumulator {
   std::int64_t updates() const;        ///< the number of steps that moved the parameters, or were left to a device
   void set_steps(std::int64_t steps);  ///< from the next window on
   /// For `Replicas`: sums each window over all processes when it closes.
-  void set_peers(std::shared_ptr<detail::Peers> peers);
+  void set_peers(std::shared_ptr<detail::Communicator> peers);
   bool others_continue();
   /// The shards of the optimizer's state; nullptr if it is not sharded.
   std::shared_ptr<detail::Shards> shards() const;
@@ -147,7 +147,7 @@ class Accumulator {
 
   std::unique_ptr<detail::OpenWindow> given_away();
   void check_can_clip() const;
-  void follow();
+  void refresh_parameters();
   /// Clips the window that is being closed, if requested.
   void clip();
   StepResult counted(StepResult result);

@@ -20,7 +20,7 @@ class Store;
 namespace gradaccum {
 
 namespace detail {
-class Links;
+class Connections;
 struct LaunchEnvironment;
 }  // namespace detail
 
@@ -74,12 +74,12 @@ class ProcessGroup {
   void barrier() const;
 
   /// The connections, for code that exchanges data by itself; nullptr for a single process.
-  const std::shared_ptr<detail::Links>& links() const { return links_; }
+  const std::shared_ptr<detail::Connections>& connections() const { return connections_; }
 
  private:
   ProcessGroup(const detail::LaunchEnvironment& environment, ProcessGroupOptions options);
 
-  std::shared_ptr<detail::Links> links_;
+  std::shared_ptr<detail::Connections> connections_;
   int rank_ = 0, world_size_ = 1, local_rank_ = 0;
 };
 

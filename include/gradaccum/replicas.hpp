@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/parallel/replica_peers.hpp>
+#include <gradaccum/detail/parallel/replica_communicator.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/gradients.hpp>
 #include <gradaccum/process_group.hpp>
@@ -83,16 +83,17 @@ class Replicas {
 
   const ProcessGroup& group() const { return group_; }
   /// The exchange with the other ranks, for the policy `DataParallel`; nullptr for a single process.
-  const std::shared_ptr<detail::ReplicaPeers>& peers() const { return peers_; }
+  const std::shared_ptr<detail::ReplicaCommunicator>& peers() const { return peers_; }
 
  private:
-  static std::shared_ptr<detail::ReplicaPeers> peers_of(const ProcessGroup& group, const ReplicasOptions& options);
+  static std::shared_ptr<detail::ReplicaCommunicator> peers_of(const ProcessGroup& group,
+                                                               const ReplicasOptions& options);
   void begin(const ReplicasOptions& options, const std::vector<at::Tensor>& of_optimizer) const;
   void broadcast(const std::vector<at::Tensor>& tensors) const;
 
   ProcessGroup group_;
   torch::nn::Module* model_;
-  std::shared_ptr<detail::ReplicaPeers> peers_;
+  std::shared_ptr<detail::ReplicaCommunicator> peers_;
   std::function<bool()> others_continue_;
 };
 

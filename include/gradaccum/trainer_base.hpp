@@ -31,7 +31,7 @@ class AnyBatches;
 class AnyOptimizer;
 class AnyPolicy;
 class Loop;
-class Peers;
+class Communicator;
 class Shards;
 }  // namespace detail
 
@@ -75,11 +75,11 @@ class TrainerBase {
   void set_accumulate_in(std::optional<at::ScalarType> dtype);
   void set_in_backward(bool on);
   bool steps_in_backward() const;
-  void set_batch_size(std::int64_t samples);             ///< of a window; 0: nobody counts them
-  void set_peers(std::shared_ptr<detail::Peers> peers);  ///< for DataParallel
-  std::shared_ptr<detail::Peers> peers() const;          ///< other processes; or none
-  std::shared_ptr<detail::Shards> shards() const;        ///< what of the optimizer they divide; or none
-  bool is_first() const;                                 ///< of these the one that writes and shows
+  void set_batch_size(std::int64_t samples);                    ///< of a window; 0: nobody counts them
+  void set_peers(std::shared_ptr<detail::Communicator> peers);  ///< for DataParallel
+  std::shared_ptr<detail::Communicator> peers() const;          ///< other processes; or none
+  std::shared_ptr<detail::Shards> shards() const;               ///< what of the optimizer they divide; or none
+  bool is_first() const;                                        ///< of these the one that writes and shows
   bool others_continue();
   detail::Loop& loop() { return *loop_; }  ///< for policies of this library
   /// For `attach`: runs this when all policies are attached, so that it need not be taken back where one is refused;

@@ -127,13 +127,14 @@ struct LoadOptions {
 
 namespace detail {
 
-class Peers;
+class Communicator;
 
 /// A type-erased reference to a training.
 struct AnyTraining {
   std::function<std::int64_t()> updates;
   std::function<void(Archive&)> state;
-  std::shared_ptr<const Peers> peers = nullptr;  ///< the other processes, for example of a Trainer with DataParallel
+  std::shared_ptr<const Communicator> peers =
+      nullptr;  ///< the other processes, for example of a Trainer with DataParallel
 
   template <saveable Training>
   requires(!std::same_as<Training, AnyTraining>)
@@ -160,10 +161,11 @@ struct MeasuredState {
 std::vector<std::filesystem::path> best_states(const std::filesystem::path& directory, std::int64_t count);
 
 /// Runs `find` on rank 0 and broadcasts the path, empty if there is none; rethrows its error on every rank.
-std::filesystem::path of_rank_0(const Peers* peers, const std::function<std::optional<std::filesystem::path>()>& find);
+std::filesystem::path of_rank_0(const Communicator* peers,
+                                const std::function<std::optional<std::filesystem::path>()>& find);
 
 /// Reads and checks a state; an error on one rank is rethrown on every rank.
-Archive open_state(const std::filesystem::path& folder, bool allow_changes, const Peers* peers);
+Archive open_state(const std::filesystem::path& folder, bool allow_changes, const Communicator* peers);
 
 /// Loads all values of a state; an error on one rank is rethrown on every rank.
 void load_state(Archive& archive, const AnyTraining& training);

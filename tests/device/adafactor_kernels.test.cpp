@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/gradients.hpp>
 #include <gradaccum/detail/kernels/device/launch.hpp>
 #include <gradaccum/detail/optimizers/adafactor_step.hpp>
+#include <gradaccum/gradients.hpp>
 #include <gradaccum/optim/adafactor.hpp>
 
 #include "support/kernel_memory.hpp"
@@ -156,7 +156,7 @@ void check(const inner::AdafactorStep& step, const KernelTypes& types, double mu
   INFO("sizes " << step.parameter.sizes() << ", " << types.parameter << ", " << types.gradient << ", rounded "
                 << types.rounded << ", pytorch " << step.settings.pytorch << ", exp_avg " << step.exp_avg.defined());
   const auto expected = clone(step), moved = clone(step);
-  inner::take_on_cpu({expected}, multiplier);
+  inner::step_on_cpu({expected}, multiplier);
   launch({moved}, types, multiplier);
   for (auto member : members)
     if ((step.*member).defined()) {
@@ -218,7 +218,7 @@ TEST_CASE("Adafactor's kernels of devices: all settings, from the first step on"
         for (int i = 1; i <= 4; ++i) {
           step.settings = expected.settings = settings_of(options, i);
           step.gradient.copy_(expected.gradient.normal_());
-          inner::take_on_cpu({expected}, 0.5);
+          inner::step_on_cpu({expected}, 0.5);
           launch({step}, types, {1, 2});
           CAPTURE(shape, i);
           REQUIRE(close_to_rounding(step.parameter, expected.parameter));
@@ -239,7 +239,7 @@ TEST_CASE("Adafactor's kernels of devices: odd numbers go where the processor's 
           for (auto& options : {all_options[0], all_options[3], all_options[5]}) {
             const auto step = step_of(options, types, gradient, everywhere ? 1 : 3);  // 1: averages may become 0
             const auto expected = clone(step);
-            inner::take_on_cpu({expected}, 1);
+            inner::step_on_cpu({expected}, 1);
             launch({step}, types, {});
             CAPTURE(shape, odd, everywhere, types.parameter, types.gradient);
             REQUIRE(close(step, expected));
@@ -264,7 +264,7 @@ TEST_CASE("Adafactor's kernels of devices: a factor, an overflow and left out st
         const auto expected = [&](double multiplier, double step) {
           auto other = clone(start);
           other.settings = settings_of(options, step);
-          inner::take_on_cpu({other}, multiplier);
+          inner::step_on_cpu({other}, multiplier);
           return other;
         };
         CHECK(close(taken({2, 5, 0.3, 7.0}), expected(2 * 0.3 / (5 * 7.0), 7)));

@@ -2,8 +2,8 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
+#include <gradaccum/detail/optimizers/step_plan.hpp>
 #include <gradaccum/detail/optimizers/steps.hpp>
-#include <gradaccum/detail/optimizers/moves.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/gradaccum.hpp>
 
@@ -481,8 +481,8 @@ TEMPLATE_TEST_CASE("kernels of devices: a large parameter that is cut moves as o
       return step;
     };
     const auto on_host = step_on(host), on_device = step_on(device);
-    take_on_cpu(std::vector{on_host}, 0.5);
-    take_on_device(std::vector{on_device}, inner::Multiplier{.numerator = 0.5});
+    step_on_cpu(std::vector{on_host}, 0.5);
+    step_on_device(std::vector{on_device}, inner::Multiplier{.numerator = 0.5});
     const auto ours = tensors_of(on_device), theirs = tensors_of(on_host);
     for (std::size_t i = 0; i < ours.size(); ++i) {
       CAPTURE(types.parameter, types.gradient, types.rounded, i);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/gradients.hpp>
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
 #include <gradaccum/detail/optimizers/adafactor_step.hpp>
 #include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/gradients.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/optim/adafactor.hpp>
 
@@ -380,8 +380,8 @@ TEST_CASE("Adafactor: the steps on a device, ATen's operations, tried on the CPU
                                          copy(state.exp_avg())};
         const inner::Multiplier on_host{.denominator = 64},
             on_device{.device_denominator = torch::full({}, 64.0, at::kDouble)};
-        inner::take_on_cpu(std::vector{ours}, on_host.host());
-        testing::take_on_device(std::vector{atens}, options.beta1() > 0 ? on_host : on_device);
+        inner::step_on_cpu(std::vector{ours}, on_host.host());
+        testing::step_on_device(std::vector{atens}, options.beta1() > 0 ? on_host : on_device);
         const double tolerance = dtype == at::kDouble ? 1e-13 : 3e-6,
                      of_parameter = dtype == at::kBFloat16 ? 8e-3 : tolerance;
         REQUIRE(torch::allclose(ours.parameter, atens.parameter, of_parameter, of_parameter));
@@ -411,9 +411,9 @@ TEST_CASE("Adafactor on a device: where eps1^2 is 0 in float32, a gradient of ze
                                   torch::zeros({1, 5}),
                                   at::Tensor(),
                                   at::Tensor()};
-  testing::take_on_device(std::vector{step}, inner::Multiplier{});
+  testing::step_on_device(std::vector{step}, inner::Multiplier{});
   CHECK(p.eq(1).all().item<bool>());
-  inner::take_on_cpu(std::vector{step}, 1);
+  inner::step_on_cpu(std::vector{step}, 1);
   CHECK(p.eq(1).all().item<bool>());
 }
 

@@ -347,8 +347,8 @@ TEST_CASE("Adam8bit: ATen's operations, for other devices, give the kernels' res
     auto here = make(), away = make();
     for (int step = 1; step < 5; ++step) {
       here.settings.step = away.settings.step = step;
-      inner::take_on_cpu(std::vector{here}, 0.5);
-      take_on_device(std::vector{away}, inner::Multiplier{.numerator = 0.5});
+      inner::step_on_cpu(std::vector{here}, 0.5);
+      step_on_device(std::vector{away}, inner::Multiplier{.numerator = 0.5});
     }
     CHECK((here.parameter - away.parameter).abs().max().item<double>() < 1e-3);
     CHECK((here.exp_avg.codes.to(at::kInt) - away.exp_avg.codes.to(at::kInt)).abs().max().item<int>() <= 1);

@@ -2,8 +2,8 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
+#include <gradaccum/detail/optimizers/step_plan.hpp>
 #include <gradaccum/detail/optimizers/steps.hpp>
-#include <gradaccum/detail/optimizers/moves.hpp>
 
 #include "support/take_on_device.hpp"
 
@@ -15,7 +15,7 @@
 
 namespace inner = gradaccum::detail;
 using inner::InstructionSet;
-using testing::take_on_device;
+using testing::step_on_device;
 
 namespace {
 
@@ -244,8 +244,8 @@ TEST_CASE("the steps on a device: ATen's fused operations, tried on the CPU, do 
         atens.push_back({settings, q, g, m.clone(), v.clone(), x.clone()});
       }
       const auto gradients_before = atens[2].gradient.clone();
-      take_on_cpu(ours, 0.5);
-      take_on_device(atens, host(0.5));
+      step_on_cpu(ours, 0.5);
+      step_on_device(atens, host(0.5));
       for (std::size_t i = 0; i < ours.size(); ++i) {
         REQUIRE(close(ours[i].parameter, atens[i].parameter, dtype == at::kBFloat16 ? 8e-3 : 1e-5));
         REQUIRE(close(ours[i].exp_avg_sq, atens[i].exp_avg_sq, 1e-6));
@@ -257,8 +257,8 @@ TEST_CASE("the steps on a device: ATen's fused operations, tried on the CPU, do 
       const inner::SgdSettings settings{0.1, momentum, momentum != 0 && !first ? 0.2 : 0.0, 0.01, false, first};
       const auto p = torch::randn({100}), q = p.clone(), g = torch::randn({100}), b = torch::randn({100}),
                  c = b.clone();
-      take_on_cpu(std::vector<inner::SgdStep>{{settings, p, g, b}}, 0.5);
-      take_on_device(std::vector<inner::SgdStep>{{settings, q, g, c}}, host(0.5));
+      step_on_cpu(std::vector<inner::SgdStep>{{settings, p, g, b}}, 0.5);
+      step_on_device(std::vector<inner::SgdStep>{{settings, q, g, c}}, host(0.5));
       REQUIRE(close(p, q, 1e-6));
       if (momentum != 0) REQUIRE(close(b, c, 1e-6));
     }
@@ -312,8 +312,8 @@ TEST_CASE("the steps on a device: a parameter that is cut moves as if it were wh
                       whole.exp_avg_sq[i].clone(),
                       {}});
     const auto version = whole.parameter._version();
-    take_on_device(std::vector{whole}, inner::Multiplier{.numerator = 0.5});
-    take_on_device(rows, inner::Multiplier{.numerator = 0.5});
+    step_on_device(std::vector{whole}, inner::Multiplier{.numerator = 0.5});
+    step_on_device(rows, inner::Multiplier{.numerator = 0.5});
     for (std::int64_t i = 0; i < 2; ++i) {
       const auto row = rows[static_cast<std::size_t>(i)];
       REQUIRE(close(inner::as_real(whole.parameter[i]), inner::as_real(row.parameter),

@@ -3,7 +3,7 @@
 
 #include <gradaccum/detail/kernels/dense.hpp>
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
-#include <gradaccum/detail/optimizers/moves.hpp>
+#include <gradaccum/detail/optimizers/step_plan.hpp>
 #include <gradaccum/detail/optimizers/steps.hpp>
 #include <gradaccum/optim/adam.hpp>
 #include <gradaccum/optim/adam8bit.hpp>
@@ -294,7 +294,7 @@ TEST_CASE("stochastic rounding: ATen's operations, for other devices") {
                      torch::full({1 << 12}, std::ldexp(1.0, -11), at::kBFloat16),
                      at::Tensor(),
                      4};
-  take_on_device(std::vector{one}, inner::Multiplier());
+  step_on_device(std::vector{one}, inner::Multiplier());
   CHECK(one.parameter.ne(1).any().item<bool>());
   CHECK(one.parameter.eq(1).any().item<bool>());
 }

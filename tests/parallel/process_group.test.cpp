@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
+#include <gradaccum/detail/parallel/connections.hpp>
 #include <gradaccum/detail/parallel/heartbeat.hpp>
-#include <gradaccum/detail/parallel/links.hpp>
-#include <gradaccum/detail/parallel/replica_peers.hpp>
+#include <gradaccum/detail/parallel/replica_communicator.hpp>
 #include <gradaccum/process_group.hpp>
 
 #include "support/ranks.hpp"
@@ -208,7 +208,7 @@ TEST_CASE("ProcessGroup: where NCCL cannot be made on one rank, the others hear 
   std::vector<std::string> errors(2);
   tests::as_ranks(2, [&](ga::ProcessGroup& group) {
     errors[static_cast<std::size_t>(group.rank())] = testing::error_of([&] {
-      if (group.rank() == 1) group.links()->connect_devices({"one", "another"}, at::Device(at::kCUDA, 0));
+      if (group.rank() == 1) group.connections()->connect_devices({"one", "another"}, at::Device(at::kCUDA, 0));
       group.barrier();
     });
   });

@@ -163,7 +163,7 @@ struct Rank {
   }
 
   std::int64_t updates() const { return optimizer->updates(); }
-  std::shared_ptr<const ga::detail::Peers> peers_of_all = nullptr;
+  std::shared_ptr<const ga::detail::Communicator> peers_of_all = nullptr;
   auto peers() const { return peers_of_all; }
   void state(ga::Archive& archive) {
     archive("model", ga::ModelState(model));
@@ -803,7 +803,7 @@ TEST_CASE(
     const auto peers = replicas.peers();
     if (group.rank() == 1) return;  // its connections end with it
     error = testing::error_of(
-        [&] { ga::detail::run_on_all(peers.get(), [&] { static_cast<void>(peers->texts_of_all("a file")); }); });
+        [&] { ga::detail::run_on_all(peers.get(), [&] { static_cast<void>(peers->all_gather_text("a file")); }); });
   });
   CHECK_THAT(error, Catch::Contains("rank 1 has ended or hangs (rank 0 of 2 waited for "));
 }

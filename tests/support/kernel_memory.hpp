@@ -56,12 +56,12 @@ class KernelMultiplier {
  public:
   KernelMultiplier(double numerator = 1, double denominator = 1, std::optional<double> device_numerator = {},
                    std::optional<double> device_denominator = {}, std::optional<float> found_inf = {},
-                   std::optional<float> left_out = {})
+                   std::optional<float> skipped_steps = {})
       : by_{.numerator = numerator, .denominator = denominator} {
     by_.device_numerator = keep(device_numerator, places_[0]);
     by_.device_denominator = keep(device_denominator, places_[1]);
     by_.found_inf = keep(found_inf, places_[2]);
-    by_.left_out = keep(left_out, places_[3]);
+    by_.skipped_steps = keep(skipped_steps, places_[3]);
   }
   const gradaccum::detail::DeviceMultiplier& pointers() const { return by_; }
 

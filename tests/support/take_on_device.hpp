@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/optimizers/moves.hpp>
+#include <gradaccum/detail/optimizers/step_plan.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <vector>
@@ -10,9 +10,9 @@ namespace testing {
 
 /// What an optimizer does with parameters on a device; also where there is none, since ATen's operations run anywhere.
 template <class Step>
-void take_on_device(const std::vector<Step>& steps, const gradaccum::detail::Multiplier& multiplier) {
-  gradaccum::detail::Moves moves;
-  add_moves(moves, steps, multiplier);
+void step_on_device(const std::vector<Step>& steps, const gradaccum::detail::Multiplier& multiplier) {
+  gradaccum::detail::StepPlan moves;
+  plan_steps(moves, steps, multiplier);
   moves.prepare();
   moves.run();
 }

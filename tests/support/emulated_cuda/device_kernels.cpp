@@ -47,7 +47,7 @@ void to_host(DeviceMultiplier& by) {
   to_host(by.device_numerator);
   to_host(by.device_denominator);
   to_host(by.found_inf);
-  to_host(by.left_out);
+  to_host(by.skipped_steps);
 }
 
 void to_host(TensorTable& tensors) {

@@ -123,7 +123,7 @@ class AllocationLog final : public MemoryLedger {
   using MemoryLedger::MemoryLedger;
 
   void reportMemoryUsage(void* block, std::int64_t bytes, std::size_t allocated, std::size_t reserved,
-                                          c10::Device device) override;
+                         c10::Device device) override;
 
   /// Returns whether the memory of a live tensor was allocated in this scope.
   bool has(const at::Tensor& tensor) const;
@@ -149,7 +149,7 @@ class AllocationLog final : public MemoryLedger {
   mutable std::mutex mutex_;
   std::vector<Entry> entries_;
   std::unordered_map<void*, std::size_t> born_;
-  std::vector<std::size_t> left_out_;
+  std::vector<std::size_t> skipped_steps_;
 };
 
 /// Logs the allocations of a scope, and passes them on to an enclosing ledger.

@@ -31,7 +31,7 @@ bool has_kernels(at::ScalarType dtype);
 at::ScalarType state_type(const at::Tensor& parameter);
 
 /// Returns state in the dtype and order that the parameter's step needs; zeros if undefined. Throws if it does not fit.
-at::Tensor settled(const at::Tensor& state, const at::Tensor& parameter, const char* name);
+at::Tensor checked_state(const at::Tensor& state, const at::Tensor& parameter, const char* name);
 
 /// Checks what kernels, which see neither shapes nor devices, assume. Must run before the first one writes.
 void check_can_be_stepped(const char* optimizer, const at::Tensor& parameter, const at::Tensor& gradient);

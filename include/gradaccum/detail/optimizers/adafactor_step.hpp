@@ -7,7 +7,7 @@
 #include <gradaccum/detail/kernels/device/launch.hpp>
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
 #include <gradaccum/detail/kernels/numbers.hpp>
-#include <gradaccum/detail/optimizers/moves.hpp>
+#include <gradaccum/detail/optimizers/step_plan.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <ATen/core/Tensor.h>
@@ -65,14 +65,14 @@ class AdafactorTensor {
   std::int64_t extra_elements_ = 0;
 };
 
-class Moves;
+class StepPlan;
 
 /// Runs the steps on the CPU in a few parallel passes; in groups if many parameters have to be copied first.
-void take_on_cpu(const std::vector<AdafactorStep>& steps, double multiplier);
+void step_on_cpu(const std::vector<AdafactorStep>& steps, double multiplier);
 /// Adds steps by our own kernels if there are any, otherwise by ATen. Does not wait for the device.
-void add_moves(Moves& moves, const std::vector<AdafactorStep>& steps, const Multiplier& multiplier);
+void plan_steps(StepPlan& moves, const std::vector<AdafactorStep>& steps, const Multiplier& multiplier);
 /// Adds steps by ATen's operations. No parameter may be empty.
-void add_aten_moves(Moves& moves, const std::vector<AdafactorStep>& steps, const Multiplier& multiplier);
+void plan_aten_steps(StepPlan& moves, const std::vector<AdafactorStep>& steps, const Multiplier& multiplier);
 
 // Overloads that `add_moves_by_kernels` needs for a step type.
 
@@ -80,7 +80,7 @@ void add_aten_moves(Moves& moves, const std::vector<AdafactorStep>& steps, const
 DeviceOperand operand_of(const AdafactorStep& step, bool by_kernel = false);
 
 /// Adds steps by our own kernels, in a few passes over many tensors.
-void add_kernel_moves(Moves& moves, const std::vector<AdafactorStep>& steps, const Multiplier& multiplier,
+void add_kernel_moves(StepPlan& moves, const std::vector<AdafactorStep>& steps, const Multiplier& multiplier,
                       const DeviceKernels& kernels);
 }  // namespace gradaccum::detail
 

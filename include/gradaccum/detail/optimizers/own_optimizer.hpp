@@ -22,7 +22,7 @@
 namespace gradaccum::detail {
 
 class GradientOf;
-class Moves;
+class StepPlan;
 template <class Step>
 struct StepsOnCpu;
 struct Multiplier;
@@ -46,25 +46,24 @@ class OnePass : public TakesGradients, public NamesItsState {
   /// Replaces the state by what `named_state` returned, in this program or another; tensors are copied. Parameters
   /// without an entry begin afresh. An unknown name, or another shape, is an error that changes nothing.
   void load_named_state(const NamedParameters& parameters, NamedTensors state);
-  std::function<void()> take_named_state(const NamedParameters& parameters, NamedTensors state,
-                                                          bool lenient) override;
+  std::function<void()> take_named_state(const NamedParameters& parameters, NamedTensors state, bool lenient) override;
 
  protected:
   /// Steps with the parameters' own gradients.
   at::Tensor step_after(const torch::optim::Optimizer::LossClosure& closure);
   /// Takes steps that have all been checked, after those that `moves` has already.
   template <class... Step>
-  void take_steps(Moves& moves, const Multiplier& multiplier, std::vector<Step>&... steps) {
+  void run_steps(StepPlan& moves, const Multiplier& multiplier, std::vector<Step>&... steps) {
     auto rounding = rounding_;  // counts random numbers, and is kept once nothing can fail any more
     (set_rounding_keys(steps, rounding), ...);
     const std::tuple<StepsOnCpu<Step>...> on_cpu{add_steps(moves, steps, multiplier)...};
     run(moves, std::move(rounding));
-    (take_on_cpu(std::get<StepsOnCpu<Step>>(on_cpu).steps(), std::get<StepsOnCpu<Step>>(on_cpu).multiplier), ...);
+    (step_on_cpu(std::get<StepsOnCpu<Step>>(on_cpu).steps(), std::get<StepsOnCpu<Step>>(on_cpu).multiplier), ...);
   }
   bool rounds(const at::Tensor& parameter) const { return rounding_.concerns(parameter); }
   bool rounds_any() const { return rounding_.is_on(); }
   /// Takes the steps that the device skipped out of the counts. Waits for the device if steps have been left to it.
-  void settle() const;
+  void sync_step_count() const;
   void save_rounding(torch::serialize::OutputArchive& archive) const;
   void load_rounding(torch::serialize::InputArchive& archive);
 
@@ -79,7 +78,7 @@ class OnePass : public TakesGradients, public NamesItsState {
   virtual void uncount(const at::Tensor& parameter, std::int64_t steps) = 0;
   /// Steps all parameters that have a gradient.
   virtual void move(const GradientOf& gradient_of, const Multiplier& multiplier) = 0;
-  void run(Moves& moves, StochasticRounding rounding);
+  void run(StepPlan& moves, StochasticRounding rounding);
   template <class Step>
   void set_rounding_keys(std::vector<Step>& steps, StochasticRounding& rounding) {
     for (auto& step : steps)
@@ -90,7 +89,7 @@ class OnePass : public TakesGradients, public NamesItsState {
 
   DistinctParameters distinct_;
   StochasticRounding rounding_;
-  mutable at::Tensor left_out_;                // the number of skipped steps, known on the device alone
+  mutable at::Tensor skipped_steps_;           // the number of skipped steps, known on the device alone
   mutable std::vector<at::Tensor> concerned_;  // the parameters of those steps
 };
 
@@ -114,8 +113,8 @@ class OnePassOptimizer : public Base, public OnePass {
   void load(torch::serialize::InputArchive& archive) override;
 
   /// LibTorch's state. Through a `torch::optim::Optimizer&` its counts may include steps that a device has skipped.
-  auto& state() { return settle(), Base::state(); }
-  const auto& state() const { return settle(), Base::state(); }
+  auto& state() { return sync_step_count(), Base::state(); }
+  const auto& state() const { return sync_step_count(), Base::state(); }
 
  protected:
   using ParamState = State;

@@ -123,8 +123,8 @@ struct FloatMoments {
   const char* name;
 };
 /// Prepares moments for a step by rows, which it returns; or for a dense step, for which it makes the gradient dense.
-std::shared_ptr<const StepRows> settle(const at::Tensor& parameter, at::Tensor& gradient,
-                                       const std::vector<FloatMoments>& moments, bool by_rows);
+std::shared_ptr<const StepRows> prepare_moments(const at::Tensor& parameter, at::Tensor& gradient,
+                                                const std::vector<FloatMoments>& moments, bool by_rows);
 
 /// Returns a step's moments in the form of the parameter's state.
 template <class Step>

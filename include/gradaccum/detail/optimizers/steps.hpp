@@ -17,7 +17,7 @@
 
 namespace gradaccum::detail {
 
-class Moves;
+class StepPlan;
 
 /// One parameter's step of Adam or AdamW, with the tensors that it reads and writes.
 struct AdamStep {
@@ -40,11 +40,11 @@ AdamStep adam_step_of(const AdamSettings& settings, const at::Tensor& parameter,
                       const Multiplier& multiplier);
 
 /// Runs the steps on the CPU in one parallel loop that reads and writes each element once.
-void take_on_cpu(const std::vector<AdamStep>& steps, double multiplier);
+void step_on_cpu(const std::vector<AdamStep>& steps, double multiplier);
 /// Adds steps by our own kernels if there are any, otherwise by ATen.
-void add_moves(Moves& moves, const std::vector<AdamStep>& steps, const Multiplier& multiplier);
+void plan_steps(StepPlan& moves, const std::vector<AdamStep>& steps, const Multiplier& multiplier);
 /// Adds steps by ATen's fused operation.
-void add_aten_moves(Moves& moves, const std::vector<AdamStep>& steps, const Multiplier& multiplier);
+void plan_aten_steps(StepPlan& moves, const std::vector<AdamStep>& steps, const Multiplier& multiplier);
 
 /// ATen's fused operation on lists of tensors of one device and dtype.
 class FusedAdam {
@@ -68,11 +68,11 @@ struct SgdStep {
 };
 
 /// Runs the steps on the CPU in one parallel loop that reads and writes each element once.
-void take_on_cpu(const std::vector<SgdStep>& steps, double multiplier);
+void step_on_cpu(const std::vector<SgdStep>& steps, double multiplier);
 /// Adds steps by our own kernels if there are any, otherwise by ATen.
-void add_moves(Moves& moves, const std::vector<SgdStep>& steps, const Multiplier& multiplier);
+void plan_steps(StepPlan& moves, const std::vector<SgdStep>& steps, const Multiplier& multiplier);
 /// Adds steps by ATen's fused operation.
-void add_aten_moves(Moves& moves, const std::vector<SgdStep>& steps, const Multiplier& multiplier);
+void plan_aten_steps(StepPlan& moves, const std::vector<SgdStep>& steps, const Multiplier& multiplier);
 
 /// A tensor of 8-bit moments: a code for each element, in the parameter's memory order, and the largest magnitude of
 /// each block of `eight_bit_block` elements.
@@ -96,7 +96,7 @@ at::Tensor decoded(const Codes& moments, bool is_signed);
 Codes encoded(const at::Tensor& numbers, bool is_signed);
 
 /// Returns the moments in the parameter's element order; zeros if there are none. Throws if loaded moments do not fit.
-Codes settled(const Codes& moments, const at::Tensor& parameter, bool is_signed, const char* name);
+Codes checked_state(const Codes& moments, const at::Tensor& parameter, bool is_signed, const char* name);
 
 /// One parameter's step with 8-bit moments.
 struct Adam8bitStep {
@@ -113,14 +113,14 @@ Adam8bitStep adam8bit_step_of(const AdamSettings& settings, const at::Tensor& pa
                               const Codes& exp_avg, const Codes& exp_avg_sq, const Multiplier& multiplier);
 
 /// Runs the steps on the CPU in one parallel loop. Each block is decoded, stepped and encoded while it is in the cache.
-void take_on_cpu(const std::vector<Adam8bitStep>& steps, double multiplier);
+void step_on_cpu(const std::vector<Adam8bitStep>& steps, double multiplier);
 /// Adds steps by our own kernels if there are any, otherwise by ATen.
-void add_moves(Moves& moves, const std::vector<Adam8bitStep>& steps, const Multiplier& multiplier);
+void plan_steps(StepPlan& moves, const std::vector<Adam8bitStep>& steps, const Multiplier& multiplier);
 /// Adds steps by ATen's fused operation, on moments that are decoded a part at a time.
-void add_aten_moves(Moves& moves, const std::vector<Adam8bitStep>& steps, const Multiplier& multiplier);
+void plan_aten_steps(StepPlan& moves, const std::vector<Adam8bitStep>& steps, const Multiplier& multiplier);
 
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/optimizers/moves.ipp>
+#include <gradaccum/impl/optimizers/step_plan.ipp>
 #endif

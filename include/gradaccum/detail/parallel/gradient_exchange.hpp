@@ -3,8 +3,8 @@
 
 #include <gradaccum/gradients.hpp>
 
-#include <gradaccum/detail/parallel/links.hpp>
-#include <gradaccum/detail/window/arrival_scope.hpp>
+#include <gradaccum/detail/parallel/connections.hpp>
+#include <gradaccum/detail/window/grad_ready_scope.hpp>
 #include <gradaccum/detail/window/shards.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
@@ -42,13 +42,14 @@ std::vector<Bucket> buckets_of(const std::vector<at::Tensor>& parameters, std::o
 /// Sums one window's gradients over all ranks. Sends a bucket once it is complete and all earlier ones have been sent.
 ///
 /// Gradients are sent multiplied by the window's first weight, because each rank has divided its own by it.
-class GradientExchange : public ArrivalListener {
+class GradientExchange : public GradReadyListener {
  public:
-  GradientExchange(std::shared_ptr<Links> links, Links::Line line, std::shared_ptr<WindowGradients> window,
-                   std::optional<c10::ScalarType> accumulate_in, std::int64_t bucket_bytes);
+  GradientExchange(std::shared_ptr<Connections> links, Connections::Channel line,
+                   std::shared_ptr<WindowGradients> window, std::optional<c10::ScalarType> accumulate_in,
+                   std::int64_t bucket_bytes);
 
   const std::vector<at::Tensor>& parameters() const override { return parameters_; }
-  void arrive(std::size_t place) override;
+  void grad_ready(std::size_t place) override;
   void end() override;
 
   /// Starts a round for another micro-batch, in which all buckets are sent again.
@@ -79,8 +80,8 @@ class GradientExchange : public ArrivalListener {
   double unit_of(double weight_of_all) const;
   virtual void send(const Bucket& bucket) = 0;
 
-  const std::shared_ptr<Links> links_;
-  const Links::Line line_;
+  const std::shared_ptr<Connections> connections_;
+  const Connections::Channel line_;
   const std::shared_ptr<WindowGradients> window_;
   const std::vector<at::Tensor> parameters_;
   const std::optional<c10::ScalarType> accumulate_in_;
@@ -105,11 +106,11 @@ class GradientExchange : public ArrivalListener {
 ///
 /// At most a bucket, or one gradient that is not split, is in flight, and takes as much memory again where it arrives:
 /// the oldest must arrive before more is sent. So the end of a backward pass overlaps the next forward pass.
-class GradientPieces final : public GradientExchange {
+class GradReduceScatter final : public GradientExchange {
  public:
-  GradientPieces(std::shared_ptr<Links> links, Links::Line line, std::shared_ptr<WindowGradients> window,
-                 std::optional<c10::ScalarType> accumulate_in, std::int64_t bucket_bytes,
-                 std::shared_ptr<const Shards> shards);
+  GradReduceScatter(std::shared_ptr<Connections> links, Connections::Channel line,
+                    std::shared_ptr<WindowGradients> window, std::optional<c10::ScalarType> accumulate_in,
+                    std::int64_t bucket_bytes, std::shared_ptr<const Shards> shards);
 
   void end_round() override;
   /// Returns 1 for each parameter with a gradient in this round or an earlier one.
@@ -127,7 +128,7 @@ class GradientPieces final : public GradientExchange {
     const Bucket& bucket;
     Part part;
     at::Tensor from, to = {}, own = {};  // own: this rank's part of `from`, if not sent
-    Links::Pending pending = nullptr;
+    Connections::Pending pending = nullptr;
     std::int64_t bytes() const { return static_cast<std::int64_t>(from.nbytes()); }
   };
 
@@ -153,7 +154,7 @@ class GradientPieces final : public GradientExchange {
 /// All-reduces gradients: each rank gets the sums of all.
 ///
 /// A gradient that fills its bucket alone is summed in place; others are copied together, and back.
-class WholeGradients final : public GradientExchange {
+class GradAllReduce final : public GradientExchange {
  public:
   using GradientExchange::GradientExchange;
 
@@ -162,7 +163,7 @@ class WholeGradients final : public GradientExchange {
  private:
   struct Sent {
     at::Tensor sum;
-    Links::Pending pending;
+    Connections::Pending pending;
   };
 
   void send(const Bucket& bucket) override;
@@ -176,8 +177,8 @@ class Shards;
 
 /// Sends the pieces that each rank has stepped to all others, after a sharded step of these parameters. A large piece
 /// is sent in place; a rank's small pieces are copied together, with at most `bucket_bytes` of copies in flight.
-void exchange_pieces(Links& links, Links::Line line, const Shards& shards, const std::vector<std::size_t>& places,
-                     std::int64_t bucket_bytes);
+void all_gather_parameters(Connections& links, Connections::Channel line, const Shards& shards,
+                           const std::vector<std::size_t>& places, std::int64_t bucket_bytes);
 
 }  // namespace gradaccum::detail
 

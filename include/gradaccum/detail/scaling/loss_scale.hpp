@@ -34,7 +34,7 @@ struct LossScale {
 };
 
 /// A device number that is copied to the host without a wait, and read once it has arrived.
-class LateNumber {
+class AsyncNumber {
  public:
   /// Begins to copy a 0-dim float32 tensor. Does nothing while a copy is in flight.
   void ask(const at::Tensor& number);
@@ -69,7 +69,7 @@ class DeviceScale {
   StreamMemory memory_, before_;  // of this state, and of the last one
   at::Tensor state_;              // float64 [2] as ScaleState has it
   at::Tensor value_, wide_;       // views of the state
-  LateNumber heard_;
+  AsyncNumber heard_;
 };
 
 }  // namespace gradaccum::detail

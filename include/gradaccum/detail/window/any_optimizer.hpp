@@ -92,7 +92,7 @@ class OptimizerOf final : public AnyOptimizer {
 ///
 /// @note Waits for the device only if the gradients are required to be finite and the optimizer leaves that check to
 /// the host: a 4-byte read.
-StepResult take_step(AnyOptimizer& optimizer, Gradients gradients);
+StepResult step_optimizer(AnyOptimizer& optimizer, Gradients gradients);
 
 }  // namespace gradaccum::detail
 

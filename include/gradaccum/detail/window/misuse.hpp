@@ -13,7 +13,7 @@
 
 namespace gradaccum::detail {
 
-class ArrivalScope;
+class GradReadyScope;
 class WatchedParameters;
 
 /// Watches a few parameters closely, for leftovers of accumulation by hand in a loop: clipping inside a window, a step
@@ -28,7 +28,7 @@ class CloseWatch {
   ~CloseWatch();
 
   /// Watches some of these parameters from now on.
-  void follow(const std::vector<at::Tensor>& parameters);
+  void refresh_parameters(const std::vector<at::Tensor>& parameters);
   /// Opens a window in which parameters must not change after the first micro-batch. Call `look` first.
   void open();
   /// Records the gradients as correct.
@@ -51,7 +51,7 @@ class CloseWatch {
 
  private:
   std::shared_ptr<WatchedParameters> watched_;
-  std::unique_ptr<ArrivalScope> hearing_;
+  std::unique_ptr<GradReadyScope> hearing_;
   bool warned_of_passes_ = false, warned_of_parameters_ = false;
 };
 
@@ -73,14 +73,14 @@ struct WindowProgress {
   Window counter;
   std::shared_ptr<WindowGradients> gradients = {};  ///< shared with their handles, state included
   WindowForm form = WindowForm::none;
-  bool in_hand = false;    ///< a micro-batch has had its backward, and is not complete
-  bool scaled = false;     ///< the losses were scaled, so the scale has to be divided out
-  bool following = false;  ///< complete because other processes close theirs
+  bool in_hand = false;              ///< a micro-batch has had its backward, and is not complete
+  bool scaled = false;               ///< the losses were scaled, so the scale has to be divided out
+  bool closing_with_others = false;  ///< complete because other processes close theirs
   bool has_peers = false, steps_in_backward = false;
 
   std::int64_t count() const { return counter.count(); }
   bool weighted() const { return form == WindowForm::weighted; }
-  bool full() const { return following || counter.full(); }
+  bool full() const { return closing_with_others || counter.full(); }
   /// True once the window is summed over all processes.
   bool reduced() const { return has_peers && gradients->complete(); }
   /// True if other processes may be adding to its sums.
@@ -94,12 +94,12 @@ class Misuse {
   explicit Misuse(const WindowProgress& window) : window_(window) {}
 
   /// Called before a window with these parameters is opened. If it throws, nothing has changed.
-  void before_open(const std::vector<at::Tensor>& parameters) { close_watch_.follow(parameters); }
+  void before_open(const std::vector<at::Tensor>& parameters) { close_watch_.refresh_parameters(parameters); }
   /// `after_another`: another window came before, and its gradients have not been cleared.
   void opened(bool after_another);
   void cleared() { after_another_ = false; }
   /// Called when the list of parameters has changed.
-  void follow(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after);
+  void refresh_parameters(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after);
   /// Records the gradients as they are.
   void look();
   void end_micro_batch() { close_watch_.count(); }

@@ -5,7 +5,7 @@
 
 #include <gradaccum/detail/state/pieces.hpp>
 #include <gradaccum/detail/window/any_optimizer.hpp>
-#include <gradaccum/detail/window/arrival_scope.hpp>
+#include <gradaccum/detail/window/grad_ready_scope.hpp>
 #include <gradaccum/detail/window/misuse.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
@@ -20,7 +20,7 @@
 
 namespace gradaccum::detail {
 
-class Peers;
+class Communicator;
 
 /// The window of one optimizer. Counts its micro-batches, keeps their sums, closes with a step, and opens the next.
 ///
@@ -36,7 +36,7 @@ class OpenWindow {
 
   AnyOptimizer& optimizer() const { return *optimizer_; }
   /// Takes over parameters that were added to the optimizer, which may happen at any time.
-  void follow();
+  void refresh_parameters();
 
   /// Runs backward. `fills`: this micro-batch completes the window, so parameters may be stepped in its backward.
   void backward(Loss loss, const BackwardOptions& options, bool fills = false);
@@ -85,7 +85,7 @@ class OpenWindow {
   std::int64_t micro_steps() const { return now_.count() - now_.in_hand; }
   bool in_hand() const { return now_.in_hand; }
   bool ready() const { return micro_steps() + 1 >= now_.counter.steps(); }
-  bool follows_others() const { return now_.following; }
+  bool closes_with_others() const { return now_.closing_with_others; }
   bool full() const { return now_.full(); }
   bool scaled() const { return now_.scaled; }  ///< the losses were multiplied by a loss scaler
   /// Returns true if there is weight, that of other processes included once the window is complete.
@@ -101,8 +101,8 @@ class OpenWindow {
   bool steps_in_backward() const { return now_.steps_in_backward; }
 
   /// Sums each window over these processes when it is complete.
-  void set_peers(std::shared_ptr<Peers> peers);
-  const std::shared_ptr<Peers>& peers() const { return peers_; }
+  void set_peers(std::shared_ptr<Communicator> peers);
+  const std::shared_ptr<Communicator>& peers() const { return peers_; }
   /// Called when this process has no more micro-batches. Returns true if others have some: this window is then complete
   /// with theirs, empty or not. Clears the gradients of an empty window, which belong to something else.
   bool others_continue();
@@ -118,12 +118,12 @@ class OpenWindow {
   void run_backward(const Loss& loss, const BackwardOptions& options, bool fills);
   void count_plain();
   void end_micro_batch();
-  void settle(bool complete);
+  void finish_micro_batch(bool complete);
 
   std::unique_ptr<AnyOptimizer> optimizer_;
   std::optional<at::ScalarType> accumulate_in_;
   StepOfSome step_in_backward_;
-  std::shared_ptr<Peers> peers_;
+  std::shared_ptr<Communicator> peers_;
   std::vector<at::Tensor> listed_;  // the parameters as the optimizer lists them
   bool sums_apart_ = false;
   WindowProgress now_;

@@ -59,7 +59,7 @@ class GradientWatch {
   /// Records the gradients as they are.
   void look(const std::vector<at::Tensor>& parameters);
   /// Follows a change of the list of parameters. A new one counts as seen without a gradient.
-  void follow(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after);
+  void refresh_parameters(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after);
   /// Returns true if another backward, or anything else, has written to a gradient.
   bool touched(const std::vector<at::Tensor>& parameters) const;
 
@@ -270,8 +270,8 @@ struct Multiplier {
   double numerator = 1.0, denominator = 1.0;
   at::Tensor device_numerator = {}, device_denominator = {};  ///< 0-dim float64, or undefined
   /// Tensors of a step that the device may skip, else undefined. `found_inf`: 0-dim float32, 1 if it skips the step;
-  /// `left_out`: the number of skipped steps that the host does not know of.
-  at::Tensor found_inf = {}, left_out = {};
+  /// `skipped_steps`: the number of skipped steps that the host does not know of.
+  at::Tensor found_inf = {}, skipped_steps = {};
 
   bool on_host() const { return !device_numerator.defined() && !device_denominator.defined(); }
   double host() const { return numerator / denominator; }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/checkpoint/chain.hpp>
 #include <gradaccum/checkpointed_sequential.hpp>
+#include <gradaccum/detail/checkpoint/chain.hpp>
 
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
 #include <gradaccum/detail/checkpoint/recomputation.hpp>
@@ -225,7 +225,7 @@ GRADACCUM_INLINE void AllocationLog::leave_out(const at::Tensor& tensor) {
   }
   const std::lock_guard lock(mutex_);
   const auto born = born_.find(tensor.storage().mutable_data());
-  if (born != born_.end()) left_out_.push_back(born->second);
+  if (born != born_.end()) skipped_steps_.push_back(born->second);
 }
 
 GRADACCUM_INLINE AllocationLog::Bytes AllocationLog::between(std::size_t from, std::size_t to) const {
@@ -233,7 +233,8 @@ GRADACCUM_INLINE AllocationLog::Bytes AllocationLog::between(std::size_t from, s
   Bytes bytes;
   for (std::size_t i = 0; i < to; ++i) {
     const auto& entry = entries_[i];
-    if (std::ranges::find(left_out_, entry.bytes > 0 ? i : entry.born) == left_out_.end()) bytes.live += entry.bytes;
+    if (std::ranges::find(skipped_steps_, entry.bytes > 0 ? i : entry.born) == skipped_steps_.end())
+      bytes.live += entry.bytes;
     bytes.peak = i < from ? bytes.live : std::max(bytes.peak, bytes.live);
   }
   return bytes;

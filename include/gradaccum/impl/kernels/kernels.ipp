@@ -71,7 +71,7 @@ GRADACCUM_INLINE at::ScalarType state_type(const at::Tensor& parameter) {
   return at::toOpMathType(parameter.scalar_type());
 }
 
-GRADACCUM_INLINE at::Tensor settled(const at::Tensor& state, const at::Tensor& parameter, const char* name) {
+GRADACCUM_INLINE at::Tensor checked_state(const at::Tensor& state, const at::Tensor& parameter, const char* name) {
   const auto like = plain_layout_of(parameter);
   if (!state.defined()) {
     const auto options = parameter.options().dtype(state_type(parameter));

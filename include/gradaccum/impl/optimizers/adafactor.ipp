@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/optim/adafactor.hpp>
 #include <gradaccum/detail/optimizers/adafactor_step.hpp>
+#include <gradaccum/optim/adafactor.hpp>
 
 #include <gradaccum/archive.hpp>
 
@@ -210,8 +210,8 @@ GRADACCUM_INLINE void Adafactor::move(const detail::GradientOf& gradient_of, con
         steps.push_back(detail::adafactor_step_of(parameter, gradient, options_of(group), states.back().second));
       }
   }
-  detail::Moves moves;
-  take_steps(moves, multiplier, steps);
+  detail::StepPlan moves;
+  run_steps(moves, multiplier, steps);
   keep(std::move(states));
 }
 
@@ -358,7 +358,7 @@ GRADACCUM_INLINE void take_passes(std::vector<AdafactorTensor>& tensors) {
   for (auto& tensor : tensors) tensor.write_back();
 }
 
-GRADACCUM_INLINE void take_on_cpu(const std::vector<AdafactorStep>& steps, double multiplier) {
+GRADACCUM_INLINE void step_on_cpu(const std::vector<AdafactorStep>& steps, double multiplier) {
   std::vector<AdafactorTensor> tensors;
   std::int64_t extra = 0;
   for (auto& step : steps) {
@@ -377,14 +377,15 @@ GRADACCUM_INLINE void take_on_cpu(const std::vector<AdafactorStep>& steps, doubl
 struct AdafactorWeights {
   AdafactorWeights(const AdafactorSettings& settings, const Multiplier& multiplier, at::Device device,
                    at::ScalarType dtype)
-      : by(settings), left_out(left_out_on(device, multiplier)) {
+      : by(settings), skipped_steps(left_out_on(device, multiplier)) {
     const auto number = [&](double value) {
       return at::full({}, value, at::TensorOptions(at::kDouble).device(device));
     };
     fresh2 = number(by.fresh2);
     step_size = number(by.step_size);
-    if (multiplier.left_out.defined()) {
-      const auto step = (by.step - multiplier.left_out.to(device, /*non_blocking=*/true).to(at::kDouble)).clamp_min_(1);
+    if (multiplier.skipped_steps.defined()) {
+      const auto step =
+          (by.step - multiplier.skipped_steps.to(device, /*non_blocking=*/true).to(at::kDouble)).clamp_min_(1);
       fresh2 = step.pow(by.beta2_decay);
       if (by.relative_step) step_size = at::minimum(by.warmup_init ? 1e-6 * step : number(by.lr), step.rsqrt());
     }
@@ -402,11 +403,11 @@ struct AdafactorWeights {
 
   /// Sets `factor` to `value`, which must leave everything unchanged, if the step is skipped.
   void keep_if_left_out(const at::Tensor& factor, double value) const {
-    if (left_out.defined()) factor.masked_fill_(left_out, value);
+    if (skipped_steps.defined()) factor.masked_fill_(skipped_steps, value);
   }
 
   AdafactorSettings by;
-  at::Tensor left_out, fresh2, kept2, step_size, kept1;
+  at::Tensor skipped_steps, fresh2, kept2, step_size, kept1;
 };
 
 /// One parameter's step on a device.
@@ -492,8 +493,8 @@ class AdafactorMove final : public Move {
   at::Tensor with_momentum(const at::Tensor& update) const {
     if (!step_.exp_avg.defined()) return update;
     step_.exp_avg.mul_(weights_.kept1).add_(update, 1 - by().beta1);
-    if (!weights_.left_out.defined()) return step_.exp_avg;
-    return update.copy_(step_.exp_avg).masked_fill_(weights_.left_out, 0);
+    if (!weights_.skipped_steps.defined()) return step_.exp_avg;
+    return update.copy_(step_.exp_avg).masked_fill_(weights_.skipped_steps, 0);
   }
 
   AdafactorStep step_;
@@ -502,8 +503,8 @@ class AdafactorMove final : public Move {
   at::Tensor update_, step_size_, norm_, row_, col_, means_;
 };
 
-GRADACCUM_INLINE void add_aten_moves(Moves& moves, const std::vector<AdafactorStep>& steps,
-                                     const Multiplier& multiplier) {
+GRADACCUM_INLINE void plan_aten_steps(StepPlan& moves, const std::vector<AdafactorStep>& steps,
+                                      const Multiplier& multiplier) {
   std::optional<AdafactorWeights> weights;
   for (auto& step : steps) {
     const auto device = step.parameter.device();
@@ -514,7 +515,8 @@ GRADACCUM_INLINE void add_aten_moves(Moves& moves, const std::vector<AdafactorSt
   }
 }
 
-GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<AdafactorStep>& steps, const Multiplier& multiplier) {
+GRADACCUM_INLINE void plan_steps(StepPlan& moves, const std::vector<AdafactorStep>& steps,
+                                 const Multiplier& multiplier) {
   std::vector<AdafactorStep> with_elements;
   for (auto& step : steps)
     if (step.parameter.numel() > 0) with_elements.push_back(step);
@@ -630,7 +632,7 @@ class AdafactorKernelMove final : public Move {
   at::Tensor memory_;
 };
 
-GRADACCUM_INLINE void add_kernel_moves(Moves& moves, const std::vector<AdafactorStep>& steps,
+GRADACCUM_INLINE void add_kernel_moves(StepPlan& moves, const std::vector<AdafactorStep>& steps,
                                        const Multiplier& multiplier, const DeviceKernels& kernels) {
   for (auto& batch : batches_of(steps, /*multiplied=*/false, /*by_kernel=*/true)) {
     const auto device = batch.front().step.parameter.device();

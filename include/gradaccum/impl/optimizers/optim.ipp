@@ -2,15 +2,15 @@
 #pragma once
 
 #include <gradaccum/optim/adam.hpp>
-#include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/optim/adam8bit.hpp>
+#include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/optim/adamw8bit.hpp>
 #include <gradaccum/optim/sgd.hpp>
 
 #include <gradaccum/gradients.hpp>
 
 #include <gradaccum/detail/kernels/dense.hpp>
-#include <gradaccum/detail/optimizers/moves.hpp>
+#include <gradaccum/detail/optimizers/step_plan.hpp>
 #include <gradaccum/detail/optimizers/steps.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
@@ -37,8 +37,8 @@ GRADACCUM_INLINE void Adam::move(const detail::GradientOf& gradient_of, const de
         steps.push_back(detail::adam_step_of(name, parameter, gradient,
                                              static_cast<const AdamOptions&>(group.options()),
                                              /*decoupled=*/false, known_state(parameter), multiplier));
-  detail::Moves moves;
-  take_steps(moves, multiplier, steps);
+  detail::StepPlan moves;
+  run_steps(moves, multiplier, steps);
   for (auto& step : steps) detail::keep_state(step, kept_state(step.parameter));
 }
 
@@ -56,8 +56,8 @@ GRADACCUM_INLINE void AdamW::move(const detail::GradientOf& gradient_of, const d
         steps.push_back(detail::adam_step_of(name, parameter, gradient,
                                              static_cast<const AdamWOptions&>(group.options()),
                                              /*decoupled=*/true, known_state(parameter), multiplier));
-  detail::Moves moves;
-  take_steps(moves, multiplier, steps);
+  detail::StepPlan moves;
+  run_steps(moves, multiplier, steps);
   for (auto& step : steps) detail::keep_state(step, kept_state(step.parameter));
 }
 
@@ -98,8 +98,8 @@ GRADACCUM_INLINE SgdStep sgd_step_of(const at::Tensor& parameter, const at::Tens
                buffer};
   std::vector<FloatMoments> moments;
   if (options.momentum() != 0) moments.push_back({step.momentum_buffer, "momentum_buffer"});
-  step.rows = settle(parameter, step.gradient, moments,
-                     options.weight_decay() == 0 && steps_by_rows(parameter, gradient, multiplier));
+  step.rows = prepare_moments(parameter, step.gradient, moments,
+                              options.weight_decay() == 0 && steps_by_rows(parameter, gradient, multiplier));
   return step;
 }
 
@@ -111,8 +111,8 @@ GRADACCUM_INLINE std::function<void()> row_move_of(const at::Tensor& parameter, 
   multiply_({rows}, multiplier);
   const bool by_number = rows.sparse_dim() == 1 && !at::globalContext().deterministicAlgorithms();
   if (!by_number) rows = rows.coalesce();
-  if (const auto left_out = left_out_on(parameter.device(), multiplier); left_out.defined())
-    rows._values().masked_fill_(left_out, 0);
+  if (const auto skipped_steps = left_out_on(parameter.device(), multiplier); skipped_steps.defined())
+    rows._values().masked_fill_(skipped_steps, 0);
   rows._values().mul_(-lr);  // before rounding to the parameter's dtype
   rows = rows.to(parameter.scalar_type());
   if (by_number)
@@ -150,7 +150,7 @@ GRADACCUM_INLINE bool SGD::judges_on_device(const Gradients& gradients) const {
 
 GRADACCUM_INLINE void SGD::move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) {
   std::vector<detail::SgdStep> steps;
-  detail::Moves moves;
+  detail::StepPlan moves;
   for (auto& group : param_groups()) {
     const auto& options = static_cast<const SGDOptions&>(group.options());
     for (auto& parameter : group.params()) {
@@ -164,7 +164,7 @@ GRADACCUM_INLINE void SGD::move(const detail::GradientOf& gradient_of, const det
         steps.push_back(detail::sgd_step_of(parameter, gradient, options, known_state(parameter), multiplier));
     }
   }
-  take_steps(moves, multiplier, steps);
+  run_steps(moves, multiplier, steps);
   for (auto& step : steps)  // become the optimizer's once the step is taken
     if (step.settings.momentum != 0)
       kept_state(step.parameter).momentum_buffer(detail::kept_moments(step, step.momentum_buffer));

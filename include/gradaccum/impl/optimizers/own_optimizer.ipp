@@ -5,7 +5,7 @@
 
 #include <gradaccum/gradients.hpp>
 
-#include <gradaccum/detail/optimizers/moves.hpp>
+#include <gradaccum/detail/optimizers/step_plan.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <ATen/core/grad_mode.h>
@@ -34,7 +34,7 @@ GRADACCUM_INLINE at::Tensor OnePass::step_after(const torch::optim::Optimizer::L
     at::AutoGradMode with_gradients(true);
     loss = closure();
   }
-  settle();
+  sync_step_count();
   at::NoGradGuard no_grad;
   check_distinct();
   move(GradientOf(), {});
@@ -49,7 +49,7 @@ GRADACCUM_INLINE void OnePass::step(Gradients gradients) {
   for_each_parameter(itself(), [&](const at::Tensor& parameter) { any = any || gradient_of(parameter).defined(); });
   TORCH_CHECK(any, class_name(), ": step(gradients) was given those of other parameters than the optimizer's");
   if (left_to_device) return move_unless_overflowed(gradient_of, std::move(gradients));
-  settle();
+  sync_step_count();
   at::NoGradGuard no_grad;
   check_distinct();
   move(gradient_of, product_of(gradients));
@@ -73,32 +73,32 @@ GRADACCUM_INLINE void OnePass::move_unless_overflowed(const GradientOf& gradient
   at::NoGradGuard no_grad;
   auto by = product_of(gradients);
   auto parameters = gradients.parameters();
-  if (!same_parameters(parameters, concerned_)) settle();
+  if (!same_parameters(parameters, concerned_)) sync_step_count();
   by.found_inf = gradients.judge_on_device();
   check_distinct();
   if (!counts_steps()) return move(gradient_of, by);
-  if (left_out_.defined()) by.left_out = left_out_.to(by.found_inf.device());
-  auto left_out = by.left_out.defined() ? by.left_out : number_that_changes(by.found_inf.device());
+  if (skipped_steps_.defined()) by.skipped_steps = skipped_steps_.to(by.found_inf.device());
+  auto skipped_steps = by.skipped_steps.defined() ? by.skipped_steps : number_that_changes(by.found_inf.device());
   move(gradient_of, by);
-  left_out_ = left_out.add_(by.found_inf);
+  skipped_steps_ = skipped_steps.add_(by.found_inf);
   concerned_ = std::move(parameters);
 }
 
-GRADACCUM_INLINE void OnePass::settle() const {
-  if (!left_out_.defined()) return;
-  const auto steps = static_cast<std::int64_t>(left_out_.item<float>());
-  left_out_.reset();
+GRADACCUM_INLINE void OnePass::sync_step_count() const {
+  if (!skipped_steps_.defined()) return;
+  const auto steps = static_cast<std::int64_t>(skipped_steps_.item<float>());
+  skipped_steps_.reset();
   for (auto& parameter : std::exchange(concerned_, {})) const_cast<OnePass&>(*this).uncount(parameter, steps);
 }
 
-GRADACCUM_INLINE void OnePass::run(Moves& moves, StochasticRounding rounding) {
+GRADACCUM_INLINE void OnePass::run(StepPlan& moves, StochasticRounding rounding) {
   moves.prepare();
   rounding_ = std::move(rounding);
   moves.run();
 }
 
 GRADACCUM_INLINE NamedTensors OnePass::named_state(const NamedParameters& parameters) const {
-  settle();
+  sync_step_count();
   const NameOf name_of(parameters);
   auto all = named_state_of(itself(), name_of);
   std::size_t place = 0;
@@ -125,7 +125,7 @@ GRADACCUM_INLINE std::function<void()> OnePass::take_named_state(const NamedPara
               ": load_named_state: there is no parameter, or no such state, for ",
               state.empty() ? "" : state.begin()->first);
   return [this, become, steps] {
-    settle();
+    sync_step_count();
     rounding_.set_steps(steps);
     become();
   };
@@ -155,7 +155,7 @@ bool OnePassOptimizer<Derived, Base, State>::steps_by_elements() const {
 
 template <class Derived, class Base, class State>
 void OnePassOptimizer<Derived, Base, State>::save(torch::serialize::OutputArchive& archive) const {
-  this->settle();
+  this->sync_step_count();
   make_dense(*this);
   Base::save(archive);
   this->save_rounding(archive);
@@ -163,7 +163,7 @@ void OnePassOptimizer<Derived, Base, State>::save(torch::serialize::OutputArchiv
 
 template <class Derived, class Base, class State>
 void OnePassOptimizer<Derived, Base, State>::load(torch::serialize::InputArchive& archive) {
-  this->settle();
+  this->sync_step_count();
   Base::load(archive);
   make_dense(*this);  // LibTorch's SGD may have saved the sum of sparse gradients
   this->load_rounding(archive);
@@ -259,7 +259,7 @@ void OwnOptimizer<Derived, Options, State>::add_param_group(const torch::optim::
 
 template <class Derived, class Options, class State>
 void OwnOptimizer<Derived, Options, State>::save(torch::serialize::OutputArchive& archive) const {
-  this->settle();
+  this->sync_step_count();
   make_dense(*this);
   torch::optim::serialize<State, Options>(archive, *this);
   this->save_rounding(archive);
@@ -267,7 +267,7 @@ void OwnOptimizer<Derived, Options, State>::save(torch::serialize::OutputArchive
 
 template <class Derived, class Options, class State>
 void OwnOptimizer<Derived, Options, State>::load(torch::serialize::InputArchive& archive) {
-  this->settle();
+  this->sync_step_count();
   torch::optim::serialize<State, Options>(archive, static_cast<torch::optim::Optimizer&>(*this));
   this->load_rounding(archive);
 }
@@ -359,11 +359,11 @@ GRADACCUM_INLINE void Adam8bitParamState::restore_order() {
 GRADACCUM_INLINE void Adam8bitParamState::check(const at::Tensor& parameter) const {
   detail::check_order(order, parameter.dim());
   if (coded()) {
-    detail::settled({exp_avg, exp_avg_scale}, parameter, true, "exp_avg");
-    detail::settled({exp_avg_sq, exp_avg_sq_scale}, parameter, false, "exp_avg_sq");
+    detail::checked_state({exp_avg, exp_avg_scale}, parameter, true, "exp_avg");
+    detail::checked_state({exp_avg_sq, exp_avg_sq_scale}, parameter, false, "exp_avg_sq");
   } else {
-    detail::settled(exp_avg, parameter, "exp_avg");
-    detail::settled(exp_avg_sq, parameter, "exp_avg_sq");
+    detail::checked_state(exp_avg, parameter, "exp_avg");
+    detail::checked_state(exp_avg_sq, parameter, "exp_avg_sq");
   }
   TORCH_CHECK(exp_avg.defined() && exp_avg_sq.defined(), "optimizer state: exp_avg and exp_avg_sq must both be there");
 }
@@ -439,8 +439,8 @@ void Adam8bitOptimizer<Derived, Options>::move_blocks(const GradientOf& gradient
         steps.add(parameter, gradient, settings, std::move(state), coded, multiplier);
       }
   }
-  Moves moves;
-  this->take_steps(moves, multiplier, steps.whole, steps.coded);
+  StepPlan moves;
+  this->run_steps(moves, multiplier, steps.whole, steps.coded);
   this->keep(std::move(steps.states));
 }
 

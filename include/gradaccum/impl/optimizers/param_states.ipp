@@ -294,11 +294,12 @@ GRADACCUM_INLINE std::shared_ptr<const StepRows> rows_of(const at::Tensor& param
   return rows;
 }
 
-GRADACCUM_INLINE std::shared_ptr<const StepRows> settle(const at::Tensor& parameter, at::Tensor& gradient,
-                                                        const std::vector<FloatMoments>& moments, bool by_rows) {
+GRADACCUM_INLINE std::shared_ptr<const StepRows> prepare_moments(const at::Tensor& parameter, at::Tensor& gradient,
+                                                                 const std::vector<FloatMoments>& moments,
+                                                                 bool by_rows) {
   if (!by_rows) {
     if (gradient.is_sparse()) gradient = gradient.to_dense();
-    for (auto& [tensor, name] : moments) tensor = settled(dense_of(tensor), parameter, name);
+    for (auto& [tensor, name] : moments) tensor = checked_state(dense_of(tensor), parameter, name);
     return nullptr;
   }
   std::vector<Moments> all;
@@ -308,7 +309,7 @@ GRADACCUM_INLINE std::shared_ptr<const StepRows> settle(const at::Tensor& parame
                 "optimizer state: ", name, " must have the shape and device of its parameter, ", parameter.sizes(),
                 ", got rows of ", tensor.sizes());
     const bool is_dense = tensor.defined() && !tensor.is_sparse();
-    all.push_back({is_dense ? settled(tensor, parameter, name) : tensor, state_type(parameter),
+    all.push_back({is_dense ? checked_state(tensor, parameter, name) : tensor, state_type(parameter),
                    parameter.numel() / parameter.size(0)});
   }
   auto rows = rows_of(parameter, gradient, all);

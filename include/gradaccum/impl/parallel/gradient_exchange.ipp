@@ -57,11 +57,11 @@ GRADACCUM_INLINE std::vector<Bucket> buckets_of(const std::vector<at::Tensor>& p
   return buckets;
 }
 
-GRADACCUM_INLINE GradientExchange::GradientExchange(std::shared_ptr<Links> links, Links::Line line,
+GRADACCUM_INLINE GradientExchange::GradientExchange(std::shared_ptr<Connections> links, Connections::Channel line,
                                                     std::shared_ptr<WindowGradients> window,
                                                     std::optional<c10::ScalarType> accumulate_in,
                                                     std::int64_t bucket_bytes)
-    : links_(std::move(links)),
+    : connections_(std::move(links)),
       line_(line),
       window_(std::move(window)),
       parameters_(window_->all_parameters()),
@@ -82,7 +82,7 @@ GRADACCUM_INLINE void GradientExchange::begin_round() {
   ended_ = false;
 }
 
-GRADACCUM_INLINE void GradientExchange::arrive(std::size_t place) {
+GRADACCUM_INLINE void GradientExchange::grad_ready(std::size_t place) {
   const std::lock_guard lock(mutex_);
   if (ended_) return;
   const at::NoGradGuard no_grad;
@@ -111,7 +111,7 @@ GRADACCUM_INLINE void GradientExchange::end_round() {
 }
 
 GRADACCUM_INLINE void GradientExchange::send_next() {
-  links_->begin_exchange(this);
+  connections_->begin_exchange(this);
   begun_ = true;
   send(buckets_[sent_++]);
 }
@@ -154,10 +154,10 @@ GRADACCUM_INLINE double GradientExchange::unit_of(double weight_of_all) const {
   return has_half && weight_of_all > 0 ? weight_of_all : 1;
 }
 
-GRADACCUM_INLINE GradientPieces::GradientPieces(std::shared_ptr<Links> links, Links::Line line,
-                                                std::shared_ptr<WindowGradients> window,
-                                                std::optional<c10::ScalarType> accumulate_in, std::int64_t bucket_bytes,
-                                                std::shared_ptr<const Shards> shards)
+GRADACCUM_INLINE GradReduceScatter::GradReduceScatter(std::shared_ptr<Connections> links, Connections::Channel line,
+                                                      std::shared_ptr<WindowGradients> window,
+                                                      std::optional<c10::ScalarType> accumulate_in,
+                                                      std::int64_t bucket_bytes, std::shared_ptr<const Shards> shards)
     : GradientExchange(std::move(links), line, std::move(window), accumulate_in, bucket_bytes),
       shards_(std::move(shards)),
       bucket_bytes_(bucket_bytes),
@@ -166,18 +166,19 @@ GRADACCUM_INLINE GradientPieces::GradientPieces(std::shared_ptr<Links> links, Li
   shards_->check_parameters(parameters_);
 }
 
-GRADACCUM_INLINE Shards::Piece GradientPieces::Part::of(const Shards::Piece& piece) const {
+GRADACCUM_INLINE Shards::Piece GradReduceScatter::Part::of(const Shards::Piece& piece) const {
   return {piece.rank, piece.begin + piece.size() * index / count, piece.begin + piece.size() * (index + 1) / count};
 }
 
-GRADACCUM_INLINE std::vector<std::int64_t> GradientPieces::sizes_by_rank(const Bucket& bucket, const Part& part) const {
+GRADACCUM_INLINE std::vector<std::int64_t> GradReduceScatter::sizes_by_rank(const Bucket& bucket,
+                                                                            const Part& part) const {
   std::vector<std::int64_t> sizes(static_cast<std::size_t>(shards_->world_size()));
   for (auto place : bucket.places)
     for (auto& piece : shards_->pieces(place)) sizes[static_cast<std::size_t>(piece.rank)] += part.of(piece).size();
   return sizes;
 }
 
-GRADACCUM_INLINE void GradientPieces::send(const Bucket& bucket) {
+GRADACCUM_INLINE void GradReduceScatter::send(const Bucket& bucket) {
   for (auto place : bucket.places)
     if (has_own(place)) used_[place] = 1;
   const auto bytes = bucket.elements * static_cast<std::int64_t>(bucket.options.dtype().itemsize());
@@ -198,14 +199,14 @@ GRADACCUM_INLINE void GradientPieces::send(const Bucket& bucket) {
   for (auto place : bucket.places) window_->sums().forget(place);
 }
 
-GRADACCUM_INLINE void GradientPieces::send_part(Sent sent) {
+GRADACCUM_INLINE void GradReduceScatter::send_part(Sent sent) {
   if (sent.from.numel() == 0) return;
   while (!under_way_.empty() && bytes_under_way_ + sent.bytes() > bucket_bytes_) receive_oldest();
   const auto place = sent.bucket.places[0];
   if (sent.bucket.places.size() == 1 && !shards_->is_cut(place)) {
     const auto& sum = sent.from;
-    sent.pending =
-        links_->begin_sum_on(line_, sum.is_complex() ? at::view_as_real(sum) : sum, shards_->pieces(place)[0].rank);
+    sent.pending = connections_->begin_reduce(line_, sum.is_complex() ? at::view_as_real(sum) : sum,
+                                              shards_->pieces(place)[0].rank);
   } else {
     begin_all_to_all(sent);
   }
@@ -214,7 +215,7 @@ GRADACCUM_INLINE void GradientPieces::send_part(Sent sent) {
 }
 
 /// Leaves the first and the last rank's own pieces in place, unsent: the pieces of all others are still contiguous.
-GRADACCUM_INLINE void GradientPieces::begin_all_to_all(Sent& sent) {
+GRADACCUM_INLINE void GradReduceScatter::begin_all_to_all(Sent& sent) {
   const auto rank = static_cast<std::size_t>(shards_->rank());
   auto from = sent.from.view({-1});
   auto sizes_from = sizes_by_rank(sent.bucket, sent.part);
@@ -228,12 +229,12 @@ GRADACCUM_INLINE void GradientPieces::begin_all_to_all(Sent& sent) {
     --rows;
   }
   sent.to = at::empty({rows, own}, sent.bucket.options);
-  sent.pending = links_->begin_all_to_all(line_, sent.to, from, std::move(sizes_to), std::move(sizes_from));
+  sent.pending = connections_->begin_all_to_all(line_, sent.to, from, std::move(sizes_to), std::move(sizes_from));
 }
 
 /// Returns a copy of the gradients in which each rank's pieces are contiguous.
-GRADACCUM_INLINE at::Tensor GradientPieces::copied_by_rank(const Bucket& bucket, const Part& part,
-                                                           const std::vector<at::Tensor>& rows) const {
+GRADACCUM_INLINE at::Tensor GradReduceScatter::copied_by_rank(const Bucket& bucket, const Part& part,
+                                                              const std::vector<at::Tensor>& rows) const {
   const auto sizes = sizes_by_rank(bucket, part);
   const auto all = at::empty({std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0})}, bucket.options);
   std::int64_t from = 0;
@@ -249,18 +250,18 @@ GRADACCUM_INLINE at::Tensor GradientPieces::copied_by_rank(const Bucket& bucket,
   return all;
 }
 
-GRADACCUM_INLINE void GradientPieces::receive_oldest() {
+GRADACCUM_INLINE void GradReduceScatter::receive_oldest() {
   auto sent = std::move(under_way_.front());
   under_way_.pop_front();
   bytes_under_way_ -= sent.bytes();
-  links_->wait(sent.pending, "the gradients of a window");
+  connections_->wait(sent.pending, "the gradients of a window");
   sent.pending.reset();
   if (!sent.to.defined()) return take_whole(sent);
   sent.from.reset();
   if (sent.to.numel() > 0) take(sent);
 }
 
-GRADACCUM_INLINE void GradientPieces::take_whole(const Sent& sent) {
+GRADACCUM_INLINE void GradReduceScatter::take_whole(const Sent& sent) {
   const auto place = sent.bucket.places[0];
   if (shards_->own_piece(place).size() == 0) return;
   const auto sum = sent.from.view({-1});
@@ -270,7 +271,7 @@ GRADACCUM_INLINE void GradientPieces::take_whole(const Sent& sent) {
     sums_[place].add_(sum);
 }
 
-GRADACCUM_INLINE void GradientPieces::take(const Sent& sent) {
+GRADACCUM_INLINE void GradReduceScatter::take(const Sent& sent) {
   auto of_ranks = sent.to.unbind();
   if (sent.own.defined()) of_ranks.insert(of_ranks.begin() + shards_->rank(), sent.own);
   std::int64_t from = 0;
@@ -291,26 +292,26 @@ GRADACCUM_INLINE void GradientPieces::take(const Sent& sent) {
   }
 }
 
-GRADACCUM_INLINE void GradientPieces::end_round() {
+GRADACCUM_INLINE void GradReduceScatter::end_round() {
   GradientExchange::end_round();
   first_round_ = false;
 }
 
-GRADACCUM_INLINE std::vector<double> GradientPieces::used() const {
+GRADACCUM_INLINE std::vector<double> GradReduceScatter::used() const {
   auto used = GradientExchange::used();
   for (std::size_t place = 0; place < used.size(); ++place) used[place] = std::max(used[place], used_[place]);
   return used;
 }
 
 /// Returns a sum as backward would have left it: in the parameter's strides, and in its dtype unless sums are wider.
-GRADACCUM_INLINE at::Tensor GradientPieces::as_gradient(std::size_t place, at::Tensor sum) const {
+GRADACCUM_INLINE at::Tensor GradReduceScatter::as_gradient(std::size_t place, at::Tensor sum) const {
   const auto& own = shards_->own(place);
   if (!accumulate_in_) sum = sum.to(own.scalar_type());
   sum = sum.view(own.sizes()).detach();  // a view could not be cleared
   return sum.strides() == own.strides() ? sum : at::empty_like(own, sum.options()).copy_(sum);
 }
 
-GRADACCUM_INLINE double GradientPieces::finish(const std::vector<double>& used_by, double weight_of_all) {
+GRADACCUM_INLINE double GradReduceScatter::finish(const std::vector<double>& used_by, double weight_of_all) {
   const at::NoGradGuard no_grad;
   while (!under_way_.empty()) receive_oldest();
   const auto unit = unit_of(weight_of_all);
@@ -323,29 +324,29 @@ GRADACCUM_INLINE double GradientPieces::finish(const std::vector<double>& used_b
   }
   window_->divide(*shards_, sums_);
   sums_.clear();
-  links_->end_exchange(this);
+  connections_->end_exchange(this);
   return unit;
 }
 
-GRADACCUM_INLINE double WholeGradients::finish(const std::vector<double>& used_by, double weight_of_all) {
+GRADACCUM_INLINE double GradAllReduce::finish(const std::vector<double>& used_by, double weight_of_all) {
   const at::NoGradGuard no_grad;
   const auto unit = unit_of(weight_of_all);
   for (std::size_t i = 0; i < buckets_.size(); ++i) {
-    links_->wait(under_way_[i].pending, "the gradients of a window");
+    connections_->wait(under_way_[i].pending, "the gradients of a window");
     if (unit != 1) under_way_[i].sum.div_(unit);
     put_back(buckets_[i], under_way_[i].sum, used_by);
   }
-  links_->end_exchange(this);
+  connections_->end_exchange(this);
   return unit;
 }
 
-GRADACCUM_INLINE void WholeGradients::send(const Bucket& bucket) {
+GRADACCUM_INLINE void GradAllReduce::send(const Bucket& bucket) {
   auto sum = bucket.places.size() == 1 ? sent_alone(bucket) : sent_together(bucket);
-  auto pending = links_->begin_sum(line_, sum.is_complex() ? at::view_as_real(sum) : sum);
+  auto pending = connections_->begin_all_reduce(line_, sum.is_complex() ? at::view_as_real(sum) : sum);
   under_way_.push_back({std::move(sum), std::move(pending)});
 }
 
-GRADACCUM_INLINE at::Tensor WholeGradients::sent_together(const Bucket& bucket) const {
+GRADACCUM_INLINE at::Tensor GradAllReduce::sent_together(const Bucket& bucket) const {
   const auto all = at::empty({bucket.elements}, bucket.options);
   std::int64_t from = 0;
   for (auto place : bucket.places) {
@@ -361,8 +362,8 @@ GRADACCUM_INLINE at::Tensor WholeGradients::sent_together(const Bucket& bucket) 
   return all;
 }
 
-GRADACCUM_INLINE void WholeGradients::put_back(const Bucket& bucket, const at::Tensor& sum,
-                                               const std::vector<double>& used_by) {
+GRADACCUM_INLINE void GradAllReduce::put_back(const Bucket& bucket, const at::Tensor& sum,
+                                              const std::vector<double>& used_by) {
   std::int64_t from = 0;
   for (auto place : bucket.places) {
     const auto& parameter = parameters_[place];
@@ -385,7 +386,7 @@ struct Parcel {
   std::vector<at::Tensor> pieces = {};
   std::int64_t bytes = 0;
   at::Tensor sent = {};  ///< the memory that is sent
-  Links::Pending pending = nullptr;
+  Connections::Pending pending = nullptr;
 
   bool takes(const at::Tensor& piece, std::int64_t bucket_bytes) const {
     return pieces[0].device() == piece.device() &&
@@ -453,18 +454,19 @@ GRADACCUM_INLINE void Parcel::unpack() const {
 /// The parcels in flight, the oldest first.
 class ParcelsUnderWay {
  public:
-  ParcelsUnderWay(Links& links, Links::Line line, const Shards& shards) : links_(links), line_(line), shards_(shards) {}
+  ParcelsUnderWay(Connections& links, Connections::Channel line, const Shards& shards)
+      : connections_(links), line_(line), shards_(shards) {}
 
   void send(Parcel parcel) {
     parcel.pack(parcel.rank == shards_.rank());
-    parcel.pending = links_.begin_broadcast(line_, parcel.sent, parcel.rank);
+    parcel.pending = connections_.begin_broadcast(line_, parcel.sent, parcel.rank);
     copied_ += parcel.is_copied() ? parcel.bytes : 0;
     under_way_.push_back(std::move(parcel));
   }
   void receive() {
     const auto parcel = std::move(under_way_.front());
     under_way_.pop_front();
-    links_.wait(parcel.pending, "the parameters of an update");
+    connections_.wait(parcel.pending, "the parameters of an update");
     if (parcel.rank != shards_.rank()) parcel.unpack();
     copied_ -= parcel.is_copied() ? parcel.bytes : 0;
   }
@@ -472,15 +474,15 @@ class ParcelsUnderWay {
   std::int64_t copied() const { return copied_; }  ///< bytes
 
  private:
-  Links& links_;
-  Links::Line line_;
+  Connections& connections_;
+  Connections::Channel line_;
   const Shards& shards_;
   std::deque<Parcel> under_way_;
   std::int64_t copied_ = 0;
 };
 
-GRADACCUM_INLINE void exchange_pieces(Links& links, Links::Line line, const Shards& shards,
-                                      const std::vector<std::size_t>& places, std::int64_t bucket_bytes) {
+GRADACCUM_INLINE void all_gather_parameters(Connections& links, Connections::Channel line, const Shards& shards,
+                                            const std::vector<std::size_t>& places, std::int64_t bucket_bytes) {
   const at::NoGradGuard no_grad;
   ParcelsUnderWay under_way(links, line, shards);
   auto parcels = parcels_of(shards, places, bucket_bytes);

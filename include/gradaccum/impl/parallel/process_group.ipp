@@ -3,7 +3,7 @@
 
 #include <gradaccum/process_group.hpp>
 
-#include <gradaccum/detail/parallel/links.hpp>
+#include <gradaccum/detail/parallel/connections.hpp>
 
 #include <ATen/Context.h>
 #include <ATen/ops/zeros.h>
@@ -26,7 +26,7 @@ GRADACCUM_INLINE ProcessGroup ProcessGroup::from_environment(ProcessGroupOptions
 
 GRADACCUM_INLINE ProcessGroup::ProcessGroup(const detail::LaunchEnvironment& environment, ProcessGroupOptions options)
     : rank_(environment.rank), world_size_(environment.world_size), local_rank_(environment.local_rank) {
-  if (world_size_ > 1) links_ = detail::Links::connect(environment, options.timeout);
+  if (world_size_ > 1) connections_ = detail::Connections::connect(environment, options.timeout);
 }
 
 GRADACCUM_INLINE ProcessGroup::ProcessGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
@@ -35,7 +35,8 @@ GRADACCUM_INLINE ProcessGroup::ProcessGroup(const c10::intrusive_ptr<c10d::Store
   TORCH_CHECK(world_size >= 1 && 0 <= rank && rank < world_size, "ProcessGroup: rank must be in [0, ", world_size,
               "), got ", rank);
   if (world_size == 1) return;
-  links_ = std::make_shared<detail::Links>(store, "127.0.0.1", "its place", rank, world_size, options.timeout);
+  connections_ =
+      std::make_shared<detail::Connections>(store, "127.0.0.1", "its place", rank, world_size, options.timeout);
 }
 
 GRADACCUM_INLINE at::Device ProcessGroup::device() const {
@@ -45,21 +46,21 @@ GRADACCUM_INLINE at::Device ProcessGroup::device() const {
 
 GRADACCUM_INLINE void ProcessGroup::all_reduce(const at::Tensor& tensor) const {
   detail::check_dense(tensor);
-  if (links_) links_->all_reduce(tensor);
+  if (connections_) connections_->all_reduce(tensor);
 }
 
 GRADACCUM_INLINE void ProcessGroup::broadcast(const at::Tensor& tensor, int from) const {
   detail::check_dense(tensor);
-  if (links_) links_->broadcast(tensor, from);
+  if (connections_) connections_->broadcast(tensor, from);
 }
 
 GRADACCUM_INLINE std::vector<at::Tensor> ProcessGroup::all_gather(const at::Tensor& tensor) const {
   detail::check_dense(tensor);
-  return links_ ? links_->all_gather(tensor) : std::vector{tensor.detach().contiguous().clone()};
+  return connections_ ? connections_->all_gather(tensor) : std::vector{tensor.detach().contiguous().clone()};
 }
 
 GRADACCUM_INLINE std::vector<std::string> ProcessGroup::all_gather(const std::string& text) const {
-  return links_ ? links_->all_gather(text) : std::vector{text};
+  return connections_ ? connections_->all_gather(text) : std::vector{text};
 }
 
 GRADACCUM_INLINE void ProcessGroup::barrier() const { all_reduce(at::zeros({1})); }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/parallel/replica_communicator.hpp>
 #include <gradaccum/replicas.hpp>
-#include <gradaccum/detail/parallel/replica_peers.hpp>
 
 #include <gradaccum/gradients.hpp>
 
@@ -10,7 +10,7 @@
 #include <gradaccum/detail/parallel/gradient_exchange.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
 #include <gradaccum/detail/window/any_optimizer.hpp>
-#include <gradaccum/detail/window/arrival_scope.hpp>
+#include <gradaccum/detail/window/grad_ready_scope.hpp>
 #include <gradaccum/detail/window/shards.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
@@ -66,10 +66,10 @@ GRADACCUM_INLINE std::string shape_of(const at::Tensor& tensor) {
 
 }  // namespace detail
 
-GRADACCUM_INLINE std::shared_ptr<detail::ReplicaPeers> Replicas::peers_of(const ProcessGroup& group,
-                                                                          const ReplicasOptions& options) {
+GRADACCUM_INLINE std::shared_ptr<detail::ReplicaCommunicator> Replicas::peers_of(const ProcessGroup& group,
+                                                                                 const ReplicasOptions& options) {
   TORCH_CHECK(options.bucket_bytes >= 1, "Replicas: bucket_bytes must be >= 1, got ", options.bucket_bytes);
-  return group.links() ? std::make_shared<detail::ReplicaPeers>(group.links(), options) : nullptr;
+  return group.connections() ? std::make_shared<detail::ReplicaCommunicator>(group.connections(), options) : nullptr;
 }
 
 GRADACCUM_INLINE Replicas::~Replicas() {
@@ -101,7 +101,7 @@ GRADACCUM_INLINE void Replicas::broadcast(const std::vector<at::Tensor>& tensors
 GRADACCUM_INLINE void Replicas::broadcast_buffers() const { broadcast(model_->buffers()); }
 
 GRADACCUM_INLINE void Replicas::check_equal() const {
-  if (!group_.links()) return;
+  if (!group_.connections()) return;
   const auto numbers = [](const at::Tensor& tensor) { return detail::fingerprint_of(tensor); };
   detail::check_same_lines(group_, detail::described(model_->named_parameters(), numbers),
                            "the parameters (dtype, shape, checksum)");
@@ -113,9 +113,9 @@ GRADACCUM_INLINE void Replicas::check_equal() const {
 namespace gradaccum::detail {
 
 /// The exchange of a window's norms between all ranks, in flight or complete.
-struct ReplicaPeers::NormsOfAll {
-  std::weak_ptr<Links> links;  // expire with the replicas, even if the window lives on
-  Links::Pending pending;
+struct ReplicaCommunicator::NormsOfAll {
+  std::weak_ptr<Connections> links;  // expire with the replicas, even if the window lives on
+  Connections::Pending pending;
   at::Tensor said;  // each rank's norm in its own place, so the sum is exact; then the number of ranks with an overflow
   bool heard = false;
 
@@ -132,24 +132,25 @@ struct ReplicaPeers::NormsOfAll {
   }
 };
 
-GRADACCUM_INLINE ReplicaPeers::ReplicaPeers(std::shared_ptr<Links> links, const ReplicasOptions& options)
-    : links_(std::move(links)), options_(options) {}
+GRADACCUM_INLINE ReplicaCommunicator::ReplicaCommunicator(std::shared_ptr<Connections> links,
+                                                          const ReplicasOptions& options)
+    : connections_(std::move(links)), options_(options) {}
 
-GRADACCUM_INLINE void ReplicaPeers::connect(const std::vector<at::Tensor>& parameters) {
+GRADACCUM_INLINE void ReplicaCommunicator::connect(const std::vector<at::Tensor>& parameters) {
   const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters[0].device();
-  line_ = links_->connect_devices(links_->all_gather(device_place(parameters)), device);
+  line_ = connections_->connect_devices(connections_->all_gather(device_place(parameters)), device);
 }
 
-GRADACCUM_INLINE void ReplicaPeers::disconnect() {
+GRADACCUM_INLINE void ReplicaCommunicator::disconnect() {
   if (norms_) norms_->pending.reset();
   norms_.reset();
   end_window();
-  links_.reset();
+  connections_.reset();
 }
 
-GRADACCUM_INLINE int ReplicaPeers::rank() const { return links_ ? links_->rank() : 0; }
+GRADACCUM_INLINE int ReplicaCommunicator::rank() const { return connections_ ? connections_->rank() : 0; }
 
-GRADACCUM_INLINE void ReplicaPeers::join(AnyOptimizer& optimizer) {
+GRADACCUM_INLINE void ReplicaCommunicator::join(AnyOptimizer& optimizer) {
   if (options_.shard == Shard::none) return;
   const auto* const itself = optimizer.torch_optimizer();
   TORCH_CHECK(itself,
@@ -161,29 +162,30 @@ GRADACCUM_INLINE void ReplicaPeers::join(AnyOptimizer& optimizer) {
       " must not have any state yet, as torch::optim::Adagrad has from the beginning, and others when they have "
       "stepped; load a state when the Replicas are made, by ga::load or ga::OptimizerState of the accumulator");
   divided_ = itself;
-  shards_ =
-      std::make_shared<Shards>(optimizer.parameters(), optimizer.steps_by_elements(), rank(), links_->world_size());
+  shards_ = std::make_shared<Shards>(optimizer.parameters(), optimizer.steps_by_elements(), rank(),
+                                     connections_->world_size());
 }
 
-GRADACCUM_INLINE std::string ReplicaPeers::settings_of_divided() const {
+GRADACCUM_INLINE std::string ReplicaCommunicator::settings_of_divided() const {
   std::string lines;
   for (std::size_t i = 0; divided_ != nullptr && i < divided_->param_groups().size(); ++i)
     lines += c10::str("learning rate of group ", i, ": ", divided_->param_groups()[i].options().get_lr(), "\n");
   return lines;
 }
 
-GRADACCUM_INLINE void ReplicaPeers::begin_exchange(const std::shared_ptr<WindowGradients>& window,
-                                                   std::optional<c10::ScalarType> accumulate_in) {
-  TORCH_CHECK(links_, "Replicas: must live as long as the accumulator is trained with, and are gone");
+GRADACCUM_INLINE void ReplicaCommunicator::begin_exchange(const std::shared_ptr<WindowGradients>& window,
+                                                          std::optional<c10::ScalarType> accumulate_in) {
+  TORCH_CHECK(connections_, "Replicas: must live as long as the accumulator is trained with, and are gone");
   if (shards_)
-    exchange_ = std::make_shared<GradientPieces>(links_, line_, window, accumulate_in, options_.bucket_bytes, shards_);
+    exchange_ =
+        std::make_shared<GradReduceScatter>(connections_, line_, window, accumulate_in, options_.bucket_bytes, shards_);
   else
-    exchange_ = std::make_shared<WholeGradients>(links_, line_, window, accumulate_in, options_.bucket_bytes);
+    exchange_ = std::make_shared<GradAllReduce>(connections_, line_, window, accumulate_in, options_.bucket_bytes);
 }
 
-GRADACCUM_INLINE void ReplicaPeers::backward(const std::shared_ptr<WindowGradients>& window,
-                                             std::optional<c10::ScalarType> accumulate_in,
-                                             const std::function<void()>& run) {
+GRADACCUM_INLINE void ReplicaCommunicator::backward(const std::shared_ptr<WindowGradients>& window,
+                                                    std::optional<c10::ScalarType> accumulate_in,
+                                                    const std::function<void()>& run) {
   if (!options_.overlap && !take_each_backward()) return run();
   try {
     if (!exchange_) begin_exchange(window, accumulate_in);
@@ -194,16 +196,17 @@ GRADACCUM_INLINE void ReplicaPeers::backward(const std::shared_ptr<WindowGradien
   }
 }
 
-GRADACCUM_INLINE void ReplicaPeers::run_and_send(const std::function<void()>& run) {
+GRADACCUM_INLINE void ReplicaCommunicator::run_and_send(const std::function<void()>& run) {
   if (!options_.overlap) return run();
-  const ArrivalScope scope(exchange_);
+  const GradReadyScope scope(exchange_);
   run();
 }
 
 /// Announces that this rank runs a backward, without knowing which others do: all will send.
-GRADACCUM_INLINE void ReplicaPeers::run_round(WindowGradients& window, std::optional<c10::ScalarType> accumulate_in,
-                                              const std::function<void()>& run) {
-  links_->begin_exchange(exchange_.get());
+GRADACCUM_INLINE void ReplicaCommunicator::run_round(WindowGradients& window,
+                                                     std::optional<c10::ScalarType> accumulate_in,
+                                                     const std::function<void()>& run) {
+  connections_->begin_exchange(exchange_.get());
   at::Tensor sums;
   const auto said = begin_sums(sums, {.running = 1, .used = std::vector<double>(exchange_->parameters().size())});
   counted_on_ = true;
@@ -212,30 +215,30 @@ GRADACCUM_INLINE void ReplicaPeers::run_round(WindowGradients& window, std::opti
   run_and_send(run);
   window.fold_into_sums(accumulate_in);  // those that were not sent
   exchange_->end_round();
-  links_->wait(said, "the others to send gradients");
+  connections_->wait(said, "the others to send gradients");
 }
 
-GRADACCUM_INLINE void ReplicaPeers::end_window() {
+GRADACCUM_INLINE void ReplicaCommunicator::end_window() {
   const auto exchange = std::exchange(exchange_, {});
   const bool agreed = std::exchange(followed_, {}).has_value();
   const bool counted_on = std::exchange(counted_on_, false);
   if (shards_) shards_->clear_gradients();
-  if (links_) links_->end_exchange(exchange.get());
-  if (links_ && (counted_on || agreed || (exchange && exchange->begun())))
-    links_->give_up("a window was discarded, or met an exception, when others counted on its gradients");
+  if (connections_) connections_->end_exchange(exchange.get());
+  if (connections_ && (counted_on || agreed || (exchange && exchange->begun())))
+    connections_->give_up("a window was discarded, or met an exception, when others counted on its gradients");
 }
 
-GRADACCUM_INLINE void ReplicaPeers::or_give_up(c10::function_ref<void()> work) const {
+GRADACCUM_INLINE void ReplicaCommunicator::or_give_up(c10::function_ref<void()> work) const {
   try {
     work();
   } catch (const std::exception& error) {
-    if (links_) links_->give_up(error.what());
+    if (connections_) connections_->give_up(error.what());
     throw;
   }
 }
 
-GRADACCUM_INLINE void ReplicaPeers::reduce(const std::shared_ptr<WindowGradients>& window,
-                                           std::optional<c10::ScalarType> accumulate_in) {
+GRADACCUM_INLINE void ReplicaCommunicator::reduce(const std::shared_ptr<WindowGradients>& window,
+                                                  std::optional<c10::ScalarType> accumulate_in) {
   or_give_up([&] {
     if (!exchange_) begin_exchange(window, accumulate_in);
     const auto all = followed_ ? *followed_ : agree(window, /*active=*/true);
@@ -255,45 +258,46 @@ GRADACCUM_INLINE void ReplicaPeers::reduce(const std::shared_ptr<WindowGradients
 }
 
 /// Begins the exchange on all ranks now, so that a rank that reads the norm later does not wait for those that do not.
-GRADACCUM_INLINE void ReplicaPeers::measure_all(WindowGradients& window) {
+GRADACCUM_INLINE void ReplicaCommunicator::measure_all(WindowGradients& window) {
   if (norms_) norms_->wait();  // of a window that was not stepped: each rank waits for it once
   const auto own = window.measure();
-  const auto said = at::zeros({links_->world_size() + 1}, at::kDouble);
+  const auto said = at::zeros({connections_->world_size() + 1}, at::kDouble);
   said.mutable_data_ptr<double>()[rank()] = own.norm;
-  said.mutable_data_ptr<double>()[links_->world_size()] = own.finite ? 0 : 1;
-  norms_ = std::make_shared<NormsOfAll>(NormsOfAll{links_, links_->begin_sum(Links::Line::agreement, said), said});
+  said.mutable_data_ptr<double>()[connections_->world_size()] = own.finite ? 0 : 1;
+  norms_ = std::make_shared<NormsOfAll>(
+      NormsOfAll{connections_, connections_->begin_all_reduce(Connections::Channel::agreement, said), said});
   window.set_measure_of_all([norms = norms_] { return norms->wait(); });
 }
 
 /// Returns the result of the whole step, even if this rank has no piece.
-GRADACCUM_INLINE StepResult ReplicaPeers::step_own(AnyOptimizer& optimizer, Gradients gradients) const {
+GRADACCUM_INLINE StepResult ReplicaCommunicator::step_own(AnyOptimizer& optimizer, Gradients gradients) const {
   TORCH_CHECK(optimizer.steps_by_elements() || !shards_->any_is_cut(), "Shard: ", optimizer.name(),
               " was made to look at whole parameters after they had been divided; call stochastic_rounding before "
               "the Replicas are made");
   shards_->check(*optimizer.torch_optimizer());
   if (gradients.overflowed()) return StepResult::skipped;  // on all ranks: the host knows the findings on all pieces
   if (!gradients.raw().empty())
-    shards_->with_own(*optimizer.torch_optimizer(), [&] { take_step(optimizer, gradients); });
+    shards_->with_own(*optimizer.torch_optimizer(), [&] { step_optimizer(optimizer, gradients); });
   return StepResult::stepped;
 }
 
-GRADACCUM_INLINE StepResult ReplicaPeers::step(AnyOptimizer& optimizer,
-                                               const std::shared_ptr<WindowGradients>& window) {
-  if (!shards_) return take_step(optimizer, Gradients(window));
-  TORCH_CHECK(links_, "Replicas: must live as long as the accumulator is trained with, and are gone");
-  links_->check_usable();  // otherwise this rank's pieces would move before it notices a failure
+GRADACCUM_INLINE StepResult ReplicaCommunicator::step(AnyOptimizer& optimizer,
+                                                      const std::shared_ptr<WindowGradients>& window) {
+  if (!shards_) return step_optimizer(optimizer, Gradients(window));
+  TORCH_CHECK(connections_, "Replicas: must live as long as the accumulator is trained with, and are gone");
+  connections_->check_usable();  // otherwise this rank's pieces would move before it notices a failure
   StepResult result = StepResult::empty;
   or_give_up([&] {
     if (!used_.empty()) result = step_own(optimizer, Gradients(window));
-    if (result) exchange_pieces(*links_, line_, *shards_, used_, options_.bucket_bytes);
+    if (result) all_gather_parameters(*connections_, line_, *shards_, used_, options_.bucket_bytes);
     window->wait_for_measure();
     norms_.reset();
   });
   return result;
 }
 
-GRADACCUM_INLINE bool ReplicaPeers::others_continue(const std::shared_ptr<WindowGradients>& window,
-                                                    std::optional<c10::ScalarType> accumulate_in) {
+GRADACCUM_INLINE bool ReplicaCommunicator::others_continue(const std::shared_ptr<WindowGradients>& window,
+                                                           std::optional<c10::ScalarType> accumulate_in) {
   TORCH_CHECK(!followed_, "Replicas: others_continue() has said so, and the step() with the others has not come yet");
   or_give_up([&] {
     if (!exchange_) begin_exchange(window, accumulate_in);
@@ -305,40 +309,42 @@ GRADACCUM_INLINE bool ReplicaPeers::others_continue(const std::shared_ptr<Window
   return false;
 }
 
-GRADACCUM_INLINE void ReplicaPeers::add_up(const at::Tensor& tensor) const {
-  if (links_) links_->all_reduce(tensor);
+GRADACCUM_INLINE void ReplicaCommunicator::all_reduce(const at::Tensor& tensor) const {
+  if (connections_) connections_->all_reduce(tensor);
 }
 
-GRADACCUM_INLINE void ReplicaPeers::gather(Archive& archive) const {
-  TORCH_CHECK(links_ || !shards_, "Replicas: must live as long as states are saved of what they have divided");
-  if (links_) or_give_up([&] { gather_states(*links_, archive); });
+GRADACCUM_INLINE void ReplicaCommunicator::gather(Archive& archive) const {
+  TORCH_CHECK(connections_ || !shards_, "Replicas: must live as long as states are saved of what they have divided");
+  if (connections_) or_give_up([&] { gather_states(*connections_, archive); });
 }
 
-GRADACCUM_INLINE void ReplicaPeers::pick(Archive::Values& values) const { pick_state(values, rank()); }
+GRADACCUM_INLINE void ReplicaCommunicator::keep_own_values(Archive::Values& values) const {
+  pick_state(values, rank());
+}
 
-GRADACCUM_INLINE void ReplicaPeers::give_up(const std::string& why) {
-  if (links_) links_->give_up(why);
+GRADACCUM_INLINE void ReplicaCommunicator::give_up(const std::string& why) {
+  if (connections_) connections_->give_up(why);
 }
 
 /// Begins to sum numbers over all ranks. `sums` has them when the result has been waited for.
-GRADACCUM_INLINE Links::Pending ReplicaPeers::begin_sums(at::Tensor& sums, const WindowTotals& own) const {
+GRADACCUM_INLINE Connections::Pending ReplicaCommunicator::begin_sums(at::Tensor& sums, const WindowTotals& own) const {
   std::vector<double> numbers{own.weight, own.active, own.samples, own.micro_batches, own.loss,
                               own.stop,   own.signal, own.running, own.unsent};
   numbers.insert(numbers.end(), own.used.begin(), own.used.end());
   sums = at::tensor(numbers, at::kDouble);
-  return links_->begin_sum(Links::Line::agreement, sums);
+  return connections_->begin_all_reduce(Connections::Channel::agreement, sums);
 }
 
-GRADACCUM_INLINE WindowTotals ReplicaPeers::sums_of_all(const WindowTotals& own) const {
+GRADACCUM_INLINE WindowTotals ReplicaCommunicator::sums_of_all(const WindowTotals& own) const {
   at::Tensor sums;
-  links_->wait(begin_sums(sums, own), "the others to close their window");
+  connections_->wait(begin_sums(sums, own), "the others to close their window");
   const auto* const all = sums.const_data_ptr<double>();
   return {all[0], all[1], all[2], all[3], all[4],
           all[5], all[6], all[7], all[8], std::vector<double>(all + 9, all + sums.numel())};
 }
 
 /// Sums each rank's numbers over all, and repeats while a rank is inside a window's backward.
-GRADACCUM_INLINE WindowTotals ReplicaPeers::agree(const std::shared_ptr<WindowGradients>& window, bool active) {
+GRADACCUM_INLINE WindowTotals ReplicaCommunicator::agree(const std::shared_ptr<WindowGradients>& window, bool active) {
   auto own = report ? report() : WindowTotals();
   own.weight = window->items();
   own.active = active ? 1 : 0;
@@ -351,12 +357,12 @@ GRADACCUM_INLINE WindowTotals ReplicaPeers::agree(const std::shared_ptr<WindowGr
     own.unsent = 0;
     all = sums_of_all(own);
   }
-  if (hear) hear(own, all);
+  if (on_reduced) on_reduced(own, all);
   return all;
 }
 
-GRADACCUM_INLINE std::vector<std::string> ReplicaPeers::texts_of_all(const std::string& own) const {
-  return links_ ? links_->all_gather(own) : std::vector{own};
+GRADACCUM_INLINE std::vector<std::string> ReplicaCommunicator::all_gather_text(const std::string& own) const {
+  return connections_ ? connections_->all_gather(own) : std::vector{own};
 }
 
 /// A sequence of numbers and strings as bytes.
@@ -480,7 +486,7 @@ GRADACCUM_INLINE Archive taken_tensors(Archive::Values& values, const std::strin
   return taken;
 }
 
-GRADACCUM_INLINE void gather_states(Links& links, Archive& archive) {
+GRADACCUM_INLINE void gather_states(Connections& links, Archive& archive) {
   const bool is_first = links.rank() == 0;
   const auto first = unpack(links.all_gather(is_first ? pack(fingerprints_of(archive.values())) : "")[0]);
   auto own = is_first ? Archive::Values() : what_differs(archive.values(), first);

@@ -104,13 +104,14 @@ GRADACCUM_INLINE void AmpScaler::unscale_window(detail::AnyOptimizer& optimizer,
 }
 
 GRADACCUM_INLINE StepResult AmpScaler::step_window(detail::AnyOptimizer& optimizer, Accumulator* accumulator) {
-  if (!enabled_) return accumulator ? accumulator->step() : take_step(optimizer, Gradients(optimizer.parameters()));
+  if (!enabled_)
+    return accumulator ? accumulator->step() : step_optimizer(optimizer, Gradients(optimizer.parameters()));
   auto& state = state_of(optimizer);
   TORCH_CHECK(state.stage != Stage::stepped,
               "AmpScaler: step() has already been called on this optimizer since the last update()");
   join(state, optimizer, accumulator);
   if (!accumulator) state.stage = Stage::stepped;  // even if it throws: gradients may be multiplied already
-  const auto result = accumulator ? accumulator->step() : take_step(optimizer, *state.gradients);
+  const auto result = accumulator ? accumulator->step() : step_optimizer(optimizer, *state.gradients);
   if (result == StepResult::accumulated) return result;
   state.stage = Stage::stepped;
   if (state.one_batch) state.one_batch->close();
@@ -148,10 +149,11 @@ GRADACCUM_INLINE StepResult AmpScaler::PerOptimizer::result() {
 }
 
 GRADACCUM_INLINE void AmpScaler::note(StepResult result, PerOptimizer& state) {
-  if (result == StepResult::skipped || result == StepResult::stepped) return hear(result == StepResult::skipped);
+  if (result == StepResult::skipped || result == StepResult::stepped)
+    return record_overflow(result == StepResult::skipped);
   if (result != StepResult::left_to_device) return;
   const auto found = state.gradients->found_inf();
-  found.is_cpu() ? hear(found.item<float>() != 0) : found_.on_devices.push_back(found);
+  found.is_cpu() ? record_overflow(found.item<float>() != 0) : found_.on_devices.push_back(found);
 }
 
 GRADACCUM_INLINE void AmpScaler::note_all() {
@@ -160,7 +162,7 @@ GRADACCUM_INLINE void AmpScaler::note_all() {
 
 GRADACCUM_INLINE const AmpScaler::Found& AmpScaler::found_on_host() {
   note_all();
-  for (auto& found : std::exchange(found_.on_devices, {})) hear(found.item<float>() != 0);
+  for (auto& found : std::exchange(found_.on_devices, {})) record_overflow(found.item<float>() != 0);
   return found_;
 }
 
@@ -371,7 +373,7 @@ GRADACCUM_INLINE void LossScale::load_state_dict(const std::map<std::string, dou
   check();
 }
 
-GRADACCUM_INLINE void LateNumber::ask(const at::Tensor& number) {
+GRADACCUM_INLINE void AsyncNumber::ask(const at::Tensor& number) {
   if (copied_) return;
   const auto device = number.device();
   if (!on_host_.defined()) on_host_ = at::empty({}, at::TensorOptions(at::kFloat).pinned_memory(device.is_cuda()));
@@ -380,7 +382,7 @@ GRADACCUM_INLINE void LateNumber::ask(const at::Tensor& number) {
   copied_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
 
-GRADACCUM_INLINE std::optional<float> LateNumber::answer() {
+GRADACCUM_INLINE std::optional<float> AsyncNumber::answer() {
   if (!copied_ || !copied_->query()) return {};
   copied_.reset();
   return *on_host_.const_data_ptr<float>();

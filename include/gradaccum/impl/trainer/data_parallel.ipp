@@ -22,7 +22,7 @@ GRADACCUM_INLINE void DataParallel::attach(TrainerBase& trainer) {
   if (!replicas->peers()) return;
   auto& loop = trainer.loop();
   replicas->peers()->report = [&loop] { return loop.record.totals(loop.status); };
-  replicas->peers()->hear = [&loop](auto& own, auto& all) { loop.record.take_totals(own, all, loop.status); };
+  replicas->peers()->on_reduced = [&loop](auto& own, auto& all) { loop.record.take_totals(own, all, loop.status); };
 }
 
 GRADACCUM_INLINE bool DataParallel::others_continue() const { return replicas->others_continue(); }

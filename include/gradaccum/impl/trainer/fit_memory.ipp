@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/policies/fit_memory.hpp>
 #include <gradaccum/detail/trainer/fitted_batches.hpp>
+#include <gradaccum/policies/fit_memory.hpp>
 
 #include <gradaccum/gradients.hpp>
 
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
 #include <gradaccum/detail/trainer/loop.hpp>
 #include <gradaccum/detail/trainer/weighted_mean.hpp>
+#include <gradaccum/detail/window/communicator.hpp>
 #include <gradaccum/detail/window/open_window.hpp>
-#include <gradaccum/detail/window/peers.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/trainer_base.hpp>
@@ -53,7 +53,7 @@ GRADACCUM_INLINE Loss FitMemory::backward(Accumulator& optimizer, torch::nn::Mod
   const auto kind = batch.kind();
   const auto rows = batch.rows();
   TORCH_CHECK(rows > 0, "FitMemory: the batch must have rows");
-  optimizer.follow();
+  optimizer.refresh_parameters();
   fitter.find_parts(module, checkpointed);
   const auto parameters = window.optimizer().parameters();
   const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters.front().device();

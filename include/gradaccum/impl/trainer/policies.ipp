@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/trainer/averages.hpp>
+#include <gradaccum/detail/trainer/stop_signals.hpp>
 #include <gradaccum/policies/accumulate.hpp>
 #include <gradaccum/policies/clip.hpp>
 #include <gradaccum/policies/early_stopping.hpp>
+#include <gradaccum/policies/ema.hpp>
 #include <gradaccum/policies/metrics_log.hpp>
 #include <gradaccum/policies/mixed_precision.hpp>
 #include <gradaccum/policies/progress.hpp>
 #include <gradaccum/policies/save_state.hpp>
-#include <gradaccum/policies/ema.hpp>
-#include <gradaccum/detail/trainer/stop_signals.hpp>
-#include <gradaccum/detail/trainer/averages.hpp>
 
 #include <gradaccum/detail/io/manifest.hpp>
 #include <gradaccum/detail/kernels/dense.hpp>
 #include <gradaccum/detail/trainer/weighted_mean.hpp>
 #include <gradaccum/detail/watching/event_file.hpp>
-#include <gradaccum/detail/window/peers.hpp>
+#include <gradaccum/detail/window/communicator.hpp>
 #include <gradaccum/trainer_base.hpp>
 
 #include <ATen/MemoryOverlap.h>
@@ -28,6 +28,9 @@
 
 #include <fmt/format.h>
 
+#include <signal.h>
+#include <sys/types.h>
+#include <unistd.h>
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -44,9 +47,6 @@
 #include <set>
 #include <stdexcept>
 #include <unordered_set>
-#include <signal.h>
-#include <sys/types.h>
-#include <unistd.h>
 
 #include <gradaccum/detail/trainer/any_policy.hpp>
 #include <gradaccum/policies/optimizer_in_backward.hpp>
@@ -459,7 +459,7 @@ GRADACCUM_INLINE void MixedPrecision::before_backward(Loss& loss) { loss = amp_s
 GRADACCUM_INLINE void MixedPrecision::scale_gradients(Factor& factor) const { amp_scaler->unscale(factor); }
 
 GRADACCUM_INLINE void MixedPrecision::after_window(const Step& step) {
-  if (step.moved || step.overflowed) amp_scaler->hear(step.overflowed);
+  if (step.moved || step.overflowed) amp_scaler->record_overflow(step.overflowed);
   amp_scaler->update();
 }
 

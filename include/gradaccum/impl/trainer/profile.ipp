@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/policies/profile.hpp>
 #include <gradaccum/detail/trainer/profiled_updates.hpp>
+#include <gradaccum/policies/profile.hpp>
 
 #include <gradaccum/detail/io/files.hpp>
-#include <gradaccum/detail/window/peers.hpp>
+#include <gradaccum/detail/window/communicator.hpp>
 #include <gradaccum/trainer_base.hpp>
 
 #include <ATen/core/grad_mode.h>

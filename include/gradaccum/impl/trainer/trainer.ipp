@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/trainer_base.hpp>
 #include <gradaccum/detail/trainer/loop.hpp>
+#include <gradaccum/trainer_base.hpp>
 
 #include <gradaccum/gradients.hpp>
 
 #include <gradaccum/detail/memory/memory_ledger.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
-#include <gradaccum/detail/window/peers.hpp>
+#include <gradaccum/detail/window/communicator.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/training_state.hpp>
 
@@ -112,11 +112,11 @@ GRADACCUM_INLINE bool TrainerBase::steps_in_backward() const { return loop_->win
 
 GRADACCUM_INLINE void TrainerBase::set_batch_size(std::int64_t samples) { loop_->batch_size = samples; }
 
-GRADACCUM_INLINE void TrainerBase::set_peers(std::shared_ptr<detail::Peers> peers) {
+GRADACCUM_INLINE void TrainerBase::set_peers(std::shared_ptr<detail::Communicator> peers) {
   loop_->status.together = true;
   loop_->window.set_peers(std::move(peers));
 }
-GRADACCUM_INLINE std::shared_ptr<detail::Peers> TrainerBase::peers() const { return loop_->window.peers(); }
+GRADACCUM_INLINE std::shared_ptr<detail::Communicator> TrainerBase::peers() const { return loop_->window.peers(); }
 GRADACCUM_INLINE std::shared_ptr<detail::Shards> TrainerBase::shards() const {
   return peers() ? peers()->shards() : nullptr;
 }
@@ -523,7 +523,7 @@ GRADACCUM_INLINE void Loop::prepare_to_close() {
 
 GRADACCUM_INLINE bool Loop::close_window() {
   const auto end = record.begin_closing();
-  window.follow();
+  window.refresh_parameters();
   Gradients gradients(window.so_far());
   prepare_to_close();
   window.complete_early();
@@ -544,7 +544,7 @@ GRADACCUM_INLINE bool Loop::close_window() {
 
 /// A window has begun with a micro-batch of this process, or of another.
 GRADACCUM_INLINE bool Loop::close_if_begun() {
-  return (record.so_far().micro_batches > 0 || window.follows_others()) && close_window();
+  return (record.so_far().micro_batches > 0 || window.closes_with_others()) && close_window();
 }
 
 GRADACCUM_INLINE void Loop::end_epoch() {
@@ -606,7 +606,7 @@ GRADACCUM_INLINE Evaluation Loop::evaluate(AnyBatches& batches, Evaluator evalua
     divider ? divider->for_each_part(*batch, evaluate) : evaluate(*batch);
     if (status.options.smoke) break;
   }
-  if (on_all && window.peers()) evaluator.reduce([this](at::Tensor& part) { window.peers()->add_up(part); });
+  if (on_all && window.peers()) evaluator.reduce([this](at::Tensor& part) { window.peers()->all_reduce(part); });
   return evaluator.result();
 }
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/training_state.hpp>
 #include <gradaccum/fit_options.hpp>
+#include <gradaccum/training_state.hpp>
 
 #include <gradaccum/detail/io/manifest.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
-#include <gradaccum/detail/window/peers.hpp>
+#include <gradaccum/detail/window/communicator.hpp>
 #include <gradaccum/progress_line.hpp>
 
 #include <c10/util/Exception.h>
@@ -117,11 +117,11 @@ GRADACCUM_INLINE std::optional<std::filesystem::path> best_state(const std::file
 }
 
 /// Broadcasts rank 0's path.
-GRADACCUM_INLINE std::filesystem::path path_of_first(const Peers* peers, const std::filesystem::path& own) {
-  return peers ? std::filesystem::path(said_by_first(*peers, own.string())) : own;
+GRADACCUM_INLINE std::filesystem::path path_of_first(const Communicator* peers, const std::filesystem::path& own) {
+  return peers ? std::filesystem::path(broadcast_text(*peers, own.string())) : own;
 }
 
-GRADACCUM_INLINE std::filesystem::path of_rank_0(const Peers* peers,
+GRADACCUM_INLINE std::filesystem::path of_rank_0(const Communicator* peers,
                                                  const std::function<std::optional<std::filesystem::path>()>& find) {
   const auto found = on_all(peers, [&] {
     const bool asked = !peers || peers->rank() == 0;
@@ -130,13 +130,14 @@ GRADACCUM_INLINE std::filesystem::path of_rank_0(const Peers* peers,
   return path_of_first(peers, found);
 }
 
-GRADACCUM_INLINE Archive open_state(const std::filesystem::path& folder, bool allow_changes, const Peers* peers) {
+GRADACCUM_INLINE Archive open_state(const std::filesystem::path& folder, bool allow_changes,
+                                    const Communicator* peers) {
   return on_all(peers, [&] {
     try {
       const bool needs_a_part = peers && peers->shards();
       auto values = needs_a_part ? map_state(folder) : io::read_state(folder);
       auto pieces = take_shared_pieces(values);
-      if (peers) peers->pick(values);
+      if (peers) peers->keep_own_values(values);
       values.merge(pieces);
       Archive archive(std::move(values));
       archive.allow_changes(allow_changes);
@@ -193,13 +194,13 @@ GRADACCUM_INLINE void add_files(StateFiles& files, const std::string& text) {
 
 /// Writes each rank's tensors into the folder that rank 0 broadcasts. The folder is empty if rank 0 could not make one;
 /// rank 0 reports that error later.
-GRADACCUM_INLINE StateFiles write_by_all(const Peers& peers, const Archive& archive,
+GRADACCUM_INLINE StateFiles write_by_all(const Communicator& peers, const Archive& archive,
                                          const std::filesystem::path& folder) {
-  const auto where = said_by_first(peers, folder.string());
+  const auto where = broadcast_text(peers, folder.string());
   if (where.empty()) return {};
   const auto own = on_all(&peers, [&] { return write_tensors(archive, where); });
   StateFiles all;
-  for (auto& text : peers.texts_of_all(text_of_files(own))) add_files(all, text);
+  for (auto& text : peers.all_gather_text(text_of_files(own))) add_files(all, text);
   return all;
 }
 
@@ -215,7 +216,7 @@ GRADACCUM_INLINE std::filesystem::path add_state(StateDirectory& states, const A
                         unfinished);
     });
   } catch (...) {
-    if (peers && !told) said_by_first(*peers, "");
+    if (peers && !told) broadcast_text(*peers, "");
     throw;
   }
 }
@@ -273,7 +274,7 @@ GRADACCUM_INLINE std::optional<std::filesystem::path> ResumeFrom::newest() const
 }
 
 GRADACCUM_INLINE Archive ResumeFrom::open(const std::filesystem::path& folder, bool allow_changes,
-                                          const detail::Peers* peers) const {
+                                          const detail::Communicator* peers) const {
   if (open_) return open_(folder, allow_changes, peers);
   const auto refuse = [&] {
     TORCH_CHECK(false, "FitOptions: rank 0 resumes from ", folder.string(), "; `resume` must be given on all ranks");

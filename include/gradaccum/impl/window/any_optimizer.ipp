@@ -20,7 +20,7 @@ GRADACCUM_INLINE bool steps_by_elements(const torch::optim::Optimizer& optimizer
   return type == typeid(SGD) || type == typeid(Adam) || type == typeid(AdamW) || type == typeid(RMSprop);
 }
 
-GRADACCUM_INLINE StepResult take_step(AnyOptimizer& optimizer, Gradients gradients) {
+GRADACCUM_INLINE StepResult step_optimizer(AnyOptimizer& optimizer, Gradients gradients) {
   if (!optimizer.takes_gradients()) gradients.apply();
   if (gradients.raw().empty()) return StepResult::empty;
   auto* const taker = optimizer.taker;

@@ -3,7 +3,7 @@
 
 #include <gradaccum/embedding.hpp>
 
-#include <gradaccum/detail/window/arrival_scope.hpp>
+#include <gradaccum/detail/window/grad_ready_scope.hpp>
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/List.h>

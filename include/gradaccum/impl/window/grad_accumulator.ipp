@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/detail/window/open_window.hpp>
 #include <gradaccum/detail/window/optimizer_facade.hpp>
+#include <gradaccum/grad_accumulator.hpp>
 
-#include <gradaccum/detail/window/peers.hpp>
+#include <gradaccum/detail/window/communicator.hpp>
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
@@ -55,12 +55,12 @@ GRADACCUM_INLINE void Accumulator::backward(Loss loss, std::optional<bool> retai
 }
 
 GRADACCUM_INLINE void Accumulator::backward(Loss loss, const BackwardOptions& options) {
-  follow();
+  refresh_parameters();
   window_->backward(std::move(loss), options, ready());
 }
 
 GRADACCUM_INLINE StepResult Accumulator::step() {
-  follow();
+  refresh_parameters();
   window_->complete_micro_batch();
   if (!window_->full()) return StepResult::accumulated;
   clip();
@@ -85,7 +85,7 @@ GRADACCUM_INLINE void Accumulator::zero_grad(bool set_to_none) {
 }
 
 GRADACCUM_INLINE StepResult Accumulator::flush() {
-  follow();
+  refresh_parameters();
   if (!window_->complete_early()) return StepResult::empty;
   clip();
   const auto result = counted(window_->close());
@@ -119,12 +119,12 @@ GRADACCUM_INLINE const at::Tensor& Accumulator::grad_norm() const {
 }
 
 GRADACCUM_INLINE Gradients Accumulator::gradients() {
-  follow();
+  refresh_parameters();
   return Gradients(window_->so_far());
 }
 
 GRADACCUM_INLINE Accumulator::NamedWindow Accumulator::named_window(const torch::nn::Module& module) {
-  follow();
+  refresh_parameters();
   return {*this, module};
 }
 
@@ -148,7 +148,7 @@ GRADACCUM_INLINE bool Accumulator::ready() const { return window_->ready(); }
 GRADACCUM_INLINE std::int64_t Accumulator::micro_steps() const { return window_->micro_steps(); }
 GRADACCUM_INLINE std::int64_t Accumulator::updates() const { return updates_; }
 GRADACCUM_INLINE void Accumulator::set_steps(std::int64_t steps) { window_->set_steps(steps); }
-GRADACCUM_INLINE void Accumulator::set_peers(std::shared_ptr<detail::Peers> peers) {
+GRADACCUM_INLINE void Accumulator::set_peers(std::shared_ptr<detail::Communicator> peers) {
   window_->set_peers(std::move(peers));
 }
 
@@ -157,7 +157,7 @@ GRADACCUM_INLINE std::shared_ptr<detail::Shards> Accumulator::shards() const {
 }
 
 GRADACCUM_INLINE bool Accumulator::others_continue() {
-  follow();
+  refresh_parameters();
   return window_->others_continue();
 }
 
@@ -198,9 +198,9 @@ GRADACCUM_INLINE void Accumulator::check_can_clip() const {
               "leave one of the two out");
 }
 
-GRADACCUM_INLINE void Accumulator::follow() {
+GRADACCUM_INLINE void Accumulator::refresh_parameters() {
   synchronise();
-  window_->follow();
+  window_->refresh_parameters();
 }
 
 GRADACCUM_INLINE void Accumulator::clip() {
@@ -260,13 +260,13 @@ GRADACCUM_INLINE void OpenWindow::open(const std::vector<at::Tensor>& parameters
   misuse_.opened(after_another);
 }
 
-GRADACCUM_INLINE void OpenWindow::follow() {
+GRADACCUM_INLINE void OpenWindow::refresh_parameters() {
   const auto parameters = optimizer_->parameters();
   if (same_parameters(parameters, listed_)) return;
   misuse_.check_kept();
   const auto before = now_.gradients->all_parameters();
   now_.gradients->sums().set_parameters(parameters);
-  misuse_.follow(before, now_.gradients->all_parameters());
+  misuse_.refresh_parameters(before, now_.gradients->all_parameters());
   listed_ = parameters;
 }
 
@@ -298,24 +298,24 @@ GRADACCUM_INLINE void OpenWindow::run_backward(const Loss& loss, const BackwardO
 
 GRADACCUM_INLINE void OpenWindow::complete_micro_batch() {
   misuse_.at_step();
-  if (now_.following) return settle(/*complete=*/true);
+  if (now_.closing_with_others) return finish_micro_batch(/*complete=*/true);
   if (!now_.in_hand) count_plain();
   misuse_.after_count();
-  settle(now_.full());
+  finish_micro_batch(now_.full());
   end_micro_batch();
 }
 
 GRADACCUM_INLINE void OpenWindow::add(Loss loss, bool fills) {
-  follow();
+  refresh_parameters();
   backward(std::move(loss), {}, fills);
   complete_micro_batch();
 }
 
 GRADACCUM_INLINE bool OpenWindow::complete_early() {
   misuse_.check_usable();
-  if (now_.count() == 0 && !now_.following) return false;
+  if (now_.count() == 0 && !now_.closing_with_others) return false;
   misuse_.at_flush();
-  settle(/*complete=*/true);
+  finish_micro_batch(/*complete=*/true);
   end_micro_batch();
   return true;
 }
@@ -324,7 +324,7 @@ GRADACCUM_INLINE StepResult OpenWindow::close() {
   StepResult result = StepResult::empty;
   try {
     const auto& left = now_.gradients->stepped() ? now_.gradients->rest() : now_.gradients;
-    if (has_weight()) result = peers_ ? peers_->step(*optimizer_, left) : take_step(*optimizer_, Gradients(left));
+    if (has_weight()) result = peers_ ? peers_->step(*optimizer_, left) : step_optimizer(*optimizer_, Gradients(left));
   } catch (...) {
     now_.gradients->spoil();
     throw;
@@ -366,7 +366,7 @@ GRADACCUM_INLINE const std::shared_ptr<WindowGradients>& OpenWindow::so_far() {
   misuse_.check_usable();
   misuse_.check_kept();
   if (!now_.in_hand && !now_.weighted() && misuse_.touched()) count_plain();
-  if (now_.in_hand || now_.following) settle(now_.full());
+  if (now_.in_hand || now_.closing_with_others) finish_micro_batch(now_.full());
   return now_.gradients;
 }
 
@@ -378,7 +378,7 @@ GRADACCUM_INLINE void OpenWindow::go_back(const Copy& copy) {
 }
 
 GRADACCUM_INLINE void OpenWindow::state(Archive& archive, const NameOf& name_of) {
-  follow();
+  refresh_parameters();
   if (!archive.loading()) misuse_.at_save();
   auto count = now_.count();
   auto first = now_.counter.first_weight(), total = now_.counter.total_weight();
@@ -433,10 +433,10 @@ GRADACCUM_INLINE void OpenWindow::set_in_backward(bool on) {
   check_goes_with_peers(peers_ != nullptr, on);
   now_.steps_in_backward = on;
   step_in_backward_ = nullptr;
-  if (on) step_in_backward_ = [this](Gradients some) { return take_step(*optimizer_, std::move(some)); };
+  if (on) step_in_backward_ = [this](Gradients some) { return step_optimizer(*optimizer_, std::move(some)); };
 }
 
-GRADACCUM_INLINE void OpenWindow::set_peers(std::shared_ptr<Peers> peers) {
+GRADACCUM_INLINE void OpenWindow::set_peers(std::shared_ptr<Communicator> peers) {
   if (peers) peers->join(*optimizer_);
   TORCH_CHECK(now_.count() == 0, "GradAccumulator: must join other processes between windows, got it inside of one");
   check_goes_with_peers(peers != nullptr, steps_in_backward());
@@ -445,13 +445,13 @@ GRADACCUM_INLINE void OpenWindow::set_peers(std::shared_ptr<Peers> peers) {
 }
 
 GRADACCUM_INLINE bool OpenWindow::others_continue() {
-  follow();
+  refresh_parameters();
   if (!has_weight()) clear_others();
   misuse_.check_usable();
   if (!peers_) return false;
-  now_.following = peers_->others_continue(now_.gradients, accumulate_in_);
+  now_.closing_with_others = peers_->others_continue(now_.gradients, accumulate_in_);
   if (peers_->shards()) misuse_.look();  // others may have asked for its gradients
-  return now_.following;
+  return now_.closing_with_others;
 }
 
 GRADACCUM_INLINE void OpenWindow::or_spoil(c10::function_ref<void()> work) {
@@ -474,7 +474,7 @@ GRADACCUM_INLINE void OpenWindow::end_micro_batch() {
   misuse_.end_micro_batch();
 }
 
-GRADACCUM_INLINE void OpenWindow::settle(bool complete) {
+GRADACCUM_INLINE void OpenWindow::finish_micro_batch(bool complete) {
   if (now_.reduced()) return;
   const bool apart = accumulate_in_ || sums_apart_;
   if (apart) or_spoil([&] { now_.gradients->fold_into_sums(accumulate_in_); });

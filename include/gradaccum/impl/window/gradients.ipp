@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/gradients.hpp>
-#include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/detail/window/shards.hpp>
+#include <gradaccum/detail/window/window_gradients.hpp>
+#include <gradaccum/gradients.hpp>
 
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
@@ -178,8 +178,8 @@ GRADACCUM_INLINE void Window::resume(std::int64_t count, double first_weight, do
   check_weight(first_weight);
   check_weight(total_weight);
   TORCH_CHECK(count >= 0 && (count > 0 || total_weight == 0) && (first_weight > 0) == (total_weight > 0),
-              "Window: a saved one must have a count >= 0 and items that fit, got ", count, ", ", first_weight,
-              " and ", total_weight);
+              "Window: a saved one must have a count >= 0 and items that fit, got ", count, ", ", first_weight, " and ",
+              total_weight);
   count_ = count, first_weight_ = first_weight, total_weight_ = total_weight;
 }
 
@@ -276,8 +276,8 @@ GRADACCUM_INLINE void GradientWatch::look(const std::vector<at::Tensor>& paramet
   for (auto& parameter : parameters) seen_.emplace_back(parameter.grad());
 }
 
-GRADACCUM_INLINE void GradientWatch::follow(const std::vector<at::Tensor>& before,
-                                            const std::vector<at::Tensor>& after) {
+GRADACCUM_INLINE void GradientWatch::refresh_parameters(const std::vector<at::Tensor>& before,
+                                                        const std::vector<at::Tensor>& after) {
   std::vector<SeenTensor> seen;
   for (auto& parameter : after) {
     const auto found = std::find_if(before.begin(), before.end(), [&](auto& b) { return b.is_same(parameter); });
@@ -842,7 +842,7 @@ GRADACCUM_INLINE at::Tensor Multiplier::on(at::Device device) const {
 
 GRADACCUM_INLINE Multiplier Multiplier::moved_to(at::Device device) const {
   auto moved = *this;
-  for (auto* const known : {&moved.device_numerator, &moved.device_denominator, &moved.found_inf, &moved.left_out})
+  for (auto* const known : {&moved.device_numerator, &moved.device_denominator, &moved.found_inf, &moved.skipped_steps})
     if (known->defined()) *known = known->to(device, /*non_blocking=*/true);
   return moved;
 }
@@ -854,8 +854,8 @@ GRADACCUM_INLINE DeviceMultiplier Multiplier::pointers() const {
   const auto flag = [](const at::Tensor& tensor) {
     return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr;
   };
-  return {numerator,       denominator,   number(device_numerator), number(device_denominator),
-          flag(found_inf), flag(left_out)};
+  return {numerator,       denominator,        number(device_numerator), number(device_denominator),
+          flag(found_inf), flag(skipped_steps)};
 }
 
 GRADACCUM_INLINE std::uint64_t sample_of(const at::Tensor& tensor) {

@@ -3,7 +3,7 @@
 
 #include <gradaccum/detail/window/misuse.hpp>
 
-#include <gradaccum/detail/window/arrival_scope.hpp>
+#include <gradaccum/detail/window/grad_ready_scope.hpp>
 
 #include <c10/util/Exception.h>
 
@@ -17,7 +17,7 @@
 namespace gradaccum::detail {
 
 /// The record of each watched parameter. Backward runs a thread for each device, and each writes to its own records.
-class WatchedParameters final : public ArrivalListener {
+class WatchedParameters final : public GradReadyListener {
  public:
   struct Watched {
     SeenTensor gradient{{}};
@@ -48,7 +48,7 @@ class WatchedParameters final : public ArrivalListener {
     watched.continued = known && added && (watched.continued || watched.passes == 0);
     ++watched.passes;
   }
-  void arrive(std::size_t place) override { see(place); }
+  void grad_ready(std::size_t place) override { see(place); }
   bool waits_for_whole() const override { return false; }
 
   /// Records the gradient as correct.
@@ -90,11 +90,11 @@ GRADACCUM_INLINE std::vector<at::Tensor> some_of(const std::vector<at::Tensor>& 
 GRADACCUM_INLINE CloseWatch::CloseWatch() : watched_(std::make_shared<WatchedParameters>(std::vector<at::Tensor>())) {}
 GRADACCUM_INLINE CloseWatch::~CloseWatch() = default;
 
-GRADACCUM_INLINE void CloseWatch::follow(const std::vector<at::Tensor>& parameters) {
+GRADACCUM_INLINE void CloseWatch::refresh_parameters(const std::vector<at::Tensor>& parameters) {
   auto some = some_of(parameters);
   if (same_parameters(some, watched_->parameters())) return;
   auto watched = std::make_shared<WatchedParameters>(std::move(some));
-  auto hearing = std::make_unique<ArrivalScope>(watched);
+  auto hearing = std::make_unique<GradReadyScope>(watched);
   watched_ = std::move(watched);
   hearing_ = std::move(hearing);
   look();
@@ -171,9 +171,10 @@ GRADACCUM_INLINE void Misuse::opened(bool after_another) {
   close_watch_.open();
 }
 
-GRADACCUM_INLINE void Misuse::follow(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
-  watch_.follow(before, after);
-  close_watch_.follow(after);
+GRADACCUM_INLINE void Misuse::refresh_parameters(const std::vector<at::Tensor>& before,
+                                                 const std::vector<at::Tensor>& after) {
+  watch_.refresh_parameters(before, after);
+  close_watch_.refresh_parameters(after);
 }
 
 GRADACCUM_INLINE void Misuse::look() {
@@ -206,7 +207,7 @@ GRADACCUM_INLINE void check_can_step_in_backward(bool scaled, bool create_graph)
 GRADACCUM_INLINE void Misuse::at_backward(const Loss& loss, const BackwardOptions& options) const {
   const auto& gradients = *window_.gradients;
   check_usable();
-  TORCH_CHECK(!window_.following,
+  TORCH_CHECK(!window_.closing_with_others,
               "GradAccumulator: backward() after others_continue() has said that others close a window with this "
               "process; call step() first");
   check_form(WindowForm::weighted);
@@ -234,8 +235,8 @@ GRADACCUM_INLINE void Misuse::at_plain_backward() {
 GRADACCUM_INLINE void Misuse::at_step() const {
   check_usable();
   check_kept();
-  if (window_.full() && !window_.following) check_scaler();
-  if (window_.in_hand && !window_.following) check_not_rewritten();
+  if (window_.full() && !window_.closing_with_others) check_scaler();
+  if (window_.in_hand && !window_.closing_with_others) check_not_rewritten();
 }
 
 GRADACCUM_INLINE void Misuse::after_count() {

@@ -8,8 +8,8 @@ static_assert(AdafactorShape::threads == threads_of_block && AdafactorShape::pac
 
 /// The settings, with the step count corrected for skipped steps, which only the device may know.
 GRADACCUM_ON_DEVICE inline AdafactorSettings settings_of(const AdafactorLaunch& launch) {
-  if (!launch.by.left_out) return launch.settings;
-  return at_step(launch.settings, at_least(1, launch.settings.step - static_cast<double>(*launch.by.left_out)));
+  if (!launch.by.skipped_steps) return launch.settings;
+  return at_step(launch.settings, at_least(1, launch.settings.step - static_cast<double>(*launch.by.skipped_steps)));
 }
 
 /// Adds up 256 numbers, one per thread, in two phases: fold() leaves 16 numbers, and folded() adds those.
@@ -35,7 +35,7 @@ struct AdafactorTile {
   std::int64_t row_tile, column_tile;
   int rows;            ///< rows of the tile within the matrix
   int threads_of_row;  ///< threads per row of the tile
-  bool left_out;
+  bool skipped_steps;
 };
 
 GRADACCUM_ON_DEVICE inline AdafactorOperand operand_of(const AdafactorTable::Entry& tensor,
@@ -84,7 +84,7 @@ GRADACCUM_ON_DEVICE void begin_tile(const AdafactorLaunch& launch, std::int64_t 
   tile.of = operand_of(tensor, memory, sizeof(S), numbers_of(settings_of(launch), product_of(launch.by)));
   tile.memory = memory;
   tile.shape = tensor.shape;
-  tile.left_out = leaves_out(launch.by);
+  tile.skipped_steps = leaves_out(launch.by);
   tile.block = block - launch.tensors.first_blocks[place];
   tile.row_tile = tile.column_tile = tile.row = tile.column = 0;
   tile.matrix = tile.block * threads_of_block;
@@ -175,7 +175,7 @@ class AdafactorSumsBlock {
 
   template <int phase>
   GRADACCUM_ON_DEVICE void run(int /*round*/, Shared& shared) const {
-    if (shared.tile.left_out) return;
+    if (shared.tile.skipped_steps) return;
     if constexpr (phase == 0) sum(shared);
     if constexpr (phase == 1) join(shared);
     if constexpr (phase == 2) write(shared);
@@ -460,7 +460,7 @@ class AdafactorUpdateBlock {
 
   template <int phase>
   GRADACCUM_ON_DEVICE void run(int /*round*/, Shared& shared) const {
-    if (shared.tile.left_out || !shared.tile.shape.is_large()) return;
+    if (shared.tile.skipped_steps || !shared.tile.shape.is_large()) return;
     if constexpr (phase == 0) shared.sums[this_thread()] = sum_of_row_var(shared.tile);
     if constexpr (phase == 1 || phase == 4) fold(shared.sums);
     if constexpr (phase == 2) make_row_factors(shared);
@@ -576,7 +576,7 @@ class AdafactorMoveBlock {
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) const {
     begin_tile<S>(launch, block, shared.tile);
     auto& tile = shared.tile;
-    if (this_thread() != 0 || tile.left_out) return;
+    if (this_thread() != 0 || tile.skipped_steps) return;
     tile.of.numbers.kept = tile.memory.step[0];
     tile.of.numbers.step_size = tile.memory.step[1];
   }
@@ -584,7 +584,7 @@ class AdafactorMoveBlock {
   template <int phase>
   GRADACCUM_ON_DEVICE void run(int /*round*/, Shared& shared) const {
     const auto& tile = shared.tile;
-    if (tile.left_out) return;
+    if (tile.skipped_steps) return;
     if (tile.shape.is_vector()) return move_vector(tile);
     tile.shape.is_small() ? move_small(tile) : move_large(tile);
   }

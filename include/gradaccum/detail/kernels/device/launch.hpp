@@ -153,7 +153,6 @@ struct AdafactorTable {
 
 }  // namespace gradaccum::detail
 
-
 /// The arguments of device kernels. As they are passed by value, a launch copies nothing to the device and waits for
 /// nothing, and a CUDA graph records them. CUDA compilers read this file, so it includes nothing from ATen.
 namespace gradaccum::detail {
@@ -199,8 +198,8 @@ struct TensorTable {
 struct DeviceMultiplier {
   double numerator = 1, denominator = 1;
   const double *device_numerator = nullptr, *device_denominator = nullptr;
-  const float* found_inf = nullptr;  ///< nonzero: the step is skipped
-  const float* left_out = nullptr;   ///< the number of skipped steps that the settings have counted
+  const float* found_inf = nullptr;      ///< nonzero: the step is skipped
+  const float* skipped_steps = nullptr;  ///< the number of skipped steps that the settings have counted
 };
 
 /// Adam's settings together with the tables of the 8-bit codes, which are passed with each launch.
@@ -309,7 +308,6 @@ struct DeviceKernels {
 };
 
 }  // namespace gradaccum::detail
-
 
 namespace gradaccum::detail {
 

@@ -25,8 +25,8 @@ struct SgdOfTable {
 };
 
 /// Counts at least one step, even if the state was replaced without the host's knowledge.
-GRADACCUM_ON_DEVICE inline AdamNumbers adam_numbers_after(AdamSettings settings, float left_out) {
-  settings.step -= static_cast<std::int64_t>(left_out);
+GRADACCUM_ON_DEVICE inline AdamNumbers adam_numbers_after(AdamSettings settings, float skipped_steps) {
+  settings.step -= static_cast<std::int64_t>(skipped_steps);
   if (settings.step < 1) settings.step = 1;
   return numbers_of(settings, 1.0);
 }
@@ -35,7 +35,7 @@ struct AdamOfTable {
   using Settings = AdamSettings;
   using Operand = AdamOperand;
   GRADACCUM_ON_DEVICE static AdamNumbers numbers_after(const StepLaunch<AdamSettings>& launch) {
-    return adam_numbers_after(launch.settings, *launch.by.left_out);
+    return adam_numbers_after(launch.settings, *launch.by.skipped_steps);
   }
   GRADACCUM_ON_DEVICE static AdamOperand operand(const AdamNumbers& by, const TensorTable::Entry& of) {
     return {by, of.arrays[0], of.arrays[1], of.arrays[2], of.arrays[3], of.arrays[4], of.rounding_key};
@@ -46,7 +46,7 @@ struct Adam8bitOfTable {
   using Settings = Adam8bitSettings;
   using Operand = Adam8bitOperand;
   GRADACCUM_ON_DEVICE static AdamNumbers numbers_after(const StepLaunch<Adam8bitSettings>& launch) {
-    return adam_numbers_after(launch.settings.adam, *launch.by.left_out);
+    return adam_numbers_after(launch.settings.adam, *launch.by.skipped_steps);
   }
   GRADACCUM_ON_DEVICE static Adam8bitOperand operand(const AdamNumbers& by, const TensorTable::Entry& of) {
     return {by,
@@ -74,7 +74,7 @@ GRADACCUM_ON_DEVICE void begin_step(const StepLaunch<typename Optimizer::Setting
   if (this_thread() != 0) return;
   const auto place = place_of_block(launch.tensors.first_blocks, launch.tensors.size, block);
   const auto& tensor = launch.tensors.entries[place];
-  auto numbers = launch.by.left_out ? Optimizer::numbers_after(launch) : launch.numbers;
+  auto numbers = launch.by.skipped_steps ? Optimizer::numbers_after(launch) : launch.numbers;
   numbers.multiplier = product_of(launch.by);
   auto& o = shared.operand = Optimizer::operand(numbers, tensor);
   o.parameter = static_cast<P*>(o.parameter) - tensor.from;

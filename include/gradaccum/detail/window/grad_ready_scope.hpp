@@ -16,14 +16,14 @@
 namespace gradaccum::detail {
 
 /// A listener to the gradients that a backward pass computes. Backward runs a thread for each device.
-class ArrivalListener {
+class GradReadyListener {
  public:
-  virtual ~ArrivalListener() = default;
+  virtual ~GradReadyListener() = default;
   virtual const std::vector<at::Tensor>& parameters() const = 0;
   /// Called when backward has added to a parameter's gradient, before the hooks that were there first.
   virtual void added(std::size_t /*place*/) {}
   /// Called when a parameter's gradient is there.
-  virtual void arrive(std::size_t place) = 0;
+  virtual void grad_ready(std::size_t place) = 0;
   /// True if a gradient must not come in parts that are added to it in place.
   virtual bool waits_for_whole() const { return true; }
   /// Ends the listening: later gradients are ignored. (After an exception other threads may still bring some.)
@@ -31,15 +31,15 @@ class ArrivalListener {
 };
 
 /// A scope around backward passes in which a listener is called for each gradient, after all other hooks.
-class ArrivalScope {
+class GradReadyScope {
  public:
-  explicit ArrivalScope(std::shared_ptr<ArrivalListener> listener);
-  ArrivalScope(const ArrivalScope&) = delete;
-  ArrivalScope& operator=(const ArrivalScope&) = delete;
-  ~ArrivalScope();
+  explicit GradReadyScope(std::shared_ptr<GradReadyListener> listener);
+  GradReadyScope(const GradReadyScope&) = delete;
+  GradReadyScope& operator=(const GradReadyScope&) = delete;
+  ~GradReadyScope();
 
  private:
-  std::shared_ptr<ArrivalListener> listener_;
+  std::shared_ptr<GradReadyListener> listener_;
   std::vector<const at::Tensor*> listening_;
 };
 
@@ -72,5 +72,5 @@ void step_in_backward(const std::shared_ptr<WindowGradients>& window, std::optio
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/window/arrival_scope.ipp>
+#include <gradaccum/impl/window/grad_ready_scope.ipp>
 #endif

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/parallel/links.hpp>
+#include <gradaccum/detail/parallel/connections.hpp>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
@@ -35,7 +35,7 @@
 
 namespace gradaccum::detail {
 
-struct Links::Exchange {
+struct Connections::Exchange {
   c10::intrusive_ptr<c10d::Work> work;
   bool by_nccl = false;
 };
@@ -76,8 +76,9 @@ GRADACCUM_INLINE c10::intrusive_ptr<c10d::Backend> connect_gloo(const c10::intru
 #endif
 }
 
-GRADACCUM_INLINE Links::Links(const c10::intrusive_ptr<c10d::Store>& store, const std::string& host,
-                              const std::string& place, int rank, int world_size, std::chrono::milliseconds timeout)
+GRADACCUM_INLINE Connections::Connections(const c10::intrusive_ptr<c10d::Store>& store, const std::string& host,
+                                          const std::string& place, int rank, int world_size,
+                                          std::chrono::milliseconds timeout)
     : rank_(rank),
       world_size_(world_size),
       timeout_(timeout),
@@ -85,11 +86,11 @@ GRADACCUM_INLINE Links::Links(const c10::intrusive_ptr<c10d::Store>& store, cons
       gradients_(connect_gloo(store, "gradients", host, rank, world_size, timeout)),
       agreement_(connect_gloo(store, "agreement", host, rank, world_size, timeout)),
       heartbeat_(store->clone(), place, rank, world_size) {  // calls of one connection wait for each other
-  meet();
+  wait_for_all_ranks();
 }
 
 /// Waits until all ranks are connected: one that ended at once would break the connections of those still connecting.
-GRADACCUM_INLINE void Links::meet() const {
+GRADACCUM_INLINE void Connections::wait_for_all_ranks() const {
   const auto key_of = [](int rank) { return "connected/" + std::to_string(rank); };
   store_->set(key_of(rank_), std::vector<std::uint8_t>{1});
   for (int rank = 0; rank < world_size_; ++rank) {
@@ -104,13 +105,13 @@ GRADACCUM_INLINE void Links::meet() const {
   }
 }
 
-GRADACCUM_INLINE Links::~Links() {
+GRADACCUM_INLINE Connections::~Connections() {
   if (failure_.empty()) return;
   for (auto* const backend : {&gradients_, &agreement_}) static_cast<void>(backend->release());
 }
 
-GRADACCUM_INLINE std::shared_ptr<Links> Links::connect(const LaunchEnvironment& environment,
-                                                       std::chrono::milliseconds timeout) {
+GRADACCUM_INLINE std::shared_ptr<Connections> Connections::connect(const LaunchEnvironment& environment,
+                                                                   std::chrono::milliseconds timeout) {
   const auto place = c10::str(environment.launcher_has_store ? "the launcher" : "rank 0", " (its store at ",
                               environment.address, ":", environment.port, ")");
   c10d::TCPStoreOptions options;
@@ -124,7 +125,8 @@ GRADACCUM_INLINE std::shared_ptr<Links> Links::connect(const LaunchEnvironment& 
   static std::atomic<int> groups = 0;
   const auto name = c10::str("gradaccum/", environment.attempt, "/", groups++);
   store = c10::make_intrusive<c10d::PrefixStore>(name, store);
-  return std::make_shared<Links>(store, environment.address, place, environment.rank, environment.world_size, timeout);
+  return std::make_shared<Connections>(store, environment.address, place, environment.rank, environment.world_size,
+                                       timeout);
 }
 
 /// Runs `exchange`, which works in place on contiguous tensors, for a tensor of any strides.
@@ -137,26 +139,26 @@ void in_place(const at::Tensor& tensor, const Exchange& exchange) {
   if (!dense.is_alias_of(tensor)) tensor.detach().copy_(dense);
 }
 
-GRADACCUM_INLINE void Links::all_reduce(const at::Tensor& tensor) {
-  in_place(tensor, [&](auto& dense) { wait(begin_sum(Line::agreement, dense), "a sum over all ranks"); });
+GRADACCUM_INLINE void Connections::all_reduce(const at::Tensor& tensor) {
+  in_place(tensor, [&](auto& dense) { wait(begin_all_reduce(Channel::agreement, dense), "a sum over all ranks"); });
 }
 
-GRADACCUM_INLINE void Links::broadcast(const at::Tensor& tensor, int from) {
+GRADACCUM_INLINE void Connections::broadcast(const at::Tensor& tensor, int from) {
   in_place(tensor, [&](auto& dense) {
-    wait(begin_broadcast(Line::agreement, dense, from), "a tensor of rank " + std::to_string(from));
+    wait(begin_broadcast(Channel::agreement, dense, from), "a tensor of rank " + std::to_string(from));
   });
 }
 
-GRADACCUM_INLINE std::vector<at::Tensor> Links::all_gather(const at::Tensor& tensor) {
+GRADACCUM_INLINE std::vector<at::Tensor> Connections::all_gather(const at::Tensor& tensor) {
   std::vector<at::Tensor> own{tensor.detach().contiguous()};
   std::vector<std::vector<at::Tensor>> all(1);
   for (int i = 0; i < world_size_; ++i) all[0].push_back(at::empty_like(own[0]));
   const auto gather = [&](auto& backend) { return backend.allgather(all, own); };
-  if (own[0].numel() > 0) wait(begin(Line::agreement, gather), "tensors of all ranks");
+  if (own[0].numel() > 0) wait(begin(Channel::agreement, gather), "tensors of all ranks");
   return std::move(all[0]);
 }
 
-GRADACCUM_INLINE std::vector<std::string> Links::all_gather(const std::string& text) {
+GRADACCUM_INLINE std::vector<std::string> Connections::all_gather(const std::string& text) {
   const auto lengths = all_gather(at::tensor(static_cast<std::int64_t>(text.size())));
   std::int64_t longest = 0;
   for (auto& length : lengths) longest = std::max(longest, length.item<std::int64_t>());
@@ -171,11 +173,12 @@ GRADACCUM_INLINE std::vector<std::string> Links::all_gather(const std::string& t
   return texts;
 }
 
-GRADACCUM_INLINE Links::Line Links::connect_devices(const std::vector<std::string>& places, at::Device device) {
-  if (!each_has_its_own(places) || (nccl_ && places != places_)) return Line::gradients;
-  if (nccl_) return Line::devices;
+GRADACCUM_INLINE Connections::Channel Connections::connect_devices(const std::vector<std::string>& places,
+                                                                   at::Device device) {
+  if (!each_has_its_own(places) || (nccl_ && places != places_)) return Channel::gradients;
+  if (nccl_) return Channel::devices;
   try {
-    nccl_ = std::make_unique<NcclLink>(store_->clone(), rank_, world_size_, device, timeout_);
+    nccl_ = std::make_unique<NcclConnection>(store_->clone(), rank_, world_size_, device, timeout_);
     if (!heartbeat_.poll([&] { return nccl_->answers(); }, timeout_)) fail(heartbeat_.explain(), "NCCL to connect");
     nccl_->check();
   } catch (const std::exception& error) {
@@ -183,31 +186,32 @@ GRADACCUM_INLINE Links::Line Links::connect_devices(const std::vector<std::strin
     throw;
   }
   places_ = places;
-  return Line::devices;
+  return Channel::devices;
 }
 
-GRADACCUM_INLINE Links::Pending Links::begin_sum(Line line, const at::Tensor& tensor) {
+GRADACCUM_INLINE Connections::Pending Connections::begin_all_reduce(Channel line, const at::Tensor& tensor) {
   std::vector<at::Tensor> tensors{tensor};
   return begin(line, [&](auto& backend) { return backend.allreduce(tensors); });
 }
 
-GRADACCUM_INLINE Links::Pending Links::begin_broadcast(Line line, const at::Tensor& tensor, int from) {
+GRADACCUM_INLINE Connections::Pending Connections::begin_broadcast(Channel line, const at::Tensor& tensor, int from) {
   std::vector<at::Tensor> tensors{bytes_of_row(tensor)};  // supports any dtype
   c10d::BroadcastOptions options;
   options.rootRank = from;
   return begin(line, [&](auto& backend) { return backend.broadcast(tensors, options); });
 }
 
-GRADACCUM_INLINE Links::Pending Links::begin_sum_on(Line line, const at::Tensor& tensor, int rank) {
+GRADACCUM_INLINE Connections::Pending Connections::begin_reduce(Channel line, const at::Tensor& tensor, int rank) {
   std::vector<at::Tensor> tensors{tensor};
   c10d::ReduceOptions options;
   options.rootRank = rank;
   return begin(line, [&](auto& backend) { return backend.reduce(tensors, options); });
 }
 
-GRADACCUM_INLINE Links::Pending Links::begin_all_to_all(Line line, const at::Tensor& to, const at::Tensor& from,
-                                                        std::vector<std::int64_t> sizes_to,
-                                                        std::vector<std::int64_t> sizes_from) {
+GRADACCUM_INLINE Connections::Pending Connections::begin_all_to_all(Channel line, const at::Tensor& to,
+                                                                    const at::Tensor& from,
+                                                                    std::vector<std::int64_t> sizes_to,
+                                                                    std::vector<std::int64_t> sizes_from) {
   const auto bytes = static_cast<std::int64_t>(from.element_size());
   for (auto* const sizes : {&sizes_to, &sizes_from})
     for (auto& size : *sizes) size *= bytes;
@@ -215,37 +219,37 @@ GRADACCUM_INLINE Links::Pending Links::begin_all_to_all(Line line, const at::Ten
   return begin(line, [&](auto& backend) { return backend.alltoall_base(received, sent, sizes_to, sizes_from); });
 }
 
-GRADACCUM_INLINE Links::Pending Links::begin(
-    Line line, const std::function<c10::intrusive_ptr<c10d::Work>(c10d::Backend&)>& begin) const {
+GRADACCUM_INLINE Connections::Pending Connections::begin(
+    Channel line, const std::function<c10::intrusive_ptr<c10d::Work>(c10d::Backend&)>& begin) const {
   check_usable();
-  if (line == Line::devices) return std::make_shared<Exchange>(Exchange{begin(nccl_->backend()), /*by_nccl=*/true});
+  if (line == Channel::devices) return std::make_shared<Exchange>(Exchange{begin(nccl_->backend()), /*by_nccl=*/true});
   static std::mutex one_at_a_time;  // LibTorch records operations in a global map, 2.11 without a lock
   const std::lock_guard lock(one_at_a_time);
-  return std::make_shared<Exchange>(Exchange{begin(line == Line::gradients ? *gradients_ : *agreement_)});
+  return std::make_shared<Exchange>(Exchange{begin(line == Channel::gradients ? *gradients_ : *agreement_)});
 }
 
-GRADACCUM_INLINE void Links::wait(const Pending& pending, const std::string& what) {
+GRADACCUM_INLINE void Connections::wait(const Pending& pending, const std::string& what) {
   check_usable();
   auto& work = *pending->work;
-  if (!(pending->by_nccl ? came_by_nccl(work) : came_by_gloo(work))) fail(heartbeat_.explain(), what);
+  if (!(pending->by_nccl ? wait_for_nccl(work) : wait_for_gloo(work))) fail(heartbeat_.explain(), what);
   work.wait();  // makes this thread's stream wait for it
   // The thread that ran it releases the tensors a moment later. Waiting for that lets the caller free their memory.
   const auto latest = std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
   while (pending->work.use_count() > 1 && std::chrono::steady_clock::now() < latest) std::this_thread::yield();
 }
 
-GRADACCUM_INLINE bool Links::came_by_gloo(c10d::Work& work) {
+GRADACCUM_INLINE bool Connections::wait_for_gloo(c10d::Work& work) {
   const auto future = work.getFuture();
   future->addCallback([wake = heartbeat_.wake()](auto&) { wake(); });
   return heartbeat_.wait([&] { return future->completed(); }) && !future->hasError();
 }
 
 /// Polls, as NCCL's futures complete at the launch, a device wakes no thread, and a rank's end would go unnoticed.
-GRADACCUM_INLINE bool Links::came_by_nccl(c10d::Work& work) {
+GRADACCUM_INLINE bool Connections::wait_for_nccl(c10d::Work& work) {
   return heartbeat_.poll([&] { return work.isCompleted(); }, timeout_) && !work.exception();
 }
 
-GRADACCUM_INLINE void Links::begin_exchange(const void* exchange) {
+GRADACCUM_INLINE void Connections::begin_exchange(const void* exchange) {
   TORCH_CHECK(
       exchange_ == nullptr || exchange_ == exchange,
       "Replicas: a window of another accumulator with the same group has sent gradients, and is not closed "
@@ -253,19 +257,19 @@ GRADACCUM_INLINE void Links::begin_exchange(const void* exchange) {
   exchange_ = exchange;
 }
 
-GRADACCUM_INLINE void Links::give_up(const std::string& why) {
+GRADACCUM_INLINE void Connections::give_up(const std::string& why) {
   if (!failure_.empty()) return;
   failure_ = why.substr(0, why.find('\n'));  // the rest is LibTorch's stack trace
   heartbeat_.announce("rank " + std::to_string(rank_) + " has given up: " + failure_);
   if (nccl_) nccl_->abort();
 }
 
-GRADACCUM_INLINE void Links::check_usable() const {
+GRADACCUM_INLINE void Connections::check_usable() const {
   TORCH_CHECK(failure_.empty(), "ProcessGroup: nothing can be exchanged after an error (", failure_,
               "); end all processes and start them again, from a saved state");
 }
 
-GRADACCUM_INLINE void Links::fail(const std::string& why, const std::string& what) {
+GRADACCUM_INLINE void Connections::fail(const std::string& why, const std::string& what) {
   failure_ = c10::str(why, " (rank ", rank_, " of ", world_size_, " waited for ", what, ")");
   if (nccl_) nccl_->abort();
   TORCH_CHECK(false, "ProcessGroup: ", failure_, "; end all processes and start them again, from a saved state");
@@ -352,21 +356,21 @@ GRADACCUM_INLINE c10::intrusive_ptr<c10d::Backend> make_nccl(const c10::intrusiv
 GRADACCUM_INLINE void sum_by_device(c10d::Backend&, at::Device) {}
 #endif
 
-GRADACCUM_INLINE NcclLink::NcclLink(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
-                                    at::Device device, std::chrono::milliseconds timeout)
+GRADACCUM_INLINE NcclConnection::NcclConnection(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+                                                at::Device device, std::chrono::milliseconds timeout)
     : nccl_(make_nccl(store, rank, world_size, timeout)) {
   std::packaged_task<void()> connect([nccl = nccl_, device] { sum_by_device(*nccl, device); });
   connected_ = connect.get_future();
   std::thread(std::move(connect)).detach();
 }
 
-GRADACCUM_INLINE NcclLink::~NcclLink() { abort(); }
+GRADACCUM_INLINE NcclConnection::~NcclConnection() { abort(); }
 
-GRADACCUM_INLINE bool NcclLink::answers() const {
+GRADACCUM_INLINE bool NcclConnection::answers() const {
   return connected_.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
 }
 
-GRADACCUM_INLINE void NcclLink::abort() noexcept {
+GRADACCUM_INLINE void NcclConnection::abort() noexcept {
   if (std::exchange(aborted_, true)) return;
   try {
     std::packaged_task<void()> task([nccl = nccl_] { nccl->abort(); });

@@ -58,7 +58,7 @@ class Move {
 
 /// One step of an optimizer. All device memory is allocated before any parameter changes, so that running out of it
 /// leaves nothing half-stepped.
-class Moves {
+class StepPlan {
  public:
   void add(at::Device device, std::unique_ptr<Move> move) { moves_.emplace_back(scratch_of(device), std::move(move)); }
   /// Adds a part that needs no device memory.
@@ -208,7 +208,8 @@ class BatchMove final : public Move {
 
 /// Adds steps in batches. `body_for(settings, device)` makes a body, and all it needs, before any parameter changes.
 template <class Step, class BodyFor>
-void add_batches(Moves& moves, const std::vector<Step>& steps, const Multiplier& multiplier, const BodyFor& body_for) {
+void add_batches(StepPlan& moves, const std::vector<Step>& steps, const Multiplier& multiplier,
+                 const BodyFor& body_for) {
   for (auto& batch : batches_of(steps, !multiplier.is_one())) {
     const auto& first = batch.front().step;
     const auto device = first.parameter.device();
@@ -220,7 +221,7 @@ void add_batches(Moves& moves, const std::vector<Step>& steps, const Multiplier&
 /// Steps by our own device kernels, on many tensors at a time, in one pass over their memory.
 ///
 /// A step type provides `kernel_of(kernels, step)`, `kernel_settings(step)`, `kernel_arrays(step)`, which is its state
-/// in the order of the kernel's operand, and `add_aten_moves(moves, steps, multiplier)`.
+/// in the order of the kernel's operand, and `plan_aten_steps(moves, steps, multiplier)`.
 
 /// True if kernels can take the tensors, or copies of the same dtype.
 bool fits_kernel(const at::Tensor& parameter, const at::Tensor& gradient);
@@ -276,7 +277,7 @@ class KernelBatch {
 };
 
 template <class Step>
-void add_kernel_moves(Moves& moves, const std::vector<Step>& steps, const Multiplier& multiplier,
+void add_kernel_moves(StepPlan& moves, const std::vector<Step>& steps, const Multiplier& multiplier,
                       const DeviceKernels& kernels) {
   for (auto& batch : batches_of(steps, /*multiplied=*/false, /*by_kernel=*/true)) {
     const auto device = batch.front().step.parameter.device();
@@ -288,14 +289,14 @@ void add_kernel_moves(Moves& moves, const std::vector<Step>& steps, const Multip
 
 /// Adds steps by our own kernels if these support the dtypes, and the others by ATen.
 template <class Step>
-void add_moves_by_kernels(Moves& moves, const std::vector<Step>& steps, const Multiplier& multiplier) {
+void add_moves_by_kernels(StepPlan& moves, const std::vector<Step>& steps, const Multiplier& multiplier) {
   const auto* const kernels = device_kernels();
-  if (!kernels) return add_aten_moves(moves, steps, multiplier);
+  if (!kernels) return plan_aten_steps(moves, steps, multiplier);
   const auto is_ours = [](const Step& step) { return fits_kernel(step.parameter, step.gradient); };
   std::vector<Step> ours, others;
   std::partition_copy(steps.begin(), steps.end(), std::back_inserter(ours), std::back_inserter(others), is_ours);
   add_kernel_moves(moves, ours, multiplier, *kernels);
-  add_aten_moves(moves, others, multiplier);
+  plan_aten_steps(moves, others, multiplier);
 }
 
 /// Finds the gradient of a parameter: its own, or the one in a window.
@@ -333,7 +334,7 @@ struct StepsOnCpu {
 
 /// Adds the moves of parameters on devices to `moves`. The result refers to `steps`.
 template <class Step>
-StepsOnCpu<Step> add_steps(Moves& moves, const std::vector<Step>& steps, const Multiplier& multiplier) {
+StepsOnCpu<Step> add_steps(StepPlan& moves, const std::vector<Step>& steps, const Multiplier& multiplier) {
   StepsOnCpu<Step> here;
   std::vector<Step> away;
   const auto on_cpu = [](const Step& step) { return step.parameter.device().is_cpu(); };
@@ -341,7 +342,7 @@ StepsOnCpu<Step> add_steps(Moves& moves, const std::vector<Step>& steps, const M
     here.all = &steps;
   else
     std::partition_copy(steps.begin(), steps.end(), std::back_inserter(here.some), std::back_inserter(away), on_cpu);
-  add_moves(moves, away, multiplier);
+  plan_steps(moves, away, multiplier);
   if (!here.steps().empty())
     here.multiplier = multiplier.on_host() ? multiplier.host() : multiplier.on(at::kCPU).template item<double>();
   return here;
@@ -350,5 +351,5 @@ StepsOnCpu<Step> add_steps(Moves& moves, const std::vector<Step>& steps, const M
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/optimizers/moves.ipp>
+#include <gradaccum/impl/optimizers/step_plan.ipp>
 #endif

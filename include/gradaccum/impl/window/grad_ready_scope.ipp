@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/window/arrival_scope.hpp>
+#include <gradaccum/detail/window/grad_ready_scope.hpp>
 
 #include <gradaccum/gradients.hpp>
 
@@ -24,29 +24,30 @@
 namespace gradaccum::detail {
 
 /// Calls the listener after the hook that was in the slot. The scope owns the listener, which may hold the parameter.
-struct ArrivalHook final : torch::autograd::PostAccumulateGradHook {
-  ArrivalHook(const std::shared_ptr<ArrivalListener>& whom, std::size_t where)
+struct GradReadyHook final : torch::autograd::PostAccumulateGradHook {
+  GradReadyHook(const std::shared_ptr<GradReadyListener>& whom, std::size_t where)
       : listener(whom), address(whom.get()), place(where) {}
 
   void operator()(const at::Tensor& parameter) override {
     const auto there = listener.lock();  // keeps the listener alive during the calls
     if (there) there->added(place);
     if (before) (*before)(parameter);
-    if (there) there->arrive(place);
+    if (there) there->grad_ready(place);
   }
 
-  std::weak_ptr<ArrivalListener> listener;
-  const ArrivalListener* address;
+  std::weak_ptr<GradReadyListener> listener;
+  const GradReadyListener* address;
   std::size_t place;
   std::unique_ptr<torch::autograd::PostAccumulateGradHook> before;
 };
 
-GRADACCUM_INLINE ArrivalScope::ArrivalScope(std::shared_ptr<ArrivalListener> listener)
+GRADACCUM_INLINE GradReadyScope::GradReadyScope(std::shared_ptr<GradReadyListener> listener)
     : listener_(std::move(listener)) {
-  std::vector<std::pair<const at::Tensor*, std::unique_ptr<ArrivalHook>>> hooks;
+  std::vector<std::pair<const at::Tensor*, std::unique_ptr<GradReadyHook>>> hooks;
   const auto& parameters = listener_->parameters();
   for (std::size_t i = 0; i < parameters.size(); ++i)
-    if (parameters[i].requires_grad()) hooks.emplace_back(&parameters[i], std::make_unique<ArrivalHook>(listener_, i));
+    if (parameters[i].requires_grad())
+      hooks.emplace_back(&parameters[i], std::make_unique<GradReadyHook>(listener_, i));
   for (auto& [parameter, hook] : hooks) listening_.push_back(parameter);
   for (auto& [parameter, hook] : hooks) {
     auto& slot = torch::autograd::impl::post_acc_grad_hooks(*parameter);
@@ -57,15 +58,15 @@ GRADACCUM_INLINE ArrivalScope::ArrivalScope(std::shared_ptr<ArrivalListener> lis
 
 /// Takes a listener's hook out of the chain, since scopes may end in any order.
 GRADACCUM_INLINE void take_out(std::unique_ptr<torch::autograd::PostAccumulateGradHook>& slot,
-                               const ArrivalListener& listener) {
-  auto* const hook = dynamic_cast<ArrivalHook*>(slot.get());
+                               const GradReadyListener& listener) {
+  auto* const hook = dynamic_cast<GradReadyHook*>(slot.get());
   if (!hook) return;
   if (hook->address != &listener) return take_out(hook->before, listener);
   auto before = std::move(hook->before);
   slot = std::move(before);
 }
 
-GRADACCUM_INLINE ArrivalScope::~ArrivalScope() {
+GRADACCUM_INLINE GradReadyScope::~GradReadyScope() {
   listener_->end();
   for (auto* const parameter : listening_) take_out(torch::autograd::impl::post_acc_grad_hooks(*parameter), *listener_);
 }
@@ -73,7 +74,7 @@ GRADACCUM_INLINE ArrivalScope::~ArrivalScope() {
 GRADACCUM_INLINE bool is_waited_for(const at::Tensor& parameter) {
   const auto* hook = torch::autograd::impl::post_acc_grad_hooks(parameter).get();
   while (hook) {
-    const auto* const ours = dynamic_cast<const ArrivalHook*>(hook);
+    const auto* const ours = dynamic_cast<const GradReadyHook*>(hook);
     const auto listener = ours ? ours->listener.lock() : nullptr;
     if (!ours || (listener && listener->waits_for_whole())) return true;
     hook = ours->before.get();
@@ -83,8 +84,8 @@ GRADACCUM_INLINE bool is_waited_for(const at::Tensor& parameter) {
 
 GRADACCUM_INLINE void say_added(const at::Tensor& parameter) {
   const auto* hook = torch::autograd::impl::post_acc_grad_hooks(parameter).get();
-  while (const auto* const ours = dynamic_cast<const ArrivalHook*>(hook)) {
-    if (const auto listener = ours->listener.lock()) listener->arrive(ours->place);
+  while (const auto* const ours = dynamic_cast<const GradReadyHook*>(hook)) {
+    if (const auto listener = ours->listener.lock()) listener->grad_ready(ours->place);
     hook = ours->before.get();
   }
 }
@@ -93,7 +94,7 @@ GRADACCUM_INLINE void say_added(const at::Tensor& parameter) {
 ///
 /// Backward runs a thread for each device, which may have several streams: gradients that wait to be stepped together
 /// wait on their own stream.
-class ArrivingGradients final : public ArrivalListener {
+class ArrivingGradients final : public GradReadyListener {
  public:
   ArrivingGradients(std::shared_ptr<WindowGradients> window, std::optional<at::ScalarType> accumulate_in,
                     const StepOfSome& step)
@@ -105,7 +106,7 @@ class ArrivingGradients final : public ArrivalListener {
 
   const std::vector<at::Tensor>& parameters() const override { return parameters_; }
 
-  void arrive(std::size_t place) override {
+  void grad_ready(std::size_t place) override {
     const std::lock_guard lock(mutex_);
     if (ended_ || window_->closed()) return;
     const auto& parameter = parameters_[place];
@@ -167,7 +168,7 @@ GRADACCUM_INLINE void step_in_backward(const std::shared_ptr<WindowGradients>& w
                                        c10::function_ref<void()> backward) {
   const auto gradients = std::make_shared<ArrivingGradients>(window, accumulate_in, step);
   try {
-    const ArrivalScope scope(gradients);
+    const GradReadyScope scope(gradients);
     backward();
     gradients->step_waiting();
   } catch (c10::Error& error) {

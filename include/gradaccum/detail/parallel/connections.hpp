@@ -25,7 +25,7 @@ class Work;
 namespace gradaccum::detail {
 
 struct LaunchEnvironment;
-class NcclLink;
+class NcclConnection;
 
 /// Returns a contiguous tensor of any dtype as a row of bytes.
 inline at::Tensor bytes_of_row(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
@@ -40,20 +40,20 @@ inline at::Tensor bytes_of_row(const at::Tensor& tensor) { return tensor.view({-
 ///
 /// A wait for a process that has ended throws an error that names it. After an error nothing can be exchanged any more,
 /// since it is unknown what has arrived where.
-class Links {
+class Connections {
  public:
-  enum class Line { gradients, agreement, devices };
+  enum class Channel { gradients, agreement, devices };
   struct Exchange;  ///< an operation in flight
   using Pending = std::shared_ptr<Exchange>;
 
   /// Connects all ranks. A loopback `host`, which is rank 0's, means one machine. `place` locates the store in errors.
-  Links(const c10::intrusive_ptr<c10d::Store>& store, const std::string& host, const std::string& place, int rank,
-        int world_size, std::chrono::milliseconds timeout);
-  Links(const Links&) = delete;
-  Links& operator=(const Links&) = delete;
+  Connections(const c10::intrusive_ptr<c10d::Store>& store, const std::string& host, const std::string& place, int rank,
+              int world_size, std::chrono::milliseconds timeout);
+  Connections(const Connections&) = delete;
+  Connections& operator=(const Connections&) = delete;
   /// Abandons the connections after an error: destroying them would wait for operations that may never end.
-  ~Links();
-  static std::shared_ptr<Links> connect(const LaunchEnvironment& environment, std::chrono::milliseconds timeout);
+  ~Connections();
+  static std::shared_ptr<Connections> connect(const LaunchEnvironment& environment, std::chrono::milliseconds timeout);
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
@@ -66,18 +66,18 @@ class Links {
 
   /// Returns the line for gradients of models at these places (see `device_place`), and connects NCCL first if that is
   /// used. Must be called on all ranks with equal places.
-  Line connect_devices(const std::vector<std::string>& places, at::Device device);
+  Channel connect_devices(const std::vector<std::string>& places, at::Device device);
 
   /// Starts an all-reduce in place. The tensor must be contiguous, and must not be used until `wait`.
-  Pending begin_sum(Line line, const at::Tensor& tensor);
+  Pending begin_all_reduce(Channel line, const at::Tensor& tensor);
   /// Starts a broadcast from one rank to tensors of the same size, which must be contiguous and unused until `wait`.
-  Pending begin_broadcast(Line line, const at::Tensor& tensor, int from);
+  Pending begin_broadcast(Channel line, const at::Tensor& tensor, int from);
   /// Starts a reduce in place to one rank. The other ranks' tensors have undefined contents afterwards.
-  Pending begin_sum_on(Line line, const at::Tensor& tensor, int rank);
+  Pending begin_reduce(Channel line, const at::Tensor& tensor, int rank);
   /// Starts an all-to-all: sends each rank its part of `from`, and receives the parts for this rank in `to`. Both are
   /// rows of elements in rank order, and the sizes are the numbers of elements for each rank.
-  Pending begin_all_to_all(Line line, const at::Tensor& to, const at::Tensor& from, std::vector<std::int64_t> sizes_to,
-                           std::vector<std::int64_t> sizes_from);
+  Pending begin_all_to_all(Channel line, const at::Tensor& to, const at::Tensor& from,
+                           std::vector<std::int64_t> sizes_to, std::vector<std::int64_t> sizes_from);
   /// Waits for an operation. `what` describes it in errors, as in "the gradients of a window".
   void wait(const Pending& pending, const std::string& what);
 
@@ -93,17 +93,17 @@ class Links {
   void give_up(const std::string& why);
 
  private:
-  void meet() const;
-  bool came_by_gloo(c10d::Work& work);
-  bool came_by_nccl(c10d::Work& work);
-  Pending begin(Line line, const std::function<c10::intrusive_ptr<c10d::Work>(c10d::Backend&)>& begin) const;
+  void wait_for_all_ranks() const;
+  bool wait_for_gloo(c10d::Work& work);
+  bool wait_for_nccl(c10d::Work& work);
+  Pending begin(Channel line, const std::function<c10::intrusive_ptr<c10d::Work>(c10d::Backend&)>& begin) const;
   [[noreturn]] void fail(const std::string& why, const std::string& what);
 
   int rank_, world_size_;
   std::chrono::milliseconds timeout_;
   c10::intrusive_ptr<c10d::Store> store_;
-  std::unique_ptr<NcclLink> nccl_;   // ends after the others, whose end shows other ranks that this one has ended
-  std::vector<std::string> places_;  // device places of the models that NCCL connects
+  std::unique_ptr<NcclConnection> nccl_;  // ends after the others, whose end shows other ranks that this one has ended
+  std::vector<std::string> places_;       // device places of the models that NCCL connects
   c10::intrusive_ptr<c10d::Backend> gradients_, agreement_;
   Heartbeat heartbeat_;
   std::string failure_;
@@ -124,14 +124,14 @@ std::string device_place(const std::vector<at::Tensor>& tensors);
 ///
 /// Connects by a first exchange in a separate thread, since that waits for ranks that may never come. Ends by an abort,
 /// which waits for no rank, once all that was sent has arrived or never will.
-class NcclLink {
+class NcclConnection {
  public:
   /// Starts to connect, as all ranks must at the same time. `store` must be a connection with no other user.
-  NcclLink(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size, at::Device device,
-           std::chrono::milliseconds timeout);
-  NcclLink(const NcclLink&) = delete;
-  NcclLink& operator=(const NcclLink&) = delete;
-  ~NcclLink();
+  NcclConnection(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size, at::Device device,
+                 std::chrono::milliseconds timeout);
+  NcclConnection(const NcclConnection&) = delete;
+  NcclConnection& operator=(const NcclConnection&) = delete;
+  ~NcclConnection();
 
   bool answers() const;
   /// Waits until connected. Throws the error if connecting failed.
@@ -185,5 +185,5 @@ class LaunchEnvironmentReader {
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/parallel/links.ipp>
+#include <gradaccum/impl/parallel/connections.ipp>
 #endif

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/optimizers/moves.hpp>
+#include <gradaccum/detail/optimizers/step_plan.hpp>
 #include <gradaccum/detail/optimizers/steps.hpp>
 
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
@@ -57,14 +57,14 @@ GRADACCUM_INLINE void Scratch::allocate() {
   memory_ = at::empty({most_}, at::TensorOptions(at::kByte).device(device_));
 }
 
-GRADACCUM_INLINE Scratch* Moves::scratch_of(at::Device device) {
+GRADACCUM_INLINE Scratch* StepPlan::scratch_of(at::Device device) {
   const auto is_its = [&](const auto& scratch) { return scratch->device() == device; };
   const auto found = std::find_if(scratches_.begin(), scratches_.end(), is_its);
   if (found != scratches_.end()) return found->get();
   return scratches_.emplace_back(std::make_unique<Scratch>(device)).get();
 }
 
-GRADACCUM_INLINE void Moves::prepare() {
+GRADACCUM_INLINE void StepPlan::prepare() {
   for (auto& [scratch, move] : moves_) {
     scratch->begin_turn();
     move->take(*scratch);
@@ -72,7 +72,7 @@ GRADACCUM_INLINE void Moves::prepare() {
   for (auto& scratch : scratches_) scratch->allocate();
 }
 
-GRADACCUM_INLINE void Moves::run() {
+GRADACCUM_INLINE void StepPlan::run() {
   for (auto& [scratch, move] : moves_) {
     scratch->begin_turn();
     move->take(*scratch);
@@ -246,7 +246,8 @@ GRADACCUM_INLINE AdamStep adam_step_of(const AdamSettings& settings, const at::T
     moments.push_back({step.max_exp_avg_sq, "max_exp_avg_sq"});
   else
     step.max_exp_avg_sq = dense_of(max_exp_avg_sq);
-  step.rows = settle(parameter, step.gradient, moments, steps_by_rows(settings, parameter, gradient, multiplier));
+  step.rows =
+      prepare_moments(parameter, step.gradient, moments, steps_by_rows(settings, parameter, gradient, multiplier));
   return step;
 }
 
@@ -255,7 +256,7 @@ GRADACCUM_INLINE bool moves_all_rows(const AdamSettings& by) {
   return (by.decoupled && by.lr * by.weight_decay != 0) || by.eps < std::numeric_limits<float>::min();
 }
 
-GRADACCUM_INLINE void take_rows_on_cpu(const AdamStep& s, const AdamOperand& operand) {
+GRADACCUM_INLINE void step_rows_on_cpu(const AdamStep& s, const AdamOperand& operand) {
   const auto bytes = static_cast<std::int64_t>(s.exp_avg.element_size()) * s.exp_avg.size(1);
   take_rows(*s.rows, operand, adam_kernel, s.parameter, s.rounding_key, moves_all_rows(s.settings),
             [&](AdamOperand& of_row, const StepRows::Row& row) {
@@ -264,7 +265,7 @@ GRADACCUM_INLINE void take_rows_on_cpu(const AdamStep& s, const AdamOperand& ope
             });
 }
 
-GRADACCUM_INLINE void take_on_cpu(const std::vector<AdamStep>& steps, double multiplier) {
+GRADACCUM_INLINE void step_on_cpu(const std::vector<AdamStep>& steps, double multiplier) {
   KernelLoop<AdamOperand> loop(steps.size());
   AdamNumbers numbers{};
   for (std::size_t i = 0; i < steps.size(); ++i) {
@@ -275,7 +276,7 @@ GRADACCUM_INLINE void take_on_cpu(const std::vector<AdamStep>& steps, double mul
                         .exp_avg_sq = s.exp_avg_sq.mutable_data_ptr(),
                         .max_exp_avg_sq = s.settings.amsgrad ? s.max_exp_avg_sq.mutable_data_ptr() : nullptr};
     if (s.rows)
-      take_rows_on_cpu(s, operand);
+      step_rows_on_cpu(s, operand);
     else
       loop.add(operand, adam_kernel, s.parameter, s.gradient, s.rounding_key);
   }
@@ -288,7 +289,8 @@ GRADACCUM_INLINE FusedAdam::FusedAdam(const AdamSettings& by, const Multiplier& 
       count_(at::full({}, static_cast<double>(by.step), at::TensorOptions(at::kFloat).device(device))),
       found_inf_(found_inf_on(device, multiplier)) {
   // Stays at least 1, even if the state was replaced since the host last read the number of skipped steps.
-  if (multiplier.left_out.defined()) count_.sub_(multiplier.left_out.to(device, /*non_blocking=*/true)).clamp_min_(1);
+  if (multiplier.skipped_steps.defined())
+    count_.sub_(multiplier.skipped_steps.to(device, /*non_blocking=*/true)).clamp_min_(1);
 }
 
 GRADACCUM_INLINE void FusedAdam::operator()(at::TensorList parameters, at::TensorList gradients,
@@ -305,7 +307,8 @@ GRADACCUM_INLINE void FusedAdam::operator()(at::TensorList parameters, at::Tenso
   step(by_.decoupled ? static_cast<Fused*>(at::_fused_adamw_) : static_cast<Fused*>(at::_fused_adam_));
 }
 
-GRADACCUM_INLINE void add_aten_moves(Moves& moves, const std::vector<AdamStep>& steps, const Multiplier& multiplier) {
+GRADACCUM_INLINE void plan_aten_steps(StepPlan& moves, const std::vector<AdamStep>& steps,
+                                      const Multiplier& multiplier) {
   add_batches(moves, steps, multiplier, [&](const AdamSettings& by, at::Device device) {
     return [fused = FusedAdam(by, multiplier, device), amsgrad = by.amsgrad](
                const std::vector<StepPart<AdamStep>>& batch, at::TensorList p, at::TensorList g) {
@@ -326,11 +329,11 @@ GRADACCUM_INLINE std::vector<at::Tensor> kernel_arrays(const AdamStep& step) {
   return {step.exp_avg, step.exp_avg_sq, step.settings.amsgrad ? step.max_exp_avg_sq : at::Tensor()};
 }
 
-GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<AdamStep>& steps, const Multiplier& multiplier) {
+GRADACCUM_INLINE void plan_steps(StepPlan& moves, const std::vector<AdamStep>& steps, const Multiplier& multiplier) {
   add_moves_by_kernels(moves, steps, multiplier);
 }
 
-GRADACCUM_INLINE void take_rows_on_cpu(const SgdStep& s, const SgdOperand& operand) {
+GRADACCUM_INLINE void step_rows_on_cpu(const SgdStep& s, const SgdOperand& operand) {
   const auto bytes = operand.momentum_buffer ? s.momentum_buffer.size(1) * s.momentum_buffer.element_size() : 0;
   take_rows(*s.rows, operand, sgd_kernel, s.parameter, s.rounding_key, /*all=*/false,
             [&](SgdOperand& of_row, const StepRows::Row& row) {
@@ -339,21 +342,22 @@ GRADACCUM_INLINE void take_rows_on_cpu(const SgdStep& s, const SgdOperand& opera
             });
 }
 
-GRADACCUM_INLINE void take_on_cpu(const std::vector<SgdStep>& steps, double multiplier) {
+GRADACCUM_INLINE void step_on_cpu(const std::vector<SgdStep>& steps, double multiplier) {
   KernelLoop<SgdOperand> loop(steps.size());
   for (auto& s : steps) {
     const auto& by = s.settings;
     SgdOperand operand{.numbers = numbers_of(by, multiplier),
                        .momentum_buffer = by.momentum != 0 ? s.momentum_buffer.mutable_data_ptr() : nullptr};
     if (s.rows)
-      take_rows_on_cpu(s, operand);
+      step_rows_on_cpu(s, operand);
     else
       loop.add(operand, sgd_kernel, s.parameter, s.gradient, s.rounding_key);
   }
   loop.run();
 }
 
-GRADACCUM_INLINE void add_aten_moves(Moves& moves, const std::vector<SgdStep>& steps, const Multiplier& multiplier) {
+GRADACCUM_INLINE void plan_aten_steps(StepPlan& moves, const std::vector<SgdStep>& steps,
+                                      const Multiplier& multiplier) {
   add_batches(moves, steps, multiplier, [&](const SgdSettings& by, at::Device device) {
     return [by, found_inf = found_inf_on(device, multiplier)](const std::vector<StepPart<SgdStep>>& batch,
                                                               at::TensorList p, at::TensorList g) {
@@ -372,7 +376,7 @@ GRADACCUM_INLINE std::vector<at::Tensor> kernel_arrays(const SgdStep& step) {
   return {step.settings.momentum != 0 ? step.momentum_buffer : at::Tensor()};
 }
 
-GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<SgdStep>& steps, const Multiplier& multiplier) {
+GRADACCUM_INLINE void plan_steps(StepPlan& moves, const std::vector<SgdStep>& steps, const Multiplier& multiplier) {
   add_moves_by_kernels(moves, steps, multiplier);
 }
 
@@ -466,7 +470,8 @@ GRADACCUM_INLINE Codes encoded(const at::Tensor& numbers, bool is_signed) {
   return codes;
 }
 
-GRADACCUM_INLINE Codes settled(const Codes& moments, const at::Tensor& parameter, bool is_signed, const char* name) {
+GRADACCUM_INLINE Codes checked_state(const Codes& moments, const at::Tensor& parameter, bool is_signed,
+                                     const char* name) {
   const auto like = plain_layout_of(parameter);
   if (!moments.codes.defined())
     return zero_codes(like.is_meta() ? at::empty_strided(like.sizes(), like.strides(), parameter.options()) : like,
@@ -502,12 +507,12 @@ GRADACCUM_INLINE Adam8bitStep adam8bit_step_of(const AdamSettings& settings, con
                                                const Codes& exp_avg_sq, const Multiplier& multiplier) {
   const bool by_rows = steps_by_rows(settings, parameter, gradient, multiplier) &&
                        parameter.numel() / parameter.size(0) % eight_bit_block == 0;
-  const auto settle = [&](const Codes& moments, bool is_signed, const char* name) {
+  const auto prepare = [&](const Codes& moments, bool is_signed, const char* name) {
     if (by_rows && (!moments.codes.defined() || moments.codes.is_sparse())) return moments;
-    return settled(dense_of(moments, is_signed), parameter, is_signed, name);
+    return checked_state(dense_of(moments, is_signed), parameter, is_signed, name);
   };
-  Adam8bitStep step{settings, parameter, gradient, settle(exp_avg, true, "exp_avg"),
-                    settle(exp_avg_sq, false, "exp_avg_sq")};
+  Adam8bitStep step{settings, parameter, gradient, prepare(exp_avg, true, "exp_avg"),
+                    prepare(exp_avg_sq, false, "exp_avg_sq")};
   if (!by_rows && gradient.is_sparse()) step.gradient = gradient.to_dense();
   if (!by_rows) return step;
   auto all = moments_of(step.exp_avg, parameter, true);
@@ -518,7 +523,7 @@ GRADACCUM_INLINE Adam8bitStep adam8bit_step_of(const AdamSettings& settings, con
   return step;
 }
 
-GRADACCUM_INLINE void take_rows_on_cpu(const Adam8bitStep& s, const Adam8bitOperand& operand) {
+GRADACCUM_INLINE void step_rows_on_cpu(const Adam8bitStep& s, const Adam8bitOperand& operand) {
   const auto width = s.exp_avg.codes.size(1), bytes_of_scales = width / eight_bit_block * 4;
   take_rows(*s.rows, operand, adam8bit_kernel, s.parameter, s.rounding_key, moves_all_rows(s.settings),
             [&](Adam8bitOperand& of_row, const StepRows::Row& row) {
@@ -529,7 +534,7 @@ GRADACCUM_INLINE void take_rows_on_cpu(const Adam8bitStep& s, const Adam8bitOper
             });
 }
 
-GRADACCUM_INLINE void take_on_cpu(const std::vector<Adam8bitStep>& steps, double multiplier) {
+GRADACCUM_INLINE void step_on_cpu(const std::vector<Adam8bitStep>& steps, double multiplier) {
   KernelLoop<Adam8bitOperand> loop(steps.size(), eight_bit_block);
   for (auto& s : steps) {
     Adam8bitOperand operand{.numbers = numbers_of(s.settings, multiplier),
@@ -538,7 +543,7 @@ GRADACCUM_INLINE void take_on_cpu(const std::vector<Adam8bitStep>& steps, double
                             .exp_avg_scale = s.exp_avg.scales.mutable_data_ptr<float>(),
                             .exp_avg_sq_scale = s.exp_avg_sq.scales.mutable_data_ptr<float>()};
     if (s.rows)
-      take_rows_on_cpu(s, operand);
+      step_rows_on_cpu(s, operand);
     else
       loop.add(operand, adam8bit_kernel, s.parameter, s.gradient, s.rounding_key);
   }
@@ -552,7 +557,7 @@ class Adam8bitMove final : public Move {
                const Coding& second)
       : operands_(multiplier),
         fused_(part.step.settings, multiplier, part.step.parameter.device()),
-        left_out_(left_out_on(part.step.parameter.device(), multiplier)),
+        skipped_steps_(left_out_on(part.step.parameter.device(), multiplier)),
         first_(first),
         second_(second),
         exp_avg_(codes_of(part.step.exp_avg, part.extent)),
@@ -567,7 +572,7 @@ class Adam8bitMove final : public Move {
     m_ = scratch.take(blocks * eight_bit_block, at::kFloat);
     v_ = scratch.take(blocks * eight_bit_block, at::kFloat);
     usable_ = scratch.take(blocks, at::kBool);
-    if (!left_out_.defined()) return;
+    if (!skipped_steps_.defined()) return;
     fresh_.codes = scratch.take(exp_avg_.codes.numel(), at::kByte);
     fresh_.scales = scratch.take(blocks, at::kFloat);
   }
@@ -592,22 +597,22 @@ class Adam8bitMove final : public Move {
 
   /// Encodes moments, but keeps the old codes if the step is skipped, since encoding may change them.
   void encode(const Coding& coding, const at::Tensor& numbers, Codes& codes) const {
-    if (!left_out_.defined()) return coding.encode(numbers, codes, places_, usable_);
+    if (!skipped_steps_.defined()) return coding.encode(numbers, codes, places_, usable_);
     coding.encode(numbers, fresh_, places_, usable_);
-    at::where_out(codes.codes, left_out_, codes.codes, fresh_.codes);
-    at::where_out(codes.scales, left_out_, codes.scales, fresh_.scales);
+    at::where_out(codes.codes, skipped_steps_, codes.codes, fresh_.codes);
+    at::where_out(codes.scales, skipped_steps_, codes.scales, fresh_.scales);
   }
 
   DeviceOperands operands_;
   FusedAdam fused_;
-  at::Tensor left_out_;
+  at::Tensor skipped_steps_;
   Coding first_, second_;
   Codes exp_avg_, exp_avg_sq_, fresh_;
   at::Tensor places_, m_, v_, usable_;
 };
 
-GRADACCUM_INLINE void add_aten_moves(Moves& moves, const std::vector<Adam8bitStep>& steps,
-                                     const Multiplier& multiplier) {
+GRADACCUM_INLINE void plan_aten_steps(StepPlan& moves, const std::vector<Adam8bitStep>& steps,
+                                      const Multiplier& multiplier) {
   std::optional<Coding> first, second;
   for (auto& step : steps) {
     const auto device = step.parameter.device();
@@ -630,7 +635,8 @@ GRADACCUM_INLINE std::vector<at::Tensor> kernel_arrays(const Adam8bitStep& step)
   return {step.exp_avg.codes, step.exp_avg_sq.codes, step.exp_avg.scales, step.exp_avg_sq.scales};
 }
 
-GRADACCUM_INLINE void add_moves(Moves& moves, const std::vector<Adam8bitStep>& steps, const Multiplier& multiplier) {
+GRADACCUM_INLINE void plan_steps(StepPlan& moves, const std::vector<Adam8bitStep>& steps,
+                                 const Multiplier& multiplier) {
   add_moves_by_kernels(moves, steps, multiplier);
 }
 

@@ -26,9 +26,9 @@ class Shards;
 class WindowGradients;
 
 /// The other processes of a run, as windows and saved states see them. Includes nothing that sends.
-class Peers {
+class Communicator {
  public:
-  virtual ~Peers() = default;
+  virtual ~Communicator() = default;
 
   virtual int rank() const = 0;
 
@@ -59,44 +59,44 @@ class Peers {
   virtual void end_window() = 0;
 
   /// Sums a tensor over all ranks, in place.
-  virtual void add_up(const at::Tensor& tensor) const = 0;
+  virtual void all_reduce(const at::Tensor& tensor) const = 0;
   /// Gathers one state of all ranks. Rank 0's archive then has the other ranks' own numbers and texts, too; any other
   /// keeps only its own tensors, which it writes by itself.
   virtual void gather(Archive& archive) const = 0;
   /// Reduces gathered values to this rank's.
-  virtual void pick(Archive::Values& values) const = 0;
+  virtual void keep_own_values(Archive::Values& values) const = 0;
   /// Gathers a text from each rank, in the order of ranks, on all of them.
-  virtual std::vector<std::string> texts_of_all(const std::string& own) const = 0;
+  virtual std::vector<std::string> all_gather_text(const std::string& own) const = 0;
   /// Ends the waiting of the other ranks, with this reason.
   virtual void give_up(const std::string& why) = 0;
 };
 
 /// Broadcasts rank 0's text to all ranks.
-std::string said_by_first(const Peers& peers, const std::string& on_rank_0);
+std::string broadcast_text(const Communicator& peers, const std::string& on_rank_0);
 
 /// Runs `work`, which must succeed on all ranks: an error on one is thrown on all. Without peers, just runs `work`.
-void run_on_all(const Peers* peers, c10::function_ref<void()> work);
+void run_on_all(const Communicator* peers, c10::function_ref<void()> work);
 
 template <class Work>
-auto on_all(const Peers* peers, const Work& work) -> decltype(work()) {
+auto on_all(const Communicator* peers, const Work& work) -> decltype(work()) {
   std::optional<decltype(work())> result;
   run_on_all(peers, [&] { result.emplace(work()); });
   return std::move(*result);
 }
 
-inline std::string said_by_first(const Peers& peers, const std::string& on_rank_0) {
-  return peers.texts_of_all(peers.rank() == 0 ? on_rank_0 : "")[0];
+inline std::string broadcast_text(const Communicator& peers, const std::string& on_rank_0) {
+  return peers.all_gather_text(peers.rank() == 0 ? on_rank_0 : "")[0];
 }
 
 /// Finds the first rank's error and puts the rank's number before it; empty if there is none.
-inline std::string first_error(const Peers& peers, const std::string& own) {
-  const auto all = peers.texts_of_all(own);
+inline std::string first_error(const Communicator& peers, const std::string& own) {
+  const auto all = peers.all_gather_text(own);
   for (std::size_t rank = 0; rank < all.size(); ++rank)
     if (!all[rank].empty()) return c10::str("rank ", rank, ": ", all[rank].substr(0, all[rank].find('\n')));
   return "";
 }
 
-inline void run_on_all(const Peers* peers, c10::function_ref<void()> work) {
+inline void run_on_all(const Communicator* peers, c10::function_ref<void()> work) {
   if (!peers) return work();
   std::exception_ptr own;
   std::string text;
