@@ -4,9 +4,9 @@
 #include <torch/torch.h>
 
 #include <cstdint>
-#include <gradaccum/run_page.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policy.hpp>
+#include <gradaccum/run_page.hpp>
 
 namespace fashion_mnist {
 

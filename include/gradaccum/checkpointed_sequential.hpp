@@ -48,8 +48,7 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
   CheckpointPlan plan() const;
   bool has_plan() const;
 
-  std::shared_ptr<torch::nn::Module> clone(
-      const std::optional<at::Device>& device = std::nullopt) const override;
+  std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>& device = std::nullopt) const override;
   void pretty_print(std::ostream& out) const override;
 
  protected:

@@ -70,9 +70,6 @@ class Factor {
   Finiteness finiteness_ = Finiteness::any;
 };
 
-namespace detail {
-}
-
 /// The gradients of one window, and the factor that they are still to be multiplied by.
 ///
 ///     ga::GradAccumulator optimizer(sgd, {.steps = 4});

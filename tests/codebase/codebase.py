@@ -13,7 +13,7 @@ import re
 import sys
 
 CEILINGS = {
-    "lines": 37036,
+    "lines": 37023,
     "files": 205,
     "comments that open with a fragment, in %": 3.0,
     "lines with detail:: in public signatures": 43,
@@ -87,7 +87,7 @@ def figures(project):
     public = [text for path, text in library.items()
               if path.endswith(".hpp") and not re.match(r"gradaccum/(detail|impl)/", path)]
     return {
-        "lines": sum(text.count("\n") for text in texts.values()),
+        "lines": 37023sum(text.count("\n") for text in texts.values()),
         "files": len(texts),
         "comments that open with a fragment, in %": round(100 * len(fragments(blocks)) / max(1, len(blocks)), 1),
         "lines with detail:: in public signatures": sum(len(lines_with_detail(text)) for text in public),

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-/// Definitions stand in impl/, which headers include at their ends: so the library is header-only. A program whose files
-/// are all compiled with GRADACCUM_COMPILED has them from one file, that includes compiled.hpp, or from the CMake target
-/// gradaccum::compiled.
+/// Definitions stand in impl/, which headers include at their ends, so the library is header-only. A program whose files
+/// are all compiled with GRADACCUM_COMPILED gets the definitions from one file, which includes compiled.hpp, or from the
+/// CMake target gradaccum::compiled.
 namespace gradaccum::detail {
 
 // A program of which some files are compiled so and some are not would have all definitions twice. It does not link:

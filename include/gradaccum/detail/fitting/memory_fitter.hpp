@@ -97,13 +97,6 @@ RowKind kind_of_rows(const B& batch) {
     return {.text = "rows"};
 }
 
-}  // namespace gradaccum::detail
-
-namespace gradaccum {
-}
-
-namespace gradaccum::detail {
-
 /// Finds how many rows of one kind a micro-batch may have, from the memory that others took. Uses no tensors.
 ///
 /// Assumes that memory is the largest of several sums a + b * rows, with a and b >= 0. Then n times the rows take at
@@ -143,13 +136,6 @@ class RowPlan {
   Point fits_, too_many_, before_;  // before_: fewer rows than fits_, or none
   bool certain_ = false;
 };
-
-}  // namespace gradaccum::detail
-
-namespace gradaccum {
-}
-
-namespace gradaccum::detail {
 
 /// A batch that is run in micro-batches.
 struct DividedBatch {

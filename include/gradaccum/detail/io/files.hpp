@@ -3,6 +3,7 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 
+#include <sys/types.h>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -11,7 +12,6 @@
 #include <string>
 #include <string_view>
 #include <vector>
-#include <sys/types.h>
 
 /// Files and directories of the operating system. Every error is a `std::runtime_error` that names the path.
 

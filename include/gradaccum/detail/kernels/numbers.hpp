@@ -125,7 +125,6 @@ GRADACCUM_ON_DEVICE inline void set_step_size(AdafactorNumbers& numbers, const A
 
 }  // namespace gradaccum::detail
 
-
 /// The arguments of kernels, for processors and devices.
 namespace gradaccum::detail {
 

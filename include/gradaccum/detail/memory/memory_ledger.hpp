@@ -65,7 +65,7 @@ class MemoryLedger : public c10::MemoryReportingInfoBase, public std::enable_sha
   static std::shared_ptr<MemoryLedger> innermost(const char* impossible);
 
   void reportMemoryUsage(void* block, std::int64_t bytes, std::size_t allocated, std::size_t reserved,
-                                          c10::Device device) override;
+                         c10::Device device) override;
   bool memoryProfilingEnabled() const override { return true; }
 
   Account total() const;

@@ -110,10 +110,6 @@ class Connections {
   const void* exchange_ = nullptr;  // the exchange whose gradients are in flight
 };
 
-}  // namespace gradaccum::detail
-
-namespace gradaccum::detail {
-
 /// True if each rank has a device, and no two share one, which NCCL refuses.
 bool each_has_its_own(const std::vector<std::string>& places);
 

@@ -84,13 +84,6 @@ class Silence {
   std::int64_t count_ = -1;
 };
 
-}  // namespace gradaccum::detail
-
-namespace c10d {
-}
-
-namespace gradaccum::detail {
-
 /// Returns the ranks in words: `rank 1 has ended or hangs`.
 std::string have_ended(const std::vector<int>& ranks);
 

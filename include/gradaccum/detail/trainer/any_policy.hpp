@@ -226,8 +226,7 @@ inline bool PolicyList::others_continue() {
   return any;
 }
 
-inline std::shared_ptr<void> PolicyList::scopes(
-    std::shared_ptr<void> (AnyPolicy::*hook)(std::shared_ptr<void>)) const {
+inline std::shared_ptr<void> PolicyList::scopes(std::shared_ptr<void> (AnyPolicy::*hook)(std::shared_ptr<void>)) const {
   std::shared_ptr<void> scopes;
   for (auto& policy : policies_) scopes = (policy.get()->*hook)(std::move(scopes));
   return scopes;

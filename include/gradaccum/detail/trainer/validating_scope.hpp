@@ -60,7 +60,7 @@ inline ValidatingScope::~ValidatingScope() {
 }
 
 inline void check_when(std::optional<std::int64_t> every_updates, std::optional<std::int64_t> every_epochs,
-                                 const std::string& name) {
+                       const std::string& name) {
   TORCH_CHECK(every_updates.value_or(1) >= 1, "Validate: every_updates must be >= 1, got ", *every_updates);
   TORCH_CHECK(every_epochs.value_or(1) >= 1, "Validate: every_epochs must be >= 1, got ", *every_epochs);
   TORCH_CHECK(!name.empty() && name.find('/') == name.npos, "Validate: name must be a text without '/', got '", name,

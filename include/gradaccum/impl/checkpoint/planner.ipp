@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/checkpoint/planner.hpp>
 #include <gradaccum/checkpoint_plan.hpp>
+#include <gradaccum/detail/checkpoint/planner.hpp>
 
 #include <fmt/format.h>
 

@@ -16,11 +16,11 @@
 #include <c10/util/StringUtil.h>
 #include <torch/version.h>
 
+#include <dlfcn.h>
 #include <algorithm>
 #include <cmath>
 #include <ostream>
 #include <stdexcept>
-#include <dlfcn.h>
 
 #include <gradaccum/impl/begin.ipp>
 

@@ -25,9 +25,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
+#include <dlfcn.h>
 #include <algorithm>
 #include <limits>
-#include <dlfcn.h>
 
 #include <gradaccum/impl/begin.ipp>
 

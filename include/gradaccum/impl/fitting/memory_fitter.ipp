@@ -13,6 +13,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include <sys/resource.h>
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -22,7 +23,6 @@
 #include <sstream>
 #include <string_view>
 #include <utility>
-#include <sys/resource.h>
 
 #include <gradaccum/impl/begin.ipp>
 

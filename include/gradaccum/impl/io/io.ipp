@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/io/state_folder.hpp>
 #include <gradaccum/io/save_sharded.hpp>
+#include <gradaccum/io/state_folder.hpp>
 #include <gradaccum/io/weights.hpp>
 
 #include <gradaccum/detail/io/files.hpp>

@@ -6,6 +6,9 @@
 #include <gradaccum/detail/io/safetensors_format.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
 
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
@@ -15,9 +18,6 @@
 #include <limits>
 #include <stdexcept>
 #include <system_error>
-#include <fcntl.h>
-#include <sys/file.h>
-#include <sys/stat.h>
 
 #include <gradaccum/impl/begin.ipp>
 

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <gradaccum/detail/memory/memory_ledger.hpp>
-#include <gradaccum/memory_meter.hpp>
 #include <gradaccum/keep_freed_memory.hpp>
+#include <gradaccum/memory_meter.hpp>
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -17,13 +17,13 @@
 #include <malloc.h>
 #endif
 
+#include <unistd.h>
 #include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <limits>
 #include <string>
-#include <unistd.h>
 
 #include <gradaccum/impl/begin.ipp>
 

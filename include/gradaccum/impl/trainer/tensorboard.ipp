@@ -12,13 +12,13 @@
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
+#include <unistd.h>
 #include <cerrno>
 #include <cmath>
 #include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
-#include <unistd.h>
 
 #include <gradaccum/impl/begin.ipp>
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/verify_accumulation.hpp>
 #include <gradaccum/detail/verification/passes.hpp>
+#include <gradaccum/verify_accumulation.hpp>
 
 #include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/detail/window/open_window.hpp>

@@ -12,6 +12,8 @@
 
 #include <fmt/format.h>
 
+#include <fcntl.h>
+#include <unistd.h>
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -19,8 +21,6 @@
 #include <cerrno>
 #include <charconv>
 #include <cmath>
-#include <fcntl.h>
-#include <unistd.h>
 
 #include <gradaccum/impl/begin.ipp>
 

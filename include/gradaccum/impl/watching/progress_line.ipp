@@ -5,10 +5,10 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <utility>
 #include <sys/ioctl.h>
 #include <unistd.h>
+#include <algorithm>
+#include <utility>
 
 #include <gradaccum/impl/begin.ipp>
 

@@ -307,10 +307,6 @@ struct DeviceKernels {
   void (*update_scale)(const ScaleLaunch&, void* stream);
 };
 
-}  // namespace gradaccum::detail
-
-namespace gradaccum::detail {
-
 /// Defined in kernels.cu, which is part of `gradaccum::compiled` if CMake found a CUDA compiler.
 extern const DeviceKernels cuda_kernels;
 
