@@ -13,8 +13,8 @@ import re
 import sys
 
 CEILINGS = {
-    "lines": 37023,
-    "files": 205,
+    "lines": 37069,
+    "files": 207,
     "comments that open with a fragment, in %": 3.0,
     "lines with detail:: in public signatures": 43,
     "macros that gradaccum.hpp leaves behind, but the version's": 0,

@@ -24,7 +24,7 @@ function(gradaccum_python_of_libtorch result packages problem)
     execute_process(
       COMMAND "${python}" -m pip install --quiet --disable-pip-version-check --no-input --no-compile --no-deps --retries 1
               --target "${folder}" --requirement "${requirements}"
-      RESULT_VARIABLE failed)
+      RESULT_VARIABLE failed TIMEOUT 300)
     if(failed)
       set(${problem} "pip could not fetch tests/compiled_step/requirements.txt" PARENT_SCOPE)
       return()
@@ -37,6 +37,8 @@ gradaccum_python_of_libtorch(python packages problem)
 set(tests compiled_step/compiled_step.test.cpp compiled_step/save_step.test.cpp)
 if(problem)
   message(WARNING "The tests of compiled steps are left out: ${problem}")
+  add_test(NAME compiled_step.compiled_step COMMAND "${CMAKE_COMMAND}" -E echo "skipped: ${problem}")
+  set_tests_properties(compiled_step.compiled_step PROPERTIES SKIP_REGULAR_EXPRESSION "skipped: ")
   list(REMOVE_ITEM tests compiled_step/compiled_step.test.cpp)
 endif()
 gradaccum_add_tests(gradaccum.tests.compiled_step compiled_step. ${tests})
@@ -56,6 +58,7 @@ set(registrations ${generated})
 list(TRANSFORM generated APPEND .cpp)
 list(TRANSFORM registrations APPEND .registration.cpp)
 add_custom_command(OUTPUT ${generated} ${registrations}
+  COMMAND "${CMAKE_COMMAND}" -E rm -rf "${folder}" # or a save that was interrupted would be refused for ever
   COMMAND save_steps "${folder}"
   COMMAND "${CMAKE_COMMAND}" -E env "PYTHONPATH=${packages}" "CXX=${CMAKE_CXX_COMPILER}"
     "${python}" "${CMAKE_CURRENT_SOURCE_DIR}/compiled_step/generate.py" "${folder}" ${names}

@@ -3,6 +3,10 @@
 
 #include <gradaccum/gradaccum.hpp>
 
+#if defined(GRADACCUM_INLINE) || defined(GRADACCUM_ON_DEVICE) || defined(GRADACCUM_UNROLL) || defined(GRADACCUM_HOOK)
+#error "gradaccum.hpp must leave no macro behind but the version's"
+#endif
+
 // The umbrella in two translation units of one program: it links, and leaves no macros behind but the version.
 
 int updates_in_other_translation_unit(at::Tensor parameter);

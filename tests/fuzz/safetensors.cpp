@@ -2,7 +2,7 @@
 //
 // Reads arbitrary bytes as a safetensors file; and as a header, whose data has the size that the first 8 bytes name.
 
-#include <gradaccum/detail/io/safetensors_format.hpp>
+#include <gradaccum/detail/io/safetensors_header.hpp>
 
 #include <cstddef>
 #include <cstdint>

@@ -11,6 +11,11 @@ set(modules "")
 # module(NAME [PUBLIC header|folder/...] [USES module...]): it may use modules that stand above it in this file only.
 function(module name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "PUBLIC;USES")
+  foreach(public IN LISTS arg_PUBLIC)
+    if(NOT public MATCHES "^impl/" AND NOT EXISTS "${INCLUDE}/gradaccum/${public}.hpp" AND NOT EXISTS "${INCLUDE}/gradaccum/${public}")
+      message(SEND_ERROR "the module ${name} has no header ${public}.hpp")
+    endif()
+  endforeach()
   foreach(used IN LISTS arg_USES)
     if(NOT used IN_LIST modules)
       message(SEND_ERROR "the module ${name} uses ${used}, which is not a lower layer")
@@ -21,40 +26,37 @@ function(module name)
   set(used_by_${name} "${arg_USES}" PARENT_SCOPE)
 endfunction()
 
-module(build        PUBLIC version impl/begin)
+module(build PUBLIC version impl/begin)
 module(types)
-module(kernels      PUBLIC mkl_on_amd)
-module(memory       PUBLIC keep_freed_memory memory_by_kind memory_meter)
-module(state        PUBLIC archive
+module(kernels PUBLIC mkl_on_amd)
+module(memory PUBLIC keep_freed_memory memory_meter)
+module(state PUBLIC archive
                   USES kernels)
-module(window       PUBLIC clip_grad concepts embedding factor grad_accumulator
-                         grad_accumulator_options gradients loss window
+module(window PUBLIC embedding grad_accumulator gradients
                   USES types kernels state)
-module(scaling      PUBLIC amp_scaler autocast
+module(scaling PUBLIC amp_scaler autocast
                   USES types kernels state window)
-module(optimizers   PUBLIC learning_rates optim/
+module(optimizers PUBLIC learning_rates optim/
                   USES types kernels memory state window)
-module(checkpoint   PUBLIC checkpoint checkpoint_options checkpoint_plan checkpointed_sequential saved_tensor_hooks
+module(checkpoint PUBLIC checkpoint checkpoint_plan checkpointed_sequential saved_tensor_hooks
                   USES types memory scaling)
-module(data         PUBLIC data/
+module(data PUBLIC data/
                   USES types kernels memory state)
-module(fitting      PUBLIC memory_plan
+module(fitting PUBLIC memory_plan
                   USES memory state scaling checkpoint data)
-module(io           PUBLIC io/
+module(io PUBLIC io/
                   USES types kernels state)
-module(watching     PUBLIC curves profile_report profiler progress_line run_end run_page summary_writer
+module(watching PUBLIC profile_report profiler progress_line run_page summary_writer
                   USES kernels memory state io)
-module(parallel     PUBLIC process_group replicas replicas_options shard
+module(parallel PUBLIC process_group replicas
                   USES types state window data)
 module(verification PUBLIC verify_accumulation
                   USES types window data)
-module(compilation  PUBLIC compiled_step save_step
+module(compilation PUBLIC compiled_step
                   USES types kernels window scaling checkpoint data io)
-module(trainer      PUBLIC fit_options fit_report metrics metrics_file mode policies policies/ policy state_parts
-                         trainer trainer_base training_state validation
-                  USES types kernels memory state window scaling optimizers checkpoint data fitting io watching
-                       parallel)
-module(everything   PUBLIC compiled gradaccum)
+module(trainer PUBLIC fit_options metrics policies policies/ policy trainer trainer_base training_state
+                  USES types kernels memory state window scaling optimizers checkpoint data fitting io watching parallel)
+module(everything PUBLIC compiled gradaccum)
 set(used_by_everything ${modules})
 
 function(module_of file result)

@@ -6,6 +6,8 @@
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/trainer.hpp>
 
+#include <ATen/autocast_mode.h>
+
 #include "support/breaks.hpp"
 #include "support/models.hpp"
 

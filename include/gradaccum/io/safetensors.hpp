@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/io/safetensors_format.hpp>
+#include <gradaccum/detail/io/safetensors_header.hpp>
 
 #include <ATen/core/Tensor.h>
 
@@ -97,5 +97,5 @@ void save_file(const Tensors& tensors, const std::filesystem::path& path, const 
 }  // namespace gradaccum::io
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/io/files.ipp>
+#include <gradaccum/impl/io/safetensors.ipp>
 #endif

@@ -140,10 +140,20 @@ class BatchOf final : public AnyBatch {
     static_assert(is_objective,
                   "Trainer: the objective must be callable as objective(model, batch), with both as they were given, "
                   "and return a Tensor or a ga::Loss");
-    if constexpr (is_objective && std::is_member_pointer_v<Objective>)
-      return loss_from(std::invoke(objective_, model_, batch_));
-    else if constexpr (is_objective)
-      return loss_from(objective_(model_, batch_));
+    if constexpr (is_objective) {
+      using Result = std::remove_cvref_t<std::invoke_result_t<Objective&, Model&, Batch&>>;
+      if constexpr (std::derived_from<Result, at::Tensor>) {  // a mean over the batch's samples
+        const std::int64_t number = samples();                // before the objective can move the batch's tensors away
+        if constexpr (std::is_member_pointer_v<Objective>)
+          return Loss(std::invoke(objective_, model_, batch_), number);
+        else
+          return Loss(objective_(model_, batch_), number);
+      } else if constexpr (std::is_member_pointer_v<Objective>) {
+        return std::invoke(objective_, model_, batch_);
+      } else {
+        return objective_(model_, batch_);
+      }
+    }
   }
 
   bool is_divisible() const override { return divisible; }
@@ -172,15 +182,6 @@ class BatchOf final : public AnyBatch {
   using Own = std::remove_const_t<Batch>;
   /// Tensors in a vector may be samples, or inputs and targets: nobody can tell.
   static constexpr bool divisible = has_rows<Own> && !std::same_as<Own, std::vector<at::Tensor>>;
-
-  /// A loss that does not tell its items is a mean over the batch's samples.
-  template <class Result>
-  Loss loss_from(Result&& result) const {
-    if constexpr (std::derived_from<std::remove_cvref_t<Result>, at::Tensor>)
-      return Loss(std::forward<Result>(result), samples());
-    else
-      return std::forward<Result>(result);
-  }
 
   Batch& batch_;
   Model& model_;
@@ -212,12 +213,20 @@ class CursorOf final : public BatchCursor {
 
  private:
   static auto begin_of(Batches& batches) {
-    using std::begin;
-    return begin(batches);
+    if constexpr (requires { batches.begin(), batches.end(); }) {  // as a range-based for prefers them
+      return batches.begin();
+    } else {
+      using std::begin;
+      return begin(batches);
+    }
   }
   static auto end_of(Batches& batches) {
-    using std::end;
-    return end(batches);
+    if constexpr (requires { batches.begin(), batches.end(); }) {
+      return batches.end();
+    } else {
+      using std::end;
+      return end(batches);
+    }
   }
   using Place = decltype(begin_of(std::declval<Batches&>()));
   using Batch = decltype(*std::declval<Place&>());

@@ -153,10 +153,10 @@ class WindowGradients {
   void set_weights(double first, double total) { first_weight_ = first, total_weight_ = total; }
   void set_sending() { state_ = State::sending; }
   void set_complete(bool complete);
-  void spoil() { state_ = State::spoiled; }
+  void spoil() { was_applied_ = applied(), state_ = State::spoiled; }
   bool sending() const { return state_ == State::sending; }
-  bool complete() const { return state_ == State::complete || applied(); }
-  bool applied() const { return state_ == State::applied; }
+  bool complete() const { return state_ == State::complete || state_ == State::applied; }
+  bool applied() const { return state_ == State::applied || was_applied_; }
   bool spoiled() const { return state_ == State::spoiled; }
   /// Marks the sums so far as sent elsewhere: they cannot be read until the window is complete.
   void set_elsewhere() { place_ = Place::elsewhere; }
@@ -229,6 +229,7 @@ class WindowGradients {
   Factor factor_;
   double first_weight_ = 1.0, total_weight_ = 1.0;
   State state_ = State::complete;
+  bool was_applied_ = false;  // before it was spoiled
   Place place_ = Place::here;
   bool stepped_ = false;                     // some parameters, whose gradients are gone
   std::vector<SeenTensor> measured_;         // the gradients that the next two are of

@@ -5,7 +5,7 @@
 #include <gradaccum/detail/compilation/step_source.hpp>
 
 #include <gradaccum/detail/io/files.hpp>
-#include <gradaccum/detail/io/safetensors_format.hpp>
+#include <gradaccum/detail/io/safetensors_header.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
 #include <gradaccum/version.hpp>
 

@@ -6,7 +6,8 @@
 #include <gradaccum/io/weights.hpp>
 
 #include <gradaccum/detail/io/files.hpp>
-#include <gradaccum/detail/io/safetensors_format.hpp>
+#include <gradaccum/detail/io/safetensors_header.hpp>
+#include <gradaccum/detail/io/safetensors_tensors.hpp>
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
 

@@ -3,7 +3,7 @@
 
 #include <gradaccum/detail/io/manifest.hpp>
 
-#include <gradaccum/detail/io/safetensors_format.hpp>
+#include <gradaccum/detail/io/safetensors_header.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
 
 #include <fcntl.h>

@@ -183,7 +183,7 @@ GRADACCUM_INLINE void MetricsLog::at_boundary() const {
 }
 
 GRADACCUM_INLINE void MetricsLog::state(Archive& archive) const {
-  if (run->file && !archive.loading()) run->file->flush();
+  if (run && run->file && !archive.loading()) run->file->flush();
 }
 
 GRADACCUM_INLINE void MetricsLog::after_window(const Step& step) {

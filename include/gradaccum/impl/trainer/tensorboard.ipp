@@ -88,7 +88,7 @@ GRADACCUM_INLINE void TensorBoard::attach(TrainerBase& trainer) {
 }
 
 GRADACCUM_INLINE SummaryWriter* TensorBoard::writer() {
-  if (!run->writes()) return nullptr;
+  if (!run || !run->writes()) return nullptr;
   if (!run->file) run->open({});
   return run->file.get();
 }

@@ -388,15 +388,14 @@ auto Loop::guarded(Work work, const bool& others_wait) {
 
 /// A misuse of the window names what to do in a loop by hand, so that an error of it says what to do here.
 GRADACCUM_INLINE void Loop::give_up(std::exception& error, bool others_wait) {
-  const auto peers = window.peers();
-  if (peers && window.closing()->elsewhere()) peers->give_up(error.what());
-  discard();
   auto* const misuse = dynamic_cast<c10::Error*>(&error);
   if (misuse && misuse->context().empty() && std::string_view(misuse->msg()).starts_with("GradAccumulator: "))
     misuse->add_context(
         "Trainer: it has such a window, and runs backward, counts, clears and steps by itself: the objective only "
         "computes the loss, a policy changes gradients in before_step(ga::Gradients&), and parameters in after_step");
-  if (peers && others_wait) peers->give_up(error.what());
+  const auto peers = window.peers();
+  if (peers && (others_wait || window.closing()->elsewhere())) peers->give_up(error.what());
+  discard();
 }
 
 GRADACCUM_INLINE FitReport Loop::fit(AnyBatches& batches, const FitOptions& options) {

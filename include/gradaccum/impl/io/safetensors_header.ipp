@@ -1,15 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/io/safetensors_format.hpp>
-
-#include <c10/core/GradMode.h>
-#include <c10/util/Exception.h>
+#include <gradaccum/detail/io/safetensors_header.hpp>
 
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
-#include <bit>
 #include <limits>
 #include <stdexcept>
 #include <type_traits>
@@ -326,68 +322,6 @@ GRADACCUM_INLINE std::string lay_out_safetensors(std::vector<NamedSafetensorsEnt
   std::string size(8, '\0');
   for (unsigned i = 0; i < 8; ++i) size[i] = static_cast<char>(text.size() >> (8 * i));
   return size + text;
-}
-
-static_assert(std::endian::native == std::endian::little, "safetensors: a file's numbers are read as they are");
-
-GRADACCUM_INLINE c10::ScalarType dtype_in_file(const std::string& path, const std::string& name,
-                                               std::string_view dtype) {
-  const auto* const found = std::ranges::find(safetensors_dtypes, dtype, [](auto& known) { return known.first; });
-  TORCH_CHECK(found != safetensors_dtypes.end(), path, ": the tensor ", in_quotes(name),
-              " must have a dtype of LibTorch, got ", dtype);
-  return found->second;
-}
-
-GRADACCUM_INLINE void check_flags(const std::string& path, const std::string& name, c10::ScalarType type,
-                                  std::span<const std::byte> bytes) {
-  TORCH_CHECK(type != c10::kBool || std::ranges::all_of(bytes, [](std::byte byte) { return byte <= std::byte{1}; }),
-              path, ": the tensor ", in_quotes(name), " must have flags of 0 and 1 only");
-}
-
-GRADACCUM_INLINE SafetensorsEntry planned_entry(const std::string& name, c10::ScalarType dtype,
-                                                const std::vector<std::int64_t>& shape) {
-  const auto* const found = std::ranges::find(safetensors_dtypes, dtype, [](auto& known) { return known.second; });
-  TORCH_CHECK(found != safetensors_dtypes.end(), "safetensors: the tensor ", in_quotes(name),
-              " must have a dtype that safetensors has, got ", dtype);
-  std::uint64_t bytes = c10::elementSize(dtype);
-  for (const auto size : shape) {
-    TORCH_CHECK(size >= 0 && !__builtin_mul_overflow(bytes, static_cast<std::uint64_t>(size), &bytes),
-                "safetensors: the tensor ", in_quotes(name), " must have a shape that can be counted, got ",
-                at::IntArrayRef(shape));
-  }
-  return {.dtype = std::string(found->first), .shape = shape, .begin = 0, .end = bytes};
-}
-
-/// Returns a tensor's header entry. Throws if the format cannot store it.
-GRADACCUM_INLINE SafetensorsEntry safetensors_entry(const std::string& name, const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.defined(), "safetensors: the tensor ", in_quotes(name), " must be defined");
-  TORCH_CHECK(tensor.layout() == at::kStrided && tensor.unsafeGetTensorImpl()->has_storage() && !tensor.is_meta() &&
-                  !tensor.is_nested(),
-              "safetensors: the tensor ", in_quotes(name), " must be dense and have its numbers in memory, got ",
-              tensor.toString());
-  return planned_entry(name, tensor.scalar_type(), tensor.sizes().vec());
-}
-
-GRADACCUM_INLINE void write_safetensors(const std::function<void(const void*, std::size_t)>& write,
-                                        const std::map<std::string, at::Tensor>& tensors,
-                                        const std::map<std::string, std::string>& metadata) {
-  std::vector<NamedSafetensorsEntry> entries;
-  for (auto& [name, tensor] : tensors) entries.emplace_back(name, safetensors_entry(name, tensor));
-  const auto tensor_of = [&tensors](const std::string& name) { return tensors.at(name); };
-  write_safetensors(write, std::move(entries), tensor_of, metadata);
-}
-
-GRADACCUM_INLINE void write_safetensors(const std::function<void(const void*, std::size_t)>& write,
-                                        std::vector<NamedSafetensorsEntry> entries,
-                                        const std::function<at::Tensor(const std::string&)>& tensor_of,
-                                        const std::map<std::string, std::string>& metadata) {
-  const auto head = lay_out_safetensors(entries, metadata, "safetensors");
-  write(head.data(), head.size());
-  const at::NoGradGuard no_grad;
-  for (auto& [name, entry] : entries) {
-    const auto plain = tensor_of(name).resolve_conj().resolve_neg().to(at::kCPU).contiguous();
-    if (plain.numel() > 0) write(plain.const_data_ptr(), plain.nbytes());
-  }
 }
 
 }  // namespace gradaccum::detail
