@@ -236,6 +236,47 @@ def check_scale(browser, page):
     check(browser.evaluate(state) == logarithmic, "and stays so when the page reads itself anew")
 
 
+def check_names(browser, page):
+    browser.open(page, 600, 400)
+    pressed = "[...document.querySelectorAll('button')].map(one => one.getAttribute('aria-pressed')).join(' ')"
+    names = browser.evaluate("charts.map(one => one.name)")
+    check(names == ["", "tables", "log=", "a&b", "memory", "lr", "memory/"], f"a chart of each name: {names}")
+    check(browser.evaluate(pressed) == " ".join(7 * ["false"]), "no scale is switched where the address names none")
+    areas = browser.evaluate("charts.map(one => one.figure.querySelectorAll('path.area').length)")
+    check(areas == [0, 0, 0, 0, 0, 0, 2], f"what is stacked is memory/, and not a curve called memory: {areas}")
+    rows = browser.evaluate("[...document.querySelectorAll('tr')].filter(one => one.textContent.includes('MB'))"
+                            ".map(one => one.firstChild.textContent)")
+    check(rows == ["memory/a", "memory/b"], f"nothing else is in MB: {rows}")
+    browser.evaluate("scrollTo(0, 300)")
+    places = browser.evaluate("[scrollY, ...charts.flatMap(({figure}) => [0, 1].map(() => { "
+                              "figure.querySelector('button').click(); return scrollY; }))]")
+    check(places == 15 * [300], f"switching a scale there and back scrolls nowhere: {places}")
+    browser.evaluate("for (const i of [0, 1, 2, 3, 5]) charts[i].figure.querySelector('button').click()")
+    time.sleep(0.2)
+    check(browser.evaluate("scrollY") == 300, "nor later")
+    switched = browser.evaluate(pressed)
+    browser.events = []
+    browser.call("Page.reload")
+    browser.loaded()
+    check(switched == "true true true true false true false" == browser.evaluate(pressed),
+          f"scales of any name outlive a reload: {switched}")
+    time.sleep(0.2)
+    check(browser.evaluate("scrollY") == 300, "which scrolls nowhere, either")
+
+
+def check_axes(browser, page):
+    browser.open(page, 1100, 900)
+    check(browser.complaints() == [], f"{page.stem}: no error {browser.complaints()[:3]}")
+    bare = browser.evaluate("charts.filter(chart => { const {ticks} = frameOf(chart, 400, 300).y; return ticks.length < 2 "
+                            "|| ticks.some((one, i) => i && !(one > ticks[i - 1])); }).map(chart => chart.name)")
+    check(bare == [], f"{page.stem}: each axis goes up {bare}")
+    for share in ("-2e305 + 1e305 * part", "1e305 + 1e305 * part", "-1e301", "1e308", "1e308 * (2 * part - 1)"):
+        low, high = browser.evaluate(f"rangeOf(part => {share})")
+        check(low < high and max(-low, high) <= 2e300, f"the axis of {share}: {low} to {high}")
+    many = browser.evaluate("updatesOf(Array.from({length: 300000}, (_, i) => ({first: i, last: i + 1}))).ticks")
+    check(many == [0, 100000, 200000, 300000], f"an axis of more points than a call has arguments: {many}")
+
+
 def check_paper(browser, page, pictures):
     browser.open(page, 1100, 900)
     data = base64.b64decode(browser.call("Page.printToPDF", printBackground=True)["data"])
@@ -255,6 +296,8 @@ def check_in(browser, pages, pictures):
                     check(share_of(picture, blue) > 0.001, f"over, {scheme}: curves are seen")
     check_readings(browser, pages / "over.html", pictures)
     check_scale(browser, pages / "over.html")
+    check_names(browser, pages / "named.html")
+    check_axes(browser, pages / "gaps.html")
     check_paper(browser, pages / "over.html", pictures)
     browser.open(pages / "over.html", 1100, 900)
     check(browser.evaluate("[...document.querySelectorAll('h3')].map(one => one.textContent)") ==

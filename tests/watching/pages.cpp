@@ -132,13 +132,24 @@ void write_gaps(const std::filesystem::path& path) {
     const double noise = std::normal_distribution<double>()(random);
     page.add("train/loss", i, i == 2 ? 1e6 : i >= 1000 && i < 1100 ? nan : 1 + 0.01 * noise);
   }
-  const std::vector<std::vector<double>> cases{{nan},       {inf, -inf, nan},    {0},           {1e300, -1e300},
-                                               {5e-324, 0}, {1, nan, 2, nan, 3}, {1e-10, 1e10}, {-1, -2, -3}};
+  const std::vector<std::vector<double>> cases{{nan},           {inf, -inf, nan}, {0},
+                                               {1e300, -1e300}, {5e-324, 0},      {1, nan, 2, nan, 3},
+                                               {1e-10, 1e10},   {-1, -2, -3},     {-1e305, -2e305},
+                                               {1e305, 2e305},  {-1e301},         {1e308, -1e308}};
   for (std::size_t number = 0; number < cases.size(); ++number)
     for (const std::string prefix : {"case", "lr", "memory/"})
       for (std::size_t i = 0; i < cases[number].size(); ++i)
         page.add(prefix + std::to_string(number) + (prefix == "lr" ? "/lr" : ""), static_cast<std::int64_t>(i),
                  cases[number][i]);
+  page.end();
+}
+
+/// Curves called like what a page has of its own.
+void write_named(const std::filesystem::path& path) {
+  ga::RunPage page(options_of(path, "Names"));
+  for (int i = 1; i <= 100; ++i)
+    for (const auto* const name : {"", "tables", "log=", "a&b", "lr", "memory", "train/memory", "memory/a", "memory/b"})
+      page.add(name, i, 1 + 1.0 / i);
   page.end();
 }
 
@@ -159,6 +170,7 @@ int main(int argc, char** argv) try {
   write_several(directory / "several.html");
   write_hostile(directory / "hostile.html");
   write_gaps(directory / "gaps.html");
+  write_named(directory / "named.html");
   write_empty(directory / "live.html");
 } catch (const std::exception& error) {
   std::cerr << error.what() << '\n';

@@ -13,7 +13,7 @@ inline constexpr std::string_view page_before_json = R"html(<!DOCTYPE html>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; base-uri 'none'; form-action 'none';
 style-src 'sha256-1jd1Myexv9bb7UbbVuM0dOv0FYB1vn01Kuey27jFCQs=';
-script-src 'sha256-Ibja+qItJFT7ViMDQDaypfLB0qIaZiGDw8RgKidqAQc='">
+script-src 'sha256-YAFqvKnzT1eS2qSHC/hTkATeKSYR/YNWEXfYK/m4/lY='">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>Training</title>
@@ -122,13 +122,13 @@ const least = (all, of) => all.reduce((best, one) => best && of(best) <= of(one)
 const nearest = (points, x) => least(points, point => Math.abs(point.x - x));
 const finiteOf = points => points.filter(point => point.mean !== null);
 
-// The chart of a curve is what is behind the last `/` of its name; all of memory/ shares one, in MB or GB.
+// The chart of a curve is what is behind the last `/` of its name; all of memory/ shares one, called so, in MB or GB.
 const isMemory = name => name.startsWith('memory/'), pieces = run.runs.flatMap(one => one.curves);
 const inGB = pieces.some(([name, , all]) => isMemory(name) && all.some(piece => piece[4] >= 10 * 2 ** 30));
 const [unit, unitName] = inGB ? [2 ** 30, 'GB'] : [2 ** 20, 'MB'];
 const known = new Map([['loss', ['Loss', 0]], ['accuracy', ['Accuracy', 1]], ['lr', ['Learning rate', 3]],
   ['grad_norm', ['Gradient norm', 4]], ['samples_per_second', ['Samples per second', 5]],
-  ['memory', [`Memory (${unitName})`, 6]]]);
+  ['memory/', [`Memory (${unitName})`, 6]]]);
 const knownOf = chart => known.get(chart) ?? [chart || 'curve', 2];
 const curveOf = ([name, last, all]) => {
   const slash = name.lastIndexOf('/'), series = isMemory(name) ? name.slice(7) : name.slice(0, Math.max(slash, 0));
@@ -136,7 +136,7 @@ const curveOf = ([name, last, all]) => {
   const points = all.map(([first, last, mean, low, high, lowAt, highAt, gaps]) => ({first, last, x: (first + last) / 2,
     mean: scaled(mean), low: scaled(low), high: scaled(high), lowAt, highAt, gaps}));
   const finite = finiteOf(points), low = least(finite, point => point.low), high = least(finite, point => -point.high);
-  return {name, series, chart: isMemory(name) ? 'memory' : name.slice(slash + 1), points, finite,
+  return {name, series, chart: isMemory(name) ? 'memory/' : name.slice(slash + 1), points, finite,
     last: [scaled(last), points.at(-1)?.last], low: [low?.low, low?.lowAt], high: [high?.high, high?.highAt]};
 };
 const runs = run.runs.map(({name, curves}) => ({name, curves: curves.map(curveOf).filter(one => one.points.length)}))
@@ -153,9 +153,9 @@ const stack = curves => {
 };
 // The colour of a series says of which run it is; where there is one run, which of its prefixes it has.
 const seriesOf = chart => runs.flatMap(({name, curves}, place) => {
-  const prefixes = new Set(['train', ...curves.filter(curve => curve.chart !== 'memory').map(curve => curve.series)]);
+  const prefixes = new Set(['train', ...curves.filter(curve => !isMemory(curve.chart)).map(curve => curve.series)]);
   const here = curves.filter(curve => curve.chart === chart);
-  const layers = chart === 'memory' && here.some(one => one.finite.length) && stack(here);
+  const layers = isMemory(chart) && here.some(one => one.finite.length) && stack(here);
   const all = here.map(({series, points, finite}, i) => {
     const drawn = layers ? layers[i] : points, both = [name, here.length > 1 && !layers && series];
     return {points: drawn, finite: finiteOf(drawn), read: single ? finite : finiteOf(drawn),
@@ -169,15 +169,12 @@ const charts = [...new Set(runs.flatMap(one => one.curves.map(curve => curve.cha
 
 // A few numbers that lie far outside of all others are cut off, since they would flatten the rest.
 const rangeOf = share => {
-  let low = share(0), high = share(1);
-  const a = share(.02), b = share(.98), most = 1e300;
-  const spread = Math.max(b / 2 - a / 2, 5e-4 * Math.max(Math.abs(a), Math.abs(b)));
-  if (high / 2 - b / 2 > 3 * spread) high = b + spread / 2;
-  if (a / 2 - low / 2 > 3 * spread) low = a - spread / 2;
+  const [min, a, b, max] = [0, .02, .98, 1].map(part => Math.min(Math.max(share(part), -1e300), 1e300));
+  const spread = Math.max((b - a) / 2, 5e-4 * Math.max(Math.abs(a), Math.abs(b)));
+  let low = a - min > 6 * spread ? a - spread / 2 : min, high = max - b > 6 * spread ? b + spread / 2 : max;
   if (low > 0 && low < .3 * high) low = 0;
-  const size = Math.min(Math.max(Math.abs(low), Math.abs(high)), most);
-  if (size < 1e-290) return [0, 1];
-  return high / 2 - low / 2 > 1e-9 * size ? [Math.max(low, -most), Math.min(high, most)] : [low - size, low + size];
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  return size < 1e-290 ? [0, 1] : high - low > 2e-9 * size ? [low, high] : [low - size, low + size];
 };
 // Ticks at multiples of 1, 2 or 5 times a power of ten; an axis of updates ends where they do.
 const axisOf = ([low, high], steps, isWhole) => {
@@ -196,16 +193,17 @@ const decadesOf = (low, high) => {
     place: value => (Math.log10(value) - from) / (to - from)};
 };
 const updatesOf = points => {
-  const first = Math.min(...points.map(point => point.first)), last = Math.max(...points.map(point => point.last));
+  const {first} = least(points, point => point.first), {last} = least(points, point => -point.last);
   const from = first > 0 && first < .1 * last ? 0 : first;
   return axisOf([from, Math.max(last, from + 1)], 5, true);
 };
 
 // The charts whose scale somebody has switched are named in the address, which outlives the page's reading itself anew.
-const switched = new Set(location.hash.slice(1).split('&')), keyOf = chart => encodeURIComponent(chart.name);
+const switched = new Set(location.hash.slice(1).split('&').filter(Boolean));
+const keyOf = chart => 'log=' + encodeURIComponent(chart.name);  // no element's id, to which a browser would scroll
 const frameOf = (chart, width, height) => {
   const points = chart.series.flatMap(one => one.points), finite = finiteOf(points);
-  const isStack = chart.name === 'memory' && single;
+  const isStack = isMemory(chart.name) && single;
   const low = point => single ? point.low : point.mean, high = point => single ? point.high : point.mean;
   const sorted = finite.flatMap(point => [low(point), point.mean, high(point)]).sort((a, b) => a - b);
   const quantile = part => sorted[Math.round(part * (sorted.length - 1))] ?? 0;
@@ -296,7 +294,7 @@ const draw = chart => {
   button.setAttribute('aria-pressed', frame.isLog);
   button.onclick = () => {
     switched.delete(keyOf(chart)) || switched.add(keyOf(chart));
-    location.replace('#' + [...switched].join('&'));
+    history.replaceState(null, '', '#' + [...switched].join('&'));
     draw(chart);
   };
 };
@@ -327,7 +325,7 @@ const addTable = (heading, rows) => {
   }
 };
 const where = ({chart}, [value, update]) => update === undefined ? number(value)
-  : number(value) + (chart === 'memory' ? ' ' + unitName : '') + ' at ' + number(update);
+  : number(value) + (isMemory(chart) ? ' ' + unitName : '') + ' at ' + number(update);
 const share = run.fraction === null ? [] : [Math.floor(100 * run.fraction) + ' %'], isRunning = run.state === 'running';
 document.title = clean([...(isRunning ? share : []), run.title].join(' · '));
 document.querySelector('h1').textContent = clean(run.title, 120);
