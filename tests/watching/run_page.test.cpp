@@ -259,6 +259,16 @@ TEST_CASE("Curves: a state that is none is an error, and changes nothing") {
   auto not_finite = real.clone();
   not_finite[1] = not_a_number;
   CHECK(contains(load("real", not_finite), "is none"));
+  const auto with_real = [&](std::int64_t place, double number) {  // the second piece has 0.5 thrice, from place 4 on
+    auto changed = real.clone();
+    changed[place] = number;
+    return load("real", changed);
+  };
+  const std::string what = "Curves: piece 1 of a saved curve must have lowest <= mean <= highest, got ";
+  CHECK(contains(with_real(4, 2), what + "2, 0.5 and 0.5"));
+  CHECK(contains(with_real(5, -1), what + "0.5, 0.5 and -1"));
+  CHECK(contains(with_real(6, 3), what + "0.5, 3 and 0.5"));
+  CHECK(contains(with_real(6, not_a_number), what + "0.5, nan and 0.5"));
 }
 
 TEST_CASE("RunPage: whole while it runs, and reads itself anew until it is over") {
@@ -312,6 +322,31 @@ TEST_CASE("RunPage: what has a name that is there is replaced, in its place") {
   CHECK(written["settings"] == nlohmann::json::parse(R"([["a", "second"], ["b", "other"]])"));
   CHECK(written["tiles"] == nlohmann::json::parse(R"([["loss", 0.25, "second"]])"));
   CHECK(written["numbers"] == nlohmann::json::parse(R"([["count", 7, "second"], ["share", 0.30000000000000004, ""]])"));
+}
+
+TEST_CASE("RunPage: names that are cut alike are not replaced by each other") {
+  const Directory directory;
+  const auto path = directory / "run.html";
+  ga::RunPage page(at_once(path));
+  const std::string tile(60, 't'), name(200, 'n');
+  for (const auto* const text : {"first", "second"})
+    for (const auto* const end : {"a", "b"}) {
+      page.set(name + end, text);
+      page.tile(tile + end, text, end);
+      page.tile(tile + end + ", a number", 0.5, text);
+      page.number(name + end, 7, text);
+      page.number(name + end + ", a number", 0.5, text);
+    }
+  for (int i = 0; i < 2; ++i) page.update();
+  const Page written(text_of(path));
+  const auto shown = [](const std::string& cut, auto... values) {
+    return nlohmann::json::array({cut + "…", values...});
+  };
+  CHECK(written["settings"] == nlohmann::json::array({shown(name, "second"), shown(name, "second")}));
+  CHECK(written["tiles"] == nlohmann::json{shown(tile, "second", "a"), shown(tile, 0.5, "second"),
+                                           shown(tile, "second", "b"), shown(tile, 0.5, "second")});
+  CHECK(written["numbers"] == nlohmann::json{shown(name, 7, "second"), shown(name, 0.5, "second"),
+                                             shown(name, 7, "second"), shown(name, 0.5, "second")});
 }
 
 TEST_CASE("RunPage: one that is never ended was interrupted, and one that was never written is not there") {

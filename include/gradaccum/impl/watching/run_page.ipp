@@ -142,9 +142,11 @@ GRADACCUM_INLINE void Curve::check() const {
         piece.first <= piece.last && (i == 0 || pieces_[i - 1].last >> level_ < piece.first >> level_);
     const bool counts = piece.finite >= 0 && piece.gaps >= 0 && piece.finite <= INT64_MAX / 1024 &&
                         piece.gaps <= INT64_MAX / 1024 && piece.finite + piece.gaps > 0;
-    const bool numbers = piece.finite == 0 || (std::isfinite(piece.lowest.value) && std::isfinite(piece.mean) &&
-                                               std::isfinite(piece.highest.value));
+    const double low = piece.lowest.value, mean = piece.mean, high = piece.highest.value;
+    const bool numbers = piece.finite == 0 || (std::isfinite(low) && std::isfinite(high));
     TORCH_CHECK(in_order && counts && numbers, "Curves: piece ", i, " of a saved curve is none");
+    TORCH_CHECK(piece.finite == 0 || (low <= mean && mean <= high), "Curves: piece ", i,
+                " of a saved curve must have lowest <= mean <= highest, got ", low, ", ", mean, " and ", high);
   }
 }
 
@@ -250,22 +252,22 @@ GRADACCUM_INLINE nlohmann::json json_number(const std::optional<double>& number)
 GRADACCUM_INLINE nlohmann::json json_curve(const Curves::Named& named) {
   auto pieces = nlohmann::json::array();
   for (auto& piece : named.curve.pieces()) {
-    const auto finite = [&piece](double number) {
-      return piece.finite > 0 ? nlohmann::json(number) : nlohmann::json();
-    };
+    const auto finite = [&piece](double number) { return piece.finite > 0 ? json_number(number) : nlohmann::json(); };
     pieces.push_back({piece.first, piece.last, finite(piece.mean), finite(piece.lowest.value),
                       finite(piece.highest.value), piece.lowest.update, piece.highest.update, piece.gaps});
   }
   return {json_text(named.name), json_number(named.curve.last().value), std::move(pieces)};
 }
 
-/// Adds a row, or replaces the one of that name.
+/// Adds a row, or replaces the one of that name, which is whole here.
 GRADACCUM_INLINE void put_row(nlohmann::json& rows, nlohmann::json row) {
   const auto same = std::find_if(rows.begin(), rows.end(), [&row](auto& other) { return other[0] == row[0]; });
-  if (same == rows.end())
-    rows.push_back(std::move(row));
-  else
-    *same = std::move(row);
+  (same == rows.end() ? rows.emplace_back() : *same) = std::move(row);
+}
+
+GRADACCUM_INLINE nlohmann::json with_short_names(nlohmann::json rows, std::size_t most_bytes = 200) {
+  for (auto& row : rows) row[0] = json_text(row[0].get_ref<const std::string&>(), most_bytes);
+  return rows;
 }
 
 /// Puts the JSON between the constant texts. It is ASCII without a `<`, the only character that could end its element.
@@ -327,23 +329,23 @@ GRADACCUM_INLINE Curves& RunPage::add_run(std::string name, Curves curves) {
 }
 
 GRADACCUM_INLINE void RunPage::set(std::string_view name, std::string text) {
-  detail::put_row(content_->settings, {detail::json_text(name), detail::json_text(text, 5000)});
+  detail::put_row(content_->settings, {name, detail::json_text(text, 5000)});
 }
 
 GRADACCUM_INLINE void RunPage::tile(std::string_view name, std::string text, std::string note) {
-  detail::put_row(content_->tiles, {detail::json_text(name, 60), detail::json_text(text, 60), detail::json_text(note)});
+  detail::put_row(content_->tiles, {name, detail::json_text(text, 60), detail::json_text(note)});
 }
 
 GRADACCUM_INLINE void RunPage::tile(std::string_view name, double value, std::string note) {
-  detail::put_row(content_->tiles, {detail::json_text(name, 60), detail::json_number(value), detail::json_text(note)});
+  detail::put_row(content_->tiles, {name, detail::json_number(value), detail::json_text(note)});
 }
 
 GRADACCUM_INLINE void RunPage::number(std::string_view name, double value, std::string text) {
-  detail::put_row(content_->numbers, {detail::json_text(name), detail::json_number(value), detail::json_text(text)});
+  detail::put_row(content_->numbers, {name, detail::json_number(value), detail::json_text(text)});
 }
 
 GRADACCUM_INLINE void RunPage::whole_number(std::string_view name, std::int64_t value, std::string text) {
-  detail::put_row(content_->numbers, {detail::json_text(name), value, detail::json_text(text)});
+  detail::put_row(content_->numbers, {name, value, detail::json_text(text)});
 }
 
 GRADACCUM_INLINE double RunPage::seconds() const {
@@ -395,9 +397,9 @@ GRADACCUM_INLINE void RunPage::write(std::string_view state, std::string_view re
                                                          {"left", detail::json_number(seconds_left(seconds))},
                                                          {"refresh", std::clamp(options_.every.count(), 1.0, 3600.0)},
                                                          {"written", detail::time_text()},
-                                                         {"tiles", content_->tiles},
-                                                         {"numbers", content_->numbers},
-                                                         {"settings", content_->settings},
+                                                         {"tiles", detail::with_short_names(content_->tiles, 60)},
+                                                         {"numbers", detail::with_short_names(content_->numbers)},
+                                                         {"settings", detail::with_short_names(content_->settings)},
                                                          {"runs", std::move(runs)}}));
 }
 
