@@ -13,7 +13,7 @@ import re
 import sys
 
 CEILINGS = {
-    "lines": 37069,
+    "lines": 37072,
     "files": 207,
     "comments that open with a fragment, in %": 3.0,
     "lines with detail:: in public signatures": 43,

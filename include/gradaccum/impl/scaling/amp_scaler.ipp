@@ -132,11 +132,14 @@ GRADACCUM_INLINE void AmpScaler::join(PerOptimizer& state, const detail::AnyOpti
   if (!state.closed()) return;  // already joined
   const auto parameters = optimizer.parameters();
   detail::check_none_is_half(parameters);
-  PerOptimizer joined{.accumulator = accumulator};
-  if (!accumulator) joined.one_batch = std::make_shared<detail::WindowGradients>(parameters);
-  joined.gradients = accumulator ? accumulator->gradients() : Gradients(joined.one_batch);
-  unscale(joined.gradients->factor());
-  state = std::move(joined);
+  std::shared_ptr<detail::WindowGradients> one_batch;
+  if (!accumulator) one_batch = std::make_shared<detail::WindowGradients>(parameters);
+  Gradients gradients = accumulator ? accumulator->gradients() : Gradients(one_batch);
+  unscale(gradients.factor());
+  state.stage = Stage::ready;
+  state.gradients = std::move(gradients);
+  state.accumulator = accumulator;
+  state.one_batch = std::move(one_batch);
 }
 
 /// A window counts only if it was unscaled, or about to be stepped, for example by an accumulator's `flush()`.
