@@ -535,7 +535,7 @@ struct SaveState::Run {
   std::optional<double> measured = {};  // of the parameters as they are
   std::vector<double> best = {};        // so far, the best first
 
-  bool rehearse(const std::filesystem::path& directory) const;
+  bool rehearse(const std::filesystem::path& folder) const;
   void save(const SaveState& options);
 };
 
@@ -553,10 +553,10 @@ GRADACCUM_INLINE void SaveState::attach(TrainerBase& trainer) {
 }
 
 /// Finds out before hours have gone by whether a state can be written. False while none can be made yet.
-GRADACCUM_INLINE bool SaveState::Run::rehearse(const std::filesystem::path& directory) const {
+GRADACCUM_INLINE bool SaveState::Run::rehearse(const std::filesystem::path& folder) const {
   const auto peers = trainer.peers();
   if (peers && peers->take_each_backward() && trainer.window().micro_batches > 0) return false;
-  if (trainer.is_first()) detail::check_is_newest(directory, trainer.updates());
+  if (trainer.is_first()) detail::check_is_newest(folder, trainer.updates());
   detail::check_can_be_saved(trainer);
   return true;
 }
