@@ -28,14 +28,14 @@ std::optional<std::filesystem::path> newest_state(const std::filesystem::path& p
 Archive open_state(const std::filesystem::path& folder, bool allow_changes, const Communicator* peers);
 }  // namespace detail
 
-/// What becomes of a window that an epoch leaves shorter than the others.
+/// The treatment of a window that an epoch leaves shorter than the others: `flush`, `drop` or `carry`.
 enum class Tail {
   flush,  ///< it is stepped, with its own mean
   drop,   ///< it is forgotten
   carry,  ///< the next epoch, or the next `fit`, goes on with it
 };
 
-/// What becomes of a micro-batch whose loss is NaN or infinite.
+/// The treatment of a micro-batch whose loss is NaN or infinite: `stop`, `skip` or `ignore`.
 enum class OnNan {
   stop,    ///< an error that says which one, before the parameters move; on a device, waits for it once a window
   skip,    ///< it is left out, and its window is the mean of the others; on a device, waits at every micro-batch
@@ -92,7 +92,7 @@ struct FitOptions {
 /// Throws where a number must not be negative, and is.
 void check(const FitOptions& options);
 
-/// Where a `fit` is.
+/// The progress of a `fit`.
 struct FitStatus {
   using Clock = std::chrono::steady_clock;
 
@@ -135,7 +135,7 @@ struct FitStatus {
   std::optional<double> fraction() const;
 };
 
-/// What a `fit` has done. Printed, it is a summary:
+/// The result of a `fit`. It prints as a summary:
 ///
 ///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
 ///       return torch::mse_loss(net->forward(batch.data), batch.target);

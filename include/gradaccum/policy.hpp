@@ -17,7 +17,7 @@ namespace gradaccum {
 class TrainerBase;
 struct Validation;
 
-/// What happened in one window.
+/// The report of one window.
 struct Step {
   std::int64_t update = 0;         ///< updates so far, this one included if it moved the parameters
   std::int64_t epoch = 0;          ///< counted from 0

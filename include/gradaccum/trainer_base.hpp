@@ -49,9 +49,9 @@ class TrainerBase {
   void discard();
   /// Ends `fit` after the micro-batch in hand, and its tail. The report says why.
   void stop(std::string why = {});
-  /// The same, where all processes say so at once, of numbers that are the same on all.
+  /// Like stop(), when every process reaches the same decision at the same step.
   void stop_on_all(std::string why);
-  /// Without its tail, so that another program can go on from a state: for a signal.
+  /// Ends `fit` without its tail, after a signal, so that another program can resume from a state.
   void interrupt(int signal);
 
   virtual torch::nn::Module& module() = 0;
@@ -66,9 +66,9 @@ class TrainerBase {
   void validated(std::string name, Evaluation found);
   /// For `attach`: there will be numbers of these names, `validation/loss`.
   void will_validate(std::string name, const std::vector<std::string>& metrics);
-  /// The same, of all; when all policies are attached.
+  /// Returns all names passed to will_validate(). Complete once all policies are attached.
   const std::vector<std::string>& metrics() const;
-  /// What is held now: parameters, the optimizer's state and gradients. Copies nothing, and does not wait.
+  /// Counts the bytes of parameters, optimizer state and gradients now. Copies nothing, and does not wait.
   MemoryByKind memory_by_kind();
   /// Gives `see` the tensors that these are, each with its kind; one that is undefined, too.
   void for_each_held(c10::function_ref<void(std::int64_t MemoryByKind::*kind, const at::Tensor& tensor)> see);

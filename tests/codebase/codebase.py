@@ -13,9 +13,9 @@ import re
 import sys
 
 CEILINGS = {
-    "lines": 37072,
+    "lines": 37064,
     "files": 207,
-    "comments that open with a fragment, in %": 3.0,
+    "comments that open with a fragment, in %": 1.8,
     "lines with detail:: in public signatures": 43,
     "macros that gradaccum.hpp leaves behind, but the version's": 0,
     "files of tests that lie loose": 0,

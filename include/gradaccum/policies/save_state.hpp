@@ -59,7 +59,7 @@ struct SaveState {
   std::shared_ptr<void> fit_scope();
   void before_backward(Loss&);
   void after_window(const Step&);
-  /// What was just loaded need not be saved again.
+  /// A state that was just loaded is not saved again.
   void state(Archive& archive);
   void after_step(const Step& step);
   void on_validation(const Validation& validation);

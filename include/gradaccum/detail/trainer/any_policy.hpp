@@ -197,7 +197,7 @@ class PolicyList {
 
   /// Each under its name. If one cannot load, all are as before.
   void state(Archive& archive);
-  /// Of those that see micro-batches.
+  /// Saves or loads only the policies that see micro-batches.
   void state_in_window(Archive& archive);
 
  private:

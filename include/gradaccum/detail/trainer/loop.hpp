@@ -30,41 +30,41 @@
 
 namespace gradaccum::detail {
 
-/// What a Trainer counts over all its fits.
+/// The numbers that a Trainer counts over all its fits.
 struct Counts {
   std::int64_t updates = 0, epochs = 0;
 
   void state(Archive& archive);
 };
 
-/// Where a `fit` is in its batches, and how another comes back there.
+/// The position of a `fit` in its batches, and the way back to a saved position.
 ///
-/// Batches with a `state(Archive&)` do it themselves. Any other range is gone through again: from the random numbers
-/// that its epoch began with, and without training, as far as the state; there the random numbers are those of the
-/// state, and the last batch must be the same as then.
+/// Batches with a `state(Archive&)` restore their position themselves. Any other range is iterated again without
+/// training, from the random state of its epoch's beginning up to the saved batch, which must have the same
+/// fingerprint. Then the saved random state is restored.
 class DataPosition {
  public:
   void hold(AnyBatches& batches);
-  /// Random numbers are never left at the beginning of an epoch that was to be gone through again.
+  /// Never leaves the random state at the beginning of an epoch that was to be iterated again.
   void let_go();
 
   bool goes_through(const AnyBatches& batches) const { return batches_ && batches_->address() == batches.address(); }
 
   void begin_epoch();
-  /// The batch in hand: while it is there, a state can say which it was.
+  /// Remembers the current batch, so that a state can identify it until forget().
   void see(const AnyBatch& batch);
   void forget() { batch_ = nullptr; }
-  /// All batches of the epoch have been taken.
+  /// Notes that all batches of the epoch have been drawn.
   void exhaust();
   void end_epoch();
 
-  /// The state that was loaded is of the middle of an epoch.
+  /// True if the loaded state was saved in the middle of an epoch.
   bool is_in_epoch() const { return resumes_; }
-  /// The same, asked once: the epoch goes on.
+  /// Returns is_in_epoch(), and resets it: the epoch continues.
   bool resumes() { return std::exchange(resumes_, false); }
-  /// All batches of the epoch have been taken; what is left of it is its tail.
+  /// True if all batches of the epoch have been drawn, so that only its tail is left.
   bool exhausted() const { return exhausted_; }
-  /// This batch was trained with before the state was saved.
+  /// True if training used this batch before the state was saved.
   bool skips(const AnyBatch& batch);
 
   void state(Archive& archive);
@@ -92,18 +92,18 @@ class DataScope {
   DataPosition& position_;
 };
 
-/// The place in a fit, with which only another fit goes on.
+/// Saves or loads the position in a fit, which only another fit continues.
 void archive_fit(Archive& archive, FitStatus& status, DataPosition& data);
 
-/// The epoch that a saved fit was in the middle of.
+/// Returns the epoch that a fit was saved in the middle of.
 std::optional<std::int64_t> epoch_in_hand(const Archive& archive);
 
-/// What a Trainer knows of its open window: its counts and losses; and which loss is NaN or infinite.
+/// The counts and losses of a Trainer's open window. Finds losses that are NaN or infinite.
 class WindowRecord {
  public:
   /// The epoch, micro-batches, samples and items so far.
   const Step& so_far() const { return step_; }
-  /// The micro-batch in hand fills the window.
+  /// True if the current micro-batch fills the window.
   bool closing() const { return closing_; }
   void set_closing(bool closing) { closing_ = closing; }
 
@@ -112,32 +112,32 @@ class WindowRecord {
   void begin_micro_batch(std::int64_t samples, bool begins, FitStatus& status);
   void end_micro_batch() { in_hand_ = false; }
 
-  /// The window is being closed, and policies hear of it, until what this gives is gone.
+  /// Marks the window as being closed until the returned guard is destroyed.
   auto begin_closing() {
     check_none_in_hand();
     being_closed_ = true;
     return c10::make_scope_exit([this]() noexcept { being_closed_ = false; });
   }
 
-  /// Once a window, before anything of it moves.
+  /// Runs `scale` once per window, before any parameter moves.
   void prepare(c10::function_ref<void()> scale);
 
-  /// False if the micro-batch of this loss is to be left out. Its number on the CPU is read at once; on a device only
-  /// where that is asked for, else when the window closes.
+  /// Returns false if the micro-batch with this loss is to be skipped. A loss on the CPU is read at once, one on a
+  /// device only if the options require that, otherwise when the window closes.
   bool take(const Loss& loss, FitStatus& status, std::int64_t update);
 
-  /// What this process tells others when the window closes, and takes over from all of them.
+  /// Exchanged when the window closes: this process's totals, and then the totals of all processes.
   WindowTotals totals(const FitStatus& status) const;
   void take_totals(const WindowTotals& own, const WindowTotals& all, FitStatus& status);
 
-  /// What the window was, which is over.
+  /// Returns the report of the closed window, and restarts.
   Step finish(const Gradients& gradients, bool moved, std::int64_t updates, double lr);
   /// Between two micro-batches.
   void state(Archive& archive);
   void restart();
 
  private:
-  /// Where the micro-batch in hand is: for errors.
+  /// The position of the current micro-batch, for errors.
   struct Place {
     std::int64_t batch, epoch, update;
     std::string text() const;
@@ -210,8 +210,8 @@ class Loop {
   bool close_if_begun();
   void end_epoch();
   void train_with_others();
-  /// Tells all other processes that this one has no more batches, and what it wants, to stop say; and hears the same
-  /// from them. True if another has batches: the next window is closed with its gradients.
+  /// Exchanges with all processes that this one has no more batches, and requests such as to stop. Returns true if
+  /// another process has batches, whose gradients close the next window.
   bool exchange_with_others() { return policies.others_continue(); }
   void stop_at_limits();
   void at_boundary();
@@ -238,15 +238,7 @@ class ModeGuard {
   std::vector<bool> modes_;
 };
 
-}  // namespace gradaccum::detail
-
-namespace torch::nn {
-class Module;
-}
-
-namespace gradaccum::detail {
-
-/// What is around a `fit`: training mode, gradients, and the memory that its report tells.
+/// Sets up a `fit`: training mode, gradients enabled, and the memory meter for its report.
 class FitScope {
  public:
   FitScope(torch::nn::Module& model, c10::Device device, FitStatus& status, const FitStatus& begin);

@@ -52,8 +52,8 @@ GRADACCUM_INLINE std::uint32_t crc32_by_tables(std::uint32_t crc, const unsigned
 
 #if defined(__x86_64__)
 
-/// What bytes do to those that begin `bits` later, added to these. The first half of 16 bytes has 64 bits further to
-/// go; a factor of 32 bits takes 32 bits less room than a half.
+/// Adds the effect of 16 bytes to the bytes that begin `bits` later. Its halves are `bits + 64` and `bits` away from
+/// them; both exponents are 32 less, since a factor has 32 bits where a half has 64.
 template <int bits>
 __attribute__((target("pclmul"))) inline __m128i crc32_fold(__m128i from, const unsigned char* to) {
   constexpr long long first = crc32_factor(bits + 32), second = crc32_factor(bits - 32);

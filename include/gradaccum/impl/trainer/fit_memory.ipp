@@ -113,8 +113,8 @@ GRADACCUM_INLINE void FittedBatches::for_each_part(const AnyBatch& batch,
   for (std::int64_t from = 0; from < rows; from += at_once) batch.part(from, std::min(rows, from + at_once), use);
 }
 
-/// Where `Accumulate` counts samples, a batch may have those of several windows. None gets, or leaves, too few rows for
-/// a micro-batch.
+/// A batch may span several windows if `Accumulate` counts samples. No window gets, or leaves, too few rows for a
+/// micro-batch.
 GRADACCUM_INLINE std::int64_t FittedBatches::end_of_window(const AnyBatch& batch, std::int64_t from) const {
   const auto rows = batch.rows();
   const auto left = loop_.batch_size - loop_.record.so_far().samples;
@@ -123,8 +123,8 @@ GRADACCUM_INLINE std::int64_t FittedBatches::end_of_window(const AnyBatch& batch
   return rows - to < memory_.min_rows ? rows : to;
 }
 
-/// What micro-batches of a window that is open already have gathered comes back from a copy, and so does what policies
-/// keep that see micro-batches.
+/// After running out of memory, the sums of an open window are restored from a copy, and so is the state of policies
+/// that see micro-batches.
 GRADACCUM_INLINE void FittedBatches::run(const AnyBatch& batch, std::int64_t from, std::int64_t to,
                                          MicroBatch micro_batch) {
   auto& window = loop_.window;
