@@ -4,6 +4,10 @@
 
 All are compiled in turn, as often as --runs says; each time is a multiple of that of torch/torch.h alone in the same
 turn, and what is printed is the median. Processor time of one core, without linking.
+
+--check fails where a multiple is above its ceiling in each of the runs, and where an empty program that includes
+gradaccum.hpp has more than a little code: a class whose virtual functions are not inline where it is declared leaves
+all of them in every program (see detail/build/inline.hpp).
 """
 
 import argparse
@@ -68,6 +72,14 @@ PROGRAMS = [
     ("the same with gradaccum.hpp", TRAINER.replace("gradaccum/trainer.hpp", "gradaccum/gradaccum.hpp"), True),
 ]
 
+# Multiples of torch/torch.h alone with g++ 12, a tenth above what was measured; they may only fall.
+CEILINGS = {
+    ("gradaccum.hpp", "header-only"): 9.9,
+    ("README's Trainer program", "header-only"): 9.9,
+    ("README's Trainer program", "compiled"): 9.9,
+}
+EMPTY_KILOBYTES = 99  # code of an empty program with gradaccum.hpp, header-only
+
 
 class Compilation:
     """Processor seconds, the compiler's peak of memory, and what came of it."""
@@ -94,17 +106,31 @@ def variants(program):
     return [("header-only", [])] + ([("compiled", ["-DGRADACCUM_COMPILED"])] if both else [])
 
 
-def measure(compiler, arguments, runs):
+def measure(compiler, arguments, runs, wanted=None):
+    """What each program took, run by run; `wanted` picks some of them."""
     command = [compiler, "-std=c++20", *arguments]
-    results = {}
     with tempfile.TemporaryDirectory() as directory:
         for run in range(runs):
             print(f"{compiler}, {run + 1} of {runs}", file=sys.stderr)
-            for number, program in enumerate(PROGRAMS):
-                for column, flags in variants(program):
-                    compilation = Compilation([*command, *flags], f"{number}.cpp", program[1], directory)
-                    results.setdefault((program[0], column), []).append(compilation)
-    return results
+            yield {(program[0], column): Compilation([*command, *flags], f"{number}.cpp", program[1], directory)
+                   for number, program in enumerate(PROGRAMS) for column, flags in variants(program)
+                   if wanted is None or (program[0], column) in wanted}
+
+
+def check(compiler, arguments, runs):
+    """Compiles until each program was once below its ceiling: other programs on the machine make a time longer only."""
+    alone = (TORCH_ALONE, "header-only")
+    lowest = {}
+    for run in measure(compiler, arguments, runs, {alone, *CEILINGS}):
+        for key in CEILINGS:
+            lowest[key] = min(lowest.get(key, float("inf")), run[key].seconds / run[alone].seconds)
+        kilobytes = run["gradaccum.hpp", "header-only"].code / 1024
+        if kilobytes > EMPTY_KILOBYTES or all(lowest[key] <= CEILINGS[key] for key in CEILINGS):
+            break
+    for key, ceiling in CEILINGS.items():
+        print(f"{key[0]}, {key[1]}: {lowest[key]:.2f} x {TORCH_ALONE} (at most {ceiling})")
+    print(f"code of an empty program with gradaccum.hpp: {kilobytes:.0f} KB (at most {EMPTY_KILOBYTES})")
+    return kilobytes <= EMPTY_KILOBYTES and all(lowest[key] <= CEILINGS[key] for key in CEILINGS)
 
 
 def report(compiler, results):
@@ -130,15 +156,25 @@ def main():
     parser.add_argument("--compilers", nargs="+", default=["g++", "clang++"], help="those that are there are measured")
     parser.add_argument("--flags", default="-O2", help="how to optimise")
     parser.add_argument("--runs", type=int, default=3, help="how often everything is compiled")
+    parser.add_argument("--check", action="store_true", help="fail above the ceilings")
     options = parser.parse_args()
     if options.runs < 1:
         parser.error(f"--runs must be >= 1, got {options.runs}")
+    passed = True
     for compiler in options.compilers:
         if shutil.which(compiler):
             arguments = [*shlex.split(options.flags), "@" + options.arguments]
-            report(compiler, measure(compiler, arguments, options.runs))
+            if options.check:
+                passed &= check(compiler, arguments, options.runs)
+                continue
+            results = {}
+            for run in measure(compiler, arguments, options.runs):
+                for key, compilation in run.items():
+                    results.setdefault(key, []).append(compilation)
+            report(compiler, results)
         else:
             print(f"\n{compiler} is not there, and was left out")
+    sys.exit(not passed)
 
 
 if __name__ == "__main__":
