@@ -12,7 +12,7 @@
 #include <functional>
 #include <gradaccum/checkpoint.hpp>
 #include <gradaccum/checkpointed_sequential.hpp>
-#include <gradaccum/detail/checkpoint/chain.hpp>
+#include <gradaccum/detail/memory/memory_ledger.hpp>
 #include <optional>
 #include <string>
 #include <utility>
@@ -49,7 +49,7 @@ class Step {
   explicit Step(harness::Chain chain) : chain_(chain), weights_(torch::randn_like(chain.stages->forward(chain.input))) {
     for (auto& parameter : chain.stages->parameters())
       parameter.register_hook([this](const at::Tensor& gradient) {
-        if (log_) log_->leave_out(gradient);
+        if (log_) log_->exclude(gradient);
       });
   }
   Step(const Step&) = delete;
@@ -64,7 +64,7 @@ class Step {
       const auto output = forward(chain_.input);
       const auto product = output * weights_;
       const auto loss = product.sum();
-      for (auto& tensor : {output, product, loss}) scope->leave_out(tensor);
+      for (auto& tensor : {output, product, loss}) scope->exclude(tensor);
       loss.backward();
     }
     log_ = nullptr;

@@ -3,7 +3,7 @@
 // Trains on FashionMNIST with AdamW for a few epochs, as one of the programs that benchmark_epoch has: in a process of
 // its own, with the malloc that it would have. compare_processes.py runs it.
 
-#include <gradaccum/keep_freed_memory.hpp>
+#include <gradaccum/memory_meter.hpp>
 #include <gradaccum/optim/adamw.hpp>
 
 #include <iostream>

@@ -12,7 +12,7 @@
 #include <fstream>
 #include <functional>
 #include <gradaccum/autocast.hpp>
-#include <gradaccum/keep_freed_memory.hpp>
+#include <gradaccum/memory_meter.hpp>
 #include <gradaccum/mkl_on_amd.hpp>  // which GRADACCUM_MKL_ON_AMD=0 leaves out
 #include <stdexcept>
 #include <string>

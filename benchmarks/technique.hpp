@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <gradaccum/autocast.hpp>
-#include <gradaccum/detail/checkpoint/chain.hpp>
+#include <gradaccum/detail/memory/memory_ledger.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/optim/adafactor.hpp>
@@ -52,10 +52,10 @@ inline std::int64_t peak_bytes(const std::function<at::Tensor(at::Tensor)>& bloc
   const gradaccum::detail::AllocationScope scope;
   std::vector<std::pair<at::Tensor, unsigned>> hooks;
   for (auto& parameter : parameters)
-    hooks.emplace_back(parameter, parameter.register_hook([&](const at::Tensor& g) { scope->leave_out(g); }));
+    hooks.emplace_back(parameter, parameter.register_hook([&](const at::Tensor& g) { scope->exclude(g); }));
   {
     const auto output = blocks(input);
-    scope->leave_out(output);
+    scope->exclude(output);
     output.backward(gradient);
   }
   for (auto& [parameter, hook] : hooks) parameter.remove_hook(hook);

@@ -6,7 +6,7 @@
 
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/detail/kernels/device_kernels.hpp>
-#include <gradaccum/detail/memory/system_file.hpp>
+#include <gradaccum/detail/memory/memory_ledger.hpp>
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>

@@ -7,7 +7,7 @@
 
 #include <cstdio>
 #include <exception>
-#include <gradaccum/keep_freed_memory.hpp>
+#include <gradaccum/memory_meter.hpp>
 #include <gradaccum/process_group.hpp>
 #include <stdexcept>
 

@@ -2,12 +2,25 @@
 #pragma once
 
 #include <gradaccum/autocast.hpp>
-#include <gradaccum/checkpoint_plan.hpp>
 #include <gradaccum/detail/checkpoint/recomputation.hpp>
 
+#include <concepts>
+#include <type_traits>
 #include <utility>
 
 namespace gradaccum {
+
+/// Options for recomputing a checkpointed part.
+struct CheckpointOptions {
+  /// Restores random generators to their state in the forward pass, so that dropout drops the same elements. Without
+  /// it, a part that draws no random numbers is a microsecond faster.
+  bool preserve_rng = true;
+  /// Ends the recomputation with the last tensor that backward needs, rather than with the part.
+  bool early_stop = true;
+  /// Compares contents of saved and recomputed tensors, not just shapes, dtypes and devices, to find a part that does
+  /// not do the same twice. Slow: reads everything twice, and waits for the device.
+  bool check_content = false;
+};
 
 /// Runs a part of the model without keeping its activations, and reruns it in backward, like torch.utils.checkpoint.
 ///
@@ -44,9 +57,14 @@ auto checkpoint(const CheckpointOptions& options, Function&& function, Inputs&&.
   return detail::run_checkpointed(options, std::forward<Function>(function), std::forward<Inputs>(inputs)...);
 }
 
-template <detail::not_options Function, class... Inputs>
-auto checkpoint(Function&& function, Inputs&&... inputs) {
+template <class Function, class... Inputs>
+auto checkpoint(Function&& function,
+                Inputs&&... inputs) requires(!std::same_as<std::remove_cvref_t<Function>, CheckpointOptions>) {
   return checkpoint(CheckpointOptions(), std::forward<Function>(function), std::forward<Inputs>(inputs)...);
 }
 
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/impl/checkpoint/recomputation.ipp>
+#endif

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <gradaccum/autocast.hpp>
-#include <gradaccum/checkpoint_plan.hpp>
+#include <gradaccum/checkpoint.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -16,12 +16,30 @@
 #include <iosfwd>
 #include <memory>
 #include <optional>
+#include <string>
 
 namespace gradaccum {
 
-namespace detail {
-class CheckpointedChain;
-}
+/// The schedule of a `CheckpointedSequential`, and its predicted cost. Printable.
+struct CheckpointPlan {
+  /// The peak bytes during forward and backward, and the seconds of both.
+  struct Cost {
+    std::int64_t peak_bytes = 0;
+    double seconds = 0;
+  };
+
+  /// The schedule as `[0-2] 3 [[4 5] 6] 7-9*`, with stages by number. `[...]` keeps only its input, and is recomputed
+  /// in backward. `*` recomputes results of cheap operations (GELU, SiLU, products) from their inputs.
+  std::string schedule;
+
+  /// The budget, if there is one. Costs are then for inputs of the planned shape, as measured stage by stage.
+  std::optional<std::int64_t> memory_budget;
+  Cost predicted;                ///< cost of this schedule
+  Cost plain;                    ///< cost of the stages without checkpoints
+  std::int64_t least_bytes = 0;  ///< no schedule needs less
+};
+
+std::ostream& operator<<(std::ostream& out, const CheckpointPlan& plan);
 
 /// Options for a `CheckpointedSequential`: either `segments` or `memory_budget`.
 struct CheckpointedSequentialOptions {
@@ -55,7 +73,8 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(at::Tensor())})  // accepts one tensor, too, in a Sequential
 
  private:
-  std::unique_ptr<detail::CheckpointedChain> chain_;
+  struct State;
+  std::unique_ptr<State> state_;
 };
 
 /// A `torch::nn::Sequential` that keeps fewer activations for backward: by segments, or within a number of bytes.

@@ -18,7 +18,6 @@
 #include <gradaccum/impl/data/data.ipp>
 #include <gradaccum/impl/data/samples.ipp>
 #include <gradaccum/impl/fitting/memory_fitter.ipp>
-#include <gradaccum/impl/fitting/memory_plan.ipp>
 #include <gradaccum/impl/io/files.ipp>
 #include <gradaccum/impl/io/io.ipp>
 #include <gradaccum/impl/io/manifest.ipp>
@@ -27,7 +26,6 @@
 #include <gradaccum/impl/kernels/crc32.ipp>
 #include <gradaccum/impl/kernels/kernels.ipp>
 #include <gradaccum/impl/memory/memory.ipp>
-#include <gradaccum/impl/memory/system_file.ipp>
 #include <gradaccum/impl/optimizers/adafactor.ipp>
 #include <gradaccum/impl/optimizers/learning_rates.ipp>
 #include <gradaccum/impl/optimizers/optim.ipp>

@@ -5,7 +5,6 @@
 #include <gradaccum/archive.hpp>
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/checkpoint.hpp>
-#include <gradaccum/checkpoint_plan.hpp>
 #include <gradaccum/checkpointed_sequential.hpp>
 #include <gradaccum/compiled_step.hpp>
 #include <gradaccum/data/length_buckets.hpp>
@@ -20,10 +19,8 @@
 #include <gradaccum/io/state_folder.hpp>
 #include <gradaccum/io/weight_files.hpp>
 #include <gradaccum/io/weights.hpp>
-#include <gradaccum/keep_freed_memory.hpp>
 #include <gradaccum/learning_rates.hpp>
 #include <gradaccum/memory_meter.hpp>
-#include <gradaccum/memory_plan.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/optim/adafactor.hpp>
 #include <gradaccum/optim/adam.hpp>

@@ -8,8 +8,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iosfwd>
 #include <memory>
 #include <optional>
+#include <string>
+#include <vector>
 
 namespace gradaccum {
 
@@ -96,6 +99,50 @@ struct MemoryByKind {
   std::int64_t total() const { return parameters + optimizer_state + gradients + activations + rest; }
   bool operator==(const MemoryByKind&) const = default;
 };
+
+/// The plan of `FitMemory`: how many rows run at once, and their memory. Printable. Bytes are those beyond the memory
+/// held before an update: activations, and the gradients that the update accumulates.
+struct MemoryPlan {
+  /// Batches with rows of one kind.
+  struct Layout {
+    std::string batch;                 ///< `Float [*, 784], Long [*]`
+    std::int64_t rows = 0;             ///< maximum that runs at once
+    std::int64_t predicted_bytes = 0;  ///< expected peak for that many
+    std::int64_t measured_bytes = 0;   ///< measured peak; 0 until measured
+  };
+  std::vector<Layout> layouts;          ///< in the order of their first batches
+  std::int64_t budget = 0;              ///< given, or found; 0: unknown
+  std::int64_t gradient_bytes = 0;      ///< part of the budget held between micro-batches
+  std::int64_t checkpoint_budget = 0;   ///< part of the budget for `CheckpointedSequential`; 0: they keep everything
+  std::vector<std::int64_t> last_rows;  ///< rows of each micro-batch of the last batch
+  std::int64_t replays = 0;             ///< number of times a batch was restarted with fewer rows
+};
+
+std::ostream& operator<<(std::ostream& out, const MemoryPlan& plan);
+
+/// Makes the process keep the memory of freed CPU tensors for the next ones. Returns true if it does.
+///
+///     ga::keep_freed_memory();                           // first thing in main()
+///     for (auto& batch : batches) {
+///       torch::mse_loss(model->forward(batch.data), batch.target).backward();
+///       sgd.step();
+///       sgd.zero_grad();
+///     }
+///
+/// A training loop frees and allocates the same buffers for every batch. By default glibc returns large ones to the
+/// kernel each time, which must then clear every page again. For a small network this takes up to half of an epoch's
+/// time, and is a reason why C++ programs have been slower than Python's, which keeps more.
+///
+/// On Linux, tensors of 1 MiB and more get whole pages from an allocator that keeps freed memory, but returns enough to
+/// stay within a tenth above the peak of all tensors. A heap that keeps everything, as glibc's can, grows to half as
+/// much again, because of gaps between tensors that are freed in another order than they were allocated. If LibTorch
+/// has already been given another CPU allocator, that stays. With glibc, small tensors are kept, too. On other systems
+/// nothing changes, and the result is false.
+///
+/// Applies to the whole process and cannot be undone: the process keeps its peak. So the library never calls it by
+/// itself. For glibc's heap alone, environment variables do the same: MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_
+/// (1073741824 both) and MALLOC_TOP_PAD_ (67108864).
+bool keep_freed_memory();
 
 }  // namespace gradaccum
 

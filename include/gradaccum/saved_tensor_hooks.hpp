@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/checkpoint/forward_state.hpp>
-#include <gradaccum/detail/checkpoint/recomputation.hpp>
+#include <gradaccum/checkpoint.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -74,7 +73,8 @@ class [[nodiscard]] SavedTensorHooks final : detail::SavingScope {
 
  public:
   SavedTensorHooks(Pack pack, Unpack unpack)
-      : SavingScope("SavedTensorHooks"), pair_(std::make_shared<Pair>(std::move(pack), std::move(unpack))) {}
+      : SavingScope("SavedTensorHooks", [this] { return std::make_unique<PairHooks>(pair_); }),
+        pair_(std::make_shared<Pair>(std::move(pack), std::move(unpack))) {}
   static void* operator new(std::size_t) = delete;  // must end on its thread, before outer scopes
 
  private:
@@ -84,9 +84,9 @@ class [[nodiscard]] SavedTensorHooks final : detail::SavingScope {
     Unpack unpack;
   };
 
-  class Hooks final : public detail::PackedTensor {
+  class PairHooks final : public detail::PackedTensor {
    public:
-    explicit Hooks(std::shared_ptr<Pair> pair) : pair_(std::move(pair)) {}
+    explicit PairHooks(std::shared_ptr<Pair> pair) : pair_(std::move(pair)) {}
 
    private:
     void pack(at::Tensor tensor) override { packed_.emplace(pair_->pack(std::move(tensor))); }
@@ -95,8 +95,6 @@ class [[nodiscard]] SavedTensorHooks final : detail::SavingScope {
     std::shared_ptr<Pair> pair_;
     std::optional<Packed> packed_;
   };
-
-  std::unique_ptr<torch::autograd::SavedVariableHooks> hooks() override { return std::make_unique<Hooks>(pair_); }
 
   std::shared_ptr<Pair> pair_;
 };

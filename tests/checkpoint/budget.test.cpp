@@ -5,7 +5,6 @@
 #include <gradaccum/checkpointed_sequential.hpp>
 #include <gradaccum/detail/checkpoint/chain.hpp>
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
-#include <gradaccum/detail/checkpoint/planner.hpp>
 #include <gradaccum/detail/checkpoint/recomputation.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/saved_tensor_hooks.hpp>
@@ -103,14 +102,14 @@ TEST_CASE("Budget: kept at every size, with the gradients of plain training to t
   for (const auto& chain : all_chains()) {
     const Profiled profiled(chain);
     const auto least = inner::least_memory(profiled.costs);
-    const auto plain_bytes = inner::peak_bytes(inner::keep_everything(profiled.costs), profiled.costs);
+    const auto plain_bytes = inner::cost_of(inner::keep_everything(profiled.costs), profiled.costs).peak;
     Rig rig(chain);
     const auto plain = rig.step(chain.net);
     CHECK(plain.peak <= plain_bytes);
     for (int i = 0; i < 20; ++i) {
       const auto budget = least + (plain_bytes * 11 / 10 - least) * i / 19;
       const auto schedule = inner::fastest_schedule(profiled.costs, budget);
-      const auto predicted = inner::peak_bytes(schedule, profiled.costs);
+      const auto predicted = inner::cost_of(schedule, profiled.costs).peak;
       INFO(chain.name << ", budget " << budget << ", least " << least << ", predicted " << predicted << ": "
                       << inner::to_string(schedule));
       const auto step = rig.step(profiled.net(schedule));
@@ -572,7 +571,7 @@ TEST_CASE("Budget: an exception of a stage, at whatever run, leaves everything a
     CHECK_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
     CHECK(at::autocast::is_autocast_cache_enabled());
     CHECK(inner::SavingScope::innermost() == nullptr);
-    CHECK_FALSE(inner::Recomputation::active());
+    CHECK_FALSE(inner::is_recomputing());
     CHECK(c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE) == nullptr);
     for (std::size_t i = 0; i < addresses.size(); ++i) CHECK(chain.net->buffers()[i].data_ptr() == addresses[i]);
   };

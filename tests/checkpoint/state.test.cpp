@@ -41,7 +41,7 @@ struct Modes {
   at::ScalarType dtype = at::autocast::get_autocast_dtype(at::kCPU);
   bool cached = at::autocast::is_autocast_cache_enabled();
   const void* scope = inner::SavingScope::innermost();
-  bool recomputing = inner::Recomputation::active();
+  bool recomputing = inner::is_recomputing();
   bool operator==(const Modes&) const = default;
 };
 

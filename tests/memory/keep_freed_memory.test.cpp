@@ -2,7 +2,6 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/memory/memory_ledger.hpp>
-#include <gradaccum/keep_freed_memory.hpp>
 #include <gradaccum/memory_meter.hpp>
 
 #include <algorithm>
@@ -15,7 +14,7 @@
 
 namespace ga = gradaccum;
 using ga::detail::FreeRanges;
-using ga::detail::KeptPages;
+using ga::detail::PageAllocator;
 
 namespace {
 
@@ -39,7 +38,7 @@ struct Filled {
   }
 };
 
-Filled filled(KeptPages& pages, std::size_t bytes, std::uint64_t number) {
+Filled filled(PageAllocator& pages, std::size_t bytes, std::uint64_t number) {
   Filled block{static_cast<std::uint64_t*>(pages.allocate(bytes)), bytes, number};
   REQUIRE(block.begin);
   block.fill();
@@ -65,10 +64,10 @@ TEST_CASE("FreeRanges: neighbours become one, and the smallest that is large eno
   CHECK(free.bytes() == 0);
 }
 
-TEST_CASE("KeptPages: blocks keep what is in them, and all stay within a tenth above the most that was used") {
+TEST_CASE("PageAllocator: blocks keep what is in them, and all stay within a tenth above the most that was used") {
   for (int seed = 0; seed < 5; ++seed) {
     std::mt19937_64 lot(seed);
-    KeptPages pages;
+    PageAllocator pages;
     std::vector<Filled> blocks;
     std::size_t used = 0, most_used = 0, most_resident = 0;
     const auto before = *ga::detail::occupied_memory(at::kCPU);
@@ -100,8 +99,8 @@ TEST_CASE("KeptPages: blocks keep what is in them, and all stay within a tenth a
   }
 }
 
-TEST_CASE("KeptPages: a freed block is the next one's, warm; of more than may be kept, the kernel gets pages") {
-  KeptPages pages;
+TEST_CASE("PageAllocator: a freed block is the next one's, warm; of more than may be kept, the kernel gets pages") {
+  PageAllocator pages;
   constexpr std::size_t large = 64 << 20, small = 8 << 20;
   void* const first = pages.allocate(large);
   std::memset(first, 1, large);

@@ -2,7 +2,7 @@
 #include "support/catch.hpp"
 #include "support/files.hpp"
 
-#include <gradaccum/detail/memory/system_file.hpp>
+#include <gradaccum/detail/memory/memory_ledger.hpp>
 
 #include <filesystem>
 #include <string>

@@ -29,7 +29,7 @@ endfunction()
 module(build PUBLIC version impl/begin)
 module(types)
 module(kernels PUBLIC mkl_on_amd)
-module(memory PUBLIC keep_freed_memory memory_meter)
+module(memory PUBLIC memory_meter)
 module(state PUBLIC archive
                   USES kernels)
 module(window PUBLIC embedding grad_accumulator gradients
@@ -38,11 +38,11 @@ module(scaling PUBLIC amp_scaler autocast
                   USES types kernels state window)
 module(optimizers PUBLIC learning_rates optim/
                   USES types kernels memory state window)
-module(checkpoint PUBLIC checkpoint checkpoint_plan checkpointed_sequential saved_tensor_hooks
+module(checkpoint PUBLIC checkpoint checkpointed_sequential saved_tensor_hooks
                   USES types memory scaling)
 module(data PUBLIC data/
                   USES types kernels memory state)
-module(fitting PUBLIC memory_plan
+module(fitting
                   USES memory state scaling checkpoint data)
 module(io PUBLIC io/
                   USES types kernels state)
@@ -53,7 +53,7 @@ module(parallel PUBLIC process_group replicas
 module(verification PUBLIC verify_accumulation
                   USES types window data)
 module(compilation PUBLIC compiled_step
-                  USES types kernels window scaling checkpoint data io)
+                  USES types kernels memory window scaling checkpoint data io)
 module(trainer PUBLIC fit_options metrics policies policies/ policy trainer trainer_base training_state
                   USES types kernels memory state window scaling optimizers checkpoint data fitting io watching parallel)
 module(everything PUBLIC compiled gradaccum)

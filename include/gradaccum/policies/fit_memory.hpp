@@ -7,7 +7,6 @@
 #include <gradaccum/detail/trainer/arguments.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/gradients.hpp>
-#include <gradaccum/memory_plan.hpp>
 #include <gradaccum/policy.hpp>
 
 #include <cstdint>

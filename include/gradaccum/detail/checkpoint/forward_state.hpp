@@ -19,6 +19,10 @@
 #include <utility>
 #include <vector>
 
+namespace torch::nn {
+class Module;
+}
+
 namespace gradaccum::detail {
 
 /// The state of the default random generators of the CPU and of all CUDA devices in use.
@@ -31,7 +35,7 @@ class RandomState {
   bool operator==(const RandomState& other) const;
 
   /// A number that identifies a position in the CPU's stream of random numbers. Cheaper than the state.
-  static std::uint64_t place();
+  static std::uint64_t position();
 
  private:
   at::mt19937_data_pod engine_;
@@ -101,14 +105,6 @@ class ForwardUndo {
   std::vector<at::Tensor> buffers_, values_;
   RandomState random_;
 };
-
-}  // namespace gradaccum::detail
-
-namespace torch::nn {
-class Module;
-}
-
-namespace gradaccum::detail {
 
 /// Copies of the running statistics of normalisation layers.
 std::vector<at::Tensor> copied_statistics(const std::vector<torch::nn::Module*>& modules);

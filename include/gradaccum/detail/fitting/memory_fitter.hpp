@@ -4,13 +4,13 @@
 #include <gradaccum/checkpointed_sequential.hpp>
 #include <gradaccum/detail/data/samples.hpp>
 #include <gradaccum/memory_meter.hpp>
-#include <gradaccum/memory_plan.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/util/FunctionRef.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -123,8 +123,7 @@ class RowPlan {
   void begin_with(const RowPlan& other);
 
   bool empty() const { return fits_.rows == 0 && too_many_.rows == 0; }
-  const Point& fits() const { return fits_; }          ///< the most rows so far
-  const Point& too_many() const { return too_many_; }  ///< the fewest rows that took too much; 0 bytes: unknown
+  const Point& fits() const { return fits_; }  ///< the most rows so far
   /// Saves or loads the plan.
   void state(Archive& archive);
 
@@ -133,7 +132,9 @@ class RowPlan {
   std::int64_t more_rows(std::int64_t bytes) const;
   std::int64_t one_more_bytes() const;
 
-  Point fits_, too_many_, before_;  // before_: fewer rows than fits_, or none
+  Point fits_;
+  Point too_many_;  // the fewest rows that took too much; 0 bytes: unknown by how much
+  Point before_;    // fewer rows than fits_, or none
   bool certain_ = false;
 };
 
@@ -194,26 +195,22 @@ class MemoryFitter {
     bool is_none = false;    // no failure: restarts with what was learned or allocated
   };
 
-  std::size_t place_of(const RowKind& kind);
-  std::int64_t budget(const Limits& limits, c10::Device device);
-  std::int64_t gradient_bytes() const;
+  std::size_t index_of(const RowKind& kind);
+  std::int64_t budget(c10::Device device);
+  std::int64_t gradient_bytes() const { return std::max(plan_.gradient_bytes, expected_gradient_bytes_); }
   RowPlan& plan_of(Known& known) { return search_.way().checkpointed ? known.checkpointed : known.plan; }
-  std::int64_t rows_for(Known& known, std::int64_t bytes, std::int64_t least);
-  void choose(std::size_t place, std::int64_t bytes, std::int64_t least);
-  std::optional<Failure> attempt(const Limits& limits, const DividedBatch& batch, bool may_begin_again);
-  bool outgrows_first(const DividedBatch& batch, const Piece& piece) const;
+  std::int64_t rows_for(Known& known, std::int64_t bytes);
+  void choose_rows(std::size_t kind, std::int64_t bytes);
+  std::optional<Failure> attempt(const DividedBatch& batch, bool may_begin_again);
   std::optional<Failure> run(const DividedBatch& batch, Piece& piece, MemoryMeter* meter, RowPlan& plan);
-  std::optional<Failure> take_notice(const Piece& piece, RowPlan& plan);
-  void time(const Limits& limits, const DividedBatch& batch, const Piece& piece, std::size_t place, std::int64_t bytes);
   bool is_timed(const DividedBatch& batch, const Piece& piece) const;
-  [[noreturn]] void refuse(const Limits& limits, const DividedBatch& batch, const Failure& failure) const;
 
+  Limits limits_;
   std::vector<Known> known_;  // parallel to `plan_.layouts`
   MemoryPlan plan_;
   CheckpointSearch search_;
   std::int64_t expected_gradient_bytes_ = 0;  // assumed until measured, for the search
-  bool has_limit_ = false;                    // the budget was given, not found
-  std::int64_t looked_ = 0;                   // number of queries of the device's memory
+  std::int64_t queries_ = 0;                  // number of queries of the device's memory
   std::optional<c10::Device> warm_device_;    // device whose libraries have workspaces
 };
 

@@ -8,14 +8,17 @@
 #include <c10/core/Device.h>
 #include <c10/core/Storage.h>
 #include <c10/util/FunctionRef.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -74,13 +77,62 @@ class MemoryLedger : public c10::MemoryReportingInfoBase, public std::enable_sha
 
  private:
   void add(c10::Device device, std::int64_t bytes);
-  Account& account_of(c10::Device device);
 
   std::shared_ptr<MemoryLedger> surrounding_;
   mutable std::mutex mutex_;
   BlockTable held_;
   Account total_;
   std::vector<std::pair<c10::Device, Account>> by_device_;  // few: faster than a map
+};
+
+/// Records the allocations of a scope, so that some of them can be excluded from the sums later.
+class AllocationLog final : public MemoryLedger {
+ public:
+  using MemoryLedger::MemoryLedger;
+
+  void reportMemoryUsage(void* block, std::int64_t bytes, std::size_t allocated, std::size_t reserved,
+                         c10::Device device) override;
+
+  /// Returns whether the memory of a live tensor was allocated in this scope.
+  bool has(const at::Tensor& tensor) const;
+
+  /// The current position in the log.
+  std::size_t now() const;
+
+  /// Excludes the memory of a live tensor from the sums, from its allocation on.
+  void exclude(const at::Tensor& tensor);
+
+  struct Bytes {
+    std::int64_t live = 0, peak = 0;
+  };
+  /// The bytes live at `to`, and the most live at any time since `from`.
+  Bytes between(std::size_t from, std::size_t to) const;
+
+ private:
+  struct Entry {
+    std::int64_t bytes;      // negative if freed
+    std::size_t allocation;  // index of a freed block's allocation
+  };
+
+  mutable std::mutex mutex_;
+  std::vector<Entry> entries_;
+  std::unordered_map<const void*, std::size_t> live_;  // indices of their allocations
+  std::vector<std::size_t> excluded_;
+};
+
+/// Logs the allocations of a scope, and passes them on to an enclosing ledger.
+class [[nodiscard]] AllocationScope {
+ public:
+  /// `impossible` is the error message inside LibTorch's profiler.
+  explicit AllocationScope(const char* impossible =
+                               "CheckpointedSequential: must not plan inside LibTorch's profiler, which uses the same "
+                               "slot; run one forward pass before it starts");
+  AllocationLog& operator*() const { return *log_; }
+  AllocationLog* operator->() const { return log_.get(); }
+
+ private:
+  std::shared_ptr<AllocationLog> log_;
+  c10::DebugInfoGuard guard_;
 };
 
 /// Copies a host tensor to a device. To CUDA it goes from pinned memory, so that the host does not wait.
@@ -111,8 +163,6 @@ class StorageCount {
 struct AddressRange {
   std::uintptr_t address = 0;
   std::size_t bytes = 0;
-
-  std::uintptr_t end() const { return address + bytes; }
 };
 
 /// Unused ranges of the address space. Neighbours are merged.
@@ -137,7 +187,7 @@ class FreeRanges {
 /// blocks cost no memory, whatever the order of allocations.
 ///
 /// Thread safe.
-class KeptPages {
+class PageAllocator {
  public:
   /// Returns nullptr if memory is short, or on other systems than Linux.
   void* allocate(std::size_t bytes);
@@ -150,15 +200,21 @@ class KeptPages {
   std::size_t resident_bytes() const;
 
  private:
-  std::size_t most_resident(std::size_t used) const;
   void make_room(std::size_t bytes);
   bool map_more(std::size_t bytes);
 
   mutable std::mutex mutex_;
-  std::unordered_map<std::uintptr_t, std::size_t> blocks_;
+  std::unordered_map<const void*, std::size_t> blocks_;
   FreeRanges warm_, cold_;  // with pages in memory, and without
   std::size_t used_ = 0, most_used_ = 0;
 };
+
+/// Reads the first 64 KiB of a file of /proc or /sys, which do not report a size. Empty if it cannot be read.
+std::string text_of_system_file(const std::filesystem::path& path);
+
+/// Returns the folders that may limit a process by this controller (`cpu`, `memory`), relative to the mount of control
+/// groups. `groups` is the text of /proc/self/cgroup; each group comes with all groups above it.
+std::vector<std::filesystem::path> control_groups(const std::string& groups, const std::string& controller);
 
 }  // namespace gradaccum::detail
 

@@ -3,21 +3,27 @@
 
 #include <gradaccum/checkpointed_sequential.hpp>
 #include <gradaccum/detail/checkpoint/chain.hpp>
-
-#include <gradaccum/detail/checkpoint/forward_state.hpp>
-#include <gradaccum/detail/checkpoint/recomputation.hpp>
+#include <gradaccum/detail/memory/memory_ledger.hpp>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/StorageImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
+#include <c10/util/intrusive_ptr.h>
+#include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <chrono>
 #include <functional>
+#include <mutex>
 #include <numeric>
 #include <ostream>
 
@@ -25,33 +31,24 @@
 
 namespace gradaccum::detail {
 
-GRADACCUM_INLINE void Stage::append(const Stage& other) {
-  modules_.insert(modules_.end(), other.modules_.begin(), other.modules_.end());
-}
-
-GRADACCUM_INLINE Stage Stage::given(const at::Tensor& context) const {
-  Stage stage = *this;
-  stage.context_ = context;
-  return stage;
-}
-
-GRADACCUM_INLINE at::Tensor Stage::forward(std::size_t way, at::Tensor activations) {
+GRADACCUM_INLINE at::Tensor Stage::forward(std::size_t way, at::Tensor activations, const at::Tensor& context) {
   std::optional<RebuildingScope> rebuilding;
   if (way > 0) rebuilding.emplace();
-  for (auto& module : modules_)
-    activations = context_.defined() ? module.forward(std::move(activations), at::Tensor(context_))
-                                     : module.forward(std::move(activations));
+  for (auto& module : parts)
+    activations = context.defined() ? module.forward(std::move(activations), at::Tensor(context))
+                                    : module.forward(std::move(activations));
   return activations;
 }
 
-GRADACCUM_INLINE at::Tensor Stage::forward_in_checkpoint(std::size_t way, at::Tensor activations) {
-  const FrozenStatistics frozen(Recomputation::active() ? modules() : std::vector<torch::nn::Module*>());
-  return forward(way, std::move(activations));
+GRADACCUM_INLINE at::Tensor Stage::forward_in_checkpoint(std::size_t way, at::Tensor activations,
+                                                         const at::Tensor& context) {
+  const FrozenStatistics frozen(is_recomputing() ? modules() : std::vector<torch::nn::Module*>());
+  return forward(way, std::move(activations), context);
 }
 
 GRADACCUM_INLINE std::vector<torch::nn::Module*> Stage::modules() const {
   std::vector<torch::nn::Module*> modules;
-  for (auto& module : modules_) modules.push_back(module.ptr().get());
+  for (auto& part : parts) modules.push_back(part.ptr().get());
   return modules;
 }
 
@@ -62,25 +59,14 @@ GRADACCUM_INLINE std::vector<torch::nn::Module*> modules_of(const Stages& stages
   return modules;
 }
 
-GRADACCUM_INLINE Stages given(const Stages& stages, const at::Tensor& context) {
-  Stages all;
-  for (auto& stage : stages) all.push_back(stage.given(context));
-  return all;
-}
-
-GRADACCUM_INLINE Segment Segment::given(const at::Tensor& context) const {
-  if (!context.defined()) return *this;
-  return {std::make_shared<Stages>(detail::given(*stages_, context)), schedule_, options_};
-}
-
 GRADACCUM_INLINE at::Tensor Segment::operator()(at::Tensor activations) const {
-  for (auto& item : *schedule_) {
+  for (auto& item : *schedule) {
     if (item.segment.empty()) {
-      auto& stage = (*stages_)[item.stage];
-      activations = options_.check_content ? stage.forward(item.way, std::move(activations))
-                                           : stage.forward_in_checkpoint(item.way, std::move(activations));
+      auto& stage = (*stages)[item.stage];
+      activations = options.check_content ? stage.forward(item.way, std::move(activations), context)
+                                          : stage.forward_in_checkpoint(item.way, std::move(activations), context);
     } else {
-      activations = run_checkpointed(options_, inside(item), std::exchange(activations, {}));
+      activations = run_checkpointed(options, inside(item), std::exchange(activations, {}));
     }
   }
   return activations;
@@ -88,161 +74,56 @@ GRADACCUM_INLINE at::Tensor Segment::operator()(at::Tensor activations) const {
 
 GRADACCUM_INLINE std::vector<torch::nn::Module*> Segment::modules() const {
   std::vector<torch::nn::Module*> modules;
-  if (!options_.check_content) return modules;
-  for (auto& item : *schedule_) {
-    const auto more = item.segment.empty() ? (*stages_)[item.stage].modules() : inside(item).modules();
+  if (!options.check_content) return modules;
+  for (auto& item : *schedule) {
+    const auto more = item.segment.empty() ? (*stages)[item.stage].modules() : inside(item).modules();
     modules.insert(modules.end(), more.begin(), more.end());
   }
   return modules;
 }
 
-/// Translates a schedule of merged stages to modules of the chain, for display.
-GRADACCUM_INLINE Schedule by_module(const Schedule& schedule, const Stages& stages) {
-  std::vector<std::size_t> first{0};
-  for (auto& stage : stages) first.push_back(first.back() + stage.size());
-  Schedule modules;
-  for (auto& item : schedule) {
-    if (!item.segment.empty())
-      modules.push_back({0, 0, by_module(item.segment, stages)});
-    else
-      for (auto module = first[item.stage]; module < first[item.stage + 1]; ++module)
-        modules.push_back({module, item.way, {}});
+GRADACCUM_INLINE std::int64_t storage_bytes(const at::Tensor& tensor) {
+  return static_cast<std::int64_t>(tensor.storage().nbytes());
+}
+
+/// A meta tensor with the layout and storage size of a tensor.
+GRADACCUM_INLINE at::Tensor layout_of(const at::Tensor& tensor) {
+  const auto elements = storage_bytes(tensor) / static_cast<std::int64_t>(tensor.element_size());
+  return at::empty({elements}, tensor.options().device(at::kMeta).requires_grad(false))
+      .as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+}
+
+/// Stands in for the part before a stage, so that the stage's input is not a leaf, as between stages.
+struct GradientSink : torch::autograd::Function<GradientSink> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& input) { return input.detach(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list gradients) {
+    return gradients;
   }
-  return modules;
-}
-
-/// Dimensions from the outermost in memory to the innermost. Operations copy inputs that they need in another order.
-GRADACCUM_INLINE std::vector<std::int64_t> order_in_memory(const at::Tensor& tensor) {
-  if (tensor.layout() != at::kStrided || tensor.is_contiguous()) return {};
-  std::vector<std::int64_t> order(static_cast<std::size_t>(tensor.dim()));
-  std::iota(order.begin(), order.end(), 0);
-  std::ranges::stable_sort(order, std::greater<>(), [&](auto dimension) { return tensor.stride(dimension); });
-  order.push_back(tensor.is_non_overlapping_and_dense());
-  return order;
-}
-
-GRADACCUM_INLINE PlanScope::PlanScope(const Stages& stages, const at::Tensor& input, const at::Tensor& context)
-    : shape_(input.sizes()), order_(order_in_memory(input)), device_(input.device()) {
-  dtypes_ = {input.scalar_type(), at::autocast::get_autocast_dtype(device_.type())};
-  if (context.defined()) {
-    context_shape_ = context.sizes();
-    dtypes_.push_back(context.scalar_type());
-  }
-  flags_ = {input.requires_grad(), at::autocast::is_autocast_enabled(device_.type())};
-  for (auto* module : modules_of(stages)) {
-    for (auto& part : module->modules()) flags_.push_back(part->is_training());
-    for (auto& parameter : module->parameters()) {
-      flags_.push_back(parameter.requires_grad());
-      dtypes_.push_back(parameter.scalar_type());
-    }
-  }
-}
-
-GRADACCUM_INLINE bool is_no_smaller(const at::DimVector& shape, const at::DimVector& other) {
-  return std::ranges::equal(shape, other, std::greater_equal<>());
-}
-
-GRADACCUM_INLINE bool PlanScope::covers(const PlanScope& other) const {
-  return is_no_smaller(shape_, other.shape_) && is_no_smaller(context_shape_, other.context_shape_) &&
-         order_ == other.order_ && device_ == other.device_ && dtypes_ == other.dtypes_ && flags_ == other.flags_;
-}
-
-/// Makes operations save tensors as LibTorch does, for a scope. An outer checkpoint must not see tensors of a
-/// measurement, since its recomputation does not repeat the measurement.
-class [[nodiscard]] MeasuringScope final : SavingScope {
- public:
-  MeasuringScope() : SavingScope("CheckpointedSequential") {}
-
- private:
-  std::unique_ptr<torch::autograd::SavedVariableHooks> hooks() override { return nullptr; }
 };
 
-GRADACCUM_INLINE std::shared_ptr<const PlannedChain::Planned> PlannedChain::plan_for(const at::Tensor& input,
-                                                                                     const at::Tensor& context) {
-  const std::lock_guard lock(mutex_);
-  PlanScope scope(stages_, input, context);
-  const auto known = std::ranges::find_if(plans_, [&](auto& plan) { return plan->scope.covers(scope); });
-  if (known != plans_.end()) return latest_ = *known;
-  latest_ = make(std::move(scope), input, context);
-  plans_.push_back(latest_);  // last: an input that has a plan keeps it when it is recomputed
-  return latest_;
-}
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
-GRADACCUM_INLINE std::shared_ptr<const PlannedChain::Planned> PlannedChain::latest() const {
-  const std::lock_guard lock(mutex_);
-  return latest_;
-}
-
-/// Leaves random generators, running statistics and gradients unchanged, and is invisible to outer hooks.
-GRADACCUM_INLINE std::shared_ptr<const PlannedChain::Planned> PlannedChain::make(PlanScope scope,
-                                                                                 const at::Tensor& input,
-                                                                                 const at::Tensor& context) const {
-  const RandomScope random{RandomState()};
-  const FrozenStatistics frozen(modules_of(stages_));
-  const MeasuringScope measuring;
-  const auto stages = std::make_shared<Stages>(merged(given(stages_, context), input));
-  const auto costs = costs_of(*stages, input, options_);
-  const auto least = least_memory(costs);
-  TORCH_CHECK_WITH(OutOfMemoryError, budget_ >= least, "CheckpointedSequential: memory_budget must be at least ", least,
-                   " bytes for an input that is ", TensorTraits(input), ", got ", budget_);
-  const auto schedule = std::make_shared<const Schedule>(fastest_schedule(costs, budget_));
-  const auto cost = [&](const Schedule& s) { return CheckpointPlan::Cost{peak_bytes(s, costs), seconds(s, costs)}; };
-  return std::make_shared<Planned>(Planned{
-      std::move(scope),
-      Segment(std::make_shared<Stages>(given(*stages, {})), schedule, options_),
-      {to_string(by_module(*schedule, *stages)), budget_, cost(*schedule), cost(keep_everything(costs)), least},
-  });
-}
-
-GRADACCUM_INLINE void AllocationLog::reportMemoryUsage(void* block, std::int64_t bytes, std::size_t allocated,
-                                                       std::size_t reserved, c10::Device device) {
-  MemoryLedger::reportMemoryUsage(block, bytes, allocated, reserved, device);
-  const std::lock_guard lock(mutex_);
-  if (bytes > 0) {
-    born_[block] = entries_.size();
-    entries_.push_back({bytes, 0});
-  } else if (const auto born = born_.find(block); born != born_.end()) {  // other blocks are older than the scope
-    entries_.push_back({-entries_[born->second].bytes, born->second});
-    born_.erase(born);
+/// Stands in for the part after a stage. Its backward makes a gradient of a given layout that only the backward pass
+/// owns, like the gradients between stages. `*memory` becomes a weak reference to the gradient's storage.
+struct GradientSource : torch::autograd::Function<GradientSource> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& output,
+                            const at::Tensor& layout, WeakStorage* memory) {
+    context->saved_data["layout"] = layout;
+    context->saved_data["device"] = output.device();
+    context->saved_data["memory"] = reinterpret_cast<std::int64_t>(memory);
+    return at::zeros({}, output.options());
   }
-}
-
-GRADACCUM_INLINE bool AllocationLog::has(const at::Tensor& tensor) const {
-  const std::lock_guard lock(mutex_);
-  return born_.contains(const_cast<void*>(tensor.storage().data()));
-}
-
-GRADACCUM_INLINE std::size_t AllocationLog::now() const {
-  const std::lock_guard lock(mutex_);
-  return entries_.size();
-}
-
-GRADACCUM_INLINE void AllocationLog::leave_out(const at::Tensor& tensor) {
-  if (!tensor.defined()) return;
-  if (tensor.is_sparse()) {
-    leave_out(tensor._indices());
-    return leave_out(tensor._values());
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list&) {
+    auto& saved = context->saved_data;
+    const auto layout = saved["layout"].toTensor();
+    const auto elements = storage_bytes(layout) / static_cast<std::int64_t>(layout.element_size());
+    const auto gradient = at::zeros({elements}, layout.options().device(saved["device"].toDevice()));
+    *reinterpret_cast<WeakStorage*>(saved["memory"].toInt()) = gradient.storage().getWeakStorageImpl();
+    return {gradient.as_strided(layout.sizes(), layout.strides(), layout.storage_offset()), {}, {}};
   }
-  const std::lock_guard lock(mutex_);
-  const auto born = born_.find(tensor.storage().mutable_data());
-  if (born != born_.end()) skipped_steps_.push_back(born->second);
-}
-
-GRADACCUM_INLINE AllocationLog::Bytes AllocationLog::between(std::size_t from, std::size_t to) const {
-  const std::lock_guard lock(mutex_);
-  Bytes bytes;
-  for (std::size_t i = 0; i < to; ++i) {
-    const auto& entry = entries_[i];
-    if (std::ranges::find(skipped_steps_, entry.bytes > 0 ? i : entry.born) == skipped_steps_.end())
-      bytes.live += entry.bytes;
-    bytes.peak = i < from ? bytes.live : std::max(bytes.peak, bytes.live);
-  }
-  return bytes;
-}
-
-GRADACCUM_INLINE AllocationScope::AllocationScope(const char* impossible)
-    : log_(std::make_shared<AllocationLog>(MemoryLedger::innermost(impossible))),
-      guard_(c10::DebugInfoKind::PROFILER_STATE, log_) {}
+};
 
 /// Measures the seconds since its construction. Waits for the device.
 class StopWatch {
@@ -281,29 +162,25 @@ class [[nodiscard]] HooksAway {
   std::vector<std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>> hooks_;
 };
 
+/// Measures the cost of a stage by running it alone, forward and backward. Excludes its input, gradients of parameters,
+/// and the output of a chain's last stage.
 class StageMeasurement {
  public:
-  StageMeasurement(Stage& stage, const at::Tensor& input, at::Tensor gradient_layout, bool last,
-                   const CheckpointOptions& options)
-      : stage_(stage), input_(input), gradient_layout_(std::move(gradient_layout)), last_(last), options_(options) {
+  /// `gradient_layout` is the layout of the output's gradient; if undefined, that of the output.
+  StageMeasurement(Stage& stage, const at::Tensor& input, const at::Tensor& context, at::Tensor gradient_layout,
+                   bool last, const CheckpointOptions& options)
+      : stage_(stage),
+        input_(input),
+        context_(context),
+        gradient_layout_(std::move(gradient_layout)),
+        last_(last),
+        options_(options) {
     options_.check_content = false;  // each run changes statistics that operations save
     if (input.requires_grad()) sources_.push_back(input.detach().requires_grad_());
     for (auto* module : stage.modules())
       for (auto& parameter : module->parameters())
         if (parameter.requires_grad()) sources_.push_back(parameter);
   }
-
-  StageProfile profile() {
-    auto cost = measure();
-    const at::NoGradGuard keep_nothing;
-    return {std::move(cost), stage_.forward(0, input_).requires_grad_(output_requires_grad_), gradient_layout_,
-            input_gradient_layout_};
-  }
-
- private:
-  static constexpr int fewest_runs = 3,
-                       most_runs = 10;  // the first warms up; runs of small stages are short and noisy
-  static constexpr double enough_seconds = 0.05;
 
   StageCost measure() {
     StageCost cost;
@@ -321,15 +198,29 @@ class StageMeasurement {
     return cost;
   }
 
+  /// The input of the next stage.
+  at::Tensor output() {
+    const at::NoGradGuard keep_nothing;
+    return stage_.forward(0, input_, context_).requires_grad_(output_requires_grad_);
+  }
+  const at::Tensor& gradient_layout() const { return gradient_layout_; }
+  /// The layout of the input's gradient; undefined if it has none.
+  const at::Tensor& input_gradient_layout() const { return input_gradient_layout_; }
+
+ private:
+  static constexpr int fewest_runs = 3,
+                       most_runs = 10;  // the first warms up; runs of small stages are short and noisy
+  static constexpr double enough_seconds = 0.05;
+
   at::Tensor input() const { return input_.requires_grad() ? GradientSink::apply(sources_.front()) : input_; }
 
   void measure_kept(StageCost::Way& way, std::size_t number) {
     AllocationScope log;
     at::Tensor output = [&] {
       const FrozenStatistics frozen(stage_.modules());  // as in a recomputation, where operations save the copies
-      return stage_.forward(number, input());
+      return stage_.forward(number, input(), context_);
     }();
-    if (last_) log->leave_out(output);
+    if (last_) log->exclude(output);
     const auto forward = log->between(0, log->now());
     const auto [backward, seconds] = run_backward(*log, std::move(output));
     more(way.held, forward.live);
@@ -341,43 +232,29 @@ class StageMeasurement {
   void measure_dropped(StageCost& cost, std::size_t number) {
     AllocationScope log;
     const StopWatch watch(input_.device());
-    Again again{*log, StopWatch(input_.device())};
+    int runs = 0;
+    std::size_t again_begin = 0;  // of the function's second run
+    double again_seconds = 0;
     at::Tensor output = run_checkpointed(
         options_,
         [&](const at::Tensor& input) {
-          const Again::Run run(again);
-          return stage_.forward_in_checkpoint(number, input);
+          const double begun = watch.seconds();
+          if (++runs == 2) again_begin = log->now();
+          const auto ended = c10::make_scope_exit([&]() noexcept {  // a recomputation ends by an exception
+            if (runs == 2) again_seconds = watch.seconds() - begun;
+          });
+          return stage_.forward_in_checkpoint(number, input, context_);
         },
         input());
     less(cost.forward_seconds, watch.seconds());
-    if (last_) log->leave_out(output);
+    if (last_) log->exclude(output);
     more(cost.forward_peak, log->between(0, log->now()).peak);
     more(cost.output, storage_bytes(output));
     auto& way = cost.ways[number];
     more(way.again_peak, run_backward(*log, std::move(output)).first.peak);
-    less(way.again_seconds, again.seconds);
-    more(cost.output_gradient, std::max(storage_bytes(gradient_layout_), log->between(0, again.begin).live));
+    less(way.again_seconds, again_seconds);
+    more(cost.output_gradient, std::max(storage_bytes(gradient_layout_), log->between(0, again_begin).live));
   }
-
-  /// The beginning and the duration of the function's second run.
-  struct Again {
-    const AllocationLog& log;
-    StopWatch watch;
-    int runs = 0;
-    std::size_t begin = 0;
-    double seconds = 0;
-
-    struct Run {
-      explicit Run(Again& a) : again(a), begun(a.watch.seconds()) {
-        if (++again.runs == 2) again.begin = again.log.now();
-      }
-      ~Run() {
-        if (again.runs == 2) again.seconds = again.watch.seconds() - begun;
-      }
-      Again& again;
-      double begun;
-    };
-  };
 
   std::pair<AllocationLog::Bytes, double> run_backward(AllocationLog& log, at::Tensor output) {
     if (!gradient_layout_.defined()) gradient_layout_ = layout_of(at::empty_like(output, at::kMeta));
@@ -385,7 +262,7 @@ class StageMeasurement {
     if (!output_requires_grad_) return {};
     WeakStorage output_gradient = output.storage().getWeakStorageImpl();  // a stand-in until backward makes it
     const auto source = GradientSource::apply(output, gradient_layout_, &output_gradient);
-    log.leave_out(source);
+    log.exclude(source);
     output.reset();  // from here on only operations that need it own it
     const auto begin = log.now();
     const StopWatch watch(input_.device());
@@ -395,13 +272,13 @@ class StageMeasurement {
                                    /*allow_unused=*/true);
     }();
     const double seconds = watch.seconds();
-    leave_out_parameters(log, gradients, output_gradient);
+    exclude_parameters(log, gradients, output_gradient);
     return {log.between(begin, log.now()), seconds};
   }
 
   /// Excludes gradients of parameters, except those that share the memory of a gradient passed through the stage.
-  void leave_out_parameters(AllocationLog& log, const std::vector<at::Tensor>& gradients,
-                            const WeakStorage& output_gradient) {
+  void exclude_parameters(AllocationLog& log, const std::vector<at::Tensor>& gradients,
+                          const WeakStorage& output_gradient) {
     const c10::StorageImpl* input_gradient = nullptr;
     if (input_.requires_grad() && gradients.front().defined()) {
       input_gradient_layout_ = layout_of(gradients.front());
@@ -409,7 +286,7 @@ class StageMeasurement {
     }
     for (std::size_t i = input_.requires_grad(); i < gradients.size(); ++i) {
       const auto* const memory = memory_of(gradients[i]);
-      if (memory != input_gradient && memory != output_gradient._unsafe_get_target()) log.leave_out(gradients[i]);
+      if (memory != input_gradient && memory != output_gradient._unsafe_get_target()) log.exclude(gradients[i]);
     }
   }
   static const c10::StorageImpl* memory_of(const at::Tensor& gradient) {
@@ -420,26 +297,13 @@ class StageMeasurement {
   static void less(double& least, double seconds) { least = least == 0 ? seconds : std::min(least, seconds); }
 
   Stage& stage_;
-  at::Tensor input_;
+  at::Tensor input_, context_;
   at::Tensor gradient_layout_, input_gradient_layout_;
   bool last_;
   CheckpointOptions options_;
   bool output_requires_grad_ = false;
   std::vector<at::Tensor> sources_;
 };
-
-GRADACCUM_INLINE StageProfile profile_of(Stage& stage, const at::Tensor& input, const at::Tensor& gradient_layout,
-                                         bool last, const CheckpointOptions& options) {
-  return StageMeasurement(stage, input, gradient_layout, last, options).profile();
-}
-
-/// The cost of a stage without gradients: neither its input nor its parameters require any. It saves nothing itself.
-/// Its output, which the next stage may save, counts unless the stage is the last.
-GRADACCUM_INLINE StageCost without_gradients(StageCost cost, bool is_last) {
-  cost.ways = {{.held = is_last ? 0 : cost.output, .forward_peak = cost.forward_peak}};
-  cost.output_gradient = 0;
-  return cost;
-}
 
 /// The number of owners of a tensor and of its memory.
 GRADACCUM_INLINE std::size_t owners(const at::Tensor& tensor) {
@@ -450,7 +314,7 @@ GRADACCUM_INLINE std::size_t owners(const at::Tensor& tensor) {
   return tensor.use_count() + tensor.storage().use_count();
 }
 
-GRADACCUM_INLINE Stages merged(const Stages& stages, const at::Tensor& input) {
+GRADACCUM_INLINE Stages merged(const Stages& stages, const at::Tensor& input, const at::Tensor& context) {
   Stages merged;
   auto activations = input.detach().requires_grad_(input.requires_grad());
   const TensorVersion input_version(activations);
@@ -459,13 +323,13 @@ GRADACCUM_INLINE Stages merged(const Stages& stages, const at::Tensor& input) {
     if (activations.requires_grad()) activations = GradientSink::apply(activations);  // a leaf has another owner
     const auto before = owners(activations);
     const TensorVersion version(activations);
-    auto output = stage.forward(0, activations);
+    auto output = stage.forward(0, activations, context);
     has_gradients |= output.requires_grad();
     const bool is_apart = output_is_kept || owners(activations) > before;
     if (merged.empty() || (is_apart && has_gradients && !version.changed()))
       merged.push_back(stage);
     else
-      merged.back().append(stage);
+      merged.back().parts.insert(merged.back().parts.end(), stage.parts.begin(), stage.parts.end());
     output_is_kept = owners(output) > 2;  // this handle and its reference to the storage
     activations = output.detach().requires_grad_(output.requires_grad());
   }
@@ -475,64 +339,125 @@ GRADACCUM_INLINE Stages merged(const Stages& stages, const at::Tensor& input) {
   return merged;
 }
 
-class ChainProfile {
- public:
-  ChainProfile(Stages& stages, const CheckpointOptions& options)
-      : stages_(stages), options_(options), gradient_layouts_(stages.size()), has_gradients_(stages.size()) {}
-
-  StageCosts measure(const at::Tensor& input) {
-    // Repeats with the layouts of gradients that the following stages turned out to produce.
-    for (int pass = 0; measure_all(input) && pass < 2; ++pass) {
+GRADACCUM_INLINE StageCosts costs_of(Stages& stages, const at::Tensor& input, const CheckpointOptions& options,
+                                     const at::Tensor& context) {
+  const auto same_layout = [](const at::Tensor& a, const at::Tensor& b) {
+    return a.sizes() == b.sizes() && a.strides() == b.strides() && storage_bytes(a) == storage_bytes(b);
+  };
+  StageCosts costs(stages.size());
+  std::vector<at::Tensor> gradient_layouts(stages.size());
+  bool first_has_gradients = true, surprised = true;
+  // Repeats with the layouts of gradients that the following stages turned out to produce.
+  for (int pass = 0; pass < 3 && surprised; ++pass) {
+    surprised = false;
+    auto activations = input;
+    for (std::size_t i = 0; i < stages.size(); ++i) {
+      const bool last = i + 1 == stages.size();
+      StageMeasurement stage(stages[i], activations, context, gradient_layouts[i], last, options);
+      costs[i] = stage.measure();
+      activations = stage.output();
+      gradient_layouts[i] = stage.gradient_layout();
+      if (i == 0) first_has_gradients = activations.requires_grad();
+      const auto& layout = stage.input_gradient_layout();
+      if (i == 0 || !layout.defined()) continue;
+      surprised |= !same_layout(layout, gradient_layouts[i - 1]);
+      gradient_layouts[i - 1] = layout;
     }
-    if (!has_gradients_.front()) costs_.front() = without_gradients(std::move(costs_.front()), costs_.size() == 1);
-    return std::move(costs_);
   }
-
- private:
-  /// Returns whether a gradient's layout differs from the one assumed.
-  bool measure_all(at::Tensor input) {
-    bool surprised = false;
-    costs_.clear();
-    for (std::size_t i = 0; i < stages_.size(); ++i) {
-      auto profile = profile_of(stages_[i], input, gradient_layouts_[i], i + 1 == stages_.size(), options_);
-      costs_.push_back(std::move(profile.cost));
-      gradient_layouts_[i] = profile.gradient_layout;
-      if (const auto& layout = profile.input_gradient_layout; i > 0 && layout.defined()) {
-        surprised |= !same_layout(layout, gradient_layouts_[i - 1]);
-        gradient_layouts_[i - 1] = layout;
-      }
-      input = std::move(profile.output);
-      has_gradients_[i] = input.requires_grad();
-    }
-    return surprised;
+  if (!first_has_gradients) {  // neither its input nor its parameters require any, so it saves nothing itself
+    auto& first = costs.front();
+    const bool is_last = costs.size() == 1;  // else the next stage may save the output, which counts
+    first.ways = {{.held = is_last ? 0 : first.output, .forward_peak = first.forward_peak}};
+    first.output_gradient = 0;
   }
-
-  Stages& stages_;
-  CheckpointOptions options_;
-  std::vector<at::Tensor> gradient_layouts_;
-  std::vector<bool> has_gradients_;
-  StageCosts costs_;
-};
-
-GRADACCUM_INLINE StageCosts costs_of(Stages& stages, const at::Tensor& input, const CheckpointOptions& options) {
-  return ChainProfile(stages, options).measure(input);
+  return costs;
 }
 
-}  // namespace gradaccum::detail
+/// Translates a schedule of merged stages to modules of the chain, for display.
+GRADACCUM_INLINE Schedule by_module(const Schedule& schedule, const Stages& stages) {
+  std::vector<std::size_t> first{0};
+  for (auto& stage : stages) first.push_back(first.back() + stage.parts.size());
+  Schedule modules;
+  for (auto& item : schedule) {
+    if (!item.segment.empty())
+      modules.push_back({0, 0, by_module(item.segment, stages)});
+    else
+      for (auto module = first[item.stage]; module < first[item.stage + 1]; ++module)
+        modules.push_back({module, item.way, {}});
+  }
+  return modules;
+}
 
-namespace gradaccum {
+/// The properties on which the memory of a forward and backward pass depends.
+struct PlanScope {
+  std::vector<std::int64_t> sizes, properties;
 
-namespace detail {
+  /// Returns whether a plan for this scope fits `other`: no dimension of `other` is larger, and all else is equal.
+  bool covers(const PlanScope& other) const {
+    return properties == other.properties && std::ranges::equal(sizes, other.sizes, std::greater_equal<>());
+  }
+};
 
-GRADACCUM_INLINE void check_options(const CheckpointedSequentialOptions& options, std::int64_t size) {
-  TORCH_CHECK(size > 0, "CheckpointedSequential: the Sequential must have modules, got none");
-  TORCH_CHECK((options.segments != 0) != (options.memory_budget != 0),
-              "CheckpointedSequential: either segments or memory_budget must be given, got segments = ",
-              options.segments, " and memory_budget = ", options.memory_budget);
-  TORCH_CHECK(options.memory_budget >= 0, "CheckpointedSequential: memory_budget must be > 0 bytes, got ",
-              options.memory_budget);
-  TORCH_CHECK(options.segments >= 0 && options.segments <= size, "CheckpointedSequential: segments must be 1 to ", size,
-              ", the number of modules, got ", options.segments);
+/// Dimensions from the outermost in memory to the innermost. Operations copy inputs that they need in another order.
+GRADACCUM_INLINE std::vector<std::int64_t> order_in_memory(const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided || tensor.is_contiguous()) return {};
+  std::vector<std::int64_t> order(static_cast<std::size_t>(tensor.dim()));
+  std::iota(order.begin(), order.end(), 0);
+  std::ranges::stable_sort(order, std::greater<>(), [&](auto dimension) { return tensor.stride(dimension); });
+  order.push_back(tensor.is_non_overlapping_and_dense());
+  return order;
+}
+
+GRADACCUM_INLINE PlanScope scope_of(const Stages& stages, const at::Tensor& input, const at::Tensor& context) {
+  PlanScope scope{input.sizes().vec(), order_in_memory(input)};
+  const auto add = [&](auto... values) { (scope.properties.push_back(static_cast<std::int64_t>(values)), ...); };
+  const auto device = input.device();
+  add(input.dim(), device.type(), device.index(), input.scalar_type(), input.requires_grad(), context.defined(),
+      at::autocast::get_autocast_dtype(device.type()), at::autocast::is_autocast_enabled(device.type()));
+  if (context.defined()) {
+    scope.sizes.insert(scope.sizes.end(), context.sizes().begin(), context.sizes().end());
+    add(context.scalar_type());
+  }
+  for (auto* module : modules_of(stages)) {
+    for (auto& part : module->modules()) add(part->is_training());
+    for (auto& parameter : module->parameters()) add(parameter.requires_grad(), parameter.scalar_type());
+  }
+  return scope;
+}
+
+/// The plan of a chain for one kind of input.
+struct ChainPlan {
+  PlanScope scope;
+  std::shared_ptr<Stages> stages;
+  std::shared_ptr<const Schedule> schedule;
+  CheckpointPlan description;
+};
+
+/// Leaves random generators, running statistics and gradients unchanged, and is invisible to outer hooks: an outer
+/// checkpoint must not see tensors of a measurement, since its recomputation does not repeat the measurement.
+GRADACCUM_INLINE std::shared_ptr<const ChainPlan> plan_of(const Stages& modules, std::int64_t budget,
+                                                          const CheckpointOptions& options, PlanScope scope,
+                                                          const at::Tensor& input, const at::Tensor& context) {
+  const RandomScope random{RandomState()};
+  const FrozenStatistics frozen(modules_of(modules));
+  const SavingScope measuring("CheckpointedSequential", [] { return nullptr; });
+  const auto stages = std::make_shared<Stages>(merged(modules, input, context));
+  const auto costs = costs_of(*stages, input, options, context);
+  const auto least = least_memory(costs);
+  TORCH_CHECK_WITH(OutOfMemoryError, budget >= least, "CheckpointedSequential: memory_budget must be at least ", least,
+                   " bytes for an input that is ", TensorTraits(input), ", got ", budget);
+  const auto schedule = std::make_shared<const Schedule>(fastest_schedule(costs, budget));
+  const auto predicted = cost_of(*schedule, costs), plain = cost_of(keep_everything(costs), costs);
+  return std::make_shared<ChainPlan>(ChainPlan{
+      std::move(scope),
+      stages,
+      schedule,
+      {to_string(by_module(*schedule, *stages)),
+       budget,
+       {predicted.peak, predicted.seconds},
+       {plain.peak, plain.seconds},
+       least},
+  });
 }
 
 /// Divides stages evenly into segments. The last is kept, since it would be recomputed at once.
@@ -550,91 +475,110 @@ GRADACCUM_INLINE Schedule even_segments(std::int64_t segments, std::int64_t size
   return schedule;
 }
 
-/// The stages of a `CheckpointedSequential`, with its schedule by segments, or with plans for its budget.
-class CheckpointedChain {
- public:
-  CheckpointedChain(torch::nn::Sequential stages, const CheckpointedSequentialOptions& options)
-      : sequential_(std::move(stages)), options_(options) {
-    const auto size = static_cast<std::int64_t>(sequential_->size());
-    check_options(options, size);
-    const auto modules = std::make_shared<Stages>(sequential_->begin(), sequential_->end());
-    schedule_ = std::make_shared<const Schedule>(even_segments(options.segments, size));
-    segments_.emplace(modules, schedule_, options.checkpoint);
-    if (options.memory_budget > 0) planned_.emplace(*modules, options.memory_budget, options.checkpoint);
+}  // namespace gradaccum::detail
+
+namespace gradaccum {
+
+GRADACCUM_INLINE std::ostream& operator<<(std::ostream& out, const CheckpointPlan& plan) {
+  const auto mib = [](std::int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
+  if (plan.memory_budget)
+    out << fmt::format(
+        "budget {:.2f} MiB: peak {:.2f} MiB (plain {:.2f}, least {:.2f}), {:+.1f} % time ({:.2f} ms, plain {:.2f})\n",
+        mib(*plan.memory_budget), mib(plan.predicted.peak_bytes), mib(plan.plain.peak_bytes), mib(plan.least_bytes),
+        100 * (plan.predicted.seconds / plan.plain.seconds - 1), 1e3 * plan.predicted.seconds,
+        1e3 * plan.plain.seconds);
+  return out << "schedule: " << plan.schedule << '\n';
+}
+
+struct CheckpointedSequentialImpl::State {
+  torch::nn::Sequential sequential;
+  CheckpointedSequentialOptions options;
+  detail::Segment segments;                                          // the stages by segments; one, kept, with a budget
+  std::mutex mutex = {};                                             // of the plans
+  std::vector<std::shared_ptr<const detail::ChainPlan>> plans = {};  // for a budget, by kind of input
+  std::shared_ptr<const detail::ChainPlan> latest = {};
+
+  std::shared_ptr<const detail::ChainPlan> plan_for(const at::Tensor& input, const at::Tensor& context) {
+    const std::lock_guard lock(mutex);
+    auto scope = detail::scope_of(*segments.stages, input, context);
+    const auto known = std::ranges::find_if(plans, [&](auto& plan) { return plan->scope.covers(scope); });
+    if (known != plans.end()) return latest = *known;
+    latest =
+        detail::plan_of(*segments.stages, options.memory_budget, options.checkpoint, std::move(scope), input, context);
+    plans.push_back(latest);  // last: an input that has a plan keeps it when it is recomputed
+    return latest;
   }
-
-  const torch::nn::Sequential& sequential() const { return sequential_; }
-  const CheckpointedSequentialOptions& options() const { return options_; }
-
-  void set_memory_budget(std::int64_t bytes) {
-    TORCH_CHECK(options_.segments == 0, "CheckpointedSequential: it has segments, and memory_budget is another way");
-    TORCH_CHECK(bytes >= 0, "CheckpointedSequential: memory_budget must be >= 0 bytes, got ", bytes);
-    options_.memory_budget = bytes;
-    planned_.reset();
-    if (bytes > 0) planned_.emplace(Stages(sequential_->begin(), sequential_->end()), bytes, options_.checkpoint);
-  }
-
-  at::Tensor operator()(const at::Tensor& input, const at::Tensor& context) {
-    TORCH_CHECK(!context.defined() || !context.requires_grad(),
-                "CheckpointedSequential: the context must not require gradients, as none would reach it; got one that "
-                "does: detach() it, or give it to the modules by their input");
-    if (!planned_ || !at::GradMode::is_enabled()) return segments_->given(context)(input);
-    // Disables autocast's cache, which would keep casts of all parameters beyond their stages, until its scope ends.
-    const auto device = input.device().type();
-    std::optional<Autocast> uncached;
-    if (at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device))
-      uncached.emplace(device, at::autocast::get_autocast_dtype(device), /*enabled=*/true, /*cache_enabled=*/false);
-    return planned_->plan_for(input, context)->chain.given(context)(input);
-  }
-
-  bool has_plan() const { return !planned_ || planned_->latest(); }
-  CheckpointPlan plan() const {
-    if (!planned_) return {to_string(*schedule_), {}, {}, {}, 0};
-    const auto latest = planned_->latest();
-    TORCH_CHECK(latest,
-                "CheckpointedSequential: there is no plan before the first forward pass with gradients, which "
-                "measures the stages");
-    return latest->plan;
-  }
-
- private:
-  torch::nn::Sequential sequential_;
-  CheckpointedSequentialOptions options_;
-  std::shared_ptr<const Schedule> schedule_;  // schedule by segments
-  std::optional<Segment> segments_;           // stages with that schedule
-  std::optional<PlannedChain> planned_;       // plans, if there is a budget
 };
-
-}  // namespace detail
 
 GRADACCUM_INLINE CheckpointedSequentialImpl::CheckpointedSequentialImpl(torch::nn::Sequential stages,
                                                                         const CheckpointedSequentialOptions& options)
-    : Module("CheckpointedSequential"),
-      chain_(std::make_unique<detail::CheckpointedChain>(std::move(stages), options)) {
-  for (auto& stage : chain_->sequential()->named_children()) register_module(stage.key(), stage.value());
+    : Module("CheckpointedSequential") {
+  const auto size = static_cast<std::int64_t>(stages->size());
+  TORCH_CHECK(size > 0, "CheckpointedSequential: the Sequential must have modules, got none");
+  TORCH_CHECK((options.segments != 0) != (options.memory_budget != 0),
+              "CheckpointedSequential: either segments or memory_budget must be given, got segments = ",
+              options.segments, " and memory_budget = ", options.memory_budget);
+  TORCH_CHECK(options.memory_budget >= 0, "CheckpointedSequential: memory_budget must be > 0 bytes, got ",
+              options.memory_budget);
+  TORCH_CHECK(options.segments >= 0 && options.segments <= size, "CheckpointedSequential: segments must be 1 to ", size,
+              ", the number of modules, got ", options.segments);
+  const auto schedule = std::make_shared<const detail::Schedule>(detail::even_segments(options.segments, size));
+  const auto modules = std::make_shared<detail::Stages>(stages->begin(), stages->end());
+  for (auto& stage : stages->named_children()) register_module(stage.key(), stage.value());
+  state_.reset(new State{std::move(stages), options, {modules, schedule, options.checkpoint}});
 }
 
 GRADACCUM_INLINE CheckpointedSequentialImpl::~CheckpointedSequentialImpl() = default;
 
 GRADACCUM_INLINE at::Tensor CheckpointedSequentialImpl::forward(const at::Tensor& input, const at::Tensor& context) {
-  return (*chain_)(input, context);
+  TORCH_CHECK(!context.defined() || !context.requires_grad(),
+              "CheckpointedSequential: the context must not require gradients, as none would reach it; got one that "
+              "does: detach() it, or give it to the modules by their input");
+  auto chain = state_->segments;
+  chain.context = context;
+  if (options().memory_budget == 0 || !at::GradMode::is_enabled()) return chain(input);
+  // Disables autocast's cache, which would keep casts of all parameters beyond their stages, until its scope ends.
+  const auto device = input.device().type();
+  std::optional<Autocast> uncached;
+  if (at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device))
+    uncached.emplace(device, at::autocast::get_autocast_dtype(device), /*enabled=*/true, /*cache_enabled=*/false);
+  const auto plan = state_->plan_for(input, context);
+  chain.stages = plan->stages;
+  chain.schedule = plan->schedule;
+  return chain(input);
 }
 
 GRADACCUM_INLINE void CheckpointedSequentialImpl::set_memory_budget(std::int64_t bytes) {
-  chain_->set_memory_budget(bytes);
+  TORCH_CHECK(options().segments == 0, "CheckpointedSequential: it has segments, and memory_budget is another way");
+  TORCH_CHECK(bytes >= 0, "CheckpointedSequential: memory_budget must be >= 0 bytes, got ", bytes);
+  const std::lock_guard lock(state_->mutex);
+  state_->options.memory_budget = bytes;
+  state_->plans.clear();
+  state_->latest.reset();
 }
+
 GRADACCUM_INLINE const CheckpointedSequentialOptions& CheckpointedSequentialImpl::options() const {
-  return chain_->options();
+  return state_->options;
 }
 
-GRADACCUM_INLINE CheckpointPlan CheckpointedSequentialImpl::plan() const { return chain_->plan(); }
+GRADACCUM_INLINE bool CheckpointedSequentialImpl::has_plan() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->options.memory_budget == 0 || state_->latest;
+}
 
-GRADACCUM_INLINE bool CheckpointedSequentialImpl::has_plan() const { return chain_->has_plan(); }
+GRADACCUM_INLINE CheckpointPlan CheckpointedSequentialImpl::plan() const {
+  const std::lock_guard lock(state_->mutex);
+  if (state_->options.memory_budget == 0) return {detail::to_string(*state_->segments.schedule), {}, {}, {}, 0};
+  TORCH_CHECK(state_->latest,
+              "CheckpointedSequential: there is no plan before the first forward pass with gradients, which "
+              "measures the stages");
+  return state_->latest->description;
+}
 
 GRADACCUM_INLINE std::shared_ptr<torch::nn::Module> CheckpointedSequentialImpl::clone(
     const std::optional<at::Device>& device) const {
-  auto stages = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(chain_->sequential()->clone(device));
-  return std::make_shared<CheckpointedSequentialImpl>(torch::nn::Sequential(std::move(stages)), chain_->options());
+  auto stages = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(state_->sequential->clone(device));
+  return std::make_shared<CheckpointedSequentialImpl>(torch::nn::Sequential(std::move(stages)), options());
 }
 
 GRADACCUM_INLINE void CheckpointedSequentialImpl::pretty_print(std::ostream& out) const {

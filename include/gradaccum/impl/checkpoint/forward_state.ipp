@@ -22,7 +22,7 @@
 
 namespace gradaccum::detail {
 
-GRADACCUM_INLINE std::uint64_t place_of(const at::mt19937_data_pod& engine) {
+GRADACCUM_INLINE std::uint64_t position_of(const at::mt19937_data_pod& engine) {
   return std::uint64_t{engine.state_[0]} << 32 | static_cast<std::uint32_t>(engine.left_);
 }
 
@@ -70,15 +70,15 @@ GRADACCUM_INLINE void RandomState::restore() const {
 
 GRADACCUM_INLINE bool RandomState::operator==(const RandomState& other) const {
   const auto same_device = [](auto& a, auto& b) { return a.first == b.first && a.second.equal(b.second); };
-  return place_of(engine_) == place_of(other.engine_) && engine_.state_ == other.engine_.state_ &&
+  return position_of(engine_) == position_of(other.engine_) && engine_.state_ == other.engine_.state_ &&
          next_float_ == other.next_float_ && next_double_ == other.next_double_ &&
          std::ranges::equal(devices_, other.devices_, same_device);
 }
 
-GRADACCUM_INLINE std::uint64_t RandomState::place() {
-  std::uint64_t place = 0;
-  with_cpu_generator([&](at::CPUGeneratorImpl& generator) { place = place_of(generator.engine().data()); });
-  return place;
+GRADACCUM_INLINE std::uint64_t RandomState::position() {
+  std::uint64_t position = 0;
+  with_cpu_generator([&](at::CPUGeneratorImpl& generator) { position = position_of(generator.engine().data()); });
+  return position;
 }
 
 GRADACCUM_INLINE ForwardState::ForwardState(bool with_random_generators) {
@@ -116,18 +116,19 @@ GRADACCUM_INLINE void ForwardUndo::put_back() const {
 }
 
 /// Calls `use(layer)` for each normalisation layer in modules that has running statistics.
-template <class... Layers, class Use>
-void for_each_of(const std::vector<torch::nn::Module*>& modules, Use& use) {
+void for_each_normalisation(const std::vector<torch::nn::Module*>& modules, auto use) {
   const auto use_if = [&](auto* layer) {
     if (layer && layer->running_mean.defined()) use(*layer);
   };
-  for (auto* module : modules)
-    module->apply([&](torch::nn::Module& part) { (use_if(dynamic_cast<Layers*>(&part)), ...); });
-}
-void for_each_normalisation(const std::vector<torch::nn::Module*>& modules, auto use) {
-  for_each_of<torch::nn::BatchNorm1dImpl, torch::nn::BatchNorm2dImpl, torch::nn::BatchNorm3dImpl,
-              torch::nn::InstanceNorm1dImpl, torch::nn::InstanceNorm2dImpl, torch::nn::InstanceNorm3dImpl>(modules,
-                                                                                                           use);
+  const auto visit = [&](torch::nn::Module& part) {
+    use_if(part.as<torch::nn::BatchNorm1dImpl>());
+    use_if(part.as<torch::nn::BatchNorm2dImpl>());
+    use_if(part.as<torch::nn::BatchNorm3dImpl>());
+    use_if(part.as<torch::nn::InstanceNorm1dImpl>());
+    use_if(part.as<torch::nn::InstanceNorm2dImpl>());
+    use_if(part.as<torch::nn::InstanceNorm3dImpl>());
+  };
+  for (auto* module : modules) module->apply(visit);
 }
 
 GRADACCUM_INLINE std::vector<at::Tensor> copied_statistics(const std::vector<torch::nn::Module*>& modules) {

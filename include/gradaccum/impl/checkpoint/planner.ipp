@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/checkpoint_plan.hpp>
-#include <gradaccum/detail/checkpoint/planner.hpp>
-
-#include <fmt/format.h>
+#include <gradaccum/detail/checkpoint/chain.hpp>
 
 #include <algorithm>
 #include <limits>
-#include <ostream>
 #include <stdexcept>
 
 #include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum::detail {
+
+/// Returns whether `seconds` is less than `than` by more than rounding errors of sums.
+GRADACCUM_INLINE bool is_faster(double seconds, double than) { return seconds < than * (1 - 1e-12); }
 
 GRADACCUM_INLINE void add(ParetoFront& front, const Cost& point) {
   if (!front.empty() && !is_faster(point.seconds, front.back().seconds)) return;
@@ -45,10 +44,13 @@ GRADACCUM_INLINE double fastest_within(std::int64_t bytes, const ParetoFront& fr
   return beyond == front.begin() ? std::numeric_limits<double>::infinity() : (beyond - 1)->seconds;
 }
 
+/// Bytes of the gradient that is alive while a list that ends with stage `last` runs forward. 0 for the whole chain,
+/// since the loss has no gradient yet.
 GRADACCUM_INLINE std::int64_t gradient_alive(const StageCosts& stages, std::size_t last) {
   return last + 1 == stages.size() ? 0 : stages[last].output_gradient;
 }
 
+/// The cost of keeping a stage in `way`, in a list that ends with stage `last`.
 GRADACCUM_INLINE ItemCost keep(const StageCosts& stages, std::size_t stage, std::size_t way, std::size_t last) {
   const auto& kept = stages[stage].ways[way];
   const bool stops_early = stage == last && last + 1 < stages.size();
@@ -57,6 +59,8 @@ GRADACCUM_INLINE ItemCost keep(const StageCosts& stages, std::size_t stage, std:
   return {{peak, stages[stage].forward_seconds + kept.backward_seconds}, kept.held};
 }
 
+/// Adds a stage to a segment's first forward pass, while `gradient` bytes are alive. Only the segment's input is kept,
+/// and it does not count. The output of each stage lives until the next stage has its own.
 GRADACCUM_INLINE void drop(ItemCost& segment, const StageCost& stage, std::int64_t gradient) {
   segment.cost.peak = std::max(segment.cost.peak, gradient + segment.held + stage.forward_peak);
   segment.cost.seconds += stage.forward_seconds;
@@ -86,18 +90,19 @@ GRADACCUM_INLINE Cost cost_of(const Schedule& schedule, const StageCosts& stages
   return all;
 }
 
-GRADACCUM_INLINE std::string to_string(const Schedule& schedule, const std::vector<std::string>& names) {
-  const auto name = [&](std::size_t stage) { return names.empty() ? std::to_string(stage) : names[stage]; };
+GRADACCUM_INLINE std::string to_string(const Schedule& schedule) {
   std::string text;
   for (auto item = schedule.begin(); item != schedule.end(); ++item) {
     if (item != schedule.begin()) text += ' ';
     if (!item->segment.empty()) {
-      text += '[' + to_string(item->segment, names) + ']';
+      text += '[' + to_string(item->segment) + ']';
       continue;
     }
     const auto first = item;
     while (item + 1 != schedule.end() && (item + 1)->segment.empty() && (item + 1)->way == first->way) ++item;
-    text += name(first->stage) + (item == first ? "" : '-' + name(item->stage)) + std::string(first->way, '*');
+    text += std::to_string(first->stage);
+    if (item != first) text += '-' + std::to_string(item->stage);
+    text += std::string(first->way, '*');
   }
   return text;
 }
@@ -195,20 +200,5 @@ GRADACCUM_INLINE Schedule fastest_schedule(const StageCosts& stages, std::int64_
 }
 
 }  // namespace gradaccum::detail
-
-namespace gradaccum {
-
-GRADACCUM_INLINE std::ostream& operator<<(std::ostream& out, const CheckpointPlan& plan) {
-  const auto mib = [](std::int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
-  if (plan.memory_budget)
-    out << fmt::format(
-        "budget {:.2f} MiB: peak {:.2f} MiB (plain {:.2f}, least {:.2f}), {:+.1f} % time ({:.2f} ms, plain {:.2f})\n",
-        mib(*plan.memory_budget), mib(plan.predicted.peak_bytes), mib(plan.plain.peak_bytes), mib(plan.least_bytes),
-        100 * (plan.predicted.seconds / plan.plain.seconds - 1), 1e3 * plan.predicted.seconds,
-        1e3 * plan.plain.seconds);
-  return out << "schedule: " << plan.schedule << '\n';
-}
-
-}  // namespace gradaccum
 
 #undef GRADACCUM_INLINE

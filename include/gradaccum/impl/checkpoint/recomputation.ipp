@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/checkpoint/recomputation.hpp>
+#include <gradaccum/checkpoint.hpp>
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/ivalue.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/hardswish.h>
 #include <ATen/ops/leaky_relu.h>
@@ -13,18 +12,18 @@
 #include <ATen/ops/mul.h>
 #include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/silu.h>
-#include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <c10/util/DimVector.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/saved_variable.h>
 
 #include <algorithm>
 #include <mutex>
+#include <string>
 #include <string_view>
 #include <unordered_map>
 
@@ -69,7 +68,8 @@ class C10_EXPORT HookEngine final : public torch::autograd::Engine {
   }
 };
 
-GRADACCUM_INLINE SavingScope::SavingScope(const char* owner) : outer_(top()) {
+GRADACCUM_INLINE SavingScope::SavingScope(const char* owner, std::function<Hooks()> hooks)
+    : hooks_(std::move(hooks)), outer_(top()) {
   HookEngine::install(owner);
   top() = this;
 }
@@ -87,46 +87,24 @@ GRADACCUM_INLINE SavingScope*& SavingScope::top() {
   return scope;
 }
 
-/// Records the epsilon of each LayerNorm that runs on this thread, by its node's sequence number. The node has all else
-/// that is needed to rerun it.
-class LayerNormEpsilons {
- public:
-  LayerNormEpsilons()
-      : handle_(at::addThreadLocalCallback(
-            at::RecordFunctionCallback(&note).needsInputs(true).scopes({at::RecordScope::FUNCTION}))) {
-    ++noted().scopes;
-  }
-  LayerNormEpsilons(const LayerNormEpsilons&) = delete;
-  LayerNormEpsilons& operator=(const LayerNormEpsilons&) = delete;
-  ~LayerNormEpsilons() {
-    at::removeCallback(handle_);
-    if (--noted().scopes == 0) noted().epsilons.clear();
+/// The epsilons of the LayerNorms that ran on this thread in a RebuildingScope, by their nodes' sequence numbers. A
+/// node has all else that is needed to rerun it.
+struct LayerNormEpsilons {
+  std::unordered_map<std::uint64_t, double> by_number;
+  int scopes = 0;
+
+  static LayerNormEpsilons& of_thread() {
+    static thread_local LayerNormEpsilons epsilons;
+    return epsilons;
   }
 
-  static std::optional<double> of(std::uint64_t sequence_number) {
-    const auto found = noted().epsilons.find(sequence_number);
-    return found == noted().epsilons.end() ? std::nullopt : std::optional(found->second);
-  }
-
- private:
-  struct Noted {
-    std::unordered_map<std::uint64_t, double> epsilons;
-    int scopes = 0;
-  };
-  static Noted& noted() {
-    static thread_local Noted noted;
-    return noted;
-  }
-
-  static std::unique_ptr<at::ObserverContext> note(const at::RecordFunction& operation) {
+  static std::unique_ptr<at::ObserverContext> record(const at::RecordFunction& operation) {
     if (std::string_view(operation.name()) != "aten::native_layer_norm" || operation.seqNr() < 0) return nullptr;
     const auto inputs = recorded_inputs(operation);
     if (inputs.size() == 5 && inputs[4].isDouble())
-      noted().epsilons[static_cast<std::uint64_t>(operation.seqNr())] = inputs[4].toDouble();
+      of_thread().by_number[static_cast<std::uint64_t>(operation.seqNr())] = inputs[4].toDouble();
     return nullptr;
   }
-
-  at::CallbackHandle handle_;
 };
 
 /// The result of a cheap operation, saved by another one, that is recomputed from the tensors its own operation saves.
@@ -143,7 +121,9 @@ class CheapResult {
     if (!same_numbers || source._version() > 0) return {};  // it may have changed in place without a trace in the graph
     CheapResult result(source, tensor);
     if (!result.operation_ || result.operation_->sequence_nr() < from) return {};
-    result.epsilon_ = LayerNormEpsilons::of(result.operation_->sequence_nr());
+    const auto& epsilons = LayerNormEpsilons::of_thread().by_number;
+    if (const auto found = epsilons.find(result.operation_->sequence_nr()); found != epsilons.end())
+      result.epsilon_ = found->second;
     if (!result.remake(/*for_real=*/false)) return {};
     return result;
   }
@@ -153,7 +133,8 @@ class CheapResult {
 
   at::Tensor tensor() const {
     const at::NoGradGuard no_gradients;
-    const Remaking remaking;
+    ++depth();
+    const auto leave = c10::make_scope_exit([]() noexcept { --depth(); });
     const at::Tensor whole = *remake(true);
     TORCH_CHECK(whole.strides() == at::IntArrayRef(source_strides_), "CheckpointedSequential: ", operation_->name(),
                 " must give the same layout again");
@@ -174,10 +155,6 @@ class CheapResult {
     static thread_local int depth = 0;
     return depth;
   }
-  struct Remaking {
-    Remaking() { ++depth(); }
-    ~Remaking() { --depth(); }
-  };
 
   template <class Operation>
   const Operation* as() const {
@@ -211,9 +188,9 @@ class CheapResult {
   std::optional<double> epsilon_;  // only for LayerNorm
 };
 
-class RebuildingScope::Hooks final : public torch::autograd::SavedVariableHooks {
+class RebuildingHooks final : public torch::autograd::SavedVariableHooks {
  public:
-  Hooks(std::unique_ptr<SavedVariableHooks> around, std::uint64_t from) : around_(std::move(around)), from_(from) {}
+  RebuildingHooks(SavingScope::Hooks around, std::uint64_t from) : around_(std::move(around)), from_(from) {}
   void call_pack_hook(const at::Tensor& tensor) override {
     result_ = CheapResult::of(tensor, from_);
     version_ = TensorVersion(tensor);
@@ -238,7 +215,7 @@ class RebuildingScope::Hooks final : public torch::autograd::SavedVariableHooks 
     return CheapResult::remaking() ? kept_ : std::exchange(kept_, {});
   }
 
-  std::unique_ptr<SavedVariableHooks> around_;
+  SavingScope::Hooks around_;
   std::uint64_t from_;
   std::optional<CheapResult> result_;
   TensorVersion version_;
@@ -247,168 +224,152 @@ class RebuildingScope::Hooks final : public torch::autograd::SavedVariableHooks 
 };
 
 GRADACCUM_INLINE RebuildingScope::RebuildingScope()
-    : SavingScope("CheckpointedSequential"),
+    : SavingScope("CheckpointedSequential",
+                  [this] { return std::make_unique<RebuildingHooks>(outer() ? outer()->hooks() : nullptr, from_); }),
       from_(at::sequence_number::peek()),
-      epsilons_(std::make_shared<LayerNormEpsilons>()) {}
-
-GRADACCUM_INLINE std::unique_ptr<torch::autograd::SavedVariableHooks> RebuildingScope::hooks() {
-  return std::make_unique<Hooks>(outer() ? outer()->hooks() : nullptr, from_);
+      callback_(at::addThreadLocalCallback(at::RecordFunctionCallback(&LayerNormEpsilons::record)
+                                               .needsInputs(true)
+                                               .scopes({at::RecordScope::FUNCTION}))) {
+  ++LayerNormEpsilons::of_thread().scopes;
 }
 
-GRADACCUM_INLINE SavedSlot::SavedSlot(const at::Tensor& tensor, const CheckpointOptions& options)
-    : traits(tensor),
-      place(options.preserve_rng ? RandomState::place() : 0),
-      content(options.check_content ? content_hash(tensor) : 0) {}
-
-GRADACCUM_INLINE std::string SavedSlot::difference(const SavedSlot& again, bool compare_places) const {
-  if (again.traits != traits) return c10::str("a saved tensor was ", traits, " and is ", again.traits);
-  if (compare_places && again.place != place)
-    return "random numbers were drawn elsewhere in between (is a module in another mode? did another thread draw? One "
-           "at a time may; where this part draws none, preserve_rng = false)";
-  if (again.content != 0 && again.content != content)
-    return c10::str("the contents of a saved tensor (", traits, ") are not the same");
-  return "";
+GRADACCUM_INLINE RebuildingScope::~RebuildingScope() {
+  at::removeCallback(callback_);
+  auto& epsilons = LayerNormEpsilons::of_thread();
+  if (--epsilons.scopes == 0) epsilons.by_number.clear();
 }
 
-/// Records the name of LibTorch's operation that ran last on this thread.
-class [[nodiscard]] OperationNames {
- public:
-  OperationNames()
-      : handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(&note).scopes({at::RecordScope::FUNCTION}))) {
-    last().clear();
+/// The properties of a saved and dropped tensor by which its recomputation is verified.
+struct SavedSlot {
+  SavedSlot(const at::Tensor& tensor, const CheckpointOptions& options)
+      : traits(tensor),
+        position(options.preserve_rng ? RandomState::position() : 0),
+        content(options.check_content ? content_hash(tensor) : 0) {}
+
+  /// Describes how the recomputed tensor differs from the saved one; empty if they match.
+  std::string difference(const SavedSlot& again, bool compare_positions) const {
+    if (again.traits != traits) return c10::str("a saved tensor was ", traits, " and is ", again.traits);
+    if (compare_positions && again.position != position)
+      return "random numbers were drawn elsewhere in between (is a module in another mode? did another thread draw? "
+             "One at a time may; where this part draws none, preserve_rng = false)";
+    if (again.content != 0 && again.content != content)
+      return c10::str("the contents of a saved tensor (", traits, ") are not the same");
+    return "";
   }
-  OperationNames(const OperationNames&) = delete;
-  OperationNames& operator=(const OperationNames&) = delete;
-  ~OperationNames() { at::removeCallback(handle_); }
 
-  static std::string& last() {
-    static thread_local std::string name;
-    return name;
+  TensorTraits traits;
+  std::uint64_t position;  // in the stream of random numbers
+  std::uint64_t content;   // 0 unless requested
+  bool needed = true;      // the operation that saved it may still unpack it
+};
+
+/// Reruns a part of the forward pass, and captures the tensors that it saves.
+class Recomputation {
+ public:
+  struct Rules {
+    CheckpointOptions options;
+    bool compare_positions = false;
+  };
+  static constexpr auto nowhere = std::size_t(-1);
+
+  /// Stops at the operation that saves the tensor of slot `stop_at`.
+  Recomputation(const std::vector<SavedSlot>& slots, std::vector<bool> wanted, const Rules& rules,
+                std::size_t stop_at = nowhere)
+      : slots_(slots),
+        wanted_(std::move(wanted)),
+        rules_(rules),
+        stop_at_(stop_at),
+        tensors_(slots.size()),
+        missing_(std::ranges::count(wanted_, true)),
+        pass_(torch::autograd::get_current_graph_task_id()) {}
+
+  void run(const std::function<void()>& part) {
+    const SavingScope scope("checkpoint", [this] { return std::make_unique<Hooks>(*this); });
+    ++depth();
+    const auto leave = c10::make_scope_exit([]() noexcept { --depth(); });
+    try {
+      part();
+    } catch (const Stop&) {
+    }
+  }
+
+  /// Describes how the part did not repeat its forward pass; empty if it did.
+  std::string difference() const {
+    if (!difference_.empty() || missing_ == 0) return difference_;
+    return c10::str("it ended after saving ", saved_, " tensors of ", slots_.size());
+  }
+  std::size_t saved() const { return saved_; }
+  std::vector<at::Tensor> tensors() && { return std::move(tensors_); }
+
+  /// The number of recomputations that run on this thread.
+  static int& depth() {
+    static thread_local int depth = 0;
+    return depth;
   }
 
  private:
-  static std::unique_ptr<at::ObserverContext> note(const at::RecordFunction& operation) {
-    last() = operation.name();
-    return nullptr;
+  struct Stop {};  // not a std::exception, which user code may catch
+
+  class Hooks final : public torch::autograd::SavedVariableHooks {
+   public:
+    explicit Hooks(Recomputation& recomputation) : recomputation_(recomputation) {}
+    void call_pack_hook(const at::Tensor& tensor) override {
+      tensor_ = tensor.tensor_data();  // for gradients that the part computes itself
+      recomputation_.add(tensor_);
+    }
+    at::Tensor call_unpack_hook() override { return tensor_; }
+
+   private:
+    Recomputation& recomputation_;
+    at::Tensor tensor_;
+  };
+
+  void add(const at::Tensor& tensor) {
+    if (!done_) compare(tensor);
+    // Does not throw within a backward pass that the part itself runs: LibTorch's engine would not survive it.
+    if (done_ && torch::autograd::get_current_graph_task_id() == pass_) throw Stop();
   }
 
-  at::CallbackHandle handle_;
+  void compare(const at::Tensor& tensor) {
+    const std::size_t slot = saved_++;
+    if (slot >= slots_.size()) {
+      difference_ = c10::str("it saves more than ", slots_.size(), " tensors");
+    } else if (slot < stop_at_) {
+      difference_ = slots_[slot].difference(SavedSlot(tensor, rules_.options), rules_.compare_positions);
+    }
+    done_ = slot >= stop_at_ || !difference_.empty();
+    if (done_ || !wanted_[slot]) return;
+    tensors_[slot] = tensor;
+    done_ = --missing_ == 0 && rules_.options.early_stop;
+  }
+
+  const std::vector<SavedSlot>& slots_;
+  std::vector<bool> wanted_;
+  Rules rules_;
+  std::size_t stop_at_;
+  std::vector<at::Tensor> tensors_;
+  std::ptrdiff_t missing_;
+  std::size_t saved_ = 0;
+  bool done_ = false;
+  int pass_;
+  std::string difference_;
 };
 
-class Recomputation::Hooks final : public torch::autograd::SavedVariableHooks {
- public:
-  explicit Hooks(Recomputation& recomputation) : recomputation_(recomputation) {}
-  void call_pack_hook(const at::Tensor& tensor) override {
-    tensor_ = tensor.tensor_data();  // for gradients that the part computes itself
-    recomputation_.add(tensor_);
-  }
-  at::Tensor call_unpack_hook() override { return tensor_; }
+GRADACCUM_INLINE bool is_recomputing() { return Recomputation::depth() > 0; }
 
- private:
-  Recomputation& recomputation_;
-  at::Tensor tensor_;
-};
-
-class Recomputation::Scope final : SavingScope {
- public:
-  explicit Scope(Recomputation& recomputation) : SavingScope("checkpoint"), recomputation_(recomputation) { ++depth(); }
-  ~Scope() override { --depth(); }
-
- private:
-  std::unique_ptr<torch::autograd::SavedVariableHooks> hooks() override {
-    return std::make_unique<Hooks>(recomputation_);
-  }
-  Recomputation& recomputation_;
-};
-
-GRADACCUM_INLINE Recomputation::Recomputation(const std::vector<SavedSlot>& slots, std::vector<bool> wanted,
-                                              const Rules& rules)
-    : slots_(slots),
-      wanted_(std::move(wanted)),
-      rules_(rules),
-      tensors_(slots.size()),
-      missing_(std::ranges::count(wanted_, true)),
-      pass_(torch::autograd::get_current_graph_task_id()) {}
-
-GRADACCUM_INLINE void Recomputation::run(const std::function<void()>& part) {
-  const Scope scope(*this);
-  try {
-    part();
-  } catch (const Stop&) {
-  }
-}
-
-GRADACCUM_INLINE std::vector<at::Tensor> Recomputation::tensors(const std::function<void(Recomputation&)>& run) {
-  if (difference_.empty() && missing_ > 0)
-    difference_ = c10::str("it ended after saving ", next_, " tensors of ", slots_.size());
-  TORCH_CHECK(difference_.empty(), "checkpoint: the function must do the same when it runs again, but ",
-              operation_at(next_, run), difference_);
-  return std::move(tensors_);
-}
-
-GRADACCUM_INLINE void Recomputation::add(const at::Tensor& tensor) {
-  if (!done_) look_at(tensor);
-  // Does not throw within a backward pass that the part itself runs: LibTorch's engine would not survive it.
-  if (done_ && torch::autograd::get_current_graph_task_id() == pass_) throw Stop();
-}
-
-GRADACCUM_INLINE void Recomputation::look_at(const at::Tensor& tensor) {
-  const std::size_t slot = next_++;
-  if (slot >= slots_.size()) {
-    difference_ = c10::str("it saves more than ", slots_.size(), " tensors");
-  } else if (slot < stop_at_) {
-    difference_ = slots_[slot].difference(SavedSlot(tensor, rules_.options), rules_.compare_places);
-  }
-  done_ = slot >= stop_at_ || !difference_.empty();
-  if (done_ || !wanted_[slot]) return;
-  tensors_[slot] = tensor;
-  done_ = --missing_ == 0 && rules_.options.early_stop;
-}
-
-/// Names the operation that saves tensor number `count`, counted from 1, as "at aten::mul: ".
-GRADACCUM_INLINE std::string Recomputation::operation_at(std::size_t count,
-                                                         const std::function<void(Recomputation&)>& run) const {
-  const OperationNames names;
-  Recomputation again(slots_, std::vector<bool>(slots_.size()), {});
-  again.stop_at_ = count - 1;
-  try {
-    run(again);
-  } catch (...) {  // the name of the last operation is enough
-  }
-  return names.last().empty() ? "" : "at " + names.last() + ": ";
-}
-
-GRADACCUM_INLINE int& Recomputation::depth() {
-  static thread_local int depth = 0;
-  return depth;
-}
-
-struct KeptTensors::Kept {
-  explicit Kept(at::Tensor& handle)
-      : version(handle), tensor(std::exchange(handle, at::Tensor()), /*is_output=*/false) {}
-
-  TensorVersion version;
-  torch::autograd::SavedVariable tensor;
-};
-
-GRADACCUM_INLINE KeptTensors::KeptTensors() = default;
-GRADACCUM_INLINE KeptTensors::~KeptTensors() = default;
-
-GRADACCUM_INLINE void KeptTensors::keep(at::Tensor& tensor) { kept_.emplace_back(tensor); }
-
-GRADACCUM_INLINE at::Tensor KeptTensors::bring_back(std::size_t i) const {
-  at::Tensor tensor = kept_[i].tensor.unpack();
+GRADACCUM_INLINE at::Tensor SavedInputs::unpack(std::size_t i) const {
+  at::Tensor tensor = saved_[i].tensor.unpack();
   // Returns an alias: a hook that the function registers on its input is on the original already.
   if (tensor.requires_grad() && tensor.layout() == at::kStrided) return tensor.alias();
   return tensor;
 }
 
-GRADACCUM_INLINE void KeptTensors::check_unchanged() {
-  const auto changed = std::ranges::find_if(kept_, [](auto& kept) { return kept.version.changed(); });
-  if (changed == kept_.end()) return;
-  for (auto& kept : kept_) kept.tensor.reset_data();  // breaks a reference cycle with the changing operation
+GRADACCUM_INLINE void SavedInputs::check_unchanged() {
+  const auto changed = std::ranges::find_if(saved_, [](auto& saved) { return saved.version.changed(); });
+  if (changed == saved_.end()) return;
+  for (auto& saved : saved_) saved.tensor.reset_data();  // breaks a reference cycle with the changing operation
   TORCH_CHECK(false, "checkpoint: the function must leave its inputs as they are, and changes tensor ",
-              changed - kept_.begin(),
+              changed - saved_.begin(),
               " of them in place, so that running it again would start from something else; let it clone that "
               "input first (an inplace activation at its beginning: without inplace)");
 }
@@ -425,7 +386,7 @@ class CheckpointFrame {
 
   /// Ends the forward pass.
   void complete() {
-    rules_.compare_places = state_.finish();
+    rules_.compare_positions = state_.finish();
     complete_ = true;
   }
 
@@ -437,7 +398,7 @@ class CheckpointFrame {
   }
 
   /// Returns the tensor of a slot. The first call of a backward pass recomputes all tensors that are still needed.
-  at::Tensor take(std::size_t slot) {
+  at::Tensor unpack(std::size_t slot) {
     const std::lock_guard lock(mutex_);
     const int pass = torch::autograd::get_current_graph_task_id();
     const auto found = std::ranges::find(passes_, pass, &Pass::id);
@@ -450,7 +411,7 @@ class CheckpointFrame {
   }
 
   /// Releases a slot whose operation is done or destroyed.
-  void drop(std::size_t slot) {
+  void release(std::size_t slot) {
     const std::lock_guard lock(mutex_);
     slots_[slot].needed = false;
     for (auto& pass : passes_)
@@ -471,7 +432,7 @@ class CheckpointFrame {
     std::vector<bool> needed;
     for (auto& slot : slots_) needed.push_back(slot.needed);
     auto tensors = std::make_shared<Tensors>(recompute(needed));
-    // The callback owns the tensors, and is destroyed with the pass even if that fails: tensors never taken are freed.
+    // The callback owns the tensors, and is destroyed with the pass even if that fails: so all of them are freed.
     torch::autograd::Engine::get_default_engine().queue_callback([tensors] {});
     std::erase_if(passes_, [](auto& each) { return each.tensors.expired(); });
     passes_.push_back({pass, tensors});
@@ -479,16 +440,39 @@ class CheckpointFrame {
   }
 
   std::vector<at::Tensor> recompute(const std::vector<bool>& wanted) {
-    const auto run = [this](Recomputation& recomputation) {
-      const ForwardState::Scope state(state_);
-      const FrozenStatistics frozen(modules_, statistics_);
-      recomputation.run(again_);
-    };
     auto rules = rules_;
     rules.options.early_stop |= !complete_;  // inside the function, which computes gradients itself
     Recomputation recomputation(slots_, wanted, rules);
-    run(recomputation);
-    return recomputation.tensors(run);
+    rerun(recomputation);
+    const auto difference = recomputation.difference();
+    TORCH_CHECK(difference.empty(), "checkpoint: the function must do the same when it runs again, but ",
+                operation_that_saves(recomputation.saved() - 1), difference);
+    return std::move(recomputation).tensors();
+  }
+
+  void rerun(Recomputation& recomputation) {
+    const ForwardState::Scope state(state_);
+    const FrozenStatistics frozen(modules_, statistics_);
+    recomputation.run(again_);
+  }
+
+  /// Reruns the function to name the operation that saves the tensor of a slot, as "at aten::mul: ".
+  std::string operation_that_saves(std::size_t slot) {
+    static thread_local std::string last;
+    last.clear();
+    const auto record = [](const at::RecordFunction& operation) -> std::unique_ptr<at::ObserverContext> {
+      last = operation.name();
+      return nullptr;
+    };
+    const auto callback =
+        at::addThreadLocalCallback(at::RecordFunctionCallback(record).scopes({at::RecordScope::FUNCTION}));
+    try {
+      Recomputation recomputation(slots_, std::vector<bool>(slots_.size()), {}, slot);
+      rerun(recomputation);
+    } catch (...) {  // the name of the last operation is enough
+    }
+    at::removeCallback(callback);
+    return last.empty() ? "" : "at " + last + ": ";
   }
 
   Recomputation::Rules rules_;
@@ -502,90 +486,43 @@ class CheckpointFrame {
   std::vector<Pass> passes_;
 };
 
-/// Replaces the tensors that operations save by slots of a frame, for a scope.
-class [[nodiscard]] CheckpointScope final : SavingScope {
+/// Keeps a slot of a frame in place of a tensor that an operation saves.
+class SlotHooks final : public torch::autograd::SavedVariableHooks {
  public:
-  explicit CheckpointScope(std::shared_ptr<CheckpointFrame> frame)
-      : SavingScope("checkpoint"), frame_(std::move(frame)) {}
+  explicit SlotHooks(std::shared_ptr<CheckpointFrame> frame) : frame_(std::move(frame)) {}
+  SlotHooks(const SlotHooks&) = delete;
+  SlotHooks& operator=(const SlotHooks&) = delete;
+  ~SlotHooks() override {
+    if (slot_) frame_->release(*slot_);
+  }
+
+  void call_pack_hook(const at::Tensor& tensor) override {
+    version_ = TensorVersion(tensor);
+    slot_ = frame_->add(tensor);
+  }
+  at::Tensor call_unpack_hook() override {
+    TORCH_CHECK(!version_.changed(), "checkpoint: a tensor that backward needs (", frame_->slot(*slot_).traits,
+                ") must not change in place after it was saved; clone it before");
+    return frame_->unpack(*slot_);
+  }
 
  private:
-  class Hooks final : public torch::autograd::SavedVariableHooks {
-   public:
-    explicit Hooks(std::shared_ptr<CheckpointFrame> frame) : frame_(std::move(frame)) {}
-    Hooks(const Hooks&) = delete;
-    Hooks& operator=(const Hooks&) = delete;
-    ~Hooks() override {
-      if (slot_ != none) frame_->drop(slot_);
-    }
-    void call_pack_hook(const at::Tensor& tensor) override {
-      version_ = TensorVersion(tensor);
-      slot_ = frame_->add(tensor);
-    }
-    at::Tensor call_unpack_hook() override {
-      TORCH_CHECK(!version_.changed(), "checkpoint: a tensor that backward needs (", frame_->slot(slot_).traits,
-                  ") must not change in place after it was saved; clone it before");
-      return frame_->take(slot_);
-    }
-
-   private:
-    static constexpr std::size_t none = std::size_t(-1);
-    std::shared_ptr<CheckpointFrame> frame_;
-    TensorVersion version_;
-    std::size_t slot_ = none;
-  };
-
-  std::unique_ptr<torch::autograd::SavedVariableHooks> hooks() override { return std::make_unique<Hooks>(frame_); }
-
   std::shared_ptr<CheckpointFrame> frame_;
+  TensorVersion version_;
+  std::optional<std::size_t> slot_;
 };
 
 GRADACCUM_INLINE void run_in_frame(const CheckpointOptions& options, const std::vector<torch::nn::Module*>& modules,
-                                   KeptTensors& inputs, std::function<void()> again,
+                                   SavedInputs& inputs, std::function<void()> again,
                                    c10::function_ref<void()> forward) {
   const auto frame = std::make_shared<CheckpointFrame>(options, modules, std::move(again));
   {
-    const FrozenStatistics frozen(Recomputation::active() ? modules : std::vector<torch::nn::Module*>());
-    const CheckpointScope scope(frame);
+    const FrozenStatistics frozen(is_recomputing() ? modules : std::vector<torch::nn::Module*>());
+    const SavingScope scope("checkpoint", [&frame] { return std::make_unique<SlotHooks>(frame); });
     forward();
   }
   inputs.check_unchanged();
   frame->complete();
-}
-
-GRADACCUM_INLINE at::Tensor layout_of(const at::Tensor& tensor) {
-  const auto elements = storage_bytes(tensor) / static_cast<std::int64_t>(tensor.element_size());
-  return at::empty({elements}, tensor.options().device(at::kMeta).requires_grad(false))
-      .as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
-}
-
-GRADACCUM_INLINE bool same_layout(const at::Tensor& a, const at::Tensor& b) {
-  return a.sizes() == b.sizes() && a.strides() == b.strides() && storage_bytes(a) == storage_bytes(b);
-}
-
-GRADACCUM_INLINE at::Tensor GradientSink::forward(torch::autograd::AutogradContext*, const at::Tensor& input) {
-  return input.detach();
-}
-GRADACCUM_INLINE torch::autograd::variable_list GradientSink::backward(torch::autograd::AutogradContext*,
-                                                                       torch::autograd::variable_list gradients) {
-  return gradients;
-}
-
-GRADACCUM_INLINE at::Tensor GradientSource::forward(torch::autograd::AutogradContext* context, const at::Tensor& output,
-                                                    const at::Tensor& layout, WeakStorage* memory) {
-  context->saved_data["layout"] = layout;
-  context->saved_data["device"] = output.device();
-  context->saved_data["memory"] = reinterpret_cast<std::int64_t>(memory);
-  return at::zeros({}, output.options());
-}
-
-GRADACCUM_INLINE torch::autograd::variable_list GradientSource::backward(torch::autograd::AutogradContext* context,
-                                                                         const torch::autograd::variable_list&) {
-  auto& saved = context->saved_data;
-  const auto layout = saved["layout"].toTensor();
-  const auto elements = storage_bytes(layout) / static_cast<std::int64_t>(layout.element_size());
-  const auto gradient = at::zeros({elements}, layout.options().device(saved["device"].toDevice()));
-  *reinterpret_cast<WeakStorage*>(saved["memory"].toInt()) = gradient.storage().getWeakStorageImpl();
-  return {gradient.as_strided(layout.sizes(), layout.strides(), layout.storage_offset()), {}, {}};
 }
 
 }  // namespace gradaccum::detail

@@ -3,7 +3,7 @@
 
 #include <gradaccum/detail/compilation/loaded_step.hpp>
 
-#include <gradaccum/detail/checkpoint/chain.hpp>
+#include <gradaccum/detail/memory/memory_ledger.hpp>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>

@@ -4,7 +4,7 @@
 #include <gradaccum/detail/fitting/memory_fitter.hpp>
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/memory/system_file.hpp>
+#include <gradaccum/detail/memory/memory_ledger.hpp>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
@@ -18,7 +18,6 @@
 #include <array>
 #include <chrono>
 #include <functional>
-#include <initializer_list>
 #include <new>
 #include <sstream>
 #include <string_view>
@@ -220,24 +219,28 @@ GRADACCUM_INLINE void MemoryFitter::run(const Limits& limits, const DividedBatch
   TORCH_CHECK(limits.budget >= 0, "FitMemory: budget must be > 0, got ", limits.budget);
   TORCH_CHECK(limits.min_rows >= 1 && limits.min_rows <= std::int64_t{1} << 40,
               "FitMemory: min_rows must be >= 1, got ", limits.min_rows);
-  has_limit_ = limits.budget > 0;
+  limits_ = limits;
   for (int of_least = 0, attempts = 0;; ++attempts) {
-    const auto looked = looked_;
-    const auto failure = attempt(limits, batch, /*may_begin_again=*/attempts < 10);
+    const auto queries = queries_;
+    const auto failure = attempt(batch, /*may_begin_again=*/attempts < 10);
     if (!failure) return;
     release_kept_memory(batch.device);
     batch.undo();
     release_kept_memory(batch.device);
     if (failure->is_none) {
-      looked_ = looked;
+      queries_ = queries;
       continue;
     }
     ++plan_.replays;
-    looked_ = std::min<std::int64_t>(looked_, 1);
+    queries_ = std::min<std::int64_t>(queries_, 1);
     of_least = failure->is_least ? of_least + 1 : 0;
     if (of_least == 0 || (of_least == 1 && failure->bytes == 0)) continue;  // retried once if out of memory
-    if (!search_.fails(failure->bytes > 0 ? failure->bytes - limits.budget : 0)) refuse(limits, batch, *failure);
     of_least = 0;
+    if (search_.fails(failure->bytes > 0 ? failure->bytes - limits.budget : 0)) continue;
+    TORCH_CHECK(failure->bytes == 0, "FitMemory: the budget must be at least ", failure->bytes, " bytes, which ",
+                failure->rows, " row(s) of ", batch.kind.text, " and the gradients took, got ", limits.budget);
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "FitMemory: ", failure->rows, " row(s) of ", batch.kind.text,
+                     " ran out of memory twice, and there is nothing to divide: ", failure->text);
   }
 }
 
@@ -260,7 +263,7 @@ GRADACCUM_INLINE std::optional<std::int64_t> MemoryFitter::known_rows(const RowK
 }
 
 /// Returns a kind's index. A new kind starts with the rows known for the next larger kind.
-GRADACCUM_INLINE std::size_t MemoryFitter::place_of(const RowKind& kind) {
+GRADACCUM_INLINE std::size_t MemoryFitter::index_of(const RowKind& kind) {
   const auto known = std::ranges::find(known_, kind, &Known::kind);
   if (known != known_.end()) return static_cast<std::size_t>(known - known_.begin());
   const Known* larger = nullptr;
@@ -274,39 +277,31 @@ GRADACCUM_INLINE std::size_t MemoryFitter::place_of(const RowKind& kind) {
 }
 
 /// Queries the device's memory twice, since the first update may allocate the optimizer's state.
-GRADACCUM_INLINE std::int64_t MemoryFitter::budget(const Limits& limits, c10::Device device) {
-  if (limits.budget > 0) return plan_.budget = limits.budget;
-  if (looked_++ < 2) {
+GRADACCUM_INLINE std::int64_t MemoryFitter::budget(c10::Device device) {
+  if (limits_.budget > 0) return plan_.budget = limits_.budget;
+  if (queries_++ < 2) {
     const auto available = available_memory(device).value_or(0);
     plan_.budget = device.is_cpu() ? available / 5 * 4 : available / 10 * 9;  // the CPU runs out without warning
   }
   return plan_.budget > 0 ? plan_.budget : std::numeric_limits<std::int64_t>::max() / 4;
 }
 
-GRADACCUM_INLINE std::int64_t MemoryFitter::gradient_bytes() const {
-  return std::max(plan_.gradient_bytes, expected_gradient_bytes_);
-}
-
 /// The rows that fit into `bytes` besides gradients and the budget of checkpointed parts.
-GRADACCUM_INLINE std::int64_t MemoryFitter::rows_for(Known& known, std::int64_t bytes, std::int64_t least) {
+GRADACCUM_INLINE std::int64_t MemoryFitter::rows_for(Known& known, std::int64_t bytes) {
   const auto most = search_.way().most / std::max<std::int64_t>(known.kind.elements, 1);
-  return std::min(plan_of(known).rows_for(bytes - gradient_bytes() - search_.budget(), least), std::max(most, least));
+  return std::min(plan_of(known).rows_for(bytes - gradient_bytes() - search_.budget(), limits_.min_rows),
+                  std::max(most, limits_.min_rows));
 }
 
-GRADACCUM_INLINE void MemoryFitter::choose(std::size_t place, std::int64_t bytes, std::int64_t least) {
+GRADACCUM_INLINE void MemoryFitter::choose_rows(std::size_t kind, std::int64_t bytes) {
   search_.share(bytes - gradient_bytes());
   plan_.checkpoint_budget = search_.budget();
-  auto& layout = plan_.layouts[place];
-  const auto rows = rows_for(known_[place], bytes, least);
+  auto& layout = plan_.layouts[kind];
+  const auto rows = rows_for(known_[kind], bytes);
   if (rows == layout.rows) return;
   layout.rows = rows;
-  layout.predicted_bytes = gradient_bytes() + search_.budget() + plan_of(known_[place]).bytes_for(rows).value_or(0);
+  layout.predicted_bytes = gradient_bytes() + search_.budget() + plan_of(known_[kind]).bytes_for(rows).value_or(0);
   layout.measured_bytes = 0;
-}
-
-/// Returns whether rows can be divided into micro-batches of `least` to `most`.
-GRADACCUM_INLINE bool goes_in_pieces(std::int64_t rows, std::int64_t most, std::int64_t least) {
-  return (rows + most - 1) / most * least <= rows;
 }
 
 /// The rows of the next micro-batch: at most `most`, and so that the rest can be divided into `least` to `most`, too.
@@ -314,59 +309,61 @@ GRADACCUM_INLINE bool goes_in_pieces(std::int64_t rows, std::int64_t most, std::
 GRADACCUM_INLINE std::int64_t rows_of_piece(std::int64_t left, std::int64_t most, std::int64_t least) {
   if (left <= most || left < 2 * least) return left;
   for (auto rows = most; rows >= least; --rows)
-    if (goes_in_pieces(left - rows, most, least)) return rows;
+    if ((left - rows + most - 1) / most * least <= left - rows) return rows;
   return std::min(most, left - least);
 }
 
 /// Runs the batch once. If a window's first micro-batch takes too much, runs the next to see its memory without
 /// gradients. The first micro-batch on a device is run without measuring, and undone: a device's libraries allocate
 /// workspaces at their first use on a thread and keep them (cuBLAS at the first matrix product, forward and backward).
-GRADACCUM_INLINE auto MemoryFitter::attempt(const Limits& limits, const DividedBatch& batch, bool may_begin_again)
-    -> std::optional<Failure> {
+GRADACCUM_INLINE auto MemoryFitter::attempt(const DividedBatch& batch, bool may_begin_again) -> std::optional<Failure> {
   const bool warms_up = !batch.device.is_cpu() && warm_device_ != batch.device && MemoryMeter::possible();
   std::optional<MemoryMeter> meter;
   if (!warms_up && MemoryMeter::possible()) meter.emplace();
-  const auto bytes = budget(limits, batch.device);
-  const auto place = place_of(batch.kind);
+  const auto bytes = budget(batch.device);
+  const auto kind = index_of(batch.kind);
   plan_.gradient_bytes = std::max(plan_.gradient_bytes, batch.gradient_bytes);
   plan_.last_rows.clear();
   std::optional<Failure> first;
   for (Piece piece; piece.to < batch.rows;) {
-    choose(place, bytes, limits.min_rows);
-    const auto rows = plan_.layouts[place].rows;
+    choose_rows(kind, bytes);
+    const auto rows = plan_.layouts[kind].rows;
     piece = {.from = piece.to, .before = batch.gradient_bytes};
-    piece.to = piece.from + rows_of_piece(batch.rows - piece.from, rows, limits.min_rows);
-    if (may_begin_again && !first && outgrows_first(batch, piece)) return Failure{.is_none = true};
-    auto& plan = plan_of(known_[place]);
-    auto failure = run(batch, piece, meter ? &*meter : nullptr, plan);
+    piece.to = piece.from + rows_of_piece(batch.rows - piece.from, rows, limits_.min_rows);
+    // A loss scale that fits the first micro-batch would be too large for one of more than twice the rows.
+    const bool outgrows_first = !plan_.last_rows.empty() && piece.rows() > 2 * plan_.last_rows.front();
+    if (may_begin_again && !first && outgrows_first && batch.is_scaled()) return Failure{.is_none = true};
+    auto failure = run(batch, piece, meter ? &*meter : nullptr, plan_of(known_[kind]));
     if (!failure && warms_up) {
       warm_device_ = batch.device;
       return Failure{.is_none = true};
     }
-    if (!failure && meter) failure = take_notice(piece, plan);
     const bool is_least =
-        rows <= limits.min_rows || piece.rows() > rows || batch.rows < 2 * limits.min_rows;  // cannot be divided
-    if (first) first->bytes = std::max(first->bytes, piece.bytes());
-    if (first) return first;
+        rows <= limits_.min_rows || piece.rows() > rows || batch.rows < 2 * limits_.min_rows;  // cannot be divided
+    if (first) {
+      first->bytes = std::max(first->bytes, piece.bytes());
+      return first;
+    }
     if (failure) {
       failure->is_least = is_least;
       if (!is_least || failure->bytes == 0 || piece.from > 0 || piece.to == batch.rows) return failure;
       first = failure;
     }
     plan_.last_rows.push_back(piece.rows());
-    auto& measured = plan_.layouts[place].measured_bytes;
-    if (piece.rows() == rows) measured = std::max(measured, piece.bytes());
-    time(limits, batch, piece, place, bytes);
+    if (piece.rows() != rows) continue;
+    auto& measured = plan_.layouts[kind].measured_bytes;
+    measured = std::max(measured, piece.bytes());
+    const bool has_more = piece.rows() < batch.rows;
+    if (!is_timed(batch, piece) || (has_more && rows_for(known_[kind], bytes) != rows)) continue;
+    const auto elements = rows * std::max<std::int64_t>(known_[kind].kind.elements, 1);  // longer rows take longer
+    search_.took(elements, piece.seconds, has_more);
   }
   return first;
 }
 
-/// Returns whether a loss scale that fits the first micro-batch would be too large for this one.
-GRADACCUM_INLINE bool MemoryFitter::outgrows_first(const DividedBatch& batch, const Piece& piece) const {
-  return !plan_.last_rows.empty() && piece.rows() > 2 * plan_.last_rows.front() && batch.is_scaled();
-}
-
-/// Runs and measures a micro-batch. Returns a failure if it ran out of memory.
+/// Runs and measures a micro-batch. Returns a failure if it ran out of memory, or took more than a given budget. The
+/// first of a window is an upper bound, since it allocates gradients, too. Checkpointed parts count by their plan,
+/// which may be for more rows.
 GRADACCUM_INLINE auto MemoryFitter::run(const DividedBatch& batch, Piece& piece, MemoryMeter* meter, RowPlan& plan)
     -> std::optional<Failure> {
   if (meter) meter->reset_peak();
@@ -386,12 +383,6 @@ GRADACCUM_INLINE auto MemoryFitter::run(const DividedBatch& batch, Piece& piece,
   if (!meter) return std::nullopt;
   piece.own = meter->peak_bytes(batch.device) - live;
   plan_.gradient_bytes = std::max(plan_.gradient_bytes, batch.gradient_bytes + meter->live_bytes(batch.device));
-  return std::nullopt;
-}
-
-/// Records a micro-batch's memory. Returns a failure if it exceeds a given budget. The first of a window is an upper
-/// bound, since it allocates gradients, too. Checkpointed parts count by their plan, which may be for more rows.
-GRADACCUM_INLINE auto MemoryFitter::take_notice(const Piece& piece, RowPlan& plan) -> std::optional<Failure> {
   const bool first = piece.before == 0;
   const RowPlan::Point point{piece.rows(), std::max({piece.own - search_.bytes(), piece.own / 4, std::int64_t{1}})};
   if (plan_.budget == 0 || piece.bytes() <= plan_.budget) {
@@ -399,31 +390,13 @@ GRADACCUM_INLINE auto MemoryFitter::take_notice(const Piece& piece, RowPlan& pla
     return std::nullopt;
   }
   plan.failed(point);
-  if (!has_limit_) return std::nullopt;  // the device had more than it reported
+  if (limits_.budget == 0) return std::nullopt;  // the device had more than it reported
   return Failure{.rows = piece.rows(), .bytes = piece.bytes()};
 }
 
 /// Returns whether the search times a micro-batch. A batch that runs at once cannot become faster.
 GRADACCUM_INLINE bool MemoryFitter::is_timed(const DividedBatch& batch, const Piece& piece) const {
   return search_.searches() && (search_.way().checkpointed || piece.rows() < batch.rows);
-}
-
-/// Reports a micro-batch's time to the search, if its number of rows stays.
-GRADACCUM_INLINE void MemoryFitter::time(const Limits& limits, const DividedBatch& batch, const Piece& piece,
-                                         std::size_t place, std::int64_t bytes) {
-  auto& known = known_[place];
-  if (!is_timed(batch, piece) || piece.rows() != plan_.layouts[place].rows) return;
-  if (piece.rows() < batch.rows && rows_for(known, bytes, limits.min_rows) != piece.rows()) return;
-  const auto elements = piece.rows() * std::max<std::int64_t>(known.kind.elements, 1);  // longer rows take longer
-  search_.took(elements, piece.seconds, piece.rows() < batch.rows);
-}
-
-GRADACCUM_INLINE void MemoryFitter::refuse(const Limits& limits, const DividedBatch& batch,
-                                           const Failure& failure) const {
-  TORCH_CHECK(failure.bytes == 0, "FitMemory: the budget must be at least ", failure.bytes, " bytes, which ",
-              failure.rows, " row(s) of ", batch.kind.text, " and the gradients took, got ", limits.budget);
-  TORCH_CHECK_WITH(OutOfMemoryError, false, "FitMemory: ", failure.rows, " row(s) of ", batch.kind.text,
-                   " ran out of memory twice, and there is nothing to divide: ", failure.text);
 }
 
 GRADACCUM_INLINE void MemoryFitter::state(Archive& archive) {
@@ -481,18 +454,16 @@ GRADACCUM_INLINE std::optional<std::int64_t> memory_left_in(const std::filesyste
   return std::nullopt;
 }
 
-GRADACCUM_INLINE std::optional<std::int64_t> least(std::initializer_list<std::optional<std::int64_t>> numbers) {
-  std::optional<std::int64_t> result;
-  for (auto& number : numbers)
-    if (number && (!result || *number < *result)) result = number;
-  return result;
+GRADACCUM_INLINE std::optional<std::int64_t> least(std::optional<std::int64_t> one, std::optional<std::int64_t> other) {
+  if (!one || !other) return one ? one : other;
+  return std::min(*one, *other);
 }
 
 GRADACCUM_INLINE std::optional<std::int64_t> memory_left_by_groups(const std::filesystem::path& groups,
                                                                    const std::filesystem::path& mounted) {
   std::optional<std::int64_t> left;
   for (auto& folder : control_groups(text_of_system_file(groups), "memory"))
-    left = least({left, memory_left_in(mounted / folder)});
+    left = least(left, memory_left_in(mounted / folder));
   return left;
 }
 
@@ -513,8 +484,8 @@ GRADACCUM_INLINE std::optional<std::int64_t> available_memory(c10::Device device
     const auto all = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
     return free + statistics.reserved_bytes[all].current - statistics.allocated_bytes[all].current;
   }
-  const auto left = least(
-      {bytes_after("MemAvailable", text_of_system_file("/proc/meminfo")), memory_left_by_groups(), addresses_left()});
+  const auto available = bytes_after("MemAvailable", text_of_system_file("/proc/meminfo"));
+  const auto left = least(available, least(memory_left_by_groups(), addresses_left()));
   return left ? std::optional(std::max<std::int64_t>(*left, 0)) : std::nullopt;
 } catch (const c10::Error&) {  // not all of LibTorch's allocators report memory
   return std::nullopt;

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <gradaccum/detail/memory/memory_ledger.hpp>
-#include <gradaccum/keep_freed_memory.hpp>
 #include <gradaccum/memory_meter.hpp>
 
 #include <c10/core/CPUAllocator.h>
@@ -19,11 +18,13 @@
 
 #include <unistd.h>
 #include <algorithm>
-#include <cstdlib>
+#include <array>
+#include <charconv>
 #include <fstream>
 #include <iterator>
 #include <limits>
-#include <string>
+#include <ostream>
+#include <sstream>
 
 #include <gradaccum/impl/begin.ipp>
 
@@ -114,14 +115,56 @@ GRADACCUM_INLINE void MemoryLedger::reset_peak() {
 
 GRADACCUM_INLINE void MemoryLedger::add(c10::Device device, std::int64_t bytes) {
   total_.add(bytes);
-  account_of(device).add(bytes);
+  auto known = std::ranges::find(by_device_, device, &std::pair<c10::Device, Account>::first);
+  if (known == by_device_.end()) known = by_device_.insert(known, {device, Account()});
+  known->second.add(bytes);
 }
 
-GRADACCUM_INLINE MemoryLedger::Account& MemoryLedger::account_of(c10::Device device) {
-  for (auto& [known, account] : by_device_)
-    if (known == device) return account;
-  return by_device_.emplace_back(device, Account()).second;
+GRADACCUM_INLINE void AllocationLog::reportMemoryUsage(void* block, std::int64_t bytes, std::size_t allocated,
+                                                       std::size_t reserved, c10::Device device) {
+  MemoryLedger::reportMemoryUsage(block, bytes, allocated, reserved, device);
+  const std::lock_guard lock(mutex_);
+  if (bytes > 0) {
+    live_[block] = entries_.size();
+    entries_.push_back({bytes, 0});
+  } else if (const auto live = live_.find(block); live != live_.end()) {  // other blocks are older than the scope
+    entries_.push_back({-entries_[live->second].bytes, live->second});
+    live_.erase(live);
+  }
 }
+
+GRADACCUM_INLINE bool AllocationLog::has(const at::Tensor& tensor) const {
+  const std::lock_guard lock(mutex_);
+  return live_.contains(tensor.storage().data());
+}
+
+GRADACCUM_INLINE std::size_t AllocationLog::now() const {
+  const std::lock_guard lock(mutex_);
+  return entries_.size();
+}
+
+GRADACCUM_INLINE void AllocationLog::exclude(const at::Tensor& tensor) {
+  for_each_storage(tensor, [this](const c10::Storage& storage) {
+    const std::lock_guard lock(mutex_);
+    if (const auto live = live_.find(storage.data()); live != live_.end()) excluded_.push_back(live->second);
+  });
+}
+
+GRADACCUM_INLINE AllocationLog::Bytes AllocationLog::between(std::size_t from, std::size_t to) const {
+  const std::lock_guard lock(mutex_);
+  Bytes bytes;
+  for (std::size_t i = 0; i < to; ++i) {
+    const auto& entry = entries_[i];
+    if (std::ranges::find(excluded_, entry.bytes > 0 ? i : entry.allocation) == excluded_.end())
+      bytes.live += entry.bytes;
+    bytes.peak = i < from ? bytes.live : std::max(bytes.peak, bytes.live);
+  }
+  return bytes;
+}
+
+GRADACCUM_INLINE AllocationScope::AllocationScope(const char* impossible)
+    : log_(std::make_shared<AllocationLog>(MemoryLedger::innermost(impossible))),
+      guard_(c10::DebugInfoKind::PROFILER_STATE, log_) {}
 
 GRADACCUM_INLINE at::Tensor copied_to(at::Device device, const at::Tensor& of_host) {
   if (!device.is_cuda()) return of_host.to(device);
@@ -165,7 +208,7 @@ GRADACCUM_INLINE std::int64_t StorageCount::add(const at::Tensor& tensor) {
 GRADACCUM_INLINE void FreeRanges::add(AddressRange range) {
   bytes_ += range.bytes;
   auto after = by_address_.lower_bound(range.address);
-  if (after != by_address_.end() && after->first == range.end()) {
+  if (after != by_address_.end() && after->first == range.address + range.bytes) {
     range.bytes += after->second;
     after = by_address_.erase(after);
   }
@@ -184,7 +227,7 @@ GRADACCUM_INLINE std::optional<AddressRange> FreeRanges::take(std::size_t bytes)
     if (range->second >= bytes && (best == by_address_.end() || range->second < best->second)) best = range;
   if (best == by_address_.end()) return std::nullopt;
   const AddressRange taken{best->first, bytes};
-  if (best->second > bytes) by_address_.emplace(taken.end(), best->second - bytes);
+  if (best->second > bytes) by_address_.emplace(taken.address + bytes, best->second - bytes);
   by_address_.erase(best);
   bytes_ -= bytes;
   return taken;
@@ -203,21 +246,17 @@ GRADACCUM_INLINE AddressRange FreeRanges::take_from_largest(std::size_t most) {
 
 inline constexpr std::size_t page_bytes = std::size_t{1} << 16;  // a multiple of the page size of any system
 
-GRADACCUM_INLINE std::size_t rounded_up(std::size_t bytes, std::size_t unit) {
-  return (bytes + unit - 1) / unit * unit;
+GRADACCUM_INLINE std::size_t rounded_up(std::size_t bytes) {
+  return (bytes + page_bytes - 1) / page_bytes * page_bytes;
 }
 
-GRADACCUM_INLINE std::size_t KeptPages::most_resident(std::size_t used) const {
+/// Returns warm pages to the kernel before so many cold bytes are used.
+GRADACCUM_INLINE void PageAllocator::make_room(std::size_t bytes) {
   constexpr std::size_t always = std::size_t{16} << 20;
-  const auto most = std::max(used, most_used_);
-  return most + most / 10 + always;
-}
-
-/// Gives warm pages back before so many cold bytes are used.
-GRADACCUM_INLINE void KeptPages::make_room(std::size_t bytes) {
-  const auto most = most_resident(used_ + bytes);
-  while (warm_.bytes() > 0 && used_ + warm_.bytes() + bytes > most) {
-    const auto range = warm_.take_from_largest(rounded_up(used_ + warm_.bytes() + bytes - most, page_bytes));
+  const auto most_used = std::max(used_ + bytes, most_used_);
+  const auto most_resident = most_used + most_used / 10 + always;
+  while (warm_.bytes() > 0 && used_ + warm_.bytes() + bytes > most_resident) {
+    const auto range = warm_.take_from_largest(rounded_up(used_ + warm_.bytes() + bytes - most_resident));
 #ifdef __linux__
     ::madvise(reinterpret_cast<void*>(range.address), range.bytes, MADV_DONTNEED);
 #endif
@@ -225,7 +264,7 @@ GRADACCUM_INLINE void KeptPages::make_room(std::size_t bytes) {
   }
 }
 
-GRADACCUM_INLINE bool KeptPages::map_more(std::size_t bytes) {
+GRADACCUM_INLINE bool PageAllocator::map_more(std::size_t bytes) {
 #ifdef __linux__
   constexpr std::size_t at_once = std::size_t{256} << 20;
   for (const auto size : {std::max(bytes, at_once), bytes}) {
@@ -238,9 +277,9 @@ GRADACCUM_INLINE bool KeptPages::map_more(std::size_t bytes) {
   return false;
 }
 
-GRADACCUM_INLINE void* KeptPages::allocate(std::size_t bytes) {
+GRADACCUM_INLINE void* PageAllocator::allocate(std::size_t bytes) {
   if (bytes > std::numeric_limits<std::size_t>::max() / 2) return nullptr;  // rounding up could overflow
-  bytes = rounded_up(bytes, page_bytes);
+  bytes = rounded_up(bytes);
   const std::lock_guard lock(mutex_);
   auto range = warm_.take(bytes);
   if (!range) {
@@ -249,33 +288,91 @@ GRADACCUM_INLINE void* KeptPages::allocate(std::size_t bytes) {
     if (!range && map_more(bytes)) range = cold_.take(bytes);
   }
   if (!range) return nullptr;
-  blocks_.emplace(range->address, bytes);
+  void* const block = reinterpret_cast<void*>(range->address);
+  blocks_.emplace(block, bytes);
   used_ += bytes;
   most_used_ = std::max(most_used_, used_);
-  return reinterpret_cast<void*>(range->address);
+  return block;
 }
 
-GRADACCUM_INLINE bool KeptPages::has(const void* block) const {
+GRADACCUM_INLINE bool PageAllocator::has(const void* block) const {
   const std::lock_guard lock(mutex_);
-  return blocks_.contains(reinterpret_cast<std::uintptr_t>(block));
+  return blocks_.contains(block);
 }
 
-GRADACCUM_INLINE void KeptPages::free(void* block) {
+GRADACCUM_INLINE void PageAllocator::free(void* block) {
   const std::lock_guard lock(mutex_);
-  const auto node = blocks_.extract(reinterpret_cast<std::uintptr_t>(block));
+  const auto node = blocks_.extract(block);
   used_ -= node.mapped();
-  warm_.add({node.key(), node.mapped()});
+  warm_.add({reinterpret_cast<std::uintptr_t>(block), node.mapped()});
 }
 
-GRADACCUM_INLINE std::size_t KeptPages::used_bytes() const {
+GRADACCUM_INLINE std::size_t PageAllocator::used_bytes() const {
   const std::lock_guard lock(mutex_);
   return used_;
 }
 
-GRADACCUM_INLINE std::size_t KeptPages::resident_bytes() const {
+GRADACCUM_INLINE std::size_t PageAllocator::resident_bytes() const {
   const std::lock_guard lock(mutex_);
   return used_ + warm_.bytes();
 }
+
+GRADACCUM_INLINE std::string text_of_system_file(const std::filesystem::path& path) {
+  std::string text(std::size_t{1} << 16, '\0');
+  std::ifstream file(path, std::ios::binary);
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  text.resize(static_cast<std::size_t>(file.gcount()));
+  return text;
+}
+
+/// Parses lines `number:controllers:path`. Version 2 has no controllers, and all groups in one tree; version 1 has a
+/// tree for each controller.
+GRADACCUM_INLINE std::vector<std::filesystem::path> control_groups(const std::string& groups,
+                                                                   const std::string& controller) {
+  std::vector<std::filesystem::path> folders;
+  std::istringstream lines(groups);
+  for (std::string number, controllers, path;
+       std::getline(lines, number, ':') && std::getline(lines, controllers, ':') && std::getline(lines, path);) {
+    if (!controllers.empty() && (',' + controllers + ',').find(',' + controller + ',') == std::string::npos) continue;
+    const std::filesystem::path tree = controllers.empty() ? "" : controller;
+    auto group = std::filesystem::path(path).relative_path();
+    if (std::ranges::find(group, "..") != group.end()) group.clear();  // outside the mount: counts as the mount itself
+    for (; !group.empty(); group = group.parent_path()) folders.push_back(tree / group);
+    folders.push_back(tree);
+  }
+  return folders;
+}
+
+/// LibTorch's CPU allocator, except that large blocks are kept.
+class KeepingAllocator final : public c10::Allocator {
+ public:
+  static KeepingAllocator& instance() {
+    static auto* const allocator = new KeepingAllocator();  // never destroyed: tensors may be freed last of all
+    return *allocator;
+  }
+
+  /// Leaves a block to LibTorch, which reports the error, if there is no memory.
+  c10::DataPtr allocate(std::size_t bytes) override {
+    constexpr std::size_t least = std::size_t{1} << 20;
+    void* const block = bytes < least ? nullptr : pages_.allocate(bytes);
+    if (!block) return c10::GetDefaultCPUAllocator()->allocate(bytes);
+    c10::profiledCPUMemoryReporter().New(block, bytes);
+    return {block, block, release, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return release; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+
+ private:
+  /// Reports a block to the profiler first, before another can have the same address.
+  static void release(void* block) {
+    auto& pages = instance().pages_;
+    if (!pages.has(block)) return c10::GetDefaultCPUAllocator()->raw_deleter()(block);
+    c10::profiledCPUMemoryReporter().Delete(block);
+    pages.free(block);
+  }
+
+  PageAllocator pages_;
+};
 
 }  // namespace gradaccum::detail
 
@@ -301,73 +398,45 @@ GRADACCUM_INLINE std::optional<std::int64_t> peak_resident_memory() {
   return std::nullopt;
 }
 
-}  // namespace gradaccum
-
-namespace gradaccum::detail {
-
-/// LibTorch's CPU allocator, except that large blocks are kept.
-class KeepingAllocator final : public c10::Allocator {
- public:
-  static KeepingAllocator& only() {
-    static auto* const allocator = new KeepingAllocator();  // never destroyed: tensors may be freed last of all
-    return *allocator;
+GRADACCUM_INLINE std::ostream& operator<<(std::ostream& out, const MemoryPlan& plan) {
+  const auto mib = [](std::int64_t bytes) {
+    std::array<char, 32> text;
+    const auto number = static_cast<double>(bytes) / (1 << 20);
+    const auto end = std::to_chars(text.begin(), text.end(), number, std::chars_format::fixed, 1).ptr;
+    return std::string(text.begin(), end) + " MiB";
+  };
+  out << "budget " << (plan.budget > 0 ? mib(plan.budget) : "not known") << ", gradients " << mib(plan.gradient_bytes)
+      << " of it";
+  if (plan.checkpoint_budget > 0) out << ", checkpointed parts " << mib(plan.checkpoint_budget);
+  out << '\n';
+  constexpr std::size_t most = 8;  // sequences have many lengths
+  for (std::size_t i = 0; i < std::min(plan.layouts.size(), most); ++i) {
+    const auto& layout = plan.layouts[i];
+    out << layout.batch << ": " << layout.rows << " rows at once, predicted peak " << mib(layout.predicted_bytes);
+    if (layout.measured_bytes > 0) out << ", measured " << mib(layout.measured_bytes);
+    out << '\n';
   }
-
-  GRADACCUM_INLINE c10::DataPtr allocate(std::size_t bytes) override;
-  c10::DeleterFnPtr raw_deleter() const override { return release; }
-  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
-
- private:
-  static void release(void* block);
-
-  KeptPages pages_;
-};
-
-/// Allocates a block. Leaves it to LibTorch, which reports the error, if there is no memory.
-GRADACCUM_INLINE c10::DataPtr KeepingAllocator::allocate(std::size_t bytes) {
-  constexpr std::size_t least = std::size_t{1} << 20;
-  void* const block = bytes < least ? nullptr : pages_.allocate(bytes);
-  if (!block) return c10::GetDefaultCPUAllocator()->allocate(bytes);
-  c10::profiledCPUMemoryReporter().New(block, bytes);
-  return {block, block, release, c10::Device(c10::kCPU)};
+  if (plan.layouts.size() > most) out << "and " << plan.layouts.size() - most << " other layouts\n";
+  if (plan.replays > 0) out << plan.replays << " times a batch was begun again with fewer rows\n";
+  return out;
 }
 
-/// Frees a block. Reports it to the profiler first, before another can have the same address.
-GRADACCUM_INLINE void KeepingAllocator::release(void* block) {
-  auto& pages = only().pages_;
-  if (!pages.has(block)) return c10::GetDefaultCPUAllocator()->raw_deleter()(block);
-  c10::profiledCPUMemoryReporter().Delete(block);
-  pages.free(block);
-}
-
-/// Keeps large blocks from now on, unless there is another allocator already. Returns true if they are kept.
-GRADACCUM_INLINE bool keep_large_blocks() {
+/// Large blocks are kept unless there is another allocator already. malloc's settings keep small blocks, and memory of
+/// other objects than tensors.
+GRADACCUM_INLINE bool keep_freed_memory() {
+  bool keeps = false;
 #ifdef __linux__
-  if (c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator()) c10::SetCPUAllocator(&KeepingAllocator::only());
-  return c10::GetCPUAllocator() == &KeepingAllocator::only();
-#else
-  return false;
+  if (c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator())
+    c10::SetCPUAllocator(&detail::KeepingAllocator::instance());
+  keeps = c10::GetCPUAllocator() == &detail::KeepingAllocator::instance();
 #endif
-}
-
-/// Keeps small blocks, and memory of other objects than tensors. Returns true if they are kept.
-GRADACCUM_INLINE bool keep_memory_of_malloc() {
 #ifdef __GLIBC__
   constexpr int gigabyte = 1 << 30, most_of_old_versions = 32 << 20, pad = 64 << 20;
-  return (mallopt(M_MMAP_THRESHOLD, gigabyte) == 1 || mallopt(M_MMAP_THRESHOLD, most_of_old_versions) == 1) &&
-         mallopt(M_TRIM_THRESHOLD, gigabyte) == 1 && mallopt(M_TOP_PAD, pad) == 1;
-#else
-  return false;
+  const bool maps_less =
+      mallopt(M_MMAP_THRESHOLD, gigabyte) == 1 || mallopt(M_MMAP_THRESHOLD, most_of_old_versions) == 1;
+  keeps |= maps_less && mallopt(M_TRIM_THRESHOLD, gigabyte) == 1 && mallopt(M_TOP_PAD, pad) == 1;
 #endif
-}
-
-}  // namespace gradaccum::detail
-
-namespace gradaccum {
-
-GRADACCUM_INLINE bool keep_freed_memory() {
-  const bool large = detail::keep_large_blocks(), small = detail::keep_memory_of_malloc();
-  return large || small;
+  return keeps;
 }
 
 }  // namespace gradaccum
