@@ -15,24 +15,6 @@
 
 namespace gradaccum {
 
-namespace detail {
-
-/// Packs a tensor until backward, and checks that it is unpacked with the same shape, dtype and device.
-class PackedTensor : public torch::autograd::SavedVariableHooks {
- public:
-  void call_pack_hook(const at::Tensor& tensor) override;
-  at::Tensor call_unpack_hook() override;
-
- private:
-  virtual void pack(at::Tensor tensor) = 0;
-  virtual at::Tensor unpack() = 0;
-
-  TensorVersion version_;
-  TensorTraits traits_;
-};
-
-}  // namespace detail
-
 /// Decides how tensors that backward needs are kept, for a scope, like torch.autograd.graph.saved_tensors_hooks.
 ///
 ///     auto pack = [](const at::Tensor& t) { return std::pair(t.device(), t.to(torch::kCPU)); };
@@ -74,25 +56,39 @@ class [[nodiscard]] SavedTensorHooks final : detail::SavingScope {
  public:
   SavedTensorHooks(Pack pack, Unpack unpack)
       : SavingScope("SavedTensorHooks", [this] { return std::make_unique<PairHooks>(pair_); }),
-        pair_(std::make_shared<Pair>(std::move(pack), std::move(unpack))) {}
+        pair_(std::make_shared<Pair>(Pair{std::move(pack), std::move(unpack)})) {}
   static void* operator new(std::size_t) = delete;  // must end on its thread, before outer scopes
 
  private:
   struct Pair {
-    Pair(Pack p, Unpack u) : pack(std::move(p)), unpack(std::move(u)) {}
     Pack pack;
     Unpack unpack;
   };
 
-  class PairHooks final : public detail::PackedTensor {
+  class PairHooks final : public torch::autograd::SavedVariableHooks {
    public:
     explicit PairHooks(std::shared_ptr<Pair> pair) : pair_(std::move(pair)) {}
 
-   private:
-    void pack(at::Tensor tensor) override { packed_.emplace(pair_->pack(std::move(tensor))); }
-    at::Tensor unpack() override { return pair_->unpack(std::as_const(*packed_)); }
+    void call_pack_hook(const at::Tensor& tensor) override {
+      version_ = detail::TensorVersion(tensor);
+      traits_ = detail::TensorTraits(tensor);
+      // Detaches results: an operation that owned its own result would never be freed.
+      packed_.emplace(pair_->pack(tensor.is_leaf() ? tensor : tensor.tensor_data()));
+    }
+    at::Tensor call_unpack_hook() override {
+      TORCH_CHECK(!version_.changed(), "SavedTensorHooks: a tensor that backward needs (", traits_,
+                  ") must not change in place after it was saved; clone it before");
+      at::Tensor tensor = pair_->unpack(std::as_const(*packed_));
+      TORCH_CHECK(tensor.defined() && detail::TensorTraits(tensor) == traits_,
+                  "SavedTensorHooks: unpack must return what was packed, ", traits_, ", got ",
+                  tensor.defined() ? c10::str(detail::TensorTraits(tensor)) : "an undefined tensor");
+      return tensor;
+    }
 
+   private:
     std::shared_ptr<Pair> pair_;
+    detail::TensorVersion version_;
+    detail::TensorTraits traits_;
     std::optional<Packed> packed_;
   };
 
@@ -100,24 +96,3 @@ class [[nodiscard]] SavedTensorHooks final : detail::SavingScope {
 };
 
 }  // namespace gradaccum
-
-namespace gradaccum::detail {
-
-inline void PackedTensor::call_pack_hook(const at::Tensor& tensor) {
-  version_ = TensorVersion(tensor);
-  traits_ = TensorTraits(tensor);
-  // Detaches results: an operation that owned its own result would never be freed.
-  pack(tensor.is_leaf() ? tensor : tensor.tensor_data());
-}
-
-inline at::Tensor PackedTensor::call_unpack_hook() {
-  TORCH_CHECK(!version_.changed(), "SavedTensorHooks: a tensor that backward needs (", traits_,
-              ") must not change in place after it was saved; clone it before");
-  at::Tensor tensor = unpack();
-  TORCH_CHECK(tensor.defined() && TensorTraits(tensor) == traits_,
-              "SavedTensorHooks: unpack must return what was packed, ", traits_, ", got ",
-              tensor.defined() ? c10::str(TensorTraits(tensor)) : "an undefined tensor");
-  return tensor;
-}
-
-}  // namespace gradaccum::detail

@@ -108,7 +108,6 @@ class CheckpointPlanner {
     const ParetoFront* segment;  // recomputed after the rest
   };
 
-  ParetoFront& front(std::size_t first, std::size_t last) { return fronts_[first * stages_.size() + last]; }
   const ParetoFront& front(std::size_t first, std::size_t last) const { return fronts_[first * stages_.size() + last]; }
 
   std::vector<Beginning> beginnings(std::size_t first, std::size_t last) const;

@@ -3,6 +3,7 @@
 
 #include <gradaccum/autocast.hpp>
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/MT19937RNGEngine.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -79,15 +80,13 @@ class ForwardState {
 
  private:
   struct AutocastSettings {
-    explicit AutocastSettings(at::DeviceType device);
-    bool enabled;
-    at::ScalarType dtype;
-    bool cached;
-
-    Autocast scope(at::DeviceType device) const { return Autocast(device, dtype, enabled, cached); }
+    at::DeviceType device;
+    bool enabled = at::autocast::is_autocast_enabled(device);
+    at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
   };
 
   AutocastSettings cpu_{at::kCPU}, cuda_{at::kCUDA};
+  bool autocast_caches_ = at::autocast::is_autocast_cache_enabled();
   std::optional<at::Device> device_;
   std::unique_ptr<RandomState> random_;  // 2.5 kB
 };

@@ -46,13 +46,13 @@ class SavingScope {
   ~SavingScope();
 
   Hooks hooks() const { return hooks_(); }
-  static SavingScope* innermost() { return top(); }
+  static SavingScope* innermost() { return innermost_; }
 
  protected:
   SavingScope* outer() const { return outer_; }
 
  private:
-  static SavingScope*& top();
+  inline static thread_local SavingScope* innermost_ = nullptr;
 
   std::function<Hooks()> hooks_;
   SavingScope* outer_;

@@ -3,6 +3,7 @@
 
 #include <gradaccum/checkpointed_sequential.hpp>
 #include <gradaccum/detail/data/samples.hpp>
+#include <gradaccum/detail/memory/memory_ledger.hpp>
 #include <gradaccum/memory_meter.hpp>
 
 #include <ATen/core/Tensor.h>
@@ -213,10 +214,6 @@ class MemoryFitter {
   std::int64_t queries_ = 0;                  // number of queries of the device's memory
   std::optional<c10::Device> warm_device_;    // device whose libraries have workspaces
 };
-
-/// The bytes after `name:` or `name ` in lines such as those of /proc/meminfo or memory.stat, whose unit may be kB.
-/// Returns nothing if the name is missing.
-std::optional<std::int64_t> bytes_after(const std::string& name, const std::string& lines);
 
 /// The bytes that this process's control groups (version 1 or 2) still allow; nothing if they set no limit.
 std::optional<std::int64_t> memory_left_by_groups(const std::filesystem::path& groups = "/proc/self/cgroup",

@@ -10,6 +10,7 @@
 #include <c10/util/FunctionRef.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -57,7 +58,7 @@ class MemoryLedger : public c10::MemoryReportingInfoBase, public std::enable_sha
  public:
   struct Account {
     std::int64_t live = 0, peak = 0;
-    void add(std::int64_t bytes);
+    void add(std::int64_t bytes) { peak = std::max(peak, live += bytes); }
   };
 
   explicit MemoryLedger(std::shared_ptr<MemoryLedger> surrounding) : surrounding_(std::move(surrounding)) {}
@@ -211,6 +212,10 @@ class PageAllocator {
 
 /// Reads the first 64 KiB of a file of /proc or /sys, which do not report a size. Empty if it cannot be read.
 std::string text_of_system_file(const std::filesystem::path& path);
+
+/// The bytes after `name:` or `name ` in lines such as those of /proc/meminfo or memory.stat, whose unit may be kB.
+/// Returns nothing if the name is missing.
+std::optional<std::int64_t> bytes_after(const std::string& name, const std::string& lines);
 
 /// Returns the folders that may limit a process by this controller (`cpu`, `memory`), relative to the mount of control
 /// groups. `groups` is the text of /proc/self/cgroup; each group comes with all groups above it.

@@ -6,14 +6,11 @@
 #include <gradaccum/detail/memory/memory_ledger.hpp>
 
 #include <ATen/autocast_mode.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/StorageImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
-#include <c10/util/intrusive_ptr.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -143,38 +140,14 @@ class StopWatch {
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
 };
 
-/// Removes the hooks of leaves for a scope, so that they do not see gradients that are only measured.
-class [[nodiscard]] HooksAway {
- public:
-  explicit HooksAway(std::vector<at::Tensor> leaves) : leaves_(std::move(leaves)), hooks_(leaves_.size()) {
-    for (std::size_t i = 0; i < leaves_.size(); ++i) exchange(i);
-  }
-  HooksAway(const HooksAway&) = delete;
-  HooksAway& operator=(const HooksAway&) = delete;
-  ~HooksAway() {
-    for (auto i = leaves_.size(); i-- > 0;) exchange(i);  // in reverse: a leaf may be listed twice
-  }
-
- private:
-  void exchange(std::size_t i) { std::swap(torch::autograd::impl::hooks(leaves_[i]), hooks_[i]); }
-
-  std::vector<at::Tensor> leaves_;
-  std::vector<std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>> hooks_;
-};
-
 /// Measures the cost of a stage by running it alone, forward and backward. Excludes its input, gradients of parameters,
 /// and the output of a chain's last stage.
 class StageMeasurement {
  public:
-  /// `gradient_layout` is the layout of the output's gradient; if undefined, that of the output.
-  StageMeasurement(Stage& stage, const at::Tensor& input, const at::Tensor& context, at::Tensor gradient_layout,
+  /// `layout` is that of the output's gradient; if undefined, the output's own.
+  StageMeasurement(Stage& stage, const at::Tensor& input, const at::Tensor& context, const at::Tensor& layout,
                    bool last, const CheckpointOptions& options)
-      : stage_(stage),
-        input_(input),
-        context_(context),
-        gradient_layout_(std::move(gradient_layout)),
-        last_(last),
-        options_(options) {
+      : gradient_layout(layout), stage_(stage), input_(input), context_(context), last_(last), options_(options) {
     options_.check_content = false;  // each run changes statistics that operations save
     if (input.requires_grad()) sources_.push_back(input.detach().requires_grad_());
     for (auto* module : stage.modules())
@@ -183,6 +156,8 @@ class StageMeasurement {
   }
 
   StageCost measure() {
+    constexpr int fewest_runs = 3, most_runs = 10;  // the first warms up; runs of small stages are short and noisy
+    constexpr double enough_seconds = 0.05;
     StageCost cost;
     const StopWatch watch(input_.device());
     for (int run = 0; run < fewest_runs || (run < most_runs && watch.seconds() < enough_seconds); ++run) {
@@ -203,15 +178,11 @@ class StageMeasurement {
     const at::NoGradGuard keep_nothing;
     return stage_.forward(0, input_, context_).requires_grad_(output_requires_grad_);
   }
-  const at::Tensor& gradient_layout() const { return gradient_layout_; }
-  /// The layout of the input's gradient; undefined if it has none.
-  const at::Tensor& input_gradient_layout() const { return input_gradient_layout_; }
+
+  at::Tensor gradient_layout;        // of the output's gradient
+  at::Tensor input_gradient_layout;  // undefined if it has none
 
  private:
-  static constexpr int fewest_runs = 3,
-                       most_runs = 10;  // the first warms up; runs of small stages are short and noisy
-  static constexpr double enough_seconds = 0.05;
-
   at::Tensor input() const { return input_.requires_grad() ? GradientSink::apply(sources_.front()) : input_; }
 
   void measure_kept(StageCost::Way& way, std::size_t number) {
@@ -253,27 +224,35 @@ class StageMeasurement {
     auto& way = cost.ways[number];
     more(way.again_peak, run_backward(*log, std::move(output)).first.peak);
     less(way.again_seconds, again_seconds);
-    more(cost.output_gradient, std::max(storage_bytes(gradient_layout_), log->between(0, again_begin).live));
+    more(cost.output_gradient, std::max(storage_bytes(gradient_layout), log->between(0, again_begin).live));
   }
 
   std::pair<AllocationLog::Bytes, double> run_backward(AllocationLog& log, at::Tensor output) {
-    if (!gradient_layout_.defined()) gradient_layout_ = layout_of(at::empty_like(output, at::kMeta));
+    if (!gradient_layout.defined()) gradient_layout = layout_of(at::empty_like(output, at::kMeta));
     output_requires_grad_ = output.requires_grad();
     if (!output_requires_grad_) return {};
     WeakStorage output_gradient = output.storage().getWeakStorageImpl();  // a stand-in until backward makes it
-    const auto source = GradientSource::apply(output, gradient_layout_, &output_gradient);
+    const auto source = GradientSource::apply(output, gradient_layout, &output_gradient);
     log.exclude(source);
     output.reset();  // from here on only operations that need it own it
     const auto begin = log.now();
     const StopWatch watch(input_.device());
-    const auto gradients = [&] {
-      const HooksAway hooks_away(sources_);
-      return torch::autograd::grad({source}, sources_, {}, /*retain_graph=*/false, /*create_graph=*/false,
-                                   /*allow_unused=*/true);
-    }();
+    const auto gradients = gradients_without_hooks(source);
     const double seconds = watch.seconds();
     exclude_parameters(log, gradients, output_gradient);
     return {log.between(begin, log.now()), seconds};
+  }
+
+  /// Removes the hooks of leaves meanwhile, so that they do not see gradients that are only measured.
+  std::vector<at::Tensor> gradients_without_hooks(const at::Tensor& root) {
+    std::vector<std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>> hooks(sources_.size());
+    const auto exchange = [&](std::size_t i) { std::swap(torch::autograd::impl::hooks(sources_[i]), hooks[i]); };
+    for (std::size_t i = 0; i < sources_.size(); ++i) exchange(i);
+    const auto restore = c10::make_scope_exit([&]() noexcept {
+      for (auto i = sources_.size(); i-- > 0;) exchange(i);  // in reverse: a leaf may be listed twice
+    });
+    return torch::autograd::grad({root}, sources_, {}, /*retain_graph=*/false, /*create_graph=*/false,
+                                 /*allow_unused=*/true);
   }
 
   /// Excludes gradients of parameters, except those that share the memory of a gradient passed through the stage.
@@ -281,7 +260,7 @@ class StageMeasurement {
                           const WeakStorage& output_gradient) {
     const c10::StorageImpl* input_gradient = nullptr;
     if (input_.requires_grad() && gradients.front().defined()) {
-      input_gradient_layout_ = layout_of(gradients.front());
+      input_gradient_layout = layout_of(gradients.front());
       input_gradient = memory_of(gradients.front());
     }
     for (std::size_t i = input_.requires_grad(); i < gradients.size(); ++i) {
@@ -298,7 +277,6 @@ class StageMeasurement {
 
   Stage& stage_;
   at::Tensor input_, context_;
-  at::Tensor gradient_layout_, input_gradient_layout_;
   bool last_;
   CheckpointOptions options_;
   bool output_requires_grad_ = false;
@@ -356,9 +334,9 @@ GRADACCUM_INLINE StageCosts costs_of(Stages& stages, const at::Tensor& input, co
       StageMeasurement stage(stages[i], activations, context, gradient_layouts[i], last, options);
       costs[i] = stage.measure();
       activations = stage.output();
-      gradient_layouts[i] = stage.gradient_layout();
+      gradient_layouts[i] = stage.gradient_layout;
       if (i == 0) first_has_gradients = activations.requires_grad();
-      const auto& layout = stage.input_gradient_layout();
+      const auto& layout = stage.input_gradient_layout;
       if (i == 0 || !layout.defined()) continue;
       surprised |= !same_layout(layout, gradient_layouts[i - 1]);
       gradient_layouts[i - 1] = layout;

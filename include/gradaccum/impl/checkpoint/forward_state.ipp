@@ -5,7 +5,6 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/Generator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/nn/module.h>
@@ -92,14 +91,11 @@ GRADACCUM_INLINE bool ForwardState::finish() {
 }
 
 GRADACCUM_INLINE ForwardState::Scope::Scope(const ForwardState& state)
-    : cpu_(state.cpu_.scope(at::kCPU)), cuda_(state.cuda_.scope(at::kCUDA)), device_(state.device_) {
+    : cpu_(at::kCPU, state.cpu_.dtype, state.cpu_.enabled, state.autocast_caches_),
+      cuda_(at::kCUDA, state.cuda_.dtype, state.cuda_.enabled, state.autocast_caches_),
+      device_(state.device_) {
   if (state.random_) random_.emplace(*state.random_);
 }
-
-GRADACCUM_INLINE ForwardState::AutocastSettings::AutocastSettings(at::DeviceType device)
-    : enabled(at::autocast::is_autocast_enabled(device)),
-      dtype(at::autocast::get_autocast_dtype(device)),
-      cached(at::autocast::is_autocast_cache_enabled()) {}
 
 GRADACCUM_INLINE std::vector<at::Tensor> copies_of(const std::vector<at::Tensor>& tensors) {
   const at::NoGradGuard no_grad;

@@ -22,8 +22,7 @@ GRADACCUM_INLINE void add(ParetoFront& front, const Cost& point) {
 
 GRADACCUM_INLINE ParetoFront merged(const ParetoFront& one, const ParetoFront& other) {
   ParetoFront both(one.size() + other.size()), front;
-  std::merge(one.begin(), one.end(), other.begin(), other.end(), both.begin(),
-             [](const Cost& a, const Cost& b) { return a.peak < b.peak; });
+  std::ranges::merge(one, other, both.begin(), {}, &Cost::peak, &Cost::peak);
   for (const auto& point : both) add(front, point);
   return front;
 }
@@ -39,8 +38,7 @@ GRADACCUM_INLINE ParetoFront thinned(const ParetoFront& front, std::size_t share
 }
 
 GRADACCUM_INLINE double fastest_within(std::int64_t bytes, const ParetoFront& front) {
-  const auto beyond = std::upper_bound(front.begin(), front.end(), bytes,
-                                       [](std::int64_t peak, const Cost& point) { return peak < point.peak; });
+  const auto beyond = std::ranges::upper_bound(front, bytes, {}, &Cost::peak);
   return beyond == front.begin() ? std::numeric_limits<double>::infinity() : (beyond - 1)->seconds;
 }
 
@@ -113,7 +111,7 @@ GRADACCUM_INLINE CheckpointPlanner::CheckpointPlanner(const StageCosts& stages, 
     for (auto first = last + 1; first-- > 0;) {
       ParetoFront best;
       for (const auto& beginning : beginnings(first, last)) extend(best, beginning);
-      front(first, last) = thinned(best, last + 1 < stages.size() ? points : 32 * points);
+      fronts_[first * stages.size() + last] = thinned(best, last + 1 < stages.size() ? points : 32 * points);
     }
 }
 

@@ -69,22 +69,17 @@ class C10_EXPORT HookEngine final : public torch::autograd::Engine {
 };
 
 GRADACCUM_INLINE SavingScope::SavingScope(const char* owner, std::function<Hooks()> hooks)
-    : hooks_(std::move(hooks)), outer_(top()) {
+    : hooks_(std::move(hooks)), outer_(innermost_) {
   HookEngine::install(owner);
-  top() = this;
+  innermost_ = this;
 }
 
 GRADACCUM_INLINE SavingScope::~SavingScope() {
-  for (auto* scope = &top(); *scope; scope = &(*scope)->outer_)  // usually the first
+  for (auto* scope = &innermost_; *scope; scope = &(*scope)->outer_)  // usually the first
     if (*scope == this) {
       *scope = outer_;
       break;
     }
-}
-
-GRADACCUM_INLINE SavingScope*& SavingScope::top() {
-  static thread_local SavingScope* scope = nullptr;
-  return scope;
 }
 
 /// The epsilons of the LayerNorms that ran on this thread in a RebuildingScope, by their nodes' sequence numbers. A
@@ -129,12 +124,12 @@ class CheapResult {
   }
 
   /// Returns whether this thread unpacks an operation's saved tensors ahead of that operation's backward.
-  static bool remaking() { return depth() > 0; }
+  static bool remaking() { return depth_ > 0; }
 
   at::Tensor tensor() const {
     const at::NoGradGuard no_gradients;
-    ++depth();
-    const auto leave = c10::make_scope_exit([]() noexcept { --depth(); });
+    ++depth_;
+    const auto leave = c10::make_scope_exit([]() noexcept { --depth_; });
     const at::Tensor whole = *remake(true);
     TORCH_CHECK(whole.strides() == at::IntArrayRef(source_strides_), "CheckpointedSequential: ", operation_->name(),
                 " must give the same layout again");
@@ -150,11 +145,6 @@ class CheapResult {
         sizes_(tensor.sizes()),
         strides_(tensor.strides()),
         offset_(tensor.storage_offset()) {}
-
-  static int& depth() {
-    static thread_local int depth = 0;
-    return depth;
-  }
 
   template <class Operation>
   const Operation* as() const {
@@ -181,6 +171,8 @@ class CheapResult {
       });
     return {};
   }
+
+  inline static thread_local int depth_ = 0;
 
   Node operation_;
   at::DimVector source_strides_, sizes_, strides_;
@@ -266,18 +258,13 @@ struct SavedSlot {
 /// Reruns a part of the forward pass, and captures the tensors that it saves.
 class Recomputation {
  public:
-  struct Rules {
-    CheckpointOptions options;
-    bool compare_positions = false;
-  };
-  static constexpr auto nowhere = std::size_t(-1);
-
   /// Stops at the operation that saves the tensor of slot `stop_at`.
-  Recomputation(const std::vector<SavedSlot>& slots, std::vector<bool> wanted, const Rules& rules,
-                std::size_t stop_at = nowhere)
+  Recomputation(const std::vector<SavedSlot>& slots, std::vector<bool> wanted, const CheckpointOptions& options,
+                bool compare_positions, std::size_t stop_at = std::size_t(-1))
       : slots_(slots),
         wanted_(std::move(wanted)),
-        rules_(rules),
+        options_(options),
+        compare_positions_(compare_positions),
         stop_at_(stop_at),
         tensors_(slots.size()),
         missing_(std::ranges::count(wanted_, true)),
@@ -285,8 +272,8 @@ class Recomputation {
 
   void run(const std::function<void()>& part) {
     const SavingScope scope("checkpoint", [this] { return std::make_unique<Hooks>(*this); });
-    ++depth();
-    const auto leave = c10::make_scope_exit([]() noexcept { --depth(); });
+    ++depth_;
+    const auto leave = c10::make_scope_exit([]() noexcept { --depth_; });
     try {
       part();
     } catch (const Stop&) {
@@ -301,11 +288,8 @@ class Recomputation {
   std::size_t saved() const { return saved_; }
   std::vector<at::Tensor> tensors() && { return std::move(tensors_); }
 
-  /// The number of recomputations that run on this thread.
-  static int& depth() {
-    static thread_local int depth = 0;
-    return depth;
-  }
+  /// Returns whether this thread is recomputing a part.
+  static bool active() { return depth_ > 0; }
 
  private:
   struct Stop {};  // not a std::exception, which user code may catch
@@ -335,17 +319,20 @@ class Recomputation {
     if (slot >= slots_.size()) {
       difference_ = c10::str("it saves more than ", slots_.size(), " tensors");
     } else if (slot < stop_at_) {
-      difference_ = slots_[slot].difference(SavedSlot(tensor, rules_.options), rules_.compare_positions);
+      difference_ = slots_[slot].difference(SavedSlot(tensor, options_), compare_positions_);
     }
     done_ = slot >= stop_at_ || !difference_.empty();
     if (done_ || !wanted_[slot]) return;
     tensors_[slot] = tensor;
-    done_ = --missing_ == 0 && rules_.options.early_stop;
+    done_ = --missing_ == 0 && options_.early_stop;
   }
+
+  inline static thread_local int depth_ = 0;
 
   const std::vector<SavedSlot>& slots_;
   std::vector<bool> wanted_;
-  Rules rules_;
+  CheckpointOptions options_;
+  bool compare_positions_;
   std::size_t stop_at_;
   std::vector<at::Tensor> tensors_;
   std::ptrdiff_t missing_;
@@ -355,7 +342,7 @@ class Recomputation {
   std::string difference_;
 };
 
-GRADACCUM_INLINE bool is_recomputing() { return Recomputation::depth() > 0; }
+GRADACCUM_INLINE bool is_recomputing() { return Recomputation::active(); }
 
 GRADACCUM_INLINE at::Tensor SavedInputs::unpack(std::size_t i) const {
   at::Tensor tensor = saved_[i].tensor.unpack();
@@ -380,20 +367,20 @@ class CheckpointFrame {
  public:
   CheckpointFrame(const CheckpointOptions& options, std::vector<torch::nn::Module*> modules,
                   std::function<void()> again)
-      : rules_{options}, modules_(std::move(modules)), again_(std::move(again)), state_(options.preserve_rng) {
+      : options_(options), modules_(std::move(modules)), again_(std::move(again)), state_(options.preserve_rng) {
     if (options.check_content) statistics_ = copied_statistics(modules_);  // saved by operations, so compared
   }
 
   /// Ends the forward pass.
   void complete() {
-    rules_.compare_positions = state_.finish();
+    draws_ = state_.finish();
     complete_ = true;
   }
 
   /// Records the properties of a tensor that an operation saves, and drops the tensor. Returns its slot.
   std::size_t add(const at::Tensor& tensor) {
     const std::lock_guard lock(mutex_);
-    slots_.emplace_back(tensor, rules_.options);
+    slots_.emplace_back(tensor, options_);
     return slots_.size() - 1;
   }
 
@@ -440,9 +427,9 @@ class CheckpointFrame {
   }
 
   std::vector<at::Tensor> recompute(const std::vector<bool>& wanted) {
-    auto rules = rules_;
-    rules.options.early_stop |= !complete_;  // inside the function, which computes gradients itself
-    Recomputation recomputation(slots_, wanted, rules);
+    auto options = options_;
+    options.early_stop |= !complete_;  // inside the function, which computes gradients itself
+    Recomputation recomputation(slots_, wanted, options, /*compare_positions=*/draws_);
     rerun(recomputation);
     const auto difference = recomputation.difference();
     TORCH_CHECK(difference.empty(), "checkpoint: the function must do the same when it runs again, but ",
@@ -467,7 +454,7 @@ class CheckpointFrame {
     const auto callback =
         at::addThreadLocalCallback(at::RecordFunctionCallback(record).scopes({at::RecordScope::FUNCTION}));
     try {
-      Recomputation recomputation(slots_, std::vector<bool>(slots_.size()), {}, slot);
+      Recomputation recomputation(slots_, std::vector<bool>(slots_.size()), {}, /*compare_positions=*/false, slot);
       rerun(recomputation);
     } catch (...) {  // the name of the last operation is enough
     }
@@ -475,12 +462,13 @@ class CheckpointFrame {
     return last.empty() ? "" : "at " + last + ": ";
   }
 
-  Recomputation::Rules rules_;
+  CheckpointOptions options_;
   std::vector<torch::nn::Module*> modules_;
   std::vector<at::Tensor> statistics_;
   std::function<void()> again_;
   ForwardState state_;
   bool complete_ = false;
+  bool draws_ = false;          // uses random generators, whose state is restored
   std::recursive_mutex mutex_;  // backward passes may run on several threads
   std::vector<SavedSlot> slots_;
   std::vector<Pass> passes_;

@@ -4,7 +4,6 @@
 #include <gradaccum/detail/fitting/memory_fitter.hpp>
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/memory/memory_ledger.hpp>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
@@ -423,20 +422,6 @@ GRADACCUM_INLINE void MemoryFitter::state(Archive& archive) {
     for (std::int64_t size = 0; numbers >> size;) kind.sizes.push_back(size);
     plan_.layouts.push_back({kind.text});
   }
-}
-
-GRADACCUM_INLINE std::optional<std::int64_t> bytes_after(const std::string& name, const std::string& lines) {
-  std::istringstream all(lines);
-  for (std::string line; std::getline(all, line);) {
-    if (!line.starts_with(name) || line.size() == name.size()) continue;
-    if (const char next = line[name.size()]; next != ':' && next != ' ') continue;
-    std::istringstream rest(line.substr(name.size() + 1));
-    std::int64_t number = 0;
-    std::string unit;
-    if (!(rest >> number) || number < 0 || number > std::int64_t{1} << 50) return std::nullopt;
-    return rest >> unit && unit == "kB" ? number * 1024 : number;
-  }
-  return std::nullopt;
 }
 
 GRADACCUM_INLINE std::optional<std::int64_t> number_in(const std::filesystem::path& file) {

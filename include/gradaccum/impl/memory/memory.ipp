@@ -17,7 +17,6 @@
 #endif
 
 #include <unistd.h>
-#include <algorithm>
 #include <array>
 #include <charconv>
 #include <fstream>
@@ -72,8 +71,6 @@ GRADACCUM_INLINE void BlockTable::grow() {
   for (auto& slot : old)
     if (slot.block) slots_[find(slot.block)] = slot;
 }
-
-GRADACCUM_INLINE void MemoryLedger::Account::add(std::int64_t bytes) { peak = std::max(peak, live += bytes); }
 
 GRADACCUM_INLINE bool MemoryLedger::possible() {
   auto* const installed = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE);
@@ -325,6 +322,20 @@ GRADACCUM_INLINE std::string text_of_system_file(const std::filesystem::path& pa
   return text;
 }
 
+GRADACCUM_INLINE std::optional<std::int64_t> bytes_after(const std::string& name, const std::string& lines) {
+  std::istringstream all(lines);
+  for (std::string line; std::getline(all, line);) {
+    if (!line.starts_with(name) || line.size() == name.size()) continue;
+    if (const char next = line[name.size()]; next != ':' && next != ' ') continue;
+    std::istringstream rest(line.substr(name.size() + 1));
+    std::int64_t number = 0;
+    std::string unit;
+    if (!(rest >> number) || number < 0 || number > std::int64_t{1} << 50) return std::nullopt;
+    return rest >> unit && unit == "kB" ? number * 1024 : number;
+  }
+  return std::nullopt;
+}
+
 /// Parses lines `number:controllers:path`. Version 2 has no controllers, and all groups in one tree; version 1 has a
 /// tree for each controller.
 GRADACCUM_INLINE std::vector<std::filesystem::path> control_groups(const std::string& groups,
@@ -392,18 +403,15 @@ GRADACCUM_INLINE void MemoryMeter::reset_peak() { ledger_->reset_peak(); }
 GRADACCUM_INLINE bool MemoryMeter::possible() { return detail::MemoryLedger::possible(); }
 
 GRADACCUM_INLINE std::optional<std::int64_t> peak_resident_memory() {
-  std::ifstream status("/proc/self/status");
-  for (std::string word; status >> word;)
-    if (std::int64_t kilobytes = 0; word == "VmHWM:" && status >> kilobytes) return kilobytes * 1024;
-  return std::nullopt;
+  return detail::bytes_after("VmHWM", detail::text_of_system_file("/proc/self/status"));
 }
 
 GRADACCUM_INLINE std::ostream& operator<<(std::ostream& out, const MemoryPlan& plan) {
   const auto mib = [](std::int64_t bytes) {
     std::array<char, 32> text;
     const auto number = static_cast<double>(bytes) / (1 << 20);
-    const auto end = std::to_chars(text.begin(), text.end(), number, std::chars_format::fixed, 1).ptr;
-    return std::string(text.begin(), end) + " MiB";
+    const auto end = std::to_chars(text.data(), text.data() + text.size(), number, std::chars_format::fixed, 1).ptr;
+    return std::string(text.data(), end) + " MiB";
   };
   out << "budget " << (plan.budget > 0 ? mib(plan.budget) : "not known") << ", gradients " << mib(plan.gradient_bytes)
       << " of it";
