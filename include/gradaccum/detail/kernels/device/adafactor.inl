@@ -14,16 +14,13 @@ GRADACCUM_ON_DEVICE inline AdafactorSettings settings_of(const AdafactorLaunch& 
 
 /// Adds up 256 numbers, one per thread, in two phases: fold() leaves 16 numbers, and folded() adds those.
 inline constexpr int numbers_of_fold = 16;
-GRADACCUM_ON_DEVICE inline double strided_sum(const double* numbers, int count, int stride) {
-  double sum = 0;
-  for (int i = 0; i < count; ++i) sum += numbers[i * stride];
-  return sum;
-}
 GRADACCUM_ON_DEVICE inline void fold(double* numbers) {
   if (this_thread() < numbers_of_fold)
-    numbers[this_thread()] = strided_sum(numbers + this_thread(), threads_of_block / numbers_of_fold, numbers_of_fold);
+    numbers[this_thread()] = sum_of(numbers, this_thread(), threads_of_block, numbers_of_fold);
 }
-GRADACCUM_ON_DEVICE inline double folded(const double* numbers) { return strided_sum(numbers, numbers_of_fold, 1); }
+GRADACCUM_ON_DEVICE inline double folded(const double* numbers) { return sum_of(numbers, 0, numbers_of_fold, 1); }
+
+inline constexpr int thread_of_numbers = 32;
 
 /// The part of a tensor that a thread block handles: a tile of a vector or large matrix, or several small matrices.
 struct AdafactorTile {
@@ -38,25 +35,22 @@ struct AdafactorTile {
   bool skipped_steps;
 };
 
-GRADACCUM_ON_DEVICE inline AdafactorOperand operand_of(const AdafactorTable::Entry& tensor,
-                                                       const AdafactorMemory& memory, std::size_t size_of_state,
-                                                       const AdafactorNumbers& numbers) {
+/// Sets all but the numbers.
+GRADACCUM_ON_DEVICE inline void set_operand(AdafactorOperand& o, const AdafactorTable::Entry& tensor,
+                                            const AdafactorMemory& memory, std::size_t size_of_state) {
   const auto& shape = tensor.shape;
-  const auto row_sums = static_cast<std::size_t>(shape.row_sums());
-  return {.numbers = numbers,
-          .parameter = tensor.parameter,
-          .gradient = tensor.gradient,
-          .row_var = shape.is_vector() ? nullptr : tensor.row_var,
-          .col_var = tensor.col_var,
-          .variance = shape.is_vector() ? tensor.row_var : nullptr,
-          .exp_avg = tensor.exp_avg,
-          .row_factors = memory.row_sums,
-          .column_factors = static_cast<unsigned char*>(memory.row_sums) + row_sums * size_of_state,
-          .matrices = shape.matrices(),
-          .rows = shape.rows(),
-          .columns = shape.columns(),
-          .parts = 1,
-          .rounding_key = tensor.rounding_key};
+  o.parameter = tensor.parameter;
+  o.gradient = tensor.gradient;
+  (shape.is_vector() ? o.variance : o.row_var) = tensor.row_var;
+  o.col_var = tensor.col_var;
+  o.exp_avg = tensor.exp_avg;
+  o.row_factors = memory.row_sums;
+  o.column_factors =
+      static_cast<unsigned char*>(memory.row_sums) + static_cast<std::size_t>(shape.row_sums()) * size_of_state;
+  o.matrices = shape.matrices();
+  o.rows = shape.rows();
+  o.columns = shape.columns();
+  o.rounding_key = tensor.rounding_key;
 }
 
 /// Computes the position of a tensor's `block`-th tile. 32-bit divisions are faster on devices.
@@ -74,17 +68,20 @@ GRADACCUM_ON_DEVICE inline void place_tile(AdafactorTile& tile, std::uint32_t bl
   tile.threads_of_row = shape.threads_of_row();
 }
 
-/// Fills the tile in one thread for the whole block.
+/// Fills the tile for the whole block: its numbers in a thread of another warp, at the same time.
 template <class S>
 GRADACCUM_ON_DEVICE void begin_tile(const AdafactorLaunch& launch, std::int64_t block, AdafactorTile& tile) {
+  if (this_thread() == thread_of_numbers) {
+    tile.of.numbers = numbers_of(settings_of(launch), product_of(launch.by));
+    tile.skipped_steps = leaves_out(launch.by);
+  }
   if (this_thread() != 0) return;
   const auto place = place_of_block(launch.tensors.first_blocks, launch.tensors.size, block);
   const auto& tensor = launch.tensors.entries[place];
   const AdafactorMemory memory(tensor.shape, tensor.memory);
-  tile.of = operand_of(tensor, memory, sizeof(S), numbers_of(settings_of(launch), product_of(launch.by)));
+  set_operand(tile.of, tensor, memory, sizeof(S));
   tile.memory = memory;
   tile.shape = tensor.shape;
-  tile.skipped_steps = leaves_out(launch.by);
   tile.block = block - launch.tensors.first_blocks[place];
   tile.row_tile = tile.column_tile = tile.row = tile.column = 0;
   tile.matrix = tile.block * threads_of_block;
@@ -160,7 +157,7 @@ class AdafactorSumsBlock {
   using Arguments = AdafactorLaunch;
   using Vector = VectorOf<P>;
   using S = typename Vector::Scalar;
-  static constexpr int rounds = 1, phases = 3;
+  static constexpr int rounds = 1, phases = 3, blocks_together = sizeof(S) == 4 ? 4 : 1;
 
   struct Shared {
     AdafactorTile tile;
@@ -418,19 +415,16 @@ class AdafactorAveragesBlock {
 
   GRADACCUM_ON_DEVICE static double sum_of_parts(const Shared& shared) {
     const int line = this_thread() % shared.lines;
-    double sum = 0;
-    if (line < shared.count)
-      for (std::int64_t i = this_thread() / shared.lines; i < shared.parts; i += threads_of_block / shared.lines)
-        sum += static_cast<double>(shared.sums[i * shared.stride + line]);
-    return sum;
+    if (line >= shared.count) return 0;
+    return sum_of(shared.sums + line, this_thread() / shared.lines * shared.stride, shared.parts * shared.stride,
+                  threads_of_block / shared.lines * shared.stride);
   }
 
   /// Stores a row's average for the mean of all rows, and a column's factor in place of its first part.
   GRADACCUM_ON_DEVICE static void move(Shared& shared) {
     const int line = this_thread();
     if (line >= shared.lines || line >= shared.count) return;
-    auto sum =
-        static_cast<S>(strided_sum(shared.sums_of_threads + line, threads_of_block / shared.lines, shared.lines));
+    auto sum = static_cast<S>(sum_of(shared.sums_of_threads, line, threads_of_block, shared.lines));
     auto* const average = shared.averages + line;
     AdafactorVariance<Vector>(shared.numbers, shared.elements)(average, &sum);
     if (shared.sum_of_averages)
@@ -446,7 +440,7 @@ class AdafactorUpdateBlock {
  public:
   using Arguments = AdafactorLaunch;
   using S = typename Vector::Scalar;
-  static constexpr int rounds = 1, phases = 6;
+  static constexpr int rounds = 1, phases = 6, blocks_together = sizeof(G) == 4 ? 5 : sizeof(G) == 2 ? 4 : 1;
 
   struct Shared {
     AdafactorTile tile;
@@ -471,10 +465,7 @@ class AdafactorUpdateBlock {
  private:
   GRADACCUM_ON_DEVICE static double sum_of_row_var(const AdafactorTile& tile) {
     const auto blocks = tile.shape.blocks_of_rows();
-    const auto* const sums = tile.memory.row_var_sums + tile.matrix * blocks;
-    double sum = 0;
-    for (std::int64_t i = this_thread(); i < blocks; i += threads_of_block) sum += sums[i];
-    return sum;
+    return sum_of(tile.memory.row_var_sums + tile.matrix * blocks, this_thread(), blocks, threads_of_block);
   }
 
   GRADACCUM_ON_DEVICE static void make_row_factors(Shared& shared) {
@@ -525,13 +516,8 @@ class AdafactorStepSizeBlock {
     if (leaves_out(launch.by)) return;
     const AdafactorMemory memory(tensor_->shape, tensor_->memory);
     const auto blocks = tensor_->shape.blocks();
-    double parameter_squares = 0, update_squares = 0;
-    for (std::int64_t i = this_thread(); i < blocks; i += threads_of_block) {
-      parameter_squares += memory.parameter_squares[i];
-      update_squares += memory.update_squares[i];
-    }
-    shared.parameter_squares[this_thread()] = parameter_squares;
-    shared.update_squares[this_thread()] = update_squares;
+    shared.parameter_squares[this_thread()] = sum_of(memory.parameter_squares, this_thread(), blocks, threads_of_block);
+    shared.update_squares[this_thread()] = sum_of(memory.update_squares, this_thread(), blocks, threads_of_block);
   }
 
   template <int phase>
@@ -567,7 +553,7 @@ class AdafactorMoveBlock {
   using Arguments = AdafactorLaunch;
   using Vector = VectorOf<P>;
   using S = typename Vector::Scalar;
-  static constexpr int rounds = 1, phases = 1;
+  static constexpr int rounds = 1, phases = 1, blocks_together = sizeof(S) == 4 ? 3 : 1;
 
   struct Shared {
     AdafactorTile tile;
@@ -576,9 +562,11 @@ class AdafactorMoveBlock {
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) const {
     begin_tile<S>(launch, block, shared.tile);
     auto& tile = shared.tile;
-    if (this_thread() != 0 || tile.skipped_steps) return;
-    tile.of.numbers.kept = tile.memory.step[0];
-    tile.of.numbers.step_size = tile.memory.step[1];
+    if (this_thread() != thread_of_numbers || tile.skipped_steps) return;
+    const auto place = place_of_block(launch.tensors.first_blocks, launch.tensors.size, block);
+    const auto* const step = static_cast<const double*>(launch.tensors.entries[place].memory);  // see AdafactorMemory
+    tile.of.numbers.kept = step[0];
+    tile.of.numbers.step_size = step[1];
   }
 
   template <int phase>

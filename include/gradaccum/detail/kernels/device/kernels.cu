@@ -11,6 +11,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -46,8 +47,19 @@ __device__ void run_round(Block& thread, int round, typename Block::Shared& shar
   ((thread.template run<phases>(round, shared), wait_for_others<Block>()), ...);
 }
 
+/// The number of blocks that must fit into a multiprocessor at once, which limits the registers of each.
 template <class Block>
-__global__ void __launch_bounds__(threads_of_block)
+constexpr int blocks_together() {
+  int blocks = 1;
+  if constexpr (requires { Block::blocks_together; }) blocks = Block::blocks_together;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  if (blocks > 1024 / threads_of_block) blocks = 1024 / threads_of_block;
+#endif
+  return blocks;
+}
+
+template <class Block>
+__global__ void __launch_bounds__(threads_of_block, blocks_together<Block>())
     block_of_threads(const __grid_constant__ typename Block::Arguments arguments) {
   __shared__ alignas(16) unsigned char memory[sizeof(typename Block::Shared)];  // avoids a constructor call
   auto& shared = *reinterpret_cast<typename Block::Shared*>(memory);

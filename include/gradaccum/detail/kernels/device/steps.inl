@@ -108,24 +108,28 @@ class Adam8bitBlock {
  public:
   using Arguments = StepLaunch<Adam8bitSettings>;
   static constexpr int threads_of_codes = 32, codes_of_thread = eight_bit_block / threads_of_codes;
-  static constexpr int rounds = elements_of_block / (threads_of_block * codes_of_thread), phases = 3;
+  static constexpr int rounds = elements_of_block / (threads_of_block * codes_of_thread), phases = 2;
   static constexpr bool warps_are_independent = true;
-  static constexpr int joined = 4;  ///< the number of threads whose maxima are combined first
+  static constexpr int blocks_together = 3;
 
   struct Shared : SharedStep<Adam8bitOperand> {
     SharedCodes<true> m_codes;
     SharedCodes<false> v_codes;
-    /// Magnitudes as bits: the largest of each thread, and of each group of `joined` threads.
-    alignas(16) std::uint32_t largest_m[threads_of_block], largest_v[threads_of_block];
-    alignas(16) std::uint32_t joined_m[threads_of_block / joined], joined_v[threads_of_block / joined];
+    AdamVectors<Floats> vectors;
+    std::uint32_t largest_m[threads_of_block], largest_v[threads_of_block];  ///< of each thread: magnitudes as bits
+    std::uint32_t least_m, most_m, end_v;  ///< bits of the ordinary moments, apart from 0
     bool aligned;
   };
 
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
     begin_step<P, G, Adam8bitOfTable>(launch, block, shared);
-    if (this_thread() == 0) shared.aligned = is_aligned(shared.operand, shared.from);
-    shared.m_codes.fill(launch.settings.maps[0]);
-    shared.v_codes.fill(launch.settings.maps[1]);
+    if (this_thread() == 0) {
+      shared.aligned = is_aligned(shared.operand, shared.from);
+      shared.vectors = AdamVectors<Floats>(shared.operand.numbers);
+      find_ordinary_moments(shared);
+    }
+    shared.m_codes.fill(launch.settings.maps[0], threads_of_block / 2);
+    shared.v_codes.fill(launch.settings.maps[1], threads_of_block / 4 * 3);
   }
 
   template <int phase>
@@ -136,17 +140,28 @@ class Adam8bitBlock {
     if (count_ <= 0) return;
     const bool whole = shared.aligned && count_ >= eight_bit_block;
     if constexpr (phase == 0) whole ? step<true>(shared) : step<false>(shared);
-    if constexpr (phase == 1) join(shared);
-    if constexpr (phase == 2) whole ? encode<true>(shared) : encode<false>(shared);
+    if constexpr (phase == 1) whole ? encode<true>(shared) : encode<false>(shared);
   }
 
  private:
   static constexpr int packs = codes_of_thread / pack_size;
+  static constexpr std::uint32_t least_v = (127 - 101) << 23;  ///< 2^-101, for root_of_ordinary()
 
   GRADACCUM_ON_DEVICE static bool is_aligned(const Adam8bitOperand& o, std::int64_t from) {
     return is_one_pack(static_cast<const P*>(o.parameter) + from, pack_size) &&
            is_one_pack(static_cast<const G*>(o.gradient) + from, pack_size) &&
            is_one_pack(o.exp_avg + from, pack_size) && is_one_pack(o.exp_avg_sq + from, pack_size);
+  }
+
+  /// Finds the moments whose steps need no more than root_of_ordinary() and quotient_of_ordinary().
+  GRADACCUM_ON_DEVICE static void find_ordinary_moments(Shared& shared) {
+    const auto& by = shared.operand.numbers;
+    const double size = std::abs(by.step_size);
+    shared.least_m = bits_of(static_cast<float>(0x1p-94 / size));
+    shared.most_m = bits_of(static_cast<float>(0x1p60 / size));
+    const bool ordinary =
+        size <= 0x1p60 && by.eps >= 0x1p-60 && by.eps <= 0x1p20 && by.correction >= 0 && by.correction <= 0x1p10;
+    shared.end_v = ordinary ? bits_of(0x1p40f) : 0;
   }
 
   /// The offset of one of the thread's packs in the block of codes.
@@ -157,62 +172,88 @@ class Adam8bitBlock {
   /// Treats elements beyond the end of the tensor as zeros, which they remain.
   template <bool whole>
   GRADACCUM_ON_DEVICE void step(Shared& shared) {
+    static_assert(packs == 2);
     const auto& o = shared.operand;
-    const AdamVectors<Floats> vectors(o.numbers);
+    const auto& vectors = shared.vectors;
+    constexpr int next = threads_of_codes * pack_size;
+    const auto from0 = first_ + place_of(0), from1 = from0 + next, rest0 = count_ - place_of(0), rest1 = rest0 - next;
+    const auto arrays = parameters_of<P, rounded>(o);
+    const auto* const gradient = static_cast<const G*>(o.gradient);
+    ParameterPack<P, rounded, whole> parameters[packs] = {{arrays, from0, rest0}, {arrays, from1, rest1}};
+    Pack<const G*, whole> gradients[packs] = {{gradient, from0, rest0}, {gradient, from1, rest1}};
+    const AlignedPack<std::uint8_t> m_codes[packs] = {load_pack<whole>(o.exp_avg, from0, rest0, zero_code),
+                                                      load_pack<whole>(o.exp_avg, from1, rest1, zero_code)},
+                                    v_codes[packs] = {load_pack<whole>(o.exp_avg_sq, from0, rest0),
+                                                      load_pack<whole>(o.exp_avg_sq, from1, rest1)};
     const auto m_scale = Floats::all(o.exp_avg_scale[first_ / eight_bit_block]);
     const auto v_scale = Floats::all(o.exp_avg_sq_scale[first_ / eight_bit_block]);
-    std::uint32_t largest_m = 0, largest_v = 0;
+    std::uint32_t most_m = 0, most_v = 0, least_m = ~0u, least_v_bits = ~0u;  // least: the bits - 1, which leaves out 0
     GRADACCUM_UNROLL
     for (int i = 0; i < packs; ++i) {
-      const auto from = first_ + place_of(i), rest = count_ - place_of(i);
-      ParameterPack<P, rounded, whole> parameters(parameters_of<P, rounded>(o), from, rest);
-      Pack<const G*, whole> gradients(static_cast<const G*>(o.gradient), from, rest);
-      const auto m_codes = load_pack<whole>(o.exp_avg, from, rest, zero_code);
-      const auto v_codes = load_pack<whole>(o.exp_avg_sq, from, rest);
       GRADACCUM_UNROLL
       for (int k = 0; k < pack_size; ++k) {
         auto &m = m_[i][k], &v = v_[i][k];
-        m = Floats::load(shared.m_codes.numbers + m_codes.numbers[k]) * m_scale;
-        v = Floats::load(shared.v_codes.numbers + v_codes.numbers[k]) * v_scale;
-        const auto p = Floats::load(parameters.element(k));
-        vectors.advance(m, v, vectors.decayed(p, Floats::load(gradients.element(k)) * vectors.multiplier));
-        vectors.stepped(p, m, v).store(parameters.element(k));
-        see(largest_m, m);
-        see(largest_v, v);
+        m = Floats::load(shared.m_codes.numbers + m_codes[i].numbers[k]) * m_scale;
+        v = Floats::load(shared.v_codes.numbers + v_codes[i].numbers[k]) * v_scale;
+        const auto p = Floats::load(parameters[i].element(k));
+        vectors.advance(m, v, vectors.decayed(p, Floats::load(gradients[i].element(k)) * vectors.multiplier));
+        const auto m_bits = magnitude_bits(m.numbers[0]), v_bits = bits_of(v.numbers[0]);
+        most_m = std::max(most_m, m_bits);
+        most_v = std::max(most_v, v_bits);
+        least_m = std::min(least_m, m_bits - 1);
+        least_v_bits = std::min(least_v_bits, v_bits - 1);
       }
     }
-    shared.largest_m[this_thread()] = largest_m;
-    shared.largest_v[this_thread()] = largest_v;
+    const bool ordinary =
+        least_m >= shared.least_m && most_m <= shared.most_m && least_v_bits >= least_v && most_v < shared.end_v;
+    if (ordinary)
+      move(parameters, [&](float p, int i, int k) {
+        const float root = root_of_ordinary(v_[i][k].numbers[0]);
+        const auto bound = multiply_add(Floats::all(root), vectors.correction, vectors.eps);
+        const auto numerator = vectors.minus_step_size * m_[i][k];
+        const float quotient = quotient_of_ordinary(numerator.numbers[0], bound.numbers[0]);
+        return multiply_add(Floats::all(p), vectors.kept, Floats::all(quotient));
+      });
+    else
+      move(parameters, [&](float p, int i, int k) {
+        most_v = std::max(most_v & 0x7FFFFFFF, magnitude_bits(v_[i][k].numbers[0]));
+        return vectors.stepped(Floats::all(p), m_[i][k], v_[i][k]);
+      });
+    shared.largest_m[this_thread()] = most_m;
+    shared.largest_v[this_thread()] = most_v;
   }
 
-  GRADACCUM_ON_DEVICE static void see(std::uint32_t& largest, const Floats& number) {
-    const auto bits = magnitude_bits(number.numbers[0]);
-    largest = largest < bits ? bits : largest;
-  }
-  GRADACCUM_ON_DEVICE static void join(Shared& shared) {
-    if (this_thread() % joined != 0) return;
-    shared.joined_m[this_thread() / joined] = largest_of<joined>(shared.largest_m + this_thread());
-    shared.joined_v[this_thread() / joined] = largest_of<joined>(shared.largest_v + this_thread());
+  template <class Packs, class Step>
+  GRADACCUM_ON_DEVICE static void move(Packs (&parameters)[packs], const Step& step) {
+    GRADACCUM_UNROLL
+    for (int i = 0; i < packs; ++i) {
+      GRADACCUM_UNROLL
+      for (int k = 0; k < pack_size; ++k)
+        step(static_cast<float>(*parameters[i].element(k)), i, k).store(parameters[i].element(k));
+    }
   }
 
   template <bool whole>
   GRADACCUM_ON_DEVICE void encode(const Shared& shared) const {
     const auto& o = shared.operand;
-    encode<whole>(shared.m_codes, shared.joined_m, m_, o.exp_avg, o.exp_avg_scale);
-    encode<whole>(shared.v_codes, shared.joined_v, v_, o.exp_avg_sq, o.exp_avg_sq_scale);
+    encode<whole>(shared.m_codes, shared.largest_m, m_, o.exp_avg, o.exp_avg_scale, zero_code);
+    encode<whole>(shared.v_codes, shared.largest_v, v_, o.exp_avg_sq, o.exp_avg_sq_scale, 0);
   }
+  /// All codes are `zero` if a number of the block is not finite.
   template <bool whole, class Codes>
   GRADACCUM_ON_DEVICE void encode(const Codes& map, const std::uint32_t* largest_of_threads,
-                                  const Floats (&numbers)[packs][pack_size], std::uint8_t* codes, float* scales) const {
-    constexpr int of_warp = threads_of_codes / joined;
-    const auto first = largest_of_threads + this_thread() / threads_of_codes * of_warp;
-    const float largest = finite_or_nan(largest_of<of_warp>(first));
+                                  const Floats (&numbers)[packs][pack_size], std::uint8_t* codes, float* scales,
+                                  std::uint8_t zero) const {
+    const float largest = finite_or_nan(largest_of_warp(largest_of_threads));
     const auto by = scale_to_codes(largest);
+    const bool finite = largest == largest;
     GRADACCUM_UNROLL
     for (int i = 0; i < packs; ++i) {
-      AlignedPack<std::uint8_t> pack;
-      GRADACCUM_UNROLL
-      for (int k = 0; k < pack_size; ++k) pack.numbers[k] = map.encode((numbers[i][k] * by).numbers[0]);
+      AlignedPack<std::uint8_t> pack{zero, zero, zero, zero};
+      if (finite) {
+        GRADACCUM_UNROLL
+        for (int k = 0; k < pack_size; ++k) pack.numbers[k] = map.encode((numbers[i][k] * by).numbers[0]);
+      }
       store_pack<whole>(codes, first_ + place_of(i), count_ - place_of(i), pack);
     }
     if (this_thread() % threads_of_codes == 0) scales[first_ / eight_bit_block] = largest;

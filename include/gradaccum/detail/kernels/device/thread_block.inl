@@ -182,3 +182,19 @@ GRADACCUM_ON_DEVICE std::size_t place_of_block(const FirstBlocks<capacity>& firs
   }
   return first;
 }
+
+/// Adds up the numbers at `from`, `from + step` and so on, before `to`, in this order. Loads several ahead: a thread
+/// that loads one at a time waits for memory each time.
+template <class T>
+GRADACCUM_ON_DEVICE double sum_of(const T* numbers, std::int64_t from, std::int64_t to, std::int64_t step) {
+  constexpr int ahead = 16;
+  double sum = 0;
+  for (; from < to; from += ahead * step) {
+    T loaded[ahead];
+    GRADACCUM_UNROLL
+    for (int i = 0; i < ahead; ++i) loaded[i] = from + i * step < to ? numbers[from + i * step] : T(0);
+    GRADACCUM_UNROLL
+    for (int i = 0; i < ahead; ++i) sum += static_cast<double>(loaded[i]);  // never -0, which + 0 would change
+  }
+  return sum;
+}

@@ -60,10 +60,8 @@ class NormBlock : public SumBlock</*root=*/true> {
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t tensor, Shared& shared) {
     const auto place = static_cast<std::size_t>(tensor);
     const auto parts = blocks_of_elements(launch.entries[place].numel);
-    double sum = 0;
-    for (std::int64_t i = this_thread(); i < parts; i += threads_of_block)
-      sum += launch.partial_sums[launch.first_blocks[place] + i];
-    begin_with(sum, launch.norms + tensor, shared);
+    const auto* const sums = launch.partial_sums + launch.first_blocks[place];
+    begin_with(sum_of(sums, this_thread(), parts, threads_of_block), launch.norms + tensor, shared);
   }
 };
 
