@@ -2,22 +2,18 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/scaling/loss_scale.hpp>
 #include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/gradients.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Device.h>
 #include <torch/optim/optimizer.h>
 
 #include <concepts>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 namespace torch::optim {
@@ -29,7 +25,6 @@ namespace gradaccum {
 class Accumulator;
 
 namespace detail {
-class WindowGradients;
 /// Throws for an accumulator or LBFGS behind a reference, where the type does not show it at compile time.
 void check_nothing_hides_behind(const torch::optim::Optimizer& optimizer);
 /// Throws for float16: the update itself would round away what the loss scale has saved.
@@ -84,6 +79,7 @@ class AmpScaler {
   explicit AmpScaler(AmpScalerOptions options = {});
   AmpScaler(const AmpScaler&) = delete;  // the windows of an optimizer belong to one scaler
   AmpScaler& operator=(const AmpScaler&) = delete;
+  ~AmpScaler();
 
   /// Returns the loss times the scale, for `backward()`; in float32 if the loss is one float16 number.
   [[nodiscard]] at::Tensor scale(const at::Tensor& loss);
@@ -122,47 +118,28 @@ class AmpScaler {
   void update(std::optional<double> new_scale = {});
 
   /// For owners of a window, in place of `step`: makes the factor divide by the scale, and require finite gradients.
-  /// `hear` then reports the outcome to `update()`.
+  /// `record_overflow` then reports the outcome to `update()`.
   void unscale(Factor& factor) const;
-  void record_overflow(bool overflowed) { (overflowed ? found_.inf : found_.finite) = true; }
+  void record_overflow(bool overflowed);
 
-  double get_scale() const { return enabled_ ? current().value : 1.0; }
-  double get_growth_factor() const { return scale_.growth_factor; }
-  double get_backoff_factor() const { return scale_.backoff_factor; }
-  std::int64_t get_growth_interval() const { return scale_.growth_interval; }
-  void set_growth_factor(double new_factor) { set(&detail::LossScale::growth_factor, new_factor); }
-  void set_backoff_factor(double new_factor) { set(&detail::LossScale::backoff_factor, new_factor); }
-  void set_growth_interval(std::int64_t new_interval) { set(&detail::LossScale::growth_interval, new_interval); }
-  bool is_enabled() const { return enabled_; }
+  double get_scale() const;
+  double get_growth_factor() const;
+  double get_backoff_factor() const;
+  std::int64_t get_growth_interval() const;
+  void set_growth_factor(double new_factor);
+  void set_backoff_factor(double new_factor);
+  void set_growth_interval(std::int64_t new_interval);
+  bool is_enabled() const;
 
   /// Python's five entries; empty if disabled. Call it after `update()`.
   std::map<std::string, double> state_dict() const;
   /// Loads the entries. Throws, and changes nothing, if an entry is missing or out of range, or a window is open.
-  void load_state_dict(const std::map<std::string, double>& state) { load(state)(); }
+  void load_state_dict(const std::map<std::string, double>& state);
   /// Saves and loads the entries of `state_dict()`, for `ga::save` and `ga::load`.
   void state(Archive& archive);
 
  private:
-  /// Python's `_per_optimizer_states`: an optimizer's stage, and its window, scaled until it is unscaled or closed.
-  struct PerOptimizer {
-    enum class Stage { ready, unscaled, stepped };
-
-    Stage stage = Stage::ready;
-    std::optional<Gradients> gradients = {};                  // none: the scaler has not met this window yet
-    Accumulator* accumulator = nullptr;                       // the owner of the window
-    std::shared_ptr<detail::WindowGradients> one_batch = {};  // the window of any other optimizer
-
-    bool closed() const { return !gradients || gradients->closed(); }
-    bool open() const { return accumulator && !closed(); }
-    /// Returns the result of a window that was closed by `flush()` or the like, or was only unscaled.
-    StepResult result();
-  };
-  using Stage = PerOptimizer::Stage;
-  /// The findings on gradients since the last update.
-  struct Found {
-    bool finite = false, inf = false;
-    std::vector<at::Tensor> on_devices = {};  // 0-dim float32, 1 after an overflow
-  };
+  struct State;
 
   template <class Optimizer>
   static detail::OptimizerOf<Optimizer> checked(Optimizer& optimizer) {
@@ -186,40 +163,8 @@ class AmpScaler {
 
   void unscale_window(detail::AnyOptimizer& optimizer, Accumulator* accumulator);
   StepResult step_window(detail::AnyOptimizer& optimizer, Accumulator* accumulator);
-  PerOptimizer& state_of(const detail::AnyOptimizer& optimizer);
-  /// Makes the window divide by the scale and look for overflow when it is closed.
-  void join(PerOptimizer& state, const detail::AnyOptimizer& optimizer, Accumulator* accumulator);
-  void note(StepResult result, PerOptimizer& state);
-  void note_all();
-  /// Waits for findings that are known on a device alone.
-  const Found& found_on_host();
-  bool any_open() const;
-  /// Forgets the windows that are not open. `finite`: counts the others as finite at the next update.
-  void forget_closed(bool finite = false);
 
-  template <class Value>
-  void set(Value detail::LossScale::*member, Value value) {
-    auto next = scale_;
-    next.*member = value;
-    next.check();
-    scale_ = next;
-  }
-  /// Checks the state. The returned function loads it.
-  std::function<void()> load(const std::map<std::string, double>& state);
-  void change_to(const detail::LossScale& next);
-  const at::Tensor& scale_on(at::Device device);
-
-  /// Reads the scale from the device if it is kept there.
-  detail::LossScale current() const { return device_scale_ ? device_scale_->read(scale_) : scale_; }
-  /// Updates the scale on the device; false if that is not possible.
-  bool update_on_device();
-
-  detail::LossScale scale_;  // the device has the current value and count, if it keeps the scale
-  std::optional<detail::DeviceScale> device_scale_;
-  bool enabled_, on_device_;
-  std::unordered_map<at::Device, at::Tensor> on_devices_;
-  std::map<const void*, PerOptimizer> optimizers_;  // those met since the scale could last change
-  Found found_;
+  std::unique_ptr<State> state_;
 };
 
 }  // namespace gradaccum

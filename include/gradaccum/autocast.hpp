@@ -64,12 +64,10 @@ class [[nodiscard]] Autocast {
     bool cache_enabled;
   };
 
-  static at::DeviceType checked(at::Device device);
-  State state() const;
   void change_to(const State& next) const;
 
   at::DeviceType device_;
-  State before_;
+  State before_ = {};
 };
 
 }  // namespace gradaccum

@@ -59,12 +59,9 @@
 #include <gradaccum/impl/watching/progress_line.ipp>
 #include <gradaccum/impl/watching/run_page.ipp>
 #include <gradaccum/impl/watching/summary_writer.ipp>
-#include <gradaccum/impl/window/any_optimizer.ipp>
 #include <gradaccum/impl/window/embedding.ipp>
 #include <gradaccum/impl/window/grad_accumulator.ipp>
-#include <gradaccum/impl/window/grad_ready_scope.ipp>
 #include <gradaccum/impl/window/gradients.ipp>
-#include <gradaccum/impl/window/misuse.ipp>
 
 namespace gradaccum::detail {
 extern const char either_all_files_define_GRADACCUM_COMPILED_or_none = 0;

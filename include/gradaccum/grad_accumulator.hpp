@@ -16,6 +16,10 @@
 #include <optional>
 #include <string>
 
+namespace torch::optim {
+class LBFGS;  // its own header would cost 9 s a translation unit
+}
+
 namespace gradaccum {
 
 /// Options of an accumulator: how it gathers gradients, and when it steps.
@@ -51,18 +55,8 @@ struct GradAccumulatorOptions {
   bool in_backward = false;  ///< the backward that fills the window steps each parameter, and frees its gradient
 };
 
-}  // namespace gradaccum
-
-namespace torch::nn {
-class Module;
-}
-namespace torch::optim {
-class LBFGS;  // its own header would cost 9 s a translation unit
-}
-
-namespace gradaccum {
-
 struct FitMemory;
+class Replicas;
 
 namespace detail {
 class OpenWindow;
@@ -124,11 +118,7 @@ class Accumulator {
   std::int64_t micro_steps() const;    ///< micro-batches completed in this window
   std::int64_t updates() const;        ///< the number of steps that moved the parameters, or were left to a device
   void set_steps(std::int64_t steps);  ///< from the next window on
-  /// For `Replicas`: sums each window over all processes when it closes.
-  void set_peers(std::shared_ptr<detail::Communicator> peers);
   bool others_continue();
-  /// The shards of the optimizer's state; nullptr if it is not sharded.
-  std::shared_ptr<detail::Shards> shards() const;
 
   /// `Wrapping 'SGD' optimizer with gradient accumulation of 4 steps`
   std::string description() const;
@@ -144,13 +134,18 @@ class Accumulator {
 
  private:
   friend struct FitMemory;
+  friend class Replicas;
+  template <class Optimizer>
+  friend class OptimizerState;
 
-  std::unique_ptr<detail::OpenWindow> given_away();
   void check_can_clip() const;
+  /// Sums each window over these processes when it closes.
+  void set_peers(std::shared_ptr<detail::Communicator> peers);
+  /// The shards of the optimizer's state; nullptr if it is not sharded.
+  std::shared_ptr<detail::Shards> shards() const;
   void refresh_parameters();
   /// Clips the window that is being closed, if requested.
   void clip();
-  StepResult counted(StepResult result);
 
   std::unique_ptr<detail::OpenWindow> window_;
   std::unique_ptr<detail::OptimizerFacade> facade_;
@@ -158,10 +153,6 @@ class Accumulator {
   std::optional<double> clip_norm_, clip_value_;
   at::Tensor grad_norm_;
 };
-
-namespace detail {
-void check_can_be_accumulated(const torch::optim::Optimizer& optimizer);
-}
 
 /// A drop-in for the optimizer it wraps, which moves the parameters on every `steps`-th call of `step()`.
 ///
@@ -234,7 +225,8 @@ class GradAccumulator : public Accumulator {
 
  private:
   static Optimizer& checked(Optimizer& optimizer) {
-    if constexpr (std::derived_from<Optimizer, torch::optim::Optimizer>) detail::check_can_be_accumulated(optimizer);
+    if constexpr (std::derived_from<Optimizer, torch::optim::Optimizer>)
+      detail::check_can_be_wrapped(optimizer, "GradAccumulator", "set_steps(n) changes its window");
     return optimizer;
   }
 

@@ -156,6 +156,8 @@ class Gradients {
   friend at::Tensor clip_grad_norm_(Gradients gradients, double max_norm);
 
  private:
+  friend class AmpScaler;
+
   std::shared_ptr<detail::WindowGradients> window_;
 };
 
@@ -208,8 +210,7 @@ struct Loss {
   Loss(at::Tensor loss, Count count) : mean(std::move(loss)), items(number(count)) {}
 
   /// Attaches the model's output and the target, which metrics need.
-  Loss with(at::Tensor output_of_model, at::Tensor wanted) &&;
-  Loss with(at::Tensor output_of_model, at::Tensor wanted) const&;
+  Loss with(at::Tensor output_of_model, at::Tensor wanted) const;
 
   void check_shape() const;
   void check() const;

@@ -6,7 +6,6 @@
 #include <gradaccum/amp_scaler.hpp>
 #include <gradaccum/checkpoint.hpp>
 #include <gradaccum/checkpointed_sequential.hpp>
-#include <gradaccum/detail/window/grad_ready_scope.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/memory_meter.hpp>
@@ -643,8 +642,8 @@ TEST_CASE("step_in_backward: gradients arrive from several threads at once") {
   ga::optim::AdamW adamw(parameters, AdamWOptions(0.01)), peer(expected, AdamWOptions(0.01));
   peer.step();
   const auto window = std::make_shared<inner::WindowGradients>(parameters);
-  const auto step = [&](ga::Gradients some) { return adamw.step(some), true; };
-  inner::step_in_backward(window, {}, step, [&] {
+  inner::OptimizerOf optimizer(adamw);
+  inner::step_in_backward(window, {}, optimizer, [&] {
     std::vector<std::thread> threads;
     for (std::size_t thread = 0; thread < 4; ++thread)
       threads.emplace_back([&, thread] {

@@ -7,7 +7,6 @@
 #include <gradaccum/detail/kernels/dense.hpp>
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
-#include <gradaccum/detail/window/shards.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <ATen/core/Tensor.h>

@@ -4,8 +4,6 @@
 #include <gradaccum/gradients.hpp>
 
 #include <gradaccum/detail/parallel/connections.hpp>
-#include <gradaccum/detail/window/grad_ready_scope.hpp>
-#include <gradaccum/detail/window/shards.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <ATen/core/Tensor.h>

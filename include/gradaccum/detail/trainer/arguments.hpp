@@ -5,7 +5,7 @@
 #include <gradaccum/detail/data/samples.hpp>
 #include <gradaccum/detail/fitting/memory_fitter.hpp>
 #include <gradaccum/detail/types/types.hpp>
-#include <gradaccum/detail/window/optimizer_facade.hpp>
+#include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/gradients.hpp>
 
 #include <ATen/core/Tensor.h>

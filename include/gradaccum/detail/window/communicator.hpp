@@ -4,7 +4,6 @@
 #include <gradaccum/archive.hpp>
 #include <gradaccum/gradients.hpp>
 
-#include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/FunctionRef.h>
 #include <c10/util/StringUtil.h>
@@ -12,12 +11,8 @@
 #include <cstddef>
 #include <exception>
 #include <functional>
-#include <memory>
-#include <optional>
 #include <stdexcept>
 #include <string>
-#include <utility>
-#include <vector>
 
 namespace gradaccum::detail {
 
@@ -72,30 +67,12 @@ class Communicator {
 };
 
 /// Broadcasts rank 0's text to all ranks.
-std::string broadcast_text(const Communicator& peers, const std::string& on_rank_0);
-
-/// Runs `work`, which must succeed on all ranks: an error on one is thrown on all. Without peers, just runs `work`.
-void run_on_all(const Communicator* peers, c10::function_ref<void()> work);
-
-template <class Work>
-auto on_all(const Communicator* peers, const Work& work) -> decltype(work()) {
-  std::optional<decltype(work())> result;
-  run_on_all(peers, [&] { result.emplace(work()); });
-  return std::move(*result);
-}
-
 inline std::string broadcast_text(const Communicator& peers, const std::string& on_rank_0) {
   return peers.all_gather_text(peers.rank() == 0 ? on_rank_0 : "")[0];
 }
 
-/// Finds the first rank's error and puts the rank's number before it; empty if there is none.
-inline std::string first_error(const Communicator& peers, const std::string& own) {
-  const auto all = peers.all_gather_text(own);
-  for (std::size_t rank = 0; rank < all.size(); ++rank)
-    if (!all[rank].empty()) return c10::str("rank ", rank, ": ", all[rank].substr(0, all[rank].find('\n')));
-  return "";
-}
-
+/// Runs `work`, which must succeed on all ranks: an error on one is thrown on all, with the number of the first such
+/// rank on those that have none. Without peers, just runs `work`.
 inline void run_on_all(const Communicator* peers, c10::function_ref<void()> work) {
   if (!peers) return work();
   std::exception_ptr own;
@@ -106,9 +83,18 @@ inline void run_on_all(const Communicator* peers, c10::function_ref<void()> work
     own = std::current_exception();
     text = error.what();
   }
-  const auto first = first_error(*peers, text);
+  const auto all = peers->all_gather_text(text);
   if (own) std::rethrow_exception(own);
-  if (!first.empty()) throw std::runtime_error(first);
+  for (std::size_t rank = 0; rank < all.size(); ++rank)
+    if (!all[rank].empty())
+      throw std::runtime_error(c10::str("rank ", rank, ": ", all[rank].substr(0, all[rank].find('\n'))));
+}
+
+template <class Work>
+auto on_all(const Communicator* peers, const Work& work) -> decltype(work()) {
+  std::optional<decltype(work())> result;
+  run_on_all(peers, [&] { result.emplace(work()); });
+  return std::move(*result);
 }
 
 }  // namespace gradaccum::detail

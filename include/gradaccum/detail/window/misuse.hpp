@@ -1,141 +1,382 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/gradients.hpp>
+#include <gradaccum/detail/window/open_window.hpp>
 
-#include <gradaccum/detail/window/window_gradients.hpp>
+#include <c10/util/Exception.h>
 
-#include <ATen/core/Tensor.h>
-
-#include <cstdint>
-#include <memory>
-#include <vector>
+#include <algorithm>
 
 namespace gradaccum::detail {
 
-class GradReadyScope;
-class WatchedParameters;
+inline constexpr const char* stepped_in_part =
+    "an exception came when backward had stepped some of the parameters, and not the others; load a saved state, or "
+    "discard() the window and go on from here";
 
-/// Watches a few parameters closely, for leftovers of accumulation by hand in a loop: clipping inside a window, a step
-/// of the wrapped optimizer's own, or a missing zero_grad().
+inline constexpr const char* not_cleared =
+    "GradAccumulator: the gradients of the last window are still there (or were cleared by .data(), which nobody can "
+    "see), and backward adds to them; call optimizer.zero_grad() after every step(), which leaves an open window alone";
+
+/// Records of a few parameters, for leftovers of accumulation by hand in a loop: clipping inside a window, a step of
+/// the wrapped optimizer's own, or a missing zero_grad().
 ///
-/// It follows each gradient in backward. On the CPU it samples numbers, which shows writes that version counters miss.
-class CloseWatch {
+/// It follows each gradient in backward, which runs a thread for each device; each writes to its own records. On the
+/// CPU it samples numbers, which shows writes that version counters miss.
+class CloseWatch final : public GradReadyListener {
  public:
-  CloseWatch();
-  CloseWatch(const CloseWatch&) = delete;
-  CloseWatch& operator=(const CloseWatch&) = delete;
-  ~CloseWatch();
+  struct Watched {
+    SeenTensor gradient{{}};
+    std::uint64_t sample = 0;          // a sample of the gradient
+    std::int64_t passes = 0;           // backward passes in this micro-batch
+    bool continued = false;            // each pass has added to an existing gradient
+    bool written_between = false;      // by other code, before a pass that adds to this window
+    std::optional<SeenTensor> tensor;  // the parameter as it was in the window's first micro-batch
+    std::uint64_t tensor_sample = 0;
+  };
 
-  /// Watches some of these parameters from now on.
-  void refresh_parameters(const std::vector<at::Tensor>& parameters);
-  /// Opens a window in which parameters must not change after the first micro-batch. Call `look` first.
-  void open();
-  /// Records the gradients as correct.
-  void look();
-  /// Counts a micro-batch of this window.
-  void count();
+  explicit CloseWatch(std::vector<at::Tensor> parameters)
+      : watched(parameters.size()), parameters_(std::move(parameters)) {}
 
-  /// The smallest number of backward passes in this micro-batch over the parameters that backward has reached.
-  std::int64_t passes() const;
-  /// Warns, once, if a parameter is not what it was in the window's first micro-batch. A warning only, since code that
-  /// perturbs and restores parameters, or a forward pass that writes to them, is legitimate.
-  void watch_parameters();
-  /// Throws if anything else has written to the gradients since backward or `look`. `of_backward_alone`: checks only
-  /// the parameters that backward has reached in this micro-batch.
-  void check_gradients(bool of_backward_alone) const;
-  /// Throws if backward has added to gradients that were there when the window began.
-  void check_cleared() const;
-  /// Warns of as many passes in a micro-batch as a window has `steps`: the loop seems to count by itself.
-  void warn_of_passes(std::int64_t steps);
+  const std::vector<at::Tensor>& parameters() const override { return parameters_; }
+  bool waits_for_whole() const override { return false; }
+  void end() override {}
+
+  /// Counts a pass before the hooks that add to gradients or mask them: those belong to the pass.
+  void added(std::size_t place) override {
+    auto& one = watched[place];
+    const auto& gradient = parameters_[place].grad();
+    if (one.gradient.untouched(gradient)) return;  // hooks also run without a gradient
+    const bool added = one.gradient.added_to(gradient), known = one.gradient.counts_alone(gradient);
+    if (known && !added) one.written_between |= one.passes > 0 || !window_is_empty;
+    one.continued = known && added && (one.continued || one.passes == 0);
+    ++one.passes;
+  }
+  /// Records the gradient as correct.
+  void grad_ready(std::size_t place) override {
+    const auto& gradient = parameters_[place].grad();
+    watched[place].gradient = SeenTensor(gradient);
+    watched[place].sample = sample_of(gradient);
+  }
+
+  /// Records the gradients as correct, without reading numbers that are unchanged by LibTorch's version counter.
+  void look() {
+    for (std::size_t place = 0; place < watched.size(); ++place) {
+      if (!watched[place].gradient.untouched(parameters_[place].grad())) grad_ready(place);
+      watched[place].continued = watched[place].written_between = false;
+    }
+  }
+
+  bool rewritten(std::size_t place) const {
+    const auto& gradient = parameters_[place].grad();
+    const auto& seen = watched[place];
+    if (seen.written_between) return true;
+    if (!seen.gradient.same(gradient)) return false;
+    return (seen.gradient.counts_alone(gradient) && !seen.gradient.untouched(gradient)) ||
+           seen.sample != sample_of(gradient);
+  }
+
+  std::vector<Watched> watched;
+  bool window_is_empty = true;
 
  private:
-  std::shared_ptr<WatchedParameters> watched_;
-  std::unique_ptr<GradReadyScope> hearing_;
-  bool warned_of_passes_ = false, warned_of_parameters_ = false;
+  std::vector<at::Tensor> parameters_;
 };
 
-}  // namespace gradaccum::detail
+/// Picks the first, the last and those between at equal distances among the parameters that get a gradient.
+inline std::vector<at::Tensor> some_of(const std::vector<at::Tensor>& parameters) {
+  constexpr std::size_t enough = 3;
+  std::vector<at::Tensor> learning, some;
+  for (auto& parameter : parameters)
+    if (parameter.requires_grad() && parameter.is_leaf()) learning.push_back(parameter);
+  if (learning.size() <= enough) return learning;
+  for (std::size_t i = 0; i < enough; ++i) some.push_back(learning[i * (learning.size() - 1) / (enough - 1)]);
+  return some;
+}
 
-namespace gradaccum {
-struct BackwardOptions;
-struct Loss;
-}  // namespace gradaccum
-
-namespace gradaccum::detail {
-
-/// The kind of backward that a window has: plain, the user's `loss.backward()`; weighted, `optimizer.backward(loss)`;
-/// or none yet.
-enum class WindowForm { none, plain, weighted };
-
-/// The progress of an open window.
-struct WindowProgress {
-  Window counter;
-  std::shared_ptr<WindowGradients> gradients = {};  ///< shared with their handles, state included
-  WindowForm form = WindowForm::none;
-  bool in_hand = false;              ///< a micro-batch has had its backward, and is not complete
-  bool scaled = false;               ///< the losses were scaled, so the scale has to be divided out
-  bool closing_with_others = false;  ///< complete because other processes close theirs
-  bool has_peers = false, steps_in_backward = false;
-
-  std::int64_t count() const { return counter.count(); }
-  bool weighted() const { return form == WindowForm::weighted; }
-  bool full() const { return closing_with_others || counter.full(); }
-  /// True once the window is summed over all processes.
-  bool reduced() const { return has_peers && gradients->complete(); }
-  /// True if other processes may be adding to its sums.
-  bool shared() const { return gradients->sending() || reduced(); }
-  const std::vector<at::Tensor>& parameters() const { return gradients->all_parameters(); }
-};
+/// Checks that the seed of backward, the weight relative to the window's first one, fits the dtype of the loss.
+inline void check_weight(const Loss& loss, double first_weight) {
+  Window::check_weight(loss.items);
+  if (loss.items == 0 || first_weight == 0) return;
+  const double largest = loss.mean.scalar_type() == at::kHalf     ? 65504.0
+                         : loss.mean.scalar_type() == at::kDouble ? 1e308
+                                                                  : 3e38;
+  TORCH_CHECK(loss.items / first_weight <= largest, "Loss: items must be at most ", largest,
+              " times those of the window's first micro-batch (", first_weight, ") with a loss of dtype ",
+              loss.mean.scalar_type(), ", got ", loss.items, "; compute the loss in a wider dtype");
+}
 
 /// Detects misuse of an open window. The window calls it at each event; it throws or warns, with the remedy.
 class Misuse {
  public:
   explicit Misuse(const WindowProgress& window) : window_(window) {}
 
-  /// Called before a window with these parameters is opened. If it throws, nothing has changed.
-  void before_open(const std::vector<at::Tensor>& parameters) { close_watch_.refresh_parameters(parameters); }
-  /// `after_another`: another window came before, and its gradients have not been cleared.
-  void opened(bool after_another);
-  void cleared() { after_another_ = false; }
-  /// Called when the list of parameters has changed.
-  void refresh_parameters(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after);
-  /// Records the gradients as they are.
-  void look();
-  void end_micro_batch() { close_watch_.count(); }
+  /// Watches some of these parameters closely. Called before a window with them is opened: if it throws, nothing has
+  /// changed.
+  void before_open(const std::vector<at::Tensor>& parameters) {
+    auto some = some_of(parameters);
+    if (same_parameters(some, close_watch_->parameters())) return;
+    auto next = std::make_shared<CloseWatch>(std::move(some));
+    auto scope = std::make_unique<GradReadyScope>(next);
+    close_watch_ = std::move(next);
+    close_watch_scope_ = std::move(scope);
+    close_watch_->look();
+  }
 
-  void at_backward(const Loss& loss, const BackwardOptions& options) const;
-  void at_plain_backward();
-  void at_step() const;
+  /// `after_another`: another window came before, and its gradients have not been cleared.
+  void opened(bool after_another) {
+    after_another_ = after_another;
+    look();
+    close_watch_->window_is_empty = true;
+    for (auto& one : close_watch_->watched) one.passes = 0, one.tensor.reset();
+  }
+
+  void cleared() { after_another_ = false; }
+
+  /// Follows a change of the list of parameters. A new one counts as seen without a gradient.
+  void refresh_parameters(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
+    std::vector<SeenTensor> seen;
+    for (auto& parameter : after) {
+      const auto found = std::find_if(before.begin(), before.end(), [&](auto& b) { return b.is_same(parameter); });
+      seen.push_back(found == before.end() ? SeenTensor({}) : seen_[static_cast<std::size_t>(found - before.begin())]);
+    }
+    seen_ = std::move(seen);
+    before_open(after);
+  }
+
+  /// Records the gradients as they are.
+  void look() {
+    seen_.clear();
+    seen_.reserve(window_.parameters().size());
+    for (auto& parameter : window_.parameters()) seen_.emplace_back(parameter.grad());
+    if (!window_.shared()) close_watch_->look();
+  }
+
+  void end_micro_batch() {
+    close_watch_->window_is_empty = false;
+    for (auto& one : close_watch_->watched) one.passes = 0;
+  }
+
+  void at_backward(const Loss& loss, const BackwardOptions& options) const {
+    const auto& gradients = *window_.gradients;
+    check_usable();
+    TORCH_CHECK(!window_.closing_with_others,
+                "GradAccumulator: backward() after others_continue() has said that others close a window with this "
+                "process; call step() first");
+    check_form(WindowForm::weighted);
+    TORCH_CHECK(!window_.in_hand,
+                "GradAccumulator: a second backward() before step(); add the losses and call it once");
+    TORCH_CHECK(!gradients.applied(), "GradAccumulator: backward() after gradients().apply(); call step() first");
+    loss.check();
+    check_weight(loss, window_.counter.first_weight());
+    if (window_.steps_in_backward) {  // it would be too late once a parameter has moved
+      TORCH_CHECK(!options.create_graph,
+                  "GradAccumulator: create_graph keeps the gradients, which in_backward frees as they arrive; "
+                  "leave one of the two out");
+      TORCH_CHECK(
+          !finite_required(loss.seed) && !gradients.must_be_finite(),
+          "GradAccumulator: a loss scaler looks at all gradients before the first parameter moves, and "
+          "in_backward steps each as it arrives; use bfloat16, which needs no scaler, or leave in_backward out");
+    }
+    check_kept();
+    if (after_another_ && window_.count() == 0)
+      for (std::size_t i = 0; i < window_.parameters().size(); ++i)
+        TORCH_CHECK(!seen_[i].defined() || !seen_[i].untouched(window_.parameters()[i].grad()), not_cleared);
+    check_only_ours();
+  }
+
+  void at_plain_backward() {
+    TORCH_CHECK(!window_.steps_in_backward,
+                "GradAccumulator: with in_backward the parameters are stepped inside of backward; call "
+                "optimizer.backward(loss) before each step(), in place of loss.backward()");
+    check_form(WindowForm::plain);
+    check_not_rewritten();
+    const auto steps = window_.counter.steps();
+    if (after_another_ && window_.count() == 0 && steps > 1)
+      for (auto& one : close_watch_->watched) TORCH_CHECK(!one.continued, not_cleared);
+    warn_of_passes(steps);
+  }
+
+  void at_step() const {
+    check_usable();
+    check_kept();
+    if (window_.full() && !window_.closing_with_others) check_scaler();
+    if (window_.in_hand && !window_.closing_with_others) check_not_rewritten();
+  }
+
   /// Called once the micro-batch is counted.
-  void after_count();
-  void at_flush() const;
-  void at_save() const;
-  void at_zero_grad() const;
-  /// Throws if an exception has left the window's gradients incomplete, or they vanished.
-  void check_usable() const;
-  void check_kept() const;
-  /// Throws if anything but backward has written to the gradients.
-  void check_not_rewritten() const;
+  void after_count() {
+    if (watches_closely()) warn_of_moved_parameters();
+    if (window_.weighted() && !window_.gradients->applied()) check_only_ours();
+  }
+
+  void at_flush() const {
+    check_kept();
+    TORCH_CHECK(
+        window_.in_hand || !touched(),
+        "GradAccumulator: the gradients changed after the last step(); call step() for the last micro-batch, too, "
+        "before flush()");
+    check_scaler();
+    if (window_.count() > 1) check_not_rewritten();
+  }
+
+  void at_save() const {
+    const auto count = window_.count();
+    check_usable();
+    check_kept();
+    TORCH_CHECK(!window_.in_hand && (count == 0 || !touched()),
+                "GradAccumulator: state() in the middle of a micro-batch; call step() first");
+    TORCH_CHECK(!window_.gradients->elsewhere(),
+                "GradAccumulator: with Shard::gradients a window is saved when it is closed, and there are ", count,
+                " micro-batches in it; save after a step() that returned true, or after flush()");
+  }
+
+  void at_zero_grad() const {
+    if (window_.gradients->spoiled() || window_.in_hand || !touched()) return;
+    TORCH_CHECK(
+        false,
+        "GradAccumulator: zero_grad() in the middle of a window, and since the last step() somebody has added to "
+        "its gradients: a backward for other parameters that came along here, as of a GAN's generator, or one "
+        "without a step(). Say whose gradients it is for: loss.backward({}, {}, false, generator->parameters()), "
+        "or optimizer.backward(loss, {.inputs = generator->parameters()})");
+  }
+
+  /// Throws if an exception has left the window's gradients incomplete.
+  void check_usable() const {
+    const auto& gradients = *window_.gradients;
+    TORCH_CHECK(!gradients.spoiled() || !gradients.stepped(), "GradAccumulator: ", stepped_in_part);
+    TORCH_CHECK(!gradients.spoiled(),
+                "GradAccumulator: an exception left this window's gradients incomplete; call discard()");
+  }
+
+  /// Throws if a sum has vanished. Backward continues a sum in place, or in a new tensor if it records a graph, or if a
+  /// dense part joins a sparse one.
+  void check_kept() const {
+    if (window_.count() == 0) return;
+    const auto& parameters = window_.parameters();
+    const bool graph = std::any_of(parameters.begin(), parameters.end(),
+                                   [](auto& p) { return p.grad().defined() && p.grad().requires_grad(); });
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const auto& gradient = parameters[i].grad();
+      const bool gone = seen_[i].defined() && !gradient.defined();
+      TORCH_CHECK(
+          !gone && (graph || !seen_[i].replaced(gradient)), "GradAccumulator: the gradient of parameter ", i,
+          " (shape ", parameters[i].sizes(),
+          ") vanished inside a window; call optimizer.zero_grad(), which waits for the window's end, in place of "
+          "model->zero_grad()");
+    }
+  }
+
   /// Returns true if another backward, or anything else, has written to a gradient.
-  bool touched() const;
+  bool touched() const {
+    if (window_.shared()) return false;
+    for (std::size_t i = 0; i < window_.parameters().size(); ++i)
+      if (touched(i)) return true;
+    return false;
+  }
 
  private:
-  void check_form(WindowForm form) const;
-  void check_scaler() const;
-  void check_only_ours() const;
-  bool watches_closely() const;
+  bool touched(std::size_t i) const {
+    const auto& gradient = window_.parameters()[i].grad();
+    return gradient.defined() && !seen_[i].untouched(gradient);
+  }
+
+  void check_form(WindowForm form) const {
+    TORCH_CHECK(window_.form == WindowForm::none || window_.form == form,
+                "GradAccumulator: one window mixes optimizer.backward(loss) with loss.backward() or with a step() that "
+                "no backward precedes; use one form");
+  }
+
+  /// Throws if the losses were scaled and the gradients are not to be divided by the scale.
+  void check_scaler() const {
+    TORCH_CHECK(!window_.scaled || window_.gradients->must_be_finite(),
+                "GradAccumulator: the losses of this window are scaled, and its gradients are not to be divided by the "
+                "scale; call scaler.step(optimizer) in place of optimizer.step()");
+  }
+
+  /// Throws if a part of a sum has not come by `backward`, as all do in the weighted form. What a gradient held before
+  /// the window does not matter. Skips a window that other processes may add to at any time.
+  void check_only_ours() const {
+    if (window_.shared()) return;
+    const auto& parameters = window_.parameters();
+    const bool window_is_empty = window_.count() == 0;
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      if (!touched(i)) continue;
+      TORCH_CHECK(!window_is_empty || seen_[i].defined(), "GradAccumulator: parameter ", i, " (shape ",
+                  parameters[i].sizes(),
+                  ") has a gradient from before this window, which backward would add to; call optimizer.zero_grad() "
+                  "before the first optimizer.backward(loss)");
+      TORCH_CHECK(
+          window_is_empty, "GradAccumulator: the gradient of parameter ", i, " (shape ", parameters[i].sizes(),
+          ") changed outside optimizer.backward(loss). By loss.backward()? One window has one form. By a backward "
+          "for other parameters that came along here, as of a GAN's generator? Write "
+          "optimizer.backward(loss, {.inputs = generator->parameters()}) there. By another accumulator of these "
+          "parameters? They have one. By code that changes gradients? It goes inside `if (optimizer.ready()) { "
+          "optimizer.gradients().apply(); … }`");
+    }
+  }
+
+  /// Leaves out windows of one micro-batch: they equal a step without an accumulator, whatever was written.
+  bool watches_closely() const {
+    const auto& gradients = *window_.gradients;
+    return window_.counter.steps() > 1 && !gradients.applied() && !gradients.stepped() && !window_.shared();
+  }
+
+  /// Throws if anything but backward has written to the gradients. Leaves out gradients that no backward of this
+  /// micro-batch has made, unless all are our own: those are the user's.
+  void check_not_rewritten() const {
+    if (!watches_closely()) return;
+    for (std::size_t place = 0; place < close_watch_->watched.size(); ++place) {
+      if (!window_.weighted() && close_watch_->watched[place].passes == 0) continue;
+      TORCH_CHECK(
+          !close_watch_->rewritten(place), "GradAccumulator: the gradient of a parameter (shape ",
+          close_watch_->parameters()[place].sizes(),
+          ") changed between backward and step(), where it is an unfinished sum. By "
+          "torch::nn::utils::clip_grad_norm_? Delete it, and call optimizer.clip_grad_norm_(max). By a division "
+          "by the number of micro-batches? Delete it: the window is a mean. By zero_grad(false)? Call "
+          "optimizer.zero_grad(). Other code that changes gradients goes inside "
+          "`if (optimizer.ready()) { optimizer.gradients().apply(); … }`");
+    }
+  }
+
+  /// Warns, once, if a parameter is not what it was in the window's first micro-batch. A warning only, since code that
+  /// perturbs and restores parameters, or a forward pass that writes to them, is legitimate.
+  void warn_of_moved_parameters() {
+    for (std::size_t place = 0; place < close_watch_->watched.size(); ++place) {
+      const auto& parameter = close_watch_->parameters()[place];
+      auto& watched = close_watch_->watched[place];
+      const auto sample = sample_of(parameter);
+      const bool first = !watched.tensor;
+      const bool moved =
+          !first && (sample != 0 ? watched.tensor_sample != sample : !watched.tensor->untouched(parameter));
+      if (first) watched.tensor = SeenTensor(parameter), watched.tensor_sample = sample;
+      if (!moved || std::exchange(warned_of_parameters_, true)) continue;
+      TORCH_WARN(
+          "GradAccumulator: a parameter (shape ", parameter.sizes(), ") ", sample != 0 ? "moved" : "was written to",
+          " in the middle of a window, which is not the large batch then. By the wrapped optimizer's own step()? "
+          "Delete it: optimizer.step() calls it where the window is full. Other code that changes parameters goes "
+          "after a step() that returned true");
+    }
+  }
+
+  /// Warns, once, of as many backward passes in a micro-batch as a window has `steps`: the loop seems to count by
+  /// itself. Counts the passes over the parameter that backward has reached the least.
+  void warn_of_passes(std::int64_t steps) {
+    if (steps < 2 || close_watch_->window_is_empty || warned_of_passes_) return;
+    std::int64_t passes = 0;
+    for (auto& one : close_watch_->watched)
+      if (one.passes > 0) passes = passes == 0 ? one.passes : std::min(passes, one.passes);
+    if (passes != steps) return;
+    warned_of_passes_ = true;
+    TORCH_WARN("GradAccumulator: ", steps, " backward passes before a step(), as many as .steps. If step() stands in ",
+               "`if ((i + 1) % ", steps, " == 0)`, delete that `if`: step() counts by itself. If a micro-batch has ",
+               steps, " losses, add them and call backward() once");
+  }
 
   const WindowProgress& window_;
-  GradientWatch watch_;
-  CloseWatch close_watch_;
-  bool after_another_ = false;
+  std::vector<SeenTensor> seen_;  // the gradient of each parameter
+  std::shared_ptr<CloseWatch> close_watch_ = std::make_shared<CloseWatch>(std::vector<at::Tensor>());
+  std::unique_ptr<GradReadyScope> close_watch_scope_;
+  bool after_another_ = false, warned_of_passes_ = false, warned_of_parameters_ = false;
 };
 
-void check_goes_with_peers(bool peers, bool in_backward);
-
 }  // namespace gradaccum::detail
-
-#ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/window/misuse.ipp>
-#endif

@@ -1,35 +1,52 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/gradients.hpp>
-
 #include <gradaccum/detail/state/pieces.hpp>
 #include <gradaccum/detail/window/any_optimizer.hpp>
-#include <gradaccum/detail/window/grad_ready_scope.hpp>
-#include <gradaccum/detail/window/misuse.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/FunctionRef.h>
 #include <torch/nn/module.h>
 
-#include <cstdint>
-#include <memory>
-#include <optional>
-#include <vector>
+#include <limits>
 
 namespace gradaccum::detail {
 
 class Communicator;
+class Misuse;
+
+/// The kind of backward that a window has: plain, the user's `loss.backward()`; weighted, `optimizer.backward(loss)`;
+/// or none yet.
+enum class WindowForm { none, plain, weighted };
+
+/// The progress of an open window.
+struct WindowProgress {
+  Window counter;
+  std::shared_ptr<WindowGradients> gradients = {};  ///< shared with their handles, state included
+  WindowForm form = WindowForm::none;
+  bool in_hand = false;              ///< a micro-batch has had its backward, and is not complete
+  bool scaled = false;               ///< the losses were scaled, so the scale has to be divided out
+  bool closing_with_others = false;  ///< complete because other processes close theirs
+  bool has_peers = false, steps_in_backward = false;
+
+  std::int64_t count() const { return counter.count(); }
+  bool weighted() const { return form == WindowForm::weighted; }
+  bool full() const { return closing_with_others || counter.full(); }
+  /// True once the window is summed over all processes.
+  bool reduced() const { return has_peers && gradients->complete(); }
+  /// True if other processes may be adding to its sums.
+  bool shared() const { return gradients->sending() || reduced(); }
+  const std::vector<at::Tensor>& parameters() const { return gradients->all_parameters(); }
+};
 
 /// The window of one optimizer. Counts its micro-batches, keeps their sums, closes with a step, and opens the next.
 ///
 /// `WindowProgress` is its progress; `Misuse` checks what must not happen.
 class OpenWindow {
  public:
-  OpenWindow(std::unique_ptr<AnyOptimizer> optimizer, std::int64_t steps, std::optional<at::ScalarType> accumulate_in);
-  /// A window of any number of micro-batches, which `complete_early` completes.
-  explicit OpenWindow(std::unique_ptr<AnyOptimizer> optimizer);
+  /// Without `steps`, a window has any number of micro-batches, and `complete_early` completes it.
+  explicit OpenWindow(std::unique_ptr<AnyOptimizer> optimizer,
+                      std::int64_t steps = std::numeric_limits<std::int64_t>::max(),
+                      std::optional<at::ScalarType> accumulate_in = {});
   OpenWindow(const OpenWindow&) = delete;
   OpenWindow& operator=(const OpenWindow&) = delete;
   ~OpenWindow();
@@ -54,8 +71,8 @@ class OpenWindow {
   void clear(bool set_to_none = true);
   /// Clears gradients from before the window, which belong to something else.
   void clear_others();
-  /// Throws if a zero_grad() inside the window, which has no effect, would be for gradients of something else.
-  void check_not_to_be_cleared() const { misuse_.at_zero_grad(); }
+  /// Clears the gradients between windows. Inside one, throws if that would be for gradients of something else.
+  void zero_grad(bool set_to_none);
   /// Keeps the sums apart from `.grad` from now on, so that other code may clear `.grad` inside a window.
   void keep_sums_apart();
 
@@ -122,12 +139,11 @@ class OpenWindow {
 
   std::unique_ptr<AnyOptimizer> optimizer_;
   std::optional<at::ScalarType> accumulate_in_;
-  StepOfSome step_in_backward_;
   std::shared_ptr<Communicator> peers_;
   std::vector<at::Tensor> listed_;  // the parameters as the optimizer lists them
   bool sums_apart_ = false;
   WindowProgress now_;
-  Misuse misuse_{now_};
+  const std::unique_ptr<Misuse> misuse_;
 };
 
 }  // namespace gradaccum::detail

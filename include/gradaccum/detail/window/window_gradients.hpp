@@ -7,7 +7,9 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/UndefinedTensorImpl.h>
+#include <c10/util/FunctionRef.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -18,64 +20,61 @@
 #include <utility>
 #include <vector>
 
+namespace torch::optim {
+class Optimizer;
+}
+
 namespace gradaccum::detail {
 
+class NameOf;
+
 /// Returns true if both lists hold the same tensors, not merely equal ones, in the same order.
-bool same_parameters(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b);
+inline bool same_parameters(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](auto& x, auto& y) { return x.is_same(y); });
+}
 
 /// A record of a tensor, possibly undefined, that does not keep its memory.
 ///
 /// It holds a weak reference, not an address, since a new tensor is often made where the old one lay.
 class SeenTensor {
  public:
-  explicit SeenTensor(const at::Tensor& tensor);
+  explicit SeenTensor(const at::Tensor& tensor) : impl_(tensor.getIntrusivePtr()), defined_(tensor.defined()) {
+    if (defined_) layout_ = tensor.layout(), version_ = version_of(tensor);
+  }
 
   bool defined() const { return defined_; }
-  /// Returns true for the recorded tensor if nothing has written to it (by its version counter, without a device).
-  bool untouched(const at::Tensor& tensor) const;
-  /// Returns true if another tensor of the same layout has taken the place of the recorded one.
-  bool replaced(const at::Tensor& tensor) const;
   /// Returns true for the recorded tensor, even if it was written to.
-  bool same(const at::Tensor& tensor) const;
+  bool same(const at::Tensor& tensor) const {
+    // No other tensor has this address: a weak reference keeps the memory of its target from being used again.
+    return tensor.defined() == defined_ && (!defined_ || impl_._unsafe_get_target() == tensor.unsafeGetTensorImpl());
+  }
+  /// Returns true for the recorded tensor if nothing has written to it (by its version counter, without a device).
+  bool untouched(const at::Tensor& tensor) const {
+    return same(tensor) && (!defined_ || version_of(tensor) == version_);
+  }
+  /// Returns true if another tensor of the same layout has taken the place of the recorded one.
+  bool replaced(const at::Tensor& tensor) const {
+    return defined_ && tensor.defined() && !same(tensor) && tensor.layout() == layout_;
+  }
   /// Returns true for the recorded tensor if it was written to once since, as by a backward that adds to it.
-  bool added_to(const at::Tensor& tensor) const;
+  bool added_to(const at::Tensor& tensor) const {
+    return defined_ && same(tensor) && version_of(tensor) == version_ + 1;
+  }
   /// Returns true for the recorded tensor if it has a version counter of its own: parts of one gradient share one.
-  bool counts_alone(const at::Tensor& tensor) const;
+  bool counts_alone(const at::Tensor& tensor) const {
+    return defined_ && same(tensor) && tensor.unsafeGetTensorImpl()->unique_version();
+  }
 
  private:
+  static std::uint32_t version_of(const at::Tensor& tensor) {
+    return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
+  }
+
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> impl_;
   bool defined_ = false;
   at::Layout layout_ = at::kStrided;
   std::uint32_t version_ = 0;
 };
-
-inline constexpr const char* not_cleared =
-    "GradAccumulator: the gradients of the last window are still there (or were cleared by .data(), which nobody can "
-    "see), and backward adds to them; call optimizer.zero_grad() after every step(), which leaves an open window alone";
-
-/// Detects gradients that were cleared, replaced or written to since it looked last.
-class GradientWatch {
- public:
-  /// Records the gradients as they are.
-  void look(const std::vector<at::Tensor>& parameters);
-  /// Follows a change of the list of parameters. A new one counts as seen without a gradient.
-  void refresh_parameters(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after);
-  /// Returns true if another backward, or anything else, has written to a gradient.
-  bool touched(const std::vector<at::Tensor>& parameters) const;
-
-  void check_kept(const std::vector<at::Tensor>& parameters) const;
-  void check_cleared(const std::vector<at::Tensor>& parameters) const;
-  void check_only_ours(const std::vector<at::Tensor>& parameters, bool window_is_empty) const;
-
- private:
-  bool touched(std::size_t i, const at::Tensor& gradient) const {
-    return gradient.defined() && !seen_[i].untouched(gradient);
-  }
-
-  std::vector<SeenTensor> seen_;  // the gradient of each parameter
-};
-
-class NameOf;
 
 /// The sum that backward has made for each parameter: in its `.grad`, or apart from it in a wider dtype.
 class WindowSums {
@@ -96,33 +95,154 @@ class WindowSums {
     return apart_[place].defined() ? apart_[place] : parameters_[place].grad();
   }
   /// Sets the sum of a parameter without one.
-  void set(std::size_t place, const at::Tensor& sum);
+  void set(std::size_t place, const at::Tensor& sum) {
+    const bool apart = sum.scalar_type() != parameters_[place].scalar_type();
+    (apart ? apart_[place] : parameters_[place].mutable_grad()) = sum;
+  }
   /// Drops the sum of a parameter.
-  void forget(std::size_t place);
+  void forget(std::size_t place) { apart_[place].reset(), parameters_[place].mutable_grad().reset(); }
   /// The places of parameters with a sum.
-  std::vector<std::size_t> places() const;
+  std::vector<std::size_t> places() const {
+    std::vector<std::size_t> places;
+    for (std::size_t place = 0; place < size(); ++place)
+      if ((*this)[place].defined()) places.push_back(place);
+    return places;
+  }
 
   /// Adds a gradient to its sum that is kept apart; if there is none, a gradient narrower than `dtype` begins one in
   /// that dtype. Frees `.grad`, so that the next backward need not add to it.
   void fold(std::size_t place, std::optional<at::ScalarType> dtype);
   /// Moves all sums out of `.grad`, where other code could clear them.
-  void move_apart();
+  void move_apart() {
+    for (std::size_t place = 0; place < size(); ++place) {
+      auto& gradient = parameters_[place].mutable_grad();
+      if (!gradient.defined() || apart_[place].defined()) continue;
+      apart_[place] = gradient.detach();
+      gradient.reset();
+    }
+  }
   /// Moves sums that are kept apart to `.grad` once they have their true size: any code may read and change them there.
-  void become_gradients();
+  void become_gradients() {
+    for (std::size_t i = 0; i < size(); ++i) {
+      if (!apart_[i].defined()) continue;
+      parameters_[i].mutable_grad() = apart_[i].to(parameters_[i].scalar_type());
+      apart_[i].reset();
+    }
+  }
   /// Returns the sums of these parameters, and moves those that are kept apart.
-  WindowSums part(const std::vector<std::size_t>& places);
+  WindowSums part(const std::vector<std::size_t>& places) {
+    WindowSums part;
+    for (auto place : places) {
+      part.parameters_.push_back(parameters_[place]);
+      part.apart_.push_back(std::move(apart_[place]));
+    }
+    return part;
+  }
 
   Named named(const NameOf& name_of) const;
   /// Checks what `named` returned; `lenient`: leaves out what does not fit.
-  Loaded take(Named named, const NameOf& name_of, bool lenient) const;
-  void set(const Loaded& sums);
+  Loaded load(Named named, const NameOf& name_of, bool lenient) const;
+  void set(const Loaded& sums) {
+    for (std::size_t i = 0; i < size(); ++i) parameters_[i].mutable_grad() = sums.in_grad[i];
+    apart_ = sums.apart;
+  }
   Loaded copies() const;
 
  private:
   std::vector<at::Tensor> parameters_, apart_;  // apart: if undefined, `.grad` is the sum
 };
 
-class Shards;
+/// The division of an optimizer's parameters among processes. Each steps, and keeps moments of, its own pieces only.
+///
+/// A parameter is cut along its memory into a piece for each rank, of whole `unit`s but for the last one's end. A
+/// parameter that is too small for that, or not contiguous, is the piece of one rank; so are all parameters of an
+/// optimizer that looks at whole ones. The largest are divided first, and what cannot be divided evenly goes to the
+/// rank with the least. The division depends on the parameters alone, so it is equal on all ranks.
+class Shards {
+ public:
+  /// A range of a parameter's elements in memory, and its rank.
+  struct Piece {
+    int rank = 0;
+    std::int64_t begin = 0, end = 0;
+    std::int64_t size() const { return end - begin; }
+  };
+  static constexpr std::int64_t unit = 4096;  ///< elements: whole blocks of 8-bit moments, whole pages of memory
+
+  Shards(std::vector<at::Tensor> parameters, bool may_be_cut, int rank, int world_size);
+
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  std::size_t size() const { return parameters_.size(); }
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
+
+  std::size_t number_of_pieces() const {
+    std::size_t number = 0;
+    for (auto& pieces : pieces_) number += pieces.size();
+    return number;
+  }
+  /// The pieces of a parameter in the order of memory, which is that of the ranks if it is cut.
+  const std::vector<Piece>& pieces(std::size_t place) const { return pieces_[place]; }
+  bool is_cut(std::size_t place) const { return pieces_[place].size() > 1; }
+  bool any_is_cut() const { return number_of_pieces() > size(); }
+  /// This rank's piece, without elements if it has none.
+  Piece own_piece(std::size_t place) const {
+    if (is_cut(place)) return pieces(place)[static_cast<std::size_t>(rank_)];
+    const auto& whole = pieces(place)[0];
+    return whole.rank == rank_ ? whole : Piece{rank_, 0, 0};
+  }
+  /// This rank's piece as a tensor that shares the parameter's memory; the parameter itself if it is not cut. It is
+  /// always one tensor, so that an optimizer can keep state for it.
+  const at::Tensor& own(std::size_t place) const { return own_[place]; }
+  const std::vector<at::Tensor>& own() const { return own_; }
+  /// Clears the gradients of pieces: they are views that no other code can clear.
+  void clear_gradients() {
+    for (std::size_t place = 0; place < size(); ++place)
+      if (!own_[place].is_same(parameters_[place])) own_[place].mutable_grad().reset();
+  }
+  /// Returns a piece of a tensor of the parameter's size, itself if it is not cut. Shares its memory if it is
+  /// contiguous.
+  at::Tensor part(std::size_t place, const Piece& piece, const at::Tensor& of) const {
+    return is_cut(place) ? of.detach().reshape({-1}).narrow(0, piece.begin, piece.size()) : of;
+  }
+
+  /// Throws if these are not the divided parameters.
+  void check_parameters(const std::vector<at::Tensor>& parameters) const;
+  /// Throws if the optimizer's parameters have changed, or moved in memory, or if it has state of whole parameters.
+  void check(const torch::optim::Optimizer& optimizer) const;
+
+  /// Runs `work`, after `check`, while the optimizer's groups hold `own` in place of the parameters.
+  void with_own(torch::optim::Optimizer& optimizer, c10::function_ref<void()> work);
+
+ private:
+  static std::vector<Piece> cut(std::int64_t elements, const std::vector<std::size_t>& ranks);
+  void divide(std::size_t place, bool may_be_cut, std::vector<std::int64_t>& bytes_of_rank);
+  void swap_groups(torch::optim::Optimizer& optimizer) noexcept;
+
+  std::vector<at::Tensor> parameters_, own_;
+  std::vector<std::vector<Piece>> pieces_;
+  int rank_, world_size_;
+};
+
+/// The number that gradients are multiplied by: a host part, and a part that is known on a device only.
+struct Multiplier {
+  double numerator = 1.0, denominator = 1.0;
+  at::Tensor device_numerator = {}, device_denominator = {};  ///< 0-dim float64, or undefined
+  /// Tensors of a step that the device may skip, else undefined. `found_inf`: 0-dim float32, 1 if it skips the step;
+  /// `skipped_steps`: the number of skipped steps that the host does not know of.
+  at::Tensor found_inf = {}, skipped_steps = {};
+
+  bool on_host() const { return !device_numerator.defined() && !device_denominator.defined(); }
+  double host() const { return numerator / denominator; }
+  bool is_one() const { return on_host() && host() == 1; }
+
+  /// Returns the whole product as a 0-dim float64 tensor on `device`.
+  at::Tensor on(at::Device device) const;
+
+  /// Returns a copy with all tensors on this device.
+  Multiplier moved_to(at::Device device) const;
+  /// Returns pointers for kernels of the device that holds all tensors. They are valid as long as this object.
+  DeviceMultiplier pointers() const;
+};
 
 /// Multiplies `factor` by the coefficient that clips gradients of this norm to `max_norm`.
 void clip_by(Factor& factor, const at::Tensor& norm, double max_norm);
@@ -132,7 +252,7 @@ void clip_by(Factor& factor, const at::Tensor& norm, double max_norm);
 /// It holds gradients only if they are sums of its own, so gradients that the user clears are freed at once.
 class WindowGradients {
  public:
-  /// The stages of a window: open, sending, complete, applied, spoiled, closed.
+  /// The stages of a window.
   enum class State {
     open,      // more micro-batches are to come
     sending,   // other processes may be adding to its sums
@@ -147,12 +267,19 @@ class WindowGradients {
   // Functions for the accumulator that owns the window, and for the exchange of its sums with other processes.
   WindowSums& sums() { return sums_; }
   const std::vector<at::Tensor>& all_parameters() const { return sums_.parameters(); }
-  void fold_into_sum(std::size_t place, std::optional<at::ScalarType> dtype);
-  void fold_into_sums(std::optional<at::ScalarType> dtype);
+  void fold_into_sum(std::size_t place, std::optional<at::ScalarType> dtype) {
+    if (!applied()) sums_.fold(place, dtype);
+  }
+  void fold_into_sums(std::optional<at::ScalarType> dtype) {
+    for (std::size_t place = 0; place < sums_.size(); ++place) fold_into_sum(place, dtype);
+  }
   double first_weight() const { return first_weight_; }
   void set_weights(double first, double total) { first_weight_ = first, total_weight_ = total; }
   void set_sending() { state_ = State::sending; }
-  void set_complete(bool complete);
+  void set_complete(bool complete) {
+    if (!complete && !sending() && !applied()) state_ = State::open;
+    if (complete && !applied()) state_ = State::complete;
+  }
   void spoil() { was_applied_ = applied(), state_ = State::spoiled; }
   bool sending() const { return state_ == State::sending; }
   bool complete() const { return state_ == State::complete || state_ == State::applied; }
@@ -181,18 +308,31 @@ class WindowGradients {
   std::shared_ptr<WindowGradients> rest() { return part(sums_.places()); }
   bool stepped() const { return stepped_; }
   void set_stepped() { stepped_ = true; }
-  void free();
-  void close();
+  void close() { state_ = State::closed, sums_ = {}; }
   /// Takes over the memory of a closed window's norms.
-  void take_norm_memory(WindowGradients& from);
+  void reuse_norm_memory(WindowGradients& from) {
+    if (from.measure_of_all_) return;
+    from.norms_.reset();
+    norm_memory_ = std::move(from.norm_memory_);
+  }
 
   // Functions for `Gradients`, which documents them.
   bool closed() const { return state_ == State::closed; }
   double items() const { return total_weight_; }
   Factor& factor() { return check_open(), factor_; }
   bool must_be_finite() const { return finite_required(factor_); }
-  std::vector<at::Tensor> parameters() const;
-  std::vector<at::Tensor> raw() const;
+  std::vector<at::Tensor> parameters() const {
+    check_here();
+    std::vector<at::Tensor> with_gradient;
+    for (auto place : sums_.places()) with_gradient.push_back(all_parameters()[place]);
+    return with_gradient;
+  }
+  std::vector<at::Tensor> raw() const {
+    check_here();
+    std::vector<at::Tensor> gradients;
+    for (auto place : sums_.places()) gradients.push_back(sums_[place]);
+    return gradients;
+  }
   /// The number that `raw()` is still to be multiplied by: the factor and the mean over the window.
   Multiplier multiplier() const;
   at::Tensor norm();
@@ -203,7 +343,7 @@ class WindowGradients {
   bool may_be_judged_on_device() const { return may_stay_on_device(factor_); }
   /// Waits for the device, the only function that does. A closed window keeps the answer it had at its step.
   bool overflowed();
-  at::Tensor judge_on_device();
+  at::Tensor judge_on_device() { return judged_on_device_ = found_inf(); }
   bool judged() const { return overflowed_ || judged_on_device_.defined(); }
   bool judged_on_device() const { return !overflowed_ && judged_on_device_.defined(); }
   /// Applies the factor, and moves sums that are kept apart to `.grad`: any code may read and change them there.
@@ -217,11 +357,14 @@ class WindowGradients {
   void check_here() const;
   /// Returns the gradients, and measures their norms if one has changed.
   std::vector<at::Tensor> measured();
-  bool is_measured(const std::vector<at::Tensor>& gradients) const;
+  bool is_measured(const std::vector<at::Tensor>& gradients) const {
+    return std::equal(measured_.begin(), measured_.end(), gradients.begin(), gradients.end(),
+                      [](const SeenTensor& seen, const at::Tensor& gradient) { return seen.untouched(gradient); });
+  }
   /// True if the measure is of all processes' pieces.
   bool measured_of_all() const { return place_ == Place::divided && norms_.defined(); }
   void scale(const at::Tensor& norm, const Multiplier& by) const;
-  bool measured_by_kernel() const;
+  bool measured_by_kernel() const { return device_kernels() && norms_.is_cuda(); }
   /// Computes a WindowNorm, and `found_inf_` with it unless squares may overflow.
   at::Tensor window_norm(const std::vector<at::Tensor>& gradients, double max_norm);
 
@@ -242,17 +385,13 @@ class WindowGradients {
   at::Tensor judged_on_device_;
 };
 
-struct Multiplier;
-class StreamMemory;
-
-/// Passes over lists of gradients of any device, dtype and layout, none of which waits for a device.
+// Passes over lists of gradients of any device, dtype and layout, none of which waits for a device.
 
 /// Returns the `p`-norm of each non-empty gradient as one float64 tensor, on a device if any gradient is.
 ///
 /// They are summed in float64, where squares of finite 16- and 32-bit numbers stay finite. On a device they may lie in
 /// `memory`: see `l2_norms_on_device`.
-at::Tensor norms(const std::vector<at::Tensor>& gradients, double p, StreamMemory& memory);
-at::Tensor norms(const std::vector<at::Tensor>& gradients, double p);
+at::Tensor norms(const std::vector<at::Tensor>& gradients, double p, StreamMemory* memory = nullptr);
 
 /// Returns the L2 norm of a few norms.
 at::Tensor l2_norm_of(const at::Tensor& norms);
@@ -266,26 +405,38 @@ at::Tensor found_inf(const std::vector<at::Tensor>& gradients, const at::Tensor&
 /// Multiplies in place. The factor has float32 precision for 16-bit gradients, too.
 void multiply_(const std::vector<at::Tensor>& gradients, const Multiplier& by);
 
-/// The number that gradients are multiplied by: a host part, and a part that is known on a device only.
-struct Multiplier {
-  double numerator = 1.0, denominator = 1.0;
-  at::Tensor device_numerator = {}, device_denominator = {};  ///< 0-dim float64, or undefined
-  /// Tensors of a step that the device may skip, else undefined. `found_inf`: 0-dim float32, 1 if it skips the step;
-  /// `skipped_steps`: the number of skipped steps that the host does not know of.
-  at::Tensor found_inf = {}, skipped_steps = {};
-
-  bool on_host() const { return !device_numerator.defined() && !device_denominator.defined(); }
-  double host() const { return numerator / denominator; }
-  bool is_one() const { return on_host() && host() == 1; }
-
-  /// Returns the whole product as a 0-dim float64 tensor on `device`.
-  at::Tensor on(at::Device device) const;
-
-  /// Returns a copy with all tensors on this device.
-  Multiplier moved_to(at::Device device) const;
-  /// Returns pointers for kernels of the device that holds all tensors. They are valid as long as this object.
-  DeviceMultiplier pointers() const;
+/// A listener to the gradients that a backward pass computes. Backward runs a thread for each device.
+class GradReadyListener {
+ public:
+  virtual ~GradReadyListener() = default;
+  virtual const std::vector<at::Tensor>& parameters() const = 0;
+  /// Called when backward has added to a parameter's gradient, before the hooks that were there first.
+  virtual void added(std::size_t /*place*/) {}
+  /// Called when a parameter's gradient is there.
+  virtual void grad_ready(std::size_t place) = 0;
+  /// True if a gradient must not come in parts that are added to it in place.
+  virtual bool waits_for_whole() const { return true; }
+  /// Ends the listening: later gradients are ignored. (After an exception other threads may still bring some.)
+  virtual void end() = 0;
 };
+
+/// A scope around backward passes in which a listener is called for each gradient, after all other hooks.
+class GradReadyScope {
+ public:
+  explicit GradReadyScope(std::shared_ptr<GradReadyListener> listener);
+  GradReadyScope(const GradReadyScope&) = delete;
+  GradReadyScope& operator=(const GradReadyScope&) = delete;
+  ~GradReadyScope();
+
+ private:
+  std::shared_ptr<GradReadyListener> listener_;
+  std::vector<const at::Tensor*> listening_;
+};
+
+/// Returns true if a listener, or any other hook, waits for whole gradients of this parameter.
+bool is_waited_for(const at::Tensor& parameter);
+/// Calls the listeners after a part has been added to this parameter's gradient.
+void say_added(const at::Tensor& parameter);
 
 /// Hashes a few bytes of a tensor's memory, which most likely shows a write to the tensor, even one that bypasses
 /// LibTorch's version counters. 0 if the host cannot read the memory without waiting.

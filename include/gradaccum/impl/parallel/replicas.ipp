@@ -9,9 +9,7 @@
 #include <gradaccum/detail/data/samples.hpp>
 #include <gradaccum/detail/parallel/gradient_exchange.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
-#include <gradaccum/detail/window/any_optimizer.hpp>
-#include <gradaccum/detail/window/grad_ready_scope.hpp>
-#include <gradaccum/detail/window/shards.hpp>
+#include <gradaccum/detail/window/open_window.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <ATen/ops/empty.h>
@@ -152,7 +150,7 @@ GRADACCUM_INLINE int ReplicaCommunicator::rank() const { return connections_ ? c
 
 GRADACCUM_INLINE void ReplicaCommunicator::join(AnyOptimizer& optimizer) {
   if (options_.shard == Shard::none) return;
-  const auto* const itself = optimizer.torch_optimizer();
+  const auto* const itself = optimizer.torch_optimizer;
   TORCH_CHECK(itself,
               "Shard: the optimizer must be a torch::optim::Optimizer, whose groups can be given parts of the "
               "parameters; got ",
@@ -274,10 +272,10 @@ GRADACCUM_INLINE StepResult ReplicaCommunicator::step_own(AnyOptimizer& optimize
   TORCH_CHECK(optimizer.steps_by_elements() || !shards_->any_is_cut(), "Shard: ", optimizer.name(),
               " was made to look at whole parameters after they had been divided; call stochastic_rounding before "
               "the Replicas are made");
-  shards_->check(*optimizer.torch_optimizer());
+  shards_->check(*optimizer.torch_optimizer);
   if (gradients.overflowed()) return StepResult::skipped;  // on all ranks: the host knows the findings on all pieces
   if (!gradients.raw().empty())
-    shards_->with_own(*optimizer.torch_optimizer(), [&] { step_optimizer(optimizer, gradients); });
+    shards_->with_own(*optimizer.torch_optimizer, [&] { step_optimizer(optimizer, gradients); });
   return StepResult::stepped;
 }
 

@@ -4,7 +4,6 @@
 #include <gradaccum/detail/verification/passes.hpp>
 #include <gradaccum/verify_accumulation.hpp>
 
-#include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/detail/window/open_window.hpp>
 
 #include <ATen/Context.h>

@@ -3,7 +3,9 @@
 
 #include <gradaccum/embedding.hpp>
 
-#include <gradaccum/detail/window/grad_ready_scope.hpp>
+#include <gradaccum/gradients.hpp>
+
+#include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/List.h>
@@ -69,33 +71,6 @@ GRADACCUM_INLINE RowGradients repeated_row_gradients(const at::Tensor& gradient,
           gradient.masked_fill(is_padding.unsqueeze(-1), 0)};
 }
 
-/// Returns true for 16-bit gradients on a device, which rounds a row's sum at each lookup.
-GRADACCUM_INLINE bool is_rounded_too_often(const at::Tensor& gradient) {
-  return gradient.is_cuda() && gradient.element_size() < 4;
-}
-
-/// Returns false for float16 on the CPU, where LibTorch cannot add sparse tensors.
-GRADACCUM_INLINE bool can_be_sparse(const at::Tensor& gradient) {
-  return !at::GradMode::is_enabled() && !(gradient.is_cpu() && gradient.scalar_type() == at::kHalf);
-}
-
-GRADACCUM_INLINE at::Tensor sparse_gradient(const at::Tensor& weight, const RowGradients& of) {
-  return at::_sparse_coo_tensor_unsafe(of.rows.to(at::kLong).unsqueeze(0), of.gradients, weight.sizes(),
-                                       of.gradients.options().layout(at::kSparse))
-      ._coalesced_(true);
-}
-
-GRADACCUM_INLINE void add_rows(const at::Tensor& weight, const RowGradients& of) {
-  static std::mutex one_at_a_time;  // LibTorch also guards each gradient if several threads run backward
-  const std::lock_guard lock(one_at_a_time);
-  auto sum = weight.grad();
-  if (sum.is_cuda())  // unsafe: the forward pass has checked the indices
-    at::_index_put_impl_(sum, {of.rows}, of.gradients, /*accumulate=*/true, /*unsafe=*/true);
-  else
-    sum.index_add_(0, of.rows, of.gradients);
-  say_added(weight);
-}
-
 /// Implements `embedding` for a leaf that requires gradients.
 class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
  public:
@@ -114,18 +89,33 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
     const auto weight = context->saved_data["weight"].toTensor();
     const auto padding_idx = context->saved_data["padding_idx"].toInt();
     const auto& gradient = gradients.front();
-    if (!gradient.defined()) return {at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
-    if (context->saved_data["sparse"].toBool() && can_be_sparse(gradient)) {
-      const auto rows = row_gradients(gradient, input, padding_idx);
-      return {at::Tensor(), sparse_gradient(weight, rows), at::Tensor(), at::Tensor()};
+    torch::autograd::variable_list results(4);
+    if (!gradient.defined()) return results;
+    // LibTorch cannot add sparse tensors in float16 on the CPU.
+    const bool can_be_sparse =
+        !at::GradMode::is_enabled() && !(gradient.is_cpu() && gradient.scalar_type() == at::kHalf);
+    // A device would round the sum of a row in 16 bits at each lookup.
+    const bool rounded_too_often = gradient.is_cuda() && gradient.element_size() < 4;
+    if (context->saved_data["sparse"].toBool() && can_be_sparse) {
+      const auto of = row_gradients(gradient, input, padding_idx);
+      results[1] = at::_sparse_coo_tensor_unsafe(of.rows.to(at::kLong).unsqueeze(0), of.gradients, weight.sizes(),
+                                                 of.gradients.options().layout(at::kSparse))
+                       ._coalesced_(true);
+    } else if (input.numel() >= weight.size(0) || rounded_too_often || !is_added_in_place(weight, gradient)) {
+      results[1] = at::embedding_dense_backward(gradient, input, weight.size(0), padding_idx, false);
+    } else {
+      const auto of = gradient.is_cuda() ? repeated_row_gradients(gradient, input, padding_idx)
+                                         : row_gradients(gradient, input, padding_idx);
+      static std::mutex one_at_a_time;  // LibTorch also guards each gradient if several threads run backward
+      const std::lock_guard lock(one_at_a_time);
+      auto sum = weight.grad();
+      if (sum.is_cuda())  // unsafe: the forward pass has checked the indices
+        at::_index_put_impl_(sum, {of.rows}, of.gradients, /*accumulate=*/true, /*unsafe=*/true);
+      else
+        sum.index_add_(0, of.rows, of.gradients);
+      say_added(weight);
     }
-    if (input.numel() >= weight.size(0) || is_rounded_too_often(gradient) || !is_added_in_place(weight, gradient)) {
-      auto whole = at::embedding_dense_backward(gradient, input, weight.size(0), padding_idx, false);
-      return {at::Tensor(), whole, at::Tensor(), at::Tensor()};
-    }
-    add_rows(weight, gradient.is_cuda() ? repeated_row_gradients(gradient, input, padding_idx)
-                                        : row_gradients(gradient, input, padding_idx));
-    return {at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
+    return results;
   }
 };
 

@@ -2,12 +2,14 @@
 #pragma once
 
 #include <gradaccum/detail/window/open_window.hpp>
-#include <gradaccum/detail/window/optimizer_facade.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 
 #include <gradaccum/detail/window/communicator.hpp>
+#include <gradaccum/detail/window/misuse.hpp>
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -15,14 +17,258 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
-#include <algorithm>
-#include <cstddef>
-#include <limits>
-#include <type_traits>
-#include <utility>
+#include <mutex>
+#include <typeinfo>
+#include <unordered_map>
 #include <variant>
 
 #include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum::detail {
+
+/// Returns nothing for user-made options without a learning rate, for which LibTorch's base class throws.
+GRADACCUM_INLINE std::optional<double> learning_rate(const torch::optim::OptimizerOptions& options) try {
+  return options.get_lr();
+} catch (const c10::Error&) {
+  return std::nullopt;
+}
+
+/// Compares options of LibTorch's class `Options`. Returns nothing if they are of another.
+template <class Options>
+std::optional<bool> compared(const torch::optim::OptimizerOptions& a, const torch::optim::OptimizerOptions& b) {
+  const auto* const first = dynamic_cast<const Options*>(&a);
+  const auto* const second = dynamic_cast<const Options*>(&b);
+  return first && second ? std::optional(*first == *second) : std::nullopt;
+}
+
+GRADACCUM_INLINE Archive::Values values_of(const torch::optim::OptimizerOptions& options) {
+  Archive archive;
+  const auto copy = options.clone();
+  if (auto* itself = dynamic_cast<ArchivesItself*>(copy.get())) itself->state(archive);
+  return archive.values();
+}
+
+GRADACCUM_INLINE bool same_values(const Archive::Values& a, const Archive::Values& b) {
+  const auto same = []<class X, class Y>(const X& x, const Y& y) {
+    if constexpr (std::is_same_v<X, Y> && !std::is_same_v<X, at::Tensor>)
+      return x == y;
+    else
+      return false;
+  };
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [&](auto& one, auto& other) {
+    return one.first == other.first && std::visit(same, one.second, other.second);
+  });
+}
+
+/// Compares two options: user-made ones by the learning rate, and by their values if they archive themselves.
+GRADACCUM_INLINE bool same_options(const torch::optim::OptimizerOptions& a, const torch::optim::OptimizerOptions& b) {
+  using namespace torch::optim;
+  std::optional<bool> same;
+  for (const auto compare : {compared<AdamOptions>, compared<AdamWOptions>, compared<SGDOptions>,
+                             compared<RMSpropOptions>, compared<AdagradOptions>})
+    if (!same) same = compare(a, b);
+  return same ? *same : learning_rate(a) == learning_rate(b) && same_values(values_of(a), values_of(b));
+}
+
+/// Sets options. Keeps their object if only the learning rate has changed, since others may refer to it.
+GRADACCUM_INLINE void set_options(torch::optim::OptimizerParamGroup& group, const torch::optim::OptimizerOptions& to) {
+  if (const auto rate = learning_rate(to)) group.options().set_lr(*rate);
+  if (!same_options(group.options(), to)) group.set_options(to.clone());
+}
+
+GRADACCUM_INLINE at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure) {
+  const at::AutoGradMode grad_mode(true);
+  return closure ? closure() : at::Tensor();
+}
+
+/// An accumulator as a `torch::optim::Optimizer`, for code that takes one by reference.
+///
+/// Its groups have the wrapped optimizer's parameters and copies of its options. `Optimizer::zero_grad`, which is not
+/// virtual and does not know of windows, clears their gradients, so windows that it steps keep their sums apart.
+class OptimizerFacade final : public torch::optim::Optimizer {
+ public:
+  /// `step` counts a micro-batch, and clears the gradients after a window. `check_saving` throws when the optimizer's
+  /// own state is not the whole state.
+  OptimizerFacade(torch::optim::Optimizer& wrapped, std::function<void()> step, std::function<void()> check_saving)
+      : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(), wrapped.defaults().clone()),
+        wrapped_(wrapped),
+        step_(std::move(step)),
+        check_saving_(std::move(check_saving)) {
+    synchronise();
+  }
+
+  torch::Tensor step(LossClosure closure = nullptr) override {
+    const auto loss = loss_of(closure);
+    synchronise();
+    step_();
+    return loss;
+  }
+
+  void save(torch::serialize::OutputArchive& archive) const override {
+    check_saving_();
+    const_cast<OptimizerFacade*>(this)->synchronise();  // includes what was set just now
+    wrapped_.save(archive);
+  }
+
+  void load(torch::serialize::InputArchive& archive) override {
+    wrapped_.load(archive);
+    param_groups_.clear();
+    known_.clear();
+    synchronise();
+  }
+
+  /// Synchronises groups and options both ways: from here to the wrapped optimizer, and back.
+  void synchronise() {
+    auto& groups = wrapped_.param_groups();
+    while (groups.size() < param_groups_.size()) wrapped_.add_param_group(param_groups_[groups.size()]);
+    while (param_groups_.size() < groups.size()) param_groups_.push_back(groups[param_groups_.size()]);
+    while (known_.size() < groups.size()) known_.push_back(groups[known_.size()]);
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+      auto& ours = param_groups_[i];
+      TORCH_CHECK(same_parameters(ours.params(), known_[i].params()), "GradAccumulator: the parameters of group ", i,
+                  " were changed through a torch::optim::Optimizer&; change them in the wrapped optimizer's group");
+      if (!same_options(ours.options(), known_[i].options())) set_options(groups[i], ours.options());
+    }
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+      param_groups_[i].params() = known_[i].params() = groups[i].params();
+      set_options(param_groups_[i], groups[i].options());
+      set_options(known_[i], groups[i].options());
+    }
+  }
+
+ private:
+  torch::optim::Optimizer& wrapped_;
+  std::function<void()> step_, check_saving_;
+  std::vector<torch::optim::OptimizerParamGroup> known_;  // as of the last call, to see which side has changed
+};
+
+GRADACCUM_INLINE bool is_accumulator(const torch::optim::Optimizer& optimizer) {
+  return dynamic_cast<const OptimizerFacade*>(&optimizer) != nullptr;
+}
+
+GRADACCUM_INLINE void check_can_be_wrapped(const torch::optim::Optimizer& optimizer, const char* part,
+                                           const char* instead) {
+  TORCH_CHECK(type_name(optimizer.defaults()) != "LBFGSOptions",  // finds classes derived from it, too
+              part,
+              ": must not be LBFGS, which calls its closure several times a step and so has no micro-batches; use SGD, "
+              "Adam, AdamW, RMSprop, Adagrad or one of your own");
+  TORCH_CHECK(!is_accumulator(optimizer), part, ": wraps an optimizer, not another accumulator behind a reference; ",
+              instead);
+}
+
+GRADACCUM_INLINE bool AnyOptimizer::steps_by_elements() const {
+  using namespace torch::optim;
+  if (taker) return taker->steps_by_elements();
+  if (!torch_optimizer) return false;
+  const auto& type = typeid(*torch_optimizer);
+  return type == typeid(SGD) || type == typeid(Adam) || type == typeid(AdamW) || type == typeid(RMSprop);
+}
+
+GRADACCUM_INLINE StepResult step_optimizer(AnyOptimizer& optimizer, Gradients gradients) {
+  if (!optimizer.takes_gradients) gradients.apply();
+  if (gradients.raw().empty()) return StepResult::empty;
+  auto* const taker = optimizer.taker;
+  const bool left_to_device = taker && taker->judges_on_device(gradients);
+  if (!left_to_device && gradients.overflowed()) return StepResult::skipped;
+  taker ? taker->step(gradients) : optimizer.step(gradients);
+  return left_to_device ? StepResult::left_to_device : StepResult::stepped;
+}
+
+/// The gradients that a backward pass has computed so far. Steps their parameters, and frees them.
+///
+/// Backward runs a thread for each device, which may have several streams: gradients that wait to be stepped together
+/// wait on their own stream.
+class ArrivingGradients final : public GradReadyListener {
+ public:
+  ArrivingGradients(std::shared_ptr<WindowGradients> window, std::optional<at::ScalarType> accumulate_in,
+                    AnyOptimizer& optimizer)
+      : window_(std::move(window)),
+        parameters_(window_->all_parameters()),
+        arrived_(parameters_.size()),
+        accumulate_in_(accumulate_in),
+        optimizer_(optimizer) {}
+
+  const std::vector<at::Tensor>& parameters() const override { return parameters_; }
+
+  void grad_ready(std::size_t place) override {
+    const std::lock_guard lock(mutex_);
+    if (ended_ || window_->closed()) return;
+    const auto& parameter = parameters_[place];
+    TORCH_CHECK(!arrived_[place], "GradAccumulator: in_backward steps a parameter once, and the gradient of parameter ",
+                place, " (shape ", parameter.sizes(),
+                ") arrived twice in one pass: an operation runs a backward of its own inside; leave in_backward out");
+    arrived_[place] = true;
+    auto& waiting = waiting_[c10::impl::VirtualGuardImpl(parameter.device().type()).getStream(parameter.device())];
+    waiting.places.push_back(place);
+    waiting.elements += parameter.numel();
+    if (waiting.elements >= enough) step(std::exchange(waiting, {}).places);
+  }
+
+  /// Steps the parameters that still wait, once backward is complete.
+  void step_waiting() {
+    const std::lock_guard lock(mutex_);
+    std::vector<std::size_t> all;
+    for (auto& [stream, waiting] : waiting_) all.insert(all.end(), waiting.places.begin(), waiting.places.end());
+    waiting_.clear();
+    if (!all.empty() && !window_->closed()) step(all);
+  }
+
+  void end() override {
+    const std::lock_guard lock(mutex_);
+    ended_ = true;
+  }
+
+ private:
+  struct Waiting {
+    std::vector<std::size_t> places;
+    std::int64_t elements = 0;
+  };
+  static constexpr std::int64_t enough = 1 << 16;  // elements: a parallel loop for each small tensor would cost more
+
+  void step(const std::vector<std::size_t>& places) {
+    at::NoGradGuard no_grad;
+    for (auto place : places) window_->fold_into_sum(place, accumulate_in_);
+    const auto part = window_->part(places);
+    if (step_optimizer(optimizer_, Gradients(part))) window_->set_stepped();
+    for (auto place : places) parameters_[place].mutable_grad().reset();
+    part->close();
+  }
+
+  const std::shared_ptr<WindowGradients> window_;
+  const std::vector<at::Tensor> parameters_;
+  std::vector<bool> arrived_;
+  std::optional<at::ScalarType> accumulate_in_;
+  AnyOptimizer& optimizer_;
+  std::unordered_map<c10::Stream, Waiting> waiting_;
+  bool ended_ = false;
+  std::mutex mutex_;
+};
+
+/// Runs `backward`, and steps the parameters of `window` on the way. The window's factor and weights must be complete.
+GRADACCUM_INLINE void step_in_backward(const std::shared_ptr<WindowGradients>& window,
+                                       std::optional<at::ScalarType> accumulate_in, AnyOptimizer& optimizer,
+                                       c10::function_ref<void()> backward) {
+  const auto gradients = std::make_shared<ArrivingGradients>(window, accumulate_in, optimizer);
+  try {
+    const GradReadyScope scope(gradients);
+    backward();
+    gradients->step_waiting();
+  } catch (c10::Error& error) {
+    if (window->stepped()) error.add_context(c10::str("GradAccumulator: ", stepped_in_part));
+    throw;
+  } catch (...) {  // keeps the exception's type
+    if (window->stepped()) TORCH_WARN("GradAccumulator: ", stepped_in_part);
+    throw;
+  }
+}
+
+GRADACCUM_INLINE void check_goes_with_peers(bool peers, bool in_backward) {
+  TORCH_CHECK(!peers || !in_backward,
+              "GradAccumulator: in_backward frees each gradient as it arrives, before it could be summed over the "
+              "other processes; leave one of the two out");
+}
+
+}  // namespace gradaccum::detail
 
 namespace gradaccum {
 
@@ -34,21 +280,18 @@ GRADACCUM_INLINE Accumulator::Accumulator(std::unique_ptr<detail::AnyOptimizer> 
 
 GRADACCUM_INLINE Accumulator::~Accumulator() = default;
 
-GRADACCUM_INLINE std::unique_ptr<detail::OpenWindow> Accumulator::given_away() {
-  TORCH_CHECK(micro_steps() == 0 && !window_->in_hand(),
-              "GradAccumulator: can be moved between windows, got it inside of one; call flush() or discard() first");
-  TORCH_CHECK(!facade_,
-              "GradAccumulator: cannot be moved any more: somebody has a reference to it as a torch::optim::Optimizer, "
-              "a scheduler say");
-  return std::move(window_);
-}
-
 GRADACCUM_INLINE Accumulator::Accumulator(Accumulator&& other)
-    : window_(other.given_away()),
-      updates_(other.updates_),
+    : updates_(other.updates_),
       clip_norm_(other.clip_norm_),
       clip_value_(other.clip_value_),
-      grad_norm_(std::move(other.grad_norm_)) {}
+      grad_norm_(other.grad_norm_) {
+  TORCH_CHECK(other.micro_steps() == 0 && !other.window_->in_hand(),
+              "GradAccumulator: can be moved between windows, got it inside of one; call flush() or discard() first");
+  TORCH_CHECK(!other.facade_,
+              "GradAccumulator: cannot be moved any more: somebody has a reference to it as a torch::optim::Optimizer, "
+              "a scheduler say");
+  window_ = std::move(other.window_);
+}
 
 GRADACCUM_INLINE void Accumulator::backward(Loss loss, std::optional<bool> retain_graph, bool create_graph) {
   backward(std::move(loss), BackwardOptions{.retain_graph = retain_graph, .create_graph = create_graph});
@@ -64,31 +307,25 @@ GRADACCUM_INLINE StepResult Accumulator::step() {
   window_->complete_micro_batch();
   if (!window_->full()) return StepResult::accumulated;
   clip();
-  return counted(window_->close());
+  const auto result = window_->close();
+  updates_ += result;
+  return result;
 }
 
 GRADACCUM_INLINE at::Tensor Accumulator::step(const torch::optim::Optimizer::LossClosure& closure) {
-  at::Tensor loss;
-  if (closure) {
-    const at::AutoGradMode grad_mode(true);
-    loss = closure();
-  }
+  const auto loss = detail::loss_of(closure);
   step();
   return loss;
 }
 
-GRADACCUM_INLINE void Accumulator::zero_grad(bool set_to_none) {
-  if (micro_steps() == 0)
-    window_->clear(set_to_none);
-  else
-    window_->check_not_to_be_cleared();
-}
+GRADACCUM_INLINE void Accumulator::zero_grad(bool set_to_none) { window_->zero_grad(set_to_none); }
 
 GRADACCUM_INLINE StepResult Accumulator::flush() {
   refresh_parameters();
   if (!window_->complete_early()) return StepResult::empty;
   clip();
-  const auto result = counted(window_->close());
+  const auto result = window_->close();
+  updates_ += result;
   window_->clear();
   return result;
 }
@@ -213,28 +450,16 @@ GRADACCUM_INLINE void Accumulator::clip() {
   clip_value_.reset();
 }
 
-GRADACCUM_INLINE StepResult Accumulator::counted(StepResult result) {
-  updates_ += result;
-  return result;
-}
-
-GRADACCUM_INLINE void detail::check_can_be_accumulated(const torch::optim::Optimizer& optimizer) {
-  check_can_be_wrapped(optimizer, "GradAccumulator", "set_steps(n) changes its window");
-}
-
 }  // namespace gradaccum
 
 namespace gradaccum::detail {
 
 GRADACCUM_INLINE OpenWindow::OpenWindow(std::unique_ptr<AnyOptimizer> optimizer, std::int64_t steps,
                                         std::optional<at::ScalarType> accumulate_in)
-    : optimizer_(std::move(optimizer)), now_{.counter = Window(steps)} {
+    : optimizer_(std::move(optimizer)), now_{.counter = Window(steps)}, misuse_(std::make_unique<Misuse>(now_)) {
   set_accumulate_in(accumulate_in);
   open(optimizer_->parameters());
 }
-
-GRADACCUM_INLINE OpenWindow::OpenWindow(std::unique_ptr<AnyOptimizer> optimizer)
-    : OpenWindow(std::move(optimizer), std::numeric_limits<std::int64_t>::max(), {}) {}
 
 GRADACCUM_INLINE OpenWindow::~OpenWindow() {
   if (now_.gradients) now_.gradients->close();
@@ -242,36 +467,36 @@ GRADACCUM_INLINE OpenWindow::~OpenWindow() {
 
 GRADACCUM_INLINE void OpenWindow::open(const std::vector<at::Tensor>& parameters) {
   auto next = std::make_shared<WindowGradients>(parameters);  // may throw: then nothing has changed
-  misuse_.before_open(next->all_parameters());
+  misuse_->before_open(next->all_parameters());
   if (peers_) peers_->end_window();
   const bool after_another = now_.gradients != nullptr;
   if (after_another) {
     now_.gradients->close();
-    next->take_norm_memory(*now_.gradients);
+    next->reuse_norm_memory(*now_.gradients);
   }
   listed_ = parameters;
   now_.counter.restart();
   now_ = {.counter = now_.counter,
           .gradients = std::move(next),
-          .has_peers = peers_ != nullptr,
-          .steps_in_backward = step_in_backward_ != nullptr};
+          .has_peers = now_.has_peers,
+          .steps_in_backward = now_.steps_in_backward};
   now_.gradients->set_weights(0, 0);
   now_.gradients->set_complete(false);
-  misuse_.opened(after_another);
+  misuse_->opened(after_another);
 }
 
 GRADACCUM_INLINE void OpenWindow::refresh_parameters() {
   const auto parameters = optimizer_->parameters();
   if (same_parameters(parameters, listed_)) return;
-  misuse_.check_kept();
+  misuse_->check_kept();
   const auto before = now_.gradients->all_parameters();
   now_.gradients->sums().set_parameters(parameters);
-  misuse_.refresh_parameters(before, now_.gradients->all_parameters());
+  misuse_->refresh_parameters(before, now_.gradients->all_parameters());
   listed_ = parameters;
 }
 
 GRADACCUM_INLINE void OpenWindow::backward(Loss loss, const BackwardOptions& options, bool fills) {
-  misuse_.at_backward(loss, options);
+  misuse_->at_backward(loss, options);
   loss.output.reset();  // backward does not need it: a language model's logits are large
   loss.target.reset();
   now_.counter.add(loss.items);
@@ -283,7 +508,7 @@ GRADACCUM_INLINE void OpenWindow::backward(Loss loss, const BackwardOptions& opt
     loss.seed.divide(now_.counter.first_weight());
   }
   or_spoil([&] { run_backward(loss, options, fills); });
-  misuse_.look();
+  misuse_->look();
 }
 
 GRADACCUM_INLINE void OpenWindow::run_backward(const Loss& loss, const BackwardOptions& options, bool fills) {
@@ -293,14 +518,14 @@ GRADACCUM_INLINE void OpenWindow::run_backward(const Loss& loss, const BackwardO
   now_.gradients->set_weights(now_.counter.first_weight(), now_.counter.total_weight());
   if (peers_ && fills) now_.gradients->set_sending();
   if (sends) return peers_->backward(now_.gradients, accumulate_in_, run);
-  step_in_backward(now_.gradients, accumulate_in_, step_in_backward_, run);
+  step_in_backward(now_.gradients, accumulate_in_, *optimizer_, run);
 }
 
 GRADACCUM_INLINE void OpenWindow::complete_micro_batch() {
-  misuse_.at_step();
+  misuse_->at_step();
   if (now_.closing_with_others) return finish_micro_batch(/*complete=*/true);
   if (!now_.in_hand) count_plain();
-  misuse_.after_count();
+  misuse_->after_count();
   finish_micro_batch(now_.full());
   end_micro_batch();
 }
@@ -312,9 +537,9 @@ GRADACCUM_INLINE void OpenWindow::add(Loss loss, bool fills) {
 }
 
 GRADACCUM_INLINE bool OpenWindow::complete_early() {
-  misuse_.check_usable();
+  misuse_->check_usable();
   if (now_.count() == 0 && !now_.closing_with_others) return false;
-  misuse_.at_flush();
+  misuse_->at_flush();
   finish_micro_batch(/*complete=*/true);
   end_micro_batch();
   return true;
@@ -345,8 +570,12 @@ GRADACCUM_INLINE void OpenWindow::clear(bool set_to_none) {
   if (now_.in_hand || now_.gradients->spoiled() || now_.gradients->applied())
     open(optimizer_->parameters());
   else
-    misuse_.look();
-  misuse_.cleared();
+    misuse_->look();
+  misuse_->cleared();
+}
+
+GRADACCUM_INLINE void OpenWindow::zero_grad(bool set_to_none) {
+  micro_steps() == 0 ? clear(set_to_none) : misuse_->at_zero_grad();
 }
 
 GRADACCUM_INLINE void OpenWindow::clear_others() {
@@ -356,16 +585,16 @@ GRADACCUM_INLINE void OpenWindow::clear_others() {
 
 GRADACCUM_INLINE void OpenWindow::keep_sums_apart() {
   if (std::exchange(sums_apart_, true) || now_.count() == 0 || now_.gradients->applied()) return;
-  misuse_.check_kept();
+  misuse_->check_kept();
   now_.gradients->sums().move_apart();
-  misuse_.look();
+  misuse_->look();
 }
 
 /// Counts a `loss.backward()` of the user's own, which shows in the gradients.
 GRADACCUM_INLINE const std::shared_ptr<WindowGradients>& OpenWindow::so_far() {
-  misuse_.check_usable();
-  misuse_.check_kept();
-  if (!now_.in_hand && !now_.weighted() && misuse_.touched()) count_plain();
+  misuse_->check_usable();
+  misuse_->check_kept();
+  if (!now_.in_hand && !now_.weighted() && misuse_->touched()) count_plain();
   if (now_.in_hand || now_.closing_with_others) finish_micro_batch(now_.full());
   return now_.gradients;
 }
@@ -379,7 +608,7 @@ GRADACCUM_INLINE void OpenWindow::go_back(const Copy& copy) {
 
 GRADACCUM_INLINE void OpenWindow::state(Archive& archive, const NameOf& name_of) {
   refresh_parameters();
-  if (!archive.loading()) misuse_.at_save();
+  if (!archive.loading()) misuse_->at_save();
   auto count = now_.count();
   auto first = now_.counter.first_weight(), total = now_.counter.total_weight();
   archive("micro_batches", count);
@@ -394,19 +623,19 @@ GRADACCUM_INLINE void OpenWindow::state(Archive& archive, const NameOf& name_of)
   Window next = now_.counter;
   next.resume(count, first, total);
   const auto form = count == 0 ? WindowForm::none : weighted ? WindowForm::weighted : WindowForm::plain;
-  auto loaded = now_.gradients->sums().take(std::move(sums), name_of, archive.changes_allowed());
+  auto loaded = now_.gradients->sums().load(std::move(sums), name_of, archive.changes_allowed());
   archive.when_all_fit([=, this] { resume({next, form, scaled, loaded}); });
 }
 
 GRADACCUM_INLINE void OpenWindow::resume(const Copy& window) {
   open(listed_);
-  misuse_.cleared();
+  misuse_->cleared();
   now_.gradients->sums().set(window.sums);
   if (sums_apart_) now_.gradients->sums().move_apart();
   now_.counter = window.window;
   now_.form = window.form, now_.scaled = window.scaled;
   now_.gradients->set_weights(now_.counter.first_weight(), now_.counter.total_weight());
-  misuse_.look();
+  misuse_->look();
 }
 
 GRADACCUM_INLINE std::int64_t OpenWindow::bytes() const {
@@ -425,15 +654,13 @@ GRADACCUM_INLINE void OpenWindow::set_accumulate_in(std::optional<at::ScalarType
 }
 
 GRADACCUM_INLINE void OpenWindow::set_in_backward(bool on) {
-  TORCH_CHECK(!on || optimizer_->takes_gradients(),
+  TORCH_CHECK(!on || optimizer_->takes_gradients,
               "GradAccumulator: in_backward needs an optimizer that takes gradients: ga::optim::SGD, Adam, AdamW, or "
               "one of your own that derives from ga::TakesGradients; got ",
               optimizer_->name());
   TORCH_CHECK(now_.count() == 0, "GradAccumulator: in_backward must be set between windows, got it inside of one");
   check_goes_with_peers(peers_ != nullptr, on);
   now_.steps_in_backward = on;
-  step_in_backward_ = nullptr;
-  if (on) step_in_backward_ = [this](Gradients some) { return step_optimizer(*optimizer_, std::move(some)); };
 }
 
 GRADACCUM_INLINE void OpenWindow::set_peers(std::shared_ptr<Communicator> peers) {
@@ -447,10 +674,10 @@ GRADACCUM_INLINE void OpenWindow::set_peers(std::shared_ptr<Communicator> peers)
 GRADACCUM_INLINE bool OpenWindow::others_continue() {
   refresh_parameters();
   if (!has_weight()) clear_others();
-  misuse_.check_usable();
+  misuse_->check_usable();
   if (!peers_) return false;
   now_.closing_with_others = peers_->others_continue(now_.gradients, accumulate_in_);
-  if (peers_->shards()) misuse_.look();  // others may have asked for its gradients
+  if (peers_->shards()) misuse_->look();  // others may have asked for its gradients
   return now_.closing_with_others;
 }
 
@@ -464,14 +691,14 @@ GRADACCUM_INLINE void OpenWindow::or_spoil(c10::function_ref<void()> work) {
 }
 
 GRADACCUM_INLINE void OpenWindow::count_plain() {
-  misuse_.at_plain_backward();
+  misuse_->at_plain_backward();
   now_.counter.add(1.0);
   now_.form = WindowForm::plain, now_.in_hand = true;
 }
 
 GRADACCUM_INLINE void OpenWindow::end_micro_batch() {
   now_.in_hand = false;
-  misuse_.end_micro_batch();
+  misuse_->end_micro_batch();
 }
 
 GRADACCUM_INLINE void OpenWindow::finish_micro_batch(bool complete) {
@@ -480,139 +707,14 @@ GRADACCUM_INLINE void OpenWindow::finish_micro_batch(bool complete) {
   if (apart) or_spoil([&] { now_.gradients->fold_into_sums(accumulate_in_); });
   if (sums_apart_ && !complete && !now_.gradients->applied()) now_.gradients->sums().move_apart();
   const bool seen = now_.weighted() && !apart && !now_.gradients->applied();  // by backward, and checked since
-  if (!seen) misuse_.look();
+  if (!seen) misuse_->look();
   now_.gradients->set_weights(now_.counter.first_weight(), now_.counter.total_weight());
   if (complete && peers_) {
     now_.gradients->set_sending();
     or_spoil([&] { peers_->reduce(now_.gradients, accumulate_in_); });
   }
   now_.gradients->set_complete(complete);
-  if (now_.reduced()) misuse_.look();
-}
-
-GRADACCUM_INLINE OptimizerFacade::OptimizerFacade(torch::optim::Optimizer& wrapped, std::function<void()> step,
-                                                  std::function<void()> check_saving)
-    : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(), wrapped.defaults().clone()),
-      wrapped_(wrapped),
-      step_(std::move(step)),
-      check_saving_(std::move(check_saving)) {
-  synchronise();
-}
-
-GRADACCUM_INLINE torch::Tensor OptimizerFacade::step(LossClosure closure) {
-  torch::Tensor loss;
-  if (closure) {
-    at::AutoGradMode grad_mode(true);
-    loss = closure();
-  }
-  synchronise();
-  step_();
-  return loss;
-}
-
-/// Returns nothing for user-made options without a learning rate, for which LibTorch's base class throws.
-GRADACCUM_INLINE std::optional<double> learning_rate(const torch::optim::OptimizerOptions& options) try {
-  return options.get_lr();
-} catch (const c10::Error&) {
-  return std::nullopt;
-}
-
-/// Compares options of LibTorch's class `Options`. Returns nothing if they are of another.
-template <class Options>
-std::optional<bool> compared(const torch::optim::OptimizerOptions& a, const torch::optim::OptimizerOptions& b) {
-  const auto* const first = dynamic_cast<const Options*>(&a);
-  const auto* const second = dynamic_cast<const Options*>(&b);
-  return first && second ? std::optional(*first == *second) : std::nullopt;
-}
-
-GRADACCUM_INLINE Archive::Values values_of(const torch::optim::OptimizerOptions& options) {
-  Archive archive;
-  const auto copy = options.clone();
-  if (auto* itself = dynamic_cast<ArchivesItself*>(copy.get())) itself->state(archive);
-  return archive.values();
-}
-
-GRADACCUM_INLINE bool same_values(const Archive::Values& a, const Archive::Values& b) {
-  const auto same = [](auto& one, auto& other) {
-    const auto is_value_of_other = [&](auto& value) {
-      using Value = std::remove_cvref_t<decltype(value)>;
-      if constexpr (std::is_same_v<Value, at::Tensor>)
-        return false;
-      else
-        return value == std::get<Value>(other.second);
-    };
-    return one.first == other.first && one.second.index() == other.second.index() &&
-           std::visit(is_value_of_other, one.second);
-  };
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), same);
-}
-
-/// Compares two options: user-made ones by the learning rate, and by their values if they archive themselves.
-GRADACCUM_INLINE bool same_options(const torch::optim::OptimizerOptions& a, const torch::optim::OptimizerOptions& b) {
-  using namespace torch::optim;
-  std::optional<bool> same;
-  for (const auto compare : {compared<AdamOptions>, compared<AdamWOptions>, compared<SGDOptions>,
-                             compared<RMSpropOptions>, compared<AdagradOptions>})
-    if (!same) same = compare(a, b);
-  return same ? *same : learning_rate(a) == learning_rate(b) && same_values(values_of(a), values_of(b));
-}
-
-/// Sets options. Keeps their object if only the learning rate has changed, since others may refer to it.
-GRADACCUM_INLINE void set_options(torch::optim::OptimizerParamGroup& group, const torch::optim::OptimizerOptions& to) {
-  if (const auto rate = learning_rate(to)) group.options().set_lr(*rate);
-  if (!same_options(group.options(), to)) group.set_options(to.clone());
-}
-
-GRADACCUM_INLINE void OptimizerFacade::save(torch::serialize::OutputArchive& archive) const {
-  check_saving_();
-  const_cast<OptimizerFacade*>(this)->synchronise();  // includes what was set just now
-  wrapped_.save(archive);
-}
-
-GRADACCUM_INLINE void OptimizerFacade::load(torch::serialize::InputArchive& archive) {
-  wrapped_.load(archive);
-  param_groups_.clear();
-  known_.clear();
-  synchronise();
-}
-
-GRADACCUM_INLINE void OptimizerFacade::synchronise() {
-  take_groups();
-  tell_options();
-  auto& groups = wrapped_.param_groups();
-  for (std::size_t i = 0; i < groups.size(); ++i) {
-    param_groups_[i].params() = known_[i].params() = groups[i].params();
-    set_options(param_groups_[i], groups[i].options());
-    set_options(known_[i], groups[i].options());
-  }
-}
-
-/// Copies groups that were added on either side to the other.
-GRADACCUM_INLINE void OptimizerFacade::take_groups() {
-  auto& groups = wrapped_.param_groups();
-  while (groups.size() < param_groups_.size()) wrapped_.add_param_group(param_groups_[groups.size()]);
-  while (param_groups_.size() < groups.size()) param_groups_.push_back(groups[param_groups_.size()]);
-  while (known_.size() < groups.size()) known_.push_back(groups[known_.size()]);
-}
-
-GRADACCUM_INLINE void OptimizerFacade::tell_options() {
-  auto& groups = wrapped_.param_groups();
-  for (std::size_t i = 0; i < known_.size(); ++i) {
-    auto& ours = param_groups_[i];
-    TORCH_CHECK(same_parameters(ours.params(), known_[i].params()), "GradAccumulator: the parameters of group ", i,
-                " were changed through a torch::optim::Optimizer&; change them in the wrapped optimizer's group");
-    if (!same_options(ours.options(), known_[i].options())) set_options(groups[i], ours.options());
-  }
-}
-
-GRADACCUM_INLINE void check_can_be_wrapped(const torch::optim::Optimizer& optimizer, const char* part,
-                                           const char* instead) {
-  TORCH_CHECK(type_name(optimizer.defaults()) != "LBFGSOptions",  // finds classes derived from it, too
-              part,
-              ": must not be LBFGS, which calls its closure several times a step and so has no micro-batches; use SGD, "
-              "Adam, AdamW, RMSprop, Adagrad or one of your own");
-  TORCH_CHECK(!dynamic_cast<const OptimizerFacade*>(&optimizer), part,
-              ": wraps an optimizer, not another accumulator behind a reference; ", instead);
+  if (now_.reduced()) misuse_->look();
 }
 
 }  // namespace gradaccum::detail

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/window/shards.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/gradients.hpp>
 
@@ -23,6 +22,9 @@
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/optim/optimizer.h>
 
 #include <cmath>
@@ -39,9 +41,7 @@ namespace detail {
 /// Sorts the factors first: products of reciprocals, or in another order, differ in their last bits.
 GRADACCUM_INLINE double sorted_product(std::vector<double> factors) {
   std::sort(factors.begin(), factors.end());
-  double product = 1.0;
-  for (double factor : factors) product *= factor;
-  return product;
+  return std::accumulate(factors.begin(), factors.end(), 1.0, std::multiplies<>());
 }
 
 /// Multiplies sorted device factors without waiting for the device; undefined if there are none.
@@ -124,14 +124,11 @@ GRADACCUM_INLINE void Gradients::apply() { window_->apply(); }
 GRADACCUM_INLINE bool Gradients::closed() const { return window_->closed(); }
 GRADACCUM_INLINE detail::Multiplier product_of(const Gradients& gradients) { return gradients.window_->multiplier(); }
 
-GRADACCUM_INLINE Loss Loss::with(at::Tensor output_of_model, at::Tensor wanted) && {
-  output = std::move(output_of_model);
-  target = std::move(wanted);
-  return std::move(*this);
-}
-
-GRADACCUM_INLINE Loss Loss::with(at::Tensor output_of_model, at::Tensor wanted) const& {
-  return Loss(*this).with(std::move(output_of_model), std::move(wanted));
+GRADACCUM_INLINE Loss Loss::with(at::Tensor output_of_model, at::Tensor wanted) const {
+  auto loss = *this;
+  loss.output = std::move(output_of_model);
+  loss.target = std::move(wanted);
+  return loss;
 }
 
 GRADACCUM_INLINE void Loss::check_shape() const {
@@ -234,105 +231,6 @@ GRADACCUM_INLINE void clip_grad_value_(const std::vector<at::Tensor>& parameters
 
 namespace gradaccum::detail {
 
-GRADACCUM_INLINE bool same_parameters(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](auto& x, auto& y) { return x.is_same(y); });
-}
-
-GRADACCUM_INLINE std::uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
-}
-
-GRADACCUM_INLINE SeenTensor::SeenTensor(const at::Tensor& tensor) : impl_(tensor.getIntrusivePtr()) {
-  if (!tensor.defined()) return;
-  defined_ = true;
-  layout_ = tensor.layout();
-  version_ = version_of(tensor);
-}
-
-GRADACCUM_INLINE bool SeenTensor::same(const at::Tensor& tensor) const {
-  // No other tensor has this address: a weak reference keeps the memory of its target from being used again.
-  return tensor.defined() == defined_ && (!defined_ || impl_._unsafe_get_target() == tensor.unsafeGetTensorImpl());
-}
-
-GRADACCUM_INLINE bool SeenTensor::untouched(const at::Tensor& tensor) const {
-  return same(tensor) && (!defined_ || version_of(tensor) == version_);
-}
-
-GRADACCUM_INLINE bool SeenTensor::added_to(const at::Tensor& tensor) const {
-  return defined_ && same(tensor) && version_of(tensor) == version_ + 1;
-}
-
-GRADACCUM_INLINE bool SeenTensor::counts_alone(const at::Tensor& tensor) const {
-  return defined_ && same(tensor) && tensor.unsafeGetTensorImpl()->unique_version();
-}
-
-GRADACCUM_INLINE bool SeenTensor::replaced(const at::Tensor& tensor) const {
-  return defined_ && tensor.defined() && !same(tensor) && tensor.layout() == layout_;
-}
-
-GRADACCUM_INLINE void GradientWatch::look(const std::vector<at::Tensor>& parameters) {
-  seen_.clear();
-  seen_.reserve(parameters.size());
-  for (auto& parameter : parameters) seen_.emplace_back(parameter.grad());
-}
-
-GRADACCUM_INLINE void GradientWatch::refresh_parameters(const std::vector<at::Tensor>& before,
-                                                        const std::vector<at::Tensor>& after) {
-  std::vector<SeenTensor> seen;
-  for (auto& parameter : after) {
-    const auto found = std::find_if(before.begin(), before.end(), [&](auto& b) { return b.is_same(parameter); });
-    seen.push_back(found == before.end() ? SeenTensor({}) : seen_[static_cast<std::size_t>(found - before.begin())]);
-  }
-  seen_ = std::move(seen);
-}
-
-GRADACCUM_INLINE bool GradientWatch::touched(const std::vector<at::Tensor>& parameters) const {
-  for (std::size_t i = 0; i < parameters.size(); ++i)
-    if (touched(i, parameters[i].grad())) return true;
-  return false;
-}
-
-/// Throws if a sum has vanished. Backward continues a sum in place, or in a new tensor if it records a graph, or if a
-/// dense part joins a sparse one.
-GRADACCUM_INLINE void GradientWatch::check_kept(const std::vector<at::Tensor>& parameters) const {
-  const bool graph = std::any_of(parameters.begin(), parameters.end(),
-                                 [](auto& p) { return p.grad().defined() && p.grad().requires_grad(); });
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const auto& gradient = parameters[i].grad();
-    const bool gone = seen_[i].defined() && !gradient.defined();
-    TORCH_CHECK(!gone && (graph || !seen_[i].replaced(gradient)), "GradAccumulator: the gradient of parameter ", i,
-                " (shape ", parameters[i].sizes(),
-                ") vanished inside a window; call optimizer.zero_grad(), which waits for the window's end, in place of "
-                "model->zero_grad()");
-  }
-}
-
-/// Throws if the gradients of a closed window are still there: they would be a part of the next one.
-GRADACCUM_INLINE void GradientWatch::check_cleared(const std::vector<at::Tensor>& parameters) const {
-  for (std::size_t i = 0; i < parameters.size(); ++i)
-    TORCH_CHECK(!seen_[i].defined() || !seen_[i].untouched(parameters[i].grad()), not_cleared);
-}
-
-/// Throws if a part of a sum has not come by `backward`, as all do in the weighted form. What a gradient held before
-/// the window does not matter.
-GRADACCUM_INLINE void GradientWatch::check_only_ours(const std::vector<at::Tensor>& parameters,
-                                                     bool window_is_empty) const {
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    if (!touched(i, parameters[i].grad())) continue;
-    TORCH_CHECK(!window_is_empty || seen_[i].defined(), "GradAccumulator: parameter ", i, " (shape ",
-                parameters[i].sizes(),
-                ") has a gradient from before this window, which backward would add to; call optimizer.zero_grad() "
-                "before the first optimizer.backward(loss)");
-    TORCH_CHECK(
-        window_is_empty, "GradAccumulator: the gradient of parameter ", i, " (shape ", parameters[i].sizes(),
-        ") changed outside optimizer.backward(loss). By loss.backward()? One window has one form. By a backward "
-        "for other parameters that came along here, as of a GAN's generator? Write "
-        "optimizer.backward(loss, {.inputs = generator->parameters()}) there. By another accumulator of these "
-        "parameters? They have one. By code that changes gradients? It goes inside `if (optimizer.ready()) { "
-        "optimizer.gradients().apply(); … }`");
-  }
-}
-
 GRADACCUM_INLINE void WindowSums::set_parameters(const std::vector<at::Tensor>& parameters) {
   std::unordered_set<const void*> known;
   std::vector<at::Tensor> distinct, apart;
@@ -348,23 +246,6 @@ GRADACCUM_INLINE void WindowSums::set_parameters(const std::vector<at::Tensor>& 
   apart_ = std::move(apart);
 }
 
-GRADACCUM_INLINE void WindowSums::set(std::size_t place, const at::Tensor& sum) {
-  const bool apart = sum.scalar_type() != parameters_[place].scalar_type();
-  (apart ? apart_[place] : parameters_[place].mutable_grad()) = sum;
-}
-
-GRADACCUM_INLINE void WindowSums::forget(std::size_t place) {
-  apart_[place].reset();
-  parameters_[place].mutable_grad().reset();
-}
-
-GRADACCUM_INLINE std::vector<std::size_t> WindowSums::places() const {
-  std::vector<std::size_t> places;
-  for (std::size_t place = 0; place < size(); ++place)
-    if ((*this)[place].defined()) places.push_back(place);
-  return places;
-}
-
 GRADACCUM_INLINE void WindowSums::fold(std::size_t place, std::optional<at::ScalarType> dtype) {
   at::NoGradGuard no_grad;
   auto& gradient = parameters_[place].mutable_grad();
@@ -378,32 +259,6 @@ GRADACCUM_INLINE void WindowSums::fold(std::size_t place, std::optional<at::Scal
   else
     sum.add_(gradient);
   gradient.reset();
-}
-
-GRADACCUM_INLINE void WindowSums::move_apart() {
-  for (std::size_t place = 0; place < size(); ++place) {
-    auto& gradient = parameters_[place].mutable_grad();
-    if (!gradient.defined() || apart_[place].defined()) continue;
-    apart_[place] = gradient.detach();
-    gradient.reset();
-  }
-}
-
-GRADACCUM_INLINE void WindowSums::become_gradients() {
-  for (std::size_t i = 0; i < size(); ++i) {
-    if (!apart_[i].defined()) continue;
-    parameters_[i].mutable_grad() = apart_[i].to(parameters_[i].scalar_type());
-    apart_[i].reset();
-  }
-}
-
-GRADACCUM_INLINE WindowSums WindowSums::part(const std::vector<std::size_t>& places) {
-  WindowSums part;
-  for (auto place : places) {
-    part.parameters_.push_back(parameters_[place]);
-    part.apart_.push_back(std::move(apart_[place]));
-  }
-  return part;
 }
 
 GRADACCUM_INLINE void add_sum(WindowSums::Named& named, const std::string& slot, const std::string& name,
@@ -427,19 +282,9 @@ GRADACCUM_INLINE at::Tensor dense_sum(const at::Tensor& parameter, const at::Ten
   return at::empty_like(parameter, saved.scalar_type()).copy_(saved);
 }
 
-GRADACCUM_INLINE at::Tensor sparse_sum(const at::Tensor& parameter, const at::Tensor& indices, const at::Tensor& values,
-                                       const std::string& name) {
-  TORCH_CHECK(indices.scalar_type() == at::kLong && (values.is_floating_point() || values.is_complex()),
-              "GradAccumulator: the state's sparse gradient of ", name, " must have int64 indices and floating values");
-  const auto options = parameter.options().dtype(values.scalar_type()).layout(at::kSparse);
-  return at::sparse_coo_tensor(indices.to(parameter.device(), /*non_blocking=*/false, /*copy=*/true),
-                               values.to(parameter.device(), /*non_blocking=*/false, /*copy=*/true), parameter.sizes(),
-                               options);
-}
-
 /// Takes a sum out of `named`, on its parameter's device; undefined if there is none.
-GRADACCUM_INLINE at::Tensor take_sum(WindowSums::Named& named, const std::string& slot, const std::string& name,
-                                     const at::Tensor& parameter) {
+GRADACCUM_INLINE at::Tensor extract_sum(WindowSums::Named& named, const std::string& slot, const std::string& name,
+                                        const at::Tensor& parameter) {
   const at::NoGradGuard no_grad;
   if (const auto dense = named.extract(slot + "." + name)) return dense_sum(parameter, dense.mapped(), name);
   const auto indices = named.extract(slot + ".indices." + name);
@@ -448,7 +293,15 @@ GRADACCUM_INLINE at::Tensor take_sum(WindowSums::Named& named, const std::string
   const bool coalesced = !values;
   if (coalesced) values = named.extract(slot + ".coalesced." + name);
   TORCH_CHECK(values, "GradAccumulator: the state has the indices of a sparse gradient without its values: ", name);
-  return sparse_sum(parameter, indices.mapped(), values.mapped(), name)._coalesced_(coalesced);
+  const auto dtype = values.mapped().scalar_type();
+  TORCH_CHECK(indices.mapped().scalar_type() == at::kLong && (at::isFloatingType(dtype) || at::isComplexType(dtype)),
+              "GradAccumulator: the state's sparse gradient of ", name, " must have int64 indices and floating values");
+  const auto copied = [&](const at::Tensor& saved) {
+    return saved.to(parameter.device(), /*non_blocking=*/false, /*copy=*/true);
+  };
+  return at::sparse_coo_tensor(copied(indices.mapped()), copied(values.mapped()), parameter.sizes(),
+                               parameter.options().dtype(dtype).layout(at::kSparse))
+      ._coalesced_(coalesced);
 }
 
 GRADACCUM_INLINE WindowSums::Named WindowSums::named(const NameOf& name_of) const {
@@ -460,14 +313,14 @@ GRADACCUM_INLINE WindowSums::Named WindowSums::named(const NameOf& name_of) cons
   return named;
 }
 
-GRADACCUM_INLINE WindowSums::Loaded WindowSums::take(Named named, const NameOf& name_of, bool lenient) const {
+GRADACCUM_INLINE WindowSums::Loaded WindowSums::load(Named named, const NameOf& name_of, bool lenient) const {
   Loaded all;
   for (auto& parameter : parameters_) {
     at::Tensor gradient, sum;
     try {
       const auto& name = name_of(parameter);
-      sum = take_sum(named, "sum", name, parameter);
-      gradient = take_sum(named, "grad", name, parameter);
+      sum = extract_sum(named, "sum", name, parameter);
+      gradient = extract_sum(named, "grad", name, parameter);
       TORCH_CHECK(!gradient.defined() || gradient.scalar_type() == parameter.scalar_type(),
                   "GradAccumulator: the state's gradient of ", name, " must be ", parameter.scalar_type(), ", got ",
                   gradient.scalar_type());
@@ -481,11 +334,6 @@ GRADACCUM_INLINE WindowSums::Loaded WindowSums::take(Named named, const NameOf& 
   TORCH_CHECK(lenient || named.empty(), "GradAccumulator: the state has a gradient of no parameter here: ",
               named.empty() ? "" : named.begin()->first);
   return all;
-}
-
-GRADACCUM_INLINE void WindowSums::set(const Loaded& sums) {
-  for (std::size_t i = 0; i < size(); ++i) parameters_[i].mutable_grad() = sums.in_grad[i];
-  apart_ = sums.apart;
 }
 
 GRADACCUM_INLINE WindowSums::Loaded WindowSums::copies() const {
@@ -512,14 +360,6 @@ GRADACCUM_INLINE void WindowGradients::check_here() const {
   TORCH_CHECK(!elsewhere(),
               "Gradients: with Shard::gradients those of an open window are divided among processes, and nobody has "
               "them yet; ask when it is complete, inside `if (optimizer.ready())`");
-}
-
-GRADACCUM_INLINE void WindowGradients::fold_into_sum(std::size_t place, std::optional<at::ScalarType> dtype) {
-  if (!applied()) sums_.fold(place, dtype);
-}
-
-GRADACCUM_INLINE void WindowGradients::fold_into_sums(std::optional<at::ScalarType> dtype) {
-  for (std::size_t place = 0; place < sums_.size(); ++place) fold_into_sum(place, dtype);
 }
 
 GRADACCUM_INLINE std::shared_ptr<WindowGradients> WindowGradients::part(const std::vector<std::size_t>& places) {
@@ -556,41 +396,6 @@ GRADACCUM_INLINE void WindowGradients::wait_for_measure() {
   found_inf_ = at::full({}, measure.finite ? 0.0 : 1.0, found_inf_.options());
 }
 
-GRADACCUM_INLINE void WindowGradients::set_complete(bool complete) {
-  if (!complete && !sending() && !applied()) state_ = State::open;
-  if (complete && !applied()) state_ = State::complete;
-}
-
-GRADACCUM_INLINE void WindowGradients::free() {
-  for (auto& parameter : all_parameters()) parameter.mutable_grad().reset();
-  close();
-}
-
-GRADACCUM_INLINE void WindowGradients::close() {
-  state_ = State::closed;
-  sums_ = {};
-}
-
-GRADACCUM_INLINE void WindowGradients::take_norm_memory(WindowGradients& from) {
-  if (from.measure_of_all_) return;
-  from.norms_.reset();
-  norm_memory_ = std::move(from.norm_memory_);
-}
-
-GRADACCUM_INLINE std::vector<at::Tensor> WindowGradients::parameters() const {
-  check_here();
-  std::vector<at::Tensor> with_gradient;
-  for (auto place : sums_.places()) with_gradient.push_back(all_parameters()[place]);
-  return with_gradient;
-}
-
-GRADACCUM_INLINE std::vector<at::Tensor> WindowGradients::raw() const {
-  check_here();
-  std::vector<at::Tensor> gradients;
-  for (auto place : sums_.places()) gradients.push_back(sums_[place]);
-  return gradients;
-}
-
 GRADACCUM_INLINE Multiplier WindowGradients::multiplier() const {
   auto factor = factor_;
   if (!applied() && total_weight_ > 0) {
@@ -598,11 +403,6 @@ GRADACCUM_INLINE Multiplier WindowGradients::multiplier() const {
     factor.divide(total_weight_);
   }
   return product_of(factor);
-}
-
-GRADACCUM_INLINE bool WindowGradients::is_measured(const std::vector<at::Tensor>& gradients) const {
-  const auto untouched = [](const SeenTensor& seen, const at::Tensor& gradient) { return seen.untouched(gradient); };
-  return std::equal(measured_.begin(), measured_.end(), gradients.begin(), gradients.end(), untouched);
 }
 
 GRADACCUM_INLINE std::vector<at::Tensor> WindowGradients::measured() {
@@ -613,7 +413,7 @@ GRADACCUM_INLINE std::vector<at::Tensor> WindowGradients::measured() {
               "Gradients: this process has a part of the window alone, and that has been changed: the norm of all "
               "parts, and whether they are finite, are known from before; ask before you change them");
   norms_.reset();
-  norms_ = norms(gradients, 2, norm_memory_);
+  norms_ = norms(gradients, 2, &norm_memory_);
   found_inf_.reset();
   overflowed_.reset();
   judged_on_device_.reset();
@@ -627,8 +427,6 @@ GRADACCUM_INLINE void WindowGradients::scale(const at::Tensor& norm, const Multi
   else
     norm.mul_(by.on(norm.device()).abs());
 }
-
-GRADACCUM_INLINE bool WindowGradients::measured_by_kernel() const { return device_kernels() && norms_.is_cuda(); }
 
 GRADACCUM_INLINE at::Tensor WindowGradients::window_norm(const std::vector<at::Tensor>& gradients, double max_norm) {
   const auto by = multiplier().moved_to(norms_.device());
@@ -689,8 +487,6 @@ GRADACCUM_INLINE bool WindowGradients::overflowed() {
   return *overflowed_;
 }
 
-GRADACCUM_INLINE at::Tensor WindowGradients::judge_on_device() { return judged_on_device_ = found_inf(); }
-
 GRADACCUM_INLINE void WindowGradients::apply() {
   check_open();
   TORCH_CHECK(complete(),
@@ -736,40 +532,34 @@ GRADACCUM_INLINE std::vector<std::vector<at::Tensor>> by_device_and_dtype(const 
   return groups;
 }
 
-/// Prepares a sum of squares. A sparse gradient's is rounded in the order of the dense one's.
-GRADACCUM_INLINE SquaredNumbers squared_numbers(const at::Tensor& gradient, const at::Tensor& numbers) {
-  if (!gradient.is_sparse() || gradient.sparse_dim() != 1 || !numbers.is_contiguous()) return {numbers};
-  return {numbers, gradient._indices()[0].contiguous(), gradient.size(0)};
-}
-
-/// Returns the L2 norms of CPU tensors, without the float64 copies that ATen would make.
-GRADACCUM_INLINE at::Tensor l2_norms_on_cpu(const std::vector<SquaredNumbers>& tensors) {
-  auto norms = sums_of_squares(tensors);
-  for (auto& norm : norms) norm = std::sqrt(norm);
-  return at::tensor(norms, at::TensorOptions(at::kDouble));
-}
-
-GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, double p, StreamMemory& memory) {
+GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, double p, StreamMemory* memory) {
   std::vector<SquaredNumbers> on_cpu;  // duplicates in a sparse gradient count as their sum
   std::vector<at::Tensor> by_kernel, others, found;
   for (auto& gradient : gradients) {
     const auto summed = gradient.is_sparse() ? gradient.coalesce() : gradient;
     const auto numbers = elements(summed);
     if (numbers.numel() == 0) continue;
-    if (p == 2 && can_be_summed_here(numbers))
-      on_cpu.push_back(squared_numbers(summed, numbers));
-    else if (p == 2 && can_be_normed_on_device(numbers))
+    if (p == 2 && can_be_summed_here(numbers)) {
+      auto& squares = on_cpu.emplace_back(SquaredNumbers{numbers});
+      if (summed.is_sparse() && summed.sparse_dim() == 1 && numbers.is_contiguous())  // in the order of a dense one's
+        squares = {numbers, summed._indices()[0].contiguous(), summed.size(0)};
+    } else if (p == 2 && can_be_normed_on_device(numbers)) {
       by_kernel.push_back(numbers);
-    else
+    } else {
       others.push_back(numbers);
+    }
   }
   for (auto& group : by_device_and_dtype(by_kernel)) {
     StreamMemory of_others;
-    found.push_back(l2_norms_on_device(group, found.empty() ? memory : of_others));
+    found.push_back(l2_norms_on_device(group, memory && found.empty() ? *memory : of_others));
   }
   for (auto& group : by_device_and_dtype(others))
     for (auto& norm : at::_foreach_norm(group, p, at::kDouble)) found.push_back(norm.reshape({1}));
-  if (!on_cpu.empty()) found.push_back(l2_norms_on_cpu(on_cpu));
+  if (!on_cpu.empty()) {  // without the float64 copies that ATen would make
+    auto roots = sums_of_squares(on_cpu);
+    for (auto& root : roots) root = std::sqrt(root);
+    found.push_back(at::tensor(roots, at::TensorOptions(at::kDouble)));
+  }
   if (found.empty()) found.push_back(at::zeros({1}, at::TensorOptions(at::kDouble)));
   if (found.size() == 1) return found.front();
   auto device = found.front().device();  // a device if there is any, since a copy to it need not be waited for
@@ -777,11 +567,6 @@ GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, doub
     if (!norm.device().is_cpu()) device = norm.device();
   for (auto& norm : found) norm = norm.to(device, /*non_blocking=*/true);
   return at::cat(found);
-}
-
-GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, double p) {
-  StreamMemory memory;
-  return norms(gradients, p, memory);
 }
 
 // Reductions of a few numbers use no operations on the CPU: each would take as long as a pass over a small model.
@@ -796,13 +581,6 @@ GRADACCUM_INLINE at::Tensor l2_norm_of(const at::Tensor& norms) {
   return at::scalar_tensor(std::sqrt(sum) * scale, at::TensorOptions(at::kDouble));
 }
 
-GRADACCUM_INLINE at::Tensor not_finite(const at::Tensor& norms) {
-  if (!norms.device().is_cpu()) return norms.isfinite().all().logical_not().to(at::kFloat);
-  const auto* const all = norms.const_data_ptr<double>();
-  const bool finite = std::all_of(all, all + norms.numel(), [](double norm) { return std::isfinite(norm); });
-  return at::scalar_tensor(finite ? 0.0 : 1.0, at::TensorOptions(at::kFloat));
-}
-
 GRADACCUM_INLINE bool squares_may_overflow(const std::vector<at::Tensor>& gradients) {
   return std::any_of(gradients.begin(), gradients.end(), [](const at::Tensor& gradient) {
     return at::toRealValueType(gradient.scalar_type()) == at::kDouble;
@@ -811,7 +589,11 @@ GRADACCUM_INLINE bool squares_may_overflow(const std::vector<at::Tensor>& gradie
 
 GRADACCUM_INLINE at::Tensor found_inf(const std::vector<at::Tensor>& gradients, const at::Tensor& l2_norms) {
   const double infinity = std::numeric_limits<double>::infinity();
-  return not_finite(squares_may_overflow(gradients) ? norms(gradients, infinity) : l2_norms);
+  const auto sizes = squares_may_overflow(gradients) ? norms(gradients, infinity) : l2_norms;
+  if (!sizes.device().is_cpu()) return sizes.isfinite().all().logical_not().to(at::kFloat);
+  const auto* const all = sizes.const_data_ptr<double>();
+  const bool finite = std::all_of(all, all + sizes.numel(), [](double size) { return std::isfinite(size); });
+  return at::scalar_tensor(finite ? 0.0 : 1.0, at::TensorOptions(at::kFloat));
 }
 
 /// Multiplies 16-bit gradients by a 0-dim float32 tensor on the CPU, or in float32 on a device: ATen first rounds a
@@ -879,6 +661,73 @@ GRADACCUM_INLINE std::uint64_t sample_of(const at::Tensor& tensor) {
   return sample;
 }
 
+/// Calls the listener after the hook that was in the slot. The scope owns the listener, which may hold the parameter.
+struct GradReadyHook final : torch::autograd::PostAccumulateGradHook {
+  GradReadyHook(const std::shared_ptr<GradReadyListener>& whom, std::size_t where)
+      : listener(whom), address(whom.get()), place(where) {}
+
+  void operator()(const at::Tensor& parameter) override {
+    const auto there = listener.lock();  // keeps the listener alive during the calls
+    if (there) there->added(place);
+    if (before) (*before)(parameter);
+    if (there) there->grad_ready(place);
+  }
+
+  std::weak_ptr<GradReadyListener> listener;
+  const GradReadyListener* address;
+  std::size_t place;
+  std::unique_ptr<torch::autograd::PostAccumulateGradHook> before;
+};
+
+GRADACCUM_INLINE GradReadyScope::GradReadyScope(std::shared_ptr<GradReadyListener> listener)
+    : listener_(std::move(listener)) {
+  std::vector<std::pair<const at::Tensor*, std::unique_ptr<GradReadyHook>>> hooks;
+  const auto& parameters = listener_->parameters();
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    if (parameters[i].requires_grad())
+      hooks.emplace_back(&parameters[i], std::make_unique<GradReadyHook>(listener_, i));
+  for (auto& [parameter, hook] : hooks) listening_.push_back(parameter);
+  for (auto& [parameter, hook] : hooks) {
+    auto& slot = torch::autograd::impl::post_acc_grad_hooks(*parameter);
+    hook->before = std::move(slot);
+    slot = std::move(hook);
+  }
+}
+
+/// Takes a listener's hook out of the chain, since scopes may end in any order.
+GRADACCUM_INLINE void unhook(std::unique_ptr<torch::autograd::PostAccumulateGradHook>& slot,
+                             const GradReadyListener& listener) {
+  auto* const hook = dynamic_cast<GradReadyHook*>(slot.get());
+  if (!hook) return;
+  if (hook->address != &listener) return unhook(hook->before, listener);
+  auto before = std::move(hook->before);
+  slot = std::move(before);
+}
+
+GRADACCUM_INLINE GradReadyScope::~GradReadyScope() {
+  listener_->end();
+  for (auto* const parameter : listening_) unhook(torch::autograd::impl::post_acc_grad_hooks(*parameter), *listener_);
+}
+
+GRADACCUM_INLINE bool is_waited_for(const at::Tensor& parameter) {
+  const auto* hook = torch::autograd::impl::post_acc_grad_hooks(parameter).get();
+  while (hook) {
+    const auto* const ours = dynamic_cast<const GradReadyHook*>(hook);
+    const auto listener = ours ? ours->listener.lock() : nullptr;
+    if (!ours || (listener && listener->waits_for_whole())) return true;
+    hook = ours->before.get();
+  }
+  return false;
+}
+
+GRADACCUM_INLINE void say_added(const at::Tensor& parameter) {
+  const auto* hook = torch::autograd::impl::post_acc_grad_hooks(parameter).get();
+  while (const auto* const ours = dynamic_cast<const GradReadyHook*>(hook)) {
+    if (const auto listener = ours->listener.lock()) listener->grad_ready(ours->place);
+    hook = ours->before.get();
+  }
+}
+
 GRADACCUM_INLINE Shards::Shards(std::vector<at::Tensor> parameters, bool may_be_cut, int rank, int world_size)
     : parameters_(std::move(parameters)), pieces_(parameters_.size()), rank_(rank), world_size_(world_size) {
   const at::NoGradGuard no_grad;
@@ -904,17 +753,11 @@ GRADACCUM_INLINE Shards::Shards(std::vector<at::Tensor> parameters, bool may_be_
   }
 }
 
-/// Sorts the ranks by their bytes, the least first.
-GRADACCUM_INLINE std::vector<std::size_t> ranks_by(const std::vector<std::int64_t>& bytes_of_rank) {
-  std::vector<std::size_t> ranks(bytes_of_rank.size());
-  std::iota(ranks.begin(), ranks.end(), std::size_t{0});
-  std::stable_sort(ranks.begin(), ranks.end(), [&](auto a, auto b) { return bytes_of_rank[a] < bytes_of_rank[b]; });
-  return ranks;
-}
-
 GRADACCUM_INLINE void Shards::divide(std::size_t place, bool may_be_cut, std::vector<std::int64_t>& bytes_of_rank) {
   const auto& parameter = parameters_[place];
-  const auto ranks = ranks_by(bytes_of_rank);
+  std::vector<std::size_t> ranks(bytes_of_rank.size());  // by their bytes, the least first
+  std::iota(ranks.begin(), ranks.end(), std::size_t{0});
+  std::stable_sort(ranks.begin(), ranks.end(), [&](auto a, auto b) { return bytes_of_rank[a] < bytes_of_rank[b]; });
   auto& pieces = pieces_[place];
   if (may_be_cut && parameter.numel() / unit >= world_size_ && parameter.is_contiguous())
     pieces = cut(parameter.numel(), ranks);
@@ -940,35 +783,10 @@ GRADACCUM_INLINE std::vector<Shards::Piece> Shards::cut(std::int64_t elements, c
   return pieces;
 }
 
-GRADACCUM_INLINE std::size_t Shards::number_of_pieces() const {
-  std::size_t number = 0;
-  for (auto& pieces : pieces_) number += pieces.size();
-  return number;
-}
-
-GRADACCUM_INLINE Shards::Piece Shards::own_piece(std::size_t place) const {
-  if (is_cut(place)) return pieces(place)[static_cast<std::size_t>(rank_)];
-  const auto& whole = pieces(place)[0];
-  return whole.rank == rank_ ? whole : Piece{rank_, 0, 0};
-}
-
-GRADACCUM_INLINE at::Tensor Shards::part(std::size_t place, const Piece& piece, const at::Tensor& of) const {
-  return is_cut(place) ? of.detach().reshape({-1}).narrow(0, piece.begin, piece.size()) : of;
-}
-
 GRADACCUM_INLINE void Shards::with_own(torch::optim::Optimizer& optimizer, c10::function_ref<void()> work) {
   swap_groups(optimizer);
-  struct Back {
-    Shards& shards;
-    torch::optim::Optimizer& optimizer;
-    ~Back() { shards.swap_groups(optimizer); }
-  } back{*this, optimizer};
+  const auto back = c10::make_scope_exit([&] { swap_groups(optimizer); });
   work();
-}
-
-GRADACCUM_INLINE void Shards::clear_gradients() {
-  for (std::size_t place = 0; place < size(); ++place)
-    if (!own_[place].is_same(parameters_[place])) own_[place].mutable_grad().reset();
 }
 
 GRADACCUM_INLINE void Shards::check_parameters(const std::vector<at::Tensor>& parameters) const {
@@ -977,25 +795,24 @@ GRADACCUM_INLINE void Shards::check_parameters(const std::vector<at::Tensor>& pa
               "before that");
 }
 
-GRADACCUM_INLINE void Shards::check_place(const torch::optim::Optimizer& optimizer, std::size_t place) const {
-  const auto& parameter = parameters_[place];
-  const auto piece = own_piece(place);
-  const auto* const begin = static_cast<const char*>(parameter.const_data_ptr()) +
-                            piece.begin * static_cast<std::int64_t>(parameter.element_size());
-  TORCH_CHECK(piece.size() == 0 || own_[place].const_data_ptr() == begin, "Shard: a parameter of shape ",
-              parameter.sizes(),
-              " must stay where it was when the Replicas were made; move the model to its device "
-              "before that");
-  TORCH_CHECK(own_[place].is_same(parameter) || optimizer.state().count(parameter.unsafeGetTensorImpl()) == 0,
-              "Shard: the optimizer has state of a whole parameter of shape ", parameter.sizes(),
-              ", of which this process steps a part; load it by ga::load, or by ga::OptimizerState of the accumulator");
-}
-
 GRADACCUM_INLINE void Shards::check(const torch::optim::Optimizer& optimizer) const {
   std::vector<at::Tensor> all;
   for (auto& group : optimizer.param_groups()) all.insert(all.end(), group.params().begin(), group.params().end());
   check_parameters(all);
-  for (std::size_t place = 0; place < size(); ++place) check_place(optimizer, place);
+  for (std::size_t place = 0; place < size(); ++place) {
+    const auto& parameter = parameters_[place];
+    const auto piece = own_piece(place);
+    const auto* const begin = static_cast<const char*>(parameter.const_data_ptr()) +
+                              piece.begin * static_cast<std::int64_t>(parameter.element_size());
+    TORCH_CHECK(piece.size() == 0 || own_[place].const_data_ptr() == begin, "Shard: a parameter of shape ",
+                parameter.sizes(),
+                " must stay where it was when the Replicas were made; move the model to its device "
+                "before that");
+    TORCH_CHECK(
+        own_[place].is_same(parameter) || optimizer.state().count(parameter.unsafeGetTensorImpl()) == 0,
+        "Shard: the optimizer has state of a whole parameter of shape ", parameter.sizes(),
+        ", of which this process steps a part; load it by ga::load, or by ga::OptimizerState of the accumulator");
+  }
 }
 
 GRADACCUM_INLINE void Shards::swap_groups(torch::optim::Optimizer& optimizer) noexcept {
