@@ -14,7 +14,6 @@
 #include <gradaccum/impl/checkpoint/planner.ipp>
 #include <gradaccum/impl/checkpoint/recomputation.ipp>
 #include <gradaccum/impl/compilation/compiled_step.ipp>
-#include <gradaccum/impl/compilation/loaded_step.ipp>
 #include <gradaccum/impl/data/data.ipp>
 #include <gradaccum/impl/data/samples.ipp>
 #include <gradaccum/impl/fitting/memory_fitter.ipp>
@@ -33,9 +32,6 @@
 #include <gradaccum/impl/optimizers/param_states.ipp>
 #include <gradaccum/impl/optimizers/step_plan.ipp>
 #include <gradaccum/impl/parallel/connections.ipp>
-#include <gradaccum/impl/parallel/gradient_exchange.ipp>
-#include <gradaccum/impl/parallel/heartbeat.ipp>
-#include <gradaccum/impl/parallel/process_group.ipp>
 #include <gradaccum/impl/parallel/replicas.ipp>
 #include <gradaccum/impl/scaling/amp_scaler.ipp>
 #include <gradaccum/impl/state/archive.ipp>

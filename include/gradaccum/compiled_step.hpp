@@ -1,19 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/compilation/loaded_step.hpp>
+#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/data/samples.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/gradients.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
+#include <c10/util/FunctionRef.h>
+#include <torch/nn/module.h>
 
 #include <concepts>
 #include <cstddef>
+#include <cstdint>
 #include <filesystem>
 #include <functional>
 #include <iosfwd>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -23,12 +27,30 @@
 
 namespace gradaccum {
 
+/// The numbers of steps that a `CompiledStep` ran compiled and eagerly, with reasons. Printable.
+struct CompiledStepReport {
+  std::int64_t compiled = 0, eager = 0;
+  std::map<std::string, std::int64_t> why_eager = {};  ///< counts by reason
+};
 std::ostream& operator<<(std::ostream& stream, const CompiledStepReport& report);
 
 /// A step that CMake's `gradaccum_compile_step(target folder NAME name)` builds into the program.
 struct InProgram {
   std::string name;
 };
+
+namespace detail {
+
+/// A compiled step of one model.
+class LoadedStep;
+
+std::shared_ptr<LoadedStep> load_step(torch::nn::Module& module, const std::filesystem::path& folder);
+std::shared_ptr<LoadedStep> load_step(torch::nn::Module& module, const InProgram& step);
+/// Computes the loss of a batch and its gradients; runs `objective` if there is no graph for it.
+Loss run_step(LoadedStep& step, std::vector<at::Tensor> batch, c10::function_ref<Loss()> objective);
+const CompiledStepReport& report_of(const LoadedStep& step);
+
+}  // namespace detail
 
 /// An objective with compiled forward and backward, recorded by `save_step` and compiled by tools/compile_step.py.
 ///
@@ -66,15 +88,16 @@ class CompiledStep {
 
  public:
   CompiledStep(Model& model, Objective objective, const std::filesystem::path& folder)
-      : CompiledStep(model, std::move(objective), detail::StepSource(folder)) {}
+      : model_(&model), objective_(std::move(objective)), step_(detail::load_step(detail::module_of(model), folder)) {}
   CompiledStep(Model& model, Objective objective, const InProgram& step)
-      : CompiledStep(model, std::move(objective), detail::StepSource(step.name)) {}
+      : model_(&model), objective_(std::move(objective)), step_(detail::load_step(detail::module_of(model), step)) {}
 
   template <class Batch>
   auto operator()(Batch&& batch) {
     using Result = std::remove_cvref_t<std::invoke_result_t<Objective&, Model&, Batch&>>;
     static_assert(std::convertible_to<Result, Loss>, "CompiledStep: the objective returns a Tensor or a ga::Loss");
-    auto loss = step_->run(detail::tensors_of(batch), [&] { return Loss(std::invoke(objective_, *model_, batch)); });
+    auto loss = detail::run_step(*step_, detail::tensors_of(batch),
+                                 [&] { return Loss(std::invoke(objective_, *model_, batch)); });
     if constexpr (std::derived_from<Result, at::Tensor>)
       return loss.mean;
     else
@@ -87,14 +110,9 @@ class CompiledStep {
     return (*this)(batch);
   }
 
-  const CompiledStepReport& report() const { return step_->report(); }
+  const CompiledStepReport& report() const { return detail::report_of(*step_); }
 
  private:
-  CompiledStep(Model& model, Objective objective, const detail::StepSource& source)
-      : model_(&model),
-        objective_(std::move(objective)),
-        step_(std::make_shared<detail::LoadedStep>(detail::module_of(model), source)) {}
-
   Model* model_;
   Objective objective_;
   std::shared_ptr<detail::LoadedStep> step_;
@@ -116,6 +134,13 @@ std::ostream& operator<<(std::ostream& stream, const SavedStep& step);
 
 namespace detail {
 
+/// A batch and its objective.
+struct StepCall {
+  std::vector<at::Tensor> batch;
+  std::function<Loss()> objective;
+  bool tensors_alone = true;  ///< false: the batch may hold numbers, which tracing does not see
+};
+
 /// The calls recorded for one graph.
 struct StepCalls {
   StepCall call;
@@ -127,7 +152,7 @@ SavedStep save_steps(torch::nn::Module& module, const std::vector<StepCalls>& ca
 
 /// Removes the first row from a batch. Returns false if its tensors differ in rows, or have fewer than 3.
 template <class Batch>
-bool take_a_row(Batch& batch) {
+bool remove_first_row(Batch& batch) {
   const auto tensors = tensors_of(batch);
   for (auto& tensor : tensors)
     if (!tensor.defined() || tensor.dim() == 0 || tensor.size(0) < 3 || tensor.size(0) != tensors.front().size(0))
@@ -146,21 +171,29 @@ StepCall step_call(Model& model, Objective& objective, Batch& batch) {
           !tells_its_tensors<Batch>};
 }
 
+/// Returns the calls for these batches, whose copies `of_a_row_less` lose a row where that is possible.
+template <class Model, class Objective, class Batch>
+std::vector<StepCalls> step_calls(Model& model, Objective& objective, std::vector<Batch>& batches,
+                                  std::vector<Batch>& of_a_row_less) {
+  std::vector<StepCalls> calls;
+  for (std::size_t i = 0; i < batches.size(); ++i) {
+    calls.push_back({step_call(model, objective, batches[i]), {}});
+    if constexpr (!tells_its_tensors<Batch>)
+      if (remove_first_row(of_a_row_less[i]))
+        calls.back().of_a_row_less = step_call(model, objective, of_a_row_less[i]);
+  }
+  return calls;
+}
+
 }  // namespace detail
 
 /// Records a step like `save_step`, for batches of several layouts, with a graph for each.
 template <class Model, class Objective, class Batch>
 SavedStep save_steps(Model&& model, Objective&& objective, const std::vector<Batch>& batches,
                      const std::filesystem::path& folder, const SaveStepOptions& options = {}) {
-  std::vector<detail::StepCalls> calls;
   auto own = batches, of_a_row_less = batches;
-  for (std::size_t i = 0; i < own.size(); ++i) {
-    calls.push_back({detail::step_call(model, objective, own[i]), {}});
-    if constexpr (!detail::tells_its_tensors<Batch>)
-      if (detail::take_a_row(of_a_row_less[i]))
-        calls.back().of_a_row_less = detail::step_call(model, objective, of_a_row_less[i]);
-  }
-  return detail::save_steps(detail::module_of(model), calls, folder, options);
+  return detail::save_steps(detail::module_of(model), detail::step_calls(model, objective, own, of_a_row_less), folder,
+                            options);
 }
 
 /// Records a training step, forward and backward, for compilation: torch.compile for C++ modules.

@@ -73,13 +73,11 @@ class ProcessGroup {
   /// Waits until all ranks have called it.
   void barrier() const;
 
-  /// The connections, for code that exchanges data by itself; nullptr for a single process.
-  const std::shared_ptr<detail::Connections>& connections() const { return connections_; }
-
  private:
+  friend class Replicas;
   ProcessGroup(const detail::LaunchEnvironment& environment, ProcessGroupOptions options);
 
-  std::shared_ptr<detail::Connections> connections_;
+  std::shared_ptr<detail::Connections> connections_;  // nullptr for a single process
   int rank_ = 0, world_size_ = 1, local_rank_ = 0;
 };
 
@@ -103,5 +101,5 @@ struct ReplicasOptions {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/parallel/process_group.ipp>
+#include <gradaccum/impl/parallel/connections.ipp>
 #endif

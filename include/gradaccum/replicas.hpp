@@ -55,11 +55,11 @@ namespace gradaccum {
 class Replicas {
  public:
   /// Connects a model. `optimizer` is an accumulator, or a Trainer for the policy `DataParallel`.
-  template <detail::model Model, class Optimizer>
+  template <class Model, class Optimizer>
   Replicas(ProcessGroup group, Model& model, Optimizer& optimizer, ReplicasOptions options = {})
-      : group_(std::move(group)), model_(&detail::module_of(model)), peers_(peers_of(group_, options)) {
-    if (!peers_) return;
-    optimizer.set_peers(peers_);
+      : group_(std::move(group)), model_(&detail::module_of(model)), communicator_(communicator_of(group_, options)) {
+    if (!communicator_) return;
+    optimizer.set_peers(communicator_);
     others_continue_ = [&optimizer] { return optimizer.others_continue(); };
     if constexpr (requires { optimizer.parameters(); })
       begin(options, optimizer.parameters());
@@ -82,18 +82,18 @@ class Replicas {
   void check_equal() const;
 
   const ProcessGroup& group() const { return group_; }
-  /// The exchange with the other ranks, for the policy `DataParallel`; nullptr for a single process.
-  const std::shared_ptr<detail::ReplicaCommunicator>& peers() const { return peers_; }
+  /// The exchange with the other ranks, for the `peers()` of a training that is saved; nullptr for a single process.
+  auto peers() const { return communicator_; }
 
  private:
-  static std::shared_ptr<detail::ReplicaCommunicator> peers_of(const ProcessGroup& group,
-                                                               const ReplicasOptions& options);
+  static std::shared_ptr<detail::ReplicaCommunicator> communicator_of(const ProcessGroup& group,
+                                                                      const ReplicasOptions& options);
   void begin(const ReplicasOptions& options, const std::vector<at::Tensor>& of_optimizer) const;
   void broadcast(const std::vector<at::Tensor>& tensors) const;
 
   ProcessGroup group_;
   torch::nn::Module* model_;
-  std::shared_ptr<detail::ReplicaCommunicator> peers_;
+  std::shared_ptr<detail::ReplicaCommunicator> communicator_;
   std::function<bool()> others_continue_;
 };
 

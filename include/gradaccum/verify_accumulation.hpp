@@ -3,14 +3,13 @@
 
 #include <gradaccum/detail/data/samples.hpp>
 #include <gradaccum/detail/types/types.hpp>
-#include <gradaccum/detail/verification/passes.hpp>
 #include <gradaccum/gradients.hpp>
 
 #include <torch/nn/module.h>
 
-#include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <iosfwd>
 #include <optional>
 #include <string>
@@ -45,9 +44,23 @@ std::string to_string(const AccumulationReport& report);
 std::ostream& operator<<(std::ostream& stream, const AccumulationReport& report);
 
 namespace detail {
+
+/// A batch and its micro-batches, independent of their types.
+struct SplitBatch {
+  static constexpr std::int64_t whole = -1;
+
+  std::function<std::size_t(std::int64_t steps)> split;  ///< returns the number of parts
+  std::function<std::int64_t(std::size_t part)> rows;
+  std::function<Loss(std::int64_t part)> loss;  ///< loss of a micro-batch, or of the whole batch
+};
+
 AccumulationReport compare_gradients(torch::nn::Module& model, const SplitBatch& batch,
                                      const VerifyAccumulationOptions& options);
-}
+
+/// Returns the row counts of micro-batches, as even as possible: the first have one more.
+std::vector<std::int64_t> rows_of_parts(std::int64_t rows, std::int64_t steps);
+
+}  // namespace detail
 
 /// Checks whether micro-batches give the gradients of one batch for this model and objective, and names causes if not.
 ///
@@ -71,12 +84,28 @@ AccumulationReport compare_gradients(torch::nn::Module& model, const SplitBatch&
 ///
 /// @note Waits for the device. Takes the memory of one large batch, of the model, and of three sets of its gradients.
 /// Takes the time of three passes, and of some more for each cause.
-template <detail::model Model, class Objective, class Batch, class Split = detail::SplitRows>
+template <class Model, class Objective, class Batch>
 AccumulationReport verify_accumulation(Model&& model, Objective objective, Batch batch,
-                                       VerifyAccumulationOptions options = {}, const Split& split = {}) {
-  static_assert(!std::same_as<Split, detail::SplitRows> || detail::has_rows<Batch>,
+                                       VerifyAccumulationOptions options = {}) {
+  static_assert(detail::has_rows<Batch>,
                 "verify_accumulation: how to split this batch is not known; pass, last, a function (const Batch&, "
                 "std::int64_t steps) -> std::vector<Batch>");
+  const auto split_rows = [](const Batch& whole, std::int64_t steps) {
+    std::vector<Batch> parts;
+    std::int64_t from = 0;
+    for (auto count : detail::rows_of_parts(detail::rows_of(whole), steps)) {
+      parts.push_back(detail::narrowed(whole, from, count));
+      from += count;
+    }
+    return parts;
+  };
+  return verify_accumulation(model, std::move(objective), std::move(batch), options, split_rows);
+}
+
+/// Checks micro-batches that `split(batch, steps)` makes, for a batch of any type.
+template <class Model, class Objective, class Batch, class Split>
+AccumulationReport verify_accumulation(Model&& model, Objective objective, Batch batch,
+                                       VerifyAccumulationOptions options, const Split& split) {
   std::vector<Batch> parts;
   return detail::compare_gradients(
       detail::module_of(model),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/parallel/heartbeat.hpp>
+#include <gradaccum/detail/parallel/connections.hpp>
 
 #include "support/relay.hpp"
 
@@ -85,10 +85,10 @@ TEST_CASE("Heartbeat: a rank that has yet to come, or has left, is not missed") 
 }
 
 TEST_CASE("Heartbeat: who was suspended himself takes nobody for silent") {
-  inner::Silence others(std::chrono::milliseconds(1500));
-  CHECK_FALSE(others.too_long(1));
+  inner::StallDetector others(std::chrono::milliseconds(1500));
+  CHECK_FALSE(others.stalled(1));
   std::this_thread::sleep_for(std::chrono::seconds(2));
-  CHECK_FALSE(others.too_long(1));
-  while (!others.too_long(1)) std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  CHECK_FALSE(others.too_long(2));
+  CHECK_FALSE(others.stalled(1));
+  while (!others.stalled(1)) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  CHECK_FALSE(others.stalled(2));
 }

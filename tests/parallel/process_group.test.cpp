@@ -2,7 +2,6 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/parallel/connections.hpp>
-#include <gradaccum/detail/parallel/heartbeat.hpp>
 #include <gradaccum/detail/parallel/replica_communicator.hpp>
 #include <gradaccum/process_group.hpp>
 
@@ -15,6 +14,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace ga = gradaccum;
@@ -23,11 +23,10 @@ namespace inner = gradaccum::detail;
 namespace {
 
 inner::LaunchEnvironment read(const std::map<std::string, std::string>& variables) {
-  return inner::LaunchEnvironmentReader([&](const std::string& name) {
-           const auto found = variables.find(name);
-           return found == variables.end() ? std::nullopt : std::optional(found->second);
-         })
-      .read();
+  return inner::launch_environment([&](const std::string& name) {
+    const auto found = variables.find(name);
+    return found == variables.end() ? std::nullopt : std::optional(found->second);
+  });
 }
 
 }  // namespace
@@ -160,8 +159,8 @@ TEST_CASE("ProcessGroup: NCCL where each rank has a device of its own") {
   CHECK_FALSE(ga::detail::each_has_its_own({"a/0", "a/1", "a/0"}));
   CHECK_FALSE(ga::detail::each_has_its_own({"a/0", "", "b/0"}));
   CHECK_FALSE(ga::detail::each_has_its_own({"", ""}));
-  CHECK(ga::detail::device_place({}).empty());
-  CHECK(ga::detail::device_place({torch::ones({2})}).empty());
+  CHECK(ga::detail::device_name({}).empty());
+  CHECK(ga::detail::device_name({torch::ones({2})}).empty());
 }
 
 TEST_CASE("ProcessGroup: tensors of a device", "[cuda]") {
@@ -205,13 +204,18 @@ TEST_CASE("ProcessGroup: a rank that is silent is named, and others hear of it")
 }
 
 TEST_CASE("ProcessGroup: where NCCL cannot be made on one rank, the others hear of it at once") {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::string> errors(2);
-  tests::as_ranks(2, [&](ga::ProcessGroup& group) {
-    errors[static_cast<std::size_t>(group.rank())] = testing::error_of([&] {
-      if (group.rank() == 1) group.connections()->connect_devices({"one", "another"}, at::Device(at::kCUDA, 0));
-      group.barrier();
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank)
+    threads.emplace_back([&, rank] {
+      errors[static_cast<std::size_t>(rank)] = testing::error_of([&] {
+        inner::Connections connections(store, "127.0.0.1", "its place", rank, 2, std::chrono::seconds(60));
+        if (rank == 1) connections.connect_devices({"one", "another"}, at::Device(at::kCUDA, 0));
+        connections.all_reduce(torch::zeros({1}));
+      });
     });
-  });
+  for (auto& thread : threads) thread.join();
   CHECK_FALSE(errors[1].empty());
   CHECK(testing::contains(errors[0], "rank 1 has given up: " + errors[1].substr(0, 20)));
 }

@@ -2,7 +2,7 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/amp_scaler.hpp>
-#include <gradaccum/detail/parallel/gradient_exchange.hpp>
+#include <gradaccum/detail/parallel/replica_communicator.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/optim/sgd.hpp>
 #include <gradaccum/replicas.hpp>
@@ -114,7 +114,7 @@ TEST_CASE("Replicas: buckets are sent in the order in which backward completes t
     for (auto size : {std::int64_t{1} << 18, std::int64_t{1000}})
       parameters.push_back(torch::zeros({size}).requires_grad_());
   std::vector<std::vector<std::size_t>> places;
-  for (auto& bucket : ga::detail::buckets_of(parameters, {}, std::int64_t{25} << 20)) places.push_back(bucket.places);
+  for (auto& bucket : ga::detail::buckets_of(parameters, {}, std::int64_t{25} << 20)) places.push_back(bucket.indices);
   // The biases wait for the first layer's: no weight waits for them, but the first, which comes after.
   CHECK(places == std::vector<std::vector<std::size_t>>{{6}, {4}, {2}, {7, 5, 3, 1}, {0}});
 }

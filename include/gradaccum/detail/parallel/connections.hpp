@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/parallel/heartbeat.hpp>
+#include <gradaccum/detail/build/inline.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <future>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 namespace c10d {
@@ -24,8 +26,67 @@ class Work;
 
 namespace gradaccum::detail {
 
-struct LaunchEnvironment;
 class NcclConnection;
+
+/// Detects processes that have ended. A thread of each increments a counter in the store several times a second.
+///
+/// Gloo reports a closed connection, but not which process has ended, and reports it only to the neighbours in a ring.
+/// The first process to notice finds the counter that has stopped, and writes the failure to the store for all others.
+///
+/// Gloo does not report a lost link or a suspended process. So once a second rank 0 checks the counters of all others,
+/// and they check its counter: only one rank reads so many. A waiting process also checks that the store answers its
+/// thread, which may hang.
+class Heartbeat {
+ public:
+  /// The time without a beat after which a process counts as dead. One on a busy machine still counts in time.
+  static constexpr std::chrono::milliseconds dead_after{30000};
+
+  /// Starts the thread, which must be the only user of `store`. `store_name` locates the store in errors.
+  Heartbeat(c10::intrusive_ptr<c10d::Store> store, std::string store_name, int rank, int world_size,
+            std::chrono::milliseconds timeout = dead_after);
+  Heartbeat(const Heartbeat&) = delete;
+  Heartbeat& operator=(const Heartbeat&) = delete;
+  ~Heartbeat();
+
+  /// Waits until `done()` is true or a failure is known, and returns the former. `wake` triggers a check.
+  bool wait(const std::function<bool()>& done);
+  /// Like wait(), but polls, and gives up after `longest`.
+  bool poll(const std::function<bool()>& done, std::chrono::milliseconds longest);
+  /// Returns a function for the thread in which `done()` becomes true.
+  std::function<void()> wake() const;
+
+  /// Returns the description of the failure by the process that found it first.
+  std::string explain();
+  /// Reports a failure to all other processes.
+  void announce(std::string failure);
+
+ private:
+  struct Shared;
+
+  std::shared_ptr<Shared> shared_;
+  std::thread thread_;
+};
+
+/// Detects a counter that has stopped for too long. Each call adds at most a second, so that time in which the observer
+/// itself was suspended, or got no processor, does not count.
+class StallDetector {
+ public:
+  explicit StallDetector(std::chrono::milliseconds timeout) : timeout_(timeout) {}
+
+  bool stalled(std::int64_t count) {
+    const auto now = Clock::now();
+    const auto step = std::min<Clock::duration>(now - std::exchange(last_call_, now), std::chrono::seconds(1));
+    stalled_for_ = count == std::exchange(count_, count) ? stalled_for_ + step : Clock::duration::zero();
+    return stalled_for_ >= timeout_;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  Clock::duration timeout_, stalled_for_ = Clock::duration::zero();
+  Clock::time_point last_call_ = Clock::now();
+  std::int64_t count_ = -1;
+};
 
 /// Returns a contiguous tensor of any dtype as a row of bytes.
 inline at::Tensor bytes_of_row(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
@@ -46,14 +107,13 @@ class Connections {
   struct Exchange;  ///< an operation in flight
   using Pending = std::shared_ptr<Exchange>;
 
-  /// Connects all ranks. A loopback `host`, which is rank 0's, means one machine. `place` locates the store in errors.
-  Connections(const c10::intrusive_ptr<c10d::Store>& store, const std::string& host, const std::string& place, int rank,
-              int world_size, std::chrono::milliseconds timeout);
+  /// Connects all ranks. A loopback `host`, which is rank 0's, means one machine.
+  Connections(const c10::intrusive_ptr<c10d::Store>& store, const std::string& host, const std::string& store_name,
+              int rank, int world_size, std::chrono::milliseconds timeout);
   Connections(const Connections&) = delete;
   Connections& operator=(const Connections&) = delete;
   /// Abandons the connections after an error: destroying them would wait for operations that may never end.
   ~Connections();
-  static std::shared_ptr<Connections> connect(const LaunchEnvironment& environment, std::chrono::milliseconds timeout);
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
@@ -64,19 +124,19 @@ class Connections {
   std::vector<at::Tensor> all_gather(const at::Tensor& tensor);
   std::vector<std::string> all_gather(const std::string& text);
 
-  /// Returns the line for gradients of models at these places (see `device_place`), and connects NCCL first if that is
-  /// used. Must be called on all ranks with equal places.
-  Channel connect_devices(const std::vector<std::string>& places, at::Device device);
+  /// Returns the channel for gradients of models on these devices (see `device_name`), by rank, and connects NCCL first
+  /// if that is used. Must be called on all ranks with equal devices.
+  Channel connect_devices(const std::vector<std::string>& devices, at::Device own);
 
   /// Starts an all-reduce in place. The tensor must be contiguous, and must not be used until `wait`.
-  Pending begin_all_reduce(Channel line, const at::Tensor& tensor);
+  Pending begin_all_reduce(Channel channel, const at::Tensor& tensor);
   /// Starts a broadcast from one rank to tensors of the same size, which must be contiguous and unused until `wait`.
-  Pending begin_broadcast(Channel line, const at::Tensor& tensor, int from);
+  Pending begin_broadcast(Channel channel, const at::Tensor& tensor, int from);
   /// Starts a reduce in place to one rank. The other ranks' tensors have undefined contents afterwards.
-  Pending begin_reduce(Channel line, const at::Tensor& tensor, int rank);
+  Pending begin_reduce(Channel channel, const at::Tensor& tensor, int rank);
   /// Starts an all-to-all: sends each rank its part of `from`, and receives the parts for this rank in `to`. Both are
   /// rows of elements in rank order, and the sizes are the numbers of elements for each rank.
-  Pending begin_all_to_all(Channel line, const at::Tensor& to, const at::Tensor& from,
+  Pending begin_all_to_all(Channel channel, const at::Tensor& to, const at::Tensor& from,
                            std::vector<std::int64_t> sizes_to, std::vector<std::int64_t> sizes_from);
   /// Waits for an operation. `what` describes it in errors, as in "the gradients of a window".
   void wait(const Pending& pending, const std::string& what);
@@ -93,17 +153,14 @@ class Connections {
   void give_up(const std::string& why);
 
  private:
-  void wait_for_all_ranks() const;
-  bool wait_for_gloo(c10d::Work& work);
-  bool wait_for_nccl(c10d::Work& work);
-  Pending begin(Channel line, const std::function<c10::intrusive_ptr<c10d::Work>(c10d::Backend&)>& begin) const;
+  Pending begin(Channel channel, const std::function<c10::intrusive_ptr<c10d::Work>(c10d::Backend&)>& begin) const;
   [[noreturn]] void fail(const std::string& why, const std::string& what);
 
   int rank_, world_size_;
   std::chrono::milliseconds timeout_;
   c10::intrusive_ptr<c10d::Store> store_;
   std::unique_ptr<NcclConnection> nccl_;  // ends after the others, whose end shows other ranks that this one has ended
-  std::vector<std::string> places_;       // device places of the models that NCCL connects
+  std::vector<std::string> devices_;      // those that NCCL connects, by rank
   c10::intrusive_ptr<c10d::Backend> gradients_, agreement_;
   Heartbeat heartbeat_;
   std::string failure_;
@@ -111,38 +168,10 @@ class Connections {
 };
 
 /// True if each rank has a device, and no two share one, which NCCL refuses.
-bool each_has_its_own(const std::vector<std::string>& places);
+bool each_has_its_own(const std::vector<std::string>& devices);
 
 /// Returns the machine and the CUDA device of all these tensors; "" if they are not on one, or there is no NCCL.
-std::string device_place(const std::vector<at::Tensor>& tensors);
-
-/// NCCL connections between the devices of all ranks.
-///
-/// Connects by a first exchange in a separate thread, since that waits for ranks that may never come. Ends by an abort,
-/// which waits for no rank, once all that was sent has arrived or never will.
-class NcclConnection {
- public:
-  /// Starts to connect, as all ranks must at the same time. `store` must be a connection with no other user.
-  NcclConnection(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size, at::Device device,
-                 std::chrono::milliseconds timeout);
-  NcclConnection(const NcclConnection&) = delete;
-  NcclConnection& operator=(const NcclConnection&) = delete;
-  ~NcclConnection();
-
-  bool answers() const;
-  /// Waits until connected. Throws the error if connecting failed.
-  void check() { connected_.get(); }
-
-  c10d::Backend& backend() const { return *nccl_; }
-
-  /// Ends all waiting on the device, and abandons what still hangs after ten seconds.
-  void abort() noexcept;
-
- private:
-  c10::intrusive_ptr<c10d::Backend> nccl_;
-  std::future<void> connected_;
-  bool aborted_ = false;
-};
+std::string device_name(const std::vector<at::Tensor>& tensors);
 
 /// This process's rank among those that a launcher started, and their rendezvous.
 struct LaunchEnvironment {
@@ -153,30 +182,11 @@ struct LaunchEnvironment {
   std::string attempt;              ///< torchrun's restart count: separates the store's keys by attempt
 };
 
-/// Reads the variables of torchrun (Kubeflow, and many others), Slurm's srun, or Open MPI's mpirun.
-class LaunchEnvironmentReader {
- public:
-  using Lookup = std::function<std::optional<std::string>(const std::string& variable)>;
+using EnvironmentLookup = std::function<std::optional<std::string>(const std::string& variable)>;
 
-  explicit LaunchEnvironmentReader(Lookup lookup = of_this_process);
-
-  /// Returns a world of one process if no launcher has started it.
-  LaunchEnvironment read() const;
-
-  static std::optional<std::string> of_this_process(const std::string& variable);
-
- private:
-  struct Names {
-    const char *rank, *world_size, *local_rank;
-  };
-
-  LaunchEnvironment read(const Names& names) const;
-  std::string address() const;
-  std::uint16_t port() const;
-  std::int64_t number(const char* variable, std::int64_t least, std::int64_t most) const;
-
-  Lookup lookup_;
-};
+/// Reads the variables of torchrun (Kubeflow, and many others), Slurm's srun, or Open MPI's mpirun. Returns a world of
+/// one process if no launcher has started it.
+LaunchEnvironment launch_environment(const EnvironmentLookup& lookup);
 
 }  // namespace gradaccum::detail
 

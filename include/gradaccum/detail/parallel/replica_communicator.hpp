@@ -3,7 +3,7 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/parallel/connections.hpp>
-#include <gradaccum/detail/parallel/heartbeat.hpp>
+#include <gradaccum/detail/parallel/window_totals.hpp>
 #include <gradaccum/detail/window/communicator.hpp>
 #include <gradaccum/process_group.hpp>
 
@@ -17,6 +17,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace torch::optim {
@@ -28,32 +29,49 @@ namespace gradaccum::detail {
 class GradientExchange;
 class Shards;
 
+/// Gradients that are sent together, by their indices in the list of parameters.
+struct Bucket {
+  std::vector<std::size_t> indices = {};
+  at::TensorOptions options = {};  ///< dtype and device when sent
+  std::int64_t elements = 0;
+};
+
+/// Returns a window's gradients in buckets of at most `bucket_bytes`, each of one dtype and device. A large gradient
+/// gets its own bucket, and is not copied. Backward computes the last parameters first, so buckets are sorted by the
+/// parameter that completes them: a bucket of small ones from many layers waits for the first of these. The result is
+/// equal on all ranks, since it depends on the parameters alone, not on which of them have gradients.
+///
+/// Sends float16 as float32, in which the sum over ranks does not overflow.
+std::vector<Bucket> buckets_of(const std::vector<at::Tensor>& parameters, std::optional<c10::ScalarType> accumulate_in,
+                               std::int64_t bucket_bytes);
+
 /// The other replicas of a model. Windows are summed over all of them.
 ///
 /// A rank that has closed its window sends its weight, and all ranks receive the sums. A rank without data reports that
 /// instead, and follows as long as another has closed one. So ranks may have different numbers of micro-batches in a
 /// window, and of windows.
 ///
-/// With sharded gradients, a rank can hold only few that others have not taken yet. So it announces each backward that
-/// sends them: ranks that have closed their window, or have no data, then send what they have left, or zeros, and sum
-/// again, until no rank runs a backward.
+/// With sharded gradients, a rank can hold only few that others have not received yet. So it announces each backward
+/// that sends them: ranks that have closed their window, or have no data, then send what they have left, or zeros, and
+/// sum again, until no rank runs a backward.
 class ReplicaCommunicator final : public Communicator {
  public:
-  ReplicaCommunicator(std::shared_ptr<Connections> links, const ReplicasOptions& options);
+  ReplicaCommunicator(std::shared_ptr<Connections> connections, const ReplicasOptions& options)
+      : connections_(std::move(connections)), options_(options) {}
 
   /// Connects devices directly, if each rank has these parameters on a device of its own.
   void connect(const std::vector<at::Tensor>& parameters);
-  /// Drops the connections when the replicas are destroyed. Further training then throws.
+  /// Drops the connections when the replicas are destroyed. Training then throws.
   void disconnect();
 
   /// Returns a line for each group of a sharded optimizer with what must be equal on all ranks: otherwise their parts
   /// are stepped differently, and nothing in the parameters shows it.
-  std::string settings_of_divided() const;
+  std::string settings_of_sharded() const;
 
   std::function<WindowTotals()> report = {};  ///< further numbers of this rank
   std::function<void(const WindowTotals& own, const WindowTotals& all)> on_reduced = {};  ///< called with the sums
 
-  int rank() const override;
+  int rank() const override { return connections_ ? connections_->rank() : 0; }
   void join(AnyOptimizer& optimizer) override;
   std::shared_ptr<Shards> shards() const override { return shards_; }
   bool take_each_backward() const override { return options_.shard == Shard::gradients; }
@@ -64,49 +82,42 @@ class ReplicaCommunicator final : public Communicator {
   StepResult step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) override;
   bool others_continue(const std::shared_ptr<WindowGradients>& window,
                        std::optional<c10::ScalarType> accumulate_in) override;
-  void all_reduce(const at::Tensor& tensor) const override;
+  void all_reduce(const at::Tensor& tensor) const override {
+    if (connections_) connections_->all_reduce(tensor);
+  }
   void gather(Archive& archive) const override;
   void keep_own_values(Archive::Values& values) const override;
-  std::vector<std::string> all_gather_text(const std::string& own) const override;
-  void give_up(const std::string& why) override;
+  std::vector<std::string> all_gather_text(const std::string& own) const override {
+    return connections_ ? connections_->all_gather(own) : std::vector{own};
+  }
+  void give_up(const std::string& why) override {
+    if (connections_) connections_->give_up(why);
+  }
 
  private:
-  struct NormsOfAll;
+  struct GatheredNorms;
 
   void begin_exchange(const std::shared_ptr<WindowGradients>& window, std::optional<c10::ScalarType> accumulate_in);
-  void run_and_send(const std::function<void()>& run);
   void run_round(WindowGradients& window, std::optional<c10::ScalarType> accumulate_in,
                  const std::function<void()>& run);
   WindowTotals agree(const std::shared_ptr<WindowGradients>& window, bool active);
   Connections::Pending begin_sums(at::Tensor& sums, const WindowTotals& own) const;
   WindowTotals sums_of_all(const WindowTotals& own) const;
-  void measure_all(WindowGradients& window);
-  StepResult step_own(AnyOptimizer& optimizer, Gradients gradients) const;
+  void gather_norms(WindowGradients& window);
   /// Runs `work`, which others wait for, and ends their waiting if it throws.
   void or_give_up(c10::function_ref<void()> work) const;
 
   std::shared_ptr<Connections> connections_;  // nullptr once the replicas are destroyed
   const ReplicasOptions options_;
   std::shared_ptr<Shards> shards_;
-  const torch::optim::Optimizer* divided_ = nullptr;
-  Connections::Channel line_ = Connections::Channel::gradients;
+  const torch::optim::Optimizer* sharded_ = nullptr;
+  Connections::Channel channel_ = Connections::Channel::gradients;
   std::shared_ptr<GradientExchange> exchange_;  // of the window, from the first backward that sends
-  bool counted_on_ = false;                     // others wait for the end of the window
-  std::optional<WindowTotals> followed_;        // the sums for the window that is to be closed with others
-  std::vector<std::size_t> used_;               // the places with a gradient on some rank, of the closed window
-  std::shared_ptr<NormsOfAll> norms_;           // those of the closed window, until it is stepped
+  bool announced_ = false;                      // others wait for the end of the window
+  std::optional<WindowTotals> joined_;          // the sums for the window that is to be closed with others
+  std::vector<std::size_t> used_;               // the parameters with a gradient on some rank, of the closed window
+  std::shared_ptr<GatheredNorms> norms_;        // those of the closed window, until it is stepped
 };
-
-class Connections;
-
-/// Combines the states of all ranks: rank 0's, and others' values that differ from it, under `rank_1.` and so on.
-/// Parameters are equal on all ranks, as is an unsharded optimizer; random states and positions in the data differ.
-///
-/// Rank 0's archive receives the numbers and strings of the others. Tensors are not sent: another rank's archive keeps
-/// only its own tensors that differ. Must be called on all ranks.
-void gather_states(Connections& links, Archive& archive);
-/// Reduces the values that `gather_states` combined to those of one rank.
-void pick_state(Archive::Values& values, int rank);
 
 /// Serializes values for another rank of the same program. All tensors must be undefined.
 std::string pack(const Archive::Values& values);

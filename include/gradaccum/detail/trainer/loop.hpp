@@ -2,7 +2,7 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/parallel/heartbeat.hpp>
+#include <gradaccum/detail/parallel/window_totals.hpp>
 #include <gradaccum/detail/trainer/any_policy.hpp>
 #include <gradaccum/detail/trainer/arguments.hpp>
 #include <gradaccum/detail/trainer/weighted_mean.hpp>

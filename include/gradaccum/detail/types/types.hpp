@@ -19,16 +19,11 @@ namespace gradaccum::detail {
 template <class M>
 concept plain_module = std::derived_from<std::remove_cvref_t<M>, torch::nn::Module>;
 
-/// A `ModuleHolder`, a `shared_ptr` to a module, or any other pointer to one.
+/// A module, a `ModuleHolder`, a `shared_ptr` to a module, or any other pointer to one.
 template <class M>
-concept points_to_module = !plain_module<M> && requires(M & model) {
+concept model = plain_module<M> || requires(M& model) {
   { *model } -> plain_module;
 };
-
-template <class M>
-concept model = plain_module<M> || points_to_module<M>;
-
-void check_points_to_a_module(bool it_does);
 
 /// Returns the module that `model` is or points to.
 template <model Model>
@@ -36,15 +31,21 @@ torch::nn::Module& module_of(Model& model) {
   if constexpr (plain_module<Model>) {
     return model;
   } else {
-    if constexpr (requires { model == nullptr; }) check_points_to_a_module(!(model == nullptr));
+    if constexpr (requires { model == nullptr; })
+      TORCH_CHECK(!(model == nullptr), "model: the pointer to it must not be null");
     return *model;
   }
 }
 
-/// A class name without namespaces and template arguments: `SGD`.
-std::string name_of_class(const std::type_info& type);
+/// Returns a class's name without namespaces and template arguments: `SGD`.
+inline std::string name_of_class(const std::type_info& type) {
+  const auto name = c10::demangle(type.name());
+  const auto end = name.find('<');
+  const auto colon = name.rfind(':', end);
+  return name.substr(colon == std::string::npos ? 0 : colon + 1);
+}
 
-/// The dynamic class of an object.
+/// Returns the name of an object's dynamic class.
 template <class T>
 std::string type_name(const T& object) {
   return name_of_class(typeid(object));
@@ -74,16 +75,5 @@ struct RecordedInputs {
 };
 c10::ArrayRef<const c10::IValue> recorded_inputs(const at::RecordFunction& operation);
 template struct RecordedInputs<&at::RecordFunction::inputs_>;  // explicit instantiations may name private members
-
-inline void check_points_to_a_module(bool it_does) {
-  TORCH_CHECK(it_does, "model: the pointer to it must not be null");
-}
-
-inline std::string name_of_class(const std::type_info& type) {
-  const auto name = c10::demangle(type.name());
-  const auto end = name.find('<');
-  const auto colon = name.rfind(':', end);
-  return name.substr(colon == std::string::npos ? 0 : colon + 1);
-}
 
 }  // namespace gradaccum::detail

@@ -2,39 +2,825 @@
 #pragma once
 
 #include <gradaccum/compiled_step.hpp>
-#include <gradaccum/detail/compilation/step_source.hpp>
 
+#include <gradaccum/detail/checkpoint/chain.hpp>
+#include <gradaccum/detail/checkpoint/forward_state.hpp>
+#include <gradaccum/detail/compilation/step_source.hpp>
 #include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/io/safetensors_header.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
 #include <gradaccum/version.hpp>
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/record_function.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/StringUtil.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/jit/api/module.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+#include <torch/csrc/jit/passes/shape_analysis.h>
+#include <torch/csrc/jit/serialization/import.h>
 #include <torch/version.h>
 
 #include <dlfcn.h>
 #include <algorithm>
 #include <cmath>
 #include <ostream>
+#include <sstream>
 #include <stdexcept>
+#include <string_view>
 
 #include <gradaccum/impl/begin.ipp>
 
-namespace gradaccum {
+namespace gradaccum::detail {
 
-GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const CompiledStepReport& report) {
-  stream << report.compiled << " of " << report.compiled + report.eager << " steps compiled\n";
-  for (auto& [why, count] : report.why_eager) stream << count << " not: " << why << '\n';
-  return stream;
+/// The compiled code of a graph: a function from tensors to tensors.
+class StepCode {
+ public:
+  /// Loads a shared library, whose code runs with this program's rights. Throws `std::runtime_error` with the path.
+  StepCode(const std::filesystem::path& library, const std::string& name) {
+    const auto path = std::filesystem::absolute(library);
+    library_ = {dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL), [](void* opened) {
+                  if (opened) dlclose(opened);
+                }};
+    if (!library_) throw std::runtime_error(path.string() + ": must be a library that can be loaded, got " + dlerror());
+    const auto* const functions = dlsym(library_.get(), ("gradaccum_step_" + name).c_str());
+    if (!functions)
+      throw std::runtime_error(path.string() + ": must be the code " + name + " of a step, got " + dlerror());
+    start(static_cast<void* const*>(functions));
+  }
+  /// Uses code in this program, by the function table that generated code exports.
+  explicit StepCode(void* const* functions) { start(functions); }
+
+  std::size_t inputs() const { return functions_->inputs(container_.get()); }
+  std::size_t outputs() const { return outputs_; }
+
+  /// Runs the code without autograd and autocast, which are compiled into it. Several threads may call it in turn.
+  std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) const {
+    const at::NoGradGuard no_grad;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    std::vector<void*> given, got(outputs_);
+    given.reserve(inputs.size());
+    for (auto& tensor : inputs) given.push_back(new at::Tensor(tensor));  // the code deletes them, even on failure
+    const auto* const error = functions_->run(container_.get(), given.data(), got.data());
+    TORCH_CHECK(!error, "CompiledStep: the compiled code failed: ", error);
+    std::vector<at::Tensor> outputs;
+    outputs.reserve(got.size());
+    for (auto* const output : got) {
+      const std::unique_ptr<at::Tensor> tensor(static_cast<at::Tensor*>(output));
+      outputs.push_back(std::move(*tensor));
+    }
+    return outputs;
+  }
+
+ private:
+  /// The functions that tools/compile_step.py makes code export, in this order. Returned strings are errors, or null.
+  struct Functions {
+    const char* (*create)(void** container);
+    void (*destroy)(void* container);
+    const char* (*run)(void* container, void** inputs, void** outputs);
+    std::size_t (*inputs)(void* container);
+    std::size_t (*outputs)(void* container);
+  };
+
+  void start(void* const* functions) {
+    functions_ = reinterpret_cast<const Functions*>(functions);
+    void* container = nullptr;
+    const auto* const error = functions_->create(&container);
+    TORCH_CHECK(!error, "CompiledStep: the compiled code must start, got ", error);
+    container_ = {container, [destroy = functions_->destroy, library = library_](void* old) { destroy(old); }};
+    outputs_ = functions_->outputs(container);
+  }
+
+  std::shared_ptr<void> library_, container_;
+  const Functions* functions_ = nullptr;
+  std::size_t outputs_ = 0;
+};
+
+/// Calls `visit(name, member)` for each member of a graph, by its name in a manifest. `Graph` may be const.
+template <class Graph>
+void for_each_member(Graph& graph, auto&& visit) {
+  visit("batch", graph.batch);
+  visit("any_rows", graph.any_rows);
+  visit("items", graph.items);
+  visit("output", graph.output);
+  visit("target", graph.target);
+  visit("trace", graph.trace);
+  visit("code", graph.code);
+  visit("gradients", graph.gradients);
+  visit("moved", graph.moved);
+  visit("capability", graph.capability);
 }
 
-namespace detail {
+GRADACCUM_INLINE std::string name_of_graph(std::size_t number) { return "graph-" + std::to_string(number); }
 
-/// The reason for a graph of these rows only; empty if there is one for any number.
+GRADACCUM_INLINE Manifest manifest_of(const StepDescription& step) {
+  Manifest manifest;
+  manifest.format = step_format;
+  manifest.gradaccum = c10::str(GRADACCUM_VERSION_MAJOR, ".", GRADACCUM_VERSION_MINOR, ".", GRADACCUM_VERSION_PATCH);
+  manifest.libtorch = TORCH_VERSION;
+  manifest.values["model"] = step.model;
+  manifest.values["modes"] = step.modes;
+  manifest.values["graphs"] = static_cast<std::int64_t>(step.graphs.size());
+  for (std::size_t i = 0; i < step.graphs.size(); ++i)
+    for_each_member(step.graphs[i], [&](const std::string& name, const auto& value) {
+      manifest.values[name_of_graph(i) + "." + name] = value;
+    });
+  return manifest;
+}
+
+GRADACCUM_INLINE StepDescription step_description(const Manifest& manifest, const std::string& what) {
+  const auto fail = [&](const std::string& requirement) { throw std::runtime_error(what + ": " + requirement); };
+  const auto read = [&]<class Value>(const std::string& name, Value& to) {
+    const auto found = manifest.values.find(name);
+    if (found == manifest.values.end()) fail("must have a value " + in_quotes(name));
+    const auto* const value = std::get_if<Value>(&found->second);
+    if (!value) fail("the value " + in_quotes(name) + " must be of another type");
+    to = *value;
+  };
+  StepDescription step;
+  std::int64_t graphs = 0;
+  read("model", step.model);
+  read("modes", step.modes);
+  read("graphs", graphs);
+  if (graphs < 1 || static_cast<std::size_t>(graphs) > manifest.values.size())
+    fail("the number of graphs must fit its values, got " + std::to_string(graphs));
+  for (std::int64_t i = 0; i < graphs; ++i) {
+    const auto name = name_of_graph(static_cast<std::size_t>(i));
+    auto& graph = step.graphs.emplace_back();
+    for_each_member(graph, [&](const std::string& member, auto& value) { read(name + "." + member, value); });
+    if (graph.code.find_first_not_of("0123456789abcdef") != std::string::npos)
+      fail("the code of " + name + " must be a name of digits 0-9 a-f, got " + in_quotes(graph.code));
+    if (!(std::isfinite(graph.items) && graph.items >= 0)) fail("the items of " + name + " must be >= 0");
+  }
+  return step;
+}
+
+GRADACCUM_INLINE std::map<std::string, StepInProgram>& steps_in_program() {
+  static std::map<std::string, StepInProgram> steps;
+  return steps;
+}
+
+/// The source of a compiled step: a folder, or this program.
+class StepSource {
+ public:
+  explicit StepSource(const std::filesystem::path& folder)
+      : name((folder / manifest_name).string()), manifest(read_manifest(folder, step_format)), folder_(folder) {}
+  explicit StepSource(const InProgram& step) : name(step.name) {
+    const auto found = steps_in_program().find(name);
+    if (found == steps_in_program().end()) {
+      std::string names;
+      for (auto& [known, in_program] : steps_in_program()) names += " " + known;
+      TORCH_CHECK(false, "CompiledStep: InProgram{\"", name, "\"} must be a step that gradaccum_compile_step ",
+                  "built into this program, which has", names.empty() ? " none" : names);
+    }
+    in_program_ = &found->second;
+    manifest = manifest_of(in_program_->manifest, name, step_format);
+  }
+
+  /// Loads the code of a graph. Checks a file against the manifest first.
+  StepCode code(std::size_t number, const GraphDescription& graph) const {
+    if (in_program_) {
+      const auto found = in_program_->code.find(graph.code);
+      if (found == in_program_->code.end())
+        throw std::runtime_error(name + ": the program must have its code " + graph.code);
+      return StepCode(found->second);
+    }
+    const auto file = name_of_graph(number) + "." + graph.code + ".so";
+    const auto listed = manifest.files.find(file);
+    if (listed == manifest.files.end()) throw std::runtime_error(name + ": must list the file " + file);
+    check_file(folder_ / file, listed->second);
+    return StepCode(folder_ / file, graph.code);
+  }
+
+  const std::string name;  ///< in error messages
+  Manifest manifest;
+
+ private:
+  std::filesystem::path folder_;
+  const StepInProgram* in_program_ = nullptr;
+};
+
+/// The modes on which a forward pass depends besides tensors.
+struct StepModes {
+  std::vector<bool> training;                   ///< one flag per module
+  std::optional<at::ScalarType> autocast = {};  ///< nullopt: autocast is off
+  bool operator==(const StepModes&) const = default;
+};
+
+/// The parameters and buffers of a model, each tensor once.
+class StepModel {
+ public:
+  explicit StepModel(torch::nn::Module& module) {
+    for (auto& item : module.named_parameters()) add(item.key(), item.value(), parameters, parameter_names);
+    for (auto& item : module.named_buffers()) add(item.key(), item.value(), buffers, buffer_names);
+    modules_.emplace_back("", &module);  // need not be owned by a shared_ptr
+    for (auto& item : module.named_modules("", /*include_self=*/false))
+      modules_.emplace_back(item.key(), item.value().get());
+  }
+
+  std::vector<at::Tensor> parameters, buffers;
+  std::vector<std::string> parameter_names, buffer_names;
+
+  /// Returns a line for each parameter and buffer: its name, its layout, and whether it is trainable.
+  std::string text() const {
+    std::string text;
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      text += parameter_names[i] + " " + layout_text(parameters[i]) +
+              (parameters[i].requires_grad() ? " parameter\n" : " frozen parameter\n");
+    for (std::size_t i = 0; i < buffers.size(); ++i)
+      text += buffer_names[i] + " " + layout_text(buffers[i]) + " buffer\n";
+    return text;
+  }
+
+  StepModes modes() const {
+    StepModes modes;
+    modes.training.reserve(modules_.size());
+    for (auto& [name, module] : modules_) modes.training.push_back(module->is_training());
+    if (at::autocast::is_autocast_enabled(at::kCPU)) modes.autocast = at::autocast::get_autocast_dtype(at::kCPU);
+    return modes;
+  }
+
+  /// Describes modes as `training but dropout; BFloat16 autocast`.
+  std::string text(const StepModes& modes) const {
+    std::string text = modes.training.front() ? "training" : "evaluation";
+    for (std::size_t i = 1; i < modules_.size(); ++i)
+      if (modes.training[i] != modes.training.front()) text += " but " + modules_[i].first;
+    return text + "; " + (modes.autocast ? c10::toString(*modes.autocast) : "no") + " autocast";
+  }
+
+  /// Returns whether all that `text` lists is as it was at construction, with all tensors on the CPU.
+  bool unchanged() const {
+    return std::ranges::all_of(seen_, [](const Seen& seen) {
+      const auto& tensor = seen.tensor;
+      return tensor.is_cpu() && tensor.scalar_type() == seen.dtype && tensor.requires_grad() == seen.trainable &&
+             tensor.sizes() == at::IntArrayRef(seen.sizes) && tensor.strides() == at::IntArrayRef(seen.strides);
+    });
+  }
+
+ private:
+  struct Seen {
+    at::Tensor tensor;
+    std::vector<std::int64_t> sizes, strides;
+    at::ScalarType dtype;
+    bool trainable;
+  };
+
+  void add(const std::string& name, const at::Tensor& tensor, std::vector<at::Tensor>& tensors,
+           std::vector<std::string>& names) {
+    if (!tensor.defined()) return;
+    if (std::ranges::any_of(seen_, [&](const Seen& seen) { return seen.tensor.is_same(tensor); })) return;
+    tensors.push_back(tensor);
+    names.push_back(name);
+    seen_.push_back(
+        {tensor, tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(), tensor.requires_grad()});
+  }
+
+  std::vector<std::pair<std::string, torch::nn::Module*>> modules_;
+  std::vector<Seen> seen_;
+};
+
+/// Returns the model's tensors and the batch's, as code and scripts receive them.
+GRADACCUM_INLINE std::vector<at::Tensor> inputs_of(const StepModel& model, const std::vector<at::Tensor>& batch) {
+  std::vector<at::Tensor> inputs;
+  inputs.reserve(model.parameters.size() + model.buffers.size() + batch.size() + 1);
+  for (const auto* const tensors : {&model.parameters, &model.buffers, &batch})
+    for (auto& tensor : *tensors)
+      if (tensor.defined()) inputs.push_back(tensor);
+  return inputs;
+}
+
+/// The results of one forward and backward pass.
+struct TrialResult {
+  Loss loss;
+  std::vector<at::Tensor> gradients;  ///< one per parameter; undefined if the loss does not depend on it
+  std::vector<at::Tensor> buffers;
+  RandomState random;
+};
+
+/// Runs passes over one batch, each from the same buffers and random state, and restores these at the end.
+class StepTrial {
+ public:
+  explicit StepTrial(const StepModel& model) : model_(model), begin_(model.buffers) {}
+  StepTrial(const StepTrial&) = delete;
+  StepTrial& operator=(const StepTrial&) = delete;
+  ~StepTrial() { begin_.put_back(); }
+
+  /// Runs one pass. Autograd computes the gradients, unless `run` stores them itself.
+  TrialResult result(c10::function_ref<Loss()> run) const {
+    return result([&](std::vector<at::Tensor>& gradients) {
+      auto loss = run();
+      loss.check();
+      std::vector<at::Tensor> trained;
+      for (auto& parameter : model_.parameters)
+        if (parameter.requires_grad()) trained.push_back(parameter);
+      const auto computed = torch::autograd::grad({loss.mean}, trained, {}, /*retain_graph=*/false,
+                                                  /*create_graph=*/false, /*allow_unused=*/true);
+      auto next = computed.begin();
+      for (auto& parameter : model_.parameters) gradients.push_back(parameter.requires_grad() ? *next++ : at::Tensor());
+      return loss;
+    });
+  }
+  TrialResult result(c10::function_ref<Loss(std::vector<at::Tensor>& gradients)> run) const {
+    begin_.put_back();
+    std::vector<at::Tensor> gradients;
+    auto loss = run(gradients);
+    return {std::move(loss), std::move(gradients), copies_of(model_.buffers), RandomState()};
+  }
+
+ private:
+  const StepModel& model_;
+  ForwardUndo begin_;
+};
+
+GRADACCUM_INLINE double norm_in_double(const at::Tensor& tensor) {
+  const at::NoGradGuard no_grad;
+  return tensor.numel() == 0 ? 0 : at::linalg_vector_norm(tensor.to(at::kDouble)).item<double>();
+}
+
+/// Returns the tolerance for a sum of products, relative to its norm: several thousand roundings.
+GRADACCUM_INLINE double tolerance_of(const StepModel& model) {
+  auto coarsest = model.parameters.front().scalar_type();
+  for (auto& parameter : model.parameters)
+    if (c10::elementSize(parameter.scalar_type()) < c10::elementSize(coarsest)) coarsest = parameter.scalar_type();
+  if (const auto autocast = model.modes().autocast) coarsest = *autocast;
+  if (c10::elementSize(coarsest) == 2) return 0.1;
+  return coarsest == at::kDouble ? 1e-9 : 1e-3;
+}
+
+/// Describes the first difference beyond the rounding of the dtypes used, as `the gradient of fc.weight differs by 1.0
+/// of its norm`. Empty if there is none.
+GRADACCUM_INLINE std::string difference_of_steps(const StepModel& model, const TrialResult& wanted,
+                                                 const TrialResult& got) {
+  const double tolerance = tolerance_of(model);
+  std::string text;
+  // Compares two tensors, relative to the norm of the first, or to `scale` if that is larger.
+  const auto compare = [&](const std::string& what, const at::Tensor& a, const at::Tensor& b, double scale = 0) {
+    if (!text.empty()) return;
+    if (a.defined() != b.defined()) {
+      text = what + (a.defined() ? " is missing" : " should not be there");
+    } else if (a.defined()) {
+      const auto norm = std::max(norm_in_double(a), scale), off = norm_in_double(a - b);
+      const bool alike = off <= tolerance * norm || (!std::isfinite(norm) && !std::isfinite(norm_in_double(b)));
+      if (!alike) text = c10::str(what, " differs by ", off / norm, " of its norm");
+    }
+  };
+  compare("the loss", wanted.loss.mean.detach(), got.loss.mean.detach().reshape_as(wanted.loss.mean));
+  if (wanted.loss.items != got.loss.items)
+    return c10::str("the loss is of ", got.loss.items, " items, not ", wanted.loss.items);
+  compare("the output", wanted.loss.output, got.loss.output);
+  double norm = 0;
+  for (auto& gradient : wanted.gradients)
+    if (gradient.defined()) norm = std::hypot(norm, norm_in_double(gradient));
+  for (std::size_t i = 0; i < model.parameters.size(); ++i)  // a gradient that cancels may be mere rounding
+    compare("the gradient of " + model.parameter_names[i], wanted.gradients[i], got.gradients[i],
+            std::sqrt(tolerance) * norm);
+  for (std::size_t i = 0; i < model.buffers.size(); ++i)
+    compare("the buffer " + model.buffer_names[i], wanted.buffers[i], got.buffers[i]);
+  if (text.empty() && !(wanted.random == got.random)) return "random numbers were drawn otherwise";
+  return text;
+}
+
+/// Gradients computed with the loss, and a function that recomputes them.
+struct ComputedGradients {
+  std::vector<at::Tensor> gradients;  ///< in the order of the parameters
+  int exponent = 0;                   ///< exponent of the seed they were computed with
+  /// Recomputes them with another exponent. Empty if nothing underflows: a factor of a power of two is then as good.
+  std::function<std::vector<at::Tensor>(int exponent)> again = {};
+};
+
+/// The only operation of a compiled step that autograd sees.
+class CompiledBackward final : public torch::autograd::Node {
+ public:
+  /// `next_exponent` receives the exponent of the seed (a loss scale or a weight): the next one is expected to be
+  /// alike.
+  CompiledBackward(ComputedGradients computed, std::shared_ptr<int> next_exponent)
+      : computed_(std::move(computed)), next_exponent_(std::move(next_exponent)) {}
+
+  std::string name() const override { return "CompiledBackward"; }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& seeds) override {
+    TORCH_CHECK(!at::GradMode::is_enabled(),
+                "CompiledStep: create_graph must be false: a compiled step has no gradients of gradients");
+    return gradients(seeds[0].item<double>(), torch::autograd::get_current_graph_task_keep_graph());
+  }
+
+  std::vector<at::Tensor> gradients(double seed, bool retain) {
+    TORCH_CHECK(!computed_.gradients.empty(), "CompiledStep: backward runs once, unless .retain_graph is true");
+    if (std::isfinite(seed) && seed != 0) *next_exponent_ = std::ilogb(seed);
+    auto gradients = retain ? computed_.gradients : std::exchange(computed_.gradients, {});
+    auto exponent = computed_.exponent;
+    if (computed_.again && *next_exponent_ != exponent) {
+      gradients = computed_.again(exponent = *next_exponent_);
+      retain = false;
+    }
+    const auto factor = seed / std::exp2(exponent);
+    if (factor == 1) return gradients;
+    for (auto& gradient : gradients) gradient = retain ? gradient.mul(factor) : gradient.mul_(factor);
+    return gradients;
+  }
+
+  void release_variables() override {
+    computed_.gradients.clear();
+    computed_.again = nullptr;
+  }
+
+ private:
+  ComputedGradients computed_;
+  std::shared_ptr<int> next_exponent_;
+};
+
+using NodePointer = decltype(torch::autograd::Edge::function);  // the kind of pointer depends on LibTorch's version
+
+template <class Node, class... Arguments>
+NodePointer new_node(Arguments&&... arguments) {
+  if constexpr (std::same_as<NodePointer, std::shared_ptr<torch::autograd::Node>>)
+    return std::make_shared<Node>(std::forward<Arguments>(arguments)...);
+  else
+    return c10::make_intrusive<Node>(std::forward<Arguments>(arguments)...);
+}
+
+/// Returns the node that accumulates a parameter's gradient; null if it is another kind of node or has hooks.
+GRADACCUM_INLINE torch::autograd::AccumulateGrad* accumulator_without_hooks(const torch::autograd::Edge& edge) {
+  auto* const node = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get());
+  const bool has_hooks = !node || !node->pre_hooks().empty() || !node->post_hooks().empty() ||
+                         !node->tensor_pre_hooks().empty() || node->tensor_post_acc_grad_hooks();
+  return has_hooks ? nullptr : node;
+}
+
+/// Adds gradients without autograd's engine, which takes as long as a small network.
+class AddedGradients final : public ReadyGradients {
+ public:
+  explicit AddedGradients(NodePointer node) : node_(std::move(node)) {}
+
+  bool add(const at::Tensor& loss, double seed) override {
+    if (loss.grad_fn().get() != node_.get()) return false;
+    std::vector<torch::autograd::AccumulateGrad*> parameters;
+    for (auto& edge : node_->next_edges()) {
+      parameters.push_back(accumulator_without_hooks(edge));
+      if (!parameters.back()) return false;
+    }
+    const at::NoGradGuard no_grad;
+    auto gradients = static_cast<CompiledBackward&>(*node_).gradients(seed, /*retain=*/false);
+    node_->release_variables();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      auto& parameter = parameters[i]->variable;
+      auto& sum = parameter.mutable_grad();
+      const auto gradient = std::move(gradients[i]);
+      torch::autograd::AccumulateGrad::accumulateGrad(parameter, sum, gradient, /*num_expected_refs=*/1,
+                                                      [&sum](at::Tensor&& updated) { sum = std::move(updated); });
+    }
+    return true;
+  }
+
+ private:
+  NodePointer node_;
+};
+
+/// Describes the first line in which two texts differ.
+GRADACCUM_INLINE std::string first_difference(const std::string& saved, const std::string& now) {
+  std::istringstream saved_lines(saved), now_lines(now);
+  for (;;) {
+    std::string one, other;
+    const bool more = static_cast<bool>(std::getline(saved_lines, one)),
+               others = static_cast<bool>(std::getline(now_lines, other));
+    if (one != other || !(more || others))
+      return (one.empty() ? "nothing" : "'" + one + "'") + " and is " + (other.empty() ? "nothing" : "'" + other + "'");
+  }
+}
+
+GRADACCUM_INLINE bool processor_has(const std::string& capability) {
+#if defined(__x86_64__)
+  if (capability == "AVX2") return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (capability == "AVX512")
+    return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq");
+#endif
+  return capability == "DEFAULT";
+}
+
+/// Finds the graph for a batch, checks it on the first batch of a layout, and runs it.
+class LoadedStep : public std::enable_shared_from_this<LoadedStep> {
+ public:
+  LoadedStep(torch::nn::Module& module, const StepSource& source) : model_(module), name_(source.name) {
+    const auto libtorch = source.manifest.libtorch;
+    TORCH_CHECK(libtorch == TORCH_VERSION, "CompiledStep: ", name_, ": must be of a program with LibTorch ",
+                TORCH_VERSION, ", got ", libtorch, ": save and compile the step again");
+    description_ = step_description(source.manifest, name_);
+    const auto now = model_.text();
+    TORCH_CHECK(description_.model == now, "CompiledStep: ", name_,
+                ": the model must be the one that was saved, which had ", first_difference(description_.model, now),
+                ": save and compile the step again");
+    for (std::size_t i = 0; i < description_.graphs.size(); ++i)
+      check_graph(description_.graphs[i], name_ + ": " + name_of_graph(i));
+    graphs_.reserve(description_.graphs.size());
+    for (std::size_t i = 0; i < description_.graphs.size(); ++i) load(i, source);
+    in_float16_ =
+        description_.modes.ends_with("Half autocast") || description_.model.find(" Half [") != std::string::npos;
+    if (in_float16_) *next_exponent_ = 16;  // the loss scale that AmpScaler begins with
+  }
+
+  Loss run(std::vector<at::Tensor> batch, c10::function_ref<Loss()> objective) {
+    if (!at::GradMode::is_enabled()) return objective();  // an evaluation, not a step
+    if (auto modes = model_.modes(); modes != modes_) {
+      modes_fit_ = model_.text(modes) == description_.modes;
+      modes_ = std::move(modes);
+    }
+    if (!modes_fit_) return eager("other modes: " + model_.text(*modes_), objective);
+    if (!model_.unchanged())
+      return eager("the model had " + first_difference(description_.model, model_.text()), objective);
+    auto& layout = layout_of_batch(batch);
+    if (!layout.graph) return eager("no graph for " + layout_text(batch), objective);
+    const auto& graph = *layout.graph;
+    for (auto& tensor : batch)
+      if (tensor.defined()) tensor = tensor.detach().contiguous();
+    if (!layout.checked) check(graph, batch, objective);
+    layout.checked = true;  // if the check throws, the next batch is checked
+
+    ComputedGradients computed{{}, *next_exponent_};
+    if (in_float16_) computed.again = run_again(graph, batch);
+    auto loss = run(graph, batch, computed.gradients, computed.exponent);
+    for (auto& buffer : graph.moved) buffer.unsafeGetTensorImpl()->bump_version();
+    // Makes the backward of the loss add the gradients to the parameters.
+    const auto node = new_node<CompiledBackward>(std::move(computed), next_exponent_);
+    node->set_next_edges(torch::autograd::collect_next_edges(graph.parameters));
+    torch::autograd::set_history(loss.mean, node);
+    loss.ready = std::make_shared<AddedGradients>(node);
+    ++report.compiled;
+    return loss;
+  }
+
+  CompiledStepReport report;
+
+ private:
+  struct Graph {
+    GraphDescription description;
+    StepCode code;
+    std::vector<at::Tensor> parameters;  // parameters with a gradient
+    std::vector<at::Tensor> moved;       // buffers that the step changes
+  };
+  /// A batch layout seen before.
+  struct Layout {
+    const Graph* graph = nullptr;
+    bool checked = false;
+  };
+
+  void check_graph(const GraphDescription& graph, const std::string& what) const {
+    TORCH_CHECK(!graph.code.empty(), "CompiledStep: ", what, " must be compiled: tools/compile_step.py does it");
+    TORCH_CHECK(processor_has(graph.capability), "CompiledStep: ", what, " is compiled for processors with ",
+                graph.capability, ", which this one has not: compile it with --capability AVX2, or on this machine");
+    TORCH_CHECK(graph.gradients.size() == model_.parameters.size() && graph.moved.size() == model_.buffers.size(),
+                "CompiledStep: ", what, " must tell of each parameter and buffer, of which there are ",
+                model_.parameters.size(), " and ", model_.buffers.size());
+  }
+
+  /// Loads a graph. Checks the numbers of inputs and outputs of its code, and the index of the target.
+  void load(std::size_t number, const StepSource& source) {
+    const auto& description = description_.graphs[number];
+    Graph graph{description, source.code(number, description), {}, {}};
+    for (std::size_t i = 0; i < model_.parameters.size(); ++i)
+      if (description.gradients[i] == 'y') graph.parameters.push_back(model_.parameters[i]);
+    for (std::size_t i = 0; i < model_.buffers.size(); ++i)
+      if (description.moved[i] == 'y') graph.moved.push_back(model_.buffers[i]);
+    const auto name = name_ + ": " + name_of_graph(number);
+    const auto batch = static_cast<std::size_t>(std::ranges::count(description.batch, '['));
+    const auto inputs = model_.parameters.size() + model_.buffers.size() + batch + 1;
+    const auto outputs = 1u + (description.output ? 1 : 0) +
+                         (description.target == GraphDescription::computed_target ? 1 : 0) + graph.parameters.size();
+    TORCH_CHECK(graph.code.inputs() == inputs && graph.code.outputs() == outputs, "CompiledStep: ", name,
+                ": must take ", inputs, " tensors and give ", outputs, ", got ", graph.code.inputs(), " and ",
+                graph.code.outputs());
+    TORCH_CHECK(
+        description.target < static_cast<std::int64_t>(batch) && description.target >= GraphDescription::no_target,
+        "CompiledStep: ", name, ": the target must be one of ", batch, " tensors, got ", description.target);
+    graphs_.push_back(std::move(graph));
+  }
+
+  Layout& layout_of_batch(const std::vector<at::Tensor>& batch) {
+    std::vector<std::int64_t> key;
+    for (auto& tensor : batch) {
+      key.push_back(tensor.defined() ? static_cast<std::int64_t>(tensor.scalar_type()) : -1);
+      key.push_back(tensor.defined() ? static_cast<std::int64_t>(tensor.device().type()) : 0);
+      key.push_back(tensor.defined() ? tensor.dim() : 0);
+      if (tensor.defined()) key.insert(key.end(), tensor.sizes().begin(), tensor.sizes().end());
+    }
+    const auto [entry, is_new] = layouts_.try_emplace(std::move(key));
+    auto& layout = entry->second;
+    if (!is_new) return layout;
+    const auto find = [&](const std::string& text, std::string GraphDescription::*of) -> const Graph* {
+      const auto found = std::ranges::find_if(graphs_, [&](auto& graph) { return graph.description.*of == text; });
+      return found == graphs_.end() ? nullptr : &*found;
+    };
+    layout.graph = find(layout_text(batch), &GraphDescription::batch);
+    const auto rows = [](const at::Tensor& tensor) {
+      return tensor.defined() && tensor.dim() > 0 ? tensor.size(0) : 0;
+    };
+    const bool as_many = std::ranges::all_of(batch, [&](auto& tensor) { return rows(tensor) == rows(batch.front()); });
+    if (!layout.graph && !batch.empty() && as_many && rows(batch.front()) > 1)
+      layout.graph = find(layout_text(batch, true), &GraphDescription::any_rows);
+    return layout;
+  }
+
+  Loss eager(const std::string& why, c10::function_ref<Loss()> objective) {
+    ++report.eager;
+    ++report.why_eager[why];
+    return objective();
+  }
+
+  /// Runs the code, and splits its outputs into the loss, its output and target for metrics, and gradients.
+  Loss run(const Graph& graph, const std::vector<at::Tensor>& batch, std::vector<at::Tensor>& gradients,
+           int exponent) const {
+    auto inputs = inputs_of(model_, batch);
+    inputs.push_back(at::scalar_tensor(std::exp2(exponent), at::kFloat));
+    auto outputs = graph.code.run(inputs);
+    auto next = outputs.begin();
+    const auto& description = graph.description;
+    const bool of_rows = description.items == GraphDescription::items_are_rows;
+    Loss loss(std::move(*next++), of_rows ? static_cast<double>(batch.front().size(0)) : description.items);
+    if (description.output) loss.output = std::move(*next++);
+    if (description.target == GraphDescription::computed_target) loss.target = std::move(*next++);
+    if (description.target >= 0) loss.target = batch[static_cast<std::size_t>(description.target)];
+    gradients.assign(std::make_move_iterator(next), std::make_move_iterator(outputs.end()));
+    return loss;
+  }
+
+  /// Returns a function that reruns the step from the present buffers and random state, and then restores those it
+  /// found.
+  std::function<std::vector<at::Tensor>(int)> run_again(const Graph& graph,
+                                                        const std::vector<at::Tensor>& batch) const {
+    const auto versions = [](const std::vector<at::Tensor>& tensors) {
+      std::int64_t sum = 0;
+      for (auto& tensor : tensors) sum += tensor._version();
+      return sum;
+    };
+    return [self = shared_from_this(), &graph, batch, versions, at = versions(model_.parameters),
+            before = ForwardUndo(model_.buffers)](int exponent) {
+      TORCH_CHECK(versions(self->model_.parameters) == at,
+                  "CompiledStep: parameters must not move between a float16 loss and its backward");
+      const StepTrial around(self->model_);
+      before.put_back();
+      std::vector<at::Tensor> gradients;
+      self->run(graph, batch, gradients, exponent);
+      return gradients;
+    };
+  }
+
+  void check(const Graph& graph, const std::vector<at::Tensor>& batch, c10::function_ref<Loss()> objective) const {
+    const StepTrial trial(model_);
+    const auto eager = trial.result(objective);
+    const auto compiled = trial.result([&](std::vector<at::Tensor>& gradients) {
+      std::vector<at::Tensor> computed;
+      auto loss = run(graph, batch, computed, 0);
+      auto next = computed.begin();
+      for (const auto there : graph.description.gradients)
+        gradients.push_back(there == 'y' ? std::move(*next++) : at::Tensor());
+      return loss;
+    });
+    const auto wrong = difference_of_steps(model_, eager, compiled);
+    TORCH_CHECK(wrong.empty(), "CompiledStep: ", name_, ": the compiled step must do what the objective does, but for ",
+                layout_text(batch), " ", wrong, ": the objective or the model is another than when it was saved, or ",
+                "depends on what is not in tensors; save and compile it again");
+  }
+
+  StepModel model_;
+  std::string name_;
+  StepDescription description_;
+  std::vector<Graph> graphs_;
+  std::map<std::vector<std::int64_t>, Layout> layouts_;
+  std::optional<StepModes> modes_;  // the last ones, and whether they are those of the description
+  bool modes_fit_ = false, in_float16_ = false;
+  std::shared_ptr<int> next_exponent_ = std::make_shared<int>(0);
+};
+
+GRADACCUM_INLINE std::shared_ptr<LoadedStep> load_step(torch::nn::Module& module, const std::filesystem::path& folder) {
+  return std::make_shared<LoadedStep>(module, StepSource(folder));
+}
+
+GRADACCUM_INLINE std::shared_ptr<LoadedStep> load_step(torch::nn::Module& module, const InProgram& step) {
+  return std::make_shared<LoadedStep>(module, StepSource(step));
+}
+
+GRADACCUM_INLINE Loss run_step(LoadedStep& step, std::vector<at::Tensor> batch, c10::function_ref<Loss()> objective) {
+  return step.run(std::move(batch), objective);
+}
+
+GRADACCUM_INLINE const CompiledStepReport& report_of(const LoadedStep& step) { return step.report; }
+
+/// A forward pass as TorchScript: a function of parameters, buffers and the batch's tensors, in this order. It returns
+/// the loss, and its output and target if it has them.
+struct StepTrace {
+  std::string script;       ///< contents of a TorchScript file
+  std::string operations;   ///< the graph as text without shapes, to compare constants of two traces
+  Loss loss{at::Tensor()};  ///< values of the traced run
+};
+
+/// Packs a loss as a script returns it.
+GRADACCUM_INLINE torch::jit::Stack outputs_of(const Loss& loss, const std::vector<at::Tensor>& batch) {
+  std::vector<c10::IValue> outputs{loss.mean};
+  if (loss.output.defined()) outputs.emplace_back(loss.output);
+  const bool given = std::ranges::any_of(batch, [&](auto& tensor) { return tensor.is_same(loss.target); });
+  if (loss.target.defined() && !given) outputs.emplace_back(loss.target);
+  return {c10::ivalue::Tuple::create(std::move(outputs))};
+}
+
+/// Throws if a constant is a tensor from before the recorded pass. Tensors that the pass made from numbers may stay.
+GRADACCUM_INLINE void check_no_constants(const torch::jit::Graph& graph, const AllocationLog& made) {
+  for (const auto* const node : graph.nodes()) {
+    if (node->kind() != c10::prim::Constant || !node->hasAttribute(c10::attr::value) ||
+        node->kindOf(c10::attr::value) != torch::jit::AttributeKind::t)
+      continue;
+    const auto tensor = node->t(c10::attr::value);
+    TORCH_CHECK(tensor.numel() == 0 || made.has(tensor),
+                "save_step: the objective uses a tensor that is neither of the model nor of the ", "batch, ",
+                layout_text(tensor), ", and the compiled step would keep it as it is now: register it as a ",
+                "buffer, or say that it never changes by {.constants = true}");
+  }
+}
+
+inline thread_local std::string* host_reads = nullptr;  // receives the name of an operation that reads a value
+
+/// Runs the objective once, and records its operations.
+///
+/// Throws `c10::Error` if the objective reads a value on the host, which would become a constant. Throws, too, if it
+/// uses a tensor that belongs neither to the model nor to the batch, unless `constants` allows that.
+GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call, bool constants) {
+  StepTrace trace;
+  std::string read;
+  torch::jit::Module module("step");
+  const bool cached = at::autocast::is_autocast_cache_enabled();
+  at::autocast::set_autocast_cache_enabled(false);  // a cached cast would become a constant
+  const auto restore = c10::make_scope_exit([cached] { at::autocast::set_autocast_cache_enabled(cached); });
+  const AllocationScope made("save_step: must not record inside LibTorch's profiler, which uses the same slot");
+  const auto traced = [&] {
+    host_reads = &read;
+    const auto handle = at::addThreadLocalCallback(
+        at::RecordFunctionCallback([](const at::RecordFunction& function) -> std::unique_ptr<at::ObserverContext> {
+          const std::string_view name = function.name();
+          if (name == "aten::_local_scalar_dense" || name == "aten::equal") *host_reads = name;
+          return nullptr;
+        }).scopes({at::RecordScope::FUNCTION}));
+    const auto stop = c10::make_scope_exit([handle] { at::removeCallback(handle); });
+    const auto inputs = inputs_of(model, call.batch);
+    return torch::jit::tracer::trace(
+        torch::jit::Stack(inputs.begin(), inputs.end()),
+        [&](const torch::jit::Stack&) {
+          trace.loss = call.objective();
+          trace.loss.check();
+          return outputs_of(trace.loss, call.batch);
+        },
+        [](const at::Tensor&) { return std::string(); }, /*strict=*/true, /*force_outplace=*/false, &module);
+  }();
+  TORCH_CHECK(read.empty(),
+              "save_step: the objective must not read a value on the host (item(), or a comparison), got ", read,
+              ": the compiled step would go on with the value of this batch. Keep it a tensor (torch::where), or "
+              "read it outside of the objective");
+  const auto& graph = traced.first->graph;
+  if (!constants) check_no_constants(*graph, *made);
+  TORCH_CHECK(trace.loss.items > 0, "save_step: the batch must have items, got ", trace.loss.items);
+  const bool has_rows = !call.batch.empty() && call.batch.front().defined() && call.batch.front().dim() > 0;
+  const auto rows = has_rows ? static_cast<double>(call.batch.front().size(0)) : 1;
+  TORCH_CHECK(
+      call.tensors_alone || trace.loss.items == 1 || trace.loss.items == rows,
+      "save_step: the loss must be of as many items as the batch has rows, or of 1, got ", trace.loss.items,
+      ": a number that a batch holds would be one for ever; weigh what the step gives: ga::Loss{step(batch).mean, "
+      "batch.tokens}");
+  const auto without_shapes = graph->copy();
+  torch::jit::EraseShapeInformation(without_shapes);
+  trace.operations = without_shapes->toString(/*print_source_locations=*/false);
+  module.type()->addMethod(module._ivalue()->compilation_unit()->create_function(
+      c10::QualifiedName(*module.type()->name(), "forward"), graph));
+  std::ostringstream file;
+  module.save(file);
+  trace.script = std::move(file).str();
+  return trace;
+}
+
+/// Runs the script by operations that autograd can follow.
+GRADACCUM_INLINE Loss replayed(const std::string& script, const StepModel& model, const std::vector<at::Tensor>& batch,
+                               const Loss& traced) {
+  std::istringstream file(script);
+  auto module = torch::jit::load(file);
+  const auto inputs = inputs_of(model, batch);
+  const auto outputs = module.forward(torch::jit::Stack(inputs.begin(), inputs.end())).toTuple();
+  Loss loss(outputs->elements()[0].toTensor(), traced.items);
+  if (traced.output.defined()) loss.output = outputs->elements()[1].toTensor();
+  return loss;
+}
+
+/// Returns the reason for a graph of these rows only; empty if there is one for any number.
 GRADACCUM_INLINE std::string why_these_rows(const StepTrial& trial, const StepModel& model, const StepCalls& calls,
                                             const StepTrace& trace, const SaveStepOptions& options) {
   if (!options.any_rows) return ".any_rows is false";
@@ -50,7 +836,7 @@ GRADACCUM_INLINE std::string why_these_rows(const StepTrial& trial, const StepMo
   return "the objective computes with the number of rows in C++, where it is a number and not a tensor's size";
 }
 
-GRADACCUM_INLINE std::int64_t place_of_target(const Loss& loss, const std::vector<at::Tensor>& batch) {
+GRADACCUM_INLINE std::int64_t index_of_target(const Loss& loss, const std::vector<at::Tensor>& batch) {
   if (!loss.target.defined()) return GraphDescription::no_target;
   for (std::size_t i = 0; i < batch.size(); ++i)
     if (batch[i].is_same(loss.target)) return static_cast<std::int64_t>(i);
@@ -112,7 +898,7 @@ class StepSaver {
     if (any_rows && graph.items == static_cast<double>(call.batch.front().size(0)))
       graph.items = GraphDescription::items_are_rows;
     graph.output = trace.loss.output.defined();
-    graph.target = place_of_target(trace.loss, call.batch);
+    graph.target = index_of_target(trace.loss, call.batch);
     const auto crc = crc32_text(crc32(trace.script.data(), trace.script.size()));
     graph.trace = name_of_graph(step_.graphs.size()) + "." + crc + ".pt";
     saved_.batches.push_back(any_rows ? graph.any_rows : graph.batch);
@@ -144,7 +930,15 @@ GRADACCUM_INLINE SavedStep save_steps(torch::nn::Module& module, const std::vect
   return saver.write();
 }
 
-}  // namespace detail
+}  // namespace gradaccum::detail
+
+namespace gradaccum {
+
+GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const CompiledStepReport& report) {
+  stream << report.compiled << " of " << report.compiled + report.eager << " steps compiled\n";
+  for (auto& [why, count] : report.why_eager) stream << count << " not: " << why << '\n';
+  return stream;
+}
 
 GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const SavedStep& step) {
   stream << step.folder.string() << ": recorded a step of";
@@ -154,175 +948,5 @@ GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const SavedStep&
 }
 
 }  // namespace gradaccum
-
-namespace gradaccum::detail {
-
-/// The functions that tools/compile_step.py makes code export, in this order. Returned strings are errors, or null.
-struct StepCode::Functions {
-  const char* (*create)(void** container);
-  void (*destroy)(void* container);
-  const char* (*run)(void* container, void** inputs, void** outputs);
-  std::size_t (*inputs)(void* container);
-  std::size_t (*outputs)(void* container);
-};
-
-GRADACCUM_INLINE StepCode::StepCode(void* const* functions) { start(functions); }
-
-GRADACCUM_INLINE StepCode::StepCode(const std::filesystem::path& library, const std::string& name) {
-  const auto path = std::filesystem::absolute(library);
-  library_ = {dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL), [](void* opened) {
-                if (opened) dlclose(opened);
-              }};
-  if (!library_) throw std::runtime_error(path.string() + ": must be a library that can be loaded, got " + dlerror());
-  const auto* const functions = dlsym(library_.get(), ("gradaccum_step_" + name).c_str());
-  if (!functions)
-    throw std::runtime_error(path.string() + ": must be the code " + name + " of a step, got " + dlerror());
-  start(static_cast<void* const*>(functions));
-}
-
-GRADACCUM_INLINE void StepCode::start(void* const* functions) {
-  functions_ = reinterpret_cast<const Functions*>(functions);
-  void* container = nullptr;
-  const auto* const error = functions_->create(&container);
-  TORCH_CHECK(!error, "CompiledStep: the compiled code must start, got ", error);
-  container_ = {container, [destroy = functions_->destroy, library = library_](void* old) { destroy(old); }};
-  inputs_ = functions_->inputs(container);
-  outputs_ = functions_->outputs(container);
-}
-
-GRADACCUM_INLINE std::vector<at::Tensor> StepCode::run(const std::vector<at::Tensor>& inputs) const {
-  const at::NoGradGuard no_grad;
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  std::vector<void*> given, got(outputs_);
-  given.reserve(inputs.size());
-  for (auto& tensor : inputs) given.push_back(new at::Tensor(tensor));  // the code deletes them, even on failure
-  const auto* const error = functions_->run(container_.get(), given.data(), got.data());
-  TORCH_CHECK(!error, "CompiledStep: the compiled code failed: ", error);
-  std::vector<at::Tensor> outputs;
-  outputs.reserve(got.size());
-  for (auto* const output : got) {
-    const std::unique_ptr<at::Tensor> tensor(static_cast<at::Tensor*>(output));
-    outputs.push_back(std::move(*tensor));
-  }
-  return outputs;
-}
-
-/// Calls `visit(name, member)` for each member of a graph, by its name in a manifest. `Graph` may be const.
-template <class Graph>
-void for_each_member(Graph& graph, auto&& visit) {
-  visit("batch", graph.batch);
-  visit("any_rows", graph.any_rows);
-  visit("items", graph.items);
-  visit("output", graph.output);
-  visit("target", graph.target);
-  visit("trace", graph.trace);
-  visit("code", graph.code);
-  visit("gradients", graph.gradients);
-  visit("moved", graph.moved);
-  visit("capability", graph.capability);
-}
-
-GRADACCUM_INLINE std::string name_of_graph(std::size_t number) { return "graph-" + std::to_string(number); }
-
-GRADACCUM_INLINE std::string library_of_graph(std::size_t number, const GraphDescription& graph) {
-  return name_of_graph(number) + "." + graph.code + ".so";
-}
-
-GRADACCUM_INLINE Manifest manifest_of(const StepDescription& step) {
-  Manifest manifest;
-  manifest.format = step_format;
-  manifest.gradaccum = c10::str(GRADACCUM_VERSION_MAJOR, ".", GRADACCUM_VERSION_MINOR, ".", GRADACCUM_VERSION_PATCH);
-  manifest.libtorch = TORCH_VERSION;
-  manifest.values["model"] = step.model;
-  manifest.values["modes"] = step.modes;
-  manifest.values["graphs"] = static_cast<std::int64_t>(step.graphs.size());
-  for (std::size_t i = 0; i < step.graphs.size(); ++i)
-    for_each_member(step.graphs[i], [&](const std::string& name, const auto& value) {
-      manifest.values[name_of_graph(i) + "." + name] = value;
-    });
-  return manifest;
-}
-
-/// Reads the values of a manifest by name and type.
-class StepReader {
- public:
-  StepReader(const Manifest& manifest, const std::string& what) : manifest_(manifest), what_(what) {}
-
-  template <class Value>
-  Value value(const std::string& name) const {
-    const auto found = manifest_.values.find(name);
-    if (found == manifest_.values.end()) fail("must have a value " + in_quotes(name));
-    const auto* const value = std::get_if<Value>(&found->second);
-    if (!value) fail("the value " + in_quotes(name) + " must be of another type");
-    return *value;
-  }
-
-  GraphDescription graph(const std::string& graph_name) const {
-    GraphDescription graph;
-    for_each_member(graph, [&]<class Value>(const std::string& name, Value& member) {
-      member = value<Value>(graph_name + "." + name);
-    });
-    if (!graph.code.empty() && graph.code.find_first_not_of("0123456789abcdef") != std::string::npos)
-      fail("the code of " + graph_name + " must be a name of digits 0-9 a-f, got " + in_quotes(graph.code));
-    if (!(std::isfinite(graph.items) && graph.items >= 0)) fail("the items of " + graph_name + " must be >= 0");
-    return graph;
-  }
-
-  [[noreturn]] void fail(const std::string& requirement) const { throw std::runtime_error(what_ + ": " + requirement); }
-
- private:
-  const Manifest& manifest_;
-  const std::string& what_;
-};
-
-GRADACCUM_INLINE StepDescription step_description(const Manifest& manifest, const std::string& what) {
-  const StepReader reader(manifest, what);
-  StepDescription step;
-  step.model = reader.value<std::string>("model");
-  step.modes = reader.value<std::string>("modes");
-  const auto graphs = reader.value<std::int64_t>("graphs");
-  if (graphs < 1 || static_cast<std::size_t>(graphs) > manifest.values.size())
-    reader.fail("the number of graphs must fit its values, got " + std::to_string(graphs));
-  for (std::int64_t i = 0; i < graphs; ++i)
-    step.graphs.push_back(reader.graph(name_of_graph(static_cast<std::size_t>(i))));
-  return step;
-}
-
-GRADACCUM_INLINE std::map<std::string, StepInProgram>& steps_in_program() {
-  static std::map<std::string, StepInProgram> steps;
-  return steps;
-}
-
-GRADACCUM_INLINE StepSource::StepSource(const std::filesystem::path& folder)
-    : name_((folder / manifest_name).string()), manifest_(read_manifest(folder, step_format)), folder_(folder) {}
-
-GRADACCUM_INLINE StepSource::StepSource(const std::string& name_in_program) : name_(name_in_program) {
-  const auto found = steps_in_program().find(name_in_program);
-  if (found == steps_in_program().end()) {
-    std::string names;
-    for (auto& [name, step] : steps_in_program()) names += " " + name;
-    TORCH_CHECK(false, "CompiledStep: InProgram{\"", name_in_program, "\"} must be a step that gradaccum_compile_step ",
-                "built into this program, which has", names.empty() ? " none" : names);
-  }
-  in_program_ = &found->second;
-  manifest_ = manifest_of(in_program_->manifest, name_, step_format);
-}
-
-GRADACCUM_INLINE StepCode StepSource::code(std::size_t number, const GraphDescription& graph) const {
-  if (in_program_) {
-    const auto found = in_program_->code.find(graph.code);
-    if (found == in_program_->code.end())
-      throw std::runtime_error(name_ + ": the program must have its code " + graph.code);
-    return StepCode(found->second);
-  }
-  const auto file = library_of_graph(number, graph);
-  const auto listed = manifest_.files.find(file);
-  if (listed == manifest_.files.end()) throw std::runtime_error(name_ + ": must list the file " + file);
-  check_file(folder_ / file, listed->second);
-  return StepCode(folder_ / file, graph.code);
-}
-
-}  // namespace gradaccum::detail
 
 #undef GRADACCUM_INLINE

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <gradaccum/detail/parallel/connections.hpp>
+#include <gradaccum/process_group.hpp>
 
+#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty_like.h>
@@ -18,22 +20,404 @@
 #if defined(USE_C10D_GLOO) && __has_include(<gloo/context.h>)
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #endif
+// ATen/cuda needs the headers of CUDA's libraries, too.
+#if defined(USE_C10D_NCCL) && __has_include(<nccl.h>) && __has_include(<cuda_runtime_api.h>) && \
+    __has_include(<cusparse.h>) && __has_include(<cublas_v2.h>) && __has_include(<cusolverDn.h>)
+#define GRADACCUM_HAS_NCCL
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <unistd.h>
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#endif
 
-#include <algorithm>
+#include <array>
 #include <atomic>
 #include <charconv>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdlib>
 #include <exception>
+#include <future>
 #include <limits>
 #include <mutex>
+#include <set>
 #include <string_view>
-#include <thread>
-#include <utility>
 
 #include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum::detail {
+
+GRADACCUM_INLINE std::string have_ended(const std::vector<int>& ranks) {
+  std::string text;
+  for (const int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
+  return ranks.size() == 1 ? "rank " + text + " has ended or hangs" : "ranks " + text + " have ended or hang";
+}
+
+/// The entries of processes in their store: counters that show that each is alive and how far it is, and a failure. For
+/// use by one thread, except for `answers`. Each call waits for the store.
+class HeartbeatEntries {
+ public:
+  HeartbeatEntries(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size)
+      : store_(std::move(store)), rank_(rank), size_(world_size) {}
+
+  /// The number of answers from the store so far, which stops increasing while the store does not answer.
+  std::int64_t answers() const { return answers_; }
+
+  void count_beat() { add(beats_of(rank_), 1); }
+  /// Adds to the number of times that this process has waited for others.
+  void count_waits(std::int64_t times) {
+    if (times > 0) add(waits_of(rank_), times);
+  }
+  void set_failure(const std::string& what) {
+    store_->set("failure", std::vector<std::uint8_t>(what.begin(), what.end()));
+    ++answers_;
+  }
+  std::optional<std::string> failure() {
+    const bool known = store_->check({"failure"});
+    ++answers_;
+    return known ? std::optional(get("failure")) : std::nullopt;
+  }
+
+  /// Returns the beats of ranks in [`first`, `last`): 0 before a rank starts, at least `left` after it has left.
+  std::vector<std::int64_t> beats(int first, int last) { return read(beats_of, first, last); }
+  static constexpr std::int64_t left = std::int64_t{1} << 62;
+
+  /// Returns the ranks whose beats have stopped since they were `before`, in words; else the rank that has waited the
+  /// fewest times; else nullopt.
+  std::optional<std::string> missing_since(const std::vector<std::int64_t>& before) {
+    const auto now = beats(0, size_);
+    std::vector<int> ranks;
+    for (std::size_t rank = 0; rank < now.size(); ++rank)
+      if (now[rank] == before[rank]) ranks.push_back(static_cast<int>(rank));
+    if (!ranks.empty()) return have_ended(ranks);
+    const auto waits = read(waits_of, 0, size_);
+    const auto [least, most] = std::ranges::minmax_element(waits);
+    if (*least == *most) return {};
+    return "rank " + std::to_string(least - waits.begin()) + " hangs, or does something else than the others";
+  }
+
+  /// Marks this rank as having left. Rank 0, whose process has the store, waits for the others, but at most `longest`.
+  void leave(std::chrono::milliseconds longest) {
+    const auto begin = std::chrono::steady_clock::now();
+    add(beats_of(rank_), left);  // no rank must report it as missing
+    auto gone = add("left", 1);
+    while (rank_ == 0 && gone < size_ && std::chrono::steady_clock::now() - begin < longest) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(25));
+      gone = add("left", 0);
+    }
+  }
+
+ private:
+  static std::string beats_of(int rank) { return "heartbeat/" + std::to_string(rank); }
+  static std::string waits_of(int rank) { return "waits/" + std::to_string(rank); }
+
+  std::int64_t add(const std::string& key, std::int64_t number) {
+    const auto sum = store_->add(key, number);
+    ++answers_;
+    return sum;
+  }
+  std::string get(const std::string& key) {
+    const auto bytes = store_->get(key);
+    ++answers_;
+    return {bytes.begin(), bytes.end()};
+  }
+  /// Reads all counters in one request if the store supports that, since there may be hundreds.
+  std::vector<std::int64_t> read(std::string (*key_of)(int rank), int first, int last) {
+    std::vector<std::string> keys;
+    for (int rank = first; rank < last; ++rank) keys.push_back(key_of(rank));
+    for (auto& key : keys)
+      if (known_.insert(key).second) add(key, 0);  // the store would wait for a missing key
+    std::vector<std::int64_t> numbers;
+    if (!store_->hasExtendedApi()) {
+      for (auto& key : keys) numbers.push_back(std::stoll(get(key)));
+      return numbers;
+    }
+    for (auto& bytes : store_->multiGet(keys)) numbers.push_back(std::stoll(std::string(bytes.begin(), bytes.end())));
+    ++answers_;
+    return numbers;
+  }
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  int rank_, size_;
+  std::set<std::string> known_;  // keys that are in the store
+  std::atomic<std::int64_t> answers_ = 0;
+};
+
+/// The state that the counting and the waiting thread share.
+struct Heartbeat::Shared {
+  using Clock = std::chrono::steady_clock;
+  using Milliseconds = std::chrono::milliseconds;
+  static constexpr Milliseconds interval{250};
+  static constexpr int beats_a_check = 4;
+  static constexpr Milliseconds standstill{2000};  ///< time in which a live process must count
+  static constexpr Milliseconds patience{10000};   ///< longest wait for the store
+
+  Shared(c10::intrusive_ptr<c10d::Store> store, std::string given_name, int rank, int world_size,
+         Milliseconds given_timeout)
+      : entries(std::move(store), rank, world_size),
+        store_name(std::move(given_name)),
+        size(world_size),
+        first_checked(rank == 0 ? 1 : 0),
+        checked(static_cast<std::size_t>(rank == 0 ? world_size - 1 : 1), StallDetector(given_timeout)),
+        timeout(given_timeout) {}
+
+  HeartbeatEntries entries;
+  const std::string store_name;
+  const int size, first_checked;
+  std::vector<StallDetector> checked;  // of all others on rank 0, and of rank 0 elsewhere
+  const Milliseconds timeout;
+  int beats = 0;
+  std::int64_t waits = 0, counted_waits = 0;  // waits for other processes: all, and those in the store
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool stopping = false, stopped = false, asked = false, unanswered = false;
+  std::optional<std::string> failure, to_announce;
+
+  void run() {
+    try {
+      do beat();
+      while (pause(interval));
+      entries.leave(failed() ? standstill : patience / 2);
+    } catch (const std::exception&) {
+      fail(store_name + " has ended, or cannot be reached");
+    }
+    const std::lock_guard lock(mutex);
+    stopped = true;
+    changed.notify_all();
+  }
+
+  /// Ends the thread. Returns true if it hangs.
+  bool stop() {
+    std::unique_lock lock(mutex);
+    stopping = true;
+    changed.notify_all();
+    return !changed.wait_for(lock, unanswered ? Milliseconds(0) : patience, [this] { return stopped; });
+  }
+
+  bool failed() {
+    const std::lock_guard lock(mutex);
+    return failure.has_value();
+  }
+  void fail(std::string text) {
+    const std::lock_guard lock(mutex);
+    if (!failure) failure = std::move(text);
+    changed.notify_all();
+  }
+  /// Reports a failure to all processes.
+  void fail_all(const std::string& text) {
+    entries.set_failure(text);
+    fail(text);
+  }
+
+  void beat() {
+    entries.count_beat();
+    std::optional<std::string> ours;
+    bool wanted = false;
+    std::int64_t new_waits = 0;
+    {
+      const std::lock_guard lock(mutex);
+      ours = to_announce;
+      wanted = asked && !failure;
+      new_waits = waits - std::exchange(counted_waits, waits);
+    }
+    entries.count_waits(new_waits);
+    if (const auto theirs = entries.failure()) return fail(*theirs);
+    if (ours) return fail_all(*ours);
+    if (wanted) return find_cause();
+    if (beats++ % beats_a_check == 0) find_stalled();
+  }
+
+  /// Finds the cause of a failure. This process goes on counting meanwhile.
+  void find_cause() {
+    const auto before = entries.beats(0, size);
+    const auto begin = Clock::now();
+    while (Clock::now() - begin < standstill) {
+      entries.count_beat();
+      if (!pause(interval)) return;
+    }
+    const auto who = entries.missing_since(before);
+    if (entries.failure()) return;  // another process was faster; its report is read at the next beat
+    fail_all(who ? *who : "all processes are there, but the connection between two of them is lost");
+  }
+
+  /// Finds ranks whose beats have stopped without their having left.
+  void find_stalled() {
+    const auto now = entries.beats(first_checked, first_checked + static_cast<int>(checked.size()));
+    std::vector<int> ranks;
+    for (std::size_t i = 0; i < now.size(); ++i)
+      if (checked[i].stalled(now[i]) && now[i] > 0 && now[i] < HeartbeatEntries::left)
+        ranks.push_back(first_checked + static_cast<int>(i));
+    if (!ranks.empty() && !failed()) fail_all(have_ended(ranks) + out_of_reach());
+  }
+  std::string out_of_reach() const {
+    return ", or cannot be reached: silent for " + std::to_string(timeout.count() / 1000) + " s";
+  }
+
+  /// Waits, and returns false when the thread must end.
+  bool pause(Milliseconds time) {
+    std::unique_lock lock(mutex);
+    changed.wait_for(lock, time, [this] { return stopping || (to_announce && !failure); });
+    return !stopping;
+  }
+
+  /// Checks `done()` when woken, and after each `step`.
+  bool wait(const std::function<bool()>& done, std::chrono::microseconds step, Clock::time_point end) {
+    std::unique_lock lock(mutex);
+    ++waits;
+    StallDetector of_store(timeout);
+    while (!done() && !failure && Clock::now() < end) {
+      unanswered = of_store.stalled(entries.answers());
+      if (unanswered)
+        failure = store_name + " has ended or hangs" + out_of_reach();
+      else
+        changed.wait_for(lock, step);
+    }
+    return done();
+  }
+};
+
+GRADACCUM_INLINE Heartbeat::Heartbeat(c10::intrusive_ptr<c10d::Store> store, std::string store_name, int rank,
+                                      int world_size, std::chrono::milliseconds timeout)
+    : shared_(std::make_shared<Shared>(std::move(store), std::move(store_name), rank, world_size, timeout)) {
+  thread_ = std::thread([shared = shared_] { shared->run(); });
+}
+
+GRADACCUM_INLINE Heartbeat::~Heartbeat() {
+  if (shared_->stop())
+    thread_.detach();  // it hangs in a store that does not answer
+  else
+    thread_.join();
+}
+
+GRADACCUM_INLINE bool Heartbeat::wait(const std::function<bool()>& done) {
+  return shared_->wait(done, Shared::interval, Shared::Clock::time_point::max());
+}
+
+GRADACCUM_INLINE bool Heartbeat::poll(const std::function<bool()>& done, std::chrono::milliseconds longest) {
+  return shared_->wait(done, std::chrono::microseconds(50), Shared::Clock::now() + longest);
+}
+
+GRADACCUM_INLINE std::function<void()> Heartbeat::wake() const {
+  return [shared = shared_] {
+    { const std::lock_guard lock(shared->mutex); }
+    shared->changed.notify_all();
+  };
+}
+
+GRADACCUM_INLINE std::string Heartbeat::explain() {
+  auto& all = *shared_;
+  std::unique_lock lock(all.mutex);
+  all.asked = true;
+  all.changed.wait_for(lock, Shared::patience, [&] { return all.failure || all.stopped; });
+  return all.failure ? *all.failure : all.store_name + " has ended or hangs";
+}
+
+GRADACCUM_INLINE void Heartbeat::announce(std::string failure) {
+  auto& all = *shared_;
+  std::unique_lock lock(all.mutex);
+  if (all.failure) return;
+  all.to_announce = std::move(failure);
+  all.changed.notify_all();
+  all.changed.wait_for(lock, Shared::patience, [&] { return all.failure || all.stopped; });
+}
+
+GRADACCUM_INLINE bool each_has_its_own(const std::vector<std::string>& devices) {
+  const std::set<std::string> different(devices.begin(), devices.end());
+  return different.size() == devices.size() && !different.contains("");
+}
+
+#ifdef GRADACCUM_HAS_NCCL
+/// True if nccl.h has LibTorch's version of NCCL: the layout of NCCL's options differs between versions.
+GRADACCUM_INLINE bool nccl_is_as_built() {
+  constexpr auto header = std::uint64_t{NCCL_MAJOR} << 32 | std::uint64_t{NCCL_MINOR} << 16;
+  const auto present = torch::cuda::nccl::version() & ~std::uint64_t{0xffff};
+  if (header != present) {
+    TORCH_WARN_ONCE("gradaccum: gradients go by Gloo, not by NCCL: this program was built with the nccl.h of NCCL ",
+                    NCCL_MAJOR, ".", NCCL_MINOR, ", and LibTorch has ", present >> 32, ".", (present >> 16) & 0xffff,
+                    "; build it with the header of that version (CMake: -DNCCL_ROOT=...)");
+  }
+  return header == present;
+}
+
+GRADACCUM_INLINE std::string device_name(const std::vector<at::Tensor>& tensors) {
+  const auto elsewhere = [&](auto& tensor) { return !tensor.is_cuda() || tensor.device() != tensors[0].device(); };
+  if (tensors.empty() || std::ranges::any_of(tensors, elsewhere) || !nccl_is_as_built()) return "";
+  std::array<char, 256> machine{};
+  gethostname(machine.data(), machine.size() - 1);
+  const auto& uuid = at::cuda::getDeviceProperties(tensors[0].device().index())->uuid.bytes;
+  return machine.data() + ("/" + std::string(std::begin(uuid), std::end(uuid)));
+}
+
+GRADACCUM_INLINE c10::intrusive_ptr<c10d::Backend> make_nccl(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                                             int world_size, std::chrono::milliseconds timeout) {
+  // By default LibTorch ends the process a minute after an error, and later attempts that find the error in the store.
+  setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", /*overwrite=*/0);
+  setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", /*overwrite=*/0);
+  auto options = c10d::ProcessGroupNCCL::Options::create();
+  options->timeout = timeout;
+  return c10::make_intrusive<c10d::ProcessGroupNCCL>(c10::make_intrusive<c10d::PrefixStore>("devices", store), rank,
+                                                     world_size, options);
+}
+
+/// Sums a number over all ranks, which connects them. Waits for the device.
+GRADACCUM_INLINE void sum_by_device(c10d::Backend& nccl, at::Device device) {
+  const c10::cuda::CUDAGuard guard(device);
+  std::vector<at::Tensor> tensors{at::zeros({1}, device)};
+  nccl.allreduce(tensors)->wait();
+  tensors[0].item();
+}
+#undef GRADACCUM_HAS_NCCL
+#else
+GRADACCUM_INLINE std::string device_name(const std::vector<at::Tensor>&) { return ""; }
+GRADACCUM_INLINE c10::intrusive_ptr<c10d::Backend> make_nccl(const c10::intrusive_ptr<c10d::Store>&, int, int,
+                                                             std::chrono::milliseconds) {
+  TORCH_CHECK(false, "ProcessGroup: this program was built without NCCL");
+}
+GRADACCUM_INLINE void sum_by_device(c10d::Backend&, at::Device) {}
+#endif
+
+/// NCCL connections between the devices of all ranks.
+///
+/// Connects by a first exchange in a separate thread, since that waits for ranks that may never come. Ends by an abort,
+/// which waits for no rank, once all that was sent has arrived or never will.
+class NcclConnection {
+ public:
+  /// Starts to connect, as all ranks must at the same time. `store` must be a connection with no other user.
+  NcclConnection(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size, at::Device device,
+                 std::chrono::milliseconds timeout)
+      : nccl_(make_nccl(store, rank, world_size, timeout)) {
+    std::packaged_task<void()> connect([nccl = nccl_, device] { sum_by_device(*nccl, device); });
+    connected_ = connect.get_future();
+    std::thread(std::move(connect)).detach();
+  }
+  NcclConnection(const NcclConnection&) = delete;
+  NcclConnection& operator=(const NcclConnection&) = delete;
+  ~NcclConnection() { abort(); }
+
+  bool answers() const { return connected_.wait_for(std::chrono::seconds(0)) == std::future_status::ready; }
+  /// Waits until connected. Throws the error if connecting failed.
+  void check() { connected_.get(); }
+
+  c10d::Backend& backend() const { return *nccl_; }
+
+  /// Ends all waiting on the device, and abandons what still hangs after ten seconds.
+  void abort() noexcept {
+    if (std::exchange(aborted_, true)) return;
+    try {
+      std::packaged_task<void()> task([nccl = nccl_] { nccl->abort(); });
+      const auto done = task.get_future();
+      std::thread(std::move(task)).detach();
+      done.wait_for(std::chrono::seconds(10));
+    } catch (const std::exception&) {  // no thread could be started
+    }
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Backend> nccl_;
+  std::future<void> connected_;
+  bool aborted_ = false;
+};
 
 struct Connections::Exchange {
   c10::intrusive_ptr<c10d::Work> work;
@@ -77,7 +461,7 @@ GRADACCUM_INLINE c10::intrusive_ptr<c10d::Backend> connect_gloo(const c10::intru
 }
 
 GRADACCUM_INLINE Connections::Connections(const c10::intrusive_ptr<c10d::Store>& store, const std::string& host,
-                                          const std::string& place, int rank, int world_size,
+                                          const std::string& store_name, int rank, int world_size,
                                           std::chrono::milliseconds timeout)
     : rank_(rank),
       world_size_(world_size),
@@ -85,21 +469,17 @@ GRADACCUM_INLINE Connections::Connections(const c10::intrusive_ptr<c10d::Store>&
       store_(store),
       gradients_(connect_gloo(store, "gradients", host, rank, world_size, timeout)),
       agreement_(connect_gloo(store, "agreement", host, rank, world_size, timeout)),
-      heartbeat_(store->clone(), place, rank, world_size) {  // calls of one connection wait for each other
-  wait_for_all_ranks();
-}
-
-/// Waits until all ranks are connected: one that ended at once would break the connections of those still connecting.
-GRADACCUM_INLINE void Connections::wait_for_all_ranks() const {
-  const auto key_of = [](int rank) { return "connected/" + std::to_string(rank); };
+      heartbeat_(store->clone(), store_name, rank, world_size) {  // calls of one connection wait for each other
+  // Waits until all ranks are connected: one that ended at once would break the connections of those still connecting.
+  const auto key_of = [](int of) { return "connected/" + std::to_string(of); };
   store_->set(key_of(rank_), std::vector<std::uint8_t>{1});
-  for (int rank = 0; rank < world_size_; ++rank) {
+  for (int other = 0; other < world_size_; ++other) {
     try {
-      store_->wait({key_of(rank)}, timeout_);
+      store_->wait({key_of(other)}, timeout_);
     } catch (const c10::DistNetworkError&) {
       return;  // the store ended with rank 0, which had seen all ranks; the next exchange reports it
     } catch (const std::exception&) {
-      TORCH_CHECK(false, "ProcessGroup: rank ", rank, " must be connected with all others within ", timeout_.count(),
+      TORCH_CHECK(false, "ProcessGroup: rank ", other, " must be connected with all others within ", timeout_.count(),
                   " ms, and is not: it has ended, or hangs");
     }
   }
@@ -108,25 +488,6 @@ GRADACCUM_INLINE void Connections::wait_for_all_ranks() const {
 GRADACCUM_INLINE Connections::~Connections() {
   if (failure_.empty()) return;
   for (auto* const backend : {&gradients_, &agreement_}) static_cast<void>(backend->release());
-}
-
-GRADACCUM_INLINE std::shared_ptr<Connections> Connections::connect(const LaunchEnvironment& environment,
-                                                                   std::chrono::milliseconds timeout) {
-  const auto place = c10::str(environment.launcher_has_store ? "the launcher" : "rank 0", " (its store at ",
-                              environment.address, ":", environment.port, ")");
-  c10d::TCPStoreOptions options;
-  options.port = environment.port;
-  options.isServer = environment.rank == 0 && !environment.launcher_has_store;
-  options.numWorkers = environment.world_size;
-  options.waitWorkers = false;  // connect_gloo() waits
-  options.multiTenant = true;   // allows a second group in this process
-  options.timeout = timeout;
-  c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::TCPStore>(environment.address, options);
-  static std::atomic<int> groups = 0;
-  const auto name = c10::str("gradaccum/", environment.attempt, "/", groups++);
-  store = c10::make_intrusive<c10d::PrefixStore>(name, store);
-  return std::make_shared<Connections>(store, environment.address, place, environment.rank, environment.world_size,
-                                       timeout);
 }
 
 /// Runs `exchange`, which works in place on contiguous tensors, for a tensor of any strides.
@@ -173,42 +534,43 @@ GRADACCUM_INLINE std::vector<std::string> Connections::all_gather(const std::str
   return texts;
 }
 
-GRADACCUM_INLINE Connections::Channel Connections::connect_devices(const std::vector<std::string>& places,
-                                                                   at::Device device) {
-  if (!each_has_its_own(places) || (nccl_ && places != places_)) return Channel::gradients;
+GRADACCUM_INLINE Connections::Channel Connections::connect_devices(const std::vector<std::string>& devices,
+                                                                   at::Device own) {
+  if (!each_has_its_own(devices) || (nccl_ && devices != devices_)) return Channel::gradients;
   if (nccl_) return Channel::devices;
   try {
-    nccl_ = std::make_unique<NcclConnection>(store_->clone(), rank_, world_size_, device, timeout_);
+    nccl_ = std::make_unique<NcclConnection>(store_->clone(), rank_, world_size_, own, timeout_);
     if (!heartbeat_.poll([&] { return nccl_->answers(); }, timeout_)) fail(heartbeat_.explain(), "NCCL to connect");
     nccl_->check();
   } catch (const std::exception& error) {
     give_up(error.what());
     throw;
   }
-  places_ = places;
+  devices_ = devices;
   return Channel::devices;
 }
 
-GRADACCUM_INLINE Connections::Pending Connections::begin_all_reduce(Channel line, const at::Tensor& tensor) {
+GRADACCUM_INLINE Connections::Pending Connections::begin_all_reduce(Channel channel, const at::Tensor& tensor) {
   std::vector<at::Tensor> tensors{tensor};
-  return begin(line, [&](auto& backend) { return backend.allreduce(tensors); });
+  return begin(channel, [&](auto& backend) { return backend.allreduce(tensors); });
 }
 
-GRADACCUM_INLINE Connections::Pending Connections::begin_broadcast(Channel line, const at::Tensor& tensor, int from) {
+GRADACCUM_INLINE Connections::Pending Connections::begin_broadcast(Channel channel, const at::Tensor& tensor,
+                                                                   int from) {
   std::vector<at::Tensor> tensors{bytes_of_row(tensor)};  // supports any dtype
   c10d::BroadcastOptions options;
   options.rootRank = from;
-  return begin(line, [&](auto& backend) { return backend.broadcast(tensors, options); });
+  return begin(channel, [&](auto& backend) { return backend.broadcast(tensors, options); });
 }
 
-GRADACCUM_INLINE Connections::Pending Connections::begin_reduce(Channel line, const at::Tensor& tensor, int rank) {
+GRADACCUM_INLINE Connections::Pending Connections::begin_reduce(Channel channel, const at::Tensor& tensor, int rank) {
   std::vector<at::Tensor> tensors{tensor};
   c10d::ReduceOptions options;
   options.rootRank = rank;
-  return begin(line, [&](auto& backend) { return backend.reduce(tensors, options); });
+  return begin(channel, [&](auto& backend) { return backend.reduce(tensors, options); });
 }
 
-GRADACCUM_INLINE Connections::Pending Connections::begin_all_to_all(Channel line, const at::Tensor& to,
+GRADACCUM_INLINE Connections::Pending Connections::begin_all_to_all(Channel channel, const at::Tensor& to,
                                                                     const at::Tensor& from,
                                                                     std::vector<std::int64_t> sizes_to,
                                                                     std::vector<std::int64_t> sizes_from) {
@@ -216,37 +578,36 @@ GRADACCUM_INLINE Connections::Pending Connections::begin_all_to_all(Channel line
   for (auto* const sizes : {&sizes_to, &sizes_from})
     for (auto& size : *sizes) size *= bytes;
   auto received = bytes_of_row(to), sent = bytes_of_row(from);
-  return begin(line, [&](auto& backend) { return backend.alltoall_base(received, sent, sizes_to, sizes_from); });
+  return begin(channel, [&](auto& backend) { return backend.alltoall_base(received, sent, sizes_to, sizes_from); });
 }
 
 GRADACCUM_INLINE Connections::Pending Connections::begin(
-    Channel line, const std::function<c10::intrusive_ptr<c10d::Work>(c10d::Backend&)>& begin) const {
+    Channel channel, const std::function<c10::intrusive_ptr<c10d::Work>(c10d::Backend&)>& begin) const {
   check_usable();
-  if (line == Channel::devices) return std::make_shared<Exchange>(Exchange{begin(nccl_->backend()), /*by_nccl=*/true});
+  if (channel == Channel::devices)
+    return std::make_shared<Exchange>(Exchange{begin(nccl_->backend()), /*by_nccl=*/true});
   static std::mutex one_at_a_time;  // LibTorch records operations in a global map, 2.11 without a lock
   const std::lock_guard lock(one_at_a_time);
-  return std::make_shared<Exchange>(Exchange{begin(line == Channel::gradients ? *gradients_ : *agreement_)});
+  return std::make_shared<Exchange>(Exchange{begin(channel == Channel::gradients ? *gradients_ : *agreement_)});
 }
 
 GRADACCUM_INLINE void Connections::wait(const Pending& pending, const std::string& what) {
   check_usable();
   auto& work = *pending->work;
-  if (!(pending->by_nccl ? wait_for_nccl(work) : wait_for_gloo(work))) fail(heartbeat_.explain(), what);
+  bool arrived = false;
+  if (pending->by_nccl) {
+    // Polls, as NCCL's futures complete at the launch, a device wakes no thread, and a rank's end would go unnoticed.
+    arrived = heartbeat_.poll([&] { return work.isCompleted(); }, timeout_) && !work.exception();
+  } else {
+    const auto future = work.getFuture();
+    future->addCallback([wake = heartbeat_.wake()](auto&) { wake(); });
+    arrived = heartbeat_.wait([&] { return future->completed(); }) && !future->hasError();
+  }
+  if (!arrived) fail(heartbeat_.explain(), what);
   work.wait();  // makes this thread's stream wait for it
   // The thread that ran it releases the tensors a moment later. Waiting for that lets the caller free their memory.
   const auto latest = std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
   while (pending->work.use_count() > 1 && std::chrono::steady_clock::now() < latest) std::this_thread::yield();
-}
-
-GRADACCUM_INLINE bool Connections::wait_for_gloo(c10d::Work& work) {
-  const auto future = work.getFuture();
-  future->addCallback([wake = heartbeat_.wake()](auto&) { wake(); });
-  return heartbeat_.wait([&] { return future->completed(); }) && !future->hasError();
-}
-
-/// Polls, as NCCL's futures complete at the launch, a device wakes no thread, and a rank's end would go unnoticed.
-GRADACCUM_INLINE bool Connections::wait_for_nccl(c10d::Work& work) {
-  return heartbeat_.poll([&] { return work.isCompleted(); }, timeout_) && !work.exception();
 }
 
 GRADACCUM_INLINE void Connections::begin_exchange(const void* exchange) {
@@ -275,146 +636,16 @@ GRADACCUM_INLINE void Connections::fail(const std::string& why, const std::strin
   TORCH_CHECK(false, "ProcessGroup: ", failure_, "; end all processes and start them again, from a saved state");
 }
 
-}  // namespace gradaccum::detail
-
-// ATen/cuda needs the headers of CUDA's libraries, too.
-#if defined(USE_C10D_NCCL) && __has_include(<nccl.h>) && __has_include(<cuda_runtime_api.h>) && \
-    __has_include(<cusparse.h>) && __has_include(<cublas_v2.h>) && __has_include(<cusolverDn.h>)
-#define GRADACCUM_HAS_NCCL
-#include <ATen/cuda/CUDAContext.h>
-#include <ATen/ops/zeros.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <unistd.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
-#endif
-
-#include <algorithm>
-#include <array>
-#include <cstdint>
-#include <cstdlib>
-#include <exception>
-#include <memory>
-#include <set>
-#include <thread>
-#include <utility>
-
-namespace gradaccum::detail {
-
-GRADACCUM_INLINE bool each_has_its_own(const std::vector<std::string>& places) {
-  const std::set<std::string> different(places.begin(), places.end());
-  return different.size() == places.size() && !different.contains("");
-}
-
-#ifdef GRADACCUM_HAS_NCCL
-/// True if nccl.h has LibTorch's version of NCCL: the layout of NCCL's options differs between versions.
-GRADACCUM_INLINE bool nccl_is_as_built() {
-  constexpr auto header = std::uint64_t{NCCL_MAJOR} << 32 | std::uint64_t{NCCL_MINOR} << 16;
-  const auto present = torch::cuda::nccl::version() & ~std::uint64_t{0xffff};
-  if (header != present) {
-    TORCH_WARN_ONCE("gradaccum: gradients go by Gloo, not by NCCL: this program was built with the nccl.h of NCCL ",
-                    NCCL_MAJOR, ".", NCCL_MINOR, ", and LibTorch has ", present >> 32, ".", (present >> 16) & 0xffff,
-                    "; build it with the header of that version (CMake: -DNCCL_ROOT=...)");
-  }
-  return header == present;
-}
-
-GRADACCUM_INLINE std::string device_place(const std::vector<at::Tensor>& tensors) {
-  const auto elsewhere = [&](auto& tensor) { return !tensor.is_cuda() || tensor.device() != tensors[0].device(); };
-  if (tensors.empty() || std::ranges::any_of(tensors, elsewhere) || !nccl_is_as_built()) return "";
-  std::array<char, 256> machine{};
-  gethostname(machine.data(), machine.size() - 1);
-  const auto& uuid = at::cuda::getDeviceProperties(tensors[0].device().index())->uuid.bytes;
-  return machine.data() + ("/" + std::string(std::begin(uuid), std::end(uuid)));
-}
-
-GRADACCUM_INLINE c10::intrusive_ptr<c10d::Backend> make_nccl(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                                             int world_size, std::chrono::milliseconds timeout) {
-  // By default LibTorch ends the process a minute after an error, and later attempts that find the error in the store.
-  setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", /*overwrite=*/0);
-  setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", /*overwrite=*/0);
-  auto options = c10d::ProcessGroupNCCL::Options::create();
-  options->timeout = timeout;
-  return c10::make_intrusive<c10d::ProcessGroupNCCL>(c10::make_intrusive<c10d::PrefixStore>("devices", store), rank,
-                                                     world_size, options);
-}
-
-/// Sums a number over all ranks, which connects them. Waits for the device.
-GRADACCUM_INLINE void sum_by_device(c10d::Backend& nccl, at::Device device) {
-  const c10::cuda::CUDAGuard guard(device);
-  std::vector<at::Tensor> tensors{at::zeros({1}, device)};
-  nccl.allreduce(tensors)->wait();
-  tensors[0].item();
-}
-#undef GRADACCUM_HAS_NCCL
-#else
-GRADACCUM_INLINE std::string device_place(const std::vector<at::Tensor>&) { return ""; }
-GRADACCUM_INLINE c10::intrusive_ptr<c10d::Backend> make_nccl(const c10::intrusive_ptr<c10d::Store>&, int, int,
-                                                             std::chrono::milliseconds) {
-  TORCH_CHECK(false, "ProcessGroup: this program was built without NCCL");
-}
-GRADACCUM_INLINE void sum_by_device(c10d::Backend&, at::Device) {}
-#endif
-
-GRADACCUM_INLINE NcclConnection::NcclConnection(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
-                                                at::Device device, std::chrono::milliseconds timeout)
-    : nccl_(make_nccl(store, rank, world_size, timeout)) {
-  std::packaged_task<void()> connect([nccl = nccl_, device] { sum_by_device(*nccl, device); });
-  connected_ = connect.get_future();
-  std::thread(std::move(connect)).detach();
-}
-
-GRADACCUM_INLINE NcclConnection::~NcclConnection() { abort(); }
-
-GRADACCUM_INLINE bool NcclConnection::answers() const {
-  return connected_.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
-}
-
-GRADACCUM_INLINE void NcclConnection::abort() noexcept {
-  if (std::exchange(aborted_, true)) return;
-  try {
-    std::packaged_task<void()> task([nccl = nccl_] { nccl->abort(); });
-    const auto done = task.get_future();
-    std::thread(std::move(task)).detach();
-    done.wait_for(std::chrono::seconds(10));
-  } catch (const std::exception&) {  // no thread could be started
-  }
-}
-
-GRADACCUM_INLINE LaunchEnvironmentReader::LaunchEnvironmentReader(Lookup lookup) : lookup_(std::move(lookup)) {}
-
-GRADACCUM_INLINE LaunchEnvironment LaunchEnvironmentReader::read() const {
-  static constexpr Names launchers[] = {
-      {"RANK", "WORLD_SIZE", "LOCAL_RANK"},
-      // Slurm sets a step's variables in processes that srun starts, but not in a batch script.
-      {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"},
-      {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
-  };
-  for (auto& names : launchers)
-    if (lookup_(names.world_size)) return read(names);
-  TORCH_CHECK(!lookup_("RANK"), "ProcessGroup: the environment has RANK without WORLD_SIZE; set both, or neither");
-  return {};
-}
-
-GRADACCUM_INLINE std::optional<std::string> LaunchEnvironmentReader::of_this_process(const std::string& variable) {
-  const char* const value = std::getenv(variable.c_str());
-  return value == nullptr ? std::nullopt : std::optional<std::string>(value);
-}
-
-GRADACCUM_INLINE LaunchEnvironment LaunchEnvironmentReader::read(const Names& names) const {
-  LaunchEnvironment environment;
-  environment.world_size = static_cast<int>(number(names.world_size, 1, std::numeric_limits<int>::max()));
-  environment.rank = static_cast<int>(number(names.rank, 0, environment.world_size - 1));
-  if (lookup_(names.local_rank))
-    environment.local_rank = static_cast<int>(number(names.local_rank, 0, environment.rank));
-  else
-    environment.local_rank = environment.rank;
-  if (environment.world_size == 1) return environment;
-  environment.address = address();
-  environment.port = port();
-  environment.launcher_has_store = lookup_("TORCHELASTIC_USE_AGENT_STORE") == "True";
-  environment.attempt = lookup_("TORCHELASTIC_RESTART_COUNT").value_or("0");
-  return environment;
+GRADACCUM_INLINE std::int64_t environment_number(const EnvironmentLookup& lookup, const char* variable,
+                                                 std::int64_t least, std::int64_t most) {
+  const auto text = lookup(variable);
+  TORCH_CHECK(text, "ProcessGroup: the environment must have ", variable, ", and has not");
+  std::int64_t value = 0;
+  const auto [end, error] = std::from_chars(text->data(), text->data() + text->size(), value);
+  TORCH_CHECK(error == std::errc() && end == text->data() + text->size() && least <= value && value <= most,
+              "ProcessGroup: the environment's ", variable, " must be a number from ", least, " to ", most, ", got '",
+              *text, "'");
+  return value;
 }
 
 /// Returns the first host of a Slurm node list: node07 for `node[07-09,12],other`.
@@ -425,31 +656,119 @@ GRADACCUM_INLINE std::string first_host(std::string_view nodes) {
   return std::string(nodes.substr(0, bracket)).append(number.substr(0, number.find_first_of("-,]")));
 }
 
-GRADACCUM_INLINE std::string LaunchEnvironmentReader::address() const {
-  if (auto address = lookup_("MASTER_ADDR")) return *address;
-  if (auto nodes = lookup_("SLURM_STEP_NODELIST")) return first_host(*nodes);
-  TORCH_CHECK(false, "ProcessGroup: the environment must have MASTER_ADDR, the host of rank 0, and has not");
+GRADACCUM_INLINE LaunchEnvironment launch_environment(const EnvironmentLookup& lookup) {
+  struct Names {
+    const char *rank, *world_size, *local_rank;
+  };
+  static constexpr Names launchers[] = {
+      {"RANK", "WORLD_SIZE", "LOCAL_RANK"},
+      // Slurm sets a step's variables in processes that srun starts, but not in a batch script.
+      {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"},
+      {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
+  };
+  const auto number = [&](const char* variable, std::int64_t least, std::int64_t most) {
+    return environment_number(lookup, variable, least, most);
+  };
+  LaunchEnvironment environment;
+  const auto* const names =
+      std::ranges::find_if(launchers, [&](auto& some) { return lookup(some.world_size).has_value(); });
+  if (names == std::end(launchers)) {
+    TORCH_CHECK(!lookup("RANK"), "ProcessGroup: the environment has RANK without WORLD_SIZE; set both, or neither");
+    return environment;
+  }
+  environment.world_size = static_cast<int>(number(names->world_size, 1, std::numeric_limits<int>::max()));
+  environment.rank = environment.local_rank = static_cast<int>(number(names->rank, 0, environment.world_size - 1));
+  if (lookup(names->local_rank))
+    environment.local_rank = static_cast<int>(number(names->local_rank, 0, environment.rank));
+  if (environment.world_size == 1) return environment;
+  if (const auto address = lookup("MASTER_ADDR")) {
+    environment.address = *address;
+  } else {
+    const auto nodes = lookup("SLURM_STEP_NODELIST");
+    TORCH_CHECK(nodes, "ProcessGroup: the environment must have MASTER_ADDR, the host of rank 0, and has not");
+    environment.address = first_host(*nodes);
+  }
+  const bool by_job = lookup("SLURM_JOB_ID") && !lookup("MASTER_PORT");
+  const auto port = by_job ? 15000 + number("SLURM_JOB_ID", 0, std::numeric_limits<std::int64_t>::max()) % 20000
+                           : number("MASTER_PORT", 1, 65535);
+  environment.port = static_cast<std::uint16_t>(port);
+  environment.launcher_has_store = lookup("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  environment.attempt = lookup("TORCHELASTIC_RESTART_COUNT").value_or("0");
+  return environment;
 }
 
-GRADACCUM_INLINE std::uint16_t LaunchEnvironmentReader::port() const {
-  if (const auto job = lookup_("SLURM_JOB_ID"); job && !lookup_("MASTER_PORT"))
-    return static_cast<std::uint16_t>(15000 +
-                                      number("SLURM_JOB_ID", 0, std::numeric_limits<std::int64_t>::max()) % 20000);
-  return static_cast<std::uint16_t>(number("MASTER_PORT", 1, 65535));
-}
-
-GRADACCUM_INLINE std::int64_t LaunchEnvironmentReader::number(const char* variable, std::int64_t least,
-                                                              std::int64_t most) const {
-  const auto text = lookup_(variable);
-  TORCH_CHECK(text, "ProcessGroup: the environment must have ", variable, ", and has not");
-  std::int64_t value = 0;
-  const auto [end, error] = std::from_chars(text->data(), text->data() + text->size(), value);
-  TORCH_CHECK(error == std::errc() && end == text->data() + text->size() && least <= value && value <= most,
-              "ProcessGroup: the environment's ", variable, " must be a number from ", least, " to ", most, ", got '",
-              *text, "'");
-  return value;
+GRADACCUM_INLINE void check_dense(const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided, "ProcessGroup: a tensor must be dense");
 }
 
 }  // namespace gradaccum::detail
+
+namespace gradaccum {
+
+GRADACCUM_INLINE ProcessGroup ProcessGroup::from_environment(ProcessGroupOptions options) {
+  const auto lookup = [](const std::string& variable) -> std::optional<std::string> {
+    if (const char* const value = std::getenv(variable.c_str())) return value;
+    return std::nullopt;
+  };
+  return ProcessGroup(detail::launch_environment(lookup), options);
+}
+
+GRADACCUM_INLINE ProcessGroup::ProcessGroup(const detail::LaunchEnvironment& environment, ProcessGroupOptions options)
+    : rank_(environment.rank), world_size_(environment.world_size), local_rank_(environment.local_rank) {
+  if (world_size_ == 1) return;
+  const auto store_name = c10::str(environment.launcher_has_store ? "the launcher" : "rank 0", " (its store at ",
+                                   environment.address, ":", environment.port, ")");
+  c10d::TCPStoreOptions store_options;
+  store_options.port = environment.port;
+  store_options.isServer = rank_ == 0 && !environment.launcher_has_store;
+  store_options.numWorkers = world_size_;
+  store_options.waitWorkers = false;  // connect_gloo() waits
+  store_options.multiTenant = true;   // allows a second group in this process
+  store_options.timeout = options.timeout;
+  c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::TCPStore>(environment.address, store_options);
+  static std::atomic<int> groups = 0;
+  const auto prefix = c10::str("gradaccum/", environment.attempt, "/", groups++);
+  store = c10::make_intrusive<c10d::PrefixStore>(prefix, store);
+  connections_ = std::make_shared<detail::Connections>(store, environment.address, store_name, rank_, world_size_,
+                                                       options.timeout);
+}
+
+GRADACCUM_INLINE ProcessGroup::ProcessGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+                                            ProcessGroupOptions options)
+    : rank_(rank), world_size_(world_size), local_rank_(rank) {
+  TORCH_CHECK(world_size >= 1 && 0 <= rank && rank < world_size, "ProcessGroup: rank must be in [0, ", world_size,
+              "), got ", rank);
+  if (world_size == 1) return;
+  connections_ =
+      std::make_shared<detail::Connections>(store, "127.0.0.1", "its place", rank, world_size, options.timeout);
+}
+
+GRADACCUM_INLINE at::Device ProcessGroup::device() const {
+  return at::globalContext().hasCUDA() ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(local_rank_))
+                                       : at::Device(at::kCPU);
+}
+
+GRADACCUM_INLINE void ProcessGroup::all_reduce(const at::Tensor& tensor) const {
+  detail::check_dense(tensor);
+  if (connections_) connections_->all_reduce(tensor);
+}
+
+GRADACCUM_INLINE void ProcessGroup::broadcast(const at::Tensor& tensor, int from) const {
+  detail::check_dense(tensor);
+  if (connections_) connections_->broadcast(tensor, from);
+}
+
+GRADACCUM_INLINE std::vector<at::Tensor> ProcessGroup::all_gather(const at::Tensor& tensor) const {
+  detail::check_dense(tensor);
+  return connections_ ? connections_->all_gather(tensor) : std::vector{tensor.detach().contiguous().clone()};
+}
+
+GRADACCUM_INLINE std::vector<std::string> ProcessGroup::all_gather(const std::string& text) const {
+  return connections_ ? connections_->all_gather(text) : std::vector{text};
+}
+
+GRADACCUM_INLINE void ProcessGroup::barrier() const { all_reduce(at::zeros({1})); }
+
+}  // namespace gradaccum
 
 #undef GRADACCUM_INLINE

@@ -1,29 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/parallel/replica_communicator.hpp>
 #include <gradaccum/replicas.hpp>
 
-#include <gradaccum/gradients.hpp>
-
 #include <gradaccum/detail/data/samples.hpp>
-#include <gradaccum/detail/parallel/gradient_exchange.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
 #include <gradaccum/detail/window/open_window.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/Device.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
 #include <cstring>
+#include <deque>
 #include <exception>
+#include <map>
 #include <mutex>
+#include <numeric>
 #include <sstream>
 #include <string_view>
+#include <tuple>
 #include <type_traits>
 #include <variant>
 
@@ -64,14 +68,15 @@ GRADACCUM_INLINE std::string shape_of(const at::Tensor& tensor) {
 
 }  // namespace detail
 
-GRADACCUM_INLINE std::shared_ptr<detail::ReplicaCommunicator> Replicas::peers_of(const ProcessGroup& group,
-                                                                                 const ReplicasOptions& options) {
+GRADACCUM_INLINE std::shared_ptr<detail::ReplicaCommunicator> Replicas::communicator_of(
+    const ProcessGroup& group, const ReplicasOptions& options) {
   TORCH_CHECK(options.bucket_bytes >= 1, "Replicas: bucket_bytes must be >= 1, got ", options.bucket_bytes);
-  return group.connections() ? std::make_shared<detail::ReplicaCommunicator>(group.connections(), options) : nullptr;
+  if (!group.connections_) return nullptr;
+  return std::make_shared<detail::ReplicaCommunicator>(group.connections_, options);
 }
 
 GRADACCUM_INLINE Replicas::~Replicas() {
-  if (peers_) peers_->disconnect();
+  if (communicator_) communicator_->disconnect();
 }
 
 GRADACCUM_INLINE void Replicas::begin(const ReplicasOptions& options,
@@ -79,11 +84,12 @@ GRADACCUM_INLINE void Replicas::begin(const ReplicasOptions& options,
   auto lines = detail::described(model_->named_parameters(), detail::shape_of) +
                detail::described(model_->named_buffers(), detail::shape_of);
   for (auto& parameter : of_optimizer) lines += "in the optimizer: " + detail::shape_of(parameter) + "\n";
-  lines += c10::str("in the optimizer, pieces: ", peers_->shards() ? peers_->shards()->number_of_pieces() : 0, "\n");
+  lines += c10::str(
+      "in the optimizer, pieces: ", communicator_->shards() ? communicator_->shards()->number_of_pieces() : 0, "\n");
   detail::check_same_lines(group_, lines, "the model's parameters and buffers, and what is divided");
   broadcast(model_->parameters());
   broadcast(model_->buffers());
-  peers_->connect(model_->parameters());
+  communicator_->connect(model_->parameters());
   if (!options.seed_by_rank || group_.rank() == 0) return;
   for (auto& [name, generator] : detail::default_generators()) {
     const std::lock_guard lock(generator.mutex());
@@ -99,44 +105,564 @@ GRADACCUM_INLINE void Replicas::broadcast(const std::vector<at::Tensor>& tensors
 GRADACCUM_INLINE void Replicas::broadcast_buffers() const { broadcast(model_->buffers()); }
 
 GRADACCUM_INLINE void Replicas::check_equal() const {
-  if (!group_.connections()) return;
+  if (!communicator_) return;
   const auto numbers = [](const at::Tensor& tensor) { return detail::fingerprint_of(tensor); };
   detail::check_same_lines(group_, detail::described(model_->named_parameters(), numbers),
                            "the parameters (dtype, shape, checksum)");
-  detail::check_same_lines(group_, peers_->settings_of_divided(), "the settings of an optimizer that is divided");
+  detail::check_same_lines(group_, communicator_->settings_of_sharded(),
+                           "the settings of an optimizer that is divided");
 }
 
 }  // namespace gradaccum
 
 namespace gradaccum::detail {
 
-/// The exchange of a window's norms between all ranks, in flight or complete.
-struct ReplicaCommunicator::NormsOfAll {
-  std::weak_ptr<Connections> links;  // expire with the replicas, even if the window lives on
-  Connections::Pending pending;
-  at::Tensor said;  // each rank's norm in its own place, so the sum is exact; then the number of ranks with an overflow
-  bool heard = false;
+inline constexpr std::int64_t alone_from = std::int64_t{1} << 20;  // bytes at which copying costs more than a message
 
-  WindowGradients::Measure wait() {
-    if (!heard) {
-      const auto open = links.lock();
-      TORCH_CHECK(open && pending, "Replicas: must live as long as norms are asked for, and are gone");
-      open->wait(pending, "the norms of all parts");
-      heard = true;
-      pending.reset();
+GRADACCUM_INLINE std::vector<Bucket> buckets_of(const std::vector<at::Tensor>& parameters,
+                                                std::optional<c10::ScalarType> accumulate_in,
+                                                std::int64_t bucket_bytes) {
+  std::vector<Bucket> buckets;
+  using Kind = std::tuple<c10::ScalarType, c10::DeviceType, c10::DeviceIndex>;
+  std::map<Kind, std::size_t> open;  // buckets with space left
+  for (std::size_t index = parameters.size(); index-- > 0;) {
+    const auto& parameter = parameters[index];
+    if (!parameter.requires_grad()) continue;
+    auto dtype = parameter.scalar_type();
+    if (accumulate_in && c10::elementSize(dtype) < c10::elementSize(*accumulate_in)) dtype = *accumulate_in;
+    if (dtype == c10::kHalf) dtype = c10::kFloat;
+    const auto elements = parameter.numel();
+    const auto size = static_cast<std::int64_t>(c10::elementSize(dtype));
+    const auto options = at::TensorOptions(dtype).device(parameter.device());
+    const Kind kind(dtype, parameter.device().type(), parameter.device().index());
+    if (elements * size >= std::min(alone_from, bucket_bytes)) {
+      buckets.push_back({.indices = {index}, .options = options, .elements = elements});
+      continue;
     }
-    const auto ranks = said.numel() - 1;
-    return {l2_norm_of(said.narrow(0, 0, ranks)).item<double>(), said.const_data_ptr<double>()[ranks] == 0};
+    const auto found = open.find(kind);
+    if (found == open.end() || (buckets[found->second].elements + elements) * size > bucket_bytes) {
+      open[kind] = buckets.size();
+      buckets.push_back({.options = options});
+    }
+    auto& bucket = buckets[open[kind]];
+    bucket.indices.push_back(index);
+    bucket.elements += elements;
+  }
+  std::ranges::stable_sort(buckets, std::greater(), [](const Bucket& bucket) { return bucket.indices.back(); });
+  return buckets;
+}
+
+/// Sums one window's gradients over all ranks. Sends a bucket once it is complete and all earlier ones have been sent.
+///
+/// Gradients are sent multiplied by the window's first weight, because each rank has divided its own by it.
+class GradientExchange : public GradReadyListener {
+ public:
+  GradientExchange(std::shared_ptr<Connections> connections, Connections::Channel channel,
+                   std::shared_ptr<WindowGradients> window, std::optional<c10::ScalarType> accumulate_in,
+                   std::int64_t bucket_bytes)
+      : connections_(std::move(connections)),
+        channel_(channel),
+        window_(std::move(window)),
+        parameters_(window_->all_parameters()),
+        accumulate_in_(accumulate_in),
+        buckets_(buckets_of(parameters_, accumulate_in, bucket_bytes)),
+        bucket_of_(parameters_.size()),
+        used_(parameters_.size()) {
+    for (std::size_t i = 0; i < buckets_.size(); ++i)
+      for (auto index : buckets_[i].indices) bucket_of_[index] = i;
+    begin_round();
+  }
+
+  const std::vector<at::Tensor>& parameters() const override { return parameters_; }
+  void grad_ready(std::size_t index) override {
+    const std::lock_guard lock(mutex_);
+    if (ended_) return;
+    const at::NoGradGuard no_grad;
+    TORCH_CHECK(bucket_of_[index], "Replicas: parameter ", index, " (shape ", parameters_[index].sizes(),
+                ") was frozen when this window's gradients began to be sent; set requires_grad between windows");
+    const auto bucket = *bucket_of_[index];
+    TORCH_CHECK(!ready_[index] || bucket >= sent_, "Replicas: the gradient of parameter ", index, " (shape ",
+                parameters_[index].sizes(),
+                ") arrived again after it was sent: an operation runs a backward of its own inside of backward; "
+                "use {.overlap = false}");
+    window_->fold_into_sum(index, accumulate_in_);
+    if (ready_[index]) return;
+    ready_[index] = true;
+    --missing_[bucket];
+    while (sent_ < buckets_.size() && missing_[sent_] == 0) send_next();
+  }
+  void end() override {
+    const std::lock_guard lock(mutex_);
+    ended_ = true;
+  }
+
+  /// Starts a round for another micro-batch, in which all buckets are sent again.
+  void begin_round() {
+    const std::lock_guard lock(mutex_);
+    missing_.clear();
+    for (auto& bucket : buckets_) missing_.push_back(bucket.indices.size());
+    ready_.assign(parameters_.size(), false);
+    sent_ = 0;
+    ended_ = false;
+  }
+  /// Sends the remaining buckets, with zeros for missing gradients.
+  void end_round() {
+    const at::NoGradGuard no_grad;
+    while (sent_ < buckets_.size()) send_next();
+    first_round_ = false;
+  }
+  /// Sends all buckets without a backward pass.
+  void send_round() { begin_round(), end_round(); }
+  /// True if a bucket of this window has been sent.
+  bool begun() const { return begun_; }
+
+  /// True if this rank has gradients that have not been sent. Valid between rounds only.
+  bool has_unsent() const {
+    for (auto& bucket : buckets_)
+      for (auto index : bucket.indices)
+        if (has_own(index)) return true;
+    return false;
+  }
+  /// Returns 1 for each parameter that has had a gradient in this window on this rank.
+  std::vector<double> used() const {
+    auto used = used_;
+    for (std::size_t index = 0; index < used.size(); ++index)
+      if (has_own(index)) used[index] = 1;
+    return used;
+  }
+  /// Waits, after the last round, until the window has the sums of the parameters that any rank uses. Returns their
+  /// divisor: 1, or `weight_of_all` if there are float16 parameters, whose sums might overflow.
+  double finish(const std::vector<double>& used_by, double weight_of_all) {
+    const at::NoGradGuard no_grad;
+    const bool has_half =
+        std::ranges::any_of(parameters_, [](auto& parameter) { return parameter.scalar_type() == at::kHalf; });
+    const double divisor = has_half && weight_of_all > 0 ? weight_of_all : 1;
+    receive_all(used_by, divisor);
+    connections_->end_exchange(this);
+    return divisor;
+  }
+
+ protected:
+  virtual void send(const Bucket& bucket) = 0;
+  virtual void receive_all(const std::vector<double>& used_by, double divisor) = 0;
+
+  /// True if this rank has a gradient of this parameter. A window without weight has none, regardless of its memory.
+  bool has_own(std::size_t index) const { return window_->first_weight() != 0 && window_->sums()[index].defined(); }
+  /// Returns this rank's gradient in dense form; undefined if there is none.
+  at::Tensor own(std::size_t index) const {
+    if (!has_own(index)) return {};
+    const auto& gradient = window_->sums()[index];
+    return (gradient.layout() == at::kStrided ? gradient.detach() : gradient.to_dense()).resolve_conj().resolve_neg();
+  }
+  /// Returns a bucket's only gradient as it is sent, multiplied by the weight. Works in place if possible.
+  at::Tensor sent_alone(const Bucket& bucket) const {
+    const auto index = bucket.indices[0];
+    const auto gradient = own(index);
+    if (!gradient.defined()) return at::zeros(parameters_[index].sizes(), bucket.options);
+    const auto sent = gradient.to(bucket.options.dtype()).contiguous();
+    times_weight(sent);
+    return sent;
+  }
+  void times_weight(const at::Tensor& sum) const {
+    if (const auto weight = window_->first_weight(); weight != 0 && weight != 1) sum.mul_(weight);
+  }
+
+  const std::shared_ptr<Connections> connections_;
+  const Connections::Channel channel_;
+  const std::shared_ptr<WindowGradients> window_;
+  const std::vector<at::Tensor> parameters_;
+  const std::optional<c10::ScalarType> accumulate_in_;
+  const std::vector<Bucket> buckets_;
+  bool first_round_ = true;
+
+ private:
+  void send_next() {
+    connections_->begin_exchange(this);
+    begun_ = true;
+    const auto& bucket = buckets_[sent_++];
+    for (auto index : bucket.indices)
+      if (has_own(index)) used_[index] = 1;
+    send(bucket);
+  }
+
+  std::vector<std::optional<std::size_t>> bucket_of_;  // by parameter; none if it was frozen at the start
+  std::vector<double> used_;                           // by parameter: 1 if its gradient has been sent
+  std::vector<std::size_t> missing_;                   // missing gradients, by bucket
+  std::vector<bool> ready_;
+  std::size_t sent_ = 0;  // buckets sent in this round
+  bool begun_ = false, ended_ = false;
+  std::mutex mutex_;
+};
+
+/// Reduce-scatters gradients: each rank gets the sums of its own pieces, and keeps nothing else.
+///
+/// A gradient is freed when it is sent. One that fills its bucket alone is sent in place; smaller ones are copied
+/// together, and those larger than a bucket are copied and sent in parts. Each rank receives the others' gradients of
+/// its pieces and sums them in rank order. A gradient that is not split is reduced in place to its rank.
+///
+/// At most a bucket, or one gradient that is not split, is in flight, and takes as much memory again where it arrives:
+/// the oldest must arrive before more is sent. So the end of a backward pass overlaps the next forward pass.
+class GradReduceScatter final : public GradientExchange {
+ public:
+  GradReduceScatter(std::shared_ptr<Connections> connections, Connections::Channel channel,
+                    std::shared_ptr<WindowGradients> window, std::optional<c10::ScalarType> accumulate_in,
+                    std::int64_t bucket_bytes, std::shared_ptr<const Shards> shards)
+      : GradientExchange(std::move(connections), channel, std::move(window), accumulate_in, bucket_bytes),
+        shards_(std::move(shards)),
+        bucket_bytes_(bucket_bytes),
+        sums_(parameters_.size()) {
+    shards_->check_parameters(parameters_);
+  }
+
+ private:
+  /// The `index`-th of `count` equal parts of each piece in a bucket.
+  struct Part {
+    std::int64_t index = 0, count = 1;
+    Shards::Piece of(const Shards::Piece& piece) const {
+      return {piece.rank, piece.begin + piece.size() * index / count, piece.begin + piece.size() * (index + 1) / count};
+    }
+  };
+  struct Sent {
+    bool in_first_round;
+    const Bucket& bucket;
+    Part part;
+    at::Tensor from, to = {}, own = {};  // own: this rank's part of `from`, if not sent
+    Connections::Pending pending = nullptr;
+    std::int64_t bytes() const { return static_cast<std::int64_t>(from.nbytes()); }
+  };
+
+  void send(const Bucket& bucket) override {
+    const auto bytes = bucket.elements * static_cast<std::int64_t>(bucket.options.dtype().itemsize());
+    const bool alone = bucket.indices.size() == 1;
+    if (alone && (bytes <= bucket_bytes_ || !shards_->is_cut(bucket.indices[0]))) {
+      Sent sent{first_round_, bucket, {}, sent_alone(bucket)};
+      window_->sums().forget(bucket.indices[0]);
+      return send_part(std::move(sent));
+    }
+    const auto parts = std::max<std::int64_t>((bytes + bucket_bytes_ - 1) / bucket_bytes_, 1);
+    std::vector<at::Tensor> rows;  // flattened gradients; undefined if missing
+    for (auto index : bucket.indices) {
+      const auto gradient = own(index);
+      rows.push_back(gradient.defined() ? gradient.reshape({-1}) : gradient);
+    }
+    for (std::int64_t i = 0; i < parts; ++i)
+      send_part({first_round_, bucket, {i, parts}, copied_by_rank(bucket, {i, parts}, rows)});
+    for (auto index : bucket.indices) window_->sums().forget(index);
+  }
+
+  void send_part(Sent sent) {
+    if (sent.from.numel() == 0) return;
+    while (!in_flight_.empty() && bytes_in_flight_ + sent.bytes() > bucket_bytes_) receive_oldest();
+    const auto index = sent.bucket.indices[0];
+    if (sent.bucket.indices.size() == 1 && !shards_->is_cut(index)) {
+      const auto& sum = sent.from;
+      sent.pending = connections_->begin_reduce(channel_, sum.is_complex() ? at::view_as_real(sum) : sum,
+                                                shards_->pieces(index)[0].rank);
+    } else {
+      begin_all_to_all(sent);
+    }
+    bytes_in_flight_ += sent.bytes();
+    in_flight_.push_back(std::move(sent));
+  }
+
+  /// Leaves the first and the last rank's own pieces in place, unsent: the pieces of all others are still contiguous.
+  void begin_all_to_all(Sent& sent) {
+    const auto rank = static_cast<std::size_t>(shards_->rank());
+    auto from = sent.from.view({-1});
+    auto sizes_from = sizes_by_rank(sent.bucket, sent.part);
+    const auto own = sizes_from[rank], of_others = from.numel() - own;
+    std::vector<std::int64_t> sizes_to(sizes_from.size(), own);
+    auto rows = shards_->world_size();
+    if (const bool first = rank == 0; first || rank + 1 == sizes_from.size()) {
+      sent.own = from.narrow(0, first ? 0 : of_others, own);
+      from = from.narrow(0, first ? own : 0, of_others);
+      sizes_from[rank] = sizes_to[rank] = 0;
+      --rows;
+    }
+    sent.to = at::empty({rows, own}, sent.bucket.options);
+    sent.pending = connections_->begin_all_to_all(channel_, sent.to, from, std::move(sizes_to), std::move(sizes_from));
+  }
+
+  std::vector<std::int64_t> sizes_by_rank(const Bucket& bucket, const Part& part) const {
+    std::vector<std::int64_t> sizes(static_cast<std::size_t>(shards_->world_size()));
+    for (auto index : bucket.indices)
+      for (auto& piece : shards_->pieces(index)) sizes[static_cast<std::size_t>(piece.rank)] += part.of(piece).size();
+    return sizes;
+  }
+
+  /// Returns a copy of the gradients in which each rank's pieces are contiguous.
+  at::Tensor copied_by_rank(const Bucket& bucket, const Part& part, const std::vector<at::Tensor>& rows) const {
+    const auto sizes = sizes_by_rank(bucket, part);
+    const auto all = at::empty({std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0})}, bucket.options);
+    std::int64_t from = 0;
+    for (int rank = 0; rank < shards_->world_size(); ++rank)
+      for (std::size_t i = 0; i < rows.size(); ++i)
+        for (auto& whole : shards_->pieces(bucket.indices[i])) {
+          if (whole.rank != rank) continue;
+          const auto piece = part.of(whole);
+          const auto copy = all.narrow(0, std::exchange(from, from + piece.size()), piece.size());
+          rows[i].defined() ? copy.copy_(rows[i].narrow(0, piece.begin, piece.size())) : copy.zero_();
+        }
+    times_weight(all);
+    return all;
+  }
+
+  void receive_oldest() {
+    auto sent = std::move(in_flight_.front());
+    in_flight_.pop_front();
+    bytes_in_flight_ -= sent.bytes();
+    connections_->wait(sent.pending, "the gradients of a window");
+    sent.pending.reset();
+    if (!sent.to.defined()) return add_reduced(sent);
+    sent.from.reset();
+    if (sent.to.numel() > 0) add_pieces(sent);
+  }
+
+  void add_reduced(const Sent& sent) {
+    const auto index = sent.bucket.indices[0];
+    if (shards_->own_piece(index).size() == 0) return;
+    const auto sum = sent.from.view({-1});
+    if (sent.in_first_round)
+      sums_[index] = sum;
+    else
+      sums_[index].add_(sum);
+  }
+
+  void add_pieces(const Sent& sent) {
+    auto of_ranks = sent.to.unbind();
+    if (sent.own.defined()) of_ranks.insert(of_ranks.begin() + shards_->rank(), sent.own);
+    std::int64_t from = 0;
+    for (auto index : sent.bucket.indices) {
+      const auto own = shards_->own_piece(index), piece = sent.part.of(own);
+      if (piece.size() == 0) continue;
+      auto& sums = sums_[index];
+      if (sent.in_first_round && sent.to.size(0) == 1 && sent.to.numel() == own.size()) {
+        sums = sent.to.view({-1}).add_(sent.own);  // in the memory in which it arrived
+        continue;
+      }
+      if (!sums.defined()) sums = at::empty({own.size()}, sent.bucket.options);
+      auto sum = sums.narrow(0, piece.begin - own.begin, piece.size());
+      const auto here = [&](const at::Tensor& of_rank) { return of_rank.narrow(0, from, piece.size()); };
+      if (sent.in_first_round) at::add_out(sum, here(of_ranks[0]), here(of_ranks[1]));
+      for (std::size_t rank = sent.in_first_round ? 2 : 0; rank < of_ranks.size(); ++rank)
+        sum.add_(here(of_ranks[rank]));
+      from += piece.size();
+    }
+  }
+
+  void receive_all(const std::vector<double>& used_by, double divisor) override {
+    while (!in_flight_.empty()) receive_oldest();
+    for (std::size_t index = 0; index < sums_.size(); ++index) {
+      auto& sum = sums_[index];
+      if (used_by[index] == 0) sum.reset();
+      if (!sum.defined()) continue;
+      if (divisor != 1) sum.div_(divisor);
+      sum = as_gradient(index, std::move(sum));
+    }
+    window_->divide(*shards_, sums_);
+    sums_.clear();
+  }
+
+  /// Returns a sum as backward would have left it: in the parameter's strides, and in its dtype unless sums are wider.
+  at::Tensor as_gradient(std::size_t index, at::Tensor sum) const {
+    const auto& own = shards_->own(index);
+    if (!accumulate_in_) sum = sum.to(own.scalar_type());
+    sum = sum.view(own.sizes()).detach();  // a view could not be cleared
+    return sum.strides() == own.strides() ? sum : at::empty_like(own, sum.options()).copy_(sum);
+  }
+
+  const std::shared_ptr<const Shards> shards_;
+  const std::int64_t bucket_bytes_;
+  std::deque<Sent> in_flight_;  // the oldest first
+  std::int64_t bytes_in_flight_ = 0;
+  std::vector<at::Tensor> sums_;  // by parameter, flattened
+};
+
+/// All-reduces gradients: each rank gets the sums of all.
+///
+/// A gradient that fills its bucket alone is summed in place; others are copied together, and back.
+class GradAllReduce final : public GradientExchange {
+ public:
+  using GradientExchange::GradientExchange;
+
+ private:
+  struct Sent {
+    at::Tensor sum;
+    Connections::Pending pending;
+  };
+
+  void send(const Bucket& bucket) override {
+    auto sum = bucket.indices.size() == 1 ? sent_alone(bucket) : sent_together(bucket);
+    auto pending = connections_->begin_all_reduce(channel_, sum.is_complex() ? at::view_as_real(sum) : sum);
+    in_flight_.push_back({std::move(sum), std::move(pending)});
+  }
+
+  at::Tensor sent_together(const Bucket& bucket) const {
+    const auto all = at::empty({bucket.elements}, bucket.options);
+    std::int64_t from = 0;
+    for (auto index : bucket.indices) {
+      const auto& parameter = parameters_[index];
+      const auto part = all.narrow(0, from, parameter.numel()).view(parameter.sizes());
+      const auto gradient = own(index);
+      gradient.defined() ? part.copy_(gradient) : part.zero_();
+      from += parameter.numel();
+    }
+    times_weight(all);
+    return all;
+  }
+
+  void receive_all(const std::vector<double>& used_by, double divisor) override {
+    for (std::size_t i = 0; i < buckets_.size(); ++i) {
+      connections_->wait(in_flight_[i].pending, "the gradients of a window");
+      if (divisor != 1) in_flight_[i].sum.div_(divisor);
+      copy_to_window(buckets_[i], in_flight_[i].sum, used_by);
+    }
+  }
+
+  void copy_to_window(const Bucket& bucket, const at::Tensor& sum, const std::vector<double>& used_by) {
+    const bool alone = bucket.indices.size() == 1;
+    std::int64_t from = 0;
+    for (auto index : bucket.indices) {
+      const auto& parameter = parameters_[index];
+      const auto part = alone ? sum : sum.narrow(0, from, parameter.numel()).view(parameter.sizes());
+      from += parameter.numel();
+      if (used_by[index] == 0) continue;
+      const auto& gradient = window_->sums()[index];
+      if (gradient.defined() && gradient.layout() == at::kStrided) {
+        if (!gradient.is_alias_of(part)) gradient.detach().copy_(part);
+        continue;
+      }
+      const auto dtype = accumulate_in_ ? part.scalar_type() : parameter.scalar_type();
+      window_->sums().set(index, part.to(dtype, /*non_blocking=*/false, /*copy=*/!alone));
+    }
+  }
+
+  std::vector<Sent> in_flight_;  // by bucket
+};
+
+/// Pieces of one rank that are sent together, as bytes.
+struct Parcel {
+  int rank = 0;
+  std::vector<at::Tensor> pieces = {};
+  std::int64_t bytes = 0;
+  at::Tensor sent = {};  ///< the memory that is sent
+  Connections::Pending pending = nullptr;
+
+  bool has_room_for(const at::Tensor& piece, std::int64_t bucket_bytes) const {
+    return pieces[0].device() == piece.device() &&
+           bytes + static_cast<std::int64_t>(piece.nbytes()) <= std::min(alone_from, bucket_bytes);
+  }
+  void add(const at::Tensor& piece) {
+    pieces.push_back(piece);
+    bytes += static_cast<std::int64_t>(piece.nbytes());
+  }
+  std::int64_t copied_bytes() const { return sent.is_alias_of(pieces[0]) ? 0 : bytes; }
+
+  void pack(bool is_sender) {
+    if (pieces.size() == 1) {
+      sent = pieces[0].contiguous();  // the piece itself, if it is contiguous
+      return;
+    }
+    sent = at::empty({bytes}, pieces[0].options().dtype(at::kByte));
+    if (is_sender) for_each([](auto& piece, auto& part) { part.copy_(bytes_of_row(piece.contiguous())); });
+  }
+  void unpack() const {
+    if (pieces.size() == 1) {
+      if (copied_bytes() > 0) pieces[0].copy_(sent);
+      return;
+    }
+    for_each([](auto& piece, auto& part) {
+      const auto row = piece.is_contiguous() ? piece : at::empty(piece.sizes(), piece.options());
+      bytes_of_row(row).copy_(part);
+      if (!row.is_same(piece)) piece.copy_(row);
+    });
+  }
+
+ private:
+  /// Calls `body` with each piece and its part of `sent`, if pieces are copied together.
+  void for_each(c10::function_ref<void(const at::Tensor& piece, const at::Tensor& bytes)> body) const {
+    std::int64_t from = 0;
+    for (auto& piece : pieces) {
+      const auto size = static_cast<std::int64_t>(piece.nbytes());
+      body(piece, sent.narrow(0, from, size));
+      from += size;
+    }
   }
 };
 
-GRADACCUM_INLINE ReplicaCommunicator::ReplicaCommunicator(std::shared_ptr<Connections> links,
-                                                          const ReplicasOptions& options)
-    : connections_(std::move(links)), options_(options) {}
+/// Returns the parcels of each rank, by rank.
+GRADACCUM_INLINE std::vector<std::vector<Parcel>> parcels_of(const Shards& shards,
+                                                             const std::vector<std::size_t>& indices,
+                                                             std::int64_t bucket_bytes) {
+  std::vector<std::vector<Parcel>> all(static_cast<std::size_t>(shards.world_size()));
+  for (auto index : indices)
+    for (auto& piece : shards.pieces(index)) {
+      if (piece.size() == 0) continue;
+      auto& parcels = all[static_cast<std::size_t>(piece.rank)];
+      const auto tensor = shards.part(index, piece, shards.parameters()[index]).variable_data();  // own version counter
+      const auto open =
+          std::ranges::find_if(parcels, [&](auto& parcel) { return parcel.has_room_for(tensor, bucket_bytes); });
+      (open == parcels.end() ? parcels.emplace_back(Parcel{.rank = piece.rank}) : *open).add(tensor);
+    }
+  return all;
+}
+
+/// Sends the pieces that each rank has stepped to all others, after a sharded step of these parameters. A large piece
+/// is sent in place; a rank's small pieces are copied together, with at most `bucket_bytes` of copies in flight.
+GRADACCUM_INLINE void all_gather_parameters(Connections& connections, Connections::Channel channel,
+                                            const Shards& shards, const std::vector<std::size_t>& indices,
+                                            std::int64_t bucket_bytes) {
+  const at::NoGradGuard no_grad;
+  std::deque<Parcel> in_flight;  // the oldest first
+  std::int64_t copied = 0;       // bytes
+  const auto receive = [&] {
+    const auto parcel = std::move(in_flight.front());
+    in_flight.pop_front();
+    connections.wait(parcel.pending, "the parameters of an update");
+    if (parcel.rank != shards.rank()) parcel.unpack();
+    copied -= parcel.copied_bytes();
+  };
+  auto parcels = parcels_of(shards, indices, bucket_bytes);
+  std::size_t most = 0;
+  for (auto& of_rank : parcels) most = std::max(most, of_rank.size());
+  for (std::size_t i = 0; i < most; ++i)
+    for (auto& of_rank : parcels) {  // in turn, which keeps all links busy in both directions
+      if (i >= of_rank.size()) continue;
+      auto& parcel = of_rank[i];
+      while (!in_flight.empty() && copied + parcel.bytes > bucket_bytes) receive();
+      parcel.pack(parcel.rank == shards.rank());
+      parcel.pending = connections.begin_broadcast(channel, parcel.sent, parcel.rank);
+      copied += parcel.copied_bytes();
+      in_flight.push_back(std::move(parcel));
+    }
+  while (!in_flight.empty()) receive();
+  for (auto index : indices)
+    shards.parameters()[index].unsafeGetTensorImpl()->bump_version();  // LibTorch does not count a broadcast as a write
+}
+
+/// The exchange of a window's norms between all ranks, in flight or complete.
+struct ReplicaCommunicator::GatheredNorms {
+  std::weak_ptr<Connections> connections;  // expire with the replicas, even if the window lives on
+  Connections::Pending pending;
+  at::Tensor sums;  // the norm of each rank, to which others add 0; then the number of ranks with an overflow
+  bool received = false;
+
+  WindowGradients::Measure wait() {
+    if (!received) {
+      const auto open = connections.lock();
+      TORCH_CHECK(open && pending, "Replicas: must live as long as norms are asked for, and are gone");
+      open->wait(pending, "the norms of all parts");
+      received = true;
+      pending.reset();
+    }
+    const auto ranks = sums.numel() - 1;
+    return {l2_norm_of(sums.narrow(0, 0, ranks)).item<double>(), sums.const_data_ptr<double>()[ranks] == 0};
+  }
+};
 
 GRADACCUM_INLINE void ReplicaCommunicator::connect(const std::vector<at::Tensor>& parameters) {
   const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters[0].device();
-  line_ = connections_->connect_devices(connections_->all_gather(device_place(parameters)), device);
+  channel_ = connections_->connect_devices(connections_->all_gather(device_name(parameters)), device);
 }
 
 GRADACCUM_INLINE void ReplicaCommunicator::disconnect() {
@@ -145,8 +671,6 @@ GRADACCUM_INLINE void ReplicaCommunicator::disconnect() {
   end_window();
   connections_.reset();
 }
-
-GRADACCUM_INLINE int ReplicaCommunicator::rank() const { return connections_ ? connections_->rank() : 0; }
 
 GRADACCUM_INLINE void ReplicaCommunicator::join(AnyOptimizer& optimizer) {
   if (options_.shard == Shard::none) return;
@@ -159,15 +683,15 @@ GRADACCUM_INLINE void ReplicaCommunicator::join(AnyOptimizer& optimizer) {
       itself->state().empty(), "Shard: ", optimizer.name(),
       " must not have any state yet, as torch::optim::Adagrad has from the beginning, and others when they have "
       "stepped; load a state when the Replicas are made, by ga::load or ga::OptimizerState of the accumulator");
-  divided_ = itself;
+  sharded_ = itself;
   shards_ = std::make_shared<Shards>(optimizer.parameters(), optimizer.steps_by_elements(), rank(),
                                      connections_->world_size());
 }
 
-GRADACCUM_INLINE std::string ReplicaCommunicator::settings_of_divided() const {
+GRADACCUM_INLINE std::string ReplicaCommunicator::settings_of_sharded() const {
   std::string lines;
-  for (std::size_t i = 0; divided_ != nullptr && i < divided_->param_groups().size(); ++i)
-    lines += c10::str("learning rate of group ", i, ": ", divided_->param_groups()[i].options().get_lr(), "\n");
+  for (std::size_t i = 0; sharded_ != nullptr && i < sharded_->param_groups().size(); ++i)
+    lines += c10::str("learning rate of group ", i, ": ", sharded_->param_groups()[i].options().get_lr(), "\n");
   return lines;
 }
 
@@ -175,10 +699,10 @@ GRADACCUM_INLINE void ReplicaCommunicator::begin_exchange(const std::shared_ptr<
                                                           std::optional<c10::ScalarType> accumulate_in) {
   TORCH_CHECK(connections_, "Replicas: must live as long as the accumulator is trained with, and are gone");
   if (shards_)
-    exchange_ =
-        std::make_shared<GradReduceScatter>(connections_, line_, window, accumulate_in, options_.bucket_bytes, shards_);
+    exchange_ = std::make_shared<GradReduceScatter>(connections_, channel_, window, accumulate_in,
+                                                    options_.bucket_bytes, shards_);
   else
-    exchange_ = std::make_shared<GradAllReduce>(connections_, line_, window, accumulate_in, options_.bucket_bytes);
+    exchange_ = std::make_shared<GradAllReduce>(connections_, channel_, window, accumulate_in, options_.bucket_bytes);
 }
 
 GRADACCUM_INLINE void ReplicaCommunicator::backward(const std::shared_ptr<WindowGradients>& window,
@@ -187,17 +711,13 @@ GRADACCUM_INLINE void ReplicaCommunicator::backward(const std::shared_ptr<Window
   if (!options_.overlap && !take_each_backward()) return run();
   try {
     if (!exchange_) begin_exchange(window, accumulate_in);
-    shards_ ? run_round(*window, accumulate_in, run) : run_and_send(run);
+    if (shards_) return run_round(*window, accumulate_in, run);
+    const GradReadyScope scope(exchange_);
+    run();
   } catch (...) {
     end_window();
     throw;
   }
-}
-
-GRADACCUM_INLINE void ReplicaCommunicator::run_and_send(const std::function<void()>& run) {
-  if (!options_.overlap) return run();
-  const GradReadyScope scope(exchange_);
-  run();
 }
 
 /// Announces that this rank runs a backward, without knowing which others do: all will send.
@@ -206,23 +726,26 @@ GRADACCUM_INLINE void ReplicaCommunicator::run_round(WindowGradients& window,
                                                      const std::function<void()>& run) {
   connections_->begin_exchange(exchange_.get());
   at::Tensor sums;
-  const auto said = begin_sums(sums, {.running = 1, .used = std::vector<double>(exchange_->parameters().size())});
-  counted_on_ = true;
+  const auto pending = begin_sums(sums, {.running = 1, .used = std::vector<double>(exchange_->parameters().size())});
+  announced_ = true;
   window.set_elsewhere();
   exchange_->begin_round();
-  run_and_send(run);
+  {
+    std::optional<GradReadyScope> scope;
+    if (options_.overlap) scope.emplace(exchange_);
+    run();
+  }
   window.fold_into_sums(accumulate_in);  // those that were not sent
   exchange_->end_round();
-  connections_->wait(said, "the others to send gradients");
+  connections_->wait(pending, "the others to send gradients");
 }
 
 GRADACCUM_INLINE void ReplicaCommunicator::end_window() {
   const auto exchange = std::exchange(exchange_, {});
-  const bool agreed = std::exchange(followed_, {}).has_value();
-  const bool counted_on = std::exchange(counted_on_, false);
+  const bool joined = std::exchange(joined_, {}).has_value(), announced = std::exchange(announced_, false);
   if (shards_) shards_->clear_gradients();
   if (connections_) connections_->end_exchange(exchange.get());
-  if (connections_ && (counted_on || agreed || (exchange && exchange->begun())))
+  if (connections_ && (announced || joined || (exchange && exchange->begun())))
     connections_->give_up("a window was discarded, or met an exception, when others counted on its gradients");
 }
 
@@ -239,46 +762,35 @@ GRADACCUM_INLINE void ReplicaCommunicator::reduce(const std::shared_ptr<WindowGr
                                                   std::optional<c10::ScalarType> accumulate_in) {
   or_give_up([&] {
     if (!exchange_) begin_exchange(window, accumulate_in);
-    const auto all = followed_ ? *followed_ : agree(window, /*active=*/true);
+    const auto all = joined_ ? *joined_ : agree(window, /*active=*/true);
     if (!shards_)
       exchange_->end_round();
     else if (all.unsent > 0)
       exchange_->send_round();
-    const auto unit = exchange_->finish(all.used, all.weight);
-    window->set_weights(unit, all.weight);
-    if (shards_) measure_all(*window);
+    const auto divisor = exchange_->finish(all.used, all.weight);
+    window->set_weights(divisor, all.weight);
+    if (shards_) gather_norms(*window);
     used_.clear();
-    for (std::size_t place = 0; place < all.used.size(); ++place)
-      if (all.used[place] > 0) used_.push_back(place);
+    for (std::size_t index = 0; index < all.used.size(); ++index)
+      if (all.used[index] > 0) used_.push_back(index);
   });
-  exchange_.reset(), followed_.reset();
-  counted_on_ = false;
+  exchange_.reset(), joined_.reset();
+  announced_ = false;
 }
 
 /// Begins the exchange on all ranks now, so that a rank that reads the norm later does not wait for those that do not.
-GRADACCUM_INLINE void ReplicaCommunicator::measure_all(WindowGradients& window) {
+GRADACCUM_INLINE void ReplicaCommunicator::gather_norms(WindowGradients& window) {
   if (norms_) norms_->wait();  // of a window that was not stepped: each rank waits for it once
   const auto own = window.measure();
-  const auto said = at::zeros({connections_->world_size() + 1}, at::kDouble);
-  said.mutable_data_ptr<double>()[rank()] = own.norm;
-  said.mutable_data_ptr<double>()[connections_->world_size()] = own.finite ? 0 : 1;
-  norms_ = std::make_shared<NormsOfAll>(
-      NormsOfAll{connections_, connections_->begin_all_reduce(Connections::Channel::agreement, said), said});
+  const auto sums = at::zeros({connections_->world_size() + 1}, at::kDouble);
+  sums.mutable_data_ptr<double>()[rank()] = own.norm;
+  sums.mutable_data_ptr<double>()[connections_->world_size()] = own.finite ? 0 : 1;
+  norms_ = std::make_shared<GatheredNorms>(
+      GatheredNorms{connections_, connections_->begin_all_reduce(Connections::Channel::agreement, sums), sums});
   window.set_measure_of_all([norms = norms_] { return norms->wait(); });
 }
 
 /// Returns the result of the whole step, even if this rank has no piece.
-GRADACCUM_INLINE StepResult ReplicaCommunicator::step_own(AnyOptimizer& optimizer, Gradients gradients) const {
-  TORCH_CHECK(optimizer.steps_by_elements() || !shards_->any_is_cut(), "Shard: ", optimizer.name(),
-              " was made to look at whole parameters after they had been divided; call stochastic_rounding before "
-              "the Replicas are made");
-  shards_->check(*optimizer.torch_optimizer);
-  if (gradients.overflowed()) return StepResult::skipped;  // on all ranks: the host knows the findings on all pieces
-  if (!gradients.raw().empty())
-    shards_->with_own(*optimizer.torch_optimizer, [&] { step_optimizer(optimizer, gradients); });
-  return StepResult::stepped;
-}
-
 GRADACCUM_INLINE StepResult ReplicaCommunicator::step(AnyOptimizer& optimizer,
                                                       const std::shared_ptr<WindowGradients>& window) {
   if (!shards_) return step_optimizer(optimizer, Gradients(window));
@@ -286,8 +798,18 @@ GRADACCUM_INLINE StepResult ReplicaCommunicator::step(AnyOptimizer& optimizer,
   connections_->check_usable();  // otherwise this rank's pieces would move before it notices a failure
   StepResult result = StepResult::empty;
   or_give_up([&] {
-    if (!used_.empty()) result = step_own(optimizer, Gradients(window));
-    if (result) all_gather_parameters(*connections_, line_, *shards_, used_, options_.bucket_bytes);
+    if (!used_.empty()) {
+      TORCH_CHECK(optimizer.steps_by_elements() || !shards_->any_is_cut(), "Shard: ", optimizer.name(),
+                  " was made to look at whole parameters after they had been divided; call stochastic_rounding before "
+                  "the Replicas are made");
+      shards_->check(*optimizer.torch_optimizer);
+      Gradients gradients(window);
+      const bool skipped = gradients.overflowed();  // on all ranks: the host knows the findings on all pieces
+      if (!skipped && !gradients.raw().empty())
+        shards_->with_own(*optimizer.torch_optimizer, [&] { step_optimizer(optimizer, gradients); });
+      result = skipped ? StepResult::skipped : StepResult::stepped;
+    }
+    if (result) all_gather_parameters(*connections_, channel_, *shards_, used_, options_.bucket_bytes);
     window->wait_for_measure();
     norms_.reset();
   });
@@ -296,32 +818,15 @@ GRADACCUM_INLINE StepResult ReplicaCommunicator::step(AnyOptimizer& optimizer,
 
 GRADACCUM_INLINE bool ReplicaCommunicator::others_continue(const std::shared_ptr<WindowGradients>& window,
                                                            std::optional<c10::ScalarType> accumulate_in) {
-  TORCH_CHECK(!followed_, "Replicas: others_continue() has said so, and the step() with the others has not come yet");
+  TORCH_CHECK(!joined_, "Replicas: others_continue() has said so, and the step() with the others has not come yet");
   or_give_up([&] {
     if (!exchange_) begin_exchange(window, accumulate_in);
-    followed_ = agree(window, /*active=*/false);
+    joined_ = agree(window, /*active=*/false);
   });
-  if (followed_->active > 0) return true;
-  followed_.reset();
+  if (joined_->active > 0) return true;
+  joined_.reset();
   if (!exchange_->begun()) exchange_.reset();  // otherwise it has sums of a window that goes on
   return false;
-}
-
-GRADACCUM_INLINE void ReplicaCommunicator::all_reduce(const at::Tensor& tensor) const {
-  if (connections_) connections_->all_reduce(tensor);
-}
-
-GRADACCUM_INLINE void ReplicaCommunicator::gather(Archive& archive) const {
-  TORCH_CHECK(connections_ || !shards_, "Replicas: must live as long as states are saved of what they have divided");
-  if (connections_) or_give_up([&] { gather_states(*connections_, archive); });
-}
-
-GRADACCUM_INLINE void ReplicaCommunicator::keep_own_values(Archive::Values& values) const {
-  pick_state(values, rank());
-}
-
-GRADACCUM_INLINE void ReplicaCommunicator::give_up(const std::string& why) {
-  if (connections_) connections_->give_up(why);
 }
 
 /// Begins to sum numbers over all ranks. `sums` has them when the result has been waited for.
@@ -359,58 +864,55 @@ GRADACCUM_INLINE WindowTotals ReplicaCommunicator::agree(const std::shared_ptr<W
   return all;
 }
 
-GRADACCUM_INLINE std::vector<std::string> ReplicaCommunicator::all_gather_text(const std::string& own) const {
-  return connections_ ? connections_->all_gather(own) : std::vector{own};
-}
-
 /// A sequence of numbers and strings as bytes.
 class Packed {
  public:
   explicit Packed(std::string bytes = {}) : bytes_(std::move(bytes)) {}
   const std::string& bytes() const { return bytes_; }
-  bool at_end() const { return place_ == bytes_.size(); }
+  bool at_end() const { return read_ == bytes_.size(); }
 
-  template <class Number>
-  requires std::is_arithmetic_v<Number>
-  void put(Number number) { bytes_.append(reinterpret_cast<const char*>(&number), sizeof(number)); }
-  void put(std::string_view text) {
-    put(static_cast<std::uint64_t>(text.size()));
-    bytes_.append(text);
+  template <class Value>
+  void write(const Value& value) {
+    if constexpr (std::is_same_v<Value, std::string>) {
+      write(static_cast<std::uint64_t>(value.size()));
+      bytes_.append(value);
+    } else {
+      static_assert(std::is_arithmetic_v<Value>);
+      bytes_.append(reinterpret_cast<const char*>(&value), sizeof(value));
+    }
   }
-  template <class Number>
-  Number take() {
-    Number number{};
-    std::memcpy(&number, take(sizeof(number)).data(), sizeof(number));
-    return number;
+  template <class Value>
+  Value read() {
+    if constexpr (std::is_same_v<Value, std::string>) {
+      return std::string(next(read<std::uint64_t>()));
+    } else {
+      Value value{};
+      std::memcpy(&value, next(sizeof(value)).data(), sizeof(value));
+      return value;
+    }
   }
-  std::string take_text() { return std::string(take(take<std::uint64_t>())); }
 
  private:
-  std::string_view take(std::uint64_t size) {
-    TORCH_CHECK(size <= bytes_.size() - place_, "ProcessGroup: another rank sent less than it announced");
-    const auto part = std::string_view(bytes_).substr(place_, size);
-    place_ += size;
-    return part;
+  std::string_view next(std::uint64_t size) {
+    TORCH_CHECK(size <= bytes_.size() - read_, "ProcessGroup: another rank sent less than it announced");
+    return std::string_view(bytes_).substr(std::exchange(read_, read_ + size), size);
   }
 
   std::string bytes_;
-  std::size_t place_ = 0;
+  std::size_t read_ = 0;
 };
 
 GRADACCUM_INLINE std::string pack(const Archive::Values& values) {
   Packed packed;
   for (auto& [name, value] : values) {
-    packed.put(name);
-    packed.put(static_cast<std::uint8_t>(value.index()));
+    packed.write(name);
+    packed.write(static_cast<std::uint8_t>(value.index()));
     std::visit(
         [&]<class T>(const T& held) {
-          if constexpr (std::is_same_v<T, std::string>) {
-            packed.put(std::string_view(held));
-          } else if constexpr (std::is_same_v<T, at::Tensor>) {
+          if constexpr (!std::is_same_v<T, at::Tensor>)
+            packed.write(held);
+          else
             TORCH_INTERNAL_ASSERT(!held.defined());
-          } else {
-            packed.put(held);
-          }
         },
         value);
   }
@@ -421,23 +923,18 @@ GRADACCUM_INLINE Archive::Values unpack(const std::string& bytes) {
   Packed packed(bytes);
   Archive::Values values;
   while (!packed.at_end()) {
-    const auto name = packed.take_text();
-    switch (packed.take<std::uint8_t>()) {
-      case 0:
-        values[name] = packed.take<bool>();
-        break;
-      case 1:
-        values[name] = packed.take<std::int64_t>();
-        break;
-      case 2:
-        values[name] = packed.take<double>();
-        break;
-      case 3:
-        values[name] = packed.take_text();
-        break;
-      default:
-        values[name] = at::Tensor();
-    }
+    auto& value = values[packed.read<std::string>()];
+    const auto kind = packed.read<std::uint8_t>();
+    if (kind == 0)
+      value = packed.read<bool>();
+    else if (kind == 1)
+      value = packed.read<std::int64_t>();
+    else if (kind == 2)
+      value = packed.read<double>();
+    else if (kind == 3)
+      value = packed.read<std::string>();
+    else
+      value = at::Tensor();
   }
   return values;
 }
@@ -454,7 +951,7 @@ GRADACCUM_INLINE Archive::Values fingerprints_of(const Archive::Values& values) 
 }
 
 /// Returns the values that differ from rank 0's, `first`, in which fingerprints replace tensors.
-GRADACCUM_INLINE Archive::Values what_differs(const Archive::Values& values, const Archive::Values& first) {
+GRADACCUM_INLINE Archive::Values different_values(const Archive::Values& values, const Archive::Values& first) {
   const auto to_the_bit = [](auto& value) { return pack({{"", value}}); };  // NaN equals NaN
   Archive::Values own;
   const auto prints = fingerprints_of(values);
@@ -469,36 +966,36 @@ GRADACCUM_INLINE Archive::Values what_differs(const Archive::Values& values, con
   return own;
 }
 
-/// Moves the defined tensors out of `values`, and adds the prefix to their names.
-GRADACCUM_INLINE Archive taken_tensors(Archive::Values& values, const std::string& prefix) {
-  auto taken = Archive::of_references();
-  for (auto value = values.begin(); value != values.end();) {
-    auto* const tensor = std::get_if<at::Tensor>(&value->second);
-    if (tensor == nullptr || !tensor->defined()) {
-      ++value;
-      continue;
+/// Combines the states of all ranks: rank 0's, and others' values that differ from it, under `rank_1.` and so on.
+/// Parameters are equal on all ranks, as is an unsharded optimizer; random states and positions in the data differ.
+///
+/// Rank 0's archive receives the numbers and strings of the others. Tensors are not sent: another rank's archive keeps
+/// only its own tensors that differ.
+GRADACCUM_INLINE void ReplicaCommunicator::gather(Archive& archive) const {
+  TORCH_CHECK(connections_ || !shards_, "Replicas: must live as long as states are saved of what they have divided");
+  if (!connections_) return;
+  or_give_up([&] {
+    const bool is_first = rank() == 0;
+    const auto first = unpack(connections_->all_gather(is_first ? pack(fingerprints_of(archive.values())) : "")[0]);
+    auto own = is_first ? Archive::Values() : different_values(archive.values(), first);
+    if (!is_first) archive = Archive::of_references();
+    for (auto value = own.begin(); value != own.end();) {
+      auto* const tensor = std::get_if<at::Tensor>(&value->second);
+      const bool is_kept = tensor != nullptr && tensor->defined();
+      if (is_kept) archive(prefix_of_rank(rank()) + value->first, *tensor);
+      value = is_kept ? own.erase(value) : std::next(value);
     }
-    taken(prefix + value->first, *tensor);
-    value = values.erase(value);
-  }
-  return taken;
+    const auto all = connections_->all_gather(pack(own));
+    for (std::size_t other = 1; is_first && other < all.size(); ++other)
+      for (auto& [name, value] : unpack(all[other]))
+        std::visit([&, &key = name](auto& held) { archive(prefix_of_rank(static_cast<int>(other)) + key, held); },
+                   value);
+  });
 }
 
-GRADACCUM_INLINE void gather_states(Connections& links, Archive& archive) {
-  const bool is_first = links.rank() == 0;
-  const auto first = unpack(links.all_gather(is_first ? pack(fingerprints_of(archive.values())) : "")[0]);
-  auto own = is_first ? Archive::Values() : what_differs(archive.values(), first);
-  if (!is_first) archive = taken_tensors(own, prefix_of_rank(links.rank()));
-  const auto all = links.all_gather(pack(own));
-  if (!is_first) return;
-  for (int rank = 1; rank < links.world_size(); ++rank)
-    for (auto& [name, value] : unpack(all[static_cast<std::size_t>(rank)]))
-      std::visit([&, &key = name](auto& held) { archive(prefix_of_rank(rank) + key, held); }, value);
-}
-
-GRADACCUM_INLINE void pick_state(Archive::Values& values, int rank) {
+GRADACCUM_INLINE void ReplicaCommunicator::keep_own_values(Archive::Values& values) const {
   Archive::Values own;
-  const auto prefix = prefix_of_rank(rank);
+  const auto prefix = prefix_of_rank(rank());
   for (auto value = values.lower_bound("rank_"); value != values.end() && value->first.starts_with("rank_");) {
     if (without_rank(value->first) == value->first) {  // a part whose name merely begins like that
       ++value;
