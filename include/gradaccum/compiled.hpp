@@ -47,10 +47,6 @@
 #include <gradaccum/impl/trainer/trainer.ipp>
 #include <gradaccum/impl/trainer/training_state.ipp>
 #include <gradaccum/impl/verification/verify_accumulation.ipp>
-#include <gradaccum/impl/watching/event_file.ipp>
-#include <gradaccum/impl/watching/kineto_session.ipp>
-#include <gradaccum/impl/watching/operation_table.ipp>
-#include <gradaccum/impl/watching/profile_report.ipp>
 #include <gradaccum/impl/watching/profiler.ipp>
 #include <gradaccum/impl/watching/progress_line.ipp>
 #include <gradaccum/impl/watching/run_page.ipp>

@@ -47,7 +47,6 @@
 #include <gradaccum/policies/validate.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/process_group.hpp>
-#include <gradaccum/profile_report.hpp>
 #include <gradaccum/profiler.hpp>
 #include <gradaccum/progress_line.hpp>
 #include <gradaccum/replicas.hpp>

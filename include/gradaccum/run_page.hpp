@@ -93,11 +93,10 @@ class Curves {
   void state(Archive& archive);
 
  private:
-  struct Packed;
   Curve& at(std::string_view name);
 
   std::vector<Named> all_;
-  std::map<std::string, std::size_t, std::less<>> places_;
+  std::map<std::string, std::size_t, std::less<>> indices_;
 };
 
 /// How a run ended, on its page.
@@ -147,8 +146,6 @@ struct RunProgress {
 class RunPage {
  public:
   explicit RunPage(RunPageOptions options);
-  RunPage(const RunPage&) = delete;
-  RunPage& operator=(const RunPage&) = delete;
   ~RunPage();
 
   /// Adds a point to a curve.

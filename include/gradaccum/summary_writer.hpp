@@ -50,8 +50,6 @@ struct SummaryWriterOptions {
 class SummaryWriter {
  public:
   explicit SummaryWriter(const SummaryWriterOptions& options);
-  SummaryWriter(const SummaryWriter&) = delete;
-  SummaryWriter& operator=(const SummaryWriter&) = delete;
   ~SummaryWriter();
 
   /// Writes a number as float32, which is what TensorBoard shows. It may be NaN or infinite.
@@ -61,8 +59,6 @@ class SummaryWriter {
   /// stored elements of a sparse tensor, and both parts of complex ones. NaN and infinities are excluded; if there are
   /// any, their number is written as the scalar `tag/not_finite`. Writes nothing for a tensor without elements.
   void add_histogram(std::string_view tag, const at::Tensor& tensor, std::int64_t step);
-  /// Writes a histogram that was counted elsewhere.
-  void add_histogram(std::string_view tag, const detail::ValueHistogram& histogram, std::int64_t step);
 
   /// Writes Markdown, with the tag `tag/text_summary` as in PyTorch.
   void add_text(std::string_view tag, std::string_view text, std::int64_t step);
@@ -72,6 +68,9 @@ class SummaryWriter {
   const std::filesystem::path& path() const;
 
  private:
+  friend struct TensorBoard;
+  void add(std::string_view tag, const detail::ValueHistogram& histogram, std::int64_t step);
+
   std::unique_ptr<detail::EventFile> file_;
 };
 

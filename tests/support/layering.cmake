@@ -46,7 +46,7 @@ module(fitting
                   USES memory state scaling checkpoint data)
 module(io PUBLIC io/
                   USES types kernels state)
-module(watching PUBLIC profile_report profiler progress_line run_page summary_writer
+module(watching PUBLIC profiler progress_line run_page summary_writer
                   USES kernels memory state io)
 module(parallel PUBLIC process_group replicas
                   USES types state window data)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/watching/operation_table.hpp>
+#include <gradaccum/detail/watching/profiled_events.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/profiler.hpp>
 
@@ -56,25 +56,23 @@ class CapturedStderr {
 }  // namespace
 
 TEST_CASE("Profiler: operations' own time and memory") {
-  const auto rows =
-      ga::detail::OperationTable({
-                                     operation("inner", 20, 50, 1, 7),
-                                     operation("outer", 10, 100),
-                                     operation("inner", 50, 60),
-                                     operation("last", 60, 61),
-                                     memory(15, 1000),
-                                     memory(20, 64),
-                                     memory(50, -24),
-                                     memory(99, -1000),
-                                     memory(150, 5),  // within none
-                                     operation("outer", 15, 45, 2),
-                                     memory(40, 8, 2),
-                                     operation("same", 200, 300),
-                                     operation("same", 200, 290),
-                                     {.kind = Event::Kind::kernel, .begin = 500, .end = 900, .correlation = 7},
-                                     {.kind = Event::Kind::kernel, .begin = 0, .end = 900, .correlation = 9},
-                                 })
-          .by_time();
+  const auto rows = ga::detail::operations_of({
+      operation("inner", 20, 50, 1, 7),
+      operation("outer", 10, 100),
+      operation("inner", 50, 60),
+      operation("last", 60, 61),
+      memory(15, 1000),
+      memory(20, 64),
+      memory(50, -24),
+      memory(99, -1000),
+      memory(150, 5),  // within none
+      operation("outer", 15, 45, 2),
+      memory(40, 8, 2),
+      operation("same", 200, 300),
+      operation("same", 200, 290),
+      {.kind = Event::Kind::kernel, .begin = 500, .end = 900, .correlation = 7},
+      {.kind = Event::Kind::kernel, .begin = 0, .end = 900, .correlation = 9},
+  });
   REQUIRE(rows.size() == 4);
   const auto& inner = row(rows, "inner");
   CHECK(inner.calls == 2);
@@ -94,7 +92,7 @@ TEST_CASE("Profiler: operations' own time and memory") {
   CHECK(same.cpu_seconds == Approx(100e-9));  // it called itself
   CHECK(rows[0].name == "inner");
   CHECK(rows[3].name == "last");
-  CHECK(ga::detail::OperationTable({}).by_time().empty());
+  CHECK(ga::detail::operations_of({}).empty());
 }
 
 TEST_CASE("Profiler: phases of one's own loop") {

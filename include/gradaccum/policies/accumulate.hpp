@@ -43,9 +43,6 @@ struct Accumulate {
   void state(Archive& archive) const;
 
   std::int64_t steps_in(std::int64_t epoch) const;
-
- private:
-  void check() const;
 };
 
 }  // namespace gradaccum

@@ -41,8 +41,8 @@ struct DataParallel {
   static constexpr std::string_view name = "data_parallel";
 
   ProcessGroup group = ProcessGroup::from_environment();
-  Shard shard = Shard::none;                     ///< what of the training is divided, not repeated
-  ReplicasOptions options = {};                  ///< of the part
+  Shard shard = Shard::none;                     ///< the part of the training that is divided, not repeated
+  ReplicasOptions options = {};                  ///< options of the part
   std::int64_t check_every = 1000;               ///< updates between checks that all replicas are equal; 0: never
   std::shared_ptr<Replicas> replicas = nullptr;  ///< made when the trainer is built
 

@@ -6,7 +6,6 @@
 #include <gradaccum/policy.hpp>
 
 #include <cstdint>
-#include <functional>
 #include <limits>
 #include <optional>
 #include <string>
@@ -38,7 +37,7 @@ struct EarlyStopping {
   double best = std::numeric_limits<double>::quiet_NaN();  ///< not an option, like all below
   std::int64_t best_update = 0;                            ///< when that was
   std::int64_t waited = 0;                                 ///< numbers since then
-  std::function<void(std::string)> stop = {};
+  TrainerBase* trainer = nullptr;
 
   /// True if it is time to stop.
   bool add(double number);
@@ -47,7 +46,7 @@ struct EarlyStopping {
   /// Throws what is wrong with the options.
   Mode checked_mode() const;
 
-  void attach(TrainerBase& trainer);
+  void attach(TrainerBase& to);
   int fit_scope();
   void on_validation(const Validation& validation);
   void state(Archive& archive);

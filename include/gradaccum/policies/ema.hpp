@@ -2,13 +2,13 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/trainer/averages.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/policy.hpp>
 
 #include <torch/nn/module.h>
 
 #include <cstdint>
+#include <memory>
 #include <string_view>
 
 namespace gradaccum {
@@ -41,36 +41,39 @@ struct Ema {
   double decay = 0.999;  ///< in [0, 1]
   bool warmup = false;   ///< decay at most (1 + t) / (10 + t), t the updates so far: less of the first weights
   bool buffers = false;  ///< average buffers too; else the model's own stay in it
-  detail::Averages averages = {};       ///< not an option
-  torch::nn::Module* module = nullptr;  ///< by `attach`
+  struct Run;
+  std::unique_ptr<Run, void (*)(Run*)> run = {nullptr, nullptr};  ///< not an option: the state of the policy
 
   /// After a step that moved the parameters.
-  template <detail::model Model>
+  template <class Model>
   void update(Model& model) {
-    averages.update(detail::module_of(model), buffers, decay_now());
+    update_module(detail::module_of(model));
   }
 
   /// Puts the averages into the model, and out again.
-  template <detail::model Model>
+  template <class Model>
   void swap(Model& model) {
-    averages.swap(detail::module_of(model), buffers);
+    swap_module(detail::module_of(model));
   }
 
-  std::int64_t updates() const { return averages.updates(); }
+  std::int64_t updates() const;
 
   /// To a trainer; or to a model, in a loop that will load the averages.
   template <class T>
   void attach(T& trainer) {
-    decay_now();
     if constexpr (detail::model<T>)
-      module = &detail::module_of(trainer);
+      attach_module(detail::module_of(trainer));
     else
-      module = &trainer.module();
+      attach_module(trainer.module());
   }
   void after_step(const Step&);
   void state(Archive& archive);
 
  private:
+  Run& made_run();
+  void update_module(torch::nn::Module& module);
+  void swap_module(torch::nn::Module& module);
+  void attach_module(torch::nn::Module& module);
   double decay_now() const;
 };
 

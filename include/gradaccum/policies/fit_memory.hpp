@@ -3,13 +3,13 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/checkpointed_sequential.hpp>
-#include <gradaccum/detail/fitting/memory_fitter.hpp>
 #include <gradaccum/detail/trainer/arguments.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/gradients.hpp>
 #include <gradaccum/policy.hpp>
 
 #include <cstdint>
+#include <memory>
 #include <string_view>
 #include <vector>
 
@@ -63,11 +63,12 @@ struct FitMemory {
   static constexpr std::string_view name = "fit_memory";
 
   std::int64_t budget = 0;  ///< bytes of activations and gradients, as a MemoryMeter counts them; 0: all that there is
-  std::int64_t min_rows = 1;                              ///< of a micro-batch; BatchNorm needs 2
+  std::int64_t min_rows = 1;                              ///< fewest rows of a micro-batch; BatchNorm needs 2
   std::vector<CheckpointedSequential> checkpointed = {};  ///< parts that are no modules of the model; see above
-  detail::MemoryFitter fitter = {};                       ///< not an option
+  struct Run;
+  std::shared_ptr<Run> run = {};  ///< not an option: the state of the policy
 
-  const MemoryPlan& plan() const { return fitter.plan(); }
+  const MemoryPlan& plan() const;
 
   /// Backward of the whole batch, in place of `optimizer.backward(objective(model, batch))`: the window is full with
   /// it. Gives the batch's mean loss and its items, detached: 0-dim float64.
@@ -83,6 +84,7 @@ struct FitMemory {
   void state(Archive& archive);
 
  private:
+  Run& made_run();
   Loss backward(Accumulator& optimizer, torch::nn::Module& module, const detail::AnyBatch& batch);
 };
 

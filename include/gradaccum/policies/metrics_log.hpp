@@ -40,7 +40,7 @@ struct MetricsLog {
   std::chrono::duration<double> flush_every = std::chrono::seconds(1);  ///< how long lines may wait, while more come
   std::string name = {};  ///< not an option, like the next: tells several logs apart in a state
   struct Run;
-  std::shared_ptr<Run> run = {};  ///< what is kept of the training
+  std::shared_ptr<Run> run = {};  ///< the state of the policy
 
   void attach(TrainerBase& trainer);
   std::shared_ptr<void> fit_scope();
@@ -93,10 +93,7 @@ class MetricsFile {
 
  private:
   struct File;
-  struct Close {
-    void operator()(File* file) const;
-  };
-  std::unique_ptr<File, Close> file_;
+  std::unique_ptr<File, void (*)(File*)> file_;
 };
 
 }  // namespace gradaccum

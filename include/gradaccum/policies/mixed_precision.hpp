@@ -5,10 +5,8 @@
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/policy.hpp>
 
-#include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string_view>
@@ -31,11 +29,11 @@ struct MixedPrecision {
 
   at::ScalarType dtype = at::kBFloat16;             ///< or kHalf
   bool enabled = true;                              ///< if not, it does nothing
-  AmpScalerOptions scaler = {};                     ///< of the loss scale; only float16 has one
+  AmpScalerOptions scaler = {};                     ///< options of the loss scale, which only float16 has
   std::shared_ptr<AmpScaler> amp_scaler = nullptr;  ///< made of these options when the trainer is built
-  std::function<at::Device()> device = {};          ///< of the trainer
+  TrainerBase* trainer = nullptr;
 
-  void attach(TrainerBase& trainer);
+  void attach(TrainerBase& to);
   std::optional<Autocast> forward_scope() const;
   void before_backward(Loss& loss);
   void scale_gradients(Factor& factor) const;

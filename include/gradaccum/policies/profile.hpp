@@ -3,7 +3,7 @@
 
 #include <gradaccum/gradients.hpp>
 #include <gradaccum/policy.hpp>
-#include <gradaccum/profile_report.hpp>
+#include <gradaccum/profiler.hpp>
 
 #include <cstdint>
 #include <filesystem>
@@ -51,7 +51,7 @@ struct Profile {
   std::pair<std::int64_t, std::int64_t> updates = {10, 13};  ///< 0 <= first < second
   std::filesystem::path directory = {};                      ///< made where it is not there
   struct Run;
-  std::shared_ptr<Run> run = {};  ///< not an option: what is kept of the training; none where it is not profiled
+  std::shared_ptr<Run> run = {};  ///< not an option: the state of the policy; none where it does not profile
 
   /// None before the last of these updates.
   const ProfileReport* report() const;

@@ -24,7 +24,7 @@ struct Progress {
 
   ProgressLineOptions line = {};
   struct Run;
-  std::shared_ptr<Run> run = {};  ///< not an option: what is kept of the training
+  std::shared_ptr<Run> run = {};  ///< not an option: the state of the policy
 
   void attach(TrainerBase& trainer);
   int fit_scope();

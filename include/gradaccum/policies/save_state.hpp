@@ -50,10 +50,10 @@ struct SaveState {
   std::int64_t keep_last = 3;            ///< states that are kept, >= 1; 0: all
   bool on_signals = false;               ///< while `fit` runs
   std::int64_t keep_best = 0;            ///< states of the best numbers that are kept beside these, >= 0
-  std::string metric = "loss";           ///< whose, as `Validate` calls it
+  std::string metric = "loss";           ///< the number that is compared, as `Validate` calls it
   std::optional<Mode> mode = {};         ///< which is better; need not be given for loss and accuracy
   struct Run;
-  std::shared_ptr<Run> run = {};  ///< not an option: what is kept of the training
+  std::shared_ptr<Run> run = {};  ///< not an option: the state of the policy
 
   void attach(TrainerBase& trainer);
   std::shared_ptr<void> fit_scope();

@@ -33,8 +33,8 @@ struct Schedule {
   static constexpr std::string_view name = "schedule";
 
   Rate rate = {};
-  std::optional<LearningRates> rates = {};     ///< of the trainer's optimizer
-  std::function<std::int64_t()> updates = {};  ///< of the trainer
+  std::optional<LearningRates> rates = {};     ///< not an option, like the next
+  std::function<std::int64_t()> updates = {};  ///< the trainer's
 
   template <class Trainer>
   void attach(Trainer& trainer) {

@@ -46,7 +46,7 @@ struct TensorBoard {
   std::string hyperparameters = {};      ///< a text, in Markdown
   std::chrono::duration<double> flush_every = std::chrono::seconds(10);
   struct Run;
-  std::shared_ptr<Run> run = {};  ///< not an option: what is kept of the training
+  std::shared_ptr<Run> run = {};  ///< not an option: the state of the policy
 
   void attach(TrainerBase& trainer);
   std::shared_ptr<void> fit_scope();

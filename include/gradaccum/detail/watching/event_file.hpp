@@ -32,19 +32,11 @@ struct ValueHistogram {
 /// summed. Copies them to the host piece by piece. Waits for the device.
 ValueHistogram histogram_of(const at::Tensor& tensor, double factor = 1);
 
-/// The records of an event file: TensorBoard's `Event` messages, serialized like PyTorch's SummaryWriter. `time` is in
-/// seconds since 1970. Texts that are not UTF-8 are escaped, since a reader would give up the whole file.
-
-/// Returns the first record of a file.
-std::string version_event(double time);
-/// Returns the record of a training's start: readers discard this and later steps of other files. TensorBoard itself
-/// does so from the second start in a directory on, other readers at each.
-std::string start_event(double time, std::int64_t step);
+/// Returns a record of an event file: TensorBoard's `Event` message, serialized like PyTorch's SummaryWriter. `time` is
+/// in seconds since 1970. Texts that are not UTF-8 are escaped, since a reader would give up the whole file.
 std::string scalar_event(double time, std::int64_t step, std::string_view tag, float value);
 /// Returns the bytes that all scalars of this tag and step share, regardless of their times and values.
 std::string bytes_of_scalar_events(std::int64_t step, std::string_view tag);
-std::string histogram_event(double time, std::int64_t step, std::string_view tag, const ValueHistogram& histogram);
-std::string text_event(double time, std::int64_t step, std::string_view tag, std::string_view text);
 
 /// A new TensorBoard file of serialized Events, framed with lengths and checksums like TensorFlow's records.
 ///
@@ -55,8 +47,6 @@ class EventFile {
  public:
   /// Creates the directory if needed. Records wait no longer than `flush_every`, as long as others follow.
   EventFile(const std::filesystem::path& directory, std::chrono::duration<double> flush_every);
-  EventFile(const EventFile&) = delete;
-  EventFile& operator=(const EventFile&) = delete;
   /// Writes the last records, but ignores errors; call `flush` first to get them.
   ~EventFile();
 
@@ -110,9 +100,6 @@ class ProtobufMessage {
   std::string text_;
 };
 
-/// Appends the lowest byte first, as in Protocol Buffers and TensorFlow's records.
-void append_little_endian(std::string& text, std::uint64_t number, int bytes);
-
 /// Returns the text with bytes that are not UTF-8, which readers of Protocol Buffers require, escaped like `\xff`.
 std::string as_utf8(std::string_view text);
 
@@ -131,5 +118,5 @@ std::shared_ptr<void> flush_at_end(const std::shared_ptr<File>& file) {
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/watching/event_file.ipp>
+#include <gradaccum/impl/watching/summary_writer.ipp>
 #endif

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/trainer/fitted_batches.hpp>
 #include <gradaccum/policies/fit_memory.hpp>
 
-#include <gradaccum/gradients.hpp>
-
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
+#include <gradaccum/detail/fitting/memory_fitter.hpp>
 #include <gradaccum/detail/trainer/loop.hpp>
 #include <gradaccum/detail/trainer/weighted_mean.hpp>
 #include <gradaccum/detail/window/communicator.hpp>
@@ -19,24 +17,118 @@
 
 #include <algorithm>
 #include <limits>
-#include <memory>
 #include <optional>
-#include <utility>
 
 #include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum {
 
+struct FitMemory::Run {
+  detail::MemoryFitter fitter = {};
+};
+
+namespace detail {
+
+/// A Trainer's batches in micro-batches that fit into memory, as `FitMemory` says.
+class FittedBatches final : public BatchDivider {
+ public:
+  FittedBatches(Loop& loop, const FitMemory& memory) : loop_(loop), memory_(memory) {}
+
+  /// Takes as many rows at once as training does, if that is known.
+  void for_each_part(const AnyBatch& batch, c10::function_ref<void(const AnyBatch&)> use) const override {
+    if (!batch.is_divisible()) return use(batch);
+    const auto rows = batch.rows();
+    const auto at_once = fitter_.known_rows(batch.kind()).value_or(rows);
+    if (rows <= at_once) return use(batch);
+    for (std::int64_t from = 0; from < rows; from += at_once) batch.part(from, std::min(rows, from + at_once), use);
+  }
+
+  /// A batch may span several windows if `Accumulate` counts samples. No window gets, or leaves, too few rows for a
+  /// micro-batch.
+  std::int64_t end_of_window(const AnyBatch& batch, std::int64_t from) const override {
+    const auto rows = batch.rows();
+    const auto left = loop_.batch_size - loop_.record.so_far().samples;
+    if (loop_.batch_size == 0 || left <= 0 || batch.samples() != rows) return rows;
+    const auto to = from + std::max(left, memory_.min_rows);
+    return rows - to < memory_.min_rows ? rows : to;
+  }
+
+  /// After running out of memory, the sums of an open window are restored from a copy, and so is the state of policies
+  /// that see micro-batches.
+  void run(const AnyBatch& batch, std::int64_t from, std::int64_t to, MicroBatch micro_batch) override {
+    auto& window = loop_.window;
+    const auto device = loop_.trainer.device();
+    const auto kind = batch.kind();
+    const auto record = loop_.record;
+    const auto status = loop_.status;
+    const bool is_open = record.so_far().micro_batches > 0;
+    const auto gradients = is_open ? window.bytes() : 0;
+    const auto forward = with_memory(device, [&] { return ForwardUndo(loop_.trainer.module().buffers()); });
+    std::optional<OpenWindow::Copy> sums;
+    if (is_open) sums.emplace(with_memory(device, [&] { return window.copy(); }));
+    Archive policies;
+    loop_.policies.state_in_window(policies);
+    bool begins = true;
+    const auto run_rows = [&](std::int64_t first, std::int64_t last) {
+      bool of_kind = true;
+      batch.part(from + first, from + last, [&](const AnyBatch& part) {
+        of_kind = part.kind() == kind;
+        micro_batch(part, std::exchange(begins, false), /*may_close=*/from + last == to);
+      });
+      return of_kind;
+    };
+    const auto undo = [&] {
+      forward.put_back();
+      Archive seen(policies.values());
+      loop_.policies.state_in_window(seen);
+      loop_.record = record, loop_.status = status;
+      window.discard();
+      if (sums) with_memory(device, [&] { window.go_back(*sums); });
+      begins = true;
+    };
+    if (from == to) return static_cast<void>(run_rows(0, 0));
+    fitter_.run({memory_.budget, memory_.min_rows},
+                {kind, to - from, device, 2 * gradients, run_rows, undo, [&] { return window.scaled(); }});
+  }
+
+ private:
+  Loop& loop_;
+  const FitMemory& memory_;
+  MemoryFitter& fitter_ = memory_.run->fitter;
+};
+
+}  // namespace detail
+
+/// Keeps what a loop of one's own has found before.
 GRADACCUM_INLINE void FitMemory::attach(TrainerBase& trainer) {
-  auto batches = std::make_unique<detail::FittedBatches>(trainer.loop(), *this);
-  trainer.when_built([&batches = *batches] { batches.begin(); });
-  trainer.loop().divider = std::move(batches);
+  run = std::make_shared<Run>(run ? *run : Run());
+  auto& loop = trainer.loop();
+  trainer.when_built([this, &loop] {
+    TORCH_CHECK(!loop.window.steps_in_backward(),
+                "FitMemory: must not go with OptimizerInBackward: what is stepped inside of a backward pass cannot be "
+                "taken back when that runs out of memory; leave one of the two out");
+    TORCH_CHECK(!loop.window.peers() || !loop.window.peers()->take_each_backward(),
+                "FitMemory: must not go with Shard::gradients: what other processes have got cannot be taken back when "
+                "a backward pass runs out of memory; use Shard::optimizer");
+    run->fitter.find_parts(loop.trainer.module(), checkpointed);
+  });
+  loop.divider = std::make_unique<detail::FittedBatches>(loop, *this);
 }
 
 GRADACCUM_INLINE void FitMemory::state(Archive& archive) {
   archive.setting("budget", budget);
   archive.setting("min_rows", min_rows);
-  fitter.state(archive);
+  made_run().fitter.state(archive);
+}
+
+GRADACCUM_INLINE const MemoryPlan& FitMemory::plan() const {
+  static const MemoryPlan none;
+  return run ? run->fitter.plan() : none;
+}
+
+GRADACCUM_INLINE FitMemory::Run& FitMemory::made_run() {
+  if (!run) run = std::make_shared<Run>();
+  return *run;
 }
 
 /// The last backward leaves the window one micro-batch short of being full, as its owner expects before `step()`.
@@ -54,12 +146,12 @@ GRADACCUM_INLINE Loss FitMemory::backward(Accumulator& optimizer, torch::nn::Mod
   const auto rows = batch.rows();
   TORCH_CHECK(rows > 0, "FitMemory: the batch must have rows");
   optimizer.refresh_parameters();
-  fitter.find_parts(module, checkpointed);
+  made_run().fitter.find_parts(module, checkpointed);
   const auto parameters = window.optimizer().parameters();
   const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters.front().device();
   const auto forward = detail::with_memory(device, [&] { return detail::ForwardUndo(module.buffers()); });
   detail::WeightedMean mean;
-  const auto run = [&](std::int64_t from, std::int64_t to) {
+  const auto run_rows = [&](std::int64_t from, std::int64_t to) {
     bool of_kind = true;
     window.set_steps_of_this(std::numeric_limits<std::int64_t>::max());
     batch.part(from, to, [&](const detail::AnyBatch& part) {
@@ -78,7 +170,7 @@ GRADACCUM_INLINE Loss FitMemory::backward(Accumulator& optimizer, torch::nn::Mod
     window.discard();
   };
   try {
-    fitter.run({budget, min_rows}, {kind, rows, device, 0, run, undo, [&] { return window.scaled(); }});
+    run->fitter.run({budget, min_rows}, {kind, rows, device, 0, run_rows, undo, [&] { return window.scaled(); }});
   } catch (...) {
     undo();
     throw;
@@ -88,81 +180,5 @@ GRADACCUM_INLINE Loss FitMemory::backward(Accumulator& optimizer, torch::nn::Mod
 }
 
 }  // namespace gradaccum
-
-namespace gradaccum::detail {
-
-GRADACCUM_INLINE FittedBatches::FittedBatches(Loop& loop, FitMemory& memory) : loop_(loop), memory_(memory) {}
-
-GRADACCUM_INLINE void FittedBatches::begin() {
-  TORCH_CHECK(!loop_.window.steps_in_backward(),
-              "FitMemory: must not go with OptimizerInBackward: what is stepped inside of a backward pass cannot be "
-              "taken back when that runs out of memory; leave one of the two out");
-  TORCH_CHECK(!loop_.window.peers() || !loop_.window.peers()->take_each_backward(),
-              "FitMemory: must not go with Shard::gradients: what other processes have got cannot be taken back when "
-              "a backward pass runs out of memory; use Shard::optimizer");
-  memory_.fitter.find_parts(loop_.trainer.module(), memory_.checkpointed);
-}
-
-/// As many rows at once as training takes, if that is known.
-GRADACCUM_INLINE void FittedBatches::for_each_part(const AnyBatch& batch,
-                                                   c10::function_ref<void(const AnyBatch&)> use) const {
-  if (!batch.is_divisible()) return use(batch);
-  const auto rows = batch.rows();
-  const auto at_once = memory_.fitter.known_rows(batch.kind()).value_or(rows);
-  if (rows <= at_once) return use(batch);
-  for (std::int64_t from = 0; from < rows; from += at_once) batch.part(from, std::min(rows, from + at_once), use);
-}
-
-/// A batch may span several windows if `Accumulate` counts samples. No window gets, or leaves, too few rows for a
-/// micro-batch.
-GRADACCUM_INLINE std::int64_t FittedBatches::end_of_window(const AnyBatch& batch, std::int64_t from) const {
-  const auto rows = batch.rows();
-  const auto left = loop_.batch_size - loop_.record.so_far().samples;
-  if (loop_.batch_size == 0 || left <= 0 || batch.samples() != rows) return rows;
-  const auto to = from + std::max(left, memory_.min_rows);
-  return rows - to < memory_.min_rows ? rows : to;
-}
-
-/// After running out of memory, the sums of an open window are restored from a copy, and so is the state of policies
-/// that see micro-batches.
-GRADACCUM_INLINE void FittedBatches::run(const AnyBatch& batch, std::int64_t from, std::int64_t to,
-                                         MicroBatch micro_batch) {
-  auto& window = loop_.window;
-  const auto device = loop_.trainer.device();
-  const auto kind = batch.kind();
-  const auto record = loop_.record;
-  const auto status = loop_.status;
-  const bool is_open = record.so_far().micro_batches > 0;
-  const auto gradients = is_open ? window.bytes() : 0;
-  const auto forward = with_memory(device, [&] { return ForwardUndo(loop_.trainer.module().buffers()); });
-  std::optional<OpenWindow::Copy> sums;
-  if (is_open) sums.emplace(with_memory(device, [&] { return window.copy(); }));
-  Archive policies;
-  loop_.policies.state_in_window(policies);
-  bool begins = true;
-  const auto run_rows = [&](std::int64_t first, std::int64_t last) {
-    bool of_kind = true;
-    batch.part(from + first, from + last, [&](const AnyBatch& part) {
-      of_kind = part.kind() == kind;
-      micro_batch(part, std::exchange(begins, false), /*may_close=*/from + last == to);
-    });
-    return of_kind;
-  };
-  const auto undo = [&] {
-    forward.put_back();
-    Archive seen(policies.values());
-    loop_.policies.state_in_window(seen);
-    loop_.record = record, loop_.status = status;
-    window.discard();
-    if (sums) with_memory(device, [&] { window.go_back(*sums); });
-    begins = true;
-  };
-  const auto is_scaled = [&] { return window.scaled(); };
-  if (from == to) return static_cast<void>(run_rows(0, 0));
-  memory_.fitter.run({memory_.budget, memory_.min_rows},
-                     {kind, to - from, device, 2 * gradients, run_rows, undo, is_scaled});
-}
-
-}  // namespace gradaccum::detail
 
 #undef GRADACCUM_INLINE

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/trainer/averages.hpp>
 #include <gradaccum/detail/trainer/stop_signals.hpp>
 #include <gradaccum/policies/accumulate.hpp>
 #include <gradaccum/policies/clip.hpp>
@@ -11,9 +10,11 @@
 #include <gradaccum/policies/mixed_precision.hpp>
 #include <gradaccum/policies/progress.hpp>
 #include <gradaccum/policies/save_state.hpp>
+#include <gradaccum/policies/validate.hpp>
 
 #include <gradaccum/detail/io/manifest.hpp>
 #include <gradaccum/detail/kernels/dense.hpp>
+#include <gradaccum/detail/state/pieces.hpp>
 #include <gradaccum/detail/trainer/weighted_mean.hpp>
 #include <gradaccum/detail/watching/event_file.hpp>
 #include <gradaccum/detail/window/communicator.hpp>
@@ -25,19 +26,16 @@
 #include <ATen/ops/_foreach_lerp.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <fmt/format.h>
 
 #include <signal.h>
-#include <sys/types.h>
 #include <unistd.h>
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
 #include <cmath>
-#include <csignal>
-#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -56,7 +54,13 @@
 namespace gradaccum {
 
 GRADACCUM_INLINE void Accumulate::attach(TrainerBase& trainer) {
-  check();
+  TORCH_CHECK(steps >= 1, "Accumulate: steps must be >= 1, got ", steps);
+  TORCH_CHECK(batch_size >= 0, "Accumulate: batch_size must be >= 1, got ", batch_size);
+  TORCH_CHECK(batch_size == 0 || (steps == 1 && schedule.empty()),
+              "Accumulate: batch_size says when a window is full, and so do steps and schedule; give one of them");
+  for (auto [epoch, number] : schedule)
+    TORCH_CHECK(epoch >= 0 && number >= 1, "Accumulate: schedule must have epochs >= 0 and steps >= 1, got {", epoch,
+                ", ", number, "}");
   trainer.set_accumulate_in(accumulate_in);
   trainer.set_batch_size(batch_size);
   window = &trainer.window();
@@ -73,16 +77,6 @@ GRADACCUM_INLINE void Accumulate::state(Archive& archive) const {
 GRADACCUM_INLINE std::int64_t Accumulate::steps_in(std::int64_t epoch) const {
   const auto next = schedule.upper_bound(epoch);
   return next == schedule.begin() ? std::int64_t(steps) : std::prev(next)->second;
-}
-
-GRADACCUM_INLINE void Accumulate::check() const {
-  TORCH_CHECK(steps >= 1, "Accumulate: steps must be >= 1, got ", steps);
-  TORCH_CHECK(batch_size >= 0, "Accumulate: batch_size must be >= 1, got ", batch_size);
-  TORCH_CHECK(batch_size == 0 || (steps == 1 && schedule.empty()),
-              "Accumulate: batch_size says when a window is full, and so do steps and schedule; give one of them");
-  for (auto [epoch, number] : schedule)
-    TORCH_CHECK(epoch >= 0 && number >= 1, "Accumulate: schedule must have epochs >= 0 and steps >= 1, got {", epoch,
-                ", ", number, "}");
 }
 
 GRADACCUM_INLINE void ClipNorm::attach(TrainerBase&) const {
@@ -113,10 +107,10 @@ GRADACCUM_INLINE std::string EarlyStopping::reason() const {
                      waited == 1 ? "" : "s");
 }
 
-GRADACCUM_INLINE void EarlyStopping::attach(TrainerBase& trainer) {
+GRADACCUM_INLINE void EarlyStopping::attach(TrainerBase& to) {
   checked_mode();
-  trainer.when_built([this, &trainer] { detail::check_is_validated("EarlyStopping", metric, trainer.metrics()); });
-  stop = [&trainer](std::string why) { trainer.stop_on_all(std::move(why)); };
+  to.when_built([this, &to] { detail::check_is_validated("EarlyStopping", metric, to.metrics()); });
+  trainer = &to;
 }
 
 GRADACCUM_INLINE int EarlyStopping::fit_scope() {
@@ -130,7 +124,7 @@ GRADACCUM_INLINE void EarlyStopping::on_validation(const Validation& validation)
   if (!number) return;  // of another Validate
   const bool over = add(*number);
   if (waited == 0) best_update = validation.update;
-  if (over) stop(reason());
+  if (over) trainer->stop_on_all(reason());
 }
 
 GRADACCUM_INLINE void EarlyStopping::state(Archive& archive) {
@@ -140,7 +134,7 @@ GRADACCUM_INLINE void EarlyStopping::state(Archive& archive) {
   if (!archive.loading()) return;
   TORCH_CHECK(waited >= 0, "EarlyStopping: waited of a state must be >= 0, got ", waited);
   archive.when_all_fit([this] {
-    if (is_over()) stop(reason());
+    if (is_over()) trainer->stop_on_all(reason());
   });
 }
 
@@ -153,10 +147,31 @@ struct MetricsLog::Run {
   std::int64_t windows = 0;
   bool goes_on = false;  // lines of the run that this one goes on from are to be removed
 
-  void write(const Step& step) const;
-  void go_on_from(std::int64_t samples, bool validates);
-  std::filesystem::path path_of(const Validation& validation) const;
-  MetricsFile& file_of(const Validation& validation);
+  std::filesystem::path path_of(const std::string& validation) const {
+    if (options.path.extension() != ".csv") return options.path;
+    auto beside = options.path;
+    return beside.replace_extension('.' + validation + ".csv");
+  }
+
+  MetricsFile& file_of(const std::string& validation) {
+    if (options.path.extension() != ".csv") return *file;
+    auto& beside = validation_files[validation];
+    if (!beside)
+      beside = std::make_shared<MetricsFile>(MetricsFileOptions{.path = path_of(validation), .append = options.append});
+    return *beside;
+  }
+
+  /// A run that is made before the first window was not known to the state: its line may be there.
+  void go_on_from(std::int64_t samples, bool validates) {
+    if (!std::exchange(goes_on, false) || status.options.resume.empty() || !file) return;
+    const auto last = static_cast<double>(samples);
+    const auto last_validated = validates ? last - 0.5 : last;
+    file->remove_lines_at_end("samples", last);
+    file->remove_lines_at_end("samples", last_validated, "moved");
+    for (auto& validation : validated)
+      if (path_of(validation) != options.path && std::filesystem::exists(path_of(validation)))
+        file_of(validation).remove_lines_at_end("samples", last_validated);
+  }
 };
 
 GRADACCUM_INLINE void MetricsLog::attach(TrainerBase& trainer) {
@@ -188,35 +203,18 @@ GRADACCUM_INLINE void MetricsLog::state(Archive& archive) const {
 
 GRADACCUM_INLINE void MetricsLog::after_window(const Step& step) {
   run->go_on_from(run->status.samples - step.samples, /*validates=*/false);
-  if (++run->windows % every == 0 && run->file) run->write(step);
-}
-
-/// One that is made before the first window was not known to the state: its line may be there.
-GRADACCUM_INLINE void MetricsLog::Run::go_on_from(std::int64_t samples, bool validates) {
-  if (!std::exchange(goes_on, false) || status.options.resume.empty() || !file) return;
-  const auto last = static_cast<double>(samples);
-  const auto last_validated = validates ? last - 0.5 : last;
-  file->remove_lines_at_end("samples", last);
-  file->remove_lines_at_end("samples", last_validated, "moved");
-  for (auto& validation : validated) {
-    const Validation of{.name = validation};
-    if (path_of(of) != options.path && std::filesystem::exists(path_of(of)))
-      file_of(of).remove_lines_at_end("samples", last_validated);
-  }
-}
-
-GRADACCUM_INLINE std::filesystem::path MetricsLog::Run::path_of(const Validation& validation) const {
-  if (options.path.extension() != ".csv") return options.path;
-  auto beside = options.path;
-  return beside.replace_extension('.' + validation.name + ".csv");
-}
-
-GRADACCUM_INLINE MetricsFile& MetricsLog::Run::file_of(const Validation& validation) {
-  if (options.path.extension() != ".csv") return *file;
-  auto& beside = validation_files[validation.name];
-  if (!beside)
-    beside = std::make_shared<MetricsFile>(MetricsFileOptions{.path = path_of(validation), .append = options.append});
-  return *beside;
+  if (++run->windows % every != 0 || !run->file) return;
+  const auto norm = step.grad_norm.defined() ? step.grad_norm.item<double>() : std::numeric_limits<double>::quiet_NaN();
+  run->file->write({{"update", step.update},
+                    {"epoch", step.epoch},
+                    {"samples", run->status.samples},
+                    {"items", step.items},
+                    {"micro_batches", step.micro_batches},
+                    {"moved", step.moved},
+                    {"loss", step.loss.item<double>()},
+                    {"grad_norm", norm},
+                    {"lr", step.lr},
+                    {"seconds", run->status.seconds()}});
 }
 
 GRADACCUM_INLINE void MetricsLog::on_validation(const Validation& validation) {
@@ -227,65 +225,8 @@ GRADACCUM_INLINE void MetricsLog::on_validation(const Validation& validation) {
                              {"samples", validation.samples},
                              {"seconds", validation.seconds}};
   for (auto& [metric, number] : validation.found.metrics) fields.emplace_back(validation.name + '/' + metric, number);
-  run->file_of(validation).write(fields);
+  run->file_of(validation.name).write(fields);
 }
-
-GRADACCUM_INLINE void MetricsLog::Run::write(const Step& step) const {
-  const auto norm = step.grad_norm.defined() ? step.grad_norm.item<double>() : std::numeric_limits<double>::quiet_NaN();
-  file->write({{"update", step.update},
-               {"epoch", step.epoch},
-               {"samples", status.samples},
-               {"items", step.items},
-               {"micro_batches", step.micro_batches},
-               {"moved", step.moved},
-               {"loss", step.loss.item<double>()},
-               {"grad_norm", norm},
-               {"lr", step.lr},
-               {"seconds", status.seconds()}});
-}
-
-namespace detail {
-
-GRADACCUM_INLINE void append_number(std::string& text, const MetricsFile::Number& number) {
-  const auto* const real = std::get_if<double>(&number);
-  if (real && std::isnan(*real)) {  // never "-nan", which is how fmt prints 0.0 / 0.0
-    text += "nan";
-    return;
-  }
-  std::visit([&](auto value) { fmt::format_to(std::back_inserter(text), "{}", value); }, number);
-}
-
-std::string comma_separated(const MetricsFile::Fields& fields, const auto& append) {
-  std::string text;
-  for (auto& field : fields) {
-    if (!text.empty()) text += ',';
-    append(text, field);
-  }
-  return text;
-}
-
-GRADACCUM_INLINE std::string csv_heading(const MetricsFile::Fields& fields) {
-  return comma_separated(fields, [](auto& text, auto& field) { text += field.name; });
-}
-
-GRADACCUM_INLINE std::string csv_line(const MetricsFile::Fields& fields) {
-  return comma_separated(fields, [](auto& text, auto& field) { append_number(text, field.number); });
-}
-
-GRADACCUM_INLINE std::string json_line(const MetricsFile::Fields& fields) {
-  std::string text = "{";
-  for (auto& [name, number] : fields) {
-    const auto* const real = std::get_if<double>(&number);
-    fmt::format_to(std::back_inserter(text), "{}\"{}\": ", text.size() == 1 ? "" : ", ", name);
-    if (real && !std::isfinite(*real))
-      text += "null";
-    else
-      append_number(text, number);
-  }
-  return text + "}";
-}
-
-}  // namespace detail
 
 struct MetricsFile::File {
   using Clock = std::chrono::steady_clock;
@@ -299,112 +240,122 @@ struct MetricsFile::File {
   Clock::time_point flushed = Clock::now();
   std::FILE* file = nullptr;
 
-  ~File();
+  ~File() {
+    if (!file) return;
+    try {
+      flush();
+    } catch (const std::exception&) {  // callers that need to know have called flush
+    }
+    std::fclose(file);
+  }
+
   [[noreturn]] void fail(std::string_view problem) const {
     throw std::runtime_error(fmt::format("MetricsFile: {}: {}", path.string(), problem));
   }
-  void open(bool append);
-  void look_at_what_is_there();
-  void check(const Fields& fields);
-  void put(const std::string& text);
-  void flush();
-  std::string text() const;
-  std::optional<double> number_of(std::string_view name, std::string_view line) const;
+
+  void open(bool append) {
+    if (!is_csv && path.extension() != ".jsonl") fail("the name must end in .csv or .jsonl");
+    file = std::fopen(path.c_str(), append ? "a+b" : "w+b");
+    if (!file) fail(std::strerror(errno));
+    std::setvbuf(file, nullptr, _IONBF, 0);  // unbuffered: stdio would retry a failed write, and repeat a part
+    if (append) look_at_what_is_there();
+  }
+
+  void look_at_what_is_there() {
+    for (int c = 0; is_csv && (c = std::fgetc(file)) != EOF && (c != '\n' || heading.empty());)
+      if (c != '\n') heading += static_cast<char>(c);
+    is_torn = std::fseek(file, -1, SEEK_END) == 0 && std::fgetc(file) != '\n';
+    std::fseek(file, 0, SEEK_END);  // C requires a seek between reading and writing
+  }
+
+  void check(const Fields& fields) {
+    if (fields.empty()) fail("a line must have a field");
+    const auto is_known = [](const Field& field, const std::string& name) { return field.name == name; };
+    if (std::equal(fields.begin(), fields.end(), known_names.begin(), known_names.end(), is_known)) return;
+    std::vector<std::string> names;
+    for (auto& [name, number] : fields) {
+      const auto is_plain = [](unsigned char c) { return c >= ' ' && c != ',' && c != '"' && c != '\\'; };
+      if (name.empty() || !std::all_of(name.begin(), name.end(), is_plain))
+        fail(fmt::format("a name must have no comma, quote, backslash or control character, got '{}'", name));
+      if (std::find(names.begin(), names.end(), name) != names.end())
+        fail(fmt::format("two fields of a line are named '{}'", name));
+      names.push_back(name);
+    }
+    const auto columns = c10::Join(",", names);
+    if (!heading.empty() && columns != heading) fail(fmt::format("its columns are '{}', got '{}'", heading, columns));
+    known_names = std::move(names);
+  }
+
+  void put(const std::string& text) {
+    waiting += text;
+    if (Clock::now() - flushed >= flush_every) flush();
+  }
+
+  /// Writes all waiting lines in one piece. A failed write is not retried, since part of it may be in the file.
+  void flush() {
+    flushed = Clock::now();
+    if (waiting.empty()) return;
+    const auto whole = (is_torn ? "\n" : "") + std::exchange(waiting, {});
+    const auto written = std::fwrite(whole.data(), 1, whole.size(), file);
+    if (written > 0) is_torn = whole[written - 1] != '\n';
+    if (written < whole.size()) fail(std::strerror(errno));
+  }
+
+  std::string text() const {
+    std::string all;
+    std::fseek(file, 0, SEEK_SET);
+    std::array<char, 1 << 16> part;
+    for (std::size_t read = 0; (read = std::fread(part.data(), 1, part.size(), file)) > 0;)
+      all.append(part.data(), read);
+    std::fseek(file, 0, SEEK_END);
+    return all;
+  }
+
+  /// Returns nullopt if the line does not have the number.
+  std::optional<double> number_of(std::string_view name, std::string_view line) const {
+    std::size_t at = 0;
+    if (is_csv) {
+      const auto columns = ',' + heading + ',';
+      const auto column = columns.find(fmt::format(",{},", name));
+      if (column == columns.npos) return {};
+      for (auto before =
+               std::count(columns.begin() + 1, columns.begin() + 1 + static_cast<std::ptrdiff_t>(column), ',');
+           before > 0 && at != line.npos; --before)
+        at = line.find(',', at) == line.npos ? line.npos : line.find(',', at) + 1;
+    } else {
+      const auto key = fmt::format("\"{}\": ", name);
+      at = line.find(key);
+      if (at != line.npos) at += key.size();
+    }
+    if (at == line.npos) return {};
+    const std::string cell(line.substr(at, line.find_first_of(",}", at) - at));
+    char* end = nullptr;
+    const double number = std::strtod(cell.c_str(), &end);
+    return end == cell.c_str() ? std::nullopt : std::optional(number);
+  }
+
+  std::string line_of(const Fields& fields) const {
+    std::string line;
+    const char* separator = is_csv ? "" : "{";
+    for (auto& [name, number] : fields) {
+      line += std::exchange(separator, is_csv ? "," : ", ");
+      if (!is_csv) fmt::format_to(std::back_inserter(line), "\"{}\": ", name);
+      const auto* const real = std::get_if<double>(&number);
+      if (real && !is_csv && !std::isfinite(*real))
+        line += "null";
+      else if (real && std::isnan(*real))
+        line += "nan";  // never "-nan", which is how fmt prints 0.0 / 0.0
+      else
+        std::visit([&](auto value) { fmt::format_to(std::back_inserter(line), "{}", value); }, number);
+    }
+    return line + (is_csv ? "\n" : "}\n");
+  }
 };
 
-GRADACCUM_INLINE MetricsFile::File::~File() {
-  if (!file) return;
-  try {
-    flush();
-  } catch (const std::exception&) {  // callers that need to know have called flush
-  }
-  std::fclose(file);
-}
-
-GRADACCUM_INLINE void MetricsFile::Close::operator()(File* file) const { delete file; }
-
 GRADACCUM_INLINE MetricsFile::MetricsFile(MetricsFileOptions options)
-    : file_(new File{.path = std::move(options.path), .flush_every = options.flush_every}) {
+    : file_(new File{.path = std::move(options.path), .flush_every = options.flush_every},
+            [](File* file) { delete file; }) {
   file_->open(options.append);
-}
-
-GRADACCUM_INLINE void MetricsFile::File::open(bool append) {
-  if (!is_csv && path.extension() != ".jsonl") fail("the name must end in .csv or .jsonl");
-  file = std::fopen(path.c_str(), append ? "a+b" : "w+b");
-  if (!file) fail(std::strerror(errno));
-  std::setvbuf(file, nullptr, _IONBF, 0);  // unbuffered: stdio would retry a failed write, and repeat a part
-  if (append) look_at_what_is_there();
-}
-
-GRADACCUM_INLINE void MetricsFile::File::look_at_what_is_there() {
-  for (int c = 0; is_csv && (c = std::fgetc(file)) != EOF && (c != '\n' || heading.empty());)
-    if (c != '\n') heading += static_cast<char>(c);
-  is_torn = std::fseek(file, -1, SEEK_END) == 0 && std::fgetc(file) != '\n';
-  std::fseek(file, 0, SEEK_END);  // C requires a seek between reading and writing
-}
-
-GRADACCUM_INLINE void MetricsFile::File::check(const Fields& fields) {
-  if (fields.empty()) fail("a line must have a field");
-  const auto is_known = [](const Field& field, const std::string& name) { return field.name == name; };
-  if (std::equal(fields.begin(), fields.end(), known_names.begin(), known_names.end(), is_known)) return;
-  std::set<std::string_view> names;
-  for (auto& [name, number] : fields) {
-    const auto is_plain = [](unsigned char c) { return c >= ' ' && c != ',' && c != '"' && c != '\\'; };
-    if (name.empty() || !std::all_of(name.begin(), name.end(), is_plain))
-      fail(fmt::format("a name must have no comma, quote, backslash or control character, got '{}'", name));
-    if (!names.insert(name).second) fail(fmt::format("two fields of a line are named '{}'", name));
-  }
-  if (!heading.empty() && detail::csv_heading(fields) != heading)
-    fail(fmt::format("its columns are '{}', got '{}'", heading, detail::csv_heading(fields)));
-  known_names.clear();
-  for (auto& field : fields) known_names.push_back(field.name);
-}
-
-GRADACCUM_INLINE void MetricsFile::File::put(const std::string& text) {
-  waiting += text;
-  if (Clock::now() - flushed >= flush_every) flush();
-}
-
-/// Writes all waiting lines in one piece. A failed write is not retried, since part of it may be in the file.
-GRADACCUM_INLINE void MetricsFile::File::flush() {
-  flushed = Clock::now();
-  if (waiting.empty()) return;
-  const auto whole = (is_torn ? "\n" : "") + std::exchange(waiting, {});
-  const auto written = std::fwrite(whole.data(), 1, whole.size(), file);
-  if (written > 0) is_torn = whole[written - 1] != '\n';
-  if (written < whole.size()) fail(std::strerror(errno));
-}
-
-GRADACCUM_INLINE std::string MetricsFile::File::text() const {
-  std::string all;
-  std::fseek(file, 0, SEEK_SET);
-  std::array<char, 1 << 16> part;
-  for (std::size_t read = 0; (read = std::fread(part.data(), 1, part.size(), file)) > 0;) all.append(part.data(), read);
-  std::fseek(file, 0, SEEK_END);
-  return all;
-}
-
-/// Returns nullopt if the line does not have the number.
-GRADACCUM_INLINE std::optional<double> MetricsFile::File::number_of(std::string_view name,
-                                                                    std::string_view line) const {
-  std::size_t at = 0;
-  if (is_csv) {
-    const auto columns = ',' + heading + ',';
-    const auto column = columns.find(fmt::format(",{},", name));
-    if (column == columns.npos) return {};
-    for (auto before = std::count(columns.begin() + 1, columns.begin() + 1 + static_cast<std::ptrdiff_t>(column), ',');
-         before > 0 && at != line.npos; --before)
-      at = line.find(',', at) == line.npos ? line.npos : line.find(',', at) + 1;
-  } else {
-    const auto key = fmt::format("\"{}\": ", name);
-    at = line.find(key);
-    if (at != line.npos) at += key.size();
-  }
-  if (at == line.npos) return {};
-  const std::string cell(line.substr(at, line.find_first_of(",}", at) - at));
-  char* end = nullptr;
-  const double number = std::strtod(cell.c_str(), &end);
-  return end == cell.c_str() ? std::nullopt : std::optional(number);
 }
 
 GRADACCUM_INLINE void MetricsFile::remove_lines_at_end(std::string_view name, double last, std::string_view without) {
@@ -429,30 +380,30 @@ GRADACCUM_INLINE void MetricsFile::remove_lines_at_end(std::string_view name, do
 GRADACCUM_INLINE void MetricsFile::write(const Fields& fields) {
   auto& file = *file_;
   file.check(fields);
-  const auto line = (file.is_csv ? detail::csv_line(fields) : detail::json_line(fields)) + '\n';
+  const auto line = file.line_of(fields);
   if (!file.is_csv || !file.heading.empty()) return file.put(line);
-  const auto names = detail::csv_heading(fields);
+  auto names = c10::Join(",", file.known_names);
   file.put(names + '\n' + line);
   file.flush();
-  file.heading = names;  // only after it has been written
+  file.heading = std::move(names);  // only after it has been written
 }
 
 GRADACCUM_INLINE void MetricsFile::flush() { file_->flush(); }
 
-GRADACCUM_INLINE void MixedPrecision::attach(TrainerBase& trainer) {
-  device = [&trainer] { return trainer.device(); };
+GRADACCUM_INLINE void MixedPrecision::attach(TrainerBase& to) {
+  trainer = &to;
   static_cast<void>(forward_scope());  // throws where the device has no autocast, or not for this dtype
   TORCH_CHECK(!scaler.on_device,
               "MixedPrecision: scaler.on_device must be false; a Trainer has to know whether its parameters moved");
   auto options = scaler;
   options.enabled = enabled && scaler.enabled && dtype == at::kHalf;
-  if (options.enabled) detail::check_none_is_half(trainer.parameters());
+  if (options.enabled) detail::check_none_is_half(to.parameters());
   amp_scaler = std::make_shared<AmpScaler>(options);
 }
 
 GRADACCUM_INLINE std::optional<Autocast> MixedPrecision::forward_scope() const {
   if (!enabled) return std::optional<Autocast>();
-  return std::optional<Autocast>(std::in_place, device(), dtype);
+  return std::optional<Autocast>(std::in_place, trainer->device(), dtype);
 }
 
 GRADACCUM_INLINE void MixedPrecision::before_backward(Loss& loss) { loss = amp_scaler->scale(std::move(loss)); }
@@ -474,8 +425,26 @@ struct Progress::Run {
   bool begun = false;
 
   /// Says where a fit that was to go on has begun.
-  void begin();
-  std::string text() const;
+  void begin() {
+    const auto& from = status.resumed_from;
+    if (!from.empty()) shown.restart(status.fraction().value_or(0), status.samples);
+    if (!status.options.resume.empty())
+      shown.say(from.empty() ? fmt::format("no state in {} yet: from the beginning", status.options.resume.string())
+                             : fmt::format("resumed from {}, in epoch {}", from, status.epoch + 1));
+  }
+
+  std::string text() const {
+    auto text = fmt::format("epoch {}", status.epoch + 1);
+    const auto& options = status.options;
+    if (options.epochs || !options.has_limit())
+      text += fmt::format("/{}", status.epoch - status.epochs + options.epochs.value_or(1));
+    text += fmt::format(" | update {}", trainer.updates());
+    if (loss.weight() > 0) text += fmt::format(" | loss {:.4f} | lr {:.1e}", loss.value().item<double>(), lr);
+    if (!status.validations.empty())
+      text += fmt::format(" | {}/loss {:.4f}", status.validations.back().name, status.validations.back().found["loss"]);
+    if (status.skipped > 0) text += fmt::format(" | {} skipped", status.skipped);
+    return text;
+  }
 };
 
 GRADACCUM_INLINE void Progress::attach(TrainerBase& trainer) {
@@ -506,27 +475,6 @@ GRADACCUM_INLINE void Progress::after_backward(Gradients&) {
 
 GRADACCUM_INLINE void Progress::on_epoch_end(std::int64_t) { run->shown.clear(); }
 
-GRADACCUM_INLINE void Progress::Run::begin() {
-  const auto& from = status.resumed_from;
-  if (!from.empty()) shown.restart(status.fraction().value_or(0), status.samples);
-  if (!status.options.resume.empty())
-    shown.say(from.empty() ? fmt::format("no state in {} yet: from the beginning", status.options.resume.string())
-                           : fmt::format("resumed from {}, in epoch {}", from, status.epoch + 1));
-}
-
-GRADACCUM_INLINE std::string Progress::Run::text() const {
-  auto text = fmt::format("epoch {}", status.epoch + 1);
-  const auto& options = status.options;
-  if (options.epochs || !options.has_limit())
-    text += fmt::format("/{}", status.epoch - status.epochs + options.epochs.value_or(1));
-  text += fmt::format(" | update {}", trainer.updates());
-  if (loss.weight() > 0) text += fmt::format(" | loss {:.4f} | lr {:.1e}", loss.value().item<double>(), lr);
-  if (!status.validations.empty())
-    text += fmt::format(" | {}/loss {:.4f}", status.validations.back().name, status.validations.back().found["loss"]);
-  if (status.skipped > 0) text += fmt::format(" | {} skipped", status.skipped);
-  return text;
-}
-
 struct SaveState::Run {
   TrainerBase& trainer;
   bool rehearsed = false;                          // a state could be written
@@ -535,8 +483,24 @@ struct SaveState::Run {
   std::optional<double> measured = {};  // of the parameters as they are
   std::vector<double> best = {};        // so far, the best first
 
-  bool rehearse(const std::filesystem::path& folder) const;
-  void save(const SaveState& options);
+  /// Finds out before hours have gone by whether a state can be written. False while none can be made yet.
+  bool rehearse(const std::filesystem::path& folder) const {
+    const auto peers = trainer.peers();
+    if (peers && peers->take_each_backward() && trainer.window().micro_batches > 0) return false;
+    if (trainer.is_first()) detail::check_is_newest(folder, trainer.updates());
+    detail::check_can_be_saved(trainer);
+    return true;
+  }
+
+  void save(const SaveState& options) {
+    auto path = gradaccum::save(options.directory, trainer);
+    if (!trainer.is_first()) return;
+    detail::StateDirectory states(options.directory);
+    if (last && detail::of_one_step(*last, path)) path = states.replace(*last, path);
+    last = path;
+    if (options.keep_last > 0)
+      states.keep_last(options.keep_last, detail::best_states(options.directory, options.keep_best));
+  }
 };
 
 GRADACCUM_INLINE void SaveState::attach(TrainerBase& trainer) {
@@ -550,25 +514,6 @@ GRADACCUM_INLINE void SaveState::attach(TrainerBase& trainer) {
   }
   trainer.check_optimizer_state();
   run = std::make_shared<Run>(Run{trainer});
-}
-
-/// Finds out before hours have gone by whether a state can be written. False while none can be made yet.
-GRADACCUM_INLINE bool SaveState::Run::rehearse(const std::filesystem::path& folder) const {
-  const auto peers = trainer.peers();
-  if (peers && peers->take_each_backward() && trainer.window().micro_batches > 0) return false;
-  if (trainer.is_first()) detail::check_is_newest(folder, trainer.updates());
-  detail::check_can_be_saved(trainer);
-  return true;
-}
-
-GRADACCUM_INLINE void SaveState::Run::save(const SaveState& options) {
-  auto path = gradaccum::save(options.directory, trainer);
-  if (!trainer.is_first()) return;
-  detail::StateDirectory states(options.directory);
-  if (last && detail::of_one_step(*last, path)) path = states.replace(*last, path);
-  last = path;
-  if (options.keep_last > 0)
-    states.keep_last(options.keep_last, detail::best_states(options.directory, options.keep_best));
 }
 
 GRADACCUM_INLINE std::shared_ptr<void> SaveState::fit_scope() {
@@ -593,10 +538,10 @@ GRADACCUM_INLINE void SaveState::on_validation(const Validation& validation) {
   run->measured = number;
   auto& best = run->best;
   const auto count = static_cast<std::size_t>(keep_best);
-  const auto place =
+  const auto position =
       std::find_if(best.begin(), best.end(), [&](double other) { return detail::is_better(*mode, *number, other); });
-  if (std::isnan(*number) || (place == best.end() && best.size() >= count)) return;
-  best.insert(place, *number);
+  if (std::isnan(*number) || (position == best.end() && best.size() >= count)) return;
+  best.insert(position, *number);
   if (best.size() > count) best.pop_back();
   run->due = true;
 }
@@ -608,14 +553,13 @@ GRADACCUM_INLINE void SaveState::state(Archive& archive) {
                            .better = measured ? Text(*mode == Mode::min ? "min" : "max") : Text(),
                            .number = measured};
   of.state(archive);
-  auto bests = run->best;
-  bool more = true;
-  for (std::size_t i = 0; more; ++i) {
-    auto number = i < bests.size() ? std::optional(bests[i]) : std::nullopt;
+  std::vector<double> bests;
+  for (bool more = true; more;) {
+    const auto i = bests.size();
+    auto number = i < run->best.size() ? std::optional(run->best[i]) : std::nullopt;
     archive("best" + std::to_string(i), number);
+    if (number) bests.push_back(*number);
     more = number.has_value();
-    if (archive.loading() && more) i < bests.size() ? void(bests[i] = *number) : bests.push_back(*number);
-    if (archive.loading() && !more) bests.resize(std::min(i, bests.size()));
   }
   run->finished = run->finished || archive.loading();
   if (!archive.loading()) return;
@@ -636,31 +580,17 @@ GRADACCUM_INLINE void SaveState::at_boundary() {
   run->finished = run->finished || ends;
 }
 
-GRADACCUM_INLINE void Ema::after_step(const Step&) { update(*module); }
-
-GRADACCUM_INLINE void Ema::state(Archive& archive) {
-  if (!archive.loading()) return averages.save(archive);
-  TORCH_CHECK(module, "Ema: to load needs the model; call attach(model) first");
-  averages.load(archive, *module, buffers);
-}
-
-GRADACCUM_INLINE double Ema::decay_now() const {
-  TORCH_CHECK(decay >= 0 && decay <= 1, "Ema: decay must be in [0, 1], got ", decay);
-  const auto t = static_cast<double>(updates());
-  return warmup ? std::min(decay, (1 + t) / (10 + t)) : decay;
-}
-
 }  // namespace gradaccum
 
 namespace gradaccum::detail {
 
-/// What all StopSignals of the program share.
+/// The state that all StopSignals of the program share.
 struct SignalState {
-  struct Taken {
+  struct Handler {
     int signal;
     struct sigaction before;
   };
-  std::array<Taken, 2> taken{{{SIGINT, {}}, {SIGTERM, {}}}};
+  std::array<Handler, 2> handlers{{{SIGINT, {}}, {SIGTERM, {}}}};
   std::atomic<int> received{0};
   std::atomic<bool> noticed{false};
   std::mutex mutex;
@@ -669,21 +599,17 @@ struct SignalState {
   static_assert(std::atomic<int>::is_always_lock_free);
 };
 
-GRADACCUM_INLINE SignalState& signal_state() {
-  static constinit SignalState all;
-  return all;
-}
+GRADACCUM_INLINE constinit SignalState signal_state;
 
-// Only what is safe in a signal handler.
+// Does only what is safe in a signal handler.
 GRADACCUM_INLINE void note_signal(int signal, siginfo_t* information, void* context) {
-  auto& state = signal_state();
   int none = 0;
-  const bool first = state.received.compare_exchange_strong(none, signal);
+  const bool first = signal_state.received.compare_exchange_strong(none, signal);
   if (!first && signal == SIGINT) {
     ::signal(signal, SIG_DFL);
     ::raise(signal);
   }
-  for (auto& [number, before] : state.taken) {
+  for (auto& [number, before] : signal_state.handlers) {
     if (number != signal || before.sa_handler == SIG_DFL) continue;
     if ((before.sa_flags & SA_SIGINFO) != 0)
       before.sa_sigaction(signal, information, context);
@@ -693,12 +619,12 @@ GRADACCUM_INLINE void note_signal(int signal, siginfo_t* information, void* cont
 }
 
 GRADACCUM_INLINE StopSignals::StopSignals() {
-  auto& state = signal_state();
+  auto& state = signal_state;
   const std::lock_guard lock(state.mutex);
   if (state.users++ > 0) return;
   state.received = 0;
   state.noticed = false;
-  for (auto& [signal, before] : state.taken) {
+  for (auto& [signal, before] : state.handlers) {
     ::sigaction(signal, nullptr, &before);
     if (before.sa_handler == SIG_IGN) continue;
     struct sigaction ours {};
@@ -709,10 +635,10 @@ GRADACCUM_INLINE StopSignals::StopSignals() {
 }
 
 GRADACCUM_INLINE StopSignals::~StopSignals() {
-  auto& state = signal_state();
+  auto& state = signal_state;
   const std::lock_guard lock(state.mutex);
   if (--state.users > 0) return;
-  for (auto& [signal, before] : state.taken) {
+  for (auto& [signal, before] : state.handlers) {
     ::sigaction(signal, &before, nullptr);
     const bool missed = state.received == signal && !state.noticed;
     if (missed && before.sa_handler == SIG_DFL) ::raise(signal);  // the user's own has been called
@@ -720,147 +646,209 @@ GRADACCUM_INLINE StopSignals::~StopSignals() {
 }
 
 GRADACCUM_INLINE int StopSignals::received() {
-  auto& state = signal_state();
-  const int signal = state.received;
-  if (signal != 0) state.noticed = true;
+  const int signal = signal_state.received;
+  if (signal != 0) signal_state.noticed = true;
   return signal;
 }
 
-/// A tensor of a model.
-struct NamedTensor {
-  std::string name;
-  at::Tensor tensor;
+}  // namespace gradaccum::detail
+
+namespace gradaccum {
+
+struct Ema::Run {
+  /// A tensor of a model.
+  struct NamedTensor {
+    std::string name;
+    at::Tensor tensor;
+  };
+  struct Average {
+    std::string name;
+    at::ScalarType dtype;  // of the model's tensor
+    at::Tensor value;
+  };
+
+  std::vector<Average> averages = {};
+  std::vector<at::Tensor> originals = {};  // of the model, while the averages are in it
+  std::int64_t updates = 0;
+  bool swapped = false;
+  torch::nn::Module* attached = nullptr;
+
+  static std::string described(const std::string& name, at::ScalarType dtype, const at::Tensor& tensor) {
+    return c10::str(name, ", ", dtype, ' ', tensor.sizes(), " on ", tensor.device());
+  }
+
+  /// Each tensor of a model once, in the model's order.
+  static std::vector<NamedTensor> distinct_tensors(torch::nn::Module& module, bool buffers) {
+    std::vector<NamedTensor> all;
+    std::unordered_set<const void*> seen;
+    const auto add = [&](const auto& named) {
+      for (auto& item : named)
+        if (item.value().defined() && seen.insert(item.value().unsafeGetTensorImpl()).second)
+          all.push_back({item.key(), item.value()});
+    };
+    add(module.named_parameters());
+    if (buffers) add(module.named_buffers());
+    for (auto& [name, tensor] : all)
+      TORCH_CHECK(tensor.layout() == at::kStrided && at::has_internal_overlap(tensor) != at::MemOverlap::Yes &&
+                      !tensor._is_zerotensor() && (!tensor.is_inference() || c10::InferenceMode::is_enabled()),
+                  "Ema: ", name,
+                  " must be a dense tensor that can be written to, not sparse, expanded or an inference tensor");
+    return all;
+  }
+
+  void check_not_swapped(const char* call) const {
+    TORCH_CHECK(!swapped, "Ema: ", call, " needs the model's own weights, but the averages are in it; swap first");
+  }
+
+  /// The tensors of the model that the averages are of; throws if it has changed.
+  std::vector<NamedTensor> known_tensors(torch::nn::Module& module, bool buffers) const {
+    auto tensors = distinct_tensors(module, buffers);
+    const auto known = averages.size(), now = tensors.size();
+    for (std::size_t i = 0; i < std::min(known, now); ++i) {
+      const auto& [name, dtype, value] = averages[i];
+      const auto& tensor = tensors[i].tensor;
+      TORCH_CHECK(name == tensors[i].name && dtype == tensor.scalar_type() && value.sizes() == tensor.sizes() &&
+                      value.device() == tensor.device(),
+                  "Ema: the model must be as it was at the first update, with ", described(name, dtype, value),
+                  ", got ", described(tensors[i].name, tensor.scalar_type(), tensor), "; make a new Ema");
+    }
+    TORCH_CHECK(known == now, "Ema: the model must be as it was at the first update, but ",
+                known > now ? averages[now].name + " is gone" : tensors[known].name + " is new", "; make a new Ema");
+    return tensors;
+  }
+
+  void update(torch::nn::Module& module, bool buffers, double decay) {
+    check_not_swapped("an update");
+    const bool first = updates == 0;
+    const auto tensors = first ? distinct_tensors(module, buffers) : known_tensors(module, buffers);
+    c10::InferenceMode outlives_any_mode(false);
+    at::NoGradGuard no_grad;
+    if (first) {
+      std::vector<Average> copies;
+      for (auto& [name, tensor] : tensors)
+        copies.push_back(
+            {name, tensor.scalar_type(), tensor.detach().to(detail::state_type(tensor), false, /*copy=*/true)});
+      averages = std::move(copies);
+    } else {
+      move_towards(tensors, 1 - decay);
+    }
+    ++updates;
+  }
+
+  /// Takes one operation for tensors in a row of one device and dtype. 16-bit ones are copied, so some at a time.
+  void move_towards(const std::vector<NamedTensor>& tensors, double weight) const {
+    std::vector<at::Tensor> targets, values;
+    std::int64_t copied = 0;
+    const auto move = [&] {
+      if (!targets.empty()) at::_foreach_lerp_(targets, values, weight);
+      targets.clear(), values.clear(), copied = 0;
+    };
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      const auto& [name, dtype, average] = averages[i];
+      const auto& tensor = tensors[i].tensor;
+      if (!average.is_floating_point() && !average.is_complex()) {
+        average.copy_(tensor);
+        continue;
+      }
+      if (!targets.empty() && (targets[0].device() != average.device() || targets[0].dtype() != average.dtype()))
+        move();
+      targets.push_back(average);
+      values.push_back(tensor.detach().to(average.scalar_type()));
+      if (dtype != average.scalar_type()) copied += average.numel();
+      if (copied > detail::most_copied) move();
+    }
+    move();
+  }
+
+  void swap(torch::nn::Module& module, bool buffers) {
+    TORCH_CHECK(updates > 0, "Ema: swap needs averages; call update(model) after an update first");
+    at::NoGradGuard no_grad;
+    std::vector<at::Tensor> targets, values, own;
+    for (auto& [_, tensor] : known_tensors(module, buffers)) targets.push_back(tensor);
+    for (auto& average : averages) values.push_back(average.value);
+    if (!swapped)
+      for (auto& tensor : targets) own.push_back(tensor.detach().clone());
+    if (!targets.empty()) at::_foreach_copy_(targets, swapped ? originals : values);
+    originals = std::move(own);
+    swapped = !swapped;
+  }
+
+  /// Checks all before it changes anything.
+  void state(Archive& archive, bool buffers) {
+    TORCH_CHECK(attached || !archive.loading(), "Ema: to load needs the model; call attach(model) first");
+    check_not_swapped(archive.loading() ? "loading" : "saving");
+    std::int64_t its_updates = archive.loading() ? 0 : updates;
+    archive("updates", its_updates);
+    if (!archive.loading()) {
+      for (auto& [name, dtype, value] : averages) archive("average." + name, value);
+      return;
+    }
+    c10::InferenceMode outlives_any_mode(false);
+    at::NoGradGuard no_grad;
+    TORCH_CHECK(its_updates >= 0, "Ema: loaded updates must be >= 0, got ", its_updates);
+    std::vector<Average> loaded;
+    for (auto& [name, tensor] : its_updates > 0 ? distinct_tensors(*attached, buffers) : std::vector<NamedTensor>()) {
+      at::Tensor value;
+      archive("average." + name, value);
+      const bool fits = value.defined() && value.layout() == at::kStrided && value.sizes() == tensor.sizes() &&
+                        value.scalar_type() == detail::state_type(tensor);
+      if (!fits && archive.changes_allowed()) return;  // another model's: those of this one stay as they are
+      TORCH_CHECK(fits, "Ema: a loaded average must be that of ", described(name, detail::state_type(tensor), tensor),
+                  "; got ", value.defined() ? described("one", value.scalar_type(), value) : "an undefined tensor");
+      loaded.push_back({name, tensor.scalar_type(), value.to(tensor.device())});
+    }
+    averages = std::move(loaded);
+    updates = its_updates;
+  }
 };
 
-GRADACCUM_INLINE std::string described(const std::string& name, at::ScalarType dtype, const at::Tensor& tensor) {
-  return c10::str(name, ", ", dtype, ' ', tensor.sizes(), " on ", tensor.device());
+GRADACCUM_INLINE Ema::Run& Ema::made_run() {
+  if (!run) run = {new Run, [](Run* made) { delete made; }};
+  return *run;
 }
 
-/// Each tensor of a model once, in the model's order.
-GRADACCUM_INLINE std::vector<NamedTensor> distinct_tensors(torch::nn::Module& module, bool buffers) {
-  std::vector<NamedTensor> all;
-  std::unordered_set<const void*> seen;
-  const auto add = [&](const auto& named) {
-    for (auto& item : named)
-      if (item.value().defined() && seen.insert(item.value().unsafeGetTensorImpl()).second)
-        all.push_back({item.key(), item.value()});
-  };
-  add(module.named_parameters());
-  if (buffers) add(module.named_buffers());
-  for (auto& [name, tensor] : all)
-    TORCH_CHECK(tensor.layout() == at::kStrided && at::has_internal_overlap(tensor) != at::MemOverlap::Yes &&
-                    !tensor._is_zerotensor() && (!tensor.is_inference() || c10::InferenceMode::is_enabled()),
-                "Ema: ", name, " must be a dense tensor that can be written to, not sparse, expanded or an inference ",
-                "tensor");
-  return all;
+GRADACCUM_INLINE void Ema::update_module(torch::nn::Module& module) { made_run().update(module, buffers, decay_now()); }
+GRADACCUM_INLINE void Ema::swap_module(torch::nn::Module& module) { made_run().swap(module, buffers); }
+GRADACCUM_INLINE std::int64_t Ema::updates() const { return run ? run->updates : 0; }
+
+GRADACCUM_INLINE void Ema::attach_module(torch::nn::Module& module) {
+  decay_now();
+  made_run().attached = &module;
 }
 
-GRADACCUM_INLINE void Averages::check_not_swapped(const char* call) const {
-  TORCH_CHECK(!swapped_, "Ema: ", call, " needs the model's own weights, but the averages are in it; swap first");
+GRADACCUM_INLINE void Ema::after_step(const Step&) { update_module(*run->attached); }
+
+GRADACCUM_INLINE void Ema::state(Archive& archive) { made_run().state(archive, buffers); }
+
+GRADACCUM_INLINE double Ema::decay_now() const {
+  TORCH_CHECK(decay >= 0 && decay <= 1, "Ema: decay must be in [0, 1], got ", decay);
+  const auto t = static_cast<double>(updates());
+  return warmup ? std::min(decay, (1 + t) / (10 + t)) : decay;
 }
 
-/// The tensors of the model that the averages are of; throws if it has changed.
-GRADACCUM_INLINE std::vector<NamedTensor> Averages::known_tensors(torch::nn::Module& module, bool buffers) const {
-  auto tensors = distinct_tensors(module, buffers);
-  const auto known = averages_.size(), now = tensors.size();
-  for (std::size_t i = 0; i < std::min(known, now); ++i) {
-    const auto& [name, dtype, value] = averages_[i];
-    const auto& tensor = tensors[i].tensor;
-    TORCH_CHECK(name == tensors[i].name && dtype == tensor.scalar_type() && value.sizes() == tensor.sizes() &&
-                    value.device() == tensor.device(),
-                "Ema: the model must be as it was at the first update, with ", described(name, dtype, value), ", got ",
-                described(tensors[i].name, tensor.scalar_type(), tensor), "; make a new Ema");
-  }
-  TORCH_CHECK(known == now, "Ema: the model must be as it was at the first update, but ",
-              known > now ? averages_[now].name + " is gone" : tensors[known].name + " is new", "; make a new Ema");
-  return tensors;
+namespace detail {
+
+GRADACCUM_INLINE void check_options(const ValidateOptions& options) {
+  const auto& [every_updates, every_epochs, ema, name] = options;
+  TORCH_CHECK(every_updates.value_or(1) >= 1, "Validate: every_updates must be >= 1, got ", *every_updates);
+  TORCH_CHECK(every_epochs.value_or(1) >= 1, "Validate: every_epochs must be >= 1, got ", *every_epochs);
+  TORCH_CHECK(!name.empty() && name.find('/') == name.npos, "Validate: name must be a text without '/', got '", name,
+              "'");
 }
 
-GRADACCUM_INLINE void Averages::update(torch::nn::Module& module, bool buffers, double decay) {
-  check_not_swapped("an update");
-  const bool first = updates_ == 0;
-  const auto tensors = first ? distinct_tensors(module, buffers) : known_tensors(module, buffers);
-  c10::InferenceMode outlives_any_mode(false);
-  at::NoGradGuard no_grad;
-  if (first) {
-    std::vector<Average> copies;
-    for (auto& [name, tensor] : tensors)
-      copies.push_back({name, tensor.scalar_type(), tensor.detach().to(state_type(tensor), false, /*copy=*/true)});
-    averages_ = std::move(copies);
-  } else {
-    move_towards(tensors, 1 - decay);
-  }
-  ++updates_;
+GRADACCUM_INLINE std::shared_ptr<void> validating_scope(torch::nn::Module& module, Ema* ema) {
+  // Before the first update the averages would be the weights as they are.
+  if (ema && ema->updates() == 0) ema = nullptr;
+  const auto generators = states_of_generators();
+  if (ema) ema->swap(module);
+  return {nullptr, [&module, ema, generators](void*) {
+            if (ema) ema->swap(module);
+            set_generators(generators);
+          }};
 }
 
-/// One operation for tensors in a row that are of one device and dtype. 16-bit ones are copied, so some at a time.
-GRADACCUM_INLINE void Averages::move_towards(const std::vector<NamedTensor>& tensors, double weight) const {
-  std::vector<at::Tensor> averages, values;
-  std::int64_t copied = 0;
-  const auto move = [&] {
-    if (!averages.empty()) at::_foreach_lerp_(averages, values, weight);
-    averages.clear(), values.clear(), copied = 0;
-  };
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    const auto& [name, dtype, average] = averages_[i];
-    const auto& tensor = tensors[i].tensor;
-    if (!average.is_floating_point() && !average.is_complex()) {
-      average.copy_(tensor);
-      continue;
-    }
-    if (!averages.empty() && (averages[0].device() != average.device() || averages[0].dtype() != average.dtype()))
-      move();
-    averages.push_back(average);
-    values.push_back(tensor.detach().to(average.scalar_type()));
-    if (dtype != average.scalar_type()) copied += average.numel();
-    if (copied > most_copied) move();
-  }
-  move();
-}
-
-GRADACCUM_INLINE void Averages::swap(torch::nn::Module& module, bool buffers) {
-  TORCH_CHECK(updates_ > 0, "Ema: swap needs averages; call update(model) after an update first");
-  at::NoGradGuard no_grad;
-  std::vector<at::Tensor> targets, averages, originals;
-  for (auto& [_, tensor] : known_tensors(module, buffers)) targets.push_back(tensor);
-  for (auto& average : averages_) averages.push_back(average.value);
-  if (!swapped_)
-    for (auto& tensor : targets) originals.push_back(tensor.detach().clone());
-  if (!targets.empty()) at::_foreach_copy_(targets, swapped_ ? originals_ : averages);
-  originals_ = std::move(originals);
-  swapped_ = !swapped_;
-}
-
-GRADACCUM_INLINE void Averages::save(Archive& archive) {
-  check_not_swapped("saving");
-  archive("updates", updates_);
-  for (auto& [name, dtype, value] : averages_) archive("average." + name, value);
-}
-
-/// Checks all before it changes anything.
-GRADACCUM_INLINE void Averages::load(Archive& archive, torch::nn::Module& module, bool buffers) {
-  check_not_swapped("loading");
-  c10::InferenceMode outlives_any_mode(false);
-  at::NoGradGuard no_grad;
-  std::int64_t updates = 0;
-  archive("updates", updates);
-  TORCH_CHECK(updates >= 0, "Ema: loaded updates must be >= 0, got ", updates);
-  std::vector<Average> loaded;
-  for (auto& [name, tensor] : updates > 0 ? distinct_tensors(module, buffers) : std::vector<NamedTensor>()) {
-    at::Tensor value;
-    archive("average." + name, value);
-    const bool fits = value.defined() && value.layout() == at::kStrided && value.sizes() == tensor.sizes() &&
-                      value.scalar_type() == state_type(tensor);
-    if (!fits && archive.changes_allowed()) return;  // another model's: those of this one stay as they are
-    TORCH_CHECK(fits, "Ema: a loaded average must be that of ", described(name, state_type(tensor), tensor), "; got ",
-                value.defined() ? described("one", value.scalar_type(), value) : "an undefined tensor");
-    loaded.push_back({name, tensor.scalar_type(), value.to(tensor.device())});
-  }
-  averages_ = std::move(loaded);
-  updates_ = updates;
-}
-
-}  // namespace gradaccum::detail
+}  // namespace detail
+}  // namespace gradaccum
 
 #ifdef GRADACCUM_COMPILED
 namespace gradaccum::detail {

@@ -17,7 +17,6 @@
 #include <cmath>
 #include <optional>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include <gradaccum/impl/begin.ipp>
@@ -26,7 +25,7 @@ namespace gradaccum {
 
 namespace detail {
 
-/// What a module calls these; those that are none of its own are numbered.
+/// Returns the names that a module has for these; those that are none of its own are numbered.
 GRADACCUM_INLINE std::vector<std::string> names_of_parameters(const torch::nn::Module& module,
                                                               const std::vector<at::Tensor>& parameters) {
   std::unordered_map<const void*, std::string> known;
@@ -43,35 +42,89 @@ GRADACCUM_INLINE std::vector<std::string> names_of_parameters(const torch::nn::M
 
 struct TensorBoard::Run {
   using Clock = FitStatus::Clock;
-  /// The last point of the curve of speeds.
-  struct PointOfRate {
-    std::int64_t samples = 0;
-    Clock::time_point time = Clock::now();
-  };
 
   const TensorBoard& options;
   TrainerBase& trainer;
   const FitStatus& status = trainer.status();
   std::shared_ptr<SummaryWriter> file = {};
-  bool begins = true;         // nothing has been written since it was built, or loaded
-  std::int64_t begun_at = 0;  // the update
-  std::optional<PointOfRate> before = {};
+  bool begins = true;                            // nothing has been written since it was built, or loaded
+  std::int64_t begun_at = 0;                     // the update
+  std::optional<Clock::time_point> before = {};  // the last point of the curve of speeds
+  std::int64_t samples_before = 0;
   std::optional<Clock::time_point> measured = {};                              // memory
   std::vector<std::pair<std::string, detail::ValueHistogram>> gradients = {};  // of a step that is yet to be taken
 
   bool writes() const { return trainer.is_first() && !status.options.smoke; }
-  /// Follows the update that the trainer is at.
-  void begin();
-  /// Nothing is known of a window, nor of speed.
-  void restart();
-  /// The writer, for numbers of the training; the first begin a file.
-  SummaryWriter* begun();
-  void open(std::optional<std::int64_t> purge_step);
-  bool is_written(std::string_view tag, std::int64_t step) const;
-  void write_numbers(const Step& step);
-  void write_rate(std::int64_t step);
-  void write_memory(std::int64_t step);
-  void write_histograms(std::int64_t step);
+
+  void open(std::optional<std::int64_t> purge_step) {
+    file = std::make_shared<SummaryWriter>(SummaryWriterOptions{
+        .directory = options.directory, .flush_every = options.flush_every, .purge_step = purge_step});
+  }
+
+  /// Returns the writer for numbers of the training, the first of which begin a file: when the trainer is built or
+  /// loaded it is not known yet whether this goes on from a state, and whether there will be a training at all.
+  SummaryWriter* begun() {
+    if (!writes()) return nullptr;
+    if (!begins) return file.get();
+    std::optional<std::int64_t> purge_step;
+    if (begun_at > 0) purge_step = begun_at + 1;
+    if (begun_at == 0 && !status.options.resume.empty()) purge_step = 0;  // killed before its first state
+    if (purge_step || !file) open(purge_step);
+    if (!options.hyperparameters.empty())
+      file->add_text("hyperparameters", options.hyperparameters, purge_step.value_or(0));
+    begins = false;
+    return file.get();
+  }
+
+  /// Forgets the window and the speed so far.
+  void restart() {
+    if (begins) begun_at = trainer.updates();
+    gradients.clear();
+    measured.reset();
+    before = Clock::now();
+    samples_before = status.samples;
+  }
+
+  void write_numbers(const Step& step) {
+    file->add_scalar("train/loss", step.loss.item<double>(), step.update);
+    if (!std::isnan(step.lr)) file->add_scalar("train/lr", step.lr, step.update);
+    if (step.grad_norm.defined()) file->add_scalar("train/grad_norm", step.grad_norm.item<double>(), step.update);
+    write_rate(step.update);
+    write_memory(step.update);
+  }
+
+  void write_rate(std::int64_t step) {
+    const auto now = Clock::now();
+    const auto last = std::exchange(before, now);
+    const auto samples = status.samples - std::exchange(samples_before, status.samples);
+    const auto seconds = last ? std::chrono::duration<double>(now - *last).count() : 0;
+    if (seconds > 0) file->add_scalar("train/samples_per_second", static_cast<double>(samples) / seconds, step);
+  }
+
+  void write_memory(std::int64_t step) {
+    if (!detail::is_time_to_ask(measured)) return;
+    measured = Clock::now();
+    const auto device = trainer.device();
+    if (const auto bytes = detail::occupied_memory(at::kCPU))
+      file->add_scalar("memory/resident", static_cast<double>(*bytes), step);
+    if (device.is_cpu()) return;
+    if (const auto bytes = detail::occupied_memory(device))
+      file->add_scalar("memory/occupied", static_cast<double>(*bytes), step);
+  }
+
+  void write_histograms(std::int64_t step) {
+    const auto parameters = trainer.parameters();
+    const auto names = detail::names_of_parameters(trainer.module(), parameters);
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      file->add_histogram("parameters/" + names[i], parameters[i], step);
+    for (auto& [tag, histogram] : std::exchange(gradients, {})) file->add(tag, histogram, step);
+  }
+
+  /// A state may be older than a validation of the same update, which is then made again: there is a point already.
+  bool is_written(std::string_view tag, std::int64_t step) const {
+    return begun_at > 0 && step == begun_at &&
+           detail::event_files_have(options.directory, detail::bytes_of_scalar_events(step, tag));
+  }
 };
 
 GRADACCUM_INLINE void TensorBoard::attach(TrainerBase& trainer) {
@@ -93,53 +146,26 @@ GRADACCUM_INLINE SummaryWriter* TensorBoard::writer() {
   return run->file.get();
 }
 
-GRADACCUM_INLINE void TensorBoard::Run::open(std::optional<std::int64_t> purge_step) {
-  file = std::make_shared<SummaryWriter>(SummaryWriterOptions{
-      .directory = options.directory, .flush_every = options.flush_every, .purge_step = purge_step});
-}
-
-/// Not when the trainer is built or loaded: then it is not known yet whether this goes on from a state, and whether
-/// there will be a training at all.
-GRADACCUM_INLINE SummaryWriter* TensorBoard::Run::begun() {
-  if (!writes()) return nullptr;
-  if (!begins) return file.get();
-  std::optional<std::int64_t> purge_step;
-  if (begun_at > 0) purge_step = begun_at + 1;
-  if (begun_at == 0 && !status.options.resume.empty()) purge_step = 0;  // killed before its first state
-  if (purge_step || !file) open(purge_step);
-  if (!options.hyperparameters.empty())
-    file->add_text("hyperparameters", options.hyperparameters, purge_step.value_or(0));
-  begins = false;
-  return file.get();
-}
-
-GRADACCUM_INLINE void TensorBoard::Run::begin() {
-  begins = true;
-  restart();
-}
-
-GRADACCUM_INLINE void TensorBoard::Run::restart() {
-  if (begins) begun_at = trainer.updates();
-  gradients.clear();
-  measured.reset();
-  before = PointOfRate{.samples = status.samples};
-}
-
 GRADACCUM_INLINE std::shared_ptr<void> TensorBoard::fit_scope() {
   run->restart();
   return detail::flush_at_end(run->file);
 }
 
 GRADACCUM_INLINE void TensorBoard::state(Archive& archive) {
-  if (archive.loading()) return archive.when_all_fit([this] { run->begin(); });
-  if (run->file) run->file->flush();
+  if (run->file && !archive.loading()) run->file->flush();
+  if (!archive.loading()) return;
+  archive.when_all_fit([this] {
+    run->begins = true;
+    run->restart();
+  });
 }
 
 GRADACCUM_INLINE void TensorBoard::at_boundary() {
   if (run->file && run->status.done()) run->file->flush();
 }
 
-/// Those of a step that is left out, after an overflow, are never written; nor are gradients changed, by `values()`.
+/// Keeps histograms until the step, so that those of a step that is skipped after an overflow are never written. Reads
+/// `raw()`, since `values()` would change the gradients.
 GRADACCUM_INLINE void TensorBoard::before_step(Gradients& window) {
   run->gradients.clear();
   if (histograms_every == 0 || !run->begun()) return;
@@ -163,52 +189,9 @@ GRADACCUM_INLINE void TensorBoard::after_step(const Step& step) {
   if (histograms_every > 0 && step.update % histograms_every == 0) run->write_histograms(step.update);
 }
 
-GRADACCUM_INLINE void TensorBoard::Run::write_numbers(const Step& step) {
-  file->add_scalar("train/loss", step.loss.item<double>(), step.update);
-  if (!std::isnan(step.lr)) file->add_scalar("train/lr", step.lr, step.update);
-  if (step.grad_norm.defined()) file->add_scalar("train/grad_norm", step.grad_norm.item<double>(), step.update);
-  write_rate(step.update);
-  write_memory(step.update);
-}
-
-GRADACCUM_INLINE void TensorBoard::Run::write_memory(std::int64_t step) {
-  if (!detail::is_time_to_ask(measured)) return;
-  measured = Clock::now();
-  const auto device = trainer.device();
-  if (const auto bytes = detail::occupied_memory(at::kCPU))
-    file->add_scalar("memory/resident", static_cast<double>(*bytes), step);
-  if (device.is_cpu()) return;
-  if (const auto bytes = detail::occupied_memory(device))
-    file->add_scalar("memory/occupied", static_cast<double>(*bytes), step);
-}
-
-GRADACCUM_INLINE void TensorBoard::Run::write_rate(std::int64_t step) {
-  const PointOfRate now{.samples = status.samples};
-  const auto last = std::exchange(before, now);
-  if (!last) return;
-  const auto seconds = std::chrono::duration<double>(now.time - last->time).count();
-  if (seconds > 0)
-    file->add_scalar("train/samples_per_second", static_cast<double>(now.samples - last->samples) / seconds, step);
-}
-
-GRADACCUM_INLINE void TensorBoard::Run::write_histograms(std::int64_t step) {
-  const auto parameters = trainer.parameters();
-  const auto names = detail::names_of_parameters(trainer.module(), parameters);
-  for (std::size_t i = 0; i < parameters.size(); ++i)
-    file->add_histogram("parameters/" + names[i], parameters[i], step);
-  for (auto& [tag, histogram] : std::exchange(gradients, {})) file->add_histogram(tag, histogram, step);
-}
-
-/// A state may be older than a validation of the same update, which is then made again: there is a point already.
-GRADACCUM_INLINE bool TensorBoard::Run::is_written(std::string_view tag, std::int64_t step) const {
-  return begun_at > 0 && step == begun_at &&
-         detail::event_files_have(options.directory, detail::bytes_of_scalar_events(step, tag));
-}
-
 GRADACCUM_INLINE void TensorBoard::on_validation(const Validation& validation) {
-  using Duration = FitStatus::Clock::duration;
   const std::chrono::duration<double> seconds(validation.found.seconds);
-  if (run->before) run->before->time += std::chrono::duration_cast<Duration>(seconds);
+  if (run->before) *run->before += std::chrono::duration_cast<Run::Clock::duration>(seconds);
   if (!run->begun()) return;
   for (auto& [metric, value] : validation.found.metrics) {
     const auto tag = validation.name + "/" + metric;

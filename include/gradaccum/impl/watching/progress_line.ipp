@@ -38,8 +38,9 @@ GRADACCUM_INLINE bool ProgressLine::is_due() {
 }
 
 GRADACCUM_INLINE void ProgressLine::clear() noexcept {
-  if (width_ > 0) std::fprintf(options_.to, "\r%*s\r", static_cast<int>(width_), "");
-  if (width_ > 0) std::fflush(options_.to);
+  if (width_ == 0) return;
+  std::fprintf(options_.to, "\r%*s\r", static_cast<int>(width_), "");
+  std::fflush(options_.to);
   width_ = 0;
 }
 

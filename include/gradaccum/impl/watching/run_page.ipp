@@ -44,42 +44,33 @@ GRADACCUM_INLINE void extend(CurvePiece& piece, const CurvePiece& next) {
 
 /// A row of numbers of a state, one after another.
 template <class T>
-class NumbersInTurn {
- public:
-  NumbersInTurn(Archive& archive, std::string_view name) : archive_(archive), name_(name) {
-    if (archive_.loading()) load();
-  }
+struct NumbersInTurn {
+  Archive& archive;
+  std::string name;
+  std::vector<T> numbers = {};
+  std::size_t read = 0;
 
   /// Saves the number, or gives the loaded one that stands in its place.
   T next(T number) {
-    if (!archive_.loading()) return numbers_.emplace_back(number);
-    TORCH_CHECK(read_ < numbers_.size(), "Curves: saved curves must not be cut off");
-    return numbers_[read_++];
+    if (!archive.loading()) return numbers.emplace_back(number);
+    TORCH_CHECK(read < numbers.size(), "Curves: saved curves must not be cut off");
+    return numbers[read++];
   }
-  bool is_read() const { return read_ == numbers_.size(); }
-  void save() const {
-    auto tensor = at::empty({static_cast<std::int64_t>(numbers_.size())}, at::TensorOptions(dtype));
-    std::copy(numbers_.begin(), numbers_.end(), tensor.template mutable_data_ptr<T>());
-    archive_(name_, tensor);
+  bool is_read() const { return read == numbers.size(); }
+
+  /// Saves all numbers after the last, or loads them before the first.
+  void state() {
+    constexpr auto dtype = c10::CppTypeToScalarType<T>::value;
+    auto row = at::empty({std::ssize(numbers)}, at::TensorOptions(dtype));
+    std::copy(numbers.begin(), numbers.end(), row.template mutable_data_ptr<T>());
+    archive("packed." + name, row);
+    if (!archive.loading()) return;
+    TORCH_CHECK(row.scalar_type() == dtype && row.dim() == 1, "Curves: '", name, "' of saved curves must be a row of ",
+                dtype, ", got ", row.scalar_type(), row.sizes());
+    row = row.cpu().contiguous();
+    const auto* const first = row.template const_data_ptr<T>();
+    numbers.assign(first, first + row.numel());
   }
-
- private:
-  static constexpr auto dtype = c10::CppTypeToScalarType<T>::value;
-
-  void load() {
-    at::Tensor tensor;
-    archive_(name_, tensor);
-    TORCH_CHECK(tensor.scalar_type() == dtype && tensor.dim() == 1, "Curves: '", std::string(name_),
-                "' of saved curves must be a row of ", dtype, ", got ", tensor.scalar_type(), tensor.sizes());
-    tensor = tensor.cpu().contiguous();
-    const auto* const first = tensor.template const_data_ptr<T>();
-    numbers_.assign(first, first + tensor.numel());
-  }
-
-  Archive& archive_;
-  std::string_view name_;
-  std::vector<T> numbers_;
-  std::size_t read_ = 0;
 };
 
 /// Visits `count` elements. Loaded ones are made one by one, since a damaged count may be anything.
@@ -151,9 +142,9 @@ GRADACCUM_INLINE void Curve::check() const {
 }
 
 GRADACCUM_INLINE Curve& Curves::at(std::string_view name) {
-  const auto found = places_.find(name);
-  if (found != places_.end()) return all_[found->second].curve;
-  places_.emplace(std::string(name), all_.size());
+  const auto found = indices_.find(name);
+  if (found != indices_.end()) return all_[found->second].curve;
+  indices_.emplace(std::string(name), all_.size());
   return all_.emplace_back(Named{std::string(name), {}}).curve;
 }
 
@@ -162,23 +153,24 @@ GRADACCUM_INLINE void Curves::add(std::string_view name, std::int64_t update, do
 }
 
 GRADACCUM_INLINE const Curve* Curves::find(std::string_view name) const {
-  const auto found = places_.find(name);
-  return found == places_.end() ? nullptr : &all_[found->second].curve;
+  const auto found = indices_.find(name);
+  return found == indices_.end() ? nullptr : &all_[found->second].curve;
 }
 
-/// Curves as three rows of numbers. Names are bytes: they may be whatever a program calls its metrics, and texts of a
-/// state are UTF-8.
-struct Curves::Packed {
-  std::vector<Named> all;
-
-  void state(Archive& archive);
-};
-
-GRADACCUM_INLINE void Curves::Packed::state(Archive& archive) {
+/// Packs curves into three rows of numbers. Names are bytes: they may be whatever a program calls its metrics, and
+/// texts of a state are UTF-8.
+GRADACCUM_INLINE void Curves::state(Archive& archive) {
   const bool loading = archive.loading();
-  detail::NumbersInTurn<std::uint8_t> names(archive, "names");
-  detail::NumbersInTurn<std::int64_t> whole(archive, "whole");
-  detail::NumbersInTurn<double> real(archive, "real");
+  auto all = loading ? std::vector<Named>() : all_;
+  detail::NumbersInTurn<std::uint8_t> names{archive, "names"};
+  detail::NumbersInTurn<std::int64_t> whole{archive, "whole"};
+  detail::NumbersInTurn<double> real{archive, "real"};
+  const auto rows = [&] {
+    names.state();
+    whole.state();
+    real.state();
+  };
+  if (loading) rows();
   for (std::size_t i = 0; loading ? !whole.is_read() : i < all.size(); ++i) {
     auto& [name, curve] = loading ? all.emplace_back() : all[i];
     const auto letters = whole.next(std::ssize(name));
@@ -193,20 +185,10 @@ GRADACCUM_INLINE void Curves::Packed::state(Archive& archive) {
     detail::each_of(curve.pieces_, pieces, loading, [&](CurvePiece& piece) { detail::pack(piece, whole, real); });
     curve.check();
   }
-  TORCH_CHECK(!loading || (names.is_read() && real.is_read()),
-              "Curves: saved curves must have as many numbers as they say");
-  if (loading) return;
-  names.save();
-  whole.save();
-  real.save();
-}
-
-GRADACCUM_INLINE void Curves::state(Archive& archive) {
-  Packed packed{archive.loading() ? std::vector<Named>() : all_};
-  archive("packed", packed);
-  if (!archive.loading()) return;
+  if (!loading) return rows();
+  TORCH_CHECK(names.is_read() && real.is_read(), "Curves: saved curves must have as many numbers as they say");
   Curves loaded;
-  for (auto& [name, curve] : packed.all) loaded.at(name) = std::move(curve);
+  for (auto& [name, curve] : all) loaded.at(name) = std::move(curve);
   archive.when_all_fit([this, loaded = std::move(loaded)] { *this = loaded; });
 }
 
