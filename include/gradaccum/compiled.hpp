@@ -25,12 +25,10 @@
 #include <gradaccum/impl/kernels/crc32.ipp>
 #include <gradaccum/impl/kernels/kernels.ipp>
 #include <gradaccum/impl/memory/memory.ipp>
-#include <gradaccum/impl/optimizers/adafactor.ipp>
 #include <gradaccum/impl/optimizers/learning_rates.ipp>
 #include <gradaccum/impl/optimizers/optim.ipp>
-#include <gradaccum/impl/optimizers/own_optimizer.ipp>
 #include <gradaccum/impl/optimizers/param_states.ipp>
-#include <gradaccum/impl/optimizers/step_plan.ipp>
+#include <gradaccum/impl/optimizers/steps.ipp>
 #include <gradaccum/impl/parallel/connections.ipp>
 #include <gradaccum/impl/parallel/replicas.ipp>
 #include <gradaccum/impl/scaling/amp_scaler.ipp>

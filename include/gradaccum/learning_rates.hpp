@@ -8,7 +8,6 @@
 #include <concepts>
 #include <cstdint>
 #include <functional>
-#include <limits>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -64,38 +63,6 @@ class LearningRates {
 
 }  // namespace gradaccum
 
-namespace gradaccum::detail {
-
-/// Returns the factor, falling from 1 to 0, after `done` of `length` updates. Equals Python's expressions bit for bit.
-double linear_decay(double done, double length);
-double cosine_decay(double done, double length);
-double one_minus_sqrt_decay(double done, double length);
-
-/// The common form of all learning rates: a warm-up to `peak`, a plateau, and a decay over the last updates of `total`.
-///
-/// Members are checked at every call, since the classes are aggregates without constructors.
-struct Phases {
-  static constexpr std::int64_t no_end = std::numeric_limits<std::int64_t>::max();
-
-  const char* owner;  // for errors
-  double peak;
-  std::int64_t warmup;
-  std::optional<double> start;
-  std::int64_t total = no_end;
-  double end = peak;
-  std::optional<std::int64_t> decay = {};  // updates; by default all after the warm-up
-
-  double at(std::int64_t update, double (*falling)(double, double)) const;
-
- private:
-  double first() const;
-  void check(std::int64_t update) const;
-  template <class Value>
-  void require(bool holds, const char* requirement, Value got) const;
-};
-
-}  // namespace gradaccum::detail
-
 /// Learning rates as pure functions of the update's index, which is 0 for the first update.
 namespace gradaccum::lr {
 
@@ -112,9 +79,7 @@ struct Constant {
   std::int64_t warmup = 0;           ///< updates
   std::optional<double> start = {};  ///< the rate of update 0, in [0, peak]; by default peak / (warmup + 1)
 
-  double operator()(std::int64_t update) const {
-    return detail::Phases{"lr::Constant", peak, warmup, start}.at(update, detail::linear_decay);
-  }
+  double operator()(std::int64_t update) const;
 };
 
 /// A linear warm-up, then half a cosine from `peak` at update `warmup` down to `end` at update `total`, then `end`.
@@ -131,9 +96,7 @@ struct Cosine {
   double end = 0;                    ///< the rate from update `total` on, in [0, peak]
   std::optional<double> start = {};  ///< the rate of update 0, in [0, peak]; by default peak / (warmup + 1)
 
-  double operator()(std::int64_t update) const {
-    return detail::Phases{"lr::Cosine", peak, warmup, start, total, end}.at(update, detail::cosine_decay);
-  }
+  double operator()(std::int64_t update) const;
 };
 
 /// A linear warm-up, then a line from `peak` at update `warmup` down to `end` at update `total`, and `end` afterwards.
@@ -150,9 +113,7 @@ struct Linear {
   double end = 0;                    ///< the rate from update `total` on, in [0, peak]
   std::optional<double> start = {};  ///< the rate of update 0, in [0, peak]; by default peak / (warmup + 1)
 
-  double operator()(std::int64_t update) const {
-    return detail::Phases{"lr::Linear", peak, warmup, start, total, end}.at(update, detail::linear_decay);
-  }
+  double operator()(std::int64_t update) const;
 };
 
 /// The shape of the decay in `WarmupStableDecay`: `linear`, `cosine`, or `one_minus_sqrt`, which falls fast at first.

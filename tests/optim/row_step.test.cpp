@@ -49,7 +49,7 @@ struct Training {
                                                                                ga::GradAccumulatorOptions{.steps = 3});
   }
 
-  ga::detail::OnePass& one_pass() { return dynamic_cast<ga::detail::OnePass&>(*wrapped); }
+  ga::optim::OnePass& one_pass() { return dynamic_cast<ga::optim::OnePass&>(*wrapped); }
   auto named() { return one_pass().named_state({{"table", table}}); }
 };
 

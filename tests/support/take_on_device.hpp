@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/optimizers/step_plan.hpp>
+#include <gradaccum/detail/optimizers/steps.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <vector>
@@ -11,10 +11,10 @@ namespace testing {
 /// What an optimizer does with parameters on a device; also where there is none, since ATen's operations run anywhere.
 template <class Step>
 void step_on_device(const std::vector<Step>& steps, const gradaccum::detail::Multiplier& multiplier) {
-  gradaccum::detail::StepPlan moves;
-  plan_steps(moves, steps, multiplier);
-  moves.prepare();
-  moves.run();
+  gradaccum::detail::StepPlan plan;
+  plan_steps(plan, steps, multiplier);
+  plan.allocate();
+  plan.run();
 }
 
 }  // namespace testing

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/optimizers/own_optimizer.hpp>
-#include <gradaccum/detail/optimizers/param_states.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
-#include <gradaccum/gradients.hpp>
+#include <gradaccum/optim/optimizer.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
@@ -49,11 +47,15 @@ struct AdafactorOptions : public torch::optim::OptimizerCloneableOptions<Adafact
   void check() const;
   double get_lr() const override { return lr(); }
   void set_lr(const double lr) override { this->lr(lr); }
+
+ private:
+  template <class Visit>
+  void for_each(const Visit& visit);
 };
 
 /// The state of a parameter: row_var and col_var for a matrix, or for the matrices of its last two dimensions; variance
 /// for a tensor of fewer dimensions.
-struct AdafactorParamState : public detail::OwnParamState {
+struct AdafactorParamState : public OwnParamState {
   TORCH_ARG(at::Tensor, row_var);  ///< [..., rows, 1]
   TORCH_ARG(at::Tensor, col_var);  ///< [..., 1, columns]
   TORCH_ARG(at::Tensor, variance);
@@ -94,24 +96,21 @@ struct AdafactorParamState : public detail::OwnParamState {
 /// @note Memory: the state. A step adds a column and up to 16 rows per matrix, and copies of tensors that are not
 /// row-major, about 16 MB at a time or one tensor's. Device kernels instead add a column per 256 columns and a row per
 /// 64 rows, or fewer, of 320 tensors at a time; ATen adds three temporaries of a tensor's size.
-class Adafactor : public detail::OwnOptimizer<Adafactor, AdafactorOptions, AdafactorParamState> {
+class Adafactor : public OwnOptimizer<Adafactor, AdafactorOptions, AdafactorParamState> {
  public:
   static constexpr const char* name = "Adafactor";
 
-  explicit Adafactor(const std::vector<torch::optim::OptimizerParamGroup>& groups, AdafactorOptions defaults = {});
-  explicit Adafactor(std::vector<at::Tensor> parameters, AdafactorOptions defaults = {});
+  using OwnOptimizer<Adafactor, AdafactorOptions, AdafactorParamState>::OwnOptimizer;
 
   static void check(const AdafactorOptions& options) { options.check(); }
   bool steps_by_elements() const override { return false; }  // means run over rows, columns and whole tensors
 
  private:
   void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
-  AdafactorParamState next_state(const at::Tensor& parameter, const at::Tensor& gradient,
-                                 const AdafactorOptions& options) const;
 };
 
 }  // namespace gradaccum::optim
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/optimizers/adafactor.ipp>
+#include <gradaccum/impl/optimizers/optim.ipp>
 #endif

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/optimizers/own_optimizer.hpp>
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/optim/optimizer.hpp>
 
-#include <ATen/core/Tensor.h>
 #include <torch/optim/adam.h>
-
-#include <vector>
 
 namespace gradaccum::optim {
 
@@ -24,12 +22,11 @@ using AdamOptions = torch::optim::AdamOptions;
 /// beyond, Reddi et al., 2018. Weight decay is added to the gradient. Otherwise like `AdamW`.
 ///
 /// @note Does not wait for the device.
-class Adam : public detail::OnePassOptimizer<Adam, torch::optim::Adam, torch::optim::AdamParamState> {
+class Adam : public OnePassOptimizer<Adam, torch::optim::Adam, torch::optim::AdamParamState> {
  public:
   static constexpr const char* name = "Adam";
 
-  explicit Adam(const std::vector<torch::optim::OptimizerParamGroup>& groups, AdamOptions defaults = {});
-  explicit Adam(std::vector<at::Tensor> parameters, AdamOptions defaults = {});
+  using OnePassOptimizer::OnePassOptimizer;  // of the parameters or of groups of them, with options
 
  private:
   void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;

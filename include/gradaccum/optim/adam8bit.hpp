@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/optimizers/own_optimizer.hpp>
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/optim/optimizer.hpp>
 
-#include <ATen/core/Tensor.h>
 #include <torch/optim/adam.h>
-
-#include <vector>
 
 namespace gradaccum::optim {
 
@@ -20,12 +18,11 @@ using Adam8bitOptions = torch::optim::AdamOptions;
 ///     torch::mse_loss(model->forward(x), y).backward();
 ///     adam.step();
 ///     adam.zero_grad();
-class Adam8bit : public detail::Adam8bitOptimizer<Adam8bit, Adam8bitOptions> {
+class Adam8bit : public Adam8bitOptimizer<Adam8bit, Adam8bitOptions> {
  public:
   static constexpr const char* name = "Adam8bit";
 
-  explicit Adam8bit(const std::vector<torch::optim::OptimizerParamGroup>& groups, Adam8bitOptions defaults = {});
-  explicit Adam8bit(std::vector<at::Tensor> parameters, Adam8bitOptions defaults = {});
+  using Adam8bitOptimizer::Adam8bitOptimizer;  // of the parameters or of groups of them, with options
 
  private:
   void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/optimizers/own_optimizer.hpp>
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/optim/optimizer.hpp>
 
-#include <ATen/core/Tensor.h>
 #include <torch/optim/adamw.h>
-
-#include <vector>
 
 namespace gradaccum::optim {
 
@@ -37,16 +35,15 @@ using AdamWOptions = torch::optim::AdamWOptions;
 ///
 /// @note Does not wait for the device. On the CPU it uses AVX-512 or AVX2 if the processor has it, on LibTorch's
 /// threads; the bits do not depend on their number. On a CUDA device it uses gradaccum's own kernel if
-/// `gradaccum::compiled` has them (the first step of a kind tests it, and waits), otherwise ATen's fused operation.
+/// `gradaccum::compiled` has them, otherwise ATen's fused operation.
 /// @note Takes no memory, except for copies: of tensors that are not dense, of gradients in another order than their
 /// parameter, and where ATen steps 16-bit parameters or gradients with a factor. These take about 16 MB at a time, or
 /// one tensor.
-class AdamW : public detail::OnePassOptimizer<AdamW, torch::optim::AdamW, torch::optim::AdamWParamState> {
+class AdamW : public OnePassOptimizer<AdamW, torch::optim::AdamW, torch::optim::AdamWParamState> {
  public:
   static constexpr const char* name = "AdamW";
 
-  explicit AdamW(const std::vector<torch::optim::OptimizerParamGroup>& groups, AdamWOptions defaults = {});
-  explicit AdamW(std::vector<at::Tensor> parameters, AdamWOptions defaults = {});
+  using OnePassOptimizer::OnePassOptimizer;  // of the parameters or of groups of them, with options
 
  private:
   void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;

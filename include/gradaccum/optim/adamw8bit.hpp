@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/optimizers/own_optimizer.hpp>
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/optim/optimizer.hpp>
 
-#include <ATen/core/Tensor.h>
 #include <torch/optim/adamw.h>
-
-#include <vector>
 
 namespace gradaccum::optim {
 
@@ -37,12 +35,11 @@ using AdamW8bitOptions = torch::optim::AdamWOptions;
 ///
 /// @note Does not wait for the device. On the CPU, and with gradaccum's own kernels on a CUDA device, it needs no more
 /// memory than AdamW; elsewhere it uses ATen's operations, and a float32 copy of one parameter's moments at a time.
-class AdamW8bit : public detail::Adam8bitOptimizer<AdamW8bit, AdamW8bitOptions> {
+class AdamW8bit : public Adam8bitOptimizer<AdamW8bit, AdamW8bitOptions> {
  public:
   static constexpr const char* name = "AdamW8bit";
 
-  explicit AdamW8bit(const std::vector<torch::optim::OptimizerParamGroup>& groups, AdamW8bitOptions defaults = {});
-  explicit AdamW8bit(std::vector<at::Tensor> parameters, AdamW8bitOptions defaults = {});
+  using Adam8bitOptimizer::Adam8bitOptimizer;  // of the parameters or of groups of them, with options
 
  private:
   void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;

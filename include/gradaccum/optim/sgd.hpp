@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/optimizers/own_optimizer.hpp>
+#include <gradaccum/gradients.hpp>
+#include <gradaccum/optim/optimizer.hpp>
 
-#include <ATen/core/Tensor.h>
 #include <torch/optim/sgd.h>
-
-#include <vector>
 
 namespace gradaccum::optim {
 
@@ -24,12 +22,11 @@ using SGDOptions = torch::optim::SGDOptions;
 /// sparse gradients need no dense copy without momentum, weight decay and stochastic rounding.
 ///
 /// @note Does not wait for the device.
-class SGD : public detail::OnePassOptimizer<SGD, torch::optim::SGD, torch::optim::SGDParamState> {
+class SGD : public OnePassOptimizer<SGD, torch::optim::SGD, torch::optim::SGDParamState> {
  public:
   static constexpr const char* name = "SGD";
 
-  explicit SGD(const std::vector<torch::optim::OptimizerParamGroup>& groups, SGDOptions defaults);
-  explicit SGD(std::vector<at::Tensor> parameters, SGDOptions defaults);
+  using OnePassOptimizer::OnePassOptimizer;  // of the parameters or of groups of them, with options
 
   bool judges_on_device(const Gradients& gradients) const override;
 

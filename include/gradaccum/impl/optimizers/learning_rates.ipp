@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <limits>
 #include <numbers>
 #include <sstream>
 #include <stdexcept>
@@ -70,52 +71,82 @@ GRADACCUM_INLINE void LearningRates::set(double rate) {
 
 namespace gradaccum::detail {
 
+/// Each returns the factor, falling from 1 to 0, after `done` of `length` updates. Equal Python's expressions bit for
+/// bit.
 GRADACCUM_INLINE double linear_decay(double done, double length) { return (length - done) / length; }
 GRADACCUM_INLINE double cosine_decay(double done, double length) {
   return 0.5 * (1 + std::cos(std::numbers::pi * (done / length)));
 }
 GRADACCUM_INLINE double one_minus_sqrt_decay(double done, double length) { return 1 - std::sqrt(done / length); }
 
-GRADACCUM_INLINE double Phases::at(std::int64_t update, double (*falling)(double, double)) const {
-  check(update);
-  if (update >= total) return end;
-  if (update < warmup) return std::lerp(first(), peak, static_cast<double>(update) / static_cast<double>(warmup));
-  const auto length = decay.value_or(total - warmup), done = update - (total - length);
-  return done <= 0 ? peak : std::lerp(end, peak, falling(static_cast<double>(done), static_cast<double>(length)));
-}
+/// The common form of all learning rates: a warm-up to `peak`, a plateau, and a decay over the last updates of `total`.
+///
+/// Members are checked at every call, since the classes are aggregates without constructors.
+struct Phases {
+  static constexpr std::int64_t no_end = std::numeric_limits<std::int64_t>::max();
 
-/// By default the warm-up line would be 0 at update -1, since a first update with rate 0 would change nothing.
-GRADACCUM_INLINE double Phases::first() const { return start.value_or(peak / (static_cast<double>(warmup) + 1)); }
+  const char* owner;  // for errors
+  double peak;
+  std::int64_t warmup;
+  std::optional<double> start;
+  std::int64_t total = no_end;
+  double end = peak;
+  std::optional<std::int64_t> decay = {};  // updates; by default all after the warm-up
 
-template <class Value>
-void Phases::require(bool holds, const char* requirement, Value got) const {
-  if (holds) return;
-  std::ostringstream message;
-  message << owner << ": " << requirement << ", got " << got;
-  throw std::invalid_argument(message.str());
-}
+  double at(std::int64_t update, double (*falling)(double, double)) const {
+    check(update);
+    if (update >= total) return end;
+    if (update < warmup) {
+      // By default the line would be 0 at update -1, since a first update with rate 0 would change nothing.
+      const auto first = start.value_or(peak / (static_cast<double>(warmup) + 1));
+      return std::lerp(first, peak, static_cast<double>(update) / static_cast<double>(warmup));
+    }
+    const auto length = decay.value_or(total - warmup), done = update - (total - length);
+    return done <= 0 ? peak : std::lerp(end, peak, falling(static_cast<double>(done), static_cast<double>(length)));
+  }
 
-GRADACCUM_INLINE void Phases::check(std::int64_t update) const {
-  require(std::isfinite(peak) && peak > 0, "peak must be finite and > 0", peak);
-  require(total >= 1, "total must be >= 1", total);
-  require(0 <= warmup && warmup <= total, total == no_end ? "warmup must be >= 0" : "warmup must be in [0, total]",
-          warmup);
-  require(!decay || (1 <= *decay && *decay <= total - warmup), "decay must be in [1, total - warmup]",
-          decay.value_or(0));
-  require(!start || (0 <= *start && *start <= peak), "start must be in [0, peak]", start.value_or(0));
-  require(0 <= end && end <= peak, "end must be in [0, peak]; it is a rate, not a factor", end);
-  require(update >= 0, "the update must be >= 0", update);
-}
+ private:
+  void check(std::int64_t update) const {
+    require(std::isfinite(peak) && peak > 0, "peak must be finite and > 0", peak);
+    require(total >= 1, "total must be >= 1", total);
+    require(0 <= warmup && warmup <= total, total == no_end ? "warmup must be >= 0" : "warmup must be in [0, total]",
+            warmup);
+    require(!decay || (1 <= *decay && *decay <= total - warmup), "decay must be in [1, total - warmup]",
+            decay.value_or(0));
+    require(!start || (0 <= *start && *start <= peak), "start must be in [0, peak]", start.value_or(0));
+    require(0 <= end && end <= peak, "end must be in [0, peak]; it is a rate, not a factor", end);
+    require(update >= 0, "the update must be >= 0", update);
+  }
+
+  void require(bool holds, const char* requirement, auto got) const {
+    if (holds) return;
+    std::ostringstream message;
+    message << owner << ": " << requirement << ", got " << got;
+    throw std::invalid_argument(message.str());
+  }
+};
 
 }  // namespace gradaccum::detail
 
 namespace gradaccum::lr {
 
+GRADACCUM_INLINE double Constant::operator()(std::int64_t update) const {
+  return detail::Phases{"lr::Constant", peak, warmup, start}.at(update, detail::linear_decay);
+}
+
+GRADACCUM_INLINE double Cosine::operator()(std::int64_t update) const {
+  return detail::Phases{"lr::Cosine", peak, warmup, start, total, end}.at(update, detail::cosine_decay);
+}
+
+GRADACCUM_INLINE double Linear::operator()(std::int64_t update) const {
+  return detail::Phases{"lr::Linear", peak, warmup, start, total, end}.at(update, detail::linear_decay);
+}
+
 GRADACCUM_INLINE double WarmupStableDecay::operator()(std::int64_t update) const {
-  const detail::Phases phases{"lr::WarmupStableDecay", peak, warmup, start, total, end, decay};
-  if (shape == Decay::linear) return phases.at(update, detail::linear_decay);
-  if (shape == Decay::cosine) return phases.at(update, detail::cosine_decay);
-  return phases.at(update, detail::one_minus_sqrt_decay);
+  const auto falling = shape == Decay::linear   ? detail::linear_decay
+                       : shape == Decay::cosine ? detail::cosine_decay
+                                                : detail::one_minus_sqrt_decay;
+  return detail::Phases{"lr::WarmupStableDecay", peak, warmup, start, total, end, decay}.at(update, falling);
 }
 
 }  // namespace gradaccum::lr
