@@ -2,7 +2,6 @@
 #pragma once
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/state/owned_tensor.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
@@ -18,6 +17,7 @@
 #include <type_traits>
 #include <utility>
 #include <variant>
+#include <vector>
 
 namespace gradaccum {
 
@@ -43,13 +43,8 @@ class Archive {
   using Values = std::map<std::string, Value, std::less<>>;
   using Tensors = std::map<std::string, at::Tensor>;
 
-  Archive();                        ///< for saving
-  explicit Archive(Values values);  ///< for loading
-  Archive(const Archive&);
-  Archive(Archive&&) noexcept;
-  Archive& operator=(const Archive&);
-  Archive& operator=(Archive&&) noexcept;
-  ~Archive();
+  Archive() = default;                                                             ///< for saving
+  explicit Archive(Values values) : values_(std::move(values)), loading_(true) {}  ///< for loading
 
   /// An archive for saving without copies: its tensors are those of the parts, valid until a part changes them.
   static Archive of_references();
@@ -78,8 +73,8 @@ class Archive {
     auto before = value;
     (*this)(name, before);
     if (before == value) return;
-    if constexpr (std::is_arithmetic_v<T> || std::is_same_v<T, std::string>)
-      differs<Shown<T>>(name, before, value);
+    if constexpr (std::is_arithmetic_v<T>)
+      differs(name, c10::str(Shown<T>(before)), c10::str(Shown<T>(value)));
     else
       differs(name, c10::str(before), c10::str(value));
   }
@@ -88,7 +83,7 @@ class Archive {
 
   /// Runs `load`; calls may nest. After the outermost call has succeeded, the changes deferred by `when_all_fit` are
   /// made; after an exception they are dropped.
-  void together(c10::function_ref<void()> load) { pending_.together(load); }
+  void together(c10::function_ref<void()> load);
   /// Defers `change` until all that is loaded together fits. Runs it at once when saving or outside `together`.
   void when_all_fit(std::function<void()> change);
   /// Registers the undo of a change made at once. If a later value does not fit, undos run in reverse order.
@@ -115,55 +110,64 @@ class Archive {
   template <class T>
   using Shown = std::conditional_t<is_whole<T> && std::is_unsigned_v<T>, std::uint64_t, Held<T>>;
 
-  std::string take_name(std::string_view name);
-  std::pair<Values::const_iterator, Values::const_iterator> range(const std::string& prefix) const;
-  at::Tensor kept(const at::Tensor& tensor) const;
+  /// Returns the name with its parts' names in front, and throws if it is used a second time.
+  std::string full_name(std::string_view name);
+  std::pair<Values::const_iterator, Values::const_iterator> values_of_part(const std::string& part) const;
+  at::Tensor saved(const at::Tensor& tensor) const;
 
   void part(std::string_view name, c10::function_ref<void()> state);
-
-  /// Returns true if there is a value to load, or, when saving, if `has_value`.
-  bool is_there(std::string_view name, bool has_value);
 
   /// An empty optional is not saved.
   template <class Optional>
   void optional(std::string_view name, Optional& value) {
-    if (is_there(name, value.has_value()))
-      convertible(name, loading_ ? value.emplace() : *value);
-    else if (loading_)
-      value.reset();
+    if (loading_ ? values_.contains(prefix_ + std::string(name)) : value.has_value())
+      return convertible(name, loading_ ? value.emplace() : *value);
+    full_name(name);
+    if (loading_) value.reset();
   }
 
   template <class T>
   void convertible(std::string_view name, T& value) {
     static_assert(std::is_arithmetic_v<T> || std::is_same_v<T, std::string> || std::is_same_v<T, at::Tensor>,
                   "Archive: a value must be a number, a flag, a text, a tensor, or have state(Archive&)");
+    Value any(std::in_place_type<Held<T>>, static_cast<Held<T>>(value));
+    if (!save_or_load(name, any)) return;
+    auto& held = std::get<Held<T>>(any);
     if constexpr (std::is_same_v<T, Held<T>>) {
-      alternative(name, value);
+      value = std::move(held);
     } else {
-      auto held = static_cast<Held<T>>(value);
-      if (!alternative(name, held)) return;
       const auto loaded = static_cast<T>(held);
-      if (static_cast<Held<T>>(loaded) < held || static_cast<Held<T>>(loaded) > held) does_not_fit(name, held);
+      if (static_cast<Held<T>>(loaded) < held || static_cast<Held<T>>(loaded) > held)
+        does_not_fit(name, c10::str(held));
       value = loaded;
     }
   }
 
-  /// Saves or loads one of the alternatives of `Value`. Returns true if it has been loaded.
-  template <class T>
-  bool alternative(std::string_view name, T& value);
-  template <class T>
-  void does_not_fit(std::string_view name, T held) const;
-  template <class T>
-  void differs(std::string_view name, const T& before, const T& here) const;
+  /// Saves a value, or loads one of the same type. Returns true if it has been loaded.
+  bool save_or_load(std::string_view name, Value& value);
+  [[noreturn]] void does_not_fit(std::string_view name, const std::string& held) const;
+  void differs(std::string_view name, const std::string& before, const std::string& here) const;
 
   Values values_;
   std::set<std::string> used_;
   std::string prefix_;
-  detail::PendingChanges pending_;
+  std::vector<std::function<void()>> changes_, undo_;  // deferred until all that is loaded together fits
+  int depth_ = 0;                                      // of calls of together()
   bool loading_ = false, copies_ = true, changes_allowed_ = false;
 };
 
 }  // namespace gradaccum
+
+namespace gradaccum::detail {
+
+/// Returns the tensor itself if nothing shares its memory, otherwise a copy.
+at::Tensor owned(at::Tensor tensor);
+
+/// Copies a loaded tensor into an existing one, whose aliases see the new values. If nothing else refers to `loaded`,
+/// the two swap their memory instead, which takes no time even for large tensors (134 MB) and cannot fail.
+void load_into(const at::Tensor& to, const at::Tensor& loaded);
+
+}  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/state/archive.ipp>

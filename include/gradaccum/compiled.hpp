@@ -18,10 +18,9 @@
 #include <gradaccum/impl/data/samples.ipp>
 #include <gradaccum/impl/fitting/memory_fitter.ipp>
 #include <gradaccum/impl/io/files.ipp>
+#include <gradaccum/impl/io/formats.ipp>
 #include <gradaccum/impl/io/io.ipp>
-#include <gradaccum/impl/io/manifest.ipp>
 #include <gradaccum/impl/io/safetensors.ipp>
-#include <gradaccum/impl/io/safetensors_header.ipp>
 #include <gradaccum/impl/kernels/crc32.ipp>
 #include <gradaccum/impl/kernels/kernels.ipp>
 #include <gradaccum/impl/memory/memory.ipp>

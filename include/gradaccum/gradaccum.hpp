@@ -17,7 +17,6 @@
 #include <gradaccum/io/safetensors.hpp>
 #include <gradaccum/io/save_sharded.hpp>
 #include <gradaccum/io/state_folder.hpp>
-#include <gradaccum/io/weight_files.hpp>
 #include <gradaccum/io/weights.hpp>
 #include <gradaccum/learning_rates.hpp>
 #include <gradaccum/memory_meter.hpp>

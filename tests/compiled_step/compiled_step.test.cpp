@@ -6,7 +6,7 @@
 #include <gradaccum/compiled_step.hpp>
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
 #include <gradaccum/detail/compilation/step_source.hpp>
-#include <gradaccum/detail/io/manifest.hpp>
+#include <gradaccum/detail/io/formats.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/metrics.hpp>

@@ -6,7 +6,7 @@
 #include <gradaccum/data/tensor_batches.hpp>
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
 #include <gradaccum/detail/compilation/step_source.hpp>
-#include <gradaccum/detail/io/manifest.hpp>
+#include <gradaccum/detail/io/formats.hpp>
 #include <gradaccum/compiled_step.hpp>
 
 #include <map>

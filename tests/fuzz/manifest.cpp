@@ -2,7 +2,7 @@
 //
 // Arbitrary bytes to the reader of manifests; and the same with its checksum mended, to get past that.
 
-#include <gradaccum/detail/io/manifest.hpp>
+#include <gradaccum/detail/io/formats.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
 
 #include <cstddef>

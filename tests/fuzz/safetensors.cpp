@@ -2,7 +2,7 @@
 //
 // Reads arbitrary bytes as a safetensors file; and as a header, whose data has the size that the first 8 bytes name.
 
-#include <gradaccum/detail/io/safetensors_header.hpp>
+#include <gradaccum/detail/io/formats.hpp>
 
 #include <cstddef>
 #include <cstdint>
@@ -18,7 +18,6 @@ using namespace gradaccum::detail;
 namespace {
 
 const std::string path = "a/file";
-const SafetensorsHeaderReader reader(path);
 
 void require(bool condition) {
   if (!condition) std::abort();
@@ -38,7 +37,7 @@ void check(const SafetensorsHeader& header, std::uint64_t data_size) {
   require(bytes == data_size);
   const auto head = lay_out_safetensors(entries, header.metadata, path);
   require(head.size() % 8 == 0);
-  const auto again = reader.read(std::string_view(head).substr(8), data_size);
+  const auto again = parse_safetensors_header(std::string_view(head).substr(8), data_size, path);
   require(again.metadata == header.metadata && again.tensors.size() == header.tensors.size());
   for (auto& [name, entry] : header.tensors)
     require(again.tensors.at(name).dtype == entry.dtype && again.tensors.at(name).shape == entry.shape);
@@ -61,14 +60,14 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   std::uint64_t data_size = 0;
   bool is_read = false;
   attempt([&] {
-    header = reader.read_file(bytes);
+    header = read_safetensors_header(bytes, path);
     data_size = size - header.data_begin;
     is_read = true;
   });
   if (!is_read && size > 8) {
     for (std::size_t i = 0; i < 8; ++i) data_size |= std::uint64_t{data[i]} << (8 * i);
     attempt([&] {
-      header = reader.read(bytes.substr(8), data_size);
+      header = parse_safetensors_header(bytes.substr(8), data_size, path);
       is_read = true;
     });
   }

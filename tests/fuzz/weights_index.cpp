@@ -2,7 +2,7 @@
 //
 // Reads arbitrary bytes as the index of a folder of weights.
 
-#include <gradaccum/detail/io/manifest.hpp>
+#include <gradaccum/detail/io/formats.hpp>
 
 #include <nlohmann/json.hpp>
 

@@ -250,8 +250,8 @@ TEST_CASE("InputFile: regular files alone") {
   inner::InputFile file(path);
   CHECK(file.bytes() == 4);
   std::string text(10, '-');
-  CHECK(file.read(text.data(), 3) == 3);
-  CHECK(file.read(text.data() + 3, 7) == 1);
+  CHECK(file.read_at(0, text.data(), 3) == 3);
+  CHECK(file.read_at(3, text.data() + 3, 7) == 1);
   CHECK(text == "text------");
   std::filesystem::create_symlink(path, directory / "link");
   REQUIRE_ERROR("link: must be a regular file, got a symbolic link", inner::InputFile(directory / "link"));
@@ -262,9 +262,9 @@ TEST_CASE("InputFile: regular files alone") {
   {
     inner::InputFile again(path);
     const FailingFiles files(0, How::interrupt);
-    CHECK(again.read(text.data(), 4) == 4);
+    CHECK(again.read_at(0, text.data(), 4) == 4);
   }
   inner::InputFile again(path);
   const FailingFiles files(0, How::fail, EIO);
-  REQUIRE_ERROR(path.string() + ": must be read, got Input/output error", again.read(text.data(), 4));
+  REQUIRE_ERROR(path.string() + ": must be read, got Input/output error", again.read_at(0, text.data(), 4));
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/state/owned_tensor.hpp>
+#include <gradaccum/archive.hpp>
 
 #include <array>
 

@@ -63,7 +63,7 @@ class FailingFiles {
     if (is_it() && how_ == How::kill) ::kill(::getpid(), SIGKILL);
     const bool is_after = at_ >= 0 && static_cast<long>(calls_.size()) - 1 > at_;
     const bool can_be_interrupted =
-        name == "open" || name == "write" || name == "read" || name == "fsync" || name == "close";
+        name == "open" || name == "write" || name == "pread" || name == "fsync" || name == "close";
     if (how_ == How::interrupt && is_it() && can_be_interrupted) return errno = EINTR, true;
     if ((how_ == How::fail && is_it()) || (how_ == How::fail_forever && (is_it() || is_after)))
       return errno = error_, true;
@@ -111,9 +111,9 @@ ssize_t write(int descriptor, const void* data, std::size_t size) {
   return call(descriptor, data, testing::FailingFiles::taken(size));
 }
 
-ssize_t read(int descriptor, void* data, std::size_t size) {
-  static auto* const call = testing::real(&read, "read");
-  return testing::FailingFiles::fails("read", descriptor) ? -1 : call(descriptor, data, size);
+ssize_t pread(int descriptor, void* data, std::size_t size, off_t offset) {
+  static auto* const call = testing::real(&pread, "pread");
+  return testing::FailingFiles::fails("pread", descriptor) ? -1 : call(descriptor, data, size, offset);
 }
 
 /// Not that of the system while calls are counted: a test that pulls no plug need not wait for a disk.

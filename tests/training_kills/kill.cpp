@@ -6,7 +6,7 @@
 // SIGTERM and SIGINT; and not so with a state that has other random numbers.
 
 #include <gradaccum/detail/io/files.hpp>
-#include <gradaccum/detail/io/manifest.hpp>
+#include <gradaccum/detail/io/formats.hpp>
 
 #include <algorithm>
 #include <array>

@@ -8,7 +8,7 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/data/tensor_batches.hpp>
-#include <gradaccum/detail/io/manifest.hpp>
+#include <gradaccum/detail/io/formats.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
 #include <gradaccum/learning_rates.hpp>
 #include <gradaccum/optim/adamw.hpp>

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/data/epoch_order.hpp>
+#include <gradaccum/detail/data/loops.hpp>
 #include <gradaccum/detail/data/samples.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Scalar.h>
 
 #include <cstdint>
+#include <iterator>
 #include <optional>
 #include <vector>
 
@@ -70,7 +71,7 @@ std::vector<at::Tensor> batch_tensors(const SequenceBatch& batch);
 ///
 /// @note Does not wait for the device: a batch's indices go to CUDA from pinned memory. Takes 16 bytes per sequence:
 /// its length, and its place in the epoch's batches.
-class LengthBuckets : public detail::EpochLoops<SequenceBatch> {
+class LengthBuckets : public EpochLoops<SequenceBatch> {
  public:
   LengthBuckets(std::vector<at::Tensor> sequences, at::Tensor targets, LengthBucketsOptions options);
   LengthBuckets(std::vector<at::Tensor> sequences, std::vector<at::Tensor> targets, LengthBucketsOptions options);
@@ -85,7 +86,7 @@ class LengthBuckets : public detail::EpochLoops<SequenceBatch> {
 
   void check(std::int64_t targets) const;
   detail::ShareOfRank share() const override { return {options_.rank, options_.world_size}; }
-  std::int64_t all_of(std::int64_t epoch) const override;
+  std::int64_t all_of(std::int64_t epoch) const override { return std::ssize(batches_of(epoch)); }
   SequenceBatch batch_at(std::int64_t epoch, std::int64_t number) const override;
   const std::vector<Rows>& batches_of(std::int64_t epoch) const;
 

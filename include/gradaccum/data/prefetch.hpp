@@ -2,14 +2,13 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/data/epoch_order.hpp>
-#include <gradaccum/detail/data/prepared_ahead.hpp>
+#include <gradaccum/detail/data/loops.hpp>
 #include <gradaccum/detail/data/samples.hpp>
 
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
-#include <c10/util/FunctionRef.h>
 
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
@@ -29,19 +28,6 @@ struct PrefetchOptions {
   /// run to run.
   bool allow_draws = false;
 };
-
-}  // namespace gradaccum::data
-
-namespace gradaccum::detail {
-
-void check_prefetch(const data::PrefetchOptions& options);
-
-/// Runs `make`, and throws if it drew from LibTorch's default generators.
-void make_without_draws(c10::function_ref<void()> make);
-
-}  // namespace gradaccum::detail
-
-namespace gradaccum::data {
 
 /// Iterates over a range, and prepares the next batches in a thread while the current one trains.
 ///
@@ -89,34 +75,27 @@ class Prefetch {
     using reference = Batch&;
 
     explicit Iterator(Prefetch& owner) : owner_(&owner) {}
-    Iterator(Iterator&& other) noexcept : owner_(std::exchange(other.owner_, nullptr)) {}
-    Iterator& operator=(Iterator&& other) noexcept {
-      std::swap(owner_, other.owner_);
-      return *this;
-    }
-    ~Iterator() {
-      if (owner_) owner_->leave();
-    }
 
     Batch& operator*() const { return owner_->in_hand_->batch; }
     Batch* operator->() const { return &**this; }
     Iterator& operator++() {
-      if (!owner_->advance()) std::exchange(owner_, nullptr)->leave();
+      if (!owner_->advance()) owner_.reset();
       return *this;
     }
     void operator++(int) { ++*this; }
     bool operator==(std::default_sentinel_t) const { return owner_ == nullptr; }
 
    private:
-    Prefetch* owner_;
+    struct Leave {
+      void operator()(Prefetch* owner) const { owner->leave(); }
+    };
+    std::unique_ptr<Prefetch, Leave> owner_;
   };
 
   explicit Prefetch(Range&& range, PrefetchOptions options = {})
       : range_(std::forward<Range>(range)), options_(options) {
-    detail::check_prefetch(options_);
+    TORCH_CHECK(options_.depth >= 1, "Prefetch: depth must be >= 1, got ", options_.depth);
   }
-  Prefetch(const Prefetch&) = delete;
-  Prefetch& operator=(const Prefetch&) = delete;
 
   Iterator begin() {
     TORCH_CHECK(!looping_, "Prefetch: a second loop began inside this one; give it a range and a Prefetch of its own");
@@ -129,17 +108,26 @@ class Prefetch {
   std::default_sentinel_t end() const { return {}; }
 
   /// The size of the range at the current batch.
-  std::int64_t size() const requires detail::is_sized<Bare> {
+  std::int64_t size() const requires requires(const Bare& range) {
+    { range.size() } -> std::convertible_to<std::int64_t>;
+  }
+  {
     const bool noted = in_hand_ && in_hand_->note;
     return noted ? in_hand_->note->size : static_cast<std::int64_t>(std::as_const(range_).size());
   }
 
   /// Saves the range's state at the current batch, or loads one and discards the prepared batches.
-  void state(Archive& archive) requires detail::saves_its_place<Bare> {
+  void state(Archive& archive) requires requires(Bare& range) { range.state(archive); }
+  {
     ahead_.stop();
     if (archive.loading()) {
       range_.state(archive);
-      return archive.when_all_fit([this] { forget(); });
+      return archive.when_all_fit([this] {
+        ahead_.clear();
+        pass_.reset();
+        left_.reset();
+        if (in_hand_) in_hand_->note.reset();
+      });
     }
     const auto& note = in_hand_ ? in_hand_->note : left_;
     if (note)
@@ -158,19 +146,18 @@ class Prefetch {
     std::optional<Note> note = std::nullopt;
   };
 
-  /// Moves to the next batch. Returns false if there is none.
+  /// Moves to the next batch. Returns false if there is none. The range's `begin()` and first batch run in the loop's
+  /// own thread.
   bool advance() {
     in_hand_.reset();
-    in_hand_ = next();
+    if (pass_) {
+      in_hand_.reset(static_cast<Made*>(ahead_.take().release()));
+    } else {
+      pass_.emplace(range_);
+      in_hand_ = make();
+      if (in_hand_) ahead_.start();
+    }
     return in_hand_ != nullptr;
-  }
-  /// Returns the next batch. The range's `begin()` and first batch run in the loop's own thread.
-  std::unique_ptr<Made> next() {
-    if (pass_) return std::unique_ptr<Made>(static_cast<Made*>(ahead_.take().release()));
-    pass_.emplace(range_);
-    auto first = make();
-    if (first) ahead_.start();
-    return first;
   }
   std::unique_ptr<Made> make() {
     if (!pass_->next()) return nullptr;
@@ -192,17 +179,13 @@ class Prefetch {
     ahead_.clear();
     pass_.reset();
     if (in_hand_ && in_hand_->note) {
-      in_hand_->note->go_back(range_);
-      if constexpr (!detail::goes_back_to_place<Bare>) left_ = std::move(in_hand_->note);
+      if constexpr (detail::goes_back_to_place<Bare>)
+        range_.go_back(in_hand_->note->place);
+      else
+        left_ = std::move(in_hand_->note);
     }
     in_hand_.reset();
     looping_ = false;
-  }
-  void forget() {
-    ahead_.clear();
-    pass_.reset();
-    left_.reset();
-    if (in_hand_) in_hand_->note.reset();
   }
 
   Range range_;

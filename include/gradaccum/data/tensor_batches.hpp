@@ -2,7 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/data/epoch_order.hpp>
+#include <gradaccum/detail/data/loops.hpp>
 
 #include <ATen/core/Tensor.h>
 
@@ -41,7 +41,7 @@ struct Batch {
 /// loop runs at a time: each `begin()` starts the next epoch, or the rest of one after `load_state`.
 ///
 /// @note Does not wait for the device: an epoch's order goes to CUDA from pinned memory.
-class TensorBatches : public detail::EpochLoops<Batch> {
+class TensorBatches : public EpochLoops<Batch> {
  public:
   TensorBatches(at::Tensor inputs, at::Tensor targets, TensorBatchesOptions options = {});
 
@@ -53,7 +53,6 @@ class TensorBatches : public detail::EpochLoops<Batch> {
   detail::ShareOfRank share() const override { return {options_.rank, options_.world_size}; }
   std::int64_t all_of(std::int64_t epoch) const override;
   Batch batch_at(std::int64_t epoch, std::int64_t number) const override;
-  void make_order(std::int64_t epoch) const;
 
   at::Tensor inputs_, targets_;
   mutable at::Tensor order_;  // rows in the order of `order_epoch_`

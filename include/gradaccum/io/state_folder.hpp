@@ -2,7 +2,7 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/io/manifest.hpp>
+#include <gradaccum/detail/io/formats.hpp>
 #include <gradaccum/io/safetensors.hpp>
 #include <gradaccum/version.hpp>
 

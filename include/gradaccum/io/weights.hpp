@@ -56,17 +56,15 @@ class WeightFiles {
   const std::vector<std::string>& unlisted() const { return unlisted_; }
 
   /// Returns a tensor on the CPU, which may outlive this object.
-  at::Tensor get_tensor(const std::string& name) const;
+  at::Tensor get_tensor(const std::string& name) const { return file_of(name).get_tensor(name); }
 
   /// Frees a tensor's memory; see `SafetensorsFile`.
-  void release(const std::string& name) const;
+  void release(const std::string& name) const { file_of(name).release(name); }
 
  private:
   using File = std::shared_ptr<const SafetensorsFile>;
 
   const SafetensorsFile& file_of(const std::string& name) const;
-
-  void open_listed();
 
   std::filesystem::path path_;
   std::map<std::string, File> files_;  // by the names of their tensors
@@ -75,9 +73,8 @@ class WeightFiles {
 
 /// The differences between a module and a file of weights.
 struct WeightsReport {
-  std::vector<std::string> missing = {};  ///< only in the module
-  std::vector<std::string> unexpected =
-      {};  ///< only in the file; `weight (not in the index)`: in a file, but not listed
+  std::vector<std::string> missing = {};      ///< only in the module
+  std::vector<std::string> unexpected = {};   ///< only in the file; if not listed, `weight (not in the index)`
   std::vector<std::string> mis_shaped = {};   ///< `weight: [2, 3] in the file, [3, 2] in the module`
   std::vector<std::string> new_weights = {};  ///< only in the module, as permitted; they keep their values
 
@@ -122,7 +119,7 @@ namespace gradaccum::io {
 ///
 /// @note Takes memory only for the headers, and for one tensor at a time if it is not aligned to its dtype's size.
 /// Waits for the device of weights that are not on the CPU.
-template <detail::model Model>
+template <class Model>
 WeightsReport load_weights(Model&& model, const std::filesystem::path& path, LoadWeightsOptions options = {}) {
   return detail::load_weights(detail::module_of(model), path, options);
 }
@@ -137,9 +134,9 @@ WeightsReport load_weights(Model&& model, const std::filesystem::path& path, Loa
 /// `metadata` defaults to what Hugging Face's libraries expect in a PyTorch file. Writes, and throws, like `save_file`.
 ///
 /// @note Waits for the device of weights that are not on the CPU, and takes memory for one of them at a time.
-template <detail::model Model>
+template <class Model>
 void save_weights(Model&& model, const std::filesystem::path& path, const Metadata& metadata = {{"format", "pt"}}) {
-  detail::save_weights(detail::module_of(model), path, metadata);
+  return detail::save_weights(detail::module_of(model), path, metadata);
 }
 
 }  // namespace gradaccum::io

@@ -51,6 +51,20 @@ concept is_tuple_of_tensors =
     is_tuple<B> && std::derived_from<std::remove_cvref_t<decltype(std::get<0>(std::declval<B&>()))>, at::Tensor>;
 template <class B>
 concept is_text = std::convertible_to<const B&, std::string_view>;
+template <class B>
+concept is_collection = maps_names<B> ||(std::ranges::forward_range<B> && !is_text<B>);
+
+/// Calls `visit(part)` by reference for the values of a map, the elements of a range, or the members of a tuple.
+template <class B>
+requires(is_collection<B> || is_tuple<B>) void for_each_part(B& batch, auto&& visit) {
+  if constexpr (maps_names<B>) {
+    for (auto& [name, part] : batch) visit(part);
+  } else if constexpr (is_collection<B>) {
+    for (auto& part : batch) visit(part);
+  } else {
+    std::apply([&](auto&... parts) { (visit(parts), ...); }, batch);
+  }
+}
 
 /// The number of samples in a batch: `batch_size(batch)` if there is one; the rows of a tensor, of `batch.data`, of a
 /// tuple's first element or of a map's first entry; else its `size()`, or 1 for text; else 1.
@@ -86,29 +100,19 @@ std::optional<std::int64_t> batches_of(const Batches& batches) {
 /// Describes a tensor by dtype, shape and a checksum of its values: `Float [64, 784] #1b2c3d4e`.
 std::string fingerprint_of(const at::Tensor& tensor);
 
-template <class T>
-concept has_target = requires(const T& value) {
-  value.target;
-};
-
 /// Appends the fingerprint of a value to `text`.
 template <class T>
 void add_fingerprint(std::string& text, const T& value) {
-  [[maybe_unused]] const auto add_each = [&text](const auto& part) {
-    add_fingerprint(text, part);
-    text += "; ";
-  };
   if constexpr (std::derived_from<T, at::Tensor>) {
     text += fingerprint_of(static_cast<const at::Tensor&>(value));
-  } else if constexpr (maps_names<T>) {
-    for (auto& [name, part] : value) add_each(part);
-  } else if constexpr (std::ranges::forward_range<const T> && !is_text<T>) {
-    for (auto& part : value) add_each(part);
-  } else if constexpr (has_data<T>) {
+  } else if constexpr (has_data<T> && !is_collection<const T>) {
     add_fingerprint(text, value.data);
-    if constexpr (has_target<T>) add_fingerprint(text += ", ", value.target);
-  } else if constexpr (is_tuple<T>) {
-    std::apply([&](auto&... parts) { (add_each(parts), ...); }, value);
+    if constexpr (requires { value.target; }) add_fingerprint(text += ", ", value.target);
+  } else if constexpr (is_collection<const T> || is_tuple<T>) {
+    for_each_part(value, [&text](const auto& part) {
+      add_fingerprint(text, part);
+      text += "; ";
+    });
   }
 }
 
@@ -129,6 +133,10 @@ concept tells_its_tensors = requires(const B& batch) {  // found where the batch
   { batch_tensors(batch) } -> std::convertible_to<std::vector<at::Tensor>>;
 };
 template <class B>
+concept is_data_alone = requires(const B& batch) {
+  requires sizeof(B) == sizeof(batch.data);
+};
+template <class B>
 concept is_data_with_target = requires(const B& batch) {
   batch.data;
   batch.target;
@@ -141,19 +149,16 @@ void for_each_of_batch(T& value, auto&& visit) {
   using Value = std::remove_const_t<T>;
   if constexpr (std::derived_from<Value, at::Tensor>) {
     visit(value);
-  } else if constexpr (maps_names<Value>) {
-    for (auto& [name, part] : value) for_each_of_batch(part, visit);
-  } else if constexpr (std::ranges::forward_range<T> && !is_text<Value>) {
-    for (auto& part : value) for_each_of_batch(part, visit);
-  } else if constexpr (is_data_with_target<Value>) {
+  } else if constexpr (is_data_with_target<Value> && !is_collection<T>) {
     for_each_of_batch(value.data, visit);
     for_each_of_batch(value.target, visit);
   } else {
     static_assert(
-        is_tuple<Value>,
+        is_collection<T> || is_tuple<Value>,
         "a batch must consist of tensors: one, a tuple, a range or a map of them, or .data and .target and nothing "
         "else; for a class of your own declare std::vector<at::Tensor> batch_tensors(const Batch&) beside it");
-    if constexpr (is_tuple<Value>) std::apply([&](auto&... parts) { (for_each_of_batch(parts, visit), ...); }, value);
+    if constexpr (is_collection<T> || is_tuple<Value>)
+      for_each_part(value, [&visit](auto& part) { for_each_of_batch(part, visit); });
   }
 }
 
@@ -188,12 +193,11 @@ concept narrows_itself = !is_tensor<B> && requires(const B& batch, std::int64_t 
 
 /// Two tensors and nothing else, since other members would not be split.
 template <class B>
-concept is_data_and_target = requires(const B& batch) {
+concept is_data_and_target = is_data_with_target<B> && requires(const B& batch) {
   requires is_tensor<std::remove_cvref_t<decltype(batch.data)>>;
   requires is_tensor<std::remove_cvref_t<decltype(batch.target)>>;
   B{batch.data, batch.target};
-}
-&&sizeof(B) == 2 * sizeof(at::Tensor);
+};
 
 template <class B>
 constexpr bool holds_tensors_only = false;
@@ -288,10 +292,6 @@ at::Tensor brought_to(c10::Device device, const at::Tensor& tensor);
 [[noreturn]] void cannot_be_brought(const std::type_info& type);
 
 template <class B>
-concept is_data_alone = has_data<B> && requires(const B& batch) {
-  requires sizeof(B) == sizeof(batch.data);
-};
-template <class B>
 concept goes_to_device = requires(const B& batch, c10::Device device) {
   { batch.to(device) } -> std::convertible_to<B>;
 };
@@ -303,17 +303,13 @@ void bring_to(c10::Device device, B& batch) {
     batch = brought_to(device, batch);
   } else if constexpr (goes_to_device<B>) {
     batch = batch.to(device);
-  } else if constexpr (maps_names<B>) {
-    for (auto& [name, part] : batch) bring_to(device, part);
-  } else if constexpr (std::ranges::forward_range<B> && !is_text<B>) {
-    for (auto& part : batch) bring_to(device, part);
-  } else if constexpr (is_data_with_target<B>) {
+  } else if constexpr (is_data_with_target<B> && !is_collection<B>) {
     bring_to(device, batch.data);
     bring_to(device, batch.target);
-  } else if constexpr (is_data_alone<B>) {
+  } else if constexpr (is_data_alone<B> && !is_collection<B>) {
     bring_to(device, batch.data);
-  } else if constexpr (is_tuple<B>) {
-    std::apply([&](auto&... parts) { (bring_to(device, parts), ...); }, batch);
+  } else if constexpr (is_collection<B> || is_tuple<B>) {
+    for_each_part(batch, [device](auto& part) { bring_to(device, part); });
   } else if constexpr (!std::is_arithmetic_v<B> && !std::is_enum_v<B> && !is_text<B>) {
     cannot_be_brought(typeid(B));
   }

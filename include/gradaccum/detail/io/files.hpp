@@ -4,13 +4,16 @@
 #include <gradaccum/detail/build/inline.hpp>
 
 #include <sys/types.h>
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 /// Files and directories of the operating system. Every error is a `std::runtime_error` that names the path.
@@ -24,8 +27,7 @@ namespace gradaccum::detail {
 class Descriptor {
  public:
   Descriptor(const std::filesystem::path& path, int flags, mode_t mode = 0);
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
+  Descriptor& operator=(Descriptor&&) = delete;
   ~Descriptor() { close(); }
 
   int number() const { return number_; }
@@ -57,10 +59,8 @@ class InputFile {
   /// The file's size when it was opened.
   std::uint64_t bytes() const { return bytes_; }
 
-  /// Reads from the offset `place`. Returns the number of bytes, below `size` only at the end of the file. Thread-safe.
-  std::size_t read_at(std::uint64_t place, void* data, std::size_t size) const;
-  /// Reads from where the last read() ended.
-  std::size_t read(void* data, std::size_t size);
+  /// Reads from `offset` on. Returns the number of bytes, below `size` only at the end of the file. Thread-safe.
+  std::size_t read_at(std::uint64_t offset, void* data, std::size_t size) const;
 
  private:
   std::filesystem::path path_;
@@ -75,8 +75,7 @@ class InputFile {
 class MappedFile {
  public:
   explicit MappedFile(const std::filesystem::path& path);
-  MappedFile(const MappedFile&) = delete;
-  MappedFile& operator=(const MappedFile&) = delete;
+  MappedFile& operator=(MappedFile&&) = delete;
   ~MappedFile();
 
   std::span<std::byte> bytes() const { return bytes_; }
@@ -105,7 +104,6 @@ class OutputFile {
   std::uint32_t crc32() const { return crc32_; }
 
  private:
-  std::size_t write_some(const char* data, std::size_t size);
   [[noreturn]] void fail(const std::string& requirement);
 
   std::filesystem::path path_;
@@ -117,6 +115,56 @@ class OutputFile {
 /// Replaces or creates the file `path`: runs `write` on a temporary file next to it, and renames that. If the process
 /// is killed, `path` is either the old file or the new one.
 void replace_file(const std::filesystem::path& path, const std::function<void(OutputFile&)>& write);
+
+/// The name of a state: `step-000040`, or `step-000040.1`, `.2` and so on if that is taken. Ordered by time.
+struct StateName {
+  std::int64_t step = 0, repeat = 0;
+
+  auto operator<=>(const StateName&) const = default;
+
+  std::string text() const;
+
+  /// Parses a name; nullopt unless `text()` gives exactly `text`, so that no two names mean the same state.
+  static std::optional<StateName> of(std::string_view text);
+};
+
+/// Returns true if both states were saved after the same number of updates.
+bool of_one_step(const std::filesystem::path& one, const std::filesystem::path& other);
+
+/// A directory of states. Each is a folder that appears atomically and never changes, even if the process is killed or
+/// the power fails: all that `finished` lists is complete. One writer at a time. Other names are never touched.
+///
+/// Throws `std::runtime_error` with a path.
+class StateDirectory {
+ public:
+  struct State : StateName {
+    std::filesystem::path path;
+  };
+
+  explicit StateDirectory(std::filesystem::path path) : path_(std::move(path)) {}
+
+  /// The complete states, oldest first.
+  std::vector<State> finished() const;
+
+  /// Adds a state and returns its path. `write(folder)` creates the files and syncs them.
+  std::filesystem::path add(std::int64_t step, const std::function<void(const std::filesystem::path&)>& write);
+
+  /// Replaces `older` by `newer`, a state of the same step, under the older one's name. Returns that path.
+  std::filesystem::path replace(const std::filesystem::path& older, const std::filesystem::path& newer);
+
+  /// Removes all states except the `count` newest and `others`.
+  void keep_last(std::int64_t count, const std::vector<std::filesystem::path>& others = {});
+
+  /// Removes folders that a killed process left half written or half removed. The other writing methods do so too.
+  void sweep() const;
+
+ private:
+  std::vector<std::filesystem::path> leftovers() const;
+  void remove_leftovers() const;
+  std::filesystem::path name_for(std::int64_t step) const;
+
+  std::filesystem::path path_;
+};
 
 }  // namespace gradaccum::detail
 

@@ -16,6 +16,11 @@
 #include <string_view>
 #include <unordered_map>
 #include <utility>
+#include <vector>
+
+namespace torch::nn {
+class Module;
+}
 
 namespace gradaccum::detail {
 
@@ -62,8 +67,6 @@ class Pieces {
   };
 
   void check_filled() const;
-  void check_alike() const;
-  void check_row(const Piece& piece) const;
   std::int64_t numbers_of(std::int64_t elements) const;
   const Piece& first() const { return by_begin_.begin()->second; }
 
@@ -115,16 +118,11 @@ struct NamesItsState {
                                                  bool lenient) = 0;
 };
 
-}  // namespace gradaccum::detail
-
-namespace torch::nn {
-class Module;
-}
-
-namespace gradaccum::detail {
-
 /// Parameters and buffers by their full names; a shared tensor appears under each of its names.
 Archive::Tensors tensors_of_module(const torch::nn::Module& module);
+
+/// The first ten lines, each on a new line, and the number of the others.
+std::string first_of(const std::vector<std::string>& lines);
 
 /// Throws if the tensor lacks memory for each of its elements (a meta or expanded tensor).
 void check_can_be_loaded(const std::string& name, const at::Tensor& tensor);

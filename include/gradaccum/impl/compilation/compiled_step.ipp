@@ -7,7 +7,7 @@
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
 #include <gradaccum/detail/compilation/step_source.hpp>
 #include <gradaccum/detail/io/files.hpp>
-#include <gradaccum/detail/io/safetensors_header.hpp>
+#include <gradaccum/detail/io/formats.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
 #include <gradaccum/version.hpp>
 

@@ -4,8 +4,6 @@
 #include <gradaccum/data/length_buckets.hpp>
 #include <gradaccum/data/prefetch.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
-#include <gradaccum/detail/data/epoch_order.hpp>
-#include <gradaccum/detail/data/prepared_ahead.hpp>
 
 #include <gradaccum/detail/memory/memory_ledger.hpp>
 #include <gradaccum/detail/types/types.hpp>
@@ -33,55 +31,223 @@
 
 namespace gradaccum::detail {
 
-/// Cuts an order of sequences into batches of similar lengths.
-class LengthCuts {
- public:
-  using Rows = std::vector<std::int64_t>;
+using Rows = std::vector<std::int64_t>;
 
-  /// Takes either `batch_size` or `tokens`; the other is 0. `mega_batch` is the number of batches sorted together; 0
-  /// sorts all. A short list sorts a quarter of it, but at least 4 batches, so that two epochs have different batches.
-  LengthCuts(const PaddedSequences& sequences, std::int64_t batch_size, std::int64_t tokens, std::int64_t mega_batch)
-      : sequences_(sequences), by_tokens_(tokens > 0), room_(std::max(batch_size, tokens)) {
-    std::int64_t all = 0;
-    for (std::int64_t row = 0; row < sequences.size(); ++row) all += weight(row);
-    const auto together = std::min(mega_batch, std::max<std::int64_t>(all / room_ / 4, 4));
-    mega_room_ = mega_batch == 0 || all / room_ < together ? all : room_ * together;
-  }
-
-  /// Cuts `order` into batches, the longest sequence first in each. By `batch_size`, only the last one is smaller.
-  std::vector<Rows> operator()(Rows order) const {
-    std::vector<Rows> batches;
-    for (auto from = order.begin(); from != order.end();) {
-      auto to = from;
-      for (auto left = mega_room_; to != order.end() && weight(*to) <= left; ++to) left -= weight(*to);
-      std::stable_sort(from, to, [&](auto a, auto b) { return sequences_.length(a) > sequences_.length(b); });
-      while (from != to) {
-        const auto batch = from;
-        from += std::min<std::int64_t>(to - from, room_ / weight(*from));
-        batches.emplace_back(batch, from);
-      }
+/// Cuts `order` into batches, the longest sequence first in each, by either `batch_size` or `tokens`; the other is 0.
+/// By `batch_size`, only the last one is smaller. `mega_batch` is the number of batches sorted together; 0 sorts all. A
+/// short list sorts a quarter of it, but at least 4 batches, so that two epochs have different batches.
+GRADACCUM_INLINE std::vector<Rows> cut_by_length(const PaddedSequences& sequences, Rows order, std::int64_t batch_size,
+                                                 std::int64_t tokens, std::int64_t mega_batch) {
+  const auto weight = [&](std::int64_t row) { return tokens > 0 ? sequences.padded_length(row) : 1; };
+  std::int64_t all = 0;
+  for (auto row : order) all += weight(row);
+  const auto room = std::max(batch_size, tokens);  // capacity of a batch, in sequences or elements
+  const auto together = std::min(mega_batch, std::max<std::int64_t>(all / room / 4, 4));
+  const auto mega_room = mega_batch == 0 || all / room < together ? all : room * together;
+  std::vector<Rows> batches;
+  for (auto from = order.begin(); from != order.end();) {
+    auto to = from;
+    for (auto left = mega_room; to != order.end() && weight(*to) <= left; ++to) left -= weight(*to);
+    std::stable_sort(from, to, [&](auto a, auto b) { return sequences.length(a) > sequences.length(b); });
+    while (from != to) {
+      const auto batch = from;
+      from += std::min<std::int64_t>(to - from, room / weight(*from));
+      batches.emplace_back(batch, from);
     }
-    return batches;
   }
-
- private:
-  std::int64_t weight(std::int64_t row) const { return by_tokens_ ? sequences_.padded_length(row) : 1; }
-
-  const PaddedSequences& sequences_;
-  bool by_tokens_;
-  std::int64_t room_, mega_room_;  // capacity of a batch and of a mega-batch, in sequences or elements
-};
+  return batches;
+}
 
 /// The numbers [0, count), shuffled or not.
-GRADACCUM_INLINE std::vector<std::int64_t> in_order(std::int64_t count, bool shuffle, at::Generator& generator) {
+GRADACCUM_INLINE Rows in_order(std::int64_t count, bool shuffle, at::Generator& generator) {
   const at::TensorOptions numbers(at::kLong);
   const auto order = shuffle ? at::randperm(count, generator, numbers) : at::arange(count, numbers);
   return {order.data_ptr<std::int64_t>(), order.data_ptr<std::int64_t>() + count};
 }
 
+/// Mixes all bits of both numbers (splitmix64's mixing step) into 32, since the generator uses 32 bits of its seed.
+GRADACCUM_INLINE at::Generator epoch_generator(std::uint64_t seed, std::int64_t epoch) {
+  auto z = seed + 0x9E3779B97F4A7C15u * (static_cast<std::uint64_t>(epoch) + 1);
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return at::make_generator<at::CPUGeneratorImpl>((z ^ (z >> 31)) >> 32);
+}
+
+GRADACCUM_INLINE void ShareOfRank::check(const char* owner) const {
+  TORCH_CHECK(world_size >= 1 && 0 <= rank && rank < world_size, owner, ": rank must be in [0, world_size), got ", rank,
+              " of ", world_size);
+}
+
+/// Returns true if an operation draws from a default generator. One made of other operations, such as a dropout that
+/// may be off, does not count: those do.
+GRADACCUM_INLINE bool draws_by_default(const at::RecordFunction& operation) {
+  const auto name = operation.operator_name();
+  if (!name) return false;
+  const auto known = c10::Dispatcher::singleton().findSchema(*name);
+  if (!known || !known->hasTag(at::Tag::nondeterministic_seeded)) return false;
+  if (known->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) return false;
+  const auto inputs = recorded_inputs(operation);
+  return std::none_of(inputs.begin(), inputs.end(), [](const c10::IValue& input) { return input.isGenerator(); });
+}
+
+/// Throws after the draw, which cannot be undone: it changes the random numbers of the training.
+GRADACCUM_INLINE void make_without_draws(c10::function_ref<void()> make) {
+  static thread_local std::string drawn;  // the first operation
+  drawn.clear();
+  const auto note = [](const at::RecordFunction& operation) -> std::unique_ptr<at::ObserverContext> {
+    if (drawn.empty() && draws_by_default(operation)) drawn = operation.name();
+    return nullptr;
+  };
+  const auto handle = at::addThreadLocalCallback(
+      at::RecordFunctionCallback(note).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+  const auto end = c10::make_scope_exit([handle] { at::removeCallback(handle); });
+  make();
+  TORCH_CHECK(drawn.empty(),
+              "Prefetch: a batch that is prepared ahead must not draw from LibTorch's default generators, which the "
+              "training draws from at the same time, and ",
+              drawn,
+              " did; give the range a generator of its own (at::make_generator), or let it draw, in another order than "
+              "without Prefetch, by {.allow_draws = true}");
+}
+
+/// Limits this thread's operations to one thread. `at::set_num_threads` would also apply to all threads started later.
+GRADACCUM_INLINE void work_on_this_thread_alone() {
+  at::get_num_threads();                  // the first call on a thread sets its number, so both calls come first:
+  at::internal::lazy_init_num_threads();  // in LibTorch, and in operations compiled into this program
+  if (auto* const set = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"))) set(1);
+  if (auto* const set = reinterpret_cast<int (*)(int)>(dlsym(RTLD_DEFAULT, "MKL_Set_Num_Threads_Local"))) set(1);
+}
+
+/// Detaches profilers, which belong to the other thread and may end there while this one works.
+GRADACCUM_INLINE void leave_profilers() {
+  at::clearThreadLocalCallbacks();
+  if (!MemoryLedger::possible()) c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(nullptr);
+}
+
+/// Returns `work` for another thread, which runs it in the LibTorch state of this one: modes such as grad mode, the
+/// memory meter, the current device, and the streams of devices in use; a query would initialise the others. Its
+/// operations use no further threads: a second OpenMP team would compete with the first for cores, both spinning.
+auto in_this_context(auto work) {
+  std::optional<c10::Device> device;
+  std::vector<c10::Stream> streams;
+  if (at::globalContext().hasCUDA()) {
+    auto& cuda = at::detail::getCUDAHooks();
+    const c10::impl::VirtualGuardImpl devices(at::kCUDA);
+    for (c10::DeviceIndex index = 0; index < cuda.getNumGPUs(); ++index)
+      if (cuda.hasPrimaryContext(index)) streams.push_back(devices.getStream({at::kCUDA, index}));
+    if (!streams.empty()) device = devices.getDevice();
+  }
+  return [work, device, streams, modes = at::ThreadLocalState()] {
+    work_on_this_thread_alone();
+    const at::ThreadLocalStateGuard guard(modes);
+    leave_profilers();
+    if (device) {
+      const c10::impl::VirtualGuardImpl devices(at::kCUDA);
+      for (auto& stream : streams) devices.exchangeStream(stream);
+      devices.setDevice(*device);
+    }
+    work();
+  };
+}
+
+/// Joins an old thread while holding the lock, which a thread that has ended by itself no longer needs.
+GRADACCUM_INLINE void PreparedAhead::start() {
+  const std::lock_guard lock(mutex_);
+  const bool all_made = !made_.empty() && !made_.back().made;
+  if (working_ || all_made) return;
+  if (thread_.joinable()) thread_.join();
+  thread_ = std::thread(in_this_context([this] { work(); }));
+  working_ = true;
+}
+
+GRADACCUM_INLINE std::unique_ptr<Prepared> PreparedAhead::take() {
+  start();
+  Entry next;
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return !made_.empty(); });
+    next = std::move(made_.front());
+    made_.pop_front();
+  }
+  changed_.notify_all();
+  if (next.error) std::rethrow_exception(next.error);
+  return std::move(next.made);
+}
+
+GRADACCUM_INLINE void PreparedAhead::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+  stopping_ = false;
+}
+
+GRADACCUM_INLINE void PreparedAhead::work() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return stopping_ || made_.size() < depth_; });
+    if (stopping_) break;
+    lock.unlock();
+    Entry next;
+    try {
+      next.made = make_();
+    } catch (...) {
+      next.error = std::current_exception();
+    }
+    lock.lock();
+    made_.push_back(std::move(next));
+    changed_.notify_all();
+    if (!made_.back().made) break;
+  }
+  working_ = false;
+}
+
 }  // namespace gradaccum::detail
 
 namespace gradaccum::data {
+
+GRADACCUM_INLINE std::int64_t EpochOrder::begin_loop() {
+  auto& state = place_.state;
+  if (state.batch > 0 && !place_.resumed) state = {state.epoch + 1, 0};  // the last loop was left early
+  place_.resumed = false;
+  return ++count_;
+}
+
+GRADACCUM_INLINE std::optional<std::int64_t> EpochOrder::next(std::int64_t loop) {
+  TORCH_CHECK(count_ == loop, detail::type_name(*this), ": a second loop began inside this one; give it a copy");
+  auto& state = place_.state;
+  if (state.batch < size_of(state.epoch)) return share().nth(state.batch);
+  state = {state.epoch + 1, 0};
+  return {};
+}
+
+GRADACCUM_INLINE void EpochOrder::load_state(const State& state) {
+  check(state);
+  place_ = {state, /*resumed=*/true};
+}
+
+GRADACCUM_INLINE void EpochOrder::state(Archive& archive) {
+  auto next = place_.state;
+  archive("epoch", next.epoch);
+  archive("batch", next.batch);
+  if (archive.changes_allowed() && next.epoch >= 0) next.batch = std::min(next.batch, size_of(next.epoch));
+  check(next);
+  const auto size = size_of(next.epoch), last = share().nth(std::max<std::int64_t>(next.batch - 1, 0));
+  archive.setting("world_size", share().world_size);
+  archive.setting("batches", size);
+  archive.setting("last_batch", size == 0 ? "none" : fingerprint_at(next.epoch, last));
+  if (archive.loading()) archive.when_all_fit([this, next] { load_state(next); });
+}
+
+GRADACCUM_INLINE void EpochOrder::check(const State& state) const {
+  TORCH_CHECK(state.epoch >= 0 && state.epoch < std::numeric_limits<std::int64_t>::max(), detail::type_name(*this),
+              ": a state must have an epoch >= 0 that another can follow, got ", state.epoch);
+  const auto size = size_of(state.epoch);
+  TORCH_CHECK(state.batch >= 0 && state.batch <= size, detail::type_name(*this),
+              ": a state must have an epoch and a batch of 0 to ", size, ", got ", state.epoch, " and ", state.batch);
+}
 
 GRADACCUM_INLINE LengthBuckets::LengthBuckets(std::vector<at::Tensor> sequences, at::Tensor targets,
                                               LengthBucketsOptions options)
@@ -99,10 +265,6 @@ GRADACCUM_INLINE LengthBuckets::LengthBuckets(std::vector<at::Tensor> sequences,
                      options.pad_to_multiple_of),
       options_(options) {
   check(token_targets_->size());
-}
-
-GRADACCUM_INLINE std::int64_t LengthBuckets::all_of(std::int64_t epoch) const {
-  return static_cast<std::int64_t>(batches_of(epoch).size());
 }
 
 GRADACCUM_INLINE void LengthBuckets::check(std::int64_t targets) const {
@@ -129,9 +291,9 @@ GRADACCUM_INLINE const std::vector<LengthBuckets::Rows>& LengthBuckets::batches_
   if (!options_.shuffle) epoch = 0;  // all epochs are the same
   if (cut_epoch_ == epoch) return batches_;
   auto generator = detail::epoch_generator(options_.seed, epoch);
-  const detail::LengthCuts cut(sequences_, options_.batch_size, options_.tokens,
-                               options_.shuffle ? options_.mega_batch : 0);
-  auto batches = cut(detail::in_order(rows(), options_.shuffle, generator));
+  auto batches =
+      detail::cut_by_length(sequences_, detail::in_order(rows(), options_.shuffle, generator), options_.batch_size,
+                            options_.tokens, options_.shuffle ? options_.mega_batch : 0);
   const auto full = static_cast<std::size_t>(options_.batch_size);
   if (options_.drop_last && !batches.empty() && batches.back().size() < full) batches.pop_back();
   std::vector<Rows> ordered;
@@ -180,30 +342,6 @@ GRADACCUM_INLINE SequenceBatch SequenceBatch::to(at::Device device) const {
   return there;
 }
 
-}  // namespace gradaccum::data
-
-namespace gradaccum::detail {
-
-GRADACCUM_INLINE void check_prefetch(const data::PrefetchOptions& options) {
-  TORCH_CHECK(options.depth >= 1, "Prefetch: depth must be >= 1, got ", options.depth);
-}
-
-/// Throws after the draw, which cannot be undone: it changes the random numbers of the training.
-GRADACCUM_INLINE void make_without_draws(c10::function_ref<void()> make) {
-  const DrawWatch watch;
-  make();
-  TORCH_CHECK(watch.drawn().empty(),
-              "Prefetch: a batch that is prepared ahead must not draw from LibTorch's default generators, which the "
-              "training draws from at the same time, and ",
-              watch.drawn(),
-              " did; give the range a generator of its own (at::make_generator), or let it draw, in another order than "
-              "without Prefetch, by {.allow_draws = true}");
-}
-
-}  // namespace gradaccum::detail
-
-namespace gradaccum::data {
-
 GRADACCUM_INLINE TensorBatches::TensorBatches(at::Tensor inputs, at::Tensor targets, TensorBatchesOptions options)
     : inputs_(std::move(inputs)), targets_(std::move(targets)), options_(options) {
   TORCH_CHECK(inputs_.defined() && targets_.defined() && inputs_.dim() > 0 && targets_.dim() > 0,
@@ -223,227 +361,16 @@ GRADACCUM_INLINE Batch TensorBatches::batch_at(std::int64_t epoch, std::int64_t 
   const auto from = number * options_.batch_size;
   const auto count = std::min(options_.batch_size, rows() - from);
   if (!options_.shuffle) return {inputs_.narrow(0, from, count), targets_.narrow(0, from, count)};
-  if (!order_.defined() || order_epoch_ != epoch) make_order(epoch);
+  if (!order_.defined() || order_epoch_ != epoch) {
+    auto generator = detail::epoch_generator(options_.seed, epoch);
+    const auto order = at::randperm(this->rows(), generator, at::TensorOptions(at::kLong));
+    order_ = detail::copied_to(inputs_.device(), order);
+    order_epoch_ = epoch;
+  }
   const auto rows = order_.narrow(0, from, count);
   return {inputs_.index_select(0, rows), targets_.index_select(0, rows.to(targets_.device()))};
 }
 
-GRADACCUM_INLINE void TensorBatches::make_order(std::int64_t epoch) const {
-  auto generator = detail::epoch_generator(options_.seed, epoch);
-  order_ = detail::copied_to(inputs_.device(), at::randperm(rows(), generator, at::TensorOptions(at::kLong)));
-  order_epoch_ = epoch;
-}
-
 }  // namespace gradaccum::data
-
-namespace gradaccum::detail {
-
-/// Mixes all bits of both numbers (splitmix64's mixing step) into 32, since the generator uses 32 bits of its seed.
-GRADACCUM_INLINE at::Generator epoch_generator(std::uint64_t seed, std::int64_t epoch) {
-  auto z = seed + 0x9E3779B97F4A7C15u * (static_cast<std::uint64_t>(epoch) + 1);
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-  return at::make_generator<at::CPUGeneratorImpl>((z ^ (z >> 31)) >> 32);
-}
-
-GRADACCUM_INLINE void ShareOfRank::check(const char* owner) const {
-  TORCH_CHECK(world_size >= 1 && 0 <= rank && rank < world_size, owner, ": rank must be in [0, world_size), got ", rank,
-              " of ", world_size);
-}
-
-GRADACCUM_INLINE std::int64_t EpochOrder::begin_loop() {
-  if (state_.batch > 0 && !resumed_) state_ = {state_.epoch + 1, 0};  // the last loop was left early
-  resumed_ = false;
-  return ++count_;
-}
-
-GRADACCUM_INLINE void EpochOrder::check_is_last(std::int64_t loop) const {
-  TORCH_CHECK(count_ == loop, name(), ": a second loop began inside this one; give it a copy");
-}
-
-GRADACCUM_INLINE std::optional<std::int64_t> EpochOrder::next() {
-  if (state_.batch < size_of(state_.epoch)) return share().nth(state_.batch);
-  state_ = {state_.epoch + 1, 0};
-  return {};
-}
-
-GRADACCUM_INLINE void EpochOrder::load_state(const State& state) {
-  check(state);
-  state_ = state;
-  resumed_ = true;
-}
-
-GRADACCUM_INLINE void EpochOrder::state(Archive& archive) {
-  auto next = state_;
-  archive("epoch", next.epoch);
-  archive("batch", next.batch);
-  if (archive.changes_allowed() && next.epoch >= 0) next.batch = std::min(next.batch, size_of(next.epoch));
-  check(next);
-  archive.setting("world_size", share().world_size);
-  archive.setting("batches", size_of(next.epoch));
-  archive.setting("last_batch", fingerprint(next));
-  if (archive.loading()) archive.when_all_fit([this, next] { load_state(next); });
-}
-
-GRADACCUM_INLINE void EpochOrder::go_back(const Place& place) {
-  state_ = place.state;
-  resumed_ = place.resumed;
-}
-
-GRADACCUM_INLINE void EpochOrder::check(const State& state) const {
-  TORCH_CHECK(state.epoch >= 0 && state.epoch < std::numeric_limits<std::int64_t>::max(), name(),
-              ": a state must have an epoch >= 0 that another can follow, got ", state.epoch);
-  const auto size = size_of(state.epoch);
-  TORCH_CHECK(state.batch >= 0 && state.batch <= size, name(), ": a state must have an epoch and a batch of 0 to ",
-              size, ", got ", state.epoch, " and ", state.batch);
-}
-
-GRADACCUM_INLINE std::string EpochOrder::fingerprint(const State& at) const {
-  if (size_of(at.epoch) == 0) return "none";
-  return fingerprint_at(at.epoch, share().nth(std::max<std::int64_t>(at.batch - 1, 0)));
-}
-
-GRADACCUM_INLINE std::string EpochOrder::name() const { return type_name(*this); }
-
-GRADACCUM_INLINE std::string& drawn_on_this_thread() {
-  static thread_local std::string operation;
-  return operation;
-}
-
-/// Returns whether an operation draws from a default generator. One made of other operations, such as a dropout that
-/// may be off, does not count: those do.
-GRADACCUM_INLINE bool draws_by_default(const at::RecordFunction& operation) {
-  const auto name = operation.operator_name();
-  if (!name) return false;
-  const auto known = c10::Dispatcher::singleton().findSchema(*name);
-  if (!known || !known->hasTag(at::Tag::nondeterministic_seeded)) return false;
-  if (known->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) return false;
-  const auto inputs = recorded_inputs(operation);
-  return std::none_of(inputs.begin(), inputs.end(), [](const c10::IValue& input) { return input.isGenerator(); });
-}
-
-GRADACCUM_INLINE std::unique_ptr<at::ObserverContext> note_draw(const at::RecordFunction& operation) {
-  auto& drawn = drawn_on_this_thread();
-  if (drawn.empty() && draws_by_default(operation)) drawn = operation.name();
-  return nullptr;
-}
-
-GRADACCUM_INLINE DrawWatch::DrawWatch()
-    : handle_(at::addThreadLocalCallback(
-          at::RecordFunctionCallback(&note_draw).needsInputs(true).scopes({at::RecordScope::FUNCTION}))) {
-  drawn_on_this_thread().clear();
-}
-
-GRADACCUM_INLINE DrawWatch::~DrawWatch() { at::removeCallback(handle_); }
-
-GRADACCUM_INLINE const std::string& DrawWatch::drawn() const { return drawn_on_this_thread(); }
-
-struct ThreadContext::Known {
-  at::ThreadLocalState modes;
-  std::optional<c10::Device> device;  // current device
-  std::vector<c10::Stream> streams;   // current streams
-};
-
-/// Skips unused devices, which a query would initialise.
-GRADACCUM_INLINE ThreadContext::ThreadContext() {
-  auto known = std::make_shared<Known>();
-  if (at::globalContext().hasCUDA()) {
-    auto& cuda = at::detail::getCUDAHooks();
-    const c10::impl::VirtualGuardImpl devices(at::kCUDA);
-    for (c10::DeviceIndex index = 0; index < cuda.getNumGPUs(); ++index)
-      if (cuda.hasPrimaryContext(index)) known->streams.push_back(devices.getStream({at::kCUDA, index}));
-    if (!known->streams.empty()) known->device = devices.getDevice();
-  }
-  known_ = known;
-}
-
-/// Limits this thread's operations to one thread. `at::set_num_threads` would also apply to all threads started later.
-GRADACCUM_INLINE void work_on_this_thread_alone() {
-  at::get_num_threads();                  // the first call on a thread sets its number, so both calls come first:
-  at::internal::lazy_init_num_threads();  // in LibTorch, and in operations compiled into this program
-  if (auto* const set = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"))) set(1);
-  if (auto* const set = reinterpret_cast<int (*)(int)>(dlsym(RTLD_DEFAULT, "MKL_Set_Num_Threads_Local"))) set(1);
-}
-
-/// Detaches profilers, which belong to the other thread and may end there while this one works.
-GRADACCUM_INLINE void leave_profilers() {
-  at::clearThreadLocalCallbacks();
-  if (!MemoryLedger::possible()) c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(nullptr);
-}
-
-GRADACCUM_INLINE void ThreadContext::run(c10::function_ref<void()> work) const {
-  work_on_this_thread_alone();
-  const at::ThreadLocalStateGuard modes(known_->modes);
-  leave_profilers();
-  if (known_->device) {
-    const c10::impl::VirtualGuardImpl devices(at::kCUDA);
-    for (auto& stream : known_->streams) devices.exchangeStream(stream);
-    devices.setDevice(*known_->device);
-  }
-  work();
-}
-
-GRADACCUM_INLINE void PreparedAhead::start() {
-  const std::lock_guard lock(mutex_);
-  start_locked();
-}
-
-/// Joins an old thread while holding the lock, which a thread that has ended by itself no longer needs.
-GRADACCUM_INLINE void PreparedAhead::start_locked() {
-  const bool all_made = !made_.empty() && !made_.back().made;
-  if (working_ || all_made) return;
-  if (thread_.joinable()) thread_.join();
-  thread_ = std::thread([this, context = ThreadContext()] { context.run([this] { work(); }); });
-  working_ = true;
-}
-
-GRADACCUM_INLINE std::unique_ptr<Prepared> PreparedAhead::take() {
-  Entry next;
-  {
-    std::unique_lock lock(mutex_);
-    start_locked();
-    changed_.wait(lock, [this] { return !made_.empty(); });
-    next = std::move(made_.front());
-    made_.pop_front();
-  }
-  changed_.notify_all();
-  if (next.error) std::rethrow_exception(next.error);
-  return std::move(next.made);
-}
-
-GRADACCUM_INLINE void PreparedAhead::stop() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
-  stopping_ = false;
-}
-
-GRADACCUM_INLINE void PreparedAhead::work() {
-  std::unique_lock lock(mutex_);
-  while (true) {
-    changed_.wait(lock, [this] { return stopping_ || made_.size() < depth_; });
-    if (stopping_) break;
-    lock.unlock();
-    auto next = make_entry();
-    lock.lock();
-    made_.push_back(std::move(next));
-    changed_.notify_all();
-    if (!made_.back().made) break;
-  }
-  working_ = false;
-}
-
-GRADACCUM_INLINE PreparedAhead::Entry PreparedAhead::make_entry() {
-  try {
-    return {.made = make_()};
-  } catch (...) {
-    return {.error = std::current_exception()};
-  }
-}
-
-}  // namespace gradaccum::detail
 
 #undef GRADACCUM_INLINE

@@ -30,13 +30,13 @@ GRADACCUM_INLINE std::string fingerprint_of(const at::Tensor& tensor) {
 }
 
 GRADACCUM_INLINE std::int64_t rows_of_all(const std::vector<at::Tensor>& tensors) {
-  for (auto& tensor : tensors)
+  for (auto& tensor : tensors) {
     TORCH_CHECK(tensor.defined() && tensor.dim() > 0,
                 "every tensor of a batch that is split must have a first dimension, its rows, got ",
                 tensor.defined() ? "one without" : "an undefined one");
-  for (auto& tensor : tensors)
     TORCH_CHECK(tensor.size(0) == tensors[0].size(0), "the tensors of a batch must have as many rows each, got ",
                 tensors[0].size(0), " and ", tensor.size(0));
+  }
   return tensors[0].size(0);
 }
 
@@ -65,25 +65,6 @@ GRADACCUM_INLINE std::string layout_text(const std::vector<at::Tensor>& tensors,
   return text;
 }
 
-GRADACCUM_INLINE void check_sequence(const char* what, std::size_t i, const at::Tensor& sequence,
-                                     const at::Tensor& first) {
-  TORCH_CHECK(sequence.defined() && sequence.dim() > 0, "LengthBuckets: ", what,
-              " must have a first dimension, their length; number ", i, " has none");
-  const bool like_first = sequence.scalar_type() == first.scalar_type() && sequence.device() == first.device() &&
-                          sequence.sizes().slice(1) == first.sizes().slice(1);
-  TORCH_CHECK(like_first, "LengthBuckets: ", what, " must be alike but for their length; number 0 is ",
-              first.scalar_type(), " ", first.sizes(), " on ", first.device(), ", number ", i, " is ",
-              sequence.scalar_type(), " ", sequence.sizes(), " on ", sequence.device());
-}
-
-/// Throws if the padding does not fit an integer dtype: ATen would silently round 0.5, and wrap -100 to 156.
-GRADACCUM_INLINE void check_padding(const char* option, const at::Scalar& padding, at::ScalarType dtype) {
-  if (!at::isIntegralType(dtype, /*includeBool=*/true)) return;
-  const auto value = at::full({}, padding, at::TensorOptions(dtype)).item<double>();
-  TORCH_CHECK(value == padding.toDouble(), "LengthBuckets: ", option, " must fit the dtype that it pads, ", dtype,
-              ", got ", padding.toDouble());
-}
-
 GRADACCUM_INLINE PaddedSequences::PaddedSequences(const char* what, const char* padding_option,
                                                   std::vector<at::Tensor> sequences, const at::Scalar& padding,
                                                   std::int64_t multiple)
@@ -91,14 +72,26 @@ GRADACCUM_INLINE PaddedSequences::PaddedSequences(const char* what, const char* 
   TORCH_CHECK(multiple_ >= 1, "LengthBuckets: pad_to_multiple_of must be >= 1, got ", multiple_);
   lengths_.reserve(sequences_.size());
   for (std::size_t i = 0; i < sequences_.size(); ++i) {
-    check_sequence(what, i, sequences_[i], sequences_.front());
-    lengths_.push_back(sequences_[i].size(0));
+    const auto &one = sequences_[i], &first = sequences_.front();
+    TORCH_CHECK(one.defined() && one.dim() > 0, "LengthBuckets: ", what,
+                " must have a first dimension, their length; number ", i, " has none");
+    TORCH_CHECK(one.scalar_type() == first.scalar_type() && one.device() == first.device() &&
+                    one.sizes().slice(1) == first.sizes().slice(1),
+                "LengthBuckets: ", what, " must be alike but for their length; number 0 is ", first.scalar_type(), " ",
+                first.sizes(), " on ", first.device(), ", number ", i, " is ", one.scalar_type(), " ", one.sizes(),
+                " on ", one.device());
+    lengths_.push_back(one.size(0));
   }
   if (sequences_.empty()) return;
-  check_padding(padding_option, padding, sequences_.front().scalar_type());
   auto shape = sequences_.front().sizes().vec();
   shape.front() = 1;
   padding_ = at::full(shape, padding, sequences_.front().options());
+  // In an integer dtype ATen would silently round 0.5, and wrap -100 to 156.
+  const auto dtype = sequences_.front().scalar_type();
+  if (!at::isIntegralType(dtype, /*includeBool=*/true)) return;
+  const auto value = at::full({}, padding, at::TensorOptions(dtype)).item<double>();
+  TORCH_CHECK(value == padding.toDouble(), "LengthBuckets: ", padding_option, " must fit the dtype that it pads, ",
+              dtype, ", got ", padding.toDouble());
 }
 
 GRADACCUM_INLINE at::Tensor PaddedSequences::lengths(const std::vector<std::int64_t>& rows) const {

@@ -6,16 +6,18 @@
 #include <gradaccum/detail/kernels/crc32.hpp>
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstdio>
+#include <limits>
 #include <random>
 #include <stdexcept>
 #include <system_error>
-#include <utility>
 
 #include <gradaccum/impl/begin.ipp>
 
@@ -107,56 +109,41 @@ GRADACCUM_INLINE std::filesystem::path temporary_name(std::filesystem::path path
   return path;
 }
 
-[[noreturn]] GRADACCUM_INLINE void fail_as_not_regular(const std::filesystem::path& path, const char* kind) {
-  throw std::runtime_error(path.string() + ": must be a regular file, got " + kind);
+/// Returns the size of a file that was opened. Throws unless it is a regular one.
+GRADACCUM_INLINE std::uint64_t size_of_regular(const Descriptor& file, const std::filesystem::path& path,
+                                               const char* other_kinds) {
+  struct ::stat status {};
+  if (file.number() < 0 || ::fstat(file.number(), &status) != 0)
+    file_error(path, "must be a file that can be read", errno);
+  if (!S_ISREG(status.st_mode))
+    throw std::runtime_error(path.string() + ": must be a regular file, got " +
+                             (S_ISDIR(status.st_mode) ? "a directory" : other_kinds));
+  return static_cast<std::uint64_t>(status.st_size);
 }
 
 GRADACCUM_INLINE InputFile::InputFile(std::filesystem::path path)
     : path_(std::move(path)), descriptor_(path_, O_RDONLY | O_NOFOLLOW | O_NONBLOCK) {
-  if (descriptor_.number() < 0 && errno == ELOOP) fail_as_not_regular(path_, "a symbolic link");
-  if (descriptor_.number() < 0) file_error(path_, "must be a file that can be read", errno);
-  struct ::stat status {};
-  if (::fstat(descriptor_.number(), &status) != 0) file_error(path_, "must be a file that can be read", errno);
-  if (S_ISDIR(status.st_mode)) fail_as_not_regular(path_, "a directory");
-  if (!S_ISREG(status.st_mode)) fail_as_not_regular(path_, "a device, pipe or socket");
-  bytes_ = static_cast<std::uint64_t>(status.st_size);
+  if (descriptor_.number() < 0 && errno == ELOOP)
+    throw std::runtime_error(path_.string() + ": must be a regular file, got a symbolic link");
+  bytes_ = size_of_regular(descriptor_, path_, "a device, pipe or socket");
 }
 
-/// Reads until `size` bytes are there or the file ends; `read(done)` reads what follows the first `done` bytes.
-template <class Read>
-std::size_t read_all(const std::filesystem::path& path, std::size_t size, const Read& read) {
+GRADACCUM_INLINE std::size_t InputFile::read_at(std::uint64_t offset, void* data, std::size_t size) const {
   std::size_t done = 0;
   while (done < size) {
-    const auto now = read(done);
+    const auto now =
+        ::pread(descriptor_.number(), static_cast<char*>(data) + done, size - done, static_cast<off_t>(offset + done));
     if (now == 0) break;
     if (now > 0) done += static_cast<std::size_t>(now);
-    if (now < 0 && errno != EINTR) file_error(path, "must be read", errno);
+    if (now < 0 && errno != EINTR) file_error(path_, "must be read", errno);
   }
   return done;
 }
 
-GRADACCUM_INLINE std::size_t InputFile::read_at(std::uint64_t place, void* data, std::size_t size) const {
-  return read_all(path_, size, [&](std::size_t done) {
-    return ::pread(descriptor_.number(), static_cast<char*>(data) + done, size - done,
-                   static_cast<off_t>(place + done));
-  });
-}
-
-GRADACCUM_INLINE std::size_t InputFile::read(void* data, std::size_t size) {
-  return read_all(path_, size, [&](std::size_t done) {
-    return ::read(descriptor_.number(), static_cast<char*>(data) + done, size - done);
-  });
-}
-
 GRADACCUM_INLINE MappedFile::MappedFile(const std::filesystem::path& path) {
   const Descriptor descriptor(path, O_RDONLY | O_NONBLOCK);  // otherwise opening a pipe waits for a writer
-  struct ::stat status {};
-  if (descriptor.number() < 0 || ::fstat(descriptor.number(), &status) != 0)
-    file_error(path, "must be a file that can be read", errno);
-  if (!S_ISREG(status.st_mode))
-    fail_as_not_regular(path, S_ISDIR(status.st_mode) ? "a directory" : "a pipe, socket or device");
-  if (status.st_size == 0) return;  // mmap rejects size 0
-  const auto size = static_cast<std::size_t>(status.st_size);
+  const auto size = static_cast<std::size_t>(size_of_regular(descriptor, path, "a pipe, socket or device"));
+  if (size == 0) return;  // mmap rejects it
   // Without NORESERVE Linux reserves memory for a copy of the whole file, and refuses files larger than the memory.
   void* const address =
       ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, descriptor.number(), 0);
@@ -184,7 +171,10 @@ GRADACCUM_INLINE void OutputFile::write(const void* data, std::size_t size) {
   constexpr std::size_t chunk = 1 << 18;
   const auto* bytes = static_cast<const char*>(data);
   while (size > 0) {
-    const auto written = write_some(bytes, std::min(size, chunk));
+    const auto result = ::write(descriptor_.number(), bytes, std::min(size, chunk));
+    if (result == 0) errno = EIO;  // should never happen; a retry might loop forever
+    if (result <= 0 && errno != EINTR) fail("must be written to");
+    const auto written = static_cast<std::size_t>(std::max<ssize_t>(result, 0));
     crc32_ = detail::crc32(bytes, written, crc32_);  // while they are in the cache
     bytes_ += written;
     bytes += written;
@@ -197,19 +187,19 @@ GRADACCUM_INLINE void OutputFile::close() {
   if (!descriptor_.close()) fail("must be closed");
 }
 
-GRADACCUM_INLINE std::size_t OutputFile::write_some(const char* data, std::size_t size) {
-  for (;;) {
-    const auto written = ::write(descriptor_.number(), data, size);
-    if (written > 0) return static_cast<std::size_t>(written);
-    if (written == 0) errno = EIO;  // should never happen; a retry might loop forever
-    if (errno != EINTR) fail("must be written to");
-  }
-}
-
 GRADACCUM_INLINE void OutputFile::fail(const std::string& requirement) {
   const int error = errno;
   descriptor_.close();
   file_error(path_, requirement, error);
+}
+
+/// Makes the name of a file or folder that was renamed survive a power failure.
+GRADACCUM_INLINE void sync_name(const std::filesystem::path& path, const char* result) {
+  try {
+    sync_directory(path.parent_path());
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(path.string() + ": " + result + " after a power failure: " + error.what());
+  }
 }
 
 GRADACCUM_INLINE void replace_file(const std::filesystem::path& path, const std::function<void(OutputFile&)>& write) {
@@ -224,12 +214,125 @@ GRADACCUM_INLINE void replace_file(const std::filesystem::path& path, const std:
     std::filesystem::remove(temporary, ignored);
     throw;
   }
-  try {
-    sync_directory(path.parent_path());
-  } catch (const std::runtime_error& error) {
-    throw std::runtime_error(path.string() +
-                             ": is replaced, but might not be so after a power failure: " + error.what());
+  sync_name(path, "is replaced, but might not be so");
+}
+
+GRADACCUM_INLINE std::string StateName::text() const {
+  auto digits = std::to_string(step);
+  digits.insert(0, digits.size() < 6 ? 6 - digits.size() : 0, '0');
+  return "step-" + digits + (repeat > 0 ? "." + std::to_string(repeat) : "");
+}
+
+GRADACCUM_INLINE std::optional<StateName> StateName::of(std::string_view text) {
+  StateName name;
+  if (!text.starts_with("step-")) return {};
+  const auto* const end = text.data() + text.size();
+  const auto step = std::from_chars(text.data() + 5, end, name.step);
+  if (step.ptr != end && *step.ptr == '.') std::from_chars(step.ptr + 1, end, name.repeat);
+  const bool has_next = name.repeat < std::numeric_limits<std::int64_t>::max();
+  if (name.step < 0 || !has_next || name.text() != text) return {};
+  return name;
+}
+
+GRADACCUM_INLINE bool of_one_step(const std::filesystem::path& one, const std::filesystem::path& other) {
+  const auto first = StateName::of(one.filename().string()), second = StateName::of(other.filename().string());
+  return first && second && first->step == second->step;
+}
+
+/// Locks the directory for this writer until destruction or the end of the process.
+struct StateLock : Descriptor {
+  explicit StateLock(const std::filesystem::path& path) : Descriptor(path, O_RDONLY | O_DIRECTORY) {
+    if (number() < 0) file_error(path, "must be a directory that can be opened", errno);
+    // Other errors mean a file system without locks; there the user has to ensure that there is one writer.
+    if (::flock(number(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+      throw std::runtime_error(path.string() + ": must have one writer, and is being written to by another process " +
+                               "or thread: wait for it, or choose another directory");
   }
+};
+
+GRADACCUM_INLINE std::vector<StateDirectory::State> StateDirectory::finished() const {
+  std::vector<State> states;
+  std::error_code ignored;
+  for (const auto& name : names_in(path_))
+    if (const auto state = StateName::of(name); state && std::filesystem::is_directory(path_ / name, ignored))
+      states.push_back({*state, path_ / name});
+  std::sort(states.begin(), states.end());
+  return states;
+}
+
+GRADACCUM_INLINE std::filesystem::path StateDirectory::add(
+    std::int64_t step, const std::function<void(const std::filesystem::path&)>& write) {
+  if (step < 0) throw std::runtime_error(path_.string() + ": step must be >= 0, got " + std::to_string(step));
+  make_directory(path_);
+  const StateLock lock(path_);
+  remove_leftovers();
+  const auto path = name_for(step), unfinished = temporary_name(path);
+  if (::mkdir(unfinished.c_str(), 0777) != 0) file_error(unfinished, "must be made", errno);
+  try {
+    write(unfinished);
+    sync_directory(unfinished);
+    if (std::rename(unfinished.c_str(), path.c_str()) != 0) file_error(unfinished, "must be given its name", errno);
+  } catch (...) {
+    std::error_code ignored;  // a later sweep removes what cannot be removed now
+    std::filesystem::remove_all(unfinished, ignored);
+    throw;
+  }
+  sync_name(path, "is written, but might not be there");
+  return path;
+}
+
+/// Picks a name after all states of that step, so that the newest state sorts last.
+GRADACCUM_INLINE std::filesystem::path StateDirectory::name_for(std::int64_t step) const {
+  StateName name{step, 0};
+  for (const auto& other : names_in(path_))
+    if (const auto taken = StateName::of(other); taken && taken->step == step)
+      name.repeat = std::max(name.repeat, taken->repeat + 1);
+  return path_ / name.text();
+}
+
+GRADACCUM_INLINE std::filesystem::path StateDirectory::replace(const std::filesystem::path& older,
+                                                               const std::filesystem::path& newer) {
+  const StateLock lock(path_);
+  if (std::rename(older.c_str(), temporary_name(older).c_str()) != 0) file_error(older, "must be removed", errno);
+  if (std::rename(newer.c_str(), older.c_str()) != 0) file_error(newer, "must be given its name", errno);
+  remove_leftovers();
+  return older;
+}
+
+GRADACCUM_INLINE void StateDirectory::keep_last(std::int64_t count, const std::vector<std::filesystem::path>& others) {
+  if (count < 1) throw std::runtime_error(path_.string() + ": must keep >= 1 states, got " + std::to_string(count));
+  if (finished().empty()) return;
+  const StateLock lock(path_);
+  const auto states = finished();
+  for (std::size_t i = 0; i + static_cast<std::uint64_t>(count) < states.size(); ++i) {
+    const auto& path = states[i].path;
+    if (std::find(others.begin(), others.end(), path) != others.end()) continue;
+    if (std::rename(path.c_str(), temporary_name(path).c_str()) != 0) file_error(path, "must be removed", errno);
+  }
+  remove_leftovers();
+}
+
+GRADACCUM_INLINE void StateDirectory::sweep() const {
+  if (leftovers().empty()) return;
+  const StateLock lock(path_);
+  remove_leftovers();
+}
+
+GRADACCUM_INLINE std::vector<std::filesystem::path> StateDirectory::leftovers() const {
+  std::vector<std::filesystem::path> paths;
+  for (const auto& name : names_in(path_))
+    if (const auto at = name.find(".tmp-"); at != name.npos && StateName::of(std::string_view(name).substr(0, at)))
+      paths.push_back(path_ / name);
+  return paths;
+}
+
+GRADACCUM_INLINE void StateDirectory::remove_leftovers() const {
+  const auto paths = leftovers();
+  if (paths.empty()) return;
+  // Otherwise a power failure could bring back the name of a removed state without all of its files.
+  sync_directory(path_);
+  std::error_code ignored;  // network file systems keep files that are being read; the next sweep removes them
+  for (const auto& path : paths) std::filesystem::remove_all(path, ignored);
 }
 
 }  // namespace gradaccum::detail

@@ -5,9 +5,8 @@
 #include <gradaccum/io/state_folder.hpp>
 #include <gradaccum/io/weights.hpp>
 
-#include <gradaccum/detail/io/files.hpp>
-#include <gradaccum/detail/io/safetensors_header.hpp>
 #include <gradaccum/detail/io/safetensors_tensors.hpp>
+#include <gradaccum/detail/kernels/crc32.hpp>
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
 
@@ -18,65 +17,57 @@
 #include <torch/version.h>
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdio>
 #include <ostream>
 #include <set>
-#include <span>
 #include <sstream>
 #include <stdexcept>
 #include <system_error>
-#include <utility>
-#include <variant>
+#include <type_traits>
 
 #include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum::detail {
 
-/// Tensors grouped by file.
+/// An archive's values as a folder holds them.
 struct FilesOfState {
-  std::map<std::string, io::Tensors> tensors;
-  Manifest manifest;
-  std::string undefined = {};  // names of undefined tensors, one per line
-
-  explicit FilesOfState(const Archive::Values& values) {
-    for (auto& value : values) std::visit([&](auto& held) { add(value.first, held); }, value.second);
-    if (!undefined.empty()) manifest.values[undefined_name] = undefined;
-  }
-
   static constexpr const char* undefined_name = "undefined tensors";
 
-  /// Splits a name: `model.0.weight` is `0.weight` in model.safetensors.
-  static std::pair<std::string, std::string> file_and_key(const std::string& name) {
-    const auto dot = name.find('.');
-    return dot == name.npos ? std::pair(std::string("state"), name)
-                            : std::pair(name.substr(0, dot), name.substr(dot + 1));
+  std::map<std::string, io::Tensors> tensors;  ///< by file: `model.0.weight` is `0.weight` in model.safetensors
+  Manifest manifest;
+
+  explicit FilesOfState(const Archive::Values& values) {
+    std::string undefined;  // their names, one a line
+    for (auto& value : values)
+      std::visit(
+          [&, &name = value.first](auto& held) {
+            if constexpr (!std::is_same_v<decltype(held), const at::Tensor&>)
+              manifest.values[name] = held;
+            else if (held.defined())
+              add(name, held);
+            else
+              undefined += name + "\n";
+          },
+          value.second);
+    if (!undefined.empty()) manifest.values[undefined_name] = undefined;
   }
 
  private:
   void add(const std::string& name, const at::Tensor& tensor) {
-    if (!tensor.defined()) {
-      undefined += name + "\n";
-      return;
-    }
-    const auto [file, key] = file_and_key(name);
-    TORCH_CHECK(file != "state" || name == key, "Archive: no part may be named 'state', got the value '", name, "'");
+    const auto dot = name.find('.');
+    const auto file = dot == name.npos ? "state" : name.substr(0, dot);
+    TORCH_CHECK(file != "state" || dot == name.npos, "Archive: no part may be named 'state', got the value '", name,
+                "'");
     TORCH_CHECK(is_file_name(file),
                 "Archive: a part with tensors must have a name that a file can have (A-Z a-z 0-9 _ -), got '", file,
                 "'");
-    tensors[file].emplace(key, tensor);
-  }
-  template <class Number>
-  void add(const std::string& name, const Number& value) {
-    manifest.values[name] = value;
+    tensors[file].emplace(name.substr(dot == name.npos ? 0 : dot + 1), tensor);
   }
 };
 
 GRADACCUM_INLINE void check_can_be_written(const Archive& archive) { FilesOfState{archive.values()}; }
 
 inline constexpr const char* tensors_suffix = ".safetensors";
-
-inline constexpr std::size_t piece_of_tensor = std::size_t{4} << 20;  // bytes that a thread reads at a time
 
 GRADACCUM_INLINE std::span<std::byte> bytes_of(const at::Tensor& tensor) {
   return {static_cast<std::byte*>(tensor.mutable_data_ptr()), tensor.nbytes()};
@@ -85,28 +76,36 @@ GRADACCUM_INLINE std::span<std::byte> bytes_of(const at::Tensor& tensor) {
 /// Reads each tensor once, into its own memory, and checks the file against the manifest's checksum.
 GRADACCUM_INLINE io::Tensors read_listed_tensors(const std::filesystem::path& path, const Manifest::File& listed) {
   const auto what = path.string();
-  const SafetensorsHeaderReader reader(what);
-  ListedFile file(path, listed);
+  const ListedFile file(path, listed);
   std::string text(static_cast<std::size_t>(std::min<std::uint64_t>(listed.bytes, 8)), '\0');
-  file.read(text.data(), text.size());
-  text.resize(static_cast<std::size_t>(reader.size_of_header(text, listed.bytes)));
-  file.read(text.data(), text.size());
-  const auto header = reader.read(text, file.left());
+  auto crc = file.read(0, std::as_writable_bytes(std::span(text)));
+  text.resize(static_cast<std::size_t>(safetensors_header_size(text, listed.bytes, what)));
+  crc = file.read(8, std::as_writable_bytes(std::span(text)), crc);
+  const auto data_begin = 8 + text.size();
+  const auto header = parse_safetensors_header(text, listed.bytes - data_begin, what);
 
+  constexpr std::size_t piece_of_tensor = std::size_t{4} << 20;  // bytes that a thread reads at a time
   io::Tensors tensors;
-  std::map<std::uint64_t, std::span<std::byte>> in_order;  // in file order; empty tensors are not included
+  struct Piece {
+    std::uint64_t offset;
+    std::span<std::byte> bytes;
+    std::uint32_t crc = 0;
+  };
+  std::vector<Piece> pieces;
   for (auto& [name, entry] : header.tensors) {
     const auto& tensor = tensors[name] = at::empty(entry.shape, dtype_in_file(what, name, entry.dtype));
-    if (tensor.nbytes() > 0) in_order[entry.begin] = bytes_of(tensor);
+    const auto bytes = bytes_of(tensor);
+    for (std::size_t at = 0; at < bytes.size(); at += piece_of_tensor)
+      pieces.push_back(
+          {data_begin + entry.begin + at, bytes.subspan(at, std::min(bytes.size() - at, piece_of_tensor))});
   }
-  std::vector<std::span<std::byte>> pieces;
-  for (auto& [begin, bytes] : in_order)
-    for (auto left = bytes; !left.empty(); left = left.subspan(pieces.back().size()))
-      pieces.push_back(left.first(std::min(left.size(), piece_of_tensor)));
-  file.read(pieces, [](std::size_t count, const std::function<void(std::size_t)>& body) {
-    parallel_for(static_cast<std::int64_t>(count), [&](std::int64_t i) { body(static_cast<std::size_t>(i)); });
+  std::ranges::sort(pieces, {}, &Piece::offset);
+  parallel_for(static_cast<std::int64_t>(pieces.size()), [&](std::int64_t i) {
+    auto& piece = pieces[static_cast<std::size_t>(i)];
+    piece.crc = file.read(piece.offset, piece.bytes);
   });
-  file.check();
+  for (auto& piece : pieces) crc = crc32_of_both(crc, piece.crc, piece.bytes.size());
+  file.check(crc);
   for (auto& [name, tensor] : tensors) check_flags(what, name, tensor.scalar_type(), bytes_of(tensor));
   return tensors;
 }
@@ -169,18 +168,6 @@ GRADACCUM_INLINE Archive::Values map_state(const std::filesystem::path& folder) 
   return read_state(folder, map_listed_tensors);
 }
 
-}  // namespace gradaccum::detail
-
-GRADACCUM_INLINE void gradaccum::io::write_state(const Archive& archive, const std::filesystem::path& folder) {
-  detail::write_manifest_of(archive, detail::write_tensors(archive, folder), folder);
-}
-
-GRADACCUM_INLINE gradaccum::Archive::Values gradaccum::io::read_state(const std::filesystem::path& folder) {
-  return detail::read_state(folder, detail::read_listed_tensors);
-}
-
-namespace gradaccum::detail {
-
 /// The tensors of each file.
 using PlannedFiles = std::vector<std::map<std::string, io::PlannedTensor>>;
 
@@ -230,63 +217,138 @@ GRADACCUM_INLINE void save_shard(const std::map<std::string, io::PlannedTensor>&
   });
 }
 
-/// Writes the index like Python's json.dumps with sorted keys and an indent of 2.
-GRADACCUM_INLINE std::string weights_index(const PlannedFiles& shards) {
-  std::map<std::string, std::string> files;
-  std::uint64_t bytes = 0, numbers = 0;
-  for (std::size_t i = 0; i < shards.size(); ++i)
-    for (auto& [name, tensor] : shards[i]) {
-      const auto size = planned_entry(name, tensor.dtype, tensor.shape).end;
-      bytes += size;
-      numbers += size / c10::elementSize(tensor.dtype);
-      files.emplace(name, shard_name(i + 1, shards.size()));
-    }
-  auto text = "{\n  \"metadata\": {\n    \"total_parameters\": " + std::to_string(numbers) +
-              ",\n    \"total_size\": " + std::to_string(bytes) + "\n  },\n  \"weight_map\": {";
-  const auto* separator = "\n    ";
-  for (auto& [name, file] : files) {
-    text += separator + json_of(name).value() + ": \"" + file + "\"";
-    separator = ",\n    ";
-  }
-  return text + "\n  }\n}\n";
+/// Returns true if `name` is the weight or a module that contains it.
+GRADACCUM_INLINE bool belongs_to(const std::string& weight, const std::string& name) {
+  return weight == name || weight.starts_with(name + ".");
 }
 
-GRADACCUM_INLINE void require_no_weights(const std::filesystem::path& folder) {
+GRADACCUM_INLINE void check_options(const io::LoadWeightsOptions& options, const io::Tensors& weights) {
+  TORCH_CHECK(!options.base_model_prefix.ends_with('.'),
+              "LoadWeightsOptions: base_model_prefix must be given without the dot at its end, got '",
+              options.base_model_prefix, "'");
+  for (auto& name : options.may_be_missing)
+    TORCH_CHECK(std::ranges::any_of(weights, [&](auto& weight) { return belongs_to(weight.first, name); }),
+                "LoadWeightsOptions: may_be_missing must have names of the module's weights or modules, got '", name,
+                "'");
+}
+
+/// Describes a mismatch of shape or dtype; empty if the tensor fits.
+GRADACCUM_INLINE std::string misfit(const at::Tensor& loaded, const at::Tensor& weight) {
+  if (loaded.sizes() != weight.sizes())
+    return c10::str(loaded.sizes(), " in the file, ", weight.sizes(), " in the module");
+  if (!c10::canCast(loaded.scalar_type(), weight.scalar_type()))
+    return c10::str(loaded.scalar_type(), " in the file, ", weight.scalar_type(), " in the module");
+  return "";
+}
+
+/// Returns the copies to make, as weights of the module and the file's names for them, and reports all else.
+GRADACCUM_INLINE std::vector<std::pair<at::Tensor, std::string>> copies_of_weights(
+    const io::Tensors& weights, const io::WeightFiles& files, const io::LoadWeightsOptions& options,
+    io::WeightsReport& report) {
+  const auto name_in_files = [&, prefix = options.base_model_prefix + "."](const std::string& name) {
+    if (prefix == "." || files.contains(name)) return name;
+    const auto other = name.starts_with(prefix) ? name.substr(prefix.size()) : prefix + name;
+    return weights.contains(other) ? name : other;
+  };
+  std::vector<std::pair<at::Tensor, std::string>> copies;
+  std::set<const void*> found;
+  std::set<std::string> used;
+  for (auto& [name, weight] : weights) {
+    const auto name_there = name_in_files(name);
+    if (!files.contains(name_there)) continue;
+    found.insert(weight.unsafeGetTensorImpl());
+    used.insert(name_there);
+    check_can_be_loaded(name, weight);
+    if (const auto problem = misfit(files.get_tensor(name_there), weight); problem.empty())
+      copies.emplace_back(weight, name_there);
+    else
+      report.mis_shaped.push_back(name + ": " + problem);
+  }
+  for (auto& [name, weight] : weights) {
+    if (found.contains(weight.unsafeGetTensorImpl())) continue;
+    const bool may_be_missing =
+        std::ranges::any_of(options.may_be_missing, [&name = name](auto& part) { return belongs_to(name, part); });
+    (may_be_missing ? report.new_weights : report.missing).push_back(name);
+  }
+  for (auto& name : files.keys())
+    if (!used.contains(name)) report.unexpected.push_back(name);
+  for (auto& name : files.unlisted()) report.unexpected.push_back(name + " (not in the index)");
+  return copies;
+}
+
+GRADACCUM_INLINE io::WeightsReport load_weights(const torch::nn::Module& module, const std::filesystem::path& path,
+                                                const io::LoadWeightsOptions& options) {
+  const auto weights = tensors_of_module(module);
+  check_options(options, weights);
+  const io::WeightFiles files(path);
+  io::WeightsReport report;
+  const auto copies = copies_of_weights(weights, files, options, report);
+  TORCH_CHECK(!options.strict || report.complete(), "load_weights: ", path.string(),
+              " must have the weights of the module, and no others; {.strict = false} loads those that fit, "
+              ".base_model_prefix and .may_be_missing say what may differ. Got ",
+              report);
+  const at::NoGradGuard no_grad;
+  for (auto& [weight, name] : copies) {
+    weight.copy_(files.get_tensor(name));
+    files.release(name);  // otherwise the module would be in memory twice at the end
+  }
+  return report;
+}
+
+GRADACCUM_INLINE void save_weights(const torch::nn::Module& module, const std::filesystem::path& path,
+                                   const io::Metadata& metadata) {
   std::error_code ignored;
-  for (const auto* name : {weights_name, weights_index_name})
-    if (std::filesystem::exists(std::filesystem::symlink_status(folder / name, ignored)))
-      throw std::runtime_error((folder / name).string() +
-                               ": must not be there yet: save_sharded writes to a folder without weights");
+  if (!path.has_filename()) make_directory(path);
+  const bool is_folder = std::filesystem::is_directory(path, ignored);
+  io::save_file(tensors_of_module(module), is_folder ? path / weights_name : path, metadata);
 }
 
 }  // namespace gradaccum::detail
 
 namespace gradaccum::io {
 
+GRADACCUM_INLINE void write_state(const Archive& archive, const std::filesystem::path& folder) {
+  detail::write_manifest_of(archive, detail::write_tensors(archive, folder), folder);
+}
+
+GRADACCUM_INLINE Archive::Values read_state(const std::filesystem::path& folder) {
+  return detail::read_state(folder, detail::read_listed_tensors);
+}
+
 GRADACCUM_INLINE void save_sharded(const std::vector<PlannedTensor>& tensors, const std::filesystem::path& folder,
                                    const std::function<at::Tensor(const PlannedTensor&)>& make,
                                    const SaveShardedOptions& options) {
   const auto shards = detail::divide_into_shards(tensors, options.shard_bytes);
   detail::make_directory(folder);
-  detail::require_no_weights(folder);
-  for (std::size_t i = 0; i < shards.size(); ++i)
-    detail::save_shard(shards[i], folder / detail::shard_name(i + 1, shards.size()), make, options.metadata);
+  std::error_code ignored;
+  for (const auto* name : {detail::weights_name, detail::weights_index_name})
+    if (std::filesystem::exists(std::filesystem::symlink_status(folder / name, ignored)))
+      throw std::runtime_error((folder / name).string() +
+                               ": must not be there yet: save_sharded writes to a folder without weights");
+  detail::WeightMap files;
+  std::uint64_t bytes = 0, numbers = 0;
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    const auto file = detail::shard_name(i + 1, shards.size());
+    detail::save_shard(shards[i], folder / file, make, options.metadata);
+    for (auto& [name, tensor] : shards[i]) {
+      const auto size = detail::planned_entry(name, tensor.dtype, tensor.shape).end;
+      bytes += size;
+      numbers += size / c10::elementSize(tensor.dtype);
+      files.emplace(name, file);
+    }
+  }
   if (shards.size() == 1) return;
-  const auto index = detail::weights_index(shards);
+  const auto index = detail::text_of_index(files, numbers, bytes);
   detail::replace_file(folder / detail::weights_index_name,
                        [&](detail::OutputFile& file) { file.write(index.data(), index.size()); });
 }
 
 GRADACCUM_INLINE WeightFiles::WeightFiles(const std::filesystem::path& path) : path_(detail::weights_path(path)) {
-  if (path_.string().ends_with(".index.json")) {
-    open_listed();
-  } else {
+  if (!path_.string().ends_with(".index.json")) {
     const auto file = std::make_shared<const SafetensorsFile>(path_);
     for (auto& name : file->keys()) files_.emplace(name, file);
+    return;
   }
-}
-
-GRADACCUM_INLINE void WeightFiles::open_listed() {
   const auto fail = [this](const auto&... parts) {
     throw std::runtime_error(c10::str(path_.string(), ": ", parts...));
   };
@@ -294,10 +356,11 @@ GRADACCUM_INLINE void WeightFiles::open_listed() {
   std::map<std::string, File> listed;
   for (auto& [name, file] : index) listed[file];
   for (auto& [file, opened] : listed) {
-    const auto path = path_.parent_path() / file;
+    const auto listed_path = path_.parent_path() / file;
     std::error_code ignored;
-    if (!std::filesystem::exists(path, ignored)) fail("lists ", file, ", which must be in its folder, and is not");
-    opened = std::make_shared<const SafetensorsFile>(path);
+    if (!std::filesystem::exists(listed_path, ignored))
+      fail("lists ", file, ", which must be in its folder, and is not");
+    opened = std::make_shared<const SafetensorsFile>(listed_path);
     for (auto& name : opened->keys())
       if (const auto [other, is_new] = files_.emplace(name, opened); !is_new)
         fail("the tensor ", detail::in_quotes(name), " must be in one file, got it in ",
@@ -324,136 +387,18 @@ GRADACCUM_INLINE const SafetensorsFile& WeightFiles::file_of(const std::string& 
   return *found->second;
 }
 
-GRADACCUM_INLINE at::Tensor WeightFiles::get_tensor(const std::string& name) const {
-  return file_of(name).get_tensor(name);
-}
-
-GRADACCUM_INLINE void WeightFiles::release(const std::string& name) const { file_of(name).release(name); }
-
-}  // namespace gradaccum::io
-
-namespace gradaccum::detail {
-
-GRADACCUM_INLINE void print_weights(std::ostream& stream, const char* heading, const std::vector<std::string>& lines) {
-  constexpr std::size_t shown = 10;
-  if (lines.empty()) return;
-  stream << heading << " (" << lines.size() << "):";
-  for (std::size_t i = 0; i < std::min(lines.size(), shown); ++i) stream << "\n  " << lines[i];
-  if (lines.size() > shown) stream << "\n  and " << lines.size() - shown << " more";
-  stream << "\n";
-}
-
-}  // namespace gradaccum::detail
-
-namespace gradaccum::io {
-
 GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const WeightsReport& report) {
   if (report.complete() && report.new_weights.empty()) return stream << "all weights fit";
-  detail::print_weights(stream, "missing", report.missing);
-  detail::print_weights(stream, "unexpected", report.unexpected);
-  detail::print_weights(stream, "mis-shaped", report.mis_shaped);
-  detail::print_weights(stream, "new", report.new_weights);
+  const auto print = [&stream](const char* heading, const std::vector<std::string>& lines) {
+    if (!lines.empty()) stream << heading << " (" << lines.size() << "):" << detail::first_of(lines) << "\n";
+  };
+  print("missing", report.missing);
+  print("unexpected", report.unexpected);
+  print("mis-shaped", report.mis_shaped);
+  print("new", report.new_weights);
   return stream;
 }
 
 }  // namespace gradaccum::io
-
-namespace gradaccum::detail {
-
-/// Returns true if `name` is the weight or a module that contains it.
-GRADACCUM_INLINE bool belongs_to(const std::string& weight, const std::string& name) {
-  return weight == name || weight.starts_with(name + ".");
-}
-
-GRADACCUM_INLINE void check_options(const io::LoadWeightsOptions& options, const io::Tensors& weights) {
-  TORCH_CHECK(!options.base_model_prefix.ends_with('.'),
-              "LoadWeightsOptions: base_model_prefix must be given without the dot at its end, got '",
-              options.base_model_prefix, "'");
-  for (auto& name : options.may_be_missing)
-    TORCH_CHECK(std::ranges::any_of(weights, [&](auto& weight) { return belongs_to(weight.first, name); }),
-                "LoadWeightsOptions: may_be_missing must have names of the module's weights or modules, got '", name,
-                "'");
-}
-
-/// Describes a mismatch of shape or dtype; empty if the tensor fits.
-GRADACCUM_INLINE std::string misfit(const at::Tensor& loaded, const at::Tensor& weight) {
-  if (loaded.sizes() != weight.sizes())
-    return c10::str(loaded.sizes(), " in the file, ", weight.sizes(), " in the module");
-  if (!c10::canCast(loaded.scalar_type(), weight.scalar_type()))
-    return c10::str(loaded.scalar_type(), " in the file, ", weight.scalar_type(), " in the module");
-  return "";
-}
-
-/// The copies to make, and a report of the rest.
-struct WeightCopies {
-  io::WeightsReport report = {};
-  std::vector<std::pair<at::Tensor, std::string>> copies = {};  // a weight of the module, and the file's name for it
-
-  WeightCopies(const io::Tensors& weights, const io::WeightFiles& files, const io::LoadWeightsOptions& options) {
-    std::set<const void*> found;
-    std::set<std::string> used;
-    for (auto& [name, weight] : weights) {
-      const auto name_there = name_in(files, name, weights, options.base_model_prefix);
-      if (!files.contains(name_there)) continue;
-      found.insert(weight.unsafeGetTensorImpl());
-      used.insert(name_there);
-      check_can_be_loaded(name, weight);
-      if (const auto problem = misfit(files.get_tensor(name_there), weight); problem.empty())
-        copies.emplace_back(weight, name_there);
-      else
-        report.mis_shaped.push_back(name + ": " + problem);
-    }
-    for (auto& [name, weight] : weights)
-      if (!found.contains(weight.unsafeGetTensorImpl()))
-        (may_be_missing(name, options) ? report.new_weights : report.missing).push_back(name);
-    for (auto& name : files.keys())
-      if (!used.contains(name)) report.unexpected.push_back(name);
-    for (auto& name : files.unlisted()) report.unexpected.push_back(name + " (not in the index)");
-  }
-
- private:
-  static std::string name_in(const io::WeightFiles& files, const std::string& name, const io::Tensors& weights,
-                             const std::string& prefix) {
-    if (prefix.empty() || files.contains(name)) return name;
-    const auto dotted = prefix + ".";
-    const auto other = name.starts_with(dotted) ? name.substr(dotted.size()) : dotted + name;
-    return weights.contains(other) ? name : other;
-  }
-  static bool may_be_missing(const std::string& name, const io::LoadWeightsOptions& options) {
-    return std::ranges::any_of(options.may_be_missing, [&](auto& part) { return belongs_to(name, part); });
-  }
-};
-
-GRADACCUM_INLINE io::WeightsReport load_weights(const torch::nn::Module& module, const std::filesystem::path& path,
-                                                const io::LoadWeightsOptions& options) {
-  const auto weights = tensors_of_module(module);
-  check_options(options, weights);
-  const io::WeightFiles files(path);
-  auto [report, copies] = WeightCopies(weights, files, options);
-  TORCH_CHECK(!options.strict || report.complete(), "load_weights: ", path.string(),
-              " must have the weights of the module, and no others; {.strict = false} loads those that fit, "
-              ".base_model_prefix and .may_be_missing say what may differ. Got ",
-              report);
-  const at::NoGradGuard no_grad;
-  for (auto& [weight, name] : copies) {
-    weight.copy_(files.get_tensor(name));
-    files.release(name);  // otherwise the module would be in memory twice at the end
-  }
-  return report;
-}
-
-/// Returns the file for a path, which may be a folder; creates the folder if the path ends in a slash.
-GRADACCUM_INLINE std::filesystem::path file_for_weights(const std::filesystem::path& path) {
-  std::error_code ignored;
-  if (!path.has_filename()) make_directory(path);
-  return std::filesystem::is_directory(path, ignored) ? path / weights_name : path;
-}
-
-GRADACCUM_INLINE void save_weights(const torch::nn::Module& module, const std::filesystem::path& path,
-                                   const io::Metadata& metadata) {
-  io::save_file(tensors_of_module(module), file_for_weights(path), metadata);
-}
-
-}  // namespace gradaccum::detail
 
 #undef GRADACCUM_INLINE

@@ -4,8 +4,6 @@
 #include <gradaccum/detail/io/safetensors_tensors.hpp>
 #include <gradaccum/io/safetensors.hpp>
 
-#include <gradaccum/detail/io/files.hpp>
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
@@ -22,7 +20,7 @@ namespace gradaccum::io {
 GRADACCUM_INLINE SafetensorsFile::SafetensorsFile(const std::filesystem::path& path)
     : path_(path),
       file_(std::make_shared<detail::MappedFile>(path)),
-      header_(detail::SafetensorsHeaderReader(path.string()).read_file(file_->text())) {}
+      header_(detail::read_safetensors_header(file_->text(), path.string())) {}
 
 GRADACCUM_INLINE std::vector<std::string> SafetensorsFile::keys() const {
   std::vector<std::string> names;
@@ -105,21 +103,18 @@ GRADACCUM_INLINE SafetensorsEntry planned_entry(const std::string& name, c10::Sc
   return {.dtype = std::string(found->first), .shape = shape, .begin = 0, .end = bytes};
 }
 
-/// Returns a tensor's header entry. Throws if the format cannot store it.
-GRADACCUM_INLINE SafetensorsEntry safetensors_entry(const std::string& name, const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.defined(), "safetensors: the tensor ", in_quotes(name), " must be defined");
-  TORCH_CHECK(tensor.layout() == at::kStrided && tensor.unsafeGetTensorImpl()->has_storage() && !tensor.is_meta() &&
-                  !tensor.is_nested(),
-              "safetensors: the tensor ", in_quotes(name), " must be dense and have its numbers in memory, got ",
-              tensor.toString());
-  return planned_entry(name, tensor.scalar_type(), tensor.sizes().vec());
-}
-
 GRADACCUM_INLINE void write_safetensors(const std::function<void(const void*, std::size_t)>& write,
                                         const std::map<std::string, at::Tensor>& tensors,
                                         const std::map<std::string, std::string>& metadata) {
   std::vector<NamedSafetensorsEntry> entries;
-  for (auto& [name, tensor] : tensors) entries.emplace_back(name, safetensors_entry(name, tensor));
+  for (auto& [name, tensor] : tensors) {
+    TORCH_CHECK(tensor.defined(), "safetensors: the tensor ", in_quotes(name), " must be defined");
+    TORCH_CHECK(tensor.layout() == at::kStrided && tensor.unsafeGetTensorImpl()->has_storage() && !tensor.is_meta() &&
+                    !tensor.is_nested(),
+                "safetensors: the tensor ", in_quotes(name), " must be dense and have its numbers in memory, got ",
+                tensor.toString());
+    entries.emplace_back(name, planned_entry(name, tensor.scalar_type(), tensor.sizes().vec()));
+  }
   const auto tensor_of = [&tensors](const std::string& name) { return tensors.at(name); };
   write_safetensors(write, std::move(entries), tensor_of, metadata);
 }

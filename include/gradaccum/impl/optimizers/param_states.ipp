@@ -4,7 +4,6 @@
 #include <gradaccum/detail/optimizers/param_states.hpp>
 
 #include <gradaccum/detail/kernels/dynamic_map.hpp>
-#include <gradaccum/detail/state/owned_tensor.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/optim/optimizer.hpp>
 

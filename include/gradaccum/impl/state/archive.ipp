@@ -2,24 +2,16 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
-#include <gradaccum/detail/state/owned_tensor.hpp>
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceType.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 
 #include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum {
-
-GRADACCUM_INLINE Archive::Archive() = default;
-GRADACCUM_INLINE Archive::Archive(Values values) : values_(std::move(values)), loading_(true) {}
-GRADACCUM_INLINE Archive::Archive(const Archive&) = default;
-GRADACCUM_INLINE Archive::Archive(Archive&&) noexcept = default;
-GRADACCUM_INLINE Archive& Archive::operator=(const Archive&) = default;
-GRADACCUM_INLINE Archive& Archive::operator=(Archive&&) noexcept = default;
-GRADACCUM_INLINE Archive::~Archive() = default;
 
 GRADACCUM_INLINE Archive Archive::of_references() {
   Archive archive;
@@ -29,7 +21,7 @@ GRADACCUM_INLINE Archive Archive::of_references() {
 
 GRADACCUM_INLINE void Archive::tensors(Tensors& tensors) {
   if (!loading_) {
-    for (auto& [name, tensor] : tensors) values_[take_name(name)] = kept(tensor);
+    for (auto& [name, tensor] : tensors) values_[full_name(name)] = saved(tensor);
     return;
   }
   tensors.clear();
@@ -38,25 +30,44 @@ GRADACCUM_INLINE void Archive::tensors(Tensors& tensors) {
       tensors.emplace(value->first.substr(prefix_.size()), std::move(*tensor));
 }
 
-GRADACCUM_INLINE void Archive::when_all_fit(std::function<void()> change) { pending_.when_all_fit(std::move(change)); }
+GRADACCUM_INLINE void Archive::together(c10::function_ref<void()> load) {
+  const auto waiting = changes_.size(), changed = undo_.size();
+  ++depth_;
+  try {
+    load();
+  } catch (...) {
+    --depth_;
+    changes_.resize(waiting);
+    for (; undo_.size() > changed; undo_.pop_back()) undo_.back()();
+    throw;
+  }
+  if (--depth_ > 0) return;
+  undo_.clear();
+  for (auto& change : std::exchange(changes_, {})) change();
+}
+
+GRADACCUM_INLINE void Archive::when_all_fit(std::function<void()> change) {
+  if (depth_ == 0) return change();
+  changes_.push_back(std::move(change));
+}
 
 GRADACCUM_INLINE void Archive::if_not_all_fit(std::function<void()> undo) {
-  if (loading_) pending_.if_not_all_fit(std::move(undo));
+  if (loading_ && depth_ > 0) undo_.push_back(std::move(undo));
 }
 
 GRADACCUM_INLINE Archive Archive::to_go_back(const Archive& before) {
   Archive archive(before.values());
-  archive.pending_.wait_forever();
+  ++archive.depth_;  // for good: deferred changes are never made
   return archive;
 }
 
 GRADACCUM_INLINE bool Archive::has(const std::string& part) const {
-  const auto [first, last] = range(prefix_ + part + '.');
+  const auto [first, last] = values_of_part(part);
   return loading_ && first != last;
 }
 
 GRADACCUM_INLINE void Archive::leave_out(const std::string& part) {
-  const auto [first, last] = range(prefix_ + part + '.');
+  const auto [first, last] = values_of_part(part);
   for (auto value = first; value != last; ++value) used_.insert(value->first);
 }
 
@@ -65,92 +76,58 @@ GRADACCUM_INLINE void Archive::check_all_used() const {
     TORCH_CHECK(used_.contains(name), "Archive: nobody takes the value '", name, "'; it is of another program");
 }
 
-GRADACCUM_INLINE std::string Archive::take_name(std::string_view name) {
+GRADACCUM_INLINE std::string Archive::full_name(std::string_view name) {
   auto full = prefix_ + std::string(name);
   TORCH_CHECK(used_.insert(full).second, "Archive: two values are named '", full, "'; give each part another name");
   return full;
 }
 
-/// The values whose names begin with `prefix`.
-GRADACCUM_INLINE std::pair<Archive::Values::const_iterator, Archive::Values::const_iterator> Archive::range(
-    const std::string& prefix) const {
-  auto after = prefix;
-  ++after.back();
-  return std::pair(values_.lower_bound(prefix), values_.lower_bound(after));
+GRADACCUM_INLINE std::pair<Archive::Values::const_iterator, Archive::Values::const_iterator> Archive::values_of_part(
+    const std::string& part) const {
+  return std::pair(values_.lower_bound(prefix_ + part + '.'), values_.lower_bound(prefix_ + part + char('.' + 1)));
 }
 
-GRADACCUM_INLINE at::Tensor Archive::kept(const at::Tensor& tensor) const {
+GRADACCUM_INLINE at::Tensor Archive::saved(const at::Tensor& tensor) const {
   return tensor.defined() && copies_ ? tensor.detach().clone() : tensor;
 }
 
 /// If changes are allowed, a part without saved values keeps its state, and so does a single value.
 GRADACCUM_INLINE void Archive::part(std::string_view name, c10::function_ref<void()> state) {
-  const auto inner = take_name(name) + '.';
-  if (const auto [first, last] = range(inner); loading_ && changes_allowed_ && first == last) return;
-  const auto outer = std::exchange(prefix_, inner);
-  try {
-    together(state);
-  } catch (...) {
-    prefix_ = outer;
-    throw;
-  }
-  prefix_ = outer;
+  auto inner = full_name(name) + '.';
+  if (loading_ && changes_allowed_ && !has(std::string(name))) return;
+  const auto leave =
+      c10::make_scope_exit([this, outer = std::exchange(prefix_, std::move(inner))] { prefix_ = outer; });
+  together(state);
 }
 
-GRADACCUM_INLINE bool Archive::is_there(std::string_view name, bool has_value) {
-  const bool there = loading_ ? values_.contains(prefix_ + std::string(name)) : has_value;
-  if (!there) take_name(name);
-  return there;
-}
-
-template <class T>
-bool Archive::alternative(std::string_view name, T& value) {
-  const auto full = take_name(name);
-  constexpr bool is_tensor = std::is_same_v<T, at::Tensor>;
+GRADACCUM_INLINE bool Archive::save_or_load(std::string_view name, Value& value) {
+  const auto full = full_name(name);
+  auto* const tensor = std::get_if<at::Tensor>(&value);
   if (!loading_) {
-    if constexpr (is_tensor)
-      values_[full] = kept(value);
-    else
-      values_[full] = value;
+    if (tensor) *tensor = saved(*tensor);
+    values_[full] = std::move(value);
     return false;
   }
   const auto found = values_.find(full);
   if (found == values_.end() && changes_allowed_) return false;
   TORCH_CHECK(found != values_.end(), "Archive: must have a value '", full, "', but has none");
-  auto* const held = std::get_if<T>(&found->second);
-  TORCH_CHECK(held, "Archive: the value '", full, "' is of another type");
-  if constexpr (is_tensor)
-    value = detail::owned(std::move(*held));
+  TORCH_CHECK(found->second.index() == value.index(), "Archive: the value '", full, "' is of another type");
+  if (tensor)
+    *tensor = detail::owned(std::get<at::Tensor>(std::move(found->second)));
   else
-    value = *held;
+    value = found->second;
   return true;
 }
 
-template <class T>
-void Archive::does_not_fit(std::string_view name, T held) const {
+GRADACCUM_INLINE void Archive::does_not_fit(std::string_view name, const std::string& held) const {
   TORCH_CHECK(false, "Archive: the value '", prefix_, name, "' does not fit, got ", held);
 }
 
-template <class T>
-void Archive::differs(std::string_view name, const T& before, const T& here) const {
+GRADACCUM_INLINE void Archive::differs(std::string_view name, const std::string& before,
+                                       const std::string& here) const {
   TORCH_CHECK(changes_allowed_, "Archive: the state was saved with ", prefix_, name, " = ", before, ", and here it is ",
               here, "; give it the same, or load with {.allow_changes = true}");
 }
-
-#ifdef GRADACCUM_COMPILED
-template bool Archive::alternative(std::string_view, bool&);
-template bool Archive::alternative(std::string_view, std::int64_t&);
-template bool Archive::alternative(std::string_view, double&);
-template bool Archive::alternative(std::string_view, std::string&);
-template bool Archive::alternative(std::string_view, at::Tensor&);
-template void Archive::does_not_fit(std::string_view, std::int64_t) const;
-template void Archive::does_not_fit(std::string_view, double) const;
-template void Archive::differs(std::string_view, const bool&, const bool&) const;
-template void Archive::differs(std::string_view, const std::int64_t&, const std::int64_t&) const;
-template void Archive::differs(std::string_view, const std::uint64_t&, const std::uint64_t&) const;
-template void Archive::differs(std::string_view, const double&, const double&) const;
-template void Archive::differs(std::string_view, const std::string&, const std::string&) const;
-#endif
 
 }  // namespace gradaccum
 
@@ -184,31 +161,6 @@ GRADACCUM_INLINE void load_into(const at::Tensor& to, const at::Tensor& loaded) 
   auto &here = *to.storage().unsafeGetStorageImpl(), &there = *loaded.storage().unsafeGetStorageImpl();
   there.set_data_ptr_noswap(here.set_data_ptr(there.set_data_ptr({})));
   to.unsafeGetTensorImpl()->bump_version();  // like copy_(): autograd must notice if it has saved the tensor
-}
-
-GRADACCUM_INLINE void PendingChanges::together(c10::function_ref<void()> load) {
-  const auto waiting = changes_.size(), changed = undo_.size();
-  ++depth_;
-  try {
-    load();
-  } catch (...) {
-    --depth_;
-    changes_.resize(waiting);
-    for (; undo_.size() > changed; undo_.pop_back()) undo_.back()();
-    throw;
-  }
-  if (--depth_ > 0) return;
-  undo_.clear();
-  for (auto& change : std::exchange(changes_, {})) change();
-}
-
-GRADACCUM_INLINE void PendingChanges::when_all_fit(std::function<void()> change) {
-  if (depth_ == 0) return change();
-  changes_.push_back(std::move(change));
-}
-
-GRADACCUM_INLINE void PendingChanges::if_not_all_fit(std::function<void()> undo) {
-  if (depth_ > 0) undo_.push_back(std::move(undo));
 }
 
 }  // namespace gradaccum::detail

@@ -4,7 +4,6 @@
 #include <gradaccum/detail/state/pieces.hpp>
 
 #include <gradaccum/detail/kernels/dynamic_map.hpp>
-#include <gradaccum/detail/state/owned_tensor.hpp>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
@@ -14,16 +13,12 @@
 #include <ATen/ops/equal.h>
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
 #include <charconv>
-#include <cstddef>
 #include <mutex>
-#include <sstream>
 #include <variant>
-#include <vector>
 
 #include <gradaccum/impl/begin.ipp>
 
@@ -35,38 +30,20 @@ GRADACCUM_INLINE std::string PieceName::text() const {
   return text + "]";
 }
 
-/// Parses a non-negative decimal number at the beginning of `text`, and removes it there.
-GRADACCUM_INLINE std::optional<std::int64_t> take_number(std::string_view& text) {
-  std::int64_t number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (error != std::errc() || number < 0) return {};
-  text.remove_prefix(static_cast<std::size_t>(end - text.data()));
-  return number;
-}
-
-GRADACCUM_INLINE bool take_text(std::string_view& text, std::string_view expected) {
-  if (!text.starts_with(expected)) return false;
-  text.remove_prefix(expected.size());
-  return true;
-}
-
 GRADACCUM_INLINE std::optional<PieceName> PieceName::of(std::string_view text) {
   const auto bracket = text.rfind('[');
   if (bracket == text.npos) return {};
-  PieceName name{.parameter = std::string(text.substr(0, bracket))};
-  auto rest = text.substr(bracket + 1);
-  const auto begin = take_number(rest);
-  if (!begin || !take_text(rest, ":")) return {};
-  const auto end = take_number(rest);
-  if (!end || !take_text(rest, " of ")) return {};
-  while (!rest.starts_with("]")) {
-    const auto size = take_number(rest);
-    if (!size) return {};
-    name.sizes.push_back(*size);
-    if (rest != "]" && !take_text(rest, "x")) return {};
-  }
-  name.begin = *begin, name.end = *end;
-  if (name.text() != text) return {};
+  auto numbers = text.substr(bracket + 1);
+  const auto next = [&numbers](std::string_view separator) {
+    std::int64_t number = -1;
+    const auto* const end = std::from_chars(numbers.data(), numbers.data() + numbers.size(), number).ptr;
+    numbers.remove_prefix(std::min(numbers.size(), end - numbers.data() + separator.size()));
+    return number;
+  };
+  PieceName name{.parameter = std::string(text.substr(0, bracket)), .begin = next(":"), .end = next(" of ")};
+  bool counts = name.begin >= 0 && name.end >= 0;
+  while (counts && !numbers.empty() && numbers != "]") counts = name.sizes.emplace_back(next("x")) >= 0;
+  if (!counts || name.text() != text) return {};  // which tells whether the separators are right, too
   return name;
 }
 
@@ -87,10 +64,18 @@ GRADACCUM_INLINE void Pieces::add(PieceName piece, at::Tensor tensor) {
 GRADACCUM_INLINE void Pieces::check() const {
   check_filled();
   if (by_begin_.size() == 1) return;  // any shape is valid
-  check_alike();
+  const auto& one = first().tensor;
+  for (auto& [begin, piece] : by_begin_)
+    TORCH_CHECK(piece.tensor.defined() && one.defined() && piece.tensor.dim() <= 1 && piece.tensor.dim() == one.dim() &&
+                    piece.tensor.scalar_type() == one.scalar_type(),
+                "Archive: the pieces of ", name_, " must be rows of one dtype");
+  const auto block = elements_of_number();
   for (auto& [begin, piece] : by_begin_) {
-    if (!is_number()) check_row(piece);
-    TORCH_CHECK(!is_number() || at::equal(piece.tensor, first().tensor), "Archive: the pieces of ", name_,
+    TORCH_CHECK(
+        is_number() || (block > 0 && begin % block == 0 && piece.tensor.numel() == numbers_of(piece.end - begin)),
+        "Archive: the piece of ", name_, " from ", begin, " to ", piece.end, " has ", piece.tensor.numel(),
+        " numbers, and the first one has ", one.numel(), " for ", first().end - first().begin);
+    TORCH_CHECK(!is_number() || at::equal(piece.tensor, one), "Archive: the pieces of ", name_,
                 " must have the same number");
   }
 }
@@ -106,21 +91,6 @@ GRADACCUM_INLINE void Pieces::check_filled() const {
   }
   TORCH_CHECK(filled == elements, "Archive: the pieces of ", name_, " must be of all ", elements, " elements, got ",
               filled);
-}
-
-GRADACCUM_INLINE void Pieces::check_alike() const {
-  const auto& one = first().tensor;
-  for (auto& [begin, piece] : by_begin_)
-    TORCH_CHECK(piece.tensor.defined() && one.defined() && piece.tensor.dim() <= 1 && piece.tensor.dim() == one.dim() &&
-                    piece.tensor.scalar_type() == one.scalar_type(),
-                "Archive: the pieces of ", name_, " must be rows of one dtype");
-}
-
-GRADACCUM_INLINE void Pieces::check_row(const Piece& piece) const {
-  const auto block = elements_of_number(), size = piece.end - piece.begin;
-  TORCH_CHECK(block > 0 && piece.begin % block == 0 && piece.tensor.numel() == numbers_of(size),
-              "Archive: the piece of ", name_, " from ", piece.begin, " to ", piece.end, " has ", piece.tensor.numel(),
-              " numbers, and the first one has ", first().tensor.numel(), " for ", first().end - first().begin);
 }
 
 GRADACCUM_INLINE bool Pieces::is_number() const { return first().tensor.defined() && first().tensor.dim() == 0; }
@@ -161,33 +131,27 @@ GRADACCUM_INLINE at::Tensor Pieces::part(std::int64_t begin, std::int64_t end) c
 
 GRADACCUM_INLINE std::map<std::string, Pieces> take_pieces(std::map<std::string, at::Tensor>& tensors) {
   std::map<std::string, Pieces> all;
-  for (auto tensor = tensors.begin(); tensor != tensors.end();) {
-    auto name = PieceName::of(tensor->first);
-    if (!name) {
-      ++tensor;
-      continue;
-    }
+  std::erase_if(tensors, [&all](auto& item) {
+    auto name = PieceName::of(item.first);
+    if (!name) return false;
     const auto whole = name->parameter;
-    all.try_emplace(whole, whole).first->second.add(std::move(*name), std::move(tensor->second));
-    tensor = tensors.erase(tensor);
-  }
+    all.try_emplace(whole, whole).first->second.add(std::move(*name), std::move(item.second));
+    return true;
+  });
   return all;
 }
 
 GRADACCUM_INLINE Archive::Values take_shared_pieces(Archive::Values& values) {
   Archive::Values shared;
   std::map<std::string, at::Tensor> tensors;
-  for (auto value = values.begin(); value != values.end();) {
-    auto* const tensor = std::get_if<at::Tensor>(&value->second);
-    if (tensor == nullptr || !PieceName::of(value->first)) {
-      ++value;
-      continue;
-    }
-    const auto [same, is_new] = shared.emplace(without_rank(value->first), *tensor);
+  std::erase_if(values, [&](auto& value) {
+    auto* const tensor = std::get_if<at::Tensor>(&value.second);
+    if (tensor == nullptr || !PieceName::of(value.first)) return false;
+    const auto [same, is_new] = shared.emplace(without_rank(value.first), *tensor);
     TORCH_CHECK(is_new, "Archive: two ranks have saved the piece ", same->first);
     tensors.emplace(same->first, *tensor);
-    value = values.erase(value);
-  }
+    return true;
+  });
   for (auto& [name, pieces] : take_pieces(tensors)) {
     pieces.check();
     TORCH_CHECK(!values.contains(name), "Archive: ", name, " is there whole and in pieces");
@@ -222,6 +186,14 @@ GRADACCUM_INLINE std::string described(const std::string& name, const at::Tensor
   return c10::str(name, ", ", tensor.scalar_type(), " ", tensor.sizes());
 }
 
+GRADACCUM_INLINE std::string first_of(const std::vector<std::string>& lines) {
+  constexpr std::size_t shown = 10;
+  std::string text;
+  for (std::size_t i = 0; i < std::min(lines.size(), shown); ++i) text += "\n  " + lines[i];
+  if (lines.size() > shown) text += c10::str("\n  and ", lines.size() - shown, " more");
+  return text;
+}
+
 GRADACCUM_INLINE void check_can_be_loaded(const std::string& name, const at::Tensor& tensor) {
   TORCH_CHECK(!tensor.is_meta() && at::has_internal_overlap(tensor) != at::MemOverlap::Yes, "the module's ", name,
               " must have memory for each of its numbers, got ",
@@ -240,11 +212,7 @@ GRADACCUM_INLINE std::string differences(const Archive::Tensors& saved, const Ar
   }
   for (auto& [name, tensor] : here)
     if (!saved.contains(name)) all.push_back("the model alone has " + described(name, tensor));
-  std::ostringstream text;
-  constexpr std::size_t shown = 10;
-  for (std::size_t i = 0; i < all.size() && i < shown; ++i) text << "\n  " << all[i];
-  if (all.size() > shown) text << "\n  and " << all.size() - shown << " more";
-  return text.str();
+  return first_of(all);
 }
 
 GRADACCUM_INLINE void archive_module(Archive& archive, torch::nn::Module& module) {

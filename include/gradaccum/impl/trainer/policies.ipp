@@ -12,7 +12,7 @@
 #include <gradaccum/policies/save_state.hpp>
 #include <gradaccum/policies/validate.hpp>
 
-#include <gradaccum/detail/io/manifest.hpp>
+#include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/kernels/dense.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
 #include <gradaccum/detail/trainer/weighted_mean.hpp>

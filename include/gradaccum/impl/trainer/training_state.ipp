@@ -4,7 +4,7 @@
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/training_state.hpp>
 
-#include <gradaccum/detail/io/manifest.hpp>
+#include <gradaccum/detail/io/formats.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
 #include <gradaccum/detail/window/communicator.hpp>
 #include <gradaccum/progress_line.hpp>

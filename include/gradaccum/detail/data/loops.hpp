@@ -4,22 +4,27 @@
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/data/samples.hpp>
 
-#include <ATen/core/Generator.h>
+#include <c10/util/FunctionRef.h>
+#include <c10/util/ScopeExit.h>
 
 #include <concepts>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
 #include <iterator>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <type_traits>
 #include <utility>
 #include <variant>
 
 namespace gradaccum::detail {
-
-/// Returns a generator for an epoch, which depends on the seed and the epoch alone.
-at::Generator epoch_generator(std::uint64_t seed, std::int64_t epoch);
 
 /// This rank's share of an epoch's batches: every `world_size`-th, from the `rank`-th on.
 struct ShareOfRank {
@@ -29,6 +34,10 @@ struct ShareOfRank {
   std::int64_t of(std::int64_t batches) const { return (batches - rank + world_size - 1) / world_size; }
   std::int64_t nth(std::int64_t own) const { return own * world_size + rank; }
 };
+
+}  // namespace gradaccum::detail
+
+namespace gradaccum::data {
 
 /// The position of a loop over batches, which can be saved and resumed. One loop runs at a time, and each is an epoch.
 class EpochOrder {
@@ -40,7 +49,7 @@ class EpochOrder {
     bool operator==(const State&) const = default;
   };
 
-  const State& state() const { return state_; }
+  const State& state() const { return place_.state; }
   /// Makes the next loop start from `state`.
   void load_state(const State& state);
   /// Saves or loads the position. Other data is an error, detected by its number of batches and its last batch.
@@ -51,37 +60,31 @@ class EpochOrder {
     State state;
     bool resumed = false;
   };
-  Place place() const { return {state_, resumed_}; }
+  Place place() const { return place_; }
   /// Returns to a place that this object gave.
-  void go_back(const Place& place);
+  void go_back(const Place& place) { place_ = place; }
 
  protected:
-  EpochOrder() = default;
-  EpochOrder(const EpochOrder&) = default;
-  EpochOrder& operator=(const EpochOrder&) = default;
   virtual ~EpochOrder() = default;
 
   /// Begins a loop, and returns its number.
   std::int64_t begin_loop();
-  void check_is_last(std::int64_t loop) const;
-  /// Returns the number of the next batch, among all ranks'. At an epoch's end, returns nothing and begins the next.
-  std::optional<std::int64_t> next();
-  void taken() { ++state_.batch; }
+  /// Returns the number of the loop's next batch, among all ranks'. At an epoch's end, returns nothing and begins the
+  /// next. Throws if another loop has begun since.
+  std::optional<std::int64_t> next(std::int64_t loop);
+  void count_batch() { ++place_.state.batch; }
 
   virtual std::int64_t all_of(std::int64_t epoch) const = 0;  ///< the number of batches of all ranks
-  virtual ShareOfRank share() const = 0;
+  virtual detail::ShareOfRank share() const = 0;
   virtual std::string fingerprint_at(std::int64_t epoch, std::int64_t number) const = 0;
 
  private:
   void check(const State& state) const;
-  std::string fingerprint(const State& at) const;
   /// The number of this rank's batches.
   std::int64_t size_of(std::int64_t epoch) const { return share().of(all_of(epoch)); }
-  std::string name() const;
 
-  State state_;
+  Place place_;
   std::int64_t count_ = 0;  // number of loops begun
-  bool resumed_ = false;
 };
 
 /// A range of batches in the order of an `EpochOrder`.
@@ -100,10 +103,9 @@ class EpochLoops : public EpochOrder {
     Batch& operator*() const { return batch_; }
     Batch* operator->() const { return &batch_; }
     Iterator& operator++() {
-      loops_->check_is_last(loop_);
-      if (const auto number = loops_->next()) {
+      if (const auto number = loops_->next(loop_)) {
         batch_ = loops_->batch_at(loops_->state().epoch, *number);
-        loops_->taken();
+        loops_->count_batch();
       } else {
         loops_ = nullptr;
       }
@@ -124,9 +126,13 @@ class EpochLoops : public EpochOrder {
  private:
   virtual Batch batch_at(std::int64_t epoch, std::int64_t number) const = 0;
   std::string fingerprint_at(std::int64_t epoch, std::int64_t number) const override {
-    return fingerprint_of(batch_at(epoch, number));
+    return detail::fingerprint_of(batch_at(epoch, number));
   }
 };
+
+}  // namespace gradaccum::data
+
+namespace gradaccum::detail {
 
 template <class Range>
 concept saves_its_place = requires(Range& range, Archive& archive) {
@@ -163,27 +169,14 @@ struct RangeNote {
   /// Saves the range's state at that position. The range itself stays at its own position.
   void save(Range& range, Archive& archive) const requires saves_its_place<Range> {
     if constexpr (goes_back_to_place<Range>) {
-      const Away away(range, place);
+      const auto back = c10::make_scope_exit([&range, from = range.place()] { range.go_back(from); });
+      range.go_back(place);
       range.state(archive);
     } else {
       for (auto& [name, value] : place.values())
         std::visit([&archive, &name = name](auto held) { archive(name, held); }, value);
     }
   }
-  void go_back(Range& range) const {
-    if constexpr (goes_back_to_place<Range>) range.go_back(place);
-  }
-
- private:
-  struct Away {
-    Away(Range& range, const decltype(place)& to) : range_(range), from_(range.place()) { range.go_back(to); }
-    Away(const Away&) = delete;
-    Away& operator=(const Away&) = delete;
-    ~Away() { range_.go_back(from_); }
-
-    Range& range_;
-    decltype(place) from_;
-  };
 };
 
 template <class Range>
@@ -228,6 +221,52 @@ class RangePass {
   Current current_;
   decltype(end_of(std::declval<Range&>())) end_;
   bool began_ = false;
+};
+
+/// Runs `make`, and throws if it drew from LibTorch's default generators, which all threads share.
+void make_without_draws(c10::function_ref<void()> make);
+
+struct Prepared {
+  virtual ~Prepared() = default;
+};
+
+/// A queue of objects that a thread prepares in order.
+///
+/// The thread starts with `start` or the first `take`, and again with the next one after `stop`. It ends after the last
+/// object, or when `make` throws. Only one thread may take objects.
+class PreparedAhead {
+ public:
+  /// Makes the next object; null after the last.
+  using Make = std::function<std::unique_ptr<Prepared>()>;
+
+  /// Keeps at most `depth` objects ready.
+  PreparedAhead(std::size_t depth, Make make) : depth_(depth), make_(std::move(make)) {}
+  ~PreparedAhead() { stop(); }
+
+  /// Starts the thread, which fills the queue.
+  void start();
+  /// Returns the next object; null after the last. Rethrows an exception of `make` in its place.
+  std::unique_ptr<Prepared> take();
+  /// Stops the thread, after the object that it is making. Objects that are ready stay.
+  void stop();
+  /// Discards the objects that are ready. The thread must be stopped.
+  void clear() { made_.clear(); }
+
+ private:
+  struct Entry {
+    std::unique_ptr<Prepared> made = nullptr;
+    std::exception_ptr error = nullptr;
+  };
+
+  void work();
+
+  std::size_t depth_;
+  Make make_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Entry> made_;  // an entry without `made` is the last
+  bool working_ = false, stopping_ = false;
+  std::thread thread_;
 };
 
 }  // namespace gradaccum::detail

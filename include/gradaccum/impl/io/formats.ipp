@@ -1,0 +1,536 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/io/formats.hpp>
+
+#include <gradaccum/detail/kernels/crc32.hpp>
+
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstdio>
+#include <initializer_list>
+#include <limits>
+#include <set>
+#include <stdexcept>
+#include <system_error>
+#include <type_traits>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum::detail {
+
+using Json = nlohmann::json;
+
+/// A value as one line of ASCII, which can be cut anywhere.
+GRADACCUM_INLINE std::string one_line(const Json& json) { return json.dump(-1, ' ', true); }
+
+GRADACCUM_INLINE std::string in_quotes(std::string_view name) {
+  return Json(name.substr(0, 200)).dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+[[noreturn]] GRADACCUM_INLINE void format_error(const std::string& what, const std::string& requirement) {
+  throw std::runtime_error(what + ": " + requirement);
+}
+
+/// Parses exactly one JSON value, from text that nobody vouches for. Refuses what nlohmann's parser lets pass: a name
+/// that an object has twice, and more than `max_depth` levels of nesting.
+GRADACCUM_INLINE Json parse_json(std::string_view text, std::size_t max_depth, const std::string& what) {
+  constexpr std::size_t max_values = 12'000'000;  // two bytes of text may become a value of 16
+  // nlohmann's parser takes a zero byte for the end of the text.
+  if (const auto zero = text.find('\0'); zero != text.npos)
+    format_error(what, "must be JSON in UTF-8, got a zero at byte " + std::to_string(zero + 1));
+  std::size_t values = 0;
+  std::vector<std::set<std::string>> names;  // of the open objects, the outermost first
+  const auto check = [&](int depth, Json::parse_event_t event, const Json& parsed) {
+    using Event = Json::parse_event_t;
+    if (event == Event::key) {
+      const auto& name = parsed.get_ref<const std::string&>();
+      if (!names.back().insert(name).second)
+        format_error(what, "its JSON must have every name once, got " + in_quotes(name) + " twice");
+    } else if (event == Event::object_end) {
+      names.pop_back();
+    } else if (event != Event::array_end) {
+      if (event != Event::value && static_cast<std::size_t>(depth) == max_depth)
+        format_error(what, "its JSON must not be nested deeper than " + std::to_string(max_depth));
+      if (++values > max_values)
+        format_error(what, "its JSON must have at most " + std::to_string(max_values) + " values");
+      if (event == Event::object_start) names.emplace_back();
+    }
+    return true;
+  };
+  try {
+    return Json::parse(text.begin(), text.end(), check);
+  } catch (const Json::out_of_range&) {
+    format_error(what, "its JSON must have no numbers beyond those of a double");
+  } catch (const Json::parse_error& error) {
+    format_error(what, "must be JSON in UTF-8, got what is none at byte " + std::to_string(error.byte));
+  }
+}
+
+GRADACCUM_INLINE std::string crc32_text(std::uint32_t crc) {
+  char digits[9];
+  std::snprintf(digits, sizeof digits, "%08x", crc);
+  return digits;
+}
+
+GRADACCUM_INLINE bool is_file_name(std::string_view name) {
+  return !name.empty() && name.size() <= 255 && name.front() != '.' && name != manifest_name &&
+         name.find_first_not_of("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-") == name.npos;
+}
+
+GRADACCUM_INLINE std::string quoted(const std::string& text) {
+  try {
+    return Json(text).dump();
+  } catch (const Json::type_error&) {
+    throw std::runtime_error("manifest.json: texts and names must be UTF-8, got " + in_quotes(text));
+  }
+}
+
+/// Writes an object from names and JSON values, one entry a line.
+GRADACCUM_INLINE std::string lines_of(const std::vector<std::pair<std::string, std::string>>& entries,
+                                      std::size_t depth) {
+  std::string text;
+  for (auto& [name, json] : entries)
+    text += (text.empty() ? "\n" : ",\n") + std::string(2 * depth, ' ') + quoted(name) + ": " + json;
+  return text.empty() ? "{}" : "{" + text + "\n" + std::string(2 * (depth - 1), ' ') + "}";
+}
+
+GRADACCUM_INLINE std::string json_of_value(const Manifest::Value& value) {
+  if (auto* const text = std::get_if<std::string>(&value)) return quoted(*text);
+  if (auto* const flag = std::get_if<bool>(&value)) return *flag ? "true" : "false";
+  if (auto* const whole = std::get_if<std::int64_t>(&value)) return std::to_string(*whole);
+  const auto number = std::get<double>(value);
+  if (std::isfinite(number)) return Json(number).dump();
+  return lines_of({{"double", std::isnan(number) ? "\"nan\"" : number > 0 ? "\"inf\"" : "\"-inf\""}}, 3);
+}
+
+GRADACCUM_INLINE std::string text_of(const Manifest& manifest) {
+  std::vector<std::pair<std::string, std::string>> files, values;
+  for (const auto& [name, file] : manifest.files) {
+    if (!is_file_name(name))
+      throw std::runtime_error("manifest.json: files must have plain names, got " + in_quotes(name));
+    files.emplace_back(name,
+                       lines_of({{"bytes", std::to_string(file.bytes)}, {"crc32", quoted(crc32_text(file.crc32))}}, 3));
+  }
+  for (const auto& [name, value] : manifest.values) values.emplace_back(name, json_of_value(value));
+  auto text = lines_of({{"crc32", quoted("00000000")},
+                        {"format", quoted(manifest.format)},
+                        {"format_version", "1"},
+                        {"gradaccum", quoted(manifest.gradaccum)},
+                        {"libtorch", quoted(manifest.libtorch)},
+                        {"files", lines_of(files, 2)},
+                        {"values", lines_of(values, 2)}},
+                       1) +
+              "\n";
+  if (text.size() > Manifest::max_bytes)
+    throw std::runtime_error("manifest.json: must have at most 64 MiB, got " + std::to_string(text.size()) + " bytes");
+  return text.replace(text.find("00000000"), 8, crc32_text(crc32(text.data(), text.size())));
+}
+
+/// Turns untrusted JSON into a manifest.
+class ManifestReader {
+ public:
+  ManifestReader(const std::string& what, std::string_view format) : what_(what), format_(format) {}
+
+  Manifest read(std::string_view text) const {
+    if (text.size() > Manifest::max_bytes)
+      fail("must have at most " + std::to_string(Manifest::max_bytes) + " bytes", text.size());
+    const auto json = parse_json(text, 3, what_);
+    check_crc32(text_in(json, "crc32"), text);
+    const auto& format = text_in(json, "format");
+    if (format != format_) fail("\"format\" must be \"" + format_ + "\"", format);
+    const auto& version = in(json, "format_version");
+    if (!version.is_number_unsigned() || version.get<std::uint64_t>() != 1)
+      format_error(what_, "\"format_version\" must be 1, got " + one_line(version) +
+                              ": read it with the gradaccum that wrote it, or a newer one");
+    only(json, {"crc32", "format", "format_version", "gradaccum", "libtorch", "files", "values"});
+    Manifest manifest;
+    manifest.format = format_;
+    manifest.gradaccum = text_in(json, "gradaccum");
+    manifest.libtorch = text_in(json, "libtorch");
+    for (const auto& [name, file] : object(in(json, "files"), "\"files\" ")) manifest.files[name] = file_of(name, file);
+    for (const auto& [name, value] : object(in(json, "values"), "\"values\" "))
+      manifest.values[name] = value_of(name, value);
+    return manifest;
+  }
+
+ private:
+  [[noreturn]] void fail(const std::string& requirement, const Json& got) const {
+    auto shown = one_line(got);
+    if (shown.size() > 200) shown = shown.substr(0, 200) + "...";
+    throw std::runtime_error(what_ + ": " + requirement + ", got " + shown);
+  }
+
+  const Json::object_t& object(const Json& json, const std::string& what = "") const {
+    if (!json.is_object()) fail(what + "must be an object", json);
+    return json.get_ref<const Json::object_t&>();
+  }
+  const Json& in(const Json& json, const std::string& name) const {
+    const auto found = object(json).find(name);
+    if (found == object(json).end()) fail("must have an entry \"" + name + "\"", json);
+    return found->second;
+  }
+  const std::string& text_in(const Json& json, const std::string& name) const {
+    const auto& found = in(json, name);
+    if (!found.is_string()) fail("\"" + name + "\" must be a text", found);
+    return found.get_ref<const std::string&>();
+  }
+  void only(const Json& json, std::initializer_list<std::string_view> names) const {
+    for (const auto& [name, value] : object(json))
+      if (std::find(names.begin(), names.end(), name) == names.end())
+        fail("must have no other entries than this gradaccum knows", name);
+  }
+
+  void check_crc32(const std::string& digits, std::string_view text) const {
+    const auto at = text.find(digits);
+    if (at == text.npos || digits.size() != 8) fail("\"crc32\" must be eight digits 0-9 a-f", digits);
+    const auto before = crc32("00000000", 8, crc32(text.data(), at));
+    const auto computed = crc32_text(crc32(text.data() + at + 8, text.size() - at - 8, before));
+    if (computed != digits) fail("must be as it was written, with the CRC-32 " + digits, computed);
+  }
+
+  Manifest::File file_of(const std::string& name, const Json& json) const {
+    if (!is_file_name(name)) fail("\"files\" must have plain names (A-Z a-z 0-9 _ . -, no dot in front)", name);
+    const auto& bytes = in(json, "bytes");
+    if (!bytes.is_number_unsigned()) fail("the \"bytes\" of " + name + " must be a whole number >= 0", bytes);
+    only(json, {"bytes", "crc32"});
+    const auto& digits = text_in(json, "crc32");
+    std::uint32_t crc = 0;
+    std::from_chars(digits.data(), digits.data() + digits.size(), crc, 16);
+    if (crc32_text(crc) != digits) fail("\"crc32\" must be eight digits 0-9 a-f", digits);
+    return {bytes.get<std::uint64_t>(), crc};
+  }
+
+  Manifest::Value value_of(const std::string& name, const Json& json) const {
+    if (json.is_boolean()) return json.get<bool>();
+    if (json.is_string()) return json.get<std::string>();
+    if (json.is_number_float()) return json.get<double>();
+    if (json.is_number() && (!json.is_number_unsigned() || json.get<std::uint64_t>() >> 63 == 0))
+      return json.get<std::int64_t>();
+    if (!json.is_object())
+      fail("the value " + in_quotes(name) + " must be true or false, a 64-bit integer, a double or a text", json);
+    only(json, {"double"});
+    const auto& text = text_in(json, "double");
+    if (text == "nan") return std::numeric_limits<double>::quiet_NaN();
+    if (text == "inf") return std::numeric_limits<double>::infinity();
+    if (text != "-inf") fail("the value " + in_quotes(name) + " must be \"nan\", \"inf\" or \"-inf\"", json);
+    return -std::numeric_limits<double>::infinity();
+  }
+
+  const std::string& what_;
+  const std::string format_;
+};
+
+GRADACCUM_INLINE Manifest manifest_of(std::string_view text, const std::string& what, std::string_view format) {
+  return ManifestReader(what, format).read(text);
+}
+
+GRADACCUM_INLINE void write_manifest(const std::filesystem::path& folder, const Manifest& manifest) {
+  const auto text = text_of(manifest);
+  OutputFile file(folder / manifest_name);
+  file.write(text.data(), text.size());
+  file.close();
+}
+
+GRADACCUM_INLINE Manifest read_manifest(const std::filesystem::path& folder, std::string_view format) {
+  const auto path = folder / manifest_name;
+  InputFile file(path);
+  if (file.bytes() > Manifest::max_bytes)
+    throw std::runtime_error(path.string() + ": must have at most 64 MiB, got " + std::to_string(file.bytes()) +
+                             " bytes");
+  std::string text(static_cast<std::size_t>(file.bytes()), '\0');
+  text.resize(file.read_at(0, text.data(), text.size()));
+  return manifest_of(text, path.string(), format);
+}
+
+inline constexpr std::size_t chunk_of_listed_file = 1 << 20;
+
+GRADACCUM_INLINE ListedFile::ListedFile(const std::filesystem::path& path, const Manifest::File& listed)
+    : path_(path), listed_(listed), file_(path) {
+  if (file_.bytes() != listed.bytes) fail(std::to_string(listed.bytes) + " bytes", std::to_string(file_.bytes()));
+}
+
+GRADACCUM_INLINE std::uint32_t ListedFile::read(std::uint64_t offset, std::span<std::byte> bytes,
+                                                std::uint32_t crc) const {
+  while (!bytes.empty()) {
+    const auto now = bytes.first(std::min(bytes.size(), chunk_of_listed_file));
+    if (file_.read_at(offset, now.data(), now.size()) != now.size())
+      fail(std::to_string(listed_.bytes) + " bytes", "fewer");
+    crc = crc32(now.data(), now.size(), crc);  // while they are in the cache
+    offset += now.size();
+    bytes = bytes.subspan(now.size());
+  }
+  return crc;
+}
+
+GRADACCUM_INLINE void ListedFile::check(std::uint32_t crc) const {
+  if (crc != listed_.crc32) fail("the CRC-32 " + crc32_text(listed_.crc32), crc32_text(crc));
+}
+
+GRADACCUM_INLINE void ListedFile::fail(const std::string& requirement, const std::string& got) const {
+  throw std::runtime_error(path_.string() + ": must have " + requirement + ", as the manifest says, got " + got);
+}
+
+GRADACCUM_INLINE void check_file(const std::filesystem::path& path, const Manifest::File& listed) {
+  const ListedFile file(path, listed);
+  std::vector<std::byte> chunk(chunk_of_listed_file);
+  std::uint32_t crc = 0;
+  for (std::uint64_t at = 0; at < listed.bytes; at += chunk.size()) {
+    const auto size = std::min<std::uint64_t>(listed.bytes - at, chunk.size());
+    crc = file.read(at, std::span(chunk).first(static_cast<std::size_t>(size)), crc);
+  }
+  file.check(crc);
+}
+
+GRADACCUM_INLINE void check_no_others(const std::filesystem::path& folder, const Manifest& manifest) {
+  for (const auto& name : names_in(folder))
+    if (name != manifest_name && manifest.files.count(name) == 0)
+      throw std::runtime_error((folder / name).string() + ": must be listed in " + manifest_name + ", or not be there");
+}
+
+GRADACCUM_INLINE void check_files(const std::filesystem::path& folder, const Manifest& manifest) {
+  check_no_others(folder, manifest);
+  for (const auto& [name, file] : manifest.files) check_file(folder / name, file);
+}
+
+[[noreturn]] GRADACCUM_INLINE void refuse_pickle(const std::filesystem::path& path) {
+  throw std::runtime_error(
+      path.string() +
+      ": must be in safetensors files; a pickle can run any program, and is not read. This line makes "
+      "model.safetensors of it, in its folder:\n"
+      "python3 -c \"import glob, torch, safetensors.torch; safetensors.torch.save_file("
+      "{n: t.clone(memory_format=torch.contiguous_format) for f in glob.glob('pytorch_model*.bin') "
+      "for n, t in torch.load(f, map_location='cpu', weights_only=True).items()}, "
+      "'model.safetensors', {'format': 'pt'})\"");
+}
+
+GRADACCUM_INLINE std::filesystem::path weights_path(const std::filesystem::path& path) {
+  std::error_code ignored;
+  const auto is_there = [&](const char* name) {  // true also for a dangling link, so that errors name it
+    return std::filesystem::exists(std::filesystem::symlink_status(path / name, ignored));
+  };
+  constexpr const char* pickles[] = {"pytorch_model.bin", "pytorch_model.bin.index.json"};
+  if (!std::filesystem::is_directory(path, ignored)) {
+    for (auto* name : pickles)
+      if (path.filename() == name) refuse_pickle(path);
+    return path;
+  }
+  for (auto* name : {weights_name, weights_index_name})
+    if (is_there(name)) return path / name;
+  for (auto* name : pickles)
+    if (is_there(name)) refuse_pickle(path / name);
+  throw std::runtime_error(path.string() + ": must have " + weights_name + " or " + weights_index_name +
+                           ", got a folder without them; a file of another name is read by its own path");
+}
+
+GRADACCUM_INLINE WeightMap read_weights_index(std::string_view text, const std::string& what) {
+  constexpr std::size_t max_bytes = 100'000'000, max_tensors = 1'000'000, max_name = 4096, max_depth = 8;
+  const auto fail = [&what](const std::string& requirement, const std::string& got) {
+    format_error(what, requirement + ", got " + got);
+  };
+  if (text.size() > max_bytes) fail("must have at most 100000000 bytes", std::to_string(text.size()));
+  const auto json = parse_json(text, max_depth, what);
+  if (!json.is_object()) fail("must be an object", json.type_name());
+  const auto found = json.find("weight_map");
+  if (found == json.end() || !found->is_object())
+    fail("must have an object \"weight_map\"", found == json.end() ? "none" : found->type_name());
+  if (found->size() > max_tensors) fail("must have at most 1000000 tensors", std::to_string(found->size()));
+  WeightMap files;
+  for (const auto& [name, value] : found->get_ref<const Json::object_t&>()) {
+    if (name.size() > max_name) fail("a tensor's name must have at most 4096 bytes", std::to_string(name.size()));
+    if (!value.is_string()) fail("the file of " + in_quotes(name) + " must be a text", value.type_name());
+    const auto& file = value.get_ref<const std::string&>();
+    // The name must not leave the folder or refer to a pickle.
+    if (!is_file_name(file) || !file.ends_with(".safetensors"))
+      fail("the file of " + in_quotes(name) +
+               " must have a plain name (A-Z a-z 0-9 _ . -, no dot in front) that ends in .safetensors",
+           in_quotes(file));
+    files.emplace_hint(files.end(), name, file);
+  }
+  return files;
+}
+
+GRADACCUM_INLINE std::string text_of_index(const WeightMap& files, std::uint64_t total_parameters,
+                                           std::uint64_t total_size) {
+  std::vector<std::pair<std::string, std::string>> entries;
+  for (const auto& [name, file] : files) entries.emplace_back(name, quoted(file));
+  const auto metadata =
+      lines_of({{"total_parameters", std::to_string(total_parameters)}, {"total_size", std::to_string(total_size)}}, 2);
+  return lines_of({{"metadata", metadata}, {"weight_map", lines_of(entries, 2)}}, 1) + "\n";
+}
+
+GRADACCUM_INLINE std::size_t safetensors_dtype_rank(std::string_view dtype) {
+  const auto& all = safetensors_dtype_bits;
+  return static_cast<std::size_t>(
+      std::find_if(all.begin(), all.end(), [dtype](auto& known) { return known.first == dtype; }) - all.begin());
+}
+
+inline constexpr std::size_t max_safetensors_header = 100'000'000;  // bytes, as in the reference implementation
+
+/// Throws the parts, texts and numbers, as one message unless the condition holds.
+template <class... Parts>
+void require_format(bool condition, const Parts&... parts) {
+  const auto text_of = []<class Part>(const Part& part) {
+    if constexpr (std::is_integral_v<Part>)
+      return std::to_string(part);
+    else
+      return std::string_view(part);
+  };
+  if (!condition) throw std::runtime_error((std::string() + ... + std::string(text_of(parts))));
+}
+
+/// Reads the sizes or offsets of a tensor; `shown` is how messages begin, as below.
+GRADACCUM_INLINE std::vector<std::int64_t> whole_numbers_of(const Json& value, const std::string& shown) {
+  require_format(value.is_array(), shown, " must be an array");
+  std::vector<std::int64_t> numbers;
+  for (auto& element : value) {
+    require_format(element.is_number_unsigned() && element.get<std::uint64_t>() >> 63 == 0, shown,
+                   " must have whole numbers from 0 to 2^63 - 1 only");
+    numbers.push_back(element.get<std::int64_t>());
+  }
+  return numbers;
+}
+
+GRADACCUM_INLINE void check_size(const SafetensorsEntry& entry, const std::string& shown) {
+  std::int64_t bits = safetensors_dtype_bits[safetensors_dtype_rank(entry.dtype)].second;
+  bool is_empty = false;
+  for (auto size : entry.shape) {
+    is_empty = is_empty || size == 0;  // an empty tensor's strides are still products of the other sizes
+    require_format(!__builtin_mul_overflow(bits, std::max<std::int64_t>(size, 1), &bits), shown,
+                   " must have fewer than 2^63 bits");
+  }
+  if (is_empty) bits = 0;
+  require_format(bits % 8 == 0, shown, " must end at a whole byte");
+  const auto bytes = static_cast<std::uint64_t>(bits / 8);
+  require_format(bytes == entry.end - entry.begin, shown, " must have the bytes of its shape and dtype, ", bytes,
+                 ", got ", entry.end - entry.begin);
+}
+
+GRADACCUM_INLINE SafetensorsEntry safetensors_entry_of(const std::string& name, const Json& value,
+                                                       const std::string& what) {
+  const auto shown = what + ": the tensor " + in_quotes(name);
+  require_format(name.size() <= 4096, shown, " must have a name of at most 4096 bytes, got ", name.size());
+  require_format(value.is_object() && value.size() == 3 && value.contains("dtype") && value.contains("shape") &&
+                     value.contains("data_offsets"),
+                 shown, " must have dtype, shape and data_offsets, and nothing else");
+  const auto& dtype = value.at("dtype");
+  require_format(
+      dtype.is_string() && safetensors_dtype_rank(dtype.get_ref<const std::string&>()) < safetensors_dtype_bits.size(),
+      shown, " must have a dtype of safetensors, got ", one_line(dtype).substr(0, 60));
+  SafetensorsEntry entry{.dtype = dtype.get<std::string>(),
+                         .shape = whole_numbers_of(value.at("shape"), shown + ": shape")};
+  require_format(entry.shape.size() <= 64, shown, " must have at most 64 dimensions, got ", entry.shape.size());
+  const auto offsets = whole_numbers_of(value.at("data_offsets"), shown + ": data_offsets");
+  require_format(offsets.size() == 2 && offsets[0] <= offsets[1], shown,
+                 " must have a begin and an end that is not before");
+  entry.begin = static_cast<std::uint64_t>(offsets[0]);
+  entry.end = static_cast<std::uint64_t>(offsets[1]);
+  check_size(entry, shown);
+  return entry;
+}
+
+/// Throws unless the tensors are all of the data, without gaps or overlaps.
+GRADACCUM_INLINE void check_offsets(const std::map<std::string, SafetensorsEntry>& tensors, std::uint64_t data_size,
+                                    const std::string& what) {
+  using Named = const std::pair<const std::string, SafetensorsEntry>;
+  std::vector<Named*> order;
+  for (auto& named : tensors) order.push_back(&named);
+  std::sort(order.begin(), order.end(), [](Named* a, Named* b) {
+    return std::pair(a->second.begin, a->second.end) < std::pair(b->second.begin, b->second.end);
+  });
+  std::uint64_t end = 0;
+  for (auto* named : order) {
+    require_format(named->second.begin == end, what, ": the tensor ", in_quotes(named->first),
+                   " must begin where the one before ends, at ", end, ", got ", named->second.begin);
+    end = named->second.end;
+  }
+  require_format(end == data_size, what, ": its tensors must be all of its data, ", data_size, " bytes, got ", end);
+}
+
+GRADACCUM_INLINE SafetensorsHeader read_safetensors_header(std::string_view file, const std::string& what) {
+  const auto size = safetensors_header_size(file.substr(0, 8), file.size(), what);
+  auto header = parse_safetensors_header(file.substr(8, size), file.size() - 8 - size, what);
+  header.data_begin = 8 + size;
+  return header;
+}
+
+GRADACCUM_INLINE std::uint64_t safetensors_header_size(std::string_view first, std::uint64_t file_size,
+                                                       const std::string& what) {
+  require_format(first.size() == 8 && file_size >= 8, what, ": must have at least 8 bytes, got ", file_size);
+  std::uint64_t size = 0;
+  for (unsigned i = 0; i < 8; ++i) size |= std::uint64_t{static_cast<unsigned char>(first[i])} << (8 * i);
+  require_format(size <= max_safetensors_header, what, ": its header must have at most 100000000 bytes, got ", size);
+  require_format(size <= file_size - 8, what, ": its header must end with the file or before, got ", size, " bytes of ",
+                 file_size - 8);
+  return size;
+}
+
+GRADACCUM_INLINE SafetensorsHeader parse_safetensors_header(std::string_view text, std::uint64_t data_size,
+                                                            const std::string& what) {
+  require_format(text.size() <= max_safetensors_header, what, ": its header must have at most 100000000 bytes, got ",
+                 text.size());
+  require_format(text.starts_with('{'), what, ": its header must begin with {");
+  const auto json = parse_json(text, 3, what);
+  require_format(json.size() <= 1'000'000, what, ": must have at most 1000000 tensors, got ", json.size());
+  SafetensorsHeader header;
+  for (auto& [name, value] : json.get_ref<const Json::object_t&>()) {
+    if (name != "__metadata__") {
+      header.tensors.emplace_hint(header.tensors.end(), name, safetensors_entry_of(name, value, what));
+      continue;
+    }
+    require_format(value.is_object(), what, ": __metadata__ must be an object");
+    for (auto& [key, held] : value.get_ref<const Json::object_t&>()) {
+      require_format(held.is_string(), what, ": __metadata__ must have texts only, got another value for ",
+                     in_quotes(key));
+      header.metadata.emplace_hint(header.metadata.end(), key, held.get_ref<const std::string&>());
+    }
+  }
+  check_offsets(header.tensors, data_size, what);
+  return header;
+}
+
+/// The header's JSON, padded with spaces so that the data begins at a multiple of 8.
+GRADACCUM_INLINE std::string safetensors_json(const std::vector<NamedSafetensorsEntry>& tensors,
+                                              const std::map<std::string, std::string>& metadata,
+                                              const std::string& what) try {
+  std::string text;
+  const auto add = [&text](const std::string& name, const std::string& json) {
+    text += (text.empty() ? "{" : ",") + Json(name).dump() + ":" + json;
+  };
+  if (!metadata.empty()) add("__metadata__", Json(metadata).dump());
+  for (auto& [name, entry] : tensors)
+    add(name, "{\"dtype\":\"" + entry.dtype + "\",\"shape\":" + Json(entry.shape).dump() +
+                  ",\"data_offsets\":" + Json::array({entry.begin, entry.end}).dump() + "}");
+  text += text.empty() ? "{}" : "}";
+  text.resize((text.size() + 7) / 8 * 8, ' ');
+  return text;
+} catch (const Json::type_error&) {
+  format_error(what, "names and metadata must be UTF-8");
+}
+
+GRADACCUM_INLINE std::string lay_out_safetensors(std::vector<NamedSafetensorsEntry>& tensors,
+                                                 const std::map<std::string, std::string>& metadata,
+                                                 const std::string& what) {
+  std::sort(tensors.begin(), tensors.end(), [](auto& a, auto& b) {
+    return std::pair(safetensors_dtype_rank(a.second.dtype), std::string_view(a.first)) <
+           std::pair(safetensors_dtype_rank(b.second.dtype), std::string_view(b.first));
+  });
+  std::uint64_t end = 0;
+  for (auto& [name, entry] : tensors) {
+    const auto size = entry.end - entry.begin;
+    entry.begin = std::exchange(end, end + size);
+    entry.end = end;
+  }
+  const auto text = safetensors_json(tensors, metadata, what);
+  parse_safetensors_header(text, end, what);  // which refuses what could not be read
+  std::string size(8, '\0');
+  for (unsigned i = 0; i < 8; ++i) size[i] = static_cast<char>(text.size() >> (8 * i));
+  return size + text;
+}
+
+}  // namespace gradaccum::detail
+
+#undef GRADACCUM_INLINE
