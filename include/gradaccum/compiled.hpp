@@ -33,7 +33,6 @@
 #include <gradaccum/impl/scaling/amp_scaler.ipp>
 #include <gradaccum/impl/state/archive.ipp>
 #include <gradaccum/impl/state/pieces.ipp>
-#include <gradaccum/impl/trainer/arguments.ipp>
 #include <gradaccum/impl/trainer/data_parallel.ipp>
 #include <gradaccum/impl/trainer/fit_memory.ipp>
 #include <gradaccum/impl/trainer/metrics.ipp>

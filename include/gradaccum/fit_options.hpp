@@ -60,9 +60,6 @@ class ResumeFrom {
  private:
   friend class detail::Loop;
 
-  std::optional<std::filesystem::path> newest() const;
-  Archive open(const std::filesystem::path& folder, bool allow_changes, const detail::Communicator* peers) const;
-
   std::filesystem::path directory_;
   decltype(&detail::newest_state) newest_ = nullptr;
   decltype(&detail::open_state) open_ = nullptr;
@@ -117,17 +114,27 @@ struct FitStatus {
   bool trained = false;                      ///< a window of this epoch moved, or would have but for an overflow
   Clock::time_point start = Clock::now();
 
-  double seconds() const;
+  double seconds() const { return std::chrono::duration<double>(Clock::now() - start).count(); }
   /// All that was asked for is done; in the middle of an epoch, too.
   bool done() const;
   /// With other processes, when all know of it.
-  void stop(std::string why = {});
+  void stop(std::string why = {}) {
+    (together ? wants_stop : stopped) = true;
+    if (stop_reason.empty()) stop_reason = std::move(why);
+  }
   /// At once: on all ranks alike.
-  void stop_all(std::string why);
+  void stop_all(std::string why) {
+    stopped = true;
+    if (stop_reason.empty()) stop_reason = std::move(why);
+  }
   /// Stops it where `samples` or `time` says so.
   void stop_at_limits();
   void interrupt(int by) { (together ? wants_signal : signal) = by; }
-  void count_window(bool moved, bool overflowed);
+  void count_window(bool moved, bool overflowed) {
+    updates += moved;
+    skipped += !moved;
+    trained = trained || moved || overflowed;
+  }
   void end_epoch(bool window_has_items);
   /// All but the options, and how it ended.
   void state(Archive& archive);

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/trainer/weighted_mean.hpp>
 #include <gradaccum/gradients.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
 
+#include <chrono>
 #include <concepts>
 #include <cstdint>
 #include <functional>
@@ -20,6 +20,31 @@
 #include <vector>
 
 namespace gradaccum {
+
+class Archive;
+
+namespace detail {
+
+/// The mean of numbers that are means themselves, each over `weight` items, in float64. Numbers on a device are summed
+/// there, without waiting.
+class WeightedMean {
+ public:
+  void add(const at::Tensor& mean, double weight);
+  void add(double mean, double weight) {
+    host_sum_ += weight * mean;
+    weight_ += weight;
+  }
+  double weight() const { return weight_; }
+  /// 0-dim float64, on the device of the numbers; NaN if there are none.
+  at::Tensor value() const;
+  void state(Archive& archive);
+
+ private:
+  double weight_ = 0, host_sum_ = 0;
+  at::Tensor device_sum_;
+};
+
+}  // namespace detail
 
 /// Reduces the losses of an evaluation to one number.
 ///
@@ -51,8 +76,11 @@ class MeanLoss {
  public:
   static constexpr std::string_view name = "loss";
 
-  void add(const Loss& loss);
-  double value() const;
+  void add(const Loss& loss) {
+    mean_.add(loss.mean, loss.items);
+    items_ += loss.items;
+  }
+  double value() const { return mean_.value().item<double>(); }
   double items() const { return items_; }
   void reduce(SumOfRanks sum);
 
@@ -91,6 +119,37 @@ struct Evaluation {
 };
 
 std::ostream& operator<<(std::ostream& stream, const Evaluation& evaluation);
+
+/// A validation during training and its position. `Validate` passes it to every policy that has `on_validation`.
+///
+///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
+///       return torch::mse_loss(net->forward(batch.data), batch.target);
+///     });
+///     auto report = trainer.fit(batches);
+///     for (const ga::Validation& validation : report.validations)
+///       std::cout << validation.update << ": " << validation["loss"].value() << '\n';
+struct Validation {
+  std::string name = "validation";  ///< the name of its `Validate`
+  std::int64_t update = 0;          ///< the trainer's updates so far
+  std::int64_t epoch = 0;           ///< counted from 0
+  std::int64_t samples = 0;         ///< samples that this `fit` has trained on
+  double seconds = 0;               ///< duration of this `fit` so far
+  Evaluation found = {};
+
+  /// Looks up a number: by its own name, `loss`, if this validation is named "validation", or by both names,
+  /// `test/loss`. Returns nullopt if it does not exist.
+  std::optional<double> operator[](std::string_view metric) const;
+
+ private:
+  friend class Archive;
+  void state(Archive& archive);
+};
+
+/// The direction in which a metric improves, in Python's terms.
+enum class Mode {
+  min,  ///< the lower
+  max,  ///< the higher
+};
 
 namespace detail {
 
@@ -131,7 +190,7 @@ class Evaluator {
   template <metric... Metrics>
   explicit Evaluator(Metrics... metrics) {
     (metrics_.push_back(std::make_unique<MetricOf<Metrics>>(std::move(metrics))), ...);
-    begin();
+    check_names();
   }
 
   void add(const Loss& loss, std::int64_t samples);
@@ -139,55 +198,19 @@ class Evaluator {
   Evaluation result();
 
  private:
-  void begin();
+  void check_names() const;
 
   std::vector<std::unique_ptr<AnyMetric>> metrics_;
   MeanLoss loss_;
-  std::int64_t samples_ = 0, start_ = 0;  // start_ in nanoseconds
+  std::int64_t samples_ = 0;
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
-
-}  // namespace detail
-
-class Archive;
-
-/// A validation during training and its position. `Validate` passes it to every policy that has `on_validation`.
-///
-///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
-///       return torch::mse_loss(net->forward(batch.data), batch.target);
-///     });
-///     auto report = trainer.fit(batches);
-///     for (const ga::Validation& validation : report.validations)
-///       std::cout << validation.update << ": " << validation["loss"].value() << '\n';
-struct Validation {
-  std::string name = "validation";  ///< the name of its `Validate`
-  std::int64_t update = 0;          ///< the trainer's updates so far
-  std::int64_t epoch = 0;           ///< counted from 0
-  std::int64_t samples = 0;         ///< samples that this `fit` has trained on
-  double seconds = 0;               ///< duration of this `fit` so far
-  Evaluation found = {};
-
-  /// Looks up a number: by its own name, `loss`, if this validation is named "validation", or by both names,
-  /// `test/loss`. Returns nullopt if it does not exist.
-  std::optional<double> operator[](std::string_view metric) const;
-};
-
-namespace detail {
 
 /// All validations of a `fit`, as part of its state.
 struct ValidationHistory {
   std::vector<Validation>& all;
   void state(Archive& archive);
 };
-
-}  // namespace detail
-
-/// The direction in which a metric improves, in Python's terms.
-enum class Mode {
-  min,  ///< the lower
-  max,  ///< the higher
-};
-
-namespace detail {
 
 /// Returns `given`, or the known mode of loss or accuracy. Throws for other metrics; messages begin with `owner`.
 Mode mode_of(const char* owner, std::string_view metric, std::optional<Mode> given);

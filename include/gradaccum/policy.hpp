@@ -155,16 +155,11 @@ auto as_policy(P policy) {
 }
 
 template <class P>
-auto as_policy(std::optional<P> policy) {
-  return policy ? std::optional(as_policy(std::move(*policy))) : std::nullopt;
-}
-
+struct PolicyType : std::type_identity<decltype(as_policy(std::declval<P>()))> {};
 template <class P>
-struct KindOf : std::type_identity<P> {};
+struct PolicyType<std::optional<P>> : PolicyType<P> {};
 template <class P>
-struct KindOf<std::optional<P>> : std::type_identity<P> {};
-template <class P>
-using policy_t = typename KindOf<decltype(as_policy(std::declval<P>()))>::type;
+using policy_t = typename PolicyType<P>::type;
 
 }  // namespace detail
 }  // namespace gradaccum

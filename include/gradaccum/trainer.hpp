@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/optimizers/param_states.hpp>
-#include <gradaccum/detail/trainer/any_policy.hpp>
 #include <gradaccum/detail/trainer/arguments.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/detail/window/any_optimizer.hpp>
@@ -12,13 +10,9 @@
 #include <gradaccum/trainer_base.hpp>
 #include <gradaccum/training_state.hpp>
 
-#include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
-#include <c10/util/FunctionRef.h>
-#include <torch/optim/optimizer.h>
 
 #include <concepts>
-#include <cstddef>
 #include <memory>
 #include <optional>
 #include <typeinfo>
@@ -57,12 +51,19 @@ class Trainer : public TrainerBase {
  public:
   template <class GivenModel, class GivenOptimizer>
   Trainer(GivenModel&& model, GivenOptimizer&& optimizer, Objective objective, Policies... policies)
-      : Trainer(Bare(), std::forward<GivenModel>(model), std::forward<GivenOptimizer>(optimizer),
-                std::move(objective)) {
-    if constexpr (!shows_progress) add_policy(Progress{.line = {.only_on_terminal = true}});
-    (add_policy(detail::as_policy(std::move(policies))), ...);
-    attach(std::index_sequence_for<Policies...>());
-    built();
+      : TrainerBase(std::make_unique<detail::OptimizerOf<Optimizer>>(detail::checked_optimizer(optimizer))),
+        model_(std::forward<GivenModel>(model)),
+        optimizer_(detail::pointee_of(optimizer)),
+        optimizer_owner_(detail::kept_owner(std::forward<GivenOptimizer>(optimizer))),
+        objective_(std::move(objective)) {
+    try {
+      if constexpr (!shows_progress) add_policy(Progress{.line = {.only_on_terminal = true}});
+      (add_policy(std::move(policies)), ...);
+      built();
+    } catch (...) {
+      end();
+      throw;
+    }
   }
 
   ~Trainer() override { end(); }
@@ -95,7 +96,6 @@ class Trainer : public TrainerBase {
   Model& model() { return model_; }
   torch::nn::Module& module() override { return detail::module_of(model_); }
   Optimizer& optimizer() { return optimizer_; }
-  at::Device device() override { return detail::device_of(optimizer_); }
   void check_optimizer_state() override { OptimizerState(optimizer_, module()).check(); }
   template <class Hook>
   static constexpr bool has =  ///< one of its policies has it
@@ -104,8 +104,6 @@ class Trainer : public TrainerBase {
   template <class Hook>
   static constexpr bool acts_in =  ///< the same, of those that do not only look on, as their member `looks_on` says
       ((Hook::template in<detail::policy_t<Policies>> && !requires { detail::policy_t<Policies>::looks_on; }) || ...);
-  template <class Policy>
-  static constexpr auto count_of = (std::same_as<Policy, detail::policy_t<Policies>> + ... + 0);
   template <class Policy>
   Policy& policy() {
     static_assert(count_of<Policy> == 1, "Trainer: policy<P>() needs P to be one of its policies, and the only one");
@@ -120,68 +118,34 @@ class Trainer : public TrainerBase {
   template <class Policy>
   Policy* find_policy() {
     if constexpr (count_of<Policy> == 1)
-      return find<Policy>(place_of<Policy>());
-    else
-      return nullptr;
+      if (auto* const found = TrainerBase::find_policy(typeid(detail::PolicyOf<Policy>)))
+        return &static_cast<detail::PolicyOf<Policy>*>(found)->policy;
+    return nullptr;
   }
 
  private:
-  struct Bare {};
-  /// One that policies join. When the first of them does it is whole, and destroyed if they throw.
-  template <class GivenModel, class GivenOptimizer>
-  Trainer(Bare, GivenModel&& model, GivenOptimizer&& optimizer, Objective objective)
-      : TrainerBase(std::make_unique<detail::OptimizerOf<Optimizer>>(detail::checked_optimizer(optimizer))),
-        model_(std::forward<GivenModel>(model)),
-        optimizer_(detail::checked_optimizer(optimizer)),
-        optimizer_owner_(detail::kept_owner(std::forward<GivenOptimizer>(optimizer))),
-        objective_(std::move(objective)) {}
-
+  template <class Policy>
+  static constexpr auto count_of = (std::same_as<Policy, detail::policy_t<Policies>> + ... + 0);
   static constexpr bool shows_progress = (std::derived_from<detail::policy_t<Policies>, Progress> || ...);
 
   double learning_rate() override { return detail::learning_rate_of(optimizer_); }
   void archive_optimizer(Archive& archive) override {
     archive("optimizer", OptimizerState(optimizer_, module(), shards()));
   }
-  void for_each_optimizer_tensor(c10::function_ref<void(const at::Tensor&)> see) override {
-    if constexpr (std::derived_from<Optimizer, torch::optim::Optimizer>) detail::for_each_state_tensor(optimizer_, see);
-  }
 
-  template <class Policy>
-  void add_policy(Policy policy) {
-    add(std::make_unique<detail::PolicyOf<Policy>>(std::move(policy)));
+  template <class Given>
+  void add_policy(Given given) {
+    using Policy = detail::policy_t<Given>;
+    auto any = std::make_unique<detail::PolicyOf<Policy>>(detail::as_policy(std::move(given)));
+    if constexpr (hook::attach<Policy>)
+      any->attach = [](detail::AnyPolicy& one, TrainerBase& trainer) {
+        hooks::attach::call(static_cast<detail::PolicyOf<Policy>&>(one).policy, static_cast<Trainer&>(trainer));
+      };
+    add(std::move(any));
   }
   template <class Policy>
   void add_policy(std::optional<Policy> policy) {
-    if (policy) return add_policy(std::move(*policy));
-    add(std::make_unique<detail::AnyPolicy>());
-  }
-  /// Null where it is absent.
-  template <class Policy>
-  Policy* find(std::size_t place) {
-    auto* const policy = dynamic_cast<detail::PolicyOf<Policy>*>(&policy_at(place));
-    return policy ? &policy->policy : nullptr;
-  }
-  /// A Progress that nobody gave comes first.
-  template <class Policy>
-  static constexpr std::size_t place_of() {
-    std::size_t place = shows_progress ? 0 : 1;
-    static_cast<void>(((std::same_as<Policy, detail::policy_t<Policies>> || (++place, false)) || ...));
-    return place;
-  }
-
-  template <class Policy>
-  void attach(std::size_t place, bool of_processes) {
-    if constexpr (hook::attach<Policy>)
-      if (auto* const policy = find<Policy>(place); policy && hook::others_continue<Policy> == of_processes)
-        hooks::attach::call(*policy, *this);
-  }
-  /// That of several processes comes first: others ask which of them this is.
-  template <std::size_t... i>
-  void attach(std::index_sequence<i...>) {
-    for (const bool of_processes : {true, false}) {
-      if constexpr (!shows_progress) attach<Progress>(0, of_processes);
-      (attach<detail::policy_t<Policies>>(i + !shows_progress, of_processes), ...);
-    }
+    if (policy) add_policy(std::move(*policy));
   }
 
   Model model_;

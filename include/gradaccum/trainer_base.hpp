@@ -11,12 +11,12 @@
 #include <c10/core/Device.h>
 #include <c10/util/FunctionRef.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <typeinfo>
 #include <vector>
 
 namespace torch::nn {
@@ -33,6 +33,7 @@ class AnyPolicy;
 class Loop;
 class Communicator;
 class Shards;
+struct AnyTraining;
 }  // namespace detail
 
 /// A Trainer of whatever model, optimizer, objective and policies: all of it that does not name their types. What a
@@ -55,9 +56,10 @@ class TrainerBase {
   void interrupt(int signal);
 
   virtual torch::nn::Module& module() = 0;
-  virtual at::Device device() = 0;             ///< where the first parameter lies
   virtual double learning_rate() = 0;          ///< of the first parameter group; NaN if the optimizer does not tell
+  at::Device device() const;                   ///< of the first parameter
   std::vector<at::Tensor> parameters() const;  ///< of the optimizer
+  std::string optimizer_name() const;          ///< of its class
   std::int64_t updates() const;                ///< how often the parameters have moved
   bool closing() const;                        ///< this backward fills the window; of a flushed one, none does
   const Step& window() const;                  ///< epoch, micro_batches, samples, items so far
@@ -75,13 +77,9 @@ class TrainerBase {
   void set_accumulate_in(std::optional<at::ScalarType> dtype);
   void set_in_backward(bool on);
   bool steps_in_backward() const;
-  void set_batch_size(std::int64_t samples);                    ///< of a window; 0: nobody counts them
-  void set_peers(std::shared_ptr<detail::Communicator> peers);  ///< for DataParallel
-  std::shared_ptr<detail::Communicator> peers() const;          ///< other processes; or none
-  std::shared_ptr<detail::Shards> shards() const;               ///< what of the optimizer they divide; or none
-  bool is_first() const;                                        ///< of these the one that writes and shows
+  void set_batch_size(std::int64_t samples);  ///< of a window; 0: nobody counts them
+  bool is_first() const;                      ///< of all processes, the one that writes and shows
   bool others_continue();
-  detail::Loop& loop() { return *loop_; }  ///< for policies of this library
   /// For `attach`: runs this when all policies are attached, so that it need not be taken back where one is refused;
   /// at once if they are.
   void when_built(std::function<void()> run);
@@ -93,7 +91,7 @@ class TrainerBase {
 
  protected:
   explicit TrainerBase(std::unique_ptr<detail::AnyOptimizer> optimizer);
-  /// All policies are attached.
+  /// Attaches all policies.
   void built();
   /// For the destructor of the class that is derived from it: policies see a whole Trainer until they are gone.
   void end();
@@ -103,12 +101,24 @@ class TrainerBase {
   /// `on_all`: the batches are this process's share of those of all.
   Evaluation evaluate_with(detail::AnyBatches& batches, detail::Evaluator evaluator, bool on_all = false);
   void add(std::unique_ptr<detail::AnyPolicy> policy);
-  detail::AnyPolicy& policy_at(std::size_t place) const;
+  detail::AnyPolicy* find_policy(const std::type_info& type) const;
+  std::shared_ptr<detail::Shards> shards() const;  ///< the parts of the optimizer that processes divide, or none
 
   virtual void archive_optimizer(Archive& archive) = 0;
-  virtual void for_each_optimizer_tensor(c10::function_ref<void(const at::Tensor&)> see) = 0;
 
  private:
+  friend class Replicas;
+  friend struct DataParallel;
+  friend struct FitMemory;
+  friend struct Profile;
+  friend struct SaveState;
+  friend struct TensorBoard;
+  friend struct detail::AnyTraining;
+
+  void set_peers(std::shared_ptr<detail::Communicator> peers);
+  std::shared_ptr<detail::Communicator> peers() const;  ///< other processes, or none
+  detail::Loop& loop() { return *loop_; }
+
   std::unique_ptr<detail::Loop> loop_;
 };
 

@@ -3,6 +3,7 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/optimizers/param_states.hpp>
+#include <gradaccum/detail/state/pieces.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/gradients.hpp>
 #include <gradaccum/io/safetensors.hpp>
@@ -45,7 +46,7 @@ class ModelState {
  public:
   template <detail::model Model>
   explicit ModelState(Model& model) : module_(detail::module_of(model)) {}
-  void state(Archive& archive);
+  void state(Archive& archive) { detail::archive_module(archive, module_); }
 
  private:
   torch::nn::Module& module_;
@@ -63,9 +64,6 @@ class OptimizerState {
  public:
   template <detail::model Model>
   OptimizerState(Optimizer& optimizer, Model& model) : optimizer_(optimizer), module_(detail::module_of(model)) {}
-  /// The state of a sharded optimizer: this rank's shard, which `Replicas` provides.
-  OptimizerState(Optimizer& optimizer, torch::nn::Module& module, std::shared_ptr<detail::Shards> shards)
-      : optimizer_(optimizer), module_(module), shards_(std::move(shards)) {}
 
   void state(Archive& archive) {
     check();
@@ -89,6 +87,15 @@ class OptimizerState {
   }
 
  private:
+  template <class Other>
+  friend class OptimizerState;
+  template <class Model, class Other, class Objective, class... Policies>
+  friend class Trainer;
+
+  /// The state of a sharded optimizer: this rank's shard, which `Replicas` provides.
+  OptimizerState(Optimizer& optimizer, torch::nn::Module& module, std::shared_ptr<detail::Shards> shards)
+      : optimizer_(optimizer), module_(module), shards_(std::move(shards)) {}
+
   static constexpr bool is_torch = std::derived_from<Optimizer, torch::optim::Optimizer>;
   static constexpr bool has_state = requires(Optimizer & optimizer, Archive& archive) { optimizer.state(archive); };
 
@@ -104,7 +111,7 @@ OptimizerState(Optimizer&, Model&) -> OptimizerState<Optimizer>;
 /// @note Waits for the devices in use.
 class RandomState {
  public:
-  void state(Archive& archive);
+  void state(Archive& archive) { detail::archive_generators(archive); }
 };
 
 /// The argument of `ga::save`: a Trainer, or an object of your own.

@@ -7,8 +7,8 @@ int batch_size = 64;  // somebody's global variable: hides nobody's batch_size()
 #include <gradaccum/detail/data/samples.hpp>
 #include <gradaccum/detail/memory/memory_ledger.hpp>
 #include <gradaccum/detail/trainer/loop.hpp>
-#include <gradaccum/detail/trainer/weighted_mean.hpp>
 #include <gradaccum/detail/types/types.hpp>
+#include <gradaccum/metrics.hpp>
 
 #include <array>
 #include <cmath>

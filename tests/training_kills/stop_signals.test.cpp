@@ -2,6 +2,7 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/trainer/stop_signals.hpp>
+#include <gradaccum/policies/save_state.hpp>
 
 #include <array>
 #include <csignal>

@@ -7,21 +7,24 @@
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/gradients.hpp>
+#include <gradaccum/policy.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Device.h>
 #include <c10/util/Exception.h>
 #include <c10/util/FunctionRef.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
+#include <array>
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <iterator>
 #include <limits>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <typeinfo>
 #include <utility>
@@ -33,7 +36,7 @@ class LBFGS;  // its own header would cost 9 s a translation unit
 
 namespace gradaccum::detail {
 
-/// What a Trainer holds of a model: a plain module by reference, a `ModuleHolder` or another pointer by value.
+/// The type as which a Trainer holds a model: a plain module by reference, a `ModuleHolder` or a pointer by value.
 template <class M>
 using kept_model_t = std::conditional_t<plain_module<M>, M, std::remove_cvref_t<M>>;
 
@@ -41,18 +44,18 @@ template <class O>
 concept is_optimizer = std::derived_from<O, torch::optim::Optimizer> || optimizer<O>;
 
 template <class O>
-auto& pointee_of(O& optimizer) {
+auto& pointee_of(O& given) {
   if constexpr (is_optimizer<std::remove_cvref_t<O>>)
-    return optimizer;
+    return given;
   else
-    return *optimizer;
+    return *given;
 }
 
 /// The optimizer that was given, or that is behind the pointer that was given.
 template <class O>
 using optimizer_t = std::remove_cvref_t<decltype(pointee_of(std::declval<std::remove_reference_t<O>&>()))>;
 
-/// It, checked for what its type does not tell.
+/// Returns the optimizer, checked for errors that its type does not show.
 template <class O>
 auto& checked_optimizer(O& given) {
   if constexpr (!is_optimizer<std::remove_cvref_t<O>> && requires { given == nullptr; })
@@ -64,7 +67,7 @@ auto& checked_optimizer(O& given) {
   return optimizer;
 }
 
-/// What a Trainer can be made of.
+/// Refuses types that a Trainer cannot be made of.
 template <class Model, class Optimizer>
 constexpr bool are_trainer_arguments() {
   static_assert(model<Model>, "Trainer: a model is a torch::nn::Module, a ModuleHolder, or a pointer to one");
@@ -78,7 +81,7 @@ constexpr bool are_trainer_arguments() {
   return true;
 }
 
-/// Keeps an owning pointer alive, where it was given for good or can be shared.
+/// Keeps an owning pointer alive, if it was moved here or can be shared.
 template <class O>
 std::shared_ptr<void> kept_owner(O&& given) {
   using Pointer = std::remove_cvref_t<O>;
@@ -102,32 +105,138 @@ double learning_rate_of(O& optimizer) try {
   return std::numeric_limits<double>::quiet_NaN();
 }
 
-/// Where the first parameter lies.
-template <class O>
-at::Device device_of(O& optimizer) {
-  for (auto& group : optimizer.param_groups())
-    for (auto& parameter : group.params())
-      if (parameter.defined()) return parameter.device();
-  return at::kCPU;
+/// The `name` that all policies of a kind share, of which a Trainer has one at most; empty if the policy has none.
+template <class P>
+constexpr std::string_view name_of_kind() {
+  if constexpr (requires { std::bool_constant<(std::string_view(P::name), true)>(); })
+    return P::name;
+  else
+    return {};
 }
 
-/// A batch of whatever type, as a Trainer sees it.
+template <class... P>
+constexpr bool are_of_different_kinds() {
+  const std::array<std::string_view, sizeof...(P)> names{name_of_kind<P>()...};
+  for (std::size_t i = 0; i < names.size(); ++i)
+    if (!names[i].empty() && std::find(names.begin(), names.begin() + i, names[i]) != names.begin() + i) return false;
+  return true;
+}
+
+/// A policy of any class, as a table of its hooks, so that all that a Trainer does is compiled once. A hook that the
+/// policy does not have is null.
+class AnyPolicy {
+ public:
+  template <class Result, class... Arguments>
+  using Hook = Result (*)(AnyPolicy&, Arguments...);
+  using ScopeHook =
+      Hook<std::shared_ptr<void>, std::shared_ptr<void>>;  ///< a guard that also holds the one it is given
+
+  virtual ~AnyPolicy() = default;
+
+  Hook<void, TrainerBase&> attach = nullptr;
+  ScopeHook fit_scope = nullptr, forward_scope = nullptr;
+  Hook<void, Loss&> before_backward = nullptr;
+  Hook<bool> ready = nullptr, others_continue = nullptr;
+  Hook<void, Gradients&> after_backward = nullptr, reduce_gradients = nullptr, before_step = nullptr;
+  Hook<void, Factor&> scale_gradients = nullptr;
+  Hook<void, const Step&> after_window = nullptr, after_step = nullptr;
+  Hook<void> before_close = nullptr, before_boundary = nullptr, at_boundary = nullptr;
+  Hook<void, const Validation&> on_validation = nullptr;
+  Hook<void, std::int64_t> on_epoch_begin = nullptr, on_epoch_end = nullptr;
+  Hook<void, Archive&> state = nullptr;
+};
+
+template <class P>
+class PolicyOf final : public AnyPolicy {
+ public:
+  explicit PolicyOf(P given);
+
+  P policy;
+
+ private:
+  static P& policy_of(AnyPolicy& any) { return static_cast<PolicyOf&>(any).policy; }
+
+  template <class Found, class Result, class... Arguments>
+  static void set(Result (*&hook)(AnyPolicy&, Arguments...)) {
+    if constexpr (Found::template in<P>) {
+      using Given = decltype(Found::call(std::declval<P&>(), std::declval<Arguments&>()...));
+      constexpr bool says = std::is_void_v<Result> || std::convertible_to<Given, Result>;
+      static_assert(says, "policy: ready must be callable as bool ready(), others_continue as bool others_continue()");
+      if constexpr (says)
+        hook = [](AnyPolicy& any, Arguments... arguments) {
+          return static_cast<Result>(Found::call(policy_of(any), arguments...));
+        };
+    }
+  }
+  template <class Found>
+  static void set_scope(ScopeHook& hook) {
+    if constexpr (Found::template in<P>) {
+      using Guard = std::decay_t<decltype(Found::call(std::declval<P&>()))>;
+      constexpr bool gives = !std::is_void_v<Guard>;
+      static_assert(gives, "policy: forward_scope must give back the guard that is held, and fit_scope as well");
+      if constexpr (gives)
+        hook = [](AnyPolicy& any, std::shared_ptr<void> outer) -> std::shared_ptr<void> {
+          struct Scope {
+            std::shared_ptr<void> outer;
+            Guard guard;
+          };
+          return std::shared_ptr<Scope>(new Scope{std::move(outer), Found::call(policy_of(any))});
+        };
+    }
+  }
+};
+
+/// Where a hook is not as it must be, the compiler names the line that makes the Trainer, which this comes from.
+template <class P>
+PolicyOf<P>::PolicyOf(P given) : policy(std::move(given)) {
+  set_scope<hooks::fit_scope>(fit_scope);
+  set_scope<hooks::forward_scope>(forward_scope);
+  set<hooks::before_backward>(before_backward);
+  set<hooks::ready>(ready);
+  set<hooks::after_backward>(after_backward);
+  set<hooks::before_close>(before_close);
+  set<hooks::scale_gradients>(scale_gradients);
+  set<hooks::reduce_gradients>(reduce_gradients);
+  set<hooks::before_step>(before_step);
+  set<hooks::after_window>(after_window);
+  set<hooks::after_step>(after_step);
+  set<hooks::before_boundary>(before_boundary);
+  set<hooks::on_validation>(on_validation);
+  set<hooks::at_boundary>(at_boundary);
+  set<hooks::others_continue>(others_continue);
+  set<hooks::on_epoch_begin>(on_epoch_begin);
+  set<hooks::on_epoch_end>(on_epoch_end);
+  if constexpr (hook::state<P>) {
+    constexpr bool has_name = requires { std::string_view(policy.name); };
+    static_assert(has_name, "policy: with state(ga::Archive&) goes a member std::string_view name, static or not");
+    static_cast<void>(&hooks::state::call<P, Archive>);
+    if constexpr (has_name)
+      state = [](AnyPolicy& any, Archive& archive) { archive(policy_of(any).name, policy_of(any)); };
+  }
+}
+
+/// A batch of any type, as a Trainer sees it.
 class AnyBatch {
  public:
   virtual ~AnyBatch() = default;
   virtual std::int64_t samples() const = 0;
   virtual std::string fingerprint() const = 0;
-  virtual Loss loss() const = 0;  ///< what the objective says of it
+  virtual Loss loss() const = 0;  ///< the objective's
 
-  /// For `FitMemory`; the others throw where nobody knows how to divide it.
+  /// For `FitMemory`; the others throw if it is not divisible.
   virtual bool is_divisible() const = 0;
   virtual std::int64_t rows() const = 0;
   virtual RowKind kind() const = 0;
   virtual void part(std::int64_t from, std::int64_t to, c10::function_ref<void(const AnyBatch&)> use) const = 0;
 };
 
-/// Throws.
-[[noreturn]] void cannot_be_divided(const std::type_info& type);
+[[noreturn]] inline void cannot_be_divided(const std::type_info& type) {
+  TORCH_CHECK(false,
+              "FitMemory: a batch must be one that can be divided: a Tensor, a pair or tuple of them, one with "
+              ".data and .target and nothing else, a vector of samples that are no tensors, got ",
+              name_of_class(type),
+              ": declare slice(batch, from, to), which gives these samples, and batch_size(batch) beside the class");
+}
 
 template <class Batch, class Model, class Objective>
 class BatchOf final : public AnyBatch {
@@ -180,7 +289,7 @@ class BatchOf final : public AnyBatch {
 
  private:
   using Own = std::remove_const_t<Batch>;
-  /// Tensors in a vector may be samples, or inputs and targets: nobody can tell.
+  /// Excludes a vector of tensors, which may be samples, or inputs and targets.
   static constexpr bool divisible = has_rows<Own> && !std::same_as<Own, std::vector<at::Tensor>>;
 
   Batch& batch_;
@@ -188,70 +297,26 @@ class BatchOf final : public AnyBatch {
   Objective& objective_;
 };
 
-/// One pass over batches.
-class BatchCursor {
+/// What is done with each batch of a pass.
+class BatchVisitor {
  public:
-  virtual ~BatchCursor() = default;
-  /// The next batch, which lives until this is called again; null where there are no more.
-  virtual const AnyBatch* next() = 0;
+  /// Returns false to end the pass.
+  virtual bool visit(const AnyBatch& batch) = 0;
+
+ protected:
+  ~BatchVisitor() = default;
 };
 
-/// Does what a range-based `for` does: a batch is gone before the iterator moves on.
-template <class Batches, class Model, class Objective>
-class CursorOf final : public BatchCursor {
- public:
-  CursorOf(Batches& batches, Model& model, Objective& objective)
-      : place_(begin_of(batches)), end_(end_of(batches)), model_(model), objective_(objective) {}
-  const AnyBatch* next() override {
-    if (current_) {
-      current_.reset();
-      ++place_;
-    }
-    if (!(place_ != end_)) return nullptr;
-    return &current_.emplace(place_, model_, objective_).any;
-  }
-
- private:
-  static auto begin_of(Batches& batches) {
-    if constexpr (requires { batches.begin(), batches.end(); }) {  // as a range-based for prefers them
-      return batches.begin();
-    } else {
-      using std::begin;
-      return begin(batches);
-    }
-  }
-  static auto end_of(Batches& batches) {
-    if constexpr (requires { batches.begin(), batches.end(); }) {
-      return batches.end();
-    } else {
-      using std::end;
-      return end(batches);
-    }
-  }
-  using Place = decltype(begin_of(std::declval<Batches&>()));
-  using Batch = decltype(*std::declval<Place&>());
-  struct Current {
-    Current(Place& place, Model& model, Objective& objective) : batch(*place), any(batch, model, objective) {}
-    Batch batch;
-    BatchOf<std::remove_reference_t<Batch>, Model, Objective> any;
-  };
-
-  Place place_;
-  decltype(end_of(std::declval<Batches&>())) end_;
-  Model& model_;
-  Objective& objective_;
-  std::optional<Current> current_;
-};
-
-/// A range of batches, of whatever type, which is gone through once an epoch.
+/// A range of batches, of any type, which is gone through once an epoch.
 class AnyBatches {
  public:
   virtual ~AnyBatches() = default;
-  virtual std::optional<std::int64_t> number() const = 0;  ///< where the range tells
+  virtual std::optional<std::int64_t> number() const = 0;  ///< if the range tells
   virtual const void* address() const = 0;                 ///< of the user's range
   virtual bool has_state() const = 0;
   virtual void state(Archive& archive) = 0;
-  virtual std::unique_ptr<BatchCursor> begin() = 0;
+  /// Returns true if there are no more batches, false if the visitor has ended the pass.
+  virtual bool for_each(BatchVisitor& visitor) = 0;
 };
 
 template <class Batches, class Model, class Objective>
@@ -265,8 +330,10 @@ class BatchesOf final : public AnyBatches {
   void state(Archive& archive) override {
     if constexpr (saves_itself) archive("batches", batches_);
   }
-  std::unique_ptr<BatchCursor> begin() override {
-    return std::make_unique<CursorOf<Batches, Model, Objective>>(batches_, model_, objective_);
+  bool for_each(BatchVisitor& visitor) override {
+    for (auto&& batch : batches_)
+      if (!visitor.visit(BatchOf(batch, model_, objective_))) return false;
+    return true;
   }
 
  private:
@@ -277,23 +344,16 @@ class BatchesOf final : public AnyBatches {
   Objective& objective_;
 };
 
-/// Has a Trainer's batches go in parts.
+/// Divides a Trainer's batches into parts.
 class BatchDivider {
  public:
-  /// Trains with a part of a batch. `begins`: it is the first of them. `may_close`: the window may end with it.
-  using MicroBatch = c10::function_ref<void(const AnyBatch& part, bool begins, bool may_close)>;
-
   virtual ~BatchDivider() = default;
-  /// The row of the batch before which the window ends that is open at row `from`.
+  /// Returns the row before which the window that is open at row `from` ends.
   virtual std::int64_t end_of_window(const AnyBatch& batch, std::int64_t from) const = 0;
   /// Trains with these rows, which are of one window.
-  virtual void run(const AnyBatch& batch, std::int64_t from, std::int64_t to, MicroBatch micro_batch) = 0;
+  virtual void run(const AnyBatch& batch, std::int64_t from, std::int64_t to) = 0;
   /// For evaluation.
   virtual void for_each_part(const AnyBatch& batch, c10::function_ref<void(const AnyBatch&)> use) const = 0;
 };
 
 }  // namespace gradaccum::detail
-
-#ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/arguments.ipp>
-#endif

@@ -3,23 +3,22 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/parallel/window_totals.hpp>
-#include <gradaccum/detail/trainer/any_policy.hpp>
+#include <gradaccum/detail/state/pieces.hpp>
 #include <gradaccum/detail/trainer/arguments.hpp>
-#include <gradaccum/detail/trainer/weighted_mean.hpp>
 #include <gradaccum/detail/window/open_window.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/gradients.hpp>
-#include <gradaccum/memory_meter.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policy.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
-#include <c10/core/Device.h>
+#include <c10/util/Exception.h>
 #include <c10/util/FunctionRef.h>
 #include <c10/util/ScopeExit.h>
+#include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
 
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -30,11 +29,74 @@
 
 namespace gradaccum::detail {
 
+/// The policies of a Trainer, whose hooks are called in their order.
+struct PolicyList {
+  std::vector<std::unique_ptr<AnyPolicy>> list;
+
+  template <class... Parameters, class... Arguments>
+  void all(AnyPolicy::Hook<void, Parameters...> AnyPolicy::*hook, Arguments&&... arguments) {
+    for (auto& policy : list)
+      if (const auto call = policy.get()->*hook) call(*policy, arguments...);
+  }
+  /// Begins with policies of several processes, after which the others may evaluate what is then the same on all.
+  void on_epoch_end(std::int64_t epoch) {
+    for (const bool of_processes : {true, false})
+      for (auto& policy : list)
+        if (policy->on_epoch_end && (policy->others_continue != nullptr) == of_processes)
+          policy->on_epoch_end(*policy, epoch);
+  }
+
+  /// True if no policy is against it. All are asked, whatever the others say.
+  bool ready() {
+    bool all = true;
+    for (auto& policy : list)
+      if (policy->ready) all = policy->ready(*policy) && all;
+    return all;
+  }
+  /// Tells all processes that this one has no more batches, and requests such as to stop. Returns true if another
+  /// process has batches, whose gradients close the next window.
+  bool others_continue() {
+    bool any = false;
+    for (auto& policy : list)
+      if (policy->others_continue) any = policy->others_continue(*policy) || any;
+    return any;
+  }
+
+  /// Returns the guards of all policies, which are released together, the last one first.
+  std::shared_ptr<void> scopes(AnyPolicy::ScopeHook AnyPolicy::*hook) {
+    std::shared_ptr<void> scopes;
+    for (auto& policy : list)
+      if (const auto enter = policy.get()->*hook) scopes = enter(*policy, std::move(scopes));
+    return scopes;
+  }
+
+  /// Saves or loads each policy under its name. If one cannot load, all are as before.
+  void state(Archive& archive) {
+    if (archive.loading()) {
+      auto before = Archive::of_references();
+      all(&AnyPolicy::state, before);
+      archive.if_not_all_fit([this, before] {
+        auto back = Archive::to_go_back(before);
+        try {
+          all(&AnyPolicy::state, back);
+        } catch (...) {  // one that never loads: those before it are back, those after it have not changed
+        }
+      });
+    }
+    all(&AnyPolicy::state, archive);
+  }
+  /// Saves or loads only the policies that see micro-batches, and may have changed in the middle of a window.
+  void state_in_window(Archive& archive) {
+    for (auto& policy : list) {
+      const bool sees = policy->before_backward || policy->after_backward || policy->forward_scope || policy->ready;
+      if (sees && policy->state) policy->state(*policy, archive);
+    }
+  }
+};
+
 /// The numbers that a Trainer counts over all its fits.
 struct Counts {
   std::int64_t updates = 0, epochs = 0;
-
-  void state(Archive& archive);
 };
 
 /// The position of a `fit` in its batches, and the way back to a saved position.
@@ -44,19 +106,37 @@ struct Counts {
 /// fingerprint. Then the saved random state is restored.
 class DataPosition {
  public:
-  void hold(AnyBatches& batches);
+  void hold(AnyBatches& batches) {
+    *this = {};
+    batches_ = &batches;
+  }
   /// Never leaves the random state at the beginning of an epoch that was to be iterated again.
-  void let_go();
+  void let_go() {
+    if (to_skip_ > 0) set_generators(after_skipping_);
+    *this = {};
+  }
 
   bool goes_through(const AnyBatches& batches) const { return batches_ && batches_->address() == batches.address(); }
 
-  void begin_epoch();
+  void begin_epoch() {
+    if (!batches_have_state()) epoch_begin_ = states_of_generators();
+  }
   /// Remembers the current batch, so that a state can identify it until forget().
-  void see(const AnyBatch& batch);
+  void see(const AnyBatch& batch) {
+    taken_ += 1;
+    if (!batches_have_state()) batch_ = &batch;
+  }
   void forget() { batch_ = nullptr; }
   /// Notes that all batches of the epoch have been drawn.
-  void exhaust();
-  void end_epoch();
+  void exhaust() {
+    TORCH_CHECK(to_skip_ == 0, "Trainer: the data has changed: the state was saved after batch ", taken_ + to_skip_,
+                " of an epoch, which now has ", taken_, "; give it the same data, or start afresh");
+    exhausted_ = true;
+  }
+  void end_epoch() {
+    exhausted_ = false;
+    taken_ = 0;
+  }
 
   /// True if the loaded state was saved in the middle of an epoch.
   bool is_in_epoch() const { return resumes_; }
@@ -80,21 +160,6 @@ class DataPosition {
   bool resumes_ = false, exhausted_ = false;
 };
 
-/// Holds the batches of a fit while it runs.
-class DataScope {
- public:
-  DataScope(DataPosition& position, AnyBatches& batches) : position_(position) { position.hold(batches); }
-  DataScope(const DataScope&) = delete;
-  DataScope& operator=(const DataScope&) = delete;
-  ~DataScope() { position_.let_go(); }
-
- private:
-  DataPosition& position_;
-};
-
-/// Saves or loads the position in a fit, which only another fit continues.
-void archive_fit(Archive& archive, FitStatus& status, DataPosition& data);
-
 /// Returns the epoch that a fit was saved in the middle of.
 std::optional<std::int64_t> epoch_in_hand(const Archive& archive);
 
@@ -107,9 +172,18 @@ class WindowRecord {
   bool closing() const { return closing_; }
   void set_closing(bool closing) { closing_ = closing; }
 
-  void check_none_in_hand() const;
+  void check_none_in_hand() const {
+    TORCH_CHECK(!in_hand_, "Trainer: step() or flush() inside of a micro-batch, in the objective say");
+  }
   /// `begins`: the first of its batch.
-  void begin_micro_batch(std::int64_t samples, bool begins, FitStatus& status);
+  void begin_micro_batch(std::int64_t samples, bool begins, FitStatus& status) {
+    check_none_in_hand();
+    in_hand_ = true;
+    if (step_.micro_batches++ == 0) step_.epoch = status.epoch;
+    step_.batches += begins;
+    step_.samples += samples;
+    status.samples += samples;
+  }
   void end_micro_batch() { in_hand_ = false; }
 
   /// Marks the window as being closed until the returned guard is destroyed.
@@ -120,11 +194,15 @@ class WindowRecord {
   }
 
   /// Runs `scale` once per window, before any parameter moves.
-  void prepare(c10::function_ref<void()> scale);
+  void prepare(c10::function_ref<void()> scale) {
+    if (std::exchange(prepared_, true)) return;
+    scale();
+    check_losses();
+  }
 
   /// Returns false if the micro-batch with this loss is to be skipped. A loss on the CPU is read at once, one on a
   /// device only if the options require that, otherwise when the window closes.
-  bool take(const Loss& loss, FitStatus& status, std::int64_t update);
+  bool add_loss(const Loss& loss, FitStatus& status, std::int64_t update);
 
   /// Exchanged when the window closes: this process's totals, and then the totals of all processes.
   WindowTotals totals(const FitStatus& status) const;
@@ -134,17 +212,32 @@ class WindowRecord {
   Step finish(const Gradients& gradients, bool moved, std::int64_t updates, double lr);
   /// Between two micro-batches.
   void state(Archive& archive);
-  void restart();
+  void restart() {
+    step_ = {};
+    mean_ = {};
+    to_check_.clear();
+    in_hand_ = closing_ = prepared_ = false;
+  }
 
  private:
   /// The position of the current micro-batch, for errors.
   struct Place {
     std::int64_t batch, epoch, update;
-    std::string text() const;
+    std::string text() const {
+      return c10::str("batch ", batch, " of epoch ", epoch, " (both counted from 0), in update ", update);
+    }
   };
   /// Waits for a device only if there are losses on it that have not been read.
-  void check_losses() const;
-  [[noreturn]] static void stop(double loss, const Place& place);
+  void check_losses() const {
+    if (to_check_.empty() || std::isfinite(mean_.value().item<double>())) return;
+    for (auto& [loss, place] : to_check_)
+      if (const auto number = loss.item<double>(); !std::isfinite(number)) stop(number, place);
+  }
+  [[noreturn]] static void stop(double loss, const Place& place) {
+    TORCH_CHECK(false, "Trainer: the loss must be finite, got ", loss, " for ", place.text(),
+                "; look at that batch and at the learning rate, or leave such batches out: {.on_nan = "
+                "ga::OnNan::skip}");
+  }
 
   Step step_;
   bool in_hand_ = false, closing_ = false, prepared_ = false, being_closed_ = false;
@@ -163,14 +256,18 @@ namespace gradaccum::detail {
 /// A Trainer's loop over epochs, batches, micro-batches and windows, with everything of it that has no type of a user.
 ///
 /// Processes that train together run these steps in the same order, each of which waits for all of them: `resume`,
-/// `close_window`, `exchange_with_others`, and the policies' on_epoch_end, at_boundary and others_continue.
-class Loop {
+/// `close_window`, and the policies' on_epoch_end, at_boundary and others_continue.
+class Loop final : private BatchVisitor {
  public:
-  Loop(TrainerBase& trainer, std::unique_ptr<AnyOptimizer> optimizer);
+  Loop(TrainerBase& its_trainer, std::unique_ptr<AnyOptimizer> optimizer)
+      : trainer(its_trainer), window(std::move(optimizer)) {}
 
   FitReport fit(AnyBatches& batches, const FitOptions& options);
   /// Trains with one batch. True if the parameters moved.
   bool step(const AnyBatch& batch);
+  /// Trains with a batch or a part of one. `begins`: it is the first of its batch. `may_close`: a window may end with
+  /// it.
+  void micro_batch(const AnyBatch& batch, bool begins, bool may_close);
   /// Steps with the window as it is.
   bool flush();
   void discard();
@@ -192,30 +289,23 @@ class Loop {
   bool is_built = false;
 
  private:
-  /// Runs a piece of training. An exception discards the window, and ends the training of other processes that have
+  /// Called while an exception is handled. Discards the window, and ends the training of other processes that have
   /// gradients of it, or that wait for further windows.
-  template <class Work>
-  auto guarded(Work work, const bool& others_wait = false);
-  void give_up(std::exception& error, bool others_wait);
+  void give_up(bool others_wait);
 
   void resume();
   void begin_epoch(std::int64_t epoch);
   void run_epoch(AnyBatches& batches);
+  bool visit(const AnyBatch& batch) override;
   bool train_batch(const AnyBatch& batch);
   bool train_parts(const AnyBatch& batch);
-  /// `begins`: the first of its batch. `may_close`: a window may end with it.
-  void micro_batch(const AnyBatch& batch, bool begins, bool may_close);
   void prepare_to_close();
   bool close_window();
   bool close_if_begun();
   void end_epoch();
   void train_with_others();
-  /// Exchanges with all processes that this one has no more batches, and requests such as to stop. Returns true if
-  /// another process has batches, whose gradients close the next window.
-  bool exchange_with_others() { return policies.others_continue(); }
   void stop_at_limits();
   void at_boundary();
-  bool has_all_updates() const;
   bool interrupted() const { return status.signal != 0; }
 };
 
@@ -224,36 +314,23 @@ class Loop {
 /// A model that is in that mode already begins as it is, with all that its owner has frozen in it.
 class ModeGuard {
  public:
-  ModeGuard(torch::nn::Module& model, bool training);
+  ModeGuard(torch::nn::Module& model, bool training) : ModeGuard(model) {
+    if (training != was_training_) model.train(training);  // if that throws, the destructor runs all the same
+  }
   ModeGuard(const ModeGuard&) = delete;
   ModeGuard& operator=(const ModeGuard&) = delete;
   ~ModeGuard();
 
  private:
-  explicit ModeGuard(torch::nn::Module& model);
+  explicit ModeGuard(torch::nn::Module& model)
+      : model_(model), was_training_(model.is_training()), parts_(model.modules(/*include_self=*/false)) {
+    for (auto& part : parts_) modes_.push_back(part->is_training());
+  }
 
   torch::nn::Module& model_;
   bool was_training_;
   std::vector<std::shared_ptr<torch::nn::Module>> parts_;
   std::vector<bool> modes_;
-};
-
-/// Sets up a `fit`: training mode, gradients enabled, and the memory meter for its report.
-class FitScope {
- public:
-  FitScope(torch::nn::Module& model, c10::Device device, FitStatus& status, const FitStatus& begin);
-  FitScope(const FitScope&) = delete;
-  FitScope& operator=(const FitScope&) = delete;
-  ~FitScope();
-
-  FitReport report() const;
-
- private:
-  ModeGuard mode_;
-  at::AutoGradMode grad_mode_{true};
-  c10::Device device_;
-  FitStatus& status_;
-  std::optional<MemoryMeter> meter_;
 };
 
 }  // namespace gradaccum::detail

@@ -5,8 +5,8 @@
 
 namespace gradaccum::detail {
 
-/// While there is one of these, SIGINT and SIGTERM are only noted, and a handler of the user's own is called as well. A
-/// second SIGINT ends the program as ever: for people who cannot wait. A signal that was ignored stays ignored.
+/// Only notes SIGINT and SIGTERM while it exists, and also calls a handler of the user's own. A second SIGINT ends the
+/// program as ever, for people who cannot wait. A signal that was ignored stays ignored.
 class StopSignals {
  public:
   StopSignals();
@@ -14,7 +14,7 @@ class StopSignals {
   StopSignals& operator=(const StopSignals&) = delete;
   ~StopSignals();
 
-  /// The first that came; 0 if none did. One that nobody asks for comes again at the end.
+  /// Returns the first signal, or 0. A signal that nobody asks for is raised again at the end.
   static int received();
 };
 

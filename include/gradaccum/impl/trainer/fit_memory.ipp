@@ -6,11 +6,11 @@
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
 #include <gradaccum/detail/fitting/memory_fitter.hpp>
 #include <gradaccum/detail/trainer/loop.hpp>
-#include <gradaccum/detail/trainer/weighted_mean.hpp>
 #include <gradaccum/detail/window/communicator.hpp>
 #include <gradaccum/detail/window/open_window.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/metrics.hpp>
 #include <gradaccum/trainer_base.hpp>
 
 #include <c10/util/Exception.h>
@@ -55,7 +55,7 @@ class FittedBatches final : public BatchDivider {
 
   /// After running out of memory, the sums of an open window are restored from a copy, and so is the state of policies
   /// that see micro-batches.
-  void run(const AnyBatch& batch, std::int64_t from, std::int64_t to, MicroBatch micro_batch) override {
+  void run(const AnyBatch& batch, std::int64_t from, std::int64_t to) override {
     auto& window = loop_.window;
     const auto device = loop_.trainer.device();
     const auto kind = batch.kind();
@@ -73,7 +73,7 @@ class FittedBatches final : public BatchDivider {
       bool of_kind = true;
       batch.part(from + first, from + last, [&](const AnyBatch& part) {
         of_kind = part.kind() == kind;
-        micro_batch(part, std::exchange(begins, false), /*may_close=*/from + last == to);
+        loop_.micro_batch(part, std::exchange(begins, false), /*may_close=*/from + last == to);
       });
       return of_kind;
     };

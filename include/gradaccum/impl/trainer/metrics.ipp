@@ -7,6 +7,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
@@ -14,7 +15,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <limits>
 #include <ostream>
@@ -24,12 +24,26 @@
 
 namespace gradaccum {
 
-GRADACCUM_INLINE void MeanLoss::add(const Loss& loss) {
-  mean_.add(loss.mean, loss.items);
-  items_ += loss.items;
+GRADACCUM_INLINE void detail::WeightedMean::add(const at::Tensor& mean, double weight) {
+  if (weight == 0) return;  // a mean over nothing is often NaN
+  if (mean.device().is_cpu()) return add(mean.item<double>(), weight);
+  const auto part = mean.detach().to(at::kDouble).mul(weight);
+  device_sum_ = device_sum_.defined() ? device_sum_.add(part.to(device_sum_.device())) : part;
+  weight_ += weight;
 }
 
-GRADACCUM_INLINE double MeanLoss::value() const { return mean_.value().item<double>(); }
+GRADACCUM_INLINE at::Tensor detail::WeightedMean::value() const {
+  if (!device_sum_.defined()) return at::scalar_tensor(host_sum_ / weight_, at::kDouble);
+  return device_sum_.add(host_sum_).div(weight_).reshape({});
+}
+
+GRADACCUM_INLINE void detail::WeightedMean::state(Archive& archive) {
+  archive("weight", weight_);
+  archive("sum", host_sum_);
+  auto on_device = device_sum_.defined() ? std::optional(device_sum_) : std::nullopt;
+  archive("sum_on_device", on_device);
+  device_sum_ = on_device.value_or(at::Tensor());
+}
 
 /// A rank without data has no mean and contributes 0.
 GRADACCUM_INLINE void MeanLoss::reduce(SumOfRanks sum) {
@@ -86,20 +100,45 @@ GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const Evaluation
   return stream;
 }
 
-namespace detail {
-
-GRADACCUM_INLINE std::int64_t steady_nanoseconds() {
-  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+GRADACCUM_INLINE std::optional<double> Validation::operator[](std::string_view metric) const {
+  if (const auto prefix = name + '/'; metric.starts_with(prefix))
+    metric.remove_prefix(prefix.size());
+  else if (name != "validation")
+    return {};
+  const auto number = found.metrics.find(metric);
+  return number == found.metrics.end() ? std::nullopt : std::optional(number->second);
 }
 
-GRADACCUM_INLINE void Evaluator::begin() {
-  std::set<std::string> names{std::string(MeanLoss::name)};
-  for (auto& metric : metrics_) {
-    const bool is_new = names.insert(metric->name()).second;
-    TORCH_CHECK(is_new, "Trainer: evaluate() must get metrics of different names, other than \"loss\", got two '",
-                metric->name(), "'");
+GRADACCUM_INLINE void Validation::state(Archive& archive) {
+  archive("name", name);
+  archive("update", update);
+  archive("epoch", epoch);
+  archive("samples", samples);
+  archive("seconds", seconds);
+  archive("items", found.items);
+  archive("samples_found", found.samples);
+  archive("seconds_found", found.seconds);
+  auto metrics = std::vector(found.metrics.begin(), found.metrics.end());
+  auto number = static_cast<std::int64_t>(metrics.size());
+  archive("metrics", number);
+  found.metrics.clear();
+  for (std::int64_t i = 0; i < number; ++i) {  // no reserve(): `number` is untrusted; a missing entry throws
+    std::pair<std::string, double> metric;
+    if (!archive.loading()) metric = metrics[static_cast<std::size_t>(i)];
+    archive(fmt::format("metric{}", i), metric.first);
+    archive(fmt::format("value{}", i), metric.second);
+    found.metrics.insert(std::move(metric));
   }
-  start_ = steady_nanoseconds();
+}
+
+namespace detail {
+
+GRADACCUM_INLINE void Evaluator::check_names() const {
+  std::set<std::string> names{std::string(MeanLoss::name)};
+  for (auto& metric : metrics_)
+    TORCH_CHECK(names.insert(metric->name()).second,
+                "Trainer: evaluate() must get metrics of different names, other than \"loss\", got two '",
+                metric->name(), "'");
 }
 
 GRADACCUM_INLINE void Evaluator::add(const Loss& loss, std::int64_t samples) {
@@ -129,49 +168,9 @@ GRADACCUM_INLINE Evaluation Evaluator::result() {
   Evaluation result{.items = loss_.items(), .samples = samples_};
   result.metrics[std::string(MeanLoss::name)] = loss_.value();
   for (auto& metric : metrics_) result.metrics[metric->name()] = metric->value();
-  result.seconds = static_cast<double>(steady_nanoseconds() - start_) / 1e9;
+  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
   return result;
 }
-
-}  // namespace detail
-
-GRADACCUM_INLINE std::optional<double> Validation::operator[](std::string_view metric) const {
-  if (const auto prefix = name + '/'; metric.starts_with(prefix))
-    metric.remove_prefix(prefix.size());
-  else if (name != "validation")
-    return {};
-  const auto number = found.metrics.find(metric);
-  return number == found.metrics.end() ? std::nullopt : std::optional(number->second);
-}
-
-namespace detail {
-
-/// A validation as part of a state.
-struct ArchivedValidation {
-  Validation& one;
-
-  void state(Archive& archive) {
-    archive("name", one.name);
-    archive("update", one.update);
-    archive("epoch", one.epoch);
-    archive("samples", one.samples);
-    archive("seconds", one.seconds);
-    archive("items", one.found.items);
-    archive("samples_found", one.found.samples);
-    archive("seconds_found", one.found.seconds);
-    auto metrics = std::vector(one.found.metrics.begin(), one.found.metrics.end());
-    auto number = static_cast<std::int64_t>(metrics.size());
-    archive("metrics", number);
-    one.found.metrics.clear();
-    for (std::int64_t i = 0; i < number; ++i) {  // no reserve(): `number` is untrusted; a missing entry throws
-      std::pair<std::string, double> metric;
-      if (!archive.loading()) metric = metrics[static_cast<std::size_t>(i)];
-      archive(fmt::format("metric{}", i), metric.first);
-      archive(fmt::format("value{}", i), metric.second);
-      one.found.metrics.insert(std::move(metric));
-    }
-  }
-};
 
 GRADACCUM_INLINE void ValidationHistory::state(Archive& archive) {
   auto number = all.empty() ? std::nullopt : std::optional(static_cast<std::int64_t>(all.size()));
@@ -179,15 +178,10 @@ GRADACCUM_INLINE void ValidationHistory::state(Archive& archive) {
   std::vector<Validation> archived;
   for (std::int64_t i = 0; i < number.value_or(0); ++i) {
     archived.push_back(archive.loading() ? Validation() : all[static_cast<std::size_t>(i)]);
-    archive(fmt::format("{}", i), ArchivedValidation{archived.back()});
+    archive(fmt::format("{}", i), archived.back());
   }
   all = std::move(archived);
 }
-
-}  // namespace detail
-}  // namespace gradaccum
-
-namespace gradaccum::detail {
 
 GRADACCUM_INLINE Mode mode_of(const char* owner, std::string_view metric, std::optional<Mode> given) {
   if (given) return *given;
@@ -211,6 +205,7 @@ GRADACCUM_INLINE void check_is_validated(const char* owner, const std::string& m
               fmt::format("{}", fmt::join(validated, ", ")), "], got '", metric, "'");
 }
 
-}  // namespace gradaccum::detail
+}  // namespace detail
+}  // namespace gradaccum
 
 #undef GRADACCUM_INLINE

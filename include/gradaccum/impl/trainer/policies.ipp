@@ -15,7 +15,6 @@
 #include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/kernels/dense.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
-#include <gradaccum/detail/trainer/weighted_mean.hpp>
 #include <gradaccum/detail/watching/event_file.hpp>
 #include <gradaccum/detail/window/communicator.hpp>
 #include <gradaccum/trainer_base.hpp>
@@ -46,7 +45,7 @@
 #include <stdexcept>
 #include <unordered_set>
 
-#include <gradaccum/detail/trainer/any_policy.hpp>
+#include <gradaccum/detail/trainer/arguments.hpp>
 #include <gradaccum/policies/optimizer_in_backward.hpp>
 
 #include <gradaccum/impl/begin.ipp>

@@ -7,13 +7,13 @@
 #include <gradaccum/gradients.hpp>
 
 #include <gradaccum/detail/memory/memory_ledger.hpp>
-#include <gradaccum/detail/state/pieces.hpp>
+#include <gradaccum/detail/optimizers/param_states.hpp>
 #include <gradaccum/detail/window/communicator.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/training_state.hpp>
 
+#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 
 #include <cmath>
 #include <csignal>
@@ -41,6 +41,9 @@ GRADACCUM_INLINE void TrainerBase::when_built(std::function<void()> run) {
 }
 
 GRADACCUM_INLINE void TrainerBase::built() {
+  for (const bool of_processes : {true, false})
+    for (auto& policy : loop_->policies.list)
+      if (policy->attach && (policy->others_continue != nullptr) == of_processes) policy->attach(*policy, *this);
   loop_->is_built = true;
   for (auto& run : std::exchange(loop_->when_built, {})) run();
 }
@@ -63,6 +66,12 @@ GRADACCUM_INLINE void TrainerBase::interrupt(int signal) { loop_->status.interru
 GRADACCUM_INLINE std::vector<at::Tensor> TrainerBase::parameters() const {
   return loop_->window.optimizer().parameters();
 }
+GRADACCUM_INLINE at::Device TrainerBase::device() const {
+  for (auto& parameter : parameters())
+    if (parameter.defined()) return parameter.device();
+  return at::kCPU;
+}
+GRADACCUM_INLINE std::string TrainerBase::optimizer_name() const { return loop_->window.optimizer().name(); }
 GRADACCUM_INLINE std::int64_t TrainerBase::updates() const { return loop_->counts.updates; }
 GRADACCUM_INLINE bool TrainerBase::closing() const { return loop_->record.closing(); }
 GRADACCUM_INLINE const Step& TrainerBase::window() const { return loop_->record.so_far(); }
@@ -98,7 +107,8 @@ GRADACCUM_INLINE void TrainerBase::for_each_held(
   for (auto& parameter : parameters()) all.push_back(parameter);
   for (auto& parameter : all) see(&MemoryByKind::parameters, parameter);
   for (auto& buffer : module().buffers()) see(&MemoryByKind::parameters, buffer);
-  for_each_optimizer_tensor([&](const at::Tensor& tensor) { see(&MemoryByKind::optimizer_state, tensor); });
+  if (const auto* const optimizer = loop_->window.optimizer().torch_optimizer())
+    detail::for_each_state_tensor(*optimizer, [&](auto& tensor) { see(&MemoryByKind::optimizer_state, tensor); });
   for (auto& parameter : all) see(&MemoryByKind::gradients, parameter.grad());
   const auto& sums = loop_->window.closing()->sums();
   for (std::size_t place = 0; place < sums.size(); ++place) see(&MemoryByKind::gradients, sums[place]);
@@ -132,52 +142,18 @@ GRADACCUM_INLINE void TrainerBase::state(Archive& archive) {
 }
 
 GRADACCUM_INLINE void TrainerBase::add(std::unique_ptr<detail::AnyPolicy> policy) {
-  loop_->policies.add(std::move(policy));
+  loop_->policies.list.push_back(std::move(policy));
 }
-GRADACCUM_INLINE detail::AnyPolicy& TrainerBase::policy_at(std::size_t place) const { return loop_->policies[place]; }
+
+GRADACCUM_INLINE detail::AnyPolicy* TrainerBase::find_policy(const std::type_info& type) const {
+  for (auto& policy : loop_->policies.list)
+    if (const auto& one = *policy; typeid(one) == type) return policy.get();
+  return nullptr;
+}
 
 }  // namespace gradaccum
 
 namespace gradaccum::detail {
-
-GRADACCUM_INLINE void Counts::state(Archive& archive) {
-  auto next = *this;
-  archive("updates", next.updates);
-  archive("epochs", next.epochs);
-  TORCH_CHECK(next.updates >= 0 && next.epochs >= 0, "Trainer: updates and epochs of a state must be >= 0, got ",
-              next.updates, " and ", next.epochs);
-  *this = next;
-}
-
-GRADACCUM_INLINE void DataPosition::hold(AnyBatches& batches) {
-  *this = {};
-  batches_ = &batches;
-}
-
-GRADACCUM_INLINE void DataPosition::let_go() {
-  if (to_skip_ > 0) set_generators(after_skipping_);
-  *this = {};
-}
-
-GRADACCUM_INLINE void DataPosition::begin_epoch() {
-  if (!batches_have_state()) epoch_begin_ = states_of_generators();
-}
-
-GRADACCUM_INLINE void DataPosition::see(const AnyBatch& batch) {
-  taken_ += 1;
-  if (!batches_have_state()) batch_ = &batch;
-}
-
-GRADACCUM_INLINE void DataPosition::exhaust() {
-  TORCH_CHECK(to_skip_ == 0, "Trainer: the data has changed: the state was saved after batch ", taken_ + to_skip_,
-              " of an epoch, which now has ", taken_, "; give it the same data, or start afresh");
-  exhausted_ = true;
-}
-
-GRADACCUM_INLINE void DataPosition::end_epoch() {
-  exhausted_ = false;
-  taken_ = 0;
-}
 
 GRADACCUM_INLINE bool DataPosition::skips(const AnyBatch& batch) {
   if (to_skip_ == 0) return false;
@@ -189,15 +165,6 @@ GRADACCUM_INLINE bool DataPosition::skips(const AnyBatch& batch) {
               "same data in the same order, or go on all the same by {.allow_changes = true}");
   set_generators(after_skipping_);
   return true;
-}
-
-GRADACCUM_INLINE void archive_fit(Archive& archive, FitStatus& status, DataPosition& data) {
-  if (!status.running || (archive.loading() && !archive.has("fit"))) {
-    archive.leave_out("fit");
-    return archive.leave_out("data");
-  }
-  archive("fit", status);
-  archive("data", data);
 }
 
 GRADACCUM_INLINE std::optional<std::int64_t> epoch_in_hand(const Archive& archive) {
@@ -249,68 +216,25 @@ GRADACCUM_INLINE void DataPosition::state(Archive& archive) {
   });
 }
 
-GRADACCUM_INLINE void WindowRecord::check_none_in_hand() const {
-  TORCH_CHECK(!in_hand_, "Trainer: step() or flush() inside of a micro-batch, in the objective say");
-}
-
-GRADACCUM_INLINE void WindowRecord::begin_micro_batch(std::int64_t samples, bool begins, FitStatus& status) {
-  check_none_in_hand();
-  in_hand_ = true;
-  if (step_.micro_batches++ == 0) step_.epoch = status.epoch;
-  step_.batches += begins;
-  step_.samples += samples;
-  status.samples += samples;
-}
-
-GRADACCUM_INLINE void WindowRecord::prepare(c10::function_ref<void()> scale) {
-  if (std::exchange(prepared_, true)) return;
-  scale();
-  check_losses();
-}
-
-GRADACCUM_INLINE void WindowRecord::restart() {
-  step_ = {};
-  mean_ = {};
-  to_check_.clear();
-  in_hand_ = closing_ = prepared_ = false;
-}
-
-GRADACCUM_INLINE std::string WindowRecord::Place::text() const {
-  return c10::str("batch ", batch, " of epoch ", epoch, " (both counted from 0), in update ", update);
-}
-
-GRADACCUM_INLINE void WindowRecord::stop(double loss, const Place& place) {
-  TORCH_CHECK(false, "Trainer: the loss must be finite, got ", loss, " for ", place.text(),
-              "; look at that batch and at the learning rate, or leave such batches out: {.on_nan = "
-              "ga::OnNan::skip}");
-}
-
-GRADACCUM_INLINE bool WindowRecord::take(const Loss& loss, FitStatus& status, std::int64_t update) {
+GRADACCUM_INLINE bool WindowRecord::add_loss(const Loss& loss, FitStatus& status, std::int64_t update) {
   loss.check();
   if (loss.items == 0) return true;  // a mean over nothing is often NaN
   const auto on_nan = status.options.on_nan;
   const Place place{status.batch - 1, status.epoch, update + 1};
-  if (on_nan == OnNan::ignore || (on_nan == OnNan::stop && !loss.mean.device().is_cpu())) {
+  if (on_nan == OnNan::skip || (on_nan == OnNan::stop && loss.mean.device().is_cpu())) {
+    const auto number = loss.mean.item<double>();
+    if (!std::isfinite(number)) {
+      if (on_nan == OnNan::stop) stop(number, place);
+      if (status.nan_batches++ == 0) status.first_nan = place.text();
+      return false;
+    }
+    mean_.add(number, loss.items);
+  } else {
     if (on_nan == OnNan::stop) to_check_.emplace_back(loss.mean.detach(), place);
     mean_.add(loss.mean, loss.items);
-    step_.items += loss.items;
-    return true;
   }
-  const auto number = loss.mean.item<double>();
-  if (std::isfinite(number)) {
-    mean_.add(number, loss.items);
-    step_.items += loss.items;
-    return true;
-  }
-  if (on_nan == OnNan::stop) stop(number, place);
-  if (status.nan_batches++ == 0) status.first_nan = place.text();
-  return false;
-}
-
-GRADACCUM_INLINE void WindowRecord::check_losses() const {
-  if (to_check_.empty() || std::isfinite(mean_.value().item<double>())) return;
-  for (auto& [loss, place] : to_check_)
-    if (const auto number = loss.item<double>(); !std::isfinite(number)) stop(number, place);
+  step_.items += loss.items;
+  return true;
 }
 
 /// Losses on a device are looked at before they are saved.
@@ -370,31 +294,20 @@ GRADACCUM_INLINE Step WindowRecord::finish(const Gradients& gradients, bool move
   return step;
 }
 
-GRADACCUM_INLINE Loop::Loop(TrainerBase& its_trainer, std::unique_ptr<AnyOptimizer> optimizer)
-    : trainer(its_trainer), window(std::move(optimizer)) {}
-
-template <class Work>
-auto Loop::guarded(Work work, const bool& others_wait) {
-  try {
-    return work();
-  } catch (std::exception& error) {
-    give_up(error, others_wait);
-    throw;
-  } catch (...) {
-    discard();
-    throw;
-  }
-}
-
 /// A misuse of the window names what to do in a loop by hand, so that an error of it says what to do here.
-GRADACCUM_INLINE void Loop::give_up(std::exception& error, bool others_wait) {
-  auto* const misuse = dynamic_cast<c10::Error*>(&error);
-  if (misuse && misuse->context().empty() && std::string_view(misuse->msg()).starts_with("GradAccumulator: "))
-    misuse->add_context(
-        "Trainer: it has such a window, and runs backward, counts, clears and steps by itself: the objective only "
-        "computes the loss, a policy changes gradients in before_step(ga::Gradients&), and parameters in after_step");
-  const auto peers = window.peers();
-  if (peers && (others_wait || window.closing()->elsewhere())) peers->give_up(error.what());
+GRADACCUM_INLINE void Loop::give_up(bool others_wait) {
+  try {
+    throw;
+  } catch (std::exception& error) {
+    auto* const misuse = dynamic_cast<c10::Error*>(&error);
+    if (misuse && misuse->context().empty() && std::string_view(misuse->msg()).starts_with("GradAccumulator: "))
+      misuse->add_context(
+          "Trainer: it has such a window, and runs backward, counts, clears and steps by itself: the objective only "
+          "computes the loss, a policy changes gradients in before_step(ga::Gradients&), and parameters in after_step");
+    const auto peers = window.peers();
+    if (peers && (others_wait || window.closing()->elsewhere())) peers->give_up(error.what());
+  } catch (...) {  // has nothing to tell other processes
+  }
   discard();
 }
 
@@ -402,26 +315,55 @@ GRADACCUM_INLINE FitReport Loop::fit(AnyBatches& batches, const FitOptions& opti
   TORCH_CHECK(!window.peers() || !window.peers()->take_each_backward() || options.tail == Tail::flush,
               "FitOptions: tail must be flush with Shard::gradients: others have the gradients of a window that is "
               "open, and it can neither be dropped nor saved");
-  const FitScope scope(trainer.module(), trainer.device(), status, {.options = options, .batches = batches.number()});
-  const DataScope holding(data, batches);
-  const auto scopes = policies.scopes(&AnyPolicy::in_fit_scope);
+  check(options);
+  TORCH_CHECK(!status.running, "Trainer: fit() inside of fit(), in a policy say; there is step() for one micro-batch");
+  const auto device = trainer.device();
+  const ModeGuard mode(trainer.module(), true);
+  const at::AutoGradMode grad_mode(true);
+  status = {.options = options, .batches = batches.number(), .running = true, .together = status.together};
+  data.hold(batches);
+  const auto ending = c10::make_scope_exit([this]() noexcept {
+    data.let_go();
+    status.options = {};
+    status.running = false;
+  });
+  std::optional<MemoryMeter> meter;
+  if (options.measure_memory && MemoryMeter::possible()) meter.emplace();
+  const auto scopes = policies.scopes(&AnyPolicy::fit_scope);
   bool others_wait = false;
-  const auto run_epochs = [&] {
+  try {
     resume();
     others_wait = true;
     stop_at_limits();
     while (!status.done() || data.is_in_epoch()) run_epoch(batches);  // a fit that was done may have its epoch to end
-  };
-  guarded(run_epochs, others_wait);
-  return scope.report();
+  } catch (...) {
+    give_up(others_wait);
+    throw;
+  }
+  auto report = report_of(status);
+  if (const auto bytes = occupied_memory(device)) report.occupied_bytes[device.str()] = *bytes;
+  report.peak_resident_bytes = peak_resident_memory().value_or(0);
+  for (const auto of : {c10::Device(c10::kCPU), device})
+    if (const auto peak = meter ? meter->peak_bytes(of) : 0; peak > 0) report.peak_bytes[of.str()] = peak;
+  return report;
 }
 
 GRADACCUM_INLINE bool Loop::step(const AnyBatch& batch) {
-  return guarded([&] { return train_batch(batch); });
+  try {
+    return train_batch(batch);
+  } catch (...) {
+    give_up(/*others_wait=*/false);
+    throw;
+  }
 }
 
 GRADACCUM_INLINE bool Loop::flush() {
-  return guarded([&] { return close_if_begun(); });
+  try {
+    return close_if_begun();
+  } catch (...) {
+    give_up(/*others_wait=*/false);
+    throw;
+  }
 }
 
 GRADACCUM_INLINE void Loop::discard() {
@@ -433,9 +375,13 @@ GRADACCUM_INLINE void Loop::discard() {
 GRADACCUM_INLINE void Loop::resume() {
   const auto& from = status.options.resume;
   const auto* const peers = window.peers().get();
-  const auto folder = of_rank_0(peers, [&] { return from.newest(); });
+  const auto folder = of_rank_0(peers, [&] { return from.empty() ? std::nullopt : from.newest_(from.directory_); });
   if (folder.empty()) return;
-  auto archive = from.open(folder, status.options.allow_changes, peers);
+  run_on_all(peers, [&] {
+    TORCH_CHECK(from.open_, "FitOptions: rank 0 resumes from ", folder.string(),
+                "; `resume` must be given on all ranks");
+  });
+  auto archive = from.open_(folder, status.options.allow_changes, peers);
   status.resumed_from = folder.string();
   if (const auto epoch = epoch_in_hand(archive)) begin_epoch(*epoch);
   load_state(archive, trainer);
@@ -449,20 +395,18 @@ GRADACCUM_INLINE void Loop::begin_epoch(std::int64_t epoch) {
 
 GRADACCUM_INLINE void Loop::run_epoch(AnyBatches& batches) {
   if (!data.resumes()) begin_epoch(counts.epochs++);
-  if (!data.exhausted() && !status.done()) {
-    for (const auto cursor = batches.begin(); !data.exhausted() && !status.done();) {
-      const AnyBatch* const batch = cursor->next();
-      if (!batch) {
-        data.exhaust();
-      } else if (!data.skips(*batch)) {
-        data.see(*batch);
-        train_batch(*batch);
-        at_boundary();
-        data.forget();
-      }
-    }
-  }
+  if (!data.exhausted() && !status.done() && batches.for_each(*this)) data.exhaust();
   end_epoch();
+}
+
+/// Trains with a batch of an epoch. Skips those that a loaded state has seen.
+GRADACCUM_INLINE bool Loop::visit(const AnyBatch& batch) {
+  if (data.skips(batch)) return true;
+  data.see(batch);
+  train_batch(batch);
+  at_boundary();
+  data.forget();
+  return !status.done();
 }
 
 GRADACCUM_INLINE bool Loop::train_batch(const AnyBatch& batch) {
@@ -475,15 +419,15 @@ GRADACCUM_INLINE bool Loop::train_batch(const AnyBatch& batch) {
 /// What else ends a `fit` waits for the end of the batch: a training that goes on from a state begins with the next.
 GRADACCUM_INLINE bool Loop::train_parts(const AnyBatch& batch) {
   const auto rows = batch.rows();
+  const auto& most = status.options.updates;
   bool moved = false;
   std::int64_t from = 0;
   do {
     const auto to = divider->end_of_window(batch, from);
-    divider->run(batch, from, to,
-                 [this](auto& part, bool begins, bool may_close) { micro_batch(part, begins, may_close); });
+    divider->run(batch, from, to);
     if (record.closing()) moved = close_window() || moved;
     from = to;
-  } while (from < rows && !has_all_updates());
+  } while (from < rows && !(status.running && most && status.updates >= *most));
   return moved;
 }
 
@@ -492,10 +436,10 @@ GRADACCUM_INLINE bool Loop::train_parts(const AnyBatch& batch) {
 GRADACCUM_INLINE void Loop::micro_batch(const AnyBatch& batch, bool begins, bool may_close) {
   if (record.so_far().micro_batches == 0) window.clear_others();
   record.begin_micro_batch(batch.samples(), begins, status);
-  auto scopes = policies.scopes(&AnyPolicy::in_forward_scope);
+  auto scopes = policies.scopes(&AnyPolicy::forward_scope);
   Loss loss = batch.loss();
   scopes.reset();
-  if (!record.take(loss, status, counts.updates)) loss.items = 0;
+  if (!record.add_loss(loss, status, counts.updates)) loss.items = 0;
   policies.all(&AnyPolicy::before_backward, loss);
   record.set_closing(may_close && policies.ready());
   const bool closes_whole = record.closing() && !divider;
@@ -558,15 +502,16 @@ GRADACCUM_INLINE void Loop::end_epoch() {
   if (interrupted()) return;
   status.end_epoch(window.has_weight());
   data.end_epoch();
-  policies.processes_first(&AnyPolicy::on_epoch_end, status.epoch);
-  exchange_with_others();  // no process has batches now: each hears what others have wanted since it last heard of it
+  policies.on_epoch_end(status.epoch);
+  policies
+      .others_continue();  // no process has batches now: each hears what others have wanted since it last heard of it
   at_boundary();
 }
 
 /// Closes windows with other processes, as long as they have batches.
 GRADACCUM_INLINE void Loop::train_with_others() {
   for (bool others_have_batches = true; others_have_batches && !interrupted();) {
-    others_have_batches = exchange_with_others();
+    others_have_batches = policies.others_continue();
     if (others_have_batches) close_if_begun();
     if (others_have_batches || interrupted()) at_boundary();
   }
@@ -584,27 +529,29 @@ GRADACCUM_INLINE void Loop::at_boundary() {
   policies.all(&AnyPolicy::at_boundary);
 }
 
-GRADACCUM_INLINE bool Loop::has_all_updates() const {
-  return status.running && status.options.updates && status.updates >= *status.options.updates;
-}
-
 GRADACCUM_INLINE Evaluation Loop::evaluate(AnyBatches& batches, Evaluator evaluator, bool on_all) {
   TORCH_CHECK(
       !batches.has_state() || !data.goes_through(batches),
       "Trainer: evaluate must not go through the batches that fit is going through: make another object of them");
   const ModeGuard mode(trainer.module(), false);
   const at::NoGradGuard no_grad;
-  const auto evaluate = [&](const AnyBatch& batch) {
-    auto scopes = policies.scopes(&AnyPolicy::in_forward_scope);
-    const Loss loss = batch.loss();
-    scopes.reset();
-    evaluator.add(loss, batch.samples());
-  };
-  const auto cursor = batches.begin();
-  while (const AnyBatch* const batch = cursor->next()) {
-    divider ? divider->for_each_part(*batch, evaluate) : evaluate(*batch);
-    if (status.options.smoke) break;
-  }
+  struct Pass final : BatchVisitor {
+    Loop& loop;
+    Evaluator& evaluator;
+
+    Pass(Loop& of, Evaluator& by) : loop(of), evaluator(by) {}
+    bool visit(const AnyBatch& batch) override {
+      loop.divider ? loop.divider->for_each_part(batch, [this](auto& part) { add(part); }) : add(batch);
+      return !loop.status.options.smoke;
+    }
+    void add(const AnyBatch& batch) {
+      auto scopes = loop.policies.scopes(&AnyPolicy::forward_scope);
+      const Loss loss = batch.loss();
+      scopes.reset();
+      evaluator.add(loss, batch.samples());
+    }
+  } pass(*this, evaluator);
+  batches.for_each(pass);
   if (on_all && window.peers()) evaluator.reduce([this](at::Tensor& part) { window.peers()->all_reduce(part); });
   return evaluator.result();
 }
@@ -615,9 +562,18 @@ GRADACCUM_INLINE void Loop::state(Archive& archive) {
   archive.if_not_all_fit([this, counts = counts, record = record, status = status] {
     this->counts = counts, this->record = record, this->status = status;
   });
-  counts.state(archive);
+  archive("updates", counts.updates);
+  archive("epochs", counts.epochs);
+  TORCH_CHECK(counts.updates >= 0 && counts.epochs >= 0, "Trainer: updates and epochs of a state must be >= 0, got ",
+              counts.updates, " and ", counts.epochs);
   archive("losses", record);
-  archive_fit(archive, status, data);
+  if (status.running && !(archive.loading() && !archive.has("fit"))) {  // only another fit goes on from there
+    archive("fit", status);
+    archive("data", data);
+  } else {
+    archive.leave_out("fit");
+    archive.leave_out("data");
+  }
   policies.state(archive);
 }
 
@@ -628,50 +584,10 @@ GRADACCUM_INLINE void restore_mode(torch::nn::Module& module, bool training) noe
   }
 }
 
-GRADACCUM_INLINE ModeGuard::ModeGuard(torch::nn::Module& model)
-    : model_(model), was_training_(model.is_training()), parts_(model.modules(/*include_self=*/false)) {
-  for (auto& part : parts_) modes_.push_back(part->is_training());
-}
-
-GRADACCUM_INLINE ModeGuard::ModeGuard(torch::nn::Module& model, bool training) : ModeGuard(model) {
-  if (training != was_training_) model.train(training);  // if that throws, the destructor runs all the same
-}
-
 GRADACCUM_INLINE ModeGuard::~ModeGuard() {
   restore_mode(model_, was_training_);
   for (std::size_t i = 0; i < parts_.size(); ++i)  // those outside come first, and take those inside with them
     restore_mode(*parts_[i], modes_[i]);
-}
-
-GRADACCUM_INLINE FitStatus& checked_status(FitStatus& status, const FitOptions& options) {
-  check(options);
-  TORCH_CHECK(!status.running, "Trainer: fit() inside of fit(), in a policy say; there is step() for one micro-batch");
-  return status;
-}
-
-GRADACCUM_INLINE FitScope::FitScope(torch::nn::Module& model, c10::Device device, FitStatus& status,
-                                    const FitStatus& begin)
-    : mode_(model, true), device_(device), status_(checked_status(status, begin.options)) {
-  const bool together = status_.together;
-  status_ = begin;
-  status_.together = together;
-  status_.running = true;
-  if (begin.options.measure_memory && MemoryMeter::possible()) meter_.emplace();
-}
-
-GRADACCUM_INLINE FitScope::~FitScope() {
-  status_.options = {};
-  status_.running = false;
-}
-
-GRADACCUM_INLINE FitReport FitScope::report() const {
-  auto report = report_of(status_);
-  if (const auto bytes = occupied_memory(device_)) report.occupied_bytes[device_.str()] = *bytes;
-  report.peak_resident_bytes = peak_resident_memory().value_or(0);
-  if (!meter_) return report;
-  for (const auto device : {c10::Device(c10::kCPU), device_})
-    if (const auto peak = meter_->peak_bytes(device); peak > 0) report.peak_bytes[device.str()] = peak;
-  return report;
 }
 
 }  // namespace gradaccum::detail

@@ -23,25 +23,17 @@
 
 #include <gradaccum/impl/begin.ipp>
 
-namespace gradaccum {
+namespace gradaccum::detail {
 
-GRADACCUM_INLINE void ModelState::state(Archive& archive) { detail::archive_module(archive, module_); }
-
-GRADACCUM_INLINE void RandomState::state(Archive& archive) { detail::archive_generators(archive); }
-
-GRADACCUM_INLINE void detail::refuse_optimizer(const std::string& type) {
+GRADACCUM_INLINE void refuse_optimizer(const std::string& type) {
   TORCH_CHECK(false, "OptimizerState: an optimizer of your own, as ", type,
               ", needs a member void state(ga::Archive&)");
 }
 
-GRADACCUM_INLINE void detail::check_is_not_divided(bool is_divided, const std::string& type) {
+GRADACCUM_INLINE void check_is_not_divided(bool is_divided, const std::string& type) {
   TORCH_CHECK(!is_divided, "OptimizerState: an optimizer with a state(ga::Archive&) of its own, as ", type,
               ", must not be divided among processes: use {.shard = ga::Shard::none}");
 }
-
-}  // namespace gradaccum
-
-namespace gradaccum::detail {
 
 GRADACCUM_INLINE std::optional<std::filesystem::path> newest_state(const std::filesystem::path& path) {
   if (std::filesystem::exists(path / manifest_name)) return path;
@@ -69,28 +61,17 @@ GRADACCUM_INLINE void MeasuredState::state(Archive& archive) {
   archive("number", number);
 }
 
-/// A state and its measurement.
-struct FoundState {
-  std::filesystem::path path;
-  MeasuredState measured;
-
-  bool is_better_than(const FoundState& other) const {
-    const auto mode = measured.better == "max" ? Mode::max : Mode::min;
-    return is_better(mode, *measured.number, *other.measured.number);
-  }
-};
-
 /// Returns nullopt if the state was not measured or its manifest is damaged.
-GRADACCUM_INLINE std::optional<FoundState> found_state(const std::filesystem::path& path) {
+GRADACCUM_INLINE std::optional<MeasuredState> measured_state(const std::filesystem::path& path) {
   try {
     const auto manifest = read_manifest(path);
     Archive::Values values;
     for (auto& value : manifest.values)
       if (value.first.starts_with("save_state."))
         std::visit([&](auto& held) { values[value.first] = held; }, value.second);
-    FoundState found{path, {}};
-    Archive(std::move(values))("save_state", found.measured);
-    return found.measured.number ? std::optional(std::move(found)) : std::nullopt;
+    MeasuredState measured;
+    Archive(std::move(values))("save_state", measured);
+    return measured.number ? std::optional(std::move(measured)) : std::nullopt;
   } catch (const std::exception&) {
     return {};
   }
@@ -98,22 +79,20 @@ GRADACCUM_INLINE std::optional<FoundState> found_state(const std::filesystem::pa
 
 GRADACCUM_INLINE std::vector<std::filesystem::path> best_states(const std::filesystem::path& directory,
                                                                 std::int64_t count) {
-  std::vector<FoundState> found;
+  std::vector<std::pair<std::filesystem::path, MeasuredState>> found;
   for (auto& state : count > 0 ? StateDirectory(directory).finished() : std::vector<StateDirectory::State>())
-    if (auto one = found_state(state.path)) found.push_back(std::move(*one));
+    if (auto measured = measured_state(state.path)) found.emplace_back(state.path, std::move(*measured));
   // compare by the newest state's metric: older states may have been measured by another
   if (!found.empty())
-    std::erase_if(found, [metric = found.back().measured.metric](auto& one) { return one.measured.metric != metric; });
-  std::stable_sort(found.begin(), found.end(), [](auto& a, auto& b) { return a.is_better_than(b); });
+    std::erase_if(found, [metric = found.back().second.metric](auto& one) { return one.second.metric != metric; });
+  std::stable_sort(found.begin(), found.end(), [](auto& a, auto& b) {
+    const auto mode = a.second.better == "max" ? Mode::max : Mode::min;
+    return is_better(mode, *a.second.number, *b.second.number);
+  });
   std::vector<std::filesystem::path> best;
   for (auto& one : found)
-    if (static_cast<std::int64_t>(best.size()) < count) best.push_back(std::move(one.path));
+    if (static_cast<std::int64_t>(best.size()) < count) best.push_back(std::move(one.first));
   return best;
-}
-
-GRADACCUM_INLINE std::optional<std::filesystem::path> best_state(const std::filesystem::path& directory) {
-  const auto best = best_states(directory, 1);
-  return best.empty() ? std::nullopt : std::optional(best.front());
 }
 
 /// Broadcasts rank 0's path.
@@ -166,12 +145,6 @@ GRADACCUM_INLINE void check_is_newest(const std::filesystem::path& directory, st
               "another directory");
 }
 
-GRADACCUM_INLINE void check_has_no_pieces(const Archive& archive) {
-  for (auto& [name, value] : archive.values())
-    TORCH_CHECK(!PieceName::of(name), "save: ", name,
-                " is a part of what several processes have divided; give the training their peers(), and save on all");
-}
-
 GRADACCUM_INLINE Archive references_to(const AnyTraining& training) {
   auto archive = Archive::of_references();
   training.state(archive);
@@ -180,27 +153,21 @@ GRADACCUM_INLINE Archive references_to(const AnyTraining& training) {
 
 GRADACCUM_INLINE void check_can_be_saved(const AnyTraining& training) { check_can_be_written(references_to(training)); }
 
-GRADACCUM_INLINE std::string text_of_files(const StateFiles& files) {
-  std::string text;
-  for (auto& [name, file] : files) text += c10::str(name, " ", file.bytes, " ", file.crc32, "\n");
-  return text;
-}
-
-GRADACCUM_INLINE void add_files(StateFiles& files, const std::string& text) {
-  std::istringstream lines(text);
-  Manifest::File file;
-  for (std::string name; lines >> name >> file.bytes >> file.crc32;) files[name] = file;
-}
-
 /// Writes each rank's tensors into the folder that rank 0 broadcasts. The folder is empty if rank 0 could not make one;
 /// rank 0 reports that error later.
 GRADACCUM_INLINE StateFiles write_by_all(const Communicator& peers, const Archive& archive,
                                          const std::filesystem::path& folder) {
   const auto where = broadcast_text(peers, folder.string());
   if (where.empty()) return {};
-  const auto own = on_all(&peers, [&] { return write_tensors(archive, where); });
+  std::string own;
+  for (auto& [name, file] : on_all(&peers, [&] { return write_tensors(archive, where); }))
+    own += c10::str(name, " ", file.bytes, " ", file.crc32, "\n");
   StateFiles all;
-  for (auto& text : peers.all_gather_text(text_of_files(own))) add_files(all, text);
+  for (auto& text : peers.all_gather_text(own)) {
+    std::istringstream lines(text);
+    Manifest::File file;
+    for (std::string name; lines >> name >> file.bytes >> file.crc32;) all[name] = file;
+  }
   return all;
 }
 
@@ -229,10 +196,10 @@ GRADACCUM_INLINE std::filesystem::path save(const std::filesystem::path& directo
     if (!peers || peers->rank() == 0) check_is_newest(directory, training.updates());
     return references_to(training);
   });
-  if (peers)
-    peers->gather(archive);
-  else
-    check_has_no_pieces(archive);
+  if (peers) peers->gather(archive);
+  for (auto& [name, value] : archive.values())
+    TORCH_CHECK(peers || !PieceName::of(name), "save: ", name,
+                " is a part of what several processes have divided; give the training their peers(), and save on all");
   const auto saved = on_all(peers, [&] {
     if (peers && peers->rank() > 0) return write_by_all(*peers, archive, ""), std::filesystem::path();
     StateDirectory states(directory);
@@ -246,7 +213,11 @@ GRADACCUM_INLINE std::filesystem::path save(const std::filesystem::path& directo
 GRADACCUM_INLINE std::filesystem::path load(const std::filesystem::path& directory, const AnyTraining& training,
                                             LoadOptions options) {
   const auto* const peers = training.peers.get();
-  const auto folder = of_rank_0(peers, [&] { return options.best ? best_state(directory) : newest_state(directory); });
+  const auto folder = of_rank_0(peers, [&] {
+    if (!options.best) return newest_state(directory);
+    const auto best = best_states(directory, 1);
+    return best.empty() ? std::nullopt : std::optional(best.front());
+  });
   TORCH_CHECK(!folder.empty() || !options.best, "load: ", directory.string(),
               " must have a state that was validated, for {.best = true}: one of a ga::Validate and a "
               "ga::SaveState{.keep_best = 1}");
@@ -256,6 +227,24 @@ GRADACCUM_INLINE std::filesystem::path load(const std::filesystem::path& directo
   load_state(archive, training);
   return folder;
 }
+
+GRADACCUM_INLINE FitReport report_of(const FitStatus& status) {
+  FitReport report{.epochs = status.epochs,
+                   .updates = status.updates,
+                   .skipped = status.skipped,
+                   .samples = status.samples,
+                   .seconds = status.seconds(),
+                   .resumed_from = status.resumed_from,
+                   .stopped = status.stop_reason,
+                   .signal = status.signal,
+                   .nan_batches = status.nan_batches,
+                   .first_nan = status.first_nan,
+                   .validations = status.validations};
+  report.samples_per_second = static_cast<double>(report.samples) / report.seconds;
+  return report;
+}
+
+GRADACCUM_INLINE double in_mb(std::int64_t bytes) { return static_cast<double>(bytes) / static_cast<double>(MiB); }
 
 }  // namespace gradaccum::detail
 
@@ -267,35 +256,6 @@ GRADACCUM_INLINE void check(const FitOptions& options) {
   TORCH_CHECK(options.samples.value_or(0) >= 0, "FitOptions: samples must be >= 0, got ", *options.samples);
   TORCH_CHECK(!options.time || options.time->count() >= 0, "FitOptions: time must be >= 0 s, got ",
               options.time->count());
-}
-
-GRADACCUM_INLINE std::optional<std::filesystem::path> ResumeFrom::newest() const {
-  return empty() ? std::nullopt : newest_(directory_);
-}
-
-GRADACCUM_INLINE Archive ResumeFrom::open(const std::filesystem::path& folder, bool allow_changes,
-                                          const detail::Communicator* peers) const {
-  if (open_) return open_(folder, allow_changes, peers);
-  const auto refuse = [&] {
-    TORCH_CHECK(false, "FitOptions: rank 0 resumes from ", folder.string(), "; `resume` must be given on all ranks");
-  };
-  detail::run_on_all(peers, refuse);
-  return {};
-}
-
-GRADACCUM_INLINE double FitStatus::seconds() const {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-GRADACCUM_INLINE void FitStatus::stop(std::string why) {
-  if (!together) return stop_all(std::move(why));
-  wants_stop = true;
-  if (stop_reason.empty()) stop_reason = std::move(why);
-}
-
-GRADACCUM_INLINE void FitStatus::stop_all(std::string why) {
-  stopped = true;
-  if (stop_reason.empty()) stop_reason = std::move(why);
 }
 
 /// Once it is said it stays: whoever asks after that hears the same, however late it is. However short the time, it is
@@ -310,12 +270,6 @@ GRADACCUM_INLINE bool FitStatus::done() const {
   if (stopped || signal != 0 || (options.smoke && updates + skipped > 0)) return true;
   if (options.updates && updates >= *options.updates) return true;
   return options.has_limit() ? epochs == options.epochs : epochs >= options.epochs.value_or(1);
-}
-
-GRADACCUM_INLINE void FitStatus::count_window(bool moved, bool overflowed) {
-  updates += moved;
-  skipped += !moved;
-  trained = trained || moved || overflowed;
 }
 
 /// Without a number of epochs, batches that bring no update would be gone through for ever.
@@ -370,43 +324,10 @@ GRADACCUM_INLINE std::optional<double> FitStatus::fraction() const {
   return most;
 }
 
-namespace detail {
-
-GRADACCUM_INLINE FitReport report_of(const FitStatus& status) {
-  FitReport report{.epochs = status.epochs,
-                   .updates = status.updates,
-                   .skipped = status.skipped,
-                   .samples = status.samples,
-                   .seconds = status.seconds(),
-                   .resumed_from = status.resumed_from,
-                   .stopped = status.stop_reason,
-                   .signal = status.signal,
-                   .nan_batches = status.nan_batches,
-                   .first_nan = status.first_nan,
-                   .validations = status.validations};
-  report.samples_per_second = static_cast<double>(report.samples) / report.seconds;
-  return report;
-}
-
-/// Two decimals, and three digits where these would be none.
-GRADACCUM_INLINE std::string samples_per_second_text(double rate) {
-  return rate < 1 ? rate_text(rate) : fmt::format("{:.2f}", rate);
-}
-
-GRADACCUM_INLINE double in_mb(std::int64_t bytes) { return static_cast<double>(bytes) / static_cast<double>(MiB); }
-
-/// Of each name.
-GRADACCUM_INLINE std::map<std::string, Validation> last_validations(const FitReport& report) {
-  std::map<std::string, Validation> last;
-  for (auto& validation : report.validations) last[validation.name] = validation;
-  return last;
-}
-
-}  // namespace detail
-
 GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const FitReport& report) {
+  const auto rate = report.samples_per_second;  // two decimals, and three digits where these would be none
   stream << fmt::format("Time: {:.2f}\nSamples/second: {}\n", report.seconds,
-                        detail::samples_per_second_text(report.samples_per_second));
+                        rate < 1 ? rate_text(rate) : fmt::format("{:.2f}", rate));
   for (auto& [device, bytes] : report.occupied_bytes)
     stream << fmt::format("{} memory occupied: {:.0f} MB.\n", device == "cpu" ? "CPU" : "GPU", detail::in_mb(bytes));
   for (auto& [device, bytes] : report.peak_bytes)
@@ -418,8 +339,10 @@ GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const FitReport&
     stream << fmt::format("Micro-batches left out for a loss of NaN or infinity: {}, the first: {}\n",
                           report.nan_batches, report.first_nan);
   if (!report.stopped.empty()) stream << "Stopped early: " << report.stopped << '\n';
-  for (auto& [name, validation] : detail::last_validations(report))
-    stream << "Last " << name << ", at update " << validation.update << ": " << validation.found << '\n';
+  std::map<std::string, const Validation*> last;
+  for (auto& validation : report.validations) last[validation.name] = &validation;
+  for (auto& [name, validation] : last)
+    stream << "Last " << name << ", at update " << validation->update << ": " << validation->found << '\n';
   return stream;
 }
 
