@@ -7,7 +7,6 @@
 #include <gradaccum/detail/memory/memory_ledger.hpp>
 #include <gradaccum/detail/watching/profiled_events.hpp>
 #include <gradaccum/detail/window/communicator.hpp>
-#include <gradaccum/profiler.hpp>
 #include <gradaccum/trainer_base.hpp>
 
 #include <ATen/core/grad_mode.h>

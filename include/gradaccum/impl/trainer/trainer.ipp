@@ -107,7 +107,7 @@ GRADACCUM_INLINE void TrainerBase::for_each_held(
   for (auto& parameter : parameters()) all.push_back(parameter);
   for (auto& parameter : all) see(&MemoryByKind::parameters, parameter);
   for (auto& buffer : module().buffers()) see(&MemoryByKind::parameters, buffer);
-  if (const auto* const optimizer = loop_->window.optimizer().torch_optimizer())
+  if (const auto* const optimizer = loop_->window.optimizer().torch_optimizer)
     detail::for_each_state_tensor(*optimizer, [&](auto& tensor) { see(&MemoryByKind::optimizer_state, tensor); });
   for (auto& parameter : all) see(&MemoryByKind::gradients, parameter.grad());
   const auto& sums = loop_->window.closing()->sums();
