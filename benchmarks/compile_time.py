@@ -7,7 +7,7 @@ turn, and what is printed is the median. Processor time of one core, without lin
 
 --check fails where a multiple is above its ceiling in each of the runs, and where an empty program that includes
 gradaccum.hpp has more than a little code: a class whose virtual functions are not inline where it is declared leaves
-all of them in every program (see detail/build/inline.hpp).
+all of them in every program (see impl/begin.ipp).
 """
 
 import argparse

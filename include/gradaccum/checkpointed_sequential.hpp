@@ -18,6 +18,8 @@
 #include <optional>
 #include <string>
 
+#include <gradaccum/impl/begin.ipp>
+
 namespace gradaccum {
 
 /// The schedule of a `CheckpointedSequential`, and its predicted cost. Printable.
@@ -54,7 +56,7 @@ struct CheckpointedSequentialOptions {
 class CheckpointedSequentialImpl : public torch::nn::Module {
  public:
   CheckpointedSequentialImpl(torch::nn::Sequential stages, const CheckpointedSequentialOptions& options);
-  ~CheckpointedSequentialImpl() override;
+  GRADACCUM_INLINE ~CheckpointedSequentialImpl() override;
 
   at::Tensor forward(const at::Tensor& input, const at::Tensor& context = {});
 
@@ -66,8 +68,9 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
   CheckpointPlan plan() const;
   bool has_plan() const;
 
-  std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>& device = std::nullopt) const override;
-  void pretty_print(std::ostream& out) const override;
+  GRADACCUM_INLINE std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<at::Device>& device = std::nullopt) const override;
+  GRADACCUM_INLINE void pretty_print(std::ostream& out) const override;
 
  protected:
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(at::Tensor())})  // accepts one tensor, too, in a Sequential
@@ -114,6 +117,8 @@ class CheckpointedSequential : public torch::nn::ModuleHolder<CheckpointedSequen
 };
 
 }  // namespace gradaccum
+
+#undef GRADACCUM_INLINE
 
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/checkpoint/chain.ipp>

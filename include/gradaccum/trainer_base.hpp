@@ -19,6 +19,8 @@
 #include <typeinfo>
 #include <vector>
 
+#include <gradaccum/impl/begin.ipp>
+
 namespace torch::nn {
 class Module;
 }
@@ -42,7 +44,7 @@ class TrainerBase {
  public:
   TrainerBase(const TrainerBase&) = delete;  // policies may hold on to it
   TrainerBase& operator=(const TrainerBase&) = delete;
-  virtual ~TrainerBase();
+  GRADACCUM_INLINE virtual ~TrainerBase();
 
   /// Steps with the window as it is, and its true mean. True if the parameters moved.
   bool flush();
@@ -123,6 +125,8 @@ class TrainerBase {
 };
 
 }  // namespace gradaccum
+
+#undef GRADACCUM_INLINE
 
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/trainer/trainer.ipp>

@@ -12,6 +12,8 @@
 #include <optional>
 #include <vector>
 
+#include <gradaccum/impl/begin.ipp>
+
 namespace gradaccum::data {
 
 /// Options for the sizes and the order of batches.
@@ -87,7 +89,7 @@ class LengthBuckets : public EpochLoops<SequenceBatch> {
   void check(std::int64_t targets) const;
   detail::ShareOfRank share() const override { return {options_.rank, options_.world_size}; }
   std::int64_t all_of(std::int64_t epoch) const override { return std::ssize(batches_of(epoch)); }
-  SequenceBatch batch_at(std::int64_t epoch, std::int64_t number) const override;
+  GRADACCUM_INLINE SequenceBatch batch_at(std::int64_t epoch, std::int64_t number) const override;
   const std::vector<Rows>& batches_of(std::int64_t epoch) const;
 
   detail::PaddedSequences sequences_;
@@ -99,6 +101,8 @@ class LengthBuckets : public EpochLoops<SequenceBatch> {
 };
 
 }  // namespace gradaccum::data
+
+#undef GRADACCUM_INLINE
 
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/data/data.ipp>

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include <gradaccum/impl/begin.ipp>
+
 namespace gradaccum::data {
 
 /// Options for the sizes and the order of batches.
@@ -51,8 +53,8 @@ class TensorBatches : public EpochLoops<Batch> {
 
  private:
   detail::ShareOfRank share() const override { return {options_.rank, options_.world_size}; }
-  std::int64_t all_of(std::int64_t epoch) const override;
-  Batch batch_at(std::int64_t epoch, std::int64_t number) const override;
+  GRADACCUM_INLINE std::int64_t all_of(std::int64_t epoch) const override;
+  GRADACCUM_INLINE Batch batch_at(std::int64_t epoch, std::int64_t number) const override;
 
   at::Tensor inputs_, targets_;
   mutable at::Tensor order_;  // rows in the order of `order_epoch_`
@@ -61,6 +63,8 @@ class TensorBatches : public EpochLoops<Batch> {
 };
 
 }  // namespace gradaccum::data
+
+#undef GRADACCUM_INLINE
 
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/data/data.ipp>

@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include <gradaccum/impl/begin.ipp>
+
 namespace gradaccum::optim {
 
 /// The differences between implementations of Adafactor.
@@ -40,9 +42,9 @@ struct AdafactorOptions : public torch::optim::OptimizerCloneableOptions<Adafact
   TORCH_ARG(AdafactorVariant, variant) = AdafactorVariant::paper;  ///< selects the formulas
 
  public:
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
-  void state(Archive& archive) override;
+  GRADACCUM_INLINE void serialize(torch::serialize::InputArchive& archive) override;
+  GRADACCUM_INLINE void serialize(torch::serialize::OutputArchive& archive) const override;
+  GRADACCUM_INLINE void state(Archive& archive) override;
   friend bool operator==(const AdafactorOptions& a, const AdafactorOptions& b);
   void check() const;
   double get_lr() const override { return lr(); }
@@ -62,9 +64,9 @@ struct AdafactorParamState : public OwnParamState {
   TORCH_ARG(at::Tensor, exp_avg);  ///< only if beta1 > 0
 
  public:
-  std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
-  std::vector<std::pair<std::string, at::Tensor*>> tensors() override;
-  void check(const at::Tensor& parameter) const override;
+  GRADACCUM_INLINE std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
+  GRADACCUM_INLINE std::vector<std::pair<std::string, at::Tensor*>> tensors() override;
+  GRADACCUM_INLINE void check(const at::Tensor& parameter) const override;
   /// Creates missing state for the next step, and converts loaded state to the dtype and order that it needs.
   void prepare(const at::Tensor& parameter, bool momentum);
 };
@@ -106,10 +108,12 @@ class Adafactor : public OwnOptimizer<Adafactor, AdafactorOptions, AdafactorPara
   bool steps_by_elements() const override { return false; }  // means run over rows, columns and whole tensors
 
  private:
-  void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
+  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
 };
 
 }  // namespace gradaccum::optim
+
+#undef GRADACCUM_INLINE
 
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/optimizers/optim.ipp>

@@ -6,6 +6,8 @@
 
 #include <torch/optim/adam.h>
 
+#include <gradaccum/impl/begin.ipp>
+
 namespace gradaccum::optim {
 
 /// LibTorch's options, so files of them are interchangeable.
@@ -29,10 +31,12 @@ class Adam : public OnePassOptimizer<Adam, torch::optim::Adam, torch::optim::Ada
   using OnePassOptimizer::OnePassOptimizer;  // of the parameters or of groups of them, with options
 
  private:
-  void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
+  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
 };
 
 }  // namespace gradaccum::optim
+
+#undef GRADACCUM_INLINE
 
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/optimizers/optim.ipp>

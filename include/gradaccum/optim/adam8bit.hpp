@@ -6,6 +6,8 @@
 
 #include <torch/optim/adam.h>
 
+#include <gradaccum/impl/begin.ipp>
+
 namespace gradaccum::optim {
 
 /// The options lr, betas, eps and weight_decay; amsgrad is rejected.
@@ -25,10 +27,12 @@ class Adam8bit : public Adam8bitOptimizer<Adam8bit, Adam8bitOptions> {
   using Adam8bitOptimizer::Adam8bitOptimizer;  // of the parameters or of groups of them, with options
 
  private:
-  void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
+  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
 };
 
 }  // namespace gradaccum::optim
+
+#undef GRADACCUM_INLINE
 
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/optimizers/optim.ipp>

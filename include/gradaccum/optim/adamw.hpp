@@ -6,6 +6,8 @@
 
 #include <torch/optim/adamw.h>
 
+#include <gradaccum/impl/begin.ipp>
+
 namespace gradaccum::optim {
 
 /// LibTorch's options, so files of them are interchangeable.
@@ -46,10 +48,12 @@ class AdamW : public OnePassOptimizer<AdamW, torch::optim::AdamW, torch::optim::
   using OnePassOptimizer::OnePassOptimizer;  // of the parameters or of groups of them, with options
 
  private:
-  void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
+  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
 };
 
 }  // namespace gradaccum::optim
+
+#undef GRADACCUM_INLINE
 
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/optimizers/optim.ipp>

@@ -6,6 +6,8 @@
 
 #include <torch/optim/adamw.h>
 
+#include <gradaccum/impl/begin.ipp>
+
 namespace gradaccum::optim {
 
 /// The options lr, betas, eps and weight_decay; amsgrad is rejected.
@@ -42,10 +44,12 @@ class AdamW8bit : public Adam8bitOptimizer<AdamW8bit, AdamW8bitOptions> {
   using Adam8bitOptimizer::Adam8bitOptimizer;  // of the parameters or of groups of them, with options
 
  private:
-  void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
+  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
 };
 
 }  // namespace gradaccum::optim
+
+#undef GRADACCUM_INLINE
 
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/optimizers/optim.ipp>

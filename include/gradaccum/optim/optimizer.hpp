@@ -20,6 +20,8 @@
 #include <utility>
 #include <vector>
 
+#include <gradaccum/impl/begin.ipp>
+
 namespace gradaccum::detail {
 class GradientOf;
 class StepPlan;
@@ -37,9 +39,9 @@ namespace gradaccum::optim {
 class OnePass : public TakesGradients, public detail::NamesItsState {
  public:
   /// Steps by a window's gradients, and applies their factor in the same pass.
-  void step(Gradients gradients) override;
+  GRADACCUM_INLINE void step(Gradients gradients) override;
   /// Returns true if all parameters are on devices, and the host has not judged the gradients.
-  bool judges_on_device(const Gradients& gradients) const override;
+  GRADACCUM_INLINE bool judges_on_device(const Gradients& gradients) const override;
 
   /// Rounds bfloat16 parameters up or down at random from now on, the nearer number the more often. The mean of many
   /// steps is then exact, where rounding to nearest would lose all small steps. A seed gives the same bits for any
@@ -48,7 +50,7 @@ class OnePass : public TakesGradients, public detail::NamesItsState {
 
   /// The state by the parameters' names, `exp_avg.0.weight`, for any file format. The tensors are the optimizer's own,
   /// or dense copies if it keeps rows.
-  std::map<std::string, at::Tensor> named_state(
+  GRADACCUM_INLINE std::map<std::string, at::Tensor> named_state(
       const torch::OrderedDict<std::string, at::Tensor>& parameters) const override;
 
   /// Replaces the state by what `named_state` returned, in this program or another; tensors are copied. Parameters
@@ -81,8 +83,8 @@ class OnePass : public TakesGradients, public detail::NamesItsState {
   /// Steps all parameters that have a gradient.
   virtual void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) = 0;
 
-  std::function<void()> take_named_state(const detail::NamedParameters& parameters, detail::NamedTensors state,
-                                         bool lenient) override;
+  GRADACCUM_INLINE std::function<void()> take_named_state(const detail::NamedParameters& parameters,
+                                                          detail::NamedTensors state, bool lenient) override;
   void move_unless_overflowed(const detail::GradientOf& gradient_of, Gradients gradients);
   void check_distinct();
   template <class Step>
@@ -141,8 +143,8 @@ class OwnParamState : public torch::optim::OptimizerParamState {
   /// Throws if the state does not fit the parameter.
   virtual void check(const at::Tensor& parameter) const = 0;
 
-  void serialize(torch::serialize::OutputArchive& archive) const override;
-  void serialize(torch::serialize::InputArchive& archive) override;
+  GRADACCUM_INLINE void serialize(torch::serialize::OutputArchive& archive) const override;
+  GRADACCUM_INLINE void serialize(torch::serialize::InputArchive& archive) override;
 };
 
 /// The groups and files of an optimizer that LibTorch lacks. `Derived` has `name` and
@@ -168,9 +170,9 @@ using OwnOptimizer = OnePassOptimizer<Derived, OwnGroups<Derived, Options, State
 /// The moments of one parameter: 8-bit codes with their scales, or float tensors if the parameter is small.
 class Adam8bitParamState : public OwnParamState {
  public:
-  std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
-  std::vector<std::pair<std::string, at::Tensor*>> tensors() override;
-  void check(const at::Tensor& parameter) const override;
+  GRADACCUM_INLINE std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
+  GRADACCUM_INLINE std::vector<std::pair<std::string, at::Tensor*>> tensors() override;
+  GRADACCUM_INLINE void check(const at::Tensor& parameter) const override;
   bool coded() const { return exp_avg.defined() && exp_avg.scalar_type() == at::kByte; }
   /// Restores the memory order of codes from a file. Files are row-major, but scales belong to blocks in memory order.
   void restore_order();
@@ -192,3 +194,5 @@ class Adam8bitOptimizer : public OwnOptimizer<Derived, Options, Adam8bitParamSta
 };
 
 }  // namespace gradaccum::optim
+
+#undef GRADACCUM_INLINE

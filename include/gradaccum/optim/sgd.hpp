@@ -6,6 +6,8 @@
 
 #include <torch/optim/sgd.h>
 
+#include <gradaccum/impl/begin.ipp>
+
 namespace gradaccum::optim {
 
 /// LibTorch's options, so files of them are interchangeable.
@@ -28,13 +30,15 @@ class SGD : public OnePassOptimizer<SGD, torch::optim::SGD, torch::optim::SGDPar
 
   using OnePassOptimizer::OnePassOptimizer;  // of the parameters or of groups of them, with options
 
-  bool judges_on_device(const Gradients& gradients) const override;
+  GRADACCUM_INLINE bool judges_on_device(const Gradients& gradients) const override;
 
  private:
-  void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
+  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
 };
 
 }  // namespace gradaccum::optim
+
+#undef GRADACCUM_INLINE
 
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/optimizers/optim.ipp>

@@ -25,6 +25,8 @@
 #include <utility>
 #include <vector>
 
+#include <gradaccum/impl/begin.ipp>
+
 namespace gradaccum::detail {
 
 /// The sizes of memory blocks by address: a hash table with open addressing, for a look-up at every allocation.
@@ -68,8 +70,8 @@ class MemoryLedger : public c10::MemoryReportingInfoBase, public std::enable_sha
   /// The ledger that receives this thread's allocations, if any. `impossible`: the error if none can.
   static std::shared_ptr<MemoryLedger> innermost(const char* impossible);
 
-  void reportMemoryUsage(void* block, std::int64_t bytes, std::size_t allocated, std::size_t reserved,
-                         c10::Device device) override;
+  GRADACCUM_INLINE void reportMemoryUsage(void* block, std::int64_t bytes, std::size_t allocated, std::size_t reserved,
+                                          c10::Device device) override;
   bool memoryProfilingEnabled() const override { return true; }
 
   Account total() const;
@@ -91,8 +93,8 @@ class AllocationLog final : public MemoryLedger {
  public:
   using MemoryLedger::MemoryLedger;
 
-  void reportMemoryUsage(void* block, std::int64_t bytes, std::size_t allocated, std::size_t reserved,
-                         c10::Device device) override;
+  GRADACCUM_INLINE void reportMemoryUsage(void* block, std::int64_t bytes, std::size_t allocated, std::size_t reserved,
+                                          c10::Device device) override;
 
   /// Returns whether the memory of a live tensor was allocated in this scope.
   bool has(const at::Tensor& tensor) const;
@@ -222,6 +224,8 @@ std::optional<std::int64_t> bytes_after(const std::string& name, const std::stri
 std::vector<std::filesystem::path> control_groups(const std::string& groups, const std::string& controller);
 
 }  // namespace gradaccum::detail
+
+#undef GRADACCUM_INLINE
 
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/memory/memory.ipp>

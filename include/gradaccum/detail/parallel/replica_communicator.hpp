@@ -20,6 +20,8 @@
 #include <utility>
 #include <vector>
 
+#include <gradaccum/impl/begin.ipp>
+
 namespace torch::optim {
 class Optimizer;
 }
@@ -72,21 +74,23 @@ class ReplicaCommunicator final : public Communicator {
   std::function<void(const WindowTotals& own, const WindowTotals& all)> on_reduced = {};  ///< called with the sums
 
   int rank() const override { return connections_ ? connections_->rank() : 0; }
-  void join(AnyOptimizer& optimizer) override;
+  GRADACCUM_INLINE void join(AnyOptimizer& optimizer) override;
   std::shared_ptr<Shards> shards() const override { return shards_; }
   bool take_each_backward() const override { return options_.shard == Shard::gradients; }
-  void backward(const std::shared_ptr<WindowGradients>& window, std::optional<c10::ScalarType> accumulate_in,
-                const std::function<void()>& run) override;
-  void end_window() override;
-  void reduce(const std::shared_ptr<WindowGradients>& window, std::optional<c10::ScalarType> accumulate_in) override;
-  StepResult step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) override;
-  bool others_continue(const std::shared_ptr<WindowGradients>& window,
-                       std::optional<c10::ScalarType> accumulate_in) override;
+  GRADACCUM_INLINE void backward(const std::shared_ptr<WindowGradients>& window,
+                                 std::optional<c10::ScalarType> accumulate_in,
+                                 const std::function<void()>& run) override;
+  GRADACCUM_INLINE void end_window() override;
+  GRADACCUM_INLINE void reduce(const std::shared_ptr<WindowGradients>& window,
+                               std::optional<c10::ScalarType> accumulate_in) override;
+  GRADACCUM_INLINE StepResult step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) override;
+  GRADACCUM_INLINE bool others_continue(const std::shared_ptr<WindowGradients>& window,
+                                        std::optional<c10::ScalarType> accumulate_in) override;
   void all_reduce(const at::Tensor& tensor) const override {
     if (connections_) connections_->all_reduce(tensor);
   }
-  void gather(Archive& archive) const override;
-  void keep_own_values(Archive::Values& values) const override;
+  GRADACCUM_INLINE void gather(Archive& archive) const override;
+  GRADACCUM_INLINE void keep_own_values(Archive::Values& values) const override;
   std::vector<std::string> all_gather_text(const std::string& own) const override {
     return connections_ ? connections_->all_gather(own) : std::vector{own};
   }
@@ -124,3 +128,5 @@ std::string pack(const Archive::Values& values);
 Archive::Values unpack(const std::string& bytes);
 
 }  // namespace gradaccum::detail
+
+#undef GRADACCUM_INLINE

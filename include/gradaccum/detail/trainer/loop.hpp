@@ -27,6 +27,8 @@
 #include <utility>
 #include <vector>
 
+#include <gradaccum/impl/begin.ipp>
+
 namespace gradaccum::detail {
 
 /// The policies of a Trainer, whose hooks are called in their order.
@@ -296,7 +298,7 @@ class Loop final : private BatchVisitor {
   void resume();
   void begin_epoch(std::int64_t epoch);
   void run_epoch(AnyBatches& batches);
-  bool visit(const AnyBatch& batch) override;
+  GRADACCUM_INLINE bool visit(const AnyBatch& batch) override;
   bool train_batch(const AnyBatch& batch);
   bool train_parts(const AnyBatch& batch);
   void prepare_to_close();
@@ -334,6 +336,8 @@ class ModeGuard {
 };
 
 }  // namespace gradaccum::detail
+
+#undef GRADACCUM_INLINE
 
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/trainer/trainer.ipp>
