@@ -111,6 +111,7 @@ set(defined_by "")
 foreach(file IN LISTS files)
   if(file MATCHES "[.]hpp$")
     file(READ "${INCLUDE}/gradaccum/${file}" text)
+    string(REPLACE "#include <gradaccum/impl/begin.ipp>\n" "" text "${text}") # for virtual functions
     if(text MATCHES "#include <gradaccum/(impl/[^>]+)>" AND NOT file STREQUAL "compiled.hpp")
       list(APPEND defined_by "${CMAKE_MATCH_1}")
       list(APPEND has_definitions "${file}")

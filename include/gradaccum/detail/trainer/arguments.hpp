@@ -3,7 +3,6 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/data/samples.hpp>
-#include <gradaccum/detail/fitting/memory_fitter.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/gradients.hpp>

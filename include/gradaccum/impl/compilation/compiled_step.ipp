@@ -3,7 +3,7 @@
 
 #include <gradaccum/compiled_step.hpp>
 
-#include <gradaccum/detail/checkpoint/chain.hpp>
+#include <gradaccum/detail/memory/memory_ledger.hpp>
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
 #include <gradaccum/detail/compilation/step_source.hpp>
 #include <gradaccum/detail/io/files.hpp>

@@ -15,6 +15,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 
 #include <gradaccum/impl/begin.ipp>
@@ -130,6 +131,22 @@ GRADACCUM_INLINE void cannot_be_brought(const std::type_info& type) {
       "Prefetch: with .device a batch must consist of tensors: one, a tuple, a range or a map of them, or .data "
       "and .target and nothing else, got ",
       name_of_class(type), ": give the class a Batch to(at::Device) const");
+}
+
+GRADACCUM_INLINE RowKind kind_of(const std::vector<at::Tensor>& tensors, std::int64_t rows) {
+  RowKind kind;
+  for (auto& tensor : tensors) {
+    if (!tensor.defined()) continue;
+    kind.form += c10::toString(tensor.scalar_type()) + std::to_string(tensor.dim());
+    for (std::int64_t i = 1; i < tensor.dim(); ++i) kind.sizes.push_back(tensor.size(i));
+    kind.elements += tensor.numel() / std::max<std::int64_t>(rows, 1);
+  }
+  kind.text = layout_text(tensors, /*any_rows=*/true);
+  return kind;
+}
+
+GRADACCUM_INLINE bool RowKind::covers(const RowKind& other) const {
+  return form == other.form && std::ranges::equal(sizes, other.sizes, std::ranges::greater_equal());
 }
 
 }  // namespace gradaccum::detail

@@ -116,22 +116,6 @@ GRADACCUM_INLINE void CheckpointSearch::state(Archive& archive) {
   set_budget(budget);
 }
 
-GRADACCUM_INLINE RowKind kind_of(const std::vector<at::Tensor>& tensors, std::int64_t rows) {
-  RowKind kind;
-  for (auto& tensor : tensors) {
-    if (!tensor.defined()) continue;
-    kind.form += c10::toString(tensor.scalar_type()) + std::to_string(tensor.dim());
-    for (std::int64_t i = 1; i < tensor.dim(); ++i) kind.sizes.push_back(tensor.size(i));
-    kind.elements += tensor.numel() / std::max<std::int64_t>(rows, 1);
-  }
-  kind.text = layout_text(tensors, /*any_rows=*/true);
-  return kind;
-}
-
-GRADACCUM_INLINE bool RowKind::covers(const RowKind& other) const {
-  return form == other.form && std::ranges::equal(sizes, other.sizes, std::ranges::greater_equal());
-}
-
 /// Returns first * second / third, rounded down, without overflow.
 GRADACCUM_INLINE std::int64_t scaled(std::int64_t first, std::int64_t second, std::int64_t third) {
   const auto result =
