@@ -18,6 +18,7 @@ GRADACCUM_ON_DEVICE inline bool leaves_out(const DeviceMultiplier& by) { return 
 struct SgdOfTable {
   using Settings = SgdSettings;
   using Operand = SgdOperand;
+  static constexpr int blocks_together = 1;
   GRADACCUM_ON_DEVICE static SgdNumbers numbers_after(const StepLaunch<SgdSettings>& launch) { return launch.numbers; }
   GRADACCUM_ON_DEVICE static SgdOperand operand(const SgdNumbers& by, const TensorTable::Entry& of) {
     return {by, of.arrays[0], of.arrays[1], of.arrays[2], of.rounding_key};
@@ -34,6 +35,7 @@ GRADACCUM_ON_DEVICE inline AdamNumbers adam_numbers_after(AdamSettings settings,
 struct AdamOfTable {
   using Settings = AdamSettings;
   using Operand = AdamOperand;
+  static constexpr int blocks_together = 0;
   GRADACCUM_ON_DEVICE static AdamNumbers numbers_after(const StepLaunch<AdamSettings>& launch) {
     return adam_numbers_after(launch.settings, *launch.by.skipped_steps);
   }
@@ -90,7 +92,7 @@ class StepBlock {
  public:
   using Arguments = StepLaunch<typename Optimizer::Settings>;
   using Shared = SharedStep<typename Optimizer::Operand>;
-  static constexpr int rounds = 1, phases = 1;
+  static constexpr int rounds = 1, phases = 1, blocks_together = Optimizer::blocks_together;
 
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
     begin_step<P, G, Optimizer>(launch, block, shared);
