@@ -2,7 +2,9 @@
 //
 // Thread blocks that step tensors. A block runs `begin`, and then several rounds of several phases. Its threads
 // synchronise after each; with `warps_are_independent`, only the threads of a warp do after a phase. Each thread has
-// its own object of the class. The including file defines `run_blocks<Block>(arguments, blocks, stream)`.
+// its own object of the class. With `prepare`, which is called first, the same threads run several blocks, one after
+// another: that which is equal in all is computed once. The including file defines
+// `run_blocks<Block>(arguments, blocks, stream)`.
 
 /// Multiplies in the order of `Multiplier::on`.
 GRADACCUM_ON_DEVICE inline double product_of(const DeviceMultiplier& by) {
@@ -69,15 +71,19 @@ struct SharedStep {
   std::int64_t from, count;
 };
 
-/// `P` and `G` are the types of parameters and gradients.
-template <class P, class G, class Optimizer, class Operand>
-GRADACCUM_ON_DEVICE void begin_step(const StepLaunch<typename Optimizer::Settings>& launch, std::int64_t block,
-                                    SharedStep<Operand>& shared) {
-  if (this_thread() != 0) return;
-  const auto place = place_of_block(launch.tensors.first_blocks, launch.tensors.size, block);
-  const auto& tensor = launch.tensors.entries[place];
+template <class Optimizer>
+GRADACCUM_ON_DEVICE auto numbers_of_step(const StepLaunch<typename Optimizer::Settings>& launch) {
   auto numbers = launch.by.skipped_steps ? Optimizer::numbers_after(launch) : launch.numbers;
   numbers.multiplier = product_of(launch.by);
+  return numbers;
+}
+
+/// In one thread for the whole block. `P` and `G` are the types of parameters and gradients.
+template <class P, class G, class Optimizer, class Operand>
+GRADACCUM_ON_DEVICE void begin_step(const StepLaunch<typename Optimizer::Settings>& launch, std::int64_t block,
+                                    const decltype(Operand::numbers)& numbers, SharedStep<Operand>& shared) {
+  const auto place = place_of_block(launch.tensors.first_blocks, launch.tensors.size, block);
+  const auto& tensor = launch.tensors.entries[place];
   auto& o = shared.operand = Optimizer::operand(numbers, tensor);
   o.parameter = static_cast<P*>(o.parameter) - tensor.from;
   o.gradient = static_cast<const G*>(o.gradient) - tensor.from;
@@ -95,7 +101,7 @@ class StepBlock {
   static constexpr int rounds = 1, phases = 1, blocks_together = Optimizer::blocks_together;
 
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
-    begin_step<P, G, Optimizer>(launch, block, shared);
+    if (this_thread() == 0) begin_step<P, G, Optimizer>(launch, block, numbers_of_step<Optimizer>(launch), shared);
   }
   template <int phase>
   GRADACCUM_ON_DEVICE void run(int /*round*/, Shared& shared) {
@@ -253,15 +259,20 @@ class Adam8bitBlock {
     bool aligned;
   };
 
-  GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
-    begin_step<P, G, Adam8bitOfTable>(launch, block, shared);
+  GRADACCUM_ON_DEVICE void prepare(const Arguments& launch, Shared& shared) {
     if (this_thread() == 0) {
-      shared.aligned = is_aligned(shared.operand, shared.from);
+      shared.operand.numbers = numbers_of_step<Adam8bitOfTable>(launch);
       shared.vectors = AdamVectors<Floats>(shared.operand.numbers);
       find_ordinary_moments(shared);
     }
     shared.m_codes.fill(launch.settings.maps[0], threads_of_block / 2);
     shared.v_codes.fill(launch.settings.maps[1], threads_of_block / 4 * 3);
+  }
+
+  GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
+    if (this_thread() != 0) return;
+    begin_step<P, G, Adam8bitOfTable>(launch, block, shared.operand.numbers, shared);
+    shared.aligned = is_aligned(shared.operand, shared.from);
   }
 
   template <int phase>
