@@ -55,7 +55,7 @@ std::vector<double> papers_map(bool is_signed) {
 std::pair<at::Tensor, at::Tensor> codes_of(const at::Tensor& gradient, InstructionSet set) {
   auto parameter = torch::zeros_like(gradient);
   const auto m = torch::full_like(gradient, 127, at::kByte), v = torch::zeros_like(gradient, at::kByte);
-  const auto m_scale = torch::zeros({inner::blocks_of(gradient)}), v_scale = torch::zeros_like(m_scale);
+  const auto m_scale = torch::zeros({inner::eight_bit_blocks(gradient.numel())}), v_scale = torch::zeros_like(m_scale);
   inner::AdamNumbers numbers{1, 0, 1, 0, 1, 0, 1, 0, 1, 1e-8};
   const inner::Adam8bitOperand operand{numbers,
                                        parameter.mutable_data_ptr(),

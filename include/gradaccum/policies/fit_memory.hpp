@@ -6,6 +6,7 @@
 #include <gradaccum/detail/trainer/arguments.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/gradients.hpp>
+#include <gradaccum/memory_meter.hpp>
 #include <gradaccum/policy.hpp>
 
 #include <cstdint>
