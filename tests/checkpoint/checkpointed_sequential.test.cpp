@@ -388,6 +388,12 @@ TEST_CASE("CheckpointedSequential: a clone is independent, and does the same") {
     CHECK(copy->plan().memory_budget == net->plan().memory_budget);
     copy->forward(chain.input).sum().backward();
     CHECK(copy->parameters()[0].grad().defined());
+    if (options.memory_budget > 0) {
+      copy->set_memory_budget(0);  // keeps everything, which no options can say
+      const auto again = std::dynamic_pointer_cast<ga::CheckpointedSequentialImpl>(copy->clone());
+      CHECK(again->options().memory_budget == 0);
+      CHECK(same_bits(again->forward(chain.input), net->forward(chain.input)));
+    }
     CHECK_FALSE(net->parameters()[0].grad().defined());
     const auto before = copies(net->parameters());
     {

@@ -50,6 +50,12 @@ std::string entry(const std::string& name, const std::string& dtype, const std::
                   const std::string& offsets) {
   return "\"" + name + R"(":{"dtype":")" + dtype + R"(","shape":[)" + shape + R"(],"data_offsets":[)" + offsets + "]}";
 }
+std::string repeated(const std::string& text, int times) {
+  std::string all;
+  while (times-- > 0) all += text;
+  return all;
+}
+
 std::string one(const std::string& dtype, const std::string& shape, const std::string& offsets) {
   return "{" + entry("a", dtype, shape, offsets) + "}";
 }
@@ -338,6 +344,8 @@ TEST_CASE("SafetensorsFile: every file that is not one is refused, by a sentence
       {"must not be nested deeper than 3", file_of(one("F32", "[1]", "0,4"), 4)},
       {"must not be nested deeper than 3", file_of("{\"a\":" + std::string(1'000'000, '['))},
       {"must not be nested deeper than 3", file_of(R"({"__metadata__":{"a":{"b":{}}}})")},
+      // Each object costs the same, however many its parent has: a parser that looks at all of them takes hours.
+      {"must have dtype, shape and data_offsets", file_of("{\"a\":[" + repeated("{},", 1'000'000) + "{}]}")},
       {"the tensor \"a\" must have dtype, shape and data_offsets, and nothing else",
        file_of(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],"x":1}})", 4)},
       {"must have dtype, shape and data_offsets", file_of(R"({"a":{"dtype":"F32","shape":[1]}})", 4)},

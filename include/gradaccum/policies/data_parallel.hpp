@@ -42,7 +42,7 @@ struct DataParallel {
 
   ProcessGroup group = ProcessGroup::from_environment();
   Shard shard = Shard::none;                     ///< the part of the training that is divided, not repeated
-  ReplicasOptions options = {};                  ///< options of the part
+  ReplicasOptions options = {};                  ///< how gradients are exchanged
   std::int64_t check_every = 1000;               ///< updates between checks that all replicas are equal; 0: never
   std::shared_ptr<Replicas> replicas = nullptr;  ///< made when the trainer is built
 

@@ -15,6 +15,9 @@
 #include <vector>
 
 namespace gradaccum {
+namespace detail {
+class FittedBatches;
+}
 
 class Accumulator;
 
@@ -67,7 +70,7 @@ struct FitMemory {
   std::int64_t min_rows = 1;                              ///< fewest rows of a micro-batch; BatchNorm needs 2
   std::vector<CheckpointedSequential> checkpointed = {};  ///< parts that are no modules of the model; see above
   struct Run;
-  std::shared_ptr<Run> run = {};  ///< not an option: the state of the policy
+  mutable std::shared_ptr<Run> run = {};  ///< not an option: what has been found, which copies share, but for a Trainer's
 
   const MemoryPlan& plan() const;
 
@@ -85,7 +88,9 @@ struct FitMemory {
   void state(Archive& archive);
 
  private:
-  Run& made_run();
+  friend class detail::FittedBatches;
+
+  Run& made_run() const;
   Loss backward(Accumulator& optimizer, torch::nn::Module& module, const detail::AnyBatch& batch);
 };
 

@@ -31,7 +31,7 @@ struct MixedPrecision {
   bool enabled = true;                              ///< if not, it does nothing
   AmpScalerOptions scaler = {};                     ///< options of the loss scale, which only float16 has
   std::shared_ptr<AmpScaler> amp_scaler = nullptr;  ///< made of these options when the trainer is built
-  TrainerBase* trainer = nullptr;
+  TrainerBase* trainer = nullptr;                   ///< not an option, like the one before
 
   void attach(TrainerBase& to);
   std::optional<Autocast> forward_scope() const;

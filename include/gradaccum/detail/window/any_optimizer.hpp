@@ -17,6 +17,7 @@ class AnyOptimizer {
  public:
   virtual ~AnyOptimizer() = default;
   virtual std::vector<at::Tensor> parameters() const = 0;  ///< all parameters, group by group
+  virtual at::Device device() const = 0;                   ///< of the first parameter; the CPU if there is none
   /// Steps an optimizer without a `taker`. Unless it takes gradients, `.grad` must have its true size.
   virtual void step(const Gradients& gradients) = 0;
   virtual void zero_grad(bool set_to_none) = 0;
@@ -45,6 +46,12 @@ class OptimizerOf final : public AnyOptimizer {
   }
 
   std::vector<at::Tensor> parameters() const override { return parameters_of(optimizer_); }
+  at::Device device() const override {
+    for (auto& group : optimizer_.param_groups())
+      for (auto& parameter : group.params())
+        if (parameter.defined()) return parameter.device();
+    return at::kCPU;
+  }
   void step(const Gradients& gradients) override {
     if constexpr (takes_by_itself)
       optimizer_.step(gradients);

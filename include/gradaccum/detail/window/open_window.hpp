@@ -146,6 +146,10 @@ class OpenWindow {
   const std::unique_ptr<Misuse> misuse_;
 };
 
+/// Runs `backward`, and steps the parameters of `window` on the way. The window's factor and weights must be complete.
+void step_in_backward(const std::shared_ptr<WindowGradients>& window, std::optional<at::ScalarType> accumulate_in,
+                      AnyOptimizer& optimizer, c10::function_ref<void()> backward);
+
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// CheckpointedSequential: measures its stages, plans within a number of bytes, runs forward and backward by the plan.
 #pragma once
 
 #include <gradaccum/checkpointed_sequential.hpp>
@@ -556,7 +557,12 @@ GRADACCUM_INLINE CheckpointPlan CheckpointedSequentialImpl::plan() const {
 GRADACCUM_INLINE std::shared_ptr<torch::nn::Module> CheckpointedSequentialImpl::clone(
     const std::optional<at::Device>& device) const {
   auto stages = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(state_->sequential->clone(device));
-  return std::make_shared<CheckpointedSequentialImpl>(torch::nn::Sequential(std::move(stages)), options());
+  auto options = this->options();
+  const bool keeps_all = options.segments == 0 && options.memory_budget == 0;  // which no options can say
+  if (keeps_all) options.memory_budget = 1;
+  auto copy = std::make_shared<CheckpointedSequentialImpl>(torch::nn::Sequential(std::move(stages)), options);
+  if (keeps_all) copy->set_memory_budget(0);
+  return copy;
 }
 
 GRADACCUM_INLINE void CheckpointedSequentialImpl::pretty_print(std::ostream& out) const {

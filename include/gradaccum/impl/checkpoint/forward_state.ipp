@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// What a forward pass changes beside its result, random numbers and buffers, saved and restored.
 #pragma once
 
 #include <gradaccum/detail/checkpoint/forward_state.hpp>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Plans which stages of a chain keep their activations within a number of bytes, at the least time.
 #pragma once
 
 #include <gradaccum/detail/checkpoint/chain.hpp>

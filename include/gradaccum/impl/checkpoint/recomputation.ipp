@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Recomputes activations in backward, with the random numbers and autocast of the forward pass.
 #pragma once
 
 #include <gradaccum/checkpoint.hpp>

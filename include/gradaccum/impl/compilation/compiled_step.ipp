@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Records a training step, loads its compiled code, checks that against the objective, and runs it.
 #pragma once
 
 #include <gradaccum/compiled_step.hpp>

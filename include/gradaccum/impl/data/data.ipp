@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Batches in an epoch's order: shuffling, positions to save, buckets of like lengths, prefetching on a thread.
 #pragma once
 
 #include <gradaccum/data/length_buckets.hpp>
@@ -90,12 +91,19 @@ GRADACCUM_INLINE bool draws_by_default(const at::RecordFunction& operation) {
   return std::none_of(inputs.begin(), inputs.end(), [](const c10::IValue& input) { return input.isGenerator(); });
 }
 
+/// Returns the name of the first operation of this thread that drew. LibTorch carries callbacks to other threads, too.
+GRADACCUM_INLINE std::string& drawn_on_this_thread() {
+  static thread_local std::string operation;
+  return operation;
+}
+
 /// Throws after the draw, which cannot be undone: it changes the random numbers of the training.
 GRADACCUM_INLINE void make_without_draws(c10::function_ref<void()> make) {
-  static thread_local std::string drawn;  // the first operation
+  auto& drawn = drawn_on_this_thread();
   drawn.clear();
   const auto note = [](const at::RecordFunction& operation) -> std::unique_ptr<at::ObserverContext> {
-    if (drawn.empty() && draws_by_default(operation)) drawn = operation.name();
+    auto& first = drawn_on_this_thread();
+    if (first.empty() && draws_by_default(operation)) first = operation.name();
     return nullptr;
   };
   const auto handle = at::addThreadLocalCallback(

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Searches for the number of rows that fit into memory, and starts again where they did not.
 #pragma once
 
 #include <gradaccum/detail/fitting/memory_fitter.hpp>

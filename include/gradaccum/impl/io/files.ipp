@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Files, and directories of states that a kill leaves whole or absent: temporary names, syncs, renames, locks.
 #pragma once
 
 #include <gradaccum/detail/io/files.hpp>

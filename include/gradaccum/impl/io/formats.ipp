@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Parses manifests, indexes of weights and safetensors headers from files that nobody vouches for.
 #pragma once
 
 #include <gradaccum/detail/io/formats.hpp>
@@ -13,7 +14,6 @@
 #include <cstdio>
 #include <initializer_list>
 #include <limits>
-#include <set>
 #include <stdexcept>
 #include <system_error>
 #include <type_traits>
@@ -35,39 +35,70 @@ GRADACCUM_INLINE std::string in_quotes(std::string_view name) {
   throw std::runtime_error(what + ": " + requirement);
 }
 
-/// Parses exactly one JSON value, from text that nobody vouches for. Refuses what nlohmann's parser lets pass: a name
-/// that an object has twice, and more than `max_depth` levels of nesting.
+/// Builds a value from the events of nlohmann's parser. Refuses what that lets pass: a name that an object has twice, and
+/// deep nesting. Json::parse with a callback would take quadratic time: it searches the parent after each object.
+class JsonBuilder : public nlohmann::json_sax<Json> {
+ public:
+  JsonBuilder(std::size_t max_depth, const std::string& what) : max_depth_(max_depth), what_(what) {}
+
+  Json root;
+
+  bool start_object(std::size_t /*size*/) override { return open(Json::object()); }
+  bool start_array(std::size_t /*size*/) override { return open(Json::array()); }
+  bool end_object() override { return open_.pop_back(), true; }
+  bool end_array() override { return open_.pop_back(), true; }
+  bool key(string_t& name) override {
+    const auto [member, is_new] = open_.back()->get_ref<Json::object_t&>().try_emplace(name);
+    if (!is_new) format_error(what_, "its JSON must have every name once, got " + in_quotes(name) + " twice");
+    member_ = &member->second;
+    return true;
+  }
+  bool null() override { return add(nullptr); }
+  bool boolean(bool value) override { return add(value); }
+  bool number_integer(number_integer_t value) override { return add(value); }
+  bool number_unsigned(number_unsigned_t value) override { return add(value); }
+  bool number_float(number_float_t value, const string_t& /*text*/) override { return add(value); }
+  bool string(string_t& value) override { return add(std::move(value)); }
+  bool binary(binary_t& /*value*/) override { return false; }  // JSON has none
+  bool parse_error(std::size_t byte, const std::string& /*token*/, const Json::exception& error) override {
+    if (dynamic_cast<const Json::out_of_range*>(&error))
+      format_error(what_, "its JSON must have no numbers beyond those of a double");
+    format_error(what_, "must be JSON in UTF-8, got what is none at byte " + std::to_string(byte));
+  }
+
+ private:
+  bool add(Json value) { return next() = std::move(value), true; }
+  bool open(Json empty) {
+    if (open_.size() == max_depth_)
+      format_error(what_, "its JSON must not be nested deeper than " + std::to_string(max_depth_));
+    auto& here = next();
+    here = std::move(empty);
+    open_.push_back(&here);
+    return true;
+  }
+  /// Returns where the next value belongs.
+  Json& next() {
+    constexpr std::size_t max_values = 12'000'000;  // two bytes of text may become a value of 50
+    if (++values_ > max_values)
+      format_error(what_, "its JSON must have at most " + std::to_string(max_values) + " values");
+    if (open_.empty()) return root;
+    return open_.back()->is_array() ? open_.back()->emplace_back() : *member_;
+  }
+
+  std::size_t max_depth_, values_ = 0;
+  const std::string& what_;
+  std::vector<Json*> open_;  // the outermost first; an open one never moves
+  Json* member_ = nullptr;
+};
+
+/// Parses exactly one JSON value, from text that nobody vouches for.
 GRADACCUM_INLINE Json parse_json(std::string_view text, std::size_t max_depth, const std::string& what) {
-  constexpr std::size_t max_values = 12'000'000;  // two bytes of text may become a value of 16
   // nlohmann's parser takes a zero byte for the end of the text.
   if (const auto zero = text.find('\0'); zero != text.npos)
     format_error(what, "must be JSON in UTF-8, got a zero at byte " + std::to_string(zero + 1));
-  std::size_t values = 0;
-  std::vector<std::set<std::string>> names;  // of the open objects, the outermost first
-  const auto check = [&](int depth, Json::parse_event_t event, const Json& parsed) {
-    using Event = Json::parse_event_t;
-    if (event == Event::key) {
-      const auto& name = parsed.get_ref<const std::string&>();
-      if (!names.back().insert(name).second)
-        format_error(what, "its JSON must have every name once, got " + in_quotes(name) + " twice");
-    } else if (event == Event::object_end) {
-      names.pop_back();
-    } else if (event != Event::array_end) {
-      if (event != Event::value && static_cast<std::size_t>(depth) == max_depth)
-        format_error(what, "its JSON must not be nested deeper than " + std::to_string(max_depth));
-      if (++values > max_values)
-        format_error(what, "its JSON must have at most " + std::to_string(max_values) + " values");
-      if (event == Event::object_start) names.emplace_back();
-    }
-    return true;
-  };
-  try {
-    return Json::parse(text.begin(), text.end(), check);
-  } catch (const Json::out_of_range&) {
-    format_error(what, "its JSON must have no numbers beyond those of a double");
-  } catch (const Json::parse_error& error) {
-    format_error(what, "must be JSON in UTF-8, got what is none at byte " + std::to_string(error.byte));
-  }
+  JsonBuilder builder(max_depth, what);
+  Json::sax_parse(text.begin(), text.end(), &builder);
+  return std::move(builder.root);
 }
 
 GRADACCUM_INLINE std::string crc32_text(std::uint32_t crc) {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Reads and writes weights and states, in one file or in shards.
 #pragma once
 
 #include <gradaccum/io/save_sharded.hpp>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Copies tensors to and from safetensors files whose header has been checked.
 #pragma once
 
 #include <gradaccum/detail/io/safetensors_tensors.hpp>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Checksums of files: CRC-32 by tables or by carry-less products.
 #pragma once
 
 #include <gradaccum/detail/kernels/crc32.hpp>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The processor's kernels for each instruction set, the choice between them, and the threads that run them.
 #pragma once
 
 #include <gradaccum/detail/kernels/dense.hpp>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Counts memory as it is allocated and freed, keeps freed memory, and reads the system's figures.
 #pragma once
 
 #include <gradaccum/detail/memory/memory_ledger.hpp>

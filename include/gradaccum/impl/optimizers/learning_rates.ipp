@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Learning rates of an optimizer's groups, and schedules that set them.
 #pragma once
 
 #include <gradaccum/learning_rates.hpp>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The optimizers of ga::optim: from a window's gradients to a step for each parameter.
 #pragma once
 
 #include <gradaccum/optim/adafactor.hpp>
@@ -128,7 +129,7 @@ GRADACCUM_INLINE void OnePass::sync_step_count() const {
   auto& states = const_cast<OnePass&>(*this).itself().state();
   for (auto& parameter : std::exchange(concerned_, {}))
     if (const auto known = states.find(parameter.unsafeGetTensorImpl()); known != states.end())
-      *detail::step_count_of(*known->second) -= steps;
+      if (auto* const count = detail::step_count_of(*known->second)) *count -= steps;
 }
 
 /// Throws if a parameter is listed twice, as it would be stepped twice at the same time. Cheap while the list is
@@ -183,7 +184,7 @@ void OnePass::run_steps(detail::StepPlan plan, const detail::Multiplier& multipl
   plan.allocate();
   rounded_steps_ = std::move(rounded_steps);
   plan.run();  // first, since the processor's part may wait for devices
-  (step_on_cpu(steps, on_host), ...);
+  if (any_on_cpu) (step_on_cpu(steps, on_host), ...);
 }
 
 GRADACCUM_INLINE std::map<std::string, at::Tensor> OnePass::named_state(

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// States of optimizers by the parameters' names: saved, loaded, and cut into shards.
 #pragma once
 
 #include <gradaccum/detail/optimizers/param_states.hpp>

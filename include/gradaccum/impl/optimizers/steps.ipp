@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// All ways to make a step: in one pass on the processor, by rows, by kernels on a device, by ATen's operations.
 #pragma once
 
 #include <gradaccum/detail/optimizers/steps.hpp>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Connections between processes: environment, rendezvous, collectives, and who has stopped answering.
 #pragma once
 
 #include <gradaccum/detail/parallel/connections.hpp>

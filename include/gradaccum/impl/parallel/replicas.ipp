@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Exchanges gradients, parameters and states between processes, whole or in shards.
 #pragma once
 
 #include <gradaccum/replicas.hpp>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The loss scale: multiplies losses, finds overflow, backs off and grows.
 #pragma once
 
 #include <gradaccum/amp_scaler.hpp>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Tensors and random states as pieces of an archive, checked before any is changed.
 #pragma once
 
 #include <gradaccum/detail/state/pieces.hpp>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Connects Replicas to a Trainer.
 #pragma once
 
 #include <gradaccum/policies/data_parallel.hpp>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Connects the search for rows that fit into memory to a Trainer, or to a loop of your own.
 #pragma once
 
 #include <gradaccum/policies/fit_memory.hpp>
@@ -38,7 +39,7 @@ class FittedBatches final : public BatchDivider {
   void for_each_part(const AnyBatch& batch, c10::function_ref<void(const AnyBatch&)> use) const override {
     if (!batch.is_divisible()) return use(batch);
     const auto rows = batch.rows();
-    const auto at_once = fitter_.known_rows(batch.kind()).value_or(rows);
+    const auto at_once = fitter().known_rows(batch.kind()).value_or(rows);
     if (rows <= at_once) return use(batch);
     for (std::int64_t from = 0; from < rows; from += at_once) batch.part(from, std::min(rows, from + at_once), use);
   }
@@ -87,14 +88,14 @@ class FittedBatches final : public BatchDivider {
       begins = true;
     };
     if (from == to) return static_cast<void>(run_rows(0, 0));
-    fitter_.run({memory_.budget, memory_.min_rows},
+    fitter().run({memory_.budget, memory_.min_rows},
                 {kind, to - from, device, 2 * gradients, run_rows, undo, [&] { return window.scaled(); }});
   }
 
  private:
   Loop& loop_;
   const FitMemory& memory_;
-  MemoryFitter& fitter_ = memory_.run->fitter;
+  MemoryFitter& fitter() const { return memory_.made_run().fitter; }  // of now: the policy may have been assigned
 };
 
 }  // namespace detail
@@ -110,7 +111,7 @@ GRADACCUM_INLINE void FitMemory::attach(TrainerBase& trainer) {
     TORCH_CHECK(!loop.window.peers() || !loop.window.peers()->take_each_backward(),
                 "FitMemory: must not go with Shard::gradients: what other processes have got cannot be taken back when "
                 "a backward pass runs out of memory; use Shard::optimizer");
-    run->fitter.find_parts(loop.trainer.module(), checkpointed);
+    made_run().fitter.find_parts(loop.trainer.module(), checkpointed);
   });
   loop.divider = std::make_unique<detail::FittedBatches>(loop, *this);
 }
@@ -121,12 +122,9 @@ GRADACCUM_INLINE void FitMemory::state(Archive& archive) {
   made_run().fitter.state(archive);
 }
 
-GRADACCUM_INLINE const MemoryPlan& FitMemory::plan() const {
-  static const MemoryPlan none;
-  return run ? run->fitter.plan() : none;
-}
+GRADACCUM_INLINE const MemoryPlan& FitMemory::plan() const { return made_run().fitter.plan(); }
 
-GRADACCUM_INLINE FitMemory::Run& FitMemory::made_run() {
+GRADACCUM_INLINE FitMemory::Run& FitMemory::made_run() const {
   if (!run) run = std::make_shared<Run>();
   return *run;
 }

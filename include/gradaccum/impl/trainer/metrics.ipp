@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Weighted means of losses and metrics over micro-batches and processes.
 #pragma once
 
 #include <gradaccum/metrics.hpp>

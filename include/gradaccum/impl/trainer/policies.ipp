@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The Trainer's policies that have no file of their own, and the signals that stop a fit.
 #pragma once
 
 #include <gradaccum/detail/trainer/stop_signals.hpp>
@@ -123,7 +124,7 @@ GRADACCUM_INLINE void EarlyStopping::on_validation(const Validation& validation)
   if (!number) return;  // of another Validate
   const bool over = add(*number);
   if (waited == 0) best_update = validation.update;
-  if (over) trainer->stop_on_all(reason());
+  if (over && trainer) trainer->stop_on_all(reason());
 }
 
 GRADACCUM_INLINE void EarlyStopping::state(Archive& archive) {
@@ -133,7 +134,7 @@ GRADACCUM_INLINE void EarlyStopping::state(Archive& archive) {
   if (!archive.loading()) return;
   TORCH_CHECK(waited >= 0, "EarlyStopping: waited of a state must be >= 0, got ", waited);
   archive.when_all_fit([this] {
-    if (is_over()) trainer->stop_on_all(reason());
+    if (is_over() && trainer) trainer->stop_on_all(reason());
   });
 }
 

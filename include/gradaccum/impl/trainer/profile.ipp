@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Profiles a Trainer's updates, by phase and by kind of memory.
 #pragma once
 
 #include <gradaccum/policies/profile.hpp>

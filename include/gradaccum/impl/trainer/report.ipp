@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Writes the page of a Trainer's run while it trains.
 #pragma once
 
 #include <gradaccum/policies/report.hpp>

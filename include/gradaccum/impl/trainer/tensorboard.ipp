@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Writes a Trainer's numbers for TensorBoard.
 #pragma once
 
 #include <gradaccum/policies/tensorboard.hpp>

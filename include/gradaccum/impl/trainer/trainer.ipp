@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The Trainer's loop: epochs, batches, micro-batches, windows, and the place in the data.
 #pragma once
 
 #include <gradaccum/detail/trainer/loop.hpp>
@@ -66,11 +67,7 @@ GRADACCUM_INLINE void TrainerBase::interrupt(int signal) { loop_->status.interru
 GRADACCUM_INLINE std::vector<at::Tensor> TrainerBase::parameters() const {
   return loop_->window.optimizer().parameters();
 }
-GRADACCUM_INLINE at::Device TrainerBase::device() const {
-  for (auto& parameter : parameters())
-    if (parameter.defined()) return parameter.device();
-  return at::kCPU;
-}
+GRADACCUM_INLINE at::Device TrainerBase::device() const { return loop_->window.optimizer().device(); }
 GRADACCUM_INLINE std::string TrainerBase::optimizer_name() const { return loop_->window.optimizer().name(); }
 GRADACCUM_INLINE std::int64_t TrainerBase::updates() const { return loop_->counts.updates; }
 GRADACCUM_INLINE bool TrainerBase::closing() const { return loop_->record.closing(); }
@@ -406,7 +403,7 @@ GRADACCUM_INLINE bool Loop::visit(const AnyBatch& batch) {
   train_batch(batch);
   at_boundary();
   data.forget();
-  return !status.done();
+  return !data.exhausted() && !status.done();  // a policy may have loaded another place
 }
 
 GRADACCUM_INLINE bool Loop::train_batch(const AnyBatch& batch) {

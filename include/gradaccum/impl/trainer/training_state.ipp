@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Saves and resumes a whole training, and chooses among the states in a directory.
 #pragma once
 
 #include <gradaccum/fit_options.hpp>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Compares one large batch with its micro-batches, and finds what makes them differ.
 #pragma once
 
 #include <gradaccum/verify_accumulation.hpp>
@@ -15,7 +16,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-#include <torch/optim/sgd.h>
+#include <torch/optim/optimizer.h>
 
 #include <algorithm>
 #include <cmath>
@@ -155,6 +156,15 @@ GRADACCUM_INLINE double largest(const GradientList& gradients) {
   return all;
 }
 
+/// Parameters without an optimizer. LibTorch's own would refuse a parameter that is not a leaf.
+struct NeverStepped {
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+
+  auto& param_groups() { return groups; }
+  void step() {}
+  void zero_grad() {}
+};
+
 /// Runs forward and backward passes of one batch and of its micro-batches, each from the same state of the model.
 class VerifyPasses {
  public:
@@ -194,8 +204,8 @@ class VerifyPasses {
   GradientList accumulated(const ModuleModes& modes, const PartShares* shares = nullptr) {
     model.rewind(modes);
     losses.clear(), items.clear();
-    torch::optim::SGD never_stepped(parameters_, /*lr=*/0);
-    OpenWindow window(std::make_unique<OptimizerOf<torch::optim::SGD>>(never_stepped),
+    NeverStepped never_stepped{{torch::optim::OptimizerParamGroup(parameters_)}};
+    OpenWindow window(std::make_unique<OptimizerOf<NeverStepped>>(never_stepped),
                       static_cast<std::int64_t>(rows.size()), {});
     for (std::size_t i = 0; i < rows.size(); ++i) {
       auto loss = loss_of_(static_cast<std::int64_t>(i));

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Profiles by LibTorch's Kineto, and sums the events up by operation.
 #pragma once
 
 #include <gradaccum/detail/watching/profiled_events.hpp>
@@ -327,17 +328,17 @@ GRADACCUM_INLINE ProfileReport Profiler::finish(ProfileReport report) {
   TORCH_CHECK(parts.thread == std::this_thread::get_id(),
               "Profiler: must be finished on the thread that it was begun on");
   parts.count();
-  parts.phases[parts.index_of("other")].seconds += parts.outside;  // a user's phase may have that name, too
-  report.phases = std::move(parts.phases);
-  report.seconds = 0;
-  for (auto& phase : report.phases) report.seconds += phase.seconds;
-  for (auto& phase : report.phases) phase.share = report.seconds > 0 ? phase.seconds / report.seconds : 0;
   if (at::hasCUDA()) {
     const c10::impl::VirtualGuardImpl cuda(c10::DeviceType::CUDA);
     cuda.synchronizeDevice(cuda.getDevice().index());
   }
   parts.running = false;
   const auto result = torch::autograd::profiler::disableProfiler();
+  parts.phases[parts.index_of("other")].seconds += parts.outside;  // a user's phase may have that name, too
+  report.phases = std::move(parts.phases);
+  report.seconds = 0;
+  for (auto& phase : report.phases) report.seconds += phase.seconds;
+  for (auto& phase : report.phases) phase.share = report.seconds > 0 ? phase.seconds / report.seconds : 0;
   report.operations = detail::operations_of(detail::events_of(*result));
   if (parts.directory.empty()) return report;
   detail::save_trace(*result, parts.directory / "trace.json");

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// A page with the curves of one or more runs, as one HTML file.
 #pragma once
 
 #include <gradaccum/run_page.hpp>

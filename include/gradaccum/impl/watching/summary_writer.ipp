@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Writes TensorBoard's event files.
 #pragma once
 
 #include <gradaccum/detail/watching/event_file.hpp>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// An embedding whose backward adds rows to the gradient without a sparse tensor.
 #pragma once
 
 #include <gradaccum/embedding.hpp>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// A window from its first micro-batch to its step: counts, sums, clipping, the step, and misuse of them.
 #pragma once
 
 #include <gradaccum/detail/window/open_window.hpp>
@@ -244,7 +245,6 @@ class ArrivingGradients final : public GradReadyListener {
   std::mutex mutex_;
 };
 
-/// Runs `backward`, and steps the parameters of `window` on the way. The window's factor and weights must be complete.
 GRADACCUM_INLINE void step_in_backward(const std::shared_ptr<WindowGradients>& window,
                                        std::optional<at::ScalarType> accumulate_in, AnyOptimizer& optimizer,
                                        c10::function_ref<void()> backward) {
@@ -283,13 +283,13 @@ GRADACCUM_INLINE Accumulator::~Accumulator() = default;
 GRADACCUM_INLINE Accumulator::Accumulator(Accumulator&& other)
     : updates_(other.updates_),
       clip_norm_(other.clip_norm_),
-      clip_value_(other.clip_value_),
-      grad_norm_(other.grad_norm_) {
+      clip_value_(other.clip_value_) {
   TORCH_CHECK(other.micro_steps() == 0 && !other.window_->in_hand(),
               "GradAccumulator: can be moved between windows, got it inside of one; call flush() or discard() first");
   TORCH_CHECK(!other.facade_,
               "GradAccumulator: cannot be moved any more: somebody has a reference to it as a torch::optim::Optimizer, "
               "a scheduler say");
+  grad_norm_ = std::move(other.grad_norm_);
   window_ = std::move(other.window_);
 }
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// A window's gradients: their factors, norm, clipping and overflow.
 #pragma once
 
 #include <gradaccum/detail/window/window_gradients.hpp>
