@@ -106,31 +106,20 @@ constexpr int threads_together() {
   return threads_of_block;
 }
 
-template <class Block>
-constexpr bool is_prepared = requires {
-  &Block::prepare;
-};
-
-/// The threads of one block of the device, which run each `step`-th block from `first` on.
 template <class Block, int... phases>
-void run_some(const typename Block::Arguments& arguments, std::int64_t first_block, std::int64_t end, std::int64_t step,
-              std::integer_sequence<int, phases...>) {
+void run_block(const typename Block::Arguments& arguments, std::int64_t block, std::integer_sequence<int, phases...>) {
   static std::atomic<bool> backwards = false;
   const bool turned = backwards.exchange(!backwards);
   std::vector<Block> threads(threads_of_block);
   alignas(16) unsigned char memory[sizeof(typename Block::Shared)];
   std::memset(memory, 0xFF, sizeof(memory));  // a device's holds anything
   auto& shared = *reinterpret_cast<typename Block::Shared*>(memory);
-  if constexpr (is_prepared<Block>)
-    in_turn(threads, 0, threads_of_block, turned, [&](Block& thread) { thread.prepare(arguments, shared); });
-  for (auto block = first_block; block < end; block += step) {
-    in_turn(threads, 0, threads_of_block, turned, [&](Block& thread) { thread.begin(arguments, block, shared); });
-    constexpr int together = threads_together<Block>();
-    for (int first = 0; first < threads_of_block; first += together)
-      for (int round = 0; round < Block::rounds; ++round)
-        (in_turn(threads, first, first + together, turned, [&](Block& t) { t.template run<phases>(round, shared); }),
-         ...);
-  }
+  in_turn(threads, 0, threads_of_block, turned, [&](Block& thread) { thread.begin(arguments, block, shared); });
+  constexpr int together = threads_together<Block>();
+  for (int first = 0; first < threads_of_block; first += together)
+    for (int round = 0; round < Block::rounds; ++round)
+      (in_turn(threads, first, first + together, turned, [&](Block& t) { t.template run<phases>(round, shared); }),
+       ...);
 }
 
 /// From the last block to the first: a device promises no order.
@@ -139,9 +128,8 @@ void run_blocks(const typename Block::Arguments& of_device, std::int64_t blocks,
   if (blocks == 0) return;
   auto arguments = of_device;
   to_host(arguments);
-  const auto step = is_prepared<Block> ? std::min<std::int64_t>(blocks, 3) : blocks;
-  for (auto first = step - 1; first >= 0; --first)
-    run_some<Block>(arguments, first, blocks, step, std::make_integer_sequence<int, Block::phases>());
+  for (auto block = blocks - 1; block >= 0; --block)
+    run_block<Block>(arguments, block, std::make_integer_sequence<int, Block::phases>());
   ++emulated_cuda::counts().launches;
 }
 

@@ -47,8 +47,8 @@ __device__ void run_round(Block& thread, int round, typename Block::Shared& shar
   ((thread.template run<phases>(round, shared), wait_for_others<Block>()), ...);
 }
 
-/// The number of blocks that must fit into a multiprocessor at once, which limits the registers of each; 0: the
-/// compiler chooses both, and fewer registers than with 1.
+/// The number of blocks that must fit into a multiprocessor at once, which limits the registers of each; 0: the compiler
+/// chooses both, and fewer registers than with 1.
 template <class Block>
 constexpr int blocks_together() {
   int blocks = 1;
@@ -60,50 +60,21 @@ constexpr int blocks_together() {
 }
 
 template <class Block>
-constexpr bool is_prepared = requires {
-  &Block::prepare;
-};
-
-template <class Block>
 __global__ void __launch_bounds__(threads_of_block, blocks_together<Block>())
     block_of_threads(const __grid_constant__ typename Block::Arguments arguments) {
   __shared__ alignas(16) unsigned char memory[sizeof(typename Block::Shared)];  // avoids a constructor call
   auto& shared = *reinterpret_cast<typename Block::Shared*>(memory);
   Block thread;
-  const auto begin = [&](std::int64_t block) {
-    thread.begin(arguments, block, shared);
-    __syncthreads();
-  };
-  const auto run = [&](int round) {
+  thread.begin(arguments, blockIdx.x, shared);
+  __syncthreads();
+  for (int round = 0; round < Block::rounds; ++round)
     run_round(thread, round, shared, std::make_integer_sequence<int, Block::phases>());
-  };
-  if constexpr (is_prepared<Block>) {
-    thread.prepare(arguments, shared);
-    for (unsigned round = 0;; ++round) {  // of all blocks: one counter needs fewer registers
-      if (round % Block::rounds == 0) {
-        const auto block = blockIdx.x + round / Block::rounds * gridDim.x;
-        if (block >= arguments.tensors.blocks) return;
-        __syncthreads();
-        begin(block);
-      }
-      run(static_cast<int>(round % Block::rounds));
-    }
-  } else {
-    begin(blockIdx.x);
-    for (int round = 0; round < Block::rounds; ++round) run(round);
-  }
 }
 
 template <class Block>
 void run_blocks(const typename Block::Arguments& arguments, std::int64_t blocks, void* stream) {
   static_assert(sizeof(arguments) <= most_argument_bytes);
   if (blocks == 0) return;
-  if constexpr (is_prepared<Block>) {  // no more than run at the same time
-    int device = 0, multiprocessors = 1;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    blocks = std::min<std::int64_t>(blocks, multiprocessors * Block::blocks_together);
-  }
   void* all[] = {const_cast<typename Block::Arguments*>(&arguments)};
   const auto error =
       cudaLaunchKernel(reinterpret_cast<const void*>(block_of_threads<Block>), dim3(static_cast<unsigned>(blocks)),
@@ -112,10 +83,9 @@ void run_blocks(const typename Block::Arguments& arguments, std::int64_t blocks,
   cudaGetLastError();  // clears the error, which is reported here, so that the next caller does not see it
   const auto message = std::string("gradaccum: a CUDA kernel was not launched: ") + cudaGetErrorString(error);
   TORCH_CHECK_WITH(OutOfMemoryError, error != cudaErrorMemoryAllocation, message);
-  TORCH_CHECK(
-      false, message,
-      "; it needs a driver of CUDA 12.1 or newer and an architecture of GRADACCUM_CUDA_ARCHITECTURES; configured "
-      "with -DGRADACCUM_CUDA=OFF, all is by ATen's operations");
+  TORCH_CHECK(false, message,
+              "; it needs a driver of CUDA 12.1 or newer and an architecture of GRADACCUM_CUDA_ARCHITECTURES; configured "
+              "with -DGRADACCUM_CUDA=OFF, all is by ATen's operations");
 }
 
 #include <gradaccum/detail/kernels/device/kernels.inl>

@@ -2,9 +2,7 @@
 //
 // Thread blocks that step tensors. A block runs `begin`, and then several rounds of several phases. Its threads
 // synchronise after each; with `warps_are_independent`, only the threads of a warp do after a phase. Each thread has
-// its own object of the class. With `prepare`, which is called first, the same threads run several blocks, one after
-// another: that which is equal in all is computed once. The including file defines
-// `run_blocks<Block>(arguments, blocks, stream)`.
+// its own object of the class. The including file defines `run_blocks<Block>(arguments, blocks, stream)`.
 
 /// Multiplies in the order of `Multiplier::on`.
 GRADACCUM_ON_DEVICE inline double product_of(const DeviceMultiplier& by) {
@@ -71,19 +69,15 @@ struct SharedStep {
   std::int64_t from, count;
 };
 
-template <class Optimizer>
-GRADACCUM_ON_DEVICE auto numbers_of_step(const StepLaunch<typename Optimizer::Settings>& launch) {
-  auto numbers = launch.by.skipped_steps ? Optimizer::numbers_after(launch) : launch.numbers;
-  numbers.multiplier = product_of(launch.by);
-  return numbers;
-}
-
-/// In one thread for the whole block. `P` and `G` are the types of parameters and gradients.
+/// `P` and `G` are the types of parameters and gradients.
 template <class P, class G, class Optimizer, class Operand>
 GRADACCUM_ON_DEVICE void begin_step(const StepLaunch<typename Optimizer::Settings>& launch, std::int64_t block,
-                                    const decltype(Operand::numbers)& numbers, SharedStep<Operand>& shared) {
+                                    SharedStep<Operand>& shared) {
+  if (this_thread() != 0) return;
   const auto place = place_of_block(launch.tensors.first_blocks, launch.tensors.size, block);
   const auto& tensor = launch.tensors.entries[place];
+  auto numbers = launch.by.skipped_steps ? Optimizer::numbers_after(launch) : launch.numbers;
+  numbers.multiplier = product_of(launch.by);
   auto& o = shared.operand = Optimizer::operand(numbers, tensor);
   o.parameter = static_cast<P*>(o.parameter) - tensor.from;
   o.gradient = static_cast<const G*>(o.gradient) - tensor.from;
@@ -101,7 +95,7 @@ class StepBlock {
   static constexpr int rounds = 1, phases = 1, blocks_together = Optimizer::blocks_together;
 
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
-    if (this_thread() == 0) begin_step<P, G, Optimizer>(launch, block, numbers_of_step<Optimizer>(launch), shared);
+    begin_step<P, G, Optimizer>(launch, block, shared);
   }
   template <int phase>
   GRADACCUM_ON_DEVICE void run(int /*round*/, Shared& shared) {
@@ -175,24 +169,15 @@ GRADACCUM_ON_DEVICE inline float quotient_of_ordinary(float a, float b) {
 #endif
 }
 
-/// The highest bytes of four numbers, that of the first in the lowest byte.
-GRADACCUM_ON_DEVICE inline std::uint32_t upper_bytes(const std::uint32_t (&of)[4]) {
-#ifdef __CUDA_ARCH__
-  return __byte_perm(__byte_perm(of[0], of[1], 0x73), __byte_perm(of[2], of[3], 0x73), 0x5410);
-#else
-  return of[0] >> 24 | of[1] >> 24 << 8 | of[2] >> 24 << 16 | of[3] >> 24 << 24;
-#endif
-}
-
 /// A map's tables in the shared memory of a thread block; the unsigned map must be that of second moments.
 ///
 /// The numbers from 2^-22 to 1 are divided into cells, each with the same upper bits, so narrow that a cell has at most
-/// one boundary between two codes. The sum of a number's bits, shifted, and its cell has the code in its highest byte:
-/// for numbers above the boundary, the lower bits carry 1 into it.
+/// one boundary between two codes. A cell's upper bits are the lower ones of its boundary, and its lowest 8 bits the
+/// code of numbers that are not above the boundary; for numbers above, the code is one more.
 template <bool is_signed>
 struct SharedCodes {
   static constexpr int binades = 22, log_cells_of_binade = is_signed ? 6 : 7,
-                       bits_of_boundary = 23 - log_cells_of_binade, shift = 24 - bits_of_boundary;
+                       bits_of_boundary = 23 - log_cells_of_binade;
   static constexpr int first_cell = (127 - binades) << log_cells_of_binade;
   static constexpr int number_of_cells = (binades << log_cells_of_binade) + 1;  // the last begins at 1
   static constexpr int last_code = is_signed ? 128 : 255;                       // that of 1; signed codes begin at 0
@@ -215,25 +200,21 @@ struct SharedCodes {
     const int end = i == last_code ? number_of_cells : cell_of(boundary);
     GRADACCUM_UNROLL
     for (int cell = i == 0 ? 0 : cell_of(bits_of(boundary_above(map, i - 1))) + 1; cell < end; ++cell)
-      cells[cell] = cell_of_code(coded, static_cast<std::uint32_t>(first_cell + cell + 1) << bits_of_boundary);
-    if (0 <= end && end < number_of_cells) cells[end] = cell_of_code(coded, boundary + 1);
+      cells[cell] = ~0u << (32 - bits_of_boundary) | coded;
+    if (0 <= end && end < number_of_cells) cells[end] = boundary << (32 - bits_of_boundary) | coded;
   }
 
-  /// Returns the codes of numbers in [-1, 1] or [0, 1], that of the first in the lowest byte. NaN may have any.
-  GRADACCUM_ON_DEVICE std::uint32_t encode(const float (&numbers_of_pack)[pack_size]) const {
-    std::uint32_t codes[pack_size], signs[pack_size];
-    GRADACCUM_UNROLL
-    for (int k = 0; k < pack_size; ++k) {
-      const float number = is_signed ? std::fmax(numbers_of_pack[k], lowest) : numbers_of_pack[k];
-      const auto bits = bits_of(std::fmax(std::abs(number), number_of(first_cell << bits_of_boundary)));
-      const auto code = cells[(bits >> bits_of_boundary) - first_cell] + (bits << shift);
-      codes[k] = is_signed || number > 0 ? code : 0;
-      signs[k] = bits_of(number);
+  /// Returns the code of a number in [-1, 1] or [0, 1].
+  GRADACCUM_ON_DEVICE std::uint8_t encode(float number) const {
+    if constexpr (is_signed) number = std::fmax(number, lowest);
+    const auto bits = bits_of(std::fmax(std::abs(number), number_of(first_cell << bits_of_boundary)));
+    const auto cell = cells[(bits >> bits_of_boundary) - first_cell];
+    auto code = cell + (bits << (32 - bits_of_boundary) > cell);
+    if constexpr (is_signed) {
+      const auto sign = bits_of(number) >> 31;
+      return static_cast<std::uint8_t>((code + sign) ^ (0 - sign));  // 254 - code
     }
-    const auto packed = upper_bytes(codes);
-    if constexpr (!is_signed) return packed;
-    const auto negative = upper_bytes(signs) >> 7 & 0x01010101;
-    return (packed + negative) ^ negative * 255;  // 254 - code
+    return static_cast<std::uint8_t>(number > 0 ? code : 0);
   }
 
  private:
@@ -244,10 +225,6 @@ struct SharedCodes {
     const auto number = static_cast<float>(code);
     if (number == map.last[decade]) return map.edge[decade];
     return std::fma(map.spread[decade], number, map.middle[decade]);
-  }
-  /// `end`: the bits of the first number with the next code or in the next cell.
-  GRADACCUM_ON_DEVICE static std::uint32_t cell_of_code(std::uint32_t code, std::uint32_t end) {
-    return (((code + 1) << bits_of_boundary) - end) << shift;
   }
   /// The cell of a number, -1 if it is before the first.
   GRADACCUM_ON_DEVICE static int cell_of(std::uint32_t bits) {
@@ -276,20 +253,15 @@ class Adam8bitBlock {
     bool aligned;
   };
 
-  GRADACCUM_ON_DEVICE void prepare(const Arguments& launch, Shared& shared) {
+  GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
+    begin_step<P, G, Adam8bitOfTable>(launch, block, shared);
     if (this_thread() == 0) {
-      shared.operand.numbers = numbers_of_step<Adam8bitOfTable>(launch);
+      shared.aligned = is_aligned(shared.operand, shared.from);
       shared.vectors = AdamVectors<Floats>(shared.operand.numbers);
       find_ordinary_moments(shared);
     }
     shared.m_codes.fill(launch.settings.maps[0], threads_of_block / 2);
     shared.v_codes.fill(launch.settings.maps[1], threads_of_block / 4 * 3);
-  }
-
-  GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
-    if (this_thread() != 0) return;
-    begin_step<P, G, Adam8bitOfTable>(launch, block, shared.operand.numbers, shared);
-    shared.aligned = is_aligned(shared.operand, shared.from);
   }
 
   template <int phase>
@@ -406,17 +378,15 @@ class Adam8bitBlock {
                                   std::uint8_t zero) const {
     const float largest = finite_or_nan(largest_of_warp(largest_of_threads));
     const auto by = scale_to_codes(largest);
+    const bool finite = largest == largest;
     GRADACCUM_UNROLL
     for (int i = 0; i < packs; ++i) {
-      float scaled[pack_size];
-      GRADACCUM_UNROLL
-      for (int k = 0; k < pack_size; ++k) scaled[k] = (numbers[i][k] * by).numbers[0];
-      auto coded = map.encode(scaled);
-      if (largest != largest) coded = zero * 0x01010101u;
-      const auto from = first_ + place_of(i);
-      AlignedPack<std::uint8_t> pack;
-      std::memcpy(whole ? __builtin_assume_aligned(codes + from, sizeof(pack)) : &pack, &coded, sizeof(pack));
-      if constexpr (!whole) store_pack(codes, from, count_ - place_of(i), pack);
+      AlignedPack<std::uint8_t> pack{zero, zero, zero, zero};
+      if (finite) {
+        GRADACCUM_UNROLL
+        for (int k = 0; k < pack_size; ++k) pack.numbers[k] = map.encode((numbers[i][k] * by).numbers[0]);
+      }
+      store_pack<whole>(codes, first_ + place_of(i), count_ - place_of(i), pack);
     }
     if (this_thread() % threads_of_codes == 0) scales[first_ / eight_bit_block] = largest;
   }
