@@ -37,8 +37,9 @@ GRADACCUM_INLINE std::optional<PieceName> PieceName::of(std::string_view text) {
   auto numbers = text.substr(bracket + 1);
   const auto next = [&numbers](std::string_view separator) {
     std::int64_t number = -1;
-    const auto* const end = std::from_chars(numbers.data(), numbers.data() + numbers.size(), number).ptr;
-    numbers.remove_prefix(std::min(numbers.size(), end - numbers.data() + separator.size()));
+    const auto* const last = std::from_chars(numbers.data(), numbers.data() + numbers.size(), number).ptr;
+    const auto digits = static_cast<std::size_t>(last - numbers.data());
+    numbers.remove_prefix(std::min(numbers.size(), digits + separator.size()));
     return number;
   };
   PieceName name{.parameter = std::string(text.substr(0, bracket)), .begin = next(":"), .end = next(" of ")};

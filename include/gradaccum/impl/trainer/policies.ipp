@@ -651,11 +651,8 @@ GRADACCUM_INLINE int StopSignals::received() {
   return signal;
 }
 
-}  // namespace gradaccum::detail
-
-namespace gradaccum {
-
-struct Ema::Run {
+/// The averages of a model, and the way to put them into it.
+struct Averages {
   /// A tensor of a model.
   struct NamedTensor {
     std::string name;
@@ -726,8 +723,7 @@ struct Ema::Run {
     if (first) {
       std::vector<Average> copies;
       for (auto& [name, tensor] : tensors)
-        copies.push_back(
-            {name, tensor.scalar_type(), tensor.detach().to(detail::state_type(tensor), false, /*copy=*/true)});
+        copies.push_back({name, tensor.scalar_type(), tensor.detach().to(state_type(tensor), false, /*copy=*/true)});
       averages = std::move(copies);
     } else {
       move_towards(tensors, 1 - decay);
@@ -755,7 +751,7 @@ struct Ema::Run {
       targets.push_back(average);
       values.push_back(tensor.detach().to(average.scalar_type()));
       if (dtype != average.scalar_type()) copied += average.numel();
-      if (copied > detail::most_copied) move();
+      if (copied > most_copied) move();
     }
     move();
   }
@@ -791,16 +787,22 @@ struct Ema::Run {
       at::Tensor value;
       archive("average." + name, value);
       const bool fits = value.defined() && value.layout() == at::kStrided && value.sizes() == tensor.sizes() &&
-                        value.scalar_type() == detail::state_type(tensor);
+                        value.scalar_type() == state_type(tensor);
       if (!fits && archive.changes_allowed()) return;  // another model's: those of this one stay as they are
-      TORCH_CHECK(fits, "Ema: a loaded average must be that of ", described(name, detail::state_type(tensor), tensor),
-                  "; got ", value.defined() ? described("one", value.scalar_type(), value) : "an undefined tensor");
+      TORCH_CHECK(fits, "Ema: a loaded average must be that of ", described(name, state_type(tensor), tensor), "; got ",
+                  value.defined() ? described("one", value.scalar_type(), value) : "an undefined tensor");
       loaded.push_back({name, tensor.scalar_type(), value.to(tensor.device())});
     }
     averages = std::move(loaded);
     updates = its_updates;
   }
 };
+
+}  // namespace gradaccum::detail
+
+namespace gradaccum {
+
+struct Ema::Run : detail::Averages {};
 
 GRADACCUM_INLINE Ema::Run& Ema::made_run() {
   if (!run) run = {new Run, [](Run* made) { delete made; }};
