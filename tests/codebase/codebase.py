@@ -13,10 +13,10 @@ import re
 import sys
 
 CEILINGS = {
-    "lines": 37064,
-    "files": 207,
-    "comments that open with a fragment, in %": 1.8,
-    "lines with detail:: in public signatures": 43,
+    "lines": 33490,
+    "files": 161,
+    "comments that open with a fragment, in %": 1.1,
+    "lines with detail:: in public signatures": 11,
     "macros that gradaccum.hpp leaves behind, but the version's": 0,
     "files of tests that lie loose": 0,
 }
