@@ -196,7 +196,3 @@ class Adam8bitOptimizer : public OwnOptimizer<Derived, Options, Adam8bitParamSta
 }  // namespace gradaccum::optim
 
 #undef GRADACCUM_INLINE
-
-#ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/optimizers/optim.ipp>
-#endif

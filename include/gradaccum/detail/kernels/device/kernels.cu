@@ -55,6 +55,8 @@ constexpr int blocks_together() {
   if constexpr (requires { Block::blocks_together; }) blocks = Block::blocks_together;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   if (blocks > 1024 / threads_of_block) blocks = 1024 / threads_of_block;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  if (blocks > 2) blocks = 2;  // AdamW8bit would keep a number in memory
 #endif
   return blocks;
 }
