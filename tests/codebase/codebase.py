@@ -13,7 +13,7 @@ import re
 import sys
 
 CEILINGS = {
-    "lines": 33490,
+    "lines": 33488,
     "files": 161,
     "comments that open with a fragment, in %": 1.1,
     "lines with detail:: in public signatures": 11,
