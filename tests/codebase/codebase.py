@@ -15,7 +15,7 @@ import sys
 CEILINGS = {
     "lines": 33488,
     "files": 161,
-    "comments that open with a fragment, in %": 1.1,
+    "comments that open with a fragment, in %": 1.0,
     "lines with detail:: in public signatures": 11,
     "macros that gradaccum.hpp leaves behind, but the version's": 0,
     "files of tests that lie loose": 0,

@@ -185,7 +185,7 @@ class PolicyOf final : public AnyPolicy {
   }
 };
 
-/// Where a hook is not as it must be, the compiler names the line that makes the Trainer, which this comes from.
+/// Checks and sets a policy's hooks. If one has the wrong form, the compiler names the line that makes the Trainer.
 template <class P>
 PolicyOf<P>::PolicyOf(P given) : policy(std::move(given)) {
   set_scope<hooks::fit_scope>(fit_scope);
@@ -296,7 +296,7 @@ class BatchOf final : public AnyBatch {
   Objective& objective_;
 };
 
-/// What is done with each batch of a pass.
+/// Called with each batch of a pass.
 class BatchVisitor {
  public:
   /// Returns false to end the pass.

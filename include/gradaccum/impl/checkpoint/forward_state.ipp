@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a forward pass changes beside its result, random numbers and buffers, saved and restored.
+// Saves and restores random numbers and buffers, which a forward pass changes beside its result.
 #pragma once
 
 #include <gradaccum/detail/checkpoint/forward_state.hpp>

@@ -4,12 +4,12 @@
 
 #include <gradaccum/compiled_step.hpp>
 
-#include <gradaccum/detail/memory/memory_ledger.hpp>
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
 #include <gradaccum/detail/compilation/step_source.hpp>
 #include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/io/formats.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
+#include <gradaccum/detail/memory/memory_ledger.hpp>
 #include <gradaccum/version.hpp>
 
 #include <ATen/autocast_mode.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a batch is to the library: its tensors, its number of samples, its kind of rows, its device.
+// Reads a batch of any class: its tensors, its number of samples, its kind of rows, its device.
 #pragma once
 
 #include <gradaccum/detail/data/samples.hpp>

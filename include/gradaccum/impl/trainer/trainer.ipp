@@ -500,8 +500,8 @@ GRADACCUM_INLINE void Loop::end_epoch() {
   status.end_epoch(window.has_weight());
   data.end_epoch();
   policies.on_epoch_end(status.epoch);
-  policies
-      .others_continue();  // no process has batches now: each hears what others have wanted since it last heard of it
+  // No process has batches now: each hears what others have wanted since the last exchange.
+  policies.others_continue();
   at_boundary();
 }
 
