@@ -126,8 +126,9 @@ check_cmake() {
 
 # --- Building --------------------------------------------------------------------------------------------------------
 
-# A file that includes LibTorch takes some 2 GB to compile.
+# A file that includes LibTorch takes some 2 GB to compile. Whoever set CMake's own variable has decided.
 build_jobs() {
+  if [[ -n ${CMAKE_BUILD_PARALLEL_LEVEL-} ]]; then echo "$CMAKE_BUILD_PARALLEL_LEVEL"; return; fi
   local cores memory
   cores=$(getconf _NPROCESSORS_ONLN)
   memory=$(awk '/^MemTotal:/ { print int($2 / 1048576 / 3) }' /proc/meminfo 2> /dev/null || echo 2)

@@ -58,7 +58,7 @@ class Step {
 
   /// The most bytes beyond input, output, loss and gradients of parameters.
   std::int64_t peak_bytes(const Forward& forward) {
-    const ga::detail::AllocationScope scope;
+    const ga::detail::AllocationScope scope("peak_bytes: must not run inside LibTorch's profiler");
     log_ = &*scope;
     {
       const auto output = forward(chain_.input);

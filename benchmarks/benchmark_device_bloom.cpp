@@ -8,6 +8,7 @@
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/data/length_buckets.hpp>
 #include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/graphed_step.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/optim/adamw.hpp>
 
@@ -39,9 +40,10 @@ using Training = std::function<void(const GoesOn&)>;
 /// Reviews of about one length together, padded to a multiple of 64. An update is of 8 of them, or of a micro-batch.
 class Ours {
  public:
-  Ours(Model model, const Reviews& data, std::int64_t micro_batch, bool bfloat16)
+  Ours(Model model, const Reviews& data, std::int64_t micro_batch, bool bfloat16, bool graphed)
       : model_(std::move(model)),
         bfloat16_(bfloat16),
+        graphed_(graphed),
         batches_(data.ids, data.labels,
                  {.batch_size = micro_batch,
                   .shuffle = true,
@@ -55,7 +57,7 @@ class Ours {
     std::int64_t reviews = 0, tokens = 0;
     for (;;)
       for (auto& batch : batches_) {
-        window_.backward(loss_of(batch));
+        window_.backward(graphed_ ? step_(batch) : loss_of(batch));
         const bool stepped = window_.step();
         window_.zero_grad();
         reviews += batch.rows();
@@ -71,7 +73,11 @@ class Ours {
   }
 
   Model model_;
-  bool bfloat16_;
+  bool bfloat16_, graphed_;
+  std::function<ga::Loss(Model&, const ga::data::SequenceBatch&)> objective_ = [this](Model&, auto& batch) {
+    return loss_of(batch);
+  };
+  ga::GraphedStep<Model, decltype(objective_)> step_{model_, objective_};
   ga::data::LengthBuckets batches_;
   ga::optim::AdamW optimizer_;
   ga::GradAccumulator<ga::optim::AdamW> window_;
@@ -125,10 +131,13 @@ std::vector<Way> all_ways(const Model& model, const Reviews& data) {
       {"the article's loop, padded to 1024, float32",
        begins<Article>(model, data, /*pads=*/true, /*in_float16=*/false)},
       {"the article's loop, true lengths, float32", begins<Article>(model, data, /*pads=*/false, /*in_float16=*/false)},
-      {"ours, 8 times 1, bf16-mixed", begins<Ours>(model, data, 1, /*bfloat16=*/true)},
-      {"ours, 8 at once, bf16-mixed", begins<Ours>(model, data, 8, /*bfloat16=*/true)},
-      {"ours, 32 at once, bf16-mixed", begins<Ours>(model, data, 32, /*bfloat16=*/true)},
-      {"ours, 8 at once, float32", begins<Ours>(model, data, 8, /*bfloat16=*/false)},
+      {"ours, 8 times 1, bf16-mixed", begins<Ours>(model, data, 1, /*bfloat16=*/true, /*graphed=*/false)},
+      {"ours, 8 at once, bf16-mixed", begins<Ours>(model, data, 8, /*bfloat16=*/true, /*graphed=*/false)},
+      {"ours, 32 at once, bf16-mixed", begins<Ours>(model, data, 32, /*bfloat16=*/true, /*graphed=*/false)},
+      {"ours, 8 at once, float32", begins<Ours>(model, data, 8, /*bfloat16=*/false, /*graphed=*/false)},
+      {"ours, graphed, 8 times 1, bf16-mixed", begins<Ours>(model, data, 1, /*bfloat16=*/true, /*graphed=*/true)},
+      {"ours, graphed, 8 at once, bf16-mixed", begins<Ours>(model, data, 8, /*bfloat16=*/true, /*graphed=*/true)},
+      {"ours, graphed, 32 at once, bf16-mixed", begins<Ours>(model, data, 32, /*bfloat16=*/true, /*graphed=*/true)},
   };
 }
 

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// An update of FashionMNIST's network on a CUDA device, by one batch of 64 that lies there: LibTorch's loop, ours, and
-// ours in float16 with clipping and a loss scale on the device. The host goes ahead of the device, as in a training.
+// An update of FashionMNIST's network on a CUDA device, by one batch of 64 that lies there: LibTorch's loop, ours, ours
+// with a graphed step, and these in float16 with clipping and a loss scale on the device. The host goes ahead of the
+// device, as in a training.
 
 #include <gradaccum/amp_scaler.hpp>
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/graphed_step.hpp>
 #include <gradaccum/optim/adamw.hpp>
 
 #include <functional>
@@ -27,10 +29,16 @@ struct Program {
     images = torch::rand({64, fashion_mnist::image_side, fashion_mnist::image_side}).to(device);
     labels = torch::randint(fashion_mnist::class_count, {64}, torch::kLong).to(device);
   }
-  at::Tensor loss() { return torch::cross_entropy_loss(network->forward(images), labels); }
-  at::Tensor loss_in_float16() {
+  at::Tensor loss() { return objective(network, batch()).mean; }
+  at::Tensor loss_in_float16() { return objective_in_float16(network, batch()).mean; }
+  torch::data::Example<> batch() const { return {images, labels}; }
+
+  static ga::Loss objective(fashion_mnist::Network& network, const torch::data::Example<>& batch) {
+    return torch::cross_entropy_loss(network->forward(batch.data), batch.target);
+  }
+  static ga::Loss objective_in_float16(fashion_mnist::Network& network, const torch::data::Example<>& batch) {
     const ga::Autocast autocast(device, torch::kHalf);
-    return loss();
+    return objective(network, batch);
   }
 
   fashion_mnist::Network network = nullptr;
@@ -61,6 +69,15 @@ struct Ours : Program {
   ga::GradAccumulator<ga::optim::AdamW> window{optimizer};
 };
 
+struct Graphed : Ours {
+  void update() {
+    step(batch()).backward();
+    end_update();
+  }
+
+  ga::GraphedStep<fashion_mnist::Network, decltype(&objective)> step{network, &objective};
+};
+
 struct WithAutocast : Ours {
   void update() {
     loss_in_float16().backward();
@@ -69,8 +86,9 @@ struct WithAutocast : Ours {
 };
 
 struct WithAll : Ours {
-  void update() {
-    scaler.scale(loss_in_float16()).backward();
+  void update() { update_by(loss_in_float16()); }
+  void update_by(const ga::Loss& loss) {
+    scaler.scale(loss).backward();
     window.clip_grad_norm_(1.0);
     scaler.step(window);
     scaler.update();
@@ -78,6 +96,12 @@ struct WithAll : Ours {
   }
 
   ga::AmpScaler scaler{{.on_device = true}};
+};
+
+struct GraphedWithAll : WithAll {
+  void update() { update_by(step(batch())); }
+
+  ga::GraphedStep<fashion_mnist::Network, decltype(&objective_in_float16)> step{network, &objective_in_float16};
 };
 
 struct WithoutStep : Program {
@@ -102,16 +126,20 @@ int main(int argc, char** argv) {
   LibTorchs libtorchs;
   WithAutocast with_autocast;
   WithAll with_all;
+  Graphed graphed;
+  GraphedWithAll graphed_with_all;
   WithoutStep without_step;
   auto bound = contestant("bound: forward and backward alone", without_step);
   bound.bound = true;
   harness::contest("An update on a device, FashionMNIST's network, batch 64, float32",
                    {contestant("GradAccumulator, ga::optim::AdamW", ours, /*compared=*/true),
+                    contestant("GraphedStep, GradAccumulator, ga::optim::AdamW", graphed, /*compared=*/true),
                     contestant("torch::optim::AdamW", libtorchs, /*compared=*/true), bound},
                    1, "updates", options);
   harness::contest(
       "An update on a device, FashionMNIST's network, batch 64, float16: at most 1.5 x autocast alone is asked",
-      {contestant("autocast", with_autocast), contestant("autocast, clip_grad_norm_, AmpScaler.on_device", with_all)},
+      {contestant("autocast", with_autocast), contestant("autocast, clip_grad_norm_, AmpScaler.on_device", with_all),
+       contestant("GraphedStep, autocast, clip_grad_norm_, AmpScaler.on_device", graphed_with_all)},
       1, "updates", options);
   harness::print_card();
 }

@@ -49,7 +49,7 @@ struct TrainingSettings {
 inline std::int64_t peak_bytes(const std::function<at::Tensor(at::Tensor)>& blocks,
                                const std::vector<at::Tensor>& parameters, const at::Tensor& input) {
   const auto gradient = torch::ones_like(input);
-  const gradaccum::detail::AllocationScope scope;
+  const gradaccum::detail::AllocationScope scope("peak_bytes: must not run inside LibTorch's profiler");
   std::vector<std::pair<at::Tensor, unsigned>> hooks;
   for (auto& parameter : parameters)
     hooks.emplace_back(parameter, parameter.register_hook([&](const at::Tensor& g) { scope->exclude(g); }));

@@ -57,7 +57,7 @@ function(gradaccum_step_registration manifest name result)
     string(APPEND declarations "extern \"C\" void* const gradaccum_step_${code}[];\n")
     string(APPEND codes "{\"${code}\", gradaccum_step_${code}}, ")
   endforeach()
-  set(${result} "#include <gradaccum/detail/compilation/step_source.hpp>\n\n${declarations}
+  set(${result} "#include <gradaccum/detail/compilation/step_description.hpp>\n\n${declarations}
 [[maybe_unused]] static const bool added =
     gradaccum::detail::steps_in_program().insert_or_assign(\"${name}\", gradaccum::detail::StepInProgram{
 R\"manifest(${manifest})manifest\", {${codes}}}).second;\n" PARENT_SCOPE)

@@ -1,14 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# The kernels for CUDA devices, a part of gradaccum::compiled: AUTO, where the LibTorch in use has CUDA and there is a
-# CUDA compiler, 12.8 or newer, of the same major version; ON, or an error says what is missing; OFF. They are compiled by
-# nvcc itself, so that a project without the language CUDA has them, too.
+# The kernels for CUDA devices, a part of gradaccum::compiled: AUTO, where this machine has such a device, the LibTorch in use
+# has CUDA, and there is a CUDA compiler, 12.8 or newer, of the same major version; ON, or an error says what is missing; OFF.
+# They are compiled by nvcc itself, so that a project without the language CUDA has them, too.
 
 set(GRADACCUM_CUDA AUTO CACHE STRING "Whether gradaccum::compiled has kernels for CUDA devices: AUTO, ON or OFF")
 set_property(CACHE GRADACCUM_CUDA PROPERTY STRINGS AUTO ON OFF)
-set(GRADACCUM_CUDA_ARCHITECTURES "75;80;90;100" CACHE STRING
-  "The architectures that kernels for CUDA devices are compiled for; newer ones get the last's, compiled when they load it")
+set(GRADACCUM_CUDA_ARCHITECTURES native CACHE STRING
+  "The architectures that kernels for CUDA devices are compiled for (native: this machine's; where it has none, 75;80;90;100); newer ones get the last's, compiled when they load it")
 set(GRADACCUM_OLDEST_NVCC 12.8)
+
+# The architectures of this machine's devices as CMake numbers them, 90 say; nothing where there is none.
+function(gradaccum_native_architectures result)
+  find_program(GRADACCUM_NVIDIA_SMI nvidia-smi DOC "Shows whether this machine has an NVIDIA driver")
+  mark_as_advanced(GRADACCUM_NVIDIA_SMI)
+  set(found "")
+  if(GRADACCUM_NVIDIA_SMI)
+    execute_process(COMMAND "${GRADACCUM_NVIDIA_SMI}" --query-gpu=compute_cap --format=csv,noheader
+      OUTPUT_VARIABLE text ERROR_QUIET)
+    string(REGEX MATCHALL "[0-9]+[.][0-9]" found "${text}")
+    list(TRANSFORM found REPLACE "[.]" "")
+    list(REMOVE_DUPLICATES found)
+    list(SORT found COMPARE NATURAL)
+  endif()
+  set(${result} "${found}" PARENT_SCOPE)
+endfunction()
+
+# gradaccum_cuda_architectures(result): GRADACCUM_CUDA_ARCHITECTURES, with native as what it stands for.
+function(gradaccum_cuda_architectures result)
+  set(architectures "${GRADACCUM_CUDA_ARCHITECTURES}")
+  if(architectures STREQUAL "native")
+    gradaccum_native_architectures(architectures)
+    if(NOT architectures)
+      set(architectures 75 80 90 100)
+    endif()
+  endif()
+  set(${result} "${architectures}" PARENT_SCOPE)
+endfunction()
 
 # gradaccum_find_nvcc(nvcc version): the compiler, empty where there is none that will do, and its version.
 function(gradaccum_find_nvcc nvcc version)
@@ -38,10 +66,11 @@ endfunction()
 # rounded as on a processor.
 function(gradaccum_nvcc_options include result)
   set(options -std=c++20 -O2 --expt-relaxed-constexpr --fmad=false "-I${include}")
-  foreach(architecture IN LISTS GRADACCUM_CUDA_ARCHITECTURES)
+  gradaccum_cuda_architectures(architectures)
+  foreach(architecture IN LISTS architectures)
     list(APPEND options -gencode "arch=compute_${architecture},code=sm_${architecture}")
   endforeach()
-  list(GET GRADACCUM_CUDA_ARCHITECTURES -1 last)
+  list(GET architectures -1 last)
   list(APPEND options -gencode "arch=compute_${last},code=compute_${last}")
   if(CMAKE_CXX_COMPILER_ID MATCHES "^(GNU|Clang)$")
     list(APPEND options -ccbin "${CMAKE_CXX_COMPILER}")
@@ -123,6 +152,11 @@ function(gradaccum_add_cuda_kernels target include)
   if(NOT GRADACCUM_CUDA OR (GRADACCUM_CUDA STREQUAL "AUTO" AND NOT GRADACCUM_LIBTORCH_CUDA))
     return()
   endif()
+  gradaccum_native_architectures(native)
+  if(GRADACCUM_CUDA STREQUAL "AUTO" AND GRADACCUM_CUDA_ARCHITECTURES STREQUAL "native" AND NOT native)
+    message(STATUS "gradaccum: this machine has no CUDA device, so no kernels are compiled for any: -DGRADACCUM_CUDA=ON asks for them.")
+    return()
+  endif()
   gradaccum_missing_for_cuda_kernels("${include}" problem)
   if(problem AND GRADACCUM_CUDA STREQUAL "AUTO")
     message(STATUS "gradaccum: optimizers step by ATen's operations on CUDA devices, not by kernels of gradaccum: ${problem}.")
@@ -145,5 +179,7 @@ function(gradaccum_add_cuda_kernels target include)
   target_sources(${target} PRIVATE "${object}")
   target_compile_definitions(${target} PRIVATE GRADACCUM_CUDA_KERNELS)
   target_link_libraries(${target} PUBLIC "${cudart}" pthread ${CMAKE_DL_LIBS} rt)
-  message(STATUS "gradaccum: kernels for CUDA devices by nvcc ${version}")
+  gradaccum_cuda_architectures(architectures)
+  list(JOIN architectures ", " architectures)
+  message(STATUS "gradaccum: kernels for CUDA devices of architecture ${architectures} by nvcc ${version} (GRADACCUM_CUDA_ARCHITECTURES)")
 endfunction()

@@ -10,6 +10,7 @@ torch.compile's compiler makes into C++.
 import argparse
 import contextlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -191,8 +192,10 @@ def moved_buffers(exported, inputs):
 
 
 def generated_source(exported, capability):
-    """The graph in C++, as a text, and the constants that belong to it, as bytes."""
+    """The graph in C++, as a text; the constants that belong to it, as bytes; and the calls that it leaves to others."""
     import torch
+    draws = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in exported.graph.nodes)
+    lstm = any("mkldnn_rnn_layer" in str(node.target) for node in exported.graph.nodes)
     settings = {
         "aot_inductor.package_cpp_only": True,
         "aot_inductor.link_libtorch": True,
@@ -201,6 +204,8 @@ def generated_source(exported, capability):
         "cpp.simdlen": INSTRUCTIONS[capability][0],
         "cpp.enable_kernel_profile": False,
         "fallback_random": True,  # draws the numbers that the objective itself draws
+        "reorder_for_peak_memory": not draws,  # and in its order
+        "allow_buffer_reuse": not lstm,  # its workspace is taken for a float32
     }
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
         package = os.path.join(directory, "step.pt2")
@@ -209,10 +214,11 @@ def generated_source(exported, capability):
             names = files.namelist()
             sources = [files.read(name).decode() for name in names if name.endswith(".cpp")]
             constants = [files.read(name) for name in names if name.endswith(".o")]
+            others = [json.loads(files.read(name)) for name in names if name.endswith(".json")]
         if len(sources) != 1 or len(constants) > 1:
             raise Failure(f"this version of torch generates other files than are expected: {', '.join(names)}")
         data = section(constants[0], directory) if constants else b""
-    return sources[0], data
+    return sources[0], data, [call["node"] for other in others for call in other.get("nodes", [])]
 
 
 def section(object_file, directory):
@@ -224,18 +230,132 @@ def section(object_file, directory):
     return data.read_bytes()
 
 
-def self_contained(source, constants):
+def number(value):
+    """The C++ of a float, for which JSON may have a text such as "-Infinity"."""
+    value = float(value)
+    if math.isfinite(value):
+        return repr(value)
+    limit = "quiet_NaN()" if math.isnan(value) else "infinity()"
+    return f"{'-' if value < 0 else ''}std::numeric_limits<double>::{limit}"
+
+
+def taken(form, value, real_type):
+    """The C++ of one argument of an operation, and how many integers and tensors it takes of those that are given."""
+    if form == "as_optional_tensor":
+        (form, value), = value.items()
+    integral = "float" not in str(real_type)
+    if form == "as_tensor":
+        return "given.tensor()", 0, 1
+    if form == "as_tensors":
+        return f"given.list({len(value)})", 0, len(value)
+    if form == "as_optional_tensors":
+        there = [int("as_tensor" in tensor) for tensor in value]
+        return f"given.list({{{', '.join(map(str, there))}}})", 0, sum(there)
+    if form in ("as_int", "as_sym_int") and integral:
+        return "*given.integers++", 1, 0
+    if form in ("as_ints", "as_sym_ints") and integral:
+        return f"given.integer_list({len(value)})", len(value), 0
+    numbers = {"as_none": lambda: "c10::IValue()", "as_bool": lambda: json.dumps(value),
+               "as_string": lambda: f"std::string({json.dumps(value)})",
+               "as_int": lambda: number(value), "as_float": lambda: number(value),
+               "as_bools": lambda: f"c10::List<bool>({{{', '.join(map(json.dumps, value))}}})",
+               "as_floats": lambda: f"c10::List<double>({{{', '.join(map(number, value))}}})"}
+    return numbers[form](), 0, 0
+
+
+def call_of(number, call):
+    """The C++ that has LibTorch's dispatcher call an operation, one that generated code has no function for."""
+    import torch
+    name, _, overload = call["target"].partition(".")
+    given = {argument["name"]: argument["arg"] for argument in call["inputs"]}
+    lines, integers, tensors = [], 0, 0
+    try:
+        for i, argument in enumerate(torch._C._get_schema(name, overload).arguments):
+            if argument.name not in given:
+                lines.append(f"stack.push_back(*operation.schema().arguments()[{i}].default_value());")
+                continue
+            (form, value), = given[argument.name].items()
+            text, more_integers, more_tensors = taken(form, value, argument.real_type)
+            lines.append(f"stack.emplace_back({text});")
+            integers, tensors = integers + more_integers, tensors + more_tensors
+        lines.append("operation.callBoxed(stack);")
+        for i, output in enumerate(call["outputs"]):
+            (form, value), = output.items()
+            if form == "as_tensors":
+                lines.append(f"for (const at::Tensor& tensor : stack[{i}].toTensorVector()) given.tensor() = tensor;")
+                tensors += len(value)
+            elif form == "as_tensor" or form == "as_optional_tensor" and "as_tensor" in value:
+                lines.append(f"given.tensor() = stack[{i}].toTensor();")
+                tensors += 1
+            elif form not in ("as_none", "as_optional_tensor"):
+                raise KeyError(form)
+    except (KeyError, RuntimeError, TypeError, ValueError):
+        raise Failure(f"the objective uses an operation that compiled code cannot call: {call['target']}") from None
+    body = "\n  ".join(lines)
+    return f"""void call_{number}(Given& given, int integers, int tensors) {{
+  if (integers != {integers} || tensors != {tensors}) throw std::runtime_error("{name} is given other arguments");
+  static const auto operation = c10::Dispatcher::singleton().findSchemaOrThrow("{name}", "{overload}");
+  std::vector<c10::IValue> stack;
+  {body}
+}}
+"""
+
+
+def dispatched(calls):
+    """The C++ of the calls that generated code leaves to a proxy executor: here LibTorch's dispatcher."""
+    if not calls:
+        return ""
+    names = ", ".join(f"call_{number}" for number in range(len(calls)))
+    return f"""#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <limits>
+{GIVEN}
+{"".join(call_of(*numbered) for numbered in enumerate(calls))}
+AOTITorchError call(int number, int integers, int64_t* first_integer, int tensors, AtenTensorHandle* first_tensor) {{
+  constexpr void (*calls[])(Given&, int, int) = {{{names}}};
+  Given given{{first_integer, first_tensor}};
+  calls[number](given, integers, tensors);
+  return AOTI_TORCH_SUCCESS;
+}}
+}}  // namespace
+#define aoti_torch_proxy_executor_call_function(executor, ...) call(__VA_ARGS__)
+"""
+
+
+GIVEN = """
+namespace {
+struct Given {
+  int64_t* integers;
+  AtenTensorHandle* tensors;
+  at::Tensor& tensor() { return *reinterpret_cast<at::Tensor*>(*tensors++); }
+  std::vector<at::Tensor> list(int count) {
+    std::vector<at::Tensor> all;
+    while (count-- > 0) all.push_back(tensor());
+    return all;
+  }
+  c10::List<std::optional<at::Tensor>> list(std::initializer_list<int> there) {
+    c10::List<std::optional<at::Tensor>> all;
+    for (const int one : there) all.push_back(one ? std::optional(tensor()) : std::nullopt);
+    return all;
+  }
+  std::vector<int64_t> integer_list(int count) {
+    integers += count;
+    return {integers - count, integers};
+  }
+};
+"""
+
+
+def self_contained(source, constants, calls):
     """The source with its constants, an interface of five functions, and names of its own, which end in UNIQUE: so that
     several fit into one program."""
-    custom = re.findall(r"proxy_executor_call_function\([^;]*", source)
-    if custom:
-        raise Failure("the objective uses operations that compiled code cannot call: "
-                      + ", ".join(sorted(set(re.findall(r"\w+::\w+|aten\.\w+", " ".join(custom))))))
     _, interface, tail = source.partition('#include <torch/csrc/inductor/aoti_runtime/model_container.h>\n')
     tail = tail.partition('} // extern "C"\n')[2]  # LibTorch's interface, which has some forty functions
     if not interface or "AOTInductorModel::run_impl" not in tail:
         raise Failure("this version of torch generates other code than is expected")
     tail = re.sub(r"(?m)^//.*\n", "", tail)  # among them commands with the names of temporary files
+    lstm = "aoti_torch_cpu_mkldnn_rnn_layer"  # keeps what its backward reads, which is one of the calls, in grad mode alone
+    tail = tail.replace(f"{lstm}(", f"(at::AutoGradMode(true), {lstm})(") if calls else tail
     renamed = sorted({"AOTInductorModel", "AOTInductorModelContainer", "AOTInductorModelKernels",
                       "_binary_constants_bin_start", "_binary_constants_bin_end", *re.findall(r"\bcpp_fused_\w+", tail)})
     defines = "".join(f"#define {name} {name}_UNIQUE\n" for name in renamed)
@@ -243,7 +363,7 @@ def self_contained(source, constants):
     return f"""// Generated by gradaccum's tools/compile_step.py from a recorded training step: the loss and all gradients.
 {defines}
 #include <torch/csrc/inductor/aoti_include/cpu.h>
-{interface}{tail}
+{interface}{dispatched(calls)}{tail}
 alignas(64) uint8_t _binary_constants_bin_start[] = {{{numbers}}};
 {INTERFACE}"""
 
@@ -318,7 +438,13 @@ def run(command, directory=None):
 
 
 def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """What went wrong; with the operation if TorchScript says which."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    for code, marks in zip(lines, lines[1:]):
+        if marks.endswith("<--- HERE"):
+            cause = next((line for line in lines if re.match(r"\w*Error: ", line)), lines[0])
+            return f"{code[marks.index('~'):].partition('(')[0]}: {cause}"
+    return lines[0]
 
 
 def exported_graph(manifest, name, directory):
@@ -340,8 +466,7 @@ def compile_graph(manifest, name, capability, directory, library):
     began = time.monotonic()
     (exported, gradients), inputs = exported_graph(manifest, name, directory)
     moved = moved_buffers(exported, inputs)
-    source, constants = generated_source(exported, capability)
-    source = self_contained(source, constants)
+    source = self_contained(*generated_source(exported, capability))
     unique = f"{zlib.crc32(source.encode()):08x}"
     source = source.replace("UNIQUE", unique)
     made = {f"{name}.{unique}.cpp": source.encode()}
@@ -375,7 +500,7 @@ def main():
     except Failure as failure:
         sys.exit(f"compile_step: {failure}")
     except Exception as error:
-        if arguments.traceback or not type(error).__module__.startswith("torch"):
+        if arguments.traceback or not (type(error).__module__.startswith("torch") or "TorchScript" in str(error)):
             raise
         sys.exit(f"compile_step: torch cannot compile this step: {first_line(error)} (--traceback shows where)")
 

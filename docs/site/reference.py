@@ -105,7 +105,7 @@ def cell(text):
 
 def field_parts(member):
     """Its names, its type and what it is by default."""
-    text = member.text.replace("detail::Count", "std::int64_t")
+    text = re.sub(r"\bCount\b", "std::int64_t", member.text)
     match = re.match(r"(.*?)\b(\w+(?:\s*(?:=\s*[^,=]+)?,\s*\w+)*)\s*(=\s*.+|\{.*\})?$", text)
     start = re.search(r"\b%s\b\s*(=|\{|,|$|\[)" % re.escape(first_name(member)), text)
     kind = text[: start.start()].strip() if start else match[1]

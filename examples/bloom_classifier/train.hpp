@@ -79,6 +79,7 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
     return some.test_batches(4 * options.max_length, folder.padding(), options.length_multiple(), group);
   };
   auto validation = scored(reviews.validation, options.group), test = scored(reviews.test, {});
+  if (options.length_multiple() > 1) fmt::print("In an epoch: {}\n", fmt::streamed(batches.summary()));
 
   Trained trained;
   std::int64_t tokens = 0, padded = 0;  // of the batch in hand

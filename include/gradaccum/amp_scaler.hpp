@@ -25,8 +25,6 @@ namespace gradaccum {
 class Accumulator;
 
 namespace detail {
-/// Throws for an accumulator or LBFGS behind a reference, where the type does not show it at compile time.
-void check_nothing_hides_behind(const torch::optim::Optimizer& optimizer);
 /// Throws for float16: the update itself would round away what the loss scale has saved.
 void check_none_is_half(const std::vector<at::Tensor>& parameters);
 }  // namespace detail
@@ -71,9 +69,9 @@ struct AmpScalerOptions {
 /// device. This takes an optimizer of `ga::optim`, or one whose `TakesGradients::judges_on_device` returns true, with
 /// all parameters on devices, and no window open at `update()`; else the host does both (docs/mixed_precision.md).
 ///
-/// @note The scale is a host number. 4 bytes a window are read from the device, to detect an overflow: by `step` when
-/// the window closes, or by `update` for a window that was unscaled and then not stepped. Nothing else waits. With
-/// `.on_device`, only `get_scale()`, `state_dict()`, `update(new_scale)` and reading the optimizer's state wait.
+/// @note Reads 4 bytes a window from the device, to detect an overflow: in `step` when the window closes, or in
+/// `update` for a window that was unscaled and then not stepped. Nothing else waits. With `.on_device`, only
+/// `get_scale()`, `state_dict()`, `update(new_scale)` and reading the optimizer's state wait.
 class AmpScaler {
  public:
   explicit AmpScaler(AmpScalerOptions options = {});
@@ -90,8 +88,6 @@ class AmpScaler {
   /// Divides the gradients by the scale at once, for code that reads or changes them. Overflow is judged then, for the
   /// later `step`. Called once a window, before `step`; for an accumulator inside `if (optimizer.ready())`, after
   /// backward.
-  ///
-  /// @note Does not wait for the device.
   template <class Optimizer>
   void unscale_(Optimizer& optimizer) {
     auto any = checked(optimizer);
@@ -152,7 +148,6 @@ class AmpScaler {
         !accumulating<Optimizer> || std::derived_from<Optimizer, Accumulator>,
         "AmpScaler: an accumulator is a GradAccumulator; of a class of your own, step() cannot say whether the "
         "window goes on");
-    if constexpr (std::derived_from<Optimizer, torch::optim::Optimizer>) detail::check_nothing_hides_behind(optimizer);
     return detail::OptimizerOf<Optimizer>(optimizer);
   }
   template <class Optimizer>

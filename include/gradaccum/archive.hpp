@@ -8,6 +8,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -33,10 +34,8 @@ namespace gradaccum {
 ///
 /// A value is a number, flag, string or tensor, a `std::optional` of these, or a part that has `state(Archive&)`.
 /// Tensors are copied when saved, and loaded ones are new. A name that is used twice, is missing, or has a value of
-/// another type or out of range throws. What a part has loaded before the error stays loaded. A part that must not be
-/// left half-loaded loads into local variables first, or defers its changes with `when_all_fit`.
-///
-/// @note Does not wait for the device.
+/// another type or out of range throws, and what was loaded before stays loaded: a part that must not be half-loaded
+/// loads into local variables first, or defers its changes with `when_all_fit`. Does not wait for the device.
 class Archive {
  public:
   using Value = std::variant<bool, std::int64_t, double, std::string, at::Tensor>;
@@ -62,24 +61,38 @@ class Archive {
       convertible(name, value);
   }
 
-  /// Saves or loads the tensors of a part that chooses their names itself. Loading yields all tensors that nothing else
-  /// has loaded. Loaded tensors may be shared, so copy them rather than keep them.
+  /// Saves or loads the tensors of a part that chooses their names itself: all that nothing else has loaded. Loaded
+  /// ones may be shared, so copy them rather than keep them.
   void tensors(Tensors& tensors);
 
-  /// A setting that must not change when a training is resumed, such as the number of micro-batches. It is saved; a
-  /// different loaded value throws an error with both values, unless changes are allowed.
+  /// A setting that must not change when a training is resumed, such as the number of micro-batches. A loaded value
+  /// that differs throws an error with both, unless changes are allowed.
   template <class T>
   void setting(std::string_view name, const T& value) {
     auto before = value;
     (*this)(name, before);
-    if (before == value) return;
-    if constexpr (std::is_arithmetic_v<T>)
-      differs(name, c10::str(Shown<T>(before)), c10::str(Shown<T>(value)));
-    else
-      differs(name, c10::str(before), c10::str(value));
+    if (!(before == value)) differs(name, c10::str(Shown<T>(before)), c10::str(Shown<T>(value)));
   }
   void allow_changes(bool allow) { changes_allowed_ = allow; }
   bool changes_allowed() const { return changes_allowed_; }
+
+  /// The ranks that saved a state together, and those that load it; an archive has the values of one of them.
+  struct Ranks {
+    std::int64_t saved = 1, loading = 1;
+    Values values = {};  ///< without tensors: rank 0's, and those that differ under `rank_1.` and so on
+
+    bool are_others() const { return saved != loading; }
+  };
+  const Ranks& ranks() const { return ranks_; }
+  void set_ranks(Ranks ranks) { ranks_ = std::move(ranks); }
+  /// Returns what each rank has saved under a name.
+  template <class T>
+  std::vector<T> of_ranks(std::string_view name) const {
+    std::vector<T> all;
+    for (std::int64_t rank = 0; rank < ranks_.saved; ++rank)
+      all.push_back(std::get<T>(of_rank(rank, name, Value(T()).index())));
+    return all;
+  }
 
   /// Runs `load`; calls may nest. After the outermost call has succeeded, the changes deferred by `when_all_fit` are
   /// made; after an exception they are dropped.
@@ -113,6 +126,7 @@ class Archive {
   /// Returns the name with its parts' names in front, and throws if it is used a second time.
   std::string full_name(std::string_view name);
   std::pair<Values::const_iterator, Values::const_iterator> values_of_part(const std::string& part) const;
+  const Value& of_rank(std::int64_t rank, std::string_view name, std::size_t type) const;
   at::Tensor saved(const at::Tensor& tensor) const;
 
   void part(std::string_view name, c10::function_ref<void()> state);
@@ -151,6 +165,7 @@ class Archive {
   Values values_;
   std::set<std::string> used_;
   std::string prefix_;
+  Ranks ranks_;
   std::vector<std::function<void()>> changes_, undo_;  // deferred until all that is loaded together fits
   int depth_ = 0;                                      // of calls of together()
   bool loading_ = false, copies_ = true, changes_allowed_ = false;

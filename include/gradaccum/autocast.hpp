@@ -17,7 +17,7 @@ namespace gradaccum {
 ///     ga::Autocast autocast(x.device(), torch::kBFloat16, /*enabled=*/ga::is_bf16_fast(x.device()));
 ///     auto y = model->forward(x);
 ///
-/// Only the device's type matters. Returns false only for the CPU of an x86 machine without AVX-512.
+/// Only the device's type matters.
 ///
 /// @note Does not wait for the device.
 bool is_bf16_fast(at::Device device);

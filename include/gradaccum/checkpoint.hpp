@@ -29,17 +29,19 @@ struct CheckpointOptions {
 ///     auto w = ga::checkpoint({.preserve_rng = false}, model, x);          // options come first
 ///     (h + z + w).sum().backward();                                        // runs each of the three once more
 ///
-/// Trades time for memory. Only the part's inputs are kept. Tensors that its operations need for gradients are
-/// recomputed when backward needs the first of them. The recomputation ends with the last tensor that is needed, so
-/// operations after it (usually the last matrix product) are not repeated. Outputs, gradients and the stream of random
-/// numbers are those of the plain call, to the bit.
+/// Only the part's inputs are kept. Tensors that its operations need for gradients are recomputed when backward needs
+/// the first of them, up to the last (usually before the last matrix product). Outputs, gradients and the stream of
+/// random numbers are those of the plain call, to the bit.
 ///
 /// `function` is a module in any of its forms, or a callable. It is copied and called again in backward, so a plain
 /// module, and what a lambda captures by reference, must live until then. Both calls must do the same: other shapes,
 /// dtypes, devices or random numbers are an error that names the operation (`CheckpointOptions`). Nothing that
 /// `function` reads may change before backward, including parameters, and it must not change its inputs in place.
-/// Running statistics of a module's BatchNorm and InstanceNorm layers are updated once; those of layers that a lambda
-/// calls, twice.
+///
+/// Registered buffers of a module that is `function` or among `inputs` change once, and the recomputation begins with
+/// those that the first run began with: copies of those that changed are kept. A buffer that `forward` replaces by
+/// another tensor, rather than writing to it, is an error. Of a lambda, all that its operations write to changes once,
+/// unless they do so through `data()`, `detach()`, a pointer or a view that was made before.
 ///
 /// `inputs` are any number of copyable values that own their memory: a `string_view` would refer to freed memory.
 /// Tensors may be inside optionals, pairs, tuples, vectors and maps. Inputs and outputs may be of any type, with or
@@ -54,7 +56,8 @@ struct CheckpointOptions {
 /// by another thread at the same time cannot be repeated, which is detected.
 template <class Function, class... Inputs>
 auto checkpoint(const CheckpointOptions& options, Function&& function, Inputs&&... inputs) {
-  return detail::run_checkpointed(options, std::forward<Function>(function), std::forward<Inputs>(inputs)...);
+  return detail::run_checkpointed<!model<Function>>(options, std::forward<Function>(function),
+                                                    std::forward<Inputs>(inputs)...);
 }
 
 template <class Function, class... Inputs>

@@ -34,7 +34,8 @@ struct CheckpointPlan {
   /// in backward. `*` recomputes results of cheap operations (GELU, SiLU, products) from their inputs.
   std::string schedule;
 
-  /// The budget, if there is one. Costs are then for inputs of the planned shape, as measured stage by stage.
+  /// The budget, if there is one. Costs are then for inputs of the planned shape, as measured stage by stage; where
+  /// it was planned from the measurement of smaller inputs, all of them, and `least_bytes`, are upper estimates.
   std::optional<std::int64_t> memory_budget;
   Cost predicted;                ///< cost of this schedule
   Cost plain;                    ///< cost of the stages without checkpoints
@@ -60,8 +61,9 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
 
   at::Tensor forward(const at::Tensor& input, const at::Tensor& context = {});
 
-  /// Sets the budget from the next forward pass on; 0 keeps everything. `FitMemory` calls this.
-  void set_memory_budget(std::int64_t bytes);
+  /// Sets the budget from the next forward pass on; 0 keeps everything. With `or_least`, takes the least that works
+  /// where that is more. `FitMemory` calls this.
+  void set_memory_budget(std::int64_t bytes, bool or_least = false);
   const CheckpointedSequentialOptions& options() const;
 
   /// The plan of the latest forward pass. With a budget, throws before the first, which measures the stages.
@@ -89,22 +91,21 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
 ///     std::cout << net->plan();                                        // predicted bytes and time, and the schedule
 ///
 /// Has the Sequential's modules under the same names, so `parameters()`, `to`, `train` and saved files are those of the
-/// Sequential. Each module takes a tensor and returns one. Outputs, gradients and random numbers are those of the
-/// Sequential to the bit. The rules of `checkpoint` hold; BatchNorm's statistics are updated once.
-///
-/// `context` is a tensor that every module takes as its second argument, such as an attention mask or sequence lengths.
-/// It must not require gradients, and must not change before backward.
+/// Sequential, as are outputs, gradients and random numbers to the bit. Each module takes a tensor and returns one. The
+/// rules of `checkpoint` hold; buffers change once. `context` is a tensor that every module takes as its second
+/// argument, such as an attention mask. It must not require gradients, and must not change before backward.
 ///
 /// `segments`, from 1 to the number of modules, is that of torch.utils.checkpoint_sequential, but as even as possible.
 ///
 /// `memory_budget` limits the bytes that the module's forward and backward pass hold at any moment, besides its input,
 /// its output and gradients of parameters, finished or not. The first forward pass with gradients measures each stage
-/// alone, forward and backward, in bytes and seconds. That takes as long as some 15 training steps, and holds one
-/// stage's activations and gradients. Then the fastest schedule is planned: which stages keep what they need, which
-/// recompute results of cheap operations (GELU, SiLU, products), which are recomputed, and in what nesting. `plan()`
-/// returns its predicted cost. Throws if no schedule fits the budget, and names the least that works. Smaller inputs
-/// follow the same plan. A larger input or context, another dtype or device, `train()`/`eval()`, autocast, or other
-/// frozen parameters get a new plan.
+/// alone, in bytes and seconds, which takes as long as some 15 training steps and holds one stage's activations and
+/// gradients. Then the fastest schedule is planned: which stages keep what they need, which recompute results of cheap
+/// operations (GELU, SiLU, products), which are recomputed, and in what nesting: `plan()`. Throws if no schedule fits
+/// the budget, and names the least that works. Smaller inputs
+/// follow the same plan. After four measurements, a larger input or context is planned by those: bytes grow with the
+/// square of a dimension at most. One that may take twice the bytes, another dtype or device, `train()`/`eval()`,
+/// autocast, or other frozen parameters are measured.
 ///
 /// @note Planning waits for the device, training does not. Under autocast with a budget, parameters are cast for each
 /// stage rather than once for the forward pass, since cached casts would count.

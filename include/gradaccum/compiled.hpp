@@ -11,9 +11,10 @@
 
 #include <gradaccum/impl/checkpoint/chain.ipp>
 #include <gradaccum/impl/checkpoint/forward_state.ipp>
-#include <gradaccum/impl/checkpoint/planner.ipp>
 #include <gradaccum/impl/checkpoint/recomputation.ipp>
 #include <gradaccum/impl/compilation/compiled_step.ipp>
+#include <gradaccum/impl/compilation/graphed_step.ipp>
+#include <gradaccum/impl/compilation/step_trial.ipp>
 #include <gradaccum/impl/data/data.ipp>
 #include <gradaccum/impl/data/samples.ipp>
 #include <gradaccum/impl/fitting/memory_fitter.ipp>

@@ -73,7 +73,7 @@ const CompiledStepReport& report_of(const LoadedStep& step);
 /// Runs the objective itself if there is no graph: for batches of other layouts, in other modes (evaluation, other
 /// autocast), and for a model that has changed (frozen, moved). `report()` counts the reasons. Also runs it for the
 /// first batch of a layout: loss, gradients, buffers and random numbers must agree up to rounding, or a `c10::Error`
-/// names the difference.
+/// names the difference. If it may be rounding, a warning names it, and the objective runs for this layout's batches.
 ///
 /// The folder holds code that runs with this program's rights: use only folders that you trust, or build the step in
 /// (`ga::InProgram` in place of the folder). Its files must be unchanged since they were compiled, for this version of
@@ -83,7 +83,7 @@ const CompiledStepReport& report_of(const LoadedStep& step);
 /// @note For models on the CPU.
 template <class Model, class Objective>
 class CompiledStep {
-  static_assert(detail::model<Model>,
+  static_assert(gradaccum::model<Model>,
                 "CompiledStep: a model is a torch::nn::Module, a ModuleHolder, or a pointer to one");
 
  public:
@@ -214,7 +214,7 @@ SavedStep save_steps(Model&& model, Objective&& objective, const std::vector<Bat
 /// Throws `c10::Error` if the recorded step would differ from the objective: if that reads values on the host, uses
 /// tensors of its own, or has gradients that recording misses (an `autograd::Function` of your own, a `NoGradGuard`).
 ///
-/// @note For models on the CPU. Runs the objective about six times.
+/// @note For models on the CPU. Runs the objective about six times, or some twenty where roundings differ.
 template <class Model, class Objective, class Batch>
 SavedStep save_step(Model&& model, Objective&& objective, const Batch& batch, const std::filesystem::path& folder,
                     const SaveStepOptions& options = {}) {

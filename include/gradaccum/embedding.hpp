@@ -23,13 +23,13 @@ struct EmbeddingOptions {
 ///       ga::embedding(tokens, table).sum().backward();     // the first makes the gradient, the others add 32 rows
 ///     }
 ///
-/// LibTorch's backward creates a gradient of the whole table each time, mostly zeros, and adds all of it. With a large
-/// vocabulary and small micro-batches, this dominates the memory traffic of a training.
+/// LibTorch's backward creates and adds a gradient of the whole table each time, which with a large vocabulary and
+/// small micro-batches dominates the memory traffic of a training.
 ///
 /// With `.sparse` the gradient consists of those rows only, from the first micro-batch on, and `ga::optim::SGD`,
 /// `Adam`, `AdamW`, `Adam8bit` and `AdamW8bit` keep moments only for rows that have been looked up: training is the
-/// same bit for bit, without the memory of a table's gradient and moments. The gradient is dense if something else uses
-/// the table too, and for float16 on the CPU. LibTorch's own Adam and AdamW reject sparse gradients.
+/// same bit for bit, in less memory. The gradient is dense if something else uses the table too, and for float16 on the
+/// CPU. LibTorch's own Adam and AdamW reject sparse gradients.
 ///
 /// `input`: int64 or int32, any shape. `weight`: [rows, width]. Returns [..., width]. On a CPU the gradients equal
 /// LibTorch's bit for bit if `weight` is used once in a backward pass; with several uses the order of rounding differs.

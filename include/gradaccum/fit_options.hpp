@@ -5,17 +5,7 @@
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/metrics.hpp>
 
-#include <chrono>
-#include <concepts>
-#include <cstdint>
 #include <filesystem>
-#include <iosfwd>
-#include <map>
-#include <optional>
-#include <string>
-#include <type_traits>
-#include <utility>
-#include <vector>
 
 namespace gradaccum {
 
@@ -35,11 +25,13 @@ enum class Tail {
   carry,  ///< the next epoch, or the next `fit`, goes on with it
 };
 
-/// The treatment of a micro-batch whose loss is NaN or infinite: `stop`, `skip` or `ignore`.
+/// The treatment of a micro-batch whose loss is NaN or infinite, and of a window whose gradients are: `stop`, `skip` or
+/// `ignore`. With a loss scale, gradients are its to judge: it skips the window, and becomes smaller.
 enum class OnNan {
   stop,    ///< an error that says which one, before the parameters move; on a device, waits for it once a window
-  skip,    ///< it is left out, and its window is the mean of the others; on a device, waits at every micro-batch
-  ignore,  ///< its gradients go into the window; nobody waits
+  skip,    ///< a micro-batch is left out, its window is the mean of the others, and a window is left out whole; on a
+           ///< device, waits at every micro-batch, and once a window
+  ignore,  ///< the gradients are stepped with; nobody waits
 };
 
 /// The directory whose newest state a `fit` goes on from: a path, or what a path is made from.
@@ -67,20 +59,16 @@ class ResumeFrom {
 
 /// When a `fit` ends, what it does about short windows and losses that are not finite, and what it goes on from.
 struct FitOptions {
-  std::optional<std::int64_t> epochs = {};   ///< passes over the batches; 1 if no other limit is given; with another
-                                             ///< one, at most so many
+  std::optional<std::int64_t> epochs = {};   ///< at most so many passes over the batches; 1 if there is no other limit
   std::optional<std::int64_t> updates = {};  ///< stop when the parameters have moved so often
   std::optional<std::int64_t> samples = {};  ///< stop with the window after which so many have been taken
-  std::optional<std::chrono::duration<double>> time = {};  ///< the same, after so long: std::chrono::minutes(60), say;
-                                                           ///< of the whole `fit`, where it goes on from a state
+  std::optional<std::chrono::duration<double>> time = {};  ///< the same, after so long in this call
   Tail tail = Tail::flush;                                 ///< what becomes of a window that an epoch leaves shorter
-  OnNan on_nan = OnNan::stop;                              ///< what becomes of a loss that is NaN or infinite
+  OnNan on_nan = OnNan::stop;                              ///< what becomes of losses and gradients like NaN
   bool smoke = false;           ///< one window of everything, to see that it runs; `evaluate` takes one batch meanwhile
-  ResumeFrom resume = {};       ///< go on from the newest state in this directory, see `ga::save`; from the beginning
-                                ///< where there is none
+  ResumeFrom resume = {};       ///< go on from the newest state in this directory, if there is one; see `ga::save`
   bool allow_changes = false;   ///< with `resume`: go on though the model, the data or settings are others
-  bool measure_memory = false;  ///< report the peak of tensor memory, by a MemoryMeter; unless LibTorch's profiler is
-                                ///< at work. LibTorch may warn then of "memory blocks" that are older than the `fit`
+  bool measure_memory = false;  ///< report the peak of tensor memory, by a MemoryMeter; not inside LibTorch's profiler
 
   /// Something other than epochs may end it: without a number of epochs it goes on until then.
   bool has_limit() const { return updates || samples || time; }
@@ -100,7 +88,7 @@ struct FitStatus {
   std::optional<std::int64_t> batches = {};  ///< in an epoch; none in the first, if the range does not tell
   std::int64_t updates = 0, skipped = 0;     ///< windows that moved the parameters, and that did not
   std::int64_t samples = 0;                  ///< taken
-  std::int64_t nan_batches = 0;              ///< left out for a loss that is not finite
+  std::int64_t nan_batches = 0;              ///< left out for a loss or gradients that are not finite
   std::string first_nan = {};                ///< which was the first
   bool running = false;                      ///< `fit` is at work
   bool stopped = false;                      ///< by `Trainer::stop`
@@ -108,23 +96,22 @@ struct FitStatus {
   int signal = 0;                            ///< which one ended it early
   bool together = false;                     ///< with other processes: what ends it waits until all know of it
   bool wants_stop = false;
+  bool wants_save = false, saves = false;  ///< it is time for a state: on this process, and on all
   int wants_signal = 0;
   std::vector<Validation> validations = {};  ///< so far
   std::string resumed_from = {};             ///< the state that it went on from
   bool trained = false;                      ///< a window of this epoch moved, or would have but for an overflow
-  Clock::time_point start = Clock::now();
+  Clock::time_point start = Clock::now();    ///< moved back by what the runs took that it goes on from
+  Clock::time_point begun = Clock::now();    ///< this call of `fit`
+  std::int64_t windows = 0;                  ///< since then
 
   double seconds() const { return std::chrono::duration<double>(Clock::now() - start).count(); }
+  double seconds_of_call() const { return std::chrono::duration<double>(Clock::now() - begun).count(); }
   /// All that was asked for is done; in the middle of an epoch, too.
   bool done() const;
-  /// With other processes, when all know of it.
-  void stop(std::string why = {}) {
-    (together ? wants_stop : stopped) = true;
-    if (stop_reason.empty()) stop_reason = std::move(why);
-  }
-  /// At once: on all ranks alike.
-  void stop_all(std::string why) {
-    stopped = true;
+  /// With other processes, when all know of it, unless each decides alike.
+  void stop(std::string why = {}, bool alike = false) {
+    (together && !alike ? wants_stop : stopped) = true;
     if (stop_reason.empty()) stop_reason = std::move(why);
   }
   /// Stops it where `samples` or `time` says so.
@@ -133,6 +120,7 @@ struct FitStatus {
   void count_window(bool moved, bool overflowed) {
     updates += moved;
     skipped += !moved;
+    ++windows;
     trained = trained || moved || overflowed;
   }
   void end_epoch(bool window_has_items);
@@ -144,34 +132,22 @@ struct FitStatus {
 
 /// The result of a `fit`. It prints as a summary:
 ///
-///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
-///       return torch::mse_loss(net->forward(batch.data), batch.target);
-///     });
-///     std::cout << trainer.fit(batches, {.epochs = 3});
+///     std::cout << ga::Trainer(model, sgd, objective).fit(batches, {.epochs = 3});
 ///
-/// | line | what it says |
-/// |---|---|
-/// | `Time: 57.82` | seconds |
-/// | `Samples/second: 8.86` | |
-/// | `GPU memory occupied: 8681 MB.` | at the end, by all processes; `CPU memory occupied` is this process's |
-/// | `Peak tensor memory: cuda:0 8.12 MB` | of tensors that this `fit` allocated |
-/// | `Peak resident memory: 1204 MB` | of this process since it began, see `peak_resident_memory` |
-/// | `Epochs: 3, updates: 938, skipped: 2` | skipped: windows that moved nothing |
-/// | `Stopped early: loss was best, 0.31, 3 validations ago` | where somebody said why |
-/// | `Last validation, at update 938: accuracy: 0.912000, loss: 0.310000` | of each `Validate` |
-///
-/// 1 MB is 2^20 bytes.
+/// Its lines begin with `Time:`, in seconds, `Samples/second:`, `GPU memory occupied:`, `CPU memory occupied:`,
+/// `Peak tensor memory:`, `Peak resident memory:`, `Epochs:`, and, where it was so, `Stopped early:` and
+/// `Last validation, at update`, of each `Validate`. 1 MB is 2^20 bytes.
 struct FitReport {
-  std::int64_t epochs = 0, updates = 0, skipped = 0, samples = 0;
+  std::int64_t epochs = 0, updates = 0, skipped = 0, samples = 0;  ///< skipped: windows that moved nothing
   double seconds = 0, samples_per_second = 0;
   std::string resumed_from = {};  ///< the state that it went on from; then all numbers are those of the whole `fit`
   std::string stopped = {};       ///< why it ended before it had gone through its epochs or updates; empty where it had
-  int signal = 0;                 ///< SIGINT or SIGTERM, if one ended it: a program then exits with 128 + signal
+  int signal = 0;                 ///< SIGTERM, say, if one ended it: a program then exits with 128 + signal
   std::int64_t nan_batches = 0;   ///< left out: see `OnNan::skip`
   std::string first_nan = {};     ///< which was the first of them
-  std::map<std::string, std::int64_t> occupied_bytes = {};  ///< by device
-  std::map<std::string, std::int64_t> peak_bytes = {};      ///< by device; empty where nothing was measured
-  std::int64_t peak_resident_bytes = 0;                     ///< of this process; 0 where nobody tells
+  std::map<std::string, std::int64_t> occupied_bytes = {};  ///< at the end, by device: a GPU's by all processes
+  std::map<std::string, std::int64_t> peak_bytes = {};      ///< of this `fit`'s tensors, where measured
+  std::int64_t peak_resident_bytes = 0;                     ///< see `peak_resident_memory`; 0 where nobody tells
   std::vector<Validation> validations = {};                 ///< in their order
 };
 

@@ -13,8 +13,10 @@
 #include <concepts>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 
 namespace torch::optim {
 class LBFGS;  // its own header would cost 9 s a translation unit
@@ -33,24 +35,21 @@ namespace gradaccum {
 ///     }
 ///     optimizer.flush();
 ///
-/// With `in_backward` the backward that fills the window steps each parameter as soon as its gradient is there, and
-/// frees the gradient. Windows of one micro-batch then hold one gradient at a time: 12 bytes a parameter for AdamW in
-/// place of 16. The parameters equal those of the ordinary step, to the bit. Parameters that this backward does not
-/// reach, and a flushed window, are stepped when the window closes.
+/// With `in_backward` the backward that fills the window steps each parameter as soon as its gradient is there, after
+/// other hooks on it, and frees the gradient. Windows of one micro-batch then hold one gradient at a time: 12 bytes a
+/// parameter for AdamW in place of 16. The parameters equal those of the ordinary step, to the bit. Parameters that
+/// this backward does not reach, and a flushed window, are stepped when the window closes.
 ///
-/// That needs an optimizer that takes gradients (`ga::optim`), and `optimizer.backward(loss)`. Clipping, a loss scaler
-/// and `create_graph` are errors before anything moves. Reading the gradients of a full window, and a gradient that
-/// arrives twice in one pass, are errors afterwards. After an exception in that backward some parameters have moved:
-/// only a saved state restores them, `discard()` does not.
-///
-/// The learning rate is the one at that backward. Other hooks on a gradient run before its step. If a checkpointed
-/// block reads a parameter without a gradient (`detach()`, a comparison), it may have moved when the block is
-/// recomputed.
+/// That needs an optimizer that takes gradients (`ga::optim`), and `optimizer.backward(loss)`, with the learning rate
+/// set before. Clipping, a loss scaler and `create_graph` are errors before anything moves. Reading the gradients of a
+/// full window, and a gradient that arrives twice in one pass, are errors afterwards. After an exception in that
+/// backward some parameters have moved: only a saved state restores them, `discard()` does not. If a checkpointed block
+/// reads a parameter without a gradient (`detach()`, a comparison), it may have moved when the block is recomputed.
 ///
 /// @note Parameters are stepped some 65'000 elements at a time, so small ones wait for each other. The program does not
 /// wait for the device.
 struct GradAccumulatorOptions {
-  detail::Count steps = 1;                           ///< micro-batches an update, >= 1
+  Count steps = 1;                                   ///< micro-batches an update, >= 1
   std::optional<at::ScalarType> accumulate_in = {};  ///< kFloat: sums 16-bit gradients in float32, 4 bytes each
   bool in_backward = false;  ///< the backward that fills the window steps each parameter, and frees its gradient
 };
@@ -138,6 +137,8 @@ class Accumulator {
   template <class Optimizer>
   friend class OptimizerState;
 
+  /// Keeps other threads out of a call, by an error. `begins`: also where a micro-batch of another thread is in hand.
+  std::unique_lock<std::recursive_mutex> turn(bool begins);
   void check_can_clip() const;
   /// Sums each window over these processes when it closes.
   void set_peers(std::shared_ptr<detail::Communicator> peers);
@@ -152,6 +153,8 @@ class Accumulator {
   std::int64_t updates_ = 0;
   std::optional<double> clip_norm_, clip_value_;
   at::Tensor grad_norm_;
+  std::recursive_mutex turn_;
+  std::thread::id in_hand_of_;  // the thread between its backward and its step, if any
 };
 
 /// A drop-in for the optimizer it wraps, which moves the parameters on every `steps`-th call of `step()`.
@@ -174,6 +177,8 @@ class Accumulator {
 ///
 /// The wrapped optimizer must outlive the accumulator. Its options, state and saved files stay its own.
 ///
+/// Threads take turns: each holds one lock from its backward to `zero_grad()`. Two at once are an error.
+///
 /// @note Does not wait for the device, apart from a 4-byte read a window with a loss scaler.
 template <class Optimizer>
 class GradAccumulator : public Accumulator {
@@ -193,8 +198,7 @@ class GradAccumulator : public Accumulator {
 
  public:
   explicit GradAccumulator(Optimizer& optimizer, GradAccumulatorOptions options = {})
-      : Accumulator(std::make_unique<detail::OptimizerOf<Optimizer>>(checked(optimizer)), options),
-        optimizer_(optimizer) {}
+      : Accumulator(std::make_unique<detail::OptimizerOf<Optimizer>>(optimizer), options), optimizer_(optimizer) {}
   template <std::integral Steps>
   GradAccumulator(Optimizer& optimizer, Steps) : GradAccumulator(optimizer) {
     static_assert(!std::integral<Steps>, "GradAccumulator: say what the number is: {.steps = 4}");
@@ -222,14 +226,13 @@ class GradAccumulator : public Accumulator {
     synchronise();
     return optimizer_;
   }
+  /// Calls the functions of the wrapped optimizer, as `torch::save` and `torch::load` call them.
+  void save(torch::serialize::OutputArchive& archive) const {
+    static_cast<const torch::optim::Optimizer&>(*this).save(archive);
+  }
+  void load(torch::serialize::InputArchive& archive) { static_cast<torch::optim::Optimizer&>(*this).load(archive); }
 
  private:
-  static Optimizer& checked(Optimizer& optimizer) {
-    if constexpr (std::derived_from<Optimizer, torch::optim::Optimizer>)
-      detail::check_can_be_wrapped(optimizer, "GradAccumulator", "set_steps(n) changes its window");
-    return optimizer;
-  }
-
   Optimizer& optimizer_;
 };
 

@@ -14,6 +14,7 @@
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/gradients.hpp>
+#include <gradaccum/graphed_step.hpp>
 #include <gradaccum/io/safetensors.hpp>
 #include <gradaccum/io/save_sharded.hpp>
 #include <gradaccum/io/state_folder.hpp>

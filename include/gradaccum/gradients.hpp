@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <concepts>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <type_traits>
@@ -18,6 +19,8 @@ namespace gradaccum {
 
 class AmpScaler;
 namespace detail {
+class CapturedSteps;
+class LoadedStep;
 struct Multiplier;
 class WindowGradients;
 }  // namespace detail
@@ -81,9 +84,9 @@ class Factor {
 ///       optimizer.zero_grad();
 ///     }
 ///
-/// Loss scaling, the mean over a window, the mean over ranks and clipping all multiply the same gradients. One by one,
-/// each takes a pass over memory, in an order that is easily wrong. Here each is a `factor()`, and all are applied at
-/// once: by an optimizer that takes `Gradients` inside its own pass, for any other by `apply()` before its step.
+/// Loss scaling, clipping and the mean over a window and over ranks all multiply the same gradients. Here each is a
+/// `factor()`, and all are applied in one pass: by an optimizer that takes `Gradients` inside its own, for any other by
+/// `apply()` before its step.
 ///
 /// A handle: copies refer to the same window, and are `closed()` with it. Made from a list of parameters, it is a
 /// window of one batch. Parameters may be of any dtype, on several devices, shared or frozen; gradients may be dense,
@@ -95,8 +98,6 @@ class Factor {
 class Gradients {
  public:
   explicit Gradients(const std::vector<at::Tensor>& parameters);
-  /// For owners of a window: an accumulator, a scaler.
-  explicit Gradients(std::shared_ptr<detail::WindowGradients> window);
 
   /// The factor that all gradients are still to be multiplied by. Deferred, and write-only.
   Factor& factor();
@@ -157,22 +158,12 @@ class Gradients {
 
  private:
   friend class AmpScaler;
+  friend class detail::WindowGradients;
+
+  explicit Gradients(std::shared_ptr<detail::WindowGradients> window) : window_(std::move(window)) {}
 
   std::shared_ptr<detail::WindowGradients> window_;
 };
-
-namespace detail {
-
-/// Gradients that were computed together with their loss, and are added without autograd.
-class ReadyGradients {
- public:
-  virtual ~ReadyGradients() = default;
-  /// Adds the gradients times the seed, as backward from `loss` would. Returns false if backward has to run: the loss
-  /// is no longer the one they belong to, or hooks wait for the gradients.
-  virtual bool add(const at::Tensor& loss, double seed) = 0;
-};
-
-}  // namespace detail
 
 /// Options of a backward pass, as `torch::Tensor::backward` takes them.
 struct BackwardOptions {
@@ -200,9 +191,8 @@ struct BackwardOptions {
 struct Loss {
   at::Tensor mean;
   double items = 1.0;
-  Factor seed = {};                                    ///< the start of backward; loss scales and weights multiply it
-  at::Tensor output = {}, target = {};                 ///< the model's output and the target, for metrics
-  std::shared_ptr<detail::ReadyGradients> ready = {};  ///< gradients that a `CompiledStep` has computed
+  Factor seed = {};                     ///< the start of backward; loss scales and weights multiply it
+  at::Tensor output = {}, target = {};  ///< the model's output and the target, for metrics
 
   Loss(at::Tensor loss) : mean(std::move(loss)) {}  // NOLINT(google-explicit-constructor): a tensor is a loss
 
@@ -217,6 +207,9 @@ struct Loss {
   void backward(const BackwardOptions& options = {}) const;
 
  private:
+  friend class detail::CapturedSteps;
+  friend class detail::LoadedStep;
+
   template <class Count>
   static double number(Count count) {
     static_assert(!std::is_base_of_v<at::TensorBase, Count>,
@@ -227,6 +220,9 @@ struct Loss {
     if constexpr (std::is_arithmetic_v<Count>) return static_cast<double>(count);
     return 0;
   }
+
+  // Adds the gradients of a `CompiledStep` or `GraphedStep` in place of backward. Returns false if that has to run.
+  std::function<bool(const at::Tensor& loss, double seed)> ready_ = {};
 };
 
 /// Counts the micro-batches of a window and their weights. Has nothing to do with tensors.
@@ -382,9 +378,8 @@ at::Tensor clip_grad_norm_(Gradients gradients, double max_norm);
 at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type = 2.0,
                            bool error_if_nonfinite = false);
 
-/// Clamps every element of a window's gradients, in their true size, to [-clip_value, clip_value], at once.
-///
-/// @note Does not wait for the device.
+/// Clamps every element of a window's gradients, in their true size, to [-clip_value, clip_value], at once and without
+/// a wait.
 void clip_grad_value_(Gradients gradients, double clip_value);
 
 /// torch.nn.utils.clip_grad_value_, also for sparse gradients and shared parameters.

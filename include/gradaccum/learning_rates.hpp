@@ -26,11 +26,10 @@ namespace gradaccum {
 ///     }
 ///
 /// Groups keep the ratios of their rates to the first group's at construction, so construct this before a rate is set
-/// or loaded. The rate of a group added later counts as if the group had been there from the start. If all rates were
-/// 0, all groups get the same.
-///
-/// The optimizer has `param_groups()`, like LibTorch's and a GradAccumulator, and must outlive this object. Throws,
-/// before anything has changed, if options cannot get or set their rate, or if the first rate is 0 and another is not.
+/// or loaded. A group added later counts as if it had been there from the start. If all rates were 0, all groups get
+/// the same. The optimizer has `param_groups()`, like LibTorch's and a GradAccumulator, and must outlive this object.
+/// Throws, before anything has changed, if options cannot get or set their rate, or if the first rate, but not every
+/// one, is 0.
 ///
 /// @note Does not wait for the device.
 class LearningRates {
@@ -45,8 +44,11 @@ class LearningRates {
   /// Sets the first group's rate, which must be finite and >= 0, and the others in proportion.
   void set(double rate);
 
+  /// Multiplies each group's rate by `factor`, but sets none below `least`, and changes none by `eps` or less.
+  void reduce(double factor, double least, double eps);
+
   /// Returns the first group's rate.
-  double current() const;
+  double current() const { return groups()[0].options().get_lr(); }
 
  private:
   using Groups = std::function<std::vector<torch::optim::OptimizerParamGroup>&()>;
@@ -72,8 +74,8 @@ namespace gradaccum::lr {
 ///     ga::LearningRates rates(optimizer);
 ///     rates.set(constant(optimizer.updates()));
 ///
-/// The warm-up is linear, from `start` at update 0 to `peak` at update `warmup`. Throws `std::invalid_argument` for
-/// members out of range and for a negative update.
+/// The warm-up goes from `start` at update 0 to `peak` at update `warmup`. Throws `std::invalid_argument` for members
+/// out of range and for a negative update.
 struct Constant {
   double peak = 0;                   ///< > 0
   std::int64_t warmup = 0;           ///< updates

@@ -31,21 +31,18 @@ inline constexpr std::int64_t MiB = std::int64_t{1} << 20, GiB = std::int64_t{1}
 ///     loss.backward();
 ///     std::cout << "peak: " << meter.peak_bytes() << " bytes\n";
 ///
-/// The meter reads what LibTorch's allocators report, not the resident memory of the process, which other things change
-/// too. It covers this thread, the threads of its backward passes, and every thread to which an `at::ThreadLocalState`
-/// carries it. Meters nest. Allocations count with the requested size on the CPU, and as rounded by the caching
-/// allocator on CUDA.
-///
-/// Tensors count, and so do workspaces that libraries get from the same allocators. cuBLAS allocates one at the first
-/// matrix product of each thread, 32 MiB on an H100, and keeps it. To count tensors alone, run one micro-batch, forward
-/// and backward, before the scope.
+/// It reads what LibTorch's allocators report to this thread, the threads of its backward passes, and every thread to
+/// which an `at::ThreadLocalState` carries it: the requested size on the CPU, and as rounded by the caching allocator
+/// on CUDA. Meters nest. Workspaces that libraries get from the same allocators count, too: cuBLAS keeps one from the
+/// first matrix product of each thread on, 32 MiB on an H100. To count tensors alone, run one micro-batch, forward and
+/// backward, before the scope.
 ///
 /// Memory allocated before the scope does not count, even if it is freed within. (On the CPU, LibTorch itself then
 /// prints a warning about a "memory block of unknown size".) A block that is freed on a thread outside the scope stays
 /// counted until its address is reused.
 ///
-/// @note Takes a lock for each allocation. Does not wait for the device. Cannot be combined with LibTorch's profiler on
-/// one thread: both use the same slot, and the second throws.
+/// @note Takes a lock for each allocation. Does not wait for the device. Throws inside LibTorch's profiler on the same
+/// thread, as that does inside a meter: both use the same slot.
 class MemoryMeter {
  public:
   MemoryMeter();
@@ -72,9 +69,8 @@ class MemoryMeter {
   c10::DebugInfoGuard guard_;
 };
 
-/// Returns the peak resident memory of this process in bytes, from Linux (VmHWM). It includes the program, libraries
-/// and mapped files, which `MemoryMeter` does not count. Equals Python's `resource.getrusage(RUSAGE_SELF).ru_maxrss`.
-/// Returns nullopt if the system does not report it.
+/// Returns the peak resident memory of this process in bytes, with program, libraries and mapped files, as Python's
+/// `resource.getrusage(RUSAGE_SELF).ru_maxrss`; nullopt if the system does not report it (Linux's VmHWM).
 std::optional<std::int64_t> peak_resident_memory();
 
 /// The bytes held by the tensors of a training, by purpose.
@@ -86,9 +82,8 @@ std::optional<std::int64_t> peak_resident_memory();
 ///     const ga::MemoryByKind bytes = trainer.memory_by_kind();
 ///     std::cout << bytes.parameters << " + " << bytes.optimizer_state << '\n';
 ///
-/// Each storage counts in full and once, even if several tensors share it or a tensor views only part of it. It counts
-/// as the first of these kinds that one of its tensors has. A sparse tensor counts with its indices and values, as does
-/// state that is kept by rows.
+/// Each storage counts in full and once, as the first of these kinds that one of its tensors has. A sparse tensor
+/// counts with its indices and values, as does state that is kept by rows.
 struct MemoryByKind {
   std::int64_t parameters = 0;       ///< and buffers
   std::int64_t optimizer_state = 0;  ///< LibTorch's optimizers and ours; others' state counts as rest
@@ -100,8 +95,8 @@ struct MemoryByKind {
   bool operator==(const MemoryByKind&) const = default;
 };
 
-/// The plan of `FitMemory`: how many rows run at once, and their memory. Printable. Bytes are those beyond the memory
-/// held before an update: activations, and the gradients that the update accumulates.
+/// The plan of `FitMemory`: how many rows run at once, and their memory beyond what was held before an update:
+/// activations, and the gradients that it accumulates. Printable.
 struct MemoryPlan {
   /// Batches with rows of one kind.
   struct Layout {
@@ -129,19 +124,17 @@ std::ostream& operator<<(std::ostream& out, const MemoryPlan& plan);
 ///       sgd.zero_grad();
 ///     }
 ///
-/// A training loop frees and allocates the same buffers for every batch. By default glibc returns large ones to the
-/// kernel each time, which must then clear every page again. For a small network this takes up to half of an epoch's
-/// time, and is a reason why C++ programs have been slower than Python's, which keeps more.
+/// By default glibc returns the large buffers that a loop frees after every batch to the kernel, which must then clear
+/// every page again. For a small network this takes up to half of an epoch's time; Python keeps more.
 ///
-/// On Linux, tensors of 1 MiB and more get whole pages from an allocator that keeps freed memory, but returns enough to
-/// stay within a tenth above the peak of all tensors. A heap that keeps everything, as glibc's can, grows to half as
-/// much again, because of gaps between tensors that are freed in another order than they were allocated. If LibTorch
-/// has already been given another CPU allocator, that stays. With glibc, small tensors are kept, too. On other systems
-/// nothing changes, and the result is false.
+/// On Linux, tensors of 1 MiB and more get whole pages from an allocator that keeps freed memory within a tenth above
+/// the peak of all tensors. (A heap that keeps everything, as glibc's can, grows to half as much again, because of gaps
+/// between tensors.) Another CPU allocator that LibTorch has been given stays. With glibc, small tensors are kept, too.
+/// On other systems nothing changes, and the result is false.
 ///
-/// Applies to the whole process and cannot be undone: the process keeps its peak. So the library never calls it by
-/// itself. For glibc's heap alone, environment variables do the same: MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_
-/// (1073741824 both) and MALLOC_TOP_PAD_ (67108864).
+/// Applies to the whole process and cannot be undone, so the library never calls it by itself. For glibc's heap alone,
+/// environment variables do the same: MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_ (1073741824 both) and
+/// MALLOC_TOP_PAD_ (67108864).
 bool keep_freed_memory();
 
 }  // namespace gradaccum

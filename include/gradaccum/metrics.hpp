@@ -6,8 +6,10 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
 
+#include <array>
 #include <chrono>
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <iosfwd>
@@ -16,6 +18,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -46,23 +49,30 @@ class WeightedMean {
 
 }  // namespace detail
 
-/// Reduces the losses of an evaluation to one number.
+/// Reduces the losses of an evaluation to one number, or to a tensor.
 ///
-///     struct LargestLoss {
-///       std::string_view name = "largest_loss";          // or static
-///       double largest = 0;
-///       void add(const ga::Loss& loss) { largest = std::max(largest, loss.mean.item<double>()); }
-///       double value() const { return largest; }
+///     struct LargestError {
+///       std::string_view name = "largest_error";          // or static
+///       bool higher_is_better = false;                    // if it says; then EarlyStopping and SaveState need no mode
+///       at::Tensor largest;
+///       void reset() { largest = torch::zeros({}); }
+///       void add(const ga::Loss& loss) { largest = at::max(largest, (loss.output - loss.target).abs().max()); }
+///       double value() const { return largest.item<double>(); }
 ///     };
 ///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
-///       return torch::mse_loss(net->forward(batch.data), batch.target);
+///       auto output = net->forward(batch.data);
+///       return ga::Loss(torch::mse_loss(output, batch.target)).with(output, batch.target);
 ///     });
-///     std::cout << trainer.evaluate(batches, LargestLoss{})["largest_loss"] << '\n';
+///     std::cout << trainer.evaluate(batches, LargestError{})["largest_error"] << '\n';
+///
+/// Each evaluation begins with a copy of the metric as it was given, and calls its `reset()`, as torchmetrics does. A
+/// metric of numbers alone, which is trivially copyable, needs none; a copied Tensor would share its memory.
 template <class M>
 concept metric = requires(M& metric, const Loss& loss) {
-  { M::name } -> std::convertible_to<std::string_view>;
+  { metric.name } -> std::convertible_to<std::string_view>;
   metric.add(loss);
-  { metric.value() } -> std::convertible_to<double>;
+  requires std::convertible_to<decltype(metric.value()), double> ||
+      std::convertible_to<decltype(metric.value()), at::Tensor>;
 };
 
 /// Replaces a tensor by its sum over all ranks. If several processes share an evaluation, a metric needs a member to
@@ -75,6 +85,7 @@ using SumOfRanks = c10::function_ref<void(at::Tensor&)>;
 class MeanLoss {
  public:
   static constexpr std::string_view name = "loss";
+  static constexpr bool higher_is_better = false;
 
   void add(const Loss& loss) {
     mean_.add(loss.mean, loss.items);
@@ -89,28 +100,128 @@ class MeanLoss {
   double items_ = 0;
 };
 
-/// The fraction of targets whose class has the highest output, in [0, 1].
+/// A kind of decisions, by torchmetrics' names.
+enum class Task {
+  binary,      ///< yes or no for each target, by one score: of the same shape, but for dimensions of one element
+  multiclass,  ///< one of the classes for each target: the one with the highest score
+  multilabel,  ///< yes or no for each target, by one score; each label has its own counts
+};
+
+/// How the scores of several classes or labels become one.
+enum class Average {
+  macro,     ///< their mean; classes that are neither found nor wanted are left out
+  micro,     ///< the score of all counts together
+  weighted,  ///< their mean, each weighted by its targets
+};
+
+/// Scores that are made of counts per class: those of `Precision`, `Recall` and `F1`.
+enum class Score {
+  precision,  ///< the fraction of what was found that is wanted
+  recall,     ///< the fraction of what is wanted that was found
+  f1,         ///< the harmonic mean of both
+};
+
+namespace detail {
+
+/// The options of a metric that counts classes.
+struct ClassesOf {
+  std::string_view metric;
+  std::int64_t dim, ignore_index;
+  std::optional<Task> task;
+  double threshold;
+};
+
+void add_scores(const ClassesOf& of, const Loss& loss, at::Tensor& counts);
+double class_score(const ClassesOf& of, const at::Tensor& counts, Score score, Average average);
+void reduce_counts(std::string_view metric, at::Tensor& counts, SumOfRanks sum);
+
+}  // namespace detail
+
+/// The fraction of right decisions, in [0, 1]; NaN if there are none.
 ///
-/// `output` is [N, C, …] and `target` [N, …], int64, as for cross entropy; targets equal to `ignore_index` are
-/// excluded. If the classes are in another dimension of the output, such as the last, set `dim`. The objective returns
-/// `ga::Loss{mean, items}.with(output, target)`.
+/// The objective returns `ga::Loss{mean, items}.with(output, target)`.
+///
+/// | output | target | is |
+/// |---|---|---|
+/// | [N, C, …] | [N, …] or [N, 1, …], integers | multiclass: right if the target's class has the highest score |
+/// | [N] or [N, 1, …] | as many, 0 or 1 | binary: right if `score > threshold` where the target is 1, and only there |
+/// | [N, C, …] | [N, C, …] | multilabel, or multiclass with probabilities of the classes: `task` says which |
+///
+/// A NaN is never right. A target that is none, such as class 3 of 3, is an error of `value()`.
 ///
 /// @note `value()` waits for the device; `add` does not.
 struct Accuracy {
   static constexpr std::string_view name = "accuracy";
+  static constexpr bool higher_is_better = true;
 
-  std::int64_t dim = 1;
-  std::int64_t ignore_index = -100;
-  at::Tensor right = {}, counted = {};  ///< counts so far: 0-dim int64, on the device
+  std::int64_t dim = 1;              ///< the output's dimension of classes or labels
+  std::int64_t ignore_index = -100;  ///< targets that do not count
+  std::optional<Task> task = {};     ///< by default as the shapes say
+  double threshold = 0;              ///< a score above it is a yes: 0 for logits, 0.5 for probabilities
+  at::Tensor right = {}, counted = {}, impossible = {};  ///< not an option: counts so far, 0-dim int64, on the device
 
   void add(const Loss& loss);
   double value() const;
   void reduce(SumOfRanks sum);
+  void reset() { right = counted = impossible = at::Tensor(); }
+};
+
+/// `ga::Precision`, `ga::Recall` and `ga::F1`: of a binary task the score of yes, of others an average over classes or
+/// labels. A score of 0 / 0 is 0. Outputs and targets are as `Accuracy` has them.
+///
+/// @note `value()` waits for the device; `add` does not.
+template <Score score>
+struct ClassScore {
+  static constexpr std::string_view name = std::array{"precision", "recall", "f1"}[static_cast<std::size_t>(score)];
+  static constexpr bool higher_is_better = true;
+
+  std::int64_t dim = 1;              ///< the output's dimension of classes or labels
+  std::int64_t ignore_index = -100;  ///< targets that do not count
+  std::optional<Task> task = {};     ///< by default as the shapes say, see `Accuracy`
+  double threshold = 0;              ///< a score above it is a yes: 0 for logits, 0.5 for probabilities
+  Average average = Average::macro;  ///< over classes or labels
+  at::Tensor counts = {};            ///< not an option: of each class right, found, wanted; and impossible targets
+
+  void add(const Loss& loss) { detail::add_scores(classes(), loss, counts); }
+  double value() const { return detail::class_score(classes(), counts, score, average); }
+  void reduce(SumOfRanks sum) { detail::reduce_counts(classes().metric, counts, sum); }
+  void reset() { counts = at::Tensor(); }
+
+ private:
+  detail::ClassesOf classes() const {
+    return {std::array{"Precision", "Recall", "F1"}[static_cast<std::size_t>(score)], dim, ignore_index, task,
+            threshold};
+  }
+};
+
+using Precision = ClassScore<Score::precision>;  ///< the fraction of what was found that is wanted
+using Recall = ClassScore<Score::recall>;        ///< the fraction of what is wanted that was found
+using F1 = ClassScore<Score::f1>;                ///< the harmonic mean of `Precision` and `Recall`
+
+/// The number of targets of each class that were found to be of each class: in `Evaluation::tensors`, int64, on the
+/// CPU, [wanted, found]; of labels [label, wanted, found]. Outputs and targets are as `Accuracy` has them. A score of
+/// NaN is found as no, or as the class that has it.
+///
+/// @note `value()` waits for the device; `add` does not.
+struct ConfusionMatrix {
+  static constexpr std::string_view name = "confusion_matrix";
+
+  std::int64_t dim = 1;              ///< the output's dimension of classes or labels
+  std::int64_t ignore_index = -100;  ///< targets that do not count
+  std::optional<Task> task = {};     ///< by default as the shapes say, see `Accuracy`
+  double threshold = 0;              ///< a score above it is a yes: 0 for logits, 0.5 for probabilities
+  at::Tensor counts = {};            ///< not an option: flat, and impossible targets behind them
+
+  void add(const Loss& loss);
+  at::Tensor value() const;
+  void reduce(SumOfRanks sum);
+  void reset() { counts = at::Tensor(); }
 };
 
 /// The result of an evaluation. Prints with six digits: `accuracy: 0.784000, loss: 0.625000`.
 struct Evaluation {
   std::map<std::string, double, std::less<>> metrics = {};  ///< by name; always includes "loss"
+  std::map<std::string, at::Tensor> tensors = {};           ///< results of metrics that are no numbers, by name
   double items = 0;                                         ///< sum of the losses' weights
   std::int64_t samples = 0;
   double seconds = 0;
@@ -122,10 +233,7 @@ std::ostream& operator<<(std::ostream& stream, const Evaluation& evaluation);
 
 /// A validation during training and its position. `Validate` passes it to every policy that has `on_validation`.
 ///
-///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
-///       return torch::mse_loss(net->forward(batch.data), batch.target);
-///     });
-///     auto report = trainer.fit(batches);
+///     auto report = ga::Trainer(model, sgd, objective).fit(batches);
 ///     for (const ga::Validation& validation : report.validations)
 ///       std::cout << validation.update << ": " << validation["loss"].value() << '\n';
 struct Validation {
@@ -135,6 +243,7 @@ struct Validation {
   std::int64_t samples = 0;         ///< samples that this `fit` has trained on
   double seconds = 0;               ///< duration of this `fit` so far
   Evaluation found = {};
+  bool due = true;  ///< by its `Validate`'s options; otherwise only as a `fit` ended, which may go on
 
   /// Looks up a number: by its own name, `loss`, if this validation is named "validation", or by both names,
   /// `test/loss`. Returns nullopt if it does not exist.
@@ -145,13 +254,55 @@ struct Validation {
   void state(Archive& archive);
 };
 
-/// The direction in which a metric improves, in Python's terms.
-enum class Mode {
-  min,  ///< the lower
-  max,  ///< the higher
-};
+/// The direction in which a metric improves, in Python's terms: `min`, the lower is better, or `max`, the higher.
+enum class Mode { min, max };
+
+/// Names of metrics, `validation/loss`, and the modes that they tell.
+using MetricModes = std::map<std::string, std::optional<Mode>, std::less<>>;
+
+/// Enables gradients in an evaluation, for an objective that differentiates by itself, as a physics-informed loss does.
+/// Stands among the metrics: `trainer.evaluate(batches, ga::WithGradients(), ga::Accuracy{})`.
+struct WithGradients {};
 
 namespace detail {
+
+template <class M>
+concept resettable = requires(M& metric) {
+  metric.reset();
+};
+template <class M>
+concept finds_number = requires(M& metric) {
+  { metric.value() } -> std::convertible_to<double>;
+};
+
+/// Says what a metric lacks.
+template <class M>
+constexpr bool is_metric() {
+  constexpr bool has_name = requires(M & metric) { std::string_view(metric.name); };
+  constexpr bool adds = requires(M & metric, const Loss& loss) { metric.add(loss); };
+  constexpr bool has_value = finds_number<M> || requires(M & metric) { at::Tensor(metric.value()); };
+  static_assert(has_name, "metric: needs a member std::string_view name, static or not, by which its number is found");
+  static_assert(adds, "metric: needs a member void add(const ga::Loss&)");
+  static_assert(has_value, "metric: needs a member double value(), or at::Tensor value()");
+  constexpr bool begins_anew = resettable<M> || std::is_trivially_copyable_v<M>;
+  static_assert(begins_anew,
+                "metric: needs a member void reset(), which begins anew, since it has a member whose copies may share "
+                "memory, a Tensor say");
+  return has_name && adds && has_value && begins_anew;
+}
+
+template <class M>
+concept tells_mode = std::same_as < std::remove_cvref_t<decltype(std::declval<const M&>().higher_is_better)>,
+bool > ;
+
+/// Returns which is better, if the metric tells.
+template <class M>
+std::optional<Mode> mode_told_by(const M& metric) {
+  if constexpr (tells_mode<M>)
+    return metric.higher_is_better ? Mode::max : Mode::min;
+  else
+    return std::nullopt;
+}
 
 /// Throws an error that the metric lacks `reduce`.
 [[noreturn]] void cannot_be_reduced(const std::string& metric);
@@ -162,17 +313,24 @@ class AnyMetric {
   virtual ~AnyMetric() = default;
   virtual std::string name() const = 0;
   virtual void add(const Loss& loss) = 0;
-  virtual double value() = 0;
+  virtual void tell(Evaluation& found) = 0;
   virtual void reduce(SumOfRanks sum) = 0;
 };
 
 template <metric M>
 class MetricOf final : public AnyMetric {
  public:
-  explicit MetricOf(M metric) : metric_(std::move(metric)) {}
+  explicit MetricOf(M metric) : metric_(std::move(metric)) {
+    if constexpr (resettable<M>) metric_.reset();
+  }
   std::string name() const override { return std::string(metric_.name); }
   void add(const Loss& loss) override { metric_.add(loss); }
-  double value() override { return metric_.value(); }
+  void tell(Evaluation& found) override {
+    if constexpr (finds_number<M>)
+      found.metrics[name()] = metric_.value();
+    else
+      found.tensors[name()] = at::Tensor(metric_.value()).detach().cpu().clone();  // the metric may change its own
+  }
   void reduce(SumOfRanks sum) override {
     if constexpr (requires { metric_.reduce(sum); })
       metric_.reduce(sum);
@@ -187,22 +345,29 @@ class MetricOf final : public AnyMetric {
 /// Collects the result of `Trainer::evaluate`.
 class Evaluator {
  public:
-  template <metric... Metrics>
+  template <class... Metrics>
   explicit Evaluator(Metrics... metrics) {
-    (metrics_.push_back(std::make_unique<MetricOf<Metrics>>(std::move(metrics))), ...);
+    (take(std::move(metrics)), ...);
     check_names();
   }
 
+  bool with_gradients() const { return with_gradients_; }
   void add(const Loss& loss, std::int64_t samples);
   void reduce(SumOfRanks sum);
   Evaluation result();
 
  private:
   void check_names() const;
+  void take(WithGradients) { with_gradients_ = true; }
+  template <class M>
+  void take(M metric) {
+    if constexpr (is_metric<M>()) metrics_.push_back(std::make_unique<MetricOf<M>>(std::move(metric)));
+  }
 
   std::vector<std::unique_ptr<AnyMetric>> metrics_;
   MeanLoss loss_;
   std::int64_t samples_ = 0;
+  bool with_gradients_ = false;
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
@@ -212,14 +377,19 @@ struct ValidationHistory {
   void state(Archive& archive);
 };
 
-/// Returns `given`, or the known mode of loss or accuracy. Throws for other metrics; messages begin with `owner`.
-Mode mode_of(const char* owner, std::string_view metric, std::optional<Mode> given);
+/// Tensors by their names, as part of a state; those that are loaded share no memory with the file.
+struct OwnTensors {
+  std::map<std::string, at::Tensor>& all;
+  void state(Archive& archive);
+};
+
+/// Returns `given`, or what the metric tells of itself, or the known mode of loss or accuracy. Throws where there is
+/// none, and, given what a trainer validates, unless the metric is one of those and tells no other mode.
+Mode mode_of(const char* owner, std::string_view metric, std::optional<Mode> given,
+             const MetricModes* validated = nullptr);
 
 /// Compares two numbers, with a margin of `min_delta`. NaN is never better; anything else is better than NaN.
 bool is_better(Mode mode, double number, double than, double min_delta = 0);
-
-/// Throws unless the metric is one of `validated` (`validation/loss`, …).
-void check_is_validated(const char* owner, const std::string& metric, const std::vector<std::string>& validated);
 
 }  // namespace detail
 }  // namespace gradaccum

@@ -17,11 +17,10 @@
 /// Fourier transforms) follows the same answer. Products of 16 bits, convolutions and all else are not MKL's, and keep
 /// their bits.
 ///
-/// It is no interface of MKL's, and nobody has promised it: it works with what LibTorch 2.11.0 and 2.15.0 have in them,
-/// and where it does not, or there is no MKL, or the processor is another, nothing happens. `./bootstrap.sh doctor`
-/// measures what it gains on a machine. For the whole process; so it is yours to include, and no file of ours does. It
-/// has to be in the program itself: in a library of yours it may come after MKL's own. GRADACCUM_MKL_ON_AMD=0 in the
-/// environment leaves it out.
+/// Nobody has promised this interface: it works with LibTorch 2.11.0 and 2.15.0, and where it does not, or there is no
+/// MKL, or the processor is another, nothing happens. `./bootstrap.sh doctor` measures the gain. It acts on the whole
+/// process, so no file of ours includes it, and has to be in the program itself: in a library of yours it may come
+/// after MKL's own. GRADACCUM_MKL_ON_AMD=0 in the environment leaves it out.
 extern "C" [[gnu::used, gnu::visibility("default")]] inline int mkl_serv_intel_cpu_true() {
 #if defined(__x86_64__) && defined(__GNUC__)
   static const bool left_out = [] {

@@ -3,7 +3,7 @@
 
 // All policies that come with the library, but those that few programs have, and that take long to compile:
 // policies/data_parallel.hpp, for several processes, and policies/fit_memory.hpp.
-#include <gradaccum/detail/trainer/arguments.hpp>
+#include <gradaccum/detail/trainer/any_policy.hpp>
 #include <gradaccum/policies/accumulate.hpp>
 #include <gradaccum/policies/clip.hpp>
 #include <gradaccum/policies/early_stopping.hpp>
@@ -27,6 +27,7 @@ extern template class PolicyOf<MetricsLog>;
 extern template class PolicyOf<MixedPrecision>;
 extern template class PolicyOf<OptimizerInBackward>;
 extern template class PolicyOf<Progress>;
+extern template class PolicyOf<ReduceLROnPlateau>;
 extern template class PolicyOf<SaveState>;
 }  // namespace gradaccum::detail
 #endif

@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+// Policies are declared with these, and with what these include.
 #include <gradaccum/archive.hpp>
 #include <gradaccum/gradients.hpp>
 
 #include <ATen/core/Tensor.h>
 
-#include <concepts>
 #include <cstdint>
-#include <optional>
 #include <type_traits>
-#include <utility>
 
 namespace gradaccum {
 
@@ -129,37 +127,4 @@ concept policy = std::is_class_v<P> && !std::is_final_v<P> &&
                   hook::on_validation<P> || hook::at_boundary<P> || hook::after_window<P> || hook::after_step<P> ||
                   hook::others_continue<P> || hook::on_epoch_begin<P> || hook::on_epoch_end<P>);
 
-namespace detail {
-
-/// A callable as a policy.
-template <class F>
-struct Callback {
-  F call;
-  void after_step(const Step& step) { call(step); }
-};
-
-template <class P>
-auto as_policy(P policy) {
-  static_assert(!std::is_final_v<P>, "Trainer: a policy must not be final: its hooks are found by deriving from it");
-  constexpr bool callable = std::invocable<P&, const Step&>;
-  if constexpr (gradaccum::policy<P>) {
-    static_assert(!callable || hook::after_step<P>,
-                  "Trainer: a policy with hooks is not called as a callable, too; name its call operator after_step");
-    return policy;
-  } else {
-    static_assert(callable || std::is_final_v<P>,
-                  "Trainer: expected a policy, which has one of the hooks of policy.hpp, or a callable that takes "
-                  "const ga::Step&");
-    return Callback<P>{std::move(policy)};
-  }
-}
-
-template <class P>
-struct PolicyType : std::type_identity<decltype(as_policy(std::declval<P>()))> {};
-template <class P>
-struct PolicyType<std::optional<P>> : PolicyType<P> {};
-template <class P>
-using policy_t = typename PolicyType<P>::type;
-
-}  // namespace detail
 }  // namespace gradaccum

@@ -29,16 +29,17 @@ struct ProcessGroupOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(30);  ///< limit for one exchange, and for connecting
 };
 
-/// The processes that train together on one or many machines, as torchrun, srun, mpirun or Kubeflow started them.
+/// The processes that train together on one or many machines, as torchrun, mpirun, srun or Kubernetes started them.
 ///
 ///     const auto group = ga::ProcessGroup::from_environment();    // one process, where no launcher started it
 ///     auto count = torch::tensor(10.0 * (group.rank() + 1));
 ///     group.all_reduce(count);                                    // the sum over all ranks
 ///     if (group.rank() == 0) std::cout << group.world_size() << " processes, " << count << '\n';
 ///
-/// `from_environment` reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; or the variables that srun sets
-/// in a Slurm step; or Open MPI's variables with MASTER_ADDR and MASTER_PORT. With a world size of 1, or none, there is
-/// no network, and all calls do nothing. Copies are handles of the same group. The first group that a process makes
+/// `from_environment` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; or, in place of the first two, what the
+/// mpirun of Open MPI, MPICH, Intel MPI or MVAPICH, Cray PALS, jsrun or Flux sets; or all from a Slurm step. Half of it
+/// is an error. A local rank that is not told is found by host names. With a world size of 1, or none, there is no
+/// network, and all calls do nothing. Copies are handles of the same group. The first group that a process makes
 /// connects to the first group of all others, the second to the second.
 ///
 /// All ranks must make the same calls in the same order, one thread each, with dense tensors of equal shape and dtype.

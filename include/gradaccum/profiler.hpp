@@ -46,10 +46,7 @@ struct ProfiledMemory {
 /// The result of a `Profiler` or of `Profile`: time and memory. It prints as tables:
 ///
 ///     ga::Profiler profiler;
-///     {
-///       auto phase = profiler.phase("forward");
-///       model->forward(x);
-///     }
+///     profiler.run("forward", [&] { return model->forward(x); });
 ///     const ga::ProfileReport report = profiler.finish();
 ///     std::cout << report << report.phases.at(0).share << '\n';
 struct ProfileReport {
@@ -86,16 +83,14 @@ struct ProfilerOptions {
 /// Perfetto (ui.perfetto.dev) and chrome://tracing open `trace.json`, which shows every operation within its phase;
 /// `profile.txt` is the printed report. `finish` writes both, each atomically; a scope that is left by an exception
 /// leaves no file. A profile covers this thread and its backward passes, on the CPU and on CUDA devices, but no other
-/// threads. Only one can run at a time in a process.
-///
-/// LibTorch may warn of a "memory block of unknown size" if a block is older than the scope. Its profiler prints
-/// messages, some of which only KINETO_LOG_LEVEL=99 in the environment suppresses.
+/// threads. Only one can run at a time in a process. LibTorch's profiler prints messages, some of which only
+/// KINETO_LOG_LEVEL=99 in the environment suppresses, and may warn of a "memory block of unknown size" that is older.
 ///
 /// @note Costs some microseconds per operation, and at least as much again in `finish`, which waits for the device: use
 /// it for a few updates, not for an epoch. Throws if a `MemoryMeter` counts or another profiler runs on this thread.
 class Profiler {
  public:
-  Profiler();
+  Profiler() : Profiler(ProfilerOptions()) {}
   explicit Profiler(ProfilerOptions options);
   ~Profiler();                                      ///< ends the profile, without files unless finished
   static void* operator new(std::size_t) = delete;  // must be a scope: ends on its thread
@@ -131,6 +126,37 @@ class Profiler {
 };
 
 }  // namespace gradaccum
+
+namespace gradaccum::detail {
+
+/// An event that LibTorch's profiler recorded.
+struct ProfiledEvent {
+  enum class Kind { operation, kernel, memory };
+
+  Kind kind = Kind::operation;
+  std::string name = {};
+  std::int64_t begin = 0, end = 0;  ///< nanoseconds
+  std::uint64_t thread = 0;
+  std::uint64_t correlation = 0;  ///< equal for an operation and the kernels that it launched
+  std::int64_t bytes = 0;         ///< allocated, or freed if negative
+
+  std::int64_t duration() const { return end - begin; }
+};
+
+/// Returns the operations by self time on the CPU and on devices, descending, and then by name. Their own time and
+/// memory exclude operations that they called, whose events lie within theirs on the same thread.
+std::vector<ProfiledOperation> operations_of(const std::vector<ProfiledEvent>& events);
+
+/// Throws if LibTorch's profiler cannot start on this thread. The error names `who`.
+void check_can_profile(const char* who);
+
+/// Returns a mark whose name a trace shows for its lifetime, if a profiler runs.
+std::unique_ptr<at::RecordFunction> trace_mark(const std::string& name);
+
+/// Writes the printed report to `directory`, replacing an older one.
+void write_profile(const std::filesystem::path& directory, const ProfileReport& report);
+
+}  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/watching/profiler.ipp>

@@ -80,6 +80,9 @@ namespace detail {
 /// Formats a duration: `3:07`, or `1:02:09` from an hour on.
 std::string duration_text(double seconds);
 
+/// Formats a number as printf does, NaN and infinity included, for which fmt prints digits in a -ffast-math program.
+std::string number_text(const char* format, double number);
+
 }  // namespace detail
 }  // namespace gradaccum
 

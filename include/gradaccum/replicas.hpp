@@ -30,26 +30,24 @@ namespace gradaccum {
 ///     while (replicas.others_continue()) accumulator.step();     // a rank with less data goes along
 ///
 /// Each window of the accumulator then takes the mean over the items of all ranks, however many each has. Gradients are
-/// summed over ranks once per window, in buckets that are sent while the window's last backward still runs (if that is
-/// an `accumulator.backward`). All ranks step alike, or skip alike after an overflow on one, and stay bitwise equal as
-/// long as the Replicas exist. A parameter without a gradient on this rank gets that of the others. Sparse gradients
-/// become dense.
+/// summed once per window, in buckets that are sent while its last backward still runs (if that is an
+/// `accumulator.backward`). All ranks step alike, or skip alike after an overflow on one, and stay bitwise equal as long
+/// as the Replicas exist. A parameter without a gradient here gets that of the others. Sparse gradients become dense.
 ///
-/// With `{.shard = ga::Shard::optimizer}` each rank keeps the optimizer's state of only its own part of the parameters:
+/// With `{.shard = ga::Shard::optimizer}` each rank keeps the optimizer's state of its own part of the parameters alone:
 /// AdamW in float32 takes 8 + 8 / ranks bytes per parameter, gradients included, instead of 16. With
 /// `ga::Shard::gradients` it takes 4 + 12 / ranks: each `accumulator.backward` sends its gradients, and waits until all
-/// ranks have started theirs. A complete window has only this rank's pieces of the gradients, but the norm of all. The
+/// ranks have started theirs. A complete window has this rank's pieces of the gradients, but the norm of all. The
 /// optimizer must be a `torch::optim::Optimizer` that has not stepped yet; its parameters must not be replaced or
-/// moved. Without the Replicas it has only this rank's part of the state, so training must continue from a saved state.
+/// moved. Without the Replicas training must continue from a saved state, as a rank has its part of the state alone.
 ///
-/// Buffers differ between ranks during training: BatchNorm normalises by the rank's own micro-batch, as it does in a
-/// window. `broadcast_buffers()` copies those of rank 0 to all, for example before an evaluation.
+/// Buffers differ between ranks during training, as BatchNorm normalises by the rank's own micro-batch;
+/// `broadcast_buffers()` copies rank 0's to all, before an evaluation say.
 ///
 /// The last loop must clip, or scale the loss, if the first does. For a single process nothing changes. Replicas work
-/// neither with `in_backward` nor with a model whose parameters are not the same on all ranks.
-///
-/// An exception in a backward that has sent gradients ends the training on all ranks, with an error that names this
-/// one. If several accumulators share a group, each must close its window before another fills its own.
+/// neither with `in_backward` nor with a model whose parameters are not the same on all ranks. If several accumulators
+/// share a group, each must close its window before another fills its own. An exception in a backward that has sent
+/// gradients ends the training on all ranks, with an error that names this one.
 ///
 /// @note A window waits for all ranks. Gradients smaller than a bucket are copied together, in as much memory again.
 class Replicas {

@@ -48,11 +48,13 @@ class Curve {
   const std::vector<CurvePiece>& pieces() const { return pieces_; }  ///< in the order of their updates
   std::int64_t level() const { return level_; }                      ///< a piece has 2^level updates
   CurvePoint last() const;                                           ///< the last point, which may be NaN or infinite
-  std::optional<CurvePoint> lowest() const;                          ///< none where no point is a number
-  std::optional<CurvePoint> highest() const;                         ///< none where no point is a number
+  /// The first of the lowest points, or of the highest; none where no point is a number.
+  std::optional<CurvePoint> lowest() const { return extreme(&CurvePiece::lowest); }
+  std::optional<CurvePoint> highest() const { return extreme(&CurvePiece::highest); }
 
  private:
   friend class Curves;
+  std::optional<CurvePoint> extreme(CurvePoint CurvePiece::*which) const;
   void append(const CurvePiece& piece);
   void check() const;
 
@@ -70,9 +72,8 @@ class Curve {
 ///     }
 ///
 /// Names are what you like: the part after the last `/` is the chart that a curve is drawn on, the part before it its
-/// name there. Memory is bounded, for a million updates as well: 18 KB a curve. NaN and infinities are gaps.
-///
-/// Curves are a part of a state: a run that goes on has the curves of one that was never stopped, to the bit.
+/// name there. A curve takes at most 18 KB. NaN and infinities are gaps. Curves are a part of a state: a run that goes
+/// on has the curves of one that was never stopped, to the bit.
 class Curves {
  public:
   /// A curve and its name.
@@ -82,15 +83,11 @@ class Curves {
   };
 
   /// Adds a point to the curve of this name, which begins with it where there is none.
-  void add(std::string_view name, std::int64_t update, double value);
-  /// Tells whether there is no curve.
-  bool empty() const { return all_.empty(); }
-  /// All curves, in the order in which they came.
-  const std::vector<Named>& all() const { return all_; }
-  /// The curve of this name; null where there is none.
-  const Curve* find(std::string_view name) const;
-  /// Saves and loads all curves.
-  void state(Archive& archive);
+  void add(std::string_view name, std::int64_t update, double value) { at(name).add(update, value); }
+  bool empty() const { return all_.empty(); }             ///< has no curve
+  const std::vector<Named>& all() const { return all_; }  ///< in the order in which they came
+  const Curve* find(std::string_view name) const;         ///< null where there is none of this name
+  void state(Archive& archive);                           ///< saves and loads all curves
 
  private:
   Curve& at(std::string_view name);
@@ -105,10 +102,6 @@ enum class RunEnd {
   stopped,      ///< early, since somebody wanted that: it would not have become better
   interrupted,  ///< by a signal or an exception; it can go on
 };
-
-namespace detail {
-struct PageContent;
-}  // namespace detail
 
 /// Options of a `RunPage`: its file, its heading, and how often it is written.
 struct RunPageOptions {
@@ -135,14 +128,13 @@ struct RunProgress {
 ///     page.end();
 ///
 /// `train/loss` and `validation/loss` share a chart, all of `memory/…`, in bytes, is stacked; `Curves` has more on
-/// names, thinning and gaps. Several runs on the same axes: `add_run`. In a browser the page reads itself anew until
-/// the run is over. Names and texts are shown as text, whatever is in them, and nothing in them can run. Programs find
-/// all numbers as JSON in the page's element `run`.
+/// names and gaps. In a browser the page reads itself anew until the run is over. Names and texts are shown as text,
+/// whatever is in them, and nothing in them can run. Programs find all numbers as JSON in the page's element `run`.
 ///
 /// The file is replaced as a whole, so that nobody sees half a page. Throws `std::runtime_error` with its name where it
 /// cannot be written: also when the page is made. A page that is never ended says that its run was interrupted.
 ///
-/// @note Writing takes a few milliseconds. Memory: 18 KB a curve, and the text of the page while it is written.
+/// @note Writing takes a few milliseconds, and memory for the text of the page.
 class RunPage {
  public:
   explicit RunPage(RunPageOptions options);
@@ -153,13 +145,12 @@ class RunPage {
   /// Adds a run in a colour of its own. Its curves can be added to until the page is gone.
   Curves& add_run(std::string name, Curves curves = {});
 
-  /// Shows a setting, or another text, line by line, in place of one of that name.
+  /// Shows a setting, or another text, line by line. What has a name replaces what had that name, here and below.
   void set(std::string_view name, std::string text);
-  /// Shows a key figure with a line below it, in place of one of that name.
+  /// Shows a key figure with a line below it.
   void tile(std::string_view name, std::string text, std::string note = {});
   void tile(std::string_view name, double value, std::string note = {});
-  /// Shows a number of the summary, as `text` where there is one, in place of one of that name. The JSON has its
-  /// digits.
+  /// Shows a number of the summary, as `text` where there is one; the JSON has its digits.
   void number(std::string_view name, double value, std::string text = {});
   void number(std::string_view name, std::integral auto value, std::string text = {}) {
     whole_number(name, static_cast<std::int64_t>(value), std::move(text));
@@ -181,6 +172,7 @@ class RunPage {
 
  private:
   using Clock = std::chrono::steady_clock;
+  struct Content;
 
   void whole_number(std::string_view name, std::int64_t value, std::string text);
   void write(std::string_view state, std::string_view reason, const RunProgress& progress);
@@ -188,7 +180,7 @@ class RunPage {
   std::optional<double> seconds_left(double seconds);
 
   RunPageOptions options_;
-  std::unique_ptr<detail::PageContent> content_;
+  std::unique_ptr<Content> content_;
   Clock::time_point start_ = Clock::now();
   std::optional<Clock::time_point> written_ = {};
   double seconds_before_ = 0;                                           // spent before the state that was loaded

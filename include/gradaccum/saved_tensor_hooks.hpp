@@ -34,29 +34,25 @@ namespace gradaccum {
 ///     auto unpack = [](const auto& packed) { return packed.second.to(packed.first); };
 ///     ga::SavedTensorHooks hooks(pack, unpack);
 ///
-/// `pack` takes each tensor that an operation saves in the forward pass, without gradients, and returns any value. It
-/// must not change the tensor. Parameters and other leaves come as they are, so `requires_grad()` identifies them;
-/// results come detached. `unpack` takes that value and returns a tensor of the same shape, dtype and device. It runs
-/// once for each backward that needs the tensor, on that backward's thread. Both are stored by value while the graph
-/// lives.
+/// `pack` takes each tensor that an operation saves in the forward pass, without gradients, must not change it, and
+/// returns any value. Parameters and other leaves come as they are, so `requires_grad()` identifies them; results come
+/// detached. `unpack` takes that value and returns a tensor of the same shape, dtype and device, once for each backward
+/// that needs it, on that backward's thread. Both are stored by value while the graph lives.
 ///
 /// Scopes belong to their thread and nest; only the innermost pair is used. As without hooks, changing a tensor in
-/// place after it was saved is an error in backward, even if a copy was packed.
-///
-/// LibTorch has no such hooks in C++, so the process's first scope installs an engine that provides them. The
-/// constructor throws if Python's engine is loaded in the process.
+/// place after it was saved is an error in backward. The process's first scope installs an engine with such hooks,
+/// which LibTorch lacks in C++; the constructor throws if Python's engine is loaded.
 ///
 /// @note Does not wait for the device. Makes a small heap allocation per saved tensor.
 template <class Pack, class Unpack>
-class [[nodiscard]] SavedTensorHooks final : detail::SavingScope {
+class [[nodiscard]] SavedTensorHooks final {
   using Packed = std::decay_t<std::invoke_result_t<Pack&, const at::Tensor&>>;
   static_assert(std::is_invocable_r_v<at::Tensor, Unpack&, const Packed&>,
                 "SavedTensorHooks: unpack must take what pack returns, and return a tensor");
 
  public:
   SavedTensorHooks(Pack pack, Unpack unpack)
-      : SavingScope("SavedTensorHooks", [this] { return std::make_unique<PairHooks>(pair_); }),
-        pair_(std::make_shared<Pair>(Pair{std::move(pack), std::move(unpack)})) {}
+      : pair_(std::make_shared<Pair>(Pair{std::move(pack), std::move(unpack)})) {}
   static void* operator new(std::size_t) = delete;  // must end on its thread, before outer scopes
 
  private:
@@ -93,6 +89,7 @@ class [[nodiscard]] SavedTensorHooks final : detail::SavingScope {
   };
 
   std::shared_ptr<Pair> pair_;
+  detail::SavingScope scope_{"SavedTensorHooks", [this] { return std::make_unique<PairHooks>(pair_); }};
 };
 
 }  // namespace gradaccum

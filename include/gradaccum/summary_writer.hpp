@@ -7,10 +7,14 @@
 
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <filesystem>
+#include <limits>
 #include <memory>
 #include <optional>
+#include <string>
 #include <string_view>
+#include <vector>
 
 namespace gradaccum {
 
@@ -40,13 +44,12 @@ struct SummaryWriterOptions {
 /// training starts another, with `purge_step`. A directory is a run in TensorBoard, which reads its files one after the
 /// other, so only one writer may write there at a time. Not thread-safe.
 ///
-/// Records are written to the file every `flush_every` seconds, when there is a MiB, by `flush`, and at the end. If the
-/// program is killed, the file has whole records and perhaps a part of one, which readers ignore. If writing fails, for
-/// example because the disk is full, it throws `std::runtime_error` with the file's name: the file then ends with its
-/// last whole record, and the next call writes the others. The destructor does not throw, so call `flush` first to get
-/// errors. Tags and texts that are not UTF-8 are escaped.
+/// Records are written every `flush_every` seconds, when there is a MiB, by `flush`, and at the end. After a kill the
+/// file may end with a part of a record, which readers ignore. If writing fails, it throws `std::runtime_error` with
+/// the file's name: the file then ends with its last whole record, and the next call writes the others. The destructor
+/// does not throw: `flush` first to get errors. Tags and texts that are not UTF-8 are escaped.
 ///
-/// @note Waits for the device of a tensor. Takes a MiB for records, and the host memory of a piece of such a tensor.
+/// @note Waits for the device of a tensor, and takes host memory for a piece of it.
 class SummaryWriter {
  public:
   explicit SummaryWriter(const SummaryWriterOptions& options);
@@ -55,9 +58,9 @@ class SummaryWriter {
   /// Writes a number as float32, which is what TensorBoard shows. It may be NaN or infinite.
   void add_scalar(std::string_view tag, double value, std::int64_t step);
 
-  /// Writes the distribution of a tensor's elements, of any dtype and shape, in TensorFlow's buckets. Includes only the
-  /// stored elements of a sparse tensor, and both parts of complex ones. NaN and infinities are excluded; if there are
-  /// any, their number is written as the scalar `tag/not_finite`. Writes nothing for a tensor without elements.
+  /// Writes the distribution of a tensor's elements, of any dtype and shape, in TensorFlow's buckets: of a sparse
+  /// tensor those that are stored, of complex ones both parts. NaN and infinities are excluded; their number, if any,
+  /// is the scalar `tag/not_finite`. Writes nothing for a tensor without elements.
   void add_histogram(std::string_view tag, const at::Tensor& tensor, std::int64_t step);
 
   /// Writes Markdown, with the tag `tag/text_summary` as in PyTorch.
@@ -75,6 +78,45 @@ class SummaryWriter {
 };
 
 }  // namespace gradaccum
+
+namespace gradaccum::detail {
+
+/// The distribution of a tensor's finite numbers, in TensorFlow's buckets, whose limits grow by a tenth.
+struct ValueHistogram {
+  double min = std::numeric_limits<double>::infinity(), max = -min;
+  double sum = 0, sum_of_squares = 0;
+  std::int64_t numbers = 0, others = 0;    // others: NaN and infinities
+  std::vector<double> limits = {};         // each bucket's right end, exclusive; its left end is the previous limit
+  std::vector<double> numbers_below = {};  // counts by bucket
+};
+
+/// Counts all elements times `factor`: both parts of complex ones, and those stored by a sparse tensor, duplicates
+/// summed. Copies them to the host piece by piece. Waits for the device.
+ValueHistogram histogram_of(const at::Tensor& tensor, double factor = 1);
+
+/// Returns a record of an event file: TensorBoard's `Event` message, serialized like PyTorch's SummaryWriter. `time` is
+/// in seconds since 1970. Texts that are not UTF-8 are escaped, since a reader would give up the whole file.
+std::string scalar_event(double time, std::int64_t step, std::string_view tag, float value);
+
+/// True if an event file in this directory has a scalar of this tag and step.
+bool event_files_have(const std::filesystem::path& directory, std::int64_t step, std::string_view tag);
+
+/// Returns the text with bytes that are not UTF-8, which readers of Protocol Buffers require, escaped like `\xff`.
+std::string as_utf8(std::string_view text);
+
+/// Returns a guard that a policy holds during a fit. It flushes the file at its end, even after an exception, and
+/// ignores errors, which `at_boundary` reports. The file may be made or replaced while the fit runs.
+template <class File>
+std::shared_ptr<void> flush_at_end(const std::shared_ptr<File>& file) {
+  return {nullptr, [&file](void*) noexcept {
+            try {
+              if (file) file->flush();
+            } catch (const std::exception&) {
+            }
+          }};
+}
+
+}  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/watching/summary_writer.ipp>

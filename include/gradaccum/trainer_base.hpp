@@ -1,23 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/archive.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policy.hpp>
 
-#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
-#include <c10/util/FunctionRef.h>
 
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <optional>
-#include <string>
 #include <typeinfo>
-#include <vector>
 
 #include <gradaccum/impl/begin.ipp>
 
@@ -63,15 +54,25 @@ class TrainerBase {
   std::vector<at::Tensor> parameters() const;  ///< of the optimizer
   std::string optimizer_name() const;          ///< of its class
   std::int64_t updates() const;                ///< how often the parameters have moved
-  bool closing() const;                        ///< this backward fills the window; of a flushed one, none does
-  const Step& window() const;                  ///< epoch, micro_batches, samples, items so far
+  /// Returns what updates() will be at the end of the running `fit`, when it was `at_epoch_begin` at the begin of this
+  /// epoch. None if that cannot be told: it takes a number of epochs or updates, ranges that tell their size, and
+  /// windows of a number of micro-batches.
+  std::optional<std::int64_t> planned_updates(std::int64_t at_epoch_begin) const;
+  /// Returns what updates() would have been at the begin of this epoch if all its windows so far had been as they are
+  /// now: of as many micro-batches, on as many ranks.
+  std::int64_t updates_at_epoch_begin() const;
+  bool closing() const;        ///< this backward fills the window; of a flushed one, none does
+  const Step& window() const;  ///< epoch, micro_batches, samples, items so far
   const FitStatus& status() const;
   /// Tells all policies what was found: what `Validate` does, and who evaluates in a policy of their own.
-  void validated(std::string name, Evaluation found);
+  /// `EarlyStopping` counts what was `due`.
+  void validated(std::string name, Evaluation found, bool due = true);
   /// For `attach`: there will be numbers of these names, `validation/loss`.
-  void will_validate(std::string name, const std::vector<std::string>& metrics);
-  /// Returns all names passed to will_validate(). Complete once all policies are attached.
-  const std::vector<std::string>& metrics() const;
+  void will_validate(const std::string& name, const std::vector<std::string>& metrics);
+  /// Announces one number, and which is better, if that is known.
+  void will_validate(const std::string& name, const std::string& metric, std::optional<Mode> mode);
+  /// Returns all that will_validate() was told. Complete once all policies are attached.
+  const MetricModes& metrics() const;
   /// Counts the bytes of parameters, optimizer state and gradients now. Copies nothing, and does not wait.
   MemoryByKind memory_by_kind();
   /// Gives `see` the tensors that these are, each with its kind; one that is undefined, too.
@@ -80,6 +81,7 @@ class TrainerBase {
   void set_in_backward(bool on);
   bool steps_in_backward() const;
   void set_batch_size(std::int64_t samples);  ///< of a window; 0: nobody counts them
+  void will_set_learning_rate();              ///< for `attach`: for each update, whatever the optimizer was given
   bool is_first() const;                      ///< of all processes, the one that writes and shows
   bool others_continue();
   /// For `attach`: runs this when all policies are attached, so that it need not be taken back where one is refused;
@@ -110,6 +112,7 @@ class TrainerBase {
 
  private:
   friend class Replicas;
+  friend struct Accumulate;
   friend struct DataParallel;
   friend struct FitMemory;
   friend struct Profile;

@@ -6,9 +6,9 @@
 #include <gradaccum/detail/state/pieces.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/gradients.hpp>
-#include <gradaccum/io/safetensors.hpp>
 #include <gradaccum/io/state_folder.hpp>
 
+#include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
@@ -41,34 +41,34 @@ namespace gradaccum {
 ///
 /// A model's parameters and buffers, by name. Loading keeps the tensors, but those on the CPU may get other memory,
 /// together with all their views. Different names or shapes throw an error that lists them, unless changes are allowed;
-/// then what fits is loaded.
+/// then what fits is loaded. Loading also freezes and unfreezes the parameters (`requires_grad`) as they were, unless
+/// changes are allowed. `leave_out` names buffers that are not of the state, those that grow with the data, say.
 class ModelState {
  public:
-  template <detail::model Model>
-  explicit ModelState(Model& model) : module_(detail::module_of(model)) {}
-  void state(Archive& archive) { detail::archive_module(archive, module_); }
+  template <model Model>
+  explicit ModelState(Model& model, std::vector<std::string> leave_out = {})
+      : module_(detail::module_of(model)), leave_out_(std::move(leave_out)) {}
+  void state(Archive& archive) { detail::archive_module(archive, module_, leave_out_); }
 
  private:
   torch::nn::Module& module_;
+  std::vector<std::string> leave_out_;
 };
-
-namespace detail {
-[[noreturn]] void refuse_optimizer(const std::string& type);
-void check_is_not_divided(bool is_divided, const std::string& type);
-}  // namespace detail
 
 /// An optimizer's state by `model`'s parameter names, the options of its parameter groups, and an accumulator's window,
 /// even if incomplete. Supports LibTorch's optimizers except LBFGS, ours, and any with its own `state(Archive&)`.
 template <class Optimizer>
 class OptimizerState {
  public:
-  template <detail::model Model>
+  template <model Model>
   OptimizerState(Optimizer& optimizer, Model& model) : optimizer_(optimizer), module_(detail::module_of(model)) {}
 
   void state(Archive& archive) {
     check();
     if constexpr (has_state) {
-      detail::check_is_not_divided(shards_ != nullptr, detail::type_name(optimizer_));
+      TORCH_CHECK(!shards_, "OptimizerState: an optimizer with a state(ga::Archive&) of its own, as ",
+                  detail::type_name(optimizer_),
+                  ", must not be divided among processes: use {.shard = ga::Shard::none}");
       optimizer_.state(archive);
     } else if constexpr (accumulating<Optimizer>) {
       archive("window", optimizer_.named_window(module_));
@@ -83,7 +83,8 @@ class OptimizerState {
     if constexpr (is_torch && !has_state)
       detail::check_has_named_state(optimizer_, module_.named_parameters());
     else if constexpr (!has_state && !accumulating<Optimizer>)
-      detail::refuse_optimizer(detail::type_name(optimizer_));
+      TORCH_CHECK(false, "OptimizerState: an optimizer of your own, as ", detail::type_name(optimizer_),
+                  ", needs a member void state(ga::Archive&)");
   }
 
  private:
@@ -103,8 +104,6 @@ class OptimizerState {
   torch::nn::Module& module_;
   std::shared_ptr<detail::Shards> shards_;
 };
-template <class Optimizer, class Model>
-OptimizerState(Optimizer&, Model&) -> OptimizerState<Optimizer>;
 
 /// The states of the default generators of the CPU and all devices in use. Loading throws for other devices.
 ///
@@ -140,8 +139,7 @@ class Communicator;
 struct AnyTraining {
   std::function<std::int64_t()> updates;
   std::function<void(Archive&)> state;
-  std::shared_ptr<const Communicator> peers =
-      nullptr;  ///< the other processes, for example of a Trainer with DataParallel
+  std::shared_ptr<const Communicator> peers = nullptr;  ///< all processes of the training, if there are several
 
   template <saveable Training>
   requires(!std::same_as<Training, AnyTraining>)
@@ -200,11 +198,9 @@ void check_can_be_saved(const AnyTraining& training);
 /// taken, it is `step-000040.1`. Only one process may write at a time. A directory with states of more updates belongs
 /// to another run, and throws.
 ///
-/// A training has `updates()` and `state(Archive&)`: a Trainer, or a class of your own made of the parts in
-/// state_parts.hpp. With several processes it also has `peers()`, those of its `Replicas`: then all ranks call `save`.
-/// Each rank writes its own tensors, and rank 0 everything else.
-///
-/// Throws `std::runtime_error` with the name of a file that could not be written; earlier states are unchanged.
+/// A training is a Trainer, or a class of your own made of the parts above. With several processes it also has
+/// `peers()`, those of its `Replicas`: all ranks call `save`, each writes its own tensors, and rank 0 all else. Throws
+/// `std::runtime_error` with the name of a file that could not be written; earlier states are unchanged.
 ///
 /// @note Waits for the disk. Copies one tensor at a time from a device; takes no memory for tensors on the CPU.
 template <saveable Training>
@@ -215,11 +211,10 @@ std::filesystem::path save(const std::filesystem::path& directory, Training& tra
 /// Loads the newest or best state in `directory`, or `directory` itself if it is a state. Returns its folder.
 ///
 /// Every byte is checked against the manifest first. A damaged state throws an error that names the file and the newest
-/// intact state. A state of another model, optimizer, data or settings throws an error that names both sides. In both
-/// cases nothing has changed, provided that `state` follows the rules of `Archive`.
+/// intact state; one of another model, optimizer, data or settings an error that names both sides. Nothing has changed
+/// then, provided that `state` follows the rules of `Archive`.
 ///
-/// @note Takes memory for everything that it reads, and frees what was there before. Parameters on the CPU may get
-/// other memory, together with all their views, as after `torch::load`.
+/// @note Takes memory for everything that it reads, and frees what was there before: see `ModelState`.
 template <saveable Training>
 std::filesystem::path load(const std::filesystem::path& directory, Training& training, LoadOptions options = {}) {
   return detail::load(directory, detail::AnyTraining(training), options);

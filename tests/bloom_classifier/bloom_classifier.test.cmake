@@ -120,6 +120,10 @@ foreach(how "--optimizer;adafactor" "--optimizer;adamw8bit" "--precision;bf16-mi
   expect_match("${output}" "Test accuracy ${percent}\n")
 endforeach()
 
+# Lengths padded to a multiple: the shapes and the padding of an epoch are told.
+succeed(${train} --pad-to-multiple-of 16)
+expect_match("${output}" "\nIn an epoch: [0-9]+ batches in [1-9][0-9]* shapes, [0-9]+[.][0-9] % padding\n.*Test accuracy ${percent}\n")
+
 # A model of another size, in shards; trained for some updates, and as a demo, which finds it there.
 succeed(make --layers 3 --size tiny --words 400 --seed 4 --shard-size 200KB --reviews 60 --output "${DIRECTORY}/made")
 expect_match("${output}" "^Made [^\n]*made: 175808 parameters, in [0-9.]+ s\n$")

@@ -311,8 +311,16 @@ TEST_CASE("CheckpointedSequential: within a Sequential, and with a larger contex
   };
   const auto first = time_of_plan(mask.narrow(0, 0, 1));
   CHECK(time_of_plan(mask.narrow(0, 0, 1)) == first);
-  CHECK(time_of_plan(mask) != first);
+  const auto second = time_of_plan(mask);
+  CHECK(second != first);
   CHECK(time_of_plan(mask.narrow(0, 0, 1)) == first);
+  for (const auto& of_another_rank : {mask.unsqueeze(1), torch::ones({6, 8}, at::kBool)}) {
+    const auto time = time_of_plan(of_another_rank);
+    CHECK(time != first);
+    CHECK(time != second);
+    CHECK(time_of_plan(of_another_rank) == time);
+    CHECK(time_of_plan(mask) == second);
+  }
 }
 
 TEST_CASE("CheckpointedSequential: has the names, parameters and buffers of the Sequential") {
@@ -393,6 +401,9 @@ TEST_CASE("CheckpointedSequential: a clone is independent, and does the same") {
       const auto again = std::dynamic_pointer_cast<ga::CheckpointedSequentialImpl>(copy->clone());
       CHECK(again->options().memory_budget == 0);
       CHECK(same_bits(again->forward(chain.input), net->forward(chain.input)));
+      copy->set_memory_budget(1, /*or_least=*/true);
+      const auto least = std::dynamic_pointer_cast<ga::CheckpointedSequentialImpl>(copy->clone());
+      CHECK(same_bits(least->forward(chain.input), net->forward(chain.input)));
     }
     CHECK_FALSE(net->parameters()[0].grad().defined());
     const auto before = copies(net->parameters());

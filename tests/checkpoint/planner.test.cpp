@@ -340,10 +340,10 @@ Cost plain(const StageCosts& stages) { return inner::cost_of(inner::keep_everyth
 
 TEST_CASE("What a schedule costs: by hand") {
   StageCosts stages(3);
-  //                held, forward, backward, again; seconds backward, again
-  stages[0] = {1, 10, 25, 12, {{100, 130, 170, 150, 2, 0.5}, {60, 131, 180, 155, 2.25, 0.5}}};
-  stages[1] = {2, 20, 40, 21, {{200, 210, 290, 280, 4, 1.5}}};
-  stages[2] = {3, 30, 50, 31, {{300, 330, 380, 370, 6, 2.5}}};
+  // Each way: held, forward, backward, again; seconds backward, again
+  stages[0] = {1, 10, 25, 12, 0, 0, {{100, 130, 170, 150, 2, 0.5}, {60, 131, 180, 155, 2.25, 0.5}}};
+  stages[1] = {2, 20, 40, 21, 0, 0, {{200, 210, 290, 280, 4, 1.5}}};
+  stages[2] = {3, 30, 50, 31, 0, 0, {{300, 330, 380, 370, 6, 2.5}}};
   const auto cost = [&](const Schedule& schedule) {
     const auto cost = inner::cost_of(schedule, stages);
     const auto oracle = executed(schedule, stages);
@@ -535,7 +535,7 @@ TEST_CASE("fastest_schedule: none, one and a hundred stages") {
   CHECK(least_memory({}) == 0);
   CHECK(fastest_schedule({}, 0).empty());
   StageCosts one(1);
-  one[0] = {1, 10, 15, 10, {{100, 130, 170, 1, 2, 0.5}, {60, 131, 140, 1, 2.25, 0.5}}};
+  one[0] = {1, 10, 15, 10, 0, 0, {{100, 130, 170, 1, 2, 0.5}, {60, 131, 140, 1, 2.25, 0.5}}};
   CHECK(least_memory(one) == 140);
   CHECK(inner::to_string(fastest_schedule(one, 140)) == "0*");
   CHECK(inner::to_string(fastest_schedule(one, 169)) == "0*");

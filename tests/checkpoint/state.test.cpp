@@ -41,7 +41,6 @@ struct Modes {
   at::ScalarType dtype = at::autocast::get_autocast_dtype(at::kCPU);
   bool cached = at::autocast::is_autocast_cache_enabled();
   const void* scope = inner::SavingScope::innermost();
-  bool recomputing = inner::is_recomputing();
   bool operator==(const Modes&) const = default;
 };
 
@@ -224,7 +223,7 @@ TEST_CASE("checkpoint: all of a random generator's state is restored") {
   }
 }
 
-TEST_CASE("checkpoint: running statistics of a module move once, those of a lambda twice") {
+TEST_CASE("checkpoint: running statistics of a module move once, also in a lambda") {
   struct NormsImpl : nn::Module {
     NormsImpl() {
       register_module("batch", batch);
@@ -253,7 +252,7 @@ TEST_CASE("checkpoint: running statistics of a module move once, those of a lamb
       if (kind == 2) y = ga::checkpoint([net](const at::Tensor& t) { return ga::checkpoint(net, t).exp(); }, x);
       if (kind == 3) y = ga::checkpoint([net](const at::Tensor& t) { return net->forward(t); }, x);
       uneven_sum(y).backward({}, /*retain_graph=*/true);
-      if (kind == 1 || kind == 2) uneven_sum(y).backward();
+      if (kind > 0) uneven_sum(y).backward();
     }
     for (std::size_t i = 0; i < handles.size(); ++i) CHECK(handles[i]->is_same(tensors[i]));
     take_gradients({x});
@@ -263,7 +262,7 @@ TEST_CASE("checkpoint: running statistics of a module move once, those of a lamb
   CHECK(plain.second == 4);
   CHECK(same_bits(run(1).first, plain.first));
   CHECK(same_bits(run(2).first, plain.first));
-  CHECK(run(3).second == 8);
+  CHECK(same_bits(run(3).first, plain.first));
 }
 
 TEST_CASE("checkpoint: running statistics are still those of the model where the second run fails") {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/policies/validate.hpp>
 #include <gradaccum/trainer.hpp>
 
 #include <torch/nn/modules/linear.h>
@@ -32,6 +33,25 @@ struct NoScope {
 struct Nameless {
   void after_step(const ga::Step&) {}
   void state(ga::Archive&) {}
+};
+
+struct NoName {
+  void add(const ga::Loss&) {}
+  double value() const { return 0; }
+};
+struct NoAdd {
+  std::string_view name = "no_add";
+  double value() const { return 0; }
+};
+struct NoValue {
+  std::string_view name = "no_value";
+  void add(const ga::Loss&) {}
+};
+struct Hides {
+  std::string_view name = "hides";
+  at::Tensor sum = torch::zeros({});
+  void add(const ga::Loss& loss) { sum += loss.mean; }
+  double value() const { return sum.item<double>(); }
 };
 
 struct Counts {
@@ -70,5 +90,9 @@ int main() {
   ga::Trainer none(objective, sgd, objective);                       // error: a model is a torch::nn::Module, a ModuleHolder
   ga::Trainer typo(model, sgd, objective, ga::Accumulate{.step = 2});  // error: step
   ga::Trainer copy(trainer);                                         // error: deleted
-  trainer.evaluate(batches, Nothing{});                              // error: metric
+  trainer.evaluate(batches, Nothing{});                              // error: metric: needs a member std::string_view name
+  trainer.evaluate(batches, NoAdd{});                                // error: metric: needs a member void add\(const ga::Loss&\)
+  trainer.evaluate_on_all(batches, NoValue{});                       // error: metric: needs a member double value\(\)
+  trainer.evaluate(batches, Hides{});                                // error: metric: needs a member void reset\(\)
+  ga::Trainer validated(model, sgd, objective, ga::Validate(batches, NoName{}));  // error: metric: needs a member std::string_view name
 }

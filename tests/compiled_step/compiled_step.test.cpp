@@ -5,7 +5,7 @@
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/compiled_step.hpp>
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
-#include <gradaccum/detail/compilation/step_source.hpp>
+#include <gradaccum/detail/compilation/step_description.hpp>
 #include <gradaccum/detail/io/formats.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
 #include <gradaccum/grad_accumulator.hpp>
@@ -33,7 +33,7 @@ using namespace testing::compiled;
 namespace {
 
 const ga::InProgram in_perceptron{"perceptron"}, in_convolutional{"convolutional"}, in_float16{"float16"},
-    in_transformer{"transformer"}, in_bfloat16{"bfloat16"};
+    in_transformer{"transformer"}, in_bfloat16{"bfloat16"}, in_recurrent{"recurrent"}, in_encoded{"encoded"};
 
 double off(const at::Tensor& got, const at::Tensor& wanted) {
   return ((got - wanted).norm() / wanted.norm().clamp_min(1e-30)).template item<double>();
@@ -219,6 +219,37 @@ TEST_CASE("A compiled step moves buffers once and draws the objective's random n
   const auto version = net->norm->running_mean._version();
   step(images(6));
   CHECK(net->norm->running_mean._version() > version);  // whoever saved it for backward is told
+}
+
+TEMPLATE_TEST_CASE("LSTM, EmbeddingBag, TransformerEncoder and MultiheadAttention are LibTorch's to rounding",
+                   "[compiled_step]", Recurrent, Encoded) {
+  constexpr bool is_recurrent = std::same_as<TestType, Recurrent>;
+  torch::manual_seed(0);
+  TestType net, other;
+  {
+    const torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < net->parameters().size(); ++i) other->parameters()[i].copy_(net->parameters()[i]);
+  }
+  ga::CompiledStep step(net, plain_loss<TestType>, is_recurrent ? in_recurrent : in_encoded);
+  torch::optim::SGD one(net->parameters(), 0.1), two(other->parameters(), 0.1);
+  for (std::uint64_t i = 0; i < 4; ++i) {
+    const auto batch = sentences(4, i);
+    torch::manual_seed(100 + i);
+    const at::Tensor loss = step(batch);
+    torch::manual_seed(100 + i);
+    const at::Tensor wanted = plain_loss(other, batch);
+    CHECK(off(loss, wanted) < 1e-5);
+    const auto seed = torch::full({}, 3.0);  // gradients are multiplied in place
+    loss.backward(seed);
+    wanted.backward(seed);
+    for (const auto& item : net->named_parameters()) {
+      INFO(item.key());
+      CHECK(off(item.value().grad(), other->named_parameters()[item.key()].grad()) < 1e-4);
+    }
+    one.step(), two.step();
+    one.zero_grad(), two.zero_grad();
+  }
+  CHECK(step.report().compiled == 4);
 }
 
 TEST_CASE("Seeds of backward multiply the gradients", "[compiled_step]") {
@@ -554,7 +585,7 @@ TEST_CASE("A model that is another than the one saved is refused", "[compiled_st
   auto net = perceptron();
   CHECK(error_of([&] { ga::CompiledStep(net, counted_loss, ga::InProgram{"no"}); }) ==
         "CompiledStep: InProgram{\"no\"} must be a step that gradaccum_compile_step built into this program, which has "
-        "bfloat16 convolutional float16 perceptron transformer");
+        "bfloat16 convolutional encoded float16 perceptron recurrent transformer");
 }
 
 TEST_CASE("A step of a folder runs, and is loaded only as it was written", "[compiled_step]") {

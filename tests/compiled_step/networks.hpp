@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <gradaccum/gradients.hpp>
+#include <tuple>
 #include <utility>
 
 /// The networks whose steps are recorded and compiled when the tests are built.
@@ -70,6 +71,38 @@ struct TransformerImpl : torch::nn::Module {
 };
 TORCH_MODULE(Transformer);
 
+/// An LSTM, whose two biases have one gradient, over what an EmbeddingBag makes of each row's tokens.
+struct RecurrentImpl : torch::nn::Module {
+  torch::nn::EmbeddingBag bag = register_module("bag", torch::nn::EmbeddingBag(11, 4));
+  torch::nn::LSTM lstm = register_module(
+      "lstm", torch::nn::LSTM(torch::nn::LSTMOptions(4, 5).num_layers(2).dropout(0.2).batch_first(true)));
+  torch::nn::Linear last = register_module("last", torch::nn::Linear(5, 3));
+
+  at::Tensor forward(const at::Tensor& ids) {
+    const auto words = bag(ids.flatten(0, 1).view({-1, 2})).view({ids.size(0), -1, 4});
+    return last(std::get<0>(lstm(words)).mean(1));
+  }
+};
+TORCH_MODULE(Recurrent);
+
+/// LibTorch's own layers of attention, which compare query, key and value on the host.
+struct EncodedImpl : torch::nn::Module {
+  torch::nn::Embedding embedding = register_module("embedding", torch::nn::Embedding(11, 16));
+  torch::nn::TransformerEncoder encoder = register_module(
+      "encoder",
+      torch::nn::TransformerEncoder(torch::nn::TransformerEncoderOptions(
+          torch::nn::TransformerEncoderLayer(torch::nn::TransformerEncoderLayerOptions(16, 2).dim_feedforward(32)),
+          2)));
+  torch::nn::MultiheadAttention attention = register_module("attention", torch::nn::MultiheadAttention(16, 2));
+  torch::nn::Linear last = register_module("last", torch::nn::Linear(16, 3));
+
+  at::Tensor forward(const at::Tensor& ids) {
+    const auto embedded = embedding(ids).transpose(0, 1), encoded = encoder(embedded);
+    return last(std::get<0>(attention(encoded, embedded, embedded)).mean(0));
+  }
+};
+TORCH_MODULE(Encoded);
+
 /// A mean over the rows that counts them, with what metrics look at.
 inline gradaccum::Loss counted_loss(Perceptron& net, const Batch& batch) {
   const auto output = net->forward(batch.first);
@@ -95,6 +128,15 @@ inline Convolutional convolutional(std::uint64_t seed = 0) {
 inline Transformer transformer(std::uint64_t seed = 0) {
   torch::manual_seed(seed);
   return Transformer();
+}
+
+inline Recurrent recurrent(std::uint64_t seed = 0) {
+  torch::manual_seed(seed);
+  return Recurrent();
+}
+inline Encoded encoded(std::uint64_t seed = 0) {
+  torch::manual_seed(seed);
+  return Encoded();
 }
 
 inline Batch rows_of_six(std::int64_t rows, std::uint64_t seed = 1) {

@@ -2,12 +2,12 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/autocast.hpp>
+#include <gradaccum/compiled_step.hpp>
 #include <gradaccum/data/length_buckets.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
-#include <gradaccum/detail/compilation/step_source.hpp>
+#include <gradaccum/detail/compilation/step_description.hpp>
 #include <gradaccum/detail/io/formats.hpp>
-#include <gradaccum/compiled_step.hpp>
 
 #include <map>
 #include <sstream>
@@ -123,8 +123,15 @@ TEST_CASE("What cannot be recorded is refused", "[save_step]") {
   CHECK(refused([](auto& model, auto& of) {
           const auto loss = plain_loss(model, of);
           return loss.template item<double>() > 0 ? loss : loss * 2;
-        }).find("must not read a value on the host (item(), or a comparison), got aten::_local_scalar_dense") !=
-        std::string::npos);
+        }).find("must not read a value on the host (item(), or a comparison), got aten::item") != std::string::npos);
+  CHECK(refused([](auto& model, auto& of) {
+          const auto output = model->forward(of.first);
+          return torch::allclose(output, 2 * output) ? output.sum() : -output.sum();
+        }).find("got aten::allclose") != std::string::npos);
+  CHECK(refused([](auto& model, auto& of) {
+          const auto output = model->forward(of.first);
+          return torch::equal(output, 2 * output) ? output.sum() : -output.sum();
+        }).find("got aten::equal") != std::string::npos);
   const auto weights = torch::tensor({1.f, 2.f, 3.f});
   const auto weighted = [&](auto& model, auto& of) {
     return torch::cross_entropy_loss(model->forward(of.first), of.second, weights);
@@ -144,6 +151,104 @@ TEST_CASE("What cannot be recorded is refused", "[save_step]") {
       ga::save_step(
           net, [](auto&, auto&) -> at::Tensor { throw std::logic_error("of the user"); }, batch, directory / "step"),
       std::logic_error);
+}
+
+TEST_CASE("An objective that gives two results for a batch is refused for that", "[save_step]") {
+  const testing::Directory directory;
+  auto net = perceptron();
+  double factor = 1;
+  const auto error = error_of([&] {
+    ga::save_step(
+        net, [&](auto& model, auto& of) { return (factor *= 1.1) * plain_loss(model, of); }, rows_of_six(8),
+        directory / "step");
+  });
+  INFO(error);
+  CHECK(error.find(" from one run of the objective to the next: make what changes ") != std::string::npos);
+  CHECK(error.find("autograd::Function") == std::string::npos);
+}
+
+TEST_CASE("A parameter can be the loss", "[save_step]") {
+  const testing::Directory directory;
+  torch::nn::ParameterList net;
+  net->append(torch::ones({}, torch::requires_grad()));
+  const auto error = error_of([&] {
+    ga::save_step(
+        net, [](auto& model, auto&) { return model->parameters()[0]; }, torch::ones({2}), directory / "step");
+  });
+  CHECK(error.empty());
+}
+
+TEST_CASE("What LibTorch reads on the host within an operation is recorded", "[save_step]") {
+  const testing::Directory directory;
+  auto net = perceptron();
+  const auto recorded = [&](auto of_output) {
+    const auto objective = [&](auto& model, auto& of) { return of_output(model->forward(of.first), of.second); };
+    const auto saved = ga::save_step(net, objective, rows_of_six(8), directory / "step");
+    return saved.only_these_rows.empty();
+  };
+  const auto products = [](const at::Tensor& output) { return output.t().mm(output) + torch::eye(3); };
+  CHECK(recorded([](const at::Tensor& output, const at::Tensor&) { return output.std() + output.var(); }));
+  CHECK(recorded([](const at::Tensor& output, const at::Tensor& classes) {
+    return (torch::one_hot(classes, 3).to(torch::kFloat) - output).square().mean();
+  }));
+  CHECK(recorded([&](const at::Tensor& output, const at::Tensor&) {
+    return at::linalg_cholesky(products(output)).sum() + at::linalg_inv(products(output)).sum();
+  }));
+  CHECK(recorded([](const at::Tensor& output, const at::Tensor&) {
+    const auto shares = output.softmax(1);
+    return shares.gather(1, shares.multinomial(2)).sum();
+  }));
+}
+
+TEST_CASE("LibTorch's attention compares tensors: it may, where no other answer would change what it computes",
+          "[save_step]") {
+  const testing::Directory directory;
+  torch::manual_seed(0);
+  torch::nn::MultiheadAttention net(6, 2);
+  const auto x = torch::randn({8, 4, 6});
+  const auto refused = [&](auto attended) {
+    return error_of([&] {
+      ga::save_step(
+          net, [&](auto& model, auto& of) { return std::get<0>(attended(model, of)).square().mean(); }, x,
+          directory / "step");
+    });
+  };
+  CHECK(refused([](auto& model, auto& of) { return model->forward(of, of, of); }).empty());
+  CHECK(refused([](auto& model, auto& of) {
+          return model->forward(of.transpose(0, 1), of.transpose(0, 1), of.transpose(0, 1));
+        }).empty());
+  CHECK(refused([](auto& model, auto& of) { return model->forward(2 * of, of, of); }).empty());
+  CHECK(refused([](auto& model, auto& of) { return model->forward(of, of, 2 * of); }).empty());
+  CHECK(refused([](auto& model, auto& of) { return model->forward(of, 2 * of, 3 * of); }).empty());
+  // Equal for this batch: in another one what is 0 need not be.
+  const std::string equal = "got aten::equal";
+  CHECK(refused([](auto& model, auto& of) { return model->forward(of + 0, of, of); }).find(equal) != std::string::npos);
+  CHECK(refused([](auto& model, auto& of) { return model->forward(of, of, of + 0); }).find(equal) != std::string::npos);
+  // The objective's own comparison, beside those of the attention.
+  CHECK(refused([](auto& model, auto& of) {
+          return torch::equal(of, 2 * of) ? model->forward(2 * of, of, of) : model->forward(of, of, of);
+        }).find(equal) != std::string::npos);
+  CHECK(refused([](auto& model, auto& of) {
+          return torch::equal(2 * of, of) ? model->forward(2 * of, of, of) : model->forward(of, of, of);
+        }).find(equal) != std::string::npos);
+}
+
+TEST_CASE("Blocks of known networks are recorded", "[save_step]") {
+  const testing::Directory directory;
+  torch::manual_seed(0);
+  using namespace torch::nn;
+  const auto convolution = [](std::int64_t in, std::int64_t out, std::int64_t size, std::int64_t groups) {
+    return Conv2d(Conv2dOptions(in, out, size).padding(size / 2).groups(groups).bias(false));
+  };
+  Sequential mobile_net(convolution(4, 8, 1, 1), BatchNorm2d(8), ReLU6(), convolution(8, 8, 3, 8), BatchNorm2d(8),
+                        ReLU6(), convolution(8, 4, 1, 1), BatchNorm2d(4));
+  const auto residual = [](auto& model, auto& of) { return (of + model->forward(of)).square().mean(); };
+  CHECK(ga::save_step(mobile_net, residual, torch::randn({6, 4, 5, 5}), directory / "step").only_these_rows.empty());
+  Sequential tokens(LayerNorm(LayerNormOptions({8})), Linear(8, 16), GELU(), Linear(16, 8));
+  const auto mixed = [](auto& model, auto& of) {
+    return (of.transpose(1, 2) + model->forward(of.transpose(1, 2))).square().mean();
+  };
+  CHECK(ga::save_step(tokens, mixed, torch::randn({5, 8, 6}), directory / "step").only_these_rows.empty());
 }
 
 TEST_CASE("A graph for any number of rows only where none is in it", "[save_step]") {
@@ -166,6 +271,16 @@ TEST_CASE("A graph for any number of rows only where none is in it", "[save_step
   CHECK(why(twice_the_items, rows_of_six(8)).find("computes with the number of rows in C++") != std::string::npos);
   CHECK(described(folder).graphs.front().items == 16);
   CHECK(why(counted_loss, rows_of_six(2)).find("fewer than 3") != std::string::npos);
+  const auto eight = [](auto& model, auto& of) {
+    TORCH_CHECK_VALUE(of.first.size(0) == 8, "there must be 8 rows");
+    return plain_loss(model, of);
+  };
+  CHECK(why(eight, rows_of_six(8)) == "the objective throws for a row less: there must be 8 rows");
+  torch::nn::EmbeddingBag bag(11, 4);
+  const auto bags = ga::save_step(
+      bag, [](auto& model, auto& of) { return model->forward(of.first, of.second).square().mean(); },
+      Batch{torch::arange(4), torch::arange(4)}, folder);
+  CHECK(bags.only_these_rows.starts_with("the objective throws for a row less: offsets[0] has to be 0"));
   // One layout's reason stays when a later layout has none.
   const auto saved = ga::save_steps(net, counted_loss, std::vector{rows_of_six(2), rows_of_six(8)}, folder);
   CHECK(saved.only_these_rows.find("fewer than 3") != std::string::npos);

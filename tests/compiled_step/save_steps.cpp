@@ -24,6 +24,10 @@ int main(int argc, char** argv) {
   std::cout << ga::save_step(cnn, plain_loss<Convolutional>, images(6), folder / "convolutional", {.any_rows = false});
   auto block = transformer();
   std::cout << ga::save_step(block, plain_loss<Transformer>, sentences(4), folder / "transformer");
+  auto lstm = recurrent();
+  std::cout << ga::save_step(lstm, plain_loss<Recurrent>, sentences(4), folder / "recurrent");
+  auto encoder = encoded();
+  std::cout << ga::save_step(encoder, plain_loss<Encoded>, sentences(4), folder / "encoded");
   {
     const ga::Autocast autocast(torch::kCPU, torch::kHalf);
     std::cout << ga::save_step(mlp, plain_loss<Perceptron>, rows_of_six(8), folder / "float16", {.any_rows = false});

@@ -6,8 +6,12 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
 #include <random>
 #include <set>
+#include <sstream>
+#include <string>
+#include <utility>
 #include <vector>
 
 namespace ga = gradaccum;
@@ -65,9 +69,11 @@ Numbers sorted(Numbers numbers) {
 Numbers up_to(std::size_t count) { return numbers_of(torch::arange(static_cast<std::int64_t>(count))); }
 
 // The batch by hand, element for element.
-void check_batch(const SequenceBatch& batch, const Numbers& lengths, std::int64_t padding = 0) {
+void check_batch(const SequenceBatch& batch, const Numbers& lengths, std::int64_t padding = 0,
+                 std::int64_t multiple = 1) {
   std::int64_t tokens = 0, longest = 0;
   for (auto length : numbers_of(batch.lengths)) tokens += length, longest = std::max(longest, length);
+  while (longest % multiple != 0) ++longest;
   CHECK(batch.tokens == tokens);
   REQUIRE(batch.data.sizes() == at::IntArrayRef({batch.rows(), longest}));
   const auto indices = numbers_of(batch.indices), elements = numbers_of(batch.data);
@@ -83,6 +89,24 @@ void check_batch(const SequenceBatch& batch, const Numbers& lengths, std::int64_
   CHECK(batch.lengths.device().is_cpu());
 }
 
+using Shapes = std::set<std::pair<std::int64_t, std::int64_t>>;
+
+// What `summary()` says, counted batch by batch.
+void check_summary(const LengthBuckets& buckets, std::size_t batches, const Shapes& shapes, std::int64_t tokens,
+                   std::int64_t elements) {
+  const auto summary = buckets.summary();
+  CHECK(summary.batches == static_cast<std::int64_t>(batches));
+  CHECK(summary.shapes == static_cast<std::int64_t>(shapes.size()));
+  const auto share = static_cast<double>(elements - tokens) / static_cast<double>(std::max<std::int64_t>(elements, 1));
+  CHECK(summary.padding == Approx(share).margin(1e-12));
+}
+
+std::string text_of(const LengthBuckets& buckets) {
+  std::ostringstream text;
+  text << buckets.summary();
+  return text.str();
+}
+
 // Elements of an epoch's batches, padding included.
 template <class Batches>
 std::int64_t elements_of(Batches& batches) {
@@ -96,7 +120,7 @@ std::int64_t elements_of(Batches& batches) {
 TEST_CASE("LengthBuckets: any lengths, sizes and budgets: every sequence once, padded right, within the budget") {
   std::mt19937 numbers(1);
   for (int round = 0; round < 60; ++round) {
-    const auto lengths = text_lengths(numbers() % 90, numbers());
+    const auto lengths = text_lengths(numbers() % 90, static_cast<std::uint32_t>(numbers()));
     LengthBucketsOptions options{.shuffle = round % 3 != 0, .seed = numbers(), .padding = -7};
     options.mega_batch = 1 + numbers() % 60;
     if (round % 2 == 0)
@@ -222,6 +246,111 @@ TEST_CASE("LengthBuckets: padded to a multiple, batches have a few lengths, and 
         }).find("number 32 has length 48") != std::string::npos);
 }
 
+TEST_CASE("LengthBuckets: padded to a multiple, any epoch has a shape for each padded length and one more") {
+  std::mt19937 numbers(12);
+  bool was_smaller = false;
+  for (int round = 0; round < 120; ++round) {
+    auto lengths = text_lengths(numbers() % 150, static_cast<std::uint32_t>(numbers()), 1 + numbers() % 100);
+    if (round % 5 == 0) lengths.insert(lengths.end(), 20, 1);
+    LengthBucketsOptions options{.shuffle = round % 4 != 0, .seed = numbers(), .padding = -7};
+    options.pad_to_multiple_of = 2 + numbers() % 30;
+    options.mega_batch = 1 + numbers() % 6;
+    const bool by_tokens = round % 3 != 0;
+    (by_tokens ? options.tokens : options.batch_size) = by_tokens ? 130 + numbers() % 500 : 1 + numbers() % 20;
+    options.world_size = 1 + round % 2;
+    INFO("round " << round << ", " << lengths.size() << " sequences, multiple " << options.pad_to_multiple_of
+                  << ", batch_size " << options.batch_size << ", tokens " << options.tokens << ", mega_batch "
+                  << options.mega_batch);
+    std::set<std::int64_t> widths;
+    for (auto length : lengths) widths.insert((length + options.pad_to_multiple_of - 1) / options.pad_to_multiple_of);
+    for (std::int64_t epoch = 0; epoch < 2; ++epoch) {
+      Numbers seen;
+      Shapes all_shapes;
+      int smaller = 0;
+      for (options.rank = 0; options.rank < options.world_size; ++options.rank) {
+        auto buckets = make(lengths, options);
+        buckets.load_state({epoch, 0});
+        const auto asked = buckets;  // in the same epoch
+        std::size_t batches = 0;
+        std::int64_t tokens = 0, elements = 0;
+        Shapes shapes;
+        for (auto& batch : buckets) {
+          check_batch(batch, lengths, -7, options.pad_to_multiple_of);
+          const auto width = batch.data.size(1), full = by_tokens ? options.tokens / width : options.batch_size;
+          CHECK(batch.rows() <= full);
+          smaller += batch.rows() < full;
+          shapes.insert({batch.rows(), width});
+          for (auto i : numbers_of(batch.indices)) seen.push_back(i);
+          ++batches, tokens += batch.tokens, elements += batch.data.numel();
+        }
+        check_summary(asked, batches, shapes, tokens, elements);
+        all_shapes.merge(shapes);
+      }
+      CHECK(sorted(seen) == up_to(lengths.size()));
+      CHECK(smaller <= 1);
+      CHECK(all_shapes.size() <= widths.size() + 1);
+      was_smaller = was_smaller || smaller == 1;
+    }
+  }
+  CHECK(was_smaller);
+}
+
+TEST_CASE("LengthBuckets: texts of the lengths of reviews have few shapes if padded to a multiple, else many") {
+  const auto most = GENERATE(std::int64_t{256}, std::int64_t{512});
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(std::uint64_t{1});
+  const auto drawn = torch::randn({6000}, generator).mul(0.6465).add(5.495).exp().clamp(1, most).to(at::kLong);
+  const auto longest = torch::ones({most}, at::kLong);
+  std::vector<at::Tensor> reviews;
+  for (auto length : numbers_of(drawn)) reviews.push_back(longest.narrow(0, 0, length));
+  const auto labels = torch::zeros({6000});
+  for (LengthBucketsOptions options : {LengthBucketsOptions{.batch_size = 8}, LengthBucketsOptions{.batch_size = 32},
+                                       LengthBucketsOptions{.tokens = 2048}, LengthBucketsOptions{.tokens = 8192}}) {
+    options.shuffle = true;
+    const LengthBuckets many(reviews, labels, options);
+    CHECK(many.summary().shapes > 32);
+    options.pad_to_multiple_of = most / 16;
+    LengthBuckets few(reviews, labels, options);
+    for (std::int64_t epoch = 0; epoch < 3; ++epoch) {
+      few.load_state({epoch, 0});
+      const auto found = few.summary();
+      CHECK(found.shapes <= 17);
+      CHECK(found.batches == few.size());
+      CHECK(found.padding < 0.15);
+      CHECK(found.padding > many.summary().padding);
+    }
+  }
+}
+
+TEST_CASE("LengthBuckets: an epoch in numbers, by hand") {
+  // [1, 8], [1, 8], [2, 4], [1, 4]: 28 elements, 16 of them tokens.
+  CHECK(text_of(make({3, 5, 1, 5, 2}, {.tokens = 8, .pad_to_multiple_of = 4})) ==
+        "4 batches in 3 shapes, 42.9 % padding");
+  CHECK(text_of(make({3, 5, 1, 5, 2}, {.batch_size = 2})) == "3 batches in 3 shapes, 5.9 % padding");
+  CHECK(text_of(make({}, {.tokens = 8, .pad_to_multiple_of = 4})) == "0 batches in 0 shapes, 0.0 % padding");
+  CHECK(text_of(make(Numbers(20, 1), {.tokens = 64, .shuffle = true, .pad_to_multiple_of = 8})) ==
+        "3 batches in 2 shapes, 87.5 % padding");
+  // Two of each length in any order: 2 rows of 8, 4 rows of 4, which no mega-batch but the last may leave smaller.
+  Numbers lengths;
+  for (int i = 0; i < 64; ++i) lengths.push_back(1 + i % 8);
+  auto mixed = make(lengths, {.tokens = 16, .shuffle = true, .pad_to_multiple_of = 4, .mega_batch = 1});
+  std::map<std::pair<std::int64_t, std::int64_t>, int> batches;
+  for (auto& batch : mixed) ++batches[{batch.rows(), batch.data.size(1)}];
+  const auto of_eight = batches[{2, 8}], of_four = batches[{4, 4}];
+  CHECK(of_eight >= 16);
+  CHECK(2 * of_eight + 4 * of_four >= 61);
+  CHECK(batches.size() <= 3);
+
+  // A target of another length is another shape; a rank counts its own.
+  const std::vector<at::Tensor> labels{torch::ones({3}), torch::ones({2}), torch::ones({0})};
+  const auto sequences = sequences_of({4, 4, 4});
+  const LengthBuckets tagged(sequences, labels, {.batch_size = 1}),
+      even(sequences, labels, {.batch_size = 1, .pad_to_multiple_of = 4}),
+      second(sequences, labels, {.batch_size = 1, .rank = 1, .world_size = 2});
+  CHECK(tagged.summary().shapes == 3);
+  CHECK(even.summary().shapes == 2);
+  CHECK(second.summary().batches == 1);
+}
+
 TEST_CASE("LengthBuckets: a list of a few batches is shuffled, too") {
   const auto lengths = text_lengths(32, 6);
   auto buckets = make(lengths, {.batch_size = 4, .shuffle = true});
@@ -253,6 +382,7 @@ TEST_CASE("LengthBuckets: drop_last leaves out the smaller batch, and no other")
   auto exact = make(text_lengths(40, 7), {.batch_size = 4, .drop_last = true});
   CHECK(exact.size() == 10);
   CHECK(make(text_lengths(3, 7), {.batch_size = 4, .drop_last = true}).size() == 0);
+  CHECK(make(lengths, {.batch_size = 4, .shuffle = true}).size() == 11);
 }
 
 TEST_CASE("LengthBuckets: token targets are padded apart, with their own lengths") {
@@ -314,6 +444,7 @@ TEST_CASE("LengthBuckets: goes on from a saved state, in every batch of an epoch
   const auto lengths = text_lengths(60, 8);
   for (const LengthBucketsOptions& options :
        {LengthBucketsOptions{.batch_size = 7, .shuffle = true, .seed = 4},
+        LengthBucketsOptions{.tokens = 400, .shuffle = true, .seed = 4, .pad_to_multiple_of = 16, .mega_batch = 2},
         LengthBucketsOptions{.tokens = 400, .shuffle = true, .seed = 4}, LengthBucketsOptions{.batch_size = 7}}) {
     auto straight = make(lengths, options);
     epoch_of(straight);
@@ -335,6 +466,22 @@ TEST_CASE("LengthBuckets: goes on from a saved state, in every batch of an epoch
   }
 }
 
+TEST_CASE("LengthBuckets: the sizes of epochs ahead are those that they turn out to have") {
+  const auto options = GENERATE(LengthBucketsOptions{.batch_size = 7, .shuffle = true},
+                                LengthBucketsOptions{.batch_size = 7, .shuffle = true, .drop_last = true},
+                                LengthBucketsOptions{.tokens = 300, .shuffle = true, .mega_batch = 3},
+                                LengthBucketsOptions{.tokens = 300, .shuffle = true, .pad_to_multiple_of = 16},
+                                LengthBucketsOptions{.tokens = 300});
+  auto buckets = make(text_lengths(60, 8), options);
+  std::vector<std::int64_t> told, found;
+  for (std::int64_t ahead = 0; ahead < 6; ++ahead) told.push_back(buckets.most_batches(ahead));
+  for (std::int64_t epoch = 0; epoch < 6; ++epoch) {
+    CHECK(buckets.most_batches(5 - epoch) == told[5]);
+    found.push_back(static_cast<std::int64_t>(epoch_of(buckets).size()));
+  }
+  CHECK(told == found);
+}
+
 TEST_CASE("LengthBuckets: a state from elsewhere is refused, and changes nothing") {
   const auto lengths = text_lengths(40, 9);
   auto buckets = make(lengths, {.tokens = 300, .shuffle = true}), copy = buckets;
@@ -347,6 +494,19 @@ TEST_CASE("LengthBuckets: a state from elsewhere is refused, and changes nothing
   REQUIRE_ERROR("must have an epoch >= 0 that another can follow, got -2", buckets.load_state({-2, 0}));
   REQUIRE_ERROR("that another can follow", buckets.load_state({most, 0}));
   REQUIRE_ERROR("got 5 and " + std::to_string(most), buckets.load_state({5, most}));
+  gradaccum::Archive saved;
+  buckets.state(saved);
+  const auto load_from_two = [&](const gradaccum::Archive::Value& batch_of_rank_1) {
+    gradaccum::Archive archive(saved.values());
+    gradaccum::Archive::Ranks ranks{.saved = 2, .loading = 1, .values = saved.values()};
+    ranks.values["rank_1.batch"] = batch_of_rank_1;
+    archive.set_ranks(std::move(ranks));
+    buckets.state(archive);
+  };
+  for (const std::int64_t batch : {std::int64_t{-1}, most / 2, most})
+    REQUIRE_ERROR("LengthBuckets: a state must have a batch >= 0 that an epoch can have, got " + std::to_string(batch),
+                  load_from_two(batch));
+  REQUIRE_ERROR("Archive: the value 'rank_1.batch' is of another type", load_from_two(std::string("1")));
   CHECK(buckets.size() == size);
   CHECK(epoch_of(buckets) == epoch_of(copy));
 
@@ -393,6 +553,14 @@ TEST_CASE("LengthBuckets: a part of a batch is the batch that its sequences woul
   CHECK(tail.target.equal(torch::tensor({{1, -100}, {1, 1}}, at::kFloat)));
   CHECK(numbers_of(tail.target_lengths) == Numbers{1, 2});
   CHECK(tagged.begin()->narrow(1, 0).rows() == 0);
+
+  // Padded to the multiple, too, so that parts have as few shapes.
+  auto padded = make({9, 5, 3, 2}, {.batch_size = 4, .pad_to_multiple_of = 4});
+  check_batch(padded.begin()->narrow(2, 2), {9, 5, 3, 2}, 0, 4);
+  check_batch(slice(*padded.begin(), 1, 3), {9, 5, 3, 2}, 0, 4);
+  const LengthBucketsOptions of_labels{.batch_size = 3, .pad_to_multiple_of = 3};
+  const auto last = LengthBuckets(sequences_of({3, 2, 1}), labels, of_labels).begin()->narrow(1, 2);
+  CHECK(last.target.equal(torch::tensor({{1, -100, -100}, {1, 1, -100}}, at::kFloat)));
 }
 
 TEST_CASE("LengthBuckets: empty, and refused") {

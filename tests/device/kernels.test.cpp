@@ -3,7 +3,6 @@
 
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
 #include <gradaccum/detail/optimizers/steps.hpp>
-#include <gradaccum/detail/optimizers/steps.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/gradaccum.hpp>
 
@@ -85,19 +84,17 @@ constexpr std::uint64_t key = 0x123456789abcdef;
 
 void take_on_processor(const inner::SgdSettings& by, double multiplier, const KernelTypes& types, const Arrays& of) {
   const inner::SgdOperand operand{inner::numbers_of(by, multiplier), data(of[0]), data(of[1]), data(of[2]), key};
-  inner::sgd_kernel(types.parameter, types.gradient, inner::instruction_set(), types.rounded)(operand, 0,
-                                                                                              of[0].numel());
+  inner::kernel_of<&inner::Kernels::sgd>()(types.parameter, types.gradient, types.rounded)(operand, 0, of[0].numel());
 }
 void take_on_processor(const inner::AdamSettings& by, double multiplier, const KernelTypes& types, const Arrays& of) {
   const inner::AdamOperand operand{
       inner::numbers_of(by, multiplier), data(of[0]), data(of[1]), data(of[2]), data(of[3]), data(of[4]), key};
-  inner::adam_kernel(types.parameter, types.gradient, inner::instruction_set(), types.rounded)(operand, 0,
-                                                                                               of[0].numel());
+  inner::kernel_of<&inner::Kernels::adam>()(types.parameter, types.gradient, types.rounded)(operand, 0, of[0].numel());
 }
 
 void take_on_processor(const inner::Adam8bitSettings& by, double multiplier, const KernelTypes& types,
                        const Arrays& of) {
-  const inner::Adam8bitOperand operand{inner::numbers_of(by.adam, multiplier),
+  const inner::Adam8bitOperand operand{inner::numbers_of(by, multiplier),
                                        data(of[0]),
                                        data(of[1]),
                                        static_cast<std::uint8_t*>(data(of[2])),
@@ -105,8 +102,8 @@ void take_on_processor(const inner::Adam8bitSettings& by, double multiplier, con
                                        static_cast<float*>(data(of[4])),
                                        static_cast<float*>(data(of[5])),
                                        key};
-  inner::adam8bit_kernel(types.parameter, types.gradient, inner::instruction_set(), types.rounded)(operand, 0,
-                                                                                                   of[0].numel());
+  inner::kernel_of<&inner::Kernels::adam8bit>()(types.parameter, types.gradient, types.rounded)(operand, 0,
+                                                                                                of[0].numel());
 }
 
 auto kernel_for(const inner::SgdSettings&) { return KernelsOnDevice::kernels().sgd; }
@@ -124,7 +121,7 @@ void check(const Settings& settings, double multiplier, const KernelTypes& types
   const KernelArrays copies(arrays);
   take_on_processor(settings, multiplier, types, expected);
   auto launch = launch_of(settings, multiplier);
-  launch.tensors.add(copies.pointers(), 0, arrays[0].numel(), key);
+  launch.tensors.add({copies.pointers(), 0, arrays[0].numel(), key});
   kernel_for(settings)(launch, types.of_kernel(), KernelsOnDevice::stream());
   for (std::size_t i = 0; i < arrays.size(); ++i) {
     INFO("array " << i << " of " << types.parameter << ", " << types.gradient << ", rounded " << types.rounded
@@ -308,7 +305,7 @@ TEST_CASE("kernels of devices: a factor, an overflow and left out steps that the
     const KernelArrays arrays(start);
     auto launch = launch_of(settings, 1);
     launch.by = by.pointers();
-    launch.tensors.add(arrays.pointers(), 0, 300, 0);
+    launch.tensors.add({arrays.pointers(), 0, 300, 0});
     KernelsOnDevice::kernels().adam(launch, types.of_kernel(), KernelsOnDevice::stream());
     return arrays.result(0);
   };
@@ -335,7 +332,7 @@ double norm_by_kernel(const at::Tensor& numbers, bool at_front = false) {
   const KernelMemory of(numbers, at_front), partial_sums(torch::zeros({100}, at::kDouble)),
       norm(torch::zeros({1}, at::kDouble));
   inner::SquaresLaunch launch(static_cast<double*>(partial_sums.data()), static_cast<double*>(norm.data()));
-  launch.add(of.data(), numbers.numel());
+  launch.tensors.add({of.data(), numbers.numel()});
   KernelsOnDevice::kernels().l2_norms(launch, numbers.scalar_type(), KernelsOnDevice::stream());
   return norm.result().item<double>();
 }

@@ -106,7 +106,7 @@ struct Run {
 ga::detail::NamedTensors state_of(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>& parameters) {
   ga::detail::NamedParameters named;
   for (std::size_t i = 0; i < parameters.size(); ++i) named.insert(std::to_string(i), parameters[i]);
-  return dynamic_cast<ga::detail::NamesItsState&>(optimizer).named_state(named);
+  return dynamic_cast<ga::optim::OnePass&>(optimizer).named_state(named);
 }
 
 /// Adafactor's numbers are made on the device then.

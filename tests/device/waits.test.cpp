@@ -156,13 +156,15 @@ double of_saved_tensor_hooks() {
   });
 }
 
-double of_trainer(ga::OnNan on_nan) {
+double of_trainer(ga::OnNan on_nan, bool clips = true, bool scales = false) {
   Rig rig;
   ga::optim::AdamW adamw(rig.model->parameters(), 1e-3);
   ga::Trainer trainer(
       rig.model, adamw, [](auto& net, auto& batch) { return loss_of(net, batch); }, ga::Accumulate{.steps = 4},
-      ga::ClipNorm{.max = 1.0}, ga::ClipValue{.max = 0.1}, ga::Schedule{ga::lr::Cosine{.peak = 1e-3, .total = 100}},
-      ga::Ema{.decay = 0.9}, std::optional<ga::Progress>());
+      clips ? std::optional(ga::ClipNorm{.max = 1.0}) : std::nullopt,
+      clips ? std::optional(ga::ClipValue{.max = 0.1}) : std::nullopt,
+      scales ? std::optional(ga::MixedPrecision{.dtype = torch::kHalf}) : std::nullopt,
+      ga::Schedule{ga::lr::Cosine{.peak = 1e-3, .total = 100}}, ga::Ema{.decay = 0.9}, std::optional<ga::Progress>());
   return waits_of([&] { trainer.fit(rig.data, {.epochs = 1, .on_nan = on_nan}); }, 1);
 }
 
@@ -317,6 +319,8 @@ TEST_CASE("device: parts wait as often as the table of parts says", "[cuda]") {
       {"`CheckpointedSequential`", "once, to plan", 0, of_checkpointed_sequential},
       {"`SavedTensorHooks`", "no", 0, of_saved_tensor_hooks},
       {"`Trainer`", "once a window, or not", 1, [] { return of_trainer(ga::OnNan::stop); }},
+      {"`Trainer`", "once a window, or not", 1, [] { return of_trainer(ga::OnNan::stop, /*clips=*/false); }},
+      {"`Trainer`", "once a window, or not", 1, [] { return of_trainer(ga::OnNan::stop, true, /*scales=*/true); }},
       {"`Trainer`", "once a window, or not", 0, [] { return of_trainer(ga::OnNan::ignore); }},
       {"`.in_backward`", "no", 1, of_trainer_in_backward},  // for the losses, as any Trainer
       {"`SaveState`", "when it saves", 1, of_saving},

@@ -40,9 +40,9 @@ done
 # A process of two is killed, which have divided gradients and the optimizer's state.
 settings=("${options[@]}" --batch-size 8 --epochs 20 --save-every 20 --shard gradients)
 straight=$("$launch" 2 "$example" "${settings[@]}" --save "$directory/straight")
-kill_one() {  # when there is a state
+kill_one() {  # when there is a state, which has lost its temporary name
   local process
-  until compgen -G "$directory/$1/step-*" > /dev/null; do sleep 0.05; done
+  until compgen -G "$directory/$1/step-*/manifest.json" | grep -qv '\.tmp-'; do sleep 0.05; done
   for process in /proc/[0-9]*; do
     if { tr '\0' ' ' < "$process/cmdline" | grep -q "^$example .*$directory/$1" &&
          tr '\0' '\n' < "$process/environ" | grep -qx 'RANK=1'; } 2> /dev/null; then

@@ -2,7 +2,6 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/io/files.hpp>
-#include <gradaccum/detail/io/safetensors_tensors.hpp>
 #include <gradaccum/detail/memory/memory_ledger.hpp>
 #include <gradaccum/io/safetensors.hpp>
 

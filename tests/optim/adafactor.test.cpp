@@ -290,7 +290,8 @@ TEST_CASE("Adafactor's kernels: all instruction sets, types and odd sizes") {
   torch::manual_seed(3);
   for (auto& types : all_types) {
     std::vector<inner::AdafactorKernels> all{inner::narrow_adafactor_kernels(types.parameter, types.gradient, false)};
-    for (auto set : sets()) all.push_back(inner::adafactor_kernels(types.parameter, types.gradient, set));
+    for (auto set : sets())
+      all.push_back(inner::kernel_of<&inner::Kernels::adafactor>(set)(types.parameter, types.gradient, false));
     for (auto& kernels : all) {
       for (std::int64_t columns = 1; columns <= 200; columns += columns < 40 ? 1 : 31)
         check_kernels(kernels, types, {1 + columns % 3, 2 + columns % 5, columns}, columns % 2 == 0);

@@ -64,7 +64,7 @@ std::pair<at::Tensor, at::Tensor> codes_of(const at::Tensor& gradient, Instructi
                                        v.mutable_data_ptr<std::uint8_t>(),
                                        m_scale.mutable_data_ptr<float>(),
                                        v_scale.mutable_data_ptr<float>()};
-  inner::adam8bit_kernel(at::kFloat, at::kFloat, set)(operand, 0, gradient.numel());
+  inner::kernel_of<&inner::Kernels::adam8bit>(set)(at::kFloat, at::kFloat, false)(operand, 0, gradient.numel());
   return {m, v};
 }
 
@@ -106,7 +106,7 @@ at::Tensor gradient_like(const at::Tensor& parameter, int seed) {
 
 TEST_CASE("DynamicMap: the paper's numbers, in order") {
   for (bool is_signed : {true, false}) {
-    const auto& values = is_signed ? inner::signed_map().values : inner::unsigned_map().values;
+    const auto& values = is_signed ? inner::signed_map().values : inner::second_moment_map().values;
     const auto paper = papers_map(is_signed);
     REQUIRE(paper.size() == values.size());
     for (std::size_t i = 0; i < values.size(); ++i) {
@@ -116,8 +116,8 @@ TEST_CASE("DynamicMap: the paper's numbers, in order") {
   }
   CHECK(inner::signed_map().values[inner::zero_code] == 0);
   CHECK(inner::signed_map().values[255] == 1);
-  CHECK(inner::unsigned_map().values[0] == 0);
-  CHECK(inner::unsigned_map().values[255] == 1);
+  CHECK(inner::second_moment_map().values[0] == 0);
+  CHECK(inner::second_moment_map().values[255] == 1);
 }
 
 TEST_CASE("8-bit codes: the nearest number of the map, for every instruction set") {
@@ -145,7 +145,7 @@ TEST_CASE("8-bit codes: the nearest number of the map, for every instruction set
     CHECK(not_nearest(gradient, m, inner::signed_map()) == 0);
     const auto square = gradient * gradient;
     const auto tiny = square.gt(0).logical_and(square.lt(1.625e-7));  // but no second moment becomes 0
-    CHECK(not_nearest(square.masked_fill(tiny, 0), v.masked_fill(tiny, 0), inner::unsigned_map()) == 0);
+    CHECK(not_nearest(square.masked_fill(tiny, 0), v.masked_fill(tiny, 0), inner::second_moment_map()) == 0);
     CHECK(v.masked_select(tiny).eq(1).all().item<bool>());
     CHECK(tiny.sum().item<int>() > 1000);
     CHECK(not_nearest(gradient, (m + 1).clamp_max(255).to(at::kByte), inner::signed_map()) > 1000);  // control
@@ -176,7 +176,7 @@ TEST_CASE("Adam8bit: one step is Adam's on the decoded moments, for every instru
                                                v.codes.mutable_data_ptr<std::uint8_t>(),
                                                m.scales.mutable_data_ptr<float>(),
                                                v.scales.mutable_data_ptr<float>()};
-          inner::adam8bit_kernel(dtype, gradient_dtype, set)(operand, 0, n);
+          inner::kernel_of<&inner::Kernels::adam8bit>(set)(dtype, gradient_dtype, false)(operand, 0, n);
 
           const auto gradient = g.to(at::kDouble) * multiplier;
           whole_m = whole_m * 0.9 + gradient * 0.1;
@@ -187,7 +187,11 @@ TEST_CASE("Adam8bit: one step is Adam's on the decoded moments, for every instru
           CHECK(torch::allclose(p.to(at::kDouble), whole_p, rounding, rounding));
           // A code's neighbours are at most 1/2 (near 0: all) of a number's own size away.
           const auto blocks = [](const at::Tensor& t) {
-            return inner::in_blocks(t.contiguous(), 0).abs().amax(1, true);
+            const auto missing = inner::eight_bit_blocks(t.numel()) * inner::eight_bit_block - t.numel();
+            return torch::constant_pad_nd(t.flatten(), {0, missing})
+                .view({-1, inner::eight_bit_block})
+                .abs()
+                .amax(1, true);
           };
           const auto scale_error = (m.scales - blocks(whole_m).flatten()).abs().max().item<double>();
           CHECK(scale_error <= 1e-6 * whole_m.abs().max().item<double>());
@@ -256,6 +260,32 @@ TEST_CASE("Adam8bit: small tensors, float64 and complex ones are stepped as by A
   check(torch::randn({64, 100}, at::kDouble), true);
   check(torch::randn({64, 100}, at::kComplexFloat), true);
   check(torch::randn({4096}), false);
+}
+
+TEST_CASE("Adam8bit: parameters that keep their moments in 32 bits are stepped as by Adam, to the bit") {
+  const auto embedding = torch::randn({100, 64}), weight = torch::randn({64, 128});
+  auto kept = leaf(embedding.clone()), coded = leaf(weight.clone()), plain = leaf(embedding.clone());
+  ga::optim::Adam8bit adam({kept, coded}, Adam8bitOptions(1e-2));
+  ga::optim::Adam reference({plain}, torch::optim::AdamOptions(1e-2));
+  adam.keep_in_32_bits({kept});
+  for (int i = 0; i < 3; ++i) {
+    const auto gradient = torch::randn_like(embedding);
+    kept.mutable_grad() = gradient.clone();
+    plain.mutable_grad() = gradient.clone();
+    coded.mutable_grad() = torch::randn_like(weight);
+    adam.step();
+    reference.step();
+  }
+  CHECK(at::equal(kept, plain));
+  const auto dtype_of_moments = [&](const at::Tensor& parameter) {
+    auto& state = *adam.state().at(parameter.unsafeGetTensorImpl());
+    return static_cast<ga::optim::Adam8bitParamState&>(state).exp_avg.scalar_type();
+  };
+  CHECK(dtype_of_moments(kept) == at::kFloat);
+  CHECK(dtype_of_moments(coded) == at::kByte);  // the others are as before
+
+  REQUIRE_ERROR("before the first step", adam.keep_in_32_bits({kept, coded}));
+  REQUIRE_ERROR("must have parameters of this optimizer", adam.keep_in_32_bits({plain}));
 }
 
 TEST_CASE("Adam8bit and AdamW8bit: where the weight decay goes") {
@@ -341,8 +371,8 @@ TEST_CASE("Adam8bit: ATen's operations, for other devices, give the kernels' res
       return inner::Adam8bitStep{{1e-2, 0.9, 0.999, 1e-8, 0.1, false, true, 1},
                                  start.clone(),
                                  gradient,
-                                 inner::zero_codes(start, true),
-                                 inner::zero_codes(start, false)};
+                                 inner::checked_state(inner::Codes(), start, true, "exp_avg"),
+                                 inner::checked_state(inner::Codes(), start, false, "exp_avg_sq")};
     };
     auto here = make(), away = make();
     for (int step = 1; step < 5; ++step) {

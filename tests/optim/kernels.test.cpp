@@ -3,13 +3,15 @@
 
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
 #include <gradaccum/detail/optimizers/steps.hpp>
-#include <gradaccum/detail/optimizers/steps.hpp>
 
 #include "support/take_on_device.hpp"
 
 #include <ATen/OpMathType.h>
+#include <ATen/record_function.h>
 
 #include <limits>
+#include <memory>
+#include <string_view>
 
 // Every kernel of every instruction set that this processor has, against ATen in float64.
 
@@ -25,6 +27,24 @@ std::vector<InstructionSet> sets() {
   if (inner::instruction_set() == InstructionSet::avx512) all.push_back(InstructionSet::avx512);
   return all;
 }
+
+/// Counts ATen's fused steps of AdamW.
+class FusedSteps {
+ public:
+  FusedSteps() { count = 0; }
+  FusedSteps(const FusedSteps&) = delete;
+  ~FusedSteps() { at::removeCallback(callback_); }
+  int so_far() const { return count; }
+
+ private:
+  static std::unique_ptr<at::ObserverContext> see(const at::RecordFunction& call) {
+    if (std::string_view(call.name()) == "aten::_fused_adamw_") ++count;
+    return nullptr;
+  }
+
+  static inline thread_local int count = 0;
+  at::CallbackHandle callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(see));
+};
 
 constexpr int spare = 3;  // elements before and after, which no kernel may touch
 
@@ -85,7 +105,7 @@ void check_adam(InstructionSet set, const Types& types, const inner::AdamSetting
   adam_in_float64(p64, g.inner().to(at::kDouble), m64, v64, x64, settings, multiplier);
   const inner::AdamOperand operand{numbers_of(settings, multiplier),     p.data(), g.data(), m.data(), v.data(),
                                    settings.amsgrad ? x.data() : nullptr};
-  inner::adam_kernel(types.parameter, types.gradient, set)(operand, 0, n);
+  inner::kernel_of<&inner::Kernels::adam>(set)(types.parameter, types.gradient, false)(operand, 0, n);
   REQUIRE(close(p.inner(), p64, types.tolerance));
   const double of_state = types.state == at::kDouble ? 1e-14 : 1e-6;
   REQUIRE(close(m.inner(), m64, of_state));
@@ -105,7 +125,7 @@ void check_sgd(InstructionSet set, const Types& types, const inner::SgdNumbers& 
   }
   p64 = p64 - by.lr * g64;
   const inner::SgdOperand operand{by, p.data(), g.data(), by.momentum != 0 ? b.data() : nullptr};
-  inner::sgd_kernel(types.parameter, types.gradient, set)(operand, 0, n);
+  inner::kernel_of<&inner::Kernels::sgd>(set)(types.parameter, types.gradient, false)(operand, 0, n);
   REQUIRE(close(p.inner(), p64, types.tolerance));
   REQUIRE(close(b.inner(), b64, types.state == at::kDouble ? 1e-14 : 1e-6));
   for (auto* array : {&p, &g, &b}) REQUIRE(array->intact());
@@ -144,7 +164,7 @@ TEST_CASE("kernels: a second moment that overflows stops the parameter, as in AT
     auto p = torch::ones({100}), g = torch::full({100}, 1e25f), m = torch::zeros({100}), v = torch::zeros({100});
     const inner::AdamOperand operand{
         numbers_of(adam_settings[0], 1.0), p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), nullptr};
-    inner::adam_kernel(at::kFloat, at::kFloat, set)(operand, 0, 100);
+    inner::kernel_of<&inner::Kernels::adam>(set)(at::kFloat, at::kFloat, false)(operand, 0, 100);
     REQUIRE(v.isinf().all().item<bool>());
     REQUIRE(p.eq(1).all().item<bool>());
   }
@@ -171,7 +191,7 @@ TEST_CASE("kernels: all 65536 numbers of 16 bits go to float32 and back unchange
     for (auto set : sets()) {
       const auto step = [&](at::Tensor p, const at::Tensor& g, double lr) {
         const inner::SgdOperand operand{{1, 0, 0, 1, lr, false, false}, p.data_ptr(), g.data_ptr(), nullptr};
-        inner::sgd_kernel(dtype, g.scalar_type(), set)(operand, 0, p.numel());
+        inner::kernel_of<&inner::Kernels::sgd>(set)(dtype, g.scalar_type(), false)(operand, 0, p.numel());
       };
       auto all = bits.view(dtype).clone();
       step(all, torch::zeros_like(all), 0.0);
@@ -191,7 +211,8 @@ TEST_CASE("kernels: the sum of squares of all sizes and types") {
       for (std::int64_t n = 0; n <= 300; ++n) {
         const Array numbers(torch::randn({n}), dtype);
         const auto expected = numbers.inner().to(at::kDouble).square().sum().item<double>();
-        REQUIRE(inner::sum_of_squares_of(dtype, set)(numbers.data(), n) == Approx(expected).epsilon(1e-13));
+        REQUIRE(inner::kernel_of<&inner::Kernels::sum_of_squares>(set)(dtype)(numbers.data(), n) ==
+                Approx(expected).epsilon(1e-13));
       }
 }
 
@@ -268,27 +289,24 @@ TEST_CASE("the steps on a device go in batches: of one dtype, the same settings,
   const auto step = [](at::ScalarType dtype, std::int64_t count, std::int64_t size) {
     inner::AdamSettings settings = adam_settings[1];
     settings.step = count;
-    return inner::AdamStep{settings, torch::zeros({size}, dtype), torch::ones({size}, dtype), {}, {}, {}};
+    const auto moments = torch::zeros({size}, at::toOpMathType(dtype));
+    return inner::AdamStep{settings, torch::zeros({size}, dtype), torch::ones({size}, dtype), moments, moments.clone(),
+                           {}};
   };
-  const auto sizes_of = [](const std::vector<inner::AdamStep>& steps, bool multiplied) {
-    std::vector<std::vector<std::int64_t>> sizes;
-    for (auto& batch : inner::batches_of(steps, multiplied)) {
-      sizes.emplace_back();
-      for (auto& part : batch) sizes.back().push_back(part.extent.size());
-    }
-    return sizes;
+  const auto batches_of = [](const std::vector<inner::AdamStep>& steps, bool multiplied) {
+    const FusedSteps fused;
+    step_on_device(steps, {.numerator = multiplied ? 0.5 : 1.0});
+    return fused.so_far();
   };
-  using Sizes = std::vector<std::vector<std::int64_t>>;
   constexpr auto most = inner::most_copied;
-  CHECK(sizes_of({step(at::kFloat, 1, 5), step(at::kFloat, 1, 6), step(at::kFloat, 2, 5)}, false) ==
-        Sizes{{5, 6}, {5}});
-  CHECK(sizes_of({step(at::kFloat, 1, 5), step(at::kDouble, 1, 5), step(at::kBFloat16, 1, 5)}, false) ==
-        Sizes{{5}, {5}, {5}});
-  CHECK(sizes_of({step(at::kHalf, 1, most), step(at::kHalf, 1, 5), step(at::kHalf, 1, 6)}, false) ==
-        Sizes{{most}, {5, 6}});
-  CHECK(sizes_of({step(at::kFloat, 1, 2 * most), step(at::kFloat, 1, 5)}, false) == Sizes{{2 * most, 5}});
-  CHECK(sizes_of({step(at::kFloat, 1, 2 * most + 1), step(at::kFloat, 1, 5)}, true) == Sizes{{most}, {most}, {1, 5}});
-  CHECK(sizes_of({}, true).empty());
+  CHECK(batches_of({step(at::kFloat, 1, 5), step(at::kFloat, 1, 6), step(at::kFloat, 2, 5)}, false) == 2);
+  CHECK(batches_of({step(at::kFloat, 1, 5), step(at::kDouble, 1, 5), step(at::kBFloat16, 1, 5)}, false) == 3);
+  CHECK(batches_of({step(at::kHalf, 1, most - 11), step(at::kHalf, 1, 5), step(at::kHalf, 1, 6)}, false) == 1);
+  CHECK(batches_of({step(at::kHalf, 1, most), step(at::kHalf, 1, 5), step(at::kHalf, 1, 6)}, false) == 2);
+  CHECK(batches_of({step(at::kFloat, 1, 2 * most), step(at::kFloat, 1, 5)}, false) == 1);
+  CHECK(batches_of({step(at::kFloat, 1, 2 * most), step(at::kFloat, 1, 5)}, true) == 3);
+  CHECK(batches_of({step(at::kFloat, 1, 2 * most + 1), step(at::kFloat, 1, 5)}, true) == 3);
+  CHECK(batches_of({}, true) == 0);
 }
 
 TEST_CASE("the steps on a device: a parameter that is cut moves as if it were whole, whatever it is copied for") {

@@ -171,7 +171,7 @@ TEST_CASE("Schedule: loading sets the rate of the loaded count, by the ratios fr
   ga::Archive saved;
   saved("schedule", schedule);
   CHECK(rates_of(*sgd) == Rates{1, 0.5});
-  CHECK(saved.values().empty());
+  CHECK(saved.values().contains("schedule.updates"));  // so that loading calls it
   trainer.count = 3;
   for (auto& group : sgd->param_groups()) group.options().set_lr(0);  // as a file of another schedule has them
   ga::Archive loaded(saved.values());

@@ -2,8 +2,10 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/optim/adafactor.hpp>
 #include <gradaccum/optim/adam.hpp>
 #include <gradaccum/optim/adamw.hpp>
+#include <gradaccum/optim/adamw8bit.hpp>
 #include <gradaccum/optim/sgd.hpp>
 
 #include "support/leaves.hpp"
@@ -198,6 +200,35 @@ TEST_CASE("one-pass optimizers: groups, options changed on the way, learning rat
   run(torch::optim::AdamW({a[0]}, AdamWOptions(0.02)), a);
   run(ga::optim::AdamW({b[0]}, AdamWOptions(0.02)), b);
   CHECK(largest_difference(a, b) < 1e-12);
+}
+
+TEST_CASE("one-pass optimizers: a group's option of the class's default value takes the optimizer's, as in LibTorch") {
+  const auto groups = [](auto given) {
+    std::vector<torch::optim::OptimizerParamGroup> one;
+    one.emplace_back(leaves({torch::ones({2})}), std::make_unique<decltype(given)>(given));
+    return one;
+  };
+  const auto options_of = [](auto&& optimizer) {
+    return static_cast<AdamWOptions&>(optimizer.param_groups().front().options());
+  };
+  for (const double decay : {1e-2, 0.3}) {  // the first is the class's default
+    const auto given = AdamWOptions().weight_decay(decay).eps(1e-5), of_optimizer = AdamWOptions(0.5).weight_decay(0.1);
+    const auto expected = options_of(torch::optim::AdamW(groups(given), of_optimizer));
+    CHECK(options_of(ga::optim::AdamW(groups(given), of_optimizer)) == expected);
+    CHECK(options_of(ga::optim::AdamW8bit(groups(given), of_optimizer)) == expected);
+    using ga::optim::AdafactorOptions;
+    const bool inherits = expected.lr() == 0.5;  // not in LibTorch 2.11
+    ga::optim::Adafactor adafactor(groups(AdafactorOptions().weight_decay(decay - 1e-2).beta1(0.9)),
+                                   AdafactorOptions(0.5).weight_decay(0.1).relative_step(false));
+    const auto taken = AdafactorOptions(0.5).weight_decay(decay == 1e-2 ? 0.1 : decay - 1e-2).relative_step(false);
+    const auto kept = AdafactorOptions().weight_decay(decay - 1e-2);
+    CHECK(static_cast<AdafactorOptions&>(adafactor.param_groups()[0].options()) ==
+          AdafactorOptions(inherits ? taken : kept).beta1(0.9));
+  }
+  ga::optim::Adafactor adafactor(groups(ga::optim::AdafactorOptions(1e-3).relative_step(false)),
+                                 ga::optim::AdafactorOptions().warmup_init(true));
+  for (auto& parameter : adafactor.param_groups()[0].params()) parameter.mutable_grad() = torch::ones_like(parameter);
+  CHECK_NOTHROW(adafactor.step());  // warmup_init would want relative_step
 }
 
 TEST_CASE("one-pass optimizers: 16-bit parameters with float32 state; their gradients may be float32 sums") {

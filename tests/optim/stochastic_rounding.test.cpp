@@ -4,7 +4,6 @@
 #include <gradaccum/detail/kernels/dense.hpp>
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
 #include <gradaccum/detail/optimizers/steps.hpp>
-#include <gradaccum/detail/optimizers/steps.hpp>
 #include <gradaccum/optim/adam.hpp>
 #include <gradaccum/optim/adam8bit.hpp>
 #include <gradaccum/optim/adamw.hpp>
@@ -203,7 +202,7 @@ TEST_CASE("stochastic rounding: the same random bits for every instruction set")
     auto q = p.clone();
     inner::SgdOperand operand{
         {1, 0, 0, 1, 1.0, false, true}, q.mutable_data_ptr(), g.const_data_ptr(), nullptr, /*rounding_key=*/99};
-    const auto kernel = inner::sgd_kernel(at::kBFloat16, at::kFloat, set, /*rounded=*/true);
+    const auto kernel = inner::kernel_of<&inner::Kernels::sgd>(set)(at::kBFloat16, at::kFloat, /*rounded=*/true);
     kernel(operand, 0, 300);  // in parts: a number's bits depend on its place alone
     kernel(operand, 300, 700);
     results.push_back(q);

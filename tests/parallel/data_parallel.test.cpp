@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
+#include <gradaccum/data/length_buckets.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
 #include <gradaccum/policies/data_parallel.hpp>
 #include <gradaccum/policies/fit_memory.hpp>
@@ -172,6 +173,184 @@ TEST_CASE("DataParallel: a saved training goes on to the bit, on all ranks") {
                                                               {.epochs = 3, .resume = directory / "stopped"}));
 }
 
+namespace {
+
+/// The rows that were trained with, over all ranks, and what is the same on each.
+struct Share {
+  torch::nn::Sequential model = make_model();
+  std::vector<std::int64_t> rows;
+  ga::FitReport report;
+};
+
+template <class Batches, class... Policies>
+void fit_share(Share& own, Batches& batches, const ga::ProcessGroup& group, const std::filesystem::path& directory,
+               ga::FitOptions options, Policies... policies) {
+  torch::optim::SGD sgd(own.model->parameters(), 0.05);
+  const auto noted = [&own](auto& net, auto& batch) {
+    for (std::int64_t i = 0; i < batch.data.size(0); ++i)
+      own.rows.push_back(batch.data[i].flatten()[0].template item<std::int64_t>());
+    auto scores = net->forward(batch.data.flatten(1).narrow(1, 0, 4).to(at::kDouble) / 30);
+    return ga::Loss{torch::mse_loss(scores, batch.target), batch.data.size(0)};
+  };
+  options.resume = directory;
+  ga::Trainer trainer(own.model, sgd, noted, ga::SaveState{.directory = directory},
+                      ga::DataParallel{.group = group, .options = {.seed_by_rank = false}}, policies...);
+  own.report = trainer.fit(batches, options);
+}
+
+/// Ranks that take turns with the batches of 38 rows or sequences, each of which begins with its number.
+std::vector<Share> fit_by(int ranks, const std::string& data, const std::filesystem::path& directory,
+                          ga::FitOptions options, std::int64_t steps) {
+  std::vector<Share> shares(static_cast<std::size_t>(ranks));
+  options.allow_changes = true;
+  const auto targets = torch::arange(114, at::kDouble).view({38, 3}) / 50;
+  tests::as_ranks(ranks, [&](const ga::ProcessGroup& group) {
+    auto& own = shares[static_cast<std::size_t>(group.rank())];
+    const std::int64_t rank = group.rank(), world_size = group.world_size();
+    const auto fit = [&](auto batches) {
+      fit_share(own, batches, group, directory, options, ga::Accumulate{.steps = steps});
+    };
+    if (data == "tensors")
+      return fit(ga::data::TensorBatches(
+          torch::arange(38).unsqueeze(1).expand({38, 4}).contiguous(), targets,
+          {.batch_size = 2, .shuffle = true, .seed = 3, .rank = rank, .world_size = world_size}));
+    std::vector<at::Tensor> texts;
+    for (std::int64_t i = 0; i < 38; ++i) texts.push_back(torch::full({4 + i % 5}, i, at::kLong));
+    fit(ga::data::LengthBuckets(texts, targets,
+                                {.tokens = 17, .shuffle = true, .rank = rank, .world_size = world_size}));
+  });
+  return shares;
+}
+
+std::vector<std::int64_t> rows_of(const std::vector<Share>& shares, std::vector<std::int64_t> rows = {}) {
+  for (auto& share : shares) rows.insert(rows.end(), share.rows.begin(), share.rows.end());
+  std::sort(rows.begin(), rows.end());
+  return rows;
+}
+
+}  // namespace
+
+TEST_CASE("DataParallel: another number of ranks goes on where all of them were, and ends as one process") {
+  const auto data = GENERATE("tensors", "lengths");
+  const int before = GENERATE(1, 2, 3), after = GENERATE(1, 2, 3);
+  const std::int64_t stop = GENERATE(2, 4, 5, 7);  // windows of 6 batches: in an epoch, at its end, in the next
+  const Directory directory;
+  const auto straight = fit_by(1, data, directory / "straight", {.epochs = 3}, 6);
+  const auto first = fit_by(before, data, directory / "stopped", {.updates = stop}, 6 / before);
+  const auto second = fit_by(after, data, directory / "stopped", {.epochs = 3}, 6 / after);
+  CAPTURE(data, before, after, stop);
+  CHECK(rows_of(second, rows_of(first)) == rows_of(straight));
+  for (auto& share : second) {
+    CHECK(share.report.updates == straight[0].report.updates);
+    CHECK(share.report.samples == 3 * 38);
+    CHECK(distance(share.model, straight[0].model) < 1e-11);
+  }
+}
+
+TEST_CASE("DataParallel: no row is dropped or seen twice by numbers of ranks that do not divide each other") {
+  const auto data = GENERATE("tensors", "lengths");
+  const int first = GENERATE(1, 2, 3), second = GENERATE(1, 2, 3), third = GENERATE(1, 2, 3);
+  if (first == second || second == third) return;
+  const std::int64_t stop = GENERATE(2, 7, 10);  // windows of a batch of each rank
+  const Directory directory;
+  std::vector<std::int64_t> all;
+  for (int epoch = 0; epoch < 2; ++epoch)
+    for (std::int64_t row = 0; row < 38; ++row) all.push_back(row);
+  std::sort(all.begin(), all.end());
+  auto rows = rows_of(fit_by(first, data, directory / "states", {.updates = stop}, 1));
+  rows = rows_of(fit_by(second, data, directory / "states", {.updates = stop + 2}, 1), rows);
+  rows = rows_of(fit_by(third, data, directory / "states", {.epochs = 2}, 1), rows);
+  CAPTURE(data, first, second, third, stop);
+  CHECK(rows == all);
+}
+
+TEST_CASE("DataParallel: a rank that was not there when a state was saved keeps its own random numbers") {
+  const Directory directory;
+  fit_by(2, "tensors", directory / "states", {.updates = 2}, 1);
+  std::vector<int> random(3);
+  tests::as_ranks(3, [&](const ga::ProcessGroup& group) {
+    auto model = make_model();
+    torch::optim::SGD sgd(model->parameters(), 0.1);
+    ga::GradAccumulator accumulator(sgd, {.steps = 1});
+    const ga::Replicas replicas(group, model, accumulator, {.seed_by_rank = false});
+    const auto folder = ga::detail::newest_state(directory / "states").value();
+    random[static_cast<std::size_t>(group.rank())] =
+        ga::detail::open_state(folder, /*allow_changes=*/true, replicas.peers().get()).has("random");
+  });
+  CHECK(random == std::vector{1, 1, 0});
+}
+
+TEST_CASE("DataParallel: another number of ranks is refused where the place of all is not one in the order") {
+  const Directory directory;
+  const auto inputs = torch::arange(24).unsqueeze(1).expand({24, 4}).contiguous();
+  const auto targets = torch::zeros({24, 3}, at::kDouble);
+  std::vector<std::string> errors(3);
+  std::vector<Share> shares(3);
+  const auto error_of_fit = [&](const ga::ProcessGroup& group, auto batches, ga::FitOptions options, auto... policies) {
+    const auto number = static_cast<std::size_t>(group.rank());
+    options.allow_changes = options.epochs.has_value();
+    errors[number] = testing::error_of(
+        [&] { fit_share(shares[number], batches, group, directory / "states", options, policies...); });
+  };
+  const auto dealt = [&](const ga::ProcessGroup& group, std::int64_t batch_size) {
+    return ga::data::TensorBatches(inputs, targets,
+                                   {.batch_size = batch_size, .rank = group.rank(), .world_size = group.world_size()});
+  };
+  struct Uneven {
+    std::int64_t micro_batches, taken = 0;
+    bool ready() { return ++taken % micro_batches == 0; }
+  };
+  SECTION("each rank has taken another number of batches") {
+    tests::as_ranks(2, [&](auto& group) {
+      error_of_fit(group, dealt(group, 2), {.updates = 2}, Uneven{.micro_batches = group.rank() + 1});
+    });
+    CHECK(errors[0] + errors[1] == "");
+    tests::as_ranks(3, [&](auto& group) { error_of_fit(group, dealt(group, 2), {.epochs = 1}); });
+    for (auto& error : errors)
+      CHECK_THAT(error,
+                 Catch::Contains("TensorBatches: the state was saved within epoch 0 by 2 rank(s), after 2, 4 batches"));
+    tests::as_ranks(2, [&](auto& group) {  // as many go on, whatever they have taken
+      error_of_fit(group, dealt(group, 2), {.updates = 3}, Uneven{.micro_batches = group.rank() + 1});
+    });
+    CHECK(errors[0] + errors[1] == "");
+    CHECK(rows_of({shares[1]}).size() == 12);
+  }
+  SECTION("other batches") {
+    tests::as_ranks(2, [&](auto& group) { error_of_fit(group, dealt(group, 2), {.updates = 2}); });
+    error_of_fit({}, dealt({}, 3), {.epochs = 1});
+    CHECK_THAT(errors[0], Catch::Contains("within epoch 0 by 2 rank(s), after 2, 2 batches"));
+    CHECK_THAT(errors[0], Catch::Contains("the same batches"));
+  }
+  SECTION("a range that does not tell its place") {
+    std::vector<ga::data::Batch> list;
+    for (std::int64_t i = 0; i < 4; ++i) list.push_back({inputs.narrow(0, i, 2), targets.narrow(0, i, 2)});
+    tests::as_ranks(2, [&](auto& group) { error_of_fit(group, list, {.updates = 2}); });
+    error_of_fit({}, list, {.epochs = 1});
+    CHECK_THAT(errors[0], Catch::Contains("Trainer: the state was saved within an epoch, by 2 rank(s)"));
+  }
+  SECTION("an open window") {
+    Share own;
+    torch::optim::SGD sgd(own.model->parameters(), 0.05);
+    const auto batch = *dealt({}, 2).begin();
+    const auto loss = [&](auto& net, auto&) { return net->forward(torch::ones({2, 4}, at::kDouble)).sum(); };
+    {
+      ga::Trainer trainer(own.model, sgd, loss, ga::Accumulate{.steps = 2}, ga::DataParallel{.group = {}});
+      trainer.step(batch);
+      ga::save(directory / "open", trainer);
+    }
+    tests::as_ranks(2, [&](auto& group) {
+      Share other;
+      torch::optim::SGD descent(other.model->parameters(), 0.05);
+      ga::Trainer trainer(other.model, descent, loss, ga::Accumulate{.steps = 2}, ga::DataParallel{.group = group});
+      errors[static_cast<std::size_t>(group.rank())] =
+          testing::error_of([&] { ga::load(directory / "open", trainer, {.allow_changes = true}); });
+    });
+    for (int rank : {0, 1})
+      CHECK_THAT(errors[static_cast<std::size_t>(rank)],
+                 Catch::Contains("saved by 1 rank(s) in the middle of a window, after 1 micro-batch"));
+  }
+}
+
 TEST_CASE("DataParallel: what does not go with gradients that are divided is refused before it trains") {
   const Data data;
   std::vector<std::string> of_tail(2), of_memory(2);
@@ -260,6 +439,52 @@ TEST_CASE("DataParallel: a signal while one rank goes along ends both, with a st
     CHECK(torch::equal(flat(rank.model), flat(ranks[0].model)));
   }
   CHECK(std::filesystem::exists(directory / "states" / "step-000006"));
+}
+
+TEST_CASE("DataParallel: states by the clock of one rank are those of all, after the same updates") {
+  const Data data;
+  const Directory directory;
+  const int timed = GENERATE(0, 1);
+  std::vector<Outcome> ranks(2);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    auto& own = ranks[static_cast<std::size_t>(group.rank())];
+    ga::data::TensorBatches batches(data.inputs, data.targets,
+                                    {.batch_size = 3, .rank = group.rank(), .world_size = group.world_size()});
+    torch::optim::SGD sgd(own.model->parameters(), 0.1);
+    ga::Trainer trainer(
+        own.model, sgd, objective, ga::DataParallel{.group = group},
+        ga::SaveState{
+            .directory = directory / "states", .every_minutes = group.rank() == timed ? 1e-300 : 1e9, .keep_last = 0});
+    own.report = trainer.fit(batches, {.updates = 6});
+  });
+  std::vector<std::int64_t> saved;
+  for (auto& state : ga::detail::StateDirectory(directory / "states").finished()) saved.push_back(state.step);
+  CHECK(saved == std::vector<std::int64_t>{2, 4, 6});  // the other hears of it with the window after
+  for (auto& rank : ranks) CHECK(rank.report.updates == 6);
+}
+
+TEST_CASE("DataParallel: a directory that rank 0 cannot write to ends all before the first update") {
+  const Data data;
+  std::vector<std::string> errors(2);
+  std::vector<int> micro_batches(2);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    const auto rank = static_cast<std::size_t>(group.rank());
+    auto model = make_model();
+    ga::data::TensorBatches batches(data.inputs, data.targets,
+                                    {.batch_size = 3, .rank = group.rank(), .world_size = group.world_size()});
+    torch::optim::SGD sgd(model->parameters(), 0.1);
+    ga::Trainer trainer(
+        model, sgd,
+        [&](auto& net, auto& batch) {
+          ++micro_batches[rank];
+          return objective(net, batch);
+        },
+        ga::DataParallel{.group = group}, ga::SaveState{.directory = "/proc"});
+    errors[rank] = testing::error_of([&] { trainer.fit(batches, {.updates = 6}); });
+  });
+  CHECK(testing::contains(errors[0], "/proc: must be a directory that can be written to"));
+  CHECK(testing::contains(errors[1], "rank 0: /proc: must be a directory that can be written to"));
+  CHECK(micro_batches == std::vector<int>{0, 0});
 }
 
 TEST_CASE("DataParallel: stop at the end of an epoch ends it there; a rank without batches knows the epoch") {

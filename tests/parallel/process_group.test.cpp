@@ -9,7 +9,11 @@
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <signal.h>
 #include <chrono>
+#include <cstddef>
+#include <filesystem>
+#include <fstream>
 #include <limits>
 #include <map>
 #include <optional>
@@ -27,6 +31,18 @@ inner::LaunchEnvironment read(const std::map<std::string, std::string>& variable
     const auto found = variables.find(name);
     return found == variables.end() ? std::nullopt : std::optional(found->second);
   });
+}
+
+/// Returns the threads of this process, and whether each has blocked SIGPIPE.
+std::map<std::string, bool> blocked_by_thread() {
+  std::map<std::string, bool> result;
+  for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::ifstream status(thread.path() / "status");
+    for (std::string line; std::getline(status, line);)
+      if (line.starts_with("SigBlk:"))
+        result[thread.path().filename()] = (std::stoull(line.substr(7), nullptr, 16) >> (SIGPIPE - 1)) % 2 == 1;
+  }
+  return result;
 }
 
 }  // namespace
@@ -53,6 +69,7 @@ TEST_CASE("ProcessGroup: reads what launchers set") {
   const auto kubeflow =
       read({{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "job-master-0"}, {"MASTER_PORT", "23456"}});
   CHECK(kubeflow.rank == 1);
+  CHECK(kubeflow.local_rank == -1);  // host names tell
   CHECK_FALSE(kubeflow.launcher_has_store);
 
   std::map<std::string, std::string> slurm{{"SLURM_PROCID", "5"},
@@ -80,6 +97,93 @@ TEST_CASE("ProcessGroup: reads what launchers set") {
             .rank == 1);
 }
 
+TEST_CASE("ProcessGroup: reads the variables of each launcher, the innermost where one starts another") {
+  struct Launcher {
+    std::string name, rank, world_size, local_rank;
+  };
+  const auto launcher = GENERATE(from_range(
+      std::vector<Launcher>{{"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"},
+                            {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
+                            {"MVAPICH2", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"},
+                            {"MVAPICH 3", "MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE", "MVP_COMM_WORLD_LOCAL_RANK"},
+                            {"MPICH, Intel MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},
+                            {"Cray PALS with PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK"},
+                            {"Cray PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"},
+                            {"jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"},
+                            {"Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"},
+                            {"PMIx", "PMIX_RANK", "WORLD_SIZE", "PMIX_LOCAL_RANK"},
+                            {"srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}}));
+  CAPTURE(launcher.name);
+  std::map<std::string, std::string> variables{{"MASTER_ADDR", "a"},           {"MASTER_PORT", "1"},
+                                               {"SLURM_PROCID", "0"},          {"SLURM_STEP_NUM_TASKS", "2"},
+                                               {"SLURM_STEP_NODELIST", "b,c"}, {"SLURM_JOB_ID", "7"}};
+  variables[launcher.rank] = "5", variables[launcher.world_size] = "8", variables[launcher.local_rank] = "1";
+  const auto found = read(variables);
+  CHECK(found.rank == 5);
+  CHECK(found.world_size == 8);
+  CHECK(found.local_rank == 1);
+  variables.erase(launcher.local_rank);
+  CHECK(read(variables).local_rank == -1);
+  variables.erase("MASTER_ADDR");
+  if (launcher.name == "srun")
+    CHECK(read(variables).address == "b");
+  else  // the step may be of daemons, whose nodes are others on each of them
+    REQUIRE_ERROR("must have MASTER_ADDR", read(variables));
+  if (launcher.name == "srun") return;
+  std::map<std::string, std::string> half{{launcher.rank, "0"}};
+  REQUIRE_ERROR(launcher.rank + " without " + launcher.world_size + "; set both, or neither", read(half));
+  half = {{launcher.world_size, "2"}};
+  REQUIRE_ERROR("the environment has " + launcher.world_size + " without ", read(half));
+}
+
+TEST_CASE("ProcessGroup: a step of srun is one, though its PMI has set its variables, too") {
+  CHECK(read({{"SLURM_PROCID", "5"},
+              {"SLURM_STEP_NUM_TASKS", "8"},
+              {"PMI_RANK", "5"},
+              {"PMI_SIZE", "8"},
+              {"SLURM_STEP_NODELIST", "b,c"},
+              {"SLURM_JOB_ID", "7"}})
+            .address == "b");
+}
+
+TEST_CASE("ProcessGroup: local ranks by host names, each with a device") {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<int> local;
+  for (auto* const host : {"a", "b", "a", "a", "b"}) {
+    const auto rank = static_cast<int>(local.size());
+    store->set("host/" + std::to_string(rank), std::vector<std::uint8_t>{static_cast<std::uint8_t>(*host)});
+    local.push_back(inner::local_rank_by_host(*store, rank, host));
+  }
+  CHECK(local == std::vector{0, 0, 1, 2, 1});
+  store->setTimeout(std::chrono::milliseconds(10));
+  REQUIRE_ERROR("ProcessGroup: rank 5 could not be reached by rank 6: it has not started, or has ended: ",
+                inner::local_rank_by_host(*store, 6, "a"));
+  CHECK(inner::device_index(1, 2) == 1);
+  REQUIRE_ERROR("local rank 1 must have a CUDA device of its own, and this process sees 1", inner::device_index(1, 1));
+}
+
+TEST_CASE("ProcessGroup: a machine whose name leads to a loopback address takes the interface to other ranks") {
+  CHECK(inner::address_towards("127.0.0.1") == "127.0.0.1");
+  CHECK(inner::address_towards("127.0.1.1").starts_with("127.0."));
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto publish = [&](int rank, const std::string& address) {
+    store->set("address/" + std::to_string(rank), std::vector<std::uint8_t>(address.begin(), address.end()));
+  };
+  publish(1, "127.0.0.1");
+  CHECK(inner::reachable_address(*store, "127.0.1.1", "127.0.1.1", 0, 2) == "127.0.0.1");  // all on one machine
+  const std::string elsewhere = "198.51.100.7";                                            // of documentation
+  const auto own = inner::address_towards(elsewhere);
+  publish(1, elsewhere);
+  if (own.empty()) {
+    REQUIRE_ERROR("no interface leads to rank 1 at 198.51.100.7",
+                  inner::reachable_address(*store, "127.0.1.1", "127.0.1.1", 0, 2));
+    return;
+  }
+  CHECK(inner::reachable_address(*store, "127.0.1.1", "127.0.1.1", 0, 2) == own);  // on rank 0's machine
+  CHECK(inner::reachable_address(*store, "127.0.1.1", elsewhere, 2, 3) == own);    // on another
+  CHECK(inner::reachable_address(*store, own, "127.0.1.1", 0, 2) == own);          // the name leads to it
+}
+
 TEST_CASE("ProcessGroup: an environment that does not fit is refused by name") {
   std::map<std::string, std::string> good{
       {"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "a"}, {"MASTER_PORT", "1234"}};
@@ -103,7 +207,7 @@ TEST_CASE("ProcessGroup: an environment that does not fit is refused by name") {
   REQUIRE_ERROR("LOCAL_RANK must be a number from 0 to 1", read(with("LOCAL_RANK", "2")));
   REQUIRE_ERROR("must have MASTER_ADDR", read(without("MASTER_ADDR")));
   REQUIRE_ERROR("must have MASTER_PORT", read(without("MASTER_PORT")));
-  REQUIRE_ERROR("must have RANK", read(without("RANK")));
+  REQUIRE_ERROR("WORLD_SIZE without RANK; set both, or neither", read(without("RANK")));
   REQUIRE_ERROR("RANK without WORLD_SIZE", read(without("WORLD_SIZE")));
 }
 
@@ -234,6 +338,23 @@ TEST_CASE("ProcessGroup: one that ends at once leaves the others connected") {
     tests::as_ranks(3, [&](const ga::ProcessGroup& group) { ++connected[static_cast<std::size_t>(group.rank())]; });
     CHECK(connected == std::vector{1, 1, 1});
   }
+}
+
+TEST_CASE("ProcessGroup: a connection that another process has closed does not end this one by SIGPIPE") {
+  const auto before = blocked_by_thread();
+  std::map<std::string, bool> own;
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    group.barrier();
+    if (group.rank() == 0) own = blocked_by_thread();
+    group.barrier();
+  });
+  std::size_t open = 0, started = 0;
+  for (const auto& [thread, blocked] : own) {
+    started += !before.contains(thread);
+    open += !before.contains(thread) && !blocked;
+  }
+  CHECK(started > 2);
+  CHECK(open == 2);  // the two in which the test runs, whose mask is as it was
 }
 
 TEST_CASE("ProcessGroup: a rank that never comes is named") {

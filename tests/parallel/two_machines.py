@@ -8,6 +8,7 @@ netem nor veth, which many kernels lack, and leaves nothing behind.
 
 Over slow links they must train as on one machine, to the bit. When a process is killed or suspended, or the link is
 lost without a word, both must end by themselves and name what they miss.
+Nobody names the card to them: this host's name leads to neither network, as that of a machine with Debian often does.
 Status 77: networks and cards cannot be made here (it takes root, Linux, and /dev/net/tun).
 """
 
@@ -203,7 +204,7 @@ class Pair:
         self.ranks = []
         for rank, machine in enumerate(self.machines):
             with machine.entered():
-                process = Process(rank, program, directory, MASTER_ADDR="10.77.0.1", GLOO_SOCKET_IFNAME=CARD)
+                process = Process(rank, program, directory, MASTER_ADDR="10.77.0.1")
             self.ranks.append(keep(stack, process))
 
     def wait_until_they_train(self):

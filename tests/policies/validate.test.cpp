@@ -127,7 +127,7 @@ TEST_CASE("Validate: finds what evaluate finds, and training goes on as if there
   torch::manual_seed(3);
   const auto report = trainer.fit(validated.batches, {.epochs = 3});
   CHECK(at::equal(flat(validated.model), flat(plain.model)));
-  CHECK(updates_of(report) == Updates{2, 4, 6, 8});  // 3 windows an epoch
+  CHECK(updates_of(report) == Updates{2, 4, 6, 8, 9});  // 3 windows an epoch
   REQUIRE(expected.size() == 4);
   for (std::size_t i = 0; i < 4; ++i) {
     CHECK(report.validations[i].found["loss"] == Approx(expected[i]).epsilon(1e-12));
@@ -147,9 +147,40 @@ TEST_CASE("Validate: at the end of epochs, and at each update once") {
     return updates_of(trainer.fit(scene.batches, {.epochs = 4}));
   };
   CHECK(updates({}) == Updates{3, 6, 9, 12});
-  CHECK(updates({.every_epochs = 3}) == Updates{9});
+  CHECK(updates({.every_epochs = 3}) == Updates{9, 12});  // and at the end
   CHECK(updates({.every_updates = 3, .every_epochs = 1}) == Updates{3, 6, 9, 12});
   CHECK(updates({.every_updates = 4, .every_epochs = 2}) == Updates{4, 6, 8, 12});
+}
+
+TEST_CASE("Validate: the last is of the parameters that fit leaves, once") {
+  const auto updates = [](ga::FitOptions options, std::int64_t stop_after = -1) {
+    Scene scene;
+    ga::TrainerBase* base = nullptr;
+    std::int64_t batches = 0;
+    struct Stop {
+      ga::TrainerBase*& base;
+      std::int64_t &batches, after;
+      void attach(ga::TrainerBase& to) { base = &to; }
+      void after_backward(ga::Gradients&) {
+        if (++batches == after) base->stop("enough");
+      }
+    };
+    ga::Trainer trainer(scene.model, scene.adam, objective, ga::Accumulate{.steps = 2}, Stop{base, batches, stop_after},
+                        ga::Validate(scene.validation, {.every_updates = 100}));
+    const auto report = trainer.fit(scene.batches, options);
+    if (!report.validations.empty()) {
+      const auto last = trainer.evaluate(scene.validation)["loss"];
+      CHECK(report.validations.back().found["loss"] == Approx(last).epsilon(1e-12));
+    }
+    return updates_of(report);
+  };
+  CHECK(updates({.epochs = 2}) == Updates{6});
+  CHECK(updates({.updates = 4}) == Updates{4});
+  CHECK(updates({.samples = 30}) == Updates{4});
+  CHECK(updates({.updates = 0}).empty());
+  CHECK(updates({.epochs = 9}, 3) == Updates{2});  // in the middle of a window, which is stepped
+  CHECK(updates({.epochs = 9, .tail = ga::Tail::carry}, 3) == Updates{1});
+  CHECK(updates({.epochs = 9, .tail = ga::Tail::drop}, 3) == Updates{1});
 }
 
 TEST_CASE("Validate: of the averages, which are out of the model again afterwards") {
@@ -211,7 +242,7 @@ TEST_CASE("Validate: several, of different names") {
                       ga::Validate(ga::data::TensorBatches(seen.inputs, seen.targets, {.batch_size = 6}),
                                    {.every_updates = 4, .name = "test"}, ga::Accuracy{}));
   const auto report = trainer.fit(scene.batches);
-  REQUIRE(report.validations.size() == 2);
+  REQUIRE(report.validations.size() == 3);  // the last of "test" is that of the end
   CHECK(report.validations[0].name == "test");
   CHECK(report.validations[0]["test/accuracy"].has_value());
   CHECK_FALSE(report.validations[0]["loss"]);
@@ -220,7 +251,7 @@ TEST_CASE("Validate: several, of different names") {
   CHECK_FALSE(report.validations[1]["accuracy"]);
   std::ostringstream text;
   text << report;
-  CHECK_THAT(text.str(), Catch::Contains("Last test, at update 4: accuracy: "));
+  CHECK_THAT(text.str(), Catch::Contains("Last test, at update 6: accuracy: "));
   CHECK_THAT(text.str(), Catch::Contains("Last validation, at update 6: loss: "));
 }
 
@@ -340,6 +371,157 @@ TEST_CASE("Validate: each rank has its share, and the numbers are those of one p
   }
 }
 
+TEST_CASE("Validate: the last is of all ranks, also where one has fewer batches, or stops the others") {
+  struct Stop {
+    std::int64_t after, batches = 0;
+    ga::TrainerBase* trainer = nullptr;
+    void attach(ga::TrainerBase& to) { trainer = &to; }
+    void after_backward(ga::Gradients&) {
+      if (++batches == after) trainer->stop("enough");
+    }
+  };
+  const auto updates = [](std::int64_t rows_of_last, std::int64_t stop_after) {
+    std::vector<Updates> found(2);
+    tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+      const bool is_last = group.rank() == 1;
+      const Data data(is_last ? rows_of_last : 10, 1), unseen(6, 2);
+      ga::data::TensorBatches batches(data.inputs, data.targets, {.batch_size = 2});
+      ga::data::TensorBatches validation(unseen.inputs, unseen.targets, {.batch_size = 2});
+      auto model = make_model();
+      torch::optim::SGD sgd(model->parameters(), 0.01);
+      ga::Trainer trainer(model, sgd, objective, ga::Accumulate{.steps = 2}, ga::DataParallel{.group = group},
+                          Stop{.after = is_last ? stop_after : -1}, ga::Validate(validation, {.every_updates = 100}));
+      found[is_last] = updates_of(trainer.fit(batches, {.epochs = 2}));
+    });
+    CHECK(found[0] == found[1]);
+    return found[0];
+  };
+  CHECK(updates(10, -1) == Updates{6});
+  CHECK(updates(4, -1) == Updates{6});
+  CHECK(updates(10, 5) == Updates{3});
+}
+
+namespace {
+
+/// Changes its tensors in place.
+struct AbsoluteError {
+  std::string_view name = "absolute_error";
+  at::Tensor sum, count;
+  void reset() { sum = torch::zeros({}, at::kDouble), count = sum.clone(); }
+  void add(const ga::Loss& loss) {
+    sum += (loss.output - loss.target).abs().sum();
+    count += loss.target.numel();
+  }
+  void reduce(ga::SumOfRanks all) { all(sum), all(count); }
+  double value() const { return (sum / count).item<double>(); }
+};
+
+const auto regression = [](auto& model, auto& batch) {
+  auto output = model->forward(batch.data);
+  return ga::Loss{torch::mse_loss(output, batch.target), batch.target.size(0)}.with(output, batch.target);
+};
+
+}  // namespace
+
+TEST_CASE("Validate: a metric that changes its tensors in place begins anew each time") {
+  const Directory directory;
+  const Data data(22, 1), unseen(11, 2);
+  const auto target = [](const Data& of) { return of.inputs.sum(1, /*keepdim=*/true); };
+  /// Returns the number of validations, or -1 where one is wrong.
+  const auto train = [&](const ga::ProcessGroup& group, std::int64_t until, std::optional<ga::SaveState> saving) {
+    const auto share = [&](const Data& of) {
+      return ga::data::TensorBatches(of.inputs, target(of),
+                                     {.batch_size = 2, .rank = group.rank(), .world_size = group.world_size()});
+    };
+    auto batches = share(data), validation = share(unseen);
+    torch::nn::Linear model(4, 1);
+    model->to(at::kDouble);
+    {
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : model->parameters()) parameter.fill_(0.25);
+    }
+    torch::optim::SGD sgd(model->parameters(), 0.05);
+    AbsoluteError error;
+    std::vector<double> expected;
+    const auto expect = [&](const ga::Step&) {
+      const torch::NoGradGuard no_grad;
+      expected.push_back((model->forward(unseen.inputs) - target(unseen)).abs().mean().item<double>());
+    };
+    const auto resume = saving ? saving->directory : std::filesystem::path();
+    ga::Trainer trainer(model, sgd, regression, ga::Accumulate{.steps = 4 / group.world_size()},
+                        ga::Validate(validation, {.every_updates = 1}, error), expect, ga::DataParallel{.group = group},
+                        std::move(saving));
+    const auto all = trainer.fit(batches, {.updates = until, .resume = resume}).validations;
+    bool right = all.size() >= expected.size() && !error.count.defined();  // the given one is as it was
+    const auto is_last = [&](double found, std::size_t back) {
+      return std::abs(found - expected[expected.size() - back]) < 1e-11;
+    };
+    for (std::size_t i = 1; right && i <= expected.size(); ++i)
+      right = is_last(all[all.size() - i].found["absolute_error"], i);
+    for (int i = 0; i < 2; ++i)
+      right = right && is_last(trainer.evaluate_on_all(validation, error)["absolute_error"], 1);
+    return right ? static_cast<int>(all.size()) : -1;
+  };
+  const ga::SaveState saving{.directory = directory / "states"};
+  CHECK(train(ga::ProcessGroup(), 3, saving) == 3);
+  CHECK(train(ga::ProcessGroup(), 7, saving) == 7);  // goes on
+  std::vector<int> found(2);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    found[static_cast<std::size_t>(group.rank())] = train(group, 4, std::nullopt);
+  });
+  CHECK(found == std::vector{4, 4});
+}
+
+TEST_CASE("Validate: a metric that is a tensor is in the report, and goes on with it") {
+  const Directory directory;
+  const auto fit = [&](std::int64_t until, bool resume) {
+    Scene scene;
+    ga::Trainer trainer(scene.model, scene.adam, objective,
+                        ga::Validate(scene.validation, {.every_updates = 1}, ga::ConfusionMatrix{}),
+                        ga::SaveState{.directory = directory / "states"});
+    return trainer.fit(scene.batches, {.updates = until, .resume = resume ? directory / "states" : ""}).validations;
+  };
+  const auto first = fit(2, false), same = fit(2, true), all = fit(3, true);
+  REQUIRE((same.size() == 2 && all.size() == 3));
+  CHECK(all[2].found.tensors.at("confusion_matrix").sum().item<double>() == 10);
+  CHECK(at::equal(same[1].found.tensors.at("confusion_matrix"), first[1].found.tensors.at("confusion_matrix")));
+  CHECK((first[0].found.tensors.empty() && all[1].found.tensors.empty()));  // the last one has them
+}
+
+TEST_CASE("Validate: where a limit cuts an epoch, once, and what was not due is not counted") {
+  Scene scene;
+  ga::Trainer trainer(scene.model, scene.adam, objective, ga::Accumulate{.steps = 2}, ga::Validate(scene.validation));
+  const auto report = trainer.fit(scene.batches, {.updates = 4});
+  CHECK(updates_of(report) == Updates{3, 4});
+  CHECK(report.validations.front().due);
+  CHECK_FALSE(report.validations.back().due);
+}
+
+TEST_CASE("EarlyStopping, SaveState: the metric says which is better") {
+  const Directory directory;
+  Scene scene;
+  const auto build = [&](ga::EarlyStopping stopping, auto... metrics) {
+    ga::Trainer trainer(
+        scene.model, scene.adam, objective, stopping, ga::Validate(scene.validation, metrics...),
+        ga::SaveState{
+            .directory = directory / "states", .keep_best = 1, .metric = stopping.metric, .mode = stopping.mode});
+    const auto mode = trainer.template policy<ga::EarlyStopping>().mode;
+    CHECK(trainer.template policy<ga::SaveState>().mode == mode);
+    return mode.value();
+  };
+  CHECK(build({}) == ga::Mode::min);
+  CHECK(build({.metric = "f1"}, ga::F1{}) == ga::Mode::max);
+  CHECK(build({.metric = "validation/f1", .mode = ga::Mode::max}, ga::F1{}) == ga::Mode::max);
+  CHECK(build({.metric = "absolute_error", .mode = ga::Mode::min}, AbsoluteError{}) == ga::Mode::min);
+  REQUIRE_ERROR("EarlyStopping: mode must be ga::Mode::max for 'f1', as its higher_is_better says, or be left out",
+                build({.metric = "f1", .mode = ga::Mode::min}, ga::F1{}));
+  REQUIRE_ERROR("EarlyStopping: mode must be ga::Mode::min for 'loss'", build({.mode = ga::Mode::max}));
+  REQUIRE_ERROR("EarlyStopping: mode must say whether a lower or a higher 'absolute_error' is better",
+                build({.metric = "absolute_error"}, AbsoluteError{}));
+  REQUIRE_ERROR("one of [validation/loss], got 'confusion_matrix'",
+                build({.metric = "confusion_matrix"}, ga::ConfusionMatrix{}));
+}
+
 namespace {
 
 struct Largest {
@@ -422,7 +604,7 @@ TEST_CASE("EarlyStopping: a metric that nobody finds is noticed when the trainer
   };
   build({});
   build({.metric = "validation/accuracy"});
-  REQUIRE_ERROR("one of [validation/loss, validation/accuracy], got 'acc'",
+  REQUIRE_ERROR("one of [validation/accuracy, validation/loss], got 'acc'",
                 build({.metric = "acc", .mode = ga::Mode::max}));
   REQUIRE_ERROR("EarlyStopping: metric must be a number that a ga::Validate of this trainer finds, one of []",
                 ga::Trainer(scene.model, scene.adam, objective, ga::EarlyStopping{}));

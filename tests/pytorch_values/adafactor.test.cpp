@@ -20,9 +20,12 @@ double error_of(const AdafactorBaseline& baseline, const AdafactorBaseline& expe
   std::vector<at::Tensor> parameters;
   for (auto& shape : pytorch_values::adafactor_shapes)
     parameters.push_back(waves(shape, 10 * static_cast<std::int64_t>(parameters.size())).set_requires_grad(true));
-  ga::optim::Adafactor optimizer({parameters[0]}, baseline.matrix);
-  optimizer.add_param_group({std::vector<at::Tensor>(parameters.begin() + 1, parameters.end()),
-                             std::make_unique<ga::optim::AdafactorOptions>(baseline.others)});
+  std::vector<torch::optim::OptimizerParamGroup> groups;  // each with all its options, as Python has them
+  groups.emplace_back(std::vector<at::Tensor>{parameters[0]},
+                      std::make_unique<ga::optim::AdafactorOptions>(baseline.matrix));
+  groups.emplace_back(std::vector<at::Tensor>(parameters.begin() + 1, parameters.end()),
+                      std::make_unique<ga::optim::AdafactorOptions>(baseline.others));
+  ga::optim::Adafactor optimizer(groups);
   double largest = 0;
   for (int step = 0; step < pytorch_values::adafactor_steps; ++step) {
     for (std::size_t i = 0; i < parameters.size(); ++i)

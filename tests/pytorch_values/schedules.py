@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes schedules.hpp: the learning rates of Python's schedulers, and the averages of its AveragedModel.
+"""Writes schedules.hpp: the learning rates of Python's schedulers, ReduceLROnPlateau's too, and AveragedModel's averages.
 
 torch.optim.lr_scheduler's own are run update by update. The schedules of the transformers package are LambdaLR with the
 factors below.
@@ -85,6 +85,37 @@ SCHEDULES = {
 }
 LONG = [0, 1, 99, 100, 101, 1000, 2500, 4000, 4900, 4990, 4998, 4999, 5000, 5001]
 
+# What is watched: it falls, stays, falls by little, rises, is NaN and infinite, and falls again.
+WATCHED = [1.0, 0.8, 0.80001, 0.7999, 0.7998, 0.79, 0.9, math.nan, 0.95, 0.5, 0.5, 0.5, math.inf, 0.5, 0.49999, 0.4995,
+           0.51, 0.2, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.19, 0.1899, 0.5, 0.5, 0.5, -0.1, -0.1, -0.10001, -0.2, -0.1, 0.0,
+           *[-0.1] * 10]
+# name: options of ReduceLROnPlateau; two groups, of PEAK and a tenth of it
+PLATEAUS = {
+    "defaults": {},
+    "patience_0": {"patience": 0, "factor": 0.5},
+    "patience_2": {"patience": 2, "factor": 0.5},
+    "max": {"mode": "max", "patience": 1, "factor": 0.3},
+    "absolute": {"patience": 1, "factor": 0.5, "threshold": 0.05, "threshold_mode": "abs"},
+    "max_absolute": {"mode": "max", "patience": 1, "factor": 0.5, "threshold": 0.1, "threshold_mode": "abs"},
+    "threshold": {"patience": 1, "factor": 0.5, "threshold": 0.1},
+    "threshold_0": {"patience": 1, "factor": 0.5, "threshold": 0.0},
+    "cooldown": {"patience": 1, "factor": 0.5, "cooldown": 3},
+    "min_lr": {"patience": 0, "factor": 0.25, "min_lr": 1e-4},
+    "eps": {"patience": 0, "factor": 0.5, "eps": 1e-4},
+}
+
+
+def plateau_rates(options):
+    """The rates of both groups after each number."""
+    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in (PEAK, PEAK / 10)])
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, **options)
+    rates = []
+    for number in WATCHED:
+        scheduler.step(number)
+        rates += [group["lr"] for group in optimizer.param_groups]
+    return rates
+
+
 UPDATES = 8
 # name: decay, warmup, buffers, rounded to eighths (the arithmetic is then exact, on every machine)
 AVERAGES = {
@@ -126,6 +157,15 @@ def averages(decay, warmup, buffers, eighths):
     return rows
 
 
+def numbers(values):
+    return [Literal("NAN" if math.isnan(value) else "INFINITY") if not math.isfinite(value) else value for value in values]
+
+
+class Literal(str):
+    def __repr__(self):
+        return str(self)
+
+
 def wrapped(values):
     return textwrap.fill(braced(values), 110, initial_indent="\n     ", subsequent_indent="      ") if values else ""
 
@@ -140,6 +180,10 @@ def main():
         sampled = LONG if name.startswith("long") else []
         chosen = [rates[update] for update in sampled or range(last + 1)]
         lines.append(f'    {{"{name}", {{{wrapped(chosen)},{wrapped(sampled) or " {}"}}}}},')
+    lines += ["};", "", f"inline const std::vector<double> watched ={wrapped(numbers(WATCHED))};", "",
+              "inline const std::map<std::string, std::vector<double>> plateaus = {"]
+    for name, options in PLATEAUS.items():
+        lines.append(f'    {{"{name}",{wrapped(plateau_rates(options))}}},')
     lines += ["};", "", f"constexpr int average_updates = {UPDATES};", "", "struct Averages {", "  double decay;",
               "  bool warmup, buffers, eighths;",
               "  std::vector<std::vector<double>> values;  // after each update: parameters, then floating buffers",
@@ -148,7 +192,7 @@ def main():
         rows = ",".join(map(wrapped, averages(*options)))
         lines.append(f'    {{"{name}", {{{", ".join(map(repr, options)).lower()}, {{{rows}}}}}}},')
     lines.append("};")
-    write_header(__file__, [["cstdint", "map", "string", "vector"]], lines)
+    write_header(__file__, [["cmath", "cstdint", "map", "string", "vector"]], lines)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 
 #include <gradaccum/learning_rates.hpp>
 #include <gradaccum/policies/ema.hpp>
+#include <gradaccum/policies/schedule.hpp>
 
 #include "support/waves.hpp"
 
@@ -129,6 +130,48 @@ TEST_CASE("PyTorch's values: the tables tell the schedules apart") {
   CHECK(error_of(one_late, all.at("transformers_cosine")) > 1e-3);
   const ga::lr::Constant own_start{.peak = peak, .warmup = 10};
   CHECK(error_of(own_start, all.at("transformers_constant")) > 1e-3);
+}
+
+TEST_CASE("PyTorch's values: ReduceLROnPlateau") {
+  using Plateau = ga::ReduceLROnPlateau;
+  const std::map<std::string, Plateau> all = {
+      {"defaults", {}},
+      {"patience_0", {.factor = 0.5, .patience = 0}},
+      {"patience_2", {.factor = 0.5, .patience = 2}},
+      {"max", {.mode = ga::Mode::max, .factor = 0.3, .patience = 1}},
+      {"absolute", {.factor = 0.5, .patience = 1, .threshold = 0.05, .relative = false}},
+      {"max_absolute", {.mode = ga::Mode::max, .factor = 0.5, .patience = 1, .threshold = 0.1, .relative = false}},
+      {"threshold", {.factor = 0.5, .patience = 1, .threshold = 0.1}},
+      {"threshold_0", {.factor = 0.5, .patience = 1, .threshold = 0}},
+      {"cooldown", {.factor = 0.5, .patience = 1, .cooldown = 3}},
+      {"min_lr", {.factor = 0.25, .patience = 0, .min_lr = 1e-4}},
+      {"eps", {.factor = 0.5, .patience = 0, .eps = 1e-4}},
+  };
+  const auto rates_of = [](Plateau plateau) {
+    torch::optim::SGD sgd({{{torch::zeros(1)}, std::make_unique<torch::optim::SGDOptions>(peak)},
+                           {{torch::zeros(1)}, std::make_unique<torch::optim::SGDOptions>(peak / 10)}},
+                          torch::optim::SGDOptions(peak));
+    ga::LearningRates rates(sgd);
+    std::vector<double> found;
+    for (const double number : pytorch_values::watched) {
+      plateau.step(number, rates);
+      // Saved and loaded in between, as when a training goes on.
+      ga::Archive saved;
+      saved("plateau", plateau);
+      Plateau other = plateau;
+      other.best = 17, other.num_bad_epochs = 3, other.cooldown_counter = 9;
+      ga::Archive(saved.values())("plateau", other);
+      plateau = other;
+      for (auto& group : sgd.param_groups()) found.push_back(group.options().get_lr());
+    }
+    return found;
+  };
+  for (auto& [name, expected] : pytorch_values::plateaus) {
+    INFO(name);
+    CHECK(rates_of(all.at(name)) == expected);
+    CHECK(rates_of(all.at(name == "threshold" ? "cooldown" : "threshold")) != expected);
+  }
+  CHECK(all.size() == pytorch_values::plateaus.size());
 }
 
 TEST_CASE("PyTorch's values: Ema's averages are those of AveragedModel") {

@@ -29,9 +29,10 @@ endfunction()
 module(build PUBLIC version impl/begin)
 module(types)
 module(kernels PUBLIC mkl_on_amd)
-module(memory PUBLIC memory_meter)
+module(memory PUBLIC memory_meter
+                  USES types)
 module(state PUBLIC archive
-                  USES kernels)
+                  USES types kernels)
 module(window PUBLIC embedding grad_accumulator gradients
                   USES types kernels state)
 module(scaling PUBLIC amp_scaler autocast
@@ -43,16 +44,16 @@ module(checkpoint PUBLIC checkpoint checkpointed_sequential saved_tensor_hooks
 module(data PUBLIC data/
                   USES types kernels memory state)
 module(fitting
-                  USES memory state scaling checkpoint data)
+                  USES types memory state scaling checkpoint data)
 module(io PUBLIC io/
                   USES types kernels state)
 module(watching PUBLIC profiler progress_line run_page summary_writer
-                  USES kernels memory state io)
+                  USES types kernels memory state io)
 module(parallel PUBLIC process_group replicas
                   USES types state window data)
 module(verification PUBLIC verify_accumulation
                   USES types window data)
-module(compilation PUBLIC compiled_step
+module(compilation PUBLIC compiled_step graphed_step
                   USES types kernels memory window scaling checkpoint data io)
 module(trainer PUBLIC fit_options metrics policies policies/ policy trainer trainer_base training_state
                   USES types kernels memory state window scaling optimizers checkpoint data fitting io watching parallel)

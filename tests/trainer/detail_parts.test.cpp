@@ -343,7 +343,7 @@ TEST_CASE("module_of: a module, a holder, a pointer") {
   CHECK(&inner::module_of(holder) == holder.get());
   auto shared = holder.ptr();
   CHECK(&inner::module_of(shared) == holder.get());
-  STATIC_REQUIRE_FALSE(inner::model<int>);
-  STATIC_REQUIRE_FALSE(inner::model<at::Tensor>);
-  STATIC_REQUIRE_FALSE(inner::model<std::unique_ptr<int>>);
+  STATIC_REQUIRE_FALSE(ga::model<int>);
+  STATIC_REQUIRE_FALSE(ga::model<at::Tensor>);
+  STATIC_REQUIRE_FALSE(ga::model<std::unique_ptr<int>>);
 }

@@ -201,5 +201,5 @@ TEST_CASE("FitReport: on a CPU, with losses of NaN, and nothing measured") {
         "Samples/second: inf\n"
         "CPU memory occupied: 254 MB.\n"
         "Epochs: 1, updates: 2, skipped: 0\n"
-        "Micro-batches left out for a loss of NaN or infinity: 4, the first: batch 7\n");
+        "Micro-batches left out for a loss or gradient of NaN or infinity: 4, the first: batch 7\n");
 }

@@ -3,7 +3,12 @@
 
 #include <gradaccum/metrics.hpp>
 
+#include "support/ranks.hpp"
+
+#include <array>
+#include <atomic>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <sstream>
 
@@ -101,13 +106,190 @@ TEST_CASE("Accuracy: what does not go together is refused") {
   REQUIRE_ERROR("Accuracy: needs the model's output", accuracy.add(loss_with({}, torch::zeros({1}))));
   REQUIRE_ERROR("Accuracy: an output of shape [4, 3] with classes in dim 1 needs a target of shape [4], got [3]",
                 accuracy.add(loss_with(logits, torch::zeros({3}, at::kLong))));
-  REQUIRE_ERROR("needs a target of shape [4], got [4, 1]",
-                accuracy.add(loss_with(logits, torch::zeros({4, 1}, at::kLong))));
-  REQUIRE_ERROR("Accuracy: dim must be one of the output, of shape [4], got 1",
-                accuracy.add(loss_with(logits.select(1, 0), torch::zeros({4}, at::kLong))));
+  REQUIRE_ERROR("an output of shape [4] with one score for each target needs a target of that shape, got [3]",
+                accuracy.add(loss_with(logits.select(1, 0), torch::zeros({3}, at::kLong))));
+  REQUIRE_ERROR("a target of classes must have integers, got Float; convert it with .to(torch::kLong)",
+                accuracy.add(loss_with(logits, torch::zeros({4}))));
+  REQUIRE_ERROR("Accuracy: task must say what a target of the output's shape [4, 3] is: ga::Task::multilabel, or",
+                accuracy.add(loss_with(logits, torch::zeros({4, 3}))));
   ga::Accuracy other{.dim = -3};
-  REQUIRE_ERROR("of shape [4, 3], got -3", other.add(loss_with(logits, torch::zeros({4}, at::kLong))));
+  REQUIRE_ERROR("of shape [4, 3] with one score for each target needs a target of that shape, got [4]",
+                other.add(loss_with(logits, torch::zeros({4}, at::kLong))));
+  ga::Accuracy classes{.task = ga::Task::multiclass}, labels{.dim = 2, .task = ga::Task::multilabel};
+  REQUIRE_ERROR("Accuracy: needs an output with several classes in dim 1 for this task, got one of shape [4]",
+                classes.add(loss_with(logits.select(1, 0), torch::zeros({4}, at::kLong))));
+  REQUIRE_ERROR("several classes in dim 2 for this task, got one of shape [4, 3]",
+                labels.add(loss_with(logits, torch::zeros({4, 3}))));
   CHECK_FALSE(accuracy.right.defined());
+}
+
+TEST_CASE("Accuracy: one score a row, above the threshold or not") {
+  const auto scores = torch::tensor({-1.0, 2.0, 0.5, -4.0, 0.0});
+  const auto column = scores.unsqueeze(1);
+  const auto target = torch::tensor({0, 1, 0, 1, 0});  // right, right, wrong, wrong, right
+  CHECK(accuracy_of({}, {{column, target.unsqueeze(1).to(at::kFloat)}}) == 0.6);
+  CHECK(accuracy_of({}, {{column, target}}) == 0.6);
+  CHECK(accuracy_of({}, {{scores, target.to(at::kBool)}}) == 0.6);
+  CHECK(accuracy_of({}, {{scores, target.unsqueeze(1).to(at::kByte)}}) == 0.6);
+  CHECK(accuracy_of({}, {{scores.slice(0, 0, 1), target.slice(0, 0, 1)}, {column.slice(0, 1), target.slice(0, 1)}}) ==
+        0.6);  // the last batch may be of one row
+  CHECK(accuracy_of({.threshold = 0.5}, {{column.sigmoid(), target}}) == 0.6);
+  CHECK(accuracy_of({}, {{column.sigmoid(), target}}) == 0.4);                          // all are above 0
+  CHECK(accuracy_of({}, {{scores, torch::tensor({0.1, 0.9, 0.2, 0.8, 0.3})}}) == 0.6);  // smoothed
+  CHECK(accuracy_of({}, {{scores, torch::tensor({-100, 1, 0, -100, 0})}}) == 2.0 / 3);
+  CHECK(accuracy_of({}, {{torch::full({2, 1}, not_a_number), torch::tensor({0, 1})}}) == 0.0);
+  CHECK(accuracy_of({.task = ga::Task::binary}, {{scores.reshape({1, 5}), target.reshape({1, 5})}}) == 0.6);
+  // a mask of pixels, with and without its dimension of one class
+  const auto pixels = scores.slice(0, 0, 4).reshape({1, 1, 2, 2}), mask = target.slice(0, 0, 4).reshape({1, 2, 2});
+  CHECK(accuracy_of({}, {{pixels, mask}}) == 0.5);
+  CHECK(accuracy_of({}, {{pixels, mask.unsqueeze(1).to(at::kFloat)}}) == 0.5);
+  REQUIRE_ERROR(
+      "Accuracy: targets must be classes that the output has a score of, or from 0 to 1 where each has a "
+      "score, got 2 others",
+      accuracy_of({}, {{column, torch::tensor({0, 2, 1, -3, 0})}}));
+}
+
+TEST_CASE("Accuracy: targets in a column, probabilities, labels, and pixels") {
+  CHECK(accuracy_of({}, {{logits, torch::tensor({0, 1, 0, 1}).unsqueeze(1)}}) == 0.5);
+  const auto soft = torch::tensor({{0.6, 0.3, 0.1}, {0.2, 0.5, 0.3}, {0.8, 0.1, 0.1}, {0.9, 0.1, 0.0}});  // 0, 1, 0, 0
+  CHECK(accuracy_of({.task = ga::Task::multiclass}, {{logits, soft}}) == 0.75);
+  CHECK(accuracy_of({.task = ga::Task::multiclass}, {{logits, soft.ge(0.5)}}) == 0.75);
+  const auto labels = torch::tensor({{1, 1, 0}, {0, 0, 0}, {1, 0, 1}, {-100, 0, 0}});
+  const auto scores = logits.sub(0.1);  // {1, 1, 0}, {0, 1, 1}, {1, 0, 1}, {1, 1, 0}
+  CHECK(accuracy_of({.task = ga::Task::multilabel}, {{scores, labels.to(at::kFloat)}}) == 8.0 / 11);
+  torch::manual_seed(0);
+  const auto output = torch::randn({2, 3, 4, 5});
+  const auto target = torch::randint(3, {2, 4, 5});
+  const auto expected = counted(output.flatten(2), target.flatten(1), -100);
+  CHECK(accuracy_of({}, {{output, target}}) == expected);
+  CHECK(accuracy_of({}, {{output, target.unsqueeze(1).to(at::kByte)}}) == expected);
+  CHECK(accuracy_of({.dim = -1}, {{output.movedim(1, -1), target.unsqueeze(-1)}}) == expected);
+  auto nan = logits.clone();
+  nan[0][0] = not_a_number;
+  CHECK(accuracy_of({}, {{nan, torch::tensor({0, 1, 2, 0})}}) == 0.75);
+  REQUIRE_ERROR("got 1 others; leave them out by ignore_index",
+                accuracy_of({}, {{logits, torch::tensor({0, 1, 3, 0})}}));
+}
+
+namespace {
+
+/// Adds batches up, of sizes that differ.
+template <class Metric>
+Metric filled(Metric metric, const at::Tensor& output, const at::Tensor& target) {
+  for (const auto& [from, to] : std::vector<std::pair<std::int64_t, std::int64_t>>{{0, 1}, {1, 3}, {3, output.size(0)}})
+    metric.add(loss_with(output.slice(0, from, to), target.slice(0, from, to)));
+  return metric;
+}
+
+/// Highest scores at these classes.
+at::Tensor finds(const std::vector<std::int64_t>& classes) {
+  return at::one_hot(torch::tensor(classes), 3).to(at::kFloat);
+}
+
+using Scores = std::array<double, 3>;
+
+Scores scores_of(const at::Tensor& output, const at::Tensor& target, ga::Average average,
+                 std::optional<ga::Task> task = {}) {
+  return {filled(ga::Precision{.task = task, .average = average}, output, target).value(),
+          filled(ga::Recall{.task = task, .average = average}, output, target).value(),
+          filled(ga::F1{.task = task, .average = average}, output, target).value()};
+}
+
+void check_scores(const Scores& found, const Scores& expected) {
+  for (std::size_t i = 0; i < 3; ++i) CHECK(found[i] == Approx(expected[i]));
+}
+
+}  // namespace
+
+TEST_CASE("Precision, Recall, F1: of classes, as scikit-learn's documentation has them") {
+  const auto target = torch::tensor({0, 1, 2, 0, 1, 2}), output = finds({0, 2, 1, 0, 0, 1});
+  check_scores(scores_of(output, target, ga::Average::macro), {2.0 / 9, 1.0 / 3, 4.0 / 15});
+  check_scores(scores_of(output, target, ga::Average::micro), {1.0 / 3, 1.0 / 3, 1.0 / 3});
+  check_scores(scores_of(output, target, ga::Average::weighted), {2.0 / 9, 1.0 / 3, 4.0 / 15});
+  // 2 is neither found nor wanted; of 0 there are 3, of which 2 are found, and one more
+  const auto two = torch::tensor({0, 0, 0, 1, 1, -100});
+  check_scores(scores_of(finds({0, 0, 1, 0, 1, 2}), two, ga::Average::macro),
+               {(2.0 / 3 + 0.5) / 2, (2.0 / 3 + 0.5) / 2, (2.0 / 3 + 0.5) / 2});
+  check_scores(scores_of(finds({0, 0, 1, 0, 1, 2}), two, ga::Average::weighted), {0.6, 0.6, 0.6});
+}
+
+TEST_CASE("Precision, Recall, F1: of yes and no, and of labels") {
+  const auto target = torch::tensor({1, 1, 1, 0, 0, -100});
+  const auto scores = torch::tensor({1.0, 2.0, -1.0, 3.0, -1.0, 5.0});  // right: 2, found: 3, wanted: 3
+  for (const auto average : {ga::Average::macro, ga::Average::micro, ga::Average::weighted}) {
+    check_scores(scores_of(scores.unsqueeze(1), target, average), {2.0 / 3, 2.0 / 3, 2.0 / 3});
+    check_scores(scores_of(scores.sub(1.5), target, average), {0.5, 1.0 / 3, 0.4});
+    check_scores(scores_of(scores.sub(9), target, average), {0, 0, 0});  // none is found
+  }
+  const auto labels = torch::tensor({{0, 1, 0}, {1, 0, 1}, {1, 0, 0}, {1, 1, 0}});
+  const auto found = torch::tensor({{0, 0, 1}, {1, 0, 1}, {0, 0, 0}, {1, 1, 0}}).mul(2).sub(1).to(at::kFloat);
+  // right, found, wanted: 2, 2, 3; 1, 1, 2; 1, 2, 1
+  const auto task = ga::Task::multilabel;
+  check_scores(scores_of(found, labels, ga::Average::macro, task),
+               {(1 + 1 + 0.5) / 3, (2.0 / 3 + 0.5 + 1) / 3, (0.8 + 2.0 / 3 + 2.0 / 3) / 3});
+  check_scores(scores_of(found, labels, ga::Average::micro, task), {0.8, 4.0 / 6, 8.0 / 11});
+  check_scores(scores_of(found, labels, ga::Average::weighted, task),
+               {(3 + 2 + 0.5) / 6, 4.0 / 6, (3 * 0.8 + 2 * 2.0 / 3 + 2.0 / 3) / 6});
+  CHECK(std::isnan(ga::F1{}.value()));
+  REQUIRE_ERROR("F1: targets must be classes that the output has a score of",
+                filled(ga::F1{}, finds({0, 1, 2, 0}), torch::tensor({0, 1, 3, 0})).value());
+}
+
+TEST_CASE("ConfusionMatrix: wanted and found, as scikit-learn's and torchmetrics' documentation have them") {
+  const auto of = [](std::vector<std::int64_t> numbers, std::vector<std::int64_t> shape) {
+    return torch::tensor(numbers).reshape(shape);
+  };
+  const auto target = torch::tensor({2, 0, 2, 2, 0, 1});
+  CHECK(at::equal(filled(ga::ConfusionMatrix{}, finds({0, 0, 2, 2, 0, 2}), target).value(),
+                  of({2, 0, 0, 0, 0, 1, 1, 0, 2}, {3, 3})));
+  CHECK(at::equal(filled(ga::ConfusionMatrix{.ignore_index = 2}, finds({0, 0, 2, 2, 0, 2}), target).value(),
+                  of({2, 0, 0, 0, 0, 1, 0, 0, 0}, {3, 3})));
+  const auto scores = torch::tensor({1.0, 2.0, -1.0, 3.0, -1.0, 5.0});
+  CHECK(at::equal(filled(ga::ConfusionMatrix{}, scores, torch::tensor({1, 1, 1, 0, 0, 0})).value(),
+                  of({1, 2, 1, 2}, {2, 2})));
+  const auto found = torch::tensor({{0, 0, 1}, {1, 0, 1}}).mul(2).sub(1).to(at::kFloat);
+  ga::ConfusionMatrix labels{.task = ga::Task::multilabel};
+  labels.add(loss_with(found, torch::tensor({{0, 1, 0}, {1, 0, 1}})));
+  CHECK(at::equal(labels.value(), of({1, 0, 0, 1, 1, 0, 1, 0, 0, 1, 0, 1}, {3, 2, 2})));
+  CHECK(ga::ConfusionMatrix{}.value().numel() == 0);
+}
+
+TEST_CASE("Metrics of classes: over ranks as of all together, also where one has no batch") {
+  torch::manual_seed(0);
+  const auto output = torch::randn({7, 3}), target = torch::randint(3, {7}), labels = torch::randint(2, {7, 3});
+  const auto on_ranks = [&](auto metric, const at::Tensor& targets,
+                            const std::function<void(decltype(metric)&)>& check) {
+    tests::as_ranks(3, [&](const ga::ProcessGroup& group) {
+      auto own = metric;
+      if (group.rank() == 0) own.add(loss_with(output.slice(0, 0, 2), targets.slice(0, 0, 2)));
+      if (group.rank() == 2) own.add(loss_with(output.slice(0, 2), targets.slice(0, 2)));
+      own.reduce([&](at::Tensor& part) { group.all_reduce(part); });
+      check(own);
+    });
+  };
+  std::atomic<int> checked = 0;
+  const auto numbers = [&](auto metric, const at::Tensor& targets) {
+    const auto whole = filled(metric, output, targets).value();
+    on_ranks(metric, targets, [&, whole](auto& own) { checked += own.value() == whole; });
+  };
+  numbers(ga::Accuracy{}, target);
+  numbers(ga::Precision{.average = ga::Average::weighted}, target);
+  numbers(ga::Recall{}, target);
+  numbers(ga::F1{}, target);
+  numbers(ga::F1{.task = ga::Task::multilabel, .average = ga::Average::micro}, labels);
+  CHECK(checked == 15);
+  for (const auto task : {ga::Task::multiclass, ga::Task::multilabel}) {
+    const auto& targets = task == ga::Task::multiclass ? target : labels;
+    const auto whole = filled(ga::ConfusionMatrix{.task = task}, output, targets).value();
+    on_ranks(ga::ConfusionMatrix{.task = task}, targets, [&](auto& own) { checked += at::equal(own.value(), whole); });
+  }
+  CHECK(checked == 21);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    ga::F1 own;
+    own.reduce([&](at::Tensor& part) { group.all_reduce(part); });
+    checked += std::isnan(own.value());
+  });
+  CHECK(checked == 23);
 }
 
 TEST_CASE("MeanLoss: weighted by items") {
@@ -136,6 +318,7 @@ struct Largest {
 struct Named {
   std::string name;
   double asked = 0;
+  void reset() { asked = 0; }
   void add(const ga::Loss&) { ++asked; }
   double value() const { return asked; }
 };
@@ -146,6 +329,19 @@ struct NoName {
 struct NoAdd {
   static constexpr std::string_view name = "no_add";
   double value() const { return 0; }
+};
+/// Changes a tensor in place, which copies share.
+struct InPlace {
+  std::string_view name = "in_place";
+  at::Tensor count = torch::zeros({}, at::kDouble);
+  void add(const ga::Loss&) { count += 1; }
+  double value() const { return count.item<double>(); }
+};
+struct InPlaceWithReset : InPlace {
+  void reset() { count.zero_(); }
+};
+struct Renamed : ga::Accuracy {
+  static constexpr std::string_view name = "renamed";
 };
 struct NoNumber {
   static constexpr std::string_view name = "no_number";
@@ -160,6 +356,9 @@ TEST_CASE("metric: what is one, and what is none") {
   STATIC_REQUIRE(ga::metric<ga::Accuracy>);
   STATIC_REQUIRE(ga::metric<Largest>);
   STATIC_REQUIRE(ga::metric<Named>);
+  STATIC_REQUIRE(ga::metric<ga::F1>);
+  STATIC_REQUIRE(ga::metric<ga::ConfusionMatrix>);
+  STATIC_REQUIRE(ga::metric<Renamed>);
   STATIC_REQUIRE_FALSE(ga::metric<NoName>);
   STATIC_REQUIRE_FALSE(ga::metric<NoAdd>);
   STATIC_REQUIRE_FALSE(ga::metric<NoNumber>);
@@ -180,6 +379,34 @@ TEST_CASE("Evaluator: the mean loss, and what else was asked for") {
   CHECK(result.items == 4);
   CHECK(result.samples == 8);
   CHECK(result.seconds > 0);
+}
+
+TEST_CASE("Evaluator: each evaluation begins with the metric as it was given") {
+  const auto evaluate = [](const auto& metric) {
+    inner::Evaluator evaluator(metric);
+    for (int i = 0; i < 2; ++i) evaluator.add(ga::Loss{torch::tensor(1.0), 1}, 1);
+    return evaluator.result()[metric.name];
+  };
+  const Largest given{.largest = 7};
+  const InPlaceWithReset resettable;
+  for (int i = 0; i < 3; ++i) {
+    CHECK(evaluate(given) == 7);
+    CHECK(evaluate(resettable) == 2);
+  }
+  STATIC_REQUIRE_FALSE(inner::resettable<InPlace>);  // which is_metric refuses, see tests/compile_fail
+  STATIC_REQUIRE_FALSE(std::is_trivially_copyable_v<InPlace>);
+  CHECK(inner::mode_told_by(ga::F1{}) == ga::Mode::max);
+  CHECK(inner::mode_told_by(ga::MeanLoss{}) == ga::Mode::min);
+  CHECK_FALSE(inner::mode_told_by(given));
+}
+
+TEST_CASE("Evaluator: a metric may be a tensor") {
+  inner::Evaluator evaluator(ga::ConfusionMatrix{}, Renamed{});
+  evaluator.add(ga::Loss{torch::tensor(1.0), 4}.with(logits, torch::tensor({0, 1, 2, 1})), 4);
+  const auto result = evaluator.result();
+  CHECK(at::equal(result.tensors.at("confusion_matrix"), torch::tensor({{1, 0, 0}, {1, 1, 0}, {0, 0, 1}})));
+  CHECK(result.metrics.size() == 2);
+  CHECK(result["renamed"] == 0.75);
 }
 
 TEST_CASE("Evaluator: two metrics of one name are refused") {
@@ -211,4 +438,12 @@ TEST_CASE("Accuracy and MeanLoss: on a device", "[cuda]") {
   mean.add(ga::Loss{torch::tensor(5.0).cuda(), 3});
   mean.add(ga::Loss{torch::tensor(not_a_number).cuda(), 0});
   CHECK(mean.value() == 4.0);
+}
+
+TEST_CASE("Metrics of classes: on a device as on the host", "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
+  const auto target = torch::tensor({0, 1, 2, 0, 1, 2}), output = finds({0, 2, 1, 0, 0, 1});
+  check_scores(scores_of(output.cuda(), target.cuda(), ga::Average::macro), {2.0 / 9, 1.0 / 3, 4.0 / 15});
+  const auto matrix = filled(ga::ConfusionMatrix{}, output, target).value();
+  CHECK(at::equal(filled(ga::ConfusionMatrix{}, output.cuda(), target.cuda()).value(), matrix));
 }

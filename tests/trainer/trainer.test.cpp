@@ -599,7 +599,7 @@ TEST_CASE("Trainer: a loss of NaN is an error that says where, before the parame
   CHECK(probe.moved() == 4.0);  // each window is the mean of those that were left
   std::ostringstream text;
   text << report;
-  CHECK(contains(text.str(), "left out for a loss of NaN or infinity: 1, the first: batch 3 of epoch 1"));
+  CHECK(contains(text.str(), "left out for a loss or gradient of NaN or infinity: 1, the first: batch 3 of epoch 1"));
 
   CHECK(with_offset.fit(batches, {.on_nan = ga::OnNan::ignore}).updates == 3);
   const auto twice = with_offset.fit(std::vector<double>{0.0, bad, 0.0, bad}, {.on_nan = ga::OnNan::skip});

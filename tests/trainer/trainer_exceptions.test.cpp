@@ -11,6 +11,7 @@
 #include "support/breaks.hpp"
 #include "support/models.hpp"
 
+#include <cmath>
 #include <map>
 #include <string>
 
@@ -41,9 +42,9 @@ struct Throws {
   void on_epoch_end(std::int64_t) { hook("on_epoch_end"); }
 };
 
-const std::vector<std::string> hooks{"forward_scope", "before_backward", "ready",            "after_backward",
-                                     "before_close",  "scale_gradients", "reduce_gradients", "before_step",
-                                     "after_window",  "after_step",      "on_epoch_begin",   "on_epoch_end"};
+const std::vector<std::string> hooks{
+    "forward_scope",    "before_backward", "ready",        "after_backward", "before_close",   "scale_gradients",
+    "reduce_gradients", "before_step",     "after_window", "after_step",     "on_epoch_begin", "on_epoch_end"};
 
 const auto objective = [](auto& net, auto& batch) { return loss_of(net, batch); };
 
@@ -246,4 +247,63 @@ TEST_CASE("Trainer: skipped windows move neither schedule nor average, and are n
   CHECK(windows[1].update == 1);
   CHECK(windows[2].lr == 0.1 / 2);
   CHECK(trainer.policy<ga::MixedPrecision>().amp_scaler->get_scale() == 256.0);
+}
+
+TEST_CASE("Trainer: batches that carry a graph are an error with the batch's number, which says to detach them") {
+  auto model = make_model();
+  torch::optim::SGD sgd(model->parameters(), 0.01);
+  auto batches = make_batches({3, 4});
+  const auto weight = torch::ones({1}, at::kDouble).requires_grad_();
+  batches[1].data = (batches[1].data * weight).sin();
+  ga::Trainer trainer(model, sgd, objective);
+  const auto error = error_of([&] { trainer.fit(batches, {.epochs = 2}); });
+  CHECK(contains(error, "detach() its tensors"));
+  CHECK(contains(error, "in batch 1 of epoch 1"));
+  batches[1].data = batches[1].data.detach();
+  CHECK(trainer.fit(batches).updates == 2);
+}
+
+/// Adds losses up, as a metric may; 1 if their graphs stay.
+struct SumOfLosses {
+  static constexpr std::string_view name = "graphs";
+  void add(const ga::Loss& loss) { sum = sum.defined() ? sum + loss.mean : loss.mean * 1; }
+  double value() const { return sum.requires_grad() ? 1 : 0; }
+  void reset() { sum = at::Tensor(); }
+  at::Tensor sum;
+};
+
+// The loss of a physics-informed network: of the values, and of a differential equation, u'' = -u, at random points.
+TEST_CASE("Trainer: an objective that differentiates is trained, and evaluated with gradients enabled") {
+  const auto physics = [](auto& net, auto& batch) {
+    const auto points = batch.data.clone().requires_grad_();
+    const auto u = net->forward(points);
+    const auto slope = torch::autograd::grad({u.sum()}, {points}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+    const auto second = torch::autograd::grad({slope.sum()}, {points}, {}, true, /*create_graph=*/true)[0];
+    return torch::mse_loss(u, batch.target) + (second.sum(1, true) + u).square().mean();
+  };
+  auto model = make_model();
+  torch::optim::SGD sgd(model->parameters(), 0.01);
+  const auto batches = make_batches({3, 4, 5});
+  {
+    ga::Trainer trainer(model, sgd, physics, ga::Accumulate{.steps = 2});
+    CHECK(trainer.fit(batches).updates == 2);
+    REQUIRE_ERROR("ga::WithGradients()", trainer.evaluate(batches));
+    const auto found = trainer.evaluate(batches, ga::WithGradients(), SumOfLosses());
+    CHECK(found["graphs"] == 0);
+    double sum = 0, rows = 0;
+    for (auto& batch : batches) {
+      const auto loss = physics(model, batch).template item<double>();
+      const auto samples = static_cast<double>(batch.data.size(0));
+      sum += loss * samples, rows += samples;
+    }
+    CHECK(std::abs(found["loss"] - sum / rows) < 1e-12);
+    CHECK(found.samples == 12);
+    CHECK_FALSE(has_gradients(model));
+    CHECK(model->is_training());
+    CHECK(at::GradMode::is_enabled());
+  }
+  ga::Trainer trainer(model, sgd, physics, ga::Validate(batches, {.every_updates = 1}, ga::WithGradients()));
+  CHECK(trainer.fit(batches).validations.size() == 3);
+  ga::Trainer without(model, sgd, physics, ga::Validate(batches));
+  REQUIRE_ERROR("ga::WithGradients()", without.fit(batches));
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/trainer/stop_signals.hpp>
+#include <gradaccum/detail/trainer/loop.hpp>
 #include <gradaccum/policies/save_state.hpp>
 
 #include <array>
@@ -70,21 +70,21 @@ TEST_CASE("StopSignals: signals are noted, and what was there before comes back"
   const Handler interrupt(SIGINT, SIG_DFL), terminate(SIGTERM, SIG_DFL);  // Catch2 has its own
   for (const int signal : {SIGINT, SIGTERM}) {
     {
-      const StopSignals signals;
-      CHECK(StopSignals::received() == 0);
+      StopSignals signals({SIGINT, SIGTERM});
+      CHECK(signals.received() == 0);
       std::raise(signal);
-      CHECK(StopSignals::received() == signal);
+      CHECK(signals.received() == signal);
       {
-        const StopSignals inner;  // notes no second time
-        CHECK(StopSignals::received() == signal);
+        StopSignals inner({SIGINT, SIGTERM});  // notes no second time
+        CHECK(inner.received() == signal);
       }
       CHECK(action_of(signal).sa_handler != SIG_DFL);
       if (signal == SIGINT) std::raise(SIGTERM);  // and the other way about, the program would end
-      CHECK(StopSignals::received() == signal);   // the first
+      CHECK(signals.received() == signal);   // the first
     }
     CHECK(action_of(signal).sa_handler == SIG_DFL);
-    const StopSignals next;
-    CHECK(StopSignals::received() == 0);
+    StopSignals next({SIGINT, SIGTERM});
+    CHECK(next.received() == 0);
   }
 }
 
@@ -93,7 +93,7 @@ TEST_CASE("StopSignals: a handler of the user's own is called as well, once a si
   detailed_calls = 0;
   const Handler own_plain(SIGINT, plain), own_detailed(SIGTERM, detailed);
   {
-    const StopSignals signals;
+    StopSignals signals({SIGINT, SIGTERM});
     std::raise(SIGTERM);
     CHECK(detailed_calls == 1);
     CHECK(sender == ::getpid());
@@ -103,10 +103,10 @@ TEST_CASE("StopSignals: a handler of the user's own is called as well, once a si
   }  // nobody has asked for it
   CHECK(detailed_calls == 2);
   {
-    const StopSignals signals;
+    StopSignals signals({SIGINT, SIGTERM});
     std::raise(SIGINT);
     CHECK(plain_calls == 1);
-    CHECK(StopSignals::received() == SIGINT);
+    CHECK(signals.received() == SIGINT);
   }
   CHECK(plain_calls == 1);
   CHECK(action_of(SIGINT).sa_handler == plain);
@@ -115,11 +115,11 @@ TEST_CASE("StopSignals: a handler of the user's own is called as well, once a si
 
 TEST_CASE("StopSignals: a signal that was ignored stays ignored") {
   const Handler ignored(SIGINT, SIG_IGN), terminate(SIGTERM, SIG_DFL);
-  const StopSignals signals;
+  StopSignals signals({SIGINT, SIGTERM});
   std::raise(SIGINT);
-  CHECK(StopSignals::received() == 0);
+  CHECK(signals.received() == 0);
   std::raise(SIGTERM);
-  CHECK(StopSignals::received() == SIGTERM);
+  CHECK(signals.received() == SIGTERM);
 }
 
 TEST_CASE("StopSignals: one that nobody asks for ends the program after all, and so does a second SIGINT") {
@@ -132,17 +132,17 @@ TEST_CASE("StopSignals: one that nobody asks for ends the program after all, and
   };
   for (const int signal : {SIGINT, SIGTERM}) {
     const auto noted = [&](bool asked) {
-      const StopSignals signals;
+      StopSignals signals({SIGINT, SIGTERM});
       std::raise(signal);
-      if (asked) StopSignals::received();
+      if (asked) signals.received();
     };
     CHECK(child([&] { noted(false); }) == 128 + signal);
     CHECK(child([&] { noted(true); }) == 0);
   }
   const auto twice = [](int first, int second) {
-    const StopSignals signals;
+    StopSignals signals({SIGINT, SIGTERM});
     std::raise(first);
-    StopSignals::received();
+    signals.received();
     std::raise(second);
   };
   CHECK(child([&] { twice(SIGINT, SIGINT); }) == 128 + SIGINT);

@@ -46,7 +46,7 @@ class Bits {
   void add_optimizer(torch::optim::Optimizer& optimizer, const torch::nn::Module& model) {
     namespace inner = gradaccum::detail;
     for (auto& group : optimizer.param_groups()) add("lr", group.options().get_lr());
-    if (auto* itself = dynamic_cast<inner::NamesItsState*>(&optimizer))
+    if (auto* itself = dynamic_cast<gradaccum::optim::OnePass*>(&optimizer))
       return add_all("optimizer", itself->named_state(model.named_parameters()));
     add_all("optimizer", inner::named_state_of(optimizer, inner::NameOf(model.named_parameters())));
   }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
+#include <gradaccum/autocast.hpp>
 #include <gradaccum/data/length_buckets.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
 #include <gradaccum/verify_accumulation.hpp>
@@ -155,6 +156,40 @@ struct Block : torch::nn::Module {
 const auto contrastive_loss = [](auto& model, const auto& batch) {
   const auto scores = model->forward(batch.data).matmul(batch.target.t());
   return torch::cross_entropy_loss(scores, torch::arange(scores.size(0)));
+};
+
+// Divides by the largest values so far, which a member holds and no buffer.
+struct RunningMax : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) {
+    const auto now = x.detach().abs().amax(0, /*keepdim=*/true);
+    most = most.defined() ? torch::max(most, now) : now;
+    return x / most;
+  }
+  at::Tensor most;
+};
+
+// Reads sequences, and begins with the state that the rows before left if there were as many.
+struct Reader : torch::nn::Module {
+  Reader()
+      : lstm(register_module("lstm", torch::nn::LSTM(torch::nn::LSTMOptions(4, 6).batch_first(true)))),
+        last(register_module("last", linear(6, 3))) {
+    to(at::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    if (!h.defined() || h.size(1) != x.size(0)) h = c = torch::zeros({1, x.size(0), 6}, at::kDouble);
+    auto [out, next] = lstm->forward(x, std::make_tuple(h, c));
+    h = std::get<0>(next).detach(), c = std::get<1>(next).detach();
+    return last->forward(out.select(1, -1));
+  }
+  torch::nn::LSTM lstm;
+  torch::nn::Linear last;
+  at::Tensor h, c;
+};
+
+// Dice's loss of segmentation: a ratio of sums over the batch.
+const auto dice_loss = [](auto& model, const auto& batch) {
+  const auto found = model->forward(batch.data).to(at::kFloat).sigmoid();
+  return 1 - (2 * (found * batch.target).sum() + 1) / (found.sum() + batch.target.sum() + 1);
 };
 
 }  // namespace
@@ -333,6 +368,120 @@ TEST_CASE("verify_accumulation: an objective that is not a function of model and
   auto model = make_model();
   const auto drifting = [step = 0](auto& net, const auto& part) mutable { return mean_loss(net, part) * ++step; };
   require_causes({"the same batch gives other gradients each time"}, model, drifting, make_batch(12));
+}
+
+TEST_CASE("verify_accumulation: a state that no buffer holds is found: a running maximum, a carried hidden state") {
+  const std::string each_time = "a running maximum or a hidden state that no buffer holds";
+  auto maximum = make(linear(4, 6), std::make_shared<RunningMax>(), linear(6, 3));
+  require_causes({each_time}, maximum, mean_loss, make_batch(12));
+  torch::manual_seed(2);
+  auto reader = std::make_shared<Reader>();
+  const Example texts(torch::randn({12, 5, 4}, at::kDouble), torch::randn({12, 3}, at::kDouble));
+  require_causes({each_time}, reader, mean_loss, texts);
+  const auto fresh = [](auto& net, const auto& part) {
+    net->h = at::Tensor();
+    return mean_loss(net, part);
+  };
+  require_causes({}, reader, fresh, texts);
+}
+
+TEST_CASE("verify_accumulation: a root or a logarithm of a mean is no mean, also where micro-batches are alike") {
+  for (auto dtype : {at::kDouble, at::kFloat})
+    for (std::int64_t rows : {12, 10, 400}) {
+      auto model = make_model(dtype);
+      const auto root = [](auto& net, const auto& part) { return mean_loss(net, part).sqrt(); };
+      const auto report = require_causes({"the loss is no mean over items"}, model, root, make_batch(rows, dtype));
+      CHECK(has_cause(report, "as of a root or a logarithm of a mean (RMSE)"));
+      const auto logarithm = [](auto& net, const auto& part) { return mean_loss(net, part).log(); };
+      require_causes({"the loss is no mean over items"}, model, logarithm, make_batch(rows, dtype));
+    }
+  auto model = make_model(at::kFloat);  // a mean over tokens is told from them in float32, too
+  const auto batch = token_batch();
+  require_causes({"(0.15, 0.35, 0.15, 0.35), as valid tokens are"}, model, token_loss,
+                 Example(batch.data.to(at::kFloat), batch.target));
+}
+
+TEST_CASE("verify_accumulation: a sum with a term that has no samples, as a penalty on weights") {
+  auto model = make_model();
+  const auto penalty = [](auto& net) { return 0.1 * net->template at<torch::nn::LinearImpl>(0).weight.square().sum(); };
+  const auto sum = [&](auto& net, const auto& part) {
+    return torch::mse_loss(net->forward(part.data), part.target, at::Reduction::Sum) + penalty(net);
+  };
+  for (std::int64_t steps : {2, 3, 4})
+    require_causes({"the loss is a sum, and a term that is no sum over samples"}, model, sum, make_batch(10),
+                   {.steps = steps});
+  const auto mean = [&](auto& net, const auto& part) { return mean_loss(net, part) + penalty(net); };
+  require_causes({}, model, mean, make_batch(12));
+
+  // A network that solves u' = -u, u(0) = 1: what the equation lacks at its points, and the boundary.
+  auto solution = make(linear(1, 8), torch::nn::Tanh(), linear(8, 1));
+  const auto physics = [](bool is_mean) {
+    return [is_mean](auto& net, const at::Tensor& points) {
+      const auto t = points.detach().requires_grad_();
+      const auto u = net->forward(t);
+      const auto slope = torch::autograd::grad({u.sum()}, {t}, {}, {}, /*create_graph=*/true)[0];
+      const auto lacks = (slope + u).square();
+      return (is_mean ? lacks.mean() : lacks.sum()) + (net->forward(torch::zeros({1, 1}, at::kDouble)) - 1).square();
+    };
+  };
+  const auto points = torch::rand({12, 1}, at::kDouble);
+  require_causes({}, solution, physics(true), points);
+  require_causes({"the loss is a sum, and a term that is no sum over samples"}, solution, physics(false), points);
+}
+
+TEST_CASE("verify_accumulation: a small error of a loss that is no mean is not called rounding, but rounding is") {
+  torch::manual_seed(6);
+  Sequential model(torch::nn::Conv2d(1, 4, 3), torch::nn::ReLU(), torch::nn::Conv2d(4, 1, 1));
+  const auto images = torch::randn({16, 1, 10, 10});
+  const Example batch(images, images.slice(2, 1, 9).slice(3, 1, 9).gt(0).to(at::kFloat));
+  const auto report = require_causes({"no sum of the micro-batches' gradients"}, model, dice_loss, batch);
+  CHECK(report.worst() < 0.05);
+  CHECK(!has_cause(report, "rounding"));
+
+  const auto in_16_bits = [](auto& net, const auto& part) {
+    const ga::Autocast autocast(at::kCPU, at::kBFloat16);
+    return torch::mse_loss(net->forward(part.data).to(at::kFloat), part.target);
+  };
+  const auto rounded = require_causes({"is rounding (autocast, TF32)"}, model, in_16_bits, batch);
+  CHECK(rounded.worst() < 0.05);
+  require_causes({}, model, in_16_bits, batch, {.steps = 4, .tolerance = 2e-2});
+}
+
+TEST_CASE("verify_accumulation: an error that grows with the weights is not called rounding") {
+  auto model = make(linear(8, 1));
+  auto& weight = model->at<torch::nn::LinearImpl>(0).weight;
+  const auto direction = weight.detach() / weight.detach().square().sum();
+  const auto coupled = [&](auto& net, const auto& part) {
+    const auto size = (net->template at<torch::nn::LinearImpl>(0).weight * direction).sum();  // 1 at first
+    return mean_loss(net, part) + 1e-4 * torch::exp(64 * (size - 1)) * net->forward(part.data).mean().square();
+  };
+  const Example batch(torch::randn({12, 8}, at::kDouble), torch::randn({12, 1}, at::kDouble));
+  const auto report = require_causes({"no sum of the micro-batches' gradients"}, model, coupled, batch);
+  CHECK(report.worst() < 0.05);
+}
+
+TEST_CASE("verify_accumulation: a function that can divide a batch into no other number is told the same") {
+  auto model = make_model();
+  const auto batch = make_batch(12);
+  const auto split = [](const Example& whole, std::int64_t steps) {
+    TORCH_CHECK(steps == 4, "only by four");
+    std::vector<Example> parts;
+    for (std::int64_t row = 0; row < 12; row += 3)
+      parts.emplace_back(whole.data.slice(0, row, row + 3), whole.target.slice(0, row, row + 3));
+    return parts;
+  };
+  const auto report = ga::verify_accumulation(model, contrastive_loss, batch, {.steps = 4}, split);
+  REQUIRE(report.causes.size() == 1);
+  CHECK(contains(report.causes.front(), "no sum of the micro-batches' gradients is the whole batch's"));
+}
+
+TEST_CASE("verify_accumulation: where the loss is a root of a mean, no module is accused of it") {
+  struct Doubles : torch::nn::Module {
+    at::Tensor forward(const at::Tensor& x) { return is_training() ? 2 * x : x; }
+  };
+  auto model = make(linear(4, 6), std::make_shared<Doubles>(), linear(6, 3));
+  const auto root = [](auto& net, const auto& part) { return mean_loss(net, part).sqrt(); };
+  require_causes({"the loss is no mean over items"}, model, root, make_batch(12));
 }
 
 TEST_CASE("verify_accumulation: gradients that prove nothing") {
@@ -591,7 +740,7 @@ TEST_CASE("verify_accumulation: refused") {
   REQUIRE_ERROR("tolerance must be >= 0, got -1", verify(mean_loss, {.tolerance = -1}));
   REQUIRE_ERROR("tolerance must be >= 0, got nan", verify(mean_loss, {.tolerance = std::nan("")}));
   REQUIRE_ERROR("got an undefined tensor", verify([](auto&, const auto&) { return at::Tensor(); }));
-  REQUIRE_ERROR("must have one element, got shape [12, 3]",
+  REQUIRE_ERROR("must have one element, got shape [2, 3]",
                 verify([](auto& net, const auto& part) { return net->forward(part.data); }));
   REQUIRE_ERROR("requires no grad", verify([](auto&, const auto& part) { return part.data.mean(); }));
   REQUIRE_ERROR("items must be finite and >= 0, got -1", verify([](auto& net, const auto& part) {
@@ -637,4 +786,14 @@ TEST_CASE("verify_accumulation: on a device", "[cuda]") {
   clean->to(at::kCUDA);
   const Example even(there.data.slice(0, 0, 8), there.target.slice(0, 0, 8));
   require_causes({}, clean, mean_loss, even);
+}
+
+TEST_CASE("verify_accumulation: a batch that carries a graph is an error that says to detach it") {
+  auto model = make(linear(4, 3));
+  auto batch = make_batch(8);
+  const auto weight = torch::ones({1}, at::kDouble).requires_grad_();
+  batch.data = (batch.data * weight).sin();
+  REQUIRE_ERROR("detach() its tensors", ga::verify_accumulation(model, mean_loss, batch, {.steps = 2}));
+  batch.data = batch.data.detach();
+  CHECK(ga::verify_accumulation(model, mean_loss, batch, {.steps = 2}).exact());
 }

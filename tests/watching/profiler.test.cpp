@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/watching/profiled_events.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/profiler.hpp>
 

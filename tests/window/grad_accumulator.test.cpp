@@ -6,8 +6,14 @@
 
 #include "support/models.hpp"
 
+#include <barrier>
+#include <cmath>
 #include <concepts>
 #include <limits>
+#include <mutex>
+#include <sstream>
+#include <string>
+#include <thread>
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -334,6 +340,27 @@ TEST_CASE("GradAccumulator: parameter groups, frozen, shared and late parameters
   CHECK(late[0].item<double>() == -2.0);
 }
 
+TEST_CASE(
+    "GradAccumulator: tied weights, which LibTorch lists once for each name, are an error; their norm counts once") {
+  struct Tied : torch::nn::Module {
+    at::Tensor in = register_parameter("in", torch::ones({2, 3}));
+    at::Tensor out = register_parameter("out", in);
+  };
+  Tied model;
+  torch::optim::SGD sgd(model.parameters(), 1.0);
+  (model.in.sum() + model.out.sum()).backward();
+  sgd.step();
+  CHECK(model.in.equal(torch::full({2, 3}, -3)));  // twice by a gradient of 2
+  ga::Gradients gradients(model.parameters());
+  CHECK(ga::clip_grad_norm_(gradients, 1.0).item<double>() == Approx(std::sqrt(24)));
+  const std::string twice = "lists number 0 of shape [2, 3] again as number 1";
+  REQUIRE_ERROR(twice, ga::GradAccumulator(sgd, {.steps = 2}));
+  torch::optim::SGD once({model.in}, 1.0);
+  ga::GradAccumulator optimizer(once, {.steps = 2});
+  once.param_groups().front().params().push_back(model.out);
+  REQUIRE_ERROR(twice, optimizer.step());
+}
+
 TEST_CASE("GradAccumulator: a group added between backward and step, or flush") {
   for (bool flush : {false, true}) {
     Probe probe;
@@ -648,4 +675,113 @@ TEST_CASE("accumulator: step(closure) runs it and gives its loss") {
   plain.step();
   CHECK(optimizer.updates() == 1);
   CHECK(distance(model, other) < 1e-14);
+}
+
+TEST_CASE("GradAccumulator: a pool of threads takes turns, and gives what one large batch gives") {
+  constexpr std::int64_t threads = 4, windows = 3, rows = 2;
+  const auto make = [] {
+    torch::manual_seed(0);
+    torch::nn::Sequential net(torch::nn::Linear(3, 5), torch::nn::Tanh(), torch::nn::Linear(5, 2));
+    net->to(at::kDouble);
+    return net;
+  };
+  auto net = make(), large = make();
+  const auto x = torch::randn({windows, threads * rows, 3}, at::kDouble);
+  const auto y = torch::randn({windows, threads * rows, 2}, at::kDouble);
+  torch::optim::SGD sgd(net->parameters(), 0.1), of_large(large->parameters(), 0.1);
+  for (std::int64_t window = 0; window < windows; ++window) {
+    of_large.zero_grad();
+    torch::mse_loss(large->forward(x[window]), y[window]).backward();
+    of_large.step();
+  }
+  ga::GradAccumulator optimizer(sgd, {.steps = threads});
+  std::mutex turn;
+  std::barrier window_ends(threads);
+  std::vector<std::thread> pool;
+  for (std::int64_t thread = 0; thread < threads; ++thread)
+    pool.emplace_back([&, thread] {
+      for (std::int64_t window = 0; window < windows; ++window) {
+        const auto part = [&](auto& all) { return all[window].narrow(0, thread * rows, rows); };
+        const auto loss = torch::mse_loss(net->forward(part(x)), part(y));
+        {
+          const std::lock_guard lock(turn);
+          optimizer.backward(ga::Loss{loss, rows});
+          optimizer.step();
+          optimizer.zero_grad();
+        }
+        window_ends.arrive_and_wait();
+      }
+    });
+  for (auto& thread : pool) thread.join();
+  CHECK(optimizer.updates() == windows);
+  for (std::size_t i = 0; i < net->parameters().size(); ++i)
+    CHECK(net->parameters()[i].allclose(large->parameters()[i], 1e-12, 1e-12));
+}
+
+TEST_CASE("GradAccumulator: threads that take no turns are refused at once") {
+  Probe probe;
+  ga::GradAccumulator optimizer(probe.sgd, {.steps = 2});
+  const auto error_in_thread = [](const auto& call) {
+    std::string error;
+    std::thread([&] { error = error_of(call); }).join();
+    return error;
+  };
+  const auto refused = [&](const auto& call) {
+    return error_in_thread(call).find("each thread must hold one lock") != std::string::npos;
+  };
+  SECTION("between backward and step of another") {
+    optimizer.backward(probe.loss(3));
+    CHECK(refused([&] { optimizer.backward(probe.loss(9)); }));
+    CHECK(refused([&] { optimizer.zero_grad(); }));
+    CHECK(error_in_thread([&] { optimizer.step(); }).empty());  // a worker's backward, its owner's step
+    optimizer.backward(probe.loss(5));
+    optimizer.step();
+    CHECK(probe.moved() == 4);
+  }
+  SECTION("in the middle of a backward of another") {
+    auto loss = (probe.parameter * 2).sum() * 3;
+    loss.register_hook([&](const at::Tensor&) {
+      CHECK(refused([&] { optimizer.step(); }));
+      CHECK(refused([&] { optimizer.flush(); }));
+      CHECK(refused([&] { optimizer.discard(); }));
+      CHECK(refused([&] { optimizer.zero_grad(); }));
+      CHECK(refused([&] { optimizer.gradients(); }));
+    });
+    optimizer.backward(loss);
+    optimizer.step();
+    CHECK(optimizer.flush());
+    CHECK(probe.moved() == 6);
+    CHECK(error_in_thread([&] { optimizer.zero_grad(); }).empty());
+  }
+}
+
+TEST_CASE("GradAccumulator: saves and loads by its own functions what the wrapped optimizer does") {
+  Probe probe;
+  probe.sgd = torch::optim::SGD({probe.parameter}, torch::optim::SGDOptions(0.5).momentum(0.5));
+  ga::GradAccumulator optimizer(probe.sgd, {.steps = 1});
+  const auto train = [&] {
+    optimizer.backward(probe.loss(2));
+    optimizer.step();
+    optimizer.zero_grad();
+  };
+  train();
+  torch::serialize::OutputArchive saved;
+  optimizer.save(saved);
+  std::stringstream file;
+  saved.save_to(file);
+  train();
+  const double with_momentum = probe.moved();
+  const at::NoGradGuard no_grad;
+  torch::serialize::InputArchive archive;
+  archive.load_from(file);
+  optimizer.load(archive);
+  probe.parameter.fill_(-1);
+  const at::AutoGradMode gradients(true);
+  train();
+  CHECK(probe.moved() == with_momentum);
+  optimizer.set_steps(2);
+  optimizer.backward(probe.loss(2));
+  optimizer.step();
+  torch::serialize::OutputArchive within;
+  REQUIRE_ERROR("micro-batches in the window", optimizer.save(within));
 }

@@ -644,7 +644,7 @@ TEST_CASE("step_in_backward: gradients arrive from several threads at once") {
   peer.step();
   const auto window = std::make_shared<inner::WindowGradients>(parameters);
   inner::OptimizerOf optimizer(adamw);
-  inner::step_in_backward(window, {}, optimizer, [&] {
+  inner::step_in_backward(window, optimizer, [&] {
     std::vector<std::thread> threads;
     for (std::size_t thread = 0; thread < 4; ++thread)
       threads.emplace_back([&, thread] {

@@ -8,7 +8,8 @@
 #include <c10/core/Scalar.h>
 
 #include <cstdint>
-#include <iterator>
+#include <iosfwd>
+#include <map>
 #include <optional>
 #include <vector>
 
@@ -24,7 +25,7 @@ struct LengthBucketsOptions {
   std::uint64_t seed = 0;               ///< batches depend on the seed and the epoch alone
   at::Scalar padding = 0;               ///< fills up `data`
   at::Scalar target_padding = -100;     ///< fills up token targets: cross_entropy's ignore_index
-  std::int64_t pad_to_multiple_of = 1;  ///< reduces the number of lengths; `CompiledStep` needs a graph for each
+  std::int64_t pad_to_multiple_of = 1;  ///< few shapes, as graphs and kernels are for one each; see `summary()`
   bool drop_last = false;               ///< leaves out the batch of fewer than `batch_size` sequences
   std::int64_t mega_batch = 50;  ///< if shuffled: batches sorted together; more: less padding and less randomness
   std::int64_t rank = 0;         ///< every `world_size`-th batch is this rank's
@@ -39,9 +40,10 @@ struct SequenceBatch {
   at::Tensor target_lengths;  ///< int64 [n], on the CPU, for token targets; undefined if targets are rows
   at::Tensor indices;         ///< int64 [n], on the CPU: indices of the sequences in the list
   std::int64_t tokens = 0;    ///< the sum of `lengths`
+  std::int64_t multiple = 1;  ///< `pad_to_multiple_of`, which `narrow` keeps to
 
   std::int64_t rows() const { return indices.size(0); }
-  /// Returns the sequences [from, from + count), padded to the longest of them.
+  /// Returns the sequences [from, from + count), padded to the longest of them and to the multiple.
   SequenceBatch narrow(std::int64_t from, std::int64_t count) const;
   /// Returns a copy with `data` and `target` on `device`, from pinned memory to CUDA. The rest stays on the CPU.
   SequenceBatch to(at::Device device) const;
@@ -49,6 +51,16 @@ struct SequenceBatch {
 
 /// The tensors of a batch, for `save_step` and `CompiledStep`.
 std::vector<at::Tensor> batch_tensors(const SequenceBatch& batch);
+/// The sequences [from, to) of a batch, for `FitMemory`.
+SequenceBatch slice(const SequenceBatch& batch, std::int64_t from, std::int64_t to);
+
+/// The batches of an epoch in numbers. Printed: `70 batches in 12 shapes, 9.6 % padding`.
+struct LengthBucketsSummary {
+  std::int64_t batches = 0;
+  std::int64_t shapes = 0;  ///< different sizes of `data` and of token targets
+  double padding = 0;       ///< share of padding in `data`, from 0 to 1
+};
+std::ostream& operator<<(std::ostream& out, const LengthBucketsSummary& summary);
 
 /// Batches of sequences of similar lengths, so that there is little padding.
 ///
@@ -62,17 +74,16 @@ std::vector<at::Tensor> batch_tensors(const SequenceBatch& batch);
 /// If shuffled, an epoch's random order is cut into mega-batches of 50 batches (for a short list, a quarter of it, but
 /// at least 4). Each is sorted by length and cut into batches, and all batches are shuffled. Otherwise the whole list
 /// is sorted, the longest first, so that a batch that exceeds memory shows at once; `indices` restore the order of
-/// results. Either way an epoch has every sequence exactly once, except for those that `drop_last` leaves out.
-///
-/// With `rank` and `world_size` of a `ProcessGroup`, all ranks make the same batches and take them in turn.
+/// results. An epoch has every sequence once, except for those that `drop_last` leaves out. With `rank` and
+/// `world_size` of a `ProcessGroup`, all ranks make the same batches and take them in turn. Padded to a multiple, all
+/// batches of a length but one have as many rows: what a mega-batch leaves over begins the next one.
 ///
 /// `sequences` are [length, …], length >= 1, alike in dtype, device and other dimensions, of any strides, and not
 /// copied. `targets` is a tensor with a row for each, or a list of tensors: token targets, which are padded, too. A
 /// batch has its own memory. Only one loop runs at a time: each `begin()` starts the next epoch, or resumes one after
 /// `load_state`.
 ///
-/// @note Does not wait for the device: a batch's indices go to CUDA from pinned memory. Takes 16 bytes per sequence:
-/// its length, and its place in the epoch's batches.
+/// @note Does not wait for the device: a batch's indices go to CUDA from pinned memory. Takes 16 bytes per sequence.
 class LengthBuckets : public EpochLoops<SequenceBatch> {
  public:
   LengthBuckets(std::vector<at::Tensor> sequences, at::Tensor targets, LengthBucketsOptions options);
@@ -82,13 +93,15 @@ class LengthBuckets : public EpochLoops<SequenceBatch> {
   /// The number of this rank's batches in the current epoch, or the next one. With a budget of tokens, shuffled epochs
   /// may differ.
   std::int64_t size() const { return share().of(all_of(state().epoch)); }
+  /// Counts the batches that `size()` counts, their shapes and padding. Other lengths of targets are other shapes.
+  LengthBucketsSummary summary() const;
 
  private:
   using Rows = std::vector<std::int64_t>;
 
   void check(std::int64_t targets) const;
   detail::ShareOfRank share() const override { return {options_.rank, options_.world_size}; }
-  std::int64_t all_of(std::int64_t epoch) const override { return std::ssize(batches_of(epoch)); }
+  GRADACCUM_INLINE std::int64_t all_of(std::int64_t epoch) const override;
   GRADACCUM_INLINE SequenceBatch batch_at(std::int64_t epoch, std::int64_t number) const override;
   const std::vector<Rows>& batches_of(std::int64_t epoch) const;
 
@@ -98,6 +111,7 @@ class LengthBuckets : public EpochLoops<SequenceBatch> {
   LengthBucketsOptions options_;
   mutable std::optional<std::int64_t> cut_epoch_;  // the epoch of `batches_`
   mutable std::vector<Rows> batches_;
+  mutable std::map<std::int64_t, std::int64_t> sizes_;  // by epoch, as a schedule asks for all epochs at each begin
 };
 
 }  // namespace gradaccum::data

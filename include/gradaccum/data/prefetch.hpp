@@ -40,18 +40,18 @@ struct PrefetchOptions {
 ///       }
 ///
 /// Works with any range. Results are as without it, to the bit: batches, their order, epochs that were left early, an
-/// exception at its batch, `state()` and runs resumed from it. The thread is ahead, but a state is that of the current
-/// batch, and nothing else uses the range meanwhile. Two things are up to the range, or are refused:
+/// exception at its batch, `state()` (that of the current batch) and runs resumed from it. Two things are up to the
+/// range, or are refused:
 ///
 /// Random numbers: `begin()` of the range, and its first batch, run in the loop's own thread, so a RandomSampler draws
 /// as it would without `Prefetch`. A later batch that draws from LibTorch's default generators, from which training
 /// draws at the same time, is an error that names the operation: give the range a generator of its own, or
 /// `allow_draws`. Draws by a DataLoader's workers are not detected; their order is no more certain without `Prefetch`.
 ///
-/// Position: TensorBatches and LengthBuckets report theirs with each batch. If a range of your own has
-/// `state(Archive&)`, the thread calls it after each batch. If it has `place()`, which returns any cheap value, and
-/// `go_back(place)`, those are used instead. Without them, a loop that was left early leaves the range up to `depth`
-/// batches further, so `begin()` must start anew, as it does for containers and for LibTorch's loaders.
+/// Position: if a range of your own has `state(Archive&)`, the thread calls it after each batch. If it has `place()`,
+/// which returns any cheap value, and `go_back(place)`, those are used instead. Without them, a loop that was left early
+/// leaves the range up to `depth` batches further, so `begin()` must start anew, as it does for containers and for
+/// LibTorch's loaders.
 ///
 /// An lvalue is held by reference, and must not be used until the loop is over; an rvalue is moved. Batches are copied
 /// or moved out of the range, but tensors are not, so it must not fill one tensor again and again. The thread has the
@@ -65,32 +65,18 @@ class Prefetch {
   using Pass = detail::RangePass<Bare>;
   using Batch = typename Pass::Batch;
 
- public:
-  class Iterator {
-   public:
-    using value_type = Batch;
-    using difference_type = std::ptrdiff_t;
-    using iterator_category = std::input_iterator_tag;
-    using pointer = Batch*;
-    using reference = Batch&;
-
-    explicit Iterator(Prefetch& owner) : owner_(&owner) {}
-
-    Batch& operator*() const { return owner_->in_hand_->batch; }
-    Batch* operator->() const { return &**this; }
-    Iterator& operator++() {
-      if (!owner_->advance()) owner_.reset();
-      return *this;
-    }
-    void operator++(int) { ++*this; }
-    bool operator==(std::default_sentinel_t) const { return owner_ == nullptr; }
-
-   private:
-    struct Leave {
-      void operator()(Prefetch* owner) const { owner->leave(); }
-    };
-    std::unique_ptr<Prefetch, Leave> owner_;
+  struct Leave {
+    void operator()(Prefetch* owner) const { owner->leave(); }
   };
+  struct Loop {
+    std::unique_ptr<Prefetch, Leave> owner;
+
+    Batch& batch() { return owner->in_hand_->batch; }
+    bool next() { return owner->advance(); }
+  };
+
+ public:
+  using Iterator = BatchIterator<Batch, Loop>;
 
   explicit Prefetch(Range&& range, PrefetchOptions options = {})
       : range_(std::forward<Range>(range)), options_(options) {
@@ -101,9 +87,7 @@ class Prefetch {
     TORCH_CHECK(!looping_, "Prefetch: a second loop began inside this one; give it a range and a Prefetch of its own");
     looping_ = true;
     left_.reset();
-    Iterator first(*this);  // ends the loop if the range throws
-    ++first;
-    return first;
+    return Iterator({std::unique_ptr<Prefetch, Leave>(this)});  // ends the loop if the range throws
   }
   std::default_sentinel_t end() const { return {}; }
 
@@ -115,6 +99,12 @@ class Prefetch {
     const bool noted = in_hand_ && in_hand_->note;
     return noted ? in_hand_->note->size : static_cast<std::int64_t>(std::as_const(range_).size());
   }
+
+  /// Forwards to the range, between two loops.
+  std::int64_t most_batches(std::int64_t epochs_ahead) const requires requires(const Bare& range) {
+    range.most_batches(epochs_ahead);
+  }
+  { return range_.most_batches(epochs_ahead); }
 
   /// Saves the range's state at the current batch, or loads one and discards the prepared batches.
   void state(Archive& archive) requires requires(Bare& range) { range.state(archive); }
@@ -139,9 +129,7 @@ class Prefetch {
 
  private:
   using Note = detail::RangeNote<Bare>;
-  struct Made : detail::Prepared {
-    explicit Made(Batch&& given) : batch(std::move(given)) {}
-
+  struct Made {
     Batch batch;
     std::optional<Note> note = std::nullopt;
   };
@@ -151,7 +139,7 @@ class Prefetch {
   bool advance() {
     in_hand_.reset();
     if (pass_) {
-      in_hand_.reset(static_cast<Made*>(ahead_.take().release()));
+      in_hand_ = std::static_pointer_cast<Made>(ahead_.take());
     } else {
       pass_.emplace(range_);
       in_hand_ = make();
@@ -159,16 +147,16 @@ class Prefetch {
     }
     return in_hand_ != nullptr;
   }
-  std::unique_ptr<Made> make() {
+  std::shared_ptr<Made> make() {
     if (!pass_->next()) return nullptr;
-    auto made = std::make_unique<Made>(pass_->batch());
+    std::shared_ptr<Made> made(new Made{pass_->batch()});
     if (options_.device) detail::bring_to(*options_.device, made->batch);
     made->note.emplace(range_);
     return made;
   }
-  std::unique_ptr<detail::Prepared> make_ahead() {
+  std::shared_ptr<void> make_ahead() {
     if (options_.allow_draws) return make();
-    std::unique_ptr<detail::Prepared> made;
+    std::shared_ptr<void> made;
     detail::make_without_draws([&] { made = make(); });
     return made;
   }
@@ -191,7 +179,7 @@ class Prefetch {
   Range range_;
   PrefetchOptions options_;
   std::optional<Pass> pass_;
-  std::unique_ptr<Made> in_hand_;
+  std::shared_ptr<Made> in_hand_;
   std::optional<Note> left_;  // note of the last batch, after a loop was left
   bool looping_ = false;
   detail::PreparedAhead ahead_{static_cast<std::size_t>(options_.depth), [this] { return make_ahead(); }};

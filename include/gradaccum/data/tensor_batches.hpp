@@ -36,8 +36,8 @@ struct Batch {
 ///         loss.backward();
 ///       }
 ///
-/// With `rank` and `world_size` of a `ProcessGroup`, all ranks make the same batches and take them in turn. Together
-/// they train on the batches of one process, including the last ones; some ranks may have one less.
+/// With `rank` and `world_size` of a `ProcessGroup`, all ranks make the same batches, those of one process, and take
+/// them in turn; some may have one less.
 ///
 /// `inputs` and `targets` have the same number of rows (dim 0). Without shuffling, a batch is a view of them. Only one
 /// loop runs at a time: each `begin()` starts the next epoch, or the rest of one after `load_state`.

@@ -5,17 +5,18 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstddef>
+#include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
-
-namespace gradaccum::detail {
-class MappedFile;
-}
 
 namespace gradaccum::io {
 
@@ -31,11 +32,9 @@ using Metadata = std::map<std::string, std::string>;
 ///     for (auto& name : file.keys()) std::cout << name << ": " << file.get_tensor(name).sizes() << "\n";
 ///
 /// The header is validated first: its JSON, its names, and that the tensors fill the file without gaps or overlaps. The
-/// tensors' values are not, and may be NaN.
-///
-/// Writing to a tensor changes neither the file nor other `SafetensorsFile`s, but does change what this one returns
-/// later. The file may be replaced, for example by `save_file`, or removed. If another process truncates it, this
-/// process is killed (SIGBUS); if that may happen, use `load_file`.
+/// tensors' values are not, and may be NaN. Writing to a tensor changes what this object returns later, but neither the
+/// file nor other `SafetensorsFile`s. The file may be replaced or removed; if another process truncates it, this one is
+/// killed (SIGBUS): where that may happen, use `load_file`.
 ///
 /// Throws `std::runtime_error` with the file's name for an invalid file, and `c10::Error` for an unknown name or a
 /// dtype that LibTorch lacks.
@@ -55,9 +54,8 @@ class SafetensorsFile {
   /// Returns a tensor on the CPU, which may outlive this object.
   at::Tensor get_tensor(const std::string& name) const;
 
-  /// Frees the memory that holds a tensor's data, except for pages that it shares with others; otherwise the memory is
-  /// held until this object and its tensors are gone. The next access reads from the disk again; writes to the tensor
-  /// are lost. Useful for files larger than the memory.
+  /// Frees the memory of a tensor's data, except for pages that it shares with others, for files larger than the
+  /// memory. The next access reads from the disk again; writes to the tensor are lost.
   void release(const std::string& name) const;
 
  private:
@@ -69,15 +67,14 @@ class SafetensorsFile {
   detail::SafetensorsHeader header_;
 };
 
-/// Loads all tensors of a safetensors file into memory, like Python's `safetensors.torch.load_file`.
+/// Loads all tensors of a safetensors file into memory on the CPU, like Python's `safetensors.torch.load_file`. Throws
+/// like `SafetensorsFile`.
 ///
 ///     ga::io::save_file({{"x", x}}, "data.safetensors");
 ///     auto tensors = ga::io::load_file("data.safetensors");
 ///     std::cout << tensors.at("x").sizes() << "\n";
 ///
-/// The tensors are on the CPU. Throws like `SafetensorsFile`.
-///
-/// @note Does not wait for the device. Takes memory for all tensors.
+/// @note Does not wait for the device.
 Tensors load_file(const std::filesystem::path& path);
 
 /// Writes tensors and metadata to a safetensors file, like Python's `safetensors.torch.save_file`.
@@ -86,15 +83,58 @@ Tensors load_file(const std::filesystem::path& path);
 ///
 /// The file is byte for byte what Python would write, and the same tensors always give the same bytes. It is written
 /// under a temporary name, synced to the disk and renamed: if the process is killed, `path` is either the old file or
-/// the new one. Tensors may be on any device and have any strides; two that share memory are written twice.
-///
-/// Throws for tensors that the format cannot store (undefined, sparse, quantised, complex doubles), and
-/// `std::runtime_error` with the file's name for errors of the operating system; `path` is then unchanged.
+/// the new one. Tensors may be on any device and have any strides; two that share memory are written twice. Throws for
+/// tensors that the format cannot store (undefined, sparse, quantised, complex doubles), and `std::runtime_error` with
+/// the file's name for errors of the operating system; `path` is then unchanged.
 ///
 /// @note Waits for the device of tensors that are not on the CPU, and takes memory for one of them at a time.
 void save_file(const Tensors& tensors, const std::filesystem::path& path, const Metadata& metadata = {});
 
 }  // namespace gradaccum::io
+
+namespace gradaccum::detail {
+
+/// The dtypes that both safetensors and every supported LibTorch have.
+inline constexpr std::array<std::pair<std::string_view, c10::ScalarType>, 16> safetensors_dtypes{
+    {{"BOOL", c10::kBool},
+     {"U8", c10::kByte},
+     {"I8", c10::kChar},
+     {"U16", c10::kUInt16},
+     {"I16", c10::kShort},
+     {"U32", c10::kUInt32},
+     {"I32", c10::kInt},
+     {"U64", c10::kUInt64},
+     {"I64", c10::kLong},
+     {"F16", c10::kHalf},
+     {"BF16", c10::kBFloat16},
+     {"F32", c10::kFloat},
+     {"F64", c10::kDouble},
+     {"C64", c10::kComplexFloat},
+     {"F8_E4M3", c10::kFloat8_e4m3fn},
+     {"F8_E5M2", c10::kFloat8_e5m2}}};
+
+/// Throws if LibTorch lacks the dtype; the message names the file `path` and the tensor `name`.
+c10::ScalarType dtype_in_file(const std::string& path, const std::string& name, std::string_view dtype);
+
+/// Throws if a bool tensor has a byte other than 0 and 1, which would be undefined behaviour in C++.
+void check_flags(const std::string& path, const std::string& name, c10::ScalarType type,
+                 std::span<const std::byte> bytes);
+
+/// Returns the header entry for a tensor of this name, dtype and shape. Throws if the format cannot store it.
+SafetensorsEntry planned_entry(const std::string& name, c10::ScalarType dtype, const std::vector<std::int64_t>& shape);
+
+using WriteBytes = std::function<void(const void* data, std::size_t size)>;
+
+/// Writes a safetensors file of the tensors in `entries`, in any order. `tensor_of` provides one tensor at a time; it
+/// is released before the next.
+void write_safetensors(const WriteBytes& write, std::vector<NamedSafetensorsEntry> entries,
+                       const std::function<at::Tensor(const std::string& name)>& tensor_of,
+                       const io::Metadata& metadata);
+
+/// Writes a safetensors file. Tensors are copied, one at a time, unless they are contiguous on the CPU.
+void write_safetensors(const WriteBytes& write, const io::Tensors& tensors, const io::Metadata& metadata);
+
+}  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/io/safetensors.ipp>

@@ -3,9 +3,6 @@
 
 #include <gradaccum/io/safetensors.hpp>
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/ScalarType.h>
-
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -36,10 +33,9 @@ struct SaveShardedOptions {
 ///     const ga::io::WeightFiles files("model");
 ///
 /// Each file takes as many consecutive tensors as fit. `make` is called once for each tensor, file by file, in the
-/// order of a safetensors file: by dtype, then by name. Each tensor is released before the next is made.
-///
-/// The folder is created if it does not exist, and must not have weights yet. The index, or the only file, is written
-/// last and renamed into place, so that after a kill the folder has all weights, or none that `WeightFiles` reads.
+/// order of a safetensors file: by dtype, then by name. Each tensor is released before the next is made. The folder is
+/// created if it does not exist, and must not have weights yet. The index, or the only file, is renamed into place
+/// last: after a kill the folder has all weights, or none that `WeightFiles` reads.
 ///
 /// Throws `c10::Error` if two names are equal or a tensor is not as planned, and the errors of `save_file`.
 ///

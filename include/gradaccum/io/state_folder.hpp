@@ -22,16 +22,13 @@ namespace gradaccum::io {
 ///     ga::Archive(ga::io::read_state("folder"))("weight", x);
 ///
 /// Throws `std::runtime_error` with the name of a file that could not be written, and `c10::Error` for a tensor that
-/// safetensors cannot store. The folder is then incomplete; `ga::save` removes it.
+/// safetensors cannot store; the folder is then incomplete.
 ///
 /// @note Waits for the devices of tensors that are not on the CPU, and takes memory for one of them at a time.
 void write_state(const Archive& archive, const std::filesystem::path& folder);
 
-/// Returns the values that `write_state` wrote, after checking every byte of the folder. Tensors are on the CPU.
-///
-/// Throws `std::runtime_error` with the name of a file that is damaged, missing or unexpected.
-///
-/// @note Takes memory for all tensors. Reads each once.
+/// Returns the values that `write_state` wrote, after checking every byte of the folder. Tensors are on the CPU. Throws
+/// `std::runtime_error` with the name of a file that is damaged, missing or unexpected.
 Archive::Values read_state(const std::filesystem::path& folder);
 
 }  // namespace gradaccum::io
@@ -44,10 +41,9 @@ void check_can_be_written(const Archive& archive);
 /// A state's files by name, as its manifest lists them.
 using StateFiles = std::map<std::string, Manifest::File>;
 
-/// Like `read_state`, for callers that need only a part of the state: tensors take no memory and are read from the disk
-/// a second time on use. The folder may be removed, but if another process truncates a file, this process is killed
-/// (SIGBUS), so copy the tensors soon rather than keep them.
-Archive::Values map_state(const std::filesystem::path& folder);
+/// Reads a state. If `mapped`, for callers that need a part of it, tensors take no memory and are read from the disk a
+/// second time on use: copy them soon, since this process is killed (SIGBUS) if another one truncates a file.
+Archive::Values read_state(const std::filesystem::path& folder, bool mapped);
 
 /// The two halves of `write_state`, for processes that share a folder, whose manifest one of them writes.
 StateFiles write_tensors(const Archive& archive, const std::filesystem::path& folder);

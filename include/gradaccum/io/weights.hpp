@@ -4,8 +4,6 @@
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/io/safetensors.hpp>
 
-#include <ATen/core/Tensor.h>
-
 #include <filesystem>
 #include <iosfwd>
 #include <map>
@@ -36,14 +34,12 @@ struct LoadWeightsOptions {
 ///     const ga::io::WeightFiles files("model");  // or a file, or an index
 ///     for (auto& name : files.keys()) std::cout << name << ": " << files.get_tensor(name).sizes() << "\n";
 ///
-/// Tensors are read from the disk on first use, as by `SafetensorsFile`. An index is validated first: it must list
-/// files in its own folder, and for each tensor the only file that has it. Files may be links, as in Hugging Face's
-/// cache.
+/// Tensors are read from the disk on first use, and take memory, as by `SafetensorsFile`. An index is validated first:
+/// it must list files in its own folder, and for each tensor the only file that has it. Files may be links, as in
+/// Hugging Face's cache. Throws `std::runtime_error` with the file's name for invalid files, and for a folder without
+/// weights. A pickle (`pytorch_model.bin`) is never read; the message then has a line of Python that converts it.
 ///
-/// Throws `std::runtime_error` with the file's name for invalid files, and for a folder without weights. A pickle
-/// (`pytorch_model.bin`) is never read; the message then has a line of Python that converts it.
-///
-/// @note Does not wait for the device. Takes as much memory as `SafetensorsFile`.
+/// @note Does not wait for the device.
 class WeightFiles {
  public:
   explicit WeightFiles(const std::filesystem::path& path);
@@ -113,12 +109,11 @@ namespace gradaccum::io {
 /// into them. Floating point does not convert to integers, nor complex to real: such a weight is mis-shaped. A shared
 /// weight with several names needs only one of them in the file; if the file has several, the last by name is used.
 ///
-/// Throws `c10::Error` before anything has changed: if `strict`, for missing, unexpected or mis-shaped weights, with
-/// their names; and always for a weight of the module that cannot be copied into, as it is expanded or has no memory,
-/// and for invalid options. Throws like `WeightFiles` for files.
+/// Throws before anything has changed: if `strict`, for missing, unexpected or mis-shaped weights, with their names;
+/// always for a weight of the module that cannot be copied into, as it is expanded or has no memory, for invalid
+/// options, and like `WeightFiles` for files.
 ///
-/// @note Takes memory only for the headers, and for one tensor at a time if it is not aligned to its dtype's size.
-/// Waits for the device of weights that are not on the CPU.
+/// @note Takes memory for one tensor at a time. Waits for the device of weights that are not on the CPU.
 template <class Model>
 WeightsReport load_weights(Model&& model, const std::filesystem::path& path, LoadWeightsOptions options = {}) {
   return detail::load_weights(detail::module_of(model), path, options);
@@ -129,11 +124,9 @@ WeightsReport load_weights(Model&& model, const std::filesystem::path& path, Loa
 ///     ga::io::save_weights(model, "weights.safetensors");
 ///     ga::io::save_weights(model, "model/");  // to model/model.safetensors
 ///
-/// In a folder the file is `model.safetensors`, where Hugging Face's libraries look for it. A path with a trailing
-/// slash is a folder, which is created if it does not exist. A shared weight is written once for each of its names.
-/// `metadata` defaults to what Hugging Face's libraries expect in a PyTorch file. Writes, and throws, like `save_file`.
-///
-/// @note Waits for the device of weights that are not on the CPU, and takes memory for one of them at a time.
+/// In a folder the file is `model.safetensors`, where Hugging Face's libraries look for it; they expect this `metadata`
+/// in a PyTorch file. A path with a trailing slash is a folder, which is created if it does not exist. A shared weight
+/// is written once for each of its names. Writes, throws, waits and takes memory like `save_file`.
 template <class Model>
 void save_weights(Model&& model, const std::filesystem::path& path, const Metadata& metadata = {{"format", "pt"}}) {
   return detail::save_weights(detail::module_of(model), path, metadata);

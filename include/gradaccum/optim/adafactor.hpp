@@ -18,11 +18,9 @@
 
 namespace gradaccum::optim {
 
-/// The differences between implementations of Adafactor.
-///
-/// `paper`, as in transformers: eps1 is added to the squared gradient; weight decay subtracts a share of the parameter,
-/// `weight_decay * step size`. `pytorch`: the mean of row_var is at least eps1, the estimate at least eps1^2; weight
-/// decay subtracts `weight_decay * lr`.
+/// The differences between implementations. `paper`, as in transformers: eps1 is added to the squared gradient; weight
+/// decay subtracts a share of the parameter, `weight_decay * step size`. `pytorch`: the mean of row_var is at least
+/// eps1, the estimate at least eps1^2; weight decay subtracts `weight_decay * lr`.
 enum class AdafactorVariant { paper, pytorch };
 
 /// The options of `Adafactor`: step sizes, decays and the variant.
@@ -47,12 +45,15 @@ struct AdafactorOptions : public torch::optim::OptimizerCloneableOptions<Adafact
   GRADACCUM_INLINE void state(Archive& archive) override;
   friend bool operator==(const AdafactorOptions& a, const AdafactorOptions& b);
   void check() const;
+  /// LibTorch's rule for the options of a group: one of the class's default value takes that of the optimizer.
+  AdafactorOptions inherit(const AdafactorOptions& from) const;
   double get_lr() const override { return lr(); }
   void set_lr(const double lr) override { this->lr(lr); }
 
  private:
   template <class Visit>
   void for_each(const Visit& visit);
+  static auto all(auto& of);
 };
 
 /// The state of a parameter: row_var and col_var for a matrix, or for the matrices of its last two dimensions; variance
@@ -92,9 +93,8 @@ struct AdafactorParamState : public OwnParamState {
 /// float64, bfloat16 and float16 (with float32 state), with any strides. Gradients: dense. Throws, before anything has
 /// changed, for complex parameters, a parameter that is listed twice, or state of another shape.
 ///
-/// @note Does not wait for the device. On the CPU it uses AVX-512 or AVX2 if the processor has it, on LibTorch's
-/// threads; the bits do not depend on their number. If the library has its own kernels for a device, a step takes three
-/// or five launches for up to 320 tensors; otherwise about twenty operations per tensor.
+/// @note Does not wait for the device. Threads and instructions are `AdamW`'s. With gradaccum's own kernels for a
+/// device, a step takes three or five launches for up to 320 tensors; otherwise about twenty operations per tensor.
 /// @note Memory: the state. A step adds a column and up to 16 rows per matrix, and copies of tensors that are not
 /// row-major, about 16 MB at a time or one tensor's. Device kernels instead add a column per 256 columns and a row per
 /// 64 rows, or fewer, of 320 tensors at a time; ATen adds three temporaries of a tensor's size.

@@ -4,9 +4,8 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/optim/optimizer.hpp>
 
+#include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
-
-#include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum::optim {
 
@@ -24,16 +23,14 @@ using AdamW8bitOptions = torch::optim::AdamWOptions;
 ///     }
 ///
 /// 8-bit Optimizers via Block-wise Quantization, Dettmers et al., 2021. Both moments are 8-bit codes, relative to the
-/// largest number of their block of 256; the relative precision hardly depends on a number's size. A step decodes a
-/// block, computes in float32, and encodes the result while the block is in the cache. With weights and gradients this
-/// takes 10.03 bytes per parameter, compared with AdamW's 16.
+/// largest number of their block of 256, that are decoded and encoded while the block is in the cache; the relative
+/// precision hardly depends on a number's size. With weights and gradients this takes 10.03 bytes per parameter,
+/// compared with AdamW's 16. Tensors of fewer than 4,096 elements (norms, biases), float64 and complex ones keep
+/// uncompressed moments. Unlike in other implementations, a second moment above 0 is never encoded as 0, since its next
+/// steps would be far too large. A non-finite gradient makes its whole block non-finite.
 ///
-/// Tensors of fewer than 4,096 elements (norms, biases), float64 and complex ones keep uncompressed moments. The last
-/// block of a tensor may be shorter. Unlike in other implementations, a second moment above 0 is never encoded as 0,
-/// since its next steps would be far too large. A non-finite gradient makes its whole block non-finite.
-///
-/// It has its own files (`torch::save`, `named_state`), which contain codes and scales unchanged. Parameters,
-/// gradients, errors and stochastic rounding are as in `AdamW`.
+/// It has its own files (`torch::save`, `named_state`), with codes and scales unchanged. Parameters, gradients, errors
+/// and stochastic rounding are as in `AdamW`.
 ///
 /// @note Does not wait for the device. On the CPU, and with gradaccum's own kernels on a CUDA device, it needs no more
 /// memory than AdamW; elsewhere it uses ATen's operations, and a float32 copy of one parameter's moments at a time.
@@ -42,14 +39,26 @@ class AdamW8bit : public Adam8bitOptimizer<AdamW8bit, AdamW8bitOptions> {
   static constexpr const char* name = "AdamW8bit";
 
   using Adam8bitOptimizer::Adam8bitOptimizer;  // of the parameters or of groups of them, with options
+};
 
- private:
-  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
+/// The options lr, betas, eps and weight_decay; amsgrad is rejected.
+using Adam8bitOptions = torch::optim::AdamOptions;
+
+/// Adam with moments of 2 bytes per parameter instead of 8. Weight decay is added to the gradient. Otherwise like
+/// `AdamW8bit`.
+///
+///     ga::optim::Adam8bit adam(model->parameters(), ga::optim::Adam8bitOptions(1e-3));
+///     torch::mse_loss(model->forward(x), y).backward();
+///     adam.step();
+///     adam.zero_grad();
+class Adam8bit : public Adam8bitOptimizer<Adam8bit, Adam8bitOptions> {
+ public:
+  static constexpr const char* name = "Adam8bit";
+
+  using Adam8bitOptimizer::Adam8bitOptimizer;  // of the parameters or of groups of them, with options
 };
 
 }  // namespace gradaccum::optim
-
-#undef GRADACCUM_INLINE
 
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/optimizers/optim.ipp>

@@ -26,6 +26,8 @@ namespace gradaccum::detail {
 class GradientOf;
 class StepPlan;
 struct Multiplier;
+std::function<void()> prepare_state_of(torch::optim::Optimizer& optimizer, const NamedParameters& parameters,
+                                       NamedTensors tensors, bool lenient);
 }  // namespace gradaccum::detail
 
 namespace gradaccum::optim {
@@ -36,22 +38,21 @@ namespace gradaccum::optim {
 ///     adamw.stochastic_rounding(1);
 ///     torch::mse_loss(model->forward(x), y).backward();
 ///     adamw.step(ga::Gradients(model->parameters()));
-class OnePass : public TakesGradients, public detail::NamesItsState {
+class OnePass : public TakesGradients {
  public:
   /// Steps by a window's gradients, and applies their factor in the same pass.
   GRADACCUM_INLINE void step(Gradients gradients) override;
   /// Returns true if all parameters are on devices, and the host has not judged the gradients.
   GRADACCUM_INLINE bool judges_on_device(const Gradients& gradients) const override;
 
-  /// Rounds bfloat16 parameters up or down at random from now on, the nearer number the more often. The mean of many
-  /// steps is then exact, where rounding to nearest would lose all small steps. A seed gives the same bits for any
-  /// number of threads. Other parameters are not affected.
+  /// Rounds bfloat16 parameters, no others, up or down at random from now on, so that the mean of many steps is exact;
+  /// rounding to nearest would lose all small steps. A seed gives the same bits for any number of threads.
   void stochastic_rounding(std::uint64_t seed) { rounding_seed_ = seed; }
 
   /// The state by the parameters' names, `exp_avg.0.weight`, for any file format. The tensors are the optimizer's own,
   /// or dense copies if it keeps rows.
-  GRADACCUM_INLINE std::map<std::string, at::Tensor> named_state(
-      const torch::OrderedDict<std::string, at::Tensor>& parameters) const override;
+  virtual std::map<std::string, at::Tensor> named_state(
+      const torch::OrderedDict<std::string, at::Tensor>& parameters) const = 0;
 
   /// Replaces the state by what `named_state` returned, in this program or another; tensors are copied. Parameters
   /// without an entry begin afresh. An unknown name, or another shape, is an error that changes nothing.
@@ -61,6 +62,10 @@ class OnePass : public TakesGradients, public detail::NamesItsState {
   }
 
  protected:
+  /// Checks and copies a result of `named_state`. Returns a function that installs it. Virtual, as `named_state` is: a
+  /// program with other optimizers alone archives them without our definitions.
+  virtual std::function<void()> take_named_state(const detail::NamedParameters& parameters, detail::NamedTensors state,
+                                                 bool lenient) = 0;
   /// Steps with the parameters' own gradients.
   at::Tensor step_after(const torch::optim::Optimizer::LossClosure& closure);
   /// Runs steps that have all been checked, after those that `plan` has already.
@@ -70,10 +75,15 @@ class OnePass : public TakesGradients, public detail::NamesItsState {
   bool rounds(const at::Tensor& parameter) const { return rounds_any() && parameter.scalar_type() == at::kBFloat16; }
   /// Removes the steps that the device skipped from the counts. Waits for the device if it may have skipped any.
   void sync_step_count() const;
-  void save_rounding(torch::serialize::OutputArchive& archive) const;
-  void load_rounding(torch::serialize::InputArchive& archive);
+  void set_rounded_steps(std::vector<std::int64_t> steps);
+
+  std::vector<std::int64_t> rounded_steps_;  // of each parameter; counts random numbers
 
  private:
+  friend std::function<void()> detail::prepare_state_of(torch::optim::Optimizer& optimizer,
+                                                        const detail::NamedParameters& parameters,
+                                                        detail::NamedTensors tensors, bool lenient);
+
   virtual torch::optim::Optimizer& itself() = 0;
   const torch::optim::Optimizer& itself() const { return const_cast<OnePass&>(*this).itself(); }
   virtual const char* class_name() const = 0;
@@ -83,24 +93,18 @@ class OnePass : public TakesGradients, public detail::NamesItsState {
   /// Steps all parameters that have a gradient.
   virtual void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) = 0;
 
-  GRADACCUM_INLINE std::function<void()> take_named_state(const detail::NamedParameters& parameters,
-                                                          detail::NamedTensors state, bool lenient) override;
-  void move_unless_overflowed(const detail::GradientOf& gradient_of, Gradients gradients);
   void check_distinct();
   template <class Step>
   void set_rounding_keys(std::vector<Step>& steps, std::vector<std::int64_t>& rounded_steps) const;
-  void set_rounded_steps(std::vector<std::int64_t> steps);
 
   std::vector<const void*> distinct_;                     // the parameters, which were checked to be distinct
   std::unordered_map<const void*, std::size_t> indices_;  // each one's index, counted across the groups
   std::optional<std::uint64_t> rounding_seed_;            // set by the program, and not a part of the state
-  std::vector<std::int64_t> rounded_steps_;               // of each parameter; counts random numbers
   mutable at::Tensor skipped_steps_;                      // the number of skipped steps, known on the device alone
   mutable std::vector<at::Tensor> concerned_;             // the parameters of those steps
 };
 
-/// LibTorch's optimizer `Base` with our own step: `Derived` has a `name`, and overrides `move`. Constructors, options,
-/// state, groups, saving and loading are those of `Base`.
+/// LibTorch's optimizer `Base`, but for the step: `Derived` has a `name`, and overrides `move`.
 template <class Derived, class Base, class State>
 class OnePassOptimizer : public Base, public OnePass {
  public:
@@ -114,18 +118,37 @@ class OnePassOptimizer : public Base, public OnePass {
 
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
+  std::map<std::string, at::Tensor> named_state(
+      const torch::OrderedDict<std::string, at::Tensor>& parameters) const override {
+    return OnePass::named_state(parameters);
+  }
 
   /// LibTorch's state. Through a `torch::optim::Optimizer&` its counts may include steps that a device has skipped.
   auto& state() { return sync_step_count(), Base::state(); }
   const auto& state() const { return sync_step_count(), Base::state(); }
 
  protected:
+  using States = std::vector<std::pair<at::Tensor, State>>;
+
   /// Finds the state of a parameter; nullptr if there is none.
-  const State* known_state(const at::Tensor& parameter) const;
-  /// Finds the state of a parameter, or makes one.
-  State& state_of(const at::Tensor& parameter);
+  const State* known_state(const at::Tensor& parameter) const {
+    const auto known = this->state_.find(parameter.unsafeGetTensorImpl());
+    return known == this->state_.end() ? nullptr : static_cast<const State*>(known->second.get());
+  }
+  /// Calls `prepare(options, parameter, gradient, state)` for each parameter that has a gradient. Returns the states,
+  /// copies that `prepare` changes; they become the optimizer's by `set_states`, once the steps were run.
+  template <class Options, class Prepare>
+  States states_after(const detail::GradientOf& gradient_of, const Prepare& prepare);
+  void set_states(States states);
+  /// The step of Adam or AdamW.
+  template <class Options>
+  void move_as_adam(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier);
 
  private:
+  std::function<void()> take_named_state(const detail::NamedParameters& parameters, detail::NamedTensors state,
+                                         bool lenient) override {
+    return OnePass::take_named_state(parameters, std::move(state), lenient);
+  }
   torch::optim::Optimizer& itself() override { return *this; }
   const char* class_name() const override { return Derived::name; }
   std::unique_ptr<torch::optim::OptimizerParamState> new_state() const override { return std::make_unique<State>(); }
@@ -147,8 +170,7 @@ class OwnParamState : public torch::optim::OptimizerParamState {
   GRADACCUM_INLINE void serialize(torch::serialize::InputArchive& archive) override;
 };
 
-/// The groups and files of an optimizer that LibTorch lacks. `Derived` has `name` and
-/// `static void check(const Options&)`.
+/// The groups and files of an optimizer that LibTorch lacks. `Derived` has `name` and `check(const Options&)`.
 template <class Derived, class Options, class State>
 class OwnGroups : public torch::optim::Optimizer {
  public:
@@ -156,7 +178,8 @@ class OwnGroups : public torch::optim::Optimizer {
   explicit OwnGroups(std::vector<at::Tensor> parameters, Options defaults = {})
       : OwnGroups({torch::optim::OptimizerParamGroup(std::move(parameters))}, std::move(defaults)) {}
 
-  /// Adds a group and keeps all its options. LibTorch's function replaces options of a type that it does not know.
+  /// Adds a group. As in LibTorch's optimizers, an option of its class's default value counts as not given, and takes
+  /// that of the optimizer.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   void save(torch::serialize::OutputArchive& archive) const override;
@@ -189,8 +212,15 @@ class Adam8bitOptimizer : public OwnOptimizer<Derived, Options, Adam8bitParamSta
 
   static void check(const Options& options);
 
- protected:
-  void move_blocks(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier, bool decoupled);
+  /// Keeps the moments of these parameters, an embedding's and a head's say, in 32 bits; all before their first step.
+  void keep_in_32_bits(const std::vector<at::Tensor>& parameters);
+
+ private:
+  void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
+  /// True for a parameter that `keep_in_32_bits` has named, and for a piece of it that a process has of a divided one.
+  bool keeps_in_32_bits(const at::Tensor& parameter) const;
+
+  std::vector<at::Tensor> in_32_bits_;  // set by the program, and not a part of the state
 };
 
 }  // namespace gradaccum::optim

@@ -7,19 +7,12 @@
 
 #include <c10/core/ScalarType.h>
 
-#include <cstdint>
-#include <map>
-#include <optional>
-#include <string_view>
-
 namespace gradaccum {
 
 /// Policy: several micro-batches an update, which is then the mean over all their items.
 ///
-///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
-///       return torch::mse_loss(net->forward(batch.data), batch.target);
-///     }, ga::Accumulate{.schedule = {{0, 8}, {4, 2}}});      // 8 from epoch 0 on, 2 from epoch 4 on
-///     trainer.fit(batches);
+///     ga::Trainer trainer(model, sgd, objective, ga::Accumulate{.schedule = {{0, 8}, {4, 2}}});
+///     trainer.fit(batches);                                  // 8 from epoch 0 on, 2 from epoch 4 on
 ///
 /// Three ways to say how many: `steps`; by epoch, counted from 0, in `schedule` (before its first epoch, `steps`); or
 /// `batch_size`, which closes the window at the micro-batch that brings it to that many samples. A window keeps the
@@ -28,9 +21,9 @@ namespace gradaccum {
 struct Accumulate {
   static constexpr std::string_view name = "accumulate";
 
-  detail::Count steps = 1;                             ///< micro-batches an update, >= 1
+  Count steps = 1;                                     ///< micro-batches an update, >= 1
   std::map<std::int64_t, std::int64_t> schedule = {};  ///< from that epoch on, so many
-  detail::Count batch_size = 0;  ///< samples an update, as `batch_size(batch)` counts them; 0: steps
+  Count batch_size = 0;  ///< samples an update, as `batch_size(batch)` counts them; 0: steps
   std::optional<at::ScalarType> accumulate_in = {};  ///< kFloat: 16-bit gradients are summed in float32
   const Step* window = nullptr;                      ///< the trainer's: the window so far
 

@@ -4,8 +4,6 @@
 #include <gradaccum/gradients.hpp>
 #include <gradaccum/policy.hpp>
 
-#include <string_view>
-
 namespace gradaccum {
 
 /// Policy: gradients of an L2 norm of at most `max`, when the window closes: the mean over it, and unscaled.

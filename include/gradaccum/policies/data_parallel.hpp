@@ -4,10 +4,6 @@
 #include <gradaccum/policy.hpp>
 #include <gradaccum/replicas.hpp>
 
-#include <cstdint>
-#include <memory>
-#include <string_view>
-
 namespace gradaccum {
 
 /// Policy: the processes of a group train one model together, as torchrun starts them:
@@ -16,17 +12,13 @@ namespace gradaccum {
 ///     const auto group = ga::ProcessGroup::from_environment();    // torchrun's; else one process
 ///     ga::data::TensorBatches mine(x, y, {.batch_size = 8, .shuffle = true, .rank = group.rank(),
 ///                                         .world_size = group.world_size()});
-///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
-///       return ga::Loss{torch::mse_loss(net->forward(batch.data), batch.target), batch.data.size(0)};
-///     }, ga::Accumulate{.steps = 2}, ga::DataParallel{.group = group});
+///     ga::Trainer trainer(model, sgd, objective, ga::Accumulate{.steps = 2}, ga::DataParallel{.group = group});
 ///     trainer.fit(mine, {.epochs = 2});
 ///
-/// `Replicas` is the part, whose documentation says the rest: windows are the mean over the items of all ranks. Steps
-/// and reports are of all ranks, too, and the same on each: losses, items, samples. Progress and MetricsLog are rank
-/// 0's. A rank with less data than others goes along to the end of the epoch; buffers are rank 0's from there on.
-///
-/// With `.shard = ga::Shard::optimizer` each rank keeps the optimizer's state of its own part of the parameters, steps
-/// that part, and sends it to the others; with `ga::Shard::gradients` it keeps the gradients of that part alone, too.
+/// `Replicas` is the part, whose documentation says the rest: windows are the mean over the items of all ranks, and
+/// `.shard` divides the optimizer's state, or the gradients, too. Steps and reports are of all ranks, and the same on
+/// each: losses, items, samples. Progress and MetricsLog are rank 0's. A rank with less data than others goes along to
+/// the end of the epoch; buffers are rank 0's from there on.
 ///
 /// What ends the training (`stop()`, a signal with SaveState) ends it on all ranks, after the window that is closed
 /// next, or the epoch. An exception in `fit` on one rank ends it on all. States are saved by all, each rank

@@ -1,15 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/archive.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policy.hpp>
 
-#include <cstdint>
 #include <limits>
-#include <optional>
-#include <string>
-#include <string_view>
 
 namespace gradaccum {
 
@@ -23,17 +18,16 @@ namespace gradaccum {
 ///
 /// A number is better if it is lower by more than `min_delta` than the best so far, or higher, as `mode` says; NaN is
 /// not. When `patience` numbers in a row were not better, that is the end: `fit` stops with the window in hand, and its
-/// report says why. As a policy it gets its numbers from `Validate`, and its state goes on to the bit: resumed after
-/// its end, a `fit` does nothing more. Each other `fit` begins anew.
-///
-/// The best parameters are kept by `ga::SaveState{.directory = …, .keep_best = 1}`.
+/// report says why. As a policy it gets its numbers from `Validate`. A `fit` that is resumed goes on counting, and does
+/// nothing more after the end; each other `fit` begins anew. The best parameters are kept by
+/// `ga::SaveState{.directory = "runs/a", .keep_best = 1}`.
 struct EarlyStopping {
   static constexpr std::string_view name = "early_stopping";
 
   std::string metric = "loss";    ///< as `Validate` calls it: `loss`, or `test/loss` of one with another name
   std::int64_t patience = 3;      ///< >= 1
   double min_delta = 0;           ///< >= 0
-  std::optional<Mode> mode = {};  ///< need not be given for loss and accuracy
+  std::optional<Mode> mode = {};  ///< need not be given where the metric tells
   double best = std::numeric_limits<double>::quiet_NaN();  ///< not an option, like all below
   std::int64_t best_update = 0;                            ///< when that was
   std::int64_t waited = 0;                                 ///< numbers since then

@@ -7,10 +7,6 @@
 
 #include <torch/nn/module.h>
 
-#include <cstdint>
-#include <memory>
-#include <string_view>
-
 namespace gradaccum {
 
 /// An exponential moving average of a model's weights: a policy, and a part of one's own loop.
@@ -30,8 +26,7 @@ namespace gradaccum {
 /// and complex ones are welcome. Integer buffers are copied, not averaged.
 ///
 /// An update while the averages are in the model, a swap before the first update, and a model whose tensors have
-/// changed their names, shapes, dtype or device are errors; then nothing has changed. It cannot be copied: a trainer's
-/// own is `trainer.policy<ga::Ema>()`.
+/// changed their names, shapes, dtype or device are errors; then nothing has changed.
 ///
 /// @note Does not wait for the device. Memory: the model once more, with 4 bytes for each 16-bit number; and
 /// once more while the averages are in it.
@@ -42,29 +37,20 @@ struct Ema {
   bool warmup = false;   ///< decay at most (1 + t) / (10 + t), t the updates so far: less of the first weights
   bool buffers = false;  ///< average buffers too; else the model's own stay in it
   struct Run;
-  std::unique_ptr<Run, void (*)(Run*)> run = {nullptr, nullptr};  ///< not an option: the state of the policy
+  std::shared_ptr<Run> run = {};  ///< not an option: the averages, which copies share
 
-  /// After a step that moved the parameters.
-  template <class Model>
-  void update(Model& model) {
-    update_module(detail::module_of(model));
-  }
-
-  /// Puts the averages into the model, and out again.
-  template <class Model>
-  void swap(Model& model) {
-    swap_module(detail::module_of(model));
-  }
+  void update(model auto& of) { update_module(detail::module_of(of)); }  ///< after a step that moved the parameters
+  void swap(model auto& in) { swap_module(detail::module_of(in)); }      ///< averages into the model, and out again
 
   std::int64_t updates() const;
 
   /// To a trainer; or to a model, in a loop that will load the averages.
   template <class T>
-  void attach(T& trainer) {
-    if constexpr (detail::model<T>)
-      attach_module(detail::module_of(trainer));
+  void attach(T& to) {
+    if constexpr (model<T>)
+      attach_module(detail::module_of(to));
     else
-      attach_module(trainer.module());
+      attach_module(to.module());
   }
   void after_step(const Step&);
   void state(Archive& archive);

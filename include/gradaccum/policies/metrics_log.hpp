@@ -5,15 +5,7 @@
 #include <gradaccum/policy.hpp>
 
 #include <chrono>
-#include <concepts>
-#include <cstdint>
 #include <filesystem>
-#include <memory>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <variant>
-#include <vector>
 
 namespace gradaccum {
 
@@ -22,15 +14,13 @@ namespace gradaccum {
 /// update, epoch, samples, seconds, `validation/loss` and so on; beside a CSV file, whose lines are all alike, in
 /// another one, `train.validation.csv`.
 ///
-///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
-///       return torch::mse_loss(net->forward(batch.data), batch.target);
-///     }, ga::MetricsLog{.path = "train.jsonl", .every = 2});
+///     ga::Trainer trainer(model, sgd, objective, ga::MetricsLog{.path = "train.jsonl", .every = 2});
 ///     trainer.fit(batches);
 ///
 /// With `append` a `fit` that is given `.resume` first removes the lines that the last run has written after the state
-/// (all of its lines, where there is no state yet): so there are none twice. All lines are with the operating system
-/// before a state is, and when `fit` ends; a training that is killed loses those of the last second. `MetricsFile` says
-/// how it is written, and is the part for a loop of one's own. Of several processes rank 0 writes.
+/// (all of its lines, where there is none yet). All lines are with the operating system before a state is, and when
+/// `fit` ends; a training that is killed loses those of the last second. `MetricsFile` says how it is written, and is
+/// the part for a loop of one's own. Of several processes rank 0 writes.
 ///
 /// @note Reads loss and norm from the device for each line.
 struct MetricsLog {

@@ -7,17 +7,12 @@
 
 #include <c10/core/ScalarType.h>
 
-#include <memory>
-#include <optional>
-#include <string_view>
-
 namespace gradaccum {
 
 /// Policy: the objective runs under autocast, and with float16 its loss is scaled.
 ///
-///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
-///       return torch::mse_loss(net->forward(batch.data), batch.target);
-///     }, ga::MixedPrecision{.dtype = torch::kHalf, .scaler = {.init_scale = 1024.0}});
+///     ga::Trainer trainer(model, sgd, objective,
+///                         ga::MixedPrecision{.dtype = torch::kHalf, .scaler = {.init_scale = 1024.0}});
 ///     trainer.fit(batches);
 ///     std::cout << trainer.policy<ga::MixedPrecision>().amp_scaler->get_scale() << '\n';
 ///

@@ -3,16 +3,12 @@
 
 #include <gradaccum/policy.hpp>
 
-#include <string_view>
-
 namespace gradaccum {
 
 /// Policy: the backward pass that fills a window steps each parameter as its gradient arrives, and frees the gradient.
 ///
 ///     ga::optim::AdamW adamw(model->parameters(), 1e-3);
-///     ga::Trainer trainer(model, adamw, [](auto& net, auto& batch) {
-///       return torch::mse_loss(net->forward(batch.data), batch.target);
-///     }, ga::OptimizerInBackward{});
+///     ga::Trainer trainer(model, adamw, objective, ga::OptimizerInBackward{});
 ///     trainer.fit(batches);
 ///
 /// `GradAccumulatorOptions::in_backward` says the rest: parameters, state and reports are those without it, to the bit.
@@ -20,7 +16,8 @@ namespace gradaccum {
 /// `after_backward` finds no gradients in the micro-batch that fills the window; `before_close` and
 /// `scale_gradients` come before it.
 ///
-/// @note Waits for the device, to see that losses are finite, before that backward, not after it.
+/// @note Waits for the device, to see that losses are finite, before that backward, not after it. Gradients are looked
+/// at on the CPU alone, each before it is stepped with: others may have been by then.
 struct OptimizerInBackward {
   static constexpr std::string_view name = "optimizer_in_backward";
 

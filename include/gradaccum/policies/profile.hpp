@@ -1,26 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/gradients.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/profiler.hpp>
 
-#include <cstdint>
 #include <filesystem>
-#include <memory>
-#include <utility>
 
 namespace gradaccum {
 
 /// Policy: where time and memory go, in some updates of `fit`, by LibTorch's own profiler.
 ///
-///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
-///       return torch::mse_loss(net->forward(batch.data), batch.target);
-///     }, ga::Profile{.updates = {2, 4}, .directory = "profiles/fit"});
+///     ga::Trainer trainer(model, sgd, objective, ga::Profile{.updates = {2, 4}, .directory = "profiles/fit"});
 ///     trainer.fit(batches);
 ///     std::cout << *trainer.policy<ga::Profile>().report();
 ///
-/// From when `updates.first` updates have been made until `updates.second` have, each moment is in one phase:
+/// From `updates.first` updates until `updates.second` each moment is in one phase:
 ///
 /// | phase | what it is |
 /// |---|---|
@@ -33,25 +27,24 @@ namespace gradaccum {
 ///
 /// List it first among the policies, so that their work falls as the table says. `trace.json`, for Perfetto
 /// (ui.perfetto.dev) and chrome://tracing, and `profile.txt` are written when the last of these updates is over, or
-/// with those there were when `fit` ends before. An exception ends the profile, without files.
+/// when `fit` ends before. An exception ends the profile, without files.
 ///
-/// Memory by kind is that of the update before them (if `first` is 0, of the one behind them), which is not profiled
-/// but measured, as both need LibTorch's one slot: at the end of each phase, where there are several of a name that
-/// with the most. Its sum is what a `MemoryMeter` counts that begins with this update, beside the parameters, state and
-/// gradients that were there before; other tensors that are older, as data and averages, are not in it.
+/// Memory by kind is measured in the update before them (if `first` is 0, the one behind them), as a profile and that
+/// need LibTorch's one slot: at the end of each phase, and where there are several of a name, that with the most. Its
+/// sum is what a `MemoryMeter` counts that begins with this update, and the parameters, state and gradients from
+/// before; no other older tensors.
 ///
 /// Of several processes rank 0 does this. Not together with `FitOptions::measure_memory`, a `MemoryMeter` or another
-/// profiler around `fit`: an error when `fit` begins. Nothing is profiled in a `.smoke` fit. See `Profiler` for what it
-/// costs, and for loops of one's own.
+/// profiler around `fit`: an error when `fit` begins. Nothing is profiled in a `.smoke` fit.
 ///
-/// @note Outside of these updates it costs and waits for nothing.
+/// @note Outside of these updates it costs and waits for nothing; see `Profiler` for inside, and for your own loop.
 struct Profile {
   static constexpr bool looks_on = true;
 
   std::pair<std::int64_t, std::int64_t> updates = {10, 13};  ///< 0 <= first < second
   std::filesystem::path directory = {};                      ///< made where it is not there
   struct Run;
-  std::shared_ptr<Run> run = {};  ///< not an option: the state of the policy; none where it does not profile
+  std::shared_ptr<Run> run = {};  ///< not an option: the state of the policy
 
   /// None before the last of these updates.
   const ProfileReport* report() const;

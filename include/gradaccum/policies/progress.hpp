@@ -4,10 +4,6 @@
 #include <gradaccum/policy.hpp>
 #include <gradaccum/progress_line.hpp>
 
-#include <cstdint>
-#include <memory>
-#include <string_view>
-
 namespace gradaccum {
 
 /// Policy: shows how far `fit` is, on stderr:

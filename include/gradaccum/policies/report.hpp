@@ -1,41 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/archive.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/run_page.hpp>
 
-#include <chrono>
 #include <filesystem>
-#include <memory>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
 
 namespace gradaccum {
 
 /// Policy: a page of the training for people to look at while it runs, in one HTML file.
 ///
-///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
-///       return torch::mse_loss(net->forward(batch.data), batch.target);
-///     }, ga::Report{.path = "run.html", .title = "A small network", .settings = {{"data", "random numbers"}}});
+///     ga::Trainer trainer(model, sgd, objective, ga::Report{.path = "run.html", .title = "A small network",
+///                                                           .settings = {{"data", "random numbers"}}});
 ///     trainer.fit(batches);
 ///
 /// Curves over the updates: `train/loss`, `train/lr`, `train/grad_norm` (where somebody clips by it),
-/// `train/samples_per_second` (of training, without validations), memory by kind, and whatever a validation found, as
-/// `validation/loss`, on the chart of `train/loss`. With them how far the training is, the time that is left, key
-/// figures, the numbers of the FitReport so far, and the settings: yours, and what the trainer tells of itself.
-/// `RunPage` says how it looks and how it is written, and is the part for a loop of one's own.
+/// `train/samples_per_second` (without validations), memory by kind, and whatever a validation found, as
+/// `validation/loss`. With them how far it is, the time that is left, the FitReport so far, and the settings: yours,
+/// and what the trainer tells of itself. `RunPage` says how it is written, and is the part for a loop of one's own.
 ///
-/// A training that goes on from a state has one curve, without gaps or doubles; one whose state was saved without a
-/// Report begins its curves there. Of several processes rank 0 writes. Nothing is written in a `.smoke` fit. Where the
-/// page cannot be written when the trainer is built, that is an error; later on it is tried again, and no reason to end
-/// a training.
+/// A training that goes on from a state has one curve, without gaps or doubles. Of several processes rank 0 writes.
+/// Nothing is written in a `.smoke` fit. Where the page cannot be written when the trainer is built, that is an error;
+/// later on it is tried again.
 ///
-/// @note Reads loss and norm from the device for each update. Time: a few microseconds an update, and some milliseconds
-/// whenever the page is written.
+/// @note Reads loss and norm from the device for each update. Takes microseconds an update, milliseconds a page.
 struct Report {
   static constexpr std::string_view name = "report";
   using Texts = std::vector<std::pair<std::string, std::string>>;

@@ -1,29 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/archive.hpp>
 #include <gradaccum/learning_rates.hpp>
+#include <gradaccum/metrics.hpp>
 #include <gradaccum/policy.hpp>
+#include <gradaccum/trainer_base.hpp>
 
-#include <cstdint>
-#include <functional>
-#include <optional>
-#include <string_view>
-#include <type_traits>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <limits>
 
 namespace gradaccum {
 
 /// Policy: sets the learning rate before each update.
 ///
-///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
-///       return torch::mse_loss(net->forward(batch.data), batch.target);
-///     }, ga::Schedule{ga::lr::Cosine{.peak = 3e-4, .warmup = 100, .total = 5000}});
+///     ga::Trainer trainer(model, sgd, objective,
+///                         ga::Schedule{ga::lr::Cosine{.peak = 3e-4, .warmup = 100, .total = 5000}});
 ///     trainer.fit(batches);
 ///     ga::Schedule halves{[](std::int64_t update) { return 1e-2 * std::pow(0.5, update / 1000); }};
 ///
-/// `rate` is any function of the update's index, which is 0 for the first update. Windows that were skipped do not
-/// count. Parameter groups keep the ratios of their rates, see `LearningRates`. Loading a trainer sets the rate anew: a
-/// schedule may be changed between two runs.
+/// `rate` is any function of the update's index, from 0 on; windows that were skipped do not count. Parameter groups
+/// keep the ratios of their rates, see `LearningRates`. Loading a trainer sets the rate anew: a schedule may be changed
+/// between two runs. A `.total` that is left out is the trainer's number of updates at the end of the `fit`, told anew
+/// when an epoch begins, by epochs or updates, batches and `Accumulate`; an error where that cannot be told.
 ///
 /// @note Does not wait for the device.
 template <class Rate>
@@ -33,26 +33,127 @@ struct Schedule {
   static constexpr std::string_view name = "schedule";
 
   Rate rate = {};
-  std::optional<LearningRates> rates = {};     ///< not an option, like the next
-  std::function<std::int64_t()> updates = {};  ///< the trainer's
+  std::optional<LearningRates> rates = {};                   ///< not an option, like the next
+  std::function<std::int64_t()> updates = {};                ///< the trainer's
+  const TrainerBase* base = nullptr;                         ///< the trainer
+  std::optional<std::int64_t> total = {}, epoch_begin = {};  ///< updates, for a rate that leaves its total out
 
   template <class Trainer>
   void attach(Trainer& trainer) {
     updates = [&trainer] { return trainer.updates(); };
+    if constexpr (std::is_base_of_v<TrainerBase, Trainer>) base = &trainer;
     rates.emplace(trainer.optimizer());
-    const auto set_first = [this] { rates.value().set(rate(updates())); };
-    if constexpr (requires { trainer.when_built(set_first); })
+    const auto set_first = [this] { set(updates()); };
+    if constexpr (requires { trainer.when_built(set_first); }) {
       trainer.when_built(set_first);
-    else
+      trainer.will_set_learning_rate();
+    } else {
       set_first();
+    }
   }
-  void after_step(const Step& step) { rates.value().set(rate(step.update)); }
+  void on_epoch_begin(std::int64_t) {
+    if (!takes_total()) return;
+    epoch_begin = updates();
+    plan();
+  }
+  void on_epoch_end(std::int64_t) { epoch_begin.reset(); }
+  void before_backward(Loss&) const {
+    TORCH_CHECK(total || !takes_total(), "Schedule: .total must be given for steps outside of a fit, which tells it");
+  }
+  void after_step(const Step& step) { set(step.update); }
   void state(Archive& archive) {
-    if (archive.loading()) archive.when_all_fit([this] { rates.value().set(rate(updates())); });
+    const bool in_fit = takes_total() && base->status().running;
+    auto begin = in_fit ? epoch_begin : std::nullopt;
+    auto at = archive.loading() ? std::nullopt : std::optional(updates());
+    archive("epoch_begin", begin);  // within an epoch
+    archive("updates", at);         // makes a part, as one without any value is passed over where changes are allowed
+    if (!archive.loading()) return;
+    TORCH_CHECK(begin || !in_fit || base->status().batch == 0,
+                "Schedule: .total must be given to go on within an epoch from a state that had one");
+    archive.when_all_fit([this, begin, in_fit, anew = archive.changes_allowed()] {
+      if (!takes_total()) return set(updates());
+      epoch_begin = begin;
+      if (!begin || !in_fit) return;  // the next epoch's begin plans
+      if (anew) epoch_begin = base->updates_at_epoch_begin();
+      plan();
+    });
+  }
+
+ private:
+  static constexpr bool has_total = requires(Rate & given) { given.total = std::int64_t{}; };
+
+  bool takes_total() const {
+    if constexpr (has_total) return base && rate.total == 0;
+    return false;
+  }
+  void plan() {
+    total = base->planned_updates(epoch_begin.value());
+    TORCH_CHECK(total,
+                "Schedule: .total must be given, as this fit does not tell how many updates it will have made: that "
+                "takes .epochs or .updates alone, batches with size(), and ga::Accumulate{.steps}");
+    set(updates());
+  }
+  void set(std::int64_t update) {
+    if constexpr (has_total) {
+      if (takes_total()) {
+        auto whole = rate;
+        whole.total = std::max<std::int64_t>(total.value_or(std::numeric_limits<std::int64_t>::max()), 1);
+        return rates.value().set(whole(update));
+      }
+    }
+    rates.value().set(rate(update));
   }
 };
 
 template <class Rate>
 Schedule(Rate) -> Schedule<Rate>;
 
+/// Lowers the learning rates when a number no longer gets better: a policy, and a part of one's own loop. What
+/// PyTorch's `ReduceLROnPlateau` does with the same options.
+///
+///     ga::LearningRates rates(optimizer);
+///     ga::ReduceLROnPlateau plateau{.factor = 0.5, .patience = 1};
+///     for (double loss : {0.9, 0.7, 0.8, 0.75}) plateau.step(loss, rates);   // of an evaluation, once an epoch
+///     std::cout << rates.current() << ", since " << plateau.best;            // half of what it was, since 0.7
+///
+/// A number is better if it is lower than the best so far by more than the share `threshold` of it, or than `threshold`
+/// itself where that is not `relative`; or higher, as `mode` says. NaN is not better. When more than `patience` numbers
+/// in a row were not, each group's rate is multiplied by `factor`, and no numbers count for `cooldown` more. As a
+/// policy it gets its numbers from `Validate`, and its state goes on to the bit. A Trainer has it or a `Schedule`.
+struct ReduceLROnPlateau {
+  static constexpr std::string_view name = "schedule";
+
+  std::string metric = "loss";    ///< as `Validate` calls it: `loss`, or `test/loss` of one with another name
+  std::optional<Mode> mode = {};  ///< need not be given where the metric tells
+  double factor = 0.1;            ///< in (0, 1)
+  std::int64_t patience = 10;     ///< >= 0
+  double threshold = 1e-4;        ///< >= 0
+  bool relative = true;           ///< PyTorch's threshold_mode: "rel" or "abs"
+  std::int64_t cooldown = 0;      ///< >= 0
+  double min_lr = 0;              ///< >= 0; no group's rate is set below it
+  double eps = 1e-8;              ///< a rate that would fall by this or less stays
+  double best = std::numeric_limits<double>::quiet_NaN();  ///< not an option, like all below
+  std::int64_t num_bad_epochs = 0, cooldown_counter = 0;
+  std::optional<LearningRates> rates = {};
+
+  /// True if it was time to lower the rates.
+  bool step(double number, LearningRates& lowered);
+
+  template <class Trainer>
+  void attach(Trainer& trainer) {
+    begin(trainer);
+    rates.emplace(trainer.optimizer());
+  }
+  void on_validation(const Validation& validation);
+  void state(Archive& archive);
+
+ private:
+  void begin(TrainerBase& trainer);
+  void check() const;
+};
+
 }  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/impl/trainer/policies.ipp>
+#endif

@@ -1,39 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/archive.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/summary_writer.hpp>
 
 #include <chrono>
-#include <cstdint>
 #include <filesystem>
-#include <memory>
-#include <string>
-#include <string_view>
 
 namespace gradaccum {
 
 /// Policy: the training's curves for TensorBoard: `tensorboard --logdir runs`.
 ///
-///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
-///       return torch::mse_loss(net->forward(batch.data), batch.target);
-///     }, ga::TensorBoard{.directory = "runs/a", .histograms_every = 2, .hyperparameters = "learning rate 0.001"});
+///     ga::Trainer trainer(model, sgd, objective, ga::TensorBoard{.directory = "runs/a", .histograms_every = 2,
+///                                                                .hyperparameters = "learning rate 0.001"});
 ///     trainer.fit(batches);
 ///     const double loss = trainer.evaluate(batches)["loss"];
 ///     trainer.policy<ga::TensorBoard>().writer()->add_scalar("test/loss", loss, trainer.updates());
 ///
 /// Over the updates: `train/loss`, `train/lr`, `train/grad_norm` (where somebody clips by it),
-/// `train/samples_per_second` (of training, without validations, since the point before), `memory/resident` and, on a
-/// device, `memory/occupied`, in bytes, twice a second at most; whatever a validation found, as `validation/loss`; on
-/// request the distributions `parameters/<name>`, after the update, and `gradients/<name>`, the true ones, as they are
-/// where this policy stands among those with before_step. Windows that were skipped have no point; NaN has one.
-/// `SummaryWriter` says how it is written.
+/// `train/samples_per_second` (without validations), `memory/resident` and, on a device, `memory/occupied`, in bytes,
+/// twice a second at most; whatever a validation found, as `validation/loss`; on request the distributions
+/// `parameters/<name>`, after the update, and `gradients/<name>`, the true ones, as they are where this policy stands
+/// among those with before_step. Windows that were skipped have no point; NaN has one.
 ///
-/// A training that goes on from a state begins a new file, which makes readers forget what the one before had written
-/// of later updates; and all is on the disk before a state is. So there is one curve, without gaps or doubles, in a
-/// directory of its own. Of several processes rank 0 writes. Nothing is written in a `.smoke` fit. Gradients are only
-/// looked at: parameters are those without this policy, to the bit.
+/// A training that goes on from a state has one curve, without gaps or doubles, in a directory of its own:
+/// `SummaryWriter` says how it is written. Of several processes rank 0 writes. Nothing is written in a `.smoke` fit.
+/// Gradients are only looked at: parameters are those without this policy, to the bit.
 ///
 /// @note Reads loss and norm from the device for each point; for histograms all parameters and gradients.
 struct TensorBoard {

@@ -9,15 +9,7 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <optional>
-#include <string>
 #include <tuple>
-#include <type_traits>
-#include <utility>
-#include <vector>
 
 namespace gradaccum {
 
@@ -44,24 +36,23 @@ std::shared_ptr<void> validating_scope(torch::nn::Module& module, Ema* ema);
 /// Policy: evaluates the model in the middle of `fit`, and tells everybody who looks at numbers.
 ///
 ///     ga::data::TensorBatches unseen(x, y, {.batch_size = 4});
-///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
-///       return torch::mse_loss(net->forward(batch.data), batch.target);
-///     }, ga::Validate(unseen, {.every_updates = 5}), ga::EarlyStopping{.patience = 3});
+///     ga::Trainer trainer(model, sgd, objective, ga::Validate(unseen, {.every_updates = 5}),
+///                         ga::EarlyStopping{.patience = 3});
 ///     auto report = trainer.fit(batches, {.epochs = 3});
 ///     for (auto& validation : report.validations) std::cout << validation.update << ": " << validation.found << '\n';
 ///
 /// `ga::Validate(batches, metrics…)`, `ga::Validate(batches, options, metrics…)`: what `Trainer::evaluate` takes.
-/// Batches with a name are held by reference, others are taken over; not those that `fit` goes through. It evaluates
-/// after every so many updates, at the end of every so many epochs, or both; at most once an update. What is found
-/// reaches `EarlyStopping`, `SaveState`, `MetricsLog`, `Progress`, the FitReport, and each policy that has
-/// `on_validation(const ga::Validation&)`, before the training is saved. There may be several, of different names.
+/// Batches with a name are held by reference, others are taken over; not those that `fit` goes through. It evaluates as
+/// the options say and at the end of the `fit`, at most once an update. What is found reaches the FitReport and each
+/// policy that has `on_validation(const ga::Validation&)`, before the training is saved. There may be several, of
+/// different names.
 ///
-/// The training goes on as if there had been none, to the bit: random numbers are as before. Batches of `ga::data` come
-/// in the order of their first epoch each time. Of several processes each evaluates its share of the batches,
-/// `DataParallel` given, and the numbers are those of all: metrics need `reduce` then.
+/// The training goes on as if there had been none, to the bit. Batches of `ga::data` come in the order of their first
+/// epoch each time. Of several processes, given `DataParallel`, each evaluates its share of the batches, and the
+/// numbers are those of all: metrics need `reduce` then.
 ///
 /// @note Waits for the device when it evaluates. With `ema` the model is in memory once more meanwhile.
-template <class Batches, metric... Metrics>
+template <class Batches, class... Metrics>
 class Validate {
  public:
   ValidateOptions options;
@@ -73,7 +64,12 @@ class Validate {
 
   void attach(auto& trainer) {
     detail::check_options(options);
-    trainer.will_validate(options.name, names());
+    const auto announce = [&]<class M>(const M& metric) {
+      if constexpr (gradaccum::metric<M> && detail::finds_number<M>)
+        trainer.will_validate(options.name, std::string(metric.name), detail::mode_told_by(metric));
+    };
+    announce(MeanLoss());
+    std::apply([&](const auto&... metrics) { (announce(metrics), ...); }, metrics_);
     auto* const ema = options.ema ? trainer.template find_policy<Ema>() : nullptr;
     TORCH_CHECK(ema || !options.ema,
                 "Validate: ema is of the averages that the trainer's policy ga::Ema has; give it one");
@@ -91,31 +87,35 @@ class Validate {
   }
   void after_window(const Step&) { due_ = due_ || trainer_->status().options.smoke; }
   void on_epoch_end(std::int64_t epoch) {
-    if (options.every_epochs || !options.every_updates)
+    // The rest of an epoch that a limit has cut short comes when the training goes on.
+    const auto& status = trainer_->status();
+    const bool is_cut = status.stopped || (status.options.updates && status.updates >= *status.options.updates);
+    if (!is_cut && (options.every_epochs || !options.every_updates))
       due_ = due_ || (epoch + 1) % options.every_epochs.value_or(1) == 0;
   }
   void before_boundary() {
-    if (std::exchange(due_, false) && !is_known()) trainer_->validated(options.name, evaluate_());
+    const bool due = std::exchange(due_, false);
+    if ((due || at_end()) && !is_known(due)) trainer_->validated(options.name, evaluate_(), due);
   }
 
  private:
-  std::vector<std::string> names() const {
-    const auto of = [](const auto&... metrics) {
-      return std::vector{std::string(MeanLoss::name), std::string(metrics.name)...};
-    };
-    return std::apply(of, metrics_);
-  }
   /// Makes the next loop over batches that know how the first one again.
   void begin_again() {
     using Bare = std::remove_reference_t<Batches>;
     if constexpr (requires { batches_.load_state(typename Bare::State()); })
       batches_.load_state(typename Bare::State());
   }
+  /// This `fit` has trained, and moves the parameters no more.
+  bool at_end() const {
+    const auto& status = trainer_->status();
+    const bool has_tail = status.options.tail == Tail::flush && trainer_->window().micro_batches > 0;
+    return status.done() && status.signal == 0 && status.updates > 0 && !has_tail;
+  }
   /// It has been evaluated at this update: at the epoch's last window, say, or before a `fit` was resumed.
-  bool is_known() const {
+  bool is_known(bool due) const {
     const auto& all = trainer_->status().validations;
-    return std::any_of(all.rbegin(), all.rend(), [update = trainer_->updates(), this](const Validation& one) {
-      return one.name == options.name && one.update == update;
+    return std::any_of(all.rbegin(), all.rend(), [&, update = trainer_->updates()](const Validation& one) {
+      return one.name == options.name && one.update == update && (one.due || !due);
     });
   }
 
@@ -126,9 +126,9 @@ class Validate {
   bool due_ = false;
 };
 
-template <class Batches, metric... Metrics>
+template <class Batches, class... Metrics>
 explicit Validate(Batches&&, Metrics...) -> Validate<Batches, Metrics...>;
-template <class Batches, metric... Metrics>
+template <class Batches, class... Metrics>
 Validate(Batches&&, ValidateOptions, Metrics...) -> Validate<Batches, Metrics...>;
 
 }  // namespace gradaccum

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 namespace emulated_cuda {
 namespace {
@@ -34,6 +35,12 @@ char* AddressRange::host(const void* address) const {
   return host_ + (static_cast<const char*>(address) - device_);
 }
 
-void AddressRange::release(char* address, std::size_t bytes) const { madvise(host(address), bytes, MADV_DONTNEED); }
+/// Pages that these bytes fill: others hold what is in use.
+void AddressRange::release(char* address, std::size_t bytes) const {
+  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  const auto offset = static_cast<std::size_t>(host(address) - host_);
+  const auto begin = (offset + page - 1) / page * page, end = (offset + bytes) / page * page;
+  if (begin < end) madvise(host_ + begin, end - begin, MADV_DONTNEED);
+}
 
 }  // namespace emulated_cuda

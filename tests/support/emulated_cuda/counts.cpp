@@ -1,13 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "counts.hpp"
 
+#include "address_range.hpp"
 #include "emulated_cuda.hpp"
+#include "graphs.hpp"
 
 namespace emulated_cuda {
 
 Counts& counts() {
   static Counts all;
   return all;
+}
+
+void wait() {
+  Graph::refuse_in_captures();
+  ++counts().waits;
+}
+
+void count_launch() {
+  if (!is_capturing()) ++counts().launches;
+}
+
+bool is_capturing() {
+  for (c10::DeviceIndex device = 0; device < number_of_devices; ++device)
+    if (Graph::capturing(device)) return true;
+  return false;
 }
 
 }  // namespace emulated_cuda

@@ -13,4 +13,11 @@ struct Counts {
 
 Counts& counts();
 
+/// The host waits for a device. An error if this thread's stream is being captured.
+void wait();
+/// Of a kernel, unless it is captured.
+void count_launch();
+/// Whether what this thread issues is captured, not executed.
+bool is_capturing();
+
 }  // namespace emulated_cuda

@@ -6,6 +6,8 @@
 #include "address_range.hpp"
 #include "counts.hpp"
 #include "emulated_cuda.hpp"
+#include "graphs.hpp"
+#include "streams.hpp"
 
 #include <gradaccum/detail/kernels/device/launch.hpp>
 #include <gradaccum/detail/kernels/numbers.hpp>
@@ -15,6 +17,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstring>
@@ -50,19 +53,26 @@ void to_host(DeviceMultiplier& by) {
   to_host(by.skipped_steps);
 }
 
-void to_host(TensorTable& tensors) {
-  for (std::int64_t i = 0; i < tensors.size; ++i)
-    for (auto& array : tensors.entries[static_cast<std::size_t>(i)].arrays) to_host(array);
+void to_host(SteppedElements& tensor) {
+  for (auto& array : tensor.arrays) to_host(array);
+}
+
+void to_host(SquaredTensor& tensor) { to_host(tensor.numbers); }
+
+void to_host(AdafactorEntry& tensor) {
+  to_host(tensor.gradient);
+  for (auto* const array : {&tensor.parameter, &tensor.row_var, &tensor.col_var, &tensor.exp_avg, &tensor.memory})
+    to_host(*array);
+}
+
+template <class Tensor, std::size_t capacity>
+void to_host(Tensors<Tensor, capacity>& tensors) {
+  for (std::int64_t i = 0; i < tensors.size; ++i) to_host(tensors.entries[static_cast<std::size_t>(i)]);
 }
 
 void to_host(AdafactorLaunch& launch) {
   to_host(launch.by);
-  for (std::int64_t i = 0; i < launch.tensors.size; ++i) {
-    auto& tensor = launch.tensors.entries[static_cast<std::size_t>(i)];
-    to_host(tensor.gradient);
-    for (auto* const array : {&tensor.parameter, &tensor.row_var, &tensor.col_var, &tensor.exp_avg, &tensor.memory})
-      to_host(*array);
-  }
+  to_host(launch.tensors);
 }
 
 template <class Settings>
@@ -72,7 +82,7 @@ void to_host(StepLaunch<Settings>& launch) {
 }
 
 void to_host(SquaresLaunch& launch) {
-  for (std::int64_t i = 0; i < launch.size; ++i) to_host(launch.entries[static_cast<std::size_t>(i)].numbers);
+  to_host(launch.tensors);
   to_host(launch.partial_sums);
   to_host(launch.norms);
 }
@@ -118,7 +128,8 @@ void run_block(const typename Block::Arguments& arguments, std::int64_t block, s
   constexpr int together = threads_together<Block>();
   for (int first = 0; first < threads_of_block; first += together)
     for (int round = 0; round < Block::rounds; ++round)
-      (in_turn(threads, first, first + together, turned, [&](Block& t) { t.template run<phases>(round, shared); }),
+      (in_turn(threads, first, first + together, turned,
+               [&](Block& t) { t.template run_phase<phases>(round, shared); }),
        ...);
 }
 
@@ -128,22 +139,16 @@ void run_blocks(const typename Block::Arguments& of_device, std::int64_t blocks,
   if (blocks == 0) return;
   auto arguments = of_device;
   to_host(arguments);
-  for (auto block = blocks - 1; block >= 0; --block)
-    run_block<Block>(arguments, block, std::make_integer_sequence<int, Block::phases>());
-  ++emulated_cuda::counts().launches;
+  auto* const graph = emulated_cuda::Graph::capturing(emulated_cuda::current_device());
+  const auto all = [arguments, blocks] {
+    for (auto block = blocks - 1; block >= 0; --block)
+      run_block<Block>(arguments, block, std::make_integer_sequence<int, Block::phases>());
+  };
+  emulated_cuda::count_launch();
+  graph ? graph->record(all) : all();
 }
 
 }  // namespace
 }  // namespace gradaccum::detail
 
-const gradaccum::detail::DeviceKernels* emulated_cuda_kernels() {
-  using namespace gradaccum::detail;
-  static const DeviceKernels kernels{.sgd = run_sgd,
-                                     .adam = run_adam,
-                                     .adam8bit = run_adam8bit,
-                                     .adafactor = run_adafactor,
-                                     .l2_norms = run_l2_norms,
-                                     .window_norm = run_window_norm,
-                                     .update_scale = run_update_scale};
-  return &kernels;
-}
+const gradaccum::detail::DeviceKernels* emulated_cuda_kernels() { return &gradaccum::detail::all_kernels; }

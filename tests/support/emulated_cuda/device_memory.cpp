@@ -3,12 +3,12 @@
 
 #include "address_range.hpp"
 #include "emulated_cuda.hpp"
+#include "graphs.hpp"
 
 #include <c10/util/Exception.h>
 
 #include <array>
 #include <cstring>
-#include <memory>
 
 namespace emulated_cuda {
 namespace {
@@ -39,6 +39,10 @@ void for_each_statistic(DeviceStats& statistics, Do&& apply) {
 
 }  // namespace
 
+MemoryPool::~MemoryPool() {
+  for (auto* block : freed) memory.free(block);
+}
+
 DeviceMemory& DeviceMemory::of(c10::DeviceIndex device) {
   static auto& memories = *new std::array{new DeviceMemory(0), new DeviceMemory(1)};
   TORCH_CHECK(device >= 0 && device < number_of_devices, "CUDA error: invalid device ordinal ",
@@ -53,7 +57,8 @@ DeviceMemory::DeviceMemory(c10::DeviceIndex device) : device_(device) {
 char* DeviceMemory::allocate(std::size_t bytes) {
   touched_ = true;
   if (bytes == 0) return nullptr;
-  const Block block{rounded(bytes), bytes};
+  auto* const graph = Graph::capturing(device_);
+  const Block block{rounded(bytes), bytes, graph ? graph->memory() : nullptr};
   std::unique_lock lock(mutex_);
   const auto address = may_allocate(block.bytes) ? take(block.bytes) : std::nullopt;
   if (!address) throw_out_of_memory(bytes);
@@ -61,20 +66,31 @@ char* DeviceMemory::allocate(std::size_t bytes) {
   count(block);
   lock.unlock();
   report(*address, static_cast<std::int64_t>(block.bytes));
+  if (graph) graph->add_block(*address);
   if (fill_new_memory) std::memset(AddressRange::get().host(*address), 0xFF, block.bytes);
   return *address;
 }
 
 void DeviceMemory::free(char* address) {
+  std::shared_ptr<MemoryPool> pool;  // may end here, when this memory is not locked any more
   std::unique_lock lock(mutex_);
   const auto found = used_.find(address);
   TORCH_INTERNAL_ASSERT(found != used_.end(), "emulated CUDA: this block is not in use");
   const auto block = found->second;
+  pool = block.pool.lock();
+  if (pool) return pool->freed.push_back(address);
   used_.erase(found);
   put_back(address, block.bytes);
   discount(block);
   lock.unlock();
   report(address, -static_cast<std::int64_t>(block.bytes));
+}
+
+std::shared_ptr<MemoryPool> DeviceMemory::pool(c10::MempoolId_t id) {
+  const std::lock_guard lock(mutex_);
+  auto pool = pools_[id].lock();
+  if (!pool) pools_[id] = pool = std::make_shared<MemoryPool>(*this);
+  return pool;
 }
 
 void DeviceMemory::release_free_pages() {

@@ -8,13 +8,28 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace emulated_cuda {
+
+class DeviceMemory;
+
+/// The memory of graphs. While one of them lives, blocks that were freed are not given out again.
+struct MemoryPool {
+  explicit MemoryPool(DeviceMemory& all) : memory(all) {}
+  MemoryPool(const MemoryPool&) = delete;
+  MemoryPool& operator=(const MemoryPool&) = delete;
+  ~MemoryPool();
+
+  DeviceMemory& memory;
+  std::vector<char*> freed = {};
+};
 
 /// The blocks of one device's memory, by best fit.
 class DeviceMemory {
@@ -28,6 +43,7 @@ class DeviceMemory {
   char* allocate(std::size_t bytes);
   void free(char* block);
   void release_free_pages();
+  std::shared_ptr<MemoryPool> pool(c10::MempoolId_t id);
 
   /// The device was in use at some time, as its CUDA context tells.
   bool touched() const { return touched_; }
@@ -39,6 +55,7 @@ class DeviceMemory {
  private:
   struct Block {
     std::size_t bytes, requested;
+    std::weak_ptr<MemoryPool> pool;
   };
 
   bool may_allocate(std::size_t bytes);
@@ -56,6 +73,7 @@ class DeviceMemory {
   std::map<char*, std::size_t> free_by_address_;
   std::set<std::pair<std::size_t, char*>> free_by_size_;
   std::unordered_map<char*, Block> used_;
+  std::map<c10::MempoolId_t, std::weak_ptr<MemoryPool>> pools_;
   c10::CachingDeviceAllocator::DeviceStats statistics_;
   std::atomic<std::int64_t> limit_ = -1;
   std::atomic<bool> touched_ = false;

@@ -2,23 +2,21 @@
 
 // Dropout, which on CUDA is one kernel and on the CPU three. Here it is one that gives the bits of the three.
 
-#include "counts.hpp"
+#include "fallback.hpp"
 #include "generator.hpp"
-#include "host_kernel_scope.hpp"
-#include "host_views.hpp"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones_like.h>
 #include <torch/library.h>
 
-#include <optional>
 #include <tuple>
 
 namespace emulated_cuda {
 namespace {
 
 using at::Tensor;
+using torch::jit::Stack;
 
 /// On the CPU; what is left and what was left.
 std::tuple<Tensor, Tensor> some_of(const Tensor& input, double dropped, const at::Generator& numbers) {
@@ -27,38 +25,33 @@ std::tuple<Tensor, Tensor> some_of(const Tensor& input, double dropped, const at
   return {dropped == 1 ? input.mul(noise) : input.mul(noise.div_(1 - dropped)), mask};
 }
 
-std::tuple<Tensor, Tensor> dropout(const Tensor& input, double dropped, std::optional<bool> train) {
-  const auto device = input.device().index();
-  HostViews views(device);
-  Tensor output, mask;
-  {
-    const HostKernelScope scope;
-    const auto host = views.host(input);
+void dropout(const c10::OperatorHandle& operation, Stack* stack) {
+  const auto device = torch::jit::peek(*stack, 0, 3).toTensor().device().index();
+  run(operation, stack, [device](Stack* host) {
+    const auto train = torch::jit::pop(*host).toOptional<bool>();
+    const auto dropped = torch::jit::pop(*host).toDouble();
+    const auto input = torch::jit::pop(*host).toTensor();
     const auto numbers = DeviceGenerator::of(device).get<DeviceGenerator>()->numbers();
-    std::tie(output, mask) = train.value_or(true) ? some_of(host, dropped, numbers)
-                                                  : std::tuple(host.clone(), at::ones_like(host, at::kBool));
-  }
-  ++counts().launches;
-  return {views.device(output), views.device(mask)};
+    const auto [output, mask] = train.value_or(true) ? some_of(input, dropped, numbers)
+                                                     : std::tuple(input.clone(), at::ones_like(input, at::kBool));
+    torch::jit::push(*host, output, mask);
+  });
 }
 
-/// `scale`: by which what was left was multiplied.
-Tensor dropout_backward(const Tensor& gradient, const Tensor& mask, double scale) {
-  HostViews views(gradient.device().index());
-  Tensor result;
-  {
-    const HostKernelScope scope;
-    const auto host = views.host(gradient);
-    const auto noise = views.host(mask).to(host.scalar_type());
-    result = scale == 0 ? host.mul(noise) : host.mul(noise.div_(1 / scale));
-  }
-  ++counts().launches;
-  return views.device(result);
+/// The last argument is by which what was left was multiplied.
+void dropout_backward(const c10::OperatorHandle& operation, Stack* stack) {
+  run(operation, stack, [](Stack* host) {
+    const auto scale = torch::jit::pop(*host).toDouble();
+    const auto mask = torch::jit::pop(*host).toTensor();
+    const auto gradient = torch::jit::pop(*host).toTensor();
+    const auto noise = mask.to(gradient.scalar_type());
+    host->emplace_back(scale == 0 ? gradient.mul(noise) : gradient.mul(noise.div_(1 / scale)));
+  });
 }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
-  library.impl("native_dropout", &dropout);
-  library.impl("native_dropout_backward", &dropout_backward);
+  library.impl("native_dropout", torch::CppFunction::makeFromBoxedFunction<&dropout>());
+  library.impl("native_dropout_backward", torch::CppFunction::makeFromBoxedFunction<&dropout_backward>());
 }
 
 }  // namespace

@@ -12,9 +12,19 @@
 
 #include <dlfcn.h>
 
+#if __has_include(<ATen/core/GraphImplInterface.h>)
+namespace at {
+struct GraphImplInterface;
+}
+#endif
 namespace gradaccum::detail {
 struct DeviceKernels;
-}
+#if __has_include(<ATen/core/GraphImplInterface.h>)
+using GraphImplInterface = at::GraphImplInterface;
+#else
+struct GraphImplInterface;
+#endif
+}  // namespace gradaccum::detail
 
 extern "C" {
 
@@ -48,6 +58,8 @@ void emulated_cuda_use_workspaces(std::int64_t bytes);
 void emulated_cuda_fill_new_memory(bool fill);
 /// The library's own kernels for devices, which run on the host here. They take the host's memory, too.
 const gradaccum::detail::DeviceKernels* emulated_cuda_kernels();
+/// A graph, to capture work on a device; the caller deletes it.
+gradaccum::detail::GraphImplInterface* emulated_cuda_new_graph();
 }
 
 #ifdef __clang__
@@ -95,6 +107,9 @@ inline void fill_new_memory(bool fill) {
 }
 inline const gradaccum::detail::DeviceKernels& kernels() {
   return *call<decltype(emulated_cuda_kernels)>("emulated_cuda_kernels");
+}
+inline gradaccum::detail::GraphImplInterface* new_graph() {
+  return call<decltype(emulated_cuda_new_graph)>("emulated_cuda_new_graph");
 }
 
 }  // namespace testing::emulated_cuda

@@ -35,7 +35,7 @@ class CUDAHooks final : public at::CUDAHooksInterface {
     return before;
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
-  void deviceSynchronize(c10::DeviceIndex /*device*/) const override { ++counts().waits; }
+  void deviceSynchronize(c10::DeviceIndex /*device*/) const override { wait(); }
 
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
     return DeviceGenerator::of(or_current(device));

@@ -64,6 +64,11 @@ at::Tensor sparse(c10::DispatchKey key, const at::Tensor& like, const at::Tensor
 
 }  // namespace
 
+at::Tensor with_storage(const at::Tensor& tensor, c10::Storage storage) {
+  const auto key = storage.device().is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
+  return with_shape(dense(std::move(storage), key, tensor.dtype()), tensor);
+}
+
 at::Tensor HostViews::host(const at::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   if (!tensor.is_cuda()) return unchanged_.emplace_back(tensor);
@@ -76,9 +81,7 @@ at::Tensor HostViews::host(const at::Tensor& tensor) {
   return view;
 }
 
-at::Tensor HostViews::dense_host(const at::Tensor& tensor) {
-  return with_shape(dense(host(tensor.storage()), c10::DispatchKey::CPU, tensor.dtype()), tensor);
-}
+at::Tensor HostViews::dense_host(const at::Tensor& tensor) { return with_storage(tensor, host(tensor.storage())); }
 
 at::Tensor HostViews::sparse_host(const at::Tensor& tensor) {
   const auto* const impl = get_sparse_impl(tensor);

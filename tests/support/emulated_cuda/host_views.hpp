@@ -9,6 +9,9 @@
 
 namespace emulated_cuda {
 
+/// A tensor of the same shape in another storage, which is of the device of that.
+at::Tensor with_storage(const at::Tensor& tensor, c10::Storage storage);
+
 /// The tensors of one operation on a device, as the CPU's kernel sees them: the same bytes at other addresses. What the
 /// kernel does to a tensor itself (resizes it, sets another storage) is done to the device's tensor afterwards.
 class HostViews {

@@ -32,12 +32,6 @@ bool is_one_of(std::string_view name, const Names& names) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
-bool is_copy(const OperatorHandle& operation) {
-  constexpr std::array<std::string_view, 4> names = {"copy_", "_copy_from", "_copy_from_and_resize",
-                                                     "copy_sparse_to_sparse_"};
-  return is_one_of(name_of(operation), names);
-}
-
 bool takes_indices(const OperatorHandle& operation) {
   constexpr std::array<std::string_view, 6> names = {"index",         "index_put",        "index_put_",
                                                      "_unsafe_index", "_index_put_impl_", "_unsafe_index_put"};
@@ -50,8 +44,6 @@ bool may_lie_on_the_host(const OperatorHandle& operation, std::string_view argum
   constexpr std::array<std::string_view, 4> names = {"scalars", "lengths", "input_lengths", "target_lengths"};
   return is_one_of(argument, names);
 }
-
-bool is_written(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
 
 std::optional<c10::Device> device_argument(ArrayRef<IValue> arguments) {
   for (auto& argument : arguments)
@@ -92,7 +84,32 @@ bool result_is_awaited(const OperatorHandle& operation, ArrayRef<IValue> argumen
   return operation.hasTag(at::Tag::dynamic_output_shape) || operation.hasTag(at::Tag::data_dependent_output);
 }
 
-/// No kernel runs: a view, or what is known of a tensor without its values.
+/// PyTorch waits after a copy unless told not to; CUDA does so for memory that is not pinned.
+void count_copy(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  if (from.is_cuda() && to.is_cuda()) return count_launch();
+  const auto& of_host = to.is_cuda() ? from : to;
+  const bool pinned = of_host.has_storage() && is_pinned(of_host.const_data_ptr());
+  if (!non_blocking || !pinned) wait();
+  if (!is_capturing()) ++(to.is_cuda() ? counts().copies_to_device : counts().copies_to_host);
+}
+
+void count_copy(const OperatorHandle& operation, ArrayRef<IValue> arguments) {
+  const bool to_first = name_of(operation) == "copy_" || name_of(operation) == "copy_sparse_to_sparse_";
+  const auto &first = arguments[0].toTensor(), &second = arguments[1].toTensor();
+  const bool non_blocking = arguments.size() > 2 && arguments[2].toBool();
+  to_first ? count_copy(second, first, non_blocking) : count_copy(first, second, non_blocking);
+}
+
+}  // namespace
+
+bool is_written(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
+
+bool is_copy(const OperatorHandle& operation) {
+  constexpr std::array<std::string_view, 4> names = {"copy_", "_copy_from", "_copy_from_and_resize",
+                                                     "copy_sparse_to_sparse_"};
+  return is_one_of(name_of(operation), names);
+}
+
 bool is_of_the_host_alone(const OperatorHandle& operation) {
   constexpr std::array<std::string_view, 6> names = {"set_",        "resize_",        "resize_as_",
                                                      "_coalesced_", "sparse_resize_", "record_stream"};
@@ -106,27 +123,6 @@ bool is_of_the_host_alone(const OperatorHandle& operation) {
   });
   return !writes && views;
 }
-
-/// PyTorch waits after a copy unless told not to; CUDA does so for memory that is not pinned.
-void count_copy(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
-  if (from.is_cuda() && to.is_cuda()) {
-    ++counts().launches;
-    return;
-  }
-  ++(to.is_cuda() ? counts().copies_to_device : counts().copies_to_host);
-  const auto& of_host = to.is_cuda() ? from : to;
-  const bool pinned = of_host.has_storage() && is_pinned(of_host.const_data_ptr());
-  if (!non_blocking || !pinned) ++counts().waits;
-}
-
-void count_copy(const OperatorHandle& operation, ArrayRef<IValue> arguments) {
-  const bool to_first = name_of(operation) == "copy_" || name_of(operation) == "copy_sparse_to_sparse_";
-  const auto &first = arguments[0].toTensor(), &second = arguments[1].toTensor();
-  const bool non_blocking = arguments.size() > 2 && arguments[2].toBool();
-  to_first ? count_copy(second, first, non_blocking) : count_copy(first, second, non_blocking);
-}
-
-}  // namespace
 
 void for_each_tensor(const IValue& argument, c10::function_ref<void(const at::Tensor&)> apply) {
   if (argument.isTensor() && argument.toTensor().defined()) apply(argument.toTensor());
@@ -149,12 +145,12 @@ c10::DeviceIndex device_of(const OperatorHandle& operation, ArrayRef<IValue> arg
 void count(const OperatorHandle& operation, ArrayRef<IValue> arguments) {
   if (is_copy(operation)) return count_copy(operation, arguments);
   if (result_is_awaited(operation, arguments)) {
-    ++counts().waits;
+    wait();
     ++counts().copies_to_host;
   } else if (is_of_the_host_alone(operation)) {
     return;
   }
-  if (name_of(operation) != "_local_scalar_dense") ++counts().launches;
+  if (name_of(operation) != "_local_scalar_dense") count_launch();
 }
 
 }  // namespace emulated_cuda

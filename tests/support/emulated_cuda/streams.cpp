@@ -3,14 +3,15 @@
 
 #include "address_range.hpp"
 #include "counts.hpp"
+#include "graphs.hpp"
 
-#include <c10/core/Stream.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 
 namespace emulated_cuda {
 namespace {
@@ -24,6 +25,7 @@ std::atomic<c10::StreamId> next_of_pool = 0, next_of_high_priority = 0, next_new
 struct Event {
   c10::DeviceIndex device;
   std::chrono::steady_clock::time_point recorded;
+  std::uint64_t capture;  // in which it was recorded; 0: none
 };
 
 c10::Stream stream(c10::Device device, c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, device, id); }
@@ -32,9 +34,7 @@ c10::Device with_index(c10::Device device) {
   return device.has_index() ? device : c10::Device(c10::kCUDA, device_of_this_thread);
 }
 
-c10::StreamId& current_stream(c10::Device device) {
-  return stream_of_this_thread.at(static_cast<std::size_t>(device.index()));
-}
+c10::StreamId& stream_on(c10::DeviceIndex device) { return stream_of_this_thread.at(static_cast<std::size_t>(device)); }
 
 /// Devices, streams and events. What is issued is done at once, so that all streams are always in order.
 class Guard final : public c10::impl::DeviceGuardImplInterface {
@@ -54,7 +54,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 
   c10::Stream getStream(c10::Device device) const override {
     device = with_index(device);
-    return stream(device, current_stream(device));
+    return stream(device, stream_on(device.index()));
   }
   c10::Stream getDefaultStream(c10::Device device) const override { return stream(with_index(device), 0); }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool high_priority) const override {
@@ -67,25 +67,32 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream exchangeStream(c10::Stream next) const override {
     const auto before = getStream(next.device());
-    current_stream(next.device()) = next.id();
+    stream_on(next.device_index()) = next.id();
     return before;
   }
   void* getStreamNativeHandle(const c10::Stream /*stream*/) const override { return nullptr; }
   bool queryStream(const c10::Stream& /*stream*/) const override { return true; }
-  void synchronizeStream(const c10::Stream& /*stream*/) const override { ++counts().waits; }
-  void synchronizeDevice(c10::DeviceIndex /*device*/) const override { ++counts().waits; }
+  void synchronizeStream(const c10::Stream& /*stream*/) const override { wait(); }
+  void synchronizeDevice(c10::DeviceIndex /*device*/) const override { wait(); }
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex device,
               c10::EventFlag /*flag*/) const override {
     TORCH_CHECK(device == -1 || device == stream.device_index(), "Event device index ", static_cast<int>(device),
                 " does not match recording stream's device index ", static_cast<int>(stream.device_index()), ".");
-    if (!*event) *event = new Event{stream.device_index(), {}};
+    if (!*event) *event = new Event{stream.device_index(), {}, 0};
+    const auto* const graph = Graph::capturing(stream);
+    static_cast<Event*>(*event)->capture = graph ? graph->number_of_capture() : 0;
     static_cast<Event*>(*event)->recorded = std::chrono::steady_clock::now();
   }
-  void block(void* /*event*/, const c10::Stream& /*stream*/) const override {}
-  bool queryEvent(void* /*event*/) const override { return true; }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event) Graph::join(static_cast<Event*>(event)->capture, static_cast<Event*>(event)->device, stream);
+  }
+  bool queryEvent(void* /*event*/) const override {
+    Graph::refuse_in_captures();
+    return true;
+  }
   void synchronizeEvent(void* event) const override {
-    if (event) ++counts().waits;
+    if (event) wait();
   }
   double elapsedTime(void* first, void* second, c10::DeviceIndex /*device*/) const override {
     TORCH_CHECK(first && second, "Both events must be recorded before calculating elapsed time.");
@@ -102,6 +109,8 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 }  // namespace
 
 c10::DeviceIndex current_device() { return device_of_this_thread; }
+
+c10::StreamId current_stream(c10::DeviceIndex device) { return stream_on(device); }
 
 void set_current_device(c10::DeviceIndex device) {
   if (device < 0) return;

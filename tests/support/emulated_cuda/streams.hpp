@@ -2,12 +2,14 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
 namespace emulated_cuda {
 
 /// Of this thread.
 c10::DeviceIndex current_device();
 void set_current_device(c10::DeviceIndex device);
+c10::StreamId current_stream(c10::DeviceIndex device);  ///< 0 is the default stream
 
 /// Makes a device the current one while it lives.
 class DeviceScope {

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-/// Definitions stand in impl/, which headers include at their ends, so the library is header-only. A program whose files
-/// are all compiled with GRADACCUM_COMPILED gets the definitions from one file, which includes compiled.hpp, or from the
-/// CMake target gradaccum::compiled.
+#include <cstdint>
+#include <cstring>
+
+/// Definitions stand in impl/, which headers include at their ends, so the library is header-only. A program whose
+/// files are all compiled with GRADACCUM_COMPILED gets the definitions from one file, which includes compiled.hpp, or
+/// from the CMake target gradaccum::compiled.
 namespace gradaccum::detail {
 
 // A program of which some files are compiled so and some are not would have all definitions twice. It does not link:
@@ -14,5 +17,17 @@ extern const char either_all_files_define_GRADACCUM_COMPILED_or_none;
 #else
 [[gnu::used]] inline thread_local const char either_all_files_define_GRADACCUM_COMPILED_or_none = 0;
 #endif
+
+/// The magnitude of a number as an integer of the same order: infinity is above all numbers, NaN above infinity.
+///
+/// -ffast-math lets a compiler take std::isnan(x) for false and `x == x` for true; it knows nothing of these bits.
+inline std::uint64_t bits_of_magnitude(const double& x) {
+  std::uint64_t bits = 0;
+  std::memcpy(&bits, &x, sizeof(bits));
+  __asm__("" : "+r"(bits));
+  return bits & 0x7fffffffffffffff;
+}
+inline bool is_finite(const double& x) { return bits_of_magnitude(x) < 0x7ff0000000000000; }
+inline bool is_nan(const double& x) { return bits_of_magnitude(x) > 0x7ff0000000000000; }
 
 }  // namespace gradaccum::detail

@@ -12,11 +12,14 @@
 #include <c10/core/ScalarType.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/util/DimVector.h>
+#include <c10/util/FunctionRef.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <iosfwd>
 #include <memory>
 #include <optional>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -105,28 +108,6 @@ class ForwardUndo {
   RandomState random_;
 };
 
-/// Copies of the running statistics of normalisation layers.
-std::vector<at::Tensor> copied_statistics(const std::vector<torch::nn::Module*>& modules);
-
-/// Makes normalisation layers update copies of their running statistics for a scope, so that a repeated forward pass
-/// does not count twice.
-///
-/// Exchanges the layers' handles rather than restoring values: autograd saves the values, and would take restoring them
-/// for an in-place change.
-class [[nodiscard]] FrozenStatistics {
- public:
-  /// `start` (from `copied_statistics`) holds the copies' initial values; if empty, they start from the current ones.
-  explicit FrozenStatistics(const std::vector<torch::nn::Module*>& modules, const std::vector<at::Tensor>& start = {});
-  FrozenStatistics(const FrozenStatistics&) = delete;
-  FrozenStatistics& operator=(const FrozenStatistics&) = delete;
-  ~FrozenStatistics();
-
- private:
-  FrozenStatistics() = default;  // makes the destructor run even if the other constructor throws
-
-  std::vector<std::pair<at::Tensor*, at::Tensor>> exchanged_;
-};
-
 /// The properties that a tensor must share with one that takes its place.
 class TensorTraits {
  public:
@@ -153,6 +134,87 @@ class TensorVersion {
  private:
   c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
   std::uint32_t version_ = 0;
+};
+
+/// A buffer of a module that a forward pass may change, and its value before.
+struct BufferState {
+  /// Copies the value, and watches for writes from here on. Sees all of them, also those that version counters miss (by
+  /// `data()`, by kernels that update statistics, by `data_ptr()`): makes the memory copy-on-write with one owner,
+  /// which LibTorch makes plain again, without a copy, before the first write.
+  void watch();
+  void note_writes();
+
+  BufferState(at::Tensor tensor, bool of_normalisation) : buffer(std::move(tensor)), is_statistics(of_normalisation) {}
+
+  at::Tensor buffer;
+  bool is_statistics;      ///< results do not depend on it: a normalisation layer's in training mode
+  std::size_t owners = 0;  ///< handles of the tensor before the pass, this one among them
+  at::Tensor before;       ///< undefined if it was not watched: then a repeated pass begins with the present value
+  bool written = true;
+
+ private:
+  TensorVersion version_;
+  bool marked_ = false;
+};
+
+/// The states of all buffers of modules, recursively, each once.
+std::vector<std::shared_ptr<BufferState>> buffers_of(const std::vector<torch::nn::Module*>& modules);
+
+/// Throws if a pass has put another tensor in the place of a buffer. Whatever else it made must be gone.
+void check_not_replaced(const std::vector<std::shared_ptr<BufferState>>& buffers);
+
+/// The buffers that a checkpointed part changes in its forward pass.
+struct BufferRecord {
+  bool with_statistics = false;  ///< watches those, too
+  std::vector<std::shared_ptr<BufferState>> changed = {};
+  std::unordered_map<const void*, bool> storages = {};  ///< that operations have met: true if one of them made it
+  BufferRecord* outer = nullptr;
+};
+
+/// Lets `run_watched` add to a record and to those of the scopes around it, or, with nullptr, to none.
+class [[nodiscard]] RecordingScope {
+ public:
+  explicit RecordingScope(BufferRecord* record);
+  RecordingScope(const RecordingScope&) = delete;
+  RecordingScope& operator=(const RecordingScope&) = delete;
+  ~RecordingScope() { innermost_ = around_; }
+  static BufferRecord* innermost() { return innermost_; }
+
+ private:
+  inline static thread_local BufferRecord* innermost_ = nullptr;
+
+  BufferRecord* around_ = innermost_;
+};
+
+/// Returns whether a `Functional` is among modules, recursively: its lambda may call modules that are not.
+bool calls_functions(const std::vector<torch::nn::Module*>& modules);
+
+/// Runs a part of a forward pass, and records the buffers of `modules` that it changes for the checkpoints around it.
+/// `calls_others`: it may call modules that are not among them, as a lambda may. Then, and if a `Functional` is among
+/// them, it records what operations write to, too.
+void run_watched(const std::vector<torch::nn::Module*>& modules, bool calls_others, c10::function_ref<void()> forward);
+
+/// Makes forward passes of a scope begin with the buffers as they were before, and change copies of them, so that a
+/// repeated pass does not count twice.
+///
+/// Exchanges what is in the tensors, with their version counters: autograd saves the tensors, and would take restored
+/// values for a change in place.
+class [[nodiscard]] FrozenBuffers {
+ public:
+  explicit FrozenBuffers(const std::vector<std::shared_ptr<BufferState>>& buffers);
+  explicit FrozenBuffers(const std::vector<torch::nn::Module*>& modules) : FrozenBuffers(buffers_of(modules)) {}
+  FrozenBuffers(const FrozenBuffers&) = delete;
+  FrozenBuffers& operator=(const FrozenBuffers&) = delete;
+  ~FrozenBuffers();
+
+ private:
+  struct Exchanged {
+    at::Tensor buffer, content;
+    c10::VariableVersion version;
+  };
+  FrozenBuffers() = default;  // makes the destructor run even if the other constructor throws
+
+  std::vector<Exchanged> exchanged_;
 };
 
 /// A hash of a tensor's bytes: different bytes collide with a chance of 2^-64. Waits for the device.

@@ -70,9 +70,6 @@ class [[nodiscard]] RebuildingScope final : SavingScope {
   std::uint64_t callback_;  // records epsilons of LayerNorms
 };
 
-/// Returns whether this thread is recomputing a checkpointed part.
-bool is_recomputing();
-
 template <class T>
 inline constexpr bool is_optional = false;
 template <class T>
@@ -192,30 +189,27 @@ auto callable(Function& function) {
   }
 }
 
-/// The modules whose running statistics must not change when the function is recomputed.
-template <class Function>
-std::vector<torch::nn::Module*> modules_of(Function& function) {
-  if constexpr (plain_module<Function>) {
-    return {const_cast<torch::nn::Module*>(static_cast<const torch::nn::Module*>(&function))};
-  } else if constexpr (model<Function>) {
-    auto owner = function;  // a copy that is not const
-    return {&module_of(owner)};
-  } else if constexpr (requires {
-                         { function.modules() } -> std::same_as<std::vector<torch::nn::Module*>>;
-                       }) {
-    return function.modules();
-  } else {
-    return {};
-  }
+/// Adds a function to a list of modules if it is one.
+template <class Value>
+void add_module(std::vector<torch::nn::Module*>& modules, Value& value) {
+  if constexpr (model<Value>) modules.push_back(&module_of(const_cast<std::remove_const_t<Value>&>(value)));
+}
+
+/// Adds an input likewise. It may be an empty holder or pointer: a block's shortcut that there is not.
+template <class Value>
+void add_input(std::vector<torch::nn::Module*>& modules, Value& value) {
+  if constexpr (model<Value> && !plain_module<Value> && std::constructible_from<bool, Value&>)
+    if (!static_cast<bool>(value)) return;
+  add_module(modules, value);
 }
 
 /// Runs a part's forward pass with a frame in place of the tensors that its operations save. `inputs` are those of the
-/// part. `again` reruns it, which leaves the running statistics of `modules` unchanged.
-void run_in_frame(const CheckpointOptions& options, const std::vector<torch::nn::Module*>& modules, SavedInputs& inputs,
-                  std::function<void()> again, c10::function_ref<void()> forward);
+/// part. `again` reruns it, which leaves the buffers of `modules` unchanged, and of others that it calls.
+void run_in_frame(const CheckpointOptions& options, const std::vector<torch::nn::Module*>& modules, bool calls_others,
+                  SavedInputs& inputs, std::function<void()> again, c10::function_ref<void()> forward);
 
-/// Calls `function(inputs...)` in a frame; without one if gradients are disabled.
-template <class Function, class... Inputs>
+/// Calls `function(inputs...)` in a frame; without one if gradients are disabled. `calls_others`: see `run_watched`.
+template <bool calls_others = false, class Function, class... Inputs>
 auto run_checkpointed(const CheckpointOptions& options, Function&& function, Inputs&&... inputs) {
   static_assert(
       !plain_module<Function> || std::is_lvalue_reference_v<Function>,
@@ -229,8 +223,11 @@ auto run_checkpointed(const CheckpointOptions& options, Function&& function, Inp
     auto as_it_was = call;  // a copy, since a call may change the function's state
     saved->call(as_it_was);
   };
+  std::vector<torch::nn::Module*> modules;
+  add_module(modules, function);
+  (add_input(modules, inputs), ...);
   const auto run = [&](c10::function_ref<void()> forward) {
-    run_in_frame(options, modules_of(function), saved->tensors(), again, forward);
+    run_in_frame(options, modules, calls_others, saved->tensors(), again, forward);
   };
   using Outputs = std::decay_t<decltype(call(std::forward<Inputs>(inputs)...))>;
   if constexpr (std::is_void_v<Outputs>) {

@@ -50,6 +50,10 @@ class EpochOrder {
   };
 
   const State& state() const { return place_.state; }
+  /// The most batches that a rank has in an epoch, counted from the current or next one.
+  std::int64_t most_batches(std::int64_t epochs_ahead) const {
+    return detail::ShareOfRank{0, share().world_size}.of(all_of(place_.state.epoch + epochs_ahead));
+  }
   /// Makes the next loop start from `state`.
   void load_state(const State& state);
   /// Saves or loads the position. Other data is an error, detected by its number of batches and its last batch.
@@ -80,47 +84,59 @@ class EpochOrder {
 
  private:
   void check(const State& state) const;
-  /// The number of this rank's batches.
+  State dealt_anew(const Archive& archive) const;
   std::int64_t size_of(std::int64_t epoch) const { return share().of(all_of(epoch)); }
 
   Place place_;
   std::int64_t count_ = 0;  // number of loops begun
 };
 
+/// An input iterator. A `Loop` has `bool next()` and the current `Batch& batch()`; it is destroyed after the last one.
+template <class Batch, class Loop>
+class BatchIterator {
+ public:
+  using value_type = Batch;
+  using difference_type = std::ptrdiff_t;
+  using iterator_category = std::input_iterator_tag;
+  using pointer = Batch*;
+  using reference = Batch&;
+
+  explicit BatchIterator(Loop loop) : loop_(std::move(loop)) { ++*this; }
+  Batch& operator*() const { return loop_->batch(); }
+  Batch* operator->() const { return &**this; }
+  BatchIterator& operator++() {
+    if (!loop_->next()) loop_.reset();
+    return *this;
+  }
+  void operator++(int) { ++*this; }
+  bool operator==(std::default_sentinel_t) const { return !loop_; }
+
+ private:
+  mutable std::optional<Loop> loop_;  // operator* is const, and returns a Batch&
+};
+
 /// A range of batches in the order of an `EpochOrder`.
 template <class Batch>
 class EpochLoops : public EpochOrder {
- public:
-  class Iterator {
-   public:
-    using value_type = Batch;
-    using difference_type = std::ptrdiff_t;
-    using iterator_category = std::input_iterator_tag;
-    using pointer = Batch*;
-    using reference = Batch&;
+  struct Loop {
+    EpochLoops* loops;
+    std::int64_t number;
+    Batch in_hand = {};
 
-    explicit Iterator(EpochLoops& loops) : loops_(&loops), loop_(loops.begin_loop()) { ++*this; }
-    Batch& operator*() const { return batch_; }
-    Batch* operator->() const { return &batch_; }
-    Iterator& operator++() {
-      if (const auto number = loops_->next(loop_)) {
-        batch_ = loops_->batch_at(loops_->state().epoch, *number);
-        loops_->count_batch();
-      } else {
-        loops_ = nullptr;
-      }
-      return *this;
+    Batch& batch() { return in_hand; }
+    bool next() {
+      const auto of_all = loops->next(number);
+      if (!of_all) return false;
+      in_hand = loops->batch_at(loops->state().epoch, *of_all);
+      loops->count_batch();
+      return true;
     }
-    void operator++(int) { ++*this; }
-    bool operator==(std::default_sentinel_t) const { return loops_ == nullptr; }
-
-   private:
-    EpochLoops* loops_;
-    std::int64_t loop_;
-    mutable Batch batch_;  // operator* is const, and returns a Batch&
   };
 
-  Iterator begin() { return Iterator(*this); }
+ public:
+  using Iterator = BatchIterator<Batch, Loop>;
+
+  Iterator begin() { return Iterator({this, begin_loop()}); }
   std::default_sentinel_t end() const { return {}; }
 
  private:
@@ -144,7 +160,6 @@ concept goes_back_to_place = requires(Range& range) {
   range.go_back(range.place());
 };
 
-/// The position of a range, if it has one.
 template <class Range>
 auto noted_place(Range& range) {
   if constexpr (goes_back_to_place<Range>) {
@@ -226,27 +241,19 @@ class RangePass {
 /// Runs `make`, and throws if it drew from LibTorch's default generators, which all threads share.
 void make_without_draws(c10::function_ref<void()> make);
 
-struct Prepared {
-  virtual ~Prepared() = default;
-};
-
-/// A queue of objects that a thread prepares in order.
-///
-/// The thread starts with `start` or the first `take`, and again with the next one after `stop`. It ends after the last
-/// object, or when `make` throws. Only one thread may take objects.
+/// A queue of at most `depth` objects that a thread prepares in order, for one thread. It starts with `start` or
+/// `take`, after a `stop`, too, and ends after the last object, or when `make` throws.
 class PreparedAhead {
  public:
   /// Makes the next object; null after the last.
-  using Make = std::function<std::unique_ptr<Prepared>()>;
+  using Make = std::function<std::shared_ptr<void>()>;
 
-  /// Keeps at most `depth` objects ready.
   PreparedAhead(std::size_t depth, Make make) : depth_(depth), make_(std::move(make)) {}
   ~PreparedAhead() { stop(); }
 
-  /// Starts the thread, which fills the queue.
   void start();
   /// Returns the next object; null after the last. Rethrows an exception of `make` in its place.
-  std::unique_ptr<Prepared> take();
+  std::shared_ptr<void> take();
   /// Stops the thread, after the object that it is making. Objects that are ready stay.
   void stop();
   /// Discards the objects that are ready. The thread must be stopped.
@@ -254,7 +261,7 @@ class PreparedAhead {
 
  private:
   struct Entry {
-    std::unique_ptr<Prepared> made = nullptr;
+    std::shared_ptr<void> made = nullptr;
     std::exception_ptr error = nullptr;
   };
 

@@ -100,7 +100,6 @@ std::optional<std::int64_t> batches_of(const Batches& batches) {
 /// Describes a tensor by dtype, shape and a checksum of its values: `Float [64, 784] #1b2c3d4e`.
 std::string fingerprint_of(const at::Tensor& tensor);
 
-/// Appends the fingerprint of a value to `text`.
 template <class T>
 void add_fingerprint(std::string& text, const T& value) {
   if constexpr (std::derived_from<T, at::Tensor>) {
@@ -116,9 +115,7 @@ void add_fingerprint(std::string& text, const T& value) {
   }
 }
 
-/// A text that identifies a batch by its tensors; empty for a type without any.
-///
-/// @note Copies the batch to the CPU, and reads all of it.
+/// A text that identifies a batch by its tensors, all of which it reads; empty for a type without any.
 template <class T>
 std::string fingerprint_of(const T& value) {
   std::string text;
@@ -184,13 +181,6 @@ concept slices_itself = !is_tensor<B> && requires(const B& batch, std::int64_t i
   { slice(batch, i, i) } -> std::convertible_to<B>;  // found where the batch's class is declared
 };
 
-/// Satisfied by `data::SequenceBatch`.
-template <class B>
-concept narrows_itself = !is_tensor<B> && requires(const B& batch, std::int64_t i) {
-  { batch.rows() } -> std::convertible_to<std::int64_t>;
-  { batch.narrow(i, i) } -> std::convertible_to<B>;
-};
-
 /// Two tensors and nothing else, since other members would not be split.
 template <class B>
 concept is_data_and_target = is_data_with_target<B> && requires(const B& batch) {
@@ -212,8 +202,7 @@ template <class T>
 constexpr bool is_vector<std::vector<T>> = std::copyable<T>;
 
 template <class B>
-concept has_rows = slices_itself<B> || is_tensor<B> || narrows_itself<B> || is_data_and_target<B> ||
-    holds_tensors_only<B> || is_vector<B>;
+concept has_rows = slices_itself<B> || is_tensor<B> || is_data_and_target<B> || holds_tensors_only<B> || is_vector<B>;
 
 /// References to the tensors of a batch that consists of tensors.
 template <has_rows B>
@@ -235,8 +224,6 @@ std::int64_t rows_of(const B& batch) {
     return samples_of(batch);
   else if constexpr (is_vector<B>)
     return static_cast<std::int64_t>(batch.size());
-  else if constexpr (narrows_itself<B>)
-    return batch.rows();
   else
     return std::apply([](auto&... tensors) { return rows_of_all({tensors...}); }, tied_tensors(batch));
 }
@@ -248,8 +235,6 @@ B narrowed(const B& batch, std::int64_t from, std::int64_t count) {
     return slice(batch, from, from + count);
   else if constexpr (is_vector<B>)
     return B(batch.begin() + from, batch.begin() + from + count);
-  else if constexpr (narrows_itself<B>)
-    return batch.narrow(from, count);
   else
     return std::apply([&](auto&... tensors) { return B{tensors.narrow(0, from, count)...}; }, tied_tensors(batch));
 }
@@ -288,7 +273,6 @@ class PaddedSequences {
 /// Returns the tensor on `device`. A copy from the host to CUDA uses pinned memory, and does not wait for the device.
 at::Tensor brought_to(c10::Device device, const at::Tensor& tensor);
 
-/// Throws an error that names the type.
 [[noreturn]] void cannot_be_brought(const std::type_info& type);
 
 template <class B>

@@ -44,18 +44,26 @@ class CheckpointSearch {
 
   const Way& way() const { return way_; }
   /// Returns whether the search is still going on.
-  bool searches() const { return !parts_.empty() && !settled_; }
+  bool searches() const { return !parts_.empty() && !settled_ && !probing_; }
+
+  /// Starts with the parts at their least, which measures their stages, rather than with everything kept, which may
+  /// take many times the budget.
+  void probe();
+  bool probes() const { return probing_; }
+  /// Ends that after a micro-batch that took so many bytes: everything is kept from here if the budget may suffice.
+  void end_probe(std::int64_t taken, std::int64_t budget);
+
   /// Gives three quarters of `bytes` to the parts, if the way is checkpointed and they have no budget yet.
   void share(std::int64_t bytes);
   /// The bytes that all parts together may keep, or 0.
-  std::int64_t budget() const { return budget_ * static_cast<std::int64_t>(parts_.size()); }
+  std::int64_t budget() const;
   /// The bytes planned for the parts in the latest forward pass, if the way is checkpointed; else 0.
   std::int64_t bytes() const;
 
   /// Records the time of a micro-batch of the most elements that this way allows. `left`: its batch has more rows.
   void took(std::int64_t elements, double seconds, bool left);
   /// Rejects this way, since even the fewest rows take too much memory, by `over` bytes if that is known. Returns false
-  /// if there is no other way.
+  /// if there is no other way: everything that can be is recomputed.
   bool fails(std::int64_t over = 0);
   /// Saves or loads the search. The same parts must have been found before.
   void state(Archive& archive);
@@ -70,7 +78,7 @@ class CheckpointSearch {
   double seconds_ = best_seconds_;                                 // least per element of this way so far
   int timed_ = 0;                                                  // number of times measured
   std::int64_t budget_ = 0;
-  bool found_ = false, settled_ = false;
+  bool found_ = false, settled_ = false, probing_ = false;
 };
 
 /// Finds how many rows of one kind a micro-batch may have, from the memory that others took. Uses no tensors.

@@ -32,6 +32,9 @@ class Descriptor {
 
   int number() const { return number_; }
 
+  /// Writes some of the bytes, and returns how many; 0 after an error (see errno).
+  std::size_t write(const void* data, std::size_t size) const;
+
   /// Returns true on success. Must not be retried: Linux closes the descriptor even when it reports an error.
   bool close() noexcept;
 
@@ -44,6 +47,14 @@ void sync_directory(const std::filesystem::path& path);
 
 /// Creates a directory and its missing parents, so that they survive a power failure.
 void make_directory(const std::filesystem::path& path);
+
+/// Throws if states cannot be written to a directory, which it makes: makes a folder with a file there, renames it, and
+/// removes it. Permissions tell less than that: file systems are mounted read-only, full, or know no renaming.
+void check_is_writable(const std::filesystem::path& directory);
+
+/// The characters of names that are plain on every file system, and need no quotes in any shell.
+inline constexpr std::string_view plain_characters =
+    "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-";
 
 /// The names in a directory, unordered; empty if it does not exist.
 std::vector<std::string> names_in(const std::filesystem::path& path);
@@ -68,10 +79,8 @@ class InputFile {
   std::uint64_t bytes_ = 0;
 };
 
-/// A private mapping of a file: pages are read from the disk on first access, and writes never reach the file.
-///
-/// Replacing or removing the file does not affect the mapping. If another process truncates it, accessing the lost
-/// pages kills this process (SIGBUS).
+/// A private mapping of a file: pages are read from the disk on first access, and writes never reach the file. The file
+/// may be replaced or removed; if another process truncates it, accessing the lost pages kills this one (SIGBUS).
 class MappedFile {
  public:
   explicit MappedFile(const std::filesystem::path& path);
@@ -89,9 +98,7 @@ class MappedFile {
 };
 
 /// A new file, written sequentially, with its CRC-32. It is complete, and survives a power failure, once `close` has
-/// returned and its directory is synced. Without `close` it should be deleted.
-///
-/// An error is final: the operating system reports lost data only once, so a second `close` would appear to succeed.
+/// returned and its directory is synced. An error is final, as the operating system reports lost data only once.
 class OutputFile {
  public:
   explicit OutputFile(std::filesystem::path path);
@@ -99,7 +106,6 @@ class OutputFile {
   void write(const void* data, std::size_t size);
   void close();
 
-  const std::filesystem::path& path() const { return path_; }
   std::uint64_t bytes() const { return bytes_; }
   std::uint32_t crc32() const { return crc32_; }
 
@@ -111,6 +117,10 @@ class OutputFile {
   std::uint64_t bytes_ = 0;
   std::uint32_t crc32_ = 0;
 };
+
+/// Runs `make`, which makes the file or folder `temporary`, and renames that to `path`. Removes it after an error.
+void make_and_rename(const std::filesystem::path& temporary, const std::filesystem::path& path,
+                     const std::function<void()>& make, const char* requirement = "must be replaced (is as before)");
 
 /// Replaces or creates the file `path`: runs `write` on a temporary file next to it, and renames that. If the process
 /// is killed, `path` is either the old file or the new one.
@@ -128,13 +138,8 @@ struct StateName {
   static std::optional<StateName> of(std::string_view text);
 };
 
-/// Returns true if both states were saved after the same number of updates.
-bool of_one_step(const std::filesystem::path& one, const std::filesystem::path& other);
-
 /// A directory of states. Each is a folder that appears atomically and never changes, even if the process is killed or
 /// the power fails: all that `finished` lists is complete. One writer at a time. Other names are never touched.
-///
-/// Throws `std::runtime_error` with a path.
 class StateDirectory {
  public:
   struct State : StateName {
@@ -149,7 +154,8 @@ class StateDirectory {
   /// Adds a state and returns its path. `write(folder)` creates the files and syncs them.
   std::filesystem::path add(std::int64_t step, const std::function<void(const std::filesystem::path&)>& write);
 
-  /// Replaces `older` by `newer`, a state of the same step, under the older one's name. Returns that path.
+  /// Replaces `older` by `newer` under the older one's name if both are states of one step. Returns the newer one's
+  /// path.
   std::filesystem::path replace(const std::filesystem::path& older, const std::filesystem::path& newer);
 
   /// Removes all states except the `count` newest and `others`.
@@ -159,10 +165,6 @@ class StateDirectory {
   void sweep() const;
 
  private:
-  std::vector<std::filesystem::path> leftovers() const;
-  void remove_leftovers() const;
-  std::filesystem::path name_for(std::int64_t step) const;
-
   std::filesystem::path path_;
 };
 

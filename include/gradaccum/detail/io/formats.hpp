@@ -23,13 +23,7 @@ inline constexpr std::string_view state_format = "gradaccum training state";
 ///
 /// The manifest is a readable JSON file. Its first entry, "crc32", is the CRC-32 of the file with its own eight digits
 /// set to zeros. JSON lacks non-finite doubles: they are {"double": "nan"}, "inf" or "-inf", and the payload of a NaN
-/// is lost. To edit it in Python:
-///
-///    m = json.load(open("manifest.json"))
-///    m["values"]["lr"], m["crc32"] = 0.01, "00000000"
-///    text = json.dumps(m, indent=2)
-///    text = text.replace("00000000", f"{zlib.crc32(text.encode()):08x}", 1)
-///    open("manifest.json", "w").write(text)
+/// is lost.
 struct Manifest {
   using Value = std::variant<bool, std::int64_t, double, std::string>;
   struct File {
@@ -54,7 +48,7 @@ std::string crc32_text(std::uint32_t crc);
 /// Returns true for a name that stays inside its directory on any file system and is not the manifest's own.
 bool is_file_name(std::string_view name);
 
-/// Throws `std::runtime_error` if the text could not be read back.
+/// Throws if the text could not be read back.
 std::string text_of(const Manifest& manifest);
 
 /// Parses an untrusted manifest of kind `format`. Throws `std::runtime_error`; messages begin with `what`, for example
@@ -86,19 +80,13 @@ class ListedFile {
 
 /// Reads the file, and throws unless it has the size and CRC-32 that the manifest lists.
 void check_file(const std::filesystem::path& path, const Manifest::File& listed);
-
-/// Throws if the folder has files that the manifest does not list.
+/// Throws if the folder has files that the manifest does not list; check_files() also unless it has all, as listed.
 void check_no_others(const std::filesystem::path& folder, const Manifest& manifest);
-
-/// Throws unless the folder has exactly the files that the manifest lists, with their sizes and CRC-32s.
 void check_files(const std::filesystem::path& folder, const Manifest& manifest);
 
 /// Hugging Face's names for a model's weights: a single file, or an index that lists several.
 inline constexpr const char* weights_name = "model.safetensors";
 inline constexpr const char* weights_index_name = "model.safetensors.index.json";
-
-/// Returns the file or index that `path`, itself or as its folder, refers to.
-std::filesystem::path weights_path(const std::filesystem::path& path);
 
 /// The file that holds each tensor, by the tensor's name.
 using WeightMap = std::map<std::string, std::string>;

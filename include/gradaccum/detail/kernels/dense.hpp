@@ -30,13 +30,18 @@ bool has_kernels(at::ScalarType dtype);
 /// The dtype that optimizers compute in and keep their state in: float32 for 16-bit parameters.
 at::ScalarType state_type(const at::Tensor& parameter);
 
+/// The dtype in which a step reads a gradient: its own if that is the parameter's, else that of the state.
+at::ScalarType gradient_type(const at::Tensor& parameter, const at::Tensor& gradient);
+
+/// Returns the gradient, multiplied right away if it is wider than the parameter's state, since without the multiplier
+/// it may exceed the range of float32.
+at::Tensor in_reach(const at::Tensor& gradient, const at::Tensor& parameter, double& multiplier);
+
 /// Returns state in the dtype and order that the parameter's step needs; zeros if undefined. Throws if it does not fit.
 at::Tensor checked_state(const at::Tensor& state, const at::Tensor& parameter, const char* name);
 
 /// Checks what kernels, which see neither shapes nor devices, assume. Must run before the first one writes.
 void check_can_be_stepped(const char* optimizer, const at::Tensor& parameter, const at::Tensor& gradient);
-/// Runs check_can_be_stepped() and rejects sparse gradients, for optimizers that update the state of every element.
-void check_can_be_stepped_densely(const char* optimizer, const at::Tensor& parameter, const at::Tensor& gradient);
 
 /// Returns a real view of a complex tensor; real tensors as they are.
 at::Tensor as_real(const at::Tensor& t);
@@ -44,22 +49,6 @@ at::Tensor as_real(const at::Tensor& t);
 /// Copies `stepped` into the parameter, or only bumps its version if they are the same tensor. Autograd must see the
 /// change, as it may have saved the parameter for a backward pass.
 void write_back(const at::Tensor& parameter, const at::Tensor& stepped);
-
-/// A parameter in the memory in which it is stepped, which is its own or a copy that is written back at the end, and
-/// its gradient in the same element order.
-class DenseOperands {
- public:
-  DenseOperands(const at::Tensor& parameter, const at::Tensor& gradient, at::ScalarType dtype);
-
-  at::Tensor parameter() const { return as_real(parameter_); }
-  at::Tensor gradient() const { return as_real(gradient_); }
-  std::int64_t copied() const { return copied_; }  ///< elements
-  void write_back() const { detail::write_back(owner_, parameter_); }
-
- private:
-  at::Tensor owner_, parameter_, gradient_;
-  std::int64_t copied_ = 0;
-};
 
 /// The number of copied elements at which a loop runs what it has so far, which bounds the memory for copies.
 inline constexpr std::int64_t most_copied = 1 << 22;

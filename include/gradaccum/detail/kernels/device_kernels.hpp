@@ -11,8 +11,7 @@
 
 namespace gradaccum::detail {
 
-/// The kernels for tensors on CUDA devices: those of `gradaccum::compiled` if CMake found a CUDA compiler; otherwise
-/// nullptr, and ATen's operations are used.
+/// The kernels for CUDA devices: those of `gradaccum::compiled` if CMake found a CUDA compiler, else nullptr.
 const DeviceKernels* device_kernels();
 /// Replaces the kernels, or removes them (nullptr).
 void set_device_kernels(const DeviceKernels* kernels);

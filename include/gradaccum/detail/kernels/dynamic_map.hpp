@@ -41,9 +41,8 @@ struct DynamicMap : DynamicTables {
 };
 
 const DynamicMap& signed_map();
-const DynamicMap& unsigned_map();
-/// The unsigned map for second moments, by whose roots steps are divided: no positive value rounds to 0, as its steps
-/// would then be up to 30 times too large until it has grown again.
+/// The unsigned map. No positive value rounds to 0, since steps are divided by the roots of second moments: they would
+/// be up to 30 times too large until it has grown again.
 const DynamicMap& second_moment_map();
 
 }  // namespace gradaccum::detail

@@ -13,7 +13,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <utility>
 #include <vector>
 
 namespace gradaccum::detail {
@@ -66,32 +65,17 @@ class ElementLoop {
   std::int64_t end_ = 0;
 };
 
-}  // namespace gradaccum::detail
-
-/// Loops over plain memory, compiled for several instruction sets even if the program targets an old processor.
-namespace gradaccum::detail {
+// Loops over plain memory, compiled for several instruction sets even if the program targets an old processor.
 
 enum class InstructionSet { portable, avx2, avx512 };
 
 /// The best instruction set of this processor according to LibTorch, so ATEN_CPU_CAPABILITY=avx2 or =default limits it.
 InstructionSet instruction_set();
 
-using SumOfSquares = double (*)(const void* numbers, std::int64_t count);
-SumOfSquares sum_of_squares_of(at::ScalarType dtype, InstructionSet set = instruction_set());
-
-using AdamKernel = void (*)(const AdamOperand&, std::int64_t from, std::int64_t count);
-/// `rounded`: rounds bfloat16 parameters stochastically.
-AdamKernel adam_kernel(at::ScalarType parameter, at::ScalarType gradient, InstructionSet set = instruction_set(),
-                       bool rounded = false);
-
-/// `from` is a multiple of the block size, and so is `count` except at the end of an array.
-using Adam8bitKernel = void (*)(const Adam8bitOperand&, std::int64_t from, std::int64_t count);
-Adam8bitKernel adam8bit_kernel(at::ScalarType parameter, at::ScalarType gradient,
-                               InstructionSet set = instruction_set(), bool rounded = false);
-
-using SgdKernel = void (*)(const SgdOperand&, std::int64_t from, std::int64_t count);
-SgdKernel sgd_kernel(at::ScalarType parameter, at::ScalarType gradient, InstructionSet set = instruction_set(),
-                     bool rounded = false);
+/// Moves elements [from, from + count) of a parameter. 8-bit moments: `from` is a multiple of the block size, and so is
+/// `count` except at the end of an array.
+template <class Operand>
+using Kernel = void(const Operand&, std::int64_t from, std::int64_t count);
 
 /// The passes of a step; see adafactor_passes.inl.
 struct AdafactorKernels {
@@ -101,8 +85,26 @@ struct AdafactorKernels {
   double (*vector_squares)(const AdafactorOperand&, std::int64_t from, std::int64_t to);
   void (*move)(const AdafactorOperand&, std::int64_t from, std::int64_t to);
 };
-AdafactorKernels adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient,
-                                   InstructionSet set = instruction_set(), bool rounded = false);
+
+using SumOfSquares = double (*)(const void* numbers, std::int64_t count);
+
+/// Returns what there is for two dtypes. `rounded`: rounds bfloat16 parameters stochastically.
+template <class Result>
+using ForTypes = Result (*)(at::ScalarType parameter, at::ScalarType gradient, bool rounded);
+
+/// The kernels of one instruction set.
+struct Kernels {
+  SumOfSquares (*sum_of_squares)(at::ScalarType dtype);
+  ForTypes<Kernel<SgdOperand>*> sgd;
+  ForTypes<Kernel<AdamOperand>*> adam;
+  ForTypes<Kernel<Adam8bitOperand>*> adam8bit;
+  ForTypes<AdafactorKernels> adafactor;
+};
+
+/// Returns one kernel, `kernel_of<&Kernels::adam>()`. A program has the code of those kernels alone that it names.
+template <auto kernel>
+std::remove_cvref_t<decltype(std::declval<Kernels>().*kernel)> kernel_of(InstructionSet set = instruction_set());
+
 /// Kernels for rows so short that padding a vector takes longer than a loop over single numbers.
 AdafactorKernels narrow_adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient, bool rounded);
 
@@ -110,59 +112,50 @@ AdafactorKernels narrow_adafactor_kernels(at::ScalarType parameter, at::ScalarTy
 template <class Operand>
 class KernelLoop {
  public:
-  using Kernel = void (*)(const Operand&, std::int64_t from, std::int64_t count);
-
   /// Kernels get a multiple of `alignment` elements, except at the end of an array.
   explicit KernelLoop(std::size_t size, std::int64_t alignment = ElementLoop::cache_line)
       : alignment_(alignment), loop_(alignment) {
-    dense_.reserve(size);
-    operands_.reserve(size);
-    kernels_.reserve(size);
+    steps_.reserve(size);
   }
 
-  /// `kernel_for(parameter's dtype, gradient's dtype, instruction set, stochastic rounding)` returns the kernel.
-  template <class KernelFor>
-  void add(Operand operand, const KernelFor& kernel_for, const at::Tensor& parameter, const at::Tensor& gradient,
-           std::optional<std::uint64_t> rounding_key) {
-    dense_.emplace_back(parameter, in_reach(gradient, parameter, operand.numbers.multiplier), working_type(parameter));
-    const auto p = dense_.back().parameter(), g = dense_.back().gradient();
+  void add(Operand operand, ForTypes<Kernel<Operand>*> kernel_for, const at::Tensor& parameter,
+           const at::Tensor& gradient, std::optional<std::uint64_t> rounding_key) {
+    const auto dtype = parameter.scalar_type() == at::kComplexHalf ? state_type(parameter) : parameter.scalar_type();
+    const auto stepped = in_order_of(plain_layout_of(parameter), parameter, dtype);
+    const auto read = in_reach(gradient, parameter, operand.numbers.multiplier);
+    const auto ordered = in_order_of(stepped, read, gradient_type(stepped, read));
+    const auto p = as_real(stepped), g = as_real(ordered);
     operand.parameter = p.mutable_data_ptr();
     operand.gradient = g.const_data_ptr();
     operand.rounding_key = rounding_key.value_or(0);
-    operands_.push_back(std::move(operand));
-    kernels_.push_back(kernel_for(p.scalar_type(), g.scalar_type(), instruction_set(), rounding_key.has_value()));
+    auto* const kernel = kernel_for(p.scalar_type(), g.scalar_type(), rounding_key.has_value());
+    steps_.push_back({parameter, stepped, ordered, operand, kernel});
     loop_.add(p.numel());
-    copied_ += dense_.back().copied();
+    copied_ += (stepped.is_same(parameter) ? 0 : parameter.numel()) + (ordered.is_same(read) ? 0 : gradient.numel());
     if (copied_ > most_copied) run();
   }
 
   void run() {
     loop_.run([this](std::size_t i, std::int64_t from, std::int64_t count, std::int64_t) {
-      kernels_[i](operands_[i], from, count);
+      steps_[i].kernel(steps_[i].operand, from, count);
     });
-    for (auto& dense : dense_) dense.write_back();
+    for (auto& step : steps_) write_back(step.parameter, step.stepped);
     loop_ = ElementLoop(alignment_);
-    dense_.clear();
-    operands_.clear();
-    kernels_.clear();
+    steps_.clear();
     copied_ = 0;
   }
 
  private:
-  static at::ScalarType working_type(const at::Tensor& parameter) {
-    return parameter.scalar_type() == at::kComplexHalf ? state_type(parameter) : parameter.scalar_type();
-  }
-  /// Multiplies a float64 sum right away, since without the multiplier it may exceed the range of float32.
-  static at::Tensor in_reach(const at::Tensor& gradient, const at::Tensor& parameter, double& multiplier) {
-    if (at::elementSize(gradient.scalar_type()) <= at::elementSize(state_type(parameter))) return gradient;
-    return gradient.mul(std::exchange(multiplier, 1.0));
-  }
+  struct Step {
+    at::Tensor parameter;
+    at::Tensor stepped, gradient;  ///< plain and of equal order: the parameter and its gradient, or copies
+    Operand operand;
+    Kernel<Operand>* kernel;
+  };
 
   std::int64_t alignment_;
   ElementLoop loop_;
-  std::vector<DenseOperands> dense_;
-  std::vector<Operand> operands_;
-  std::vector<Kernel> kernels_;
+  std::vector<Step> steps_;
   std::int64_t copied_ = 0;
 };
 

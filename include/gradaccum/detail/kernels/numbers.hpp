@@ -123,10 +123,7 @@ GRADACCUM_ON_DEVICE inline void set_step_size(AdafactorNumbers& numbers, const A
   numbers.step_size = size / at_least(1, update_rms / by.d);
 }
 
-}  // namespace gradaccum::detail
-
-/// The arguments of kernels, for processors and devices.
-namespace gradaccum::detail {
+// The arguments of kernels, for processors and devices.
 
 /// Dense arrays of the same element order. State is float32 for 16-bit parameters, else of the parameter's type.
 struct SgdOperand {

@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -34,7 +35,18 @@ namespace gradaccum::detail {
 class BlockTable {
  public:
   /// Stores a block's size, > 0; 0 removes the block. Returns the size that was stored before, or 0.
-  std::int64_t exchange(const void* block, std::int64_t bytes);
+  std::int64_t exchange(const void* block, std::int64_t bytes) {
+    auto slot = find(block);
+    if (slots_[slot].block) {
+      const auto before = std::exchange(slots_[slot].bytes, bytes);
+      if (bytes == 0) erase(slot);
+      return before;
+    }
+    if (bytes == 0) return 0;
+    slots_[slot] = {block, bytes};
+    if (++count_ * 2 > slots_.size()) grow();
+    return 0;
+  }
 
  private:
   struct Slot {
@@ -42,11 +54,33 @@ class BlockTable {
     std::int64_t bytes = 0;
   };
 
-  std::size_t home(const void* block) const;
+  /// Takes the upper bits of a product, which depend on all bits of its factors.
+  std::size_t home(const void* block) const {
+    return static_cast<std::size_t>((reinterpret_cast<std::uintptr_t>(block) * 0x9E3779B97F4A7C15u) >> shift_);
+  }
   std::size_t next(std::size_t slot) const { return (slot + 1) & (slots_.size() - 1); }
-  std::size_t find(const void* block) const;
-  void erase(std::size_t gap);
-  void grow();
+  /// Finds the slot that the block has, or would get.
+  std::size_t find(const void* block) const {
+    auto slot = home(block);
+    while (slots_[slot].block && slots_[slot].block != block) slot = next(slot);
+    return slot;
+  }
+  /// Moves the blocks behind the gap up, unless that would put them before their home.
+  void erase(std::size_t gap) {
+    --count_;
+    for (auto slot = next(gap); slots_[slot].block; slot = next(slot)) {
+      const auto from_home = (slot - home(slots_[slot].block)) & (slots_.size() - 1);
+      const auto from_gap = (slot - gap) & (slots_.size() - 1);
+      if (from_home >= from_gap) slots_[std::exchange(gap, slot)] = slots_[slot];
+    }
+    slots_[gap] = {};
+  }
+  void grow() {
+    const auto old = std::exchange(slots_, std::vector<Slot>(slots_.size() * 2));
+    --shift_;
+    for (auto& slot : old)
+      if (slot.block) slots_[find(slot.block)] = slot;
+  }
 
   int shift_ = 64 - 10;
   std::vector<Slot> slots_ = std::vector<Slot>(1 << 10);
@@ -74,9 +108,21 @@ class MemoryLedger : public c10::MemoryReportingInfoBase, public std::enable_sha
                                           c10::Device device) override;
   bool memoryProfilingEnabled() const override { return true; }
 
-  Account total() const;
-  Account of(c10::Device device) const;
-  void reset_peak();
+  Account total() const {
+    const std::lock_guard lock(mutex_);
+    return total_;
+  }
+  Account of(c10::Device device) const {
+    const std::lock_guard lock(mutex_);
+    for (auto& [known, account] : by_device_)
+      if (known == device) return account;
+    return {};
+  }
+  void reset_peak() {
+    const std::lock_guard lock(mutex_);
+    total_.peak = total_.live;
+    for (auto& [device, account] : by_device_) account.peak = account.live;
+  }
 
  private:
   void add(c10::Device device, std::int64_t bytes);
@@ -97,10 +143,16 @@ class AllocationLog final : public MemoryLedger {
                                           c10::Device device) override;
 
   /// Returns whether the memory of a live tensor was allocated in this scope.
-  bool has(const at::Tensor& tensor) const;
+  bool has(const at::Tensor& tensor) const {
+    const std::lock_guard lock(mutex_);
+    return live_.contains(tensor.storage().data());
+  }
 
   /// The current position in the log.
-  std::size_t now() const;
+  std::size_t now() const {
+    const std::lock_guard lock(mutex_);
+    return entries_.size();
+  }
 
   /// Excludes the memory of a live tensor from the sums, from its allocation on.
   void exclude(const at::Tensor& tensor);
@@ -127,9 +179,9 @@ class AllocationLog final : public MemoryLedger {
 class [[nodiscard]] AllocationScope {
  public:
   /// `impossible` is the error message inside LibTorch's profiler.
-  explicit AllocationScope(const char* impossible =
-                               "CheckpointedSequential: must not plan inside LibTorch's profiler, which uses the same "
-                               "slot; run one forward pass before it starts");
+  explicit AllocationScope(const char* impossible)
+      : log_(std::make_shared<AllocationLog>(MemoryLedger::innermost(impossible))),
+        guard_(c10::DebugInfoKind::PROFILER_STATE, log_) {}
   AllocationLog& operator*() const { return *log_; }
   AllocationLog* operator->() const { return log_.get(); }
 
@@ -141,12 +193,10 @@ class [[nodiscard]] AllocationScope {
 /// Copies a host tensor to a device. To CUDA it goes from pinned memory, so that the host does not wait.
 at::Tensor copied_to(at::Device device, const at::Tensor& of_host);
 
-/// Returns the bytes in use: on a GPU by all processes, from its driver; on the CPU by this one, from Linux. Empty if
-/// unknown.
+/// Returns the bytes in use, if known: on a GPU by all processes, from its driver; on the CPU by this one, from Linux.
 std::optional<std::int64_t> occupied_memory(c10::Device device);
 
-/// Limits queries to two a second: true if the `last` was long enough ago, or never. A query takes longer than writing
-/// all other numbers of an update.
+/// Limits queries, which take long, to two a second: true if the `last` was long enough ago, or never.
 bool is_time_to_ask(std::optional<std::chrono::steady_clock::time_point> last);
 
 /// Calls `use` with the storage of a tensor: twice for a sparse one, never for one without memory.
@@ -156,7 +206,13 @@ void for_each_storage(const at::Tensor& tensor, c10::function_ref<void(const c10
 class StorageCount {
  public:
   /// Returns the bytes of this tensor that have not been counted yet.
-  std::int64_t add(const at::Tensor& tensor);
+  std::int64_t add(const at::Tensor& tensor) {
+    std::int64_t bytes = 0;
+    for_each_storage(tensor, [&](const c10::Storage& storage) {
+      if (counted_.insert(storage.unsafeGetStorageImpl()).second) bytes += static_cast<std::int64_t>(storage.nbytes());
+    });
+    return bytes;
+  }
 
  private:
   std::unordered_set<const void*> counted_;
@@ -171,12 +227,44 @@ struct AddressRange {
 /// Unused ranges of the address space. Neighbours are merged.
 class FreeRanges {
  public:
-  void add(AddressRange range);
+  void add(AddressRange range) {
+    bytes_ += range.bytes;
+    auto after = by_address_.lower_bound(range.address);
+    if (after != by_address_.end() && after->first == range.address + range.bytes) {
+      range.bytes += after->second;
+      after = by_address_.erase(after);
+    }
+    if (after != by_address_.begin())
+      if (const auto before = std::prev(after); before->first + before->second == range.address) {
+        before->second += range.bytes;
+        return;
+      }
+    by_address_.emplace(range.address, range.bytes);
+  }
 
-  /// Takes `bytes` from the smallest range that has them.
-  std::optional<AddressRange> take(std::size_t bytes);
+  /// Takes `bytes` from the smallest range that has them, of some hundreds at most: filling a block takes longer.
+  std::optional<AddressRange> take(std::size_t bytes) {
+    auto best = by_address_.end();
+    for (auto range = by_address_.begin(); range != by_address_.end(); ++range)
+      if (range->second >= bytes && (best == by_address_.end() || range->second < best->second)) best = range;
+    if (best == by_address_.end()) return std::nullopt;
+    const AddressRange taken{best->first, bytes};
+    if (best->second > bytes) by_address_.emplace(taken.address + bytes, best->second - bytes);
+    by_address_.erase(best);
+    bytes_ -= bytes;
+    return taken;
+  }
   /// Takes the end of the largest range, at most `most` bytes. Empty if there is no range.
-  AddressRange take_from_largest(std::size_t most);
+  AddressRange take_from_largest(std::size_t most) {
+    const auto largest = std::ranges::max_element(by_address_, {}, [](auto& range) { return range.second; });
+    if (largest == by_address_.end()) return {};
+    const auto bytes = std::min(largest->second, most);
+    largest->second -= bytes;
+    bytes_ -= bytes;
+    const AddressRange taken{largest->first + largest->second, bytes};
+    if (largest->second == 0) by_address_.erase(largest);
+    return taken;
+  }
 
   std::size_t bytes() const { return bytes_; }
 
@@ -187,20 +275,32 @@ class FreeRanges {
 
 /// An allocator of large blocks, in whole pages. Freed memory is kept, warm, for the next block, up to a total of a
 /// tenth above the most that blocks have ever used at once; beyond that the kernel gets pages back. So gaps between
-/// blocks cost no memory, whatever the order of allocations.
-///
-/// Thread safe.
+/// blocks cost no memory, whatever the order of allocations. Thread safe.
 class PageAllocator {
  public:
   /// Returns nullptr if memory is short, or on other systems than Linux.
   void* allocate(std::size_t bytes);
-  bool has(const void* block) const;
+  bool has(const void* block) const {
+    const std::lock_guard lock(mutex_);
+    return blocks_.contains(block);
+  }
   /// Frees a block of this allocator.
-  void free(void* block);
+  void free(void* block) {
+    const std::lock_guard lock(mutex_);
+    const auto node = blocks_.extract(block);
+    used_ -= node.mapped();
+    warm_.add({reinterpret_cast<std::uintptr_t>(block), node.mapped()});
+  }
 
   /// The bytes of blocks; `resident_bytes()` includes those that are kept for later ones.
-  std::size_t used_bytes() const;
-  std::size_t resident_bytes() const;
+  std::size_t used_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return used_;
+  }
+  std::size_t resident_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return used_ + warm_.bytes();
+  }
 
  private:
   void make_room(std::size_t bytes);
@@ -215,8 +315,7 @@ class PageAllocator {
 /// Reads the first 64 KiB of a file of /proc or /sys, which do not report a size. Empty if it cannot be read.
 std::string text_of_system_file(const std::filesystem::path& path);
 
-/// The bytes after `name:` or `name ` in lines such as those of /proc/meminfo or memory.stat, whose unit may be kB.
-/// Returns nothing if the name is missing.
+/// The bytes after `name:` or `name ` in lines as of /proc/meminfo or memory.stat, whose unit may be kB, if there.
 std::optional<std::int64_t> bytes_after(const std::string& name, const std::string& lines);
 
 /// Returns the folders that may limit a process by this controller (`cpu`, `memory`), relative to the mount of control

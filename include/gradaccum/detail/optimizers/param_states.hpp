@@ -40,8 +40,7 @@ NamedTensors named_state_of(const torch::optim::Optimizer& optimizer, const Name
 std::optional<std::int64_t> extract_count(NamedTensors& tensors, const std::string& name);
 
 /// Moves the states of all parameters from `tensors` into copies of `fresh`, and checks them. Returns a function that
-/// makes them the optimizer's. Parameters without a state start afresh; if `lenient`, they keep their old state, as do
-/// those whose new state does not fit.
+/// makes them the optimizer's. Parameters without a state that fits start afresh; if `lenient`, they keep the old one.
 std::function<void()> prepare_states(torch::optim::Optimizer& optimizer, const torch::optim::OptimizerParamState& fresh,
                                      const NameOf& name_of, NamedTensors& tensors, bool lenient);
 
@@ -55,6 +54,11 @@ void check_has_named_state(torch::optim::Optimizer& optimizer, const NamedParame
 /// With `shards`, saves only this process's pieces. Loads a state that was saved whole or in pieces.
 void archive_optimizer(Archive& archive, torch::optim::Optimizer& optimizer, const NamedParameters& parameters,
                        Shards* shards = nullptr);
+
+/// Returns the options of all groups by name, group0.lr; none of a class whose options nobody can save.
+Archive::Values options_of(torch::optim::Optimizer& optimizer);
+/// Sets the options that options_of() returned, some of them changed.
+void set_options(torch::optim::Optimizer& optimizer, Archive::Values options);
 
 }  // namespace gradaccum::detail
 

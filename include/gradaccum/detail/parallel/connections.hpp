@@ -30,12 +30,10 @@ class NcclConnection;
 
 /// Detects processes that have ended. A thread of each increments a counter in the store several times a second.
 ///
-/// Gloo reports a closed connection, but not which process has ended, and reports it only to the neighbours in a ring.
-/// The first process to notice finds the counter that has stopped, and writes the failure to the store for all others.
-///
-/// Gloo does not report a lost link or a suspended process. So once a second rank 0 checks the counters of all others,
-/// and they check its counter: only one rank reads so many. A waiting process also checks that the store answers its
-/// thread, which may hang.
+/// Gloo reports a closed connection only to the neighbours in a ring, and not which process has ended. The first to
+/// notice finds the counter that has stopped, and writes the failure to the store for all. Gloo does not report a lost
+/// link or a suspended process at all: so once a second rank 0 checks the counters of all others, and they check its
+/// own. A waiting process also checks that the store answers its thread, which may hang.
 class Heartbeat {
  public:
   /// The time without a beat after which a process counts as dead. One on a busy machine still counts in time.
@@ -52,7 +50,7 @@ class Heartbeat {
   bool wait(const std::function<bool()>& done);
   /// Like wait(), but polls, and gives up after `longest`.
   bool poll(const std::function<bool()>& done, std::chrono::milliseconds longest);
-  /// Returns a function for the thread in which `done()` becomes true.
+  /// Returns a function for the thread that makes `done()` true.
   std::function<void()> wake() const;
 
   /// Returns the description of the failure by the process that found it first.
@@ -93,11 +91,9 @@ inline at::Tensor bytes_of_row(const at::Tensor& tensor) { return tensor.view({-
 
 /// The connections of this process to all others of its group.
 ///
-/// There are two: on each, all ranks must issue the same operations in the same order, so gradients, which are sent
-/// while backward runs, use one, and agreements about windows use the other.
-///
-/// Gloo carries both, and copies device tensors through the host. If each rank's model is on its own CUDA device,
-/// gradients use NCCL, and nothing else does: two NCCL communicators may deadlock.
+/// On each, all ranks must issue the same operations in the same order: gradients, which are sent while backward runs,
+/// use one, and agreements about windows the other. Gloo carries both, and copies device tensors through the host. If
+/// each rank's model is on its own CUDA device, gradients alone use NCCL: two NCCL communicators may deadlock.
 ///
 /// A wait for a process that has ended throws an error that names it. After an error nothing can be exchanged any more,
 /// since it is unknown what has arrived where.
@@ -128,9 +124,8 @@ class Connections {
   /// if that is used. Must be called on all ranks with equal devices.
   Channel connect_devices(const std::vector<std::string>& devices, at::Device own);
 
-  /// Starts an all-reduce in place. The tensor must be contiguous, and must not be used until `wait`.
+  /// Starts an all-reduce in place. Tensors of this and the next three must be contiguous, and unused until `wait`.
   Pending begin_all_reduce(Channel channel, const at::Tensor& tensor);
-  /// Starts a broadcast from one rank to tensors of the same size, which must be contiguous and unused until `wait`.
   Pending begin_broadcast(Channel channel, const at::Tensor& tensor, int from);
   /// Starts a reduce in place to one rank. The other ranks' tensors have undefined contents afterwards.
   Pending begin_reduce(Channel channel, const at::Tensor& tensor, int rank);
@@ -147,7 +142,6 @@ class Connections {
     if (exchange_ == exchange) exchange_ = nullptr;
   }
 
-  /// Throws if there has been an error.
   void check_usable() const;
   /// Reports to the other ranks that this process failed in the middle of an exchange.
   void give_up(const std::string& why);
@@ -175,7 +169,8 @@ std::string device_name(const std::vector<at::Tensor>& tensors);
 
 /// This process's rank among those that a launcher started, and their rendezvous.
 struct LaunchEnvironment {
-  int rank = 0, world_size = 1, local_rank = 0;
+  int rank = 0, world_size = 1;
+  int local_rank = 0;  ///< -1 if the launcher does not tell it
   std::string address;
   std::uint16_t port = 0;
   bool launcher_has_store = false;  ///< torchrun has a store at that address; otherwise rank 0 has
@@ -184,9 +179,23 @@ struct LaunchEnvironment {
 
 using EnvironmentLookup = std::function<std::optional<std::string>(const std::string& variable)>;
 
-/// Reads the variables of torchrun (Kubeflow, and many others), Slurm's srun, or Open MPI's mpirun. Returns a world of
-/// one process if no launcher has started it.
+/// Reads the variables of the innermost launcher, such as torchrun in a Slurm step. Without one, the world is a
+/// process.
 LaunchEnvironment launch_environment(const EnvironmentLookup& lookup);
+
+/// Returns the number of lower ranks on this host, by the names that all ranks have put into the store.
+int local_rank_by_host(c10d::Store& store, int rank, const std::string& host);
+
+c10::DeviceIndex device_index(int local_rank, int devices);
+
+/// Returns this machine's address on its way to a host; "" if there is none.
+std::string address_towards(const std::string& host);
+
+/// Returns the address by which other machines reach this one: that of its own name or, as Debian gives the name a
+/// loopback address, that on the way to rank 0's `host` or, on rank 0's machine, to another of `ranks`; 0 asks nobody.
+/// All ranks must call it.
+std::string reachable_address(c10d::Store& store, const std::string& name, const std::string& host, int rank,
+                              int ranks);
 
 }  // namespace gradaccum::detail
 

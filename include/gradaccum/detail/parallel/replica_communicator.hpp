@@ -3,7 +3,6 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/parallel/connections.hpp>
-#include <gradaccum/detail/parallel/window_totals.hpp>
 #include <gradaccum/detail/window/communicator.hpp>
 #include <gradaccum/process_group.hpp>
 
@@ -38,24 +37,20 @@ struct Bucket {
   std::int64_t elements = 0;
 };
 
-/// Returns a window's gradients in buckets of at most `bucket_bytes`, each of one dtype and device. A large gradient
-/// gets its own bucket, and is not copied. Backward computes the last parameters first, so buckets are sorted by the
-/// parameter that completes them: a bucket of small ones from many layers waits for the first of these. The result is
-/// equal on all ranks, since it depends on the parameters alone, not on which of them have gradients.
-///
-/// Sends float16 as float32, in which the sum over ranks does not overflow.
+/// Returns a window's gradients in buckets of at most `bucket_bytes`, each of one dtype and device: float32 for
+/// float16, whose sum over ranks might overflow. A large gradient gets its own bucket, and is not copied. Backward
+/// computes the last parameters first, so buckets are sorted by the parameter that completes them. The result depends
+/// on the parameters alone, not on which of them have gradients, so it is equal on all ranks.
 std::vector<Bucket> buckets_of(const std::vector<at::Tensor>& parameters, std::optional<c10::ScalarType> accumulate_in,
                                std::int64_t bucket_bytes);
 
 /// The other replicas of a model. Windows are summed over all of them.
 ///
 /// A rank that has closed its window sends its weight, and all ranks receive the sums. A rank without data reports that
-/// instead, and follows as long as another has closed one. So ranks may have different numbers of micro-batches in a
-/// window, and of windows.
+/// instead, and follows as long as another has closed one: ranks may differ in micro-batches a window, and in windows.
 ///
-/// With sharded gradients, a rank can hold only few that others have not received yet. So it announces each backward
-/// that sends them: ranks that have closed their window, or have no data, then send what they have left, or zeros, and
-/// sum again, until no rank runs a backward.
+/// With sharded gradients a rank announces each backward that sends them: ranks that have closed their window, or have
+/// no data, then send what they have left, or zeros, and sum again, until no rank runs a backward.
 class ReplicaCommunicator final : public Communicator {
  public:
   ReplicaCommunicator(std::shared_ptr<Connections> connections, const ReplicasOptions& options)
@@ -66,26 +61,24 @@ class ReplicaCommunicator final : public Communicator {
   /// Drops the connections when the replicas are destroyed. Training then throws.
   void disconnect();
 
-  /// Returns a line for each group of a sharded optimizer with what must be equal on all ranks: otherwise their parts
-  /// are stepped differently, and nothing in the parameters shows it.
+  /// Returns a line for each group of a sharded optimizer with what must be equal on all ranks: nothing in the
+  /// parameters shows if their parts are stepped differently.
   std::string settings_of_sharded() const;
 
   std::function<WindowTotals()> report = {};  ///< further numbers of this rank
   std::function<void(const WindowTotals& own, const WindowTotals& all)> on_reduced = {};  ///< called with the sums
 
   int rank() const override { return connections_ ? connections_->rank() : 0; }
+  int world_size() const override { return connections_ ? connections_->world_size() : 1; }
   GRADACCUM_INLINE void join(AnyOptimizer& optimizer) override;
   std::shared_ptr<Shards> shards() const override { return shards_; }
   bool take_each_backward() const override { return options_.shard == Shard::gradients; }
   GRADACCUM_INLINE void backward(const std::shared_ptr<WindowGradients>& window,
-                                 std::optional<c10::ScalarType> accumulate_in,
                                  const std::function<void()>& run) override;
   GRADACCUM_INLINE void end_window() override;
-  GRADACCUM_INLINE void reduce(const std::shared_ptr<WindowGradients>& window,
-                               std::optional<c10::ScalarType> accumulate_in) override;
+  GRADACCUM_INLINE void reduce(const std::shared_ptr<WindowGradients>& window) override;
   GRADACCUM_INLINE StepResult step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) override;
-  GRADACCUM_INLINE bool others_continue(const std::shared_ptr<WindowGradients>& window,
-                                        std::optional<c10::ScalarType> accumulate_in) override;
+  GRADACCUM_INLINE bool others_continue(const std::shared_ptr<WindowGradients>& window) override;
   void all_reduce(const at::Tensor& tensor) const override {
     if (connections_) connections_->all_reduce(tensor);
   }
@@ -101,9 +94,8 @@ class ReplicaCommunicator final : public Communicator {
  private:
   struct GatheredNorms;
 
-  void begin_exchange(const std::shared_ptr<WindowGradients>& window, std::optional<c10::ScalarType> accumulate_in);
-  void run_round(WindowGradients& window, std::optional<c10::ScalarType> accumulate_in,
-                 const std::function<void()>& run);
+  void begin_exchange(const std::shared_ptr<WindowGradients>& window);
+  void run_round(WindowGradients& window, const std::function<void()>& run);
   WindowTotals agree(const std::shared_ptr<WindowGradients>& window, bool active);
   Connections::Pending begin_sums(at::Tensor& sums, const WindowTotals& own) const;
   WindowTotals sums_of_all(const WindowTotals& own) const;

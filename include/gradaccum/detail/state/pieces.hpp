@@ -4,12 +4,10 @@
 #include <gradaccum/archive.hpp>
 
 #include <ATen/core/Generator.h>
-#include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 #include <torch/ordered_dict.h>
 
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -49,10 +47,8 @@ class Pieces {
   /// Throws if a piece is missing or does not fit the others.
   void check() const;
 
-  /// The sizes of the whole parameter.
-  at::IntArrayRef sizes() const { return sizes_; }
-  /// Returns true if there is a single number for the whole parameter.
-  bool is_number() const;
+  at::IntArrayRef sizes() const { return sizes_; }  ///< the sizes of the whole parameter
+  bool is_number() const;                           ///< there is a single number for the whole parameter
   /// The number of elements per number: 1, or the size of a block of 8-bit moments; 0 for anything else.
   std::int64_t elements_of_number() const;
 
@@ -66,7 +62,6 @@ class Pieces {
     at::Tensor tensor;
   };
 
-  void check_filled() const;
   std::int64_t numbers_of(std::int64_t elements) const;
   const Piece& first() const { return by_begin_.begin()->second; }
 
@@ -75,15 +70,13 @@ class Pieces {
   std::map<std::int64_t, Piece> by_begin_;
 };
 
-/// Removes all pieces from `tensors`, regardless of the rank that saved them, and returns them by the whole's name.
+/// Removes all pieces from `tensors` and returns them by the whole's name.
 std::map<std::string, Pieces> take_pieces(std::map<std::string, at::Tensor>& tensors);
 
 /// Removes all pieces from a state and returns them without the rank in their names. Throws if pieces do not fit.
 Archive::Values take_shared_pieces(Archive::Values& values);
 
-/// An optimizer's state as named tensors: `exp_avg.0.weight`. LibTorch's own files identify parameters only by
-/// position.
-
+/// An optimizer's state as named tensors: `exp_avg.0.weight`.
 using NamedTensors = std::map<std::string, at::Tensor>;
 using NamedParameters = torch::OrderedDict<std::string, at::Tensor>;  // the type of Module::named_parameters()
 
@@ -109,15 +102,6 @@ struct ArchivesItself {
   virtual void state(Archive& archive) = 0;
 };
 
-/// An optimizer that defines its own state.
-struct NamesItsState {
-  virtual ~NamesItsState() = default;
-  virtual NamedTensors named_state(const NamedParameters& parameters) const = 0;
-  /// Checks and copies a result of `named_state`. Returns a function that installs it.
-  virtual std::function<void()> take_named_state(const NamedParameters& parameters, NamedTensors state,
-                                                 bool lenient) = 0;
-};
-
 /// Parameters and buffers by their full names; a shared tensor appears under each of its names.
 Archive::Tensors tensors_of_module(const torch::nn::Module& module);
 
@@ -127,20 +111,20 @@ std::string first_of(const std::vector<std::string>& lines);
 /// Throws if the tensor lacks memory for each of its elements (a meta or expanded tensor).
 void check_can_be_loaded(const std::string& name, const at::Tensor& tensor);
 
-/// Saves parameters and buffers by name; loading copies into the module's existing tensors.
-void archive_module(Archive& archive, torch::nn::Module& module);
+/// The names of the parameters that do not learn, one a line.
+std::string frozen_parameters(const torch::nn::Module& module);
+
+/// Saves parameters and buffers by name, and which parameters learn; loading copies into the module's existing tensors.
+void archive_module(Archive& archive, torch::nn::Module& module, const std::vector<std::string>& leave_out = {});
 
 /// The default generators of the CPU and of the CUDA devices in use, by device name. Other devices are skipped, since
 /// getting a device's generator would initialise the device.
 std::map<std::string, at::Generator> default_generators();
 
 Archive::Tensors states_of_generators();
-
-/// Throws before any change if a generator is missing (unless `changes_allowed`) or a state does not fit.
+/// Throws if a generator is missing (unless `changes_allowed`) or a state does not fit.
 void check_generators(const Archive::Tensors& states, bool changes_allowed);
-
 void set_generators(const Archive::Tensors& states);
-
 void archive_generators(Archive& archive);
 
 }  // namespace gradaccum::detail

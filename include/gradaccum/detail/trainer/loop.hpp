@@ -1,100 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/archive.hpp>
-#include <gradaccum/detail/parallel/window_totals.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
-#include <gradaccum/detail/trainer/arguments.hpp>
+#include <gradaccum/detail/trainer/any_batch.hpp>
+#include <gradaccum/detail/trainer/any_policy.hpp>
 #include <gradaccum/detail/window/open_window.hpp>
 #include <gradaccum/fit_options.hpp>
-#include <gradaccum/gradients.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policy.hpp>
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
-#include <c10/util/FunctionRef.h>
 #include <c10/util/ScopeExit.h>
 #include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
 
-#include <cmath>
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
-#include <gradaccum/impl/begin.ipp>
-
 namespace gradaccum::detail {
 
-/// The policies of a Trainer, whose hooks are called in their order.
-struct PolicyList {
-  std::vector<std::unique_ptr<AnyPolicy>> list;
-
-  template <class... Parameters, class... Arguments>
-  void all(AnyPolicy::Hook<void, Parameters...> AnyPolicy::*hook, Arguments&&... arguments) {
-    for (auto& policy : list)
-      if (const auto call = policy.get()->*hook) call(*policy, arguments...);
-  }
-  /// Begins with policies of several processes, after which the others may evaluate what is then the same on all.
-  void on_epoch_end(std::int64_t epoch) {
-    for (const bool of_processes : {true, false})
-      for (auto& policy : list)
-        if (policy->on_epoch_end && (policy->others_continue != nullptr) == of_processes)
-          policy->on_epoch_end(*policy, epoch);
-  }
-
-  /// True if no policy is against it. All are asked, whatever the others say.
-  bool ready() {
-    bool all = true;
-    for (auto& policy : list)
-      if (policy->ready) all = policy->ready(*policy) && all;
-    return all;
-  }
-  /// Tells all processes that this one has no more batches, and requests such as to stop. Returns true if another
-  /// process has batches, whose gradients close the next window.
-  bool others_continue() {
-    bool any = false;
-    for (auto& policy : list)
-      if (policy->others_continue) any = policy->others_continue(*policy) || any;
-    return any;
-  }
-
-  /// Returns the guards of all policies, which are released together, the last one first.
-  std::shared_ptr<void> scopes(AnyPolicy::ScopeHook AnyPolicy::*hook) {
-    std::shared_ptr<void> scopes;
-    for (auto& policy : list)
-      if (const auto enter = policy.get()->*hook) scopes = enter(*policy, std::move(scopes));
-    return scopes;
-  }
-
-  /// Saves or loads each policy under its name. If one cannot load, all are as before.
-  void state(Archive& archive) {
-    if (archive.loading()) {
-      auto before = Archive::of_references();
-      all(&AnyPolicy::state, before);
-      archive.if_not_all_fit([this, before] {
-        auto back = Archive::to_go_back(before);
-        try {
-          all(&AnyPolicy::state, back);
-        } catch (...) {  // one that never loads: those before it are back, those after it have not changed
-        }
-      });
-    }
-    all(&AnyPolicy::state, archive);
-  }
-  /// Saves or loads only the policies that see micro-batches, and may have changed in the middle of a window.
-  void state_in_window(Archive& archive) {
-    for (auto& policy : list) {
-      const bool sees = policy->before_backward || policy->after_backward || policy->forward_scope || policy->ready;
-      if (sees && policy->state) policy->state(*policy, archive);
-    }
-  }
-};
+struct WindowTotals;
 
 /// The numbers that a Trainer counts over all its fits.
 struct Counts {
@@ -118,6 +39,10 @@ class DataPosition {
     *this = {};
   }
 
+  /// See `AnyBatches::most_batches`; counted from the epoch that runs.
+  std::optional<std::int64_t> most_batches(std::int64_t epochs_ahead, bool alone) const {
+    return batches_->most_batches(epochs_ahead - exhausted_, alone);
+  }
   bool goes_through(const AnyBatches& batches) const { return batches_ && batches_->address() == batches.address(); }
 
   void begin_epoch() {
@@ -162,9 +87,6 @@ class DataPosition {
   bool resumes_ = false, exhausted_ = false;
 };
 
-/// Returns the epoch that a fit was saved in the middle of.
-std::optional<std::int64_t> epoch_in_hand(const Archive& archive);
-
 /// The counts and losses of a Trainer's open window. Finds losses that are NaN or infinite.
 class WindowRecord {
  public:
@@ -195,16 +117,25 @@ class WindowRecord {
     return c10::make_scope_exit([this]() noexcept { being_closed_ = false; });
   }
 
-  /// Runs `scale` once per window, before any parameter moves.
-  void prepare(c10::function_ref<void()> scale) {
+  /// Runs `scale` once per window, before any parameter moves. `look`: reads losses that have not been read.
+  void prepare(bool look, c10::function_ref<void()> scale) {
     if (std::exchange(prepared_, true)) return;
     scale();
-    check_losses();
+    if (look) check_losses(unread_mean());
   }
 
   /// Returns false if the micro-batch with this loss is to be skipped. A loss on the CPU is read at once, one on a
   /// device only if the options require that, otherwise when the window closes.
   bool add_loss(const Loss& loss, FitStatus& status, std::int64_t update);
+
+  /// The mean of losses on a device that nobody has read yet; undefined if there are none.
+  at::Tensor unread_mean() const { return to_check_.empty() ? at::Tensor() : mean_.value(); }
+  /// Throws if the mean is not finite, and says which loss is the first. Waits for the device.
+  void check_losses(const at::Tensor& mean);
+  /// The gradients of the window that is being closed are not finite: throws, or counts what is left out.
+  void leave_out(const std::string& parameter, FitStatus& status, std::int64_t update);
+  /// A policy requires the gradients to be finite, and hears it if they are not.
+  bool overflow_is_awaited = false;
 
   /// Exchanged when the window closes: this process's totals, and then the totals of all processes.
   WindowTotals totals(const FitStatus& status) const;
@@ -218,7 +149,9 @@ class WindowRecord {
     step_ = {};
     mean_ = {};
     to_check_.clear();
-    in_hand_ = closing_ = prepared_ = false;
+    read_mean_.reset();
+    in_hand_ = closing_ = prepared_ = overflow_is_awaited = false;
+    left_out_ = 0;
   }
 
  private:
@@ -226,15 +159,9 @@ class WindowRecord {
   struct Place {
     std::int64_t batch, epoch, update;
     std::string text() const {
-      return c10::str("batch ", batch, " of epoch ", epoch, " (both counted from 0), in update ", update);
+      return plain_text("batch ", batch, " of epoch ", epoch, " (both counted from 0), in update ", update);
     }
   };
-  /// Waits for a device only if there are losses on it that have not been read.
-  void check_losses() const {
-    if (to_check_.empty() || std::isfinite(mean_.value().item<double>())) return;
-    for (auto& [loss, place] : to_check_)
-      if (const auto number = loss.item<double>(); !std::isfinite(number)) stop(number, place);
-  }
   [[noreturn]] static void stop(double loss, const Place& place) {
     TORCH_CHECK(false, "Trainer: the loss must be finite, got ", loss, " for ", place.text(),
                 "; look at that batch and at the learning rate, or leave such batches out: {.on_nan = "
@@ -243,23 +170,17 @@ class WindowRecord {
 
   Step step_;
   bool in_hand_ = false, closing_ = false, prepared_ = false, being_closed_ = false;
+  std::int64_t left_out_ = 0;  // batches of this window, for their losses or for its gradients
   WeightedMean mean_;
+  std::optional<double> read_mean_;
   std::vector<std::pair<at::Tensor, Place>> to_check_;  // losses on a device
 };
-
-}  // namespace gradaccum::detail
-
-namespace gradaccum {
-class TrainerBase;
-}
-
-namespace gradaccum::detail {
 
 /// A Trainer's loop over epochs, batches, micro-batches and windows, with everything of it that has no type of a user.
 ///
 /// Processes that train together run these steps in the same order, each of which waits for all of them: `resume`,
 /// `close_window`, and the policies' on_epoch_end, at_boundary and others_continue.
-class Loop final : private BatchVisitor {
+class Loop {
  public:
   Loop(TrainerBase& its_trainer, std::unique_ptr<AnyOptimizer> optimizer)
       : trainer(its_trainer), window(std::move(optimizer)) {}
@@ -276,6 +197,8 @@ class Loop final : private BatchVisitor {
   /// `on_all`: the batches are this process's share of those of all.
   Evaluation evaluate(AnyBatches& batches, Evaluator evaluator, bool on_all);
   void state(Archive& archive);
+  /// See `TrainerBase::planned_updates`.
+  std::optional<std::int64_t> planned_updates(std::int64_t at_epoch_begin) const;
 
   TrainerBase& trainer;
   OpenWindow window;
@@ -284,30 +207,42 @@ class Loop final : private BatchVisitor {
   DataPosition data;
   Counts counts;
   FitStatus status;
-  std::unique_ptr<BatchDivider> divider;  // or none
-  std::int64_t batch_size = 0;            // samples of a window, where somebody counts them
-  std::vector<std::string> metrics;       // names of all that is evaluated inside of fit: validation/loss
+  std::unique_ptr<BatchDivider> divider;                     // or none
+  std::int64_t batch_size = 0;                               // samples of a window, where somebody counts them
+  std::function<std::int64_t(std::int64_t epoch)> steps_in;  // micro-batches of a window, by Accumulate
+  MetricModes metrics;                                       // of all that is evaluated inside of fit
   std::vector<std::function<void()>> when_built;
+  std::vector<std::string> left_out;  // buffers that no state has
+  Archive::Values given;              // the optimizer's options and the frozen parameters when it first trained
+  Archive::Values kept;               // those that count, of a loaded state say
+  bool rate_is_set = false;           // by a policy, for each update anew
   bool is_built = false;
 
  private:
   /// Called while an exception is handled. Discards the window, and ends the training of other processes that have
   /// gradients of it, or that wait for further windows.
   void give_up(bool others_wait);
+  bool or_give_up(c10::function_ref<bool()> work);
 
   void resume();
   void begin_epoch(std::int64_t epoch);
   void run_epoch(AnyBatches& batches);
-  GRADACCUM_INLINE bool visit(const AnyBatch& batch) override;
+  bool visit(const AnyBatch& batch);
   bool train_batch(const AnyBatch& batch);
   bool train_parts(const AnyBatch& batch);
   void prepare_to_close();
+  bool checks(const WindowGradients& gradients) const {
+    return status.options.on_nan != OnNan::ignore && gradients.items() > 0 && !gradients.stepped();
+  }
+  void check_finite(WindowGradients& gradients);
   bool close_window();
   bool close_if_begun();
   void end_epoch();
   void train_with_others();
   void stop_at_limits();
   void at_boundary();
+  void note_given();
+  void archive_given(Archive& archive);
   bool interrupted() const { return status.signal != 0; }
 };
 
@@ -335,9 +270,24 @@ class ModeGuard {
   std::vector<bool> modes_;
 };
 
-}  // namespace gradaccum::detail
+/// Only notes these signals while it exists, and also calls a handler of the user's own. A second SIGINT ends the
+/// program as ever, for people who cannot wait. A signal that was ignored stays ignored.
+class StopSignals {
+ public:
+  explicit StopSignals(std::vector<int> signals);
+  StopSignals(const StopSignals&) = delete;
+  StopSignals& operator=(const StopSignals&) = delete;
+  ~StopSignals();
 
-#undef GRADACCUM_INLINE
+  /// Returns the first of its signals that came, or 0. A signal that nobody asks for is raised again at the end.
+  int received();
+
+ private:
+  std::vector<int> signals_;
+  bool asked_ = false;  // for one that has come
+};
+
+}  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/trainer/trainer.ipp>

@@ -10,20 +10,41 @@
 
 #include <concepts>
 #include <cstdint>
+#include <locale>
+#include <sstream>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <typeinfo>
+
+namespace gradaccum {
+
+/// A module, a `ModuleHolder`, a `shared_ptr` to a module, or any other pointer to one.
+template <class M>
+concept model = std::derived_from<std::remove_cvref_t<M>, torch::nn::Module> || requires(M& model) {
+  { *model } -> std::convertible_to<const torch::nn::Module&>;
+};
+
+/// A count in an option. Accepts every integer type, so `{.steps = files.size()}` is not a narrowing conversion.
+class Count {
+ public:
+  template <std::convertible_to<std::int64_t> Number>
+  requires(!std::floating_point<Number> && !std::same_as<Number, bool>) constexpr Count(
+      Number value)  // NOLINT(google-explicit-constructor): an option is a plain number
+      : value_(static_cast<std::int64_t>(value)) {}
+
+  constexpr operator std::int64_t() const { return value_; }  // NOLINT(google-explicit-constructor)
+
+ private:
+  std::int64_t value_;
+};
+
+}  // namespace gradaccum
 
 namespace gradaccum::detail {
 
 template <class M>
 concept plain_module = std::derived_from<std::remove_cvref_t<M>, torch::nn::Module>;
-
-/// A module, a `ModuleHolder`, a `shared_ptr` to a module, or any other pointer to one.
-template <class M>
-concept model = plain_module<M> || requires(M& model) {
-  { *model } -> plain_module;
-};
 
 /// Returns the module that `model` is or points to.
 template <model Model>
@@ -51,19 +72,30 @@ std::string type_name(const T& object) {
   return name_of_class(typeid(object));
 }
 
-/// A count in an option. Accepts every integer type, so `{.steps = files.size()}` is not a narrowing conversion.
-class Count {
- public:
-  template <std::convertible_to<std::int64_t> Number>
-  requires(!std::floating_point<Number> && !std::same_as<Number, bool>) constexpr Count(
-      Number value)  // NOLINT(google-explicit-constructor): an option is a plain number
-      : value_(static_cast<std::int64_t>(value)) {}
+/// Writes its arguments in a row, as c10::str does, but alike in every locale: for texts that are stored or compared.
+template <class... Parts>
+std::string plain_text(const Parts&... parts) {
+  std::ostringstream stream;
+  stream.imbue(std::locale::classic());
+  (stream << ... << parts);
+  return stream.str();
+}
 
-  constexpr operator std::int64_t() const { return value_; }  // NOLINT(google-explicit-constructor)
+/// Reads such a text.
+inline std::istringstream plain_stream(const std::string& text) {
+  std::istringstream stream(text);
+  stream.imbue(std::locale::classic());
+  return stream;
+}
 
- private:
-  std::int64_t value_;
-};
+/// Returns what `run` returns. Adds the text of `context` to an error of LibTorch's that says this, if anything.
+auto explaining(const char* says, const auto& context, const auto& run) try {
+  return run();
+} catch (c10::Error& error) {
+  if (says && std::string_view(error.what_without_backtrace()).find(says) != std::string_view::npos)
+    error.add_context(context());
+  throw;
+}
 
 /// The inputs of a recorded operation. `RecordFunction::inputs()` cannot be used: in a program built without NDEBUG it
 /// asserts a flag that a release build of LibTorch never sets.

@@ -22,8 +22,7 @@ class AnyOptimizer {
   virtual void step(const Gradients& gradients) = 0;
   virtual void zero_grad(bool set_to_none) = 0;
   virtual std::string name() const = 0;  ///< the class name
-  /// Returns true if a part of a parameter may be stepped: the optimizer steps each element by itself, and makes its
-  /// state as it steps. False for classes derived from LibTorch's own.
+  /// Returns true if a part of a parameter may be stepped. False for classes derived from LibTorch's own.
   bool steps_by_elements() const;
 
   const void* address = nullptr;                       ///< equal through references to any of its base classes
@@ -79,10 +78,8 @@ bool is_accumulator(const torch::optim::Optimizer& optimizer);
 /// the optimizer; `instead` is advice for a user who wraps an accumulator.
 void check_can_be_wrapped(const torch::optim::Optimizer& optimizer, const char* part, const char* instead);
 
-/// Steps an optimizer with gradients, the only place that does so.
-///
-/// @note Waits for the device only if the gradients are required to be finite and the optimizer leaves that check to
-/// the host: a 4-byte read.
+/// Steps an optimizer with gradients, the only place that does so. Waits for the device, for a 4-byte read, only if
+/// gradients are required to be finite and the optimizer leaves that check to the host.
 StepResult step_optimizer(AnyOptimizer& optimizer, Gradients gradients);
 
 }  // namespace gradaccum::detail

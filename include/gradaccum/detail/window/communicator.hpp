@@ -4,7 +4,6 @@
 #include <gradaccum/archive.hpp>
 #include <gradaccum/gradients.hpp>
 
-#include <c10/core/ScalarType.h>
 #include <c10/util/FunctionRef.h>
 #include <c10/util/StringUtil.h>
 
@@ -13,6 +12,7 @@
 #include <functional>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace gradaccum::detail {
 
@@ -20,12 +20,27 @@ class AnyOptimizer;
 class Shards;
 class WindowGradients;
 
+/// The numbers that ranks exchange when a window closes: one rank's, or the sums over all. Flags are 1 or 0.
+struct WindowTotals {
+  double weight = 0;  ///< sum of the weights of the micro-batches
+  double active = 0;  ///< flag: has closed its own window, rather than only joined others
+  double samples = 0, micro_batches = 0;
+  double loss = 0;           ///< mean over the window, times its weight
+  double stop = 0;           ///< flag: requests the end of the training
+  double signal = 0;         ///< flag: has received SIGTERM or a similar signal
+  double save = 0;           ///< flag: it is time for a state
+  double running = 0;        ///< flag: is inside a window, so that all send the gradients of one more micro-batch
+  double unsent = 0;         ///< flag: has gradients that no backward has sent
+  std::vector<double> used;  ///< flags by parameter: has a gradient
+};
+
 /// The other processes of a run, as windows and saved states see them. Includes nothing that sends.
 class Communicator {
  public:
   virtual ~Communicator() = default;
 
   virtual int rank() const = 0;
+  virtual int world_size() const = 0;
 
   /// Joins an optimizer, whose windows are shared from now on.
   virtual void join(AnyOptimizer& optimizer) = 0;
@@ -34,26 +49,21 @@ class Communicator {
 
   /// True if the gradients of each backward pass are sent, and the window gets its sums when it is complete.
   virtual bool take_each_backward() const = 0;
-  /// Runs a backward pass, which may send gradients: the one that fills the window, or any if `take_each_backward()`.
-  /// The window's weights must include it.
-  virtual void backward(const std::shared_ptr<WindowGradients>& window, std::optional<c10::ScalarType> accumulate_in,
-                        const std::function<void()>& run) = 0;
+  /// Runs a backward pass that the window's weights include: the one that fills it, or any if `take_each_backward()`.
+  virtual void backward(const std::shared_ptr<WindowGradients>& window, const std::function<void()>& run) = 0;
 
   /// Replaces the sums and weights of a complete window by those of all processes.
-  virtual void reduce(const std::shared_ptr<WindowGradients>& window, std::optional<c10::ScalarType> accumulate_in) = 0;
+  virtual void reduce(const std::shared_ptr<WindowGradients>& window) = 0;
 
   /// Steps with a reduced window. All processes have all parameters afterwards.
   virtual StepResult step(AnyOptimizer& optimizer, const std::shared_ptr<WindowGradients>& window) = 0;
 
-  /// Called when this process has nothing to add to `window`. True if others have, and `window` is to be closed with
-  /// theirs.
-  virtual bool others_continue(const std::shared_ptr<WindowGradients>& window,
-                               std::optional<c10::ScalarType> accumulate_in) = 0;
+  /// Called when this process has nothing to add to `window`. True if others have, with which it is to be closed.
+  virtual bool others_continue(const std::shared_ptr<WindowGradients>& window) = 0;
 
   /// Ends the window, closed or discarded.
   virtual void end_window() = 0;
 
-  /// Sums a tensor over all ranks, in place.
   virtual void all_reduce(const at::Tensor& tensor) const = 0;
   /// Gathers one state of all ranks. Rank 0's archive then has the other ranks' own numbers and texts, too; any other
   /// keeps only its own tensors, which it writes by itself.
@@ -66,7 +76,6 @@ class Communicator {
   virtual void give_up(const std::string& why) = 0;
 };
 
-/// Broadcasts rank 0's text to all ranks.
 inline std::string broadcast_text(const Communicator& peers, const std::string& on_rank_0) {
   return peers.all_gather_text(peers.rank() == 0 ? on_rank_0 : "")[0];
 }

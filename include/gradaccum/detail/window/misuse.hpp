@@ -35,11 +35,9 @@ class CloseWatch final : public GradReadyListener {
   };
 
   explicit CloseWatch(std::vector<at::Tensor> parameters)
-      : watched(parameters.size()), parameters_(std::move(parameters)) {}
+      : GradReadyListener(std::move(parameters)), watched(parameters_.size()) {}
 
-  const std::vector<at::Tensor>& parameters() const override { return parameters_; }
   bool waits_for_whole() const override { return false; }
-  void end() override {}
 
   /// Counts a pass before the hooks that add to gradients or mask them: those belong to the pass.
   void added(std::size_t place) override {
@@ -77,9 +75,6 @@ class CloseWatch final : public GradReadyListener {
 
   std::vector<Watched> watched;
   bool window_is_empty = true;
-
- private:
-  std::vector<at::Tensor> parameters_;
 };
 
 /// Picks the first, the last and those between at equal distances among the parameters that get a gradient.

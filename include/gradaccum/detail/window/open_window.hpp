@@ -14,11 +14,9 @@ namespace gradaccum::detail {
 class Communicator;
 class Misuse;
 
-/// The kind of backward that a window has: plain, the user's `loss.backward()`; weighted, `optimizer.backward(loss)`;
-/// or none yet.
+/// The kind of backward that a window has: the user's `loss.backward()`, `optimizer.backward(loss)`, or none yet.
 enum class WindowForm { none, plain, weighted };
 
-/// The progress of an open window.
 struct WindowProgress {
   Window counter;
   std::shared_ptr<WindowGradients> gradients = {};  ///< shared with their handles, state included
@@ -39,8 +37,6 @@ struct WindowProgress {
 };
 
 /// The window of one optimizer. Counts its micro-batches, keeps their sums, closes with a step, and opens the next.
-///
-/// `WindowProgress` is its progress; `Misuse` checks what must not happen.
 class OpenWindow {
  public:
   /// Without `steps`, a window has any number of micro-batches, and `complete_early` completes it.
@@ -109,7 +105,6 @@ class OpenWindow {
   bool has_weight() const { return now_.gradients->items() > 0; }
   std::int64_t steps() const { return now_.counter.steps(); }
   void set_steps(std::int64_t steps) { now_.counter.set_steps(steps); }
-  /// Sets the steps of this window alone.
   void set_steps_of_this(std::int64_t steps) { now_.counter.set_steps_of_this(steps); }
   std::int64_t bytes() const;  ///< the size of the sums
   void set_accumulate_in(std::optional<at::ScalarType> dtype);
@@ -128,7 +123,6 @@ class OpenWindow {
   void or_spoil(c10::function_ref<void()> work);
 
  private:
-  /// Closes the old window and opens a new one.
   void open(const std::vector<at::Tensor>& parameters);
   void state(Archive& archive, const NameOf& name_of);
   void resume(const Copy& window);
@@ -138,7 +132,6 @@ class OpenWindow {
   void finish_micro_batch(bool complete);
 
   std::unique_ptr<AnyOptimizer> optimizer_;
-  std::optional<at::ScalarType> accumulate_in_;
   std::shared_ptr<Communicator> peers_;
   std::vector<at::Tensor> listed_;  // the parameters as the optimizer lists them
   bool sums_apart_ = false;
@@ -147,8 +140,8 @@ class OpenWindow {
 };
 
 /// Runs `backward`, and steps the parameters of `window` on the way. The window's factor and weights must be complete.
-void step_in_backward(const std::shared_ptr<WindowGradients>& window, std::optional<at::ScalarType> accumulate_in,
-                      AnyOptimizer& optimizer, c10::function_ref<void()> backward);
+void step_in_backward(const std::shared_ptr<WindowGradients>& window, AnyOptimizer& optimizer,
+                      c10::function_ref<void()> backward);
 
 }  // namespace gradaccum::detail
 

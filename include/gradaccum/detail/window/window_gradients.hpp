@@ -15,6 +15,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -33,9 +34,8 @@ inline bool same_parameters(const std::vector<at::Tensor>& a, const std::vector<
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](auto& x, auto& y) { return x.is_same(y); });
 }
 
-/// A record of a tensor, possibly undefined, that does not keep its memory.
-///
-/// It holds a weak reference, not an address, since a new tensor is often made where the old one lay.
+/// A record of a tensor, possibly undefined, that does not keep its memory. It holds a weak reference, not an address,
+/// since a new tensor is often made where the old one lay.
 class SeenTensor {
  public:
   explicit SeenTensor(const at::Tensor& tensor) : impl_(tensor.getIntrusivePtr()), defined_(tensor.defined()) {
@@ -99,9 +99,7 @@ class WindowSums {
     const bool apart = sum.scalar_type() != parameters_[place].scalar_type();
     (apart ? apart_[place] : parameters_[place].mutable_grad()) = sum;
   }
-  /// Drops the sum of a parameter.
   void forget(std::size_t place) { apart_[place].reset(), parameters_[place].mutable_grad().reset(); }
-  /// The places of parameters with a sum.
   std::vector<std::size_t> places() const {
     std::vector<std::size_t> places;
     for (std::size_t place = 0; place < size(); ++place)
@@ -154,10 +152,10 @@ class WindowSums {
 
 /// The division of an optimizer's parameters among processes. Each steps, and keeps moments of, its own pieces only.
 ///
-/// A parameter is cut along its memory into a piece for each rank, of whole `unit`s but for the last one's end. A
-/// parameter that is too small for that, or not contiguous, is the piece of one rank; so are all parameters of an
-/// optimizer that looks at whole ones. The largest are divided first, and what cannot be divided evenly goes to the
-/// rank with the least. The division depends on the parameters alone, so it is equal on all ranks.
+/// A parameter is cut along its memory into a piece for each rank, of whole `unit`s but for the last one's end. One
+/// that is too small for that, or not contiguous, is the piece of one rank; so are all of an optimizer that looks at
+/// whole ones. The largest are divided first, and what remains goes to the rank with the least. The division depends on
+/// the parameters alone, so it is equal on all ranks.
 class Shards {
  public:
   /// A range of a parameter's elements in memory, and its rank.
@@ -186,9 +184,8 @@ class Shards {
   bool any_is_cut() const { return number_of_pieces() > size(); }
   /// This rank's piece, without elements if it has none.
   Piece own_piece(std::size_t place) const {
-    if (is_cut(place)) return pieces(place)[static_cast<std::size_t>(rank_)];
-    const auto& whole = pieces(place)[0];
-    return whole.rank == rank_ ? whole : Piece{rank_, 0, 0};
+    const auto& own = pieces(place)[is_cut(place) ? static_cast<std::size_t>(rank_) : 0];
+    return own.rank == rank_ ? own : Piece{rank_, 0, 0};
   }
   /// This rank's piece as a tensor that shares the parameter's memory; the parameter itself if it is not cut. It is
   /// always one tensor, so that an optimizer can keep state for it.
@@ -199,13 +196,11 @@ class Shards {
     for (std::size_t place = 0; place < size(); ++place)
       if (!own_[place].is_same(parameters_[place])) own_[place].mutable_grad().reset();
   }
-  /// Returns a piece of a tensor of the parameter's size, itself if it is not cut. Shares its memory if it is
-  /// contiguous.
+  /// Returns a piece of a tensor of the parameter's size, itself if it is not cut, in its memory if it is contiguous.
   at::Tensor part(std::size_t place, const Piece& piece, const at::Tensor& of) const {
     return is_cut(place) ? of.detach().reshape({-1}).narrow(0, piece.begin, piece.size()) : of;
   }
 
-  /// Throws if these are not the divided parameters.
   void check_parameters(const std::vector<at::Tensor>& parameters) const;
   /// Throws if the optimizer's parameters have changed, or moved in memory, or if it has state of whole parameters.
   void check(const torch::optim::Optimizer& optimizer) const;
@@ -238,21 +233,15 @@ struct Multiplier {
   /// Returns the whole product as a 0-dim float64 tensor on `device`.
   at::Tensor on(at::Device device) const;
 
-  /// Returns a copy with all tensors on this device.
   Multiplier moved_to(at::Device device) const;
   /// Returns pointers for kernels of the device that holds all tensors. They are valid as long as this object.
   DeviceMultiplier pointers() const;
 };
 
-/// Multiplies `factor` by the coefficient that clips gradients of this norm to `max_norm`.
-void clip_by(Factor& factor, const at::Tensor& norm, double max_norm);
-
-/// The object behind a `Gradients` handle: one window's gradients, their deferred factor, and their measured norms.
-///
-/// It holds gradients only if they are sums of its own, so gradients that the user clears are freed at once.
-class WindowGradients {
+/// The object behind a `Gradients` handle: one window's gradients, their deferred factor, and their measured norms. It
+/// holds gradients only if they are sums of its own, so gradients that the user clears are freed at once.
+class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
  public:
-  /// The stages of a window.
   enum class State {
     open,      // more micro-batches are to come
     sending,   // other processes may be adding to its sums
@@ -264,14 +253,17 @@ class WindowGradients {
 
   explicit WindowGradients(const std::vector<at::Tensor>& parameters) { sums_.set_parameters(parameters); }
 
+  Gradients handle() { return Gradients(shared_from_this()); }
+
   // Functions for the accumulator that owns the window, and for the exchange of its sums with other processes.
   WindowSums& sums() { return sums_; }
   const std::vector<at::Tensor>& all_parameters() const { return sums_.parameters(); }
-  void fold_into_sum(std::size_t place, std::optional<at::ScalarType> dtype) {
-    if (!applied()) sums_.fold(place, dtype);
+  std::optional<at::ScalarType> accumulate_in = {};  ///< sums of narrower gradients are kept apart in this dtype
+  void fold_into_sum(std::size_t place) {
+    if (!applied()) sums_.fold(place, accumulate_in);
   }
-  void fold_into_sums(std::optional<at::ScalarType> dtype) {
-    for (std::size_t place = 0; place < sums_.size(); ++place) fold_into_sum(place, dtype);
+  void fold_into_sums() {
+    for (std::size_t place = 0; place < sums_.size(); ++place) fold_into_sum(place);
   }
   double first_weight() const { return first_weight_; }
   void set_weights(double first, double total) { first_weight_ = first, total_weight_ = total; }
@@ -290,8 +282,7 @@ class WindowGradients {
   bool elsewhere() const { return place_ == Place::elsewhere; }
   /// Replaces the window by this process's pieces, with their sums by parameter; undefined if there is none.
   void divide(const Shards& shards, const std::vector<at::Tensor>& sums);
-  /// The norm of the gradients as they lie in memory, and whether all are finite: of this process's pieces, or of all
-  /// processes'. Valid as long as they do not change.
+  /// The norm of the gradients as they lie in memory, and whether all are finite: of this process's pieces, or of all.
   struct Measure {
     double norm = 0;
     bool finite = true;
@@ -302,15 +293,18 @@ class WindowGradients {
   void wait_for_measure();
 
   // Functions for stepping in backward.
-  /// Makes a complete window of some of the parameters, with the same factor and mean.
+  /// Makes a complete window of some of the parameters, with the same factor and mean, and has it looked at.
   std::shared_ptr<WindowGradients> part(const std::vector<std::size_t>& places);
   /// The gradients that are not stepped yet: earlier micro-batches' sums that this backward did not reach.
   std::shared_ptr<WindowGradients> rest() { return part(sums_.places()); }
+  /// Sets a function that looks at each part before it is stepped with.
+  void set_look_at_part(std::function<void(WindowGradients& part)> look) { look_at_part_ = std::move(look); }
   bool stepped() const { return stepped_; }
   void set_stepped() { stepped_ = true; }
   void close() { state_ = State::closed, sums_ = {}; }
-  /// Takes over the memory of a closed window's norms.
-  void reuse_norm_memory(WindowGradients& from) {
+  /// Accumulates as a closed window did, and takes over the memory of its norms.
+  void follow(WindowGradients& from) {
+    accumulate_in = from.accumulate_in;
     if (from.measure_of_all_) return;
     from.norms_.reset();
     norm_memory_ = std::move(from.norm_memory_);
@@ -341,8 +335,9 @@ class WindowGradients {
   void set_norm_before_clipping(at::Tensor norm) { norm_before_clipping_ = std::move(norm); }
   at::Tensor found_inf();
   bool may_be_judged_on_device() const { return may_stay_on_device(factor_); }
-  /// Waits for the device, the only function that does. A closed window keeps the answer it had at its step.
-  bool overflowed();
+  /// Waits for the device, the only function that does. A closed window keeps the answer it had at its step. `beside`:
+  /// a 0-dim float64 tensor that is read in the same wait, if it is on the same device, and becomes one of the host.
+  bool overflowed(at::Tensor* beside = nullptr);
   at::Tensor judge_on_device() { return judged_on_device_ = found_inf(); }
   bool judged() const { return overflowed_ || judged_on_device_.defined(); }
   bool judged_on_device() const { return !overflowed_ && judged_on_device_.defined(); }
@@ -379,7 +374,8 @@ class WindowGradients {
   at::Tensor norms_, found_inf_;             // of the gradients as they lie in memory
   StreamMemory norm_memory_;                 // may hold the norms
   std::function<Measure()> measure_of_all_;  // while set, the norms are of this process's pieces
-  at::Tensor norm_, verdict_;                // the last norm; the finding for a scaler, even if the user mends .grad
+  std::function<void(WindowGradients& part)> look_at_part_;
+  at::Tensor norm_, verdict_;  // the last norm; the finding for a scaler, even if the user mends .grad
   at::Tensor norm_before_clipping_;
   std::optional<bool> overflowed_;
   at::Tensor judged_on_device_;
@@ -387,17 +383,11 @@ class WindowGradients {
 
 // Passes over lists of gradients of any device, dtype and layout, none of which waits for a device.
 
-/// Returns the `p`-norm of each non-empty gradient as one float64 tensor, on a device if any gradient is.
-///
-/// They are summed in float64, where squares of finite 16- and 32-bit numbers stay finite. On a device they may lie in
-/// `memory`: see `l2_norms_on_device`.
+/// Returns the `p`-norm of each non-empty gradient as one float64 tensor, on a device if any gradient is, where it may
+/// lie in `memory`: see `l2_norms_on_device`. In float64 squares of finite 16- and 32-bit numbers stay finite.
 at::Tensor norms(const std::vector<at::Tensor>& gradients, double p, StreamMemory* memory = nullptr);
 
-/// Returns the L2 norm of a few norms.
 at::Tensor l2_norm_of(const at::Tensor& norms);
-
-/// Returns true if squares of finite gradients may overflow, as in float64.
-bool squares_may_overflow(const std::vector<at::Tensor>& gradients);
 
 /// Returns 1 if an element is not finite, else 0: 0-dim float32. `l2_norms` is `norms(gradients, 2)`.
 at::Tensor found_inf(const std::vector<at::Tensor>& gradients, const at::Tensor& l2_norms);
@@ -408,16 +398,24 @@ void multiply_(const std::vector<at::Tensor>& gradients, const Multiplier& by);
 /// A listener to the gradients that a backward pass computes. Backward runs a thread for each device.
 class GradReadyListener {
  public:
+  explicit GradReadyListener(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {}
   virtual ~GradReadyListener() = default;
-  virtual const std::vector<at::Tensor>& parameters() const = 0;
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
   /// Called when backward has added to a parameter's gradient, before the hooks that were there first.
   virtual void added(std::size_t /*place*/) {}
-  /// Called when a parameter's gradient is there.
   virtual void grad_ready(std::size_t place) = 0;
   /// True if a gradient must not come in parts that are added to it in place.
   virtual bool waits_for_whole() const { return true; }
   /// Ends the listening: later gradients are ignored. (After an exception other threads may still bring some.)
-  virtual void end() = 0;
+  void end() {
+    const std::lock_guard lock(mutex_);
+    ended_ = true;
+  }
+
+ protected:
+  const std::vector<at::Tensor> parameters_;
+  std::mutex mutex_;  // for what follows, and what a listener writes
+  bool ended_ = false;
 };
 
 /// A scope around backward passes in which a listener is called for each gradient, after all other hooks.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// CheckpointedSequential: measures its stages, plans within a number of bytes, runs forward and backward by the plan.
+// CheckpointedSequential: plans within a number of bytes, measures its stages, runs forward and backward by the plan.
 #pragma once
 
 #include <gradaccum/checkpointed_sequential.hpp>
@@ -21,6 +21,7 @@
 #include <algorithm>
 #include <chrono>
 #include <functional>
+#include <limits>
 #include <mutex>
 #include <numeric>
 #include <ostream>
@@ -32,52 +33,23 @@ namespace gradaccum::detail {
 GRADACCUM_INLINE at::Tensor Stage::forward(std::size_t way, at::Tensor activations, const at::Tensor& context) {
   std::optional<RebuildingScope> rebuilding;
   if (way > 0) rebuilding.emplace();
-  for (auto& module : parts)
-    activations = context.defined() ? module.forward(std::move(activations), at::Tensor(context))
-                                    : module.forward(std::move(activations));
+  run_watched(modules(), /*calls_others=*/false, [&] {
+    for (auto& module : parts)
+      activations = context.defined() ? module.forward(std::move(activations), at::Tensor(context))
+                                      : module.forward(std::move(activations));
+  });
   return activations;
-}
-
-GRADACCUM_INLINE at::Tensor Stage::forward_in_checkpoint(std::size_t way, at::Tensor activations,
-                                                         const at::Tensor& context) {
-  const FrozenStatistics frozen(is_recomputing() ? modules() : std::vector<torch::nn::Module*>());
-  return forward(way, std::move(activations), context);
-}
-
-GRADACCUM_INLINE std::vector<torch::nn::Module*> Stage::modules() const {
-  std::vector<torch::nn::Module*> modules;
-  for (auto& part : parts) modules.push_back(part.ptr().get());
-  return modules;
-}
-
-GRADACCUM_INLINE std::vector<torch::nn::Module*> modules_of(const Stages& stages) {
-  std::vector<torch::nn::Module*> modules;
-  for (auto& stage : stages)
-    for (auto* module : stage.modules()) modules.push_back(module);
-  return modules;
 }
 
 GRADACCUM_INLINE at::Tensor Segment::operator()(at::Tensor activations) const {
   for (auto& item : *schedule) {
     if (item.segment.empty()) {
-      auto& stage = (*stages)[item.stage];
-      activations = options.check_content ? stage.forward(item.way, std::move(activations), context)
-                                          : stage.forward_in_checkpoint(item.way, std::move(activations), context);
+      activations = (*stages)[item.stage].forward(item.way, std::move(activations), context);
     } else {
       activations = run_checkpointed(options, inside(item), std::exchange(activations, {}));
     }
   }
   return activations;
-}
-
-GRADACCUM_INLINE std::vector<torch::nn::Module*> Segment::modules() const {
-  std::vector<torch::nn::Module*> modules;
-  if (!options.check_content) return modules;
-  for (auto& item : *schedule) {
-    const auto more = item.segment.empty() ? (*stages)[item.stage].modules() : inside(item).modules();
-    modules.insert(modules.end(), more.begin(), more.end());
-  }
-  return modules;
 }
 
 GRADACCUM_INLINE std::int64_t storage_bytes(const at::Tensor& tensor) {
@@ -159,6 +131,11 @@ class StageMeasurement {
   StageCost measure() {
     constexpr int fewest_runs = 3, most_runs = 10;  // the first warms up; runs of small stages are short and noisy
     constexpr double enough_seconds = 0.05;
+    {
+      const at::NoGradGuard keep_nothing;
+      const RecordingScope recording(&buffers_);
+      stage_.forward(0, input_, context_);
+    }
     StageCost cost;
     const StopWatch watch(input_.device());
     for (int run = 0; run < fewest_runs || (run < most_runs && watch.seconds() < enough_seconds); ++run) {
@@ -167,6 +144,11 @@ class StageMeasurement {
         measure_dropped(cost, way);
         measure_kept(cost.ways[way], way);
       }
+    }
+    for (auto& state : buffers_.changed) {
+      const auto bytes = static_cast<std::int64_t>(state->buffer.nbytes());
+      cost.copies += bytes;
+      if (state->before.defined()) cost.buffers += bytes;
     }
     if (cost.ways[1].held >= cost.ways[0].held) cost.ways.pop_back();
     for (auto& way : cost.ways)  // takes no longer than all of forward, but for noise
@@ -184,14 +166,16 @@ class StageMeasurement {
   at::Tensor input_gradient_layout;  // undefined if it has none
 
  private:
+  static constexpr auto in_profiler =
+      "CheckpointedSequential: must not plan inside LibTorch's profiler, which uses the same slot; run one forward "
+      "pass before it starts";
+
   at::Tensor input() const { return input_.requires_grad() ? GradientSink::apply(sources_.front()) : input_; }
 
   void measure_kept(StageCost::Way& way, std::size_t number) {
-    AllocationScope log;
-    at::Tensor output = [&] {
-      const FrozenStatistics frozen(stage_.modules());  // as in a recomputation, where operations save the copies
-      return stage_.forward(number, input(), context_);
-    }();
+    const FrozenBuffers frozen(buffers_.changed);  // not in the log: where a segment makes copies, `copies` counts them
+    AllocationScope log(in_profiler);
+    at::Tensor output = stage_.forward(number, input(), context_);
     if (last_) log->exclude(output);
     const auto forward = log->between(0, log->now());
     const auto [backward, seconds] = run_backward(*log, std::move(output));
@@ -202,7 +186,7 @@ class StageMeasurement {
   }
 
   void measure_dropped(StageCost& cost, std::size_t number) {
-    AllocationScope log;
+    AllocationScope log(in_profiler);
     const StopWatch watch(input_.device());
     int runs = 0;
     std::size_t again_begin = 0;  // of the function's second run
@@ -215,7 +199,7 @@ class StageMeasurement {
           const auto ended = c10::make_scope_exit([&]() noexcept {  // a recomputation ends by an exception
             if (runs == 2) again_seconds = watch.seconds() - begun;
           });
-          return stage_.forward_in_checkpoint(number, input, context_);
+          return stage_.forward(number, input, context_);
         },
         input());
     less(cost.forward_seconds, watch.seconds());
@@ -266,11 +250,14 @@ class StageMeasurement {
     }
     for (std::size_t i = input_.requires_grad(); i < gradients.size(); ++i) {
       const auto* const memory = memory_of(gradients[i]);
-      if (memory != input_gradient && memory != output_gradient._unsafe_get_target()) log.exclude(gradients[i]);
+      const bool is_passed_on = memory == input_gradient || memory == output_gradient._unsafe_get_target();
+      if (memory && !is_passed_on) log.exclude(gradients[i]);
     }
   }
   static const c10::StorageImpl* memory_of(const at::Tensor& gradient) {
-    return gradient.defined() && gradient.has_storage() ? gradient.storage().unsafeGetStorageImpl() : nullptr;
+    if (!gradient.defined()) return nullptr;
+    const auto numbers = gradient.is_sparse() ? gradient._values() : gradient;
+    return numbers.has_storage() ? numbers.storage().unsafeGetStorageImpl() : nullptr;
   }
 
   static void more(std::int64_t& most, std::int64_t bytes) { most = std::max(most, bytes); }
@@ -280,6 +267,7 @@ class StageMeasurement {
   at::Tensor input_, context_;
   bool last_;
   CheckpointOptions options_;
+  BufferRecord buffers_;
   bool output_requires_grad_ = false;
   std::vector<at::Tensor> sources_;
 };
@@ -370,10 +358,24 @@ GRADACCUM_INLINE Schedule by_module(const Schedule& schedule, const Stages& stag
 /// The properties on which the memory of a forward and backward pass depends.
 struct PlanScope {
   std::vector<std::int64_t> sizes, properties;
+  std::size_t dimensions;  // of the input; those of the context follow
 
-  /// Returns whether a plan for this scope fits `other`: no dimension of `other` is larger, and all else is equal.
-  bool covers(const PlanScope& other) const {
-    return properties == other.properties && std::ranges::equal(sizes, other.sizes, std::greater_equal<>());
+  /// Returns how many times as many bytes `other` takes at most: 1 if no dimension is larger, infinity if more than
+  /// sizes differ. Bytes grow with the square of a dimension at most, as attention's do with the length. A dimension
+  /// of the context that grows as one of the input is that one.
+  double growth(const PlanScope& other) const {
+    if (properties != other.properties) return std::numeric_limits<double>::infinity();
+    double factor = 1;
+    std::vector<std::pair<std::int64_t, std::int64_t>> grown;
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+      const std::pair change(sizes[i], other.sizes[i]);
+      const bool is_known = i >= dimensions && std::ranges::find(grown, change) != grown.end();
+      if (change.second <= change.first || is_known) continue;
+      grown.push_back(change);
+      const double ratio = static_cast<double>(change.second) / static_cast<double>(change.first);  // of 0: infinity
+      factor *= ratio * ratio;
+    }
+    return factor;
   }
 };
 
@@ -388,14 +390,14 @@ GRADACCUM_INLINE std::vector<std::int64_t> order_in_memory(const at::Tensor& ten
 }
 
 GRADACCUM_INLINE PlanScope scope_of(const Stages& stages, const at::Tensor& input, const at::Tensor& context) {
-  PlanScope scope{input.sizes().vec(), order_in_memory(input)};
+  PlanScope scope{input.sizes().vec(), order_in_memory(input), static_cast<std::size_t>(input.dim())};
   const auto add = [&](auto... values) { (scope.properties.push_back(static_cast<std::int64_t>(values)), ...); };
   const auto device = input.device();
   add(input.dim(), device.type(), device.index(), input.scalar_type(), input.requires_grad(), context.defined(),
       at::autocast::get_autocast_dtype(device.type()), at::autocast::is_autocast_enabled(device.type()));
   if (context.defined()) {
     scope.sizes.insert(scope.sizes.end(), context.sizes().begin(), context.sizes().end());
-    add(context.scalar_type());
+    add(context.dim(), context.scalar_type());
   }
   for (auto* module : modules_of(stages)) {
     for (auto& part : module->modules()) add(part->is_training());
@@ -404,39 +406,79 @@ GRADACCUM_INLINE PlanScope scope_of(const Stages& stages, const at::Tensor& inpu
   return scope;
 }
 
-/// The plan of a chain for one kind of input.
+/// The plan of a chain for one kind of input, and for larger ones that take at most `growth` times the bytes.
 struct ChainPlan {
   PlanScope scope;
   std::shared_ptr<Stages> stages;
-  std::shared_ptr<const Schedule> schedule;
-  CheckpointPlan description;
+  StageCosts costs;
+  std::int64_t least;
+  double growth = 1;
+  std::shared_ptr<const Schedule> schedule = {};
+  CheckpointPlan description = {};
 };
 
-/// Leaves random generators, running statistics and gradients unchanged, and is invisible to outer hooks: an outer
-/// checkpoint must not see tensors of a measurement, since its recomputation does not repeat the measurement.
-GRADACCUM_INLINE std::shared_ptr<const ChainPlan> plan_of(const Stages& modules, std::int64_t budget,
-                                                          const CheckpointOptions& options, PlanScope scope,
-                                                          const at::Tensor& input, const at::Tensor& context) {
-  const RandomScope random{RandomState()};
-  const FrozenStatistics frozen(modules_of(modules));
-  const SavingScope measuring("CheckpointedSequential", [] { return nullptr; });
-  const auto stages = std::make_shared<Stages>(merged(modules, input, context));
-  const auto costs = costs_of(*stages, input, options, context);
-  const auto least = least_memory(costs);
-  TORCH_CHECK_WITH(OutOfMemoryError, budget >= least, "CheckpointedSequential: memory_budget must be at least ", least,
-                   " bytes for an input that is ", TensorTraits(input), ", got ", budget);
-  const auto schedule = std::make_shared<const Schedule>(fastest_schedule(costs, budget));
-  const auto predicted = cost_of(*schedule, costs), plain = cost_of(keep_everything(costs), costs);
-  return std::make_shared<ChainPlan>(ChainPlan{
-      std::move(scope),
-      stages,
-      schedule,
-      {to_string(by_module(*schedule, *stages)),
-       budget,
-       {predicted.peak, predicted.seconds},
-       {plain.peak, plain.seconds},
-       least},
+/// Finds what Functionals' lambdas write to besides registered buffers, as the statistics of a BatchNorm that one
+/// captures, by a pass without gradients whose writes are undone.
+GRADACCUM_INLINE std::vector<std::shared_ptr<BufferState>> captured_buffers(
+    const Stages& modules, const std::vector<std::shared_ptr<BufferState>>& registered, const at::Tensor& input,
+    const at::Tensor& context) {
+  BufferRecord record;
+  if (!calls_functions(modules_of(modules))) return {};
+  {
+    const at::NoGradGuard keep_nothing;
+    const auto undo = c10::make_scope_exit([&]() noexcept {
+      for (auto& state : record.changed)
+        if (state->before.defined()) state->buffer.copy_(state->before);
+    });
+    const RecordingScope recording(&record);
+    auto activations = input.clone();  // which the first module may write to, and is told of later
+    for (auto stage : modules) activations = stage.forward(0, std::move(activations), context);
+  }
+  std::erase_if(record.changed, [&](auto& state) {
+    const auto is_same = [&](auto& other) { return other->buffer.is_same(state->buffer); };
+    return state->buffer.use_count() <= 1 || std::ranges::any_of(registered, is_same);
   });
+  return record.changed;
+}
+
+/// Leaves random generators, buffers and gradients unchanged, and is invisible to outer hooks: an outer checkpoint must
+/// not see tensors of a measurement, since its recomputation does not repeat the measurement. Throws if a module
+/// replaces a buffer, which the pass after it would no longer show.
+GRADACCUM_INLINE ChainPlan measured(const Stages& modules, const CheckpointOptions& options, PlanScope scope,
+                                    const at::Tensor& input, const at::Tensor& context) {
+  const auto buffers = buffers_of(modules_of(modules));
+  auto plan = [&]() -> ChainPlan {
+    const RandomScope random{RandomState()};
+    const FrozenBuffers frozen(buffers);
+    const RecordingScope unrecorded(nullptr);
+    const SavingScope measuring("CheckpointedSequential", [] { return nullptr; });
+    const FrozenBuffers captured(captured_buffers(modules, buffers, input, context));
+    const auto stages = std::make_shared<Stages>(merged(modules, input, context));
+    auto costs = costs_of(*stages, input, options, context);
+    const auto least = least_memory(costs);
+    return {std::move(scope), stages, std::move(costs), least};
+  }();
+  check_not_replaced(buffers);
+  return plan;
+}
+
+/// Completes a plan: where everything takes `growth` times the bytes, the budget is as many times less. Leaves a
+/// quarter for kernels that take other paths for other sizes.
+GRADACCUM_INLINE std::shared_ptr<const ChainPlan> planned(ChainPlan plan, double growth, std::int64_t budget) {
+  plan.growth = growth;
+  if (growth > 1) growth *= 1.25;
+  plan.schedule = std::make_shared<const Schedule>(
+      fastest_schedule(plan.costs, static_cast<std::int64_t>(static_cast<double>(budget) / growth)));
+  const auto larger = [&](std::int64_t bytes) {
+    return static_cast<std::int64_t>(static_cast<double>(bytes) * growth);
+  };
+  const auto cost = [&](const Schedule& schedule) -> CheckpointPlan::Cost {
+    const auto once = cost_of(schedule, plan.costs);
+    return {larger(once.peak), once.seconds * growth};
+  };
+  plan.description = {to_string(by_module(*plan.schedule, *plan.stages)), budget, cost(*plan.schedule),
+                      cost(keep_everything(plan.costs)), larger(plan.least)};
+  return std::make_shared<const ChainPlan>(std::move(plan));
 }
 
 /// Divides stages evenly into segments. The last is kept, since it would be recomputed at once.
@@ -473,6 +515,7 @@ struct CheckpointedSequentialImpl::State {
   torch::nn::Sequential sequential;
   CheckpointedSequentialOptions options;
   detail::Segment segments;                                          // the stages by segments; one, kept, with a budget
+  bool or_least = false;                                             // takes more than the budget where it must
   std::mutex mutex = {};                                             // of the plans
   std::vector<std::shared_ptr<const detail::ChainPlan>> plans = {};  // for a budget, by kind of input
   std::shared_ptr<const detail::ChainPlan> latest = {};
@@ -480,10 +523,29 @@ struct CheckpointedSequentialImpl::State {
   std::shared_ptr<const detail::ChainPlan> plan_for(const at::Tensor& input, const at::Tensor& context) {
     const std::lock_guard lock(mutex);
     auto scope = detail::scope_of(*segments.stages, input, context);
-    const auto known = std::ranges::find_if(plans, [&](auto& plan) { return plan->scope.covers(scope); });
+    const auto budget = options.memory_budget;
+    const auto growth = [&](auto& plan) { return plan->scope.growth(scope); };
+    const auto known = std::ranges::find_if(plans, [&](auto& plan) { return growth(plan) <= plan->growth; });
     if (known != plans.end()) return latest = *known;
-    latest =
-        detail::plan_of(*segments.stages, options.memory_budget, options.checkpoint, std::move(scope), input, context);
+    constexpr int exact = 4;  // measurements before plans are scaled, which takes some of the budget for good
+    const auto is_exact = [&](auto& plan) { return plan->growth == 1 && plan->scope.properties == scope.properties; };
+    const bool scales = std::ranges::count_if(plans, is_exact) >= exact;
+    const auto nearest = std::ranges::min_element(plans, {}, growth);
+    const double needed = scales ? growth(*nearest) : std::numeric_limits<double>::infinity();
+    double larger = 1.25;  // of few sizes, so that there are few plans
+    while (larger < needed && larger < 1.9) larger *= 1.25;
+    if (needed <= larger)
+      larger = std::min(larger, 0.8 * static_cast<double>(budget) / static_cast<double>((*nearest)->least + 1));
+    if (needed <= larger) {
+      latest = detail::planned(**nearest, larger, budget);
+    } else {
+      auto plan = detail::measured(*segments.stages, options.checkpoint, std::move(scope), input, context);
+      TORCH_CHECK_WITH(OutOfMemoryError, budget >= plan.least || or_least,
+                       "CheckpointedSequential: memory_budget must be at least ", plan.least,
+                       " bytes for an input that is ", detail::TensorTraits(input), ", got ", budget);
+      const auto least = plan.least;
+      latest = detail::planned(std::move(plan), 1, std::max(budget, least));
+    }
     plans.push_back(latest);  // last: an input that has a plan keeps it when it is recomputed
     return latest;
   }
@@ -527,12 +589,15 @@ GRADACCUM_INLINE at::Tensor CheckpointedSequentialImpl::forward(const at::Tensor
   return chain(input);
 }
 
-GRADACCUM_INLINE void CheckpointedSequentialImpl::set_memory_budget(std::int64_t bytes) {
+GRADACCUM_INLINE void CheckpointedSequentialImpl::set_memory_budget(std::int64_t bytes, bool or_least) {
   TORCH_CHECK(options().segments == 0, "CheckpointedSequential: it has segments, and memory_budget is another way");
   TORCH_CHECK(bytes >= 0, "CheckpointedSequential: memory_budget must be >= 0 bytes, got ", bytes);
   const std::lock_guard lock(state_->mutex);
   state_->options.memory_budget = bytes;
-  state_->plans.clear();
+  state_->or_least = or_least;
+  for (auto& plan : std::exchange(state_->plans, {}))  // what was measured stays
+    if (plan->growth == 1 && (bytes == 0 || or_least || bytes >= plan->least))
+      state_->plans.push_back(bytes == 0 ? plan : detail::planned(*plan, 1, std::max(bytes, plan->least)));
   state_->latest.reset();
 }
 
@@ -562,6 +627,7 @@ GRADACCUM_INLINE std::shared_ptr<torch::nn::Module> CheckpointedSequentialImpl::
   if (keeps_all) options.memory_budget = 1;
   auto copy = std::make_shared<CheckpointedSequentialImpl>(torch::nn::Sequential(std::move(stages)), options);
   if (keeps_all) copy->set_memory_budget(0);
+  copy->state_->or_least = state_->or_least;
   return copy;
 }
 

@@ -3,13 +3,21 @@
 #pragma once
 
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
+#include <gradaccum/detail/types/types.hpp>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/core/Generator.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/COW.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/functional.h>
 #include <torch/nn/modules/instancenorm.h>
 
 #include <algorithm>
@@ -17,6 +25,10 @@
 #include <cstring>
 #include <mutex>
 #include <ostream>
+#include <typeindex>
+#include <typeinfo>
+#include <unordered_map>
+#include <unordered_set>
 
 #include <gradaccum/impl/begin.ipp>
 
@@ -112,53 +124,6 @@ GRADACCUM_INLINE void ForwardUndo::put_back() const {
   random_.restore();
 }
 
-/// Calls `use(layer)` for each normalisation layer in modules that has running statistics.
-void for_each_normalisation(const std::vector<torch::nn::Module*>& modules, auto use) {
-  const auto use_if = [&](auto* layer) {
-    if (layer && layer->running_mean.defined()) use(*layer);
-  };
-  const auto visit = [&](torch::nn::Module& part) {
-    use_if(part.as<torch::nn::BatchNorm1dImpl>());
-    use_if(part.as<torch::nn::BatchNorm2dImpl>());
-    use_if(part.as<torch::nn::BatchNorm3dImpl>());
-    use_if(part.as<torch::nn::InstanceNorm1dImpl>());
-    use_if(part.as<torch::nn::InstanceNorm2dImpl>());
-    use_if(part.as<torch::nn::InstanceNorm3dImpl>());
-  };
-  for (auto* module : modules) module->apply(visit);
-}
-
-GRADACCUM_INLINE std::vector<at::Tensor> copied_statistics(const std::vector<torch::nn::Module*>& modules) {
-  std::vector<at::Tensor> copies;
-  for_each_normalisation(modules, [&](auto& layer) {
-    for (auto& statistics : {layer.running_mean, layer.running_var, layer.num_batches_tracked})
-      copies.push_back(statistics.clone());
-  });
-  return copies;
-}
-
-GRADACCUM_INLINE FrozenStatistics::FrozenStatistics(const std::vector<torch::nn::Module*>& modules,
-                                                    const std::vector<at::Tensor>& start)
-    : FrozenStatistics() {
-  std::size_t next = 0;
-  for_each_normalisation(modules, [&](auto& layer) {
-    for (auto* handle : {&layer.running_mean, &layer.running_var, &layer.num_batches_tracked}) {
-      const auto& values = next < start.size() ? start[next++] : *handle;
-      if (!layer.is_training()) continue;
-      exchanged_.emplace_back(handle, *handle);
-      *handle = values.clone();
-    }
-  });
-}
-
-GRADACCUM_INLINE FrozenStatistics::~FrozenStatistics() {
-  while (!exchanged_.empty()) {  // in reverse: a layer that is in the module twice was exchanged twice
-    auto& [handle, statistics] = exchanged_.back();
-    *handle = std::move(statistics);
-    exchanged_.pop_back();
-  }
-}
-
 GRADACCUM_INLINE TensorTraits::TensorTraits(const at::Tensor& tensor)
     : dtype_(tensor.scalar_type()), device_(tensor.device()) {
   if (tensor.layout() == at::kStrided) shape_ = tensor.sizes();  // other layouts may lack plain integer sizes
@@ -172,6 +137,185 @@ GRADACCUM_INLINE TensorVersion::TensorVersion(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_inference()) return;
   counter_ = tensor.unsafeGetTensorImpl()->version_counter();
   version_ = counter_.current_version();
+}
+
+GRADACCUM_INLINE void BufferState::watch() {
+  const at::NoGradGuard no_grad;
+  before = buffer.clone();
+  version_ = TensorVersion(buffer);
+  static std::mutex marking;  // threads may share a model
+  const std::lock_guard lock(marking);
+  marked_ =
+      buffer.has_storage() && c10::impl::cow::lazy_clone_storage(*buffer.storage().unsafeGetStorageImpl()) != nullptr;
+  written = false;
+}
+
+GRADACCUM_INLINE void BufferState::note_writes() {
+  written |= version_.changed();
+  if (buffer.has_storage()) written |= !marked_ || !c10::impl::cow::is_cow_data_ptr(buffer.storage().data_ptr());
+}
+
+GRADACCUM_INLINE std::vector<std::shared_ptr<BufferState>> buffers_of(const std::vector<torch::nn::Module*>& modules) {
+  static const std::unordered_set<std::type_index> normalisations{
+      typeid(torch::nn::BatchNorm1dImpl),    typeid(torch::nn::BatchNorm2dImpl),
+      typeid(torch::nn::BatchNorm3dImpl),    typeid(torch::nn::InstanceNorm1dImpl),
+      typeid(torch::nn::InstanceNorm2dImpl), typeid(torch::nn::InstanceNorm3dImpl)};
+  std::vector<std::shared_ptr<BufferState>> states;
+  std::unordered_map<const c10::TensorImpl*, BufferState*> known;
+  const auto visit = [&](const torch::nn::Module& part) {
+    const bool is_statistics = part.is_training() && normalisations.contains(typeid(part));
+    for (auto& buffer : part.buffers(/*recurse=*/false)) {
+      if (!buffer.defined() || buffer.is_inference()) continue;
+      auto& state = known[buffer.unsafeGetTensorImpl()];
+      if (!state) state = states.emplace_back(std::make_shared<BufferState>(buffer, is_statistics)).get();
+      state->is_statistics &= is_statistics;
+    }
+  };
+  for (auto* module : modules) std::as_const(*module).apply(visit);
+  for (auto& state : states) state->owners = state->buffer.use_count();
+  return states;
+}
+
+GRADACCUM_INLINE void check_not_replaced(const std::vector<std::shared_ptr<BufferState>>& buffers) {
+  for (auto& state : buffers) {
+    const auto now = state->buffer.use_count();
+    // A replaced one has lost the member, or also the module's list, where the member refers to what is in there.
+    const bool replaced = now == 1 || (state->owners > 2 && now == 2);
+    TORCH_CHECK(!replaced,
+                "checkpoint: a module must write to its buffers, and has put another tensor in the place of one (",
+                TensorTraits(state->buffer),
+                ") in forward, which nobody can undo before forward runs again; use "
+                "buffer.copy_(value) for buffer = value");
+  }
+}
+
+GRADACCUM_INLINE RecordingScope::RecordingScope(BufferRecord* record) {
+  if (record) record->outer = innermost_;
+  innermost_ = record;
+}
+
+void for_each_record(auto&& use) {
+  for (auto* record = RecordingScope::innermost(); record; record = record->outer) use(*record);
+}
+
+GRADACCUM_INLINE bool is_known(const BufferRecord& record, const at::Tensor& buffer) {
+  return std::ranges::any_of(record.changed, [&](auto& known) { return known->buffer.is_same(buffer); });
+}
+
+/// Notes who made the storages that a part meets for the first time. Calls `use` for tensors that it has not made.
+void for_each_storage(const c10::IValue& value, bool made, auto&& use) {
+  const auto see = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.has_storage()) return;
+    bool all_made = true;
+    for_each_record([&, storage = tensor.storage().unsafeGetStorageImpl()](auto& record) {
+      all_made &= record.storages.try_emplace(storage, made).first->second;
+    });
+    if (!all_made) use(tensor);
+  };
+  if (value.isTensor()) see(value.toTensor());
+  if (value.isTensorList()) std::ranges::for_each(value.toTensorVector(), see);
+}
+
+/// Records a tensor that an operation is about to write to, unless the part has made it, or computes its gradient.
+GRADACCUM_INLINE void note_write(const at::Tensor& tensor) {
+  if (tensor.requires_grad()) return;
+  const auto state = std::make_shared<BufferState>(tensor, /*of_normalisation=*/false);
+  for_each_record([&](auto& record) {
+    if (record.storages[tensor.storage().unsafeGetStorageImpl()] || is_known(record, tensor)) return;
+    if (!state->before.defined()) state->before = copies_of({tensor}).front();
+    record.changed.push_back(state);
+  });
+}
+
+/// Finds what operations of a part write to, without knowing whose it is: buffers of modules that a lambda captures.
+/// Writes past LibTorch (by a pointer, or through `data()` and `detach()`, which are other tensors) stay unknown.
+GRADACCUM_INLINE void run_and_find_writes(c10::function_ref<void()> forward) {
+  static thread_local std::optional<int> depth;  // of operations that call each other, while somebody looks
+  if (depth) return forward();
+  const auto see_inputs = [](const at::RecordFunction& operation) -> std::unique_ptr<at::ObserverContext> {
+    if (!depth || !operation.operator_name()) return nullptr;  // a label for the profiler is no operation
+    if ((*depth)++ > 0) return nullptr;  // a part of another operation, which fills its own result
+    const at::DisableRecordFunctionGuard unseen;
+    const auto inputs = recorded_inputs(operation);
+    std::optional<c10::OperatorHandle> known;
+    for (std::size_t i = 0; i < inputs.size(); ++i)
+      for_each_storage(inputs[i], /*made=*/false, [&](const at::Tensor& tensor) {
+        if (tensor.requires_grad() || tensor.is_inference()) return;
+        if (!known) known = c10::Dispatcher::singleton().findSchema(*operation.operator_name());
+        if (!known) return;
+        const auto& argument = known->schema().arguments()[i];
+        const auto* const alias = argument.alias_info();  // which statistics of normalisations do not have
+        if ((alias && alias->isWrite()) || argument.name().starts_with("running_"))
+          note_write(tensor.is_view() ? at::Tensor(tensor._base()) : tensor);
+      });
+    return nullptr;
+  };
+  const auto see_outputs = [](const at::RecordFunction& operation, at::ObserverContext*) {
+    if (!depth || !operation.operator_name() || --*depth > 0) return;
+    for (auto& output : operation.outputs()) for_each_storage(output, /*made=*/true, [](auto&) {});
+  };
+  const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback(see_inputs, see_outputs)
+                                                     .needsInputs(true)
+                                                     .needsOutputs(true)
+                                                     .scopes({at::RecordScope::FUNCTION}));
+  const auto end = c10::make_scope_exit([handle] { at::removeCallback(handle), depth.reset(); });
+  depth = 0;
+  forward();
+}
+
+GRADACCUM_INLINE bool calls_functions(const std::vector<torch::nn::Module*>& modules) {
+  bool found = false;
+  for (auto* module : modules)
+    std::as_const(*module).apply(
+        [&](const torch::nn::Module& part) { found |= typeid(part) == typeid(torch::nn::FunctionalImpl); });
+  return found;
+}
+
+GRADACCUM_INLINE void run_watched(const std::vector<torch::nn::Module*>& modules, bool calls_others,
+                                  c10::function_ref<void()> forward) {
+  if (!RecordingScope::innermost() || (modules.empty() && !calls_others)) return forward();
+  bool with_statistics = false;
+  const auto note_writes = [] {
+    for_each_record([](auto& record) {
+      for (auto& state : record.changed) state->note_writes();
+    });
+  };
+  for_each_record([&](auto& record) { with_statistics |= record.with_statistics; });
+  note_writes();  // before others are marked, which hides earlier writes to memory that they share
+  const auto states = buffers_of(modules);
+  for (auto& state : states) {
+    if (with_statistics || !state->is_statistics) state->watch();
+    for_each_record([&](auto& record) {
+      if (!is_known(record, state->buffer)) record.changed.push_back(state);
+    });
+  }
+  calls_others || calls_functions(modules) ? run_and_find_writes(forward) : forward();
+  note_writes();
+  check_not_replaced(states);
+  for (auto& state : states)
+    if (!state->written) state->buffer.reset();
+  for_each_record([](auto& record) {
+    std::erase_if(record.changed, [](auto& state) { return state->buffer.use_count() <= 1; });  // or nobody has it now
+  });
+}
+
+GRADACCUM_INLINE FrozenBuffers::FrozenBuffers(const std::vector<std::shared_ptr<BufferState>>& buffers)
+    : FrozenBuffers() {
+  const at::NoGradGuard no_grad;
+  for (auto& state : buffers) {
+    auto* const impl = state->buffer.unsafeGetTensorImpl();
+    const auto copy = (state->before.defined() ? state->before : state->buffer).clone();
+    exchanged_.push_back({state->buffer, state->buffer.tensor_data(), impl->version_counter()});
+    impl->shallow_copy_from(copy.getIntrusivePtr());
+    impl->set_version_counter(c10::VariableVersion(0));
+  }
+}
+
+GRADACCUM_INLINE FrozenBuffers::~FrozenBuffers() {
+  for (auto& [buffer, content, version] : exchanged_) {
+    buffer.unsafeGetTensorImpl()->shallow_copy_from(content.getIntrusivePtr());
+    buffer.unsafeGetTensorImpl()->set_version_counter(version);
+  }
 }
 
 GRADACCUM_INLINE std::uint64_t content_hash(const at::Tensor& tensor) {

@@ -273,8 +273,7 @@ class Recomputation {
 
   void run(const std::function<void()>& part) {
     const SavingScope scope("checkpoint", [this] { return std::make_unique<Hooks>(*this); });
-    ++depth_;
-    const auto leave = c10::make_scope_exit([]() noexcept { --depth_; });
+    const RecordingScope unrecorded(nullptr);
     try {
       part();
     } catch (const Stop&) {
@@ -288,9 +287,6 @@ class Recomputation {
   }
   std::size_t saved() const { return saved_; }
   std::vector<at::Tensor> tensors() && { return std::move(tensors_); }
-
-  /// Returns whether this thread is recomputing a part.
-  static bool active() { return depth_ > 0; }
 
  private:
   struct Stop {};  // not a std::exception, which user code may catch
@@ -328,8 +324,6 @@ class Recomputation {
     done_ = --missing_ == 0 && options_.early_stop;
   }
 
-  inline static thread_local int depth_ = 0;
-
   const std::vector<SavedSlot>& slots_;
   std::vector<bool> wanted_;
   CheckpointOptions options_;
@@ -342,8 +336,6 @@ class Recomputation {
   int pass_;
   std::string difference_;
 };
-
-GRADACCUM_INLINE bool is_recomputing() { return Recomputation::active(); }
 
 GRADACCUM_INLINE at::Tensor SavedInputs::unpack(std::size_t i) const {
   at::Tensor tensor = saved_[i].tensor.unpack();
@@ -366,11 +358,11 @@ GRADACCUM_INLINE void SavedInputs::check_unchanged() {
 /// saved. The operations of the autograd graph share ownership of it.
 class CheckpointFrame {
  public:
-  CheckpointFrame(const CheckpointOptions& options, std::vector<torch::nn::Module*> modules,
-                  std::function<void()> again)
-      : options_(options), modules_(std::move(modules)), again_(std::move(again)), state_(options.preserve_rng) {
-    if (options.check_content) statistics_ = copied_statistics(modules_);  // saved by operations, so compared
-  }
+  CheckpointFrame(const CheckpointOptions& options, std::function<void()> again)
+      : buffers{.with_statistics = options.check_content},  // saved by operations, so compared
+        options_(options),
+        again_(std::move(again)),
+        state_(options.preserve_rng) {}
 
   /// Ends the forward pass.
   void complete() {
@@ -408,6 +400,8 @@ class CheckpointFrame {
 
   const SavedSlot& slot(std::size_t i) const { return slots_[i]; }
 
+  BufferRecord buffers;
+
  private:
   static constexpr int not_in_backward = -1;
   using Tensors = std::vector<at::Tensor>;
@@ -440,7 +434,7 @@ class CheckpointFrame {
 
   void rerun(Recomputation& recomputation) {
     const ForwardState::Scope state(state_);
-    const FrozenStatistics frozen(modules_, statistics_);
+    const FrozenBuffers frozen(buffers.changed);
     recomputation.run(again_);
   }
 
@@ -464,8 +458,6 @@ class CheckpointFrame {
   }
 
   CheckpointOptions options_;
-  std::vector<torch::nn::Module*> modules_;
-  std::vector<at::Tensor> statistics_;
   std::function<void()> again_;
   ForwardState state_;
   bool complete_ = false;
@@ -502,14 +494,15 @@ class SlotHooks final : public torch::autograd::SavedVariableHooks {
 };
 
 GRADACCUM_INLINE void run_in_frame(const CheckpointOptions& options, const std::vector<torch::nn::Module*>& modules,
-                                   SavedInputs& inputs, std::function<void()> again,
+                                   bool calls_others, SavedInputs& inputs, std::function<void()> again,
                                    c10::function_ref<void()> forward) {
-  const auto frame = std::make_shared<CheckpointFrame>(options, modules, std::move(again));
+  const auto frame = std::make_shared<CheckpointFrame>(options, std::move(again));
   {
-    const FrozenStatistics frozen(is_recomputing() ? modules : std::vector<torch::nn::Module*>());
+    const RecordingScope recording(&frame->buffers);
     const SavingScope scope("checkpoint", [&frame] { return std::make_unique<SlotHooks>(frame); });
-    forward();
+    run_watched(modules, calls_others, forward);
   }
+  frame->buffers.storages = {};
   inputs.check_unchanged();
   frame->complete();
 }

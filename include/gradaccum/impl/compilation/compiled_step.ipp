@@ -2,19 +2,26 @@
 // Records a training step, loads its compiled code, checks that against the objective, and runs it.
 #pragma once
 
+#include <gradaccum/autocast.hpp>
 #include <gradaccum/compiled_step.hpp>
 
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
-#include <gradaccum/detail/compilation/step_source.hpp>
+#include <gradaccum/detail/compilation/step_description.hpp>
 #include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/io/formats.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
 #include <gradaccum/detail/memory/memory_ledger.hpp>
+#include <gradaccum/detail/types/types.hpp>
+#include <gradaccum/detail/window/window_gradients.hpp>
+#include <gradaccum/impl/compilation/step_trial.ipp>
 #include <gradaccum/version.hpp>
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/core/Generator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/record_function.h>
@@ -33,15 +40,19 @@
 #include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/csrc/jit/passes/shape_analysis.h>
 #include <torch/csrc/jit/serialization/import.h>
+#include <torch/library.h>
 #include <torch/version.h>
 
 #include <dlfcn.h>
 #include <algorithm>
+#include <clocale>
 #include <cmath>
+#include <locale>
 #include <ostream>
 #include <sstream>
 #include <stdexcept>
 #include <string_view>
+#include <unordered_set>
 
 #include <gradaccum/impl/begin.ipp>
 
@@ -80,9 +91,12 @@ class StepCode {
     TORCH_CHECK(!error, "CompiledStep: the compiled code failed: ", error);
     std::vector<at::Tensor> outputs;
     outputs.reserve(got.size());
-    for (auto* const output : got) {
-      const std::unique_ptr<at::Tensor> tensor(static_cast<at::Tensor*>(output));
-      outputs.push_back(std::move(*tensor));
+    for (auto output = got.begin(); output != got.end(); ++output) {
+      auto* const tensor = static_cast<at::Tensor*>(*output);
+      const bool again = std::find(output + 1, got.end(), *output) != got.end();
+      const std::unique_ptr<at::Tensor> last(again ? nullptr : tensor);
+      // Two parameters may have one gradient, and each needs memory of its own.
+      outputs.push_back(again || tensor->storage().use_count() > 1 ? tensor->clone() : *tensor);
     }
     return outputs;
   }
@@ -131,7 +145,7 @@ GRADACCUM_INLINE std::string name_of_graph(std::size_t number) { return "graph-"
 GRADACCUM_INLINE Manifest manifest_of(const StepDescription& step) {
   Manifest manifest;
   manifest.format = step_format;
-  manifest.gradaccum = c10::str(GRADACCUM_VERSION_MAJOR, ".", GRADACCUM_VERSION_MINOR, ".", GRADACCUM_VERSION_PATCH);
+  manifest.gradaccum = plain_text(GRADACCUM_VERSION_MAJOR, ".", GRADACCUM_VERSION_MINOR, ".", GRADACCUM_VERSION_PATCH);
   manifest.libtorch = TORCH_VERSION;
   manifest.values["model"] = step.model;
   manifest.values["modes"] = step.modes;
@@ -165,7 +179,7 @@ GRADACCUM_INLINE StepDescription step_description(const Manifest& manifest, cons
     for_each_member(graph, [&](const std::string& member, auto& value) { read(name + "." + member, value); });
     if (graph.code.find_first_not_of("0123456789abcdef") != std::string::npos)
       fail("the code of " + name + " must be a name of digits 0-9 a-f, got " + in_quotes(graph.code));
-    if (!(std::isfinite(graph.items) && graph.items >= 0)) fail("the items of " + name + " must be >= 0");
+    if (!(detail::is_finite(graph.items) && graph.items >= 0)) fail("the items of " + name + " must be >= 0");
   }
   return step;
 }
@@ -215,185 +229,105 @@ class StepSource {
   const StepInProgram* in_program_ = nullptr;
 };
 
-/// The modes on which a forward pass depends besides tensors.
-struct StepModes {
-  std::vector<bool> training;                   ///< one flag per module
-  std::optional<at::ScalarType> autocast = {};  ///< nullopt: autocast is off
-  bool operator==(const StepModes&) const = default;
-};
-
-/// The parameters and buffers of a model, each tensor once.
-class StepModel {
+/// Tells another program from rounding.
+class StepComparison {
  public:
-  explicit StepModel(torch::nn::Module& module) {
-    for (auto& item : module.named_parameters()) add(item.key(), item.value(), parameters, parameter_names);
-    for (auto& item : module.named_buffers()) add(item.key(), item.value(), buffers, buffer_names);
-    modules_.emplace_back("", &module);  // need not be owned by a shared_ptr
-    for (auto& item : module.named_modules("", /*include_self=*/false))
-      modules_.emplace_back(item.key(), item.value().get());
-  }
-
-  std::vector<at::Tensor> parameters, buffers;
-  std::vector<std::string> parameter_names, buffer_names;
-
-  /// Returns a line for each parameter and buffer: its name, its layout, and whether it is trainable.
-  std::string text() const {
-    std::string text;
-    for (std::size_t i = 0; i < parameters.size(); ++i)
-      text += parameter_names[i] + " " + layout_text(parameters[i]) +
-              (parameters[i].requires_grad() ? " parameter\n" : " frozen parameter\n");
-    for (std::size_t i = 0; i < buffers.size(); ++i)
-      text += buffer_names[i] + " " + layout_text(buffers[i]) + " buffer\n";
-    return text;
-  }
-
-  StepModes modes() const {
-    StepModes modes;
-    modes.training.reserve(modules_.size());
-    for (auto& [name, module] : modules_) modes.training.push_back(module->is_training());
-    if (at::autocast::is_autocast_enabled(at::kCPU)) modes.autocast = at::autocast::get_autocast_dtype(at::kCPU);
-    return modes;
-  }
-
-  /// Describes modes as `training but dropout; BFloat16 autocast`.
-  std::string text(const StepModes& modes) const {
-    std::string text = modes.training.front() ? "training" : "evaluation";
-    for (std::size_t i = 1; i < modules_.size(); ++i)
-      if (modes.training[i] != modes.training.front()) text += " but " + modules_[i].first;
-    return text + "; " + (modes.autocast ? c10::toString(*modes.autocast) : "no") + " autocast";
-  }
-
-  /// Returns whether all that `text` lists is as it was at construction, with all tensors on the CPU.
-  bool unchanged() const {
-    return std::ranges::all_of(seen_, [](const Seen& seen) {
-      const auto& tensor = seen.tensor;
-      return tensor.is_cpu() && tensor.scalar_type() == seen.dtype && tensor.requires_grad() == seen.trainable &&
-             tensor.sizes() == at::IntArrayRef(seen.sizes) && tensor.strides() == at::IntArrayRef(seen.strides);
-    });
-  }
-
- private:
-  struct Seen {
-    at::Tensor tensor;
-    std::vector<std::int64_t> sizes, strides;
-    at::ScalarType dtype;
-    bool trainable;
-  };
-
-  void add(const std::string& name, const at::Tensor& tensor, std::vector<at::Tensor>& tensors,
-           std::vector<std::string>& names) {
-    if (!tensor.defined()) return;
-    if (std::ranges::any_of(seen_, [&](const Seen& seen) { return seen.tensor.is_same(tensor); })) return;
-    tensors.push_back(tensor);
-    names.push_back(name);
-    seen_.push_back(
-        {tensor, tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(), tensor.requires_grad()});
-  }
-
-  std::vector<std::pair<std::string, torch::nn::Module*>> modules_;
-  std::vector<Seen> seen_;
-};
-
-/// Returns the model's tensors and the batch's, as code and scripts receive them.
-GRADACCUM_INLINE std::vector<at::Tensor> inputs_of(const StepModel& model, const std::vector<at::Tensor>& batch) {
-  std::vector<at::Tensor> inputs;
-  inputs.reserve(model.parameters.size() + model.buffers.size() + batch.size() + 1);
-  for (const auto* const tensors : {&model.parameters, &model.buffers, &batch})
-    for (auto& tensor : *tensors)
-      if (tensor.defined()) inputs.push_back(tensor);
-  return inputs;
-}
-
-/// The results of one forward and backward pass.
-struct TrialResult {
-  Loss loss;
-  std::vector<at::Tensor> gradients;  ///< one per parameter; undefined if the loss does not depend on it
-  std::vector<at::Tensor> buffers;
-  RandomState random;
-};
-
-/// Runs passes over one batch, each from the same buffers and random state, and restores these at the end.
-class StepTrial {
- public:
-  explicit StepTrial(const StepModel& model) : model_(model), begin_(model.buffers) {}
-  StepTrial(const StepTrial&) = delete;
-  StepTrial& operator=(const StepTrial&) = delete;
-  ~StepTrial() { begin_.put_back(); }
-
-  /// Runs one pass. Autograd computes the gradients, unless `run` stores them itself.
-  TrialResult result(c10::function_ref<Loss()> run) const {
-    return result([&](std::vector<at::Tensor>& gradients) {
-      auto loss = run();
-      loss.check();
-      std::vector<at::Tensor> trained;
-      for (auto& parameter : model_.parameters)
-        if (parameter.requires_grad()) trained.push_back(parameter);
-      const auto computed = torch::autograd::grad({loss.mean}, trained, {}, /*retain_graph=*/false,
-                                                  /*create_graph=*/false, /*allow_unused=*/true);
-      auto next = computed.begin();
-      for (auto& parameter : model_.parameters) gradients.push_back(parameter.requires_grad() ? *next++ : at::Tensor());
-      return loss;
-    });
-  }
-  TrialResult result(c10::function_ref<Loss(std::vector<at::Tensor>& gradients)> run) const {
-    begin_.put_back();
-    std::vector<at::Tensor> gradients;
-    auto loss = run(gradients);
-    return {std::move(loss), std::move(gradients), copies_of(model_.buffers), RandomState()};
-  }
-
- private:
-  const StepModel& model_;
-  ForwardUndo begin_;
-};
-
-GRADACCUM_INLINE double norm_in_double(const at::Tensor& tensor) {
-  const at::NoGradGuard no_grad;
-  return tensor.numel() == 0 ? 0 : at::linalg_vector_norm(tensor.to(at::kDouble)).item<double>();
-}
-
-/// Returns the tolerance for a sum of products, relative to its norm: several thousand roundings.
-GRADACCUM_INLINE double tolerance_of(const StepModel& model) {
-  auto coarsest = model.parameters.front().scalar_type();
-  for (auto& parameter : model.parameters)
-    if (c10::elementSize(parameter.scalar_type()) < c10::elementSize(coarsest)) coarsest = parameter.scalar_type();
-  if (const auto autocast = model.modes().autocast) coarsest = *autocast;
-  if (c10::elementSize(coarsest) == 2) return 0.1;
-  return coarsest == at::kDouble ? 1e-9 : 1e-3;
-}
-
-/// Describes the first difference beyond the rounding of the dtypes used, as `the gradient of fc.weight differs by 1.0
-/// of its norm`. Empty if there is none.
-GRADACCUM_INLINE std::string difference_of_steps(const StepModel& model, const TrialResult& wanted,
-                                                 const TrialResult& got) {
-  const double tolerance = tolerance_of(model);
-  std::string text;
-  // Compares two tensors, relative to the norm of the first, or to `scale` if that is larger.
-  const auto compare = [&](const std::string& what, const at::Tensor& a, const at::Tensor& b, double scale = 0) {
-    if (!text.empty()) return;
-    if (a.defined() != b.defined()) {
-      text = what + (a.defined() ? " is missing" : " should not be there");
-    } else if (a.defined()) {
-      const auto norm = std::max(norm_in_double(a), scale), off = norm_in_double(a - b);
-      const bool alike = off <= tolerance * norm || (!std::isfinite(norm) && !std::isfinite(norm_in_double(b)));
-      if (!alike) text = c10::str(what, " differs by ", off / norm, " of its norm");
+  /// Compares the objective of a batch with `other`, a run of what should do as it does.
+  StepComparison(const StepTrial& trial, const StepModel& model, const std::vector<at::Tensor>& batch,
+                 c10::function_ref<Loss()> objective, c10::function_ref<TrialResult()> other)
+      : trial_(trial), model_(model), inputs_(model.parameters), objective_(objective), other_(other) {
+    inputs_.insert(inputs_.end(), batch.begin(), batch.end());
+    auto found = differences();
+    if (std::ranges::all_of(found, [](auto& difference) { return difference.sum.defined(); }) && !found.empty()) {
+      const auto first = trial_.result(objective_);
+      const auto twice = differences_of_steps(model_, first, trial_.result(objective_));
+      repeats = twice.empty();
+      if (!repeats) {
+        wrong = twice.front().text() + " from one run of the objective to the next";
+        return;
+      }
+      try {
+        found = differences_elsewhere();
+      } catch (const std::exception& error) {
+        doubt = found.front().text() + ", and other inputs fail: " + error.what();
+        return;
+      }
     }
-  };
-  compare("the loss", wanted.loss.mean.detach(), got.loss.mean.detach().reshape_as(wanted.loss.mean));
-  if (wanted.loss.items != got.loss.items)
-    return c10::str("the loss is of ", got.loss.items, " items, not ", wanted.loss.items);
-  compare("the output", wanted.loss.output, got.loss.output);
-  double norm = 0;
-  for (auto& gradient : wanted.gradients)
-    if (gradient.defined()) norm = std::hypot(norm, norm_in_double(gradient));
-  for (std::size_t i = 0; i < model.parameters.size(); ++i)  // a gradient that cancels may be mere rounding
-    compare("the gradient of " + model.parameter_names[i], wanted.gradients[i], got.gradients[i],
-            std::sqrt(tolerance) * norm);
-  for (std::size_t i = 0; i < model.buffers.size(); ++i)
-    compare("the buffer " + model.buffer_names[i], wanted.buffers[i], got.buffers[i]);
-  if (text.empty() && !(wanted.random == got.random)) return "random numbers were drawn otherwise";
-  return text;
-}
+    for (auto& difference : found) {
+      if (wrong.empty() && !(difference.shared() < 0.8)) wrong = difference.text();
+      const auto by_rounding = tolerance_ < 0.1 ? std::sqrt(tolerance_) : 0;  // at an element on a bound
+      if (difference.shared() > 0.5 || difference.size() > by_rounding) doubt = difference.text();
+    }
+  }
+
+  std::string wrong, doubt;  ///< differences of another program, and those that may be; else empty
+  bool repeats = true;       ///< false if two runs of the objective differ
+
+ private:
+  static bool holds_floats(const at::Tensor& tensor) {
+    return tensor.is_floating_point() && tensor.is_non_overlapping_and_dense();
+  }
+
+  std::vector<StepDifference> differences() {
+    const auto wanted = trial_.result(objective_), got = other_();
+    tolerance_ = wanted.tolerance;
+    auto found = differences_of_steps(model_, wanted, got);
+    if (found.empty() || tolerance_ < 0.1) return found;
+    const ExchangedTensors in_float(inputs_, [](const at::Tensor& tensor) {
+      return holds_floats(tensor) && tensor.element_size() == 2 ? tensor.to(at::kFloat) : at::Tensor();
+    });
+    const Autocast scope(at::kCPU, {}, /*enabled=*/false);
+    at::autocast::set_autocast_dtype(at::kCPU, at::kFloat);
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    try {
+      const auto exact = trial_.result(objective_);
+      // With other random numbers, float32 is another function.
+      return exact.random == wanted.random ? differences_of_steps(model_, wanted, got, &exact) : found;
+    } catch (const std::exception&) {
+      return found;  // the objective insists on 16 bits
+    }
+  }
+
+  /// Returns what differs for most of several sets of inputs, made of the present ones.
+  ///
+  /// Rounding puts an element on the other side of a ReLU or a max-pool now and then, and moves gradients by far more
+  /// than rounding does. For other inputs it is another element, or none; another program differs for all, and alike.
+  std::vector<StepDifference> differences_elsewhere() {
+    constexpr int sets = 7;
+    // Far enough for other roundings, and not so far that another program's difference is another one there.
+    const double part = tolerance_ < 0.1 ? tolerance_ / 100 : tolerance_;
+    std::vector<StepDifference> all;
+    for (int set = 0, agreeing = 0; set < sets && 2 * agreeing < sets; ++set) {
+      auto random = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(set));
+      // Toward 0: the objective may have bounds. What a batch says by exact numbers, it says at every other point.
+      const ExchangedTensors moved(set % 2 ? inputs_ : model_.parameters, [&](const at::Tensor& tensor) {
+        return holds_floats(tensor) ? tensor.clone().uniform_(1 - part, 1, random).mul_(tensor) : at::Tensor();
+      });
+      auto found = differences();
+      agreeing += found.empty();
+      for (auto& difference : found) {
+        const auto same = std::ranges::find(all, difference.what, &StepDifference::what);
+        if (same == all.end()) {
+          all.push_back(std::move(difference));
+          continue;
+        }
+        if (same->sum.defined()) same->sum += difference.sum;
+        same->squares += difference.squares;
+        same->norm = std::max(same->norm, difference.norm);
+        ++same->sets;
+      }
+    }
+    std::erase_if(all, [](const StepDifference& difference) { return 2 * difference.sets < sets; });
+    return all;
+  }
+
+  const StepTrial& trial_;
+  const StepModel& model_;
+  std::vector<at::Tensor> inputs_;  // all of them but buffers
+  c10::function_ref<Loss()> objective_;
+  c10::function_ref<TrialResult()> other_;
+  double tolerance_ = 0;
+};
 
 /// Gradients computed with the loss, and a function that recomputes them.
 struct ComputedGradients {
@@ -421,7 +355,7 @@ class CompiledBackward final : public torch::autograd::Node {
 
   std::vector<at::Tensor> gradients(double seed, bool retain) {
     TORCH_CHECK(!computed_.gradients.empty(), "CompiledStep: backward runs once, unless .retain_graph is true");
-    if (std::isfinite(seed) && seed != 0) *next_exponent_ = std::ilogb(seed);
+    if (detail::is_finite(seed) && seed != 0) *next_exponent_ = std::ilogb(seed);
     auto gradients = retain ? computed_.gradients : std::exchange(computed_.gradients, {});
     auto exponent = computed_.exponent;
     if (computed_.again && *next_exponent_ != exponent) {
@@ -444,52 +378,28 @@ class CompiledBackward final : public torch::autograd::Node {
   std::shared_ptr<int> next_exponent_;
 };
 
-using NodePointer = decltype(torch::autograd::Edge::function);  // the kind of pointer depends on LibTorch's version
-
-template <class Node, class... Arguments>
-NodePointer new_node(Arguments&&... arguments) {
-  if constexpr (std::same_as<NodePointer, std::shared_ptr<torch::autograd::Node>>)
-    return std::make_shared<Node>(std::forward<Arguments>(arguments)...);
-  else
-    return c10::make_intrusive<Node>(std::forward<Arguments>(arguments)...);
-}
-
-/// Returns the node that accumulates a parameter's gradient; null if it is another kind of node or has hooks.
-GRADACCUM_INLINE torch::autograd::AccumulateGrad* accumulator_without_hooks(const torch::autograd::Edge& edge) {
-  auto* const node = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get());
-  const bool has_hooks = !node || !node->pre_hooks().empty() || !node->post_hooks().empty() ||
-                         !node->tensor_pre_hooks().empty() || node->tensor_post_acc_grad_hooks();
-  return has_hooks ? nullptr : node;
-}
-
-/// Adds gradients without autograd's engine, which takes as long as a small network.
-class AddedGradients final : public ReadyGradients {
- public:
-  explicit AddedGradients(NodePointer node) : node_(std::move(node)) {}
-
-  bool add(const at::Tensor& loss, double seed) override {
-    if (loss.grad_fn().get() != node_.get()) return false;
-    std::vector<torch::autograd::AccumulateGrad*> parameters;
-    for (auto& edge : node_->next_edges()) {
-      parameters.push_back(accumulator_without_hooks(edge));
-      if (!parameters.back()) return false;
-    }
-    const at::NoGradGuard no_grad;
-    auto gradients = static_cast<CompiledBackward&>(*node_).gradients(seed, /*retain=*/false);
-    node_->release_variables();
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      auto& parameter = parameters[i]->variable;
-      auto& sum = parameter.mutable_grad();
-      const auto gradient = std::move(gradients[i]);
-      torch::autograd::AccumulateGrad::accumulateGrad(parameter, sum, gradient, /*num_expected_refs=*/1,
-                                                      [&sum](at::Tensor&& updated) { sum = std::move(updated); });
-    }
-    return true;
+/// Adds gradients without autograd's engine, which takes as long as a small network. Returns false if backward has to
+/// run: the loss is no longer the one they belong to, or hooks wait for the gradients.
+GRADACCUM_INLINE bool add_gradients(const NodePointer& node, const at::Tensor& loss, double seed) {
+  if (loss.grad_fn().get() != node.get()) return false;
+  std::vector<torch::autograd::AccumulateGrad*> parameters;
+  for (auto& edge : node->next_edges()) {
+    parameters.push_back(accumulator_without_hooks(edge));
+    if (!parameters.back()) return false;
   }
-
- private:
-  NodePointer node_;
-};
+  const at::NoGradGuard no_grad;
+  auto gradients = static_cast<CompiledBackward&>(*node).gradients(seed, /*retain=*/false);
+  node->release_variables();
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    auto& parameter = parameters[i]->variable;
+    auto& sum = parameter.mutable_grad();
+    const auto gradient = std::move(gradients[i]);
+    torch::autograd::AccumulateGrad::accumulateGrad(parameter, sum, gradient, /*num_expected_refs=*/1,
+                                                    [&sum](at::Tensor&& updated) { sum = std::move(updated); });
+    say_added(parameter);
+  }
+  return true;
+}
 
 /// Describes the first line in which two texts differ.
 GRADACCUM_INLINE std::string first_difference(const std::string& saved, const std::string& now) {
@@ -544,12 +454,10 @@ class LoadedStep : public std::enable_shared_from_this<LoadedStep> {
     if (!model_.unchanged())
       return eager("the model had " + first_difference(description_.model, model_.text()), objective);
     auto& layout = layout_of_batch(batch);
-    if (!layout.graph) return eager("no graph for " + layout_text(batch), objective);
+    if (layout.graph && !layout.checked) check(layout, batch, objective);
+    if (!layout.graph) return eager(layout.why_eager, objective);
     const auto& graph = *layout.graph;
-    for (auto& tensor : batch)
-      if (tensor.defined()) tensor = tensor.detach().contiguous();
-    if (!layout.checked) check(graph, batch, objective);
-    layout.checked = true;  // if the check throws, the next batch is checked
+    batch = contiguous_of(batch);
 
     ComputedGradients computed{{}, *next_exponent_};
     if (in_float16_) computed.again = run_again(graph, batch);
@@ -559,7 +467,7 @@ class LoadedStep : public std::enable_shared_from_this<LoadedStep> {
     const auto node = new_node<CompiledBackward>(std::move(computed), next_exponent_);
     node->set_next_edges(torch::autograd::collect_next_edges(graph.parameters));
     torch::autograd::set_history(loss.mean, node);
-    loss.ready = std::make_shared<AddedGradients>(node);
+    loss.ready_ = [node](const at::Tensor& mean, double seed) { return add_gradients(node, mean, seed); };
     ++report.compiled;
     return loss;
   }
@@ -577,6 +485,7 @@ class LoadedStep : public std::enable_shared_from_this<LoadedStep> {
   struct Layout {
     const Graph* graph = nullptr;
     bool checked = false;
+    std::string why_eager = {};  // if there is no graph
   };
 
   void check_graph(const GraphDescription& graph, const std::string& what) const {
@@ -611,14 +520,7 @@ class LoadedStep : public std::enable_shared_from_this<LoadedStep> {
   }
 
   Layout& layout_of_batch(const std::vector<at::Tensor>& batch) {
-    std::vector<std::int64_t> key;
-    for (auto& tensor : batch) {
-      key.push_back(tensor.defined() ? static_cast<std::int64_t>(tensor.scalar_type()) : -1);
-      key.push_back(tensor.defined() ? static_cast<std::int64_t>(tensor.device().type()) : 0);
-      key.push_back(tensor.defined() ? tensor.dim() : 0);
-      if (tensor.defined()) key.insert(key.end(), tensor.sizes().begin(), tensor.sizes().end());
-    }
-    const auto [entry, is_new] = layouts_.try_emplace(std::move(key));
+    const auto [entry, is_new] = layouts_.try_emplace(layout_key(batch));
     auto& layout = entry->second;
     if (!is_new) return layout;
     const auto find = [&](const std::string& text, std::string GraphDescription::*of) -> const Graph* {
@@ -632,6 +534,7 @@ class LoadedStep : public std::enable_shared_from_this<LoadedStep> {
     const bool as_many = std::ranges::all_of(batch, [&](auto& tensor) { return rows(tensor) == rows(batch.front()); });
     if (!layout.graph && !batch.empty() && as_many && rows(batch.front()) > 1)
       layout.graph = find(layout_text(batch, true), &GraphDescription::any_rows);
+    if (!layout.graph) layout.why_eager = "no graph for " + layout_text(batch);
     return layout;
   }
 
@@ -679,21 +582,35 @@ class LoadedStep : public std::enable_shared_from_this<LoadedStep> {
     };
   }
 
-  void check(const Graph& graph, const std::vector<at::Tensor>& batch, c10::function_ref<Loss()> objective) const {
+  static std::vector<at::Tensor> contiguous_of(std::vector<at::Tensor> batch) {
+    for (auto& tensor : batch)
+      if (tensor.defined()) tensor = tensor.detach().contiguous();
+    return batch;
+  }
+
+  /// Compares the graph of a layout with the objective. Throws if it is another program; the next batch is then
+  /// compared again. A doubt is a warning, and leaves the layout's batches to the objective.
+  void check(Layout& layout, const std::vector<at::Tensor>& batch, c10::function_ref<Loss()> objective) const {
     const StepTrial trial(model_);
-    const auto eager = trial.result(objective);
-    const auto compiled = trial.result([&](std::vector<at::Tensor>& gradients) {
-      std::vector<at::Tensor> computed;
-      auto loss = run(graph, batch, computed, 0);
-      auto next = computed.begin();
-      for (const auto there : graph.description.gradients)
-        gradients.push_back(there == 'y' ? std::move(*next++) : at::Tensor());
-      return loss;
+    const StepComparison comparison(trial, model_, batch, objective, [&] {
+      return trial.result([&](std::vector<at::Tensor>& gradients) {
+        std::vector<at::Tensor> computed;
+        auto loss = run(*layout.graph, contiguous_of(batch), computed, 0);
+        auto next = computed.begin();
+        for (const auto there : layout.graph->description.gradients)
+          gradients.push_back(there == 'y' ? std::move(*next++) : at::Tensor());
+        return loss;
+      });
     });
-    const auto wrong = difference_of_steps(model_, eager, compiled);
-    TORCH_CHECK(wrong.empty(), "CompiledStep: ", name_, ": the compiled step must do what the objective does, but for ",
-                layout_text(batch), " ", wrong, ": the objective or the model is another than when it was saved, or ",
-                "depends on what is not in tensors; save and compile it again");
+    TORCH_CHECK(comparison.wrong.empty(), "CompiledStep: ", name_, ": the compiled step must do what the objective ",
+                "does, but for ", layout_text(batch), " ", comparison.wrong, ": the objective or the model is another ",
+                "than when it was saved, or depends on what is not in tensors; save and compile it again");
+    layout.checked = true;
+    if (comparison.doubt.empty()) return;
+    layout.graph = nullptr;
+    layout.why_eager = "a doubt about the step for " + layout_text(batch) + ": " + comparison.doubt;
+    TORCH_WARN("CompiledStep: ", name_, ": the objective runs in place of the compiled step: ", layout.why_eager,
+               ", which may be rounding and may be another program's");
   }
 
   StepModel model_;
@@ -751,7 +668,84 @@ GRADACCUM_INLINE void check_no_constants(const torch::jit::Graph& graph, const A
   }
 }
 
-inline thread_local std::string* host_reads = nullptr;  // receives the name of an operation that reads a value
+/// Finds reads of values on the host, whose results would become constants. An operation that is recorded whole may
+/// read them, as every step runs it anew.
+///
+/// Lets nn::MultiheadAttention compare query and key, then key and value: for one tensor the answer is known, and if
+/// two are not equal, what it goes on to do is right for equal ones, too.
+class HostReads {
+ public:
+  explicit HostReads(bool attention) : attention_(attention) {
+    // Every operation passes this key, whose kernels, unlike a RecordFunction, see tensors in all kinds of builds. It
+    // stays registered: another thread may be comparing.
+    static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
+    [[maybe_unused]] static const auto& once = library.impl("equal", [](const at::Tensor& a, const at::Tensor& b) {
+      const c10::impl::ExcludeDispatchKeyGuard past_this(c10::DispatchKey::BackendSelect);
+      const bool equal = at::equal(a, b);
+      if (current && torch::jit::tracer::isTracing()) current->compared(a, b, equal);
+      return equal;
+    });
+    current = this;
+  }
+  HostReads(const HostReads&) = delete;
+  HostReads& operator=(const HostReads&) = delete;
+  ~HostReads() {
+    current = nullptr;
+    at::removeCallback(handle_);
+  }
+
+  /// Returns the operation that the objective called to read a value; empty if there is none.
+  std::string found() const { return found_.empty() && pending_ ? "aten::equal" : found_; }
+
+ private:
+  static inline thread_local HostReads* current = nullptr;
+
+  static bool one_view(const at::Tensor& a, const at::Tensor& b) {
+    return a.is_same(b) ||
+           (a.has_storage() && b.has_storage() && a.is_alias_of(b) && a.dtype() == b.dtype() &&
+            a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() && a.strides() == b.strides());
+  }
+
+  void begin(const std::string_view name) {
+    if (depth_++ == 0) {
+      outermost_ = name;
+      if (name != "aten::equal") {
+        found_ = found();
+        compared_.clear();
+        paired_ = false;
+      }
+    }
+    if (name == "aten::_local_scalar_dense" && torch::jit::tracer::isTracing() && outermost_ != "aten::equal")
+      found_ = outermost_;
+  }
+
+  void compared(const at::Tensor& a, const at::Tensor& b, bool equal) {
+    const bool known = one_view(a, b),
+               follows = attention_ && pending_ &&
+                         (one_view(compared_[1], a) || (one_view(compared_[0], a) && one_view(compared_[1], b)));
+    if (paired_ || (pending_ && !follows) || (equal && !known)) found_ = "aten::equal";
+    pending_ = !known && !follows;
+    paired_ = follows;
+    compared_ = {a, b};
+  }
+
+  const bool attention_;
+  int depth_ = 0;
+  std::string outermost_, found_;
+  std::vector<at::Tensor> compared_;  // by the last operation, if that was `equal`
+  bool pending_ = false;              // two were not equal: the attention would compare once more
+  bool paired_ = false;               // it has, and would not compare a third time
+  const at::CallbackHandle handle_ =
+      at::addThreadLocalCallback(at::RecordFunctionCallback(
+                                     [](const at::RecordFunction& function) -> std::unique_ptr<at::ObserverContext> {
+                                       if (current) current->begin(function.name());  // null in other threads
+                                       return nullptr;
+                                     },
+                                     [](const at::RecordFunction&, at::ObserverContext*) {
+                                       if (current) --current->depth_;
+                                     })
+                                     .scopes({at::RecordScope::FUNCTION}));
+};
 
 /// Runs the objective once, and records its operations.
 ///
@@ -766,15 +760,9 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
   const auto restore = c10::make_scope_exit([cached] { at::autocast::set_autocast_cache_enabled(cached); });
   const AllocationScope made("save_step: must not record inside LibTorch's profiler, which uses the same slot");
   const auto traced = [&] {
-    host_reads = &read;
-    const auto handle = at::addThreadLocalCallback(
-        at::RecordFunctionCallback([](const at::RecordFunction& function) -> std::unique_ptr<at::ObserverContext> {
-          const std::string_view name = function.name();
-          if (name == "aten::_local_scalar_dense" || name == "aten::equal") *host_reads = name;
-          return nullptr;
-        }).scopes({at::RecordScope::FUNCTION}));
-    const auto stop = c10::make_scope_exit([handle] { at::removeCallback(handle); });
+    const HostReads reads(model.attends());
     const auto inputs = inputs_of(model, call.batch);
+    const auto keep = c10::make_scope_exit([&] { read = reads.found(); });
     return torch::jit::tracer::trace(
         torch::jit::Stack(inputs.begin(), inputs.end()),
         [&](const torch::jit::Stack&) {
@@ -787,7 +775,8 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
   TORCH_CHECK(read.empty(),
               "save_step: the objective must not read a value on the host (item(), or a comparison), got ", read,
               ": the compiled step would go on with the value of this batch. Keep it a tensor (torch::where), or "
-              "read it outside of the objective");
+              "read it outside of the objective",
+              read == "aten::equal" ? "; give nn::MultiheadAttention one tensor, not copies" : "");
   const auto& graph = traced.first->graph;
   if (!constants) check_no_constants(*graph, *made);
   TORCH_CHECK(trace.loss.items > 0, "save_step: the batch must have items, got ", trace.loss.items);
@@ -798,6 +787,12 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
       "save_step: the loss must be of as many items as the batch has rows, or of 1, got ", trace.loss.items,
       ": a number that a batch holds would be one for ever; weigh what the step gives: ga::Loss{step(batch).mean, "
       "batch.tokens}");
+  const std::string locale_of_c = std::setlocale(LC_ALL, nullptr);
+  const auto locale = std::locale::global(std::locale::classic());  // in others LibTorch writes the number 1,000
+  const auto as_before = c10::make_scope_exit([&]() noexcept {
+    std::locale::global(locale);
+    std::setlocale(LC_ALL, locale_of_c.c_str());
+  });
   const auto without_shapes = graph->copy();
   torch::jit::EraseShapeInformation(without_shapes);
   trace.operations = without_shapes->toString(/*print_source_locations=*/false);
@@ -827,21 +822,19 @@ GRADACCUM_INLINE std::string why_these_rows(const StepTrial& trial, const StepMo
   if (!options.any_rows) return ".any_rows is false";
   if (!calls.of_a_row_less) return "its tensors have not as many rows each, or fewer than 3";
   StepTrace other;
-  trial.result([&](auto&) {
-    other = trace_of(model, *calls.of_a_row_less, options.constants);
-    return other.loss;
-  });
+  try {
+    trial.result([&](auto&) {
+      other = trace_of(model, *calls.of_a_row_less, options.constants);
+      return other.loss;
+    });
+  } catch (const std::exception& error) {
+    const std::string text = error.what();
+    return "the objective throws for a row less: " + text.substr(0, text.find('\n'));
+  }
   const auto rows = static_cast<double>(calls.call.batch.front().size(0));
   const bool counts_rows = trace.loss.items == rows && other.loss.items == rows - 1;
   if (trace.operations == other.operations && (trace.loss.items == other.loss.items || counts_rows)) return "";
   return "the objective computes with the number of rows in C++, where it is a number and not a tensor's size";
-}
-
-GRADACCUM_INLINE std::int64_t index_of_target(const Loss& loss, const std::vector<at::Tensor>& batch) {
-  if (!loss.target.defined()) return GraphDescription::no_target;
-  for (std::size_t i = 0; i < batch.size(); ++i)
-    if (batch[i].is_same(loss.target)) return static_cast<std::int64_t>(i);
-  return GraphDescription::computed_target;
 }
 
 /// Records steps, checks them against the objective, and writes them to a folder.
@@ -857,17 +850,22 @@ class StepSaver {
   void add(const StepCalls& calls) {
     TORCH_CHECK(!calls.call.batch.empty(), "save_step: the batch must have tensors, and none were found in it");
     const StepTrial trial(model_);
-    const auto eager = trial.result(calls.call.objective);
+    trial.result(calls.call.objective);
     StepTrace trace;
     trial.result([&](auto&) {
       trace = trace_of(model_, calls.call, options_.constants);
       return trace.loss;
     });
-    const auto again = trial.result([&] { return replayed(trace.script, model_, calls.call.batch, trace.loss); });
-    const auto wrong = difference_of_steps(model_, eager, again);
-    TORCH_CHECK(wrong.empty(), "save_step: what was recorded must be what the objective does, but ", wrong,
-                ": an autograd::Function of one's own and a NoGradGuard in the objective cannot be recorded (write the "
-                "first with operations that have a gradient, and detach() for the second)");
+    const StepComparison comparison(trial, model_, calls.call.batch, calls.call.objective, [&] {
+      return trial.result([&] { return replayed(trace.script, model_, calls.call.batch, trace.loss); });
+    });
+    TORCH_CHECK(
+        comparison.wrong.empty(), "save_step: what was recorded must be what the objective does, but ",
+        comparison.wrong,
+        comparison.repeats
+            ? ": an autograd::Function of one's own and a NoGradGuard in the objective cannot be recorded "
+              "(write the first with operations that have a gradient, and detach() for the second)"
+            : ": make what changes between them a tensor of the batch, and draw numbers by LibTorch's generator");
     const auto only_these_rows = why_these_rows(trial, model_, calls, trace, options_);
     if (saved_.only_these_rows.empty()) saved_.only_these_rows = only_these_rows;
     add(calls.call, trace, only_these_rows.empty());

@@ -23,10 +23,13 @@
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
+#include <fmt/format.h>
 
 #include <dlfcn.h>
 #include <algorithm>
 #include <limits>
+#include <ostream>
+#include <set>
 
 #include <gradaccum/impl/begin.ipp>
 
@@ -34,29 +37,34 @@ namespace gradaccum::detail {
 
 using Rows = std::vector<std::int64_t>;
 
-/// Cuts `order` into batches, the longest sequence first in each, by either `batch_size` or `tokens`; the other is 0.
-/// By `batch_size`, only the last one is smaller. `mega_batch` is the number of batches sorted together; 0 sorts all. A
-/// short list sorts a quarter of it, but at least 4 batches, so that two epochs have different batches.
-GRADACCUM_INLINE std::vector<Rows> cut_by_length(const PaddedSequences& sequences, Rows order, std::int64_t batch_size,
-                                                 std::int64_t tokens, std::int64_t mega_batch) {
-  const auto weight = [&](std::int64_t row) { return tokens > 0 ? sequences.padded_length(row) : 1; };
+/// Cuts `order` into batches, the longest sequence first in each. By `batch_size`, and with a multiple of lengths, only
+/// the last one is smaller: rows left over by a mega-batch go to the next. Without shuffling, all are sorted together.
+/// A short list sorts a quarter of it, but at least 4 batches, so that two epochs have different batches.
+GRADACCUM_INLINE std::vector<Rows> cut_by_length(const PaddedSequences& sequences, Rows order,
+                                                 const data::LengthBucketsOptions& options) {
+  const auto weight = [&](std::int64_t row) { return options.tokens > 0 ? sequences.padded_length(row) : 1; };
   std::int64_t all = 0;
   for (auto row : order) all += weight(row);
-  const auto room = std::max(batch_size, tokens);  // capacity of a batch, in sequences or elements
-  const auto together = std::min(mega_batch, std::max<std::int64_t>(all / room / 4, 4));
-  const auto mega_room = mega_batch == 0 || all / room < together ? all : room * together;
+  const auto room = std::max(options.batch_size, options.tokens);  // capacity of a batch, in sequences or elements
+  const auto together = std::min(options.mega_batch, std::max<std::int64_t>(all / room / 4, 4));
+  const auto mega_room = !options.shuffle || all / room < together ? all : room * together;
   std::vector<Rows> batches;
-  for (auto from = order.begin(); from != order.end();) {
-    auto to = from;
+  for (auto from = order.begin(), to = from; to != order.end();) {
     for (auto left = mega_room; to != order.end() && weight(*to) <= left; ++to) left -= weight(*to);
     std::stable_sort(from, to, [&](auto a, auto b) { return sequences.length(a) > sequences.length(b); });
     while (from != to) {
       const auto batch = from;
+      if (options.pad_to_multiple_of > 1 && to != order.end() && to - from < room / weight(*from)) break;
       from += std::min<std::int64_t>(to - from, room / weight(*from));
       batches.emplace_back(batch, from);
     }
   }
   return batches;
+}
+
+/// The number of batches of `size` rows; only the last one may have fewer.
+GRADACCUM_INLINE std::int64_t batches_by_rows(std::int64_t rows, std::int64_t size, bool drop_last) {
+  return rows / size + (!drop_last && rows % size != 0);
 }
 
 /// The numbers [0, count), shuffled or not.
@@ -168,7 +176,7 @@ GRADACCUM_INLINE void PreparedAhead::start() {
   working_ = true;
 }
 
-GRADACCUM_INLINE std::unique_ptr<Prepared> PreparedAhead::take() {
+GRADACCUM_INLINE std::shared_ptr<void> PreparedAhead::take() {
   start();
   Entry next;
   {
@@ -179,7 +187,7 @@ GRADACCUM_INLINE std::unique_ptr<Prepared> PreparedAhead::take() {
   }
   changed_.notify_all();
   if (next.error) std::rethrow_exception(next.error);
-  return std::move(next.made);
+  return next.made;
 }
 
 GRADACCUM_INLINE void PreparedAhead::stop() {
@@ -236,14 +244,52 @@ GRADACCUM_INLINE void EpochOrder::load_state(const State& state) {
   place_ = {state, /*resumed=*/true};
 }
 
+/// Converts the places of the ranks that saved a state to the place of this one among another number of ranks: all have
+/// seen the first batches of the epoch, and no others. A rank may be at the next epoch's begin already.
+GRADACCUM_INLINE EpochOrder::State EpochOrder::dealt_anew(const Archive& archive) const {
+  const auto epochs = archive.of_ranks<std::int64_t>("epoch");
+  auto batches = archive.of_ranks<std::int64_t>("batch");
+  for (const auto each : batches)
+    TORCH_CHECK(each >= 0 && each < std::numeric_limits<std::int64_t>::max() / std::ssize(batches),
+                detail::type_name(*this), ": a state must have a batch >= 0 that an epoch can have, got ", each);
+  const auto last = std::max<std::int64_t>(batches.front() - 1, 0) * std::ssize(batches);  // rank 0's
+  const auto print = archive.of_ranks<std::string>("last_batch").front();
+  const auto epoch = std::ranges::min(epochs);
+  for (const auto each : epochs) check({each, 0});
+  const auto share_of = [&](std::size_t rank) {
+    return detail::ShareOfRank{static_cast<std::int64_t>(rank), std::ssize(batches)};
+  };
+  bool in_order = archive.of_ranks<std::int64_t>("world_size").front() == std::ssize(batches);
+  std::int64_t taken = 0;
+  for (std::size_t rank = 0; rank < batches.size(); ++rank) {
+    const bool is_over = epochs[rank] == epoch + 1 && batches[rank] == 0;
+    if (is_over) batches[rank] = share_of(rank).of(all_of(epoch));
+    in_order = in_order && (is_over || epochs[rank] == epoch);
+    taken += batches[rank];
+  }
+  for (std::size_t rank = 0; rank < batches.size(); ++rank)
+    in_order = in_order && batches[rank] == share_of(rank).of(taken);
+  in_order = in_order && taken <= all_of(epoch) && last < all_of(epochs.front());
+  TORCH_CHECK(taken == 0 || (in_order && print == fingerprint_at(epochs.front(), last)), detail::type_name(*this),
+              ": the state was saved within epoch ", epoch, " by ", batches.size(), " rank(s), after ",
+              c10::Join(", ", batches),
+              " batches; another number of ranks goes on from there only with the same batches, of which all have seen "
+              "the first ones: go on with as many ranks to the end of the epoch");
+  return {epoch, share().of(taken)};
+}
+
 GRADACCUM_INLINE void EpochOrder::state(Archive& archive) {
   auto next = place_.state;
   archive("epoch", next.epoch);
   archive("batch", next.batch);
-  if (archive.changes_allowed() && next.epoch >= 0) next.batch = std::min(next.batch, size_of(next.epoch));
+  archive.setting("world_size", share().world_size);
+  if (archive.loading() &&
+      (archive.ranks().are_others() || archive.of_ranks<std::int64_t>("world_size").front() != share().world_size))
+    next = dealt_anew(archive);
+  else if (archive.changes_allowed() && next.epoch >= 0)
+    next.batch = std::min(next.batch, size_of(next.epoch));
   check(next);
   const auto size = size_of(next.epoch), last = share().nth(std::max<std::int64_t>(next.batch - 1, 0));
-  archive.setting("world_size", share().world_size);
   archive.setting("batches", size);
   archive.setting("last_batch", size == 0 ? "none" : fingerprint_at(next.epoch, last));
   if (archive.loading()) archive.when_all_fit([this, next] { load_state(next); });
@@ -295,15 +341,19 @@ GRADACCUM_INLINE void LengthBuckets::check(std::int64_t targets) const {
   }
 }
 
+GRADACCUM_INLINE std::int64_t LengthBuckets::all_of(std::int64_t epoch) const {
+  if (options_.batch_size > 0) return detail::batches_by_rows(rows(), options_.batch_size, options_.drop_last);
+  const auto known = sizes_.find(epoch);
+  if (known != sizes_.end()) return known->second;
+  return sizes_[epoch] = std::ssize(batches_of(epoch));
+}
+
 GRADACCUM_INLINE const std::vector<LengthBuckets::Rows>& LengthBuckets::batches_of(std::int64_t epoch) const {
   if (!options_.shuffle) epoch = 0;  // all epochs are the same
   if (cut_epoch_ == epoch) return batches_;
   auto generator = detail::epoch_generator(options_.seed, epoch);
-  auto batches =
-      detail::cut_by_length(sequences_, detail::in_order(rows(), options_.shuffle, generator), options_.batch_size,
-                            options_.tokens, options_.shuffle ? options_.mega_batch : 0);
-  const auto full = static_cast<std::size_t>(options_.batch_size);
-  if (options_.drop_last && !batches.empty() && batches.back().size() < full) batches.pop_back();
+  auto batches = detail::cut_by_length(sequences_, detail::in_order(rows(), options_.shuffle, generator), options_);
+  if (options_.drop_last && rows() % options_.batch_size != 0) batches.pop_back();
   std::vector<Rows> ordered;
   for (auto i : detail::in_order(static_cast<std::int64_t>(batches.size()), options_.shuffle, generator))
     ordered.push_back(std::move(batches[static_cast<std::size_t>(i)]));
@@ -319,14 +369,41 @@ GRADACCUM_INLINE SequenceBatch LengthBuckets::batch_at(std::int64_t epoch, std::
   batch.lengths = sequences_.lengths(rows);
   batch.indices = at::tensor(rows);
   batch.tokens = batch.lengths.sum().item<std::int64_t>();
+  batch.multiple = options_.pad_to_multiple_of;
   batch.target = token_targets_ ? token_targets_->padded(rows)
                                 : targets_.index_select(0, detail::copied_to(targets_.device(), batch.indices));
   if (token_targets_) batch.target_lengths = token_targets_->lengths(rows);
   return batch;
 }
 
+GRADACCUM_INLINE LengthBucketsSummary LengthBuckets::summary() const {
+  const auto count = size();
+  const auto& batches = batches_of(state().epoch);
+  std::set<Rows> shapes;
+  double padding = 0, elements = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const auto& rows = batches[static_cast<std::size_t>(share().nth(i))];
+    Rows shape{std::ssize(rows), sequences_.padded_length(rows.front()), 0};
+    elements += static_cast<double>(shape[0] * shape[1]);
+    for (const auto row : rows) {
+      padding += static_cast<double>(shape[1] - sequences_.length(row));
+      if (token_targets_) shape[2] = std::max(shape[2], token_targets_->padded_length(row));
+    }
+    shapes.insert(shape);
+  }
+  return {count, std::ssize(shapes), elements > 0 ? padding / elements : 0};
+}
+
+GRADACCUM_INLINE std::ostream& operator<<(std::ostream& out, const LengthBucketsSummary& of) {
+  return out << fmt::format("{} batches in {} shapes, {:.1f} % padding", of.batches, of.shapes, 100 * of.padding);
+}
+
 GRADACCUM_INLINE std::vector<at::Tensor> batch_tensors(const SequenceBatch& batch) {
   return {batch.data, batch.target, batch.lengths, batch.target_lengths, batch.indices};
+}
+
+GRADACCUM_INLINE SequenceBatch slice(const SequenceBatch& batch, std::int64_t from, std::int64_t to) {
+  return batch.narrow(from, to - from);
 }
 
 GRADACCUM_INLINE SequenceBatch SequenceBatch::narrow(std::int64_t from, std::int64_t count) const {
@@ -334,7 +411,9 @@ GRADACCUM_INLINE SequenceBatch SequenceBatch::narrow(std::int64_t from, std::int
   part.lengths = lengths.narrow(0, from, count);
   part.indices = indices.narrow(0, from, count);
   part.tokens = part.lengths.sum().item<std::int64_t>();
-  const auto longest = [](const at::Tensor& of) { return of.numel() > 0 ? of.max().item<std::int64_t>() : 0; };
+  const auto longest = [this](const at::Tensor& of) {
+    return of.numel() > 0 ? (of.max().item<std::int64_t>() + multiple - 1) / multiple * multiple : 0;
+  };
   part.data = data.narrow(0, from, count).narrow(1, 0, longest(part.lengths));
   part.target = target.narrow(0, from, count);
   if (!target_lengths.defined()) return part;
@@ -361,8 +440,7 @@ GRADACCUM_INLINE TensorBatches::TensorBatches(at::Tensor inputs, at::Tensor targ
 }
 
 GRADACCUM_INLINE std::int64_t TensorBatches::all_of(std::int64_t /*epoch*/) const {
-  const auto full = rows() / options_.batch_size;
-  return full + (!options_.drop_last && rows() % options_.batch_size != 0);
+  return detail::batches_by_rows(rows(), options_.batch_size, options_.drop_last);
 }
 
 GRADACCUM_INLINE Batch TensorBatches::batch_at(std::int64_t epoch, std::int64_t number) const {

@@ -13,7 +13,6 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <functional>
@@ -25,10 +24,10 @@ namespace gradaccum::detail {
 
 GRADACCUM_INLINE std::string fingerprint_of(const at::Tensor& tensor) {
   if (!tensor.defined()) return "none";
-  auto text = c10::str(tensor.scalar_type(), " ", tensor.sizes());
+  auto text = plain_text(tensor.scalar_type(), " ", tensor.sizes());
   if (tensor.layout() != at::kStrided || tensor.numel() == 0) return text;
   const auto numbers = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous();
-  return c10::str(text, " #", crc32(numbers.const_data_ptr(), numbers.nbytes()));
+  return text + " #" + std::to_string(crc32(numbers.const_data_ptr(), numbers.nbytes()));
 }
 
 GRADACCUM_INLINE std::int64_t rows_of_all(const std::vector<at::Tensor>& tensors) {

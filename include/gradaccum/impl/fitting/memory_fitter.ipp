@@ -5,13 +5,13 @@
 #include <gradaccum/detail/fitting/memory_fitter.hpp>
 
 #include <gradaccum/archive.hpp>
+#include <gradaccum/detail/types/types.hpp>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 
 #include <sys/resource.h>
 #include <algorithm>
@@ -19,13 +19,20 @@
 #include <chrono>
 #include <functional>
 #include <new>
-#include <sstream>
 #include <string_view>
 #include <utility>
 
 #include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum::detail {
+
+/// Returns first * second / third, rounded down, without overflow.
+GRADACCUM_INLINE std::int64_t scaled(std::int64_t first, std::int64_t second, std::int64_t third) {
+  const auto result =
+      static_cast<long double>(first) * static_cast<long double>(second) / static_cast<long double>(third);
+  constexpr auto most = std::numeric_limits<std::int64_t>::max() / 2;
+  return result < static_cast<long double>(most) ? static_cast<std::int64_t>(result) : most;
+}
 
 GRADACCUM_INLINE void CheckpointSearch::find_parts(torch::nn::Module& module,
                                                    const std::vector<CheckpointedSequential>& more) {
@@ -47,6 +54,34 @@ GRADACCUM_INLINE void CheckpointSearch::find_parts(torch::nn::Module& module,
   found_ = true;
 }
 
+GRADACCUM_INLINE void CheckpointSearch::probe() {
+  if (!searches()) return;
+  probing_ = true;
+  way_.checkpointed = true;
+  set_budget(1);
+}
+
+/// Estimates what everything kept takes: parts do not all peak at once, so that less than their bytes is added. Where
+/// an eighth may be missing, that is tried.
+GRADACCUM_INLINE void CheckpointSearch::end_probe(std::int64_t taken, std::int64_t budget) {
+  std::int64_t more = 0;
+  for (auto& part : parts_)
+    if (part->has_plan()) more += part->plan().plain.peak_bytes - part->plan().predicted.peak_bytes;
+  more = scaled(more, std::min(taken, bytes()), std::max<std::int64_t>(bytes(), 1));
+  const bool fits = budget == 0 || taken + more <= budget + budget / 8;
+  probing_ = false;
+  go({/*checkpointed=*/!fits}, /*settled=*/!fits);
+  set_budget(0);  // to be shared
+}
+
+/// Parts that need more than their share have that.
+GRADACCUM_INLINE std::int64_t CheckpointSearch::budget() const {
+  std::int64_t all = 0;
+  for (auto& part : parts_)
+    if (budget_ > 0) all += std::max(budget_, part->has_plan() ? part->plan().predicted.peak_bytes : 0);
+  return all;
+}
+
 GRADACCUM_INLINE void CheckpointSearch::share(std::int64_t bytes) {
   if (!way_.checkpointed || budget_ > 0) return;
   set_budget(std::max<std::int64_t>(bytes / 4 * 3 / static_cast<std::int64_t>(parts_.size()), 1));
@@ -54,7 +89,7 @@ GRADACCUM_INLINE void CheckpointSearch::share(std::int64_t bytes) {
 
 GRADACCUM_INLINE void CheckpointSearch::set_budget(std::int64_t each) {
   if (std::exchange(budget_, each) == each) return;
-  for (auto& part : parts_) part->set_memory_budget(each);
+  for (auto& part : parts_) part->set_memory_budget(each, /*or_least=*/each > 0);
 }
 
 GRADACCUM_INLINE std::int64_t CheckpointSearch::bytes() const {
@@ -80,13 +115,15 @@ GRADACCUM_INLINE void CheckpointSearch::took(std::int64_t elements, double secon
 
 GRADACCUM_INLINE bool CheckpointSearch::fails(std::int64_t over) {
   if (parts_.empty()) return false;
+  if (probing_) return timed_++ == 0;  // once more, without measuring the stages
   if (!way_.checkpointed || !settled_) {
     go(way_.checkpointed ? best_ : Way{/*checkpointed=*/true}, /*settled=*/true);
     return true;
   }
-  const auto less = budget_ - (over + over / 8) / static_cast<std::int64_t>(parts_.size()) - 1;
-  if (over <= 0 || less <= 0) return false;
-  set_budget(less);
+  const auto at_least = [&](auto& part) { return part->has_plan() && part->plan().least_bytes >= budget_; };
+  if (budget_ <= 1 || std::ranges::all_of(parts_, at_least)) return false;  // nothing more can be recomputed
+  const auto less = std::max(budget_ / 8, (over + over / 8) / static_cast<std::int64_t>(parts_.size())) + 1;
+  set_budget(std::max<std::int64_t>(budget_ - less, 1));
   return true;
 }
 
@@ -113,16 +150,9 @@ GRADACCUM_INLINE void CheckpointSearch::state(Archive& archive) {
   TORCH_CHECK(
       way.most >= 1 && budget >= 0 && (budget == 0 || way.checkpointed) && (!way.checkpointed || !parts_.empty()),
       "FitMemory: a saved plan must have a budget for checkpointed parts where the model has such, got ", budget);
+  probing_ = false;
   go(way, settled);
   set_budget(budget);
-}
-
-/// Returns first * second / third, rounded down, without overflow.
-GRADACCUM_INLINE std::int64_t scaled(std::int64_t first, std::int64_t second, std::int64_t third) {
-  const auto result =
-      static_cast<long double>(first) * static_cast<long double>(second) / static_cast<long double>(third);
-  constexpr auto most = std::numeric_limits<std::int64_t>::max() / 2;
-  return result < static_cast<long double>(most) ? static_cast<std::int64_t>(result) : most;
 }
 
 GRADACCUM_INLINE std::int64_t RowPlan::rows_for(std::int64_t bytes, std::int64_t least) {
@@ -218,7 +248,8 @@ GRADACCUM_INLINE void MemoryFitter::run(const Limits& limits, const DividedBatch
     ++plan_.replays;
     queries_ = std::min<std::int64_t>(queries_, 1);
     of_least = failure->is_least ? of_least + 1 : 0;
-    if (of_least == 0 || (of_least == 1 && failure->bytes == 0)) continue;  // retried once if out of memory
+    // Retried once if out of memory, or where a checkpointed part may have measured its stages.
+    if (of_least == 0 || (of_least == 1 && (failure->bytes == 0 || search_.way().checkpointed))) continue;
     of_least = 0;
     if (search_.fails(failure->bytes > 0 ? failure->bytes - limits.budget : 0)) continue;
     TORCH_CHECK(failure->bytes == 0, "FitMemory: the budget must be at least ", failure->bytes, " bytes, which ",
@@ -302,6 +333,7 @@ GRADACCUM_INLINE std::int64_t rows_of_piece(std::int64_t left, std::int64_t most
 /// workspaces at their first use on a thread and keep them (cuBLAS at the first matrix product, forward and backward).
 GRADACCUM_INLINE auto MemoryFitter::attempt(const DividedBatch& batch, bool may_begin_again) -> std::optional<Failure> {
   const bool warms_up = !batch.device.is_cpu() && warm_device_ != batch.device && MemoryMeter::possible();
+  if (known_.empty() && MemoryMeter::possible()) search_.probe();
   std::optional<MemoryMeter> meter;
   if (!warms_up && MemoryMeter::possible()) meter.emplace();
   const auto bytes = budget(batch.device);
@@ -317,6 +349,7 @@ GRADACCUM_INLINE auto MemoryFitter::attempt(const DividedBatch& batch, bool may_
     // A loss scale that fits the first micro-batch would be too large for one of more than twice the rows.
     const bool outgrows_first = !plan_.last_rows.empty() && piece.rows() > 2 * plan_.last_rows.front();
     if (may_begin_again && !first && outgrows_first && batch.is_scaled()) return Failure{.is_none = true};
+    const bool probes = search_.probes();
     auto failure = run(batch, piece, meter ? &*meter : nullptr, plan_of(known_[kind]));
     if (!failure && warms_up) {
       warm_device_ = batch.device;
@@ -334,7 +367,7 @@ GRADACCUM_INLINE auto MemoryFitter::attempt(const DividedBatch& batch, bool may_
       first = failure;
     }
     plan_.last_rows.push_back(piece.rows());
-    if (piece.rows() != rows) continue;
+    if (probes || piece.rows() != rows) continue;  // a probe measures, and is not of the way that it ends with
     auto& measured = plan_.layouts[kind].measured_bytes;
     measured = std::max(measured, piece.bytes());
     const bool has_more = piece.rows() < batch.rows;
@@ -361,7 +394,8 @@ GRADACCUM_INLINE auto MemoryFitter::run(const DividedBatch& batch, Piece& piece,
   } catch (const std::exception& error) {
     if (!is_out_of_memory(std::current_exception())) throw;
     plan.failed({std::max(piece.rows(), plan.fits().rows), 0});
-    return Failure{.rows = piece.rows(), .text = error.what()};
+    const auto* const torch = dynamic_cast<const c10::Error*>(&error);
+    return Failure{.rows = piece.rows(), .text = torch ? torch->what_without_backtrace() : error.what()};
   }
   piece.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (!meter) return std::nullopt;
@@ -371,6 +405,9 @@ GRADACCUM_INLINE auto MemoryFitter::run(const DividedBatch& batch, Piece& piece,
   const RowPlan::Point point{piece.rows(), std::max({piece.own - search_.bytes(), piece.own / 4, std::int64_t{1}})};
   if (plan_.budget == 0 || piece.bytes() <= plan_.budget) {
     if (piece.of_kind && (!first || plan.empty())) plan.measured(point, !first);
+    // The first micro-batch may have had its peak before its gradients were complete.
+    if (search_.probes() && piece.from == 0)
+      search_.end_probe(piece.bytes() + std::min(gradient_bytes(), search_.bytes()), plan_.budget);
     return std::nullopt;
   }
   plan.failed(point);
@@ -394,7 +431,8 @@ GRADACCUM_INLINE void MemoryFitter::state(Archive& archive) {
   if (archive.loading()) known_.assign(static_cast<std::size_t>(number), {}), plan_.layouts.clear();
   for (std::size_t i = 0; i < known_.size(); ++i) {
     auto& [kind, plan, checkpointed] = known_[i];
-    auto sizes = c10::Join(" ", kind.sizes);
+    std::string sizes;
+    for (const auto size : kind.sizes) sizes += plain_text(sizes.empty() ? "" : " ", size);
     const auto name = "layout-" + std::to_string(i) + ".";
     archive(name + "form", kind.form);
     archive(name + "sizes", sizes);
@@ -403,7 +441,7 @@ GRADACCUM_INLINE void MemoryFitter::state(Archive& archive) {
     archive(name + "plan", plan);
     archive(name + "checkpointed", checkpointed);
     if (!archive.loading()) continue;
-    std::istringstream numbers(sizes);
+    auto numbers = plain_stream(sizes);
     for (std::int64_t size = 0; numbers >> size;) kind.sizes.push_back(size);
     plan_.layouts.push_back({kind.text});
   }

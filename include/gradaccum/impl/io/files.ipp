@@ -26,24 +26,11 @@ namespace gradaccum::detail {
 
 /// Returns a hint for the user about an error of the operating system, or "".
 GRADACCUM_INLINE std::string advice(int error) {
-  switch (error) {
-    case ENOSPC:
-    case EDQUOT:
-      return ": free some room";
-    case EFBIG:
-      return ": raise the limit (ulimit -f)";
-    case EACCES:
-    case EPERM:
-    case EROFS:
-      return ": choose a place that you may write to";
-    case EMFILE:
-    case ENFILE:
-      return ": close files, or raise the limit (ulimit -n)";
-    case EIO:
-      return ": look after the disk";
-    default:
-      return "";
-  }
+  if (error == ENOSPC || error == EDQUOT) return ": free some room";
+  if (error == EFBIG) return ": raise the limit (ulimit -f)";
+  if (error == EACCES || error == EPERM || error == EROFS) return ": choose a place that you may write to";
+  if (error == EMFILE || error == ENFILE) return ": close files, or raise the limit (ulimit -n)";
+  return error == EIO ? ": look after the disk" : "";
 }
 
 GRADACCUM_INLINE void file_error(const std::filesystem::path& path, const std::string& requirement, int error) {
@@ -51,9 +38,13 @@ GRADACCUM_INLINE void file_error(const std::filesystem::path& path, const std::s
                            advice(error));
 }
 
-GRADACCUM_INLINE Descriptor::Descriptor(const std::filesystem::path& path, int flags, mode_t mode) {
-  do number_ = ::open(path.c_str(), flags | O_CLOEXEC, mode);
-  while (number_ < 0 && errno == EINTR);
+GRADACCUM_INLINE Descriptor::Descriptor(const std::filesystem::path& path, int flags, mode_t mode)
+    : number_(static_cast<int>(TEMP_FAILURE_RETRY(::open(path.c_str(), flags | O_CLOEXEC, mode)))) {}
+
+GRADACCUM_INLINE std::size_t Descriptor::write(const void* data, std::size_t size) const {
+  const auto written = TEMP_FAILURE_RETRY(::write(number_, data, size));
+  if (written == 0) errno = EIO;  // should never happen; a retry might loop forever
+  return written > 0 ? static_cast<std::size_t>(written) : 0;
 }
 
 GRADACCUM_INLINE bool Descriptor::close() noexcept {
@@ -61,10 +52,7 @@ GRADACCUM_INLINE bool Descriptor::close() noexcept {
 }
 
 GRADACCUM_INLINE bool sync(const Descriptor& descriptor) {
-  int result = 0;
-  do result = ::fsync(descriptor.number());
-  while (result != 0 && errno == EINTR);
-  return result == 0;
+  return TEMP_FAILURE_RETRY(::fsync(descriptor.number())) == 0;
 }
 
 GRADACCUM_INLINE void sync_directory(const std::filesystem::path& path) {
@@ -132,11 +120,11 @@ GRADACCUM_INLINE InputFile::InputFile(std::filesystem::path path)
 GRADACCUM_INLINE std::size_t InputFile::read_at(std::uint64_t offset, void* data, std::size_t size) const {
   std::size_t done = 0;
   while (done < size) {
-    const auto now =
-        ::pread(descriptor_.number(), static_cast<char*>(data) + done, size - done, static_cast<off_t>(offset + done));
+    const auto now = TEMP_FAILURE_RETRY(
+        ::pread(descriptor_.number(), static_cast<char*>(data) + done, size - done, static_cast<off_t>(offset + done)));
+    if (now < 0) file_error(path_, "must be read", errno);
     if (now == 0) break;
-    if (now > 0) done += static_cast<std::size_t>(now);
-    if (now < 0 && errno != EINTR) file_error(path_, "must be read", errno);
+    done += static_cast<std::size_t>(now);
   }
   return done;
 }
@@ -172,10 +160,8 @@ GRADACCUM_INLINE void OutputFile::write(const void* data, std::size_t size) {
   constexpr std::size_t chunk = 1 << 18;
   const auto* bytes = static_cast<const char*>(data);
   while (size > 0) {
-    const auto result = ::write(descriptor_.number(), bytes, std::min(size, chunk));
-    if (result == 0) errno = EIO;  // should never happen; a retry might loop forever
-    if (result <= 0 && errno != EINTR) fail("must be written to");
-    const auto written = static_cast<std::size_t>(std::max<ssize_t>(result, 0));
+    const auto written = descriptor_.write(bytes, std::min(size, chunk));
+    if (written == 0) fail("must be written to");
     crc32_ = detail::crc32(bytes, written, crc32_);  // while they are in the cache
     bytes_ += written;
     bytes += written;
@@ -203,18 +189,25 @@ GRADACCUM_INLINE void sync_name(const std::filesystem::path& path, const char* r
   }
 }
 
+GRADACCUM_INLINE void make_and_rename(const std::filesystem::path& temporary, const std::filesystem::path& path,
+                                      const std::function<void()>& make, const char* requirement) {
+  try {
+    make();
+    if (std::rename(temporary.c_str(), path.c_str()) != 0) file_error(path, requirement, errno);
+  } catch (...) {
+    std::error_code ignored;  // a later sweep removes a state that cannot be removed now
+    std::filesystem::remove_all(temporary, ignored);
+    throw;
+  }
+}
+
 GRADACCUM_INLINE void replace_file(const std::filesystem::path& path, const std::function<void(OutputFile&)>& write) {
   const auto temporary = temporary_name(path);
-  try {
+  make_and_rename(temporary, path, [&] {
     OutputFile file(temporary);
     write(file);
     file.close();
-    if (std::rename(temporary.c_str(), path.c_str()) != 0) file_error(path, "must be replaced (is as before)", errno);
-  } catch (...) {
-    std::error_code ignored;
-    std::filesystem::remove(temporary, ignored);
-    throw;
-  }
+  });
   sync_name(path, "is replaced, but might not be so");
 }
 
@@ -235,11 +228,6 @@ GRADACCUM_INLINE std::optional<StateName> StateName::of(std::string_view text) {
   return name;
 }
 
-GRADACCUM_INLINE bool of_one_step(const std::filesystem::path& one, const std::filesystem::path& other) {
-  const auto first = StateName::of(one.filename().string()), second = StateName::of(other.filename().string());
-  return first && second && first->step == second->step;
-}
-
 /// Locks the directory for this writer until destruction or the end of the process.
 struct StateLock : Descriptor {
   explicit StateLock(const std::filesystem::path& path) : Descriptor(path, O_RDONLY | O_DIRECTORY) {
@@ -251,6 +239,21 @@ struct StateLock : Descriptor {
   }
 };
 
+GRADACCUM_INLINE void check_is_writable(const std::filesystem::path& directory) {
+  const auto probe = temporary_name(directory / StateName().text()), renamed = temporary_name(probe);
+  const auto make = [&] {
+    make_directory(directory);
+    if (::mkdir(probe.c_str(), 0777) != 0) file_error(directory, "must be a directory that can be written to", errno);
+    OutputFile file(probe / "probe");
+    file.write("probe", 5);
+    file.close();
+  };
+  make_and_rename(probe, renamed, make, "must be in a directory whose folders can be renamed");
+  std::error_code error;
+  std::filesystem::remove_all(renamed, error);
+  if (error) file_error(directory, "must be a directory whose folders can be removed", error.value());
+}
+
 GRADACCUM_INLINE std::vector<StateDirectory::State> StateDirectory::finished() const {
   std::vector<State> states;
   std::error_code ignored;
@@ -261,42 +264,57 @@ GRADACCUM_INLINE std::vector<StateDirectory::State> StateDirectory::finished() c
   return states;
 }
 
+/// Picks a name after all states of that step, so that the newest state sorts last.
+GRADACCUM_INLINE StateName next_name(const std::filesystem::path& directory, std::int64_t step) {
+  StateName name{step, 0};
+  for (const auto& other : names_in(directory))
+    if (const auto taken = StateName::of(other); taken && taken->step == step)
+      name.repeat = std::max(name.repeat, taken->repeat + 1);
+  return name;
+}
+
+GRADACCUM_INLINE std::vector<std::filesystem::path> leftovers_in(const std::filesystem::path& directory) {
+  std::vector<std::filesystem::path> paths;
+  for (const auto& name : names_in(directory))
+    if (const auto at = name.find(".tmp-"); at != name.npos && StateName::of(std::string_view(name).substr(0, at)))
+      paths.push_back(directory / name);
+  return paths;
+}
+
+GRADACCUM_INLINE void remove_leftovers(const std::filesystem::path& directory) {
+  const auto paths = leftovers_in(directory);
+  if (paths.empty()) return;
+  // Otherwise a power failure could bring back the name of a removed state without all of its files.
+  sync_directory(directory);
+  std::error_code ignored;  // network file systems keep files that are being read; the next sweep removes them
+  for (const auto& path : paths) std::filesystem::remove_all(path, ignored);
+}
+
 GRADACCUM_INLINE std::filesystem::path StateDirectory::add(
     std::int64_t step, const std::function<void(const std::filesystem::path&)>& write) {
   if (step < 0) throw std::runtime_error(path_.string() + ": step must be >= 0, got " + std::to_string(step));
   make_directory(path_);
   const StateLock lock(path_);
-  remove_leftovers();
-  const auto path = name_for(step), unfinished = temporary_name(path);
+  remove_leftovers(path_);
+  const auto path = path_ / next_name(path_, step).text(), unfinished = temporary_name(path);
   if (::mkdir(unfinished.c_str(), 0777) != 0) file_error(unfinished, "must be made", errno);
-  try {
+  const auto make = [&] {
     write(unfinished);
     sync_directory(unfinished);
-    if (std::rename(unfinished.c_str(), path.c_str()) != 0) file_error(unfinished, "must be given its name", errno);
-  } catch (...) {
-    std::error_code ignored;  // a later sweep removes what cannot be removed now
-    std::filesystem::remove_all(unfinished, ignored);
-    throw;
-  }
+  };
+  make_and_rename(unfinished, path, make, "must be given its name");
   sync_name(path, "is written, but might not be there");
   return path;
 }
 
-/// Picks a name after all states of that step, so that the newest state sorts last.
-GRADACCUM_INLINE std::filesystem::path StateDirectory::name_for(std::int64_t step) const {
-  StateName name{step, 0};
-  for (const auto& other : names_in(path_))
-    if (const auto taken = StateName::of(other); taken && taken->step == step)
-      name.repeat = std::max(name.repeat, taken->repeat + 1);
-  return path_ / name.text();
-}
-
 GRADACCUM_INLINE std::filesystem::path StateDirectory::replace(const std::filesystem::path& older,
                                                                const std::filesystem::path& newer) {
+  const auto before = StateName::of(older.filename().string()), now = StateName::of(newer.filename().string());
+  if (!before || !now || before->step != now->step) return newer;
   const StateLock lock(path_);
   if (std::rename(older.c_str(), temporary_name(older).c_str()) != 0) file_error(older, "must be removed", errno);
   if (std::rename(newer.c_str(), older.c_str()) != 0) file_error(newer, "must be given its name", errno);
-  remove_leftovers();
+  remove_leftovers(path_);
   return older;
 }
 
@@ -310,30 +328,13 @@ GRADACCUM_INLINE void StateDirectory::keep_last(std::int64_t count, const std::v
     if (std::find(others.begin(), others.end(), path) != others.end()) continue;
     if (std::rename(path.c_str(), temporary_name(path).c_str()) != 0) file_error(path, "must be removed", errno);
   }
-  remove_leftovers();
+  remove_leftovers(path_);
 }
 
 GRADACCUM_INLINE void StateDirectory::sweep() const {
-  if (leftovers().empty()) return;
+  if (leftovers_in(path_).empty()) return;
   const StateLock lock(path_);
-  remove_leftovers();
-}
-
-GRADACCUM_INLINE std::vector<std::filesystem::path> StateDirectory::leftovers() const {
-  std::vector<std::filesystem::path> paths;
-  for (const auto& name : names_in(path_))
-    if (const auto at = name.find(".tmp-"); at != name.npos && StateName::of(std::string_view(name).substr(0, at)))
-      paths.push_back(path_ / name);
-  return paths;
-}
-
-GRADACCUM_INLINE void StateDirectory::remove_leftovers() const {
-  const auto paths = leftovers();
-  if (paths.empty()) return;
-  // Otherwise a power failure could bring back the name of a removed state without all of its files.
-  sync_directory(path_);
-  std::error_code ignored;  // network file systems keep files that are being read; the next sweep removes them
-  for (const auto& path : paths) std::filesystem::remove_all(path, ignored);
+  remove_leftovers(path_);
 }
 
 }  // namespace gradaccum::detail

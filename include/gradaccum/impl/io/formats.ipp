@@ -10,12 +10,10 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cmath>
 #include <cstdio>
 #include <initializer_list>
 #include <limits>
 #include <stdexcept>
-#include <system_error>
 #include <type_traits>
 
 #include <gradaccum/impl/begin.ipp>
@@ -35,8 +33,8 @@ GRADACCUM_INLINE std::string in_quotes(std::string_view name) {
   throw std::runtime_error(what + ": " + requirement);
 }
 
-/// Builds a value from the events of nlohmann's parser. Refuses what that lets pass: a name that an object has twice, and
-/// deep nesting. Json::parse with a callback would take quadratic time: it searches the parent after each object.
+/// Builds a value from the events of nlohmann's parser. Refuses what that lets pass: a name that an object has twice,
+/// and deep nesting. Json::parse with a callback would take quadratic time: it searches the parent after each object.
 class JsonBuilder : public nlohmann::json_sax<Json> {
  public:
   JsonBuilder(std::size_t max_depth, const std::string& what) : max_depth_(max_depth), what_(what) {}
@@ -109,7 +107,7 @@ GRADACCUM_INLINE std::string crc32_text(std::uint32_t crc) {
 
 GRADACCUM_INLINE bool is_file_name(std::string_view name) {
   return !name.empty() && name.size() <= 255 && name.front() != '.' && name != manifest_name &&
-         name.find_first_not_of("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-") == name.npos;
+         name.find_first_not_of(plain_characters) == name.npos;
 }
 
 GRADACCUM_INLINE std::string quoted(const std::string& text) {
@@ -134,8 +132,8 @@ GRADACCUM_INLINE std::string json_of_value(const Manifest::Value& value) {
   if (auto* const flag = std::get_if<bool>(&value)) return *flag ? "true" : "false";
   if (auto* const whole = std::get_if<std::int64_t>(&value)) return std::to_string(*whole);
   const auto number = std::get<double>(value);
-  if (std::isfinite(number)) return Json(number).dump();
-  return lines_of({{"double", std::isnan(number) ? "\"nan\"" : number > 0 ? "\"inf\"" : "\"-inf\""}}, 3);
+  if (detail::is_finite(number)) return Json(number).dump();
+  return lines_of({{"double", detail::is_nan(number) ? "\"nan\"" : number > 0 ? "\"inf\"" : "\"-inf\""}}, 3);
 }
 
 GRADACCUM_INLINE std::string text_of(const Manifest& manifest) {
@@ -162,24 +160,24 @@ GRADACCUM_INLINE std::string text_of(const Manifest& manifest) {
 }
 
 /// Turns untrusted JSON into a manifest.
-class ManifestReader {
- public:
-  ManifestReader(const std::string& what, std::string_view format) : what_(what), format_(format) {}
+struct ManifestReader {
+  const std::string& what;
+  std::string format;
 
   Manifest read(std::string_view text) const {
     if (text.size() > Manifest::max_bytes)
       fail("must have at most " + std::to_string(Manifest::max_bytes) + " bytes", text.size());
-    const auto json = parse_json(text, 3, what_);
+    const auto json = parse_json(text, 3, what);
     check_crc32(text_in(json, "crc32"), text);
-    const auto& format = text_in(json, "format");
-    if (format != format_) fail("\"format\" must be \"" + format_ + "\"", format);
+    const auto& found = text_in(json, "format");
+    if (found != format) fail("\"format\" must be \"" + format + "\"", found);
     const auto& version = in(json, "format_version");
     if (!version.is_number_unsigned() || version.get<std::uint64_t>() != 1)
-      format_error(what_, "\"format_version\" must be 1, got " + one_line(version) +
-                              ": read it with the gradaccum that wrote it, or a newer one");
+      format_error(what, "\"format_version\" must be 1, got " + one_line(version) +
+                             ": read it with the gradaccum that wrote it, or a newer one");
     only(json, {"crc32", "format", "format_version", "gradaccum", "libtorch", "files", "values"});
     Manifest manifest;
-    manifest.format = format_;
+    manifest.format = format;
     manifest.gradaccum = text_in(json, "gradaccum");
     manifest.libtorch = text_in(json, "libtorch");
     for (const auto& [name, file] : object(in(json, "files"), "\"files\" ")) manifest.files[name] = file_of(name, file);
@@ -188,15 +186,14 @@ class ManifestReader {
     return manifest;
   }
 
- private:
   [[noreturn]] void fail(const std::string& requirement, const Json& got) const {
     auto shown = one_line(got);
     if (shown.size() > 200) shown = shown.substr(0, 200) + "...";
-    throw std::runtime_error(what_ + ": " + requirement + ", got " + shown);
+    throw std::runtime_error(what + ": " + requirement + ", got " + shown);
   }
 
-  const Json::object_t& object(const Json& json, const std::string& what = "") const {
-    if (!json.is_object()) fail(what + "must be an object", json);
+  const Json::object_t& object(const Json& json, const std::string& name = "") const {
+    if (!json.is_object()) fail(name + "must be an object", json);
     return json.get_ref<const Json::object_t&>();
   }
   const Json& in(const Json& json, const std::string& name) const {
@@ -250,13 +247,10 @@ class ManifestReader {
     if (text != "-inf") fail("the value " + in_quotes(name) + " must be \"nan\", \"inf\" or \"-inf\"", json);
     return -std::numeric_limits<double>::infinity();
   }
-
-  const std::string& what_;
-  const std::string format_;
 };
 
 GRADACCUM_INLINE Manifest manifest_of(std::string_view text, const std::string& what, std::string_view format) {
-  return ManifestReader(what, format).read(text);
+  return ManifestReader{what, std::string(format)}.read(text);
 }
 
 GRADACCUM_INLINE void write_manifest(const std::filesystem::path& folder, const Manifest& manifest) {
@@ -310,8 +304,8 @@ GRADACCUM_INLINE void check_file(const std::filesystem::path& path, const Manife
   std::vector<std::byte> chunk(chunk_of_listed_file);
   std::uint32_t crc = 0;
   for (std::uint64_t at = 0; at < listed.bytes; at += chunk.size()) {
-    const auto size = std::min<std::uint64_t>(listed.bytes - at, chunk.size());
-    crc = file.read(at, std::span(chunk).first(static_cast<std::size_t>(size)), crc);
+    chunk.resize(std::min<std::uint64_t>(listed.bytes - at, chunk.size()));
+    crc = file.read(at, chunk, crc);
   }
   file.check(crc);
 }
@@ -325,36 +319,6 @@ GRADACCUM_INLINE void check_no_others(const std::filesystem::path& folder, const
 GRADACCUM_INLINE void check_files(const std::filesystem::path& folder, const Manifest& manifest) {
   check_no_others(folder, manifest);
   for (const auto& [name, file] : manifest.files) check_file(folder / name, file);
-}
-
-[[noreturn]] GRADACCUM_INLINE void refuse_pickle(const std::filesystem::path& path) {
-  throw std::runtime_error(
-      path.string() +
-      ": must be in safetensors files; a pickle can run any program, and is not read. This line makes "
-      "model.safetensors of it, in its folder:\n"
-      "python3 -c \"import glob, torch, safetensors.torch; safetensors.torch.save_file("
-      "{n: t.clone(memory_format=torch.contiguous_format) for f in glob.glob('pytorch_model*.bin') "
-      "for n, t in torch.load(f, map_location='cpu', weights_only=True).items()}, "
-      "'model.safetensors', {'format': 'pt'})\"");
-}
-
-GRADACCUM_INLINE std::filesystem::path weights_path(const std::filesystem::path& path) {
-  std::error_code ignored;
-  const auto is_there = [&](const char* name) {  // true also for a dangling link, so that errors name it
-    return std::filesystem::exists(std::filesystem::symlink_status(path / name, ignored));
-  };
-  constexpr const char* pickles[] = {"pytorch_model.bin", "pytorch_model.bin.index.json"};
-  if (!std::filesystem::is_directory(path, ignored)) {
-    for (auto* name : pickles)
-      if (path.filename() == name) refuse_pickle(path);
-    return path;
-  }
-  for (auto* name : {weights_name, weights_index_name})
-    if (is_there(name)) return path / name;
-  for (auto* name : pickles)
-    if (is_there(name)) refuse_pickle(path / name);
-  throw std::runtime_error(path.string() + ": must have " + weights_name + " or " + weights_index_name +
-                           ", got a folder without them; a file of another name is read by its own path");
 }
 
 GRADACCUM_INLINE WeightMap read_weights_index(std::string_view text, const std::string& what) {
@@ -395,8 +359,7 @@ GRADACCUM_INLINE std::string text_of_index(const WeightMap& files, std::uint64_t
 
 GRADACCUM_INLINE std::size_t safetensors_dtype_rank(std::string_view dtype) {
   const auto& all = safetensors_dtype_bits;
-  return static_cast<std::size_t>(
-      std::find_if(all.begin(), all.end(), [dtype](auto& known) { return known.first == dtype; }) - all.begin());
+  return static_cast<std::size_t>(std::ranges::find(all, dtype, [](auto& known) { return known.first; }) - all.begin());
 }
 
 inline constexpr std::size_t max_safetensors_header = 100'000'000;  // bytes, as in the reference implementation
@@ -469,9 +432,7 @@ GRADACCUM_INLINE void check_offsets(const std::map<std::string, SafetensorsEntry
   using Named = const std::pair<const std::string, SafetensorsEntry>;
   std::vector<Named*> order;
   for (auto& named : tensors) order.push_back(&named);
-  std::sort(order.begin(), order.end(), [](Named* a, Named* b) {
-    return std::pair(a->second.begin, a->second.end) < std::pair(b->second.begin, b->second.end);
-  });
+  std::ranges::sort(order, {}, [](Named* named) { return std::pair(named->second.begin, named->second.end); });
   std::uint64_t end = 0;
   for (auto* named : order) {
     require_format(named->second.begin == end, what, ": the tensor ", in_quotes(named->first),
@@ -545,9 +506,8 @@ GRADACCUM_INLINE std::string safetensors_json(const std::vector<NamedSafetensors
 GRADACCUM_INLINE std::string lay_out_safetensors(std::vector<NamedSafetensorsEntry>& tensors,
                                                  const std::map<std::string, std::string>& metadata,
                                                  const std::string& what) {
-  std::sort(tensors.begin(), tensors.end(), [](auto& a, auto& b) {
-    return std::pair(safetensors_dtype_rank(a.second.dtype), std::string_view(a.first)) <
-           std::pair(safetensors_dtype_rank(b.second.dtype), std::string_view(b.first));
+  std::ranges::sort(tensors, {}, [](auto& named) {
+    return std::pair(safetensors_dtype_rank(named.second.dtype), std::string_view(named.first));
   });
   std::uint64_t end = 0;
   for (auto& [name, entry] : tensors) {

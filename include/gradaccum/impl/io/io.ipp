@@ -6,7 +6,6 @@
 #include <gradaccum/io/state_folder.hpp>
 #include <gradaccum/io/weights.hpp>
 
-#include <gradaccum/detail/io/safetensors_tensors.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
@@ -30,31 +29,12 @@
 
 namespace gradaccum::detail {
 
-/// An archive's values as a folder holds them.
-struct FilesOfState {
-  static constexpr const char* undefined_name = "undefined tensors";
-
-  std::map<std::string, io::Tensors> tensors;  ///< by file: `model.0.weight` is `0.weight` in model.safetensors
-  Manifest manifest;
-
-  explicit FilesOfState(const Archive::Values& values) {
-    std::string undefined;  // their names, one a line
-    for (auto& value : values)
-      std::visit(
-          [&, &name = value.first](auto& held) {
-            if constexpr (!std::is_same_v<decltype(held), const at::Tensor&>)
-              manifest.values[name] = held;
-            else if (held.defined())
-              add(name, held);
-            else
-              undefined += name + "\n";
-          },
-          value.second);
-    if (!undefined.empty()) manifest.values[undefined_name] = undefined;
-  }
-
- private:
-  void add(const std::string& name, const at::Tensor& tensor) {
+/// The tensors of an archive by file: `model.0.weight` is `0.weight` in model.safetensors.
+GRADACCUM_INLINE std::map<std::string, io::Tensors> tensors_by_file(const Archive& archive) {
+  std::map<std::string, io::Tensors> files;
+  for (auto& [name, value] : archive.values()) {
+    const auto* const tensor = std::get_if<at::Tensor>(&value);
+    if (!tensor || !tensor->defined()) continue;
     const auto dot = name.find('.');
     const auto file = dot == name.npos ? "state" : name.substr(0, dot);
     TORCH_CHECK(file != "state" || dot == name.npos, "Archive: no part may be named 'state', got the value '", name,
@@ -62,12 +42,14 @@ struct FilesOfState {
     TORCH_CHECK(is_file_name(file),
                 "Archive: a part with tensors must have a name that a file can have (A-Z a-z 0-9 _ -), got '", file,
                 "'");
-    tensors[file].emplace(name.substr(dot == name.npos ? 0 : dot + 1), tensor);
+    files[file].emplace(name.substr(dot == name.npos ? 0 : dot + 1), *tensor);
   }
-};
+  return files;
+}
 
-GRADACCUM_INLINE void check_can_be_written(const Archive& archive) { FilesOfState{archive.values()}; }
+GRADACCUM_INLINE void check_can_be_written(const Archive& archive) { tensors_by_file(archive); }
 
+inline constexpr const char* undefined_name = "undefined tensors";  // a value that has their names, one a line
 inline constexpr const char* tensors_suffix = ".safetensors";
 
 GRADACCUM_INLINE std::span<std::byte> bytes_of(const at::Tensor& tensor) {
@@ -122,7 +104,7 @@ GRADACCUM_INLINE io::Tensors map_listed_tensors(const std::filesystem::path& pat
 
 GRADACCUM_INLINE StateFiles write_tensors(const Archive& archive, const std::filesystem::path& folder) {
   StateFiles files;
-  for (auto& [name, tensors] : FilesOfState(archive.values()).tensors) {
+  for (auto& [name, tensors] : tensors_by_file(archive)) {
     OutputFile file(folder / (name + tensors_suffix));
     write_safetensors([&](auto* data, auto size) { file.write(data, size); }, tensors, {{"format", "pt"}});
     file.close();
@@ -133,21 +115,30 @@ GRADACCUM_INLINE StateFiles write_tensors(const Archive& archive, const std::fil
 
 GRADACCUM_INLINE void write_manifest_of(const Archive& archive, const StateFiles& files,
                                         const std::filesystem::path& folder) {
-  auto manifest = FilesOfState(archive.values()).manifest;
+  Manifest manifest;
+  std::string undefined;
+  for (auto& value : archive.values())
+    std::visit(
+        [&, &name = value.first](auto& held) {
+          if constexpr (!std::is_same_v<decltype(held), const at::Tensor&>)
+            manifest.values[name] = held;
+          else if (!held.defined())
+            undefined += name + "\n";
+        },
+        value.second);
+  if (!undefined.empty()) manifest.values[undefined_name] = undefined;
   manifest.files = files;
-  manifest.gradaccum = c10::str(GRADACCUM_VERSION_MAJOR, ".", GRADACCUM_VERSION_MINOR, ".", GRADACCUM_VERSION_PATCH);
+  manifest.gradaccum = plain_text(GRADACCUM_VERSION_MAJOR, ".", GRADACCUM_VERSION_MINOR, ".", GRADACCUM_VERSION_PATCH);
   manifest.libtorch = TORCH_VERSION;
   write_manifest(folder, manifest);
 }
 
-GRADACCUM_INLINE Archive::Values read_state(const std::filesystem::path& folder,
-                                            io::Tensors (*tensors_of)(const std::filesystem::path& file,
-                                                                      const Manifest::File& listed)) {
+GRADACCUM_INLINE Archive::Values read_state(const std::filesystem::path& folder, bool mapped) {
   const auto manifest = read_manifest(folder);
   check_no_others(folder, manifest);
   Archive::Values values;
   for (auto& value : manifest.values) std::visit([&](auto& held) { values[value.first] = held; }, value.second);
-  if (const auto undefined = values.extract(FilesOfState::undefined_name)) {
+  if (const auto undefined = values.extract(undefined_name)) {
     const auto* const names = std::get_if<std::string>(&undefined.mapped());
     TORCH_CHECK(names, folder.string(), ": the names of undefined tensors must be a text");
     std::istringstream lines(*names);
@@ -156,17 +147,13 @@ GRADACCUM_INLINE Archive::Values read_state(const std::filesystem::path& folder,
   for (auto& [name, listed] : manifest.files) {
     const auto path = folder / name;
     const auto part = path.stem().string();
-    for (auto& [key, tensor] : tensors_of(path, listed)) {
+    for (auto& [key, tensor] : mapped ? map_listed_tensors(path, listed) : read_listed_tensors(path, listed)) {
       const auto full = part == "state" ? key : part + "." + key;
       const bool is_new = values.emplace(full, tensor).second;
       TORCH_CHECK(is_new, path.string(), ": a value '", full, "' is there twice");
     }
   }
   return values;
-}
-
-GRADACCUM_INLINE Archive::Values map_state(const std::filesystem::path& folder) {
-  return read_state(folder, map_listed_tensors);
 }
 
 /// The tensors of each file.
@@ -216,6 +203,33 @@ GRADACCUM_INLINE void save_shard(const std::map<std::string, io::PlannedTensor>&
   replace_file(path, [&](OutputFile& file) {
     write_safetensors([&](auto* data, auto size) { file.write(data, size); }, std::move(entries), made, metadata);
   });
+}
+
+/// Returns true also for a dangling link, so that errors name it.
+GRADACCUM_INLINE bool is_there(const std::filesystem::path& path) {
+  std::error_code ignored;
+  return std::filesystem::exists(std::filesystem::symlink_status(path, ignored));
+}
+
+/// Returns the file or index that `path`, itself or as its folder, refers to.
+GRADACCUM_INLINE std::filesystem::path weights_path(const std::filesystem::path& path) {
+  std::error_code ignored;
+  const bool is_folder = std::filesystem::is_directory(path, ignored);
+  for (auto* name : {weights_name, weights_index_name})
+    if (is_folder && is_there(path / name)) return path / name;
+  for (auto* name : {"pytorch_model.bin", "pytorch_model.bin.index.json"})
+    if (is_folder ? is_there(path / name) : path.filename() == name)
+      throw std::runtime_error(
+          (is_folder ? path / name : path).string() +
+          ": must be in safetensors files; a pickle can run any program, and is not read. This line makes "
+          "model.safetensors of it, in its folder:\n"
+          "python3 -c \"import glob, torch, safetensors.torch; safetensors.torch.save_file("
+          "{n: t.clone(memory_format=torch.contiguous_format) for f in glob.glob('pytorch_model*.bin') "
+          "for n, t in torch.load(f, map_location='cpu', weights_only=True).items()}, "
+          "'model.safetensors', {'format': 'pt'})\"");
+  if (!is_folder) return path;
+  throw std::runtime_error(path.string() + ": must have " + weights_name + " or " + weights_index_name +
+                           ", got a folder without them; a file of another name is read by its own path");
 }
 
 /// Returns true if `name` is the weight or a module that contains it.
@@ -313,7 +327,7 @@ GRADACCUM_INLINE void write_state(const Archive& archive, const std::filesystem:
 }
 
 GRADACCUM_INLINE Archive::Values read_state(const std::filesystem::path& folder) {
-  return detail::read_state(folder, detail::read_listed_tensors);
+  return detail::read_state(folder, /*mapped=*/false);
 }
 
 GRADACCUM_INLINE void save_sharded(const std::vector<PlannedTensor>& tensors, const std::filesystem::path& folder,
@@ -321,9 +335,8 @@ GRADACCUM_INLINE void save_sharded(const std::vector<PlannedTensor>& tensors, co
                                    const SaveShardedOptions& options) {
   const auto shards = detail::divide_into_shards(tensors, options.shard_bytes);
   detail::make_directory(folder);
-  std::error_code ignored;
   for (const auto* name : {detail::weights_name, detail::weights_index_name})
-    if (std::filesystem::exists(std::filesystem::symlink_status(folder / name, ignored)))
+    if (detail::is_there(folder / name))
       throw std::runtime_error((folder / name).string() +
                                ": must not be there yet: save_sharded writes to a folder without weights");
   detail::WeightMap files;

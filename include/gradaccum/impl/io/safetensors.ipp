@@ -2,7 +2,6 @@
 // Copies tensors to and from safetensors files whose header has been checked.
 #pragma once
 
-#include <gradaccum/detail/io/safetensors_tensors.hpp>
 #include <gradaccum/io/safetensors.hpp>
 
 #include <ATen/ops/empty.h>
@@ -104,9 +103,8 @@ GRADACCUM_INLINE SafetensorsEntry planned_entry(const std::string& name, c10::Sc
   return {.dtype = std::string(found->first), .shape = shape, .begin = 0, .end = bytes};
 }
 
-GRADACCUM_INLINE void write_safetensors(const std::function<void(const void*, std::size_t)>& write,
-                                        const std::map<std::string, at::Tensor>& tensors,
-                                        const std::map<std::string, std::string>& metadata) {
+GRADACCUM_INLINE void write_safetensors(const WriteBytes& write, const io::Tensors& tensors,
+                                        const io::Metadata& metadata) {
   std::vector<NamedSafetensorsEntry> entries;
   for (auto& [name, tensor] : tensors) {
     TORCH_CHECK(tensor.defined(), "safetensors: the tensor ", in_quotes(name), " must be defined");
@@ -116,14 +114,13 @@ GRADACCUM_INLINE void write_safetensors(const std::function<void(const void*, st
                 tensor.toString());
     entries.emplace_back(name, planned_entry(name, tensor.scalar_type(), tensor.sizes().vec()));
   }
-  const auto tensor_of = [&tensors](const std::string& name) { return tensors.at(name); };
-  write_safetensors(write, std::move(entries), tensor_of, metadata);
+  write_safetensors(
+      write, std::move(entries), [&](const std::string& name) { return tensors.at(name); }, metadata);
 }
 
-GRADACCUM_INLINE void write_safetensors(const std::function<void(const void*, std::size_t)>& write,
-                                        std::vector<NamedSafetensorsEntry> entries,
+GRADACCUM_INLINE void write_safetensors(const WriteBytes& write, std::vector<NamedSafetensorsEntry> entries,
                                         const std::function<at::Tensor(const std::string&)>& tensor_of,
-                                        const std::map<std::string, std::string>& metadata) {
+                                        const io::Metadata& metadata) {
   const auto head = lay_out_safetensors(entries, metadata, "safetensors");
   write(head.data(), head.size());
   const at::NoGradGuard no_grad;

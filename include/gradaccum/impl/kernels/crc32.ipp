@@ -82,10 +82,8 @@ __attribute__((target("pclmul"))) GRADACCUM_INLINE std::uint32_t crc32_by_foldin
   std::memcpy(chains, data, sizeof chains);
   chains[0] = _mm_xor_si128(chains[0], _mm_cvtsi32_si128(static_cast<int>(crc)));
   for (data += 64, size -= 64; size >= 64; data += 64, size -= 64) {
-    chains[0] = crc32_fold<512>(chains[0], data);
-    chains[1] = crc32_fold<512>(chains[1], data + 16);
-    chains[2] = crc32_fold<512>(chains[2], data + 32);
-    chains[3] = crc32_fold<512>(chains[3], data + 48);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) chains[i] = crc32_fold<512>(chains[i], data + 16 * i);
   }
   return crc32_by_tables(crc32_by_tables(0, reinterpret_cast<unsigned char*>(chains), sizeof chains), data, size);
 }
@@ -96,10 +94,8 @@ __attribute__((target("vpclmulqdq,avx512f"))) GRADACCUM_INLINE std::uint32_t crc
   std::memcpy(chains, data, sizeof chains);
   chains[0] = _mm512_xor_si512(chains[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(crc))));
   for (data += 256, size -= 256; size >= 256; data += 256, size -= 256) {
-    chains[0] = crc32_fold_wide<2048>(chains[0], data);
-    chains[1] = crc32_fold_wide<2048>(chains[1], data + 64);
-    chains[2] = crc32_fold_wide<2048>(chains[2], data + 128);
-    chains[3] = crc32_fold_wide<2048>(chains[3], data + 192);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) chains[i] = crc32_fold_wide<2048>(chains[i], data + 64 * i);
   }
   return crc32_by_tables(crc32_by_tables(0, reinterpret_cast<unsigned char*>(chains), sizeof chains), data, size);
 }

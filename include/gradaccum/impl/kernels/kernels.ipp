@@ -33,6 +33,7 @@
 #include <limits>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #include <gradaccum/detail/kernels/on_device.hpp>
 
@@ -72,6 +73,15 @@ GRADACCUM_INLINE at::ScalarType state_type(const at::Tensor& parameter) {
   return at::toOpMathType(parameter.scalar_type());
 }
 
+GRADACCUM_INLINE at::ScalarType gradient_type(const at::Tensor& parameter, const at::Tensor& gradient) {
+  return gradient.scalar_type() == parameter.scalar_type() ? gradient.scalar_type() : state_type(parameter);
+}
+
+GRADACCUM_INLINE at::Tensor in_reach(const at::Tensor& gradient, const at::Tensor& parameter, double& multiplier) {
+  if (at::elementSize(gradient.scalar_type()) <= at::elementSize(state_type(parameter))) return gradient;
+  return gradient.mul(std::exchange(multiplier, 1.0));
+}
+
 GRADACCUM_INLINE at::Tensor checked_state(const at::Tensor& state, const at::Tensor& parameter, const char* name) {
   const auto like = plain_layout_of(parameter);
   if (!state.defined()) {
@@ -95,20 +105,11 @@ GRADACCUM_INLINE void check_can_be_stepped(const char* optimizer, const at::Tens
               optimizer, ": a parameter must be dense, and its gradient dense or sparse COO, got layouts ",
               parameter.layout(), " and ", gradient.layout());
   const auto number = at::toRealValueType(parameter.scalar_type());
-  TORCH_CHECK(number == at::kDouble || number == at::kFloat || number == at::kHalf || number == at::kBFloat16,
-              optimizer, ": a parameter must be floating or complex, of 16 bits or more, got ",
+  TORCH_CHECK(has_kernels(number), optimizer, ": a parameter must be floating or complex, of 16 bits or more, got ",
               parameter.scalar_type());
   TORCH_CHECK(!parameter._is_zerotensor() && (!parameter.is_inference() || c10::InferenceMode::is_enabled()), optimizer,
               ": a parameter must be a tensor that can be written to, got an inference tensor or a lazy zero");
   if (!is_plain(parameter)) at::assert_no_internal_overlap(parameter);  // expanded: several elements share one number
-}
-
-GRADACCUM_INLINE void check_can_be_stepped_densely(const char* optimizer, const at::Tensor& parameter,
-                                                   const at::Tensor& gradient) {
-  TORCH_CHECK(!gradient.is_sparse(), optimizer,
-              ": a gradient must be dense, got a sparse one for a parameter of shape ", parameter.sizes(),
-              "; use AdamW, or an embedding that is not sparse");
-  check_can_be_stepped(optimizer, parameter, gradient);
 }
 
 GRADACCUM_INLINE at::Tensor as_real(const at::Tensor& t) { return t.is_complex() ? at::view_as_real(t) : t; }
@@ -118,17 +119,6 @@ GRADACCUM_INLINE void write_back(const at::Tensor& parameter, const at::Tensor& 
     parameter.copy_(stepped);
   else if (!parameter.is_inference())
     parameter.unsafeGetTensorImpl()->bump_version();
-}
-
-GRADACCUM_INLINE DenseOperands::DenseOperands(const at::Tensor& parameter, const at::Tensor& gradient,
-                                              at::ScalarType dtype)
-    : owner_(parameter), parameter_(parameter) {
-  if (!is_plain(parameter) || parameter.scalar_type() != dtype)
-    parameter_ = at::empty_like(parameter, parameter.options().dtype(dtype)).copy_(parameter);
-  const bool same = gradient.scalar_type() == dtype;  // otherwise float32, as sums of 16-bit gradients may be
-  gradient_ = in_order_of(parameter_, gradient, same ? dtype : state_type(parameter_));
-  copied_ =
-      (parameter_.is_same(parameter) ? 0 : parameter.numel()) + (gradient_.is_same(gradient) ? 0 : gradient.numel());
 }
 
 /// Returns the k-th number, k >= 1.
@@ -170,6 +160,7 @@ GRADACCUM_INLINE DynamicMap make_dynamic_map(bool is_signed) {
       map.edge[decade] = number(next - 1) + (number(next) - number(next - 1)) / 2;
     }
   }
+  if (!is_signed) map.edge[0] = 0;
   for (int code = 0; code < 256; ++code)
     map.values[static_cast<std::size_t>(code)] = !is_signed   ? number(code + 1)
                                                  : code < 127 ? -number(127 - code)
@@ -181,17 +172,8 @@ GRADACCUM_INLINE const DynamicMap& signed_map() {
   static const DynamicMap map = make_dynamic_map(true);
   return map;
 }
-GRADACCUM_INLINE const DynamicMap& unsigned_map() {
-  static const DynamicMap map = make_dynamic_map(false);
-  return map;
-}
-
 GRADACCUM_INLINE const DynamicMap& second_moment_map() {
-  static const DynamicMap map = [] {
-    auto from_zero = unsigned_map();
-    from_zero.edge[0] = 0;
-    return from_zero;
-  }();
+  static const DynamicMap map = make_dynamic_map(false);
   return map;
 }
 
@@ -209,21 +191,6 @@ GRADACCUM_INLINE void set_device_kernels(const DeviceKernels* kernels) { kernels
 
 GRADACCUM_INLINE void* native_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
-}
-
-/// Launches kernels for tensors of one dtype, whose norms are written to `norms`.
-GRADACCUM_INLINE void launch_norms(const DeviceKernels& kernels, const std::vector<at::Tensor>& tensors, double* norms,
-                                   double* partial_sums, void* stream) {
-  SquaresLaunch launch(partial_sums, norms);
-  const auto run = [&] {
-    kernels.l2_norms(launch, tensors.front().scalar_type(), stream);
-    launch = SquaresLaunch(launch.partial_sums + launch.blocks, launch.norms + launch.size);
-  };
-  for (auto& tensor : tensors) {
-    if (launch.full()) run();
-    launch.add(tensor.const_data_ptr(), tensor.numel());
-  }
-  run();
 }
 
 GRADACCUM_INLINE bool can_be_normed_on_device(const at::Tensor& tensor) {
@@ -250,7 +217,16 @@ GRADACCUM_INLINE at::Tensor l2_norms_on_device(const std::vector<at::Tensor>& te
   const auto count = static_cast<std::int64_t>(tensors.size());
   const auto norms = memory.take(count + blocks, device).narrow(0, 0, count);
   auto* const numbers = norms.mutable_data_ptr<double>();
-  launch_norms(*device_kernels(), tensors, numbers, numbers + count, native_stream(device));
+  SquaresLaunch launch(numbers + count, numbers);
+  const auto run = [&] {
+    device_kernels()->l2_norms(launch, tensors.front().scalar_type(), native_stream(device));
+    launch = SquaresLaunch(launch.partial_sums + launch.tensors.blocks, launch.norms + launch.tensors.size);
+  };
+  for (auto& tensor : tensors) {
+    if (launch.tensors.full()) run();
+    launch.tensors.add({tensor.const_data_ptr(), tensor.numel()});
+  }
+  run();
   return norms;
 }
 
@@ -284,11 +260,6 @@ GRADACCUM_INLINE void parallel_for(std::int64_t count, c10::function_ref<void(st
       },
       /*grain_size=*/1);
 }
-
-}  // namespace gradaccum::detail
-
-/// Each kernel is written once, in an .inl file.
-namespace gradaccum::detail {
 
 GRADACCUM_INLINE InstructionSet instruction_set() {
   static const auto found = [] {
@@ -345,45 +316,24 @@ namespace avx2 = portable;
 namespace avx512 = portable;
 #endif
 
-template <class Function>
-Function* of_set(InstructionSet set, Function* portable, Function* avx2, Function* avx512) {
-  return set == InstructionSet::avx512 ? avx512 : set == InstructionSet::avx2 ? avx2 : portable;
+template <auto kernel>
+std::remove_cvref_t<decltype(std::declval<Kernels>().*kernel)> kernel_of(InstructionSet set) {
+  constexpr auto with_avx512 = avx512::kernels.*kernel, with_avx2 = avx2::kernels.*kernel, other = portable::kernels.*kernel;
+  return set == InstructionSet::avx512 ? with_avx512 : set == InstructionSet::avx2 ? with_avx2 : other;
 }
+#ifdef GRADACCUM_COMPILED
+template SumOfSquares (*kernel_of<&Kernels::sum_of_squares>(InstructionSet))(at::ScalarType);
+template ForTypes<Kernel<SgdOperand>*> kernel_of<&Kernels::sgd>(InstructionSet);
+template ForTypes<Kernel<AdamOperand>*> kernel_of<&Kernels::adam>(InstructionSet);
+template ForTypes<Kernel<Adam8bitOperand>*> kernel_of<&Kernels::adam8bit>(InstructionSet);
+template ForTypes<AdafactorKernels> kernel_of<&Kernels::adafactor>(InstructionSet);
+#endif
 
-GRADACCUM_INLINE SumOfSquares sum_of_squares_of(at::ScalarType dtype, InstructionSet set) {
-  return of_set(set, portable::sum_of_squares_of, avx2::sum_of_squares_of, avx512::sum_of_squares_of)(dtype);
-}
-GRADACCUM_INLINE AdamKernel adam_kernel(at::ScalarType parameter, at::ScalarType gradient, InstructionSet set,
-                                        bool rounded) {
-  return of_set(set, portable::adam_kernel, avx2::adam_kernel, avx512::adam_kernel)(parameter, gradient, rounded);
-}
-GRADACCUM_INLINE Adam8bitKernel adam8bit_kernel(at::ScalarType parameter, at::ScalarType gradient, InstructionSet set,
-                                                bool rounded) {
-  return of_set(set, portable::adam8bit_kernel, avx2::adam8bit_kernel, avx512::adam8bit_kernel)(parameter, gradient,
-                                                                                                rounded);
-}
-GRADACCUM_INLINE SgdKernel sgd_kernel(at::ScalarType parameter, at::ScalarType gradient, InstructionSet set,
-                                      bool rounded) {
-  return of_set(set, portable::sgd_kernel, avx2::sgd_kernel, avx512::sgd_kernel)(parameter, gradient, rounded);
-}
-GRADACCUM_INLINE AdafactorKernels adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient,
-                                                    InstructionSet set, bool rounded) {
-  if (set == InstructionSet::avx512) return avx512::adafactor_kernels(parameter, gradient, rounded);
-  return set == InstructionSet::avx2 ? avx2::adafactor_kernels(parameter, gradient, rounded)
-                                     : portable::adafactor_kernels(parameter, gradient, rounded);
-}
 GRADACCUM_INLINE AdafactorKernels narrow_adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient,
                                                            bool rounded) {
   using Narrow = portable::AdafactorIn<portable::Lanes<float, 1>, portable::Lanes<double, 1>>;
   return portable::of_types<AdafactorKernels(), Narrow::OfTypes>(parameter, gradient, rounded)();
 }
-
-}  // namespace gradaccum::detail
-
-#undef GRADACCUM_ON_DEVICE
-#undef GRADACCUM_UNROLL
-
-namespace gradaccum::detail {
 
 GRADACCUM_INLINE bool can_be_summed_here(const at::Tensor& tensor) {
   return tensor.device().is_cpu() && tensor.is_non_overlapping_and_dense() && !tensor._is_zerotensor() &&
@@ -403,14 +353,14 @@ GRADACCUM_INLINE double sum_of_squares_of_rows(const SquaredNumbers& of, std::in
     std::copy_n(values + ((row - begin) * width + first - *row * width) * size, (last - first) * size,
                 numbers.data() + (first - from) * size);
   }
-  return numbers.empty() ? 0 : sum_of_squares_of(of.values.scalar_type())(numbers.data(), count);
+  return numbers.empty() ? 0 : kernel_of<&Kernels::sum_of_squares>()(of.values.scalar_type())(numbers.data(), count);
 }
 
 GRADACCUM_INLINE double sum_of_squares_of_part(const SquaredNumbers& of, std::int64_t from, std::int64_t count) {
   if (of.rows.defined()) return sum_of_squares_of_rows(of, from, count);
   const auto* const begin = static_cast<const char*>(of.values.const_data_ptr());
-  return sum_of_squares_of(of.values.scalar_type())(begin + from * static_cast<std::int64_t>(of.values.element_size()),
-                                                    count);
+  const auto* const first = begin + from * static_cast<std::int64_t>(of.values.element_size());
+  return kernel_of<&Kernels::sum_of_squares>()(of.values.scalar_type())(first, count);
 }
 
 GRADACCUM_INLINE std::vector<double> sums_of_squares(const std::vector<SquaredNumbers>& all) {
@@ -430,5 +380,8 @@ GRADACCUM_INLINE std::vector<double> sums_of_squares(const std::vector<SquaredNu
 }
 
 }  // namespace gradaccum::detail
+
+#undef GRADACCUM_ON_DEVICE
+#undef GRADACCUM_UNROLL
 
 #undef GRADACCUM_INLINE

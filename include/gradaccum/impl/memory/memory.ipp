@@ -3,6 +3,7 @@
 #pragma once
 
 #include <gradaccum/detail/memory/memory_ledger.hpp>
+#include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/memory_meter.hpp>
 
 #include <c10/core/CPUAllocator.h>
@@ -21,7 +22,6 @@
 #include <array>
 #include <charconv>
 #include <fstream>
-#include <iterator>
 #include <limits>
 #include <ostream>
 #include <sstream>
@@ -29,49 +29,6 @@
 #include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum::detail {
-
-GRADACCUM_INLINE std::int64_t BlockTable::exchange(const void* block, std::int64_t bytes) {
-  auto slot = find(block);
-  if (slots_[slot].block) {
-    const auto before = std::exchange(slots_[slot].bytes, bytes);
-    if (bytes == 0) erase(slot);
-    return before;
-  }
-  if (bytes == 0) return 0;
-  slots_[slot] = {block, bytes};
-  if (++count_ * 2 > slots_.size()) grow();
-  return 0;
-}
-
-/// Takes the upper bits of a product, which depend on all bits of its factors.
-GRADACCUM_INLINE std::size_t BlockTable::home(const void* block) const {
-  return static_cast<std::size_t>((reinterpret_cast<std::uintptr_t>(block) * 0x9E3779B97F4A7C15u) >> shift_);
-}
-
-/// Finds the slot that the block has, or would get.
-GRADACCUM_INLINE std::size_t BlockTable::find(const void* block) const {
-  auto slot = home(block);
-  while (slots_[slot].block && slots_[slot].block != block) slot = next(slot);
-  return slot;
-}
-
-/// Moves the blocks behind the gap up, unless that would put them before their home.
-GRADACCUM_INLINE void BlockTable::erase(std::size_t gap) {
-  --count_;
-  for (auto slot = next(gap); slots_[slot].block; slot = next(slot)) {
-    const auto from_home = (slot - home(slots_[slot].block)) & (slots_.size() - 1);
-    const auto from_gap = (slot - gap) & (slots_.size() - 1);
-    if (from_home >= from_gap) slots_[std::exchange(gap, slot)] = slots_[slot];
-  }
-  slots_[gap] = {};
-}
-
-GRADACCUM_INLINE void BlockTable::grow() {
-  const auto old = std::exchange(slots_, std::vector<Slot>(slots_.size() * 2));
-  --shift_;
-  for (auto& slot : old)
-    if (slot.block) slots_[find(slot.block)] = slot;
-}
 
 GRADACCUM_INLINE bool MemoryLedger::possible() {
   auto* const installed = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE);
@@ -91,24 +48,6 @@ GRADACCUM_INLINE void MemoryLedger::reportMemoryUsage(void* block, std::int64_t 
   // An entry for a block that is allocated now belongs to one whose free was not reported.
   add(device, -held_.exchange(block, std::max<std::int64_t>(bytes, 0)));
   if (bytes > 0) add(device, bytes);
-}
-
-GRADACCUM_INLINE MemoryLedger::Account MemoryLedger::total() const {
-  const std::lock_guard lock(mutex_);
-  return total_;
-}
-
-GRADACCUM_INLINE MemoryLedger::Account MemoryLedger::of(c10::Device device) const {
-  const std::lock_guard lock(mutex_);
-  for (auto& [known, account] : by_device_)
-    if (known == device) return account;
-  return {};
-}
-
-GRADACCUM_INLINE void MemoryLedger::reset_peak() {
-  const std::lock_guard lock(mutex_);
-  total_.peak = total_.live;
-  for (auto& [device, account] : by_device_) account.peak = account.live;
 }
 
 GRADACCUM_INLINE void MemoryLedger::add(c10::Device device, std::int64_t bytes) {
@@ -131,16 +70,6 @@ GRADACCUM_INLINE void AllocationLog::reportMemoryUsage(void* block, std::int64_t
   }
 }
 
-GRADACCUM_INLINE bool AllocationLog::has(const at::Tensor& tensor) const {
-  const std::lock_guard lock(mutex_);
-  return live_.contains(tensor.storage().data());
-}
-
-GRADACCUM_INLINE std::size_t AllocationLog::now() const {
-  const std::lock_guard lock(mutex_);
-  return entries_.size();
-}
-
 GRADACCUM_INLINE void AllocationLog::exclude(const at::Tensor& tensor) {
   for_each_storage(tensor, [this](const c10::Storage& storage) {
     const std::lock_guard lock(mutex_);
@@ -160,10 +89,6 @@ GRADACCUM_INLINE AllocationLog::Bytes AllocationLog::between(std::size_t from, s
   return bytes;
 }
 
-GRADACCUM_INLINE AllocationScope::AllocationScope(const char* impossible)
-    : log_(std::make_shared<AllocationLog>(MemoryLedger::innermost(impossible))),
-      guard_(c10::DebugInfoKind::PROFILER_STATE, log_) {}
-
 GRADACCUM_INLINE at::Tensor copied_to(at::Device device, const at::Tensor& of_host) {
   if (!device.is_cuda()) return of_host.to(device);
   return of_host.pin_memory().to(device, /*non_blocking=*/true);
@@ -175,7 +100,7 @@ GRADACCUM_INLINE std::optional<std::int64_t> occupied_memory(c10::Device device)
     return static_cast<std::int64_t>(total - free);
   }
   std::int64_t virtual_pages = 0, resident_pages = 0;
-  if (!(std::ifstream("/proc/self/statm") >> virtual_pages >> resident_pages)) return std::nullopt;
+  if (!(plain_stream(text_of_system_file("/proc/self/statm")) >> virtual_pages >> resident_pages)) return std::nullopt;
   return resident_pages * sysconf(_SC_PAGESIZE);
 } catch (const c10::Error&) {  // LibTorch's allocators support this only for some devices
   return std::nullopt;
@@ -193,53 +118,6 @@ GRADACCUM_INLINE void for_each_storage(const at::Tensor& tensor, c10::function_r
   } else if (tensor.has_storage()) {
     use(tensor.storage());
   }
-}
-
-GRADACCUM_INLINE std::int64_t StorageCount::add(const at::Tensor& tensor) {
-  std::int64_t bytes = 0;
-  for_each_storage(tensor, [&](const c10::Storage& storage) {
-    if (counted_.insert(storage.unsafeGetStorageImpl()).second) bytes += static_cast<std::int64_t>(storage.nbytes());
-  });
-  return bytes;
-}
-
-GRADACCUM_INLINE void FreeRanges::add(AddressRange range) {
-  bytes_ += range.bytes;
-  auto after = by_address_.lower_bound(range.address);
-  if (after != by_address_.end() && after->first == range.address + range.bytes) {
-    range.bytes += after->second;
-    after = by_address_.erase(after);
-  }
-  if (after != by_address_.begin())
-    if (const auto before = std::prev(after); before->first + before->second == range.address) {
-      before->second += range.bytes;
-      return;
-    }
-  by_address_.emplace(range.address, range.bytes);
-}
-
-/// Searches all ranges, some hundreds at most: filling a block takes longer.
-GRADACCUM_INLINE std::optional<AddressRange> FreeRanges::take(std::size_t bytes) {
-  auto best = by_address_.end();
-  for (auto range = by_address_.begin(); range != by_address_.end(); ++range)
-    if (range->second >= bytes && (best == by_address_.end() || range->second < best->second)) best = range;
-  if (best == by_address_.end()) return std::nullopt;
-  const AddressRange taken{best->first, bytes};
-  if (best->second > bytes) by_address_.emplace(taken.address + bytes, best->second - bytes);
-  by_address_.erase(best);
-  bytes_ -= bytes;
-  return taken;
-}
-
-GRADACCUM_INLINE AddressRange FreeRanges::take_from_largest(std::size_t most) {
-  const auto largest = std::ranges::max_element(by_address_, {}, [](auto& range) { return range.second; });
-  if (largest == by_address_.end()) return {};
-  const auto bytes = std::min(largest->second, most);
-  largest->second -= bytes;
-  bytes_ -= bytes;
-  const AddressRange taken{largest->first + largest->second, bytes};
-  if (largest->second == 0) by_address_.erase(largest);
-  return taken;
 }
 
 inline constexpr std::size_t page_bytes = std::size_t{1} << 16;  // a multiple of the page size of any system
@@ -293,28 +171,6 @@ GRADACCUM_INLINE void* PageAllocator::allocate(std::size_t bytes) {
   return block;
 }
 
-GRADACCUM_INLINE bool PageAllocator::has(const void* block) const {
-  const std::lock_guard lock(mutex_);
-  return blocks_.contains(block);
-}
-
-GRADACCUM_INLINE void PageAllocator::free(void* block) {
-  const std::lock_guard lock(mutex_);
-  const auto node = blocks_.extract(block);
-  used_ -= node.mapped();
-  warm_.add({reinterpret_cast<std::uintptr_t>(block), node.mapped()});
-}
-
-GRADACCUM_INLINE std::size_t PageAllocator::used_bytes() const {
-  const std::lock_guard lock(mutex_);
-  return used_;
-}
-
-GRADACCUM_INLINE std::size_t PageAllocator::resident_bytes() const {
-  const std::lock_guard lock(mutex_);
-  return used_ + warm_.bytes();
-}
-
 GRADACCUM_INLINE std::string text_of_system_file(const std::filesystem::path& path) {
   std::string text(std::size_t{1} << 16, '\0');
   std::ifstream file(path, std::ios::binary);
@@ -328,7 +184,7 @@ GRADACCUM_INLINE std::optional<std::int64_t> bytes_after(const std::string& name
   for (std::string line; std::getline(all, line);) {
     if (!line.starts_with(name) || line.size() == name.size()) continue;
     if (const char next = line[name.size()]; next != ':' && next != ' ') continue;
-    std::istringstream rest(line.substr(name.size() + 1));
+    auto rest = plain_stream(line.substr(name.size() + 1));
     std::int64_t number = 0;
     std::string unit;
     if (!(rest >> number) || number < 0 || number > std::int64_t{1} << 50) return std::nullopt;
@@ -430,8 +286,7 @@ GRADACCUM_INLINE std::ostream& operator<<(std::ostream& out, const MemoryPlan& p
   return out;
 }
 
-/// Large blocks are kept unless there is another allocator already. malloc's settings keep small blocks, and memory of
-/// other objects than tensors.
+/// Large blocks are kept unless there is another allocator already; malloc's settings keep small ones, and others'.
 GRADACCUM_INLINE bool keep_freed_memory() {
   bool keeps = false;
 #ifdef __linux__

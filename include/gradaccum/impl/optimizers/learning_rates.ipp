@@ -13,7 +13,6 @@
 #include <cstddef>
 #include <limits>
 #include <numbers>
-#include <sstream>
 #include <stdexcept>
 
 #include <gradaccum/impl/begin.ipp>
@@ -31,8 +30,6 @@ GRADACCUM_INLINE std::vector<torch::optim::OptimizerParamGroup>& LearningRates::
   return groups;
 }
 
-GRADACCUM_INLINE double LearningRates::current() const { return groups()[0].options().get_lr(); }
-
 /// Checks that the options can get and set their rate: LibTorch's own can, but their base class throws.
 GRADACCUM_INLINE double LearningRates::rate_of(torch::optim::OptimizerOptions& options) {
   double rate = 0;
@@ -42,7 +39,8 @@ GRADACCUM_INLINE double LearningRates::rate_of(torch::optim::OptimizerOptions& o
   } catch (const c10::Error&) {
     TORCH_CHECK(false, "LearningRates: ", detail::type_name(options), " must override get_lr() and set_lr()");
   }
-  TORCH_CHECK(std::isfinite(rate) && rate >= 0, "LearningRates: a group's rate must be finite and >= 0, got ", rate);
+  TORCH_CHECK(detail::is_finite(rate) && rate >= 0, "LearningRates: a group's rate must be finite and >= 0, got ",
+              rate);
   return rate;
 }
 
@@ -61,11 +59,20 @@ GRADACCUM_INLINE void LearningRates::follow() {
 }
 
 GRADACCUM_INLINE void LearningRates::set(double rate) {
-  TORCH_CHECK(std::isfinite(rate) && rate >= 0, "LearningRates: a rate must be finite and >= 0, got ", rate);
+  TORCH_CHECK(detail::is_finite(rate) && rate >= 0, "LearningRates: a rate must be finite and >= 0, got ", rate);
   follow();
   for (auto ratio : ratios_)
-    TORCH_CHECK(std::isfinite(rate * ratio), "LearningRates: a group's rate must be finite, got ", rate, " * ", ratio);
+    TORCH_CHECK(detail::is_finite(rate * ratio), "LearningRates: a group's rate must be finite, got ", rate, " * ",
+                ratio);
   for (std::size_t i = 0; i < ratios_.size(); ++i) groups()[i].options().set_lr(rate * ratios_[i]);
+}
+
+GRADACCUM_INLINE void LearningRates::reduce(double factor, double least, double eps) {
+  follow();
+  for (auto& group : groups()) {
+    const auto before = group.options().get_lr(), after = std::max(before * factor, least);
+    if (before - after > eps) group.options().set_lr(after);
+  }
 }
 
 }  // namespace gradaccum
@@ -108,7 +115,7 @@ struct Phases {
 
  private:
   void check(std::int64_t update) const {
-    require(std::isfinite(peak) && peak > 0, "peak must be finite and > 0", peak);
+    require(detail::is_finite(peak) && peak > 0, "peak must be finite and > 0", peak);
     require(total >= 1, "total must be >= 1", total);
     require(0 <= warmup && warmup <= total, total == no_end ? "warmup must be >= 0" : "warmup must be in [0, total]",
             warmup);
@@ -120,10 +127,7 @@ struct Phases {
   }
 
   void require(bool holds, const char* requirement, auto got) const {
-    if (holds) return;
-    std::ostringstream message;
-    message << owner << ": " << requirement << ", got " << got;
-    throw std::invalid_argument(message.str());
+    if (!holds) throw std::invalid_argument(c10::str(owner, ": ", requirement, ", got ", got));
   }
 };
 

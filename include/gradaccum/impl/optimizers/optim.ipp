@@ -3,8 +3,6 @@
 #pragma once
 
 #include <gradaccum/optim/adafactor.hpp>
-#include <gradaccum/optim/adam.hpp>
-#include <gradaccum/optim/adam8bit.hpp>
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/optim/adamw8bit.hpp>
 #include <gradaccum/optim/sgd.hpp>
@@ -26,9 +24,9 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
-#include <cmath>
 #include <numeric>
 #include <tuple>
+#include <unordered_set>
 
 #include <gradaccum/impl/begin.ipp>
 
@@ -65,6 +63,78 @@ GRADACCUM_INLINE std::uint64_t scattered(std::uint64_t x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
   return x ^ (x >> 31);
+}
+
+/// Returns the settings of Adam's next step, or of AdamW's, whose options say that the weight decay is decoupled.
+template <class Optimizer, class Options>
+AdamSettings settings_of(const Options& options, std::int64_t steps) {
+  constexpr bool decoupled = std::is_same_v<Options, torch::optim::AdamWOptions>;
+  TORCH_CHECK(steps >= 0, Optimizer::name, ": the step count must be >= 0, got ", steps);
+  const auto [beta1, beta2] = options.betas();
+  return {options.lr(), beta1, beta2, options.eps(), options.weight_decay(), options.amsgrad(), decoupled, steps + 1};
+}
+
+/// Steps the rows of a sparse gradient on a device: by index, which takes no memory and does not wait; or, if several
+/// dimensions are sparse or algorithms must be deterministic, after coalescing, which waits.
+GRADACCUM_INLINE std::function<void()> row_step_of(const at::Tensor& parameter, const at::Tensor& gradient,
+                                                   const Multiplier& multiplier, double lr) {
+  auto rows = gradient.to(state_type(parameter), /*non_blocking=*/false, /*copy=*/true);
+  multiply_({rows}, multiplier);
+  const bool by_number = rows.sparse_dim() == 1 && !at::globalContext().deterministicAlgorithms();
+  if (!by_number) rows = rows.coalesce();
+  if (const auto is_skipped = is_skipped_on(parameter.device(), multiplier); is_skipped.defined())
+    rows._values().masked_fill_(is_skipped, 0);
+  rows._values().mul_(-lr);  // before rounding to the parameter's dtype
+  rows = rows.to(parameter.scalar_type());
+  if (by_number)
+    return [parameter, numbers = rows._indices()[0], values = rows._values()] {
+      parameter.index_add_(0, numbers, values);
+    };
+  return [parameter, rows] { parameter.add_(rows); };
+}
+
+/// Returns the dimensions by descending stride; undefined for row-major, sparse and undefined tensors.
+GRADACCUM_INLINE at::Tensor order_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.is_sparse() || tensor.is_contiguous()) return {};
+  std::vector<std::int64_t> dimensions(static_cast<std::size_t>(tensor.dim()));
+  std::iota(dimensions.begin(), dimensions.end(), std::int64_t{0});
+  std::stable_sort(dimensions.begin(), dimensions.end(),
+                   [&](auto a, auto b) { return tensor.stride(a) > tensor.stride(b); });
+  return at::tensor(dimensions, at::kLong);
+}
+
+GRADACCUM_INLINE std::vector<std::int64_t> dimensions_in(const at::Tensor& order) {
+  const auto here = order.cpu().contiguous();
+  const auto* const first = here.const_data_ptr<std::int64_t>();
+  return {first, first + here.numel()};
+}
+
+/// Validates an order that was read from a file.
+GRADACCUM_INLINE void check_order(const at::Tensor& order, std::int64_t dimensions) {
+  if (!order.defined()) return;
+  std::vector<std::int64_t> all(static_cast<std::size_t>(dimensions));
+  std::iota(all.begin(), all.end(), std::int64_t{0});
+  const bool is_list = order.scalar_type() == at::kLong && order.dim() == 1 && order.numel() == dimensions;
+  const bool each_once = is_list && std::ranges::is_permutation(dimensions_in(order), all);
+  TORCH_CHECK(each_once, "optimizer state: order must have the dimensions of its parameter, each once");
+}
+
+/// The least size for 8-bit moments, which also need float32, bfloat16 or float16. Other tensors keep float moments.
+inline constexpr std::int64_t smallest_coded = 4096;
+
+/// Calls `visit(name, tensor, shape)` for each state tensor that a step of the parameter needs.
+template <class Visit>
+void for_each_needed(optim::AdafactorParamState& state, const at::Tensor& parameter, bool momentum,
+                     const Visit& visit) {
+  if (parameter.dim() < 2) {
+    visit("variance", state.variance(), parameter.sizes());
+  } else {
+    auto rows = parameter.sizes().vec(), columns = rows;
+    rows.back() = columns[columns.size() - 2] = 1;
+    visit("row_var", state.row_var(), at::IntArrayRef(rows));
+    visit("col_var", state.col_var(), at::IntArrayRef(columns));
+  }
+  if (momentum) visit("exp_avg", state.exp_avg(), parameter.sizes());
 }
 
 }  // namespace gradaccum::detail
@@ -132,8 +202,7 @@ GRADACCUM_INLINE void OnePass::sync_step_count() const {
       if (auto* const count = detail::step_count_of(*known->second)) *count -= steps;
 }
 
-/// Throws if a parameter is listed twice, as it would be stepped twice at the same time. Cheap while the list is
-/// unchanged.
+/// Throws if a parameter is listed twice, as two threads would step it. Cheap while the list is unchanged.
 GRADACCUM_INLINE void OnePass::check_distinct() {
   std::size_t i = 0;
   bool same = true;
@@ -221,16 +290,6 @@ GRADACCUM_INLINE std::function<void()> OnePass::take_named_state(const detail::N
   };
 }
 
-GRADACCUM_INLINE void OnePass::save_rounding(torch::serialize::OutputArchive& archive) const {
-  if (!rounded_steps_.empty()) archive.write(detail::saved_rounding, c10::IValue(rounded_steps_));
-}
-
-GRADACCUM_INLINE void OnePass::load_rounding(torch::serialize::InputArchive& archive) {
-  c10::IValue steps;
-  set_rounded_steps(archive.try_read(detail::saved_rounding, steps) ? steps.toIntVector()
-                                                                    : std::vector<std::int64_t>());
-}
-
 GRADACCUM_INLINE void OnePass::set_rounded_steps(std::vector<std::int64_t> steps) {
   for (auto count : steps) TORCH_CHECK(count >= 0, "stochastic_rounding: a step count must be >= 0, got ", count);
   rounded_steps_ = std::move(steps);
@@ -241,7 +300,7 @@ void OnePassOptimizer<Derived, Base, State>::save(torch::serialize::OutputArchiv
   sync_step_count();
   detail::make_dense(*this);
   Base::save(archive);
-  save_rounding(archive);
+  if (!rounded_steps_.empty()) archive.write(detail::saved_rounding, c10::IValue(rounded_steps_));
 }
 
 template <class Derived, class Base, class State>
@@ -249,20 +308,56 @@ void OnePassOptimizer<Derived, Base, State>::load(torch::serialize::InputArchive
   sync_step_count();
   Base::load(archive);
   detail::make_dense(*this);  // LibTorch's SGD may have saved the sum of sparse gradients
-  load_rounding(archive);
+  c10::IValue steps;
+  set_rounded_steps(archive.try_read(detail::saved_rounding, steps) ? steps.toIntVector()
+                                                                    : std::vector<std::int64_t>());
 }
 
 template <class Derived, class Base, class State>
-const State* OnePassOptimizer<Derived, Base, State>::known_state(const at::Tensor& parameter) const {
-  const auto known = this->state_.find(parameter.unsafeGetTensorImpl());
-  return known == this->state_.end() ? nullptr : static_cast<const State*>(known->second.get());
+template <class Options, class Prepare>
+auto OnePassOptimizer<Derived, Base, State>::states_after(const detail::GradientOf& gradient_of, const Prepare& prepare)
+    -> States {
+  States states;
+  for (auto& group : this->param_groups()) {
+    const auto& options = static_cast<const Options&>(group.options());
+    if constexpr (requires { Derived::check(options); }) Derived::check(options);  // may have been changed or loaded
+    for (auto& parameter : group.params()) {
+      const at::Tensor& gradient = gradient_of(parameter);
+      if (!gradient.defined()) continue;
+      detail::check_can_be_stepped(Derived::name, parameter, gradient);
+      const auto* const known = known_state(parameter);
+      prepare(options, parameter, gradient, states.emplace_back(parameter, known ? *known : State()).second);
+    }
+  }
+  return states;
 }
 
 template <class Derived, class Base, class State>
-State& OnePassOptimizer<Derived, Base, State>::state_of(const at::Tensor& parameter) {
-  auto& state = this->state_[parameter.unsafeGetTensorImpl()];
-  if (!state) state = std::make_unique<State>();
-  return static_cast<State&>(*state);
+void OnePassOptimizer<Derived, Base, State>::set_states(States states) {
+  for (auto& [parameter, state] : states) {
+    auto& own = this->state_[parameter.unsafeGetTensorImpl()];
+    if (!own) own = std::make_unique<State>();
+    static_cast<State&>(*own) = std::move(state);
+  }
+}
+
+template <class Derived, class Base, class State>
+template <class Options>
+void OnePassOptimizer<Derived, Base, State>::move_as_adam(const detail::GradientOf& gradient_of,
+                                                          const detail::Multiplier& multiplier) {
+  std::vector<detail::AdamStep> steps;
+  auto states = states_after<Options>(gradient_of, [&](auto& options, auto& parameter, auto& gradient, State& state) {
+    const auto settings = detail::settings_of<Derived>(options, state.step());
+    const auto& step = steps.emplace_back(prepared(
+        detail::AdamStep{settings, parameter, gradient, state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq()},
+        multiplier));
+    state.exp_avg(detail::state_tensor(step, step.exp_avg));
+    state.exp_avg_sq(detail::state_tensor(step, step.exp_avg_sq));
+    state.max_exp_avg_sq(settings.amsgrad ? detail::state_tensor(step, step.max_exp_avg_sq) : step.max_exp_avg_sq);
+    state.step(settings.step);
+  });
+  run_steps({}, multiplier, steps);
+  set_states(std::move(states));
 }
 
 template <class Derived, class Options, class State>
@@ -281,7 +376,11 @@ void OwnGroups<Derived, Options, State>::add_param_group(const torch::optim::Opt
               "Options, got those of another optimizer");
   Derived::check(*options);
   torch::optim::Optimizer::add_param_group(group);
-  param_groups().back().set_options(std::make_unique<Options>(*options));
+  if constexpr (std::derived_from<Options, detail::ArchivesItself>) {  // a class that LibTorch does not know
+    auto& added = param_groups().back();
+    const bool is_replaced = !(static_cast<const Options&>(added.options()) == *options);  // not by LibTorch 2.11
+    if (is_replaced) added.set_options(std::make_unique<Options>(options->inherit(static_cast<Options&>(defaults()))));
+  }
 }
 
 template <class Derived, class Options, class State>
@@ -294,129 +393,12 @@ void OwnGroups<Derived, Options, State>::load(torch::serialize::InputArchive& ar
   torch::optim::serialize<State, Options>(archive, *this);
 }
 
-}  // namespace gradaccum::optim
-
-namespace gradaccum::detail {
-
-template <class Options>
-AdamSettings settings_of(const Options& options, bool decoupled, std::int64_t step) {
-  const auto [beta1, beta2] = options.betas();
-  return {options.lr(), beta1, beta2, options.eps(), options.weight_decay(), options.amsgrad(), decoupled, step};
-}
-
-/// Prepares the steps of Adam or AdamW, which differ in their options and states, and in how they apply the weight
-/// decay. `known_state(parameter)` is nullptr before the parameter's first step.
-template <class Options, class ParamState>
-std::vector<AdamStep> adam_steps_of(const char* optimizer, std::vector<torch::optim::OptimizerParamGroup>& groups,
-                                    const GradientOf& gradient_of, const Multiplier& multiplier, bool decoupled,
-                                    c10::function_ref<const ParamState*(const at::Tensor&)> known_state) {
-  std::vector<AdamStep> steps;
-  for (auto& group : groups) {
-    const auto& options = static_cast<const Options&>(group.options());
-    for (auto& parameter : group.params()) {
-      const at::Tensor& gradient = gradient_of(parameter);
-      if (!gradient.defined()) continue;
-      check_can_be_stepped(optimizer, parameter, gradient);
-      const ParamState none;
-      const auto* const known = known_state(parameter);
-      const ParamState& state = known ? *known : none;
-      TORCH_CHECK(state.step() >= 0, optimizer, ": the step count must be >= 0, got ", state.step());
-      steps.push_back(adam_step_of(settings_of(options, decoupled, state.step() + 1), parameter, gradient,
-                                   state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq(), multiplier));
-    }
-  }
-  return steps;
-}
-
-/// Makes the moments of a step that was run the optimizer's.
-template <class ParamState>
-void set_state(ParamState& state, const AdamStep& step) {
-  state.exp_avg(state_tensor(step, step.exp_avg));
-  state.exp_avg_sq(state_tensor(step, step.exp_avg_sq));
-  state.max_exp_avg_sq(step.settings.amsgrad ? state_tensor(step, step.max_exp_avg_sq) : step.max_exp_avg_sq);
-  state.step(step.settings.step);
-}
-
-/// Steps the rows of a sparse gradient on a device: by index, which takes no memory and does not wait; or, if several
-/// dimensions are sparse or algorithms must be deterministic, after coalescing, which waits.
-GRADACCUM_INLINE std::function<void()> row_step_of(const at::Tensor& parameter, const at::Tensor& gradient,
-                                                   const Multiplier& multiplier, double lr) {
-  auto rows = gradient.to(state_type(parameter), /*non_blocking=*/false, /*copy=*/true);
-  multiply_({rows}, multiplier);
-  const bool by_number = rows.sparse_dim() == 1 && !at::globalContext().deterministicAlgorithms();
-  if (!by_number) rows = rows.coalesce();
-  if (const auto is_skipped = is_skipped_on(parameter.device(), multiplier); is_skipped.defined())
-    rows._values().masked_fill_(is_skipped, 0);
-  rows._values().mul_(-lr);  // before rounding to the parameter's dtype
-  rows = rows.to(parameter.scalar_type());
-  if (by_number)
-    return [parameter, numbers = rows._indices()[0], values = rows._values()] {
-      parameter.index_add_(0, numbers, values);
-    };
-  return [parameter, rows] { parameter.add_(rows); };
-}
-
-/// Returns the dimensions by descending stride; undefined for row-major, sparse and undefined tensors.
-GRADACCUM_INLINE at::Tensor order_of(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.is_sparse() || tensor.is_contiguous()) return {};
-  std::vector<std::int64_t> dimensions(static_cast<std::size_t>(tensor.dim()));
-  std::iota(dimensions.begin(), dimensions.end(), std::int64_t{0});
-  std::stable_sort(dimensions.begin(), dimensions.end(),
-                   [&](auto a, auto b) { return tensor.stride(a) > tensor.stride(b); });
-  return at::tensor(dimensions, at::kLong);
-}
-
-GRADACCUM_INLINE std::vector<std::int64_t> dimensions_in(const at::Tensor& order) {
-  const auto here = order.cpu().contiguous();
-  const auto* const first = here.const_data_ptr<std::int64_t>();
-  return {first, first + here.numel()};
-}
-
-/// Validates an order that was read from a file.
-GRADACCUM_INLINE void check_order(const at::Tensor& order, std::int64_t dimensions) {
-  if (!order.defined()) return;
-  const bool is_list = order.scalar_type() == at::kLong && order.dim() == 1 && order.numel() == dimensions;
-  auto sorted = is_list ? dimensions_in(order) : std::vector<std::int64_t>();
-  std::sort(sorted.begin(), sorted.end());
-  bool each_once = is_list;
-  for (std::size_t i = 0; i < sorted.size(); ++i) each_once = each_once && sorted[i] == static_cast<std::int64_t>(i);
-  TORCH_CHECK(each_once, "optimizer state: order must have the dimensions of its parameter, each once");
-}
-
-/// The least size for 8-bit moments, which also need float32, bfloat16 or float16. Other tensors keep float moments.
-inline constexpr std::int64_t smallest_coded = 4096;
-
-/// Calls `visit(name, tensor, shape)` for each state tensor that a step of the parameter needs.
-template <class Visit>
-void for_each_needed(optim::AdafactorParamState& state, const at::Tensor& parameter, bool momentum,
-                     const Visit& visit) {
-  if (parameter.dim() < 2) {
-    visit("variance", state.variance(), parameter.sizes());
-  } else {
-    auto rows = parameter.sizes().vec(), columns = rows;
-    rows.back() = columns[columns.size() - 2] = 1;
-    visit("row_var", state.row_var(), at::IntArrayRef(rows));
-    visit("col_var", state.col_var(), at::IntArrayRef(columns));
-  }
-  if (momentum) visit("exp_avg", state.exp_avg(), parameter.sizes());
-}
-
-}  // namespace gradaccum::detail
-
-namespace gradaccum::optim {
-
 GRADACCUM_INLINE void Adam::move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) {
-  auto steps = detail::adam_steps_of<AdamOptions, torch::optim::AdamParamState>(
-      name, param_groups(), gradient_of, multiplier, /*decoupled=*/false, [&](auto& p) { return known_state(p); });
-  run_steps({}, multiplier, steps);
-  for (auto& step : steps) detail::set_state(state_of(step.parameter), step);
+  move_as_adam<AdamOptions>(gradient_of, multiplier);
 }
 
 GRADACCUM_INLINE void AdamW::move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) {
-  auto steps = detail::adam_steps_of<AdamWOptions, torch::optim::AdamWParamState>(
-      name, param_groups(), gradient_of, multiplier, /*decoupled=*/true, [&](auto& p) { return known_state(p); });
-  run_steps({}, multiplier, steps);
-  for (auto& step : steps) detail::set_state(state_of(step.parameter), step);
+  move_as_adam<AdamWOptions>(gradient_of, multiplier);
 }
 
 /// Returns false if dampening applies to a first momentum, which is undampened: the host must know if it exists.
@@ -438,28 +420,19 @@ GRADACCUM_INLINE bool SGD::judges_on_device(const Gradients& gradients) const {
 GRADACCUM_INLINE void SGD::move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) {
   std::vector<detail::SgdStep> steps;
   detail::StepPlan plan;
-  for (auto& group : param_groups()) {
-    const auto& options = static_cast<const SGDOptions&>(group.options());
-    for (auto& parameter : group.params()) {
-      const at::Tensor& gradient = gradient_of(parameter);
-      if (!gradient.defined()) continue;
-      detail::check_can_be_stepped(name, parameter, gradient);
-      const bool plain = options.momentum() == 0 && options.weight_decay() == 0 && !rounds(parameter);
-      if (gradient.is_sparse() && plain && !parameter.is_cpu()) {
-        plan.add(detail::row_step_of(parameter, gradient, multiplier, options.lr()));
-        continue;
-      }
-      const auto* const known = known_state(parameter);
-      const at::Tensor buffer = known ? known->momentum_buffer() : at::Tensor();
-      const detail::SgdSettings settings{options.lr(),           options.momentum(), options.dampening(),
-                                         options.weight_decay(), options.nesterov(), /*first=*/!buffer.defined()};
-      steps.push_back(detail::sgd_step_of(settings, parameter, gradient, buffer, multiplier));
-    }
-  }
+  auto states = states_after<SGDOptions>(gradient_of, [&](auto& options, auto& parameter, auto& gradient, auto& state) {
+    const bool plain = options.momentum() == 0 && options.weight_decay() == 0 && !rounds(parameter);
+    if (gradient.is_sparse() && plain && !parameter.is_cpu())
+      return plan.add(detail::row_step_of(parameter, gradient, multiplier, options.lr()));
+    const at::Tensor buffer = state.momentum_buffer();
+    const detail::SgdSettings settings{options.lr(),           options.momentum(), options.dampening(),
+                                       options.weight_decay(), options.nesterov(), /*first=*/!buffer.defined()};
+    const auto& step = steps.emplace_back(prepared(detail::SgdStep{settings, parameter, gradient, buffer}, multiplier));
+    if (settings.momentum != 0) state.momentum_buffer(detail::state_tensor(step, step.momentum_buffer));
+  });
   run_steps(std::move(plan), multiplier, steps);
-  for (auto& step : steps)
-    if (step.settings.momentum != 0)
-      state_of(step.parameter).momentum_buffer(detail::state_tensor(step, step.momentum_buffer));
+  std::erase_if(states, [](auto& of) { return !of.second.momentum_buffer().defined(); });
+  set_states(std::move(states));
 }
 
 GRADACCUM_INLINE std::unique_ptr<torch::optim::OptimizerParamState> Adam8bitParamState::clone() const {
@@ -509,68 +482,81 @@ void Adam8bitOptimizer<Derived, Options>::check(const Options& options) {
 }
 
 template <class Derived, class Options>
-void Adam8bitOptimizer<Derived, Options>::move_blocks(const detail::GradientOf& gradient_of,
-                                                      const detail::Multiplier& multiplier, bool decoupled) {
+void Adam8bitOptimizer<Derived, Options>::keep_in_32_bits(const std::vector<at::Tensor>& parameters) {
+  std::unordered_set<const void*> own;
+  for (auto& group : this->param_groups())
+    for (auto& parameter : group.params()) own.insert(parameter.unsafeGetTensorImpl());
+  for (auto& parameter : parameters) {
+    TORCH_CHECK(own.contains(parameter.unsafeGetTensorImpl()), Derived::name,
+                "::keep_in_32_bits: must have parameters of this optimizer, got another tensor of sizes ",
+                parameter.sizes());
+    const auto* const state = this->known_state(parameter);
+    TORCH_CHECK(!state || !state->coded(), Derived::name,
+                "::keep_in_32_bits: must be called before the first step and before a state is loaded, got a parameter "
+                "of sizes ",
+                parameter.sizes(), " with moments of 8 bits");
+  }
+  in_32_bits_.insert(in_32_bits_.end(), parameters.begin(), parameters.end());
+}
+
+template <class Derived, class Options>
+bool Adam8bitOptimizer<Derived, Options>::keeps_in_32_bits(const at::Tensor& parameter) const {
+  const auto* const begin = static_cast<const char*>(parameter.const_data_ptr());
+  return std::ranges::any_of(in_32_bits_, [&](auto& named) {
+    const auto* const first = static_cast<const char*>(named.const_data_ptr());
+    return parameter.is_same(named) ||
+           (parameter.device() == named.device() && first <= begin && begin < first + named.nbytes());
+  });
+}
+
+template <class Derived, class Options>
+void Adam8bitOptimizer<Derived, Options>::move(const detail::GradientOf& gradient_of,
+                                               const detail::Multiplier& multiplier) {
   std::vector<detail::AdamStep> whole;
   std::vector<detail::Adam8bitStep> coded;
-  std::vector<std::pair<at::Tensor, Adam8bitParamState>> states;  // become the optimizer's once the steps were run
-  for (auto& group : this->param_groups()) {
-    const auto& options = static_cast<const Options&>(group.options());
-    check(options);  // the options may have been changed or loaded
-    for (auto& parameter : group.params()) {
-      const at::Tensor& gradient = gradient_of(parameter);
-      if (!gradient.defined()) continue;
-      detail::check_can_be_stepped(Derived::name, parameter, gradient);
-      const auto* const known = this->known_state(parameter);
-      auto state = known ? *known : Adam8bitParamState();
-      TORCH_CHECK(state.step() >= 0, Derived::name, ": the step count must be >= 0, got ", state.step());
-      state.restore_order();
-      const auto dtype = parameter.scalar_type();
-      const bool has_moments = state.exp_avg.defined() || state.exp_avg_sq.defined();
-      const bool can_be_coded = parameter.numel() >= detail::smallest_coded &&
-                                (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf);
-      const auto settings = detail::settings_of(options, decoupled, state.step() + 1);
-      if (has_moments ? state.coded() : can_be_coded) {
-        const auto& step = coded.emplace_back(
-            detail::adam8bit_step_of(settings, parameter, gradient, {state.exp_avg, state.exp_avg_scale},
-                                     {state.exp_avg_sq, state.exp_avg_sq_scale}, multiplier));
-        state.exp_avg = detail::state_tensor(step, step.exp_avg.codes);
-        state.exp_avg_scale = detail::state_tensor(step, step.exp_avg.scales);
-        state.exp_avg_sq = detail::state_tensor(step, step.exp_avg_sq.codes);
-        state.exp_avg_sq_scale = detail::state_tensor(step, step.exp_avg_sq.scales);
-        state.order = detail::order_of(state.exp_avg);
-      } else {
-        const auto& step = whole.emplace_back(detail::adam_step_of(settings, parameter, gradient, state.exp_avg,
-                                                                   state.exp_avg_sq, at::Tensor(), multiplier));
-        state.exp_avg = detail::state_tensor(step, step.exp_avg);
-        state.exp_avg_sq = detail::state_tensor(step, step.exp_avg_sq);
-      }
-      state.step(settings.step);
-      states.emplace_back(parameter, std::move(state));
+  using State = Adam8bitParamState;
+  const auto prepare = [&](auto& options, const at::Tensor& parameter, const at::Tensor& gradient, State& state) {
+    const auto settings = detail::settings_of<Derived>(options, state.step());
+    state.restore_order();
+    const auto dtype = parameter.scalar_type();
+    const bool has_moments = state.exp_avg.defined() || state.exp_avg_sq.defined();
+    const bool can_be_coded = parameter.numel() >= detail::smallest_coded && !keeps_in_32_bits(parameter) &&
+                              (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf);
+    if (has_moments ? state.coded() : can_be_coded) {
+      const auto& step = coded.emplace_back(prepared(detail::Adam8bitStep{settings,
+                                                                          parameter,
+                                                                          gradient,
+                                                                          {state.exp_avg, state.exp_avg_scale},
+                                                                          {state.exp_avg_sq, state.exp_avg_sq_scale}},
+                                                     multiplier));
+      state.exp_avg = detail::state_tensor(step, step.exp_avg.codes);
+      state.exp_avg_scale = detail::state_tensor(step, step.exp_avg.scales);
+      state.exp_avg_sq = detail::state_tensor(step, step.exp_avg_sq.codes);
+      state.exp_avg_sq_scale = detail::state_tensor(step, step.exp_avg_sq.scales);
+      state.order = detail::order_of(state.exp_avg);
+    } else {
+      const auto& step = whole.emplace_back(
+          prepared(detail::AdamStep{settings, parameter, gradient, state.exp_avg, state.exp_avg_sq, {}}, multiplier));
+      state.exp_avg = detail::state_tensor(step, step.exp_avg);
+      state.exp_avg_sq = detail::state_tensor(step, step.exp_avg_sq);
     }
-  }
+    state.step(settings.step);
+  };
+  auto states = this->template states_after<Options>(gradient_of, prepare);
   this->run_steps({}, multiplier, whole, coded);
-  for (auto& [parameter, state] : states) this->state_of(parameter) = std::move(state);
-}
-
-GRADACCUM_INLINE void Adam8bit::move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) {
-  move_blocks(gradient_of, multiplier, /*decoupled=*/false);
-}
-
-GRADACCUM_INLINE void AdamW8bit::move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) {
-  move_blocks(gradient_of, multiplier, /*decoupled=*/true);
+  this->set_states(std::move(states));
 }
 
 GRADACCUM_INLINE void AdafactorOptions::check() const {
   const auto [eps1, eps2] = eps();
   const auto not_negative = [](const char* what, double value) {
-    TORCH_CHECK(value >= 0 && std::isfinite(value), "Adafactor: ", what, " must be finite and >= 0, got ", value);
+    TORCH_CHECK(value >= 0 && detail::is_finite(value), "Adafactor: ", what, " must be finite and >= 0, got ", value);
   };
   not_negative("lr", lr());
   not_negative("eps[0], of the squared gradient,", eps1);
   not_negative("eps[1], of the parameter's RMS,", eps2);
   not_negative("weight_decay", weight_decay());
-  TORCH_CHECK(beta2_decay() <= 0 && std::isfinite(beta2_decay()),
+  TORCH_CHECK(beta2_decay() <= 0 && detail::is_finite(beta2_decay()),
               "Adafactor: beta2_decay must be finite and <= 0, got ", beta2_decay());
   TORCH_CHECK(d() > 0, "Adafactor: d must be > 0, got ", d(), "; infinity switches clipping off");
   TORCH_CHECK(beta1() >= 0 && beta1() < 1, "Adafactor: beta1 must be in [0, 1), got ", beta1());
@@ -626,12 +612,27 @@ GRADACCUM_INLINE void AdafactorOptions::state(Archive& archive) {
   check();
 }
 
+auto AdafactorOptions::all(auto& of) {
+  return std::tie(of.lr_, of.beta2_decay_, of.eps_, of.d_, of.weight_decay_, of.beta1_, of.relative_step_,
+                  of.warmup_init_, of.scale_parameter_, of.variant_);
+}
+
 GRADACCUM_INLINE bool operator==(const AdafactorOptions& a, const AdafactorOptions& b) {
-  const auto all = [](const AdafactorOptions& of) {
-    return std::tie(of.lr_, of.beta2_decay_, of.eps_, of.d_, of.weight_decay_, of.beta1_, of.relative_step_,
-                    of.warmup_init_, of.scale_parameter_, of.variant_);
+  return AdafactorOptions::all(a) == AdafactorOptions::all(b);
+}
+
+GRADACCUM_INLINE AdafactorOptions AdafactorOptions::inherit(const AdafactorOptions& from) const {
+  auto options = *this;
+  const AdafactorOptions not_given;
+  const auto take = [](auto& option, const auto& default_value, const auto& of_optimizer) {
+    if (option == default_value) option = of_optimizer;
   };
-  return all(a) == all(b);
+  [&]<std::size_t... i>(std::index_sequence<i...>) {
+    (take(std::get<i>(all(options)), std::get<i>(all(not_given)), std::get<i>(all(from))), ...);
+  }
+  (std::make_index_sequence<std::tuple_size_v<decltype(all(options))>>());
+  if (!options.relative_step()) options.warmup_init(false);  // which such a group cannot have
+  return options;
 }
 
 GRADACCUM_INLINE std::unique_ptr<torch::optim::OptimizerParamState> AdafactorParamState::clone() const {
@@ -671,10 +672,16 @@ GRADACCUM_INLINE void AdafactorParamState::prepare(const at::Tensor& parameter, 
 
 GRADACCUM_INLINE void Adafactor::move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) {
   std::vector<detail::AdafactorStep> steps;
-  std::vector<std::pair<at::Tensor, AdafactorParamState>> states;  // become the optimizer's once the steps were run
-  for (auto& group : param_groups()) {
-    const auto& options = static_cast<const AdafactorOptions&>(group.options());
-    check(options);  // the options may have been changed or loaded
+  auto states = states_after<AdafactorOptions>(gradient_of, [&](auto& options, auto& parameter, auto& gradient,
+                                                                auto& state) {
+    TORCH_CHECK(!parameter.is_complex(), "Adafactor: a parameter must be real, got ", parameter.scalar_type());
+    TORCH_CHECK(!gradient.is_sparse(),
+                "Adafactor: a gradient must be dense, got a sparse one for a parameter of shape ", parameter.sizes(),
+                "; use AdamW, or an embedding that is not sparse");
+    const bool has_momentum = options.beta1() != 0;
+    state.check(parameter);
+    state.prepare(parameter, has_momentum);
+    state.step(state.step() + 1);
     const auto [eps1, eps2] = options.eps();
     const detail::AdafactorSettings settings{.lr = options.lr(),
                                              .step_size = 0,
@@ -689,25 +696,11 @@ GRADACCUM_INLINE void Adafactor::move(const detail::GradientOf& gradient_of, con
                                              .beta2_decay = options.beta2_decay(),
                                              .relative_step = options.relative_step(),
                                              .warmup_init = options.warmup_init()};
-    const bool has_momentum = options.beta1() != 0;
-    for (auto& parameter : group.params()) {
-      const at::Tensor& gradient = gradient_of(parameter);
-      if (!gradient.defined()) continue;
-      TORCH_CHECK(!parameter.is_complex(), "Adafactor: a parameter must be real, got ", parameter.scalar_type());
-      detail::check_can_be_stepped_densely(name, parameter, gradient);
-      const auto* const known = known_state(parameter);
-      auto state = known ? *known : AdafactorParamState();
-      state.check(parameter);
-      state.prepare(parameter, has_momentum);
-      state.step(state.step() + 1);
-      steps.push_back({detail::at_step(settings, static_cast<double>(state.step())), parameter, gradient,
-                       state.row_var(), state.col_var(), state.variance(),
-                       has_momentum ? state.exp_avg() : at::Tensor()});
-      states.emplace_back(parameter, std::move(state));
-    }
-  }
+    steps.push_back({detail::at_step(settings, static_cast<double>(state.step())), parameter, gradient, state.row_var(),
+                     state.col_var(), state.variance(), has_momentum ? state.exp_avg() : at::Tensor()});
+  });
   run_steps({}, multiplier, steps);
-  for (auto& [parameter, state] : states) state_of(parameter) = std::move(state);
+  set_states(std::move(states));
 }
 
 #ifdef GRADACCUM_COMPILED

@@ -181,14 +181,11 @@ GRADACCUM_INLINE std::function<void()> prepare_states(torch::optim::Optimizer& o
   };
 }
 
-GRADACCUM_INLINE bool has_duplicates(const at::Tensor& rows) {
-  return std::get<0>(at::_unique2(rows)).numel() < rows.numel();
-}
-
 GRADACCUM_INLINE at::Tensor dense_of(const at::Tensor& moments, std::int64_t zero) {
   if (!moments.defined() || !moments.is_sparse()) return moments;
   const auto rows = moments._indices()[0], values = moments._values();
-  if (moments.sparse_dim() != 1 || has_duplicates(rows)) return moments.to_dense();       // from another optimizer
+  const bool is_of_another = moments.sparse_dim() != 1 || std::get<0>(at::_unique2(rows)).numel() < rows.numel();
+  if (is_of_another) return moments.to_dense();  // of an optimizer that sums rows
   return at::full(moments.sizes(), zero, values.options()).index_copy_(0, rows, values);  // a sum would lose -0
 }
 
@@ -246,8 +243,26 @@ struct GroupState {
   }
 };
 
+GRADACCUM_INLINE void archive_groups(Archive& archive, torch::optim::Optimizer& optimizer) {
+  auto& groups = optimizer.param_groups();
+  for (std::size_t i = 0; i < groups.size(); ++i) archive("group" + std::to_string(i), GroupState{groups[i]});
+}
+
+GRADACCUM_INLINE Archive::Values options_of(torch::optim::Optimizer& optimizer) try {
+  Archive archive;
+  archive_groups(archive, optimizer);
+  return archive.values();
+} catch (const c10::Error&) {  // options of the user's own
+  return {};
+}
+
+GRADACCUM_INLINE void set_options(torch::optim::Optimizer& optimizer, Archive::Values options) {
+  Archive archive(std::move(options));
+  archive_groups(archive, optimizer);
+}
+
 GRADACCUM_INLINE void check_has_named_state(torch::optim::Optimizer& optimizer, const NamedParameters& parameters) {
-  TORCH_CHECK(dynamic_cast<NamesItsState*>(&optimizer) || new_state_of(optimizer),
+  TORCH_CHECK(dynamic_cast<optim::OnePass*>(&optimizer) || new_state_of(optimizer),
               "OptimizerState: ", type_name(optimizer),
               " must be an optimizer of LibTorch or gradaccum (LBFGS has no steps to go on with),"
               " or have a member void state(ga::Archive&)");
@@ -325,7 +340,7 @@ GRADACCUM_INLINE NamedTensors own_part(NamedTensors state, const Shards& shards,
 GRADACCUM_INLINE std::function<void()> prepare_state_of(torch::optim::Optimizer& optimizer,
                                                         const NamedParameters& parameters, NamedTensors tensors,
                                                         bool lenient) {
-  if (auto* const itself = dynamic_cast<NamesItsState*>(&optimizer))
+  if (auto* const itself = dynamic_cast<optim::OnePass*>(&optimizer))
     return itself->take_named_state(parameters, std::move(tensors), lenient);
   const auto fresh = new_state_of(optimizer);
   if (!fresh) return {};
@@ -345,14 +360,13 @@ GRADACCUM_INLINE void with_stepped(torch::optim::Optimizer& optimizer, const Nam
 
 GRADACCUM_INLINE void archive_optimizer(Archive& archive, torch::optim::Optimizer& optimizer,
                                         const NamedParameters& parameters, Shards* shards) {
-  auto& groups = optimizer.param_groups();
   archive.setting("class", type_name(optimizer));
-  archive.setting("groups", static_cast<std::int64_t>(groups.size()));
-  for (std::size_t i = 0; i < groups.size(); ++i) archive("group" + std::to_string(i), GroupState{groups[i]});
+  archive.setting("groups", static_cast<std::int64_t>(optimizer.param_groups().size()));
+  archive_groups(archive, optimizer);
 
   NamedTensors tensors;
   if (!archive.loading()) {
-    auto* const itself = dynamic_cast<NamesItsState*>(&optimizer);
+    auto* const itself = dynamic_cast<optim::OnePass*>(&optimizer);
     with_stepped(optimizer, parameters, shards, [&](auto& stepped) {
       tensors = itself ? itself->named_state(stepped) : named_state_of(optimizer, NameOf(stepped));
     });

@@ -4,6 +4,8 @@
 
 #include <gradaccum/detail/optimizers/steps.hpp>
 
+#include <gradaccum/detail/kernels/dense.hpp>
+#include <gradaccum/detail/kernels/device_kernels.hpp>
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
 #include <gradaccum/detail/memory/memory_ledger.hpp>
 #include <gradaccum/detail/optimizers/param_states.hpp>
@@ -40,10 +42,13 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
 #include <cmath>
 #include <limits>
+#include <map>
+#include <type_traits>
 
 #include <gradaccum/impl/begin.ipp>
 
@@ -53,21 +58,34 @@ GRADACCUM_INLINE double host_number(const Multiplier& multiplier) {
   return multiplier.on_host() ? multiplier.host() : multiplier.on(at::kCPU).item<double>();
 }
 
-/// True if a step by rows is possible: on the CPU, for a plain table of real numbers. False for multipliers that do not
-/// keep zeros, with which the dense step would change the other rows, too: NaN, infinity (also after conversion to
-/// float32, in which kernels compute) and negative numbers, which give -0.
-GRADACCUM_INLINE bool steps_by_rows(const at::Tensor& parameter, const at::Tensor& gradient,
-                                    const Multiplier& multiplier) {
+/// True if a step by rows is possible: on the CPU, for a plain table of real numbers, without a weight decay that is
+/// added to the gradient, since it gives all rows moments. False for multipliers that do not keep zeros, with which the
+/// dense step would change the other rows, too: NaN, infinity (also after conversion to float32, in which kernels
+/// compute) and negative numbers, which give -0. Rows of 8-bit moments must be whole blocks.
+template <class Step>
+bool steps_by_rows(const Step& step, const Multiplier& multiplier) {
+  const auto &parameter = step.parameter, &gradient = step.gradient;
   if (!gradient.is_sparse() || gradient.sparse_dim() != 1 || !parameter.is_cpu() || parameter.numel() == 0)
     return false;
   if (!is_plain(parameter) || !parameter.is_contiguous() || parameter.is_complex() || gradient.is_complex())
     return false;
   if (parameter.size(0) > std::numeric_limits<std::int32_t>::max()) return false;
+  if (std::is_same_v<Step, Adam8bitStep> && parameter.numel() / parameter.size(0) % eight_bit_block != 0) return false;
+  if (numbers_of(step.settings, 1.0).weight_decay != 0) return false;
   const double by = host_number(multiplier);
   const double most =
       state_type(parameter) == at::kDouble ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
-  return by <= most && !std::signbit(by);
+  return detail::is_finite(by) && by <= most && !std::signbit(by);
 }
+
+/// A tensor of a parameter's state, and its layout in case there is none yet.
+struct Moments {
+  at::Tensor& tensor;
+  const char* name;
+  at::ScalarType type = at::ScalarType::Undefined;
+  std::int64_t per_row = 0;  ///< elements for each row of the parameter
+  std::int64_t zero = 0;     ///< the value that represents zero
+};
 
 /// Returns the rows in which the bits of a moment differ from zero.
 GRADACCUM_INLINE at::Tensor rows_in_use(std::int64_t number, const std::vector<Moments>& all) {
@@ -87,80 +105,109 @@ GRADACCUM_INLINE at::Tensor rows_in_use(std::int64_t number, const std::vector<M
   return at::cat(found);
 }
 
-GRADACCUM_INLINE StepRows::StepRows(const at::Tensor& parameter, const at::Tensor& gradient,
-                                    const std::vector<Moments>& moments)
-    : moments_(static_cast<std::size_t>(parameter.size(0)), -1), values_(moments_.size(), -1) {
-  const auto summed = gradient.coalesce();
-  gradient_ = summed._values();
-  const auto known = std::ranges::find_if(moments, [](const Moments& of) { return of.tensor.defined(); });
-  if (known == moments.end())
-    rows_ = at::empty({0}, at::kLong);
-  else
-    rows_ = known->tensor.is_sparse() ? known->tensor._indices()[0] : rows_in_use(parameter.size(0), moments);
-  had_ = rows_.size(0);
-  const auto* const had = rows_.contiguous().const_data_ptr<std::int64_t>();
-  std::int32_t index = 0;
-  for (std::int64_t i = 0; i < had_; ++i) moments_[static_cast<std::size_t>(had[i])] = index++;
-  const auto of_gradient = summed._indices()[0].contiguous();
-  const auto* const numbers = of_gradient.const_data_ptr<std::int64_t>();
-  std::vector<std::int64_t> added;
-  for (std::int64_t i = 0; i < of_gradient.size(0); ++i) {
-    const auto row = static_cast<std::size_t>(numbers[i]);
-    values_[row] = static_cast<std::int32_t>(i);
-    if (moments_[row] >= 0) continue;
-    moments_[row] = index++;
-    added.push_back(numbers[i]);
-  }
-  if (!added.empty()) rows_ = at::cat({rows_, at::tensor(added, at::kLong)});
-}
-
-/// Appends a scratch row for each task. Grows the memory by an eighth, not row by row.
-GRADACCUM_INLINE at::Tensor StepRows::values_of(const Moments& moments) const {
-  const auto needed = count() + tasks;
-  at::Tensor values;
-  if (moments.tensor.defined())
-    values = moments.tensor.is_sparse()
-                 ? moments.tensor._values().reshape({-1, moments.per_row})
-                 : moments.tensor.reshape({-1, moments.per_row}).index_select(0, rows_.narrow(0, 0, had_));
-  if (values.defined()) {
-    const auto room = static_cast<std::int64_t>(values.storage().nbytes()) / values.element_size() / moments.per_row;
-    if (values.storage_offset() == 0 && values.is_contiguous() && room >= needed) {
-      auto all = values.as_strided({needed, moments.per_row}, {moments.per_row, 1});
-      all.narrow(0, had_, needed - had_).fill_(moments.zero);  // a step that failed may have written there
-      return all;
+/// The rows of a table that one step by a sparse gradient reads, bitwise equal to the dense step in the rows that that
+/// would change. Moments are sparse tensors of the rows that have ever had a gradient; those of all others are zero.
+class StepRows {
+ public:
+  /// Collects the rows. `moments` must be all that the parameter has.
+  StepRows(const at::Tensor& parameter, const at::Tensor& gradient, const std::vector<Moments>& moments)
+      : moments_(static_cast<std::size_t>(parameter.size(0)), -1), values_(moments_.size(), -1) {
+    const auto summed = gradient.coalesce();
+    gradient_ = summed._values();
+    const auto known = std::ranges::find_if(moments, [](const Moments& of) { return of.tensor.defined(); });
+    if (known == moments.end())
+      rows_ = at::empty({0}, at::kLong);
+    else
+      rows_ = known->tensor.is_sparse() ? known->tensor._indices()[0] : rows_in_use(parameter.size(0), moments);
+    had_ = rows_.size(0);
+    const auto* const had = rows_.contiguous().const_data_ptr<std::int64_t>();
+    std::int32_t index = 0;
+    for (std::int64_t i = 0; i < had_; ++i) moments_[static_cast<std::size_t>(had[i])] = index++;
+    const auto of_gradient = summed._indices()[0].contiguous();
+    const auto* const numbers = of_gradient.const_data_ptr<std::int64_t>();
+    std::vector<std::int64_t> added;
+    for (std::int64_t i = 0; i < of_gradient.size(0); ++i) {
+      const auto row = static_cast<std::size_t>(numbers[i]);
+      values_[row] = static_cast<std::int32_t>(i);
+      if (moments_[row] >= 0) continue;
+      moments_[row] = index++;
+      added.push_back(numbers[i]);
     }
+    if (!added.empty()) rows_ = at::cat({rows_, at::tensor(added, at::kLong)});
   }
-  auto grown = at::full({needed + count() / 8, moments.per_row}, moments.zero, at::TensorOptions(moments.type));
-  if (values.defined()) grown.narrow(0, 0, had_).copy_(values);
-  return grown.narrow(0, 0, needed);
-}
 
-GRADACCUM_INLINE at::Tensor StepRows::state_of(const at::Tensor& values, const at::Tensor& parameter) const {
-  const auto per_row = values.size(1);
-  std::vector<std::int64_t> sizes{parameter.size(0), per_row}, of_values{count(), per_row};
-  if (per_row == parameter.numel() / parameter.size(0)) {
-    sizes = parameter.sizes().vec();
-    of_values = sizes;
-    of_values[0] = count();
-  }
-  return at::_sparse_coo_tensor_unsafe(rows_.unsqueeze(0), values.narrow(0, 0, count()).view(of_values), sizes,
-                                       values.options().layout(at::kSparse));
-}
+  /// The values of the gradient's rows, without duplicates.
+  const at::Tensor& gradient() const { return gradient_; }
 
-GRADACCUM_INLINE void StepRows::run(bool all, c10::function_ref<void(const Row&)> body) const {
-  const auto number = static_cast<std::int64_t>(moments_.size()), share = (number + tasks - 1) / tasks;
-  parallel_for(tasks, [&](std::int64_t task) {
-    for (auto row = task * share; row < std::min(number, (task + 1) * share); ++row) {
-      const auto index = moments_[static_cast<std::size_t>(row)];
-      if (index >= 0 || all) body({row, index >= 0 ? index : count() + task, values_[static_cast<std::size_t>(row)]});
+  /// Returns the rows' moments, zeros for new rows, then a scratch row for each task of `run`; grows by an eighth.
+  at::Tensor values_of(const Moments& moments) const {
+    const auto needed = count() + tasks;
+    at::Tensor values;
+    if (moments.tensor.defined())
+      values = moments.tensor.is_sparse()
+                   ? moments.tensor._values().reshape({-1, moments.per_row})
+                   : moments.tensor.reshape({-1, moments.per_row}).index_select(0, rows_.narrow(0, 0, had_));
+    if (values.defined()) {
+      const auto room = static_cast<std::int64_t>(values.storage().nbytes()) / values.element_size() / moments.per_row;
+      if (values.storage_offset() == 0 && values.is_contiguous() && room >= needed) {
+        auto all = values.as_strided({needed, moments.per_row}, {moments.per_row, 1});
+        all.narrow(0, had_, needed - had_).fill_(moments.zero);  // a step that failed may have written there
+        return all;
+      }
     }
-  });
+    auto grown = at::full({needed + count() / 8, moments.per_row}, moments.zero, at::TensorOptions(moments.type));
+    if (values.defined()) grown.narrow(0, 0, had_).copy_(values);
+    return grown.narrow(0, 0, needed);
+  }
+
+  /// Returns the rows' values as a sparse tensor of the parameter's state.
+  at::Tensor state_of(const at::Tensor& values, const at::Tensor& parameter) const {
+    const auto per_row = values.size(1);
+    std::vector<std::int64_t> sizes{parameter.size(0), per_row}, of_values{count(), per_row};
+    if (per_row == parameter.numel() / parameter.size(0)) {
+      sizes = parameter.sizes().vec();
+      of_values = sizes;
+      of_values[0] = count();
+    }
+    return at::_sparse_coo_tensor_unsafe(rows_.unsqueeze(0), values.narrow(0, 0, count()).view(of_values), sizes,
+                                         values.options().layout(at::kSparse));
+  }
+
+  /// A row's number in the table, its index in the moments, and that in the gradient, or a negative number.
+  struct Row {
+    std::int64_t number, moments, gradient;
+  };
+  /// Calls `body` for each row on LibTorch's threads; with `all`, also for rows without moments, whose zeros must stay.
+  template <class Body>
+  void run(bool all, const Body& body) const {
+    const auto number = static_cast<std::int64_t>(moments_.size()), share = (number + tasks - 1) / tasks;
+    parallel_for(tasks, [&](std::int64_t task) {
+      for (auto row = task * share; row < std::min(number, (task + 1) * share); ++row) {
+        const auto index = moments_[static_cast<std::size_t>(row)];
+        if (index < 0 && !all) continue;
+        body(Row{row, index >= 0 ? index : count() + task, values_[static_cast<std::size_t>(row)]});
+      }
+    });
+  }
+
+ private:
+  static constexpr std::int64_t tasks = 64;
+
+  std::int64_t count() const { return rows_.size(0); }
+
+  at::Tensor rows_, gradient_;                  // row numbers (int64) in the order of first use; the gradient's values
+  std::int64_t had_ = 0;                        // number of rows that had moments before
+  std::vector<std::int32_t> moments_, values_;  // by row of the table: its index in `rows_` and in the gradient, or -1
+};
+
+template <class Step>
+at::Tensor state_tensor(const Step& step, const at::Tensor& moments) {
+  return step.rows ? step.rows->state_of(moments, step.parameter) : moments;
 }
 
-/// Returns a step's rows, and replaces the moments by the rows' values. Makes all moments dense if one is, since all
-/// must have the same rows.
+/// Returns a step's rows, and replaces the moments by their values. If one is dense, all become so: rows are shared.
 GRADACCUM_INLINE std::shared_ptr<const StepRows> rows_of(const at::Tensor& parameter, const at::Tensor& gradient,
-                                                         std::vector<Moments>& moments) {
+                                                         const std::vector<Moments>& moments) {
   if (std::ranges::any_of(moments, [](const Moments& of) { return of.tensor.defined() && !of.tensor.is_sparse(); }))
     for (auto& of : moments) of.tensor = dense_of(of.tensor, of.zero);
   auto rows = std::make_shared<const StepRows>(parameter, gradient, moments);
@@ -168,40 +215,25 @@ GRADACCUM_INLINE std::shared_ptr<const StepRows> rows_of(const at::Tensor& param
   return rows;
 }
 
-/// Float moments, one for each number of the parameter.
-struct FloatMoments {
-  at::Tensor& tensor;
-  const char* name;
-};
-
-/// Prepares moments for a step by rows, which it returns; or for a dense step, for which it makes the gradient dense.
-GRADACCUM_INLINE std::shared_ptr<const StepRows> prepare_moments(const at::Tensor& parameter, at::Tensor& gradient,
-                                                                 const std::vector<FloatMoments>& moments,
-                                                                 bool by_rows) {
-  if (!by_rows) {
-    if (gradient.is_sparse()) gradient = gradient.to_dense();
-    for (auto& [tensor, name] : moments) tensor = checked_state(dense_of(tensor), parameter, name);
-    return nullptr;
+/// Prepares float moments for a step by rows if that is possible, else for a dense one, with a dense gradient.
+template <class Step>
+void prepare_moments(Step& step, std::vector<Moments> moments, const Multiplier& multiplier) {
+  const auto& parameter = step.parameter;
+  if (!steps_by_rows(step, multiplier)) {
+    if (step.gradient.is_sparse()) step.gradient = step.gradient.to_dense();
+    for (auto& of : moments) of.tensor = checked_state(dense_of(of.tensor), parameter, of.name);
+    return;
   }
-  std::vector<Moments> all;
-  for (auto& [tensor, name] : moments) {
+  for (auto& [tensor, name, type, per_row, zero] : moments) {
     TORCH_CHECK(!tensor.defined() || !tensor.is_sparse() ||
                     (tensor.sparse_dim() == 1 && tensor.sizes() == parameter.sizes() && tensor.is_cpu()),
                 "optimizer state: ", name, " must have the shape and device of its parameter, ", parameter.sizes(),
                 ", got rows of ", tensor.sizes());
-    const bool is_dense = tensor.defined() && !tensor.is_sparse();
-    all.push_back({is_dense ? checked_state(tensor, parameter, name) : tensor, state_type(parameter),
-                   parameter.numel() / parameter.size(0)});
+    if (tensor.defined() && !tensor.is_sparse()) tensor = checked_state(tensor, parameter, name);
+    type = state_type(parameter);
+    per_row = parameter.numel() / parameter.size(0);
   }
-  auto rows = rows_of(parameter, gradient, all);
-  for (std::size_t i = 0; i < all.size(); ++i) moments[i].tensor = all[i].tensor;
-  return rows;
-}
-
-/// Excludes a weight decay that is added to the gradient, since it gives all rows moments.
-GRADACCUM_INLINE bool steps_by_rows(const AdamSettings& by, const at::Tensor& parameter, const at::Tensor& gradient,
-                                    const Multiplier& multiplier) {
-  return (by.decoupled || by.weight_decay == 0) && steps_by_rows(parameter, gradient, multiplier);
+  step.rows = rows_of(parameter, step.gradient, moments);
 }
 
 /// Returns true if rows with neither a gradient nor moments change, too: by decoupled weight decay, and by an eps that
@@ -209,135 +241,84 @@ GRADACCUM_INLINE bool steps_by_rows(const AdamSettings& by, const at::Tensor& pa
 GRADACCUM_INLINE bool moves_all_rows(const AdamSettings& by) {
   return (by.decoupled && by.lr * by.weight_decay != 0) || by.eps < std::numeric_limits<float>::min();
 }
+GRADACCUM_INLINE bool moves_all_rows(const SgdSettings&) { return false; }
 
-/// Returns the address that the table's first element would have if the `index`-th row in memory were the table's
-/// `row`-th. Kernels count from a table's first element.
+/// Returns the address from which kernels count: the table's first, if the `index`-th row in memory is its `row`-th.
 template <class T>
 T* first_of_table(T* memory, std::int64_t index, std::int64_t row, std::int64_t bytes) {
   const auto address = reinterpret_cast<std::uintptr_t>(memory);
   return reinterpret_cast<T*>(address + static_cast<std::uintptr_t>((index - row) * bytes));
 }
 
-/// Runs one parameter's step by rows; with `all`, also of rows that have neither a gradient nor moments.
-/// `point(operand, row)` sets the operand's moments.
-template <class Step, class Operand, class KernelFor, class Point>
-void step_rows(const Step& step, Operand operand, const KernelFor& kernel_for, bool all, const Point& point) {
+/// Calls `visit(place, tensor)` for each tensor of the state and its place in the operand.
+template <class Step, class Visit>
+void for_each_state(const Step& step, typename Step::Operand& operand, const Visit& visit) {
+  const auto tensors = step.state();
+  std::size_t i = 0;
+  std::apply([&](auto&... places) { (visit(places, tensors[i++]), ...); }, Step::state_of(operand));
+}
+
+/// Runs one parameter's step by rows.
+template <class Step>
+void step_rows(const Step& step, typename Step::Operand operand) {
   const auto& parameter = step.parameter;
-  auto gradient = step.rows->gradient();
-  if (at::elementSize(gradient.scalar_type()) > at::elementSize(state_type(parameter)))
-    gradient = gradient.mul(std::exchange(operand.numbers.multiplier, 1.0));
-  const bool same = gradient.scalar_type() == parameter.scalar_type();
-  gradient = gradient.to(same ? parameter.scalar_type() : state_type(parameter)).contiguous();
+  auto gradient = in_reach(step.rows->gradient(), parameter, operand.numbers.multiplier);
+  gradient = gradient.to(gradient_type(parameter, gradient)).contiguous();
   const auto width = parameter.numel() / parameter.size(0);
   const auto none = at::zeros({width}, gradient.options());
-  const auto kernel =
-      kernel_for(parameter.scalar_type(), gradient.scalar_type(), instruction_set(), step.rounding_key.has_value());
+  auto* const kernel =
+      kernel_of<Step::cpu_kernel>()(parameter.scalar_type(), gradient.scalar_type(), step.rounding_key.has_value());
   operand.parameter = parameter.mutable_data_ptr();
   operand.rounding_key = step.rounding_key.value_or(0);
   const auto bytes = static_cast<std::int64_t>(gradient.element_size()) * width;
   const void* const values = gradient.const_data_ptr();
   const void* const zeros = none.const_data_ptr();
-  step.rows->run(all, [&](const StepRows::Row& row) {
-    Operand of_row = operand;
+  step.rows->run(moves_all_rows(step.settings), [&](const StepRows::Row& row) {
+    auto of_row = operand;
     of_row.gradient = row.gradient < 0 ? first_of_table(zeros, 0, row.number, bytes)
                                        : first_of_table(values, row.gradient, row.number, bytes);
-    point(of_row, row);
+    for_each_state(step, of_row, [&](auto*& place, const at::Tensor* state) {
+      if (state) place = first_of_table(place, row.moments, row.number, state->element_size() * state->size(1));
+    });
     kernel(of_row, row.number * width, width);
   });
   write_back(parameter, parameter);
 }
 
-GRADACCUM_INLINE AdamStep adam_step_of(const AdamSettings& settings, const at::Tensor& parameter,
-                                       const at::Tensor& gradient, const at::Tensor& exp_avg,
-                                       const at::Tensor& exp_avg_sq, const at::Tensor& max_exp_avg_sq,
-                                       const Multiplier& multiplier) {
-  AdamStep step{settings, parameter, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq};
-  std::vector<FloatMoments> moments{{step.exp_avg, "exp_avg"}, {step.exp_avg_sq, "exp_avg_sq"}};
-  if (settings.amsgrad)
+GRADACCUM_INLINE AdamStep prepared(AdamStep step, const Multiplier& multiplier) {
+  std::vector<Moments> moments{{step.exp_avg, "exp_avg"}, {step.exp_avg_sq, "exp_avg_sq"}};
+  if (step.settings.amsgrad)
     moments.push_back({step.max_exp_avg_sq, "max_exp_avg_sq"});
   else
-    step.max_exp_avg_sq = dense_of(max_exp_avg_sq);
-  step.rows =
-      prepare_moments(parameter, step.gradient, moments, steps_by_rows(settings, parameter, gradient, multiplier));
+    step.max_exp_avg_sq = dense_of(step.max_exp_avg_sq);
+  prepare_moments(step, moments, multiplier);
   return step;
 }
 
-GRADACCUM_INLINE SgdStep sgd_step_of(const SgdSettings& settings, const at::Tensor& parameter,
-                                     const at::Tensor& gradient, const at::Tensor& momentum_buffer,
-                                     const Multiplier& multiplier) {
-  SgdStep step{settings, parameter, gradient, momentum_buffer};
-  std::vector<FloatMoments> moments;
-  if (settings.momentum != 0) moments.push_back({step.momentum_buffer, "momentum_buffer"});
-  step.rows = prepare_moments(parameter, step.gradient, moments,
-                              settings.weight_decay == 0 && steps_by_rows(parameter, gradient, multiplier));
+GRADACCUM_INLINE SgdStep prepared(SgdStep step, const Multiplier& multiplier) {
+  std::vector<Moments> moments;
+  if (step.settings.momentum != 0) moments.push_back({step.momentum_buffer, "momentum_buffer"});
+  prepare_moments(step, moments, multiplier);
   return step;
 }
 
-GRADACCUM_INLINE void step_on_cpu(const std::vector<AdamStep>& steps, double multiplier) {
-  KernelLoop<AdamOperand> loop(steps.size());
-  AdamNumbers numbers{};
-  const AdamSettings* numbers_of_settings = nullptr;
-  for (auto& s : steps) {
-    if (!s.parameter.is_cpu()) continue;
-    if (!numbers_of_settings || !(s.settings == *numbers_of_settings)) numbers = numbers_of(s.settings, multiplier);
-    numbers_of_settings = &s.settings;
-    const AdamOperand operand{.numbers = numbers,
-                              .exp_avg = s.exp_avg.mutable_data_ptr(),
-                              .exp_avg_sq = s.exp_avg_sq.mutable_data_ptr(),
-                              .max_exp_avg_sq = s.settings.amsgrad ? s.max_exp_avg_sq.mutable_data_ptr() : nullptr};
-    if (!s.rows) {
-      loop.add(operand, adam_kernel, s.parameter, s.gradient, s.rounding_key);
-      continue;
-    }
-    const auto bytes = static_cast<std::int64_t>(s.exp_avg.element_size()) * s.exp_avg.size(1);
-    step_rows(s, operand, adam_kernel, moves_all_rows(s.settings), [&](AdamOperand& of_row, const StepRows::Row& row) {
-      for (auto* const moments : {&of_row.exp_avg, &of_row.exp_avg_sq, &of_row.max_exp_avg_sq})
-        if (*moments) *moments = first_of_table(*moments, row.moments, row.number, bytes);
+template <class Step>
+void step_on_cpu(const std::vector<Step>& steps, double multiplier) {
+  constexpr bool by_blocks = std::is_same_v<Step, Adam8bitStep>;
+  KernelLoop<typename Step::Operand> loop(steps.size(), by_blocks ? eight_bit_block : ElementLoop::cache_line);
+  typename Step::Operand operand{};
+  const Step* last = nullptr;
+  for (auto& step : steps) {
+    if (!step.parameter.is_cpu()) continue;
+    if (!last || !(step.settings == last->settings)) operand.numbers = numbers_of(step.settings, multiplier);
+    last = &step;
+    for_each_state(step, operand, [](auto*& place, const at::Tensor* state) {
+      place = static_cast<std::remove_reference_t<decltype(place)>>(state ? state->mutable_data_ptr() : nullptr);
     });
-  }
-  loop.run();
-}
-
-GRADACCUM_INLINE void step_on_cpu(const std::vector<SgdStep>& steps, double multiplier) {
-  KernelLoop<SgdOperand> loop(steps.size());
-  for (auto& s : steps) {
-    if (!s.parameter.is_cpu()) continue;
-    const bool has_momentum = s.settings.momentum != 0;
-    const SgdOperand operand{.numbers = numbers_of(s.settings, multiplier),
-                             .momentum_buffer = has_momentum ? s.momentum_buffer.mutable_data_ptr() : nullptr};
-    if (!s.rows) {
-      loop.add(operand, sgd_kernel, s.parameter, s.gradient, s.rounding_key);
-      continue;
-    }
-    const auto bytes = has_momentum ? s.momentum_buffer.size(1) * s.momentum_buffer.element_size() : 0;
-    step_rows(s, operand, sgd_kernel, /*all=*/false, [&](SgdOperand& of_row, const StepRows::Row& row) {
-      if (bytes > 0) of_row.momentum_buffer = first_of_table(of_row.momentum_buffer, row.moments, row.number, bytes);
-    });
-  }
-  loop.run();
-}
-
-GRADACCUM_INLINE void step_on_cpu(const std::vector<Adam8bitStep>& steps, double multiplier) {
-  KernelLoop<Adam8bitOperand> loop(steps.size(), eight_bit_block);
-  for (auto& s : steps) {
-    if (!s.parameter.is_cpu()) continue;
-    const Adam8bitOperand operand{.numbers = numbers_of(s.settings, multiplier),
-                                  .exp_avg = s.exp_avg.codes.mutable_data_ptr<std::uint8_t>(),
-                                  .exp_avg_sq = s.exp_avg_sq.codes.mutable_data_ptr<std::uint8_t>(),
-                                  .exp_avg_scale = s.exp_avg.scales.mutable_data_ptr<float>(),
-                                  .exp_avg_sq_scale = s.exp_avg_sq.scales.mutable_data_ptr<float>()};
-    if (!s.rows) {
-      loop.add(operand, adam8bit_kernel, s.parameter, s.gradient, s.rounding_key);
-      continue;
-    }
-    const auto width = s.exp_avg.codes.size(1), bytes_of_scales = width / eight_bit_block * 4;
-    step_rows(s, operand, adam8bit_kernel, moves_all_rows(s.settings),
-              [&](Adam8bitOperand& of_row, const StepRows::Row& row) {
-                for (auto* const codes : {&of_row.exp_avg, &of_row.exp_avg_sq})
-                  *codes = first_of_table(*codes, row.moments, row.number, width);
-                for (auto* const scales : {&of_row.exp_avg_scale, &of_row.exp_avg_sq_scale})
-                  *scales = first_of_table(*scales, row.moments, row.number, bytes_of_scales);
-              });
+    if (step.rows)
+      step_rows(step, operand);
+    else
+      loop.add(operand, kernel_of<Step::cpu_kernel>(), step.parameter, step.gradient, step.rounding_key);
   }
   loop.run();
 }
@@ -354,11 +335,8 @@ class AdafactorTensor {
  public:
   AdafactorTensor(const AdafactorStep& step, double multiplier)
       : settings_(step.settings), owner_(step.parameter), parameter_(row_major(owner_, owner_.scalar_type())) {
-    const auto type = owner_.scalar_type();
-    gradient_ = step.gradient;
-    if (at::elementSize(gradient_.scalar_type()) > at::elementSize(state_type(owner_)))
-      gradient_ = gradient_.mul(std::exchange(multiplier, 1.0));  // may exceed float32 before it is multiplied
-    gradient_ = row_major(gradient_, gradient_.scalar_type() == type ? type : state_type(owner_));
+    gradient_ = in_reach(step.gradient, owner_, multiplier);
+    gradient_ = row_major(gradient_, gradient_type(owner_, gradient_));
     operand_.numbers = numbers_of(settings_, multiplier);
     operand_.parameter = parameter_.mutable_data_ptr();
     operand_.gradient = gradient_.const_data_ptr();
@@ -366,15 +344,29 @@ class AdafactorTensor {
     operand_.rounding_key = step.rounding_key.value_or(0);
     set_shape(step);
     cut();
-    const bool rounded = step.rounding_key.has_value(), narrow = !operand_.variance && operand_.columns < 8;
-    kernels_ = narrow ? narrow_adafactor_kernels(type, gradient_.scalar_type(), rounded)
-                      : adafactor_kernels(type, gradient_.scalar_type(), instruction_set(), rounded);
+    const bool narrow = !operand_.variance && operand_.columns < 8;
+    const auto kernels_for = narrow ? narrow_adafactor_kernels : kernel_of<&Kernels::adafactor>();
+    kernels_ = kernels_for(owner_.scalar_type(), gradient_.scalar_type(), step.rounding_key.has_value());
     extra_elements_ = (parameter_.is_same(owner_) ? 0 : elements()) +
                       (gradient_.is_same(step.gradient) ? 0 : elements()) + (factors_.defined() ? factors_.numel() : 0);
   }
 
   // The passes, in this order. Each must finish for the whole tensor before the next begins.
-  void sum(AdafactorPiece& piece) const;
+  void sum(AdafactorPiece& piece) const {
+    const auto& o = operand_;
+    if (settings_.scale_parameter)
+      piece.parameter_squares = kernel_of<&Kernels::sum_of_squares>()(parameter_.scalar_type())(
+          static_cast<const char*>(o.parameter) + piece.from * o.columns * parameter_.element_size(),
+          (piece.to - piece.from) * o.columns);
+    if (o.variance) {
+      piece.update_squares = kernels_.vector_squares(o, piece.from, piece.to);
+      return;
+    }
+    kernels_.sums(o, piece.from, piece.to, piece.part);
+    if (o.parts > 1) return;
+    for (auto matrix = piece.from / o.rows; matrix < piece.to / o.rows; ++matrix) make_factors(matrix);
+    measure_update(piece);
+  }
   void make_factors(std::int64_t matrix) const { kernels_.factors(operand_, matrix); }
   void measure_update(AdafactorPiece& piece) const {
     piece.update_squares = kernels_.update_squares(operand_, piece.from, piece.to);
@@ -397,8 +389,43 @@ class AdafactorTensor {
   std::int64_t extra_elements() const { return extra_elements_; }  ///< allocated besides the parameter's own
 
  private:
-  void set_shape(const AdafactorStep& step);
-  void cut();
+  void set_shape(const AdafactorStep& step) {
+    auto& o = operand_;
+    if (step.variance.defined()) {
+      o.variance = step.variance.mutable_data_ptr();
+      o.rows = elements();
+      o.matrices = o.columns = o.parts = 1;
+      return;
+    }
+    o.rows = owner_.size(-2);
+    o.columns = owner_.size(-1);
+    o.matrices = elements() / (o.rows * o.columns);
+    o.row_var = step.row_var.mutable_data_ptr();
+    o.col_var = step.col_var.mutable_data_ptr();
+    // Many rows, as each part has its own column sums; but not too many, since these have the state's dtype.
+    constexpr std::int64_t least_rows = 1 << 7, most_rows = 1 << 12, most_parts = 16;
+    o.parts = std::clamp<std::int64_t>(o.rows / least_rows, 1, std::max(most_parts, o.rows / most_rows));
+    factors_ = at::zeros({o.matrices * (o.rows + o.parts * o.columns)}, step.row_var.options());
+    o.row_factors = factors_.mutable_data_ptr();
+    o.column_factors = static_cast<char*>(o.row_factors) + o.matrices * o.rows * factors_.element_size();
+  }
+
+  void cut() {
+    const auto& o = operand_;
+    const auto all_rows = o.matrices * o.rows;
+    if (o.parts > 1) {
+      for (std::int64_t matrix = 0; matrix < o.matrices; ++matrix)
+        for (std::int64_t part = 0; part < o.parts; ++part)
+          pieces_.push_back(
+              {matrix * o.rows + part * o.rows / o.parts, matrix * o.rows + (part + 1) * o.rows / o.parts, part});
+      return;
+    }
+    constexpr std::int64_t piece = 1 << 14;  // elements
+    const auto unit = o.variance ? 1 : o.rows;
+    const auto rows = std::max<std::int64_t>(1, piece / (unit * o.columns)) * unit;
+    for (std::int64_t from = 0; from < all_rows; from += rows)
+      pieces_.push_back({from, std::min(from + rows, all_rows), 0});
+  }
 
   AdafactorSettings settings_;
   at::Tensor owner_, parameter_, gradient_, factors_;
@@ -407,61 +434,6 @@ class AdafactorTensor {
   std::vector<AdafactorPiece> pieces_;
   std::int64_t extra_elements_ = 0;
 };
-
-GRADACCUM_INLINE void AdafactorTensor::set_shape(const AdafactorStep& step) {
-  auto& o = operand_;
-  if (step.variance.defined()) {
-    o.variance = step.variance.mutable_data_ptr();
-    o.rows = elements();
-    o.matrices = o.columns = o.parts = 1;
-    return;
-  }
-  o.rows = owner_.size(-2);
-  o.columns = owner_.size(-1);
-  o.matrices = elements() / (o.rows * o.columns);
-  o.row_var = step.row_var.mutable_data_ptr();
-  o.col_var = step.col_var.mutable_data_ptr();
-  // Each part keeps its own column sums. It needs many rows, so that these are small compared to the matrix, but not
-  // too many, since the sums have the state's dtype.
-  constexpr std::int64_t least_rows = 1 << 7, most_rows = 1 << 12, most_parts = 16;
-  o.parts = std::clamp<std::int64_t>(o.rows / least_rows, 1, std::max(most_parts, o.rows / most_rows));
-  factors_ = at::zeros({o.matrices * (o.rows + o.parts * o.columns)}, step.row_var.options());
-  o.row_factors = factors_.mutable_data_ptr();
-  o.column_factors = static_cast<char*>(o.row_factors) + o.matrices * o.rows * factors_.element_size();
-}
-
-GRADACCUM_INLINE void AdafactorTensor::cut() {
-  const auto& o = operand_;
-  const auto all_rows = o.matrices * o.rows;
-  if (o.parts > 1) {
-    for (std::int64_t matrix = 0; matrix < o.matrices; ++matrix)
-      for (std::int64_t part = 0; part < o.parts; ++part)
-        pieces_.push_back(
-            {matrix * o.rows + part * o.rows / o.parts, matrix * o.rows + (part + 1) * o.rows / o.parts, part});
-    return;
-  }
-  constexpr std::int64_t piece = 1 << 14;  // elements
-  const auto unit = o.variance ? 1 : o.rows;
-  const auto rows = std::max<std::int64_t>(1, piece / (unit * o.columns)) * unit;
-  for (std::int64_t from = 0; from < all_rows; from += rows)
-    pieces_.push_back({from, std::min(from + rows, all_rows), 0});
-}
-
-GRADACCUM_INLINE void AdafactorTensor::sum(AdafactorPiece& piece) const {
-  const auto& o = operand_;
-  if (settings_.scale_parameter)
-    piece.parameter_squares = sum_of_squares_of(parameter_.scalar_type())(
-        static_cast<const char*>(o.parameter) + piece.from * o.columns * parameter_.element_size(),
-        (piece.to - piece.from) * o.columns);
-  if (o.variance) {
-    piece.update_squares = kernels_.vector_squares(o, piece.from, piece.to);
-    return;
-  }
-  kernels_.sums(o, piece.from, piece.to, piece.part);
-  if (o.parts > 1) return;
-  for (auto matrix = piece.from / o.rows; matrix < piece.to / o.rows; ++matrix) make_factors(matrix);
-  measure_update(piece);
-}
 
 /// Runs all passes over some tensors. `each(count, body)` calls `body(i)` for each i below `count`.
 template <class Each>
@@ -521,16 +493,60 @@ GRADACCUM_INLINE void step_on_cpu(const std::vector<AdafactorStep>& steps, doubl
   run_passes(tensors);
 }
 
-GRADACCUM_INLINE std::vector<Extent> DeviceOperand::cut() const {
-  const auto all = whole();
-  const bool lie_alike = is_plain(parameter) && is_plain(gradient) && same_order(parameter, gradient);
-  if (all.size() <= most_copied || !lie_alike || row_major) return {all};
-  std::vector<Extent> extents;
-  for (std::int64_t from = 0; from < all.to; from += most_copied)
-    extents.push_back({from, std::min(from + most_copied, all.to), /*whole=*/false});
-  return extents;
-}
+/// A range of a tensor's real numbers in memory order, `[from, to)`; or all of them, in any order.
+struct Extent {
+  std::int64_t from, to;
+  bool whole;
 
+  std::int64_t size() const { return to - from; }
+  at::Tensor of(const at::Tensor& tensor) const {
+    if (whole || !tensor.defined()) return tensor;
+    const auto real = as_real(tensor);
+    return real.as_strided({size()}, {1}, real.storage_offset() + from);
+  }
+};
+
+/// A parameter and its gradient, to be stepped by ATen's operations or by our own kernel.
+struct DeviceOperand {
+  at::Tensor parameter, gradient;
+  std::optional<std::uint64_t> rounding_key;
+  bool by_kernel = false;  ///< our own kernel, which accepts dtypes and a factor as they are, and rounds
+  bool row_major = false;  ///< for kernels that use rows and columns
+
+  /// True if a copy is needed: for a factor (`multiplied`), the dtype, or the order of the elements.
+  bool copies_parameter() const {
+    return !is_plain(parameter) || parameter.scalar_type() != dtype_of_parameter() ||
+           (row_major && !parameter.is_contiguous());
+  }
+  bool copies_gradient(bool multiplied) const {
+    return (multiplied && !by_kernel) || gradient.scalar_type() != dtype_of_gradient() || !is_plain(gradient) ||
+           !(row_major ? gradient.is_contiguous() : same_order(parameter, gradient));
+  }
+  at::ScalarType dtype_of_parameter() const { return by_kernel ? parameter.scalar_type() : state_type(parameter); }
+  at::ScalarType dtype_of_gradient() const {
+    return by_kernel ? gradient_type(parameter, gradient) : state_type(parameter);
+  }
+  /// A tensor with the sizes and strides of copies.
+  at::Tensor layout() const {
+    if (!row_major || parameter.is_contiguous()) return plain_layout_of(parameter);
+    return at::empty(parameter.sizes(), parameter.options().device(at::kMeta));
+  }
+  Extent whole() const {
+    return {0, parameter.is_complex() ? 2 * parameter.numel() : parameter.numel(), /*whole=*/true};
+  }
+  /// Splits the elements into parts of at most `most_copied`, if their order allows it.
+  std::vector<Extent> cut() const {
+    const auto all = whole();
+    const bool lie_alike = is_plain(parameter) && is_plain(gradient) && same_order(parameter, gradient);
+    if (all.size() <= most_copied || !lie_alike || row_major) return {all};
+    std::vector<Extent> extents;
+    for (std::int64_t from = 0; from < all.to; from += most_copied)
+      extents.push_back({from, std::min(from + most_copied, all.to), /*whole=*/false});
+    return extents;
+  }
+};
+
+/// Returns `found_inf` on `device`, for operations that skip a step by themselves.
 GRADACCUM_INLINE std::optional<at::Tensor> found_inf_on(at::Device device, const Multiplier& multiplier) {
   if (!multiplier.found_inf.defined()) return {};
   return multiplier.found_inf.to(device, /*non_blocking=*/true);
@@ -551,81 +567,226 @@ GRADACCUM_INLINE void round_stochastically_(const at::Tensor& numbers, std::uint
   at::where_out(result, is_nan, numbers, random_bits.view(at::kFloat));
 }
 
-GRADACCUM_INLINE void DeviceOperands::add(const DeviceOperand& operand, const Extent& extent) {
-  Part part{
-      .of = operand, .layout = {}, .parameter = extent.of(operand.parameter), .gradient = extent.of(operand.gradient)};
-  // Rounds each part of a parameter with different random numbers.
-  if (part.of.rounding_key) *part.of.rounding_key += static_cast<std::uint64_t>(extent.from);
-  part.layout = extent.whole ? operand.layout() : plain_layout_of(part.parameter);
-  if (!by_.on_host() && !factor_.defined()) {
-    wide_factor_ = by_.on(part.parameter.device());
-    factor_ = wide_factor_.to(at::toRealValueType(state_type(part.parameter)));
+/// The parameters and gradients of one part of a step in the memory that is used in the computation, which is their own
+/// or copies. All are on one device and, except for our own kernels, computed in one dtype.
+class DeviceOperands {
+ public:
+  explicit DeviceOperands(Multiplier by) : by_(std::move(by)) {}
+  void add(DeviceOperand operand, const Extent& extent) {
+    operand.parameter = extent.of(operand.parameter);
+    operand.gradient = extent.of(operand.gradient);
+    // Rounds each part of a parameter with different random numbers.
+    if (operand.rounding_key) *operand.rounding_key += static_cast<std::uint64_t>(extent.from);
+    if (!by_.on_host() && !factor_.defined()) {
+      wide_factor_ = by_.on(operand.parameter.device());
+      factor_ = wide_factor_.to(at::toRealValueType(state_type(operand.parameter)));
+    }
+    parts_.push_back({operand, operand.layout()});
   }
-  parts_.push_back(std::move(part));
+
+  void allocate(Scratch& scratch) {
+    for (auto& part : parts_) {
+      if (part.copies_parameter()) part.parameter_copy = scratch.tensor(part.layout, part.dtype_of_parameter());
+      if (part.copies_gradient(!by_.is_one()))
+        part.gradient_copy = scratch.tensor(part.layout, part.dtype_of_gradient());
+      if (!part.rounding_key || part.by_kernel) continue;
+      part.random_bits = scratch.tensor(part.layout, at::kInt);
+      part.is_nan = scratch.tensor(part.layout, at::kBool);
+    }
+  }
+
+  /// Fills the copies, and multiplies the gradients by the factor.
+  void read() {
+    std::vector<at::Tensor> parameter_copies, parameters, gradient_copies, gradients, lazy;
+    for (auto& part : parts_) {
+      if (part.parameter_copy.defined()) {
+        parameter_copies.push_back(part.parameter_copy);
+        parameters.push_back(part.parameter);
+      }
+      if (!part.gradient_copy.defined()) continue;
+      const bool wide = part.gradient.element_size() > part.gradient_copy.element_size();
+      if (wide && !by_.is_one()) {  // may exceed the copy's dtype before it is multiplied
+        at::mul_out(part.gradient_copy, part.gradient,
+                    by_.on_host() ? at::scalar_tensor(by_.host(), at::kDouble) : wide_factor_);
+      } else if (part.gradient.is_conj() || part.gradient.is_neg() || part.gradient._is_zerotensor()) {
+        lazy.push_back(part.gradient_copy.copy_(part.gradient));  // foreach operations would copy these
+      } else {
+        gradient_copies.push_back(part.gradient_copy);
+        gradients.push_back(part.gradient);
+      }
+    }
+    if (!parameters.empty()) at::_foreach_copy_(parameter_copies, parameters);
+    if (!gradients.empty()) at::_foreach_copy_(gradient_copies, gradients);
+    gradient_copies.insert(gradient_copies.end(), lazy.begin(), lazy.end());
+    if (by_.is_one() || gradient_copies.empty()) return;
+    for (auto& copy : gradient_copies) copy = as_real(copy);
+    by_.on_host() ? at::_foreach_mul_(gradient_copies, by_.host()) : at::_foreach_mul_(gradient_copies, factor_);
+  }
+
+  std::vector<at::Tensor> parameters() const {
+    std::vector<at::Tensor> all;
+    for (auto& part : parts_) all.push_back(as_real(part.stepped()));
+    return all;
+  }
+
+  std::vector<at::Tensor> gradients() const {
+    std::vector<at::Tensor> all;
+    for (auto& part : parts_) all.push_back(as_real(part.gradient_copy.defined() ? part.gradient_copy : part.gradient));
+    return all;
+  }
+
+  /// Ends the step: rounds copies stochastically if requested, and writes the parameters back.
+  void write_back() const {
+    for (auto& part : parts_) {
+      if (part.rounding_key && !part.by_kernel)
+        round_stochastically_(part.parameter_copy, *part.rounding_key, part.random_bits, part.is_nan);
+      detail::write_back(part.parameter, part.stepped());
+    }
+  }
+
+ private:
+  struct Part : DeviceOperand {
+    at::Tensor layout;  // has the sizes and strides of copies
+    at::Tensor parameter_copy = {}, gradient_copy = {}, random_bits = {}, is_nan = {};
+
+    const at::Tensor& stepped() const { return parameter_copy.defined() ? parameter_copy : parameter; }
+  };
+
+  std::vector<Part> parts_;
+  Multiplier by_;
+  at::Tensor factor_, wide_factor_;  // known only on the device: in the computation's dtype, and in float64
+};
+
+/// One parameter's step on a device, or a part of it.
+template <class Step>
+struct StepPart {
+  Step step;
+  Extent extent;
+};
+
+/// Adafactor's kernels use rows and columns.
+template <class Step>
+DeviceOperand operand_of(const Step& step, bool by_kernel = false) {
+  return {step.parameter, step.gradient, step.rounding_key, by_kernel,
+          /*row_major=*/by_kernel && std::is_same_v<Step, AdafactorStep>};
 }
 
-GRADACCUM_INLINE void DeviceOperands::allocate(Scratch& scratch) {
-  for (auto& part : parts_) {
-    const auto copy_of = [&](at::ScalarType dtype) {  // a part of a complex tensor has real numbers
-      return scratch.tensor(part.layout, part.parameter.is_complex() ? dtype : at::toRealValueType(dtype));
+/// Splits steps into batches for one operation each: of one device, equal settings and, except for our own kernels, one
+/// dtype (16-bit ones are computed in float32). Limits the memory for copies, for which large steps are split.
+template <class Step>
+std::vector<std::vector<StepPart<Step>>> batches_of(const std::vector<Step>& steps, bool multiplied,
+                                                    bool by_kernel = false) {
+  std::vector<std::vector<StepPart<Step>>> batches;
+  std::int64_t copied = 0;
+  const auto add = [&](const Step& step, const Extent& extent, std::int64_t more) {
+    const auto* const first = batches.empty() ? nullptr : &batches.back().front().step;
+    if (!first || copied + more > most_copied || !(step.settings == first->settings) ||
+        step.parameter.device() != first->parameter.device() ||
+        (!by_kernel && step.parameter.scalar_type() != first->parameter.scalar_type())) {
+      batches.emplace_back();
+      copied = 0;
+    }
+    batches.back().push_back({step, extent});
+    copied += more;
+  };
+  for (auto& step : steps)
+    if (const auto operand = operand_of(step, by_kernel);
+        operand.copies_parameter() || operand.copies_gradient(multiplied))
+      for (auto& extent : operand.cut()) add(step, extent, extent.size());
+    else
+      add(step, operand.whole(), 0);
+  return batches;
+}
+
+/// A batch's step, which `body(batch, parameters, gradients)` runs, with scratch memory if it has an `allocate`.
+template <class Step, class Body>
+class BatchStep final : public DeviceStep {
+ public:
+  BatchStep(std::vector<StepPart<Step>> batch, const Multiplier& multiplier, Body body, bool by_kernel)
+      : batch_(std::move(batch)), operands_(multiplier), body_(std::move(body)) {
+    for (auto& part : batch_) operands_.add(operand_of(part.step, by_kernel), part.extent);
+  }
+  void allocate(Scratch& scratch) override {
+    operands_.allocate(scratch);
+    if constexpr (requires { body_.allocate(scratch); }) body_.allocate(scratch);
+  }
+  void run() override {
+    operands_.read();
+    body_(batch_, operands_.parameters(), operands_.gradients());
+    operands_.write_back();
+  }
+
+ private:
+  std::vector<StepPart<Step>> batch_;
+  DeviceOperands operands_;
+  Body body_;
+};
+
+template <class Step, class Body>
+void add_batch(StepPlan& plan, std::vector<StepPart<Step>> batch, const Multiplier& multiplier, Body body,
+               bool by_kernel = false) {
+  const auto device = batch.front().step.parameter.device();
+  plan.add(device, std::make_unique<BatchStep<Step, Body>>(std::move(batch), multiplier, std::move(body), by_kernel));
+}
+
+/// Adds steps in batches, whose bodies `body_for(batch, device)` makes. Our own kernels apply the factor themselves.
+template <class Step, class BodyFor>
+void add_batches(StepPlan& plan, const std::vector<Step>& steps, const Multiplier& multiplier, bool by_kernel,
+                 const BodyFor& body_for) {
+  for (auto& batch : batches_of(steps, !by_kernel && !multiplier.is_one(), by_kernel)) {
+    auto body = body_for(batch, batch.front().step.parameter.device());
+    add_batch(plan, std::move(batch), by_kernel ? Multiplier() : multiplier, std::move(body), by_kernel);
+  }
+}
+
+/// Returns the dtypes of the kernel to call.
+template <class Step>
+OperandTypes types_of(const Step& step) {
+  return {at::toRealValueType(step.parameter.scalar_type()),
+          at::toRealValueType(gradient_type(step.parameter, step.gradient)), step.rounding_key.has_value()};
+}
+
+/// Launches our own kernel for a batch of steps, once for each mix of dtypes and each full table of tensors.
+template <class Step>
+void launch_kernel(const DeviceKernels& kernels, const Multiplier& by, at::Device device,
+                   const std::vector<StepPart<Step>>& batch, at::TensorList parameters, at::TensorList gradients) {
+  const auto& first = batch.front().step;
+  using Launch = StepLaunch<std::remove_cvref_t<decltype(first.kernel_settings())>>;
+  const auto kernel = first.kernel(kernels);
+  const c10::DeviceGuard guard(device);
+  auto* const stream = native_stream(device);
+  std::map<OperandTypes, Launch> launches;
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    const auto& [step, extent] = batch[i];
+    const auto types = types_of(step);
+    auto found = launches.find(types);
+    if (found == launches.end()) found = launches.try_emplace(types, first.kernel_settings(), by.pointers()).first;
+    auto& launch = found->second;
+    if (launch.tensors.full()) {
+      kernel(launch, types, stream);
+      launch.tensors = {};
+    }
+    std::array<void*, 6> arrays{parameters[i].mutable_data_ptr(), const_cast<void*>(gradients[i].const_data_ptr())};
+    std::size_t next = 2;
+    for (const auto* tensor : step.state()) arrays[next++] = tensor ? tensor->mutable_data_ptr() : nullptr;
+    launch.tensors.add({arrays, extent.from, parameters[i].numel(), step.rounding_key.value_or(0)});
+  }
+  for (auto& [types, launch] : launches) kernel(launch, types, stream);
+}
+
+/// Adds steps by our own device kernels, on many tensors at a time, in one pass over their memory (Adafactor's: a few).
+template <class Step>
+void add_kernel_steps(StepPlan& plan, const std::vector<Step>& steps, const Multiplier& multiplier,
+                      const DeviceKernels& kernels) {
+  add_batches(plan, steps, multiplier, /*by_kernel=*/true, [&](const auto&, at::Device device) {
+    return [&kernels, by = multiplier.moved_to(device), device](const std::vector<StepPart<Step>>& batch,
+                                                                at::TensorList p, at::TensorList g) {
+      launch_kernel(kernels, by, device, batch, p, g);
     };
-    if (part.of.copies_parameter()) part.parameter_copy = copy_of(part.of.dtype_of_parameter());
-    if (part.of.copies_gradient(!by_.is_one())) part.gradient_copy = copy_of(part.of.dtype_of_gradient());
-    if (!part.of.rounding_key || part.of.by_kernel) continue;
-    part.random_bits = scratch.tensor(part.layout, at::kInt);
-    part.is_nan = scratch.tensor(part.layout, at::kBool);
-  }
+  });
 }
 
-GRADACCUM_INLINE void DeviceOperands::read() {
-  std::vector<at::Tensor> parameter_copies, parameters, gradient_copies, gradients, lazy;
-  for (auto& part : parts_) {
-    if (part.parameter_copy.defined()) {
-      parameter_copies.push_back(part.parameter_copy);
-      parameters.push_back(part.parameter);
-    }
-    if (!part.gradient_copy.defined()) continue;
-    const bool wide = part.gradient.element_size() > part.gradient_copy.element_size();
-    if (wide && !by_.is_one()) {  // may exceed the copy's dtype before it is multiplied
-      at::mul_out(part.gradient_copy, part.gradient,
-                  by_.on_host() ? at::scalar_tensor(by_.host(), at::kDouble) : wide_factor_);
-    } else if (part.gradient.is_conj() || part.gradient.is_neg() || part.gradient._is_zerotensor()) {
-      lazy.push_back(part.gradient_copy.copy_(part.gradient));  // foreach operations would copy these
-    } else {
-      gradient_copies.push_back(part.gradient_copy);
-      gradients.push_back(part.gradient);
-    }
-  }
-  if (!parameters.empty()) at::_foreach_copy_(parameter_copies, parameters);
-  if (!gradients.empty()) at::_foreach_copy_(gradient_copies, gradients);
-  gradient_copies.insert(gradient_copies.end(), lazy.begin(), lazy.end());
-  if (by_.is_one() || gradient_copies.empty()) return;
-  for (auto& copy : gradient_copies) copy = as_real(copy);
-  by_.on_host() ? at::_foreach_mul_(gradient_copies, by_.host()) : at::_foreach_mul_(gradient_copies, factor_);
-}
-
-GRADACCUM_INLINE std::vector<at::Tensor> DeviceOperands::parameters() const {
-  std::vector<at::Tensor> all;
-  for (auto& part : parts_) all.push_back(as_real(part.stepped()));
-  return all;
-}
-
-GRADACCUM_INLINE std::vector<at::Tensor> DeviceOperands::gradients() const {
-  std::vector<at::Tensor> all;
-  for (auto& part : parts_) all.push_back(as_real(part.gradient_copy.defined() ? part.gradient_copy : part.gradient));
-  return all;
-}
-
-GRADACCUM_INLINE void DeviceOperands::write_back() const {
-  for (auto& part : parts_) {
-    if (part.of.rounding_key && !part.of.by_kernel)
-      round_stochastically_(part.parameter_copy, *part.of.rounding_key, part.random_bits, part.is_nan);
-    detail::write_back(part.parameter, part.stepped());
-  }
-}
-
-/// ATen's fused operation on lists of tensors of one device and dtype. It reads the step count from the device, but
-/// does not advance it.
+/// ATen's fused operation on lists of tensors of one device and dtype. It does not advance the device's step count.
 class FusedAdam {
  public:
   FusedAdam(const AdamSettings& by, const Multiplier& multiplier, at::Device device)
@@ -656,7 +817,8 @@ class FusedAdam {
 
 GRADACCUM_INLINE void plan_aten_steps(StepPlan& plan, const std::vector<AdamStep>& steps,
                                       const Multiplier& multiplier) {
-  add_batches(plan, steps, multiplier, /*by_kernel=*/false, [&](const AdamSettings& by, at::Device device) {
+  add_batches(plan, steps, multiplier, /*by_kernel=*/false, [&](auto& steps_of_batch, at::Device device) {
+    const auto& by = steps_of_batch.front().step.settings;
     return [fused = FusedAdam(by, multiplier, device), amsgrad = by.amsgrad](
                const std::vector<StepPart<AdamStep>>& batch, at::TensorList p, at::TensorList g) {
       std::vector<at::Tensor> m, v, x;
@@ -671,9 +833,9 @@ GRADACCUM_INLINE void plan_aten_steps(StepPlan& plan, const std::vector<AdamStep
 }
 
 GRADACCUM_INLINE void plan_aten_steps(StepPlan& plan, const std::vector<SgdStep>& steps, const Multiplier& multiplier) {
-  add_batches(plan, steps, multiplier, /*by_kernel=*/false, [&](const SgdSettings& by, at::Device device) {
-    return [by, found_inf = found_inf_on(device, multiplier)](const std::vector<StepPart<SgdStep>>& batch,
-                                                              at::TensorList p, at::TensorList g) {
+  add_batches(plan, steps, multiplier, /*by_kernel=*/false, [&](auto& steps_of_batch, at::Device device) {
+    return [by = steps_of_batch.front().step.settings, found_inf = found_inf_on(device, multiplier)](
+               const std::vector<StepPart<SgdStep>>& batch, at::TensorList p, at::TensorList g) {
       std::vector<at::Tensor> buffers;
       for (auto& [step, extent] : batch)
         if (by.momentum != 0) buffers.push_back(as_real(extent.of(step.momentum_buffer)));
@@ -692,38 +854,24 @@ GRADACCUM_INLINE Codes zero_codes(const at::Tensor& like, bool is_signed) {
 
 /// Returns a 1-D view of a plain tensor in memory order.
 GRADACCUM_INLINE at::Tensor flat(const at::Tensor& plain) { return plain.as_strided({plain.numel()}, {1}); }
-GRADACCUM_INLINE at::Tensor in_blocks(const at::Tensor& plain, double fill) {
-  const auto missing = blocks_of(plain) * eight_bit_block - plain.numel();
-  return at::constant_pad_nd(flat(plain), {0, missing}, fill).view({-1, eight_bit_block});
-}
-
-GRADACCUM_INLINE const DynamicMap& map_of(bool is_signed) { return is_signed ? signed_map() : second_moment_map(); }
-
-/// Returns the midpoints of successive values. The code of a number is the count of midpoints below it.
-GRADACCUM_INLINE std::array<float, 256> middles_of(const DynamicMap& map) {
-  std::array<float, 256> middles;
-  middles.back() = std::numeric_limits<float>::infinity();
-  for (std::size_t i = 0; i < 255; ++i) middles[i] = map.values[i] + (map.values[i + 1] - map.values[i]) / 2;
-  if (map.edge[0] == 0) middles[0] = 0;  // second moments
-  return middles;
-}
-
 /// Decodes and encodes moments on a device.
 class Coding {
  public:
   Coding(bool is_signed, at::Device device) : zero_(is_signed ? zero_code : 0) {
-    const auto& values = map_of(is_signed).values;
-    const auto middles = middles_of(map_of(is_signed));
+    const auto& map = is_signed ? signed_map() : second_moment_map();
+    // The midpoints of successive values: the code of a number is the count of those below it.
+    std::array<float, 256> middles{};
+    for (std::size_t i = 0; i < 255; ++i) middles[i] = map.values[i] + (map.values[i + 1] - map.values[i]) / 2;
+    if (!is_signed) middles[0] = 0;  // second moments
     const auto both = copied_to(
-        device, at::stack({at::tensor(at::ArrayRef<float>(values)), at::tensor(at::ArrayRef<float>(middles))}));
+        device, at::stack({at::tensor(at::ArrayRef<float>(map.values)), at::tensor(at::ArrayRef<float>(middles))}));
     values_ = both[0];
     middles_ = both[1].slice(0, 0, 255);
   }
 
   at::Device device() const { return values_.device(); }
 
-  /// Decodes whole blocks into `numbers`; `codes` may end inside the last one. `indices` is int32 scratch of equal
-  /// size.
+  /// Decodes whole blocks into `numbers`; `codes` may end before. `indices` is int32 scratch of equal size.
   void decode(const Codes& codes, at::Tensor numbers, const at::Tensor& indices) const {
     indices.fill_(zero_);
     indices.slice(0, 0, codes.codes.numel()).copy_(codes.codes);
@@ -767,7 +915,8 @@ GRADACCUM_INLINE at::Tensor decoded(const Codes& moments, bool is_signed) {
 GRADACCUM_INLINE Codes encoded(const at::Tensor& numbers, bool is_signed) {
   auto codes = zero_codes(numbers, is_signed);
   if (numbers.numel() == 0) return codes;
-  const auto blocks = in_blocks(numbers, 0).view({-1}).clone();
+  const auto missing = blocks_of(numbers) * eight_bit_block - numbers.numel();
+  const auto blocks = at::constant_pad_nd(flat(numbers), {0, missing}).clone();
   Coding(is_signed, numbers.device())
       .encode(blocks, {flat(codes.codes), codes.scales}, indices_for(numbers),
               at::empty({blocks_of(numbers)}, numbers.options().dtype(at::kBool)));
@@ -794,56 +943,47 @@ GRADACCUM_INLINE Codes checked_state(const Codes& moments, const at::Tensor& par
   return encoded(in_order_of(like, decoded(moments, is_signed), at::kFloat), is_signed);
 }
 
-GRADACCUM_INLINE std::vector<Moments> moments_of(const Codes& codes, const at::Tensor& parameter, bool is_signed) {
-  const auto width = parameter.numel() / parameter.size(0);
-  return {{codes.codes, at::kByte, width, is_signed ? zero_code : 0},
-          {codes.scales, at::kFloat, width / eight_bit_block}};
-}
-
 /// Returns dense moments. Dense scales are 1-D.
 GRADACCUM_INLINE Codes dense_of(const Codes& moments, bool is_signed) {
   if (!moments.codes.defined() || !moments.codes.is_sparse()) return moments;
   return {dense_of(moments.codes, is_signed ? zero_code : 0), dense_of(moments.scales).flatten()};
 }
 
-GRADACCUM_INLINE Adam8bitStep adam8bit_step_of(const AdamSettings& settings, const at::Tensor& parameter,
-                                               const at::Tensor& gradient, const Codes& exp_avg,
-                                               const Codes& exp_avg_sq, const Multiplier& multiplier) {
-  const bool by_rows = steps_by_rows(settings, parameter, gradient, multiplier) &&
-                       parameter.numel() / parameter.size(0) % eight_bit_block == 0;
-  const auto prepare = [&](const Codes& moments, bool is_signed, const char* name) {
-    if (by_rows && (!moments.codes.defined() || moments.codes.is_sparse())) return moments;
-    return checked_state(dense_of(moments, is_signed), parameter, is_signed, name);
+GRADACCUM_INLINE Adam8bitStep prepared(Adam8bitStep step, const Multiplier& multiplier) {
+  const auto& parameter = step.parameter;
+  const bool by_rows = steps_by_rows(step, multiplier);
+  const auto prepare = [&](Codes& moments, bool is_signed, const char* name) {
+    if (!by_rows || (moments.codes.defined() && !moments.codes.is_sparse()))
+      moments = checked_state(dense_of(moments, is_signed), parameter, is_signed, name);
   };
-  Adam8bitStep step{settings, parameter, gradient, prepare(exp_avg, true, "exp_avg"),
-                    prepare(exp_avg_sq, false, "exp_avg_sq")};
-  if (!by_rows && gradient.is_sparse()) step.gradient = gradient.to_dense();
-  if (!by_rows) return step;
-  auto all = moments_of(step.exp_avg, parameter, true);
-  for (auto& moments : moments_of(step.exp_avg_sq, parameter, false)) all.push_back(moments);
-  step.rows = rows_of(parameter, gradient, all);
-  step.exp_avg = {all[0].tensor, all[1].tensor};
-  step.exp_avg_sq = {all[2].tensor, all[3].tensor};
+  prepare(step.exp_avg, true, "exp_avg");
+  prepare(step.exp_avg_sq, false, "exp_avg_sq");
+  if (by_rows) {
+    const auto width = parameter.numel() / parameter.size(0), scales = width / eight_bit_block;
+    step.rows = rows_of(parameter, step.gradient,
+                        {{step.exp_avg.codes, "exp_avg", at::kByte, width, zero_code},
+                         {step.exp_avg.scales, "exp_avg_scale", at::kFloat, scales},
+                         {step.exp_avg_sq.codes, "exp_avg_sq", at::kByte, width},
+                         {step.exp_avg_sq.scales, "exp_avg_sq_scale", at::kFloat, scales}});
+  } else if (step.gradient.is_sparse()) {
+    step.gradient = step.gradient.to_dense();
+  }
   return step;
 }
 
 /// The step of a parameter, or of whole blocks of it, on a device.
-class Adam8bitDeviceStep final : public DeviceStep {
+class Adam8bitBody {
  public:
-  Adam8bitDeviceStep(const StepPart<Adam8bitStep>& part, const Multiplier& multiplier, const Coding& first,
-                     const Coding& second)
-      : operands_(multiplier),
-        fused_(part.step.settings, multiplier, part.step.parameter.device()),
+  Adam8bitBody(const StepPart<Adam8bitStep>& part, const Multiplier& multiplier, const Coding& first,
+               const Coding& second)
+      : fused_(part.step.settings, multiplier, part.step.parameter.device()),
         is_skipped_(is_skipped_on(part.step.parameter.device(), multiplier)),
         first_(first),
         second_(second),
         exp_avg_(codes_of(part.step.exp_avg, part.extent)),
-        exp_avg_sq_(codes_of(part.step.exp_avg_sq, part.extent)) {
-    operands_.add(operand_of(part.step), part.extent);
-  }
+        exp_avg_sq_(codes_of(part.step.exp_avg_sq, part.extent)) {}
 
-  void allocate(Scratch& scratch) override {
-    operands_.allocate(scratch);
+  void allocate(Scratch& scratch) {
     const auto blocks = exp_avg_.scales.numel();
     indices_ = scratch.tensor(blocks * eight_bit_block, at::kInt);
     m_ = scratch.tensor(blocks * eight_bit_block, at::kFloat);
@@ -854,16 +994,13 @@ class Adam8bitDeviceStep final : public DeviceStep {
     fresh_.scales = scratch.tensor(blocks, at::kFloat);
   }
 
-  void run() override {
-    operands_.read();
+  void operator()(const std::vector<StepPart<Adam8bitStep>>&, at::TensorList p, at::TensorList g) {
     first_.decode(exp_avg_, m_, indices_);
     second_.decode(exp_avg_sq_, v_, indices_);
-    const auto p = operands_.parameters(), g = operands_.gradients();
     const auto like_p = [&](const at::Tensor& moments) { return moments.as_strided(p[0].sizes(), p[0].strides()); };
     fused_(p, g, {like_p(m_)}, {like_p(v_)}, {});
     encode(first_, m_, exp_avg_);
     encode(second_, v_, exp_avg_sq_);
-    operands_.write_back();
   }
 
  private:
@@ -880,7 +1017,6 @@ class Adam8bitDeviceStep final : public DeviceStep {
     at::where_out(codes.scales, is_skipped_, codes.scales, fresh_.scales);
   }
 
-  DeviceOperands operands_;
   FusedAdam fused_;
   at::Tensor is_skipped_;
   Coding first_, second_;
@@ -897,9 +1033,10 @@ GRADACCUM_INLINE void plan_aten_steps(StepPlan& plan, const std::vector<Adam8bit
       first.emplace(true, device);
       second.emplace(false, device);
     }
-    for (auto& extent : operand_of(step).cut())
-      plan.add(device,
-               std::make_unique<Adam8bitDeviceStep>(StepPart<Adam8bitStep>{step, extent}, multiplier, *first, *second));
+    for (auto& extent : operand_of(step).cut()) {
+      const StepPart<Adam8bitStep> part{step, extent};
+      add_batch(plan, std::vector{part}, multiplier, Adam8bitBody(part, multiplier, *first, *second));
+    }
   }
 }
 
@@ -941,21 +1078,17 @@ struct AdafactorWeights {
 };
 
 /// One parameter's step on a device.
-class AdafactorDeviceStep final : public DeviceStep {
+class AdafactorBody {
  public:
-  AdafactorDeviceStep(const AdafactorStep& step, const Multiplier& multiplier, const AdafactorWeights& weights)
-      : step_(step), operands_(multiplier), weights_(weights) {
-    operands_.add(operand_of(step), operand_of(step).whole());
-  }
+  AdafactorBody(const AdafactorStep& step, const AdafactorWeights& weights) : step_(step), weights_(weights) {}
 
-  void allocate(Scratch& scratch) override {
+  void allocate(Scratch& scratch) {
     const auto dtype = state_type(step_.parameter);
     const auto number = [&] {
       const auto one = scratch.tensor(1, dtype);
       return one.defined() ? one.squeeze(0) : one;
     };
-    operands_.allocate(scratch);
-    update_ = scratch.tensor(operands_.layout(), dtype);
+    update_ = scratch.tensor(operand_of(step_).layout(), dtype);
     step_size_ = number();
     norm_ = number();
     if (step_.variance.defined()) return;
@@ -964,16 +1097,14 @@ class AdafactorDeviceStep final : public DeviceStep {
     means_ = scratch.tensor(step_.row_var.numel() / step_.row_var.size(-2), dtype);
   }
 
-  void run() override {
-    operands_.read();
-    auto p = operands_.parameters().front();
+  void operator()(const std::vector<StepPart<AdafactorStep>>&, at::TensorList parameters, at::TensorList gradients) {
+    const at::Tensor p = parameters.front();
     step_size_.copy_(weights_.step_size);
     if (by().scale_parameter) step_size_.mul_(root_mean_square(p).clamp_min_(by().eps2));
-    make_update(operands_.gradients().front());
+    make_update(gradients.front());
     decay(p);
     step_size_.div_(root_mean_square(update_).div_(by().d).clamp_min_(1));
     p.sub_(with_momentum(update_.mul_(step_size_)));
-    operands_.write_back();
   }
 
  private:
@@ -1028,7 +1159,6 @@ class AdafactorDeviceStep final : public DeviceStep {
   }
 
   AdafactorStep step_;
-  DeviceOperands operands_;
   AdafactorWeights weights_;
   at::Tensor update_, step_size_, norm_, row_, col_, means_;
 };
@@ -1041,60 +1171,43 @@ GRADACCUM_INLINE void plan_aten_steps(StepPlan& plan, const std::vector<Adafacto
     const auto dtype = state_type(step.parameter);
     if (!weights || !weights->fit(step.settings, device, dtype))
       weights.emplace(step.settings, multiplier, device, dtype);
-    plan.add(device, std::make_unique<AdafactorDeviceStep>(step, multiplier, *weights));
+    add_batch<AdafactorStep>(plan, {{step, operand_of(step).whole()}}, multiplier, AdafactorBody(step, *weights));
   }
 }
 
-/// A batch of steps by our own kernels. Its launches, each of one mix of dtypes and at most a full table of tensors,
-/// use the same scratch memory in turn.
-class AdafactorKernelStep final : public DeviceStep {
+/// Runs our kernels for a batch, by launches of one mix of dtypes and at most a full table, in the same scratch memory.
+class AdafactorLaunches {
  public:
-  AdafactorKernelStep(std::vector<StepPart<AdafactorStep>> batch, const Multiplier& multiplier,
-                      const DeviceKernels& kernels)
-      : batch_(std::move(batch)),
-        operands_(Multiplier()),
-        kernels_(&kernels),
-        device_(batch_.front().step.parameter.device()),
-        by_(multiplier.moved_to(device_)) {
-    std::map<OperandTypes, std::size_t> open;
-    for (std::size_t i = 0; i < batch_.size(); ++i) {
-      const auto& step = batch_[i].step;
-      operands_.add(operand_of(step, /*by_kernel=*/true), batch_[i].extent);
+  using Batch = std::vector<StepPart<AdafactorStep>>;
+
+  AdafactorLaunches(const Batch& batch, const Multiplier& multiplier, const DeviceKernels& kernels)
+      : kernels_(&kernels), device_(batch.front().step.parameter.device()), by_(multiplier.moved_to(device_)) {
+    for (std::size_t i = 0; i < batch.size(); ++i) {
+      const auto& step = batch[i].step;
       const auto types = types_of(step);
-      const auto found = open.find(types);
-      if (found == open.end() || launches_[found->second].steps.size() == AdafactorTable::capacity) {
-        open[types] = launches_.size();
-        launches_.push_back({types});
-      }
-      auto& launch = launches_[open[types]];
-      launch.steps.emplace_back(i, launch.bytes);
+      auto launch = std::ranges::find_if(
+          launches_, [&](const Launch& of) { return of.types == types && of.steps.size() < AdafactorTable::capacity; });
+      if (launch == launches_.end()) launch = launches_.insert(launch, {types});
+      launch->steps.emplace_back(i, launch->bytes);
       const auto size = static_cast<std::int64_t>(at::elementSize(state_type(step.parameter)));
-      launch.bytes += AdafactorMemory::bytes(shape_of(step), size);
+      launch->bytes += AdafactorMemory::bytes(shape_of(step), size);
     }
   }
 
-  void allocate(Scratch& scratch) override {
-    operands_.allocate(scratch);
+  void allocate(Scratch& scratch) {
     std::int64_t bytes = 0;
     for (auto& launch : launches_) bytes = std::max(bytes, launch.bytes);
     memory_ = scratch.tensor(bytes, at::kByte);
   }
 
-  void run() override {
-    operands_.read();
-    const auto parameters = operands_.parameters(), gradients = operands_.gradients();
-    {
-      const c10::DeviceGuard guard(device_);
-      for (auto& launch : launches_) {
-        AdafactorTable table;
-        for (auto& [i, offset] : launch.steps)
-          table.add(
-              entry(batch_[i].step, parameters[i], gradients[i], memory_.mutable_data_ptr<std::uint8_t>() + offset));
-        kernels_->adafactor({batch_.front().step.settings, by_.pointers(), table}, launch.types,
-                            native_stream(device_));
-      }
+  void operator()(const Batch& batch, at::TensorList parameters, at::TensorList gradients) const {
+    const c10::DeviceGuard guard(device_);
+    for (auto& launch : launches_) {
+      AdafactorTable table;
+      for (auto& [i, offset] : launch.steps)
+        table.add(entry(batch[i].step, parameters[i], gradients[i], memory_.mutable_data_ptr<std::uint8_t>() + offset));
+      kernels_->adafactor({batch.front().step.settings, by_.pointers(), table}, launch.types, native_stream(device_));
     }
-    operands_.write_back();
   }
 
  private:
@@ -1116,15 +1229,13 @@ class AdafactorKernelStep final : public DeviceStep {
     return {.parameter = parameter.mutable_data_ptr(),
             .gradient = gradient.const_data_ptr(),
             .row_var = data(step.variance.defined() ? step.variance : step.row_var),
-            .col_var = step.variance.defined() ? nullptr : data(step.col_var),
+            .col_var = data(step.col_var),
             .exp_avg = data(step.exp_avg),
             .memory = memory,
             .shape = shape_of(step),
             .rounding_key = step.rounding_key.value_or(0)};
   }
 
-  std::vector<StepPart<AdafactorStep>> batch_;
-  DeviceOperands operands_;
   const DeviceKernels* kernels_;
   at::Device device_;
   Multiplier by_;
@@ -1134,11 +1245,36 @@ class AdafactorKernelStep final : public DeviceStep {
 
 GRADACCUM_INLINE void add_kernel_steps(StepPlan& plan, const std::vector<AdafactorStep>& steps,
                                        const Multiplier& multiplier, const DeviceKernels& kernels) {
-  for (auto& batch : batches_of(steps, /*multiplied=*/false, /*by_kernel=*/true)) {
-    const auto device = batch.front().step.parameter.device();
-    plan.add(device, std::make_unique<AdafactorKernelStep>(std::move(batch), multiplier, kernels));
-  }
+  add_batches(plan, steps, multiplier, /*by_kernel=*/true,
+              [&](auto& batch, at::Device) { return AdafactorLaunches(batch, multiplier, kernels); });
 }
+
+template <class Step>
+void plan_steps(StepPlan& plan, const std::vector<Step>& steps, const Multiplier& multiplier) {
+  const auto* const kernels = device_kernels();
+  std::vector<Step> ours, others;
+  for (auto& step : steps) {
+    const auto& parameter = step.parameter;
+    const auto type = parameter.scalar_type();
+    // A gradient wider than the state may exceed float32 before it is multiplied.
+    const bool is_ours = kernels && has_kernels(at::toRealValueType(type)) && type != at::kComplexHalf &&
+                         parameter.is_cuda() &&
+                         at::elementSize(step.gradient.scalar_type()) <= at::elementSize(state_type(parameter));
+    if (parameter.numel() > 0) (is_ours ? ours : others).push_back(step);
+  }
+  if (kernels) add_kernel_steps(plan, ours, multiplier, *kernels);
+  plan_aten_steps(plan, others, multiplier);
+}
+
+#ifdef GRADACCUM_COMPILED
+template void plan_steps(StepPlan&, const std::vector<AdamStep>&, const Multiplier&);
+template void plan_steps(StepPlan&, const std::vector<SgdStep>&, const Multiplier&);
+template void plan_steps(StepPlan&, const std::vector<Adam8bitStep>&, const Multiplier&);
+template void plan_steps(StepPlan&, const std::vector<AdafactorStep>&, const Multiplier&);
+template void step_on_cpu(const std::vector<AdamStep>&, double);
+template void step_on_cpu(const std::vector<SgdStep>&, double);
+template void step_on_cpu(const std::vector<Adam8bitStep>&, double);
+#endif
 
 }  // namespace gradaccum::detail
 

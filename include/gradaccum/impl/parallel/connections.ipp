@@ -3,6 +3,7 @@
 #pragma once
 
 #include <gradaccum/detail/parallel/connections.hpp>
+#include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/process_group.hpp>
 
 #include <ATen/Context.h>
@@ -12,6 +13,7 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -27,10 +29,13 @@
 #define GRADACCUM_HAS_NCCL
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGuard.h>
-#include <unistd.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #endif
 
+#include <netdb.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
 #include <array>
 #include <atomic>
 #include <charconv>
@@ -54,6 +59,15 @@ GRADACCUM_INLINE std::string have_ended(const std::vector<int>& ranks) {
   return ranks.size() == 1 ? "rank " + text + " has ended or hangs" : "ranks " + text + " have ended or hang";
 }
 
+GRADACCUM_INLINE void put(c10d::Store& store, const std::string& key, const std::string& text) {
+  store.set(key, std::vector<std::uint8_t>(text.begin(), text.end()));
+}
+
+GRADACCUM_INLINE std::string text_at(c10d::Store& store, const std::string& key) {
+  const auto bytes = store.get(key);
+  return {bytes.begin(), bytes.end()};
+}
+
 /// The entries of processes in their store: counters that show that each is alive and how far it is, and a failure. For
 /// use by one thread, except for `answers`. Each call waits for the store.
 class HeartbeatEntries {
@@ -61,7 +75,7 @@ class HeartbeatEntries {
   HeartbeatEntries(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size)
       : store_(std::move(store)), rank_(rank), size_(world_size) {}
 
-  /// The number of answers from the store so far, which stops increasing while the store does not answer.
+  /// The number of times that the store has counted, which stops increasing while the store does not answer.
   std::int64_t answers() const { return answers_; }
 
   void count_beat() { add(beats_of(rank_), 1); }
@@ -69,14 +83,9 @@ class HeartbeatEntries {
   void count_waits(std::int64_t times) {
     if (times > 0) add(waits_of(rank_), times);
   }
-  void set_failure(const std::string& what) {
-    store_->set("failure", std::vector<std::uint8_t>(what.begin(), what.end()));
-    ++answers_;
-  }
+  void set_failure(const std::string& what) { put(*store_, "failure", what); }
   std::optional<std::string> failure() {
-    const bool known = store_->check({"failure"});
-    ++answers_;
-    return known ? std::optional(get("failure")) : std::nullopt;
+    return store_->check({"failure"}) ? std::optional(text_at(*store_, "failure")) : std::nullopt;
   }
 
   /// Returns the beats of ranks in [`first`, `last`): 0 before a rank starts, at least `left` after it has left.
@@ -117,11 +126,6 @@ class HeartbeatEntries {
     ++answers_;
     return sum;
   }
-  std::string get(const std::string& key) {
-    const auto bytes = store_->get(key);
-    ++answers_;
-    return {bytes.begin(), bytes.end()};
-  }
   /// Reads all counters in one request if the store supports that, since there may be hundreds.
   std::vector<std::int64_t> read(std::string (*key_of)(int rank), int first, int last) {
     std::vector<std::string> keys;
@@ -129,12 +133,10 @@ class HeartbeatEntries {
     for (auto& key : keys)
       if (known_.insert(key).second) add(key, 0);  // the store would wait for a missing key
     std::vector<std::int64_t> numbers;
-    if (!store_->hasExtendedApi()) {
-      for (auto& key : keys) numbers.push_back(std::stoll(get(key)));
-      return numbers;
-    }
-    for (auto& bytes : store_->multiGet(keys)) numbers.push_back(std::stoll(std::string(bytes.begin(), bytes.end())));
-    ++answers_;
+    if (store_->hasExtendedApi())
+      for (auto& bytes : store_->multiGet(keys)) numbers.push_back(std::stoll(std::string(bytes.begin(), bytes.end())));
+    else
+      for (auto& key : keys) numbers.push_back(std::stoll(text_at(*store_, key)));
     return numbers;
   }
 
@@ -239,7 +241,7 @@ struct Heartbeat::Shared {
     }
     const auto who = entries.missing_since(before);
     if (entries.failure()) return;  // another process was faster; its report is read at the next beat
-    fail_all(who ? *who : "all processes are there, but the connection between two of them is lost");
+    fail_all(who.value_or("all processes are there, but the connection between two of them is lost"));
   }
 
   /// Finds ranks whose beats have stopped without their having left.
@@ -323,6 +325,12 @@ GRADACCUM_INLINE void Heartbeat::announce(std::string failure) {
   all.changed.wait_for(lock, Shared::patience, [&] { return all.failure || all.stopped; });
 }
 
+GRADACCUM_INLINE std::string machine_name() {
+  std::array<char, 256> name{};
+  gethostname(name.data(), name.size() - 1);
+  return name.data();
+}
+
 GRADACCUM_INLINE bool each_has_its_own(const std::vector<std::string>& devices) {
   const std::set<std::string> different(devices.begin(), devices.end());
   return different.size() == devices.size() && !different.contains("");
@@ -344,10 +352,8 @@ GRADACCUM_INLINE bool nccl_is_as_built() {
 GRADACCUM_INLINE std::string device_name(const std::vector<at::Tensor>& tensors) {
   const auto elsewhere = [&](auto& tensor) { return !tensor.is_cuda() || tensor.device() != tensors[0].device(); };
   if (tensors.empty() || std::ranges::any_of(tensors, elsewhere) || !nccl_is_as_built()) return "";
-  std::array<char, 256> machine{};
-  gethostname(machine.data(), machine.size() - 1);
   const auto& uuid = at::cuda::getDeviceProperties(tensors[0].device().index())->uuid.bytes;
-  return machine.data() + ("/" + std::string(std::begin(uuid), std::end(uuid)));
+  return machine_name() + ("/" + std::string(std::begin(uuid), std::end(uuid)));
 }
 
 GRADACCUM_INLINE c10::intrusive_ptr<c10d::Backend> make_nccl(const c10::intrusive_ptr<c10d::Store>& store, int rank,
@@ -378,10 +384,8 @@ GRADACCUM_INLINE c10::intrusive_ptr<c10d::Backend> make_nccl(const c10::intrusiv
 GRADACCUM_INLINE void sum_by_device(c10d::Backend&, at::Device) {}
 #endif
 
-/// NCCL connections between the devices of all ranks.
-///
-/// Connects by a first exchange in a separate thread, since that waits for ranks that may never come. Ends by an abort,
-/// which waits for no rank, once all that was sent has arrived or never will.
+/// NCCL connections between the devices of all ranks. Connects by a first exchange in a separate thread, since that
+/// waits for ranks that may never come. Ends by an abort, which waits for none.
 class NcclConnection {
  public:
   /// Starts to connect, as all ranks must at the same time. `store` must be a connection with no other user.
@@ -425,9 +429,58 @@ struct Connections::Exchange {
   bool by_nccl = false;
 };
 
-/// Connects all ranks by LibTorch's own Gloo. They meet in `store`, under `name`.
-///
-/// GLOO_SOCKET_IFNAME selects the network interface if the host name does not resolve to the right one.
+GRADACCUM_INLINE bool is_loopback(const std::string& address) {
+  return address.empty() || address.starts_with("127.") || address == "::1" || address == "localhost";
+}
+
+/// Connects a datagram socket, which sends nothing.
+GRADACCUM_INLINE std::string address_towards(const std::string& host) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_DGRAM;
+  if (getaddrinfo(host.c_str(), "9", &hints, &found) != 0) return "";
+  const auto end = c10::make_scope_exit([found] { freeaddrinfo(found); });
+  for (const auto* one = found; one != nullptr; one = one->ai_next) {
+    const int descriptor = socket(one->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    const auto closed = c10::make_scope_exit([descriptor] { close(descriptor); });
+    sockaddr_storage own{};
+    socklen_t length = sizeof own;
+    std::array<char, NI_MAXHOST> text{};
+    auto* const address = reinterpret_cast<sockaddr*>(&own);
+    if (connect(descriptor, one->ai_addr, one->ai_addrlen) == 0 && getsockname(descriptor, address, &length) == 0 &&
+        getnameinfo(address, length, text.data(), text.size(), nullptr, 0, NI_NUMERICHOST) == 0)
+      return text.data();
+  }
+  return "";
+}
+
+GRADACCUM_INLINE std::string reachable_address(c10d::Store& store, const std::string& name, const std::string& host,
+                                               int rank, int ranks) {
+  const auto key_of = [](int of) { return "address/" + std::to_string(of); };
+  auto own = address_towards(name);
+  if (is_loopback(own)) own = address_towards(host);
+  put(store, key_of(rank), own);
+  for (int other = 0; other < ranks && is_loopback(own); ++other) {
+    const auto theirs = text_at(store, key_of(other));
+    if (is_loopback(theirs)) continue;
+    own = address_towards(theirs);
+    TORCH_CHECK(!is_loopback(own), "no interface leads to rank ", other, " at ", theirs);
+  }
+  return own.empty() ? "127.0.0.1" : own;  // all are on one machine
+}
+
+/// Blocks SIGPIPE in this thread until the end of the scope, and for good in the threads that it starts. Gloo and the
+/// server of TCPStore write to sockets that others may have closed, where the signal would end the process without a
+/// word.
+GRADACCUM_INLINE auto block_sigpipe() {
+  sigset_t blocked, before;
+  sigemptyset(&blocked);
+  sigaddset(&blocked, SIGPIPE);
+  pthread_sigmask(SIG_BLOCK, &blocked, &before);
+  return c10::make_scope_exit([before] { pthread_sigmask(SIG_SETMASK, &before, nullptr); });
+}
+
+/// Connects all ranks by LibTorch's own Gloo. They meet in `store`, under `name`. GLOO_SOCKET_IFNAME selects the
+/// network interface if the host name does not resolve to the right one.
 GRADACCUM_INLINE c10::intrusive_ptr<c10d::Backend> connect_gloo(const c10::intrusive_ptr<c10d::Store>& store,
                                                                 const std::string& name, const std::string& host,
                                                                 int rank, int world_size,
@@ -436,15 +489,15 @@ GRADACCUM_INLINE c10::intrusive_ptr<c10d::Backend> connect_gloo(const c10::intru
   using Gloo = c10d::ProcessGroupGloo;
   const auto options = Gloo::Options::create(timeout);
   options->threads = 8;  // buckets at once; with 4 a window takes 2 % longer, with Gloo's default of 2 some 7 %
-  const bool local = host == "127.0.0.1" || host == "localhost" || host == "::1";
-  if (const char* const interface = std::getenv("GLOO_SOCKET_IFNAME"); interface != nullptr)
-    options->devices.push_back(Gloo::createDeviceForInterface(interface));
-  else if (local)
-    options->devices.push_back(Gloo::createDeviceForHostname("127.0.0.1"));
-  else
-    options->devices.push_back(Gloo::createDefaultDevice());
+  const auto meeting = c10::make_intrusive<c10d::PrefixStore>(name, store);
   try {
-    return c10::make_intrusive<Gloo>(c10::make_intrusive<c10d::PrefixStore>(name, store), rank, world_size, options);
+    const char* const interface = std::getenv("GLOO_SOCKET_IFNAME");
+    const auto address = is_loopback(host)
+                             ? "127.0.0.1"
+                             : reachable_address(*meeting, machine_name(), host, rank, interface ? 0 : world_size);
+    options->devices.push_back(interface ? Gloo::createDeviceForInterface(interface)
+                                         : Gloo::createDeviceForHostname(address));
+    return c10::make_intrusive<Gloo>(meeting, rank, world_size, options);
   } catch (const std::exception& error) {
     const std::string text = error.what();
     TORCH_CHECK(false, "ProcessGroup: rank ", rank, " could not be connected with all of the other ", world_size - 1,
@@ -473,7 +526,7 @@ GRADACCUM_INLINE Connections::Connections(const c10::intrusive_ptr<c10d::Store>&
       heartbeat_(store->clone(), store_name, rank, world_size) {  // calls of one connection wait for each other
   // Waits until all ranks are connected: one that ended at once would break the connections of those still connecting.
   const auto key_of = [](int of) { return "connected/" + std::to_string(of); };
-  store_->set(key_of(rank_), std::vector<std::uint8_t>{1});
+  put(*store_, key_of(rank_), "yes");
   for (int other = 0; other < world_size_; ++other) {
     try {
       store_->wait({key_of(other)}, timeout_);
@@ -658,44 +711,85 @@ GRADACCUM_INLINE std::string first_host(std::string_view nodes) {
 }
 
 GRADACCUM_INLINE LaunchEnvironment launch_environment(const EnvironmentLookup& lookup) {
-  struct Names {
-    const char *rank, *world_size, *local_rank;
+  struct Launcher {
+    const char *rank, *world_size;
+    std::vector<const char*> local_rank;
   };
-  static constexpr Names launchers[] = {
-      {"RANK", "WORLD_SIZE", "LOCAL_RANK"},
-      // Slurm sets a step's variables in processes that srun starts, but not in a batch script.
-      {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"},
-      {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
+  // Slurm is last, as it also starts the daemons of mpirun, one a machine, whose processes have their variables.
+  static const Launcher launchers[] = {
+      {"RANK", "WORLD_SIZE", {"LOCAL_RANK"}},
+      {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", {"OMPI_COMM_WORLD_LOCAL_RANK"}},
+      {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", {"MV2_COMM_WORLD_LOCAL_RANK"}},
+      {"MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE", {"MVP_COMM_WORLD_LOCAL_RANK"}},
+      {"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", {"JSM_NAMESPACE_LOCAL_RANK"}},
+      {"FLUX_TASK_RANK", "FLUX_JOB_SIZE", {"FLUX_TASK_LOCAL_ID"}},
+      {"PMI_RANK", "PMI_SIZE", {"MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"}},
+      {"PALS_RANKID", "PMI_SIZE", {"PALS_LOCAL_RANKID"}},
+      {"PMIX_RANK", "WORLD_SIZE", {"PMIX_LOCAL_RANK"}},
+      {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", {"SLURM_LOCALID"}},
   };
   const auto number = [&](const char* variable, std::int64_t least, std::int64_t most) {
-    return environment_number(lookup, variable, least, most);
+    return static_cast<int>(environment_number(lookup, variable, least, most));
   };
   LaunchEnvironment environment;
-  const auto* const names =
-      std::ranges::find_if(launchers, [&](auto& some) { return lookup(some.world_size).has_value(); });
-  if (names == std::end(launchers)) {
-    TORCH_CHECK(!lookup("RANK"), "ProcessGroup: the environment has RANK without WORLD_SIZE; set both, or neither");
+  const auto has = [&](const char* variable) { return lookup(variable).has_value(); };
+  const auto* const found =
+      std::ranges::find_if(launchers, [&](auto& one) { return has(one.rank) && has(one.world_size); });
+  const auto* const slurm = std::prev(std::end(launchers));
+  if (found == std::end(launchers)) {
+    for (auto& one : launchers)  // but a Slurm batch script has a rank, and is alone
+      TORCH_CHECK(has(one.rank) == has(one.world_size) || &one == slurm, "ProcessGroup: the environment has ",
+                  has(one.rank) ? one.rank : one.world_size, " without ", has(one.rank) ? one.world_size : one.rank,
+                  "; set both, or neither");
     return environment;
   }
-  environment.world_size = static_cast<int>(number(names->world_size, 1, std::numeric_limits<int>::max()));
-  environment.rank = environment.local_rank = static_cast<int>(number(names->rank, 0, environment.world_size - 1));
-  if (lookup(names->local_rank))
-    environment.local_rank = static_cast<int>(number(names->local_rank, 0, environment.rank));
+  environment.world_size = number(found->world_size, 1, std::numeric_limits<int>::max());
+  environment.rank = number(found->rank, 0, environment.world_size - 1);
+  environment.local_rank = environment.world_size == 1 ? 0 : -1;
+  for (const auto* const variable : found->local_rank)
+    if (environment.local_rank < 0 && lookup(variable)) environment.local_rank = number(variable, 0, environment.rank);
   if (environment.world_size == 1) return environment;
   if (const auto address = lookup("MASTER_ADDR")) {
     environment.address = *address;
   } else {
-    const auto nodes = lookup("SLURM_STEP_NODELIST");
+    const bool by_step = lookup(slurm->rank) == lookup(found->rank) &&            // not that of a daemon
+                         lookup(slurm->world_size) == lookup(found->world_size);  // srun sets PMI_RANK, too
+    const auto nodes = by_step ? lookup("SLURM_STEP_NODELIST") : std::nullopt;
     TORCH_CHECK(nodes, "ProcessGroup: the environment must have MASTER_ADDR, the host of rank 0, and has not");
     environment.address = first_host(*nodes);
   }
   const bool by_job = lookup("SLURM_JOB_ID") && !lookup("MASTER_PORT");
-  const auto port = by_job ? 15000 + number("SLURM_JOB_ID", 0, std::numeric_limits<std::int64_t>::max()) % 20000
-                           : number("MASTER_PORT", 1, 65535);
+  const auto most = std::numeric_limits<std::int64_t>::max();
+  const auto port =
+      by_job ? 15000 + environment_number(lookup, "SLURM_JOB_ID", 0, most) % 20000 : number("MASTER_PORT", 1, 65535);
   environment.port = static_cast<std::uint16_t>(port);
   environment.launcher_has_store = lookup("TORCHELASTIC_USE_AGENT_STORE") == "True";
   environment.attempt = lookup("TORCHELASTIC_RESTART_COUNT").value_or("0");
   return environment;
+}
+
+GRADACCUM_INLINE std::string host_key(int rank) { return "host/" + std::to_string(rank); }
+
+GRADACCUM_INLINE int local_rank_by_host(c10d::Store& store, int rank, const std::string& host) {
+  int lower = 0;
+  for (int other = 0; other < rank; ++other) {
+    try {
+      lower += text_at(store, host_key(other)) == host;
+    } catch (const std::exception& error) {
+      const std::string text = error.what();
+      TORCH_CHECK(false, "ProcessGroup: rank ", other, " could not be reached by rank ", rank,
+                  ": it has not started, or has ended: ", text.substr(0, text.find('\n')));
+    }
+  }
+  return lower;
+}
+
+GRADACCUM_INLINE c10::DeviceIndex device_index(int local_rank, int devices) {
+  TORCH_CHECK(local_rank < devices, "ProcessGroup: local rank ", local_rank,
+              " must have a CUDA device of its own, and this process sees ", devices,
+              "; start as many processes on a machine as it has devices, or, where the launcher shows each process its "
+              "own alone, take torch::Device(torch::kCUDA, 0)");
+  return static_cast<c10::DeviceIndex>(local_rank);
 }
 
 GRADACCUM_INLINE void check_dense(const at::Tensor& tensor) {
@@ -717,6 +811,7 @@ GRADACCUM_INLINE ProcessGroup ProcessGroup::from_environment(ProcessGroupOptions
 GRADACCUM_INLINE ProcessGroup::ProcessGroup(const detail::LaunchEnvironment& environment, ProcessGroupOptions options)
     : rank_(environment.rank), world_size_(environment.world_size), local_rank_(environment.local_rank) {
   if (world_size_ == 1) return;
+  const auto blocked = detail::block_sigpipe();
   const auto store_name = c10::str(environment.launcher_has_store ? "the launcher" : "rank 0", " (its store at ",
                                    environment.address, ":", environment.port, ")");
   c10d::TCPStoreOptions store_options;
@@ -728,8 +823,11 @@ GRADACCUM_INLINE ProcessGroup::ProcessGroup(const detail::LaunchEnvironment& env
   store_options.timeout = options.timeout;
   c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::TCPStore>(environment.address, store_options);
   static std::atomic<int> groups = 0;
-  const auto prefix = c10::str("gradaccum/", environment.attempt, "/", groups++);
+  const auto prefix = detail::plain_text("gradaccum/", environment.attempt, "/", groups++);
   store = c10::make_intrusive<c10d::PrefixStore>(prefix, store);
+  detail::put(*store, detail::host_key(rank_), detail::machine_name());
+  // Connecting comes last: after it, rank 0 may end, and its store with it.
+  if (local_rank_ < 0) local_rank_ = detail::local_rank_by_host(*store, rank_, detail::machine_name());
   connections_ = std::make_shared<detail::Connections>(store, environment.address, store_name, rank_, world_size_,
                                                        options.timeout);
 }
@@ -740,13 +838,14 @@ GRADACCUM_INLINE ProcessGroup::ProcessGroup(const c10::intrusive_ptr<c10d::Store
   TORCH_CHECK(world_size >= 1 && 0 <= rank && rank < world_size, "ProcessGroup: rank must be in [0, ", world_size,
               "), got ", rank);
   if (world_size == 1) return;
+  const auto blocked = detail::block_sigpipe();
   connections_ =
       std::make_shared<detail::Connections>(store, "127.0.0.1", "its place", rank, world_size, options.timeout);
 }
 
 GRADACCUM_INLINE at::Device ProcessGroup::device() const {
-  return at::globalContext().hasCUDA() ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(local_rank_))
-                                       : at::Device(at::kCPU);
+  if (!at::globalContext().hasCUDA()) return at::Device(at::kCPU);
+  return at::Device(at::kCUDA, detail::device_index(local_rank_, at::detail::getCUDAHooks().getNumGPUs()));
 }
 
 GRADACCUM_INLINE void ProcessGroup::all_reduce(const at::Tensor& tensor) const {

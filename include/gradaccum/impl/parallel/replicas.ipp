@@ -6,6 +6,7 @@
 
 #include <gradaccum/detail/data/samples.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
+#include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/detail/window/open_window.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
@@ -17,17 +18,16 @@
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
-#include <cstring>
 #include <deque>
 #include <exception>
 #include <map>
 #include <mutex>
 #include <numeric>
 #include <sstream>
-#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <variant>
@@ -38,8 +38,7 @@ namespace gradaccum {
 namespace detail {
 
 /// Returns a line for each tensor. `describe` returns what must be the same on all ranks.
-template <class Named, class Describe>
-std::string described(const Named& tensors, const Describe& describe) {
+GRADACCUM_INLINE std::string described(const NamedParameters& tensors, std::string (*describe)(const at::Tensor&)) {
   std::string lines;
   for (auto& tensor : tensors) lines += tensor.key() + ": " + describe(tensor.value()) + "\n";
   return lines;
@@ -64,7 +63,7 @@ GRADACCUM_INLINE void check_same_lines(const ProcessGroup& group, const std::str
 /// Returns the dtype and shape, and whether the tensor is frozen.
 GRADACCUM_INLINE std::string shape_of(const at::Tensor& tensor) {
   if (!tensor.defined()) return "none";
-  return c10::str(tensor.scalar_type(), " ", tensor.sizes(), tensor.requires_grad() ? "" : " frozen");
+  return plain_text(tensor.scalar_type(), " ", tensor.sizes(), tensor.requires_grad() ? "" : " frozen");
 }
 
 }  // namespace detail
@@ -85,8 +84,8 @@ GRADACCUM_INLINE void Replicas::begin(const ReplicasOptions& options,
   auto lines = detail::described(model_->named_parameters(), detail::shape_of) +
                detail::described(model_->named_buffers(), detail::shape_of);
   for (auto& parameter : of_optimizer) lines += "in the optimizer: " + detail::shape_of(parameter) + "\n";
-  lines += c10::str(
-      "in the optimizer, pieces: ", communicator_->shards() ? communicator_->shards()->number_of_pieces() : 0, "\n");
+  const auto shards = communicator_->shards();
+  lines += detail::plain_text("in the optimizer, pieces: ", shards ? shards->number_of_pieces() : 0, "\n");
   detail::check_same_lines(group_, lines, "the model's parameters and buffers, and what is divided");
   broadcast(model_->parameters());
   broadcast(model_->buffers());
@@ -107,8 +106,7 @@ GRADACCUM_INLINE void Replicas::broadcast_buffers() const { broadcast(model_->bu
 
 GRADACCUM_INLINE void Replicas::check_equal() const {
   if (!communicator_) return;
-  const auto numbers = [](const at::Tensor& tensor) { return detail::fingerprint_of(tensor); };
-  detail::check_same_lines(group_, detail::described(model_->named_parameters(), numbers),
+  detail::check_same_lines(group_, detail::described(model_->named_parameters(), detail::fingerprint_of),
                            "the parameters (dtype, shape, checksum)");
   detail::check_same_lines(group_, communicator_->settings_of_sharded(),
                            "the settings of an optimizer that is divided");
@@ -153,20 +151,17 @@ GRADACCUM_INLINE std::vector<Bucket> buckets_of(const std::vector<at::Tensor>& p
   return buckets;
 }
 
-/// Sums one window's gradients over all ranks. Sends a bucket once it is complete and all earlier ones have been sent.
-///
-/// Gradients are sent multiplied by the window's first weight, because each rank has divided its own by it.
+/// Sums one window's gradients over all ranks. Sends a bucket once it is complete and all earlier ones have been sent,
+/// multiplied by the window's first weight, because each rank has divided its own by it.
 class GradientExchange : public GradReadyListener {
  public:
   GradientExchange(std::shared_ptr<Connections> connections, Connections::Channel channel,
-                   std::shared_ptr<WindowGradients> window, std::optional<c10::ScalarType> accumulate_in,
-                   std::int64_t bucket_bytes)
-      : connections_(std::move(connections)),
+                   std::shared_ptr<WindowGradients> window, std::int64_t bucket_bytes)
+      : GradReadyListener(window->all_parameters()),
+        connections_(std::move(connections)),
         channel_(channel),
         window_(std::move(window)),
-        parameters_(window_->all_parameters()),
-        accumulate_in_(accumulate_in),
-        buckets_(buckets_of(parameters_, accumulate_in, bucket_bytes)),
+        buckets_(buckets_of(parameters_, window_->accumulate_in, bucket_bytes)),
         bucket_of_(parameters_.size()),
         used_(parameters_.size()) {
     for (std::size_t i = 0; i < buckets_.size(); ++i)
@@ -174,7 +169,6 @@ class GradientExchange : public GradReadyListener {
     begin_round();
   }
 
-  const std::vector<at::Tensor>& parameters() const override { return parameters_; }
   void grad_ready(std::size_t index) override {
     const std::lock_guard lock(mutex_);
     if (ended_) return;
@@ -186,15 +180,11 @@ class GradientExchange : public GradReadyListener {
                 parameters_[index].sizes(),
                 ") arrived again after it was sent: an operation runs a backward of its own inside of backward; "
                 "use {.overlap = false}");
-    window_->fold_into_sum(index, accumulate_in_);
+    window_->fold_into_sum(index);
     if (ready_[index]) return;
     ready_[index] = true;
     --missing_[bucket];
     while (sent_ < buckets_.size() && missing_[sent_] == 0) send_next();
-  }
-  void end() override {
-    const std::lock_guard lock(mutex_);
-    ended_ = true;
   }
 
   /// Starts a round for another micro-batch, in which all buckets are sent again.
@@ -219,9 +209,8 @@ class GradientExchange : public GradReadyListener {
 
   /// True if this rank has gradients that have not been sent. Valid between rounds only.
   bool has_unsent() const {
-    for (auto& bucket : buckets_)
-      for (auto index : bucket.indices)
-        if (has_own(index)) return true;
+    for (std::size_t index = 0; index < parameters_.size(); ++index)
+      if (bucket_of_[index] && has_own(index)) return true;
     return false;
   }
   /// Returns 1 for each parameter that has had a gradient in this window on this rank.
@@ -271,8 +260,6 @@ class GradientExchange : public GradReadyListener {
   const std::shared_ptr<Connections> connections_;
   const Connections::Channel channel_;
   const std::shared_ptr<WindowGradients> window_;
-  const std::vector<at::Tensor> parameters_;
-  const std::optional<c10::ScalarType> accumulate_in_;
   const std::vector<Bucket> buckets_;
   bool first_round_ = true;
 
@@ -291,24 +278,21 @@ class GradientExchange : public GradReadyListener {
   std::vector<std::size_t> missing_;                   // missing gradients, by bucket
   std::vector<bool> ready_;
   std::size_t sent_ = 0;  // buckets sent in this round
-  bool begun_ = false, ended_ = false;
-  std::mutex mutex_;
+  bool begun_ = false;
 };
 
 /// Reduce-scatters gradients: each rank gets the sums of its own pieces, and keeps nothing else.
 ///
 /// A gradient is freed when it is sent. One that fills its bucket alone is sent in place; smaller ones are copied
-/// together, and those larger than a bucket are copied and sent in parts. Each rank receives the others' gradients of
-/// its pieces and sums them in rank order. A gradient that is not split is reduced in place to its rank.
-///
-/// At most a bucket, or one gradient that is not split, is in flight, and takes as much memory again where it arrives:
-/// the oldest must arrive before more is sent. So the end of a backward pass overlaps the next forward pass.
+/// together, larger ones in parts. Each rank receives the others' gradients of its pieces and sums them in rank order.
+/// A gradient that is not split is reduced in place to its rank. At most a bucket, or one gradient that is not split,
+/// is in flight, and takes as much memory again where it arrives: the oldest must arrive before more is sent.
 class GradReduceScatter final : public GradientExchange {
  public:
   GradReduceScatter(std::shared_ptr<Connections> connections, Connections::Channel channel,
-                    std::shared_ptr<WindowGradients> window, std::optional<c10::ScalarType> accumulate_in,
-                    std::int64_t bucket_bytes, std::shared_ptr<const Shards> shards)
-      : GradientExchange(std::move(connections), channel, std::move(window), accumulate_in, bucket_bytes),
+                    std::shared_ptr<WindowGradients> window, std::int64_t bucket_bytes,
+                    std::shared_ptr<const Shards> shards)
+      : GradientExchange(std::move(connections), channel, std::move(window), bucket_bytes),
         shards_(std::move(shards)),
         bucket_bytes_(bucket_bytes),
         sums_(parameters_.size()) {
@@ -467,7 +451,7 @@ class GradReduceScatter final : public GradientExchange {
   /// Returns a sum as backward would have left it: in the parameter's strides, and in its dtype unless sums are wider.
   at::Tensor as_gradient(std::size_t index, at::Tensor sum) const {
     const auto& own = shards_->own(index);
-    if (!accumulate_in_) sum = sum.to(own.scalar_type());
+    if (!window_->accumulate_in) sum = sum.to(own.scalar_type());
     sum = sum.view(own.sizes()).detach();  // a view could not be cleared
     return sum.strides() == own.strides() ? sum : at::empty_like(own, sum.options()).copy_(sum);
   }
@@ -479,9 +463,7 @@ class GradReduceScatter final : public GradientExchange {
   std::vector<at::Tensor> sums_;  // by parameter, flattened
 };
 
-/// All-reduces gradients: each rank gets the sums of all.
-///
-/// A gradient that fills its bucket alone is summed in place; others are copied together, and back.
+/// All-reduces gradients, one that fills its bucket alone in place; others are copied together, and back.
 class GradAllReduce final : public GradientExchange {
  public:
   using GradientExchange::GradientExchange;
@@ -533,7 +515,7 @@ class GradAllReduce final : public GradientExchange {
         if (!gradient.is_alias_of(part)) gradient.detach().copy_(part);
         continue;
       }
-      const auto dtype = accumulate_in_ ? part.scalar_type() : parameter.scalar_type();
+      const auto dtype = window_->accumulate_in ? part.scalar_type() : parameter.scalar_type();
       window_->sums().set(index, part.to(dtype, /*non_blocking=*/false, /*copy=*/!alone));
     }
   }
@@ -692,27 +674,26 @@ GRADACCUM_INLINE void ReplicaCommunicator::join(AnyOptimizer& optimizer) {
 GRADACCUM_INLINE std::string ReplicaCommunicator::settings_of_sharded() const {
   std::string lines;
   for (std::size_t i = 0; sharded_ != nullptr && i < sharded_->param_groups().size(); ++i)
-    lines += c10::str("learning rate of group ", i, ": ", sharded_->param_groups()[i].options().get_lr(), "\n");
+    lines += plain_text("learning rate of group ", i, ": ", sharded_->param_groups()[i].options().get_lr(), "\n");
   return lines;
 }
 
-GRADACCUM_INLINE void ReplicaCommunicator::begin_exchange(const std::shared_ptr<WindowGradients>& window,
-                                                          std::optional<c10::ScalarType> accumulate_in) {
+GRADACCUM_INLINE void ReplicaCommunicator::begin_exchange(const std::shared_ptr<WindowGradients>& window) {
+  if (exchange_) return;
   TORCH_CHECK(connections_, "Replicas: must live as long as the accumulator is trained with, and are gone");
+  const auto bytes = options_.bucket_bytes;
   if (shards_)
-    exchange_ = std::make_shared<GradReduceScatter>(connections_, channel_, window, accumulate_in,
-                                                    options_.bucket_bytes, shards_);
+    exchange_ = std::make_shared<GradReduceScatter>(connections_, channel_, window, bytes, shards_);
   else
-    exchange_ = std::make_shared<GradAllReduce>(connections_, channel_, window, accumulate_in, options_.bucket_bytes);
+    exchange_ = std::make_shared<GradAllReduce>(connections_, channel_, window, bytes);
 }
 
 GRADACCUM_INLINE void ReplicaCommunicator::backward(const std::shared_ptr<WindowGradients>& window,
-                                                    std::optional<c10::ScalarType> accumulate_in,
                                                     const std::function<void()>& run) {
   if (!options_.overlap && !take_each_backward()) return run();
   try {
-    if (!exchange_) begin_exchange(window, accumulate_in);
-    if (shards_) return run_round(*window, accumulate_in, run);
+    begin_exchange(window);
+    if (shards_) return run_round(*window, run);
     const GradReadyScope scope(exchange_);
     run();
   } catch (...) {
@@ -722,9 +703,7 @@ GRADACCUM_INLINE void ReplicaCommunicator::backward(const std::shared_ptr<Window
 }
 
 /// Announces that this rank runs a backward, without knowing which others do: all will send.
-GRADACCUM_INLINE void ReplicaCommunicator::run_round(WindowGradients& window,
-                                                     std::optional<c10::ScalarType> accumulate_in,
-                                                     const std::function<void()>& run) {
+GRADACCUM_INLINE void ReplicaCommunicator::run_round(WindowGradients& window, const std::function<void()>& run) {
   connections_->begin_exchange(exchange_.get());
   at::Tensor sums;
   const auto pending = begin_sums(sums, {.running = 1, .used = std::vector<double>(exchange_->parameters().size())});
@@ -736,7 +715,7 @@ GRADACCUM_INLINE void ReplicaCommunicator::run_round(WindowGradients& window,
     if (options_.overlap) scope.emplace(exchange_);
     run();
   }
-  window.fold_into_sums(accumulate_in);  // those that were not sent
+  window.fold_into_sums();  // those that were not sent
   exchange_->end_round();
   connections_->wait(pending, "the others to send gradients");
 }
@@ -759,10 +738,9 @@ GRADACCUM_INLINE void ReplicaCommunicator::or_give_up(c10::function_ref<void()> 
   }
 }
 
-GRADACCUM_INLINE void ReplicaCommunicator::reduce(const std::shared_ptr<WindowGradients>& window,
-                                                  std::optional<c10::ScalarType> accumulate_in) {
+GRADACCUM_INLINE void ReplicaCommunicator::reduce(const std::shared_ptr<WindowGradients>& window) {
   or_give_up([&] {
-    if (!exchange_) begin_exchange(window, accumulate_in);
+    begin_exchange(window);
     const auto all = joined_ ? *joined_ : agree(window, /*active=*/true);
     if (!shards_)
       exchange_->end_round();
@@ -794,7 +772,7 @@ GRADACCUM_INLINE void ReplicaCommunicator::gather_norms(WindowGradients& window)
 /// Returns the result of the whole step, even if this rank has no piece.
 GRADACCUM_INLINE StepResult ReplicaCommunicator::step(AnyOptimizer& optimizer,
                                                       const std::shared_ptr<WindowGradients>& window) {
-  if (!shards_) return step_optimizer(optimizer, Gradients(window));
+  if (!shards_) return step_optimizer(optimizer, window->handle());
   TORCH_CHECK(connections_, "Replicas: must live as long as the accumulator is trained with, and are gone");
   connections_->check_usable();  // otherwise this rank's pieces would move before it notices a failure
   StepResult result = StepResult::empty;
@@ -804,7 +782,7 @@ GRADACCUM_INLINE StepResult ReplicaCommunicator::step(AnyOptimizer& optimizer,
                   " was made to look at whole parameters after they had been divided; call stochastic_rounding before "
                   "the Replicas are made");
       shards_->check(*optimizer.torch_optimizer);
-      Gradients gradients(window);
+      auto gradients = window->handle();
       const bool skipped = gradients.overflowed();  // on all ranks: the host knows the findings on all pieces
       if (!skipped && !gradients.raw().empty())
         shards_->with_own(*optimizer.torch_optimizer, [&] { step_optimizer(optimizer, gradients); });
@@ -817,11 +795,10 @@ GRADACCUM_INLINE StepResult ReplicaCommunicator::step(AnyOptimizer& optimizer,
   return result;
 }
 
-GRADACCUM_INLINE bool ReplicaCommunicator::others_continue(const std::shared_ptr<WindowGradients>& window,
-                                                           std::optional<c10::ScalarType> accumulate_in) {
+GRADACCUM_INLINE bool ReplicaCommunicator::others_continue(const std::shared_ptr<WindowGradients>& window) {
   TORCH_CHECK(!joined_, "Replicas: others_continue() has said so, and the step() with the others has not come yet");
   or_give_up([&] {
-    if (!exchange_) begin_exchange(window, accumulate_in);
+    begin_exchange(window);
     joined_ = agree(window, /*active=*/false);
   });
   if (joined_->active > 0) return true;
@@ -833,7 +810,7 @@ GRADACCUM_INLINE bool ReplicaCommunicator::others_continue(const std::shared_ptr
 /// Begins to sum numbers over all ranks. `sums` has them when the result has been waited for.
 GRADACCUM_INLINE Connections::Pending ReplicaCommunicator::begin_sums(at::Tensor& sums, const WindowTotals& own) const {
   std::vector<double> numbers{own.weight, own.active, own.samples, own.micro_batches, own.loss,
-                              own.stop,   own.signal, own.running, own.unsent};
+                              own.stop,   own.signal, own.save,    own.running,       own.unsent};
   numbers.insert(numbers.end(), own.used.begin(), own.used.end());
   sums = at::tensor(numbers, at::kDouble);
   return connections_->begin_all_reduce(Connections::Channel::agreement, sums);
@@ -843,8 +820,8 @@ GRADACCUM_INLINE WindowTotals ReplicaCommunicator::sums_of_all(const WindowTotal
   at::Tensor sums;
   connections_->wait(begin_sums(sums, own), "the others to close their window");
   const auto* const all = sums.const_data_ptr<double>();
-  return {all[0], all[1], all[2], all[3], all[4],
-          all[5], all[6], all[7], all[8], std::vector<double>(all + 9, all + sums.numel())};
+  const std::vector<double> used(all + 10, all + sums.numel());
+  return {all[0], all[1], all[2], all[3], all[4], all[5], all[6], all[7], all[8], all[9], used};
 }
 
 /// Sums each rank's numbers over all, and repeats while a rank is inside a window's backward.
@@ -865,75 +842,39 @@ GRADACCUM_INLINE WindowTotals ReplicaCommunicator::agree(const std::shared_ptr<W
   return all;
 }
 
-/// A sequence of numbers and strings as bytes.
-class Packed {
- public:
-  explicit Packed(std::string bytes = {}) : bytes_(std::move(bytes)) {}
-  const std::string& bytes() const { return bytes_; }
-  bool at_end() const { return read_ == bytes_.size(); }
-
-  template <class Value>
-  void write(const Value& value) {
-    if constexpr (std::is_same_v<Value, std::string>) {
-      write(static_cast<std::uint64_t>(value.size()));
-      bytes_.append(value);
-    } else {
-      static_assert(std::is_arithmetic_v<Value>);
-      bytes_.append(reinterpret_cast<const char*>(&value), sizeof(value));
-    }
-  }
-  template <class Value>
-  Value read() {
-    if constexpr (std::is_same_v<Value, std::string>) {
-      return std::string(next(read<std::uint64_t>()));
-    } else {
-      Value value{};
-      std::memcpy(&value, next(sizeof(value)).data(), sizeof(value));
-      return value;
-    }
-  }
-
- private:
-  std::string_view next(std::uint64_t size) {
-    TORCH_CHECK(size <= bytes_.size() - read_, "ProcessGroup: another rank sent less than it announced");
-    return std::string_view(bytes_).substr(std::exchange(read_, read_ + size), size);
-  }
-
-  std::string bytes_;
-  std::size_t read_ = 0;
-};
-
 GRADACCUM_INLINE std::string pack(const Archive::Values& values) {
-  Packed packed;
+  std::vector<c10::IValue> all;
   for (auto& [name, value] : values) {
-    packed.write(name);
-    packed.write(static_cast<std::uint8_t>(value.index()));
+    all.emplace_back(name);
     std::visit(
         [&]<class T>(const T& held) {
           if constexpr (!std::is_same_v<T, at::Tensor>)
-            packed.write(held);
+            all.emplace_back(held);
           else
             TORCH_INTERNAL_ASSERT(!held.defined());
         },
         value);
+    all.resize(2 * ((all.size() + 1) / 2));  // nothing in place of an undefined tensor
   }
-  return packed.bytes();
+  const auto bytes = torch::jit::pickle(c10::ivalue::Tuple::create(std::move(all)));
+  return {bytes.begin(), bytes.end()};
 }
 
 GRADACCUM_INLINE Archive::Values unpack(const std::string& bytes) {
-  Packed packed(bytes);
+  const auto pickled = torch::jit::unpickle(bytes.data(), bytes.size());
+  const auto& all = pickled.toTupleRef().elements();
   Archive::Values values;
-  while (!packed.at_end()) {
-    auto& value = values[packed.read<std::string>()];
-    const auto kind = packed.read<std::uint8_t>();
-    if (kind == 0)
-      value = packed.read<bool>();
-    else if (kind == 1)
-      value = packed.read<std::int64_t>();
-    else if (kind == 2)
-      value = packed.read<double>();
-    else if (kind == 3)
-      value = packed.read<std::string>();
+  for (std::size_t i = 0; i + 1 < all.size(); i += 2) {
+    auto& value = values[all[i].toStringRef()];
+    const auto& held = all[i + 1];
+    if (held.isBool())
+      value = held.toBool();
+    else if (held.isInt())
+      value = held.toInt();
+    else if (held.isDouble())
+      value = held.toDouble();
+    else if (held.isString())
+      value = held.toStringRef();
     else
       value = at::Tensor();
   }
@@ -967,11 +908,9 @@ GRADACCUM_INLINE Archive::Values different_values(const Archive::Values& values,
   return own;
 }
 
-/// Combines the states of all ranks: rank 0's, and others' values that differ from it, under `rank_1.` and so on.
-/// Parameters are equal on all ranks, as is an unsharded optimizer; random states and positions in the data differ.
-///
-/// Rank 0's archive receives the numbers and strings of the others. Tensors are not sent: another rank's archive keeps
-/// only its own tensors that differ.
+/// Combines the states of all ranks: rank 0's, and others' values that differ from it, under `rank_1.` and so on:
+/// random states and positions in the data, say. Rank 0's archive receives the numbers and strings of the others.
+/// Tensors are not sent: another rank's archive keeps only its own tensors that differ.
 GRADACCUM_INLINE void ReplicaCommunicator::gather(Archive& archive) const {
   TORCH_CHECK(connections_ || !shards_, "Replicas: must live as long as states are saved of what they have divided");
   if (!connections_) return;

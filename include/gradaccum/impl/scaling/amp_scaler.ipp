@@ -37,20 +37,20 @@ struct LossScale {
   float value = 1;
 
   void check() const {
-    TORCH_CHECK(growth_factor > 1 && std::isfinite(growth_factor),
+    TORCH_CHECK(growth_factor > 1 && detail::is_finite(growth_factor),
                 "AmpScaler: growth_factor must be > 1 and finite, got ", growth_factor);
     TORCH_CHECK(backoff_factor > 0 && backoff_factor < 1, "AmpScaler: backoff_factor must be > 0 and < 1, got ",
                 backoff_factor);
     TORCH_CHECK(growth_interval >= 1, "AmpScaler: growth_interval must be >= 1, got ", growth_interval);
-    TORCH_CHECK(min_scale >= 0 && std::isfinite(min_scale), "AmpScaler: min_scale must be >= 0 and finite, got ",
+    TORCH_CHECK(min_scale >= 0 && detail::is_finite(min_scale), "AmpScaler: min_scale must be >= 0 and finite, got ",
                 min_scale);
   }
 
   /// `name`: the user's name for `scale`.
   void set(double scale, const char* name) {
     const auto rounded = static_cast<float>(scale);
-    TORCH_CHECK(rounded > 0 && std::isfinite(rounded), "AmpScaler: ", name, " must be > 0 and finite in float32, got ",
-                scale);
+    TORCH_CHECK(rounded > 0 && detail::is_finite(rounded), "AmpScaler: ", name,
+                " must be > 0 and finite in float32, got ", scale);
     TORCH_CHECK(scale >= min_scale, "AmpScaler: ", name, " must be >= min_scale (", min_scale, "), got ", scale);
     value = rounded;
   }
@@ -72,7 +72,7 @@ struct LossScale {
   void count_clean_update() {
     if (++growth_tracker < growth_interval) return;
     const auto next = static_cast<float>(value * growth_factor);
-    if (std::isfinite(next)) value = next;
+    if (detail::is_finite(next)) value = next;
     growth_tracker = 0;
   }
 
@@ -204,11 +204,13 @@ class DeviceScale {
   AsyncNumber copy_of_value_;
 };
 
-GRADACCUM_INLINE void check_nothing_hides_behind(const torch::optim::Optimizer& optimizer) {
-  TORCH_CHECK(!is_accumulator(optimizer),
+/// Throws for an accumulator or LBFGS behind a reference, where the type does not show it at compile time.
+GRADACCUM_INLINE void check_nothing_hides(const torch::optim::Optimizer* behind) {
+  if (!behind) return;
+  TORCH_CHECK(!is_accumulator(*behind),
               "AmpScaler: an accumulator must not hide behind a torch::optim::Optimizer&, which knows nothing of its "
               "window; pass the accumulator itself");
-  TORCH_CHECK(type_name(optimizer.defaults()) != "LBFGSOptions",  // finds classes derived from it, too
+  TORCH_CHECK(type_name(behind->defaults()) != "LBFGSOptions",  // finds classes derived from it, too
               "AmpScaler: must not be given LBFGS, which calls its closure several times a step, each with gradients "
               "of its own; use SGD, Adam, AdamW, RMSprop, Adagrad or one of your own");
 }
@@ -430,6 +432,7 @@ GRADACCUM_INLINE void AmpScaler::set_growth_interval(std::int64_t new_interval) 
 }
 
 GRADACCUM_INLINE void AmpScaler::unscale_window(detail::AnyOptimizer& optimizer, Accumulator* accumulator) {
+  detail::check_nothing_hides(optimizer.torch_optimizer);
   if (!state_->enabled) return;
   auto& one = state_->state_of(optimizer);
   TORCH_CHECK(one.stage != State::Stage::unscaled,
@@ -445,6 +448,7 @@ GRADACCUM_INLINE void AmpScaler::unscale_window(detail::AnyOptimizer& optimizer,
 }
 
 GRADACCUM_INLINE StepResult AmpScaler::step_window(detail::AnyOptimizer& optimizer, Accumulator* accumulator) {
+  detail::check_nothing_hides(optimizer.torch_optimizer);
   if (!state_->enabled)
     return accumulator ? accumulator->step() : step_optimizer(optimizer, Gradients(optimizer.parameters()));
   auto& one = state_->state_of(optimizer);

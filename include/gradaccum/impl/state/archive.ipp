@@ -77,6 +77,17 @@ GRADACCUM_INLINE void Archive::check_all_used() const {
     TORCH_CHECK(used_.contains(name), "Archive: nobody takes the value '", name, "'; it is of another program");
 }
 
+GRADACCUM_INLINE const Archive::Value& Archive::of_rank(std::int64_t rank, std::string_view name,
+                                                        std::size_t type) const {
+  const auto full = prefix_ + std::string(name);
+  const auto& all = ranks_.values.empty() ? values_ : ranks_.values;
+  auto value = all.find("rank_" + std::to_string(rank) + "." + full);
+  if (value == all.end()) value = all.find(full);
+  TORCH_CHECK(value != all.end(), "Archive: must have a value '", full, "', but has none");
+  TORCH_CHECK(value->second.index() == type, "Archive: the value '", value->first, "' is of another type");
+  return value->second;
+}
+
 GRADACCUM_INLINE std::string Archive::full_name(std::string_view name) {
   auto full = prefix_ + std::string(name);
   TORCH_CHECK(used_.insert(full).second, "Archive: two values are named '", full, "'; give each part another name");

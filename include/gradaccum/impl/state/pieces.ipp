@@ -5,6 +5,7 @@
 #include <gradaccum/detail/state/pieces.hpp>
 
 #include <gradaccum/detail/kernels/dynamic_map.hpp>
+#include <gradaccum/detail/types/types.hpp>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
@@ -26,8 +27,8 @@
 namespace gradaccum::detail {
 
 GRADACCUM_INLINE std::string PieceName::text() const {
-  auto text = c10::str(parameter, "[", begin, ":", end, " of ");
-  for (std::size_t i = 0; i < sizes.size(); ++i) text += c10::str(i > 0 ? "x" : "", sizes[i]);
+  auto text = plain_text(parameter, "[", begin, ":", end, " of ");
+  for (std::size_t i = 0; i < sizes.size(); ++i) text += plain_text(i > 0 ? "x" : "", sizes[i]);
   return text + "]";
 }
 
@@ -64,7 +65,16 @@ GRADACCUM_INLINE void Pieces::add(PieceName piece, at::Tensor tensor) {
 }
 
 GRADACCUM_INLINE void Pieces::check() const {
-  check_filled();
+  std::int64_t elements = 1, filled = 0;
+  for (auto size : sizes_)
+    TORCH_CHECK(!__builtin_mul_overflow(elements, size, &elements), "Archive: ", name_, " is too large");
+  for (auto& [begin, piece] : by_begin_) {
+    TORCH_CHECK(begin == filled && piece.end >= begin, "Archive: the pieces of ", name_,
+                " must follow each other, got one from ", begin, " to ", piece.end, " after one to ", filled);
+    filled = piece.end;
+  }
+  TORCH_CHECK(filled == elements, "Archive: the pieces of ", name_, " must be of all ", elements, " elements, got ",
+              filled);
   if (by_begin_.size() == 1) return;  // any shape is valid
   const auto& one = first().tensor;
   for (auto& [begin, piece] : by_begin_)
@@ -80,19 +90,6 @@ GRADACCUM_INLINE void Pieces::check() const {
     TORCH_CHECK(!is_number() || at::equal(piece.tensor, one), "Archive: the pieces of ", name_,
                 " must have the same number");
   }
-}
-
-GRADACCUM_INLINE void Pieces::check_filled() const {
-  std::int64_t elements = 1, filled = 0;
-  for (auto size : sizes_)
-    TORCH_CHECK(!__builtin_mul_overflow(elements, size, &elements), "Archive: ", name_, " is too large");
-  for (auto& [begin, piece] : by_begin_) {
-    TORCH_CHECK(begin == filled && piece.end >= begin, "Archive: the pieces of ", name_,
-                " must follow each other, got one from ", begin, " to ", piece.end, " after one to ", filled);
-    filled = piece.end;
-  }
-  TORCH_CHECK(filled == elements, "Archive: the pieces of ", name_, " must be of all ", elements, " elements, got ",
-              filled);
 }
 
 GRADACCUM_INLINE bool Pieces::is_number() const { return first().tensor.defined() && first().tensor.dim() == 0; }
@@ -217,11 +214,37 @@ GRADACCUM_INLINE std::string differences(const Archive::Tensors& saved, const Ar
   return first_of(all);
 }
 
-GRADACCUM_INLINE void archive_module(Archive& archive, torch::nn::Module& module) {
+GRADACCUM_INLINE std::string frozen_parameters(const torch::nn::Module& module) {
+  std::string frozen;
+  for (auto& item : module.named_parameters())
+    if (item.value().defined() && !item.value().requires_grad()) frozen += item.key() + "\n";
+  return frozen;
+}
+
+/// Saves or loads which parameters learn. Where changes are allowed, that stays as it is in the program.
+GRADACCUM_INLINE void archive_frozen(Archive& archive, torch::nn::Module& module) {
+  std::optional frozen = frozen_parameters(module);
+  archive("(frozen)", frozen);  // no tensor can have this name
+  if (!archive.loading() || !frozen || archive.changes_allowed()) return;
+  archive.when_all_fit([&module, lines = "\n" + *frozen] {
+    for (auto& item : module.named_parameters()) {
+      const bool learns = lines.find("\n" + item.key() + "\n") == lines.npos;
+      if (item.value().defined() && item.value().requires_grad() != learns) item.value().set_requires_grad(learns);
+    }
+  });
+}
+
+GRADACCUM_INLINE void archive_module(Archive& archive, torch::nn::Module& module,
+                                     const std::vector<std::string>& leave_out) {
+  archive_frozen(archive, module);
   auto here = tensors_of_module(module);
+  for (auto& name : leave_out)
+    TORCH_CHECK(module.named_buffers().contains(name) && here.erase(name) > 0,
+                "ModelState: leave_out must name buffers of the model, each once, got '", name, "'");
   if (!archive.loading()) return archive.tensors(here);
   Archive::Tensors saved;
   archive.tensors(saved);
+  for (auto& name : leave_out) saved.erase(name);
   const auto different = differences(saved, here);
   TORCH_CHECK(different.empty() || archive.changes_allowed(),
               "ModelState: the state is of another model; {.allow_changes = true} loads what fits:", different);

@@ -89,7 +89,7 @@ class FittedBatches final : public BatchDivider {
     };
     if (from == to) return static_cast<void>(run_rows(0, 0));
     fitter().run({memory_.budget, memory_.min_rows},
-                {kind, to - from, device, 2 * gradients, run_rows, undo, [&] { return window.scaled(); }});
+                 {kind, to - from, device, 2 * gradients, run_rows, undo, [&] { return window.scaled(); }});
   }
 
  private:
@@ -102,7 +102,7 @@ class FittedBatches final : public BatchDivider {
 
 /// Keeps what a loop of one's own has found before.
 GRADACCUM_INLINE void FitMemory::attach(TrainerBase& trainer) {
-  run = std::make_shared<Run>(run ? *run : Run());
+  run.reset(run ? new Run(*run) : new Run);
   auto& loop = trainer.loop();
   trainer.when_built([this, &loop] {
     TORCH_CHECK(!loop.window.steps_in_backward(),
@@ -125,7 +125,7 @@ GRADACCUM_INLINE void FitMemory::state(Archive& archive) {
 GRADACCUM_INLINE const MemoryPlan& FitMemory::plan() const { return made_run().fitter.plan(); }
 
 GRADACCUM_INLINE FitMemory::Run& FitMemory::made_run() const {
-  if (!run) run = std::make_shared<Run>();
+  if (!run) run.reset(new Run);
   return *run;
 }
 

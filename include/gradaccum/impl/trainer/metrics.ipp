@@ -5,15 +5,20 @@
 #include <gradaccum/metrics.hpp>
 
 #include <gradaccum/archive.hpp>
+#include <gradaccum/progress_line.hpp>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
@@ -59,34 +64,158 @@ GRADACCUM_INLINE void MeanLoss::reduce(SumOfRanks sum) {
   items_ = sums[2];
 }
 
+namespace detail {
+
+/// Each target as it was found and as it is: a class, or yes or no in [targets, labels].
+struct Decisions {
+  at::Tensor found, wanted, counts, right, impossible;
+  std::int64_t classes = 0;  // or labels
+  bool of_labels = false;
+
+  /// Counts the targets with these weights by their class, or by their label.
+  at::Tensor count(const at::Tensor& which, const at::Tensor& weights) const {
+    if (of_labels) return which.logical_and(weights).sum(0);
+    return at::zeros({classes}, which.options()).scatter_add_(0, which.flatten(), weights.flatten().to(at::kLong));
+  }
+};
+
+GRADACCUM_INLINE Decisions decide(const ClassesOf& of, const Loss& loss) {
+  const at::NoGradGuard no_grad;
+  const auto &output = loss.output, &given = loss.target;
+  TORCH_CHECK(output.defined() && given.defined(), of.metric,
+              ": needs the model's output and the target; return ga::Loss{mean, items}.with(output, target) from the "
+              "objective");
+  const bool has_classes = -output.dim() <= of.dim && of.dim < output.dim();
+  const bool same = output.squeeze().sizes() == given.squeeze().sizes();
+  Decisions they;
+  they.classes = has_classes ? output.size(of.dim) : 1;
+  TORCH_CHECK(of.task || !same || they.classes == 1, of.metric, ": task must say what a target of the output's shape ",
+              output.sizes(),
+              " is: ga::Task::multilabel, or ga::Task::multiclass with probabilities of the classes, or "
+              "ga::Task::binary where dim ",
+              of.dim, " is not of labels or classes");
+  const auto task = of.task.value_or(they.classes > 1 ? Task::multiclass : Task::binary);
+  TORCH_CHECK(task == Task::binary || they.classes > 1, of.metric, ": needs an output with several classes in dim ",
+              of.dim, " for this task, got one of shape ", output.sizes());
+  TORCH_CHECK(task == Task::multiclass || same, of.metric, ": an output of shape ", output.sizes(),
+              " with one score for each target needs a target of that shape, got ", given.sizes());
+  const auto target = given.is_floating_point() ? given : given.to(at::kLong);  // bool and uint8 have no -100
+  if (task != Task::multiclass) {
+    they.of_labels = true;
+    if (task == Task::binary) they.classes = 1;
+    const auto rows = [&](const at::Tensor& each) {
+      return (task == Task::binary ? each : each.movedim(of.dim, -1)).reshape({-1, they.classes});
+    };
+    const auto scores = rows(output), targets = rows(target.reshape(output.sizes()));
+    they.found = scores.gt(of.threshold), they.wanted = targets.gt(0.5), they.counts = targets.ne(of.ignore_index);
+    they.impossible = targets.lt(0).logical_or(targets.gt(1)).logical_and(they.counts);
+    they.right = they.found.eq(they.wanted).logical_and(scores.eq(scores)).logical_and(they.counts);
+    return they;
+  }
+  const auto [highest, found] = output.max(of.dim);
+  const bool is_kept = !same && target.dim() == output.dim() && target.size(of.dim) == 1;
+  const auto classes = same      ? target.reshape(output.sizes()).to(at::kDouble).argmax(of.dim)
+                       : is_kept ? target.squeeze(of.dim)
+                                 : target;
+  TORCH_CHECK(found.sizes() == classes.sizes(), of.metric, ": an output of shape ", output.sizes(),
+              " with classes in dim ", of.dim, " needs a target of shape ", found.sizes(), ", got ", given.sizes());
+  TORCH_CHECK(!classes.is_floating_point(), of.metric, ": a target of classes must have integers, got ",
+              classes.scalar_type(), "; convert it with .to(torch::kLong)");
+  they.counts = classes.ne(of.ignore_index);
+  they.impossible = classes.lt(0).logical_or(classes.ge(they.classes)).logical_and(they.counts);
+  they.found = found, they.wanted = classes.clamp(0, they.classes - 1);
+  they.right = found.eq(classes).logical_and(highest.eq(highest)).logical_and(they.counts);  // a NaN is not itself
+  return they;
+}
+
+GRADACCUM_INLINE void check_possible(std::string_view metric, const at::Tensor& impossible) {
+  TORCH_CHECK(impossible.item<std::int64_t>() == 0, metric,
+              ": targets must be classes that the output has a score of, or from 0 to 1 where each has a score, got ",
+              impossible.item<std::int64_t>(), " others; leave them out by ignore_index");
+}
+
+GRADACCUM_INLINE void add_to(at::Tensor& sum, const at::Tensor& part) { sum = sum.defined() ? sum.add(part) : part; }
+
+GRADACCUM_INLINE void add_scores(const ClassesOf& of, const Loss& loss, at::Tensor& counts) {
+  const auto they = decide(of, loss);
+  const auto right = they.of_labels ? they.right.logical_and(they.wanted) : they.right;
+  add_to(counts, at::cat({they.count(they.wanted, right), they.count(they.found, they.counts),
+                          they.count(they.wanted, they.counts), they.impossible.sum().reshape(1)}));
+}
+
+GRADACCUM_INLINE void add_confusion(const ClassesOf& of, const Loss& loss, at::Tensor& counts) {
+  const auto they = decide(of, loss);
+  const auto size = they.of_labels ? 2 : they.classes, matrices = they.of_labels ? they.classes : 1;
+  auto place = they.wanted.to(at::kLong).mul(size).add(they.found);
+  if (they.of_labels) place = place.add(at::arange(matrices, place.options()).mul(4));
+  const auto sums = at::zeros({matrices * size * size}, place.options());
+  sums.scatter_add_(0, place.flatten(), they.counts.flatten().to(at::kLong));
+  add_to(counts, at::cat({sums, they.impossible.sum().reshape(1)}));
+}
+
+GRADACCUM_INLINE double class_score(const ClassesOf& of, const at::Tensor& counts, Score score, Average average) {
+  if (!counts.defined()) return std::numeric_limits<double>::quiet_NaN();
+  const auto all = counts.cpu();
+  check_possible(of.metric, all[-1]);
+  auto by_class = all.slice(0, 0, -1).reshape({3, -1}).to(at::kDouble);
+  const bool binary = by_class.size(1) == 1, all_count = binary || of.task == Task::multilabel;
+  if (average == Average::micro) by_class = by_class.sum(1, /*keepdim=*/true);
+  const auto right = by_class[0], found = by_class[1], wanted = by_class[2], either = found.add(wanted);
+  const auto of_what = score == Score::precision ? found : score == Score::recall ? wanted : either.div(2);
+  const auto weights = average == Average::weighted && !binary ? wanted
+                       : all_count                             ? at::ones_like(found)
+                                                               : either.gt(0);
+  return right.div(of_what).nan_to_num(0).mul(weights).sum().div(weights.sum()).nan_to_num(0).item<double>();
+}
+
+/// A rank without batches does not know the number of classes.
+GRADACCUM_INLINE void reduce_counts(std::string_view metric, at::Tensor& counts, SumOfRanks sum) {
+  const auto size = counts.defined() ? static_cast<double>(counts.numel()) : 0;
+  auto sizes = at::tensor({size, size * size, size > 0 ? 1.0 : 0.0}, at::kDouble);
+  sum(sizes);
+  const auto* const all = sizes.const_data_ptr<double>();
+  TORCH_CHECK(all[0] * all[0] == all[1] * all[2], metric, ": outputs must have as many classes on all ranks");
+  if (all[2] == 0) return;
+  counts = counts.defined() ? counts.cpu() : at::zeros({static_cast<std::int64_t>(all[0] / all[2])}, at::kLong);
+  sum(counts);
+}
+
+}  // namespace detail
+
 GRADACCUM_INLINE void Accuracy::add(const Loss& loss) {
-  const auto &output = loss.output, &target = loss.target;
-  TORCH_CHECK(
-      output.defined() && target.defined(),
-      "Accuracy: needs the model's output and the target; return ga::Loss{mean, items}.with(output, target) from "
-      "the objective");
-  TORCH_CHECK(-output.dim() <= dim && dim < output.dim(), "Accuracy: dim must be one of the output, of shape ",
-              output.sizes(), ", got ", dim);
-  at::NoGradGuard no_grad;
-  const auto found = output.argmax(dim);
-  TORCH_CHECK(found.sizes() == target.sizes(), "Accuracy: an output of shape ", output.sizes(), " with classes in dim ",
-              dim, " needs a target of shape ", found.sizes(), ", got ", target.sizes());
-  const auto counts = target.ne(ignore_index);
-  const auto right_here = found.eq(target).logical_and(counts).sum(), counted_here = counts.sum();
-  right = right.defined() ? right.add(right_here) : right_here;
-  counted = counted.defined() ? counted.add(counted_here) : counted_here;
+  const auto they = detail::decide({"Accuracy", dim, ignore_index, task, threshold}, loss);
+  detail::add_to(right, they.right.sum());
+  detail::add_to(counted, they.counts.sum());
+  detail::add_to(impossible, they.impossible.sum());
 }
 
 GRADACCUM_INLINE double Accuracy::value() const {
-  return right.defined() ? right.item<double>() / counted.item<double>() : std::numeric_limits<double>::quiet_NaN();
+  if (!right.defined()) return std::numeric_limits<double>::quiet_NaN();
+  if (impossible.defined()) detail::check_possible("Accuracy", impossible);
+  return right.item<double>() / counted.item<double>();
 }
 
 GRADACCUM_INLINE void Accuracy::reduce(SumOfRanks sum) {
-  const auto own = [](const at::Tensor& count) { return count.defined() ? count.cpu() : at::zeros({}, at::kLong); };
-  right = own(right), counted = own(counted);
-  sum(right);
-  sum(counted);
+  for (auto* const count : {&right, &counted, &impossible}) {
+    *count = count->defined() ? count->cpu() : at::zeros({}, at::kLong);
+    sum(*count);
+  }
 }
+
+GRADACCUM_INLINE void ConfusionMatrix::add(const Loss& loss) {
+  detail::add_confusion({"ConfusionMatrix", dim, ignore_index, task, threshold}, loss, counts);
+}
+
+GRADACCUM_INLINE at::Tensor ConfusionMatrix::value() const {
+  if (!counts.defined()) return at::zeros({0, 0}, at::kLong);
+  const auto all = counts.cpu();
+  detail::check_possible("ConfusionMatrix", all[-1]);
+  const auto size = static_cast<std::int64_t>(std::sqrt(all.numel() - 1));
+  using Shape = std::vector<std::int64_t>;
+  return all.slice(0, 0, -1).reshape(task == Task::multilabel ? Shape{-1, 2, 2} : Shape{size, size});
+}
+
+GRADACCUM_INLINE void ConfusionMatrix::reduce(SumOfRanks sum) { detail::reduce_counts("ConfusionMatrix", counts, sum); }
 
 GRADACCUM_INLINE double Evaluation::operator[](std::string_view name) const {
   const auto found = metrics.find(name);
@@ -97,7 +226,7 @@ GRADACCUM_INLINE double Evaluation::operator[](std::string_view name) const {
 GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const Evaluation& evaluation) {
   const char* separator = "";
   for (auto& [name, value] : evaluation.metrics)
-    stream << fmt::format("{}{}: {:#.6g}", std::exchange(separator, ", "), name, value);
+    stream << std::exchange(separator, ", ") << name << detail::number_text(": %#.6g", value);
   return stream;
 }
 
@@ -130,6 +259,11 @@ GRADACCUM_INLINE void Validation::state(Archive& archive) {
     archive(fmt::format("value{}", i), metric.second);
     found.metrics.insert(std::move(metric));
   }
+  archive("tensors", detail::OwnTensors{found.tensors});
+  std::optional<bool> at_end;  // absent from older states
+  if (!archive.loading() && !due) at_end = true;
+  archive("at_end", at_end);
+  due = !at_end.value_or(false);
 }
 
 namespace detail {
@@ -168,7 +302,7 @@ GRADACCUM_INLINE void Evaluator::reduce(SumOfRanks sum) {
 GRADACCUM_INLINE Evaluation Evaluator::result() {
   Evaluation result{.items = loss_.items(), .samples = samples_};
   result.metrics[std::string(MeanLoss::name)] = loss_.value();
-  for (auto& metric : metrics_) result.metrics[metric->name()] = metric->value();
+  for (auto& metric : metrics_) metric->tell(result);
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
   return result;
 }
@@ -184,26 +318,38 @@ GRADACCUM_INLINE void ValidationHistory::state(Archive& archive) {
   all = std::move(archived);
 }
 
-GRADACCUM_INLINE Mode mode_of(const char* owner, std::string_view metric, std::optional<Mode> given) {
+GRADACCUM_INLINE void OwnTensors::state(Archive& archive) {
+  archive.tensors(all);
+  if (!archive.loading()) return;
+  for (auto& [name, tensor] : all) tensor = tensor.clone();
+}
+
+GRADACCUM_INLINE Mode mode_of(const char* owner, std::string_view metric, std::optional<Mode> given,
+                              const MetricModes* validated) {
+  if (validated) {
+    std::vector<std::string> names;
+    for (auto& [name, told] : *validated) names.push_back(name);
+    auto found = validated->find(metric);
+    if (found == validated->end()) found = validated->find("validation/" + std::string(metric));
+    TORCH_CHECK(found != validated->end(), owner,
+                ": metric must be a number that a ga::Validate of this trainer finds, one of [", c10::Join(", ", names),
+                "], got '", metric, "'");
+    const auto told = found->second;
+    TORCH_CHECK(!told || !given || *told == *given, owner,
+                ": mode must be ga::Mode::", told == Mode::max ? "max" : "min", " for '", metric,
+                "', as its higher_is_better says, or be left out");
+    if (told) return *told;
+  }
   if (given) return *given;
   const auto name = metric.substr(metric.rfind('/') + 1);  // npos + 1 is 0
-  TORCH_CHECK(name == "loss" || name == "accuracy", owner, ": mode must say whether a lower or a higher '",
-              std::string(metric), "' is better: ga::Mode::min or ga::Mode::max");
+  TORCH_CHECK(name == "loss" || name == "accuracy", owner, ": mode must say whether a lower or a higher '", metric,
+              "' is better: ga::Mode::min or ga::Mode::max; or its metric, by static constexpr bool higher_is_better");
   return name == "loss" ? Mode::min : Mode::max;
 }
 
 GRADACCUM_INLINE bool is_better(Mode mode, double number, double than, double min_delta) {
-  if (std::isnan(number) || std::isnan(than)) return !std::isnan(number);
+  if (detail::is_nan(number) || detail::is_nan(than)) return !detail::is_nan(number);
   return mode == Mode::min ? number < than - min_delta : number > than + min_delta;
-}
-
-GRADACCUM_INLINE void check_is_validated(const char* owner, const std::string& metric,
-                                         const std::vector<std::string>& validated) {
-  const bool known = std::any_of(validated.begin(), validated.end(), [&](const std::string& name) {
-    return name == metric || name == "validation/" + metric;
-  });
-  TORCH_CHECK(known, owner, ": metric must be a number that a ga::Validate of this trainer finds, one of [",
-              fmt::format("{}", fmt::join(validated, ", ")), "], got '", metric, "'");
 }
 
 }  // namespace detail

@@ -1,53 +1,45 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Trainer's policies that have no file of their own, and the signals that stop a fit.
+// The Trainer's policies that have no file of their own.
 #pragma once
 
-#include <gradaccum/detail/trainer/stop_signals.hpp>
+#include <gradaccum/detail/trainer/loop.hpp>
 #include <gradaccum/policies/accumulate.hpp>
 #include <gradaccum/policies/clip.hpp>
 #include <gradaccum/policies/early_stopping.hpp>
 #include <gradaccum/policies/ema.hpp>
 #include <gradaccum/policies/metrics_log.hpp>
 #include <gradaccum/policies/mixed_precision.hpp>
+#include <gradaccum/policies/optimizer_in_backward.hpp>
 #include <gradaccum/policies/progress.hpp>
 #include <gradaccum/policies/save_state.hpp>
+#include <gradaccum/policies/schedule.hpp>
 #include <gradaccum/policies/validate.hpp>
 
 #include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/kernels/dense.hpp>
-#include <gradaccum/detail/state/pieces.hpp>
-#include <gradaccum/detail/watching/event_file.hpp>
 #include <gradaccum/detail/window/communicator.hpp>
-#include <gradaccum/trainer_base.hpp>
+#include <gradaccum/summary_writer.hpp>
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/_foreach_lerp.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 
 #include <fmt/format.h>
 
 #include <signal.h>
 #include <unistd.h>
 #include <array>
-#include <atomic>
 #include <cerrno>
-#include <cmath>
+#include <charconv>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <iterator>
-#include <mutex>
 #include <set>
 #include <stdexcept>
 #include <unordered_set>
-
-#include <gradaccum/detail/trainer/arguments.hpp>
-#include <gradaccum/policies/optimizer_in_backward.hpp>
 
 #include <gradaccum/impl/begin.ipp>
 
@@ -63,12 +55,13 @@ GRADACCUM_INLINE void Accumulate::attach(TrainerBase& trainer) {
                 ", ", number, "}");
   trainer.set_accumulate_in(accumulate_in);
   trainer.set_batch_size(batch_size);
+  if (batch_size == 0) trainer.loop().steps_in = [this](std::int64_t epoch) { return steps_in(epoch); };
   window = &trainer.window();
 }
 
 GRADACCUM_INLINE void Accumulate::state(Archive& archive) const {
   std::string by_epoch;
-  for (auto [epoch, number] : schedule) by_epoch += c10::str(epoch, ":", number, " ");
+  for (auto [epoch, number] : schedule) by_epoch += fmt::format("{}:{} ", epoch, number);
   archive.setting("steps", std::int64_t(steps));
   archive.setting("schedule", by_epoch);
   archive.setting("batch_size", std::int64_t(batch_size));
@@ -103,13 +96,15 @@ GRADACCUM_INLINE bool EarlyStopping::add(double number) {
 }
 
 GRADACCUM_INLINE std::string EarlyStopping::reason() const {
-  return fmt::format("{} was best, {:.6g}, at update {}, {} validation{} ago", metric, best, best_update, waited,
-                     waited == 1 ? "" : "s");
+  return fmt::format("{} was best, {}, at update {}, {} validation{} ago", metric, detail::number_text("%.6g", best),
+                     best_update, waited, waited == 1 ? "" : "s");
 }
 
 GRADACCUM_INLINE void EarlyStopping::attach(TrainerBase& to) {
-  checked_mode();
-  to.when_built([this, &to] { detail::check_is_validated("EarlyStopping", metric, to.metrics()); });
+  to.when_built([this, &to] {
+    mode = detail::mode_of("EarlyStopping", metric, mode, &to.metrics());
+    checked_mode();
+  });
   trainer = &to;
 }
 
@@ -121,7 +116,7 @@ GRADACCUM_INLINE int EarlyStopping::fit_scope() {
 
 GRADACCUM_INLINE void EarlyStopping::on_validation(const Validation& validation) {
   const auto number = validation[metric];
-  if (!number) return;  // of another Validate
+  if (!number || !validation.due) return;  // of another Validate, or of a fit that ended between two of them
   const bool over = add(*number);
   if (waited == 0) best_update = validation.update;
   if (over && trainer) trainer->stop_on_all(reason());
@@ -136,6 +131,48 @@ GRADACCUM_INLINE void EarlyStopping::state(Archive& archive) {
   archive.when_all_fit([this] {
     if (is_over() && trainer) trainer->stop_on_all(reason());
   });
+}
+
+GRADACCUM_INLINE void ReduceLROnPlateau::check() const {
+  TORCH_CHECK(factor > 0 && factor < 1, "ReduceLROnPlateau: factor must be in (0, 1), got ", factor);
+  TORCH_CHECK(patience >= 0, "ReduceLROnPlateau: patience must be >= 0, got ", patience);
+  TORCH_CHECK(threshold >= 0, "ReduceLROnPlateau: threshold must be >= 0, got ", threshold);
+  TORCH_CHECK(cooldown >= 0, "ReduceLROnPlateau: cooldown must be >= 0, got ", cooldown);
+  TORCH_CHECK(min_lr >= 0, "ReduceLROnPlateau: min_lr must be >= 0, got ", min_lr);
+}
+
+/// Computes in the order in which Python does.
+GRADACCUM_INLINE bool ReduceLROnPlateau::step(double number, LearningRates& lowered) {
+  check();
+  const double sign = detail::mode_of("ReduceLROnPlateau", metric, mode) == Mode::min ? 1 : -1;
+  const double bound = relative ? best * (1 - sign * threshold) : best - sign * threshold;
+  const bool better = detail::is_nan(best) ? detail::is_finite(number) || (sign * number < 0 && !detail::is_nan(number))
+                                           : sign * number < sign * bound && !detail::is_nan(number);
+  if (better) best = number;
+  num_bad_epochs = better ? 0 : num_bad_epochs + 1;
+  if (cooldown_counter > 0) --cooldown_counter, num_bad_epochs = 0;
+  if (num_bad_epochs <= patience) return false;
+  lowered.reduce(factor, min_lr, eps);
+  cooldown_counter = cooldown;
+  num_bad_epochs = 0;
+  return true;
+}
+
+GRADACCUM_INLINE void ReduceLROnPlateau::begin(TrainerBase& trainer) {
+  check();
+  trainer.when_built(
+      [this, &trainer] { mode = detail::mode_of("ReduceLROnPlateau", metric, mode, &trainer.metrics()); });
+}
+
+GRADACCUM_INLINE void ReduceLROnPlateau::on_validation(const Validation& validation) {
+  if (const auto number = validation[metric]; number && validation.due) step(*number, rates.value());
+}
+
+GRADACCUM_INLINE void ReduceLROnPlateau::state(Archive& archive) {
+  archive("best", best);
+  archive("num_bad_epochs", num_bad_epochs);
+  archive("cooldown_counter", cooldown_counter);
+  TORCH_CHECK(num_bad_epochs >= 0 && cooldown_counter >= 0, "ReduceLROnPlateau: the counts of a state must be >= 0");
 }
 
 struct MetricsLog::Run {
@@ -179,9 +216,9 @@ GRADACCUM_INLINE void MetricsLog::attach(TrainerBase& trainer) {
   const auto seconds = flush_every.count();
   TORCH_CHECK(seconds >= 0, "MetricsLog: flush_every must be >= 0 seconds, got ", seconds);
   name = "log of " + path.string();
-  run = std::make_shared<Run>(Run{*this, trainer.status()});
+  run.reset(new Run{*this, trainer.status()});
   trainer.when_built([this, &trainer] {
-    for (auto& metric : trainer.metrics()) run->validated.insert(metric.substr(0, metric.find('/')));
+    for (auto& [metric, mode] : trainer.metrics()) run->validated.insert(metric.substr(0, metric.find('/')));
   });
   if (trainer.is_first())
     run->file =
@@ -318,9 +355,7 @@ struct MetricsFile::File {
       const auto columns = ',' + heading + ',';
       const auto column = columns.find(fmt::format(",{},", name));
       if (column == columns.npos) return {};
-      for (auto before =
-               std::count(columns.begin() + 1, columns.begin() + 1 + static_cast<std::ptrdiff_t>(column), ',');
-           before > 0 && at != line.npos; --before)
+      for (auto before = std::ranges::count(columns.substr(0, column), ','); before > 0 && at != line.npos; --before)
         at = line.find(',', at) == line.npos ? line.npos : line.find(',', at) + 1;
     } else {
       const auto key = fmt::format("\"{}\": ", name);
@@ -328,10 +363,10 @@ struct MetricsFile::File {
       if (at != line.npos) at += key.size();
     }
     if (at == line.npos) return {};
-    const std::string cell(line.substr(at, line.find_first_of(",}", at) - at));
-    char* end = nullptr;
-    const double number = std::strtod(cell.c_str(), &end);
-    return end == cell.c_str() ? std::nullopt : std::optional(number);
+    const auto cell = line.substr(at, line.find_first_of(",}", at) - at);
+    double number = 0;
+    const auto end = std::from_chars(cell.data(), cell.data() + cell.size(), number).ptr;
+    return end == cell.data() ? std::nullopt : std::optional(number);
   }
 
   std::string line_of(const Fields& fields) const {
@@ -341,10 +376,10 @@ struct MetricsFile::File {
       line += std::exchange(separator, is_csv ? "," : ", ");
       if (!is_csv) fmt::format_to(std::back_inserter(line), "\"{}\": ", name);
       const auto* const real = std::get_if<double>(&number);
-      if (real && !is_csv && !std::isfinite(*real))
+      if (real && !is_csv && !detail::is_finite(*real))
         line += "null";
-      else if (real && std::isnan(*real))
-        line += "nan";  // never "-nan", which is how fmt prints 0.0 / 0.0
+      else if (real && !detail::is_finite(*real))
+        line += detail::is_nan(*real) ? "nan" : *real > 0 ? "inf" : "-inf";  // never "-nan", as fmt prints 0.0 / 0.0
       else
         std::visit([&](auto value) { fmt::format_to(std::back_inserter(line), "{}", value); }, number);
     }
@@ -366,7 +401,7 @@ GRADACCUM_INLINE void MetricsFile::remove_lines_at_end(std::string_view name, do
     const auto begin = kept > 1 ? text.rfind('\n', kept - 2) + 1 : 0;  // npos + 1 is 0
     const auto line = std::string_view(text).substr(begin, kept - begin);
     const auto number = file_->number_of(name, line);
-    if (!number || !(*number > last) || *number > next) break;
+    if (!number || detail::is_nan(*number) || *number <= last || *number > next) break;
     if (!without.empty() && file_->number_of(without, line)) break;
     next = *number;
     kept = begin;
@@ -439,9 +474,11 @@ struct Progress::Run {
     if (options.epochs || !options.has_limit())
       text += fmt::format("/{}", status.epoch - status.epochs + options.epochs.value_or(1));
     text += fmt::format(" | update {}", trainer.updates());
-    if (loss.weight() > 0) text += fmt::format(" | loss {:.4f} | lr {:.1e}", loss.value().item<double>(), lr);
+    if (loss.weight() > 0)
+      text += detail::number_text(" | loss %.4f", loss.value().item<double>()) + detail::number_text(" | lr %.1e", lr);
     if (!status.validations.empty())
-      text += fmt::format(" | {}/loss {:.4f}", status.validations.back().name, status.validations.back().found["loss"]);
+      text += " | " + status.validations.back().name +
+              detail::number_text("/loss %.4f", status.validations.back().found["loss"]);
     if (status.skipped > 0) text += fmt::format(" | {} skipped", status.skipped);
     return text;
   }
@@ -449,7 +486,7 @@ struct Progress::Run {
 
 GRADACCUM_INLINE void Progress::attach(TrainerBase& trainer) {
   if (!trainer.is_first()) line.to = nullptr;
-  run = std::shared_ptr<Run>(new Run{trainer, trainer.status(), ProgressLine(line)});
+  run.reset(new Run{trainer, trainer.status(), ProgressLine(line)});
 }
 
 GRADACCUM_INLINE int Progress::fit_scope() {
@@ -475,6 +512,8 @@ GRADACCUM_INLINE void Progress::after_backward(Gradients&) {
 
 GRADACCUM_INLINE void Progress::on_epoch_end(std::int64_t) { run->shown.clear(); }
 
+GRADACCUM_INLINE std::vector<int> StopOn::usual() { return {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2}; }
+
 struct SaveState::Run {
   TrainerBase& trainer;
   bool rehearsed = false;                          // a state could be written
@@ -482,6 +521,8 @@ struct SaveState::Run {
   bool due = false, finished = false;
   std::optional<double> measured = {};  // of the parameters as they are
   std::vector<double> best = {};        // so far, the best first
+  std::unique_ptr<detail::StopSignals> signals = {};
+  FitStatus::Clock::time_point saved = FitStatus::Clock::now();  // or begun
 
   /// Finds out before hours have gone by whether a state can be written. False while none can be made yet.
   bool rehearse(const std::filesystem::path& folder) const {
@@ -494,9 +535,11 @@ struct SaveState::Run {
 
   void save(const SaveState& options) {
     auto path = gradaccum::save(options.directory, trainer);
+    saved = FitStatus::Clock::now();
+    trainer.loop().status.wants_save = trainer.loop().status.saves = false;
     if (!trainer.is_first()) return;
     detail::StateDirectory states(options.directory);
-    if (last && detail::of_one_step(*last, path)) path = states.replace(*last, path);
+    if (last) path = states.replace(*last, path);
     last = path;
     if (options.keep_last > 0)
       states.keep_last(options.keep_last, detail::best_states(options.directory, options.keep_best));
@@ -506,21 +549,30 @@ struct SaveState::Run {
 GRADACCUM_INLINE void SaveState::attach(TrainerBase& trainer) {
   TORCH_CHECK(!directory.empty(), "SaveState: directory must be given");
   TORCH_CHECK(every_updates >= 1, "SaveState: every_updates must be >= 1, got ", every_updates);
+  TORCH_CHECK(every_minutes >= 0, "SaveState: every_minutes must be >= 0, got ", every_minutes);
+  for (const int signal : on_signals.signals())
+    TORCH_CHECK(signal > 0 && signal < NSIG && signal != SIGKILL && signal != SIGSTOP,
+                "SaveState: on_signals must be signals that a program can catch, got ", signal);
   TORCH_CHECK(keep_last >= 0, "SaveState: keep_last must be >= 0, got ", keep_last);
   TORCH_CHECK(keep_best >= 0, "SaveState: keep_best must be >= 0, got ", keep_best);
-  if (keep_best > 0) {
-    mode = detail::mode_of("SaveState", metric, mode);
-    trainer.when_built([this, &trainer] { detail::check_is_validated("SaveState", metric, trainer.metrics()); });
-  }
+  if (keep_best > 0)
+    trainer.when_built([this, &trainer] { mode = detail::mode_of("SaveState", metric, mode, &trainer.metrics()); });
   trainer.check_optimizer_state();
-  run = std::make_shared<Run>(Run{trainer});
+  trainer.loop().left_out = leave_out;
+  run.reset(new Run{trainer});
 }
 
 GRADACCUM_INLINE std::shared_ptr<void> SaveState::fit_scope() {
-  run = std::make_shared<Run>(Run{.trainer = run->trainer, .rehearsed = run->rehearsed});
-  const bool writes = run->trainer.is_first() && !run->trainer.status().options.smoke;
-  if (writes) detail::StateDirectory(directory).sweep();  // though there may be no save
-  return on_signals ? std::make_shared<detail::StopSignals>() : nullptr;
+  run.reset(new Run{.trainer = run->trainer, .rehearsed = run->rehearsed});
+  if (!run->trainer.status().options.smoke)
+    detail::run_on_all(run->trainer.peers().get(), [this] {
+      if (!run->trainer.is_first()) return;
+      detail::StateDirectory(directory).sweep();  // though there may be no save
+      detail::check_is_writable(directory);
+    });
+  if (on_signals.signals().empty()) return nullptr;
+  run->signals = std::make_unique<detail::StopSignals>(on_signals.signals());
+  return {nullptr, [run = run](void*) { run->signals.reset(); }};
 }
 
 GRADACCUM_INLINE void SaveState::before_backward(Loss&) { run->finished = false; }
@@ -529,6 +581,9 @@ GRADACCUM_INLINE void SaveState::after_window(const Step&) { run->finished = fal
 
 GRADACCUM_INLINE void SaveState::after_step(const Step& step) {
   run->due = run->due || step.update % every_updates == 0;
+  const std::chrono::duration<double, std::ratio<60>> since = FitStatus::Clock::now() - run->saved;
+  auto& status = run->trainer.loop().status;
+  if (every_minutes > 0 && since.count() >= every_minutes) (status.together ? status.wants_save : run->due) = true;
   run->measured.reset();
 }
 
@@ -540,7 +595,7 @@ GRADACCUM_INLINE void SaveState::on_validation(const Validation& validation) {
   const auto count = static_cast<std::size_t>(keep_best);
   const auto position =
       std::find_if(best.begin(), best.end(), [&](double other) { return detail::is_better(*mode, *number, other); });
-  if (std::isnan(*number) || (position == best.end() && best.size() >= count)) return;
+  if (detail::is_nan(*number) || (position == best.end() && best.size() >= count)) return;
   best.insert(position, *number);
   if (best.size() > count) best.pop_back();
   run->due = true;
@@ -554,16 +609,15 @@ GRADACCUM_INLINE void SaveState::state(Archive& archive) {
                            .number = measured};
   of.state(archive);
   std::vector<double> bests;
-  for (bool more = true; more;) {
+  for (std::optional<double> number = 0; number;) {
     const auto i = bests.size();
-    auto number = i < run->best.size() ? std::optional(run->best[i]) : std::nullopt;
+    number = i < run->best.size() ? std::optional(run->best[i]) : std::nullopt;
     archive("best" + std::to_string(i), number);
     if (number) bests.push_back(*number);
-    more = number.has_value();
   }
   run->finished = run->finished || archive.loading();
   if (!archive.loading()) return;
-  measured = of.number;
+  measured = mode && of.metric == metric ? of.number : std::nullopt;
   run->best = std::move(bests);
 }
 
@@ -572,92 +626,19 @@ GRADACCUM_INLINE void SaveState::at_boundary() {
   const auto& status = trainer.status();
   if (status.options.smoke) return;
   if (!std::exchange(run->rehearsed, true)) run->rehearsed = run->rehearse(directory);
-  const int signal = on_signals ? detail::StopSignals::received() : 0;
+  const int signal = run->signals ? run->signals->received() : 0;
   if (signal != 0) trainer.interrupt(signal);
   const bool ends = status.done() && (!run->finished || status.signal != 0);  // a signal that all processes know of
-  if (run->due || ends) run->save(*this);
+  if (run->due || status.saves || ends) run->save(*this);
   run->due = false;
   run->finished = run->finished || ends;
 }
 
-}  // namespace gradaccum
+namespace detail {
 
-namespace gradaccum::detail {
-
-/// The state that all StopSignals of the program share.
-struct SignalState {
-  struct Handler {
-    int signal;
-    struct sigaction before;
-  };
-  std::array<Handler, 2> handlers{{{SIGINT, {}}, {SIGTERM, {}}}};
-  std::atomic<int> received{0};
-  std::atomic<bool> noticed{false};
-  std::mutex mutex;
-  int users = 0;
-
-  static_assert(std::atomic<int>::is_always_lock_free);
-};
-
-GRADACCUM_INLINE constinit SignalState signal_state;
-
-// Does only what is safe in a signal handler.
-GRADACCUM_INLINE void note_signal(int signal, siginfo_t* information, void* context) {
-  int none = 0;
-  const bool first = signal_state.received.compare_exchange_strong(none, signal);
-  if (!first && signal == SIGINT) {
-    ::signal(signal, SIG_DFL);
-    ::raise(signal);
-  }
-  for (auto& [number, before] : signal_state.handlers) {
-    if (number != signal || before.sa_handler == SIG_DFL) continue;
-    if ((before.sa_flags & SA_SIGINFO) != 0)
-      before.sa_sigaction(signal, information, context);
-    else
-      before.sa_handler(signal);
-  }
-}
-
-GRADACCUM_INLINE StopSignals::StopSignals() {
-  auto& state = signal_state;
-  const std::lock_guard lock(state.mutex);
-  if (state.users++ > 0) return;
-  state.received = 0;
-  state.noticed = false;
-  for (auto& [signal, before] : state.handlers) {
-    ::sigaction(signal, nullptr, &before);
-    if (before.sa_handler == SIG_IGN) continue;
-    struct sigaction ours {};
-    ours.sa_sigaction = note_signal;
-    ours.sa_flags = SA_RESTART | SA_SIGINFO;
-    ::sigaction(signal, &ours, nullptr);
-  }
-}
-
-GRADACCUM_INLINE StopSignals::~StopSignals() {
-  auto& state = signal_state;
-  const std::lock_guard lock(state.mutex);
-  if (--state.users > 0) return;
-  for (auto& [signal, before] : state.handlers) {
-    ::sigaction(signal, &before, nullptr);
-    const bool missed = state.received == signal && !state.noticed;
-    if (missed && before.sa_handler == SIG_DFL) ::raise(signal);  // the user's own has been called
-  }
-}
-
-GRADACCUM_INLINE int StopSignals::received() {
-  const int signal = signal_state.received;
-  if (signal != 0) signal_state.noticed = true;
-  return signal;
-}
-
-/// The averages of a model, and the way to put them into it.
+/// The averages of a model, and the way to put them into it; not inside of Ema, whose members have names used here.
 struct Averages {
-  /// A tensor of a model.
-  struct NamedTensor {
-    std::string name;
-    at::Tensor tensor;
-  };
+  using Tensors = std::vector<std::pair<std::string, at::Tensor>>;  // of a model
   struct Average {
     std::string name;
     at::ScalarType dtype;  // of the model's tensor
@@ -675,13 +656,13 @@ struct Averages {
   }
 
   /// Each tensor of a model once, in the model's order.
-  static std::vector<NamedTensor> distinct_tensors(torch::nn::Module& module, bool buffers) {
-    std::vector<NamedTensor> all;
+  static Tensors distinct_tensors(torch::nn::Module& module, bool buffers) {
+    Tensors all;
     std::unordered_set<const void*> seen;
     const auto add = [&](const auto& named) {
       for (auto& item : named)
         if (item.value().defined() && seen.insert(item.value().unsafeGetTensorImpl()).second)
-          all.push_back({item.key(), item.value()});
+          all.emplace_back(item.key(), item.value());
     };
     add(module.named_parameters());
     if (buffers) add(module.named_buffers());
@@ -698,19 +679,19 @@ struct Averages {
   }
 
   /// The tensors of the model that the averages are of; throws if it has changed.
-  std::vector<NamedTensor> known_tensors(torch::nn::Module& module, bool buffers) const {
+  Tensors known_tensors(torch::nn::Module& module, bool buffers) const {
     auto tensors = distinct_tensors(module, buffers);
     const auto known = averages.size(), now = tensors.size();
     for (std::size_t i = 0; i < std::min(known, now); ++i) {
       const auto& [name, dtype, value] = averages[i];
-      const auto& tensor = tensors[i].tensor;
-      TORCH_CHECK(name == tensors[i].name && dtype == tensor.scalar_type() && value.sizes() == tensor.sizes() &&
+      const auto& tensor = tensors[i].second;
+      TORCH_CHECK(name == tensors[i].first && dtype == tensor.scalar_type() && value.sizes() == tensor.sizes() &&
                       value.device() == tensor.device(),
                   "Ema: the model must be as it was at the first update, with ", described(name, dtype, value),
-                  ", got ", described(tensors[i].name, tensor.scalar_type(), tensor), "; make a new Ema");
+                  ", got ", described(tensors[i].first, tensor.scalar_type(), tensor), "; make a new Ema");
     }
     TORCH_CHECK(known == now, "Ema: the model must be as it was at the first update, but ",
-                known > now ? averages[now].name + " is gone" : tensors[known].name + " is new", "; make a new Ema");
+                known > now ? averages[now].name + " is gone" : tensors[known].first + " is new", "; make a new Ema");
     return tensors;
   }
 
@@ -732,7 +713,7 @@ struct Averages {
   }
 
   /// Takes one operation for tensors in a row of one device and dtype. 16-bit ones are copied, so some at a time.
-  void move_towards(const std::vector<NamedTensor>& tensors, double weight) const {
+  void move_towards(const Tensors& tensors, double weight) const {
     std::vector<at::Tensor> targets, values;
     std::int64_t copied = 0;
     const auto move = [&] {
@@ -741,7 +722,7 @@ struct Averages {
     };
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       const auto& [name, dtype, average] = averages[i];
-      const auto& tensor = tensors[i].tensor;
+      const auto& tensor = tensors[i].second;
       if (!average.is_floating_point() && !average.is_complex()) {
         average.copy_(tensor);
         continue;
@@ -783,7 +764,7 @@ struct Averages {
     at::NoGradGuard no_grad;
     TORCH_CHECK(its_updates >= 0, "Ema: loaded updates must be >= 0, got ", its_updates);
     std::vector<Average> loaded;
-    for (auto& [name, tensor] : its_updates > 0 ? distinct_tensors(*attached, buffers) : std::vector<NamedTensor>()) {
+    for (auto& [name, tensor] : its_updates > 0 ? distinct_tensors(*attached, buffers) : Tensors()) {
       at::Tensor value;
       archive("average." + name, value);
       const bool fits = value.defined() && value.layout() == at::kStrided && value.sizes() == tensor.sizes() &&
@@ -798,14 +779,12 @@ struct Averages {
   }
 };
 
-}  // namespace gradaccum::detail
-
-namespace gradaccum {
+}  // namespace detail
 
 struct Ema::Run : detail::Averages {};
 
 GRADACCUM_INLINE Ema::Run& Ema::made_run() {
-  if (!run) run = {new Run, [](Run* made) { delete made; }};
+  if (!run) run = std::make_shared<Run>();
   return *run;
 }
 
@@ -863,6 +842,7 @@ template class PolicyOf<MetricsLog>;
 template class PolicyOf<MixedPrecision>;
 template class PolicyOf<OptimizerInBackward>;
 template class PolicyOf<Progress>;
+template class PolicyOf<ReduceLROnPlateau>;
 template class PolicyOf<SaveState>;
 }  // namespace gradaccum::detail
 #endif

@@ -6,8 +6,8 @@
 
 #include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/memory/memory_ledger.hpp>
-#include <gradaccum/detail/watching/profiled_events.hpp>
 #include <gradaccum/detail/window/communicator.hpp>
+#include <gradaccum/profiler.hpp>
 #include <gradaccum/trainer_base.hpp>
 
 #include <ATen/core/grad_mode.h>
@@ -19,7 +19,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <optional>
 #include <unordered_set>
 
 #include <gradaccum/impl/begin.ipp>
@@ -65,10 +64,7 @@ class MemoryByPhase {
 
  private:
   MemoryByKind now() const {
-    StorageCount count;
-    MemoryByKind bytes;
-    trainer_.for_each_held(
-        [&](std::int64_t MemoryByKind::*kind, const at::Tensor& tensor) { bytes.*kind += count.add(tensor); });
+    auto bytes = trainer_.memory_by_kind();
     bytes.rest = older_bytes() + meter_.live_bytes() - bytes.total();
     return bytes;
   }
@@ -90,7 +86,7 @@ class MemoryByPhase {
 }  // namespace detail
 
 /// Profiles a trainer's updates, each moment of them in one phase. Another update is measured before them, or after
-/// them if there is none, by kinds of memory.
+/// them if there is none, by kinds of memory. Begins on rank 0 alone.
 struct Profile::Run {
   const Profile& options;
   TrainerBase& trainer;
@@ -107,9 +103,10 @@ struct Profile::Run {
 
   /// Makes the directory before hours have gone by. Throws where no profiler can start.
   void prepare() const {
-    if (report || trainer.updates() >= options.updates.second || trainer.status().options.smoke) return;
+    if (!trainer.is_first() || report || trainer.updates() >= options.updates.second || trainer.status().options.smoke)
+      return;
     detail::check_can_profile("Profile");
-    detail::make_directory(options.directory);
+    detail::check_is_writable(options.directory);
   }
 
   /// Begins a phase, which ends the one before it.
@@ -130,7 +127,7 @@ struct Profile::Run {
   /// open already is another `fit`'s.
   void begin(const char* name, std::int64_t micro_batches = 0) {
     const auto& status = trainer.status();
-    const bool can_begin = status.running && !status.options.smoke && !status.done();
+    const bool can_begin = trainer.is_first() && status.running && !status.options.smoke && !status.done();
     if (!profiler && !memory && can_begin && trainer.window().micro_batches <= micro_batches) {
       begun = trainer.updates();
       if (begun == measured && measured_memory.memory.empty()) {
@@ -196,12 +193,11 @@ GRADACCUM_INLINE void Profile::attach(TrainerBase& trainer) {
   TORCH_CHECK(updates.first < updates.second, "Profile: updates must be {from, to} with from < to, got {",
               updates.first, ", ", updates.second, "}");
   TORCH_CHECK(!directory.empty(), "Profile: directory must be given");
-  run = trainer.is_first() ? std::shared_ptr<Run>(new Run{.options = *this, .trainer = trainer}) : nullptr;
+  run.reset(new Run{.options = *this, .trainer = trainer});
 }
 
 /// Ends what an exception has left at work. Other processes do not know that rank 0 does not begin.
 GRADACCUM_INLINE std::shared_ptr<void> Profile::fit_scope() {
-  if (!run) return nullptr;
   try {
     run->prepare();
   } catch (const std::exception& error) {
@@ -213,39 +209,27 @@ GRADACCUM_INLINE std::shared_ptr<void> Profile::fit_scope() {
 
 /// Begins nothing in the middle of an epoch, where a `fit` that resumes has not loaded its state yet.
 GRADACCUM_INLINE void Profile::on_epoch_begin(std::int64_t) {
-  if (run && run->trainer.status().resumed_from.empty()) run->begin("data");
+  if (run->trainer.status().resumed_from.empty()) run->begin("data");
 }
 
 /// Leaves out the forward passes of evaluations.
 GRADACCUM_INLINE int Profile::forward_scope() {
-  if (run && at::GradMode::is_enabled()) run->begin("forward", /*micro_batches=*/1);
+  if (at::GradMode::is_enabled()) run->begin("forward", /*micro_batches=*/1);
   return 0;
 }
 
-GRADACCUM_INLINE void Profile::before_backward(Loss&) {
-  if (run) run->enter("backward");
-}
+GRADACCUM_INLINE void Profile::before_backward(Loss&) { run->enter("backward"); }
 
 /// Comes before the backward pass where that takes the steps.
 GRADACCUM_INLINE void Profile::before_close() {
-  if (run && !run->trainer.steps_in_backward()) run->enter("reduce");
+  if (!run->trainer.steps_in_backward()) run->enter("reduce");
 }
 
-GRADACCUM_INLINE void Profile::after_backward(Gradients&) {
-  if (run) run->enter(run->trainer.closing() ? "reduce" : "other");
-}
+GRADACCUM_INLINE void Profile::after_backward(Gradients&) { run->enter(run->trainer.closing() ? "reduce" : "other"); }
 
-GRADACCUM_INLINE void Profile::before_step(Gradients&) {
-  if (run) run->enter("step");
-}
-
-GRADACCUM_INLINE void Profile::after_window(const Step&) {
-  if (run) run->enter("other");
-}
-
-GRADACCUM_INLINE void Profile::at_boundary() {
-  if (run) run->at_boundary();
-}
+GRADACCUM_INLINE void Profile::before_step(Gradients&) { run->enter("step"); }
+GRADACCUM_INLINE void Profile::after_window(const Step&) { run->enter("other"); }
+GRADACCUM_INLINE void Profile::at_boundary() { run->at_boundary(); }
 
 }  // namespace gradaccum
 

@@ -16,11 +16,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 #include <csignal>
 #include <exception>
 #include <iterator>
-#include <optional>
 
 #include <gradaccum/impl/begin.ipp>
 
@@ -72,10 +70,76 @@ struct Report::Run {
   bool writes() const { return !status.options.smoke; }
   /// Measures memory and speed once in a while, since short times say little of the speed.
   bool is_time_to_measure() const { return writes() && detail::is_time_to_ask(last); }
-  void measure(std::int64_t update);
-  void set(const std::string& setting, std::string text);
-  void describe(bool is_over);
-  void end(bool by_exception);
+
+  /// Measures the speed since the last call; the first call of a fit only takes the time.
+  void measure(std::int64_t update) {
+    for (auto& [kind, bytes] : std::exchange(memory, {}))
+      page.add("memory/" + kind, update, static_cast<double>(bytes));
+    const auto now = Clock::now();
+    const auto before = std::exchange(last, now);
+    const auto samples = status.samples - std::exchange(samples_then, status.samples);
+    const double seconds = before ? std::chrono::duration<double>(now - *before).count() : 0;
+    if (seconds > 0 && samples > 0)
+      page.add("train/samples_per_second", update, static_cast<double>(samples) / seconds);
+  }
+
+  /// Keeps a setting of the user's that has this name.
+  void set(const std::string& setting, std::string text) {
+    const auto is_it = [&setting](auto& other) { return other.first == setting; };
+    if (std::none_of(options.settings.begin(), options.settings.end(), is_it)) page.set(setting, std::move(text));
+  }
+
+  void describe(bool is_over) {
+    const auto report = detail::report_of(status);
+    const auto& fit = status.options;
+    const auto begun = status.epochs + (status.batch > 0);  // epochs, of this fit
+    const auto epochs = status.epoch + 1 - begun + fit.epochs.value_or(1);
+    const auto* const loss = page.curves().find("train/loss");
+    const auto* const rate = is_over ? nullptr : page.curves().find("train/samples_per_second");
+    page.tile("updates", static_cast<double>(trainer.updates()),
+              report.skipped > 0 ? fmt::format("{} skipped", report.skipped) : "");
+    page.tile("epoch", static_cast<double>(status.epoch + 1),
+              fit.epochs || !fit.has_limit() ? fmt::format("of {}", epochs) : "");
+    page.tile("samples/s", rate ? rate->last().value : report.samples_per_second,
+              (rate ? rate_text(report.samples_per_second) + ' ' : "") + "on average");
+    if (loss) page.tile("train loss", loss->last().value, "in the last update");
+    if (const auto bytes = peak_resident_memory())
+      page.tile("peak memory", fmt::format("{:.0f} MB", static_cast<double>(*bytes) / MiB), "of this process");
+    page.number("epochs", report.epochs);
+    page.number("updates", report.updates);
+    page.number("skipped", report.skipped);
+    page.number("samples", report.samples);
+    page.number("seconds", report.seconds, detail::duration_text(report.seconds));
+    page.number("samples per second", report.samples_per_second, rate_text(report.samples_per_second));
+    page.number("validations", std::ssize(report.validations));
+    if (report.nan_batches > 0) page.number("left out for a loss or gradient of NaN or infinity", report.nan_batches);
+    set("parameters", detail::parameters_text(trainer.parameters()));
+    set("device", trainer.device().str());
+    set("trains for", detail::limits_text(fit));
+    if (window_batches > 0)
+      set("an update has", fmt::format("{} micro-batch{}, {}", window_batches, window_batches == 1 ? "" : "es",
+                                       detail::count_text(window_samples, "sample")));
+    if (!status.resumed_from.empty()) set("resumed from", status.resumed_from);
+  }
+
+  /// Writes the page for the last time. Does not throw, since a destructor calls it.
+  void end(bool by_exception) try {
+    if (!writes()) return;
+    if (!page.curves().find("train/samples_per_second")) measure(trainer.updates());  // it was short
+    describe(true);
+    auto how = status.stopped ? RunEnd::stopped : RunEnd::finished;
+    auto why = status.stop_reason;
+    if (by_exception || status.signal != 0) {
+      how = RunEnd::interrupted;
+      why = by_exception               ? "by an exception"
+            : status.signal == SIGINT  ? "by SIGINT"
+            : status.signal == SIGTERM ? "by SIGTERM"
+                                       : fmt::format("by signal {}", status.signal);
+    }
+    const auto whole = how == RunEnd::finished ? std::optional(1.0) : std::nullopt;
+    page.end(how, why, {.fraction = whole, .seconds = status.seconds()});
+  } catch (const std::exception&) {
+  }
 };
 
 /// Makes the page without writing it: the file may be that of the run that this one goes on from.
@@ -116,22 +180,12 @@ GRADACCUM_INLINE void Report::after_step(const Step& step) {
   if (!run || !run->writes()) return;
   auto& page = run->page;
   page.add("train/loss", step.update, step.loss.item<double>());
-  if (!std::isnan(step.lr)) page.add("train/lr", step.update, step.lr);
+  if (!detail::is_nan(step.lr)) page.add("train/lr", step.update, step.lr);
   if (step.grad_norm.defined()) page.add("train/grad_norm", step.update, step.grad_norm.item<double>());
   if (run->is_time_to_measure()) run->measure(step.update);
   if (!run->is_full) return;  // a tail says little of the others
   run->window_batches = step.batches;
   run->window_samples = step.samples;
-}
-
-/// Measures the speed since the last call; the first call of a fit only takes the time.
-GRADACCUM_INLINE void Report::Run::measure(std::int64_t update) {
-  for (auto& [kind, bytes] : std::exchange(memory, {})) page.add("memory/" + kind, update, static_cast<double>(bytes));
-  const auto now = Clock::now();
-  const auto before = std::exchange(last, now);
-  const auto samples = status.samples - std::exchange(samples_then, status.samples);
-  const double seconds = before ? std::chrono::duration<double>(now - *before).count() : 0;
-  if (seconds > 0 && samples > 0) page.add("train/samples_per_second", update, static_cast<double>(samples) / seconds);
 }
 
 /// Leaves the time of the validation out of the training's speed.
@@ -143,45 +197,6 @@ GRADACCUM_INLINE void Report::on_validation(const Validation& validation) {
     run->page.add(validation.name + '/' + metric, validation.update, number);
 }
 
-/// Keeps a setting of the user's that has this name.
-GRADACCUM_INLINE void Report::Run::set(const std::string& setting, std::string text) {
-  const auto is_it = [&setting](auto& other) { return other.first == setting; };
-  if (std::none_of(options.settings.begin(), options.settings.end(), is_it)) page.set(setting, std::move(text));
-}
-
-GRADACCUM_INLINE void Report::Run::describe(bool is_over) {
-  const auto report = detail::report_of(status);
-  const auto& fit = status.options;
-  const auto begun = status.epochs + (status.batch > 0);  // epochs, of this fit
-  const auto epochs = status.epoch + 1 - begun + fit.epochs.value_or(1);
-  const auto* const loss = page.curves().find("train/loss");
-  const auto* const rate = is_over ? nullptr : page.curves().find("train/samples_per_second");
-  page.tile("updates", static_cast<double>(trainer.updates()),
-            report.skipped > 0 ? fmt::format("{} skipped", report.skipped) : "");
-  page.tile("epoch", static_cast<double>(status.epoch + 1),
-            fit.epochs || !fit.has_limit() ? fmt::format("of {}", epochs) : "");
-  page.tile("samples/s", rate ? rate->last().value : report.samples_per_second,
-            (rate ? rate_text(report.samples_per_second) + ' ' : "") + "on average");
-  if (loss) page.tile("train loss", loss->last().value, "in the last update");
-  if (const auto bytes = peak_resident_memory())
-    page.tile("peak memory", fmt::format("{:.0f} MB", static_cast<double>(*bytes) / MiB), "of this process");
-  page.number("epochs", report.epochs);
-  page.number("updates", report.updates);
-  page.number("skipped", report.skipped);
-  page.number("samples", report.samples);
-  page.number("seconds", report.seconds, detail::duration_text(report.seconds));
-  page.number("samples per second", report.samples_per_second, rate_text(report.samples_per_second));
-  page.number("validations", std::ssize(report.validations));
-  if (report.nan_batches > 0) page.number("left out for a loss of NaN or infinity", report.nan_batches);
-  set("parameters", detail::parameters_text(trainer.parameters()));
-  set("device", trainer.device().str());
-  set("trains for", detail::limits_text(fit));
-  if (window_batches > 0)
-    set("an update has", fmt::format("{} micro-batch{}, {}", window_batches, window_batches == 1 ? "" : "es",
-                                     detail::count_text(window_samples, "sample")));
-  if (!status.resumed_from.empty()) set("resumed from", status.resumed_from);
-}
-
 GRADACCUM_INLINE void Report::at_boundary() {
   if (!run || !run->writes() || !run->page.is_due() || run->status.done()) return;
   run->describe(false);
@@ -189,25 +204,6 @@ GRADACCUM_INLINE void Report::at_boundary() {
     run->page.update({.fraction = run->status.fraction(), .seconds = run->status.seconds()});
   } catch (const std::exception&) {  // it is tried again, and at the end
   }
-}
-
-/// Writes the page for the last time. Does not throw, since a destructor calls it.
-GRADACCUM_INLINE void Report::Run::end(bool by_exception) try {
-  if (!writes()) return;
-  if (!page.curves().find("train/samples_per_second")) measure(trainer.updates());  // it was short
-  describe(true);
-  auto how = status.stopped ? RunEnd::stopped : RunEnd::finished;
-  auto why = status.stop_reason;
-  if (by_exception || status.signal != 0) {
-    how = RunEnd::interrupted;
-    why = by_exception               ? "by an exception"
-          : status.signal == SIGINT  ? "by SIGINT"
-          : status.signal == SIGTERM ? "by SIGTERM"
-                                     : fmt::format("by signal {}", status.signal);
-  }
-  const auto whole = how == RunEnd::finished ? std::optional(1.0) : std::nullopt;
-  page.end(how, why, {.fraction = whole, .seconds = status.seconds()});
-} catch (const std::exception&) {
 }
 
 /// Leaves the curves out on ranks that have none, and where the state is of a training without a Report.

@@ -6,8 +6,8 @@
 
 #include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/memory/memory_ledger.hpp>
-#include <gradaccum/detail/watching/event_file.hpp>
 #include <gradaccum/metrics.hpp>
+#include <gradaccum/summary_writer.hpp>
 #include <gradaccum/trainer_base.hpp>
 
 #include <c10/util/Exception.h>
@@ -15,10 +15,7 @@
 
 #include <unistd.h>
 #include <cerrno>
-#include <cmath>
-#include <optional>
 #include <unordered_map>
-#include <vector>
 
 #include <gradaccum/impl/begin.ipp>
 
@@ -88,7 +85,7 @@ struct TensorBoard::Run {
 
   void write_numbers(const Step& step) {
     file->add_scalar("train/loss", step.loss.item<double>(), step.update);
-    if (!std::isnan(step.lr)) file->add_scalar("train/lr", step.lr, step.update);
+    if (!detail::is_nan(step.lr)) file->add_scalar("train/lr", step.lr, step.update);
     if (step.grad_norm.defined()) file->add_scalar("train/grad_norm", step.grad_norm.item<double>(), step.update);
     write_rate(step.update);
     write_memory(step.update);
@@ -123,8 +120,7 @@ struct TensorBoard::Run {
 
   /// A state may be older than a validation of the same update, which is then made again: there is a point already.
   bool is_written(std::string_view tag, std::int64_t step) const {
-    return begun_at > 0 && step == begun_at &&
-           detail::event_files_have(options.directory, detail::bytes_of_scalar_events(step, tag));
+    return begun_at > 0 && step == begun_at && detail::event_files_have(options.directory, step, tag);
   }
 };
 
@@ -134,11 +130,9 @@ GRADACCUM_INLINE void TensorBoard::attach(TrainerBase& trainer) {
   TORCH_CHECK(histograms_every >= 0, "TensorBoard: histograms_every must be >= 0, got ", histograms_every);
   const auto seconds = flush_every.count();
   TORCH_CHECK(seconds >= 0, "TensorBoard: flush_every must be >= 0 seconds, got ", seconds);
-  run = std::make_shared<Run>(Run{*this, trainer});
+  run.reset(new Run{*this, trainer});
   if (!trainer.is_first()) return;
-  detail::make_directory(directory);
-  if (::access(directory.c_str(), W_OK | X_OK) != 0)
-    detail::file_error(directory, "must be a directory that can be written to", errno);
+  detail::check_is_writable(directory);
 }
 
 GRADACCUM_INLINE SummaryWriter* TensorBoard::writer() {

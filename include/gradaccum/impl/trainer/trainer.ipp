@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Trainer's loop: epochs, batches, micro-batches, windows, and the place in the data.
+// The Trainer's loop: epochs, batches, micro-batches, windows, the place in the data, and the signals that stop a fit.
 #pragma once
 
 #include <gradaccum/detail/trainer/loop.hpp>
 #include <gradaccum/trainer_base.hpp>
-
-#include <gradaccum/gradients.hpp>
 
 #include <gradaccum/detail/memory/memory_ledger.hpp>
 #include <gradaccum/detail/optimizers/param_states.hpp>
@@ -14,13 +12,14 @@
 #include <gradaccum/training_state.hpp>
 
 #include <ATen/core/grad_mode.h>
-#include <c10/util/Exception.h>
 
-#include <cmath>
-#include <csignal>
+#include <signal.h>
+#include <algorithm>
+#include <array>
+#include <atomic>
 #include <exception>
-#include <string_view>
-#include <variant>
+#include <limits>
+#include <mutex>
 
 #include <gradaccum/impl/begin.ipp>
 
@@ -61,7 +60,7 @@ GRADACCUM_INLINE bool TrainerBase::flush() { return loop_->flush(); }
 GRADACCUM_INLINE void TrainerBase::discard() { loop_->discard(); }
 
 GRADACCUM_INLINE void TrainerBase::stop(std::string why) { loop_->status.stop(std::move(why)); }
-GRADACCUM_INLINE void TrainerBase::stop_on_all(std::string why) { loop_->status.stop_all(std::move(why)); }
+GRADACCUM_INLINE void TrainerBase::stop_on_all(std::string why) { loop_->status.stop(std::move(why), /*alike=*/true); }
 GRADACCUM_INLINE void TrainerBase::interrupt(int signal) { loop_->status.interrupt(signal); }
 
 GRADACCUM_INLINE std::vector<at::Tensor> TrainerBase::parameters() const {
@@ -70,26 +69,46 @@ GRADACCUM_INLINE std::vector<at::Tensor> TrainerBase::parameters() const {
 GRADACCUM_INLINE at::Device TrainerBase::device() const { return loop_->window.optimizer().device(); }
 GRADACCUM_INLINE std::string TrainerBase::optimizer_name() const { return loop_->window.optimizer().name(); }
 GRADACCUM_INLINE std::int64_t TrainerBase::updates() const { return loop_->counts.updates; }
+GRADACCUM_INLINE std::optional<std::int64_t> TrainerBase::planned_updates(std::int64_t at_epoch_begin) const {
+  return loop_->planned_updates(at_epoch_begin);
+}
+GRADACCUM_INLINE std::int64_t TrainerBase::updates_at_epoch_begin() const {
+  const auto& status = loop_->status;
+  const auto steps = loop_->steps_in ? loop_->steps_in(status.epoch) : 1;
+  const auto open = status.options.tail == Tail::carry ? loop_->record.so_far().batches - status.batch : 0;
+  return updates() - ((open % steps + steps) % steps + status.batch) / steps;
+}
 GRADACCUM_INLINE bool TrainerBase::closing() const { return loop_->record.closing(); }
 GRADACCUM_INLINE const Step& TrainerBase::window() const { return loop_->record.so_far(); }
 GRADACCUM_INLINE const FitStatus& TrainerBase::status() const { return loop_->status; }
 
-GRADACCUM_INLINE void TrainerBase::validated(std::string name, Evaluation found) {
+GRADACCUM_INLINE void TrainerBase::validated(std::string name, Evaluation found, bool due) {
   const auto& status = loop_->status;
   const Validation validation{.name = std::move(name),
                               .update = updates(),
                               .epoch = status.epoch,
                               .samples = status.samples,
                               .seconds = status.running ? status.seconds() : 0,
-                              .found = std::move(found)};
-  loop_->status.validations.push_back(validation);
+                              .found = std::move(found),
+                              .due = due};
+  auto& all = loop_->status.validations;
+  const auto is_earlier = [&](const Validation& one) { return one.name == validation.name; };
+  std::erase_if(all, [&](auto& one) { return is_earlier(one) && one.update == validation.update && !one.due; });
+  for (auto& one : all)
+    if (is_earlier(one)) one.found.tensors.clear();  // which may be large: the last one has them
+  all.push_back(validation);
   loop_->policies.all(&detail::AnyPolicy::on_validation, validation);
 }
 
-GRADACCUM_INLINE void TrainerBase::will_validate(std::string name, const std::vector<std::string>& metrics) {
-  for (auto& metric : metrics) loop_->metrics.push_back(name + '/' + metric);
+GRADACCUM_INLINE void TrainerBase::will_validate(const std::string& name, const std::vector<std::string>& metrics) {
+  for (auto& metric : metrics) will_validate(name, metric, std::nullopt);
 }
-GRADACCUM_INLINE const std::vector<std::string>& TrainerBase::metrics() const { return loop_->metrics; }
+GRADACCUM_INLINE void TrainerBase::will_validate(const std::string& name, const std::string& metric,
+                                                 std::optional<Mode> mode) {
+  auto& known = loop_->metrics[name + '/' + metric];
+  if (mode) known = mode;
+}
+GRADACCUM_INLINE const MetricModes& TrainerBase::metrics() const { return loop_->metrics; }
 
 GRADACCUM_INLINE MemoryByKind TrainerBase::memory_by_kind() {
   detail::StorageCount count;
@@ -116,8 +135,8 @@ GRADACCUM_INLINE void TrainerBase::set_accumulate_in(std::optional<at::ScalarTyp
 }
 GRADACCUM_INLINE void TrainerBase::set_in_backward(bool on) { loop_->window.set_in_backward(on); }
 GRADACCUM_INLINE bool TrainerBase::steps_in_backward() const { return loop_->window.steps_in_backward(); }
-
 GRADACCUM_INLINE void TrainerBase::set_batch_size(std::int64_t samples) { loop_->batch_size = samples; }
+GRADACCUM_INLINE void TrainerBase::will_set_learning_rate() { loop_->rate_is_set = true; }
 
 GRADACCUM_INLINE void TrainerBase::set_peers(std::shared_ptr<detail::Communicator> peers) {
   loop_->status.together = true;
@@ -132,7 +151,7 @@ GRADACCUM_INLINE bool TrainerBase::others_continue() { return loop_->window.othe
 
 GRADACCUM_INLINE void TrainerBase::state(Archive& archive) {
   archive.together([&] {
-    archive("model", ModelState(module()));
+    archive("model", ModelState(module(), loop_->left_out));
     archive_optimizer(archive);
     loop_->state(archive);
   });
@@ -174,12 +193,6 @@ GRADACCUM_INLINE std::optional<std::int64_t> epoch_in_hand(const Archive& archiv
   return value("fit.epoch", std::int64_t{0});
 }
 
-/// As a part of a state: tensors under the names of the generators.
-struct ArchivedGenerators {
-  Archive::Tensors& states;
-  void state(Archive& archive) { archive.tensors(states); }
-};
-
 GRADACCUM_INLINE void DataPosition::state(Archive& archive) {
   const bool by_batches = batches_have_state();
   auto taken = taken_;
@@ -192,11 +205,19 @@ GRADACCUM_INLINE void DataPosition::state(Archive& archive) {
     batches_->state(archive);
   } else {
     archive("last_batch", fingerprint);
-    archive("epoch_begin", ArchivedGenerators{epoch_begin});
+    archive("epoch_begin", OwnTensors{epoch_begin});
   }
   if (!archive.loading()) return;
+  if (archive.ranks().are_others()) {
+    taken = std::ranges::max(archive.of_ranks<std::int64_t>("taken"));
+    const auto ends = archive.of_ranks<bool>("exhausted");
+    exhausted = std::ranges::find(ends, false) == ends.end();
+    TORCH_CHECK(by_batches || taken == 0 || exhausted, "Trainer: the state was saved within an epoch, by ",
+                archive.ranks().saved,
+                " rank(s), and batches without a state(ga::Archive&) do not tell another number of ranks which of them "
+                "are left; go on with as many to the end of the epoch, or use TensorBatches or LengthBuckets");
+  }
   TORCH_CHECK(taken >= 0, "Trainer: a state must have taken >= 0 batches, got ", taken);
-  for (auto& [name, state] : epoch_begin) state = state.clone();  // outlives what it was loaded from
   const bool again = !by_batches && taken > 0 && !exhausted;
   if (again) check_generators(epoch_begin, archive.changes_allowed());
   if (archive.changes_allowed()) fingerprint.clear();
@@ -215,14 +236,16 @@ GRADACCUM_INLINE void DataPosition::state(Archive& archive) {
 
 GRADACCUM_INLINE bool WindowRecord::add_loss(const Loss& loss, FitStatus& status, std::int64_t update) {
   loss.check();
+  read_mean_.reset();
   if (loss.items == 0) return true;  // a mean over nothing is often NaN
   const auto on_nan = status.options.on_nan;
   const Place place{status.batch - 1, status.epoch, update + 1};
   if (on_nan == OnNan::skip || (on_nan == OnNan::stop && loss.mean.device().is_cpu())) {
     const auto number = loss.mean.item<double>();
-    if (!std::isfinite(number)) {
+    if (!detail::is_finite(number)) {
       if (on_nan == OnNan::stop) stop(number, place);
       if (status.nan_batches++ == 0) status.first_nan = place.text();
+      ++left_out_;
       return false;
     }
     mean_.add(number, loss.items);
@@ -234,6 +257,26 @@ GRADACCUM_INLINE bool WindowRecord::add_loss(const Loss& loss, FitStatus& status
   return true;
 }
 
+GRADACCUM_INLINE void WindowRecord::check_losses(const at::Tensor& mean) {
+  if (mean.defined() && !detail::is_finite(*(read_mean_ = mean.item<double>())))
+    for (auto& [loss, place] : to_check_)
+      if (const auto number = loss.item<double>(); !detail::is_finite(number)) stop(number, place);
+  to_check_.clear();
+}
+
+/// A window's gradients are looked at once, so that nobody knows which of its batches it was.
+GRADACCUM_INLINE void WindowRecord::leave_out(const std::string& parameter, FitStatus& status, std::int64_t update) {
+  auto place = Place{status.batch - 1, status.epoch, update + 1}.text();
+  if (step_.batches > 1) place = plain_text("one of the ", step_.batches, " batches up to ", place);
+  if (status.together) place += ", of this process or of another";
+  TORCH_CHECK(status.options.on_nan == OnNan::skip, "Trainer: the gradients must be finite, got NaN or infinity",
+              parameter, ", for ", place,
+              ", whose loss is finite; look for what has no slope at 0, as sqrt and norm, or leave "
+              "such windows out: {.on_nan = ga::OnNan::skip}");
+  if (status.nan_batches == 0) status.first_nan = place;
+  status.nan_batches += std::max<std::int64_t>(step_.batches - std::exchange(left_out_, step_.batches), 0);
+}
+
 /// Losses on a device are looked at before they are saved.
 GRADACCUM_INLINE void WindowRecord::state(Archive& archive) {
   TORCH_CHECK(
@@ -241,8 +284,7 @@ GRADACCUM_INLINE void WindowRecord::state(Archive& archive) {
       "Trainer: must be saved and loaded between micro-batches, got a call from "
       "within a micro-batch, of which some policies do not know yet; use SaveState, or a policy with at_boundary");
   if (archive.loading()) restart();
-  check_losses();
-  to_check_.clear();
+  check_losses(unread_mean());
   archive("epoch", step_.epoch);
   archive("micro_batches", step_.micro_batches);
   auto batches = step_.batches == step_.micro_batches ? std::nullopt : std::optional(step_.batches);
@@ -257,15 +299,17 @@ GRADACCUM_INLINE WindowTotals WindowRecord::totals(const FitStatus& status) cons
   WindowTotals own;
   own.samples = static_cast<double>(step_.samples);
   own.micro_batches = static_cast<double>(step_.micro_batches);
-  if (mean_.weight() > 0) own.loss = mean_.value().item<double>() * mean_.weight();
+  if (mean_.weight() > 0) own.loss = (read_mean_ ? *read_mean_ : mean_.value().item<double>()) * mean_.weight();
   own.stop = status.wants_stop ? 1 : 0;
   own.signal = status.wants_signal != 0 ? 1 : 0;
+  own.save = status.wants_save ? 1 : 0;
   return own;
 }
 
 GRADACCUM_INLINE void WindowRecord::take_totals(const WindowTotals& own, const WindowTotals& all, FitStatus& status) {
   if (all.stop > 0) status.stopped = true;
   if (all.signal > 0) status.signal = status.wants_signal != 0 ? status.wants_signal : SIGTERM;
+  if (all.save > 0) status.saves = true;
   if (all.active == 0) {  // an epoch is over on all ranks, and no window closes
     status.trained = status.trained || all.weight > 0;
     return;
@@ -282,7 +326,7 @@ GRADACCUM_INLINE Step WindowRecord::finish(const Gradients& gradients, bool move
   auto step = step_;
   step.update = updates;
   step.moved = moved;
-  step.overflowed = gradients.judged() && Gradients(gradients).overflowed();
+  step.overflowed = overflow_is_awaited && gradients.judged() && Gradients(gradients).overflowed();
   step.items = gradients.items();
   step.loss = mean_.value();
   step.grad_norm = gradients.norm_before_clipping();
@@ -313,6 +357,7 @@ GRADACCUM_INLINE FitReport Loop::fit(AnyBatches& batches, const FitOptions& opti
               "FitOptions: tail must be flush with Shard::gradients: others have the gradients of a window that is "
               "open, and it can neither be dropped nor saved");
   check(options);
+  note_given();
   TORCH_CHECK(!status.running, "Trainer: fit() inside of fit(), in a policy say; there is step() for one micro-batch");
   const auto device = trainer.device();
   const ModeGuard mode(trainer.module(), true);
@@ -345,22 +390,21 @@ GRADACCUM_INLINE FitReport Loop::fit(AnyBatches& batches, const FitOptions& opti
   return report;
 }
 
-GRADACCUM_INLINE bool Loop::step(const AnyBatch& batch) {
+GRADACCUM_INLINE bool Loop::or_give_up(c10::function_ref<bool()> work) {
   try {
-    return train_batch(batch);
+    return work();
   } catch (...) {
     give_up(/*others_wait=*/false);
     throw;
   }
 }
 
+GRADACCUM_INLINE bool Loop::step(const AnyBatch& batch) {
+  note_given();
+  return or_give_up([&] { return train_batch(batch); });
+}
 GRADACCUM_INLINE bool Loop::flush() {
-  try {
-    return close_if_begun();
-  } catch (...) {
-    give_up(/*others_wait=*/false);
-    throw;
-  }
+  return or_give_up([&] { return close_if_begun(); });
 }
 
 GRADACCUM_INLINE void Loop::discard() {
@@ -392,7 +436,8 @@ GRADACCUM_INLINE void Loop::begin_epoch(std::int64_t epoch) {
 
 GRADACCUM_INLINE void Loop::run_epoch(AnyBatches& batches) {
   if (!data.resumes()) begin_epoch(counts.epochs++);
-  if (!data.exhausted() && !status.done() && batches.for_each(*this)) data.exhaust();
+  if (!data.exhausted() && !status.done() && batches.for_each([this](auto& batch) { return visit(batch); }))
+    data.exhaust();
   end_epoch();
 }
 
@@ -441,36 +486,69 @@ GRADACCUM_INLINE void Loop::micro_batch(const AnyBatch& batch, bool begins, bool
   record.set_closing(may_close && policies.ready());
   const bool closes_whole = record.closing() && !divider;
   if (record.closing() && window.steps_in_backward()) prepare_to_close();
-  window.add(std::move(loss), closes_whole);
+  explaining(
+      "graph a second time",
+      [&] { return plain_text("Trainer: in batch ", status.batch - 1, " of epoch ", status.epoch, " (from 0 on)"); },
+      [&] { window.add(std::move(loss), closes_whole); });
   if (closes_whole && window.peers()) {  // they send gradients until the window is complete
     prepare_to_close();
     window.complete_early();
   }
-  Gradients so_far(window.so_far());
+  auto so_far = window.so_far()->handle();
   policies.all(&AnyPolicy::after_backward, so_far);
   record.end_micro_batch();
 }
 
-/// Runs once a window, before anything of it moves.
+/// Runs once a window, before anything of it moves. Losses are read before others hear of them, or a part of the
+/// parameters moves; otherwise together with what is found of the gradients.
 GRADACCUM_INLINE void Loop::prepare_to_close() {
-  record.prepare([this] {
+  record.prepare(window.peers() || window.steps_in_backward(), [this] {
     policies.all(&AnyPolicy::before_close);
     auto& factor = window.closing()->factor();
     policies.all(&AnyPolicy::scale_gradients, factor);
-    if (finite_required(factor)) factor.require_finite();  // policies are told whether the parameters moved
+    record.overflow_is_awaited = finite_required(factor);
+    if (record.overflow_is_awaited) factor.require_finite();      // policies are told whether the parameters moved
+    if (window.steps_in_backward() && trainer.device().is_cpu())  // on another each part would have to be waited for
+      window.closing()->set_look_at_part([this](auto& part) { check_finite(part); });
   });
+}
+
+/// Looks at the losses that nobody has read and at the gradients of a window, or a part of one, in one wait.
+GRADACCUM_INLINE void Loop::check_finite(WindowGradients& gradients) {
+  auto mean = record.unread_mean();
+  bool found = false;
+  if (checks(gradients)) {
+    gradients.factor().require_finite();
+    found = gradients.overflowed(&mean);
+  }
+  record.check_losses(mean);
+  if (!found || record.overflow_is_awaited) return;
+  std::string parameter;
+  const auto parameters = gradients.parameters(), all = gradients.raw();
+  const bool is_cut = window.peers() && window.peers()->shards();  // into pieces of parameters
+  for (std::size_t i = 0; i < all.size() && parameter.empty(); ++i)
+    if (found_inf({all[i]}, norms({all[i]}, 2)).item<float>() != 0)
+      for (auto& named : trainer.module().named_parameters())
+        if (named.value().is_same(parameters[i]) || (is_cut && named.value().is_alias_of(parameters[i])))
+          parameter = " in that of " + named.key();
+  record.leave_out(parameter, status, counts.updates);
 }
 
 GRADACCUM_INLINE bool Loop::close_window() {
   const auto end = record.begin_closing();
   window.refresh_parameters();
-  Gradients gradients(window.so_far());
+  auto gradients = window.so_far()->handle();
   prepare_to_close();
   window.complete_early();
   const double lr = trainer.learning_rate();
   window.or_spoil([&] {
+    const bool asks_first = checks(*window.closing()) && window.peers() && window.peers()->shards();
+    if (asks_first)
+      gradients.factor().require_finite();  // once a policy has changed its part, nobody knows all of them
     policies.all(&AnyPolicy::reduce_gradients, gradients);
     policies.all(&AnyPolicy::before_step, gradients);
+    if (!asks_first && window.closing()->must_be_finite()) record.overflow_is_awaited = true;  // a policy asked for it
+    check_finite(*window.closing());
   });
   const bool moved = window.close();
   if (moved) window.clear();
@@ -531,31 +609,95 @@ GRADACCUM_INLINE Evaluation Loop::evaluate(AnyBatches& batches, Evaluator evalua
       !batches.has_state() || !data.goes_through(batches),
       "Trainer: evaluate must not go through the batches that fit is going through: make another object of them");
   const ModeGuard mode(trainer.module(), false);
-  const at::NoGradGuard no_grad;
-  struct Pass final : BatchVisitor {
-    Loop& loop;
-    Evaluator& evaluator;
-
-    Pass(Loop& of, Evaluator& by) : loop(of), evaluator(by) {}
-    bool visit(const AnyBatch& batch) override {
-      loop.divider ? loop.divider->for_each_part(batch, [this](auto& part) { add(part); }) : add(batch);
-      return !loop.status.options.smoke;
-    }
-    void add(const AnyBatch& batch) {
-      auto scopes = loop.policies.scopes(&AnyPolicy::forward_scope);
-      const Loss loss = batch.loss();
-      scopes.reset();
-      evaluator.add(loss, batch.samples());
-    }
-  } pass(*this, evaluator);
-  batches.for_each(pass);
+  const at::AutoGradMode gradients(evaluator.with_gradients());
+  const auto add = [&](const AnyBatch& batch) {
+    auto scopes = policies.scopes(&AnyPolicy::forward_scope);
+    const auto how = [] { return "Trainer: give evaluate, or Validate, ga::WithGradients() beside the metrics"; };
+    const char* const says = evaluator.with_gradients() ? nullptr : "does not require grad";
+    const auto loss = explaining(says, how, [&] { return batch.loss(); });
+    scopes.reset();
+    const at::NoGradGuard no_grad;  // a metric that adds outputs up would keep the graphs of all batches
+    evaluator.add(loss, batch.samples());
+  };
+  batches.for_each([&](const AnyBatch& batch) {
+    divider ? divider->for_each_part(batch, add) : add(batch);
+    return !status.options.smoke;
+  });
   if (on_all && window.peers()) evaluator.reduce([this](at::Tensor& part) { window.peers()->all_reduce(part); });
   return evaluator.result();
+}
+
+GRADACCUM_INLINE void Loop::note_given() {
+  if (!given.empty()) return;
+  if (auto* const optimizer = window.optimizer().torch_optimizer) given = options_of(*optimizer);
+  given["frozen"] = frozen_parameters(trainer.module());
+  kept = given;
+}
+
+/// Says what a program gives otherwise than the one that the state is of, since loading takes the state's; where
+/// changes are allowed, takes such options in place of the state's.
+GRADACCUM_INLINE void Loop::archive_given(Archive& archive) {
+  note_given();
+  std::string changes;
+  Archive::Values changed, of_state = given;
+  for (auto& [name, value] : given) {
+    std::visit(
+        [&, &key = name](auto& here) {
+          using T = std::remove_cvref_t<decltype(here)>;
+          if constexpr (!std::is_same_v<T, at::Tensor>) {
+            auto before = std::optional(std::get<T>(kept.at(key)));
+            archive("given_options." + key, before);
+            if (before) of_state[key] = *before;
+            if (!before || *before == here || (rate_is_set && key.ends_with(".lr"))) return;
+            changed[key] = here;
+            changes += changes.empty() ? "" : ", ";
+            changes += key == "frozen" ? "the frozen parameters" : c10::str(key, " (", here, ", was ", *before, ")");
+          }
+        },
+        value);
+  }
+  if (!archive.loading()) return;
+  archive.leave_out("given_options");  // those of groups that this program adds on the way
+  archive.when_all_fit([this, changed, changes, of_state, takes_them = archive.changes_allowed()] {
+    kept = takes_them ? given : of_state;
+    if (!takes_them && !changes.empty() && trainer.is_first())
+      TORCH_WARN("Trainer: the state's values stay, though this program gives others: ", changes,
+                 "; {.allow_changes = true} takes those of the program, and a ga::Schedule sets the rate anew");
+    auto* const optimizer = window.optimizer().torch_optimizer;
+    if (!takes_them || !optimizer) return;
+    auto options = options_of(*optimizer);
+    for (auto& [name, option] : options)
+      if (const auto given_anew = changed.find(name); given_anew != changed.end()) option = given_anew->second;
+    set_options(*optimizer, std::move(options));
+  });
+}
+
+GRADACCUM_INLINE std::optional<std::int64_t> Loop::planned_updates(std::int64_t at_epoch_begin) const {
+  const auto& options = status.options;
+  if (!status.running || options.samples || options.time) return {};
+  const auto most =
+      options.updates ? counts.updates - status.updates + *options.updates : std::numeric_limits<std::int64_t>::max();
+  if (options.updates && !options.epochs) return most;
+  const bool carries = options.tail == Tail::carry;
+  const auto decide = std::ranges::count_if(policies.list, [](auto& policy) { return policy->ready != nullptr; });
+  if (decide != (steps_in ? 1 : 0) || (carries && window.peers())) return {};
+  auto updates = at_epoch_begin;
+  auto open = carries ? record.so_far().batches - status.batch : 0;  // of a window that the epoch began with
+  for (std::int64_t ahead = 0; ahead < options.epochs.value_or(1) - status.epochs && updates < most; ++ahead) {
+    const auto batches = data.most_batches(ahead, /*alone=*/!window.peers());
+    if (!batches) return {};
+    const auto steps = steps_in ? steps_in(status.epoch + ahead) : 1;
+    open = (open % steps + steps) % steps + *batches;
+    updates += open / steps + (options.tail == Tail::flush && open % steps > 0);
+    open = carries ? open % steps : 0;
+  }
+  return std::min(updates, most);
 }
 
 GRADACCUM_INLINE void Loop::state(Archive& archive) {
   archive("window", window.named(trainer.module()));
   archive("random", gradaccum::RandomState());
+  archive_given(archive);
   archive.if_not_all_fit([this, counts = counts, record = record, status = status] {
     this->counts = counts, this->record = record, this->status = status;
   });
@@ -585,6 +727,77 @@ GRADACCUM_INLINE ModeGuard::~ModeGuard() {
   restore_mode(model_, was_training_);
   for (std::size_t i = 0; i < parts_.size(); ++i)  // those outside come first, and take those inside with them
     restore_mode(*parts_[i], modes_[i]);
+}
+
+/// The state that all StopSignals of the program share.
+struct SignalState {
+  struct Signal {
+    struct sigaction before = {};
+    int users = 0;
+    std::atomic<int> place{0};  // among those that came, from 1 on; 0: it has not come
+  };
+  std::array<Signal, NSIG> signals = {};
+  std::atomic<int> came{0};
+  std::mutex mutex;
+  int users = 0;
+
+  static_assert(std::atomic<int>::is_always_lock_free);
+};
+
+GRADACCUM_INLINE constinit SignalState signal_state;
+
+// Does only what is safe in a signal handler.
+GRADACCUM_INLINE void note_signal(int signal, siginfo_t* information, void* context) {
+  auto& [before, users, place] = signal_state.signals[static_cast<std::size_t>(signal)];
+  const int now = ++signal_state.came;
+  int none = 0;
+  place.compare_exchange_strong(none, now);
+  if (now > 1 && signal == SIGINT) {
+    ::signal(signal, SIG_DFL);
+    ::raise(signal);
+  }
+  if (before.sa_handler == SIG_DFL) return;
+  if ((before.sa_flags & SA_SIGINFO) != 0)
+    before.sa_sigaction(signal, information, context);
+  else
+    before.sa_handler(signal);
+}
+
+GRADACCUM_INLINE StopSignals::StopSignals(std::vector<int> signals) : signals_(std::move(signals)) {
+  const std::lock_guard lock(signal_state.mutex);
+  if (signal_state.users++ == 0) signal_state.came = 0;
+  for (const int signal : signals_) {
+    auto& [before, users, place] = signal_state.signals.at(static_cast<std::size_t>(signal));
+    if (users++ > 0) continue;
+    place = 0;
+    ::sigaction(signal, nullptr, &before);
+    if (before.sa_handler == SIG_IGN) continue;
+    struct sigaction ours {};
+    ours.sa_sigaction = note_signal;
+    ours.sa_flags = SA_RESTART | SA_SIGINFO;
+    ::sigaction(signal, &ours, nullptr);
+  }
+}
+
+GRADACCUM_INLINE StopSignals::~StopSignals() {
+  const std::lock_guard lock(signal_state.mutex);
+  --signal_state.users;
+  for (const int signal : signals_) {
+    auto& [before, users, place] = signal_state.signals[static_cast<std::size_t>(signal)];
+    if (--users > 0) continue;
+    ::sigaction(signal, &before, nullptr);
+    if (place > 0 && !asked_ && before.sa_handler == SIG_DFL) ::raise(signal);  // the user's own has been called
+  }
+}
+
+GRADACCUM_INLINE int StopSignals::received() {
+  int first = 0, place_of_first = 0;
+  for (const int signal : signals_) {
+    const int at = signal_state.signals[static_cast<std::size_t>(signal)].place;
+    if (at > 0 && (first == 0 || at < place_of_first)) first = signal, place_of_first = at;
+  }
+  asked_ = asked_ || first != 0;
+  return first;
 }
 
 }  // namespace gradaccum::detail

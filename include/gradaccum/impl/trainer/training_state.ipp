@@ -5,36 +5,24 @@
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/training_state.hpp>
 
-#include <gradaccum/detail/io/formats.hpp>
-#include <gradaccum/detail/state/pieces.hpp>
 #include <gradaccum/detail/window/communicator.hpp>
 #include <gradaccum/progress_line.hpp>
 
-#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <exception>
+#include <limits>
+#include <numeric>
 #include <ostream>
-#include <sstream>
 #include <stdexcept>
 #include <variant>
 
 #include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum::detail {
-
-GRADACCUM_INLINE void refuse_optimizer(const std::string& type) {
-  TORCH_CHECK(false, "OptimizerState: an optimizer of your own, as ", type,
-              ", needs a member void state(ga::Archive&)");
-}
-
-GRADACCUM_INLINE void check_is_not_divided(bool is_divided, const std::string& type) {
-  TORCH_CHECK(!is_divided, "OptimizerState: an optimizer with a state(ga::Archive&) of its own, as ", type,
-              ", must not be divided among processes: use {.shard = ga::Shard::none}");
-}
 
 GRADACCUM_INLINE std::optional<std::filesystem::path> newest_state(const std::filesystem::path& path) {
   if (std::filesystem::exists(path / manifest_name)) return path;
@@ -62,17 +50,15 @@ GRADACCUM_INLINE void MeasuredState::state(Archive& archive) {
   archive("number", number);
 }
 
-/// Returns nullopt if the state was not measured or its manifest is damaged.
-GRADACCUM_INLINE std::optional<MeasuredState> measured_state(const std::filesystem::path& path) {
+/// Returns what has no number if the state was not measured or its manifest is damaged.
+GRADACCUM_INLINE MeasuredState measured_state(const std::filesystem::path& path) {
   try {
     const auto manifest = read_manifest(path);
     Archive::Values values;
-    for (auto& value : manifest.values)
-      if (value.first.starts_with("save_state."))
-        std::visit([&](auto& held) { values[value.first] = held; }, value.second);
+    for (auto& value : manifest.values) std::visit([&](auto& held) { values[value.first] = held; }, value.second);
     MeasuredState measured;
     Archive(std::move(values))("save_state", measured);
-    return measured.number ? std::optional(std::move(measured)) : std::nullopt;
+    return measured;
   } catch (const std::exception&) {
     return {};
   }
@@ -82,7 +68,7 @@ GRADACCUM_INLINE std::vector<std::filesystem::path> best_states(const std::files
                                                                 std::int64_t count) {
   std::vector<std::pair<std::filesystem::path, MeasuredState>> found;
   for (auto& state : count > 0 ? StateDirectory(directory).finished() : std::vector<StateDirectory::State>())
-    if (auto measured = measured_state(state.path)) found.emplace_back(state.path, std::move(*measured));
+    if (auto measured = measured_state(state.path); measured.number) found.emplace_back(state.path, measured);
   // compare by the newest state's metric: older states may have been measured by another
   if (!found.empty())
     std::erase_if(found, [metric = found.back().second.metric](auto& one) { return one.second.metric != metric; });
@@ -92,7 +78,7 @@ GRADACCUM_INLINE std::vector<std::filesystem::path> best_states(const std::files
   });
   std::vector<std::filesystem::path> best;
   for (auto& one : found)
-    if (static_cast<std::int64_t>(best.size()) < count) best.push_back(std::move(one.first));
+    if (std::ssize(best) < count) best.push_back(std::move(one.first));
   return best;
 }
 
@@ -104,22 +90,41 @@ GRADACCUM_INLINE std::filesystem::path path_of_first(const Communicator* peers, 
 GRADACCUM_INLINE std::filesystem::path of_rank_0(const Communicator* peers,
                                                  const std::function<std::optional<std::filesystem::path>()>& find) {
   const auto found = on_all(peers, [&] {
-    const bool asked = !peers || peers->rank() == 0;
-    return asked ? find().value_or(std::filesystem::path()).string() : std::string();
+    return peers && peers->rank() > 0 ? std::filesystem::path() : find().value_or(std::filesystem::path());
   });
   return path_of_first(peers, found);
+}
+
+/// Returns the ranks that a state has values of.
+GRADACCUM_INLINE Archive::Ranks ranks_of(const Archive::Values& values, const Communicator* peers) {
+  Archive::Ranks ranks{.loading = peers ? peers->world_size() : 1};
+  std::string last;
+  for (auto& [name, value] : values) {
+    if (!std::holds_alternative<at::Tensor>(value)) ranks.values.emplace(name, value);
+    if (without_rank(name) == name) continue;
+    const auto rank = name.substr(0, name.find('.'));
+    ranks.saved += rank != last;
+    last = rank;
+  }
+  const auto told = values.find("data_parallel.world_size");  // ranks equal in all have no values of their own
+  const auto* const number = told == values.end() ? nullptr : std::get_if<std::int64_t>(&told->second);
+  if (number && *number < 1 << 20) ranks.saved = std::max(ranks.saved, *number);  // a damaged state may tell any
+  return ranks;
 }
 
 GRADACCUM_INLINE Archive open_state(const std::filesystem::path& folder, bool allow_changes,
                                     const Communicator* peers) {
   return on_all(peers, [&] {
     try {
-      const bool needs_a_part = peers && peers->shards();
-      auto values = needs_a_part ? map_state(folder) : io::read_state(folder);
+      auto values = read_state(folder, /*mapped=*/peers && peers->shards());
       auto pieces = take_shared_pieces(values);
+      auto ranks = ranks_of(values, peers);
+      if (allow_changes && peers && peers->rank() >= ranks.saved)  // has no random numbers there, and keeps its own
+        std::erase_if(values, [](auto& value) { return value.first.starts_with("random."); });
       if (peers) peers->keep_own_values(values);
       values.merge(pieces);
       Archive archive(std::move(values));
+      archive.set_ranks(std::move(ranks));
       archive.allow_changes(allow_changes);
       return archive;
     } catch (const std::exception& error) {
@@ -162,10 +167,10 @@ GRADACCUM_INLINE StateFiles write_by_all(const Communicator& peers, const Archiv
   if (where.empty()) return {};
   std::string own;
   for (auto& [name, file] : on_all(&peers, [&] { return write_tensors(archive, where); }))
-    own += c10::str(name, " ", file.bytes, " ", file.crc32, "\n");
+    own += plain_text(name, " ", file.bytes, " ", file.crc32, "\n");
   StateFiles all;
   for (auto& text : peers.all_gather_text(own)) {
-    std::istringstream lines(text);
+    auto lines = plain_stream(text);
     Manifest::File file;
     for (std::string name; lines >> name >> file.bytes >> file.crc32;) all[name] = file;
   }
@@ -260,10 +265,10 @@ GRADACCUM_INLINE void check(const FitOptions& options) {
 }
 
 /// Once it is said it stays: whoever asks after that hears the same, however late it is. However short the time, it is
-/// enough for a window.
+/// enough for a window: each of several jobs that go on from one another trains.
 GRADACCUM_INLINE void FitStatus::stop_at_limits() {
   if (options.samples && samples >= *options.samples) stop(fmt::format("after {} samples", *options.samples));
-  if (options.time && updates + skipped > 0 && seconds() >= options.time->count())
+  if (options.time && windows > 0 && seconds_of_call() >= options.time->count())
     stop(fmt::format("after {:.6g} s", options.time->count()));
 }
 
@@ -307,6 +312,18 @@ GRADACCUM_INLINE void FitStatus::state(Archive& archive) {
   TORCH_CHECK(
       std::min({epoch, epochs, batch, batches.value_or(0), updates, skipped, samples, nan_batches}) >= 0 && so_far >= 0,
       "Trainer: the counts of a saved fit must be >= 0");
+  if (archive.changes_allowed()) {
+    const auto& ranks = archive.ranks();
+    const auto of_ranks = archive.of_ranks<std::int64_t>("batch");
+    for (const auto each : of_ranks)
+      TORCH_CHECK(each >= 0 && each < std::numeric_limits<std::int64_t>::max() / (ranks.saved + 1),
+                  "Trainer: each rank of a saved fit must have a batch >= 0 that an epoch can have, got ", each);
+    batch = std::ranges::max(of_ranks);  // the same on all ranks, as a Schedule plans by it
+    if (ranks.are_others()) {
+      batch = std::accumulate(of_ranks.begin(), of_ranks.end(), ranks.loading - 1) / ranks.loading;
+      batches.reset();
+    }
+  }
   start = Clock::now() - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(so_far));
 }
 
@@ -316,7 +333,7 @@ GRADACCUM_INLINE std::optional<double> FitStatus::fraction() const {
   const auto add = [&most](double part) { most = std::max(part, most.value_or(0)); };
   if (options.updates) add(static_cast<double>(updates) / static_cast<double>(*options.updates));
   if (options.samples.value_or(0) > 0) add(static_cast<double>(samples) / static_cast<double>(*options.samples));
-  if (options.time) add(seconds() / options.time->count());
+  if (options.time) add(seconds_of_call() / options.time->count());
   if (batches.value_or(0) > 0 && (options.epochs || !options.has_limit())) {
     const auto of_epoch = static_cast<double>(std::min(batch, *batches)) / static_cast<double>(*batches);
     add((static_cast<double>(epochs) + of_epoch) / static_cast<double>(options.epochs.value_or(1)));
@@ -337,7 +354,7 @@ GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const FitReport&
     stream << fmt::format("Peak resident memory: {:.0f} MB\n", detail::in_mb(report.peak_resident_bytes));
   stream << fmt::format("Epochs: {}, updates: {}, skipped: {}\n", report.epochs, report.updates, report.skipped);
   if (report.nan_batches > 0)
-    stream << fmt::format("Micro-batches left out for a loss of NaN or infinity: {}, the first: {}\n",
+    stream << fmt::format("Micro-batches left out for a loss or gradient of NaN or infinity: {}, the first: {}\n",
                           report.nan_batches, report.first_nan);
   if (!report.stopped.empty()) stream << "Stopped early: " << report.stopped << '\n';
   std::map<std::string, const Validation*> last;

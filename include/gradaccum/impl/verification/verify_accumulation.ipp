@@ -69,6 +69,7 @@ class ModelGuard {
   ModelGuard(const ModelGuard&) = delete;
   ModelGuard& operator=(const ModelGuard&) = delete;
   ~ModelGuard() {
+    weights = 1;
     try {
       rewind(modes_);
       for (std::size_t i = 0; i < gradients_.size(); ++i) parameters_[i].mutable_grad() = gradients_[i];
@@ -79,12 +80,19 @@ class ModelGuard {
   const std::vector<Part>& parts() const { return parts_; }
   const ModuleModes& modes() const { return modes_; }  ///< the original modes
 
-  /// Restores parameters, buffers and random state, removes gradients, and sets modes.
+  /// Multiplies parameters when they are restored, for an experiment with other weights. Those of 0 change, too.
+  double weights = 1;
+
+  /// Restores parameters, buffers and random state, removes gradients, and sets modes. Leaves version counters as they
+  /// are, since in the end the values are.
   void rewind(const ModuleModes& modes) {
     const at::NoGradGuard no_grad;
     for (auto& parameter : parameters_) parameter.mutable_grad().reset();
     for (std::size_t i = 0; i < tensors_.size(); ++i)  // by value: BatchNorm bypasses version counters
-      if (!tensors_[i].equal(values_[i])) tensors_[i].copy_(values_[i]);
+      if (!tensors_[i].equal(values_[i])) tensors_[i].variable_data().copy_(values_[i]);
+    if (weights != 1)
+      for (auto& parameter : parameters_)
+        if (parameter.is_floating_point()) parameter.variable_data().mul_(weights).add_(1e-3 * (1 - weights));
     for (std::size_t i = 0; i < generators_.size(); ++i) {
       const std::lock_guard lock(generators_[i].mutex());
       generators_[i].set_state(random_state_[i]);
@@ -150,8 +158,8 @@ GRADACCUM_INLINE double largest(const GradientList& gradients) {
   double all = 0;
   for (auto& gradient : gradients) {
     const auto one = largest(gradient);
-    if (!(one <= all)) all = one;  // also if NaN
-    if (std::isnan(all)) return all;
+    if (detail::is_nan(one)) return one;
+    all = std::max(all, one);
   }
   return all;
 }
@@ -169,9 +177,9 @@ struct NeverStepped {
 class VerifyPasses {
  public:
   /// The tolerance defaults to that of the parameters' dtype.
-  VerifyPasses(torch::nn::Module& module, std::function<Loss(std::int64_t)> loss_of,
-               std::vector<std::int64_t> rows_of_parts, std::optional<double> wanted_tolerance)
-      : rows(std::move(rows_of_parts)), model(module), loss_of_(std::move(loss_of)) {
+  VerifyPasses(torch::nn::Module& module, const SplitBatch& batch, const VerifyAccumulationOptions& options)
+      : model(module), batch_(batch) {
+    divide(options.steps);
     std::unordered_set<const void*> known;  // a shared parameter has several names
     for (auto& item : module.named_parameters()) {
       auto& parameter = item.value();
@@ -185,14 +193,23 @@ class VerifyPasses {
                                                             : 0x1p-7);
     }
     TORCH_CHECK(!names.empty(), "verify_accumulation: a parameter of the model must require grad, but none does");
-    tolerance = wanted_tolerance.value_or(rounding_ < 1e-15 ? 1e-10 : rounding_ < 1e-6 ? 1e-4 : 10 * rounding_);
+    tolerance = options.tolerance.value_or(rounding_ < 1e-15 ? 1e-10 : rounding_ < 1e-6 ? 1e-4 : 10 * rounding_);
+  }
+
+  /// Divides the batch into this number of micro-batches.
+  void divide(std::int64_t steps) {
+    const auto parts = batch_.split(steps);
+    TORCH_CHECK(static_cast<std::int64_t>(parts) == steps, "verify_accumulation: split must return steps = ", steps,
+                " micro-batches, got ", parts);
+    rows.clear();
+    for (std::size_t part = 0; part < parts; ++part) rows.push_back(batch_.rows(part));
   }
 
   /// Returns the gradients of a micro-batch, or of the whole batch.
   GradientList gradients_of(std::int64_t batch, const ModuleModes& modes, bool other_random_numbers = false) {
     model.rewind(modes);
     if (other_random_numbers) model.use_other_random_numbers();
-    const auto loss = loss_of_(batch);
+    const auto loss = batch_.loss(batch);
     loss.check();
     Window::check_weight(loss.items);
     if (loss.items > 0) loss.backward();
@@ -208,7 +225,7 @@ class VerifyPasses {
     OpenWindow window(std::make_unique<OptimizerOf<NeverStepped>>(never_stepped),
                       static_cast<std::int64_t>(rows.size()), {});
     for (std::size_t i = 0; i < rows.size(); ++i) {
-      auto loss = loss_of_(static_cast<std::int64_t>(i));
+      auto loss = batch_.loss(static_cast<std::int64_t>(i));
       loss.check();
       losses.push_back(loss.mean.detach().to(at::kDouble).item<double>());
       items.push_back(loss.items);
@@ -216,7 +233,7 @@ class VerifyPasses {
       window.backward(std::move(loss), {});
       window.complete_micro_batch();
     }
-    Gradients mean(window.closing());
+    auto mean = window.closing()->handle();
     if (shares) mean.factor().multiply(mean.items());  // a sum rather than a mean
     if (window.has_weight()) mean.apply();
     return gradients();
@@ -224,9 +241,8 @@ class VerifyPasses {
 
   /// Runs a forward pass of the first micro-batch, to observe its effects.
   void forward(const ModuleModes& modes) {
-    const at::NoGradGuard no_grad;
     model.rewind(modes);
-    loss_of_(0);
+    batch_.loss(0);
   }
 
   /// Returns max|a - b| / max|b| for each parameter; infinity if one is not finite. If both are rounding noise next to
@@ -237,20 +253,22 @@ class VerifyPasses {
     for (std::size_t i = 0; i < a.size(); ++i) {
       const double of_a = largest(a[i]), of_b = largest(b[i]);
       const double apart = a[i].defined() && b[i].defined() ? largest(a[i].sub(b[i])) : a[i].defined() ? of_a : of_b;
-      const double error = apart == 0 ? 0 : apart / (std::max(of_a, of_b) <= noise ? all : of_b);
-      errors.push_back(std::isnan(error) ? std::numeric_limits<double>::infinity() : error);
+      double error = std::numeric_limits<double>::infinity();
+      if (detail::is_finite(apart)) error = apart == 0 ? 0 : apart / (std::max(of_a, of_b) <= noise ? all : of_b);
+      errors.push_back(error);
     }
     return errors;
   }
   double error(const GradientList& a, const GradientList& b) const { return std::ranges::max(errors(a, b)); }
   bool differ(const GradientList& a, const GradientList& b) const { return error(a, b) > tolerance; }
-  /// Returns whether micro-batches with these shares give other gradients than the whole batch.
-  bool unequal(const ModuleModes& modes, const PartShares& shares) {
-    return differ(accumulated(modes, &shares), gradients_of(SplitBatch::whole, modes));
+  /// Returns the error of micro-batches with these shares.
+  double error(const ModuleModes& modes, const PartShares& shares) {
+    const auto sum = accumulated(modes, &shares);
+    return error(sum, gradients_of(SplitBatch::whole, modes));
   }
 
-  const std::vector<std::int64_t> rows;  // of the micro-batches
-  std::vector<std::string> names;        // of the parameters
+  std::vector<std::int64_t> rows;  // of the micro-batches
+  std::vector<std::string> names;  // of the parameters
   double tolerance = 0;
   ModelGuard model;
   std::vector<double> losses, items;  // of the micro-batches in the last call of `accumulated`
@@ -265,7 +283,7 @@ class VerifyPasses {
     return gradients;
   }
 
-  std::function<Loss(std::int64_t)> loss_of_;
+  const SplitBatch& batch_;
   std::vector<at::Tensor> parameters_;
   double rounding_ = 0;  // machine epsilon of the coarsest dtype
 };
@@ -320,19 +338,19 @@ class CauseSearch {
         candidates_(passes.model.modes()),
         evaluation_(parts_.size(), false) {}
 
-  /// `gradients` are those of one batch. `equal` says that those of the micro-batches were equal to them.
-  std::vector<std::string> run(const GradientList& gradients, bool equal) {
+  /// `gradients` are those of one batch, and `mean` those of the micro-batches, which were `equal` to them.
+  std::vector<std::string> run(GradientList mean, const GradientList& gradients, bool equal) {
     const double size = largest(gradients);
-    if (!std::isfinite(size)) return {"the gradients of the whole batch are not finite: there is nothing to compare"};
+    if (!detail::is_finite(size))
+      return {"the gradients of the whole batch are not finite: there is nothing to compare"};
     if (size == 0) say("the gradients of the whole batch are 0: there is nothing to compare");
     const auto& modes = passes_.model.modes();
     const bool random = passes_.differ(whole(modes, /*other_random_numbers=*/true), gradients);
-    if (random && passes_.differ(whole(modes), gradients))
-      return {
-          "the same batch gives other gradients each time, from the same random numbers: the objective or a module "
-          "keeps a state of its own, or draws from a generator of its own"};
+    if (random && passes_.differ(whole(modes), gradients)) return {state_of_its_own("batch gives")};
     if (equal && !random) return causes_;
+    if (equal) mean.clear();
     try {
+      if (!equal && keep_a_state(std::move(mean))) return {state_of_its_own("micro-batches give")};
       look_closer(random);
       if (causes_.empty()) say("in evaluation mode the gradients are equal, but no module alone makes the difference");
     } catch (const std::exception& error) {
@@ -345,6 +363,23 @@ class CauseSearch {
 
  private:
   using Parts = std::set<std::size_t>;  // indices of modules
+
+  static std::string state_of_its_own(const std::string& who) {
+    return "the same " + who +
+           " other gradients each time, from the same random numbers: the objective or a module keeps a state of its "
+           "own (a running maximum or a hidden state that no buffer holds), or draws from a generator of its own";
+  }
+
+  /// Runs the micro-batches after the whole batch, which may have left what they ended with at first, and once more
+  /// after themselves. Returns whether they give other gradients.
+  bool keep_a_state(GradientList mean) {
+    for (int i = 0; i < 2 && detail::is_finite(largest(mean)); ++i) {
+      auto again = passes_.accumulated(passes_.model.modes());
+      if (passes_.differ(again, mean)) return true;
+      mean = std::move(again);
+    }
+    return false;
+  }
 
   /// `random`: random numbers matter.
   void look_closer(bool random) {
@@ -361,7 +396,7 @@ class CauseSearch {
     if (!shares) return;
     Parts others;
     descend(
-        0, [&](const ModuleModes& modes) { return passes_.unequal(modes, *shares); }, others);
+        0, [&](const ModuleModes& modes) { return passes_.error(modes, *shares) > passes_.tolerance; }, others);
     name(others, "computes over its whole batch in training mode");
   }
 
@@ -385,40 +420,93 @@ class CauseSearch {
                    " times the gradient of a micro-batch; divide it by its rows"));
       return sum;
     }
+    if (as_returned <= 0.05 && is_rounding()) {
+      say("the error of " + scientific(as_returned) +
+          " is rounding (autocast, TF32), as it points elsewhere for weights a few percent larger: give a tolerance "
+          "above it");
+      return std::nullopt;
+    }
     if (sample_of(gradients, gradients).numel() <= static_cast<std::int64_t>(rows.size())) {
       say("the loss is no mean over rows: over what, so few parameters do not tell; ask with fewer steps");
       return std::nullopt;
     }
     const auto solved = solve_shares(gradients);
-    if (solved && fits(*solved)) {
-      say_unequal_items(*solved);
-      return solved;
-    }
-    std::string text =
-        "no sum of the micro-batches' gradients is the whole batch's, in evaluation mode either: what a sample adds to "
-        "the loss depends on the others, as in a contrastive loss or in a BatchNorm without running statistics";
-    if (as_returned <= 0.05)
-      text += "; or, as the error there is but " + scientific(as_returned) +
-              ", it is rounding (autocast, TF32): then a tolerance above it";
-    say(text);
+    if (fits(solved)) return say_shares(solved) ? std::optional(solved) : std::nullopt;
+    say(is_sum_and_more() ? "the loss is a sum, and a term that is no sum over samples, as a penalty on weights: the "
+                            "micro-batches have that term once each; divide the sum alone by its rows"
+                          : "no sum of the micro-batches' gradients is the whole batch's, in evaluation mode either: "
+                            "what a sample adds to the loss depends on the others, as in a contrastive loss, in a "
+                            "ratio of sums (Dice) or in a BatchNorm without running statistics");
     return std::nullopt;
   }
 
-  void say_unequal_items(PartShares shares) {
+  /// Returns what the micro-batches' gradients, each times its share, differ by from the whole batch's.
+  at::Tensor sampled_error(const PartShares* shares = nullptr) {
+    const auto gradients = whole(evaluation_);
+    return sample_of(passes_.accumulated(evaluation_, shares), gradients) - sample_of(gradients, gradients);
+  }
+
+  /// Returns whether the error is rounding: for other weights, which 16 bits round otherwise, it points elsewhere.
+  bool is_rounding() {
+    constexpr int tries = 4;
+    at::Tensor sum;
+    for (int i = 0; i < tries; ++i) {
+      passes_.model.weights = 1 + 0x1p-6 * i;
+      auto error = sampled_error();
+      error /= error.norm().clamp_min(1e-300);  // may grow with the weights
+      sum = sum.defined() ? sum + error : error;
+    }
+    passes_.model.weights = 1;
+    return sum.square().sum().item<double>() < 0.8 * tries * tries;
+  }
+
+  /// Returns whether the sum of the micro-batches' gradients has a term n - 1 times too often, for two n.
+  /// A user's function may refuse another number of micro-batches.
+  bool is_sum_and_more() {
+    const auto steps = static_cast<std::int64_t>(passes_.rows.size()), others = steps > 2 ? std::int64_t{2} : 3;
+    if (std::accumulate(passes_.rows.begin(), passes_.rows.end(), std::int64_t{0}) < others) return false;
+    const auto too_much = [&](std::int64_t count) {
+      passes_.divide(count);
+      const PartShares sum(passes_.rows.size(), 1.0);
+      return sampled_error(&sum) / (count - 1);
+    };
+    try {
+      const auto other = too_much(others), term = too_much(steps);
+      return (term - other).norm().item<double>() <= passes_.tolerance * term.norm().item<double>();
+    } catch (const std::exception&) {
+      passes_.divide(steps);
+      return false;
+    }
+  }
+
+  /// Says why the whole batch's gradient is the sum of the micro-batches', times these shares. Those of a mean over
+  /// items add up to 1, and are the same for other weights: returns whether these are.
+  bool say_shares(PartShares shares) {
+    passes_.model.weights = 0.5;
+    const auto error = passes_.error(evaluation_, shares);
+    passes_.model.weights = 1;
+    const bool is_mean = std::abs(std::accumulate(shares.begin(), shares.end(), -1.0)) <= 0.05;
     for (auto& share : shares) share = std::round(1000 * share) / 1000;
+    if (!is_mean || error > 10 * passes_.tolerance) {
+      say("the loss is no mean over items: the whole batch's gradient is the sum of the micro-batches' times (" +
+          listed(shares) +
+          "), as of a root or a logarithm of a mean (RMSE); return the mean itself, or a mean over the items "
+          "that the model chose as ga::Loss{mean, items}");
+      return false;
+    }
     auto text = "the loss is a mean over items that the micro-batches have unequal shares of (" + listed(shares) +
                 "), as valid tokens are: return ga::Loss{mean, items}";
-    const auto lost = std::ranges::find_if(passes_.losses, [](double loss) { return !std::isfinite(loss); });
+    const auto lost = std::ranges::find_if(passes_.losses, [](double loss) { return !detail::is_finite(loss); });
     if (lost != passes_.losses.end())
       text += c10::str("; with 0 items where there are none: the loss of number ", lost - passes_.losses.begin(),
                        " is not finite");
     say(text);
+    return true;
   }
 
   /// Finds the share of each micro-batch's gradient in the whole batch's by least squares, as a gradient has more
-  /// elements than there are micro-batches. Returns nothing unless the shares add up to 1, as those of a mean do. The
-  /// share of a gradient that is not finite is 0.
-  std::optional<PartShares> solve_shares(const GradientList& whole) {
+  /// elements than there are micro-batches. The share of a gradient that is not finite is 0.
+  PartShares solve_shares(const GradientList& whole) {
     const auto wanted = sample_of(whole, whole);
     const auto count = static_cast<std::int64_t>(passes_.rows.size());
     std::vector<at::Tensor> columns, finite;
@@ -430,7 +518,6 @@ class CauseSearch {
     const auto found = std::get<0>(at::linalg_lstsq(at::stack(columns, 1), wanted.unsqueeze(1), {}, "gelsd"));
     // Sets shares of zero columns to exactly 0: solved ones may be close to 0, and that times NaN is NaN.
     const auto clamped = found.flatten().clamp_min(0).mul(at::stack(finite)).contiguous();
-    if (std::abs(clamped.sum().item<double>() - 1) > 0.05) return std::nullopt;
     return PartShares(clamped.data_ptr<double>(), clamped.data_ptr<double>() + count);
   }
 
@@ -458,7 +545,7 @@ class CauseSearch {
       if (candidates_[i] && passes_.model.changed_buffers(parts_[i])) by_class[type_name(*parts_[i].module)].insert(i);
     Parts found;
     for (auto& [type, parts] : by_class)
-      if (!shares || passes_.unequal(only(parts), *shares)) found.insert(parts.begin(), parts.end());
+      if (!shares || passes_.error(only(parts), *shares) > passes_.tolerance) found.insert(parts.begin(), parts.end());
     return found;
   }
 
@@ -509,22 +596,17 @@ GRADACCUM_INLINE AccumulationReport compare_gradients(torch::nn::Module& model, 
   TORCH_CHECK(options.steps >= 2, "verify_accumulation: steps must be >= 2, got ", options.steps);
   TORCH_CHECK(options.tolerance.value_or(0) >= 0, "verify_accumulation: tolerance must be >= 0, got ",
               options.tolerance.value_or(0));
-  const auto parts = batch.split(options.steps);
-  TORCH_CHECK(static_cast<std::int64_t>(parts) == options.steps,
-              "verify_accumulation: split must return steps = ", options.steps, " micro-batches, got ", parts);
-  std::vector<std::int64_t> rows;
-  for (std::size_t part = 0; part < parts; ++part) rows.push_back(batch.rows(part));
-
   const at::AutoGradMode with_gradients(true);
-  VerifyPasses passes(model, batch.loss, std::move(rows), options.tolerance);
+  VerifyPasses passes(model, batch, options);
   const auto& modes = passes.model.modes();
+  auto mean = passes.accumulated(modes);  // first, as they may lack what the whole batch leaves in a module's members
   const auto whole = passes.gradients_of(SplitBatch::whole, modes);
-  const auto errors = passes.errors(passes.accumulated(modes), whole);
+  const auto errors = passes.errors(mean, whole);
   AccumulationReport report;
   report.steps = options.steps;
   report.tolerance = passes.tolerance;
   for (std::size_t i = 0; i < errors.size(); ++i) report.parameters.push_back({passes.names[i], errors[i]});
-  report.causes = CauseSearch(passes).run(whole, report.worst() <= report.tolerance);
+  report.causes = CauseSearch(passes).run(std::move(mean), whole, report.worst() <= report.tolerance);
   return report;
 }
 

@@ -2,11 +2,11 @@
 // Profiles by LibTorch's Kineto, and sums the events up by operation.
 #pragma once
 
-#include <gradaccum/detail/watching/profiled_events.hpp>
 #include <gradaccum/profiler.hpp>
 
 #include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/memory/memory_ledger.hpp>
+#include <gradaccum/detail/types/types.hpp>
 
 #include <ATen/Context.h>
 #include <ATen/record_function.h>
@@ -19,19 +19,17 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
-#include <cstdio>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <optional>
 #include <ostream>
 #include <set>
-#include <sstream>
 #include <stdexcept>
 #include <string_view>
-#include <system_error>
 #include <thread>
+#include <tuple>
 #include <unordered_map>
 
 #include <gradaccum/impl/begin.ipp>
@@ -66,15 +64,10 @@ GRADACCUM_INLINE bool is_whole_trace(const std::filesystem::path& path) {
 
 GRADACCUM_INLINE void save_trace(kineto::ProfilerResult& result, const std::filesystem::path& path) {
   const auto temporary = temporary_name(path);
-  try {
+  make_and_rename(temporary, path, [&] {
     result.save("file://" + temporary.string());
     if (!is_whole_trace(temporary)) throw std::runtime_error(path.string() + ": LibTorch could not write the trace");
-    if (std::rename(temporary.c_str(), path.c_str()) != 0) file_error(path, "must be replaced (is as before)", errno);
-  } catch (...) {
-    std::error_code ignored;
-    std::filesystem::remove(temporary, ignored);
-    throw;
-  }
+  });
 }
 
 /// Returns the kind of an event; nullopt for others, such as users' marks and calls of the CUDA runtime.
@@ -107,14 +100,6 @@ GRADACCUM_INLINE std::vector<ProfiledEvent> events_of(const kineto::ProfilerResu
   return events;
 }
 
-/// Orders events by their beginning. If two operations begin together, the outer one comes first; memory comes last, so
-/// that it belongs to the inner one.
-GRADACCUM_INLINE bool comes_before(const ProfiledEvent* a, const ProfiledEvent* b) {
-  if (a->begin != b->begin) return a->begin < b->begin;
-  const bool a_is_memory = a->kind == ProfiledEvent::Kind::memory, b_is_memory = b->kind == ProfiledEvent::Kind::memory;
-  return a_is_memory != b_is_memory ? b_is_memory : a->end > b->end;
-}
-
 /// An operation that has begun, while the events of its thread are gone through in order.
 struct OpenOperation {
   const ProfiledEvent* event;
@@ -142,7 +127,10 @@ GRADACCUM_INLINE std::vector<ProfiledOperation> operations_of(const std::vector<
   std::unordered_map<std::uint64_t, ProfiledOperation*> by_correlation;
   for (auto& [thread, in_order] : threads) {
     std::vector<OpenOperation> open;
-    std::stable_sort(in_order.begin(), in_order.end(), comes_before);
+    // An outer operation comes before one that begins with it, and memory last, so that it belongs to the inner one.
+    std::ranges::stable_sort(in_order, {}, [](const ProfiledEvent* event) {
+      return std::tuple(event->begin, event->kind == Kind::memory, -event->end);
+    });
     for (const auto* event : in_order) {
       const bool is_memory = event->kind == Kind::memory;
       const auto begin = event->begin + (is_memory ? 0 : 1);  // memory at an operation's very end is its own
@@ -168,8 +156,7 @@ GRADACCUM_INLINE std::vector<ProfiledOperation> operations_of(const std::vector<
   std::vector<ProfiledOperation> operations;
   for (auto& [name, row] : rows) operations.push_back(std::move(row));
   const auto own_time = [](const ProfiledOperation& of) { return of.self_cpu_seconds + of.device_seconds; };
-  std::stable_sort(operations.begin(), operations.end(),
-                   [&](const auto& a, const auto& b) { return own_time(a) > own_time(b); });
+  std::ranges::stable_sort(operations, std::greater{}, own_time);
   return operations;
 }
 
@@ -204,9 +191,7 @@ GRADACCUM_INLINE std::string operations_by_time(const std::vector<ProfiledOperat
 }
 
 GRADACCUM_INLINE void write_profile(const std::filesystem::path& directory, const ProfileReport& report) {
-  std::ostringstream stream;
-  stream << report;
-  const auto text = stream.str();
+  const auto text = plain_text(report);
   replace_file(directory / "profile.txt", [&](OutputFile& file) { file.write(text.data(), text.size()); });
 }
 
@@ -216,9 +201,7 @@ namespace gradaccum {
 
 GRADACCUM_INLINE std::vector<ProfiledOperation> ProfileReport::by_memory(std::size_t most) const {
   auto sorted = operations;
-  std::stable_sort(sorted.begin(), sorted.end(), [](const ProfiledOperation& a, const ProfiledOperation& b) {
-    return a.allocated_bytes > b.allocated_bytes;
-  });
+  std::ranges::stable_sort(sorted, std::greater{}, &ProfiledOperation::allocated_bytes);
   sorted.resize(std::min(sorted.size(), most));
   while (!sorted.empty() && sorted.back().allocated_bytes == 0) sorted.pop_back();
   return sorted;
@@ -266,14 +249,12 @@ struct Profiler::Parts {
     (open.empty() ? outside : phases[open.back()].seconds) += time.count();
   }
   std::size_t index_of(const std::string& name) {
-    const auto found = std::find_if(phases.begin(), phases.end(), [&](auto& phase) { return phase.name == name; });
+    const auto found = std::ranges::find(phases, name, &ProfiledPhase::name);
     const auto index = static_cast<std::size_t>(found - phases.begin());
     if (found == phases.end()) phases.push_back({.name = name});
     return index;
   }
 };
-
-GRADACCUM_INLINE Profiler::Profiler() : Profiler(ProfilerOptions()) {}
 
 /// Starts LibTorch's profiler on this thread and those of its backward passes.
 GRADACCUM_INLINE Profiler::Profiler(ProfilerOptions options)

@@ -26,6 +26,13 @@ GRADACCUM_INLINE std::string detail::duration_text(double seconds) {
   return fmt::format("{}:{:02}", minutes, total % 60);
 }
 
+GRADACCUM_INLINE std::string detail::number_text(const char* format, double number) {
+  std::string text(static_cast<std::size_t>(std::snprintf(nullptr, 0, format, number)), '\0');
+  std::snprintf(text.data(), text.size() + 1, format, number);
+  std::replace(text.begin(), text.end(), ',', '.');  // the decimal comma of C's locale
+  return text;
+}
+
 GRADACCUM_INLINE ProgressLine::ProgressLine(ProgressLineOptions options)
     : options_(std::move(options)), on_terminal_(options_.to && isatty(fileno(options_.to)) == 1) {}
 

@@ -8,9 +8,7 @@
 #include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/watching/page_template.hpp>
 
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
 #include <nlohmann/json.hpp>
@@ -18,7 +16,6 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cmath>
 #include <cstdio>
 #include <ctime>
 #include <deque>
@@ -51,13 +48,13 @@ struct NumbersInTurn {
   std::vector<T> numbers = {};
   std::size_t read = 0;
 
-  /// Saves the number, or gives the loaded one that stands in its place.
+  /// Saves the number, or returns the loaded one that stands in its place.
   T next(T number) {
     if (!archive.loading()) return numbers.emplace_back(number);
     TORCH_CHECK(read < numbers.size(), "Curves: saved curves must not be cut off");
     return numbers[read++];
   }
-  bool is_read() const { return read == numbers.size(); }
+  std::int64_t left() const { return std::ssize(numbers) - static_cast<std::int64_t>(read); }
 
   /// Saves all numbers after the last, or loads them before the first.
   void state() {
@@ -74,15 +71,6 @@ struct NumbersInTurn {
   }
 };
 
-/// Visits `count` elements. Loaded ones are made one by one, since a damaged count may be anything.
-template <class Elements, class Visit>
-void each_of(Elements& all, std::int64_t count, bool loading, const Visit& visit) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    if (loading) all.push_back({});
-    visit(all[static_cast<std::size_t>(i)]);
-  }
-}
-
 GRADACCUM_INLINE void pack(CurvePiece& piece, NumbersInTurn<std::int64_t>& whole, NumbersInTurn<double>& real) {
   for (auto* const number :
        {&piece.first, &piece.last, &piece.finite, &piece.gaps, &piece.lowest.update, &piece.highest.update})
@@ -95,7 +83,7 @@ GRADACCUM_INLINE void pack(CurvePiece& piece, NumbersInTurn<std::int64_t>& whole
 GRADACCUM_INLINE void Curve::add(std::int64_t update, double value) {
   if (!pieces_.empty() && update < pieces_.back().last)
     while (!pieces_.empty() && pieces_.back().last >= update) pieces_.pop_back();
-  const bool finite = std::isfinite(value);
+  const bool finite = detail::is_finite(value);
   const CurvePoint point{update, value};
   append({update, update, finite, !finite, point, point, value});
   last_value_ = value;
@@ -112,16 +100,10 @@ GRADACCUM_INLINE void Curve::append(const CurvePiece& piece) {
 
 GRADACCUM_INLINE CurvePoint Curve::last() const { return {pieces_.empty() ? 0 : pieces_.back().last, last_value_}; }
 
-GRADACCUM_INLINE std::optional<CurvePoint> Curve::lowest() const {
+GRADACCUM_INLINE std::optional<CurvePoint> Curve::extreme(CurvePoint CurvePiece::*which) const {
   CurvePiece all;
   for (auto& piece : pieces_) detail::extend(all, piece);
-  return all.finite > 0 ? std::optional(all.lowest) : std::nullopt;
-}
-
-GRADACCUM_INLINE std::optional<CurvePoint> Curve::highest() const {
-  CurvePiece all;
-  for (auto& piece : pieces_) detail::extend(all, piece);
-  return all.finite > 0 ? std::optional(all.highest) : std::nullopt;
+  return all.finite > 0 ? std::optional(all.*which) : std::nullopt;
 }
 
 GRADACCUM_INLINE void Curve::check() const {
@@ -135,9 +117,9 @@ GRADACCUM_INLINE void Curve::check() const {
     const bool counts = piece.finite >= 0 && piece.gaps >= 0 && piece.finite <= INT64_MAX / 1024 &&
                         piece.gaps <= INT64_MAX / 1024 && piece.finite + piece.gaps > 0;
     const double low = piece.lowest.value, mean = piece.mean, high = piece.highest.value;
-    const bool numbers = piece.finite == 0 || (std::isfinite(low) && std::isfinite(high));
+    const bool numbers = piece.finite == 0 || (detail::is_finite(low) && detail::is_finite(high));
     TORCH_CHECK(in_order && counts && numbers, "Curves: piece ", i, " of a saved curve is none");
-    TORCH_CHECK(piece.finite == 0 || (low <= mean && mean <= high), "Curves: piece ", i,
+    TORCH_CHECK(piece.finite == 0 || (!detail::is_nan(mean) && low <= mean && mean <= high), "Curves: piece ", i,
                 " of a saved curve must have lowest <= mean <= highest, got ", low, ", ", mean, " and ", high);
   }
 }
@@ -147,10 +129,6 @@ GRADACCUM_INLINE Curve& Curves::at(std::string_view name) {
   if (found != indices_.end()) return all_[found->second].curve;
   indices_.emplace(std::string(name), all_.size());
   return all_.emplace_back(Named{std::string(name), {}}).curve;
-}
-
-GRADACCUM_INLINE void Curves::add(std::string_view name, std::int64_t update, double value) {
-  at(name).add(update, value);
 }
 
 GRADACCUM_INLINE const Curve* Curves::find(std::string_view name) const {
@@ -172,40 +150,30 @@ GRADACCUM_INLINE void Curves::state(Archive& archive) {
     real.state();
   };
   if (loading) rows();
-  for (std::size_t i = 0; loading ? !whole.is_read() : i < all.size(); ++i) {
+  for (std::size_t i = 0; loading ? whole.left() > 0 : i < all.size(); ++i) {
     auto& [name, curve] = loading ? all.emplace_back() : all[i];
     const auto letters = whole.next(std::ssize(name));
     curve.level_ = whole.next(curve.level_);
     const auto pieces = whole.next(std::ssize(curve.pieces_));
     TORCH_CHECK(letters >= 0 && pieces >= 0, "Curves: a saved curve must have a name and pieces, got ", letters,
                 " and ", pieces);
-    detail::each_of(name, letters, loading, [&names](char& letter) {
-      letter = static_cast<char>(names.next(static_cast<std::uint8_t>(letter)));
-    });
+    TORCH_CHECK(!loading || (letters <= names.left() && pieces <= whole.left() / 6),  // a piece has six
+                "Curves: saved curves must not be cut off");
+    name.resize(static_cast<std::size_t>(letters));
+    curve.pieces_.resize(static_cast<std::size_t>(pieces));
+    for (char& letter : name) letter = static_cast<char>(names.next(static_cast<std::uint8_t>(letter)));
     curve.last_value_ = real.next(curve.last_value_);
-    detail::each_of(curve.pieces_, pieces, loading, [&](CurvePiece& piece) { detail::pack(piece, whole, real); });
+    for (auto& piece : curve.pieces_) detail::pack(piece, whole, real);
     curve.check();
   }
   if (!loading) return rows();
-  TORCH_CHECK(names.is_read() && real.is_read(), "Curves: saved curves must have as many numbers as they say");
+  TORCH_CHECK(names.left() == 0 && real.left() == 0, "Curves: saved curves must have as many numbers as they say");
   Curves loaded;
   for (auto& [name, curve] : all) loaded.at(name) = std::move(curve);
   archive.when_all_fit([this, loaded = std::move(loaded)] { *this = loaded; });
 }
 
 namespace detail {
-
-struct PageRun {
-  std::string name = {};
-  Curves curves = {};
-};
-
-/// All that a page shows but its progress. Its own run is the first. Callers hold references to the runs' curves, which
-/// a deque keeps where they are.
-struct PageContent {
-  std::deque<PageRun> runs = std::deque<PageRun>(1);
-  nlohmann::json tiles = nlohmann::json::array(), numbers = tiles, settings = tiles;
-};
 
 /// `2026-01-31 23:59:59 UTC`
 GRADACCUM_INLINE std::string time_text() {
@@ -223,8 +191,8 @@ GRADACCUM_INLINE nlohmann::json json_text(std::string_view text, std::size_t mos
 
 /// JSON has no numbers but finite ones.
 GRADACCUM_INLINE nlohmann::json json_number(double number) {
-  if (std::isfinite(number)) return number;
-  return std::isnan(number) ? "NaN" : number > 0 ? "∞" : "−∞";
+  if (detail::is_finite(number)) return number;
+  return detail::is_nan(number) ? "NaN" : number > 0 ? "∞" : "−∞";
 }
 
 GRADACCUM_INLINE nlohmann::json json_number(const std::optional<double>& number) {
@@ -263,7 +231,7 @@ GRADACCUM_INLINE std::string page_text(const nlohmann::json& content) {
 
 GRADACCUM_INLINE std::filesystem::path part_of(std::filesystem::path path) { return path += ".part"; }
 
-/// Writes a page beside its place without a wait for the disk. Leaves nothing behind where that fails.
+/// Writes a page beside its place, without a wait for the disk.
 GRADACCUM_INLINE void write_part(const std::filesystem::path& path, std::string_view text) {
   const auto part = part_of(path);
   auto* const file = std::fopen(part.c_str(), "wbe");
@@ -276,19 +244,21 @@ GRADACCUM_INLINE void write_part(const std::filesystem::path& path, std::string_
   file_error(path, "must be written", why);
 }
 
-/// Replaces the page as a whole, so that a reader sees the old one or the new one.
-GRADACCUM_INLINE void replace_page(const std::filesystem::path& path, std::string_view text) {
-  write_part(path, text);
-  if (std::rename(part_of(path).c_str(), path.c_str()) == 0) return;
-  const int error = errno;
-  std::remove(part_of(path).c_str());
-  file_error(path, "must be replaced (is as before)", error);
-}
-
 }  // namespace detail
 
+/// All that a page shows but its progress. Its own run is the first. Callers hold references to the runs' curves, which
+/// a deque keeps where they are.
+struct RunPage::Content {
+  struct Run {
+    std::string name = {};
+    Curves curves = {};
+  };
+  std::deque<Run> runs = std::deque<Run>(1);
+  nlohmann::json tiles = nlohmann::json::array(), numbers = tiles, settings = tiles;
+};
+
 GRADACCUM_INLINE RunPage::RunPage(RunPageOptions options)
-    : options_(std::move(options)), content_(std::make_unique<detail::PageContent>()) {
+    : options_(std::move(options)), content_(std::make_unique<Content>()) {
   TORCH_CHECK(!options_.path.empty(), "RunPage: path must be given");
   TORCH_CHECK(options_.every.count() >= 0, "RunPage: every must be >= 0 s, got ", options_.every.count(), " s");
   if (std::filesystem::is_directory(options_.path)) detail::file_error(options_.path, "must be a file", EISDIR);
@@ -308,7 +278,7 @@ GRADACCUM_INLINE void RunPage::add(std::string_view curve, std::int64_t update, 
 }
 
 GRADACCUM_INLINE Curves& RunPage::add_run(std::string name, Curves curves) {
-  return content_->runs.emplace_back(detail::PageRun{std::move(name), std::move(curves)}).curves;
+  return content_->runs.emplace_back(Content::Run{std::move(name), std::move(curves)}).curves;
 }
 
 GRADACCUM_INLINE void RunPage::set(std::string_view name, std::string text) {
@@ -372,18 +342,20 @@ GRADACCUM_INLINE void RunPage::write(std::string_view state, std::string_view re
     for (auto& named : curves.all()) all.push_back(detail::json_curve(named));
     runs.push_back({{"name", detail::json_text(name)}, {"curves", std::move(all)}});
   }
-  detail::replace_page(options_.path, detail::page_text({{"title", detail::json_text(options_.title)},
-                                                         {"state", state},
-                                                         {"reason", detail::json_text(reason, 300)},
-                                                         {"fraction", detail::json_number(fraction_)},
-                                                         {"seconds", seconds},
-                                                         {"left", detail::json_number(seconds_left(seconds))},
-                                                         {"refresh", std::clamp(options_.every.count(), 1.0, 3600.0)},
-                                                         {"written", detail::time_text()},
-                                                         {"tiles", detail::with_short_names(content_->tiles, 60)},
-                                                         {"numbers", detail::with_short_names(content_->numbers)},
-                                                         {"settings", detail::with_short_names(content_->settings)},
-                                                         {"runs", std::move(runs)}}));
+  const auto text = detail::page_text({{"title", detail::json_text(options_.title)},
+                                       {"state", state},
+                                       {"reason", detail::json_text(reason, 300)},
+                                       {"fraction", detail::json_number(fraction_)},
+                                       {"seconds", seconds},
+                                       {"left", detail::json_number(seconds_left(seconds))},
+                                       {"refresh", std::clamp(options_.every.count(), 1.0, 3600.0)},
+                                       {"written", detail::time_text()},
+                                       {"tiles", detail::with_short_names(content_->tiles, 60)},
+                                       {"numbers", detail::with_short_names(content_->numbers)},
+                                       {"settings", detail::with_short_names(content_->settings)},
+                                       {"runs", std::move(runs)}});
+  detail::write_part(options_.path, text);
+  detail::make_and_rename(detail::part_of(options_.path), options_.path, [] {});
 }
 
 GRADACCUM_INLINE void RunPage::restart() {

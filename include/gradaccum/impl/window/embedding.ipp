@@ -24,7 +24,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <mutex>
-#include <tuple>
 
 #include <gradaccum/impl/begin.ipp>
 
@@ -45,7 +44,6 @@ GRADACCUM_INLINE bool is_added_in_place(const at::Tensor& weight, const at::Tens
          !is_waited_for(weight);
 }
 
-/// Rows of a table and their gradients.
 struct RowGradients {
   at::Tensor rows, gradients;
 };
@@ -60,9 +58,8 @@ GRADACCUM_INLINE RowGradients row_gradients(const at::Tensor& gradient, const at
   return {rows, summed};
 }
 
-/// Returns one row and gradient for each lookup, with repetitions, so that the host need not know the number of
-/// distinct rows. Padding lookups become zeros for distinct rows, since a device serialises additions to one row; there
-/// are fewer lookups than rows.
+/// Returns one row and gradient for each lookup, with repetitions, so that the host need not know their number. Padding
+/// becomes zeros for distinct rows (there are more than lookups), since a device serialises additions to one row.
 GRADACCUM_INLINE RowGradients repeated_row_gradients(const at::Tensor& gradient, const at::Tensor& input,
                                                      std::int64_t padding_idx) {
   const auto rows = input.to(at::kLong);

@@ -18,7 +18,6 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
-#include <mutex>
 #include <typeinfo>
 #include <unordered_map>
 #include <variant>
@@ -175,21 +174,16 @@ GRADACCUM_INLINE StepResult step_optimizer(AnyOptimizer& optimizer, Gradients gr
   return left_to_device ? StepResult::left_to_device : StepResult::stepped;
 }
 
-/// The gradients that a backward pass has computed so far. Steps their parameters, and frees them.
-///
-/// Backward runs a thread for each device, which may have several streams: gradients that wait to be stepped together
-/// wait on their own stream.
+/// The gradients that a backward pass has computed so far. Steps their parameters, and frees them. Backward runs a
+/// thread for each device, which may have several streams: gradients that are stepped together wait on their own
+/// stream.
 class ArrivingGradients final : public GradReadyListener {
  public:
-  ArrivingGradients(std::shared_ptr<WindowGradients> window, std::optional<at::ScalarType> accumulate_in,
-                    AnyOptimizer& optimizer)
-      : window_(std::move(window)),
-        parameters_(window_->all_parameters()),
+  ArrivingGradients(std::shared_ptr<WindowGradients> window, AnyOptimizer& optimizer)
+      : GradReadyListener(window->all_parameters()),
+        window_(std::move(window)),
         arrived_(parameters_.size()),
-        accumulate_in_(accumulate_in),
         optimizer_(optimizer) {}
-
-  const std::vector<at::Tensor>& parameters() const override { return parameters_; }
 
   void grad_ready(std::size_t place) override {
     const std::lock_guard lock(mutex_);
@@ -214,11 +208,6 @@ class ArrivingGradients final : public GradReadyListener {
     if (!all.empty() && !window_->closed()) step(all);
   }
 
-  void end() override {
-    const std::lock_guard lock(mutex_);
-    ended_ = true;
-  }
-
  private:
   struct Waiting {
     std::vector<std::size_t> places;
@@ -228,27 +217,22 @@ class ArrivingGradients final : public GradReadyListener {
 
   void step(const std::vector<std::size_t>& places) {
     at::NoGradGuard no_grad;
-    for (auto place : places) window_->fold_into_sum(place, accumulate_in_);
+    for (auto place : places) window_->fold_into_sum(place);
     const auto part = window_->part(places);
-    if (step_optimizer(optimizer_, Gradients(part))) window_->set_stepped();
+    if (step_optimizer(optimizer_, part->handle())) window_->set_stepped();
     for (auto place : places) parameters_[place].mutable_grad().reset();
     part->close();
   }
 
   const std::shared_ptr<WindowGradients> window_;
-  const std::vector<at::Tensor> parameters_;
   std::vector<bool> arrived_;
-  std::optional<at::ScalarType> accumulate_in_;
   AnyOptimizer& optimizer_;
   std::unordered_map<c10::Stream, Waiting> waiting_;
-  bool ended_ = false;
-  std::mutex mutex_;
 };
 
-GRADACCUM_INLINE void step_in_backward(const std::shared_ptr<WindowGradients>& window,
-                                       std::optional<at::ScalarType> accumulate_in, AnyOptimizer& optimizer,
+GRADACCUM_INLINE void step_in_backward(const std::shared_ptr<WindowGradients>& window, AnyOptimizer& optimizer,
                                        c10::function_ref<void()> backward) {
-  const auto gradients = std::make_shared<ArrivingGradients>(window, accumulate_in, optimizer);
+  const auto gradients = std::make_shared<ArrivingGradients>(window, optimizer);
   try {
     const GradReadyScope scope(gradients);
     backward();
@@ -275,15 +259,15 @@ namespace gradaccum {
 GRADACCUM_INLINE Accumulator::Accumulator(std::unique_ptr<detail::AnyOptimizer> optimizer,
                                           const GradAccumulatorOptions& options)
     : window_(std::make_unique<detail::OpenWindow>(std::move(optimizer), options.steps, options.accumulate_in)) {
+  if (const auto* const wrapped = window_->optimizer().torch_optimizer)
+    detail::check_can_be_wrapped(*wrapped, "GradAccumulator", "set_steps(n) changes its window");
   window_->set_in_backward(options.in_backward);
 }
 
 GRADACCUM_INLINE Accumulator::~Accumulator() = default;
 
 GRADACCUM_INLINE Accumulator::Accumulator(Accumulator&& other)
-    : updates_(other.updates_),
-      clip_norm_(other.clip_norm_),
-      clip_value_(other.clip_value_) {
+    : updates_(other.updates_), clip_norm_(other.clip_norm_), clip_value_(other.clip_value_) {
   TORCH_CHECK(other.micro_steps() == 0 && !other.window_->in_hand(),
               "GradAccumulator: can be moved between windows, got it inside of one; call flush() or discard() first");
   TORCH_CHECK(!other.facade_,
@@ -293,16 +277,30 @@ GRADACCUM_INLINE Accumulator::Accumulator(Accumulator&& other)
   window_ = std::move(other.window_);
 }
 
+GRADACCUM_INLINE std::unique_lock<std::recursive_mutex> Accumulator::turn(bool begins) {
+  std::unique_lock lock(turn_, std::try_to_lock);
+  if (lock.owns_lock() && !window_->in_hand()) in_hand_of_ = std::thread::id();
+  TORCH_CHECK(
+      lock.owns_lock() && (!begins || in_hand_of_ == std::thread::id() || in_hand_of_ == std::this_thread::get_id()),
+      "GradAccumulator: a thread calls while another is in a call, or between its backward and its step(); "
+      "forward passes may run at once, but each thread must hold one lock (a std::mutex of yours) from its "
+      "backward to zero_grad(); discard() drops a micro-batch of another");
+  return lock;
+}
+
 GRADACCUM_INLINE void Accumulator::backward(Loss loss, std::optional<bool> retain_graph, bool create_graph) {
   backward(std::move(loss), BackwardOptions{.retain_graph = retain_graph, .create_graph = create_graph});
 }
 
 GRADACCUM_INLINE void Accumulator::backward(Loss loss, const BackwardOptions& options) {
+  const auto lock = turn(/*begins=*/true);
+  in_hand_of_ = std::this_thread::get_id();
   refresh_parameters();
   window_->backward(std::move(loss), options, ready());
 }
 
 GRADACCUM_INLINE StepResult Accumulator::step() {
+  const auto lock = turn(/*begins=*/false);
   refresh_parameters();
   window_->complete_micro_batch();
   if (!window_->full()) return StepResult::accumulated;
@@ -318,9 +316,13 @@ GRADACCUM_INLINE at::Tensor Accumulator::step(const torch::optim::Optimizer::Los
   return loss;
 }
 
-GRADACCUM_INLINE void Accumulator::zero_grad(bool set_to_none) { window_->zero_grad(set_to_none); }
+GRADACCUM_INLINE void Accumulator::zero_grad(bool set_to_none) {
+  const auto lock = turn(/*begins=*/true);
+  window_->zero_grad(set_to_none);
+}
 
 GRADACCUM_INLINE StepResult Accumulator::flush() {
+  const auto lock = turn(/*begins=*/false);
   refresh_parameters();
   if (!window_->complete_early()) return StepResult::empty;
   clip();
@@ -331,6 +333,7 @@ GRADACCUM_INLINE StepResult Accumulator::flush() {
 }
 
 GRADACCUM_INLINE void Accumulator::discard() {
+  const auto lock = turn(/*begins=*/false);
   window_->discard();
   clip_norm_.reset();
   clip_value_.reset();
@@ -356,8 +359,9 @@ GRADACCUM_INLINE const at::Tensor& Accumulator::grad_norm() const {
 }
 
 GRADACCUM_INLINE Gradients Accumulator::gradients() {
+  const auto lock = turn(/*begins=*/false);
   refresh_parameters();
-  return Gradients(window_->so_far());
+  return window_->so_far()->handle();
 }
 
 GRADACCUM_INLINE Accumulator::NamedWindow Accumulator::named_window(const torch::nn::Module& module) {
@@ -409,6 +413,7 @@ GRADACCUM_INLINE void Accumulator::synchronise() const {
 
 GRADACCUM_INLINE torch::optim::Optimizer& Accumulator::facade_of(torch::optim::Optimizer& wrapped) {
   const auto step_and_clear = [this] {
+    const auto lock = turn(/*begins=*/false);
     window_->keep_sums_apart();
     step();
     zero_grad();
@@ -442,7 +447,7 @@ GRADACCUM_INLINE void Accumulator::refresh_parameters() {
 
 GRADACCUM_INLINE void Accumulator::clip() {
   window_->or_spoil([this] {
-    const Gradients gradients(window_->closing());
+    const auto gradients = window_->closing()->handle();
     grad_norm_ = clip_norm_ ? gradaccum::clip_grad_norm_(gradients, *clip_norm_) : at::Tensor();
     if (clip_value_) gradaccum::clip_grad_value_(gradients, *clip_value_);
   });
@@ -457,29 +462,45 @@ namespace gradaccum::detail {
 GRADACCUM_INLINE OpenWindow::OpenWindow(std::unique_ptr<AnyOptimizer> optimizer, std::int64_t steps,
                                         std::optional<at::ScalarType> accumulate_in)
     : optimizer_(std::move(optimizer)), now_{.counter = Window(steps)}, misuse_(std::make_unique<Misuse>(now_)) {
-  set_accumulate_in(accumulate_in);
   open(optimizer_->parameters());
+  set_accumulate_in(accumulate_in);
 }
 
 GRADACCUM_INLINE OpenWindow::~OpenWindow() {
   if (now_.gradients) now_.gradients->close();
 }
 
+/// Throws if a parameter is listed twice: LibTorch's optimizers step it twice, as LibTorch's `parameters()` lists tied
+/// weights once for each of their names.
+GRADACCUM_INLINE void check_listed_once(const std::vector<at::Tensor>& parameters) {
+  std::unordered_map<const void*, std::size_t> places;
+  for (std::size_t place = 0; place < parameters.size(); ++place) {
+    if (!parameters[place].defined()) continue;
+    const auto [first, is_new] = places.emplace(parameters[place].unsafeGetTensorImpl(), place);
+    TORCH_CHECK(
+        is_new, "GradAccumulator: the optimizer must list each parameter once, and lists number ", first->second,
+        " of shape ", parameters[place].sizes(), " again as number ", place,
+        ", so that each update would move it twice. Python's parameters() has tied weights once, LibTorch's once "
+        "for each name: register the weight in one module, and let the other keep it as a plain member; or "
+        "leave the second out of the optimizer's list");
+  }
+}
+
 GRADACCUM_INLINE void OpenWindow::open(const std::vector<at::Tensor>& parameters) {
+  if (!same_parameters(parameters, listed_)) check_listed_once(parameters);
   auto next = std::make_shared<WindowGradients>(parameters);  // may throw: then nothing has changed
   misuse_->before_open(next->all_parameters());
   if (peers_) peers_->end_window();
   const bool after_another = now_.gradients != nullptr;
   if (after_another) {
     now_.gradients->close();
-    next->reuse_norm_memory(*now_.gradients);
+    next->follow(*now_.gradients);
   }
   listed_ = parameters;
   now_.counter.restart();
-  now_ = {.counter = now_.counter,
-          .gradients = std::move(next),
-          .has_peers = now_.has_peers,
-          .steps_in_backward = now_.steps_in_backward};
+  now_.gradients = std::move(next);
+  now_.form = WindowForm::none;
+  now_.in_hand = now_.scaled = now_.closing_with_others = false;
   now_.gradients->set_weights(0, 0);
   now_.gradients->set_complete(false);
   misuse_->opened(after_another);
@@ -488,6 +509,7 @@ GRADACCUM_INLINE void OpenWindow::open(const std::vector<at::Tensor>& parameters
 GRADACCUM_INLINE void OpenWindow::refresh_parameters() {
   const auto parameters = optimizer_->parameters();
   if (same_parameters(parameters, listed_)) return;
+  check_listed_once(parameters);
   misuse_->check_kept();
   const auto before = now_.gradients->all_parameters();
   now_.gradients->sums().set_parameters(parameters);
@@ -517,8 +539,8 @@ GRADACCUM_INLINE void OpenWindow::run_backward(const Loss& loss, const BackwardO
   if (!sends && !(fills && steps_in_backward())) return run();
   now_.gradients->set_weights(now_.counter.first_weight(), now_.counter.total_weight());
   if (peers_ && fills) now_.gradients->set_sending();
-  if (sends) return peers_->backward(now_.gradients, accumulate_in_, run);
-  step_in_backward(now_.gradients, accumulate_in_, *optimizer_, run);
+  if (sends) return peers_->backward(now_.gradients, run);
+  step_in_backward(now_.gradients, *optimizer_, run);
 }
 
 GRADACCUM_INLINE void OpenWindow::complete_micro_batch() {
@@ -547,13 +569,10 @@ GRADACCUM_INLINE bool OpenWindow::complete_early() {
 
 GRADACCUM_INLINE StepResult OpenWindow::close() {
   StepResult result = StepResult::empty;
-  try {
+  or_spoil([&] {
     const auto& left = now_.gradients->stepped() ? now_.gradients->rest() : now_.gradients;
-    if (has_weight()) result = peers_ ? peers_->step(*optimizer_, left) : step_optimizer(*optimizer_, Gradients(left));
-  } catch (...) {
-    now_.gradients->spoil();
-    throw;
-  }
+    if (has_weight()) result = peers_ ? peers_->step(*optimizer_, left) : step_optimizer(*optimizer_, left->handle());
+  });
   if (now_.gradients->stepped()) result = StepResult::stepped;  // in backward
   open(optimizer_->parameters());
   if (!result) clear();
@@ -620,6 +639,12 @@ GRADACCUM_INLINE void OpenWindow::state(Archive& archive, const NameOf& name_of)
   auto sums = count > 0 ? now_.gradients->sums().named(name_of) : WindowSums::Named();
   archive.tensors(sums);
   if (!archive.loading()) return;
+  if (archive.ranks().are_others())
+    for (const auto taken : archive.of_ranks<std::int64_t>("micro_batches"))
+      TORCH_CHECK(taken == 0, "Archive: the state was saved by ", archive.ranks().saved,
+                  " rank(s) in the middle of a window, after ", taken,
+                  " micro-batch(es); another number of ranks goes on between two windows: load a state that was saved "
+                  "there, or go on with as many ranks");
   Window next = now_.counter;
   next.resume(count, first, total);
   const auto form = count == 0 ? WindowForm::none : weighted ? WindowForm::weighted : WindowForm::plain;
@@ -650,7 +675,7 @@ GRADACCUM_INLINE std::int64_t OpenWindow::bytes() const {
 GRADACCUM_INLINE void OpenWindow::set_accumulate_in(std::optional<at::ScalarType> dtype) {
   TORCH_CHECK(!dtype || at::isFloatingType(*dtype), "GradAccumulator: accumulate_in must be a floating dtype, got ",
               *dtype);
-  accumulate_in_ = dtype;
+  now_.gradients->accumulate_in = dtype;
 }
 
 GRADACCUM_INLINE void OpenWindow::set_in_backward(bool on) {
@@ -676,7 +701,7 @@ GRADACCUM_INLINE bool OpenWindow::others_continue() {
   if (!has_weight()) clear_others();
   misuse_->check_usable();
   if (!peers_) return false;
-  now_.closing_with_others = peers_->others_continue(now_.gradients, accumulate_in_);
+  now_.closing_with_others = peers_->others_continue(now_.gradients);
   if (peers_->shards()) misuse_->look();  // others may have asked for its gradients
   return now_.closing_with_others;
 }
@@ -703,15 +728,15 @@ GRADACCUM_INLINE void OpenWindow::end_micro_batch() {
 
 GRADACCUM_INLINE void OpenWindow::finish_micro_batch(bool complete) {
   if (now_.reduced()) return;
-  const bool apart = accumulate_in_ || sums_apart_;
-  if (apart) or_spoil([&] { now_.gradients->fold_into_sums(accumulate_in_); });
+  const bool apart = now_.gradients->accumulate_in || sums_apart_;
+  if (apart) or_spoil([&] { now_.gradients->fold_into_sums(); });
   if (sums_apart_ && !complete && !now_.gradients->applied()) now_.gradients->sums().move_apart();
   const bool seen = now_.weighted() && !apart && !now_.gradients->applied();  // by backward, and checked since
   if (!seen) misuse_->look();
   now_.gradients->set_weights(now_.counter.first_weight(), now_.counter.total_weight());
   if (complete && peers_) {
     now_.gradients->set_sending();
-    or_spoil([&] { peers_->reduce(now_.gradients, accumulate_in_); });
+    or_spoil([&] { peers_->reduce(now_.gradients); });
   }
   now_.gradients->set_complete(complete);
   if (now_.reduced()) misuse_->look();

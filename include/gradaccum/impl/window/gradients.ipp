@@ -53,6 +53,14 @@ GRADACCUM_INLINE at::Tensor sorted_product(const std::vector<at::Tensor>& factor
   return std::get<0>(at::stack(on_one_device).sort()).prod();
 }
 
+/// Multiplies `factor` by the coefficient that clips gradients of this norm to `max_norm`.
+GRADACCUM_INLINE void clip_by(Factor& factor, const at::Tensor& norm, double max_norm) {
+  if (!detail::is_finite(max_norm)) return;  // inf / inf would be NaN
+  if (!norm.device().is_cpu()) return factor.multiply(norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0));
+  const double coefficient = 1 / (norm.item<double>() + 1e-6) * max_norm;
+  factor.multiply(coefficient > 1 ? 1.0 : coefficient);  // NaN stays NaN
+}
+
 /// Copies a factor, since its owner may change the tensor before it is used.
 GRADACCUM_INLINE at::Tensor copied_factor(const at::Tensor& by) {
   return by.detach().to(at::kDouble, /*non_blocking=*/true, /*copy=*/true);
@@ -94,8 +102,6 @@ GRADACCUM_INLINE Factor requirement_of(const Factor& factor) {
 
 GRADACCUM_INLINE Gradients::Gradients(const std::vector<at::Tensor>& parameters)
     : window_(std::make_shared<detail::WindowGradients>(parameters)) {}
-
-GRADACCUM_INLINE Gradients::Gradients(std::shared_ptr<detail::WindowGradients> window) : window_(std::move(window)) {}
 
 GRADACCUM_INLINE std::vector<at::Tensor> Gradients::values() {
   window_->apply();
@@ -146,17 +152,23 @@ GRADACCUM_INLINE void Loss::backward(const BackwardOptions& options) const {
   check();
   const auto by = product_of(seed);
   const bool plain = !options.retain_graph.value_or(false) && !options.create_graph && options.inputs.empty();
-  if (ready && plain && by.on_host() && ready->add(mean, by.host())) return;
+  if (ready_ && plain && by.on_host() && ready_(mean, by.host())) return;
   at::Tensor start;
   if (by.on_host() && !by.is_one()) start = at::full_like(mean, by.host());
   if (!by.on_host()) start = by.on(mean.device()).to(mean.scalar_type()).expand_as(mean);
   const auto inputs = options.inputs.empty() ? std::nullopt : std::optional<at::TensorList>(options.inputs);
-  mean.backward(start, options.retain_graph, options.create_graph, inputs);
+  const auto run = [&] { mean.backward(start, options.retain_graph, options.create_graph, inputs); };
+  const auto why = [] {
+    return "Loss: a batch, a state or another loss has a part of this graph, which is freed by now: detach() its "
+           "tensors, "
+           "or add the losses up";
+  };
+  detail::explaining("graph a second time", why, run);
 }
 
 GRADACCUM_INLINE void Window::add(double weight) {
   check_weight(weight);
-  TORCH_CHECK(std::isfinite(total_weight_ + weight), "Loss: the items of a window must have a finite sum, got ",
+  TORCH_CHECK(detail::is_finite(total_weight_ + weight), "Loss: the items of a window must have a finite sum, got ",
               total_weight_, " + ", weight);
   ++count_;
   if (first_weight_ == 0) first_weight_ = weight;
@@ -164,7 +176,7 @@ GRADACCUM_INLINE void Window::add(double weight) {
 }
 
 GRADACCUM_INLINE void Window::check_weight(double weight) {
-  TORCH_CHECK(std::isfinite(weight) && weight >= 0, "Loss: items must be finite and >= 0, got ", weight);
+  TORCH_CHECK(detail::is_finite(weight) && weight >= 0, "Loss: items must be finite and >= 0, got ", weight);
 }
 
 GRADACCUM_INLINE void Window::set_steps(std::int64_t steps) {
@@ -347,6 +359,21 @@ GRADACCUM_INLINE WindowSums::Loaded WindowSums::copies() const {
   return copies;
 }
 
+/// Returns true if squares of finite gradients may overflow, as in float64.
+GRADACCUM_INLINE bool squares_may_overflow(const std::vector<at::Tensor>& gradients) {
+  return std::ranges::any_of(gradients,
+                             [](auto& gradient) { return at::toRealValueType(gradient.scalar_type()) == at::kDouble; });
+}
+
+GRADACCUM_INLINE at::Tensor found_inf(const std::vector<at::Tensor>& gradients, const at::Tensor& l2_norms) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  const auto sizes = squares_may_overflow(gradients) ? norms(gradients, infinity) : l2_norms;
+  if (!sizes.device().is_cpu()) return sizes.isfinite().all().logical_not().to(at::kFloat);
+  const auto* const all = sizes.const_data_ptr<double>();
+  const bool finite = std::all_of(all, all + sizes.numel(), [](double size) { return detail::is_finite(size); });
+  return at::scalar_tensor(finite ? 0.0 : 1.0, at::TensorOptions(at::kFloat));
+}
+
 GRADACCUM_INLINE void WindowGradients::check_open() const {
   TORCH_CHECK(
       !stepped_,
@@ -368,6 +395,7 @@ GRADACCUM_INLINE std::shared_ptr<WindowGradients> WindowGradients::part(const st
   part->sums_ = sums_.part(places);
   part->factor_ = factor_;
   part->set_weights(first_weight_, total_weight_);
+  if (look_at_part_ && !places.empty()) look_at_part_(*part);
   return part;
 }
 
@@ -446,18 +474,11 @@ GRADACCUM_INLINE at::Tensor WindowGradients::norm() {
   return norm_;
 }
 
-GRADACCUM_INLINE void clip_by(Factor& factor, const at::Tensor& norm, double max_norm) {
-  if (std::isinf(max_norm)) return;  // inf / inf would be NaN
-  if (!norm.device().is_cpu()) return factor.multiply(norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0));
-  const double coefficient = 1 / (norm.item<double>() + 1e-6) * max_norm;
-  factor.multiply(coefficient > 1 ? 1.0 : coefficient);  // NaN stays NaN
-}
-
 GRADACCUM_INLINE at::Tensor WindowGradients::clip(double max_norm) {
   at::NoGradGuard no_grad;
   check_open();
   const auto gradients = measured();
-  if (measured_by_kernel() && !std::isinf(max_norm)) {
+  if (measured_by_kernel() && detail::is_finite(max_norm)) {
     const auto result = window_norm(gradients, max_norm);
     norm_ = norm_in(result);
     factor_.multiply_by_own(clip_coefficient_in(result));
@@ -480,11 +501,16 @@ GRADACCUM_INLINE at::Tensor WindowGradients::found_inf() {
   return found_inf_;
 }
 
-GRADACCUM_INLINE bool WindowGradients::overflowed() {
+GRADACCUM_INLINE bool WindowGradients::overflowed(at::Tensor* beside) {
   if (judged_on_device()) overflowed_ = judged_on_device_.item<float>() != 0;
   if (closed() || !must_be_finite()) return overflowed_.value_or(false);
-  const auto found = found_inf();  // forgets the last answer if a gradient has changed
-  if (!overflowed_) overflowed_ = found.item<float>() != 0;
+  auto found = found_inf();  // forgets the last answer if a gradient has changed
+  if (overflowed_) return *overflowed_;
+  if (beside && beside->defined() && !found.is_cpu() && beside->device() == found.device()) {
+    const auto both = at::stack({found.to(at::kDouble), *beside}).cpu();
+    found = both[0], *beside = both[1];
+  }
+  overflowed_ = found.item<double>() != 0;
   return *overflowed_;
 }
 
@@ -508,8 +534,7 @@ GRADACCUM_INLINE void WindowGradients::apply() {
   measured_ = std::vector<SeenTensor>(gradients.begin(), gradients.end());
 }
 
-/// Returns a gradient's numbers as a dense real tensor that shares its memory. Duplicates in a sparse one are not
-/// summed.
+/// Returns a gradient's numbers, duplicates in a sparse one apart, as a dense real tensor that shares its memory.
 GRADACCUM_INLINE at::Tensor elements(const at::Tensor& gradient) {
   TORCH_CHECK(gradient.layout() == at::kStrided || gradient.is_sparse(),
               "Gradients: a gradient must be dense or sparse COO, got layout ", gradient.layout());
@@ -523,12 +548,10 @@ GRADACCUM_INLINE std::vector<std::vector<at::Tensor>> by_device_and_dtype(const 
   std::vector<std::vector<at::Tensor>> groups;
   for (auto& tensor : tensors) {
     if (tensor.numel() == 0) continue;
-    auto fits = [&](auto& group) {
-      return group.front().device() == tensor.device() && group.front().scalar_type() == tensor.scalar_type();
-    };
-    auto group = std::find_if(groups.begin(), groups.end(), fits);
-    if (group == groups.end()) group = groups.insert(groups.end(), std::vector<at::Tensor>());
-    group->push_back(tensor);
+    const auto group = std::ranges::find_if(groups, [&](auto& of) {
+      return of.front().device() == tensor.device() && of.front().scalar_type() == tensor.scalar_type();
+    });
+    (group == groups.end() ? groups.emplace_back() : *group).push_back(tensor);
   }
   return groups;
 }
@@ -577,24 +600,9 @@ GRADACCUM_INLINE at::Tensor l2_norm_of(const at::Tensor& norms) {
   const auto* const all = norms.const_data_ptr<double>();
   double largest = 0, sum = 0;  // scaled, so that no square overflows
   for (std::int64_t i = 0; i < norms.numel(); ++i) largest = all[i] <= largest ? largest : all[i];
-  const double scale = largest > 0 && std::isfinite(largest) ? largest : 1.0;
+  const double scale = largest > 0 && detail::is_finite(largest) ? largest : 1.0;
   for (std::int64_t i = 0; i < norms.numel(); ++i) sum += (all[i] / scale) * (all[i] / scale);
   return at::scalar_tensor(std::sqrt(sum) * scale, at::TensorOptions(at::kDouble));
-}
-
-GRADACCUM_INLINE bool squares_may_overflow(const std::vector<at::Tensor>& gradients) {
-  return std::any_of(gradients.begin(), gradients.end(), [](const at::Tensor& gradient) {
-    return at::toRealValueType(gradient.scalar_type()) == at::kDouble;
-  });
-}
-
-GRADACCUM_INLINE at::Tensor found_inf(const std::vector<at::Tensor>& gradients, const at::Tensor& l2_norms) {
-  const double infinity = std::numeric_limits<double>::infinity();
-  const auto sizes = squares_may_overflow(gradients) ? norms(gradients, infinity) : l2_norms;
-  if (!sizes.device().is_cpu()) return sizes.isfinite().all().logical_not().to(at::kFloat);
-  const auto* const all = sizes.const_data_ptr<double>();
-  const bool finite = std::all_of(all, all + sizes.numel(), [](double size) { return std::isfinite(size); });
-  return at::scalar_tensor(finite ? 0.0 : 1.0, at::TensorOptions(at::kFloat));
 }
 
 /// Multiplies 16-bit gradients by a 0-dim float32 tensor on the CPU, or in float32 on a device: ATen first rounds a
@@ -732,14 +740,9 @@ GRADACCUM_INLINE void say_added(const at::Tensor& parameter) {
 GRADACCUM_INLINE Shards::Shards(std::vector<at::Tensor> parameters, bool may_be_cut, int rank, int world_size)
     : parameters_(std::move(parameters)), pieces_(parameters_.size()), rank_(rank), world_size_(world_size) {
   const at::NoGradGuard no_grad;
-  std::unordered_set<const void*> known;
-  for (auto& parameter : parameters_)
-    TORCH_CHECK(known.insert(parameter.unsafeGetTensorImpl()).second, "Shard: a parameter of shape ", parameter.sizes(),
-                " is listed twice in the optimizer; list it once, in one group");
   std::vector<std::size_t> largest_first(size());
   std::iota(largest_first.begin(), largest_first.end(), std::size_t{0});
-  std::stable_sort(largest_first.begin(), largest_first.end(),
-                   [&](auto a, auto b) { return parameters_[a].nbytes() > parameters_[b].nbytes(); });
+  std::ranges::stable_sort(largest_first, std::greater(), [&](auto place) { return parameters_[place].nbytes(); });
   std::vector<std::int64_t> bytes_of_rank(static_cast<std::size_t>(world_size));
   for (auto place : largest_first) divide(place, may_be_cut, bytes_of_rank);
   for (std::size_t place = 0; place < size(); ++place) {
@@ -758,7 +761,7 @@ GRADACCUM_INLINE void Shards::divide(std::size_t place, bool may_be_cut, std::ve
   const auto& parameter = parameters_[place];
   std::vector<std::size_t> ranks(bytes_of_rank.size());  // by their bytes, the least first
   std::iota(ranks.begin(), ranks.end(), std::size_t{0});
-  std::stable_sort(ranks.begin(), ranks.end(), [&](auto a, auto b) { return bytes_of_rank[a] < bytes_of_rank[b]; });
+  std::ranges::stable_sort(ranks, {}, [&](auto rank) { return bytes_of_rank[rank]; });
   auto& pieces = pieces_[place];
   if (may_be_cut && parameter.numel() / unit >= world_size_ && parameter.is_contiguous())
     pieces = cut(parameter.numel(), ranks);
@@ -797,9 +800,7 @@ GRADACCUM_INLINE void Shards::check_parameters(const std::vector<at::Tensor>& pa
 }
 
 GRADACCUM_INLINE void Shards::check(const torch::optim::Optimizer& optimizer) const {
-  std::vector<at::Tensor> all;
-  for (auto& group : optimizer.param_groups()) all.insert(all.end(), group.params().begin(), group.params().end());
-  check_parameters(all);
+  check_parameters(parameters_of(optimizer));
   for (std::size_t place = 0; place < size(); ++place) {
     const auto& parameter = parameters_[place];
     const auto piece = own_piece(place);

@@ -12,6 +12,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -44,7 +45,7 @@ __device__ void wait_for_others() {
 template <class Block, int... phases>
 __device__ void run_round(Block& thread, int round, typename Block::Shared& shared,
                           std::integer_sequence<int, phases...>) {
-  ((thread.template run<phases>(round, shared), wait_for_others<Block>()), ...);
+  ((thread.template run_phase<phases>(round, shared), wait_for_others<Block>()), ...);
 }
 
 /// The number of blocks that must fit into a multiprocessor at once, which limits the registers of each; 0: the compiler
@@ -56,7 +57,8 @@ constexpr int blocks_together() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   if (blocks > 1024 / threads_of_block) blocks = 1024 / threads_of_block;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-  if (blocks > 2) blocks = 2;  // AdamW8bit would keep a number in memory
+  constexpr int most = requires { Block::warps_are_independent; } ? 2 : 3;  // or AdamW8bit keeps a number in memory
+  if (blocks > most) blocks = most;
 #endif
   return blocks;
 }
@@ -94,12 +96,6 @@ void run_blocks(const typename Block::Arguments& arguments, std::int64_t blocks,
 
 }  // namespace
 
-const DeviceKernels cuda_kernels{.sgd = run_sgd,
-                                 .adam = run_adam,
-                                 .adam8bit = run_adam8bit,
-                                 .adafactor = run_adafactor,
-                                 .l2_norms = run_l2_norms,
-                                 .window_norm = run_window_norm,
-                                 .update_scale = run_update_scale};
+const DeviceKernels cuda_kernels = all_kernels;
 
 }  // namespace gradaccum::detail

@@ -19,49 +19,35 @@ using VectorOf = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;
 
 #include <gradaccum/detail/kernels/simd/types.inl>
 
-/// The number of elements that a thread handles at a time, with as few instructions as their alignment allows.
-inline constexpr int pack_size = 4;
 template <class T>
 struct alignas(sizeof(T) < 4 ? pack_size * sizeof(T) : 16) AlignedPack {
   T numbers[pack_size];
 };
 
-template <class T>
+/// Returns true for one aligned pack; with `whole` the caller knows that it is one.
+template <bool whole = false, class T>
 GRADACCUM_ON_DEVICE bool is_one_pack(const T* array, std::int64_t count) {
-  return count >= pack_size && reinterpret_cast<std::uintptr_t>(array) % alignof(AlignedPack<T>) == 0;
-}
-/// Accesses elements that the caller knows to be one aligned pack.
-template <class T>
-GRADACCUM_ON_DEVICE const AlignedPack<T>& whole_pack(const T* array) {
-  return *reinterpret_cast<const AlignedPack<T>*>(array);
-}
-template <class T>
-GRADACCUM_ON_DEVICE AlignedPack<T>& whole_pack(T* array) {
-  return *reinterpret_cast<AlignedPack<T>*>(array);
+  return whole || (count >= pack_size && reinterpret_cast<std::uintptr_t>(array) % alignof(AlignedPack<T>) == 0);
 }
 
-/// Loads a pack, with `rest` beyond the end. `whole`: the caller knows that it is one aligned pack.
+/// Loads a pack, with `rest` beyond the end.
 template <bool whole = false, class T>
 GRADACCUM_ON_DEVICE AlignedPack<T> load_pack(const T* array, std::int64_t from, std::int64_t count, T rest = T(0)) {
-  if constexpr (!whole)
-    if (!is_one_pack(array + from, count)) {
-      AlignedPack<T> pack;
-      GRADACCUM_UNROLL
-      for (int i = 0; i < pack_size; ++i) pack.numbers[i] = i < count ? array[from + i] : rest;
-      return pack;
-    }
-  return whole_pack(array + from);
+  if (is_one_pack<whole>(array + from, count)) return *reinterpret_cast<const AlignedPack<T>*>(array + from);
+  AlignedPack<T> pack;
+  GRADACCUM_UNROLL
+  for (int i = 0; i < pack_size; ++i) pack.numbers[i] = i < count ? array[from + i] : rest;
+  return pack;
 }
 template <bool whole = false, class T>
 GRADACCUM_ON_DEVICE void store_pack(T* array, std::int64_t from, std::int64_t count, const AlignedPack<T>& pack) {
-  if constexpr (!whole)
-    if (!is_one_pack(array + from, count)) {
-      GRADACCUM_UNROLL
-      for (int i = 0; i < pack_size; ++i)
-        if (i < count) array[from + i] = pack.numbers[i];
-      return;
-    }
-  whole_pack(array + from) = pack;
+  if (is_one_pack<whole>(array + from, count)) {
+    *reinterpret_cast<AlignedPack<T>*>(array + from) = pack;
+    return;
+  }
+  GRADACCUM_UNROLL
+  for (int i = 0; i < pack_size; ++i)
+    if (i < count) array[from + i] = pack.numbers[i];
 }
 
 /// Up to `count` elements of an array in a thread's registers, written back on destruction. A null array is ignored.
@@ -87,18 +73,25 @@ class Pack<T*, whole> {
   AlignedPack<std::remove_const_t<T>> pack_;
 };
 
-/// A bfloat16 array that is computed with in float32 and rounded stochastically when it is written back.
-struct RoundedArray {
+/// A bfloat16 array that is computed with in float32 and rounded stochastically when it is written back. Kernels
+/// process it in chunks; on a device a chunk is the whole array.
+struct RoundedChunk {
+  static constexpr std::int64_t size = std::int64_t{1} << 62;
+  GRADACCUM_ON_DEVICE static std::int64_t part_of(std::int64_t count) { return count; }
+
+  GRADACCUM_ON_DEVICE RoundedChunk(at::BFloat16* of, std::int64_t first, std::int64_t /*count*/, std::uint64_t by)
+      : array(of + first), place(first), key(by) {}
   GRADACCUM_ON_DEVICE explicit operator bool() const { return true; }
+  GRADACCUM_ON_DEVICE RoundedChunk floats() const { return *this; }
 
   at::BFloat16* array;
   std::int64_t place;  ///< position of the first element in the tensor
   std::uint64_t key;
 };
 template <bool whole>
-class Pack<RoundedArray, whole> {
+class Pack<RoundedChunk, whole> {
  public:
-  GRADACCUM_ON_DEVICE Pack(const RoundedArray& of, std::int64_t from, std::int64_t count)
+  GRADACCUM_ON_DEVICE Pack(const RoundedChunk& of, std::int64_t from, std::int64_t count)
       : of_(of), from_(from), numbers_(of.array, from, count) {
     GRADACCUM_UNROLL
     for (int i = 0; i < pack_size; ++i) floats_[i] = static_cast<float>(*numbers_.element(i));
@@ -107,8 +100,7 @@ class Pack<RoundedArray, whole> {
     const auto place = of_.place + from_;
     GRADACCUM_UNROLL
     for (int i = 0; i < pack_size; ++i) {
-      std::uint32_t bits;
-      std::memcpy(&bits, floats_ + i, sizeof(bits));
+      auto bits = std::bit_cast<std::uint32_t>(floats_[i]);
       round_stochastically(bits, static_cast<std::uint32_t>(place + i), static_cast<std::uint32_t>(place >> 32),
                            of_.key);
       *numbers_.element(i) = at::BFloat16(static_cast<std::uint16_t>(bits), at::BFloat16::from_bits());
@@ -117,7 +109,7 @@ class Pack<RoundedArray, whole> {
   GRADACCUM_ON_DEVICE float* element(int i) { return floats_ + i; }
 
  private:
-  RoundedArray of_;
+  RoundedChunk of_;
   std::int64_t from_;
   Pack<at::BFloat16*, whole> numbers_;
   float floats_[pack_size];
@@ -125,29 +117,15 @@ class Pack<RoundedArray, whole> {
 
 /// A pack of parameters, and the array that it is made from.
 template <class P, bool rounded, bool whole = false>
-using ParameterPack = Pack<std::conditional_t<rounded, RoundedArray, P*>, whole>;
+using ParameterPack = Pack<std::conditional_t<rounded, RoundedChunk, P*>, whole>;
 template <class P, bool rounded, class Operand>
 GRADACCUM_ON_DEVICE auto parameters_of(const Operand& o) {
   auto* const parameters = static_cast<P*>(o.parameter);
   if constexpr (rounded)
-    return RoundedArray{parameters, 0, o.rounding_key};
+    return RoundedChunk(parameters, 0, 0, o.rounding_key);
   else
     return parameters;
 }
-
-/// Kernels process a stochastically rounded bfloat16 array in chunks; on a device a chunk is the whole array.
-class RoundedChunk {
- public:
-  static constexpr std::int64_t size = std::int64_t{1} << 62;
-  GRADACCUM_ON_DEVICE static std::int64_t part_of(std::int64_t count) { return count; }
-
-  GRADACCUM_ON_DEVICE RoundedChunk(at::BFloat16* array, std::int64_t place, std::int64_t /*count*/, std::uint64_t key)
-      : array_{array + place, place, key} {}
-  GRADACCUM_ON_DEVICE RoundedArray floats() const { return array_; }
-
- private:
-  RoundedArray array_;
-};
 
 /// Passes nullptr for the last array if it is missing. A compile-time flag keeps the packs in registers.
 template <bool last_is_there, std::size_t... places, class Update, class... Packs>
@@ -174,8 +152,8 @@ GRADACCUM_ON_DEVICE void for_each_vector(const Update& update, std::int64_t coun
 
 /// Returns the index of the tensor that contains `block`: the last whose first block is not after it.
 template <std::size_t capacity>
-GRADACCUM_ON_DEVICE std::size_t place_of_block(const FirstBlocks<capacity>& first_blocks, std::int64_t size,
-                                               std::int64_t block) {
+GRADACCUM_ON_DEVICE std::size_t place_of_block(const std::array<std::int32_t, capacity>& first_blocks,
+                                               std::int64_t size, std::int64_t block) {
   std::size_t first = 0, end = static_cast<std::size_t>(size);
   while (end - first > 1) {
     const auto middle = (first + end) / 2;
@@ -202,11 +180,18 @@ GRADACCUM_ON_DEVICE double sum_of(const T* numbers, std::int64_t from, std::int6
 
 // kernels shared with the CPU:
 #include <gradaccum/detail/kernels/simd/adafactor.inl>
-#include <gradaccum/detail/kernels/simd/adam.inl>
 #include <gradaccum/detail/kernels/simd/eight_bit.inl>
-#include <gradaccum/detail/kernels/simd/sgd.inl>
+#include <gradaccum/detail/kernels/simd/elementwise.inl>
 // thread blocks that run them:
 #include <gradaccum/detail/kernels/device/steps.inl>
 #include <gradaccum/detail/kernels/device/window_end.inl>
 // files that use those above:
 #include <gradaccum/detail/kernels/device/adafactor.inl>
+
+inline constexpr DeviceKernels all_kernels{.sgd = run_of_types<StepLaunch<SgdSettings>, SgdBlock>,
+                                           .adam = run_of_types<StepLaunch<AdamSettings>, AdamBlock>,
+                                           .adam8bit = run_of_types<StepLaunch<Adam8bitSettings>, Adam8bitBlock>,
+                                           .adafactor = run_of_types<AdafactorLaunch, AdafactorPasses>,
+                                           .l2_norms = run_l2_norms,
+                                           .window_norm = run_one<WindowNormBlock>,
+                                           .update_scale = run_one<ScaleBlock>};

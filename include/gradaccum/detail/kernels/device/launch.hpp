@@ -12,20 +12,103 @@
 
 #include <gradaccum/detail/kernels/on_device.hpp>
 
-/// The arguments of Adafactor's device kernels, which pass over a tensor several times.
+/// The arguments of device kernels. As they are passed by value, a launch copies nothing to the device and waits for
+/// nothing, and a CUDA graph records them. CUDA compilers read this file, so it includes nothing from ATen.
 namespace gradaccum::detail {
 
-/// The division of a tensor among thread blocks. It, and the order of all sums, depend only on the tensor's shape.
+/// The limit for a kernel's arguments in bytes, with drivers of CUDA 12.1 and newer.
+inline constexpr std::size_t most_argument_bytes = 32764;
+
+inline constexpr int threads_of_block = 256;
+/// The number of elements that a thread handles at a time, with as few instructions as their alignment allows.
+inline constexpr int pack_size = 4;
+/// The number of elements per block; the last block of a tensor may have fewer.
+inline constexpr std::int64_t elements_of_block = 1 << 13;
+
+/// The number of parts of `size` into which `count` is divided; the last may be smaller.
+GRADACCUM_ON_DEVICE inline std::int64_t ceil_div(std::int64_t count, std::int64_t size) {
+  return (count + size - 1) / size;
+}
+/// The number of blocks for `count` elements.
+GRADACCUM_ON_DEVICE inline std::int64_t blocks_of_elements(std::int64_t count) {
+  return ceil_div(count, elements_of_block);
+}
+/// The number of elements in the block that begins at element `first` of `count`.
+GRADACCUM_ON_DEVICE inline std::int64_t elements_from(std::int64_t first, std::int64_t count) {
+  return count - first < elements_of_block ? count - first : elements_of_block;
+}
+
+/// The tensors of one launch, whose thread blocks are numbered consecutively. `Of` has what kernels need of a tensor,
+/// and the number of its `blocks()`.
+template <class Of, std::size_t most>
+struct Tensors {
+  using Entry = Of;
+  static constexpr std::size_t capacity = most;
+
+  std::int64_t size = 0, blocks = 0;
+  std::array<std::int32_t, capacity> first_blocks;  ///< adjacent: a block that looks up its tensor finds them cached
+  std::array<Entry, capacity> entries;
+
+  bool full() const { return size == static_cast<std::int64_t>(capacity); }
+  void add(const Entry& entry) {
+    const auto place = static_cast<std::size_t>(size++);
+    first_blocks[place] = static_cast<std::int32_t>(blocks);
+    entries[place] = entry;
+    blocks += entry.blocks();
+  }
+};
+
+/// The factor of gradients, and the flag for skipping the step. Pointers refer to device memory or are null.
+struct DeviceMultiplier {
+  double numerator = 1, denominator = 1;
+  const double *device_numerator = nullptr, *device_denominator = nullptr;
+  const float* found_inf = nullptr;      ///< nonzero: the step is skipped
+  const float* skipped_steps = nullptr;  ///< the number of skipped steps that the settings have counted
+};
+
+/// Elements [from, from + count) of a tensor to be stepped.
+struct SteppedElements {
+  /// Dense arrays in the order of the kernel's operand. Parameter and gradient start at `from`, states at element 0.
+  std::array<void*, 6> arrays;
+  std::int64_t from, count;
+  std::uint64_t rounding_key;
+
+  GRADACCUM_ON_DEVICE std::int64_t blocks() const { return blocks_of_elements(count); }
+};
+
+/// Adam's settings together with the tables of the 8-bit codes, which are passed with each launch.
+struct Adam8bitSettings : AdamSettings {
+  DynamicTables maps[2];  ///< for signed numbers and for second moments
+};
+
+template <class Settings>
+struct StepLaunch {
+  StepLaunch(const Settings& settings_of_step, const DeviceMultiplier& multiplier)
+      : settings(settings_of_step), numbers(numbers_of(settings_of_step, 1.0)), by(multiplier) {}
+
+  Settings settings;
+  /// Made from `settings`; the device recomputes them only if steps were skipped.
+  decltype(numbers_of(Settings(), 1.0)) numbers;
+  DeviceMultiplier by;
+  Tensors<SteppedElements, 400> tensors;
+};
+
+/// The division of a tensor among Adafactor's thread blocks, which pass over it several times. It, and the order of all
+/// sums, depend only on the tensor's shape.
 ///
 /// A vector is divided like a matrix of 256 columns whose last row may be short. Large matrices are divided into tiles,
 /// one per thread block; each small matrix belongs to a single thread.
 class AdafactorShape {
+  static constexpr int log_pack = 2, least_log_threads_of_row = 3, most_log_threads_of_row = 6;
+  static_assert(pack_size == 1 << log_pack);
+
  public:
-  static constexpr std::int64_t threads = 256, pack = 4, rounds_of_tile = 16;
-  static constexpr std::int64_t most_columns_of_tile = 256, most_rows_of_tile = 512;
+  static constexpr int rounds_of_tile = 16, packs_of_tile = rounds_of_tile * threads_of_block;
+  static constexpr int most_rows_of_tile = packs_of_tile >> least_log_threads_of_row;
+  static constexpr std::int64_t most_columns_of_tile = pack_size << most_log_threads_of_row;
   static constexpr std::int64_t most_elements_of_small = 64;
   /// The number of rows, or columns, whose averages one block computes; several threads add up the parts of a column.
-  static constexpr std::int64_t averages_of_rows = threads, averages_of_columns = 32;
+  static constexpr int averages_of_rows = threads_of_block, averages_of_columns = 32;
 
   AdafactorShape() = default;
   static AdafactorShape of_vector(std::int64_t numel) { return {Kind::vector, 1, numel, most_columns_of_tile}; }
@@ -39,29 +122,29 @@ class AdafactorShape {
   GRADACCUM_ON_DEVICE bool is_large() const { return kind_ == Kind::large; }  ///< matrices that several threads share
   GRADACCUM_ON_DEVICE std::int64_t numel() const { return is_vector() ? lines_ : matrices_ * lines_ * columns_; }
   GRADACCUM_ON_DEVICE std::int64_t matrices() const { return matrices_; }
-  GRADACCUM_ON_DEVICE std::int64_t rows() const { return is_vector() ? parts(lines_, most_columns_of_tile) : lines_; }
+  GRADACCUM_ON_DEVICE std::int64_t rows() const {
+    return is_vector() ? ceil_div(lines_, most_columns_of_tile) : lines_;
+  }
   GRADACCUM_ON_DEVICE std::int64_t columns() const { return columns_; }
 
   /// The number of threads in a row of a tile, each with a pack of columns. A power of 2 avoids divisions.
   GRADACCUM_ON_DEVICE int threads_of_row() const { return 1 << log_threads_of_row_; }
-  GRADACCUM_ON_DEVICE std::int64_t rows_of_tile() const { return rounds_of_tile * threads >> log_threads_of_row_; }
-  GRADACCUM_ON_DEVICE std::int64_t row_tiles() const {
-    return (rows() * threads_of_row() + rounds_of_tile * threads - 1) / (rounds_of_tile * threads);
-  }
-  GRADACCUM_ON_DEVICE std::int64_t columns_of_tile() const { return pack * threads_of_row(); }
+  GRADACCUM_ON_DEVICE std::int64_t rows_of_tile() const { return packs_of_tile >> log_threads_of_row_; }
+  GRADACCUM_ON_DEVICE std::int64_t row_tiles() const { return ceil_div(rows() << log_threads_of_row_, packs_of_tile); }
+  GRADACCUM_ON_DEVICE std::int64_t columns_of_tile() const { return pack_size << log_threads_of_row_; }
   GRADACCUM_ON_DEVICE std::int64_t column_tiles() const {
     return (columns_ + columns_of_tile() - 1) >> (log_threads_of_row_ + log_pack);
   }
   GRADACCUM_ON_DEVICE std::int64_t blocks() const {
-    return is_small() ? parts(matrices_, threads) : matrices_ * row_tiles() * column_tiles();
+    return is_small() ? ceil_div(matrices_, threads_of_block) : matrices_ * row_tiles() * column_tiles();
   }
 
-  /// Thread blocks that update the averages of large matrices: for each matrix first its rows', then its columns'.
-  GRADACCUM_ON_DEVICE std::int64_t blocks_of_rows() const { return parts(rows(), averages_of_rows); }
-  GRADACCUM_ON_DEVICE std::int64_t blocks_of_columns() const { return parts(columns_, averages_of_columns); }
-  GRADACCUM_ON_DEVICE std::int64_t blocks_of_averages() const {
-    return is_large() ? matrices_ * (blocks_of_rows() + blocks_of_columns()) : 0;
+  /// Thread blocks that update the averages of a large matrix: first its rows', then its columns'.
+  GRADACCUM_ON_DEVICE std::int64_t blocks_of_rows() const { return ceil_div(rows(), averages_of_rows); }
+  GRADACCUM_ON_DEVICE std::int64_t blocks_of_lines() const {
+    return blocks_of_rows() + ceil_div(columns_, averages_of_columns);
   }
+  GRADACCUM_ON_DEVICE std::int64_t blocks_of_averages() const { return is_large() ? matrices_ * blocks_of_lines() : 0; }
 
   /// The number of sums of squares, in the state's type: for each row one per tile beside it, for each column one per
   /// tile below it. The first of them later become factors.
@@ -70,16 +153,10 @@ class AdafactorShape {
 
  private:
   enum class Kind : std::int32_t { vector, small, large };
-  static constexpr int log_pack = 2, least_log_threads_of_row = 3, most_log_threads_of_row = 6;
-  static_assert(pack == 1 << log_pack && most_columns_of_tile == pack << most_log_threads_of_row &&
-                most_rows_of_tile == rounds_of_tile * threads >> least_log_threads_of_row);
 
   AdafactorShape(Kind kind, std::int64_t matrices, std::int64_t lines, std::int64_t columns)
       : kind_(kind), matrices_(matrices), lines_(lines), columns_(columns) {
     while (log_threads_of_row_ < most_log_threads_of_row && columns_of_tile() < columns) ++log_threads_of_row_;
-  }
-  GRADACCUM_ON_DEVICE static std::int64_t parts(std::int64_t all, std::int64_t of_part) {
-    return (all + of_part - 1) / of_part;
   }
 
   Kind kind_ = Kind::vector;
@@ -95,134 +172,43 @@ struct AdafactorMemory {
       : step(static_cast<double*>(memory)),
         parameter_squares(step + 2),
         update_squares(parameter_squares + shape.blocks()),
-        row_var_sums(update_squares + shape.blocks()),
-        row_sums(row_var_sums + sums_of_row_var(shape)) {}
+        averages(update_squares + shape.blocks()),
+        row_sums(averages + shape.blocks_of_averages()) {}
 
   static std::int64_t bytes(const AdafactorShape& shape, std::int64_t size_of_state) {
     const auto sums = (shape.row_sums() + shape.column_sums()) * size_of_state;
-    return 8 * (2 + 2 * shape.blocks() + sums_of_row_var(shape)) + (sums + 7) / 8 * 8;
+    return 8 * (2 + 2 * shape.blocks() + shape.blocks_of_averages() + ceil_div(sums, 8));
   }
 
   double* step;                                ///< `kept` and `step_size`
   double *parameter_squares, *update_squares;  ///< per block
-  double* row_var_sums;                        ///< per block of rows' averages
+  double* averages;                            ///< per block of them: the sum of its rows' averages
   void* row_sums;                              ///< followed by the columns' sums
+};
 
- private:
-  GRADACCUM_ON_DEVICE static std::int64_t sums_of_row_var(const AdafactorShape& shape) {
-    return shape.is_large() ? shape.matrices() * shape.blocks_of_rows() : 0;
+struct AdafactorEntry {
+  void* parameter;
+  const void* gradient;
+  void* row_var;  ///< the variance of a vector
+  void* col_var;
+  void* exp_avg;  ///< set for all tensors of a launch or for none
+  void* memory;   ///< see AdafactorMemory
+  AdafactorShape shape;
+  std::uint64_t rounding_key;
+
+  GRADACCUM_ON_DEVICE std::int64_t blocks() const { return shape.blocks(); }
+};
+
+/// The tensors of a launch, and the thread blocks that update averages.
+struct AdafactorTable : Tensors<AdafactorEntry, 320> {
+  std::int64_t averages = 0;
+  std::array<std::int32_t, capacity> first_averages;
+
+  void add(const AdafactorEntry& tensor) {
+    first_averages[static_cast<std::size_t>(size)] = static_cast<std::int32_t>(averages);
+    averages += tensor.shape.blocks_of_averages();
+    Tensors::add(tensor);
   }
-};
-
-/// The limit for a kernel's arguments in bytes, with drivers of CUDA 12.1 and newer.
-inline constexpr std::size_t most_argument_bytes = 32764;
-
-/// The first thread block of each tensor in a launch, whose blocks are numbered consecutively. The numbers are adjacent
-/// so that a block finds them in the device's cache when it looks up its tensor.
-template <std::size_t capacity>
-using FirstBlocks = std::array<std::int32_t, capacity>;
-
-/// The tensors of one launch.
-struct AdafactorTable {
-  struct Entry {
-    void* parameter;
-    const void* gradient;
-    void* row_var;  ///< the variance of a vector
-    void* col_var;
-    void* exp_avg;  ///< set for all tensors of a launch or for none
-    void* memory;   ///< see AdafactorMemory
-    AdafactorShape shape;
-    std::uint64_t rounding_key;
-  };
-  static constexpr std::size_t capacity = 320;
-
-  std::int64_t size = 0, blocks = 0, averages = 0;
-  FirstBlocks<capacity> first_blocks, first_averages;
-  std::array<Entry, capacity> entries;
-
-  bool full() const { return size == static_cast<std::int64_t>(capacity); }
-  void add(const Entry& entry) {
-    const auto place = static_cast<std::size_t>(size++);
-    first_blocks[place] = static_cast<std::int32_t>(blocks);
-    first_averages[place] = static_cast<std::int32_t>(averages);
-    entries[place] = entry;
-    blocks += entry.shape.blocks();
-    averages += entry.shape.blocks_of_averages();
-  }
-};
-
-}  // namespace gradaccum::detail
-
-/// The arguments of device kernels. As they are passed by value, a launch copies nothing to the device and waits for
-/// nothing, and a CUDA graph records them. CUDA compilers read this file, so it includes nothing from ATen.
-namespace gradaccum::detail {
-
-inline constexpr int threads_of_block = 256;
-/// The number of elements per block; the last block of a tensor may have fewer.
-inline constexpr std::int64_t elements_of_block = 1 << 13;
-
-/// The number of blocks for `count` elements.
-GRADACCUM_ON_DEVICE inline std::int64_t blocks_of_elements(std::int64_t count) {
-  return (count + elements_of_block - 1) / elements_of_block;
-}
-/// The number of elements in the block that begins at element `first` of `count`.
-GRADACCUM_ON_DEVICE inline std::int64_t elements_from(std::int64_t first, std::int64_t count) {
-  return count - first < elements_of_block ? count - first : elements_of_block;
-}
-
-/// The tensors of one launch.
-struct TensorTable {
-  /// Elements [from, from + count) of a tensor.
-  struct Entry {
-    /// Dense arrays in the order of the kernel's operand. Parameter and gradient start at `from`, states at element 0.
-    std::array<void*, 6> arrays;
-    std::int64_t from, count;
-    std::uint64_t rounding_key;
-  };
-  static constexpr std::size_t capacity = 400;
-
-  std::int64_t size = 0, blocks = 0;
-  FirstBlocks<capacity> first_blocks;
-  std::array<Entry, capacity> entries;
-
-  bool full() const { return size == static_cast<std::int64_t>(capacity); }
-  void add(const std::array<void*, 6>& arrays, std::int64_t from, std::int64_t count, std::uint64_t rounding_key) {
-    const auto place = static_cast<std::size_t>(size++);
-    first_blocks[place] = static_cast<std::int32_t>(blocks);
-    entries[place] = {arrays, from, count, rounding_key};
-    blocks += blocks_of_elements(count);
-  }
-};
-
-/// The factor of gradients, and the flag for skipping the step. Pointers refer to device memory or are null.
-struct DeviceMultiplier {
-  double numerator = 1, denominator = 1;
-  const double *device_numerator = nullptr, *device_denominator = nullptr;
-  const float* found_inf = nullptr;      ///< nonzero: the step is skipped
-  const float* skipped_steps = nullptr;  ///< the number of skipped steps that the settings have counted
-};
-
-/// Adam's settings together with the tables of the 8-bit codes, which are passed with each launch.
-struct Adam8bitSettings {
-  AdamSettings adam;
-  DynamicTables maps[2];  ///< for signed numbers and for second moments
-};
-
-GRADACCUM_ON_DEVICE inline AdamNumbers numbers_of(const Adam8bitSettings& by, double multiplier) {
-  return numbers_of(by.adam, multiplier);
-}
-
-template <class Settings>
-struct StepLaunch {
-  using Numbers = decltype(numbers_of(Settings(), 1.0));
-
-  StepLaunch(const Settings& settings_of_step, const DeviceMultiplier& multiplier)
-      : settings(settings_of_step), numbers(numbers_of(settings_of_step, 1.0)), by(multiplier) {}
-
-  Settings settings;
-  Numbers numbers;  ///< made from `settings`; the device recomputes them only if steps were skipped
-  DeviceMultiplier by;
-  TensorTable tensors;
 };
 
 struct AdafactorLaunch {
@@ -231,29 +217,20 @@ struct AdafactorLaunch {
   AdafactorTable tensors;
 };
 
-/// Tensors of one dtype whose squares are summed. Partial sums have the numbers of their blocks. The division of a
-/// tensor does not depend on the others.
-struct SquaresLaunch {
-  struct Entry {
-    const void* numbers;
-    std::int64_t numel;
-  };
-  static constexpr std::size_t capacity = 1600;
+/// A tensor whose squares are summed. Its division does not depend on the others.
+struct SquaredTensor {
+  const void* numbers;
+  std::int64_t numel;
 
+  GRADACCUM_ON_DEVICE std::int64_t blocks() const { return blocks_of_elements(numel); }
+};
+
+/// Tensors of one dtype whose squares are summed. Partial sums have the numbers of their blocks.
+struct SquaresLaunch {
   SquaresLaunch(double* of_blocks, double* of_tensors) : partial_sums(of_blocks), norms(of_tensors) {}
 
   double *partial_sums, *norms;  ///< for each block and for each tensor
-  std::int64_t size = 0, blocks = 0;
-  FirstBlocks<capacity> first_blocks;
-  std::array<Entry, capacity> entries;
-
-  bool full() const { return size == static_cast<std::int64_t>(capacity); }
-  void add(const void* numbers, std::int64_t numel) {
-    const auto place = static_cast<std::size_t>(size++);
-    first_blocks[place] = static_cast<std::int32_t>(blocks);
-    entries[place] = {numbers, numel};
-    blocks += blocks_of_elements(numel);
-  }
+  Tensors<SquaredTensor, 1600> tensors;
 };
 
 /// The norm of a window and derived values, in device memory.

@@ -14,71 +14,53 @@ GRADACCUM_ON_DEVICE inline double product_of(const DeviceMultiplier& by) {
 
 GRADACCUM_ON_DEVICE inline bool leaves_out(const DeviceMultiplier& by) { return by.found_inf && *by.found_inf != 0; }
 
-/// Builds an optimizer's operand from an entry of the table.
-struct SgdOfTable {
-  using Settings = SgdSettings;
-  using Operand = SgdOperand;
-  static constexpr int blocks_together = 1;
-  GRADACCUM_ON_DEVICE static SgdNumbers numbers_after(const StepLaunch<SgdSettings>& launch) { return launch.numbers; }
-  GRADACCUM_ON_DEVICE static SgdOperand operand(const SgdNumbers& by, const TensorTable::Entry& of) {
-    return {by, of.arrays[0], of.arrays[1], of.arrays[2], of.rounding_key};
-  }
-};
-
-/// Counts at least one step, even if the state was replaced without the host's knowledge.
-GRADACCUM_ON_DEVICE inline AdamNumbers adam_numbers_after(AdamSettings settings, float skipped_steps) {
-  settings.step -= static_cast<std::int64_t>(skipped_steps);
-  if (settings.step < 1) settings.step = 1;
-  return numbers_of(settings, 1.0);
+/// The numbers of this step. If steps were skipped that the settings have counted, it is an earlier one, but at least
+/// the first, even if the state was replaced without the host's knowledge.
+template <class Settings>
+GRADACCUM_ON_DEVICE auto numbers_of_step(const StepLaunch<Settings>& launch) {
+  auto numbers = launch.numbers;
+  if constexpr (std::is_base_of_v<AdamSettings, Settings>)
+    if (launch.by.skipped_steps) {
+      AdamSettings settings = launch.settings;
+      settings.step -= static_cast<std::int64_t>(*launch.by.skipped_steps);
+      if (settings.step < 1) settings.step = 1;
+      numbers = numbers_of(settings, 1.0);
+    }
+  numbers.multiplier = product_of(launch.by);
+  return numbers;
 }
 
-struct AdamOfTable {
-  using Settings = AdamSettings;
-  using Operand = AdamOperand;
-  static constexpr int blocks_together = 0;
-  GRADACCUM_ON_DEVICE static AdamNumbers numbers_after(const StepLaunch<AdamSettings>& launch) {
-    return adam_numbers_after(launch.settings, *launch.by.skipped_steps);
-  }
-  GRADACCUM_ON_DEVICE static AdamOperand operand(const AdamNumbers& by, const TensorTable::Entry& of) {
-    return {by, of.arrays[0], of.arrays[1], of.arrays[2], of.arrays[3], of.arrays[4], of.rounding_key};
-  }
-};
-
-struct Adam8bitOfTable {
-  using Settings = Adam8bitSettings;
-  using Operand = Adam8bitOperand;
-  GRADACCUM_ON_DEVICE static AdamNumbers numbers_after(const StepLaunch<Adam8bitSettings>& launch) {
-    return adam_numbers_after(launch.settings.adam, *launch.by.skipped_steps);
-  }
-  GRADACCUM_ON_DEVICE static Adam8bitOperand operand(const AdamNumbers& by, const TensorTable::Entry& of) {
-    return {by,
-            of.arrays[0],
-            of.arrays[1],
-            static_cast<std::uint8_t*>(of.arrays[2]),
-            static_cast<std::uint8_t*>(of.arrays[3]),
-            static_cast<float*>(of.arrays[4]),
-            static_cast<float*>(of.arrays[5]),
-            of.rounding_key};
-  }
-};
+/// Builds an optimizer's operand for an entry of the table.
+GRADACCUM_ON_DEVICE inline SgdOperand operand_of(const StepLaunch<SgdSettings>& launch, const SteppedElements& of) {
+  return {numbers_of_step(launch), of.arrays[0], of.arrays[1], of.arrays[2], of.rounding_key};
+}
+GRADACCUM_ON_DEVICE inline AdamOperand operand_of(const StepLaunch<AdamSettings>& launch, const SteppedElements& of) {
+  const auto& arrays = of.arrays;
+  return {numbers_of_step(launch), arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], of.rounding_key};
+}
+GRADACCUM_ON_DEVICE inline Adam8bitOperand operand_of(const StepLaunch<Adam8bitSettings>& launch,
+                                                      const SteppedElements& of) {
+  const auto codes = [&](std::size_t i) { return static_cast<std::uint8_t*>(of.arrays[i]); };
+  const auto scales = [&](std::size_t i) { return static_cast<float*>(of.arrays[i]); };
+  return {numbers_of_step(launch), of.arrays[0], of.arrays[1], codes(2), codes(3), scales(4), scales(5),
+          of.rounding_key};
+}
 
 /// The data shared by the threads of a block that steps a part of a tensor.
-template <class Operand>
+template <class Settings>
 struct SharedStep {
-  Operand operand;
+  decltype(operand_of(std::declval<StepLaunch<Settings>>(), SteppedElements())) operand;
   std::int64_t from, count;
 };
 
 /// `P` and `G` are the types of parameters and gradients.
-template <class P, class G, class Optimizer, class Operand>
-GRADACCUM_ON_DEVICE void begin_step(const StepLaunch<typename Optimizer::Settings>& launch, std::int64_t block,
-                                    SharedStep<Operand>& shared) {
+template <class P, class G, class Settings>
+GRADACCUM_ON_DEVICE void begin_step(const StepLaunch<Settings>& launch, std::int64_t block,
+                                    SharedStep<Settings>& shared) {
   if (this_thread() != 0) return;
   const auto place = place_of_block(launch.tensors.first_blocks, launch.tensors.size, block);
   const auto& tensor = launch.tensors.entries[place];
-  auto numbers = launch.by.skipped_steps ? Optimizer::numbers_after(launch) : launch.numbers;
-  numbers.multiplier = product_of(launch.by);
-  auto& o = shared.operand = Optimizer::operand(numbers, tensor);
+  auto& o = shared.operand = operand_of(launch, tensor);
   o.parameter = static_cast<P*>(o.parameter) - tensor.from;
   o.gradient = static_cast<const G*>(o.gradient) - tensor.from;
   const auto first = (block - launch.tensors.first_blocks[place]) * elements_of_block;
@@ -87,18 +69,22 @@ GRADACCUM_ON_DEVICE void begin_step(const StepLaunch<typename Optimizer::Setting
 }
 
 /// Steps each element independently.
-template <class P, class G, class Optimizer, class Step>
+template <class Settings, class P, class G, class Step>
 class StepBlock {
  public:
-  using Arguments = StepLaunch<typename Optimizer::Settings>;
-  using Shared = SharedStep<typename Optimizer::Operand>;
-  static constexpr int rounds = 1, phases = 1, blocks_together = Optimizer::blocks_together;
+  using Arguments = StepLaunch<Settings>;
+  using Shared = SharedStep<Settings>;
+  static constexpr int rounds = 1, phases = 1, blocks_together = std::is_same_v<Settings, AdamSettings> ? 0 : 1;
+
+  static void run(const Arguments& launch, void* stream) {
+    run_blocks<StepBlock>(launch, launch.tensors.blocks, stream);
+  }
 
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
-    begin_step<P, G, Optimizer>(launch, block, shared);
+    begin_step<P, G>(launch, block, shared);
   }
   template <int phase>
-  GRADACCUM_ON_DEVICE void run(int /*round*/, Shared& shared) {
+  GRADACCUM_ON_DEVICE void run_phase(int /*round*/, Shared& shared) {
     Step::run(shared.operand, shared.from, shared.count);
   }
 };
@@ -107,16 +93,8 @@ class StepBlock {
 // step's memory accesses. Codes and numbers equal those of DynamicCodes to the bit, where all numbers of a block are
 // finite.
 
-GRADACCUM_ON_DEVICE inline std::uint32_t bits_of(float number) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &number, sizeof(bits));
-  return bits;
-}
-GRADACCUM_ON_DEVICE inline float number_of(std::uint32_t bits) {
-  float number;
-  std::memcpy(&number, &bits, sizeof(number));
-  return number;
-}
+GRADACCUM_ON_DEVICE inline std::uint32_t bits_of(float number) { return std::bit_cast<std::uint32_t>(number); }
+GRADACCUM_ON_DEVICE inline float number_of(std::uint32_t bits) { return std::bit_cast<float>(bits); }
 
 /// The magnitude of a float as an integer of the same order: infinity is above all numbers, NaN above infinity.
 GRADACCUM_ON_DEVICE inline std::uint32_t magnitude_bits(float number) { return bits_of(number) & 0x7FFFFFFF; }
@@ -244,7 +222,11 @@ class Adam8bitBlock {
   static constexpr bool warps_are_independent = true;
   static constexpr int blocks_together = 3;
 
-  struct Shared : SharedStep<Adam8bitOperand> {
+  static void run(const Arguments& launch, void* stream) {
+    run_blocks<Adam8bitBlock>(launch, launch.tensors.blocks, stream);
+  }
+
+  struct Shared : SharedStep<Adam8bitSettings> {
     SharedCodes<true> m_codes;
     SharedCodes<false> v_codes;
     AdamVectors<Floats> vectors;
@@ -254,7 +236,7 @@ class Adam8bitBlock {
   };
 
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
-    begin_step<P, G, Adam8bitOfTable>(launch, block, shared);
+    begin_step<P, G>(launch, block, shared);
     if (this_thread() == 0) {
       shared.aligned = is_aligned(shared.operand, shared.from);
       shared.vectors = AdamVectors<Floats>(shared.operand.numbers);
@@ -265,7 +247,7 @@ class Adam8bitBlock {
   }
 
   template <int phase>
-  GRADACCUM_ON_DEVICE void run(int round, Shared& shared) {
+  GRADACCUM_ON_DEVICE void run_phase(int round, Shared& shared) {
     // The block of codes begins at element `first_` of the tensor.
     first_ = shared.from + (round * threads_of_block + this_thread()) / threads_of_codes * eight_bit_block;
     count_ = shared.from + shared.count - first_;
@@ -395,32 +377,16 @@ class Adam8bitBlock {
   Floats m_[packs][pack_size], v_[packs][pack_size];
 };
 
-/// Launches a kernel for the dtypes of its operands.
-template <class Launch, template <class P, class G, bool rounded> class Block>
-struct LaunchOf {
-  using Function = void(const Launch&, void* stream);
-  template <class P, class G, bool rounded>
-  struct OfTypes {
-    static void run(const Launch& launch, void* stream) {
-      run_blocks<Block<P, G, rounded>>(launch, launch.tensors.blocks, stream);
-    }
-  };
-};
-
 template <class P, class G, bool rounded>
-using SgdBlock = StepBlock<P, G, SgdOfTable, SgdOfTypes<P, G, rounded>>;
+using SgdBlock = StepBlock<SgdSettings, P, G, SgdOfTypes<P, G, rounded>>;
 template <class P, class G, bool rounded>
-using AdamBlock = StepBlock<P, G, AdamOfTable, AdamOfTypes<P, G, rounded>>;
+using AdamBlock = StepBlock<AdamSettings, P, G, AdamOfTypes<P, G, rounded>>;
 
-inline void run_sgd(const StepLaunch<SgdSettings>& launch, const OperandTypes& types, void* stream) {
-  using Of = LaunchOf<StepLaunch<SgdSettings>, SgdBlock>;
-  of_types<Of::Function, Of::OfTypes>(types.parameter, types.gradient, types.rounded)(launch, stream);
-}
-inline void run_adam(const StepLaunch<AdamSettings>& launch, const OperandTypes& types, void* stream) {
-  using Of = LaunchOf<StepLaunch<AdamSettings>, AdamBlock>;
-  of_types<Of::Function, Of::OfTypes>(types.parameter, types.gradient, types.rounded)(launch, stream);
-}
-inline void run_adam8bit(const StepLaunch<Adam8bitSettings>& launch, const OperandTypes& types, void* stream) {
-  using Of = LaunchOf<StepLaunch<Adam8bitSettings>, Adam8bitBlock>;
-  of_narrow_types<Of::Function, Of::OfTypes>(types.parameter, types.gradient, types.rounded)(launch, stream);
+template <class Launch, template <class P, class G, bool rounded> class Of>
+void run_of_types(const Launch& launch, const OperandTypes& types, void* stream) {
+  using Function = void(const Launch&, void*);
+  if constexpr (std::is_same_v<Launch, StepLaunch<Adam8bitSettings>>)
+    of_narrow_types<Function, Of>(types.parameter, types.gradient, types.rounded)(launch, stream);
+  else
+    of_types<Function, Of>(types.parameter, types.gradient, types.rounded)(launch, stream);
 }

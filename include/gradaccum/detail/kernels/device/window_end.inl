@@ -17,7 +17,7 @@ class SumBlock {
   };
 
   template <int phase>
-  GRADACCUM_ON_DEVICE void run(int /*round*/, Shared& shared) {
+  GRADACCUM_ON_DEVICE void run_phase(int /*round*/, Shared& shared) {
     constexpr int half = threads_of_block >> (phase + 1);
     if (this_thread() < half) shared.sums[this_thread()] += shared.sums[this_thread() + half];
     if (phase == halvings && this_thread() == 0) *shared.result = root ? std::sqrt(shared.sums[0]) : shared.sums[0];
@@ -35,13 +35,11 @@ template <class T>
 class SquaresBlock : public SumBlock</*root=*/false> {
  public:
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
-    const auto place = place_of_block(launch.first_blocks, launch.size, block);
-    const auto& tensor = launch.entries[place];
-    const auto first = (block - launch.first_blocks[place]) * elements_of_block,
+    const auto place = place_of_block(launch.tensors.first_blocks, launch.tensors.size, block);
+    const auto& tensor = launch.tensors.entries[place];
+    const auto first = (block - launch.tensors.first_blocks[place]) * elements_of_block,
                count = elements_from(first, tensor.numel);
-    Doubles sums[pack_size];
-    GRADACCUM_UNROLL
-    for (int k = 0; k < pack_size; ++k) sums[k] = Doubles::all(0);
+    Doubles sums[pack_size] = {};
     for (std::int64_t i = pack_size * this_thread(); i < count; i += pack_size * threads_of_block) {
       auto pack = load_pack(static_cast<const T*>(tensor.numbers), first + i, count - i);
       GRADACCUM_UNROLL
@@ -59,8 +57,8 @@ class NormBlock : public SumBlock</*root=*/true> {
  public:
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t tensor, Shared& shared) {
     const auto place = static_cast<std::size_t>(tensor);
-    const auto parts = blocks_of_elements(launch.entries[place].numel);
-    const auto* const sums = launch.partial_sums + launch.first_blocks[place];
+    const auto parts = launch.tensors.entries[place].blocks();
+    const auto* const sums = launch.partial_sums + launch.tensors.first_blocks[place];
     begin_with(sum_of(sums, this_thread(), parts, threads_of_block), launch.norms + tensor, shared);
   }
 };
@@ -70,8 +68,8 @@ inline void run_l2_norms(const SquaresLaunch& launch, at::ScalarType dtype, void
                    : dtype == at::kFloat ? run_blocks<SquaresBlock<float>>
                    : dtype == at::kHalf  ? run_blocks<SquaresBlock<at::Half>>
                                          : run_blocks<SquaresBlock<at::BFloat16>>;
-  run(launch, launch.blocks, stream);
-  run_blocks<NormBlock>(launch, launch.size, stream);
+  run(launch, launch.tensors.blocks, stream);
+  run_blocks<NormBlock>(launch, launch.tensors.size, stream);
 }
 
 class WindowNormBlock : public SumBlock</*root=*/true> {
@@ -87,8 +85,8 @@ class WindowNormBlock : public SumBlock</*root=*/true> {
   }
 
   template <int phase>
-  GRADACCUM_ON_DEVICE void run(int round, Shared& shared) {
-    SumBlock::template run<phase>(round, shared);
+  GRADACCUM_ON_DEVICE void run_phase(int round, Shared& shared) {
+    SumBlock::template run_phase<phase>(round, shared);
     if (phase == halvings && this_thread() == 0) end(*launch_->result);
   }
 
@@ -126,7 +124,7 @@ class ScaleBlock {
   }
 };
 
-inline void run_window_norm(const WindowNormLaunch& launch, void* stream) {
-  run_blocks<WindowNormBlock>(launch, 1, stream);
+template <class Block>
+void run_one(const typename Block::Arguments& launch, void* stream) {
+  run_blocks<Block>(launch, 1, stream);
 }
-inline void run_update_scale(const ScaleLaunch& launch, void* stream) { run_blocks<ScaleBlock>(launch, 1, stream); }

@@ -112,37 +112,22 @@ double adafactor_vector_squares(const AdafactorOperand& o, std::int64_t from, st
   return sum;
 }
 
-/// Updates `count` elements from `place` on, within one row or vector.
-template <class P, class G, bool rounded, class Vector, bool factored>
-void adafactor_apply(const AdafactorApply<Vector, factored>& apply, const AdafactorOperand& o,
-                     const typename Vector::Scalar* of, std::int64_t place, std::int64_t count) {
-  const auto* const gradient = static_cast<const G*>(o.gradient) + place;
-  auto* const exp_avg = o.exp_avg ? static_cast<typename Vector::Scalar*>(o.exp_avg) + place : nullptr;
-  auto* const parameters = static_cast<P*>(o.parameter);
-  if constexpr (!rounded) {
-    for_each_vector<Vector::width>(apply, count, parameters + place, gradient, of, exp_avg);
-  } else {
-    for (std::int64_t i = 0; i < count; i += RoundedChunk::size) {
-      const auto size = RoundedChunk::part_of(count - i);
-      RoundedChunk parameter(parameters, place + i, size, o.rounding_key);
-      for_each_vector<Vector::width>(apply, size, parameter.floats(), gradient + i, of + i,
-                                     exp_avg ? exp_avg + i : nullptr);
-    }
-  }
-}
-
 /// Updates rows [from, to) of all matrices, or elements [from, to) of a vector.
 template <class Vector, class P, class G, bool rounded>
 void adafactor_move(const AdafactorOperand& o, std::int64_t from, std::int64_t to) {
   using S = typename Vector::Scalar;
+  const auto* const gradient = static_cast<const G*>(o.gradient);
   if (o.variance)
-    return adafactor_apply<P, G, rounded>(AdafactorApply<Vector, false>(o.numbers), o,
-                                          static_cast<const S*>(o.variance) + from, from, to - from);
+    return step_elements<Vector, P, rounded>(AdafactorApply<Vector, false>(o.numbers), o, from, to - from,
+                                             elements<S>(o.exp_avg, from), gradient + from,
+                                             static_cast<const S*>(o.variance) + from);
   AdafactorApply<Vector, true> apply(o.numbers);
   for (auto row = from; row < to; ++row) {
     apply.update.scale.row = Vector::all(static_cast<const S*>(o.row_factors)[row]);
+    const auto place = row * o.columns;
     const auto* const columns = static_cast<const S*>(o.column_factors) + row / o.rows * o.columns;
-    adafactor_apply<P, G, rounded>(apply, o, columns, row * o.columns, o.columns);
+    step_elements<Vector, P, rounded>(apply, o, place, o.columns, elements<S>(o.exp_avg, place), gradient + place,
+                                      columns);
   }
 }
 

@@ -54,8 +54,8 @@ template <class G, class P>
 void step_block(const BlockStep& step, P* parameter, const Adam8bitOperand& o, std::int64_t from, std::int64_t size) {
   const auto* const gradient = static_cast<const G*>(o.gradient) + from;
   auto *const m = o.exp_avg + from, *const v = o.exp_avg_sq + from;
-  auto *const m_scale = o.exp_avg_scale + from / eight_bit_block, *const v_scale =
-                                                                      o.exp_avg_sq_scale + from / eight_bit_block;
+  auto* const m_scale = o.exp_avg_scale + from / eight_bit_block;
+  auto* const v_scale = o.exp_avg_sq_scale + from / eight_bit_block;
   if (size == eight_bit_block) return step(parameter, gradient, m, v, m_scale, v_scale);
   LastBlock<const G> last_gradient(gradient, size);
   LastBlock<std::uint8_t> last_m(m, size), last_v(v, size);
@@ -63,39 +63,20 @@ void step_block(const BlockStep& step, P* parameter, const Adam8bitOperand& o, s
   step(parameter, last_gradient.vector(), last_m.vector(), last_v.vector(), m_scale, v_scale);
 }
 
-template <class P, class G>
-void adam8bit(const Adam8bitOperand& o, std::int64_t from, std::int64_t count) {
-  const BlockStep step(o.numbers);
-  for (const auto end = from + count; from < end; from += eight_bit_block) {
-    const auto size = std::min(eight_bit_block, end - from);
-    auto* const parameter = static_cast<P*>(o.parameter) + from;
-    if (size == eight_bit_block) {
-      step_block<G>(step, parameter, o, from, size);
-    } else {
-      LastBlock<P> last(parameter, size);
-      step_block<G>(step, last.vector(), o, from, size);
-    }
-  }
-}
-
-/// Steps bfloat16 parameters, which are rounded stochastically.
-template <class G>
-void adam8bit_rounded(const Adam8bitOperand& o, std::int64_t from, std::int64_t count) {
-  static_assert(RoundedChunk::size == eight_bit_block);
-  const BlockStep step(o.numbers);
-  for (const auto end = from + count; from < end; from += eight_bit_block) {
-    const auto size = std::min(eight_bit_block, end - from);
-    RoundedChunk parameter(static_cast<at::BFloat16*>(o.parameter), from, size, o.rounding_key);
-    step_block<G>(step, parameter.floats(), o, from, size);
-  }
-}
-
 template <class P, class G, bool rounded>
 struct Adam8bitOfTypes {
   static void run(const Adam8bitOperand& o, std::int64_t from, std::int64_t count) {
-    if constexpr (rounded)
-      adam8bit_rounded<G>(o, from, count);
-    else
-      adam8bit<P, G>(o, from, count);
+    static_assert(RoundedChunk::size == eight_bit_block);
+    const BlockStep step(o.numbers);
+    auto* const parameters = static_cast<P*>(o.parameter);
+    for (const auto end = from + count; from < end; from += eight_bit_block) {
+      const auto size = std::min(eight_bit_block, end - from);
+      if constexpr (rounded)
+        step_block<G>(step, RoundedChunk(parameters, from, size, o.rounding_key).floats(), o, from, size);
+      else if (size == eight_bit_block)
+        step_block<G>(step, parameters + from, o, from, size);
+      else
+        step_block<G>(step, LastBlock<P>(parameters + from, size).vector(), o, from, size);
+    }
   }
 };

@@ -52,28 +52,24 @@ class DynamicCodes {
   Table base_, slope_, edge_, first_, last_, scale_, offset_, middle_, spread_;
 };
 
-/// The largest magnitude in a block; not finite if one of its numbers is not.
+/// The largest magnitude in a block; NaN if one of its numbers is not finite. Compares bits, whose order is that of the
+/// magnitudes: a comparison of floats may miss NaN.
 class Largest {
  public:
-  GRADACCUM_ON_DEVICE Largest()
-      : most_(Floats::all(0)), poison_(Floats::all(0)) {}  // g++ compiles implicit ones for the program's target
-  GRADACCUM_ON_DEVICE void see(Floats number) {
-    most_ = larger(magnitude(number), most_);
-    poison_ = multiply_add(number, Floats::all(0), poison_);  // NaN once a number is not finite: `larger` may miss it
-  }
+  GRADACCUM_ON_DEVICE Largest() : most_(Ints::all(0)) {}  // g++ compiles an implicit one for the program's target
+  GRADACCUM_ON_DEVICE void see(Floats number) { most_ = larger(bits_of(magnitude(number)), most_); }
   GRADACCUM_ON_DEVICE float number() const {
-    float most[Floats::width], poison[Floats::width];
-    most_.store(most);
-    poison_.store(poison);
-    for (int i = 1; i < Floats::width; ++i) {
-      most[0] = most[0] < most[i] ? most[i] : most[0];
-      poison[0] += poison[i];
-    }
-    return most[0] + poison[0];
+    std::int32_t bits[Floats::width];
+    std::memcpy(bits, &most_, sizeof(bits));
+    for (int i = 1; i < Floats::width; ++i) bits[0] = bits[0] < bits[i] ? bits[i] : bits[0];
+    if (bits[0] >= 0x7f800000) bits[0] = 0x7fc00000;
+    float number;
+    std::memcpy(&number, bits, sizeof(number));
+    return number;
   }
 
  private:
-  Floats most_, poison_;
+  Ints most_;
 };
 
 /// Returns the factor for numbers before encoding, given the largest of them.

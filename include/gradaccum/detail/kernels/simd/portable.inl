@@ -79,20 +79,22 @@ using Floats = Lanes<float, lanes_of_vectors>;
 using Doubles = Lanes<double, lanes_of_vectors>;
 using Ints = Lanes<std::int32_t, lanes_of_vectors>;
 
-/// Rounds towards 0. Numbers beyond 32 bits become the smallest integer, as with the processors' instructions.
-GRADACCUM_ON_DEVICE inline Ints truncated(const Floats& a) {
-  Ints result;
-  for (int i = 0; i < Ints::width; ++i)
-    result.numbers[i] = std::abs(a.numbers[i]) < 2147483648.0f ? static_cast<std::int32_t>(a.numbers[i])
-                                                               : std::numeric_limits<std::int32_t>::min();
-  return result;
-}
-GRADACCUM_ON_DEVICE inline Floats to_floats(const Ints& a) { return Floats::load(a.numbers); }
 GRADACCUM_ON_DEVICE inline Ints bits_of(const Floats& a) {
   Ints bits;
   std::memcpy(bits.numbers, a.numbers, sizeof(bits.numbers));
   return bits;
 }
+/// Rounds towards 0. NaN and numbers beyond 32 bits become the smallest integer, as with the processors' instructions;
+/// told by bits, because -ffast-math takes a comparison with NaN for either answer.
+GRADACCUM_ON_DEVICE inline Ints truncated(const Floats& a) {
+  constexpr std::int32_t bits_of_2_to_31 = 0x4f000000;
+  auto result = bits_of(a);
+  for (int i = 0; i < Ints::width; ++i)
+    result.numbers[i] = (result.numbers[i] & 0x7fffffff) < bits_of_2_to_31 ? static_cast<std::int32_t>(a.numbers[i])
+                                                                           : std::numeric_limits<std::int32_t>::min();
+  return result;
+}
+GRADACCUM_ON_DEVICE inline Floats to_floats(const Ints& a) { return Floats::load(a.numbers); }
 GRADACCUM_ON_DEVICE inline Ints exponent_of(const Floats& a) {
   auto result = bits_of(a);
   for (auto& number : result.numbers) number = static_cast<std::int32_t>(static_cast<std::uint32_t>(number) >> 23);

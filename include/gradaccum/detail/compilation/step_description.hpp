@@ -38,6 +38,7 @@ inline constexpr std::string_view step_format = "gradaccum step";
 
 /// Reads and validates a description. Throws `std::runtime_error`, whose message begins with `what`, such as a path.
 StepDescription step_description(const Manifest& manifest, const std::string& what);
+Manifest manifest_of(const StepDescription& step);
 
 /// A step with code in this program.
 struct StepInProgram {
@@ -49,3 +50,7 @@ struct StepInProgram {
 std::map<std::string, StepInProgram>& steps_in_program();
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/impl/compilation/step_trial.ipp>
+#endif

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/build/inline.hpp>
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+#include <c10/util/FunctionRef.h>
+
+#if __has_include(<ATen/core/GraphImplInterface.h>)
+#include <ATen/core/GraphImplInterface.h>
+#endif
+
+#include <functional>
+#include <memory>
+
+namespace gradaccum::detail {
+
+#if __has_include(<ATen/core/GraphImplInterface.h>)
+using at::GraphImplInterface;
+#else
+/// A device's graphs, with the functions that at::GraphImplInterface has since LibTorch 2.15.
+struct GraphImplInterface {
+  virtual ~GraphImplInterface() = default;
+  virtual void capture_begin(c10::MempoolId_t pool) = 0;
+  virtual void capture_end() = 0;
+  virtual void replay() = 0;
+  virtual c10::MempoolId_t pool() const = 0;
+};
+/// Returns what makes a graph, which tests may exchange.
+std::function<std::unique_ptr<GraphImplInterface>()>& device_graph_maker();
+#endif
+
+/// Returns whether work on a device can be captured as a graph.
+bool has_graphs(c10::Device device);
+
+/// Work that was captured on a device, to be replayed. Capturing runs nothing: memory and random numbers stay as they
+/// are. What it allocates belongs to the pool of the graph, and is written to by each replay.
+class DeviceGraph {
+ public:
+  /// Captures what `work` issues on `stream`, which must not be the default stream. Graphs that share a pool must be
+  /// replayed in the order of their captures, unless the results of each are used up before another is replayed. After
+  /// an error, names the operation that could not be captured, and leaves the stream usable.
+  DeviceGraph(c10::Stream stream, c10::MempoolId_t pool, c10::function_ref<void()> work);
+
+  /// Replays on the current stream.
+  void replay() const { impl_->replay(); }
+  c10::MempoolId_t pool() const { return impl_->pool(); }
+
+ private:
+  std::shared_ptr<GraphImplInterface> impl_;
+};
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/archive.hpp>
+#include <gradaccum/detail/data/samples.hpp>
+#include <gradaccum/detail/types/types.hpp>
+#include <gradaccum/gradients.hpp>
+
+namespace gradaccum::detail {
+
+/// A batch of any type, as a Trainer sees it.
+class AnyBatch {
+ public:
+  virtual ~AnyBatch() = default;
+  virtual std::int64_t samples() const = 0;
+  virtual std::string fingerprint() const = 0;
+  virtual Loss loss() const = 0;  ///< the objective's
+
+  /// For `FitMemory`; the others throw if it is not divisible.
+  virtual bool is_divisible() const = 0;
+  virtual std::int64_t rows() const = 0;
+  virtual RowKind kind() const = 0;
+  virtual void part(std::int64_t from, std::int64_t to, c10::function_ref<void(const AnyBatch&)> use) const = 0;
+};
+
+[[noreturn]] inline void cannot_be_divided(const std::type_info& type) {
+  TORCH_CHECK(false,
+              "FitMemory: a batch must be one that can be divided: a Tensor, a pair or tuple of them, one with "
+              ".data and .target and nothing else, a vector of samples that are no tensors, got ",
+              name_of_class(type),
+              ": declare slice(batch, from, to), which gives these samples, and batch_size(batch) beside the class");
+}
+
+template <class Batch, class Model, class Objective>
+class BatchOf final : public AnyBatch {
+ public:
+  BatchOf(Batch& batch, Model& model, Objective& objective) : batch_(batch), model_(model), objective_(objective) {}
+  std::int64_t samples() const override { return samples_of(batch_); }
+  std::string fingerprint() const override { return fingerprint_of(batch_); }
+  Loss loss() const override {
+    constexpr bool is_objective = std::is_invocable_r_v<Loss, Objective&, Model&, Batch&>;
+    static_assert(is_objective,
+                  "Trainer: the objective must be callable as objective(model, batch), with both as they were given, "
+                  "and return a Tensor or a ga::Loss");
+    if constexpr (is_objective) {
+      using Result = std::remove_cvref_t<std::invoke_result_t<Objective&, Model&, Batch&>>;
+      if constexpr (std::derived_from<Result, at::Tensor>) {  // a mean over the batch's samples
+        const std::int64_t number = samples();                // before the objective can move the batch's tensors away
+        return Loss(std::invoke(objective_, model_, batch_), number);
+      } else {
+        return std::invoke(objective_, model_, batch_);
+      }
+    }
+  }
+
+  bool is_divisible() const override { return divisible; }
+  std::int64_t rows() const override {
+    return divided<std::int64_t>([](auto& batch) { return rows_of(batch); });
+  }
+  RowKind kind() const override {
+    return divided<RowKind>([](auto& batch) { return kind_of_rows(batch); });
+  }
+  void part(std::int64_t from, std::int64_t to, c10::function_ref<void(const AnyBatch&)> use) const override {
+    divided<void>([&](auto& batch) {
+      Batch rows = narrowed(batch, from, to - from);
+      use(BatchOf(rows, model_, objective_));
+    });
+  }
+
+ private:
+  using Own = std::remove_const_t<Batch>;
+  /// Excludes a vector of tensors, which may be samples, or inputs and targets.
+  static constexpr bool divisible = has_rows<Own> && !std::same_as<Own, std::vector<at::Tensor>>;
+
+  template <class Result>
+  Result divided(auto&& find) const {
+    if constexpr (divisible)
+      return find(batch_);
+    else
+      cannot_be_divided(typeid(Batch));
+  }
+
+  Batch& batch_;
+  Model& model_;
+  Objective& objective_;
+};
+
+/// A range of batches, of any type, which is gone through once an epoch.
+class AnyBatches {
+ public:
+  virtual ~AnyBatches() = default;
+  virtual std::optional<std::int64_t> number() const = 0;  ///< if the range tells
+  /// The most batches that a process has in an epoch, counted from the current or next one, if that is known.
+  virtual std::optional<std::int64_t> most_batches(std::int64_t epochs_ahead, bool alone) const = 0;
+  virtual const void* address() const = 0;  ///< of the user's range
+  virtual bool has_state() const = 0;
+  virtual void state(Archive& archive) = 0;
+  /// Calls `visit` with each batch, until it returns false. Returns true if there are no more batches.
+  virtual bool for_each(c10::function_ref<bool(const AnyBatch&)> visit) = 0;
+};
+
+template <class Batches, class Model, class Objective>
+class BatchesOf final : public AnyBatches {
+ public:
+  BatchesOf(Batches& batches, Model& model, Objective& objective)
+      : batches_(batches), model_(model), objective_(objective) {}
+  std::optional<std::int64_t> number() const override { return batches_of(batches_); }
+  std::optional<std::int64_t> most_batches(std::int64_t epochs_ahead, bool alone) const override {
+    if constexpr (requires { batches_.most_batches(epochs_ahead); })
+      return batches_.most_batches(epochs_ahead);
+    else
+      return alone ? number() : std::nullopt;
+  }
+  const void* address() const override { return std::addressof(batches_); }
+  bool has_state() const override { return saves_itself; }
+  void state(Archive& archive) override {
+    if constexpr (saves_itself) archive("batches", batches_);
+  }
+  bool for_each(c10::function_ref<bool(const AnyBatch&)> visit) override {
+    for (auto&& batch : batches_)
+      if (!visit(BatchOf(batch, model_, objective_))) return false;
+    return true;
+  }
+
+ private:
+  static constexpr bool saves_itself = requires(Batches & batches, Archive& archive) { batches.state(archive); };
+
+  Batches& batches_;
+  Model& model_;
+  Objective& objective_;
+};
+
+/// Divides a Trainer's batches into parts.
+class BatchDivider {
+ public:
+  virtual ~BatchDivider() = default;
+  /// Returns the row before which the window that is open at row `from` ends.
+  virtual std::int64_t end_of_window(const AnyBatch& batch, std::int64_t from) const = 0;
+  /// Trains with these rows, which are of one window.
+  virtual void run(const AnyBatch& batch, std::int64_t from, std::int64_t to) = 0;
+  /// For evaluation.
+  virtual void for_each_part(const AnyBatch& batch, c10::function_ref<void(const AnyBatch&)> use) const = 0;
+};
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/policy.hpp>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+
+namespace gradaccum::detail {
+
+/// A callable as a policy.
+template <class F>
+struct Callback {
+  F call;
+  void after_step(const Step& step) { call(step); }
+};
+
+template <class P>
+auto as_policy(P policy) {
+  static_assert(!std::is_final_v<P>, "Trainer: a policy must not be final: its hooks are found by deriving from it");
+  constexpr bool callable = std::invocable<P&, const Step&>;
+  if constexpr (gradaccum::policy<P>) {
+    static_assert(!callable || hook::after_step<P>,
+                  "Trainer: a policy with hooks is not called as a callable, too; name its call operator after_step");
+    return policy;
+  } else {
+    static_assert(callable || std::is_final_v<P>,
+                  "Trainer: expected a policy, which has one of the hooks of policy.hpp, or a callable that takes "
+                  "const ga::Step&");
+    return Callback<P>{std::move(policy)};
+  }
+}
+
+template <class P>
+struct PolicyType : std::type_identity<decltype(as_policy(std::declval<P>()))> {};
+template <class P>
+struct PolicyType<std::optional<P>> : PolicyType<P> {};
+template <class P>
+using policy_t = typename PolicyType<P>::type;
+
+/// The `name` that all policies of a kind share, of which a Trainer has one at most; empty if the policy has none.
+template <class P>
+constexpr std::string_view name_of_kind() {
+  if constexpr (requires { std::bool_constant<(std::string_view(P::name), true)>(); })
+    return P::name;
+  else
+    return {};
+}
+
+template <class... P>
+constexpr bool are_of_different_kinds() {
+  const std::array<std::string_view, sizeof...(P)> names{name_of_kind<P>()...};
+  for (std::size_t i = 0; i < names.size(); ++i)
+    if (!names[i].empty() && std::find(names.begin(), names.begin() + i, names[i]) != names.begin() + i) return false;
+  return true;
+}
+
+/// A policy of any class, as a table of its hooks, so that all that a Trainer does is compiled once. A hook that the
+/// policy does not have is null.
+class AnyPolicy {
+ public:
+  template <class Result, class... Arguments>
+  using Hook = Result (*)(AnyPolicy&, Arguments...);
+  using ScopeHook =
+      Hook<std::shared_ptr<void>, std::shared_ptr<void>>;  ///< a guard that also holds the one it is given
+
+  virtual ~AnyPolicy() = default;
+
+  Hook<void, TrainerBase&> attach = nullptr;
+  ScopeHook fit_scope = nullptr, forward_scope = nullptr;
+  Hook<void, Loss&> before_backward = nullptr;
+  Hook<bool> ready = nullptr, others_continue = nullptr;
+  Hook<void, Gradients&> after_backward = nullptr, reduce_gradients = nullptr, before_step = nullptr;
+  Hook<void, Factor&> scale_gradients = nullptr;
+  Hook<void, const Step&> after_window = nullptr, after_step = nullptr;
+  Hook<void> before_close = nullptr, before_boundary = nullptr, at_boundary = nullptr;
+  Hook<void, const Validation&> on_validation = nullptr;
+  Hook<void, std::int64_t> on_epoch_begin = nullptr, on_epoch_end = nullptr;
+  Hook<void, Archive&> state = nullptr;
+};
+
+template <class P>
+class PolicyOf final : public AnyPolicy {
+ public:
+  explicit PolicyOf(P given);
+
+  P policy;
+
+ private:
+  static P& policy_of(AnyPolicy& any) { return static_cast<PolicyOf&>(any).policy; }
+
+  template <class Found, class Result, class... Arguments>
+  static void set(Result (*&hook)(AnyPolicy&, Arguments...)) {
+    if constexpr (Found::template in<P>) {
+      using Given = decltype(Found::call(std::declval<P&>(), std::declval<Arguments&>()...));
+      constexpr bool says = std::is_void_v<Result> || std::convertible_to<Given, Result>;
+      static_assert(says, "policy: ready must be callable as bool ready(), others_continue as bool others_continue()");
+      if constexpr (says)
+        hook = [](AnyPolicy& any, Arguments... arguments) {
+          return static_cast<Result>(Found::call(policy_of(any), arguments...));
+        };
+    }
+  }
+  template <class Found>
+  static void set_scope(ScopeHook& hook) {
+    if constexpr (Found::template in<P>) {
+      using Guard = std::decay_t<decltype(Found::call(std::declval<P&>()))>;
+      constexpr bool gives = !std::is_void_v<Guard>;
+      static_assert(gives, "policy: forward_scope must give back the guard that is held, and fit_scope as well");
+      if constexpr (gives)
+        hook = [](AnyPolicy& any, std::shared_ptr<void> outer) -> std::shared_ptr<void> {
+          struct Scope {
+            std::shared_ptr<void> outer;
+            Guard guard;
+          };
+          return std::shared_ptr<Scope>(new Scope{std::move(outer), Found::call(policy_of(any))});
+        };
+    }
+  }
+};
+
+/// Checks and sets a policy's hooks. If one has the wrong form, the compiler names the line that makes the Trainer.
+template <class P>
+PolicyOf<P>::PolicyOf(P given) : policy(std::move(given)) {
+  set_scope<hooks::fit_scope>(fit_scope);
+  set_scope<hooks::forward_scope>(forward_scope);
+  set<hooks::before_backward>(before_backward);
+  set<hooks::ready>(ready);
+  set<hooks::after_backward>(after_backward);
+  set<hooks::before_close>(before_close);
+  set<hooks::scale_gradients>(scale_gradients);
+  set<hooks::reduce_gradients>(reduce_gradients);
+  set<hooks::before_step>(before_step);
+  set<hooks::after_window>(after_window);
+  set<hooks::after_step>(after_step);
+  set<hooks::before_boundary>(before_boundary);
+  set<hooks::on_validation>(on_validation);
+  set<hooks::at_boundary>(at_boundary);
+  set<hooks::others_continue>(others_continue);
+  set<hooks::on_epoch_begin>(on_epoch_begin);
+  set<hooks::on_epoch_end>(on_epoch_end);
+  if constexpr (hook::state<P>) {
+    constexpr bool has_name = requires { std::string_view(policy.name); };
+    static_assert(has_name, "policy: with state(ga::Archive&) goes a member std::string_view name, static or not");
+    static_cast<void>(&hooks::state::call<P, Archive>);
+    if constexpr (has_name)
+      state = [](AnyPolicy& any, Archive& archive) { archive(policy_of(any).name, policy_of(any)); };
+  }
+}
+
+/// The policies of a Trainer, whose hooks are called in their order.
+struct PolicyList {
+  std::vector<std::unique_ptr<AnyPolicy>> list;
+
+  template <class... Parameters, class... Arguments>
+  void all(AnyPolicy::Hook<void, Parameters...> AnyPolicy::*hook, Arguments&&... arguments) {
+    for (auto& policy : list)
+      if (const auto call = policy.get()->*hook) call(*policy, arguments...);
+  }
+  /// Begins with policies of several processes, after which the others may evaluate what is then the same on all.
+  void on_epoch_end(std::int64_t epoch) {
+    for (const bool of_processes : {true, false})
+      for (auto& policy : list)
+        if (policy->on_epoch_end && (policy->others_continue != nullptr) == of_processes)
+          policy->on_epoch_end(*policy, epoch);
+  }
+
+  /// True if no policy is against it.
+  bool ready() { return !any_says(false, &AnyPolicy::ready); }
+  /// Tells all processes that this one has no more batches, and requests such as to stop. Returns true if another
+  /// process has batches, whose gradients close the next window.
+  bool others_continue() { return any_says(true, &AnyPolicy::others_continue); }
+  /// Asks all policies, whatever the others say.
+  bool any_says(bool answer, AnyPolicy::Hook<bool> AnyPolicy::*hook) {
+    bool any = false;
+    for (auto& policy : list)
+      if (const auto ask = policy.get()->*hook) any = ask(*policy) == answer || any;
+    return any;
+  }
+
+  /// Returns the guards of all policies, which are released together, the last one first.
+  std::shared_ptr<void> scopes(AnyPolicy::ScopeHook AnyPolicy::*hook) {
+    std::shared_ptr<void> scopes;
+    for (auto& policy : list)
+      if (const auto enter = policy.get()->*hook) scopes = enter(*policy, std::move(scopes));
+    return scopes;
+  }
+
+  /// Saves or loads each policy under its name. If one cannot load, all are as before.
+  void state(Archive& archive) {
+    if (archive.loading()) {
+      auto before = Archive::of_references();
+      all(&AnyPolicy::state, before);
+      archive.if_not_all_fit([this, before] {
+        auto back = Archive::to_go_back(before);
+        try {
+          all(&AnyPolicy::state, back);
+        } catch (...) {  // one that never loads: those before it are back, those after it have not changed
+        }
+      });
+    }
+    all(&AnyPolicy::state, archive);
+  }
+  /// Saves or loads only the policies that see micro-batches, and may have changed in the middle of a window.
+  void state_in_window(Archive& archive) {
+    for (auto& policy : list) {
+      const bool sees = policy->before_backward || policy->after_backward || policy->forward_scope || policy->ready;
+      if (sees && policy->state) policy->state(*policy, archive);
+    }
+  }
+};
+
+}  // namespace gradaccum::detail

@@ -1,0 +1,522 @@
+// SPDX-License-Identifier: Apache-2.0
+// Captures steps on a device as graphs, and replays them.
+#pragma once
+
+#include <gradaccum/detail/compilation/device_graph.hpp>
+#include <gradaccum/graphed_step.hpp>
+
+#include <gradaccum/detail/checkpoint/forward_state.hpp>
+#include <gradaccum/detail/types/types.hpp>
+#include <gradaccum/impl/compilation/step_trial.ipp>
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/record_function.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/ScopeExit.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/utils/grad_layout_contract.h>
+
+#if !__has_include(<ATen/core/GraphImplInterface.h>) && defined(GRADACCUM_LINKS_CUDA) && \
+    __has_include(<cuda_runtime_api.h>)
+#define GRADACCUM_HAS_CUDA_GRAPHS
+#include <ATen/cuda/CUDAGraph.h>
+#endif
+
+#include <algorithm>
+#include <exception>
+#include <mutex>
+#include <optional>
+#include <ostream>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum::detail {
+
+#if __has_include(<ATen/core/GraphImplInterface.h>)
+GRADACCUM_INLINE std::unique_ptr<GraphImplInterface> new_device_graph(c10::DeviceType device) {
+  return at::has_graph_impl(device) ? at::create_graph_impl(device) : nullptr;
+}
+
+GRADACCUM_INLINE void begin_capture(GraphImplInterface& graph, c10::MempoolId_t pool) {
+  graph.capture_begin(pool, at::GraphCaptureMode::ThreadLocal);  // a thread that prefetches may allocate
+}
+#else
+#ifdef GRADACCUM_HAS_CUDA_GRAPHS
+struct CudaGraph final : GraphImplInterface {
+  void capture_begin(c10::MempoolId_t pool) override { graph.capture_begin(pool, cudaStreamCaptureModeThreadLocal); }
+  void capture_end() override { graph.capture_end(); }
+  void replay() override { graph.replay(); }
+  c10::MempoolId_t pool() const override { return graph.pool(); }
+
+  mutable at::cuda::CUDAGraph graph;
+};
+#endif
+
+GRADACCUM_INLINE std::function<std::unique_ptr<GraphImplInterface>()>& device_graph_maker() {
+  static std::function<std::unique_ptr<GraphImplInterface>()> make
+#ifdef GRADACCUM_HAS_CUDA_GRAPHS
+      = [] { return std::make_unique<CudaGraph>(); }
+#endif
+  ;
+  return make;
+}
+
+GRADACCUM_INLINE std::unique_ptr<GraphImplInterface> new_device_graph(c10::DeviceType device) {
+  return device == c10::kCUDA && device_graph_maker() ? device_graph_maker()() : nullptr;
+}
+
+GRADACCUM_INLINE void begin_capture(GraphImplInterface& graph, c10::MempoolId_t pool) { graph.capture_begin(pool); }
+#endif
+
+GRADACCUM_INLINE bool has_graphs(c10::Device device) {
+#if __has_include(<ATen/core/GraphImplInterface.h>)
+  return at::has_graph_impl(device.type());
+#else
+  return device.is_cuda() && device_graph_maker();
+#endif
+}
+
+/// Remembers which operation failed first, on this thread or on those of autograd that work for it.
+class FailedOperation {
+ public:
+  FailedOperation()
+      : handle_(at::addThreadLocalCallback(
+            at::RecordFunctionCallback([](auto&) { return std::unique_ptr<at::ObserverContext>(); }, &end)
+                .scopes({at::RecordScope::FUNCTION}))) {
+    set("");
+  }
+  FailedOperation(const FailedOperation&) = delete;
+  FailedOperation& operator=(const FailedOperation&) = delete;
+  ~FailedOperation() { at::removeCallback(handle_); }
+
+  std::string name() const { return set(std::nullopt); }
+
+ private:
+  static void end(const at::RecordFunction& function, at::ObserverContext* /*none*/) {
+    if (std::uncaught_exceptions() > 0 && set(std::nullopt).empty()) set(function.name());
+  }
+  static std::string set(std::optional<std::string> name) {
+    static std::mutex mutex;
+    static std::string failed;
+    const std::lock_guard lock(mutex);
+    if (name) failed = std::move(*name);
+    return failed;
+  }
+
+  at::CallbackHandle handle_;
+};
+
+GRADACCUM_INLINE DeviceGraph::DeviceGraph(c10::Stream stream, c10::MempoolId_t pool, c10::function_ref<void()> work)
+    : impl_(new_device_graph(stream.device_type())) {
+  const c10::StreamGuard guard(stream);
+  const FailedOperation failed;
+  begin_capture(*impl_, pool);
+  try {
+    work();
+  } catch (...) {
+    try {
+      impl_->capture_end();
+    } catch (const std::exception&) {  // the error that is under way is the cause of this one
+    }
+    try {
+      throw;
+    } catch (const c10::OutOfMemoryError&) {
+      throw;
+    } catch (const c10::Error& error) {
+      const std::string text = error.what_without_backtrace();
+      TORCH_CHECK(false, "GraphedStep: ", failed.name().empty() ? "the objective" : failed.name(),
+                  " cannot be captured: ", text.substr(0, text.find('\n')),
+                  " (a captured step must not wait for the device, nor copy from memory that is not pinned)");
+    }
+  }
+  impl_->capture_end();
+}
+
+/// Gives leaves new accumulators for a scope, which belong to the stream of the pass that makes them, and takes their
+/// hooks away. An accumulator of another stream would make that wait for a stream that is captured.
+class FreshAccumulators {
+ public:
+  explicit FreshAccumulators(const std::vector<at::Tensor>& leaves) {
+    leaves_.reserve(leaves.size());
+    for (auto& leaf : leaves) {
+      if (!leaf.requires_grad()) continue;
+      leaves_.push_back({leaf, torch::autograd::impl::try_get_grad_accumulator(leaf), {}});
+      exchange(leaves_.back(), NodePointer());
+    }
+  }
+  FreshAccumulators(const FreshAccumulators&) = delete;
+  FreshAccumulators& operator=(const FreshAccumulators&) = delete;
+  ~FreshAccumulators() {
+    for (auto& leaf : leaves_) exchange(leaf, leaf.accumulator);
+  }
+
+ private:
+  struct Leaf {
+    at::Tensor tensor;
+    NodePointer accumulator;
+    std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> hooks;
+  };
+
+  static void exchange(Leaf& leaf, const NodePointer& accumulator) {
+    torch::autograd::impl::set_grad_accumulator(
+        leaf.tensor, decltype(torch::autograd::AutogradMeta::grad_accumulator_)(accumulator));
+    std::swap(torch::autograd::impl::hooks(leaf.tensor), leaf.hooks);
+  }
+
+  std::vector<Leaf> leaves_;
+};
+
+/// A step of one layout, as it was captured. Its tensors are written to by each replay.
+struct CapturedStep {
+  std::vector<at::Tensor> batch;
+  Loss loss = at::Tensor();
+  std::int64_t target = -1;  ///< the index of the target among the batch's tensors; < 0: not one of them
+  at::Tensor seed;
+  std::vector<at::Tensor> parameters, gradients;  ///< the parameters that have a gradient, and these
+  std::vector<at::Tensor> moved;                  ///< buffers
+  std::optional<DeviceGraph> forward = {}, backward = {};
+};
+
+/// Returns a tensor that does not keep its memory in the graph's pool alive.
+GRADACCUM_INLINE at::Tensor without_owner(const at::Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  if (tensor.is_cpu()) return tensor.detach();
+  return at::from_blob(
+      tensor.mutable_data_ptr(), tensor.sizes(), tensor.strides(), [](void*) {}, tensor.options().requires_grad(false),
+      tensor.device());
+}
+
+/// A forward pass that was replayed on a stream, and whose backward has not been yet.
+struct PendingBackward {
+  std::shared_ptr<const CapturedStep> step;
+  c10::Stream stream;
+};
+
+GRADACCUM_INLINE c10::Stream current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+/// The only operation of a graphed step that autograd sees.
+class GraphedBackward final : public torch::autograd::Node {
+ public:
+  explicit GraphedBackward(std::shared_ptr<const PendingBackward> pending) : pending_(std::move(pending)) {}
+
+  std::string name() const override { return "GraphedBackward"; }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& seeds) override {
+    TORCH_CHECK(!at::GradMode::is_enabled(),
+                "GraphedStep: create_graph must be false: a graphed step has no gradients of gradients");
+    TORCH_CHECK(!torch::autograd::get_current_graph_task_keep_graph(),
+                "GraphedStep: retain_graph must be false: backward overwrites what forward has kept for it");
+    const auto step = replayed([&](const at::Tensor& seed) { seed.copy_(seeds[0].reshape(seed.sizes())); });
+    return at::_foreach_mul(step->gradients, 1);  // copies, as the next replay overwrites them
+  }
+
+  /// Replays backward from a seed that `set` writes.
+  std::shared_ptr<const CapturedStep> replayed(c10::function_ref<void(const at::Tensor& seed)> set) {
+    TORCH_CHECK(pending_, "GraphedStep: backward runs once");
+    const auto step = std::exchange(pending_, nullptr)->step;
+    set(step->seed);
+    step->backward->replay();
+    return step;
+  }
+
+  /// Returns whether this thread's stream is the one that forward ran on.
+  bool on_its_stream() const { return pending_ && pending_->stream == current_stream(pending_->stream.device()); }
+
+  void release_variables() override { pending_ = nullptr; }
+
+ private:
+  std::shared_ptr<const PendingBackward> pending_;
+};
+
+/// Adds gradients to those of the parameters in one pass over all. Returns false if autograd's engine has to: the loss
+/// is no longer the one they belong to, or hooks wait for the gradients.
+GRADACCUM_INLINE bool add_graphed_gradients(const NodePointer& node, const at::Tensor& loss, double seed) {
+  auto& backward = static_cast<GraphedBackward&>(*node);
+  if (loss.grad_fn().get() != node.get() || !backward.on_its_stream()) return false;
+  std::vector<at::Tensor> parameters;
+  for (auto& edge : node->next_edges()) {
+    const auto* const accumulator = accumulator_without_hooks(edge);
+    if (!accumulator) return false;
+    parameters.push_back(accumulator->variable);
+    if (const auto& sum = parameters.back().grad(); sum.defined() && sum.layout() != at::kStrided) return false;
+  }
+  const at::NoGradGuard no_grad;
+  const auto step = backward.replayed([seed](const at::Tensor& start) { start.fill_(seed); });
+  std::vector<at::Tensor> sums, added, first;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const bool has_sum = parameters[i].grad().defined();
+    if (has_sum) sums.push_back(parameters[i].grad());
+    (has_sum ? added : first).push_back(step->gradients[i]);
+  }
+  if (!sums.empty()) at::_foreach_add_(sums, added);
+  const auto copies = first.empty() ? first : at::_foreach_mul(first, 1);
+  auto copy = copies.begin();
+  for (auto& parameter : parameters) {
+    if (!parameter.grad().defined()) parameter.mutable_grad() = *copy++;
+    say_added(parameter);
+  }
+  return true;
+}
+
+/// Captures the step of each layout, checks it against the objective, and replays it.
+class CapturedSteps {
+ public:
+  CapturedSteps(torch::nn::Module& module, const GraphedStepOptions& options) : model_(module), options_(options) {
+    TORCH_CHECK(options.graphs >= 1, "GraphedStep: graphs must be >= 1, got ", options.graphs);
+    TORCH_CHECK(!model_.parameters.empty(), "GraphedStep: the model must have parameters");
+  }
+
+  Loss run(std::vector<at::Tensor> batch, c10::function_ref<Loss()> objective) {
+    if (!at::GradMode::is_enabled()) return objective();  // an evaluation, not a step
+    capture_moved_anew();
+    auto& layout = layouts_[key_of(batch)];
+    ++layout.uses;
+    std::erase_if(batch, [](const at::Tensor& tensor) { return !tensor.defined(); });
+    if (const auto why = why_eager(batch); !why.empty()) return eager(why, objective);
+    if (!layout.step) {
+      const auto place = place_for(layout);
+      if (!place) return eager(c10::str("more layouts than .graphs = ", options_.graphs), objective);
+      layout.step = captured(batch, objective);
+      layout.checks = 0;
+      if (*place) (*place)->step = nullptr;
+      ++report.captured;
+    }
+    if (layout.checks < checks) check(layout, batch, objective);
+    ++report.replayed;
+    return replayed(layout.step, batch);
+  }
+
+  GraphedStepReport report;
+
+ private:
+  /// Steps of one layout.
+  struct Layout {
+    std::shared_ptr<const CapturedStep> step = {};
+    std::int64_t uses = 0, checks = 0;
+  };
+  /// The number of batches of a layout that run by the objective, too. At the second show numbers that it computes in
+  /// C++.
+  static constexpr std::int64_t checks = 2;
+
+  std::string why_eager(const std::vector<at::Tensor>& batch) const {
+    const auto device = model_.parameters.front().device();
+    if (!has_graphs(device)) return c10::str("no graphs on ", device);
+    if (!pending_.expired()) return "the loss before has not been backward yet";
+    for (auto& tensor : batch) {
+      if (tensor.device() != device) return c10::str("a tensor of the batch on ", tensor.device());
+      if (tensor.requires_grad()) return "a tensor of the batch that requires a gradient";
+      if (tensor.layout() != at::kStrided) return c10::str("a tensor of the batch of layout ", tensor.layout());
+    }
+    for (auto& parameter : model_.parameters)
+      if (parameter.device() != device) return c10::str("parameters on ", device, " and ", parameter.device());
+    return "";
+  }
+
+  Loss eager(const std::string& why, c10::function_ref<Loss()> objective) {
+    ++report.eager;
+    ++report.why_eager[why];
+    return objective();
+  }
+
+  /// Drops all graphs if a parameter or buffer has other memory than they were captured with.
+  void capture_moved_anew() {
+    std::vector<std::pair<const void*, bool>> places;
+    for (const auto* const tensors : {&model_.parameters, &model_.buffers})
+      for (auto& tensor : *tensors)
+        places.emplace_back(tensor.has_storage() ? tensor.const_data_ptr() : nullptr, tensor.requires_grad());
+    if (places == places_) return;
+    places_ = std::move(places);
+    layouts_.clear();
+    stream_.reset();
+  }
+
+  std::vector<std::int64_t> key_of(const std::vector<at::Tensor>& batch) const {
+    auto key = layout_key(batch);
+    const auto modes = model_.modes();
+    key.insert(key.end(), modes.training.begin(), modes.training.end());
+    key.push_back(modes.autocast ? static_cast<std::int64_t>(*modes.autocast) : -1);
+    return key;
+  }
+
+  /// Returns the layout to give up for another one, which must be used much more often; null in place of a layout if
+  /// there are less than `.graphs`, and nullopt if none is to be given up.
+  std::optional<Layout*> place_for(const Layout& layout) {
+    std::int64_t graphs = 0;
+    Layout* least = nullptr;
+    for (auto& [key, other] : layouts_) {
+      if (!other.step) continue;
+      ++graphs;
+      if (!least || other.uses < least->uses) least = &other;
+    }
+    if (graphs < options_.graphs) return nullptr;
+    return layout.uses > 2 * least->uses ? std::optional(least) : std::nullopt;
+  }
+
+  /// Captures the step of a batch. Buffers, random numbers and gradients stay as they are.
+  std::shared_ptr<const CapturedStep> captured(const std::vector<at::Tensor>& batch,
+                                               c10::function_ref<Loss()> objective) {
+    const StepTrial trial(model_);
+    auto step = std::make_shared<CapturedStep>();
+    const ExchangedTensors own(
+        batch, [&](const at::Tensor& tensor) { return step->batch.emplace_back(tensor.detach().clone()); });
+    const FreshAccumulators accumulators(model_.parameters);
+    const auto device = model_.parameters.front().device();
+    const c10::impl::VirtualGuardImpl devices(device.type());
+    if (!stream_) stream_ = devices.getStreamFromGlobalPool(device);
+    devices.synchronizeDevice(device.index());
+    {
+      const c10::StreamGuard guard(*stream_);
+      for (int pass = 0; pass < 2; ++pass) trial.result(objective);  // loads kernels, and chooses among them
+    }
+    devices.synchronizeDevice(device.index());
+    c10::getDeviceAllocator(device.type())->emptyCache();  // a capture cannot take what is cached for others
+    const auto casts_of_the_graph_end = c10::make_scope_exit([] { at::autocast::clear_cache(); });
+    at::autocast::clear_cache();
+    const auto before = versions();
+    Loss loss = at::Tensor();
+    step->forward.emplace(*stream_, pool(), [&] { loss = objective(); });
+    check_captured(loss);
+    for (std::size_t i = 0; i < before.size(); ++i)
+      if (model_.buffers[i]._version() != before[i]) step->moved.push_back(model_.buffers[i]);
+    step->seed = at::ones_like(loss.mean.detach());
+    std::vector<at::Tensor> gradients;
+    step->backward.emplace(*stream_, step->forward->pool(), [&] { gradients = capture_backward(*step, loss); });
+    for (auto& gradient : gradients) step->gradients.push_back(without_owner(gradient));
+    step->target = index_of_target(loss, batch);
+    step->loss = Loss(without_owner(loss.mean), loss.items);
+    step->loss.output = without_owner(loss.output);
+    if (step->target < 0) step->loss.target = without_owner(loss.target);
+    return step;
+  }
+
+  /// Returns the pool of the graphs that there are. One whose last graph has gone must not be named again.
+  c10::MempoolId_t pool() const {
+    for (auto& [key, layout] : layouts_)
+      if (layout.step) return layout.step->forward->pool();
+    return {0, 0};
+  }
+
+  /// Throws if a loss has what a replay would leave out.
+  void check_captured(const Loss& loss) const {
+    loss.check();
+    const auto seed = product_of(loss.seed);
+    TORCH_CHECK(seed.is_one(), "GraphedStep: a loss scale or weight must be put on what step(batch) ",
+                "returns, and not on the objective's loss");
+    for_each_node(loss.mean, [&](torch::autograd::Node& node) {
+      const auto* const leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(&node);
+      TORCH_CHECK(
+          !leaf || std::ranges::any_of(model_.parameters, [&](auto& own) { return own.is_same(leaf->variable); }),
+          "GraphedStep: all tensors with gradients must be parameters of the model, got another one of shape ",
+          leaf->variable.sizes(), ": register it, or put it into a module around both");
+    });
+  }
+
+  std::vector<std::int64_t> versions() const {
+    std::vector<std::int64_t> versions;
+    for (auto& buffer : model_.buffers) versions.push_back(buffer._version());
+    return versions;
+  }
+
+  /// Computes the gradients, each in memory of its own that is laid out as its parameter's.
+  std::vector<at::Tensor> capture_backward(CapturedStep& step, const Loss& loss) const {
+    std::vector<at::Tensor> trained, gradients;
+    for (auto& parameter : model_.parameters)
+      if (parameter.requires_grad()) trained.push_back(parameter);
+    auto computed = torch::autograd::grad({loss.mean}, trained, {step.seed}, /*retain_graph=*/false,
+                                          /*create_graph=*/false, /*allow_unused=*/true);
+    const at::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < trained.size(); ++i) {
+      auto& gradient = computed[i];
+      if (!gradient.defined()) continue;
+      TORCH_CHECK(gradient.layout() == at::kStrided, "GraphedStep: gradients must be dense, got one of layout ",
+                  gradient.layout(), " for a parameter of shape ", trained[i].sizes());
+      const bool alone = gradient.storage().use_count() == 1 && gradient.use_count() == 1;
+      if (!alone || !torch::autograd::utils::obeys_layout_contract(gradient, trained[i]))
+        gradient = torch::autograd::utils::clone_obey_contract(gradient, trained[i]);
+      step.parameters.push_back(trained[i]);
+      gradients.push_back(gradient);
+    }
+    return gradients;
+  }
+
+  Loss replayed(const std::shared_ptr<const CapturedStep>& step, const std::vector<at::Tensor>& batch) {
+    const auto copy = [](const at::Tensor& tensor) { return tensor.defined() ? tensor.clone() : tensor; };
+    Loss loss = at::Tensor();
+    {
+      const at::NoGradGuard no_grad;
+      for (std::size_t i = 0; i < batch.size(); ++i) step->batch[i].copy_(batch[i], /*non_blocking=*/true);
+      step->forward->replay();
+      loss = Loss(step->loss.mean.clone(), step->loss.items);  // copies, as the next replay overwrites them
+      loss.output = copy(step->loss.output);
+      loss.target = step->target < 0 ? copy(step->loss.target) : batch[static_cast<std::size_t>(step->target)];
+    }
+    for (auto& buffer : step->moved) buffer.unsafeGetTensorImpl()->bump_version();
+    auto pending = std::make_shared<const PendingBackward>(PendingBackward{step, current_stream(step->seed.device())});
+    pending_ = pending;
+    const auto node = new_node<GraphedBackward>(std::move(pending));
+    node->set_next_edges(torch::autograd::collect_next_edges(step->parameters));
+    torch::autograd::set_history(loss.mean, node);
+    loss.ready_ = [node](const at::Tensor& mean, double seed) { return add_graphed_gradients(node, mean, seed); };
+    return loss;
+  }
+
+  /// Compares a step with the objective. Throws if it is another program; the next batch is then compared again.
+  void check(Layout& layout, const std::vector<at::Tensor>& batch, c10::function_ref<Loss()> objective) {
+    const StepTrial trial(model_);
+    const FreshAccumulators accumulators(model_.parameters);
+    const auto wanted = trial.result(objective), got = trial.result([&] { return replayed(layout.step, batch); });
+    const auto found = differences_of_steps(model_, wanted, got);
+    TORCH_CHECK(found.empty(), "GraphedStep: the captured step must do what the objective does, but for ",
+                layout_text(batch), " ", found.front().text(),
+                ": the objective computes with numbers in C++ that are others for this batch, or with tensors that are "
+                "neither of the model nor of the batch");
+    ++layout.checks;
+  }
+
+  StepModel model_;
+  GraphedStepOptions options_;
+  std::map<std::vector<std::int64_t>, Layout> layouts_;
+  std::vector<std::pair<const void*, bool>> places_;
+  std::weak_ptr<const PendingBackward> pending_;
+  std::optional<c10::Stream> stream_ = {};  // one for all, as a stream's memory is not given to others
+};
+
+GRADACCUM_INLINE std::shared_ptr<CapturedSteps> capture_steps(torch::nn::Module& module,
+                                                              const GraphedStepOptions& options) {
+  return std::make_shared<CapturedSteps>(module, options);
+}
+
+GRADACCUM_INLINE Loss run_step(CapturedSteps& steps, const std::vector<at::Tensor>& batch,
+                               c10::function_ref<Loss()> objective) {
+  return steps.run(batch, objective);
+}
+
+GRADACCUM_INLINE const GraphedStepReport& report_of(const CapturedSteps& steps) { return steps.report; }
+
+}  // namespace gradaccum::detail
+
+namespace gradaccum {
+
+GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const GraphedStepReport& report) {
+  stream << report.replayed << " steps replayed, " << report.eager << " eager; captured " << report.captured
+         << " times";
+  for (auto& [why, count] : report.why_eager) stream << "\n  " << count << ": " << why;
+  return stream << '\n';
+}
+
+}  // namespace gradaccum
+
+#undef GRADACCUM_HAS_CUDA_GRAPHS
+#undef GRADACCUM_INLINE

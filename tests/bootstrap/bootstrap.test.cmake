@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# What a first build asks of the machine: its Pythons for LibTorch, and how many compilers at once.
+
+cmake_minimum_required(VERSION 3.25)
+
+if(ASK_PYTHONS)
+  include("${SOURCE}/cmake/GradaccumLibTorch.cmake")
+  gradaccum_present_libtorch(root)
+  message(STATUS "found: '${root}'")
+  return()
+endif()
+
+function(expect what text pattern)
+  if(NOT text MATCHES "${pattern}")
+    message(FATAL_ERROR "${what} must print\n${pattern}\ngot\n${text}")
+  endif()
+endfunction()
+
+# Three Pythons without torch: the one that is named, that of a virtual environment, and the first on the path.
+foreach(place IN ITEMS named environment/bin path)
+  file(WRITE "${WHERE}/${place}/python" "#!/bin/sh\nexit 1\n")
+  file(CHMOD "${WHERE}/${place}/python" PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)
+endforeach()
+execute_process(
+  COMMAND "${CMAKE_COMMAND}" -E env --unset=CONDA_PREFIX "VIRTUAL_ENV=${WHERE}/environment"
+    "${CMAKE_COMMAND}" -D ASK_PYTHONS=ON -D "SOURCE=${SOURCE}" -D "Python3_EXECUTABLE=${WHERE}/named/python"
+    -D "GRADACCUM_PYTHON=${WHERE}/path/python" -P "${CMAKE_CURRENT_LIST_FILE}"
+  COMMAND_ERROR_IS_FATAL ANY OUTPUT_VARIABLE text)
+expect("A search for LibTorch" "${text}" "no LibTorch that fits is in this system, or in ${WHERE}/named/python, or in ${WHERE}/environment/bin/python, or in ${WHERE}/path/python; name yours by -DCMAKE_PREFIX_PATH=[^\n]*\n-- found: ''")
+
+# bootstrap.sh's own functions, with a cmake that says what it was asked.
+set(build [==[cmake() { printf 'cmake %s\n' "$*"; }; source /dev/stdin <<< "$(sed -n '/^step()/p; /^build_jobs()/,/^}/p; /^build()/,/^}/p' "$0")"; build dev --target demo]==])
+execute_process(COMMAND "${CMAKE_COMMAND}" -E env CMAKE_BUILD_PARALLEL_LEVEL=7 bash -c "${build}" "${SOURCE}/bootstrap.sh"
+  COMMAND_ERROR_IS_FATAL ANY OUTPUT_VARIABLE text)
+expect("bootstrap.sh with CMAKE_BUILD_PARALLEL_LEVEL=7" "${text}" "cmake --build --preset dev --parallel 7 --target demo\n")
+cmake_host_system_information(RESULT cores QUERY NUMBER_OF_LOGICAL_CORES)
+execute_process(COMMAND "${CMAKE_COMMAND}" -E env --unset=CMAKE_BUILD_PARALLEL_LEVEL bash -c "${build}" "${SOURCE}/bootstrap.sh"
+  COMMAND_ERROR_IS_FATAL ANY OUTPUT_VARIABLE text)
+expect("bootstrap.sh" "${text}" "--parallel [1-9]")
+string(REGEX REPLACE ".*--parallel ([0-9]+).*" "\\1" jobs "${text}")
+if(jobs GREATER cores)
+  message(FATAL_ERROR "bootstrap.sh must start at most ${cores} compilers, one a core; got ${jobs}")
+endif()

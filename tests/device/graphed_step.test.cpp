@@ -1,0 +1,436 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#include <gradaccum/gradaccum.hpp>
+
+#include <gradaccum/detail/checkpoint/forward_state.hpp>
+#include <gradaccum/detail/compilation/device_graph.hpp>
+
+#include "support/device.hpp"
+#include "support/files.hpp"
+#include "support/models.hpp"
+
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+// A graphed step is the objective to the bit: losses, outputs, gradients, buffers, random numbers.
+
+namespace ga = gradaccum;
+using namespace testing;
+
+namespace {
+
+const at::Device device(at::kCUDA, 0);
+constexpr const char* missing = "needs a CUDA device whose LibTorch has graphs";
+
+bool has_graphs() {
+  if (!torch::cuda::is_available()) return false;
+#if !__has_include(<ATen/core/GraphImplInterface.h>)
+  if (emulated_cuda::is_loaded())
+    ga::detail::device_graph_maker() = [] {
+      return std::unique_ptr<ga::detail::GraphImplInterface>(emulated_cuda::new_graph());
+    };
+#endif
+  return ga::detail::has_graphs(device);
+}
+
+/// A network with buffers and random numbers.
+torch::nn::Sequential make_network(at::ScalarType dtype = at::kFloat) {
+  torch::manual_seed(1);
+  torch::nn::Sequential model(torch::nn::Linear(4, 16), torch::nn::BatchNorm1d(16), torch::nn::ReLU(),
+                              torch::nn::Dropout(0.3), torch::nn::Linear(16, 3));
+  model->to(device, dtype);
+  torch::manual_seed(2);
+  return model;
+}
+
+std::vector<Example> batches_on_device(const std::vector<std::int64_t>& sizes, at::ScalarType dtype = at::kFloat) {
+  std::vector<Example> batches;
+  for (auto& batch : make_batches(sizes, dtype)) batches.emplace_back(batch.data.to(device), batch.target.to(device));
+  return batches;
+}
+
+/// The objective of most tests: a mean over the target's elements, with output and target for metrics.
+const auto objective = [](auto& model, auto& batch) {
+  const auto output = model->forward(batch.data);
+  return ga::Loss(torch::mse_loss(output.to(at::kFloat), batch.target.to(at::kFloat)), batch.target.numel())
+      .with(output.detach(), batch.target);
+};
+
+/// What a training has left.
+struct Trained {
+  at::Tensor parameters, buffers, losses, outputs, next_random;
+  bool operator==(const Trained& other) const {
+    return at::equal(parameters, other.parameters) && at::equal(buffers, other.buffers) &&
+           at::equal(losses, other.losses) && at::equal(outputs, other.outputs) &&
+           at::equal(next_random, other.next_random);
+  }
+};
+
+at::Tensor all_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> all;
+  for (auto& tensor : tensors) all.push_back(tensor.detach().to(at::kCPU, at::kDouble).flatten());
+  return torch::cat(all);
+}
+
+struct Training {
+  std::vector<std::int64_t> sizes = {4, 4, 6, 4, 6, 6, 4, 4, 3, 4, 4};
+  at::ScalarType dtype = at::kFloat;
+  std::optional<at::ScalarType> accumulate_in = {}, autocast = {};
+  double scale = 0;  ///< the loss scale that AmpScaler begins with; 0: none
+};
+
+/// Trains with windows of three, the last of which is short, by the objective or a graphed step.
+template <class Optimizer = ga::optim::AdamW>
+Trained trained(bool graphed, const Training& how = {}, ga::GraphedStepReport* report = nullptr) {
+  auto model = make_network(how.dtype);
+  const auto batches = batches_on_device(how.sizes, how.dtype);
+  const auto with_autocast = [&](auto& net, auto& batch) {
+    const ga::Autocast scope(at::kCUDA, how.autocast.value_or(at::kHalf), how.autocast.has_value());
+    return objective(net, batch);
+  };
+  ga::GraphedStep step(model, with_autocast);
+  Optimizer wrapped(model->parameters(), 0.01);
+  ga::GradAccumulator optimizer(wrapped, {.steps = 3, .accumulate_in = how.accumulate_in});
+  ga::AmpScaler scaler({.init_scale = how.scale > 0 ? how.scale : 1, .growth_interval = 2, .enabled = how.scale > 0});
+  std::vector<at::Tensor> losses, outputs;
+  for (auto& batch : batches) {
+    const auto loss = graphed ? step(batch) : with_autocast(model, batch);
+    losses.push_back(loss.mean);
+    outputs.push_back(loss.output);
+    CHECK(loss.target.is_same(batch.target));
+    optimizer.backward(scaler.scale(loss));
+    optimizer.clip_grad_norm_(0.3);
+    scaler.step(optimizer);
+    scaler.update();
+    optimizer.zero_grad();
+  }
+  optimizer.flush();
+  if (report) *report = step.report();
+  return {all_of(model->parameters()), all_of(model->buffers()), all_of(losses), all_of(outputs),
+          torch::rand({5}, device).cpu()};
+}
+
+/// What a step may not change but by its loss.
+struct Traces {
+  explicit Traces(const torch::nn::Sequential& model)
+      : model_(model), buffers_(all_of(model->buffers())), parameters_(all_of(model->parameters())) {
+    for (auto& parameter : model->parameters()) gradients_.push_back(parameter.grad());
+  }
+  bool none() const {
+    const auto parameters = model_->parameters();
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      if (!parameters[i].grad().is_same(gradients_[i])) return false;
+    return at::equal(buffers_, all_of(model_->buffers())) && at::equal(parameters_, all_of(parameters)) &&
+           random_ == ga::detail::RandomState();
+  }
+
+ private:
+  torch::nn::Sequential model_;
+  at::Tensor buffers_, parameters_;
+  std::vector<at::Tensor> gradients_;
+  ga::detail::RandomState random_;
+};
+
+}  // namespace
+
+TEMPLATE_TEST_CASE("GraphedStep: trains as the objective does, to the bit", "[cuda]", torch::optim::SGD,
+                   ga::optim::AdamW, ga::optim::Adafactor) {
+  if (!has_graphs()) SKIP(missing);
+  ga::GraphedStepReport report;
+  const auto graphed = trained<TestType>(true, {}, &report);
+  CHECK(graphed == trained<TestType>(false));
+  CHECK(report.replayed == 11);
+  CHECK(report.captured == 3);
+  CHECK(report.eager == 0);
+  Training other;
+  other.sizes.back() = 3;
+  CHECK_FALSE(graphed == trained<TestType>(false, other));
+}
+
+TEST_CASE("GraphedStep: 16 bits, sums in float32, autocast and a loss scale that overflows", "[cuda]") {
+  if (!has_graphs()) SKIP(missing);
+  for (const auto& how : std::vector<Training>{{.dtype = at::kBFloat16},
+                                               {.dtype = at::kBFloat16, .accumulate_in = at::kFloat},
+                                               {.autocast = at::kBFloat16},
+                                               {.autocast = at::kHalf, .scale = 1024},
+                                               {.autocast = at::kHalf, .scale = 1e38}}) {
+    CAPTURE(how.dtype, how.scale);
+    ga::GraphedStepReport report;
+    CHECK(trained(true, how, &report) == trained(false, how));
+    CHECK(report.replayed == 11);
+  }
+}
+
+TEST_CASE("GraphedStep: replaces the objective of loss.backward() and of a Trainer", "[cuda]") {
+  if (!has_graphs()) SKIP(missing);
+  const auto batches = batches_on_device({4, 4, 4, 5, 5, 4});
+  std::vector<at::Tensor> results;
+  for (const bool graphed : {false, true}) {
+    auto model = make_network();
+    const auto mean = [](auto& net, auto& batch) { return torch::mse_loss(net->forward(batch.data), batch.target); };
+    ga::GraphedStep step(model, mean);
+    ga::GraphedStep of_losses(model, objective);
+    for (auto& batch : batches) (graphed ? step(batch) : mean(model, batch)).backward();
+    for (auto& batch : batches) (graphed ? of_losses(batch) : objective(model, batch)).backward();
+    std::vector<at::Tensor> gradients;
+    for (auto& parameter : model->parameters()) gradients.push_back(parameter.grad());
+    results.push_back(all_of(gradients));
+    ga::optim::AdamW wrapped(model->parameters(), 0.01);
+    if (graphed)
+      ga::Trainer(model, wrapped, step, ga::Accumulate{2}).fit(batches, {.epochs = 2});
+    else
+      ga::Trainer(model, wrapped, mean, ga::Accumulate{2}).fit(batches, {.epochs = 2});
+    results.push_back(all_of(model->parameters()));
+    CHECK(step.report().replayed == (graphed ? 18 : 0));
+  }
+  CHECK(at::equal(results[0], results[2]));
+  CHECK(at::equal(results[1], results[3]));
+}
+
+TEST_CASE("GraphedStep: what is captured leaves no trace, and nobody waits afterwards", "[cuda]") {
+  if (!has_graphs()) SKIP(missing);
+  auto model = make_network();
+  ga::GraphedStep step(model, objective);
+  auto batches = batches_on_device({4, 4, 4, 4});
+  const Traces traces(model);
+  const ga::detail::RandomState before;
+  step(batches[0]);
+  before.restore();
+  auto other = make_network();
+  objective(other, batches[0]);
+  CHECK(at::equal(all_of(model->buffers()), all_of(other->buffers())));  // they moved once
+  for (auto& parameter : model->parameters()) CHECK_FALSE(parameter.grad().defined());
+  step(batches[1]).backward();
+  if (!WaitCount::possible()) return;
+  for (int i = 2; i < 4; ++i) {
+    const WaitCount count;
+    const auto launches = emulated_cuda::counts().launches;
+    step(batches[static_cast<std::size_t>(i)]).backward();
+    CHECK(count.waits() == 0);
+    CHECK(emulated_cuda::counts().launches - launches < 12);
+  }
+}
+
+TEST_CASE("GraphedStep: frozen, unused and shared gradients; parameters that move, and other modes", "[cuda]") {
+  if (!has_graphs()) SKIP(missing);
+  const auto sum = [](auto& net, auto& batch) {
+    const auto named = net->named_parameters();
+    const auto first = named["0.weight"], last = named["4.bias"];
+    return (net->forward(batch.data) - batch.target).square().sum() + first.sum() + last.sum() * 0.5;
+  };
+  const auto batches = batches_on_device({4, 4, 4});
+  std::vector<std::vector<at::Tensor>> results;
+  for (const bool graphed : {false, true}) {
+    auto model = make_network();
+    auto unused = model->register_parameter("unused", torch::ones({3}, device));
+    auto frozen = model->parameters()[1];
+    frozen.requires_grad_(false);
+    ga::GraphedStep step(model, sum);
+    std::vector<at::Tensor> seen;
+    const auto run = [&] {
+      for (auto& batch : batches) (graphed ? step(batch) : sum(model, batch)).backward();
+      for (auto& parameter : model->parameters())
+        seen.push_back(parameter.grad().defined() ? parameter.grad().cpu() : at::zeros({1}));
+      seen.push_back(all_of(model->buffers()));
+    };
+    run();
+    CHECK_FALSE(unused.grad().defined());
+    CHECK_FALSE(frozen.grad().defined());
+    frozen.requires_grad_(true);
+    auto weight = model->named_parameters()["0.weight"];
+    const auto hook = weight.register_hook([](const at::Tensor& gradient) { return gradient * 2; });
+    run();
+    weight.remove_hook(hook);
+    for (auto& parameter : model->parameters()) parameter.set_data(parameter.detach() * 2);  // other memory
+    run();
+    model->eval();
+    run();
+    model->train();
+    run();
+    if (graphed) CHECK(step.report().captured == 4);  // once for each change; the modes of before are still there
+    results.push_back(std::move(seen));
+  }
+  for (std::size_t i = 0; i < results[0].size(); ++i) {
+    CAPTURE(i, results[0][i], results[1][i]);
+    CHECK(at::equal(results[0][i], results[1][i]));
+  }
+}
+
+TEST_CASE("GraphedStep: names what cannot be captured, and leaves all as it was", "[cuda]") {
+  if (!has_graphs()) SKIP(missing);
+  auto model = make_network();
+  auto batches = batches_on_device({4, 4});
+  auto expect = [&](const auto& wrong, const std::string& name) {
+    ga::GraphedStep step(model, wrong);
+    const Traces traces(model);
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      const auto error = error_of([&] { step(batches[0]); });
+      CAPTURE(error);
+      CHECK(contains(error, "GraphedStep: aten::" + name + " cannot be captured: CUDA error: operation not permitted"));
+      CHECK(traces.none());
+    }
+    ga::GraphedStep right(model, objective);  // the device is as usable as before
+    right(batches[0]).backward();
+    model->zero_grad();
+  };
+  expect([](auto& net,
+            auto& batch) { return net->forward(batch.data).sum() * batch.target.sum().template item<double>(); },
+         "_local_scalar_dense");
+  expect([](auto& net, auto& batch) { return net->forward(batch.data).sum() * torch::ones({}).to(device); }, "copy_");
+  expect([](auto& net, auto& batch) { return net->forward(batch.data).masked_select(batch.target > 0).sum(); },
+         "masked_select");
+}
+
+TEST_CASE("GraphedStep: finds numbers of C++ that are others for another batch", "[cuda]") {
+  if (!has_graphs()) SKIP(missing);
+  auto model = make_network();
+  auto batches = batches_on_device({4, 4, 4});
+  double factor = 1;
+  ga::GraphedStep step(model, [&](auto& net, auto& batch) { return (net->forward(batch.data) * factor).sum(); });
+  step(batches[0]).backward();
+  factor = 2;
+  const Traces traces(model);
+  const auto error = error_of([&] { step(batches[1]); });
+  CHECK(contains(error, "GraphedStep: the captured step must do what the objective does"));
+  CHECK(contains(error, "Float [4, 4]"));
+  CHECK(traces.none());
+  factor = 1;
+  step(batches[1]).backward();
+}
+
+TEST_CASE("GraphedStep: runs the objective where there is no graph, and says why", "[cuda]") {
+  if (!has_graphs()) SKIP(missing);
+  const auto reasons = [](const auto& step) {
+    std::ostringstream text;
+    text << step.report();
+    return text.str();
+  };
+  auto model = make_network();
+  auto batches = batches_on_device({4, 4, 5, 6, 4});
+  SECTION("a loss that waits for its backward") {
+    ga::GraphedStep step(model, objective);
+    auto other = make_network();
+    const auto first = objective(other, batches[0]).mean, second = objective(other, batches[1]).mean;
+    (first + second).backward();
+    torch::manual_seed(2);
+    const auto graphed = step(batches[0]).mean, eager = step(batches[1]).mean;
+    (graphed + eager).backward();
+    for (std::size_t i = 0; i < model->parameters().size(); ++i)
+      CHECK(at::equal(model->parameters()[i].grad(), other->parameters()[i].grad()));
+    CHECK(contains(reasons(step), "1: the loss before has not been backward yet"));
+    step(batches[1]);  // its loss is gone
+    step(batches[0]);
+    CHECK(step.report().replayed == 3);
+  }
+  SECTION("more layouts than graphs") {
+    ga::GraphedStep step(model, objective, {.graphs = 1});
+    step(batches[0]);
+    step(batches[1]);
+    for (int use = 0; use < 4; ++use) step(batches[2]);
+    CHECK(contains(reasons(step), "4: more layouts than .graphs = 1"));
+    step(batches[2]);  // used much more often than the other by now
+    CHECK(step.report().replayed == 3);
+    CHECK(step.report().captured == 2);
+    step(batches[0]);
+    CHECK(contains(reasons(step), "5: more layouts than .graphs = 1"));
+  }
+  SECTION("batches and models elsewhere, evaluations") {
+    ga::GraphedStep step(model, [](auto& net, auto& batch) { return net->forward(batch.data.to(device)).sum(); });
+    auto on_host = make_batches({4}, at::kFloat)[0];
+    step(on_host).backward();
+    CHECK(contains(reasons(step), "a tensor of the batch on cpu"));
+    auto trained = batches[0];
+    trained.data = trained.data.clone().requires_grad_();
+    step(trained).backward();
+    CHECK(trained.data.grad().defined());
+    {
+      const at::NoGradGuard no_grad;
+      step(batches[0]);
+    }
+    CHECK(step.report().replayed == 0);
+    CHECK(step.report().eager == 2);
+    auto elsewhere = make_model(at::kFloat);
+    ga::GraphedStep of_host(elsewhere, [](auto& net, auto& batch) { return loss_of(net, batch); });
+    of_host(on_host).backward();
+    CHECK(contains(reasons(of_host), "1: no graphs on cpu"));
+  }
+  SECTION("tensors and seeds from elsewhere") {
+    auto other = torch::ones({3}, device).requires_grad_();
+    ga::GraphedStep step(model, [&](auto& net, auto& batch) { return (net->forward(batch.data) * other).sum(); });
+    CHECK(contains(
+        error_of([&] { step(batches[0]); }),
+        "GraphedStep: all tensors with gradients must be parameters of the model, got another one of shape [3]"));
+    ga::AmpScaler scaler({.init_scale = 4});
+    ga::GraphedStep scaled(model, [&](auto& net, auto& batch) { return scaler.scale(objective(net, batch)); });
+    CHECK(contains(error_of([&] { scaled(batches[0]); }), "GraphedStep: a loss scale or weight must be put on"));
+    ga::GraphedStep with_host(model, [](auto& net, auto& batch) {
+      return objective(net, batch).with(net->forward(batch.data).detach(), torch::tensor({3, 4}));
+    });
+    for (int i = 0; i < 2; ++i) CHECK(at::equal(with_host(batches[0]).target, torch::tensor({3, 4})));
+  }
+  SECTION("another stream") {
+    ga::GraphedStep step(model, objective);
+    torch::manual_seed(2);
+    std::optional<ga::Loss> loss;
+    {
+      const c10::StreamGuard guard(c10::impl::VirtualGuardImpl(at::kCUDA).getStreamFromGlobalPool(device));
+      loss = step(batches[0]);
+    }
+    loss->backward();
+    auto other = make_network();
+    objective(other, batches[0]).backward();
+    for (std::size_t i = 0; i < model->parameters().size(); ++i)
+      CHECK(at::equal(model->parameters()[i].grad(), other->parameters()[i].grad()));
+  }
+  SECTION("misuse") {
+    CHECK(contains(error_of([&] { ga::GraphedStep(model, objective, {.graphs = 0}); }),
+                   "GraphedStep: graphs must be >= 1, got 0"));
+    ga::GraphedStep step(model, objective);
+    CHECK(contains(error_of([&] { step(batches[0]).mean.backward({}, /*retain_graph=*/true); }),
+                   "GraphedStep: retain_graph must be false"));
+    CHECK(contains(error_of([&] { step(batches[0]).mean.backward({}, false, /*create_graph=*/true); }),
+                   "GraphedStep: create_graph must be false"));
+    const auto loss = step(batches[0]);
+    loss.backward();
+    CHECK_FALSE(error_of([&] { loss.backward(); }).empty());
+    ga::GraphedStep without_gradient(model,
+                                     [](auto& net, auto& batch) { return net->forward(batch.data).detach().sum(); });
+    CHECK(contains(error_of([&] { without_gradient(batches[0]); }), "requires no grad"));
+  }
+}
+
+TEST_CASE("GraphedStep: memory that runs out in a capture leaves all as it was", "[cuda]") {
+  if (!has_graphs() || !FailingAllocation::possible()) SKIP(missing);
+  auto batches = batches_on_device({4, 4});
+  const auto expected = [&] {
+    auto model = make_network();
+    objective(model, batches[0]).backward();
+    return all_of({model->parameters()[0].grad(), model->buffers()[0]});
+  }();
+  bool done = false;
+  for (std::int64_t nth = 1; !done; nth += 3) {
+    auto model = make_network();
+    ga::GraphedStep step(model, objective);
+    const Traces traces(model);
+    try {
+      const FailingAllocation failing(nth);
+      step(batches[0]);
+      done = true;
+    } catch (const c10::Error&) {
+      if (step.report().replayed > 0) continue;  // in the middle of a step, as an objective would be
+      CHECK(traces.none());
+    }
+    if (done) break;
+    step(batches[0]).backward();
+    CHECK(at::equal(all_of({model->parameters()[0].grad(), model->buffers()[0]}), expected));
+  }
+}

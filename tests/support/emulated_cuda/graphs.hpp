@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/compilation/device_graph.hpp>
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Storage.h>
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace emulated_cuda {
+
+struct MemoryPool;
+
+/// Work that was captured on a stream, to be replayed.
+///
+/// Kernels of the CPU have to run while they are captured, as only they tell the shapes of their results; the end of
+/// the capture undoes what they wrote. Each is recorded as a function that runs it again in the same memory.
+class Graph final : public gradaccum::detail::GraphImplInterface {
+ public:
+  /// The graph that captures what this thread issues to a device; null if that is executed.
+  static Graph* capturing(c10::DeviceIndex device);
+  static Graph* capturing(const c10::Stream& stream);
+  /// Makes a stream wait for an event of the capture of that number. It is captured then, too.
+  static void join(std::uint64_t capture, c10::DeviceIndex device, const c10::Stream& stream);
+  /// Ends the captures of this thread's streams by an error, as what is about to be done is not allowed there.
+  static void refuse_in_captures();
+
+#if __has_include(<ATen/core/GraphImplInterface.h>)
+  explicit Graph(const at::GraphImplArgs& /*arguments*/ = {}) {}
+  void capture_begin(c10::MempoolId_t pool, at::GraphCaptureMode /*mode*/) override { begin(pool); }
+  void instantiate() override { check_captured(); }
+  void enable_debug_mode() override {}
+  void debug_dump(const std::string& /*path*/) override {}
+  void reset() override { forget(); }
+#else
+  Graph() = default;
+  void capture_begin(c10::MempoolId_t pool) override { begin(pool); }
+#endif
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+  ~Graph() override { forget(); }
+  void capture_end() override;
+  void replay() override;
+  c10::MempoolId_t pool() const override;
+
+  std::uint64_t number_of_capture() const { return capture_; }
+  /// Where the blocks lie that are allocated during the capture.
+  const std::shared_ptr<MemoryPool>& memory() const { return memory_; }
+
+  /// Notes memory that is allocated during the capture: before a replay, it holds nothing.
+  void add_block(const void* block);
+  /// Remembers the bytes of an operation's argument before it runs, or of a result, for the end of the capture.
+  void save(const at::Tensor& tensor);
+  /// The same memory, whatever becomes of the storage: a graph holds addresses, and keeps nothing alive.
+  c10::Storage fixed(const c10::Storage& storage);
+  void record(std::function<void()> work);
+
+ private:
+  struct Saved {
+    c10::Storage storage;
+    std::string bytes;  // none of memory that was allocated during the capture
+    int fill;
+  };
+
+  static Graph* capturing(c10::DeviceIndex device, c10::StreamId stream);
+  void begin(c10::MempoolId_t pool);
+  void undo();
+  void forget();
+  void check_valid() const;
+  void check_captured() const;
+
+  std::mutex mutex_;  // several threads may issue work: autograd's
+  c10::DeviceIndex device_ = 0;
+  std::uint64_t capture_ = 0;
+  std::vector<c10::StreamId> streams_;  // the one on which the capture began is the first
+  c10::MempoolId_t pool_ = {0, 0};
+  std::shared_ptr<MemoryPool> memory_;
+  at::Tensor numbers_;  // the state of the device's generator before the capture
+  std::set<const void*> blocks_;
+  std::vector<Saved> saved_;
+  std::map<std::pair<const void*, const void*>, c10::Storage> fixed_;  // by storage and address
+  std::vector<std::function<void()>> work_;
+  std::atomic<bool> invalid_ = false;
+  bool captured_ = false;
+};
+
+}  // namespace emulated_cuda
