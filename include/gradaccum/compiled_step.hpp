@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/compilation/objective_step.hpp>
 #include <gradaccum/detail/data/samples.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/gradients.hpp>
@@ -82,40 +83,14 @@ const CompiledStepReport& report_of(const LoadedStep& step);
 ///
 /// @note For models on the CPU.
 template <class Model, class Objective>
-class CompiledStep {
-  static_assert(gradaccum::model<Model>,
-                "CompiledStep: a model is a torch::nn::Module, a ModuleHolder, or a pointer to one");
+class CompiledStep : public detail::ObjectiveStep<Model, Objective, detail::LoadedStep> {
+  using Base = detail::ObjectiveStep<Model, Objective, detail::LoadedStep>;
 
  public:
   CompiledStep(Model& model, Objective objective, const std::filesystem::path& folder)
-      : model_(&model), objective_(std::move(objective)), step_(detail::load_step(detail::module_of(model), folder)) {}
+      : Base(model, std::move(objective), detail::load_step(detail::module_of(model), folder)) {}
   CompiledStep(Model& model, Objective objective, const InProgram& step)
-      : model_(&model), objective_(std::move(objective)), step_(detail::load_step(detail::module_of(model), step)) {}
-
-  template <class Batch>
-  auto operator()(Batch&& batch) {
-    using Result = std::remove_cvref_t<std::invoke_result_t<Objective&, Model&, Batch&>>;
-    static_assert(std::convertible_to<Result, Loss>, "CompiledStep: the objective returns a Tensor or a ga::Loss");
-    auto loss = detail::run_step(*step_, detail::tensors_of(batch),
-                                 [&] { return Loss(std::invoke(objective_, *model_, batch)); });
-    if constexpr (std::derived_from<Result, at::Tensor>)
-      return loss.mean;
-    else
-      return loss;
-  }
-  template <class Batch>
-  auto operator()(Model& model, Batch& batch) {
-    TORCH_CHECK(&detail::module_of(model) == &detail::module_of(*model_),
-                "CompiledStep: step(model, batch) must get the model that it was made for");
-    return (*this)(batch);
-  }
-
-  const CompiledStepReport& report() const { return detail::report_of(*step_); }
-
- private:
-  Model* model_;
-  Objective objective_;
-  std::shared_ptr<detail::LoadedStep> step_;
+      : Base(model, std::move(objective), detail::load_step(detail::module_of(model), step)) {}
 };
 
 /// Options for `save_step`.

@@ -222,7 +222,7 @@ struct Loss {
   }
 
   // Adds the gradients of a `CompiledStep` or `GraphedStep` in place of backward. Returns false if that has to run.
-  std::function<bool(const at::Tensor& loss, double seed)> ready_ = {};
+  std::function<bool(const at::Tensor& loss, const detail::Multiplier& by)> ready_ = {};
 };
 
 /// Counts the micro-batches of a window and their weights. Has nothing to do with tensors.

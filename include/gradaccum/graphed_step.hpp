@@ -2,24 +2,19 @@
 #pragma once
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/data/samples.hpp>
+#include <gradaccum/detail/compilation/objective_step.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/gradients.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
 #include <c10/util/FunctionRef.h>
 #include <torch/nn/module.h>
 
-#include <concepts>
-#include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <iosfwd>
 #include <map>
 #include <memory>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -34,6 +29,7 @@ struct GraphedStepOptions {
 struct GraphedStepReport {
   std::int64_t replayed = 0, eager = 0;
   std::int64_t captured = 0;                           ///< how often a layout was captured
+  std::int64_t bytes = 0;                              ///< device memory that the graphs hold, with their batches
   std::map<std::string, std::int64_t> why_eager = {};  ///< counts by reason
 };
 std::ostream& operator<<(std::ostream& stream, const GraphedStepReport& report);
@@ -73,7 +69,9 @@ const GraphedStepReport& report_of(const CapturedSteps& steps);
 /// batch, unless they follow from the layout. So the first two batches of a layout also run by the objective, and a
 /// `c10::Error` names what differs beyond rounding. An error names what cannot be captured, too: `item()` and whatever
 /// else waits for the device, copies from memory that is not pinned, and tensors with gradients that are not the
-/// model's. Gradients of a `ga::Loss` are added in one pass, where its seed is a number and no hook waits for them.
+/// model's. Tensors of the batch may be on the CPU, as the lengths of sequences are, where operations do not depend on
+/// their values: the first batch with other values is compared, too. Gradients of a `ga::Loss` are added in one pass,
+/// unless a hook waits for them.
 ///
 /// Runs the objective itself where there is no graph, and counts the reasons in `report()`: on a CPU, for tensors on
 /// another device than the model, while the loss before has not been backward yet, and for layouts beyond `.graphs`, of
@@ -84,43 +82,15 @@ const GraphedStepReport& report_of(const CapturedSteps& steps);
 /// `create_graph` are not supported.
 ///
 /// @note Needs LibTorch 2.15, or CUDA's headers with an older one, where an error in a capture leaves the device's
-/// random numbers unusable. All graphs share one pool of memory, which holds what the largest needs. Beside it lie
-/// their batches, and what the objective needs while one is captured and checked.
+/// random numbers unusable. All graphs share one pool of memory, which holds what the largest needs (`bytes` of the
+/// report, with their batches). While one is captured and checked, the objective needs its own memory beside it.
 template <class Model, class Objective>
-class GraphedStep {
-  static_assert(gradaccum::model<Model>,
-                "GraphedStep: a model is a torch::nn::Module, a ModuleHolder, or a pointer to one");
+class GraphedStep : public detail::ObjectiveStep<Model, Objective, detail::CapturedSteps> {
+  using Base = detail::ObjectiveStep<Model, Objective, detail::CapturedSteps>;
 
  public:
   GraphedStep(Model& model, Objective objective, const GraphedStepOptions& options = {})
-      : model_(&model),
-        objective_(std::move(objective)),
-        steps_(detail::capture_steps(detail::module_of(model), options)) {}
-
-  template <class Batch>
-  auto operator()(Batch&& batch) {
-    using Result = std::remove_cvref_t<std::invoke_result_t<Objective&, Model&, Batch&>>;
-    static_assert(std::convertible_to<Result, Loss>, "GraphedStep: the objective returns a Tensor or a ga::Loss");
-    auto loss = detail::run_step(*steps_, detail::tensors_of(batch),
-                                 [&] { return Loss(std::invoke(objective_, *model_, batch)); });
-    if constexpr (std::derived_from<Result, at::Tensor>)
-      return loss.mean;
-    else
-      return loss;
-  }
-  template <class Batch>
-  auto operator()(Model& model, Batch& batch) {
-    TORCH_CHECK(&detail::module_of(model) == &detail::module_of(*model_),
-                "GraphedStep: step(model, batch) must get the model that it was made for");
-    return (*this)(batch);
-  }
-
-  const GraphedStepReport& report() const { return detail::report_of(*steps_); }
-
- private:
-  Model* model_;
-  Objective objective_;
-  std::shared_ptr<detail::CapturedSteps> steps_;
+      : Base(model, std::move(objective), detail::capture_steps(detail::module_of(model), options)) {}
 };
 
 }  // namespace gradaccum

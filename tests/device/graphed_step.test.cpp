@@ -9,12 +9,14 @@
 #include "support/device.hpp"
 #include "support/files.hpp"
 #include "support/models.hpp"
+#include "support/ranks.hpp"
 
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -86,6 +88,7 @@ struct Training {
   at::ScalarType dtype = at::kFloat;
   std::optional<at::ScalarType> accumulate_in = {}, autocast = {};
   double scale = 0;  ///< the loss scale that AmpScaler begins with; 0: none
+  bool scale_on_device = false;
 };
 
 /// Trains with windows of three, the last of which is short, by the objective or a graphed step.
@@ -100,7 +103,10 @@ Trained trained(bool graphed, const Training& how = {}, ga::GraphedStepReport* r
   ga::GraphedStep step(model, with_autocast);
   Optimizer wrapped(model->parameters(), 0.01);
   ga::GradAccumulator optimizer(wrapped, {.steps = 3, .accumulate_in = how.accumulate_in});
-  ga::AmpScaler scaler({.init_scale = how.scale > 0 ? how.scale : 1, .growth_interval = 2, .enabled = how.scale > 0});
+  ga::AmpScaler scaler({.init_scale = how.scale > 0 ? how.scale : 1,
+                        .growth_interval = 2,
+                        .enabled = how.scale > 0,
+                        .on_device = how.scale_on_device});
   std::vector<at::Tensor> losses, outputs;
   for (auto& batch : batches) {
     const auto loss = graphed ? step(batch) : with_autocast(model, batch);
@@ -151,6 +157,7 @@ TEMPLATE_TEST_CASE("GraphedStep: trains as the objective does, to the bit", "[cu
   CHECK(report.replayed == 11);
   CHECK(report.captured == 3);
   CHECK(report.eager == 0);
+  CHECK(report.bytes > 3 * 4 * 4 * 4);
   Training other;
   other.sizes.back() = 3;
   CHECK_FALSE(graphed == trained<TestType>(false, other));
@@ -162,8 +169,9 @@ TEST_CASE("GraphedStep: 16 bits, sums in float32, autocast and a loss scale that
                                                {.dtype = at::kBFloat16, .accumulate_in = at::kFloat},
                                                {.autocast = at::kBFloat16},
                                                {.autocast = at::kHalf, .scale = 1024},
-                                               {.autocast = at::kHalf, .scale = 1e38}}) {
-    CAPTURE(how.dtype, how.scale);
+                                               {.autocast = at::kHalf, .scale = 1e38},
+                                               {.autocast = at::kHalf, .scale = 1e38, .scale_on_device = true}}) {
+    CAPTURE(how.dtype, how.scale, how.scale_on_device);
     ga::GraphedStepReport report;
     CHECK(trained(true, how, &report) == trained(false, how));
     CHECK(report.replayed == 11);
@@ -307,6 +315,86 @@ TEST_CASE("GraphedStep: finds numbers of C++ that are others for another batch",
   step(batches[1]).backward();
 }
 
+TEST_CASE("GraphedStep: batches of sequences, whose lengths are on the CPU", "[cuda]") {
+  if (!has_graphs()) SKIP(missing);
+  std::vector<at::Tensor> sequences;
+  for (int i = 0; i < 24; ++i) sequences.push_back(torch::randn({1 + i % 8, 4}, device));
+  const auto targets = torch::randn({24, 3}, device);
+  std::vector<at::Tensor> results;
+  for (const bool graphed : {false, true}) {
+    ga::data::LengthBuckets buckets(sequences, targets, {.batch_size = 3, .shuffle = true, .pad_to_multiple_of = 4});
+    auto model = make_network();
+    const auto of_sequences = [](auto& net, const ga::data::SequenceBatch& batch) {
+      return ga::Loss{torch::mse_loss(net->forward(batch.data.sum(1)), batch.target), batch.rows()};
+    };
+    ga::GraphedStep step(model, of_sequences);
+    for (int epoch = 0; epoch < 2; ++epoch)
+      for (auto& batch : buckets) (graphed ? step(batch) : of_sequences(model, batch)).backward();
+    for (auto& parameter : model->parameters()) results.push_back(parameter.grad().cpu());
+    if (graphed) CHECK(step.report().replayed == 16);
+    if (graphed) CHECK(step.report().captured == 2);
+  }
+  for (std::size_t i = 0; i < results.size() / 2; ++i) CHECK(at::equal(results[i], results[i + results.size() / 2]));
+}
+
+TEST_CASE("GraphedStep: finds that operations depend on values on the CPU, though many batches have the same",
+          "[cuda]") {
+  if (!has_graphs()) SKIP(missing);
+  using Batch = std::pair<at::Tensor, at::Tensor>;
+  auto model = make_network();
+  ga::GraphedStep step(model, [](auto& net, const Batch& batch) {
+    return net->forward(batch.first).sum() * batch.second.max().item<double>();
+  });
+  const auto data = torch::randn({4, 4}, device);
+  const auto run = [&](std::int64_t longest) {
+    step(Batch{data, torch::tensor({longest, std::int64_t{1}})}).backward();
+  };
+  for (int i = 0; i < 4; ++i) run(3);
+  const Traces traces(model);
+  CHECK(contains(error_of([&] { run(2); }), "the captured step must do what the objective does"));
+  CHECK(traces.none());
+  run(3);
+}
+
+TEST_CASE("GraphedStep: data parallel training on two devices", "[cuda]") {
+  if (!has_graphs() || torch::cuda::device_count() < 2) SKIP(missing);
+  const auto batches = make_batches({4, 4, 4, 4, 3, 4, 4, 4, 4, 4}, at::kFloat);
+  std::vector<at::Tensor> results;
+  for (const bool graphed : {false, true}) {
+    std::vector<at::Tensor> of_rank(2);
+    std::vector<torch::nn::Sequential> models{make_network(), make_network()};
+    std::mutex one_captures;  // ranks are processes, and have random numbers of their own
+    tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+      const auto rank = static_cast<std::size_t>(group.rank());
+      const at::Device own(at::kCUDA, static_cast<at::DeviceIndex>(rank));
+      auto& model = models[rank];
+      model[3]->eval();  // whose random numbers those of the other rank would depend on
+      model->to(own);
+      ga::GraphedStep step(model, objective);
+      ga::optim::AdamW wrapped(model->parameters(), 0.01);
+      ga::GradAccumulator optimizer(wrapped, {.steps = 2});
+      ga::Replicas replicas(group, model, optimizer, {.bucket_bytes = 200, .seed_by_rank = false});
+      for (auto i = rank; i < batches.size(); i += 2) {
+        Example batch{batches[i].data.to(own), batches[i].target.to(own)};
+        auto loss = [&] {
+          const std::lock_guard lock(one_captures);
+          return graphed ? step(batch) : objective(model, batch);
+        }();
+        optimizer.backward(loss);
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      optimizer.flush();
+      of_rank[rank] = all_of(model->parameters());
+      CHECK(step.report().replayed == (graphed ? 5 : 0));
+    });
+    CHECK(at::equal(of_rank[0], of_rank[1]));
+    results.push_back(of_rank[0]);
+  }
+  CHECK(at::equal(results[0], results[1]));
+  CHECK_FALSE(at::equal(results[0], all_of(make_network()->parameters())));
+}
+
 TEST_CASE("GraphedStep: runs the objective where there is no graph, and says why", "[cuda]") {
   if (!has_graphs()) SKIP(missing);
   const auto reasons = [](const auto& step) {
@@ -346,8 +434,11 @@ TEST_CASE("GraphedStep: runs the objective where there is no graph, and says why
   SECTION("batches and models elsewhere, evaluations") {
     ga::GraphedStep step(model, [](auto& net, auto& batch) { return net->forward(batch.data.to(device)).sum(); });
     auto on_host = make_batches({4}, at::kFloat)[0];
-    step(on_host).backward();
-    CHECK(contains(reasons(step), "a tensor of the batch on cpu"));
+    CHECK(contains(error_of([&] { step(on_host); }), "GraphedStep: aten::copy_ cannot be captured"));
+    auto elsewhere_too = batches[0];
+    elsewhere_too.target = elsewhere_too.target.to(at::Device(at::kCUDA, 1));
+    step(elsewhere_too).backward();
+    CHECK(contains(reasons(step), "1: a tensor of the batch on cuda:1"));
     auto trained = batches[0];
     trained.data = trained.data.clone().requires_grad_();
     step(trained).backward();

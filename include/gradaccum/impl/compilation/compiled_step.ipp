@@ -47,6 +47,7 @@
 #include <algorithm>
 #include <clocale>
 #include <cmath>
+#include <functional>
 #include <locale>
 #include <ostream>
 #include <sstream>
@@ -380,15 +381,15 @@ class CompiledBackward final : public torch::autograd::Node {
 
 /// Adds gradients without autograd's engine, which takes as long as a small network. Returns false if backward has to
 /// run: the loss is no longer the one they belong to, or hooks wait for the gradients.
-GRADACCUM_INLINE bool add_gradients(const NodePointer& node, const at::Tensor& loss, double seed) {
-  if (loss.grad_fn().get() != node.get()) return false;
+GRADACCUM_INLINE bool add_gradients(const NodePointer& node, const at::Tensor& loss, const Multiplier& seed) {
+  if (loss.grad_fn().get() != node.get() || !seed.on_host()) return false;
   std::vector<torch::autograd::AccumulateGrad*> parameters;
   for (auto& edge : node->next_edges()) {
     parameters.push_back(accumulator_without_hooks(edge));
     if (!parameters.back()) return false;
   }
   const at::NoGradGuard no_grad;
-  auto gradients = static_cast<CompiledBackward&>(*node).gradients(seed, /*retain=*/false);
+  auto gradients = static_cast<CompiledBackward&>(*node).gradients(seed.host(), /*retain=*/false);
   node->release_variables();
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     auto& parameter = parameters[i]->variable;
@@ -450,12 +451,12 @@ class LoadedStep : public std::enable_shared_from_this<LoadedStep> {
       modes_fit_ = model_.text(modes) == description_.modes;
       modes_ = std::move(modes);
     }
-    if (!modes_fit_) return eager("other modes: " + model_.text(*modes_), objective);
+    if (!modes_fit_) return run_eagerly(report, "other modes: " + model_.text(*modes_), objective);
     if (!model_.unchanged())
-      return eager("the model had " + first_difference(description_.model, model_.text()), objective);
+      return run_eagerly(report, "the model had " + first_difference(description_.model, model_.text()), objective);
     auto& layout = layout_of_batch(batch);
     if (layout.graph && !layout.checked) check(layout, batch, objective);
-    if (!layout.graph) return eager(layout.why_eager, objective);
+    if (!layout.graph) return run_eagerly(report, layout.why_eager, objective);
     const auto& graph = *layout.graph;
     batch = contiguous_of(batch);
 
@@ -467,7 +468,7 @@ class LoadedStep : public std::enable_shared_from_this<LoadedStep> {
     const auto node = new_node<CompiledBackward>(std::move(computed), next_exponent_);
     node->set_next_edges(torch::autograd::collect_next_edges(graph.parameters));
     torch::autograd::set_history(loss.mean, node);
-    loss.ready_ = [node](const at::Tensor& mean, double seed) { return add_gradients(node, mean, seed); };
+    loss.ready_ = std::bind_front(&add_gradients, node);
     ++report.compiled;
     return loss;
   }
@@ -536,12 +537,6 @@ class LoadedStep : public std::enable_shared_from_this<LoadedStep> {
       layout.graph = find(layout_text(batch, true), &GraphDescription::any_rows);
     if (!layout.graph) layout.why_eager = "no graph for " + layout_text(batch);
     return layout;
-  }
-
-  Loss eager(const std::string& why, c10::function_ref<Loss()> objective) {
-    ++report.eager;
-    ++report.why_eager[why];
-    return objective();
   }
 
   /// Runs the code, and splits its outputs into the loss, its output and target for metrics, and gradients.

@@ -8,11 +8,13 @@
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/impl/compilation/step_trial.ipp>
+#include <gradaccum/memory_meter.hpp>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/record_function.h>
@@ -20,6 +22,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ScopeExit.h>
+#include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -34,9 +37,11 @@
 
 #include <algorithm>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <ostream>
+#include <set>
 
 #include <gradaccum/impl/begin.ipp>
 
@@ -136,7 +141,8 @@ GRADACCUM_INLINE DeviceGraph::DeviceGraph(c10::Stream stream, c10::MempoolId_t p
       const std::string text = error.what_without_backtrace();
       TORCH_CHECK(false, "GraphedStep: ", failed.name().empty() ? "the objective" : failed.name(),
                   " cannot be captured: ", text.substr(0, text.find('\n')),
-                  " (a captured step must not wait for the device, nor copy from memory that is not pinned)");
+                  " (a captured step must not wait for the device, nor copy from memory that is not pinned: bring ",
+                  "batches to the device before it)");
     }
   }
   impl_->capture_end();
@@ -181,7 +187,7 @@ struct CapturedStep {
   std::vector<at::Tensor> batch;
   Loss loss = at::Tensor();
   std::int64_t target = -1;  ///< the index of the target among the batch's tensors; < 0: not one of them
-  at::Tensor seed;
+  at::Tensor seed = {};
   std::vector<at::Tensor> parameters, gradients;  ///< the parameters that have a gradient, and these
   std::vector<at::Tensor> moved;                  ///< buffers
   std::optional<DeviceGraph> forward = {}, backward = {};
@@ -242,7 +248,7 @@ class GraphedBackward final : public torch::autograd::Node {
 
 /// Adds gradients to those of the parameters in one pass over all. Returns false if autograd's engine has to: the loss
 /// is no longer the one they belong to, or hooks wait for the gradients.
-GRADACCUM_INLINE bool add_graphed_gradients(const NodePointer& node, const at::Tensor& loss, double seed) {
+GRADACCUM_INLINE bool add_graphed_gradients(const NodePointer& node, const at::Tensor& loss, const Multiplier& seed) {
   auto& backward = static_cast<GraphedBackward&>(*node);
   if (loss.grad_fn().get() != node.get() || !backward.on_its_stream()) return false;
   std::vector<at::Tensor> parameters;
@@ -253,7 +259,12 @@ GRADACCUM_INLINE bool add_graphed_gradients(const NodePointer& node, const at::T
     if (const auto& sum = parameters.back().grad(); sum.defined() && sum.layout() != at::kStrided) return false;
   }
   const at::NoGradGuard no_grad;
-  const auto step = backward.replayed([seed](const at::Tensor& start) { start.fill_(seed); });
+  const auto step = backward.replayed([&seed](const at::Tensor& start) {
+    if (seed.on_host())
+      start.fill_(seed.host());
+    else
+      start.copy_(seed.on(start.device()));
+  });
   std::vector<at::Tensor> sums, added, first;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const bool has_sum = parameters[i].grad().defined();
@@ -284,16 +295,17 @@ class CapturedSteps {
     auto& layout = layouts_[key_of(batch)];
     ++layout.uses;
     std::erase_if(batch, [](const at::Tensor& tensor) { return !tensor.defined(); });
-    if (const auto why = why_eager(batch); !why.empty()) return eager(why, objective);
+    if (const auto why = why_eager(batch); !why.empty()) return run_eagerly(report, why, objective);
     if (!layout.step) {
       const auto place = place_for(layout);
-      if (!place) return eager(c10::str("more layouts than .graphs = ", options_.graphs), objective);
-      layout.step = captured(batch, objective);
-      layout.checks = 0;
-      if (*place) (*place)->step = nullptr;
+      if (!place) return run_eagerly(report, c10::str("more layouts than .graphs = ", options_.graphs), objective);
+      const auto step = captured(batch, objective);
+      if (*place) **place = {.uses = (*place)->uses};
+      layout.step = step;
       ++report.captured;
+      report.bytes = bytes();
     }
-    if (layout.checks < checks) check(layout, batch, objective);
+    if (layout.checks < checks || !new_values(layout, batch).empty()) check(layout, batch, objective);
     ++report.replayed;
     return replayed(layout.step, batch);
   }
@@ -305,6 +317,7 @@ class CapturedSteps {
   struct Layout {
     std::shared_ptr<const CapturedStep> step = {};
     std::int64_t uses = 0, checks = 0;
+    std::set<std::size_t> compared = {};  ///< tensors on the CPU, whose other values did not matter
   };
   /// The number of batches of a layout that run by the objective, too. At the second show numbers that it computes in
   /// C++.
@@ -315,7 +328,7 @@ class CapturedSteps {
     if (!has_graphs(device)) return c10::str("no graphs on ", device);
     if (!pending_.expired()) return "the loss before has not been backward yet";
     for (auto& tensor : batch) {
-      if (tensor.device() != device) return c10::str("a tensor of the batch on ", tensor.device());
+      if (tensor.device() != device && !tensor.is_cpu()) return c10::str("a tensor of the batch on ", tensor.device());
       if (tensor.requires_grad()) return "a tensor of the batch that requires a gradient";
       if (tensor.layout() != at::kStrided) return c10::str("a tensor of the batch of layout ", tensor.layout());
     }
@@ -324,10 +337,22 @@ class CapturedSteps {
     return "";
   }
 
-  Loss eager(const std::string& why, c10::function_ref<Loss()> objective) {
-    ++report.eager;
-    ++report.why_eager[why];
-    return objective();
+  /// Returns the tensors on the CPU whose values are not those that were captured, and were not compared yet.
+  static std::vector<std::size_t> new_values(const Layout& layout, const std::vector<at::Tensor>& batch) {
+    std::vector<std::size_t> found;
+    for (std::size_t i = 0; i < batch.size(); ++i)
+      if (batch[i].is_cpu() && !layout.compared.contains(i) && !at::equal(batch[i], layout.step->batch[i]))
+        found.push_back(i);
+    return found;
+  }
+
+  std::int64_t bytes() const {
+    auto bytes = pool_bytes_;
+    for (auto& [key, layout] : layouts_)
+      if (layout.step)
+        for (auto& tensor : layout.step->batch)
+          bytes += tensor.is_cpu() ? 0 : static_cast<std::int64_t>(tensor.nbytes());
+    return bytes;
   }
 
   /// Drops all graphs if a parameter or buffer has other memory than they were captured with.
@@ -340,6 +365,7 @@ class CapturedSteps {
     places_ = std::move(places);
     layouts_.clear();
     stream_.reset();
+    report.bytes = pool_bytes_ = 0;
   }
 
   std::vector<std::int64_t> key_of(const std::vector<at::Tensor>& batch) const {
@@ -381,7 +407,12 @@ class CapturedSteps {
       for (int pass = 0; pass < 2; ++pass) trial.result(objective);  // loads kernels, and chooses among them
     }
     devices.synchronizeDevice(device.index());
-    c10::getDeviceAllocator(device.type())->emptyCache();  // a capture cannot take what is cached for others
+    auto* const allocator = c10::getDeviceAllocator(device.type());
+    allocator->emptyCache();  // a capture cannot take what is cached for others
+    const auto reserved_bytes = [&] {
+      return allocator->getDeviceStats(device.index()).reserved_bytes[0].current;  // all kinds of memory
+    };
+    const auto reserved_before = reserved_bytes();
     const auto casts_of_the_graph_end = c10::make_scope_exit([] { at::autocast::clear_cache(); });
     at::autocast::clear_cache();
     const auto before = versions();
@@ -393,6 +424,7 @@ class CapturedSteps {
     step->seed = at::ones_like(loss.mean.detach());
     std::vector<at::Tensor> gradients;
     step->backward.emplace(*stream_, step->forward->pool(), [&] { gradients = capture_backward(*step, loss); });
+    pool_bytes_ += reserved_bytes() - reserved_before;
     for (auto& gradient : gradients) step->gradients.push_back(without_owner(gradient));
     step->target = index_of_target(loss, batch);
     step->loss = Loss(without_owner(loss.mean), loss.items);
@@ -431,9 +463,8 @@ class CapturedSteps {
 
   /// Computes the gradients, each in memory of its own that is laid out as its parameter's.
   std::vector<at::Tensor> capture_backward(CapturedStep& step, const Loss& loss) const {
-    std::vector<at::Tensor> trained, gradients;
-    for (auto& parameter : model_.parameters)
-      if (parameter.requires_grad()) trained.push_back(parameter);
+    const auto trained = model_.trained();
+    std::vector<at::Tensor> gradients;
     auto computed = torch::autograd::grad({loss.mean}, trained, {step.seed}, /*retain_graph=*/false,
                                           /*create_graph=*/false, /*allow_unused=*/true);
     const at::NoGradGuard no_grad;
@@ -456,7 +487,8 @@ class CapturedSteps {
     Loss loss = at::Tensor();
     {
       const at::NoGradGuard no_grad;
-      for (std::size_t i = 0; i < batch.size(); ++i) step->batch[i].copy_(batch[i], /*non_blocking=*/true);
+      for (std::size_t i = 0; i < batch.size(); ++i)
+        if (!batch[i].is_cpu()) step->batch[i].copy_(batch[i], /*non_blocking=*/true);
       step->forward->replay();
       loss = Loss(step->loss.mean.clone(), step->loss.items);  // copies, as the next replay overwrites them
       loss.output = copy(step->loss.output);
@@ -468,7 +500,7 @@ class CapturedSteps {
     const auto node = new_node<GraphedBackward>(std::move(pending));
     node->set_next_edges(torch::autograd::collect_next_edges(step->parameters));
     torch::autograd::set_history(loss.mean, node);
-    loss.ready_ = [node](const at::Tensor& mean, double seed) { return add_graphed_gradients(node, mean, seed); };
+    loss.ready_ = std::bind_front(&add_graphed_gradients, node);
     return loss;
   }
 
@@ -480,9 +512,10 @@ class CapturedSteps {
     const auto found = differences_of_steps(model_, wanted, got);
     TORCH_CHECK(found.empty(), "GraphedStep: the captured step must do what the objective does, but for ",
                 layout_text(batch), " ", found.front().text(),
-                ": the objective computes with numbers in C++ that are others for this batch, or with tensors that are "
-                "neither of the model nor of the batch");
+                ": the objective computes with numbers in C++ or values on the CPU that are others for this batch, or "
+                "with tensors that are neither of the model nor of the batch");
     ++layout.checks;
+    for (const auto i : new_values(layout, batch)) layout.compared.insert(i);
   }
 
   StepModel model_;
@@ -491,6 +524,7 @@ class CapturedSteps {
   std::vector<std::pair<const void*, bool>> places_;
   std::weak_ptr<const PendingBackward> pending_;
   std::optional<c10::Stream> stream_ = {};  // one for all, as a stream's memory is not given to others
+  std::int64_t pool_bytes_ = 0;
 };
 
 GRADACCUM_INLINE std::shared_ptr<CapturedSteps> capture_steps(torch::nn::Module& module,
@@ -511,7 +545,7 @@ namespace gradaccum {
 
 GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const GraphedStepReport& report) {
   stream << report.replayed << " steps replayed, " << report.eager << " eager; captured " << report.captured
-         << " times";
+         << fmt::format(" times, in {:.1f} MiB", static_cast<double>(report.bytes) / MiB);
   for (auto& [why, count] : report.why_eager) stream << "\n  " << count << ": " << why;
   return stream << '\n';
 }

@@ -54,6 +54,12 @@ class StepModel {
   std::vector<at::Tensor> parameters, buffers;
   std::vector<std::string> parameter_names, buffer_names;
 
+  std::vector<at::Tensor> trained() const {
+    auto trained = parameters;
+    std::erase_if(trained, [](const at::Tensor& parameter) { return !parameter.requires_grad(); });
+    return trained;
+  }
+
   /// Returns a line for each parameter and buffer: its name, its layout, and whether it is trainable.
   std::string text() const {
     std::string text;
@@ -184,10 +190,7 @@ class StepTrial {
       auto loss = run();
       loss.check();
       tolerance = tolerance_of(model_, loss.mean);
-      std::vector<at::Tensor> trained;
-      for (auto& parameter : model_.parameters)
-        if (parameter.requires_grad()) trained.push_back(parameter);
-      const auto computed = torch::autograd::grad({loss.mean}, trained, {}, /*retain_graph=*/false,
+      const auto computed = torch::autograd::grad({loss.mean}, model_.trained(), {}, /*retain_graph=*/false,
                                                   /*create_graph=*/false, /*allow_unused=*/true);
       auto next = computed.begin();
       for (auto& parameter : model_.parameters) gradients.push_back(parameter.requires_grad() ? *next++ : at::Tensor());
@@ -327,6 +330,13 @@ GRADACCUM_INLINE torch::autograd::AccumulateGrad* accumulator_without_hooks(cons
   const bool has_hooks = !node || !node->pre_hooks().empty() || !node->post_hooks().empty() ||
                          !node->tensor_pre_hooks().empty() || is_waited_for(node->variable);
   return has_hooks ? nullptr : node;
+}
+
+/// Runs the objective in the place of a step, and counts the reason.
+Loss run_eagerly(auto& report, const std::string& why, c10::function_ref<Loss()> objective) {
+  ++report.eager;
+  ++report.why_eager[why];
+  return objective();
 }
 
 GRADACCUM_INLINE std::int64_t index_of_target(const Loss& loss, const std::vector<at::Tensor>& batch) {

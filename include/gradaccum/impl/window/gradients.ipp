@@ -152,7 +152,7 @@ GRADACCUM_INLINE void Loss::backward(const BackwardOptions& options) const {
   check();
   const auto by = product_of(seed);
   const bool plain = !options.retain_graph.value_or(false) && !options.create_graph && options.inputs.empty();
-  if (ready_ && plain && by.on_host() && ready_(mean, by.host())) return;
+  if (ready_ && plain && ready_(mean, by)) return;
   at::Tensor start;
   if (by.on_host() && !by.is_one()) start = at::full_like(mean, by.host());
   if (!by.on_host()) start = by.on(mean.device()).to(mean.scalar_type()).expand_as(mean);
