@@ -8,11 +8,8 @@
 #include <gradaccum/gradients.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
-#include <c10/util/FunctionRef.h>
 #include <torch/nn/module.h>
 
-#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -42,14 +39,9 @@ struct InProgram {
 
 namespace detail {
 
-/// A compiled step of one model.
-class LoadedStep;
-
-std::shared_ptr<LoadedStep> load_step(torch::nn::Module& module, const std::filesystem::path& folder);
-std::shared_ptr<LoadedStep> load_step(torch::nn::Module& module, const InProgram& step);
-/// Computes the loss of a batch and its gradients; runs `objective` if there is no graph for it.
-Loss run_step(LoadedStep& step, std::vector<at::Tensor> batch, c10::function_ref<Loss()> objective);
-const CompiledStepReport& report_of(const LoadedStep& step);
+std::shared_ptr<RecordedSteps<CompiledStepReport>> load_step(torch::nn::Module& module,
+                                                             const std::filesystem::path& folder);
+std::shared_ptr<RecordedSteps<CompiledStepReport>> load_step(torch::nn::Module& module, const InProgram& step);
 
 }  // namespace detail
 
@@ -83,8 +75,8 @@ const CompiledStepReport& report_of(const LoadedStep& step);
 ///
 /// @note For models on the CPU.
 template <class Model, class Objective>
-class CompiledStep : public detail::ObjectiveStep<Model, Objective, detail::LoadedStep> {
-  using Base = detail::ObjectiveStep<Model, Objective, detail::LoadedStep>;
+class CompiledStep : public ObjectiveStep<Model, Objective, CompiledStepReport> {
+  using Base = ObjectiveStep<Model, Objective, CompiledStepReport>;
 
  public:
   CompiledStep(Model& model, Objective objective, const std::filesystem::path& folder)

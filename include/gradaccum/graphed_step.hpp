@@ -4,10 +4,7 @@
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/compilation/objective_step.hpp>
 #include <gradaccum/detail/types/types.hpp>
-#include <gradaccum/gradients.hpp>
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/FunctionRef.h>
 #include <torch/nn/module.h>
 
 #include <cstdint>
@@ -16,7 +13,6 @@
 #include <memory>
 #include <string>
 #include <utility>
-#include <vector>
 
 namespace gradaccum {
 
@@ -36,13 +32,8 @@ std::ostream& operator<<(std::ostream& stream, const GraphedStepReport& report);
 
 namespace detail {
 
-/// The captured steps of one model.
-class CapturedSteps;
-
-std::shared_ptr<CapturedSteps> capture_steps(torch::nn::Module& module, const GraphedStepOptions& options);
-/// Replays the step for a batch, which may have to be captured first; runs `objective` if it cannot be replayed.
-Loss run_step(CapturedSteps& steps, const std::vector<at::Tensor>& batch, c10::function_ref<Loss()> objective);
-const GraphedStepReport& report_of(const CapturedSteps& steps);
+std::shared_ptr<RecordedSteps<GraphedStepReport>> capture_steps(torch::nn::Module& module,
+                                                                const GraphedStepOptions& options);
 
 }  // namespace detail
 
@@ -85,12 +76,11 @@ const GraphedStepReport& report_of(const CapturedSteps& steps);
 /// random numbers unusable. All graphs share one pool of memory, which holds what the largest needs (`bytes` of the
 /// report, with their batches). While one is captured and checked, the objective needs its own memory beside it.
 template <class Model, class Objective>
-class GraphedStep : public detail::ObjectiveStep<Model, Objective, detail::CapturedSteps> {
-  using Base = detail::ObjectiveStep<Model, Objective, detail::CapturedSteps>;
-
+class GraphedStep : public ObjectiveStep<Model, Objective, GraphedStepReport> {
  public:
   GraphedStep(Model& model, Objective objective, const GraphedStepOptions& options = {})
-      : Base(model, std::move(objective), detail::capture_steps(detail::module_of(model), options)) {}
+      : ObjectiveStep<Model, Objective, GraphedStepReport>(model, std::move(objective),
+                                                           detail::capture_steps(detail::module_of(model), options)) {}
 };
 
 }  // namespace gradaccum

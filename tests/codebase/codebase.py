@@ -13,8 +13,8 @@ import re
 import sys
 
 CEILINGS = {
-    "lines": 34794,
-    "files": 159,
+    "lines": 34822,
+    "files": 160,
     "comments that open with a fragment, in %": 1.0,
     "lines with detail:: in public signatures": 0,
     "macros that gradaccum.hpp leaves behind, but the version's": 0,

@@ -7,54 +7,78 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
+#include <c10/util/FunctionRef.h>
 
 #include <concepts>
 #include <functional>
 #include <memory>
+#include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
-namespace gradaccum::detail {
+namespace gradaccum {
 
-/// A step in the place of a model's objective. `run_step(steps, tensors, objective)` gives the loss of a batch, and
-/// `report_of(steps)` tells how.
-template <class Model, class Objective, class Steps>
+namespace detail {
+
+/// The recorded steps of a model, and what `Report` tells of their runs.
+template <class Report>
+class RecordedSteps {
+ public:
+  virtual ~RecordedSteps() = default;
+  /// Runs the step for a batch; runs `objective` if there is none for it.
+  virtual Loss run(std::vector<at::Tensor> batch, c10::function_ref<Loss()> objective) = 0;
+
+  Report report;
+
+ protected:
+  Loss eager(const std::string& why, c10::function_ref<Loss()> objective) {
+    ++report.eager;
+    ++report.why_eager[why];
+    return objective();
+  }
+};
+
+}  // namespace detail
+
+/// A recorded step in the place of a model's objective: a `CompiledStep` or a `GraphedStep`.
+template <class Model, class Objective, class Report>
 class ObjectiveStep {
-  static_assert(gradaccum::model<Model>,
-                "CompiledStep, GraphedStep: a model is a torch::nn::Module, a ModuleHolder, "
-                "or a pointer to one");
+  static_assert(model<Model>,
+                "CompiledStep, GraphedStep: a model is a torch::nn::Module, a ModuleHolder, or a pointer");
 
  public:
-  /// Returns what the objective returns for this batch.
+  /// Returns what the objective returns for this batch: a Tensor, or a `ga::Loss`.
   template <class Batch>
   auto operator()(Batch&& batch) {
     using Result = std::remove_cvref_t<std::invoke_result_t<Objective&, Model&, Batch&>>;
     static_assert(std::convertible_to<Result, Loss>,
                   "CompiledStep, GraphedStep: the objective returns a Tensor or a ga::Loss");
-    auto loss = run_step(*steps_, tensors_of(batch), [&] { return Loss(std::invoke(objective_, *model_, batch)); });
+    auto loss = steps_->run(detail::tensors_of(batch), [&] { return Loss(std::invoke(objective_, *model_, batch)); });
     if constexpr (std::derived_from<Result, at::Tensor>)
       return loss.mean;
     else
       return loss;
   }
+  /// The same, as a `ga::Trainer` calls it.
   template <class Batch>
   auto operator()(Model& model, Batch& batch) {
-    TORCH_CHECK(&module_of(model) == &module_of(*model_),
+    TORCH_CHECK(&detail::module_of(model) == &detail::module_of(*model_),
                 "CompiledStep, GraphedStep: step(model, batch) must get the model that it was made for");
     return (*this)(batch);
   }
 
-  /// Tells how many steps were run in which way, and why. Printable.
-  const auto& report() const { return report_of(*steps_); }
+  /// Tells how many steps ran in which way, and why. Printable.
+  const Report& report() const { return steps_->report; }
 
  protected:
-  ObjectiveStep(Model& model, Objective objective, std::shared_ptr<Steps> steps)
+  ObjectiveStep(Model& model, Objective objective, std::shared_ptr<detail::RecordedSteps<Report>> steps)
       : model_(&model), objective_(std::move(objective)), steps_(std::move(steps)) {}
 
  private:
   Model* model_;
   Objective objective_;
-  std::shared_ptr<Steps> steps_;
+  std::shared_ptr<detail::RecordedSteps<Report>> steps_;
 };
 
-}  // namespace gradaccum::detail
+}  // namespace gradaccum

@@ -425,7 +425,7 @@ GRADACCUM_INLINE bool processor_has(const std::string& capability) {
 }
 
 /// Finds the graph for a batch, checks it on the first batch of a layout, and runs it.
-class LoadedStep : public std::enable_shared_from_this<LoadedStep> {
+class LoadedStep final : public RecordedSteps<CompiledStepReport>, public std::enable_shared_from_this<LoadedStep> {
  public:
   LoadedStep(torch::nn::Module& module, const StepSource& source) : model_(module), name_(source.name) {
     const auto libtorch = source.manifest.libtorch;
@@ -445,18 +445,18 @@ class LoadedStep : public std::enable_shared_from_this<LoadedStep> {
     if (in_float16_) *next_exponent_ = 16;  // the loss scale that AmpScaler begins with
   }
 
-  Loss run(std::vector<at::Tensor> batch, c10::function_ref<Loss()> objective) {
+  Loss run(std::vector<at::Tensor> batch, c10::function_ref<Loss()> objective) override {
     if (!at::GradMode::is_enabled()) return objective();  // an evaluation, not a step
     if (auto modes = model_.modes(); modes != modes_) {
       modes_fit_ = model_.text(modes) == description_.modes;
       modes_ = std::move(modes);
     }
-    if (!modes_fit_) return run_eagerly(report, "other modes: " + model_.text(*modes_), objective);
+    if (!modes_fit_) return eager("other modes: " + model_.text(*modes_), objective);
     if (!model_.unchanged())
-      return run_eagerly(report, "the model had " + first_difference(description_.model, model_.text()), objective);
+      return eager("the model had " + first_difference(description_.model, model_.text()), objective);
     auto& layout = layout_of_batch(batch);
     if (layout.graph && !layout.checked) check(layout, batch, objective);
-    if (!layout.graph) return run_eagerly(report, layout.why_eager, objective);
+    if (!layout.graph) return eager(layout.why_eager, objective);
     const auto& graph = *layout.graph;
     batch = contiguous_of(batch);
 
@@ -472,8 +472,6 @@ class LoadedStep : public std::enable_shared_from_this<LoadedStep> {
     ++report.compiled;
     return loss;
   }
-
-  CompiledStepReport report;
 
  private:
   struct Graph {
@@ -618,19 +616,15 @@ class LoadedStep : public std::enable_shared_from_this<LoadedStep> {
   std::shared_ptr<int> next_exponent_ = std::make_shared<int>(0);
 };
 
-GRADACCUM_INLINE std::shared_ptr<LoadedStep> load_step(torch::nn::Module& module, const std::filesystem::path& folder) {
+GRADACCUM_INLINE std::shared_ptr<RecordedSteps<CompiledStepReport>> load_step(torch::nn::Module& module,
+                                                                              const std::filesystem::path& folder) {
   return std::make_shared<LoadedStep>(module, StepSource(folder));
 }
 
-GRADACCUM_INLINE std::shared_ptr<LoadedStep> load_step(torch::nn::Module& module, const InProgram& step) {
+GRADACCUM_INLINE std::shared_ptr<RecordedSteps<CompiledStepReport>> load_step(torch::nn::Module& module,
+                                                                              const InProgram& step) {
   return std::make_shared<LoadedStep>(module, StepSource(step));
 }
-
-GRADACCUM_INLINE Loss run_step(LoadedStep& step, std::vector<at::Tensor> batch, c10::function_ref<Loss()> objective) {
-  return step.run(std::move(batch), objective);
-}
-
-GRADACCUM_INLINE const CompiledStepReport& report_of(const LoadedStep& step) { return step.report; }
 
 /// A forward pass as TorchScript: a function of parameters, buffers and the batch's tensors, in this order. It returns
 /// the loss, and its output and target if it has them.

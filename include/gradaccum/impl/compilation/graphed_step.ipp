@@ -282,23 +282,23 @@ GRADACCUM_INLINE bool add_graphed_gradients(const NodePointer& node, const at::T
 }
 
 /// Captures the step of each layout, checks it against the objective, and replays it.
-class CapturedSteps {
+class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
  public:
   CapturedSteps(torch::nn::Module& module, const GraphedStepOptions& options) : model_(module), options_(options) {
     TORCH_CHECK(options.graphs >= 1, "GraphedStep: graphs must be >= 1, got ", options.graphs);
     TORCH_CHECK(!model_.parameters.empty(), "GraphedStep: the model must have parameters");
   }
 
-  Loss run(std::vector<at::Tensor> batch, c10::function_ref<Loss()> objective) {
+  Loss run(std::vector<at::Tensor> batch, c10::function_ref<Loss()> objective) override {
     if (!at::GradMode::is_enabled()) return objective();  // an evaluation, not a step
     capture_moved_anew();
     auto& layout = layouts_[key_of(batch)];
     ++layout.uses;
     std::erase_if(batch, [](const at::Tensor& tensor) { return !tensor.defined(); });
-    if (const auto why = why_eager(batch); !why.empty()) return run_eagerly(report, why, objective);
+    if (const auto why = why_eager(batch); !why.empty()) return eager(why, objective);
     if (!layout.step) {
       const auto place = place_for(layout);
-      if (!place) return run_eagerly(report, c10::str("more layouts than .graphs = ", options_.graphs), objective);
+      if (!place) return eager(c10::str("more layouts than .graphs = ", options_.graphs), objective);
       const auto step = captured(batch, objective);
       if (*place) **place = {.uses = (*place)->uses};
       layout.step = step;
@@ -309,8 +309,6 @@ class CapturedSteps {
     ++report.replayed;
     return replayed(layout.step, batch);
   }
-
-  GraphedStepReport report;
 
  private:
   /// Steps of one layout.
@@ -527,17 +525,10 @@ class CapturedSteps {
   std::int64_t pool_bytes_ = 0;
 };
 
-GRADACCUM_INLINE std::shared_ptr<CapturedSteps> capture_steps(torch::nn::Module& module,
-                                                              const GraphedStepOptions& options) {
+GRADACCUM_INLINE std::shared_ptr<RecordedSteps<GraphedStepReport>> capture_steps(torch::nn::Module& module,
+                                                                                 const GraphedStepOptions& options) {
   return std::make_shared<CapturedSteps>(module, options);
 }
-
-GRADACCUM_INLINE Loss run_step(CapturedSteps& steps, const std::vector<at::Tensor>& batch,
-                               c10::function_ref<Loss()> objective) {
-  return steps.run(batch, objective);
-}
-
-GRADACCUM_INLINE const GraphedStepReport& report_of(const CapturedSteps& steps) { return steps.report; }
 
 }  // namespace gradaccum::detail
 

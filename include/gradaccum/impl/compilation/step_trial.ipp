@@ -332,13 +332,6 @@ GRADACCUM_INLINE torch::autograd::AccumulateGrad* accumulator_without_hooks(cons
   return has_hooks ? nullptr : node;
 }
 
-/// Runs the objective in the place of a step, and counts the reason.
-Loss run_eagerly(auto& report, const std::string& why, c10::function_ref<Loss()> objective) {
-  ++report.eager;
-  ++report.why_eager[why];
-  return objective();
-}
-
 GRADACCUM_INLINE std::int64_t index_of_target(const Loss& loss, const std::vector<at::Tensor>& batch) {
   if (!loss.target.defined()) return GraphDescription::no_target;
   for (std::size_t i = 0; i < batch.size(); ++i)
