@@ -13,6 +13,7 @@
 #include <gradaccum/compiled_step.hpp>
 #include <gradaccum/data/length_buckets.hpp>
 #include <gradaccum/gradients.hpp>
+#include <gradaccum/graphed_step.hpp>
 #include <map>
 #include <utility>
 #include <vector>
@@ -21,7 +22,7 @@
 #include "model_folder.hpp"
 #include "options.hpp"
 
-/// What is learned, and how it is compiled.
+/// What is learned, and how it is compiled or captured.
 namespace bloom {
 
 /// The mean loss of a batch, how many reviews it is the mean of, and what metrics look at.
@@ -49,15 +50,18 @@ inline ga::Loss objective(BloomForSequenceClassification& model, const ga::data:
 
 using Objective = std::function<ga::Loss(BloomForSequenceClassification&, const ga::data::SequenceBatch&)>;
 using CompiledObjective = ga::CompiledStep<BloomForSequenceClassification, decltype(&padded_objective)>;
+using GraphedObjective = ga::GraphedStep<BloomForSequenceClassification, decltype(&padded_objective)>;
 
-/// The objective, or what --compile made of it.
+/// The objective, what --compile made of it, or its graphs on a GPU.
 inline Objective training_objective(BloomForSequenceClassification& model, const Options& options) {
-  if (options.compile.empty()) return objective;
-  return CompiledObjective(model, &padded_objective, options.compile);
+  if (!options.compile.empty()) return CompiledObjective(model, &padded_objective, options.compile);
+  if (options.replays_graphs()) return GraphedObjective(model, &padded_objective);
+  return objective;
 }
 
-inline void print_compiled(const Objective& learned) {
+inline void print_steps(const Objective& learned) {
   if (const auto* const step = learned.target<CompiledObjective>()) fmt::print("{}", fmt::streamed(step->report()));
+  if (const auto* const step = learned.target<GraphedObjective>()) fmt::print("{}", fmt::streamed(step->report()));
 }
 
 /// A batch of each shape, those that most batches have: others can stay as they are.

@@ -52,10 +52,11 @@ struct Options {
   double learning_rate = 5e-5;
   std::string optimizer = "adam";
   std::string precision = "32";
-  std::int64_t segments = 0;                 // 0: all activations are kept
-  std::uint64_t memory_budget = 0;           // bytes of activations and gradients; 0: no budget
-  std::int64_t pad_to_multiple_of = 0;       // 0: what the device wants
-  std::string record_step, compile;          // folders; empty: neither
+  std::int64_t segments = 0;            // 0: all activations are kept
+  std::uint64_t memory_budget = 0;      // bytes of activations and gradients; 0: no budget
+  std::int64_t pad_to_multiple_of = 0;  // 0: what the device wants
+  std::string record_step, compile;     // folders; empty: neither
+  bool graphs = true;
   std::string tensorboard, report, profile;  // a folder, a page, a folder; empty: none
   std::string save;                          // a folder; empty: nothing is saved
   std::int64_t save_every = 500;
@@ -72,6 +73,8 @@ struct Options {
   bool mixed_precision() const { return precision.ends_with("-mixed"); }
   torch::Dtype parameter_type() const { return precision == "bf16-true" ? torch::kBFloat16 : torch::kFloat; }
   bool on_cpu() const { return at::Device(device).is_cpu(); }
+  /// Whether steps are captured as CUDA graphs. What saves memory runs parts again, or steps in backward.
+  bool replays_graphs() const { return graphs && segments == 0 && memory_budget == 0 && !in_backward && !on_cpu(); }
   /// The table of words has a gradient of the rows that were met, for an optimizer that steps by rows, as on a CPU.
   bool steps_by_rows() const {
     return on_cpu() && optimizer != "adafactor" && compile.empty() && group.world_size() == 1;
@@ -154,6 +157,8 @@ inline void add_training(CLI::App& app, Options& options) {
       ->excludes("--record-step")
       ->excludes(segments)
       ->excludes("--memory-budget");
+  app.add_flag("--no-graphs{false}", options.graphs,
+               "launch each kernel of a step from the host; else a GPU replays steps as CUDA graphs");
   auto* save = app.add_option("--save", options.save, "the folder for the trained model, and for states on the way");
   app.add_option("--save-every", options.save_every, "updates from state to state")
       ->needs(save)

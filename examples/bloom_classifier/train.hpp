@@ -104,7 +104,7 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
                                          .resume = options.resume ? options.states() : std::string(),
                                          .measure_memory = options.profile.empty()});
   print_profile(trainer);
-  print_compiled(learned);
+  print_steps(learned);
   if (options.memory_budget > 0) fmt::print("{}", fmt::streamed(trainer.template policy<ga::FitMemory>().plan()));
   if (trained.report.signal != 0) return trained;
   trained.tokens = trainer.template policy<Tokens>().all_real;

@@ -10,10 +10,11 @@
 #include <gradaccum/compiled_step.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
 #include <gradaccum/gradients.hpp>
+#include <gradaccum/graphed_step.hpp>
 
 #include "setup.hpp"
 
-/// What is learned, by either loop; and how it is compiled.
+/// What is learned, by either loop; and how it is compiled or captured.
 namespace fashion_mnist {
 
 /// The loss of a batch, how many images it is the mean of, and what metrics look at.
@@ -24,15 +25,18 @@ inline ga::Loss objective(Network& model, const ga::data::Batch& batch) {
 
 using Objective = std::function<ga::Loss(Network&, const ga::data::Batch&)>;
 using CompiledObjective = ga::CompiledStep<Network, decltype(&objective)>;
+using GraphedObjective = ga::GraphedStep<Network, decltype(&objective)>;
 
-/// The objective, or what --compile made of it.
+/// The objective, what --compile made of it, or its graphs on a GPU.
 inline Objective training_objective(Setup& setup, const Options& options) {
-  if (options.compile.empty()) return objective;
-  return CompiledObjective(setup.model, &objective, options.compile);
+  if (!options.compile.empty()) return CompiledObjective(setup.model, &objective, options.compile);
+  if (options.replays_graphs()) return GraphedObjective(setup.model, &objective);
+  return objective;
 }
 
-inline void print_compiled(const Objective& trained) {
+inline void print_steps(const Objective& trained) {
   if (const auto* const step = trained.target<CompiledObjective>()) fmt::print("{}", fmt::streamed(step->report()));
+  if (const auto* const step = trained.target<GraphedObjective>()) fmt::print("{}", fmt::streamed(step->report()));
 }
 
 /// Records the step that the options would train with, for tools/compile_step.py.

@@ -48,6 +48,7 @@ struct Options {
   std::optional<ga::CheckpointedSequentialOptions> checkpoint = {};
   std::string record_step = {};  // directories; empty: neither
   std::string compile = {};
+  bool graphs = true;
   std::int64_t memory_budget = 0;     // bytes; 0: none
   ga::Shard shard = ga::Shard::none;  // what several processes divide
   bool compare = false;
@@ -55,6 +56,8 @@ struct Options {
 
   torch::Dtype scalar_type() const { return dtype == "float64" ? torch::kFloat64 : torch::kFloat32; }
   bool mixed_precision() const { return amp != "off"; }
+  /// Whether steps are captured as CUDA graphs. Checkpoints are for memory, which graphs keep.
+  bool replays_graphs() const { return graphs && !checkpoint && memory_budget == 0 && !at::Device(device).is_cpu(); }
   bool needs_trainer() const {
     return !save.empty() || validate_every > 0 || patience > 0 || !tensorboard.empty() || !report.empty() ||
            !profile.empty();
@@ -174,6 +177,8 @@ inline void add_options(CLI::App& app, Options& options) {
       ->excludes("--record-step")
       ->excludes(checkpoint)
       ->check(not_empty);
+  app.add_flag("--no-graphs{false}", options.graphs,
+               "launch each kernel of a step from the host; else a GPU replays steps as CUDA graphs");
   auto* memory_budget = app.add_option_function<std::string>(
       "--memory-budget",
       [&options](const std::string& text) {

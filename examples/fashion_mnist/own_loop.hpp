@@ -105,7 +105,7 @@ inline ga::Evaluation train_by_hand(Setup& setup, const Options& options, RunOnP
     progress.clear();
     print_results(test);
   }
-  print_compiled(learned);
+  print_steps(learned);
   return test;
 }
 

@@ -59,7 +59,7 @@ inline Trained train_with_trainer(Setup& setup, const Options& options, const Ru
   const auto report =
       trainer.fit(setup.batches, {.epochs = options.epochs, .resume = options.resume ? options.save : ""});
   print_profile(trainer);
-  print_compiled(learned);
+  print_steps(learned);
   const auto last = report.validations.empty() ? ga::Evaluation() : report.validations.back().found;
   if (!trainer.policy<Lines>().had_results && !report.validations.empty() && report.signal == 0) {
     fmt::print("{} has all {} epochs\n", report.resumed_from, report.epochs);

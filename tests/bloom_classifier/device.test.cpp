@@ -94,6 +94,21 @@ TEST_CASE("bloom: a window on a device has the gradients that it has on the CPU"
     CHECK(testing::distance(found[i].grad().cpu(), expected[i].grad().to_dense()) < 1e-4);
 }
 
+TEST_CASE("bloom: a device replays all steps as graphs, which changes no gradient", "[cuda]") {
+  if (!torch::cuda::is_available() || !testing::has_graphs(at::kCUDA)) SKIP("needs a CUDA device with graphs");
+  OnDevice plain("cuda"), graphed("cuda");
+  const auto learned = bloom::training_objective(graphed.folder.model, graphed.options);
+  for (int window = 0; window < 2; ++window) {
+    plain.backward();
+    graphed.backward(learned);
+  }
+  const auto expected = plain.folder.model->parameters(), found = graphed.folder.model->parameters();
+  for (std::size_t i = 0; i < found.size(); ++i) CHECK(at::equal(found[i].grad(), expected[i].grad()));
+  const auto& report = learned.target<bloom::GraphedObjective>()->report();
+  CHECK(report.replayed == 2 * graphed.batches().size());
+  CHECK(report.eager == 0);
+}
+
 TEST_CASE("bloom: the host waits for nothing in a window on a device", "[cuda]") {
   if (!testing::WaitCount::possible()) SKIP("needs the emulated device, which counts");
   CHECK(waits_of(/*sparse=*/false) == 0);

@@ -4,7 +4,6 @@
 #include <gradaccum/gradaccum.hpp>
 
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
-#include <gradaccum/detail/compilation/device_graph.hpp>
 
 #include "support/device.hpp"
 #include "support/files.hpp"
@@ -33,16 +32,7 @@ namespace {
 const at::Device device(at::kCUDA, 0);
 constexpr const char* missing = "needs a CUDA device whose LibTorch has graphs";
 
-bool has_graphs() {
-  if (!torch::cuda::is_available()) return false;
-#if !__has_include(<ATen/core/GraphImplInterface.h>)
-  if (emulated_cuda::is_loaded())
-    ga::detail::device_graph_maker() = [] {
-      return std::unique_ptr<ga::detail::GraphImplInterface>(emulated_cuda::new_graph());
-    };
-#endif
-  return ga::detail::has_graphs(device);
-}
+bool has_graphs() { return torch::cuda::is_available() && testing::has_graphs(device); }
 
 /// A network with buffers and random numbers.
 torch::nn::Sequential make_network(at::ScalarType dtype = at::kFloat) {

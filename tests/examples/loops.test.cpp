@@ -6,6 +6,7 @@
 
 #include "compare_checkpoint.hpp"
 
+#include "support/device.hpp"
 #include "support/models.hpp"
 
 namespace {
@@ -49,6 +50,32 @@ TEST_CASE("FashionMNIST: the loop by hand and the Trainer give the same paramete
   CHECK(by_hand.accuracy == with_trainer.accuracy);
   options.seed = 1;
   CHECK_FALSE(at::equal(trained(options, true).parameters, with_trainer.parameters));
+}
+
+TEST_CASE("FashionMNIST: a device replays steps as graphs, which changes no parameter", "[cuda]") {
+  if (!torch::cuda::is_available() || !testing::has_graphs(at::kCUDA)) SKIP("needs a CUDA device with graphs");
+  auto data = dataset();
+  for (auto* split : {&data.train, &data.test}) *split = {split->images.cuda(), split->labels.cuda()};
+  fashion_mnist::Options options;
+  options.device = "cuda";
+  options.batch_size = 12;
+  options.accumulate = fashion_mnist::AccumulationSchedule("3");
+  options.amp = GENERATE("off", "fp16");
+  options.trainer = GENERATE(false, true);
+  std::vector<at::Tensor> parameters;
+  for (const bool graphs : {true, false}) {
+    options.graphs = graphs;
+    parameters.push_back(testing::flat(fashion_mnist::train(options, data).setup->model).cpu());
+  }
+  CHECK(at::equal(parameters[0], parameters[1]));
+
+  options.graphs = true;
+  fashion_mnist::Setup setup(options, data);
+  auto learned = fashion_mnist::training_objective(setup, options);
+  for (auto& batch : setup.batches) learned(setup.model, batch).mean.backward();
+  const auto& report = learned.target<fashion_mnist::GraphedObjective>()->report();
+  CHECK(report.replayed == 8);
+  CHECK(report.eager == 0);
 }
 
 TEST_CASE("FashionMNIST: a network with checkpoints trains to the parameters of the plain one, to the bit") {

@@ -1,12 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/compilation/device_graph.hpp>
+
 #include "support/emulated_cuda/emulated_cuda.hpp"
 
+#include <c10/core/Device.h>
 #include <cstdint>
+#include <memory>
 
-/// What only the emulated device can do: count, and fail when it is asked to.
+/// What only the emulated device can do: count, and fail when it is asked to. And graphs, as all devices can have them.
 namespace testing {
+
+/// Whether work on the device can be captured. Before LibTorch 2.15 this tells the library of the emulated device.
+inline bool has_graphs(c10::Device device) {
+#if !__has_include(<ATen/core/GraphImplInterface.h>)
+  if (emulated_cuda::is_loaded())
+    gradaccum::detail::device_graph_maker() = [] {
+      return std::unique_ptr<gradaccum::detail::GraphImplInterface>(emulated_cuda::new_graph());
+    };
+#endif
+  return gradaccum::detail::has_graphs(device);
+}
 
 /// How often the host has waited for a device since this was made.
 class WaitCount {
