@@ -3,6 +3,7 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstddef>
@@ -60,7 +61,8 @@ inline at::IntArrayRef sizes_of(const at::Tensor& lengths) {
   return {lengths.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(lengths.numel())};
 }
 
-/// The channels for any length, of which it keeps the longest; for all blocks of a model. Thread safe.
+/// The channels for any length, for all blocks of a model. They stay where they are, as graphs read them again: those
+/// of a length are made up to the next power of two. Thread safe.
 class AlibiChannels {
  public:
   AlibiChannels(std::int64_t n_head, std::int64_t head_dim) : n_head_(n_head), head_dim_(head_dim) {}
@@ -70,10 +72,15 @@ class AlibiChannels {
     TORCH_CHECK(length <= alibi_max_length, "BLOOM: sequences must have at most ", alibi_max_length,
                 " tokens, whose positions are exact, got ", length);
     const std::lock_guard lock(mutex_);
-    if (!channels_.defined() || channels_.size(0) < length || channels_.options().dtype() != like.dtype() ||
-        channels_.device() != like.device())
-      channels_ = moved(alibi_channels(n_head_, head_dim_, length).to(like.scalar_type()), like.device());
-    return channels_.narrow(0, 0, length);
+    auto found = std::ranges::find_if(made_, [&](const at::Tensor& channels) {
+      return channels.size(0) >= length && channels.dtype() == like.dtype() && channels.device() == like.device();
+    });
+    if (found == made_.end()) {
+      const auto longer = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(length)));
+      const auto channels = alibi_channels(n_head_, head_dim_, longer).to(like.scalar_type());
+      found = made_.insert(made_.end(), moved(channels, like.device()));
+    }
+    return found->narrow(0, 0, length);
   }
   /// For rows one after another, `lengths` int64 [n] on the CPU: positions are counted in each.
   at::Tensor packed(const at::Tensor& lengths, const at::Tensor& like) {
@@ -90,7 +97,7 @@ class AlibiChannels {
 
   std::int64_t n_head_, head_dim_;
   std::mutex mutex_;
-  at::Tensor channels_;
+  std::vector<at::Tensor> made_;
 };
 
 }  // namespace bloom
