@@ -103,7 +103,8 @@ TEST_CASE("bloom: a device replays all steps as graphs, which changes no gradien
     graphed.backward(learned);
   }
   const auto expected = plain.folder.model->parameters(), found = graphed.folder.model->parameters();
-  for (std::size_t i = 0; i < found.size(); ++i) CHECK(at::equal(found[i].grad(), expected[i].grad()));
+  CHECK(testing::distance(found[0].grad(), expected[0].grad()) < 1e-5);  // words', whose rows ga::embedding adds up
+  for (std::size_t i = 1; i < found.size(); ++i) CHECK(at::equal(found[i].grad(), expected[i].grad()));
   const auto& report = learned.target<bloom::GraphedObjective>()->report();
   CHECK(report.replayed == 2 * graphed.batches().size());
   CHECK(report.eager == 0);
