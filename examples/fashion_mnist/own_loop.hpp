@@ -51,13 +51,13 @@ inline void train_epoch(Setup& setup, const Objective& objective, Accumulator& o
                         ga::Replicas& replicas, const Options& options, Progress& progress, RunOnPage& page) {
   setup.model->train();
   for (const auto& batch : setup.batches) {
-    auto loss = forward(objective, setup.model, batch, options).mean;
+    const auto loss = forward(objective, setup.model, batch, options);
     scaler.scale(loss).backward();
     scaler.step(optimizer);  // moves the parameters when the window is full, unless float16 overflowed
     scaler.update();
     optimizer.zero_grad();  // does nothing inside a window
-    progress.add(loss, batch.target.size(0) * setup.group.world_size(), optimizer);
-    page.add(loss, optimizer.updates());
+    progress.add(loss.mean, batch.target.size(0) * setup.group.world_size(), optimizer);
+    page.add(loss.mean, optimizer.updates());
   }
   optimizer.flush();  // the last window may be shorter: it counts with its own mean
   scaler.update();

@@ -25,7 +25,7 @@ struct GraphedStepOptions {
 struct GraphedStepReport {
   std::int64_t replayed = 0, eager = 0;
   std::int64_t captured = 0;                           ///< how often a layout was captured
-  std::int64_t bytes = 0;                              ///< device memory that the graphs hold, with their batches
+  std::int64_t bytes = 0;                              ///< about what the graphs hold of the device, with batches
   std::map<std::string, std::int64_t> why_eager = {};  ///< counts by reason
 };
 std::ostream& operator<<(std::ostream& stream, const GraphedStepReport& report);
@@ -59,13 +59,13 @@ std::shared_ptr<RecordedSteps<GraphedStepReport>> capture_steps(torch::nn::Modul
 /// Captured are operations with their arguments: numbers that the objective computes in C++ stay as they were for that
 /// batch, unless they follow from the layout. So the first two batches of a layout also run by the objective, and a
 /// `c10::Error` names what differs beyond rounding. An error names what cannot be captured, too: `item()` and whatever
-/// else waits for the device, copies from memory that is not pinned, and tensors with gradients that are not the
-/// model's. Tensors of the batch may be on the CPU, as the lengths of sequences are, where operations do not depend on
-/// their values: the first batch with other values is compared, too. Gradients of a `ga::Loss` are added in one pass,
+/// else waits for the device, copies from the CPU, and tensors with gradients that are not the
+/// model's. Some tensors of the batch may be on the CPU, as the lengths of sequences are, where operations do not depend
+/// on their values: three batches with other values are compared, too. Gradients of a `ga::Loss` are added in one pass,
 /// unless a hook waits for them.
 ///
-/// Runs the objective itself where there is no graph, and counts the reasons in `report()`: on a CPU, for tensors on
-/// another device than the model, while the loss before has not been backward yet, and for layouts beyond `.graphs`, of
+/// Runs the objective itself where there is no graph, and counts the reasons in `report()`: for a model or a batch on a
+/// CPU or on another device, while the loss before has not been backward yet, and for layouts beyond `.graphs`, of
 /// which those used most have the graphs. Parameters and buffers that got other memory, or were frozen, are captured
 /// anew: at every step, if they move at every step.
 ///

@@ -13,7 +13,7 @@ import re
 import sys
 
 CEILINGS = {
-    "lines": 34822,
+    "lines": 34831,
     "files": 160,
     "comments that open with a fragment, in %": 1.0,
     "lines with detail:: in public signatures": 0,

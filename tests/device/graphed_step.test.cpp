@@ -340,6 +340,7 @@ TEST_CASE("GraphedStep: finds that operations depend on values on the CPU, thoug
     step(Batch{data, torch::tensor({longest, std::int64_t{1}})}).backward();
   };
   for (int i = 0; i < 4; ++i) run(3);
+  step(Batch{data, torch::tensor({1, 3})}).backward();  // other values, of the same maximum
   const Traces traces(model);
   CHECK(contains(error_of([&] { run(2); }), "the captured step must do what the objective does"));
   CHECK(traces.none());
@@ -424,7 +425,11 @@ TEST_CASE("GraphedStep: runs the objective where there is no graph, and says why
   SECTION("batches and models elsewhere, evaluations") {
     ga::GraphedStep step(model, [](auto& net, auto& batch) { return net->forward(batch.data.to(device)).sum(); });
     auto on_host = make_batches({4}, at::kFloat)[0];
-    CHECK(contains(error_of([&] { step(on_host); }), "GraphedStep: aten::copy_ cannot be captured"));
+    step(on_host).backward();
+    CHECK(contains(reasons(step), "1: the batch on cpu"));
+    auto half = on_host;
+    half.target = half.target.to(device);
+    CHECK(contains(error_of([&] { step(half); }), "GraphedStep: aten::copy_ cannot be captured"));
     auto elsewhere_too = batches[0];
     elsewhere_too.target = elsewhere_too.target.to(at::Device(at::kCUDA, 1));
     step(elsewhere_too).backward();
@@ -438,7 +443,7 @@ TEST_CASE("GraphedStep: runs the objective where there is no graph, and says why
       step(batches[0]);
     }
     CHECK(step.report().replayed == 0);
-    CHECK(step.report().eager == 2);
+    CHECK(step.report().eager == 3);
     auto elsewhere = make_model(at::kFloat);
     ga::GraphedStep of_host(elsewhere, [](auto& net, auto& batch) { return loss_of(net, batch); });
     of_host(on_host).backward();

@@ -3,6 +3,7 @@
 
 #include <gradaccum/gradaccum.hpp>
 
+#include "support/device.hpp"
 #include "support/files.hpp"
 #include "support/models.hpp"
 #include "support/warnings.hpp"
@@ -99,8 +100,11 @@ TEST_CASE("device: a Trainer with its policies does what it does on the CPU", "[
   CHECK(distance(run(device), run(host)) < 1e-10);
 }
 
-TEST_CASE("device: a training goes on to the bit, random numbers of the device included", "[cuda]") {
+TEST_CASE("device: a training goes on to the bit, random numbers of the device included, replayed as graphs or not",
+          "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
+  const bool graphed = GENERATE(false, true);
+  if (graphed && !has_graphs(device)) SKIP("needs a CUDA device whose LibTorch has graphs");
   const Directory directory;
   const auto run = [&](std::uint64_t seed, std::int64_t updates, bool saves) {
     torch::manual_seed(seed);
@@ -109,8 +113,11 @@ TEST_CASE("device: a training goes on to the bit, random numbers of the device i
     ga::optim::AdamW adamw(model->parameters(), 1e-2);
     std::optional<ga::SaveState> saving;
     if (saves) saving = ga::SaveState{.directory = directory / "states", .every_updates = 3};
-    ga::Trainer trainer(
-        model, adamw, [](auto& net, auto& batch) { return loss_of(net, batch); }, ga::Accumulate{.steps = 2}, saving);
+    std::function<at::Tensor(torch::nn::Sequential&, const Example&)> objective = [](auto& net, auto& batch) {
+      return loss_of(net, batch);
+    };
+    if (graphed && saves) objective = ga::GraphedStep(model, objective);
+    ga::Trainer trainer(model, adamw, objective, ga::Accumulate{.steps = 2}, saving);
     trainer.fit(batches_on(device, at::kFloat),
                 {.epochs = 3, .updates = updates, .resume = saves ? directory / "states" : std::filesystem::path()});
     return flat(model).cpu();

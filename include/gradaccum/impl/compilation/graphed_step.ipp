@@ -41,7 +41,6 @@
 #include <mutex>
 #include <optional>
 #include <ostream>
-#include <set>
 
 #include <gradaccum/impl/begin.ipp>
 
@@ -141,8 +140,8 @@ GRADACCUM_INLINE DeviceGraph::DeviceGraph(c10::Stream stream, c10::MempoolId_t p
       const std::string text = error.what_without_backtrace();
       TORCH_CHECK(false, "GraphedStep: ", failed.name().empty() ? "the objective" : failed.name(),
                   " cannot be captured: ", text.substr(0, text.find('\n')),
-                  " (a captured step must not wait for the device, nor copy from memory that is not pinned: bring ",
-                  "batches to the device before it)");
+                  " (a captured step must not wait for the device, nor copy from the CPU: bring tensors to the device ",
+                  "before it)");
     }
   }
   impl_->capture_end();
@@ -231,8 +230,9 @@ class GraphedBackward final : public torch::autograd::Node {
   /// Replays backward from a seed that `set` writes.
   std::shared_ptr<const CapturedStep> replayed(c10::function_ref<void(const at::Tensor& seed)> set) {
     TORCH_CHECK(pending_, "GraphedStep: backward runs once");
-    const auto step = std::exchange(pending_, nullptr)->step;
+    const auto step = pending_->step;
     set(step->seed);
+    pending_ = nullptr;
     step->backward->replay();
     return step;
   }
@@ -271,8 +271,8 @@ GRADACCUM_INLINE bool add_graphed_gradients(const NodePointer& node, const at::T
     if (has_sum) sums.push_back(parameters[i].grad());
     (has_sum ? added : first).push_back(step->gradients[i]);
   }
+  const auto copies = first.empty() ? first : at::_foreach_mul(first, 1);  // before a sum changes: it may throw
   if (!sums.empty()) at::_foreach_add_(sums, added);
-  const auto copies = first.empty() ? first : at::_foreach_mul(first, 1);
   auto copy = copies.begin();
   for (auto& parameter : parameters) {
     if (!parameter.grad().defined()) parameter.mutable_grad() = *copy++;
@@ -315,16 +315,20 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
   struct Layout {
     std::shared_ptr<const CapturedStep> step = {};
     std::int64_t uses = 0, checks = 0;
-    std::set<std::size_t> compared = {};  ///< tensors on the CPU, whose other values did not matter
+    std::map<std::size_t, std::int64_t> compared =
+        {};  ///< how often other values of a tensor on the CPU did not matter
   };
   /// The number of batches of a layout that run by the objective, too. At the second show numbers that it computes in
   /// C++.
   static constexpr std::int64_t checks = 2;
+  /// The number of batches with other values on the CPU that do so: two that differ may have one maximum.
+  static constexpr std::int64_t checks_of_values = 3;
 
   std::string why_eager(const std::vector<at::Tensor>& batch) const {
     const auto device = model_.parameters.front().device();
     if (!has_graphs(device)) return c10::str("no graphs on ", device);
     if (!pending_.expired()) return "the loss before has not been backward yet";
+    if (std::ranges::all_of(batch, [](const at::Tensor& tensor) { return tensor.is_cpu(); })) return "the batch on cpu";
     for (auto& tensor : batch) {
       if (tensor.device() != device && !tensor.is_cpu()) return c10::str("a tensor of the batch on ", tensor.device());
       if (tensor.requires_grad()) return "a tensor of the batch that requires a gradient";
@@ -335,11 +339,13 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     return "";
   }
 
-  /// Returns the tensors on the CPU whose values are not those that were captured, and were not compared yet.
+  /// Returns the tensors on the CPU whose values are not those that were captured, and are to be compared.
   static std::vector<std::size_t> new_values(const Layout& layout, const std::vector<at::Tensor>& batch) {
     std::vector<std::size_t> found;
     for (std::size_t i = 0; i < batch.size(); ++i)
-      if (batch[i].is_cpu() && !layout.compared.contains(i) && !at::equal(batch[i], layout.step->batch[i]))
+      if (const auto compared = layout.compared.find(i);
+          batch[i].is_cpu() && (compared == layout.compared.end() || compared->second < checks_of_values) &&
+          !at::equal(batch[i], layout.step->batch[i]))
         found.push_back(i);
     return found;
   }
@@ -513,7 +519,7 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
                 ": the objective computes with numbers in C++ or values on the CPU that are others for this batch, or "
                 "with tensors that are neither of the model nor of the batch");
     ++layout.checks;
-    for (const auto i : new_values(layout, batch)) layout.compared.insert(i);
+    for (const auto i : new_values(layout, batch)) ++layout.compared[i];
   }
 
   StepModel model_;

@@ -240,7 +240,9 @@ class ExchangedTensors {
 
 GRADACCUM_INLINE double norm_in_double(const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
-  return tensor.numel() == 0 ? 0 : at::linalg_vector_norm(tensor.to(at::kDouble)).item<double>();
+  if (tensor.numel() == 0) return 0;
+  if (!tensor.is_floating_point()) return norm_in_double(tensor.to(at::kDouble));
+  return at::linalg_vector_norm(tensor, 2, at::OptionalIntArrayRef(), /*keepdim=*/false, at::kDouble).item<double>();
 }
 
 /// A tensor of a step that differs beyond rounding from the objective's, for one or several sets of inputs.
@@ -269,7 +271,7 @@ GRADACCUM_INLINE std::vector<StepDifference> differences_of_steps(const StepMode
     if (a.defined() != b.defined()) found.push_back({what + (a.defined() ? " is missing" : " should not be there")});
     if (!a.defined() || !b.defined()) return;
     const auto difference = [](const at::Tensor& one, const at::Tensor& other) {
-      return one.to(at::kDouble) - other.to(at::kDouble);
+      return one.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true).add_(other, -1);
     };
     const auto norm = std::max(norm_in_double(a), std::sqrt(wanted.tolerance) * scale);
     if (!detail::is_finite(norm) && !detail::is_finite(norm_in_double(b))) return;
@@ -296,6 +298,7 @@ GRADACCUM_INLINE std::vector<StepDifference> differences_of_steps(const StepMode
   if (wanted.loss.items != got.loss.items)
     found.push_back({c10::str("the loss is of ", got.loss.items, " items, not ", wanted.loss.items)});
   compare("the output", 0, [](auto& result) { return result.loss.output; });
+  compare("the target", 0, [](auto& result) { return result.loss.target; });
   for (std::size_t i = 0; i < model.parameters.size(); ++i)
     compare("the gradient of " + model.parameter_names[i], gradients,
             [i](auto& result) { return result.gradients[i]; });
