@@ -22,7 +22,7 @@
 #include "model_folder.hpp"
 #include "options.hpp"
 
-/// What is learned, and how it is compiled or captured.
+/// The objective, and the steps that are compiled or captured in its place.
 namespace bloom {
 
 /// The mean loss of a batch, how many reviews it is the mean of, and what metrics look at.

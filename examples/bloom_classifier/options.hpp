@@ -73,7 +73,8 @@ struct Options {
   bool mixed_precision() const { return precision.ends_with("-mixed"); }
   torch::Dtype parameter_type() const { return precision == "bf16-true" ? torch::kBFloat16 : torch::kFloat; }
   bool on_cpu() const { return at::Device(device).is_cpu(); }
-  /// Whether steps are captured as CUDA graphs. What saves memory runs parts again, or steps in backward.
+  /// Returns whether steps are captured as CUDA graphs. They keep the memory that checkpoints, budgets and steps in
+  /// backward are to save.
   bool replays_graphs() const { return graphs && segments == 0 && memory_budget == 0 && !in_backward && !on_cpu(); }
   /// The table of words has a gradient of the rows that were met, for an optimizer that steps by rows, as on a CPU.
   bool steps_by_rows() const {

@@ -14,7 +14,7 @@
 
 #include "setup.hpp"
 
-/// What is learned, by either loop; and how it is compiled or captured.
+/// The objective of both loops, and the steps that are compiled or captured in its place.
 namespace fashion_mnist {
 
 /// The loss of a batch, how many images it is the mean of, and what metrics look at.

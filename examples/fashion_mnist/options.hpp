@@ -56,7 +56,7 @@ struct Options {
 
   torch::Dtype scalar_type() const { return dtype == "float64" ? torch::kFloat64 : torch::kFloat32; }
   bool mixed_precision() const { return amp != "off"; }
-  /// Whether steps are captured as CUDA graphs. Checkpoints are for memory, which graphs keep.
+  /// Returns whether steps are captured as CUDA graphs, which keep the memory that checkpoints and budgets are to save.
   bool replays_graphs() const { return graphs && !checkpoint && memory_budget == 0 && !at::Device(device).is_cpu(); }
   bool needs_trainer() const {
     return !save.empty() || validate_every > 0 || patience > 0 || !tensorboard.empty() || !report.empty() ||

@@ -59,10 +59,10 @@ std::shared_ptr<RecordedSteps<GraphedStepReport>> capture_steps(torch::nn::Modul
 /// Captured are operations with their arguments: numbers that the objective computes in C++ stay as they were for that
 /// batch, unless they follow from the layout. So the first two batches of a layout also run by the objective, and a
 /// `c10::Error` names what differs beyond rounding. An error names what cannot be captured, too: `item()` and whatever
-/// else waits for the device, copies from the CPU, and tensors with gradients that are not the
-/// model's. Some tensors of the batch may be on the CPU, as the lengths of sequences are, where operations do not depend
-/// on their values: three batches with other values are compared, too. Gradients of a `ga::Loss` are added in one pass,
-/// unless a hook waits for them.
+/// else waits for the device, copies from the CPU, and tensors with gradients that are not the model's. Some tensors of
+/// the batch may be on the CPU, as the lengths of sequences are, where operations do not depend on their values: three
+/// batches with other values are compared, too. Gradients of a `ga::Loss` are added in one pass, unless a hook waits
+/// for them.
 ///
 /// Runs the objective itself where there is no graph, and counts the reasons in `report()`: for a model or a batch on a
 /// CPU or on another device, while the loss before has not been backward yet, and for layouts beyond `.graphs`, of
