@@ -37,14 +37,23 @@ class Failure(Exception):
 
 
 class Manifest:
-    """The manifest of a saved step: what it consists of, and what the program says of it."""
+    """The manifest of a folder: the files that it consists of, and values by name."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, content):
         self.folder = pathlib.Path(folder)
         self.path = self.folder / "manifest.json"
+        self.content = content
+
+    @classmethod
+    def of_step(cls, folder):
+        """Reads that of a saved step."""
+        self = cls(folder, {})
         if not self.path.is_file():
             raise Failure(f"{folder}: there is no manifest.json, so it is not a folder that ga::save_step wrote")
-        text = self.path.read_bytes()
+        self.check(self.path.read_bytes())
+        return self
+
+    def check(self, text):
         self.content = json.loads(text)
         crc = self.content.get("crc32", "")
         if self.content.get("format") != "gradaccum step" or self.content.get("format_version") != 1:
@@ -111,15 +120,16 @@ class Inputs:
     """The inputs of a step in their order: parameters, buffers, the batch's tensors, and the seed of backward."""
 
     def __init__(self, model, batch):
-        """`batch`: with * for any number of rows."""
-        self.tensors, self.learned, self.parameters, self.any_rows = [], [], [], []
+        """`model`, `batch`: their layouts as text, the batch's with * for any number of rows."""
+        self.tensors, self.learned, self.any_rows = [], [], []
+        kinds = []
         for line in model.splitlines():
             name, layout, kind = re.fullmatch(r"(\S+) (.*\]\S*(?: strides [\d ]+\d)?) (frozen parameter|parameter|buffer)",
                                               line).groups()
-            if kind != "buffer":
-                self.parameters.append(len(self.tensors))
+            kinds.append(kind)
             self.add(tensor_of(layout, 0), kind == "parameter", False)
-        self.buffers = range(len(self.parameters), len(self.tensors))
+        self.parameters = range(len(kinds) - kinds.count("buffer"))
+        self.buffers = range(len(self.parameters), len(kinds))
         # A number of rows that no other size is by chance, which would be taken for the same.
         rows = next(prime for prime in (97, 101, 103, 107, 109, 113, 127, 131, 137, 139, 149)
                     if str(prime) not in re.findall(r"\d+", model + batch))
@@ -132,15 +142,21 @@ class Inputs:
         self.any_rows.append(any_rows)
 
 
-def graph_of(script, inputs):
-    """The loss, what else the objective gives, and the gradients as one exported graph; and which gradients there are."""
+def scripted(script):
+    """What the program recorded, as a function of all inputs."""
     import torch
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    forward = torch.jit.load(script)
     torch._C._jit_set_profiling_executor(False)
     torch._C._jit_set_profiling_mode(False)
     torch._C._set_graph_executor_optimize(False)
+    return torch.jit.load(script)
+
+
+def graph_of(forward, inputs):
+    """The loss, what else `forward` gives, and the gradients as one exported graph; and which gradients there are. The
+    graph of a pass without gradients, if no input is learned."""
+    import torch
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     there = []
 
     def step(*values):
@@ -150,7 +166,7 @@ def graph_of(script, inputs):
         loss, *others = forward(*values)
         learned = [value for value, is_learned in zip(values, inputs.learned) if is_learned]
         gradients = torch.autograd.grad(loss, learned, grad_outputs=seed.to(loss.dtype).reshape(loss.shape),
-                                        allow_unused=True)
+                                        allow_unused=True) if learned else ()
         there[:] = [gradient is not None for gradient in gradients]
         return (loss.detach(), *(other.detach() for other in others),
                 *(gradient for gradient in gradients if gradient is not None))
@@ -454,17 +470,17 @@ def exported_graph(manifest, name, directory):
     if manifest[f"{name}.any_rows"]:
         inputs = Inputs(manifest["model"], manifest[f"{name}.any_rows"])
         try:
-            return graph_of(str(script), inputs), inputs
+            return graph_of(scripted(str(script)), inputs), inputs
         except Exception as error:  # of whatever part of torch: with a number of rows it says what does not work
             print(f"{manifest.folder}: {name} only of {manifest[name + '.batch']}: {first_line(error)}", file=sys.stderr)
             manifest[f"{name}.any_rows"] = ""
     inputs = Inputs(manifest["model"], manifest[f"{name}.batch"])
-    return graph_of(str(script), inputs), inputs
+    return graph_of(scripted(str(script)), inputs), inputs
 
 
-def compile_graph(manifest, name, capability, directory, library):
+def compile_graph(manifest, name, exported, gradients, inputs, capability, directory, library):
+    """Adds a graph's code to a folder, with what its manifest says of it. Returns the names of the files."""
     began = time.monotonic()
-    (exported, gradients), inputs = exported_graph(manifest, name, directory)
     moved = moved_buffers(exported, inputs)
     source = self_contained(*generated_source(exported, capability))
     unique = f"{zlib.crc32(source.encode()):08x}"
@@ -480,33 +496,51 @@ def compile_graph(manifest, name, capability, directory, library):
     manifest[f"{name}.capability"] = capability
     print(f"{manifest.folder}: {name} of {manifest[name + '.any_rows'] or manifest[name + '.batch']}: "
           f"{sum(map(len, made.values())) / 1e6:.2f} MB in {time.monotonic() - began:.0f} s", flush=True)
-    return {*made, manifest[f"{name}.trace"]}
+    return set(made)
+
+
+def add_arguments(parser):
+    parser.add_argument("--capability", choices=sorted(INSTRUCTIONS), default=None,
+                        help="the processors to compile for; by default those like this one")
+    parser.add_argument("--source-only", action="store_true",
+                        help="generate C++, for gradaccum_compile_step of CMake, and compile no library of it")
+    parser.add_argument("--traceback", action="store_true", help="show where torch fails, if it does")
+
+
+@contextlib.contextmanager
+def failures_told(program, traceback):
+    """Ends with a line for what a user can mend, and for what torch cannot do."""
+    warnings.filterwarnings("ignore")
+    try:
+        yield
+    except Failure as failure:
+        sys.exit(f"{program}: {failure}")
+    except Exception as error:
+        if traceback or not (type(error).__module__.startswith("torch") or "TorchScript" in str(error)):
+            raise
+        sys.exit(f"{program}: torch cannot compile this step: {first_line(error)} (--traceback shows where)")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", metavar="folder", nargs="+",
                         help="what ga::save_step wrote; the compiled code is put there")
-    parser.add_argument("--capability", choices=sorted(INSTRUCTIONS), default=None,
-                        help="the processors to compile for; by default those like this one")
-    parser.add_argument("--source-only", action="store_true",
-                        help="generate C++, for gradaccum_compile_step of CMake, and compile no library of it")
-    parser.add_argument("--traceback", action="store_true", help="show where torch fails, if it does")
+    add_arguments(parser)
     arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    try:
+    with failures_told("compile_step", arguments.traceback):
         for folder in arguments.folders:
             compile_step(folder, arguments)
-    except Failure as failure:
-        sys.exit(f"compile_step: {failure}")
-    except Exception as error:
-        if arguments.traceback or not (type(error).__module__.startswith("torch") or "TorchScript" in str(error)):
-            raise
-        sys.exit(f"compile_step: torch cannot compile this step: {first_line(error)} (--traceback shows where)")
+
+
+def capability_of(asked):
+    """The processors to compile for: those that were asked for, or those like this one."""
+    import torch
+    capability = asked or torch.backends.cpu.get_cpu_capability()
+    return capability if capability in INSTRUCTIONS else "DEFAULT"
 
 
 def compile_step(folder, arguments):
-    manifest = Manifest(folder)
+    manifest = Manifest.of_step(folder)
     try:
         import torch
     except ImportError:
@@ -515,15 +549,16 @@ def compile_step(folder, arguments):
     if version != manifest.content["libtorch"]:
         raise Failure(f"the step is of a program with LibTorch {manifest.content['libtorch']}, and {sys.executable} has "
                       f"torch {version}: take one with that version")
-    capability = arguments.capability or torch.backends.cpu.get_cpu_capability()
-    if capability not in INSTRUCTIONS:
-        capability = "DEFAULT"
+    capability = capability_of(arguments.capability)
     manifest["flags"] = " ".join(flags_of(capability))  # for gradaccum_compile_step of CMake
     kept = set()
     with tempfile.TemporaryDirectory() as directory:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(directory, "cache")  # which would stay
         for number in range(manifest["graphs"]):
-            kept |= compile_graph(manifest, f"graph-{number}", capability, directory, not arguments.source_only)
+            name = f"graph-{number}"
+            (exported, gradients), inputs = exported_graph(manifest, name, directory)
+            kept |= {manifest[f"{name}.trace"]} | compile_graph(manifest, name, exported, gradients, inputs, capability,
+                                                                directory, not arguments.source_only)
     manifest.content["files"] = {name: file for name, file in manifest.content["files"].items() if name in kept}
     manifest.write()
 

@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Exports a model of Hugging Face's, with its training step, for ga::ExportedModel to train and run in C++.
+
+    export_model.py --hugging-face bert-base-uncased/ --task sequence-classification --batch 8x256 --output model
+
+It needs Python's torch of the version that the program is built with, transformers, and a C++ compiler (g++, or $CXX).
+For a torch.nn.Module of your own, see gradaccum_export.export.
+"""
+
+import argparse
+import pathlib
+import re
+
+import compile_step
+from compile_step import Failure
+
+TASKS = {"sequence-classification": "AutoModelForSequenceClassification", "causal-lm": "AutoModelForCausalLM",
+         "image-classification": "AutoModelForImageClassification"}
+PRECISIONS = {"32": (None, None), "64": ("float64", None), "bf16-mixed": (None, "bfloat16"), "16-mixed": (None, "float16"),
+              "bf16": ("bfloat16", None)}
+# Files of a model's folder that belong to its weights.
+COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+              "vocab.txt", "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json", "preprocessor_config.json",
+              "chat_template.jinja")
+
+
+def model_of(arguments):
+    """The model in training mode, with its folder's weights, or with new ones if there is a configuration alone."""
+    import torch
+    import transformers
+    transformers.logging.set_verbosity_error()
+    source = pathlib.Path(arguments.hugging_face)
+    kind = getattr(transformers, TASKS[arguments.task])
+    options = {} if arguments.num_labels is None else {"num_labels": arguments.num_labels}
+    torch.manual_seed(arguments.seed)
+    if source.is_file():
+        config = transformers.AutoConfig.from_pretrained(source, **options)
+        model = kind.from_config(config)
+    else:
+        if not source.is_dir():
+            raise Failure(f"{source}: must be a folder with a model, or the file of a configuration; one of the Hub is "
+                          f"fetched by: hf download {arguments.hugging_face} --local-dir model")
+        model = kind.from_pretrained(source, dtype=torch.float32, **options)
+    dtype, autocast = PRECISIONS[arguments.precision]
+    if dtype:
+        model = model.to(getattr(torch, dtype))
+    model.config.use_cache = False
+    for pattern in arguments.freeze:
+        frozen = [parameter for name, parameter in model.named_parameters() if name.startswith(pattern)]
+        if not frozen:
+            raise Failure(f"--freeze {pattern}: no parameter has a name that begins so")
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    return model.train(), getattr(torch, autocast) if autocast else None
+
+
+def sample_of(model, task, batch):
+    """A batch of that shape, of random numbers."""
+    import torch
+    generator = torch.Generator().manual_seed(0)
+    config = model.config
+    sizes = [int(size) for size in batch.split("x")]
+    if len(sizes) != (1 if task == "image-classification" else 2) or min(sizes) < 1:
+        raise Failure(f"--batch must be {'rows' if task == 'image-classification' else 'rows x tokens, such as 8x256'}, got {batch}")
+    rows = sizes[0]
+    if task == "image-classification":
+        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
+        pixels = torch.randn(rows, config.num_channels, *size, generator=generator).to(model.dtype)
+        return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (rows,), generator=generator)}
+    tokens = sizes[1]
+    ids = torch.randint(config.vocab_size, (rows, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    lengths = torch.randint((tokens + 1) // 2, tokens + 1, (rows,), generator=generator)
+    mask[torch.arange(tokens) >= lengths[:, None]] = 0
+    ids[mask == 0] = config.pad_token_id or 0
+    labels = (ids.masked_fill(mask == 0, -100) if task == "causal-lm"
+              else torch.randint(config.num_labels, (rows,), generator=generator))
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def counted_labels(batch):
+    """Over how many tokens the loss of a language model is a mean: each is predicted from those before it."""
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
+def companions(arguments, model):
+    """Files that from_pretrained reads beside the weights."""
+    source = pathlib.Path(arguments.hugging_face)
+    found = {"config.json": (model.config.to_json_string(use_diff=True)).encode()}
+    if source.is_dir():
+        found.update({name: (source / name).read_bytes() for name in COMPANIONS[1:] if (source / name).is_file()})
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hugging-face", metavar="FOLDER_OR_CONFIG", required=True,
+                        help="a folder with config.json and weights, or a config.json alone for new weights")
+    parser.add_argument("--task", choices=TASKS, required=True)
+    parser.add_argument("--batch", action="append", required=True, metavar="ROWSxTOKENS",
+                        help="a shape of batches, 8x256, or rows alone for images; may be given several times. Rows may be "
+                             "any where the model allows it")
+    parser.add_argument("--these-rows", action="store_true", help="compile for these numbers of rows only")
+    parser.add_argument("--output", required=True, help="the folder to write")
+    parser.add_argument("--precision", choices=PRECISIONS, default="32", help="as in Lightning; default: %(default)s")
+    parser.add_argument("--num-labels", type=int, help="classes of a new head")
+    parser.add_argument("--freeze", action="append", default=[], metavar="PREFIX", help="parameters that are not trained")
+    parser.add_argument("--training-only", action="store_true", help="no code for evaluation and inference")
+    parser.add_argument("--seed", type=int, default=0, help="of new weights; default: %(default)s")
+    compile_step.add_arguments(parser)
+    arguments = parser.parse_args()
+    with compile_step.failures_told("export_model", arguments.traceback):
+        try:
+            import gradaccum_export
+            import safetensors, transformers  # noqa: F401
+        except ImportError as error:
+            raise Failure(f"{error}: pip install torch transformers") from None
+        model, autocast = model_of(arguments)
+        gradaccum_export.export(
+            model, [sample_of(model, arguments.task, batch) for batch in arguments.batch], None, arguments.output,
+            items=counted_labels if arguments.task == "causal-lm" else None,
+            rows="these" if arguments.these_rows else "any", autocast=autocast, files=companions(arguments, model),
+            passes=("training",) if arguments.training_only else gradaccum_export.PASSES,
+            capability=arguments.capability, source_only=arguments.source_only)
+        check_loads(model, arguments)
+
+
+def check_loads(model, arguments):
+    """transformers reads back what was written."""
+    import torch
+    back = type(model).from_pretrained(arguments.output, dtype=model.dtype).state_dict()
+    other = [name for name, value in model.state_dict().items() if name not in back or not torch.equal(back[name], value)]
+    if other:
+        raise Failure(f"{arguments.output}: transformers must read the weights as they were, and does not: {', '.join(other[:3])}")
+
+
+if __name__ == "__main__":
+    main()
