@@ -55,10 +55,10 @@ def model_of(arguments):
     return model.train(), getattr(torch, autocast) if autocast else None
 
 
-def sample_of(model, task, batch):
+def sample_of(model, task, batch, seed=0):
     """A batch of that shape, of random numbers."""
     import torch
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     config = model.config
     sizes = [int(size) for size in batch.split("x")]
     if len(sizes) != (1 if task == "image-classification" else 2) or min(sizes) < 1:
@@ -93,7 +93,7 @@ def companions(arguments, model):
     return found
 
 
-def main():
+def arguments_of_command():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hugging-face", metavar="FOLDER_OR_CONFIG", required=True,
                         help="a folder with config.json and weights, or a config.json alone for new weights")
@@ -109,7 +109,11 @@ def main():
     parser.add_argument("--training-only", action="store_true", help="no code for evaluation and inference")
     parser.add_argument("--seed", type=int, default=0, help="of new weights; default: %(default)s")
     compile_step.add_arguments(parser)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main():
+    arguments = arguments_of_command()
     with compile_step.failures_told("export_model", arguments.traceback):
         try:
             import gradaccum_export

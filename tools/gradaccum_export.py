@@ -198,11 +198,11 @@ class _Export:
             manifest[f"{name}.trace"] = ""
             compile_graph(manifest, name, exported, gradients, inputs, capability, directory, not self.source_only)
             samples.update(self.sample(name, kind, batch))
-            manifest[f"{name}.one_row"] = False
+            manifest[f"{name}.least_rows"] = 2
             if any_rows:
                 with contextlib.suppress(ValueError):  # as BatchNorm says in training
                     samples.update(self.sample(f"{name}-1", kind, {key: value[:1] for key, value in batch.items()}))
-                    manifest[f"{name}.one_row"] = True
+                    manifest[f"{name}.least_rows"] = 1
 
     def graph(self, kind, batch):
         if self.rows == "any" and len(next(iter(batch.values()))) > 1:

@@ -13,6 +13,7 @@
 #include <gradaccum/impl/checkpoint/forward_state.ipp>
 #include <gradaccum/impl/checkpoint/recomputation.ipp>
 #include <gradaccum/impl/compilation/compiled_step.ipp>
+#include <gradaccum/impl/compilation/exported_model.ipp>
 #include <gradaccum/impl/compilation/graphed_step.ipp>
 #include <gradaccum/impl/compilation/step_trial.ipp>
 #include <gradaccum/impl/data/data.ipp>

@@ -11,6 +11,7 @@
 #include <gradaccum/data/prefetch.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
 #include <gradaccum/embedding.hpp>
+#include <gradaccum/exported_model.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/gradients.hpp>

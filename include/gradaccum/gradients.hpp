@@ -20,7 +20,7 @@ namespace gradaccum {
 class AmpScaler;
 namespace detail {
 class CapturedSteps;
-class LoadedStep;
+class StepGraphs;
 struct Multiplier;
 class WindowGradients;
 }  // namespace detail
@@ -208,7 +208,7 @@ struct Loss {
 
  private:
   friend class detail::CapturedSteps;
-  friend class detail::LoadedStep;
+  friend class detail::StepGraphs;
 
   template <class Count>
   static double number(Count count) {

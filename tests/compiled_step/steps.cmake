@@ -19,7 +19,7 @@ function(gradaccum_python_of_libtorch result packages problem)
   file(SHA256 "${requirements}" hash)
   file(LOCK "${folder}.lock" GUARD FUNCTION)
   if(NOT EXISTS "${folder}/${hash}.stamp")
-    message(STATUS "gradaccum: fetching what torch.compile needs, 9 MB, to ${folder}")
+    message(STATUS "gradaccum: fetching what torch.compile and transformers need, 60 MB, to ${folder}")
     file(REMOVE_RECURSE "${folder}")
     execute_process(
       COMMAND "${python}" -m pip install --quiet --disable-pip-version-check --no-input --no-compile --no-deps --retries 1

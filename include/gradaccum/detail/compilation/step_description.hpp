@@ -14,18 +14,21 @@ namespace gradaccum::detail {
 /// The graph of a step for batches of one layout.
 struct GraphDescription {
   static constexpr std::int64_t no_target = -2, computed_target = -1;
-  static constexpr double items_are_rows = 0;
+  static constexpr double items_are_rows = 0, computed_items = -1;
 
-  std::string batch;                ///< layout: `Float [64, 784], Long [64]`
-  std::string any_rows;             ///< layout for any number of rows: `Float [*, 784], Long [*]`; else empty
-  double items = 1;                 ///< items of the loss, or `items_are_rows`
+  std::string kind;                 ///< `training`; in an exported model also `evaluation` and `inference`
+  std::string names = {};           ///< names of the batch's tensors: `input_ids labels`; empty if they have none
+  std::string batch = {};           ///< layout: `Float [64, 784], Long [64]`
+  std::string any_rows = {};        ///< layout for any number of rows: `Float [*, 784], Long [*]`; else empty
+  std::int64_t least_rows = 2;      ///< the least number of rows of that layout
+  double items = 1;                 ///< items of the loss, or a constant above
   bool output = false;              ///< true if the loss has an output, for metrics
   std::int64_t target = no_target;  ///< index of the batch's tensor, or a constant above
-  std::string trace;                ///< name of the file that `save_step` wrote
-  std::string code;                 ///< name of the compiled code; empty until it is compiled
-  std::string gradients;            ///< y or n for each parameter: whether the loss depends on it
-  std::string moved;                ///< y or n for each buffer: whether the step changes it
-  std::string capability;           ///< CPU capability that it is compiled for, by ATen's name: `AVX512`
+  std::string trace = {};           ///< name of the file that `save_step` wrote
+  std::string code = {};            ///< name of the compiled code; empty until it is compiled
+  std::string gradients = {};       ///< y or n for each parameter: whether the loss depends on it
+  std::string moved = {};           ///< y or n for each buffer: whether the step changes it
+  std::string capability = {};      ///< CPU capability that it is compiled for, by ATen's name: `AVX512`
 };
 
 /// The description of a saved step in its folder's manifest.
@@ -34,7 +37,7 @@ struct StepDescription {
   std::vector<GraphDescription> graphs;
 };
 
-inline constexpr std::string_view step_format = "gradaccum step";
+inline constexpr std::string_view step_format = "gradaccum step", exported_format = "gradaccum exported model";
 
 /// Reads and validates a description. Throws `std::runtime_error`, whose message begins with `what`, such as a path.
 StepDescription step_description(const Manifest& manifest, const std::string& what);

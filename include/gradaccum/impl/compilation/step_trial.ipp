@@ -44,12 +44,16 @@ struct StepModes {
 class StepModel {
  public:
   explicit StepModel(torch::nn::Module& module) {
-    for (auto& item : module.named_parameters()) add(item.key(), item.value(), parameters, parameter_names);
-    for (auto& item : module.named_buffers()) add(item.key(), item.value(), buffers, buffer_names);
+    for (auto& item : module.named_parameters()) add_parameter(item.key(), item.value());
+    for (auto& item : module.named_buffers()) add_buffer(item.key(), item.value());
     modules_.emplace_back("", &module);  // need not be owned by a shared_ptr
     for (auto& item : module.named_modules("", /*include_self=*/false))
       modules_.emplace_back(item.key(), item.value().get());
   }
+  StepModel() = default;
+
+  void add_parameter(const std::string& name, const at::Tensor& tensor) { add(name, tensor, parameters, parameter_names); }
+  void add_buffer(const std::string& name, const at::Tensor& tensor) { add(name, tensor, buffers, buffer_names); }
 
   std::vector<at::Tensor> parameters, buffers;
   std::vector<std::string> parameter_names, buffer_names;
@@ -95,11 +99,13 @@ class StepModel {
     return text + "; " + (modes.autocast ? c10::toString(*modes.autocast) : "no") + " autocast";
   }
 
-  /// Returns whether all that `text` lists is as it was at construction, with all tensors on the CPU.
-  bool unchanged() const {
-    return std::ranges::all_of(seen_, [](const Seen& seen) {
+  /// Returns whether all that `text` lists is as it was at construction, with all tensors on the CPU. `may_be_frozen`:
+  /// a parameter need not be trainable any more.
+  bool unchanged(bool may_be_frozen = false) const {
+    return std::ranges::all_of(seen_, [may_be_frozen](const Seen& seen) {
       const auto& tensor = seen.tensor;
-      return tensor.is_cpu() && tensor.scalar_type() == seen.dtype && tensor.requires_grad() == seen.trainable &&
+      return tensor.is_cpu() && tensor.scalar_type() == seen.dtype &&
+             (tensor.requires_grad() == seen.trainable || (may_be_frozen && seen.trainable)) &&
              tensor.sizes() == at::IntArrayRef(seen.sizes) && tensor.strides() == at::IntArrayRef(seen.strides);
     });
   }

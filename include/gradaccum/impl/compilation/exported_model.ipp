@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: Apache-2.0
+// Loads an exported model: its tensors, its code, and the sample by which it is checked; and saves its weights.
+#pragma once
+
+#include <gradaccum/exported_model.hpp>
+
+#include <gradaccum/detail/checkpoint/forward_state.hpp>
+#include <gradaccum/detail/compilation/step_description.hpp>
+#include <gradaccum/detail/io/files.hpp>
+#include <gradaccum/detail/io/formats.hpp>
+#include <gradaccum/detail/types/types.hpp>
+#include <gradaccum/impl/compilation/step_graphs.ipp>
+#include <gradaccum/io/weights.hpp>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <ranges>
+#include <sstream>
+#include <stdexcept>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum::detail {
+
+inline constexpr const char* sample_name = "sample.safetensors";
+inline constexpr std::uint64_t sample_seed = 20'261'127;  // of gradaccum_export.py
+
+GRADACCUM_INLINE std::vector<std::string> words_of(const std::string& text) {
+  std::istringstream stream(text);
+  std::vector<std::string> words;
+  for (std::string word; stream >> word;) words.push_back(word);
+  return words;
+}
+
+/// Returns a text of an untrusted manifest; empty if it has none.
+GRADACCUM_INLINE std::string text_of_manifest(const Manifest& manifest, const std::string& name) {
+  const auto found = manifest.values.find(name);
+  const auto* const text = found == manifest.values.end() ? nullptr : std::get_if<std::string>(&found->second);
+  return text ? *text : std::string();
+}
+
+/// Returns the numbers that stand for a tensor in a sample: up to 64 elements, evenly spaced, and the norm.
+GRADACCUM_INLINE at::Tensor summary_of(const at::Tensor& tensor) {
+  const at::NoGradGuard no_grad;
+  const auto flat = tensor.detach().reshape(-1).to(at::kDouble);
+  const auto count = std::min<std::int64_t>(64, flat.numel());
+  const auto at = at::arange(count, at::kLong).mul_(flat.numel() - 1).floor_divide_(std::max<std::int64_t>(count - 1, 1));
+  return at::cat({flat.index_select(0, at), flat.norm().reshape(1)});
+}
+
+GRADACCUM_INLINE std::string pass_text(const std::string& kind, const std::string& names, const std::string& layouts) {
+  auto text = kind + " of";
+  std::size_t at = 0;
+  for (auto& name : words_of(names)) {
+    const auto end = std::min(layouts.find("], ", at), layouts.size() - 1);
+    text += (at ? ", " : " ") + name + " " + layouts.substr(at, end + 1 - at);
+    at = std::min(end + 3, layouts.size());
+  }
+  return text;
+}
+
+/// Returns the module for a name's dotted path, with modules on the way to it.
+GRADACCUM_INLINE torch::nn::Module& module_at(torch::nn::Module& root, std::string_view path, const std::string& what) {
+  constexpr int deepest = 64;
+  auto* module = &root;
+  int depth = 0;
+  while (!path.empty()) {
+    const std::string name(path.substr(0, path.find('.')));
+    path.remove_prefix(std::min(path.size(), name.size() + 1));
+    if (name.empty() || ++depth > deepest)
+      throw std::runtime_error(what + ": names must be of at most 64 parts, none of them empty");
+    auto children = module->named_children();
+    auto* const there = children.find(name);
+    module = there ? there->get() : module->register_module(name, std::make_shared<torch::nn::Module>()).get();
+  }
+  return *module;
+}
+
+/// Checks files of a folder against its manifest.
+GRADACCUM_INLINE void check_listed(const std::filesystem::path& folder, const Manifest& manifest,
+                                   const std::vector<std::string>& names) {
+  for (auto& name : names) {
+    const auto listed = manifest.files.find(name);
+    if (listed == manifest.files.end())
+      throw std::runtime_error((folder / manifest_name).string() + ": must list the file " + in_quotes(name));
+    check_file(folder / name, listed->second);
+  }
+}
+
+/// The sample of one graph, as Python computed it.
+class Sample {
+ public:
+  Sample(const io::SafetensorsFile& file, std::string name, const StepModel& model)
+      : file_(file), name_(std::move(name)), model_(model) {}
+
+  bool is_there() const { return file_.contains(name_ + ".wanted.output"); }
+  at::Tensor of_batch(const std::string& tensor) const { return file_.get_tensor(name_ + ".batch." + tensor); }
+
+  /// Returns the results as summaries, of Python's own dtypes (`wanted`) or in float32 (`exact`).
+  TrialResult results(const std::string& which) const {
+    const auto find = [&](const std::string& name) {
+      const auto full = name_ + "." + which + "." + name;
+      auto found = file_.contains(full) ? file_.get_tensor(full) : at::Tensor();
+      TORCH_CHECK(!found.defined() || (found.dim() == 1 && found.scalar_type() == at::kDouble && found.numel() > 0),
+                  file_.path().string(), ": ", full, " must be a summary of a tensor");
+      return found;
+    };
+    Loss loss(find("loss"), 1.0);
+    loss.mean = loss.mean.defined() ? loss.mean[0] : at::zeros({}, at::kDouble);
+    loss.output = find("output");
+    if (const auto items = find("items"); items.defined()) loss.items = items[0].item<double>();
+    TrialResult results{loss, {}, {}, RandomState()};
+    for (auto& name : model_.parameter_names) results.gradients.push_back(find("gradient." + name));
+    for (auto& name : model_.buffer_names) results.buffers.push_back(find("buffer." + name));
+    return results;
+  }
+  bool has_exact() const { return file_.contains(name_ + ".exact.output"); }
+
+ private:
+  const io::SafetensorsFile& file_;
+  std::string name_;
+  const StepModel& model_;
+};
+
+/// Registers a model's tensors, of which `text` has a line each, under their names. Returns them in that order.
+GRADACCUM_INLINE StepModel registered_tensors(torch::nn::Module& root, const std::string& text, const std::string& what,
+                                              c10::function_ref<at::Tensor(const std::string& name)> find) {
+  StepModel model;
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    const auto path = line.substr(0, line.find(' '));
+    const auto dot = path.rfind('.');
+    const auto name = dot == std::string::npos ? path : path.substr(dot + 1);
+    auto& module = module_at(root, std::string_view(path).substr(0, dot == std::string::npos ? 0 : dot), what);
+    const auto tensor = find(path);
+    if (line.ends_with(" buffer"))
+      model.add_buffer(path, module.register_buffer(name, tensor));
+    else
+      model.add_parameter(path, module.register_parameter(name, tensor, !line.ends_with(" frozen parameter")));
+  }
+  return model;
+}
+
+/// Returns the results of a pass as a sample has them.
+GRADACCUM_INLINE TrialResult summarised(TrialResult results, const GraphDescription& graph) {
+  auto& loss = results.loss;
+  if (graph.kind == "inference") loss.output = std::exchange(loss.mean, at::zeros({}, at::kDouble));
+  if (graph.items != GraphDescription::computed_items) loss.items = 1;
+  loss.target.reset();
+  loss.output = summary_of(loss.output);
+  for (auto* const tensors : {&results.gradients, &results.buffers})
+    for (auto& tensor : *tensors)
+      if (tensor.defined()) tensor = summary_of(tensor);
+  return results;
+}
+
+}  // namespace gradaccum::detail
+
+namespace gradaccum {
+
+GRADACCUM_INLINE ExportedModelImpl::ExportedModelImpl(std::filesystem::path folder, const ExportedModelOptions& options)
+    : torch::nn::Module("ExportedModel"), folder_(std::move(folder)) {
+  const detail::StepSource source(folder_, detail::exported_format);
+  const auto& manifest = source.manifest;
+  files_ = detail::words_of(detail::text_of_manifest(manifest, "with_weights"));
+  detail::check_listed(folder_, manifest, {detail::weights_name, detail::sample_name});
+  detail::check_listed(folder_, manifest, files_);
+  const auto tied = detail::words_of(detail::text_of_manifest(manifest, "tied"));
+  for (std::size_t i = 0; i + 1 < tied.size(); i += 2) tied_[tied[i]] = tied[i + 1];
+
+  const io::SafetensorsFile weights(folder_ / detail::weights_name), sample(folder_ / detail::sample_name);
+  auto model = detail::registered_tensors(
+      *this, detail::text_of_manifest(manifest, "model"), source.name, [&](const std::string& name) {
+        const bool is_saved = weights.contains(name);
+        auto tensor = is_saved ? weights.get_tensor(name).clone() : sample.get_tensor("buffer." + name).clone();
+        (is_saved ? saved_ : others_)[name] = tensor;
+        return tensor;
+      });
+  for (auto& [name, first] : tied_)
+    if (!saved_.contains(first)) throw std::runtime_error(source.name + ": " + name + " must be tied to a weight");
+  if (options.code) {
+    const detail::StepSource code(*options.code, detail::exported_format);
+    TORCH_CHECK(code.manifest.values == manifest.values, "ExportedModel: ", source.name,
+                ": must be the export that was built into the program as ", code.name, "; build it again");
+    graphs_ = std::make_shared<detail::StepGraphs>("ExportedModel", std::move(model), code);
+  } else {
+    graphs_ = std::make_shared<detail::StepGraphs>("ExportedModel", std::move(model), source);
+  }
+  if (!options.check) return;
+  for (std::size_t i = 0; i < graphs_->graphs().size(); ++i) {
+    check_sample(i, detail::name_of_graph(i));
+    const auto& graph = graphs_->graphs()[i].description;
+    if (!graph.any_rows.empty() && graph.least_rows == 1) check_sample(i, detail::name_of_graph(i) + "-1");
+  }
+}
+
+GRADACCUM_INLINE void ExportedModelImpl::check_sample(std::size_t number, const std::string& name) const {
+  const auto& graph = graphs_->graphs()[number];
+  const auto& model = graphs_->model();
+  const io::SafetensorsFile file(folder_ / detail::sample_name);
+  const detail::Sample sample(file, name, model);
+  std::vector<at::Tensor> batch;
+  for (auto& tensor : detail::words_of(graph.description.names)) batch.push_back(sample.of_batch(tensor).clone());
+  TORCH_CHECK(graphs_->find(batch, [&](auto& found) { return &found == &graph.description; }), "ExportedModel: ",
+              graphs_->name(), ": the sample must be a batch for ", name, ", got ", detail::layout_text(batch));
+
+  const detail::RandomScope as_before{detail::RandomState()};
+  auto generator = at::detail::getDefaultCPUGenerator();
+  generator.set_current_seed(detail::sample_seed);
+  const detail::StepTrial trial(model);
+  const auto got = detail::summarised(graphs_->tried(trial, graph, batch), graph.description);
+  auto wanted = sample.results("wanted");
+  wanted.random = got.random;
+  const bool as_it_is = graphs_->description().modes.ends_with(" no autocast");
+  wanted.tolerance = as_it_is ? detail::tolerance_of(model, got.loss.mean) : 0.1;
+  std::optional<detail::TrialResult> exact;
+  if (sample.has_exact()) exact = sample.results("exact");
+  const auto differences = detail::differences_of_steps(model, wanted, got, exact ? &*exact : nullptr);
+  TORCH_CHECK(differences.empty(), "ExportedModel: ", graphs_->name(), ": the ", graph.description.kind, " of ",
+              detail::layout_text(batch), " must give what Python computed, but ", differences.front().text(),
+              ": export the model again on this kind of machine; {.check = false} takes it as it is");
+}
+
+GRADACCUM_INLINE Loss ExportedModelImpl::loss(const io::Tensors& batch) {
+  return run(is_training() ? "training" : "evaluation", batch);
+}
+
+GRADACCUM_INLINE at::Tensor ExportedModelImpl::forward(const io::Tensors& batch) { return run("inference", batch).mean; }
+
+GRADACCUM_INLINE Loss ExportedModelImpl::run(const std::string& kind, const io::Tensors& batch) const {
+  std::string names;
+  std::vector<at::Tensor> tensors;
+  for (auto& [name, tensor] : batch) {
+    names += (names.empty() ? "" : " ") + name;
+    tensors.push_back(tensor);
+  }
+  const auto* const graph = graphs_->find(
+      tensors, [&](const detail::GraphDescription& graph) { return graph.kind == kind && graph.names == names; });
+  if (!graph) {
+    std::string exported;
+    for (auto& pass : passes()) exported += "\n  " + pass;
+    TORCH_CHECK(false, "ExportedModel: ", graphs_->name(), ": there is no code for ",
+                detail::pass_text(kind, names, detail::layout_text(tensors)), "; export it, too. There is:", exported);
+  }
+  const auto& model = graphs_->model();
+  const auto& saved = graphs_->description();
+  TORCH_CHECK(model.unchanged(/*may_be_frozen=*/true), "ExportedModel: ", graphs_->name(),
+              ": parameters and buffers must be as they were exported, which was ",
+              detail::first_difference(saved.model, model.text()), ": export the model so");
+  const auto modes = model.modes();
+  TORCH_CHECK(!modes.autocast || saved.modes.ends_with(c10::str(c10::toString(*modes.autocast), " autocast")),
+              "ExportedModel: ", graphs_->name(), ": autocast is compiled in, and must be as in the export, ",
+              saved.modes, ", got ", c10::toString(*modes.autocast), ": export it with --precision, or without ga::Autocast here");
+  return kind == "training" ? graphs_->trained(*graph, std::move(tensors)) : graphs_->evaluated(*graph, std::move(tensors));
+}
+
+GRADACCUM_INLINE std::vector<std::string> ExportedModelImpl::passes() const {
+  std::vector<std::string> texts;
+  for (auto& [graph, code, parameters, moved] : graphs_->graphs())
+    texts.push_back(detail::pass_text(graph.kind, graph.names, graph.any_rows.empty() ? graph.batch : graph.any_rows));
+  return texts;
+}
+
+GRADACCUM_INLINE void ExportedModelImpl::save_weights(const std::filesystem::path& folder) const {
+  detail::make_directory(folder);
+  TORCH_CHECK(!std::filesystem::equivalent(folder, folder_), "ExportedModel: save_weights must get another folder than ",
+              "the exported model's, whose files stay as they are, got ", folder.string());
+  for (auto& name : files_) {
+    const detail::MappedFile file(folder_ / name);
+    detail::replace_file(folder / name,
+                         [&](detail::OutputFile& copy) { copy.write(file.text().data(), file.text().size()); });
+  }
+  auto tensors = saved_;
+  for (auto& [name, first] : tied_) tensors[name] = saved_.at(first);
+  io::save_file(tensors, folder / detail::weights_name, {{"format", "pt"}});
+}
+
+GRADACCUM_INLINE void ExportedModelImpl::load_weights(const std::filesystem::path& path) {
+  const io::WeightFiles files(path);
+  for (auto& name : files.keys())
+    TORCH_CHECK(saved_.contains(name) || tied_.contains(name), "ExportedModel: ", path.string(),
+                ": must have weights of this model alone, got ", name);
+  for (auto& [name, tensor] : saved_) {
+    TORCH_CHECK(files.contains(name), "ExportedModel: ", path.string(), ": must have the weight ", name);
+    const auto found = files.get_tensor(name);
+    TORCH_CHECK(found.sizes() == tensor.sizes() && found.is_floating_point() == tensor.is_floating_point(),
+                "ExportedModel: ", path.string(), ": ", name, " must be ", detail::layout_text(tensor), ", got ",
+                detail::layout_text(found));
+  }
+  const at::NoGradGuard no_grad;
+  for (auto& [name, tensor] : saved_) {
+    tensor.copy_(files.get_tensor(name));
+    files.release(name);
+  }
+}
+
+}  // namespace gradaccum
+
+#undef GRADACCUM_INLINE

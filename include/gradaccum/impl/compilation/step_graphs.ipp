@@ -1,0 +1,486 @@
+// SPDX-License-Identifier: Apache-2.0
+// Loads the compiled code of a model's passes, runs it, and has autograd or an accumulator add the gradients.
+#pragma once
+
+#include <gradaccum/compiled_step.hpp>
+
+#include <gradaccum/detail/checkpoint/forward_state.hpp>
+#include <gradaccum/detail/compilation/step_description.hpp>
+#include <gradaccum/detail/io/files.hpp>
+#include <gradaccum/detail/io/formats.hpp>
+#include <gradaccum/detail/types/types.hpp>
+#include <gradaccum/detail/window/window_gradients.hpp>
+#include <gradaccum/impl/compilation/step_trial.ipp>
+#include <gradaccum/version.hpp>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/FunctionRef.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/version.h>
+
+#include <dlfcn.h>
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <sstream>
+#include <stdexcept>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum::detail {
+
+/// The compiled code of a graph: a function from tensors to tensors.
+class StepCode {
+ public:
+  /// Loads a shared library, whose code runs with this program's rights. Throws `std::runtime_error` with the path.
+  StepCode(const std::filesystem::path& library, const std::string& name) {
+    const auto path = std::filesystem::absolute(library);
+    library_ = {dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL), [](void* opened) {
+                  if (opened) dlclose(opened);
+                }};
+    if (!library_) throw std::runtime_error(path.string() + ": must be a library that can be loaded, got " + dlerror());
+    const auto* const functions = dlsym(library_.get(), ("gradaccum_step_" + name).c_str());
+    if (!functions)
+      throw std::runtime_error(path.string() + ": must be the code " + name + " of a step, got " + dlerror());
+    start(static_cast<void* const*>(functions));
+  }
+  /// Uses code in this program, by the function table that generated code exports.
+  explicit StepCode(void* const* functions) { start(functions); }
+
+  std::size_t inputs() const { return functions_->inputs(container_.get()); }
+  std::size_t outputs() const { return outputs_; }
+
+  /// Runs the code without autograd and autocast, which are compiled into it. Several threads may call it in turn.
+  std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) const {
+    const at::NoGradGuard no_grad;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    std::vector<void*> given, got(outputs_);
+    given.reserve(inputs.size());
+    for (auto& tensor : inputs) given.push_back(new at::Tensor(tensor));  // the code deletes them, even on failure
+    const auto* const error = functions_->run(container_.get(), given.data(), got.data());
+    TORCH_CHECK(!error, "CompiledStep, ExportedModel: the compiled code failed: ", error);
+    std::vector<at::Tensor> outputs;
+    outputs.reserve(got.size());
+    for (auto output = got.begin(); output != got.end(); ++output) {
+      auto* const tensor = static_cast<at::Tensor*>(*output);
+      const bool again = std::find(output + 1, got.end(), *output) != got.end();
+      const std::unique_ptr<at::Tensor> last(again ? nullptr : tensor);
+      // Two parameters may have one gradient, and each needs memory of its own.
+      outputs.push_back(again || tensor->storage().use_count() > 1 ? tensor->clone() : *tensor);
+    }
+    return outputs;
+  }
+
+ private:
+  /// The functions that tools/compile_step.py makes code export, in this order. Returned strings are errors, or null.
+  struct Functions {
+    const char* (*create)(void** container);
+    void (*destroy)(void* container);
+    const char* (*run)(void* container, void** inputs, void** outputs);
+    std::size_t (*inputs)(void* container);
+    std::size_t (*outputs)(void* container);
+  };
+
+  void start(void* const* functions) {
+    functions_ = reinterpret_cast<const Functions*>(functions);
+    void* container = nullptr;
+    const auto* const error = functions_->create(&container);
+    TORCH_CHECK(!error, "CompiledStep, ExportedModel: the compiled code must start, got ", error);
+    container_ = {container, [destroy = functions_->destroy, library = library_](void* old) { destroy(old); }};
+    outputs_ = functions_->outputs(container);
+  }
+
+  std::shared_ptr<void> library_, container_;
+  const Functions* functions_ = nullptr;
+  std::size_t outputs_ = 0;
+};
+
+/// Calls `visit(name, member)` for each member of a graph, by its name in a manifest. `Graph` may be const.
+template <class Graph>
+void for_each_member(Graph& graph, auto&& visit) {
+  visit("kind", graph.kind);
+  visit("names", graph.names);
+  visit("batch", graph.batch);
+  visit("any_rows", graph.any_rows);
+  visit("least_rows", graph.least_rows);
+  visit("items", graph.items);
+  visit("output", graph.output);
+  visit("target", graph.target);
+  visit("trace", graph.trace);
+  visit("code", graph.code);
+  visit("gradients", graph.gradients);
+  visit("moved", graph.moved);
+  visit("capability", graph.capability);
+}
+
+GRADACCUM_INLINE std::string name_of_graph(std::size_t number) { return "graph-" + std::to_string(number); }
+
+GRADACCUM_INLINE Manifest manifest_of(const StepDescription& step) {
+  Manifest manifest;
+  manifest.format = step_format;
+  manifest.gradaccum = plain_text(GRADACCUM_VERSION_MAJOR, ".", GRADACCUM_VERSION_MINOR, ".", GRADACCUM_VERSION_PATCH);
+  manifest.libtorch = TORCH_VERSION;
+  manifest.values["model"] = step.model;
+  manifest.values["modes"] = step.modes;
+  manifest.values["graphs"] = static_cast<std::int64_t>(step.graphs.size());
+  for (std::size_t i = 0; i < step.graphs.size(); ++i)
+    for_each_member(step.graphs[i], [&](const std::string& name, const auto& value) {
+      manifest.values[name_of_graph(i) + "." + name] = value;
+    });
+  return manifest;
+}
+
+GRADACCUM_INLINE StepDescription step_description(const Manifest& manifest, const std::string& what) {
+  const auto fail = [&](const std::string& requirement) { throw std::runtime_error(what + ": " + requirement); };
+  const auto read = [&]<class Value>(const std::string& name, Value& to) {
+    const auto found = manifest.values.find(name);
+    if (found == manifest.values.end()) fail("must have a value " + in_quotes(name));
+    const auto* const value = std::get_if<Value>(&found->second);
+    if (!value) fail("the value " + in_quotes(name) + " must be of another type");
+    to = *value;
+  };
+  StepDescription step;
+  std::int64_t graphs = 0;
+  read("model", step.model);
+  read("modes", step.modes);
+  read("graphs", graphs);
+  if (graphs < 1 || static_cast<std::size_t>(graphs) > manifest.values.size())
+    fail("the number of graphs must fit its values, got " + std::to_string(graphs));
+  for (std::int64_t i = 0; i < graphs; ++i) {
+    const auto name = name_of_graph(static_cast<std::size_t>(i));
+    auto& graph = step.graphs.emplace_back();
+    for_each_member(graph, [&](const std::string& member, auto& value) { read(name + "." + member, value); });
+    if (graph.code.find_first_not_of("0123456789abcdef") != std::string::npos)
+      fail("the code of " + name + " must be a name of digits 0-9 a-f, got " + in_quotes(graph.code));
+    if (!(detail::is_finite(graph.items) && graph.items >= 0) && graph.items != GraphDescription::computed_items)
+      fail("the items of " + name + " must be >= 0, or -1");
+    if (graph.least_rows < 1) fail("the least rows of " + name + " must be >= 1");
+  }
+  return step;
+}
+
+GRADACCUM_INLINE std::map<std::string, StepInProgram>& steps_in_program() {
+  static std::map<std::string, StepInProgram> steps;
+  return steps;
+}
+
+/// The source of a compiled step: a folder, or this program.
+class StepSource {
+ public:
+  explicit StepSource(const std::filesystem::path& folder, std::string_view format = step_format)
+      : name((folder / manifest_name).string()), manifest(read_manifest(folder, format)), folder_(folder) {}
+  explicit StepSource(const InProgram& step, std::string_view format = step_format) : name(step.name) {
+    const auto found = steps_in_program().find(name);
+    if (found == steps_in_program().end()) {
+      std::string names;
+      for (auto& [known, in_program] : steps_in_program()) names += " " + known;
+      TORCH_CHECK(false, "CompiledStep, ExportedModel: InProgram{\"", name, "\"} must be a step that gradaccum_compile_step ",
+                  "built into this program, which has", names.empty() ? " none" : names);
+    }
+    in_program_ = &found->second;
+    manifest = manifest_of(in_program_->manifest, name, format);
+  }
+
+  /// Loads the code of a graph. Checks a file against the manifest first.
+  StepCode code(std::size_t number, const GraphDescription& graph) const {
+    if (in_program_) {
+      const auto found = in_program_->code.find(graph.code);
+      if (found == in_program_->code.end())
+        throw std::runtime_error(name + ": the program must have its code " + graph.code);
+      return StepCode(found->second);
+    }
+    const auto file = name_of_graph(number) + "." + graph.code + ".so";
+    const auto listed = manifest.files.find(file);
+    if (listed == manifest.files.end()) throw std::runtime_error(name + ": must list the file " + file);
+    check_file(folder_ / file, listed->second);
+    return StepCode(folder_ / file, graph.code);
+  }
+
+  const std::string name;  ///< in error messages
+  Manifest manifest;
+
+ private:
+  std::filesystem::path folder_;
+  const StepInProgram* in_program_ = nullptr;
+};
+
+/// Gradients computed with the loss, and a function that recomputes them.
+struct ComputedGradients {
+  std::vector<at::Tensor> gradients;  ///< in the order of the parameters
+  int exponent = 0;                   ///< exponent of the seed they were computed with
+  /// Recomputes them with another exponent. Empty if nothing underflows: a factor of a power of two is then as good.
+  std::function<std::vector<at::Tensor>(int exponent)> again = {};
+};
+
+/// The only operation of a compiled step that autograd sees.
+class CompiledBackward final : public torch::autograd::Node {
+ public:
+  /// `next_exponent` receives the exponent of the seed (a loss scale or a weight): the next one is expected to be
+  /// alike.
+  CompiledBackward(ComputedGradients computed, std::shared_ptr<int> next_exponent)
+      : computed_(std::move(computed)), next_exponent_(std::move(next_exponent)) {}
+
+  std::string name() const override { return "CompiledBackward"; }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& seeds) override {
+    TORCH_CHECK(!at::GradMode::is_enabled(),
+                "CompiledStep: create_graph must be false: a compiled step has no gradients of gradients");
+    return gradients(seeds[0].item<double>(), torch::autograd::get_current_graph_task_keep_graph());
+  }
+
+  std::vector<at::Tensor> gradients(double seed, bool retain) {
+    TORCH_CHECK(!computed_.gradients.empty(), "CompiledStep: backward runs once, unless .retain_graph is true");
+    if (detail::is_finite(seed) && seed != 0) *next_exponent_ = std::ilogb(seed);
+    auto gradients = retain ? computed_.gradients : std::exchange(computed_.gradients, {});
+    auto exponent = computed_.exponent;
+    if (computed_.again && *next_exponent_ != exponent) {
+      gradients = computed_.again(exponent = *next_exponent_);
+      retain = false;
+    }
+    const auto factor = seed / std::exp2(exponent);
+    if (factor == 1) return gradients;
+    for (auto& gradient : gradients) gradient = retain ? gradient.mul(factor) : gradient.mul_(factor);
+    return gradients;
+  }
+
+  void release_variables() override {
+    computed_.gradients.clear();
+    computed_.again = nullptr;
+  }
+
+ private:
+  ComputedGradients computed_;
+  std::shared_ptr<int> next_exponent_;
+};
+
+/// Adds gradients without autograd's engine, which takes as long as a small network. Returns false if backward has to
+/// run: the loss is no longer the one they belong to, or hooks wait for the gradients.
+GRADACCUM_INLINE bool add_gradients(const NodePointer& node, const at::Tensor& loss, const Multiplier& seed) {
+  if (loss.grad_fn().get() != node.get() || !seed.on_host()) return false;
+  std::vector<torch::autograd::AccumulateGrad*> parameters;
+  for (auto& edge : node->next_edges()) {
+    parameters.push_back(accumulator_without_hooks(edge));
+    if (!parameters.back()) return false;
+  }
+  const at::NoGradGuard no_grad;
+  auto gradients = static_cast<CompiledBackward&>(*node).gradients(seed.host(), /*retain=*/false);
+  node->release_variables();
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    auto& parameter = parameters[i]->variable;
+    auto& sum = parameter.mutable_grad();
+    const auto gradient = std::move(gradients[i]);
+    torch::autograd::AccumulateGrad::accumulateGrad(parameter, sum, gradient, /*num_expected_refs=*/1,
+                                                    [&sum](at::Tensor&& updated) { sum = std::move(updated); });
+    say_added(parameter);
+  }
+  return true;
+}
+
+/// Describes the first line in which two texts differ.
+GRADACCUM_INLINE std::string first_difference(const std::string& saved, const std::string& now) {
+  std::istringstream saved_lines(saved), now_lines(now);
+  for (;;) {
+    std::string one, other;
+    const bool more = static_cast<bool>(std::getline(saved_lines, one)),
+               others = static_cast<bool>(std::getline(now_lines, other));
+    if (one != other || !(more || others))
+      return (one.empty() ? "nothing" : "'" + one + "'") + " and is " + (other.empty() ? "nothing" : "'" + other + "'");
+  }
+}
+
+GRADACCUM_INLINE bool processor_has(const std::string& capability) {
+#if defined(__x86_64__)
+  if (capability == "AVX2") return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (capability == "AVX512")
+    return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq");
+#endif
+  return capability == "DEFAULT";
+}
+
+/// A graph of a step that is loaded.
+struct StepGraph {
+  GraphDescription description;
+  StepCode code;
+  std::vector<at::Tensor> parameters;  ///< parameters with a gradient
+  std::vector<at::Tensor> moved;       ///< buffers that the step changes
+};
+
+/// The graphs of a model, loaded and run. Errors begin with the name of the class that has them.
+class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
+ public:
+  StepGraphs(std::string owner, StepModel model, const StepSource& source)
+      : owner_(std::move(owner)), model_(std::move(model)), name_(source.name) {
+    const auto libtorch = source.manifest.libtorch;
+    TORCH_CHECK(libtorch == TORCH_VERSION, owner_, ": ", name_, ": must be of a program with LibTorch ", TORCH_VERSION,
+                ", got ", libtorch, ": make and compile it again");
+    description_ = step_description(source.manifest, name_);
+    const auto now = model_.text();
+    TORCH_CHECK(description_.model == now, owner_, ": ", name_,
+                ": the model must be the one that was saved, which had ", first_difference(description_.model, now),
+                ": save and compile the step again");
+    for (std::size_t i = 0; i < description_.graphs.size(); ++i) check_graph(i);
+    graphs_.reserve(description_.graphs.size());
+    for (std::size_t i = 0; i < description_.graphs.size(); ++i) load(i, source);
+    in_float16_ =
+        description_.modes.ends_with("Half autocast") || description_.model.find(" Half [") != std::string::npos;
+    if (in_float16_) *next_exponent_ = 16;  // the loss scale that AmpScaler begins with
+  }
+
+  const StepModel& model() const { return model_; }
+  const StepDescription& description() const { return description_; }
+  const std::vector<StepGraph>& graphs() const { return graphs_; }
+  const std::string& name() const { return name_; }
+
+  /// Returns the graph for a batch's layout among those that `fits`; null if there is none.
+  const StepGraph* find(const std::vector<at::Tensor>& batch, c10::function_ref<bool(const GraphDescription&)> fits) const {
+    const auto find = [&](const std::string& text, std::string GraphDescription::*of) -> const StepGraph* {
+      const auto found = std::ranges::find_if(
+          graphs_, [&](auto& graph) { return graph.description.*of == text && fits(graph.description); });
+      return found == graphs_.end() ? nullptr : &*found;
+    };
+    if (const auto* const graph = find(layout_text(batch), &GraphDescription::batch)) return graph;
+    const auto rows = [](const at::Tensor& tensor) {
+      return tensor.defined() && tensor.dim() > 0 ? tensor.size(0) : 0;
+    };
+    const auto as_many = [&](auto& tensor) { return rows(tensor) == rows(batch.front()); };
+    if (batch.empty() || !std::ranges::all_of(batch, as_many)) return nullptr;
+    const auto* const graph = find(layout_text(batch, true), &GraphDescription::any_rows);
+    return graph && rows(batch.front()) >= graph->description.least_rows ? graph : nullptr;
+  }
+
+  /// Runs a training step, whose loss adds its gradients to the parameters in backward.
+  Loss trained(const StepGraph& graph, std::vector<at::Tensor> batch) const {
+    batch = contiguous_of(batch);
+    ComputedGradients computed{{}, *next_exponent_};
+    if (in_float16_) computed.again = run_again(graph, batch);
+    auto loss = run(graph, batch, computed.gradients, computed.exponent);
+    for (auto& buffer : graph.moved) buffer.unsafeGetTensorImpl()->bump_version();
+    if (!at::GradMode::is_enabled()) return loss;
+    const auto node = new_node<CompiledBackward>(std::move(computed), next_exponent_);
+    node->set_next_edges(torch::autograd::collect_next_edges(graph.parameters));
+    torch::autograd::set_history(loss.mean, node);
+    loss.ready_ = std::bind_front(&add_gradients, node);
+    return loss;
+  }
+
+  /// Runs a pass that has no gradients.
+  Loss evaluated(const StepGraph& graph, std::vector<at::Tensor> batch) const {
+    std::vector<at::Tensor> gradients;
+    return run(graph, contiguous_of(std::move(batch)), gradients, 0);
+  }
+
+  /// Runs a step on trial: its gradients are stored, one for each parameter.
+  TrialResult tried(const StepTrial& trial, const StepGraph& graph, const std::vector<at::Tensor>& batch) const {
+    return trial.result([&](std::vector<at::Tensor>& gradients) {
+      std::vector<at::Tensor> computed;
+      auto loss = run(graph, contiguous_of(batch), computed, 0);
+      auto next = computed.begin();
+      for (const auto there : graph.description.gradients)
+        gradients.push_back(there == 'y' ? std::move(*next++) : at::Tensor());
+      return loss;
+    });
+  }
+
+ private:
+  void check_graph(std::size_t number) const {
+    const auto& graph = description_.graphs[number];
+    const auto what = name_ + ": " + name_of_graph(number);
+    TORCH_CHECK(!graph.code.empty(), owner_, ": ", what, " must be compiled: tools/compile_step.py does it");
+    TORCH_CHECK(processor_has(graph.capability), owner_, ": ", what, " is compiled for processors with ",
+                graph.capability, ", which this one has not: compile it with --capability AVX2, or on this machine");
+    TORCH_CHECK(graph.gradients.size() == model_.parameters.size() && graph.moved.size() == model_.buffers.size(),
+                owner_, ": ", what, " must tell of each parameter and buffer, of which there are ",
+                model_.parameters.size(), " and ", model_.buffers.size());
+  }
+
+  /// Loads a graph. Checks the numbers of inputs and outputs of its code, and the index of the target.
+  void load(std::size_t number, const StepSource& source) {
+    const auto& description = description_.graphs[number];
+    StepGraph graph{description, source.code(number, description), {}, {}};
+    for (std::size_t i = 0; i < model_.parameters.size(); ++i)
+      if (description.gradients[i] == 'y') graph.parameters.push_back(model_.parameters[i]);
+    for (std::size_t i = 0; i < model_.buffers.size(); ++i)
+      if (description.moved[i] == 'y') graph.moved.push_back(model_.buffers[i]);
+    const auto name = name_ + ": " + name_of_graph(number);
+    const auto batch = static_cast<std::size_t>(std::ranges::count(description.batch, '['));
+    const auto inputs = model_.parameters.size() + model_.buffers.size() + batch + 1;
+    const auto outputs = 1u + (description.output ? 1 : 0) +
+                         (description.target == GraphDescription::computed_target ? 1 : 0) +
+                         (description.items == GraphDescription::computed_items ? 1 : 0) + graph.parameters.size();
+    TORCH_CHECK(graph.code.inputs() == inputs && graph.code.outputs() == outputs, owner_, ": ", name, ": must take ",
+                inputs, " tensors and give ", outputs, ", got ", graph.code.inputs(), " and ", graph.code.outputs());
+    TORCH_CHECK(
+        description.target < static_cast<std::int64_t>(batch) && description.target >= GraphDescription::no_target,
+        owner_, ": ", name, ": the target must be one of ", batch, " tensors, got ", description.target);
+    graphs_.push_back(std::move(graph));
+  }
+
+  /// Runs the code, and splits its outputs into the loss, its output and target for metrics, its number of items, and
+  /// gradients.
+  Loss run(const StepGraph& graph, const std::vector<at::Tensor>& batch, std::vector<at::Tensor>& gradients,
+           int exponent) const {
+    auto inputs = inputs_of(model_, batch);
+    inputs.push_back(at::scalar_tensor(std::exp2(exponent), at::kFloat));
+    auto outputs = graph.code.run(inputs);
+    auto next = outputs.begin();
+    const auto& description = graph.description;
+    const bool of_rows = description.items == GraphDescription::items_are_rows;
+    Loss loss(std::move(*next++), of_rows ? static_cast<double>(batch.front().size(0)) : description.items);
+    if (description.output) loss.output = std::move(*next++);
+    if (description.target == GraphDescription::computed_target) loss.target = std::move(*next++);
+    if (description.target >= 0) loss.target = batch[static_cast<std::size_t>(description.target)];
+    if (description.items == GraphDescription::computed_items) loss.items = (next++)->item<double>();
+    gradients.assign(std::make_move_iterator(next), std::make_move_iterator(outputs.end()));
+    return loss;
+  }
+
+  /// Returns a function that reruns the step from the present buffers and random state, and then restores those it
+  /// found.
+  std::function<std::vector<at::Tensor>(int)> run_again(const StepGraph& graph,
+                                                        const std::vector<at::Tensor>& batch) const {
+    const auto versions = [](const std::vector<at::Tensor>& tensors) {
+      std::int64_t sum = 0;
+      for (auto& tensor : tensors) sum += tensor._version();
+      return sum;
+    };
+    return [self = shared_from_this(), &graph, batch, versions, at = versions(model_.parameters),
+            before = ForwardUndo(model_.buffers)](int exponent) {
+      TORCH_CHECK(versions(self->model_.parameters) == at,
+                  "CompiledStep: parameters must not move between a float16 loss and its backward");
+      const StepTrial around(self->model_);
+      before.put_back();
+      std::vector<at::Tensor> gradients;
+      self->run(graph, batch, gradients, exponent);
+      return gradients;
+    };
+  }
+
+  static std::vector<at::Tensor> contiguous_of(std::vector<at::Tensor> batch) {
+    for (auto& tensor : batch)
+      if (tensor.defined()) tensor = tensor.detach().contiguous();
+    return batch;
+  }
+
+  std::string owner_;
+  StepModel model_;
+  std::string name_;
+  StepDescription description_;
+  std::vector<StepGraph> graphs_;
+  bool in_float16_ = false;
+  std::shared_ptr<int> next_exponent_ = std::make_shared<int>(0);
+};
+
+}  // namespace gradaccum::detail
+
+#undef GRADACCUM_INLINE

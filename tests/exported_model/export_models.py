@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""export_models.py FOLDER: exports the models of the tests, and trains each in Python: FOLDER/NAME is the export,
+FOLDER/NAME.N.cpp its code, and FOLDER/NAME.safetensors the batches with what Python computed."""
+
+import json
+import pathlib
+import shutil
+import sys
+from unittest import mock
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "compiled_step"))
+import wheel  # noqa: E402, F401: finds tools/ and torch
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+import export_model  # noqa: E402
+import gradaccum_export  # noqa: E402
+
+TEXT = dict(vocab_size=40, hidden_size=16, num_attention_heads=2, intermediate_size=24, num_hidden_layers=1)
+CONFIGS = {
+    "bert": transformers.BertConfig(**TEXT, num_labels=3, max_position_embeddings=16, pad_token_id=0),
+    "llama": transformers.LlamaConfig(**TEXT, num_key_value_heads=1, max_position_embeddings=16, tie_word_embeddings=True),
+    "gpt2": transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16),
+    "bloom": transformers.BloomConfig(vocab_size=40, hidden_size=16, n_layer=1, n_head=2, num_labels=3, pad_token_id=3),
+    "vit": transformers.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+                                  image_size=8, patch_size=4, num_channels=1, num_labels=4),
+}
+TASKS = {"bert": "sequence-classification", "llama": "causal-lm", "gpt2": "causal-lm", "bloom": "sequence-classification",
+         "vit": "image-classification"}
+# name, configuration, further arguments
+MODELS = [
+    ("bert", "bert", ["--precision", "64", "--training-only"]),
+    ("llama", "llama", ["--precision", "64", "--training-only"]),
+    ("gpt2", "gpt2", ["--precision", "64", "--training-only"]),
+    ("bloom", "bloom", ["--precision", "64", "--training-only"]),
+    ("vit", "vit", []),
+    ("llama_bf16", "llama", ["--precision", "bf16-mixed", "--training-only", "--freeze", "model.norm"]),
+]
+ROWS, UPDATES = 4, 20
+
+
+class Own(torch.nn.Module):
+    """A normalisation that moves, random numbers, a tied and a frozen parameter, and a buffer that is not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(6, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.dropout = torch.nn.Dropout(0.25)
+        self.middle, self.again = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.again.weight = self.middle.weight
+        self.again.bias.requires_grad_(False)
+        self.last = torch.nn.Linear(8, 3)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 8), persistent=False)
+
+    def forward(self, x):
+        x = self.dropout(torch.relu(self.norm(self.first(x)))) * self.scale
+        return self.last(torch.tanh(self.again(torch.tanh(self.middle(x)))))
+
+
+def own_loss(output, batch):
+    return torch.nn.functional.cross_entropy(output, batch["labels"])
+
+
+def arguments_of(folder, name, kind, more):
+    config = folder / f"{name}.json"
+    CONFIGS[kind].to_json_file(config, use_diff=True)
+    shape = str(ROWS) if kind == "vit" else f"{ROWS}x10"
+    return ["export_model.py", "--hugging-face", str(config), "--task", TASKS[kind], "--batch", shape, "--output",
+            str(folder / name), "--capability", "DEFAULT", "--source-only", *more]
+
+
+def export_of_hugging_face(folder, name, kind, more):
+    """Exports by the command, and returns the model, a function of its batches, and the loss with its items."""
+    with mock.patch.object(sys, "argv", arguments_of(folder, name, kind, more)):
+        export_model.main()
+        arguments = export_model.arguments_of_command()
+    model, autocast = export_model.model_of(arguments)
+
+    def loss(batch):
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            mean = model(**batch).loss
+        return mean, export_model.counted_labels(batch) if TASKS[kind] == "causal-lm" else len(batch["labels"])
+    return model, lambda seed: export_model.sample_of(model, TASKS[kind], arguments.batch[0], seed), loss
+
+
+def export_of_own(folder):
+    torch.manual_seed(1)
+    model = Own()
+
+    def sample(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return {"x": torch.randn(ROWS, 6, generator=generator), "labels": torch.randint(3, (ROWS,), generator=generator)}
+
+    gradaccum_export.export(model, sample(0), own_loss, folder / "own", capability="DEFAULT", source_only=True)
+    return model, sample, lambda batch: (own_loss(model(batch["x"]), batch), len(batch["labels"]))
+
+
+def trained(model, sample, loss, least_rows):
+    """Trains by windows of two micro-batches of different sizes. Returns the batches, losses and parameters."""
+    # A gradient that is zero in exact arithmetic is noise, and a small eps would make steps of it.
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3, eps=1e-4, weight_decay=0.1)
+    kept = {}
+    torch.manual_seed(7)
+    for update in range(UPDATES):
+        batches = [sample(100 + 2 * update + i) for i in range(2)]
+        rows = ROWS - 1 if update % 2 else least_rows
+        batches[1] = {name: tensor[:rows] for name, tensor in batches[1].items()}
+        losses = []
+        for i, batch in enumerate(batches):
+            kept.update({f"{2 * update + i}.{name}": tensor.clone() for name, tensor in batch.items()})
+            losses.append(loss(batch))
+            kept[f"loss.{2 * update + i}"] = losses[-1][0].detach().double()
+        items = sum(items for _, items in losses)
+        sum(mean * (items_of / items) for mean, items_of in losses).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    kept.update({f"after.{name}": value.detach().clone() for name, value in
+                 (*model.named_parameters(), *model.named_buffers())})
+    return kept
+
+
+def main():
+    folder = pathlib.Path(sys.argv[1])
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name, *how in [*MODELS, ("own",)]:
+        model, sample, loss = export_of_hugging_face(folder, name, *how) if how else export_of_own(folder)
+        save_file(trained(model, sample, loss, 1 if how else 2), folder / f"{name}.safetensors")
+        manifest = json.loads((folder / name / "manifest.json").read_text())["values"]
+        for number in range(manifest["graphs"]):
+            code = manifest[f"graph-{number}.code"]
+            shutil.copyfile(folder / name / f"graph-{number}.{code}.cpp", folder / f"{name}.{number}.cpp")
+
+
+if __name__ == "__main__":
+    main()
