@@ -74,7 +74,8 @@ class ExportedModelImpl : public torch::nn::Module {
   /// Writes the weights as Python's: `model.safetensors`, and beside it the files that the export has for
   /// `from_pretrained`, such as config.json. Each file is there as a whole or not at all.
   void save_weights(const std::filesystem::path& folder) const;
-  /// Loads weights of the same names and shapes, from a folder or a safetensors file. Throws before anything has changed.
+  /// Loads weights of the same names and shapes, from a folder or a safetensors file. Throws before anything has
+  /// changed.
   void load_weights(const std::filesystem::path& path);
 
  private:

@@ -50,7 +50,8 @@ GRADACCUM_INLINE at::Tensor summary_of(const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
   const auto flat = tensor.detach().reshape(-1).to(at::kDouble);
   const auto count = std::min<std::int64_t>(64, flat.numel());
-  const auto at = at::arange(count, at::kLong).mul_(flat.numel() - 1).floor_divide_(std::max<std::int64_t>(count - 1, 1));
+  const auto at =
+      at::arange(count, at::kLong).mul_(flat.numel() - 1).floor_divide_(std::max<std::int64_t>(count - 1, 1));
   return at::cat({flat.index_select(0, at), flat.norm().reshape(1)});
 }
 
@@ -207,8 +208,9 @@ GRADACCUM_INLINE void ExportedModelImpl::check_sample(std::size_t number, const 
   const detail::Sample sample(file, name, model);
   std::vector<at::Tensor> batch;
   for (auto& tensor : detail::words_of(graph.description.names)) batch.push_back(sample.of_batch(tensor).clone());
-  TORCH_CHECK(graphs_->find(batch, [&](auto& found) { return &found == &graph.description; }), "ExportedModel: ",
-              graphs_->name(), ": the sample must be a batch for ", name, ", got ", detail::layout_text(batch));
+  TORCH_CHECK(graphs_->find(batch, [&](auto& found) { return &found == &graph.description; }),
+              "ExportedModel: ", graphs_->name(), ": the sample must be a batch for ", name, ", got ",
+              detail::layout_text(batch));
 
   const detail::RandomScope as_before{detail::RandomState()};
   auto generator = at::detail::getDefaultCPUGenerator();
@@ -231,7 +233,9 @@ GRADACCUM_INLINE Loss ExportedModelImpl::loss(const io::Tensors& batch) {
   return run(is_training() ? "training" : "evaluation", batch);
 }
 
-GRADACCUM_INLINE at::Tensor ExportedModelImpl::forward(const io::Tensors& batch) { return run("inference", batch).mean; }
+GRADACCUM_INLINE at::Tensor ExportedModelImpl::forward(const io::Tensors& batch) {
+  return run("inference", batch).mean;
+}
 
 GRADACCUM_INLINE Loss ExportedModelImpl::run(const std::string& kind, const io::Tensors& batch) const {
   std::string names;
@@ -256,8 +260,10 @@ GRADACCUM_INLINE Loss ExportedModelImpl::run(const std::string& kind, const io::
   const auto modes = model.modes();
   TORCH_CHECK(!modes.autocast || saved.modes.ends_with(c10::str(c10::toString(*modes.autocast), " autocast")),
               "ExportedModel: ", graphs_->name(), ": autocast is compiled in, and must be as in the export, ",
-              saved.modes, ", got ", c10::toString(*modes.autocast), ": export it with --precision, or without ga::Autocast here");
-  return kind == "training" ? graphs_->trained(*graph, std::move(tensors)) : graphs_->evaluated(*graph, std::move(tensors));
+              saved.modes, ", got ", c10::toString(*modes.autocast),
+              ": export it with --precision, or without ga::Autocast here");
+  return kind == "training" ? graphs_->trained(*graph, std::move(tensors))
+                            : graphs_->evaluated(*graph, std::move(tensors));
 }
 
 GRADACCUM_INLINE std::vector<std::string> ExportedModelImpl::passes() const {
@@ -269,7 +275,8 @@ GRADACCUM_INLINE std::vector<std::string> ExportedModelImpl::passes() const {
 
 GRADACCUM_INLINE void ExportedModelImpl::save_weights(const std::filesystem::path& folder) const {
   detail::make_directory(folder);
-  TORCH_CHECK(!std::filesystem::equivalent(folder, folder_), "ExportedModel: save_weights must get another folder than ",
+  TORCH_CHECK(!std::filesystem::equivalent(folder, folder_),
+              "ExportedModel: save_weights must get another folder than ",
               "the exported model's, whose files stay as they are, got ", folder.string());
   for (auto& name : files_) {
     const detail::MappedFile file(folder_ / name);

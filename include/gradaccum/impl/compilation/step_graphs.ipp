@@ -184,8 +184,9 @@ class StepSource {
     if (found == steps_in_program().end()) {
       std::string names;
       for (auto& [known, in_program] : steps_in_program()) names += " " + known;
-      TORCH_CHECK(false, "CompiledStep, ExportedModel: InProgram{\"", name, "\"} must be a step that gradaccum_compile_step ",
-                  "built into this program, which has", names.empty() ? " none" : names);
+      TORCH_CHECK(false, "CompiledStep, ExportedModel: InProgram{\"", name,
+                  "\"} must be a step that gradaccum_compile_step ", "built into this program, which has",
+                  names.empty() ? " none" : names);
     }
     in_program_ = &found->second;
     manifest = manifest_of(in_program_->manifest, name, format);
@@ -343,7 +344,8 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
   const std::string& name() const { return name_; }
 
   /// Returns the graph for a batch's layout among those that `fits`; null if there is none.
-  const StepGraph* find(const std::vector<at::Tensor>& batch, c10::function_ref<bool(const GraphDescription&)> fits) const {
+  const StepGraph* find(const std::vector<at::Tensor>& batch,
+                        c10::function_ref<bool(const GraphDescription&)> fits) const {
     const auto find = [&](const std::string& text, std::string GraphDescription::*of) -> const StepGraph* {
       const auto found = std::ranges::find_if(
           graphs_, [&](auto& graph) { return graph.description.*of == text && fits(graph.description); });

@@ -52,7 +52,9 @@ class StepModel {
   }
   StepModel() = default;
 
-  void add_parameter(const std::string& name, const at::Tensor& tensor) { add(name, tensor, parameters, parameter_names); }
+  void add_parameter(const std::string& name, const at::Tensor& tensor) {
+    add(name, tensor, parameters, parameter_names);
+  }
   void add_buffer(const std::string& name, const at::Tensor& tensor) { add(name, tensor, buffers, buffer_names); }
 
   std::vector<at::Tensor> parameters, buffers;

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# The tests of exported models. When they are built, Python's torch, the one that LibTorch is a part of, exports small
+# models of transformers and trains them; their C++ is built into the tests. compiled_step/steps.cmake comes before.
+
+set(names bert llama gpt2 bloom vit llama_bf16 own)
+set(graphs_of_vit 0 1 2)
+set(graphs_of_own 0 1 2)
+set(folder "${CMAKE_CURRENT_BINARY_DIR}/exported")
+set(outputs "")
+foreach(name IN LISTS names)
+  if(NOT DEFINED graphs_of_${name})
+    set(graphs_of_${name} 0)
+  endif()
+  set(sources_of_${name} ${graphs_of_${name}})
+  list(TRANSFORM sources_of_${name} PREPEND "${folder}/${name}.")
+  list(TRANSFORM sources_of_${name} APPEND .cpp)
+  list(APPEND outputs ${sources_of_${name}} "${folder}/${name}.registration.cpp")
+endforeach()
+add_custom_command(OUTPUT ${outputs}
+  COMMAND "${CMAKE_COMMAND}" -E env "PYTHONPATH=${packages}" "CXX=${CMAKE_CXX_COMPILER}"
+    "${python}" "${CMAKE_CURRENT_SOURCE_DIR}/exported_model/export_models.py" "${folder}"
+  COMMAND "${CMAKE_COMMAND}" -D "FOLDER=${folder}" -D "NAMES=${names}"
+    -D "MODULE=${PROJECT_SOURCE_DIR}/cmake/GradaccumCompileStep.cmake"
+    -P "${CMAKE_CURRENT_SOURCE_DIR}/compiled_step/register.cmake"
+  DEPENDS exported_model/export_models.py compiled_step/wheel.py compiled_step/register.cmake
+    "${PROJECT_SOURCE_DIR}/tools/compile_step.py" "${PROJECT_SOURCE_DIR}/tools/export_model.py"
+    "${PROJECT_SOURCE_DIR}/tools/gradaccum_export.py" "${PROJECT_SOURCE_DIR}/cmake/GradaccumCompileStep.cmake"
+  COMMENT "Exporting models from Python"
+  VERBATIM)
+add_custom_target(gradaccum.tests.exports DEPENDS ${outputs})
+
+gradaccum_add_tests(gradaccum.tests.exported_model exported_model. exported_model/exported_model.test.cpp)
+target_compile_definitions(gradaccum.tests.exported_model PRIVATE "EXPORTED=\"${folder}\"")
+foreach(name IN LISTS names)
+  gradaccum_add_step(gradaccum.tests.exported_model ${name} "${flags}" "${folder}/${name}.registration.cpp"
+    ${sources_of_${name}})
+  add_dependencies(gradaccum.tests.exported_model.${name} gradaccum.tests.exports)
+endforeach()
+add_dependencies(gradaccum.tests.exported_model gradaccum.tests.exports)
+add_library(gradaccum.tests.exported_library MODULE $<TARGET_OBJECTS:gradaccum.tests.exported_model.bert>)
+target_link_libraries(gradaccum.tests.exported_library PRIVATE gradaccum::libtorch)
+target_link_options(gradaccum.tests.exported_library PRIVATE "$<$<CXX_COMPILER_ID:GNU>:-fopenmp>")
+target_compile_definitions(gradaccum.tests.exported_model
+  PRIVATE "EXPORTED_LIBRARY=\"$<TARGET_FILE:gradaccum.tests.exported_library>\"")
+add_dependencies(gradaccum.tests.exported_model gradaccum.tests.exported_library)
+
+# Python reads what the tests saved.
+set_tests_properties(exported_model.exported_model PROPERTIES FIXTURES_SETUP weights_of_exported_models)
+add_test(NAME exported_model.read_by_python COMMAND "${CMAKE_COMMAND}" -E env "PYTHONPATH=${packages}"
+  "CXX=${CMAKE_CXX_COMPILER}" "${python}" "${CMAKE_CURRENT_SOURCE_DIR}/exported_model/read_weights.py" "${folder}")
+set_tests_properties(exported_model.read_by_python PROPERTIES FIXTURES_REQUIRED weights_of_exported_models)
