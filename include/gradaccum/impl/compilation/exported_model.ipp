@@ -245,7 +245,7 @@ GRADACCUM_INLINE Loss ExportedModelImpl::run(const std::string& kind, const io::
     tensors.push_back(tensor);
   }
   const auto* const graph = graphs_->find(
-      tensors, [&](const detail::GraphDescription& graph) { return graph.kind == kind && graph.names == names; });
+      tensors, [&](const detail::GraphDescription& one) { return one.kind == kind && one.names == names; });
   if (!graph) {
     std::string exported;
     for (auto& pass : passes()) exported += "\n  " + pass;
