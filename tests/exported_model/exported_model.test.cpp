@@ -115,6 +115,12 @@ at::Tensor flat(ga::ExportedModel& model) {
   return torch::cat(all);
 }
 
+/// Returns an error if it lacks one of the parts that it should have; else nothing.
+std::string beside(const std::string& error, const std::vector<std::string>& parts) {
+  const bool all = std::ranges::all_of(parts, [&](auto& part) { return error.find(part) != std::string::npos; });
+  return all ? "" : "only: " + error;
+}
+
 /// A copy of an export that can be damaged, with the library of its code.
 class Folder {
  public:
@@ -190,9 +196,9 @@ TEST_CASE("ExportedModel: a library in the folder is loaded, and computes what t
   CHECK(at::equal(gradients_of(loaded), gradients_of(built_in)));
 
   folder.put(name, "no library");
-  CHECK_THAT(error_of([&] { ga::ExportedModel model(folder.write()); }), Contains("must be a library"));
+  CHECK(beside(error_of([&] { ga::ExportedModel model(folder.write()); }), {"must be a library"}) == "");
   testing::write_text(folder.path / name, "another");
-  CHECK_THAT(error_of([&] { ga::ExportedModel model(folder.path); }), Contains(name));
+  CHECK(beside(error_of([&] { ga::ExportedModel model(folder.path); }), {name}) == "");
 }
 
 TEST_CASE("ExportedModel: has Python's names, and modes as Python has them") {
@@ -247,39 +253,39 @@ TEST_CASE("ExportedModel: parameters may be frozen, and not unfrozen") {
 
   auto own = model_of("own");
   own->named_parameters()["again.bias"].set_requires_grad(true);
-  CHECK_THAT(error_of([&] { own->loss(Oracle("own").batch(0)); }),
-             Contains("must be as they were exported") && Contains("again.bias"));
+  CHECK(beside(error_of([&] { own->loss(Oracle("own").batch(0)); }), {"must be as they were exported", "again.bias"}) ==
+        "");
 }
 
 TEST_CASE("ExportedModel: batches and modes that were not exported are errors that say which were") {
   auto model = model_of("bert");
   auto batch = Oracle("bert").batch(0);
   const auto error = [&](ga::io::Tensors other) { return error_of([&] { model->loss(other); }); };
-  const auto exported_passes =
-      Contains("training of attention_mask Long [*, 10], input_ids Long [*, 10], labels Long [*]");
+  const std::string exported_passes =
+      "training of attention_mask Long [*, 10], input_ids Long [*, 10], labels Long [*]";
   auto longer = batch;
   longer["input_ids"] = torch::zeros({4, 11}, at::kLong);
-  CHECK_THAT(error(longer), exported_passes && Contains("input_ids Long [4, 11]"));
+  CHECK(beside(error(longer), {exported_passes, "input_ids Long [4, 11]"}) == "");
   auto more = batch;
   more["token_type_ids"] = batch["input_ids"];
-  CHECK_THAT(error(more), exported_passes);
+  CHECK(beside(error(more), {exported_passes}) == "");
   auto fewer = batch;
   fewer["labels"] = batch["labels"].narrow(0, 0, 2);
-  CHECK_THAT(error(fewer), exported_passes);
-  CHECK_THAT(error({}), exported_passes);
+  CHECK(beside(error(fewer), {exported_passes}) == "");
+  CHECK(beside(error({}), {exported_passes}) == "");
   batch["input_ids"] = batch["input_ids"].to(at::kInt);
-  CHECK_THAT(error(batch), exported_passes);
+  CHECK(beside(error(batch), {exported_passes}) == "");
 
   batch = Oracle("bert").batch(0);
   model->eval();
-  CHECK_THAT(error(batch), Contains("there is no code for evaluation of") && exported_passes);
+  CHECK(beside(error(batch), {"there is no code for evaluation of", exported_passes}) == "");
   model->train();
   {
     const ga::Autocast autocast(at::kCPU, at::kBFloat16);
-    CHECK_THAT(error(batch), Contains("autocast is compiled in"));
+    CHECK(beside(error(batch), {"autocast is compiled in"}) == "");
   }
   model->to(at::kFloat);
-  CHECK_THAT(error(batch), Contains("must be as they were exported"));
+  CHECK(beside(error(batch), {"must be as they were exported"}) == "");
 }
 
 TEST_CASE("ExportedModel: under a Trainer it validates, and goes on from a state to the bit") {
@@ -293,7 +299,7 @@ TEST_CASE("ExportedModel: under a Trainer it validates, and goes on from a state
     std::optional<ga::SaveState> saving;
     if (saves) saving = ga::SaveState{.directory = directory / "states", .every_updates = 3};
     ga::Trainer trainer(model, optimizer, loss_of, ga::Accumulate{.steps = 3}, ga::ClipNorm{.max = 0.5}, saving,
-                        ga::Validate(data, ga::metrics::Accuracy()));
+                        ga::Validate(data, ga::Accuracy()));
     const auto report =
         trainer.fit(data, {.epochs = 2, .updates = updates, .resume = saves ? directory / "states" : fs::path()});
     if (updates == 100) CHECK(report.validations.size() == 2);
@@ -343,7 +349,7 @@ TEST_CASE("ExportedModel: saved weights are loaded again, and by Python") {
     batch["output"] = output;  // for read_weights.py
     ga::io::save_file(batch, exported / (std::string(name) + ".output.safetensors"));
 
-    CHECK_THAT(error_of([&] { model->save_weights(exported / name); }), Contains("another folder"));
+    CHECK(beside(error_of([&] { model->save_weights(exported / name); }), {"another folder"}) == "");
     auto tensors = ga::io::load_file(folder / "model.safetensors");
     const auto kept = flat(other);
     const testing::Directory directory;
@@ -354,12 +360,12 @@ TEST_CASE("ExportedModel: saved weights are loaded again, and by Python") {
     const auto first = other->named_parameters()[0].key();
     auto changed = tensors;
     changed.erase(first);
-    CHECK_THAT(error(changed), Contains("must have the weight " + first));
+    CHECK(beside(error(changed), {"must have the weight " + first}) == "");
     changed[first] = torch::ones({2});
-    CHECK_THAT(error(changed), Contains(first + " must be "));
+    CHECK(beside(error(changed), {first + " must be "}) == "");
     changed = tensors;
     changed["more"] = torch::ones({2});
-    CHECK_THAT(error(changed), Contains("got more"));
+    CHECK(beside(error(changed), {"got more"}) == "");
     CHECK(at::equal(flat(other), kept));
   }
   CHECK(fs::exists(exported / "vit.trained" / "config.json"));
@@ -368,8 +374,8 @@ TEST_CASE("ExportedModel: saved weights are loaded again, and by Python") {
 TEST_CASE("ExportedModel: what is not Python's export any more is named") {
   Folder folder;
   CHECK(error_of_folder(folder) == "");
-  CHECK_THAT(error_of_folder(folder, "vit"), Contains("must be the export that was built into the program"));
-  CHECK_THAT(error_of_folder(folder, "none"), Contains("which has bert"));
+  CHECK(beside(error_of_folder(folder, "vit"), {"must be the export that was built into the program"}) == "");
+  CHECK(beside(error_of_folder(folder, "none"), {"which has bert"}) == "");
 
   auto weights = ga::io::load_file(folder.path / "model.safetensors");
   const auto put = [&](const ga::io::Tensors& tensors, const char* file = "model.safetensors") {
@@ -380,16 +386,15 @@ TEST_CASE("ExportedModel: what is not Python's export any more is named") {
   auto others = weights;
   others[name] = weights[name] * 1.01;
   put(others);
-  CHECK_THAT(error_of_folder(folder),
-             Contains("the training of") && Contains("must give what Python computed") && Contains("differs by"));
+  CHECK(beside(error_of_folder(folder), {"the training of", "must give what Python computed", "differs by"}) == "");
   others[name] = weights[name].narrow(0, 0, 3);
   put(others);
-  CHECK_THAT(error_of_folder(folder), Contains("which had '" + name + " Double [16, 16] parameter'"));
+  CHECK(beside(error_of_folder(folder), {"which had '" + name + " Double [16, 16] parameter'"}) == "");
   others.erase(name);
   put(others);
-  CHECK_THAT(error_of_folder(folder), Contains("buffer." + name));
+  CHECK(beside(error_of_folder(folder), {"buffer." + name}) == "");
   testing::write_text(folder.path / "model.safetensors", "short");
-  CHECK_THAT(error_of_folder(folder), Contains("model.safetensors"));
+  CHECK(beside(error_of_folder(folder), {"model.safetensors"}) == "");
   put(weights);
   CHECK(error_of_folder(folder) == "");
 
@@ -398,16 +403,16 @@ TEST_CASE("ExportedModel: what is not Python's export any more is named") {
   auto& gradient = changed.at("graph-0.wanted.gradient.classifier.weight");
   gradient = -gradient;
   put(changed, "sample.safetensors");
-  CHECK_THAT(error_of_folder(folder), Contains("the gradient of classifier.weight differs by"));
+  CHECK(beside(error_of_folder(folder), {"the gradient of classifier.weight differs by"}) == "");
   CHECK_NOTHROW(ga::ExportedModel(folder.write(), {.code = ga::InProgram{"bert"}, .check = false}));
   changed = sample;
   changed.at("graph-0.batch.input_ids") = torch::zeros({2, 2}, at::kLong);
   put(changed, "sample.safetensors");
-  CHECK_THAT(error_of_folder(folder), Contains("the sample must be a batch for graph-0"));
+  CHECK(beside(error_of_folder(folder), {"the sample must be a batch for graph-0"}) == "");
   changed = sample;
   changed.at("graph-0.wanted.loss") = torch::zeros({2, 2}, at::kLong);
   put(changed, "sample.safetensors");
-  CHECK_THAT(error_of_folder(folder), Contains("must be a summary"));
+  CHECK(beside(error_of_folder(folder), {"must be a summary"}) == "");
   put(sample, "sample.safetensors");
 
   auto text = std::get<std::string>(folder.manifest.values.at("model"));
@@ -423,10 +428,10 @@ TEST_CASE("ExportedModel: what is not Python's export any more is named") {
   std::string deep;
   for (int i = 0; i < 100'000; ++i) deep += "a.";
   folder.manifest.values["model"] = deep + "a Double [1] parameter\n";
-  CHECK_THAT(error_of_folder(folder), Contains("at most 64 parts"));
+  CHECK(beside(error_of_folder(folder), {"at most 64 parts"}) == "");
   folder.manifest.values["model"] = text;
   folder.manifest.libtorch = "1.0.0";
-  CHECK_THAT(error_of_folder(folder), Contains("LibTorch"));
+  CHECK(beside(error_of_folder(folder), {"LibTorch"}) == "");
 }
 
 TEST_CASE("ExportedModel: a manifest of other bytes is refused or harmless") {
