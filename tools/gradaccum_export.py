@@ -267,7 +267,7 @@ class _Export:
             gradients = torch.autograd.grad(first, list(learned.values()), allow_unused=True)
             wanted.update({f"gradient.{name}": summary_of(gradient)
                            for name, gradient in zip(learned, gradients) if gradient is not None})
-            wanted.update({f"buffer.{name}": summary_of(buffer) for name, buffer in buffers.items()})
+        wanted.update({f"buffer.{name}": summary_of(buffer) for name, buffer in buffers.items()})
         return wanted
 
 
