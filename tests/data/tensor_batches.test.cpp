@@ -123,6 +123,29 @@ TEST_CASE("TensorBatches: goes on from a saved state") {
   REQUIRE_ERROR("a batch of 0 to 5, got 0 and 6", straight.load_state({0, 6}));
 }
 
+TEST_CASE("NamedTensorBatches: the same rows in the same order, of each tensor by its name") {
+  const ga::data::TensorBatchesOptions options{.batch_size = 4, .shuffle = true, .seed = 3};
+  const auto x = torch::arange(10).reshape({10, 1}), y = torch::arange(10) * 2;
+  ga::data::TensorBatches pairs(x, y, options);
+  ga::data::NamedTensorBatches named({{"a", x}, {"b", y}, {"c", y + 1}}, options);
+  CHECK(named.size() == 3);
+  for (int epoch = 0; epoch < 2; ++epoch) {
+    std::vector<std::map<std::string, at::Tensor>> got;
+    for (auto& batch : named) got.push_back(batch);
+    std::size_t next = 0;
+    for (auto& batch : pairs) {
+      REQUIRE(next < got.size());
+      CHECK(at::equal(got[next].at("a"), batch.data));
+      CHECK(at::equal(got[next].at("b"), batch.target));
+      CHECK(at::equal(got[next++].at("c"), batch.target + 1));
+    }
+    CHECK(next == 3);
+  }
+  REQUIRE_ERROR("NamedTensorBatches: there must be a tensor", ga::data::NamedTensorBatches({}));
+  REQUIRE_ERROR("as many rows each, got 10 and 9",
+                ga::data::NamedTensorBatches({{"a", x}, {"b", y.narrow(0, 0, 9)}}));
+}
+
 TEST_CASE("TensorBatches: empty, and refused") {
   auto none = make(0, {.shuffle = true});
   CHECK(none.size() == 0);

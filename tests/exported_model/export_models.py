@@ -2,6 +2,7 @@
 """export_models.py FOLDER: exports the models of the tests, and trains each in Python: FOLDER/NAME is the export,
 FOLDER/NAME.N.cpp its code, and FOLDER/NAME.safetensors the batches with what Python computed."""
 
+import contextlib
 import json
 import pathlib
 import shutil
@@ -58,6 +59,22 @@ class Own(torch.nn.Module):
     def forward(self, x):
         x = self.dropout(torch.relu(self.norm(self.first(x)))) * self.scale
         return self.last(torch.tanh(self.again(torch.tanh(self.middle(x)))))
+
+
+@contextlib.contextmanager
+def all_in_float64():
+    """Parts that transformers computes in float32 whatever the model's dtype are computed in float64, to compare those."""
+    to, softmax = torch.Tensor.to, torch.nn.functional.softmax
+
+    def kept(tensor, *arguments, **named):
+        if tensor.dtype == torch.float64 and arguments[:1] == (torch.float32,):
+            return tensor
+        return to(tensor, *arguments, **named)
+
+    with mock.patch.object(torch.Tensor, "to", kept), \
+            mock.patch.object(torch.Tensor, "float", lambda tensor: kept(tensor, torch.float32)), \
+            mock.patch.object(torch.nn.functional, "softmax", lambda tensor, dim=-1, dtype=None, **more: softmax(tensor, dim, **more)):
+        yield
 
 
 def own_loss(output, batch):
@@ -128,8 +145,9 @@ def main():
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name, *how in [*MODELS, ("own",)]:
-        model, sample, loss = export_of_hugging_face(folder, name, *how) if how else export_of_own(folder)
-        save_file(trained(model, sample, loss, 1 if how else 2), folder / f"{name}.safetensors")
+        with all_in_float64() if "64" in str(how) else contextlib.nullcontext():
+            model, sample, loss = export_of_hugging_face(folder, name, *how) if how else export_of_own(folder)
+            save_file(trained(model, sample, loss, 1 if how else 2), folder / f"{name}.safetensors")
         manifest = json.loads((folder / name / "manifest.json").read_text())["values"]
         for number in range(manifest["graphs"]):
             code = manifest[f"graph-{number}.code"]

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/data/loops.hpp>
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-
-#include <gradaccum/impl/begin.ipp>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
 
 namespace gradaccum::data {
 
@@ -21,6 +22,34 @@ struct TensorBatchesOptions {
   std::int64_t rank = 0;         ///< every `world_size`-th batch is this rank's
   std::int64_t world_size = 1;   ///< number of ranks that share the batches
 };
+
+}  // namespace gradaccum::data
+
+namespace gradaccum::detail {
+
+/// The rows of the batches of each epoch.
+class RowOrder {
+ public:
+  /// `tensors` must have as many rows each. The order is on the device of the first.
+  RowOrder(const char* owner, const std::vector<at::Tensor>& tensors, const data::TensorBatchesOptions& options);
+
+  std::int64_t rows() const { return rows_; }
+  std::int64_t batches() const;
+  ShareOfRank share() const { return {options_.rank, options_.world_size}; }
+  /// Returns a batch's rows of a tensor.
+  at::Tensor of(const at::Tensor& tensor, std::int64_t epoch, std::int64_t batch) const;
+
+ private:
+  std::int64_t rows_ = 0;
+  at::Device device_ = at::kCPU;
+  data::TensorBatchesOptions options_;
+  mutable at::Tensor order_;  // of `epoch_`
+  mutable std::int64_t epoch_ = 0;
+};
+
+}  // namespace gradaccum::detail
+
+namespace gradaccum::data {
 
 /// A batch, with the member names of `torch::data::Example`.
 struct Batch {
@@ -47,25 +76,49 @@ class TensorBatches : public EpochLoops<Batch> {
  public:
   TensorBatches(at::Tensor inputs, at::Tensor targets, TensorBatchesOptions options = {});
 
-  std::int64_t rows() const { return inputs_.size(0); }
+  std::int64_t rows() const { return order_.rows(); }
   /// The number of this rank's batches per epoch.
   std::int64_t size() const { return share().of(all_of(0)); }
 
  private:
-  detail::ShareOfRank share() const override { return {options_.rank, options_.world_size}; }
-  GRADACCUM_INLINE std::int64_t all_of(std::int64_t epoch) const override;
-  GRADACCUM_INLINE Batch batch_at(std::int64_t epoch, std::int64_t number) const override;
+  detail::ShareOfRank share() const override { return order_.share(); }
+  std::int64_t all_of(std::int64_t /*epoch*/) const override { return order_.batches(); }
+  Batch batch_at(std::int64_t epoch, std::int64_t number) const override {
+    return {order_.of(inputs_, epoch, number), order_.of(targets_, epoch, number)};
+  }
 
   at::Tensor inputs_, targets_;
-  mutable at::Tensor order_;  // rows in the order of `order_epoch_`
-  mutable std::int64_t order_epoch_ = 0;
-  TensorBatchesOptions options_;
+  detail::RowOrder order_;
+};
+
+/// Batches of tensors by name, such as those of a safetensors file, in the same way.
+///
+///     ga::data::NamedTensorBatches batches({{"x", images}, {"labels", labels}}, {.batch_size = 64, .shuffle = true});
+///     for (auto& batch : batches) std::cout << batch.at("x").sizes() << '\n';
+class NamedTensorBatches : public EpochLoops<std::map<std::string, at::Tensor>> {
+  using Tensors = std::map<std::string, at::Tensor>;
+
+ public:
+  explicit NamedTensorBatches(Tensors tensors, const TensorBatchesOptions& options = {});
+
+  std::int64_t rows() const { return order_.rows(); }
+  /// The number of this rank's batches per epoch.
+  std::int64_t size() const { return share().of(all_of(0)); }
+
+ private:
+  detail::ShareOfRank share() const override { return order_.share(); }
+  std::int64_t all_of(std::int64_t /*epoch*/) const override { return order_.batches(); }
+  Tensors batch_at(std::int64_t epoch, std::int64_t number) const override {
+    auto batch = tensors_;
+    for (auto& [name, tensor] : batch) tensor = order_.of(tensor, epoch, number);
+    return batch;
+  }
+
+  Tensors tensors_;
+  detail::RowOrder order_;
 };
 
 }  // namespace gradaccum::data
-
-#undef GRADACCUM_INLINE
-
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/data/data.ipp>
 #endif

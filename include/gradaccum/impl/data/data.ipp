@@ -430,33 +430,46 @@ GRADACCUM_INLINE SequenceBatch SequenceBatch::to(at::Device device) const {
 }
 
 GRADACCUM_INLINE TensorBatches::TensorBatches(at::Tensor inputs, at::Tensor targets, TensorBatchesOptions options)
-    : inputs_(std::move(inputs)), targets_(std::move(targets)), options_(options) {
-  TORCH_CHECK(inputs_.defined() && targets_.defined() && inputs_.dim() > 0 && targets_.dim() > 0,
-              "TensorBatches: inputs and targets must have a first dimension, their rows");
-  TORCH_CHECK(inputs_.size(0) == targets_.size(0), "TensorBatches: inputs and targets must have as many rows, got ",
-              inputs_.size(0), " and ", targets_.size(0));
-  TORCH_CHECK(options_.batch_size >= 1, "TensorBatches: batch_size must be >= 1, got ", options_.batch_size);
-  share().check("TensorBatches");
-}
+    : inputs_(std::move(inputs)), targets_(std::move(targets)), order_("TensorBatches", {inputs_, targets_}, options) {}
 
-GRADACCUM_INLINE std::int64_t TensorBatches::all_of(std::int64_t /*epoch*/) const {
-  return detail::batches_by_rows(rows(), options_.batch_size, options_.drop_last);
-}
-
-GRADACCUM_INLINE Batch TensorBatches::batch_at(std::int64_t epoch, std::int64_t number) const {
-  const auto from = number * options_.batch_size;
-  const auto count = std::min(options_.batch_size, rows() - from);
-  if (!options_.shuffle) return {inputs_.narrow(0, from, count), targets_.narrow(0, from, count)};
-  if (!order_.defined() || order_epoch_ != epoch) {
-    auto generator = detail::epoch_generator(options_.seed, epoch);
-    const auto order = at::randperm(this->rows(), generator, at::TensorOptions(at::kLong));
-    order_ = detail::copied_to(inputs_.device(), order);
-    order_epoch_ = epoch;
-  }
-  const auto rows = order_.narrow(0, from, count);
-  return {inputs_.index_select(0, rows), targets_.index_select(0, rows.to(targets_.device()))};
-}
+GRADACCUM_INLINE NamedTensorBatches::NamedTensorBatches(Tensors tensors, const TensorBatchesOptions& options)
+    : tensors_(std::move(tensors)), order_("NamedTensorBatches", detail::tensors_of(tensors_), options) {}
 
 }  // namespace gradaccum::data
+
+namespace gradaccum::detail {
+
+GRADACCUM_INLINE RowOrder::RowOrder(const char* owner, const std::vector<at::Tensor>& tensors,
+                                    const data::TensorBatchesOptions& options)
+    : options_(options) {
+  TORCH_CHECK(!tensors.empty(), owner, ": there must be a tensor");
+  for (auto& tensor : tensors) {
+    TORCH_CHECK(tensor.defined() && tensor.dim() > 0, owner, ": tensors must have a first dimension, their rows");
+    TORCH_CHECK(tensor.size(0) == tensors.front().size(0), owner, ": tensors must have as many rows each, got ",
+                tensors.front().size(0), " and ", tensor.size(0));
+  }
+  rows_ = tensors.front().size(0);
+  device_ = tensors.front().device();
+  TORCH_CHECK(options_.batch_size >= 1, owner, ": batch_size must be >= 1, got ", options_.batch_size);
+  share().check(owner);
+}
+
+GRADACCUM_INLINE std::int64_t RowOrder::batches() const {
+  return batches_by_rows(rows_, options_.batch_size, options_.drop_last);
+}
+
+GRADACCUM_INLINE at::Tensor RowOrder::of(const at::Tensor& tensor, std::int64_t epoch, std::int64_t batch) const {
+  const auto from = batch * options_.batch_size;
+  const auto count = std::min(options_.batch_size, rows_ - from);
+  if (!options_.shuffle) return tensor.narrow(0, from, count);
+  if (!order_.defined() || epoch_ != epoch) {
+    auto generator = epoch_generator(options_.seed, epoch);
+    order_ = copied_to(device_, at::randperm(rows_, generator, at::TensorOptions(at::kLong)));
+    epoch_ = epoch;
+  }
+  return tensor.index_select(0, order_.narrow(0, from, count).to(tensor.device()));
+}
+
+}  // namespace gradaccum::detail
 
 #undef GRADACCUM_INLINE
