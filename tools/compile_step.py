@@ -8,6 +8,7 @@ torch.compile's compiler makes into C++.
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import json
 import math
@@ -478,25 +479,45 @@ def exported_graph(manifest, name, directory):
     return graph_of(scripted(str(script)), inputs), inputs
 
 
-def compile_graph(manifest, name, exported, gradients, inputs, capability, directory, library):
-    """Adds a graph's code to a folder, with what its manifest says of it. Returns the names of the files."""
-    began = time.monotonic()
-    moved = moved_buffers(exported, inputs)
-    source = self_contained(*generated_source(exported, capability))
-    unique = f"{zlib.crc32(source.encode()):08x}"
-    source = source.replace("UNIQUE", unique)
-    made = {f"{name}.{unique}.cpp": source.encode()}
-    if library:
-        made[f"{name}.{unique}.so"] = library_of(source, capability, directory)
-    manifest[f"{name}.code"] = unique
-    for file, content in made.items():
-        manifest.add(file, content)
-    manifest[f"{name}.gradients"] = "".join("ny"[there] for there in gradients)
-    manifest[f"{name}.moved"] = "".join("ny"[moves] for moves in moved)
-    manifest[f"{name}.capability"] = capability
-    print(f"{manifest.folder}: {name} of {manifest[name + '.any_rows'] or manifest[name + '.batch']}: "
-          f"{sum(map(len, made.values())) / 1e6:.2f} MB in {time.monotonic() - began:.0f} s", flush=True)
-    return set(made)
+class Code:
+    """The code of a folder's graphs. Libraries are compiled while the next graphs are generated, two at a time: a compiler
+    takes 2 GB."""
+
+    def __init__(self, manifest, capability, directory, library):
+        self.manifest, self.capability, self.directory, self.library = manifest, capability, directory, library
+        self.pool, self.libraries, self.files = concurrent.futures.ThreadPoolExecutor(2), {}, set()
+        manifest["flags"] = " ".join(flags_of(capability))  # for gradaccum_compile_step of CMake
+
+    def add(self, name, exported, gradients, inputs):
+        """Adds a graph, and what the manifest says of it."""
+        began = time.monotonic()
+        moved = moved_buffers(exported, inputs)
+        source = self_contained(*generated_source(exported, self.capability))
+        unique = f"{zlib.crc32(source.encode()):08x}"
+        source = source.replace("UNIQUE", unique)
+        self.put(f"{name}.{unique}.cpp", source.encode())
+        if self.library:
+            of_library = pathlib.Path(self.directory, name)
+            of_library.mkdir()
+            self.libraries[f"{name}.{unique}.so"] = self.pool.submit(library_of, source, self.capability, of_library)
+        manifest = self.manifest
+        manifest[f"{name}.code"] = unique
+        manifest[f"{name}.gradients"] = "".join("ny"[there] for there in gradients)
+        manifest[f"{name}.moved"] = "".join("ny"[moves] for moves in moved)
+        manifest[f"{name}.capability"] = self.capability
+        print(f"{manifest.folder}: {name} of {manifest[name + '.any_rows'] or manifest[name + '.batch']}: "
+              f"{len(source) / 1e6:.2f} MB of C++ in {time.monotonic() - began:.0f} s", flush=True)
+
+    def put(self, file, content):
+        self.manifest.add(file, content)
+        self.files.add(file)
+
+    def finish(self):
+        """Waits for the libraries. Returns the names of all files."""
+        for file, library in self.libraries.items():
+            self.put(file, library.result())
+        self.pool.shutdown()
+        return self.files
 
 
 def add_arguments(parser):
@@ -532,6 +553,14 @@ def main():
             compile_step(folder, arguments)
 
 
+@contextlib.contextmanager
+def directory_to_compile_in():
+    """A temporary directory, in which torch's compiler keeps what it would else keep for ever."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(directory, "cache")
+        yield directory
+
+
 def capability_of(asked):
     """The processors to compile for: those that were asked for, or those like this one."""
     import torch
@@ -549,16 +578,13 @@ def compile_step(folder, arguments):
     if version != manifest.content["libtorch"]:
         raise Failure(f"the step is of a program with LibTorch {manifest.content['libtorch']}, and {sys.executable} has "
                       f"torch {version}: take one with that version")
-    capability = capability_of(arguments.capability)
-    manifest["flags"] = " ".join(flags_of(capability))  # for gradaccum_compile_step of CMake
-    kept = set()
-    with tempfile.TemporaryDirectory() as directory:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(directory, "cache")  # which would stay
-        for number in range(manifest["graphs"]):
-            name = f"graph-{number}"
+    with directory_to_compile_in() as directory:
+        code = Code(manifest, capability_of(arguments.capability), directory, not arguments.source_only)
+        names = [f"graph-{number}" for number in range(manifest["graphs"])]
+        for name in names:
             (exported, gradients), inputs = exported_graph(manifest, name, directory)
-            kept |= {manifest[f"{name}.trace"]} | compile_graph(manifest, name, exported, gradients, inputs, capability,
-                                                                directory, not arguments.source_only)
+            code.add(name, exported, gradients, inputs)
+        kept = code.finish() | {manifest[f"{name}.trace"] for name in names}
     manifest.content["files"] = {name: file for name, file in manifest.content["files"].items() if name in kept}
     manifest.write()
 

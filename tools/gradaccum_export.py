@@ -12,17 +12,15 @@ built with, the package safetensors, and a C++ compiler (g++, or $CXX).
 import contextlib
 import copy
 import inspect
-import math
 import os
 import pathlib
 import shutil
-import tempfile
 
 import torch
 from torch.func import functional_call
 
-from compile_step import (DTYPES, Failure, Inputs, Manifest, capability_of, compile_graph, entry_of, first_line, flags_of,
-                          graph_of)
+from compile_step import (DTYPES, Code, Failure, Inputs, Manifest, capability_of, directory_to_compile_in, entry_of,
+                          first_line, graph_of)
 
 FORMAT = "gradaccum exported model"
 ROWS_ARE_ITEMS, COMPUTED_ITEMS = 0.0, -1.0
@@ -151,9 +149,7 @@ class _Export:
         manifest = Manifest(folder, {
             "crc32": "", "format": FORMAT, "format_version": 1, "gradaccum": version_of_gradaccum(),
             "libtorch": torch.__version__.split("+")[0], "files": {}, "values": {}})
-        capability = capability_of(self.capability)
         manifest["model"], manifest["modes"] = self.text(), self.modes()
-        manifest["flags"] = " ".join(flags_of(capability))  # for gradaccum_compile_step of CMake
         manifest["with_weights"] = "".join(f"{name}\n" for name in sorted(self.files))
         manifest["tied"] = "".join(f"{name} {first}\n" for name, first in self.tied())
         for name, content in self.files.items():
@@ -161,10 +157,11 @@ class _Export:
         samples = {}
         passes = [(kind, batch) for batch in self.batches for kind in self.passes]
         manifest["graphs"] = len(passes)
-        with tempfile.TemporaryDirectory() as directory:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(directory, "cache")  # which would stay
+        with directory_to_compile_in() as directory:
+            code = Code(manifest, capability_of(self.capability), directory, not self.source_only)
             for number, (kind, batch) in enumerate(passes):
-                self.add(manifest, f"graph-{number}", kind, batch, capability, directory, samples)
+                self.add(code, f"graph-{number}", kind, batch, samples)
+            code.finish()
         persistent = set(self.module.state_dict())
         weights = {**self.parameters, **{name: value for name, value in self.buffers.items() if name in persistent}}
         samples.update({f"buffer.{name}": value for name, value in self.buffers.items() if name not in persistent})
@@ -184,8 +181,9 @@ class _Export:
         return [(name, first[id(value)]) for name, value in self.module.named_parameters(remove_duplicate=False)
                 if first[id(value)] != name]
 
-    def add(self, manifest, name, kind, batch, capability, directory, samples):
+    def add(self, code, name, kind, batch, samples):
         """Adds the code of a kind of pass, and its sample."""
+        manifest = code.manifest
         batch = {key: value for key, value in batch.items() if kind != "inference" or key != self.target}
         with self.mode(kind):
             exported, gradients, inputs, any_rows = self.graph(kind, batch)
@@ -196,7 +194,7 @@ class _Export:
             manifest[f"{name}.output"] = kind != "inference"
             manifest[f"{name}.target"] = sorted(batch).index(self.target) if self.target in batch else NO_TARGET
             manifest[f"{name}.trace"] = ""
-            compile_graph(manifest, name, exported, gradients, inputs, capability, directory, not self.source_only)
+            code.add(name, exported, gradients, inputs)
             samples.update(self.sample(name, kind, batch))
             manifest[f"{name}.least_rows"] = 2
             if any_rows:

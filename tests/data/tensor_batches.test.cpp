@@ -151,7 +151,7 @@ TEST_CASE("TensorBatches: empty, and refused") {
   CHECK(none.size() == 0);
   CHECK(epoch_of(none).empty());
   using ga::data::TensorBatches;
-  REQUIRE_ERROR("as many rows, got 2 and 3", TensorBatches(torch::ones({2, 1}), torch::ones({3})));
+  REQUIRE_ERROR("as many rows each, got 2 and 3", TensorBatches(torch::ones({2, 1}), torch::ones({3})));
   REQUIRE_ERROR("must have a first dimension", TensorBatches(torch::ones({}), torch::ones({1})));
   REQUIRE_ERROR("must have a first dimension", TensorBatches(at::Tensor(), torch::ones({1})));
   REQUIRE_ERROR("batch_size must be >= 1, got 0", TensorBatches(torch::ones({2}), torch::ones({2}), {.batch_size = 0}));
