@@ -72,7 +72,7 @@ def all_in_float64():
         return to(tensor, *arguments, **named)
 
     with mock.patch.object(torch.Tensor, "to", kept), \
-            mock.patch.object(torch.Tensor, "float", lambda tensor: kept(tensor, torch.float32)), \
+            mock.patch.object(torch.Tensor, "float", torch.Tensor.double), \
             mock.patch.object(torch.nn.functional, "softmax", lambda tensor, dim=-1, dtype=None, **more: softmax(tensor, dim, **more)):
         yield
 
