@@ -365,6 +365,9 @@ bench() {
     "$programs/benchmark_compiled_step" --steps build/steps/benchmark "${arguments[@]}"
     step "Running python/compiled_step.py"
     LD_PRELOAD=$programs/libmkl_on_amd.so "$python_with_torch" benchmarks/python/compiled_step.py "${arguments[@]}"
+    step "Running python/exported_models.py (five models are exported first, a minute each)"
+    LD_PRELOAD=$programs/libmkl_on_amd.so "$python_with_torch" benchmarks/python/exported_models.py \
+      --program "$programs/exported_step" "${arguments[@]}"
   fi
   step "Running benchmark_save_load"
   "$programs/benchmark_save_load" --directory build "${arguments[@]}"

@@ -32,14 +32,14 @@ struct ExportedModelOptions {
 /// A model that Python defined, with its training step: tools/export_model.py exports those of Hugging Face,
 /// gradaccum_export.py any `torch.nn.Module`.
 ///
-///     ga::ExportedModel model("model");
-///     ga::optim::AdamW optimizer(model->parameters(), 1e-4);
-///     for (auto& batch : batches) {          // tensors by name: input_ids, attention_mask, labels
-///       optimizer.backward(model->loss(batch));
-///       optimizer.step();
-///       optimizer.zero_grad();
-///     }
-///     model->save_weights("trained");        // for from_pretrained() and load_state_dict() of Python
+///  ga::ExportedModel model("model");
+///  ga::optim::AdamW optimizer(model->parameters(), 1e-4);
+///  for (auto& batch : batches) {          // tensors by name: input_ids, attention_mask, labels
+///    optimizer.backward(model->loss(batch));
+///    optimizer.step();
+///    optimizer.zero_grad();
+///  }
+///  model->save_weights("trained");        // for from_pretrained() and load_state_dict() of Python
 ///
 /// It is a `torch::nn::Module` with Python's names of parameters and buffers, for optimizers, `ga::Trainer` and states.
 /// Its loss, gradients and outputs are computed by compiled code, with Python's modes, dtypes and number of threads of

@@ -93,7 +93,7 @@ class TensorBatches : public EpochLoops<Batch> {
 
 /// Batches of tensors by name, such as those of a safetensors file, in the same way.
 ///
-///     ga::data::NamedTensorBatches batches({{"x", images}, {"labels", labels}}, {.batch_size = 64, .shuffle = true});
+///     ga::data::NamedTensorBatches batches({{"x", x}, {"y", y}}, {.batch_size = 2, .shuffle = true});
 ///     for (auto& batch : batches) std::cout << batch.at("x").sizes() << '\n';
 class NamedTensorBatches : public EpochLoops<std::map<std::string, at::Tensor>> {
   using Tensors = std::map<std::string, at::Tensor>;
