@@ -51,9 +51,9 @@ def step_of(model, batch):
     return step
 
 
-def median_of(step):
+def median_of(step, repeats):
     runs = int(0.2 / seconds(step)) + 1
-    return statistics.median(seconds(lambda: [step() for _ in range(runs)]) / runs for _ in range(5))
+    return statistics.median(seconds(lambda: [step() for _ in range(runs)]) / runs for _ in range(repeats))
 
 
 def main():
@@ -61,6 +61,8 @@ def main():
         parser.add_argument("--program", required=True, help="the program exported_step")
         parser.add_argument("--folder", type=pathlib.Path, default="build/exported_benchmark", help="where models are exported")
         parser.add_argument("--rounds", type=int, default=3)
+        parser.add_argument("--repeats", type=int, default=5, help="how often each is timed in a round")
+        parser.add_argument("--keep-memory", action="store_true", help="for C++ programs; nothing here")
     arguments = parse(__doc__, add)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for name in CONFIGS:
@@ -68,8 +70,8 @@ def main():
         eager, compiled = step_of(model, batch), step_of(torch.compile(model), batch)
         times = {"Python as it is": [], "torch.compile": [], "ExportedModel": [], "to the first update": []}
         for _ in range(arguments.rounds):
-            times["Python as it is"].append(median_of(eager))
-            times["torch.compile"].append(median_of(compiled))
+            times["Python as it is"].append(median_of(eager, arguments.repeats))
+            times["torch.compile"].append(median_of(compiled, arguments.repeats))
             text = subprocess.run([arguments.program, "--threads", str(torch.get_num_threads()), str(arguments.folder / name)],
                                   check=True, capture_output=True, text=True).stdout
             for of, value in zip(("ExportedModel", "to the first update"), re.findall(r"[\d.e-]+(?= s)", text)):
