@@ -401,9 +401,9 @@ TEST_CASE("A step's manifest is not believed", "[save_step]") {
   CHECK(error_with("graphs", std::int64_t{1}).empty());
   CHECK(error_with("graphs", std::int64_t{0}).find("the number of graphs") != std::string::npos);
   CHECK(error_with("graphs", std::int64_t{1} << 60).find("the number of graphs") != std::string::npos);
-  CHECK(error_with("graphs", std::int64_t{2}).find("must have a value \"graph-1.batch\"") != std::string::npos);
+  CHECK(error_with("graphs", std::int64_t{2}).find("must have a value \"graph-1.kind\"") != std::string::npos);
   CHECK(error_with("graph-0.code", std::string("../evil")).find("must be a name of digits") != std::string::npos);
-  CHECK(error_with("graph-0.items", -1.0).find("items of graph-0 must be >= 0") != std::string::npos);
+  CHECK(error_with("graph-0.items", -2.0).find("items of graph-0 must be >= 0") != std::string::npos);
   CHECK(error_with("graph-0.items", true).find("must be of another type") != std::string::npos);
   CHECK(error_of([&] { ga::detail::read_manifest(directory / "step"); }).find("\"format\" must be") !=
         std::string::npos);  // a state is another thing

@@ -99,7 +99,7 @@ def export_of_hugging_face(folder, name, kind, more):
     def loss(batch):
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
             mean = model(**batch).loss
-        return mean, export_model.counted_labels(batch) if TASKS[kind] == "causal-lm" else len(batch["labels"])
+        return mean, int(export_model.counted_labels(batch)) if TASKS[kind] == "causal-lm" else len(batch["labels"])
     return model, lambda seed: export_model.sample_of(model, TASKS[kind], arguments.batch[0], seed), loss
 
 

@@ -196,10 +196,11 @@ TEST_CASE("ExportedModel: a library in the folder is loaded, and computes what t
   };
   CHECK(at::equal(gradients_of(loaded), gradients_of(built_in)));
 
-  folder.put(name, "no library");
-  CHECK(beside(error_of([&] { ga::ExportedModel model(folder.write()); }), {"must be a library"}) == "");
-  testing::write_text(folder.path / name, "another");
-  CHECK(beside(error_of([&] { ga::ExportedModel model(folder.path); }), {name}) == "");
+  Folder damaged;  // another: code that runs must not be overwritten
+  damaged.put(name, "no library");
+  CHECK(beside(error_of([&] { ga::ExportedModel model(damaged.write()); }), {"must be a library"}) == "");
+  testing::write_text(damaged.path / name, "another");
+  CHECK(beside(error_of([&] { ga::ExportedModel model(damaged.path); }), {name}) == "");
 }
 
 TEST_CASE("ExportedModel: has Python's names, and modes as Python has them") {
@@ -432,7 +433,8 @@ TEST_CASE("ExportedModel: what is not Python's export any more is named") {
   CHECK(beside(error_of_folder(folder), {"at most 64 parts"}) == "");
   folder.manifest.values["model"] = text;
   folder.manifest.libtorch = "1.0.0";
-  CHECK(beside(error_of_folder(folder), {"LibTorch"}) == "");
+  CHECK(beside(error_of([&] { ga::ExportedModel model(folder.write()); }),
+               {"must be of a program with LibTorch", "1.0.0"}) == "");
 }
 
 TEST_CASE("ExportedModel: a manifest of other bytes is refused or harmless") {
@@ -440,7 +442,7 @@ TEST_CASE("ExportedModel: a manifest of other bytes is refused or harmless") {
   const auto whole = inner::text_of(folder.manifest);
   std::mt19937 random(5);
   int refused = 0;
-  for (int i = 0; i < 300; ++i) {
+  for (int i = 0; i < 60; ++i) {
     auto manifest = folder.manifest;
     for (auto& [name, value] : manifest.values) {
       if (random() % 8) continue;
@@ -459,5 +461,5 @@ TEST_CASE("ExportedModel: a manifest of other bytes is refused or harmless") {
     if (manifest.values == folder.manifest.values) CHECK(error == "");
     refused += !error.empty();
   }
-  CHECK(refused > 100);
+  CHECK(refused > 20);
 }

@@ -184,7 +184,7 @@ class StepSource {
     if (found == steps_in_program().end()) {
       std::string names;
       for (auto& [known, in_program] : steps_in_program()) names += " " + known;
-      TORCH_CHECK(false, "CompiledStep, ExportedModel: InProgram{\"", name,
+      TORCH_CHECK(false, format == step_format ? "CompiledStep" : "ExportedModel", ": InProgram{\"", name,
                   "\"} must be a step that gradaccum_compile_step ", "built into this program, which has",
                   names.empty() ? " none" : names);
     }
