@@ -481,10 +481,11 @@ def exported_graph(manifest, name, directory):
 
 class Code:
     """The code of a folder's graphs. Libraries are compiled while the next graphs are generated, two at a time: a compiler
-    takes 2 GB."""
+    takes 2 GB. A scope, at whose end no compiler runs. `title`: the folder's name for who waits."""
 
-    def __init__(self, manifest, capability, directory, library):
-        self.manifest, self.capability, self.directory, self.library = manifest, capability, directory, library
+    def __init__(self, manifest, title, capability, directory, library):
+        self.manifest, self.title = manifest, title
+        self.capability, self.directory, self.library = capability, directory, library
         self.pool, self.libraries, self.files = concurrent.futures.ThreadPoolExecutor(2), {}, set()
         manifest["flags"] = " ".join(flags_of(capability))  # for gradaccum_compile_step of CMake
 
@@ -505,7 +506,7 @@ class Code:
         manifest[f"{name}.gradients"] = "".join("ny"[there] for there in gradients)
         manifest[f"{name}.moved"] = "".join("ny"[moves] for moves in moved)
         manifest[f"{name}.capability"] = self.capability
-        print(f"{manifest.folder}: {name} of {manifest[name + '.any_rows'] or manifest[name + '.batch']}: "
+        print(f"{self.title}: {name} of {manifest[name + '.any_rows'] or manifest[name + '.batch']}: "
               f"{len(source) / 1e6:.2f} MB of C++ in {time.monotonic() - began:.0f} s", flush=True)
 
     def put(self, file, content):
@@ -516,8 +517,13 @@ class Code:
         """Waits for the libraries. Returns the names of all files."""
         for file, library in self.libraries.items():
             self.put(file, library.result())
-        self.pool.shutdown()
         return self.files
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.pool.shutdown(cancel_futures=True)
 
 
 def add_arguments(parser):
@@ -556,9 +562,16 @@ def main():
 @contextlib.contextmanager
 def directory_to_compile_in():
     """A temporary directory, in which torch's compiler keeps what it would else keep for ever."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
     with tempfile.TemporaryDirectory() as directory:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(directory, "cache")
-        yield directory
+        os.environ[name] = os.path.join(directory, "cache")
+        try:
+            yield directory
+        finally:
+            os.environ.pop(name)
+            if before is not None:
+                os.environ[name] = before
 
 
 def capability_of(asked):
@@ -578,8 +591,8 @@ def compile_step(folder, arguments):
     if version != manifest.content["libtorch"]:
         raise Failure(f"the step is of a program with LibTorch {manifest.content['libtorch']}, and {sys.executable} has "
                       f"torch {version}: take one with that version")
-    with directory_to_compile_in() as directory:
-        code = Code(manifest, capability_of(arguments.capability), directory, not arguments.source_only)
+    with directory_to_compile_in() as directory, Code(manifest, folder, capability_of(arguments.capability), directory,
+                                                      not arguments.source_only) as code:
         names = [f"graph-{number}" for number in range(manifest["graphs"])]
         for name in names:
             (exported, gradients), inputs = exported_graph(manifest, name, directory)

@@ -36,7 +36,7 @@ def model_of(arguments):
     torch.manual_seed(arguments.seed)
     if source.is_file():
         config = transformers.AutoConfig.from_pretrained(source, **options)
-        model = kind.from_config(config)
+        model = kind.from_config(config, dtype=torch.float32)
     else:
         if not source.is_dir():
             raise Failure(f"{source}: must be a folder with a model, or the file of a configuration; one of the Hub is "
@@ -45,7 +45,7 @@ def model_of(arguments):
     dtype, autocast = PRECISIONS[arguments.precision]
     if dtype:
         model = model.to(getattr(torch, dtype))
-    model.config.use_cache = False
+    model.config.dtype = model.dtype
     for pattern in arguments.freeze:
         frozen = [parameter for name, parameter in model.named_parameters() if name.startswith(pattern)]
         if not frozen:
@@ -87,7 +87,7 @@ def counted_labels(batch):
 def companions(arguments, model):
     """Files that from_pretrained reads beside the weights."""
     source = pathlib.Path(arguments.hugging_face)
-    found = {"config.json": (model.config.to_json_string(use_diff=True)).encode()}
+    found = {"config.json": model.config.to_json_string(use_diff=True).encode()}
     if source.is_dir():
         found.update({name: (source / name).read_bytes() for name in COMPANIONS[1:] if (source / name).is_file()})
     return found
@@ -121,10 +121,12 @@ def main():
         except ImportError as error:
             raise Failure(f"{error}: pip install torch transformers") from None
         model, autocast = model_of(arguments)
+        files = companions(arguments, model)
+        model.config.use_cache = False  # after that: generating with the weights is to use it
         gradaccum_export.export(
             model, [sample_of(model, arguments.task, batch) for batch in arguments.batch], None, arguments.output,
             items=counted_labels if arguments.task == "causal-lm" else None,
-            rows="these" if arguments.these_rows else "any", autocast=autocast, files=companions(arguments, model),
+            rows="these" if arguments.these_rows else "any", autocast=autocast, files=files,
             passes=("training",) if arguments.training_only else gradaccum_export.PASSES,
             capability=arguments.capability, source_only=arguments.source_only)
         check_loads(model, arguments)
@@ -133,7 +135,7 @@ def main():
 def check_loads(model, arguments):
     """transformers reads back what was written."""
     import torch
-    back = type(model).from_pretrained(arguments.output, dtype=model.dtype).state_dict()
+    back = type(model).from_pretrained(arguments.output).state_dict()
     other = [name for name, value in model.state_dict().items() if name not in back or not torch.equal(back[name], value)]
     if other:
         raise Failure(f"{arguments.output}: transformers must read the weights as they were, and does not: {', '.join(other[:3])}")

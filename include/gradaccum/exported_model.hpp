@@ -56,7 +56,7 @@ struct ExportedModelOptions {
 /// @note For models on the CPU.
 class ExportedModelImpl : public torch::nn::Module {
  public:
-  explicit ExportedModelImpl(std::filesystem::path folder, const ExportedModelOptions& options = {});
+  explicit ExportedModelImpl(const std::filesystem::path& folder, const ExportedModelOptions& options = {});
 
   /// Returns the loss of a batch, with the module's output and the labels for metrics. In training mode its backward
   /// adds gradients to the parameters'; in evaluation mode it has none. It is a mean over the batch's rows, or over
@@ -72,22 +72,21 @@ class ExportedModelImpl : public torch::nn::Module {
   std::vector<std::string> passes() const;
 
   /// Writes the weights as Python's: `model.safetensors`, and beside it the files that the export has for
-  /// `from_pretrained`, such as config.json. Each file is there as a whole or not at all.
+  /// `from_pretrained`, such as config.json. Each file is there as a whole or not at all. The folder must not be an
+  /// exported model.
   void save_weights(const std::filesystem::path& folder) const;
   /// Loads weights of the same names and shapes, from a folder or a safetensors file. Throws before anything has
   /// changed.
   void load_weights(const std::filesystem::path& path);
 
  private:
-  void register_tensors(const std::string& text);
-  void check_sample(std::size_t number, const std::string& name) const;
+  void check_sample(const io::SafetensorsFile& file, std::size_t number, const std::string& name) const;
   Loss run(const std::string& kind, const io::Tensors& batch) const;
 
-  std::filesystem::path folder_;
   std::shared_ptr<const detail::StepGraphs> graphs_;
-  io::Tensors saved_, others_;               // by name: the weights, and buffers that Python does not save
-  std::map<std::string, std::string> tied_;  // further names of parameters, with the first
-  std::vector<std::string> files_;           // those that are saved with the weights
+  io::Tensors saved_;                         // by name: the weights, and buffers that Python saves
+  std::map<std::string, std::string> tied_;   // further names of weights, with the first
+  std::map<std::string, std::string> files_;  // contents, by name, of what is saved with the weights
 };
 
 /// A shared pointer to an `ExportedModelImpl`.

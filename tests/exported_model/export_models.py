@@ -36,7 +36,7 @@ MODELS = [
     ("llama", "llama", ["--precision", "64", "--training-only"]),
     ("gpt2", "gpt2", ["--precision", "64", "--training-only"]),
     ("bloom", "bloom", ["--precision", "64", "--training-only"]),
-    ("vit", "vit", []),
+    ("vit", "vit", ["--precision", "64"]),
     ("llama_bf16", "llama", ["--precision", "bf16-mixed", "--training-only", "--freeze", "model.norm"]),
 ]
 ROWS, UPDATES = 4, 20
@@ -95,6 +95,7 @@ def export_of_hugging_face(folder, name, kind, more):
         export_model.main()
         arguments = export_model.arguments_of_command()
     model, autocast = export_model.model_of(arguments)
+    model.config.use_cache = False
 
     def loss(batch):
         with torch.autocast("cpu", autocast, enabled=autocast is not None):

@@ -50,3 +50,5 @@ set_tests_properties(exported_model.exported_model PROPERTIES FIXTURES_SETUP wei
 add_test(NAME exported_model.read_by_python COMMAND "${CMAKE_COMMAND}" -E env "PYTHONPATH=${packages}"
   "CXX=${CMAKE_CXX_COMPILER}" "${python}" "${CMAKE_CURRENT_SOURCE_DIR}/exported_model/read_weights.py" "${folder}")
 set_tests_properties(exported_model.read_by_python PROPERTIES FIXTURES_REQUIRED weights_of_exported_models)
+add_test(NAME exported_model.export_modules COMMAND "${CMAKE_COMMAND}" -E env "PYTHONPATH=${packages}"
+  "CXX=${CMAKE_CXX_COMPILER}" "${python}" "${CMAKE_CURRENT_SOURCE_DIR}/exported_model/export_modules.py")

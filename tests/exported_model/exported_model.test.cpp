@@ -154,7 +154,7 @@ std::string error_of_folder(const Folder& folder, const std::string& code = "ber
 }  // namespace
 
 TEST_CASE("ExportedModel: twenty updates by windows and clipping are Python's, for five architectures in float64") {
-  for (const auto* const name : {"bert", "llama", "gpt2", "bloom"}) {
+  for (const auto* const name : {"bert", "llama", "gpt2", "bloom", "vit"}) {
     INFO(name);
     const auto found = differences_from_python(name);
     CHECK(found.losses < 1e-10);
@@ -163,12 +163,9 @@ TEST_CASE("ExportedModel: twenty updates by windows and clipping are Python's, f
 }
 
 TEST_CASE("ExportedModel: in float32, with a normalisation, dropout and tied weights, to rounding") {
-  for (const auto* const name : {"vit", "own"}) {
-    INFO(name);
-    const auto found = differences_from_python(name);
-    CHECK(found.losses < 1e-4);
-    CHECK(found.weights < 1e-3);
-  }
+  const auto found = differences_from_python("own");
+  CHECK(found.losses < 1e-4);
+  CHECK(found.weights < 1e-3);
 }
 
 TEST_CASE("ExportedModel: in mixed precision, to that of bfloat16") {
@@ -223,7 +220,7 @@ TEST_CASE("ExportedModel: has Python's names, and modes as Python has them") {
   CHECK(at::equal(model->named_buffers()["norm.running_mean"], mean));
   CHECK(at::equal(model->loss(batch).mean, evaluated.mean));  // dropout is off
   CHECK(off(model->forward({{"x", batch.at("x")}}), evaluated.output) < 1e-6);
-  CHECK(evaluated.target.is_same(batch.at("labels")));
+  CHECK(at::equal(evaluated.target, batch.at("labels")));
   CHECK(model->forward({{"x", batch.at("x").narrow(0, 0, 1)}}).sizes() == at::IntArrayRef{1, 3});
 
   model->train();
@@ -304,7 +301,7 @@ TEST_CASE("ExportedModel: under a Trainer it validates, and goes on from a state
                         ga::Validate(data, ga::Accuracy()));
     const auto report =
         trainer.fit(data, {.epochs = 2, .updates = updates, .resume = saves ? directory / "states" : fs::path()});
-    if (updates == 100) CHECK(report.validations.size() == 2);
+    if (updates == 100) CHECK(report.validations.size() == (saves ? 3 : 2));  // one where the first run ended
     return flat(model);
   };
   const auto straight = run(3, 100, false);

@@ -178,8 +178,9 @@ class LoadedStep final : public RecordedSteps<CompiledStepReport> {
     auto& layout = layout_of_batch(batch);
     if (layout.graph && !layout.checked) check(layout, batch, objective);
     if (!layout.graph) return eager(layout.why_eager, objective);
+    auto loss = steps_->trained(*layout.graph, std::move(batch));
     ++report.compiled;
-    return steps_->trained(*layout.graph, std::move(batch));
+    return loss;
   }
 
  private:

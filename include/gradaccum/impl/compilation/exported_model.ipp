@@ -38,11 +38,12 @@ GRADACCUM_INLINE std::vector<std::string> words_of(const std::string& text) {
   return words;
 }
 
-/// Returns a text of an untrusted manifest; empty if it has none.
-GRADACCUM_INLINE std::string text_of_manifest(const Manifest& manifest, const std::string& name) {
-  const auto found = manifest.values.find(name);
-  const auto* const text = found == manifest.values.end() ? nullptr : std::get_if<std::string>(&found->second);
-  return text ? *text : std::string();
+/// Returns a text of an untrusted manifest.
+GRADACCUM_INLINE const std::string& text_of_source(const StepSource& source, const std::string& name) {
+  const auto found = source.manifest.values.find(name);
+  const auto* const text = found == source.manifest.values.end() ? nullptr : std::get_if<std::string>(&found->second);
+  if (!text) throw std::runtime_error(source.name + ": must have a text " + in_quotes(name));
+  return *text;
 }
 
 /// Returns the numbers that stand for a tensor in a sample: up to 64 elements, evenly spaced, and the norm.
@@ -83,15 +84,14 @@ GRADACCUM_INLINE torch::nn::Module& module_at(torch::nn::Module& root, std::stri
   return *module;
 }
 
-/// Checks files of a folder against its manifest.
-GRADACCUM_INLINE void check_listed(const std::filesystem::path& folder, const Manifest& manifest,
-                                   const std::vector<std::string>& names) {
-  for (auto& name : names) {
-    const auto listed = manifest.files.find(name);
-    if (listed == manifest.files.end())
-      throw std::runtime_error((folder / manifest_name).string() + ": must list the file " + in_quotes(name));
-    check_file(folder / name, listed->second);
-  }
+/// Returns the path of a file of a folder, which must be as its manifest has it.
+GRADACCUM_INLINE std::filesystem::path listed_file(const std::filesystem::path& folder, const Manifest& manifest,
+                                                   const std::string& name) {
+  const auto listed = manifest.files.find(name);
+  if (listed == manifest.files.end())
+    throw std::runtime_error((folder / manifest_name).string() + ": must list the file " + in_quotes(name));
+  check_file(folder / name, listed->second);
+  return folder / name;
 }
 
 /// The sample of one graph, as Python computed it.
@@ -100,7 +100,6 @@ class Sample {
   Sample(const io::SafetensorsFile& file, std::string name, const StepModel& model)
       : file_(file), name_(std::move(name)), model_(model) {}
 
-  bool is_there() const { return file_.contains(name_ + ".wanted.output"); }
   at::Tensor of_batch(const std::string& tensor) const { return file_.get_tensor(name_ + ".batch." + tensor); }
 
   /// Returns the results as summaries, of Python's own dtypes (`wanted`) or in float32 (`exact`).
@@ -165,26 +164,28 @@ GRADACCUM_INLINE TrialResult summarised(TrialResult results, const GraphDescript
 
 namespace gradaccum {
 
-GRADACCUM_INLINE ExportedModelImpl::ExportedModelImpl(std::filesystem::path folder, const ExportedModelOptions& options)
-    : torch::nn::Module("ExportedModel"), folder_(std::move(folder)) {
-  const detail::StepSource source(folder_, detail::exported_format);
+GRADACCUM_INLINE ExportedModelImpl::ExportedModelImpl(const std::filesystem::path& folder,
+                                                      const ExportedModelOptions& options)
+    : torch::nn::Module("ExportedModel") {
+  const detail::StepSource source(folder, detail::exported_format);
   const auto& manifest = source.manifest;
-  files_ = detail::words_of(detail::text_of_manifest(manifest, "with_weights"));
-  detail::check_listed(folder_, manifest, {detail::weights_name, detail::sample_name});
-  detail::check_listed(folder_, manifest, files_);
-  const auto tied = detail::words_of(detail::text_of_manifest(manifest, "tied"));
-  for (std::size_t i = 0; i + 1 < tied.size(); i += 2) tied_[tied[i]] = tied[i + 1];
-
-  const io::SafetensorsFile weights(folder_ / detail::weights_name), sample(folder_ / detail::sample_name);
+  for (auto& name : detail::words_of(detail::text_of_source(source, "with_weights")))
+    files_[name] = detail::MappedFile(detail::listed_file(folder, manifest, name)).text();
+  const io::SafetensorsFile weights(detail::listed_file(folder, manifest, detail::weights_name)),
+      sample(detail::listed_file(folder, manifest, detail::sample_name));
   auto model = detail::registered_tensors(
-      *this, detail::text_of_manifest(manifest, "model"), source.name, [&](const std::string& name) {
+      *this, detail::text_of_source(source, "model"), source.name, [&](const std::string& name) {
         const bool is_saved = weights.contains(name);
         auto tensor = is_saved ? weights.get_tensor(name).clone() : sample.get_tensor("buffer." + name).clone();
-        (is_saved ? saved_ : others_)[name] = tensor;
+        if (is_saved) saved_[name] = tensor;
         return tensor;
       });
-  for (auto& [name, first] : tied_)
-    if (!saved_.contains(first)) throw std::runtime_error(source.name + ": " + name + " must be tied to a weight");
+  const auto tied = detail::words_of(detail::text_of_source(source, "tied"));
+  for (std::size_t i = 0; i + 1 < tied.size(); i += 2) {
+    if (saved_.contains(tied[i]) || !saved_.contains(tied[i + 1]))
+      throw std::runtime_error(source.name + ": " + tied[i] + " must be another name of a weight");
+    tied_[tied[i]] = tied[i + 1];
+  }
   if (options.code) {
     const detail::StepSource code(*options.code, detail::exported_format);
     TORCH_CHECK(code.manifest.values == manifest.values, "ExportedModel: ", source.name,
@@ -195,16 +196,16 @@ GRADACCUM_INLINE ExportedModelImpl::ExportedModelImpl(std::filesystem::path fold
   }
   if (!options.check) return;
   for (std::size_t i = 0; i < graphs_->graphs().size(); ++i) {
-    check_sample(i, detail::name_of_graph(i));
+    check_sample(sample, i, detail::name_of_graph(i));
     const auto& graph = graphs_->graphs()[i].description;
-    if (!graph.any_rows.empty() && graph.least_rows == 1) check_sample(i, detail::name_of_graph(i) + "-1");
+    if (!graph.any_rows.empty() && graph.least_rows == 1) check_sample(sample, i, detail::name_of_graph(i) + "-1");
   }
 }
 
-GRADACCUM_INLINE void ExportedModelImpl::check_sample(std::size_t number, const std::string& name) const {
+GRADACCUM_INLINE void ExportedModelImpl::check_sample(const io::SafetensorsFile& file, std::size_t number,
+                                                      const std::string& name) const {
   const auto& graph = graphs_->graphs()[number];
   const auto& model = graphs_->model();
-  const io::SafetensorsFile file(folder_ / detail::sample_name);
   const detail::Sample sample(file, name, model);
   std::vector<at::Tensor> batch;
   for (auto& tensor : detail::words_of(graph.description.names)) batch.push_back(sample.of_batch(tensor).clone());
@@ -275,14 +276,12 @@ GRADACCUM_INLINE std::vector<std::string> ExportedModelImpl::passes() const {
 
 GRADACCUM_INLINE void ExportedModelImpl::save_weights(const std::filesystem::path& folder) const {
   detail::make_directory(folder);
-  TORCH_CHECK(!std::filesystem::equivalent(folder, folder_),
-              "ExportedModel: save_weights must get another folder than ",
-              "the exported model's, whose files stay as they are, got ", folder.string());
-  for (auto& name : files_) {
-    const detail::MappedFile file(folder_ / name);
+  TORCH_CHECK(!std::filesystem::exists(folder / detail::manifest_name),
+              "ExportedModel: save_weights must get another folder ",
+              "than that of an exported model or of a state, whose files stay as they are, got ", folder.string());
+  for (auto& [name, content] : files_)
     detail::replace_file(folder / name,
-                         [&](detail::OutputFile& copy) { copy.write(file.text().data(), file.text().size()); });
-  }
+                         [&text = content](detail::OutputFile& file) { file.write(text.data(), text.size()); });
   auto tensors = saved_;
   for (auto& [name, first] : tied_) tensors[name] = saved_.at(first);
   io::save_file(tensors, folder / detail::weights_name, {{"format", "pt"}});
@@ -290,20 +289,26 @@ GRADACCUM_INLINE void ExportedModelImpl::save_weights(const std::filesystem::pat
 
 GRADACCUM_INLINE void ExportedModelImpl::load_weights(const std::filesystem::path& path) {
   const io::WeightFiles files(path);
-  for (auto& name : files.keys())
-    TORCH_CHECK(saved_.contains(name) || tied_.contains(name), "ExportedModel: ", path.string(),
+  std::map<std::string, std::string> found;  // the name in the files by that of the weight
+  for (auto& name : files.keys()) {
+    const auto tied = tied_.find(name);
+    const auto& weight = tied == tied_.end() ? name : tied->second;
+    TORCH_CHECK(saved_.contains(weight), "ExportedModel: ", path.string(),
                 ": must have weights of this model alone, got ", name);
+    found[weight] = name;
+  }
   for (auto& [name, tensor] : saved_) {
-    TORCH_CHECK(files.contains(name), "ExportedModel: ", path.string(), ": must have the weight ", name);
-    const auto found = files.get_tensor(name);
-    TORCH_CHECK(found.sizes() == tensor.sizes() && found.is_floating_point() == tensor.is_floating_point(),
+    TORCH_CHECK(found.contains(name), "ExportedModel: ", path.string(), ": must have the weight ", name);
+    const auto other = files.get_tensor(found[name]);
+    TORCH_CHECK(other.sizes() == tensor.sizes() && other.is_floating_point() == tensor.is_floating_point() &&
+                    other.is_complex() == tensor.is_complex(),
                 "ExportedModel: ", path.string(), ": ", name, " must be ", detail::layout_text(tensor), ", got ",
-                detail::layout_text(found));
+                detail::layout_text(other));
   }
   const at::NoGradGuard no_grad;
   for (auto& [name, tensor] : saved_) {
-    tensor.copy_(files.get_tensor(name));
-    files.release(name);
+    tensor.copy_(files.get_tensor(found[name]));
+    files.release(found[name]);
   }
 }
 

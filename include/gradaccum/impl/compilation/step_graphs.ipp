@@ -164,6 +164,7 @@ GRADACCUM_INLINE StepDescription step_description(const Manifest& manifest, cons
       fail("the code of " + name + " must be a name of digits 0-9 a-f, got " + in_quotes(graph.code));
     if (!(detail::is_finite(graph.items) && graph.items >= 0) && graph.items != GraphDescription::computed_items)
       fail("the items of " + name + " must be >= 0, or -1");
+    if (graph.batch.empty()) fail("the batch of " + name + " must have tensors");
     if (graph.least_rows < 1) fail("the least rows of " + name + " must be >= 1");
   }
   return step;
@@ -235,12 +236,13 @@ class CompiledBackward final : public torch::autograd::Node {
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& seeds) override {
     TORCH_CHECK(!at::GradMode::is_enabled(),
-                "CompiledStep: create_graph must be false: a compiled step has no gradients of gradients");
+                "CompiledStep, ExportedModel: create_graph must be false: compiled code has no gradients of gradients");
     return gradients(seeds[0].item<double>(), torch::autograd::get_current_graph_task_keep_graph());
   }
 
   std::vector<at::Tensor> gradients(double seed, bool retain) {
-    TORCH_CHECK(!computed_.gradients.empty(), "CompiledStep: backward runs once, unless .retain_graph is true");
+    TORCH_CHECK(!computed_.gradients.empty(),
+                "CompiledStep, ExportedModel: backward runs once, unless .retain_graph is true");
     if (detail::is_finite(seed) && seed != 0) *next_exponent_ = std::ilogb(seed);
     auto gradients = retain ? computed_.gradients : std::exchange(computed_.gradients, {});
     auto exponent = computed_.exponent;
@@ -317,7 +319,7 @@ struct StepGraph {
   std::vector<at::Tensor> moved;       ///< buffers that the step changes
 };
 
-/// The graphs of a model, loaded and run. Errors begin with the name of the class that has them.
+/// The graphs of a model, loaded and run. `owner`: the class that has them, in errors.
 class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
  public:
   StepGraphs(std::string owner, StepModel model, const StepSource& source)
@@ -329,7 +331,7 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
     const auto now = model_.text();
     TORCH_CHECK(description_.model == now, owner_, ": ", name_,
                 ": the model must be the one that was saved, which had ", first_difference(description_.model, now),
-                ": save and compile the step again");
+                ": make and compile it again");
     for (std::size_t i = 0; i < description_.graphs.size(); ++i) check_graph(i);
     graphs_.reserve(description_.graphs.size());
     for (std::size_t i = 0; i < description_.graphs.size(); ++i) load(i, source);
@@ -367,7 +369,6 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
     ComputedGradients computed{{}, *next_exponent_};
     if (in_float16_) computed.again = run_again(graph, batch);
     auto loss = run(graph, batch, computed.gradients, computed.exponent);
-    for (auto& buffer : graph.moved) buffer.unsafeGetTensorImpl()->bump_version();
     if (!at::GradMode::is_enabled()) return loss;
     const auto node = new_node<CompiledBackward>(std::move(computed), next_exponent_);
     node->set_next_edges(torch::autograd::collect_next_edges(graph.parameters));
@@ -435,6 +436,7 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
     auto inputs = inputs_of(model_, batch);
     inputs.push_back(at::scalar_tensor(std::exp2(exponent), at::kFloat));
     auto outputs = graph.code.run(inputs);
+    for (auto& buffer : graph.moved) buffer.unsafeGetTensorImpl()->bump_version();
     auto next = outputs.begin();
     const auto& description = graph.description;
     const bool of_rows = description.items == GraphDescription::items_are_rows;
@@ -459,7 +461,7 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
     return [self = shared_from_this(), &graph, batch, versions, at = versions(model_.parameters),
             before = ForwardUndo(model_.buffers)](int exponent) {
       TORCH_CHECK(versions(self->model_.parameters) == at,
-                  "CompiledStep: parameters must not move between a float16 loss and its backward");
+                  "CompiledStep, ExportedModel: parameters must not move between a float16 loss and its backward");
       const StepTrial around(self->model_);
       before.put_back();
       std::vector<at::Tensor> gradients;
