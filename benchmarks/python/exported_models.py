@@ -33,11 +33,11 @@ def exported(name, folder):
     """Exports the model, if it is not there. Returns Python's, with a batch."""
     config, task, shape = CONFIGS[name]
     config.to_json_file(folder / f"{name}.json", use_diff=True)
-    sys.argv[1:] = ["--hugging-face", str(folder / f"{name}.json"), "--task", task, "--batch", shape, "--training-only",
-                    "--output", str(folder / name)]
+    given = ["--hugging-face", str(folder / f"{name}.json"), "--task", task, "--batch", shape, "--passes", "training",
+             "--output", str(folder / name)]
     if not (folder / name).exists():
-        export_model.main()
-    arguments = export_model.arguments_of_command()
+        export_model.main(given)
+    arguments = export_model.arguments_of_command(given)
     model, _ = export_model.model_of(arguments)
     return model, export_model.sample_of(model, task, shape)
 

@@ -32,12 +32,12 @@ TASKS = {"bert": "sequence-classification", "llama": "causal-lm", "gpt2": "causa
          "vit": "image-classification"}
 # name, configuration, further arguments
 MODELS = [
-    ("bert", "bert", ["--precision", "64", "--training-only"]),
-    ("llama", "llama", ["--precision", "64", "--training-only"]),
-    ("gpt2", "gpt2", ["--precision", "64", "--training-only"]),
-    ("bloom", "bloom", ["--precision", "64", "--training-only"]),
+    ("bert", "bert", ["--precision", "64", "--passes", "training"]),
+    ("llama", "llama", ["--precision", "64", "--passes", "training"]),
+    ("gpt2", "gpt2", ["--precision", "64", "--passes", "training"]),
+    ("bloom", "bloom", ["--precision", "64", "--passes", "training"]),
     ("vit", "vit", ["--precision", "64"]),
-    ("llama_bf16", "llama", ["--precision", "bf16-mixed", "--training-only", "--freeze", "model.norm"]),
+    ("llama_bf16", "llama", ["--precision", "bf16-mixed", "--passes", "training", "--freeze", "model.norm"]),
 ]
 ROWS, UPDATES = 4, 20
 
@@ -85,15 +85,15 @@ def arguments_of(folder, name, kind, more):
     config = folder / f"{name}.json"
     CONFIGS[kind].to_json_file(config, use_diff=True)
     shape = str(ROWS) if kind == "vit" else f"{ROWS}x10"
-    return ["export_model.py", "--hugging-face", str(config), "--task", TASKS[kind], "--batch", shape, "--output",
+    return ["--hugging-face", str(config), "--task", TASKS[kind], "--batch", shape, "--output",
             str(folder / name), "--capability", "DEFAULT", "--source-only", *more]
 
 
 def export_of_hugging_face(folder, name, kind, more):
     """Exports by the command, and returns the model, a function of its batches, and the loss with its items."""
-    with mock.patch.object(sys, "argv", arguments_of(folder, name, kind, more)):
-        export_model.main()
-        arguments = export_model.arguments_of_command()
+    given = arguments_of(folder, name, kind, more)
+    export_model.main(given)
+    arguments = export_model.arguments_of_command(given)
     model, autocast = export_model.model_of(arguments)
     model.config.use_cache = False
 
