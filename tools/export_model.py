@@ -93,7 +93,7 @@ def companions(arguments, model):
     return found
 
 
-def arguments_of_command():
+def arguments_of_command(given=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hugging-face", metavar="FOLDER_OR_CONFIG", required=True,
                         help="a folder with config.json and weights, or a config.json alone for new weights")
@@ -106,14 +106,19 @@ def arguments_of_command():
     parser.add_argument("--precision", choices=PRECISIONS, default="32", help="as in Lightning; default: %(default)s")
     parser.add_argument("--num-labels", type=int, help="classes of a new head")
     parser.add_argument("--freeze", action="append", default=[], metavar="PREFIX", help="parameters that are not trained")
-    parser.add_argument("--training-only", action="store_true", help="no code for evaluation and inference")
+    passes = parser.add_mutually_exclusive_group()
+    passes.add_argument("--training-only", action="store_const", dest="passes", const=("training",),
+                        help="no code for evaluation and inference")
+    passes.add_argument("--no-inference", action="store_const", dest="passes", const=("training", "evaluation"),
+                        help="code for training and evaluation: what validates while it trains, and runs in Python later")
     parser.add_argument("--seed", type=int, default=0, help="of new weights; default: %(default)s")
     compile_step.add_arguments(parser)
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
-def main():
-    arguments = arguments_of_command()
+def main(given=None):
+    """Exports as the arguments say: those that are given, or the command line's."""
+    arguments = arguments_of_command(given)
     with compile_step.failures_told("export_model", arguments.traceback):
         try:
             import gradaccum_export
@@ -125,8 +130,7 @@ def main():
             model, [sample_of(model, arguments.task, batch) for batch in arguments.batch], None, arguments.output,
             items=counted_labels if arguments.task == "causal-lm" else None,
             rows="these" if arguments.these_rows else "any", autocast=autocast, files=companions(arguments, model),
-            passes=("training",) if arguments.training_only else gradaccum_export.PASSES,
-            capability=arguments.capability, source_only=arguments.source_only)
+            passes=arguments.passes or gradaccum_export.PASSES, capability=arguments.capability, source_only=arguments.source_only)
         check_loads(model, arguments)
 
 
