@@ -32,8 +32,8 @@ NEGATIONS = ["not", "never", "hardly"]
 
 
 def clause(rng, aspect, good):
-    """What is said of an aspect: of three clauses one denies the opposite, so that no word alone tells."""
-    is_negated = rng.random() < 1 / 3
+    """What is said of an aspect: one clause of five denies the opposite, so that no word tells it alone."""
+    is_negated = rng.random() < 1 / 5
     words = ["the", aspect, "was", rng.choice(NEGATIONS) if is_negated else "", rng.choice(DEGREES),
              rng.choice(ADJECTIVES[good != is_negated])]
     return [word for word in words if word]

@@ -16,6 +16,8 @@
 #include <gradaccum/trainer.hpp>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "options.hpp"
@@ -52,6 +54,8 @@ inline std::string text_of(const ga::Evaluation& found) {
 
 /// A policy: prints the loss of each epoch, and what is validated.
 struct Lines {
+  static constexpr std::string_view name = "lines";
+
   double sum = 0, items = 0;  // of the epoch's losses
 
   void on_epoch_begin(std::int64_t) { sum = items = 0; }
@@ -60,6 +64,11 @@ struct Lines {
     items += step.items;
   }
   void on_epoch_end(std::int64_t epoch) const { print("epoch {}: training loss {:.4f}\n", epoch + 1, sum / items); }
+  /// An epoch that goes on from a state has the losses before it, too.
+  void state(ga::Archive& archive) {
+    archive("sum", sum);
+    archive("items", items);
+  }
   void on_validation(const ga::Validation& validation) const { print("  {}\n", text_of(validation.found)); }
 
   template <class... Values>
@@ -92,26 +101,30 @@ inline ga::Schedule<ga::lr::Cosine> schedule(const Batches& batches, const Optio
   return {ga::lr::Cosine{.peak = options.learning_rate, .warmup = updates / 20}};
 }
 
-/// Trains, and validates by these metrics where there is something to validate with.
-template <class... Metrics>
-ga::FitReport fit(ga::ExportedModel& model, Batches& batches, Batches* unseen, const Options& options,
-                  Metrics... metrics) {
-  ga::optim::AdamW optimizer(trained_parameters(model), ga::optim::AdamWOptions(options.learning_rate));
-  std::optional<ga::Validate<Batches&, Metrics...>> validate;
-  if (unseen) validate.emplace(*unseen, metrics...);
-  ga::Trainer trainer(model, optimizer, objective, ga::Accumulate{.steps = options.accumulate},
-                      ga::ClipNorm{.max = options.clip}, schedule(batches, options), ga::Progress{}, validate, Lines{},
-                      report(options), saving(options));
-  if (unseen) Lines::print("before: {}\n", text_of(trainer.evaluate(*unseen, metrics...)));
-  return trainer.fit(batches, {.epochs = options.epochs, .resume = options.resume ? options.save : ""});
+inline Batches batches_of(const std::string& file, const Options& options, bool shuffle) {
+  return Batches(ga::io::load_file(file), {.batch_size = options.batch_size, .shuffle = shuffle});
 }
 
 inline ga::FitReport train(ga::ExportedModel& model, const Options& options) {
-  Batches batches(ga::io::load_file(options.data), {.batch_size = options.batch_size, .shuffle = true});
-  if (options.validation.empty()) return fit(model, batches, nullptr, options);
-  Batches unseen(ga::io::load_file(options.validation), {.batch_size = options.batch_size});
-  if (predicts_classes(model, unseen)) return fit(model, batches, &unseen, options, ga::Accuracy{});
-  return fit(model, batches, &unseen, options);
+  auto batches = batches_of(options.data, options, /*shuffle=*/true);
+  std::optional<Batches> unseen;
+  if (!options.validation.empty()) unseen = batches_of(options.validation, options, /*shuffle=*/false);
+  const bool has_classes = unseen && predicts_classes(model, *unseen);
+
+  ga::optim::AdamW optimizer(trained_parameters(model), ga::optim::AdamWOptions(options.learning_rate));
+  std::optional<ga::Validate<Batches&>> loss;
+  std::optional<ga::Validate<Batches&, ga::Accuracy>> accuracy;
+  if (has_classes)
+    accuracy.emplace(*unseen, ga::Accuracy{});
+  else if (unseen)
+    loss.emplace(*unseen);
+  ga::Trainer trainer(model, optimizer, objective, ga::Accumulate{.steps = options.accumulate},
+                      ga::ClipNorm{.max = options.clip}, schedule(batches, options), ga::Progress{}, loss, accuracy,
+                      Lines{}, report(options), saving(options));
+  if (unseen)
+    Lines::print("before: {}\n",
+                 text_of(has_classes ? trainer.evaluate(*unseen, ga::Accuracy{}) : trainer.evaluate(*unseen)));
+  return trainer.fit(batches, {.epochs = options.epochs, .resume = options.resume ? options.save : ""});
 }
 
 }  // namespace exported_model
