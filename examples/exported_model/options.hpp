@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <exception>
+#include <filesystem>
+#include <stdexcept>
 #include <string>
 
 namespace exported_model {
@@ -51,6 +53,14 @@ inline void add_options(CLI::App& app, Options& options) {
       ->type_name("FOLDER");
 }
 
+/// What save_weights would say when all is trained.
+inline void check_together(const Options& options) {
+  const std::filesystem::path output(options.output), model(options.model);
+  if (std::filesystem::exists(output) && std::filesystem::exists(model) && std::filesystem::equivalent(output, model))
+    throw std::invalid_argument(fmt::format(
+        "--output: must be another folder than --model, whose files stay as they are, got '{}'", options.output));
+}
+
 }  // namespace detail
 
 /// The options of the command line. Ends the program after --help (status 0) or a mistake (one line, status 2).
@@ -60,6 +70,7 @@ inline Options parse_options(int argc, char** argv) {
   detail::add_options(app, options);
   try {
     app.parse(argc, argv);
+    detail::check_together(options);
     return options;
   } catch (const CLI::Success& request) {
     std::exit(app.exit(request));
