@@ -20,6 +20,11 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
                                               --train a model of Hugging Face's on your own texts; --compile as above;
                                               with --size 560m one of BLOOM-560m's size, for some minutes, and what
                                               a whole training would take; --help lists the rest
+       ./bootstrap.sh demo export [ARGUMENT...]
+                                              Python exports a small BERT, a Llama and a ViT of transformers', and
+                                              C++ trains them on made-up reviews and FashionMNIST; the arguments,
+                                              --epochs say, are for all three; build/exported_demo has data, models,
+                                              trained weights and a page for each
        ./bootstrap.sh test [--preset PRESET]  build and run the tests; PRESET is dev (the default: newest LibTorch and
                                               g++) or oldest (oldest LibTorch and clang++, under sanitizers)
        ./bootstrap.sh bench [--no-python] [ARGUMENT...]
@@ -36,7 +41,7 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
 On Debian and Ubuntu, what is missing is installed with apt-get, after saying what and why; elsewhere it is only named.
 `docs` needs Python and, once, PyPI (30 MB), nothing of the rest. LibTorch is fetched by pip into build/ (about 600 MB,
 once) unless CMAKE_PREFIX_PATH names one that fits, and 9 MB that torch.compile needs for `test`. Python's PyTorch, for
-`oracle`, `bench` and `--compile`, is several GB more.
+`oracle`, `bench`, `demo export` and `--compile`, is several GB more.
 END
 }
 
@@ -252,7 +257,34 @@ compile_demo() {
   options+=(--compile "$PWD/$compile")
 }
 
+# Trains what Python exported.
+demo_of_exports() {
+  local program=$PWD/build/demo/examples/exported_model/exported_model folder=$PWD/build/exported_demo data kind
+  need_to_build c++ g++ clang++
+  [[ -d build/data ]] || need dataset-fashion-mnist "" "the images that one of the models learns"
+  install_missing
+  check_cmake
+  build demo --target exported_model
+  if [[ " $* " == *" --help "* ]]; then exec "$program" --help; fi
+  fetch_python_torch
+  data=$(data_directory)
+  step "Exporting a BERT (text), a Llama (lm) and a ViT (image); of each, two passes are compiled in half a minute"
+  printf '%s\n' text lm image | xargs -P "$(build_jobs)" -I KIND "$python_with_torch" \
+    examples/exported_model/make_demo.py "$folder" --kind KIND --fashion-mnist "$data"
+  cd "$typed_in"  # what folders of the arguments are relative to
+  for kind in text lm image; do
+    step "Training $kind"
+    "$program" --model "$folder/$kind" --data "$folder/$kind.train.safetensors" \
+      --validation "$folder/$kind.validation.safetensors" --output "$folder/$kind.trained" \
+      --report "$folder/$kind.html" --epochs 6 --accumulate 2 --learning-rate 1e-3 "$@"
+  done
+}
+
 demo() {
+  if [[ ${1-} == export ]]; then
+    demo_of_exports "${@:2}"
+    return
+  fi
   local example=fashion_mnist options=() compile="" index
   if [[ ${1-} == bloom ]]; then
     example=bloom_classifier

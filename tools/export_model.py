@@ -31,6 +31,7 @@ def model_of(arguments):
     import torch
     import transformers
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     source = pathlib.Path(arguments.hugging_face)
     kind = getattr(transformers, TASKS[arguments.task])
     options = {} if arguments.num_labels is None else {"num_labels": arguments.num_labels}
