@@ -52,3 +52,12 @@ add_test(NAME exported_model.read_by_python COMMAND "${CMAKE_COMMAND}" -E env "P
 set_tests_properties(exported_model.read_by_python PROPERTIES FIXTURES_REQUIRED weights_of_exported_models)
 add_test(NAME exported_model.export_modules COMMAND "${CMAKE_COMMAND}" -E env "PYTHONPATH=${packages}"
   "CXX=${CMAKE_CXX_COMPILER}" "${python}" "${CMAKE_CURRENT_SOURCE_DIR}/exported_model/export_modules.py")
+if(TARGET exported_model)
+  if(CMAKE_CXX_FLAGS MATCHES "-fsanitize") # it takes minutes to compile there, and has nothing that the tests have not
+    set_target_properties(exported_model PROPERTIES EXCLUDE_FROM_ALL ON)
+  else()
+    add_test(NAME exported_model.example COMMAND "${CMAKE_COMMAND}" -E env "PYTHONPATH=${packages}" "${python}"
+      "${CMAKE_CURRENT_SOURCE_DIR}/exported_model/example.py" $<TARGET_FILE:exported_model> "${folder}"
+      $<TARGET_FILE:gradaccum.tests.exported_library>)
+  endif()
+endif()
