@@ -13,8 +13,8 @@ import re
 import sys
 
 CEILINGS = {
-    "lines": 34831,
-    "files": 160,
+    "lines": 35429,
+    "files": 163,
     "comments that open with a fragment, in %": 1.0,
     "lines with detail:: in public signatures": 0,
     "macros that gradaccum.hpp leaves behind, but the version's": 0,
