@@ -15,7 +15,7 @@
 #include <gradaccum/impl/compilation/compiled_step.ipp>
 #include <gradaccum/impl/compilation/exported_model.ipp>
 #include <gradaccum/impl/compilation/graphed_step.ipp>
-#include <gradaccum/impl/compilation/step_trial.ipp>
+#include <gradaccum/impl/compilation/step_graphs.ipp>
 #include <gradaccum/impl/data/data.ipp>
 #include <gradaccum/impl/data/samples.ipp>
 #include <gradaccum/impl/fitting/memory_fitter.ipp>

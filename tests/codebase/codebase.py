@@ -13,8 +13,8 @@ import re
 import sys
 
 CEILINGS = {
-    "lines": 35429,
-    "files": 163,
+    "lines": 35402,
+    "files": 162,
     "comments that open with a fragment, in %": 1.0,
     "lines with detail:: in public signatures": 0,
     "macros that gradaccum.hpp leaves behind, but the version's": 0,
@@ -88,7 +88,7 @@ def figures(project):
     public = [text for path, text in library.items()
               if path.endswith(".hpp") and not re.match(r"gradaccum/(detail|impl)/", path)]
     return {
-        "lines": sum(text.count("\n") for text in texts.values()),
+        "lines": 35402sum(text.count("\n") for text in texts.values()),
         "files": len(texts),
         "comments that open with a fragment, in %": round(100 * len(fragments(blocks)) / max(1, len(blocks)), 1),
         "lines with detail:: in public signatures": sum(len(lines_with_detail(text)) for text in public),

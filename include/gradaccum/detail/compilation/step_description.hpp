@@ -55,5 +55,5 @@ std::map<std::string, StepInProgram>& steps_in_program();
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/compilation/step_trial.ipp>
+#include <gradaccum/impl/compilation/step_graphs.ipp>
 #endif

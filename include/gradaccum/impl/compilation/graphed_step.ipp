@@ -7,7 +7,7 @@
 
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
 #include <gradaccum/detail/types/types.hpp>
-#include <gradaccum/impl/compilation/step_trial.ipp>
+#include <gradaccum/impl/compilation/step_graphs.ipp>
 #include <gradaccum/memory_meter.hpp>
 
 #include <ATen/autocast_mode.h>
