@@ -268,7 +268,7 @@ demo_of_exports() {
   if [[ " $* " == *" --help "* ]]; then exec "$program" --help; fi
   fetch_python_torch
   data=$(data_directory)
-  step "Exporting a BERT (text), a Llama (lm) and a ViT (image); of each, two passes are compiled in half a minute"
+  step "Exporting a BERT (text), a Llama (lm) and a ViT (image); two passes of each are compiled (minutes)"
   printf '%s\n' text lm image | xargs -P "$(build_jobs)" -I KIND "$python_with_torch" \
     examples/exported_model/make_demo.py "$folder" --kind KIND --fashion-mnist "$data"
   cd "$typed_in"  # what folders of the arguments are relative to
