@@ -571,7 +571,7 @@ TEST_CASE("A model that is another than the one saved is refused", "[compiled_st
   };
   CHECK(refused(std::make_shared<OtherImpl>()) ==
         "CompiledStep: perceptron: the model must be the one that was saved, which had 'hidden.weight Float [5, 6] "
-        "parameter' and is 'hidden.weight Float [4, 6] parameter': save and compile the step again");
+        "parameter' and is 'hidden.weight Float [4, 6] parameter': make and compile it again");
   CHECK(refused(convolutional())
             .find("which had 'hidden.weight Float [5, 6] parameter' and is 'unused Double [2] "
                   "parameter'") != std::string::npos);
