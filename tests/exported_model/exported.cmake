@@ -3,6 +3,9 @@
 # The tests of exported models. When they are built, Python's torch, the one that LibTorch is a part of, exports small
 # models of transformers and trains them; their C++ is built into the tests. compiled_step/steps.cmake comes before.
 
+if(problem) # as said there
+  return()
+endif()
 set(names bert llama gpt2 bloom vit llama_bf16 own)
 set(graphs_of_vit 0 1 2)
 set(graphs_of_own 0 1 2)
