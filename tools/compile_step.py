@@ -26,6 +26,7 @@ import zlib
 
 DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64",
           "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool"}
+PASSES = ("training", "evaluation", "inference")  # of an exported model; a step that the program recorded is training
 INSTRUCTIONS = {
     "AVX512": (512, ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mf16c"]),
     "AVX2": (256, ["-mavx2", "-mfma", "-mf16c"]),

@@ -13,9 +13,8 @@ import pathlib
 import re
 
 import compile_step
-from compile_step import Failure
+from compile_step import PASSES, Failure
 
-PASSES = ("training", "evaluation", "inference")
 TASKS = {"sequence-classification": "AutoModelForSequenceClassification", "causal-lm": "AutoModelForCausalLM",
          "image-classification": "AutoModelForImageClassification"}
 PRECISIONS = {"32": (None, None), "64": ("float64", None), "bf16-mixed": (None, "bfloat16"), "16-mixed": (None, "float16"),

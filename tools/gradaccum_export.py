@@ -21,7 +21,7 @@ import shutil
 import torch
 from torch.func import functional_call
 
-from compile_step import (DTYPES, Code, Failure, Inputs, Manifest, capability_of, directory_to_compile_in, entry_of,
+from compile_step import (DTYPES, PASSES, Code, Failure, Inputs, Manifest, capability_of, directory_to_compile_in, entry_of,
                           first_line, graph_of)
 
 FORMAT = "gradaccum exported model"
@@ -29,7 +29,6 @@ ROWS_ARE_ITEMS, COMPUTED_ITEMS = 0.0, -1.0
 NO_TARGET = -2
 WRITTEN = ("manifest.json", "model.safetensors", "sample.safetensors")
 HALF = (torch.bfloat16, torch.float16)
-PASSES = ("training", "evaluation", "inference")
 SEED = 20_261_127
 TORCH_NAMES = {getattr(torch, python): cpp for cpp, python in DTYPES.items()}
 
@@ -75,6 +74,7 @@ class _Exporter:
         self.module, self.loss, self.forward, self.items = module, loss, forward, items
         self.target, self.autocast, self.folder = target, autocast, folder
         self.parameters, self.buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        self.persistent = set(module.state_dict())
         arguments = inspect.signature(module.forward).parameters
         takes_all = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments.values())
         self.accepts = lambda name: takes_all or name in arguments
@@ -202,10 +202,8 @@ class _Exporter:
                 with self.mode(kind):
                     self.add(code, f"graph-{number}", kind, batch, samples)
             code.finish()
-        persistent = set(self.module.state_dict())
-        weights = {name: value for name, value in {**self.parameters, **self.buffers}.items()
-                   if name in self.parameters or name in persistent}
-        samples.update({f"buffer.{name}": value for name, value in self.buffers.items() if name not in persistent})
+        weights = {name: value for name, value in {**self.parameters, **self.buffers}.items() if name in self.persistent}
+        samples.update({f"buffer.{name}": value for name, value in self.buffers.items() if name not in self.persistent})
         weights.update({name: weights[first] for name, first in tied.items()})
         self.add_tensors(manifest, "model.safetensors", weights, {"format": "pt"})
         self.add_tensors(manifest, "sample.safetensors", samples, None)
@@ -221,8 +219,7 @@ class _Exporter:
         """The further names of saved tensors, each with the first."""
         first = {id(value): name for name, value in {**self.parameters, **self.buffers}.items()}
         both = (*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers(remove_duplicate=False))
-        persistent = set(self.module.state_dict())
-        return {name: first[id(value)] for name, value in both if first[id(value)] != name and name in persistent}
+        return {name: first[id(value)] for name, value in both if first[id(value)] != name and name in self.persistent}
 
     def add(self, code, name, kind, batch, samples):
         """Adds the code of a kind of pass, and its samples."""

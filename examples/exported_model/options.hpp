@@ -53,7 +53,7 @@ inline void add_options(CLI::App& app, Options& options) {
       ->type_name("FOLDER");
 }
 
-/// What save_weights would say when all is trained.
+/// Refuses an --output that save_weights would refuse when all is trained.
 inline void check_together(const Options& options) {
   if (!options.output.empty() && std::filesystem::exists(std::filesystem::path(options.output) / "manifest.json"))
     throw std::invalid_argument(

@@ -13,7 +13,7 @@ import re
 import sys
 
 CEILINGS = {
-    "lines": 35402,
+    "lines": 35400,
     "files": 162,
     "comments that open with a fragment, in %": 1.0,
     "lines with detail:: in public signatures": 0,

@@ -120,6 +120,7 @@ class NamedTensorBatches : public EpochLoops<std::map<std::string, at::Tensor>> 
 };
 
 }  // namespace gradaccum::data
+
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/data/data.ipp>
 #endif

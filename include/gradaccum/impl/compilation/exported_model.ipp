@@ -84,16 +84,6 @@ GRADACCUM_INLINE torch::nn::Module& module_at(torch::nn::Module& root, std::stri
   return *module;
 }
 
-/// Returns the path of a file of a folder, which must be as its manifest has it.
-GRADACCUM_INLINE std::filesystem::path listed_file(const std::filesystem::path& folder, const Manifest& manifest,
-                                                   const std::string& name) {
-  const auto listed = manifest.files.find(name);
-  if (listed == manifest.files.end())
-    throw std::runtime_error((folder / manifest_name).string() + ": must list the file " + in_quotes(name));
-  check_file(folder / name, listed->second);
-  return folder / name;
-}
-
 /// The sample of one graph, as Python computed it.
 class Sample {
  public:

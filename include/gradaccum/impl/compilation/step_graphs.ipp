@@ -514,6 +514,16 @@ GRADACCUM_INLINE std::map<std::string, StepInProgram>& steps_in_program() {
   return steps;
 }
 
+/// Returns the path of a file of a folder, which must be as its manifest has it.
+GRADACCUM_INLINE std::filesystem::path listed_file(const std::filesystem::path& folder, const Manifest& manifest,
+                                                   const std::string& name) {
+  const auto listed = manifest.files.find(name);
+  if (listed == manifest.files.end())
+    throw std::runtime_error((folder / manifest_name).string() + ": must list the file " + name);
+  check_file(folder / name, listed->second);
+  return folder / name;
+}
+
 /// The source of a compiled step: a folder, or this program.
 class StepSource {
  public:
@@ -541,10 +551,7 @@ class StepSource {
       return StepCode(found->second);
     }
     const auto file = name_of_graph(number) + "." + graph.code + ".so";
-    const auto listed = manifest.files.find(file);
-    if (listed == manifest.files.end()) throw std::runtime_error(name + ": must list the file " + file);
-    check_file(folder_ / file, listed->second);
-    return StepCode(folder_ / file, graph.code);
+    return StepCode(listed_file(folder_, manifest, file), graph.code);
   }
 
   const std::string name;  ///< in error messages
