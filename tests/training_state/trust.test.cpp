@@ -2,6 +2,7 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/data/tensor_batches.hpp>
+#include <gradaccum/detail/memory/memory_ledger.hpp>
 #include <gradaccum/gradaccum.hpp>
 
 #include "support/failing_files.hpp"
