@@ -132,8 +132,8 @@ class Inputs:
             self.add(tensor_of(layout, 0), kind == "parameter", False)
         self.parameters = range(len(kinds) - kinds.count("buffer"))
         self.buffers = range(len(self.parameters), len(kinds))
-        # A number of rows that no other size is by chance, which would be taken for the same.
-        rows = next(prime for prime in (97, 101, 103, 107, 109, 113, 127, 131, 137, 139, 149)
+        # A number of rows that no other size is by chance, which would be taken for the same; and more than `few`.
+        rows = next(prime for prime in (131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181)
                     if str(prime) not in re.findall(r"\d+", model + batch))
         for layout in re.findall(r"\w+ \[[^\]]*\]", batch):
             self.add(tensor_of(layout, rows), False, "*" in layout)
@@ -158,6 +158,7 @@ def graph_of(forward, inputs):
     graph of a pass without gradients, if no input is learned."""
     import torch
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.nn.attention import SDPBackend
 
     there = []
 
@@ -173,13 +174,16 @@ def graph_of(forward, inputs):
         return (loss.detach(), *(other.detach() for other in others),
                 *(gradient for gradient in gradients if gradient is not None))
 
+    def traced(mode):
+        return make_fx(step, tracing_mode=mode, _allow_non_fake_inputs=True)(*tensors)
+
     tensors = (*inputs.tensors, torch.ones(()))
     any_rows = any(inputs.any_rows)
-    trace = make_fx(step, tracing_mode="symbolic" if any_rows else "fake", _allow_non_fake_inputs=True)
-    graph = trace(*tensors)
-    if attends_to_few(graph):
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            graph = trace(*tensors)
+    graph = traced("fake")  # in less time than for any number of rows
+    few = attends_to_few(graph)
+    with torch.nn.attention.sdpa_kernel(SDPBackend.MATH) if few else contextlib.nullcontext():
+        if any_rows or few:
+            graph = traced("symbolic" if any_rows else "fake")
     rows = torch.export.Dim("rows", min=2)
     shapes = tuple({0: rows} if of_any else {} for of_any in (*inputs.any_rows, False)) if any_rows else None
     exported = torch.export.export(graph, tensors, dynamic_shapes=shapes, strict=False)
@@ -194,7 +198,7 @@ def attends_to_few(graph):
     2.11 compiles the sums of its softmax as float32."""
     import torch
     keys = [node.args[1].meta["val"] for node in graph.graph.nodes if "flash_attention_for_cpu.default" in str(node.target)]
-    return bool(keys) and all(key.dtype == torch.float64 or isinstance(key.shape[-2], int) and key.shape[-2] <= 128
+    return bool(keys) and all(key.dtype == torch.float64 or key.shape[-2] <= 128
                               for key in keys)
 
 

@@ -62,9 +62,10 @@ def main():
         parser.add_argument("--folder", type=pathlib.Path, default="build/exported_benchmark", help="where models are exported")
         parser.add_argument("--rounds", type=int, default=3)
         parser.add_argument("--repeats", type=int, default=5, help="how often each is timed in a round")
-        parser.add_argument("--keep-memory", action="store_true", help="for C++ programs; nothing here")
+        parser.add_argument("--keep-memory", action="store_true", help="the C++ program keeps freed memory")
     arguments = parse(__doc__, add)
     arguments.folder.mkdir(parents=True, exist_ok=True)
+    program = [arguments.program, "--threads", str(torch.get_num_threads()), *(["--keep-memory"] if arguments.keep_memory else [])]
     for name in CONFIGS:
         model, batch = exported(name, arguments.folder)
         eager, compiled = step_of(model, batch), step_of(torch.compile(model), batch)
@@ -72,8 +73,7 @@ def main():
         for _ in range(arguments.rounds):
             times["Python as it is"].append(median_of(eager, arguments.repeats))
             times["torch.compile"].append(median_of(compiled, arguments.repeats))
-            text = subprocess.run([arguments.program, "--threads", str(torch.get_num_threads()), str(arguments.folder / name)],
-                                  check=True, capture_output=True, text=True).stdout
+            text = subprocess.run([*program, str(arguments.folder / name)], check=True, capture_output=True, text=True).stdout
             for of, value in zip(("ExportedModel", "to the first update"), re.findall(r"[\d.e-]+(?= s)", text)):
                 times[of].append(float(value))
         peer = statistics.median(times["Python as it is"])

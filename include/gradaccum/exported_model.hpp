@@ -33,7 +33,8 @@ struct ExportedModelOptions {
 /// gradaccum_export.py any `torch.nn.Module`.
 ///
 ///  ga::ExportedModel model("model");
-///  ga::optim::AdamW optimizer(model->parameters(), 1e-4);
+///  ga::optim::AdamW adamw(model->parameters(), 1e-4);
+///  ga::GradAccumulator optimizer(adamw, {.steps = 4});
 ///  for (auto& batch : batches) {          // tensors by name: input_ids, attention_mask, labels
 ///    optimizer.backward(model->loss(batch));
 ///    optimizer.step();
@@ -49,9 +50,8 @@ struct ExportedModelOptions {
 /// Its files must be unchanged, for this version of LibTorch and this processor, and the sample in it must give
 /// Python's loss, outputs and gradients up to rounding; else a `c10::Error` or `std::runtime_error` says what differs.
 ///
-/// Parameters may be frozen, and not unfrozen if they were frozen in the export. Neither dtypes nor devices may change,
-/// and checkpoints have no place inside of the code. Copies of the holder are the same model; one thread may use it at
-/// a time.
+/// Parameters may be frozen, and not unfrozen if they were frozen in the export. Neither dtypes nor devices may change.
+/// Checkpoints have no effect inside the code. Copies of the holder are the same model; one thread may use it at once.
 ///
 /// @note For models on the CPU.
 class ExportedModelImpl : public torch::nn::Module {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""export_models.py FOLDER: exports the models of the tests, and trains each in Python: FOLDER/NAME is the export,
+"""export_models.py FOLDER NAME...: exports models of the tests, and trains each in Python: FOLDER/NAME is the export,
 FOLDER/NAME.N.cpp its code, and FOLDER/NAME.safetensors the batches with what Python computed."""
 
 import contextlib
@@ -61,6 +61,17 @@ class Own(torch.nn.Module):
         return self.last(torch.tanh(self.again(torch.tanh(self.middle(x)))))
 
 
+class Small(torch.nn.Module):
+    """What is exported in float16."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
 @contextlib.contextmanager
 def all_in_float64():
     """Parts that transformers computes in float32 whatever the model's dtype are computed in float64, to compare those."""
@@ -104,20 +115,28 @@ def export_of_hugging_face(folder, name, kind, more):
     return model, lambda seed: export_model.sample_of(model, TASKS[kind], arguments.batch[0], seed), loss
 
 
-def export_of_own(folder):
+def export_of_own(folder, name, module, autocast):
+    """Exports a module of the tests; all kinds of passes, without autocast."""
     torch.manual_seed(1)
-    model = Own()
+    model = module()
 
     def sample(seed):
         generator = torch.Generator().manual_seed(seed)
         return {"x": torch.randn(ROWS, 6, generator=generator), "labels": torch.randint(3, (ROWS,), generator=generator)}
 
-    gradaccum_export.export(model, sample(0), own_loss, folder / "own", capability="DEFAULT", source_only=True)
-    return model, sample, lambda batch: (own_loss(model(batch["x"]), batch), len(batch["labels"]))
+    def loss(batch):
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            return own_loss(model(batch["x"]), batch), len(batch["labels"])
+
+    gradaccum_export.export(model, sample(0), own_loss, folder / name, autocast=autocast, capability="DEFAULT", source_only=True,
+                            passes=("training",) if autocast else gradaccum_export.PASSES)
+    return model, sample, loss
 
 
-def trained(model, sample, loss, least_rows):
-    """Trains by windows of two micro-batches of different sizes. Returns the batches, losses and parameters."""
+def trained(model, sample, loss, least_rows, scale):
+    """Trains by windows of two micro-batches of different sizes; with a loss scale, unless it is 0. Returns the batches,
+    losses and parameters."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1, enabled=scale != 0)
     # A gradient that is zero in exact arithmetic is noise, and a small eps would make steps of it.
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3, eps=1e-4, weight_decay=0.1)
     kept = {}
@@ -132,9 +151,11 @@ def trained(model, sample, loss, least_rows):
             losses.append(loss(batch))
             kept[f"loss.{2 * update + i}"] = losses[-1][0].detach().double()
         items = sum(items for _, items in losses)
-        sum(mean * (items_of / items) for mean, items_of in losses).backward()
+        scaler.scale(sum(mean * (items_of / items) for mean, items_of in losses)).backward()
+        scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
     kept.update({f"after.{name}": value.detach().clone() for name, value in
                  (*model.named_parameters(), *model.named_buffers())})
@@ -145,10 +166,15 @@ def main():
     folder = pathlib.Path(sys.argv[1])
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for name, *how in [*MODELS, ("own",)]:
-        with all_in_float64() if "64" in str(how) else contextlib.nullcontext():
-            model, sample, loss = export_of_hugging_face(folder, name, *how) if how else export_of_own(folder)
-            save_file(trained(model, sample, loss, 1 if how else 2), folder / f"{name}.safetensors")
+    exports = {name: lambda name=name, how=how: export_of_hugging_face(folder, name, *how) for name, *how in MODELS}
+    exports["own"] = lambda: export_of_own(folder, "own", Own, None)
+    exports["half"] = lambda: export_of_own(folder, "half", Small, torch.float16)
+    for name in sys.argv[2:]:
+        in_float64 = any(name == of and "64" in how for of, _, how in MODELS)
+        with all_in_float64() if in_float64 else contextlib.nullcontext():
+            model, sample, loss = exports[name]()
+            kept = trained(model, sample, loss, 2 if name == "own" else 1, 1024 if name == "half" else 0)
+            save_file(kept, folder / f"{name}.safetensors")
         manifest = json.loads((folder / name / "manifest.json").read_text())["values"]
         for number in range(manifest["graphs"]):
             code = manifest[f"graph-{number}.code"]

@@ -103,6 +103,24 @@ def test_a_branch_on_the_number_of_rows_is_noticed():
     assert values["graph-0.least_rows"] == 2 and "not of one row" in printed, printed
 
 
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value, self.head = (nn.Linear(4, size) for size in (8, 8, 8, 3))
+
+    def forward(self, x):
+        tokens = x.unsqueeze(1) * torch.linspace(-1, 1, 6)[:, None]
+        query, key, value = (part(tokens).unflatten(2, (2, 4)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        return self.head(mixed[:, 0, :4])
+
+
+def test_a_gradient_that_is_mere_rounding_is_no_difference():
+    """That of the bias of an attention's keys: the compiled code attends by other operations."""
+    values, printed = values_of(Attention(), loss=lambda output, batch: 100 * loss(output, batch))
+    assert values["graph-0.any_rows"] == "Long [*], Float [*, 4]", printed
+
+
 def test_state_and_random_numbers_are_as_before():
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 3).eval())
     before = {name: value.clone() for name, value in module.state_dict().items()}

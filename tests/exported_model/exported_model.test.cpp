@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
+#include <gradaccum/amp_scaler.hpp>
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/detail/compilation/step_description.hpp>
 #include <gradaccum/detail/io/formats.hpp>
@@ -84,19 +85,22 @@ struct Differences {
 };
 
 /// Trains as Python did: windows of two micro-batches of different sizes, clipped.
-Differences differences_from_python(const std::string& name, int steps = 2) {
+Differences differences_from_python(const std::string& name, int steps = 2,
+                                    const ga::AmpScalerOptions& scale = {.enabled = false}) {
   const Oracle oracle(name);
   auto model = model_of(name);
   auto sgd = adamw(model);
   ga::GradAccumulator optimizer(sgd, {.steps = steps});
+  ga::AmpScaler scaler(scale);
   Differences found;
   torch::manual_seed(7);
   for (int i = 0; i < oracle.batches; ++i) {
     const auto loss = model->loss(oracle.batch(i));
     found.losses = std::max(found.losses, std::abs(loss.mean.item<double>() - oracle.loss(i)) / oracle.loss(i));
-    optimizer.backward(loss);
+    optimizer.backward(scaler.scale(loss));
     optimizer.clip_grad_norm_(0.5);
-    optimizer.step();
+    scaler.step(optimizer);
+    scaler.update();
     optimizer.zero_grad();
   }
   const auto compare = [&](const auto& tensors) {
@@ -172,6 +176,19 @@ TEST_CASE("ExportedModel: in mixed precision, to that of bfloat16") {
   const auto found = differences_from_python("llama_bf16");
   CHECK(found.losses < 0.02);
   CHECK(found.weights < 0.05);
+}
+
+TEST_CASE("ExportedModel: in float16, whose loss scale goes through the code") {
+  const auto found = differences_from_python("half", 2, {.init_scale = 1024});
+  CHECK(found.losses < 2e-3);
+  CHECK(found.weights < 5e-3);
+  CHECK(differences_from_python("half", 2, {.init_scale = std::ldexp(1.0, -20)}).weights > 5e-2);  // underflow
+
+  auto model = model_of("half");
+  auto optimizer = adamw(model);
+  ga::AmpScaler scaler({.init_scale = std::ldexp(1.0, 60)});  // finite in float32
+  scaler.scale(model->loss(Oracle("half").batch(0)).mean).backward();
+  CHECK_FALSE(scaler.step(optimizer));
 }
 
 TEST_CASE("ExportedModel: other windows than Python's give other weights") {
