@@ -27,7 +27,7 @@ import time
 
 PHONE, DESK = (390, 844), (1280, 900)
 SHOWN = ["index", "guides", "first_program", "gradient_accumulation", "from_python", "architecture", "figures", "reference/index",
-         "reference/grad_accumulator", "index/errors", "index/options", "memory_saving"]
+         "reference/grad_accumulator", "index/errors", "index/options", "memory"]
 
 
 class Chromium:

@@ -14,9 +14,9 @@ TABLES = [
      [], "two cores with AVX-512, ./bootstrap.sh bench (adamw_step, amp_tail)"),
     ("costs.md", "What it costs, and what it gains", 3, "An epoch of FashionMNIST", "", "seconds", "s",
      ["of ours"], "two cores with AVX-512, a process each, ./bootstrap.sh bench (compare_processes.py)"),
-    ("memory_saving.md", "All together", 0, "Peak memory of a transformer of 26.9 M parameters", "", "peak MiB", "MiB",
+    ("memory.md", "Training in less memory", 0, "Peak memory of a transformer of 26.9 M parameters", "use", "peak MiB", "MiB",
      ["less memory", "time"], "two cores with AVX-512, ./bootstrap.sh bench (memory_techniques --model small)"),
-    ("memory_saving.md", "All together", 2, "Peak memory of a transformer of 99.2 M parameters", "", "peak MiB", "MiB",
+    ("memory.md", "All together", 0, "Peak memory of a transformer of 99.2 M parameters", "", "peak MiB", "MiB",
      ["less memory", "time"], "two cores with AVX-512, memory_techniques --model large --steps 0 --keep-memory"),
 ]
 
@@ -127,7 +127,7 @@ def page(docs):
     else:
         lines += ["No run of all benchmarks is kept in `docs/figures/bench.jsonl` yet. `./bootstrap.sh bench --json docs/figures/bench.jsonl` "
                   "makes one, which is then drawn here.", ""]
-    lines += ["## From the guides", "", "The tables of [what it costs](costs.md) and [less memory](memory_saving.md#all-together) as pictures. They "
+    lines += ["## From the guides", "", "The tables of [what it costs](costs.md) and [memory](memory.md#all-together) as pictures. They "
               "have no date of their own: a run that is kept above has one.", ""]
     lines += [stated((docs / name).read_text(), *rest) for name, *rest in TABLES]
     return "\n".join(lines)

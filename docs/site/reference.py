@@ -235,7 +235,7 @@ def policy_options(name):
 
 
 def policies_page(found, page):
-    lines = ["# Every policy", "", "What a `ga::Trainer` takes behind its objective, in any order. [What a policy is](../policies.md), "
+    lines = ["# Every policy", "", "What a `ga::Trainer` takes behind its objective, in any order. [What a policy is](../trainer.md), "
              "and how to write one.", ""]
     rows, details = ["| policy | |", "|---|---|"], []
     for header, names in found.items():

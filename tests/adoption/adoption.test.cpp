@@ -10,7 +10,7 @@
 #include <vector>
 
 // Programs as people write them, and the same after gradaccum has been adopted: with windows of one they give the same
-// bits, with windows of four the large batch; docs/adopting.md tells how many lines that took.
+// bits, with windows of four the large batch; docs/from_python.md tells how many lines that took.
 
 using namespace testing;
 

@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-// How often the host waits for a device, part by part, and that the table of docs/parts.md says so.
+// How often the host waits for a device, part by part, and that the table of docs/architecture.md says so.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -269,7 +269,7 @@ double of_batches(bool shuffle) {
 /// A row's third column, by what the first one begins with.
 std::map<std::string, std::string> table() {
   std::map<std::string, std::string> rows;
-  std::istringstream lines(text_of(DOCS "/parts.md"));
+  std::istringstream lines(text_of(DOCS "/architecture.md"));
   for (std::string line; std::getline(lines, line);) {
     if (line.rfind("| ", 0) != 0 || line.size() < 4) continue;
     const auto cut = line.rfind(" | ", line.size() - 3);
