@@ -132,7 +132,7 @@ class Inputs:
             self.add(tensor_of(layout, 0), kind == "parameter", False)
         self.parameters = range(len(kinds) - kinds.count("buffer"))
         self.buffers = range(len(self.parameters), len(kinds))
-        # A number of rows that no other size is by chance, which would be taken for the same; and more than `few`.
+        # A number of rows that no other size is by chance, which would be taken for the same; and more than `attends_to_few` has.
         rows = next(prime for prime in (131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181)
                     if str(prime) not in re.findall(r"\d+", model + batch))
         for layout in re.findall(r"\w+ \[[^\]]*\]", batch):
@@ -198,8 +198,7 @@ def attends_to_few(graph):
     2.11 compiles the sums of its softmax as float32."""
     import torch
     keys = [node.args[1].meta["val"] for node in graph.graph.nodes if "flash_attention_for_cpu.default" in str(node.target)]
-    return bool(keys) and all(key.dtype == torch.float64 or key.shape[-2] <= 128
-                              for key in keys)
+    return bool(keys) and all(key.dtype == torch.float64 or key.shape[-2] <= 128 for key in keys)
 
 
 def moved_buffers(exported, inputs):
