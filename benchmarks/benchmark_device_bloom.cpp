@@ -6,6 +6,7 @@
 // on Hopper, builds a plan for each length.
 
 #include <gradaccum/autocast.hpp>
+#include <gradaccum/compiled_step.hpp>
 #include <gradaccum/data/length_buckets.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/graphed_step.hpp>
@@ -14,6 +15,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <string>
@@ -35,31 +37,53 @@ using Model = bloom::BloomForSequenceClassification;
 
 /// Is told of each update's reviews and tokens, padding left out, and gives whether there is to be another one.
 using GoesOn = std::function<bool(std::int64_t reviews, std::int64_t tokens)>;
-using Training = std::function<void(const GoesOn&)>;
 
-/// Reviews of about one length together, padded to a multiple of 64. An update is of 8 of them, or of a micro-batch.
+/// Of reviews of about one length together, padded to a multiple of 64.
+ga::data::LengthBuckets batches_of(const Reviews& data, std::int64_t micro_batch) {
+  return {data.ids, data.labels,
+          {.batch_size = micro_batch,
+           .shuffle = true,
+           .padding = article::padding,
+           .pad_to_multiple_of = 64,
+           .drop_last = true}};
+}
+
+using Objective = std::function<ga::Loss(Model&, const ga::data::SequenceBatch&)>;
+
+Objective objective_in(bool bfloat16) {
+  return [bfloat16](Model& model, const ga::data::SequenceBatch& batch) {
+    const ga::Autocast autocast(device, torch::kBFloat16, bfloat16);
+    return bloom::padded_objective(model, batch);
+  };
+}
+
+/// The folder of the compiled step of a micro-batch.
+std::filesystem::path step_of(const std::filesystem::path& folder, std::int64_t micro_batch) {
+  return folder / std::to_string(micro_batch);
+}
+
+/// An update is of 8 reviews, or of a micro-batch.
 class Ours {
  public:
-  Ours(Model model, const Reviews& data, std::int64_t micro_batch, bool bfloat16, bool graphed)
+  Ours(Model model, const Reviews& data, std::int64_t micro_batch, Objective objective)
       : model_(std::move(model)),
-        bfloat16_(bfloat16),
-        graphed_(graphed),
-        batches_(data.ids, data.labels,
-                 {.batch_size = micro_batch,
-                  .shuffle = true,
-                  .padding = article::padding,
-                  .pad_to_multiple_of = 64,
-                  .drop_last = true}),
+        objective_(std::move(objective)),
+        batches_(batches_of(data, micro_batch)),
         optimizer_(model_->parameters(), ga::optim::AdamWOptions(5e-5)),
         window_(optimizer_, {.steps = std::max<std::int64_t>(article::reviews_of_update / micro_batch, 1)}) {}
+
+  /// Meets each length three times: kernels are loaded, graphs captured and compared.
+  void prepare() {
+    const auto batches = bloom::frequent_batches(batches_, 100);
+    for (int time = 0; time < 3; ++time)
+      for (auto& batch : batches) static_cast<void>(step(batch));
+  }
 
   void train(const GoesOn& goes_on) {
     std::int64_t reviews = 0, tokens = 0;
     for (;;)
       for (auto& batch : batches_) {
-        window_.backward(graphed_ ? step_(batch) : loss_of(batch));
-        const bool stepped = window_.step();
-        window_.zero_grad();
+        const bool stepped = step(batch);
         reviews += batch.rows();
         tokens += batch.tokens;
         if (stepped && !goes_on(std::exchange(reviews, 0), std::exchange(tokens, 0))) return;
@@ -67,17 +91,15 @@ class Ours {
   }
 
  private:
-  ga::Loss loss_of(const ga::data::SequenceBatch& batch) {
-    const ga::Autocast autocast(device, torch::kBFloat16, bfloat16_);
-    return bloom::objective(model_, batch);
+  bool step(const ga::data::SequenceBatch& batch) {
+    window_.backward(objective_(model_, batch));
+    const bool stepped = window_.step();
+    window_.zero_grad();
+    return stepped;
   }
 
   Model model_;
-  bool bfloat16_, graphed_;
-  std::function<ga::Loss(Model&, const ga::data::SequenceBatch&)> objective_ = [this](Model&, auto& batch) {
-    return loss_of(batch);
-  };
-  ga::GraphedStep<Model, decltype(objective_)> step_{model_, objective_};
+  Objective objective_;
   ga::data::LengthBuckets batches_;
   ga::optim::AdamW optimizer_;
   ga::GradAccumulator<ga::optim::AdamW> window_;
@@ -87,6 +109,8 @@ class Article {
  public:
   Article(const Model& model, const Reviews& data, bool pads, bool in_float16)
       : data_(data), loop_(model, pads, in_float16) {}
+
+  void prepare() {}
 
   void train(const GoesOn& goes_on) {
     constexpr auto together = article::reviews_of_update;
@@ -103,11 +127,26 @@ class Article {
   article::Loop loop_;
 };
 
+class Clock {
+ public:
+  double seconds() const {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
 /// Counts what was trained on, and how long that took.
 struct Count {
   std::int64_t reviews = 0, tokens = 0;
-  double seconds = 0;
+  double seconds = 0, seconds_before = 0;  ///< of training, and of preparing it
   std::int64_t peak_bytes = 0;
+};
+
+struct Training {
+  std::function<void()> prepare;
+  std::function<void(const GoesOn&)> train;
 };
 
 struct Way {
@@ -120,48 +159,72 @@ template <class Program, class... Arguments>
 std::function<Training()> begins(Arguments... arguments) {
   return [=] {
     const auto program = std::make_shared<Program>(arguments...);
-    return [program](const GoesOn& goes_on) { program->train(goes_on); };
+    return Training{[program] { program->prepare(); }, [program](const GoesOn& goes_on) { program->train(goes_on); }};
   };
 }
 
-std::vector<Way> all_ways(const Model& model, const Reviews& data) {
-  return {
+/// `steps`: the folder of compiled steps; empty if there are none.
+std::vector<Way> all_ways(Model model, const Reviews& data, const std::filesystem::path& steps) {
+  const auto bf16 = objective_in(/*bfloat16=*/true);
+  const auto ours = [&](const std::string& how, std::int64_t micro_batch, const Objective& objective) {
+    return Way{"ours, " + how, begins<Ours>(model, data, micro_batch, objective)};
+  };
+  std::vector<Way> ways = {
       {"the article's loop, padded to 1024, float16", begins<Article>(model, data, /*pads=*/true, /*in_float16=*/true)},
       {"the article's loop, true lengths, float16", begins<Article>(model, data, /*pads=*/false, /*in_float16=*/true)},
       {"the article's loop, padded to 1024, float32",
        begins<Article>(model, data, /*pads=*/true, /*in_float16=*/false)},
       {"the article's loop, true lengths, float32", begins<Article>(model, data, /*pads=*/false, /*in_float16=*/false)},
-      {"ours, 8 times 1, bf16-mixed", begins<Ours>(model, data, 1, /*bfloat16=*/true, /*graphed=*/false)},
-      {"ours, 8 at once, bf16-mixed", begins<Ours>(model, data, 8, /*bfloat16=*/true, /*graphed=*/false)},
-      {"ours, 32 at once, bf16-mixed", begins<Ours>(model, data, 32, /*bfloat16=*/true, /*graphed=*/false)},
-      {"ours, 8 at once, float32", begins<Ours>(model, data, 8, /*bfloat16=*/false, /*graphed=*/false)},
-      {"ours, graphed, 8 times 1, bf16-mixed", begins<Ours>(model, data, 1, /*bfloat16=*/true, /*graphed=*/true)},
-      {"ours, graphed, 8 at once, bf16-mixed", begins<Ours>(model, data, 8, /*bfloat16=*/true, /*graphed=*/true)},
-      {"ours, graphed, 32 at once, bf16-mixed", begins<Ours>(model, data, 32, /*bfloat16=*/true, /*graphed=*/true)},
+      ours("8 times 1, bf16-mixed", 1, bf16),
+      ours("8 at once, bf16-mixed", 8, bf16),
+      ours("32 at once, bf16-mixed", 32, bf16),
+      ours("8 at once, float32", 8, objective_in(/*bfloat16=*/false)),
+      ours("graphed, 8 times 1, bf16-mixed", 1, ga::GraphedStep(model, bf16)),
+      ours("graphed, 8 at once, bf16-mixed", 8, ga::GraphedStep(model, bf16)),
+      ours("graphed, 32 at once, bf16-mixed", 32, ga::GraphedStep(model, bf16)),
   };
+  if (!steps.empty())
+    for (const int micro_batch : {8, 32})
+      if (std::filesystem::exists(step_of(steps, micro_batch)))
+        ways.push_back(ours(fmt::format("compiled, {} at once, bf16-mixed", micro_batch), micro_batch,
+                            ga::CompiledStep(model, bf16, step_of(steps, micro_batch))));
+  return ways;
+}
+
+/// Records the steps for tools/compile_step.py: of the lengths that most batches have.
+void record(Model& model, const Reviews& data, const std::filesystem::path& folder, std::size_t lengths) {
+  std::filesystem::create_directories(folder);
+  for (const int micro_batch : {8, 32})
+    fmt::print("{}", fmt::streamed(ga::save_steps(
+                         model, objective_in(/*bfloat16=*/true),
+                         bloom::frequent_batches(batches_of(data, micro_batch), lengths), step_of(folder, micro_batch),
+                         {.any_rows = false, .constants = true})));
 }
 
 /// Trains for one update at least. The device is done when it ends.
-Count train_for(double seconds, const Training& train) {
+Count train_for(double seconds, const Training& training) {
   Count count;
-  const auto start = std::chrono::steady_clock::now();
-  const auto elapsed = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
-  train([&](std::int64_t reviews, std::int64_t tokens) {
+  const Clock clock;
+  training.train([&](std::int64_t reviews, std::int64_t tokens) {
     count.reviews += reviews;
     count.tokens += tokens;
-    return elapsed() < seconds;
+    return clock.seconds() < seconds;
   });
   torch::cuda::synchronize();
-  count.seconds = elapsed();
+  count.seconds = clock.seconds();
   return count;
 }
 
-/// Warms up for a fifth of the time, and counts the rest.
+/// Prepares, warms up for a fifth of the time, and counts the rest.
 void measure(Way& way, double seconds) {
   const ga::MemoryMeter meter;
-  const auto train = way.begin();
-  train_for(seconds / 5, train);
-  const auto count = train_for(seconds * 4 / 5, train);
+  const Clock clock;
+  const auto training = way.begin();
+  training.prepare();
+  torch::cuda::synchronize();
+  way.count.seconds_before = std::max(way.count.seconds_before, clock.seconds());
+  train_for(seconds / 5, training);
+  const auto count = train_for(seconds * 4 / 5, training);
   way.count.reviews += count.reviews;
   way.count.tokens += count.tokens;
   way.count.seconds += count.seconds;
@@ -177,14 +240,15 @@ double reviews_a_second(const Way& way) { return static_cast<double>(way.count.r
 
 void print(const std::vector<Way>& ways, const bloom::BloomConfig& config, double rate, std::int64_t model_bytes,
            const harness::Options& options) {
-  fmt::print("  {:<44} {:>10} {:>10} {:>8} {:>9} {:>16}\n", "", "reviews/s", "tokens/s", "MFU", "peak, GB",
-             "x the first row");
+  fmt::print("  {:<44} {:>10} {:>10} {:>8} {:>9} {:>10} {:>16}\n", "", "reviews/s", "tokens/s", "MFU", "peak, GB",
+             "before, s", "x the first row");
   for (auto& way : ways) {
     const auto tokens = static_cast<double>(way.count.tokens) / way.count.seconds;
     const auto mfu = tokens * flops_of_token(config) / rate;
     const auto peak = model_bytes + way.count.peak_bytes;
-    fmt::print("  {:<44} {:>10.1f} {:>10.0f} {:>6.1f} % {:>9.2f} {:>16.2f}\n", way.name, reviews_a_second(way), tokens,
-               100 * mfu, static_cast<double>(peak) / 1e9, reviews_a_second(way) / reviews_a_second(ways.front()));
+    fmt::print("  {:<44} {:>10.1f} {:>10.0f} {:>6.1f} % {:>9.2f} {:>10.1f} {:>16.2f}\n", way.name,
+               reviews_a_second(way), tokens, 100 * mfu, static_cast<double>(peak) / 1e9, way.count.seconds_before,
+               reviews_a_second(way) / reviews_a_second(ways.front()));
     harness::append_json(options,
                          fmt::format(R"({{"benchmark": "device_bloom", "contestant": "{}", "median_s": {}, )"
                                      R"("reviews_per_s": {}, "tokens_per_s": {}, "mfu": {}, "peak_bytes": {}}})",
@@ -200,6 +264,8 @@ int main(int argc, char** argv) {
   int rounds = 2;
   std::int64_t product = 8192;
   std::string only;
+  std::filesystem::path steps, record_in;
+  std::size_t lengths = 16;
   const auto options =
       harness::parse(argc, argv, "Fine-tuning a BLOOM of 560m's shapes on a CUDA device", [&](CLI::App& app) {
         article::add_shape(app, config);
@@ -208,6 +274,9 @@ int main(int argc, char** argv) {
         app.add_option("--product", product, "rows of the matrices that tell the card's rate")
             ->check(CLI::Range(64, 1 << 16));
         app.add_option("--only", only, "those whose names have this");
+        app.add_option("--record", record_in, "record the steps in this folder, for tools/compile_step.py, and end");
+        app.add_option("--lengths", lengths, "of so many lengths, the most frequent ones")->check(CLI::Range(1, 100));
+        app.add_option("--steps", steps, "train by the steps that were recorded and compiled in this folder, too");
       });
   if (!harness::is_there("fine-tuning a BLOOM on a device")) return 0;
   at::globalContext().setSDPUseCuDNN(false);
@@ -216,8 +285,9 @@ int main(int argc, char** argv) {
   model->to(device);
   std::int64_t model_bytes = 0;
   for (auto& parameter : model->parameters()) model_bytes += static_cast<std::int64_t>(parameter.nbytes());
-  const Reviews data(config.vocab_size, /*count=*/512, /*seed=*/3, /*length_scale=*/1, device);
-  auto ways = all_ways(model, data);
+  const Reviews data(config.vocab_size, /*count=*/2048, /*seed=*/3, /*length_scale=*/1, device);
+  if (!record_in.empty()) return record(model, data, record_in, lengths), 0;
+  auto ways = all_ways(model, data, steps);
   std::erase_if(ways, [&](const Way& way) { return way.name.find(only) == std::string::npos; });
   TORCH_CHECK(!ways.empty(), "benchmark_device_bloom: --only must be part of the name of a way, got ", only);
   const auto rate = harness::product_rate(torch::kBFloat16, product);

@@ -68,6 +68,10 @@ function(gradaccum_add_step target name flags registration)
   set(step "${target}.${name}")
   add_library(${step} OBJECT ${ARGN})
   target_link_libraries(${step} PRIVATE gradaccum::libtorch)
+  if(-DUSE_CUDA IN_LIST flags) # its kernels are launched by CUDA's driver
+    find_package(CUDAToolkit REQUIRED)
+    target_link_libraries(${step} PRIVATE CUDA::cudart CUDA::cuda_driver)
+  endif()
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     target_link_options(${target} PRIVATE -fopenmp)
   else() # whose OpenMP would be a second one

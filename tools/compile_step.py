@@ -4,7 +4,8 @@
 
 It needs Python's torch of the version that the program is built with, and a C++ compiler (g++, or $CXX). Nothing of
 the model has to be known to it: what the program recorded is turned into one graph of the loss and all gradients, which
-torch.compile's compiler makes into C++.
+torch.compile's compiler makes into C++. A step of a model on a CUDA device is compiled on a machine with such a device,
+to kernels for GPUs of its compute capability.
 """
 
 import argparse
@@ -32,6 +33,7 @@ INSTRUCTIONS = {
     "AVX2": (256, ["-mavx2", "-mfma", "-mf16c"]),
     "DEFAULT": (1, []),  # any processor
 }
+CUDA = "CUDA "  # before the compute capability of a GPU
 
 
 class Failure(Exception):
@@ -106,16 +108,16 @@ def replace(path, data):
 
 
 def tensor_of(text, rows):
-    """A tensor of the layout that a text like `Float [64, 784] strides 1 64` says."""
+    """A tensor of the layout that a text like `Float [64, 784] on cuda strides 1 64` says."""
     import torch
-    match = re.fullmatch(r"(\w+) \[([\d*, ]*)\](?: strides ([\d ]+))?", text)
+    match = re.fullmatch(r"(\w+) \[([\d*, ]*)\]( on cuda)?(?: strides ([\d ]+))?", text)
     if not match or match[1] not in DTYPES:
-        raise Failure(f"tensors must be on the CPU, of a dtype among {', '.join(DTYPES)}, got '{text}'")
-    dtype = getattr(torch, DTYPES[match[1]])
+        raise Failure(f"tensors must be on a CPU or a CUDA device, of a dtype among {', '.join(DTYPES)}, got '{text}'")
+    options = {"dtype": getattr(torch, DTYPES[match[1]]), "device": "cuda" if match[3] else "cpu"}
     sizes = [rows if size == "*" else int(size) for size in match[2].split(", ") if size]
-    if match[3]:
-        return torch.empty_strided(sizes, [int(stride) for stride in match[3].split()], dtype=dtype)
-    return torch.empty(sizes, dtype=dtype)
+    if match[4]:
+        return torch.empty_strided(sizes, [int(stride) for stride in match[4].split()], **options)
+    return torch.empty(sizes, **options)
 
 
 class Inputs:
@@ -126,8 +128,7 @@ class Inputs:
         self.tensors, self.learned, self.any_rows = [], [], []
         kinds = []
         for line in model.splitlines():
-            name, layout, kind = re.fullmatch(r"(\S+) (.*\]\S*(?: strides [\d ]+\d)?) (frozen parameter|parameter|buffer)",
-                                              line).groups()
+            name, layout, kind = re.fullmatch(r"(\S+) (.*?) (frozen parameter|parameter|buffer)", line).groups()
             kinds.append(kind)
             self.add(tensor_of(layout, 0), kind == "parameter", False)
         self.parameters = range(len(kinds) - kinds.count("buffer"))
@@ -135,8 +136,9 @@ class Inputs:
         # A number of rows that no other size is by chance, which would be taken for the same; and more than `attends_to_few` has.
         rows = next(prime for prime in (131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181)
                     if str(prime) not in re.findall(r"\d+", model + batch))
-        for layout in re.findall(r"\w+ \[[^\]]*\]", batch):
+        for layout in re.findall(r"\w+ \[[^\]]*\](?: on \w+)?", batch):
             self.add(tensor_of(layout, rows), False, "*" in layout)
+        self.device = next((tensor.device.type for tensor in self.tensors), "cpu")
 
     def add(self, tensor, learned, any_rows):
         self.tensors.append(tensor)
@@ -177,7 +179,7 @@ def graph_of(forward, inputs):
     def traced(mode):
         return make_fx(step, tracing_mode=mode, _allow_non_fake_inputs=True)(*tensors)
 
-    tensors = (*inputs.tensors, torch.ones(()))
+    tensors = (*inputs.tensors, torch.ones((), device=inputs.device))
     any_rows = any(inputs.any_rows)
     graph = traced("fake")  # in less time than for any number of rows
     few = attends_to_few(graph)
@@ -215,16 +217,18 @@ def moved_buffers(exported, inputs):
 
 
 def generated_source(exported, capability):
-    """The graph in C++, as a text; the constants that belong to it, as bytes; and the calls that it leaves to others."""
+    """The graph in C++, as a text; the constants that belong to it, as bytes; a GPU's kernels by name; and the calls that
+    it leaves to others."""
     import torch
     draws = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in exported.graph.nodes)
     lstm = any("mkldnn_rnn_layer" in str(node.target) for node in exported.graph.nodes)
     settings = {
         "aot_inductor.package_cpp_only": True,
         "aot_inductor.link_libtorch": True,
+        "aot_inductor.embed_kernel_binary": capability.startswith(CUDA),
         "cpp.dynamic_threads": True,  # at::set_num_threads holds for it
         "cpp.threads": max(2, torch.get_num_threads()),  # from one thread it takes that all that is no loop runs once
-        "cpp.simdlen": INSTRUCTIONS[capability][0],
+        "cpp.simdlen": instructions_of(capability)[0],
         "cpp.enable_kernel_profile": False,
         "fallback_random": True,  # draws the numbers that the objective itself draws
         "reorder_for_peak_memory": not draws,  # and in its order
@@ -236,19 +240,22 @@ def generated_source(exported, capability):
         with zipfile.ZipFile(package) as files:
             names = files.namelist()
             sources = [files.read(name).decode() for name in names if name.endswith(".cpp")]
-            constants = [files.read(name) for name in names if name.endswith(".o")]
+            objects = {pathlib.Path(name).name: files.read(name) for name in names if name.endswith(".o")}
+            kernels = {name.removesuffix(".cubin.o"): section(content, directory)
+                       for name, content in objects.items() if name.endswith(".cubin.o")}
+            constants = [content for name, content in objects.items() if not name.endswith(".cubin.o")]
             others = [json.loads(files.read(name)) for name in names if name.endswith(".json")]
         if len(sources) != 1 or len(constants) > 1:
             raise Failure(f"this version of torch generates other files than are expected: {', '.join(names)}")
         data = section(constants[0], directory) if constants else b""
-    return sources[0], data, [call["node"] for other in others for call in other.get("nodes", [])]
+    return sources[0], data, kernels, [call["node"] for other in others for call in other.get("nodes", [])]
 
 
 def section(object_file, directory):
-    """The constants in an object file, which has nothing else."""
-    path, data = pathlib.Path(directory, "constants.o"), pathlib.Path(directory, "constants.bin")
+    """The data in an object file, which has nothing else."""
+    path, data = pathlib.Path(directory, "data.o"), pathlib.Path(directory, "data.bin")
     path.write_bytes(object_file)
-    run(["objcopy", "-O", "binary", "--only-section=.lrodata", "--only-section=.ldata",
+    run(["objcopy", "-O", "binary", "--only-section=.lrodata", "--only-section=.ldata", "--only-section=.rodata",
          "--set-section-flags", ".lrodata=alloc,load,readonly", str(path), str(data)])
     return data.read_bytes()
 
@@ -369,9 +376,14 @@ struct Given {
 """
 
 
-def self_contained(source, constants, calls):
-    """The source with its constants, an interface of five functions, and names of its own, which end in UNIQUE: so that
-    several fit into one program."""
+def array(declaration, data):
+    """The C++ of an array of bytes, which is not empty."""
+    return f"alignas(64) {declaration}[] = {{{','.join(map(str, data + bytes(1)))}}};\n"
+
+
+def self_contained(source, constants, kernels, calls, capability):
+    """The source with its constants and kernels, an interface of five functions, and names of its own, which end in
+    UNIQUE: so that several fit into one program."""
     _, interface, tail = source.partition('#include <torch/csrc/inductor/aoti_runtime/model_container.h>\n')
     tail = tail.partition('} // extern "C"\n')[2]  # LibTorch's interface, which has some forty functions
     if not interface or "AOTInductorModel::run_impl" not in tail:
@@ -379,23 +391,58 @@ def self_contained(source, constants, calls):
     tail = re.sub(r"(?m)^//.*\n", "", tail)  # among them commands with the names of temporary files
     lstm = "aoti_torch_cpu_mkldnn_rnn_layer"  # keeps what its backward reads, which is one of the calls, in grad mode alone
     tail = tail.replace(f"{lstm}(", f"(at::AutoGradMode(true), {lstm})(") if calls else tail
+    starts = {f"__{name}_start": data for name, data in kernels.items()}
     renamed = sorted({"AOTInductorModel", "AOTInductorModelContainer", "AOTInductorModelKernels",
-                      "_binary_constants_bin_start", "_binary_constants_bin_end", *re.findall(r"\bcpp_fused_\w+", tail)})
+                      "_binary_constants_bin_start", "_binary_constants_bin_end", *starts,
+                      *re.findall(r"\bcpp_fused_\w+", tail)})
     defines = "".join(f"#define {name} {name}_UNIQUE\n" for name in renamed)
-    numbers = ",".join(str(byte) for byte in constants + b"\0")
+    data = array("uint8_t _binary_constants_bin_start", constants)
+    data += "".join(array(f'extern "C" const unsigned char {name}', kernel) for name, kernel in starts.items())
+    on_cuda = capability.startswith(CUDA)
+    interface_of_device = CUDA_INTERFACE if on_cuda else CPU_INTERFACE
+    for name, part in zip(("MAJOR", "MINOR"), capability.removeprefix(CUDA).split(".")):
+        interface_of_device = interface_of_device.replace(name, part)
     return f"""// Generated by gradaccum's tools/compile_step.py from a recorded training step: the loss and all gradients.
 {defines}
-#include <torch/csrc/inductor/aoti_include/cpu.h>
+#include <torch/csrc/inductor/aoti_include/{'cuda' if on_cuda else 'cpu'}.h>
 {interface}{dispatched(calls)}{tail}
-alignas(64) uint8_t _binary_constants_bin_start[] = {{{numbers}}};
-{INTERFACE}"""
+{data}
+namespace {{
+
+using Container = torch::aot_inductor::AOTInductorModelContainer;
+{interface_of_device}{INTERFACE}"""
+
+
+CPU_INTERFACE = """
+void check(const std::string&) {}
+
+void run_on_device(Container& container, AtenTensorHandle* inputs, AtenTensorHandle* outputs) {
+  container.run(inputs, outputs, nullptr, nullptr);
+}
+"""
+
+CUDA_INTERFACE = """
+void check(const std::string& device) {
+  const int index = std::stoi(device.substr(device.find(':') + 1));
+  int major = 0, minor = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
+  if (major != MAJOR || minor < MINOR)
+    throw std::runtime_error("it is compiled for GPUs of compute capability MAJOR.MINOR, and " + device + " has " +
+                             std::to_string(major) + "." + std::to_string(minor) + ": compile it for that one");
+}
+
+void run_on_device(Container& container, AtenTensorHandle* inputs, AtenTensorHandle* outputs) {
+  int32_t index = 0;  // of the seed, the last input
+  void* stream = nullptr;
+  AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(inputs[container.num_inputs() - 1], &index));
+  AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream));
+  container.run_single_threaded(inputs, outputs, static_cast<cudaStream_t>(stream), nullptr);  // asks no events
+}
+"""
 
 
 INTERFACE = """
-namespace {
-
-using Container = torch::aot_inductor::AOTInductorModelContainer;
-
 thread_local std::string error_UNIQUE;
 
 const char* failed(const char* what) {
@@ -403,8 +450,9 @@ const char* failed(const char* what) {
   return error_UNIQUE.c_str();
 }
 
-const char* create(void** container) try {
-  *container = new Container(1, "cpu", std::nullopt);
+const char* create(void** container, const char* device) try {
+  check(device);
+  *container = new Container(1, device, std::nullopt);
   return nullptr;
 } catch (const std::exception& error) {
   return failed(error.what());
@@ -413,8 +461,8 @@ const char* create(void** container) try {
 void destroy(void* container) { delete static_cast<Container*>(container); }
 
 const char* run(void* container, void** inputs, void** outputs) try {
-  static_cast<Container*>(container)->run(reinterpret_cast<AtenTensorHandle*>(inputs),
-                                          reinterpret_cast<AtenTensorHandle*>(outputs), nullptr, nullptr);
+  run_on_device(*static_cast<Container*>(container), reinterpret_cast<AtenTensorHandle*>(inputs),
+                reinterpret_cast<AtenTensorHandle*>(outputs));
   return nullptr;
 } catch (const std::exception& error) {
   return failed(error.what());
@@ -437,18 +485,38 @@ def library_of(source, capability, directory):
     root = pathlib.Path(torch.__file__).parent
     library = pathlib.Path(directory, "step.so")
     pathlib.Path(directory, "step.cpp").write_text(source)
-    run([*shlex.split(os.environ.get("CXX", "g++")), *flags_of(capability), "-shared", "-fPIC",
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    run([*compiler, *flags_of(capability), "-shared", "-fPIC",
          f"-ffile-prefix-map={root}=torch", f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include", "step.cpp",
-         "-o", str(library)], directory)
+         *(of_cuda(compiler, directory) if capability.startswith(CUDA) else []), "-o", str(library)], directory)
     return library.read_bytes()
+
+
+def of_cuda(compiler, directory):
+    """The flags for a library that calls CUDA's driver, in whose place it is linked with a library without functions."""
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME
+    folders = [*pathlib.Path(torch.__file__).parents[1].glob("nvidia/*/include"), pathlib.Path(CUDA_HOME or "/", "include")]
+    headers = [f"-I{folder}" for folder in folders if (folder / "cuda_runtime.h").is_file()]
+    if not headers:
+        raise Failure("cuda_runtime.h was not found: install CUDA's toolkit, or name it by CUDA_HOME")
+    run([*compiler, "-shared", "-nostdlib", "-Wl,-soname,libcuda.so.1", "-o", "libcuda.so"], directory)
+    return [headers[0], f"-L{directory}", "-Wl,--no-as-needed", "-lcuda"]
+
+
+def instructions_of(capability):
+    """The width of vectors, and the compiler's flags. A GPU's code leaves little to the processor, which can be any."""
+    return INSTRUCTIONS["DEFAULT" if capability.startswith(CUDA) else capability]
 
 
 def flags_of(capability):
     """What torch.compile's compiler takes, with no instructions but those of the capability."""
+    processor = "DEFAULT" if capability.startswith(CUDA) else capability
     return ["-std=c++20", "-O3", "-DNDEBUG", "-g0", "-w", "-fno-trapping-math", "-fno-math-errno", "-ffp-contract=off",
             "-fno-tree-loop-vectorize", "-fopenmp", "-fvisibility=hidden",
             "-DTORCH_INDUCTOR_CPP_WRAPPER", "-DSTANDALONE_TORCH_HEADER", "-DC10_USING_CUSTOM_GENERATED_MACROS",
-            f"-DCPU_CAPABILITY_{capability}", *INSTRUCTIONS[capability][1]]
+            f"-DCPU_CAPABILITY_{processor}", *instructions_of(capability)[1],
+            *(["-DUSE_CUDA"] if capability.startswith(CUDA) else [])]
 
 
 def run(command, directory=None):
@@ -499,7 +567,7 @@ class Code:
         """Adds a graph, and what the manifest says of it."""
         began = time.monotonic()
         moved = moved_buffers(exported, inputs)
-        source = self_contained(*generated_source(exported, self.capability))
+        source = self_contained(*generated_source(exported, self.capability), self.capability)
         unique = f"{zlib.crc32(source.encode()):08x}"
         source = source.replace("UNIQUE", unique)
         self.put(f"{name}.{unique}.cpp", source.encode())
@@ -580,9 +648,14 @@ def directory_to_compile_in():
                 os.environ[name] = before
 
 
-def capability_of(asked):
-    """The processors to compile for: those that were asked for, or those like this one."""
+def capability_of(asked, model=""):
+    """The processors to compile for: those that were asked for, or those like this one; GPUs like this one for a model on a
+    device."""
     import torch
+    if "] on cuda" in model:
+        if not torch.cuda.is_available():
+            raise Failure("the step is of a model on a CUDA device: compile it on a machine that has one, of that kind")
+        return CUDA + ".".join(map(str, torch.cuda.get_device_capability()))
     capability = asked or torch.backends.cpu.get_cpu_capability()
     return capability if capability in INSTRUCTIONS else "DEFAULT"
 
@@ -597,8 +670,9 @@ def compile_step(folder, arguments):
     if version != manifest.content["libtorch"]:
         raise Failure(f"the step is of a program with LibTorch {manifest.content['libtorch']}, and {sys.executable} has "
                       f"torch {version}: take one with that version")
-    with directory_to_compile_in() as directory, Code(manifest, folder, capability_of(arguments.capability), directory,
-                                                      not arguments.source_only) as code:
+    with directory_to_compile_in() as directory, Code(
+            manifest, folder, capability_of(arguments.capability, manifest["model"]), directory,
+            not arguments.source_only) as code:
         names = [f"graph-{number}" for number in range(manifest["graphs"])]
         for name in names:
             (exported, gradients), inputs = exported_graph(manifest, name, directory)

@@ -28,6 +28,7 @@ namespace gradaccum {
 /// The numbers of steps that a `CompiledStep` ran compiled and eagerly, with reasons. Printable.
 struct CompiledStepReport {
   std::int64_t compiled = 0, eager = 0;
+  std::int64_t replayed = 0;                           ///< of those compiled, replayed as CUDA graphs
   std::map<std::string, std::int64_t> why_eager = {};  ///< counts by reason
 };
 std::ostream& operator<<(std::ostream& stream, const CompiledStepReport& report);
@@ -73,7 +74,8 @@ std::shared_ptr<RecordedSteps<CompiledStepReport>> load_step(torch::nn::Module& 
 /// LibTorch, these parameters and this processor. The model must outlive the step. Copies are the same step; one thread
 /// at a time may use it. `create_graph` is not supported; `.in_backward` works, but saves no memory.
 ///
-/// @note For models on the CPU.
+/// On a CUDA device, compiled steps are captured and replayed as a `ga::GraphedStep` does it, where that is possible,
+/// and do not wait for the device. With float16 they do: backward reads its seed, the loss scale, and replays nothing.
 template <class Model, class Objective>
 class CompiledStep : public ObjectiveStep<Model, Objective, CompiledStepReport> {
   using Base = ObjectiveStep<Model, Objective, CompiledStepReport>;
@@ -181,7 +183,7 @@ SavedStep save_steps(Model&& model, Objective&& objective, const std::vector<Bat
 /// Throws `c10::Error` if the recorded step would differ from the objective: if that reads values on the host, uses
 /// tensors of its own, or has gradients that recording misses (an `autograd::Function` of your own, a `NoGradGuard`).
 ///
-/// @note For models on the CPU. Runs the objective about six times, or some twenty where roundings differ.
+/// @note For models on the CPU or on one CUDA device. Runs the objective about six times, or some twenty where roundings differ.
 template <class Model, class Objective, class Batch>
 SavedStep save_step(Model&& model, Objective&& objective, const Batch& batch, const std::filesystem::path& folder,
                     const SaveStepOptions& options = {}) {

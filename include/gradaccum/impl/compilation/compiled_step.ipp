@@ -4,8 +4,10 @@
 
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/compiled_step.hpp>
+#include <gradaccum/graphed_step.hpp>
 
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
+#include <gradaccum/detail/compilation/device_graph.hpp>
 #include <gradaccum/detail/compilation/step_description.hpp>
 #include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/io/formats.hpp>
@@ -21,6 +23,7 @@
 #include <ATen/core/Generator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -106,9 +109,10 @@ class StepComparison {
     const ExchangedTensors in_float(inputs_, [](const at::Tensor& tensor) {
       return holds_floats(tensor) && tensor.element_size() == 2 ? tensor.to(at::kFloat) : at::Tensor();
     });
-    const Autocast scope(at::kCPU, {}, /*enabled=*/false);
-    at::autocast::set_autocast_dtype(at::kCPU, at::kFloat);
-    at::autocast::set_autocast_enabled(at::kCPU, true);
+    const auto device = model_.device().value_or(at::kCPU).type();
+    const Autocast scope(device, {}, /*enabled=*/false);
+    at::autocast::set_autocast_dtype(device, at::kFloat);
+    at::autocast::set_autocast_enabled(device, true);
     try {
       const auto exact = trial_.result(objective_);
       // With other random numbers, float32 is another function.
@@ -131,7 +135,9 @@ class StepComparison {
       auto random = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(set));
       // Toward 0: the objective may have bounds. What a batch says by exact numbers, it says at every other point.
       const ExchangedTensors moved(set % 2 ? inputs_ : model_.parameters, [&](const at::Tensor& tensor) {
-        return holds_floats(tensor) ? tensor.clone().uniform_(1 - part, 1, random).mul_(tensor) : at::Tensor();
+        if (!holds_floats(tensor)) return at::Tensor();
+        const auto factors = at::empty_like(tensor, at::TensorOptions(at::kCPU)).uniform_(1 - part, 1, random);
+        return factors.to(tensor.device()).mul_(tensor);
       });
       auto found = differences();
       agreeing += found.empty();
@@ -163,7 +169,10 @@ class StepComparison {
 class LoadedStep final : public RecordedSteps<CompiledStepReport> {
  public:
   LoadedStep(torch::nn::Module& module, const StepSource& source)
-      : steps_(std::make_shared<StepGraphs>("CompiledStep", StepModel(module), source)) {}
+      : steps_(std::make_shared<StepGraphs>("CompiledStep", StepModel(module), source)) {
+    const auto device = steps_->model().device();
+    if (device && has_graphs(*device) && !steps_->waits()) captured_ = capture_steps(module, {});
+  }
 
   Loss run(std::vector<at::Tensor> batch, c10::function_ref<Loss()> objective) override {
     if (!at::GradMode::is_enabled()) return objective();  // an evaluation, not a step
@@ -178,8 +187,10 @@ class LoadedStep final : public RecordedSteps<CompiledStepReport> {
     auto& layout = layout_of_batch(batch);
     if (layout.graph && !layout.checked) check(layout, batch, objective);
     if (!layout.graph) return eager(layout.why_eager, objective);
-    auto loss = steps_->trained(*layout.graph, std::move(batch));
+    const auto compiled = [&] { return steps_->trained(*layout.graph, batch); };
+    auto loss = captured_ ? captured_->run(batch, compiled) : compiled();
     ++report.compiled;
+    if (captured_) report.replayed = captured_->report.replayed;
     return loss;
   }
 
@@ -219,6 +230,7 @@ class LoadedStep final : public RecordedSteps<CompiledStepReport> {
   }
 
   std::shared_ptr<StepGraphs> steps_;
+  std::shared_ptr<RecordedSteps<GraphedStepReport>> captured_;  // null where compiled code runs without
   std::map<std::vector<std::int64_t>, Layout> layouts_;
   std::optional<StepModes> modes_;  // the last ones, and whether they are those of the description
   bool modes_fit_ = false;
@@ -441,7 +453,8 @@ class StepSaver {
       : model_(module), folder_(folder), options_(options), saved_{folder, {}, {}} {
     step_.model = model_.text();
     step_.modes = model_.text(model_.modes());
-    TORCH_CHECK(model_.unchanged(), "save_step: the model must be on the CPU, got ", step_.model);
+    TORCH_CHECK(model_.device(), "save_step: the model must be on one device, a CPU or a CUDA device, got ",
+                step_.model);
   }
 
   void add(const StepCalls& calls) {
@@ -531,7 +544,9 @@ GRADACCUM_INLINE SavedStep save_steps(torch::nn::Module& module, const std::vect
 namespace gradaccum {
 
 GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const CompiledStepReport& report) {
-  stream << report.compiled << " of " << report.compiled + report.eager << " steps compiled\n";
+  stream << report.compiled << " of " << report.compiled + report.eager << " steps compiled";
+  if (report.replayed > 0) stream << ", " << report.replayed << " of them replayed as graphs";
+  stream << '\n';
   for (auto& [why, count] : report.why_eager) stream << count << " not: " << why << '\n';
   return stream;
 }

@@ -16,6 +16,8 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/DispatchKeySet.h>
@@ -116,12 +118,19 @@ class StepModel {
     return text + "; " + (modes.autocast ? c10::toString(*modes.autocast) : "no") + " autocast";
   }
 
-  /// Returns whether all that `text` lists is as it was at construction, with all tensors on the CPU. `may_be_frozen`:
-  /// a parameter need not be trainable any more.
+  /// Returns the device that all tensors are on, a CPU or a CUDA device; nullopt if there is none.
+  std::optional<at::Device> device() const {
+    const auto device = seen_.empty() ? at::Device(at::kCPU) : seen_.front().tensor.device();
+    const bool together = std::ranges::all_of(seen_, [&](auto& seen) { return seen.tensor.device() == device; });
+    return together && (device.is_cpu() || device.is_cuda()) ? std::optional(device) : std::nullopt;
+  }
+
+  /// Returns whether all that `text` lists is as it was at construction, and where it was. `may_be_frozen`: a parameter
+  /// need not be trainable any more.
   bool unchanged(bool may_be_frozen = false) const {
     return std::ranges::all_of(seen_, [may_be_frozen](const Seen& seen) {
       const auto& tensor = seen.tensor;
-      return tensor.is_cpu() && tensor.scalar_type() == seen.dtype &&
+      return tensor.device() == seen.device && tensor.scalar_type() == seen.dtype &&
              (tensor.requires_grad() == seen.trainable || (may_be_frozen && seen.trainable)) &&
              tensor.sizes() == at::IntArrayRef(seen.sizes) && tensor.strides() == at::IntArrayRef(seen.strides);
     });
@@ -131,6 +140,7 @@ class StepModel {
   struct Seen {
     at::Tensor tensor;
     std::vector<std::int64_t> sizes, strides;
+    at::Device device;
     at::ScalarType dtype;
     bool trainable;
   };
@@ -142,7 +152,7 @@ class StepModel {
     tensors.push_back(tensor);
     names.push_back(name);
     seen_.push_back(
-        {tensor, tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(), tensor.requires_grad()});
+        {tensor, tensor.sizes().vec(), tensor.strides().vec(), tensor.device(), tensor.scalar_type(), tensor.requires_grad()});
   }
 
   std::vector<std::pair<std::string, torch::nn::Module*>> modules_;
@@ -381,7 +391,7 @@ GRADACCUM_INLINE std::vector<std::int64_t> layout_key(const std::vector<at::Tens
 class StepCode {
  public:
   /// Loads a shared library, whose code runs with this program's rights. Throws `std::runtime_error` with the path.
-  StepCode(const std::filesystem::path& library, const std::string& name) {
+  StepCode(const std::filesystem::path& library, const std::string& name, at::Device device) {
     const auto path = std::filesystem::absolute(library);
     library_ = {dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL), [](void* opened) {
                   if (opened) dlclose(opened);
@@ -390,10 +400,10 @@ class StepCode {
     const auto* const functions = dlsym(library_.get(), ("gradaccum_step_" + name).c_str());
     if (!functions)
       throw std::runtime_error(path.string() + ": must be the code " + name + " of a step, got " + dlerror());
-    start(static_cast<void* const*>(functions));
+    start(static_cast<void* const*>(functions), device);
   }
   /// Uses code in this program, by the function table that generated code exports.
-  explicit StepCode(void* const* functions) { start(functions); }
+  StepCode(void* const* functions, at::Device device) { start(functions, device); }
 
   std::size_t inputs() const { return functions_->inputs(container_.get()); }
   std::size_t outputs() const { return outputs_; }
@@ -423,17 +433,17 @@ class StepCode {
  private:
   /// The functions that tools/compile_step.py makes code export, in this order. Returned strings are errors, or null.
   struct Functions {
-    const char* (*create)(void** container);
+    const char* (*create)(void** container, const char* device);
     void (*destroy)(void* container);
     const char* (*run)(void* container, void** inputs, void** outputs);
     std::size_t (*inputs)(void* container);
     std::size_t (*outputs)(void* container);
   };
 
-  void start(void* const* functions) {
+  void start(void* const* functions, at::Device device) {
     functions_ = reinterpret_cast<const Functions*>(functions);
     void* container = nullptr;
-    const auto* const error = functions_->create(&container);
+    const auto* const error = functions_->create(&container, device.str().c_str());
     TORCH_CHECK(!error, "CompiledStep, ExportedModel: the compiled code must start, got ", error);
     container_ = {container, [destroy = functions_->destroy, library = library_](void* old) { destroy(old); }};
     outputs_ = functions_->outputs(container);
@@ -543,15 +553,15 @@ class StepSource {
   }
 
   /// Loads the code of a graph. Checks a file against the manifest first.
-  StepCode code(std::size_t number, const GraphDescription& graph) const {
+  StepCode code(std::size_t number, const GraphDescription& graph, at::Device device) const {
     if (in_program_) {
       const auto found = in_program_->code.find(graph.code);
       if (found == in_program_->code.end())
         throw std::runtime_error(name + ": the program must have its code " + graph.code);
-      return StepCode(found->second);
+      return StepCode(found->second, device);
     }
     const auto file = name_of_graph(number) + "." + graph.code + ".so";
-    return StepCode(listed_file(folder_, manifest, file), graph.code);
+    return StepCode(listed_file(folder_, manifest, file), graph.code, device);
   }
 
   const std::string name;  ///< in error messages
@@ -583,14 +593,19 @@ class CompiledBackward final : public torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& seeds) override {
     TORCH_CHECK(!at::GradMode::is_enabled(),
                 "CompiledStep, ExportedModel: create_graph must be false: compiled code has no gradients of gradients");
-    return gradients(seeds[0].item<double>(), torch::autograd::get_current_graph_task_keep_graph());
+    const bool retain = torch::autograd::get_current_graph_task_keep_graph();
+    if (seeds[0].is_cpu() || computed_.again) return gradients(seeds[0].item<double>(), retain);
+    const at::NoGradGuard no_grad;  // a seed on a device is not waited for
+    auto gradients = taken(retain);
+    const auto seed = seeds[0].reshape({});
+    if (retain) return at::_foreach_mul(gradients, seed);
+    at::_foreach_mul_(gradients, seed);
+    return gradients;
   }
 
   std::vector<at::Tensor> gradients(double seed, bool retain) {
-    TORCH_CHECK(!computed_.gradients.empty(),
-                "CompiledStep, ExportedModel: backward runs once, unless .retain_graph is true");
     if (detail::is_finite(seed) && seed != 0) *next_exponent_ = std::ilogb(seed);
-    auto gradients = retain ? computed_.gradients : std::exchange(computed_.gradients, {});
+    auto gradients = taken(retain);
     auto exponent = computed_.exponent;
     if (computed_.again && *next_exponent_ != exponent) {
       gradients = computed_.again(exponent = *next_exponent_);
@@ -598,7 +613,8 @@ class CompiledBackward final : public torch::autograd::Node {
     }
     const auto factor = seed / std::exp2(exponent);
     if (factor == 1) return gradients;
-    for (auto& gradient : gradients) gradient = retain ? gradient.mul(factor) : gradient.mul_(factor);
+    if (retain) return at::_foreach_mul(gradients, factor);
+    at::_foreach_mul_(gradients, factor);
     return gradients;
   }
 
@@ -608,6 +624,12 @@ class CompiledBackward final : public torch::autograd::Node {
   }
 
  private:
+  std::vector<at::Tensor> taken(bool retain) {
+    TORCH_CHECK(!computed_.gradients.empty(),
+                "CompiledStep, ExportedModel: backward runs once, unless .retain_graph is true");
+    return retain ? computed_.gradients : std::exchange(computed_.gradients, {});
+  }
+
   ComputedGradients computed_;
   std::shared_ptr<int> next_exponent_;
 };
@@ -624,14 +646,21 @@ GRADACCUM_INLINE bool add_gradients(const NodePointer& node, const at::Tensor& l
   const at::NoGradGuard no_grad;
   auto gradients = static_cast<CompiledBackward&>(*node).gradients(seed.host(), /*retain=*/false);
   node->release_variables();
+  std::vector<at::Tensor> sums, added;  // in one pass, which a device runs as a few kernels
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     auto& parameter = parameters[i]->variable;
     auto& sum = parameter.mutable_grad();
     const auto gradient = std::move(gradients[i]);
+    if (sum.defined() && sum.layout() == at::kStrided) {
+      sums.push_back(sum);
+      added.push_back(gradient);
+      continue;
+    }
     torch::autograd::AccumulateGrad::accumulateGrad(parameter, sum, gradient, /*num_expected_refs=*/1,
                                                     [&sum](at::Tensor&& updated) { sum = std::move(updated); });
-    say_added(parameter);
   }
+  if (!sums.empty()) at::_foreach_add_(sums, added);
+  for (auto* const parameter : parameters) say_added(parameter->variable);
   return true;
 }
 
@@ -654,7 +683,7 @@ GRADACCUM_INLINE bool processor_has(const std::string& capability) {
     return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq");
 #endif
-  return capability == "DEFAULT";
+  return capability == "DEFAULT" || capability.starts_with("CUDA ");  // its code asks the device
 }
 
 /// A graph of a step that is loaded.
@@ -678,6 +707,9 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
     TORCH_CHECK(description_.model == now, owner_, ": ", name_,
                 ": the model must be the one that was saved, which had ", first_difference(description_.model, now),
                 ": make and compile it again");
+    const auto device = model_.device();
+    TORCH_CHECK(device, owner_, ": ", name_, ": the model must be on one device, a CPU or a CUDA device");
+    device_ = *device;
     for (std::size_t i = 0; i < description_.graphs.size(); ++i) check_graph(i);
     graphs_.reserve(description_.graphs.size());
     for (std::size_t i = 0; i < description_.graphs.size(); ++i) load(i, source);
@@ -690,6 +722,8 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
   const StepDescription& description() const { return description_; }
   const std::vector<StepGraph>& graphs() const { return graphs_; }
   const std::string& name() const { return name_; }
+  /// Returns whether a step waits for the device that it runs on: for the seed of a float16 loss.
+  bool waits() const { return in_float16_; }
 
   /// Returns the graph for a batch's layout among those that `fits`; null if there is none.
   const StepGraph* find(const std::vector<at::Tensor>& batch,
@@ -712,7 +746,8 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
   /// Runs a training step, whose loss adds its gradients to the parameters in backward.
   Loss trained(const StepGraph& graph, std::vector<at::Tensor> batch) const {
     batch = contiguous_of(batch);
-    ComputedGradients computed{{}, *next_exponent_};
+    const bool knows_seeds = device_.is_cpu() || in_float16_;  // from a device they are not read
+    ComputedGradients computed{{}, knows_seeds ? *next_exponent_ : 0};
     if (in_float16_) computed.again = run_again(graph, batch);
     auto loss = run(graph, batch, computed.gradients, computed.exponent);
     if (!at::GradMode::is_enabled()) return loss;
@@ -756,7 +791,7 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
   /// Loads a graph. Checks the numbers of inputs and outputs of its code, and the index of the target.
   void load(std::size_t number, const StepSource& source) {
     const auto& description = description_.graphs[number];
-    StepGraph graph{description, source.code(number, description), {}, {}};
+    StepGraph graph{description, source.code(number, description, device_), {}, {}};
     for (std::size_t i = 0; i < model_.parameters.size(); ++i)
       if (description.gradients[i] == 'y') graph.parameters.push_back(model_.parameters[i]);
     for (std::size_t i = 0; i < model_.buffers.size(); ++i)
@@ -780,7 +815,7 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
   Loss run(const StepGraph& graph, const std::vector<at::Tensor>& batch, std::vector<at::Tensor>& gradients,
            int exponent) const {
     auto inputs = inputs_of(model_, batch);
-    inputs.push_back(at::scalar_tensor(std::exp2(exponent), at::kFloat));
+    inputs.push_back(at::scalar_tensor(std::exp2(exponent), at::TensorOptions(at::kFloat).device(device_)));
     auto outputs = graph.code.run(inputs);
     for (auto& buffer : graph.moved) buffer.unsafeGetTensorImpl()->bump_version();
     auto next = outputs.begin();
@@ -825,6 +860,7 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
   std::string owner_;
   StepModel model_;
   std::string name_;
+  at::Device device_ = at::kCPU;
   StepDescription description_;
   std::vector<StepGraph> graphs_;
   bool in_float16_ = false;

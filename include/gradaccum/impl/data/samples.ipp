@@ -47,7 +47,7 @@ GRADACCUM_INLINE std::string layout_text_of(const at::Tensor& tensor, bool any_r
   for (std::int64_t i = 0; i < tensor.dim(); ++i)
     sizes += (i ? ", " : "") + (any_rows && i == 0 ? "*" : std::to_string(tensor.size(i)));
   auto text = std::string(c10::toString(tensor.scalar_type())) + " [" + sizes + "]";
-  if (!tensor.is_cpu()) text += " on " + tensor.device().str();
+  if (!tensor.is_cpu()) text += " on " + c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true);
   return text;
 }
 
