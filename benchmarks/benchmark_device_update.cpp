@@ -6,11 +6,16 @@
 
 #include <gradaccum/amp_scaler.hpp>
 #include <gradaccum/autocast.hpp>
+#include <gradaccum/compiled_step.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/graphed_step.hpp>
 #include <gradaccum/optim/adamw.hpp>
 
+#include <filesystem>
 #include <functional>
+#include <optional>
+#include <string>
+#include <vector>
 
 #include "../examples/fashion_mnist/model.hpp"
 #include "card.hpp"
@@ -78,6 +83,16 @@ struct Graphed : Ours {
   ga::GraphedStep<fashion_mnist::Network, decltype(&objective)> step{network, &objective};
 };
 
+struct Compiled : Ours {
+  explicit Compiled(const std::filesystem::path& folder) : step(network, &objective, folder) {}
+  void update() {
+    step(batch()).backward();
+    end_update();
+  }
+
+  ga::CompiledStep<fashion_mnist::Network, decltype(&objective)> step;
+};
+
 struct WithAutocast : Ours {
   void update() {
     loss_in_float16().backward();
@@ -119,10 +134,19 @@ harness::Contestant contestant(const std::string& name, Way& way, bool compared 
 }  // namespace
 
 int main(int argc, char** argv) {
-  auto options = harness::parse(argc, argv, "An update of FashionMNIST's network on a CUDA device");
+  std::filesystem::path steps, record_in;
+  auto options =
+      harness::parse(argc, argv, "An update of FashionMNIST's network on a CUDA device", [&](CLI::App& app) {
+        app.add_option("--record", record_in, "record the step in this folder, for tools/compile_step.py, and end");
+        app.add_option("--steps", steps, "update by the step that was recorded and compiled in this folder, too");
+      });
   options.finish = [] { torch::cuda::synchronize(); };
   if (!harness::is_there("updates on a device")) return 0;
   Ours ours;
+  if (!record_in.empty()) {
+    fmt::print("{}", fmt::streamed(ga::save_step(ours.network, &Program::objective, ours.batch(), record_in)));
+    return 0;
+  }
   LibTorchs libtorchs;
   WithAutocast with_autocast;
   WithAll with_all;
@@ -131,11 +155,16 @@ int main(int argc, char** argv) {
   WithoutStep without_step;
   auto bound = contestant("bound: forward and backward alone", without_step);
   bound.bound = true;
-  harness::contest("An update on a device, FashionMNIST's network, batch 64, float32",
-                   {contestant("GradAccumulator, ga::optim::AdamW", ours, /*compared=*/true),
-                    contestant("GraphedStep, GradAccumulator, ga::optim::AdamW", graphed, /*compared=*/true),
-                    contestant("torch::optim::AdamW", libtorchs, /*compared=*/true), bound},
-                   1, "updates", options);
+  std::vector<harness::Contestant> contestants = {
+      contestant("GradAccumulator, ga::optim::AdamW", ours, /*compared=*/true),
+      contestant("GraphedStep, GradAccumulator, ga::optim::AdamW", graphed, /*compared=*/true),
+      contestant("torch::optim::AdamW", libtorchs, /*compared=*/true), bound};
+  std::optional<Compiled> compiled;
+  if (!steps.empty())
+    contestants.insert(contestants.begin() + 2, contestant("CompiledStep, GradAccumulator, ga::optim::AdamW",
+                                                           compiled.emplace(steps), /*compared=*/true));
+  harness::contest("An update on a device, FashionMNIST's network, batch 64, float32", contestants, 1, "updates",
+                   options);
   harness::contest(
       "An update on a device, FashionMNIST's network, batch 64, float16: at most 1.5 x autocast alone is asked",
       {contestant("autocast", with_autocast), contestant("autocast, clip_grad_norm_, AmpScaler.on_device", with_all),

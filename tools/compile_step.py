@@ -11,8 +11,10 @@ to kernels for GPUs of its compute capability.
 import argparse
 import concurrent.futures
 import contextlib
+import itertools
 import json
 import math
+import multiprocessing
 import os
 import pathlib
 import re
@@ -397,7 +399,7 @@ def self_contained(source, constants, kernels, calls, capability):
                       *re.findall(r"\bcpp_fused_\w+", tail)})
     defines = "".join(f"#define {name} {name}_UNIQUE\n" for name in renamed)
     data = array("uint8_t _binary_constants_bin_start", constants)
-    data += "".join(array(f'extern "C" const unsigned char {name}', kernel) for name, kernel in starts.items())
+    data += "".join(f'extern "C" {{ {array(f"const unsigned char {name}", kernel)}}}\n' for name, kernel in starts.items())
     on_cuda = capability.startswith(CUDA)
     interface_of_device = CUDA_INTERFACE if on_cuda else CPU_INTERFACE
     for name, part in zip(("MAJOR", "MINOR"), capability.removeprefix(CUDA).split(".")):
@@ -500,7 +502,7 @@ def of_cuda(compiler, directory):
     headers = [f"-I{folder}" for folder in folders if (folder / "cuda_runtime.h").is_file()]
     if not headers:
         raise Failure("cuda_runtime.h was not found: install CUDA's toolkit, or name it by CUDA_HOME")
-    run([*compiler, "-shared", "-nostdlib", "-Wl,-soname,libcuda.so.1", "-o", "libcuda.so"], directory)
+    run([*compiler, "-shared", "-nostdlib", "-Wl,-soname,libcuda.so.1", "-x", "c", "/dev/null", "-o", "libcuda.so"], directory)
     return [headers[0], f"-L{directory}", "-Wl,--no-as-needed", "-lcuda"]
 
 
@@ -525,7 +527,7 @@ def run(command, directory=None):
     except FileNotFoundError:
         raise Failure(f"{command[0]} was not found; install it (Debian: g++), or name another compiler by CXX") from None
     if result.returncode:
-        raise Failure(f"{command[0]} failed:\n{result.stderr[-3000:]}")
+        raise Failure(f"{command[0]} failed:\n{result.stderr[:3000]}")
 
 
 def first_line(error):
@@ -626,11 +628,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", metavar="folder", nargs="+",
                         help="what ga::save_step wrote; the compiled code is put there")
+    parser.add_argument("--jobs", type=int, default=max((os.cpu_count() or 1) // 4, 1),
+                        help="processes that compile graphs side by side, 4 GB each (%(default)s)")
     add_arguments(parser)
     arguments = parser.parse_args()
-    with failures_told("compile_step", arguments.traceback):
-        for folder in arguments.folders:
-            compile_step(folder, arguments)
+    with failures_told("compile_step", arguments.traceback), directory_to_compile_in():
+        compile_steps(arguments)
 
 
 @contextlib.contextmanager
@@ -660,7 +663,28 @@ def capability_of(asked, model=""):
     return capability if capability in INSTRUCTIONS else "DEFAULT"
 
 
-def compile_step(folder, arguments):
+def compile_steps(arguments):
+    manifests = {folder: manifest_to_compile(folder) for folder in arguments.folders}
+
+    def compiled(by, folder, names):
+        capability = capability_of(arguments.capability, manifests[folder]["model"])
+        return by(compile_graphs, folder, names, capability, not arguments.source_only, arguments.traceback)
+
+    graphs = {folder: [f"graph-{number}" for number in range(manifest["graphs"])] for folder, manifest in manifests.items()}
+    jobs = min(arguments.jobs, sum(map(len, graphs.values())))
+    if jobs <= 1:
+        for folder, names in graphs.items():
+            complete(manifests[folder], [compiled(lambda function, *rest: function(*rest), folder, names)])
+        return
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max((os.cpu_count() or 1) // jobs, 1)))
+    with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        parts = {folder: [compiled(pool.submit, folder, [name]) for name in names] for folder, names in graphs.items()}
+        for folder, manifest in manifests.items():
+            complete(manifest, [part.result() for part in parts[folder]])
+
+
+def manifest_to_compile(folder):
+    """The manifest of a step that this Python's torch can compile."""
     manifest = Manifest.of_step(folder)
     try:
         import torch
@@ -670,16 +694,30 @@ def compile_step(folder, arguments):
     if version != manifest.content["libtorch"]:
         raise Failure(f"the step is of a program with LibTorch {manifest.content['libtorch']}, and {sys.executable} has "
                       f"torch {version}: take one with that version")
-    with directory_to_compile_in() as directory, Code(
-            manifest, folder, capability_of(arguments.capability, manifest["model"]), directory,
-            not arguments.source_only) as code:
-        names = [f"graph-{number}" for number in range(manifest["graphs"])]
+    return manifest
+
+
+def complete(manifest, parts):
+    """Writes what `compile_graphs` says of all graphs."""
+    manifest.content["files"] = {}
+    for values, files in parts:
+        manifest.content["values"].update(values)
+        manifest.content["files"].update(files)
+    manifest.write()
+
+
+def compile_graphs(folder, names, capability, library, traceback):
+    """Compiles some graphs of a saved step. Returns what its manifest is to say of them: values and files."""
+    manifest = Manifest.of_step(folder)
+    with failures_told("compile_step", traceback), tempfile.TemporaryDirectory() as directory, Code(
+            manifest, folder, capability, directory, library) as code:
         for name in names:
             (exported, gradients), inputs = exported_graph(manifest, name, directory)
             code.add(name, exported, gradients, inputs)
         kept = code.finish() | {manifest[f"{name}.trace"] for name in names}
-    manifest.content["files"] = {name: file for name, file in manifest.content["files"].items() if name in kept}
-    manifest.write()
+    own = tuple(f"{name}." for name in names)
+    return ({name: value for name, value in manifest.content["values"].items() if name == "flags" or name.startswith(own)},
+            {name: file for name, file in manifest.content["files"].items() if name in kept})
 
 
 if __name__ == "__main__":

@@ -23,6 +23,16 @@ inline bool has_graphs(c10::Device device) {
   return gradaccum::detail::has_graphs(device);
 }
 
+/// Whether the device is as usable after an error in a capture as before. With CUDA before LibTorch 2.15 its random
+/// numbers are not.
+inline bool forgets_failed_captures() {
+#if __has_include(<ATen/core/GraphImplInterface.h>)
+  return true;
+#else
+  return emulated_cuda::is_loaded();
+#endif
+}
+
 /// How often the host has waited for a device since this was made.
 class WaitCount {
  public:
