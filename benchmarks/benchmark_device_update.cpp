@@ -11,6 +11,9 @@
 #include <gradaccum/graphed_step.hpp>
 #include <gradaccum/optim/adamw.hpp>
 
+#include <fmt/format.h>
+#include <fmt/ostream.h>
+
 #include <filesystem>
 #include <functional>
 #include <optional>
