@@ -299,13 +299,15 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     if (!layout.step) {
       const auto place = place_for(layout);
       if (!place) return eager(c10::str("more layouts than .graphs = ", options_.graphs), objective);
-      const auto step = captured(batch, objective);
+      auto made = captured(batch, objective);
       if (*place) **place = {.uses = (*place)->uses};
-      layout.step = step;
+      made.uses = layout.uses;
+      layout = std::move(made);
       ++report.captured;
       report.bytes = bytes();
+    } else if (layout.checks < checks || !new_values(layout, batch).empty()) {
+      check(layout, batch, objective);
     }
-    if (layout.checks < checks || !new_values(layout, batch).empty()) check(layout, batch, objective);
     ++report.replayed;
     return replayed(layout.step, batch);
   }
@@ -315,6 +317,7 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
   struct Layout {
     std::shared_ptr<const CapturedStep> step = {};
     std::int64_t uses = 0, checks = 0;
+    bool reads_values = true;  ///< false if it does not read the tensors that are on the CPU
     std::map<std::size_t, std::int64_t> compared =
         {};  ///< how often other values of a tensor on the CPU did not matter
   };
@@ -342,7 +345,7 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
   /// Returns the tensors on the CPU whose values are not those that were captured, and are to be compared.
   static std::vector<std::size_t> new_values(const Layout& layout, const std::vector<at::Tensor>& batch) {
     std::vector<std::size_t> found;
-    for (std::size_t i = 0; i < batch.size(); ++i)
+    for (std::size_t i = 0; layout.reads_values && i < batch.size(); ++i)
       if (const auto compared = layout.compared.find(i);
           batch[i].is_cpu() && (compared == layout.compared.end() || compared->second < checks_of_values) &&
           !at::equal(batch[i], layout.step->batch[i]))
@@ -394,11 +397,11 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     return layout.uses > 2 * least->uses ? std::optional(least) : std::nullopt;
   }
 
-  /// Captures the step of a batch. Buffers, random numbers and gradients stay as they are.
-  std::shared_ptr<const CapturedStep> captured(const std::vector<at::Tensor>& batch,
-                                               c10::function_ref<Loss()> objective) {
+  /// Captures the step of a batch, and compares it. Buffers, random numbers and gradients stay as they are.
+  Layout captured(const std::vector<at::Tensor>& batch, c10::function_ref<Loss()> objective) {
     const StepTrial trial(model_);
     auto step = std::make_shared<CapturedStep>();
+    Layout layout;
     const ExchangedTensors own(
         batch, [&](const at::Tensor& tensor) { return step->batch.emplace_back(tensor.detach().clone()); });
     const FreshAccumulators accumulators(model_.parameters);
@@ -406,16 +409,18 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     const c10::impl::VirtualGuardImpl devices(device.type());
     if (!stream_) stream_ = devices.getStreamFromGlobalPool(device);
     devices.synchronizeDevice(device.index());
-    {
-      const c10::StreamGuard guard(*stream_);
-      for (int pass = 0; pass < 2; ++pass) trial.result(objective);  // loads kernels, and chooses among them
-    }
+    const auto wanted = [&] {
+      const c10::StreamGuard guard(*stream_);  // the first pass loads kernels, and chooses among them
+      layout.reads_values = reads_values(trial, batch, objective);
+      return trial.result(objective);
+    }();
     devices.synchronizeDevice(device.index());
     auto* const allocator = c10::getDeviceAllocator(device.type());
-    allocator->emptyCache();  // a capture cannot take what is cached for others
     const auto reserved_bytes = [&] {
       return allocator->getDeviceStats(device.index()).reserved_bytes[0].current;  // all kinds of memory
     };
+    const auto free_bytes = static_cast<std::int64_t>(allocator->getMemoryInfo(device.index()).first);
+    if (free_bytes < reserved_bytes()) allocator->emptyCache();  // a capture cannot take what is cached for others
     const auto reserved_before = reserved_bytes();
     const auto casts_of_the_graph_end = c10::make_scope_exit([] { at::autocast::clear_cache(); });
     at::autocast::clear_cache();
@@ -434,7 +439,27 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     step->loss = Loss(without_owner(loss.mean), loss.items);
     step->loss.output = without_owner(loss.output);
     if (step->target < 0) step->loss.target = without_owner(loss.target);
-    return step;
+    layout.step = step;
+    compare(layout, batch, wanted, trial);
+    return layout;
+  }
+
+  /// Runs the objective, with tensors on the CPU whose values cannot be read. Returns whether it reads them.
+  static bool reads_values(const StepTrial& trial, const std::vector<at::Tensor>& batch,
+                           c10::function_ref<Loss()> objective) {
+    const ExchangedTensors unreadable(batch, [](const at::Tensor& tensor) {
+      if (!tensor.is_cpu()) return at::Tensor();
+      auto copy = tensor.clone();
+      copy.storage().unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
+          "GraphedStep: a value on the CPU is read");
+      return copy;
+    });
+    try {
+      trial.result(objective);
+      return false;
+    } catch (const std::exception&) {
+      return true;  // an error of another cause comes again
+    }
   }
 
   /// Returns the pool of the graphs that there are. One whose last graph has gone must not be named again.
@@ -512,7 +537,12 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
   void check(Layout& layout, const std::vector<at::Tensor>& batch, c10::function_ref<Loss()> objective) {
     const StepTrial trial(model_);
     const FreshAccumulators accumulators(model_.parameters);
-    const auto wanted = trial.result(objective), got = trial.result([&] { return replayed(layout.step, batch); });
+    compare(layout, batch, trial.result(objective), trial);
+  }
+
+  void compare(Layout& layout, const std::vector<at::Tensor>& batch, const TrialResult& wanted,
+               const StepTrial& trial) {
+    const auto got = trial.result([&] { return replayed(layout.step, batch); });
     const auto found = differences_of_steps(model_, wanted, got);
     TORCH_CHECK(found.empty(), "GraphedStep: the captured step must do what the objective does, but for ",
                 layout_text(batch), " ", found.front().text(),
