@@ -40,7 +40,8 @@ using GoesOn = std::function<bool(std::int64_t reviews, std::int64_t tokens)>;
 
 /// Of reviews of about one length together, padded to a multiple of 64.
 ga::data::LengthBuckets batches_of(const Reviews& data, std::int64_t micro_batch) {
-  return {data.ids, data.labels,
+  return {data.ids,
+          data.labels,
           {.batch_size = micro_batch,
            .shuffle = true,
            .padding = article::padding,
@@ -57,10 +58,7 @@ Objective objective_in(bool bfloat16) {
   };
 }
 
-/// The folder of the compiled step of a micro-batch.
-std::filesystem::path step_of(const std::filesystem::path& folder, std::int64_t micro_batch) {
-  return folder / std::to_string(micro_batch);
-}
+constexpr std::int64_t compiled_together = 32;  ///< the micro-batch of compiled steps
 
 /// An update is of 8 reviews, or of a micro-batch.
 class Ours {
@@ -129,9 +127,7 @@ class Article {
 
 class Clock {
  public:
-  double seconds() const {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
-  }
+  double seconds() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
 
  private:
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
@@ -184,21 +180,16 @@ std::vector<Way> all_ways(Model model, const Reviews& data, const std::filesyste
       ours("graphed, 32 at once, bf16-mixed", 32, ga::GraphedStep(model, bf16)),
   };
   if (!steps.empty())
-    for (const int micro_batch : {8, 32})
-      if (std::filesystem::exists(step_of(steps, micro_batch)))
-        ways.push_back(ours(fmt::format("compiled, {} at once, bf16-mixed", micro_batch), micro_batch,
-                            ga::CompiledStep(model, bf16, step_of(steps, micro_batch))));
+    ways.push_back(ours(fmt::format("compiled, {} at once, bf16-mixed", compiled_together), compiled_together,
+                        ga::CompiledStep(model, bf16, steps)));
   return ways;
 }
 
 /// Records the steps for tools/compile_step.py: of the lengths that most batches have.
 void record(Model& model, const Reviews& data, const std::filesystem::path& folder, std::size_t lengths) {
-  std::filesystem::create_directories(folder);
-  for (const int micro_batch : {8, 32})
-    fmt::print("{}", fmt::streamed(ga::save_steps(
-                         model, objective_in(/*bfloat16=*/true),
-                         bloom::frequent_batches(batches_of(data, micro_batch), lengths), step_of(folder, micro_batch),
-                         {.any_rows = false, .constants = true})));
+  const auto batches = bloom::frequent_batches(batches_of(data, compiled_together), lengths);
+  fmt::print("{}", fmt::streamed(ga::save_steps(model, objective_in(/*bfloat16=*/true), batches, folder,
+                                                {.any_rows = false, .constants = true})));
 }
 
 /// Trains for one update at least. The device is done when it ends.

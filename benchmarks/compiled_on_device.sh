@@ -24,6 +24,6 @@ run() {
 
 run recorded_update "$programs/benchmark_device_update" --record "$steps/update"
 run recorded_bloom "$programs/benchmark_device_bloom" --record "$steps/bloom" --lengths "$lengths"
-run compiled "${PYTHON:-python3}" "$tools/compile_step.py" --jobs "$(( (lengths + 1) / 2 ))" "$steps"/update "$steps"/bloom/*
+run compiled "${PYTHON:-python3}" "$tools/compile_step.py" --jobs "$(nproc)" "$steps"/{update,bloom}
 run compiled_update "$programs/benchmark_device_update" --steps "$steps/update"
-run compiled_bloom "$programs/benchmark_device_bloom" --steps "$steps/bloom" --only "at once, bf16" --seconds 60
+run compiled_bloom "$programs/benchmark_device_bloom" --steps "$steps/bloom" --only "32 at once" --seconds 45

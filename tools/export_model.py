@@ -53,7 +53,9 @@ def model_of(arguments):
             raise Failure(f"--freeze {pattern}: no parameter has a name that begins so")
         for parameter in frozen:
             parameter.requires_grad_(False)
-    return model.train(), getattr(torch, autocast) if autocast else None
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise Failure("--device cuda: there is no such device; export on a machine with a GPU of the kind to train on")
+    return model.to(arguments.device).train(), getattr(torch, autocast) if autocast else None
 
 
 def sample_of(model, task, batch, seed=0):
@@ -105,6 +107,7 @@ def arguments_of_command(given=None):
     parser.add_argument("--these-rows", action="store_true", help="compile for these numbers of rows only")
     parser.add_argument("--output", required=True, help="the folder to write")
     parser.add_argument("--precision", choices=PRECISIONS, default="32", help="as in Lightning; default: %(default)s")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="to train on; default: %(default)s")
     parser.add_argument("--num-labels", type=int, help="classes of a new head")
     parser.add_argument("--freeze", action="append", default=[], metavar="PREFIX", help="parameters that are not trained")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES, help="the code that is needed; default: all")
@@ -137,7 +140,7 @@ def check_loads(model, arguments):
     """transformers reads back what was written."""
     import torch
     back = type(model).from_pretrained(arguments.output).state_dict()
-    other = [name for name, value in model.state_dict().items() if name not in back or not torch.equal(back[name], value)]
+    other = [name for name, value in model.state_dict().items() if name not in back or not torch.equal(back[name], value.cpu())]
     if other:
         raise Failure(f"{arguments.output}: transformers must read the weights as they were, and does not: {', '.join(other[:3])}")
 

@@ -38,8 +38,8 @@ def export(module, batches, loss, folder, *, forward=None, items=None, target="l
            passes=PASSES, files=None, capability=None, source_only=False):
     """Writes `folder`, with the code of a training step, of an evaluation and of inference for each batch.
 
-    module:  in training mode, on the CPU, in the dtype in which it is to be trained. Parameters that do not require a
-             gradient stay as they are. Its tensors and modes are afterwards as before.
+    module:  in training mode, on the device (a CPU or a CUDA device) and in the dtype in which it is to be trained.
+             Parameters that do not require a gradient stay as they are. Its tensors and modes are afterwards as before.
     batches: a batch, which is a dict of tensors with as many rows each, or a list of batches of several shapes. Their
              values are the sample that the program is checked with.
     loss:    loss(output, batch) of the module's output, a mean; or None for a module whose output has a `.loss`. It may
@@ -76,6 +76,7 @@ class _Exporter:
         self.target, self.autocast, self.folder = target, autocast, folder
         self.parameters, self.buffers = dict(module.named_parameters()), dict(module.named_buffers())
         self.persistent = set(module.state_dict())
+        self.device = next((value.device for value in (*self.parameters.values(), *self.buffers.values())), torch.device("cpu"))
         arguments = inspect.signature(module.forward).parameters
         takes_all = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments.values())
         self.accepts = lambda name: takes_all or name in arguments
@@ -92,9 +93,11 @@ class _Exporter:
         if self.rows not in ("any", "these"):
             raise Failure(f'export: rows must be "any" or "these", got {self.rows!r}')
         for name, tensor in {**self.parameters, **self.buffers}.items():
-            if tensor.device.type != "cpu" or tensor.dtype not in TORCH_NAMES or re.search(r"\s", name):
-                raise Failure(f"export: {name} must be on the CPU, of a dtype among {', '.join(DTYPES.values())}, and have "
-                              f"a name without blanks; got {tensor.dtype} on {tensor.device}")
+            fits = tensor.device == self.device and tensor.device.type in ("cpu", "cuda") and tensor.dtype in TORCH_NAMES
+            if not fits or re.search(r"\s", name):
+                raise Failure(f"export: {name} must be on a CPU or CUDA device with all others, of a dtype among "
+                              f"{', '.join(DTYPES.values())}, and have a name without blanks; got {tensor.dtype} on "
+                              f"{tensor.device}")
         for name in self.files:
             if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII) or name in WRITTEN or name.startswith("graph-"):
                 raise Failure(f"export: a file must have a plain name that is not among {', '.join(WRITTEN)}, got {name!r}")
@@ -134,7 +137,7 @@ class _Exporter:
 
     def results(self, kind, batch):
         """What a pass of that kind gives: loss, output, number of items, where it has them."""
-        with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None, cache_enabled=False):
+        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False):
             output = (self.forward(self.module, batch) if self.forward else
                       self.module(**{name: tensor for name, tensor in batch.items() if self.accepts(name)}))
             tensor = tensor_of_output(output)
@@ -187,7 +190,8 @@ class _Exporter:
         manifest = Manifest(folder, {
             "crc32": "", "format": FORMAT, "format_version": 1, "gradaccum": version_of_gradaccum(),
             "libtorch": torch.__version__.split("+")[0], "files": {}, "values": {}})
-        passes = [(kind, dict(sorted(batch.items()))) for batch in batches for kind in self.passes]
+        passes = [(kind, {name: batch[name].to(self.device) for name in sorted(batch)})
+                  for batch in batches for kind in self.passes]
         manifest["graphs"] = len(passes)
         manifest["model"] = self.text()
         manifest["modes"] = f"training; {TORCH_NAMES[self.autocast] if self.autocast else 'no'} autocast"
@@ -197,8 +201,9 @@ class _Exporter:
         for name, content in self.files.items():
             manifest.add(name, content)
         samples = {}
-        with directory_to_compile_in() as directory, Code(manifest, self.folder, capability_of(self.capability), directory,
-                                                          not self.source_only) as code:
+        with directory_to_compile_in() as directory, Code(
+                manifest, self.folder, capability_of(self.capability, manifest["model"]), directory,
+                not self.source_only) as code:
             for number, (kind, batch) in enumerate(passes):
                 with self.mode(kind):
                     self.add(code, f"graph-{number}", kind, batch, samples)
@@ -213,7 +218,7 @@ class _Exporter:
     def add_tensors(self, manifest, name, tensors, metadata):
         from safetensors.torch import save_file
         path = manifest.folder / name
-        save_file({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}, path, metadata)
+        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path, metadata)
         manifest.content["files"][name] = entry_of(path.read_bytes())
 
     def tied(self):
@@ -293,7 +298,7 @@ class _Exporter:
         try:
             wanted = self.eager(kind, batch)
             with seeded():
-                got = exported.module()(*tensors, *batch.values(), torch.ones(()))
+                got = exported.module()(*tensors, *batch.values(), torch.ones((), device=self.device))
         except Exception as error:  # the module's, or torch's
             return first_line(error)
         tolerance = 0.1 if self.in_16_bits() else 1e-3
@@ -340,13 +345,16 @@ class _Exporter:
 
 @contextlib.contextmanager
 def seeded():
-    """Random numbers of the CPU from one beginning, and then as before."""
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(SEED)
+    """Random numbers from one beginning, and then as before."""
+    generators = (torch.default_generator, *torch.cuda.default_generators)
+    states = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(SEED)
     try:
         yield
     finally:
-        torch.default_generator.set_state(state)
+        for generator, state in zip(generators, states):
+            generator.set_state(state)
 
 
 def rows_of(batch, rows):
@@ -355,7 +363,8 @@ def rows_of(batch, rows):
 
 def layout_of(tensor, any_rows=False):
     sizes = [str(size) for size in tensor.shape]
-    return f"{TORCH_NAMES[tensor.dtype]} [{', '.join(['*', *sizes[1:]] if any_rows else sizes)}]"
+    place = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    return f"{TORCH_NAMES[tensor.dtype]} [{', '.join(['*', *sizes[1:]] if any_rows else sizes)}]{place}"
 
 
 def layouts_of(batch, any_rows=False):
@@ -378,8 +387,8 @@ def summary_of(tensor):
     """Up to 64 elements, evenly spaced, and the norm: summary_of in C++ computes the same."""
     flat = tensor.detach().reshape(-1).double()
     count = min(64, len(flat))
-    at = torch.arange(count) * (len(flat) - 1) // max(count - 1, 1)
-    return torch.cat([flat[at], flat.norm().reshape(1)])
+    at = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)
+    return torch.cat([flat[at], flat.norm().reshape(1)]).cpu()
 
 
 def version_of_gradaccum():

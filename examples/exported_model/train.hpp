@@ -101,14 +101,18 @@ inline ga::Schedule<ga::lr::Cosine> schedule(const Batches& batches, const Optio
   return {ga::lr::Cosine{.peak = options.learning_rate, .warmup = updates / 20}};
 }
 
-inline Batches batches_of(const std::string& file, const Options& options, bool shuffle) {
-  return Batches(ga::io::load_file(file), {.batch_size = options.batch_size, .shuffle = shuffle});
+/// All of a file's tensors, on the model's device.
+inline Batches batches_of(const std::string& file, at::Device device, const Options& options, bool shuffle) {
+  auto tensors = ga::io::load_file(file);
+  for (auto& [name, tensor] : tensors) tensor = tensor.to(device);
+  return Batches(tensors, {.batch_size = options.batch_size, .shuffle = shuffle});
 }
 
 inline ga::FitReport train(ga::ExportedModel& model, const Options& options) {
-  auto batches = batches_of(options.data, options, /*shuffle=*/true);
+  const auto device = model->parameters().front().device();
+  auto batches = batches_of(options.data, device, options, /*shuffle=*/true);
   std::optional<Batches> unseen;
-  if (!options.validation.empty()) unseen = batches_of(options.validation, options, /*shuffle=*/false);
+  if (!options.validation.empty()) unseen = batches_of(options.validation, device, options, /*shuffle=*/false);
   const bool has_classes = unseen && predicts_classes(model, *unseen);
 
   ga::optim::AdamW optimizer(trained_parameters(model), ga::optim::AdamWOptions(options.learning_rate));

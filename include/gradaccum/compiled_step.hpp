@@ -183,7 +183,8 @@ SavedStep save_steps(Model&& model, Objective&& objective, const std::vector<Bat
 /// Throws `c10::Error` if the recorded step would differ from the objective: if that reads values on the host, uses
 /// tensors of its own, or has gradients that recording misses (an `autograd::Function` of your own, a `NoGradGuard`).
 ///
-/// @note For models on the CPU or on one CUDA device. Runs the objective about six times, or some twenty where roundings differ.
+/// @note For models on the CPU or on one CUDA device. Runs the objective about six times, or some twenty where
+/// roundings differ.
 template <class Model, class Objective, class Batch>
 SavedStep save_step(Model&& model, Objective&& objective, const Batch& batch, const std::filesystem::path& folder,
                     const SaveStepOptions& options = {}) {

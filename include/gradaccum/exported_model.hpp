@@ -53,7 +53,8 @@ struct ExportedModelOptions {
 /// Parameters may be frozen, and not unfrozen if they were frozen in the export. Neither dtypes nor devices may change.
 /// Checkpoints have no effect inside the code. Copies of the holder are the same model; one thread may use it at once.
 ///
-/// @note For models on the CPU.
+/// @note On the CPU, or where it was exported: from a CUDA device, to the current one. There a number of items that the
+/// export counts is waited for, and the seed of a float16 loss.
 class ExportedModelImpl : public torch::nn::Module {
  public:
   explicit ExportedModelImpl(const std::filesystem::path& folder, const ExportedModelOptions& options = {});

@@ -37,7 +37,8 @@ torch::nn::Sequential make_network() {
 
 std::vector<Example> batches_on_device(const std::vector<std::int64_t>& sizes) {
   std::vector<Example> batches;
-  for (auto& batch : make_batches(sizes, at::kFloat)) batches.emplace_back(batch.data.to(device), batch.target.to(device));
+  for (auto& batch : make_batches(sizes, at::kFloat))
+    batches.emplace_back(batch.data.to(device), batch.target.to(device));
   return batches;
 }
 
@@ -160,8 +161,8 @@ TEST_CASE("CompiledStep: trains on a device as the objective does", "[cuda]") {
       CHECK_FALSE(at::allclose(untrained[i], got[i], 3e-3, 3e-3));
     }
     CHECK(report.compiled == 5);
-    CHECK(report.why_eager == std::map<std::string, std::int64_t>{
-                                  {"no graph for Float [3, 4] on cuda, Float [3, 3] on cuda", 1}});
+    CHECK(report.why_eager ==
+          std::map<std::string, std::int64_t>{{"no graph for Float [3, 4] on cuda, Float [3, 3] on cuda", 1}});
     CHECK(report.replayed == (testing::has_graphs(device) && !in_float16 ? 5 : 0));
     CHECK(stand_in::started_on == "cuda:0");
   }

@@ -12,7 +12,7 @@
 #include <gradaccum/impl/compilation/step_graphs.ipp>
 #include <gradaccum/io/weights.hpp>
 
-#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
@@ -51,9 +51,10 @@ GRADACCUM_INLINE at::Tensor summary_of(const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
   const auto flat = tensor.detach().reshape(-1).to(at::kDouble);
   const auto count = std::min<std::int64_t>(64, flat.numel());
-  const auto at =
-      at::arange(count, at::kLong).mul_(flat.numel() - 1).floor_divide_(std::max<std::int64_t>(count - 1, 1));
-  return at::cat({flat.index_select(0, at), flat.norm().reshape(1)});
+  const auto at = at::arange(count, flat.options().dtype(at::kLong))
+                      .mul_(flat.numel() - 1)
+                      .floor_divide_(std::max<std::int64_t>(count - 1, 1));
+  return at::cat({flat.index_select(0, at), flat.norm().reshape(1)}).cpu();
 }
 
 GRADACCUM_INLINE std::string pass_text(const std::string& kind, const std::string& names, const std::string& layouts) {
@@ -119,8 +120,9 @@ class Sample {
 };
 
 /// Registers a model's tensors, of which `text` has a line each, under their names. Returns them in that order.
-GRADACCUM_INLINE StepModel registered_tensors(torch::nn::Module& root, const std::string& text, const std::string& what,
-                                              c10::function_ref<at::Tensor(const std::string& name)> find) {
+GRADACCUM_INLINE StepModel
+registered_tensors(torch::nn::Module& root, const std::string& text, const std::string& what,
+                   c10::function_ref<at::Tensor(const std::string& name, at::DeviceType device)> find) {
   StepModel model;
   std::istringstream lines(text);
   for (std::string line; std::getline(lines, line);) {
@@ -128,7 +130,7 @@ GRADACCUM_INLINE StepModel registered_tensors(torch::nn::Module& root, const std
     const auto dot = path.rfind('.');
     const auto name = dot == std::string::npos ? path : path.substr(dot + 1);
     auto& module = module_at(root, std::string_view(path).substr(0, dot == std::string::npos ? 0 : dot), what);
-    const auto tensor = find(path);
+    const auto tensor = find(path, line.find("] on cuda") == std::string::npos ? at::kCPU : at::kCUDA);
     if (line.ends_with(" buffer"))
       model.add_buffer(path, module.register_buffer(name, tensor));
     else
@@ -140,6 +142,7 @@ GRADACCUM_INLINE StepModel registered_tensors(torch::nn::Module& root, const std
 /// Returns the results of a pass as a sample has them.
 GRADACCUM_INLINE TrialResult summarised(TrialResult results, const GraphDescription& graph) {
   auto& loss = results.loss;
+  loss.mean = loss.mean.cpu();
   if (graph.kind == "inference") loss.output = std::exchange(loss.mean, at::zeros({}, at::kDouble));
   if (graph.items != GraphDescription::computed_items) loss.items = 1;
   loss.target.reset();
@@ -164,9 +167,10 @@ GRADACCUM_INLINE ExportedModelImpl::ExportedModelImpl(const std::filesystem::pat
   const io::SafetensorsFile weights(detail::listed_file(folder, manifest, detail::weights_name)),
       sample(detail::listed_file(folder, manifest, detail::sample_name));
   auto model = detail::registered_tensors(
-      *this, detail::text_of_source(source, "model"), source.name, [&](const std::string& name) {
+      *this, detail::text_of_source(source, "model"), source.name, [&](const std::string& name, at::DeviceType device) {
         const bool is_saved = weights.contains(name);
-        auto tensor = is_saved ? weights.get_tensor(name).clone() : sample.get_tensor("buffer." + name).clone();
+        const auto mapped = is_saved ? weights.get_tensor(name) : sample.get_tensor("buffer." + name);
+        auto tensor = mapped.to(device, /*non_blocking=*/false, /*copy=*/true);
         if (is_saved) saved_[name] = tensor;
         return tensor;
       });
@@ -198,14 +202,18 @@ GRADACCUM_INLINE void ExportedModelImpl::check_sample(const io::SafetensorsFile&
   const auto& model = graphs_->model();
   const detail::Sample sample(file, name, model);
   std::vector<at::Tensor> batch;
-  for (auto& tensor : detail::words_of(graph.description.names)) batch.push_back(sample.of_batch(tensor).clone());
+  const auto device = model.device().value_or(at::kCPU);
+  for (auto& tensor : detail::words_of(graph.description.names))
+    batch.push_back(sample.of_batch(tensor).to(device, /*non_blocking=*/false, /*copy=*/true));
   TORCH_CHECK(graphs_->find(batch, [&](auto& found) { return &found == &graph.description; }),
               "ExportedModel: ", graphs_->name(), ": the sample must be a batch for ", name, ", got ",
               detail::layout_text(batch));
 
   const detail::RandomScope as_before{detail::RandomState()};
-  auto generator = at::detail::getDefaultCPUGenerator();
-  generator.set_current_seed(detail::sample_seed);
+  for (const auto where : {at::Device(at::kCPU), device}) {
+    auto generator = at::globalContext().defaultGenerator(where);
+    generator.set_current_seed(detail::sample_seed);
+  }
   const detail::StepTrial trial(model);
   const auto got = detail::summarised(graphs_->tried(trial, graph, batch), graph.description);
   auto wanted = sample.results("wanted");

@@ -151,8 +151,8 @@ class StepModel {
     if (std::ranges::any_of(seen_, [&](const Seen& seen) { return seen.tensor.is_same(tensor); })) return;
     tensors.push_back(tensor);
     names.push_back(name);
-    seen_.push_back(
-        {tensor, tensor.sizes().vec(), tensor.strides().vec(), tensor.device(), tensor.scalar_type(), tensor.requires_grad()});
+    seen_.push_back({tensor, tensor.sizes().vec(), tensor.strides().vec(), tensor.device(), tensor.scalar_type(),
+                     tensor.requires_grad()});
   }
 
   std::vector<std::pair<std::string, torch::nn::Module*>> modules_;
