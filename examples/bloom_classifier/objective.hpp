@@ -79,10 +79,12 @@ inline std::vector<ga::data::SequenceBatch> frequent_batches(ga::data::LengthBuc
   return frequent;
 }
 
-/// Records the step that the options would train with, for tools/compile_step.py: six lengths of it.
+/// Records the step that the options would train with, for tools/compile_step.py: six lengths of it, and on a device,
+/// which eager steps leave idle, sixteen.
 inline void record_step(ModelFolder& folder, const EncodedReviews& reviews, const Options& options) {
   const auto batches = frequent_batches(
-      reviews.training_batches(options.micro_batch, folder.padding(), options.seed, options.length_multiple()), 6);
+      reviews.training_batches(options.micro_batch, folder.padding(), options.seed, options.length_multiple()),
+      options.on_cpu() ? 6 : 16);
   const ga::Autocast autocast(options.device, options.autocast_type(), options.mixed_precision());
   folder.model->train();
   fmt::print("{}",

@@ -81,7 +81,11 @@ struct Options {
     return on_cpu() && optimizer != "adafactor" && compile.empty() && group.world_size() == 1;
   }
   /// A product of a new shape costs the host of a GPU a quarter of a millisecond: it had better meet few lengths.
-  std::int64_t length_multiple() const { return pad_to_multiple_of > 0 ? pad_to_multiple_of : on_cpu() ? 1 : 64; }
+  std::int64_t length_multiple() const {
+    if (pad_to_multiple_of > 0) return pad_to_multiple_of;
+    const bool few = !record_step.empty() || !compile.empty();  // each is compiled for itself
+    return !on_cpu() ? 64 : few ? 16 : 1;
+  }
   torch::Dtype autocast_type() const { return precision == "16-mixed" ? torch::kHalf : torch::kBFloat16; }
   std::optional<std::int64_t> most_updates() const { return updates > 0 ? std::optional(updates) : std::nullopt; }
   std::optional<std::chrono::duration<double>> most_time() const {
@@ -148,7 +152,7 @@ inline void add_training(CLI::App& app, Options& options) {
   app.add_option(
          "--pad-to-multiple-of", options.pad_to_multiple_of,
          "lengths are padded to a multiple of this: a few lengths can be compiled, and a GPU meets few shapes; 0: 1 "
-         "on a CPU, 64 elsewhere")
+         "on a CPU, 16 if it is compiled, 64 elsewhere")
       ->check(CLI::Range(0, 1 << 16));
   app.add_option("--record-step", options.record_step,
                  "record the training step in this folder, for tools/compile_step.py, and train nothing");
