@@ -208,6 +208,8 @@ def attends_to_few(graph):
 def moved_buffers(exported, inputs):
     """Whether the step changes each buffer."""
     from torch.export.graph_signature import OutputKind
+    if not any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in exported.graph.nodes):
+        return [False] * len(inputs.buffers)  # what follows traces the graph once more
     signature = exported.run_decompositions({}).graph_signature
     names = [spec.arg.name for spec in signature.input_specs]
     moved = {spec.target for spec in signature.output_specs
@@ -498,10 +500,11 @@ def of_cuda(compiler, directory):
     """The flags for a library that calls CUDA's driver, in whose place it is linked with a library without functions."""
     import torch
     from torch.utils.cpp_extension import CUDA_HOME
-    folders = [*pathlib.Path(torch.__file__).parents[1].glob("nvidia/*/include"), pathlib.Path(CUDA_HOME or "/", "include")]
-    headers = [f"-I{folder}" for folder in folders if (folder / "cuda_runtime.h").is_file()]
+    folders = [pathlib.Path(CUDA_HOME or "/", "include"), *pathlib.Path(torch.__file__).parents[1].glob("nvidia/*/include")]
+    headers = [f"-I{folder}" for folder in folders  # wheels have some of the headers
+               if (folder / "cuda_runtime.h").is_file() and (folder / "crt/host_defines.h").is_file()]
     if not headers:
-        raise Failure("cuda_runtime.h was not found: install CUDA's toolkit, or name it by CUDA_HOME")
+        raise Failure("the headers of CUDA's toolkit were not found: install it, or name it by CUDA_HOME")
     run([*compiler, "-shared", "-nostdlib", "-Wl,-soname,libcuda.so.1", "-x", "c", "/dev/null", "-o", "libcuda.so"], directory)
     return [headers[0], f"-L{directory}", "-Wl,--no-as-needed", "-lcuda"]
 
@@ -512,9 +515,10 @@ def instructions_of(capability):
 
 
 def flags_of(capability):
-    """What torch.compile's compiler takes, with no instructions but those of the capability."""
-    processor = "DEFAULT" if capability.startswith(CUDA) else capability
-    return ["-std=c++20", "-O3", "-DNDEBUG", "-g0", "-w", "-fno-trapping-math", "-fno-math-errno", "-ffp-contract=off",
+    """What torch.compile's compiler takes, with no instructions but those of the capability. What launches a GPU's kernels
+    need not be fast, and is long."""
+    processor, optimization = ("DEFAULT", "-O1") if capability.startswith(CUDA) else (capability, "-O3")
+    return ["-std=c++20", optimization, "-DNDEBUG", "-g0", "-w", "-fno-trapping-math", "-fno-math-errno", "-ffp-contract=off",
             "-fno-tree-loop-vectorize", "-fopenmp", "-fvisibility=hidden",
             "-DTORCH_INDUCTOR_CPP_WRAPPER", "-DSTANDALONE_TORCH_HEADER", "-DC10_USING_CUSTOM_GENERATED_MACROS",
             f"-DCPU_CAPABILITY_{processor}", *instructions_of(capability)[1],

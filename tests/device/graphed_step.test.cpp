@@ -431,13 +431,18 @@ TEST_CASE("GraphedStep: runs the objective where there is no graph, and says why
     auto on_host = make_batches({4}, at::kFloat)[0];
     step(on_host).backward();
     CHECK(contains(reasons(step), "1: the batch on cpu"));
-    auto half = on_host;
-    half.target = half.target.to(device);
-    CHECK(contains(error_of([&] { step(half); }), "GraphedStep: aten::copy_ cannot be captured"));
-    auto elsewhere_too = batches[0];
-    elsewhere_too.target = elsewhere_too.target.to(at::Device(at::kCUDA, 1));
-    step(elsewhere_too).backward();
-    CHECK(contains(reasons(step), "1: a tensor of the batch on cuda:1"));
+    if (forgets_failed_captures()) {
+      auto half = on_host;
+      half.target = half.target.to(device);
+      CHECK(contains(error_of([&] { step(half); }), "GraphedStep: aten::copy_ cannot be captured"));
+    }
+    const bool has_two = torch::cuda::device_count() > 1;
+    if (has_two) {
+      auto elsewhere_too = batches[0];
+      elsewhere_too.target = elsewhere_too.target.to(at::Device(at::kCUDA, 1));
+      step(elsewhere_too).backward();
+      CHECK(contains(reasons(step), "1: a tensor of the batch on cuda:1"));
+    }
     auto trained = batches[0];
     trained.data = trained.data.clone().requires_grad_();
     step(trained).backward();
@@ -447,7 +452,7 @@ TEST_CASE("GraphedStep: runs the objective where there is no graph, and says why
       step(batches[0]);
     }
     CHECK(step.report().replayed == 0);
-    CHECK(step.report().eager == 3);
+    CHECK(step.report().eager == (has_two ? 3 : 2));
     auto elsewhere = make_model(at::kFloat);
     ga::GraphedStep of_host(elsewhere, [](auto& net, auto& batch) { return loss_of(net, batch); });
     of_host(on_host).backward();
