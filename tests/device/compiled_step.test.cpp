@@ -5,15 +5,19 @@
 
 #include <gradaccum/detail/compilation/step_description.hpp>
 #include <gradaccum/detail/io/formats.hpp>
+#include <gradaccum/detail/kernels/crc32.hpp>
 
 #include "support/device.hpp"
 #include "support/files.hpp"
 #include "support/models.hpp"
 
 #include <ATen/ops/mse_loss.h>
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
 #include <map>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -101,6 +105,47 @@ ga::InProgram of(const std::filesystem::path& folder) {
 }
 
 }  // namespace stand_in
+
+/// The numbers that stand for a tensor in the sample of an exported model.
+at::Tensor summary(const at::Tensor& tensor) {
+  const auto flat = tensor.detach().cpu().to(at::kDouble).reshape(-1);
+  const auto last = flat.numel() - 1, count = std::min<std::int64_t>(flat.numel(), 64);
+  std::vector<at::Tensor> numbers;
+  for (std::int64_t i = 0; i < count; ++i) numbers.push_back(flat[i * last / std::max<std::int64_t>(count - 1, 1)]);
+  numbers.push_back(flat.norm());
+  return torch::stack(numbers);
+}
+
+/// Makes a folder as gradaccum_export.py would of a network and a batch, with its results in the sample.
+ga::InProgram exported(torch::nn::Sequential& model, const Example& batch, const std::filesystem::path& folder) {
+  ga::save_step(model, objective, batch, folder, {.any_rows = false});
+  const auto in_program = stand_in::of(folder);
+  auto& text = ga::detail::steps_in_program().at(in_program.name).manifest;
+  auto manifest = ga::detail::manifest_of(text, "stand-in", ga::detail::step_format);
+  manifest.format = ga::detail::exported_format;
+  manifest.values["with_weights"] = manifest.values["tied"] = std::string();
+  manifest.values["graph-0.names"] = std::string("data target");
+  model->zero_grad();
+  const auto loss = objective(model, batch);
+  loss.mean.backward();
+  const std::string name = "graph-0.", wanted = name + "wanted.";
+  ga::io::Tensors weights, sample{{name + "batch.data", batch.data.cpu()},
+                                  {name + "batch.target", batch.target.cpu()},
+                                  {wanted + "loss", summary(loss.mean)},
+                                  {wanted + "output", summary(loss.output)}};
+  for (auto& item : model->named_parameters()) {
+    weights[item.key()] = item.value().detach().cpu();
+    sample[wanted + "gradient." + item.key()] = summary(item.value().grad());
+  }
+  for (auto& [file, tensors] : {std::pair("model.safetensors", weights), std::pair("sample.safetensors", sample)}) {
+    ga::io::save_file(tensors, folder / file);
+    const auto content = text_of(folder / file);
+    manifest.files[file] = {content.size(), ga::detail::crc32(content.data(), content.size())};
+  }
+  text = ga::detail::text_of(manifest);
+  std::ofstream(folder / ga::detail::manifest_name) << text;
+  return in_program;
+}
 
 /// Trains with windows of two, by the objective or a compiled step. Returns the parameters.
 std::vector<at::Tensor> trained(bool in_float16, bool compiled, ga::CompiledStepReport* report = nullptr) {
@@ -205,4 +250,31 @@ TEST_CASE("CompiledStep: does not wait for a device, but where float16 asks for 
     for (int i = 0; i < 3; ++i) step(batch).mean.backward();
     CHECK(count.waits() == (in_float16 ? 3 : 0));
   }
+}
+
+TEST_CASE("ExportedModel: on the device that it was exported for", "[cuda]") {
+  if (!torch::cuda::is_available()) SKIP(missing);
+  const Directory directory;
+  auto network = make_network();
+  const auto batch = batches_on_device({4})[0];
+  const auto code = exported(network, batch, directory / "model");
+  ga::ExportedModel model(directory / "model", {.code = code});
+  CHECK(model->parameters()[0].device() == device);
+  CHECK(stand_in::started_on == "cuda:0");
+  model->loss({{"data", batch.data}, {"target", batch.target}}).backward();
+  for (std::size_t i = 0; i < model->parameters().size(); ++i)
+    CHECK(at::allclose(model->parameters()[i].grad(), network->parameters()[i].grad()));
+  model->save_weights(directory / "saved");
+  CHECK(at::equal(ga::io::load_file(directory / "saved" / "model.safetensors").at("0.weight"),
+                  network->parameters()[0].cpu()));
+  CHECK(contains(error_of([&] {
+                   model->loss({{"data", batch.data.cpu()}, {"target", batch.target.cpu()}});
+                 }),
+                 "there is no code for training of data Float [4, 4], target Float [4, 3]"));
+
+  auto other = ga::io::load_file(directory / "model" / "model.safetensors");
+  other.at("2.bias").add_(1);
+  ga::io::save_file(other, directory / "other.safetensors");
+  model->load_weights(directory / "other.safetensors");
+  CHECK(at::equal(model->parameters()[3].cpu(), other.at("2.bias")));
 }
