@@ -53,8 +53,7 @@ class [[nodiscard]] Autocast {
   explicit Autocast(const std::string& device, std::optional<at::ScalarType> dtype = {}, bool enabled = true,
                     std::optional<bool> cache_enabled = {})
       : Autocast(at::Device(device), dtype, enabled, cache_enabled) {}
-  Autocast(const Autocast&) = delete;
-  Autocast& operator=(const Autocast&) = delete;
+  Autocast& operator=(Autocast&&) = delete;
   ~Autocast();
 
  private:

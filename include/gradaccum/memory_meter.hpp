@@ -46,8 +46,7 @@ inline constexpr std::int64_t MiB = std::int64_t{1} << 20, GiB = std::int64_t{1}
 class MemoryMeter {
  public:
   MemoryMeter();
-  MemoryMeter(const MemoryMeter&) = delete;
-  MemoryMeter& operator=(const MemoryMeter&) = delete;
+  MemoryMeter& operator=(MemoryMeter&&) = delete;
   static void* operator new(std::size_t) = delete;  // scopes nest and end on their thread
 
   /// Returns the bytes allocated in this scope and still held, on all devices or on one.

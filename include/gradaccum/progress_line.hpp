@@ -34,8 +34,7 @@ struct ProgressLineOptions {
 class ProgressLine {
  public:
   explicit ProgressLine(ProgressLineOptions options = {});
-  ProgressLine(const ProgressLine&) = delete;
-  ProgressLine& operator=(const ProgressLine&) = delete;
+  ProgressLine& operator=(ProgressLine&&) = delete;
   ~ProgressLine() { clear(); }
 
   /// Shows the line if it is due. `fraction`, in [0, 1], is the part of the run that is done, or nullopt if unknown;

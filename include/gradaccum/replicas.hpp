@@ -64,8 +64,7 @@ class Replicas {
     else
       begin(options, detail::parameters_of(optimizer.optimizer()));
   }
-  Replicas(const Replicas&) = delete;
-  Replicas& operator=(const Replicas&) = delete;
+  Replicas& operator=(Replicas&&) = delete;
   ~Replicas();
 
   /// True if other ranks have batches left when this one has none. The next `step()` then closes a window with theirs.

@@ -6,8 +6,6 @@
 #include <gradaccum/policy.hpp>
 #include <gradaccum/trainer_base.hpp>
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <limits>
 

@@ -52,8 +52,7 @@ class RandomState {
 class [[nodiscard]] RandomScope {
  public:
   explicit RandomScope(const RandomState& state) { state.restore(); }
-  RandomScope(const RandomScope&) = delete;
-  RandomScope& operator=(const RandomScope&) = delete;
+  RandomScope& operator=(RandomScope&&) = delete;
   ~RandomScope() { around_.restore(); }
 
  private:
@@ -175,8 +174,7 @@ struct BufferRecord {
 class [[nodiscard]] RecordingScope {
  public:
   explicit RecordingScope(BufferRecord* record);
-  RecordingScope(const RecordingScope&) = delete;
-  RecordingScope& operator=(const RecordingScope&) = delete;
+  RecordingScope& operator=(RecordingScope&&) = delete;
   ~RecordingScope() { innermost_ = around_; }
   static BufferRecord* innermost() { return innermost_; }
 
@@ -203,8 +201,7 @@ class [[nodiscard]] FrozenBuffers {
  public:
   explicit FrozenBuffers(const std::vector<std::shared_ptr<BufferState>>& buffers);
   explicit FrozenBuffers(const std::vector<torch::nn::Module*>& modules) : FrozenBuffers(buffers_of(modules)) {}
-  FrozenBuffers(const FrozenBuffers&) = delete;
-  FrozenBuffers& operator=(const FrozenBuffers&) = delete;
+  FrozenBuffers& operator=(FrozenBuffers&&) = delete;
   ~FrozenBuffers();
 
  private:

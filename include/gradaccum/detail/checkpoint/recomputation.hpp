@@ -41,8 +41,7 @@ class SavingScope {
   /// `owner` is the name that begins error messages. `hooks` makes the hooks for one saved tensor. If it returns
   /// nullptr, LibTorch keeps the tensor as it is.
   SavingScope(const char* owner, std::function<Hooks()> hooks);
-  SavingScope(const SavingScope&) = delete;
-  SavingScope& operator=(const SavingScope&) = delete;
+  SavingScope& operator=(SavingScope&&) = delete;
   ~SavingScope();
 
   Hooks hooks() const { return hooks_(); }

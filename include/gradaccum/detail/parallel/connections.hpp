@@ -42,8 +42,7 @@ class Heartbeat {
   /// Starts the thread, which must be the only user of `store`. `store_name` locates the store in errors.
   Heartbeat(c10::intrusive_ptr<c10d::Store> store, std::string store_name, int rank, int world_size,
             std::chrono::milliseconds timeout = dead_after);
-  Heartbeat(const Heartbeat&) = delete;
-  Heartbeat& operator=(const Heartbeat&) = delete;
+  Heartbeat& operator=(Heartbeat&&) = delete;
   ~Heartbeat();
 
   /// Waits until `done()` is true or a failure is known, and returns the former. `wake` triggers a check.
@@ -106,8 +105,7 @@ class Connections {
   /// Connects all ranks. A loopback `host`, which is rank 0's, means one machine.
   Connections(const c10::intrusive_ptr<c10d::Store>& store, const std::string& host, const std::string& store_name,
               int rank, int world_size, std::chrono::milliseconds timeout);
-  Connections(const Connections&) = delete;
-  Connections& operator=(const Connections&) = delete;
+  Connections& operator=(Connections&&) = delete;
   /// Abandons the connections after an error: destroying them would wait for operations that may never end.
   ~Connections();
 

@@ -10,7 +10,6 @@
 #include <gradaccum/policy.hpp>
 
 #include <c10/util/ScopeExit.h>
-#include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
 
 namespace gradaccum::detail {
@@ -254,8 +253,7 @@ class ModeGuard {
   ModeGuard(torch::nn::Module& model, bool training) : ModeGuard(model) {
     if (training != was_training_) model.train(training);  // if that throws, the destructor runs all the same
   }
-  ModeGuard(const ModeGuard&) = delete;
-  ModeGuard& operator=(const ModeGuard&) = delete;
+  ModeGuard& operator=(ModeGuard&&) = delete;
   ~ModeGuard();
 
  private:
@@ -275,8 +273,7 @@ class ModeGuard {
 class StopSignals {
  public:
   explicit StopSignals(std::vector<int> signals);
-  StopSignals(const StopSignals&) = delete;
-  StopSignals& operator=(const StopSignals&) = delete;
+  StopSignals& operator=(StopSignals&&) = delete;
   ~StopSignals();
 
   /// Returns the first of its signals that came, or 0. A signal that nobody asks for is raised again at the end.

@@ -43,8 +43,7 @@ class OpenWindow {
   explicit OpenWindow(std::unique_ptr<AnyOptimizer> optimizer,
                       std::int64_t steps = std::numeric_limits<std::int64_t>::max(),
                       std::optional<at::ScalarType> accumulate_in = {});
-  OpenWindow(const OpenWindow&) = delete;
-  OpenWindow& operator=(const OpenWindow&) = delete;
+  OpenWindow& operator=(OpenWindow&&) = delete;
   ~OpenWindow();
 
   AnyOptimizer& optimizer() const { return *optimizer_; }

@@ -422,8 +422,7 @@ class GradReadyListener {
 class GradReadyScope {
  public:
   explicit GradReadyScope(std::shared_ptr<GradReadyListener> listener);
-  GradReadyScope(const GradReadyScope&) = delete;
-  GradReadyScope& operator=(const GradReadyScope&) = delete;
+  GradReadyScope& operator=(GradReadyScope&&) = delete;
   ~GradReadyScope();
 
  private:

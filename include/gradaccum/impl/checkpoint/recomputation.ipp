@@ -471,8 +471,7 @@ class CheckpointFrame {
 class SlotHooks final : public torch::autograd::SavedVariableHooks {
  public:
   explicit SlotHooks(std::shared_ptr<CheckpointFrame> frame) : frame_(std::move(frame)) {}
-  SlotHooks(const SlotHooks&) = delete;
-  SlotHooks& operator=(const SlotHooks&) = delete;
+  SlotHooks& operator=(SlotHooks&&) = delete;
   ~SlotHooks() override {
     if (slot_) frame_->release(*slot_);
   }

@@ -6,57 +6,38 @@
 #include <gradaccum/compiled_step.hpp>
 #include <gradaccum/graphed_step.hpp>
 
-#include <gradaccum/detail/checkpoint/forward_state.hpp>
 #include <gradaccum/detail/compilation/device_graph.hpp>
 #include <gradaccum/detail/compilation/step_description.hpp>
 #include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/io/formats.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
 #include <gradaccum/detail/memory/memory_ledger.hpp>
-#include <gradaccum/detail/types/types.hpp>
-#include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/impl/compilation/step_graphs.ipp>
-#include <gradaccum/version.hpp>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Generator.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
-#include <ATen/ops/linalg_vector_norm.h>
-#include <ATen/ops/scalar_tensor.h>
 #include <ATen/record_function.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ScopeExit.h>
-#include <c10/util/StringUtil.h>
-#include <c10/util/intrusive_ptr.h>
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/edge.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/jit/api/module.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/csrc/jit/passes/shape_analysis.h>
 #include <torch/csrc/jit/serialization/import.h>
 #include <torch/library.h>
-#include <torch/version.h>
 
-#include <dlfcn.h>
 #include <algorithm>
 #include <clocale>
 #include <cmath>
-#include <functional>
 #include <locale>
 #include <ostream>
 #include <sstream>
 #include <stdexcept>
 #include <string_view>
-#include <unordered_set>
 
 #include <gradaccum/impl/begin.ipp>
 
@@ -296,8 +277,7 @@ class HostReads {
     });
     current = this;
   }
-  HostReads(const HostReads&) = delete;
-  HostReads& operator=(const HostReads&) = delete;
+  HostReads& operator=(HostReads&&) = delete;
   ~HostReads() {
     current = nullptr;
     at::removeCallback(handle_);

@@ -4,23 +4,15 @@
 
 #include <gradaccum/exported_model.hpp>
 
-#include <gradaccum/detail/checkpoint/forward_state.hpp>
-#include <gradaccum/detail/compilation/step_description.hpp>
-#include <gradaccum/detail/io/files.hpp>
-#include <gradaccum/detail/io/formats.hpp>
-#include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/impl/compilation/step_graphs.ipp>
 #include <gradaccum/io/weights.hpp>
 
 #include <ATen/Context.h>
-#include <ATen/autocast_mode.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <ranges>
 #include <sstream>
 #include <stdexcept>
 

@@ -5,14 +5,11 @@
 #include <gradaccum/detail/compilation/device_graph.hpp>
 #include <gradaccum/graphed_step.hpp>
 
-#include <gradaccum/detail/checkpoint/forward_state.hpp>
-#include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/impl/compilation/step_graphs.ipp>
 #include <gradaccum/memory_meter.hpp>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/from_blob.h>
@@ -23,10 +20,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #if !__has_include(<ATen/core/GraphImplInterface.h>) && defined(GRADACCUM_LINKS_CUDA) && \
@@ -99,8 +92,7 @@ class FailedOperation {
                 .scopes({at::RecordScope::FUNCTION}))) {
     set("");
   }
-  FailedOperation(const FailedOperation&) = delete;
-  FailedOperation& operator=(const FailedOperation&) = delete;
+  FailedOperation& operator=(FailedOperation&&) = delete;
   ~FailedOperation() { at::removeCallback(handle_); }
 
   std::string name() const { return set(std::nullopt); }
@@ -159,8 +151,7 @@ class FreshAccumulators {
       exchange(leaves_.back(), NodePointer());
     }
   }
-  FreshAccumulators(const FreshAccumulators&) = delete;
-  FreshAccumulators& operator=(const FreshAccumulators&) = delete;
+  FreshAccumulators& operator=(FreshAccumulators&&) = delete;
   ~FreshAccumulators() {
     for (auto& leaf : leaves_) exchange(leaf, leaf.accumulator);
   }
@@ -246,38 +237,17 @@ class GraphedBackward final : public torch::autograd::Node {
   std::shared_ptr<const PendingBackward> pending_;
 };
 
-/// Adds gradients to those of the parameters in one pass over all. Returns false if autograd's engine has to: the loss
-/// is no longer the one they belong to, or hooks wait for the gradients.
 GRADACCUM_INLINE bool add_graphed_gradients(const NodePointer& node, const at::Tensor& loss, const Multiplier& seed) {
   auto& backward = static_cast<GraphedBackward&>(*node);
-  if (loss.grad_fn().get() != node.get() || !backward.on_its_stream()) return false;
-  std::vector<at::Tensor> parameters;
-  for (auto& edge : node->next_edges()) {
-    const auto* const accumulator = accumulator_without_hooks(edge);
-    if (!accumulator) return false;
-    parameters.push_back(accumulator->variable);
-    if (const auto& sum = parameters.back().grad(); sum.defined() && sum.layout() != at::kStrided) return false;
-  }
-  const at::NoGradGuard no_grad;
+  const auto accumulators = accumulators_of(node, loss);
+  if (accumulators.empty() || !backward.on_its_stream()) return false;
   const auto step = backward.replayed([&seed](const at::Tensor& start) {
     if (seed.on_host())
       start.fill_(seed.host());
     else
       start.copy_(seed.on(start.device()));
   });
-  std::vector<at::Tensor> sums, added, first;
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const bool has_sum = parameters[i].grad().defined();
-    if (has_sum) sums.push_back(parameters[i].grad());
-    (has_sum ? added : first).push_back(step->gradients[i]);
-  }
-  const auto copies = first.empty() ? first : at::_foreach_mul(first, 1);  // before a sum changes: it may throw
-  if (!sums.empty()) at::_foreach_add_(sums, added);
-  auto copy = copies.begin();
-  for (auto& parameter : parameters) {
-    if (!parameter.grad().defined()) parameter.mutable_grad() = *copy++;
-    say_added(parameter);
-  }
+  add_in_one_pass(accumulators, step->gradients, /*kept=*/true);
   return true;
 }
 
@@ -305,7 +275,7 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
       layout = std::move(made);
       ++report.captured;
       report.bytes = bytes();
-    } else if (layout.checks < checks || !new_values(layout, batch).empty()) {
+    } else if (layout.checks < checks || has_new_values(layout, batch)) {
       check(layout, batch, objective);
     }
     ++report.replayed;
@@ -317,9 +287,8 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
   struct Layout {
     std::shared_ptr<const CapturedStep> step = {};
     std::int64_t uses = 0, checks = 0;
-    bool reads_values = true;  ///< false if it does not read the tensors that are on the CPU
-    std::map<std::size_t, std::int64_t> compared =
-        {};  ///< how often other values of a tensor on the CPU did not matter
+    bool reads_values = true;   ///< false if it does not read the tensors that are on the CPU
+    std::int64_t compared = 0;  ///< how often other values there did not matter
   };
   /// The number of batches of a layout that run by the objective, too. At the second show numbers that it computes in
   /// C++.
@@ -342,15 +311,12 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     return "";
   }
 
-  /// Returns the tensors on the CPU whose values are not those that were captured, and are to be compared.
-  static std::vector<std::size_t> new_values(const Layout& layout, const std::vector<at::Tensor>& batch) {
-    std::vector<std::size_t> found;
-    for (std::size_t i = 0; layout.reads_values && i < batch.size(); ++i)
-      if (const auto compared = layout.compared.find(i);
-          batch[i].is_cpu() && (compared == layout.compared.end() || compared->second < checks_of_values) &&
-          !at::equal(batch[i], layout.step->batch[i]))
-        found.push_back(i);
-    return found;
+  /// Returns whether values on the CPU are not those that were captured, and are to be compared.
+  static bool has_new_values(const Layout& layout, const std::vector<at::Tensor>& batch) {
+    if (!layout.reads_values || layout.compared >= checks_of_values) return false;
+    for (std::size_t i = 0; i < batch.size(); ++i)
+      if (batch[i].is_cpu() && !at::equal(batch[i], layout.step->batch[i])) return true;
+    return false;
   }
 
   std::int64_t bytes() const {
@@ -549,7 +515,7 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
                 ": the objective computes with numbers in C++ or values on the CPU that are others for this batch, or "
                 "with tensors that are neither of the model nor of the batch");
     ++layout.checks;
-    for (const auto i : new_values(layout, batch)) ++layout.compared[i];
+    layout.compared += has_new_values(layout, batch);
   }
 
   StepModel model_;

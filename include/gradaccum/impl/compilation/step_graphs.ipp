@@ -212,8 +212,7 @@ struct TrialResult {
 class StepTrial {
  public:
   explicit StepTrial(const StepModel& model) : model_(model), begin_(model.buffers) {}
-  StepTrial(const StepTrial&) = delete;
-  StepTrial& operator=(const StepTrial&) = delete;
+  StepTrial& operator=(StepTrial&&) = delete;
   ~StepTrial() { begin_.put_back(); }
 
   /// Runs one pass. Autograd computes the gradients, unless `run` stores them itself.
@@ -258,8 +257,7 @@ class ExchangedTensors {
       tensor.unsafeGetTensorImpl()->shallow_copy_from(content.getIntrusivePtr());
     }
   }
-  ExchangedTensors(const ExchangedTensors&) = delete;
-  ExchangedTensors& operator=(const ExchangedTensors&) = delete;
+  ExchangedTensors& operator=(ExchangedTensors&&) = delete;
   ~ExchangedTensors() {
     at::autocast::clear_cache();
     for (; !exchanged_.empty(); exchanged_.pop_back())  // from the end: a tensor may be there twice
@@ -595,12 +593,7 @@ class CompiledBackward final : public torch::autograd::Node {
                 "CompiledStep, ExportedModel: create_graph must be false: compiled code has no gradients of gradients");
     const bool retain = torch::autograd::get_current_graph_task_keep_graph();
     if (seeds[0].is_cpu() || computed_.again) return gradients(seeds[0].item<double>(), retain);
-    const at::NoGradGuard no_grad;  // a seed on a device is not waited for
-    auto gradients = taken(retain);
-    const auto seed = seeds[0].reshape({});
-    if (retain) return at::_foreach_mul(gradients, seed);
-    at::_foreach_mul_(gradients, seed);
-    return gradients;
+    return multiplied(taken(retain), seeds[0].reshape({}), retain);  // a seed on a device is not waited for
   }
 
   std::vector<at::Tensor> gradients(double seed, bool retain) {
@@ -612,10 +605,7 @@ class CompiledBackward final : public torch::autograd::Node {
       retain = false;
     }
     const auto factor = seed / std::exp2(exponent);
-    if (factor == 1) return gradients;
-    if (retain) return at::_foreach_mul(gradients, factor);
-    at::_foreach_mul_(gradients, factor);
-    return gradients;
+    return factor == 1 ? gradients : multiplied(std::move(gradients), factor, retain);
   }
 
   void release_variables() override {
@@ -624,6 +614,11 @@ class CompiledBackward final : public torch::autograd::Node {
   }
 
  private:
+  static std::vector<at::Tensor> multiplied(std::vector<at::Tensor> gradients, const auto& by, bool retain) {
+    if (retain) return at::_foreach_mul(gradients, by);
+    at::_foreach_mul_(gradients, by);
+    return gradients;
+  }
   std::vector<at::Tensor> taken(bool retain) {
     TORCH_CHECK(!computed_.gradients.empty(),
                 "CompiledStep, ExportedModel: backward runs once, unless .retain_graph is true");
@@ -634,33 +629,47 @@ class CompiledBackward final : public torch::autograd::Node {
   std::shared_ptr<int> next_exponent_;
 };
 
-/// Adds gradients without autograd's engine, which takes as long as a small network. Returns false if backward has to
-/// run: the loss is no longer the one they belong to, or hooks wait for the gradients.
-GRADACCUM_INLINE bool add_gradients(const NodePointer& node, const at::Tensor& loss, const Multiplier& seed) {
-  if (loss.grad_fn().get() != node.get() || !seed.on_host()) return false;
-  std::vector<torch::autograd::AccumulateGrad*> parameters;
-  for (auto& edge : node->next_edges()) {
-    parameters.push_back(accumulator_without_hooks(edge));
-    if (!parameters.back()) return false;
-  }
+using Accumulators = std::vector<torch::autograd::AccumulateGrad*>;
+
+/// Returns what adds a step's gradients to the parameters'; empty if autograd's engine has to: the loss is no longer
+/// the step's, or hooks wait for the gradients.
+GRADACCUM_INLINE Accumulators accumulators_of(const NodePointer& node, const at::Tensor& loss) {
+  Accumulators accumulators;
+  if (loss.grad_fn().get() != node.get()) return accumulators;
+  for (auto& edge : node->next_edges()) accumulators.push_back(accumulator_without_hooks(edge));
+  return std::ranges::find(accumulators, nullptr) == accumulators.end() ? accumulators : Accumulators();
+}
+
+/// Adds gradients without autograd's engine, which takes as long as a small network, and to sums in one pass, which a
+/// device runs as a few kernels. `kept`: their memory stays the caller's.
+GRADACCUM_INLINE void add_in_one_pass(const Accumulators& accumulators, std::vector<at::Tensor> gradients, bool kept) {
   const at::NoGradGuard no_grad;
-  auto gradients = static_cast<CompiledBackward&>(*node).gradients(seed.host(), /*retain=*/false);
-  node->release_variables();
-  std::vector<at::Tensor> sums, added;  // in one pass, which a device runs as a few kernels
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    auto& parameter = parameters[i]->variable;
-    auto& sum = parameter.mutable_grad();
-    const auto gradient = std::move(gradients[i]);
-    if (sum.defined() && sum.layout() == at::kStrided) {
-      sums.push_back(sum);
-      added.push_back(gradient);
-      continue;
-    }
-    torch::autograd::AccumulateGrad::accumulateGrad(parameter, sum, gradient, /*num_expected_refs=*/1,
+  std::vector<at::Tensor> sums, added, first;
+  Accumulators of_first;
+  for (std::size_t i = 0; i < accumulators.size(); ++i) {
+    const auto& sum = accumulators[i]->variable.grad();
+    const bool has_sum = sum.defined() && sum.layout() == at::kStrided;
+    if (has_sum) sums.push_back(sum);
+    if (!has_sum) of_first.push_back(accumulators[i]);
+    (has_sum ? added : first).push_back(std::move(gradients[i]));
+  }
+  if (kept && !first.empty()) first = at::_foreach_mul(first, 1);  // before a sum changes: it may throw
+  if (!sums.empty()) at::_foreach_add_(sums, added);
+  for (std::size_t i = 0; i < first.size(); ++i) {
+    auto& sum = of_first[i]->variable.mutable_grad();
+    const auto gradient = std::move(first[i]);
+    torch::autograd::AccumulateGrad::accumulateGrad(of_first[i]->variable, sum, gradient, /*num_expected_refs=*/1,
                                                     [&sum](at::Tensor&& updated) { sum = std::move(updated); });
   }
-  if (!sums.empty()) at::_foreach_add_(sums, added);
-  for (auto* const parameter : parameters) say_added(parameter->variable);
+  for (auto* const accumulator : accumulators) say_added(accumulator->variable);
+}
+
+GRADACCUM_INLINE bool add_compiled_gradients(const NodePointer& node, const at::Tensor& loss, const Multiplier& seed) {
+  const auto accumulators = accumulators_of(node, loss);
+  if (accumulators.empty() || !seed.on_host()) return false;
+  auto gradients = static_cast<CompiledBackward&>(*node).gradients(seed.host(), /*retain=*/false);
+  node->release_variables();
+  add_in_one_pass(accumulators, std::move(gradients), /*kept=*/false);
   return true;
 }
 
@@ -754,7 +763,7 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
     const auto node = new_node<CompiledBackward>(std::move(computed), next_exponent_);
     node->set_next_edges(torch::autograd::collect_next_edges(graph.parameters));
     torch::autograd::set_history(loss.mean, node);
-    loss.ready_ = std::bind_front(&add_gradients, node);
+    loss.ready_ = std::bind_front(&add_compiled_gradients, node);
     return loss;
   }
 

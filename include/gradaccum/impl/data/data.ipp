@@ -14,7 +14,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/enum_tag.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/randperm.h>
 #include <ATen/ops/tensor.h>

@@ -15,7 +15,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <functional>
 #include <numeric>
 
 #include <gradaccum/impl/begin.ipp>

@@ -17,7 +17,6 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <functional>
 #include <new>
 #include <string_view>
 #include <utility>

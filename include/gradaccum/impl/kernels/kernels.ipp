@@ -19,9 +19,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
-#include <c10/util/Half.h>
 
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -29,9 +27,7 @@
 
 #include <atomic>
 #include <cmath>
-#include <cstring>
 #include <limits>
-#include <string>
 #include <type_traits>
 #include <utility>
 

@@ -396,8 +396,7 @@ class NcclConnection {
     connected_ = connect.get_future();
     std::thread(std::move(connect)).detach();
   }
-  NcclConnection(const NcclConnection&) = delete;
-  NcclConnection& operator=(const NcclConnection&) = delete;
+  NcclConnection& operator=(NcclConnection&&) = delete;
   ~NcclConnection() { abort(); }
 
   bool answers() const { return connected_.wait_for(std::chrono::seconds(0)) == std::future_status::ready; }

@@ -14,7 +14,6 @@
 #include <torch/nn/module.h>
 
 #include <unistd.h>
-#include <cerrno>
 #include <unordered_map>
 
 #include <gradaccum/impl/begin.ipp>

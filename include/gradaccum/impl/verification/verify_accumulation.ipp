@@ -66,8 +66,7 @@ class ModelGuard {
     random_state_ = random_state();
     for (auto& parameter : parameters_) gradients_.push_back(parameter.grad());
   }
-  ModelGuard(const ModelGuard&) = delete;
-  ModelGuard& operator=(const ModelGuard&) = delete;
+  ModelGuard& operator=(ModelGuard&&) = delete;
   ~ModelGuard() {
     weights = 1;
     try {
