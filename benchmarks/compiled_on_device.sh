@@ -4,11 +4,12 @@
 # compiled_on_device.sh PROGRAMS OUT [LENGTHS]: records the steps of FashionMNIST's network and of a BLOOM of 560m's
 # shapes on a CUDA device, of LENGTHS lengths (4), compiles them, and times them against eager training and its graphs.
 # PROGRAMS is the folder of the benchmarks; $PYTHON (python3) has torch of their version. OUT gets what each prints, and
-# the steps. Some four minutes on 16 cores, one more with 12 lengths.
+# the steps. Some four minutes on 16 cores, one more with 12 lengths; and Python's own, by torch.compile, where
+# transformers is there, in at most five more.
 
 set -euo pipefail
 
-if (( $# < 2 )); then sed -n '4,7 s/^# //p' "$0" >&2; exit 2; fi
+if (( $# < 2 )); then sed -n '4,8 s/^# //p' "$0" >&2; exit 2; fi
 programs=$1 out=$2 lengths=${3:-4}
 tools=$(dirname "$0")/../tools steps=$out/steps
 mkdir -p "$steps"
@@ -26,3 +27,6 @@ run recorded_bloom "$programs/benchmark_device_bloom" --record "$steps/bloom" --
 run compiled "${PYTHON:-python3}" "$tools/compile_step.py" --jobs "$(nproc)" "$steps"/{update,bloom}
 run compiled_update "$programs/benchmark_device_update" --steps "$steps/update"
 run compiled_bloom "$programs/benchmark_device_bloom" --steps "$steps/bloom" --only "32 at once" --seconds 45
+if "${PYTHON:-python3}" -c "import transformers" 2> /dev/null; then
+  run python_bloom timeout 300 "${PYTHON:-python3}" "$(dirname "$0")/python/device_bloom.py" || true  # a compiler may be slow
+fi
