@@ -208,12 +208,7 @@ unzipped_data_directory() {
 
 python_with_torch=build/_oracle/bin/python
 
-# That of CMAKE_PREFIX_PATH, if LibTorch is a part of Python's torch there, else another one of the same version.
 fetch_python_torch() {
-  if [[ ${CMAKE_PREFIX_PATH-} == */lib/python3*/site-packages/torch ]]; then
-    python_with_torch=${CMAKE_PREFIX_PATH%/lib/python3*}/bin/python3
-    return
-  fi
   local venv=build/_oracle requirements="torch==2.15.0 numpy==2.4.6 transformers==5.23.0 tokenizers==0.23.3"
   requirements+=" bitsandbytes==0.50.2 safetensors==0.8.0 tensorboard==2.21.0"
   if [[ $(cat "$venv/gradaccum-oracle.stamp" 2> /dev/null) == "$requirements" ]]; then return; fi
@@ -249,7 +244,13 @@ fashion_mnist_options() {
 
 # Records the step of the example that the options say, and compiles it.
 compile_demo() {
-  fetch_python_torch
+  local python=${CMAKE_PREFIX_PATH-}
+  python=${python%/lib/python3*/site-packages/torch}/bin/python3  # of the torch that LibTorch is a part of, if it is
+  if [[ -n ${CMAKE_PREFIX_PATH-} && -x $python ]]; then
+    python_with_torch=$python
+  else
+    fetch_python_torch
+  fi
   step "Recording a training step"
   local recording=("${options[@]}")
   for index in "${!recording[@]}"; do

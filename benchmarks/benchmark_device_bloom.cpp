@@ -50,6 +50,7 @@ ga::data::LengthBuckets batches_of(const Reviews& data, std::int64_t micro_batch
 }
 
 using Objective = std::function<ga::Loss(Model&, const ga::data::SequenceBatch&)>;
+using MakesObjective = std::function<Objective(Model&)>;
 
 Objective objective_in(bool bfloat16) {
   return [bfloat16](Model& model, const ga::data::SequenceBatch& batch) {
@@ -63,9 +64,9 @@ constexpr std::int64_t compiled_together = 32;  ///< the micro-batch of compiled
 /// An update is of 8 reviews, or of a micro-batch.
 class Ours {
  public:
-  Ours(Model model, const Reviews& data, std::int64_t micro_batch, Objective objective)
+  Ours(Model model, const Reviews& data, std::int64_t micro_batch, const MakesObjective& objective)
       : model_(std::move(model)),
-        objective_(std::move(objective)),
+        objective_(objective(model_)),
         batches_(batches_of(data, micro_batch)),
         optimizer_(model_->parameters(), ga::optim::AdamWOptions(5e-5)),
         window_(optimizer_, {.steps = std::max<std::int64_t>(article::reviews_of_update / micro_batch, 1)}) {}
@@ -160,9 +161,10 @@ std::function<Training()> begins(Arguments... arguments) {
 }
 
 /// `steps`: the folder of compiled steps; empty if there are none.
-std::vector<Way> all_ways(Model model, const Reviews& data, const std::filesystem::path& steps) {
-  const auto bf16 = objective_in(/*bfloat16=*/true);
-  const auto ours = [&](const std::string& how, std::int64_t micro_batch, const Objective& objective) {
+std::vector<Way> all_ways(const Model& model, const Reviews& data, const std::filesystem::path& steps) {
+  const MakesObjective bf16 = [](Model&) { return objective_in(/*bfloat16=*/true); };
+  const MakesObjective graphed = [=](Model& own) { return ga::GraphedStep(own, bf16(own)); };
+  const auto ours = [&](const std::string& how, std::int64_t micro_batch, const MakesObjective& objective) {
     return Way{"ours, " + how, begins<Ours>(model, data, micro_batch, objective)};
   };
   std::vector<Way> ways = {
@@ -174,14 +176,14 @@ std::vector<Way> all_ways(Model model, const Reviews& data, const std::filesyste
       ours("8 times 1, bf16-mixed", 1, bf16),
       ours("8 at once, bf16-mixed", 8, bf16),
       ours("32 at once, bf16-mixed", 32, bf16),
-      ours("8 at once, float32", 8, objective_in(/*bfloat16=*/false)),
-      ours("graphed, 8 times 1, bf16-mixed", 1, ga::GraphedStep(model, bf16)),
-      ours("graphed, 8 at once, bf16-mixed", 8, ga::GraphedStep(model, bf16)),
-      ours("graphed, 32 at once, bf16-mixed", 32, ga::GraphedStep(model, bf16)),
+      ours("8 at once, float32", 8, [](Model&) { return objective_in(/*bfloat16=*/false); }),
+      ours("graphed, 8 times 1, bf16-mixed", 1, graphed),
+      ours("graphed, 8 at once, bf16-mixed", 8, graphed),
+      ours("graphed, 32 at once, bf16-mixed", 32, graphed),
   };
   if (!steps.empty())
     ways.push_back(ours(fmt::format("compiled, {} at once, bf16-mixed", compiled_together), compiled_together,
-                        ga::CompiledStep(model, bf16, steps)));
+                        [=](Model& own) { return ga::CompiledStep(own, bf16(own), steps); }));
   return ways;
 }
 

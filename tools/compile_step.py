@@ -431,7 +431,7 @@ void check(const std::string& device) {
   int major = 0, minor = 0;
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
-  if (major != MAJOR || minor < MINOR)
+  if (major != MAJOR || minor < MINOR || (MAJOR >= 9 && minor > MINOR))  // from 9.0 on for that one alone
     throw std::runtime_error("it is compiled for GPUs of compute capability MAJOR.MINOR, and " + device + " has " +
                              std::to_string(major) + "." + std::to_string(minor) + ": compile it for that one");
 }
@@ -624,7 +624,9 @@ def failures_told(program, traceback):
         sys.exit(f"{program}: {failure}")
     except Exception as error:
         if traceback or not (type(error).__module__.startswith("torch") or "TorchScript" in str(error)):
-            raise
+            if not multiprocessing.parent_process():
+                raise
+            sys.excepthook(type(error), error, error.__traceback__)  # the other process could not read every exception
         sys.exit(f"{program}: torch cannot compile this step: {first_line(error)} (--traceback shows where)")
 
 
@@ -681,10 +683,13 @@ def compile_steps(arguments):
             complete(manifests[folder], [compiled(lambda function, *rest: function(*rest), folder, names)])
         return
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max((os.cpu_count() or 1) // jobs, 1)))
-    with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+    pool = concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
+    try:
         parts = {folder: [compiled(pool.submit, folder, [name]) for name in names] for folder, names in graphs.items()}
         for folder, manifest in manifests.items():
             complete(manifest, [part.result() for part in parts[folder]])
+    finally:
+        pool.shutdown(cancel_futures=True)  # after a failure no other graph begins
 
 
 def manifest_to_compile(folder):

@@ -60,14 +60,14 @@ std::shared_ptr<RecordedSteps<GraphedStepReport>> capture_steps(torch::nn::Modul
 /// batch, unless they follow from the layout. So the first two batches of a layout also run by the objective, and a
 /// `c10::Error` names what differs beyond rounding. An error names what cannot be captured, too: `item()` and whatever
 /// else waits for the device, copies from the CPU, and tensors with gradients that are not the model's. Some tensors of
-/// the batch may be on the CPU, as the lengths of sequences are, where operations do not depend on their values: three
-/// batches with other values are compared, too. Gradients of a `ga::Loss` are added in one pass, unless a hook waits
-/// for them.
+/// the batch may be on the CPU, as the lengths of sequences are; objectives that read them have a graph for the first
+/// values of a layout alone. Gradients of a `ga::Loss` are added in one pass,
+/// unless a hook waits for them.
 ///
 /// Runs the objective itself where there is no graph, and counts the reasons in `report()`: for a model or a batch on a
-/// CPU or on another device, while the loss before has not been backward yet, and for layouts beyond `.graphs`, of
-/// which those used most have the graphs. Parameters and buffers that got other memory, or were frozen, are captured
-/// anew: at every step, if they move at every step.
+/// CPU or on another device, for other values on the CPU if it reads them, while the loss before has not been backward
+/// yet, and for layouts beyond `.graphs`, of which those used most have the graphs. Parameters and buffers that got
+/// other memory, or were frozen, are captured anew: at every step, if they move at every step.
 ///
 /// The model must outlive the step. Copies are the same step; one thread at a time may use it. `retain_graph` and
 /// `create_graph` are not supported.

@@ -7,22 +7,15 @@
 #include <gradaccum/graphed_step.hpp>
 
 #include <gradaccum/detail/compilation/device_graph.hpp>
-#include <gradaccum/detail/compilation/step_description.hpp>
-#include <gradaccum/detail/io/files.hpp>
-#include <gradaccum/detail/io/formats.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
 #include <gradaccum/detail/memory/memory_ledger.hpp>
 #include <gradaccum/impl/compilation/step_graphs.ipp>
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/Generator.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
 #include <ATen/record_function.h>
-#include <c10/core/DispatchKeySet.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/jit/api/module.h>
 #include <torch/csrc/jit/frontend/tracer.h>
@@ -30,13 +23,9 @@
 #include <torch/csrc/jit/serialization/import.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <clocale>
-#include <cmath>
 #include <locale>
 #include <ostream>
-#include <sstream>
-#include <stdexcept>
 #include <string_view>
 
 #include <gradaccum/impl/begin.ipp>
@@ -168,8 +157,7 @@ class LoadedStep final : public RecordedSteps<CompiledStepReport> {
     auto& layout = layout_of_batch(batch);
     if (layout.graph && !layout.checked) check(layout, batch, objective);
     if (!layout.graph) return eager(layout.why_eager, objective);
-    const auto compiled = [&] { return steps_->trained(*layout.graph, batch); };
-    auto loss = captured_ ? captured_->run(batch, compiled) : compiled();
+    auto loss = compiled(*layout.graph, batch);
     ++report.compiled;
     if (captured_) report.replayed = captured_->report.replayed;
     return loss;
@@ -182,6 +170,18 @@ class LoadedStep final : public RecordedSteps<CompiledStepReport> {
     bool checked = false;
     std::string why_eager = {};  // if there is no graph
   };
+
+  /// Runs a graph's code, replayed on a device unless it cannot be captured: some copies from the CPU, or waits.
+  Loss compiled(const StepGraph& graph, const std::vector<at::Tensor>& batch) {
+    const auto run = [&] { return steps_->trained(graph, batch); };
+    if (captured_) try {
+        return captured_->run(batch, run);
+      } catch (const c10::Error& error) {
+        TORCH_WARN("CompiledStep: ", steps_->name(), " runs without graphs: ", error.what_without_backtrace());
+        captured_ = nullptr;
+      }
+    return run();
+  }
 
   Layout& layout_of_batch(const std::vector<at::Tensor>& batch) {
     const auto [entry, is_new] = layouts_.try_emplace(layout_key(batch));

@@ -53,9 +53,9 @@ GRADACCUM_INLINE std::string pass_text(const std::string& kind, const std::strin
   auto text = kind + " of";
   std::size_t at = 0;
   for (auto& name : words_of(names)) {
-    const auto end = std::min(layouts.find("], ", at), layouts.size() - 1);
-    text += (at ? ", " : " ") + name + " " + layouts.substr(at, end + 1 - at);
-    at = std::min(end + 3, layouts.size());
+    const auto end = std::min(layouts.find(", ", std::min(layouts.find(']', at), layouts.size())), layouts.size());
+    text += (at ? ", " : " ") + name + " " + layouts.substr(at, end - at);
+    at = std::min(end + 2, layouts.size());
   }
   return text;
 }

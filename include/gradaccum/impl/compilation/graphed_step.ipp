@@ -275,7 +275,9 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
       layout = std::move(made);
       ++report.captured;
       report.bytes = bytes();
-    } else if (layout.checks < checks || has_new_values(layout, batch)) {
+    } else if (has_new_values(layout, batch)) {
+      return eager("values on the CPU that are not those captured", objective);
+    } else if (layout.checks < checks) {
       check(layout, batch, objective);
     }
     ++report.replayed;
@@ -287,14 +289,11 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
   struct Layout {
     std::shared_ptr<const CapturedStep> step = {};
     std::int64_t uses = 0, checks = 0;
-    bool reads_values = true;   ///< false if it does not read the tensors that are on the CPU
-    std::int64_t compared = 0;  ///< how often other values there did not matter
+    bool reads_values = true;  ///< false if it does not read the tensors that are on the CPU
   };
   /// The number of batches of a layout that run by the objective, too. At the second show numbers that it computes in
   /// C++.
   static constexpr std::int64_t checks = 2;
-  /// The number of batches with other values on the CPU that do so: two that differ may have one maximum.
-  static constexpr std::int64_t checks_of_values = 3;
 
   std::string why_eager(const std::vector<at::Tensor>& batch) const {
     const auto device = model_.parameters.front().device();
@@ -311,10 +310,9 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     return "";
   }
 
-  /// Returns whether values on the CPU are not those that were captured, and are to be compared.
+  /// Returns whether values on the CPU are not those that were captured, and matter.
   static bool has_new_values(const Layout& layout, const std::vector<at::Tensor>& batch) {
-    if (!layout.reads_values || layout.compared >= checks_of_values) return false;
-    for (std::size_t i = 0; i < batch.size(); ++i)
+    for (std::size_t i = 0; layout.reads_values && i < batch.size(); ++i)
       if (batch[i].is_cpu() && !at::equal(batch[i], layout.step->batch[i])) return true;
     return false;
   }
@@ -399,7 +397,7 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     step->seed = at::ones_like(loss.mean.detach());
     std::vector<at::Tensor> gradients;
     step->backward.emplace(*stream_, step->forward->pool(), [&] { gradients = capture_backward(*step, loss); });
-    pool_bytes_ += reserved_bytes() - reserved_before;
+    const auto bytes_of_graphs = reserved_bytes() - reserved_before;
     for (auto& gradient : gradients) step->gradients.push_back(without_owner(gradient));
     step->target = index_of_target(loss, batch);
     step->loss = Loss(without_owner(loss.mean), loss.items);
@@ -407,6 +405,7 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     if (step->target < 0) step->loss.target = without_owner(loss.target);
     layout.step = step;
     compare(layout, batch, wanted, trial);
+    pool_bytes_ += bytes_of_graphs;
     return layout;
   }
 
@@ -515,7 +514,6 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
                 ": the objective computes with numbers in C++ or values on the CPU that are others for this batch, or "
                 "with tensors that are neither of the model nor of the batch");
     ++layout.checks;
-    layout.compared += has_new_values(layout, batch);
   }
 
   StepModel model_;

@@ -20,6 +20,7 @@
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/FunctionRef.h>
@@ -441,6 +442,7 @@ class StepCode {
   void start(void* const* functions, at::Device device) {
     functions_ = reinterpret_cast<const Functions*>(functions);
     void* container = nullptr;
+    const c10::OptionalDeviceGuard as_before(device.is_cpu() ? std::nullopt : std::optional(device));  // it is set
     const auto* const error = functions_->create(&container, device.str().c_str());
     TORCH_CHECK(!error, "CompiledStep, ExportedModel: the compiled code must start, got ", error);
     container_ = {container, [destroy = functions_->destroy, library = library_](void* old) { destroy(old); }};
@@ -675,6 +677,7 @@ GRADACCUM_INLINE bool add_compiled_gradients(const NodePointer& node, const at::
 
 /// Describes the first line in which two texts differ.
 GRADACCUM_INLINE std::string first_difference(const std::string& saved, const std::string& now) {
+  if (saved == now) return "another device";
   std::istringstream saved_lines(saved), now_lines(now);
   for (;;) {
     std::string one, other;
@@ -742,10 +745,10 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
           graphs_, [&](auto& graph) { return graph.description.*of == text && fits(graph.description); });
       return found == graphs_.end() ? nullptr : &*found;
     };
+    for (auto& tensor : batch)
+      if (tensor.defined() && !tensor.is_cpu() && tensor.device() != device_) return nullptr;
     if (const auto* const graph = find(layout_text(batch), &GraphDescription::batch)) return graph;
-    const auto rows = [](const at::Tensor& tensor) {
-      return tensor.defined() && tensor.dim() > 0 ? tensor.size(0) : 0;
-    };
+    const auto rows = [](const at::Tensor& of) { return of.defined() && of.dim() > 0 ? of.size(0) : 0; };
     const auto as_many = [&](auto& tensor) { return rows(tensor) == rows(batch.front()); };
     if (batch.empty() || !std::ranges::all_of(batch, as_many)) return nullptr;
     const auto* const graph = find(layout_text(batch, true), &GraphDescription::any_rows);
