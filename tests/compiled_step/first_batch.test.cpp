@@ -34,7 +34,7 @@ struct Code {
   std::size_t inputs = 0, outputs = 0;
   inline static Code* next = nullptr;
 };
-const char* create(void** container) {
+const char* create(void** container, const char* /*device*/) {
   *container = Code::next;
   return nullptr;
 }
