@@ -68,7 +68,7 @@ function(gradaccum_add_step target name flags registration)
   set(step "${target}.${name}")
   add_library(${step} OBJECT ${ARGN})
   target_link_libraries(${step} PRIVATE gradaccum::libtorch)
-  if(-DUSE_CUDA IN_LIST flags) # its kernels are launched by CUDA's driver
+  if("${flags}" MATCHES "-DUSE_CUDA") # its kernels are launched by CUDA's driver
     find_package(CUDAToolkit REQUIRED)
     target_link_libraries(${step} PRIVATE CUDA::cudart CUDA::cuda_driver)
   endif()
