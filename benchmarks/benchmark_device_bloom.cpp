@@ -259,6 +259,7 @@ int main(int argc, char** argv) {
   std::string only;
   std::filesystem::path steps, record_in;
   std::size_t lengths = 16;
+  std::int64_t reviews = 2048;
   const auto options =
       harness::parse(argc, argv, "Fine-tuning a BLOOM of 560m's shapes on a CUDA device", [&](CLI::App& app) {
         article::add_shape(app, config);
@@ -266,6 +267,7 @@ int main(int argc, char** argv) {
         app.add_option("--rounds", rounds, "how often each way trains")->check(CLI::Range(1, 1000));
         app.add_option("--product", product, "rows of the matrices that tell the card's rate")
             ->check(CLI::Range(64, 1 << 16));
+        app.add_option("--reviews", reviews, "that there are")->check(CLI::Range(32, 1 << 20));
         app.add_option("--only", only, "those whose names have this");
         app.add_option("--record", record_in, "record the steps in this folder, for tools/compile_step.py, and end");
         app.add_option("--lengths", lengths, "of so many lengths, the most frequent ones")->check(CLI::Range(1, 100));
@@ -278,7 +280,7 @@ int main(int argc, char** argv) {
   model->to(device);
   std::int64_t model_bytes = 0;
   for (auto& parameter : model->parameters()) model_bytes += static_cast<std::int64_t>(parameter.nbytes());
-  const Reviews data(config.vocab_size, /*count=*/2048, /*seed=*/3, /*length_scale=*/1, device);
+  const Reviews data(config.vocab_size, reviews, /*seed=*/3, /*length_scale=*/1, device);
   if (!record_in.empty()) return record(model, data, record_in, lengths), 0;
   auto ways = all_ways(model, data, steps);
   std::erase_if(ways, [&](const Way& way) { return way.name.find(only) == std::string::npos; });
