@@ -657,7 +657,7 @@ def directory_to_compile_in():
                 os.environ[name] = before
 
 
-def capability_of(asked, model=""):
+def capability_of(asked, model):
     """The processors to compile for: those that were asked for, or those like this one; GPUs like this one for a model on a
     device."""
     import torch
@@ -672,20 +672,21 @@ def capability_of(asked, model=""):
 def compile_steps(arguments):
     manifests = {folder: manifest_to_compile(folder) for folder in arguments.folders}
 
-    def compiled(by, folder, names):
+    def task(folder, names):
         capability = capability_of(arguments.capability, manifests[folder]["model"])
-        return by(compile_graphs, folder, names, capability, not arguments.source_only, arguments.traceback)
+        return folder, names, capability, not arguments.source_only, arguments.traceback
 
     graphs = {folder: [f"graph-{number}" for number in range(manifest["graphs"])] for folder, manifest in manifests.items()}
     jobs = min(arguments.jobs, sum(map(len, graphs.values())))
     if jobs <= 1:
         for folder, names in graphs.items():
-            complete(manifests[folder], [compiled(lambda function, *rest: function(*rest), folder, names)])
+            complete(manifests[folder], [compile_graphs(*task(folder, names))])
         return
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max((os.cpu_count() or 1) // jobs, 1)))
     pool = concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
     try:
-        parts = {folder: [compiled(pool.submit, folder, [name]) for name in names] for folder, names in graphs.items()}
+        parts = {folder: [pool.submit(compile_graphs, *task(folder, [name])) for name in names]
+                 for folder, names in graphs.items()}
         for folder, manifest in manifests.items():
             complete(manifest, [part.result() for part in parts[folder]])
     finally:
