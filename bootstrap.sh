@@ -27,6 +27,7 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
                                               trained weights and a page for each
        ./bootstrap.sh test [--preset PRESET]  build and run the tests; PRESET is dev (the default: newest LibTorch and
                                               g++) or oldest (oldest LibTorch and clang++, under sanitizers)
+       ./bootstrap.sh packages                install what the tests of both presets need, and nothing else
        ./bootstrap.sh bench [--no-python] [ARGUMENT...]
                                               build and run the benchmarks, some of them against Python's PyTorch,
                                               and on a GPU where there is one; --help lists what else they take
@@ -57,6 +58,7 @@ reasons=()   # a line for each of the packages
 
 # need PACKAGE COMMAND REASON: COMMAND tells whether it is there; where it is empty the package itself is looked for.
 need() {
+  if [[ " ${packages[*]} " == *" $1 "* ]]; then return; fi
   if [[ -n $2 ]]; then
     if eval "$2" > /dev/null 2>&1; then return; fi
     tools+=("$1")
@@ -316,6 +318,24 @@ demo() {
   exec "$program" "${options[@]}" "$@"  # signals are for the program alone
 }
 
+need_to_test() {
+  case $1 in
+    dev) need_to_build g++ ;;
+    oldest)
+      need_to_build clang++
+      need libclang-rt-dev "links_sanitizers clang++" "the sanitizers of the preset 'oldest'"
+      ;;
+    *) fail "there is no test preset '$1'; dev and oldest there are" ;;
+  esac
+  need catch2 "" "runs the tests"
+}
+
+install_packages() {
+  need_to_test dev
+  need_to_test oldest
+  install_missing
+}
+
 run_tests() {
   local preset=dev
   case ${1-} in
@@ -324,15 +344,7 @@ run_tests() {
     --preset=*) preset=${1#--preset=} ;;
     *) usage >&2; exit 2 ;;
   esac
-  case $preset in
-    dev) need_to_build g++ ;;
-    oldest)
-      need_to_build clang++
-      need libclang-rt-dev "links_sanitizers clang++" "the sanitizers of the preset 'oldest'"
-      ;;
-    *) fail "there is no test preset '$preset'; dev and oldest there are" ;;
-  esac
-  need catch2 "" "runs the tests"
+  need_to_test "$preset"
   install_missing
   check_cmake
   build "$preset"
@@ -486,7 +498,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 command=${1-}
 if (( $# > 0 )); then shift; fi
 case $command in
-  test | doctor | docs | oracle)
+  test | packages | doctor | docs | oracle)
     case ${1-} in -h | --help) usage; exit ;; esac
     ;;
 esac
@@ -494,9 +506,9 @@ case $command in
   demo) demo "$@" ;;
   test) run_tests "$@" ;;
   bench) bench "$@" ;;
-  doctor | oracle)
+  doctor | oracle | packages)
     if (( $# > 0 )); then usage >&2; exit 2; fi
-    "$command"
+    "${command/#packages/install_packages}"
     ;;
   docs) docs "$@" ;;
   help | -h | --help) usage ;;

@@ -56,6 +56,7 @@ set_tests_properties(exported_model.read_by_python PROPERTIES FIXTURES_REQUIRED 
 add_test(NAME exported_model.export_modules COMMAND "${CMAKE_COMMAND}" -E env "PYTHONPATH=${packages}"
   "CXX=${CMAKE_CXX_COMPILER}" "${python}" "${CMAKE_CURRENT_SOURCE_DIR}/exported_model/export_modules.py")
 if(TARGET exported_model AND NOT sanitized)
+  target_link_libraries(exported_model PRIVATE gradaccum::compiled) # header-only it takes a minute
   target_compile_options(exported_model PRIVATE "$<$<CONFIG:RelWithDebInfo>:-O0;-g0>") # the compiler takes most of its time here
   add_test(NAME exported_model.example COMMAND "${CMAKE_COMMAND}" -E env "PYTHONPATH=${packages}" "${python}"
     "${CMAKE_CURRENT_SOURCE_DIR}/exported_model/example.py" $<TARGET_FILE:exported_model> "${folder}"
