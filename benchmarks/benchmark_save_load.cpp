@@ -6,8 +6,11 @@
 // Saving: each writes new files and removes them, so that nobody is left with what another has not yet put on the disk.
 // Loading: the files are in memory, for all, and each load is the first of a process of its own, as where a training
 // goes on: memory is new to it.
+//
+// In the background: for how long a save holds up the training, with a copy of the same bytes as the bound; and what is
+// slower while the copy is written. benchmarks/python/async_save.py measures torch.distributed.checkpoint.async_save.
 
-#include <gradaccum/training_state.hpp>
+#include <gradaccum/background_saver.hpp>
 
 #include "harness.hpp"
 
@@ -32,6 +35,13 @@ struct Training {
     for (int i = 0; i < layers; ++i) model->push_back(torch::nn::Linear(2048, 2048));
     optimizer = std::make_unique<torch::optim::AdamW>(model->parameters());
     for (auto& parameter : model->parameters()) parameter.mutable_grad() = torch::ones_like(parameter);
+    optimizer->step();
+    optimizer->zero_grad();
+  }
+
+  /// One update of `rows` rows; with 64 it takes about a second on two threads.
+  void update(std::int64_t rows) {
+    model->forward(torch::ones({rows, 2048})).square().mean().backward();
     optimizer->step();
     optimizer->zero_grad();
   }
@@ -130,6 +140,78 @@ void compare_saving(Training& training, const path& folder, const harness::Optio
                    training.gigabytes(), "GB", options);
 }
 
+void compare_blocking(Training& training, const path& folder, const harness::Options& options) {
+  ga::BackgroundSaver saver(folder / "background", {.keep_last = 1});
+  const auto blocked = [&] {
+    saver.wait();
+    return harness::seconds([&] { saver.save(training); });
+  };
+  const auto whole = [&] {
+    saver.wait();
+    return harness::seconds([&] {
+      saver.save(training);
+      saver.wait();
+    });
+  };
+  const auto tensors = training.tensors();
+  std::vector<at::Tensor> copies;
+  for (auto& tensor : tensors) copies.push_back(tensor.clone());
+  const auto copy = [&] {
+    for (std::size_t i = 0; i < tensors.size(); ++i) copies[i].copy_(tensors[i]);
+  };
+  const auto ours = [&] { ga::save(folder / "ours", training, {.keep_last = 1}); };
+  harness::contest("For how long a save holds up the training",
+                   {{.name = "BackgroundSaver::save", .seconds = blocked},
+                    {.name = "ga::save", .run = ours},
+                    {.name = "BackgroundSaver::save and wait", .seconds = whole},
+                    {.name = "bound: Tensor::copy_ of each tensor", .run = copy, .bound = true}},
+                   training.gigabytes(), "GB", options);
+}
+
+struct Work {
+  std::int64_t rows = 64, updates = 20, rounds = 3;  // updates between two saves
+};
+
+/// Updates while nothing is written, and while a state is.
+void compare_updates_meanwhile(Training& training, const path& folder, const Work& work) {
+  ga::BackgroundSaver saver(folder / "background", {.keep_last = 1});
+  const auto update = [&] { return harness::seconds([&] { training.update(work.rows); }); };
+  std::vector<double> alone, meanwhile;
+  for (std::int64_t round = 0; round < work.rounds; ++round) {
+    for (int i = 0; i < 3; ++i) alone.push_back(update());
+    saver.save(training);
+    while (saver.busy()) meanwhile.push_back(update());
+    saver.wait();
+  }
+  fmt::print(
+      "\nAn update of {} rows: {:.0f} ms alone, {:.0f} ms while a state is written ({:.2f} x; a state takes {} "
+      "updates)\n",
+      work.rows, 1e3 * harness::median(alone), 1e3 * harness::median(meanwhile),
+      harness::median(meanwhile) / harness::median(alone), meanwhile.size() / static_cast<std::size_t>(work.rounds));
+}
+
+/// Trainings that save, and one that does not, in turn.
+void compare_trainings(Training& training, const path& folder, const Work& work) {
+  ga::BackgroundSaver saver(folder / "background", {.keep_last = 1});
+  std::vector<std::pair<std::string, std::function<void()>>> ways{
+      {"never saves", [] {}},
+      {"BackgroundSaver", [&] { saver.save(training); }},
+      {"ga::save", [&] { ga::save(folder / "ours", training, {.keep_last = 1}); }}};
+  std::vector<std::vector<double>> times(ways.size());
+  for (std::int64_t round = 0; round < work.rounds; ++round)
+    for (std::size_t way = 0; way < ways.size(); ++way) {
+      times[way].push_back(harness::seconds([&] {
+        ways[way].second();
+        for (std::int64_t i = 0; i < work.updates; ++i) training.update(work.rows);
+      }));
+      saver.wait();
+    }
+  fmt::print("\n{} updates, and a save before them:\n", work.updates);
+  for (std::size_t way = 0; way < ways.size(); ++way)
+    fmt::print("  {:<20} {:>8.2f} s  {:+.1f} %\n", ways[way].first, harness::median(times[way]),
+               100 * (harness::median(times[way]) / harness::median(times[0]) - 1));
+}
+
 /// What `work` returns, in a process of its own. This one must have no threads yet.
 double in_a_new_process(const std::function<double()>& work) {
   int ends[2];
@@ -198,10 +280,14 @@ void compare_loading(int layers, const path& folder, const harness::Options& opt
 int main(int argc, char** argv) {
   path directory = ".";
   int layers = 24;
+  Work work;
   const auto options = harness::parse(
       argc, argv, "Saving and loading a training against torch::save and torch::load", [&](CLI::App& app) {
         app.add_option("--directory", directory, "where to write, some 4 GB")->check(CLI::ExistingDirectory);
         app.add_option("--layers", layers, "of 4.2 M parameters each")->check(CLI::Range(1, 10'000));
+        app.add_option("--rows", work.rows, "of an update's batch")->check(CLI::Range(1, 100'000));
+        app.add_option("--updates", work.updates, "from one save to the next")->check(CLI::Range(1, 10'000));
+        app.add_option("--rounds", work.rounds, "of trainings with saves and without")->check(CLI::Range(1, 1000));
       });
   const auto folder = directory / ("benchmark_save_load." + std::to_string(::getpid()));
   std::filesystem::create_directory(folder);
@@ -209,6 +295,9 @@ int main(int argc, char** argv) {
     compare_loading(layers, folder, options);
     Training training(layers);
     compare_saving(training, folder, options);
+    compare_blocking(training, folder, options);
+    compare_updates_meanwhile(training, folder, work);
+    compare_trainings(training, folder, work);
   } catch (...) {
     std::filesystem::remove_all(folder);
     throw;

@@ -35,6 +35,7 @@
 #include <gradaccum/impl/scaling/amp_scaler.ipp>
 #include <gradaccum/impl/state/archive.ipp>
 #include <gradaccum/impl/state/pieces.ipp>
+#include <gradaccum/impl/trainer/background_saver.ipp>
 #include <gradaccum/impl/trainer/data_parallel.ipp>
 #include <gradaccum/impl/trainer/fit_memory.ipp>
 #include <gradaccum/impl/trainer/metrics.ipp>

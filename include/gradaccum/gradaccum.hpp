@@ -4,6 +4,7 @@
 #include <gradaccum/amp_scaler.hpp>
 #include <gradaccum/archive.hpp>
 #include <gradaccum/autocast.hpp>
+#include <gradaccum/background_saver.hpp>
 #include <gradaccum/checkpoint.hpp>
 #include <gradaccum/checkpointed_sequential.hpp>
 #include <gradaccum/compiled_step.hpp>

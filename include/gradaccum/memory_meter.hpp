@@ -88,9 +88,10 @@ struct MemoryByKind {
   std::int64_t optimizer_state = 0;  ///< LibTorch's optimizers and ours; others' state counts as rest
   std::int64_t gradients = 0;        ///< `.grad`, and a window's separate sums
   std::int64_t activations = 0;      ///< tensors saved by forward for backward; known only if measured
+  std::int64_t state_copy = 0;       ///< host memory of `SaveState`, for the state that a thread writes
   std::int64_t rest = 0;             ///< known only if measured: batches, losses, temporaries
 
-  std::int64_t total() const { return parameters + optimizer_state + gradients + activations + rest; }
+  std::int64_t total() const { return parameters + optimizer_state + gradients + activations + state_copy + rest; }
   bool operator==(const MemoryByKind&) const = default;
 };
 

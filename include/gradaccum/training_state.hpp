@@ -9,6 +9,7 @@
 #include <gradaccum/io/state_folder.hpp>
 
 #include <c10/util/Exception.h>
+#include <c10/util/FunctionRef.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
@@ -149,6 +150,32 @@ struct AnyTraining {
   }
 };
 
+/// A state that is being saved. All ranks construct one together; each writes its part alone, and rank 0 finishes.
+class StateWriter {
+ public:
+  StateWriter(const std::filesystem::path& directory, const AnyTraining& training);
+
+  /// The values that this rank writes; its tensors are those of the training.
+  const Archive& archive() const { return archive_; }
+
+  /// Writes this rank's tensors to the folder by `write`, which returns the files; on ranks other than 0 also a list of
+  /// them, for rank 0. Sends nothing, so that any thread may call it.
+  void write(c10::function_ref<StateFiles(const std::filesystem::path& folder)> write);
+
+  /// On rank 0: gives the state its name once all ranks have written, and returns its path. Throws if one of them has
+  /// not, and `keeps_waiting` is false. Does nothing on other ranks.
+  std::filesystem::path finish(c10::function_ref<bool()> keeps_waiting);
+
+ private:
+  bool is_first() const { return state_ != nullptr; }
+
+  int rank_ = 0, world_size_ = 1;
+  Archive archive_;
+  std::unique_ptr<UnfinishedState> state_;  // of rank 0
+  std::filesystem::path folder_;
+  StateFiles files_;
+};
+
 std::filesystem::path save(const std::filesystem::path& directory, const AnyTraining& training, SaveOptions options);
 std::filesystem::path load(const std::filesystem::path& directory, const AnyTraining& training, LoadOptions options);
 
@@ -168,6 +195,9 @@ std::vector<std::filesystem::path> best_states(const std::filesystem::path& dire
 /// Runs `find` on rank 0 and broadcasts the path, empty if there is none; rethrows its error on every rank.
 std::filesystem::path of_rank_0(const Communicator* peers,
                                 const std::function<std::optional<std::filesystem::path>()>& find);
+
+/// Broadcasts rank 0's path.
+std::filesystem::path path_of_first(const Communicator* peers, const std::filesystem::path& own);
 
 /// Reads and checks a state; an error on one rank is rethrown on every rank.
 Archive open_state(const std::filesystem::path& folder, bool allow_changes, const Communicator* peers);

@@ -13,8 +13,8 @@ import re
 import sys
 
 CEILINGS = {
-    "lines": 35400,
-    "files": 162,
+    "lines": 35920,
+    "files": 164,
     "comments that open with a fragment, in %": 1.0,
     "lines with detail:: in public signatures": 0,
     "macros that gradaccum.hpp leaves behind, but the version's": 0,

@@ -35,8 +35,15 @@ void write_state(const std::filesystem::path& folder, std::int64_t step) {
   inner::write_manifest(folder, manifest);
 }
 
-std::filesystem::path add(StateDirectory& states, std::int64_t step) {
-  return states.add(step, [&](const std::filesystem::path& folder) { write_state(folder, step); });
+template <class Write>
+std::filesystem::path add(const StateDirectory& states, std::int64_t step, const Write& write) {
+  const auto state = states.begin(step);
+  write(state->folder());
+  return state->finish();
+}
+
+std::filesystem::path add(const StateDirectory& states, std::int64_t step) {
+  return add(states, step, [step](const std::filesystem::path& folder) { write_state(folder, step); });
 }
 
 /// Throws where one is damaged.
@@ -141,7 +148,7 @@ TEST_CASE("StateDirectory: what it does, in its order") {
   add(states, 1);
   add(states, 2);
   const FailingFiles files;
-  states.add(3, [](const std::filesystem::path& folder) {
+  add(states, 3, [](const std::filesystem::path& folder) {
     inner::OutputFile file(folder / "file");
     file.close();
   });
@@ -166,10 +173,10 @@ TEST_CASE("StateDirectory: an exception of the writer's own leaves nothing") {
   const auto path = directory / "states";
   StateDirectory states(path);
   add(states, 1);
-  REQUIRE_ERROR("no more", states.add(2, [](const std::filesystem::path& folder) {
-    write_text(folder / "file", "text");
-    throw std::logic_error("no more");
-  }));
+  REQUIRE_ERROR("no more", add(states, 2, [](const std::filesystem::path& folder) {
+                  write_text(folder / "file", "text");
+                  throw std::logic_error("no more");
+                }));
   CHECK(sorted_names(path) == Names{"step-000001"});
 }
 
@@ -179,7 +186,7 @@ TEST_CASE("StateDirectory: one writer at a time") {
   StateDirectory states(path), other(path);
   add(states, 1);
   add(states, 2);
-  states.add(3, [&](const std::filesystem::path& folder) {
+  add(states, 3, [&](const std::filesystem::path& folder) {
     write_state(folder, 3);
     REQUIRE_ERROR(path.string() + ": must have one writer, and is being written to by another process or thread",
                   add(other, 4));
@@ -208,7 +215,7 @@ TEST_CASE("StateDirectory: keep_last keeps the newest, and those it is told to")
     StateDirectory states(path);
     states.keep_last(1);  // nothing is there
     for (int i = 0; i < 8; ++i)
-      states.add(random() % 5, [](const std::filesystem::path& folder) { write_text(folder / "file", "text"); });
+      add(states, random() % 5, [](const std::filesystem::path& folder) { write_text(folder / "file", "text"); });
     const auto before = states.finished();
     REQUIRE(before.size() == 8);
     const auto count = 1 + random() % 9;
@@ -235,7 +242,7 @@ TEST_CASE("StateDirectory: what symbolic links name is not deleted") {
   std::filesystem::create_directory(elsewhere);
   write_text(elsewhere / "file", "text");
   StateDirectory states(path);
-  states.add(1, [&](const std::filesystem::path& folder) {
+  add(states, 1, [&](const std::filesystem::path& folder) {
     std::filesystem::create_directory_symlink(elsewhere, folder / "link");
   });
   std::filesystem::create_directory_symlink(elsewhere, path / "step-000002");

@@ -7,6 +7,7 @@
 #include <gradaccum/policies/fit_memory.hpp>
 #include <gradaccum/trainer.hpp>
 
+#include "support/failing_files.hpp"
 #include "support/files.hpp"
 #include "support/models.hpp"
 #include "support/ranks.hpp"
@@ -171,6 +172,23 @@ TEST_CASE("DataParallel: a saved training goes on to the bit, on all ranks") {
   Run alone;
   REQUIRE_ERROR("world_size = 2, and here it is 1", alone.fit(data, ga::ProcessGroup(), directory / "stopped",
                                                               {.epochs = 3, .resume = directory / "stopped"}));
+}
+
+TEST_CASE("DataParallel: what one rank cannot write in the background is told on all ranks") {
+  const auto shard = GENERATE(ga::Shard::none, ga::Shard::optimizer);
+  const Data data;
+  const Directory directory;
+  const FailingFiles files(0, FailingFiles::How::fail_forever, ENOSPC, "/rank_1.");
+  std::vector<Run> runs(2);
+  std::vector<std::string> errors(2);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    const auto rank = static_cast<std::size_t>(group.rank());
+    errors[rank] = error_of([&] { runs[rank].fit(data, group, directory / "states", {.epochs = 3}, shard); });
+  });
+  CHECK(contains(errors[1], "/rank_1."));
+  CHECK(contains(errors[1], "No space left on device"));
+  CHECK(contains(errors[0], "rank"));
+  CHECK(ga::detail::names_in(directory / "states").empty());
 }
 
 namespace {
@@ -482,8 +500,8 @@ TEST_CASE("DataParallel: a directory that rank 0 cannot write to ends all before
         ga::DataParallel{.group = group}, ga::SaveState{.directory = "/proc"});
     errors[rank] = testing::error_of([&] { trainer.fit(batches, {.updates = 6}); });
   });
-  CHECK(testing::contains(errors[0], "/proc: must be a directory that can be written to"));
-  CHECK(testing::contains(errors[1], "rank 0: /proc: must be a directory that can be written to"));
+  CHECK(contains(errors[0], "/proc: must be a directory that can be written to"));
+  CHECK(contains(errors[1], "rank 0: /proc: must be a directory that can be written to"));
   CHECK(micro_batches == std::vector<int>{0, 0});
 }
 

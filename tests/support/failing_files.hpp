@@ -5,10 +5,12 @@
 // whole program, the standard library included: include it in one source of a program.
 
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <csignal>
 #include <cstdarg>
 #include <cstddef>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -20,7 +22,7 @@
 
 namespace testing {
 
-/// While it lives, this thread's calls on files are counted and written down, and the `at`-th, from 0, goes wrong.
+/// While it lives, all threads' calls on files are counted and written down, and the `at`-th, from 0, goes wrong.
 class FailingFiles {
  public:
   enum class How {
@@ -30,37 +32,60 @@ class FailingFiles {
     shorten,       ///< that write takes only half, if it is more than a byte
     write_none,    ///< that write takes nothing, and says so
     kill,          ///< the process, just before the call
+    hold,          ///< that call waits for `release`, and all is well
   };
 
-  explicit FailingFiles(long at = -1, How how = How::fail, int error = EIO) : at_(at), how_(how), error_(error) {
+  /// Counts only calls on paths that contain `part`.
+  explicit FailingFiles(long at = -1, How how = How::fail, int error = EIO, std::string part = "")
+      : at_(at), how_(how), error_(error), part_(std::move(part)) {
     current = this;
   }
   FailingFiles(const FailingFiles&) = delete;
   FailingFiles& operator=(const FailingFiles&) = delete;
   ~FailingFiles() { current = outer_; }
 
+  /// Lets a call that is held go on, and others not be held.
+  void release() { released_.store(true), released_.notify_all(); }
+
   /// As "rename step-000040.tmp-1-2", with the last part of the path.
   const std::vector<std::string>& calls() const { return calls_; }
   bool has_failed() const { return at_ >= 0 && static_cast<long>(calls_.size()) > at_; }
   const std::string& failed() const { return calls_.at(static_cast<std::size_t>(at_)); }
 
-  static bool lives() { return current != nullptr; }
+  static bool lives() { return current.load() != nullptr; }
   /// Whether a call goes wrong: then errno says how.
-  static bool fails(const char* name, const std::string& path) { return current && current->count(name, path); }
-  static bool fails(const char* name, int descriptor) { return current && current->count(name, path_of(descriptor)); }
+  static bool fails(const char* name, const std::string& path) {
+    auto* const files = current.load();
+    return files && files->count(name, path);
+  }
+  static bool fails(const char* name, int descriptor) {
+    auto* const files = current.load();
+    return files && files->count(name, path_of(descriptor));
+  }
   /// How many bytes of so many a write takes, which was counted already.
   static std::size_t taken(std::size_t size) {
-    const bool is_short = current && current->how_ == How::shorten && current->is_it() && size > 1;
+    auto* const files = current.load();
+    const bool is_short = files && files->how_ == How::shorten && files->is_it() && size > 1;
     return is_short ? size / 2 : size;
   }
-  static bool takes_none() { return current && current->how_ == How::write_none && current->is_it(); }
+  static bool takes_none() {
+    auto* const files = current.load();
+    return files && files->how_ == How::write_none && files->is_it();
+  }
 
  private:
   bool is_it() const { return static_cast<long>(calls_.size()) - 1 == at_; }
 
   bool count(const std::string& name, const std::string& path) {
+    if (path.find(part_) == path.npos) return false;
+    std::unique_lock lock(mutex_);
     calls_.push_back(name + " " + path.substr(path.rfind('/') + 1));
     if (is_it() && how_ == How::kill) ::kill(::getpid(), SIGKILL);
+    if (is_it() && how_ == How::hold) {
+      lock.unlock();
+      released_.wait(false);
+      return false;
+    }
     const bool is_after = at_ >= 0 && static_cast<long>(calls_.size()) - 1 > at_;
     const bool can_be_interrupted =
         name == "open" || name == "write" || name == "pread" || name == "fsync" || name == "close";
@@ -76,13 +101,16 @@ class FailingFiles {
     return ::readlink(link.c_str(), path.data(), path.size() - 1) < 0 ? "?" : path.data();
   }
 
-  static inline thread_local FailingFiles* current = nullptr;
+  static inline std::atomic<FailingFiles*> current = nullptr;
 
   FailingFiles* outer_ = current;
   long at_;
   How how_;
   int error_;
+  std::string part_;
   std::vector<std::string> calls_;
+  std::mutex mutex_;
+  std::atomic<bool> released_ = false;
 };
 
 /// The operating system's own.

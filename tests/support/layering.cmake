@@ -55,7 +55,7 @@ module(verification PUBLIC verify_accumulation
                   USES types window data)
 module(compilation PUBLIC compiled_step exported_model graphed_step
                   USES types kernels memory window scaling checkpoint data io)
-module(trainer PUBLIC fit_options metrics policies policies/ policy trainer trainer_base training_state
+module(trainer PUBLIC background_saver fit_options metrics policies policies/ policy trainer trainer_base training_state
                   USES types kernels memory state window scaling optimizers checkpoint data fitting io watching parallel)
 module(everything PUBLIC compiled gradaccum)
 set(used_by_everything ${modules})

@@ -129,7 +129,9 @@ int rewrite(const std::filesystem::path& directory, const char* seed) {
   }
   ga::Archive changed;
   for (auto& entry : values) std::visit([&](auto& held) { changed(entry.first, held); }, entry.second);
-  states.add(newest.step, [&](const auto& folder) { ga::io::write_state(changed, folder); });
+  const auto state = states.begin(newest.step);
+  ga::io::write_state(changed, state->folder());
+  state->finish();
   return 0;
 }
 

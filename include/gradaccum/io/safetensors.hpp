@@ -123,6 +123,9 @@ void check_flags(const std::string& path, const std::string& name, c10::ScalarTy
 /// Returns the header entry for a tensor of this name, dtype and shape. Throws if the format cannot store it.
 SafetensorsEntry planned_entry(const std::string& name, c10::ScalarType dtype, const std::vector<std::int64_t>& shape);
 
+/// Returns the header entries for tensors. Throws for one that the format cannot store.
+std::vector<NamedSafetensorsEntry> entries_of(const io::Tensors& tensors);
+
 using WriteBytes = std::function<void(const void* data, std::size_t size)>;
 
 /// Writes a safetensors file of the tensors in `entries`, in any order. `tensor_of` provides one tensor at a time; it

@@ -45,6 +45,11 @@ using StateFiles = std::map<std::string, Manifest::File>;
 /// second time on use: copy them soon, since this process is killed (SIGBUS) if another one truncates a file.
 Archive::Values read_state(const std::filesystem::path& folder, bool mapped);
 
+inline constexpr const char* tensors_suffix = ".safetensors";
+
+/// The tensors of an archive by file, without the suffix: `model.0.weight` is `0.weight` in model.safetensors.
+std::map<std::string, io::Tensors> tensors_by_file(const Archive& archive);
+
 /// The two halves of `write_state`, for processes that share a folder, whose manifest one of them writes.
 StateFiles write_tensors(const Archive& archive, const std::filesystem::path& folder);
 void write_manifest_of(const Archive& archive, const StateFiles& files, const std::filesystem::path& folder);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/background_saver.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/training_state.hpp>
@@ -45,10 +46,15 @@ class StopOn {
 /// through again up to there, without training, with the random numbers that its epoch began with. A policy or
 /// optimizer of your own takes part by `state(Archive&)`; an optimizer that cannot is refused at once.
 ///
+/// The training waits until the state is copied, and goes on while a thread writes the copy: see `BackgroundSaver`.
+/// What goes wrong there is thrown at the next boundary. `fit` ends when the last state is on the disk.
+///
 /// With a `Validate` beside it, `.keep_best = 1` also saves when `metric` is better than ever, and never removes the
 /// best state, which `ga::load(directory, trainer, {.best = true})` loads. Nothing is saved in a `.smoke` fit.
 ///
-/// @note Waits for the disk, and for devices, when it saves.
+/// @note Waits for devices when it saves; for the disk at the end of `fit` and while an earlier state is being written.
+/// Takes host memory for a copy of the state until `fit` ends: with `.in_background = false` it takes none, and waits
+/// for the disk.
 struct SaveState {
   static constexpr std::string_view name = "save_state";
 
@@ -60,6 +66,8 @@ struct SaveState {
   std::int64_t keep_best = 0;            ///< states of the best numbers that are kept beside these, >= 0
   std::string metric = "loss";           ///< the number that is compared, as `Validate` calls it
   std::optional<Mode> mode = {};         ///< which is better; need not be given where the metric tells
+  bool in_background = true;             ///< write a copy of the state on a thread, while the training goes on
+  WhenBusy when_busy = WhenBusy::wait;   ///< for a state that is due while the one before is being written
   std::vector<std::string> leave_out = {};  ///< buffers that no state has, by name: those that grow with the data, say
   struct Run;
   std::shared_ptr<Run> run = {};  ///< not an option: the state of the policy

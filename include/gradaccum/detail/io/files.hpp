@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -101,7 +102,12 @@ class MappedFile {
 /// returned and its directory is synced. An error is final, as the operating system reports lost data only once.
 class OutputFile {
  public:
-  explicit OutputFile(std::filesystem::path path);
+  /// Data that is written directly do not pass through the system's cache, which costs the processor half as much; the
+  /// data must then begin at a multiple of `block` in memory, and are all that is written.
+  enum class Cache { used, passed_by };
+  static constexpr std::size_t block = 4096;
+
+  explicit OutputFile(std::filesystem::path path, Cache cache = Cache::used);
 
   void write(const void* data, std::size_t size);
   void close();
@@ -111,8 +117,10 @@ class OutputFile {
 
  private:
   [[noreturn]] void fail(const std::string& requirement);
+  void use_cache();
 
   std::filesystem::path path_;
+  bool direct_;
   Descriptor descriptor_;
   std::uint64_t bytes_ = 0;
   std::uint32_t crc32_ = 0;
@@ -138,6 +146,29 @@ struct StateName {
   static std::optional<StateName> of(std::string_view text);
 };
 
+/// Locks a directory of states for one writer, until destruction or the end of the process.
+struct StateLock : Descriptor {
+  explicit StateLock(const std::filesystem::path& directory);
+};
+
+/// A state that is being written, under a temporary name, in a directory that is locked for it. The destructor removes
+/// it, unless `finish` has given it its name.
+class UnfinishedState {
+ public:
+  UnfinishedState(const std::filesystem::path& directory, std::int64_t step);
+  UnfinishedState& operator=(UnfinishedState&&) = delete;
+  ~UnfinishedState();
+
+  const std::filesystem::path& folder() const { return folder_; }
+
+  /// Syncs and renames the folder, whose files are synced. Returns the state's path.
+  std::filesystem::path finish();
+
+ private:
+  StateLock lock_;
+  std::filesystem::path path_, folder_;
+};
+
 /// A directory of states. Each is a folder that appears atomically and never changes, even if the process is killed or
 /// the power fails: all that `finished` lists is complete. One writer at a time. Other names are never touched.
 class StateDirectory {
@@ -151,8 +182,8 @@ class StateDirectory {
   /// The complete states, oldest first.
   std::vector<State> finished() const;
 
-  /// Adds a state and returns its path. `write(folder)` creates the files and syncs them.
-  std::filesystem::path add(std::int64_t step, const std::function<void(const std::filesystem::path&)>& write);
+  /// Begins to write a state, whose files the caller creates and syncs.
+  std::unique_ptr<UnfinishedState> begin(std::int64_t step) const;
 
   /// Replaces `older` by `newer` under the older one's name if both are states of one step. Returns the newer one's
   /// path.

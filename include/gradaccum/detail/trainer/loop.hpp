@@ -211,10 +211,11 @@ class Loop {
   std::function<std::int64_t(std::int64_t epoch)> steps_in;  // micro-batches of a window, by Accumulate
   MetricModes metrics;                                       // of all that is evaluated inside of fit
   std::vector<std::function<void()>> when_built;
-  std::vector<std::string> left_out;  // buffers that no state has
-  Archive::Values given;              // the optimizer's options and the frozen parameters when it first trained
-  Archive::Values kept;               // those that count, of a loaded state say
-  bool rate_is_set = false;           // by a policy, for each update anew
+  std::vector<std::string> left_out;             // buffers that no state has
+  const Archive::Tensors* state_copy = nullptr;  // of SaveState, while it saves in the background
+  Archive::Values given;     // the optimizer's options and the frozen parameters when it first trained
+  Archive::Values kept;      // those that count, of a loaded state say
+  bool rate_is_set = false;  // by a policy, for each update anew
   bool is_built = false;
 
  private:

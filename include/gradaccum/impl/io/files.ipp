@@ -151,16 +151,31 @@ GRADACCUM_INLINE void MappedFile::release(std::span<const std::byte> bytes) cons
   if (first < last) ::madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
 }
 
-GRADACCUM_INLINE OutputFile::OutputFile(std::filesystem::path path)
-    : path_(std::move(path)), descriptor_(path_, O_WRONLY | O_CREAT | O_EXCL, 0666) {
+GRADACCUM_INLINE OutputFile::OutputFile(std::filesystem::path path, Cache cache)
+    : path_(std::move(path)),
+      direct_(cache == Cache::passed_by),
+      descriptor_(path_, O_WRONLY | O_CREAT | O_EXCL, 0666) {
   if (descriptor_.number() < 0) fail("must be made anew");
+  direct_ = direct_ && ::fcntl(descriptor_.number(), F_SETFL, O_DIRECT) == 0;  // which not every file system has
+}
+
+GRADACCUM_INLINE void OutputFile::use_cache() {
+  ::fcntl(descriptor_.number(), F_SETFL, 0);
+  direct_ = false;
 }
 
 GRADACCUM_INLINE void OutputFile::write(const void* data, std::size_t size) {
-  constexpr std::size_t chunk = 1 << 18;
+  constexpr std::size_t chunk = 1 << 18, direct_chunk = 1 << 22;
   const auto* bytes = static_cast<const char*>(data);
   while (size > 0) {
-    const auto written = descriptor_.write(bytes, std::min(size, chunk));
+    if (direct_ && (size < block || bytes_ % block != 0))
+      use_cache();  // for the end of the file, or after a short write
+    const auto written =
+        descriptor_.write(bytes, direct_ ? std::min(size / block * block, direct_chunk) : std::min(size, chunk));
+    if (written == 0 && direct_ && errno == EINVAL) {  // the device has larger blocks
+      use_cache();
+      continue;
+    }
     if (written == 0) fail("must be written to");
     crc32_ = detail::crc32(bytes, written, crc32_);  // while they are in the cache
     bytes_ += written;
@@ -228,16 +243,14 @@ GRADACCUM_INLINE std::optional<StateName> StateName::of(std::string_view text) {
   return name;
 }
 
-/// Locks the directory for this writer until destruction or the end of the process.
-struct StateLock : Descriptor {
-  explicit StateLock(const std::filesystem::path& path) : Descriptor(path, O_RDONLY | O_DIRECTORY) {
-    if (number() < 0) file_error(path, "must be a directory that can be opened", errno);
-    // Other errors mean a file system without locks; there the user has to ensure that there is one writer.
-    if (::flock(number(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
-      throw std::runtime_error(path.string() + ": must have one writer, and is being written to by another process " +
-                               "or thread: wait for it, or choose another directory");
-  }
-};
+GRADACCUM_INLINE StateLock::StateLock(const std::filesystem::path& directory)
+    : Descriptor(directory, O_RDONLY | O_DIRECTORY) {
+  if (number() < 0) file_error(directory, "must be a directory that can be opened", errno);
+  // Other errors mean a file system without locks; there the user has to ensure that there is one writer.
+  if (::flock(number(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+    throw std::runtime_error(directory.string() + ": must have one writer, and is being written to by another " +
+                             "process or thread: wait for it, or choose another directory");
+}
 
 GRADACCUM_INLINE void check_is_writable(const std::filesystem::path& directory) {
   const auto probe = temporary_name(directory / StateName().text()), renamed = temporary_name(probe);
@@ -290,21 +303,31 @@ GRADACCUM_INLINE void remove_leftovers(const std::filesystem::path& directory) {
   for (const auto& path : paths) std::filesystem::remove_all(path, ignored);
 }
 
-GRADACCUM_INLINE std::filesystem::path StateDirectory::add(
-    std::int64_t step, const std::function<void(const std::filesystem::path&)>& write) {
+GRADACCUM_INLINE UnfinishedState::UnfinishedState(const std::filesystem::path& directory, std::int64_t step)
+    : lock_(directory) {
+  remove_leftovers(directory);
+  path_ = directory / next_name(directory, step).text();
+  folder_ = temporary_name(path_);
+  if (::mkdir(folder_.c_str(), 0777) != 0) file_error(folder_, "must be made", errno);
+}
+
+GRADACCUM_INLINE UnfinishedState::~UnfinishedState() {
+  std::error_code ignored;  // a later sweep removes what cannot be removed now
+  if (!folder_.empty()) std::filesystem::remove_all(folder_, ignored);
+}
+
+GRADACCUM_INLINE std::filesystem::path UnfinishedState::finish() {
+  sync_directory(folder_);
+  if (std::rename(folder_.c_str(), path_.c_str()) != 0) file_error(path_, "must be given its name", errno);
+  folder_.clear();
+  sync_name(path_, "is written, but might not be there");
+  return path_;
+}
+
+GRADACCUM_INLINE std::unique_ptr<UnfinishedState> StateDirectory::begin(std::int64_t step) const {
   if (step < 0) throw std::runtime_error(path_.string() + ": step must be >= 0, got " + std::to_string(step));
   make_directory(path_);
-  const StateLock lock(path_);
-  remove_leftovers(path_);
-  const auto path = path_ / next_name(path_, step).text(), unfinished = temporary_name(path);
-  if (::mkdir(unfinished.c_str(), 0777) != 0) file_error(unfinished, "must be made", errno);
-  const auto make = [&] {
-    write(unfinished);
-    sync_directory(unfinished);
-  };
-  make_and_rename(unfinished, path, make, "must be given its name");
-  sync_name(path, "is written, but might not be there");
-  return path;
+  return std::make_unique<UnfinishedState>(path_, step);
 }
 
 GRADACCUM_INLINE std::filesystem::path StateDirectory::replace(const std::filesystem::path& older,

@@ -29,7 +29,6 @@
 
 namespace gradaccum::detail {
 
-/// The tensors of an archive by file: `model.0.weight` is `0.weight` in model.safetensors.
 GRADACCUM_INLINE std::map<std::string, io::Tensors> tensors_by_file(const Archive& archive) {
   std::map<std::string, io::Tensors> files;
   for (auto& [name, value] : archive.values()) {
@@ -50,7 +49,6 @@ GRADACCUM_INLINE std::map<std::string, io::Tensors> tensors_by_file(const Archiv
 GRADACCUM_INLINE void check_can_be_written(const Archive& archive) { tensors_by_file(archive); }
 
 inline constexpr const char* undefined_name = "undefined tensors";  // a value that has their names, one a line
-inline constexpr const char* tensors_suffix = ".safetensors";
 
 GRADACCUM_INLINE std::span<std::byte> bytes_of(const at::Tensor& tensor) {
   return {static_cast<std::byte*>(tensor.mutable_data_ptr()), tensor.nbytes()};

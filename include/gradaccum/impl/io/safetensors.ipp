@@ -103,19 +103,25 @@ GRADACCUM_INLINE SafetensorsEntry planned_entry(const std::string& name, c10::Sc
   return {.dtype = std::string(found->first), .shape = shape, .begin = 0, .end = bytes};
 }
 
+GRADACCUM_INLINE SafetensorsEntry entry_of(const std::string& name, const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.defined(), "safetensors: the tensor ", in_quotes(name), " must be defined");
+  TORCH_CHECK(tensor.layout() == at::kStrided && tensor.unsafeGetTensorImpl()->has_storage() && !tensor.is_meta() &&
+                  !tensor.is_nested(),
+              "safetensors: the tensor ", in_quotes(name), " must be dense and have its numbers in memory, got ",
+              tensor.toString());
+  return planned_entry(name, tensor.scalar_type(), tensor.sizes().vec());
+}
+
+GRADACCUM_INLINE std::vector<NamedSafetensorsEntry> entries_of(const io::Tensors& tensors) {
+  std::vector<NamedSafetensorsEntry> entries;
+  for (auto& [name, tensor] : tensors) entries.emplace_back(name, entry_of(name, tensor));
+  return entries;
+}
+
 GRADACCUM_INLINE void write_safetensors(const WriteBytes& write, const io::Tensors& tensors,
                                         const io::Metadata& metadata) {
-  std::vector<NamedSafetensorsEntry> entries;
-  for (auto& [name, tensor] : tensors) {
-    TORCH_CHECK(tensor.defined(), "safetensors: the tensor ", in_quotes(name), " must be defined");
-    TORCH_CHECK(tensor.layout() == at::kStrided && tensor.unsafeGetTensorImpl()->has_storage() && !tensor.is_meta() &&
-                    !tensor.is_nested(),
-                "safetensors: the tensor ", in_quotes(name), " must be dense and have its numbers in memory, got ",
-                tensor.toString());
-    entries.emplace_back(name, planned_entry(name, tensor.scalar_type(), tensor.sizes().vec()));
-  }
   write_safetensors(
-      write, std::move(entries), [&](const std::string& name) { return tensors.at(name); }, metadata);
+      write, entries_of(tensors), [&](const std::string& name) { return tensors.at(name); }, metadata);
 }
 
 GRADACCUM_INLINE void write_safetensors(const WriteBytes& write, std::vector<NamedSafetensorsEntry> entries,

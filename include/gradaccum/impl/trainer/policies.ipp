@@ -523,6 +523,7 @@ struct SaveState::Run {
   std::vector<double> best = {};        // so far, the best first
   std::unique_ptr<detail::StopSignals> signals = {};
   FitStatus::Clock::time_point saved = FitStatus::Clock::now();  // or begun
+  std::unique_ptr<BackgroundSaver> saver = {};                   // the last member, as its thread uses the others
 
   /// Finds out before hours have gone by whether a state can be written. False while none can be made yet.
   bool rehearse(const std::filesystem::path& folder) const {
@@ -533,16 +534,29 @@ struct SaveState::Run {
     return true;
   }
 
-  void save(const SaveState& options) {
-    auto path = gradaccum::save(options.directory, trainer);
+  void begin_saving_in_background(const SaveState& options) {
+    saver.reset(new BackgroundSaver(options.directory, {.when_busy = options.when_busy}));
+    trainer.loop().state_copy = &saver->copy_.memory();
+  }
+
+  /// Saves, or begins to. An earlier state must not be left out of the last one's directory, nor the last one.
+  void save(const SaveState& options, bool is_last) {
+    const auto keep = [this, directory = options.directory, keep_last = options.keep_last,
+                       keep_best = options.keep_best](const std::filesystem::path& path) {
+      detail::StateDirectory states(directory);
+      last = last ? states.replace(*last, path) : path;
+      if (keep_last > 0) states.keep_last(keep_last, detail::best_states(directory, keep_best));
+      return *last;
+    };
+    auto& loop = trainer.loop();
+    loop.status.wants_save = loop.status.saves = false;
+    if (saver) {
+      if (is_last) saver->wait();
+      if (!saver->save(trainer, keep)) return;
+    } else if (const auto path = gradaccum::save(options.directory, trainer); trainer.is_first()) {
+      keep(path);
+    }
     saved = FitStatus::Clock::now();
-    trainer.loop().status.wants_save = trainer.loop().status.saves = false;
-    if (!trainer.is_first()) return;
-    detail::StateDirectory states(options.directory);
-    if (last) path = states.replace(*last, path);
-    last = path;
-    if (options.keep_last > 0)
-      states.keep_last(options.keep_last, detail::best_states(options.directory, options.keep_best));
   }
 };
 
@@ -570,9 +584,13 @@ GRADACCUM_INLINE std::shared_ptr<void> SaveState::fit_scope() {
       detail::StateDirectory(directory).sweep();  // though there may be no save
       detail::check_is_writable(directory);
     });
-  if (on_signals.signals().empty()) return nullptr;
-  run->signals = std::make_unique<detail::StopSignals>(on_signals.signals());
-  return {nullptr, [run = run](void*) { run->signals.reset(); }};
+  if (!on_signals.signals().empty()) run->signals = std::make_unique<detail::StopSignals>(on_signals.signals());
+  if (in_background) run->begin_saving_in_background(*this);
+  return {nullptr, [run = run](void*) {
+            run->signals.reset();
+            run->trainer.loop().state_copy = nullptr;
+            run->saver.reset();
+          }};
 }
 
 GRADACCUM_INLINE void SaveState::before_backward(Loss&) { run->finished = false; }
@@ -602,6 +620,7 @@ GRADACCUM_INLINE void SaveState::on_validation(const Validation& validation) {
 }
 
 GRADACCUM_INLINE void SaveState::state(Archive& archive) {
+  if (run->saver) run->saver->join();  // another save of the training may use the same directory
   using Text = std::optional<std::string>;
   auto& measured = run->measured;
   detail::MeasuredState of{.metric = measured ? Text(metric) : Text(),
@@ -629,7 +648,9 @@ GRADACCUM_INLINE void SaveState::at_boundary() {
   const int signal = run->signals ? run->signals->received() : 0;
   if (signal != 0) trainer.interrupt(signal);
   const bool ends = status.done() && (!run->finished || status.signal != 0);  // a signal that all processes know of
-  if (run->due || status.saves || ends) run->save(*this);
+  if (run->saver) run->saver->check();
+  if (run->due || status.saves || ends) run->save(*this, ends);
+  if (run->saver && status.done()) run->saver->wait();
   run->due = false;
   run->finished = run->finished || ends;
 }

@@ -33,7 +33,8 @@ class MemoryByPhase {
  public:
   explicit MemoryByPhase(TrainerBase& trainer) : trainer_(trainer) {
     std::unordered_set<const void*> known;
-    trainer_.for_each_held([&](std::int64_t MemoryByKind::*, const at::Tensor& tensor) {
+    trainer_.for_each_held([&](std::int64_t MemoryByKind::*kind, const at::Tensor& tensor) {
+      if (kind == &MemoryByKind::state_copy && !trainer_.device().is_cpu()) return;  // pinned, and not on the device
       for_each_storage(tensor, [&](const c10::Storage& storage) {
         if (known.insert(storage.unsafeGetStorageImpl()).second)
           older_.emplace_back(storage.getWeakStorageImpl(), static_cast<std::int64_t>(storage.nbytes()));
@@ -65,6 +66,7 @@ class MemoryByPhase {
  private:
   MemoryByKind now() const {
     auto bytes = trainer_.memory_by_kind();
+    if (!trainer_.device().is_cpu()) bytes.state_copy = 0;
     bytes.rest = older_bytes() + meter_.live_bytes() - bytes.total();
     return bytes;
   }

@@ -172,7 +172,9 @@ GRADACCUM_INLINE void Report::before_close() {
   const auto bytes = run->trainer.memory_by_kind();
   run->memory = {
       {"parameters", bytes.parameters}, {"optimizer_state", bytes.optimizer_state}, {"gradients", bytes.gradients}};
-  const auto known = bytes.parameters + bytes.optimizer_state + bytes.gradients;
+  if (run->trainer.device().is_cpu() && bytes.state_copy > 0) run->memory.emplace_back("state_copy", bytes.state_copy);
+  std::int64_t known = 0;
+  for (auto& [kind, held] : run->memory) known += held;
   if (occupied) run->memory.emplace_back("rest", std::max<std::int64_t>(*occupied - known, 0));
 }
 

@@ -128,6 +128,8 @@ GRADACCUM_INLINE void TrainerBase::for_each_held(
   for (auto& parameter : all) see(&MemoryByKind::gradients, parameter.grad());
   const auto& sums = loop_->window.closing()->sums();
   for (std::size_t place = 0; place < sums.size(); ++place) see(&MemoryByKind::gradients, sums[place]);
+  if (loop_->state_copy)
+    for (auto& [file, memory] : *loop_->state_copy) see(&MemoryByKind::state_copy, memory);
 }
 
 GRADACCUM_INLINE void TrainerBase::set_accumulate_in(std::optional<at::ScalarType> dtype) {

@@ -13,11 +13,15 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
 #include <exception>
+#include <fstream>
 #include <limits>
 #include <numeric>
 #include <ostream>
 #include <stdexcept>
+#include <thread>
+#include <tuple>
 #include <variant>
 
 #include <gradaccum/impl/begin.ipp>
@@ -82,7 +86,6 @@ GRADACCUM_INLINE std::vector<std::filesystem::path> best_states(const std::files
   return best;
 }
 
-/// Broadcasts rank 0's path.
 GRADACCUM_INLINE std::filesystem::path path_of_first(const Communicator* peers, const std::filesystem::path& own) {
   return peers ? std::filesystem::path(broadcast_text(*peers, own.string())) : own;
 }
@@ -159,59 +162,82 @@ GRADACCUM_INLINE Archive references_to(const AnyTraining& training) {
 
 GRADACCUM_INLINE void check_can_be_saved(const AnyTraining& training) { check_can_be_written(references_to(training)); }
 
-/// Writes each rank's tensors into the folder that rank 0 broadcasts. The folder is empty if rank 0 could not make one;
-/// rank 0 reports that error later.
-GRADACCUM_INLINE StateFiles write_by_all(const Communicator& peers, const Archive& archive,
-                                         const std::filesystem::path& folder) {
-  const auto where = broadcast_text(peers, folder.string());
-  if (where.empty()) return {};
-  std::string own;
-  for (auto& [name, file] : on_all(&peers, [&] { return write_tensors(archive, where); }))
-    own += plain_text(name, " ", file.bytes, " ", file.crc32, "\n");
-  StateFiles all;
-  for (auto& text : peers.all_gather_text(own)) {
-    auto lines = plain_stream(text);
-    Manifest::File file;
-    for (std::string name; lines >> name >> file.bytes >> file.crc32;) all[name] = file;
-  }
-  return all;
+/// Returns the path of the list of a rank's files, or of its error, in a folder that is not finished.
+GRADACCUM_INLINE std::filesystem::path list_of_rank(const std::filesystem::path& folder, int rank) {
+  return folder / plain_text("rank_", rank, ".files");
+}
+GRADACCUM_INLINE std::filesystem::path error_of_rank(const std::filesystem::path& folder, int rank) {
+  return folder / plain_text("rank_", rank, ".error");
 }
 
-/// Adds a state on rank 0, including the files that the other ranks write into it.
-GRADACCUM_INLINE std::filesystem::path add_state(StateDirectory& states, const AnyTraining& training,
-                                                 const Archive& archive) {
+GRADACCUM_INLINE void write_list(const std::filesystem::path& path, const StateFiles& files) {
+  std::string text;
+  for (auto& [name, file] : files) text += plain_text(name, " ", file.bytes, " ", file.crc32, "\n");
+  replace_file(path, [&](OutputFile& file) { file.write(text.data(), text.size()); });
+}
+
+/// Adds the files of a list to `files`, and removes the list.
+GRADACCUM_INLINE void take_list(const std::filesystem::path& path, StateFiles& files) {
+  auto lines = plain_stream(std::string(MappedFile(path).text()));
+  Manifest::File file;
+  for (std::string name; lines >> name >> file.bytes >> file.crc32;) files[name] = file;
+  std::filesystem::remove(path);
+}
+
+GRADACCUM_INLINE StateWriter::StateWriter(const std::filesystem::path& directory, const AnyTraining& training) {
   const auto* const peers = training.peers.get();
-  bool told = false;
+  if (peers) std::tie(rank_, world_size_) = std::pair(peers->rank(), peers->world_size());
+  archive_ = on_all(peers, [&] {
+    if (rank_ == 0) check_is_newest(directory, training.updates());
+    return references_to(training);
+  });
+  if (peers) peers->gather(archive_);
+  for (auto& [name, value] : archive_.values())
+    TORCH_CHECK(peers || !PieceName::of(name), "save: ", name,
+                " is a part of what several processes have divided; give the training their peers(), and save on all");
+  run_on_all(peers, [&] {
+    if (rank_ == 0) state_ = StateDirectory(directory).begin(training.updates());
+  });
+  folder_ = path_of_first(peers, state_ ? state_->folder() : "");
+}
+
+GRADACCUM_INLINE void StateWriter::write(c10::function_ref<StateFiles(const std::filesystem::path& folder)> write) {
   try {
-    return states.add(training.updates(), [&](const auto& unfinished) {
-      told = true;
-      write_manifest_of(archive, peers ? write_by_all(*peers, archive, unfinished) : write_tensors(archive, unfinished),
-                        unfinished);
-    });
-  } catch (...) {
-    if (peers && !told) broadcast_text(*peers, "");
+    files_ = write(folder_);
+    if (!is_first()) write_list(list_of_rank(folder_, rank_), files_);
+  } catch (const std::exception& error) {
+    if (!is_first()) std::ofstream(error_of_rank(folder_, rank_)) << error.what();  // rank 0 need not wait
     throw;
   }
+}
+
+GRADACCUM_INLINE std::filesystem::path StateWriter::finish(c10::function_ref<bool()> keeps_waiting) {
+  if (!is_first()) return {};
+  for (int rank = 1; rank < world_size_; ++rank) {
+    const auto list = list_of_rank(folder_, rank), error = error_of_rank(folder_, rank);
+    while (!std::filesystem::exists(list)) {
+      TORCH_CHECK(keeps_waiting() && !std::filesystem::exists(error), "save: rank ", rank, " must write its part of ",
+                  folder_.string(), ", and has not; the state is dropped");
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    take_list(list, files_);
+  }
+  write_manifest_of(archive_, files_, folder_);
+  const auto path = state_->finish();
+  state_.reset();
+  return path;
 }
 
 GRADACCUM_INLINE std::filesystem::path save(const std::filesystem::path& directory, const AnyTraining& training,
                                             SaveOptions options) {
   TORCH_CHECK(options.keep_last >= 0, "save: keep_last must be >= 0, got ", options.keep_last);
   const auto* const peers = training.peers.get();
-  auto archive = on_all(peers, [&] {
-    if (!peers || peers->rank() == 0) check_is_newest(directory, training.updates());
-    return references_to(training);
-  });
-  if (peers) peers->gather(archive);
-  for (auto& [name, value] : archive.values())
-    TORCH_CHECK(peers || !PieceName::of(name), "save: ", name,
-                " is a part of what several processes have divided; give the training their peers(), and save on all");
+  StateWriter writer(directory, training);
+  run_on_all(peers, [&] { writer.write([&](const auto& folder) { return write_tensors(writer.archive(), folder); }); });
   const auto saved = on_all(peers, [&] {
-    if (peers && peers->rank() > 0) return write_by_all(*peers, archive, ""), std::filesystem::path();
-    StateDirectory states(directory);
-    auto folder = add_state(states, training, archive);
-    if (options.keep_last > 0) states.keep_last(options.keep_last);
-    return folder;
+    auto path = writer.finish([] { return true; });  // all have written: a network file system may show it late
+    if (!path.empty() && options.keep_last > 0) StateDirectory(directory).keep_last(options.keep_last);
+    return path;
   });
   return path_of_first(peers, saved);
 }

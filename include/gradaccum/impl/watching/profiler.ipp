@@ -221,13 +221,13 @@ GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const ProfileRep
   for (auto& of : report.by_memory(detail::shown_operations))
     stream << fmt::format("{:<56} {:>8} {:>12} {:>12}\n", of.name, of.calls, mb(of.allocated_bytes), mb(of.kept_bytes));
   if (report.memory.empty()) return stream;
-  constexpr auto memory_row = "{:<24} {:>12} {:>12} {:>12} {:>12} {:>12} {:>12}\n";
+  constexpr auto memory_row = "{:<24} {:>12} {:>12} {:>12} {:>12} {:>12} {:>12} {:>12}\n";
   stream << '\n'
          << fmt::format(memory_row, "Memory at the end, MB", "Parameters", "Optimizer", "Gradients", "Activations",
-                        "Rest", "Sum");
+                        "State copy", "Rest", "Sum");
   for (auto& [phase, bytes] : report.memory)
     stream << fmt::format(memory_row, phase, mb(bytes.parameters), mb(bytes.optimizer_state), mb(bytes.gradients),
-                          mb(bytes.activations), mb(bytes.rest), mb(bytes.total()));
+                          mb(bytes.activations), mb(bytes.state_copy), mb(bytes.rest), mb(bytes.total()));
   return stream << fmt::format("Peak: {} MB\n", mb(report.peak_bytes));
 }
 
