@@ -83,8 +83,8 @@ class BackgroundSaver {
  public:
   explicit BackgroundSaver(std::filesystem::path directory, BackgroundSaverOptions options = {});
   BackgroundSaver& operator=(BackgroundSaver&&) = delete;
-  /// Waits for the thread, and prints a warning if the state could not be written. Waits ten seconds at most for other
-  /// ranks, and then drops the state.
+  /// Waits for the thread, and prints a warning if the state could not be written. Drops the state if other ranks take
+  /// ten seconds longer than this one.
   ~BackgroundSaver();
 
   /// Begins to save. Returns false if nothing was saved, because an earlier state is still being written.
@@ -98,8 +98,6 @@ class BackgroundSaver {
 
   /// Returns true while a state is being written on this rank.
   bool busy() const;
-  /// Throws what went wrong on this rank's thread if that is known already. Never waits.
-  void check();
   /// Returns the bytes of the copy, 0 before the first save.
   std::int64_t bytes() const { return copy_.bytes(); }
 
@@ -112,6 +110,8 @@ class BackgroundSaver {
   using Then = std::function<std::filesystem::path(const std::filesystem::path&)>;
 
   bool save(const detail::AnyTraining& training, const Then& then);
+  /// Throws what went wrong on this rank alone, if that is known already.
+  void check();
   /// Waits for the thread, and throws nothing.
   void join() const;
 

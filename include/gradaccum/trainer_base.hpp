@@ -123,6 +123,7 @@ class TrainerBase {
   void set_peers(std::shared_ptr<detail::Communicator> peers);
   std::shared_ptr<detail::Communicator> peers() const;  ///< other processes, or none
   detail::Loop& loop() { return *loop_; }
+  void finish_background_save();  ///< waits for a state that a thread writes
 
   std::unique_ptr<detail::Loop> loop_;
 };

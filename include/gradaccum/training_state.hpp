@@ -140,6 +140,7 @@ class Communicator;
 struct AnyTraining {
   std::function<std::int64_t()> updates;
   std::function<void(Archive&)> state;
+  std::function<void()> finish_background_save = [] {};  ///< waits for a state of it that a thread writes
   std::shared_ptr<const Communicator> peers = nullptr;  ///< all processes of the training, if there are several
 
   template <saveable Training>
@@ -147,6 +148,7 @@ struct AnyTraining {
       AnyTraining(Training& training)  // NOLINT(google-explicit-constructor): a training is one
       : updates([&] { return training.updates(); }), state([&](Archive& archive) { training.state(archive); }) {
     if constexpr (requires { std::as_const(training).peers(); }) peers = std::as_const(training).peers();
+    if constexpr (requires { training.finish_background_save(); }) finish_background_save = [&] { training.finish_background_save(); };
   }
 };
 
@@ -157,6 +159,8 @@ class StateWriter {
 
   /// The values that this rank writes; its tensors are those of the training.
   const Archive& archive() const { return archive_; }
+  /// Lets go of the tensors, for who has copied them.
+  void release_tensors();
 
   /// Writes this rank's tensors to the folder by `write`, which returns the files; on ranks other than 0 also a list of
   /// them, for rank 0. Sends nothing, so that any thread may call it.

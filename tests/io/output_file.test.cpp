@@ -7,6 +7,9 @@
 #include "support/failing_files.hpp"
 #include "support/files.hpp"
 
+#include <cstdlib>
+#include <cstring>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -127,6 +130,34 @@ TEST_CASE("OutputFile: interrupted calls and short writes are gone on with") {
       const FailingFiles none;
       CHECK(text_of(path) == text);
     }
+}
+
+TEST_CASE("OutputFile: past the system's cache, whatever the size, and whatever goes wrong on the way") {
+  const Directory directory;
+  using inner::OutputFile;
+  const auto text = long_text((5 << 20) + 5);
+  const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(OutputFile::block, 6 << 20), &std::free);
+  std::memcpy(memory.get(), text.data(), text.size());
+  int number = 0;
+  for (const std::size_t size :
+       {std::size_t{0}, std::size_t{7}, OutputFile::block, 3 * OutputFile::block + 1, text.size()})
+    for (const auto how : {How::interrupt, How::shorten, How::fail})
+      for (long at = 0;; ++at) {
+        if (how == How::fail && (at > 0 || size < OutputFile::block)) break;  // elsewhere that is an error
+        const auto path = directory / std::to_string(number++);
+        OutputFile file(path, OutputFile::Cache::passed_by);
+        {
+          FailingFiles files(at, how, EINVAL);  // as a disk with larger blocks says
+          file.write(memory.get(), size);
+          if (!files.has_failed()) break;
+        }
+        REQUIRE(at < 20);
+        file.close();
+        CHECK(file.bytes() == size);
+        CHECK(file.crc32() == inner::crc32(text.data(), size));
+        CHECK(text_of(path) == text.substr(0, size));
+      }
+  CHECK(number > 15);
 }
 
 TEST_CASE("OutputFile: a write that takes nothing is an error, not a loop") {

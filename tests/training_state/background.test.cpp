@@ -36,7 +36,7 @@ struct Kinds {
       {"empty", torch::empty({0, 4})},
       {"flags", torch::randint(2, {9}).to(at::kBool)},
       {"undefined", at::Tensor()},
-      {"large", torch::randn({3, 1 << 20})},  // more than one piece of a parallel copy
+      {"large", torch::randn({2, 600'000})},  // more than one piece of a parallel copy
   };
   std::int64_t count = 0;
 
@@ -215,6 +215,7 @@ TEST_CASE("BackgroundSaver: whatever call of the system fails, it is told, and s
       if (how == How::fail && (failed.starts_with("write") || failed.starts_with("fsync"))) CHECK(message != "");
       told += !message.empty();
       CHECK(files_of(path / "step-000001") == before);
+      for (auto& state : ga::detail::StateDirectory(path).finished()) CHECK_NOTHROW(ga::io::read_state(state.path));
       const FailingFiles none;
       training.count = 3;
       CHECK(error_of([&] { saver.save(training); }) == "");  // it was told once
@@ -224,10 +225,10 @@ TEST_CASE("BackgroundSaver: whatever call of the system fails, it is told, and s
   CHECK(told > 20);
 }
 
-TEST_CASE("BackgroundSaver: what goes wrong is thrown once, by check() as well, or is a warning at the end") {
+TEST_CASE("BackgroundSaver: what goes wrong is thrown once, or is a warning at the end") {
   const Directory directory;
   Kinds training;
-  for (const std::string how : {"check", "save", "warning"}) {
+  for (const std::string how : {"wait", "save", "warning"}) {
     const auto states = directory / how;
     const FailingFiles files(1, How::fail, EIO, ".safetensors");
     const Warnings warnings;
@@ -235,9 +236,9 @@ TEST_CASE("BackgroundSaver: what goes wrong is thrown once, by check() as well, 
       ga::BackgroundSaver saver(states);
       saver.save(training);
       while (saver.busy()) std::this_thread::yield();
-      if (how == "check") {
-        REQUIRE_ERROR(states.string(), saver.check());
-        CHECK_NOTHROW(saver.check());
+      if (how == "wait") {
+        REQUIRE_ERROR(states.string(), saver.wait());
+        CHECK(saver.wait().empty());
       } else if (how == "save") {
         REQUIRE_ERROR("Input/output error: look after the disk", saver.save(training));
         CHECK(saver.save(training));
@@ -377,6 +378,73 @@ TEST_CASE("SaveState: whoever else saves the training waits for the state that i
   };
   trainer.fit(scene.batches, {.updates = 6});
   CHECK(names_in(states) == Names{"step-000005", "step-000005.1", "step-000006"});
+}
+
+TEST_CASE("SaveState: a load inside of fit finds the state that is being written") {
+  const Directory directory;
+  const auto states = directory / "states";
+  Scene scene;
+  std::optional<FailingFiles> files;
+  std::jthread releases;
+  std::function<void()> load;
+  struct Load {
+    std::function<void()> load;
+    void at_boundary() const { load(); }
+  };
+  auto trainer =
+      scene.trainer(ga::SaveState{.directory = states, .every_updates = 5, .keep_last = 1}, Load{[&] { load(); }});
+  load = [&] {
+    if (trainer.updates() == 4) files.emplace(1, How::hold, EIO, ".safetensors");
+    if (trainer.updates() != 5 || releases.joinable()) return;
+    releases = std::jthread([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      files->release();
+    });
+    CHECK(ga::load(states, trainer) == states / "step-000005");
+  };
+  trainer.fit(scene.batches, {.updates = 6});
+  CHECK(names_in(states) == Names{"step-000006"});
+}
+
+TEST_CASE("SaveState: skips what is due while a state is being written, but not the best, nor the last") {
+  const Directory directory;
+  for (const bool better : {false, true}) {
+    const auto states = directory / (better ? "better" : "worse");
+    Scene scene;
+    FailingFiles files(1, How::hold, EIO, ".safetensors");  // within the first state, which is the best so far
+    std::jthread releases;
+    double number = 1;
+    struct Evaluate {
+      std::function<void()> run;
+      void attach(ga::TrainerBase& trainer) const { trainer.will_validate("validation", {"loss"}); }
+      void before_boundary() const { run(); }
+    };
+    std::function<void()> run;
+    auto trainer = scene.trainer(
+        Evaluate{[&] { run(); }},
+        ga::SaveState{
+            .directory = states, .every_updates = 2, .keep_last = 0, .keep_best = 1, .when_busy = ga::WhenBusy::skip});
+    run = [&] {
+      if (trainer.updates() == 3) number = better ? 0.5 : 2;
+      if (trainer.updates() == 3 && better)
+        releases = std::jthread([&] {
+          std::this_thread::sleep_for(std::chrono::milliseconds(50));
+          files.release();
+        });
+      if (trainer.updates() == 5) files.release();
+      ga::Evaluation found;
+      found.metrics["loss"] = number;
+      trainer.validated("validation", std::move(found));
+    };
+    trainer.fit(scene.batches, {.updates = 7});
+    const auto names = names_in(states);
+    const auto has = [&](const char* name) { return std::ranges::find(names, name) != names.end(); };
+    CHECK(has("step-000001"));
+    CHECK_FALSE(has("step-000002"));
+    CHECK(has("step-000003") == better);
+    CHECK((better || !has("step-000004")));
+    CHECK(has("step-000007"));
+  }
 }
 
 TEST_CASE("BackgroundSaver: from a device, to pinned memory", "[cuda]") {

@@ -172,7 +172,7 @@ GRADACCUM_INLINE void OutputFile::write(const void* data, std::size_t size) {
       use_cache();  // for the end of the file, or after a short write
     const auto written =
         descriptor_.write(bytes, direct_ ? std::min(size / block * block, direct_chunk) : std::min(size, chunk));
-    if (written == 0 && direct_ && errno == EINVAL) {  // the device has larger blocks
+    if (written == 0 && direct_ && (errno == EINVAL || errno == EOPNOTSUPP || errno == EFAULT)) {  // larger blocks, say
       use_cache();
       continue;
     }

@@ -62,9 +62,9 @@ GRADACCUM_INLINE char* StateCopy::begin(const std::string& file) const {
 
 GRADACCUM_INLINE void StateCopy::take(const Archive& archive) {
   const at::NoGradGuard no_grad;
+  for (auto& event : std::exchange(copied_, {})) event.synchronize();  // of a copy that failed
   auto before = std::exchange(memory_, {});
   sizes_.clear();
-  copied_.clear();
   for (auto& [name, tensors] : tensors_by_file(archive))
     copy_file(name + tensors_suffix, tensors, before[name + tensors_suffix]);
 }
@@ -82,28 +82,37 @@ GRADACCUM_INLINE void StateCopy::copy_file(const std::string& file, const io::Te
   std::memcpy(first, head.data(), head.size());
   ParallelCopy on_host;
   std::unordered_set<c10::Device> devices;
-  for (auto& [name, entry] : entries) {
-    const auto plain = tensors.at(name).resolve_conj().resolve_neg().contiguous();
-    auto* const to = first + head.size() + entry.begin;
-    if (plain.is_cpu()) {
-      on_host.add(to, plain);
-    } else if (plain.numel() > 0) {
-      const auto offset = to - static_cast<char*>(memory.mutable_data_ptr());
-      const auto numbers = plain.is_complex() ? at::view_as_real(plain) : plain;
-      memory.narrow(0, offset, static_cast<std::int64_t>(plain.nbytes()))
-          .copy_(numbers.flatten().view(at::kByte), /*non_blocking=*/true);
-      devices.insert(plain.device());
+  const auto record = [&] {
+    for (const auto device : std::exchange(devices, {})) {
+      copied_.emplace_back(device.type());
+      copied_.back().record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
     }
+  };
+  const auto copy = [&](const at::Tensor& tensor, char* to) {
+    const auto plain = tensor.resolve_conj().resolve_neg().contiguous();
+    if (plain.is_cpu()) return on_host.add(to, plain);
+    if (plain.numel() == 0) return;
+    const auto numbers = plain.is_complex() ? at::view_as_real(plain) : plain;
+    devices.insert(plain.device());
+    memory.narrow(0, to - static_cast<char*>(memory.mutable_data_ptr()), static_cast<std::int64_t>(plain.nbytes()))
+        .copy_(numbers.flatten().view(at::kByte), /*non_blocking=*/true);
+  };
+  try {
+    for (auto& [name, entry] : entries) copy(tensors.at(name), first + head.size() + entry.begin);
+  } catch (...) {
+    record();  // the memory must not be used again before
+    throw;
   }
+  record();
   on_host.run();
-  for (const auto device : devices) {
-    copied_.emplace_back(device.type());
-    copied_.back().record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-  }
 }
 
 GRADACCUM_INLINE StateFiles StateCopy::write(const std::filesystem::path& folder) const {
-  for (auto& event : copied_) event.synchronize();
+  for (auto& event : copied_) {
+    c10::impl::VirtualGuardImpl(event.device_type())
+        .setDevice(event.device());  // otherwise a thread makes use of the first
+    event.synchronize();
+  }
   StateFiles files;
   for (auto& [name, bytes] : sizes_) {
     OutputFile file(folder / name, OutputFile::Cache::passed_by);
@@ -132,19 +141,22 @@ namespace gradaccum {
 /// A state that is being written.
 struct BackgroundSaver::Work {
   using Clock = std::chrono::steady_clock;
-  static constexpr std::chrono::seconds patience{10};  // with other ranks, once nobody asks for the state any more
 
   Work(const std::filesystem::path& directory, const detail::AnyTraining& training, const detail::StateCopy& copy)
       : peers(training.peers),
         writer(directory, training),
         write_part([this, &copy] { writer.write([&copy](const auto& folder) { return copy.write(folder); }); }) {}
 
+  ~Work() { dropped = true; }  // before the thread is waited for
+
   /// Runs on the thread. Returns the path of the state on rank 0, and none on other ranks.
   std::filesystem::path run(const Then& then) {
     try {
       detail::lower_priority_of_thread();
+      const auto begun = Clock::now();
       write_part();
       written.get();
+      const auto patience = std::chrono::seconds(10) + (Clock::now() - begun);  // with ranks on a slower disk
       std::optional<Clock::time_point> deadline;
       auto path = writer.finish([&] {
         if (dropped && !deadline) deadline = Clock::now() + patience;
@@ -189,7 +201,10 @@ GRADACCUM_INLINE void BackgroundSaver::check() {
 }
 
 GRADACCUM_INLINE void BackgroundSaver::join() const {
-  if (work_) work_->saved.wait();
+  if (!work_) return;
+  work_->written.wait();
+  work_->dropped = true;  // a rank that does not live must not be waited for without end
+  work_->saved.wait();
 }
 
 GRADACCUM_INLINE std::filesystem::path BackgroundSaver::wait() {
@@ -213,13 +228,16 @@ GRADACCUM_INLINE bool BackgroundSaver::save(const detail::AnyTraining& training,
   if (options_.when_busy == WhenBusy::skip && any_is(busy(), peers)) return false;
   wait();
   const auto work = std::make_shared<Work>(directory_, training, copy_);
-  detail::run_on_all(peers, [&] { copy_.take(work->writer.archive()); });
   const auto keep_last = [this](const std::filesystem::path& path) {
     if (options_.keep_last > 0) detail::StateDirectory(directory_).keep_last(options_.keep_last);
     return path;
   };
-  work->saved =
-      std::async(std::launch::async, [work = work.get(), then = then ? then : keep_last] { return work->run(then); });
+  detail::run_on_all(peers, [&] {
+    copy_.take(work->writer.archive());
+    work->writer.release_tensors();
+    work->saved =
+        std::async(std::launch::async, [work = work.get(), then = then ? then : keep_last] { return work->run(then); });
+  });
   work_ = work;
   return true;
 }

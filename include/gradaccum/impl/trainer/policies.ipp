@@ -518,7 +518,7 @@ struct SaveState::Run {
   TrainerBase& trainer;
   bool rehearsed = false;                          // a state could be written
   std::optional<std::filesystem::path> last = {};  // the state that this fit has saved
-  bool due = false, finished = false;
+  bool due = false, best_is_due = false, finished = false;
   std::optional<double> measured = {};  // of the parameters as they are
   std::vector<double> best = {};        // so far, the best first
   std::unique_ptr<detail::StopSignals> signals = {};
@@ -537,10 +537,11 @@ struct SaveState::Run {
   void begin_saving_in_background(const SaveState& options) {
     saver.reset(new BackgroundSaver(options.directory, {.when_busy = options.when_busy}));
     trainer.loop().state_copy = &saver->copy_.memory();
+    trainer.loop().finish_background_save = [this] { saver->join(); };
   }
 
-  /// Saves, or begins to. An earlier state must not be left out of the last one's directory, nor the last one.
-  void save(const SaveState& options, bool is_last) {
+  /// Saves, or begins to. A state that must not be skipped waits for an earlier one.
+  void save(const SaveState& options, bool must_not_be_skipped) {
     const auto keep = [this, directory = options.directory, keep_last = options.keep_last,
                        keep_best = options.keep_best](const std::filesystem::path& path) {
       detail::StateDirectory states(directory);
@@ -551,7 +552,7 @@ struct SaveState::Run {
     auto& loop = trainer.loop();
     loop.status.wants_save = loop.status.saves = false;
     if (saver) {
-      if (is_last) saver->wait();
+      if (must_not_be_skipped) saver->wait();
       if (!saver->save(trainer, keep)) return;
     } else if (const auto path = gradaccum::save(options.directory, trainer); trainer.is_first()) {
       keep(path);
@@ -589,6 +590,7 @@ GRADACCUM_INLINE std::shared_ptr<void> SaveState::fit_scope() {
   return {nullptr, [run = run](void*) {
             run->signals.reset();
             run->trainer.loop().state_copy = nullptr;
+            run->trainer.loop().finish_background_save = nullptr;
             run->saver.reset();
           }};
 }
@@ -616,11 +618,10 @@ GRADACCUM_INLINE void SaveState::on_validation(const Validation& validation) {
   if (detail::is_nan(*number) || (position == best.end() && best.size() >= count)) return;
   best.insert(position, *number);
   if (best.size() > count) best.pop_back();
-  run->due = true;
+  run->best_is_due = true;
 }
 
 GRADACCUM_INLINE void SaveState::state(Archive& archive) {
-  if (run->saver) run->saver->join();  // another save of the training may use the same directory
   using Text = std::optional<std::string>;
   auto& measured = run->measured;
   detail::MeasuredState of{.metric = measured ? Text(metric) : Text(),
@@ -649,9 +650,9 @@ GRADACCUM_INLINE void SaveState::at_boundary() {
   if (signal != 0) trainer.interrupt(signal);
   const bool ends = status.done() && (!run->finished || status.signal != 0);  // a signal that all processes know of
   if (run->saver) run->saver->check();
-  if (run->due || status.saves || ends) run->save(*this, ends);
+  if (run->due || run->best_is_due || status.saves || ends) run->save(*this, ends || run->best_is_due);
   if (run->saver && status.done()) run->saver->wait();
-  run->due = false;
+  run->due = run->best_is_due = false;
   run->finished = run->finished || ends;
 }
 

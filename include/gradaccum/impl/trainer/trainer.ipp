@@ -132,6 +132,10 @@ GRADACCUM_INLINE void TrainerBase::for_each_held(
     for (auto& [file, memory] : *loop_->state_copy) see(&MemoryByKind::state_copy, memory);
 }
 
+GRADACCUM_INLINE void TrainerBase::finish_background_save() {
+  if (loop_->finish_background_save) loop_->finish_background_save();
+}
+
 GRADACCUM_INLINE void TrainerBase::set_accumulate_in(std::optional<at::ScalarType> dtype) {
   loop_->window.set_accumulate_in(dtype);
 }

@@ -170,10 +170,16 @@ GRADACCUM_INLINE std::filesystem::path error_of_rank(const std::filesystem::path
   return folder / plain_text("rank_", rank, ".error");
 }
 
+/// Renames the list last of all: from then on rank 0 may rename the folder.
 GRADACCUM_INLINE void write_list(const std::filesystem::path& path, const StateFiles& files) {
   std::string text;
   for (auto& [name, file] : files) text += plain_text(name, " ", file.bytes, " ", file.crc32, "\n");
-  replace_file(path, [&](OutputFile& file) { file.write(text.data(), text.size()); });
+  const auto temporary = temporary_name(path);
+  make_and_rename(temporary, path, [&] {
+    OutputFile file(temporary);
+    file.write(text.data(), text.size());
+    file.close();
+  });
 }
 
 /// Adds the files of a list to `files`, and removes the list.
@@ -199,6 +205,15 @@ GRADACCUM_INLINE StateWriter::StateWriter(const std::filesystem::path& directory
     if (rank_ == 0) state_ = StateDirectory(directory).begin(training.updates());
   });
   folder_ = path_of_first(peers, state_ ? state_->folder() : "");
+}
+
+GRADACCUM_INLINE void StateWriter::release_tensors() {
+  auto rest = Archive::of_references();
+  for (auto& [name, value] : archive_.values()) {
+    const auto* const tensor = std::get_if<at::Tensor>(&value);
+    if (!tensor || !tensor->defined()) std::visit([&, &key = name](auto held) { rest(key, held); }, value);
+  }
+  archive_ = std::move(rest);
 }
 
 GRADACCUM_INLINE void StateWriter::write(c10::function_ref<StateFiles(const std::filesystem::path& folder)> write) {
@@ -232,6 +247,7 @@ GRADACCUM_INLINE std::filesystem::path save(const std::filesystem::path& directo
                                             SaveOptions options) {
   TORCH_CHECK(options.keep_last >= 0, "save: keep_last must be >= 0, got ", options.keep_last);
   const auto* const peers = training.peers.get();
+  training.finish_background_save();
   StateWriter writer(directory, training);
   run_on_all(peers, [&] { writer.write([&](const auto& folder) { return write_tensors(writer.archive(), folder); }); });
   const auto saved = on_all(peers, [&] {
@@ -245,6 +261,7 @@ GRADACCUM_INLINE std::filesystem::path save(const std::filesystem::path& directo
 GRADACCUM_INLINE std::filesystem::path load(const std::filesystem::path& directory, const AnyTraining& training,
                                             LoadOptions options) {
   const auto* const peers = training.peers.get();
+  training.finish_background_save();
   const auto folder = of_rank_0(peers, [&] {
     if (!options.best) return newest_state(directory);
     const auto best = best_states(directory, 1);
