@@ -141,14 +141,15 @@ struct AnyTraining {
   std::function<std::int64_t()> updates;
   std::function<void(Archive&)> state;
   std::function<void()> finish_background_save = [] {};  ///< waits for a state of it that a thread writes
-  std::shared_ptr<const Communicator> peers = nullptr;  ///< all processes of the training, if there are several
+  std::shared_ptr<const Communicator> peers = nullptr;   ///< all processes of the training, if there are several
 
   template <saveable Training>
   requires(!std::same_as<Training, AnyTraining>)
       AnyTraining(Training& training)  // NOLINT(google-explicit-constructor): a training is one
       : updates([&] { return training.updates(); }), state([&](Archive& archive) { training.state(archive); }) {
     if constexpr (requires { std::as_const(training).peers(); }) peers = std::as_const(training).peers();
-    if constexpr (requires { training.finish_background_save(); }) finish_background_save = [&] { training.finish_background_save(); };
+    if constexpr (requires { training.finish_background_save(); })
+      finish_background_save = [&] { training.finish_background_save(); };
   }
 };
 

@@ -47,7 +47,7 @@ class StopOn {
 /// optimizer of your own takes part by `state(Archive&)`; an optimizer that cannot is refused at once.
 ///
 /// The training waits until the state is copied, and goes on while a thread writes the copy: see `BackgroundSaver`.
-/// What goes wrong there is thrown at the next boundary. `fit` ends when the last state is on the disk.
+/// An error of that thread is thrown at the next boundary. `fit` ends when the last state is on the disk.
 ///
 /// With a `Validate` beside it, `.keep_best = 1` also saves when `metric` is better than ever, and never removes the
 /// best state, which `ga::load(directory, trainer, {.best = true})` loads. Nothing is saved in a `.smoke` fit.

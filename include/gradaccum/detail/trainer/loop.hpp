@@ -212,7 +212,7 @@ class Loop {
   MetricModes metrics;                                       // of all that is evaluated inside of fit
   std::vector<std::function<void()>> when_built;
   std::vector<std::string> left_out;             // buffers that no state has
-  std::function<void()> finish_background_save;                  // waits for a state that a thread of SaveState writes
+  std::function<void()> finish_background_save;  // waits for a state that a thread of SaveState writes
   const Archive::Tensors* state_copy = nullptr;  // of SaveState, while it saves in the background
   Archive::Values given;     // the optimizer's options and the frozen parameters when it first trained
   Archive::Values kept;      // those that count, of a loaded state say
