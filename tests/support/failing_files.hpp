@@ -7,11 +7,13 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <cstdarg>
 #include <cstddef>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <dlfcn.h>
@@ -46,6 +48,13 @@ class FailingFiles {
 
   /// Lets a call that is held go on, and others not be held.
   void release() { released_.store(true), released_.notify_all(); }
+  /// The same, when who calls this has begun to wait for it.
+  void release_soon() {
+    soon_ = std::jthread([this] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      release();
+    });
+  }
 
   /// As "rename step-000040.tmp-1-2", with the last part of the path.
   const std::vector<std::string>& calls() const { return calls_; }
@@ -111,6 +120,7 @@ class FailingFiles {
   std::vector<std::string> calls_;
   std::mutex mutex_;
   std::atomic<bool> released_ = false;
+  std::jthread soon_;
 };
 
 /// The operating system's own.

@@ -2,11 +2,15 @@
 #pragma once
 
 #include <csignal>
+#include <list>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -60,11 +64,13 @@ class Process {
     bool killed = false;
     std::string output = {};
 
-    /// The rest of the line that begins so.
+    /// The rest of the line that begins so; of several ranks, one after another.
     std::string value(const std::string& name) const {
-      const auto begin = ("\n" + output).find("\n" + name + " ");
-      if (begin == output.npos) return "";
-      return output.substr(begin + name.size() + 1, output.find('\n', begin) - begin - name.size() - 1);
+      std::string values;
+      std::istringstream lines(output);
+      for (std::string line; std::getline(lines, line);)
+        if (line.starts_with(name + " ")) values += (values.empty() ? "" : " ") + line.substr(name.size() + 1);
+      return values;
     }
   };
   End end() {
@@ -89,6 +95,62 @@ class Process {
   int from_ = -1;
   bool waited_ = false;
   std::string output_;
+};
+
+/// A program once for each rank, as a launcher starts it; with one rank, the program alone.
+class Ranks {
+ public:
+  Ranks(std::vector<std::string> arguments, int count) {
+    if (count == 1) {
+      ranks_.emplace_back(std::move(arguments));
+      return;
+    }
+    const auto port = std::to_string(free_port());
+    for (int rank = 0; rank < count; ++rank) {
+      std::vector<std::string> all{"/usr/bin/env", "RANK=" + std::to_string(rank),
+                                   "WORLD_SIZE=" + std::to_string(count), "MASTER_ADDR=127.0.0.1",
+                                   "MASTER_PORT=" + port};
+      all.insert(all.end(), arguments.begin(), arguments.end());
+      ranks_.emplace_back(std::move(all));
+    }
+  }
+
+  bool wait_for(std::string_view line) {
+    bool all = true;
+    for (auto& rank : ranks_) all = rank.wait_for(line) && all;
+    return all;
+  }
+  void kill(int signal, std::size_t rank = 0) const {
+    std::next(ranks_.begin(), static_cast<long>(rank))->kill(signal);
+  }
+
+  /// The status of one that was killed, or else the first that is not 0.
+  Process::End end() {
+    Process::End all;
+    for (auto& rank : ranks_) {
+      const auto end = rank.end();
+      if (!all.killed && (end.killed || all.status == 0)) all.status = end.status;
+      all.killed = all.killed || end.killed;
+      all.output += end.output;
+    }
+    return all;
+  }
+
+ private:
+  static int free_port() {
+    const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof address;
+    const bool bound = ::bind(socket, reinterpret_cast<sockaddr*>(&address), size) == 0 &&
+                       ::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &size) == 0;
+    ::close(socket);
+    if (!bound) throw std::runtime_error("no port");
+    return ntohs(address.sin_port);
+  }
+
+  std::list<Process> ranks_;
 };
 
 }  // namespace training_kills

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // train DIRECTORY [SIGNAL MICRO_BATCH]: trains a small model with all that has a state, goes on from the newest state
-// in DIRECTORY, and ends by telling a hash of all that it has. After that many micro-batches it gets that signal.
+// in DIRECTORY, and ends by telling a hash of all that it has. After that many micro-batches it gets that signal. With
+// RANK and WORLD_SIZE in the environment it is one of several ranks.
 //
 // train rewrite DIRECTORY [SEED]: writes the newest state once more, whole and right, with the random numbers of SEED.
 
@@ -12,6 +13,7 @@
 #include <gradaccum/detail/kernels/crc32.hpp>
 #include <gradaccum/learning_rates.hpp>
 #include <gradaccum/optim/adamw.hpp>
+#include <gradaccum/policies/data_parallel.hpp>
 #include <gradaccum/policies/save_state.hpp>
 #include <gradaccum/trainer.hpp>
 
@@ -95,17 +97,20 @@ std::string hash_of(Trainer& trainer, ga::data::TensorBatches& batches) {
 
 int train(const std::filesystem::path& directory, Watch watch) {
   torch::manual_seed(0);
-  ga::data::TensorBatches batches(torch::randn({102, 8}), torch::randint(4, {102}),
-                                  {.batch_size = 4, .shuffle = true, .seed = 1});
+  const auto group = ga::ProcessGroup::from_environment();
+  ga::data::TensorBatches batches(
+      torch::randn({102, 8}), torch::randint(4, {102}),
+      {.batch_size = 4, .shuffle = true, .seed = 1, .rank = group.rank(), .world_size = group.world_size()});
   Model model;
   ga::optim::AdamW optimizer(model.parameters(), ga::optim::AdamWOptions(1e-2));
   const auto objective = [](auto& net, auto& batch) {
     return ga::Loss{torch::cross_entropy_loss(net.forward(batch.data), batch.target), batch.data.size(0)};
   };
-  ga::Trainer trainer(
-      model, optimizer, objective, ga::Accumulate{.steps = 3}, ga::MixedPrecision{.dtype = torch::kBFloat16},
-      ga::Schedule{ga::lr::Cosine{.peak = 1e-2, .warmup = 5, .total = 40}}, ga::Ema{.decay = 0.9}, watch,
-      ga::SaveState{.directory = directory, .every_updates = 5, .keep_last = 2, .on_signals = true});
+  ga::Trainer trainer(model, optimizer, objective, ga::Accumulate{.steps = 3},
+                      ga::MixedPrecision{.dtype = torch::kBFloat16},
+                      ga::Schedule{ga::lr::Cosine{.peak = 1e-2, .warmup = 5, .total = 40}}, ga::Ema{.decay = 0.9},
+                      watch, ga::DataParallel{.group = group},
+                      ga::SaveState{.directory = directory, .every_updates = 5, .keep_last = 2, .on_signals = true});
   const auto report = trainer.fit(batches, {.epochs = 5, .tail = ga::Tail::carry, .resume = directory});
   say("from " + (report.resumed_from.empty() ? "the beginning" : report.resumed_from));
   if (report.signal != 0) {

@@ -13,7 +13,7 @@
 #include <functional>
 #include <map>
 #include <optional>
-#include <thread>
+#include <utility>
 
 // States that a thread writes while the training goes on.
 
@@ -63,6 +63,11 @@ Names names_in(const fs::path& directory) {
   std::sort(names.begin(), names.end());
   return names;
 }
+
+struct AtBoundary {
+  std::function<void()> run;
+  void at_boundary() const { run(); }
+};
 
 const auto objective = [](auto& net, auto& batch) { return torch::mse_loss(net->forward(batch.data), batch.target); };
 
@@ -162,10 +167,7 @@ TEST_CASE("BackgroundSaver: while a state is being written, the next one waits o
       CHECK(saver.wait() == states / "step-000003");
       CHECK(names_in(states) == Names{"step-000001", "step-000003"});
     } else {
-      std::jthread releases([&] {
-        std::this_thread::sleep_for(std::chrono::milliseconds(50));
-        files.release();
-      });
+      files.release_soon();
       CHECK(saver.save(training));
       CHECK(names_in(states).at(0) == "step-000001");
       CHECK(saver.wait() == states / "step-000002");
@@ -340,15 +342,11 @@ TEST_CASE("SaveState: an exception of the training waits for the state that is b
   const auto states = directory / "states";
   Scene scene;
   std::optional<FailingFiles> files;
-  std::jthread releases;
   auto trainer = scene.trainer(ga::SaveState{.directory = states, .every_updates = 5}, [&](const ga::Step& step) {
     if (step.update == 5) files.emplace(1, How::hold, EIO, ".safetensors");  // within the state that is saved now
     if (step.update != 6) return;
     CHECK(names_in(states).at(0).starts_with("step-000005.tmp-"));
-    releases = std::jthread([&] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));
-      files->release();
-    });
+    files->release_soon();
     throw std::runtime_error("of the program");
   });
   REQUIRE_ERROR("of the program", trainer.fit(scene.batches, {.epochs = 1}));
@@ -360,20 +358,12 @@ TEST_CASE("SaveState: whoever else saves the training waits for the state that i
   const auto states = directory / "states";
   Scene scene;
   std::optional<FailingFiles> files;
-  std::jthread releases;
-  struct Save {
-    std::function<void()> save;
-    void at_boundary() const { save(); }
-  };
   std::function<void()> save;
-  auto trainer = scene.trainer(ga::SaveState{.directory = states, .every_updates = 5}, Save{[&] { save(); }});
+  auto trainer = scene.trainer(ga::SaveState{.directory = states, .every_updates = 5}, AtBoundary{[&] { save(); }});
   save = [&] {
     if (trainer.updates() == 4) files.emplace(1, How::hold, EIO, ".safetensors");
     if (trainer.updates() != 5) return;
-    releases = std::jthread([&] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));
-      files->release();
-    });
+    files->release_soon();
     CHECK(ga::save(states, trainer) == states / "step-000005.1");
   };
   trainer.fit(scene.batches, {.updates = 6});
@@ -385,21 +375,14 @@ TEST_CASE("SaveState: a load inside of fit finds the state that is being written
   const auto states = directory / "states";
   Scene scene;
   std::optional<FailingFiles> files;
-  std::jthread releases;
   std::function<void()> load;
-  struct Load {
-    std::function<void()> load;
-    void at_boundary() const { load(); }
-  };
-  auto trainer =
-      scene.trainer(ga::SaveState{.directory = states, .every_updates = 5, .keep_last = 1}, Load{[&] { load(); }});
+  bool loaded = false;  // the boundary comes again
+  auto trainer = scene.trainer(ga::SaveState{.directory = states, .every_updates = 5, .keep_last = 1},
+                               AtBoundary{[&] { load(); }});
   load = [&] {
     if (trainer.updates() == 4) files.emplace(1, How::hold, EIO, ".safetensors");
-    if (trainer.updates() != 5 || releases.joinable()) return;
-    releases = std::jthread([&] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));
-      files->release();
-    });
+    if (trainer.updates() != 5 || std::exchange(loaded, true)) return;
+    files->release_soon();
     CHECK(ga::load(states, trainer) == states / "step-000005");
   };
   trainer.fit(scene.batches, {.updates = 6});
@@ -412,7 +395,6 @@ TEST_CASE("SaveState: skips what is due while a state is being written, but not 
     const auto states = directory / (better ? "better" : "worse");
     Scene scene;
     FailingFiles files(1, How::hold, EIO, ".safetensors");  // within the first state, which is the best so far
-    std::jthread releases;
     double number = 1;
     struct Evaluate {
       std::function<void()> run;
@@ -426,11 +408,7 @@ TEST_CASE("SaveState: skips what is due while a state is being written, but not 
             .directory = states, .every_updates = 2, .keep_last = 0, .keep_best = 1, .when_busy = ga::WhenBusy::skip});
     run = [&] {
       if (trainer.updates() == 3) number = better ? 0.5 : 2;
-      if (trainer.updates() == 3 && better)
-        releases = std::jthread([&] {
-          std::this_thread::sleep_for(std::chrono::milliseconds(50));
-          files.release();
-        });
+      if (trainer.updates() == 3 && better) files.release_soon();
       if (trainer.updates() == 5) files.release();
       ga::Evaluation found;
       found.metrics["loss"] = number;
