@@ -29,8 +29,8 @@ struct Form {
   at::Tensor parameters(const std::string& arguments) const {
     const Directory directory;
     const auto file = directory / "parameters";
-    run(std::string(ADOPTION_PROGRAMS "/adoption.") + program + "." + name + ".exe '" + file.string() + "' " +
-        arguments + " > /dev/null");
+    run(std::string(ADOPTION_PROGRAMS " ") + program + "/" + name + " '" + file.string() + "' " + arguments +
+        " > /dev/null");
     std::vector<at::Tensor> parameters;
     torch::load(parameters, file.string());
     for (auto& parameter : parameters) parameter = parameter.flatten();

@@ -75,6 +75,9 @@ add_custom_target(gradaccum.tests.steps DEPENDS ${generated} ${registrations})
 set(flags -std=c++20 -DNDEBUG -g0 -w -fno-trapping-math -fno-math-errno -ffp-contract=off -fno-tree-loop-vectorize
   -fopenmp -fvisibility=hidden -DTORCH_INDUCTOR_CPP_WRAPPER -DSTANDALONE_TORCH_HEADER -DC10_USING_CUSTOM_GENERATED_MACROS
   -DCPU_CAPABILITY_DEFAULT)
+if(sanitized) # it is torch.compile's code, not the library's
+  list(APPEND flags -fno-sanitize=all)
+endif()
 foreach(name IN LISTS names)
   gradaccum_add_step(gradaccum.tests.compiled_step ${name} "${flags}" "${folder}/${name}.registration.cpp"
     "${folder}/${name}.cpp")

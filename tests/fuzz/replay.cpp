@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Without libFuzzer: tries the files of a corpus, and as many mutations of them as asked for, the same every time.
-// replay CORPUS COUNT
+// gradaccum.tests.fuzz NAME CORPUS COUNT
+
+#include "replay.hpp"
 
 #include <algorithm>
 #include <cstddef>
@@ -14,17 +16,11 @@
 #include <string>
 #include <vector>
 
-extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size);
-
 namespace {
 
 std::mt19937_64 generator(1);
 
 std::size_t below(std::size_t end) { return end == 0 ? 0 : generator() % end; }
-
-void try_out(const std::string& bytes) {
-  LLVMFuzzerTestOneInput(reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size());
-}
 
 std::vector<std::string> read_all(const std::filesystem::path& corpus) {
   std::vector<std::filesystem::path> paths;
@@ -67,11 +63,15 @@ void mutate(std::string& bytes, const std::vector<std::string>& files) {
 }  // namespace
 
 int main(int argc, char* argv[]) {
-  if (argc != 3) return std::fprintf(stderr, "usage: replay CORPUS COUNT\n"), 2;
-  const auto files = read_all(argv[1]);
-  if (files.empty()) return std::fprintf(stderr, "replay: %s must have files\n", argv[1]), 1;
+  const auto target = argc == 4 ? find_target(argv[1]) : nullptr;
+  if (target == nullptr) return std::fprintf(stderr, "usage: gradaccum.tests.fuzz NAME CORPUS COUNT\n"), 2;
+  const auto try_out = [&](const std::string& bytes) {
+    target(reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size());
+  };
+  const auto files = read_all(argv[2]);
+  if (files.empty()) return std::fprintf(stderr, "%s must have files\n", argv[2]), 1;
   for (auto& file : files) try_out(file);
-  const auto count = std::stoul(argv[2]);
+  const auto count = std::stoul(argv[3]);
   for (std::size_t i = 0; i < count; ++i) {
     auto bytes = files[below(files.size())];
     for (auto edits = 1 + below(4); edits > 0; --edits) mutate(bytes, files);

@@ -2,11 +2,7 @@
 //
 // What a program computes, saved by one that answers MKL as LibTorch does, and compared with by one that does not:
 //   products save FILE | products compare FILE | products compare-bits FILE
-// Compiled twice, with and without WITH_MKL_ON_AMD.
-
-#ifdef WITH_MKL_ON_AMD
-#include <gradaccum/mkl_on_amd.hpp>
-#endif
+// Linked twice, with answer.cpp and without.
 
 #include <gradaccum/io/safetensors.hpp>
 #include <gradaccum/optim/adamw.hpp>

@@ -65,7 +65,8 @@ c10::intrusive_ptr<c10d::ProcessGroupGloo::AsyncWork> make_allreduce(std::shared
   return c10::make_intrusive<Allreduce>(context, tensors, operation, tag, sequence, timeout);
 }
 
-[[maybe_unused]] const bool registered = (c10d::GlooAllreduceRegistry()->Register(c10::kCUDA, &make_allreduce), true);
+[[maybe_unused]] const bool allreduce_registered =
+    (c10d::GlooAllreduceRegistry()->Register(c10::kCUDA, &make_allreduce), true);
 
 }  // namespace
 }  // namespace emulated_cuda

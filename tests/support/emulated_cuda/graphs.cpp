@@ -29,8 +29,6 @@ char* bytes_of(const c10::Storage& storage) {
   return storage.device().is_cuda() ? AddressRange::get().host(data) : data;
 }
 
-void delete_nothing(void* /*data*/) {}
-
 at::Generator generator_of(c10::DeviceIndex device) { return DeviceGenerator::of(device); }
 
 }  // namespace
@@ -156,9 +154,10 @@ c10::Storage Graph::fixed(const c10::Storage& storage) {
   const std::lock_guard lock(mutex_);
   auto& same = fixed_[{storage.unsafeGetStorageImpl(), storage.data()}];
   if (!same)
-    same = c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(),
-                        c10::DataPtr(const_cast<void*>(storage.data()), nullptr, &delete_nothing, storage.device()),
-                        &device_allocator());
+    same = c10::Storage(
+        c10::Storage::use_byte_size_t(), storage.nbytes(),
+        c10::DataPtr(const_cast<void*>(storage.data()), nullptr, &c10::detail::deleteNothing, storage.device()),
+        &device_allocator());
   return same;
 }
 

@@ -8,14 +8,13 @@
 #include <ATen/SparseTensorImpl.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/util/UniqueVoidPtr.h>
 
 #include <cstring>
 #include <utility>
 
 namespace emulated_cuda {
 namespace {
-
-void delete_nothing(void* /*data*/) {}
 
 bool is_sparse(const at::Tensor& tensor) { return tensor.layout() == at::kSparse; }
 
@@ -93,10 +92,10 @@ c10::Storage HostViews::host(const c10::Storage& storage) {
   for (auto& known : storages_)
     if (known.device.is_alias_of(storage)) return known.host;
   auto* const data = AddressRange::get().host(storage.data());
-  const auto host = c10::Storage(
-      c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), storage.nbytes(),
-                                            c10::DataPtr(data, nullptr, &delete_nothing, c10::Device(c10::kCPU)),
-                                            &host_view_allocator(storage.device().index()), storage.resizable()));
+  const auto host = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), storage.nbytes(),
+      c10::DataPtr(data, nullptr, &c10::detail::deleteNothing, c10::Device(c10::kCPU)),
+      &host_view_allocator(storage.device().index()), storage.resizable()));
   storages_.push_back({storage, host, data});
   return host;
 }

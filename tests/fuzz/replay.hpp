@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+/// What libFuzzer calls LLVMFuzzerTestOneInput.
+using TryOut = int (*)(const std::uint8_t* data, std::size_t size);
+
+/// That of tests/fuzz/<name>.cpp; null if there is none.
+TryOut find_target(std::string_view name);
