@@ -216,7 +216,7 @@ def moved_buffers(exported, inputs):
              if spec.kind == OutputKind.USER_INPUT_MUTATION}
     unexpected = moved - {names[i] for i in inputs.buffers}
     if unexpected:
-        raise Failure(f"the objective must change buffers alone, and it changes {', '.join(sorted(unexpected))}")
+        raise Failure(f"the objective must change only buffers, but changes {', '.join(sorted(unexpected))}")
     return [names[i] in moved for i in inputs.buffers]
 
 
@@ -250,7 +250,7 @@ def generated_source(exported, capability):
             constants = [content for name, content in objects.items() if not name.endswith(".cubin.o")]
             others = [json.loads(files.read(name)) for name in names if name.endswith(".json")]
         if len(sources) != 1 or len(constants) > 1:
-            raise Failure(f"this version of torch generates other files than are expected: {', '.join(names)}")
+            raise Failure(f"this version of torch generates unexpected files: {', '.join(names)}")
         data = section(constants[0], directory) if constants else b""
     return sources[0], data, kernels, [call["node"] for other in others for call in other.get("nodes", [])]
 
@@ -391,7 +391,7 @@ def self_contained(source, constants, kernels, calls, capability):
     _, interface, tail = source.partition('#include <torch/csrc/inductor/aoti_runtime/model_container.h>\n')
     tail = tail.partition('} // extern "C"\n')[2]  # LibTorch's interface, which has some forty functions
     if not interface or "AOTInductorModel::run_impl" not in tail:
-        raise Failure("this version of torch generates other code than is expected")
+        raise Failure("this version of torch generates unexpected code")
     tail = re.sub(r"(?m)^//.*\n", "", tail)  # among them commands with the names of temporary files
     lstm = "aoti_torch_cpu_mkldnn_rnn_layer"  # keeps what its backward reads, which is one of the calls, in grad mode alone
     tail = tail.replace(f"{lstm}(", f"(at::AutoGradMode(true), {lstm})(") if calls else tail
@@ -504,7 +504,7 @@ def of_cuda(compiler, directory):
     headers = [f"-I{folder}" for folder in folders  # wheels have some of the headers
                if (folder / "cuda_runtime.h").is_file() and (folder / "crt/host_defines.h").is_file()]
     if not headers:
-        raise Failure("the headers of CUDA's toolkit were not found: install it, or name it by CUDA_HOME")
+        raise Failure("the headers of CUDA's toolkit were not found: install it, or set CUDA_HOME to its folder")
     run([*compiler, "-shared", "-nostdlib", "-Wl,-soname,libcuda.so.1", "-x", "c", "/dev/null", "-o", "libcuda.so"], directory)
     return [headers[0], f"-L{directory}", "-Wl,--no-as-needed", "-lcuda"]
 
@@ -529,7 +529,7 @@ def run(command, directory=None):
     try:
         result = subprocess.run(command, capture_output=True, text=True, cwd=directory)
     except FileNotFoundError:
-        raise Failure(f"{command[0]} was not found; install it (Debian: g++), or name another compiler by CXX") from None
+        raise Failure(f"{command[0]} was not found; install it (Debian: g++), or set CXX to another compiler") from None
     if result.returncode:
         raise Failure(f"{command[0]} failed:\n{result.stderr[:3000]}")
 
@@ -663,7 +663,7 @@ def capability_of(asked, model):
     import torch
     if "] on cuda" in model:
         if not torch.cuda.is_available():
-            raise Failure("the step is of a model on a CUDA device: compile it on a machine that has one, of that kind")
+            raise Failure("the step's model is on a CUDA device: compile it on a machine with a GPU of the same kind")
         return CUDA + ".".join(map(str, torch.cuda.get_device_capability()))
     capability = asked or torch.backends.cpu.get_cpu_capability()
     return capability if capability in INSTRUCTIONS else "DEFAULT"
@@ -699,11 +699,11 @@ def manifest_to_compile(folder):
     try:
         import torch
     except ImportError:
-        raise Failure(f"{sys.executable} has no torch; take a Python with torch {manifest.content['libtorch']}") from None
+        raise Failure(f"{sys.executable} has no torch; use a Python with torch {manifest.content['libtorch']}") from None
     version = torch.__version__.split("+")[0]
     if version != manifest.content["libtorch"]:
-        raise Failure(f"the step is of a program with LibTorch {manifest.content['libtorch']}, and {sys.executable} has "
-                      f"torch {version}: take one with that version")
+        raise Failure(f"the step was made with LibTorch {manifest.content['libtorch']}, but {sys.executable} has "
+                      f"torch {version}: use a Python with that version")
     return manifest
 
 

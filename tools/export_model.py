@@ -40,7 +40,7 @@ def model_of(arguments):
         model = kind.from_config(config, dtype=torch.float32)
     else:
         if not source.is_dir():
-            raise Failure(f"{source}: must be a folder with a model, or the file of a configuration; one of the Hub is "
+            raise Failure(f"{source}: must be a model's folder or its config.json; a model of the Hub is "
                           f"fetched by: hf download {arguments.hugging_face} --local-dir model")
         model = kind.from_pretrained(source, dtype=torch.float32, **options)
     dtype, autocast = PRECISIONS[arguments.precision]
@@ -50,11 +50,11 @@ def model_of(arguments):
     for pattern in arguments.freeze:
         frozen = [parameter for name, parameter in model.named_parameters() if name.startswith(pattern)]
         if not frozen:
-            raise Failure(f"--freeze {pattern}: no parameter has a name that begins so")
+            raise Failure(f"--freeze {pattern}: no parameter's name begins with it")
         for parameter in frozen:
             parameter.requires_grad_(False)
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise Failure("--device cuda: there is no such device; export on a machine with a GPU of the kind to train on")
+        raise Failure("--device cuda: this machine has no CUDA device; export on one with the kind of GPU to train on")
     return model.to(arguments.device).train(), getattr(torch, autocast) if autocast else None
 
 
@@ -142,7 +142,7 @@ def check_loads(model, arguments):
     back = type(model).from_pretrained(arguments.output).state_dict()
     other = [name for name, value in model.state_dict().items() if name not in back or not torch.equal(back[name], value.cpu())]
     if other:
-        raise Failure(f"{arguments.output}: transformers must read the weights as they were, and does not: {', '.join(other[:3])}")
+        raise Failure(f"{arguments.output}: transformers must read the weights unchanged, but does not: {', '.join(other[:3])}")
 
 
 if __name__ == "__main__":

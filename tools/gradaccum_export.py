@@ -83,11 +83,11 @@ class _Exporter:
 
     def check(self, batches):
         if not batches or not all(batches):
-            raise Failure("export: there must be a batch, and tensors in it")
+            raise Failure("export: at least one batch with tensors must be given")
         if "training" in self.passes and not self.module.training:
-            raise Failure("export: the module must be in training mode, as it is to be trained: module.train()")
+            raise Failure("export: the module must be in training mode for a training pass: call module.train()")
         if "training" in self.passes and not any(value.requires_grad for value in self.parameters.values()):
-            raise Failure("export: there must be a parameter that requires a gradient")
+            raise Failure("export: at least one parameter must require grad")
         if not self.passes or not set(self.passes) <= set(PASSES):
             raise Failure(f"export: passes must be some of {', '.join(PASSES)}, got {self.passes!r}")
         if self.rows not in ("any", "these"):
@@ -110,7 +110,7 @@ class _Exporter:
             if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or tensor.dtype not in TORCH_NAMES:
                 raise Failure(f"export: the batch's {name} must be a tensor with rows, got {type(tensor).__name__}")
             if re.search(r"\s", name) or len(tensor) != rows:
-                raise Failure(f"export: the batch's tensors must have names without blanks and as many rows each, got "
+                raise Failure(f"export: the batch's tensors must have names without blanks and the same number of rows, got "
                               f"{name!r} with {len(tensor)} and {rows}")
             if not self.loss and not self.forward and not self.accepts(name):
                 raise Failure(f"export: the module's forward has no argument for the batch's {name}")
@@ -175,7 +175,7 @@ class _Exporter:
 
     def check_folder(self):
         if self.folder.is_symlink() or self.folder.exists() and not self.folder.is_dir():
-            raise Failure(f"{self.folder}: must be a folder, or not be there")
+            raise Failure(f"{self.folder}: must be a folder, or must not exist")
         there = {path.name for path in self.folder.iterdir()} if self.folder.exists() else set()
         if not there:
             return
@@ -183,7 +183,7 @@ class _Exporter:
         content = json.loads(manifest.read_text()) if manifest.is_file() else {}
         others = there - set(content.get("files", ())) - {"manifest.json"}
         if content.get("format") != FORMAT or others:
-            raise Failure(f"{self.folder}: must be a new folder, or an exported model alone, and there is "
+            raise Failure(f"{self.folder}: must be a new folder, or have only an exported model, but there is "
                           f"{min(others, default='manifest.json')}")
 
     def write_to(self, folder, batches):
@@ -277,8 +277,8 @@ class _Exporter:
         constants = {**exported.state_dict, **exported.constants}
         others = [name for name, value in constants.items() if isinstance(value, torch.Tensor) and value.requires_grad]
         if others:
-            raise Failure(f"export: the loss uses {len(others)} tensors with gradients that are not the module's parameters: "
-                          f"make what has them a part of the module")
+            raise Failure(f"export: the loss uses {len(others)} tensors that require grad and are not the module's parameters: "
+                          f"make what has them a submodule")
         return exported
 
     def inputs(self, kind, batch, any_rows):

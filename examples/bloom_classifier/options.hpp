@@ -213,7 +213,7 @@ inline void add_make(CLI::App& app, Options& options) {
   add_number(make, "--width", "numbers of a token's hidden state", 1, 1 << 16, size.width);
   add_number(make, "--heads", "of attention; they must divide the width", 1, 1 << 16, size.heads);
   add_number(make, "--words", "rows of the table of words", 260, 1 << 24, size.words);
-  make.add_option("--output", options.output, "the folder, which must not be there yet")->required();
+  make.add_option("--output", options.output, "the folder, which must not exist yet")->required();
   make.add_option("--seed", options.made.seed, "of the weights, the words and the reviews");
   make.add_option("--shard-size", options.made.shard_bytes,
                   "most bytes of a file of weights (500MB), but for a larger tensor")

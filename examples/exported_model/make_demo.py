@@ -78,7 +78,7 @@ def idx(path):
     """The bytes of a file of the data set, as a tensor."""
     import torch
     if not path.is_file():
-        raise SystemExit(f"make_demo: {path}: must be there, and is not: --fashion-mnist names the folder with FashionMNIST's "
+        raise SystemExit(f"make_demo: {path}: must exist, but does not: set --fashion-mnist to the folder of FashionMNIST's "
                          "files, which Debian's dataset-fashion-mnist has")
     content = bytearray(gzip.decompress(path.read_bytes()))
     sizes = [int.from_bytes(content[4 + 4 * i:8 + 4 * i], "big") for i in range(content[3])]

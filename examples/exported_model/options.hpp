@@ -57,7 +57,7 @@ inline void add_options(CLI::App& app, Options& options) {
 inline void check_together(const Options& options) {
   if (!options.output.empty() && std::filesystem::exists(std::filesystem::path(options.output) / "manifest.json"))
     throw std::invalid_argument(
-        fmt::format("--output: must be another folder than an exported model's, whose files stay as they are, got '{}'",
+        fmt::format("--output: must not be the folder of an exported model, whose files it would overwrite, got '{}'",
                     options.output));
 }
 

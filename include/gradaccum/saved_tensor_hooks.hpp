@@ -73,7 +73,7 @@ class [[nodiscard]] SavedTensorHooks final {
     }
     at::Tensor call_unpack_hook() override {
       TORCH_CHECK(!version_.changed(), "SavedTensorHooks: a tensor that backward needs (", traits_,
-                  ") must not change in place after it was saved; clone it before");
+                  ") must not change in place after it was saved; change a clone() of it");
       at::Tensor tensor = pair_->unpack(std::as_const(*packed_));
       TORCH_CHECK(tensor.defined() && detail::TensorTraits(tensor) == traits_,
                   "SavedTensorHooks: unpack must return what was packed, ", traits_, ", got ",

@@ -40,7 +40,7 @@ using optimizer_t = std::remove_cvref_t<decltype(pointee_of(std::declval<std::re
 template <class O>
 auto& checked_optimizer(O& given) {
   if constexpr (!is_optimizer<std::remove_cvref_t<O>> && requires { given == nullptr; })
-    TORCH_CHECK(!(given == nullptr), "Trainer: the pointer to the optimizer must not be null; was it moved from?");
+    TORCH_CHECK(!(given == nullptr), "Trainer: the optimizer pointer must not be null; was it moved from?");
   auto& optimizer = pointee_of(given);
   if constexpr (std::derived_from<std::remove_cvref_t<decltype(optimizer)>, torch::optim::Optimizer>)
     check_can_be_wrapped(optimizer, "Trainer",
@@ -70,7 +70,7 @@ std::shared_ptr<void> kept_owner(O&& given) {
                 "Trainer: holds the optimizer by reference; give it a name first, or a pointer to it");
   static_assert(
       std::is_lvalue_reference_v<O> || is_optimizer<Pointer> || requires { given == nullptr; },
-      "Trainer: takes over a pointer to an optimizer, but nothing else that holds one");
+      "Trainer: pass the optimizer or a pointer to it, not another class that holds one");
   if constexpr (!is_optimizer<Pointer> && std::constructible_from<Pointer, O>)
     return std::make_shared<Pointer>(std::forward<O>(given));
   return nullptr;
@@ -114,9 +114,8 @@ namespace gradaccum {
 template <class Model, class Optimizer, class Objective, class... Policies>
 class Trainer : public TrainerBase {
   static_assert(detail::are_trainer_arguments<Model, Optimizer>());
-  static_assert(
-      detail::are_of_different_kinds<detail::policy_t<Policies>...>(),
-      "Trainer: two policies of one kind, two Accumulate say, which have one static member name: give it one");
+  static_assert(detail::are_of_different_kinds<detail::policy_t<Policies>...>(),
+                "Trainer: two policies have the same static member name, such as two Accumulate; pass one of them");
 
  public:
   template <class GivenModel, class GivenOptimizer>
@@ -180,7 +179,7 @@ class Trainer : public TrainerBase {
     if constexpr (count_of<Policy> == 1) {
       auto* const policy = find_policy<Policy>();
       TORCH_CHECK(policy, "Trainer: policy<", detail::name_of_class(typeid(Policy)),
-                  ">() is absent: its std::optional was empty");
+                  ">() must be present, but its std::optional was empty");
       return *policy;
     }
   }

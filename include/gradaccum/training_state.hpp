@@ -67,9 +67,8 @@ class OptimizerState {
   void state(Archive& archive) {
     check();
     if constexpr (has_state) {
-      TORCH_CHECK(!shards_, "OptimizerState: an optimizer with a state(ga::Archive&) of its own, as ",
-                  detail::type_name(optimizer_),
-                  ", must not be divided among processes: use {.shard = ga::Shard::none}");
+      TORCH_CHECK(!shards_, "OptimizerState: an optimizer with a state(ga::Archive&) of its own, such as ",
+                  detail::type_name(optimizer_), ", must not be sharded: use {.shard = ga::Shard::none}");
       optimizer_.state(archive);
     } else if constexpr (accumulating<Optimizer>) {
       archive("window", optimizer_.named_window(module_));
@@ -84,7 +83,7 @@ class OptimizerState {
     if constexpr (is_torch && !has_state)
       detail::check_has_named_state(optimizer_, module_.named_parameters());
     else if constexpr (!has_state && !accumulating<Optimizer>)
-      TORCH_CHECK(false, "OptimizerState: an optimizer of your own, as ", detail::type_name(optimizer_),
+      TORCH_CHECK(false, "OptimizerState: an optimizer of your own, such as ", detail::type_name(optimizer_),
                   ", needs a member void state(ga::Archive&)");
   }
 

@@ -163,7 +163,7 @@ foreach(file "${events}" "${DIRECTORY}/run.html" "${DIRECTORY}/profile/trace.jso
 endforeach()
 
 # Mistakes.
-expect_error(1 "made: must not be there yet, or be an empty folder" make --output "${DIRECTORY}/made")
+expect_error(1 "made: must not exist yet, or be an empty folder" make --output "${DIRECTORY}/made")
 expect_error(1 "hidden_size must be divisible by n_head" make --output "${DIRECTORY}/none" --heads 7)
 expect_error(2 "--output is required" make)
 expect_error(2 "--size" make --output "${DIRECTORY}/none" --size 561m)

@@ -209,14 +209,14 @@ TEST_CASE("make: never over what is there, and one at a time") {
   std::filesystem::create_directory(directory / "model");
   make_model(small(), directory / "model");  // into an empty one
   const auto before = files_of(directory / "model");
-  REQUIRE_ERROR("model: must not be there yet, or be an empty folder", make_model(small(), directory / "model"));
+  REQUIRE_ERROR("model: must not exist yet, or be an empty folder", make_model(small(), directory / "model"));
   CHECK(files_of(directory / "model") == before);
   testing::write_text(directory / "file", "text");
-  REQUIRE_ERROR("file: must not be there yet", make_model(small(), directory / "file"));
+  REQUIRE_ERROR("file: must not exist yet", make_model(small(), directory / "file"));
   CHECK(testing::text_of(directory / "file") == "text");
 
   testing::write_text(directory / "empty", "");
-  REQUIRE_ERROR("empty: must not be there yet", make_model(small(), directory / "empty"));
+  REQUIRE_ERROR("empty: must not exist yet", make_model(small(), directory / "empty"));
   std::filesystem::create_directory_symlink(directory / "model", directory / "link.partial");  // is not cleared
   REQUIRE_ERROR("link.partial: must be a folder that can be opened", make_model(small(), directory / "link"));
   CHECK(files_of(directory / "model") == before);

@@ -182,7 +182,7 @@ TEST_CASE("Budget: the least is enough, and less is refused with the number") {
                       " bytes for an input that is Float",
                   net->forward(chain.input));
     CHECK(same_bits(random_state(), before));
-    REQUIRE_ERROR("there is no plan before the first forward pass", net->plan());
+    REQUIRE_ERROR("there is no plan yet; run a forward pass with gradients", net->plan());
     REQUIRE_ERROR(", got " + std::to_string(least - 1), net->forward(chain.input));
     const at::NoGradGuard no_gradients;
     CHECK(net->forward(chain.input).defined());
@@ -843,11 +843,12 @@ TEST_CASE("Budget: what a module must not do") {
   SECTION("write over the chain's input") {
     ga::CheckpointedSequential net(nn::Sequential(nn::ReLU(nn::ReLUOptions().inplace(true)), nn::Linear(8, 8)),
                                    {.memory_budget = plenty});
-    REQUIRE_ERROR("CheckpointedSequential: the first module must leave its input as it is", net->forward(x));
+    REQUIRE_ERROR("CheckpointedSequential: the first module must not change its input in place", net->forward(x));
     ga::CheckpointedSequential viewed(
         nn::Sequential(nn::Flatten(), nn::ReLU(nn::ReLUOptions().inplace(true)), nn::Linear(8, 8)),
         {.memory_budget = plenty});
-    REQUIRE_ERROR("CheckpointedSequential: the first module must leave its input as it is", viewed->forward(x.clone()));
+    REQUIRE_ERROR("CheckpointedSequential: the first module must not change its input in place",
+                  viewed->forward(x.clone()));
     const at::NoGradGuard no_gradients;
     CHECK(net->forward(x.clone()).defined());
   }
@@ -857,15 +858,15 @@ TEST_CASE("Budget: what a module must not do") {
                                                   }),
                                                   nn::Linear(8, 8)),
                                    {.memory_budget = plenty});
-    REQUIRE_ERROR("the input and what modules return must be dense tensors, got one that is Sparse",
+    REQUIRE_ERROR("the input and the outputs of modules must be dense tensors, got layout Sparse",
                   net->forward(x.to_sparse()));
     ga::CheckpointedSequential sparse(
         nn::Sequential(nn::Linear(8, 8), function([](at::Tensor t) { return t.to_sparse(); })),
         {.memory_budget = plenty});
-    REQUIRE_ERROR("must be dense tensors, got one that is Sparse", sparse->forward(x));
+    REQUIRE_ERROR("must be dense tensors, got layout Sparse", sparse->forward(x));
     ga::CheckpointedSequential nothing(
         nn::Sequential(nn::Linear(8, 8), function([](at::Tensor) { return at::Tensor(); })), {.memory_budget = plenty});
-    REQUIRE_ERROR("must be dense tensors, got an undefined one", nothing->forward(x));
+    REQUIRE_ERROR("must be dense tensors, got an undefined tensor", nothing->forward(x));
     ga::CheckpointedSequential two(nn::Sequential(nn::Bilinear(8, 8, 8), nn::Linear(8, 8)), {.memory_budget = plenty});
     REQUIRE_ERROR("expects 2 argument(s), but received 1", two->forward(x));
   }

@@ -293,7 +293,7 @@ TEST_CASE("CheckpointedSequential: a context reaches every module, in each run a
     const auto run = [&](const at::Tensor& h, const at::Tensor& m) { return net->forward(h, m); };
     CHECK(same_bits(outcome_of_two_masks(blocks, x, mask, run), plain));
     CHECK_FALSE(same_bits(outcome_of_two_masks(blocks, x, mask.logical_not(), run), plain));
-    REQUIRE_ERROR("the context must not require gradients", net->forward(x, torch::ones({6}).requires_grad_()));
+    REQUIRE_ERROR("the context must not require grad", net->forward(x, torch::ones({6}).requires_grad_()));
   }
   ga::CheckpointedSequential net(blocks, {.segments = 2});
   REQUIRE_THROWS(net->forward(x));  // which each block asks for
@@ -485,9 +485,9 @@ TEST_CASE("CheckpointedSequential: trains as the Sequential does, with accumulat
 TEST_CASE("CheckpointedSequential: options that make no sense") {
   const nn::Sequential three(nn::Linear(4, 4), nn::Tanh(), nn::Linear(4, 4));
   using Net = ga::CheckpointedSequential;
-  REQUIRE_ERROR("either segments or memory_budget must be given, got segments = 0 and memory_budget = 0",
+  REQUIRE_ERROR("exactly one of segments and memory_budget must be given, got segments = 0 and memory_budget = 0",
                 Net(three, ga::CheckpointedSequentialOptions{}));
-  REQUIRE_ERROR("either segments or memory_budget must be given, got segments = 2 and memory_budget = 100",
+  REQUIRE_ERROR("exactly one of segments and memory_budget must be given, got segments = 2 and memory_budget = 100",
                 Net(three, {.segments = 2, .memory_budget = 100}));
   REQUIRE_ERROR("segments must be 1 to 3, the number of modules, got 4", Net(three, {.segments = 4}));
   REQUIRE_ERROR("segments must be 1 to 3, the number of modules, got -1", Net(three, {.segments = -1}));
@@ -507,7 +507,7 @@ TEST_CASE("CheckpointedSequential: the plan, and what it says") {
   CHECK(by_segments.str() == "schedule: [0-8] 9-18\n");
 
   ga::CheckpointedSequential net(chain.net, {.memory_budget = plenty});
-  REQUIRE_ERROR("CheckpointedSequential: there is no plan before the first forward pass with gradients", net->plan());
+  REQUIRE_ERROR("CheckpointedSequential: there is no plan yet; run a forward pass with gradients first", net->plan());
   {
     const at::NoGradGuard no_gradients;
     net->forward(chain.input);
@@ -540,7 +540,7 @@ TEST_CASE("CheckpointedSequential: an activation that writes over its input, at 
   const auto x = randoms({3, 4});
   nn::Sequential relu(nn::Linear(4, 4), nn::ReLU(nn::ReLUOptions().inplace(true)), nn::Linear(4, 4), nn::Linear(4, 4));
   ga::CheckpointedSequential beginning(relu, {.segments = 3});  // [0] [1] 2-3
-  REQUIRE_ERROR("must leave its inputs as they are", beginning->forward(x));
+  REQUIRE_ERROR("must not change its inputs in place", beginning->forward(x));
   Rig rig({"relu", relu, x});
   const auto plain = rig.step(relu);
   ga::CheckpointedSequential behind(relu, {.segments = 2});  // [0-1] 2-3

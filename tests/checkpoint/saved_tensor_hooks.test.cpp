@@ -517,8 +517,8 @@ TEST_CASE("SavedTensorHooks: another engine than LibTorch's own is an error") {
   CHECK(inner::SavingScope::innermost() == nullptr);
   x.exp().sum().backward();
   torch::autograd::set_default_engine_stub(&torch::autograd::Engine::get_base_engine);
-  CHECK(contains(hooks, "SavedTensorHooks: LibTorch's own engine of autograd must be at work, got another one"));
-  CHECK(contains(checkpoint, "checkpoint: LibTorch's own engine of autograd must be at work, got another one"));
+  CHECK(contains(hooks, "SavedTensorHooks: LibTorch's own autograd engine must be in use, got another one"));
+  CHECK(contains(checkpoint, "checkpoint: LibTorch's own autograd engine must be in use, got another one"));
   CHECK(same_bits(take_gradients({x})[0], x.exp()));
   CHECK(testing::error_of([&] { ga::SavedTensorHooks hooks(identity, identity); }) == "");
 }

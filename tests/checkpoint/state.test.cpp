@@ -287,7 +287,7 @@ TEST_CASE("checkpoint: running statistics are still those of the model where the
 
 TEST_CASE("checkpoint: the function must not change its inputs in place") {
   const auto x = leaf(randoms({4}));
-  const char* message = "checkpoint: the function must leave its inputs as they are, and changes tensor 1 of them";
+  const char* message = "checkpoint: the function must not change its inputs in place, but changes tensor 1 of them";
   const auto changes = [](const at::Tensor& a, at::Tensor b) { return a * b.add_(1); };
   REQUIRE_ERROR(message, ga::checkpoint(changes, x, torch::ones({4}, at::kDouble)));
   REQUIRE_ERROR(message, ga::checkpoint([](const at::Tensor& a, std::vector<at::Tensor> b) { return a * b[0].relu_(); },

@@ -76,7 +76,7 @@ int main() {
   ga::Trainer no_return(model, sgd, objective, NoReturn{});          // error: ready must be callable as bool ready\(\)
   ga::Trainer nameless(model, sgd, objective, Nameless{});           // error: with state\(ga::Archive&\) goes a member std::string_view name
   ga::Trainer no_scope(model, sgd, objective, NoScope{});            // error: forward_scope must give back the guard
-  ga::Trainer same(model, sgd, objective, ga::ClipNorm{}, ga::ClipNorm{});  // error: two policies of one kind
+  ga::Trainer same(model, sgd, objective, ga::ClipNorm{}, ga::ClipNorm{});  // error: the same static member name
   twice.policy<Counts>();                                            // error: needs P to be one of its policies, and the only one
   trainer.policy<ga::ClipNorm>();                                    // error: needs P to be one of its policies
   ga::Trainer nothing(model, sgd, objective, Nothing{});             // error: expected a policy, which has one of the hooks of policy.hpp

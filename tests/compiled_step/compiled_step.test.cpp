@@ -285,7 +285,7 @@ TEST_CASE("Backward runs once, unless its graph is kept", "[compiled_step]") {
   loss = step(batch);
   loss.mean.backward(torch::full({}, 4.0));
   CHECK(worst(four_times, gradients(*net)) < 1e-6);
-  CHECK(error_of([&] { loss.mean.backward(); }).find("backward runs once, unless .retain_graph is true") !=
+  CHECK(error_of([&] { loss.mean.backward(); }).find("backward must run only once, unless .retain_graph is true") !=
         std::string::npos);
   loss = step(batch);
   CHECK(error_of([&] { loss.backward({.create_graph = true}); }).find("create_graph must be false") !=
@@ -353,7 +353,7 @@ TEST_CASE("A float16 step has the loss scale inside", "[compiled_step]") {
   }
   CHECK(error_of([&] {
           late.backward(torch::full({}, 2.0));
-        }).find("parameters must not move between a float16 loss and its backward") != std::string::npos);
+        }).find("parameters must not change between a float16 loss and its backward") != std::string::npos);
 }
 
 TEST_CASE("Attention, compiled, is the objective's to rounding: float32, bfloat16, windows of any length",
@@ -423,7 +423,7 @@ TEST_CASE("A trainer trains with a compiled step", "[compiled_step]") {
   CHECK(counted.report().compiled + counted.report().eager == 10);
 
   auto third = perceptron();
-  CHECK(error_of([&] { counted(third, batches.front()); }).find("must get the model that it was made for") !=
+  CHECK(error_of([&] { counted(third, batches.front()); }).find("must get the model that the step was made for") !=
         std::string::npos);
 }
 
@@ -486,7 +486,7 @@ TEST_CASE("Where there is no graph the objective runs, and is counted", "[compil
         "1 not: no graph for Float [1, 6], Long [1]\n"
         "1 not: other modes: training but last; no autocast\n"
         "1 not: other modes: training; BFloat16 autocast\n"
-        "1 not: the model had 'hidden.weight Float [5, 6] parameter' and is 'hidden.weight Float [5, 6] frozen "
+        "1 not: the model had 'hidden.weight Float [5, 6] parameter', now 'hidden.weight Float [5, 6] frozen "
         "parameter'\n");
 
   const auto transposed = Batch{batch.first.t().contiguous().t(), batch.second};  // as it lies in memory, another
@@ -570,10 +570,10 @@ TEST_CASE("A model that is another than the one saved is refused", "[compiled_st
     return error;
   };
   CHECK(refused(std::make_shared<OtherImpl>()) ==
-        "CompiledStep: perceptron: the model must be the one that was saved, which had 'hidden.weight Float [5, 6] "
-        "parameter' and is 'hidden.weight Float [4, 6] parameter': make and compile it again");
+        "CompiledStep: perceptron: the model must be as it was saved; it had 'hidden.weight Float [5, 6] parameter', "
+        "now 'hidden.weight Float [4, 6] parameter': make and compile it again");
   CHECK(refused(convolutional())
-            .find("which had 'hidden.weight Float [5, 6] parameter' and is 'unused Double [2] "
+            .find("it had 'hidden.weight Float [5, 6] parameter', now 'unused Double [2] "
                   "parameter'") != std::string::npos);
   auto doubles = perceptron();
   doubles->to(torch::kDouble);
@@ -613,11 +613,10 @@ TEST_CASE("A step of a folder runs, and is loaded only as it was written", "[com
   CHECK(has(error_with([](Folder& folder) { testing::write_text(folder.library(), "short"); }), "got 5"));
   CHECK(has(error_with([](Folder& folder) { std::filesystem::remove(folder.library()); }), "No such file"));
   CHECK(has(error_with([](Folder& folder) { folder.manifest.files.clear(); }), "must list the file graph-0."));
-  CHECK(has(error_with([](Folder& folder) { folder.manifest.libtorch = "2.3.0"; }),
-            "must be of a program with LibTorch"));
+  CHECK(has(error_with([](Folder& folder) { folder.manifest.libtorch = "2.3.0"; }), "must be made with LibTorch"));
   CHECK(has(error_of_value("graph-0.capability", std::string("AVX9")), "compiled for processors with AVX9"));
-  CHECK(has(error_of_value("graph-0.code", std::string()), "must be compiled: tools/compile_step.py does it"));
-  CHECK(has(error_of_value("graph-0.gradients", std::string("yyy")), "must tell of each parameter and buffer"));
+  CHECK(has(error_of_value("graph-0.code", std::string()), "must be compiled first: run tools/compile_step.py"));
+  CHECK(has(error_of_value("graph-0.gradients", std::string("yyy")), "must describe every parameter and buffer"));
   CHECK(has(error_of_value("graph-0.gradients", std::string("yyyn")), "must take 7 tensors and give 5, got 7 and 6"));
   CHECK(has(error_of_value("graph-0.output", false), "must take 7 tensors and give 5, got 7 and 6"));
   CHECK(has(error_of_value("graph-0.target", std::int64_t{2}), "the target must be one of 2 tensors, got 2"));

@@ -385,7 +385,7 @@ TEST_CASE("A doubt is a warning, and leaves a layout to the objective", "[compil
   CHECK(count == 2);
   REQUIRE(warnings.texts().size() == 1);
   CHECK(warnings.texts()[0].starts_with(
-      "CompiledStep: simulated: the objective runs in place of the compiled step: a doubt about "));
+      "CompiledStep: simulated: the objective runs instead of the compiled step: a doubt about "));
   const auto twice = testing::take_gradients(net->parameters());
   plain_loss(net, batch).backward();
   plain_loss(net, batch).backward();

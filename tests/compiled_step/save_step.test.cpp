@@ -105,7 +105,7 @@ TEST_CASE("What cannot be recorded is refused", "[save_step]") {
     INFO(text);
     return text.starts_with(with);
   };
-  const std::string other = "save_step: what was recorded must be what the objective does, but the gradient of hidden.";
+  const std::string other = "save_step: the recorded step must do what the objective does, but the gradient of hidden.";
   CHECK(starts(refused([](auto& model, auto& of) {
                  const auto hidden = StraightThrough::apply(model->hidden(of.first));
                  return torch::cross_entropy_loss(model->last(hidden), of.second);
@@ -137,14 +137,14 @@ TEST_CASE("What cannot be recorded is refused", "[save_step]") {
     return torch::cross_entropy_loss(model->forward(of.first), of.second, weights);
   };
   CHECK(starts(refused(weighted),
-               "save_step: the objective uses a tensor that is neither of the model nor of the batch, Float [3]"));
+               "save_step: the objective uses a tensor that belongs neither to the model nor to the batch, Float [3]"));
   CHECK(refused(weighted, {.constants = true}).empty());
   const auto factor = torch::tensor(2.f);  // of one element, too
   CHECK(starts(refused([&](auto& model, auto& of) { return factor * plain_loss(model, of); }),
-               "save_step: the objective uses a tensor that is neither of the model nor of the batch, Float []"));
+               "save_step: the objective uses a tensor that belongs neither to the model nor to the batch, Float []"));
   CHECK(refused([&](auto& model, auto& of) { return torch::tensor(2.f) * plain_loss(model, of); }).empty());
   CHECK(starts(refused([](auto&, auto& of) { return of.first.mean(); }),
-               "Loss: the mean requires no grad, so backward has nothing to do"));
+               "Loss: the mean must require grad for backward, but does not"));
   CHECK(starts(refused([](auto& model, auto& of) { return model->forward(of.first); }),
                "Loss: the mean must have one element, got shape [8, 3]"));
   CHECK_THROWS_AS(
@@ -163,7 +163,7 @@ TEST_CASE("An objective that gives two results for a batch is refused for that",
         directory / "step");
   });
   INFO(error);
-  CHECK(error.find(" from one run of the objective to the next: make what changes ") != std::string::npos);
+  CHECK(error.find(" from one run of the objective to the next: pass what changes ") != std::string::npos);
   CHECK(error.find("autograd::Function") == std::string::npos);
 }
 
@@ -329,8 +329,8 @@ TEST_CASE("Batches of whatever type have their tensors recorded", "[save_step]")
   };
   CHECK(as_many(8).empty());
   CHECK(as_many(1).empty());
-  CHECK(as_many(21).starts_with("save_step: the loss must be of as many items as the batch has rows, or of 1, got 21"));
-  CHECK(as_many(0).find("the batch must have items, got 0") != std::string::npos);
+  CHECK(as_many(21).starts_with("save_step: the loss's items must be 1 or the batch's number of rows, got 21"));
+  CHECK(as_many(0).find("the loss's items must be > 0, got 0") != std::string::npos);
   CHECK(error_of([&] {
           ga::save_step(
               net, [&](auto& m, auto&) { return loss(m, x, y); }, std::vector<at::Tensor>{}, directory / "own");
@@ -384,7 +384,7 @@ TEST_CASE("A folder is replaced only if it is a step", "[save_step]") {
   testing::write_text(directory / "other" / "thesis.tex", "of years");
   CHECK(error_of([&] {
           ga::save_step(net, counted_loss, rows_of_six(8), directory / "other");
-        }).find("must be a new folder, or a saved step") != std::string::npos);
+        }).find("must be a new folder or a saved step") != std::string::npos);
   CHECK(testing::text_of(directory / "other" / "thesis.tex") == "of years");
 }
 

@@ -487,13 +487,13 @@ TEST_CASE("LengthBuckets: a state from elsewhere is refused, and changes nothing
   auto buckets = make(lengths, {.tokens = 300, .shuffle = true}), copy = buckets;
   const auto size = buckets.size();
   constexpr auto most = std::numeric_limits<std::int64_t>::max();
-  REQUIRE_ERROR("LengthBuckets: a state must have an epoch and a batch of 0 to " + std::to_string(size) +
-                    ", got 0 and " + std::to_string(size + 1),
+  REQUIRE_ERROR("LengthBuckets: a state's batch must be in [0, " + std::to_string(size) + "], got " +
+                    std::to_string(size + 1) + " in epoch 0",
                 buckets.load_state({0, size + 1}));
-  REQUIRE_ERROR("got 0 and -1", buckets.load_state({0, -1}));
-  REQUIRE_ERROR("must have an epoch >= 0 that another can follow, got -2", buckets.load_state({-2, 0}));
-  REQUIRE_ERROR("that another can follow", buckets.load_state({most, 0}));
-  REQUIRE_ERROR("got 5 and " + std::to_string(most), buckets.load_state({5, most}));
+  REQUIRE_ERROR("got -1 in epoch 0", buckets.load_state({0, -1}));
+  REQUIRE_ERROR("LengthBuckets: a state's epoch must be >= 0 and have a next one, got -2", buckets.load_state({-2, 0}));
+  REQUIRE_ERROR("must be >= 0 and have a next one", buckets.load_state({most, 0}));
+  REQUIRE_ERROR("got " + std::to_string(most) + " in epoch 5", buckets.load_state({5, most}));
   gradaccum::Archive saved;
   buckets.state(saved);
   const auto load_from_two = [&](const gradaccum::Archive::Value& batch_of_rank_1) {
@@ -504,7 +504,7 @@ TEST_CASE("LengthBuckets: a state from elsewhere is refused, and changes nothing
     buckets.state(archive);
   };
   for (const std::int64_t batch : {std::int64_t{-1}, most / 2, most})
-    REQUIRE_ERROR("LengthBuckets: a state must have a batch >= 0 that an epoch can have, got " + std::to_string(batch),
+    REQUIRE_ERROR("LengthBuckets: a state's batch must be >= 0 and fit into an epoch, got " + std::to_string(batch),
                   load_from_two(batch));
   REQUIRE_ERROR("Archive: the value 'rank_1.batch' is of another type", load_from_two(std::string("1")));
   CHECK(buckets.size() == size);
@@ -531,7 +531,7 @@ TEST_CASE("LengthBuckets: one loop at a time, copies apart, a loop that was left
       for ([[maybe_unused]] auto& batch : inner) ++bodies;
     return bodies;
   };
-  REQUIRE_ERROR("LengthBuckets: a second loop began inside this one; give it a copy", nested(buckets));
+  REQUIRE_ERROR("LengthBuckets: a second loop began inside the first; give it a copy", nested(buckets));
   auto copy = buckets;
   CHECK(nested(copy) == 100);
   STATIC_REQUIRE(std::input_iterator<LengthBuckets::Iterator>);
@@ -574,29 +574,29 @@ TEST_CASE("LengthBuckets: empty, and refused") {
     return LengthBuckets(std::move(sequences), rows, options);
   };
   const auto one = torch::ones({3}, at::kLong);
-  REQUIRE_ERROR("one of batch_size and tokens must be >= 1, and the other left out, got 0 and 0", buckets({one}, {}));
+  REQUIRE_ERROR("exactly one of batch_size and tokens must be given and >= 1, got 0 and 0", buckets({one}, {}));
   REQUIRE_ERROR("got 2 and 8", buckets({one}, {.batch_size = 2, .tokens = 8}));
   REQUIRE_ERROR("got -1 and 0", buckets({one}, {.batch_size = -1}));
   REQUIRE_ERROR("got -1 and 4", buckets({one}, {.batch_size = -1, .tokens = 4}));
   REQUIRE_ERROR("mega_batch must be >= 1, got 0", buckets({one}, {.batch_size = 1, .mega_batch = 0}));
-  REQUIRE_ERROR("drop_last goes with batch_size", buckets({one}, {.tokens = 8, .drop_last = true}));
-  REQUIRE_ERROR("must fit into tokens = 4, number 1 has length 9; cut it, leave it out, or raise tokens",
+  REQUIRE_ERROR("drop_last must come with batch_size", buckets({one}, {.tokens = 8, .drop_last = true}));
+  REQUIRE_ERROR("must fit into tokens = 4, but number 1 has length 9; truncate it, remove it, or raise tokens",
                 buckets({one, torch::ones({9}, at::kLong)}, {.tokens = 4}));
-  REQUIRE_ERROR("must have an element, number 1 has none; leave it out", buckets({one, torch::ones({0}, at::kLong)}));
-  REQUIRE_ERROR("sequences must be alike but for their length; number 0 is Long [3] on cpu, number 1 is Float [3]",
+  REQUIRE_ERROR("must have an element, but number 1 has none; remove it", buckets({one, torch::ones({0}, at::kLong)}));
+  REQUIRE_ERROR("sequences must be alike except for their length; number 0 is Long [3] on cpu, number 1 is Float [3]",
                 buckets({one, torch::ones({3})}));
   REQUIRE_ERROR("number 1 is Long [3, 2]", buckets({one, torch::ones({3, 2}, at::kLong)}));
   REQUIRE_ERROR("must have a first dimension, their length; number 1 has none", buckets({one, torch::ones({})}));
   REQUIRE_ERROR("number 0 has none", buckets({at::Tensor()}));
   REQUIRE_ERROR("padding must fit the dtype that it pads, Long, got 0.5",
                 buckets({one}, {.batch_size = 1, .padding = 0.5}));
-  REQUIRE_ERROR("as many, got 1 and 2", LengthBuckets({one}, torch::ones({2}), {.batch_size = 1}));
+  REQUIRE_ERROR("as many targets as sequences, 1, got 2", LengthBuckets({one}, torch::ones({2}), {.batch_size = 1}));
   REQUIRE_ERROR("targets must have a first dimension", LengthBuckets({one}, at::Tensor(), {.batch_size = 1}));
   REQUIRE_ERROR("targets must have a first dimension", LengthBuckets({one}, torch::ones({}), {.batch_size = 1}));
   const std::vector<at::Tensor> bytes{torch::ones({3}, at::kByte)}, both{one, one};
   REQUIRE_ERROR("target_padding must fit the dtype that it pads, Byte, got -100",
                 LengthBuckets({one}, bytes, {.batch_size = 1}));
-  REQUIRE_ERROR("as many, got 1 and 2", LengthBuckets({one}, both, {.batch_size = 1}));
+  REQUIRE_ERROR("as many targets as sequences, 1, got 2", LengthBuckets({one}, both, {.batch_size = 1}));
 }
 
 TEST_CASE("LengthBuckets: on a device, the counts on the CPU", "[cuda]") {

@@ -395,7 +395,7 @@ TEST_CASE("Prefetch: what it refuses") {
     for ([[maybe_unused]] auto& batch : ahead)
       for ([[maybe_unused]] auto& inner : ahead) break;
   };
-  REQUIRE_ERROR("Prefetch: a second loop began inside this one", nested());
+  REQUIRE_ERROR("Prefetch: a second loop began inside the first", nested());
   CHECK(seen(ahead).size() == 3);  // and can be used after that
   struct Odd {
     int number = 0;
@@ -403,7 +403,7 @@ TEST_CASE("Prefetch: what it refuses") {
   };
   std::vector<Odd> odd(2);
   for ([[maybe_unused]] auto& batch : Prefetch(odd)) CHECK(batch.number == 0);
-  REQUIRE_ERROR("give the class a Batch to(at::Device) const", Prefetch(odd, {.device = at::kCPU}).begin());
+  REQUIRE_ERROR("give that class a member Batch to(at::Device) const", Prefetch(odd, {.device = at::kCPU}).begin());
 }
 
 TEST_CASE("Prefetch: batches that cannot be copied are moved out of an input range") {

@@ -79,7 +79,7 @@ TEST_CASE("TensorBatches: a loop inside its own loop is refused; over a copy it 
       for ([[maybe_unused]] auto& batch : inner) ++bodies;
     return bodies;
   };
-  REQUIRE_ERROR("TensorBatches: a second loop began inside this one", nested(batches));
+  REQUIRE_ERROR("TensorBatches: a second loop began inside the first", nested(batches));
   auto copy = batches;
   CHECK(nested(copy) == 4);
   STATIC_REQUIRE(std::input_iterator<ga::data::TensorBatches::Iterator>);
@@ -120,7 +120,7 @@ TEST_CASE("TensorBatches: goes on from a saved state") {
     CHECK(epoch_of(resumed) == std::vector<std::int64_t>(second.begin() + 2 * done, second.end()));
     CHECK(epoch_of(resumed) == third);
   }
-  REQUIRE_ERROR("a batch of 0 to 5, got 0 and 6", straight.load_state({0, 6}));
+  REQUIRE_ERROR("a state's batch must be in [0, 5], got 6 in epoch 0", straight.load_state({0, 6}));
 }
 
 TEST_CASE("NamedTensorBatches: the same rows in the same order, of each tensor by its name") {
@@ -141,8 +141,8 @@ TEST_CASE("NamedTensorBatches: the same rows in the same order, of each tensor b
     }
     CHECK(next == 3);
   }
-  REQUIRE_ERROR("NamedTensorBatches: there must be a tensor", ga::data::NamedTensorBatches({}));
-  REQUIRE_ERROR("as many rows each, got 10 and 9",
+  REQUIRE_ERROR("NamedTensorBatches: at least one tensor must be given, got none", ga::data::NamedTensorBatches({}));
+  REQUIRE_ERROR("the same number of rows, got 10 and 9",
                 ga::data::NamedTensorBatches({{"a", x}, {"b", y.narrow(0, 0, 9)}}));
 }
 
@@ -151,7 +151,7 @@ TEST_CASE("TensorBatches: empty, and refused") {
   CHECK(none.size() == 0);
   CHECK(epoch_of(none).empty());
   using ga::data::TensorBatches;
-  REQUIRE_ERROR("as many rows each, got 2 and 3", TensorBatches(torch::ones({2, 1}), torch::ones({3})));
+  REQUIRE_ERROR("the same number of rows, got 2 and 3", TensorBatches(torch::ones({2, 1}), torch::ones({3})));
   REQUIRE_ERROR("must have a first dimension", TensorBatches(torch::ones({}), torch::ones({1})));
   REQUIRE_ERROR("must have a first dimension", TensorBatches(at::Tensor(), torch::ones({1})));
   REQUIRE_ERROR("batch_size must be >= 1, got 0", TensorBatches(torch::ones({2}), torch::ones({2}), {.batch_size = 0}));

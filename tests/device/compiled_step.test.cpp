@@ -231,7 +231,7 @@ TEST_CASE("CompiledStep: what does not fit a device is refused", "[cuda]") {
   model->zero_grad();
   model->to(at::kCPU);
   CHECK(contains(error_of([&] { ga::CompiledStep(model, objective, in_program); }),
-                 "which had '0.weight Float [16, 4] on cuda parameter' and is '0.weight Float [16, 4] parameter'"));
+                 "it had '0.weight Float [16, 4] on cuda parameter', now '0.weight Float [16, 4] parameter'"));
   const Example on_cpu(batch.data.cpu(), batch.target.cpu());
   step(on_cpu).backward();
   CHECK(step.report().why_eager.size() == 1);  // the model had other tensors

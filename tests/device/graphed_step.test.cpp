@@ -477,10 +477,10 @@ TEST_CASE("GraphedStep: runs the objective where there is no graph, and says why
     ga::GraphedStep step(model, [&](auto& net, auto& batch) { return (net->forward(batch.data) * other).sum(); });
     CHECK(contains(
         error_of([&] { step(batches[0]); }),
-        "GraphedStep: all tensors with gradients must be parameters of the model, got another one of shape [3]"));
+        "GraphedStep: every tensor that requires grad must be a parameter of the model, got another one of shape [3]"));
     ga::AmpScaler scaler({.init_scale = 4});
     ga::GraphedStep scaled(model, [&](auto& net, auto& batch) { return scaler.scale(objective(net, batch)); });
-    CHECK(contains(error_of([&] { scaled(batches[0]); }), "GraphedStep: a loss scale or weight must be put on"));
+    CHECK(contains(error_of([&] { scaled(batches[0]); }), "GraphedStep: a loss scale or weight must be applied to"));
     ga::GraphedStep with_host(model, [](auto& net, auto& batch) {
       return objective(net, batch).with(net->forward(batch.data).detach(), torch::tensor({3, 4}));
     });
@@ -513,7 +513,7 @@ TEST_CASE("GraphedStep: runs the objective where there is no graph, and says why
     CHECK_FALSE(error_of([&] { loss.backward(); }).empty());
     ga::GraphedStep without_gradient(model,
                                      [](auto& net, auto& batch) { return net->forward(batch.data).detach().sum(); });
-    CHECK(contains(error_of([&] { without_gradient(batches[0]); }), "requires no grad"));
+    CHECK(contains(error_of([&] { without_gradient(batches[0]); }), "must require grad"));
   }
 }
 

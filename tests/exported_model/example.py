@@ -57,7 +57,7 @@ def main():
         refused = run(program, "--model", folder / "model", "--data", folder / "none.safetensors")
         assert refused.returncode == 1 and refused.stderr.startswith("exported_model: ") and "none.safetensors" in refused.stderr
         refused = train("model", "--epochs", "1")
-        assert refused.returncode == 2 and "--output: must be another folder" in refused.stderr, refused.stderr
+        assert refused.returncode == 2 and "--output: must not be the folder of an exported model" in refused.stderr, refused.stderr
 
 
 main()

@@ -368,7 +368,8 @@ TEST_CASE("ExportedModel: saved weights are loaded again, and by Python") {
     batch["output"] = output;  // for read_weights.py
     ga::io::save_file(batch, exported / (std::string(name) + ".output.safetensors"));
 
-    CHECK(beside(error_of([&] { model->save_weights(exported / name); }), {"another folder"}) == "");
+    CHECK(beside(error_of([&] { model->save_weights(exported / name); }), {"neither an exported model nor a state"}) ==
+          "");
     auto tensors = ga::io::load_file(folder / "model.safetensors");
     const auto kept = flat(other);
     const testing::Directory directory;
@@ -393,7 +394,7 @@ TEST_CASE("ExportedModel: saved weights are loaded again, and by Python") {
 TEST_CASE("ExportedModel: what is not Python's export any more is named") {
   Folder folder;
   CHECK(error_of_folder(folder) == "");
-  CHECK(beside(error_of_folder(folder, "vit"), {"must be the export that was built into the program"}) == "");
+  CHECK(beside(error_of_folder(folder, "vit"), {"must be the export that was built into this program"}) == "");
   CHECK(beside(error_of_folder(folder, "none"), {"which has bert"}) == "");
 
   auto weights = ga::io::load_file(folder.path / "model.safetensors");
@@ -408,7 +409,7 @@ TEST_CASE("ExportedModel: what is not Python's export any more is named") {
   CHECK(beside(error_of_folder(folder), {"the training of", "must give what Python computed", "differs by"}) == "");
   others[name] = weights[name].narrow(0, 0, 3);
   put(others);
-  CHECK(beside(error_of_folder(folder), {"which had '" + name + " Double [16, 16] parameter'"}) == "");
+  CHECK(beside(error_of_folder(folder), {"it had '" + name + " Double [16, 16] parameter'"}) == "");
   others.erase(name);
   put(others);
   CHECK(beside(error_of_folder(folder), {"buffer." + name}) == "");
@@ -450,8 +451,8 @@ TEST_CASE("ExportedModel: what is not Python's export any more is named") {
   CHECK(beside(error_of_folder(folder), {"at most 64 parts"}) == "");
   folder.manifest.values["model"] = text;
   folder.manifest.libtorch = "1.0.0";
-  CHECK(beside(error_of([&] { ga::ExportedModel model(folder.write()); }),
-               {"must be of a program with LibTorch", "1.0.0"}) == "");
+  CHECK(beside(error_of([&] { ga::ExportedModel model(folder.write()); }), {"must be made with LibTorch", "1.0.0"}) ==
+        "");
 }
 
 TEST_CASE("ExportedModel: a manifest of other bytes is refused or harmless") {

@@ -379,12 +379,13 @@ TEST_CASE("FitMemory: other exceptions come out") {
   CHECK(contains(error_of([&] { memory.backward(optimizer, net, batch, objective); }), "must begin a window"));
   optimizer.discard();
   ga::GradAccumulator four(sgd, {.steps = 4});
-  CHECK(contains(error_of([&] { memory.backward(four, net, batch, objective); }), "steps must be 1, got 4"));
+  CHECK(contains(error_of([&] { memory.backward(four, net, batch, objective); }),
+                 "steps must be 1, since a window is one batch, got 4"));
   Batch empty{torch::zeros({0, 6}), torch::zeros({0, 3})};
   CHECK(contains(error_of([&] { memory.backward(optimizer, net, empty, objective); }), "the batch must have rows"));
   Batch uneven{torch::zeros({4, 6}), torch::zeros({3, 3})};
   CHECK(contains(error_of([&] { memory.backward(optimizer, net, uneven, objective); }),
-                 "must have as many rows each, got 4 and 3"));
+                 "must have the same number of rows, got 4 and 3"));
   CHECK(contains(error_of([&] {
                    ga::FitMemory wrong{.budget = -1};
                    wrong.backward(optimizer, net, batch, objective);
@@ -392,9 +393,10 @@ TEST_CASE("FitMemory: other exceptions come out") {
                  "budget must be > 0, got -1"));
   ga::optim::AdamW adamw(net->parameters(), 0.1);
   ga::GradAccumulator inside(adamw, {.in_backward = true});
-  CHECK(contains(error_of([&] { memory.backward(inside, net, batch, objective); }), "must not go with in_backward"));
+  CHECK(contains(error_of([&] { memory.backward(inside, net, batch, objective); }),
+                 "must not be combined with in_backward"));
   CHECK(contains(error_of([&] { ga::Trainer(net, adamw, objective, ga::FitMemory{}, ga::OptimizerInBackward{}); }),
-                 "must not go with OptimizerInBackward"));
+                 "must not be combined with OptimizerInBackward"));
 }
 
 TEST_CASE("FitMemory: nothing is kept over a thousand replays") {
@@ -808,9 +810,9 @@ TEST_CASE("FitMemory: batches of any kind") {
           return of(m, torch::stack(rows));
         }) > 2);
   CHECK(contains(error_of([&] { parts_of(x.unbind(0), [&](auto& m, auto& b) { return of(m, b[0]); }); }),
-                 "FitMemory: a batch must be one that can be divided"));
+                 "FitMemory: a batch must be divisible: a Tensor"));
   CHECK(contains(error_of([&] { parts_of(mine::Whole{x}, [&](auto& m, auto& b) { return of(m, b.points); }); }),
-                 "FitMemory: a batch must be one that can be divided"));
+                 "FitMemory: a batch must be divisible: a Tensor"));
 
   std::vector<at::Tensor> sequences;
   for (std::int64_t i = 0; i < 60; ++i) sequences.push_back(torch::randint(9, {1 + i % 13}));

@@ -95,7 +95,8 @@ TEST_CASE("OutputFile: each call that fails is an error, and there is no going o
     write(file, "text");
     file.close();
   };
-  const std::vector<std::string> errors{"made anew", "written to", "written to", "synced to the disk", "closed"};
+  const std::vector<std::string> errors{"a new file that can be created", "written to", "written to",
+                                        "synced to the disk", "closed"};
   for (long at = 0; at < 5; ++at) {
     std::filesystem::remove(path);
     std::optional<inner::OutputFile> file;
@@ -242,7 +243,7 @@ TEST_CASE("sync_directory: file systems that cannot are not an error, others are
     CHECK(files.has_failed());
   }
   const FailingFiles files(1, How::fail, EIO);
-  REQUIRE_ERROR(path.string() + ": must be synced to the disk, got Input/output error: look after the disk",
+  REQUIRE_ERROR(path.string() + ": must be synced to the disk, got Input/output error: check the disk",
                 inner::sync_directory(path));
 }
 
@@ -270,7 +271,8 @@ TEST_CASE("make_directory: not made where it cannot be synced, nor over a file")
   }
   CHECK_FALSE(std::filesystem::exists(directory / "a"));
   write_text(directory / "a", "text");
-  REQUIRE_ERROR("a: must be a directory, or be made, got File exists", inner::make_directory(directory / "a"));
+  REQUIRE_ERROR("a: must be a directory, or one that can be created, got File exists",
+                inner::make_directory(directory / "a"));
   CHECK(text_of(directory / "a") == "text");
 }
 

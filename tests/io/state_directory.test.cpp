@@ -188,7 +188,7 @@ TEST_CASE("StateDirectory: one writer at a time") {
   add(states, 2);
   add(states, 3, [&](const std::filesystem::path& folder) {
     write_state(folder, 3);
-    REQUIRE_ERROR(path.string() + ": must have one writer, and is being written to by another process or thread",
+    REQUIRE_ERROR(path.string() + ": must have only one writer, but another process or thread is writing to it",
                   add(other, 4));
     REQUIRE_ERROR("another process", other.keep_last(1));
     CHECK(checked(other) == Names{"step-000001", "step-000002"});
@@ -259,7 +259,7 @@ TEST_CASE("StateDirectory: a directory that cannot be") {
   write_text(directory / "file", "text");
   StateDirectory states(directory / "file");
   REQUIRE_ERROR("file: must be a directory that can be read, got Not a directory", states.finished());
-  REQUIRE_ERROR("file: must be a directory, or be made, got File exists", add(states, 1));
+  REQUIRE_ERROR("file: must be a directory, or one that can be created, got File exists", add(states, 1));
 }
 
 namespace {

@@ -215,9 +215,9 @@ TEST_CASE("load_weights: refuses what cannot be copied into, before anything cha
   ga::io::save_file({{"first", torch::ones({2})}, {"second", torch::ones({2})}}, path);
   for (bool strict : {true, false}) {
     Two expanded(torch::zeros({1}).expand({2})), meta(torch::zeros({2}, at::kMeta));
-    REQUIRE_ERROR("the module's second must have memory for each of its numbers, got an expanded tensor",
+    REQUIRE_ERROR("the module's second must have memory for each of its elements, got an expanded tensor",
                   ga::io::load_weights(expanded, path, {.strict = strict}));
-    REQUIRE_ERROR("got a tensor on the device meta", ga::io::load_weights(meta, path, {.strict = strict}));
+    REQUIRE_ERROR("got a meta tensor", ga::io::load_weights(meta, path, {.strict = strict}));
     CHECK(expanded.first.equal(torch::zeros({2})));
     CHECK(meta.first.equal(torch::zeros({2})));
   }
@@ -229,7 +229,7 @@ TEST_CASE("load_weights: refuses what cannot be copied into, before anything cha
   bytes.back() = '\2';
   testing::write_text(path, bytes);
   Two flags(torch::zeros({2}));
-  REQUIRE_ERROR("flags of 0 and 1 only", ga::io::load_weights(flags, path, {.strict = false}));
+  REQUIRE_ERROR("only bytes 0 and 1", ga::io::load_weights(flags, path, {.strict = false}));
   CHECK(flags.first.equal(torch::zeros({2})));
 }
 

@@ -642,8 +642,8 @@ TEST_CASE("Adafactor: state that does not fit is refused, and nothing has change
        [](auto& s) {
          s["exp_avg.p0"] = torch::ones({5, 4});
        }},
-      {"row_var of step 2 must be there", [](auto& s) { s.erase("row_var.p0"); }},
-      {"variance of step 2 must be there", [](auto& s) { s.erase("variance.p1"); }},
+      {"row_var of step 2 must be defined", [](auto& s) { s.erase("row_var.p0"); }},
+      {"variance of step 2 must be defined", [](auto& s) { s.erase("variance.p1"); }},
       {"has no variance, got one of [3]", [](auto& s) { s["variance.p0"] = torch::ones({3}); }},
       {"has no row_var", [](auto& s) { s["row_var.p1"] = torch::ones({3}); }},
       {"must be dense",
@@ -671,7 +671,7 @@ TEST_CASE("Adafactor: state that does not fit is refused, and nothing has change
   torch::save(adafactor, file);
   torch::load(other, file);
   for (auto& each : q) each.mutable_grad() = torch::ones_like(each.detach());
-  REQUIRE_ERROR("variance of step 2 must be there", other.step());
+  REQUIRE_ERROR("variance of step 2 must be defined", other.step());
   for (auto& each : q) CHECK(each.eq(1).all().item<bool>());
   for (auto step : {std::int64_t{-1}, std::numeric_limits<std::int64_t>::max()}) {
     static_cast<AdafactorParamState&>(*adafactor.state().at(p[1].unsafeGetTensorImpl())).step(step);
@@ -710,7 +710,7 @@ TEST_CASE("Adafactor: what cannot be stepped is refused before anything has move
   auto other = leaf(p);
   other.mutable_grad() = torch::ones({3});
   Adafactor adafactor({p});
-  REQUIRE_ERROR("those of other parameters", adafactor.step(ga::Gradients(Parameters{other})));
+  REQUIRE_ERROR("got those of other parameters", adafactor.step(ga::Gradients(Parameters{other})));
 }
 
 TEST_CASE("Adafactor: wrong options are refused, where they are given, loaded or changed") {

@@ -285,7 +285,7 @@ TEST_CASE("Adam8bit: parameters that keep their moments in 32 bits are stepped a
   CHECK(dtype_of_moments(coded) == at::kByte);  // the others are as before
 
   REQUIRE_ERROR("before the first step", adam.keep_in_32_bits({kept, coded}));
-  REQUIRE_ERROR("must have parameters of this optimizer", adam.keep_in_32_bits({plain}));
+  REQUIRE_ERROR("must be given parameters of this optimizer", adam.keep_in_32_bits({plain}));
 }
 
 TEST_CASE("Adam8bit and AdamW8bit: where the weight decay goes") {
@@ -489,10 +489,10 @@ TEST_CASE("Adam8bit: state of another model is refused, and nothing has changed"
   refused("state was loaded for another model", with("exp_avg_scale.weight", torch::zeros({32}, at::kDouble)));
   refused("state was loaded for another model", with("exp_avg_sq.weight", torch::zeros({80, 100})));
   refused("state was loaded for another model", without("exp_avg_sq_scale.weight"));
-  refused("must both be there", without("exp_avg_sq.bias"));
+  refused("must both exist", without("exp_avg_sq.bias"));
   refused("incomplete", without("step.weight"));
   refused("whole number >= 0", with("step.weight", torch::tensor(-1.0)));
-  refused("no such state", with("exp_avg.other", torch::zeros({3})));
+  refused("no parameter or state of this optimizer matches", with("exp_avg.other", torch::zeros({3})));
 
   // A file, which LibTorch reads: noticed at the next step, before anything moves.
   auto& state = state_of(optimizer, model->weight);
@@ -598,7 +598,7 @@ TEST_CASE("Adam8bit: what it refuses") {
   REQUIRE_ERROR("Adam8bit: betas must be in [0, 1)", make(Adam8bitOptions(1).betas({1.0, 0.9})));
   REQUIRE_ERROR("Adam8bit: eps must be >= 0", make(Adam8bitOptions(1).eps(std::nan(""))));
   REQUIRE_ERROR("Adam8bit: weight_decay must be >= 0", make(Adam8bitOptions(1).weight_decay(-0.1)));
-  REQUIRE_ERROR("no amsgrad", make(Adam8bitOptions(1).amsgrad(true)));
+  REQUIRE_ERROR("amsgrad must be false", make(Adam8bitOptions(1).amsgrad(true)));
   REQUIRE_ERROR("listed twice", [&] {
     ga::optim::Adam8bit twice({parameter, parameter}, Adam8bitOptions(1));
     parameter.mutable_grad() = torch::ones({5000});
@@ -724,7 +724,7 @@ TEST_CASE("Adam8bit: moments of 8 bits for a parameter in float64 are refused be
   torch::OrderedDict<std::string, at::Tensor> names;
   names.insert("large", large);
   names.insert("small", small);
-  REQUIRE_ERROR("must be of floats for a parameter in Double",
+  REQUIRE_ERROR("must be floating for a parameter in Double",
                 other.load_named_state(named(wide), adam.named_state(names)));
   CHECK(other.named_state(named(wide)).empty());
 }

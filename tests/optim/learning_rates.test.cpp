@@ -109,7 +109,7 @@ TEST_CASE("LearningRates: what cannot be set changes nothing") {
 }
 
 TEST_CASE("LearningRates: optimizers that it cannot be made of") {
-  REQUIRE_ERROR("LearningRates: the first group's rate must be > 0 where another's is, got 0 and 0.1",
+  REQUIRE_ERROR("LearningRates: the first group's rate must be > 0 if another's is, got 0 and 0.1",
                 ga::LearningRates(*sgd_with({0, 0.1})));
   SGD without_groups(std::vector<torch::optim::OptimizerParamGroup>(), SGDOptions(0.1));
   REQUIRE_ERROR("LearningRates: the optimizer must have a parameter group", ga::LearningRates(without_groups));

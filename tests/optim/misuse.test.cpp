@@ -63,7 +63,7 @@ TEST_CASE("one-pass optimizers: what cannot be stepped is refused before anythin
   check_refused("single memory location", with_gradient(expanded, torch::ones({4})));
 
   auto zero = at::_efficientzerotensor({3}, at::TensorOptions(at::kFloat));
-  check_refused("can be written to", with_gradient(zero, torch::ones({3})));
+  check_refused("must be writable", with_gradient(zero, torch::ones({3})));
 
   auto csr = leaf(torch::ones({3, 3}));
   check_refused("dense or sparse COO", with_gradient(csr, torch::eye(3).to_sparse_csr()));
@@ -79,7 +79,7 @@ TEST_CASE("one-pass optimizers: gradients of somebody else's parameters are an e
   auto mine = with_gradient(leaf(torch::ones({3})), torch::ones({3}));
   auto other = with_gradient(leaf(torch::ones({3})), torch::ones({3}));
   ga::optim::AdamW adamw({mine});
-  REQUIRE_ERROR("those of other parameters", adamw.step(ga::Gradients(Parameters{other})));
+  REQUIRE_ERROR("got those of other parameters", adamw.step(ga::Gradients(Parameters{other})));
   adamw.step(ga::Gradients(Parameters{other, mine}));  // more than its own are fine
   CHECK(mine.ne(1).all().item<bool>());
   CHECK(other.eq(1).all().item<bool>());

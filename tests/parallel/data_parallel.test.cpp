@@ -170,7 +170,7 @@ TEST_CASE("DataParallel: a saved training goes on to the bit, on all ranks") {
   for (auto& error : errors) CHECK(error.find("`resume` must be given on all ranks") != error.npos);
   // Neither is it resumed by another number of ranks.
   Run alone;
-  REQUIRE_ERROR("world_size = 2, and here it is 1", alone.fit(data, ga::ProcessGroup(), directory / "stopped",
+  REQUIRE_ERROR("world_size = 2, but here it is 1", alone.fit(data, ga::ProcessGroup(), directory / "stopped",
                                                               {.epochs = 3, .resume = directory / "stopped"}));
 }
 
@@ -326,7 +326,8 @@ TEST_CASE("DataParallel: another number of ranks is refused where the place of a
     tests::as_ranks(3, [&](auto& group) { error_of_fit(group, dealt(group, 2), {.epochs = 1}); });
     for (auto& error : errors)
       CHECK_THAT(error,
-                 Catch::Contains("TensorBatches: the state was saved within epoch 0 by 2 rank(s), after 2, 4 batches"));
+                 Catch::Contains(
+                     "TensorBatches: the state was saved in the middle of epoch 0 by 2 rank(s), after 2, 4 batches"));
     tests::as_ranks(2, [&](auto& group) {  // as many go on, whatever they have taken
       error_of_fit(group, dealt(group, 2), {.updates = 3}, Uneven{.micro_batches = group.rank() + 1});
     });
@@ -336,15 +337,15 @@ TEST_CASE("DataParallel: another number of ranks is refused where the place of a
   SECTION("other batches") {
     tests::as_ranks(2, [&](auto& group) { error_of_fit(group, dealt(group, 2), {.updates = 2}); });
     error_of_fit({}, dealt({}, 3), {.epochs = 1});
-    CHECK_THAT(errors[0], Catch::Contains("within epoch 0 by 2 rank(s), after 2, 2 batches"));
-    CHECK_THAT(errors[0], Catch::Contains("the same batches"));
+    CHECK_THAT(errors[0], Catch::Contains("in the middle of epoch 0 by 2 rank(s), after 2, 2 batches"));
+    CHECK_THAT(errors[0], Catch::Contains("the same data"));
   }
   SECTION("a range that does not tell its place") {
     std::vector<ga::data::Batch> list;
     for (std::int64_t i = 0; i < 4; ++i) list.push_back({inputs.narrow(0, i, 2), targets.narrow(0, i, 2)});
     tests::as_ranks(2, [&](auto& group) { error_of_fit(group, list, {.updates = 2}); });
     error_of_fit({}, list, {.epochs = 1});
-    CHECK_THAT(errors[0], Catch::Contains("Trainer: the state was saved within an epoch, by 2 rank(s)"));
+    CHECK_THAT(errors[0], Catch::Contains("Trainer: the state was saved in the middle of an epoch, by 2 rank(s)"));
   }
   SECTION("an open window") {
     Share own;
@@ -388,8 +389,9 @@ TEST_CASE("DataParallel: what does not go with gradients that are divided is ref
     of_tail[place] = error_of_fit({.epochs = 1, .tail = ga::Tail::drop});
     of_memory[place] = error_of_fit({.epochs = 1}, ga::FitMemory{.budget = 1 << 30});
   });
-  for (auto& error : of_tail) CHECK_THAT(error, Catch::Contains("tail must be flush"));
-  for (auto& error : of_memory) CHECK_THAT(error, Catch::Contains("FitMemory: must not go with Shard::gradients"));
+  for (auto& error : of_tail) CHECK_THAT(error, Catch::Contains("tail must be ga::Tail::flush"));
+  for (auto& error : of_memory)
+    CHECK_THAT(error, Catch::Contains("FitMemory: must not be combined with Shard::gradients"));
 }
 
 namespace {

@@ -128,7 +128,7 @@ TEST_CASE("ProcessGroup: reads the variables of each launcher, the innermost whe
   if (launcher.name == "srun")
     CHECK(read(variables).address == "b");
   else  // the step may be of daemons, whose nodes are others on each of them
-    REQUIRE_ERROR("must have MASTER_ADDR", read(variables));
+    REQUIRE_ERROR("must set MASTER_ADDR", read(variables));
   if (launcher.name == "srun") return;
   std::map<std::string, std::string> half{{launcher.rank, "0"}};
   REQUIRE_ERROR(launcher.rank + " without " + launcher.world_size + "; set both, or neither", read(half));
@@ -156,10 +156,11 @@ TEST_CASE("ProcessGroup: local ranks by host names, each with a device") {
   }
   CHECK(local == std::vector{0, 0, 1, 2, 1});
   store->setTimeout(std::chrono::milliseconds(10));
-  REQUIRE_ERROR("ProcessGroup: rank 5 could not be reached by rank 6: it has not started, or has ended: ",
+  REQUIRE_ERROR("ProcessGroup: rank 5 could not be reached by rank 6: it has not started or has ended: ",
                 inner::local_rank_by_host(*store, 6, "a"));
   CHECK(inner::device_index(1, 2) == 1);
-  REQUIRE_ERROR("local rank 1 must have a CUDA device of its own, and this process sees 1", inner::device_index(1, 1));
+  REQUIRE_ERROR("local rank 1 must have a CUDA device of its own, but this process sees only 1",
+                inner::device_index(1, 1));
 }
 
 TEST_CASE("ProcessGroup: a machine whose name leads to a loopback address takes the interface to other ranks") {
@@ -175,7 +176,7 @@ TEST_CASE("ProcessGroup: a machine whose name leads to a loopback address takes 
   const auto own = inner::address_towards(elsewhere);
   publish(1, elsewhere);
   if (own.empty()) {
-    REQUIRE_ERROR("no interface leads to rank 1 at 198.51.100.7",
+    REQUIRE_ERROR("no network interface reaches rank 1 at 198.51.100.7",
                   inner::reachable_address(*store, "127.0.1.1", "127.0.1.1", 0, 2));
     return;
   }
@@ -205,8 +206,8 @@ TEST_CASE("ProcessGroup: an environment that does not fit is refused by name") {
   REQUIRE_ERROR("WORLD_SIZE must be a number from 1", read(with("WORLD_SIZE", "0")));
   REQUIRE_ERROR("MASTER_PORT must be a number from 1 to 65535", read(with("MASTER_PORT", "65536")));
   REQUIRE_ERROR("LOCAL_RANK must be a number from 0 to 1", read(with("LOCAL_RANK", "2")));
-  REQUIRE_ERROR("must have MASTER_ADDR", read(without("MASTER_ADDR")));
-  REQUIRE_ERROR("must have MASTER_PORT", read(without("MASTER_PORT")));
+  REQUIRE_ERROR("must set MASTER_ADDR", read(without("MASTER_ADDR")));
+  REQUIRE_ERROR("must set MASTER_PORT", read(without("MASTER_PORT")));
   REQUIRE_ERROR("WORLD_SIZE without RANK; set both, or neither", read(without("RANK")));
   REQUIRE_ERROR("RANK without WORLD_SIZE", read(without("WORLD_SIZE")));
 }
@@ -252,7 +253,7 @@ TEST_CASE("ProcessGroup: sums, broadcasts, gathers, of any layout and dtype") {
     try {
       group.all_reduce(torch::eye(2).to_sparse());
     } catch (const c10::Error& error) {
-      refused = std::string(error.what()).find("a tensor must be dense") != std::string::npos;
+      refused = std::string(error.what()).find("a tensor must be defined and dense") != std::string::npos;
     }
     TORCH_CHECK(refused);
   });
@@ -360,7 +361,7 @@ TEST_CASE("ProcessGroup: a connection that another process has closed does not e
 TEST_CASE("ProcessGroup: a rank that never comes is named") {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto error = testing::error_of([&] { ga::ProcessGroup(store, 0, 2, {.timeout = std::chrono::seconds(1)}); });
-  CHECK(testing::contains(error, "ProcessGroup: rank 0 could not be connected with all of the other 1"));
+  CHECK(testing::contains(error, "ProcessGroup: rank 0 could not connect to all of the other 1"));
   CHECK(testing::contains(error, "GLOO_SOCKET_IFNAME"));
 }
 
@@ -380,6 +381,6 @@ TEST_CASE("ProcessGroup: a rank that fails ends the wait of the others, who then
     const auto& error = errors[static_cast<std::size_t>(rank)];
     CHECK(
         testing::contains(error, "rank 1 has ended or hangs (rank " + std::to_string(rank) + " of 3 waited for a sum"));
-    CHECK(testing::contains(error, "nothing can be exchanged after an error"));
+    CHECK(testing::contains(error, "no data can be exchanged after an error"));
   }
 }

@@ -374,7 +374,7 @@ TEST_CASE("Replicas: two accumulators of one group close their windows one after
       errors[static_cast<std::size_t>(group.rank())] = error.what_without_backtrace();
     }
   });
-  for (auto& error : errors) CHECK(testing::contains(error, "a window of another accumulator with the same group"));
+  for (auto& error : errors) CHECK(testing::contains(error, "another accumulator with the same ProcessGroup"));
 }
 
 TEST_CASE("Replicas: buffers of any dtype, and frozen parameters") {
@@ -416,7 +416,7 @@ TEST_CASE("Replicas: an accumulator that has lost them does not train on by itse
     auto& rank = ranks[static_cast<std::size_t>(group.rank())];
     ga::Replicas replicas(group, rank.model, *rank.optimizer, {.seed_by_rank = false});
   });
-  REQUIRE_ERROR("Replicas: must live as long as", ranks[0].backward(make_batches({2})[0]));
+  REQUIRE_ERROR("Replicas: must outlive", ranks[0].backward(make_batches({2})[0]));
   REQUIRE_ERROR("in_backward frees each gradient", [&] {
     torch::nn::Linear model(2, 2);
     ga::optim::SGD sgd(model->parameters(), 0.1);

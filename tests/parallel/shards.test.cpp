@@ -668,7 +668,7 @@ TEST_CASE("Shard: what it does not go with is refused, on all ranks") {
         static_cast<void>(reference);
       });
     });
-    for (auto& error : by_save) CHECK_THAT(error, Catch::Contains("is a part of what several processes have divided"));
+    for (auto& error : by_save) CHECK_THAT(error, Catch::Contains("is a shard of one rank"));
     for (auto& error : by_torch) CHECK_THAT(error, Catch::Contains("save by ga::save on all ranks"));
   }
   SECTION("learning rates of their own") {
@@ -698,7 +698,7 @@ TEST_CASE("Shard: what it does not go with is refused, on all ranks") {
                    rank.optimizer->step();
                  });
                }),
-               Catch::Contains("must stay those"));
+               Catch::Contains("must not change after the Replicas are constructed"));
   }
   SECTION("parameters that move") {
     CHECK_THAT(message([&](auto& ranks) {
@@ -707,7 +707,7 @@ TEST_CASE("Shard: what it does not go with is refused, on all ranks") {
                    rank.train(i, 1);
                  });
                }),
-               Catch::Contains("must stay where it was"));
+               Catch::Contains("must keep its memory after the Replicas are constructed"));
   }
   SECTION("a window that is open, where its sums are not here") {
     std::vector<std::string> of_norm(2), of_save(2), of_discard(2);
@@ -722,9 +722,9 @@ TEST_CASE("Shard: what it does not go with is refused, on all ranks") {
                                  rank.optimizer->discard();
                                  of_discard[place] = testing::error_of([&] { rank.train(i, 1); });
                                }),
-                      Catch::Contains("nothing can be exchanged"));
-    for (auto& error : of_norm) CHECK_THAT(error, Catch::Contains("ask when it is complete"));
-    for (auto& error : of_save) CHECK_THAT(error, Catch::Contains("a window is saved when it is closed"));
+                      Catch::Contains("no data can be exchanged"));
+    for (auto& error : of_norm) CHECK_THAT(error, Catch::Contains("use them when it is complete"));
+    for (auto& error : of_save) CHECK_THAT(error, Catch::Contains("state() must be called between windows"));
     for (auto& error : of_discard) CHECK_THAT(error, Catch::Contains("a window was discarded"));
   }
   SECTION("a norm of gradients that have been changed") {
@@ -740,7 +740,7 @@ TEST_CASE("Shard: what it does not go with is refused, on all ranks") {
                    gradients.norm();
                  });
                }),
-               Catch::Contains("ask before you change them"));
+               Catch::Contains("before you change them"));
   }
   SECTION("one rank that does not divide") {
     CHECK_THAT(message([&](auto& ranks) {
@@ -795,7 +795,7 @@ TEST_CASE("Shard: an exception in one rank's step is an error on all, and nothin
   });
   CHECK_THAT(errors[0], Catch::Contains("rank 1 has given up: out of luck"));
   CHECK_THAT(errors[1], Catch::Contains("out of luck"));
-  for (auto& error : of_save) CHECK_THAT(error, Catch::Contains("nothing can be exchanged after an error"));
+  for (auto& error : of_save) CHECK_THAT(error, Catch::Contains("no data can be exchanged after an error"));
   CHECK_FALSE(std::filesystem::exists(directory / "states"));
 }
 
@@ -841,7 +841,7 @@ TEST_CASE("Shard: a rank that ends in the middle, with gradients or norms under 
   });
   CHECK_THAT(errors[0], Catch::Contains(is_complete ? "rank 1" : "rank 1 has given up: a window was discarded"));
   CHECK_THAT(errors[1], Catch::Contains("no more data"));
-  if (is_complete) CHECK_THAT(of_norm[1], Catch::Contains("Replicas: must live as long as norms are asked for"));
+  if (is_complete) CHECK_THAT(of_norm[1], Catch::Contains("Replicas: must outlive every request for a gradient norm"));
 }
 
 TEST_CASE("Pieces: names and what does not go together") {

@@ -55,9 +55,9 @@ TEST_CASE("Accumulate: by samples, whatever the micro-batches are") {
 TEST_CASE("Accumulate: what makes no sense is refused when the trainer is built") {
   REQUIRE_ERROR("Accumulate: steps must be >= 1, got 0", windows({.steps = 0}, five));
   REQUIRE_ERROR("Accumulate: batch_size must be >= 1, got -4", windows({.batch_size = -4}, five));
-  REQUIRE_ERROR("batch_size says when a window is full, and so do steps and schedule; give one of them",
+  REQUIRE_ERROR("batch_size must come without steps and schedule, which also say when a window is full",
                 windows({.steps = 2, .batch_size = 4}, five));
-  REQUIRE_ERROR("give one of them", windows({.schedule = {{0, 2}}, .batch_size = 4}, five));
+  REQUIRE_ERROR("which also say when a window is full", windows({.schedule = {{0, 2}}, .batch_size = 4}, five));
   REQUIRE_ERROR("must have epochs >= 0 and steps >= 1, got {0, 0}", windows({.schedule = {{0, 0}}}, five));
   REQUIRE_ERROR("must have epochs >= 0 and steps >= 1, got {-1, 2}", windows({.schedule = {{-1, 2}}}, five));
   REQUIRE_ERROR("accumulate_in must be a floating dtype", windows({.steps = 2, .accumulate_in = at::kInt}, five));

@@ -257,12 +257,12 @@ TEST_CASE("Ema: a model is a module, a holder or a pointer; or has no parameters
 TEST_CASE("Ema: calls in the wrong order change nothing") {
   Bag bag({torch::ones({2})});
   ga::Ema ema{.decay = 0.5};
-  REQUIRE_ERROR("Ema: swap needs averages; call update(model) after an update first", ema.swap(bag));
+  REQUIRE_ERROR("Ema: swap needs averages; call update(model) after a step first", ema.swap(bag));
   ema.update(bag);
   bag.parameters()[0].data().fill_(3);
   ema.swap(bag);
   ga::Archive archive;
-  REQUIRE_ERROR("Ema: an update needs the model's own weights, but the averages are in it; swap first",
+  REQUIRE_ERROR("Ema: an update needs the model's own weights, but it holds the averages; swap back first",
                 ema.update(bag));
   REQUIRE_ERROR("Ema: saving needs the model's own weights", archive("ema", ema));
   ema.attach(bag);
@@ -423,9 +423,9 @@ TEST_CASE("Ema: a state that does not fit changes nothing") {
     CHECK(ema.updates() == 2);
     CHECK(same_bits(averages_of(ema, bag), before));
   };
-  refuses("Ema: to load needs the model; call attach(model) first", [](auto&) {});
+  refuses("Ema: loading needs the model; call attach(model) first", [](auto&) {});
   ema.attach(bag);
-  refuses("must have a value 'ema.average.p1', but has none", [](auto& all) { all.erase("ema.average.p1"); });
+  refuses("must have a value 'ema.average.p1', but does not", [](auto& all) { all.erase("ema.average.p1"); });
   refuses("must have a value 'ema.updates'", [](auto& all) { all.erase("ema.updates"); });
   refuses("Ema: loaded updates must be >= 0, got -1", [](auto& all) { all["ema.updates"] = std::int64_t{-1}; });
   refuses("Ema: a loaded average must be that of p0, Float [2] on cpu; got one, Float [3] on cpu",

@@ -175,7 +175,7 @@ TEST_CASE("OptimizerInBackward: a loss scale is refused before anything moves") 
   struct Unscales {
     void scale_gradients(ga::Factor& factor) const { factor.require_finite(); }
   };
-  const std::string sentence = "use bfloat16, which needs no scaler, or leave in_backward out";
+  const std::string sentence = "use bfloat16, which needs no scaler, or turn in_backward off";
   REQUIRE_ERROR(sentence, trainer_with(model, sgd, ga::OptimizerInBackward{}, Scales{}));
   REQUIRE_ERROR(sentence, trainer_with(model, sgd, Unscales{}, ga::OptimizerInBackward{}));
   REQUIRE_ERROR(sentence, trainer_with(model, sgd, ga::OptimizerInBackward{}, ga::MixedPrecision{.dtype = at::kHalf}));
@@ -222,7 +222,7 @@ TEST_CASE("OptimizerInBackward: after an exception in a callback, or between bac
   };
   ga::Trainer trainer(model, sgd, objective, ga::OptimizerInBackward{}, Breaks{&armed});
   const auto batches = make_batches({3, 5}, at::kFloat);
-  REQUIRE_ERROR("with in_backward the gradients of this window are gone", trainer.step(batches[0]));
+  REQUIRE_ERROR("with in_backward, the gradients of this window were freed", trainer.step(batches[0]));
   CHECK(trainer.window().micro_batches == 0);
   const auto before = flat(model);
   CHECK(trainer.step(batches[1]));

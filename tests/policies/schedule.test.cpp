@@ -110,7 +110,7 @@ TEST_CASE("Schedule: a total that is left out cannot be told by all fits") {
       ga::Schedule{to_nothing});
   int batch = 1;
   const auto before = model->parameters()[0].clone();
-  REQUIRE_ERROR("Schedule: .total must be given for steps outside of a fit", trainer.step(batch));
+  REQUIRE_ERROR("Schedule: .total must be given to call step() outside of fit()", trainer.step(batch));
   CHECK(torch::equal(model->parameters()[0], before));
 }
 
@@ -165,7 +165,7 @@ TEST_CASE("Schedule: a fit that goes on keeps the total, and takes another with 
   SECTION("a total that was given") {
     if (stop > 1) return;
     fit({.epochs = 3, .resume = directory / "states"}, 40, 3);
-    REQUIRE_ERROR("Schedule: .total must be given to go on within an epoch",
+    REQUIRE_ERROR("Schedule: .total must be given to resume in the middle of an epoch",
                   fit({.epochs = 4, .resume = directory / "states"}));
   }
   SECTION("a total that is given") { CHECK(fit({.epochs = 3, .resume = directory / "states"}, 40).rates.back() > 0.3); }

@@ -208,7 +208,7 @@ TEST_CASE("Validate: of the averages, which are out of the model again afterward
   CHECK(losses_of(report)[1] == Approx(averaged[0]).epsilon(1e-12));
   CHECK(losses_of(report)[1] != Approx(own[0]).epsilon(1e-6));
   CHECK_THROWS_WITH(ga::Trainer(other.model, other.adam, objective, ga::Validate(other.validation, {.ema = true})),
-                    Catch::Contains("Validate: ema is of the averages"));
+                    Catch::Contains("Validate: ema needs the averages"));
 }
 
 TEST_CASE("Validate: where evaluating throws, the averages are out of the model, and random numbers as before") {
@@ -262,9 +262,9 @@ TEST_CASE("Validate: what it cannot do it says") {
   };
   REQUIRE_ERROR("Validate: every_updates must be >= 1, got 0", build({.every_updates = 0}));
   REQUIRE_ERROR("Validate: every_epochs must be >= 1, got -1", build({.every_epochs = -1}));
-  REQUIRE_ERROR("Validate: name must be a text without '/', got 'a/b'", build({.name = "a/b"}));
+  REQUIRE_ERROR("Validate: name must not be empty or contain '/', got 'a/b'", build({.name = "a/b"}));
   ga::Trainer trainer(scene.model, scene.adam, objective, ga::Validate(scene.batches));
-  REQUIRE_ERROR("evaluate must not go through the batches that fit is going through", trainer.fit(scene.batches));
+  REQUIRE_ERROR("evaluate must not iterate over the batches that fit is iterating over", trainer.fit(scene.batches));
 }
 
 TEST_CASE("Validate: a smoke fit has one of everything") {
@@ -516,7 +516,7 @@ TEST_CASE("EarlyStopping, SaveState: the metric says which is better") {
   REQUIRE_ERROR("EarlyStopping: mode must be ga::Mode::max for 'f1', as its higher_is_better says, or be left out",
                 build({.metric = "f1", .mode = ga::Mode::min}, ga::F1{}));
   REQUIRE_ERROR("EarlyStopping: mode must be ga::Mode::min for 'loss'", build({.mode = ga::Mode::max}));
-  REQUIRE_ERROR("EarlyStopping: mode must say whether a lower or a higher 'absolute_error' is better",
+  REQUIRE_ERROR("EarlyStopping: mode must be ga::Mode::min or ga::Mode::max for 'absolute_error'",
                 build({.metric = "absolute_error"}, AbsoluteError{}));
   REQUIRE_ERROR("one of [validation/loss], got 'confusion_matrix'",
                 build({.metric = "confusion_matrix"}, ga::ConfusionMatrix{}));
@@ -572,7 +572,8 @@ TEST_CASE("EarlyStopping: the numbers decide") {
   CHECK(after({.patience = 1}, {0.5, 0.6, 0.6}) == 2);
   CHECK_THROWS_WITH(after({.patience = 0}, {1}), Catch::Contains("patience must be >= 1, got 0"));
   CHECK_THROWS_WITH(after({.min_delta = -1}, {1}), Catch::Contains("min_delta must be >= 0, got -1"));
-  CHECK_THROWS_WITH(after({.metric = "f1"}, {1}), Catch::Contains("EarlyStopping: mode must say whether"));
+  CHECK_THROWS_WITH(after({.metric = "f1"}, {1}),
+                    Catch::Contains("EarlyStopping: mode must be ga::Mode::min or ga::Mode::max for"));
 }
 
 TEST_CASE("EarlyStopping: ends a fit, says why, and does not begin again where it is resumed") {
@@ -606,7 +607,7 @@ TEST_CASE("EarlyStopping: a metric that nobody finds is noticed when the trainer
   build({.metric = "validation/accuracy"});
   REQUIRE_ERROR("one of [validation/accuracy, validation/loss], got 'acc'",
                 build({.metric = "acc", .mode = ga::Mode::max}));
-  REQUIRE_ERROR("EarlyStopping: metric must be a number that a ga::Validate of this trainer finds, one of []",
+  REQUIRE_ERROR("EarlyStopping: metric must be one that a ga::Validate of this trainer computes, one of []",
                 ga::Trainer(scene.model, scene.adam, objective, ga::EarlyStopping{}));
 }
 
@@ -647,7 +648,7 @@ TEST_CASE("SaveState: the best states are kept, and found") {
     CHECK(names() == Names{"step-000006"});
     Scene scene;
     ga::Trainer trainer(scene.model, scene.adam, objective);
-    REQUIRE_ERROR("must have a state that was validated, for {.best = true}",
+    REQUIRE_ERROR("must have a state with a validation metric for {.best = true}",
                   ga::load(states, trainer, {.best = true}));
   }
 }

@@ -425,7 +425,7 @@ TEST_CASE("AmpScaler: unscale_ gives gradients their true size, at once and once
   CHECK(one.weight.grad()[0].item<float>() == 2);
   CHECK(one.scaler.step(one.sgd));
   CHECK(one.value() == -2);
-  REQUIRE_ERROR("AmpScaler: unscale_() after step(); call update() first", one.scaler.unscale_(one.sgd));
+  REQUIRE_ERROR("AmpScaler: unscale_() was called after step(); call update() first", one.scaler.unscale_(one.sgd));
   REQUIRE_ERROR("AmpScaler: step() has already been called on this optimizer since the last update()",
                 one.scaler.step(one.sgd));
   CHECK(one.value() == -2);
@@ -654,8 +654,8 @@ TEST_CASE("AmpScaler: min_scale is a loud end to endless backing off") {
   overflow();
   for (int i = 0; i < 2; ++i)
     REQUIRE_ERROR(
-        "AmpScaler: the scale must stay >= min_scale (2), and overflows take it to 1: gradients "
-        "overflow at every scale; look for inf or NaN",
+        "AmpScaler: the scale must stay >= min_scale (2), but overflows reduced it to 1: gradients overflow at every "
+        "scale; check the data and the loss for inf or NaN",
         scaler.update());
   CHECK(scaler.get_scale() == 2);
   REQUIRE_ERROR("has already been called", scaler.step(one.sgd));
@@ -714,7 +714,7 @@ TEST_CASE("AmpScaler: a state that is not one changes nothing") {
   for (auto& [key, value] : good) {
     auto missing = good;
     missing.erase(key);
-    REQUIRE_ERROR("AmpScaler: the state must have the entry '" + key + "', and has none",
+    REQUIRE_ERROR("AmpScaler: the state must have the entry '" + key + "', but does not",
                   scaler.load_state_dict(missing));
     for (double wrong : {-1.0, double(not_a_number), double(inf), 1e300}) {
       auto bad = good;
@@ -941,7 +941,7 @@ TEST_CASE("AmpScaler: LBFGS and an accumulator behind a reference") {
     ga::AmpScaler scaler({.enabled = enabled});
     REQUIRE_ERROR("AmpScaler: must not be given LBFGS", scaler.step(hidden_lbfgs));
     REQUIRE_ERROR("AmpScaler: must not be given LBFGS", scaler.unscale_(hidden_lbfgs));
-    REQUIRE_ERROR("AmpScaler: an accumulator must not hide behind a torch::optim::Optimizer&",
+    REQUIRE_ERROR("AmpScaler: an accumulator must not be passed as a torch::optim::Optimizer&",
                   scaler.step(hidden_accumulator));
     REQUIRE_ERROR("pass the accumulator itself", scaler.unscale_(hidden_accumulator));
   }

@@ -195,7 +195,7 @@ TEST_CASE("AmpScaler, windows: unscale_ inside one is an error that says where t
   CHECK(one.gradient() == 3);
   REQUIRE_ERROR("unscale_() has already been called", scaler.unscale_(one.optimizer));
   CHECK(scaler.step(one.optimizer));
-  REQUIRE_ERROR("unscale_() after step(); call update() first", scaler.unscale_(one.optimizer));
+  REQUIRE_ERROR("unscale_() was called after step(); call update() first", scaler.unscale_(one.optimizer));
   CHECK(one.value() == -3);
 }
 
@@ -335,7 +335,7 @@ TEST_CASE("AmpScaler, windows: a state is not loaded under an open window") {
   ga::AmpScaler scaler({.init_scale = 8});
   const auto state = scaler.state_dict();
   one.micro_batch(scaler, 2);
-  REQUIRE_ERROR("AmpScaler: load_state_dict() needs all windows closed", scaler.load_state_dict(state));
+  REQUIRE_ERROR("AmpScaler: load_state_dict() must not be called inside a window", scaler.load_state_dict(state));
   one.micro_batch(scaler, 4);
   scaler.load_state_dict(state);  // what was recorded is forgotten
   scaler.update();
@@ -388,7 +388,7 @@ TEST_CASE("AmpScaler, windows: a scaled, weighted window that the scaler does no
       CHECK_FALSE((joined ? scaler.step(one.optimizer) : one.optimizer.step()));
       one.optimizer.backward(scaler.scale(ga::Loss{one.loss(4)}));
       const auto close = [&] { return flush ? one.optimizer.flush() : one.optimizer.step(); };
-      if (!joined) REQUIRE_ERROR("call scaler.step(optimizer) in place of optimizer.step()", close());
+      if (!joined) REQUIRE_ERROR("call scaler.step(optimizer) instead", close());
       CHECK(one.value() == 0);
       if (!joined && flush) CHECK_FALSE(scaler.step(one.optimizer));  // nothing has changed: it can be put right
       CHECK((joined || flush ? close() : scaler.step(one.optimizer)));

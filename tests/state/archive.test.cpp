@@ -180,9 +180,9 @@ TEST_CASE("Archive: what is missing, or of another type, or too large, is an err
     REQUIRE_ERROR(message, ga::Archive(saved.values())(name, value));
     return value == before;
   };
-  CHECK(unchanged(std::int64_t{7}, "none", "Archive: must have a value 'none', but has none"));
+  CHECK(unchanged(std::int64_t{7}, "none", "Archive: must have a value 'none', but does not"));
   Inner inner{.count = 7, .tensor = {}};
-  REQUIRE_ERROR("Archive: must have a value 'inner.count', but has none", ga::Archive(saved.values())("inner", inner));
+  REQUIRE_ERROR("Archive: must have a value 'inner.count', but does not", ga::Archive(saved.values())("inner", inner));
   CHECK(inner.count == 7);
 
   CHECK(unchanged(7.0, "one", "Archive: the value 'one' is of another type"));
@@ -207,7 +207,7 @@ TEST_CASE("Archive: what nobody takes is an error") {
   saved("inner", inner);
   ga::Archive loading(saved.values());
   loading("count", count);
-  REQUIRE_ERROR("Archive: nobody takes the value 'inner.count'; it is of another program", loading.check_all_used());
+  REQUIRE_ERROR("Archive: nothing loads the value 'inner.count'; it is from another program", loading.check_all_used());
   loading("inner", inner);
   loading.check_all_used();
 }

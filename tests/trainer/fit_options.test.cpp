@@ -113,7 +113,7 @@ TEST_CASE("FitStatus: an epoch that ends") {
 TEST_CASE("FitStatus: an epoch that brought nothing is refused only where epochs would go on for ever") {
   const auto end = [](ga::FitStatus status, bool window_has_items = false) { status.end_epoch(window_has_items); };
   const std::string message =
-      "Trainer: fit must make 5 updates, but epoch 3 (counted from 0) brought none: the batches are empty, have losses "
+      "Trainer: fit must make 5 updates, but epoch 3 (counted from 0) made none: the batches are empty, have losses "
       "without items, or give no gradient to the optimizer's parameters";
   REQUIRE_ERROR(message, end({.options = {.updates = 5}, .epoch = 3}));
   end({.options = {.updates = 5}, .epoch = 3, .trained = true});
@@ -129,7 +129,7 @@ TEST_CASE("FitStatus: an epoch after others that brings no batch is refused") {
   status.end_epoch(false);
   CHECK(status.batches == 7);
   REQUIRE_ERROR(
-      "epoch 0 (counted from 0) brought no batch, and was to bring 7; a range that can be gone through only once",
+      "epoch 0 (counted from 0) had no batches, but should have had 7; a range that can be iterated only once",
       status.end_epoch(false));
 }
 

@@ -110,7 +110,7 @@ TEST_CASE("Accuracy: what does not go together is refused") {
                 accuracy.add(loss_with(logits.select(1, 0), torch::zeros({3}, at::kLong))));
   REQUIRE_ERROR("a target of classes must have integers, got Float; convert it with .to(torch::kLong)",
                 accuracy.add(loss_with(logits, torch::zeros({4}))));
-  REQUIRE_ERROR("Accuracy: task must say what a target of the output's shape [4, 3] is: ga::Task::multilabel, or",
+  REQUIRE_ERROR("Accuracy: task must be given for a target of the output's shape [4, 3]: ga::Task::multilabel, ",
                 accuracy.add(loss_with(logits, torch::zeros({4, 3}))));
   ga::Accuracy other{.dim = -3};
   REQUIRE_ERROR("of shape [4, 3] with one score for each target needs a target of that shape, got [4]",
@@ -144,8 +144,8 @@ TEST_CASE("Accuracy: one score a row, above the threshold or not") {
   CHECK(accuracy_of({}, {{pixels, mask}}) == 0.5);
   CHECK(accuracy_of({}, {{pixels, mask.unsqueeze(1).to(at::kFloat)}}) == 0.5);
   REQUIRE_ERROR(
-      "Accuracy: targets must be classes that the output has a score of, or from 0 to 1 where each has a "
-      "score, got 2 others",
+      "Accuracy: targets must be classes that the output has a score for, or from 0 to 1 if each has a score, got 2 "
+      "others",
       accuracy_of({}, {{column, torch::tensor({0, 2, 1, -3, 0})}}));
 }
 
@@ -167,7 +167,7 @@ TEST_CASE("Accuracy: targets in a column, probabilities, labels, and pixels") {
   auto nan = logits.clone();
   nan[0][0] = not_a_number;
   CHECK(accuracy_of({}, {{nan, torch::tensor({0, 1, 2, 0})}}) == 0.75);
-  REQUIRE_ERROR("got 1 others; leave them out by ignore_index",
+  REQUIRE_ERROR("got 1 others; exclude them with ignore_index",
                 accuracy_of({}, {{logits, torch::tensor({0, 1, 3, 0})}}));
 }
 
@@ -231,7 +231,7 @@ TEST_CASE("Precision, Recall, F1: of yes and no, and of labels") {
   check_scores(scores_of(found, labels, ga::Average::weighted, task),
                {(3 + 2 + 0.5) / 6, 4.0 / 6, (3 * 0.8 + 2 * 2.0 / 3 + 2.0 / 3) / 6});
   CHECK(std::isnan(ga::F1{}.value()));
-  REQUIRE_ERROR("F1: targets must be classes that the output has a score of",
+  REQUIRE_ERROR("F1: targets must be classes that the output has a score for",
                 filled(ga::F1{}, finds({0, 1, 2, 0}), torch::tensor({0, 1, 3, 0})).value());
 }
 
@@ -410,8 +410,8 @@ TEST_CASE("Evaluator: a metric may be a tensor") {
 }
 
 TEST_CASE("Evaluator: two metrics of one name are refused") {
-  REQUIRE_ERROR("got two 'accuracy'", inner::Evaluator(ga::Accuracy{}, ga::Accuracy{.dim = -1}));
-  REQUIRE_ERROR("got two 'loss'", inner::Evaluator(Named{"loss"}));
+  REQUIRE_ERROR("got 'accuracy' twice", inner::Evaluator(ga::Accuracy{}, ga::Accuracy{.dim = -1}));
+  REQUIRE_ERROR("got 'loss' twice", inner::Evaluator(Named{"loss"}));
 }
 
 TEST_CASE("Evaluation: prints its metrics with six digits, whatever the stream is set to") {
@@ -427,7 +427,7 @@ TEST_CASE("Evaluation: prints its metrics with six digits, whatever the stream i
 TEST_CASE("Evaluation: a name that it does not have") {
   const ga::Evaluation evaluation{.metrics = {{"loss", 0.5}}};
   CHECK(evaluation["loss"] == 0.5);
-  REQUIRE_ERROR("Evaluation: has no metric 'f1'; pass one to evaluate()", evaluation["f1"]);
+  REQUIRE_ERROR("Evaluation: has no metric 'f1'; pass it to evaluate()", evaluation["f1"]);
 }
 
 TEST_CASE("Accuracy and MeanLoss: on a device", "[cuda]") {

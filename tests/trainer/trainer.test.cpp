@@ -345,8 +345,7 @@ TEST_CASE("Trainer: an empty loader trains nothing, and says so") {
   CHECK(report.epochs == 3);
   CHECK(report.updates + report.samples + report.skipped == 0);
   CHECK(probe.moved() == 0.0);
-  REQUIRE_ERROR("fit must make 5 updates, but epoch 3 (counted from 0) brought none",
-                trainer.fit(none, {.updates = 5}));
+  REQUIRE_ERROR("fit must make 5 updates, but epoch 3 (counted from 0) made none", trainer.fit(none, {.updates = 5}));
   const auto evaluation = trainer.evaluate(none);
   CHECK(std::isnan(evaluation["loss"]));
   CHECK(evaluation.samples == 0);
@@ -761,7 +760,7 @@ TEST_CASE("Trainer: two of them whose losses reach each other's parameters, as o
 TEST_CASE("Trainer: an optimizer that was made for another model is found out") {
   Probe probe, other;
   ga::Trainer trainer(probe, other.sgd, slope);
-  REQUIRE_ERROR("give no gradient to the optimizer's parameters; was it made for this model?",
+  REQUIRE_ERROR("give no gradient to the optimizer's parameters; was the optimizer made for this model?",
                 trainer.fit(std::vector<double>{1.0, 2.0}, {.updates = 3}));
   CHECK(trainer.fit(std::vector<double>{1.0, 2.0}).skipped == 2);
 }
@@ -769,16 +768,16 @@ TEST_CASE("Trainer: an optimizer that was made for another model is found out") 
 TEST_CASE("Trainer: null pointers, a fit inside a fit, a step inside an objective, a range for one pass") {
   Probe probe;
   std::unique_ptr<torch::optim::SGD> none;
-  REQUIRE_ERROR("the pointer to the optimizer must not be null", ga::Trainer(probe, none, slope));
+  REQUIRE_ERROR("the optimizer pointer must not be null", ga::Trainer(probe, none, slope));
   std::shared_ptr<Probe> no_model;
   ga::Trainer nothing(no_model, probe.sgd, [](auto& net, double value) { return net->parameter.sum() * value; });
-  REQUIRE_ERROR("the pointer to it must not be null", nothing.fit(std::vector<double>{1.0}));
+  REQUIRE_ERROR("the model pointer must not be null", nothing.fit(std::vector<double>{1.0}));
 
   const std::vector<double> batches{1.0, 1.0};
   std::function<void()> inside;
   ga::Trainer outer(probe, probe.sgd, slope, [&](const ga::Step&) { inside(); });
   inside = [&] { outer.fit(batches); };
-  REQUIRE_ERROR("fit() inside of fit()", outer.fit(batches));
+  REQUIRE_ERROR("fit() was called inside fit()", outer.fit(batches));
   inside = [] {};
   CHECK(outer.fit(batches).updates == 2);
 
@@ -787,9 +786,9 @@ TEST_CASE("Trainer: null pointers, a fit inside a fit, a step inside an objectiv
     return net.parameter.sum() * value;
   });
   inside = [&] { steps.step(1.0); };
-  REQUIRE_ERROR("step() or flush() inside of a micro-batch", steps.step(1.0));
+  REQUIRE_ERROR("step() or flush() was called inside a micro-batch", steps.step(1.0));
   inside = [&] { steps.flush(); };
-  REQUIRE_ERROR("step() or flush() inside of a micro-batch", steps.step(1.0));
+  REQUIRE_ERROR("step() or flush() was called inside a micro-batch", steps.step(1.0));
   inside = [] {};
   CHECK(steps.step(1.0));
 
@@ -806,7 +805,7 @@ TEST_CASE("Trainer: null pointers, a fit inside a fit, a step inside an objectiv
   };
   int left = 3;
   REQUIRE_ERROR(
-      "epoch 1 (counted from 0) brought no batch, and was to bring 3; a range that can be gone through only once",
+      "epoch 1 (counted from 0) had no batches, but should have had 3; a range that can be iterated only once",
       ga::Trainer(probe, probe.sgd, slope).fit(OnePass{&left}, {.epochs = 2}));
 }
 
@@ -943,10 +942,10 @@ TEST_CASE("Trainer: what hides behind a reference is found out") {
   Probe probe;
   torch::optim::LBFGS lbfgs(probe.parameters());
   torch::optim::Optimizer& base = lbfgs;
-  REQUIRE_ERROR("Trainer: must not be LBFGS", ga::Trainer(probe, base, slope));
+  REQUIRE_ERROR("Trainer: the optimizer must not be LBFGS", ga::Trainer(probe, base, slope));
   ga::GradAccumulator accumulator(probe.sgd, {.steps = 2});
   torch::optim::Optimizer& facade = accumulator;
-  REQUIRE_ERROR("Trainer: wraps an optimizer, not another accumulator behind a reference; ga::Accumulate{.steps = n}",
+  REQUIRE_ERROR("Trainer: the optimizer must not be another accumulator behind a reference; ga::Accumulate{.steps = n}",
                 ga::Trainer(probe, facade, slope));
 }
 
@@ -1012,7 +1011,8 @@ TEST_CASE("Trainer: a policy may be absent") {
   Probe probe;
   ga::Trainer trainer(probe, probe.sgd, slope, std::optional(two), absent(clip));
   CHECK(trainer.policy<ga::Accumulate>().steps == 2);
-  REQUIRE_ERROR("Trainer: policy<ClipNorm>() is absent: its std::optional was empty", trainer.policy<ga::ClipNorm>());
+  REQUIRE_ERROR("Trainer: policy<ClipNorm>() must be present, but its std::optional was empty",
+                trainer.policy<ga::ClipNorm>());
 }
 
 TEST_CASE("Trainer: a rate that is scheduled is not set where another policy is refused") {
@@ -1036,7 +1036,7 @@ TEST_CASE("Trainer: a window's misuse is said to those who have a Trainer") {
   };
   ga::Trainer trainer(run.model, run.adamw, objective, ga::Accumulate{.steps = 2});
   const auto error = error_of([&] { trainer.fit(batches); });
-  const std::string said = "Trainer: it has such a window, and runs backward, counts, clears and steps by itself";
+  const std::string said = "Trainer: this is its window, and it calls backward, step and zero_grad itself";
   CHECK(contains(error, said));
   CHECK(error.find(said) == error.rfind(said));  // once
   CHECK(contains(error, which == 0 ? "vanished inside a window" : "has a gradient from before this window"));

@@ -185,7 +185,7 @@ TEST_CASE("Trainer: exceptions of the objective, the loader, the optimizer and a
     ga::Trainer undefined(model, sgd, [](auto&, auto&) { return at::Tensor(); });
     REQUIRE_ERROR("got an undefined tensor", undefined.fit(batches));
     ga::Trainer detached(model, sgd, [](auto& net, auto& batch) { return loss_of(net, batch).detach(); });
-    REQUIRE_ERROR("requires no grad", detached.fit(batches));
+    REQUIRE_ERROR("must require grad", detached.fit(batches));
     ga::Trainer negative(model, sgd, [](auto& net, auto& batch) { return ga::Loss{loss_of(net, batch), -1}; });
     REQUIRE_ERROR("items must be finite and >= 0, got -1", negative.fit(batches));
     CHECK(at::equal(flat(model), before));

@@ -242,7 +242,7 @@ TEST_CASE("BackgroundSaver: what goes wrong is thrown once, or is a warning at t
         REQUIRE_ERROR(states.string(), saver.wait());
         CHECK(saver.wait().empty());
       } else if (how == "save") {
-        REQUIRE_ERROR("Input/output error: look after the disk", saver.save(training));
+        REQUIRE_ERROR("Input/output error: check the disk", saver.save(training));
         CHECK(saver.save(training));
         saver.wait();
       }

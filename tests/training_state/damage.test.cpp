@@ -95,7 +95,7 @@ TEST_CASE("damage: whatever is changed in a state is an error that names the fil
     INFO("message: '" << message << "'");
     CHECK(contains(message, (newest / name).string()));
     CHECK(contains(message, intact));
-    CHECK(contains(message, "load that one by its own path"));
+    CHECK(contains(message, "load it by its own path"));
     CHECK(difference(before, scene.bits()) == "");
   };
   const auto step2 = "the newest intact state is " + (runs / "step-000002").string();
@@ -268,7 +268,7 @@ TEST_CASE("SaveState: every so many updates, and how many are kept") {
   // Of another run: noticed before it has trained for long.
   int micro_batches = 0;
   in_objective = [&] { ++micro_batches; };
-  REQUIRE_ERROR("the state is of another run", Scene().fit({.epochs = 2}, {.directory = directory / "one"}));
+  REQUIRE_ERROR("the state is from another run", Scene().fit({.epochs = 2}, {.directory = directory / "one"}));
   in_objective = [] {};
   CHECK(micro_batches == 1);
   CHECK(names_in(directory / "one") == Names{"step-000008"});

@@ -272,9 +272,9 @@ TEST_CASE("refused: other data") {
   };
   refused(batches_of({.batch_size = 4, .shuffle = true, .seed = 2}), "data.batches.last_batch");
   refused(batches_of({.batch_size = 4}), "data.batches.last_batch");
-  refused(batches_of({.batch_size = 5, .shuffle = true, .seed = 1}), "data.batches.batches = 11, and here it is 9");
+  refused(batches_of({.batch_size = 5, .shuffle = true, .seed = 1}), "data.batches.batches = 11, but here it is 9");
   refused(batches_of({.batch_size = 4, .shuffle = true, .seed = 1}, 38),
-          "data.batches.batches = 11, and here it is 10");
+          "data.batches.batches = 11, but here it is 10");
   refused(batches_of({.batch_size = 4, .shuffle = true, .seed = 1}, 42, 3), "data.batches.last_batch");
 }
 
@@ -300,7 +300,7 @@ TEST_CASE("refused: other batches in a list") {
   REQUIRE_ERROR("the data has changed: batch 4 (counted from 0)", fit(other, -1, false));
   other = list;
   other.resize(3);
-  REQUIRE_ERROR("saved after batch 5 of an epoch, which now has 3", fit(other, -1, false));
+  REQUIRE_ERROR("saved after batch 5 of an epoch, which now has only 3", fit(other, -1, false));
   Bits after;
   after.add_model(*net);
   CHECK(difference(before, after) == "");
@@ -310,9 +310,9 @@ TEST_CASE("refused: what is no state, and what no state is made of") {
   const Directory directory;
   const auto state = saved(directory / "states");
   Scene<AdamW, Nothing> scene({}, -1);
-  REQUIRE_ERROR("none must be a state or have one", ga::load(directory / "none", scene.trainer));
+  REQUIRE_ERROR("none must be a state or contain one", ga::load(directory / "none", scene.trainer));
   std::filesystem::create_directory(directory / "empty");
-  REQUIRE_ERROR("empty must be a state or have one", ga::load(directory / "empty", scene.trainer));
+  REQUIRE_ERROR("empty must be a state or contain one", ga::load(directory / "empty", scene.trainer));
   write_text(directory / "file", "text");
   REQUIRE_ERROR("file", ga::load(directory / "file", scene.trainer));
   CHECK(ga::load(state, scene.trainer) == state);
@@ -320,7 +320,7 @@ TEST_CASE("refused: what is no state, and what no state is made of") {
   CHECK(scene.trainer.updates() == 4);
 
   Scene<AdamW, Nothing> fresh({}, -1);
-  REQUIRE_ERROR("step-000004, and this training is at update 0: the state is of another run",
+  REQUIRE_ERROR("step-000004, but this training is at update 0: the state is from another run",
                 ga::save(directory / "states", fresh.trainer));
   REQUIRE_ERROR("save: keep_last must be >= 0, got -1", ga::save(directory / "new", fresh.trainer, {.keep_last = -1}));
   CHECK_FALSE(std::filesystem::exists(directory / "new"));
@@ -384,14 +384,14 @@ TEST_CASE("refused: names that two parts have, or that no file can have, before 
     trainer.fit(batches, {.updates = 2});
   };
   REQUIRE_ERROR("two values are named 'same'", fit("same", "same"));
-  REQUIRE_ERROR("a name that a file can have (A-Z a-z 0-9 _ -), got 'a/b'", fit("first", "a/b"));
+  REQUIRE_ERROR("a valid file name (A-Z a-z 0-9 _ -), got 'a/b'", fit("first", "a/b"));
   REQUIRE_ERROR("got ''", fit("", "second"));
   CHECK(std::filesystem::is_empty(directory / "states"));
   fit("first", "second");
   CHECK(std::filesystem::exists(directory / "states" / "step-000002"));
 }
 
-TEST_CASE("refused: a state from within a micro-batch, of which some policies do not know yet") {
+TEST_CASE("refused: a state from inside a micro-batch, which some policies have not seen yet") {
   const Directory directory;
   for (const bool loads : {false, true}) {
     auto net = make_model({});
@@ -415,7 +415,7 @@ TEST_CASE("refused: a state from within a micro-batch, of which some policies do
     CHECK(messages.size() == (loads ? 5 : 6));
     for (auto& [hook, message] : messages) {
       INFO(hook << ": " << message);
-      const bool refused = contains(message, "between micro-batches, got a call from within a micro-batch");
+      const bool refused = contains(message, "between micro-batches, got a call inside one");
       CHECK(refused == (hook != "at_boundary"));
       CHECK((refused || message.empty()));
     }

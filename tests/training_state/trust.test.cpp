@@ -322,7 +322,7 @@ TEST_CASE("trust: parameter groups that were added on the way are there again, o
     CHECK(difference(straight, train(path, -1, true)) == "");
   }
   train(directory / "once", 25, false);
-  REQUIRE_ERROR("optimizer.groups = 2, and here it is 1", train(directory / "once", -1, false));
+  REQUIRE_ERROR("optimizer.groups = 2, but here it is 1", train(directory / "once", -1, false));
 }
 
 TEST_CASE("trust: each signal that ends a program saves a state, and handlers are put back") {
@@ -418,7 +418,8 @@ TEST_CASE("trust: another learning rate, given on resume, is said in one line") 
   const auto [lr, texts] = resumed(0.02, 4, false);
   CHECK(lr == 0.1);
   REQUIRE(texts.size() == 1);
-  CHECK(contains(texts[0], "the state's values stay, though this program gives others: group0.lr (0.02, was 0.1)"));
+  CHECK(
+      contains(texts[0], "the state's values are kept, although this program sets others: group0.lr (0.02, was 0.1)"));
   CHECK(contains(texts[0], ".allow_changes = true"));
   CHECK(resumed(0.1, 5, false) == std::pair(0.1, Texts()));  // which it has been all the time
   CHECK(resumed(0.02, 6, true) == std::pair(0.02, Texts()));
@@ -480,7 +481,7 @@ TEST_CASE("trust: ReduceLROnPlateau goes on with its best number and its patienc
   CHECK(std::get<2>(last) == 18);
 
   Net net;
-  REQUIRE_ERROR("ReduceLROnPlateau: metric must be a number that a ga::Validate", net.trainer(ga::ReduceLROnPlateau{}));
+  REQUIRE_ERROR("ReduceLROnPlateau: metric must be one that a ga::Validate", net.trainer(ga::ReduceLROnPlateau{}));
   REQUIRE_ERROR("factor must be in (0, 1), got 1", net.trainer(ga::ReduceLROnPlateau{.factor = 1}));
   REQUIRE_ERROR("patience must be >= 0, got -1", net.trainer(ga::ReduceLROnPlateau{.patience = -1}));
 }

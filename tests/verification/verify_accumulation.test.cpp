@@ -742,11 +742,11 @@ TEST_CASE("verify_accumulation: refused") {
   REQUIRE_ERROR("got an undefined tensor", verify([](auto&, const auto&) { return at::Tensor(); }));
   REQUIRE_ERROR("must have one element, got shape [2, 3]",
                 verify([](auto& net, const auto& part) { return net->forward(part.data); }));
-  REQUIRE_ERROR("requires no grad", verify([](auto&, const auto& part) { return part.data.mean(); }));
+  REQUIRE_ERROR("must require grad", verify([](auto&, const auto& part) { return part.data.mean(); }));
   REQUIRE_ERROR("items must be finite and >= 0, got -1", verify([](auto& net, const auto& part) {
                   return ga::Loss{mean_loss(net, part), -1};
                 }));
-  REQUIRE_ERROR("must have as many rows each",
+  REQUIRE_ERROR("must have the same number of rows",
                 ga::verify_accumulation(model, mean_loss, Example(batch.data, batch.target.slice(0, 1))));
   REQUIRE_ERROR("must have a first dimension, its rows, got",
                 ga::verify_accumulation(model, mean_loss, Example(batch.data, at::Tensor())));

@@ -450,14 +450,14 @@ TEST_CASE("Profile: what it cannot do, it says") {
 
   const auto batches = make_batches({2, 2, 2});
   ga::Trainer trainer(model, sgd, mean_loss, ga::Profile{.updates = {1, 2}, .directory = path});
-  REQUIRE_ERROR("Profile: must not start where a MemoryMeter counts", trainer.fit(batches, {.measure_memory = true}));
+  REQUIRE_ERROR("Profile: must not start while a MemoryMeter counts", trainer.fit(batches, {.measure_memory = true}));
   {
     const ga::MemoryMeter meter;
-    REQUIRE_ERROR("Profile: must not start where a MemoryMeter counts", trainer.fit(batches));
+    REQUIRE_ERROR("Profile: must not start while a MemoryMeter counts", trainer.fit(batches));
   }
   {
     ga::Profiler profiler;
-    REQUIRE_ERROR("Profile: must not start where LibTorch's profiler is at work", trainer.fit(batches));
+    REQUIRE_ERROR("Profile: must not start while LibTorch's profiler runs", trainer.fit(batches));
   }
   CHECK_FALSE(std::filesystem::exists(path));
   CHECK(trainer.updates() == 0);

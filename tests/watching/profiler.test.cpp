@@ -162,23 +162,23 @@ TEST_CASE("Profiler: without a directory nothing is written, and nothing where i
 TEST_CASE("Profiler: what it cannot do, it says") {
   const Directory directory;
   ga::Profiler profiler({.directory = directory / "p"});
-  REQUIRE_ERROR("Profiler: must not start where LibTorch's profiler is at work", ga::Profiler{});
+  REQUIRE_ERROR("Profiler: must not start while LibTorch's profiler runs", ga::Profiler{});
   REQUIRE_ERROR("MemoryMeter: must not start inside LibTorch's profiler", ga::MemoryMeter{});
   for (const std::string name : {"", "a \"b\"", "a\nb", "a\\b"})
     REQUIRE_ERROR("a phase's name must have no quote, backslash or control character, got '" + name,
                   profiler.phase(name));
   {
     const auto phase = profiler.phase("forward");
-    REQUIRE_ERROR("Profiler: finish() inside of a phase", profiler.finish());
+    REQUIRE_ERROR("Profiler: finish() was called inside a phase", profiler.finish());
   }
   std::string elsewhere;
   std::thread([&] { elsewhere = error_of([&] { profiler.finish(); }); }).join();
-  CHECK(contains(elsewhere, "must be finished on the thread that it was begun on"));
+  CHECK(contains(elsewhere, "must be finished on the thread that constructed it"));
   profiler.finish();
-  REQUIRE_ERROR("Profiler: is finished; make another", profiler.finish());
-  REQUIRE_ERROR("Profiler: is finished; make another", profiler.phase("forward"));
+  REQUIRE_ERROR("Profiler: finish() was already called; construct another", profiler.finish());
+  REQUIRE_ERROR("Profiler: finish() was already called; construct another", profiler.phase("forward"));
   const ga::MemoryMeter meter;
-  REQUIRE_ERROR("Profiler: must not start where a MemoryMeter counts", ga::Profiler{});
+  REQUIRE_ERROR("Profiler: must not start while a MemoryMeter counts", ga::Profiler{});
 }
 
 TEST_CASE("Profiler: a trace that cannot be written is an error, and leaves nothing") {

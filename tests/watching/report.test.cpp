@@ -316,7 +316,7 @@ TEST_CASE("Report: of several processes the first writes, and states go on") {
       ga::Trainer trainer(model, sgd, objective, report_at(path), ga::DataParallel{.group = group},
                           ga::SaveState{.directory = directory / "states"});
       trainer.fit(batches, {.updates = updates, .resume = directory / "states"});
-      if (group.rank() != 0) REQUIRE_ERROR("rank 0 alone", trainer.policy<ga::Report>().curves());
+      if (group.rank() != 0) REQUIRE_ERROR("only rank 0 has", trainer.policy<ga::Report>().curves());
     });
   };
   train(2);

@@ -245,20 +245,20 @@ TEST_CASE("Curves: a state that is none is an error, and changes nothing") {
   };
   CHECK(contains(load("whole", whole.to(at::kInt)), "must be a row of"));
   CHECK(contains(load("real", real.reshape({1, -1})), "must be a row of"));
-  CHECK(contains(load("whole", whole.narrow(0, 0, 5)), "must not be cut off"));
-  CHECK(contains(load("real", real.narrow(0, 0, 2)), "must not be cut off"));
+  CHECK(contains(load("whole", whole.narrow(0, 0, 5)), "must not be truncated"));
+  CHECK(contains(load("real", real.narrow(0, 0, 2)), "must not be truncated"));
   CHECK(contains(load("real", torch::cat({real, real})), "as many numbers as they say"));
   CHECK(contains(with(0, -1), "must have a name and pieces"));
-  CHECK(contains(with(0, 1'000'000), "must not be cut off"));
+  CHECK(contains(with(0, 1'000'000), "must not be truncated"));
   CHECK(contains(with(1, -1), "the level of a saved curve"));
   CHECK(contains(with(1, 63), "the level of a saved curve"));
-  CHECK(contains(with(2, std::numeric_limits<std::int64_t>::max()), "must not be cut off"));
-  CHECK(contains(with(3, 7), "is none"));   // begins after its end
-  CHECK(contains(with(5, -2), "is none"));  // a count
-  CHECK(contains(with(9, 0), "is none"));   // begins before the one before it
+  CHECK(contains(with(2, std::numeric_limits<std::int64_t>::max()), "must not be truncated"));
+  CHECK(contains(with(3, 7), "is invalid"));   // begins after its end
+  CHECK(contains(with(5, -2), "is invalid"));  // a count
+  CHECK(contains(with(9, 0), "is invalid"));   // begins before the one before it
   auto not_finite = real.clone();
   not_finite[1] = not_a_number;
-  CHECK(contains(load("real", not_finite), "is none"));
+  CHECK(contains(load("real", not_finite), "is invalid"));
   const auto with_real = [&](std::int64_t place, double number) {  // the second piece has 0.5 thrice, from place 4 on
     auto changed = real.clone();
     changed[place] = number;

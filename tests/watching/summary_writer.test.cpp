@@ -477,5 +477,6 @@ TEST_CASE("SummaryWriter: what it cannot do, it says at once") {
   write_text(directory / "file", "");
   REQUIRE_ERROR((directory / "file").string() + ": must be a directory",
                 ga::SummaryWriter({.directory = directory / "file"}));
-  REQUIRE_ERROR("/proc/run: must be a directory, or be made", ga::SummaryWriter({.directory = "/proc/run"}));
+  REQUIRE_ERROR("/proc/run: must be a directory, or one that can be created",
+                ga::SummaryWriter({.directory = "/proc/run"}));
 }

@@ -317,7 +317,7 @@ TEST_CASE("TensorBoard: goes with OptimizerInBackward, without histograms") {
   }
   ga::Trainer trainer(model, adamw, objective, ga::OptimizerInBackward{},
                       ga::TensorBoard{.directory = directory / "other", .histograms_every = 100});
-  REQUIRE_ERROR("goes without in_backward", trainer.fit(batches));  // in the first window, not in the hundredth
+  REQUIRE_ERROR("turn in_backward off", trainer.fit(batches));  // in the first window, not in the hundredth
 }
 
 TEST_CASE("TensorBoard: nothing is written in a smoke fit") {
@@ -529,7 +529,7 @@ TEST_CASE("TensorBoard: what it cannot do, it says when the trainer is built") {
   CHECK_FALSE(std::filesystem::exists(directory / "run"));
   write_text(directory / "file", "");
   REQUIRE_ERROR((directory / "file").string() + ": must be a directory", build({.directory = directory / "file"}));
-  REQUIRE_ERROR("/proc/run: must be a directory, or be made", build({.directory = "/proc/run"}));
+  REQUIRE_ERROR("/proc/run: must be a directory, or one that can be created", build({.directory = "/proc/run"}));
 }
 
 TEST_CASE("TensorBoard: a model on a device", "[cuda]") {

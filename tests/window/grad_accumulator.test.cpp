@@ -619,7 +619,8 @@ TEST_CASE("accumulator: a function gives one back; it moves between windows alon
     ga::GradAccumulator first(sgd, {.steps = 2, .accumulate_in = at::kDouble});
     loss_of(model, data[0]).backward();
     first.step();
-    REQUIRE_ERROR("can be moved between windows", ga::GradAccumulator<torch::optim::SGD>(std::move(first)));
+    REQUIRE_ERROR("GradAccumulator: must be moved between windows",
+                  ga::GradAccumulator<torch::optim::SGD>(std::move(first)));
     loss_of(model, data[1]).backward();
     CHECK(first.step());
     first.zero_grad();
@@ -639,7 +640,8 @@ TEST_CASE("accumulator: a function gives one back; it moves between windows alon
   CHECK(moved.updates() == 2);
   CHECK(torch::equal(flat(model), flat(other)));
   torch::optim::Optimizer& held = moved;
-  REQUIRE_ERROR("somebody has a reference to it", ga::GradAccumulator<torch::optim::SGD>(std::move(moved)));
+  REQUIRE_ERROR("cannot be moved after it was used as a torch::optim::Optimizer&",
+                ga::GradAccumulator<torch::optim::SGD>(std::move(moved)));
   CHECK(held.parameters().size() == 4);
 }
 
@@ -783,5 +785,5 @@ TEST_CASE("GradAccumulator: saves and loads by its own functions what the wrappe
   optimizer.backward(probe.loss(2));
   optimizer.step();
   torch::serialize::OutputArchive within;
-  REQUIRE_ERROR("micro-batches in the window", optimizer.save(within));
+  REQUIRE_ERROR("micro-batches in the open window", optimizer.save(within));
 }

@@ -69,13 +69,12 @@ at::Tensor of_large_batches(std::size_t steps = 4) {
 }
 
 constexpr const char* moved =
-    " in the middle of a window, which is not the large batch then. By the wrapped optimizer's own step()? Delete it: "
-    "optimizer.step() calls it";
+    " in the middle of a window, so the window no longer equals one large batch. If the wrapped optimizer's own step() "
+    "is called, delete that call: optimizer.step() makes it";
 constexpr const char* rewritten =
-    "changed between backward and step(), where it is an unfinished sum. By torch::nn::utils::clip_grad_norm_? Delete "
-    "it, and call optimizer.clip_grad_norm_(max)";
-constexpr const char* not_cleared =
-    "the gradients of the last window are still there (or were cleared by .data(), which";
+    "changed between backward and step(), while it is an unfinished sum. If torch::nn::utils::clip_grad_norm_ changed "
+    "it, call optimizer.clip_grad_norm_(max)";
+constexpr const char* not_cleared = "the gradients of the last window were not cleared (or only through .data(), which";
 
 }  // namespace
 
@@ -107,13 +106,13 @@ TEST_CASE("left-overs: a step() at every fourth micro-batch") {
     }
   });
   if (loop.form == Form::weighted) {
-    CHECK(contains(error, "a second backward() before step()"));
+    CHECK(contains(error, "backward() was called twice before step()"));
   } else {
     CHECK(error.empty());
     REQUIRE(warnings.texts().size() == 1);
     CHECK(contains(warnings.texts()[0],
-                   "4 backward passes before a step(), as many as .steps. If step() stands in `if ((i + 1) % 4 == 0)`, "
-                   "delete that `if`"));
+                   "4 backward passes preceded a step(), as many as .steps. If step() is inside `if ((i + 1) % 4 == "
+                   "0)`, delete that `if`"));
   }
 }
 
@@ -275,8 +274,9 @@ TEST_CASE("left-overs: gradients that are divided by hand, or cleared by zero_gr
   });
   INFO(which << ": '" << error << "'");
   CHECK(contains(error, rewritten));
-  CHECK(contains(
-      error, "By a division by the number of micro-batches? Delete it: the window is a mean. By zero_grad(false)?"));
+  CHECK(contains(error,
+                 "If it was divided by the number of micro-batches, delete the division: a window takes the mean. If "
+                 "zero_grad(false) changed it, "));
 }
 
 TEST_CASE("left-overs: gradients that no backward has made are the user's") {

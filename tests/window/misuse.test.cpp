@@ -62,7 +62,7 @@ TEST_CASE("misuse: gradients from before the first window, and another accumulat
   ga::GradAccumulator other(f.sgd);
   f.loss().backward();
   other.step();
-  REQUIRE_ERROR("By another accumulator of these parameters? They have one.", f.optimizer.backward(f.loss(1)));
+  REQUIRE_ERROR("If these parameters have two accumulators, keep one.", f.optimizer.backward(f.loss(1)));
 }
 
 TEST_CASE("misuse: the number of micro-batches may be of any integer type") {
@@ -88,7 +88,7 @@ TEST_CASE("misuse: a loss that is no loss") {
   Fixture f;
   REQUIRE_ERROR("Loss: the mean must have one element, got shape [2]", f.optimizer.backward(torch::ones({2})));
   REQUIRE_ERROR("got an undefined tensor", f.optimizer.backward(at::Tensor()));
-  REQUIRE_ERROR("Loss: the mean requires no grad", f.optimizer.backward(torch::ones({})));
+  REQUIRE_ERROR("Loss: the mean must require grad", f.optimizer.backward(torch::ones({})));
   f.optimizer.backward(f.loss());
   f.optimizer.step();
   CHECK(f.optimizer.micro_steps() == 1);
@@ -186,7 +186,7 @@ TEST_CASE("misuse: backward after the gradients of the window were applied") {
   f.optimizer.set_steps(1);
   f.optimizer.backward(f.loss());
   f.optimizer.gradients().apply();
-  REQUIRE_ERROR("a second backward() before step()", f.optimizer.backward(f.loss(1)));
+  REQUIRE_ERROR("backward() was called twice before step()", f.optimizer.backward(f.loss(1)));
   CHECK(f.optimizer.step());
 }
 
@@ -211,13 +211,13 @@ TEST_CASE("misuse: weights too far apart for the loss's dtype, or for a sum") {
 TEST_CASE("misuse: an accumulator wrapped through a reference to it") {
   Fixture f;
   torch::optim::Optimizer& behind = f.optimizer;
-  REQUIRE_ERROR("not another accumulator behind a reference", ga::GradAccumulator(behind, {.steps = 2}));
+  REQUIRE_ERROR("not be another accumulator behind a reference", ga::GradAccumulator(behind, {.steps = 2}));
 }
 
 TEST_CASE("misuse: a second backward before step") {
   Fixture f;
   f.optimizer.backward(f.loss());
-  REQUIRE_ERROR("a second backward() before step(); add the losses", f.optimizer.backward(f.loss(1)));
+  REQUIRE_ERROR("backward() was called twice before step(); add the losses", f.optimizer.backward(f.loss(1)));
   f.optimizer.step();
   CHECK(f.optimizer.micro_steps() == 1);  // the first one stands
 }

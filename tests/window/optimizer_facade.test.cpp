@@ -225,8 +225,8 @@ TEST_CASE("facade: saving in the middle of a window is refused, in both ways") {
   loss_of(model, make_batches({5})[0]).backward();
   accumulator.step();
   std::stringstream file;
-  REQUIRE_ERROR("there are 1 micro-batches in the window; save after flush()", torch::save(accumulator, file));
-  REQUIRE_ERROR("there are 1 micro-batches in the window; save after flush()", torch::save(facade, file));
+  REQUIRE_ERROR("there are 1 micro-batches in the open window; save after flush()", torch::save(accumulator, file));
+  REQUIRE_ERROR("there are 1 micro-batches in the open window; save after flush()", torch::save(facade, file));
   accumulator.flush();
   torch::save(accumulator, file);
   torch::save(facade, file);

@@ -372,7 +372,7 @@ TEST_CASE("in_backward: an accumulator behind a torch::optim::Optimizer&") {
 
   torch::optim::Optimizer& behind = rig.accumulator;
   rig.before = flat(rig.model);
-  REQUIRE_ERROR("call optimizer.backward(loss) before each step()", behind.step([&] {
+  REQUIRE_ERROR("before each step(), call optimizer.backward(loss)", behind.step([&] {
     auto loss = loss_of(rig.model, rig.batches[0]);
     loss.backward();
     return loss;
@@ -484,10 +484,10 @@ TEST_CASE("in_backward: what needs all gradients at once is refused before anyth
   REQUIRE_ERROR("use bfloat16, which needs no scaler", optimizer.backward(scaler.scale(ga::Loss(loss()))));
   for (auto& p : rig.model->parameters()) CHECK_FALSE(p.grad().defined());
 
-  REQUIRE_ERROR("call optimizer.backward(loss) before each step()", optimizer.step());
+  REQUIRE_ERROR("before each step(), call optimizer.backward(loss)", optimizer.step());
   loss().backward();
-  REQUIRE_ERROR("call optimizer.backward(loss) before each step()", optimizer.step());
-  REQUIRE_ERROR("call optimizer.backward(loss) before each step()", optimizer.gradients());
+  REQUIRE_ERROR("before each step(), call optimizer.backward(loss)", optimizer.step());
+  REQUIRE_ERROR("before each step(), call optimizer.backward(loss)", optimizer.gradients());
   optimizer.discard();
 
   optimizer.backward(loss());
@@ -512,8 +512,8 @@ TEST_CASE("in_backward: a loss that was scaled by hand is found out by the scale
   Rig rig({.in_backward = true});
   ga::AmpScaler scaler;
   rig.accumulator.backward(scaler.scale(loss_of(rig.model, rig.batches[0])));
-  REQUIRE_ERROR("with in_backward the gradients of this window are gone", scaler.step(rig.accumulator));
-  REQUIRE_ERROR("with in_backward the gradients of this window are gone", scaler.unscale_(rig.accumulator));
+  REQUIRE_ERROR("with in_backward, the gradients of this window were freed", scaler.step(rig.accumulator));
+  REQUIRE_ERROR("with in_backward, the gradients of this window were freed", scaler.unscale_(rig.accumulator));
 }
 
 TEST_CASE("in_backward: gradients that are gone are not given out as none") {
@@ -522,7 +522,7 @@ TEST_CASE("in_backward: gradients that are gone are not given out as none") {
   rig.accumulator.backward(loss_of(rig.model, rig.batches[0]));
   auto asked = rig.accumulator.gradients();
   for (auto* each : {&held, &asked}) {
-    const std::string sentence = "with in_backward the gradients of this window are gone";
+    const std::string sentence = "with in_backward, the gradients of this window were freed";
     REQUIRE_ERROR(sentence, each->norm());
     REQUIRE_ERROR(sentence, each->values());
     REQUIRE_ERROR(sentence, each->apply());
@@ -534,7 +534,7 @@ TEST_CASE("in_backward: gradients that are gone are not given out as none") {
   }
   CHECK(rig.accumulator.step());
   CHECK(held.closed());
-  REQUIRE_ERROR("with in_backward the gradients of this window are gone", held.norm());
+  REQUIRE_ERROR("with in_backward, the gradients of this window were freed", held.norm());
   CHECK_FALSE(rig.accumulator.gradients().closed());  // the next window
 }
 
@@ -566,7 +566,7 @@ TEST_CASE("in_backward: an exception in the middle") {
     const auto x = rig.forward_with(rig.batches[i].data, throws);
     rig.accumulator.backward(torch::mse_loss(x, rig.batches[i].target));
   };
-  const std::string part = "backward had stepped some of the parameters, and not the others; load a saved state";
+  const std::string part = "backward had stepped some of the parameters but not the others; load a saved state";
   if (from_libtorch) {
     REQUIRE_ERROR("from backward", broken(0));
     REQUIRE_ERROR("GradAccumulator: ", rig.accumulator.step());
@@ -612,7 +612,7 @@ TEST_CASE("in_backward: a gradient that arrives twice in one pass is an error") 
   };
   loss().backward();  // as such it is allowed
   rig.accumulator.zero_grad();
-  REQUIRE_ERROR("arrived twice in one pass: an operation runs a backward of its own inside",
+  REQUIRE_ERROR("arrived twice in one pass: an operation runs its own backward inside",
                 rig.accumulator.backward(loss()));
   CHECK(hooks_of(rig.model) == hooks);
   rig.accumulator.discard();

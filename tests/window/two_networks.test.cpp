@@ -110,7 +110,7 @@ TEST_CASE("two networks: a backward that comes along in the other's window is no
     SECTION("after the steps") { REQUIRE_ERROR(cure, d.zero_grad()); }
     SECTION("before the next backward") {
       g.zero_grad();
-      REQUIRE_ERROR("zero_grad() in the middle of a window", d.zero_grad());
+      REQUIRE_ERROR("zero_grad() was called in the middle of a window", d.zero_grad());
     }
     d.discard();
     d.zero_grad();

@@ -22,7 +22,7 @@ class NewFolder {
   explicit NewFolder(const std::filesystem::path& path) : path_(without_slash(path)), partial_(path_) {
     const auto status = std::filesystem::symlink_status(path_);
     if (exists(status) && !(is_directory(status) && std::filesystem::is_empty(path_)))
-      throw std::runtime_error(path_.string() + ": must not be there yet, or be an empty folder");
+      throw std::runtime_error(path_.string() + ": must not exist yet, or be an empty folder");
     partial_ += ".partial";
     std::filesystem::create_directories(partial_);
     lock();

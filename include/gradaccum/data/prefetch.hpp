@@ -84,7 +84,7 @@ class Prefetch {
   }
 
   Iterator begin() {
-    TORCH_CHECK(!looping_, "Prefetch: a second loop began inside this one; give it a range and a Prefetch of its own");
+    TORCH_CHECK(!looping_, "Prefetch: a second loop began inside the first; give it a range and a Prefetch of its own");
     looping_ = true;
     left_.reset();
     return Iterator({std::unique_ptr<Prefetch, Leave>(this)});  // ends the loop if the range throws

@@ -30,7 +30,7 @@ namespace gradaccum::detail {
 /// The rows of the batches of each epoch.
 class RowOrder {
  public:
-  /// `tensors` must have as many rows each. The order is on the device of the first.
+  /// All `tensors` must have the same number of rows. The order is on the device of the first.
   RowOrder(const char* owner, const std::vector<at::Tensor>& tensors, const data::TensorBatchesOptions& options);
 
   std::int64_t rows() const { return rows_; }

@@ -56,7 +56,7 @@ struct Schedule {
   }
   void on_epoch_end(std::int64_t) { epoch_begin.reset(); }
   void before_backward(Loss&) const {
-    TORCH_CHECK(total || !takes_total(), "Schedule: .total must be given for steps outside of a fit, which tells it");
+    TORCH_CHECK(total || !takes_total(), "Schedule: .total must be given to call step() outside of fit()");
   }
   void after_step(const Step& step) { set(step.update); }
   void state(Archive& archive) {
@@ -67,7 +67,7 @@ struct Schedule {
     archive("updates", at);         // makes a part, as one without any value is passed over where changes are allowed
     if (!archive.loading()) return;
     TORCH_CHECK(begin || !in_fit || base->status().batch == 0,
-                "Schedule: .total must be given to go on within an epoch from a state that had one");
+                "Schedule: .total must be given to resume in the middle of an epoch, as it was in the saved run");
     archive.when_all_fit([this, begin, in_fit, anew = archive.changes_allowed()] {
       if (!takes_total()) return set(updates());
       epoch_begin = begin;
@@ -87,8 +87,8 @@ struct Schedule {
   void plan() {
     total = base->planned_updates(epoch_begin.value());
     TORCH_CHECK(total,
-                "Schedule: .total must be given, as this fit does not tell how many updates it will have made: that "
-                "takes .epochs or .updates alone, batches with size(), and ga::Accumulate{.steps}");
+                "Schedule: .total must be given, since the number of updates of this fit is not known: that takes only "
+                ".epochs or .updates, batches with size(), and ga::Accumulate{.steps}");
     set(updates());
   }
   void set(std::int64_t update) {

@@ -71,8 +71,7 @@ class Validate {
     announce(MeanLoss());
     std::apply([&](const auto&... metrics) { (announce(metrics), ...); }, metrics_);
     auto* const ema = options.ema ? trainer.template find_policy<Ema>() : nullptr;
-    TORCH_CHECK(ema || !options.ema,
-                "Validate: ema is of the averages that the trainer's policy ga::Ema has; give it one");
+    TORCH_CHECK(ema || !options.ema, "Validate: ema needs the averages of a ga::Ema; give the trainer that policy");
     evaluate_ = [this, ema, &trainer] {
       const auto scope = detail::validating_scope(trainer.module(), ema);
       begin_again();

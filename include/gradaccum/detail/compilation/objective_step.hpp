@@ -64,7 +64,7 @@ class ObjectiveStep {
   template <class Batch>
   auto operator()(Model& model, Batch& batch) {
     TORCH_CHECK(&detail::module_of(model) == &detail::module_of(*model_),
-                "CompiledStep, GraphedStep: step(model, batch) must get the model that it was made for");
+                "CompiledStep, GraphedStep: step(model, batch) must get the model that the step was made for");
     return (*this)(batch);
   }
 

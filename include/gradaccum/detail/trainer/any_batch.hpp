@@ -25,10 +25,10 @@ class AnyBatch {
 
 [[noreturn]] inline void cannot_be_divided(const std::type_info& type) {
   TORCH_CHECK(false,
-              "FitMemory: a batch must be one that can be divided: a Tensor, a pair or tuple of them, one with "
-              ".data and .target and nothing else, a vector of samples that are no tensors, got ",
+              "FitMemory: a batch must be divisible: a Tensor, a pair or tuple of Tensors, a struct of only .data and "
+              ".target, or a vector of samples that are not Tensors; got ",
               name_of_class(type),
-              ": declare slice(batch, from, to), which gives these samples, and batch_size(batch) beside the class");
+              "; declare slice(batch, from, to), which returns those samples, and batch_size(batch) beside that class");
 }
 
 template <class Batch, class Model, class Objective>

@@ -56,7 +56,7 @@ class DataPosition {
   /// Notes that all batches of the epoch have been drawn.
   void exhaust() {
     TORCH_CHECK(to_skip_ == 0, "Trainer: the data has changed: the state was saved after batch ", taken_ + to_skip_,
-                " of an epoch, which now has ", taken_, "; give it the same data, or start afresh");
+                " of an epoch, which now has only ", taken_, "; resume with the same data, or start a new run");
     exhausted_ = true;
   }
   void end_epoch() {
@@ -96,7 +96,7 @@ class WindowRecord {
   void set_closing(bool closing) { closing_ = closing; }
 
   void check_none_in_hand() const {
-    TORCH_CHECK(!in_hand_, "Trainer: step() or flush() inside of a micro-batch, in the objective say");
+    TORCH_CHECK(!in_hand_, "Trainer: step() or flush() was called inside a micro-batch, as in the objective");
   }
   /// `begins`: the first of its batch.
   void begin_micro_batch(std::int64_t samples, bool begins, FitStatus& status) {
@@ -163,8 +163,7 @@ class WindowRecord {
   };
   [[noreturn]] static void stop(double loss, const Place& place) {
     TORCH_CHECK(false, "Trainer: the loss must be finite, got ", loss, " for ", place.text(),
-                "; look at that batch and at the learning rate, or leave such batches out: {.on_nan = "
-                "ga::OnNan::skip}");
+                "; check that batch and the learning rate, or skip such batches: {.on_nan = ga::OnNan::skip}");
   }
 
   Step step_;

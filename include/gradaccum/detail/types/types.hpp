@@ -53,7 +53,7 @@ torch::nn::Module& module_of(Model& model) {
     return model;
   } else {
     if constexpr (requires { model == nullptr; })
-      TORCH_CHECK(!(model == nullptr), "model: the pointer to it must not be null");
+      TORCH_CHECK(!(model == nullptr), "the model pointer must not be null; was it moved from?");
     return *model;
   }
 }

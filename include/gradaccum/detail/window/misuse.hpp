@@ -10,12 +10,12 @@
 namespace gradaccum::detail {
 
 inline constexpr const char* stepped_in_part =
-    "an exception came when backward had stepped some of the parameters, and not the others; load a saved state, or "
-    "discard() the window and go on from here";
+    "an exception occurred after backward had stepped some of the parameters but not the others; load a saved state, "
+    "or discard() the window and continue from here";
 
 inline constexpr const char* not_cleared =
-    "GradAccumulator: the gradients of the last window are still there (or were cleared by .data(), which nobody can "
-    "see), and backward adds to them; call optimizer.zero_grad() after every step(), which leaves an open window alone";
+    "GradAccumulator: the gradients of the last window were not cleared (or only through .data(), which hides it), so "
+    "backward adds to them; call optimizer.zero_grad() after every step(): it does nothing inside a window";
 
 /// Records of a few parameters, for leftovers of accumulation by hand in a loop: clipping inside a window, a step of
 /// the wrapped optimizer's own, or a missing zero_grad().
@@ -155,22 +155,23 @@ class Misuse {
     const auto& gradients = *window_.gradients;
     check_usable();
     TORCH_CHECK(!window_.closing_with_others,
-                "GradAccumulator: backward() after others_continue() has said that others close a window with this "
-                "process; call step() first");
+                "GradAccumulator: backward() was called after others_continue() returned true, so other processes wait "
+                "for this one to close a window; call step() first");
     check_form(WindowForm::weighted);
     TORCH_CHECK(!window_.in_hand,
-                "GradAccumulator: a second backward() before step(); add the losses and call it once");
-    TORCH_CHECK(!gradients.applied(), "GradAccumulator: backward() after gradients().apply(); call step() first");
+                "GradAccumulator: backward() was called twice before step(); add the losses and call backward() once");
+    TORCH_CHECK(!gradients.applied(),
+                "GradAccumulator: backward() was called after gradients().apply(); call step() first");
     loss.check();
     check_weight(loss, window_.counter.first_weight());
     if (window_.steps_in_backward) {  // it would be too late once a parameter has moved
       TORCH_CHECK(!options.create_graph,
-                  "GradAccumulator: create_graph keeps the gradients, which in_backward frees as they arrive; "
-                  "leave one of the two out");
-      TORCH_CHECK(
-          !finite_required(loss.seed) && !gradients.must_be_finite(),
-          "GradAccumulator: a loss scaler looks at all gradients before the first parameter moves, and "
-          "in_backward steps each as it arrives; use bfloat16, which needs no scaler, or leave in_backward out");
+                  "GradAccumulator: create_graph keeps the gradients, but in_backward frees them as they arrive; use "
+                  "only one of the two");
+      TORCH_CHECK(!finite_required(loss.seed) && !gradients.must_be_finite(),
+                  "GradAccumulator: a loss scaler must see all gradients before the first parameter is stepped, but "
+                  "in_backward steps each parameter as its gradient arrives; use bfloat16, which needs no scaler, or "
+                  "turn in_backward off");
     }
     check_kept();
     if (after_another_ && window_.count() == 0)
@@ -181,8 +182,8 @@ class Misuse {
 
   void at_plain_backward() {
     TORCH_CHECK(!window_.steps_in_backward,
-                "GradAccumulator: with in_backward the parameters are stepped inside of backward; call "
-                "optimizer.backward(loss) before each step(), in place of loss.backward()");
+                "GradAccumulator: with in_backward, parameters are stepped during backward; before each step(), call "
+                "optimizer.backward(loss) instead of loss.backward()");
     check_form(WindowForm::plain);
     check_not_rewritten();
     const auto steps = window_.counter.steps();
@@ -219,20 +220,19 @@ class Misuse {
     check_usable();
     check_kept();
     TORCH_CHECK(!window_.in_hand && (count == 0 || !touched()),
-                "GradAccumulator: state() in the middle of a micro-batch; call step() first");
+                "GradAccumulator: state() was called in the middle of a micro-batch; call step() first");
     TORCH_CHECK(!window_.gradients->elsewhere(),
-                "GradAccumulator: with Shard::gradients a window is saved when it is closed, and there are ", count,
-                " micro-batches in it; save after a step() that returned true, or after flush()");
+                "GradAccumulator: with Shard::gradients, state() must be called between windows, but there are ", count,
+                " micro-batches in the open window; save after a step() that returned true, or after flush()");
   }
 
   void at_zero_grad() const {
     if (window_.gradients->spoiled() || window_.in_hand || !touched()) return;
-    TORCH_CHECK(
-        false,
-        "GradAccumulator: zero_grad() in the middle of a window, and since the last step() somebody has added to "
-        "its gradients: a backward for other parameters that came along here, as of a GAN's generator, or one "
-        "without a step(). Say whose gradients it is for: loss.backward({}, {}, false, generator->parameters()), "
-        "or optimizer.backward(loss, {.inputs = generator->parameters()})");
+    TORCH_CHECK(false,
+                "GradAccumulator: zero_grad() was called in the middle of a window whose gradients changed after the "
+                "last step(): a backward for other parameters, such as a GAN's generator, also reached these, or a "
+                "backward had no step(). Name the parameters that the other backward is for: loss.backward({}, {}, "
+                "false, generator->parameters()), or optimizer.backward(loss, {.inputs = generator->parameters()})");
   }
 
   /// Throws if an exception has left the window's gradients incomplete.
@@ -277,15 +277,15 @@ class Misuse {
 
   void check_form(WindowForm form) const {
     TORCH_CHECK(window_.form == WindowForm::none || window_.form == form,
-                "GradAccumulator: one window mixes optimizer.backward(loss) with loss.backward() or with a step() that "
-                "no backward precedes; use one form");
+                "GradAccumulator: one window mixes optimizer.backward(loss) with loss.backward(), or with a step() "
+                "that no backward precedes; use one form for all its micro-batches");
   }
 
   /// Throws if the losses were scaled and the gradients are not to be divided by the scale.
   void check_scaler() const {
     TORCH_CHECK(!window_.scaled || window_.gradients->must_be_finite(),
-                "GradAccumulator: the losses of this window are scaled, and its gradients are not to be divided by the "
-                "scale; call scaler.step(optimizer) in place of optimizer.step()");
+                "GradAccumulator: the losses of this window are scaled, but optimizer.step() does not unscale its "
+                "gradients; call scaler.step(optimizer) instead");
   }
 
   /// Throws if a part of a sum has not come by `backward`, as all do in the weighted form. What a gradient held before
@@ -300,13 +300,12 @@ class Misuse {
                   parameters[i].sizes(),
                   ") has a gradient from before this window, which backward would add to; call optimizer.zero_grad() "
                   "before the first optimizer.backward(loss)");
-      TORCH_CHECK(
-          window_is_empty, "GradAccumulator: the gradient of parameter ", i, " (shape ", parameters[i].sizes(),
-          ") changed outside optimizer.backward(loss). By loss.backward()? One window has one form. By a backward "
-          "for other parameters that came along here, as of a GAN's generator? Write "
-          "optimizer.backward(loss, {.inputs = generator->parameters()}) there. By another accumulator of these "
-          "parameters? They have one. By code that changes gradients? It goes inside `if (optimizer.ready()) { "
-          "optimizer.gradients().apply(); … }`");
+      TORCH_CHECK(window_is_empty, "GradAccumulator: the gradient of parameter ", i, " (shape ", parameters[i].sizes(),
+                  ") changed outside optimizer.backward(loss). If loss.backward() changed it, use one form for the "
+                  "whole window. If a backward for other parameters reached it, such as a GAN's generator, write "
+                  "optimizer.backward(loss, {.inputs = generator->parameters()}) there. If these parameters have two "
+                  "accumulators, keep one. Other code that changes gradients goes inside `if (optimizer.ready()) { "
+                  "optimizer.gradients().apply(); … }`");
     }
   }
 
@@ -322,14 +321,13 @@ class Misuse {
     if (!watches_closely()) return;
     for (std::size_t place = 0; place < close_watch_->watched.size(); ++place) {
       if (!window_.weighted() && close_watch_->watched[place].passes == 0) continue;
-      TORCH_CHECK(
-          !close_watch_->rewritten(place), "GradAccumulator: the gradient of a parameter (shape ",
-          close_watch_->parameters()[place].sizes(),
-          ") changed between backward and step(), where it is an unfinished sum. By "
-          "torch::nn::utils::clip_grad_norm_? Delete it, and call optimizer.clip_grad_norm_(max). By a division "
-          "by the number of micro-batches? Delete it: the window is a mean. By zero_grad(false)? Call "
-          "optimizer.zero_grad(). Other code that changes gradients goes inside "
-          "`if (optimizer.ready()) { optimizer.gradients().apply(); … }`");
+      TORCH_CHECK(!close_watch_->rewritten(place), "GradAccumulator: the gradient of a parameter (shape ",
+                  close_watch_->parameters()[place].sizes(),
+                  ") changed between backward and step(), while it is an unfinished sum. If "
+                  "torch::nn::utils::clip_grad_norm_ changed it, call optimizer.clip_grad_norm_(max) instead. If it "
+                  "was divided by the number of micro-batches, delete the division: a window takes the mean. If "
+                  "zero_grad(false) changed it, call optimizer.zero_grad() instead. Other code that changes gradients "
+                  "goes inside `if (optimizer.ready()) { optimizer.gradients().apply(); … }`");
     }
   }
 
@@ -345,11 +343,11 @@ class Misuse {
           !first && (sample != 0 ? watched.tensor_sample != sample : !watched.tensor->untouched(parameter));
       if (first) watched.tensor = SeenTensor(parameter), watched.tensor_sample = sample;
       if (!moved || std::exchange(warned_of_parameters_, true)) continue;
-      TORCH_WARN(
-          "GradAccumulator: a parameter (shape ", parameter.sizes(), ") ", sample != 0 ? "moved" : "was written to",
-          " in the middle of a window, which is not the large batch then. By the wrapped optimizer's own step()? "
-          "Delete it: optimizer.step() calls it where the window is full. Other code that changes parameters goes "
-          "after a step() that returned true");
+      TORCH_WARN("GradAccumulator: a parameter (shape ", parameter.sizes(), ") ",
+                 sample != 0 ? "moved" : "was written to",
+                 " in the middle of a window, so the window no longer equals one large batch. If the wrapped "
+                 "optimizer's own step() is called, delete that call: optimizer.step() makes it when the window is "
+                 "full. Other code that changes parameters goes after a step() that returned true");
     }
   }
 
@@ -362,9 +360,10 @@ class Misuse {
       if (one.passes > 0) passes = passes == 0 ? one.passes : std::min(passes, one.passes);
     if (passes != steps) return;
     warned_of_passes_ = true;
-    TORCH_WARN("GradAccumulator: ", steps, " backward passes before a step(), as many as .steps. If step() stands in ",
-               "`if ((i + 1) % ", steps, " == 0)`, delete that `if`: step() counts by itself. If a micro-batch has ",
-               steps, " losses, add them and call backward() once");
+    TORCH_WARN("GradAccumulator: ", steps,
+               " backward passes preceded a step(), as many as .steps. If step() is inside ", "`if ((i + 1) % ", steps,
+               " == 0)`, delete that `if`: step() counts by itself. If a micro-batch has ", steps,
+               " losses, add them and call backward() once");
   }
 
   const WindowProgress& window_;

@@ -167,7 +167,7 @@ class StageMeasurement {
 
  private:
   static constexpr auto in_profiler =
-      "CheckpointedSequential: must not plan inside LibTorch's profiler, which uses the same slot; run one forward "
+      "CheckpointedSequential: must not plan inside LibTorch's profiler, which uses the same hook; run one forward "
       "pass before it starts";
 
   at::Tensor input() const { return input_.requires_grad() ? GradientSink::apply(sources_.front()) : input_; }
@@ -276,8 +276,8 @@ class StageMeasurement {
 GRADACCUM_INLINE std::size_t owners(const at::Tensor& tensor) {
   TORCH_CHECK(
       tensor.defined() && tensor.has_storage(),
-      "CheckpointedSequential: with a memory_budget, the input and what modules return must be dense tensors, got ",
-      tensor.defined() ? c10::str("one that is ", tensor.layout()) : "an undefined one");
+      "CheckpointedSequential: with memory_budget, the input and the outputs of modules must be dense tensors, got ",
+      tensor.defined() ? c10::str("layout ", tensor.layout()) : "an undefined tensor");
   return tensor.use_count() + tensor.storage().use_count();
 }
 
@@ -301,8 +301,8 @@ GRADACCUM_INLINE Stages merged(const Stages& stages, const at::Tensor& input, co
     activations = output.detach().requires_grad_(output.requires_grad());
   }
   TORCH_CHECK(!input_version.changed(),
-              "CheckpointedSequential: the first module must leave its input as it is, and changes it in place; use "
-              "the module without inplace");
+              "CheckpointedSequential: the first module must not change its input in place, but does; construct it "
+              "without inplace");
   return merged;
 }
 
@@ -557,7 +557,7 @@ GRADACCUM_INLINE CheckpointedSequentialImpl::CheckpointedSequentialImpl(torch::n
   const auto size = static_cast<std::int64_t>(stages->size());
   TORCH_CHECK(size > 0, "CheckpointedSequential: the Sequential must have modules, got none");
   TORCH_CHECK((options.segments != 0) != (options.memory_budget != 0),
-              "CheckpointedSequential: either segments or memory_budget must be given, got segments = ",
+              "CheckpointedSequential: exactly one of segments and memory_budget must be given, got segments = ",
               options.segments, " and memory_budget = ", options.memory_budget);
   TORCH_CHECK(options.memory_budget >= 0, "CheckpointedSequential: memory_budget must be > 0 bytes, got ",
               options.memory_budget);
@@ -573,8 +573,8 @@ GRADACCUM_INLINE CheckpointedSequentialImpl::~CheckpointedSequentialImpl() = def
 
 GRADACCUM_INLINE at::Tensor CheckpointedSequentialImpl::forward(const at::Tensor& input, const at::Tensor& context) {
   TORCH_CHECK(!context.defined() || !context.requires_grad(),
-              "CheckpointedSequential: the context must not require gradients, as none would reach it; got one that "
-              "does: detach() it, or give it to the modules by their input");
+              "CheckpointedSequential: the context must not require grad, since no gradient would reach it; detach() "
+              "it, or pass it to the modules as a part of their input");
   auto chain = state_->segments;
   chain.context = context;
   if (options().memory_budget == 0 || !at::GradMode::is_enabled()) return chain(input);
@@ -590,7 +590,7 @@ GRADACCUM_INLINE at::Tensor CheckpointedSequentialImpl::forward(const at::Tensor
 }
 
 GRADACCUM_INLINE void CheckpointedSequentialImpl::set_memory_budget(std::int64_t bytes, bool or_least) {
-  TORCH_CHECK(options().segments == 0, "CheckpointedSequential: it has segments, and memory_budget is another way");
+  TORCH_CHECK(options().segments == 0, "CheckpointedSequential: it has segments, so memory_budget cannot be set");
   TORCH_CHECK(bytes >= 0, "CheckpointedSequential: memory_budget must be >= 0 bytes, got ", bytes);
   const std::lock_guard lock(state_->mutex);
   state_->options.memory_budget = bytes;
@@ -614,8 +614,8 @@ GRADACCUM_INLINE CheckpointPlan CheckpointedSequentialImpl::plan() const {
   const std::lock_guard lock(state_->mutex);
   if (state_->options.memory_budget == 0) return {detail::to_string(*state_->segments.schedule), {}, {}, {}, 0};
   TORCH_CHECK(state_->latest,
-              "CheckpointedSequential: there is no plan before the first forward pass with gradients, which "
-              "measures the stages");
+              "CheckpointedSequential: there is no plan yet; run a forward pass with gradients first, which measures "
+              "the stages");
   return state_->latest->description;
 }
 

@@ -181,11 +181,10 @@ GRADACCUM_INLINE void check_not_replaced(const std::vector<std::shared_ptr<Buffe
     const auto now = state->buffer.use_count();
     // A replaced one has lost the member, or also the module's list, where the member refers to what is in there.
     const bool replaced = now == 1 || (state->owners > 2 && now == 2);
-    TORCH_CHECK(!replaced,
-                "checkpoint: a module must write to its buffers, and has put another tensor in the place of one (",
+    TORCH_CHECK(!replaced, "checkpoint: a module must update its buffers in place, but its forward replaced one (",
                 TensorTraits(state->buffer),
-                ") in forward, which nobody can undo before forward runs again; use "
-                "buffer.copy_(value) for buffer = value");
+                ") by another tensor, which cannot be undone before forward runs again; write buffer.copy_(value) "
+                "instead of buffer = value");
   }
 }
 

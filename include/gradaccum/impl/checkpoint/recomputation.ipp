@@ -57,8 +57,8 @@ class C10_EXPORT HookEngine final : public torch::autograd::Engine {
     auto& engine = get_default_engine();
     if (&engine == &instance()) return;
     TORCH_CHECK(&engine == &get_base_engine(), owner,
-                ": LibTorch's own engine of autograd must be at work, got another one (Python's, where its torch is "
-                "loaded in this process); use Python's torch.autograd.graph there");
+                ": LibTorch's own autograd engine must be in use, got another one (Python's, if this process has "
+                "loaded its torch); use Python's torch.autograd.graph there");
     torch::autograd::set_default_engine_stub(&HookEngine::instance);
   }
 
@@ -133,7 +133,7 @@ class CheapResult {
     const auto leave = c10::make_scope_exit([]() noexcept { --depth_; });
     const at::Tensor whole = *remake(true);
     TORCH_CHECK(whole.strides() == at::IntArrayRef(source_strides_), "CheckpointedSequential: ", operation_->name(),
-                " must give the same layout again");
+                " must give the same strides again");
     return whole.as_strided(sizes_, strides_, offset_);
   }
 
@@ -195,7 +195,7 @@ class RebuildingHooks final : public torch::autograd::SavedVariableHooks {
   }
   at::Tensor call_unpack_hook() override {
     TORCH_CHECK(!version_.changed(),
-                "CheckpointedSequential: a tensor that backward needs must not change in place after it was saved");
+                "CheckpointedSequential: a tensor saved for backward must not change in place; change a clone() of it");
     if (result_) return result_->tensor();
     return around_ ? unpack_around() : kept_;
   }
@@ -348,10 +348,10 @@ GRADACCUM_INLINE void SavedInputs::check_unchanged() {
   const auto changed = std::ranges::find_if(saved_, [](auto& saved) { return saved.version.changed(); });
   if (changed == saved_.end()) return;
   for (auto& saved : saved_) saved.tensor.reset_data();  // breaks a reference cycle with the changing operation
-  TORCH_CHECK(false, "checkpoint: the function must leave its inputs as they are, and changes tensor ",
+  TORCH_CHECK(false, "checkpoint: the function must not change its inputs in place, but changes tensor ",
               changed - saved_.begin(),
-              " of them in place, so that running it again would start from something else; let it clone that "
-              "input first (an inplace activation at its beginning: without inplace)");
+              " of them, so running it again would start from other values; let it clone() that input first, or "
+              "construct an activation at its beginning without inplace");
 }
 
 /// A checkpointed part of the forward pass: the function that reruns it, and the properties of the tensors that it
@@ -482,7 +482,7 @@ class SlotHooks final : public torch::autograd::SavedVariableHooks {
   }
   at::Tensor call_unpack_hook() override {
     TORCH_CHECK(!version_.changed(), "checkpoint: a tensor that backward needs (", frame_->slot(*slot_).traits,
-                ") must not change in place after it was saved; clone it before");
+                ") must not change in place after it was saved; change a clone() of it");
     return frame_->unpack(*slot_);
   }
 

@@ -200,14 +200,15 @@ class LoadedStep final : public RecordedSteps<CompiledStepReport> {
                                     [&] { return steps_->tried(trial, *layout.graph, batch); });
     const auto& name = steps_->name();
     TORCH_CHECK(comparison.wrong.empty(), "CompiledStep: ", name, ": the compiled step must do what the objective ",
-                "does, but for ", layout_text(batch), " ", comparison.wrong, ": the objective or the model is another ",
-                "than when it was saved, or depends on what is not in tensors; save and compile it again");
+                "does, but for ", layout_text(batch), " ", comparison.wrong,
+                ": the objective or the model has changed ",
+                "since the step was saved, or depends on values that are not in tensors; save and compile it again");
     layout.checked = true;
     if (comparison.doubt.empty()) return;
     layout.graph = nullptr;
     layout.why_eager = "a doubt about the step for " + layout_text(batch) + ": " + comparison.doubt;
-    TORCH_WARN("CompiledStep: ", name, ": the objective runs in place of the compiled step: ", layout.why_eager,
-               ", which may be rounding and may be another program's");
+    TORCH_WARN("CompiledStep: ", name, ": the objective runs instead of the compiled step: ", layout.why_eager,
+               ", which may be rounding or a different computation");
   }
 
   std::shared_ptr<StepGraphs> steps_;
@@ -252,9 +253,9 @@ GRADACCUM_INLINE void check_no_constants(const torch::jit::Graph& graph, const A
       continue;
     const auto tensor = node->t(c10::attr::value);
     TORCH_CHECK(tensor.numel() == 0 || made.has(tensor),
-                "save_step: the objective uses a tensor that is neither of the model nor of the ", "batch, ",
-                layout_text(tensor), ", and the compiled step would keep it as it is now: register it as a ",
-                "buffer, or say that it never changes by {.constants = true}");
+                "save_step: the objective uses a tensor that belongs neither to the model nor to the ", "batch, ",
+                layout_text(tensor), ", and the compiled step would keep its present value: register it as a ",
+                "buffer, or pass {.constants = true} if it never changes");
   }
 }
 
@@ -347,7 +348,7 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
   const bool cached = at::autocast::is_autocast_cache_enabled();
   at::autocast::set_autocast_cache_enabled(false);  // a cached cast would become a constant
   const auto restore = c10::make_scope_exit([cached] { at::autocast::set_autocast_cache_enabled(cached); });
-  const AllocationScope made("save_step: must not record inside LibTorch's profiler, which uses the same slot");
+  const AllocationScope made("save_step: must not record inside LibTorch's profiler, which uses the same hook");
   const auto traced = [&] {
     const HostReads reads(model.attends());
     const auto inputs = inputs_of(model, call.batch);
@@ -363,19 +364,18 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
   }();
   TORCH_CHECK(read.empty(),
               "save_step: the objective must not read a value on the host (item(), or a comparison), got ", read,
-              ": the compiled step would go on with the value of this batch. Keep it a tensor (torch::where), or "
-              "read it outside of the objective",
-              read == "aten::equal" ? "; give nn::MultiheadAttention one tensor, not copies" : "");
+              ": the compiled step would keep this batch's value. Keep it a tensor (torch::where), or read it outside "
+              "the objective",
+              read == "aten::equal" ? "; pass nn::MultiheadAttention the same tensor, not copies" : "");
   const auto& graph = traced.first->graph;
   if (!constants) check_no_constants(*graph, *made);
-  TORCH_CHECK(trace.loss.items > 0, "save_step: the batch must have items, got ", trace.loss.items);
+  TORCH_CHECK(trace.loss.items > 0, "save_step: the loss's items must be > 0, got ", trace.loss.items);
   const bool has_rows = !call.batch.empty() && call.batch.front().defined() && call.batch.front().dim() > 0;
   const auto rows = has_rows ? static_cast<double>(call.batch.front().size(0)) : 1;
-  TORCH_CHECK(
-      call.tensors_alone || trace.loss.items == 1 || trace.loss.items == rows,
-      "save_step: the loss must be of as many items as the batch has rows, or of 1, got ", trace.loss.items,
-      ": a number that a batch holds would be one for ever; weigh what the step gives: ga::Loss{step(batch).mean, "
-      "batch.tokens}");
+  TORCH_CHECK(call.tensors_alone || trace.loss.items == 1 || trace.loss.items == rows,
+              "save_step: the loss's items must be 1 or the batch's number of rows, got ", trace.loss.items,
+              ": a number from the batch would become a constant; weight the step's result instead: "
+              "ga::Loss{step(batch).mean, batch.tokens}");
   const std::string locale_of_c = std::setlocale(LC_ALL, nullptr);
   const auto locale = std::locale::global(std::locale::classic());  // in others LibTorch writes the number 1,000
   const auto as_before = c10::make_scope_exit([&]() noexcept {
@@ -438,7 +438,7 @@ class StepSaver {
   }
 
   void add(const StepCalls& calls) {
-    TORCH_CHECK(!calls.call.batch.empty(), "save_step: the batch must have tensors, and none were found in it");
+    TORCH_CHECK(!calls.call.batch.empty(), "save_step: the batch must have tensors, but none were found in it");
     const StepTrial trial(model_);
     trial.result(calls.call.objective);
     StepTrace trace;
@@ -449,13 +449,13 @@ class StepSaver {
     const StepComparison comparison(trial, model_, calls.call.batch, calls.call.objective, [&] {
       return trial.result([&] { return replayed(trace.script, model_, calls.call.batch, trace.loss); });
     });
-    TORCH_CHECK(
-        comparison.wrong.empty(), "save_step: what was recorded must be what the objective does, but ",
-        comparison.wrong,
-        comparison.repeats
-            ? ": an autograd::Function of one's own and a NoGradGuard in the objective cannot be recorded "
-              "(write the first with operations that have a gradient, and detach() for the second)"
-            : ": make what changes between them a tensor of the batch, and draw numbers by LibTorch's generator");
+    TORCH_CHECK(comparison.wrong.empty(), "save_step: the recorded step must do what the objective does, but ",
+                comparison.wrong,
+                comparison.repeats
+                    ? ": a custom autograd::Function or a NoGradGuard in the objective cannot be recorded (use "
+                      "differentiable operations instead of the first, and detach() instead of the second)"
+                    : ": pass what changes between runs as a tensor of the batch, and draw random numbers from "
+                      "LibTorch's generator");
     const auto only_these_rows = why_these_rows(trial, model_, calls, trace, options_);
     if (saved_.only_these_rows.empty()) saved_.only_these_rows = only_these_rows;
     add(calls.call, trace, only_these_rows.empty());
@@ -499,7 +499,7 @@ class StepSaver {
     const auto names = names_in(folder_);
     if (names.empty()) return;
     if (std::ranges::find(names, manifest_name) == names.end())
-      throw std::runtime_error(folder_.string() + ": must be a new folder, or a saved step, and there are other files");
+      throw std::runtime_error(folder_.string() + ": must be a new folder or a saved step, but contains other files");
     static_cast<void>(read_manifest(folder_, step_format));
   }
 
@@ -513,7 +513,7 @@ class StepSaver {
 
 GRADACCUM_INLINE SavedStep save_steps(torch::nn::Module& module, const std::vector<StepCalls>& calls,
                                       const std::filesystem::path& folder, const SaveStepOptions& options) {
-  TORCH_CHECK(!calls.empty(), "save_steps: there must be a batch");
+  TORCH_CHECK(!calls.empty(), "save_steps: at least one batch must be given, got none");
   StepSaver saver(module, folder, options);
   for (auto& of_one : calls) saver.add(of_one);
   return saver.write();

@@ -175,7 +175,7 @@ GRADACCUM_INLINE ExportedModelImpl::ExportedModelImpl(const std::filesystem::pat
   if (options.code) {
     const detail::StepSource code(*options.code, detail::exported_format);
     TORCH_CHECK(code.manifest.values == manifest.values, "ExportedModel: ", source.name,
-                ": must be the export that was built into the program as ", code.name, "; build it again");
+                ": must be the export that was built into this program as ", code.name, "; rebuild the program");
     graphs_ = std::make_shared<detail::StepGraphs>("ExportedModel", std::move(model), code);
   } else {
     graphs_ = std::make_shared<detail::StepGraphs>("ExportedModel", std::move(model), source);
@@ -217,7 +217,7 @@ GRADACCUM_INLINE void ExportedModelImpl::check_sample(const io::SafetensorsFile&
   const auto differences = detail::differences_of_steps(model, wanted, got, exact ? &*exact : nullptr);
   TORCH_CHECK(differences.empty(), "ExportedModel: ", graphs_->name(), ": the ", graph.description.kind, " of ",
               detail::layout_text(batch), " must give what Python computed, but ", differences.front().text(),
-              ": export the model again on this kind of machine; {.check = false} takes it as it is");
+              ": export the model again on this kind of machine, or pass {.check = false} to accept it as it is");
 }
 
 GRADACCUM_INLINE Loss ExportedModelImpl::loss(const io::Tensors& batch) {
@@ -246,13 +246,13 @@ GRADACCUM_INLINE Loss ExportedModelImpl::run(const std::string& kind, const io::
   const auto& model = graphs_->model();
   const auto& saved = graphs_->description();
   TORCH_CHECK(model.unchanged(/*may_be_frozen=*/true), "ExportedModel: ", graphs_->name(),
-              ": parameters and buffers must be as they were exported, which was ",
-              detail::first_difference(saved.model, model.text()), ": export the model so");
+              ": parameters and buffers must be as they were exported; the model had ",
+              detail::first_difference(saved.model, model.text()), ": export the model in that form");
   const auto modes = model.modes();
   TORCH_CHECK(!modes.autocast || saved.modes.ends_with(c10::str(c10::toString(*modes.autocast), " autocast")),
-              "ExportedModel: ", graphs_->name(), ": autocast is compiled in, and must be as in the export, ",
+              "ExportedModel: ", graphs_->name(), ": autocast is compiled in and must be as in the export, ",
               saved.modes, ", got ", c10::toString(*modes.autocast),
-              ": export it with --precision, or without ga::Autocast here");
+              ": export the model with --precision, or remove ga::Autocast here");
   return kind == "training" ? graphs_->trained(*graph, std::move(tensors))
                             : graphs_->evaluated(*graph, std::move(tensors));
 }
@@ -267,8 +267,8 @@ GRADACCUM_INLINE std::vector<std::string> ExportedModelImpl::passes() const {
 GRADACCUM_INLINE void ExportedModelImpl::save_weights(const std::filesystem::path& folder) const {
   detail::make_directory(folder);
   TORCH_CHECK(!std::filesystem::exists(folder / detail::manifest_name),
-              "ExportedModel: save_weights must get another folder ",
-              "than that of an exported model or of a state, whose files stay as they are, got ", folder.string());
+              "ExportedModel: save_weights must get a folder ",
+              "that is neither an exported model nor a state, whose files it would overwrite; got ", folder.string());
   for (auto& [name, content] : files_)
     detail::replace_file(folder / name,
                          [&text = content](detail::OutputFile& file) { file.write(text.data(), text.size()); });
@@ -284,7 +284,7 @@ GRADACCUM_INLINE void ExportedModelImpl::load_weights(const std::filesystem::pat
     const auto tied = tied_.find(name);
     const auto& weight = tied == tied_.end() ? name : tied->second;
     TORCH_CHECK(saved_.contains(weight), "ExportedModel: ", path.string(),
-                ": must have weights of this model alone, got ", name);
+                ": must have only weights of this model, got ", name);
     found[weight] = name;
   }
   for (auto& [name, tensor] : saved_) {

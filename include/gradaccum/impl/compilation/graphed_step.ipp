@@ -132,7 +132,7 @@ GRADACCUM_INLINE DeviceGraph::DeviceGraph(c10::Stream stream, c10::MempoolId_t p
       const std::string text = error.what_without_backtrace();
       TORCH_CHECK(false, "GraphedStep: ", failed.name().empty() ? "the objective" : failed.name(),
                   " cannot be captured: ", text.substr(0, text.find('\n')),
-                  " (a captured step must not wait for the device, nor copy from the CPU: bring tensors to the device ",
+                  " (a captured step must not synchronize, nor copy from the CPU: move tensors to the device ",
                   "before it)");
     }
   }
@@ -211,16 +211,16 @@ class GraphedBackward final : public torch::autograd::Node {
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& seeds) override {
     TORCH_CHECK(!at::GradMode::is_enabled(),
-                "GraphedStep: create_graph must be false: a graphed step has no gradients of gradients");
+                "GraphedStep: create_graph must be false: a graphed step has no double backward");
     TORCH_CHECK(!torch::autograd::get_current_graph_task_keep_graph(),
-                "GraphedStep: retain_graph must be false: backward overwrites what forward has kept for it");
+                "GraphedStep: retain_graph must be false: backward overwrites the tensors that forward saved for it");
     const auto step = replayed([&](const at::Tensor& seed) { seed.copy_(seeds[0].reshape(seed.sizes())); });
     return at::_foreach_mul(step->gradients, 1);  // copies, as the next replay overwrites them
   }
 
   /// Replays backward from a seed that `set` writes.
   std::shared_ptr<const CapturedStep> replayed(c10::function_ref<void(const at::Tensor& seed)> set) {
-    TORCH_CHECK(pending_, "GraphedStep: backward runs once");
+    TORCH_CHECK(pending_, "GraphedStep: backward must run only once for each step(batch)");
     const auto step = pending_->step;
     set(step->seed);
     pending_ = nullptr;
@@ -438,14 +438,14 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
   void check_captured(const Loss& loss) const {
     loss.check();
     const auto seed = product_of(loss.seed);
-    TORCH_CHECK(seed.is_one(), "GraphedStep: a loss scale or weight must be put on what step(batch) ",
-                "returns, and not on the objective's loss");
+    TORCH_CHECK(seed.is_one(), "GraphedStep: a loss scale or weight must be applied to what step(batch) ",
+                "returns, not to the objective's loss");
     for_each_node(loss.mean, [&](torch::autograd::Node& node) {
       const auto* const leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(&node);
       TORCH_CHECK(
           !leaf || std::ranges::any_of(model_.parameters, [&](auto& own) { return own.is_same(leaf->variable); }),
-          "GraphedStep: all tensors with gradients must be parameters of the model, got another one of shape ",
-          leaf->variable.sizes(), ": register it, or put it into a module around both");
+          "GraphedStep: every tensor that requires grad must be a parameter of the model, got another one of shape ",
+          leaf->variable.sizes(), ": register it, or wrap both in one module");
     });
   }
 
@@ -511,8 +511,8 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     const auto found = differences_of_steps(model_, wanted, got);
     TORCH_CHECK(found.empty(), "GraphedStep: the captured step must do what the objective does, but for ",
                 layout_text(batch), " ", found.front().text(),
-                ": the objective computes with numbers in C++ or values on the CPU that are others for this batch, or "
-                "with tensors that are neither of the model nor of the batch");
+                ": the objective uses C++ numbers or CPU values that differ for this batch, or tensors that belong "
+                "neither to the model nor to the batch");
     ++layout.checks;
   }
 

@@ -592,7 +592,7 @@ class CompiledBackward final : public torch::autograd::Node {
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& seeds) override {
     TORCH_CHECK(!at::GradMode::is_enabled(),
-                "CompiledStep, ExportedModel: create_graph must be false: compiled code has no gradients of gradients");
+                "CompiledStep, ExportedModel: create_graph must be false: compiled code has no double backward");
     const bool retain = torch::autograd::get_current_graph_task_keep_graph();
     if (seeds[0].is_cpu() || computed_.again) return gradients(seeds[0].item<double>(), retain);
     return multiplied(taken(retain), seeds[0].reshape({}), retain);  // a seed on a device is not waited for
@@ -623,7 +623,7 @@ class CompiledBackward final : public torch::autograd::Node {
   }
   std::vector<at::Tensor> taken(bool retain) {
     TORCH_CHECK(!computed_.gradients.empty(),
-                "CompiledStep, ExportedModel: backward runs once, unless .retain_graph is true");
+                "CompiledStep, ExportedModel: backward must run only once, unless .retain_graph is true");
     return retain ? computed_.gradients : std::exchange(computed_.gradients, {});
   }
 
@@ -684,7 +684,7 @@ GRADACCUM_INLINE std::string first_difference(const std::string& saved, const st
     const bool more = static_cast<bool>(std::getline(saved_lines, one)),
                others = static_cast<bool>(std::getline(now_lines, other));
     if (one != other || !(more || others))
-      return (one.empty() ? "nothing" : "'" + one + "'") + " and is " + (other.empty() ? "nothing" : "'" + other + "'");
+      return (one.empty() ? "nothing" : "'" + one + "'") + ", now " + (other.empty() ? "nothing" : "'" + other + "'");
   }
 }
 
@@ -712,13 +712,12 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
   StepGraphs(std::string owner, StepModel model, const StepSource& source)
       : owner_(std::move(owner)), model_(std::move(model)), name_(source.name) {
     const auto libtorch = source.manifest.libtorch;
-    TORCH_CHECK(libtorch == TORCH_VERSION, owner_, ": ", name_, ": must be of a program with LibTorch ", TORCH_VERSION,
+    TORCH_CHECK(libtorch == TORCH_VERSION, owner_, ": ", name_, ": must be made with LibTorch ", TORCH_VERSION,
                 ", got ", libtorch, ": make and compile it again");
     description_ = step_description(source.manifest, name_);
     const auto now = model_.text();
-    TORCH_CHECK(description_.model == now, owner_, ": ", name_,
-                ": the model must be the one that was saved, which had ", first_difference(description_.model, now),
-                ": make and compile it again");
+    TORCH_CHECK(description_.model == now, owner_, ": ", name_, ": the model must be as it was saved; it had ",
+                first_difference(description_.model, now), ": make and compile it again");
     const auto device = model_.device();
     TORCH_CHECK(device, owner_, ": ", name_, ": the model must be on one device, a CPU or a CUDA device");
     device_ = *device;
@@ -792,11 +791,11 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
   void check_graph(std::size_t number) const {
     const auto& graph = description_.graphs[number];
     const auto what = name_ + ": " + name_of_graph(number);
-    TORCH_CHECK(!graph.code.empty(), owner_, ": ", what, " must be compiled: tools/compile_step.py does it");
+    TORCH_CHECK(!graph.code.empty(), owner_, ": ", what, " must be compiled first: run tools/compile_step.py");
     TORCH_CHECK(processor_has(graph.capability), owner_, ": ", what, " is compiled for processors with ",
-                graph.capability, ", which this one has not: compile it with --capability AVX2, or on this machine");
+                graph.capability, ", which this one lacks: compile it with --capability AVX2, or on this machine");
     TORCH_CHECK(graph.gradients.size() == model_.parameters.size() && graph.moved.size() == model_.buffers.size(),
-                owner_, ": ", what, " must tell of each parameter and buffer, of which there are ",
+                owner_, ": ", what, " must describe every parameter and buffer, of which there are ",
                 model_.parameters.size(), " and ", model_.buffers.size());
   }
 
@@ -854,7 +853,7 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
     return [self = shared_from_this(), &graph, batch, versions, at = versions(model_.parameters),
             before = ForwardUndo(model_.buffers)](int exponent) {
       TORCH_CHECK(versions(self->model_.parameters) == at,
-                  "CompiledStep, ExportedModel: parameters must not move between a float16 loss and its backward");
+                  "CompiledStep, ExportedModel: parameters must not change between a float16 loss and its backward");
       const StepTrial around(self->model_);
       before.put_back();
       std::vector<at::Tensor> gradients;

@@ -118,11 +118,11 @@ GRADACCUM_INLINE void make_without_draws(c10::function_ref<void()> make) {
   const auto end = c10::make_scope_exit([handle] { at::removeCallback(handle); });
   make();
   TORCH_CHECK(drawn.empty(),
-              "Prefetch: a batch that is prepared ahead must not draw from LibTorch's default generators, which the "
-              "training draws from at the same time, and ",
+              "Prefetch: preparing a batch ahead must not draw from LibTorch's default generators, which training uses "
+              "at the same time, but ",
               drawn,
-              " did; give the range a generator of its own (at::make_generator), or let it draw, in another order than "
-              "without Prefetch, by {.allow_draws = true}");
+              " did; give the range its own generator (at::make_generator), or pass {.allow_draws = true} to accept "
+              "other random numbers than without Prefetch");
 }
 
 /// Limits this thread's operations to one thread. `at::set_num_threads` would also apply to all threads started later.
@@ -231,7 +231,7 @@ GRADACCUM_INLINE std::int64_t EpochOrder::begin_loop() {
 }
 
 GRADACCUM_INLINE std::optional<std::int64_t> EpochOrder::next(std::int64_t loop) {
-  TORCH_CHECK(count_ == loop, detail::type_name(*this), ": a second loop began inside this one; give it a copy");
+  TORCH_CHECK(count_ == loop, detail::type_name(*this), ": a second loop began inside the first; give it a copy");
   auto& state = place_.state;
   if (state.batch < size_of(state.epoch)) return share().nth(state.batch);
   state = {state.epoch + 1, 0};
@@ -250,7 +250,7 @@ GRADACCUM_INLINE EpochOrder::State EpochOrder::dealt_anew(const Archive& archive
   auto batches = archive.of_ranks<std::int64_t>("batch");
   for (const auto each : batches)
     TORCH_CHECK(each >= 0 && each < std::numeric_limits<std::int64_t>::max() / std::ssize(batches),
-                detail::type_name(*this), ": a state must have a batch >= 0 that an epoch can have, got ", each);
+                detail::type_name(*this), ": a state's batch must be >= 0 and fit into an epoch, got ", each);
   const auto last = std::max<std::int64_t>(batches.front() - 1, 0) * std::ssize(batches);  // rank 0's
   const auto print = archive.of_ranks<std::string>("last_batch").front();
   const auto epoch = std::ranges::min(epochs);
@@ -270,10 +270,10 @@ GRADACCUM_INLINE EpochOrder::State EpochOrder::dealt_anew(const Archive& archive
     in_order = in_order && batches[rank] == share_of(rank).of(taken);
   in_order = in_order && taken <= all_of(epoch) && last < all_of(epochs.front());
   TORCH_CHECK(taken == 0 || (in_order && print == fingerprint_at(epochs.front(), last)), detail::type_name(*this),
-              ": the state was saved within epoch ", epoch, " by ", batches.size(), " rank(s), after ",
+              ": the state was saved in the middle of epoch ", epoch, " by ", batches.size(), " rank(s), after ",
               c10::Join(", ", batches),
-              " batches; another number of ranks goes on from there only with the same batches, of which all have seen "
-              "the first ones: go on with as many ranks to the end of the epoch");
+              " batches; another number of ranks can resume there only with the same data, and if the ranks took its "
+              "first batches: resume with as many ranks until the epoch ends");
   return {epoch, share().of(taken)};
 }
 
@@ -296,10 +296,10 @@ GRADACCUM_INLINE void EpochOrder::state(Archive& archive) {
 
 GRADACCUM_INLINE void EpochOrder::check(const State& state) const {
   TORCH_CHECK(state.epoch >= 0 && state.epoch < std::numeric_limits<std::int64_t>::max(), detail::type_name(*this),
-              ": a state must have an epoch >= 0 that another can follow, got ", state.epoch);
+              ": a state's epoch must be >= 0 and have a next one, got ", state.epoch);
   const auto size = size_of(state.epoch);
-  TORCH_CHECK(state.batch >= 0 && state.batch <= size, detail::type_name(*this),
-              ": a state must have an epoch and a batch of 0 to ", size, ", got ", state.epoch, " and ", state.batch);
+  TORCH_CHECK(state.batch >= 0 && state.batch <= size, detail::type_name(*this), ": a state's batch must be in [0, ",
+              size, "], got ", state.batch, " in epoch ", state.epoch);
 }
 
 GRADACCUM_INLINE LengthBuckets::LengthBuckets(std::vector<at::Tensor> sequences, at::Tensor targets,
@@ -307,7 +307,8 @@ GRADACCUM_INLINE LengthBuckets::LengthBuckets(std::vector<at::Tensor> sequences,
     : sequences_("sequences", "padding", std::move(sequences), options.padding, options.pad_to_multiple_of),
       targets_(std::move(targets)),
       options_(options) {
-  TORCH_CHECK(targets_.defined() && targets_.dim() > 0, "LengthBuckets: targets must have a first dimension, rows");
+  TORCH_CHECK(targets_.defined() && targets_.dim() > 0,
+              "LengthBuckets: targets must have a first dimension, their rows");
   check(targets_.size(0));
 }
 
@@ -321,22 +322,22 @@ GRADACCUM_INLINE LengthBuckets::LengthBuckets(std::vector<at::Tensor> sequences,
 }
 
 GRADACCUM_INLINE void LengthBuckets::check(std::int64_t targets) const {
-  TORCH_CHECK(rows() == targets, "LengthBuckets: sequences and targets must be as many, got ", rows(), " and ",
+  TORCH_CHECK(rows() == targets, "LengthBuckets: there must be as many targets as sequences, ", rows(), ", got ",
               targets);
   const auto [least, most] = std::minmax(options_.batch_size, options_.tokens);
   TORCH_CHECK(least == 0 && most >= 1,
-              "LengthBuckets: one of batch_size and tokens must be >= 1, and the other left out, got ",
-              options_.batch_size, " and ", options_.tokens);
+              "LengthBuckets: exactly one of batch_size and tokens must be given and >= 1, got ", options_.batch_size,
+              " and ", options_.tokens);
   TORCH_CHECK(!options_.drop_last || options_.batch_size > 0,
-              "LengthBuckets: drop_last goes with batch_size; a budget of tokens has no size to fall short of");
+              "LengthBuckets: drop_last must come with batch_size; with tokens, batches have no fixed size");
   share().check("LengthBuckets");
   TORCH_CHECK(options_.mega_batch >= 1, "LengthBuckets: mega_batch must be >= 1, got ", options_.mega_batch);
   for (std::int64_t row = 0; row < rows(); ++row) {
-    TORCH_CHECK(sequences_.length(row) > 0, "LengthBuckets: a sequence must have an element, number ", row,
-                " has none; leave it out");
+    TORCH_CHECK(sequences_.length(row) > 0, "LengthBuckets: every sequence must have an element, but number ", row,
+                " has none; remove it");
     TORCH_CHECK(options_.tokens == 0 || sequences_.padded_length(row) <= options_.tokens,
-                "LengthBuckets: a sequence must fit into tokens = ", options_.tokens, ", number ", row, " has length ",
-                sequences_.padded_length(row), "; cut it, leave it out, or raise tokens");
+                "LengthBuckets: every sequence must fit into tokens = ", options_.tokens, ", but number ", row,
+                " has length ", sequences_.padded_length(row), "; truncate it, remove it, or raise tokens");
   }
 }
 
@@ -441,10 +442,10 @@ namespace gradaccum::detail {
 GRADACCUM_INLINE RowOrder::RowOrder(const char* owner, const std::vector<at::Tensor>& tensors,
                                     const data::TensorBatchesOptions& options)
     : options_(options) {
-  TORCH_CHECK(!tensors.empty(), owner, ": there must be a tensor");
+  TORCH_CHECK(!tensors.empty(), owner, ": at least one tensor must be given, got none");
   for (auto& tensor : tensors) {
     TORCH_CHECK(tensor.defined() && tensor.dim() > 0, owner, ": tensors must have a first dimension, their rows");
-    TORCH_CHECK(tensor.size(0) == tensors.front().size(0), owner, ": tensors must have as many rows each, got ",
+    TORCH_CHECK(tensor.size(0) == tensors.front().size(0), owner, ": tensors must have the same number of rows, got ",
                 tensors.front().size(0), " and ", tensor.size(0));
   }
   rows_ = tensors.front().size(0);

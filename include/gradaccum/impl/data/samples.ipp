@@ -33,8 +33,8 @@ GRADACCUM_INLINE std::int64_t rows_of_all(const std::vector<at::Tensor>& tensors
   for (auto& tensor : tensors) {
     TORCH_CHECK(tensor.defined() && tensor.dim() > 0,
                 "every tensor of a batch that is split must have a first dimension, its rows, got ",
-                tensor.defined() ? "one without" : "an undefined one");
-    TORCH_CHECK(tensor.size(0) == tensors[0].size(0), "the tensors of a batch must have as many rows each, got ",
+                tensor.defined() ? "a 0-dim tensor" : "an undefined tensor");
+    TORCH_CHECK(tensor.size(0) == tensors[0].size(0), "all tensors of a batch must have the same number of rows, got ",
                 tensors[0].size(0), " and ", tensor.size(0));
   }
   return tensors[0].size(0);
@@ -77,8 +77,8 @@ GRADACCUM_INLINE PaddedSequences::PaddedSequences(const char* what, const char* 
                 " must have a first dimension, their length; number ", i, " has none");
     TORCH_CHECK(one.scalar_type() == first.scalar_type() && one.device() == first.device() &&
                     one.sizes().slice(1) == first.sizes().slice(1),
-                "LengthBuckets: ", what, " must be alike but for their length; number 0 is ", first.scalar_type(), " ",
-                first.sizes(), " on ", first.device(), ", number ", i, " is ", one.scalar_type(), " ", one.sizes(),
+                "LengthBuckets: ", what, " must be alike except for their length; number 0 is ", first.scalar_type(),
+                " ", first.sizes(), " on ", first.device(), ", number ", i, " is ", one.scalar_type(), " ", one.sizes(),
                 " on ", one.device());
     lengths_.push_back(one.size(0));
   }
@@ -125,11 +125,10 @@ GRADACCUM_INLINE at::Tensor brought_to(c10::Device device, const at::Tensor& ten
 }
 
 GRADACCUM_INLINE void cannot_be_brought(const std::type_info& type) {
-  TORCH_CHECK(
-      false,
-      "Prefetch: with .device a batch must consist of tensors: one, a tuple, a range or a map of them, or .data "
-      "and .target and nothing else, got ",
-      name_of_class(type), ": give the class a Batch to(at::Device) const");
+  TORCH_CHECK(false,
+              "Prefetch: with .device, a batch must consist of tensors: one, a tuple, range or map of them, or a "
+              "struct of only .data and .target; got ",
+              name_of_class(type), "; give that class a member Batch to(at::Device) const");
 }
 
 GRADACCUM_INLINE RowKind kind_of(const std::vector<at::Tensor>& tensors, std::int64_t rows) {

@@ -38,7 +38,7 @@ GRADACCUM_INLINE void CheckpointSearch::find_parts(torch::nn::Module& module,
   if (found_) return;
   std::vector<std::shared_ptr<CheckpointedSequentialImpl>> parts;
   for (auto& part : more) {
-    TORCH_CHECK(part->options().segments == 0, "FitMemory: checkpointed parts must have a memory_budget, got segments");
+    TORCH_CHECK(part->options().segments == 0, "FitMemory: checkpointed parts must have memory_budget, not segments");
     parts.push_back(part.ptr());
   }
   const auto add = [&](std::shared_ptr<CheckpointedSequentialImpl> part) {
@@ -148,7 +148,7 @@ GRADACCUM_INLINE void CheckpointSearch::state(Archive& archive) {
   if (!archive.loading()) return;
   TORCH_CHECK(
       way.most >= 1 && budget >= 0 && (budget == 0 || way.checkpointed) && (!way.checkpointed || !parts_.empty()),
-      "FitMemory: a saved plan must have a budget for checkpointed parts where the model has such, got ", budget);
+      "FitMemory: a saved plan's checkpoint budget must be >= 0 and fit the model's checkpointed parts, got ", budget);
   probing_ = false;
   go(way, settled);
   set_budget(budget);
@@ -254,7 +254,7 @@ GRADACCUM_INLINE void MemoryFitter::run(const Limits& limits, const DividedBatch
     TORCH_CHECK(failure->bytes == 0, "FitMemory: the budget must be at least ", failure->bytes, " bytes, which ",
                 failure->rows, " row(s) of ", batch.kind.text, " and the gradients took, got ", limits.budget);
     TORCH_CHECK_WITH(OutOfMemoryError, false, "FitMemory: ", failure->rows, " row(s) of ", batch.kind.text,
-                     " ran out of memory twice, and there is nothing to divide: ", failure->text);
+                     " ran out of memory twice and cannot be divided further: ", failure->text);
   }
 }
 

@@ -28,9 +28,9 @@ namespace gradaccum::detail {
 GRADACCUM_INLINE std::string advice(int error) {
   if (error == ENOSPC || error == EDQUOT) return ": free some room";
   if (error == EFBIG) return ": raise the limit (ulimit -f)";
-  if (error == EACCES || error == EPERM || error == EROFS) return ": choose a place that you may write to";
+  if (error == EACCES || error == EPERM || error == EROFS) return ": choose a place that you can write to";
   if (error == EMFILE || error == ENFILE) return ": close files, or raise the limit (ulimit -n)";
-  return error == EIO ? ": look after the disk" : "";
+  return error == EIO ? ": check the disk" : "";
 }
 
 GRADACCUM_INLINE void file_error(const std::filesystem::path& path, const std::string& requirement, int error) {
@@ -69,7 +69,7 @@ GRADACCUM_INLINE void make_directory(const std::filesystem::path& path) {
   if (::mkdir(path.c_str(), 0777) != 0) {
     const int error = errno;
     if (std::filesystem::is_directory(path, ignored)) return;  // a trailing slash, or another process has just made it
-    file_error(path, "must be a directory, or be made", error);
+    file_error(path, "must be a directory, or one that can be created", error);
   }
   try {
     sync_directory(path.parent_path());
@@ -155,7 +155,7 @@ GRADACCUM_INLINE OutputFile::OutputFile(std::filesystem::path path, Cache cache)
     : path_(std::move(path)),
       direct_(cache == Cache::passed_by),
       descriptor_(path_, O_WRONLY | O_CREAT | O_EXCL, 0666) {
-  if (descriptor_.number() < 0) fail("must be made anew");
+  if (descriptor_.number() < 0) fail("must be a new file that can be created");
   direct_ = direct_ && ::fcntl(descriptor_.number(), F_SETFL, O_DIRECT) == 0;  // which not every file system has
 }
 
@@ -248,8 +248,8 @@ GRADACCUM_INLINE StateLock::StateLock(const std::filesystem::path& directory)
   if (number() < 0) file_error(directory, "must be a directory that can be opened", errno);
   // Other errors mean a file system without locks; there the user has to ensure that there is one writer.
   if (::flock(number(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
-    throw std::runtime_error(directory.string() + ": must have one writer, and is being written to by another " +
-                             "process or thread: wait for it, or choose another directory");
+    throw std::runtime_error(directory.string() + ": must have only one writer, but another process or thread is " +
+                             "writing to it: wait for it, or choose another directory");
 }
 
 GRADACCUM_INLINE void check_is_writable(const std::filesystem::path& directory) {
@@ -308,7 +308,7 @@ GRADACCUM_INLINE UnfinishedState::UnfinishedState(const std::filesystem::path& d
   remove_leftovers(directory);
   path_ = directory / next_name(directory, step).text();
   folder_ = temporary_name(path_);
-  if (::mkdir(folder_.c_str(), 0777) != 0) file_error(folder_, "must be made", errno);
+  if (::mkdir(folder_.c_str(), 0777) != 0) file_error(folder_, "must be a folder that can be created", errno);
 }
 
 GRADACCUM_INLINE UnfinishedState::~UnfinishedState() {

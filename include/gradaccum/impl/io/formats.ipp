@@ -209,7 +209,7 @@ struct ManifestReader {
   void only(const Json& json, std::initializer_list<std::string_view> names) const {
     for (const auto& [name, value] : object(json))
       if (std::find(names.begin(), names.end(), name) == names.end())
-        fail("must have no other entries than this gradaccum knows", name);
+        fail("must have only entries that this version of gradaccum knows", name);
   }
 
   void check_crc32(const std::string& digits, std::string_view text) const {
@@ -313,7 +313,7 @@ GRADACCUM_INLINE void check_file(const std::filesystem::path& path, const Manife
 GRADACCUM_INLINE void check_no_others(const std::filesystem::path& folder, const Manifest& manifest) {
   for (const auto& name : names_in(folder))
     if (name != manifest_name && manifest.files.count(name) == 0)
-      throw std::runtime_error((folder / name).string() + ": must be listed in " + manifest_name + ", or not be there");
+      throw std::runtime_error((folder / name).string() + ": must be listed in " + manifest_name + ", or removed");
 }
 
 GRADACCUM_INLINE void check_files(const std::filesystem::path& folder, const Manifest& manifest) {

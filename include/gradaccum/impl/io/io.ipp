@@ -39,7 +39,7 @@ GRADACCUM_INLINE std::map<std::string, io::Tensors> tensors_by_file(const Archiv
     TORCH_CHECK(file != "state" || dot == name.npos, "Archive: no part may be named 'state', got the value '", name,
                 "'");
     TORCH_CHECK(is_file_name(file),
-                "Archive: a part with tensors must have a name that a file can have (A-Z a-z 0-9 _ -), got '", file,
+                "Archive: the name of a part with tensors must be a valid file name (A-Z a-z 0-9 _ -), got '", file,
                 "'");
     files[file].emplace(name.substr(dot == name.npos ? 0 : dot + 1), *tensor);
   }
@@ -148,7 +148,7 @@ GRADACCUM_INLINE Archive::Values read_state(const std::filesystem::path& folder,
     for (auto& [key, tensor] : mapped ? map_listed_tensors(path, listed) : read_listed_tensors(path, listed)) {
       const auto full = part == "state" ? key : part + "." + key;
       const bool is_new = values.emplace(full, tensor).second;
-      TORCH_CHECK(is_new, path.string(), ": a value '", full, "' is there twice");
+      TORCH_CHECK(is_new, path.string(), ": the value '", full, "' is stored twice");
     }
   }
   return values;
@@ -164,7 +164,7 @@ GRADACCUM_INLINE PlannedFiles divide_into_shards(const std::vector<io::PlannedTe
   std::map<std::string, io::PlannedTensor> all;
   std::uint64_t bytes = 0;
   for (auto& tensor : tensors) {
-    TORCH_CHECK(all.emplace(tensor.name, tensor).second, "save_sharded: each name must be there once, got ",
+    TORCH_CHECK(all.emplace(tensor.name, tensor).second, "save_sharded: each tensor must have a name of its own, got ",
                 in_quotes(tensor.name), " twice");
     const auto size = planned_entry(tensor.name, tensor.dtype, tensor.shape).end;
     if (!shards.back().empty() && (size > most_bytes || bytes > most_bytes - size)) {
@@ -219,15 +219,15 @@ GRADACCUM_INLINE std::filesystem::path weights_path(const std::filesystem::path&
     if (is_folder ? is_there(path / name) : path.filename() == name)
       throw std::runtime_error(
           (is_folder ? path / name : path).string() +
-          ": must be in safetensors files; a pickle can run any program, and is not read. This line makes "
-          "model.safetensors of it, in its folder:\n"
+          ": weights must be in safetensors files; a pickle can run any code and is not read. Run this in its folder "
+          "to convert it to model.safetensors:\n"
           "python3 -c \"import glob, torch, safetensors.torch; safetensors.torch.save_file("
           "{n: t.clone(memory_format=torch.contiguous_format) for f in glob.glob('pytorch_model*.bin') "
           "for n, t in torch.load(f, map_location='cpu', weights_only=True).items()}, "
           "'model.safetensors', {'format': 'pt'})\"");
   if (!is_folder) return path;
   throw std::runtime_error(path.string() + ": must have " + weights_name + " or " + weights_index_name +
-                           ", got a folder without them; a file of another name is read by its own path");
+                           ", got a folder without them; pass the path of the file itself if it has another name");
 }
 
 /// Returns true if `name` is the weight or a module that contains it.
@@ -297,8 +297,8 @@ GRADACCUM_INLINE io::WeightsReport load_weights(const torch::nn::Module& module,
   io::WeightsReport report;
   const auto copies = copies_of_weights(weights, files, options, report);
   TORCH_CHECK(!options.strict || report.complete(), "load_weights: ", path.string(),
-              " must have the weights of the module, and no others; {.strict = false} loads those that fit, "
-              ".base_model_prefix and .may_be_missing say what may differ. Got ",
+              " must have the weights of the module, and no others; pass {.strict = false} to load those that fit, or "
+              ".base_model_prefix and .may_be_missing to allow differences. Got ",
               report);
   const at::NoGradGuard no_grad;
   for (auto& [weight, name] : copies) {
@@ -336,7 +336,7 @@ GRADACCUM_INLINE void save_sharded(const std::vector<PlannedTensor>& tensors, co
   for (const auto* name : {detail::weights_name, detail::weights_index_name})
     if (detail::is_there(folder / name))
       throw std::runtime_error((folder / name).string() +
-                               ": must not be there yet: save_sharded writes to a folder without weights");
+                               ": must not exist yet: save_sharded writes to a folder without weights");
   detail::WeightMap files;
   std::uint64_t bytes = 0, numbers = 0;
   for (std::size_t i = 0; i < shards.size(); ++i) {
@@ -371,7 +371,7 @@ GRADACCUM_INLINE WeightFiles::WeightFiles(const std::filesystem::path& path) : p
     const auto listed_path = path_.parent_path() / file;
     std::error_code ignored;
     if (!std::filesystem::exists(listed_path, ignored))
-      fail("lists ", file, ", which must be in its folder, and is not");
+      fail("lists ", file, ", which must be in the same folder but is not");
     opened = std::make_shared<const SafetensorsFile>(listed_path);
     for (auto& name : opened->keys())
       if (const auto [other, is_new] = files_.emplace(name, opened); !is_new)
@@ -380,7 +380,7 @@ GRADACCUM_INLINE WeightFiles::WeightFiles(const std::filesystem::path& path) : p
   }
   for (auto& [name, file] : index)
     if (const auto found = files_.find(name); found == files_.end() || found->second != listed.at(file))
-      fail("lists the tensor ", detail::in_quotes(name), " in ", file, ", which must have it, and has not");
+      fail("lists the tensor ", detail::in_quotes(name), " in ", file, ", which must have it but does not");
   for (auto& [name, file] : files_)
     if (!index.contains(name)) unlisted_.push_back(name);
   for (auto& name : unlisted_) files_.erase(name);
@@ -395,7 +395,7 @@ GRADACCUM_INLINE std::vector<std::string> WeightFiles::keys() const {
 GRADACCUM_INLINE const SafetensorsFile& WeightFiles::file_of(const std::string& name) const {
   const auto found = files_.find(name);
   TORCH_CHECK(found != files_.end(), path_.string(), ": must have a tensor ", detail::in_quotes(name),
-              ", but has none");
+              ", but does not");
   return *found->second;
 }
 

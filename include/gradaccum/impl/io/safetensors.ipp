@@ -31,7 +31,7 @@ GRADACCUM_INLINE std::vector<std::string> SafetensorsFile::keys() const {
 GRADACCUM_INLINE const detail::SafetensorsEntry& SafetensorsFile::entry_of(const std::string& name) const {
   const auto found = header_.tensors.find(name);
   TORCH_CHECK(found != header_.tensors.end(), path_.string(), ": must have a tensor ", detail::in_quotes(name),
-              ", but has none");
+              ", but does not");
   return found->second;
 }
 
@@ -86,7 +86,7 @@ GRADACCUM_INLINE c10::ScalarType dtype_in_file(const std::string& path, const st
 GRADACCUM_INLINE void check_flags(const std::string& path, const std::string& name, c10::ScalarType type,
                                   std::span<const std::byte> bytes) {
   TORCH_CHECK(type != c10::kBool || std::ranges::all_of(bytes, [](std::byte byte) { return byte <= std::byte{1}; }),
-              path, ": the tensor ", in_quotes(name), " must have flags of 0 and 1 only");
+              path, ": the tensor ", in_quotes(name), " must have only bytes 0 and 1, as its dtype is bool");
 }
 
 GRADACCUM_INLINE SafetensorsEntry planned_entry(const std::string& name, c10::ScalarType dtype,
@@ -97,7 +97,7 @@ GRADACCUM_INLINE SafetensorsEntry planned_entry(const std::string& name, c10::Sc
   std::uint64_t bytes = c10::elementSize(dtype);
   for (const auto size : shape) {
     TORCH_CHECK(size >= 0 && !__builtin_mul_overflow(bytes, static_cast<std::uint64_t>(size), &bytes),
-                "safetensors: the tensor ", in_quotes(name), " must have a shape that can be counted, got ",
+                "safetensors: the tensor ", in_quotes(name), " must have sizes >= 0 and fewer than 2^64 bytes, got ",
                 at::IntArrayRef(shape));
   }
   return {.dtype = std::string(found->first), .shape = shape, .begin = 0, .end = bytes};

@@ -101,10 +101,10 @@ GRADACCUM_INLINE void check_can_be_stepped(const char* optimizer, const at::Tens
               optimizer, ": a parameter must be dense, and its gradient dense or sparse COO, got layouts ",
               parameter.layout(), " and ", gradient.layout());
   const auto number = at::toRealValueType(parameter.scalar_type());
-  TORCH_CHECK(has_kernels(number), optimizer, ": a parameter must be floating or complex, of 16 bits or more, got ",
-              parameter.scalar_type());
+  TORCH_CHECK(has_kernels(number), optimizer,
+              ": a parameter's dtype must be floating or complex, of 16 bits or more, got ", parameter.scalar_type());
   TORCH_CHECK(!parameter._is_zerotensor() && (!parameter.is_inference() || c10::InferenceMode::is_enabled()), optimizer,
-              ": a parameter must be a tensor that can be written to, got an inference tensor or a lazy zero");
+              ": a parameter must be writable, got an inference tensor or a ZeroTensor");
   if (!is_plain(parameter)) at::assert_no_internal_overlap(parameter);  // expanded: several elements share one number
 }
 

@@ -249,7 +249,7 @@ namespace gradaccum {
 /// An enclosing meter continues to count.
 GRADACCUM_INLINE MemoryMeter::MemoryMeter()
     : ledger_(std::make_shared<detail::MemoryLedger>(detail::MemoryLedger::innermost(
-          "MemoryMeter: must not start inside LibTorch's profiler, which uses the same slot"))),
+          "MemoryMeter: must not start inside LibTorch's profiler, which uses the same hook"))),
       guard_(c10::DebugInfoKind::PROFILER_STATE, ledger_) {}
 
 GRADACCUM_INLINE std::int64_t MemoryMeter::live_bytes() const { return ledger_->total().live; }

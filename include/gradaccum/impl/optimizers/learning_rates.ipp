@@ -51,8 +51,8 @@ GRADACCUM_INLINE void LearningRates::follow() {
   ratios.resize(std::min(ratios.size(), groups.size()));
   for (auto i = ratios.size(); i < groups.size(); ++i) {
     const auto rate = rate_of(groups[i].options());
-    TORCH_CHECK(first_ > 0 || rate == 0, "LearningRates: the first group's rate must be > 0 where another's is, got 0 ",
-                "and ", rate, "; the groups keep the ratios to the first");
+    TORCH_CHECK(first_ > 0 || rate == 0, "LearningRates: the first group's rate must be > 0 if another's is, got 0 ",
+                "and ", rate, "; groups keep their ratio to the first");
     ratios.push_back(rate == first_ ? 1 : rate / first_);
   }
   ratios_ = std::move(ratios);

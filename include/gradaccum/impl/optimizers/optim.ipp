@@ -160,7 +160,8 @@ GRADACCUM_INLINE void OnePass::step(Gradients gradients) {
   const detail::GradientOf gradient_of(gradients);
   bool any = gradient_of.empty();
   detail::for_each_parameter(itself(), [&](auto& parameter) { any = any || gradient_of(parameter).defined(); });
-  TORCH_CHECK(any, class_name(), ": step(gradients) was given those of other parameters than the optimizer's");
+  TORCH_CHECK(any, class_name(),
+              ": step(gradients) must get gradients of the optimizer's parameters, got those of other parameters");
   at::NoGradGuard no_grad;
   auto by = product_of(gradients);
   if (!left_to_device) {
@@ -281,7 +282,7 @@ GRADACCUM_INLINE std::function<void()> OnePass::take_named_state(const detail::N
   });
   const auto become = detail::prepare_states(itself(), *new_state(), name_of, state, lenient);
   TORCH_CHECK(lenient || state.empty(), class_name(),
-              ": load_named_state: there is no parameter, or no such state, for ",
+              ": load_named_state: no parameter or state of this optimizer matches ",
               state.empty() ? "" : state.begin()->first);
   return [this, become, steps] {
     sync_step_count();
@@ -467,7 +468,7 @@ GRADACCUM_INLINE void Adam8bitParamState::check(const at::Tensor& parameter) con
     detail::checked_state(exp_avg, parameter, "exp_avg");
     detail::checked_state(exp_avg_sq, parameter, "exp_avg_sq");
   }
-  TORCH_CHECK(exp_avg.defined() && exp_avg_sq.defined(), "optimizer state: exp_avg and exp_avg_sq must both be there");
+  TORCH_CHECK(exp_avg.defined() && exp_avg_sq.defined(), "optimizer state: exp_avg and exp_avg_sq must both exist");
 }
 
 template <class Derived, class Options>
@@ -478,7 +479,7 @@ void Adam8bitOptimizer<Derived, Options>::check(const Options& options) {
               beta1, " and ", beta2);
   TORCH_CHECK(options.eps() >= 0, Derived::name, ": eps must be >= 0, got ", options.eps());
   TORCH_CHECK(options.weight_decay() >= 0, Derived::name, ": weight_decay must be >= 0, got ", options.weight_decay());
-  TORCH_CHECK(!options.amsgrad(), Derived::name, ": there is no amsgrad with moments of 8 bits");
+  TORCH_CHECK(!options.amsgrad(), Derived::name, ": amsgrad must be false; 8-bit moments do not support it");
 }
 
 template <class Derived, class Options>
@@ -488,13 +489,13 @@ void Adam8bitOptimizer<Derived, Options>::keep_in_32_bits(const std::vector<at::
     for (auto& parameter : group.params()) own.insert(parameter.unsafeGetTensorImpl());
   for (auto& parameter : parameters) {
     TORCH_CHECK(own.contains(parameter.unsafeGetTensorImpl()), Derived::name,
-                "::keep_in_32_bits: must have parameters of this optimizer, got another tensor of sizes ",
+                "::keep_in_32_bits: must be given parameters of this optimizer, got another tensor of shape ",
                 parameter.sizes());
     const auto* const state = this->known_state(parameter);
     TORCH_CHECK(!state || !state->coded(), Derived::name,
                 "::keep_in_32_bits: must be called before the first step and before a state is loaded, got a parameter "
-                "of sizes ",
-                parameter.sizes(), " with moments of 8 bits");
+                "of shape ",
+                parameter.sizes(), " with 8-bit moments");
   }
   in_32_bits_.insert(in_32_bits_.end(), parameters.begin(), parameters.end());
 }
@@ -560,7 +561,7 @@ GRADACCUM_INLINE void AdafactorOptions::check() const {
               "Adafactor: beta2_decay must be finite and <= 0, got ", beta2_decay());
   TORCH_CHECK(d() > 0, "Adafactor: d must be > 0, got ", d(), "; infinity switches clipping off");
   TORCH_CHECK(beta1() >= 0 && beta1() < 1, "Adafactor: beta1 must be in [0, 1), got ", beta1());
-  TORCH_CHECK(relative_step() || !warmup_init(), "Adafactor: warmup_init must come with relative_step, got it without");
+  TORCH_CHECK(relative_step() || !warmup_init(), "Adafactor: warmup_init must come with relative_step; set both");
   TORCH_CHECK(variant() == AdafactorVariant::paper || variant() == AdafactorVariant::pytorch,
               "Adafactor: variant must be AdafactorVariant::paper or pytorch, got ", static_cast<int>(variant()));
 }
@@ -655,7 +656,7 @@ GRADACCUM_INLINE void AdafactorParamState::check(const at::Tensor& parameter) co
             state.sizes(), " on ", state.device(), " (", state.scalar_type(),
             "); the state was loaded for another model");
         TORCH_CHECK(state.defined() || step() == 0 || &state == &copy.exp_avg_, "Adafactor: state: ", slot, " of step ",
-                    step(), " must be there, of a parameter of shape ", parameter.sizes(), ", got none");
+                    step(), " must be defined, for a parameter of shape ", parameter.sizes(), ", got none");
         state.reset();
       });
   for (auto& [slot, tensor] : copy.tensors())

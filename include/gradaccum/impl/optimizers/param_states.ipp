@@ -237,8 +237,8 @@ struct GroupState {
   void state(Archive& archive) {
     archive.setting("parameters", static_cast<std::int64_t>(group.params().size()));
     const std::shared_ptr<torch::optim::OptimizerOptions> options = group.options().clone();
-    TORCH_CHECK(archive_options(archive, *options), "OptimizerState: nobody knows how to save ", type_name(*options),
-                "; give the optimizer a member void state(ga::Archive&)");
+    TORCH_CHECK(archive_options(archive, *options), "OptimizerState: ", type_name(*options),
+                " cannot be saved; give the optimizer a member void state(ga::Archive&)");
     if (archive.loading()) archive.when_all_fit([&of = group, options] { of.set_options(options->clone()); });
   }
 };
@@ -262,10 +262,9 @@ GRADACCUM_INLINE void set_options(torch::optim::Optimizer& optimizer, Archive::V
 }
 
 GRADACCUM_INLINE void check_has_named_state(torch::optim::Optimizer& optimizer, const NamedParameters& parameters) {
-  TORCH_CHECK(dynamic_cast<optim::OnePass*>(&optimizer) || new_state_of(optimizer),
-              "OptimizerState: ", type_name(optimizer),
-              " must be an optimizer of LibTorch or gradaccum (LBFGS has no steps to go on with),"
-              " or have a member void state(ga::Archive&)");
+  TORCH_CHECK(
+      dynamic_cast<optim::OnePass*>(&optimizer) || new_state_of(optimizer), "OptimizerState: ", type_name(optimizer),
+      " must be an optimizer of LibTorch or gradaccum, except LBFGS, or have a member void state(ga::Archive&)");
   for_each_parameter(optimizer, [name_of = NameOf(parameters)](const at::Tensor& parameter) { name_of(parameter); });
 }
 
@@ -321,7 +320,7 @@ GRADACCUM_INLINE NamedTensors own_part(NamedTensors state, const Shards& shards,
   const auto add = [&](const std::string& full, const auto& saved) {
     const auto dot = full.find('.');  // exp_avg.0.weight
     const auto found = dot == full.npos ? indices.end() : indices.find(full.substr(dot + 1));
-    TORCH_CHECK(lenient || found != indices.end(), "OptimizerState: there is no parameter, or no such state, for ",
+    TORCH_CHECK(lenient || found != indices.end(), "OptimizerState: no parameter or state of the optimizer matches ",
                 full);
     if (found == indices.end() || shards.own_piece(found->second).size() == 0) return;
     try {
@@ -345,8 +344,8 @@ GRADACCUM_INLINE std::function<void()> prepare_state_of(torch::optim::Optimizer&
   const auto fresh = new_state_of(optimizer);
   if (!fresh) return {};
   auto become = prepare_states(optimizer, *fresh, NameOf(parameters), tensors, lenient);
-  TORCH_CHECK(lenient || tensors.empty(), "OptimizerState: ", type_name(optimizer), " has no parameter or no state ",
-              tensors.empty() ? "" : tensors.begin()->first);
+  TORCH_CHECK(lenient || tensors.empty(), "OptimizerState: ", type_name(optimizer),
+              " has no parameter or state that matches ", tensors.empty() ? "" : tensors.begin()->first);
   return become;
 }
 

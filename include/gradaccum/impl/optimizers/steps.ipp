@@ -920,8 +920,8 @@ GRADACCUM_INLINE Codes checked_state(const Codes& moments, const at::Tensor& par
     return zero_codes(like.is_meta() ? at::empty_strided(like.sizes(), like.strides(), parameter.options()) : like,
                       is_signed);
   const auto& [codes, scales] = moments;
-  TORCH_CHECK(state_type(parameter) == at::kFloat, "optimizer state: ", name, " must be of floats for a parameter in ",
-              parameter.scalar_type(), ", got codes of 8 bits; the state was loaded for another model");
+  TORCH_CHECK(state_type(parameter) == at::kFloat, "optimizer state: ", name, " must be floating for a parameter in ",
+              parameter.scalar_type(), ", got 8-bit codes; the state was loaded for another model");
   TORCH_CHECK(codes.sizes() == parameter.sizes() && codes.scalar_type() == at::kByte && is_plain(codes) &&
                   scales.defined() && scales.scalar_type() == at::kFloat && scales.is_contiguous() &&
                   scales.sizes() == at::IntArrayRef{blocks_of(parameter)} && codes.device() == parameter.device() &&

@@ -342,9 +342,9 @@ GRADACCUM_INLINE bool nccl_is_as_built() {
   constexpr auto header = std::uint64_t{NCCL_MAJOR} << 32 | std::uint64_t{NCCL_MINOR} << 16;
   const auto present = torch::cuda::nccl::version() & ~std::uint64_t{0xffff};
   if (header != present) {
-    TORCH_WARN_ONCE("gradaccum: gradients go by Gloo, not by NCCL: this program was built with the nccl.h of NCCL ",
-                    NCCL_MAJOR, ".", NCCL_MINOR, ", and LibTorch has ", present >> 32, ".", (present >> 16) & 0xffff,
-                    "; build it with the header of that version (CMake: -DNCCL_ROOT=...)");
+    TORCH_WARN_ONCE("ProcessGroup: gradients go by Gloo, not NCCL: this program was built with the nccl.h of NCCL ",
+                    NCCL_MAJOR, ".", NCCL_MINOR, ", but LibTorch has ", present >> 32, ".", (present >> 16) & 0xffff,
+                    "; build it with that version of the header (CMake: -DNCCL_ROOT=...)");
   }
   return header == present;
 }
@@ -462,7 +462,7 @@ GRADACCUM_INLINE std::string reachable_address(c10d::Store& store, const std::st
     const auto theirs = text_at(store, key_of(other));
     if (is_loopback(theirs)) continue;
     own = address_towards(theirs);
-    TORCH_CHECK(!is_loopback(own), "no interface leads to rank ", other, " at ", theirs);
+    TORCH_CHECK(!is_loopback(own), "no network interface reaches rank ", other, " at ", theirs);
   }
   return own.empty() ? "127.0.0.1" : own;  // all are on one machine
 }
@@ -499,17 +499,17 @@ GRADACCUM_INLINE c10::intrusive_ptr<c10d::Backend> connect_gloo(const c10::intru
     return c10::make_intrusive<Gloo>(meeting, rank, world_size, options);
   } catch (const std::exception& error) {
     const std::string text = error.what();
-    TORCH_CHECK(false, "ProcessGroup: rank ", rank, " could not be connected with all of the other ", world_size - 1,
-                ": one has ended, or cannot be reached (GLOO_SOCKET_IFNAME names the network interface to use). Gloo: ",
+    TORCH_CHECK(false, "ProcessGroup: rank ", rank, " could not connect to all of the other ", world_size - 1,
+                ": one has ended or cannot be reached (GLOO_SOCKET_IFNAME sets the network interface to use). Gloo: ",
                 text.substr(0, text.find('\n')));
   }
 #else
   static_cast<void>(store), static_cast<void>(name), static_cast<void>(host);
   static_cast<void>(rank), static_cast<void>(world_size), static_cast<void>(timeout);
-  TORCH_CHECK(false,
-              "ProcessGroup: this program was built without Gloo: it needs a LibTorch that has it, USE_C10D_GLOO "
-              "defined, and include/gradaccum_gloo among the include directories; the CMake target "
-              "gradaccum::gradaccum sees to the last two");
+  TORCH_CHECK(
+      false,
+      "ProcessGroup: this program was built without Gloo: use a LibTorch that has it, define USE_C10D_GLOO, and add "
+      "include/gradaccum_gloo to the include directories; the CMake target gradaccum::gradaccum does the last two");
 #endif
 }
 
@@ -532,8 +532,8 @@ GRADACCUM_INLINE Connections::Connections(const c10::intrusive_ptr<c10d::Store>&
     } catch (const c10::DistNetworkError&) {
       return;  // the store ended with rank 0, which had seen all ranks; the next exchange reports it
     } catch (const std::exception&) {
-      TORCH_CHECK(false, "ProcessGroup: rank ", other, " must be connected with all others within ", timeout_.count(),
-                  " ms, and is not: it has ended, or hangs");
+      TORCH_CHECK(false, "ProcessGroup: rank ", other, " must connect to all others within ", timeout_.count(),
+                  " ms, but has not: it has ended or hangs");
     }
   }
 }
@@ -666,8 +666,8 @@ GRADACCUM_INLINE void Connections::wait(const Pending& pending, const std::strin
 GRADACCUM_INLINE void Connections::begin_exchange(const void* exchange) {
   TORCH_CHECK(
       exchange_ == nullptr || exchange_ == exchange,
-      "Replicas: a window of another accumulator with the same group has sent gradients, and is not closed "
-      "yet; call its step() before this backward(), or, without Shard::gradients, use {.overlap = false} for both");
+      "Replicas: another accumulator with the same ProcessGroup has sent gradients of a window that is still open; "
+      "call its step() before this backward(), or, without Shard::gradients, use {.overlap = false} for both");
   exchange_ = exchange;
 }
 
@@ -679,20 +679,20 @@ GRADACCUM_INLINE void Connections::give_up(const std::string& why) {
 }
 
 GRADACCUM_INLINE void Connections::check_usable() const {
-  TORCH_CHECK(failure_.empty(), "ProcessGroup: nothing can be exchanged after an error (", failure_,
-              "); end all processes and start them again, from a saved state");
+  TORCH_CHECK(failure_.empty(), "ProcessGroup: no data can be exchanged after an error (", failure_,
+              "); end all processes and restart them from a saved state");
 }
 
 GRADACCUM_INLINE void Connections::fail(const std::string& why, const std::string& what) {
   failure_ = c10::str(why, " (rank ", rank_, " of ", world_size_, " waited for ", what, ")");
   if (nccl_) nccl_->abort();
-  TORCH_CHECK(false, "ProcessGroup: ", failure_, "; end all processes and start them again, from a saved state");
+  TORCH_CHECK(false, "ProcessGroup: ", failure_, "; end all processes and restart them from a saved state");
 }
 
 GRADACCUM_INLINE std::int64_t environment_number(const EnvironmentLookup& lookup, const char* variable,
                                                  std::int64_t least, std::int64_t most) {
   const auto text = lookup(variable);
-  TORCH_CHECK(text, "ProcessGroup: the environment must have ", variable, ", and has not");
+  TORCH_CHECK(text, "ProcessGroup: the environment must set ", variable, ", but does not");
   std::int64_t value = 0;
   const auto [end, error] = std::from_chars(text->data(), text->data() + text->size(), value);
   TORCH_CHECK(error == std::errc() && end == text->data() + text->size() && least <= value && value <= most,
@@ -754,7 +754,7 @@ GRADACCUM_INLINE LaunchEnvironment launch_environment(const EnvironmentLookup& l
     const bool by_step = lookup(slurm->rank) == lookup(found->rank) &&            // not that of a daemon
                          lookup(slurm->world_size) == lookup(found->world_size);  // srun sets PMI_RANK, too
     const auto nodes = by_step ? lookup("SLURM_STEP_NODELIST") : std::nullopt;
-    TORCH_CHECK(nodes, "ProcessGroup: the environment must have MASTER_ADDR, the host of rank 0, and has not");
+    TORCH_CHECK(nodes, "ProcessGroup: the environment must set MASTER_ADDR to the host of rank 0, but does not");
     environment.address = first_host(*nodes);
   }
   const bool by_job = lookup("SLURM_JOB_ID") && !lookup("MASTER_PORT");
@@ -777,7 +777,7 @@ GRADACCUM_INLINE int local_rank_by_host(c10d::Store& store, int rank, const std:
     } catch (const std::exception& error) {
       const std::string text = error.what();
       TORCH_CHECK(false, "ProcessGroup: rank ", other, " could not be reached by rank ", rank,
-                  ": it has not started, or has ended: ", text.substr(0, text.find('\n')));
+                  ": it has not started or has ended: ", text.substr(0, text.find('\n')));
     }
   }
   return lower;
@@ -785,14 +785,14 @@ GRADACCUM_INLINE int local_rank_by_host(c10d::Store& store, int rank, const std:
 
 GRADACCUM_INLINE c10::DeviceIndex device_index(int local_rank, int devices) {
   TORCH_CHECK(local_rank < devices, "ProcessGroup: local rank ", local_rank,
-              " must have a CUDA device of its own, and this process sees ", devices,
-              "; start as many processes on a machine as it has devices, or, where the launcher shows each process its "
-              "own alone, take torch::Device(torch::kCUDA, 0)");
+              " must have a CUDA device of its own, but this process sees only ", devices,
+              "; start no more processes on a machine than it has devices, or use torch::Device(torch::kCUDA, 0) if "
+              "the launcher shows each process only its own");
   return static_cast<c10::DeviceIndex>(local_rank);
 }
 
 GRADACCUM_INLINE void check_dense(const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided, "ProcessGroup: a tensor must be dense");
+  TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided, "ProcessGroup: a tensor must be defined and dense");
 }
 
 }  // namespace gradaccum::detail

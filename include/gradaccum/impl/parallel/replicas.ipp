@@ -174,12 +174,12 @@ class GradientExchange : public GradReadyListener {
     if (ended_) return;
     const at::NoGradGuard no_grad;
     TORCH_CHECK(bucket_of_[index], "Replicas: parameter ", index, " (shape ", parameters_[index].sizes(),
-                ") was frozen when this window's gradients began to be sent; set requires_grad between windows");
+                ") was frozen when this window began to send gradients; change requires_grad only between windows");
     const auto bucket = *bucket_of_[index];
     TORCH_CHECK(!ready_[index] || bucket >= sent_, "Replicas: the gradient of parameter ", index, " (shape ",
                 parameters_[index].sizes(),
-                ") arrived again after it was sent: an operation runs a backward of its own inside of backward; "
-                "use {.overlap = false}");
+                ") arrived again after it was sent: an operation runs its own backward inside backward; use {.overlap "
+                "= false}");
     window_->fold_into_sum(index);
     if (ready_[index]) return;
     ready_[index] = true;
@@ -633,7 +633,7 @@ struct ReplicaCommunicator::GatheredNorms {
   WindowGradients::Measure wait() {
     if (!received) {
       const auto open = connections.lock();
-      TORCH_CHECK(open && pending, "Replicas: must live as long as norms are asked for, and are gone");
+      TORCH_CHECK(open && pending, "Replicas: must outlive every request for a gradient norm, but were destroyed");
       open->wait(pending, "the norms of all parts");
       received = true;
       pending.reset();
@@ -658,14 +658,11 @@ GRADACCUM_INLINE void ReplicaCommunicator::disconnect() {
 GRADACCUM_INLINE void ReplicaCommunicator::join(AnyOptimizer& optimizer) {
   if (options_.shard == Shard::none) return;
   const auto* const itself = optimizer.torch_optimizer;
-  TORCH_CHECK(itself,
-              "Shard: the optimizer must be a torch::optim::Optimizer, whose groups can be given parts of the "
-              "parameters; got ",
+  TORCH_CHECK(itself, "Shard: the optimizer must be a torch::optim::Optimizer, whose groups can take shards; got ",
               optimizer.name());
-  TORCH_CHECK(
-      itself->state().empty(), "Shard: ", optimizer.name(),
-      " must not have any state yet, as torch::optim::Adagrad has from the beginning, and others when they have "
-      "stepped; load a state when the Replicas are made, by ga::load or ga::OptimizerState of the accumulator");
+  TORCH_CHECK(itself->state().empty(), "Shard: ", optimizer.name(),
+              " must not have any state yet, as torch::optim::Adagrad has from construction and others after a step; "
+              "load a state after the Replicas are constructed, by ga::load or ga::OptimizerState of the accumulator");
   sharded_ = itself;
   shards_ = std::make_shared<Shards>(optimizer.parameters(), optimizer.steps_by_elements(), rank(),
                                      connections_->world_size());
@@ -680,7 +677,7 @@ GRADACCUM_INLINE std::string ReplicaCommunicator::settings_of_sharded() const {
 
 GRADACCUM_INLINE void ReplicaCommunicator::begin_exchange(const std::shared_ptr<WindowGradients>& window) {
   if (exchange_) return;
-  TORCH_CHECK(connections_, "Replicas: must live as long as the accumulator is trained with, and are gone");
+  TORCH_CHECK(connections_, "Replicas: must outlive training with the accumulator, but were destroyed");
   const auto bytes = options_.bucket_bytes;
   if (shards_)
     exchange_ = std::make_shared<GradReduceScatter>(connections_, channel_, window, bytes, shards_);
@@ -773,14 +770,14 @@ GRADACCUM_INLINE void ReplicaCommunicator::gather_norms(WindowGradients& window)
 GRADACCUM_INLINE StepResult ReplicaCommunicator::step(AnyOptimizer& optimizer,
                                                       const std::shared_ptr<WindowGradients>& window) {
   if (!shards_) return step_optimizer(optimizer, window->handle());
-  TORCH_CHECK(connections_, "Replicas: must live as long as the accumulator is trained with, and are gone");
+  TORCH_CHECK(connections_, "Replicas: must outlive training with the accumulator, but were destroyed");
   connections_->check_usable();  // otherwise this rank's pieces would move before it notices a failure
   StepResult result = StepResult::empty;
   or_give_up([&] {
     if (!used_.empty()) {
       TORCH_CHECK(optimizer.steps_by_elements() || !shards_->any_is_cut(), "Shard: ", optimizer.name(),
-                  " was made to look at whole parameters after they had been divided; call stochastic_rounding before "
-                  "the Replicas are made");
+                  " was set to step whole parameters after they had been sharded; call stochastic_rounding before the "
+                  "Replicas are constructed");
       shards_->check(*optimizer.torch_optimizer);
       auto gradients = window->handle();
       const bool skipped = gradients.overflowed();  // on all ranks: the host knows the findings on all pieces
@@ -796,7 +793,7 @@ GRADACCUM_INLINE StepResult ReplicaCommunicator::step(AnyOptimizer& optimizer,
 }
 
 GRADACCUM_INLINE bool ReplicaCommunicator::others_continue(const std::shared_ptr<WindowGradients>& window) {
-  TORCH_CHECK(!joined_, "Replicas: others_continue() has said so, and the step() with the others has not come yet");
+  TORCH_CHECK(!joined_, "Replicas: others_continue() was called twice; call step() with the other ranks first");
   or_give_up([&] {
     begin_exchange(window);
     joined_ = agree(window, /*active=*/false);
@@ -912,7 +909,7 @@ GRADACCUM_INLINE Archive::Values different_values(const Archive::Values& values,
 /// random states and positions in the data, say. Rank 0's archive receives the numbers and strings of the others.
 /// Tensors are not sent: another rank's archive keeps only its own tensors that differ.
 GRADACCUM_INLINE void ReplicaCommunicator::gather(Archive& archive) const {
-  TORCH_CHECK(connections_ || !shards_, "Replicas: must live as long as states are saved of what they have divided");
+  TORCH_CHECK(connections_ || !shards_, "Replicas: must outlive saving what they have sharded, but were destroyed");
   if (!connections_) return;
   or_give_up([&] {
     const bool is_first = rank() == 0;

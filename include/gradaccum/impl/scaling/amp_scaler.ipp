@@ -58,8 +58,8 @@ struct LossScale {
   /// Throws if overflows have taken the scale below `min_scale`, or to `smallest`.
   void check_reached(float scale, float smallest) const {
     TORCH_CHECK(scale > smallest && scale >= min_scale, "AmpScaler: the scale must stay ",
-                min_scale > 0 ? c10::str(">= min_scale (", min_scale, ")") : "> 0", ", and overflows take it to ",
-                scale, ": gradients overflow at every scale; look for inf or NaN in the data and the loss");
+                min_scale > 0 ? c10::str(">= min_scale (", min_scale, ")") : "> 0", ", but overflows reduced it to ",
+                scale, ": gradients overflow at every scale; check the data and the loss for inf or NaN");
   }
 
   void back_off() {
@@ -89,7 +89,7 @@ struct LossScale {
     TORCH_CHECK(!state.empty(), "AmpScaler: the state must not be empty; it was saved by a scaler that was disabled");
     const auto entry = [&](const char* key) {
       const auto found = state.find(key);
-      TORCH_CHECK(found != state.end(), "AmpScaler: the state must have the entry '", key, "', and has none");
+      TORCH_CHECK(found != state.end(), "AmpScaler: the state must have the entry '", key, "', but does not");
       return found->second;
     };
     const auto count = [&](const char* key) {
@@ -208,8 +208,8 @@ class DeviceScale {
 GRADACCUM_INLINE void check_nothing_hides(const torch::optim::Optimizer* behind) {
   if (!behind) return;
   TORCH_CHECK(!is_accumulator(*behind),
-              "AmpScaler: an accumulator must not hide behind a torch::optim::Optimizer&, which knows nothing of its "
-              "window; pass the accumulator itself");
+              "AmpScaler: an accumulator must not be passed as a torch::optim::Optimizer&, which hides its window; "
+              "pass the accumulator itself");
   TORCH_CHECK(type_name(behind->defaults()) != "LBFGSOptions",  // finds classes derived from it, too
               "AmpScaler: must not be given LBFGS, which calls its closure several times a step, each with gradients "
               "of its own; use SGD, Adam, AdamW, RMSprop, Adagrad or one of your own");
@@ -349,8 +349,8 @@ struct AmpScaler::State {
   std::function<void()> load(const std::map<std::string, double>& entries) {
     if (!enabled) return [] {};
     TORCH_CHECK(!any_open(),
-                "AmpScaler: load_state_dict() needs all windows closed, whose sums have the old scale; call flush() or "
-                "discard() of the accumulators first");
+                "AmpScaler: load_state_dict() must not be called inside a window, whose sums have the old scale; call "
+                "flush() or discard() of the accumulators first");
     auto next = scale;
     next.load_state_dict(entries);
     return [this, next] {
@@ -437,7 +437,7 @@ GRADACCUM_INLINE void AmpScaler::unscale_window(detail::AnyOptimizer& optimizer,
   auto& one = state_->state_of(optimizer);
   TORCH_CHECK(one.stage != State::Stage::unscaled,
               "AmpScaler: unscale_() has already been called on this optimizer since the last update()");
-  TORCH_CHECK(one.stage != State::Stage::stepped, "AmpScaler: unscale_() after step(); call update() first");
+  TORCH_CHECK(one.stage != State::Stage::stepped, "AmpScaler: unscale_() was called after step(); call update() first");
   TORCH_CHECK(!accumulator || accumulator->ready(),
               "AmpScaler: unscale_() inside a window would mix unscaled sums with scaled ones to come; put it "
               "inside `if (optimizer.ready())`, after backward");
@@ -515,7 +515,7 @@ GRADACCUM_INLINE Autocast::Autocast(at::Device device, std::optional<at::ScalarT
                                     std::optional<bool> cache_enabled)
     : device_(device.type()) {
   TORCH_CHECK(at::autocast::is_autocast_available(device_),
-              "Autocast: the device must be one that has autocast, such as cuda and cpu, got ", device_);
+              "Autocast: the device must support autocast, as cuda and cpu do, got ", device_);
   before_ = {at::autocast::is_autocast_enabled(device_), at::autocast::get_autocast_dtype(device_),
              at::autocast::is_autocast_cache_enabled()};
   const State within{enabled, dtype.value_or(before_.dtype), cache_enabled.value_or(before_.cache_enabled)};

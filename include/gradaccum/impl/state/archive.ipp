@@ -74,7 +74,7 @@ GRADACCUM_INLINE void Archive::leave_out(const std::string& part) {
 
 GRADACCUM_INLINE void Archive::check_all_used() const {
   for (auto& [name, value] : values_)
-    TORCH_CHECK(used_.contains(name), "Archive: nobody takes the value '", name, "'; it is of another program");
+    TORCH_CHECK(used_.contains(name), "Archive: nothing loads the value '", name, "'; it is from another program");
 }
 
 GRADACCUM_INLINE const Archive::Value& Archive::of_rank(std::int64_t rank, std::string_view name,
@@ -83,7 +83,7 @@ GRADACCUM_INLINE const Archive::Value& Archive::of_rank(std::int64_t rank, std::
   const auto& all = ranks_.values.empty() ? values_ : ranks_.values;
   auto value = all.find("rank_" + std::to_string(rank) + "." + full);
   if (value == all.end()) value = all.find(full);
-  TORCH_CHECK(value != all.end(), "Archive: must have a value '", full, "', but has none");
+  TORCH_CHECK(value != all.end(), "Archive: must have a value '", full, "', but does not");
   TORCH_CHECK(value->second.index() == type, "Archive: the value '", value->first, "' is of another type");
   return value->second;
 }
@@ -122,7 +122,7 @@ GRADACCUM_INLINE bool Archive::save_or_load(std::string_view name, Value& value)
   }
   const auto found = values_.find(full);
   if (found == values_.end() && changes_allowed_) return false;
-  TORCH_CHECK(found != values_.end(), "Archive: must have a value '", full, "', but has none");
+  TORCH_CHECK(found != values_.end(), "Archive: must have a value '", full, "', but does not");
   TORCH_CHECK(found->second.index() == value.index(), "Archive: the value '", full, "' is of another type");
   if (tensor)
     *tensor = detail::owned(std::get<at::Tensor>(std::move(found->second)));
@@ -137,8 +137,8 @@ GRADACCUM_INLINE void Archive::does_not_fit(std::string_view name, const std::st
 
 GRADACCUM_INLINE void Archive::differs(std::string_view name, const std::string& before,
                                        const std::string& here) const {
-  TORCH_CHECK(changes_allowed_, "Archive: the state was saved with ", prefix_, name, " = ", before, ", and here it is ",
-              here, "; give it the same, or load with {.allow_changes = true}");
+  TORCH_CHECK(changes_allowed_, "Archive: the state was saved with ", prefix_, name, " = ", before, ", but here it is ",
+              here, "; use the same value, or load with {.allow_changes = true}");
 }
 
 }  // namespace gradaccum

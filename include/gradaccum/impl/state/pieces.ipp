@@ -153,7 +153,7 @@ GRADACCUM_INLINE Archive::Values take_shared_pieces(Archive::Values& values) {
   });
   for (auto& [name, pieces] : take_pieces(tensors)) {
     pieces.check();
-    TORCH_CHECK(!values.contains(name), "Archive: ", name, " is there whole and in pieces");
+    TORCH_CHECK(!values.contains(name), "Archive: ", name, " is stored both whole and in pieces");
   }
   return shared;
 }
@@ -195,8 +195,8 @@ GRADACCUM_INLINE std::string first_of(const std::vector<std::string>& lines) {
 
 GRADACCUM_INLINE void check_can_be_loaded(const std::string& name, const at::Tensor& tensor) {
   TORCH_CHECK(!tensor.is_meta() && at::has_internal_overlap(tensor) != at::MemOverlap::Yes, "the module's ", name,
-              " must have memory for each of its numbers, got ",
-              tensor.is_meta() ? "a tensor on the device meta" : "an expanded tensor", "; give it a clone()");
+              " must have memory for each of its elements, got ",
+              tensor.is_meta() ? "a meta tensor" : "an expanded tensor", "; give it its own memory");
 }
 
 /// Lists the first differences between the names, dtypes and shapes of two sets of tensors.
@@ -247,7 +247,7 @@ GRADACCUM_INLINE void archive_module(Archive& archive, torch::nn::Module& module
   for (auto& name : leave_out) saved.erase(name);
   const auto different = differences(saved, here);
   TORCH_CHECK(different.empty() || archive.changes_allowed(),
-              "ModelState: the state is of another model; {.allow_changes = true} loads what fits:", different);
+              "ModelState: the state is from another model; {.allow_changes = true} loads what fits:", different);
   std::vector<std::pair<at::Tensor, at::Tensor>> loads;
   for (auto& [name, tensor] : saved) {
     const auto to = here.find(name);

@@ -106,11 +106,11 @@ GRADACCUM_INLINE void FitMemory::attach(TrainerBase& trainer) {
   auto& loop = trainer.loop();
   trainer.when_built([this, &loop] {
     TORCH_CHECK(!loop.window.steps_in_backward(),
-                "FitMemory: must not go with OptimizerInBackward: what is stepped inside of a backward pass cannot be "
-                "taken back when that runs out of memory; leave one of the two out");
+                "FitMemory: must not be combined with OptimizerInBackward: steps during a backward pass cannot be "
+                "undone when it runs out of memory; use only one of the two");
     TORCH_CHECK(!loop.window.peers() || !loop.window.peers()->take_each_backward(),
-                "FitMemory: must not go with Shard::gradients: what other processes have got cannot be taken back when "
-                "a backward pass runs out of memory; use Shard::optimizer");
+                "FitMemory: must not be combined with Shard::gradients: gradients that were sent to other ranks cannot "
+                "be taken back when a backward pass runs out of memory; use Shard::optimizer");
     made_run().fitter.find_parts(loop.trainer.module(), checkpointed);
   });
   loop.divider = std::make_unique<detail::FittedBatches>(loop, *this);
@@ -134,11 +134,11 @@ GRADACCUM_INLINE Loss FitMemory::backward(Accumulator& optimizer, torch::nn::Mod
                                           const detail::AnyBatch& batch) {
   auto& window = *optimizer.window_;
   TORCH_CHECK(optimizer.micro_steps() == 0 && !window.in_hand(),
-              "FitMemory: backward must begin a window, which is full with it; call optimizer.step() before the next");
+              "FitMemory: backward must begin a window, which it fills; call optimizer.step() before the next");
   TORCH_CHECK(!window.steps_in_backward(),
-              "FitMemory: must not go with in_backward: what is stepped inside of a backward pass cannot be taken back "
-              "when that runs out of memory");
-  TORCH_CHECK(window.steps() == 1, "FitMemory: a window is one batch, so that the accumulator's steps must be 1, got ",
+              "FitMemory: must not be combined with in_backward: steps during a backward pass cannot be undone when it "
+              "runs out of memory");
+  TORCH_CHECK(window.steps() == 1, "FitMemory: the accumulator's steps must be 1, since a window is one batch, got ",
               window.steps());
   const auto kind = batch.kind();
   const auto rows = batch.rows();

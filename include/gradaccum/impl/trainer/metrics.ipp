@@ -88,10 +88,10 @@ GRADACCUM_INLINE Decisions decide(const ClassesOf& of, const Loss& loss) {
   const bool same = output.squeeze().sizes() == given.squeeze().sizes();
   Decisions they;
   they.classes = has_classes ? output.size(of.dim) : 1;
-  TORCH_CHECK(of.task || !same || they.classes == 1, of.metric, ": task must say what a target of the output's shape ",
-              output.sizes(),
-              " is: ga::Task::multilabel, or ga::Task::multiclass with probabilities of the classes, or "
-              "ga::Task::binary where dim ",
+  TORCH_CHECK(of.task || !same || they.classes == 1, of.metric,
+              ": task must be given for a target of the output's shape ", output.sizes(),
+              ": ga::Task::multilabel, ga::Task::multiclass if it holds probabilities of the classes, or "
+              "ga::Task::binary if dim ",
               of.dim, " is not of labels or classes");
   const auto task = of.task.value_or(they.classes > 1 ? Task::multiclass : Task::binary);
   TORCH_CHECK(task == Task::binary || they.classes > 1, of.metric, ": needs an output with several classes in dim ",
@@ -129,8 +129,8 @@ GRADACCUM_INLINE Decisions decide(const ClassesOf& of, const Loss& loss) {
 
 GRADACCUM_INLINE void check_possible(std::string_view metric, const at::Tensor& impossible) {
   TORCH_CHECK(impossible.item<std::int64_t>() == 0, metric,
-              ": targets must be classes that the output has a score of, or from 0 to 1 where each has a score, got ",
-              impossible.item<std::int64_t>(), " others; leave them out by ignore_index");
+              ": targets must be classes that the output has a score for, or from 0 to 1 if each has a score, got ",
+              impossible.item<std::int64_t>(), " others; exclude them with ignore_index");
 }
 
 GRADACCUM_INLINE void add_to(at::Tensor& sum, const at::Tensor& part) { sum = sum.defined() ? sum.add(part) : part; }
@@ -173,7 +173,7 @@ GRADACCUM_INLINE void reduce_counts(std::string_view metric, at::Tensor& counts,
   auto sizes = at::tensor({size, size * size, size > 0 ? 1.0 : 0.0}, at::kDouble);
   sum(sizes);
   const auto* const all = sizes.const_data_ptr<double>();
-  TORCH_CHECK(all[0] * all[0] == all[1] * all[2], metric, ": outputs must have as many classes on all ranks");
+  TORCH_CHECK(all[0] * all[0] == all[1] * all[2], metric, ": the number of classes must be the same on all ranks");
   if (all[2] == 0) return;
   counts = counts.defined() ? counts.cpu() : at::zeros({static_cast<std::int64_t>(all[0] / all[2])}, at::kLong);
   sum(counts);
@@ -218,7 +218,7 @@ GRADACCUM_INLINE void ConfusionMatrix::reduce(SumOfRanks sum) { detail::reduce_c
 
 GRADACCUM_INLINE double Evaluation::operator[](std::string_view name) const {
   const auto found = metrics.find(name);
-  TORCH_CHECK(found != metrics.end(), "Evaluation: has no metric '", std::string(name), "'; pass one to evaluate()");
+  TORCH_CHECK(found != metrics.end(), "Evaluation: has no metric '", std::string(name), "'; pass it to evaluate()");
   return found->second;
 }
 
@@ -271,8 +271,8 @@ GRADACCUM_INLINE void Evaluator::check_names() const {
   std::set<std::string> names{std::string(MeanLoss::name)};
   for (auto& metric : metrics_)
     TORCH_CHECK(names.insert(metric->name()).second,
-                "Trainer: evaluate() must get metrics of different names, other than \"loss\", got two '",
-                metric->name(), "'");
+                "Trainer: evaluate() must get metrics with different names, other than \"loss\", got '", metric->name(),
+                "' twice");
 }
 
 GRADACCUM_INLINE void Evaluator::add(const Loss& loss, std::int64_t samples) {
@@ -284,10 +284,10 @@ GRADACCUM_INLINE void Evaluator::add(const Loss& loss, std::int64_t samples) {
 }
 
 GRADACCUM_INLINE void cannot_be_reduced(const std::string& metric) {
-  TORCH_CHECK(false,
-              "Trainer: a metric of several processes must have a member reduce(ga::SumOfRanks), as ga::Accuracy "
-              "has, got '",
-              metric, "' without one");
+  TORCH_CHECK(
+      false,
+      "Trainer: with several processes, a metric must have a member reduce(ga::SumOfRanks), as ga::Accuracy has, got '",
+      metric, "' without one");
 }
 
 GRADACCUM_INLINE void Evaluator::reduce(SumOfRanks sum) {
@@ -331,7 +331,7 @@ GRADACCUM_INLINE Mode mode_of(const char* owner, std::string_view metric, std::o
     auto found = validated->find(metric);
     if (found == validated->end()) found = validated->find("validation/" + std::string(metric));
     TORCH_CHECK(found != validated->end(), owner,
-                ": metric must be a number that a ga::Validate of this trainer finds, one of [", c10::Join(", ", names),
+                ": metric must be one that a ga::Validate of this trainer computes, one of [", c10::Join(", ", names),
                 "], got '", metric, "'");
     const auto told = found->second;
     TORCH_CHECK(!told || !given || *told == *given, owner,
@@ -341,8 +341,8 @@ GRADACCUM_INLINE Mode mode_of(const char* owner, std::string_view metric, std::o
   }
   if (given) return *given;
   const auto name = metric.substr(metric.rfind('/') + 1);  // npos + 1 is 0
-  TORCH_CHECK(name == "loss" || name == "accuracy", owner, ": mode must say whether a lower or a higher '", metric,
-              "' is better: ga::Mode::min or ga::Mode::max; or its metric, by static constexpr bool higher_is_better");
+  TORCH_CHECK(name == "loss" || name == "accuracy", owner, ": mode must be ga::Mode::min or ga::Mode::max for '",
+              metric, "'; or give its metric a static constexpr bool higher_is_better");
   return name == "loss" ? Mode::min : Mode::max;
 }
 

@@ -49,7 +49,7 @@ GRADACCUM_INLINE void Accumulate::attach(TrainerBase& trainer) {
   TORCH_CHECK(steps >= 1, "Accumulate: steps must be >= 1, got ", steps);
   TORCH_CHECK(batch_size >= 0, "Accumulate: batch_size must be >= 1, got ", batch_size);
   TORCH_CHECK(batch_size == 0 || (steps == 1 && schedule.empty()),
-              "Accumulate: batch_size says when a window is full, and so do steps and schedule; give one of them");
+              "Accumulate: batch_size must come without steps and schedule, which also say when a window is full");
   for (auto [epoch, number] : schedule)
     TORCH_CHECK(epoch >= 0 && number >= 1, "Accumulate: schedule must have epochs >= 0 and steps >= 1, got {", epoch,
                 ", ", number, "}");
@@ -697,7 +697,7 @@ struct Averages {
   }
 
   void check_not_swapped(const char* call) const {
-    TORCH_CHECK(!swapped, "Ema: ", call, " needs the model's own weights, but the averages are in it; swap first");
+    TORCH_CHECK(!swapped, "Ema: ", call, " needs the model's own weights, but it holds the averages; swap back first");
   }
 
   /// The tensors of the model that the averages are of; throws if it has changed.
@@ -760,7 +760,7 @@ struct Averages {
   }
 
   void swap(torch::nn::Module& module, bool buffers) {
-    TORCH_CHECK(updates > 0, "Ema: swap needs averages; call update(model) after an update first");
+    TORCH_CHECK(updates > 0, "Ema: swap needs averages; call update(model) after a step first");
     at::NoGradGuard no_grad;
     std::vector<at::Tensor> targets, values, own;
     for (auto& [_, tensor] : known_tensors(module, buffers)) targets.push_back(tensor);
@@ -774,7 +774,7 @@ struct Averages {
 
   /// Checks all before it changes anything.
   void state(Archive& archive, bool buffers) {
-    TORCH_CHECK(attached || !archive.loading(), "Ema: to load needs the model; call attach(model) first");
+    TORCH_CHECK(attached || !archive.loading(), "Ema: loading needs the model; call attach(model) first");
     check_not_swapped(archive.loading() ? "loading" : "saving");
     std::int64_t its_updates = archive.loading() ? 0 : updates;
     archive("updates", its_updates);
@@ -835,8 +835,8 @@ GRADACCUM_INLINE void check_options(const ValidateOptions& options) {
   const auto& [every_updates, every_epochs, ema, name] = options;
   TORCH_CHECK(every_updates.value_or(1) >= 1, "Validate: every_updates must be >= 1, got ", *every_updates);
   TORCH_CHECK(every_epochs.value_or(1) >= 1, "Validate: every_epochs must be >= 1, got ", *every_epochs);
-  TORCH_CHECK(!name.empty() && name.find('/') == name.npos, "Validate: name must be a text without '/', got '", name,
-              "'");
+  TORCH_CHECK(!name.empty() && name.find('/') == name.npos, "Validate: name must not be empty or contain '/', got '",
+              name, "'");
 }
 
 GRADACCUM_INLINE std::shared_ptr<void> validating_scope(torch::nn::Module& module, Ema* ema) {

@@ -217,7 +217,7 @@ GRADACCUM_INLINE void Report::state(Archive& archive) {
 }
 
 GRADACCUM_INLINE const Curves& Report::curves() const {
-  TORCH_CHECK(run, "Report: rank 0 alone has the curves");
+  TORCH_CHECK(run, "Report: only rank 0 has the curves");
   return run->page.curves();
 }
 

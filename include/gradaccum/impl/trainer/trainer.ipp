@@ -183,8 +183,8 @@ GRADACCUM_INLINE bool DataPosition::skips(const AnyBatch& batch) {
   if (--to_skip_ > 0) return true;
   TORCH_CHECK(expected_.empty() || expected_ == batch.fingerprint(), "Trainer: the data has changed: batch ",
               taken_ - 1,
-              " (counted from 0) of the epoch is not the one that the state was saved after; give it the "
-              "same data in the same order, or go on all the same by {.allow_changes = true}");
+              " (counted from 0) of the epoch is not the one that the state was saved after; use the same data in the "
+              "same order, or continue anyway with {.allow_changes = true}");
   set_generators(after_skipping_);
   return true;
 }
@@ -218,10 +218,10 @@ GRADACCUM_INLINE void DataPosition::state(Archive& archive) {
     taken = std::ranges::max(archive.of_ranks<std::int64_t>("taken"));
     const auto ends = archive.of_ranks<bool>("exhausted");
     exhausted = std::ranges::find(ends, false) == ends.end();
-    TORCH_CHECK(by_batches || taken == 0 || exhausted, "Trainer: the state was saved within an epoch, by ",
+    TORCH_CHECK(by_batches || taken == 0 || exhausted, "Trainer: the state was saved in the middle of an epoch, by ",
                 archive.ranks().saved,
                 " rank(s), and batches without a state(ga::Archive&) do not tell another number of ranks which of them "
-                "are left; go on with as many to the end of the epoch, or use TensorBatches or LengthBuckets");
+                "are left; resume with as many until the epoch ends, or use TensorBatches or LengthBuckets");
   }
   TORCH_CHECK(taken >= 0, "Trainer: a state must have taken >= 0 batches, got ", taken);
   const bool again = !by_batches && taken > 0 && !exhausted;
@@ -277,18 +277,17 @@ GRADACCUM_INLINE void WindowRecord::leave_out(const std::string& parameter, FitS
   if (status.together) place += ", of this process or of another";
   TORCH_CHECK(status.options.on_nan == OnNan::skip, "Trainer: the gradients must be finite, got NaN or infinity",
               parameter, ", for ", place,
-              ", whose loss is finite; look for what has no slope at 0, as sqrt and norm, or leave "
-              "such windows out: {.on_nan = ga::OnNan::skip}");
+              ", whose loss is finite; look for functions without a derivative at 0, such as sqrt and norm, or skip "
+              "such windows: {.on_nan = ga::OnNan::skip}");
   if (status.nan_batches == 0) status.first_nan = place;
   status.nan_batches += std::max<std::int64_t>(step_.batches - std::exchange(left_out_, step_.batches), 0);
 }
 
 /// Losses on a device are looked at before they are saved.
 GRADACCUM_INLINE void WindowRecord::state(Archive& archive) {
-  TORCH_CHECK(
-      !in_hand_ && !being_closed_,
-      "Trainer: must be saved and loaded between micro-batches, got a call from "
-      "within a micro-batch, of which some policies do not know yet; use SaveState, or a policy with at_boundary");
+  TORCH_CHECK(!in_hand_ && !being_closed_,
+              "Trainer: must be saved and loaded between micro-batches, got a call inside one, which some policies "
+              "have not seen yet; use SaveState, or a policy with at_boundary");
   if (archive.loading()) restart();
   check_losses(unread_mean());
   archive("epoch", step_.epoch);
@@ -349,8 +348,8 @@ GRADACCUM_INLINE void Loop::give_up(bool others_wait) {
     auto* const misuse = dynamic_cast<c10::Error*>(&error);
     if (misuse && misuse->context().empty() && std::string_view(misuse->msg()).starts_with("GradAccumulator: "))
       misuse->add_context(
-          "Trainer: it has such a window, and runs backward, counts, clears and steps by itself: the objective only "
-          "computes the loss, a policy changes gradients in before_step(ga::Gradients&), and parameters in after_step");
+          "Trainer: this is its window, and it calls backward, step and zero_grad itself: the objective only computes "
+          "the loss, a policy changes gradients in before_step(ga::Gradients&), and parameters in after_step");
     const auto peers = window.peers();
     if (peers && (others_wait || window.closing()->elsewhere())) peers->give_up(error.what());
   } catch (...) {  // has nothing to tell other processes
@@ -360,11 +359,12 @@ GRADACCUM_INLINE void Loop::give_up(bool others_wait) {
 
 GRADACCUM_INLINE FitReport Loop::fit(AnyBatches& batches, const FitOptions& options) {
   TORCH_CHECK(!window.peers() || !window.peers()->take_each_backward() || options.tail == Tail::flush,
-              "FitOptions: tail must be flush with Shard::gradients: others have the gradients of a window that is "
-              "open, and it can neither be dropped nor saved");
+              "FitOptions: tail must be ga::Tail::flush with Shard::gradients: other ranks hold gradients of an open "
+              "window, which can be neither dropped nor saved");
   check(options);
   note_given();
-  TORCH_CHECK(!status.running, "Trainer: fit() inside of fit(), in a policy say; there is step() for one micro-batch");
+  TORCH_CHECK(!status.running,
+              "Trainer: fit() was called inside fit(), as in a policy; call step() for one micro-batch");
   const auto device = trainer.device();
   const ModeGuard mode(trainer.module(), true);
   const at::AutoGradMode grad_mode(true);
@@ -494,7 +494,7 @@ GRADACCUM_INLINE void Loop::micro_batch(const AnyBatch& batch, bool begins, bool
   if (record.closing() && window.steps_in_backward()) prepare_to_close();
   explaining(
       "graph a second time",
-      [&] { return plain_text("Trainer: in batch ", status.batch - 1, " of epoch ", status.epoch, " (from 0 on)"); },
+      [&] { return plain_text("Trainer: in batch ", status.batch - 1, " of epoch ", status.epoch, " (both from 0)"); },
       [&] { window.add(std::move(loss), closes_whole); });
   if (closes_whole && window.peers()) {  // they send gradients until the window is complete
     prepare_to_close();
@@ -611,14 +611,14 @@ GRADACCUM_INLINE void Loop::at_boundary() {
 }
 
 GRADACCUM_INLINE Evaluation Loop::evaluate(AnyBatches& batches, Evaluator evaluator, bool on_all) {
-  TORCH_CHECK(
-      !batches.has_state() || !data.goes_through(batches),
-      "Trainer: evaluate must not go through the batches that fit is going through: make another object of them");
+  TORCH_CHECK(!batches.has_state() || !data.goes_through(batches),
+              "Trainer: evaluate must not iterate over the batches that fit is iterating over: construct another "
+              "object of them");
   const ModeGuard mode(trainer.module(), false);
   const at::AutoGradMode gradients(evaluator.with_gradients());
   const auto add = [&](const AnyBatch& batch) {
     auto scopes = policies.scopes(&AnyPolicy::forward_scope);
-    const auto how = [] { return "Trainer: give evaluate, or Validate, ga::WithGradients() beside the metrics"; };
+    const auto how = [] { return "Trainer: pass ga::WithGradients() to evaluate or Validate, beside the metrics"; };
     const char* const says = evaluator.with_gradients() ? nullptr : "does not require grad";
     const auto loss = explaining(says, how, [&] { return batch.loss(); });
     scopes.reset();
@@ -667,8 +667,8 @@ GRADACCUM_INLINE void Loop::archive_given(Archive& archive) {
   archive.when_all_fit([this, changed, changes, of_state, takes_them = archive.changes_allowed()] {
     kept = takes_them ? given : of_state;
     if (!takes_them && !changes.empty() && trainer.is_first())
-      TORCH_WARN("Trainer: the state's values stay, though this program gives others: ", changes,
-                 "; {.allow_changes = true} takes those of the program, and a ga::Schedule sets the rate anew");
+      TORCH_WARN("Trainer: the state's values are kept, although this program sets others: ", changes,
+                 "; {.allow_changes = true} uses the program's, and a ga::Schedule sets the learning rate");
     auto* const optimizer = window.optimizer().torch_optimizer;
     if (!takes_them || !optimizer) return;
     auto options = options_of(*optimizer);

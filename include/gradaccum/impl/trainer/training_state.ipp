@@ -41,7 +41,7 @@ GRADACCUM_INLINE std::string newest_intact_beside(const std::filesystem::path& d
     if (state->path == damaged) continue;
     try {
       check_files(state->path, read_manifest(state->path));
-      return "; the newest intact state is " + state->path.string() + ": load that one by its own path";
+      return "; the newest intact state is " + state->path.string() + ": load it by its own path";
     } catch (const std::exception&) {  // try the next older one
     }
   }
@@ -148,10 +148,10 @@ GRADACCUM_INLINE void load_state(Archive& archive, const AnyTraining& training) 
 GRADACCUM_INLINE void check_is_newest(const std::filesystem::path& directory, std::int64_t updates) {
   const auto states = StateDirectory(directory).finished();
   TORCH_CHECK(states.empty() || states.back().step <= updates, "save: ", directory.string(), " has ",
-              states.empty() ? "" : states.back().path.filename().string(), ", and this training is at update ",
+              states.empty() ? "" : states.back().path.filename().string(), ", but this training is at update ",
               updates,
-              ": the state is of another run; go on from it ({.resume = directory}), remove it, or save to "
-              "another directory");
+              ": the state is from another run; resume from it ({.resume = directory}), remove it, or save to another "
+              "directory");
 }
 
 GRADACCUM_INLINE Archive references_to(const AnyTraining& training) {
@@ -200,7 +200,7 @@ GRADACCUM_INLINE StateWriter::StateWriter(const std::filesystem::path& directory
   if (peers) peers->gather(archive_);
   for (auto& [name, value] : archive_.values())
     TORCH_CHECK(peers || !PieceName::of(name), "save: ", name,
-                " is a part of what several processes have divided; give the training their peers(), and save on all");
+                " is a shard of one rank; give the training its peers(), and save on all ranks");
   run_on_all(peers, [&] {
     if (rank_ == 0) state_ = StateDirectory(directory).begin(training.updates());
   });
@@ -232,7 +232,7 @@ GRADACCUM_INLINE std::filesystem::path StateWriter::finish(c10::function_ref<boo
     const auto list = list_of_rank(folder_, rank), error = error_of_rank(folder_, rank);
     while (!std::filesystem::exists(list)) {
       TORCH_CHECK(keeps_waiting() && !std::filesystem::exists(error), "save: rank ", rank, " must write its part of ",
-                  folder_.string(), ", and has not; the state is dropped");
+                  folder_.string(), ", but has not; the state is discarded");
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
     take_list(list, files_);
@@ -268,10 +268,10 @@ GRADACCUM_INLINE std::filesystem::path load(const std::filesystem::path& directo
     return best.empty() ? std::nullopt : std::optional(best.front());
   });
   TORCH_CHECK(!folder.empty() || !options.best, "load: ", directory.string(),
-              " must have a state that was validated, for {.best = true}: one of a ga::Validate and a "
+              " must have a state with a validation metric for {.best = true}; save one with ga::Validate and "
               "ga::SaveState{.keep_best = 1}");
   TORCH_CHECK(!folder.empty(), "load: ", directory.string(),
-              " must be a state or have one, a folder step-000000 of any number");
+              " must be a state or contain one, a folder such as step-000000");
   auto archive = open_state(folder, options.allow_changes, peers);
   load_state(archive, training);
   return folder;
@@ -324,13 +324,13 @@ GRADACCUM_INLINE bool FitStatus::done() const {
 /// Without a number of epochs, batches that bring no update would be gone through for ever.
 GRADACCUM_INLINE void FitStatus::end_epoch(bool window_has_items) {
   TORCH_CHECK(options.epochs || !options.has_limit() || done() || trained || window_has_items, "Trainer: fit must ",
-              options.updates ? c10::str("make ", *options.updates, " updates") : "go on to its limit", ", but epoch ",
-              epoch, " (counted from 0) brought ", options.updates ? "none" : "no update",
-              ": the batches are empty, have losses without items, or give no gradient "
-              "to the optimizer's parameters; was it made for this model?");
+              options.updates ? c10::str("make ", *options.updates, " updates") : "reach its limit", ", but epoch ",
+              epoch, " (counted from 0) made ", options.updates ? "none" : "no update",
+              ": the batches are empty, have losses without items, or give no gradient to the optimizer's parameters; "
+              "was the optimizer made for this model?");
   TORCH_CHECK(batch > 0 || batches.value_or(0) == 0 || done(), "Trainer: epoch ", epoch,
-              " (counted from 0) brought no batch, and was to bring ", *batches,
-              "; a range that can be gone through only once is good for one epoch");
+              " (counted from 0) had no batches, but should have had ", *batches,
+              "; a range that can be iterated only once lasts for one epoch");
   ++epochs;
   if (!batches) batches = batch;
   batch = 0;

@@ -46,9 +46,9 @@ namespace kineto = torch::autograd::profiler;
 GRADACCUM_INLINE void check_can_profile(const char* who) {
   const bool taken = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE) != nullptr;
   TORCH_CHECK(!taken || !MemoryLedger::possible(), who,
-              ": must not start where a MemoryMeter counts (FitOptions::measure_memory has one): LibTorch has one slot "
-              "for both");
-  TORCH_CHECK(!taken, who, ": must not start where LibTorch's profiler is at work already, on this thread");
+              ": must not start while a MemoryMeter counts (FitOptions::measure_memory starts one): LibTorch has one "
+              "hook for both");
+  TORCH_CHECK(!taken, who, ": must not start while LibTorch's profiler runs on this thread");
 }
 
 /// True if a trace ends with a brace, and so is complete. Kineto does not report a full disk.
@@ -281,7 +281,7 @@ GRADACCUM_INLINE Profiler::~Profiler() {
 }
 
 GRADACCUM_INLINE Profiler::Parts& Profiler::running() const {
-  TORCH_CHECK(parts_->running, "Profiler: is finished; make another");
+  TORCH_CHECK(parts_->running, "Profiler: finish() was already called; construct another Profiler");
   return *parts_;
 }
 
@@ -305,9 +305,9 @@ GRADACCUM_INLINE Profiler::Phase::~Phase() {
 /// Waits for the kernels in flight, which would otherwise be missing.
 GRADACCUM_INLINE ProfileReport Profiler::finish(ProfileReport report) {
   auto& parts = running();
-  TORCH_CHECK(parts.open.empty(), "Profiler: finish() inside of a phase, whose scope must end before");
+  TORCH_CHECK(parts.open.empty(), "Profiler: finish() was called inside a phase; end its scope first");
   TORCH_CHECK(parts.thread == std::this_thread::get_id(),
-              "Profiler: must be finished on the thread that it was begun on");
+              "Profiler: must be finished on the thread that constructed it");
   parts.count();
   if (at::hasCUDA()) {
     const c10::impl::VirtualGuardImpl cuda(c10::DeviceType::CUDA);

@@ -51,7 +51,7 @@ struct NumbersInTurn {
   /// Saves the number, or returns the loaded one that stands in its place.
   T next(T number) {
     if (!archive.loading()) return numbers.emplace_back(number);
-    TORCH_CHECK(read < numbers.size(), "Curves: saved curves must not be cut off");
+    TORCH_CHECK(read < numbers.size(), "Curves: saved curves must not be truncated");
     return numbers[read++];
   }
   std::int64_t left() const { return std::ssize(numbers) - static_cast<std::int64_t>(read); }
@@ -118,7 +118,7 @@ GRADACCUM_INLINE void Curve::check() const {
                         piece.gaps <= INT64_MAX / 1024 && piece.finite + piece.gaps > 0;
     const double low = piece.lowest.value, mean = piece.mean, high = piece.highest.value;
     const bool numbers = piece.finite == 0 || (detail::is_finite(low) && detail::is_finite(high));
-    TORCH_CHECK(in_order && counts && numbers, "Curves: piece ", i, " of a saved curve is none");
+    TORCH_CHECK(in_order && counts && numbers, "Curves: piece ", i, " of a saved curve is invalid");
     TORCH_CHECK(piece.finite == 0 || (!detail::is_nan(mean) && low <= mean && mean <= high), "Curves: piece ", i,
                 " of a saved curve must have lowest <= mean <= highest, got ", low, ", ", mean, " and ", high);
   }
@@ -158,7 +158,7 @@ GRADACCUM_INLINE void Curves::state(Archive& archive) {
     TORCH_CHECK(letters >= 0 && pieces >= 0, "Curves: a saved curve must have a name and pieces, got ", letters,
                 " and ", pieces);
     TORCH_CHECK(!loading || (letters <= names.left() && pieces <= whole.left() / 6),  // a piece has six
-                "Curves: saved curves must not be cut off");
+                "Curves: saved curves must not be truncated");
     name.resize(static_cast<std::size_t>(letters));
     curve.pieces_.resize(static_cast<std::size_t>(pieces));
     for (char& letter : name) letter = static_cast<char>(names.next(static_cast<std::uint8_t>(letter)));

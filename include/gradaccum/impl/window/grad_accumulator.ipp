@@ -150,9 +150,9 @@ GRADACCUM_INLINE void check_can_be_wrapped(const torch::optim::Optimizer& optimi
                                            const char* instead) {
   TORCH_CHECK(type_name(optimizer.defaults()) != "LBFGSOptions",  // finds classes derived from it, too
               part,
-              ": must not be LBFGS, which calls its closure several times a step and so has no micro-batches; use SGD, "
-              "Adam, AdamW, RMSprop, Adagrad or one of your own");
-  TORCH_CHECK(!is_accumulator(optimizer), part, ": wraps an optimizer, not another accumulator behind a reference; ",
+              ": the optimizer must not be LBFGS, which calls its closure several times a step and so has no "
+              "micro-batches; use SGD, Adam, AdamW, RMSprop, Adagrad or one of your own");
+  TORCH_CHECK(!is_accumulator(optimizer), part, ": the optimizer must not be another accumulator behind a reference; ",
               instead);
 }
 
@@ -189,9 +189,9 @@ class ArrivingGradients final : public GradReadyListener {
     const std::lock_guard lock(mutex_);
     if (ended_ || window_->closed()) return;
     const auto& parameter = parameters_[place];
-    TORCH_CHECK(!arrived_[place], "GradAccumulator: in_backward steps a parameter once, and the gradient of parameter ",
+    TORCH_CHECK(!arrived_[place], "GradAccumulator: in_backward steps a parameter once, but the gradient of parameter ",
                 place, " (shape ", parameter.sizes(),
-                ") arrived twice in one pass: an operation runs a backward of its own inside; leave in_backward out");
+                ") arrived twice in one pass: an operation runs its own backward inside; turn in_backward off");
     arrived_[place] = true;
     auto& waiting = waiting_[c10::impl::VirtualGuardImpl(parameter.device().type()).getStream(parameter.device())];
     waiting.places.push_back(place);
@@ -248,8 +248,8 @@ GRADACCUM_INLINE void step_in_backward(const std::shared_ptr<WindowGradients>& w
 
 GRADACCUM_INLINE void check_goes_with_peers(bool peers, bool in_backward) {
   TORCH_CHECK(!peers || !in_backward,
-              "GradAccumulator: in_backward frees each gradient as it arrives, before it could be summed over the "
-              "other processes; leave one of the two out");
+              "GradAccumulator: in_backward frees each gradient as it arrives, before it can be summed over the ranks; "
+              "turn it off, or train in one process");
 }
 
 }  // namespace gradaccum::detail
@@ -269,10 +269,10 @@ GRADACCUM_INLINE Accumulator::~Accumulator() = default;
 GRADACCUM_INLINE Accumulator::Accumulator(Accumulator&& other)
     : updates_(other.updates_), clip_norm_(other.clip_norm_), clip_value_(other.clip_value_) {
   TORCH_CHECK(other.micro_steps() == 0 && !other.window_->in_hand(),
-              "GradAccumulator: can be moved between windows, got it inside of one; call flush() or discard() first");
+              "GradAccumulator: must be moved between windows, but a window is open; call flush() or discard() first");
   TORCH_CHECK(!other.facade_,
-              "GradAccumulator: cannot be moved any more: somebody has a reference to it as a torch::optim::Optimizer, "
-              "a scheduler say");
+              "GradAccumulator: cannot be moved after it was used as a torch::optim::Optimizer&, such as by a "
+              "scheduler; move it before");
   grad_norm_ = std::move(other.grad_norm_);
   window_ = std::move(other.window_);
 }
@@ -282,9 +282,9 @@ GRADACCUM_INLINE std::unique_lock<std::recursive_mutex> Accumulator::turn(bool b
   if (lock.owns_lock() && !window_->in_hand()) in_hand_of_ = std::thread::id();
   TORCH_CHECK(
       lock.owns_lock() && (!begins || in_hand_of_ == std::thread::id() || in_hand_of_ == std::this_thread::get_id()),
-      "GradAccumulator: a thread calls while another is in a call, or between its backward and its step(); "
-      "forward passes may run at once, but each thread must hold one lock (a std::mutex of yours) from its "
-      "backward to zero_grad(); discard() drops a micro-batch of another");
+      "GradAccumulator: a thread made a call while another was in a call, or between its backward and step(); forward "
+      "passes may run concurrently, but each thread must hold one lock (a std::mutex of yours) from backward to "
+      "zero_grad(); discard() drops a micro-batch of another thread");
   return lock;
 }
 
@@ -353,8 +353,8 @@ GRADACCUM_INLINE void Accumulator::clip_grad_value_(double clip_value) {
 
 GRADACCUM_INLINE const at::Tensor& Accumulator::grad_norm() const {
   TORCH_CHECK(grad_norm_.defined(),
-              "GradAccumulator: grad_norm() needs a closed window for which "
-              "clip_grad_norm_(max) was called; infinity only measures");
+              "GradAccumulator: grad_norm() needs a closed window for which clip_grad_norm_(max) was called; a max of "
+              "infinity only measures");
   return grad_norm_;
 }
 
@@ -427,17 +427,17 @@ GRADACCUM_INLINE torch::optim::Optimizer& Accumulator::facade_of(torch::optim::O
 
 GRADACCUM_INLINE void Accumulator::check_can_be_saved() const {
   TORCH_CHECK(micro_steps() == 0,
-              "GradAccumulator: torch::save keeps the wrapped optimizer's state alone, and there are ", micro_steps(),
-              " micro-batches in the window; save after flush() or discard(), or all of it by ga::save");
+              "GradAccumulator: torch::save saves only the wrapped optimizer's state, but there are ", micro_steps(),
+              " micro-batches in the open window; save after flush() or discard(), or save all of it by ga::save");
   TORCH_CHECK(!shards(),
-              "GradAccumulator: torch::save would keep this process's part of the wrapped optimizer's state "
-              "alone; save by ga::save on all ranks");
+              "GradAccumulator: torch::save would save only this rank's shard of the wrapped optimizer's state; save "
+              "by ga::save on all ranks");
 }
 
 GRADACCUM_INLINE void Accumulator::check_can_clip() const {
   TORCH_CHECK(!window_->steps_in_backward(),
-              "GradAccumulator: clipping needs all gradients at once, and in_backward steps with each as it arrives; "
-              "leave one of the two out");
+              "GradAccumulator: clipping needs all gradients at once, but in_backward steps with each as it arrives; "
+              "use only one of the two");
 }
 
 GRADACCUM_INLINE void Accumulator::refresh_parameters() {
@@ -477,12 +477,11 @@ GRADACCUM_INLINE void check_listed_once(const std::vector<at::Tensor>& parameter
   for (std::size_t place = 0; place < parameters.size(); ++place) {
     if (!parameters[place].defined()) continue;
     const auto [first, is_new] = places.emplace(parameters[place].unsafeGetTensorImpl(), place);
-    TORCH_CHECK(
-        is_new, "GradAccumulator: the optimizer must list each parameter once, and lists number ", first->second,
-        " of shape ", parameters[place].sizes(), " again as number ", place,
-        ", so that each update would move it twice. Python's parameters() has tied weights once, LibTorch's once "
-        "for each name: register the weight in one module, and let the other keep it as a plain member; or "
-        "leave the second out of the optimizer's list");
+    TORCH_CHECK(is_new, "GradAccumulator: the optimizer must list each parameter once, but lists number ",
+                first->second, " of shape ", parameters[place].sizes(), " again as number ", place,
+                ", so each step would move it twice. Python's parameters() lists a tied weight once, LibTorch's once "
+                "for each name: register the weight in one module and let the other keep it as a plain member, or "
+                "remove the second from the optimizer's list");
   }
 }
 
@@ -643,8 +642,8 @@ GRADACCUM_INLINE void OpenWindow::state(Archive& archive, const NameOf& name_of)
     for (const auto taken : archive.of_ranks<std::int64_t>("micro_batches"))
       TORCH_CHECK(taken == 0, "Archive: the state was saved by ", archive.ranks().saved,
                   " rank(s) in the middle of a window, after ", taken,
-                  " micro-batch(es); another number of ranks goes on between two windows: load a state that was saved "
-                  "there, or go on with as many ranks");
+                  " micro-batch(es); another number of ranks can resume only between windows: load a state that was "
+                  "saved there, or resume with as many ranks");
   Window next = now_.counter;
   next.resume(count, first, total);
   const auto form = count == 0 ? WindowForm::none : weighted ? WindowForm::weighted : WindowForm::plain;
@@ -683,14 +682,14 @@ GRADACCUM_INLINE void OpenWindow::set_in_backward(bool on) {
               "GradAccumulator: in_backward needs an optimizer that takes gradients: ga::optim::SGD, Adam, AdamW, or "
               "one of your own that derives from ga::TakesGradients; got ",
               optimizer_->name());
-  TORCH_CHECK(now_.count() == 0, "GradAccumulator: in_backward must be set between windows, got it inside of one");
+  TORCH_CHECK(now_.count() == 0, "GradAccumulator: in_backward must be set between windows, but a window is open");
   check_goes_with_peers(peers_ != nullptr, on);
   now_.steps_in_backward = on;
 }
 
 GRADACCUM_INLINE void OpenWindow::set_peers(std::shared_ptr<Communicator> peers) {
   if (peers) peers->join(*optimizer_);
-  TORCH_CHECK(now_.count() == 0, "GradAccumulator: must join other processes between windows, got it inside of one");
+  TORCH_CHECK(now_.count() == 0, "GradAccumulator: must join other processes between windows, but a window is open");
   check_goes_with_peers(peers != nullptr, steps_in_backward());
   peers_ = std::move(peers);
   now_.has_peers = peers_ != nullptr;

@@ -145,7 +145,7 @@ GRADACCUM_INLINE void Loss::check_shape() const {
 
 GRADACCUM_INLINE void Loss::check() const {
   check_shape();
-  TORCH_CHECK(items == 0 || mean.requires_grad(), "Loss: the mean requires no grad, so backward has nothing to do");
+  TORCH_CHECK(items == 0 || mean.requires_grad(), "Loss: the mean must require grad for backward, but does not");
 }
 
 GRADACCUM_INLINE void Loss::backward(const BackwardOptions& options) const {
@@ -159,9 +159,8 @@ GRADACCUM_INLINE void Loss::backward(const BackwardOptions& options) const {
   const auto inputs = options.inputs.empty() ? std::nullopt : std::optional<at::TensorList>(options.inputs);
   const auto run = [&] { mean.backward(start, options.retain_graph, options.create_graph, inputs); };
   const auto why = [] {
-    return "Loss: a batch, a state or another loss has a part of this graph, which is freed by now: detach() its "
-           "tensors, "
-           "or add the losses up";
+    return "Loss: a batch, a recurrent state or another loss shares a part of this graph, which backward has freed: "
+           "detach() its tensors, or add the losses";
   };
   detail::explaining("graph a second time", why, run);
 }
@@ -188,8 +187,8 @@ GRADACCUM_INLINE void Window::resume(std::int64_t count, double first_weight, do
   check_weight(first_weight);
   check_weight(total_weight);
   TORCH_CHECK(count >= 0 && (count > 0 || total_weight == 0) && (first_weight > 0) == (total_weight > 0),
-              "Window: a saved one must have a count >= 0 and items that fit, got ", count, ", ", first_weight, " and ",
-              total_weight);
+              "Window: a saved window must have a count >= 0 and items that fit it, got ", count, ", ", first_weight,
+              " and ", total_weight);
   count_ = count, first_weight_ = first_weight, total_weight_ = total_weight;
 }
 
@@ -217,7 +216,7 @@ GRADACCUM_INLINE at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& param
     detail::clip_by(gradients.factor(), norm, max_norm);
   }
   TORCH_CHECK(!error_if_nonfinite || norm.isfinite().item<bool>(), "clip_grad_norm_: the norm must be finite, got ",
-              norm.item<double>(), "; pass error_if_nonfinite = false to clip all the same");
+              norm.item<double>(), "; pass error_if_nonfinite = false to clip anyway");
   gradients.apply();
   return norm;
 }
@@ -344,7 +343,7 @@ GRADACCUM_INLINE WindowSums::Loaded WindowSums::load(Named named, const NameOf& 
     all.in_grad.push_back(gradient);
     all.apart.push_back(sum);
   }
-  TORCH_CHECK(lenient || named.empty(), "GradAccumulator: the state has a gradient of no parameter here: ",
+  TORCH_CHECK(lenient || named.empty(), "GradAccumulator: the state has a gradient that no parameter here has: ",
               named.empty() ? "" : named.begin()->first);
   return all;
 }
@@ -377,17 +376,16 @@ GRADACCUM_INLINE at::Tensor found_inf(const std::vector<at::Tensor>& gradients, 
 GRADACCUM_INLINE void WindowGradients::check_open() const {
   TORCH_CHECK(
       !stepped_,
-      "Gradients: with in_backward the gradients of this window are gone, its parameters were stepped with them "
-      "as they arrived; what needs all of them at once (clipping, a loss scaler, norm(), values(), apply()) "
-      "goes without in_backward");
-  TORCH_CHECK(!closed(), "Gradients: this window is closed (stepped, skipped or discarded); ask for gradients() anew");
+      "Gradients: with in_backward, the gradients of this window were freed after its parameters were stepped; turn "
+      "in_backward off for what needs all of them at once (clipping, a loss scaler, norm(), values(), apply())");
+  TORCH_CHECK(!closed(), "Gradients: this window is closed (stepped, skipped or discarded); call gradients() again");
 }
 
 GRADACCUM_INLINE void WindowGradients::check_here() const {
   check_open();
   TORCH_CHECK(!elsewhere(),
-              "Gradients: with Shard::gradients those of an open window are divided among processes, and nobody has "
-              "them yet; ask when it is complete, inside `if (optimizer.ready())`");
+              "Gradients: with Shard::gradients, no rank has the gradients of an open window; use them when it is "
+              "complete, inside `if (optimizer.ready())`");
 }
 
 GRADACCUM_INLINE std::shared_ptr<WindowGradients> WindowGradients::part(const std::vector<std::size_t>& places) {
@@ -439,8 +437,8 @@ GRADACCUM_INLINE std::vector<at::Tensor> WindowGradients::measured() {
   wait_for_measure();
   if (norms_.defined() && is_measured(gradients)) return gradients;
   TORCH_CHECK(!measured_of_all(),
-              "Gradients: this process has a part of the window alone, and that has been changed: the norm of all "
-              "parts, and whether they are finite, are known from before; ask before you change them");
+              "Gradients: this rank has only a shard of the gradients, and it has changed since the norm of all shards "
+              "was measured; get the norm, and whether they are finite, before you change them");
   norms_.reset();
   norms_ = norms(gradients, 2, &norm_memory_);
   found_inf_.reset();
@@ -794,9 +792,9 @@ GRADACCUM_INLINE void Shards::with_own(torch::optim::Optimizer& optimizer, c10::
 }
 
 GRADACCUM_INLINE void Shards::check_parameters(const std::vector<at::Tensor>& parameters) const {
-  TORCH_CHECK(same_parameters(parameters, parameters_),
-              "Shard: the optimizer's parameters must stay those that it had when the Replicas were made; add them "
-              "before that");
+  TORCH_CHECK(
+      same_parameters(parameters, parameters_),
+      "Shard: the optimizer's parameters must not change after the Replicas are constructed; add them before that");
 }
 
 GRADACCUM_INLINE void Shards::check(const torch::optim::Optimizer& optimizer) const {
@@ -808,12 +806,10 @@ GRADACCUM_INLINE void Shards::check(const torch::optim::Optimizer& optimizer) co
                               piece.begin * static_cast<std::int64_t>(parameter.element_size());
     TORCH_CHECK(piece.size() == 0 || own_[place].const_data_ptr() == begin, "Shard: a parameter of shape ",
                 parameter.sizes(),
-                " must stay where it was when the Replicas were made; move the model to its device "
-                "before that");
-    TORCH_CHECK(
-        own_[place].is_same(parameter) || optimizer.state().count(parameter.unsafeGetTensorImpl()) == 0,
-        "Shard: the optimizer has state of a whole parameter of shape ", parameter.sizes(),
-        ", of which this process steps a part; load it by ga::load, or by ga::OptimizerState of the accumulator");
+                " must keep its memory after the Replicas are constructed; move the model to its device before that");
+    TORCH_CHECK(own_[place].is_same(parameter) || optimizer.state().count(parameter.unsafeGetTensorImpl()) == 0,
+                "Shard: the optimizer has state of a whole parameter of shape ", parameter.sizes(),
+                ", of which this rank steps a shard; load it by ga::load, or by ga::OptimizerState of the accumulator");
   }
 }
 
