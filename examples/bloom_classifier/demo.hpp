@@ -28,7 +28,7 @@ class TemporaryFolder {
  public:
   TemporaryFolder() {
     auto name = (std::filesystem::temp_directory_path() / "bloom_classifier.XXXXXX").string();
-    if (!::mkdtemp(name.data())) throw std::runtime_error(name + ": must be made, and could not be");
+    if (!::mkdtemp(name.data())) throw std::runtime_error(name + ": must be a folder that can be created");
     path_ = name;
   }
   TemporaryFolder(const TemporaryFolder&) = delete;

@@ -515,7 +515,7 @@ TEST_CASE("LengthBuckets: a state from elsewhere is refused, and changes nothing
   std::vector<Numbers> batches;
   for (auto& batch : half) {
     batches.push_back(numbers_of(batch.indices));
-    REQUIRE_ERROR("got 3 and ", half.load_state({3, most}));
+    REQUIRE_ERROR("in epoch 3", half.load_state({3, most}));
   }
   CHECK(batches == epoch_of(other));
   buckets.load_state({most - 1, 0});

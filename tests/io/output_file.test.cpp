@@ -63,11 +63,11 @@ TEST_CASE("OutputFile: never over a file that is there, and nothing after close"
   const Directory directory;
   const auto path = directory / "file";
   write_text(path, "before");
-  REQUIRE_ERROR(path.string() + ": must be made anew, got File exists", inner::OutputFile(path));
+  REQUIRE_ERROR(path.string() + ": must be a new file that can be created, got File exists", inner::OutputFile(path));
   std::filesystem::create_symlink("elsewhere", directory / "link");
   REQUIRE_ERROR("File exists", inner::OutputFile(directory / "link"));
   CHECK(text_of(path) == "before");
-  REQUIRE_ERROR("none/file: must be made anew, got No such file or directory",
+  REQUIRE_ERROR("none/file: must be a new file that can be created, got No such file or directory",
                 inner::OutputFile(directory / "none/file"));
   inner::OutputFile file(directory / "other");
   file.close();

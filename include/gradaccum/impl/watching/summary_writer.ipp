@@ -210,7 +210,8 @@ class EventFile {
     make_directory(directory);
     const auto time = time_of_next_event_file(directory);
     for (int number = 0; !descriptor_ || descriptor_->number() < 0; ++number) {
-      if (descriptor_ && errno != EEXIST) file_error(path_, "must be made anew", errno);  // otherwise another thread's
+      if (descriptor_ && errno != EEXIST)  // otherwise it is another thread's
+        file_error(path_, "must be a new file that can be created", errno);
       path_ = directory / fmt::format("{}{:0{}}.{}.{}.{}", event_file_prefix, time, event_time_digits, host_name(),
                                       ::getpid(), number);
       descriptor_.emplace(path_, O_WRONLY | O_CREAT | O_EXCL | O_APPEND, 0666);
