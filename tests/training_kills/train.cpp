@@ -117,7 +117,9 @@ int train(const std::filesystem::path& directory, Watch watch) {
     say(fmt::format("window {}", trainer.window().micro_batches));
     return 128 + report.signal;
   }
-  TORCH_CHECK(report.epochs == 5 && report.samples == 5 * 102, "it has not come to its end");
+  // Of the window that is still open, a rank has counted its own samples.
+  TORCH_CHECK(report.epochs == 5 && (report.samples == 5 * 102 || group.world_size() > 1),
+              "there must be 5 epochs of 102 samples, got ", report.epochs, " and ", report.samples, " samples");
   say("hash " + hash_of(trainer, batches));
   return 0;
 }
