@@ -98,7 +98,8 @@ class Trial {
           "%d kills, %d of them while a state was written or removed; %d trainings went on %d times from a state and "
           "%d times from the beginning, and ended with the hash %s\n",
           kills_, in_states_, trainings_, resumed_, afresh_, hash_.c_str());
-      require(kills < 20 || (in_states_ > 0 && resumed_ > 0), "no kill fell where it matters");
+      const bool may_miss = ranks_ > 1 && kills < 20;
+      require(may_miss || (in_states_ > 0 && resumed_ > 0), "no kill fell where it matters");
     }
     std::filesystem::remove_all(directory_);
   }
