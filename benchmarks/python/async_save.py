@@ -49,7 +49,7 @@ def main():
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     training = Training(arguments.layers)
-    folder = pathlib.Path(tempfile.mkdtemp(dir=arguments.directory))
+    folder = pathlib.Path(tempfile.mkdtemp(dir=arguments.directory)).resolve()
     try:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=0, world_size=1)
         alone, blocked, whole, meanwhile = [], [], [], []

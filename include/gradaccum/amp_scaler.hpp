@@ -37,7 +37,7 @@ struct AmpScalerOptions {
   std::int64_t growth_interval = 2000;  ///< updates without an overflow until the scale grows, >= 1
   bool enabled = true;                  ///< if false, `step` just steps, and the rest does nothing
   double min_scale = 0;                 ///< throws when an overflow would take the scale below it
-  bool on_device = false;               ///< keeps the scale and the overflows on the device, without waits
+  bool on_device = false;               ///< keeps the scale and the overflows on the device, without synchronizing
 };
 
 /// torch.amp.GradScaler, method for method: scales the loss so that float16 gradients do not underflow, and finds the
@@ -70,8 +70,8 @@ struct AmpScalerOptions {
 /// all parameters on devices, and no window open at `update()`; else the host does both (docs/mixed_precision.md).
 ///
 /// @note Reads 4 bytes a window from the device, to detect an overflow: in `step` when the window closes, or in
-/// `update` for a window that was unscaled and then not stepped. Nothing else waits. With `.on_device`, only
-/// `get_scale()`, `state_dict()`, `update(new_scale)` and reading the optimizer's state wait.
+/// `update` for a window that was unscaled and then not stepped. Nothing else synchronizes. With `.on_device`, only
+/// `get_scale()`, `state_dict()`, `update(new_scale)` and reading the optimizer's state synchronize.
 class AmpScaler {
  public:
   explicit AmpScaler(AmpScalerOptions options = {});

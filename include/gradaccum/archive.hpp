@@ -35,7 +35,7 @@ namespace gradaccum {
 /// A value is a number, flag, string or tensor, a `std::optional` of these, or a part that has `state(Archive&)`.
 /// Tensors are copied when saved, and loaded ones are new. A name that is used twice, is missing, or has a value of
 /// another type or out of range throws, and what was loaded before stays loaded: a part that must not be half-loaded
-/// loads into local variables first, or defers its changes with `when_all_fit`. Does not wait for the device.
+/// loads into local variables first, or defers its changes with `when_all_fit`. Does not synchronize.
 class Archive {
  public:
   using Value = std::variant<bool, std::int64_t, double, std::string, at::Tensor>;

@@ -19,7 +19,7 @@ namespace gradaccum {
 ///
 /// Only the device's type matters.
 ///
-/// @note Does not wait for the device.
+/// @note Does not synchronize.
 bool is_bf16_fast(at::Device device);
 
 /// A scope like torch.autocast: operations that benefit run in 16 bits, those that need precision in float32.
@@ -44,7 +44,7 @@ bool is_bf16_fast(at::Device device);
 /// `device`: only its type matters (`torch::kCUDA`, "cuda", a tensor's device). `dtype`: bfloat16 or float16; the
 /// default is float16 on CUDA and bfloat16 on the CPU. `cache_enabled`: by default inherited from the enclosing scope.
 ///
-/// @note Does not wait for the device. The dtype and nesting are per thread; the cache of casts is per process, so
+/// @note Does not synchronize. The dtype and nesting are per thread; the cache of casts is per process, so
 /// threads that run one model concurrently must use one dtype, or `cache_enabled = false`.
 class [[nodiscard]] Autocast {
  public:

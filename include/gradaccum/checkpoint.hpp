@@ -18,7 +18,7 @@ struct CheckpointOptions {
   /// Ends the recomputation with the last tensor that backward needs, rather than with the part.
   bool early_stop = true;
   /// Compares contents of saved and recomputed tensors, not just shapes, dtypes and devices, to find a part that does
-  /// not do the same twice. Slow: reads everything twice, and waits for the device.
+  /// not do the same twice. Slow: reads everything twice, and synchronizes with the device.
   bool check_content = false;
 };
 
@@ -52,7 +52,7 @@ struct CheckpointOptions {
 /// `autograd::grad`, `retain_graph` (recomputes for each backward), `create_graph`, and nested: an inner checkpoint is
 /// dropped and recomputed with the rest. With gradients disabled it is a plain call.
 ///
-/// @note Does not wait for the device, unless `check_content` is set. Random generators belong to the process: a draw
+/// @note Does not synchronize, unless `check_content` is set. Random generators belong to the process: a draw
 /// by another thread at the same time cannot be repeated, which is detected.
 template <class Function, class... Inputs>
 auto checkpoint(const CheckpointOptions& options, Function&& function, Inputs&&... inputs) {

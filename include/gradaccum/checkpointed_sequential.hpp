@@ -107,7 +107,7 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
 /// square of a dimension at most. One that may take twice the bytes, another dtype or device, `train()`/`eval()`,
 /// autocast, or other frozen parameters are measured.
 ///
-/// @note Planning waits for the device, training does not. Under autocast with a budget, parameters are cast for each
+/// @note Planning synchronizes, training does not. Under autocast with a budget, parameters are cast for each
 /// stage rather than once for the forward pass, since cached casts would count.
 /// @note Planning tracks allocations through the slot of LibTorch's profiler. The first forward pass with a budget
 /// throws inside a profiler's scope, or that of another memory observer on this thread: run one before.

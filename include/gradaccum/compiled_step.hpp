@@ -74,8 +74,8 @@ std::shared_ptr<RecordedSteps<CompiledStepReport>> load_step(torch::nn::Module& 
 /// LibTorch, these parameters and this processor. The model must outlive the step. Copies are the same step; one thread
 /// at a time may use it. `create_graph` is not supported; `.in_backward` works, but saves no memory.
 ///
-/// On a CUDA device, code that can be captured is replayed as by a `ga::GraphedStep`, waits for nothing, and supports
-/// no `retain_graph`. With float16 it is not: backward reads its seed, the loss scale.
+/// On a CUDA device, code that can be captured is replayed as by a `ga::GraphedStep`: it does not
+/// synchronize and supports no `retain_graph`. With float16 it is not: backward reads its seed, the loss scale.
 template <class Model, class Objective>
 class CompiledStep : public ObjectiveStep<Model, Objective, CompiledStepReport> {
   using Base = ObjectiveStep<Model, Objective, CompiledStepReport>;

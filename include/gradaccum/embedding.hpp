@@ -37,7 +37,7 @@ struct EmbeddingOptions {
 /// computed for the whole table there. Falls back to LibTorch's where adding rows would be wrong: a first gradient, a
 /// non-leaf weight, hooks on it, `autograd::grad`, `create_graph`, a gradient of another dtype or layout.
 ///
-/// @note Does not wait for a device, except once in backward with `.sparse`, to get the number of rows. On a device,
+/// @note Does not synchronize, except once in backward with `.sparse`, to get the number of rows. On a device,
 /// rows are added on the stream of the forward pass.
 at::Tensor embedding(const at::Tensor& input, const at::Tensor& weight, EmbeddingOptions options = {});
 

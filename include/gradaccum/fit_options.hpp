@@ -28,10 +28,10 @@ enum class Tail {
 /// The treatment of a micro-batch whose loss is NaN or infinite, and of a window whose gradients are: `stop`, `skip` or
 /// `ignore`. With a loss scale, gradients are its to judge: it skips the window, and becomes smaller.
 enum class OnNan {
-  stop,    ///< an error that says which one, before the parameters move; on a device, waits for it once a window
+  stop,    ///< an error that says which one, before the parameters move; on a device, synchronizes once a window
   skip,    ///< a micro-batch is left out, its window is the mean of the others, and a window is left out whole; on a
-           ///< device, waits at every micro-batch, and once a window
-  ignore,  ///< the gradients are stepped with; nobody waits
+           ///< device, synchronizes at every micro-batch, and once a window
+  ignore,  ///< the gradients are stepped with; nothing synchronizes
 };
 
 /// The directory whose newest state a `fit` goes on from: a path, or what a path is made from.

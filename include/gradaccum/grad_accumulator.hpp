@@ -46,8 +46,8 @@ namespace gradaccum {
 /// backward some parameters have moved: only a saved state restores them, `discard()` does not. If a checkpointed block
 /// reads a parameter without a gradient (`detach()`, a comparison), it may have moved when the block is recomputed.
 ///
-/// @note Parameters are stepped some 65'000 elements at a time, so small ones wait for each other. The program does not
-/// wait for the device.
+/// @note Parameters are stepped some 65'000 elements at a time, so small ones wait for each other. Does not
+/// synchronize.
 struct GradAccumulatorOptions {
   Count steps = 1;                                   ///< micro-batches an update, >= 1
   std::optional<at::ScalarType> accumulate_in = {};  ///< kFloat: sums 16-bit gradients in float32, 4 bytes each
@@ -127,7 +127,7 @@ class Accumulator {
   ~Accumulator();
 
   /// Passes on to the wrapped optimizer what was set through a `torch::optim::Optimizer&`.
-  void synchronise() const;
+  void synchronize() const;
   void check_can_be_saved() const;
   torch::optim::Optimizer& facade_of(torch::optim::Optimizer& wrapped);
 
@@ -179,7 +179,7 @@ class Accumulator {
 ///
 /// Threads take turns: each holds one lock from its backward to `zero_grad()`. Two at once are an error.
 ///
-/// @note Does not wait for the device, apart from a 4-byte read a window with a loss scaler.
+/// @note Does not synchronize, apart from a 4-byte read a window with a loss scaler.
 template <class Optimizer>
 class GradAccumulator : public Accumulator {
   static_assert(!accumulating<Optimizer>,
@@ -205,7 +205,7 @@ class GradAccumulator : public Accumulator {
   }
 
   Optimizer& optimizer() {
-    synchronise();
+    synchronize();
     return optimizer_;
   }
   auto& param_groups() { return optimizer().param_groups(); }
@@ -223,7 +223,7 @@ class GradAccumulator : public Accumulator {
   operator const torch::optim::Optimizer&() const  // NOLINT(google-explicit-constructor): torch::save
       requires std::derived_from<Optimizer, torch::optim::Optimizer> {
     check_can_be_saved();
-    synchronise();
+    synchronize();
     return optimizer_;
   }
   /// Calls the functions of the wrapped optimizer, as `torch::save` and `torch::load` call them.

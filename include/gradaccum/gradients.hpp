@@ -30,14 +30,14 @@ class WindowGradients;
 ///     ga::Gradients gradients(model->parameters());
 ///     torch::mse_loss(model->forward(x), y).mul(65536.0).backward();
 ///     gradients.factor().divide(65536.0);                  // the loss scale
-///     gradients.factor().multiply(torch::tensor(0.5));     // of a device tensor nobody waits for the value
+///     gradients.factor().multiply(torch::tensor(0.5));     // a device tensor: does not synchronize
 ///     gradients.apply();                                   // one pass for all factors
 ///     sgd.step();
 ///
 /// A factor is written but not read, so no writer depends on another, and any order of writers gives the same bits:
 /// multipliers and divisors are kept apart, sorted before they are joined, and divided once.
 ///
-/// @note Does not wait for the device. A CPU tensor is read at once; a device tensor is copied on the device.
+/// @note Does not synchronize. A CPU tensor is read at once; a device tensor is copied on the device.
 class Factor {
  public:
   void multiply(double by) { multipliers_.push_back(by); }
@@ -92,7 +92,7 @@ class Factor {
 /// window of one batch. Parameters may be of any dtype, on several devices, shared or frozen; gradients may be dense,
 /// sparse (COO) or undefined.
 ///
-/// @note Only `overflowed()` waits for the device, apart from reading a returned tensor. (With parameters on the CPU
+/// @note Only `overflowed()` synchronizes, apart from reading a returned tensor. (With parameters on the CPU
 /// and on a device, a factor that is known only on the device is waited for.) With sharded parameters, norms and
 /// overflows are exchanged with the other ranks.
 class Gradients {
@@ -186,7 +186,7 @@ struct BackwardOptions {
 ///
 /// `mean`: one element, of any floating dtype. `items`: any arithmetic type, finite and >= 0; 0 skips backward.
 ///
-/// @note Does not wait for the device: the count is a host number, and a Tensor as count does not compile.
+/// @note Does not synchronize: the count is a host number, and a Tensor as count does not compile.
 /// @note A 16-bit loss rounds its seed, and so its weight, to 16 bits: compute the loss in float32.
 struct Loss {
   at::Tensor mean;
@@ -213,7 +213,7 @@ struct Loss {
   template <class Count>
   static double number(Count count) {
     static_assert(!std::is_base_of_v<at::TensorBase, Count>,
-                  "Loss: items is a number on the host; a Tensor count would wait for the device at every micro-batch. "
+                  "Loss: items is a number on the host; a Tensor count would synchronize at every micro-batch. "
                   "Count on the host, or write count.item<double>() where the wait is meant");
     static_assert(std::is_arithmetic_v<Count> || std::is_base_of_v<at::TensorBase, Count>,
                   "Loss: items must be an arithmetic count");
@@ -360,10 +360,10 @@ std::vector<at::Tensor> parameters_of(O& optimizer) {
 /// The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. `max_norm` is > 0; infinity
 /// only measures. A norm of NaN makes the gradients NaN, as in PyTorch.
 ///
-/// @note Does not wait for the device.
+/// @note Does not synchronize.
 at::Tensor clip_grad_norm_(Gradients gradients, double max_norm);
 
-/// torch.nn.utils.clip_grad_norm_ without the wait: clips the gradients of `parameters` in place. Returns their
+/// torch.nn.utils.clip_grad_norm_ without synchronizing: clips the gradients of `parameters` in place. Returns their
 /// `norm_type`-norm (> 0, or infinity) before, 0-dim float64.
 ///
 ///     torch::mse_loss(model->forward(x), y).backward();
@@ -374,12 +374,12 @@ at::Tensor clip_grad_norm_(Gradients gradients, double max_norm);
 /// once. In a loop with a GradAccumulator, call the accumulator's `clip_grad_norm_`: this one would clip an unfinished
 /// sum, which is an error.
 ///
-/// @note Waits for the device only with `error_if_nonfinite`, which throws before anything is clipped.
+/// @note Synchronizes with the device only with `error_if_nonfinite`, which throws before anything is clipped.
 at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type = 2.0,
                            bool error_if_nonfinite = false);
 
-/// Clamps every element of a window's gradients, in their true size, to [-clip_value, clip_value], at once and without
-/// a wait.
+/// Clamps every element of a window's gradients, in their true size, to [-clip_value, clip_value], at once. Does not
+/// synchronize.
 void clip_grad_value_(Gradients gradients, double clip_value);
 
 /// torch.nn.utils.clip_grad_value_, also for sparse gradients and shared parameters.

@@ -59,7 +59,7 @@ std::shared_ptr<RecordedSteps<GraphedStepReport>> capture_steps(torch::nn::Modul
 /// Captured are operations with their arguments: numbers that the objective computes in C++ stay as they were for that
 /// batch, unless they follow from the layout. So the first two batches of a layout also run by the objective, and a
 /// `c10::Error` names what differs beyond rounding. An error names what cannot be captured, too: `item()` and whatever
-/// else waits for the device, copies from the CPU, and tensors with gradients that are not the model's. Some tensors of
+/// else synchronizes, copies from the CPU, and tensors with gradients that are not the model's. Some tensors of
 /// the batch may be on the CPU, as the lengths of sequences are; objectives that read them have a graph for the first
 /// values of a layout alone. Gradients of a `ga::Loss` are added in one pass,
 /// unless a hook waits for them.

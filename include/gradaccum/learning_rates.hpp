@@ -30,7 +30,7 @@ namespace gradaccum {
 /// Throws, before anything has changed, if options cannot get or set their rate, or if the first rate, but not every
 /// one, is 0.
 ///
-/// @note Does not wait for the device.
+/// @note Does not synchronize.
 class LearningRates {
  public:
   template <class Optimizer>

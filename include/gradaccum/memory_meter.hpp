@@ -41,7 +41,7 @@ inline constexpr std::int64_t MiB = std::int64_t{1} << 20, GiB = std::int64_t{1}
 /// prints a warning about a "memory block of unknown size".) A block that is freed on a thread outside the scope stays
 /// counted until its address is reused.
 ///
-/// @note Takes a lock for each allocation. Does not wait for the device. Throws inside LibTorch's profiler on the same
+/// @note Takes a lock for each allocation. Does not synchronize. Throws inside LibTorch's profiler on the same
 /// thread, as that does inside a meter: both use the same slot.
 class MemoryMeter {
  public:

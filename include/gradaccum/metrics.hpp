@@ -81,7 +81,7 @@ using SumOfRanks = c10::function_ref<void(at::Tensor&)>;
 
 /// The mean loss over all items; each loss is weighted by its number of items.
 ///
-/// @note `value()` waits for the device.
+/// @note `value()` synchronizes with the device.
 class MeanLoss {
  public:
   static constexpr std::string_view name = "loss";
@@ -149,7 +149,7 @@ void reduce_counts(std::string_view metric, at::Tensor& counts, SumOfRanks sum);
 ///
 /// A NaN is never right. A target that is none, such as class 3 of 3, is an error of `value()`.
 ///
-/// @note `value()` waits for the device; `add` does not.
+/// @note `value()` synchronizes with the device; `add` does not.
 struct Accuracy {
   static constexpr std::string_view name = "accuracy";
   static constexpr bool higher_is_better = true;
@@ -169,7 +169,7 @@ struct Accuracy {
 /// `ga::Precision`, `ga::Recall` and `ga::F1`: of a binary task the score of yes, of others an average over classes or
 /// labels. A score of 0 / 0 is 0. Outputs and targets are as `Accuracy` has them.
 ///
-/// @note `value()` waits for the device; `add` does not.
+/// @note `value()` synchronizes with the device; `add` does not.
 template <Score score>
 struct ClassScore {
   static constexpr std::string_view name = std::array{"precision", "recall", "f1"}[static_cast<std::size_t>(score)];
@@ -202,7 +202,7 @@ using F1 = ClassScore<Score::f1>;                ///< the harmonic mean of `Prec
 /// CPU, [wanted, found]; of labels [label, wanted, found]. Outputs and targets are as `Accuracy` has them. A score of
 /// NaN is found as no, or as the class that has it.
 ///
-/// @note `value()` waits for the device; `add` does not.
+/// @note `value()` synchronizes with the device; `add` does not.
 struct ConfusionMatrix {
   static constexpr std::string_view name = "confusion_matrix";
 

@@ -86,7 +86,7 @@ struct ProfilerOptions {
 /// threads. Only one can run at a time in a process. LibTorch's profiler prints messages, some of which only
 /// KINETO_LOG_LEVEL=99 in the environment suppresses, and may warn of a "memory block of unknown size" that is older.
 ///
-/// @note Costs some microseconds per operation, and at least as much again in `finish`, which waits for the device: use
+/// @note Costs some microseconds per operation, and at least as much again in `finish`, which synchronizes: use
 /// it for a few updates, not for an epoch. Throws if a `MemoryMeter` counts or another profiler runs on this thread.
 class Profiler {
  public:

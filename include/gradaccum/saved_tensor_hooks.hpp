@@ -43,7 +43,7 @@ namespace gradaccum {
 /// place after it was saved is an error in backward. The process's first scope installs an engine with such hooks,
 /// which LibTorch lacks in C++; the constructor throws if Python's engine is loaded.
 ///
-/// @note Does not wait for the device. Makes a small heap allocation per saved tensor.
+/// @note Does not synchronize. Makes a small heap allocation per saved tensor.
 template <class Pack, class Unpack>
 class [[nodiscard]] SavedTensorHooks final {
   using Packed = std::decay_t<std::invoke_result_t<Pack&, const at::Tensor&>>;

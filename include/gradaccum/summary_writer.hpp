@@ -49,7 +49,7 @@ struct SummaryWriterOptions {
 /// the file's name: the file then ends with its last whole record, and the next call writes the others. The destructor
 /// does not throw: `flush` first to get errors. Tags and texts that are not UTF-8 are escaped.
 ///
-/// @note Waits for the device of a tensor, and takes host memory for a piece of it.
+/// @note Synchronizes with the device of a tensor, and takes host memory for a piece of it.
 class SummaryWriter {
  public:
   explicit SummaryWriter(const SummaryWriterOptions& options);
@@ -91,7 +91,7 @@ struct ValueHistogram {
 };
 
 /// Counts all elements times `factor`: both parts of complex ones, and those stored by a sparse tensor, duplicates
-/// summed. Copies them to the host piece by piece. Waits for the device.
+/// summed. Copies them to the host piece by piece. Synchronizes with the device.
 ValueHistogram histogram_of(const at::Tensor& tensor, double factor = 1);
 
 /// Returns a record of an event file: TensorBoard's `Event` message, serialized like PyTorch's SummaryWriter. `time` is

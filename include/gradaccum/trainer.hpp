@@ -109,7 +109,7 @@ namespace gradaccum {
 ///
 /// An exception, of whatever is called here, discards the window; all can be used again, and modes are as before.
 ///
-/// @note Waits for the device once a window, to see that losses and gradients are finite (`OnNan` says how not to), and
+/// @note Synchronizes once a window, to see that losses and gradients are finite (`OnNan` says how not to), and
 /// as its policies say.
 template <class Model, class Optimizer, class Objective, class... Policies>
 class Trainer : public TrainerBase {

@@ -107,7 +107,7 @@ class OptimizerState {
 
 /// The states of the default generators of the CPU and all devices in use. Loading throws for other devices.
 ///
-/// @note Waits for the devices in use.
+/// @note Synchronizes with the devices in use.
 class RandomState {
  public:
   void state(Archive& archive) { detail::archive_generators(archive); }

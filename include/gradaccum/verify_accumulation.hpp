@@ -82,7 +82,7 @@ std::vector<std::int64_t> rows_of_parts(std::int64_t rows, std::int64_t steps);
 /// Restores the model, even after an exception: parameters, `.grad`, buffers, the mode of every module, and the random
 /// state of the CPU and of its devices. Other state that the objective changes is not restored.
 ///
-/// @note Waits for the device. Takes the memory of one large batch, of the model, and of three sets of its gradients.
+/// @note Synchronizes. Takes the memory of one large batch, of the model, and of three sets of its gradients.
 /// Takes the time of three passes, and of some more for each cause.
 template <class Model, class Objective, class Batch>
 AccumulationReport verify_accumulation(Model&& model, Objective objective, Batch batch,

@@ -83,7 +83,7 @@ std::ostream& operator<<(std::ostream& out, const LengthBucketsSummary& summary)
 /// batch has its own memory. Only one loop runs at a time: each `begin()` starts the next epoch, or resumes one after
 /// `load_state`.
 ///
-/// @note Does not wait for the device: a batch's indices go to CUDA from pinned memory. Takes 16 bytes per sequence.
+/// @note Does not synchronize: a batch's indices go to CUDA from pinned memory. Takes 16 bytes per sequence.
 class LengthBuckets : public EpochLoops<SequenceBatch> {
  public:
   LengthBuckets(std::vector<at::Tensor> sequences, at::Tensor targets, LengthBucketsOptions options);

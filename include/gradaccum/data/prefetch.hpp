@@ -22,7 +22,7 @@ namespace gradaccum::data {
 /// Options for `Prefetch`.
 struct PrefetchOptions {
   std::int64_t depth = 2;  ///< maximum number of batches ready ahead; >= 1
-  /// Moves batches to this device; to CUDA from pinned memory, by copies that do not wait for the device.
+  /// Moves batches to this device; to CUDA from pinned memory, by copies that do not synchronize.
   std::optional<c10::Device> device = std::nullopt;
   /// Lets batches draw from LibTorch's default generators. Their draws differ from those without `Prefetch`, and from
   /// run to run.
@@ -58,7 +58,7 @@ struct PrefetchOptions {
 /// modes, memory meter and streams of the loop's thread, but uses no further threads for its operations. Only one loop
 /// runs at a time. Leaving a loop, and saving a state, waits for the batch that is being prepared.
 ///
-/// @note Does not wait for the device. At most `depth` batches are ready, besides the current one.
+/// @note Does not synchronize. At most `depth` batches are ready, besides the current one.
 template <class Range>
 class Prefetch {
   using Bare = std::remove_reference_t<Range>;

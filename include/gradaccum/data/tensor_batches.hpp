@@ -71,7 +71,7 @@ struct Batch {
 /// `inputs` and `targets` have the same number of rows (dim 0). Without shuffling, a batch is a view of them. Only one
 /// loop runs at a time: each `begin()` starts the next epoch, or the rest of one after `load_state`.
 ///
-/// @note Does not wait for the device: an epoch's order goes to CUDA from pinned memory.
+/// @note Does not synchronize: an epoch's order goes to CUDA from pinned memory.
 class TensorBatches : public EpochLoops<Batch> {
  public:
   TensorBatches(at::Tensor inputs, at::Tensor targets, TensorBatchesOptions options = {});

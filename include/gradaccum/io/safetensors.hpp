@@ -39,7 +39,7 @@ using Metadata = std::map<std::string, std::string>;
 /// Throws `std::runtime_error` with the file's name for an invalid file, and `c10::Error` for an unknown name or a
 /// dtype that LibTorch lacks.
 ///
-/// @note Does not wait for the device. Takes memory only for the header, for tensors that are written to, and for those
+/// @note Does not synchronize. Takes memory only for the header, for tensors that are written to, and for those
 /// that are not aligned to their dtype's size, which are copies.
 class SafetensorsFile {
  public:
@@ -74,7 +74,7 @@ class SafetensorsFile {
 ///     auto tensors = ga::io::load_file("data.safetensors");
 ///     std::cout << tensors.at("x").sizes() << "\n";
 ///
-/// @note Does not wait for the device.
+/// @note Does not synchronize.
 Tensors load_file(const std::filesystem::path& path);
 
 /// Writes tensors and metadata to a safetensors file, like Python's `safetensors.torch.save_file`.
@@ -87,7 +87,7 @@ Tensors load_file(const std::filesystem::path& path);
 /// tensors that the format cannot store (undefined, sparse, quantised, complex doubles), and `std::runtime_error` with
 /// the file's name for errors of the operating system; `path` is then unchanged.
 ///
-/// @note Waits for the device of tensors that are not on the CPU, and takes memory for one of them at a time.
+/// @note Synchronizes with the device of tensors that are not on the CPU, and takes memory for one of them at a time.
 void save_file(const Tensors& tensors, const std::filesystem::path& path, const Metadata& metadata = {});
 
 }  // namespace gradaccum::io

@@ -39,7 +39,7 @@ struct SaveShardedOptions {
 ///
 /// Throws `c10::Error` if two names are equal or a tensor is not as planned, and the errors of `save_file`.
 ///
-/// @note Takes memory for one tensor besides `make`'s. Waits for the device of tensors that are not on the CPU.
+/// @note Takes memory for one tensor besides `make`'s. Synchronizes with the device of tensors that are not on the CPU.
 void save_sharded(const std::vector<PlannedTensor>& tensors, const std::filesystem::path& folder,
                   const std::function<at::Tensor(const PlannedTensor&)>& make, const SaveShardedOptions& options = {});
 

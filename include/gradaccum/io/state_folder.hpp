@@ -24,7 +24,7 @@ namespace gradaccum::io {
 /// Throws `std::runtime_error` with the name of a file that could not be written, and `c10::Error` for a tensor that
 /// safetensors cannot store; the folder is then incomplete.
 ///
-/// @note Waits for the devices of tensors that are not on the CPU, and takes memory for one of them at a time.
+/// @note Synchronizes with the devices of tensors that are not on the CPU, and takes memory for one of them at a time.
 void write_state(const Archive& archive, const std::filesystem::path& folder);
 
 /// Returns the values that `write_state` wrote, after checking every byte of the folder. Tensors are on the CPU. Throws

@@ -39,7 +39,7 @@ struct LoadWeightsOptions {
 /// Hugging Face's cache. Throws `std::runtime_error` with the file's name for invalid files, and for a folder without
 /// weights. A pickle (`pytorch_model.bin`) is never read; the message then has a line of Python that converts it.
 ///
-/// @note Does not wait for the device.
+/// @note Does not synchronize.
 class WeightFiles {
  public:
   explicit WeightFiles(const std::filesystem::path& path);
@@ -113,7 +113,7 @@ namespace gradaccum::io {
 /// always for a weight of the module that cannot be copied into, as it is expanded or has no memory, for invalid
 /// options, and like `WeightFiles` for files.
 ///
-/// @note Takes memory for one tensor at a time. Waits for the device of weights that are not on the CPU.
+/// @note Takes memory for one tensor at a time. Synchronizes with the device of weights that are not on the CPU.
 template <class Model>
 WeightsReport load_weights(Model&& model, const std::filesystem::path& path, LoadWeightsOptions options = {}) {
   return detail::load_weights(detail::module_of(model), path, options);

@@ -93,7 +93,7 @@ struct AdafactorParamState : public OwnParamState {
 /// float64, bfloat16 and float16 (with float32 state), with any strides. Gradients: dense. Throws, before anything has
 /// changed, for complex parameters, a parameter that is listed twice, or state of another shape.
 ///
-/// @note Does not wait for the device. Threads and instructions are `AdamW`'s. With gradaccum's own kernels for a
+/// @note Does not synchronize. Threads and instructions are `AdamW`'s. With gradaccum's own kernels for a
 /// device, a step takes three or five launches for up to 320 tensors; otherwise about twenty operations per tensor.
 /// @note Memory: the state. A step adds a column and up to 16 rows per matrix, and copies of tensors that are not
 /// row-major, about 16 MB at a time or one tensor's. Device kernels instead add a column per 256 columns and a row per

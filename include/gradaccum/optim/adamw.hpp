@@ -35,7 +35,7 @@ using AdamWOptions = torch::optim::AdamWOptions;
 /// and if weight decay changes every row (in `Adam`, not `AdamW`), the gradient becomes dense first. Throws for a
 /// parameter that is listed twice and for state of another shape; overlapping parameters are not detected.
 ///
-/// @note Does not wait for the device. On the CPU it uses AVX-512 or AVX2 if the processor has it, on LibTorch's
+/// @note Does not synchronize. On the CPU it uses AVX-512 or AVX2 if the processor has it, on LibTorch's
 /// threads; the bits do not depend on their number. On a CUDA device it uses gradaccum's own kernel if
 /// `gradaccum::compiled` has them, otherwise ATen's fused operation.
 /// @note Takes no memory but for copies, about 16 MB at a time or one tensor: of tensors that are not dense, of
@@ -63,7 +63,7 @@ using AdamOptions = torch::optim::AdamOptions;
 /// Adam: a method for stochastic optimization, Kingma and Ba, 2015; with `amsgrad`, On the convergence of Adam and
 /// beyond, Reddi et al., 2018. Weight decay is added to the gradient. Otherwise like `AdamW`.
 ///
-/// @note Does not wait for the device.
+/// @note Does not synchronize.
 class Adam : public OnePassOptimizer<Adam, torch::optim::Adam, torch::optim::AdamParamState> {
  public:
   static constexpr const char* name = "Adam";

@@ -32,7 +32,7 @@ using AdamW8bitOptions = torch::optim::AdamWOptions;
 /// It has its own files (`torch::save`, `named_state`), with codes and scales unchanged. Parameters, gradients, errors
 /// and stochastic rounding are as in `AdamW`.
 ///
-/// @note Does not wait for the device. On the CPU, and with gradaccum's own kernels on a CUDA device, it needs no more
+/// @note Does not synchronize. On the CPU, and with gradaccum's own kernels on a CUDA device, it needs no more
 /// memory than AdamW; elsewhere it uses ATen's operations, and a float32 copy of one parameter's moments at a time.
 class AdamW8bit : public Adam8bitOptimizer<AdamW8bit, AdamW8bitOptions> {
  public:

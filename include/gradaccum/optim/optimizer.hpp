@@ -73,7 +73,7 @@ class OnePass : public TakesGradients {
   void run_steps(detail::StepPlan plan, const detail::Multiplier& multiplier, std::vector<Step>&... steps);
   bool rounds_any() const { return rounding_seed_.has_value(); }
   bool rounds(const at::Tensor& parameter) const { return rounds_any() && parameter.scalar_type() == at::kBFloat16; }
-  /// Removes the steps that the device skipped from the counts. Waits for the device if it may have skipped any.
+  /// Removes the steps that the device skipped from the counts. Synchronizes if it may have skipped any.
   void sync_step_count() const;
   void set_rounded_steps(std::vector<std::int64_t> steps);
 

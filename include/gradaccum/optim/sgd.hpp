@@ -23,7 +23,7 @@ using SGDOptions = torch::optim::SGDOptions;
 /// Options, groups, state and files are those of torch::optim::SGD. Otherwise like `AdamW`, except that on a device
 /// sparse gradients need no dense copy without momentum, weight decay and stochastic rounding.
 ///
-/// @note Does not wait for the device.
+/// @note Does not synchronize.
 class SGD : public OnePassOptimizer<SGD, torch::optim::SGD, torch::optim::SGDParamState> {
  public:
   static constexpr const char* name = "SGD";

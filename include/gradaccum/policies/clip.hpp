@@ -10,7 +10,7 @@ namespace gradaccum {
 ///
 /// The norm before is `Step::grad_norm`. Infinity only measures.
 ///
-/// @note One read of the gradients. Does not wait for the device.
+/// @note One read of the gradients. Does not synchronize.
 struct ClipNorm {
   static constexpr std::string_view name = "clip_norm";
 
@@ -22,7 +22,7 @@ struct ClipNorm {
 
 /// Policy: gradients with elements in [-max, max], when the window closes: of the mean over it, and unscaled.
 ///
-/// @note Reads and writes the gradients once. Does not wait for the device.
+/// @note Reads and writes the gradients once. Does not synchronize.
 struct ClipValue {
   static constexpr std::string_view name = "clip_value";
 

@@ -28,7 +28,7 @@ namespace gradaccum {
 /// An update while the averages are in the model, a swap before the first update, and a model whose tensors have
 /// changed their names, shapes, dtype or device are errors; then nothing has changed.
 ///
-/// @note Does not wait for the device. Memory: the model once more, with 4 bytes for each 16-bit number; and
+/// @note Does not synchronize. Memory: the model once more, with 4 bytes for each 16-bit number; and
 /// once more while the averages are in it.
 struct Ema {
   static constexpr std::string_view name = "ema";

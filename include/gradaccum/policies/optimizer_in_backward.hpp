@@ -16,7 +16,7 @@ namespace gradaccum {
 /// `after_backward` finds no gradients in the micro-batch that fills the window; `before_close` and
 /// `scale_gradients` come before it.
 ///
-/// @note Waits for the device, to see that losses are finite, before that backward, not after it. Gradients are looked
+/// @note Synchronizes, to see that losses are finite, before that backward, not after it. Gradients are looked
 /// at on the CPU alone, each before it is stepped with: others may have been by then.
 struct OptimizerInBackward {
   static constexpr std::string_view name = "optimizer_in_backward";

@@ -37,7 +37,7 @@ namespace gradaccum {
 /// Of several processes rank 0 does this. Not together with `FitOptions::measure_memory`, a `MemoryMeter` or another
 /// profiler around `fit`: an error when `fit` begins. Nothing is profiled in a `.smoke` fit.
 ///
-/// @note Outside of these updates it costs and waits for nothing; see `Profiler` for inside, and for your own loop.
+/// @note Outside of these updates it costs nothing and does not synchronize. See `Profiler` for the cost inside.
 struct Profile {
   static constexpr bool looks_on = true;
 

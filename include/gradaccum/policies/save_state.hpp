@@ -52,7 +52,7 @@ class StopOn {
 /// With a `Validate` beside it, `.keep_best = 1` also saves when `metric` is better than ever, and never removes the
 /// best state, which `ga::load(directory, trainer, {.best = true})` loads. Nothing is saved in a `.smoke` fit.
 ///
-/// @note Waits for devices when it saves; for the disk at the end of `fit` and while an earlier state is being written.
+/// @note Synchronizes when it saves; waits for the disk at the end of `fit`, and while an earlier state is written.
 /// Takes host memory for a copy of the state until `fit` ends: with `.in_background = false` it takes none, and waits
 /// for the disk.
 struct SaveState {

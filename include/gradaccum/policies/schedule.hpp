@@ -23,7 +23,7 @@ namespace gradaccum {
 /// between two runs. A `.total` that is left out is the trainer's number of updates at the end of the `fit`, told anew
 /// when an epoch begins, by epochs or updates, batches and `Accumulate`; an error where that cannot be told.
 ///
-/// @note Does not wait for the device.
+/// @note Does not synchronize.
 template <class Rate>
 struct Schedule {
   static_assert(std::is_invocable_r_v<double, Rate&, std::int64_t>,

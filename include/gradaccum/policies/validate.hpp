@@ -51,7 +51,7 @@ std::shared_ptr<void> validating_scope(torch::nn::Module& module, Ema* ema);
 /// epoch each time. Of several processes, given `DataParallel`, each evaluates its share of the batches, and the
 /// numbers are those of all: metrics need `reduce` then.
 ///
-/// @note Waits for the device when it evaluates. With `ema` the model is in memory once more meanwhile.
+/// @note Synchronizes with the device when it evaluates. With `ema` the model is in memory once more meanwhile.
 template <class Batches, class... Metrics>
 class Validate {
  public:

@@ -214,7 +214,7 @@ class [[nodiscard]] FrozenBuffers {
   std::vector<Exchanged> exchanged_;
 };
 
-/// A hash of a tensor's bytes: different bytes collide with a chance of 2^-64. Waits for the device.
+/// A hash of a tensor's bytes: different bytes collide with a chance of 2^-64. Synchronizes with the device.
 ///
 /// Returns 0 for tensors that cannot be compared: sparse ones, and uint8 ones, which are usually a library's workspace
 /// and hold arbitrary old bytes.

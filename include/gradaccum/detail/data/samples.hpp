@@ -270,7 +270,7 @@ class PaddedSequences {
   std::int64_t multiple_;
 };
 
-/// Returns the tensor on `device`. A copy from the host to CUDA uses pinned memory, and does not wait for the device.
+/// Returns the tensor on `device`. A copy from the host to CUDA uses pinned memory, and does not synchronize.
 at::Tensor brought_to(c10::Device device, const at::Tensor& tensor);
 
 [[noreturn]] void cannot_be_brought(const std::type_info& type);

@@ -34,10 +34,10 @@ class StreamMemory {
 bool can_be_normed_on_device(const at::Tensor& tensor);
 
 /// The L2 norms, in float64, of tensors on one device, each of which `can_be_normed_on_device`. The bits of a norm
-/// depend only on its tensor. Does not wait for the device. The result lies in `memory`.
+/// depend only on its tensor. Does not synchronize. The result lies in `memory`.
 at::Tensor l2_norms_on_device(const std::vector<at::Tensor>& tensors, StreamMemory& memory);
 
-/// Computes a WindowNorm, as three float64 numbers of which its parts are views. Does not wait for the device.
+/// Computes a WindowNorm, as three float64 numbers of which its parts are views. Does not synchronize.
 at::Tensor window_norm_on_device(const at::Tensor& norms, const DeviceMultiplier& by, double max_norm);
 inline at::Tensor norm_in(const at::Tensor& window_norm) { return window_norm.select(0, 0); }
 inline at::Tensor clip_coefficient_in(const at::Tensor& window_norm) { return window_norm.select(0, 1); }

@@ -125,7 +125,7 @@ template <class Step>
 void step_on_cpu(const std::vector<Step>& steps, double multiplier);
 void step_on_cpu(const std::vector<AdafactorStep>& steps, double multiplier);
 
-/// Returns the factor as a number of the host, which may have to wait for the device.
+/// Returns the factor as a number of the host, which may have to synchronize.
 double host_number(const Multiplier& multiplier);
 
 /// Memory of one device that the parts of a step use in turn. Before `allocate()`, `tensor` only counts the bytes.
@@ -202,7 +202,7 @@ at::Tensor is_skipped_on(at::Device device, const Multiplier& multiplier);
 /// Rounds float32 numbers stochastically to adjacent bfloat16 values. `random_bits` (int32) and `is_nan` are scratch.
 void round_stochastically_(const at::Tensor& numbers, std::uint64_t key, at::Tensor random_bits, at::Tensor is_nan);
 
-/// Adds steps: by our own kernels where these support the dtypes, else by ATen. Does not wait for the device.
+/// Adds steps: by our own kernels where these support the dtypes, else by ATen. Does not synchronize.
 template <class Step>
 void plan_steps(StepPlan& plan, const std::vector<Step>& steps, const Multiplier& multiplier);
 

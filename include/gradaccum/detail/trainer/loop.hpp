@@ -129,7 +129,7 @@ class WindowRecord {
 
   /// The mean of losses on a device that nobody has read yet; undefined if there are none.
   at::Tensor unread_mean() const { return to_check_.empty() ? at::Tensor() : mean_.value(); }
-  /// Throws if the mean is not finite, and says which loss is the first. Waits for the device.
+  /// Throws if the mean is not finite, and says which loss is the first. Synchronizes with the device.
   void check_losses(const at::Tensor& mean);
   /// The gradients of the window that is being closed are not finite: throws, or counts what is left out.
   void leave_out(const std::string& parameter, FitStatus& status, std::int64_t update);

@@ -78,7 +78,7 @@ bool is_accumulator(const torch::optim::Optimizer& optimizer);
 /// the optimizer; `instead` is advice for a user who wraps an accumulator.
 void check_can_be_wrapped(const torch::optim::Optimizer& optimizer, const char* part, const char* instead);
 
-/// Steps an optimizer with gradients, the only place that does so. Waits for the device, for a 4-byte read, only if
+/// Steps an optimizer with gradients, the only place that does so. Synchronizes, for a 4-byte read, only if
 /// gradients are required to be finite and the optimizer leaves that check to the host.
 StepResult step_optimizer(AnyOptimizer& optimizer, Gradients gradients);
 

@@ -335,7 +335,7 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
   void set_norm_before_clipping(at::Tensor norm) { norm_before_clipping_ = std::move(norm); }
   at::Tensor found_inf();
   bool may_be_judged_on_device() const { return may_stay_on_device(factor_); }
-  /// Waits for the device, the only function that does. A closed window keeps the answer it had at its step. `beside`:
+  /// Synchronizes, the only function that does. A closed window keeps the answer it had at its step. `beside`:
   /// a 0-dim float64 tensor that is read in the same wait, if it is on the same device, and becomes one of the host.
   bool overflowed(at::Tensor* beside = nullptr);
   at::Tensor judge_on_device() { return judged_on_device_ = found_inf(); }
@@ -381,7 +381,7 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
   at::Tensor judged_on_device_;
 };
 
-// Passes over lists of gradients of any device, dtype and layout, none of which waits for a device.
+// Passes over lists of gradients of any device, dtype and layout, none of which synchronizes with a device.
 
 /// Returns the `p`-norm of each non-empty gradient as one float64 tensor, on a device if any gradient is, where it may
 /// lie in `memory`: see `l2_norms_on_device`. In float64 squares of finite 16- and 32-bit numbers stay finite.
