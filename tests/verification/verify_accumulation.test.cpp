@@ -569,6 +569,11 @@ TEST_CASE("verify_accumulation: batches of every kind that it can split") {
   };
   require_causes({}, model, of_two, std::make_pair(batch.data, batch.target));
   require_causes({}, model, of_two, std::make_tuple(batch.data, batch.target, batch.data));
+  const auto named = [](auto& net, const auto& part) {
+    return torch::mse_loss(net->forward(part.at("x")), part.at("y"));
+  };
+  std::map<std::string, at::Tensor> names{{"x", batch.data}, {"y", batch.target}};
+  require_causes({}, model, named, names);
   std::vector<Example> examples;
   for (std::int64_t i = 0; i < 12; ++i) examples.emplace_back(batch.data[i], batch.target[i]);
   const auto of_list = [](auto& net, const std::vector<Example>& part) {
@@ -579,6 +584,8 @@ TEST_CASE("verify_accumulation: batches of every kind that it can split") {
   require_causes({}, model, of_list, examples);
 
   // In each of them the rows count.
+  for (auto& [name, tensor] : names) tensor = tensor.slice(0, 2);
+  require_causes({"(3, 3, 2, 2)"}, model, named, names);
   require_causes({"(3, 3, 2, 2)"}, model, of_two, std::make_pair(batch.data.slice(0, 2), batch.target.slice(0, 2)));
   examples.resize(10);
   require_causes({"(3, 3, 2, 2)"}, model, of_list, examples);
@@ -748,6 +755,9 @@ TEST_CASE("verify_accumulation: refused") {
                 }));
   REQUIRE_ERROR("must have the same number of rows",
                 ga::verify_accumulation(model, mean_loss, Example(batch.data, batch.target.slice(0, 1))));
+  REQUIRE_ERROR("must have a tensor, got none",
+                ga::verify_accumulation(
+                    model, [](auto&, auto&) { return at::Tensor(); }, std::map<std::string, at::Tensor>()));
   REQUIRE_ERROR("must have a first dimension, its rows, got",
                 ga::verify_accumulation(model, mean_loss, Example(batch.data, at::Tensor())));
   for (auto& parameter : model->parameters()) parameter.set_requires_grad(false);

@@ -10,6 +10,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <ranges>
 #include <string>
@@ -173,28 +174,26 @@ std::vector<at::Tensor> tensors_of(const Batch& batch) {
 
 void slice() = delete;  // hides a global variable of that name: only the batch's own namespace counts
 
-template <class T>
-concept is_tensor = std::same_as<std::remove_cv_t<T>, at::Tensor>;
-
 template <class B>
-concept slices_itself = !is_tensor<B> && requires(const B& batch, std::int64_t i) {
+concept slices_itself = !std::same_as<B, at::Tensor> && requires(const B& batch, std::int64_t i) {
   { slice(batch, i, i) } -> std::convertible_to<B>;  // found where the batch's class is declared
 };
 
 /// Two tensors and nothing else, since other members would not be split.
 template <class B>
-concept is_data_and_target = is_data_with_target<B> && requires(const B& batch) {
-  requires is_tensor<std::remove_cvref_t<decltype(batch.data)>>;
-  requires is_tensor<std::remove_cvref_t<decltype(batch.target)>>;
-  B{batch.data, batch.target};
+concept is_data_and_target = is_data_with_target<B> && requires(B& batch) {
+  requires std::same_as<decltype(batch.data), at::Tensor>;
+  requires std::same_as<decltype(batch.target), at::Tensor>;
 };
 
 template <class B>
-constexpr bool holds_tensors_only = false;
+constexpr bool holds_tensors_only = std::same_as<B, at::Tensor> || is_data_and_target<B>;
 template <class... T>
-constexpr bool holds_tensors_only<std::tuple<T...>> = sizeof...(T) > 0 && (is_tensor<T> && ...);
-template <class A, class B>
-constexpr bool holds_tensors_only<std::pair<A, B>> = is_tensor<A>&& is_tensor<B>;
+constexpr bool holds_tensors_only<std::tuple<T...>> = sizeof...(T) > 0 && (std::same_as<T, at::Tensor> && ...);
+template <>
+inline constexpr bool holds_tensors_only<std::pair<at::Tensor, at::Tensor>> = true;
+template <>
+inline constexpr bool holds_tensors_only<std::map<std::string, at::Tensor>> = true;
 
 template <class B>
 constexpr bool is_vector = false;
@@ -202,18 +201,7 @@ template <class T>
 constexpr bool is_vector<std::vector<T>> = std::copyable<T>;
 
 template <class B>
-concept has_rows = slices_itself<B> || is_tensor<B> || is_data_and_target<B> || holds_tensors_only<B> || is_vector<B>;
-
-/// References to the tensors of a batch that consists of tensors.
-template <has_rows B>
-auto tied_tensors(const B& batch) {
-  if constexpr (is_tensor<B>)
-    return std::tie(batch);
-  else if constexpr (is_data_and_target<B>)
-    return std::tie(batch.data, batch.target);
-  else
-    return std::apply([](auto&... tensors) { return std::tie(tensors...); }, batch);
-}
+concept has_rows = slices_itself<B> || holds_tensors_only<B> || is_vector<B>;
 
 std::int64_t rows_of_all(const std::vector<at::Tensor>& tensors);
 
@@ -225,18 +213,21 @@ std::int64_t rows_of(const B& batch) {
   else if constexpr (is_vector<B>)
     return static_cast<std::int64_t>(batch.size());
   else
-    return std::apply([](auto&... tensors) { return rows_of_all({tensors...}); }, tied_tensors(batch));
+    return rows_of_all(tensors_of(batch));
 }
 
 /// Returns the rows [from, from + count).
 template <has_rows B>
 B narrowed(const B& batch, std::int64_t from, std::int64_t count) {
-  if constexpr (slices_itself<B>)
+  if constexpr (slices_itself<B>) {
     return slice(batch, from, from + count);
-  else if constexpr (is_vector<B>)
+  } else if constexpr (is_vector<B>) {
     return B(batch.begin() + from, batch.begin() + from + count);
-  else
-    return std::apply([&](auto&... tensors) { return B{tensors.narrow(0, from, count)...}; }, tied_tensors(batch));
+  } else {
+    B rows = batch;
+    for_each_of_batch(rows, [&](at::Tensor& tensor) { tensor = tensor.narrow(0, from, count); });
+    return rows;
+  }
 }
 
 /// Describes a tensor as `Float [64, 784]`, with its device unless CPU, and its strides unless contiguous.
@@ -316,10 +307,8 @@ RowKind kind_of(const std::vector<at::Tensor>& tensors, std::int64_t rows);
 /// The kind of a batch's rows. All rows are of one kind in a vector of samples, and in a class with unknown tensors.
 template <has_rows B>
 RowKind kind_of_rows(const B& batch) {
-  if constexpr (tells_its_tensors<B>)
-    return kind_of(batch_tensors(batch), rows_of(batch));
-  else if constexpr (is_tensor<B> || is_data_and_target<B> || holds_tensors_only<B>)
-    return std::apply([&](auto&... tensors) { return kind_of({tensors...}, rows_of(batch)); }, tied_tensors(batch));
+  if constexpr (tells_its_tensors<B> || holds_tensors_only<B>)
+    return kind_of(tensors_of(batch), rows_of(batch));
   else
     return {.text = "rows"};
 }

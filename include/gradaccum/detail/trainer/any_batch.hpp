@@ -25,7 +25,8 @@ class AnyBatch {
 
 [[noreturn]] inline void cannot_be_divided(const std::type_info& type) {
   TORCH_CHECK(false,
-              "FitMemory: a batch must be divisible: a Tensor, a pair or tuple of Tensors, a struct of only .data and "
+              "FitMemory: a batch must be divisible: a Tensor, a pair, tuple or map by names of Tensors, a struct of "
+              "only .data and "
               ".target, or a vector of samples that are not Tensors; got ",
               name_of_class(type),
               "; declare slice(batch, from, to), which returns those samples, and batch_size(batch) beside that class");

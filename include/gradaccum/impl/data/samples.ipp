@@ -30,6 +30,7 @@ GRADACCUM_INLINE std::string fingerprint_of(const at::Tensor& tensor) {
 }
 
 GRADACCUM_INLINE std::int64_t rows_of_all(const std::vector<at::Tensor>& tensors) {
+  TORCH_CHECK(!tensors.empty(), "a batch that is split must have a tensor, got none");
   for (auto& tensor : tensors) {
     TORCH_CHECK(tensor.defined() && tensor.dim() > 0,
                 "every tensor of a batch that is split must have a first dimension, its rows, got ",

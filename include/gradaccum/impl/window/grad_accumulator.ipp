@@ -94,19 +94,19 @@ class OptimizerFacade final : public torch::optim::Optimizer {
         wrapped_(wrapped),
         step_(std::move(step)),
         check_saving_(std::move(check_saving)) {
-    synchronise();
+    synchronize();
   }
 
   torch::Tensor step(LossClosure closure = nullptr) override {
     const auto loss = loss_of(closure);
-    synchronise();
+    synchronize();
     step_();
     return loss;
   }
 
   void save(torch::serialize::OutputArchive& archive) const override {
     check_saving_();
-    const_cast<OptimizerFacade*>(this)->synchronise();  // includes what was set just now
+    const_cast<OptimizerFacade*>(this)->synchronize();  // includes what was set just now
     wrapped_.save(archive);
   }
 
@@ -114,11 +114,11 @@ class OptimizerFacade final : public torch::optim::Optimizer {
     wrapped_.load(archive);
     param_groups_.clear();
     known_.clear();
-    synchronise();
+    synchronize();
   }
 
   /// Synchronises groups and options both ways: from here to the wrapped optimizer, and back.
-  void synchronise() {
+  void synchronize() {
     auto& groups = wrapped_.param_groups();
     while (groups.size() < param_groups_.size()) wrapped_.add_param_group(param_groups_[groups.size()]);
     while (param_groups_.size() < groups.size()) param_groups_.push_back(groups[param_groups_.size()]);
@@ -407,8 +407,8 @@ GRADACCUM_INLINE std::string Accumulator::description() const {
          std::to_string(window_->steps()) + (window_->steps() == 1 ? " step" : " steps");
 }
 
-GRADACCUM_INLINE void Accumulator::synchronise() const {
-  if (facade_) facade_->synchronise();
+GRADACCUM_INLINE void Accumulator::synchronize() const {
+  if (facade_) facade_->synchronize();
 }
 
 GRADACCUM_INLINE torch::optim::Optimizer& Accumulator::facade_of(torch::optim::Optimizer& wrapped) {
@@ -421,7 +421,7 @@ GRADACCUM_INLINE torch::optim::Optimizer& Accumulator::facade_of(torch::optim::O
   if (!facade_)
     facade_ = std::make_unique<detail::OptimizerFacade>(wrapped, step_and_clear, [this] { check_can_be_saved(); });
   if (micro_steps() > 0) window_->keep_sums_apart();
-  facade_->synchronise();
+  facade_->synchronize();
   return *facade_;
 }
 
@@ -441,7 +441,7 @@ GRADACCUM_INLINE void Accumulator::check_can_clip() const {
 }
 
 GRADACCUM_INLINE void Accumulator::refresh_parameters() {
-  synchronise();
+  synchronize();
   window_->refresh_parameters();
 }
 

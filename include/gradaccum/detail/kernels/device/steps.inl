@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Thread blocks that step tensors. A block runs `begin`, and then several rounds of several phases. Its threads
-// synchronise after each; with `warps_are_independent`, only the threads of a warp do after a phase. Each thread has
+// synchronize after each; with `warps_are_independent`, only the threads of a warp do after a phase. Each thread has
 // its own object of the class. The including file defines `run_blocks<Block>(arguments, blocks, stream)`.
 
 /// Multiplies in the order of `Multiplier::on`.
@@ -164,7 +164,7 @@ struct SharedCodes {
   std::uint32_t cells[number_of_cells];
   float lowest;  ///< below it there are no codes: -1 has none
 
-  /// Called by all threads of a block, which synchronise before they use the tables. Small codes have the most cells:
+  /// Called by all threads of a block, which synchronize before they use the tables. Small codes have the most cells:
   /// `first` says which thread has the first code.
   GRADACCUM_ON_DEVICE void fill(const DynamicTables& map, int first) {
     static_assert(threads_of_block == 256);
