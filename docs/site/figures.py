@@ -127,7 +127,8 @@ def page(docs):
     else:
         lines += ["No run of all benchmarks is kept in `docs/figures/bench.jsonl` yet. `./bootstrap.sh bench --json docs/figures/bench.jsonl` "
                   "makes one, which is then drawn here.", ""]
-    lines += ["## From the guides", "", "The tables of [what it costs](costs.md) and [memory](memory.md#all-together) as pictures. They "
-              "have no date of their own: a run that is kept above has one.", ""]
+    lines += ["## From the guides", "", "The tables of [what it costs](costs.md) and [memory](memory.md#all-together) as pictures. Unless "
+              "noted there, they are from two cores with AVX-512. The title of a run above names its processor; ratios differ between "
+              "processors.", ""]
     lines += [stated((docs / name).read_text(), *rest) for name, *rest in TABLES]
     return "\n".join(lines)
