@@ -9,10 +9,13 @@
 //
 // In the background: for how long a save holds up the training, with a copy of the same bytes as the bound; and what is
 // slower while the copy is written. benchmarks/python/async_save.py measures torch.distributed.checkpoint.async_save.
+// With `--device cuda` it is this alone, held up until the training's stream is.
 
 #include <gradaccum/background_saver.hpp>
 
 #include "harness.hpp"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <filesystem>
 #include <functional>
@@ -28,11 +31,13 @@ using std::filesystem::path;
 namespace {
 
 struct Training {
+  at::Device device;
   torch::nn::Sequential model;
   std::unique_ptr<torch::optim::AdamW> optimizer;
 
-  explicit Training(int layers) {
+  explicit Training(int layers, at::Device where = at::kCPU) : device(where) {
     for (int i = 0; i < layers; ++i) model->push_back(torch::nn::Linear(2048, 2048));
+    model->to(device);
     optimizer = std::make_unique<torch::optim::AdamW>(model->parameters());
     for (auto& parameter : model->parameters()) parameter.mutable_grad() = torch::ones_like(parameter);
     optimizer->step();
@@ -41,9 +46,16 @@ struct Training {
 
   /// One update of `rows` rows; with 64 it takes about a second on two threads.
   void update(std::int64_t rows) {
-    model->forward(torch::ones({rows, 2048})).square().mean().backward();
+    model->forward(torch::ones({rows, 2048}, device)).square().mean().backward();
     optimizer->step();
     optimizer->zero_grad();
+    wait();
+  }
+  /// Waits for the stream that trains, if there is one.
+  void wait() const {
+    if (device.is_cpu()) return;
+    const c10::impl::VirtualGuardImpl streams(device.type());
+    streams.synchronizeStream(streams.getStream(device));
   }
 
   std::int64_t updates() const { return 1; }
@@ -140,11 +152,15 @@ void compare_saving(Training& training, const path& folder, const harness::Optio
                    training.gigabytes(), "GB", options);
 }
 
-void compare_blocking(Training& training, const path& folder, const harness::Options& options) {
-  ga::BackgroundSaver saver(folder / "background", {.keep_last = 1});
+void compare_blocking(Training& training, const path& folder, const ga::BackgroundSaverOptions& saving,
+                      const harness::Options& options) {
+  ga::BackgroundSaver saver(folder / "background", saving);
   const auto blocked = [&] {
     saver.wait();
-    return harness::seconds([&] { saver.save(training); });
+    return harness::seconds([&] {
+      saver.save(training);
+      training.wait();
+    });
   };
   const auto whole = [&] {
     saver.wait();
@@ -155,7 +171,8 @@ void compare_blocking(Training& training, const path& folder, const harness::Opt
   };
   const auto tensors = training.tensors();
   std::vector<at::Tensor> copies;
-  for (auto& tensor : tensors) copies.push_back(tensor.clone());
+  for (auto& tensor : tensors)
+    copies.push_back(at::empty_like(tensor, at::TensorOptions(at::kCPU).pinned_memory(!tensor.is_cpu())));
   const auto copy = [&] {
     for (std::size_t i = 0; i < tensors.size(); ++i) copies[i].copy_(tensors[i]);
   };
@@ -173,8 +190,9 @@ struct Work {
 };
 
 /// Updates while nothing is written, and while a state is.
-void compare_updates_meanwhile(Training& training, const path& folder, const Work& work) {
-  ga::BackgroundSaver saver(folder / "background", {.keep_last = 1});
+void compare_updates_meanwhile(Training& training, const path& folder, const ga::BackgroundSaverOptions& saving,
+                               const Work& work) {
+  ga::BackgroundSaver saver(folder / "background", saving);
   const auto update = [&] { return harness::seconds([&] { training.update(work.rows); }); };
   std::vector<double> alone, meanwhile;
   for (std::int64_t round = 0; round < work.rounds; ++round) {
@@ -191,8 +209,9 @@ void compare_updates_meanwhile(Training& training, const path& folder, const Wor
 }
 
 /// Trainings that save, and one that does not, in turn.
-void compare_trainings(Training& training, const path& folder, const Work& work) {
-  ga::BackgroundSaver saver(folder / "background", {.keep_last = 1});
+void compare_trainings(Training& training, const path& folder, const ga::BackgroundSaverOptions& saving,
+                       const Work& work) {
+  ga::BackgroundSaver saver(folder / "background", saving);
   std::vector<std::pair<std::string, std::function<void()>>> ways{
       {"never saves", [] {}},
       {"BackgroundSaver", [&] { saver.save(training); }},
@@ -280,11 +299,15 @@ void compare_loading(int layers, const path& folder, const harness::Options& opt
 int main(int argc, char** argv) {
   path directory = ".";
   int layers = 24;
+  std::string device = "cpu";
+  ga::BackgroundSaverOptions saving{.keep_last = 1};
   Work work;
   const auto options = harness::parse(
       argc, argv, "Saving and loading a training against torch::save and torch::load", [&](CLI::App& app) {
         app.add_option("--directory", directory, "where to write, some 4 GB")->check(CLI::ExistingDirectory);
         app.add_option("--layers", layers, "of 4.2 M parameters each")->check(CLI::Range(1, 10'000));
+        app.add_option("--device", device, "of the training; on another than the processor only what a save holds up");
+        app.add_flag("--stage", saving.stage_on_device, "copy within the device first");
         app.add_option("--rows", work.rows, "of an update's batch")->check(CLI::Range(1, 100'000));
         app.add_option("--updates", work.updates, "from one save to the next")->check(CLI::Range(1, 10'000));
         app.add_option("--rounds", work.rounds, "of trainings with saves and without")->check(CLI::Range(1, 1000));
@@ -292,12 +315,13 @@ int main(int argc, char** argv) {
   const auto folder = directory / ("benchmark_save_load." + std::to_string(::getpid()));
   std::filesystem::create_directory(folder);
   try {
-    compare_loading(layers, folder, options);
-    Training training(layers);
-    compare_saving(training, folder, options);
-    compare_blocking(training, folder, options);
-    compare_updates_meanwhile(training, folder, work);
-    compare_trainings(training, folder, work);
+    const bool on_host = at::Device(device).is_cpu();
+    if (on_host) compare_loading(layers, folder, options);
+    Training training(layers, device);
+    if (on_host) compare_saving(training, folder, options);
+    compare_blocking(training, folder, saving, options);
+    compare_updates_meanwhile(training, folder, saving, work);
+    compare_trainings(training, folder, saving, work);
   } catch (...) {
     std::filesystem::remove_all(folder);
     throw;

@@ -29,6 +29,7 @@ enum class WhenBusy {
 struct BackgroundSaverOptions {
   std::int64_t keep_last = 0;           ///< remove all but this many of the newest states; 0: remove none
   WhenBusy when_busy = WhenBusy::wait;  ///< while an earlier state is being written
+  bool stage_on_device = false;         ///< copy within the device's memory first, and from there beside the training
 };
 
 namespace detail {
@@ -36,8 +37,9 @@ namespace detail {
 /// A copy of a state in host memory, as the files that it will be. The next copy uses the memory again.
 class StateCopy {
  public:
-  /// Copies an archive's tensors. Those from a device are complete when the device has got there.
-  void take(const Archive& archive);
+  /// Copies an archive's tensors. Those from a device are complete when the device has got there. `staged`: the current
+  /// streams copy within a device, and others from there to the host.
+  void take(const Archive& archive, bool staged);
   /// Writes and syncs the files. Waits for copies from devices; any thread may call it.
   StateFiles write(const std::filesystem::path& folder) const;
 
@@ -48,7 +50,7 @@ class StateCopy {
  private:
   /// Returns the first byte of a file, at a multiple of a block.
   char* begin(const std::string& file) const;
-  void copy_file(const std::string& file, const io::Tensors& tensors, at::Tensor memory);
+  void copy_file(const std::string& file, const io::Tensors& tensors, at::Tensor memory, bool staged);
 
   Archive::Tensors memory_;
   std::map<std::string, std::size_t> sizes_;
@@ -77,8 +79,9 @@ class StateCopy {
 /// the state gets its name when all have: rank 0's thread sees it by the lists of files that they leave in its folder.
 ///
 /// @note Takes host memory for one copy of the state, which is used for each save: see `bytes`. From a device it goes
-/// to pinned memory, which LibTorch rounds up to powers of two, and only the current streams wait for the copy. The
-/// thread has a low priority and uses one core.
+/// to pinned memory, which LibTorch rounds up to powers of two, and only the current streams wait for the copy; with
+/// `.stage_on_device` they wait for a copy in the device's memory, which is freed soon. The thread has a low priority
+/// and uses one core.
 class BackgroundSaver {
  public:
   explicit BackgroundSaver(std::filesystem::path directory, BackgroundSaverOptions options = {});

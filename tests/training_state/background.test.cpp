@@ -427,13 +427,14 @@ TEST_CASE("SaveState: skips what is due while a state is being written, but not 
 
 TEST_CASE("BackgroundSaver: from a device, to pinned memory", "[cuda]") {
   const Directory directory;
+  const bool staged = GENERATE(false, true);
   torch::manual_seed(7);
   Kinds training, expected;
   for (auto& [name, tensor] : training.tensors)
     if (tensor.defined()) tensor = expected.tensors[name].to(at::kCUDA);
   training.tensors["transposed"] = expected.tensors["transposed"].contiguous().to(at::kCUDA).t().contiguous().t();
   expected.tensors["transposed"] = training.tensors["transposed"].cpu();
-  ga::BackgroundSaver saver(directory / "device");
+  ga::BackgroundSaver saver(directory / "device", {.stage_on_device = staged});
   for (int i = 0; i < 2; ++i) {
     saver.save(training);
     for (auto& [name, tensor] : training.tensors)

@@ -68,6 +68,7 @@ struct SaveState {
   std::optional<Mode> mode = {};         ///< which is better; need not be given where the metric tells
   bool in_background = true;             ///< write a copy of the state on a thread, while the training goes on
   WhenBusy when_busy = WhenBusy::wait;   ///< for a state that is due while the one before is being written
+  bool stage_on_device = false;          ///< copy within the device's memory first: see `BackgroundSaverOptions`
   std::vector<std::string> leave_out = {};  ///< buffers that no state has, by name: those that grow with the data, say
   struct Run;
   std::shared_ptr<Run> run = {};  ///< not an option: the state of the policy

@@ -10,6 +10,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/view_as_real.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ScopeExit.h>
 
@@ -20,8 +21,9 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <optional>
-#include <unordered_set>
+#include <unordered_map>
 #include <utility>
 
 #include <gradaccum/impl/begin.ipp>
@@ -60,16 +62,60 @@ GRADACCUM_INLINE char* StateCopy::begin(const std::string& file) const {
   return reinterpret_cast<char*>((address + OutputFile::block - 1) / OutputFile::block * OutputFile::block);
 }
 
-GRADACCUM_INLINE void StateCopy::take(const Archive& archive) {
+/// Copies from devices to pinned memory, in the order of what their current streams do.
+class DeviceCopies {
+ public:
+  explicit DeviceCopies(bool staged) : staged_(staged) {}
+
+  void add(const at::Tensor& to, const at::Tensor& contiguous) {
+    const auto numbers = contiguous.is_complex() ? at::view_as_real(contiguous) : contiguous;
+    const auto bytes = numbers.flatten().view(at::kByte);
+    auto& staged = staged_by_device_[bytes.device()];
+    if (staged_)
+      staged.emplace_back(to, bytes.clone());
+    else
+      to.copy_(bytes, /*non_blocking=*/true);
+  }
+  /// Returns an event for each device, after the last copy.
+  std::vector<c10::Event> run() const {
+    std::vector<c10::Event> copied;
+    for (auto& [device, staged] : staged_by_device_) {
+      const c10::impl::VirtualGuardImpl streams(device.type());
+      const c10::StreamGuard guard(staged_ ? behind_current_stream(streams, device) : streams.getStream(device));
+      for (auto& [to, bytes] : staged) {
+        to.copy_(bytes, /*non_blocking=*/true);
+        streams.recordDataPtrOnStream(bytes.storage().data_ptr(), guard.current_stream());
+      }
+      copied.emplace_back(device.type());
+      copied.back().record(guard.current_stream());
+    }
+    return copied;
+  }
+
+ private:
+  static c10::Stream behind_current_stream(const c10::impl::VirtualGuardImpl& streams, c10::Device device) {
+    const auto stream = streams.getStreamFromGlobalPool(device);
+    c10::Event now(device.type());
+    now.record(streams.getStream(device));
+    now.block(stream);
+    return stream;
+  }
+
+  const bool staged_;
+  std::unordered_map<c10::Device, std::vector<std::pair<at::Tensor, at::Tensor>>> staged_by_device_;
+};
+
+GRADACCUM_INLINE void StateCopy::take(const Archive& archive, bool staged) {
   const at::NoGradGuard no_grad;
   for (auto& event : std::exchange(copied_, {})) event.synchronize();  // of a copy that failed
   auto before = std::exchange(memory_, {});
   sizes_.clear();
   for (auto& [name, tensors] : tensors_by_file(archive))
-    copy_file(name + tensors_suffix, tensors, before[name + tensors_suffix]);
+    copy_file(name + tensors_suffix, tensors, before[name + tensors_suffix], staged);
 }
 
-GRADACCUM_INLINE void StateCopy::copy_file(const std::string& file, const io::Tensors& tensors, at::Tensor memory) {
+GRADACCUM_INLINE void StateCopy::copy_file(const std::string& file, const io::Tensors& tensors, at::Tensor memory,
+                                           bool staged) {
   auto entries = entries_of(tensors);
   const auto head = lay_out_safetensors(entries, {{"format", "pt"}}, "safetensors");
   const auto bytes = sizes_[file] = head.size() + static_cast<std::size_t>(entries.back().second.end);
@@ -81,21 +127,14 @@ GRADACCUM_INLINE void StateCopy::copy_file(const std::string& file, const io::Te
   auto* const first = begin(file);
   std::memcpy(first, head.data(), head.size());
   ParallelCopy on_host;
-  std::unordered_set<c10::Device> devices;
-  const auto record = [&] {
-    for (const auto device : std::exchange(devices, {})) {
-      copied_.emplace_back(device.type());
-      copied_.back().record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-    }
-  };
+  DeviceCopies on_devices(staged);
+  const auto record = [&] { std::ranges::move(on_devices.run(), std::back_inserter(copied_)); };
   const auto copy = [&](const at::Tensor& tensor, char* to) {
     const auto plain = tensor.resolve_conj().resolve_neg().contiguous();
     if (plain.is_cpu()) return on_host.add(to, plain);
     if (plain.numel() == 0) return;
-    const auto numbers = plain.is_complex() ? at::view_as_real(plain) : plain;
-    devices.insert(plain.device());
-    memory.narrow(0, to - static_cast<char*>(memory.mutable_data_ptr()), static_cast<std::int64_t>(plain.nbytes()))
-        .copy_(numbers.flatten().view(at::kByte), /*non_blocking=*/true);
+    const auto offset = to - static_cast<char*>(memory.mutable_data_ptr());
+    on_devices.add(memory.narrow(0, offset, static_cast<std::int64_t>(plain.nbytes())), plain);
   };
   try {
     for (auto& [name, entry] : entries) copy(tensors.at(name), first + head.size() + entry.begin);
@@ -233,7 +272,7 @@ GRADACCUM_INLINE bool BackgroundSaver::save(const detail::AnyTraining& training,
     return path;
   };
   detail::run_on_all(peers, [&] {
-    copy_.take(work->writer.archive());
+    copy_.take(work->writer.archive(), options_.stage_on_device);
     work->writer.release_tensors();
     work->saved =
         std::async(std::launch::async, [work = work.get(), then = then ? then : keep_last] { return work->run(then); });

@@ -535,7 +535,8 @@ struct SaveState::Run {
   }
 
   void begin_saving_in_background(const SaveState& options) {
-    saver.reset(new BackgroundSaver(options.directory, {.when_busy = options.when_busy}));
+    saver.reset(new BackgroundSaver(options.directory,
+                                    {.when_busy = options.when_busy, .stage_on_device = options.stage_on_device}));
     trainer.loop().state_copy = &saver->copy_.memory();
     trainer.loop().finish_background_save = [this] { saver->join(); };
   }

@@ -632,7 +632,7 @@ GRADACCUM_INLINE std::string to_string(const AccumulationReport& report) {
   for (std::size_t i = 0; i < std::min(most, parameters.size()); ++i)
     text += "  " + detail::scientific(parameters[i].relative_error) + "         " + parameters[i].name + '\n';
   if (parameters.size() > most)
-    text += "  and " + std::to_string(parameters.size() - most) + " more, all of them nearer\n";
+    text += "  and " + std::to_string(parameters.size() - most) + " more with smaller errors\n";
   for (auto& cause : report.causes) text += "  * " + cause + '\n';
   return text;
 }
