@@ -251,7 +251,8 @@ std::vector<std::int64_t> rows_of(const std::vector<Share>& shares, std::vector<
 TEST_CASE("DataParallel: another number of ranks goes on where all of them were, and ends as one process") {
   const auto data = GENERATE("tensors", "lengths");
   const int before = GENERATE(1, 2, 3), after = GENERATE(1, 2, 3);
-  const std::int64_t stop = GENERATE(2, 4, 5, 7);  // windows of 6 batches: in an epoch, at its end, in the next
+  if (before == after) return;
+  const std::int64_t stop = GENERATE(2, 4, 7);  // windows of 6 batches: in an epoch, at its end, in the next
   const Directory directory;
   const auto straight = fit_by(1, data, directory / "straight", {.epochs = 3}, 6);
   const auto first = fit_by(before, data, directory / "stopped", {.updates = stop}, 6 / before);
@@ -268,7 +269,7 @@ TEST_CASE("DataParallel: another number of ranks goes on where all of them were,
 TEST_CASE("DataParallel: no row is dropped or seen twice by numbers of ranks that do not divide each other") {
   const auto data = GENERATE("tensors", "lengths");
   const int first = GENERATE(1, 2, 3), second = GENERATE(1, 2, 3), third = GENERATE(1, 2, 3);
-  if (first == second || second == third) return;
+  if (first == second || second == third || third == first) return;
   const std::int64_t stop = GENERATE(2, 7, 10);  // windows of a batch of each rank
   const Directory directory;
   std::vector<std::int64_t> all;

@@ -24,6 +24,13 @@ using Catch::Approx;
 
 namespace testing {
 
+/// Every test takes several times as long.
+#ifdef __SANITIZE_ADDRESS__
+inline constexpr bool sanitized = true;
+#else
+inline constexpr bool sanitized = false;
+#endif
+
 /// The message of the `c10::Error` (or other exception) that `run` throws, without a backtrace; empty if it throws
 /// none.
 template <class Run>
