@@ -75,8 +75,7 @@ struct AmpScalerOptions {
 class AmpScaler {
  public:
   explicit AmpScaler(AmpScalerOptions options = {});
-  AmpScaler(const AmpScaler&) = delete;  // the windows of an optimizer belong to one scaler
-  AmpScaler& operator=(const AmpScaler&) = delete;
+  AmpScaler& operator=(AmpScaler&&) = delete;  // the windows of an optimizer belong to one scaler
   ~AmpScaler();
 
   /// Returns the loss times the scale, for `backward()`; in float32 if the loss is one float16 number.

@@ -33,8 +33,7 @@ struct AnyTraining;
 /// policy is attached to, `void attach(ga::TrainerBase& trainer)`, if it does not ask for more.
 class TrainerBase {
  public:
-  TrainerBase(const TrainerBase&) = delete;  // policies may hold on to it
-  TrainerBase& operator=(const TrainerBase&) = delete;
+  TrainerBase& operator=(TrainerBase&&) = delete;  // policies may hold on to it
   GRADACCUM_INLINE virtual ~TrainerBase();
 
   /// Steps with the window as it is, and its true mean. True if the parameters moved.

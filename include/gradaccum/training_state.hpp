@@ -157,10 +157,8 @@ class StateWriter {
  public:
   StateWriter(const std::filesystem::path& directory, const AnyTraining& training);
 
-  /// The values that this rank writes; its tensors are those of the training.
-  const Archive& archive() const { return archive_; }
-  /// Lets go of the tensors, for who has copied them.
-  void release_tensors();
+  /// Returns, once, the values that this rank writes; its tensors are those of the training.
+  Archive take_values() { return std::move(archive_); }
 
   /// Writes this rank's tensors to the folder by `write`, which returns the files; on ranks other than 0 also a list of
   /// them, for rank 0. Sends nothing, so that any thread may call it.
@@ -177,7 +175,7 @@ class StateWriter {
   Archive archive_;
   std::unique_ptr<UnfinishedState> state_;  // of rank 0
   std::filesystem::path folder_;
-  StateFiles files_;
+  Manifest manifest_;
 };
 
 std::filesystem::path save(const std::filesystem::path& directory, const AnyTraining& training, SaveOptions options);

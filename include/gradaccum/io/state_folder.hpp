@@ -52,7 +52,7 @@ std::map<std::string, io::Tensors> tensors_by_file(const Archive& archive);
 
 /// The two halves of `write_state`, for processes that share a folder, whose manifest one of them writes.
 StateFiles write_tensors(const Archive& archive, const std::filesystem::path& folder);
-void write_manifest_of(const Archive& archive, const StateFiles& files, const std::filesystem::path& folder);
+Manifest manifest_of(const Archive& archive, StateFiles files = {});
 
 }  // namespace gradaccum::detail
 

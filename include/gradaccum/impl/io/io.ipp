@@ -111,8 +111,7 @@ GRADACCUM_INLINE StateFiles write_tensors(const Archive& archive, const std::fil
   return files;
 }
 
-GRADACCUM_INLINE void write_manifest_of(const Archive& archive, const StateFiles& files,
-                                        const std::filesystem::path& folder) {
+GRADACCUM_INLINE Manifest manifest_of(const Archive& archive, StateFiles files) {
   Manifest manifest;
   std::string undefined;
   for (auto& value : archive.values())
@@ -125,10 +124,10 @@ GRADACCUM_INLINE void write_manifest_of(const Archive& archive, const StateFiles
         },
         value.second);
   if (!undefined.empty()) manifest.values[undefined_name] = undefined;
-  manifest.files = files;
+  manifest.files = std::move(files);
   manifest.gradaccum = plain_text(GRADACCUM_VERSION_MAJOR, ".", GRADACCUM_VERSION_MINOR, ".", GRADACCUM_VERSION_PATCH);
   manifest.libtorch = TORCH_VERSION;
-  write_manifest(folder, manifest);
+  return manifest;
 }
 
 GRADACCUM_INLINE Archive::Values read_state(const std::filesystem::path& folder, bool mapped) {
@@ -321,7 +320,7 @@ GRADACCUM_INLINE void save_weights(const torch::nn::Module& module, const std::f
 namespace gradaccum::io {
 
 GRADACCUM_INLINE void write_state(const Archive& archive, const std::filesystem::path& folder) {
-  detail::write_manifest_of(archive, detail::write_tensors(archive, folder), folder);
+  detail::write_manifest(folder, detail::manifest_of(archive, detail::write_tensors(archive, folder)));
 }
 
 GRADACCUM_INLINE Archive::Values read_state(const std::filesystem::path& folder) {

@@ -222,10 +222,9 @@ GRADACCUM_INLINE BackgroundSaver::BackgroundSaver(std::filesystem::path director
 }
 
 GRADACCUM_INLINE BackgroundSaver::~BackgroundSaver() {
-  if (!work_) return;
-  work_->dropped = true;
+  join();
   try {
-    work_->saved.get();
+    if (work_) work_->saved.get();
   } catch (const std::exception& error) {
     TORCH_WARN("BackgroundSaver: the last state was not saved: ", error.what());
   }
@@ -272,8 +271,7 @@ GRADACCUM_INLINE bool BackgroundSaver::save(const detail::AnyTraining& training,
     return path;
   };
   detail::run_on_all(peers, [&] {
-    copy_.take(work->writer.archive(), options_.stage_on_device);
-    work->writer.release_tensors();
+    copy_.take(work->writer.take_values(), options_.stage_on_device);
     work->saved =
         std::async(std::launch::async, [work = work.get(), then = then ? then : keep_last] { return work->run(then); });
   });

@@ -162,12 +162,9 @@ GRADACCUM_INLINE Archive references_to(const AnyTraining& training) {
 
 GRADACCUM_INLINE void check_can_be_saved(const AnyTraining& training) { check_can_be_written(references_to(training)); }
 
-/// Returns the path of the list of a rank's files, or of its error, in a folder that is not finished.
-GRADACCUM_INLINE std::filesystem::path list_of_rank(const std::filesystem::path& folder, int rank) {
-  return folder / plain_text("rank_", rank, ".files");
-}
-GRADACCUM_INLINE std::filesystem::path error_of_rank(const std::filesystem::path& folder, int rank) {
-  return folder / plain_text("rank_", rank, ".error");
+/// Returns the path of the list of a rank's files (`.files`), or of its error (`.error`), in an unfinished folder.
+GRADACCUM_INLINE std::filesystem::path path_of_rank(const std::filesystem::path& folder, int rank, const char* suffix) {
+  return folder / plain_text("rank_", rank, suffix);
 }
 
 /// Renames the list last of all: from then on rank 0 may rename the folder.
@@ -205,23 +202,15 @@ GRADACCUM_INLINE StateWriter::StateWriter(const std::filesystem::path& directory
     if (rank_ == 0) state_ = StateDirectory(directory).begin(training.updates());
   });
   folder_ = path_of_first(peers, state_ ? state_->folder() : "");
-}
-
-GRADACCUM_INLINE void StateWriter::release_tensors() {
-  auto rest = Archive::of_references();
-  for (auto& [name, value] : archive_.values()) {
-    const auto* const tensor = std::get_if<at::Tensor>(&value);
-    if (!tensor || !tensor->defined()) std::visit([&, &key = name](auto held) { rest(key, held); }, value);
-  }
-  archive_ = std::move(rest);
+  manifest_ = manifest_of(archive_);
 }
 
 GRADACCUM_INLINE void StateWriter::write(c10::function_ref<StateFiles(const std::filesystem::path& folder)> write) {
   try {
-    files_ = write(folder_);
-    if (!is_first()) write_list(list_of_rank(folder_, rank_), files_);
+    manifest_.files = write(folder_);
+    if (!is_first()) write_list(path_of_rank(folder_, rank_, ".files"), manifest_.files);
   } catch (const std::exception& error) {
-    if (!is_first()) std::ofstream(error_of_rank(folder_, rank_)) << error.what();  // rank 0 need not wait
+    if (!is_first()) std::ofstream(path_of_rank(folder_, rank_, ".error")) << error.what();  // rank 0 need not wait
     throw;
   }
 }
@@ -229,15 +218,15 @@ GRADACCUM_INLINE void StateWriter::write(c10::function_ref<StateFiles(const std:
 GRADACCUM_INLINE std::filesystem::path StateWriter::finish(c10::function_ref<bool()> keeps_waiting) {
   if (!is_first()) return {};
   for (int rank = 1; rank < world_size_; ++rank) {
-    const auto list = list_of_rank(folder_, rank), error = error_of_rank(folder_, rank);
+    const auto list = path_of_rank(folder_, rank, ".files"), error = path_of_rank(folder_, rank, ".error");
     while (!std::filesystem::exists(list)) {
       TORCH_CHECK(keeps_waiting() && !std::filesystem::exists(error), "save: rank ", rank, " must write its part of ",
                   folder_.string(), ", but has not; the state is discarded");
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
-    take_list(list, files_);
+    take_list(list, manifest_.files);
   }
-  write_manifest_of(archive_, files_, folder_);
+  write_manifest(folder_, manifest_);
   const auto path = state_->finish();
   state_.reset();
   return path;
@@ -249,7 +238,8 @@ GRADACCUM_INLINE std::filesystem::path save(const std::filesystem::path& directo
   const auto* const peers = training.peers.get();
   training.finish_background_save();
   StateWriter writer(directory, training);
-  run_on_all(peers, [&] { writer.write([&](const auto& folder) { return write_tensors(writer.archive(), folder); }); });
+  const auto values = writer.take_values();
+  run_on_all(peers, [&] { writer.write([&](const auto& folder) { return write_tensors(values, folder); }); });
   const auto saved = on_all(peers, [&] {
     auto path = writer.finish([] { return true; });  // all have written: a network file system may show it late
     if (!path.empty() && options.keep_last > 0) StateDirectory(directory).keep_last(options.keep_last);
