@@ -80,8 +80,8 @@ class StateCopy {
 ///
 /// @note Takes host memory for one copy of the state, which is used for each save: see `bytes`. From a device it goes
 /// to pinned memory, which LibTorch rounds up to powers of two, and only the current streams wait for the copy; with
-/// `.stage_on_device` they wait for a copy in the device's memory, which is freed soon. The thread has a low priority
-/// and uses one core.
+/// `.stage_on_device` they wait for a copy in the device's memory, which is freed soon: `save` throws
+/// `c10::OutOfMemoryError` where there is no room. The thread has a low priority and uses one core.
 class BackgroundSaver {
  public:
   explicit BackgroundSaver(std::filesystem::path directory, BackgroundSaverOptions options = {});

@@ -67,7 +67,7 @@ class Shards;
 /// The part of `GradAccumulator` that does not depend on the optimizer's class.
 class Accumulator {
  public:
-  Accumulator& operator=(Accumulator&&) = delete;  // an accumulator is neither copied nor wrapped by another
+  Accumulator(const Accumulator&) = delete;  // an accumulator is neither copied nor wrapped by another
   /// For functions that return an accumulator. Throws inside a window, and if code has a reference to it as a
   /// `torch::optim::Optimizer`. The source cannot be used afterwards.
   Accumulator(Accumulator&& other);

@@ -73,8 +73,8 @@ std::vector<std::int64_t> rows_of_parts(std::int64_t rows, std::int64_t steps);
 ///
 /// `objective(model, batch)` gets the model as given (a `ModuleHolder`, a `shared_ptr`, a `Module&`), and returns the
 /// batch's mean loss, or `ga::Loss{mean, items}`. A batch is a tensor, two named `data` and `target`, a pair or tuple
-/// of tensors, a map of them by name or a `data::SequenceBatch`, all split by rows, or a vector. For other types, `split(batch, steps)`
-/// returns `steps` micro-batches. A batch needs a row for each micro-batch.
+/// of tensors, a map of them by name or a `data::SequenceBatch`, all split by rows, or a vector. For other types,
+/// `split(batch, steps)` returns `steps` micro-batches. A batch needs a row for each micro-batch.
 ///
 /// Finds the causes if gradients differ, or change with the random state, by experiment: with modules in evaluation
 /// mode, and with other weights for the micro-batches.

@@ -13,7 +13,7 @@ import re
 import sys
 
 CEILINGS = {
-    "lines": 35967,
+    "lines": 35968,
     "files": 164,
     "comments that open with a fragment, in %": 1.0,
     "lines with detail:: in public signatures": 0,

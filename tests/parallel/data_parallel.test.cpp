@@ -267,10 +267,10 @@ TEST_CASE("DataParallel: another number of ranks goes on where all of them were,
 }
 
 TEST_CASE("DataParallel: no row is dropped or seen twice by numbers of ranks that do not divide each other") {
-  const auto data = GENERATE("tensors", "lengths");
   const int first = GENERATE(1, 2, 3), second = GENERATE(1, 2, 3), third = GENERATE(1, 2, 3);
-  if (first == second || second == third || third == first) return;
+  if (first == second || second == third) return;
   const std::int64_t stop = GENERATE(2, 7, 10);  // windows of a batch of each rank
+  const auto data = stop == 7 ? "lengths" : "tensors";
   const Directory directory;
   std::vector<std::int64_t> all;
   for (int epoch = 0; epoch < 2; ++epoch)

@@ -434,9 +434,14 @@ TEST_CASE("BackgroundSaver: from a device, to pinned memory", "[cuda]") {
     if (tensor.defined()) tensor = expected.tensors[name].to(at::kCUDA);
   training.tensors["transposed"] = expected.tensors["transposed"].contiguous().to(at::kCUDA).t().contiguous().t();
   expected.tensors["transposed"] = training.tensors["transposed"].cpu();
+  std::int64_t bytes = 0;
+  for (auto& [name, tensor] : training.tensors)
+    bytes += tensor.defined() ? static_cast<std::int64_t>(tensor.nbytes()) : 0;
   ga::BackgroundSaver saver(directory / "device", {.stage_on_device = staged});
   for (int i = 0; i < 2; ++i) {
+    const ga::MemoryMeter meter;
     saver.save(training);
+    CHECK((meter.peak_bytes(c10::Device(at::kCUDA, 0)) >= bytes) == staged);
     for (auto& [name, tensor] : training.tensors)
       if (tensor.defined() && tensor.scalar_type() != at::kBool) tensor.add_(1);  // behind the copy, on the same stream
     const auto saved = saver.wait(), there = ga::save(directory / "host", expected);

@@ -42,8 +42,8 @@ class Accumulator;
 /// the budget and twice, four times … the rows go at once, whichever takes the least time a row. Each that is tried is
 /// training as well. Where not even `min_rows` fit, checkpoints make room.
 ///
-/// Batches: a Tensor, a pair or tuple of them, two tensors `data` and `target`, `ga::data`'s, a vector of samples that
-/// are no tensors; or a class with a function `slice(batch, from, to)` beside it, and `batch_size(batch)`.
+/// Batches: a Tensor, a pair, tuple or map by names of them, two tensors `data` and `target`, `ga::data`'s, a vector of
+/// samples that are no tensors; or a class with a function `slice(batch, from, to)` beside it, and `batch_size(batch)`.
 ///
 /// One for each model, of one optimizer. With `Trainer`, `Accumulate` counts batches, not their parts; `evaluate` takes
 /// as many rows at once as training. Throws where `min_rows` take more than the budget, with the least that works, and

@@ -160,16 +160,21 @@ void for_each_of_batch(T& value, auto&& visit) {
   }
 }
 
+/// The tensors of which a batch consists.
+template <class Batch>
+std::vector<at::Tensor> parts_of(const Batch& batch) {
+  std::vector<at::Tensor> all;
+  for_each_of_batch(batch, [&all](const at::Tensor& tensor) { all.push_back(tensor); });
+  return all;
+}
+
 /// The tensors of a batch, by `batch_tensors(batch)` if there is one.
 template <class Batch>
 std::vector<at::Tensor> tensors_of(const Batch& batch) {
-  if constexpr (tells_its_tensors<Batch>) {
+  if constexpr (tells_its_tensors<Batch>)
     return batch_tensors(batch);
-  } else {
-    std::vector<at::Tensor> all;
-    for_each_of_batch(batch, [&all](const at::Tensor& tensor) { all.push_back(tensor); });
-    return all;
-  }
+  else
+    return parts_of(batch);
 }
 
 void slice() = delete;  // hides a global variable of that name: only the batch's own namespace counts
@@ -181,7 +186,7 @@ concept slices_itself = !std::same_as<B, at::Tensor> && requires(const B& batch,
 
 /// Two tensors and nothing else, since other members would not be split.
 template <class B>
-concept is_data_and_target = is_data_with_target<B> && requires(B& batch) {
+concept is_data_and_target = is_data_with_target<B> && std::copyable<B> && !is_collection<B> && requires(B & batch) {
   requires std::same_as<decltype(batch.data), at::Tensor>;
   requires std::same_as<decltype(batch.target), at::Tensor>;
 };
@@ -213,7 +218,7 @@ std::int64_t rows_of(const B& batch) {
   else if constexpr (is_vector<B>)
     return static_cast<std::int64_t>(batch.size());
   else
-    return rows_of_all(tensors_of(batch));
+    return rows_of_all(parts_of(batch));
 }
 
 /// Returns the rows [from, from + count).

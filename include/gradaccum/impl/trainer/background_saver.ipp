@@ -21,7 +21,6 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
-#include <iterator>
 #include <optional>
 #include <unordered_map>
 #include <utility>
@@ -76,20 +75,18 @@ class DeviceCopies {
     else
       to.copy_(bytes, /*non_blocking=*/true);
   }
-  /// Returns an event for each device, after the last copy.
-  std::vector<c10::Event> run() const {
-    std::vector<c10::Event> copied;
+  /// Adds an event for each device, after the last copy: the memory must not be used again before.
+  void run(std::vector<c10::Event>& copied) const {
     for (auto& [device, staged] : staged_by_device_) {
       const c10::impl::VirtualGuardImpl streams(device.type());
       const c10::StreamGuard guard(staged_ ? behind_current_stream(streams, device) : streams.getStream(device));
+      const auto record = c10::make_scope_exit([&] { copied.back().record(guard.current_stream()); });
+      copied.emplace_back(device.type());
       for (auto& [to, bytes] : staged) {
         to.copy_(bytes, /*non_blocking=*/true);
         streams.recordDataPtrOnStream(bytes.storage().data_ptr(), guard.current_stream());
       }
-      copied.emplace_back(device.type());
-      copied.back().record(guard.current_stream());
     }
-    return copied;
   }
 
  private:
@@ -128,7 +125,6 @@ GRADACCUM_INLINE void StateCopy::copy_file(const std::string& file, const io::Te
   std::memcpy(first, head.data(), head.size());
   ParallelCopy on_host;
   DeviceCopies on_devices(staged);
-  const auto record = [&] { std::ranges::move(on_devices.run(), std::back_inserter(copied_)); };
   const auto copy = [&](const at::Tensor& tensor, char* to) {
     const auto plain = tensor.resolve_conj().resolve_neg().contiguous();
     if (plain.is_cpu()) return on_host.add(to, plain);
@@ -139,10 +135,10 @@ GRADACCUM_INLINE void StateCopy::copy_file(const std::string& file, const io::Te
   try {
     for (auto& [name, entry] : entries) copy(tensors.at(name), first + head.size() + entry.begin);
   } catch (...) {
-    record();  // the memory must not be used again before
+    on_devices.run(copied_);
     throw;
   }
-  record();
+  on_devices.run(copied_);
   on_host.run();
 }
 
