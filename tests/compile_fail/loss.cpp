@@ -7,7 +7,7 @@ int main() {
   const at::Tensor mean, count;
   ga::Loss plain = mean;
   ga::Loss weighted{mean, 3};
-  ga::Loss wait{mean, count};    // error: a Tensor count would wait for the device
+  ga::Loss wait{mean, count};    // error: a Tensor count would synchronize
   ga::Loss text{mean, "seven"};  // error: items must be an arithmetic count
   static_cast<void>(count);
 }

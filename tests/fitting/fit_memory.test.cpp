@@ -15,6 +15,8 @@
 #include <gradaccum/trainer.hpp>
 #include <gradaccum/training_state.hpp>
 
+#include <c10/util/ScopeExit.h>
+
 #include "fitting/failing_allocator.hpp"
 #include "support/files.hpp"
 #include "support/outcome.hpp"
@@ -629,6 +631,8 @@ TEST_CASE("FitMemory: in float16, with an average of weights, a failure at any a
 }
 
 TEST_CASE("FitMemory: in float16 the first update is taken with a scale that its batch bears, whatever fits") {
+  at::globalContext().setUserEnabledMkldnn(false);  // takes memory for float16 only where processors multiply it
+  const auto as_before = c10::make_scope_exit([] { at::globalContext().setUserEnabledMkldnn(true); });
   for (const std::int64_t budget : {std::int64_t{7} * 1024, std::int64_t{20} * 1024, ga::GiB}) {
     CAPTURE(budget);
     auto net = network("float");
