@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# cmake -D NVCC=... -D OPTIONS=... -D SOURCE=... -D WHERE=... -P check.cmake
+# cmake -D NVCC=... -D OPTIONS=... -D ARCHITECTURES=... -D SOURCE=... -D WHERE=... -P check.cmake
 # Compiles the kernels, reads what ptxas says of each, and prints its registers.
 
 cmake_minimum_required(VERSION 3.25)
@@ -27,8 +27,10 @@ endfunction()
 
 compile("${SOURCE}" kernels)
 list(LENGTH kernels number)
-if(number LESS 28)
-  message(FATAL_ERROR "ptxas named ${number} kernels; there must be 28")
+list(LENGTH ARCHITECTURES architectures)
+math(EXPR least "28 * ${architectures}")
+if(number LESS least)
+  message(FATAL_ERROR "ptxas named ${number} kernels; there must be ${least}")
 endif()
 set(most 128) # more, and fewer than two blocks of threads share a multiprocessor
 find_program(cxxfilt c++filt)
