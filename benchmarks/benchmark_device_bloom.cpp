@@ -59,29 +59,35 @@ Objective objective_in(bool bfloat16) {
   };
 }
 
-constexpr std::int64_t compiled_together = 32;  ///< the micro-batch of compiled steps
+/// Steps for tools/compile_step.py, and what they are of.
+struct Recorded {
+  std::filesystem::path folder = {};  ///< empty if there are none
+  std::int64_t micro_batch = 32;
+  std::size_t lengths = 16;  ///< the most frequent ones, with which ours trains alone
+};
 
-/// An update is of 8 reviews, or of a micro-batch.
+/// An update is of 8 reviews, or of a micro-batch; the reviews are of the most frequent lengths alone.
 class Ours {
  public:
-  Ours(Model model, const Reviews& data, std::int64_t micro_batch, const MakesObjective& objective)
+  Ours(Model model, const Reviews& data, std::int64_t micro_batch, std::size_t lengths, const MakesObjective& objective)
       : model_(std::move(model)),
         objective_(objective(model_)),
         batches_(batches_of(data, micro_batch)),
+        frequent_(bloom::frequent_batches(batches_, lengths)),
         optimizer_(model_->parameters(), ga::optim::AdamWOptions(5e-5)),
         window_(optimizer_, {.steps = std::max<std::int64_t>(article::reviews_of_update / micro_batch, 1)}) {}
 
   /// Meets each length three times: kernels are loaded, graphs captured and compared.
   void prepare() {
-    const auto batches = bloom::frequent_batches(batches_, 100);
     for (int time = 0; time < 3; ++time)
-      for (auto& batch : batches) static_cast<void>(step(batch));
+      for (auto& batch : frequent_) static_cast<void>(step(batch));
   }
 
   void train(const GoesOn& goes_on) {
     std::int64_t reviews = 0, tokens = 0;
     for (;;)
       for (auto& batch : batches_) {
+        if (!is_frequent(batch)) continue;
         const bool stepped = step(batch);
         reviews += batch.rows();
         tokens += batch.tokens;
@@ -90,6 +96,10 @@ class Ours {
   }
 
  private:
+  bool is_frequent(const ga::data::SequenceBatch& batch) const {
+    return std::ranges::any_of(frequent_, [&](auto& one) { return one.data.sizes() == batch.data.sizes(); });
+  }
+
   bool step(const ga::data::SequenceBatch& batch) {
     window_.backward(objective_(model_, batch));
     const bool stepped = window_.step();
@@ -100,6 +110,7 @@ class Ours {
   Model model_;
   Objective objective_;
   ga::data::LengthBuckets batches_;
+  std::vector<ga::data::SequenceBatch> frequent_;  ///< one of each length
   ga::optim::AdamW optimizer_;
   ga::GradAccumulator<ga::optim::AdamW> window_;
 };
@@ -160,12 +171,11 @@ std::function<Training()> begins(Arguments... arguments) {
   };
 }
 
-/// `steps`: the folder of compiled steps; empty if there are none.
-std::vector<Way> all_ways(const Model& model, const Reviews& data, const std::filesystem::path& steps) {
+std::vector<Way> all_ways(const Model& model, const Reviews& data, const Recorded& steps) {
   const MakesObjective bf16 = [](Model&) { return objective_in(/*bfloat16=*/true); };
   const MakesObjective graphed = [=](Model& own) { return ga::GraphedStep(own, bf16(own)); };
   const auto ours = [&](const std::string& how, std::int64_t micro_batch, const MakesObjective& objective) {
-    return Way{"ours, " + how, begins<Ours>(model, data, micro_batch, objective)};
+    return Way{"ours, " + how, begins<Ours>(model, data, micro_batch, steps.lengths, objective)};
   };
   std::vector<Way> ways = {
       {"the article's loop, padded to 1024, float16", begins<Article>(model, data, /*pads=*/true, /*in_float16=*/true)},
@@ -181,16 +191,15 @@ std::vector<Way> all_ways(const Model& model, const Reviews& data, const std::fi
       ours("graphed, 8 at once, bf16-mixed", 8, graphed),
       ours("graphed, 32 at once, bf16-mixed", 32, graphed),
   };
-  if (!steps.empty())
-    ways.push_back(ours(fmt::format("compiled, {} at once, bf16-mixed", compiled_together), compiled_together,
-                        [=](Model& own) { return ga::CompiledStep(own, bf16(own), steps); }));
+  if (!steps.folder.empty())
+    ways.push_back(ours(fmt::format("compiled, {} at once, bf16-mixed", steps.micro_batch), steps.micro_batch,
+                        [=](Model& own) { return ga::CompiledStep(own, bf16(own), steps.folder); }));
   return ways;
 }
 
-/// Records the steps for tools/compile_step.py: of the lengths that most batches have.
-void record(Model& model, const Reviews& data, const std::filesystem::path& folder, std::size_t lengths) {
-  const auto batches = bloom::frequent_batches(batches_of(data, compiled_together), lengths);
-  fmt::print("{}", fmt::streamed(ga::save_steps(model, objective_in(/*bfloat16=*/true), batches, folder,
+void record(Model& model, const Reviews& data, const Recorded& steps) {
+  const auto batches = bloom::frequent_batches(batches_of(data, steps.micro_batch), steps.lengths);
+  fmt::print("{}", fmt::streamed(ga::save_steps(model, objective_in(/*bfloat16=*/true), batches, steps.folder,
                                                 {.any_rows = false, .constants = true})));
 }
 
@@ -257,8 +266,8 @@ int main(int argc, char** argv) {
   int rounds = 2;
   std::int64_t product = 8192;
   std::string only;
-  std::filesystem::path steps, record_in;
-  std::size_t lengths = 16;
+  Recorded steps;
+  std::filesystem::path record_in;
   std::int64_t reviews = 2048;
   const auto options =
       harness::parse(argc, argv, "Fine-tuning a BLOOM of 560m's shapes on a CUDA device", [&](CLI::App& app) {
@@ -270,8 +279,11 @@ int main(int argc, char** argv) {
         app.add_option("--reviews", reviews, "that there are")->check(CLI::Range(32, 1 << 20));
         app.add_option("--only", only, "those whose names have this");
         app.add_option("--record", record_in, "record the steps in this folder, for tools/compile_step.py, and end");
-        app.add_option("--lengths", lengths, "of so many lengths, the most frequent ones")->check(CLI::Range(1, 100));
-        app.add_option("--steps", steps, "train by the steps that were recorded and compiled in this folder, too");
+        app.add_option("--steps", steps.folder,
+                       "train by the steps that were recorded and compiled in this folder, too");
+        app.add_option("--together", steps.micro_batch, "reviews of a recorded step")->check(CLI::Range(1, 1024));
+        app.add_option("--lengths", steps.lengths, "of reviews, the most frequent ones; the article's loop takes all")
+            ->check(CLI::Range(1, 100));
       });
   if (!harness::is_there("fine-tuning a BLOOM on a device")) return 0;
   at::globalContext().setSDPUseCuDNN(false);
@@ -281,7 +293,7 @@ int main(int argc, char** argv) {
   std::int64_t model_bytes = 0;
   for (auto& parameter : model->parameters()) model_bytes += static_cast<std::int64_t>(parameter.nbytes());
   const Reviews data(config.vocab_size, reviews, /*seed=*/3, /*length_scale=*/1, device);
-  if (!record_in.empty()) return record(model, data, record_in, lengths), 0;
+  if (!record_in.empty()) return record(model, data, {record_in, steps.micro_batch, steps.lengths}), 0;
   auto ways = all_ways(model, data, steps);
   std::erase_if(ways, [&](const Way& way) { return way.name.find(only) == std::string::npos; });
   TORCH_CHECK(!ways.empty(), "benchmark_device_bloom: --only must be part of the name of a way, got ", only);
@@ -293,8 +305,10 @@ int main(int argc, char** argv) {
                  reviews_a_second(way));
     }
   fmt::print(
-      "Updates of reviews of IMDB's lengths on a device, BLOOM of {} layers, width {}, {} words: {:.1f} M parameters\n",
-      config.n_layer, config.hidden_size, config.vocab_size, static_cast<double>(config.parameter_count()) / 1e6);
+      "Updates on a device, reviews of {} lengths of IMDB's, BLOOM of {} layers, width {}, {} words: {:.1f} M "
+      "parameters\n",
+      steps.lengths, config.n_layer, config.hidden_size, config.vocab_size,
+      static_cast<double>(config.parameter_count()) / 1e6);
   fmt::print(
       "  {}\n  MFU: 6 FLOP for a token and a weight of the blocks, over {:.0f} TFLOP/s of bfloat16 products of {} x "
       "{}\n",

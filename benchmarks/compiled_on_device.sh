@@ -2,31 +2,38 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # compiled_on_device.sh PROGRAMS OUT [LENGTHS]: records the steps of FashionMNIST's network and of a BLOOM of 560m's
-# shapes on a CUDA device, of LENGTHS lengths (4), compiles them, and times them against eager training and its graphs.
-# PROGRAMS is the folder of the benchmarks; $PYTHON (python3) has torch of their version. OUT gets what each prints, and
-# the steps. Some four minutes on 16 cores, one more with 12 lengths; and Python's own, by torch.compile, where
-# transformers is there, in at most five more.
+# shapes on a CUDA device, of 8 and 32 reviews of LENGTHS lengths (4), compiles them, and times them against eager
+# training, its graphs, and, where transformers is there, Python's torch.compile. PROGRAMS is the folder of the
+# benchmarks; $PYTHON (python3) has torch of their version. OUT gets what each prints, and the steps. Some five minutes
+# on 16 cores, of which the compiler takes three, and Python's own in at most four more.
 
-set -euo pipefail
+set -uo pipefail
 
 if (( $# < 2 )); then sed -n '4,8 s/^# //p' "$0" >&2; exit 2; fi
-programs=$1 out=$2 lengths=${3:-4}
-tools=$(dirname "$0")/../tools steps=$out/steps
+programs=$1 out=$2 lengths=${3:-4} failed=0
+benchmarks=$(dirname "$0") python=${PYTHON:-python3} steps=$out/steps
 mkdir -p "$steps"
 
-# run NAME COMMAND...: prints what it does and how long it took, into OUT/NAME.txt, too.
+# run SECONDS NAME COMMAND...: prints what it does in that time at most, and how long it took, into OUT/NAME.txt, too.
 run() {
   local start=$SECONDS status=0
-  "${@:2}" 2>&1 | tee "$out/$1.txt" || status=$?
-  printf '%s: %d s, status %d\n' "$1" $((SECONDS - start)) "$status" | tee -a "$out/$1.txt"
-  return "$status"
+  timeout "$1" "${@:3}" 2>&1 | tee "$out/$2.txt" || status=$?
+  printf '%s: %d s, status %d\n' "$2" $((SECONDS - start)) "$status" | tee -a "$out/$2.txt"
+  if (( status )); then failed=1; fi
 }
 
-run recorded_update "$programs/benchmark_device_update" --record "$steps/update"
-run recorded_bloom "$programs/benchmark_device_bloom" --record "$steps/bloom" --lengths "$lengths"
-run compiled "${PYTHON:-python3}" "$tools/compile_step.py" --jobs "$(nproc)" "$steps"/{update,bloom}
-run compiled_update "$programs/benchmark_device_update" --steps "$steps/update"
-run compiled_bloom "$programs/benchmark_device_bloom" --steps "$steps/bloom" --only "32 at once" --seconds 45
-if "${PYTHON:-python3}" -c "import transformers" 2> /dev/null; then
-  run python_bloom timeout 300 "${PYTHON:-python3}" "$(dirname "$0")/python/device_bloom.py" || true  # a compiler may be slow
+run 60 recorded_update "$programs/benchmark_device_update" --record "$steps/update"
+for together in 8 32; do
+  run 90 "recorded_bloom_$together" "$programs/benchmark_device_bloom" --record "$steps/bloom_$together" \
+    --together "$together" --lengths "$lengths"
+done
+run 420 compiled "$python" "$benchmarks/../tools/compile_step.py" --jobs "$(nproc)" "$steps"/*
+run 60 compiled_update "$programs/benchmark_device_update" --steps "$steps/update"
+for together in 8 32; do
+  run 120 "compiled_bloom_$together" "$programs/benchmark_device_bloom" --steps "$steps/bloom_$together" \
+    --only "$together at once, bf16" --seconds 30 --together "$together" --lengths "$lengths"
+done
+if "$python" -c "import transformers" 2> /dev/null; then
+  run 240 python_bloom "$python" "$benchmarks/python/device_bloom.py" --lengths "$lengths"
 fi
+exit "$failed"

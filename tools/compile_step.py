@@ -68,6 +68,8 @@ class Manifest:
             raise Failure(f"{self.path}: must be as it was written, with the CRC-32 {crc}")
 
     def __getitem__(self, name):
+        if name not in self.content["values"]:
+            raise Failure(f"{self.path}: must have the value '{name}'; save the step again")
         return self.content["values"][name]
 
     def __setitem__(self, name, value):
@@ -244,24 +246,27 @@ def generated_source(exported, capability):
         with zipfile.ZipFile(package) as files:
             names = files.namelist()
             sources = [files.read(name).decode() for name in names if name.endswith(".cpp")]
-            objects = {pathlib.Path(name).name: files.read(name) for name in names if name.endswith(".o")}
-            kernels = {name.removesuffix(".cubin.o"): section(content, directory)
-                       for name, content in objects.items() if name.endswith(".cubin.o")}
-            constants = [content for name, content in objects.items() if not name.endswith(".cubin.o")]
+            arrays = {}
+            for name in names:
+                if name.endswith(".o"):
+                    arrays |= arrays_of(files.read(name), directory)
             others = [json.loads(files.read(name)) for name in names if name.endswith(".json")]
-        if len(sources) != 1 or len(constants) > 1:
+        if len(sources) != 1:
             raise Failure(f"this version of torch generates unexpected files: {', '.join(names)}")
-        data = section(constants[0], directory) if constants else b""
-    return sources[0], data, kernels, [call["node"] for other in others for call in other.get("nodes", [])]
+    constants = arrays.pop("_binary_constants_bin", b"")
+    return sources[0], constants, arrays, [call["node"] for other in others for call in other.get("nodes", [])]
 
 
-def section(object_file, directory):
-    """The data in an object file, which has nothing else."""
+def arrays_of(object_file, directory):
+    """The arrays in an object file that has nothing else. The array NAME is between the symbols NAME_start and NAME_end."""
     path, data = pathlib.Path(directory, "data.o"), pathlib.Path(directory, "data.bin")
     path.write_bytes(object_file)
     run(["objcopy", "-O", "binary", "--only-section=.lrodata", "--only-section=.ldata", "--only-section=.rodata",
          "--set-section-flags", ".lrodata=alloc,load,readonly", str(path), str(data)])
-    return data.read_bytes()
+    symbols = map(str.split, run(["nm", "--defined-only", str(path)]).splitlines())
+    at = {symbol: int(address, 16) for address, _, symbol in symbols}
+    names = [symbol.removesuffix("_start") for symbol in at if symbol.endswith("_start")]
+    return {name: data.read_bytes()[at[f"{name}_start"]:at[f"{name}_end"]] for name in names}
 
 
 def number(value):
@@ -395,13 +400,14 @@ def self_contained(source, constants, kernels, calls, capability):
     tail = re.sub(r"(?m)^//.*\n", "", tail)  # among them commands with the names of temporary files
     lstm = "aoti_torch_cpu_mkldnn_rnn_layer"  # keeps what its backward reads, which is one of the calls, in grad mode alone
     tail = tail.replace(f"{lstm}(", f"(at::AutoGradMode(true), {lstm})(") if calls else tail
-    starts = {f"__{name}_start": data for name, data in kernels.items()}
+    starts = {f"{name}_start": kernel for name, kernel in kernels.items()}
     renamed = sorted({"AOTInductorModel", "AOTInductorModelContainer", "AOTInductorModelKernels",
                       "_binary_constants_bin_start", "_binary_constants_bin_end", *starts,
                       *re.findall(r"\bcpp_fused_\w+", tail)})
     defines = "".join(f"#define {name} {name}_UNIQUE\n" for name in renamed)
     data = array("uint8_t _binary_constants_bin_start", constants)
-    data += "".join(f'extern "C" {{ {array(f"const unsigned char {name}", kernel)}}}\n' for name, kernel in starts.items())
+    for name, kernel in starts.items():  # extern, as it is declared in a namespace
+        data += f'extern "C" {{ {array(f"extern const unsigned char {name}", kernel)}}}\n'
     on_cuda = capability.startswith(CUDA)
     interface_of_device = CUDA_INTERFACE if on_cuda else CPU_INTERFACE
     for name, part in zip(("MAJOR", "MINOR"), capability.removeprefix(CUDA).split(".")):
@@ -532,6 +538,7 @@ def run(command, directory=None):
         raise Failure(f"{command[0]} was not found; install it (Debian: g++), or set CXX to another compiler") from None
     if result.returncode:
         raise Failure(f"{command[0]} failed:\n{result.stderr[:3000]}")
+    return result.stdout
 
 
 def first_line(error):
@@ -716,11 +723,20 @@ def complete(manifest, parts):
     manifest.write()
 
 
+def take_settings(settings):
+    """Lets torch choose the kernels that it chose in the program: those for attention, and those with sums in one order."""
+    import torch
+    for name in ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp"):
+        getattr(torch.backends.cuda, f"enable_{name}")(name in settings)  # on a CPU, too
+    torch.use_deterministic_algorithms("deterministic" in settings, warn_only=True)  # errors were the program's to throw
+
+
 def compile_graphs(folder, names, capability, library, traceback):
     """Compiles some graphs of a saved step. Returns what its manifest is to say of them: values and files."""
     manifest = Manifest.of_step(folder)
     with failures_told("compile_step", traceback), tempfile.TemporaryDirectory() as directory, Code(
             manifest, folder, capability, directory, library) as code:
+        take_settings(manifest["settings"].split())
         for name in names:
             (exported, gradients), inputs = exported_graph(manifest, name, directory)
             code.add(name, exported, gradients, inputs)

@@ -7,6 +7,7 @@ autocast to bfloat16, PyTorch's fused AdamW; as it is, and by torch.compile, whi
 """
 
 import argparse
+import collections
 import math
 import time
 
@@ -27,7 +28,9 @@ def batches_of(arguments):
         mask = torch.arange(longest) < some[:, None]
         batches.append((ids.masked_fill(~mask, PADDING).to(arguments.device), mask.long().to(arguments.device),
                         (torch.arange(len(some)) % 2).to(arguments.device), int(some.sum())))
-    return [batches[i] for i in torch.randperm(len(batches), generator=generator)]
+    counts = collections.Counter(batch[0].shape for batch in batches)
+    frequent = dict(counts.most_common(arguments.lengths))
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator) if batches[i][0].shape in frequent]
 
 
 def model_of(arguments):
@@ -79,6 +82,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10, help="of training, for each of the two (%(default)s)")
     parser.add_argument("--reviews", type=int, default=2048)
+    parser.add_argument("--lengths", type=int, default=16, help="of reviews, the most frequent ones (%(default)s)")
     parser.add_argument("--words", type=int, default=250_880)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=24)

@@ -5,8 +5,8 @@
 
 # Leaves the Python beside LibTorch in `result`, and in `packages` what its torch needs to generate code; or why not.
 function(gradaccum_python_of_libtorch result packages problem)
-  cmake_path(GET GRADACCUM_TORCH_VENV PARENT_PATH parent)
-  set(folder "${parent}/_compile_step")
+  set(folder "${GRADACCUM_TORCH_VENV}/../_compile_step")
+  cmake_path(NORMAL_PATH folder)
   string(REGEX REPLACE "/lib/python3[^/]*/site-packages/torch$" "/bin/python3" python "${GRADACCUM_LIBTORCH_DIR}")
   set(${result} "${python}" PARENT_SCOPE)
   set(${packages} "${folder}" PARENT_SCOPE)
@@ -90,3 +90,45 @@ target_link_options(gradaccum.tests.step_library PRIVATE "$<$<CXX_COMPILER_ID:GN
 target_compile_definitions(gradaccum.tests.compiled_step
   PRIVATE "STEP_LIBRARY=\"$<TARGET_FILE:gradaccum.tests.step_library>\"")
 add_dependencies(gradaccum.tests.compiled_step gradaccum.tests.step_library)
+
+# What is compiled for a GPU is run on a device that computes nothing. That takes CUDA's headers, and Triton of torch's version.
+function(gradaccum_add_test_on_null_device)
+  gradaccum_find_nvcc(nvcc version)
+  set(triton "${GRADACCUM_TORCH_VENV}/../_triton-${GRADACCUM_TORCH_VERSION}")
+  cmake_path(NORMAL_PATH triton)
+  set(missing "")
+  if(NOT nvcc)
+    set(missing "there is no nvcc, and so no CUDA toolkit")
+  elseif(NOT EXISTS "${triton}")
+    message(STATUS "gradaccum: fetching Triton, 290 MB, to ${triton}")
+    execute_process(COMMAND "${python}" -c
+      "from importlib.metadata import requires; print(next(r.split(';')[0] for r in requires('torch') if r.startswith('triton')))"
+      OUTPUT_VARIABLE triton_of_torch OUTPUT_STRIP_TRAILING_WHITESPACE)
+    execute_process(
+      COMMAND "${python}" -m pip install --quiet --disable-pip-version-check --no-input --no-compile --no-deps --retries 1
+              --target "${triton}.new" "${triton_of_torch}"
+      RESULT_VARIABLE failed TIMEOUT 600)
+    if(failed)
+      set(missing "pip could not fetch ${triton_of_torch}")
+    else()
+      file(RENAME "${triton}.new" "${triton}")
+    endif()
+  endif()
+  if(missing)
+    message(STATUS "gradaccum: the test of code for a GPU is left out: ${missing}")
+    add_test(NAME compiled_step.on_null_device COMMAND "${CMAKE_COMMAND}" -E echo "skipped: ${missing}")
+    set_tests_properties(compiled_step.on_null_device PROPERTIES SKIP_REGULAR_EXPRESSION "skipped: ")
+    return()
+  endif()
+  cmake_path(GET nvcc PARENT_PATH bin)
+  add_test(NAME compiled_step.on_null_device
+    COMMAND "${python}" "${CMAKE_CURRENT_SOURCE_DIR}/compiled_step/on_null_device.py" "${CMAKE_CURRENT_BINARY_DIR}/null_device"
+      "${CMAKE_COMMAND}" -E env "LD_PRELOAD=$<TARGET_FILE:gradaccum.tests.emulated_cuda>"
+      $<TARGET_FILE:gradaccum.tests.benchmark_device_bloom> --words 1000 --width 256 --layers 2 --reviews 256 --lengths 1
+      --together 4 --record)
+  set_tests_properties(compiled_step.on_null_device PROPERTIES COST 1 # not last
+    ENVIRONMENT "PYTHONPATH=${packages}:${triton};CUDA_HOME=${bin}/..;CXX=${CMAKE_CXX_COMPILER}")
+endfunction()
+if(TARGET gradaccum.tests.emulated_cuda AND NOT sanitized)
+  gradaccum_add_test_on_null_device()
+endif()

@@ -426,6 +426,19 @@ GRADACCUM_INLINE std::string why_these_rows(const StepTrial& trial, const StepMo
   return "the objective computes with the number of rows in C++, where it is a number and not a tensor's size";
 }
 
+/// LibTorch's settings that tell compiled code which kernels to call: `flash_sdp math_sdp deterministic`.
+GRADACCUM_INLINE std::string settings_text() {
+  auto& context = at::globalContext();
+  std::string text;
+  for (const auto& [set, name] :
+       {std::pair(context.userEnabledFlashSDP(), "flash_sdp"),
+        std::pair(context.userEnabledMemEfficientSDP(), "mem_efficient_sdp"),
+        std::pair(context.userEnabledMathSDP(), "math_sdp"), std::pair(context.userEnabledCuDNNSDP(), "cudnn_sdp"),
+        std::pair(context.deterministicAlgorithms(), "deterministic")})
+    if (set) text += (text.empty() ? "" : " ") + std::string(name);
+  return text;
+}
+
 /// Records steps, checks them against the objective, and writes them to a folder.
 class StepSaver {
  public:
@@ -464,6 +477,7 @@ class StepSaver {
   /// Writes the folder. An old step there stays whole until the last file is written, and is then removed.
   SavedStep write() {
     auto manifest = manifest_of(step_);
+    manifest.values["settings"] = settings_text();
     check_folder();
     make_directory(folder_);
     for (std::size_t i = 0; i < scripts_.size(); ++i)

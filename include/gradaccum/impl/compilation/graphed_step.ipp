@@ -507,6 +507,7 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
 
   void compare(Layout& layout, const std::vector<at::Tensor>& batch, const TrialResult& wanted,
                const StepTrial& trial) {
+    const FreshAccumulators accumulators(model_.parameters);  // those of the captured pass belong to its stream
     const auto got = trial.result([&] { return replayed(layout.step, batch); });
     const auto found = differences_of_steps(model_, wanted, got);
     TORCH_CHECK(found.empty(), "GraphedStep: the captured step must do what the objective does, but for ",
