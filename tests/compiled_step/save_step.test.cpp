@@ -366,6 +366,25 @@ TEST_CASE("Several layouts are several graphs, and modes are recorded", "[save_s
   CHECK(step.graphs[1].items == 5);
 }
 
+TEST_CASE("LibTorch's settings are recorded, for the compiler to choose the same kernels", "[save_step]") {
+  const testing::Directory directory;
+  auto model = perceptron();
+  const auto settings = [&] {
+    ga::save_step(model, plain_loss<Perceptron>, rows_of_six(8), directory / "step");
+    const auto manifest = ga::detail::read_manifest(directory / "step", ga::detail::step_format);
+    return std::get<std::string>(manifest.values.at("settings"));
+  };
+  CHECK(settings() == "flash_sdp math_sdp mem_efficient_sdp cudnn_sdp ");
+  auto& context = at::globalContext();
+  const auto as_before = c10::make_scope_exit([&] {
+    context.setSDPUseCuDNN(true);
+    context.setDeterministicAlgorithms(false, /*warn_only=*/false);
+  });
+  context.setSDPUseCuDNN(false);
+  context.setDeterministicAlgorithms(true, /*warn_only=*/false);
+  CHECK(settings() == "flash_sdp math_sdp mem_efficient_sdp deterministic ");
+}
+
 TEST_CASE("A folder is replaced only if it is a step", "[save_step]") {
   const testing::Directory directory;
   auto net = perceptron();

@@ -426,17 +426,12 @@ GRADACCUM_INLINE std::string why_these_rows(const StepTrial& trial, const StepMo
   return "the objective computes with the number of rows in C++, where it is a number and not a tensor's size";
 }
 
-/// LibTorch's settings that tell compiled code which kernels to call: `flash_sdp math_sdp deterministic`.
+/// LibTorch's settings by which it chooses kernels, for the compiler to choose the same.
 GRADACCUM_INLINE std::string settings_text() {
-  auto& context = at::globalContext();
-  std::string text;
-  for (const auto& [set, name] :
-       {std::pair(context.userEnabledFlashSDP(), "flash_sdp"),
-        std::pair(context.userEnabledMemEfficientSDP(), "mem_efficient_sdp"),
-        std::pair(context.userEnabledMathSDP(), "math_sdp"), std::pair(context.userEnabledCuDNNSDP(), "cudnn_sdp"),
-        std::pair(context.deterministicAlgorithms(), "deterministic")})
-    if (set) text += (text.empty() ? "" : " ") + std::string(name);
-  return text;
+  const auto& of = at::globalContext();
+  return plain_text(of.userEnabledFlashSDP() ? "flash_sdp " : "", of.userEnabledMathSDP() ? "math_sdp " : "",
+                    of.userEnabledMemEfficientSDP() ? "mem_efficient_sdp " : "",
+                    of.userEnabledCuDNNSDP() ? "cudnn_sdp " : "", of.deterministicAlgorithms() ? "deterministic " : "");
 }
 
 /// Records steps, checks them against the objective, and writes them to a folder.

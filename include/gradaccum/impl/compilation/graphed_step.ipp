@@ -388,7 +388,8 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     const auto reserved_before = reserved_bytes();
     const auto casts_of_the_graph_end = c10::make_scope_exit([] { at::autocast::clear_cache(); });
     at::autocast::clear_cache();
-    const auto before = versions();
+    std::vector<std::int64_t> before;
+    for (auto& buffer : model_.buffers) before.push_back(buffer._version());
     Loss loss = at::Tensor();
     step->forward.emplace(*stream_, pool(), [&] { loss = objective(); });
     check_captured(loss);
@@ -447,12 +448,6 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
           "GraphedStep: every tensor that requires grad must be a parameter of the model, got another one of shape ",
           leaf->variable.sizes(), ": register it, or wrap both in one module");
     });
-  }
-
-  std::vector<std::int64_t> versions() const {
-    std::vector<std::int64_t> versions;
-    for (auto& buffer : model_.buffers) versions.push_back(buffer._version());
-    return versions;
   }
 
   /// Computes the gradients, each in memory of its own that is laid out as its parameter's.

@@ -79,7 +79,10 @@ class DeviceCopies {
   void run(std::vector<c10::Event>& copied) const {
     for (auto& [device, staged] : staged_by_device_) {
       const c10::impl::VirtualGuardImpl streams(device.type());
-      const c10::StreamGuard guard(staged_ ? behind_current_stream(streams, device) : streams.getStream(device));
+      c10::Event now(device.type());
+      now.record(streams.getStream(device));
+      const c10::StreamGuard guard(staged_ ? streams.getStreamFromGlobalPool(device) : streams.getStream(device));
+      now.block(guard.current_stream());
       const auto record = c10::make_scope_exit([&] { copied.back().record(guard.current_stream()); });
       copied.emplace_back(device.type());
       for (auto& [to, bytes] : staged) {
@@ -90,14 +93,6 @@ class DeviceCopies {
   }
 
  private:
-  static c10::Stream behind_current_stream(const c10::impl::VirtualGuardImpl& streams, c10::Device device) {
-    const auto stream = streams.getStreamFromGlobalPool(device);
-    c10::Event now(device.type());
-    now.record(streams.getStream(device));
-    now.block(stream);
-    return stream;
-  }
-
   const bool staged_;
   std::unordered_map<c10::Device, std::vector<std::pair<at::Tensor, at::Tensor>>> staged_by_device_;
 };
