@@ -96,9 +96,13 @@ function(gradaccum_add_test_on_null_device)
   gradaccum_find_nvcc(nvcc version)
   set(triton "${GRADACCUM_TORCH_VENV}/../_triton-${GRADACCUM_TORCH_VERSION}")
   cmake_path(NORMAL_PATH triton)
+  execute_process(COMMAND "${python}" -c "import sysconfig; print(sysconfig.get_path('include'))"
+    OUTPUT_VARIABLE python_headers OUTPUT_STRIP_TRAILING_WHITESPACE)
   set(missing "")
   if(NOT nvcc)
     set(missing "there is no nvcc, and so no CUDA toolkit")
+  elseif(NOT EXISTS "${python_headers}/Python.h")
+    set(missing "there is no ${python_headers}/Python.h, which Triton includes (Debian: python3-dev)")
   elseif(NOT EXISTS "${triton}")
     message(STATUS "gradaccum: fetching Triton, 290 MB, to ${triton}")
     execute_process(COMMAND "${python}" -c
