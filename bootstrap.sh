@@ -41,8 +41,8 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
 
 On Debian and Ubuntu, what is missing is installed with apt-get, after saying what and why; elsewhere it is only named.
 `docs` needs Python and, once, PyPI (30 MB), nothing of the rest. LibTorch is fetched by pip into build/ (about 600 MB,
-once) unless CMAKE_PREFIX_PATH names one that fits, and 9 MB that torch.compile needs for `test`. Python's PyTorch, for
-`oracle`, `bench`, `demo export` and `--compile`, is several GB more.
+once) unless CMAKE_PREFIX_PATH names one that fits, and for `test` 60 MB that torch.compile and transformers need, with
+CUDA's toolkit 290 MB more. Python's PyTorch, for `oracle`, `bench`, `demo export` and `--compile`, is several GB more.
 END
 }
 

@@ -59,11 +59,11 @@ Objective objective_in(bool bfloat16) {
   };
 }
 
-/// Steps for tools/compile_step.py, and what they are of.
-struct Recorded {
+/// The folder of recorded steps, and what they are of.
+struct Steps {
   std::filesystem::path folder = {};  ///< empty if there are none
   std::int64_t micro_batch = 32;
-  std::size_t lengths = 16;  ///< the most frequent ones, with which ours trains alone
+  std::size_t lengths = 16;  ///< the most frequent ones; all of ours train with these alone
 };
 
 /// An update is of 8 reviews, or of a micro-batch; the reviews are of the most frequent lengths alone.
@@ -171,7 +171,7 @@ std::function<Training()> begins(Arguments... arguments) {
   };
 }
 
-std::vector<Way> all_ways(const Model& model, const Reviews& data, const Recorded& steps) {
+std::vector<Way> all_ways(const Model& model, const Reviews& data, const Steps& steps) {
   const MakesObjective bf16 = [](Model&) { return objective_in(/*bfloat16=*/true); };
   const MakesObjective graphed = [=](Model& own) { return ga::GraphedStep(own, bf16(own)); };
   const auto ours = [&](const std::string& how, std::int64_t micro_batch, const MakesObjective& objective) {
@@ -191,13 +191,21 @@ std::vector<Way> all_ways(const Model& model, const Reviews& data, const Recorde
       ours("graphed, 8 at once, bf16-mixed", 8, graphed),
       ours("graphed, 32 at once, bf16-mixed", 32, graphed),
   };
+  const MakesObjective compiled = [=](Model& own) {
+    return [step = ga::CompiledStep(own, bf16(own), steps.folder)](Model& model, const auto& batch) mutable {
+      const auto loss = step(model, batch);
+      TORCH_CHECK(step.report().eager == 0, "benchmark_device_bloom: --steps must have a step for each batch, but ",
+                  step.report(), "give --together and --lengths as it was recorded with");
+      return loss;
+    };
+  };
   if (!steps.folder.empty())
-    ways.push_back(ours(fmt::format("compiled, {} at once, bf16-mixed", steps.micro_batch), steps.micro_batch,
-                        [=](Model& own) { return ga::CompiledStep(own, bf16(own), steps.folder); }));
+    ways.push_back(
+        ours(fmt::format("compiled, {} at once, bf16-mixed", steps.micro_batch), steps.micro_batch, compiled));
   return ways;
 }
 
-void record(Model& model, const Reviews& data, const Recorded& steps) {
+void record(Model& model, const Reviews& data, const Steps& steps) {
   const auto batches = bloom::frequent_batches(batches_of(data, steps.micro_batch), steps.lengths);
   fmt::print("{}", fmt::streamed(ga::save_steps(model, objective_in(/*bfloat16=*/true), batches, steps.folder,
                                                 {.any_rows = false, .constants = true})));
@@ -266,7 +274,7 @@ int main(int argc, char** argv) {
   int rounds = 2;
   std::int64_t product = 8192;
   std::string only;
-  Recorded steps;
+  Steps steps;
   std::filesystem::path record_in;
   std::int64_t reviews = 2048;
   const auto options =
@@ -305,10 +313,10 @@ int main(int argc, char** argv) {
                  reviews_a_second(way));
     }
   fmt::print(
-      "Updates on a device, reviews of {} lengths of IMDB's, BLOOM of {} layers, width {}, {} words: {:.1f} M "
-      "parameters\n",
-      steps.lengths, config.n_layer, config.hidden_size, config.vocab_size,
-      static_cast<double>(config.parameter_count()) / 1e6);
+      "Updates on a device, BLOOM of {} layers, width {}, {} words: {:.1f} M parameters; reviews of IMDB's lengths, in "
+      "ours of the {} most frequent\n",
+      config.n_layer, config.hidden_size, config.vocab_size, static_cast<double>(config.parameter_count()) / 1e6,
+      steps.lengths);
   fmt::print(
       "  {}\n  MFU: 6 FLOP for a token and a weight of the blocks, over {:.0f} TFLOP/s of bfloat16 products of {} x "
       "{}\n",

@@ -265,8 +265,10 @@ def arrays_of(object_file, directory):
          "--set-section-flags", ".lrodata=alloc,load,readonly", str(path), str(data)])
     symbols = map(str.split, run(["nm", "--defined-only", str(path)]).splitlines())
     at = {symbol: int(address, 16) for address, _, symbol in symbols}
-    names = [symbol.removesuffix("_start") for symbol in at if symbol.endswith("_start")]
-    return {name: data.read_bytes()[at[f"{name}_start"]:at[f"{name}_end"]] for name in names}
+    names, section = [symbol.removesuffix("_start") for symbol in at if symbol.endswith("_start")], data.read_bytes()
+    if not names or any(f"{name}_end" not in at for name in names):
+        raise Failure(f"this version of torch generates an unexpected object file, with {', '.join(at) or 'no symbols'}")
+    return {name: section[at[f"{name}_start"]:at[f"{name}_end"]] for name in names}
 
 
 def number(value):
@@ -406,7 +408,7 @@ def self_contained(source, constants, kernels, calls, capability):
                       *re.findall(r"\bcpp_fused_\w+", tail)})
     defines = "".join(f"#define {name} {name}_UNIQUE\n" for name in renamed)
     data = array("uint8_t _binary_constants_bin_start", constants)
-    for name, kernel in starts.items():  # extern, as it is declared in a namespace
+    for name, kernel in starts.items():  # extern, as a const array is else local to this file
         data += f'extern "C" {{ {array(f"extern const unsigned char {name}", kernel)}}}\n'
     on_cuda = capability.startswith(CUDA)
     interface_of_device = CUDA_INTERFACE if on_cuda else CPU_INTERFACE
@@ -724,11 +726,12 @@ def complete(manifest, parts):
 
 
 def take_settings(settings):
-    """Lets torch choose the kernels that it chose in the program: those for attention, and those with sums in one order."""
+    """Lets torch choose the kernels for attention that it chose in the program, and deterministic ones if it did there."""
     import torch
     for name in ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp"):
-        getattr(torch.backends.cuda, f"enable_{name}")(name in settings)  # on a CPU, too
-    torch.use_deterministic_algorithms("deterministic" in settings, warn_only=True)  # errors were the program's to throw
+        getattr(torch.backends.cuda, f"enable_{name}")(name in settings)  # decides for a CPU, too
+    # An operation without a deterministic kernel is for the program to refuse.
+    torch.use_deterministic_algorithms("deterministic" in settings, warn_only=True)
 
 
 def compile_graphs(folder, names, capability, library, traceback):

@@ -17,7 +17,7 @@ folder, record = pathlib.Path(sys.argv[1]), sys.argv[2:]
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "support/null_device"))
 import null_device  # noqa: E402
 
-torch_libraries = next(path for path in map(lambda path: pathlib.Path(path, "torch/lib"), sys.path) if path.exists())
+torch_libraries = next(path for path in (pathlib.Path(path, "torch/lib") for path in sys.path) if path.exists())
 ASKING = [torch_libraries / f"lib{name}.so" for name in ("c10_cuda", "torch_cuda", "torch_python", "torch_cuda_linalg",
                                                         "caffe2_nvrtc", "torch_nvshmem")]
 os.environ.update(TRITON_LIBCUDA_PATH=str(folder), TRITON_CACHE_DIR=str(folder / "triton"), TORCHINDUCTOR_COMPILE_THREADS="1")
@@ -74,8 +74,11 @@ def main():
     subprocess.run([*record, str(step)], check=True)
     manifest, functions = compiled(step)
     assert manifest["graph-0.capability"] == "CUDA 9.0", json.dumps(manifest.content)
-    source = next(step.glob("graph-0.*.cpp")).read_text()
-    assert "flash_attention" in source and "cudnn_attention" not in source  # as the program has set it
+    kernels = torch.backends.cuda
+    assert kernels.flash_sdp_enabled() and not kernels.cudnn_sdp_enabled()  # as the program has it, and not by default
+    assert not torch.are_deterministic_algorithms_enabled()
+    compile_step.take_settings(["math_sdp", "deterministic"])
+    assert not kernels.flash_sdp_enabled() and torch.are_deterministic_algorithms_enabled()
 
     inputs = compile_step.Inputs(manifest["model"], manifest["graph-0.batch"]).tensors
     inputs.append(torch.ones((), device="cuda"))

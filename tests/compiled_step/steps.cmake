@@ -91,16 +91,19 @@ target_compile_definitions(gradaccum.tests.compiled_step
   PRIVATE "STEP_LIBRARY=\"$<TARGET_FILE:gradaccum.tests.step_library>\"")
 add_dependencies(gradaccum.tests.compiled_step gradaccum.tests.step_library)
 
-# What is compiled for a GPU is run on a device that computes nothing. That takes CUDA's headers, and Triton of torch's version.
-function(gradaccum_add_test_on_null_device)
+# What is compiled for a GPU is run on a device that computes nothing. `program`: benchmark_device_bloom.
+function(gradaccum_add_test_on_null_device program)
   gradaccum_find_nvcc(nvcc version)
-  set(triton "${GRADACCUM_TORCH_VENV}/../_triton-${GRADACCUM_TORCH_VERSION}")
-  cmake_path(NORMAL_PATH triton)
   execute_process(COMMAND "${python}" -c "import sysconfig; print(sysconfig.get_path('include'))"
     OUTPUT_VARIABLE python_headers OUTPUT_STRIP_TRAILING_WHITESPACE)
+  set(triton "${GRADACCUM_TORCH_VENV}/../_triton-${GRADACCUM_LIBTORCH_VERSION}")
+  cmake_path(NORMAL_PATH triton)
+  file(LOCK "${triton}.lock" GUARD FUNCTION)
   set(missing "")
-  if(NOT nvcc)
-    set(missing "there is no nvcc, and so no CUDA toolkit")
+  if(NOT nvcc OR version VERSION_LESS 13)
+    set(missing "there is no CUDA toolkit of version 13")
+  elseif(NOT EXISTS "${GRADACCUM_LIBTORCH_DIR}/lib/libtorch_cuda.so")
+    set(missing "LibTorch is without CUDA")
   elseif(NOT EXISTS "${python_headers}/Python.h")
     set(missing "there is no ${python_headers}/Python.h, which Triton includes (Debian: python3-dev)")
   elseif(NOT EXISTS "${triton}")
@@ -108,6 +111,7 @@ function(gradaccum_add_test_on_null_device)
     execute_process(COMMAND "${python}" -c
       "from importlib.metadata import requires; print(next(r.split(';')[0] for r in requires('torch') if r.startswith('triton')))"
       OUTPUT_VARIABLE triton_of_torch OUTPUT_STRIP_TRAILING_WHITESPACE)
+    file(REMOVE_RECURSE "${triton}.new") # of a fetch that was interrupted
     execute_process(
       COMMAND "${python}" -m pip install --quiet --disable-pip-version-check --no-input --no-compile --no-deps --retries 1
               --target "${triton}.new" "${triton_of_torch}"
@@ -126,13 +130,9 @@ function(gradaccum_add_test_on_null_device)
   endif()
   cmake_path(GET nvcc PARENT_PATH bin)
   add_test(NAME compiled_step.on_null_device
-    COMMAND "${python}" "${CMAKE_CURRENT_SOURCE_DIR}/compiled_step/on_null_device.py" "${CMAKE_CURRENT_BINARY_DIR}/null_device"
-      "${CMAKE_COMMAND}" -E env "LD_PRELOAD=$<TARGET_FILE:gradaccum.tests.emulated_cuda>"
-      $<TARGET_FILE:gradaccum.tests.benchmark_device_bloom> --words 1000 --width 256 --layers 2 --reviews 256 --lengths 1
-      --together 4 --record)
+    COMMAND "${python}" "${PROJECT_SOURCE_DIR}/tests/compiled_step/on_null_device.py" "${CMAKE_CURRENT_BINARY_DIR}/null_device"
+      "${CMAKE_COMMAND}" -E env "LD_PRELOAD=$<TARGET_FILE:gradaccum.tests.emulated_cuda>" $<TARGET_FILE:${program}>
+      --words 1000 --width 256 --layers 2 --reviews 256 --lengths 1 --together 4 --record)
   set_tests_properties(compiled_step.on_null_device PROPERTIES COST 1 # not last
     ENVIRONMENT "PYTHONPATH=${packages}:${triton};CUDA_HOME=${bin}/..;CXX=${CMAKE_CXX_COMPILER}")
 endfunction()
-if(TARGET gradaccum.tests.emulated_cuda AND NOT sanitized)
-  gradaccum_add_test_on_null_device()
-endif()

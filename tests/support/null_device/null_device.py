@@ -5,19 +5,22 @@
     null_device.py FOLDER PROGRAM_OR_LIBRARY...
     LD_LIBRARY_PATH=FOLDER:... LD_PRELOAD=FOLDER/libcuda.so.1 PROGRAM
 
-makes libcuda.so.1, which has what the programs and their libraries (LibTorch's libtorch_cuda.so among them) ask of CUDA. It
-needs g++ and CUDA's headers ($CUDA_HOME, /usr/local/cuda). With it Python's torch finds a GPU of compute capability 9.0 and compiles for it, and programs
-capture, launch and copy: whatever is wrong before a kernel runs is found. Results are zeros, and timings the host's alone.
+The first command makes FOLDER/libcuda.so.1, with every function of CUDA that those files call; LibTorch's libtorch_cuda.so
+is one of them. It needs g++ and CUDA 13's headers ($CUDA_HOME, /usr/local/cuda). With it Python's torch finds a GPU of compute
+capability 9.0 and compiles for it, and programs capture graphs, launch kernels and copy. Everything runs but the kernels
+themselves, so results are zeros, and timings are the host's.
 """
 
 import argparse
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 
 SOURCE = pathlib.Path(__file__).with_name("null_device.cpp")
 PREFIX = r"(__)?(cuda|cu[A-Z]|cublas|cudnn|cusolver|cusparse|cufft|cufile|nccl|nvrtc|nvshmem)"
+# Looked up by name when Triton runs.
 OF_TRITON = ("cuInit", "cuCtxSetCurrent", "cuFuncSetAttribute", "cuFuncSetCacheConfig", "cuModuleUnload")
 
 
@@ -31,12 +34,12 @@ def make(folder, asking):
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     include = pathlib.Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")
-    compiler, own, library = os.environ.get("CXX", "g++"), folder / "own.o", folder / "libcuda.so.1"
-    subprocess.run([compiler, "-std=c++20", "-fPIC", f"-I{include}", "-c", str(SOURCE), "-o", str(own)], check=True)
+    compiler, own, library = shlex.split(os.environ.get("CXX", "g++")), folder / "own.o", folder / "libcuda.so.1"
+    subprocess.run([*compiler, "-std=c++20", "-fPIC", f"-I{include}", "-c", str(SOURCE), "-o", str(own)], check=True)
     wanted = set(OF_TRITON).union(*(symbols(file, ["-D", "--undefined-only"]) for file in asking))
     others = sorted(name for name in wanted - symbols(own, ["--defined-only"]) if re.match(PREFIX, name))
     (folder / "others.c").write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in others))
-    subprocess.run([compiler, "-shared", "-fPIC", "-w", "-fno-builtin", "-Wl,-soname,libcuda.so.1", str(own), "-x", "c",
+    subprocess.run([*compiler, "-shared", "-fPIC", "-w", "-fno-builtin", "-Wl,-soname,libcuda.so.1", str(own), "-x", "c",
                     str(folder / "others.c"), "-x", "none", "-ldl", "-o", str(library)], check=True)
     return library
 

@@ -291,8 +291,7 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     std::int64_t uses = 0, checks = 0;
     bool reads_values = true;  ///< false if it does not read the tensors that are on the CPU
   };
-  /// The number of batches of a layout that run by the objective, too. At the second show numbers that it computes in
-  /// C++.
+  /// How many batches of a layout run by the objective, too. The second shows numbers that are computed in C++.
   static constexpr std::int64_t checks = 2;
 
   std::string why_eager(const std::vector<at::Tensor>& batch) const {

@@ -79,12 +79,13 @@ class DeviceCopies {
   void run(std::vector<c10::Event>& copied) const {
     for (auto& [device, staged] : staged_by_device_) {
       const c10::impl::VirtualGuardImpl streams(device.type());
+      const auto current = streams.getStream(device);
+      const c10::StreamGuard guard(staged_ ? streams.getStreamFromGlobalPool(device) : current);
+      auto& event = copied.emplace_back(device.type());
+      const auto record = c10::make_scope_exit([&] { event.record(guard.current_stream()); });
       c10::Event now(device.type());
-      now.record(streams.getStream(device));
-      const c10::StreamGuard guard(staged_ ? streams.getStreamFromGlobalPool(device) : streams.getStream(device));
+      if (staged_) now.record(current);
       now.block(guard.current_stream());
-      const auto record = c10::make_scope_exit([&] { copied.back().record(guard.current_stream()); });
-      copied.emplace_back(device.type());
       for (auto& [to, bytes] : staged) {
         to.copy_(bytes, /*non_blocking=*/true);
         streams.recordDataPtrOnStream(bytes.storage().data_ptr(), guard.current_stream());
