@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# compiled_on_device.sh PROGRAMS OUT [LENGTHS]: records the steps of FashionMNIST's network and of a BLOOM of 560m's
-# shapes on a CUDA device, of 8 and 32 reviews of LENGTHS lengths (4), compiles them, and times them against eager
-# training, its graphs, and, where transformers is there, Python's torch.compile. PROGRAMS is the folder of the
-# benchmarks; $PYTHON (python3) has torch of their version. OUT gets what each prints, and the steps. Some five minutes
-# on 16 cores, of which the compiler takes three, and Python's own in at most four more.
+# compiled_on_device.sh PROGRAMS OUT [LENGTHS [REVIEWS...]]: records the steps of FashionMNIST's network and of a BLOOM of
+# 560m's shapes on a CUDA device, of REVIEWS (32) at once of LENGTHS lengths (4), compiles them, and times them against
+# eager training, its graphs, and, where transformers is there, Python's torch.compile. PROGRAMS is the folder of the
+# benchmarks; $PYTHON (python3) has torch of their version. OUT gets what each prints, and the steps. Some four minutes
+# on 16 cores, of which the compiler takes three; Python's own in at most four more.
 
 set -uo pipefail
 
 if (( $# < 2 )); then sed -n '4,8 s/^# //p' "$0" >&2; exit 2; fi
 programs=$1 out=$2 lengths=${3:-4} failed=0 recorded=()
+reviews=("${@:4}")
+if (( ! ${#reviews[@]} )); then reviews=(32); fi
 benchmarks=$(dirname "$0") python=${PYTHON:-python3} steps=$out/steps
 mkdir -p "$steps"
 
@@ -23,17 +25,17 @@ run() {
 }
 
 run 60 recorded_update "$programs/benchmark_device_update" --record "$steps/update"
-for together in 8 32; do
+for together in "${reviews[@]}"; do
   run 90 "recorded_bloom_$together" "$programs/benchmark_device_bloom" --record "$steps/bloom_$together" \
     --together "$together" --lengths "$lengths"
 done
-for folder in "$steps"/{update,bloom_8,bloom_32}; do
+for folder in "$steps/update" "${reviews[@]/#/$steps/bloom_}"; do
   if [[ -f $folder/manifest.json ]]; then recorded+=("$folder"); fi
 done
 if (( ! ${#recorded[@]} )); then exit 1; fi
 run $((240 + 60 * lengths)) compiled "$python" "$benchmarks/../tools/compile_step.py" --jobs "$(nproc)" "${recorded[@]}"
 run 60 compiled_update "$programs/benchmark_device_update" --steps "$steps/update"
-for together in 8 32; do
+for together in "${reviews[@]}"; do
   run 120 "compiled_bloom_$together" "$programs/benchmark_device_bloom" --steps "$steps/bloom_$together" \
     --only "$together at once, bf16" --seconds 30 --together "$together" --lengths "$lengths"
 done
