@@ -63,9 +63,8 @@ int attribute(int number) {
 
 constexpr std::size_t memory = std::size_t{139} << 30;
 
-int status(void* stream, int* to) {
-  return give(to, stream && capturing ? 1 : 0);
-}  // the default stream never captures
+/// The default stream never captures.
+int status(void* stream, int* to) { return give(to, stream && capturing ? 1 : 0); }
 
 }  // namespace
 
