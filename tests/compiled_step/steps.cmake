@@ -3,6 +3,26 @@
 # The tests of compiled steps. When they are built, save_steps records the steps, and Python's torch, the one that LibTorch is a
 # part of, generates their C++. They are built into the tests, and one is a library that can be loaded.
 
+# Fetches packages without what they depend on to a folder, unless it has those of that key; or leaves in `problem` why not.
+function(gradaccum_fetch_packages python folder key size problem) # ARGN: for pip
+  file(LOCK "${folder}.lock" GUARD FUNCTION)
+  if(EXISTS "${folder}/${key}.stamp")
+    return()
+  endif()
+  list(JOIN ARGN " " what)
+  message(STATUS "gradaccum: fetching ${what}, ${size}, to ${folder}")
+  file(REMOVE_RECURSE "${folder}")
+  execute_process(
+    COMMAND "${python}" -m pip install --quiet --disable-pip-version-check --no-input --no-compile --no-deps --retries 1
+            --target "${folder}" ${ARGN}
+    RESULT_VARIABLE failed TIMEOUT 600)
+  if(failed)
+    set(${problem} "pip could not fetch ${what}" PARENT_SCOPE)
+  else()
+    file(TOUCH "${folder}/${key}.stamp")
+  endif()
+endfunction()
+
 # Leaves the Python beside LibTorch in `result`, and in `packages` what its torch needs to generate code; or why not.
 function(gradaccum_python_of_libtorch result packages problem)
   set(folder "${GRADACCUM_TORCH_VENV}/../_compile_step")
@@ -17,20 +37,9 @@ function(gradaccum_python_of_libtorch result packages problem)
   endif()
   set(requirements "${PROJECT_SOURCE_DIR}/tests/compiled_step/requirements.txt")
   file(SHA256 "${requirements}" hash)
-  file(LOCK "${folder}.lock" GUARD FUNCTION)
-  if(NOT EXISTS "${folder}/${hash}.stamp")
-    message(STATUS "gradaccum: fetching what torch.compile and transformers need, 60 MB, to ${folder}")
-    file(REMOVE_RECURSE "${folder}")
-    execute_process(
-      COMMAND "${python}" -m pip install --quiet --disable-pip-version-check --no-input --no-compile --no-deps --retries 1
-              --target "${folder}" --requirement "${requirements}"
-      RESULT_VARIABLE failed TIMEOUT 300)
-    if(failed)
-      set(${problem} "pip could not fetch tests/compiled_step/requirements.txt" PARENT_SCOPE)
-      return()
-    endif()
-    file(TOUCH "${folder}/${hash}.stamp")
-  endif()
+  set(missing "")
+  gradaccum_fetch_packages("${python}" "${folder}" "${hash}" "60 MB" missing --requirement "${requirements}")
+  set(${problem} "${missing}" PARENT_SCOPE)
 endfunction()
 
 gradaccum_python_of_libtorch(python packages problem)
@@ -98,7 +107,6 @@ function(gradaccum_add_test_on_null_device program)
     OUTPUT_VARIABLE python_headers OUTPUT_STRIP_TRAILING_WHITESPACE)
   set(triton "${GRADACCUM_TORCH_VENV}/../_triton-${GRADACCUM_LIBTORCH_VERSION}")
   cmake_path(NORMAL_PATH triton)
-  file(LOCK "${triton}.lock" GUARD FUNCTION)
   set(missing "")
   if(NOT nvcc OR version VERSION_LESS 13)
     set(missing "there is no CUDA toolkit of version 13")
@@ -106,21 +114,11 @@ function(gradaccum_add_test_on_null_device program)
     set(missing "LibTorch is without CUDA")
   elseif(NOT EXISTS "${python_headers}/Python.h")
     set(missing "there is no ${python_headers}/Python.h, which Triton includes (Debian: python3-dev)")
-  elseif(NOT EXISTS "${triton}")
-    message(STATUS "gradaccum: fetching Triton, 290 MB, to ${triton}")
+  else()
     execute_process(COMMAND "${python}" -c
       "from importlib.metadata import requires; print(next(r.split(';')[0] for r in requires('torch') if r.startswith('triton')))"
       OUTPUT_VARIABLE triton_of_torch OUTPUT_STRIP_TRAILING_WHITESPACE)
-    file(REMOVE_RECURSE "${triton}.new") # of a fetch that was interrupted
-    execute_process(
-      COMMAND "${python}" -m pip install --quiet --disable-pip-version-check --no-input --no-compile --no-deps --retries 1
-              --target "${triton}.new" "${triton_of_torch}"
-      RESULT_VARIABLE failed TIMEOUT 600)
-    if(failed)
-      set(missing "pip could not fetch ${triton_of_torch}")
-    else()
-      file(RENAME "${triton}.new" "${triton}")
-    endif()
+    gradaccum_fetch_packages("${python}" "${triton}" "${triton_of_torch}" "290 MB" missing "${triton_of_torch}")
   endif()
   if(missing)
     message(STATUS "gradaccum: the test of code for a GPU is left out: ${missing}")

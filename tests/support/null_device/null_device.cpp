@@ -191,12 +191,7 @@ int cuGetErrorString(int, const char** to) { return give(to, "an error of the nu
 int cuStreamIsCapturing(void* stream, int* to) { return status(stream, to); }
 int cuModuleLoadData(void** module, const void* image) {
   constexpr int invalid_image = 200;
-  return std::memcmp(image,
-                     "\x7F"
-                     "ELF",
-                     4)
-             ? invalid_image
-             : give_new(module);
+  return std::memcmp(image, "\177ELF", 4) ? invalid_image : give_new(module);
 }
 int cuModuleGetFunction(void** function, void*, const char*) { return give_new(function); }
 int cuFuncGetAttribute(int* value, int number, void*) { return give(value, number == 0 ? 1024 : 0); }  // 0: threads
