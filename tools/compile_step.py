@@ -253,22 +253,23 @@ def generated_source(exported, capability):
             others = [json.loads(files.read(name)) for name in names if name.endswith(".json")]
         if len(sources) != 1:
             raise Failure(f"this version of torch generates unexpected files: {', '.join(names)}")
-    constants = arrays.pop("_binary_constants_bin", b"")
+    constants = arrays.pop("_binary_constants_bin_start", b"")
     return sources[0], constants, arrays, [call["node"] for other in others for call in other.get("nodes", [])]
 
 
 def arrays_of(object_file, directory):
-    """The arrays in an object file that has nothing else. The array NAME is between the symbols NAME_start and NAME_end."""
+    """The arrays in an object file that has nothing else, by the symbols NAME_start before them; NAME_end is behind them."""
     path, data = pathlib.Path(directory, "data.o"), pathlib.Path(directory, "data.bin")
     path.write_bytes(object_file)
     run(["objcopy", "-O", "binary", "--only-section=.lrodata", "--only-section=.ldata", "--only-section=.rodata",
          "--set-section-flags", ".lrodata=alloc,load,readonly", str(path), str(data)])
     symbols = map(str.split, run(["nm", "--defined-only", str(path)]).splitlines())
     at = {symbol: int(address, 16) for address, _, symbol in symbols}
-    names, section = [symbol.removesuffix("_start") for symbol in at if symbol.endswith("_start")], data.read_bytes()
-    if not names or any(f"{name}_end" not in at for name in names):
+    ends = {start: at.get(start.removesuffix("_start") + "_end") for start in at if start.endswith("_start")}
+    if not ends or None in ends.values():
         raise Failure(f"this version of torch generates an unexpected object file, with {', '.join(at) or 'no symbols'}")
-    return {name: section[at[f"{name}_start"]:at[f"{name}_end"]] for name in names}
+    section = data.read_bytes()
+    return {start: section[at[start]:end] for start, end in ends.items()}
 
 
 def number(value):
@@ -402,13 +403,12 @@ def self_contained(source, constants, kernels, calls, capability):
     tail = re.sub(r"(?m)^//.*\n", "", tail)  # among them commands with the names of temporary files
     lstm = "aoti_torch_cpu_mkldnn_rnn_layer"  # keeps what its backward reads, which is one of the calls, in grad mode alone
     tail = tail.replace(f"{lstm}(", f"(at::AutoGradMode(true), {lstm})(") if calls else tail
-    starts = {f"{name}_start": kernel for name, kernel in kernels.items()}
     renamed = sorted({"AOTInductorModel", "AOTInductorModelContainer", "AOTInductorModelKernels",
-                      "_binary_constants_bin_start", "_binary_constants_bin_end", *starts,
+                      "_binary_constants_bin_start", "_binary_constants_bin_end", *kernels,
                       *re.findall(r"\bcpp_fused_\w+", tail)})
     defines = "".join(f"#define {name} {name}_UNIQUE\n" for name in renamed)
     data = array("uint8_t _binary_constants_bin_start", constants)
-    for name, kernel in starts.items():  # extern, as a const array is else local to this file
+    for name, kernel in kernels.items():  # extern, as a const array is else local to this file
         data += f'extern "C" {{ {array(f"extern const unsigned char {name}", kernel)}}}\n'
     on_cuda = capability.startswith(CUDA)
     interface_of_device = CUDA_INTERFACE if on_cuda else CPU_INTERFACE
