@@ -25,8 +25,15 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
                                               C++ trains them on made-up reviews and FashionMNIST; the arguments,
                                               --epochs say, are for all three; build/exported_demo has data, models,
                                               trained weights and a page for each
-       ./bootstrap.sh test [--preset PRESET]  build and run the tests; PRESET is dev (the default: newest LibTorch and
-                                              g++) or oldest (oldest LibTorch and clang++, under sanitizers)
+       ./bootstrap.sh test                    build and run the core of the tests: those of all modules, a program that
+                                              finds the installed library, the documents' code, and a killed training
+       ./bootstrap.sh test MODULE [PATTERN]   one module, a folder of tests/; or of it the files that PATTERN names, or
+                                              else the cases: window, window gradients, window "Window: *"
+       ./bootstrap.sh test --all | --ci       all tests; those that CI runs, which are all but the label weekly
+       ./bootstrap.sh test --list             the modules and their files
+                                              Each takes --preset PRESET: dev (the default: newest LibTorch and g++) or
+                                              oldest (oldest LibTorch and clang++, under sanitizers). What took how long
+                                              is in build/PRESET/ledger.txt
        ./bootstrap.sh packages                install what the tests of both presets need, and nothing else
        ./bootstrap.sh bench [--no-python] [ARGUMENT...]
                                               build and run the benchmarks, some of them against Python's PyTorch,
@@ -41,8 +48,8 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
 
 On Debian and Ubuntu, what is missing is installed with apt-get, after saying what and why; elsewhere it is only named.
 `docs` needs Python and, once, PyPI (30 MB), nothing of the rest. LibTorch is fetched by pip into build/ (about 600 MB,
-once) unless CMAKE_PREFIX_PATH names one that fits, and for `test` 60 MB that torch.compile and transformers need, with
-CUDA's toolkit 290 MB more. Python's PyTorch, for `oracle`, `bench`, `demo export` and `--compile`, is several GB more.
+once) unless CMAKE_PREFIX_PATH names one that fits, and for `test --all` 60 MB that torch.compile and transformers need,
+with CUDA's toolkit 290 MB more. Python's PyTorch, for `oracle`, `bench`, `demo export` and `--compile`, is several GB more.
 END
 }
 
@@ -336,20 +343,97 @@ install_packages() {
   install_missing
 }
 
+# The modules of the tests, each with its files.
+list_tests() {
+  local folder file
+  for folder in tests/*/CMakeLists.txt tests/*/*.test.cpp; do dirname "${folder#tests/}"; done | sort -u | while read -r folder; do
+    printf '%-18s' "$folder"
+    for file in tests/"$folder"/*.test.cpp; do
+      [[ -e $file ]] && file=${file##*/} && printf ' %s' "${file%.test.cpp}"
+    done
+    printf '\n'
+  done
+}
+
+# measured STAGE COMMAND...: with a line in the ledger of the preset.
+measured() { python3 tests/support/ledger.py "build/$preset" stage "$@"; }
+
+# build_tests TARGET...
+build_tests() {
+  python3 tests/support/ledger.py "build/$preset" begin
+  step "Configuring (preset $preset; the first time this fetches LibTorch, which takes a few minutes on a slow line)"
+  measured "configure, and fetch LibTorch" cmake --preset "$preset" "${options[@]}"
+  step "Building with $(build_jobs) jobs (the first time this takes minutes)"
+  measured "build" cmake --build --preset "$preset" --parallel "$(build_jobs)" --target "$@"
+}
+
+run_ctest() {
+  local status=0
+  step "Testing"
+  measured "test" ctest --preset "$preset" --output-junit "$PWD/build/$preset/tests.xml" "$@" || status=$?
+  step "What took how long"
+  python3 tests/support/ledger.py "build/$preset" print
+  return $status
+}
+
+# run_cases MODULE PATTERN: cases by their names; those with the tag [cuda] on the emulated device.
+run_cases() {
+  local program=build/$preset/tests/gradaccum.tests.$1 device=build/$preset/tests/support/emulated_cuda/libemulated_cuda.so
+  local output status=0 found=""
+  [[ -x $program ]] || fail "$1 has no file that matches '$2'; ./bootstrap.sh test --list names them"
+  for tag in '~[cuda]' '[cuda]'; do
+    if [[ $tag == '[cuda]' && -e $device ]]; then export GRADACCUM_EMULATED_CUDA=$device; fi
+    output=$(OMP_NUM_THREADS=1 "$program" "\"$2\"$tag" 2>&1) || status=1
+    if [[ $output == *@("No test cases matched"|"No tests ran")* ]]; then status=0; continue; fi
+    found=yes
+    printf '%s\n' "$output"
+    (( status == 0 )) || return 1
+  done
+  [[ $found ]] || fail "$1 has no file and no case that matches '$2'; ./bootstrap.sh test --list names the files"
+}
+
 run_tests() {
-  local preset=dev
-  case ${1-} in
-    "") ;;
-    --preset) preset=${2-} ;;
-    --preset=*) preset=${1#--preset=} ;;
-    *) usage >&2; exit 2 ;;
-  esac
+  local preset=dev which=core options=() module="" pattern=""
+  while (( $# > 0 )); do
+    case $1 in
+      --preset) preset=${2-}; shift ;;
+      --preset=*) preset=${1#--preset=} ;;
+      --all | --ci) which=${1#--} ;;
+      --list) list_tests; return ;;
+      -*) usage >&2; exit 2 ;;
+      *)
+        if [[ $pattern ]]; then usage >&2; exit 2; fi
+        if [[ $module ]]; then pattern=$1; else module=${1%/}; fi
+        ;;
+    esac
+    shift || { usage >&2; exit 2; }
+  done
+  [[ -z $module || -d tests/$module ]] || fail "there is no folder tests/$module; ./bootstrap.sh test --list names the modules"
   need_to_test "$preset"
   install_missing
   check_cmake
-  build "$preset"
-  step "Testing"
-  ctest --preset "$preset"
+  if [[ $module ]]; then
+    build_tests "tests.$module"
+    local selection=(-L "^$module\$")
+    if [[ $pattern ]]; then
+      local regex=${pattern//./[.]}
+      selection+=(-R "^($module[.])?${regex//\*/.*}([.](cuda|kernels|avx2|default))?\$")
+      if ctest --preset "$preset" -N "${selection[@]}" | grep -q "^Total Tests: 0"; then
+        run_cases "$module" "$pattern"
+        return
+      fi
+    fi
+    run_ctest "${selection[@]}"
+  elif [[ $which == core ]]; then
+    build_tests tests.core
+    run_ctest -L '^core$'
+    step "This was the core. Left out: code for devices, code that Python exports, examples, other consumers, kernels, most kills,"
+    step "fuzzing, -ffast-math, headers alone, benchmarks; ./bootstrap.sh test --all runs those, too (CONTRIBUTING.md)"
+  else
+    options=(-DGRADACCUM_WEEKLY_TESTS=$([[ $which == all ]] && echo ON || echo OFF))
+    build_tests all tests.all
+    run_ctest
+  fi
 }
 
 # begin_results ARGUMENT...: a line in the file that --json names, of which machine the lines behind it are, and when.

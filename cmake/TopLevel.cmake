@@ -8,10 +8,11 @@ if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
 endif()
 
 # A file that includes LibTorch takes some ten seconds to compile. The sloppiness is what ccache asks for where
-# precompiled headers are used; clang needs -Xclang -fno-pch-timestamp besides, which the presets give.
+# precompiled headers are used; clang needs -Xclang -fno-pch-timestamp besides, which the presets give. With what depends on
+# the compiler's own list of headers, nothing is preprocessed before it is compiled.
 find_program(GRADACCUM_CCACHE ccache DOC "The compiler cache")
 mark_as_advanced(GRADACCUM_CCACHE)
 if(GRADACCUM_CCACHE AND NOT DEFINED CMAKE_CXX_COMPILER_LAUNCHER)
   set(CMAKE_CXX_COMPILER_LAUNCHER
-    "${CMAKE_COMMAND};-E;env;CCACHE_SLOPPINESS=pch_defines,time_macros;${GRADACCUM_CCACHE}")
+    "${CMAKE_COMMAND};-E;env;CCACHE_DEPEND=1;CCACHE_SLOPPINESS=pch_defines,time_macros;${GRADACCUM_CCACHE}")
 endif()

@@ -248,8 +248,8 @@ TEST_CASE("ExportedModel: has Python's names, and modes as Python has them") {
 }
 
 TEST_CASE("ExportedModel: items are tokens for a language model") {
-  auto model = model_of("llama");
-  const auto batch = Oracle("llama").batch(0);
+  auto model = model_of("llama_bf16");
+  const auto batch = Oracle("llama_bf16").batch(0);
   const auto counted = (batch.at("labels").narrow(1, 1, 9) != -100).sum().item<double>();
   CHECK(model->loss(batch).items == counted);
   CHECK(counted < 36);

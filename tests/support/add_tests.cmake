@@ -7,9 +7,30 @@
 #
 # LibTorch's templates take most of each compilation. So some files are compiled together, each in a namespace of its
 # own; what they include comes before.
+#
+# A test has the label of its module, which is the folder of its file, and more that CONTRIBUTING.md lists.
 
-set(GRADACCUM_TEST_FILES_TOGETHER 10 CACHE STRING
-  "How many files of tests are compiled together; 1 is best for who changes one of them again and again")
+set(GRADACCUM_TEST_FILES_TOGETHER 12 CACHE STRING
+  "How many files of tests are compiled together; 1 makes changing one of them again and again fast")
+
+# What ./bootstrap.sh test runs, with `consume`, `kills` and `codebase` in part.
+set(gradaccum_core_modules checkpoint data fitting io memory optim parallel policies pytorch_values scaling snippets state
+  trainer training_kills training_state verification watching window)
+
+# gradaccum_tests_need(module target...): `cmake --build … --target tests.<module>` builds what the tests of a module run;
+# tests.core that of the modules of the core, and tests.all that of all.
+function(gradaccum_tests_need module)
+  set(groups ${module} all)
+  if(module IN_LIST gradaccum_core_modules)
+    list(APPEND groups core)
+  endif()
+  foreach(group IN LISTS groups)
+    if(NOT TARGET tests.${group})
+      add_custom_target(tests.${group})
+    endif()
+    add_dependencies(tests.${group} ${ARGN})
+  endforeach()
+endfunction()
 
 # The names and tags of a file's tests, one `TEST_CASE("…", "[…]"` after another, over however many lines they go.
 function(gradaccum_test_cases source result)
@@ -35,6 +56,8 @@ function(gradaccum_add_tests program prefix)
     target_precompile_headers(${program} REUSE_FROM gradaccum.tests.main)
   endif()
   gradaccum_compile_together(${program} ${sources})
+  string(REGEX REPLACE "\\..*" "" module "${prefix}")
+  gradaccum_tests_need(${module} ${program})
   foreach(source IN LISTS sources)
     cmake_path(GET source STEM LAST_ONLY file) # name.test, which -# makes a tag of
     string(REGEX REPLACE "\\.test$" "" name "${prefix}${file}")
@@ -46,15 +69,14 @@ function(gradaccum_add_tests program prefix)
       gradaccum_add_test_of_file(${name} ${program} "[#${file}]~[cuda]~[.]")
     endif()
     if(cuda)
-      gradaccum_add_test_of_file(${name}.cuda ${program} "[#${file}][cuda]")
-      set_tests_properties(${name}.cuda PROPERTIES LABELS cuda)
+      gradaccum_add_test_of_file(${name}.cuda ${program} "[#${file}][cuda]" cuda)
       if(TARGET gradaccum.tests.emulated_cuda)
         set_tests_properties(${name}.cuda PROPERTIES FAIL_REGULAR_EXPRESSION "No tests ran|skipped: |SKIPPED:"
           ENVIRONMENT "GRADACCUM_EMULATED_CUDA=$<TARGET_FILE:gradaccum.tests.emulated_cuda>")
-        add_dependencies(${program} gradaccum.tests.emulated_cuda)
+        add_dependencies(tests.${module} gradaccum.tests.emulated_cuda) # not tests.core
         if(program MATCHES "[.](checkpoint|device|memory|optim|scaling|state|trainer|verification|window)$" AND NOT file MATCHES "kernels[.]test$") # once more, with the library's own kernels
-          gradaccum_add_test_of_file(${name}.kernels ${program} "[#${file}][cuda]")
-          set_tests_properties(${name}.kernels PROPERTIES LABELS cuda
+          gradaccum_add_test_of_file(${name}.kernels ${program} "[#${file}][cuda]" cuda kernels)
+          set_tests_properties(${name}.kernels PROPERTIES
             FAIL_REGULAR_EXPRESSION "No tests ran|skipped: |SKIPPED:"
             ENVIRONMENT "GRADACCUM_EMULATED_KERNELS=1;GRADACCUM_EMULATED_CUDA=$<TARGET_FILE:gradaccum.tests.emulated_cuda>")
         endif()
@@ -65,10 +87,17 @@ function(gradaccum_add_tests program prefix)
   endforeach()
 endfunction()
 
-# No test at all is a failure, which Catch2 2 takes for success.
+# gradaccum_add_test_of_file(name program tests [label...]). No test at all is a failure, which Catch2 2 takes for success.
 function(gradaccum_add_test_of_file name program tests)
   add_test(NAME ${name} COMMAND ${program} "-#" "${tests}")
-  set_tests_properties(${name} PROPERTIES FAIL_REGULAR_EXPRESSION "No test cases matched|No tests ran")
+  string(REGEX REPLACE "\\..*" "" module "${name}")
+  set(labels ${module} ${ARGN})
+  if(module IN_LIST gradaccum_core_modules AND NOT "cuda" IN_LIST labels)
+    list(APPEND labels core)
+  elseif(module MATCHES "^(compiled_step|exported_model)$")
+    list(APPEND labels exports)
+  endif()
+  set_tests_properties(${name} PROPERTIES FAIL_REGULAR_EXPRESSION "No test cases matched|No tests ran" LABELS "${labels}")
 endfunction()
 
 function(gradaccum_compile_together program)
