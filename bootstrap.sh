@@ -29,7 +29,9 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
                                               finds the installed library, the documents' code, and a killed training
        ./bootstrap.sh test MODULE [PATTERN]   one module, a folder of tests/; or of it the files that PATTERN names, or
                                               else the cases: window, window gradients, window "Window: *"
-       ./bootstrap.sh test --all | --ci       all tests; those that CI runs, which are all but the label weekly
+       ./bootstrap.sh test --all              all tests
+       ./bootstrap.sh test --ci               those that CI runs: without the weekly ones, which are each header compiled
+                                              alone, more exported models and more consumers
        ./bootstrap.sh test --list             the modules and their files
                                               Each takes --preset PRESET: dev (the default: newest LibTorch and g++) or
                                               oldest (oldest LibTorch and clang++, under sanitizers). What took how long
@@ -346,10 +348,12 @@ install_packages() {
 # The modules of the tests, each with its files.
 list_tests() {
   local folder file
-  for folder in tests/*/CMakeLists.txt tests/*/*.test.cpp; do dirname "${folder#tests/}"; done | sort -u | while read -r folder; do
+  for folder in tests/*/; do
+    folder=${folder#tests/} folder=${folder%/}
+    if [[ $folder == support ]]; then continue; fi
     printf '%-18s' "$folder"
     for file in tests/"$folder"/*.test.cpp; do
-      [[ -e $file ]] && file=${file##*/} && printf ' %s' "${file%.test.cpp}"
+      if [[ -e $file ]]; then file=${file##*/}; printf ' %s' "${file%.test.cpp}"; fi
     done
     printf '\n'
   done
