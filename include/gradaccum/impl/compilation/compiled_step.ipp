@@ -225,7 +225,8 @@ GRADACCUM_INLINE std::shared_ptr<RecordedSteps<CompiledStepReport>> load_step(to
 
 GRADACCUM_INLINE std::shared_ptr<RecordedSteps<CompiledStepReport>> load_step(torch::nn::Module& module,
                                                                               const InProgram& step) {
-  return std::make_shared<LoadedStep>(module, StepSource(step));
+  return std::make_shared<LoadedStep>(module,
+                                      StepSource(step.name, step_in_program(step.name, "CompiledStep"), step_format));
 }
 
 /// A forward pass as TorchScript: a function of parameters, buffers and the batch's tensors, in this order. It returns

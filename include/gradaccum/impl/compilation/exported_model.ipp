@@ -173,7 +173,8 @@ GRADACCUM_INLINE ExportedModelImpl::ExportedModelImpl(const std::filesystem::pat
     tied_[tied[i]] = tied[i + 1];
   }
   if (options.code) {
-    const detail::StepSource code(*options.code, detail::exported_format);
+    const auto& name = options.code->name;
+    const detail::StepSource code(name, detail::step_in_program(name, "ExportedModel"), detail::exported_format);
     TORCH_CHECK(code.manifest.values == manifest.values, "ExportedModel: ", source.name,
                 ": must be the export that was built into this program as ", code.name, "; rebuild the program");
     graphs_ = std::make_shared<detail::StepGraphs>("ExportedModel", std::move(model), code);

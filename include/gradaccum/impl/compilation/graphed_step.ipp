@@ -2,7 +2,6 @@
 // Captures steps on a device as graphs, and replays them.
 #pragma once
 
-#include <gradaccum/compiled_step.hpp>
 #include <gradaccum/detail/compilation/device_graph.hpp>
 #include <gradaccum/graphed_step.hpp>
 

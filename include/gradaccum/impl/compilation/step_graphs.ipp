@@ -2,11 +2,11 @@
 // Runs a model's steps on trial, compares their results, and loads and runs compiled ones.
 #pragma once
 
-#include <gradaccum/compiled_step.hpp>
 #include <gradaccum/gradients.hpp>
 
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
 #include <gradaccum/detail/compilation/step_description.hpp>
+#include <gradaccum/detail/data/samples.hpp>
 #include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/io/formats.hpp>
 #include <gradaccum/detail/types/types.hpp>
@@ -534,23 +534,23 @@ GRADACCUM_INLINE std::filesystem::path listed_file(const std::filesystem::path& 
   return folder / name;
 }
 
+/// Returns the step that has this name in the program. `owner`: the class that errors name.
+GRADACCUM_INLINE const StepInProgram& step_in_program(const std::string& name, const char* owner) {
+  const auto found = steps_in_program().find(name);
+  if (found != steps_in_program().end()) return found->second;
+  std::string names;
+  for (auto& [known, step] : steps_in_program()) names += " " + known;
+  TORCH_CHECK(false, owner, ": InProgram{\"", name, "\"} must be a step that gradaccum_compile_step ",
+              "built into this program, which has", names.empty() ? " none" : names);
+}
+
 /// The source of a compiled step: a folder, or this program.
 class StepSource {
  public:
   explicit StepSource(const std::filesystem::path& folder, std::string_view format = step_format)
       : name((folder / manifest_name).string()), manifest(read_manifest(folder, format)), folder_(folder) {}
-  explicit StepSource(const InProgram& step, std::string_view format = step_format) : name(step.name) {
-    const auto found = steps_in_program().find(name);
-    if (found == steps_in_program().end()) {
-      std::string names;
-      for (auto& [known, in_program] : steps_in_program()) names += " " + known;
-      TORCH_CHECK(false, format == step_format ? "CompiledStep" : "ExportedModel", ": InProgram{\"", name,
-                  "\"} must be a step that gradaccum_compile_step ", "built into this program, which has",
-                  names.empty() ? " none" : names);
-    }
-    in_program_ = &found->second;
-    manifest = manifest_of(in_program_->manifest, name, format);
-  }
+  StepSource(const std::string& name, const StepInProgram& step, std::string_view format)
+      : name(name), manifest(manifest_of(step.manifest, name, format)), in_program_(&step) {}
 
   /// Loads the code of a graph. Checks a file against the manifest first.
   StepCode code(std::size_t number, const GraphDescription& graph, at::Device device) const {
