@@ -3,8 +3,8 @@
 # The tests of compiled steps. When they are built, save_steps records the steps, and Python's torch, the one that LibTorch is a
 # part of, generates their C++. They are built into the tests, and one is a library that can be loaded.
 
-# gradaccum_fetch_packages(target folder size argument...): a target that fetches packages by pip, and after it
-# ${CMAKE_BINARY_DIR}/<target>.stamp is there. Build trees share the folder.
+# gradaccum_fetch_packages(target folder size argument...): a target that fetches packages by pip to a folder, which build trees
+# share, and then touches ${PROJECT_BINARY_DIR}/<target>.stamp.
 function(gradaccum_fetch_packages target folder size)
   set(stamp "${PROJECT_BINARY_DIR}/${target}.stamp")
   add_custom_command(OUTPUT "${stamp}"

@@ -549,8 +549,8 @@ class StepSource {
  public:
   explicit StepSource(const std::filesystem::path& folder, std::string_view format = step_format)
       : name((folder / manifest_name).string()), manifest(read_manifest(folder, format)), folder_(folder) {}
-  StepSource(const std::string& name, const StepInProgram& step, std::string_view format)
-      : name(name), manifest(manifest_of(step.manifest, name, format)), in_program_(&step) {}
+  StepSource(std::string step_name, const StepInProgram& step, std::string_view format)
+      : name(std::move(step_name)), manifest(manifest_of(step.manifest, name, format)), in_program_(&step) {}
 
   /// Loads the code of a graph. Checks a file against the manifest first.
   StepCode code(std::size_t number, const GraphDescription& graph, at::Device device) const {
