@@ -25,17 +25,18 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
                                               C++ trains them on made-up reviews and FashionMNIST; the arguments,
                                               --epochs say, are for all three; build/exported_demo has data, models,
                                               trained weights and a page for each
-       ./bootstrap.sh test                    build and run the core of the tests: those of all modules, a program that
-                                              finds the installed library, the documents' code, and a killed training
-       ./bootstrap.sh test MODULE [PATTERN]   one module, a folder of tests/; or of it the files that PATTERN names, or
-                                              else the cases: window, window gradients, window "Window: *"
-       ./bootstrap.sh test --all              all tests
-       ./bootstrap.sh test --ci               those that CI runs: without the weekly ones, which are each header compiled
-                                              alone, more exported models and more consumers
-       ./bootstrap.sh test --list             the modules and their files
+       ./bootstrap.sh test                    build and run the core of the tests: the library's modules on the CPU, a
+                                              program that finds the installed library, the documents' code, and a
+                                              training that is killed and resumed
+       ./bootstrap.sh test FOLDER [PATTERN]   one folder of tests/; PATTERN picks files of it or, if no file matches, test
+                                              cases: test window "gradients*", test window "Window: *"
+       ./bootstrap.sh test --all              all tests of the preset
+       ./bootstrap.sh test --ci               those that CI runs: with the preset dev all but each header compiled alone,
+                                              some exported models and some consumers
+       ./bootstrap.sh test --list             name the folders and their files
                                               Each takes --preset PRESET: dev (the default: newest LibTorch and g++) or
-                                              oldest (oldest LibTorch and clang++, under sanitizers). What took how long
-                                              is in build/PRESET/ledger.txt
+                                              oldest (oldest LibTorch and clang++, under sanitizers, with fewer tests).
+                                              build/PRESET/ledger.txt has what took how long
        ./bootstrap.sh packages                install what the tests of both presets need, and nothing else
        ./bootstrap.sh bench [--no-python] [ARGUMENT...]
                                               build and run the benchmarks, some of them against Python's PyTorch,
@@ -50,8 +51,8 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
 
 On Debian and Ubuntu, what is missing is installed with apt-get, after saying what and why; elsewhere it is only named.
 `docs` needs Python and, once, PyPI (30 MB), nothing of the rest. LibTorch is fetched by pip into build/ (about 600 MB,
-once) unless CMAKE_PREFIX_PATH names one that fits, and for `test --all` 60 MB that torch.compile and transformers need,
-with CUDA's toolkit 290 MB more. Python's PyTorch, for `oracle`, `bench`, `demo export` and `--compile`, is several GB more.
+once) unless CMAKE_PREFIX_PATH names one that fits, and for tests beyond the core 60 MB that torch.compile and transformers
+need, with CUDA's toolkit 290 MB more. Python's PyTorch, for `oracle`, `bench`, `demo export` and `--compile`, is several GB more.
 END
 }
 
@@ -345,7 +346,7 @@ install_packages() {
   install_missing
 }
 
-# The modules of the tests, each with its files.
+# The folders of the tests, each with its files.
 list_tests() {
   local folder file
   for folder in tests/*/; do
@@ -368,6 +369,9 @@ build_tests() {
   step "Configuring (preset $preset; the first time this fetches LibTorch, which takes a few minutes on a slow line)"
   measured "configure, and fetch LibTorch" cmake --preset "$preset" "${options[@]}"
   step "Building with $(build_jobs) jobs (the first time this takes minutes)"
+  local targets
+  targets=$(cmake --build --preset "$preset" --target help)
+  [[ $targets == *$'\n'"$1: "* ]] || fail "the preset $preset leaves out $1"
   measured "build" cmake --build --preset "$preset" --parallel "$(build_jobs)" --target "$@"
 }
 
@@ -376,29 +380,34 @@ run_ctest() {
   step "Testing"
   measured "test" ctest --preset "$preset" --output-junit "$PWD/build/$preset/tests.xml" "$@" || status=$?
   step "What took how long"
-  python3 tests/support/ledger.py "build/$preset" print
+  python3 tests/support/ledger.py "build/$preset" print || step "The ledger could not be printed"
   return $status
 }
 
-# run_cases MODULE PATTERN: cases by their names; those with the tag [cuda] on the emulated device.
+# run_cases FOLDER PATTERN: test cases by their names; those with the tag [cuda] on the emulated device.
 run_cases() {
-  local program=build/$preset/tests/gradaccum.tests.$1 device=build/$preset/tests/support/emulated_cuda/libemulated_cuda.so
-  local tag output status=0 found=""
-  [[ -x $program ]] || fail "$1 has no file that matches '$2'; ./bootstrap.sh test --list names them"
-  [[ $preset == dev ]] || fail "$1 has no file that matches '$2'; cases by their names run with the preset dev alone"
-  for tag in '~[cuda]' '[cuda]'; do
-    if [[ $tag == '[cuda]' && -e $device ]]; then export GRADACCUM_EMULATED_CUDA=$device; fi
-    output=$(OMP_NUM_THREADS=1 "$program" "\"$2\"$tag" 2>&1) || status=1
-    if [[ $output == *@("No test cases matched"|"No tests ran")* ]]; then status=0; continue; fi
-    found=yes
-    printf '%s\n' "$output"
-    (( status == 0 )) || return 1
+  local where=build/$preset/tests program tag output status found=""
+  local device=$where/support/emulated_cuda/libemulated_cuda.so
+  for program in "$where"{,"/$1"}/"gradaccum.tests.$1"{,.*}; do
+    if [[ ! -f $program || ! -x $program ]]; then continue; fi
+    for tag in '~[cuda]' '[cuda]'; do
+      status=0
+      output=$(
+        if [[ $tag == '[cuda]' && -e $device ]]; then export GRADACCUM_EMULATED_CUDA=$device; fi
+        OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_odr_violation=0:detect_container_overflow=0:protect_shadow_gap=0 \
+          "$program" "\"$2\"$tag" 2>&1
+      ) || status=$?
+      if [[ $output == *@("No test cases matched"|"No tests ran")* ]]; then continue; fi
+      found=yes
+      printf '%s\n' "$output"
+      if (( status != 0 )); then return "$status"; fi
+    done
   done
-  [[ $found ]] || fail "$1 has no file and no case that matches '$2'; ./bootstrap.sh test --list names the files"
+  [[ $found ]] || fail "tests/$1 has no file and no test case that matches '$2'; ./bootstrap.sh test --list names the files"
 }
 
 run_tests() {
-  local preset=dev which=core options=() module="" pattern=""
+  local preset=dev which="" options=() folder="" pattern=""
   while (( $# > 0 )); do
     case $1 in
       --preset) preset=${2-}; shift ;;
@@ -408,37 +417,45 @@ run_tests() {
       -*) usage >&2; exit 2 ;;
       *)
         if [[ $pattern ]]; then usage >&2; exit 2; fi
-        if [[ $module ]]; then pattern=$1; else module=${1%/}; fi
+        if [[ $folder ]]; then pattern=$1; else folder=${1%/}; fi
         ;;
     esac
     shift || { usage >&2; exit 2; }
   done
-  [[ -z $module || -d tests/$module ]] || fail "there is no folder tests/$module; ./bootstrap.sh test --list names the modules"
+  if [[ $folder && $which ]]; then usage >&2; exit 2; fi
+  if [[ $folder && ( ! -d tests/$folder || $folder == support ) ]]; then
+    fail "there are no tests in a folder tests/$folder; ./bootstrap.sh test --list names the folders"
+  fi
   need_to_test "$preset"
   install_missing
   check_cmake
-  if [[ $module ]]; then
-    build_tests "tests.$module"
-    local selection=(-L "^$module\$")
-    if [[ $pattern ]]; then
-      local regex=${pattern//./[.]}
-      selection+=(-R "^($module[.])?${regex//\*/.*}([.](cuda|kernels|avx2|default))?\$")
-      if [[ $(ctest --preset "$preset" -N "${selection[@]}" || true) == *"Total Tests: 0"* ]]; then
-        run_cases "$module" "$pattern"
-        return
+  case ${which:-$folder} in
+    "")
+      options=(-DGRADACCUM_WEEKLY_TESTS=OFF)
+      build_tests tests.core
+      run_ctest -L '^core$'
+      step "This was the core. ./bootstrap.sh test --all runs the rest, too: devices, kernels, code that Python exported, examples, adoption,
+    other consumers, programs that must not compile, most kills, fuzzing, -ffast-math, benchmarks, the doctor, documentation, headers"
+      ;;
+    all | ci)
+      options=(-DGRADACCUM_WEEKLY_TESTS=$([[ $which == all ]] && echo ON || echo OFF))
+      build_tests tests.all all
+      run_ctest
+      ;;
+    *)
+      build_tests "tests.$folder"
+      local selection=(-L "^$folder\$")
+      if [[ $pattern ]]; then
+        local regex=${pattern//./[.]}
+        selection+=(-R "^($folder[.])?${regex//\*/.*}([.](cuda|kernels|avx2|default))?\$")
+        if [[ $(ctest --preset "$preset" -N "${selection[@]}" || true) == *"Total Tests: 0"* ]]; then
+          run_cases "$folder" "$pattern"
+          return
+        fi
       fi
-    fi
-    run_ctest "${selection[@]}"
-  elif [[ $which == core ]]; then
-    build_tests tests.core
-    run_ctest -L '^core$'
-    step "This was the core. Left out: code for devices, code that Python exports, examples, other consumers, kernels, most kills,"
-    step "fuzzing, -ffast-math, headers alone, benchmarks; ./bootstrap.sh test --all runs those, too (CONTRIBUTING.md)"
-  else
-    options=(-DGRADACCUM_WEEKLY_TESTS=$([[ $which == all ]] && echo ON || echo OFF))
-    build_tests all tests.all
-    run_ctest
-  fi
+      run_ctest "${selection[@]}"
+      ;;
+  esac
 }
 
 # begin_results ARGUMENT...: a line in the file that --json names, of which machine the lines behind it are, and when.

@@ -5,8 +5,8 @@
 All are compiled in turn, as often as --runs says; each time is a multiple of that of torch/torch.h alone in the same
 turn, and what is printed is the median. Processor time of one core, without linking.
 
-An empty program must have next to no code: a class whose virtual functions are not inline where it is declared leaves all of
-them in every program.
+An empty program has next to no code, unless a class declares virtual functions that are not inline there, all of which every
+program has then.
 """
 
 import argparse

@@ -8,8 +8,8 @@ if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
 endif()
 
 # A file that includes LibTorch takes some ten seconds to compile. The sloppiness is what ccache asks for where
-# precompiled headers are used; clang needs -Xclang -fno-pch-timestamp besides, which the presets give. With what depends on
-# the compiler's own list of headers, nothing is preprocessed before it is compiled.
+# precompiled headers are used; clang needs -Xclang -fno-pch-timestamp besides, which the presets give. CCACHE_DEPEND: ccache
+# uses the compiler's list of headers, and does not preprocess first.
 find_program(GRADACCUM_CCACHE ccache DOC "The compiler cache")
 mark_as_advanced(GRADACCUM_CCACHE)
 if(GRADACCUM_CCACHE AND NOT DEFINED CMAKE_CXX_COMPILER_LAUNCHER)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# What a first build asks of the machine: its Pythons for LibTorch, and how many compilers at once.
+# What a first build asks of the machine (its Pythons for LibTorch, and how many compilers at once), the arguments of
+# `bootstrap.sh test`, and the ledger.
 
 cmake_minimum_required(VERSION 3.25)
 
@@ -53,7 +54,9 @@ function(refuse expected)
   endif()
   expect("bootstrap.sh test ${ARGN}" "${output}" "${expected}")
 endfunction()
-refuse("there is no folder tests/windows" windows)
+refuse("there are no tests in a folder tests/windows" windows)
+refuse("there are no tests in a folder tests/support" support)
+refuse("usage: " --all window)
 refuse("usage: " window gradients more)
 refuse("usage: " --everything)
 refuse("usage: " --preset)

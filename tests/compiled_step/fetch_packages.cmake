@@ -4,12 +4,12 @@
 # Fetches packages without what they depend on to FOLDER, by the pip of PYTHON, unless it has them. FOLDER/complete.stamp is
 # written last, and says what the folder has.
 
-set(key "${WHAT}")
+set(key "")
 foreach(argument IN LISTS WHAT)
   if(EXISTS "${argument}") # a file of requirements
-    file(SHA256 "${argument}" hash)
-    string(APPEND key " ${hash}")
+    file(SHA256 "${argument}" argument)
   endif()
+  string(APPEND key "${argument} ")
 endforeach()
 file(LOCK "${FOLDER}.lock") # for build trees that share it
 set(present "")

@@ -108,12 +108,14 @@ function(gradaccum_add_test_on_null_device program)
   set(triton "${GRADACCUM_TORCH_VENV}/../_triton-${GRADACCUM_LIBTORCH_VERSION}")
   cmake_path(NORMAL_PATH triton)
   gradaccum_fetch_packages(gradaccum.tests.triton "${triton}" "290 MB" "${triton_of_torch}")
-  gradaccum_tests_need(compiled_step gradaccum.tests.triton gradaccum.tests.packages ${program})
+  foreach(module IN ITEMS compiled_step benchmarks)
+    gradaccum_tests_need(${module} gradaccum.tests.triton gradaccum.tests.packages ${program})
+  endforeach()
   cmake_path(GET nvcc PARENT_PATH bin)
   add_test(NAME compiled_step.on_null_device
     COMMAND "${python}" "${PROJECT_SOURCE_DIR}/tests/compiled_step/on_null_device.py" "${CMAKE_CURRENT_BINARY_DIR}/null_device"
       "${CMAKE_COMMAND}" -E env "LD_PRELOAD=$<TARGET_FILE:gradaccum.tests.emulated_cuda>" $<TARGET_FILE:${program}>
       --words 1000 --width 256 --layers 2 --reviews 256 --lengths 1 --together 4 --record)
-  set_tests_properties(compiled_step.on_null_device PROPERTIES COST 1 LABELS "compiled_step;exports;kernels" # not last
+  set_tests_properties(compiled_step.on_null_device PROPERTIES LABELS "compiled_step;exports;kernels" COST 1 # not last
     ENVIRONMENT "PYTHONPATH=${packages}:${triton};CUDA_HOME=${bin}/..;CXX=${CMAKE_CXX_COMPILER}")
 endfunction()

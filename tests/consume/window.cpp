@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Three windows, the last of which is short, and an exception if they make another number of updates.
+// Makes three updates, the last of which is of a short window. Throws if there were not three.
 #include <gradaccum/grad_accumulator.hpp>
 
 #include <stdexcept>

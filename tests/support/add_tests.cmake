@@ -13,7 +13,7 @@
 set(GRADACCUM_TEST_FILES_TOGETHER 12 CACHE STRING
   "How many files of tests are compiled together; 1 makes changing one of them again and again fast")
 
-# What ./bootstrap.sh test runs, with `consume`, `kills` and `codebase` in part.
+# What ./bootstrap.sh test runs on the CPU, with `codebase`, `bootstrap`, one of `consume` and one of `kills`.
 set(gradaccum_core_modules checkpoint data fitting io memory optim parallel policies pytorch_values scaling snippets state
   trainer training_kills training_state verification watching window)
 
@@ -73,7 +73,9 @@ function(gradaccum_add_tests program prefix)
       if(TARGET gradaccum.tests.emulated_cuda)
         set_tests_properties(${name}.cuda PROPERTIES FAIL_REGULAR_EXPRESSION "No tests ran|skipped: |SKIPPED:"
           ENVIRONMENT "GRADACCUM_EMULATED_CUDA=$<TARGET_FILE:gradaccum.tests.emulated_cuda>")
-        add_dependencies(tests.${module} gradaccum.tests.emulated_cuda) # not tests.core
+        foreach(group IN ITEMS ${module} all) # not core
+          add_dependencies(tests.${group} gradaccum.tests.emulated_cuda)
+        endforeach()
         if(program MATCHES "[.](checkpoint|device|memory|optim|scaling|state|trainer|verification|window)$" AND NOT file MATCHES "kernels[.]test$") # once more, with the library's own kernels
           gradaccum_add_test_of_file(${name}.kernels ${program} "[#${file}][cuda]" cuda kernels)
           set_tests_properties(${name}.kernels PROPERTIES

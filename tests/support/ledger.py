@@ -20,13 +20,12 @@ import sys
 import time
 import xml.etree.ElementTree
 
-SLOWEST = 10
 # The first pattern that matches an output of the build tool names its part of the build.
 PARTS = [
     (r"/gradaccum_compiled\.dir/|/libgradaccum_compiled|^libgradaccum_compiled", "the library"),
     (r"\.(gch|pch)$", "precompiled headers"),
-    (r"/exported/|/steps/", "exports by Python"),
     (r"gradaccum\.tests\.(compiled_step|exported_model)\.\w+\.dir/", "code that Python exported"),
+    (r"/exported/|/steps/", "exports by Python"),
     (r"emulated_cuda", "the emulated device"),
     (r"snippets", "snippets of the documents"),
     (r"^examples/|examples\.", "examples"),
@@ -56,10 +55,10 @@ def built_since(folder, begin):
         return seconds
     commands = {}
     for line in log.read_text().splitlines():
-        if line.startswith("#"):
-            continue
-        start, end, _, output, command = line.split("\t")
-        commands.setdefault((start, end, command), output)
+        fields = line.split("\t")
+        if len(fields) == 5:  # neither a comment nor cut off
+            start, end, _, output, command = fields
+            commands.setdefault((start, end, command), output)
     for (start, end, _), output in commands.items():
         path = folder / output
         if path.exists() and path.stat().st_mtime >= begin:
@@ -83,7 +82,7 @@ def tested_since(folder, begin):
 
 
 def slowest(seconds):
-    return sorted(seconds.items(), key=lambda item: -item[1])[:SLOWEST]
+    return sorted(seconds.items(), key=lambda item: -item[1])[:10]
 
 
 def sums(pairs):
@@ -131,6 +130,7 @@ def main():
     if verb == "begin" and not arguments:
         folder.mkdir(parents=True, exist_ok=True)
         stages.write_text("")
+        (folder / "ledger.txt").unlink(missing_ok=True)
     elif verb == "stage" and len(arguments) > 1:
         begin = time.time()
         status, wall, processor = ran_as_stage(arguments[1:])
