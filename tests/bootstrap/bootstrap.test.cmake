@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# What a first build asks of the machine (its Pythons for LibTorch, and how many compilers at once), the arguments of
-# `bootstrap.sh test`, and the ledger.
+# Tests the search for Pythons that have LibTorch, the number of parallel compilers, the arguments of `bootstrap.sh test`, and
+# the ledger.
 
 cmake_minimum_required(VERSION 3.25)
 
@@ -44,7 +44,7 @@ if(jobs GREATER cores)
   message(FATAL_ERROR "bootstrap.sh must start at most ${cores} compilers, one a core; got ${jobs}")
 endif()
 
-# What the tests can be asked for, and what is no module.
+# The arguments of `bootstrap.sh test`, and arguments that it refuses.
 execute_process(COMMAND bash "${SOURCE}/bootstrap.sh" test --list COMMAND_ERROR_IS_FATAL ANY OUTPUT_VARIABLE text)
 expect("bootstrap.sh test --list" "${text}" "\nwindow  [^\n]* gradients [^\n]*misuse")
 function(refuse expected)

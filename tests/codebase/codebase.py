@@ -5,7 +5,7 @@
     codebase.py              counts the library, and the files of tests that lie loose
     codebase.py --test       tests the counting itself
 
-Lines and files have no ceiling. Other ceilings only fall: whoever makes a figure smaller lowers its ceiling here.
+Lines and files have no ceiling. Other ceilings only fall: a change that makes a figure smaller lowers its ceiling here.
 """
 
 import pathlib

@@ -16,7 +16,7 @@ function(gradaccum_fetch_packages target folder size)
   add_custom_target(${target} DEPENDS "${stamp}")
 endfunction()
 
-# The Python beside LibTorch, and the folder of what its torch needs to generate code.
+# The Python that contains LibTorch, and the folder of the packages that its torch needs to generate code.
 string(REGEX REPLACE "/lib/python3[^/]*/site-packages/torch$" "/bin/python3" python "${GRADACCUM_LIBTORCH_DIR}")
 set(problem "")
 if(python STREQUAL GRADACCUM_LIBTORCH_DIR OR NOT EXISTS "${python}")

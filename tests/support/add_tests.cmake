@@ -17,18 +17,19 @@ set(GRADACCUM_TEST_FILES_TOGETHER 12 CACHE STRING
 set(gradaccum_core_modules checkpoint data fitting io memory optim parallel policies pytorch_values scaling snippets state
   trainer training_kills training_state verification watching window)
 
-# gradaccum_tests_need(module target...): `cmake --build … --target tests.<module>` builds what the tests of a module run;
-# tests.core that of the modules of the core, and tests.all that of all.
+# gradaccum_tests_need(module [NOT_CORE] target...): the targets tests.<module> and tests.all build these targets, and so does
+# tests.core for a module of the core. NOT_CORE: tests.core does not.
 function(gradaccum_tests_need module)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "NOT_CORE" "" "")
   set(groups ${module} all)
-  if(module IN_LIST gradaccum_core_modules)
+  if(module IN_LIST gradaccum_core_modules AND NOT arg_NOT_CORE)
     list(APPEND groups core)
   endif()
   foreach(group IN LISTS groups)
     if(NOT TARGET tests.${group})
       add_custom_target(tests.${group})
     endif()
-    add_dependencies(tests.${group} ${ARGN})
+    add_dependencies(tests.${group} ${arg_UNPARSED_ARGUMENTS})
   endforeach()
 endfunction()
 
@@ -73,9 +74,7 @@ function(gradaccum_add_tests program prefix)
       if(TARGET gradaccum.tests.emulated_cuda)
         set_tests_properties(${name}.cuda PROPERTIES FAIL_REGULAR_EXPRESSION "No tests ran|skipped: |SKIPPED:"
           ENVIRONMENT "GRADACCUM_EMULATED_CUDA=$<TARGET_FILE:gradaccum.tests.emulated_cuda>")
-        foreach(group IN ITEMS ${module} all) # not core
-          add_dependencies(tests.${group} gradaccum.tests.emulated_cuda)
-        endforeach()
+        gradaccum_tests_need(${module} NOT_CORE gradaccum.tests.emulated_cuda)
         if(program MATCHES "[.](checkpoint|device|memory|optim|scaling|state|trainer|verification|window)$" AND NOT file MATCHES "kernels[.]test$") # once more, with the library's own kernels
           gradaccum_add_test_of_file(${name}.kernels ${program} "[#${file}][cuda]" cuda kernels)
           set_tests_properties(${name}.kernels PROPERTIES
