@@ -28,11 +28,11 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
        ./bootstrap.sh test                    build and run the core of the tests: the library's modules on the CPU, a
                                               program that finds the installed library, the documents' code, and a
                                               training that is killed and resumed
-       ./bootstrap.sh test FOLDER [PATTERN]   one folder of tests/; PATTERN picks files of it or, if no file matches, test
-                                              cases: test window "gradients*", test window "Window: *"
+       ./bootstrap.sh test FOLDER [PATTERN]   one folder of tests/; PATTERN picks files of it or, if no file matches,
+                                              test cases: test window "gradients*", test window "Window: *"
        ./bootstrap.sh test --all              all tests of the preset
-       ./bootstrap.sh test --ci               those that CI runs: with the preset dev all but each header compiled alone,
-                                              some exported models and some consumers
+       ./bootstrap.sh test --ci               those that CI runs: with the preset dev all but each header compiled
+                                              alone, some exported models and some consumers
        ./bootstrap.sh test --list             name the folders and their files
                                               Each takes --preset PRESET: dev (the default: newest LibTorch and g++) or
                                               oldest (oldest LibTorch and clang++, under sanitizers, with fewer tests).
@@ -51,8 +51,9 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
 
 On Debian and Ubuntu, what is missing is installed with apt-get, after saying what and why; elsewhere it is only named.
 `docs` needs Python and, once, PyPI (30 MB), nothing of the rest. LibTorch is fetched by pip into build/ (about 600 MB,
-once) unless CMAKE_PREFIX_PATH names one that fits, and for tests beyond the core 60 MB that torch.compile and transformers
-need, with CUDA's toolkit 290 MB more. Python's PyTorch, for `oracle`, `bench`, `demo export` and `--compile`, is several GB more.
+once) unless CMAKE_PREFIX_PATH names one that fits, and for tests beyond the core 60 MB that torch.compile and
+transformers need, with CUDA's toolkit 290 MB more. Python's PyTorch, for `oracle`, `bench`, `demo export` and
+`--compile`, is several GB more.
 END
 }
 

@@ -493,7 +493,7 @@ TEST_CASE("SafetensorsFile: whatever byte of a header changes, it is refused, or
   const std::string what = "a file";
   int refused = 0, read = 0;
   for (std::size_t at = 0; at + 28 < good.size(); ++at)
-    for (int flip = 1; flip < 256; ++flip) {
+    for (int flip = 1; flip < 256; flip += testing::sanitized ? 4 : 1) {
       auto bytes = good;
       bytes[at] = static_cast<char>(bytes[at] ^ flip);
       try {
@@ -509,6 +509,6 @@ TEST_CASE("SafetensorsFile: whatever byte of a header changes, it is refused, or
         ++refused;
       }
     }
-  CHECK(refused > 10'000);
-  CHECK(read > 100);  // names and metadata are free
+  CHECK(refused > 2500);
+  CHECK(read > 25);  // names and metadata are free
 }

@@ -70,12 +70,13 @@ function(gradaccum_add_tests program prefix)
       gradaccum_add_test_of_file(${name} ${program} "[#${file}]~[cuda]~[.]")
     endif()
     if(cuda)
-      gradaccum_add_test_of_file(${name}.cuda ${program} "[#${file}][cuda]" cuda)
+      string(REGEX MATCH "kernels" of_kernels "${file}")
+      gradaccum_add_test_of_file(${name}.cuda ${program} "[#${file}][cuda]" cuda ${of_kernels})
       if(TARGET gradaccum.tests.emulated_cuda)
         set_tests_properties(${name}.cuda PROPERTIES FAIL_REGULAR_EXPRESSION "No tests ran|skipped: |SKIPPED:"
           ENVIRONMENT "GRADACCUM_EMULATED_CUDA=$<TARGET_FILE:gradaccum.tests.emulated_cuda>")
         gradaccum_tests_need(${module} NOT_CORE gradaccum.tests.emulated_cuda)
-        if(program MATCHES "[.](checkpoint|device|memory|optim|scaling|state|trainer|verification|window)$" AND NOT file MATCHES "kernels[.]test$") # once more, with the library's own kernels
+        if(program MATCHES "[.](checkpoint|device|memory|optim|scaling|state|trainer|verification|window)$" AND NOT of_kernels) # once more, with the library's own kernels
           gradaccum_add_test_of_file(${name}.kernels ${program} "[#${file}][cuda]" cuda kernels)
           set_tests_properties(${name}.kernels PROPERTIES
             FAIL_REGULAR_EXPRESSION "No tests ran|skipped: |SKIPPED:"

@@ -10,4 +10,7 @@ int main() {
   ga::Loss wait{mean, count};    // error: a Tensor count would synchronize
   ga::Loss text{mean, "seven"};  // error: items must be an arithmetic count
   static_cast<void>(count);
+  ga::Factor factor;
+  factor.multiply(2.0);
+  double read = factor;  // error: (cannot convert|no viable conversion)
 }
