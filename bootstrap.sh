@@ -60,6 +60,22 @@ END
 step() { printf '==> %s\n' "$*"; }
 fail() { printf 'bootstrap.sh: %s\n' "$*" >&2; exit 1; }
 have() { command -v "$1" > /dev/null 2>&1; }
+refuse() { printf 'bootstrap.sh: %s; ./bootstrap.sh help lists what there is\n' "$*" >&2; exit 2; }
+
+# tell_time WHAT COMMAND...: runs the command, and says every 20 seconds how long it has taken. The command is no operand of
+# `||`, so that `set -e` holds in it.
+tell_time() {
+  local begin=$SECONDS what=$1 clear="" teller
+  if [[ -t 1 ]]; then clear=$'\r\033[K'; fi  # ninja leaves its line unfinished on a terminal
+  while sleep 20 > /dev/null 2>&1; do printf '%s' "$clear"; step "$what: $((SECONDS - begin)) s so far"; done &
+  teller=$!
+  # shellcheck disable=SC2064
+  trap "kill $teller 2> /dev/null" EXIT
+  "${@:2}"
+  trap - EXIT
+  kill "$teller"
+  wait "$teller" 2> /dev/null || true
+}
 
 # --- What the machine has to have ------------------------------------------------------------------------------------
 
@@ -157,9 +173,9 @@ build_jobs() {
 # build PRESET [ARGUMENT...]: the arguments are for cmake --build.
 build() {
   step "Configuring (preset $1; the first time this fetches LibTorch, which takes a few minutes on a slow line)"
-  cmake --preset "$1"
+  tell_time "Configuring" cmake --preset "$1"
   step "Building with $(build_jobs) jobs (the first time this takes minutes)"
-  cmake --build --preset "$1" --parallel "$(build_jobs)" "${@:2}"
+  tell_time "Building" cmake --build --preset "$1" --parallel "$(build_jobs)" "${@:2}"
 }
 
 # --- The data set ----------------------------------------------------------------------------------------------------
@@ -233,6 +249,46 @@ fetch_python_torch() {
   printf '%s' "$requirements" > "$venv/gradaccum-oracle.stamp"
 }
 
+# The value of CMake's variable $1 in the preset demo.
+of_demo() { sed -n "s/^$1:[A-Z]*=//p" build/demo/CMakeCache.txt; }
+
+# choose_python MODULE...: the Python that has the LibTorch of the build if it has these modules, too; otherwise a fetched one.
+choose_python() {
+  local root version modules="torch $*" python
+  root=$(of_demo GRADACCUM_LIBTORCH_DIR) version=$(of_demo GRADACCUM_LIBTORCH_VERSION)
+  for python in "${root%/lib/python3*/*-packages/torch}/bin/python3" python3; do
+    if "$python" -c "import ${modules// /, }, sys; sys.exit(torch.__path__[0] != '$root')" > /dev/null 2>&1; then
+      step "Using the torch $version of $root"
+      python_with_torch=$python
+      return
+    fi
+  done
+  if [[ $version != "$(of_demo GRADACCUM_TORCH_VERSION)" ]]; then
+    fail "the torch $version in $root was found, and its Python lacks one of: $modules; install them into it with pip"
+  fi
+  tell_time "Fetching" fetch_python_torch
+}
+
+# --- Load ------------------------------------------------------------------------------------------------------------
+
+# Prints how many CPUs are busy in one second.
+busy_cpus() {
+  { head -n 1 /proc/stat; sleep 1; head -n 1 /proc/stat; } 2> /dev/null | awk -v cpus="$(getconf _NPROCESSORS_ONLN)" '
+    { busy = $2 + $3 + $4 + $7 + $8 + $9 - then_busy; all = busy + $5 + $6 - then_idle; then_busy += busy; then_idle = $5 + $6 }
+    END { print (NR == 2 && all > 0) ? int(cpus * busy / all + 0.5) : 0 }'
+}
+
+# Prints the number of threads that helps while other programs keep CPUs busy.
+advise_threads() {
+  if [[ -n ${OMP_NUM_THREADS-} ]]; then return; fi
+  local cpus busy free
+  cpus=$(getconf _NPROCESSORS_ONLN) busy=$(busy_cpus)
+  free=$(( busy < cpus ? cpus - busy : 1 ))
+  if (( free >= $(nproc) )); then return; fi
+  step "Other programs keep $busy of $cpus CPUs busy, and threads that work together wait for the slowest of them:
+    with OMP_NUM_THREADS=$free in the environment training may be several times as fast"
+}
+
 # --- The commands ----------------------------------------------------------------------------------------------------
 
 # What to demonstrate, where the arguments do not say it themselves.
@@ -257,13 +313,7 @@ fashion_mnist_options() {
 
 # Records the step of the example that the options say, and compiles it.
 compile_demo() {
-  local python=${CMAKE_PREFIX_PATH-}
-  python=${python%/lib/python3*/site-packages/torch}/bin/python3  # of the torch that LibTorch is a part of, if it is
-  if [[ -n ${CMAKE_PREFIX_PATH-} && -x $python ]]; then
-    python_with_torch=$python
-  else
-    fetch_python_torch
-  fi
+  choose_python sympy
   step "Recording a training step"
   local recording=("${options[@]}")
   for index in "${!recording[@]}"; do
@@ -275,6 +325,17 @@ compile_demo() {
   options+=(--compile "$PWD/$compile")
 }
 
+# export_demos FOLDER DATA: one of a core at a time.
+export_demos() {
+  local kind done=0
+  {
+    # shellcheck disable=SC2016
+    printf '%s\n' text lm image | xargs -P "$(build_jobs)" -I KIND bash -c '"$@" >&3 && echo KIND' bash \
+      "$python_with_torch" examples/exported_model/make_demo.py "$1" --kind KIND --fashion-mnist "$2" |
+      while read -r kind; do step "Exported $kind: $((++done)) of 3"; done
+  } 3>&1
+}
+
 # Trains what Python exported.
 demo_of_exports() {
   local program=$PWD/build/demo/examples/exported_model/exported_model folder=$PWD/build/exported_demo data kind
@@ -284,11 +345,11 @@ demo_of_exports() {
   check_cmake
   build demo --target exported_model
   if [[ " $* " == *" --help "* ]]; then exec "$program" --help; fi
-  fetch_python_torch
+  choose_python transformers safetensors
   data=$(data_directory)
   step "Exporting a BERT (text), a Llama (lm) and a ViT (image); two passes of each are compiled (minutes)"
-  printf '%s\n' text lm image | xargs -P "$(build_jobs)" -I KIND "$python_with_torch" \
-    examples/exported_model/make_demo.py "$folder" --kind KIND --fashion-mnist "$data"
+  tell_time "Exporting" export_demos "$folder" "$data"
+  advise_threads
   cd "$typed_in"  # what folders of the arguments are relative to
   for kind in text lm image; do
     step "Training $kind"
@@ -304,10 +365,11 @@ demo() {
     return
   fi
   local example=fashion_mnist options=() compile="" index
-  if [[ ${1-} == bloom ]]; then
-    example=bloom_classifier
-    shift
-  fi
+  case ${1-} in
+    bloom) example=bloom_classifier; shift ;;
+    "" | -*) ;;
+    *) refuse "there is no demo '$1'" ;;
+  esac
   need_to_build c++ g++ clang++
   if [[ $example == fashion_mnist && ! -d build/data ]]; then
     need dataset-fashion-mnist "" "the images that the example learns"
@@ -324,6 +386,7 @@ demo() {
   "${example}_options" "$@"
   local program=$PWD/build/demo/examples/$example/$example
   if [[ -n $compile ]]; then compile_demo "$@"; fi
+  advise_threads
   step "Training"
   cd "$typed_in"  # what directories of the arguments are relative to
   exec "$program" "${options[@]}" "$@"  # signals are for the program alone
@@ -566,7 +629,7 @@ docs() {
   case ${1-} in
     "") ;;
     --check) check=yes ;;
-    *) usage >&2; exit 2 ;;
+    *) refuse "docs takes nothing but --check, got '$1'" ;;
   esac
   need python3 "have python3" "makes the pages"
   need python3-venv "has_venv" "fetches MkDocs into an environment of its own"
@@ -614,10 +677,11 @@ case $command in
   test) run_tests "$@" ;;
   bench) bench "$@" ;;
   doctor | oracle | packages)
-    if (( $# > 0 )); then usage >&2; exit 2; fi
+    if (( $# > 0 )); then refuse "$command takes no arguments, got '$*'"; fi
     "${command/#packages/install_packages}"
     ;;
   docs) docs "$@" ;;
   help | -h | --help) usage ;;
-  *) usage >&2; exit 2 ;;
+  "") usage >&2; exit 2 ;;
+  *) refuse "there is no command '$command'" ;;
 esac

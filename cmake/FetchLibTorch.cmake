@@ -113,7 +113,8 @@ function(gradaccum_fetch_libtorch result)
     execute_process(
       COMMAND "${venv}/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile
               --only-binary :all: ${requirements}
-      RESULT_VARIABLE failed OUTPUT_FILE "${venv}.log" ERROR_FILE "${venv}.log")
+      RESULT_VARIABLE failed OUTPUT_VARIABLE log ERROR_VARIABLE log ECHO_OUTPUT_VARIABLE ECHO_ERROR_VARIABLE)
+    file(WRITE "${venv}.log" "${log}")
     if(failed)
       gradaccum_pip_failure("${venv}.log" "${python}" reason)
       gradaccum_fetch_failed("${reason}")

@@ -24,15 +24,21 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <functional>
 #include <iostream>
+#include <numeric>
 #include <sstream>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -249,6 +255,41 @@ Finding threads(int number) {
   return judged(seen + in_words(": a product in {:.2f} ms, with as many as CPUs in {:.2f} ms", times), times, cure);
 }
 
+/// Jiffies that the CPUs of this process were busy, and all jiffies, since the machine was started.
+std::pair<double, double> jiffies() {
+  cpu_set_t allowed;
+  const bool known = sched_getaffinity(0, sizeof(allowed), &allowed) == 0;
+  std::pair<double, double> sum;
+  std::istringstream lines(inner::text_of_system_file("/proc/stat"));
+  for (std::string line; std::getline(lines, line);) {
+    int cpu = 0;
+    std::array<double, 8> spent{};  // user, nice, system, idle, iowait, irq, softirq, steal
+    std::istringstream words(line);
+    std::string name;
+    words >> name;
+    if (std::sscanf(name.c_str(), "cpu%d", &cpu) != 1 || (known && !CPU_ISSET(cpu, &allowed))) continue;
+    for (auto& number : spent) words >> number;
+    const double all = std::accumulate(spent.begin(), spent.end(), 0.0);
+    sum = {sum.first + all - spent[3] - spent[4], sum.second + all};
+  }
+  return sum;
+}
+
+/// Threads that share an operation wait for the slowest of them, which other programs may keep from its CPU.
+Finding other_programs(int number) {
+  const auto before = jiffies();
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  const auto after = jiffies();
+  const int cpus = cpus_by_affinity();
+  const double busy = cpus * (after.first - before.first) / std::max(after.second - before.second, 1.0);
+  const auto seen = fmt::format("keep {:.1f} of {} busy", busy, counted(cpus, "CPU"));
+  const int free = std::max(static_cast<int>(std::lround(cpus - busy)), 1);
+  if (number <= free) return {seen};
+  return {seen, fmt::format("OMP_NUM_THREADS={} in the environment while they run: threads that share an operation wait "
+                            "for the slowest",
+                            free)};
+}
+
 /// Counts files, as two of one name are two runtimes as well: LibTorch brings a libgomp of its own.
 Finding openmp() {
   std::string names;
@@ -340,6 +381,7 @@ int main() {
   print("float32 products", float32_products);
   print("bfloat16 products", bfloat16_products);
   print("threads", [&] { return threads(threads_by_default); });
+  print("other programs", [&] { return other_programs(threads_by_default); });
   print("denormal numbers", denormal_numbers);
   print("attention, 64 tokens", attention);
   print("OpenMP", openmp);

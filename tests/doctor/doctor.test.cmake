@@ -33,6 +33,7 @@ foreach(finding
     "bfloat16 products: ${number} GFLOP/s a thread, ${number} in float32"
     "denormal numbers: ${number} ns to multiply one, ${number} ns any other"
     "attention, 64 tokens: training in bfloat16 ${number} ms by flash, ${number} ms without"
+    "other programs: keep ${number} of [0-9]+ CPUs? busy"
     "OpenMP: [^\n]+")
   expect_match("${output}" "\n${verdict}${finding}\n")
 endforeach()
@@ -51,6 +52,19 @@ examine(${right})
 expect_match("${output}" "\nok +threads: ${right} on ${right} CPU")
 if(EMULATED_CUDA AND output MATCHES "CUDA")
   message(FATAL_ERROR "the doctor sees a CUDA device where there is none\n${output}")
+endif()
+
+# While other programs keep all CPUs busy, one thread is advised.
+if(cpus GREATER 1)
+  set(script "${CMAKE_CURRENT_BINARY_DIR}/doctor_on_busy_cpus")
+  file(WRITE "${script}" "#!/bin/sh\nfor i in $(seq ${cpus}); do timeout 100 yes > /dev/null & loops=\"$loops $!\"; done\n"
+    "'${EXAMPLE}'\nstatus=$?\nkill $loops\nexit $status\n")
+  file(CHMOD "${script}" PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)
+  set(EXAMPLE "${script}")
+  examine(${cpus})
+  expect_match("${output}" "\nto mend +other programs: keep ${number} of ${cpus} CPUs busy\n +OMP_NUM_THREADS=1 ")
+  examine(1)
+  expect_match("${output}" "\nok +other programs: keep ")
 endif()
 
 # What has a cure is followed by it, and what is well by another finding.
