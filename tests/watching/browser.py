@@ -277,6 +277,24 @@ def check_axes(browser, page):
     check(many == [0, 100000, 200000, 300000], f"an axis of more points than a call has arguments: {many}")
 
 
+def check_equal(browser, page, pictures):
+    """Equal curves are all seen, and an axis of one number begins at 0."""
+    browser.open(page, 1100, 900)
+    lines = "[...charts.find(one => one.name === '%s').figure.querySelectorAll('path.line')]"
+    dashes = browser.evaluate((lines % "loss") + ".slice(0, 5).map(one => one.style.strokeDasharray)")
+    check(dashes == ["", "", "9, 9", "9, 9", "6, 12"], f"{page.stem}: each curve on another has gaps: {dashes}")
+    note = browser.evaluate("charts.find(one => one.name === 'loss').figure.querySelector('.note').textContent")
+    check("16 x 4 · train, dashed, lies on 64 x 1 · train." in note and
+          "4 x 16, dashed, lies on 64 x 1 · train and 16 x 4 · train." in note, f"{page.stem}: and it is said: {note}")
+    picture = pictures / "equal.png"
+    browser.picture(picture)
+    for colour in ((11, 106, 173), (208, 90, 0), (0, 134, 106)):
+        check(share_of(picture, colour) > 0.0005, f"{page.stem}: the curve of colour {colour} is seen")
+    x, y = browser.evaluate("(() => { const {x, y} = frameOf(charts.find(one => one.name === 'accuracy'), 400, 300); "
+                            "return [x.ticks, y.ticks]; })()")
+    check(x[0] == 0 and y[0] == 0 and 0.5 < y[-1] <= 1, f"{page.stem}: the axes of one validation: {x} and {y}")
+
+
 def check_paper(browser, page, pictures):
     browser.open(page, 1100, 900)
     data = base64.b64decode(browser.call("Page.printToPDF", printBackground=True)["data"])
@@ -298,6 +316,7 @@ def check_in(browser, pages, pictures):
     check_scale(browser, pages / "over.html")
     check_names(browser, pages / "named.html")
     check_axes(browser, pages / "gaps.html")
+    check_equal(browser, pages / "equal.html", pictures)
     check_paper(browser, pages / "over.html", pictures)
     browser.open(pages / "over.html", 1100, 900)
     check(browser.evaluate("[...document.querySelectorAll('h3')].map(one => one.textContent)") ==
@@ -310,6 +329,8 @@ def check_in(browser, pages, pictures):
     check(browser.evaluate("[...document.querySelectorAll('figure')[0].querySelectorAll('li')].map(one => "
                            "one.textContent)")[:3] == ["64 x 1 · train", "64 x 1 · validation", "16 x 4 · train"],
           "several runs on the same axes")
+    under = browser.evaluate("charts.map(one => one.series.filter(series => series.under.length).length)")
+    check(under[1:] == [0, 2, 0, 0, 0], f"of which the learning rate is the same, and nothing with noise: {under}")
     check(browser.evaluate("[...document.querySelectorAll('figure')].at(-1).querySelectorAll('path.line').length") == 3,
           "of memory the sum of each")
     check_gaps(browser, pages / "gaps.html")

@@ -13,6 +13,7 @@
 #include <limits>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace ga = gradaccum;
@@ -153,6 +154,17 @@ void write_named(const std::filesystem::path& path) {
   page.end();
 }
 
+/// One validation, and three runs with the same numbers, of which the last has not come as far.
+void write_equal(const std::filesystem::path& path) {
+  ga::RunPage page(options_of(path, "Equal"));
+  for (const auto& [name, until] : {std::pair{"64 x 1", 938}, {"16 x 4", 938}, {"4 x 16", 700}}) {
+    BelievableRun run(1);
+    auto& curves = page.add_run(name);
+    for (int update = 1; update <= until; ++update) run.add(curves, update);
+  }
+  page.end();
+}
+
 void write_empty(const std::filesystem::path& path) {
   ga::RunPage page(options_of(path, "Nothing yet"));
   page.update();
@@ -171,6 +183,7 @@ int main(int argc, char** argv) try {
   write_hostile(directory / "hostile.html");
   write_gaps(directory / "gaps.html");
   write_named(directory / "named.html");
+  write_equal(directory / "equal.html");
   write_empty(directory / "live.html");
 } catch (const std::exception& error) {
   std::cerr << error.what() << '\n';

@@ -13,7 +13,7 @@ inline constexpr std::string_view page_before_json = R"html(<!DOCTYPE html>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; base-uri 'none'; form-action 'none';
 style-src 'sha256-1jd1Myexv9bb7UbbVuM0dOv0FYB1vn01Kuey27jFCQs=';
-script-src 'sha256-YAFqvKnzT1eS2qSHC/hTkATeKSYR/YNWEXfYK/m4/lY='">
+script-src 'sha256-ZqD/1z7zfM6MZ693+SXZAH6vhk9GteqD5rX8ZvJGDC4='">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>Training</title>
@@ -167,6 +167,8 @@ const seriesOf = chart => runs.flatMap(({name, curves}, place) => {
 const charts = [...new Set(runs.flatMap(one => one.curves.map(curve => curve.chart)))]
   .sort((a, b) => knownOf(a)[1] - knownOf(b)[1]).slice(0, 100).map(name => ({name, series: seriesOf(name)}));
 
+const begins = charts.flatMap(({series}) => series.flatMap(one => one.points.slice(0, 1)));
+
 // A few numbers that lie far outside of all others are cut off, since they would flatten the rest.
 const rangeOf = share => {
   const [min, a, b, max] = [0, .02, .98, 1].map(part => Math.min(Math.max(share(part), -1e300), 1e300));
@@ -174,7 +176,8 @@ const rangeOf = share => {
   let low = a - min > 6 * spread ? a - spread / 2 : min, high = max - b > 6 * spread ? b + spread / 2 : max;
   if (low > 0 && low < .3 * high) low = 0;
   const size = Math.max(Math.abs(low), Math.abs(high));
-  return size < 1e-290 ? [0, 1] : high - low > 2e-9 * size ? [low, high] : [low - size, low + size];
+  if (size < 1e-290) return [0, 1];
+  return high - low > 2e-9 * size ? [low, high] : [Math.min(low, 0), Math.max(high, 0)];  // of one number: from 0
 };
 // Ticks at multiples of 1, 2 or 5 times a power of ten; an axis of updates ends where they do.
 const axisOf = ([low, high], steps, isWhole) => {
@@ -192,8 +195,9 @@ const decadesOf = (low, high) => {
   return {ticks: Array.from({length: count}, (_, i) => Number('1e' + (from + every * i))),
     place: value => (Math.log10(value) - from) / (to - from)};
 };
+// An axis begins where the page's first curve does, so that a late curve is seen as one.
 const updatesOf = points => {
-  const {first} = least(points, point => point.first), {last} = least(points, point => -point.last);
+  const {last} = least(points, point => -point.last), first = least([...points, ...begins], point => point.first).first;
   const from = first > 0 && first < .1 * last ? 0 : first;
   return axisOf([from, Math.max(last, from + 1)], 5, true);
 };
@@ -227,7 +231,17 @@ const drawAxes = (svg, {x, y, isLog, across, down, width, height}) => {
   for (const tick of x.ticks) label(textOf(tick, x.ticks), across(tick), height + 17, 'middle', 'tick');
   label('update', width, height + 33, 'end', '');
 };
-const drawSeries = (plot, {points, colour, dashed}, {across, down, isStack}) => {
+// Tells whether a curve hides another, or would: nine of ten points lie on it, to two pixels.
+const hides = ({finite: one}, {finite: other}, down) => {
+  let i = 0;
+  const same = ({x, mean}) => {
+    while (Math.abs(other[i + 1]?.x - x) <= Math.abs(other[i].x - x)) ++i;
+    return Math.abs(down(mean) - down(other[i].mean)) < 2;
+  };
+  const alike = Math.min(one.length, 2) === Math.min(other.length, 2);  // one point lies on a curve by chance
+  return alike && one.length > 0 && one.filter(same).length >= .9 * one.length;
+};
+const drawSeries = (plot, {points, colour, dashed, under}, {across, down, isStack}) => {
   const place = (point, key) => across(point.x).toFixed(1) + ' ' + down(point[key] ?? 0).toFixed(1);
   const path = (part, key) => part.map(point => place(point, key)).join('L');
   const area = (part, top, bottom, kind) => make(plot, 'path', '',
@@ -237,12 +251,17 @@ const drawSeries = (plot, {points, colour, dashed}, {across, down, isStack}) => 
   for (const part of parts.filter(part => part.length)) {
     if (isStack) area(part, 'mean', 'zero', 'area');
     else if (single && part.some(point => point.low < point.high)) area(part, 'high', 'low', 'band');
-    make(plot, 'path', '', {class: dashed ? 'line dashed' : 'line', stroke: colour, d: `M${path(part, 'mean')}h0`});
-    if (points.length <= 40 && !isStack)
-      for (const {x, mean} of part) make(plot, 'circle', '', {r: 2.5, fill: colour, cx: across(x), cy: down(mean)});
+    const line = make(plot, 'path', '',
+      {class: dashed ? 'line dashed' : 'line', stroke: colour, d: `M${path(part, 'mean')}h0`});
+    const dash = 18 / (1 + under.length);  // the curves below show in the gaps
+    if (under.length) Object.assign(line.style, {strokeLinecap: 'butt', strokeDasharray: `${dash} ${18 - dash}`});
+    if (points.length <= 40 && !isStack) {
+      const r = 2.5 / (1 + under.length);
+      for (const {x, mean} of part) make(plot, 'circle', '', {r, fill: colour, cx: across(x), cy: down(mean)});
+    }
   }
 };
-const drawMarks = (svg, note, {above, below, gaps, across, height}) => {
+const drawMarks = (svg, note, series, {above, below, gaps, across, height}) => {
   const mark = (sign, x, y) => make(svg, 'text', sign, {class: 'mark', x: across(x), y, 'text-anchor': 'middle'});
   for (const point of above) mark('▲', point.highAt, 4);
   for (const point of below) mark('▼', point.lowAt, height + 5);
@@ -251,7 +270,9 @@ const drawMarks = (svg, note, {above, below, gaps, across, height}) => {
   const sum = gaps.reduce((all, point) => all + point.gaps, 0);
   note.textContent = [top && `▲ cut off: up to ${number(top.high)} at update ${number(top.highAt)}.`,
     bottom && `▼ cut off: down to ${number(bottom.low)} at update ${number(bottom.lowAt)}.`,
-    sum && `× NaN or infinite: ${number(sum)}.`].filter(Boolean).join(' ');
+    sum && `× NaN or infinite: ${number(sum)}.`, ...series.filter(one => one.under.length).map(({name, under}) =>
+      `${clean(name, 60)}, dashed, lies on ${under.map(one => clean(one.name, 60)).join(' and ')}.`)]
+    .filter(Boolean).join(' ');
 };
 const addKey = (to, {colour, dashed, name}, text = '') => {
   make(to, 'i', '', {class: dashed ? 'dashed' : ''}).style.borderColor = colour;
@@ -287,8 +308,10 @@ const draw = chart => {
   drawAxes(svg, frame);
   const plot = make(svg, 'svg', '', {x: -4, y: -3, width: width + 8, height: height + 6});  // cuts off what is outside
   plot.setAttribute('viewBox', `-4 -3 ${width + 8} ${height + 6}`);
+  series.forEach((one, i) => one.under = series.slice(0, frame.isStack ? 0 : i)
+    .filter(other => hides(one, other, frame.down) || hides(other, one, frame.down)));
   for (const one of frame.isStack ? [...series].reverse() : series) drawSeries(plot, one, frame);
-  drawMarks(svg, figure.querySelector('.note'), frame);
+  drawMarks(svg, figure.querySelector('.note'), series, frame);
   showNumbers(svg, plot, figure.querySelector('output'), series, frame, left);
   button.hidden = !frame.canLog;
   button.setAttribute('aria-pressed', frame.isLog);
