@@ -169,6 +169,33 @@ def check(chromium, folder, base, problems):
     chromium.open(base + "index.html")
     if search(chromium, "xylophonically"):
         problems.append("a search for a word that is nowhere finds something")
+    for words, guide in (("GradAccumulator", "gradient_accumulation"), ("checkpoint", "memory"), ("keep_best", "watching")):
+        chromium.open(base + "index.html")
+        places = [re.sub(r".*?:\d+/|[?#].*", "", entry.split(" ")[0]) for entry in search(chromium, words)]
+        lists = [i for i, place in enumerate(places) if place == "options.html" or place.startswith("index/")]
+        if f"{guide}.html" not in places[: min(lists, default=len(places))]:
+            problems.append(f"a search for {words} shows a list before the guide {guide}: {list(dict.fromkeys(places))}")
+    lefts = {}
+    for page in ("index", "figures", "memory", "reference/grad_accumulator"):
+        chromium.open(f"{base}{page}.html")
+        lefts[page] = chromium.value("document.querySelector('h1').getBoundingClientRect().left")
+    if len(set(lefts.values())) != 1:
+        problems.append(f"texts do not begin at the same place: {lefts}")
+    wanted = ("[...document.querySelectorAll('.md-nav--secondary a')].some(a => a.hash === '#Accumulator.step') && "
+              "document.querySelectorAll('.highlight .md-clipboard, .highlight .md-code__button').length > 0 && "
+              "!document.querySelector('.no-copy .md-clipboard, .no-copy .md-code__button')")
+    if not chromium.value(wanted):
+        problems.append("reference/grad_accumulator.html: members are in the contents, and code has a button, but not declarations")
+    chromium.size(*PHONE)
+    chromium.open(base + "from_python.html")
+    wide = chromium.value("[...document.querySelectorAll('.md-typeset__scrollwrap')].filter(one => one.scrollWidth > one.clientWidth + 1 "
+                          "&& one.querySelectorAll('th').length < 3).length")
+    if wide:
+        problems.append(f"from_python.html: {wide} tables of two columns are wider than a phone")
+    chromium.open(base + "memory.html")
+    if not chromium.value("getComputedStyle(document.querySelector('.md-typeset__scrollwrap')).backgroundImage.includes('gradient')"):
+        problems.append("memory.html: nothing shows that a table goes on beyond the edge")
+    chromium.size(*DESK)
     figures = (folder.parent / "docs/pages/figures.md").read_text().count("<figure")
     chromium.open(base + "figures.html")
     drawn = chromium.value("[...document.querySelectorAll('figure.bars')].filter(f => [...f.querySelectorAll('.fill')].some("

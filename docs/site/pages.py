@@ -154,10 +154,19 @@ def guides(problems):
     return listed
 
 
+def settings_of(page, listed):
+    """A search shows guides first, and lists of everything last; a page with wide pictures or programs has the room of its
+    table of contents."""
+    guides = {name for entries in listed.values() for _, name in entries} - {"options.md"}
+    boost = 2 if page in guides else 0.5 if page in ("options.md", "changelog.md") or page.startswith("index/") else 1
+    return f"search: {{boost: {boost}}}\n" + ("hide: [toc]\n" if page in ("index.md", "figures.md", "architecture.md") else "")
+
+
 def main(folder):
     problems, pages = Problems(), sources()
     found = headers.read(ROOT / "include")
     problems += headers.undocumented(found)
+    problems += reference.stale(found)
     listed = guides(problems)
     names = Names(found)
     modules = reference.modules((DOCS / "architecture.md").read_text(), (ROOT / "tests/support/layering.cmake").read_text())
@@ -179,8 +188,7 @@ def main(folder):
     }.items():
         made[index] = text
     made["figures.md"] = figures.page(DOCS)
-    for page, side in (("index.md", "navigation"), ("figures.md", "navigation"), ("architecture.md", "toc")):
-        made[page] = f"---\nhide: [{side}]\n---\n\n{made[page]}"  # wide pictures and programs
+    made = {page: f"---\n{settings_of(page, listed)}---\n\n{text}" for page, text in made.items()}
     problems.end()
     shutil.rmtree(folder, ignore_errors=True)
     for page, text in made.items():

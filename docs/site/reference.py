@@ -5,6 +5,14 @@ import os
 import re
 
 SAMPLE_INDENT = re.compile(r" +\S")  # behind an empty line; lists have none before what goes on
+HIDDEN = re.compile(r"= delete$|\boperator=\(|^using ModuleHolder|^static constexpr (const char\*|std::string_view) name")
+# Without a comment these are what LibTorch, iterators, states or the Trainer ask for.
+UNDOCUMENTED = re.compile(r"\boverride$|^using .*::\w+$|^using \w+(_type|_category) |^using (pointer|reference) |\bstate\(Archive|\bvoid check\w*\(")
+HOOK = re.compile(r"\b(attach|\w+_scope|(before|after|on)_\w+|at_boundary|scale_gradients)\(")
+INTERNAL = {"Accumulator": ("NamedWindow", "named_window", "others_continue"),
+            "FitStatus": ("interrupt", "count_window", "end_epoch"),
+            "TrainerBase": ("set_accumulate_in", "set_in_backward", "steps_in_backward", "others_continue"),
+            "DataParallel": ("others_continue",), "Archive": ("set_folder", "set_ranks")}
 BASES = re.compile(r"\s*:\s*((?:public|private|protected)?\s*[\w:]+(?:<[^{]*>)?(?:,\s*)?)+$")
 
 
@@ -73,17 +81,39 @@ def dedented(lines):
     return "\n".join(text)
 
 
+def depths(text):
+    """How many brackets are open before each character; `<` is one where a template has arguments."""
+    open_brackets, found = "", []
+    for place, letter in enumerate(text):
+        found.append(len(open_brackets))
+        if letter in "({[" or letter == "<" and re.search(r"(\w|template )$", text[:place]):
+            open_brackets += letter
+        elif letter in ")}]" or letter == ">" and open_brackets.endswith("<"):
+            open_brackets = open_brackets[:-1]
+    return found
+
+
 def wrapped(text, width=96):
-    """A declaration on lines that a page has room for."""
-    text = re.sub(r"^(template <[^()]*?>) (?=[a-z\[~A-Z])", r"\1\n", text, count=1)
+    """A declaration on lines that a page has room for: its template and what that requires, then the rest, cut where the
+    fewest brackets are open."""
+    text = re.sub(r"\( (?=\w)", "(", text)
+    depth = depths(text)
+    ends = [m.end() for m in re.finditer(r"> (?=[a-z\[~A-Z])|\) (?=\w)", text) if depth[m.end() - 1] == 0]
+    head, rest = "", text
+    if text.startswith("template <") and ends:
+        head, rest = text[: ends[0]].rstrip() + "\n", text[ends[0] :]
+        if rest.startswith("requires(") and ends[1:]:
+            head, rest = head + text[ends[0] : ends[1]].rstrip() + "\n", text[ends[1] :]
     lines = []
-    for line in text.split("\n"):
+    for line in (head + rest).split("\n"):
         while len(line) > width:
-            cut = max(line.rfind(", ", 0, width), line.rfind(" = ", 0, width), line.rfind(" && ", 0, width))
-            if cut <= 4:
+            depth = depths(line)
+            cuts = [m.start() for m in re.finditer(r"(?<=,) | (?=&& |\|\| |= |requires)", line[:width]) if m.start() > 4]
+            if not cuts:
                 break
-            lines.append(line[: cut + 1].rstrip())
-            line = "    " + line[cut + 1 :].lstrip()
+            cut = min(cuts, key=lambda place: (depth[place], -place))
+            lines.append(line[:cut].rstrip())
+            line = "    " + line[cut:].lstrip()
         lines.append(line)
     return "\n".join(lines)
 
@@ -131,33 +161,62 @@ def fields_table(fields):
     return "\n".join([*rows, "", "</div>"])
 
 
-def members(name, of_policy=False):
-    """Public members in their order: fields as tables, functions as code with what is said of them.
+def code(declarations):
+    """Nobody copies a declaration: it has no button for that."""
+    return "``` { .cpp .no-copy }\n" + "\n".join(declarations) + "\n```"
+
+
+def is_internal(owner, member, of_policy):
+    """Public for other parts of the library alone."""
+    if member.access != "public" or HIDDEN.search(member.text) or member.name.startswith("~"):
+        return True
+    if member.name in INTERNAL.get(owner.name, ()):
+        return True
+    return not member.doc and not member.shared and bool(UNDOCUMENTED.search(member.text) or of_policy and HOOK.search(member.text))
+
+
+def stale(found):
+    """Names in INTERNAL that no header has any more."""
+    there = {(name.name, member.name) for names in found.values() for name in names for member in name.members}
+    return [f"docs/site/reference.py: INTERNAL names {owner}::{member}, which no header has"
+            for owner, names in INTERNAL.items() for member in names if (owner, member) not in there]
+
+
+def members(name, of_policy=False, level=3):
+    """Public members in their order: fields as tables, functions with a heading, their code and what is said of them.
 
     A policy is a plain struct: what its users have no business with is public, too, and says so or says nothing.
     """
-    shown, fields, calls, said, its_own = [], [], [], [], False
+    shown, fields, calls, said, its_own, headed = [], [], [], [], False, set()
+
+    def head(names):
+        new = [one for one in dict.fromkeys(names) if one not in headed]
+        headed.update(new)
+        if new:
+            words = ", ".join(f"`{'(constructor)' if one == name.name else one}`" for one in new)
+            anchor = re.sub(r"\W+", "-", new[0]).strip("-")
+            shown.append(f"{'#' * level} {words} {{#{name.name}.{anchor}}}")
 
     def flush():
         if fields:
             shown.append(fields_table(fields))
         if calls:
-            shown.append("```cpp\n" + "\n".join(wrapped(call) for call in calls) + "\n```")
+            head([call.name for call in calls])
+            shown.append(code(wrapped(call.text + ";") for call in calls))
         if said:
             shown.append(markdown(said))
         fields.clear(), calls.clear(), said.clear()
 
     for member in name.members:
-        hidden = re.search(r"= delete$|\boperator=\(|^using ModuleHolder|^static constexpr (const char\*|std::string_view) name", member.text)
-        if member.access != "public" or hidden or member.name.startswith("~"):
+        if is_internal(name, member, of_policy):
             continue
         its_own = its_own or "like all below" in " ".join(member.doc)
         if of_policy and member.kind == "field" and (its_own or not member.doc or "not an option" in member.doc):
             continue
         if member.kind in ("record", "enum"):
             flush()
-            shown.append(f"#### {name.name}::{member.name} {{#{name.name}.{member.name}}}")
-            shown.append("\n\n".join(filter(None, [markdown(member.doc), members(member)])))
+            head([member.name])
+            shown.append("\n\n".join(filter(None, [markdown(member.doc), members(member, level=level + 1)])))
         elif member.kind == "field" and not member.text.startswith(("template", "static constexpr auto")):
             if calls:
                 flush()
@@ -165,19 +224,38 @@ def members(name, of_policy=False):
         else:
             if fields or said and not member.shared or calls and member.doc:
                 flush()
-            calls.append(member.text + ";")
+            calls.append(member)
             said += member.doc
     flush()
     return "\n\n".join(shown)
 
 
+def by_weight(header, names):
+    """The names that the page is called by, the classes that they derive from, others, options, and concepts last."""
+    titles = re.split(r"::|, ", title_of(header, names))
+    bases = {base for name in names if name.name in titles for base in re.findall(r"\w+", declaration(name).partition(" : ")[2])}
+
+    def weight(name):
+        if name.name in titles:
+            return 0
+        if name.kind == "concept" or name.header != header:
+            return 4
+        return 1 if name.name in bases else 3 if name.name.endswith("Options") else 2
+
+    before, weights = 0, []
+    for name in names:  # overloads stay together
+        before = before if name.shared else weight(name)
+        weights.append(before)
+    return [name for _, name in sorted(zip(weights, names), key=lambda pair: pair[0])]
+
+
 def header_page(header, names):
     title = title_of(header, names)
     page = [f"# {title}", "", f"```cpp\n#include <{header}>\n```", ""]
-    for name in names:
+    for name in by_weight(header, names):
         if not name.shared and (name.doc or not name.name.startswith("operator")):
             page += [f"## {name.full.removeprefix('ga::')} {{#{name.name}}}", ""]
-        page += [f"```cpp\n{declaration(name)}\n```", ""]
+        page += [code([declaration(name)]), ""]
         page += [markdown(name.doc), ""]
         if name.kind == "enum" and any(member.doc for member in name.members):
             page += ["| value | |", "|---|---|"]

@@ -134,6 +134,15 @@ class Headers(unittest.TestCase):
         self.assertEqual(reference.declaration(runner), "template <class T, class U = std::vector<T>>\nclass Runner : public Other;")
         self.assertNotIn("hidden", reference.members(runner))
 
+    def test_wraps_declarations(self):
+        count = ("template <std::convertible_to<std::int64_t> Number> requires(!std::floating_point<Number> && !std::same_as<Number, bool>) "
+                 "constexpr Count( Number value);")
+        self.assertEqual(reference.wrapped(count), "template <std::convertible_to<std::int64_t> Number>\n"
+                         "requires(!std::floating_point<Number> && !std::same_as<Number, bool>)\nconstexpr Count(Number value);")
+        self.assertEqual(reference.wrapped("bool operator<(const A<B, C>& a, int b) const;"), "bool operator<(const A<B, C>& a, int b) const;")
+        self.assertEqual(reference.wrapped("void f(std::function<void(int, int)> g, std::map<int, int> names, int x);", 60),
+                         "void f(std::function<void(int, int)> g,\n    std::map<int, int> names, int x);")
+
     def test_names_what_is_undocumented(self):
         said = list(headers.undocumented({"": list(self.names.values())}))
         self.assertEqual([line.split(": ")[1] for line in said],
@@ -191,7 +200,12 @@ class Pages(unittest.TestCase):
         self.assertEqual(result.returncode, 0, result.stderr)
         pages = self.folder / "out/pages"
         page = (pages / "reference/grad_accumulator.md").read_text()
-        self.assertIn("## GradAccumulator {#GradAccumulator}", page)
+        headings = [line for line in page.splitlines() if line.startswith("## ")]
+        self.assertEqual(headings, [f"## {name} {{#{name}}}" for name in
+                                    ("GradAccumulator", "Accumulator", "GradAccumulatorOptions", "model", "Count")])
+        self.assertIn("### `step` {#Accumulator.step}", page)
+        self.assertNotRegex(page, "NamedWindow|others_continue")
+        self.assertNotRegex((pages / "reference/policies/report.md").read_text(), "attach|on_validation")
         self.assertIn("(reference/policies/accumulate.md#Accumulate)", (pages / "trainer.md").read_text())
         self.assertIn('<a href="reference/index.html#window">', (pages / "architecture.md").read_text())
         self.assertNotIn("](docs/", (pages / "index.md").read_text())
@@ -199,6 +213,10 @@ class Pages(unittest.TestCase):
     def test_a_dead_link(self):
         self.change("docs/machine.md", "\n\n", "\n\n[nowhere](no_such_page.md)\n\n")
         self.fails("docs/machine.md: the link no_such_page.md leads nowhere")
+
+    def test_an_internal_name_that_is_gone(self):
+        self.change("docs/site/reference.py", '"NamedWindow"', '"NamedWindows"')
+        self.fails("INTERNAL names Accumulator::NamedWindows, which no header has")
 
     def test_a_guide_that_nobody_lists(self):
         (self.folder / "docs/secret.md").write_text("# Secret\n")
