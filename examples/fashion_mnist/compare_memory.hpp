@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/policies/fit_memory.hpp>
 #include <stdexcept>
@@ -97,8 +98,11 @@ inline void compare_memory(const Options& options, const Dataset& dataset) {
       static_cast<double>(all) / static_cast<double>(options.memory_budget));
   Setup whole(options, dataset), divided(options, dataset), by_hand(options, dataset);
   fmt::print("At once\n{}\n", fmt::streamed(measure_with_trainer(whole, options)));
-  fmt::print("Within the budget\n");
+  fmt::print("Within the budget: the first update measures how many rows fit\n");
+  std::fflush(stdout);
   const auto rows = train_in_budget(divided, options);
+  fmt::print("By hand, with as many rows, to compare\n\n");
+  std::fflush(stdout);
   train_by_hand(by_hand, options, rows);
   if (!same_bits(divided.model->parameters(), by_hand.model->parameters()))
     throw std::runtime_error("--memory-budget: parameters must be those of accumulation by hand, to the bit");
@@ -108,6 +112,8 @@ inline void compare_memory(const Options& options, const Dataset& dataset) {
       "they differ by at most {:.1e}, and by {:.1e} of their norm.\n",
       largest, relative);
   if (options.device != "cpu") return;
+  fmt::print("One update again and again, whose memory ends at its first allocation, at its second, ...\n");
+  std::fflush(stdout);
   fmt::print("An update whose memory ended at each of its {} allocations went on, and was that of its micro-batches.\n",
              survive_failures(options, dataset));
 }

@@ -61,6 +61,7 @@ inline void train_epoch(Setup& setup, const Objective& objective, Accumulator& o
   }
   optimizer.flush();  // the last window may be shorter: it counts with its own mean
   scaler.update();
+  page.end_window(optimizer.updates());
   while (replicas.others_continue()) {  // of several processes one may have a batch less
     scaler.step(optimizer);
     scaler.update();

@@ -31,7 +31,11 @@ struct RunOnPage {
     if (!curves) return;
     sum += loss.item<double>();
     ++count;
-    if (updates == last) return;
+    end_window(updates);
+  }
+  /// After a flush, too, whose window may be shorter than the others.
+  void end_window(std::int64_t updates) {
+    if (!curves || updates == last) return;
     curves->add("train/loss", updates, sum / count);
     sum = count = 0;
     last = updates;

@@ -157,7 +157,7 @@ foreach(arguments "320KiB" "320KiB;--trainer" "2MiB;--amp;bf16;--accumulate;2;--
   train(--checkpoint 2 --depth 6 ${arguments})
   expect_match("${output}" "^${runs}.*${both}schedule: \\[0-6\\] 7-13\n$")
   train(--checkpoint ${budget} --depth 6 ${arguments})
-  expect_match("${output}" "^${runs}.*${both}budget (0\\.31|2\\.00) MiB: peak [01]\\.[0-9]+ MiB [^\n]*\nschedule: [^\n]*\\[[^\n]*\n$")
+  expect_match("${output}" "^The first batch of the checkpointed run measures [^\n]*\n\n${runs}.*${both}budget (0\\.31|2\\.00) MiB: peak [01]\\.[0-9]+ MiB [^\n]*\nschedule: [^\n]*\\[[^\n]*\n$")
 endforeach()
 
 # A budget that nothing keeps: what the library says, after the plain run.

@@ -7,6 +7,7 @@
 #include "compare_checkpoint.hpp"
 
 #include "support/device.hpp"
+#include "support/files.hpp"
 #include "support/models.hpp"
 
 namespace {
@@ -50,6 +51,29 @@ TEST_CASE("FashionMNIST: the loop by hand and the Trainer give the same paramete
   CHECK(by_hand.accuracy == with_trainer.accuracy);
   options.seed = 1;
   CHECK_FALSE(at::equal(trained(options, true).parameters, with_trainer.parameters));
+}
+
+TEST_CASE("FashionMNIST: both loops draw the loss of each window, also of one that a flush ends") {
+  const testing::Directory directory;
+  fashion_mnist::Options options;
+  options.device = "cpu";
+  options.batch_size = 12;
+  options.epochs = 2;
+  options.accumulate = fashion_mnist::AccumulationSchedule("3");  // 3, 3 and 2 micro-batches
+  gradaccum::RunPage page({.path = directory / "page.html"});
+  std::vector<const gradaccum::Curve*> losses;
+  for (const bool trainer : {false, true}) {
+    options.trainer = trainer;
+    auto& curves = page.add_run(trainer ? "Trainer" : "by hand");
+    fashion_mnist::train(options, dataset(), {}, {.page = &page, .curves = &curves});
+    losses.push_back(curves.find("train/loss"));
+  }
+  REQUIRE(losses[0]->pieces().size() == 6);
+  REQUIRE(losses[1]->pieces().size() == 6);
+  for (std::size_t i = 0; i < 6; ++i) {
+    CHECK(losses[0]->pieces()[i].first == losses[1]->pieces()[i].first);
+    CHECK(losses[0]->pieces()[i].mean == Approx(losses[1]->pieces()[i].mean).epsilon(1e-6));
+  }
 }
 
 TEST_CASE("FashionMNIST: a device replays steps as graphs, which changes no parameter", "[cuda]") {
