@@ -52,11 +52,11 @@ TEST_CASE("aclImdb: in the order of file names, bytes as they are") {
   const AclImdb files;
   for (const std::string name : {"10_8", "9_7", "100_10", "1_1", "B", "a"})
     files.write("train/pos/" + name + ".txt", name);
-  files.write("train/neg/1_1.txt", "two\r\nlines, \"quoted\" \xFF<br /><br />\n");
+  files.write("train/neg/1_1.txt", "two\r\nlines, \"quoted\" \xC3\xA9<br /><br />\n");
   const auto reviews = read_acl_imdb(files.directory / "train");
   std::vector<std::string> texts;
   for (const auto& row : reviews.rows) texts.push_back(row.text);
-  REQUIRE(texts == std::vector<std::string>{"train neg", "two\r\nlines, \"quoted\" \xFF<br /><br />\n", "train pos",
+  REQUIRE(texts == std::vector<std::string>{"train neg", "two\r\nlines, \"quoted\" \xC3\xA9<br /><br />\n", "train pos",
                                             "100_10", "10_8", "1_1", "9_7", "B", "a"});
 }
 
@@ -105,4 +105,6 @@ TEST_CASE("aclImdb: links, folders, pipes, and files that are too large or no te
   REQUIRE_ERROR("train/pos/1.txt: must have at most 1048576 bytes, got 1048577", read());
   files.write("train/pos/1.txt", std::string("a\0b", 3));
   REQUIRE_ERROR("train/pos/1.txt: must be text, got a zero byte", read());
+  files.write("train/pos/1.txt", "a caf\xE9");
+  REQUIRE_ERROR("train/pos/1.txt: must be UTF-8, got 'a caf\xEF\xBF\xBD'; iconv", read());
 }

@@ -62,7 +62,7 @@ TEST_CASE("CSV: fields, quotes and line ends") {
   REQUIRE(rows_of("\"\"\n") == Rows{std::vector<std::string>{""}});
   REQUIRE(rows_of("a\nb,c,d\ne,f") == Rows{std::vector<std::string>{"a"}, {"b", "c", "d"}, {"e", "f"}});
   for (const auto* nothing : {"", "\n", "\r\n\n", "\xEF\xBB\xBF"}) REQUIRE(rows_of(nothing).empty());
-  REQUIRE(rows_of("\xFF\xC3,\xED\xA0\x80") == Rows{{"\xFF\xC3", "\xED\xA0\x80"}});
+  REQUIRE(rows_of("caf\xC3\xA9,\xF0\x9F\x8E\xAC") == Rows{{"caf\xC3\xA9", "\xF0\x9F\x8E\xAC"}});
 }
 
 TEST_CASE("CSV: a row's line is where it begins, counted as editors do") {
@@ -122,6 +122,11 @@ TEST_CASE("CSV: hostile bytes are errors that name the file, the line, the requi
       {"text,label,x,y,x\n", "line 1: column names must differ, got 'x' twice"},
       {"text,label\n\0a,1\n"s, "line 2: must be text, got a zero byte (is it UTF-16, or compressed?)"},
       {"text,label\n\"a\0\",1\n"s, "line 2: must be text, got a zero byte"},
+      {"text,label\na,1\na caf\xE9,1\n",
+       "file: line 3: must be UTF-8, got 'a caf\xEF\xBF\xBD'; iconv -f latin1 -t utf-8"},
+      {"text,label\n\"\xC3\xA9\nb\xC3\",1\n", "line 2: must be UTF-8"},
+      {"text,label,other\na,1,\xED\xA0\x80\n", "line 2: must be UTF-8"},
+      {"t\xE9xt,label\na,1\n", "line 1: must be UTF-8"},
       {"\xFF\xFEt\0e\0"s, "line 1: must be text, got a zero byte"},
   };
   for (const auto& hostile : table) {
@@ -222,15 +227,15 @@ TEST_CASE("CSV: as Python reads it, but for what it lets pass") {
 }
 
 TEST_CASE("CSV: what is written is read back equal") {
-  const std::vector<std::string> pieces = {"a",  "bc",           ",",    "\"", "\"\"", "\n", "\r\n",
-                                           "\r", "\xEF\xBB\xBF", "\xFF", " "};
+  const std::vector<std::string> pieces = {"a",  "bc",           ",",        "\"", "\"\"", "\n", "\r\n",
+                                           "\r", "\xEF\xBB\xBF", "\xC3\xA9", " "};
   Random random(1);
   const testing::Directory directory;
   for (int repeat = 0; repeat < 50; ++repeat) {
     std::vector<Review> rows(1 + random.below(20));
     for (auto& [text, label] : rows) {
       for (auto i = random.below(12); i > 0; --i) text += pieces[random.below(pieces.size())];
-      while (is_blank(text)) text += static_cast<char>(1 + random.below(255));
+      while (is_blank(text)) text += static_cast<char>(1 + random.below(127));
       label = static_cast<std::int64_t>(random.bits() >> 1);
     }
     write_csv(directory / "a.csv", rows);
@@ -243,6 +248,7 @@ TEST_CASE("CSV: what is written is read back equal") {
 TEST_CASE("CSV: what could not be read back is not written") {
   const testing::Directory directory;
   const auto path = directory / "a.csv";
+  REQUIRE_ERROR(path.string() + ": must be UTF-8, got 'caf\xEF\xBF\xBD'", write_csv(path, {{"caf\xE9", 1}}));
   REQUIRE_ERROR("a.csv: a review must have text, got ''", write_csv(path, {{"a", 1}, {"", 1}}));
   REQUIRE_ERROR("a review must have text, got ' ?'", write_csv(path, {{" \n", 1}}));
   REQUIRE_ERROR("a text must have no zero byte, got 'a?b'", write_csv(path, {{"a\0b"s, 1}}));

@@ -37,6 +37,7 @@ inline void read_texts(const std::filesystem::path& folder, std::int64_t label, 
     if (std::filesystem::is_symlink(path)) data_error(path.string(), "must be a regular file, got a symbolic link");
     auto text = read_text_file(path, max_review_bytes);
     if (text.find('\0') != text.npos) data_error(path.string(), "must be text, got a zero byte");
+    check_utf8(text, path.string());
     if (is_blank(text))
       ++reviews.skipped;
     else
@@ -52,7 +53,7 @@ inline void read_texts(const std::filesystem::path& folder, std::int64_t label, 
 ///     const auto all = bloom::read_acl_imdb("aclImdb");          // 50,000
 ///     const auto train = bloom::read_acl_imdb("aclImdb/train");  // 25,000
 ///
-/// Files come in the order of their names. Those with nothing but white space are skipped and counted.
+/// Files are UTF-8, and come in the order of their names. Those with nothing but white space are skipped and counted.
 /// @throws std::runtime_error naming the file or folder, the requirement and the value.
 inline Reviews read_acl_imdb(const std::filesystem::path& directory) {
   const bool is_part = std::filesystem::exists(directory / "neg") || std::filesystem::exists(directory / "pos");

@@ -28,7 +28,7 @@ struct CsvLimits {
 ///     while (reader.next(row)) std::cout << reader.line() << ": " << row[0] << '\n';
 ///
 /// A field in quotes may hold commas, line ends and doubled quotes. Lines end with LF or CRLF; the last may lack its
-/// end. A byte order mark is skipped, and so are empty lines. Bytes are kept as they are: valid UTF-8 or not.
+/// end. A byte order mark is skipped, and so are empty lines. Fields must be UTF-8.
 /// Anything else is an error that names the file and the line where the row begins.
 class CsvReader {
  public:
@@ -83,6 +83,7 @@ class CsvReader {
         fail("a field with a quote must be in quotes, got ", shown(field), "\"");
     }
     if (field.find('\0') != field.npos) fail("must be text, got a zero byte (is it UTF-16, or compressed?)");
+    check_utf8(field, name_ + ": line " + std::to_string(line_));
   }
 
   /// From behind the opening quote to behind the closing one.

@@ -92,7 +92,6 @@ inline Reviews parse_csv(std::string_view bytes, const std::string& name, const 
 ///
 /// The columns of Kaggle's "IMDB Dataset.csv" will do as well: `review` and `sentiment`, which is negative (0) or
 /// positive (1). A row with nothing but white space for a text is skipped and counted, whatever its label.
-/// The text's bytes are kept as they are; those that are no valid UTF-8 are the tokenizer's to replace.
 /// @throws std::runtime_error naming the file, the line, the requirement and the value.
 inline Reviews read_csv(const std::filesystem::path& path, const CsvLimits& limits = {},
                         Columns wanted = Columns::text_and_label) {

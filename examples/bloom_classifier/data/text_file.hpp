@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include "tokenizer/utf8.hpp"
+
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -36,6 +38,13 @@ inline std::string shown(std::string_view value) {
 
 /// Without anything but white space.
 inline bool is_blank(std::string_view text) { return text.find_first_not_of(" \t\r\n\v\f") == text.npos; }
+
+/// Of what is in another encoding a model would see little but U+FFFD.
+inline void check_utf8(std::string_view text, const std::string& where) {
+  if (!is_utf8(text))
+    data_error(where, "must be UTF-8, got ", shown(to_utf8(text)),
+               "; iconv -f latin1 -t utf-8 converts a latin-1 file");
+}
 
 /// All bytes of a regular file. Its size is checked before memory is taken for it.
 inline std::string read_text_file(const std::filesystem::path& path, std::uint64_t max_bytes) {

@@ -21,6 +21,7 @@ inline std::string format_csv(const std::vector<Review>& rows, const std::string
     // Reading would refuse or skip these.
     if (is_blank(row.text)) data_error(name, "a review must have text, got ", shown(row.text));
     if (row.text.find('\0') != row.text.npos) data_error(name, "a text must have no zero byte, got ", shown(row.text));
+    check_utf8(row.text, name);
     if (row.label < 0) data_error(name, "a label must be an integer from 0 on, got ", row.label);
     bytes += '"';
     for (const char c : row.text) bytes.append(c == '"' ? 2 : 1, c);
