@@ -20,8 +20,9 @@ END
 }
 
 fail() { printf 'launch.sh: %s\n' "$*" >&2; exit 2; }
-is_number() { [[ $1 =~ ^[0-9]+$ ]]; }
+is_number() { [[ $1 =~ ^(0|[1-9][0-9]{0,8})$ ]]; }  # a longer one overflows, and bash reads 010 as 8
 
+most_processes=1024  # on one machine
 restarts=0
 case ${1-} in
   -h | --help) usage; exit 0 ;;
@@ -29,8 +30,9 @@ case ${1-} in
 esac
 is_number "$restarts" || fail "--max-restarts must be a number, got '$restarts'"
 processes=${1-}
-is_number "$processes" && (( processes >= 1 )) || { usage >&2; exit 2; }
 (( $# >= 2 )) || { usage >&2; exit 2; }
+is_number "$processes" && (( processes >= 1 && processes <= most_processes )) ||
+  fail "PROCESSES must be a number from 1 to $most_processes, got '$processes'"
 shift
 command -v "$1" > /dev/null || fail "no program $1"
 
@@ -50,7 +52,23 @@ forward() {
 }
 trap 'forward INT' INT
 trap 'forward TERM' TERM
+trap 'kill "${ids[@]}" 2> /dev/null' EXIT  # when bash gives up because no process can be started
 unset TORCHELASTIC_USE_AGENT_STORE  # of a torchrun around this one
+
+# Waits for the end of a process, and sets `ended` and `status`. If signals end several at the same time, `wait -n`
+# returns one of them and forgets the others, whose status `wait` still returns.
+wait_for_one() {
+  for ended in "${ids[@]}"; do
+    if [[ ! -d /proc/$ended ]]; then
+      wait "$ended"
+      status=$?
+      return
+    fi
+  done
+  ended=""
+  wait -n -p ended "${ids[@]}"
+  status=$?
+}
 
 # run ATTEMPT PROGRAM [ARGUMENT...]: gives the status of the first that failed, or 0.
 run() {
@@ -61,16 +79,20 @@ run() {
   export MASTER_PORT=${given_port:-$(free_port)} OMP_NUM_THREADS=${given_threads:-$(( threads > 0 ? threads : 1 ))}
   ids=()
   for (( rank = 0; rank < processes; ++rank )); do
+    if [[ -n $signal ]]; then break; fi
     set -m  # else they would ignore SIGINT, and so would their own handlers
     RANK=$rank LOCAL_RANK=$rank "$@" &
     ids+=($!)
     set +m
   done
-  if [[ -n $signal ]]; then forward "$signal"; fi  # it came before all were there
+  if [[ -n $signal ]]; then forward "$signal"; fi  # it may have come before the last had its place in the list
+  if (( rank < processes )); then                  # those that have started would wait for the others
+    first=$(( 128 + $(kill -l "$signal") ))
+    end_others > /dev/null 2>&1 &
+    ending=$!
+  fi
   while (( ${#ids[@]} > 0 )); do
-    ended=""
-    wait -n -p ended "${ids[@]}"
-    status=$?
+    wait_for_one
     if [[ -z ${ended-} ]]; then  # a signal came, which has been passed on
       if (( status > 128 )); then continue; fi
       fail "bash 5.1 or newer is needed"

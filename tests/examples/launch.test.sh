@@ -14,8 +14,36 @@ mkdir -p "$directory"
 
 fail() { printf '%s\n' "$*" >&2; exit 1; }
 expect_same() { [[ $1 == "$2" && -n $1 ]] || fail "$3: expected"$'\n'"$2"$'\n'"got"$'\n'"$1"; }
+# expect_status STATUS TEXT COMMAND...: it ends so, and says this.
+expect_status() {
+  local status=0 expected=$1 text=$2
+  shift 2
+  "$@" > "$directory/output" 2>&1 || status=$?
+  (( status == expected )) && grep -q -e "$text" "$directory/output" || fail "$*: $status, $(cat "$directory/output")"
+}
 results() { grep -E 'Accuracy|Epoch|Done' <<< "$1"; }
 options=(--data "$directory/data" --device cpu --threads 1 --dtype float64 --optimizer adamw)
+
+# Numbers are refused that no machine can start, and that bash takes for others. A process ends the launcher.
+for number in 99999999999999999999 1025 0 08 -1 1x ""; do
+  expect_status 2 "PROCESSES must be a number from 1 to 1024, got '$number'" "$launch" "$number" \
+    bash -c 'kill -s KILL $PPID'
+done
+expect_status 2 "max-restarts must be a number, got '99999999999999999999'" \
+  "$launch" --max-restarts 99999999999999999999 1 true
+
+# Processes that signals end at the same time are all noticed.
+expect_status 137 Killed "$launch" 20 bash -c 'kill -s KILL $$'
+
+# A signal while processes are being started: no more are, and those that are there end by it.
+cat > "$directory/environment" <<'END'
+set() {  # the launcher calls it before each start
+  builtin set "$@"
+  if [[ $1 == -m ]]; then echo "a start"; kill -s TERM $$; fi
+}
+END
+BASH_ENV=$directory/environment expect_status 143 "a start" "$launch" 3 sleep 1000
+(( $(grep -c "a start" "$directory/output") == 1 )) || fail "started after a signal: $(cat "$directory/output")"
 
 # 27 batches: one of two processes has one less, and the last window is a short one.
 for loop in "" --trainer; do
