@@ -65,16 +65,18 @@ refuse() { printf 'bootstrap.sh: %s; ./bootstrap.sh help lists what there is\n' 
 # tell_time WHAT COMMAND...: runs the command, and says every 20 seconds how long it has taken. The command is no operand of
 # `||`, so that `set -e` holds in it.
 tell_time() {
-  local begin=$SECONDS what=$1 clear="" teller
+  local begin=$SECONDS what=$1 clear="" teller status
   if [[ -t 1 ]]; then clear=$'\r\033[K'; fi  # ninja leaves its line unfinished on a terminal
   while sleep 20 > /dev/null 2>&1; do printf '%s' "$clear"; step "$what: $((SECONDS - begin)) s so far"; done &
   teller=$!
   # shellcheck disable=SC2064
   trap "kill $teller 2> /dev/null" EXIT
   "${@:2}"
+  status=$?
   trap - EXIT
   kill "$teller"
   wait "$teller" 2> /dev/null || true
+  return $status
 }
 
 # --- What the machine has to have ------------------------------------------------------------------------------------
@@ -238,15 +240,15 @@ unzipped_data_directory() {
 python_with_torch=build/_oracle/bin/python
 
 fetch_python_torch() {
-  local venv=build/_oracle requirements="torch==2.15.0 numpy==2.4.6 transformers==5.23.0 tokenizers==0.23.3"
-  requirements+=" bitsandbytes==0.50.2 safetensors==0.8.0 tensorboard==2.21.0"
-  if [[ $(cat "$venv/gradaccum-oracle.stamp" 2> /dev/null) == "$requirements" ]]; then return; fi
+  local venv=build/_oracle pinned
+  pinned=$(cat cmake/{libtorch-2.15.0-cuda,python-torch-2.15.0}.txt)
+  if [[ $(cat "$venv/gradaccum-oracle.stamp" 2> /dev/null) == "$pinned" ]]; then return; fi
   step "Fetching Python's PyTorch with all that it depends on (several GB: this takes a while)"
   rm -rf "$venv"
   python3 -m venv "$venv"
-  # shellcheck disable=SC2086
-  "$python_with_torch" -m pip install --quiet --disable-pip-version-check $requirements
-  printf '%s' "$requirements" > "$venv/gradaccum-oracle.stamp"
+  "$python_with_torch" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
+    --requirement cmake/python-torch-2.15.0.txt
+  printf '%s' "$pinned" > "$venv/gradaccum-oracle.stamp"
 }
 
 # The value of CMake's variable $1 in the preset demo.
@@ -636,7 +638,7 @@ docs() {
   install_missing
   step "Making the pages, of docs/, the headers and the benchmarks' results"
   python3 docs/site/pages.py build/docs
-  if ! fetch_mkdocs; then
+  if ! tell_time "Fetching" fetch_mkdocs; then
     if [[ ! $check ]]; then fail "MkDocs could not be fetched from PyPI, and without it build/docs is Markdown"; fi
     step "MkDocs could not be fetched from PyPI: names and links were checked; anchors, the site and its looks were NOT"
     return

@@ -86,6 +86,7 @@ run_functions("fails() { false; echo went on; }; tell_time Failing fails; echo a
 if(status EQUAL 0 OR text MATCHES "went on|after")
   message(FATAL_ERROR "tell_time must end with the first failure of its command, got ${status}\n${text}")
 endif()
+expect_functions("fails() { return 3; }; if tell_time Failing fails; then echo yes; else echo $?; fi" "3\n")
 
 # Each of three exports is counted, and a failed one ends the script.
 file(WRITE "${WHERE}/exporter" "#!/bin/sh\necho exporting \$4\ntest \$4 != \"\$BAD\"\n")
