@@ -266,7 +266,7 @@ choose_python() {
     fi
   done
   if [[ $version != "$(of_demo GRADACCUM_TORCH_VERSION)" ]]; then
-    fail "the torch $version in $root was found, and its Python lacks one of: $modules; install them into it with pip"
+    fail "no Python has both the LibTorch $version of $root and these modules: $modules; install them beside it with pip"
   fi
   tell_time "Fetching" fetch_python_torch
 }

@@ -113,7 +113,7 @@ set(choose [==[fetch_python_torch() { python_with_torch=fetched; }; choose_pytho
 built_with(2.13.0)
 expect_functions("${choose}" "python: ${WHERE}/conda/bin/python3\n" WANTED=has)
 run_functions("${choose}" WANTED=lacks)
-expect("A Python without a module" "${text}" "the torch 2.13.0 in ${torch} was found, and its Python lacks one of: torch lacks; install")
+expect("A Python without a module" "${text}" "no Python has both the LibTorch 2.13.0 of ${torch} and these modules: torch lacks; install")
 built_with(2.15.0)
 expect_functions("${choose}" "python: fetched\n" WANTED=lacks)
 
