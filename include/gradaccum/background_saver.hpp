@@ -72,7 +72,8 @@ class StateCopy {
 ///     std::cout << saver.wait();                           // "runs/3/step-000040", say: it is on the disk
 ///
 /// A state is as safe as one of `ga::save`: it appears under its name when all of it is on the disk, and a process that
-/// is killed before leaves the states that were there. One state is written at a time. What goes wrong while it is
+/// is killed before leaves the states that were there, and so does one that calls `exit` while the saver lives. In a
+/// child of `fork` the state that is being written is the parent's. One state is written at a time. What goes wrong while it is
 /// written is thrown by the next `save` or by `wait`, with the name of the file; the training is unharmed.
 ///
 /// With several processes all ranks call `save`, and all call `wait`. Each rank's thread writes its own tensors, and
@@ -115,6 +116,8 @@ class BackgroundSaver {
   bool save(const detail::AnyTraining& training, const Then& then);
   /// Throws what went wrong on this rank alone, if that is known already.
   void check();
+  /// Forgets a state that another process writes: a child of `fork` has no thread that it could wait for.
+  void leave_work_to_parent();
   /// Waits for the thread, and throws nothing.
   void join() const;
 

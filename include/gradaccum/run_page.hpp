@@ -131,8 +131,9 @@ struct RunProgress {
 /// names and gaps. In a browser the page reads itself anew until the run is over. Names and texts are shown as text,
 /// whatever is in them, and nothing in them can run. Programs find all numbers as JSON in the page's element `run`.
 ///
-/// The file is replaced as a whole, so that nobody sees half a page. Throws `std::runtime_error` with its name where it
-/// cannot be written: also when the page is made. A page that is never ended says that its run was interrupted.
+/// The file is replaced as a whole, so that nobody sees half a page, and its folder is made. Throws
+/// `std::runtime_error` with its name where it cannot be written: also when the page is made. A page that is never
+/// ended says that its run was interrupted.
 ///
 /// @note Writing takes a few milliseconds, and memory for the text of the page.
 class RunPage {

@@ -47,7 +47,7 @@ struct SummaryWriterOptions {
 /// Records are written every `flush_every` seconds, when there is a MiB, by `flush`, and at the end. After a kill the
 /// file may end with a part of a record, which readers ignore. If writing fails, it throws `std::runtime_error` with
 /// the file's name: the file then ends with its last whole record, and the next call writes the others. The destructor
-/// does not throw: `flush` first to get errors. Tags and texts that are not UTF-8 are escaped.
+/// warns rather than throws: `flush` first to get errors. Tags and texts that are not UTF-8 are escaped.
 ///
 /// @note Synchronizes with the device of a tensor, and takes host memory for a piece of it.
 class SummaryWriter {

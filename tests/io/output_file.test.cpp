@@ -5,8 +5,11 @@
 #include <gradaccum/detail/kernels/crc32.hpp>
 
 #include "support/failing_files.hpp"
+#include "support/file_size_limit.hpp"
 #include "support/files.hpp"
 
+#include <algorithm>
+#include <csignal>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -14,6 +17,8 @@
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include <sys/wait.h>
 
 namespace inner = gradaccum::detail;
 using namespace testing;
@@ -168,6 +173,23 @@ TEST_CASE("OutputFile: a write that takes nothing is an error, not a loop") {
   REQUIRE_ERROR("file: must be written to, got Input/output error", write(file, "text"));
 }
 
+TEST_CASE("OutputFile: a limit of the size of files is an error, and the program's own handler is not called") {
+  const Directory directory;
+  static int signals = 0;
+  const auto before = std::signal(SIGXFSZ, [](int) { ++signals; });
+  std::string error;
+  {
+    const FileSizeLimit limit(1000);
+    error = error_of([&] { replace(directory / "file", long_text(2000)); });
+  }
+  CHECK(contains(error, "must be written to, got File too large: raise the limit (ulimit -f)"));
+  CHECK(signals == 0);
+  std::raise(SIGXFSZ);  // from the program itself
+  CHECK(signals == 1);
+  std::signal(SIGXFSZ, before);
+  CHECK(inner::names_in((directory / "file").parent_path()).empty());
+}
+
 TEST_CASE("replace_file: what it does, in its order") {
   const Directory directory;
   const auto path = directory / "file";
@@ -178,13 +200,13 @@ TEST_CASE("replace_file: what it does, in its order") {
     calls = files.calls();
   }
   CHECK(text_of(path) == "first");
-  REQUIRE(calls.size() == 8);
+  REQUIRE(calls.size() == 9);
   const auto temporary = calls[0].substr(5);
   CHECK(temporary.starts_with("file.tmp-" + std::to_string(::getpid()) + "-"));
   const auto parent = path.parent_path().filename().string();
-  CHECK(calls == std::vector<std::string>{"open " + temporary, "write " + temporary, "fsync " + temporary,
-                                          "close " + temporary, "rename " + temporary, "open " + parent,
-                                          "fsync " + parent, "close " + parent});
+  CHECK(calls == std::vector<std::string>{"open " + temporary, "flock " + temporary, "write " + temporary,
+                                          "fsync " + temporary, "close " + temporary, "rename " + temporary,
+                                          "open " + parent, "fsync " + parent, "close " + parent});
   replace(path, "second");
   CHECK(text_of(path) == "second");
   CHECK(others(path).empty());
@@ -194,13 +216,17 @@ TEST_CASE("replace_file: each call that fails leaves the old file, or the new on
   const Directory directory;
   const auto path = directory / "file";
   int uncertain = 0;
-  for (long at = 0; at < 7; ++at) {
+  for (long at = 0; at < 8; ++at) {
     replace(path, "before");
     std::string error;
     {
       const FailingFiles files(at, How::fail, EDQUOT);
       error = error_of([&] { replace(path, "after"); });
       REQUIRE(files.has_failed());
+      if (files.failed().starts_with("flock ")) {  // there are file systems without locks
+        CHECK(error.empty());
+        continue;
+      }
     }
     INFO(at << ": " << error);
     CHECK(contains(error, path.string()));
@@ -223,6 +249,65 @@ TEST_CASE("replace_file: an exception of the writer's own") {
                 }));
   CHECK(text_of(path) == "before");
   CHECK(others(path).empty());
+}
+
+TEST_CASE("replace_file: removes what killed writers of the same file have left, and nothing else") {
+  const Directory directory;
+  const auto path = directory / "file";
+  const auto killed = ::fork();
+  if (killed == 0)
+    inner::replace_file(path, [](inner::OutputFile& file) {
+      write(file, "half");
+      ::raise(SIGKILL);
+    });
+  REQUIRE(::waitpid(killed, nullptr, 0) == killed);
+  REQUIRE(others(path).size() == 1);
+  const auto gone = std::to_string(killed), own = std::to_string(::getpid());
+  std::vector<std::string> kept{"another.tmp-" + gone + "-0123abcd",
+                                "file.tmp-" + own + "-0123abcd",
+                                "file.tmp-" + gone + "-0123abc",
+                                "file.tmp-" + gone + "-0123abcd.safetensors",
+                                "file.tmp-" + gone + "-0123ABCD",
+                                "file.tmp-0-0123abcd",
+                                "file.tmp--1-0123abcd",
+                                "file.tmp-" + gone,
+                                "file.tmp-" + gone + "-89abcdef",
+                                "file.tmp-" + gone + "-00000000"};
+  for (auto& name : kept) write_text(directory / name, "of somebody else");
+  std::filesystem::remove(directory / kept.back());
+  std::filesystem::create_directory(directory / kept.back());
+  const auto locked = directory / kept.at(kept.size() - 2);  // by a process of another machine, say
+  const inner::Descriptor lock(locked, O_RDONLY);
+  REQUIRE(::flock(lock.number(), LOCK_EX) == 0);
+  write_text(directory / ("file.tmp-" + gone + "-00000001"), "left");
+  replace(path, "text");
+  auto names = others(path);
+  std::sort(names.begin(), names.end());
+  std::sort(kept.begin(), kept.end());
+  CHECK(names == kept);
+  CHECK(text_of(path) == "text");
+}
+
+TEST_CASE("replace_file: a writer that lives keeps its temporary file") {
+  const Directory directory;
+  const auto path = directory / "file";
+  const auto writer = ::fork();
+  if (writer == 0)
+    inner::replace_file(path, [&](inner::OutputFile& file) {
+      write(file, "first");
+      if (const auto other = ::fork(); other == 0) {
+        replace(path, "second");
+        ::_exit(0);
+      } else {
+        ::waitpid(other, nullptr, 0);
+      }
+      if (text_of(path) != "second") ::_exit(1);
+      file.close();
+      ::_exit(others(path).size() == 1 ? 0 : 2);
+    });
+  int status = 0;
+  REQUIRE(::waitpid(writer, &status, 0) == writer);
+  CHECK(status == 0);
 }
 
 TEST_CASE("replace_file: in the working directory") {

@@ -6,6 +6,7 @@
 #include "support/failing_files.hpp"
 #include "support/files.hpp"
 
+#include <array>
 #include <chrono>
 #include <cstdlib>
 #include <random>
@@ -159,7 +160,8 @@ TEST_CASE("StateDirectory: what it does, in its order") {
   CHECK(temporary.starts_with("step-000003.tmp-" + std::to_string(::getpid()) + "-"));
   CHECK(calls_of_add == Names{"open states", "flock states", "mkdir " + temporary, "open file", "fsync file",
                               "close file", "open " + temporary, "fsync " + temporary, "close " + temporary,
-                              "rename " + temporary, "open states", "fsync states", "close states", "close states"});
+                              "rename " + temporary, "open states", "fsync states", "close states", "flock states",
+                              "close states"});
   calls.erase(calls.begin(), calls.begin() + static_cast<long>(calls_of_add.size()));
   // Renamed, and that synced, before any of it is deleted.
   REQUIRE(calls.size() > 7);
@@ -195,6 +197,45 @@ TEST_CASE("StateDirectory: one writer at a time") {
   });
   add(other, 4);
   CHECK(checked(states) == Names{"step-000001", "step-000002", "step-000003", "step-000004"});
+}
+
+TEST_CASE("StateDirectory: a process that is forked while a state is written neither locks the directory nor ends it") {
+  const Directory directory;
+  StateDirectory states(directory / "states");
+  auto state = states.begin(1);
+  std::array<int, 2> pipe{};
+  REQUIRE(::pipe(pipe.data()) == 0);
+  const auto child = ::fork();
+  if (child == 0) {
+    ::close(pipe[1]);
+    char none = 0;
+    static_cast<void>(!::read(pipe[0], &none, 1));  // until the parent closes it
+    state.reset();
+    ::_exit(0);
+  }
+  REQUIRE_ERROR("must have only one writer", states.begin(2));
+  write_state(state->folder(), 1);
+  state->finish();
+  state.reset();
+  state = states.begin(2);  // though the child lives
+  write_state(state->folder(), 2);
+  ::close(pipe[1]);
+  REQUIRE(::waitpid(child, nullptr, 0) == child);
+  REQUIRE_ERROR("must have only one writer", states.begin(3));
+  state->finish();
+  CHECK(checked(states) == Names{"step-000001", "step-000002"});
+  ::close(pipe[0]);
+}
+
+TEST_CASE("StateDirectory: a forked process that destroys the state that its parent writes leaves it there") {
+  const Directory directory;
+  StateDirectory states(directory / "states");
+  auto state = states.begin(1);
+  write_state(state->folder(), 1);
+  REQUIRE(ended([&] { state.reset(); }));
+  REQUIRE_ERROR("must have only one writer", states.begin(2));
+  state->finish();
+  CHECK(checked(states) == Names{"step-000001"});
 }
 
 TEST_CASE("StateDirectory: on a file system without locks") {

@@ -147,13 +147,21 @@ TEST_CASE("MetricsLog: what it cannot do, it says when the trainer is built") {
   const Directory directory;
   Net net;
   const auto build = [&](ga::MetricsLog log) { ga::Trainer(net, net.sgd, given_loss, std::move(log)); };
-  const auto none = directory / "none/train.csv";
-  REQUIRE_ERROR("MetricsFile: " + none.string() + ": No such file or directory", build({.path = none}));
+  write_text(directory / "file", "text");
+  REQUIRE_ERROR((directory / "file").string() + ": must be a directory, or one that can be created, got File exists",
+                build({.path = directory / "file/train.csv"}));
   REQUIRE_ERROR("the name must end in .csv or .jsonl", build({}));
   REQUIRE_ERROR("MetricsLog: every must be >= 1, got 0", build({.path = directory / "train.csv", .every = 0}));
   REQUIRE_ERROR("MetricsLog: flush_every must be >= 0 seconds, got -1",
                 build({.path = directory / "train.csv", .flush_every = std::chrono::seconds(-1)}));
   CHECK_FALSE(std::filesystem::exists(directory / "train.csv"));
+}
+
+TEST_CASE("MetricsLog: its folder is made") {
+  const Directory directory;
+  Net net;
+  ga::Trainer(net, net.sgd, given_loss, ga::MetricsLog{.path = directory / "is/made/train.csv"});
+  CHECK(std::filesystem::exists(directory / "is/made/train.csv"));
 }
 
 TEST_CASE("MetricsLog: a file of other columns stops the training, and stays as it is") {

@@ -5,6 +5,7 @@
 
 #include "support/file_size_limit.hpp"
 #include "support/files.hpp"
+#include "support/warnings.hpp"
 
 #include <bit>
 #include <chrono>
@@ -191,6 +192,21 @@ TEST_CASE("MetricsFile: a full disk is an error, and what comes after it is whol
   }
 }
 
+TEST_CASE("MetricsFile: lines that cannot be written at the end are a warning") {
+  const Directory directory;
+  const auto path = directory / "metrics.csv";
+  const Warnings warnings;
+  {
+    ga::MetricsFile file({.path = path, .flush_every = std::chrono::hours(1)});
+    file.write({{"epoch", 0}});
+    file.write({{"epoch", 1}});
+    const FileSizeLimit limit(8);
+    { const auto moved = std::move(file); }
+  }
+  REQUIRE(warnings.texts().size() == 1);
+  CHECK(contains(warnings.texts()[0], "MetricsFile: " + path.string() + ": File too large"));
+}
+
 TEST_CASE("MetricsFile: a device without room") {
   const Directory directory;
   const auto path = directory / "full.csv";
@@ -243,7 +259,6 @@ TEST_CASE("MetricsFile: a path that cannot be written to") {
     for (const bool append : {false, true})
       REQUIRE_ERROR("MetricsFile: " + path.string() + ": " + why, ga::MetricsFile({.path = path, .append = append}));
   };
-  refused(directory / "none/metrics.csv", "No such file or directory");
   std::filesystem::create_directory(directory / "directory.csv");
   refused(directory / "directory.csv", "Is a directory");
   refused("/proc/metrics.jsonl", "No such file or directory");  // where nobody may make a file

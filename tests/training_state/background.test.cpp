@@ -12,8 +12,12 @@
 
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <utility>
+
+#include <sys/wait.h>
+#include <unistd.h>
 
 // States that a thread writes while the training goes on.
 
@@ -145,6 +149,51 @@ TEST_CASE("BackgroundSaver: its copy is used again, and grows with the state") {
   training.tensors.erase("half");
   saver.save(training);
   CHECK(saver.bytes() >= bytes + 100 * 40 * 4 - 7 * 2);
+}
+
+TEST_CASE("BackgroundSaver: tensors of any strides are copied into their place, without another copy of them") {
+  const FailingFiles no_disk_to_wait_for;
+  const Directory directory;
+  Kinds training;
+  training.tensors = {
+      {"channels_last", torch::randn({8, 64, 32, 32}).contiguous(at::MemoryFormat::ChannelsLast)},
+      {"transposed", torch::randn({700, 600}).t()},
+      {"part", torch::randn({500, 1000}).narrow(1, 2, 800)},
+      {"expanded", torch::randn({1000}).expand({500, 1000})},
+      {"conjugate", torch::randn({300, 200}, at::kComplexFloat).conj()},
+      {"negative", torch::imag(torch::randn({300, 200}, at::kComplexFloat).conj().t())},
+  };
+  REQUIRE(training.tensors.at("negative").is_neg());
+  ga::BackgroundSaver saver(directory / "states");
+  const ga::MemoryMeter meter;
+  saver.save(training);
+  CHECK(meter.peak_bytes() < saver.bytes() + 100'000);
+  CHECK(files_of(saver.wait()) == files_of(ga::save(directory / "plain", training)));
+}
+
+TEST_CASE("BackgroundSaver: a process that is forked while a state is written leaves that to its parent") {
+  const Directory directory;
+  Kinds training;
+  auto saver = std::make_unique<ga::BackgroundSaver>(directory / "states");
+  FailingFiles files(1, How::hold, EIO, ".safetensors");
+  saver->save(training);
+  for (const std::string how : {"destroys", "waits", "saves"}) {
+    const auto child = ::fork();
+    if (child == 0) {
+      ::alarm(20);
+      bool good = !saver->busy();
+      if (how == "waits") good = saver->wait().empty();
+      if (how == "saves") good = contains(error_of([&] { saver->save(training); }), "must have only one writer");
+      saver.reset();
+      ::_exit(good && names_in(directory / "states").size() == 1 ? 0 : 1);
+    }
+    int status = 0;
+    REQUIRE(::waitpid(child, &status, 0) == child);
+    INFO(how);
+    CHECK(status == 0);
+  }
+  files.release();
+  CHECK(files_of(saver->wait()).size() == 2);
 }
 
 TEST_CASE("BackgroundSaver: while a state is being written, the next one waits or is skipped") {

@@ -11,6 +11,7 @@
 #include "support/files.hpp"
 #include "support/models.hpp"
 #include "support/ranks.hpp"
+#include "support/warnings.hpp"
 #include "training_state/bits.hpp"
 #include "watching/page.hpp"
 
@@ -286,8 +287,36 @@ TEST_CASE("Report: a page that can no longer be written is no reason to end a tr
     if (step.update == 3) std::filesystem::remove_all(directory / "pages");
   };
   ga::Trainer trainer(model, sgd, objective, remove, report_at(directory / "pages/run.html"));
+  const Warnings warnings;
   CHECK(trainer.fit(batches).updates == 10);
-  CHECK_FALSE(std::filesystem::exists(directory / "pages/run.html"));
+  CHECK(Page(text_of(directory / "pages/run.html")).state() == "finished");  // whose folder is made again
+  CHECK(warnings.texts().empty());
+}
+
+TEST_CASE("Report: a full disk ends no training, but is said: once while it trains, or at its end") {
+  if (!std::filesystem::exists("/dev/full")) SKIP("no /dev/full");
+  const Directory directory;
+  auto model = make_model();
+  torch::optim::SGD sgd(model->parameters(), 0.05);
+  auto batches = make_data();
+  const auto fill = [&](const ga::Step& step) {
+    const auto part = directory / "run.html.part";
+    if (step.update >= 3 && !std::filesystem::is_symlink(part)) std::filesystem::create_symlink("/dev/full", part);
+  };
+  const auto warnings_of = [&](std::chrono::duration<double> every) {
+    std::filesystem::remove(directory / "run.html.part");
+    ga::Trainer trainer(model, sgd, objective, fill, report_at(directory / "run.html", every));
+    const Warnings warnings;
+    CHECK(trainer.fit(batches).updates == 10);
+    auto texts = warnings.texts();
+    for (auto& text : texts) {
+      CHECK(contains(text, "Report: the page was not written: " + (directory / "run.html").string()));
+      CHECK(contains(text, "No space left on device: free some room"));
+    }
+    return texts.size();
+  };
+  CHECK(warnings_of(0s) == 1);
+  CHECK(warnings_of(std::chrono::hours(1)) == 1);
 }
 
 TEST_CASE("Report: what it cannot do, it says when the trainer is built") {
@@ -297,8 +326,11 @@ TEST_CASE("Report: what it cannot do, it says when the trainer is built") {
   const auto build = [&](ga::Report report) { ga::Trainer(model, sgd, objective, std::move(report)); };
   REQUIRE_ERROR("Report: path must be given", build({}));
   REQUIRE_ERROR("Report: every must be >= 0 s, got -1 s", build({.path = directory / "run.html", .every = -1s}));
-  REQUIRE_ERROR((directory / "none/run.html").string() + ": must be written beside",
-                build({.path = directory / "none/run.html"}));
+  write_text(directory / "file", "text");
+  REQUIRE_ERROR((directory / "file").string() + ": must be a directory", build({.path = directory / "file/run.html"}));
+  std::filesystem::create_symlink("/dev/full", directory / "full.html.part");
+  if (std::filesystem::exists("/dev/full"))
+    REQUIRE_ERROR("full.html: must be written, got No space left on device", build({.path = directory / "full.html"}));
   write_text(directory / "run.html", "of another run");
   build({.path = directory / "run.html"});
   CHECK(text_of(directory / "run.html") == "of another run");  // until there is something to show

@@ -5,6 +5,7 @@
 #include <gradaccum/run_page.hpp>
 
 #include "support/files.hpp"
+#include "support/warnings.hpp"
 #include "watching/page.hpp"
 
 #include <algorithm>
@@ -465,21 +466,22 @@ TEST_CASE("RunPage: numbers that are none are gaps, and all others have their bi
 
 TEST_CASE("RunPage: what cannot be written is said, with its name") {
   const Directory directory;
-  const auto none = directory / "none/run.html";
-  REQUIRE_ERROR(none.string() + ": must be written beside, as run.html.part, got No such file or directory",
+  write_text(directory / "file", "text");
+  const auto none = directory / "file/run.html";
+  REQUIRE_ERROR((directory / "file").string() + ": must be a directory, or one that can be created, got File exists",
                 ga::RunPage({.path = none}));
   REQUIRE_ERROR("must be a file", ga::RunPage({.path = directory / ""}));
   REQUIRE_ERROR("RunPage: path must be given", ga::RunPage({}));
   REQUIRE_ERROR("RunPage: every must be >= 0 s, got -1 s",
                 ga::RunPage({.path = directory / "run.html", .every = std::chrono::seconds(-1)}));
-  const auto path = directory / "later/run.html";
-  std::filesystem::create_directories(directory / "later");
+  const auto path = directory / "is/made/run.html";
   ga::RunPage page(at_once(path));
   page.update();
-  std::filesystem::remove_all(directory / "later");
-  REQUIRE_ERROR(path.string() + ": must be written beside", page.update());
-  std::filesystem::create_directories(directory / "later");
-  page.update();
+  std::filesystem::remove_all(directory / "is");
+  write_text(directory / "is", "a file");
+  REQUIRE_ERROR((directory / "is").string() + ": must be a directory", page.update());
+  std::filesystem::remove(directory / "is");
+  page.update();  // makes its folder again
   CHECK(Page(text_of(path)).state() == "running");
 }
 
@@ -494,6 +496,23 @@ TEST_CASE("RunPage: a full disk leaves the page as it was, and nothing beside it
   REQUIRE_ERROR(path.string() + ": must be written, got No space left on device", page.update());
   CHECK(text_of(path) == before);
   CHECK_FALSE(std::filesystem::is_symlink(directory / "run.html.part"));
+  std::filesystem::create_symlink("/dev/full", directory / "other.html.part");
+  REQUIRE_ERROR("other.html: must be written, got No space left on device",
+                ga::RunPage({.path = directory / "other.html"}));
+  CHECK_FALSE(std::filesystem::exists(directory / "other.html"));
+}
+
+TEST_CASE("RunPage: one that nobody ends, and that cannot be written any more, warns") {
+  const Directory directory;
+  const Warnings warnings;
+  {
+    ga::RunPage page(at_once(directory / "is/run.html"));
+    page.update();
+    std::filesystem::remove_all(directory / "is");
+    write_text(directory / "is", "a file");
+  }
+  REQUIRE(warnings.texts().size() == 1);
+  CHECK(contains(warnings.texts()[0], "RunPage: the page was not written: " + (directory / "is").string()));
 }
 
 TEST_CASE("RunPage: goes on from a state with one curve, and its time") {

@@ -7,11 +7,13 @@
 #include "support/event_files.hpp"
 #include "support/file_size_limit.hpp"
 #include "support/files.hpp"
+#include "support/warnings.hpp"
 
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <thread>
 
@@ -393,7 +395,21 @@ TEST_CASE("SummaryWriter: a full disk is an error of any call") {
   CHECK(records_of(text_of(writer.path())).all);
   const FileSizeLimit fuller(3);
   REQUIRE_ERROR("File too large", ga::SummaryWriter({.directory = directory / "other"}));
-}  // whose destructor is silent
+}
+
+TEST_CASE("SummaryWriter: one that cannot write its last numbers warns") {
+  const Directory directory;
+  const Warnings warnings;
+  auto writer = std::make_unique<ga::SummaryWriter>(ga::SummaryWriterOptions{.directory = directory / "run"});
+  const auto path = writer->path();
+  writer->add_scalar("loss", 1, 1);
+  {
+    const FileSizeLimit full(text_of(path).size() + 5);
+    writer.reset();
+  }
+  REQUIRE(warnings.texts().size() == 1);
+  CHECK(contains(warnings.texts()[0], "SummaryWriter: the last numbers were not written: " + path.string()));
+}
 
 TEST_CASE("SummaryWriter: a training that goes on hides what was written of later steps") {
   const Directory directory;

@@ -58,7 +58,8 @@ struct MetricsFileOptions {
 /// disk, is ended before the next. All lines of a CSV file have the same names in the same order. Doubles are written
 /// so that they read back bit for bit; JSON has no NaN and infinity, so they become null.
 ///
-/// Throws `std::runtime_error` with the file's name if writing fails, or if a name would need quotes.
+/// A missing folder is made. Throws `std::runtime_error` with the file's name if writing fails, or if a name would need
+/// quotes; the destructor warns.
 class MetricsFile {
  public:
   using Number = std::variant<std::int64_t, std::uint64_t, double>;

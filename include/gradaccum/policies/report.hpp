@@ -21,8 +21,8 @@ namespace gradaccum {
 /// and what the trainer tells of itself. `RunPage` says how it is written, and is the part for a loop of one's own.
 ///
 /// A training that goes on from a state has one curve, without gaps or doubles. Of several processes rank 0 writes.
-/// Nothing is written in a `.smoke` fit. Where the page cannot be written when the trainer is built, that is an error;
-/// later on it is tried again.
+/// Nothing is written in a `.smoke` fit. A missing folder is made. Where the page cannot be written when the trainer is
+/// built, that is an error; later on it is a warning, once and at the end, and is tried again.
 ///
 /// @note Reads loss and norm from the device for each update. Takes microseconds an update, milliseconds a page.
 struct Report {

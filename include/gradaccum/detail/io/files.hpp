@@ -3,6 +3,7 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 
+#include <signal.h>
 #include <sys/types.h>
 #include <compare>
 #include <cstddef>
@@ -23,6 +24,18 @@ namespace gradaccum::detail {
 
 /// Throws `path: requirement, got No space left on device: free some room`.
 [[noreturn]] void file_error(const std::filesystem::path& path, const std::string& requirement, int error);
+
+/// While it lives, a write beyond the limit of a file's size (`ulimit -f`) is an error: the system's signal, which ends
+/// programs, is held back on this thread, and dropped.
+class NoFileSizeSignal {
+ public:
+  NoFileSizeSignal();
+  NoFileSizeSignal& operator=(NoFileSizeSignal&&) = delete;
+  ~NoFileSizeSignal();
+
+ private:
+  sigset_t before_{};
+};
 
 /// An open file or directory, closed by the destructor. number() is negative if it could not be opened (see errno).
 class Descriptor {
@@ -109,6 +122,8 @@ class OutputFile {
 
   explicit OutputFile(std::filesystem::path path, Cache cache = Cache::used);
 
+  /// Locks the file until it is closed, so that other processes can see that it is being written.
+  void lock() const;
   void write(const void* data, std::size_t size);
   void close();
 
@@ -126,7 +141,8 @@ class OutputFile {
   std::uint32_t crc32_ = 0;
 };
 
-/// Runs `make`, which makes the file or folder `temporary`, and renames that to `path`. Removes it after an error.
+/// Runs `make`, which makes the file or folder `temporary`, and renames that to `path`. Removes it after an error, and
+/// files that killed processes have left under temporary names of `path`.
 void make_and_rename(const std::filesystem::path& temporary, const std::filesystem::path& path,
                      const std::function<void()>& make, const char* requirement = "must be replaced (is as before)");
 
@@ -146,13 +162,22 @@ struct StateName {
   static std::optional<StateName> of(std::string_view text);
 };
 
-/// Locks a directory of states for one writer, until destruction or the end of the process.
-struct StateLock : Descriptor {
+/// Locks a directory of states for one writer, until destruction or the end of the process. A child of `fork` shares
+/// the lock: it does not unlock it, and does not keep it either when this process does.
+class StateLock : Descriptor {
+ public:
   explicit StateLock(const std::filesystem::path& directory);
+  ~StateLock();
+
+  /// Returns false in a child of the process that has locked it.
+  bool is_own() const;
+
+ private:
+  pid_t owner_;
 };
 
 /// A state that is being written, under a temporary name, in a directory that is locked for it. The destructor removes
-/// it, unless `finish` has given it its name.
+/// it, unless `finish` has given it its name, or the process is a child of the writing one.
 class UnfinishedState {
  public:
   UnfinishedState(const std::filesystem::path& directory, std::int64_t step);

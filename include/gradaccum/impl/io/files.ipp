@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <csignal>
 #include <cstdio>
 #include <limits>
 #include <random>
@@ -41,7 +42,31 @@ GRADACCUM_INLINE void file_error(const std::filesystem::path& path, const std::s
 GRADACCUM_INLINE Descriptor::Descriptor(const std::filesystem::path& path, int flags, mode_t mode)
     : number_(static_cast<int>(TEMP_FAILURE_RETRY(::open(path.c_str(), flags | O_CLOEXEC, mode)))) {}
 
+GRADACCUM_INLINE sigset_t file_size_signal() {
+  sigset_t signals;
+  ::sigemptyset(&signals);
+  ::sigaddset(&signals, SIGXFSZ);
+  return signals;
+}
+
+GRADACCUM_INLINE NoFileSizeSignal::NoFileSizeSignal() {
+  const auto signals = file_size_signal();
+  ::pthread_sigmask(SIG_BLOCK, &signals, &before_);
+}
+
+/// The system sends the signal to the thread that writes, where it waits while it is blocked.
+GRADACCUM_INLINE NoFileSizeSignal::~NoFileSizeSignal() {
+  const int error = errno;
+  const auto signals = file_size_signal();
+  const ::timespec now{};
+  while (!::sigismember(&before_, SIGXFSZ) && ::sigtimedwait(&signals, nullptr, &now) > 0) {
+  }
+  ::pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  errno = error;
+}
+
 GRADACCUM_INLINE std::size_t Descriptor::write(const void* data, std::size_t size) const {
+  const NoFileSizeSignal no_signal;
   const auto written = TEMP_FAILURE_RETRY(::write(number_, data, size));
   if (written == 0) errno = EIO;  // should never happen; a retry might loop forever
   return written > 0 ? static_cast<std::size_t>(written) : 0;
@@ -184,6 +209,8 @@ GRADACCUM_INLINE void OutputFile::write(const void* data, std::size_t size) {
   }
 }
 
+GRADACCUM_INLINE void OutputFile::lock() const { ::flock(descriptor_.number(), LOCK_EX | LOCK_NB); }
+
 GRADACCUM_INLINE void OutputFile::close() {
   if (!sync(descriptor_)) fail("must be synced to the disk");
   if (!descriptor_.close()) fail("must be closed");
@@ -204,9 +231,40 @@ GRADACCUM_INLINE void sync_name(const std::filesystem::path& path, const char* r
   }
 }
 
+/// Returns the process in a temporary name of `path`; 0 for other names.
+GRADACCUM_INLINE ::pid_t process_in_name(const std::filesystem::path& path, std::string_view name) {
+  const auto prefix = path.filename().string() + ".tmp-";
+  ::pid_t process = 0;
+  if (!name.starts_with(prefix)) return 0;
+  const auto* const end = name.data() + name.size();
+  const auto* const digits = std::from_chars(name.data() + prefix.size(), end, process).ptr;
+  const std::string_view random(digits, static_cast<std::size_t>(end - digits));
+  const bool is_one =
+      random.size() == 9 && random[0] == '-' && random.find_first_not_of("0123456789abcdef", 1) == random.npos;
+  return is_one && process > 0 ? process : 0;
+}
+
+/// Removes the temporary files of writers of `path` that were killed. A process of this number may live on another
+/// machine, or in another container, but then it has a lock.
+GRADACCUM_INLINE void remove_temporaries_of_killed(const std::filesystem::path& path) {
+  const auto folder = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
+  std::error_code ignored;  // a folder that cannot be read can be written to
+  for (std::filesystem::directory_iterator entry(folder, ignored), end; !ignored && entry != end;
+       entry.increment(ignored)) {
+    const auto process = process_in_name(path, entry->path().filename().string());
+    if (process == 0 || ::kill(process, 0) == 0 || errno != ESRCH) continue;
+    const Descriptor file(entry->path(), O_RDWR | O_NOFOLLOW | O_NONBLOCK);  // which no folder, link or pipe is
+    std::error_code kept;
+    if (file.number() >= 0 && ::flock(file.number(), LOCK_EX | LOCK_NB) == 0)
+      std::filesystem::remove(entry->path(), kept);
+  }
+}
+
 GRADACCUM_INLINE void make_and_rename(const std::filesystem::path& temporary, const std::filesystem::path& path,
                                       const std::function<void()>& make, const char* requirement) {
+  remove_temporaries_of_killed(path);
   try {
+    const NoFileSizeSignal no_signal;
     make();
     if (std::rename(temporary.c_str(), path.c_str()) != 0) file_error(path, requirement, errno);
   } catch (...) {
@@ -220,6 +278,7 @@ GRADACCUM_INLINE void replace_file(const std::filesystem::path& path, const std:
   const auto temporary = temporary_name(path);
   make_and_rename(temporary, path, [&] {
     OutputFile file(temporary);
+    file.lock();
     write(file);
     file.close();
   });
@@ -244,13 +303,19 @@ GRADACCUM_INLINE std::optional<StateName> StateName::of(std::string_view text) {
 }
 
 GRADACCUM_INLINE StateLock::StateLock(const std::filesystem::path& directory)
-    : Descriptor(directory, O_RDONLY | O_DIRECTORY) {
+    : Descriptor(directory, O_RDONLY | O_DIRECTORY), owner_(::getpid()) {
   if (number() < 0) file_error(directory, "must be a directory that can be opened", errno);
   // Other errors mean a file system without locks; there the user has to ensure that there is one writer.
   if (::flock(number(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
     throw std::runtime_error(directory.string() + ": must have only one writer, but another process or thread is " +
                              "writing to it: wait for it, or choose another directory");
 }
+
+GRADACCUM_INLINE StateLock::~StateLock() {
+  if (is_own()) ::flock(number(), LOCK_UN);
+}
+
+GRADACCUM_INLINE bool StateLock::is_own() const { return owner_ == ::getpid(); }
 
 GRADACCUM_INLINE void check_is_writable(const std::filesystem::path& directory) {
   const auto probe = temporary_name(directory / StateName().text()), renamed = temporary_name(probe);
@@ -313,7 +378,7 @@ GRADACCUM_INLINE UnfinishedState::UnfinishedState(const std::filesystem::path& d
 
 GRADACCUM_INLINE UnfinishedState::~UnfinishedState() {
   std::error_code ignored;  // a later sweep removes what cannot be removed now
-  if (!folder_.empty()) std::filesystem::remove_all(folder_, ignored);
+  if (!folder_.empty() && lock_.is_own()) std::filesystem::remove_all(folder_, ignored);
 }
 
 GRADACCUM_INLINE std::filesystem::path UnfinishedState::finish() {

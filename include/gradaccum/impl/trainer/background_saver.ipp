@@ -9,6 +9,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -122,8 +123,10 @@ GRADACCUM_INLINE void StateCopy::copy_file(const std::string& file, const io::Te
   ParallelCopy on_host;
   DeviceCopies on_devices(staged);
   const auto copy = [&](const at::Tensor& tensor, char* to) {
+    const bool is_plain = tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+    if (tensor.is_cpu() && is_plain) return on_host.add(to, tensor);
+    if (tensor.is_cpu()) return void(at::from_blob(to, tensor.sizes(), tensor.scalar_type()).copy_(tensor));
     const auto plain = tensor.resolve_conj().resolve_neg().contiguous();
-    if (plain.is_cpu()) return on_host.add(to, plain);
     if (plain.numel() == 0) return;
     const auto offset = to - static_cast<char*>(memory.mutable_data_ptr());
     on_devices.add(memory.narrow(0, offset, static_cast<std::int64_t>(plain.nbytes())), plain);
@@ -200,6 +203,7 @@ struct BackgroundSaver::Work {
     }
   }
 
+  ::pid_t process = ::getpid();
   std::shared_ptr<const detail::Communicator> peers;
   detail::StateWriter writer;
   std::packaged_task<void()> write_part;
@@ -214,6 +218,7 @@ GRADACCUM_INLINE BackgroundSaver::BackgroundSaver(std::filesystem::path director
 }
 
 GRADACCUM_INLINE BackgroundSaver::~BackgroundSaver() {
+  leave_work_to_parent();
   join();
   try {
     if (work_) work_->saved.get();
@@ -222,8 +227,14 @@ GRADACCUM_INLINE BackgroundSaver::~BackgroundSaver() {
   }
 }
 
+/// Keeps it in memory: its destructor would wait for the thread.
+GRADACCUM_INLINE void BackgroundSaver::leave_work_to_parent() {
+  if (work_ && work_->process != ::getpid()) new std::shared_ptr<Work>(std::exchange(work_, {}));
+}
+
 GRADACCUM_INLINE bool BackgroundSaver::busy() const {
-  return work_ && work_->saved.wait_for(std::chrono::seconds(0)) != std::future_status::ready;
+  return work_ && work_->process == ::getpid() &&
+         work_->saved.wait_for(std::chrono::seconds(0)) != std::future_status::ready;
 }
 
 GRADACCUM_INLINE void BackgroundSaver::check() {
@@ -238,6 +249,7 @@ GRADACCUM_INLINE void BackgroundSaver::join() const {
 }
 
 GRADACCUM_INLINE std::filesystem::path BackgroundSaver::wait() {
+  leave_work_to_parent();
   const auto work = std::exchange(work_, {});
   if (!work) return last_;
   const auto* const peers = work->peers.get();

@@ -281,7 +281,8 @@ struct MetricsFile::File {
     if (!file) return;
     try {
       flush();
-    } catch (const std::exception&) {  // callers that need to know have called flush
+    } catch (const std::exception& error) {
+      TORCH_WARN("the last lines were not written: ", error.what());
     }
     std::fclose(file);
   }
@@ -292,6 +293,7 @@ struct MetricsFile::File {
 
   void open(bool append) {
     if (!is_csv && path.extension() != ".jsonl") fail("the name must end in .csv or .jsonl");
+    detail::make_directory(path.parent_path());
     file = std::fopen(path.c_str(), append ? "a+b" : "w+b");
     if (!file) fail(std::strerror(errno));
     std::setvbuf(file, nullptr, _IONBF, 0);  // unbuffered: stdio would retry a failed write, and repeat a part
@@ -332,6 +334,7 @@ struct MetricsFile::File {
   void flush() {
     flushed = Clock::now();
     if (waiting.empty()) return;
+    const detail::NoFileSizeSignal no_signal;
     const auto whole = (is_torn ? "\n" : "") + std::exchange(waiting, {});
     const auto written = std::fwrite(whole.data(), 1, whole.size(), file);
     if (written > 0) is_torn = whole[written - 1] != '\n';

@@ -66,6 +66,7 @@ struct Report::Run {
   bool is_full = false;                                           // the window that is being closed is not a tail
   std::int64_t window_batches = 0, window_samples = 0;            // of the last full window
   std::vector<std::pair<std::string, std::int64_t>> memory = {};  // by kind; empty between measurements
+  bool has_warned = false;
 
   bool writes() const { return !status.options.smoke; }
   /// Measures memory and speed once in a while, since short times say little of the speed.
@@ -138,8 +139,11 @@ struct Report::Run {
     }
     const auto whole = how == RunEnd::finished ? std::optional(1.0) : std::nullopt;
     page.end(how, why, {.fraction = whole, .seconds = status.seconds()});
-  } catch (const std::exception&) {
+  } catch (const std::exception& error) {
+    warn(error);
   }
+
+  static void warn(const std::exception& error) { TORCH_WARN("Report: the page was not written: ", error.what()); }
 };
 
 /// Makes the page without writing it: the file may be that of the run that this one goes on from.
@@ -204,7 +208,8 @@ GRADACCUM_INLINE void Report::at_boundary() {
   run->describe(false);
   try {
     run->page.update({.fraction = run->status.fraction(), .seconds = run->status.seconds()});
-  } catch (const std::exception&) {  // it is tried again, and at the end
+  } catch (const std::exception& error) {  // it is tried again, and at the end
+    if (!std::exchange(run->has_warned, true)) Run::warn(error);
   }
 }
 

@@ -233,6 +233,8 @@ GRADACCUM_INLINE std::filesystem::path part_of(std::filesystem::path path) { ret
 
 /// Writes a page beside its place, without a wait for the disk.
 GRADACCUM_INLINE void write_part(const std::filesystem::path& path, std::string_view text) {
+  const NoFileSizeSignal no_signal;
+  make_directory(path.parent_path());
   const auto part = part_of(path);
   auto* const file = std::fopen(part.c_str(), "wbe");
   if (!file) file_error(path, "must be written beside, as " + part.filename().string(), errno);
@@ -262,14 +264,15 @@ GRADACCUM_INLINE RunPage::RunPage(RunPageOptions options)
   TORCH_CHECK(!options_.path.empty(), "RunPage: path must be given");
   TORCH_CHECK(options_.every.count() >= 0, "RunPage: every must be >= 0 s, got ", options_.every.count(), " s");
   if (std::filesystem::is_directory(options_.path)) detail::file_error(options_.path, "must be a file", EISDIR);
-  detail::write_part(options_.path, "");
+  detail::write_part(options_.path, detail::page_text({}));  // an empty file might fit on a full disk
   std::remove(detail::part_of(options_.path).c_str());
 }
 
 GRADACCUM_INLINE RunPage::~RunPage() {
   try {
     if (goes_on_) end(RunEnd::interrupted);
-  } catch (const std::exception&) {  // a destructor has nobody to tell
+  } catch (const std::exception& error) {
+    TORCH_WARN("RunPage: the page was not written: ", error.what());
   }
 }
 

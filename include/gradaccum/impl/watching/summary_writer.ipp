@@ -218,12 +218,6 @@ class EventFile {
     }
   }
   EventFile& operator=(EventFile&&) = delete;
-  ~EventFile() {
-    try {
-      flush();
-    } catch (const std::exception&) {  // call flush() to get errors
-    }
-  }
 
   void add(std::string_view record) {
     constexpr std::size_t much = 1 << 20;
@@ -335,7 +329,13 @@ GRADACCUM_INLINE SummaryWriter::SummaryWriter(const SummaryWriterOptions& option
   file_->flush();  // reports a full disk now
 }
 
-GRADACCUM_INLINE SummaryWriter::~SummaryWriter() = default;
+GRADACCUM_INLINE SummaryWriter::~SummaryWriter() {
+  try {
+    flush();
+  } catch (const std::exception& error) {
+    TORCH_WARN("SummaryWriter: the last numbers were not written: ", error.what());
+  }
+}
 
 GRADACCUM_INLINE void SummaryWriter::add_scalar(std::string_view tag, double value, std::int64_t step) {
   file_->add(detail::scalar_event(detail::event_time(), step, detail::checked_tag(tag), static_cast<float>(value)));
