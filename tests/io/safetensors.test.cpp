@@ -12,6 +12,7 @@
 #include <new>
 #include <sstream>
 
+#include <malloc.h>
 #include <sys/stat.h>
 
 namespace ga = gradaccum;
@@ -19,17 +20,24 @@ namespace inner = gradaccum::detail;
 
 namespace {
 std::size_t largest_allocation = 0;
-}
+std::int64_t allocated = 0, most_allocated = 0;
+}  // namespace
 
 // Notes what this program asks for. AddressSanitizer has an operator of its own.
 #ifndef __SANITIZE_ADDRESS__
 void* operator new(std::size_t size) {
   largest_allocation = std::max(largest_allocation, size);
-  if (void* memory = std::malloc(std::max<std::size_t>(size, 1))) return memory;
-  throw std::bad_alloc();
+  void* const memory = std::malloc(std::max<std::size_t>(size, 1));
+  if (!memory) throw std::bad_alloc();
+  allocated += static_cast<std::int64_t>(::malloc_usable_size(memory));
+  most_allocated = std::max(most_allocated, allocated);
+  return memory;
 }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete(void* memory) noexcept {
+  allocated -= static_cast<std::int64_t>(::malloc_usable_size(memory));
+  std::free(memory);
+}
+void operator delete(void* memory, std::size_t) noexcept { operator delete(memory); }
 #endif
 
 namespace {
@@ -414,19 +422,29 @@ TEST_CASE("SafetensorsFile: every file that is not one is refused, by a sentence
   }
 }
 
-TEST_CASE("SafetensorsFile: at most a million tensors") {
+TEST_CASE("SafetensorsFile: at most a million tensors, and a header never takes more than 300 MB") {
   const std::string what = "a file";
-  const auto error_of = [&what](int count) {
-    std::string text = "{";
-    for (int i = 0; i < count; ++i) text += (i ? ",\"" : "\"") + std::to_string(i) + "\":0";
-    return testing::error_of([&] { inner::parse_safetensors_header(text + "}", 0, what); });
+  const auto error_of = [&what](const std::string& begin, const std::string& value, int count) {
+    std::string text = begin;
+    for (int i = 0; i < count; ++i) text += (i ? ",\"" : "\"") + std::to_string(i) + "\":" + value;
+    text += begin.size() > 1 ? "}}" : "}";
+    const auto before = most_allocated = allocated;
+    const auto error = testing::error_of([&] { inner::parse_safetensors_header(text, 0, what); });
+    INFO(error << ": " << most_allocated - before << " bytes for " << text.size());
+    CHECK(most_allocated - before < std::int64_t{300'000'000});
+    return error;
   };
-  CHECK(error_of(1'000'001) == "a file: must have at most 1000000 tensors, got 1000001");
-  CHECK(testing::contains(error_of(1000), "must have dtype"));
+  const std::string tensor = R"({"dtype":"U8","shape":[0],"data_offsets":[0,0]})", metadata = R"({"__metadata__":{)";
+  CHECK(error_of("{", tensor, 1'000'001) == "a file: must have at most 1000000 tensors, got more");
+  CHECK(error_of("{", tensor, 1000).empty());
+  CHECK(testing::contains(error_of("{", "0", 1000), "must have dtype"));
+  const std::string too_many = "a file: its JSON must have at most 1100000 values (each tensor counts alone)";
+  CHECK(error_of("{", "0", 1'200'000) == too_many);
+  CHECK(error_of(metadata, "\"\"", 1'200'000) == too_many);
+  CHECK(error_of(metadata, "\"\"", 1000).empty());
   std::string values = R"({"a":[0)";
-  for (int i = 0; i < 12'000'000; ++i) values += ",0";
-  CHECK(testing::error_of([&] { inner::parse_safetensors_header(values + "]}", 0, what); }) ==
-        "a file: its JSON must have at most 12000000 values");
+  for (int i = 0; i < 1'200'000; ++i) values += ",0";
+  CHECK(testing::error_of([&] { inner::parse_safetensors_header(values + "]}", 0, what); }) == too_many);
 }
 
 TEST_CASE("SafetensorsFile: what is unusual and right is read") {

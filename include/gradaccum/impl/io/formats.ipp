@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
+#include <functional>
 #include <initializer_list>
 #include <limits>
 #include <stdexcept>
@@ -33,22 +34,41 @@ GRADACCUM_INLINE std::string in_quotes(std::string_view name) {
   throw std::runtime_error(what + ": " + requirement);
 }
 
+[[noreturn]] GRADACCUM_INLINE void name_twice_error(const std::string& what, const std::string& name) {
+  format_error(what, "its JSON must have every name once, got " + in_quotes(name) + " twice");
+}
+
+/// Reads a member of the outermost object, which is then dropped.
+using TakeMember = std::function<void(const std::string& name, const Json& object)>;
+
 /// Builds a value from the events of nlohmann's parser. Refuses what that lets pass: a name that an object has twice,
 /// and deep nesting. Json::parse with a callback would take quadratic time: it searches the parent after each object.
+///
+/// With `take`, objects that are members of the outermost one are taken out of it as they end: a million of them never
+/// exist at once.
 class JsonBuilder : public nlohmann::json_sax<Json> {
  public:
-  JsonBuilder(std::size_t max_depth, const std::string& what) : max_depth_(max_depth), what_(what) {}
+  JsonBuilder(std::size_t max_depth, const std::string& what, const TakeMember& take)
+      : max_depth_(max_depth), what_(what), take_(take) {}
 
   Json root;
 
   bool start_object(std::size_t /*size*/) override { return open(Json::object()); }
   bool start_array(std::size_t /*size*/) override { return open(Json::array()); }
-  bool end_object() override { return open_.pop_back(), true; }
+  bool end_object() override {
+    open_.pop_back();
+    if (!take_ || open_.size() != 1) return true;
+    take_(outer_member_->first, outer_member_->second);
+    open_.front()->get_ref<Json::object_t&>().erase(outer_member_);
+    values_ = values_before_;
+    return true;
+  }
   bool end_array() override { return open_.pop_back(), true; }
   bool key(string_t& name) override {
     const auto [member, is_new] = open_.back()->get_ref<Json::object_t&>().try_emplace(name);
-    if (!is_new) format_error(what_, "its JSON must have every name once, got " + in_quotes(name) + " twice");
+    if (!is_new) name_twice_error(what_, name);
     member_ = &member->second;
+    if (open_.size() == 1) outer_member_ = member, values_before_ = values_;
     return true;
   }
   bool null() override { return add(nullptr); }
@@ -76,25 +96,29 @@ class JsonBuilder : public nlohmann::json_sax<Json> {
   }
   /// Returns where the next value belongs.
   Json& next() {
-    constexpr std::size_t max_values = 12'000'000;  // two bytes of text may become a value of 50
+    constexpr std::size_t max_values = 1'100'000;  // a few bytes of text may become a value of 150
     if (++values_ > max_values)
-      format_error(what_, "its JSON must have at most " + std::to_string(max_values) + " values");
+      format_error(what_, "its JSON must have at most " + std::to_string(max_values) + " values" +
+                              (take_ ? " (each tensor counts alone)" : ""));
     if (open_.empty()) return root;
     return open_.back()->is_array() ? open_.back()->emplace_back() : *member_;
   }
 
-  std::size_t max_depth_, values_ = 0;
+  std::size_t max_depth_, values_ = 0, values_before_ = 0;  // before the outermost object's last member
   const std::string& what_;
+  const TakeMember& take_;
   std::vector<Json*> open_;  // the outermost first; an open one never moves
   Json* member_ = nullptr;
+  Json::object_t::iterator outer_member_ = {};
 };
 
 /// Parses exactly one JSON value, from text that nobody vouches for.
-GRADACCUM_INLINE Json parse_json(std::string_view text, std::size_t max_depth, const std::string& what) {
+GRADACCUM_INLINE Json parse_json(std::string_view text, std::size_t max_depth, const std::string& what,
+                                 const TakeMember& take = {}) {
   // nlohmann's parser takes a zero byte for the end of the text.
   if (const auto zero = text.find('\0'); zero != text.npos)
     format_error(what, "must be JSON in UTF-8, got a zero at byte " + std::to_string(zero + 1));
-  JsonBuilder builder(max_depth, what);
+  JsonBuilder builder(max_depth, what, take);
   Json::sax_parse(text.begin(), text.end(), &builder);
   return std::move(builder.root);
 }
@@ -426,6 +450,17 @@ GRADACCUM_INLINE SafetensorsEntry safetensors_entry_of(const std::string& name, 
   return entry;
 }
 
+GRADACCUM_INLINE std::map<std::string, std::string> metadata_of(const Json& value, const std::string& what) {
+  require_format(value.is_object(), what, ": __metadata__ must be an object");
+  std::map<std::string, std::string> metadata;
+  for (auto& [key, held] : value.get_ref<const Json::object_t&>()) {
+    require_format(held.is_string(), what, ": __metadata__ must have texts only, got another value for ",
+                   in_quotes(key));
+    metadata.emplace_hint(metadata.end(), key, held.get_ref<const std::string&>());
+  }
+  return metadata;
+}
+
 /// Throws unless the tensors are all of the data, without gaps or overlaps.
 GRADACCUM_INLINE void check_offsets(const std::map<std::string, SafetensorsEntry>& tensors, std::uint64_t data_size,
                                     const std::string& what) {
@@ -465,21 +500,21 @@ GRADACCUM_INLINE SafetensorsHeader parse_safetensors_header(std::string_view tex
   require_format(text.size() <= max_safetensors_header, what, ": its header must have at most 100000000 bytes, got ",
                  text.size());
   require_format(text.starts_with('{'), what, ": its header must begin with {");
-  const auto json = parse_json(text, 3, what);
-  require_format(json.size() <= 1'000'000, what, ": must have at most 1000000 tensors, got ", json.size());
   SafetensorsHeader header;
-  for (auto& [name, value] : json.get_ref<const Json::object_t&>()) {
-    if (name != "__metadata__") {
-      header.tensors.emplace_hint(header.tensors.end(), name, safetensors_entry_of(name, value, what));
-      continue;
+  bool has_metadata = false;
+  const auto take = [&](const std::string& name, const Json& value) {
+    const bool is_metadata = name == "__metadata__";
+    const bool is_new = is_metadata ? !std::exchange(has_metadata, true) : !header.tensors.contains(name);
+    if (!is_new) name_twice_error(what, name);
+    if (is_metadata) {
+      header.metadata = metadata_of(value, what);
+      return;
     }
-    require_format(value.is_object(), what, ": __metadata__ must be an object");
-    for (auto& [key, held] : value.get_ref<const Json::object_t&>()) {
-      require_format(held.is_string(), what, ": __metadata__ must have texts only, got another value for ",
-                     in_quotes(key));
-      header.metadata.emplace_hint(header.metadata.end(), key, held.get_ref<const std::string&>());
-    }
-  }
+    require_format(header.tensors.size() < 1'000'000, what, ": must have at most 1000000 tensors, got more");
+    header.tensors.emplace(name, safetensors_entry_of(name, value, what));
+  };
+  const auto others = parse_json(text, 3, what, take);
+  for (auto& [name, value] : others.get_ref<const Json::object_t&>()) take(name, value);  // which refuses them
   check_offsets(header.tensors, data_size, what);
   return header;
 }
