@@ -83,6 +83,10 @@ class Archive {
 
     bool are_others() const { return saved != loading; }
   };
+  /// The folder that the values were read from, for errors.
+  const std::string& folder() const { return folder_; }
+  void set_folder(std::string folder) { folder_ = std::move(folder); }
+
   const Ranks& ranks() const { return ranks_; }
   void set_ranks(Ranks ranks) { ranks_ = std::move(ranks); }
   /// Returns what each rank has saved under a name.
@@ -164,7 +168,7 @@ class Archive {
 
   Values values_;
   std::set<std::string> used_;
-  std::string prefix_;
+  std::string prefix_, folder_;
   Ranks ranks_;
   std::vector<std::function<void()>> changes_, undo_;  // deferred until all that is loaded together fits
   int depth_ = 0;                                      // of calls of together()

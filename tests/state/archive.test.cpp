@@ -185,13 +185,13 @@ TEST_CASE("Archive: what is missing, or of another type, or too large, is an err
   REQUIRE_ERROR("Archive: must have a value 'inner.count', but does not", ga::Archive(saved.values())("inner", inner));
   CHECK(inner.count == 7);
 
-  CHECK(unchanged(7.0, "one", "Archive: the value 'one' is of another type"));
-  CHECK(unchanged(std::int64_t{7}, "real", "'real' is of another type"));
-  CHECK(unchanged(std::int64_t{7}, "flag", "'flag' is of another type"));
-  CHECK(unchanged(false, "one", "'one' is of another type"));
-  CHECK(unchanged(std::string("x"), "tensor", "'tensor' is of another type"));
-  CHECK(unchanged(7.0, "text", "'text' is of another type"));
-  REQUIRE_ERROR("'text' is of another type", ga::Archive(saved.values())("text", tensor));
+  CHECK(unchanged(7.0, "one", "Archive: the value 'one' must be a floating-point number, got a whole number"));
+  CHECK(unchanged(std::int64_t{7}, "real", "'real' must be a whole number, got a floating-point number"));
+  CHECK(unchanged(std::int64_t{7}, "flag", "'flag' must be a whole number, got a flag"));
+  CHECK(unchanged(false, "one", "'one' must be a flag, got a whole number"));
+  CHECK(unchanged(std::string("x"), "tensor", "'tensor' must be a text, got a tensor"));
+  CHECK(unchanged(7.0, "text", "'text' must be a floating-point number, got a text"));
+  REQUIRE_ERROR("'text' must be a tensor, got a text", ga::Archive(saved.values())("text", tensor));
   CHECK(at::equal(tensor, torch::ones({1})));
 
   CHECK(unchanged(std::int32_t{7}, "whole", "Archive: the value 'whole' does not fit, got 1099511627776"));

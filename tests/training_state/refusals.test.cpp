@@ -63,6 +63,16 @@ struct SaveAtEnd {
   void at_boundary() { save(); }
 };
 
+/// Trainings that differ in a number's type.
+template <class Number>
+struct TrainingOf {
+  Number number = 0;
+  std::int64_t updates() const { return 0; }
+  void state(ga::Archive& archive) { archive("number", number); }
+};
+using Whole = TrainingOf<std::int64_t>;
+using Real = TrainingOf<double>;
+
 const auto objective = [](auto& net, auto& batch) { return torch::mse_loss(net->forward(batch.data), batch.target); };
 
 struct Settings {
@@ -327,6 +337,18 @@ TEST_CASE("refused: what is no state, and what no state is made of") {
   auto batches = batches_of();
   CHECK(fresh.trainer.fit(batches, {.epochs = 1, .resume = directory / "empty"}).resumed_from.empty());
   CHECK(fresh.trainer.fit(batches, {.epochs = 1, .resume = directory / "none"}).resumed_from.empty());
+}
+
+TEST_CASE("refused: a value of another type, or of another name, is said with the state that has it") {
+  const Directory directory;
+  Whole whole;
+  const auto state = ga::save(directory / "states", whole);
+  Real real;
+  REQUIRE_ERROR("Archive: the value 'number' must be a floating-point number, got a whole number (while loading " +
+                    state.string() + ")",
+                ga::load(directory / "states", real));
+  Scene<AdamW, Nothing> scene({}, -1);
+  REQUIRE_ERROR(" (while loading " + state.string() + ")", ga::load(directory / "states", scene.trainer));
 }
 
 TEST_CASE("refused: SaveState where there is something that cannot be saved") {

@@ -10,9 +10,19 @@
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
 
+#include <array>
+
 #include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum {
+
+/// Throws unless a value has the type of the alternative `type` of `Archive::Value`.
+GRADACCUM_INLINE void check_type(const std::string& name, const Archive::Value& value, std::size_t type) {
+  constexpr std::array names{"a flag", "a whole number", "a floating-point number", "a text", "a tensor"};
+  static_assert(names.size() == std::variant_size_v<Archive::Value>);
+  TORCH_CHECK(value.index() == type, "Archive: the value '", name, "' must be ", names.at(type), ", got ",
+              names.at(value.index()));
+}
 
 GRADACCUM_INLINE Archive Archive::of_references() {
   Archive archive;
@@ -84,7 +94,7 @@ GRADACCUM_INLINE const Archive::Value& Archive::of_rank(std::int64_t rank, std::
   auto value = all.find("rank_" + std::to_string(rank) + "." + full);
   if (value == all.end()) value = all.find(full);
   TORCH_CHECK(value != all.end(), "Archive: must have a value '", full, "', but does not");
-  TORCH_CHECK(value->second.index() == type, "Archive: the value '", value->first, "' is of another type");
+  check_type(value->first, value->second, type);
   return value->second;
 }
 
@@ -123,7 +133,7 @@ GRADACCUM_INLINE bool Archive::save_or_load(std::string_view name, Value& value)
   const auto found = values_.find(full);
   if (found == values_.end() && changes_allowed_) return false;
   TORCH_CHECK(found != values_.end(), "Archive: must have a value '", full, "', but does not");
-  TORCH_CHECK(found->second.index() == value.index(), "Archive: the value '", full, "' is of another type");
+  check_type(full, found->second, value.index());
   if (tensor)
     *tensor = detail::owned(std::get<at::Tensor>(std::move(found->second)));
   else

@@ -128,6 +128,7 @@ GRADACCUM_INLINE Archive open_state(const std::filesystem::path& folder, bool al
       values.merge(pieces);
       Archive archive(std::move(values));
       archive.set_ranks(std::move(ranks));
+      archive.set_folder(folder.string());
       archive.allow_changes(allow_changes);
       return archive;
     } catch (const std::exception& error) {
@@ -136,13 +137,16 @@ GRADACCUM_INLINE Archive open_state(const std::filesystem::path& folder, bool al
   });
 }
 
-GRADACCUM_INLINE void load_state(Archive& archive, const AnyTraining& training) {
+GRADACCUM_INLINE void load_state(Archive& archive, const AnyTraining& training) try {
   archive.together([&] {
     run_on_all(training.peers.get(), [&] {
       training.state(archive);
       if (!archive.changes_allowed()) archive.check_all_used();
     });
   });
+} catch (c10::Error& error) {
+  error.add_context("while loading " + archive.folder());
+  throw;
 }
 
 GRADACCUM_INLINE void check_is_newest(const std::filesystem::path& directory, std::int64_t updates) {
