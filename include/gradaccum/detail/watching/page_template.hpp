@@ -13,7 +13,7 @@ inline constexpr std::string_view page_before_json = R"html(<!DOCTYPE html>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; base-uri 'none'; form-action 'none';
 style-src 'sha256-1jd1Myexv9bb7UbbVuM0dOv0FYB1vn01Kuey27jFCQs=';
-script-src 'sha256-ZqD/1z7zfM6MZ693+SXZAH6vhk9GteqD5rX8ZvJGDC4='">
+script-src 'sha256-cpTgD0nYyWKJWN7dXl4m1+CkTluoscLFlIlmyqcqOgI='">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>Training</title>
@@ -268,11 +268,11 @@ const drawMarks = (svg, note, series, {above, below, gaps, across, height}) => {
   for (const point of gaps) mark('×', point.x, height - 2);
   const top = least(above, point => -point.high), bottom = least(below, point => point.low);
   const sum = gaps.reduce((all, point) => all + point.gaps, 0);
+  const upper = series.filter(one => one.under.length).map(one => clean(one.name, 60));
   note.textContent = [top && `▲ cut off: up to ${number(top.high)} at update ${number(top.highAt)}.`,
     bottom && `▼ cut off: down to ${number(bottom.low)} at update ${number(bottom.lowAt)}.`,
-    sum && `× NaN or infinite: ${number(sum)}.`, ...series.filter(one => one.under.length).map(({name, under}) =>
-      `${clean(name, 60)}, dashed, lies on ${under.map(one => clean(one.name, 60)).join(' and ')}.`)]
-    .filter(Boolean).join(' ');
+    sum && `× NaN or infinite: ${number(sum)}.`,
+    upper.length && `Dashed, since on other curves: ${upper.slice(0, 12).join(', ')}.`].filter(Boolean).join(' ');
 };
 const addKey = (to, {colour, dashed, name}, text = '') => {
   make(to, 'i', '', {class: dashed ? 'dashed' : ''}).style.borderColor = colour;
