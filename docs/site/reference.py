@@ -211,7 +211,8 @@ def members(name, of_policy=False, level=3):
         if is_internal(name, member, of_policy):
             continue
         its_own = its_own or "like all below" in " ".join(member.doc)
-        if of_policy and member.kind == "field" and (its_own or not member.doc or "not an option" in member.doc):
+        is_state = "not an option" in " ".join(member.doc)
+        if member.kind == "field" and (is_state or of_policy and (its_own or not member.doc)):
             continue
         if member.kind in ("record", "enum"):
             flush()

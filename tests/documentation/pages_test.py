@@ -206,6 +206,7 @@ class Pages(unittest.TestCase):
         self.assertIn("### `step` {#Accumulator.step}", page)
         self.assertNotRegex(page, "NamedWindow|others_continue")
         self.assertNotRegex((pages / "reference/policies/report.md").read_text(), "attach|on_validation")
+        self.assertEqual([path for path in pages.glob("reference/**/*.md") if "not an option" in path.read_text()], [])
         self.assertIn("(reference/policies/accumulate.md#Accumulate)", (pages / "trainer.md").read_text())
         self.assertIn('<a href="reference/index.html#window">', (pages / "architecture.md").read_text())
         self.assertNotIn("](docs/", (pages / "index.md").read_text())
