@@ -391,6 +391,19 @@ TEST_CASE("ExportedModel: saved weights are loaded again, and by Python") {
   CHECK(fs::exists(exported / "vit.trained" / "config.json"));
 }
 
+TEST_CASE("ExportedModel: files may be links, as in Hugging Face's cache") {
+  const Folder folder;
+  folder.write();
+  const auto blobs = fs::path(folder.path.string() + ".blobs");
+  fs::rename(folder.path, blobs);
+  fs::create_directory(folder.path);
+  for (auto& blob : fs::directory_iterator(blobs)) fs::create_symlink(blob, folder.path / blob.path().filename());
+  CHECK(error_of([&] { ga::ExportedModel(folder.path, {.code = ga::InProgram{"bert"}}); }) == "");
+  testing::write_text(blobs / "model.safetensors", "short");
+  CHECK(beside(error_of([&] { ga::ExportedModel(folder.path, {.code = ga::InProgram{"bert"}}); }),
+               {"model.safetensors: must have"}) == "");
+}
+
 TEST_CASE("ExportedModel: what is not Python's export any more is named") {
   Folder folder;
   CHECK(error_of_folder(folder) == "");

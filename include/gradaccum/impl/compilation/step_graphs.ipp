@@ -524,13 +524,16 @@ GRADACCUM_INLINE std::map<std::string, StepInProgram>& steps_in_program() {
   return steps;
 }
 
-/// Returns the path of a file of a folder, which must be as its manifest has it.
+/// Returns the path of a file of a folder, which must be as its manifest has it. It may be a link, as in Hugging Face's
+/// cache.
 GRADACCUM_INLINE std::filesystem::path listed_file(const std::filesystem::path& folder, const Manifest& manifest,
                                                    const std::string& name) {
   const auto listed = manifest.files.find(name);
   if (listed == manifest.files.end())
     throw std::runtime_error((folder / manifest_name).string() + ": must list the file " + name);
-  check_file(folder / name, listed->second);
+  std::error_code missing;
+  const auto file = std::filesystem::canonical(folder / name, missing);
+  check_file(missing ? folder / name : file, listed->second);
   return folder / name;
 }
 
@@ -548,7 +551,9 @@ GRADACCUM_INLINE const StepInProgram& step_in_program(const std::string& name, c
 class StepSource {
  public:
   explicit StepSource(const std::filesystem::path& folder, std::string_view format = step_format)
-      : name((folder / manifest_name).string()), manifest(read_manifest(folder, format)), folder_(folder) {}
+      : name((folder / manifest_name).string()),
+        manifest(manifest_of(MappedFile(name).text(), name, format)),  // which may be a link, too
+        folder_(folder) {}
   StepSource(std::string step_name, const StepInProgram& step, std::string_view format)
       : name(std::move(step_name)), manifest(manifest_of(step.manifest, name, format)), in_program_(&step) {}
 
