@@ -15,6 +15,7 @@
 #include <gradaccum/policies/validate.hpp>
 #include <gradaccum/trainer.hpp>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -105,7 +106,9 @@ inline ga::Schedule<ga::lr::Cosine> schedule(const Batches& batches, const Optio
 inline Batches batches_of(const std::string& file, at::Device device, const Options& options, bool shuffle) {
   auto tensors = ga::io::load_file(file);
   for (auto& [name, tensor] : tensors) tensor = tensor.to(device);
-  return Batches(tensors, {.batch_size = options.batch_size, .shuffle = shuffle});
+  Batches batches(tensors, {.batch_size = options.batch_size, .shuffle = shuffle});
+  if (batches.size() == 0) throw std::runtime_error(file + ": must have rows, got none");
+  return batches;
 }
 
 inline ga::FitReport train(ga::ExportedModel& model, const Options& options) {

@@ -28,7 +28,9 @@ def data_of(batches, path):
     tensors = load_file(batches)
     names = ("input_ids", "attention_mask", "labels")
     count = sum(name.startswith("loss.") for name in tensors)
-    save_file({name: numpy.concatenate([tensors[f"{number}.{name}"] for number in range(count)]) for name in names}, path)
+    data = {name: numpy.concatenate([tensors[f"{number}.{name}"] for number in range(count)]) for name in names}
+    save_file(data, path)
+    save_file({name: tensor[:0] for name, tensor in data.items()}, path.with_name("empty.safetensors"))
 
 
 def run(*command):
@@ -56,6 +58,10 @@ def main():
 
         refused = run(program, "--model", folder / "model", "--data", folder / "none.safetensors")
         assert refused.returncode == 1 and refused.stderr.startswith("exported_model: ") and "none.safetensors" in refused.stderr
+        empty = folder / "empty.safetensors"
+        for options in (("--data", empty), ("--validation", empty)):
+            refused = train("none", *options)
+            assert refused.returncode == 1 and f"{empty}: must have rows" in refused.stderr, refused.stderr
         refused = train("model", "--epochs", "1")
         assert refused.returncode == 2 and "--output: must not be the folder of an exported model" in refused.stderr, refused.stderr
 
