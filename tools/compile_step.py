@@ -630,6 +630,8 @@ def failures_told(program, traceback):
     try:
         yield
     except Failure as failure:
+        if traceback and failure.__cause__:
+            raise
         sys.exit(f"{program}: {failure}")
     except Exception as error:
         if traceback or not (type(error).__module__.startswith("torch") or "TorchScript" in str(error)):

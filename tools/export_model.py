@@ -62,29 +62,46 @@ def sample_of(model, task, batch, seed=0):
     """A batch of that shape, of random numbers."""
     import torch
     generator = torch.Generator().manual_seed(seed)
-    config = model.config
-    sizes = [int(size) for size in batch.split("x")]
-    if len(sizes) != (1 if task == "image-classification" else 2) or min(sizes) < 1:
-        raise Failure(f"--batch must be {'rows' if task == 'image-classification' else 'rows x tokens, such as 8x256'}, got {batch}")
-    rows = sizes[0]
+    sizes = [int(size) for size in batch.split("x")] if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", batch) else []
     if task == "image-classification":
-        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
-        pixels = torch.randn(rows, config.num_channels, *size, generator=generator).to(model.dtype)
-        return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (rows,), generator=generator)}
-    tokens = sizes[1]
+        if len(sizes) not in (1, 4):
+            raise Failure(f"--batch must be rows, or rows x channels x height x width, such as 8x3x224x224, got {batch}")
+        shape = sizes if len(sizes) == 4 else [*sizes, *image_sizes(model.config, batch)]
+        pixels = torch.randn(shape, generator=generator).to(model.dtype)
+        return {"pixel_values": pixels, "labels": labels_of(model, sizes[0], generator)}
+    if len(sizes) != 2:
+        raise Failure(f"--batch must be rows x tokens, such as 8x256, got {batch}")
+    config, (rows, tokens) = model.config.get_text_config(), sizes
     ids = torch.randint(config.vocab_size, (rows, tokens), generator=generator)
-    mask = torch.ones_like(ids)
     lengths = torch.randint((tokens + 1) // 2, tokens + 1, (rows,), generator=generator)
-    mask[torch.arange(tokens) >= lengths[:, None]] = 0
+    mask = (torch.arange(tokens) < lengths[:, None]).long()
     ids[mask == 0] = config.pad_token_id or 0
-    labels = (ids.masked_fill(mask == 0, -100) if task == "causal-lm"
-              else torch.randint(config.num_labels, (rows,), generator=generator))
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    if task == "causal-lm":
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    if isinstance(end := config.eos_token_id, int) and end < config.vocab_size:  # some models classify by it: once a row
+        ids[ids == end] = (end + 1) % config.vocab_size
+        ids[torch.arange(rows), lengths - 1] = end
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels_of(model, rows, generator)}
 
 
-def counted_labels(batch):
-    """Over how many tokens the loss of a language model is a mean: each is predicted from those before it."""
-    return (batch["labels"][:, 1:] != -100).sum()
+def image_sizes(config, batch):
+    """Channels, height and width of a model's images."""
+    size = getattr(config, "image_size", None)
+    if size is None or not hasattr(config, "num_channels"):
+        raise Failure(f"--batch {batch}: the model's config has no size of images: give rows x channels x height x width, "
+                      f"such as {batch}x3x224x224")
+    return (config.num_channels, *(size if isinstance(size, (tuple, list)) else (size, size)))
+
+
+def labels_of(model, rows, generator):
+    """Random labels for the loss that transformers chooses: classes, or floating point numbers."""
+    import torch
+    config = model.config
+    kind = config.problem_type or ("regression" if config.num_labels == 1 else "single_label_classification")
+    if kind == "single_label_classification":
+        return torch.randint(config.num_labels, (rows,), generator=generator)
+    numbers = torch.randn((rows, config.num_labels) if config.num_labels > 1 else (rows,), generator=generator)
+    return (numbers if kind == "regression" else (numbers > 0)).to(model.dtype)
 
 
 def companions(arguments, model):
@@ -102,8 +119,8 @@ def arguments_of_command(given=None):
                         help="a folder with config.json and weights, or a config.json alone for new weights")
     parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--batch", action="append", required=True, metavar="ROWSxTOKENS",
-                        help="a shape of batches, 8x256, or rows alone for images; may be given several times. Rows may be "
-                             "any where the model allows it")
+                        help="a shape of batches, 8x256; for images rows alone, or 8x3x224x224; may be given several times. "
+                             "Rows may be any where the model allows it")
     parser.add_argument("--these-rows", action="store_true", help="compile for these numbers of rows only")
     parser.add_argument("--output", required=True, help="the folder to write")
     parser.add_argument("--precision", choices=PRECISIONS, default="32", help="as in Lightning; default: %(default)s")
@@ -130,7 +147,6 @@ def main(given=None):
         model.config.use_cache = False  # after that: generating with the weights is to use it
         gradaccum_export.export(
             model, [sample_of(model, arguments.task, batch) for batch in arguments.batch], None, arguments.output,
-            items=counted_labels if arguments.task == "causal-lm" else None,
             rows="these" if arguments.these_rows else "any", autocast=autocast, files=files,
             passes=arguments.passes, capability=arguments.capability, source_only=arguments.source_only)
         check_loads(model, arguments)

@@ -11,19 +11,27 @@ built with, the package safetensors, and a C++ compiler (g++, or $CXX).
 
 import contextlib
 import copy
+import glob
 import inspect
 import json
 import math
 import os
 import pathlib
+import random
 import re
 import shutil
+import sys
+import traceback
+from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from compile_step import (DTYPES, PASSES, Code, Failure, Inputs, Manifest, capability_of, directory_to_compile_in, entry_of,
-                          first_line, graph_of)
+from compile_step import (DTYPES, PASSES, Code, Failure, Inputs, Manifest, capability_of, directory_to_compile_in, first_line,
+                          graph_of)
+from python_state import PythonState
 
 FORMAT = "gradaccum exported model"
 ROWS_ARE_ITEMS, COMPUTED_ITEMS = 0.0, -1.0
@@ -39,13 +47,16 @@ def export(module, batches, loss, folder, *, forward=None, items=None, target="l
     """Writes `folder`, with the code of a training step, of an evaluation and of inference for each batch.
 
     module:  in training mode, on the device (a CPU or a CUDA device) and in the dtype in which it is to be trained.
-             Parameters that do not require a gradient stay as they are. Its tensors and modes are afterwards as before.
+             Parameters that do not require a gradient stay as they are. The module is afterwards as before. Values that
+             change from step to step must be buffers.
     batches: a batch, which is a dict of tensors with as many rows each, or a list of batches of several shapes. Their
              values are the sample that the program is checked with.
-    loss:    loss(output, batch) of the module's output, a mean; or None for a module whose output has a `.loss`. It may
-             use the module's parameters, and no others.
+    loss:    loss(output, batch) of the module's output, a mean; or None for a module whose output has a `.loss`, or is a
+             dict with "loss" and "logits". It may use the module's parameters, and no others.
     forward: forward(module, batch); by default module(**batch), with what the module's `forward` has arguments for.
-    items:   items(batch), a tensor: over how many items the loss is a mean. By default over the rows.
+    items:   items(batch), a tensor: over how many items the loss is a mean. By default over the labels of cross_entropy
+             or nll_loss but for ignore_index, each with the weight of its class, and over the average of these numbers
+             if the pass has several such means; over the rows if it has none.
     target:  the name of the tensor that metrics compare the output with, and that inference does without.
     rows:    "any", or "these" for code of no other numbers of rows, which may be faster.
     autocast: a dtype, for mixed precision.
@@ -73,7 +84,7 @@ class _Pass(torch.nn.Module):
 class _Exporter:
     def __init__(self, module, loss, forward, items, target, autocast, folder):
         self.module, self.loss, self.forward, self.items = module, loss, forward, items
-        self.target, self.autocast, self.folder = target, autocast, folder
+        self.target, self.autocast, self.folder, self.state = target, autocast, folder, None
         self.parameters, self.buffers = dict(module.named_parameters()), dict(module.named_buffers())
         self.persistent = set(module.state_dict())
         self.device = next((value.device for value in (*self.parameters.values(), *self.buffers.values())), torch.device("cpu"))
@@ -123,34 +134,53 @@ class _Exporter:
                  for name, value in self.parameters.items()]
         return "".join(lines + [f"{name} {layout_of(value)} buffer\n" for name, value in self.buffers.items()])
 
+    def python_state(self):
+        roots = {**dict(self.module.named_modules()), "loss": self.loss, "forward": self.forward, "items": self.items,
+                 "random's numbers": random.getstate.__self__}
+        if numpy := sys.modules.get("numpy"):
+            roots["numpy.random's numbers"] = numpy.random.get_state.__self__
+        return PythonState(roots, [*self.parameters.values(), *self.buffers.values()])
+
     @contextlib.contextmanager
     def mode(self, kind):
         """The module as that kind of pass has it, and then as it was."""
         training = {name: module.training for name, module in self.module.named_modules()}
         if kind != "training":
             self.module.eval()
+        self.state = self.python_state()
         try:
             yield
         finally:
+            self.state.restore()
             for name, module in self.module.named_modules():
                 module.training = training[name]
 
     def results(self, kind, batch):
         """What a pass of that kind gives: loss, output, number of items, where it has them."""
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False):
-            output = (self.forward(self.module, batch) if self.forward else
-                      self.module(**{name: tensor for name, tensor in batch.items() if self.accepts(name)}))
-            tensor = tensor_of_output(output)
-            if kind == "inference":
-                return (tensor,)
-            loss = self.loss(output, batch) if self.loss else output.loss
-        return (loss, tensor, *([self.items(batch).to(torch.float64)] if self.items else []))
+            with contextlib.nullcontext() if kind == "inference" or self.items else CountedClasses() as counted:
+                output = (self.forward(self.module, batch) if self.forward else
+                          self.module(**{name: tensor for name, tensor in batch.items() if self.accepts(name)}))
+                tensor = tensor_of_output(output)
+                if kind == "inference":
+                    return (tensor,)
+                loss = self.loss(output, batch) if self.loss else part_of(output, "loss")
+        if not is_number(loss) or kind == "training" and not loss.requires_grad:
+            raise Failure(f"export: the loss must be a tensor of one element that depends on parameters, got "
+                          f"{text_of(loss)}{'' if self.loss else ': give export a loss, or a module whose output has one'}")
+        items = [self.items(batch)] if self.items else counted.items
+        if not all(map(is_number, items)):
+            raise Failure(f"export: items must give a tensor of one element, got {text_of(items[0])}")
+        return (loss, tensor, *([sum(number.to(torch.float64) for number in items) / len(items)] if items else []))
 
     def run(self, kind, state, batch):
         """A pass with other parameters and buffers. Buffers that the module exchanges for others move, too."""
         given = {f"module.{name}": value for name, value in state.items()}
-        with torch.set_grad_enabled(kind == "training"):
-            results = functional_call(_Pass(self, kind), given, (batch,))
+        try:
+            with torch.set_grad_enabled(kind == "training"), without_checkpoints():
+                results = functional_call(_Pass(self, kind), given, (batch,))
+        finally:
+            self.state.restore()  # a module must not find tensors of another trace
         with torch.no_grad():
             for name in self.buffers:
                 if given[f"module.{name}"] is not state[name]:
@@ -161,6 +191,7 @@ class _Exporter:
         """Writes a folder beside, which then takes the place of an older one."""
         self.check(batches)
         self.check_folder()
+        self.remove_leftovers()
         made, old = (self.folder.with_name(f"{self.folder.name}.{what}-{os.getpid()}") for what in ("tmp", "old"))
         made.mkdir(parents=True)
         try:
@@ -172,6 +203,14 @@ class _Exporter:
             shutil.rmtree(made)
             raise
         shutil.rmtree(old, ignore_errors=True)
+
+    def remove_leftovers(self):
+        """Removes the folders of exports that were killed."""
+        for what in ("tmp", "old") if self.folder.exists() else ("tmp",):
+            for path in self.folder.parent.glob(f"{glob.escape(self.folder.name)}.{what}-*"):
+                process = path.name.rpartition("-")[2]
+                if process.isdigit() and (int(process) == os.getpid() or not is_running(int(process))):
+                    shutil.rmtree(path)
 
     def check_folder(self):
         if self.folder.is_symlink() or self.folder.exists() and not self.folder.is_dir():
@@ -216,10 +255,8 @@ class _Exporter:
         manifest.write()
 
     def add_tensors(self, manifest, name, tensors, metadata):
-        from safetensors.torch import save_file
-        path = manifest.folder / name
-        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path, metadata)
-        manifest.content["files"][name] = entry_of(path.read_bytes())
+        from safetensors.torch import save
+        manifest.add(name, save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, metadata))
 
     def tied(self):
         """The further names of saved tensors, each with the first."""
@@ -233,22 +270,56 @@ class _Exporter:
         if kind == "inference":
             batch = {key: value for key, value in batch.items()
                      if key != self.target and (self.forward or self.accepts(key))}
-        exported, gradients, inputs, any_rows = self.graph(kind, batch)
+        has_items = "items" in self.repeated(kind, batch)
+        with self.failures_of_torch(kind, batch):
+            exported, gradients, inputs, any_rows = self.graph(kind, batch)
         manifest[f"{name}.kind"], manifest[f"{name}.names"] = kind, " ".join(batch)
         manifest[f"{name}.batch"] = layouts_of(batch)
         manifest[f"{name}.any_rows"] = layouts_of(batch, any_rows=True) if any_rows else ""
         manifest[f"{name}.least_rows"] = 2
-        manifest[f"{name}.items"] = COMPUTED_ITEMS if self.items and kind != "inference" else ROWS_ARE_ITEMS
+        manifest[f"{name}.items"] = COMPUTED_ITEMS if has_items else ROWS_ARE_ITEMS
         manifest[f"{name}.output"] = kind != "inference"
         manifest[f"{name}.target"] = list(batch).index(self.target) if self.target in batch else NO_TARGET
         manifest[f"{name}.trace"] = ""
-        code.add(name, exported, gradients, inputs)
+        with self.failures_of_torch(kind, batch):
+            code.add(name, exported, gradients, inputs)
         samples.update(self.sample(name, kind, batch))
         if any_rows and not (problem := self.difference(exported, kind, rows_of(batch, 1))):
             manifest[f"{name}.least_rows"] = 1
             samples.update(self.sample(f"{name}-1", kind, rows_of(batch, 1)))
         elif any_rows:
             print(f"{self.folder}: {name} not of one row: {problem}")
+
+    def repeated(self, kind, batch):
+        """The results of a pass. Refuses one whose second run depends on the first."""
+        before, self.state = self.state, PythonState({})
+        try:
+            first = self.eager(kind, batch)
+            between = self.python_state()
+            other = difference_of(first, self.eager(kind, batch), 0.01 if self.in_16_bits() else 1e-5)
+            changed = between.difference(self.python_state()) or other and before.difference(between)
+        except Failure:
+            raise
+        except Exception as error:
+            raise Failure(f"export: the module must run in {kind} with {texts_of(batch)}, but: "
+                          f"{first_line(error)}") from error
+        finally:
+            self.state = before
+            before.restore()
+        if other or changed:
+            raise Failure(f"export: {kind} must do the same when it runs again, but the next run "
+                          f"{'changes ' + ', '.join(changed[:3]) if changed else 'has ' + other}: compiled code would repeat the "
+                          f"first run. Keep what counts in a buffer (register_buffer), and draw random numbers by torch")
+        return first
+
+    @contextlib.contextmanager
+    def failures_of_torch(self, kind, batch):
+        try:
+            yield
+        except Failure:
+            raise
+        except Exception as error:  # of any part of torch
+            raise Failure(f"export: torch cannot compile the {kind} of {texts_of(batch)}: {reason_of(error)}") from error
 
     def graph(self, kind, batch):
         """The pass as a graph for any number of rows where it can be had, else for the batch's own."""
@@ -267,18 +338,18 @@ class _Exporter:
                 raise
             except Exception as error:  # of whatever part of torch: with a number of rows it says what does not work
                 problem = first_line(error)
-        if problem:
-            print(f"{self.folder}: {kind} only of {layouts_of(batch)}: {problem}")
         inputs = self.inputs(kind, batch, any_rows=False)
         exported, gradients = graph_of(self.function(kind, batch), inputs)
+        if problem:
+            print(f"{self.folder}: {kind} only of {layouts_of(batch)}: {problem}")
         return self.with_own_tensors_alone(exported), gradients, inputs, False
 
     def with_own_tensors_alone(self, exported):
         constants = {**exported.state_dict, **exported.constants}
         others = [name for name, value in constants.items() if isinstance(value, torch.Tensor) and value.requires_grad]
         if others:
-            raise Failure(f"export: the loss uses {len(others)} tensors that require grad and are not the module's parameters: "
-                          f"make what has them a submodule")
+            raise Failure(f"export: {len(others)} tensors that require grad are used and are not the module's parameters: make "
+                          f"what has them a submodule, or a parameter of the module (nn.Parameter, nn.ParameterList)")
         return exported
 
     def inputs(self, kind, batch, any_rows):
@@ -301,15 +372,9 @@ class _Exporter:
                 got = exported.module()(*tensors, *batch.values(), torch.ones((), device=self.device))
         except Exception as error:  # the module's, or torch's
             return first_line(error)
-        tolerance = 0.1 if self.in_16_bits() else 1e-3
-        # A gradient that is 0 in exact arithmetic, as that of the bias of attention's keys, is rounding of the others.
-        rounding = tolerance * math.hypot(*(value[-1] for name, value in wanted.items() if name.startswith("gradient.")))
-        rounding = rounding if math.isfinite(rounding) else 0
-        for (name, value), other in zip(wanted.items(), got):
-            least = rounding if name.startswith("gradient.") else 1e-6
-            if not name.startswith("buffer.") and (value - summary_of(other)).norm() > tolerance * (value.norm() + least):
-                return f"for {layouts_of(batch)} the {name.replace('.', ' of ', 1)} is another"
-        return ""
+        results = dict(zip((name for name in wanted if not name.startswith("buffer.")), map(summary_of, got)))
+        other = difference_of(wanted, results, 0.1 if self.in_16_bits() else 1e-3)
+        return other and f"for {layouts_of(batch)} there is {other}"
 
     def in_16_bits(self):
         return self.autocast in HALF or any(value.dtype in HALF for value in self.parameters.values())
@@ -322,6 +387,7 @@ class _Exporter:
         if self.in_16_bits():
             widened = _Exporter(copy.deepcopy(self.module).float(), self.loss, self.forward, self.items, self.target, None,
                                 self.folder)
+            widened.state = self.state
             exact = widened.eager(kind, {key: value.float() if value.is_floating_point() else value
                                          for key, value in batch.items()})
             found.update({f"{name}.exact.{key}": value for key, value in exact.items()})
@@ -343,6 +409,34 @@ class _Exporter:
         return wanted | {f"buffer.{name}": summary_of(state[name]) for name in self.buffers}
 
 
+class CountedClasses(TorchDispatchMode):
+    """A scope that counts the labels of each mean of cross_entropy and nll_loss as the mean does."""
+
+    def __init__(self):
+        super().__init__()
+        self.items = []
+
+    def __torch_dispatch__(self, operation, types, arguments=(), named=None):
+        means = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
+        if operation in means and arguments[3] == 1:  # reduction="mean"
+            _, classes, weight, _, ignored = arguments
+            counts = classes != ignored
+            of_class = counts if weight is None else weight.double()[torch.where(counts, classes, 0)] * counts
+            self.items.append(of_class.sum())
+        return operation(*arguments, **(named or {}))
+
+
+@contextlib.contextmanager
+def without_checkpoints():
+    """Checkpoints only call their functions: in backward the module has its own tensors again, and not the given ones."""
+    once = {"CheckpointFunction": mock.Mock(apply=lambda function, _, *arguments: function(*arguments))}
+    for name in ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"):
+        if hasattr(torch.utils.checkpoint, name):
+            once[name] = lambda *_, **__: iter((None,))
+    with mock.patch.multiple(torch.utils.checkpoint, **once):
+        yield
+
+
 @contextlib.contextmanager
 def seeded():
     """Random numbers from one beginning, and then as before."""
@@ -355,6 +449,16 @@ def seeded():
     finally:
         for generator, state in zip(generators, states):
             generator.set_state(state)
+
+
+def is_running(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it is another user's
+    return True
 
 
 def rows_of(batch, rows):
@@ -371,16 +475,56 @@ def layouts_of(batch, any_rows=False):
     return ", ".join(layout_of(tensor, any_rows) for tensor in batch.values())
 
 
+def texts_of(batch):
+    return ", ".join(f"{name} {layout_of(tensor)}" for name, tensor in batch.items())
+
+
 def tensor_of_output(output):
     """The output of a module that is compared with a target."""
-    if isinstance(output, torch.Tensor):
-        return output
-    if hasattr(output, "logits"):
-        return output.logits
-    if isinstance(output, (tuple, list)) and output and isinstance(output[0], torch.Tensor):
-        return output[0]
-    raise Failure(f"export: the module's output must be a tensor, a tuple that begins with one, or have .logits; got "
-                  f"{type(output).__name__}: give export a forward that returns one")
+    first = output[0] if isinstance(output, (tuple, list)) and output else output
+    for tensor in (part_of(output, "logits"), first):
+        if isinstance(tensor, torch.Tensor):
+            return tensor
+    raise Failure(f"export: the module's output must be a tensor, a tuple that begins with one, or have .logits or \"logits\"; "
+                  f"got {text_of(output)}: give export a forward that returns one")
+
+
+def part_of(output, name):
+    """An attribute of an output, or a dict's value; None if there is none."""
+    return output.get(name) if isinstance(output, dict) else getattr(output, name, None)
+
+
+def is_number(value):
+    return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+def text_of(value):
+    if isinstance(value, torch.Tensor):
+        return f"{layout_of(value)}{'' if value.requires_grad else ' without a gradient'}"
+    return f"a dict with {', '.join(map(str, value))}" if isinstance(value, dict) else type(value).__name__
+
+
+def difference_of(wanted, got, tolerance):
+    """A result in both that differs by more than rounding; empty if none does."""
+    # A gradient that is 0 in exact arithmetic, as that of the bias of attention's keys, is rounding of the others.
+    rounding = tolerance * math.hypot(*(value[-1] for name, value in wanted.items() if name.startswith("gradient.")))
+    rounding = rounding if math.isfinite(rounding) else 0
+    for name in (name for name in wanted if name in got):
+        least = rounding if name.startswith("gradient.") else 1e-6
+        if (wanted[name] - got[name]).norm() > tolerance * (wanted[name].norm() + least):
+            return f"another {name.replace('.', ' of ', 1)}"
+    return ""
+
+
+def reason_of(error):
+    """Why torch cannot compile a pass, with the line of the module's if it is in one."""
+    frames, ours = traceback.extract_tb(error.__traceback__), (os.path.dirname(__file__), os.path.dirname(torch.__file__))
+    in_module = any(frame.name == "results" for frame in frames)  # else in torch's compiler
+    line = next((f", in {frame.filename}:{frame.lineno}" for frame in reversed(frames)
+                 if in_module and not frame.filename.startswith(ours)), "")
+    depends = re.search(r"data.?dependent|Dynamic\w*Exception", f"{type(error).__name__}: {error}", re.IGNORECASE)
+    return (f"{type(error).__name__}: {first_line(error)}{line}"
+            + (": branches and shapes must not depend on the values of tensors" if depends else ""))
 
 
 def summary_of(tensor):

@@ -108,10 +108,10 @@ KINDS = {"text": (text_data, "sequence-classification", f"16x{TOKENS}"),
 
 
 def make(kind, arguments):
-    from safetensors.torch import save_file
+    from safetensors.torch import save
     output, (data, task, batch) = pathlib.Path(arguments.output), KINDS[kind]
     for name in FILES:
-        save_file(data(arguments, name), output / f"{kind}.{name}.safetensors")
+        (output / f"{kind}.{name}.safetensors").write_bytes(save(data(arguments, name)))  # save_file's only their owner reads
     config = output / f"{kind}.config.json"
     configurations()[kind].to_json_file(config)
     export_model.main(["--hugging-face", str(config), "--task", task, "--batch", batch, "--passes", "training",

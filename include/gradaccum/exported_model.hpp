@@ -61,7 +61,7 @@ class ExportedModelImpl : public torch::nn::Module {
 
   /// Returns the loss of a batch, with the module's output and the labels for metrics. In training mode its backward
   /// adds gradients to the parameters'; in evaluation mode it has none. It is a mean over the batch's rows, or over
-  /// what the export counted, such as tokens.
+  /// what the export counts, such as the labels of a `cross_entropy` that are not its `ignore_index`.
   ///
   /// Throws `c10::Error` for a batch of other names, dtypes or shapes than were exported: the message lists those.
   Loss loss(const io::Tensors& batch);

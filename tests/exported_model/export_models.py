@@ -108,11 +108,18 @@ def export_of_hugging_face(folder, name, kind, more):
     model, autocast = export_model.model_of(arguments)
     model.config.use_cache = False
 
+    def sample(seed):
+        batch = export_model.sample_of(model, TASKS[kind], arguments.batch[0], seed)
+        if seed % 2 == 0:
+            batch["labels"][2:] = -100  # the first micro-batch of a window has fewer labels than rows
+        return batch
+
     def loss(batch):
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
             mean = model(**batch).loss
-        return mean, int(export_model.counted_labels(batch)) if TASKS[kind] == "causal-lm" else len(batch["labels"])
-    return model, lambda seed: export_model.sample_of(model, TASKS[kind], arguments.batch[0], seed), loss
+        counted = batch["labels"][:, 1:] if TASKS[kind] == "causal-lm" else batch["labels"]  # of a text from its second token on
+        return mean, int((counted != -100).sum())
+    return model, sample, loss
 
 
 def export_of_own(folder, name, module, autocast):

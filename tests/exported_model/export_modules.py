@@ -4,16 +4,22 @@
 import contextlib
 import io
 import json
+import os
 import pathlib
+import random
+import subprocess
 import sys
 import tempfile
+import types
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "compiled_step"))
 import wheel  # noqa: E402, F401: finds tools/ and torch
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+import export_model  # noqa: E402
 import gradaccum_export  # noqa: E402
 
 BATCH = {"x": torch.randn(5, 4), "labels": torch.randint(3, (5,))}
@@ -68,11 +74,157 @@ def test_refusals():
     refused("at least one parameter must require grad", Module().requires_grad_(False))
     criterion = nn.Linear(3, 3)
     refused("make what has them a submodule", Module(), loss=lambda o, b: loss(criterion(o), b))
+    refused("must be a tensor of one element that depends on parameters, got Float [5]", Module(), loss=lambda o, b: o[:, 0])
+    refused("got float", Module(), loss=lambda o, b: 1.0)
+    refused("got Float [] without a gradient", Module(), loss=lambda o, b: b["x"].sum())
+    refused("items must give a tensor of one element, got int", Module(), items=lambda b: 5)
+    refused('a dict with wrong: give export a forward', Module(lambda self, x: {"wrong": self.linear(x)}))
+    refused("a module whose output has one", Module(lambda self, x: (x.sum(), x)), {"x": BATCH["x"]}, loss=None)
+    refused("the module must run in training with labels Long [5], x Float [5, 4], but: ",
+            Module(lambda self, x: self.linear(x[:1, :2])))
     (folder / "full").mkdir()
     (folder / "full" / "mine.txt").write_text("mine")
     refused("there is mine.txt", Module(), name="full")
     assert (folder / "full" / "mine.txt").exists()
     assert sorted(path.name for path in folder.iterdir()) == ["full"], "nothing half-made stays"
+
+
+def test_what_torch_cannot_trace_is_told_with_the_line():
+    def branch(self, x):
+        return self.linear(x) if x.sum() > 0 else self.linear(-x)
+    depends = "branches and shapes must not depend on the values of tensors"
+    line = f"export_modules.py:{branch.__code__.co_firstlineno + 1}: {depends}"
+    refused(line, Module(branch))
+    refused(depends, Module(), loss=lambda output, batch: nn.functional.ctc_loss(
+        output[:, None].log_softmax(-1), torch.tensor([[1, 2]]), torch.tensor([5]), torch.tensor([2])))
+    refused("numpy", Module(lambda self, x: self.linear(torch.from_numpy(x.numpy()))))
+
+
+def counting(how):
+    """A module whose forward counts in some way; what it keeps, as a text; and a loss."""
+    module = Module(lambda self, x: (how(self), self.linear(x))[1])
+    module.step, module.seen, module.deep, module.moved = 0, [], {"of": types.SimpleNamespace(n=0)}, torch.zeros(2)
+    return module, lambda: repr((module.step, module.seen, module.deep, module.moved, random.getstate()))
+
+
+def test_what_forward_counts_in_python_is_refused_and_stays():
+    def count_step(self):
+        if self.training:
+            self.step += 1
+    cases = {"step": count_step, "seen[1]": lambda self: self.seen.append(1), "moved": lambda self: self.moved.add_(1),
+             "deep.of.n": lambda self: setattr(self.deep["of"], "n", self.deep["of"].n + 1),
+             "random's numbers": lambda self: random.random()}
+    for name, how in cases.items():
+        module, text = counting(how)
+        before = text()
+        refused(f"changes {name}: compiled code would repeat the first run", module)
+        assert text() == before, f"{text()}, not {before}"
+    calls = 0
+
+    def loss_that_counts(output, batch):
+        nonlocal calls
+        calls += 1
+        return loss(output, batch)
+    refused("changes loss.calls", Module(), loss=loss_that_counts)
+    assert calls == 0
+    global slow
+    slow = 0
+
+    def count_globally(self, x):
+        global slow
+        slow += 1
+        return self.linear(x) * (1 + 1e-4 * slow)
+    refused("has another", Module(count_globally))
+
+
+def test_folders_of_killed_exports_are_removed():
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    names = {process: f"killed.tmp-{process}" for process in (ended.pid, os.getpid(), os.getppid())}
+    for name in names.values():
+        (folder / name / "half").mkdir(parents=True)
+    refused("got float", Module(), loss=lambda output, batch: 1.0, name="killed")
+    assert [path.name for path in folder.glob("killed*")] == [names[os.getppid()]], "another export may be running"
+
+
+def items_of(loss, labels, module=None, **options):
+    """Over how many items the loss of an export is a mean; None for the rows."""
+    options = {"forward": None, "items": None, "target": "labels", "autocast": None, **options}
+    exporter = gradaccum_export._Exporter(module or Module(), loss, folder=folder, **options)
+    with exporter.mode("training"):
+        items = exporter.repeated("training", {"x": BATCH["x"], "labels": labels}).get("items")
+    return None if items is None else items[0].item()
+
+
+def test_items_are_the_classes_that_a_mean_takes():
+    cross_entropy, labels = nn.functional.cross_entropy, torch.tensor([0, -100, 1, 2, 0])
+    assert items_of(loss, labels) == 4
+    assert items_of(loss, labels, autocast=torch.bfloat16) == 4
+    assert items_of(lambda o, b: cross_entropy(o, b["labels"], label_smoothing=0.1), labels) == 4
+    assert items_of(lambda o, b: cross_entropy(o, b["labels"].abs() % 3, ignore_index=0), labels) == 3
+    assert items_of(lambda o, b: cross_entropy(o, b["labels"], torch.tensor([1.0, 2.0, 4.0])), labels) == 8
+    assert items_of(lambda o, b: cross_entropy(o, b["labels"]) + cross_entropy(-o, b["labels"]), labels) == 4
+    pixels = Module(lambda self, x: self.linear(x)[:, :, None, None].expand(-1, -1, 2, 2))
+    assert items_of(loss, torch.tensor([[0, 1], [-100, 2]]).expand(5, 2, 2), pixels) == 15
+    assert items_of(lambda o, b: cross_entropy(o, b["labels"], reduction="none").mean(), labels) is None
+    assert items_of(loss, torch.rand(5, 3)) is None  # probabilities
+    assert items_of(lambda o, b: nn.functional.mse_loss(o[:, 0], b["labels"].float()), labels) is None
+    assert items_of(loss, labels, items=lambda batch: batch["labels"].sum()) == -97
+
+
+class Checkpointed(Module):
+    """What is in checkpoints, with values that it keeps and does not count."""
+
+    def __init__(self):
+        super().__init__()
+        self.mask, self.last = None, None
+
+    def forward(self, x, labels):
+        if self.mask is None:
+            self.mask = torch.ones(4, 4).tril()
+        middle = checkpoint(lambda x: self.linear(x @ self.mask).tanh(), x, use_reentrant=False)
+        self.last = checkpoint(lambda middle: middle * self.linear.bias, middle, use_reentrant=True)
+        return {"loss": nn.functional.cross_entropy(self.last, labels), "logits": self.last}
+
+
+def test_checkpoints_and_dicts_are_computed_as_without_them():
+    module, labels = Checkpointed(), torch.tensor([0, -100, 1, 2, 0])
+    values, _ = values_of(module, {**BATCH, "labels": labels}, None)
+    assert values["graph-0.any_rows"] == "Long [*], Float [*, 4]" and values["graph-0.items"] == -1
+    assert module.mask is None and module.last is None
+    output = (BATCH["x"] @ torch.ones(4, 4).tril() @ module.linear.weight.t() + module.linear.bias).tanh() * module.linear.bias
+    plain = torch.autograd.grad(nn.functional.cross_entropy(output, labels), module.linear.weight)[0].norm()
+    assert (gradient_norm() - plain).abs() < 1e-5 * plain
+    umask = os.umask(0)
+    os.umask(umask)
+    modes = {path.stat().st_mode & 0o777 for path in (folder / "model").iterdir()}
+    assert modes == {0o666 & ~umask}, "others may read all files, or none"
+
+
+def test_samples_of_the_command():
+    def sample(task, batch, **config):
+        config = types.SimpleNamespace(**{"problem_type": None, "num_labels": 3, **config})
+        config.get_text_config = lambda: config
+        return export_model.sample_of(types.SimpleNamespace(config=config, dtype=torch.float32), task, batch)
+
+    text = dict(vocab_size=9, pad_token_id=1, eos_token_id=2)
+    of_classes = sample("sequence-classification", "6x5", **text)
+    assert of_classes["labels"].dtype == torch.long
+    assert (of_classes["input_ids"] == 2).sum(1).tolist() == 6 * [1], "some models classify by the end of the text"
+    regression = sample("sequence-classification", "6x5", **text, num_labels=1)["labels"]
+    assert regression.dtype == torch.float32 and regression.shape == (6,)
+    several = sample("sequence-classification", "6x5", **text, problem_type="multi_label_classification")["labels"]
+    assert several.shape == (6, 3) and set(several.flatten().tolist()) == {0, 1}
+    assert sample("image-classification", "2x3x8x6")["pixel_values"].shape == (2, 3, 8, 6)
+    assert sample("image-classification", "2", num_channels=1, image_size=8)["pixel_values"].shape == (2, 1, 8, 8)
+    for task, batch, part in (("image-classification", "2", "such as 2x3x224x224"), ("image-classification", "2x8", "8x3x224x224"),
+                              ("sequence-classification", "2", "8x256"), ("causal-lm", "ax5", "got ax5")):
+        try:
+            sample(task, batch)
+        except export_model.Failure as failure:
+            assert part in str(failure), failure
+        else:
+            raise AssertionError(f"{batch} must be refused")
 
 
 def test_a_loss_that_reads_the_module_has_its_gradient():

@@ -255,6 +255,16 @@ TEST_CASE("ExportedModel: items are tokens for a language model") {
   CHECK(counted < 36);
 }
 
+TEST_CASE("ExportedModel: items are the labels that count for a classification") {
+  auto model = model_of("bert");
+  const auto batch = Oracle("bert").batch(0);
+  CHECK((batch.at("labels") != -100).sum().item<double>() == 2);  // of 4 rows
+  CHECK(model->loss(batch).items == 2);
+  auto none = batch;
+  none["labels"] = torch::full({4}, -100, at::kLong);
+  CHECK(model->loss(none).items == 0);
+}
+
 TEST_CASE("ExportedModel: parameters may be frozen, and not unfrozen") {
   auto model = model_of("bert"), frozen = model_of("bert");
   const auto batch = Oracle("bert").batch(0);
