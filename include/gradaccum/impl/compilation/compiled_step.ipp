@@ -450,11 +450,15 @@ class StepSaver {
     TORCH_CHECK(!calls.call.batch.empty(), "save_step: the batch must have tensors, but none were found in it");
     const StepTrial trial(model_);
     trial.result(calls.call.objective);
-    StepTrace trace;
-    trial.result([&](auto&) {
-      trace = trace_of(model_, calls.call, options_.constants);
-      return trace.loss;
-    });
+    const auto traced = [&] {
+      StepTrace trace;
+      trial.result([&](auto&) {
+        trace = trace_of(model_, calls.call, options_.constants);
+        return trace.loss;
+      });
+      return trace;
+    };
+    auto trace = traced();
     const StepComparison comparison(trial, model_, calls.call.batch, calls.call.objective, [&] {
       return trial.result([&] { return replayed(trace.script, model_, calls.call.batch, trace.loss); });
     });
@@ -465,6 +469,10 @@ class StepSaver {
                       "differentiable operations instead of the first, and detach() instead of the second)"
                     : ": pass what changes between runs as a tensor of the batch, and draw random numbers from "
                       "LibTorch's generator");
+    // A number that changes slowly is no difference above.
+    TORCH_CHECK(trace.operations == traced().operations,
+                "save_step: the objective must compute with the same numbers in every run, but a number of C++ changes "
+                "from one run to the next: pass what changes between runs as a tensor of the batch");
     const auto only_these_rows = why_these_rows(trial, model_, calls, trace, options_);
     if (saved_.only_these_rows.empty()) saved_.only_these_rows = only_these_rows;
     add(calls.call, trace, only_these_rows.empty());
