@@ -38,9 +38,9 @@ struct ProcessGroupOptions {
 ///
 /// `from_environment` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; or, in place of the first two, what the
 /// mpirun of Open MPI, MPICH, Intel MPI or MVAPICH, Cray PALS, jsrun or Flux sets; or all from a Slurm step. Half of it
-/// is an error. A local rank that is not told is found by host names. With a world size of 1, or none, there is no
-/// network, and all calls do nothing. Copies are handles of the same group. The first group that a process makes
-/// connects to the first group of all others, the second to the second.
+/// is an error, and so is MASTER_ADDR without the rest. A local rank that is not told is found by host names. With a
+/// world size of 1, or none, there is no network, and all calls do nothing. Copies are handles of the same group. The
+/// first group that a process makes connects to the first group of all others, the second to the second.
 ///
 /// All ranks must make the same calls in the same order, one thread each, with dense tensors of equal shape and dtype.
 ///

@@ -5,20 +5,27 @@
 #include <gradaccum/detail/parallel/replica_communicator.hpp>
 #include <gradaccum/process_group.hpp>
 
+#include "support/no_threads.hpp"
 #include "support/ranks.hpp"
+#include "support/relay.hpp"
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <signal.h>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <limits>
 #include <map>
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace ga = gradaccum;
@@ -210,6 +217,130 @@ TEST_CASE("ProcessGroup: an environment that does not fit is refused by name") {
   REQUIRE_ERROR("must set MASTER_PORT", read(without("MASTER_PORT")));
   REQUIRE_ERROR("WORLD_SIZE without RANK; set both, or neither", read(without("RANK")));
   REQUIRE_ERROR("RANK without WORLD_SIZE", read(without("WORLD_SIZE")));
+  REQUIRE_ERROR("MASTER_ADDR must be the host of rank 0, got ''", read(with("MASTER_ADDR", "")));
+  CHECK(read(with("WORLD_SIZE", "65536")).world_size == 65536);
+  for (auto* const size : {"65537", "5000000", "99999999999999999999"})
+    REQUIRE_ERROR("WORLD_SIZE must be a number from 1 to 65536, got '" + std::string(size) + "'",
+                  read(with("WORLD_SIZE", size)));
+  REQUIRE_ERROR("world_size must be from 1 to 65536, got 65537",
+                ga::ProcessGroup(c10::make_intrusive<c10d::HashStore>(), 0, 65537));
+}
+
+TEST_CASE("ProcessGroup: an address without a rank is refused, as of a launcher that is not known") {
+  const auto unknown = GENERATE(std::map<std::string, std::string>{{"MASTER_ADDR", "a"}, {"MASTER_PORT", "1"}},
+                                std::map<std::string, std::string>{{"MASTER_ADDR", "a"}},
+                                std::map<std::string, std::string>{{"MASTER_ADDR", "a"}, {"SLURM_PROCID", "0"}});
+  REQUIRE_ERROR("the environment has MASTER_ADDR, but no launcher that is known has set the rank of this process; set "
+                "RANK and WORLD_SIZE for each process, or, to train alone, unset MASTER_ADDR",
+                read(unknown));
+  CHECK(read({{"MASTER_ADDR", "a"}, {"MASTER_PORT", "1"}, {"RANK", "0"}, {"WORLD_SIZE", "1"}}).world_size == 1);
+}
+
+namespace {
+
+sockaddr_in ipv4(std::uint32_t address, std::uint16_t port) {
+  sockaddr_in result{};
+  result.sin_family = AF_INET;
+  result.sin_addr.s_addr = htonl(address);
+  result.sin_port = htons(port);
+  return result;
+}
+
+/// A socket on a free port of 127.0.0.1.
+struct BoundSocket {
+  BoundSocket() {
+    auto address = ipv4(INADDR_LOOPBACK, 0);
+    socklen_t size = sizeof address;
+    tests::Socket::require(::bind(socket.descriptor(), reinterpret_cast<sockaddr*>(&address), size));
+    tests::Socket::require(::getsockname(socket.descriptor(), reinterpret_cast<sockaddr*>(&address), &size));
+    port = ntohs(address.sin_port);
+  }
+  tests::Socket socket = tests::Socket::of_tcp();
+  std::uint16_t port = 0;
+};
+
+bool answers(std::uint32_t address, std::uint16_t port) {
+  const auto socket = tests::Socket::of_tcp();
+  const auto to = ipv4(address, port);
+  return ::connect(socket.descriptor(), reinterpret_cast<const sockaddr*>(&to), sizeof to) == 0;
+}
+
+inner::LaunchEnvironment of_two(int rank, std::string address, std::uint16_t port) {
+  inner::LaunchEnvironment environment;
+  environment.rank = rank;
+  environment.world_size = 2;
+  environment.address = std::move(address);
+  environment.port = port;
+  return environment;
+}
+
+/// Runs `then` at the first warning, in the thread that warns.
+class AtWarning : private c10::WarningHandler {
+ public:
+  explicit AtWarning(std::function<void()> then) : then_(std::move(then)) {}
+  void process(const c10::Warning& warning) override {
+    text += warning.msg();
+    if (then_) std::exchange(then_, nullptr)();
+  }
+  std::string text;
+
+ private:
+  std::function<void()> then_;
+  c10::WarningUtils::WarningHandlerGuard guard_{this};
+};
+
+}  // namespace
+
+TEST_CASE("ProcessGroup: a store on a loopback address is not open to other machines") {
+  const auto host = GENERATE(as<std::string>{}, "127.0.0.1", "localhost", "every address");
+  const bool is_loopback = host != "every address";
+  const auto port = BoundSocket().port;
+  const auto environment = of_two(0, is_loopback ? host : "0.0.0.0", port);
+  const auto first = inner::open_store(environment, "rank 0", std::chrono::seconds(60));
+  const auto second = inner::open_store(environment, "rank 0", std::chrono::seconds(60));  // of a second group
+  first->set("key", std::string("value"));
+  CHECK(second->get_to_str({"key"}) == "value");
+  CHECK(answers(INADDR_LOOPBACK + 1, port) != is_loopback);  // 127.0.0.2, on which nothing else listens
+}
+
+TEST_CASE("ProcessGroup: a port that another program uses is named") {
+  const auto host = GENERATE(as<std::string>{}, "127.0.0.1", "0.0.0.0");
+  const BoundSocket other;
+  tests::Socket::require(::listen(other.socket.descriptor(), 1));
+  const auto error = testing::error_of(
+      [&] { inner::open_store(of_two(0, host, other.port), "rank 0", std::chrono::seconds(60)); });
+  CHECK(error == "ProcessGroup: rank 0 must open its store at port " + std::to_string(other.port) +
+                     ", which another program uses; set another MASTER_PORT");
+}
+
+TEST_CASE("ProcessGroup: a rank that waits for the store says so, and goes on when it is there") {
+  const auto port = BoundSocket().port;
+  c10::intrusive_ptr<c10d::Store> store;
+  AtWarning warning([&] { store = inner::open_store(of_two(0, "127.0.0.1", port), "", std::chrono::seconds(60)); });
+  const auto reached = inner::open_store(of_two(1, "127.0.0.1", port), "rank 0 (its store at here)",
+                                         std::chrono::seconds(60), std::chrono::milliseconds(50));
+  REQUIRE(store);
+  CHECK(testing::contains(warning.text,
+                          "ProcessGroup: rank 1 has not reached rank 0 (its store at here) after 0.05 s: it has not "
+                          "started or has ended, MASTER_ADDR does not lead to it, or another program has its port"));
+}
+
+TEST_CASE("ProcessGroup: an address that leads nowhere is an error in the end") {
+  const auto port = BoundSocket().port;
+  for (const int rank : {0, 1})
+    REQUIRE_ERROR(
+        "ProcessGroup: rank " + std::to_string(rank) + " could not reach rank 0: ",
+        inner::open_store(of_two(rank, "no-such-host.invalid", port), "rank 0", std::chrono::milliseconds(1000)));
+}
+
+TEST_CASE("ProcessGroup: where no thread can be started, the error says so") {
+  const std::string text = "ProcessGroup: must start a thread, but the system has none left (";
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto environment = of_two(0, "127.0.0.1", BoundSocket().port);
+  const testing::NoThreads none;
+  REQUIRE_ERROR(text, inner::Heartbeat(store, "here", 0, 2));
+  REQUIRE_ERROR(text, inner::open_store(environment, "rank 0", std::chrono::seconds(60)));
+  REQUIRE_ERROR(text, ga::ProcessGroup(store, 0, 2));
 }
 
 namespace {
@@ -361,8 +492,33 @@ TEST_CASE("ProcessGroup: a connection that another process has closed does not e
 TEST_CASE("ProcessGroup: a rank that never comes is named") {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto error = testing::error_of([&] { ga::ProcessGroup(store, 0, 2, {.timeout = std::chrono::seconds(1)}); });
-  CHECK(testing::contains(error, "ProcessGroup: rank 0 could not connect to all of the other 1"));
-  CHECK(testing::contains(error, "GLOO_SOCKET_IFNAME"));
+  CHECK(testing::contains(error, "rank 1 has ended or hangs (rank 0 of 2 waited for all ranks to start)"));
+}
+
+TEST_CASE("ProcessGroup: rank 0 says for whom it waits") {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto connect = [&](int rank, std::chrono::milliseconds patience) {
+    inner::Connections(store, "127.0.0.1", "its place", rank, 2, std::chrono::seconds(60), patience);
+  };
+  std::thread other;
+  AtWarning warning([&] { other = std::thread([&] { connect(1, std::chrono::seconds(60)); }); });
+  connect(0, std::chrono::milliseconds(50));
+  REQUIRE(other.joinable());
+  other.join();
+  CHECK(testing::contains(warning.text, "rank 0 waits for all ranks to start: after 0.05 s 1 of 2 have; it gives up"));
+}
+
+TEST_CASE("ProcessGroup: a rank that fails while it connects tells the others, who wait no longer") {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  store->add("to start", 1);  // rank 0, in place of a process
+  ::setenv("GLOO_SOCKET_IFNAME", "no-such-card", 1);
+  const auto error = testing::error_of([&] { ga::ProcessGroup(store, 1, 2, {.timeout = std::chrono::seconds(60)}); });
+  ::unsetenv("GLOO_SOCKET_IFNAME");
+  CHECK(testing::contains(error, "ProcessGroup: rank 1 could not open its network interface (GLOO_SOCKET_IFNAME"));
+  REQUIRE(store->check({"failure"}));
+  CHECK(testing::contains(store->get_to_str({"failure"}), "rank 1 has given up: " + error.substr(0, 60)));
+  REQUIRE_ERROR("rank 1 has given up: ProcessGroup: rank 1 could not open its network interface",
+                ga::ProcessGroup(store, 0, 2, {.timeout = std::chrono::hours(1)}));
 }
 
 TEST_CASE("ProcessGroup: a rank that fails ends the wait of the others, who then exchange nothing more") {

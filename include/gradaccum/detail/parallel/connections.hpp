@@ -28,6 +28,11 @@ namespace gradaccum::detail {
 
 class NcclConnection;
 
+/// The most ranks of a group. Each keeps some kilobytes for each other.
+inline constexpr int most_ranks = 65536;
+/// The time that a process waits for others to start without a word.
+inline constexpr std::chrono::milliseconds longest_silence{10000};
+
 /// Detects processes that have ended. A thread of each increments a counter in the store several times a second.
 ///
 /// Gloo reports a closed connection only to the neighbours in a ring, and not which process has ended. The first to
@@ -52,6 +57,8 @@ class Heartbeat {
   /// Returns a function for the thread that makes `done()` true.
   std::function<void()> wake() const;
 
+  /// True if a failure is known.
+  bool failed() const;
   /// Returns the description of the failure by the process that found it first.
   std::string explain();
   /// Reports a failure to all other processes.
@@ -102,9 +109,11 @@ class Connections {
   struct Exchange;  ///< an operation in flight
   using Pending = std::shared_ptr<Exchange>;
 
-  /// Connects all ranks. A loopback `host`, which is rank 0's, means one machine.
+  /// Connects all ranks. A loopback `host`, which is rank 0's, means one machine. Rank 0 warns if one has not started
+  /// after `patience`.
   Connections(const c10::intrusive_ptr<c10d::Store>& store, const std::string& host, const std::string& store_name,
-              int rank, int world_size, std::chrono::milliseconds timeout);
+              int rank, int world_size, std::chrono::milliseconds timeout,
+              std::chrono::milliseconds patience = longest_silence);
   Connections& operator=(Connections&&) = delete;
   /// Abandons the connections after an error: destroying them would wait for operations that may never end.
   ~Connections();
@@ -145,6 +154,8 @@ class Connections {
   void give_up(const std::string& why);
 
  private:
+  /// Waits until all ranks have come to this point, as in "to start".
+  void meet(const std::string& point, std::chrono::milliseconds patience);
   Pending begin(Channel channel, const std::function<c10::intrusive_ptr<c10d::Work>(c10d::Backend&)>& begin) const;
   [[noreturn]] void fail(const std::string& why, const std::string& what);
 
@@ -180,6 +191,12 @@ using EnvironmentLookup = std::function<std::optional<std::string>(const std::st
 /// Reads the variables of the innermost launcher, such as torchrun in a Slurm step. Without one, the world is a
 /// process.
 LaunchEnvironment launch_environment(const EnvironmentLookup& lookup);
+
+/// Opens rank 0's store, or connects to it or to the launcher's, which `name` describes. Warns if that takes longer
+/// than `patience`. Rank 0's store is open to other machines, unless the address is a loopback one.
+c10::intrusive_ptr<c10d::Store> open_store(const LaunchEnvironment& environment, const std::string& name,
+                                           std::chrono::milliseconds timeout,
+                                           std::chrono::milliseconds patience = longest_silence);
 
 /// Returns the number of lower ranks on this host, by the names that all ranks have put into the store.
 int local_rank_by_host(c10d::Store& store, int rank, const std::string& host);

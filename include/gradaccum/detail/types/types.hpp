@@ -14,6 +14,7 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <type_traits>
 #include <typeinfo>
 
@@ -94,6 +95,17 @@ auto explaining(const char* says, const auto& context, const auto& run) try {
 } catch (c10::Error& error) {
   if (says && std::string_view(error.what_without_backtrace()).find(says) != std::string_view::npos)
     error.add_context(context());
+  throw;
+}
+
+/// Returns what `start` returns, which starts a thread for `who`. If the system has none left, the exception of the
+/// standard library says only "Resource temporarily unavailable".
+auto starting_thread(const char* who, const auto& start) try {
+  return start();
+} catch (const std::system_error& error) {
+  TORCH_CHECK(error.code() != std::errc::resource_unavailable_try_again, who,
+              ": must start a thread, but the system has none left (", error.what(),
+              "): raise the limit of processes (ulimit -u, or pids.max of a container), or start fewer");
   throw;
 }
 

@@ -59,6 +59,16 @@ GRADACCUM_INLINE std::string have_ended(const std::vector<int>& ranks) {
   return ranks.size() == 1 ? "rank " + text + " has ended or hangs" : "ranks " + text + " have ended or hang";
 }
 
+/// Returns an error's text without LibTorch's stack trace.
+GRADACCUM_INLINE std::string first_line(const std::exception& error) {
+  const std::string text = error.what();
+  return text.substr(0, text.find('\n'));
+}
+
+GRADACCUM_INLINE std::string in_seconds(std::chrono::milliseconds time) {
+  return c10::str(static_cast<double>(time.count()) / 1000, " s");
+}
+
 GRADACCUM_INLINE void put(c10d::Store& store, const std::string& key, const std::string& text) {
   store.set(key, std::vector<std::uint8_t>(text.begin(), text.end()));
 }
@@ -283,7 +293,7 @@ struct Heartbeat::Shared {
 GRADACCUM_INLINE Heartbeat::Heartbeat(c10::intrusive_ptr<c10d::Store> store, std::string store_name, int rank,
                                       int world_size, std::chrono::milliseconds timeout)
     : shared_(std::make_shared<Shared>(std::move(store), std::move(store_name), rank, world_size, timeout)) {
-  thread_ = std::thread([shared = shared_] { shared->run(); });
+  thread_ = starting_thread("ProcessGroup", [&] { return std::thread([shared = shared_] { shared->run(); }); });
 }
 
 GRADACCUM_INLINE Heartbeat::~Heartbeat() {
@@ -307,6 +317,8 @@ GRADACCUM_INLINE std::function<void()> Heartbeat::wake() const {
     shared->changed.notify_all();
   };
 }
+
+GRADACCUM_INLINE bool Heartbeat::failed() const { return shared_->failed(); }
 
 GRADACCUM_INLINE std::string Heartbeat::explain() {
   auto& all = *shared_;
@@ -394,7 +406,7 @@ class NcclConnection {
       : nccl_(make_nccl(store, rank, world_size, timeout)) {
     std::packaged_task<void()> connect([nccl = nccl_, device] { sum_by_device(*nccl, device); });
     connected_ = connect.get_future();
-    std::thread(std::move(connect)).detach();
+    starting_thread("ProcessGroup", [&] { return std::thread(std::move(connect)); }).detach();
   }
   NcclConnection& operator=(NcclConnection&&) = delete;
   ~NcclConnection() { abort(); }
@@ -478,31 +490,44 @@ GRADACCUM_INLINE auto block_sigpipe() {
   return c10::make_scope_exit([before] { pthread_sigmask(SIG_SETMASK, &before, nullptr); });
 }
 
-/// Connects all ranks by LibTorch's own Gloo. They meet in `store`, under `name`. GLOO_SOCKET_IFNAME selects the
-/// network interface if the host name does not resolve to the right one.
-GRADACCUM_INLINE c10::intrusive_ptr<c10d::Backend> connect_gloo(const c10::intrusive_ptr<c10d::Store>& store,
-                                                                const std::string& name, const std::string& host,
-                                                                int rank, int world_size,
-                                                                std::chrono::milliseconds timeout) {
+/// Returns what a call of Gloo returns, with errors that say that this rank could not do `what`.
+auto with_gloo(int rank, const std::string& what, const auto& call) {
+  return starting_thread("ProcessGroup", [&] {
+    try {
+      return call();
+    } catch (const std::system_error&) {
+      throw;
+    } catch (const std::exception& error) {
+      TORCH_CHECK(false, "ProcessGroup: rank ", rank, " could not ", what,
+                  " (GLOO_SOCKET_IFNAME sets the network interface to use). Gloo: ", first_line(error));
+    }
+  });
+}
+
+/// Opens a network interface for LibTorch's own Gloo. Returns a function that connects all ranks, which meet in `store`
+/// under `name`. GLOO_SOCKET_IFNAME selects the interface if the host name does not resolve to the right one.
+GRADACCUM_INLINE std::function<c10::intrusive_ptr<c10d::Backend>()> prepare_gloo(
+    const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, const std::string& host, int rank,
+    int world_size, std::chrono::milliseconds timeout) {
 #if defined(USE_C10D_GLOO) && __has_include(<gloo/context.h>)
   using Gloo = c10d::ProcessGroupGloo;
   const auto options = Gloo::Options::create(timeout);
   options->threads = 8;  // buckets at once; with 4 a window takes 2 % longer, with Gloo's default of 2 some 7 %
   const auto meeting = c10::make_intrusive<c10d::PrefixStore>(name, store);
-  try {
+  options->devices.push_back(with_gloo(rank, "open its network interface", [&] {
     const char* const interface = std::getenv("GLOO_SOCKET_IFNAME");
     const auto address = is_loopback(host)
                              ? "127.0.0.1"
                              : reachable_address(*meeting, machine_name(), host, rank, interface ? 0 : world_size);
-    options->devices.push_back(interface ? Gloo::createDeviceForInterface(interface)
-                                         : Gloo::createDeviceForHostname(address));
-    return c10::make_intrusive<Gloo>(meeting, rank, world_size, options);
-  } catch (const std::exception& error) {
-    const std::string text = error.what();
-    TORCH_CHECK(false, "ProcessGroup: rank ", rank, " could not connect to all of the other ", world_size - 1,
-                ": one has ended or cannot be reached (GLOO_SOCKET_IFNAME sets the network interface to use). Gloo: ",
-                text.substr(0, text.find('\n')));
-  }
+    return interface ? Gloo::createDeviceForInterface(interface) : Gloo::createDeviceForHostname(address);
+  }));
+  return [=] {
+    const auto what =
+        c10::str("connect to all of the other ", world_size - 1, ": one has ended or cannot be reached");
+    return with_gloo(rank, what, [&]() -> c10::intrusive_ptr<c10d::Backend> {
+      return c10::make_intrusive<Gloo>(meeting, rank, world_size, options);
+    });
+  };
 #else
   static_cast<void>(store), static_cast<void>(name), static_cast<void>(host);
   static_cast<void>(rank), static_cast<void>(world_size), static_cast<void>(timeout);
@@ -513,28 +538,46 @@ GRADACCUM_INLINE c10::intrusive_ptr<c10d::Backend> connect_gloo(const c10::intru
 #endif
 }
 
+/// A rank that fails tells the others why. So before Gloo connects, where nothing ends its waiting, all have done what
+/// can fail; and after it all are connected, as one that ended at once would break the connections of the others.
 GRADACCUM_INLINE Connections::Connections(const c10::intrusive_ptr<c10d::Store>& store, const std::string& host,
                                           const std::string& store_name, int rank, int world_size,
-                                          std::chrono::milliseconds timeout)
+                                          std::chrono::milliseconds timeout, std::chrono::milliseconds patience)
     : rank_(rank),
       world_size_(world_size),
       timeout_(timeout),
       store_(store),
-      gradients_(connect_gloo(store, "gradients", host, rank, world_size, timeout)),
-      agreement_(connect_gloo(store, "agreement", host, rank, world_size, timeout)),
       heartbeat_(store->clone(), store_name, rank, world_size) {  // calls of one connection wait for each other
-  // Waits until all ranks are connected: one that ended at once would break the connections of those still connecting.
-  const auto key_of = [](int of) { return "connected/" + std::to_string(of); };
-  put(*store_, key_of(rank_), "yes");
-  for (int other = 0; other < world_size_; ++other) {
-    try {
-      store_->wait({key_of(other)}, timeout_);
-    } catch (const c10::DistNetworkError&) {
-      return;  // the store ended with rank 0, which had seen all ranks; the next exchange reports it
-    } catch (const std::exception&) {
-      TORCH_CHECK(false, "ProcessGroup: rank ", other, " must connect to all others within ", timeout_.count(),
-                  " ms, but has not: it has ended or hangs");
+  try {
+    meet("to start", patience);
+    const auto gradients = prepare_gloo(store, "gradients", host, rank, world_size, timeout);
+    const auto agreement = prepare_gloo(store, "agreement", host, rank, world_size, timeout);
+    meet("to open their network interfaces", patience);
+    gradients_ = gradients();
+    agreement_ = agreement();
+    meet("to connect", patience);
+  } catch (const std::exception& error) {
+    give_up(error.what());
+    throw;
+  }
+}
+
+GRADACCUM_INLINE void Connections::meet(const std::string& point, std::chrono::milliseconds patience) {
+  using Clock = std::chrono::steady_clock;
+  const auto begin = Clock::now();
+  bool warned = rank_ != 0;
+  try {
+    auto pause = std::chrono::milliseconds(1);
+    for (auto here = store_->add(point, 1); here < world_size_; here = store_->add(point, 0)) {
+      if (heartbeat_.failed() || Clock::now() - begin > timeout_) fail(heartbeat_.explain(), "all ranks " + point);
+      if (Clock::now() - begin > patience && !std::exchange(warned, true))
+        TORCH_WARN("ProcessGroup: rank 0 waits for all ranks ", point, ": after ", in_seconds(patience), " ", here,
+                   " of ", world_size_, " have; it gives up after ", in_seconds(timeout_));
+      std::this_thread::sleep_for(pause);
+      pause = std::min(2 * pause, std::chrono::milliseconds(25));
     }
+  } catch (const c10::DistError&) {  // the store has ended with rank 0
+    fail(heartbeat_.explain(), "all ranks " + point);
   }
 }
 
@@ -740,9 +783,12 @@ GRADACCUM_INLINE LaunchEnvironment launch_environment(const EnvironmentLookup& l
       TORCH_CHECK(has(one.rank) == has(one.world_size) || &one == slurm, "ProcessGroup: the environment has ",
                   has(one.rank) ? one.rank : one.world_size, " without ", has(one.rank) ? one.world_size : one.rank,
                   "; set both, or neither");
+    TORCH_CHECK(!has("MASTER_ADDR"),
+                "ProcessGroup: the environment has MASTER_ADDR, but no launcher that is known has set the rank of this "
+                "process; set RANK and WORLD_SIZE for each process, or, to train alone, unset MASTER_ADDR");
     return environment;
   }
-  environment.world_size = number(found->world_size, 1, std::numeric_limits<int>::max());
+  environment.world_size = number(found->world_size, 1, most_ranks);
   environment.rank = number(found->rank, 0, environment.world_size - 1);
   environment.local_rank = environment.world_size == 1 ? 0 : -1;
   for (const auto* const variable : found->local_rank)
@@ -757,6 +803,7 @@ GRADACCUM_INLINE LaunchEnvironment launch_environment(const EnvironmentLookup& l
     TORCH_CHECK(nodes, "ProcessGroup: the environment must set MASTER_ADDR to the host of rank 0, but does not");
     environment.address = first_host(*nodes);
   }
+  TORCH_CHECK(!environment.address.empty(), "ProcessGroup: MASTER_ADDR must be the host of rank 0, got ''");
   const bool by_job = lookup("SLURM_JOB_ID") && !lookup("MASTER_PORT");
   const auto most = std::numeric_limits<std::int64_t>::max();
   const auto port =
@@ -767,6 +814,73 @@ GRADACCUM_INLINE LaunchEnvironment launch_environment(const EnvironmentLookup& l
   return environment;
 }
 
+/// Returns a socket for a store on a loopback address; -1 if there is none, as when a store of this process has the
+/// port. LibTorch's own socket is open to other machines. It also gives clients of IPv4 an address of IPv6, which is
+/// not in /etc/hosts: then the store's only thread asks DNS for the name of each that connects, which may take seconds.
+GRADACCUM_INLINE int loopback_socket(const std::string& host, std::uint16_t port) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) return -1;
+  const auto end = c10::make_scope_exit([found] { freeaddrinfo(found); });
+  const int descriptor = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0), yes = 1;
+  setsockopt(descriptor, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+  if (bind(descriptor, found->ai_addr, found->ai_addrlen) == 0) return descriptor;
+  close(descriptor);
+  return -1;
+}
+
+/// Warns, by this thread's handler, if it lives longer than `patience`.
+class LongWait {
+ public:
+  LongWait(std::chrono::milliseconds patience, std::string text) {
+    auto warn = [patience, text = std::move(text), over = over_.get_future(),
+                 handler = c10::WarningUtils::get_warning_handler()] {
+      const c10::WarningUtils::WarningHandlerGuard guard(handler);
+      if (over.wait_for(patience) == std::future_status::timeout) TORCH_WARN(text);
+    };
+    thread_ = starting_thread("ProcessGroup", [&] { return std::thread(std::move(warn)); });
+  }
+  LongWait& operator=(LongWait&&) = delete;
+  ~LongWait() {
+    over_.set_value();
+    thread_.join();
+  }
+
+ private:
+  std::promise<void> over_;
+  std::thread thread_;
+};
+
+GRADACCUM_INLINE c10::intrusive_ptr<c10d::Store> open_store(const LaunchEnvironment& environment,
+                                                            const std::string& name, std::chrono::milliseconds timeout,
+                                                            std::chrono::milliseconds patience) {
+  c10d::TCPStoreOptions options;
+  options.port = environment.port;
+  options.isServer = environment.rank == 0 && !environment.launcher_has_store;
+  options.numWorkers = environment.world_size;
+  options.waitWorkers = false;  // Connections waits
+  options.multiTenant = true;   // allows a second group in this process
+  options.timeout = timeout;
+  const auto who = c10::str("ProcessGroup: rank ", environment.rank);
+  const LongWait wait(patience, c10::str(who, " has not reached ", name, " after ", in_seconds(patience),
+                                         ": it has not started or has ended, MASTER_ADDR does not lead to it, or "
+                                         "another program has its port; rank ",
+                                         environment.rank, " gives up after ", in_seconds(timeout)));
+  const bool on_loopback = options.isServer && is_loopback(environment.address);
+  const int own = on_loopback ? loopback_socket(environment.address, environment.port) : -1;
+  if (own >= 0) options.masterListenFd = own;
+  return starting_thread("ProcessGroup", [&]() -> c10::intrusive_ptr<c10d::Store> {
+    try {
+      return c10::make_intrusive<c10d::TCPStore>(environment.address, options);
+    } catch (const c10::Error& error) {
+      const auto text = first_line(error);
+      TORCH_CHECK(text.find("EADDRINUSE") == text.npos, who, " must open its store at port ", environment.port,
+                  ", which another program uses; set another MASTER_PORT");
+      TORCH_CHECK(false, who, " could not reach ", name, ": ", text);
+    }
+  });
+}
+
 GRADACCUM_INLINE std::string host_key(int rank) { return "host/" + std::to_string(rank); }
 
 GRADACCUM_INLINE int local_rank_by_host(c10d::Store& store, int rank, const std::string& host) {
@@ -775,9 +889,8 @@ GRADACCUM_INLINE int local_rank_by_host(c10d::Store& store, int rank, const std:
     try {
       lower += text_at(store, host_key(other)) == host;
     } catch (const std::exception& error) {
-      const std::string text = error.what();
       TORCH_CHECK(false, "ProcessGroup: rank ", other, " could not be reached by rank ", rank,
-                  ": it has not started or has ended: ", text.substr(0, text.find('\n')));
+                  ": it has not started or has ended: ", first_line(error));
     }
   }
   return lower;
@@ -813,14 +926,7 @@ GRADACCUM_INLINE ProcessGroup::ProcessGroup(const detail::LaunchEnvironment& env
   const auto blocked = detail::block_sigpipe();
   const auto store_name = c10::str(environment.launcher_has_store ? "the launcher" : "rank 0", " (its store at ",
                                    environment.address, ":", environment.port, ")");
-  c10d::TCPStoreOptions store_options;
-  store_options.port = environment.port;
-  store_options.isServer = rank_ == 0 && !environment.launcher_has_store;
-  store_options.numWorkers = world_size_;
-  store_options.waitWorkers = false;  // connect_gloo() waits
-  store_options.multiTenant = true;   // allows a second group in this process
-  store_options.timeout = options.timeout;
-  c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::TCPStore>(environment.address, store_options);
+  auto store = detail::open_store(environment, store_name, options.timeout);
   static std::atomic<int> groups = 0;
   const auto prefix = detail::plain_text("gradaccum/", environment.attempt, "/", groups++);
   store = c10::make_intrusive<c10d::PrefixStore>(prefix, store);
@@ -834,8 +940,9 @@ GRADACCUM_INLINE ProcessGroup::ProcessGroup(const detail::LaunchEnvironment& env
 GRADACCUM_INLINE ProcessGroup::ProcessGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
                                             ProcessGroupOptions options)
     : rank_(rank), world_size_(world_size), local_rank_(rank) {
-  TORCH_CHECK(world_size >= 1 && 0 <= rank && rank < world_size, "ProcessGroup: rank must be in [0, ", world_size,
-              "), got ", rank);
+  TORCH_CHECK(1 <= world_size && world_size <= detail::most_ranks, "ProcessGroup: world_size must be from 1 to ",
+              detail::most_ranks, ", got ", world_size);
+  TORCH_CHECK(0 <= rank && rank < world_size, "ProcessGroup: rank must be in [0, ", world_size, "), got ", rank);
   if (world_size == 1) return;
   const auto blocked = detail::block_sigpipe();
   connections_ =
