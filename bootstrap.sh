@@ -557,7 +557,7 @@ bench() {
     "$programs/benchmark_adamw_step" --help
     return
   fi
-  if (( ${#python[@]} > 0 )); then fetch_python_torch; fi
+  if (( ${#python[@]} > 0 )); then tell_time "Fetching" fetch_python_torch; fi
   data=$(unzipped_data_directory) || exit
   begin_results "${arguments[@]}"
   for name in adamw_step memory_saving_step amp_tail tiny_step window embedding trainer checkpoint fit_memory bloom_classifier prefetch; do
@@ -656,7 +656,7 @@ docs() {
 oracle() {
   need_python
   install_missing
-  fetch_python_torch
+  tell_time "Fetching" fetch_python_torch
   local script
   for script in tests/pytorch_values/*.py tests/io/hugging_face_folders.py \
                 tests/bloom_classifier/{csv,model,tokenizer}_values.py; do
