@@ -481,7 +481,8 @@ TEST_CASE("trust: ReduceLROnPlateau goes on with its best number and its patienc
   CHECK(std::get<2>(last) == 18);
 
   Net net;
-  REQUIRE_ERROR("ReduceLROnPlateau: metric must be one that a ga::Validate", net.trainer(ga::ReduceLROnPlateau{}));
+  REQUIRE_ERROR("ReduceLROnPlateau: needs a ga::Validate beside it, which computes 'loss'",
+                net.trainer(ga::ReduceLROnPlateau{}));
   REQUIRE_ERROR("factor must be in (0, 1), got 1", net.trainer(ga::ReduceLROnPlateau{.factor = 1}));
   REQUIRE_ERROR("patience must be >= 0, got -1", net.trainer(ga::ReduceLROnPlateau{.patience = -1}));
 }
