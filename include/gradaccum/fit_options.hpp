@@ -104,6 +104,7 @@ struct FitStatus {
   Clock::time_point start = Clock::now();    ///< moved back by what the runs took that it goes on from
   Clock::time_point begun = Clock::now();    ///< this call of `fit`
   std::int64_t windows = 0;                  ///< since then
+  std::int64_t at_rate_0 = 0;                ///< updates since then whose learning rates were all 0
 
   double seconds() const { return std::chrono::duration<double>(Clock::now() - start).count(); }
   double seconds_of_call() const { return std::chrono::duration<double>(Clock::now() - begun).count(); }
@@ -123,7 +124,7 @@ struct FitStatus {
     ++windows;
     trained = trained || moved || overflowed;
   }
-  void end_epoch(bool window_has_items);
+  void end_epoch();
   /// All but the options, and how it ended.
   void state(Archive& archive);
   /// How much of it is done, in [0, 1]; none while nobody can tell.
@@ -135,8 +136,8 @@ struct FitStatus {
 ///     std::cout << ga::Trainer(model, sgd, objective).fit(batches, {.epochs = 3});
 ///
 /// Its lines begin with `Time:`, in seconds, `Samples/second:`, `GPU memory occupied:`, `CPU memory occupied:`,
-/// `Peak tensor memory:`, `Peak resident memory:`, `Epochs:`, and, where it was so, `Stopped early:` and
-/// `Last validation, at update`, of each `Validate`. 1 MB is 2^20 bytes.
+/// `Peak tensor memory:`, `Peak resident memory:`, `Epochs:`, and, where it was so, `Stopped early:`,
+/// `Last validation, at update`, of each `Validate`, and `Note:`. 1 MB is 2^20 bytes.
 struct FitReport {
   std::int64_t epochs = 0, updates = 0, skipped = 0, samples = 0;  ///< skipped: windows that moved nothing
   double seconds = 0, samples_per_second = 0;
@@ -149,6 +150,7 @@ struct FitReport {
   std::map<std::string, std::int64_t> peak_bytes = {};      ///< of this `fit`'s tensors, where measured
   std::int64_t peak_resident_bytes = 0;                     ///< see `peak_resident_memory`; 0 where nobody tells
   std::vector<Validation> validations = {};                 ///< in their order
+  std::vector<std::string> notes = {};  ///< sentences on what the numbers do not show, such as a learning rate of 0
 };
 
 std::ostream& operator<<(std::ostream& stream, const FitReport& report);

@@ -144,11 +144,14 @@ class Accumulator {
   /// The shards of the optimizer's state; nullptr if it is not sharded.
   std::shared_ptr<detail::Shards> shards() const;
   void refresh_parameters();
-  /// Clips the window that is being closed, if requested.
+  /// Clips the window, if requested, and steps with it.
+  StepResult close();
   void clip();
 
   std::unique_ptr<detail::OpenWindow> window_;
   std::unique_ptr<detail::OptimizerFacade> facade_;
+  bool cleared_ = false, stepped_ = false;  // zero_grad() and step() were called
+  bool warned_of_nothing_ = false;
   std::int64_t updates_ = 0;
   std::optional<double> clip_norm_, clip_value_;
   at::Tensor grad_norm_;

@@ -254,6 +254,9 @@ struct Validation {
   void state(Archive& archive);
 };
 
+/// Prints `validation at update 100: accuracy: 0.910000, loss: 0.250000`.
+std::ostream& operator<<(std::ostream& stream, const Validation& validation);
+
 /// The direction in which a metric improves, in Python's terms: `min`, the lower is better, or `max`, the higher.
 enum class Mode { min, max };
 
@@ -390,6 +393,8 @@ Mode mode_of(const char* owner, std::string_view metric, std::optional<Mode> giv
 
 /// Compares two numbers, with a margin of `min_delta`. NaN is never better; anything else is better than NaN.
 bool is_better(Mode mode, double number, double than, double min_delta = 0);
+/// Warns of a best number that none can be better than.
+void warn_if_last(const char* owner, const std::string& metric, Mode mode, double best);
 
 }  // namespace detail
 }  // namespace gradaccum

@@ -115,7 +115,8 @@ template <class Model, class Optimizer, class Objective, class... Policies>
 class Trainer : public TrainerBase {
   static_assert(detail::are_trainer_arguments<Model, Optimizer>());
   static_assert(detail::are_of_different_kinds<detail::policy_t<Policies>...>(),
-                "Trainer: two policies have the same static member name, such as two Accumulate; pass one of them");
+                "Trainer: two policies are of one kind, by the same static member name: two Accumulate, say, or a Schedule "
+                "and a ReduceLROnPlateau, which both set learning rates; pass one of them");
 
  public:
   template <class GivenModel, class GivenOptimizer>
@@ -157,6 +158,13 @@ class Trainer : public TrainerBase {
   Evaluation evaluate_on_all(auto&& batches, Metrics... metrics) {
     detail::BatchesOf any(batches, model_, objective_);
     return evaluate_with(any, detail::Evaluator(std::move(metrics)...), /*on_all=*/true);
+  }
+
+  /// The same in the middle of a `fit`; a signal ends both at the next batch, and nothing is returned.
+  template <class... Metrics>
+  std::optional<Evaluation> validate(auto&& batches, Metrics... metrics) {
+    detail::BatchesOf any(batches, model_, objective_);
+    return validate_with(any, detail::Evaluator(std::move(metrics)...));
   }
 
   /// One micro-batch. True if it closed the window, and the parameters moved.

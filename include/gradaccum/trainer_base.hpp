@@ -103,6 +103,7 @@ class TrainerBase {
   bool step_with(const detail::AnyBatch& batch);
   /// `on_all`: the batches are this process's share of those of all.
   Evaluation evaluate_with(detail::AnyBatches& batches, detail::Evaluator evaluator, bool on_all = false);
+  std::optional<Evaluation> validate_with(detail::AnyBatches& batches, detail::Evaluator evaluator);
   void add(std::unique_ptr<detail::AnyPolicy> policy);
   detail::AnyPolicy* find_policy(const std::type_info& type) const;
   std::shared_ptr<detail::Shards> shards() const;  ///< the parts of the optimizer that processes divide, or none

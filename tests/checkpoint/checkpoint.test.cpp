@@ -206,6 +206,21 @@ TEST_CASE("checkpoint: embedding, attention, recurrent, convolution") {
   check([] { return Attention(0.5); }, randoms({2, 2, 5, 8}, at::kFloat));
 }
 
+TEST_CASE("checkpoint: an operation that fills what it has saved runs to its end") {
+  const auto make = [](bool more) {
+    torch::manual_seed(1);
+    nn::Sequential net(nn::Linear(width, width), nn::RReLU());
+    if (more) net->push_back(nn::Linear(width, width));
+    return net;
+  };
+  const auto x = randoms({5, width}, at::kFloat);
+  for (const bool more : {false, true}) {
+    const auto expected = step_of(make(more), x, plain);
+    CHECK(difference(step_of(make(more), x, default_options), expected) == "");
+    CHECK(difference(step_of(make(more), x, {{.early_stop = false}}), expected) == "");
+  }
+}
+
 TEST_CASE("checkpoint: within autocast") {
   for (bool cached : {true, false})
     for (bool backward_within : {false, true})

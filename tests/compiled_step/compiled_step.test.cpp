@@ -402,6 +402,22 @@ TEST_CASE("Attention, compiled, is the objective's to rounding: float32, bfloat1
   CHECK(error_of([&] { unlike(sentences(4)); }).find("the loss differs by ") != std::string::npos);
 }
 
+TEST_CASE("An index out of range is an error that names it", "[compiled_step]") {
+  const bool bfloat16 = GENERATE(false, true);
+  auto net = transformer();
+  ga::CompiledStep step(net, plain_loss<Transformer>, bfloat16 ? in_bfloat16 : in_transformer);
+  const ga::Autocast autocast(torch::kCPU, torch::kBFloat16, bfloat16);
+  step(sentences(4));
+  auto words = sentences(4), labels = sentences(4);
+  words.first[0][0] = 11, labels.second[3] = -2;
+  CHECK(error_of([&] { step(words); }).find("index 11 must be in [0, 11); tensor 0 of the batch has it at [0, 0]") !=
+        std::string::npos);
+  CHECK(error_of([&] { step(labels); }).find("index -2 must be in [0, 3); tensor 1 of the batch has it at [3]") !=
+        std::string::npos);
+  step(sentences(4));
+  CHECK(step.report().compiled == 2);
+}
+
 TEST_CASE("A trainer trains with a compiled step", "[compiled_step]") {
   std::vector<Batch> batches;
   for (std::uint64_t i = 0; i < 5; ++i) batches.push_back(rows_of_six(i == 4 ? 3 : 8, i));

@@ -11,6 +11,7 @@
 
 #include "support/device.hpp"
 #include "support/files.hpp"
+#include "support/no_threads.hpp"
 #include "training_state/bits.hpp"
 
 #include <ATen/Parallel.h>
@@ -745,4 +746,20 @@ TEST_CASE("Prefetch: trains on a device as the range there does", "[cuda]") {
   CHECK(difference(train_on_device(Prefetch(*here, {.device = device})), expected) == "");
   ga::data::TensorBatches again(numbers({22, 4}, 1).to(device), numbers({22, 3}, 2).to(device), options);
   CHECK(difference(train_on_device(Prefetch(again)), expected) == "");
+}
+
+TEST_CASE("Prefetch: where no thread can be started, the error says so, and a later loop is whole") {
+  ga::data::TensorBatches batches(torch::arange(12), torch::arange(12), {.batch_size = 2});
+  Prefetch ahead(batches);
+  std::int64_t seen = 0;
+  const auto loop = [&] {
+    for (auto& batch : ahead) seen += batch.data.size(0);
+  };
+  {
+    const NoThreads none;
+    REQUIRE_ERROR("Prefetch: must start a thread, but the system has none left (", loop());
+  }
+  seen = 0;
+  loop();
+  CHECK(seen == 12);
 }

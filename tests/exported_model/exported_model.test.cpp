@@ -18,6 +18,8 @@
 #include <gradaccum/policies/validate.hpp>
 #include <gradaccum/trainer.hpp>
 
+#include <c10/util/ScopeExit.h>
+
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
@@ -245,6 +247,44 @@ TEST_CASE("ExportedModel: has Python's names, and modes as Python has them") {
   CHECK_FALSE(at::equal(model->named_buffers()["norm.running_mean"], mean));
   const at::NoGradGuard no_grad;
   CHECK_FALSE(model->loss(batch).mean.requires_grad());
+}
+
+TEST_CASE("ExportedModel: an index out of range is an error that names it, on any number of threads") {
+  auto model = model_of("bert"), undisturbed = model_of("bert");
+  const auto batch = Oracle("bert").batch(0);
+  const auto error_of_batch = [&](const std::string& name, std::int64_t index) {
+    auto wrong = batch;
+    wrong[name] = wrong[name].clone();
+    wrong[name].flatten()[-1] = index;
+    return error_of([&] { model->loss(wrong); });
+  };
+  const auto threads = GENERATE(1, 3);
+  const auto before = at::get_num_threads();
+  at::set_num_threads(threads);
+  const auto as_before = c10::make_scope_exit([&] { at::set_num_threads(before); });
+  for (const std::int64_t index : {40, -1, -7, 1 << 30})
+    CHECK(beside(error_of_batch("input_ids", index),
+                 {c10::str("index ", index, " must be in [0, 40); input_ids has it at [3, 9]")}) == "");
+  CHECK(beside(error_of_batch("labels", 3), {"index 3 must be in [0, 3)", "; labels has it at [3]"}) == "");
+  CHECK(error_of_batch("labels", -100) == "");  // which is ignored
+
+  const auto seed_and_run = [&](ga::ExportedModel& of) {
+    torch::manual_seed(3);
+    of->loss(batch).backward();
+    std::vector<at::Tensor> all{flat(of)};
+    for (auto& parameter : of->parameters()) all.push_back(parameter.grad());
+    return all;
+  };
+  CHECK(testing::same_bits(seed_and_run(model), seed_and_run(undisturbed)));
+}
+
+TEST_CASE("ExportedModel: a sample with an index out of range is an error of the constructor") {
+  Folder folder;
+  auto sample = ga::io::load_file(folder.path / "sample.safetensors");
+  sample.at("graph-0.batch.input_ids").fill_(1000);
+  ga::io::save_file(sample, folder.path / "sample.safetensors");
+  folder.put("sample.safetensors", testing::text_of(folder.path / "sample.safetensors"));
+  CHECK(beside(error_of_folder(folder), {"index 1000 must be in [0, 40); input_ids has it at [0, 0]"}) == "");
 }
 
 TEST_CASE("ExportedModel: items are tokens for a language model") {

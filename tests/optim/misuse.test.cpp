@@ -69,6 +69,13 @@ TEST_CASE("one-pass optimizers: what cannot be stepped is refused before anythin
   check_refused("dense or sparse COO", with_gradient(csr, torch::eye(3).to_sparse_csr()));
 }
 
+TEST_CASE("one-pass optimizers: a parameter without memory is named") {
+  ga::optim::AdamW on_meta({torch::ones({3}, at::kMeta).set_requires_grad(true)});
+  REQUIRE_ERROR("AdamW: a parameter must have memory, got one on the meta device", on_meta.step());
+  ga::optim::SGD none({at::Tensor()}, 0.1);
+  REQUIRE_ERROR("SGD: a parameter must have memory, got an undefined tensor", none.step());
+}
+
 TEST_CASE("one-pass optimizers: a sparse gradient of another shape is refused before anything has moved") {
   auto bad = with_gradient(leaf(torch::ones({3, 2})), torch::ones({3, 2}).to_sparse());
   bad.set_data(torch::zeros({2, 2}));

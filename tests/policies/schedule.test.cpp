@@ -99,7 +99,7 @@ TEST_CASE("Schedule: a total that is left out cannot be told by all fits") {
     bool ready() const { return true; }
   };
   REQUIRE_ERROR(error, rates_of(rows(), {}, {}, Half()));
-  REQUIRE_ERROR("warmup must be in [0, total]", rates_of(rows(), {.updates = 1}, {}));
+  REQUIRE_ERROR("as many as the fit: give it fewer, or fit more updates", rates_of(rows(), {.updates = 1}, {}));
   auto model = make_model();
   torch::optim::SGD sgd(model->parameters(), 1);
   ga::Trainer trainer(

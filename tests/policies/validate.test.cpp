@@ -8,10 +8,12 @@
 #include "support/files.hpp"
 #include "support/models.hpp"
 #include "support/ranks.hpp"
+#include "support/warnings.hpp"
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <csignal>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -306,6 +308,76 @@ TEST_CASE("Validate: a training that goes on has all validations once, to the bi
     CHECK(updates_of(resumed.report) == updates_of(whole.report));
     CHECK(losses_of(resumed.report) == losses_of(whole.report));
     CHECK(at::equal(resumed.parameters, whole.parameters));
+  }
+}
+
+namespace {
+
+/// Sends this process a signal at one of the batches that it sees.
+struct Signals {
+  static constexpr std::string_view name = "signals";
+  std::int64_t at = -1;
+  std::int64_t* seen = nullptr;
+  void reset() {}
+  void add(const ga::Loss&) const {
+    if (++*seen == at) std::raise(SIGUSR1);
+  }
+  void reduce(ga::SumOfRanks) const {}
+  double value() const { return 0; }
+};
+
+}  // namespace
+
+TEST_CASE("Validate: a signal ends it at its next batch, and a resumed run evaluates again") {
+  const Directory directory;
+  const auto options = GENERATE(ga::ValidateOptions{.every_updates = 2}, ga::ValidateOptions{.every_epochs = 1});
+  const auto train = [&](const std::filesystem::path& states, std::int64_t signal_at, bool resume, std::int64_t& seen) {
+    Scene scene;
+    ga::Trainer trainer(scene.model, scene.adam, objective, ga::Accumulate{.steps = 2},
+                        ga::Validate(scene.validation, options, Signals{.at = signal_at, .seen = &seen}),
+                        ga::SaveState{.directory = states, .on_signals = {SIGUSR1}});
+    return trainer.fit(scene.batches, {.epochs = 3, .resume = resume ? states : std::filesystem::path()});
+  };
+  std::int64_t all = 0;
+  const auto whole = train(directory / "whole", -1, false, all);
+  const auto validations = static_cast<std::int64_t>(whole.validations.size()), batches = all / validations;
+  REQUIRE(batches == 4);
+  for (std::int64_t number = 0; number < validations; ++number) {
+    const auto states = directory / std::to_string(number);
+    std::int64_t seen = 0;
+    const auto stopped = train(states, number * batches + 2, false, seen);
+    CHECK(stopped.signal == SIGUSR1);
+    CHECK(seen == number * batches + 2);
+    CHECK(std::ssize(stopped.validations) == number);
+    const auto resumed = train(states, -1, true, seen);
+    CHECK(updates_of(resumed) == updates_of(whole));
+    CHECK(losses_of(resumed) == losses_of(whole));
+    CHECK(seen == all + 2);
+  }
+}
+
+TEST_CASE("Validate: a signal to one rank ends it on all") {
+  const Data data(16, 1), unseen(8, 2);
+  const Directory directory;
+  std::vector<ga::FitReport> ranks(2);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    const auto share = [&](const Data& of) {
+      return ga::data::TensorBatches(of.inputs, of.targets,
+                                     {.batch_size = 2, .rank = group.rank(), .world_size = group.world_size()});
+    };
+    auto batches = share(data), validation = share(unseen);
+    auto model = make_model();
+    torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(0.05));
+    std::int64_t seen = 0;
+    ga::Trainer trainer(model, sgd, objective, ga::DataParallel{.group = group},
+                        ga::Validate(validation, Signals{.at = group.rank() == 1 ? 1 : -1, .seen = &seen}),
+                        ga::SaveState{.directory = directory / "states", .on_signals = {SIGUSR1}});
+    ranks[static_cast<std::size_t>(group.rank())] = trainer.fit(batches, {.epochs = 2});
+  });
+  for (auto& rank : ranks) {
+    CHECK(rank.signal == SIGUSR1);
+    CHECK(rank.epochs == 1);
+    CHECK(rank.validations.empty());
   }
 }
 
@@ -607,7 +679,7 @@ TEST_CASE("EarlyStopping: a metric that nobody finds is noticed when the trainer
   build({.metric = "validation/accuracy"});
   REQUIRE_ERROR("one of [validation/accuracy, validation/loss], got 'acc'",
                 build({.metric = "acc", .mode = ga::Mode::max}));
-  REQUIRE_ERROR("EarlyStopping: metric must be one that a ga::Validate of this trainer computes, one of []",
+  REQUIRE_ERROR("EarlyStopping: needs a ga::Validate beside it, which computes 'loss'",
                 ga::Trainer(scene.model, scene.adam, objective, ga::EarlyStopping{}));
 }
 
@@ -643,12 +715,35 @@ TEST_CASE("SaveState: the best states are kept, and found") {
     fit({.every_updates = 100, .keep_last = 1, .keep_best = 2, .mode = ga::Mode::max}, 0, 8, false);
     CHECK(names() == Names{"step-000006", "step-000008"});
   }
+  SECTION("none, since all were NaN") {
+    const auto nan = std::nan("");
+    Scene scene;
+    ga::Trainer trainer(scene.model, scene.adam, objective, Told{.losses = {nan, nan, nan}},
+                        ga::EarlyStopping{.patience = 3},
+                        ga::SaveState{.directory = states, .every_updates = 1, .keep_best = 1});
+    CHECK(trainer.fit(scene.batches, {.updates = 9}).stopped == "loss was NaN in 3 validations");
+    REQUIRE_ERROR("a validation metric that is not NaN", ga::load(states, trainer, {.best = true}));
+  }
+  SECTION("one that is infinite, and no other ever after") {
+    const auto infinity = std::numeric_limits<double>::infinity();
+    const auto warnings_of = [&](double first) {
+      const Warnings warnings;
+      Scene scene;
+      ga::Trainer trainer(scene.model, scene.adam, objective, Told{.losses = {first, 0.5, first}},
+                          ga::EarlyStopping{.mode = ga::Mode::max});
+      trainer.fit(scene.batches, {.updates = 3});
+      return warnings.texts();
+    };
+    REQUIRE(warnings_of(infinity).size() == 1);
+    CHECK(warnings_of(infinity).front().find("EarlyStopping: loss is inf, so no later number can be better") == 0);
+    CHECK(warnings_of(-infinity).empty());
+  }
   SECTION("none, and nobody finds one") {
     fit({.every_updates = 3, .keep_last = 1}, 0, 6, false);
     CHECK(names() == Names{"step-000006"});
     Scene scene;
     ga::Trainer trainer(scene.model, scene.adam, objective);
-    REQUIRE_ERROR("must have a state with a validation metric for {.best = true}",
+    REQUIRE_ERROR("must have a state with a validation metric that is not NaN for {.best = true}",
                   ga::load(states, trainer, {.best = true}));
   }
 }

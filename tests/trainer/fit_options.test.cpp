@@ -104,33 +104,19 @@ TEST_CASE("FitStatus: fraction() is in [0, 1], and 1 when all is done") {
 
 TEST_CASE("FitStatus: an epoch that ends") {
   ga::FitStatus status{.options = {.updates = 5}, .batch = 7, .batches = 7, .trained = true};
-  status.end_epoch(false);
+  status.end_epoch();
   CHECK(status.epochs == 1);
   CHECK(status.batch == 0);
   CHECK_FALSE(status.trained);
 }
 
-TEST_CASE("FitStatus: an epoch that brought nothing is refused only where epochs would go on for ever") {
-  const auto end = [](ga::FitStatus status, bool window_has_items = false) { status.end_epoch(window_has_items); };
-  const std::string message =
-      "Trainer: fit must make 5 updates, but epoch 3 (counted from 0) made none: the batches are empty, have losses "
-      "without items, or give no gradient to the optimizer's parameters";
-  REQUIRE_ERROR(message, end({.options = {.updates = 5}, .epoch = 3}));
-  end({.options = {.updates = 5}, .epoch = 3, .trained = true});
-  end({.options = {.updates = 5}, .epoch = 3}, true);
-  end({.options = {.updates = 5}, .epoch = 3, .updates = 5});
-  end({.options = {.epochs = 9, .updates = 5}});
-  end({.options = {.epochs = 9}});
-  end({});
-}
-
 TEST_CASE("FitStatus: an epoch after others that brings no batch is refused") {
   ga::FitStatus status{.options = {.epochs = 3}, .batch = 7};
-  status.end_epoch(false);
+  status.end_epoch();
   CHECK(status.batches == 7);
   REQUIRE_ERROR(
       "epoch 0 (counted from 0) had no batches, but should have had 7; a range that can be iterated only once",
-      status.end_epoch(false));
+      status.end_epoch());
 }
 
 TEST_CASE("report_of: what the status has counted") {

@@ -9,7 +9,9 @@
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/trainer.hpp>
 
+#include "support/files.hpp"
 #include "support/models.hpp"
+#include "support/warnings.hpp"
 
 #include <cmath>
 #include <limits>
@@ -45,6 +47,14 @@ struct Probe : torch::nn::Module {
   double moved() const { return -parameter[0].item<double>(); }
 };
 const auto slope = [](Probe& probe, double slope) { return (probe.parameter * slope).sum(); };
+
+/// The only warning of a fit, from its epoch on; empty if there is none.
+std::string warnings_of_fit(auto& trainer, const std::vector<double>& batches, const ga::FitOptions& options = {}) {
+  const testing::Warnings warnings;
+  trainer.fit(batches, options);
+  REQUIRE(warnings.texts().size() <= 1);
+  return warnings.texts().empty() ? "" : warnings.texts().front().substr(warnings.texts().front().find("made"));
+}
 
 }  // namespace
 
@@ -341,7 +351,10 @@ TEST_CASE("Trainer: an empty loader trains nothing, and says so") {
   Probe probe;
   ga::Trainer trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 2});
   const std::vector<double> none;
+  const testing::Warnings warnings;
   const auto report = trainer.fit(none, {.epochs = 3});
+  CHECK(warnings.texts() ==
+        std::vector<std::string>{"Trainer: epoch 0 (counted from 0) made no update: the batches are empty"});
   CHECK(report.epochs == 3);
   CHECK(report.updates + report.samples + report.skipped == 0);
   CHECK(probe.moved() == 0.0);
@@ -349,6 +362,9 @@ TEST_CASE("Trainer: an empty loader trains nothing, and says so") {
   const auto evaluation = trainer.evaluate(none);
   CHECK(std::isnan(evaluation["loss"]));
   CHECK(evaluation.samples == 0);
+  std::ostringstream text;
+  text << evaluation << '\n' << ga::Validation{.name = "test", .update = 3, .found = {.metrics = {{"loss", 0.5}}, .samples = 2}};
+  CHECK(text.str() == "loss: nan (of no samples)\ntest at update 3: loss: 0.500000");
 }
 
 TEST_CASE("Trainer: batches that bring nothing are not gone through for ever") {
@@ -358,17 +374,22 @@ TEST_CASE("Trainer: batches that bring nothing are not gone through for ever") {
     ga::Trainer trainer(probe, probe.sgd, [](Probe& net, double) {
       return ga::Loss{net.parameter.sum() * not_a_number, 0};
     });
-    REQUIRE_ERROR("have losses without items", trainer.fit(batches, {.updates = 1}));
-    CHECK(trainer.fit(batches).skipped == 2);
+    REQUIRE_ERROR("made none: all losses are of 0 items", trainer.fit(batches, {.updates = 1}));
+    CHECK(warnings_of_fit(trainer, batches) == "made no update: all losses are of 0 items");
   }
   SECTION("every loss is NaN") {
     ga::Trainer trainer(probe, probe.sgd, [](Probe& net, double) { return net.parameter.sum() * not_a_number; });
-    REQUIRE_ERROR("fit must make 1 updates", trainer.fit(batches, {.updates = 1, .on_nan = ga::OnNan::skip}));
+    REQUIRE_ERROR("fit must make 1 updates, but epoch 0 (counted from 0) made none: losses or gradients were NaN",
+                  trainer.fit(batches, {.updates = 1, .on_nan = ga::OnNan::skip}));
+    CHECK(warnings_of_fit(trainer, batches, {.on_nan = ga::OnNan::skip}) == "");  // the report says it
   }
   SECTION("a window that is never full, and dropped") {
     ga::Trainer trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 3});
-    REQUIRE_ERROR("fit must make 1 updates", trainer.fit(batches, {.updates = 1, .tail = ga::Tail::drop}));
-    CHECK(trainer.fit(batches, {.updates = 1, .tail = ga::Tail::carry}).updates == 1);
+    REQUIRE_ERROR("it is shorter than a window", trainer.fit(batches, {.updates = 1, .tail = ga::Tail::drop}));
+    CHECK(warnings_of_fit(trainer, batches, {.epochs = 2, .tail = ga::Tail::drop}) ==
+          "made no update: it is shorter than a window, and .tail = ga::Tail::drop drops it");
+    CHECK(warnings_of_fit(trainer, batches, {.updates = 1, .tail = ga::Tail::carry}) == "");
+    CHECK(trainer.updates() == 1);
   }
 }
 
@@ -760,9 +781,31 @@ TEST_CASE("Trainer: two of them whose losses reach each other's parameters, as o
 TEST_CASE("Trainer: an optimizer that was made for another model is found out") {
   Probe probe, other;
   ga::Trainer trainer(probe, other.sgd, slope);
-  REQUIRE_ERROR("give no gradient to the optimizer's parameters; was the optimizer made for this model?",
-                trainer.fit(std::vector<double>{1.0, 2.0}, {.updates = 3}));
-  CHECK(trainer.fit(std::vector<double>{1.0, 2.0}).skipped == 2);
+  const std::vector<double> batches{1.0, 2.0};
+  const std::string why = "the optimizer has none of the model's parameters; was it made for a copy of the model?";
+  REQUIRE_ERROR(why, trainer.fit(batches, {.updates = 3}));
+  CHECK(warnings_of_fit(trainer, batches) == "made no update: " + why);
+  probe.parameter.requires_grad_(false);
+  ga::Trainer frozen(probe, probe.sgd, [&](Probe& net, double value) { return (net.parameter + other.parameter).sum() * value; });
+  CHECK(warnings_of_fit(frozen, batches) == "made no update: no loss gives a gradient to the optimizer's parameters, which are frozen, detached or not used");
+  torch::optim::SGD empty(std::vector<at::Tensor>(), 0.1);
+  ga::Trainer without(probe, empty, [&](Probe&, double value) { return other.parameter.sum() * value; });
+  REQUIRE_ERROR("the optimizer must have parameters to step", without.fit(batches));
+}
+
+TEST_CASE("Trainer: a report says that the learning rate was 0, and that there was no state to resume from") {
+  Probe probe;
+  ga::Trainer trainer(probe, probe.sgd, slope);
+  const std::vector<double> batches{1.0, 2.0};
+  CHECK(trainer.fit(batches).notes.empty());
+  probe.sgd.param_groups().front().options().set_lr(0);
+  const testing::Directory directory;
+  const auto report = trainer.fit(batches, {.resume = (directory / "missing").string()});
+  CHECK(report.notes == std::vector<std::string>{(directory / "missing").string() + " has no state to resume from, so this fit began anew",
+                                                 "the learning rate was 0 in 2 of 2 updates, which moved nothing"});
+  std::ostringstream text;
+  text << report;
+  CHECK(text.str().find("\nNote: the learning rate was 0") != std::string::npos);
 }
 
 TEST_CASE("Trainer: null pointers, a fit inside a fit, a step inside an objective, a range for one pass") {

@@ -7,6 +7,7 @@
 #include "support/device.hpp"
 #include "support/failing_files.hpp"
 #include "support/files.hpp"
+#include "support/no_threads.hpp"
 #include "support/warnings.hpp"
 #include "training_state/bits.hpp"
 
@@ -315,6 +316,23 @@ TEST_CASE("BackgroundSaver: what cannot be stored is an error of the save") {
   CHECK(saver.save(training));
   REQUIRE_ERROR("BackgroundSaver: keep_last must be >= 0, got -1",
                 ga::BackgroundSaver(directory / "states", {.keep_last = -1}));
+}
+
+TEST_CASE("BackgroundSaver: where no thread can be started, the error says so, and the next save is whole") {
+  const Directory directory;
+  Kinds training;
+  ga::BackgroundSaver saver(directory / "states");
+  saver.save(training);  // the threads that copy are there afterwards
+  saver.wait();
+  training.go_on();
+  {
+    const NoThreads none;
+    REQUIRE_ERROR("BackgroundSaver: must start a thread, but the system has none left (", saver.save(training));
+  }
+  CHECK(names_in(directory / "states") == Names{"step-000000"});
+  CHECK(saver.save(training));
+  saver.wait();
+  CHECK(names_in(directory / "states") == Names{"step-000000", "step-000001"});
 }
 
 TEST_CASE("SaveState: in the background as in the foreground") {

@@ -4,6 +4,7 @@
 #include <gradaccum/grad_accumulator.hpp>
 
 #include "support/models.hpp"
+#include "support/warnings.hpp"
 
 #include <limits>
 
@@ -293,4 +294,87 @@ TEST_CASE("misuse: LBFGS behind a reference, and a class derived from it") {
   for (torch::optim::Optimizer* behind :
        {static_cast<torch::optim::Optimizer*>(&lbfgs), static_cast<torch::optim::Optimizer*>(&derived)})
     REQUIRE_ERROR("must not be LBFGS", ga::GradAccumulator(*behind));
+}
+
+TEST_CASE("misuse: an accumulator that never moves anything says why, once") {
+  const auto warnings_of = [](auto&& use) {
+    const testing::Warnings warnings;
+    {
+      Fixture f;
+      use(f);
+    }
+    return warnings.texts();
+  };
+  const auto only = [&](auto&& use) {
+    const auto texts = warnings_of(use);
+    REQUIRE(texts.size() == 1);
+    return texts.front();
+  };
+  CHECK(only([](Fixture& f) {
+          for (int i = 0; i < 7; ++i) f.optimizer.step();
+        }).find("a window closed without a gradient for any parameter of the optimizer") != std::string::npos);
+  CHECK(only([](Fixture& f) {  // the model of another optimizer
+          auto other = make_model();
+          for (int i = 0; i < 6; ++i) {
+            f.optimizer.backward(loss_of(other, f.data[0]));
+            f.optimizer.step();
+            f.optimizer.zero_grad();
+          }
+        }).find("not for those of a copy of the model") != std::string::npos);
+  CHECK(only([](Fixture& f) {
+          for (int i = 0; i < 2; ++i) f.micro_batch(i);
+        }).find("its only window has 2 of 3 micro-batches: call flush()") != std::string::npos);
+  CHECK(only([](Fixture& f) {
+          f.loss().backward();
+          f.sgd.step();
+          f.optimizer.zero_grad();
+        }).find("its step() was never called: call it in place of the wrapped optimizer's") != std::string::npos);
+
+  CHECK(warnings_of([](Fixture&) {}).empty());
+  CHECK(warnings_of([](Fixture& f) {
+          for (int i = 0; i < 4; ++i) {  // the fourth is a tail that is left
+            f.micro_batch(i);
+            f.optimizer.zero_grad();
+          }
+        }).empty());
+  CHECK(warnings_of([](Fixture& f) {  // an accumulator that was moved has nothing to say
+          ga::GradAccumulator other(std::move(f.optimizer));
+          f.loss().backward();
+          other.step();
+          other.flush();
+        }).empty());
+  CHECK(warnings_of([](Fixture& f) {
+          try {
+            f.micro_batch();
+            const ga::GradAccumulator in_scope(std::move(f.optimizer));
+          } catch (const c10::Error&) {  // moved inside a window
+            f.optimizer.flush();
+          }
+        }).empty());
+
+  torch::optim::SGD empty(std::vector<at::Tensor>(), 0.1);
+  ga::GradAccumulator nothing(empty, {.steps = 1});
+  REQUIRE_ERROR("GradAccumulator: the optimizer must have parameters to step", nothing.step());
+}
+
+TEST_CASE("misuse: a target that is broadcast against the output is named, once") {
+  Fixture f;
+  const auto warnings_of = [&](at::Tensor output, at::Tensor target) {
+    const testing::Warnings warnings;
+    for (int i = 0; i < 2; ++i) {
+      f.optimizer.backward(ga::Loss{f.loss(), 4}.with(output, target));
+      f.optimizer.step();
+    }
+    f.optimizer.flush();
+    return warnings.texts();
+  };
+  const auto column = torch::zeros({10, 1}), row = torch::zeros({10});
+  CHECK(warnings_of(column, torch::zeros({1})).empty());
+  CHECK(warnings_of(column, column).empty());
+  CHECK(warnings_of(torch::zeros({10, 5}), torch::zeros({10}, at::kLong)).empty());
+  const auto found = warnings_of(column, row);
+  REQUIRE(found.size() == 1);
+  INFO(found.front());
+  CHECK(found.front().find("the output has the shape [10, 1] and the target [10]") != std::string::npos);
+  CHECK(found.front().find("broadcasts to") != std::string::npos);
 }

@@ -45,7 +45,8 @@ std::shared_ptr<void> validating_scope(torch::nn::Module& module, Ema* ema);
 /// Batches with a name are held by reference, others are taken over; not those that `fit` goes through. It evaluates as
 /// the options say and at the end of the `fit`, at most once an update. What is found reaches the FitReport and each
 /// policy that has `on_validation(const ga::Validation&)`, before the training is saved. There may be several, of
-/// different names.
+/// different names. A signal ends it at its next batch; what it had found is thrown away, and a resumed run evaluates
+/// again.
 ///
 /// The training goes on as if there had been none, to the bit. Batches of `ga::data` come in the order of their first
 /// epoch each time. Of several processes, given `DataParallel`, each evaluates its share of the batches, and the
@@ -75,7 +76,7 @@ class Validate {
     evaluate_ = [this, ema, &trainer] {
       const auto scope = detail::validating_scope(trainer.module(), ema);
       begin_again();
-      const auto evaluate = [&](const auto&... metrics) { return trainer.evaluate_on_all(batches_, metrics...); };
+      const auto evaluate = [&](const auto&... metrics) { return trainer.validate(batches_, metrics...); };
       return std::apply(evaluate, metrics_);
     };
     trainer_ = &trainer;
@@ -89,12 +90,12 @@ class Validate {
     // The rest of an epoch that a limit has cut short comes when the training goes on.
     const auto& status = trainer_->status();
     const bool is_cut = status.stopped || (status.options.updates && status.updates >= *status.options.updates);
-    if (!is_cut && (options.every_epochs || !options.every_updates))
-      due_ = due_ || (epoch + 1) % options.every_epochs.value_or(1) == 0;
+    due_ = due_ || (!is_cut && is_due_after(epoch));
   }
   void before_boundary() {
-    const bool due = std::exchange(due_, false);
-    if ((due || at_end()) && !is_known(due)) trainer_->validated(options.name, evaluate_(), due);
+    const bool due = std::exchange(due_, false) || was_due();
+    if ((!due && !at_end()) || is_known(due)) return;
+    if (auto found = evaluate_()) trainer_->validated(options.name, std::move(*found), due);
   }
 
  private:
@@ -103,6 +104,16 @@ class Validate {
     using Bare = std::remove_reference_t<Batches>;
     if constexpr (requires { batches_.load_state(typename Bare::State()); })
       batches_.load_state(typename Bare::State());
+  }
+  bool is_due_after(std::int64_t epoch) const {
+    return (options.every_epochs || !options.every_updates) && (epoch + 1) % options.every_epochs.value_or(1) == 0;
+  }
+  /// A state has just been loaded that was saved when a signal ended an evaluation.
+  bool was_due() const {
+    const auto& status = trainer_->status();
+    if (status.resumed_from.empty() || status.windows > 0 || status.updates == 0) return false;
+    return (options.every_updates && trainer_->updates() % *options.every_updates == 0) ||
+           (status.epochs > 0 && status.batch == 0 && is_due_after(status.epoch));
   }
   /// This `fit` has trained, and moves the parameters no more.
   bool at_end() const {
@@ -120,7 +131,7 @@ class Validate {
 
   Batches batches_;
   std::tuple<Metrics...> metrics_;
-  std::function<Evaluation()> evaluate_;
+  std::function<std::optional<Evaluation>()> evaluate_;
   TrainerBase* trainer_ = nullptr;
   bool due_ = false;
 };

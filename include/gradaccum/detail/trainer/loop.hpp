@@ -192,8 +192,9 @@ class Loop {
   /// Steps with the window as it is.
   bool flush();
   void discard();
-  /// `on_all`: the batches are this process's share of those of all.
-  Evaluation evaluate(AnyBatches& batches, Evaluator evaluator, bool on_all);
+  /// `on_all`: the batches are this process's share of those of all. `until_signal`: a signal ends it and the fit that
+  /// it is a part of, and the numbers are thrown away.
+  std::optional<Evaluation> evaluate(AnyBatches& batches, Evaluator evaluator, bool on_all, bool until_signal = false);
   void state(Archive& archive);
   /// See `TrainerBase::planned_updates`.
   std::optional<std::int64_t> planned_updates(std::int64_t at_epoch_begin) const;
@@ -238,12 +239,18 @@ class Loop {
   bool close_window();
   bool close_if_begun();
   void end_epoch();
+  /// Throws or warns where an epoch made no update.
+  void check_trained();
+  std::string why_nothing_moved() const;
   void train_with_others();
   void stop_at_limits();
   void at_boundary();
   void note_given();
   void archive_given(Archive& archive);
   bool interrupted() const { return status.signal != 0; }
+
+  double items_ = 0;                // of all losses of this fit
+  bool warned_of_nothing_ = false;  // in this fit
 };
 
 /// Puts a model into training or evaluation mode, and each of its modules back into its own at the scope's end.
@@ -277,6 +284,8 @@ class StopSignals {
   StopSignals& operator=(StopSignals&&) = delete;
   ~StopSignals();
 
+  /// Returns the first signal that came of those that any object of this class waits for, or 0.
+  static int came();
   /// Returns the first of its signals that came, or 0. A signal that nobody asks for is raised again at the end.
   int received();
 

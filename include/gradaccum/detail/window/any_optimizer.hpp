@@ -24,6 +24,7 @@ class AnyOptimizer {
   virtual std::string name() const = 0;  ///< the class name
   /// Returns true if a part of a parameter may be stepped. False for classes derived from LibTorch's own.
   bool steps_by_elements() const;
+  bool rates_are_0() const;  ///< the learning rate of each group; false if it does not tell
 
   const void* address = nullptr;                       ///< equal through references to any of its base classes
   TakesGradients* taker = nullptr;                     ///< the optimizer, if it derives from TakesGradients

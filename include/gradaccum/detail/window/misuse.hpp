@@ -3,7 +3,9 @@
 
 #include <gradaccum/detail/window/open_window.hpp>
 
+#include <ATen/ExpandUtils.h>
 #include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 
@@ -151,7 +153,7 @@ class Misuse {
     for (auto& one : close_watch_->watched) one.passes = 0;
   }
 
-  void at_backward(const Loss& loss, const BackwardOptions& options) const {
+  void at_backward(const Loss& loss, const BackwardOptions& options) {
     const auto& gradients = *window_.gradients;
     check_usable();
     TORCH_CHECK(!window_.closing_with_others,
@@ -163,6 +165,7 @@ class Misuse {
     TORCH_CHECK(!gradients.applied(),
                 "GradAccumulator: backward() was called after gradients().apply(); call step() first");
     loss.check();
+    warn_of_shapes(loss);
     check_weight(loss, window_.counter.first_weight());
     if (window_.steps_in_backward) {  // it would be too late once a parameter has moved
       TORCH_CHECK(!options.create_graph,
@@ -230,9 +233,10 @@ class Misuse {
     if (window_.gradients->spoiled() || window_.in_hand || !touched()) return;
     TORCH_CHECK(false,
                 "GradAccumulator: zero_grad() was called in the middle of a window whose gradients changed after the "
-                "last step(): a backward for other parameters, such as a GAN's generator, also reached these, or a "
-                "backward had no step(). Name the parameters that the other backward is for: loss.backward({}, {}, "
-                "false, generator->parameters()), or optimizer.backward(loss, {.inputs = generator->parameters()})");
+                "last step(). If a backward had no step(), call step() between each backward and zero_grad(). If a "
+                "backward for other parameters, such as a GAN's generator, also reached these, name those that it is "
+                "for: loss.backward({}, {}, false, generator->parameters()), or optimizer.backward(loss, {.inputs = "
+                "generator->parameters()})");
   }
 
   /// Throws if an exception has left the window's gradients incomplete.
@@ -351,6 +355,20 @@ class Misuse {
     }
   }
 
+  /// Warns, once, of an output [16, 1] and a target [16], which an elementwise loss compares each with each.
+  void warn_of_shapes(const Loss& loss) {
+    const auto &output = loss.output, &target = loss.target;
+    if (warned_of_shapes_ || !output.defined() || !target.defined() || output.sizes() == target.sizes()) return;
+    const bool compares = output.is_floating_point() && target.is_floating_point();
+    if (!compares || !at::are_expandable(output.sizes(), target.sizes())) return;
+    const auto both = at::infer_size(output.sizes(), target.sizes());
+    if (c10::multiply_integers(both) <= std::max(output.numel(), target.numel())) return;
+    warned_of_shapes_ = true;
+    TORCH_WARN("GradAccumulator: the output has the shape ", output.sizes(), " and the target ", target.sizes(),
+               ", which an elementwise loss such as mse_loss broadcasts to ", both,
+               ": every output is compared with every target. Give both one shape, by view or unsqueeze");
+  }
+
   /// Warns, once, of as many backward passes in a micro-batch as a window has `steps`: the loop seems to count by
   /// itself. Counts the passes over the parameter that backward has reached the least.
   void warn_of_passes(std::int64_t steps) {
@@ -370,7 +388,7 @@ class Misuse {
   std::vector<SeenTensor> seen_;  // the gradient of each parameter
   std::shared_ptr<CloseWatch> close_watch_ = std::make_shared<CloseWatch>(std::vector<at::Tensor>());
   std::unique_ptr<GradReadyScope> close_watch_scope_;
-  bool after_another_ = false, warned_of_passes_ = false, warned_of_parameters_ = false;
+  bool after_another_ = false, warned_of_passes_ = false, warned_of_parameters_ = false, warned_of_shapes_ = false;
 };
 
 }  // namespace gradaccum::detail

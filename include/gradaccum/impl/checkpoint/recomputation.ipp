@@ -254,6 +254,7 @@ struct SavedSlot {
   std::uint64_t position;  // in the stream of random numbers
   std::uint64_t content;   // 0 unless requested
   bool needed = true;      // the operation that saved it may still unpack it
+  bool draws_next = false;  // random numbers are drawn next, which that operation may fill the tensor with (RReLU)
 };
 
 /// Reruns a part of the forward pass, and captures the tensors that it saves.
@@ -319,9 +320,12 @@ class Recomputation {
       difference_ = slots_[slot].difference(SavedSlot(tensor, options_), compare_positions_);
     }
     done_ = slot >= stop_at_ || !difference_.empty();
-    if (done_ || !wanted_[slot]) return;
-    tensors_[slot] = tensor;
-    done_ = --missing_ == 0 && options_.early_stop;
+    if (done_) return;
+    if (wanted_[slot]) {
+      tensors_[slot] = tensor;
+      found_all_ = --missing_ == 0;
+    }
+    done_ = found_all_ && options_.early_stop && !slots_[slot].draws_next;
   }
 
   const std::vector<SavedSlot>& slots_;
@@ -332,7 +336,7 @@ class Recomputation {
   std::vector<at::Tensor> tensors_;
   std::ptrdiff_t missing_;
   std::size_t saved_ = 0;
-  bool done_ = false;
+  bool done_ = false, found_all_ = false;
   int pass_;
   std::string difference_;
 };
@@ -366,6 +370,7 @@ class CheckpointFrame {
 
   /// Ends the forward pass.
   void complete() {
+    if (options_.preserve_rng) note_position(RandomState::position());
     draws_ = state_.finish();
     complete_ = true;
   }
@@ -373,7 +378,9 @@ class CheckpointFrame {
   /// Records the properties of a tensor that an operation saves, and drops the tensor. Returns its slot.
   std::size_t add(const at::Tensor& tensor) {
     const std::lock_guard lock(mutex_);
-    slots_.emplace_back(tensor, options_);
+    SavedSlot slot(tensor, options_);
+    note_position(slot.position);
+    slots_.push_back(slot);
     return slots_.size() - 1;
   }
 
@@ -409,6 +416,10 @@ class CheckpointFrame {
     int id;
     std::weak_ptr<Tensors> tensors;
   };
+
+  void note_position(std::uint64_t position) {
+    if (!slots_.empty()) slots_.back().draws_next = slots_.back().position != position;
+  }
 
   std::shared_ptr<Tensors> begin(int pass) {
     std::vector<bool> needed;

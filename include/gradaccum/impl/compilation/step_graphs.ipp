@@ -37,6 +37,7 @@
 #include <algorithm>
 #include <cmath>
 #include <concepts>
+#include <cstdio>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -408,7 +409,9 @@ class StepCode {
   std::size_t outputs() const { return outputs_; }
 
   /// Runs the code without autograd and autocast, which are compiled into it. Several threads may call it in turn.
-  std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) const {
+  /// `more`: what the error of a failure says besides.
+  std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs,
+                              c10::function_ref<std::string(const std::string& error)> more) const {
     const at::NoGradGuard no_grad;
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -416,7 +419,7 @@ class StepCode {
     given.reserve(inputs.size());
     for (auto& tensor : inputs) given.push_back(new at::Tensor(tensor));  // the code deletes them, even on failure
     const auto* const error = functions_->run(container_.get(), given.data(), got.data());
-    TORCH_CHECK(!error, "CompiledStep, ExportedModel: the compiled code failed: ", error);
+    TORCH_CHECK(!error, "CompiledStep, ExportedModel: the compiled code failed: ", error, more(error));
     std::vector<at::Tensor> outputs;
     outputs.reserve(got.size());
     for (auto output = got.begin(); output != got.end(); ++output) {
@@ -711,6 +714,24 @@ struct StepGraph {
   std::vector<at::Tensor> moved;       ///< buffers that the step changes
 };
 
+/// Returns where in a batch the index is that an error of compiled code names, such as `; labels has it at [20]`.
+GRADACCUM_INLINE std::string places_of_index(const std::string& error, const std::vector<at::Tensor>& batch,
+                                             const StepGraph& graph) {
+  long long index = 0, lower = 0, upper = 0;
+  if (std::sscanf(error.c_str(), "index %lld must be in [%lld, %lld)", &index, &lower, &upper) != 3) return "";
+  std::string text;
+  std::istringstream names(graph.description.names);
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    std::string name;
+    if (!(names >> name)) name = c10::str("tensor ", i, " of the batch");
+    if (!batch[i].defined() || !at::isIntegralType(batch[i].scalar_type(), /*includeBool=*/false)) continue;
+    const auto found = batch[i].eq(index).nonzero().cpu().contiguous();
+    if (found.size(0) > 0)
+      text += c10::str("; ", name, " has it at ", at::IntArrayRef(found.const_data_ptr<std::int64_t>(), found.size(1)));
+  }
+  return text;
+}
+
 /// The graphs of a model, loaded and run. `owner`: the class that has them, in errors.
 class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
  public:
@@ -832,7 +853,7 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
            int exponent) const {
     auto inputs = inputs_of(model_, batch);
     inputs.push_back(at::scalar_tensor(std::exp2(exponent), at::TensorOptions(at::kFloat).device(device_)));
-    auto outputs = graph.code.run(inputs);
+    auto outputs = graph.code.run(inputs, [&](auto& error) { return places_of_index(error, batch, graph); });
     for (auto& buffer : graph.moved) buffer.unsafeGetTensorImpl()->bump_version();
     auto next = outputs.begin();
     const auto& description = graph.description;

@@ -171,7 +171,7 @@ GRADACCUM_INLINE void PreparedAhead::start() {
   const bool all_made = !made_.empty() && !made_.back().made;
   if (working_ || all_made) return;
   if (thread_.joinable()) thread_.join();
-  thread_ = std::thread(in_this_context([this] { work(); }));
+  thread_ = starting_thread("Prefetch", [&] { return std::thread(in_this_context([this] { work(); })); });
   working_ = true;
 }
 

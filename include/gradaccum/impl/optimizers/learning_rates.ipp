@@ -117,8 +117,11 @@ struct Phases {
   void check(std::int64_t update) const {
     require(detail::is_finite(peak) && peak > 0, "peak must be finite and > 0", peak);
     require(total >= 1, "total must be >= 1", total);
-    require(0 <= warmup && warmup <= total, total == no_end ? "warmup must be >= 0" : "warmup must be in [0, total]",
-            warmup);
+    require(0 <= warmup, "warmup must be >= 0", warmup);
+    if (warmup > total)
+      throw std::invalid_argument(
+          c10::str(owner, ": warmup must be <= total, got ", warmup, " updates of ", total,
+                   "; a rate whose total is left out has as many as the fit: give it fewer, or fit more updates"));
     require(!decay || (1 <= *decay && *decay <= total - warmup), "decay must be in [1, total - warmup]",
             decay.value_or(0));
     require(!start || (0 <= *start && *start <= peak), "start must be in [0, peak]", start.value_or(0));

@@ -215,6 +215,8 @@ GRADACCUM_INLINE void OnePass::check_distinct() {
   std::unordered_map<const void*, std::size_t> indices;
   std::vector<const void*> all;
   detail::for_each_parameter(itself(), [&](const at::Tensor& parameter) {
+    TORCH_CHECK(parameter.defined() && !parameter.is_meta(), class_name(), ": a parameter must have memory, got ",
+                parameter.defined() ? "one on the meta device" : "an undefined tensor");
     all.push_back(parameter.unsafeGetTensorImpl());
     TORCH_CHECK(indices.emplace(all.back(), indices.size()).second, class_name(), ": a parameter of shape ",
                 parameter.sizes(), " is listed twice; list it once, in one group");

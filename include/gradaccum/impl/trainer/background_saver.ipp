@@ -5,6 +5,7 @@
 #include <gradaccum/background_saver.hpp>
 
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
+#include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/detail/window/communicator.hpp>
 
 #include <ATen/core/grad_mode.h>
@@ -276,8 +277,11 @@ GRADACCUM_INLINE bool BackgroundSaver::save(const detail::AnyTraining& training,
   };
   detail::run_on_all(peers, [&] {
     copy_.take(work->writer.take_values(), options_.stage_on_device);
-    work->saved =
-        std::async(std::launch::async, [work = work.get(), then = then ? then : keep_last] { return work->run(then); });
+    work->saved = detail::starting_thread("BackgroundSaver", [&] {
+      return std::async(std::launch::async, [work = work.get(), then = then ? then : keep_last] {
+        return work->run(then);
+      });
+    });
   });
   work_ = work;
   return true;

@@ -38,6 +38,7 @@ GRADACCUM_INLINE void detail::WeightedMean::add(const at::Tensor& mean, double w
 }
 
 GRADACCUM_INLINE at::Tensor detail::WeightedMean::value() const {
+  if (weight_ == 0) return at::scalar_tensor(std::numeric_limits<double>::quiet_NaN(), at::kDouble);  // 0 / 0 is -nan
   if (!device_sum_.defined()) return at::scalar_tensor(host_sum_ / weight_, at::kDouble);
   return device_sum_.add(host_sum_).div(weight_).reshape({});
 }
@@ -191,7 +192,8 @@ GRADACCUM_INLINE void Accuracy::add(const Loss& loss) {
 GRADACCUM_INLINE double Accuracy::value() const {
   if (!right.defined()) return std::numeric_limits<double>::quiet_NaN();
   if (impossible.defined()) detail::check_possible("Accuracy", impossible);
-  return right.item<double>() / counted.item<double>();
+  const auto all = counted.item<double>();
+  return all > 0 ? right.item<double>() / all : std::numeric_limits<double>::quiet_NaN();
 }
 
 GRADACCUM_INLINE void Accuracy::reduce(SumOfRanks sum) {
@@ -226,7 +228,13 @@ GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const Evaluation
   const char* separator = "";
   for (auto& [name, value] : evaluation.metrics)
     stream << std::exchange(separator, ", ") << name << detail::number_text(": %#.6g", value);
-  return stream;
+  const auto loss = evaluation.metrics.find(MeanLoss::name);
+  const bool of_nothing = evaluation.samples == 0 && loss != evaluation.metrics.end() && detail::is_nan(loss->second);
+  return of_nothing ? stream << " (of no samples)" : stream;
+}
+
+GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const Validation& validation) {
+  return stream << validation.name << " at update " << validation.update << ": " << validation.found;
 }
 
 GRADACCUM_INLINE std::optional<double> Validation::operator[](std::string_view metric) const {
@@ -330,6 +338,7 @@ GRADACCUM_INLINE Mode mode_of(const char* owner, std::string_view metric, std::o
     for (auto& [name, told] : *validated) names.push_back(name);
     auto found = validated->find(metric);
     if (found == validated->end()) found = validated->find("validation/" + std::string(metric));
+    TORCH_CHECK(!names.empty(), owner, ": needs a ga::Validate beside it, which computes '", metric, "'");
     TORCH_CHECK(found != validated->end(), owner,
                 ": metric must be one that a ga::Validate of this trainer computes, one of [", c10::Join(", ", names),
                 "], got '", metric, "'");
@@ -349,6 +358,11 @@ GRADACCUM_INLINE Mode mode_of(const char* owner, std::string_view metric, std::o
 GRADACCUM_INLINE bool is_better(Mode mode, double number, double than, double min_delta) {
   if (detail::is_nan(number) || detail::is_nan(than)) return !detail::is_nan(number);
   return mode == Mode::min ? number < than - min_delta : number > than + min_delta;
+}
+
+GRADACCUM_INLINE void warn_if_last(const char* owner, const std::string& metric, Mode mode, double best) {
+  if (best == (mode == Mode::min ? -1 : 1) * std::numeric_limits<double>::infinity())
+    TORCH_WARN(owner, ": ", metric, " is ", best, ", so no later number can be better; look for a division by 0 in it");
 }
 
 }  // namespace detail

@@ -89,15 +89,18 @@ GRADACCUM_INLINE Mode EarlyStopping::checked_mode() const {
 }
 
 GRADACCUM_INLINE bool EarlyStopping::add(double number) {
-  const bool better = detail::is_better(checked_mode(), number, best, min_delta);
-  if (better) best = number;
+  const auto which = checked_mode();
+  const bool better = detail::is_better(which, number, best, min_delta);
+  if (better) detail::warn_if_last("EarlyStopping", metric, which, best = number);
   waited = better ? 0 : waited + 1;
   return is_over();
 }
 
 GRADACCUM_INLINE std::string EarlyStopping::reason() const {
-  return fmt::format("{} was best, {}, at update {}, {} validation{} ago", metric, detail::number_text("%.6g", best),
-                     best_update, waited, waited == 1 ? "" : "s");
+  const auto ago = fmt::format("{} validation{}", waited, waited == 1 ? "" : "s");
+  if (detail::is_nan(best)) return fmt::format("{} was NaN in {}", metric, ago);
+  return fmt::format("{} was best, {}, at update {}, {} ago", metric, detail::number_text("%.6g", best), best_update,
+                     ago);
 }
 
 GRADACCUM_INLINE void EarlyStopping::attach(TrainerBase& to) {
@@ -144,11 +147,12 @@ GRADACCUM_INLINE void ReduceLROnPlateau::check() const {
 /// Computes in the order in which Python does.
 GRADACCUM_INLINE bool ReduceLROnPlateau::step(double number, LearningRates& lowered) {
   check();
-  const double sign = detail::mode_of("ReduceLROnPlateau", metric, mode) == Mode::min ? 1 : -1;
+  const auto which = detail::mode_of("ReduceLROnPlateau", metric, mode);
+  const double sign = which == Mode::min ? 1 : -1;
   const double bound = relative ? best * (1 - sign * threshold) : best - sign * threshold;
   const bool better = detail::is_nan(best) ? detail::is_finite(number) || (sign * number < 0 && !detail::is_nan(number))
                                            : sign * number < sign * bound && !detail::is_nan(number);
-  if (better) best = number;
+  if (better) detail::warn_if_last("ReduceLROnPlateau", metric, which, best = number);
   num_bad_epochs = better ? 0 : num_bad_epochs + 1;
   if (cooldown_counter > 0) --cooldown_counter, num_bad_epochs = 0;
   if (num_bad_epochs <= patience) return false;
@@ -620,6 +624,7 @@ GRADACCUM_INLINE void SaveState::on_validation(const Validation& validation) {
   const auto position =
       std::find_if(best.begin(), best.end(), [&](double other) { return detail::is_better(*mode, *number, other); });
   if (detail::is_nan(*number) || (position == best.end() && best.size() >= count)) return;
+  if (position == best.begin()) detail::warn_if_last("SaveState", metric, *mode, *number);
   best.insert(position, *number);
   if (best.size() > count) best.pop_back();
   run->best_is_due = true;

@@ -53,7 +53,11 @@ GRADACCUM_INLINE FitReport TrainerBase::fit_with(detail::AnyBatches& batches, co
 }
 GRADACCUM_INLINE Evaluation TrainerBase::evaluate_with(detail::AnyBatches& batches, detail::Evaluator evaluator,
                                                        bool on_all) {
-  return loop_->evaluate(batches, std::move(evaluator), on_all);
+  return loop_->evaluate(batches, std::move(evaluator), on_all).value();
+}
+GRADACCUM_INLINE std::optional<Evaluation> TrainerBase::validate_with(detail::AnyBatches& batches,
+                                                                      detail::Evaluator evaluator) {
+  return loop_->evaluate(batches, std::move(evaluator), /*on_all=*/true, /*until_signal=*/true);
 }
 GRADACCUM_INLINE bool TrainerBase::step_with(const detail::AnyBatch& batch) { return loop_->step(batch); }
 GRADACCUM_INLINE bool TrainerBase::flush() { return loop_->flush(); }
@@ -369,6 +373,7 @@ GRADACCUM_INLINE FitReport Loop::fit(AnyBatches& batches, const FitOptions& opti
   const ModeGuard mode(trainer.module(), true);
   const at::AutoGradMode grad_mode(true);
   status = {.options = options, .batches = batches.number(), .running = true, .together = status.together};
+  items_ = 0, warned_of_nothing_ = false;
   data.hold(batches);
   const auto ending = c10::make_scope_exit([this]() noexcept {
     data.let_go();
@@ -381,6 +386,7 @@ GRADACCUM_INLINE FitReport Loop::fit(AnyBatches& batches, const FitOptions& opti
   bool others_wait = false;
   try {
     resume();
+    if (!status.resumed_from.empty()) policies.all(&AnyPolicy::before_boundary);  // a validation that a signal cut short
     others_wait = true;
     stop_at_limits();
     while (!status.done() || data.is_in_epoch()) run_epoch(batches);  // a fit that was done may have its epoch to end
@@ -488,6 +494,7 @@ GRADACCUM_INLINE void Loop::micro_batch(const AnyBatch& batch, bool begins, bool
   Loss loss = batch.loss();
   scopes.reset();
   if (!record.add_loss(loss, status, counts.updates)) loss.items = 0;
+  items_ += loss.items;
   policies.all(&AnyPolicy::before_backward, loss);
   record.set_closing(may_close && policies.ready());
   const bool closes_whole = record.closing() && !divider;
@@ -559,6 +566,7 @@ GRADACCUM_INLINE bool Loop::close_window() {
   const bool moved = window.close();
   if (moved) window.clear();
   counts.updates += moved;
+  status.at_rate_0 += moved && window.optimizer().rates_are_0();
   const Step step = record.finish(gradients, moved, counts.updates, lr);
   status.count_window(moved, step.overflowed);
   policies.all(&AnyPolicy::after_window, step);
@@ -581,12 +589,39 @@ GRADACCUM_INLINE void Loop::end_epoch() {
   if (status.options.tail == Tail::drop) discard();
   train_with_others();
   if (interrupted()) return;
-  status.end_epoch(window.has_weight());
+  check_trained();
+  status.end_epoch();
   data.end_epoch();
   policies.on_epoch_end(status.epoch);
   // No process has batches now: each hears what others have wanted since the last exchange.
   policies.others_continue();
   at_boundary();
+}
+
+/// Without a number of epochs, batches that bring no update would be gone through for ever.
+GRADACCUM_INLINE void Loop::check_trained() {
+  const auto& options = status.options;
+  if (status.trained || window.has_weight() || status.done()) return;
+  const auto why = why_nothing_moved();
+  TORCH_CHECK(options.epochs || !options.has_limit(), "Trainer: fit must ",
+              options.updates ? c10::str("make ", *options.updates, " updates") : "reach its limit", ", but epoch ",
+              status.epoch, " (counted from 0) made ", options.updates ? "none" : "no update", ": ", why);
+  const bool end_epoch_says = status.batch == 0 && status.batches.value_or(0) > 0, report_says = status.nan_batches > 0;
+  if (end_epoch_says || report_says || !trainer.is_first() || std::exchange(warned_of_nothing_, true)) return;
+  TORCH_WARN("Trainer: epoch ", status.epoch, " (counted from 0) made no update: ", why);
+}
+
+GRADACCUM_INLINE std::string Loop::why_nothing_moved() const {
+  if (status.batch == 0) return "the batches are empty";
+  if (status.nan_batches > 0) return "losses or gradients were NaN or infinite";
+  if (items_ == 0) return "all losses are of 0 items";
+  if (status.windows == 0) return "it is shorter than a window, and .tail = ga::Tail::drop drops it";
+  const auto trained = trainer.parameters(), own = trainer.module().parameters();
+  const bool of_model = std::ranges::any_of(trained, [&](auto& parameter) {
+    return std::ranges::any_of(own, [&](auto& one) { return one.is_same(parameter) || one.is_alias_of(parameter); });
+  });
+  return of_model ? "no loss gives a gradient to the optimizer's parameters, which are frozen, detached or not used"
+                  : "the optimizer has none of the model's parameters; was it made for a copy of the model?";
 }
 
 /// Closes windows with other processes, as long as they have batches.
@@ -610,7 +645,8 @@ GRADACCUM_INLINE void Loop::at_boundary() {
   policies.all(&AnyPolicy::at_boundary);
 }
 
-GRADACCUM_INLINE Evaluation Loop::evaluate(AnyBatches& batches, Evaluator evaluator, bool on_all) {
+GRADACCUM_INLINE std::optional<Evaluation> Loop::evaluate(AnyBatches& batches, Evaluator evaluator, bool on_all,
+                                                          bool until_signal) {
   TORCH_CHECK(!batches.has_state() || !data.goes_through(batches),
               "Trainer: evaluate must not iterate over the batches that fit is iterating over: construct another "
               "object of them");
@@ -625,11 +661,21 @@ GRADACCUM_INLINE Evaluation Loop::evaluate(AnyBatches& batches, Evaluator evalua
     const at::NoGradGuard no_grad;  // a metric that adds outputs up would keep the graphs of all batches
     evaluator.add(loss, batch.samples());
   };
+  const auto is_cut = [&] { return until_signal && (interrupted() || StopSignals::came() != 0); };
   batches.for_each([&](const AnyBatch& batch) {
     divider ? divider->for_each_part(batch, add) : add(batch);
-    return !status.options.smoke;
+    return !status.options.smoke && !is_cut();
   });
-  if (on_all && window.peers()) evaluator.reduce([this](at::Tensor& part) { window.peers()->all_reduce(part); });
+  const auto all_reduce = [this](at::Tensor& part) { window.peers()->all_reduce(part); };
+  const bool reduces = on_all && window.peers();
+  auto cut = at::full({}, is_cut(), at::kDouble);
+  if (reduces && until_signal) all_reduce(cut);
+  if (cut.item<double>() > 0) {
+    const int own = StopSignals::came();
+    if (!interrupted()) status.signal = own != 0 ? own : SIGTERM;
+    return {};
+  }
+  if (reduces) evaluator.reduce(all_reduce);
   return evaluator.result();
 }
 
@@ -796,12 +842,23 @@ GRADACCUM_INLINE StopSignals::~StopSignals() {
   }
 }
 
-GRADACCUM_INLINE int StopSignals::received() {
+/// Returns the signal that came first among those that `counts`, or 0.
+GRADACCUM_INLINE int first_signal(c10::function_ref<bool(int signal)> counts) {
   int first = 0, place_of_first = 0;
-  for (const int signal : signals_) {
+  for (int signal = 1; signal < NSIG; ++signal) {
     const int at = signal_state.signals[static_cast<std::size_t>(signal)].place;
-    if (at > 0 && (first == 0 || at < place_of_first)) first = signal, place_of_first = at;
+    if (at > 0 && counts(signal) && (first == 0 || at < place_of_first)) first = signal, place_of_first = at;
   }
+  return first;
+}
+
+GRADACCUM_INLINE int StopSignals::came() {
+  const std::lock_guard lock(signal_state.mutex);
+  return first_signal([](int signal) { return signal_state.signals[static_cast<std::size_t>(signal)].users > 0; });
+}
+
+GRADACCUM_INLINE int StopSignals::received() {
+  const int first = first_signal([this](int signal) { return std::ranges::find(signals_, signal) != signals_.end(); });
   asked_ = asked_ || first != 0;
   return first;
 }

@@ -72,7 +72,8 @@ GRADACCUM_INLINE std::vector<std::filesystem::path> best_states(const std::files
                                                                 std::int64_t count) {
   std::vector<std::pair<std::filesystem::path, MeasuredState>> found;
   for (auto& state : count > 0 ? StateDirectory(directory).finished() : std::vector<StateDirectory::State>())
-    if (auto measured = measured_state(state.path); measured.number) found.emplace_back(state.path, measured);
+    if (auto measured = measured_state(state.path); measured.number && !is_nan(*measured.number))
+      found.emplace_back(state.path, measured);
   // compare by the newest state's metric: older states may have been measured by another
   if (!found.empty())
     std::erase_if(found, [metric = found.back().second.metric](auto& one) { return one.second.metric != metric; });
@@ -262,8 +263,8 @@ GRADACCUM_INLINE std::filesystem::path load(const std::filesystem::path& directo
     return best.empty() ? std::nullopt : std::optional(best.front());
   });
   TORCH_CHECK(!folder.empty() || !options.best, "load: ", directory.string(),
-              " must have a state with a validation metric for {.best = true}; save one with ga::Validate and "
-              "ga::SaveState{.keep_best = 1}");
+              " must have a state with a validation metric that is not NaN for {.best = true}; save one with "
+              "ga::Validate and ga::SaveState{.keep_best = 1}");
   TORCH_CHECK(!folder.empty(), "load: ", directory.string(),
               " must be a state or contain one, a folder such as step-000000");
   auto archive = open_state(folder, options.allow_changes, peers);
@@ -283,6 +284,11 @@ GRADACCUM_INLINE FitReport report_of(const FitStatus& status) {
                    .nan_batches = status.nan_batches,
                    .first_nan = status.first_nan,
                    .validations = status.validations};
+  if (!status.options.resume.empty() && status.resumed_from.empty())
+    report.notes.push_back(status.options.resume.string() + " has no state to resume from, so this fit began anew");
+  if (status.at_rate_0 * 10 > status.windows)
+    report.notes.push_back(fmt::format("the learning rate was 0 in {} of {} updates, which moved nothing",
+                                       status.at_rate_0, status.windows));
   report.samples_per_second = static_cast<double>(report.samples) / report.seconds;
   return report;
 }
@@ -315,13 +321,7 @@ GRADACCUM_INLINE bool FitStatus::done() const {
   return options.has_limit() ? epochs == options.epochs : epochs >= options.epochs.value_or(1);
 }
 
-/// Without a number of epochs, batches that bring no update would be gone through for ever.
-GRADACCUM_INLINE void FitStatus::end_epoch(bool window_has_items) {
-  TORCH_CHECK(options.epochs || !options.has_limit() || done() || trained || window_has_items, "Trainer: fit must ",
-              options.updates ? c10::str("make ", *options.updates, " updates") : "reach its limit", ", but epoch ",
-              epoch, " (counted from 0) made ", options.updates ? "none" : "no update",
-              ": the batches are empty, have losses without items, or give no gradient to the optimizer's parameters; "
-              "was the optimizer made for this model?");
+GRADACCUM_INLINE void FitStatus::end_epoch() {
   TORCH_CHECK(batch > 0 || batches.value_or(0) == 0 || done(), "Trainer: epoch ", epoch,
               " (counted from 0) had no batches, but should have had ", *batches,
               "; a range that can be iterated only once lasts for one epoch");
@@ -398,6 +398,7 @@ GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const FitReport&
   for (auto& validation : report.validations) last[validation.name] = &validation;
   for (auto& [name, validation] : last)
     stream << "Last " << name << ", at update " << validation->update << ": " << validation->found << '\n';
+  for (auto& note : report.notes) stream << "Note: " << note << '\n';
   return stream;
 }
 

@@ -164,6 +164,12 @@ GRADACCUM_INLINE bool AnyOptimizer::steps_by_elements() const {
   return type == typeid(SGD) || type == typeid(Adam) || type == typeid(AdamW) || type == typeid(RMSprop);
 }
 
+GRADACCUM_INLINE bool AnyOptimizer::rates_are_0() const {
+  return torch_optimizer && std::ranges::all_of(torch_optimizer->param_groups(), [](auto& group) {
+    return learning_rate(group.options()) == 0.0;
+  });
+}
+
 GRADACCUM_INLINE StepResult step_optimizer(AnyOptimizer& optimizer, Gradients gradients) {
   if (!optimizer.takes_gradients) gradients.apply();
   if (gradients.raw().empty()) return StepResult::empty;
@@ -264,10 +270,23 @@ GRADACCUM_INLINE Accumulator::Accumulator(std::unique_ptr<detail::AnyOptimizer> 
   window_->set_in_backward(options.in_backward);
 }
 
-GRADACCUM_INLINE Accumulator::~Accumulator() = default;
+GRADACCUM_INLINE Accumulator::~Accumulator() {
+  if (!window_ || updates_ > 0 || warned_of_nothing_ || std::uncaught_exceptions() > 0) return;
+  const auto what = micro_steps() > 0
+                        ? c10::str("its only window has ", micro_steps(), " of ", window_->steps(),
+                                   " micro-batches: call flush() after the loop, and step() once a micro-batch")
+                    : cleared_ && !stepped_
+                        ? "its step() was never called: call it in place of the wrapped optimizer's, before zero_grad()"
+                        : std::string();
+  try {
+    if (!what.empty()) TORCH_WARN("GradAccumulator: it never moved a parameter, and ", what);
+  } catch (...) {  // by a handler of warnings; a destructor has nobody to tell
+  }
+}
 
 GRADACCUM_INLINE Accumulator::Accumulator(Accumulator&& other)
-    : updates_(other.updates_), clip_norm_(other.clip_norm_), clip_value_(other.clip_value_) {
+    : cleared_(other.cleared_), stepped_(other.stepped_), warned_of_nothing_(other.warned_of_nothing_),
+      updates_(other.updates_), clip_norm_(other.clip_norm_), clip_value_(other.clip_value_) {
   TORCH_CHECK(other.micro_steps() == 0 && !other.window_->in_hand(),
               "GradAccumulator: must be moved between windows, but a window is open; call flush() or discard() first");
   TORCH_CHECK(!other.facade_,
@@ -301,12 +320,23 @@ GRADACCUM_INLINE void Accumulator::backward(Loss loss, const BackwardOptions& op
 
 GRADACCUM_INLINE StepResult Accumulator::step() {
   const auto lock = turn(/*begins=*/false);
+  stepped_ = true;
   refresh_parameters();
   window_->complete_micro_batch();
   if (!window_->full()) return StepResult::accumulated;
+  return close();
+}
+
+/// An empty window may be meant, as that of a generator that rests, but not if none before it has moved anything.
+GRADACCUM_INLINE StepResult Accumulator::close() {
   clip();
+  const bool has_weight = window_->has_weight();
   const auto result = window_->close();
   updates_ += result;
+  if (result == StepResult::empty && has_weight && updates_ == 0 && !std::exchange(warned_of_nothing_, true))
+    TORCH_WARN("GradAccumulator: a window closed without a gradient for any parameter of the optimizer, so nothing "
+               "moved. Call backward() before step(); make the optimizer for the parameters that the loss depends on, "
+               "not for those of a copy of the model; see that they are not frozen");
   return result;
 }
 
@@ -318,6 +348,7 @@ GRADACCUM_INLINE at::Tensor Accumulator::step(const torch::optim::Optimizer::Los
 
 GRADACCUM_INLINE void Accumulator::zero_grad(bool set_to_none) {
   const auto lock = turn(/*begins=*/true);
+  cleared_ = true;
   window_->zero_grad(set_to_none);
 }
 
@@ -325,9 +356,7 @@ GRADACCUM_INLINE StepResult Accumulator::flush() {
   const auto lock = turn(/*begins=*/false);
   refresh_parameters();
   if (!window_->complete_early()) return StepResult::empty;
-  clip();
-  const auto result = window_->close();
-  updates_ += result;
+  const auto result = close();
   window_->clear();
   return result;
 }
@@ -568,6 +597,7 @@ GRADACCUM_INLINE bool OpenWindow::complete_early() {
 
 GRADACCUM_INLINE StepResult OpenWindow::close() {
   StepResult result = StepResult::empty;
+  TORCH_CHECK(!listed_.empty(), "GradAccumulator: the optimizer must have parameters to step, but its groups are empty");
   or_spoil([&] {
     const auto& left = now_.gradients->stepped() ? now_.gradients->rest() : now_.gradients;
     if (has_weight()) result = peers_ ? peers_->step(*optimizer_, left) : step_optimizer(*optimizer_, left->handle());
