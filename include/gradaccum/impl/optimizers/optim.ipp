@@ -215,8 +215,7 @@ GRADACCUM_INLINE void OnePass::check_distinct() {
   std::unordered_map<const void*, std::size_t> indices;
   std::vector<const void*> all;
   detail::for_each_parameter(itself(), [&](const at::Tensor& parameter) {
-    TORCH_CHECK(parameter.defined() && !parameter.is_meta(), class_name(), ": a parameter must have memory, got ",
-                parameter.defined() ? "one on the meta device" : "an undefined tensor");
+    TORCH_CHECK(!parameter.is_meta(), class_name(), ": a parameter must have memory, got one on the meta device");
     all.push_back(parameter.unsafeGetTensorImpl());
     TORCH_CHECK(indices.emplace(all.back(), indices.size()).second, class_name(), ": a parameter of shape ",
                 parameter.sizes(), " is listed twice; list it once, in one group");
