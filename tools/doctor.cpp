@@ -285,9 +285,10 @@ Finding other_programs(int number) {
   const auto seen = fmt::format("keep {:.1f} of {} busy", busy, counted(cpus, "CPU"));
   const int free = std::max(static_cast<int>(std::lround(cpus - busy)), 1);
   if (number <= free) return {seen};
-  return {seen, fmt::format("OMP_NUM_THREADS={} in the environment while they run: threads that share an operation wait "
-                            "for the slowest",
-                            free)};
+  return {seen,
+          fmt::format("OMP_NUM_THREADS={} in the environment while they run: threads that share an operation wait "
+                      "for the slowest",
+                      free)};
 }
 
 /// Counts files, as two of one name are two runtimes as well: LibTorch brings a libgomp of its own.

@@ -87,7 +87,8 @@ inline void compare_checkpoint(const Options& options, const Dataset& dataset) {
   std::vector<NamedRun> runs{{"plain", options}, {"checkpointed", options}};
   runs[0].options.checkpoint.reset();
   if (options.checkpoint->memory_budget > 0)
-    fmt::print("The first batch of the checkpointed run measures bytes and time of each module, to plan the budget\n\n");
+    fmt::print(
+        "The first batch of the checkpointed run measures bytes and time of each module, to plan the budget\n\n");
   train_all(runs, dataset);
   if (!same_bits(runs[0].result.parameters(), runs[1].result.parameters()))
     throw std::runtime_error("--checkpoint: the parameters must be those of the plain run, to the bit, and are not");

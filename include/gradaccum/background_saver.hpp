@@ -73,8 +73,8 @@ class StateCopy {
 ///
 /// A state is as safe as one of `ga::save`: it appears under its name when all of it is on the disk, and a process that
 /// is killed before leaves the states that were there, and so does one that calls `exit` while the saver lives. In a
-/// child of `fork` the state that is being written is the parent's. One state is written at a time. What goes wrong while it is
-/// written is thrown by the next `save` or by `wait`, with the name of the file; the training is unharmed.
+/// child of `fork` the state that is being written is the parent's. One state is written at a time. What goes wrong
+/// while it is written is thrown by the next `save` or by `wait`, with the name of the file; the training is unharmed.
 ///
 /// With several processes all ranks call `save`, and all call `wait`. Each rank's thread writes its own tensors, and
 /// the state gets its name when all have: rank 0's thread sees it by the lists of files that they leave in its folder.

@@ -114,9 +114,10 @@ namespace gradaccum {
 template <class Model, class Optimizer, class Objective, class... Policies>
 class Trainer : public TrainerBase {
   static_assert(detail::are_trainer_arguments<Model, Optimizer>());
-  static_assert(detail::are_of_different_kinds<detail::policy_t<Policies>...>(),
-                "Trainer: two policies are of one kind, by the same static member name: two Accumulate, say, or a Schedule "
-                "and a ReduceLROnPlateau, which both set learning rates; pass one of them");
+  static_assert(
+      detail::are_of_different_kinds<detail::policy_t<Policies>...>(),
+      "Trainer: two policies are of one kind, by the same static member name: two Accumulate, say, or a Schedule "
+      "and a ReduceLROnPlateau, which both set learning rates; pass one of them");
 
  public:
   template <class GivenModel, class GivenOptimizer>
@@ -160,7 +161,8 @@ class Trainer : public TrainerBase {
     return evaluate_with(any, detail::Evaluator(std::move(metrics)...), /*on_all=*/true);
   }
 
-  /// The same in the middle of a `fit`; a signal ends both at the next batch, and nothing is returned.
+  /// Evaluates as `evaluate_on_all`, for a policy inside `fit`. A signal ends both at the next batch; then it returns
+  /// nullopt.
   template <class... Metrics>
   std::optional<Evaluation> validate(auto&& batches, Metrics... metrics) {
     detail::BatchesOf any(batches, model_, objective_);

@@ -168,8 +168,9 @@ TEST_CASE("An objective that gives two results for a batch is refused for that",
 
   int runs = 0;
   const auto slowly = [&](auto& model, auto& of) { return (1 + 1e-6 * ++runs) * plain_loss(model, of); };
-  CHECK(error_of([&] { ga::save_step(net, slowly, rows_of_six(8), directory / "step"); })
-            .find("a number of C++ changes from one run to the next: pass what changes ") != std::string::npos);
+  CHECK(error_of([&] {
+          ga::save_step(net, slowly, rows_of_six(8), directory / "step");
+        }).find("a number of C++ changes from one run to the next: pass what changes ") != std::string::npos);
 }
 
 TEST_CASE("A parameter can be the loss", "[save_step]") {

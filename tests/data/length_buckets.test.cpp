@@ -506,7 +506,8 @@ TEST_CASE("LengthBuckets: a state from elsewhere is refused, and changes nothing
   for (const std::int64_t batch : {std::int64_t{-1}, most / 2, most})
     REQUIRE_ERROR("LengthBuckets: a state's batch must be >= 0 and fit into an epoch, got " + std::to_string(batch),
                   load_from_two(batch));
-  REQUIRE_ERROR("Archive: the value 'rank_1.batch' must be a whole number, got a text", load_from_two(std::string("1")));
+  REQUIRE_ERROR("Archive: the value 'rank_1.batch' must be a whole number, got a text",
+                load_from_two(std::string("1")));
   CHECK(buckets.size() == size);
   CHECK(epoch_of(buckets) == epoch_of(copy));
 

@@ -509,9 +509,10 @@ TEST_CASE("SafetensorsFile: nothing is allocated for what a header only claims")
 TEST_CASE("SafetensorsFile: whatever byte of a header changes, it is refused, or its tensors fill the data") {
   const auto good = saved({{"weight", torch::ones({2, 3})}, {"bias", torch::ones({2}, at::kHalf)}}, {{"format", "pt"}});
   const std::string what = "a file";
+  constexpr int some_under_sanitizers = testing::sanitized ? 4 : 1;
   int refused = 0, read = 0;
   for (std::size_t at = 0; at + 28 < good.size(); ++at)
-    for (int flip = 1; flip < 256; flip += testing::sanitized ? 4 : 1) {
+    for (int flip = 1; flip < 256; flip += some_under_sanitizers) {
       auto bytes = good;
       bytes[at] = static_cast<char>(bytes[at] ^ flip);
       try {
@@ -527,6 +528,6 @@ TEST_CASE("SafetensorsFile: whatever byte of a header changes, it is refused, or
         ++refused;
       }
     }
-  CHECK(refused > 2500);
-  CHECK(read > 25);  // names and metadata are free
+  CHECK(refused > 10'000 / some_under_sanitizers);
+  CHECK(read > 100 / some_under_sanitizers);  // names and metadata are free
 }

@@ -98,7 +98,8 @@ TEST_CASE("lr: members out of range, and what was forgotten") {
   REQUIRE_ERROR("peak must be finite and > 0, got inf", lr::Constant{.peak = infinity}(0));
   REQUIRE_ERROR("lr::Constant: warmup must be >= 0, got -1", lr::Constant{.peak = 1, .warmup = -1}(0));
   REQUIRE_ERROR("lr::Cosine: total must be >= 1, got 0", lr::Cosine{.peak = 1}(0));
-  REQUIRE_ERROR("lr::Cosine: warmup must be <= total, got 6 updates of 5", lr::Cosine{.peak = 1, .warmup = 6, .total = 5}(0));
+  REQUIRE_ERROR("lr::Cosine: warmup must be <= total, got 6 updates of 5",
+                lr::Cosine{.peak = 1, .warmup = 6, .total = 5}(0));
   REQUIRE_ERROR("lr::Linear: warmup must be >= 0, got -9223372036854775808",
                 lr::Linear{.peak = 1, .warmup = std::numeric_limits<std::int64_t>::min(), .total = 5}(0));
   REQUIRE_ERROR("lr::Linear: end must be in [0, peak]; it is a rate, not a factor, got 0.1",

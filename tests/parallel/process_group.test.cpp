@@ -230,9 +230,10 @@ TEST_CASE("ProcessGroup: an address without a rank is refused, as of a launcher 
   const auto unknown = GENERATE(std::map<std::string, std::string>{{"MASTER_ADDR", "a"}, {"MASTER_PORT", "1"}},
                                 std::map<std::string, std::string>{{"MASTER_ADDR", "a"}},
                                 std::map<std::string, std::string>{{"MASTER_ADDR", "a"}, {"SLURM_PROCID", "0"}});
-  REQUIRE_ERROR("the environment has MASTER_ADDR, but no launcher that is known has set the rank of this process; set "
-                "RANK and WORLD_SIZE for each process, or, to train alone, unset MASTER_ADDR",
-                read(unknown));
+  REQUIRE_ERROR(
+      "the environment has MASTER_ADDR, but no launcher that is known has set the rank of this process; set "
+      "RANK and WORLD_SIZE for each process, or, to train alone, unset MASTER_ADDR",
+      read(unknown));
   CHECK(read({{"MASTER_ADDR", "a"}, {"MASTER_PORT", "1"}, {"RANK", "0"}, {"WORLD_SIZE", "1"}}).world_size == 1);
 }
 
@@ -307,8 +308,8 @@ TEST_CASE("ProcessGroup: a port that another program uses is named") {
   const auto host = GENERATE(as<std::string>{}, "127.0.0.1", "0.0.0.0");
   const BoundSocket other;
   tests::Socket::require(::listen(other.socket.descriptor(), 1));
-  const auto error = testing::error_of(
-      [&] { inner::open_store(of_two(0, host, other.port), "rank 0", std::chrono::seconds(60)); });
+  const auto error =
+      testing::error_of([&] { inner::open_store(of_two(0, host, other.port), "rank 0", std::chrono::seconds(60)); });
   CHECK(error == "ProcessGroup: rank 0 must open its store at port " + std::to_string(other.port) +
                      ", which another program uses; set another MASTER_PORT");
 }

@@ -45,6 +45,10 @@ struct Data {
     inputs = at::randn({rows, 4}, generator, at::kDouble);
     targets = at::randint(3, {rows}, generator, at::kLong);
   }
+  ga::data::TensorBatches share(const ga::ProcessGroup& group) const {
+    return ga::data::TensorBatches(inputs, targets,
+                                   {.batch_size = 2, .rank = group.rank(), .world_size = group.world_size()});
+  }
 };
 
 /// A model whose dropout draws random numbers, an optimizer that remembers, and batches.
@@ -361,11 +365,7 @@ TEST_CASE("Validate: a signal to one rank ends it on all") {
   const Directory directory;
   std::vector<ga::FitReport> ranks(2);
   tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
-    const auto share = [&](const Data& of) {
-      return ga::data::TensorBatches(of.inputs, of.targets,
-                                     {.batch_size = 2, .rank = group.rank(), .world_size = group.world_size()});
-    };
-    auto batches = share(data), validation = share(unseen);
+    auto batches = data.share(group), validation = unseen.share(group);
     auto model = make_model();
     torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(0.05));
     std::int64_t seen = 0;
@@ -412,11 +412,7 @@ TEST_CASE("Validate: the state of many validations, and of none") {
 TEST_CASE("Validate: each rank has its share, and the numbers are those of one process") {
   const Data data(22, 1), unseen(11, 2);
   const auto train = [&](const ga::ProcessGroup& group) {
-    const auto share = [&](const Data& of) {
-      return ga::data::TensorBatches(of.inputs, of.targets,
-                                     {.batch_size = 2, .rank = group.rank(), .world_size = group.world_size()});
-    };
-    auto batches = share(data), validation = share(unseen);
+    auto batches = data.share(group), validation = unseen.share(group);
     auto model = make_model();
     torch::optim::Adam adam(model->parameters(), torch::optim::AdamOptions(0.05));
     ga::Trainer trainer(model, adam, objective, ga::Accumulate{.steps = 4 / group.world_size()},

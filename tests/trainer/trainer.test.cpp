@@ -363,7 +363,8 @@ TEST_CASE("Trainer: an empty loader trains nothing, and says so") {
   CHECK(std::isnan(evaluation["loss"]));
   CHECK(evaluation.samples == 0);
   std::ostringstream text;
-  text << evaluation << '\n' << ga::Validation{.name = "test", .update = 3, .found = {.metrics = {{"loss", 0.5}}, .samples = 2}};
+  text << evaluation << '\n'
+       << ga::Validation{.name = "test", .update = 3, .found = {.metrics = {{"loss", 0.5}}, .samples = 2}};
   CHECK(text.str() == "loss: nan (of no samples)\ntest at update 3: loss: 0.500000");
 }
 
@@ -786,8 +787,11 @@ TEST_CASE("Trainer: an optimizer that was made for another model is found out") 
   REQUIRE_ERROR(why, trainer.fit(batches, {.updates = 3}));
   CHECK(warnings_of_fit(trainer, batches) == "made no update: " + why);
   probe.parameter.requires_grad_(false);
-  ga::Trainer frozen(probe, probe.sgd, [&](Probe& net, double value) { return (net.parameter + other.parameter).sum() * value; });
-  CHECK(warnings_of_fit(frozen, batches) == "made no update: no loss gives a gradient to the optimizer's parameters, which are frozen, detached or not used");
+  ga::Trainer frozen(probe, probe.sgd,
+                     [&](Probe& net, double value) { return (net.parameter + other.parameter).sum() * value; });
+  CHECK(
+      warnings_of_fit(frozen, batches) ==
+      "made no update: no loss gives a gradient to the optimizer's parameters, which are frozen, detached or not used");
   torch::optim::SGD empty(std::vector<at::Tensor>(), 0.1);
   ga::Trainer without(probe, empty, [&](Probe&, double value) { return other.parameter.sum() * value; });
   REQUIRE_ERROR("the optimizer must have parameters to step", without.fit(batches));
@@ -801,8 +805,9 @@ TEST_CASE("Trainer: a report says that the learning rate was 0, and that there w
   probe.sgd.param_groups().front().options().set_lr(0);
   const testing::Directory directory;
   const auto report = trainer.fit(batches, {.resume = (directory / "missing").string()});
-  CHECK(report.notes == std::vector<std::string>{(directory / "missing").string() + " has no state to resume from, so this fit began anew",
-                                                 "the learning rate was 0 in 2 of 2 updates, which moved nothing"});
+  CHECK(report.notes == std::vector<std::string>{
+                            (directory / "missing").string() + " has no state to resume from, so this fit began anew",
+                            "the learning rate was 0 in 2 of 2 updates, which moved nothing"});
   std::ostringstream text;
   text << report;
   CHECK(text.str().find("\nNote: the learning rate was 0") != std::string::npos);

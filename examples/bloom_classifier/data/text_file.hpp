@@ -39,7 +39,7 @@ inline std::string shown(std::string_view value) {
 /// Without anything but white space.
 inline bool is_blank(std::string_view text) { return text.find_first_not_of(" \t\r\n\v\f") == text.npos; }
 
-/// Of what is in another encoding a model would see little but U+FFFD.
+/// Throws unless a text is UTF-8: a model would read most letters of another encoding as U+FFFD.
 inline void check_utf8(std::string_view text, const std::string& where) {
   if (!is_utf8(text))
     data_error(where, "must be UTF-8, got ", shown(to_utf8(text)),

@@ -45,7 +45,7 @@ std::shared_ptr<void> validating_scope(torch::nn::Module& module, Ema* ema);
 /// Batches with a name are held by reference, others are taken over; not those that `fit` goes through. It evaluates as
 /// the options say and at the end of the `fit`, at most once an update. What is found reaches the FitReport and each
 /// policy that has `on_validation(const ga::Validation&)`, before the training is saved. There may be several, of
-/// different names. A signal ends it at its next batch; what it had found is thrown away, and a resumed run evaluates
+/// different names. A signal ends it at its next batch; its numbers are thrown away, and a resumed run evaluates
 /// again.
 ///
 /// The training goes on as if there had been none, to the bit. Batches of `ga::data` come in the order of their first

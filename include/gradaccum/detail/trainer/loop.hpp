@@ -284,7 +284,7 @@ class StopSignals {
   StopSignals& operator=(StopSignals&&) = delete;
   ~StopSignals();
 
-  /// Returns the first signal that came of those that any object of this class waits for, or 0.
+  /// Returns the first signal that came and that any object of this class waits for, or 0.
   static int came();
   /// Returns the first of its signals that came, or 0. A signal that nobody asks for is raised again at the end.
   int received();

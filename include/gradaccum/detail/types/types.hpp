@@ -8,6 +8,7 @@
 #include <c10/util/Type.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <concepts>
 #include <cstdint>
 #include <locale>
@@ -87,6 +88,12 @@ inline std::istringstream plain_stream(const std::string& text) {
   std::istringstream stream(text);
   stream.imbue(std::locale::classic());
   return stream;
+}
+
+/// Returns a message without the lines of stack trace that LibTorch's errors have behind it.
+inline std::string first_line(std::string text) {
+  text.resize(std::min(text.find('\n'), text.size()));
+  return text;
 }
 
 /// Returns what `run` returns. Adds the text of `context` to an error of LibTorch's that says this, if anything.

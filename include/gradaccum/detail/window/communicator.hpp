@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/archive.hpp>
+#include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/gradients.hpp>
 
 #include <c10/util/FunctionRef.h>
@@ -95,8 +96,7 @@ inline void run_on_all(const Communicator* peers, c10::function_ref<void()> work
   const auto all = peers->all_gather_text(text);
   if (own) std::rethrow_exception(own);
   for (std::size_t rank = 0; rank < all.size(); ++rank)
-    if (!all[rank].empty())
-      throw std::runtime_error(c10::str("rank ", rank, ": ", all[rank].substr(0, all[rank].find('\n'))));
+    if (!all[rank].empty()) throw std::runtime_error(c10::str("rank ", rank, ": ", first_line(all[rank])));
 }
 
 template <class Work>

@@ -365,7 +365,7 @@ class Misuse {
     if (c10::multiply_integers(both) <= std::max(output.numel(), target.numel())) return;
     warned_of_shapes_ = true;
     TORCH_WARN("GradAccumulator: the output has the shape ", output.sizes(), " and the target ", target.sizes(),
-               ", which an elementwise loss such as mse_loss broadcasts to ", both,
+               ", which an elementwise loss such as mse_loss broadcasts to ", at::IntArrayRef(both),
                ": every output is compared with every target. Give both one shape, by view or unsqueeze");
   }
 

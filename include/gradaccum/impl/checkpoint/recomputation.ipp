@@ -251,9 +251,9 @@ struct SavedSlot {
   }
 
   TensorTraits traits;
-  std::uint64_t position;  // in the stream of random numbers
-  std::uint64_t content;   // 0 unless requested
-  bool needed = true;      // the operation that saved it may still unpack it
+  std::uint64_t position;   // in the stream of random numbers
+  std::uint64_t content;    // 0 unless requested
+  bool needed = true;       // the operation that saved it may still unpack it
   bool draws_next = false;  // random numbers are drawn next, which that operation may fill the tensor with (RReLU)
 };
 

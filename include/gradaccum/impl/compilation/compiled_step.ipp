@@ -418,8 +418,7 @@ GRADACCUM_INLINE std::string why_these_rows(const StepTrial& trial, const StepMo
       return other.loss;
     });
   } catch (const std::exception& error) {
-    const std::string text = error.what();
-    return "the objective throws for a row less: " + text.substr(0, text.find('\n'));
+    return "the objective throws for a row less: " + first_line(error.what());
   }
   const auto rows = static_cast<double>(calls.call.batch.front().size(0));
   const bool counts_rows = trace.loss.items == rows && other.loss.items == rows - 1;

@@ -129,9 +129,8 @@ GRADACCUM_INLINE DeviceGraph::DeviceGraph(c10::Stream stream, c10::MempoolId_t p
     } catch (const c10::OutOfMemoryError&) {
       throw;
     } catch (const c10::Error& error) {
-      const std::string text = error.what_without_backtrace();
       TORCH_CHECK(false, "GraphedStep: ", failed.name().empty() ? "the objective" : failed.name(),
-                  " cannot be captured: ", text.substr(0, text.find('\n')),
+                  " cannot be captured: ", first_line(error.what_without_backtrace()),
                   " (a captured step must not synchronize, nor copy from the CPU: move tensors to the device ",
                   "before it)");
     }

@@ -409,7 +409,7 @@ class StepCode {
   std::size_t outputs() const { return outputs_; }
 
   /// Runs the code without autograd and autocast, which are compiled into it. Several threads may call it in turn.
-  /// `more`: what the error of a failure says besides.
+  /// `more` returns a text that is added to the error of a failure.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs,
                               c10::function_ref<std::string(const std::string& error)> more) const {
     const at::NoGradGuard no_grad;

@@ -59,12 +59,6 @@ GRADACCUM_INLINE std::string have_ended(const std::vector<int>& ranks) {
   return ranks.size() == 1 ? "rank " + text + " has ended or hangs" : "ranks " + text + " have ended or hang";
 }
 
-/// Returns an error's text without LibTorch's stack trace.
-GRADACCUM_INLINE std::string first_line(const std::exception& error) {
-  const std::string text = error.what();
-  return text.substr(0, text.find('\n'));
-}
-
 GRADACCUM_INLINE std::string in_seconds(std::chrono::milliseconds time) {
   return c10::str(static_cast<double>(time.count()) / 1000, " s");
 }
@@ -499,7 +493,7 @@ auto with_gloo(int rank, const std::string& what, const auto& call) {
       throw;
     } catch (const std::exception& error) {
       TORCH_CHECK(false, "ProcessGroup: rank ", rank, " could not ", what,
-                  " (GLOO_SOCKET_IFNAME sets the network interface to use). Gloo: ", first_line(error));
+                  " (GLOO_SOCKET_IFNAME sets the network interface to use). Gloo: ", first_line(error.what()));
     }
   });
 }
@@ -522,8 +516,7 @@ GRADACCUM_INLINE std::function<c10::intrusive_ptr<c10d::Backend>()> prepare_gloo
     return interface ? Gloo::createDeviceForInterface(interface) : Gloo::createDeviceForHostname(address);
   }));
   return [=] {
-    const auto what =
-        c10::str("connect to all of the other ", world_size - 1, ": one has ended or cannot be reached");
+    const auto what = c10::str("connect to all of the other ", world_size - 1, ": one has ended or cannot be reached");
     return with_gloo(rank, what, [&]() -> c10::intrusive_ptr<c10d::Backend> {
       return c10::make_intrusive<Gloo>(meeting, rank, world_size, options);
     });
@@ -716,7 +709,7 @@ GRADACCUM_INLINE void Connections::begin_exchange(const void* exchange) {
 
 GRADACCUM_INLINE void Connections::give_up(const std::string& why) {
   if (!failure_.empty()) return;
-  failure_ = why.substr(0, why.find('\n'));  // the rest is LibTorch's stack trace
+  failure_ = first_line(why);
   heartbeat_.announce("rank " + std::to_string(rank_) + " has given up: " + failure_);
   if (nccl_) nccl_->abort();
 }
@@ -873,7 +866,7 @@ GRADACCUM_INLINE c10::intrusive_ptr<c10d::Store> open_store(const LaunchEnvironm
     try {
       return c10::make_intrusive<c10d::TCPStore>(environment.address, options);
     } catch (const c10::Error& error) {
-      const auto text = first_line(error);
+      const auto text = first_line(error.what());
       TORCH_CHECK(text.find("EADDRINUSE") == text.npos, who, " must open its store at port ", environment.port,
                   ", which another program uses; set another MASTER_PORT");
       TORCH_CHECK(false, who, " could not reach ", name, ": ", text);
@@ -890,7 +883,7 @@ GRADACCUM_INLINE int local_rank_by_host(c10d::Store& store, int rank, const std:
       lower += text_at(store, host_key(other)) == host;
     } catch (const std::exception& error) {
       TORCH_CHECK(false, "ProcessGroup: rank ", other, " could not be reached by rank ", rank,
-                  ": it has not started or has ended: ", first_line(error));
+                  ": it has not started or has ended: ", first_line(error.what()));
     }
   }
   return lower;

@@ -278,9 +278,8 @@ GRADACCUM_INLINE bool BackgroundSaver::save(const detail::AnyTraining& training,
   detail::run_on_all(peers, [&] {
     copy_.take(work->writer.take_values(), options_.stage_on_device);
     work->saved = detail::starting_thread("BackgroundSaver", [&] {
-      return std::async(std::launch::async, [work = work.get(), then = then ? then : keep_last] {
-        return work->run(then);
-      });
+      return std::async(std::launch::async,
+                        [work = work.get(), then = then ? then : keep_last] { return work->run(then); });
     });
   });
   work_ = work;

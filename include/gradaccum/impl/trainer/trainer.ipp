@@ -386,7 +386,8 @@ GRADACCUM_INLINE FitReport Loop::fit(AnyBatches& batches, const FitOptions& opti
   bool others_wait = false;
   try {
     resume();
-    if (!status.resumed_from.empty()) policies.all(&AnyPolicy::before_boundary);  // a validation that a signal cut short
+    if (!status.resumed_from.empty())
+      policies.all(&AnyPolicy::before_boundary);  // a validation that a signal cut short
     others_wait = true;
     stop_at_limits();
     while (!status.done() || data.is_in_epoch()) run_epoch(batches);  // a fit that was done may have its epoch to end
@@ -598,7 +599,7 @@ GRADACCUM_INLINE void Loop::end_epoch() {
   at_boundary();
 }
 
-/// Without a number of epochs, batches that bring no update would be gone through for ever.
+/// Without a number of epochs, a `fit` whose batches bring no update would never end.
 GRADACCUM_INLINE void Loop::check_trained() {
   const auto& options = status.options;
   if (status.trained || window.has_weight() || status.done()) return;
@@ -661,19 +662,21 @@ GRADACCUM_INLINE std::optional<Evaluation> Loop::evaluate(AnyBatches& batches, E
     const at::NoGradGuard no_grad;  // a metric that adds outputs up would keep the graphs of all batches
     evaluator.add(loss, batch.samples());
   };
-  const auto is_cut = [&] { return until_signal && (interrupted() || StopSignals::came() != 0); };
+  const auto is_cut = [&] { return interrupted() || StopSignals::came() != 0; };
   batches.for_each([&](const AnyBatch& batch) {
     divider ? divider->for_each_part(batch, add) : add(batch);
-    return !status.options.smoke && !is_cut();
+    return !status.options.smoke && !(until_signal && is_cut());
   });
   const auto all_reduce = [this](at::Tensor& part) { window.peers()->all_reduce(part); };
   const bool reduces = on_all && window.peers();
-  auto cut = at::full({}, is_cut(), at::kDouble);
-  if (reduces && until_signal) all_reduce(cut);
-  if (cut.item<double>() > 0) {
-    const int own = StopSignals::came();
-    if (!interrupted()) status.signal = own != 0 ? own : SIGTERM;
-    return {};
+  if (until_signal) {
+    auto cut = at::full({}, is_cut(), at::kDouble);
+    if (reduces) all_reduce(cut);
+    if (cut.item<double>() > 0) {
+      const int own = StopSignals::came();
+      if (!interrupted()) status.signal = own != 0 ? own : SIGTERM;
+      return {};
+    }
   }
   if (reduces) evaluator.reduce(all_reduce);
   return evaluator.result();
@@ -842,7 +845,7 @@ GRADACCUM_INLINE StopSignals::~StopSignals() {
   }
 }
 
-/// Returns the signal that came first among those that `counts`, or 0.
+/// Returns the first signal that came and for which `counts` is true, or 0.
 GRADACCUM_INLINE int first_signal(c10::function_ref<bool(int signal)> counts) {
   int first = 0, place_of_first = 0;
   for (int signal = 1; signal < NSIG; ++signal) {

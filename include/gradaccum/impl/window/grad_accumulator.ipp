@@ -165,9 +165,8 @@ GRADACCUM_INLINE bool AnyOptimizer::steps_by_elements() const {
 }
 
 GRADACCUM_INLINE bool AnyOptimizer::rates_are_0() const {
-  return torch_optimizer && std::ranges::all_of(torch_optimizer->param_groups(), [](auto& group) {
-    return learning_rate(group.options()) == 0.0;
-  });
+  return torch_optimizer && std::ranges::all_of(torch_optimizer->param_groups(),
+                                                [](auto& group) { return learning_rate(group.options()) == 0.0; });
 }
 
 GRADACCUM_INLINE StepResult step_optimizer(AnyOptimizer& optimizer, Gradients gradients) {
@@ -280,13 +279,17 @@ GRADACCUM_INLINE Accumulator::~Accumulator() {
                         : std::string();
   try {
     if (!what.empty()) TORCH_WARN("GradAccumulator: it never moved a parameter, and ", what);
-  } catch (...) {  // by a handler of warnings; a destructor has nobody to tell
+  } catch (...) {  // a handler of warnings may throw, and a destructor must not
   }
 }
 
 GRADACCUM_INLINE Accumulator::Accumulator(Accumulator&& other)
-    : cleared_(other.cleared_), stepped_(other.stepped_), warned_of_nothing_(other.warned_of_nothing_),
-      updates_(other.updates_), clip_norm_(other.clip_norm_), clip_value_(other.clip_value_) {
+    : cleared_(other.cleared_),
+      stepped_(other.stepped_),
+      warned_of_nothing_(other.warned_of_nothing_),
+      updates_(other.updates_),
+      clip_norm_(other.clip_norm_),
+      clip_value_(other.clip_value_) {
   TORCH_CHECK(other.micro_steps() == 0 && !other.window_->in_hand(),
               "GradAccumulator: must be moved between windows, but a window is open; call flush() or discard() first");
   TORCH_CHECK(!other.facade_,
@@ -327,16 +330,17 @@ GRADACCUM_INLINE StepResult Accumulator::step() {
   return close();
 }
 
-/// An empty window may be meant, as that of a generator that rests, but not if none before it has moved anything.
+/// An empty window may be intended, as for a generator that rests, but hardly if none before it has moved anything.
 GRADACCUM_INLINE StepResult Accumulator::close() {
   clip();
   const bool has_weight = window_->has_weight();
   const auto result = window_->close();
   updates_ += result;
   if (result == StepResult::empty && has_weight && updates_ == 0 && !std::exchange(warned_of_nothing_, true))
-    TORCH_WARN("GradAccumulator: a window closed without a gradient for any parameter of the optimizer, so nothing "
-               "moved. Call backward() before step(); make the optimizer for the parameters that the loss depends on, "
-               "not for those of a copy of the model; see that they are not frozen");
+    TORCH_WARN(
+        "GradAccumulator: a window closed without a gradient for any parameter of the optimizer, so nothing "
+        "moved. Call backward() before step(); make the optimizer for the parameters that the loss depends on, "
+        "not for those of a copy of the model; see that they are not frozen");
   return result;
 }
 
@@ -597,7 +601,8 @@ GRADACCUM_INLINE bool OpenWindow::complete_early() {
 
 GRADACCUM_INLINE StepResult OpenWindow::close() {
   StepResult result = StepResult::empty;
-  TORCH_CHECK(!listed_.empty(), "GradAccumulator: the optimizer must have parameters to step, but its groups are empty");
+  TORCH_CHECK(!listed_.empty(),
+              "GradAccumulator: the optimizer must have parameters to step, but its groups are empty");
   or_spoil([&] {
     const auto& left = now_.gradients->stepped() ? now_.gradients->rest() : now_.gradients;
     if (has_weight()) result = peers_ ? peers_->step(*optimizer_, left) : step_optimizer(*optimizer_, left->handle());
