@@ -11,6 +11,7 @@ to kernels for GPUs of its compute capability.
 import argparse
 import concurrent.futures
 import contextlib
+import inspect
 import itertools
 import json
 import math
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 import warnings
 import zipfile
 import zlib
@@ -222,10 +224,31 @@ def moved_buffers(exported, inputs):
     return [names[i] in moved for i in inputs.buffers]
 
 
+def refuse_negative_indices():
+    """Has torch's compiler refuse negative indices in embedding and gather, as these operations do. Torch 2.11 counts them from
+    the end."""
+    import torch
+    from torch._inductor import lowering
+
+    class Operations:
+        def __getattr__(self, name):
+            return getattr(lowering.ops, name)
+
+        def indirect_indexing(self, *arguments):
+            return lowering.ops.indirect_indexing(*arguments, wrap_neg=False)
+
+    for operation in (torch.ops.aten.embedding.default, torch.ops.aten.gather.default):
+        function = inspect.unwrap(lowering.lowerings[operation])
+        if "wrap_neg" not in inspect.getsource(function):
+            lowering.register_lowering(operation, type_promotion_kind=None)(types.FunctionType(
+                function.__code__, {**function.__globals__, "ops": Operations()}, function.__name__, function.__defaults__))
+
+
 def generated_source(exported, capability):
     """The graph in C++, as a text; the constants that belong to it, as bytes; a GPU's kernels by name; and the calls that
     it leaves to others."""
     import torch
+    refuse_negative_indices()
     draws = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in exported.graph.nodes)
     lstm = any("mkldnn_rnn_layer" in str(node.target) for node in exported.graph.nodes)
     settings = {

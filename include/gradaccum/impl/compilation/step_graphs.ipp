@@ -726,8 +726,9 @@ GRADACCUM_INLINE std::string places_of_index(const std::string& error, const std
     if (!(names >> name)) name = c10::str("tensor ", i, " of the batch");
     if (!batch[i].defined() || !at::isIntegralType(batch[i].scalar_type(), /*includeBool=*/false)) continue;
     const auto found = batch[i].eq(index).nonzero().cpu().contiguous();
-    if (found.size(0) > 0)
-      text += c10::str("; ", name, " has it at ", at::IntArrayRef(found.const_data_ptr<std::int64_t>(), found.size(1)));
+    if (found.size(0) == 0) continue;
+    const at::IntArrayRef first(found.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(found.size(1)));
+    text += c10::str("; ", name, " has it at ", first);
   }
   return text;
 }
