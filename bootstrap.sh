@@ -229,7 +229,8 @@ unzipped_data_directory() {
   mkdir -p "$data"
   for name in {train,t10k}-{images-idx3,labels-idx1}-ubyte; do
     [[ -e $data/$name ]] && continue
-    gzip -dc < "$zipped/$name.gz" > "$data/$name.part" || fail "could not unzip $zipped/$name.gz"
+    gzip -dc < "$zipped/$name.gz" | head -c 64M > "$data/$name.part" ||
+      fail "could not unzip $zipped/$name.gz, or it has more than 64 MiB"
     mv "$data/$name.part" "$data/$name"
   done
   echo "$data"

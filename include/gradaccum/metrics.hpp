@@ -218,6 +218,27 @@ struct ConfusionMatrix {
   void reset() { counts = at::Tensor(); }
 };
 
+/// All outputs that the objective gives by `.with(output, target)`, as one tensor on the CPU, in the batches' order: in
+/// `Evaluation::tensors`.
+///
+///     auto objective = [](auto& net, auto& batch) {
+///       auto output = net->forward(batch.data);
+///       return ga::Loss(torch::mse_loss(output, batch.target)).with(output, batch.target);
+///     };
+///     ga::Trainer trainer(model, sgd, objective);
+///     at::Tensor outputs = trainer.evaluate(batches, ga::Predictions{}).tensors["predictions"];
+///
+/// @note `add` synchronizes with the device.
+struct Predictions {
+  static constexpr std::string_view name = "predictions";
+
+  std::vector<at::Tensor> outputs = {};  ///< not an option: those of each batch
+
+  void add(const Loss& loss);
+  at::Tensor value() const;
+  void reset() { outputs.clear(); }
+};
+
 /// The result of an evaluation. Prints with six digits: `accuracy: 0.784000, loss: 0.625000`.
 struct Evaluation {
   std::map<std::string, double, std::less<>> metrics = {};  ///< by name; always includes "loss"

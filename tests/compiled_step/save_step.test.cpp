@@ -143,6 +143,12 @@ TEST_CASE("What cannot be recorded is refused", "[save_step]") {
   CHECK(starts(refused([&](auto& model, auto& of) { return factor * plain_loss(model, of); }),
                "save_step: the objective uses a tensor that belongs neither to the model nor to the batch, Float []"));
   CHECK(refused([&](auto& model, auto& of) { return torch::tensor(2.f) * plain_loss(model, of); }).empty());
+  const auto penalty = refused([](auto& model, auto& of) {
+    const auto input = of.first.clone().requires_grad_();
+    const auto output = model->forward(input).sum();
+    return torch::autograd::grad({output}, {input}, {}, {}, /*create_graph=*/true)[0].square().mean();
+  });
+  CHECK(starts(penalty, "save_step: the objective must not use a tensor that requires grad and is not a parameter"));
   CHECK(starts(refused([](auto&, auto& of) { return of.first.mean(); }),
                "Loss: the mean must require grad for backward, but does not"));
   CHECK(starts(refused([](auto& model, auto& of) { return model->forward(of.first); }),

@@ -7,6 +7,7 @@
 
 #include "support/breaks.hpp"
 #include "support/models.hpp"
+#include "support/warnings.hpp"
 
 #include <ATen/ops/_amp_update_scale.h>
 
@@ -489,10 +490,14 @@ TEST_CASE("AmpScaler: update with nothing recorded does nothing") {
 TEST_CASE("AmpScaler: without gradients nothing moves, and nothing grows") {
   One one;
   torch::optim::SGD empty(std::vector<at::Tensor>{}, torch::optim::SGDOptions(1.0));
+  const c10::WarningUtils::WarnAlways each_time;
   for (auto* sgd : {&one.sgd, &empty})
     for (bool unscale : {false, true}) {
+      const Warnings warnings;
       if (unscale) one.scaler.unscale_(*sgd);
       CHECK_FALSE(one.scaler.step(*sgd));
+      REQUIRE(warnings.texts().size() == 1);
+      CHECK(contains(warnings.texts()[0], "AmpScaler: step() found no gradient in the optimizer's parameters"));
       one.scaler.update();
       if (unscale) one.scaler.unscale_(*sgd);
       one.scaler.update();

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
+#include <gradaccum/amp_scaler.hpp>
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/optim/adafactor.hpp>
+#include <gradaccum/optim/adamw8bit.hpp>
+#include <gradaccum/optim/sgd.hpp>
 
 #include "support/models.hpp"
 
@@ -297,6 +301,68 @@ TEST_CASE("Autocast: under an accumulator, micro-batches sum up to what they sum
   CHECK(distance(run(false, true), run(true, true)) < 1e-6);
   CHECK(distance(run(false, true), run(false, false)) < 1e-2);
   CHECK(distance(run(false, true), run(false, false)) > 1e-6);  // control: it was at work
+}
+
+// Trains in one scope, or in one for each forward pass. `step` steps the optimizer in the way that is tested.
+template <class Optimizer, class Step>
+std::vector<double> losses_in(bool one_scope, const Step& step) {
+  torch::manual_seed(1);
+  torch::nn::Linear model(4, 3);
+  Optimizer optimizer(model->parameters(), 0.1);
+  const auto data = make_batches({8}, at::kFloat).front();
+  std::vector<double> losses;
+  std::optional<ga::Autocast> all;
+  if (one_scope) all.emplace(at::kCPU);
+  for (int i = 0; i < 5; ++i) {
+    const auto loss = [&] {
+      std::optional<ga::Autocast> forward;
+      if (!one_scope) forward.emplace(at::kCPU);
+      return loss_of(model, data);
+    }();
+    losses.push_back(loss.template item<double>());
+    step(optimizer, loss);
+    optimizer.zero_grad();
+  }
+  return losses;
+}
+
+TEST_CASE("Autocast: a step forgets the casts, so that one scope around a training loop trains") {
+  const auto check = []<class Optimizer>(std::type_identity<Optimizer>, const auto& step) {
+    const auto losses = losses_in<Optimizer>(/*one_scope=*/false, step);
+    CHECK(losses_in<Optimizer>(/*one_scope=*/true, step) == losses);
+    CHECK(losses[2] < losses[1]);
+  };
+  const auto plain = [](auto& optimizer, const at::Tensor& loss) {
+    loss.backward();
+    optimizer.step();
+  };
+  const auto scaled = [](auto& optimizer, const at::Tensor& loss) {
+    ga::AmpScaler scaler({.init_scale = 8.0});
+    scaler.scale(loss).backward();
+    scaler.step(optimizer);
+  };
+  const auto accumulated = [](auto& optimizer, const at::Tensor& loss) {
+    ga::GradAccumulator accumulator(optimizer, {.steps = 1});
+    accumulator.backward(loss);
+    accumulator.step();
+  };
+  const auto in_backward = [](auto& optimizer, const at::Tensor& loss) {
+    ga::GradAccumulator accumulator(optimizer, {.steps = 1, .in_backward = true});
+    accumulator.backward(loss);
+    accumulator.step();
+  };
+  constexpr std::type_identity<torch::optim::SGD> torch_sgd;
+  constexpr std::type_identity<ga::optim::SGD> sgd;
+  check(sgd, plain);
+  check(std::type_identity<ga::optim::Adafactor>(), plain);
+  check(std::type_identity<ga::optim::AdamW8bit>(), plain);
+  check(sgd, scaled);
+  check(sgd, accumulated);
+  check(sgd, in_backward);
+  check(torch_sgd, scaled);
+  check(torch_sgd, accumulated);
+  // Control: LibTorch's own step keeps them, as Python's does.
+  CHECK(losses_in<torch::optim::SGD>(true, plain) != losses_in<torch::optim::SGD>(false, plain));
 }
 
 TEST_CASE("is_bf16_fast: as the processor has AVX-512, and true of devices") {

@@ -358,6 +358,7 @@ TEST_CASE("metric: what is one, and what is none") {
   STATIC_REQUIRE(ga::metric<Named>);
   STATIC_REQUIRE(ga::metric<ga::F1>);
   STATIC_REQUIRE(ga::metric<ga::ConfusionMatrix>);
+  STATIC_REQUIRE(ga::metric<ga::Predictions>);
   STATIC_REQUIRE(ga::metric<Renamed>);
   STATIC_REQUIRE_FALSE(ga::metric<NoName>);
   STATIC_REQUIRE_FALSE(ga::metric<NoAdd>);
@@ -407,6 +408,18 @@ TEST_CASE("Evaluator: a metric may be a tensor") {
   CHECK(at::equal(result.tensors.at("confusion_matrix"), torch::tensor({{1, 0, 0}, {1, 1, 0}, {0, 0, 1}})));
   CHECK(result.metrics.size() == 2);
   CHECK(result["renamed"] == 0.75);
+}
+
+TEST_CASE("Predictions: the outputs of all batches, in their order") {
+  inner::Evaluator evaluator(ga::Predictions{});
+  CHECK(evaluator.result().tensors.at("predictions").numel() == 0);
+  const auto output = torch::randn({6, 2}).set_requires_grad(true);
+  for (const auto& [from, to] : {std::pair(0, 4), std::pair(4, 6)})
+    evaluator.add(ga::Loss{output.sum(), to - from}.with(output.slice(0, from, to), torch::tensor({0})), to - from);
+  const auto predictions = evaluator.result().tensors.at("predictions");
+  CHECK(at::equal(predictions, output));
+  CHECK_FALSE(predictions.requires_grad());
+  REQUIRE_ERROR("Predictions: needs outputs", evaluator.add(ga::Loss{torch::tensor(1.0), 1}, 1));
 }
 
 TEST_CASE("Evaluator: two metrics of one name are refused") {

@@ -168,6 +168,17 @@ struct RunningMax : torch::nn::Module {
   at::Tensor most;
 };
 
+// Keeps the mean of what it was told in a buffer, and passes its input on.
+struct Baseline : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) { return x; }
+  at::Tensor update(const at::Tensor& value) {  // returns the mean before
+    const auto before = mean.clone();
+    mean.mul_(0.9).add_(value.detach(), 0.1);
+    return before;
+  }
+  at::Tensor mean = register_buffer("mean", torch::zeros({}));
+};
+
 // Reads sequences, and begins with the state that the rows before left if there were as many.
 struct Reader : torch::nn::Module {
   Reader()
@@ -383,6 +394,22 @@ TEST_CASE("verify_accumulation: a state that no buffer holds is found: a running
     return mean_loss(net, part);
   };
   require_causes({}, reader, fresh, texts);
+}
+
+TEST_CASE("verify_accumulation: a running baseline in a buffer is named, unless the loss does not depend on it") {
+  auto model = make(linear(4, 6), std::make_shared<Baseline>(), linear(6, 3));
+  const auto loss = [](auto& net, const auto& part) {
+    const auto reward = part.target.mean(1);
+    const auto advantage = reward - net[1]->template as<Baseline>()->update(reward.mean());
+    return -(advantage * net->forward(part.data).log_softmax(1).select(1, 0)).mean();
+  };
+  require_causes({"1 (Baseline): changes its buffers in evaluation mode, too, as a running baseline does"}, model, loss,
+                 make_batch(12));
+  const auto unused = [](auto& net, const auto& part) {
+    net[1]->template as<Baseline>()->update(part.target.mean());
+    return mean_loss(net, part);
+  };
+  require_causes({}, model, unused, make_batch(12));
 }
 
 TEST_CASE("verify_accumulation: a root or a logarithm of a mean is no mean, also where micro-batches are alike") {

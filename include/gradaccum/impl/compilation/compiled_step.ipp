@@ -350,7 +350,7 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
   at::autocast::set_autocast_cache_enabled(false);  // a cached cast would become a constant
   const auto restore = c10::make_scope_exit([cached] { at::autocast::set_autocast_cache_enabled(cached); });
   const AllocationScope made("save_step: must not record inside LibTorch's profiler, which uses the same hook");
-  const auto traced = [&] {
+  const auto record = [&] {
     const HostReads reads(model.attends());
     const auto inputs = inputs_of(model, call.batch);
     const auto keep = c10::make_scope_exit([&] { read = reads.found(); });
@@ -362,6 +362,18 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
           return outputs_of(trace.loss, call.batch);
         },
         [](const at::Tensor&) { return std::string(); }, /*strict=*/true, /*force_outplace=*/false, &module);
+  };
+  const auto traced = [&] {
+    try {
+      return record();
+    } catch (const c10::Error& error) {  // whose text has all elements of the tensor
+      const std::string_view text(error.what_without_backtrace());
+      TORCH_CHECK(text.find("requires grad as a constant") == std::string_view::npos,
+                  "save_step: the objective must not use a tensor that requires grad and is not a parameter, nor "
+                  "autograd::grad with create_graph (a gradient penalty): neither can be recorded; detach the tensor, "
+                  "or train with such a loss without a CompiledStep");
+      throw;
+    }
   }();
   TORCH_CHECK(read.empty(),
               "save_step: the objective must not read a value on the host (item(), or a comparison), got ", read,

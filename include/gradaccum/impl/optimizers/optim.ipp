@@ -13,6 +13,7 @@
 #include <gradaccum/detail/optimizers/steps.hpp>
 
 #include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -256,6 +257,7 @@ void OnePass::run_steps(detail::StepPlan plan, const detail::Multiplier& multipl
   rounded_steps_ = std::move(rounded_steps);
   plan.run();  // first, since the processor's part may wait for devices
   if (any_on_cpu) (step_on_cpu(steps, on_host), ...);
+  at::autocast::clear_cache();  // its casts are of the old parameters
 }
 
 GRADACCUM_INLINE std::map<std::string, at::Tensor> OnePass::named_state(

@@ -458,6 +458,11 @@ GRADACCUM_INLINE StepResult AmpScaler::step_window(detail::AnyOptimizer& optimiz
   if (!accumulator) one.stage = State::Stage::stepped;  // even if it throws: gradients may be multiplied already
   const auto result = accumulator ? accumulator->step() : step_optimizer(optimizer, *one.gradients);
   if (result == StepResult::accumulated) return result;
+  if (result == StepResult::empty && !accumulator) {
+    TORCH_WARN_ONCE(
+        "AmpScaler: step() found no gradient in the optimizer's parameters and changed nothing; call "
+        "scaler.scale(loss).backward() first, and check that the optimizer has the model's parameters");
+  }
   one.stage = State::Stage::stepped;
   if (!accumulator) one.gradients->window_->close();
   state_->record(result, one);

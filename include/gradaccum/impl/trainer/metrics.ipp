@@ -10,6 +10,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -202,6 +203,13 @@ GRADACCUM_INLINE void Accuracy::reduce(SumOfRanks sum) {
     sum(*count);
   }
 }
+
+GRADACCUM_INLINE void Predictions::add(const Loss& loss) {
+  TORCH_CHECK(loss.output.defined(), "Predictions: needs outputs; return ga::Loss{mean, items}.with(output, target)");
+  outputs.push_back(loss.output.detach().cpu());
+}
+
+GRADACCUM_INLINE at::Tensor Predictions::value() const { return outputs.empty() ? at::empty({0}) : at::cat(outputs); }
 
 GRADACCUM_INLINE void ConfusionMatrix::add(const Loss& loss) {
   detail::add_confusion({"ConfusionMatrix", dim, ignore_index, task, threshold}, loss, counts);

@@ -419,6 +419,12 @@ class CauseSearch {
                    " times the gradient of a micro-batch; divide it by its rows"));
       return sum;
     }
+    if (const auto parts = parts_with_buffers_changed(evaluation_); !parts.empty()) {
+      name(parts,
+           "changes its buffers in evaluation mode, too, as a running baseline does: each micro-batch meets what the one "
+           "before it left; change them once for each update, after step()");
+      return std::nullopt;
+    }
     if (as_returned <= 0.05 && is_rounding()) {
       say("the error of " + scientific(as_returned) +
           " is rounding (autocast, TF32), as it points elsewhere for weights a few percent larger: give a tolerance "
@@ -535,13 +541,21 @@ class CauseSearch {
     return found;
   }
 
-  /// Finds modules whose buffers a forward pass changes. With `shares`, keeps only classes that break the equality,
+  /// Finds modules whose buffers a forward pass changes.
+  Parts parts_with_buffers_changed(const ModuleModes& modes) {
+    passes_.forward(modes);
+    Parts found;
+    for (std::size_t i = 0; i < parts_.size(); ++i)
+      if (passes_.model.changed_buffers(parts_[i])) found.insert(i);
+    return found;
+  }
+
+  /// Finds modules whose buffers change in training mode. With `shares`, keeps only classes that break the equality,
   /// which a counter in a buffer does not.
   Parts parts_with_statistics(const std::optional<PartShares>& shares) {
-    passes_.forward(candidates_);
     std::map<std::string, Parts> by_class;
-    for (std::size_t i = 0; i < parts_.size(); ++i)
-      if (candidates_[i] && passes_.model.changed_buffers(parts_[i])) by_class[type_name(*parts_[i].module)].insert(i);
+    for (auto i : parts_with_buffers_changed(candidates_))
+      if (candidates_[i]) by_class[type_name(*parts_[i].module)].insert(i);
     Parts found;
     for (auto& [type, parts] : by_class)
       if (!shares || passes_.error(only(parts), *shares) > passes_.tolerance) found.insert(parts.begin(), parts.end());

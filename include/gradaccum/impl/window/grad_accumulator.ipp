@@ -8,6 +8,7 @@
 #include <gradaccum/detail/window/communicator.hpp>
 #include <gradaccum/detail/window/misuse.hpp>
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -176,6 +177,7 @@ GRADACCUM_INLINE StepResult step_optimizer(AnyOptimizer& optimizer, Gradients gr
   const bool left_to_device = taker && taker->judges_on_device(gradients);
   if (!left_to_device && gradients.overflowed()) return StepResult::skipped;
   taker ? taker->step(gradients) : optimizer.step(gradients);
+  at::autocast::clear_cache();  // its casts are of the old parameters
   return left_to_device ? StepResult::left_to_device : StepResult::stepped;
 }
 
