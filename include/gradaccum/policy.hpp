@@ -33,53 +33,44 @@ struct Step {
 // Each hook has a concept, hook::before_step<P>: "P has a member of that name", whatever its signature. It is found by
 // deriving also from a class that has one, which makes the name ambiguous. Its call requires the signature, so that a
 // hook which is slightly wrong is an error, and not one that silently never runs.
-#define GRADACCUM_HOOK(name, signature)                                            \
-  namespace hook {                                                                 \
-  struct name##_probe {                                                            \
-    int name;                                                                      \
-  };                                                                               \
-  template <class P>                                                               \
-  struct name##_both : P, name##_probe {};                                         \
-  template <class P>                                                               \
-  concept name = !requires {                                                       \
-    &name##_both<P>::name;                                                         \
-  };                                                                               \
-  }                                                                                \
-  namespace hooks {                                                                \
-  struct name {                                                                    \
-    template <class P>                                                             \
-    static constexpr bool in = hook::name<P>;                                      \
-    template <class P, class... Arguments>                                         \
-    static decltype(auto) call(P& policy, Arguments&... a) {                       \
-      constexpr bool callable = requires { policy.name(a...); };                   \
-      static_assert(callable, "policy: " #name " must be callable as " signature); \
-      if constexpr (callable) return policy.name(a...);                            \
-    }                                                                              \
-  };                                                                               \
+#define GRADACCUM_HOOK(name, signature, form)                                 \
+  namespace hook {                                                            \
+  struct name##_probe {                                                       \
+    int name;                                                                 \
+  };                                                                          \
+  template <class P>                                                          \
+  struct name##_both : P, name##_probe {};                                    \
+  template <class P>                                                          \
+  concept name = !requires {                                                  \
+    &name##_both<P>::name;                                                    \
+  };                                                                          \
+  }                                                                           \
+  namespace hooks {                                                           \
+  struct name {                                                               \
+    template <class P>                                                        \
+    static constexpr bool in = hook::name<P>;                                 \
+    template <class P, class... Arguments>                                    \
+    static decltype(auto) call(P& policy, Arguments&... a) {                  \
+      constexpr bool callable = requires { policy.name(a...); };              \
+      static_assert(callable, "policy: " #name " must be callable as " form); \
+      if constexpr (callable) return policy.name(a...);                       \
+    }                                                                         \
+  };                                                                          \
   }
 
-// clang-format off
-GRADACCUM_HOOK(attach, "attach(ga::Trainer<…>&): take auto&")
-GRADACCUM_HOOK(fit_scope, "fit_scope(), and give the guard back")
-GRADACCUM_HOOK(forward_scope, "forward_scope(), and give the guard back")
-GRADACCUM_HOOK(before_backward, "before_backward(ga::Loss&)")
-GRADACCUM_HOOK(ready, "bool ready()")
-GRADACCUM_HOOK(after_backward, "after_backward(ga::Gradients&)")
-GRADACCUM_HOOK(before_close, "before_close()")
-GRADACCUM_HOOK(scale_gradients, "scale_gradients(ga::Factor&)")
-GRADACCUM_HOOK(reduce_gradients, "reduce_gradients(ga::Gradients&)")
-GRADACCUM_HOOK(before_step, "before_step(ga::Gradients&)")
-GRADACCUM_HOOK(after_window, "after_window(const ga::Step&)")
-GRADACCUM_HOOK(after_step, "after_step(const ga::Step&)")
-GRADACCUM_HOOK(before_boundary, "before_boundary()")
-GRADACCUM_HOOK(on_validation, "on_validation(const ga::Validation&)")
-GRADACCUM_HOOK(at_boundary, "at_boundary()")
-GRADACCUM_HOOK(others_continue, "bool others_continue()")
-GRADACCUM_HOOK(on_epoch_begin, "on_epoch_begin(std::int64_t epoch)")
-GRADACCUM_HOOK(on_epoch_end, "on_epoch_end(std::int64_t epoch)")
-GRADACCUM_HOOK(state, "state(ga::Archive&)")
-// clang-format on
+#include <gradaccum/detail/trainer/hooks.inl>
 #undef GRADACCUM_HOOK
+
+namespace hooks {
+
+template <class P>
+inline constexpr bool any_in =
+#define GRADACCUM_HOOK(name, signature, form) name::in<P> ||
+#include <gradaccum/detail/trainer/hooks.inl>
+#undef GRADACCUM_HOOK
+    false;
+
+}  // namespace hooks
 
 /// A class that takes part in training by members with the names of hooks: any of them, in any order.
 ///
@@ -105,7 +96,6 @@ GRADACCUM_HOOK(state, "state(ga::Archive&)")
 /// | `before_close()` | the window is about to close: its gradients are all there, and its activations gone. With |
 /// | | `OptimizerInBackward` this and the next come before the backward that fills it |
 /// | `scale_gradients(Factor&)` | deferred factors, write-only: no order of policies matters |
-/// | `reduce_gradients(Gradients&)` | moves data between processes |
 /// | `before_step(Gradients&)` | reads the true gradients by `norm()`, reads or changes them by `values()` |
 /// | `after_window(const Step&)` | the window is over: stepped or skipped |
 /// | `after_step(const Step&)` | the parameters have moved |
@@ -120,11 +110,6 @@ GRADACCUM_HOOK(state, "state(ga::Archive&)")
 /// It must not be final. A member of such a name with another signature does not compile, with a sentence; a name that
 /// is misspelt cannot be noticed: `static_assert(ga::hook::before_step<GradientNoise>)`.
 template <class P>
-concept policy = std::is_class_v<P> && !std::is_final_v<P> &&
-                 (hook::attach<P> || hook::forward_scope<P> || hook::before_backward<P> || hook::ready<P> ||
-                  hook::after_backward<P> || hook::before_close<P> || hook::scale_gradients<P> ||
-                  hook::reduce_gradients<P> || hook::before_step<P> || hook::fit_scope<P> || hook::before_boundary<P> ||
-                  hook::on_validation<P> || hook::at_boundary<P> || hook::after_window<P> || hook::after_step<P> ||
-                  hook::others_continue<P> || hook::on_epoch_begin<P> || hook::on_epoch_end<P>);
+concept policy = std::is_class_v<P> && !std::is_final_v<P> && hooks::any_in<P>;
 
 }  // namespace gradaccum

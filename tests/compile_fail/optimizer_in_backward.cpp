@@ -7,7 +7,7 @@
 namespace ga = gradaccum;
 
 struct Reduces {
-  void reduce_gradients(ga::Gradients&) {}
+  void before_step(ga::Gradients&) {}
 };
 struct DerivedClip : ga::ClipNorm {};
 struct Allowed {

@@ -187,6 +187,7 @@ TEST_CASE("DataParallel: what one rank cannot write in the background is told on
   });
   CHECK(contains(errors[1], "/rank_1."));
   CHECK(contains(errors[1], "No space left on device"));
+  CAPTURE(errors[0]);
   CHECK((contains(errors[0], "rank 1 must write its part of") || contains(errors[0], "has given up")));
   CHECK(ga::detail::names_in(directory / "states").empty());
 }

@@ -191,14 +191,10 @@ TEST_CASE("OptimizerInBackward: which hooks do not go with it") {
   using Model = torch::nn::Sequential;
   using Allowed = ga::Trainer<Model, ga::optim::SGD, decltype(objective), ga::OptimizerInBackward, ga::Accumulate,
                               ga::Ema, ga::MixedPrecision, ga::MetricsLog, ga::Progress>;
-  static_assert(!Allowed::has<ga::hooks::before_step> && !Allowed::has<ga::hooks::reduce_gradients>);
+  static_assert(!Allowed::has<ga::hooks::before_step>);
   static_assert(Allowed::has<ga::hooks::after_step>);
   struct DerivedClip : ga::ClipNorm {};
-  struct Reduces {
-    void reduce_gradients(ga::Gradients&) {}
-  };
   static_assert(ga::Trainer<Model, ga::optim::SGD, decltype(objective), DerivedClip>::has<ga::hooks::before_step>);
-  static_assert(ga::Trainer<Model, ga::optim::SGD, decltype(objective), Reduces>::has<ga::hooks::reduce_gradients>);
   static_assert(!ga::Trainer<Model, ga::optim::SGD, decltype(objective)>::has<ga::hooks::before_step>);
   SUCCEED();
 }

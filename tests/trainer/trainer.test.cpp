@@ -162,18 +162,6 @@ TEST_CASE("Trainer: ClipValue clips the elements of the mean, unscaled") {
   CHECK(at::equal(probe.parameter, torch::tensor({-2.5, -1.0}, at::kDouble)));
 }
 
-TEST_CASE("Trainer: gradients are reduced before they are clipped") {
-  struct Doubles {
-    void reduce_gradients(ga::Gradients& gradients) {
-      for (auto& gradient : gradients.values()) gradient.mul_(2);
-    }
-  };
-  Probe probe;
-  ga::Trainer trainer(probe, probe.sgd, slope, ga::ClipNorm{.max = std::sqrt(2.0)}, Doubles{});
-  trainer.fit(std::vector<double>{3.0});
-  CHECK(probe.moved() == Approx(1.0).epsilon(1e-6));
-}
-
 TEST_CASE("Trainer: a window is the mean over all its items, as of one large batch") {
   const auto batches = make_batches({5, 2, 7, 4, 1});
   const auto after = [&](const auto& data, auto objective, auto... policies) {
@@ -885,7 +873,6 @@ struct Order {
   void after_backward(ga::Gradients&) { calls.push_back("after_backward"); }
   void before_close() { calls.push_back("before_close"); }
   void scale_gradients(ga::Factor&) { calls.push_back("scale_gradients"); }
-  void reduce_gradients(ga::Gradients&) { calls.push_back("reduce_gradients"); }
   void before_step(ga::Gradients&) { calls.push_back("before_step"); }
   void after_window(const ga::Step&) { calls.push_back("after_window"); }
   void after_step(const ga::Step&) { calls.push_back("after_step"); }
@@ -901,8 +888,8 @@ TEST_CASE("Trainer: hooks are called in the order that is documented") {
   trainer.fit(std::vector<double>{1.0});
   using Calls = std::vector<std::string>;
   CHECK(trainer.policy<Order>().calls == Calls{"begin 0", "forward_scope", "before_backward", "ready", "after_backward",
-                                               "before_close", "scale_gradients", "reduce_gradients", "before_step",
-                                               "after_window", "after_step", "end 0"});
+                                               "before_close", "scale_gradients", "before_step", "after_window",
+                                               "after_step", "end 0"});
   trainer.policy<Order>().calls.clear();
   trainer.fit(std::vector<double>{}, {.epochs = 2});
   CHECK(trainer.policy<Order>().calls == Calls{"begin 1", "end 1", "begin 2", "end 2"});

@@ -34,7 +34,6 @@ struct Throws {
   void after_backward(ga::Gradients&) { hook("after_backward"); }
   void before_close() { hook("before_close"); }
   void scale_gradients(ga::Factor&) { hook("scale_gradients"); }
-  void reduce_gradients(ga::Gradients&) { hook("reduce_gradients"); }
   void before_step(ga::Gradients&) { hook("before_step"); }
   void after_window(const ga::Step&) { hook("after_window"); }
   void after_step(const ga::Step&) { hook("after_step"); }
@@ -42,9 +41,9 @@ struct Throws {
   void on_epoch_end(std::int64_t) { hook("on_epoch_end"); }
 };
 
-const std::vector<std::string> hooks{
-    "forward_scope",    "before_backward", "ready",        "after_backward", "before_close",   "scale_gradients",
-    "reduce_gradients", "before_step",     "after_window", "after_step",     "on_epoch_begin", "on_epoch_end"};
+const std::vector<std::string> hooks{"forward_scope", "before_backward", "ready",       "after_backward",
+                                     "before_close",  "scale_gradients", "before_step", "after_window",
+                                     "after_step",    "on_epoch_begin",  "on_epoch_end"};
 
 const auto objective = [](auto& net, auto& batch) { return loss_of(net, batch); };
 

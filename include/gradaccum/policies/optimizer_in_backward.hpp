@@ -12,7 +12,7 @@ namespace gradaccum {
 ///     trainer.fit(batches);
 ///
 /// `GradAccumulatorOptions::in_backward` says the rest: parameters, state and reports are those without it, to the bit.
-/// With it go no policies that need all gradients at once: clipping, before_step, reduce_gradients, a loss scale.
+/// With it go no policies that need all gradients at once: clipping, before_step, a loss scale.
 /// `after_backward` finds no gradients in the micro-batch that fills the window; `before_close` and
 /// `scale_gradients` come before it.
 ///
@@ -23,13 +23,12 @@ struct OptimizerInBackward {
 
   template <class Trainer>
   void attach(Trainer& trainer) const {
-    constexpr bool needs_all = Trainer::template acts_in<hooks::before_step> ||
-                               Trainer::template acts_in<hooks::reduce_gradients> ||
-                               Trainer::template has<hooks::others_continue>;
+    constexpr bool needs_all =
+        Trainer::template acts_in<hooks::before_step> || Trainer::template has<hooks::others_continue>;
     static_assert(!needs_all,
-                  "OptimizerInBackward: a policy with before_step or reduce_gradients (ClipNorm, ClipValue), or of "
-                  "several processes (DataParallel), needs all gradients at once, and here each is freed as it "
-                  "arrives; leave one of the two out");
+                  "OptimizerInBackward: a policy with before_step (ClipNorm, ClipValue), or of several processes "
+                  "(DataParallel), needs all gradients at once, and here each is freed as it arrives; leave one of the "
+                  "two out");
     if constexpr (!needs_all) trainer.set_in_backward(true);
   }
 };

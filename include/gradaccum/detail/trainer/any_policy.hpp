@@ -56,28 +56,26 @@ constexpr bool are_of_different_kinds() {
   return true;
 }
 
+class AnyPolicy;
+
+template <class Type>
+struct HookOf;
+template <class Result, class... Arguments>
+struct HookOf<Result(Arguments...)> : std::type_identity<Result (*)(AnyPolicy&, Arguments...)> {};
+
 /// A policy of any class, as a table of its hooks, so that all that a Trainer does is compiled once. A hook that the
 /// policy does not have is null.
 class AnyPolicy {
  public:
   template <class Result, class... Arguments>
   using Hook = Result (*)(AnyPolicy&, Arguments...);
-  using ScopeHook =
-      Hook<std::shared_ptr<void>, std::shared_ptr<void>>;  ///< a guard that also holds the one it is given
+  using ScopeHook = Hook<std::shared_ptr<void>, std::shared_ptr<void>>;  ///< returns a guard that holds the given one
 
   virtual ~AnyPolicy() = default;
 
-  Hook<void, TrainerBase&> attach = nullptr;
-  ScopeHook fit_scope = nullptr, forward_scope = nullptr;
-  Hook<void, Loss&> before_backward = nullptr;
-  Hook<bool> ready = nullptr, others_continue = nullptr;
-  Hook<void, Gradients&> after_backward = nullptr, reduce_gradients = nullptr, before_step = nullptr;
-  Hook<void, Factor&> scale_gradients = nullptr;
-  Hook<void, const Step&> after_window = nullptr, after_step = nullptr;
-  Hook<void> before_close = nullptr, before_boundary = nullptr, at_boundary = nullptr;
-  Hook<void, const Validation&> on_validation = nullptr;
-  Hook<void, std::int64_t> on_epoch_begin = nullptr, on_epoch_end = nullptr;
-  Hook<void, Archive&> state = nullptr;
+#define GRADACCUM_HOOK(name, signature, form) HookOf<signature>::type name = nullptr;
+#include <gradaccum/detail/trainer/hooks.inl>
+#undef GRADACCUM_HOOK
 };
 
 template <class P>
@@ -103,7 +101,7 @@ class PolicyOf final : public AnyPolicy {
     }
   }
   template <class Found>
-  static void set_scope(ScopeHook& hook) {
+  static void set(ScopeHook& hook) {
     if constexpr (Found::template in<P>) {
       using Guard = std::decay_t<decltype(Found::call(std::declval<P&>()))>;
       constexpr bool gives = !std::is_void_v<Guard>;
@@ -118,35 +116,26 @@ class PolicyOf final : public AnyPolicy {
         };
     }
   }
+  template <class Found>
+  static void set(Hook<void, Archive&>& hook) {
+    if constexpr (Found::template in<P>) {
+      constexpr bool has_name = requires(P & policy) { std::string_view(policy.name); };
+      static_assert(has_name, "policy: with state(ga::Archive&) goes a member std::string_view name, static or not");
+      static_cast<void>(&Found::template call<P, Archive>);
+      if constexpr (has_name)
+        hook = [](AnyPolicy& any, Archive& archive) { archive(policy_of(any).name, policy_of(any)); };
+    }
+  }
+  template <class Found>
+  static void set(Hook<void, TrainerBase&>&) {}  // the Trainer sets attach, which may take its type
 };
 
 /// Checks and sets a policy's hooks. If one has the wrong form, the compiler names the line that makes the Trainer.
 template <class P>
 PolicyOf<P>::PolicyOf(P given) : policy(std::move(given)) {
-  set_scope<hooks::fit_scope>(fit_scope);
-  set_scope<hooks::forward_scope>(forward_scope);
-  set<hooks::before_backward>(before_backward);
-  set<hooks::ready>(ready);
-  set<hooks::after_backward>(after_backward);
-  set<hooks::before_close>(before_close);
-  set<hooks::scale_gradients>(scale_gradients);
-  set<hooks::reduce_gradients>(reduce_gradients);
-  set<hooks::before_step>(before_step);
-  set<hooks::after_window>(after_window);
-  set<hooks::after_step>(after_step);
-  set<hooks::before_boundary>(before_boundary);
-  set<hooks::on_validation>(on_validation);
-  set<hooks::at_boundary>(at_boundary);
-  set<hooks::others_continue>(others_continue);
-  set<hooks::on_epoch_begin>(on_epoch_begin);
-  set<hooks::on_epoch_end>(on_epoch_end);
-  if constexpr (hook::state<P>) {
-    constexpr bool has_name = requires { std::string_view(policy.name); };
-    static_assert(has_name, "policy: with state(ga::Archive&) goes a member std::string_view name, static or not");
-    static_cast<void>(&hooks::state::call<P, Archive>);
-    if constexpr (has_name)
-      state = [](AnyPolicy& any, Archive& archive) { archive(policy_of(any).name, policy_of(any)); };
-  }
+#define GRADACCUM_HOOK(name, signature, form) set<hooks::name>(this->name);
+#include <gradaccum/detail/trainer/hooks.inl>
+#undef GRADACCUM_HOOK
 }
 
 /// The policies of a Trainer, whose hooks are called in their order.

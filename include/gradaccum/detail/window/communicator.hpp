@@ -35,6 +35,15 @@ struct WindowTotals {
   std::vector<double> used;  ///< flags by parameter: has a gradient
 };
 
+/// Calls `visit` with each number of const or mutable totals, in a fixed order. Does not compile without all members.
+void for_each_number(auto& totals, auto visit) {
+  auto& [weight, active, samples, micro_batches, loss, stop, signal, save, running, unsent, used] = totals;
+  for (auto* const number :
+       {&weight, &active, &samples, &micro_batches, &loss, &stop, &signal, &save, &running, &unsent})
+    visit(*number);
+  for (auto& flag : used) visit(flag);
+}
+
 /// The other processes of a run, as windows and saved states see them. Includes nothing that sends.
 class Communicator {
  public:

@@ -806,9 +806,8 @@ GRADACCUM_INLINE bool ReplicaCommunicator::others_continue(const std::shared_ptr
 
 /// Begins to sum numbers over all ranks. `sums` has them when the result has been waited for.
 GRADACCUM_INLINE Connections::Pending ReplicaCommunicator::begin_sums(at::Tensor& sums, const WindowTotals& own) const {
-  std::vector<double> numbers{own.weight, own.active, own.samples, own.micro_batches, own.loss,
-                              own.stop,   own.signal, own.save,    own.running,       own.unsent};
-  numbers.insert(numbers.end(), own.used.begin(), own.used.end());
+  std::vector<double> numbers;
+  for_each_number(own, [&](double number) { numbers.push_back(number); });
   sums = at::tensor(numbers, at::kDouble);
   return connections_->begin_all_reduce(Connections::Channel::agreement, sums);
 }
@@ -816,9 +815,9 @@ GRADACCUM_INLINE Connections::Pending ReplicaCommunicator::begin_sums(at::Tensor
 GRADACCUM_INLINE WindowTotals ReplicaCommunicator::sums_of_all(const WindowTotals& own) const {
   at::Tensor sums;
   connections_->wait(begin_sums(sums, own), "the others to close their window");
-  const auto* const all = sums.const_data_ptr<double>();
-  const std::vector<double> used(all + 10, all + sums.numel());
-  return {all[0], all[1], all[2], all[3], all[4], all[5], all[6], all[7], all[8], all[9], used};
+  auto all = own;
+  for_each_number(all, [next = sums.const_data_ptr<double>()](double& number) mutable { number = *next++; });
+  return all;
 }
 
 /// Sums each rank's numbers over all, and repeats while a rank is inside a window's backward.

@@ -559,7 +559,6 @@ GRADACCUM_INLINE bool Loop::close_window() {
     const bool asks_first = checks(*window.closing()) && window.peers() && window.peers()->shards();
     if (asks_first)
       gradients.factor().require_finite();  // once a policy has changed its part, nobody knows all of them
-    policies.all(&AnyPolicy::reduce_gradients, gradients);
     policies.all(&AnyPolicy::before_step, gradients);
     if (!asks_first && window.closing()->must_be_finite()) record.overflow_is_awaited = true;  // a policy asked for it
     check_finite(*window.closing());
