@@ -52,7 +52,12 @@
 #include <gradaccum/impl/watching/summary_writer.ipp>
 #include <gradaccum/impl/window/embedding.ipp>
 #include <gradaccum/impl/window/grad_accumulator.ipp>
+#include <gradaccum/impl/window/grad_ready_hooks.ipp>
 #include <gradaccum/impl/window/gradients.ipp>
+#include <gradaccum/impl/window/multiplier.ipp>
+#include <gradaccum/impl/window/shards.ipp>
+#include <gradaccum/impl/window/window_gradients.ipp>
+#include <gradaccum/impl/window/window_sums.ipp>
 
 namespace gradaccum::detail {
 extern const char either_all_files_define_GRADACCUM_COMPILED_or_none = 0;

@@ -185,10 +185,15 @@ TEST_CASE("DataParallel: what one rank cannot write in the background is told on
     const auto rank = static_cast<std::size_t>(group.rank());
     errors[rank] = error_of([&] { runs[rank].fit(data, group, directory / "states", {.epochs = 3}, shard); });
   });
-  CHECK(contains(errors[1], "/rank_1."));
-  CHECK(contains(errors[1], "No space left on device"));
-  CAPTURE(errors[0]);
-  CHECK((contains(errors[0], "rank 1 must write its part of") || contains(errors[0], "has given up")));
+  CAPTURE(errors[0], errors[1]);
+  // Either rank may be the first to notice; the other one may throw that it has given up, and only warn of its own state.
+  const auto gave_up = [](const std::string& error) { return contains(error, "has given up"); };
+  const auto names_the_file = [](const std::string& error) {
+    return contains(error, "/rank_1.") && contains(error, "No space left on device");
+  };
+  CHECK((names_the_file(errors[1]) || gave_up(errors[1])));
+  CHECK((names_the_file(errors[0]) || gave_up(errors[0]) || contains(errors[0], "rank 1 must write its part of")));
+  CHECK_FALSE((gave_up(errors[0]) && gave_up(errors[1])));
   CHECK(ga::detail::names_in(directory / "states").empty());
 }
 

@@ -1,242 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/kernels/device/launch.hpp>
-#include <gradaccum/detail/kernels/device_kernels.hpp>
+#include <gradaccum/detail/window/grad_ready_hooks.hpp>
+#include <gradaccum/detail/window/multiplier.hpp>
+#include <gradaccum/detail/window/seen_tensor.hpp>
+#include <gradaccum/detail/window/window_sums.hpp>
 #include <gradaccum/gradients.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/UndefinedTensorImpl.h>
-#include <c10/util/FunctionRef.h>
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
-namespace torch::optim {
-class Optimizer;
-}
-
 namespace gradaccum::detail {
 
-class NameOf;
-
-/// Returns true if both lists hold the same tensors, not merely equal ones, in the same order.
-inline bool same_parameters(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](auto& x, auto& y) { return x.is_same(y); });
-}
-
-/// A record of a tensor, possibly undefined, that does not keep its memory. It holds a weak reference, not an address,
-/// since a new tensor is often made where the old one lay.
-class SeenTensor {
- public:
-  explicit SeenTensor(const at::Tensor& tensor) : impl_(tensor.getIntrusivePtr()), defined_(tensor.defined()) {
-    if (defined_) layout_ = tensor.layout(), version_ = version_of(tensor);
-  }
-
-  bool defined() const { return defined_; }
-  /// Returns true for the recorded tensor, even if it was written to.
-  bool same(const at::Tensor& tensor) const {
-    // No other tensor has this address: a weak reference keeps the memory of its target from being used again.
-    return tensor.defined() == defined_ && (!defined_ || impl_._unsafe_get_target() == tensor.unsafeGetTensorImpl());
-  }
-  /// Returns true for the recorded tensor if nothing has written to it (by its version counter, without a device).
-  bool untouched(const at::Tensor& tensor) const {
-    return same(tensor) && (!defined_ || version_of(tensor) == version_);
-  }
-  /// Returns true if another tensor of the same layout has taken the place of the recorded one.
-  bool replaced(const at::Tensor& tensor) const {
-    return defined_ && tensor.defined() && !same(tensor) && tensor.layout() == layout_;
-  }
-  /// Returns true for the recorded tensor if it was written to once since, as by a backward that adds to it.
-  bool added_to(const at::Tensor& tensor) const {
-    return defined_ && same(tensor) && version_of(tensor) == version_ + 1;
-  }
-  /// Returns true for the recorded tensor if it has a version counter of its own: parts of one gradient share one.
-  bool counts_alone(const at::Tensor& tensor) const {
-    return defined_ && same(tensor) && tensor.unsafeGetTensorImpl()->unique_version();
-  }
-
- private:
-  static std::uint32_t version_of(const at::Tensor& tensor) {
-    return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
-  }
-
-  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> impl_;
-  bool defined_ = false;
-  at::Layout layout_ = at::kStrided;
-  std::uint32_t version_ = 0;
-};
-
-/// The sum that backward has made for each parameter: in its `.grad`, or apart from it in a wider dtype.
-class WindowSums {
- public:
-  /// Sums by name: `grad.0.weight`, or `sum.0.weight` if it is kept apart; for a sparse one its indices and values.
-  using Named = std::map<std::string, at::Tensor>;
-  /// Saved sums of each parameter; undefined if there is none.
-  struct Loaded {
-    std::vector<at::Tensor> in_grad, apart;
-  };
-
-  /// Sets the parameters, each once however often it is listed. Parameters that stay keep their sums.
-  void set_parameters(const std::vector<at::Tensor>& parameters);
-  const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  std::size_t size() const { return parameters_.size(); }
-
-  const at::Tensor& operator[](std::size_t place) const {
-    return apart_[place].defined() ? apart_[place] : parameters_[place].grad();
-  }
-  /// Sets the sum of a parameter without one.
-  void set(std::size_t place, const at::Tensor& sum) {
-    const bool apart = sum.scalar_type() != parameters_[place].scalar_type();
-    (apart ? apart_[place] : parameters_[place].mutable_grad()) = sum;
-  }
-  void forget(std::size_t place) { apart_[place].reset(), parameters_[place].mutable_grad().reset(); }
-  std::vector<std::size_t> places() const {
-    std::vector<std::size_t> places;
-    for (std::size_t place = 0; place < size(); ++place)
-      if ((*this)[place].defined()) places.push_back(place);
-    return places;
-  }
-
-  /// Adds a gradient to its sum that is kept apart; if there is none, a gradient narrower than `dtype` begins one in
-  /// that dtype. Frees `.grad`, so that the next backward need not add to it.
-  void fold(std::size_t place, std::optional<at::ScalarType> dtype);
-  /// Moves all sums out of `.grad`, where other code could clear them.
-  void move_apart() {
-    for (std::size_t place = 0; place < size(); ++place) {
-      auto& gradient = parameters_[place].mutable_grad();
-      if (!gradient.defined() || apart_[place].defined()) continue;
-      apart_[place] = gradient.detach();
-      gradient.reset();
-    }
-  }
-  /// Moves sums that are kept apart to `.grad` once they have their true size: any code may read and change them there.
-  void become_gradients() {
-    for (std::size_t i = 0; i < size(); ++i) {
-      if (!apart_[i].defined()) continue;
-      parameters_[i].mutable_grad() = apart_[i].to(parameters_[i].scalar_type());
-      apart_[i].reset();
-    }
-  }
-  /// Returns the sums of these parameters, and moves those that are kept apart.
-  WindowSums part(const std::vector<std::size_t>& places) {
-    WindowSums part;
-    for (auto place : places) {
-      part.parameters_.push_back(parameters_[place]);
-      part.apart_.push_back(std::move(apart_[place]));
-    }
-    return part;
-  }
-
-  Named named(const NameOf& name_of) const;
-  /// Checks what `named` returned; `lenient`: leaves out what does not fit.
-  Loaded load(Named named, const NameOf& name_of, bool lenient) const;
-  void set(const Loaded& sums) {
-    for (std::size_t i = 0; i < size(); ++i) parameters_[i].mutable_grad() = sums.in_grad[i];
-    apart_ = sums.apart;
-  }
-  Loaded copies() const;
-
- private:
-  std::vector<at::Tensor> parameters_, apart_;  // apart: if undefined, `.grad` is the sum
-};
-
-/// The division of an optimizer's parameters among processes. Each steps, and keeps moments of, its own pieces only.
-///
-/// A parameter is cut along its memory into a piece for each rank, of whole `unit`s but for the last one's end. One
-/// that is too small for that, or not contiguous, is the piece of one rank; so are all of an optimizer that looks at
-/// whole ones. The largest are divided first, and what remains goes to the rank with the least. The division depends on
-/// the parameters alone, so it is equal on all ranks.
-class Shards {
- public:
-  /// A range of a parameter's elements in memory, and its rank.
-  struct Piece {
-    int rank = 0;
-    std::int64_t begin = 0, end = 0;
-    std::int64_t size() const { return end - begin; }
-  };
-  static constexpr std::int64_t unit = 4096;  ///< elements: whole blocks of 8-bit moments, whole pages of memory
-
-  Shards(std::vector<at::Tensor> parameters, bool may_be_cut, int rank, int world_size);
-
-  const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  std::size_t size() const { return parameters_.size(); }
-  int rank() const { return rank_; }
-  int world_size() const { return world_size_; }
-
-  std::size_t number_of_pieces() const {
-    std::size_t number = 0;
-    for (auto& pieces : pieces_) number += pieces.size();
-    return number;
-  }
-  /// The pieces of a parameter in the order of memory, which is that of the ranks if it is cut.
-  const std::vector<Piece>& pieces(std::size_t place) const { return pieces_[place]; }
-  bool is_cut(std::size_t place) const { return pieces_[place].size() > 1; }
-  bool any_is_cut() const { return number_of_pieces() > size(); }
-  /// This rank's piece, without elements if it has none.
-  Piece own_piece(std::size_t place) const {
-    const auto& own = pieces(place)[is_cut(place) ? static_cast<std::size_t>(rank_) : 0];
-    return own.rank == rank_ ? own : Piece{rank_, 0, 0};
-  }
-  /// This rank's piece as a tensor that shares the parameter's memory; the parameter itself if it is not cut. It is
-  /// always one tensor, so that an optimizer can keep state for it.
-  const at::Tensor& own(std::size_t place) const { return own_[place]; }
-  const std::vector<at::Tensor>& own() const { return own_; }
-  /// Clears the gradients of pieces: they are views that no other code can clear.
-  void clear_gradients() {
-    for (std::size_t place = 0; place < size(); ++place)
-      if (!own_[place].is_same(parameters_[place])) own_[place].mutable_grad().reset();
-  }
-  /// Returns a piece of a tensor of the parameter's size, itself if it is not cut, in its memory if it is contiguous.
-  at::Tensor part(std::size_t place, const Piece& piece, const at::Tensor& of) const {
-    return is_cut(place) ? of.detach().reshape({-1}).narrow(0, piece.begin, piece.size()) : of;
-  }
-
-  void check_parameters(const std::vector<at::Tensor>& parameters) const;
-  /// Throws if the optimizer's parameters have changed, or moved in memory, or if it has state of whole parameters.
-  void check(const torch::optim::Optimizer& optimizer) const;
-
-  /// Runs `work`, after `check`, while the optimizer's groups hold `own` in place of the parameters.
-  void with_own(torch::optim::Optimizer& optimizer, c10::function_ref<void()> work);
-
- private:
-  static std::vector<Piece> cut(std::int64_t elements, const std::vector<std::size_t>& ranks);
-  void divide(std::size_t place, bool may_be_cut, std::vector<std::int64_t>& bytes_of_rank);
-  void swap_groups(torch::optim::Optimizer& optimizer) noexcept;
-
-  std::vector<at::Tensor> parameters_, own_;
-  std::vector<std::vector<Piece>> pieces_;
-  int rank_, world_size_;
-};
-
-/// The number that gradients are multiplied by: a host part, and a part that is known on a device only.
-struct Multiplier {
-  double numerator = 1.0, denominator = 1.0;
-  at::Tensor device_numerator = {}, device_denominator = {};  ///< 0-dim float64, or undefined
-  /// Tensors of a step that the device may skip, else undefined. `found_inf`: 0-dim float32, 1 if it skips the step;
-  /// `skipped_steps`: the number of skipped steps that the host does not know of.
-  at::Tensor found_inf = {}, skipped_steps = {};
-
-  bool on_host() const { return !device_numerator.defined() && !device_denominator.defined(); }
-  double host() const { return numerator / denominator; }
-  bool is_one() const { return on_host() && host() == 1; }
-
-  /// Returns the whole product as a 0-dim float64 tensor on `device`.
-  at::Tensor on(at::Device device) const;
-
-  Multiplier moved_to(at::Device device) const;
-  /// Returns pointers for kernels of the device that holds all tensors. They are valid as long as this object.
-  DeviceMultiplier pointers() const;
-};
+class Shards;
 
 /// The object behind a `Gradients` handle: one window's gradients, their deferred factor, and their measured norms. It
 /// holds gradients only if they are sums of its own, so gradients that the user clears are freed at once.
@@ -381,66 +164,8 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
   at::Tensor judged_on_device_;
 };
 
-// Passes over lists of gradients of any device, dtype and layout, none of which synchronizes with a device.
-
-/// Returns the `p`-norm of each non-empty gradient as one float64 tensor, on a device if any gradient is, where it may
-/// lie in `memory`: see `l2_norms_on_device`. In float64 squares of finite 16- and 32-bit numbers stay finite.
-at::Tensor norms(const std::vector<at::Tensor>& gradients, double p, StreamMemory* memory = nullptr);
-
-at::Tensor l2_norm_of(const at::Tensor& norms);
-
-/// Returns 1 if an element is not finite, else 0: 0-dim float32. `l2_norms` is `norms(gradients, 2)`.
-at::Tensor found_inf(const std::vector<at::Tensor>& gradients, const at::Tensor& l2_norms);
-
-/// Multiplies in place. The factor has float32 precision for 16-bit gradients, too.
-void multiply_(const std::vector<at::Tensor>& gradients, const Multiplier& by);
-
-/// A listener to the gradients that a backward pass computes. Backward runs a thread for each device.
-class GradReadyListener {
- public:
-  explicit GradReadyListener(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {}
-  virtual ~GradReadyListener() = default;
-  const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  /// Called when backward has added to a parameter's gradient, before the hooks that were there first.
-  virtual void added(std::size_t /*place*/) {}
-  virtual void grad_ready(std::size_t place) = 0;
-  /// True if a gradient must not come in parts that are added to it in place.
-  virtual bool waits_for_whole() const { return true; }
-  /// Ends the listening: later gradients are ignored. (After an exception other threads may still bring some.)
-  void end() {
-    const std::lock_guard lock(mutex_);
-    ended_ = true;
-  }
-
- protected:
-  const std::vector<at::Tensor> parameters_;
-  std::mutex mutex_;  // for what follows, and what a listener writes
-  bool ended_ = false;
-};
-
-/// A scope around backward passes in which a listener is called for each gradient, after all other hooks.
-class GradReadyScope {
- public:
-  explicit GradReadyScope(std::shared_ptr<GradReadyListener> listener);
-  GradReadyScope& operator=(GradReadyScope&&) = delete;
-  ~GradReadyScope();
-
- private:
-  std::shared_ptr<GradReadyListener> listener_;
-  std::vector<const at::Tensor*> listening_;
-};
-
-/// Returns true if a listener, or any other hook, waits for whole gradients of this parameter.
-bool is_waited_for(const at::Tensor& parameter);
-/// Calls the listeners after a part has been added to this parameter's gradient.
-void say_added(const at::Tensor& parameter);
-
-/// Hashes a few bytes of a tensor's memory, which most likely shows a write to the tensor, even one that bypasses
-/// LibTorch's version counters. 0 if the host cannot read the memory without waiting.
-std::uint64_t sample_of(const at::Tensor& tensor);
-
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/window/gradients.ipp>
+#include <gradaccum/impl/window/window_gradients.ipp>
 #endif

@@ -6,6 +6,7 @@
 
 #include <gradaccum/detail/kernels/dynamic_map.hpp>
 #include <gradaccum/detail/types/types.hpp>
+#include <gradaccum/detail/window/shards.hpp>
 #include <gradaccum/optim/optimizer.hpp>
 
 #include <ATen/core/ivalue.h>

@@ -8,6 +8,7 @@
 #include <gradaccum/detail/state/pieces.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/detail/window/open_window.hpp>
+#include <gradaccum/detail/window/shards.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <ATen/core/grad_mode.h>

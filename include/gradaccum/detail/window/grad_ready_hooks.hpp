@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gradaccum/detail/build/inline.hpp>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace gradaccum::detail {
+
+/// A listener to the gradients that a backward pass computes. Backward runs a thread for each device.
+class GradReadyListener {
+ public:
+  explicit GradReadyListener(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {}
+  virtual ~GradReadyListener() = default;
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  /// Called when backward has added to a parameter's gradient, before the hooks that were there first.
+  virtual void added(std::size_t /*place*/) {}
+  virtual void grad_ready(std::size_t place) = 0;
+  /// True if a gradient must not come in parts that are added to it in place.
+  virtual bool waits_for_whole() const { return true; }
+  /// Ends the listening: later gradients are ignored. (After an exception other threads may still bring some.)
+  void end() {
+    const std::lock_guard lock(mutex_);
+    ended_ = true;
+  }
+
+ protected:
+  const std::vector<at::Tensor> parameters_;
+  std::mutex mutex_;  // for what follows, and what a listener writes
+  bool ended_ = false;
+};
+
+/// A scope around backward passes in which a listener is called for each gradient, after all other hooks.
+class GradReadyScope {
+ public:
+  explicit GradReadyScope(std::shared_ptr<GradReadyListener> listener);
+  GradReadyScope& operator=(GradReadyScope&&) = delete;
+  ~GradReadyScope();
+
+ private:
+  std::shared_ptr<GradReadyListener> listener_;
+  std::vector<const at::Tensor*> listening_;
+};
+
+/// Returns true if a listener, or any other hook, waits for whole gradients of this parameter.
+bool is_waited_for(const at::Tensor& parameter);
+/// Calls the listeners after a part has been added to this parameter's gradient.
+void say_added(const at::Tensor& parameter);
+
+}  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/impl/window/grad_ready_hooks.ipp>
+#endif

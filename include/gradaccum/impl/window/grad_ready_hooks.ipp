@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// Calls listeners when backward has computed a gradient.
+#pragma once
+
+#include <gradaccum/detail/window/grad_ready_hooks.hpp>
+
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum::detail {
+
+/// Calls the listener after the hook that was in the slot. The scope owns the listener, which may hold the parameter.
+struct GradReadyHook final : torch::autograd::PostAccumulateGradHook {
+  GradReadyHook(const std::shared_ptr<GradReadyListener>& whom, std::size_t where)
+      : listener(whom), address(whom.get()), place(where) {}
+
+  void operator()(const at::Tensor& parameter) override {
+    const auto there = listener.lock();  // keeps the listener alive during the calls
+    if (there) there->added(place);
+    if (before) (*before)(parameter);
+    if (there) there->grad_ready(place);
+  }
+
+  std::weak_ptr<GradReadyListener> listener;
+  const GradReadyListener* address;
+  std::size_t place;
+  std::unique_ptr<torch::autograd::PostAccumulateGradHook> before;
+};
+
+GRADACCUM_INLINE GradReadyScope::GradReadyScope(std::shared_ptr<GradReadyListener> listener)
+    : listener_(std::move(listener)) {
+  std::vector<std::pair<const at::Tensor*, std::unique_ptr<GradReadyHook>>> hooks;
+  const auto& parameters = listener_->parameters();
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    if (parameters[i].requires_grad())
+      hooks.emplace_back(&parameters[i], std::make_unique<GradReadyHook>(listener_, i));
+  for (auto& [parameter, hook] : hooks) listening_.push_back(parameter);
+  for (auto& [parameter, hook] : hooks) {
+    auto& slot = torch::autograd::impl::post_acc_grad_hooks(*parameter);
+    hook->before = std::move(slot);
+    slot = std::move(hook);
+  }
+}
+
+/// Takes a listener's hook out of the chain, since scopes may end in any order.
+GRADACCUM_INLINE void unhook(std::unique_ptr<torch::autograd::PostAccumulateGradHook>& slot,
+                             const GradReadyListener& listener) {
+  auto* const hook = dynamic_cast<GradReadyHook*>(slot.get());
+  if (!hook) return;
+  if (hook->address != &listener) return unhook(hook->before, listener);
+  auto before = std::move(hook->before);
+  slot = std::move(before);
+}
+
+GRADACCUM_INLINE GradReadyScope::~GradReadyScope() {
+  listener_->end();
+  for (auto* const parameter : listening_) unhook(torch::autograd::impl::post_acc_grad_hooks(*parameter), *listener_);
+}
+
+GRADACCUM_INLINE bool is_waited_for(const at::Tensor& parameter) {
+  const auto* hook = torch::autograd::impl::post_acc_grad_hooks(parameter).get();
+  while (hook) {
+    const auto* const ours = dynamic_cast<const GradReadyHook*>(hook);
+    const auto listener = ours ? ours->listener.lock() : nullptr;
+    if (!ours || (listener && listener->waits_for_whole())) return true;
+    hook = ours->before.get();
+  }
+  return false;
+}
+
+GRADACCUM_INLINE void say_added(const at::Tensor& parameter) {
+  const auto* hook = torch::autograd::impl::post_acc_grad_hooks(parameter).get();
+  while (const auto* const ours = dynamic_cast<const GradReadyHook*>(hook)) {
+    if (const auto listener = ours->listener.lock()) listener->grad_ready(ours->place);
+    hook = ours->before.get();
+  }
+}
+
+}  // namespace gradaccum::detail
+
+#undef GRADACCUM_INLINE
