@@ -50,12 +50,16 @@
 #include <gradaccum/impl/watching/progress_line.ipp>
 #include <gradaccum/impl/watching/run_page.ipp>
 #include <gradaccum/impl/watching/summary_writer.ipp>
+#include <gradaccum/impl/window/any_optimizer.ipp>
 #include <gradaccum/impl/window/embedding.ipp>
 #include <gradaccum/impl/window/grad_accumulator.ipp>
 #include <gradaccum/impl/window/grad_ready_hooks.ipp>
 #include <gradaccum/impl/window/gradients.ipp>
 #include <gradaccum/impl/window/multiplier.ipp>
+#include <gradaccum/impl/window/open_window.ipp>
+#include <gradaccum/impl/window/optimizer_facade.ipp>
 #include <gradaccum/impl/window/shards.ipp>
+#include <gradaccum/impl/window/step_in_backward.ipp>
 #include <gradaccum/impl/window/window_gradients.ipp>
 #include <gradaccum/impl/window/window_sums.ipp>
 

@@ -29,7 +29,6 @@
 #include <gradaccum/optim/adam8bit.hpp>
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/optim/adamw8bit.hpp>
-#include <gradaccum/optim/optimizer.hpp>
 #include <gradaccum/optim/sgd.hpp>
 #include <gradaccum/policies.hpp>
 #include <gradaccum/policies/accumulate.hpp>

@@ -5,6 +5,7 @@
 #include <gradaccum/detail/trainer/any_policy.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/detail/window/any_optimizer.hpp>
+#include <gradaccum/detail/window/optimizer_facade.hpp>
 #include <gradaccum/policies.hpp>
 #include <gradaccum/trainer_base.hpp>
 #include <gradaccum/training_state.hpp>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/optimizers/one_pass.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
-#include <gradaccum/optim/optimizer.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/optim/optimizer.hpp>
+#include <gradaccum/detail/optimizers/one_pass.hpp>
 
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>

@@ -4,11 +4,14 @@
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/gradients.hpp>
 
+#include <functional>
+#include <optional>
 #include <string>
 
 namespace torch::optim {
 class Optimizer;
-}
+class OptimizerOptions;
+}  // namespace torch::optim
 
 namespace gradaccum::detail {
 
@@ -72,15 +75,18 @@ class OptimizerOf final : public AnyOptimizer {
   O& optimizer_;
 };
 
-/// Returns true for an accumulator that was converted to a `torch::optim::Optimizer&`.
-bool is_accumulator(const torch::optim::Optimizer& optimizer);
+/// Returns nothing for user-made options without a learning rate, for which LibTorch's base class throws.
+std::optional<double> learning_rate(const torch::optim::OptimizerOptions& options);
 
-/// Throws for an accumulator or LBFGS behind a reference, where the type does not show it at compile time. `part` wraps
-/// the optimizer; `instead` is advice for a user who wraps an accumulator.
-void check_can_be_wrapped(const torch::optim::Optimizer& optimizer, const char* part, const char* instead);
+/// Runs a closure with gradients enabled, and returns its loss; an undefined tensor without a closure.
+at::Tensor loss_of(const std::function<at::Tensor()>& closure);
 
 /// Steps an optimizer with gradients, the only place that does so. Synchronizes, for a 4-byte read, only if
 /// gradients are required to be finite and the optimizer leaves that check to the host.
 StepResult step_optimizer(AnyOptimizer& optimizer, Gradients gradients);
 
 }  // namespace gradaccum::detail
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/impl/window/any_optimizer.ipp>
+#endif

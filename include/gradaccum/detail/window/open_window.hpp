@@ -138,12 +138,8 @@ class OpenWindow {
   const std::unique_ptr<Misuse> misuse_;
 };
 
-/// Runs `backward`, and steps the parameters of `window` on the way. The window's factor and weights must be complete.
-void step_in_backward(const std::shared_ptr<WindowGradients>& window, AnyOptimizer& optimizer,
-                      c10::function_ref<void()> backward);
-
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/window/grad_accumulator.ipp>
+#include <gradaccum/impl/window/open_window.ipp>
 #endif

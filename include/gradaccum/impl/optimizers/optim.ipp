@@ -11,6 +11,7 @@
 
 #include <gradaccum/detail/optimizers/param_states.hpp>
 #include <gradaccum/detail/optimizers/steps.hpp>
+#include <gradaccum/detail/window/any_optimizer.hpp>
 
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
@@ -143,11 +144,7 @@ void for_each_needed(optim::AdafactorParamState& state, const at::Tensor& parame
 namespace gradaccum::optim {
 
 GRADACCUM_INLINE at::Tensor OnePass::step_after(const torch::optim::Optimizer::LossClosure& closure) {
-  at::Tensor loss;
-  if (closure) {
-    at::AutoGradMode with_gradients(true);
-    loss = closure();
-  }
+  const auto loss = detail::loss_of(closure);
   sync_step_count();
   at::NoGradGuard no_grad;
   check_distinct();

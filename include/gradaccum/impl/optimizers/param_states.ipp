@@ -5,9 +5,9 @@
 #include <gradaccum/detail/optimizers/param_states.hpp>
 
 #include <gradaccum/detail/kernels/dynamic_map.hpp>
+#include <gradaccum/detail/optimizers/one_pass.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/detail/window/shards.hpp>
-#include <gradaccum/optim/optimizer.hpp>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/_unique2.h>

@@ -6,6 +6,7 @@
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 
+#include <gradaccum/detail/window/optimizer_facade.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <ATen/autocast_mode.h>
