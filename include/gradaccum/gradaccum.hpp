@@ -24,6 +24,7 @@
 #include <gradaccum/learning_rates.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/metrics.hpp>
+#include <gradaccum/metrics_file.hpp>
 #include <gradaccum/optim/adafactor.hpp>
 #include <gradaccum/optim/adam.hpp>
 #include <gradaccum/optim/adam8bit.hpp>

@@ -47,7 +47,7 @@ module(fitting
                   USES types memory state scaling checkpoint data)
 module(io PUBLIC io/
                   USES types kernels state)
-module(watching PUBLIC profiler progress_line run_page summary_writer
+module(watching PUBLIC metrics_file profiler progress_line run_page summary_writer
                   USES types kernels memory state io)
 module(parallel PUBLIC process_group replicas
                   USES types state window data)

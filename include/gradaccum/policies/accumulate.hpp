@@ -41,5 +41,5 @@ struct Accumulate {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/policies.ipp>
+#include <gradaccum/impl/trainer/accumulate.ipp>
 #endif

@@ -49,5 +49,5 @@ struct EarlyStopping {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/policies.ipp>
+#include <gradaccum/impl/trainer/early_stopping.ipp>
 #endif

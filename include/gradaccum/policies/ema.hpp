@@ -66,5 +66,5 @@ struct Ema {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/policies.ipp>
+#include <gradaccum/impl/trainer/ema.ipp>
 #endif

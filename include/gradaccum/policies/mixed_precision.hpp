@@ -39,5 +39,5 @@ struct MixedPrecision {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/policies.ipp>
+#include <gradaccum/impl/trainer/mixed_precision.ipp>
 #endif

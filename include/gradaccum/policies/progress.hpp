@@ -33,5 +33,5 @@ struct Progress {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/policies.ipp>
+#include <gradaccum/impl/trainer/progress.ipp>
 #endif

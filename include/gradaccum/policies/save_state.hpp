@@ -87,5 +87,5 @@ struct SaveState {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/policies.ipp>
+#include <gradaccum/impl/trainer/save_state.ipp>
 #endif

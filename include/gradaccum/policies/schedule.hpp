@@ -153,5 +153,5 @@ struct ReduceLROnPlateau {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/policies.ipp>
+#include <gradaccum/impl/trainer/reduce_lr_on_plateau.ipp>
 #endif

@@ -144,5 +144,5 @@ Validate(Batches&&, ValidateOptions, Metrics...) -> Validate<Batches, Metrics...
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/policies.ipp>
+#include <gradaccum/impl/trainer/validate.ipp>
 #endif

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// Clips a window's gradients before the step.
+#pragma once
+
+#include <gradaccum/policies/clip.hpp>
+
+#include <gradaccum/detail/trainer/any_policy.hpp>
+
+#include <c10/util/Exception.h>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum {
+
+GRADACCUM_INLINE void ClipNorm::attach(TrainerBase&) const {
+  TORCH_CHECK(max > 0, "ClipNorm: max must be > 0, got ", max);
+}
+GRADACCUM_INLINE void ClipNorm::before_step(Gradients& gradients) const { clip_grad_norm_(gradients, max); }
+
+GRADACCUM_INLINE void ClipValue::attach(TrainerBase&) const {
+  TORCH_CHECK(max >= 0, "ClipValue: max must be >= 0, got ", max);
+}
+GRADACCUM_INLINE void ClipValue::before_step(Gradients& gradients) const { clip_grad_value_(gradients, max); }
+
+}  // namespace gradaccum
+
+#ifdef GRADACCUM_COMPILED
+namespace gradaccum::detail {
+template class PolicyOf<ClipNorm>;
+template class PolicyOf<ClipValue>;
+}  // namespace gradaccum::detail
+#endif
+
+#undef GRADACCUM_INLINE

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+// Writes a line for each window and each validation.
+#pragma once
+
+#include <gradaccum/policies/metrics_log.hpp>
+
+#include <gradaccum/detail/trainer/any_policy.hpp>
+#include <gradaccum/summary_writer.hpp>
+#include <gradaccum/trainer_base.hpp>
+
+#include <c10/util/Exception.h>
+
+#include <limits>
+#include <map>
+#include <set>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum {
+
+struct MetricsLog::Run {
+  const MetricsLog& options;
+  const FitStatus& status;                                                    // the trainer's
+  std::shared_ptr<MetricsFile> file = {};                                     // null: this process does not write
+  std::set<std::string> validated = {};                                       // the names of all Validates
+  std::map<std::string, std::shared_ptr<MetricsFile>> validation_files = {};  // by name, beside a CSV file
+  std::int64_t windows = 0;
+  bool goes_on = false;  // lines of the run that this one goes on from are to be removed
+
+  std::filesystem::path path_of(const std::string& validation) const {
+    if (options.path.extension() != ".csv") return options.path;
+    auto beside = options.path;
+    return beside.replace_extension('.' + validation + ".csv");
+  }
+
+  MetricsFile& file_of(const std::string& validation) {
+    if (options.path.extension() != ".csv") return *file;
+    auto& beside = validation_files[validation];
+    if (!beside)
+      beside = std::make_shared<MetricsFile>(MetricsFileOptions{.path = path_of(validation), .append = options.append});
+    return *beside;
+  }
+
+  /// A run that is made before the first window was not known to the state: its line may be there.
+  void go_on_from(std::int64_t samples, bool validates) {
+    if (!std::exchange(goes_on, false) || status.options.resume.empty() || !file) return;
+    const auto last = static_cast<double>(samples);
+    const auto last_validated = validates ? last - 0.5 : last;
+    file->remove_lines_at_end("samples", last);
+    file->remove_lines_at_end("samples", last_validated, "moved");
+    for (auto& validation : validated)
+      if (path_of(validation) != options.path && std::filesystem::exists(path_of(validation)))
+        file_of(validation).remove_lines_at_end("samples", last_validated);
+  }
+};
+
+GRADACCUM_INLINE void MetricsLog::attach(TrainerBase& trainer) {
+  TORCH_CHECK(every >= 1, "MetricsLog: every must be >= 1, got ", every);
+  const auto seconds = flush_every.count();
+  TORCH_CHECK(seconds >= 0, "MetricsLog: flush_every must be >= 0 seconds, got ", seconds);
+  name = "log of " + path.string();
+  run.reset(new Run{*this, trainer.status()});
+  trainer.when_built([this, &trainer] {
+    for (auto& [metric, mode] : trainer.metrics()) run->validated.insert(metric.substr(0, metric.find('/')));
+  });
+  if (trainer.is_first())
+    run->file =
+        std::make_shared<MetricsFile>(MetricsFileOptions{.path = path, .append = append, .flush_every = flush_every});
+}
+
+GRADACCUM_INLINE std::shared_ptr<void> MetricsLog::fit_scope() {
+  run->goes_on = append;
+  return detail::flush_at_end(run->file);
+}
+
+GRADACCUM_INLINE void MetricsLog::at_boundary() const {
+  if (run->file && run->status.done()) run->file->flush();
+}
+
+GRADACCUM_INLINE void MetricsLog::state(Archive& archive) const {
+  if (run && run->file && !archive.loading()) run->file->flush();
+}
+
+GRADACCUM_INLINE void MetricsLog::after_window(const Step& step) {
+  run->go_on_from(run->status.samples - step.samples, /*validates=*/false);
+  if (++run->windows % every != 0 || !run->file) return;
+  const auto norm = step.grad_norm.defined() ? step.grad_norm.item<double>() : std::numeric_limits<double>::quiet_NaN();
+  run->file->write({{"update", step.update},
+                    {"epoch", step.epoch},
+                    {"samples", run->status.samples},
+                    {"items", step.items},
+                    {"micro_batches", step.micro_batches},
+                    {"moved", step.moved},
+                    {"loss", step.loss.item<double>()},
+                    {"grad_norm", norm},
+                    {"lr", step.lr},
+                    {"seconds", run->status.seconds()}});
+}
+
+GRADACCUM_INLINE void MetricsLog::on_validation(const Validation& validation) {
+  if (!run->file) return;
+  run->go_on_from(validation.samples, /*validates=*/true);
+  MetricsFile::Fields fields{{"update", validation.update},
+                             {"epoch", validation.epoch},
+                             {"samples", validation.samples},
+                             {"seconds", validation.seconds}};
+  for (auto& [metric, number] : validation.found.metrics) fields.emplace_back(validation.name + '/' + metric, number);
+  run->file_of(validation.name).write(fields);
+}
+
+}  // namespace gradaccum
+
+#ifdef GRADACCUM_COMPILED
+namespace gradaccum::detail {
+template class PolicyOf<MetricsLog>;
+}  // namespace gradaccum::detail
+#endif
+
+#undef GRADACCUM_INLINE
