@@ -164,6 +164,9 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
   at::Tensor judged_on_device_;
 };
 
+/// Multiplies `factor` by the coefficient that clips gradients of this norm to `max_norm`.
+void clip_by(Factor& factor, const at::Tensor& norm, double max_norm);
+
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED

@@ -6,6 +6,7 @@
 #include <gradaccum/policies/optimizer_in_backward.hpp>
 
 #include <gradaccum/detail/trainer/loop.hpp>
+#include <gradaccum/trainer_base.hpp>
 
 #include <c10/util/Exception.h>
 

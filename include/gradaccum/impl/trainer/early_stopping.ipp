@@ -5,6 +5,7 @@
 #include <gradaccum/policies/early_stopping.hpp>
 
 #include <gradaccum/detail/trainer/any_policy.hpp>
+#include <gradaccum/progress_line.hpp>
 #include <gradaccum/trainer_base.hpp>
 
 #include <c10/util/Exception.h>

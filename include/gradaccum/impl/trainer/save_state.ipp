@@ -6,6 +6,7 @@
 
 #include <gradaccum/detail/trainer/loop.hpp>
 #include <gradaccum/detail/window/communicator.hpp>
+#include <gradaccum/trainer_base.hpp>
 
 #include <c10/util/Exception.h>
 

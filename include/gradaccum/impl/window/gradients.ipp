@@ -34,14 +34,6 @@ GRADACCUM_INLINE at::Tensor sorted_product(const std::vector<at::Tensor>& factor
   return std::get<0>(at::stack(on_one_device).sort()).prod();
 }
 
-/// Multiplies `factor` by the coefficient that clips gradients of this norm to `max_norm`.
-GRADACCUM_INLINE void clip_by(Factor& factor, const at::Tensor& norm, double max_norm) {
-  if (!detail::is_finite(max_norm)) return;  // inf / inf would be NaN
-  if (!norm.device().is_cpu()) return factor.multiply(norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0));
-  const double coefficient = 1 / (norm.item<double>() + 1e-6) * max_norm;
-  factor.multiply(coefficient > 1 ? 1.0 : coefficient);  // NaN stays NaN
-}
-
 /// Copies a factor, since its owner may change the tensor before it is used.
 GRADACCUM_INLINE at::Tensor copied_factor(const at::Tensor& by) {
   return by.detach().to(at::kDouble, /*non_blocking=*/true, /*copy=*/true);

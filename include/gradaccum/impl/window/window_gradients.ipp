@@ -17,6 +17,13 @@
 
 namespace gradaccum::detail {
 
+GRADACCUM_INLINE void clip_by(Factor& factor, const at::Tensor& norm, double max_norm) {
+  if (!is_finite(max_norm)) return;  // inf / inf would be NaN
+  if (!norm.device().is_cpu()) return factor.multiply(norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0));
+  const double coefficient = 1 / (norm.item<double>() + 1e-6) * max_norm;
+  factor.multiply(coefficient > 1 ? 1.0 : coefficient);  // NaN stays NaN
+}
+
 GRADACCUM_INLINE void WindowGradients::check_open() const {
   TORCH_CHECK(
       !stepped_,
