@@ -52,17 +52,17 @@ class StopOn {
 struct SaveState {
   static constexpr std::string_view name = "save_state";
 
-  std::filesystem::path directory = {};  ///< created if it does not exist; for one run only
-  std::int64_t every_updates = 1000;     ///< updates between two states, >= 1
-  double every_minutes = 0;              ///< since the last state, checked after each update, >= 0; 0: not by time
-  std::int64_t keep_last = 3;            ///< number of newest states to keep, >= 1; 0: all
-  StopOn on_signals = {};                ///< signals handled while `fit` runs: true, or a list, {SIGTERM, SIGUSR1}
-  std::int64_t keep_best = 0;            ///< number of best states to keep in addition, >= 0
-  std::string metric = "loss";           ///< name in `Validate` of the number that decides which states are best
-  std::optional<Mode> mode = {};         ///< whether lower or higher is better; optional if the metric defines it
-  bool in_background = true;             ///< write a copy of the state on a thread while training continues
-  WhenBusy when_busy = WhenBusy::wait;   ///< for a state that is due while the previous one is being written
-  bool stage_on_device = false;          ///< copy within the device's memory first: see `BackgroundSaverOptions`
+  std::filesystem::path directory = {};     ///< created if it does not exist; for one run only
+  std::int64_t every_updates = 1000;        ///< updates between two states, >= 1
+  double every_minutes = 0;                 ///< since the last state, checked after each update, >= 0; 0: not by time
+  std::int64_t keep_last = 3;               ///< number of newest states to keep, >= 1; 0: all
+  StopOn on_signals = {};                   ///< signals handled while `fit` runs: true, or a list, {SIGTERM, SIGUSR1}
+  std::int64_t keep_best = 0;               ///< number of best states to keep in addition, >= 0
+  std::string metric = "loss";              ///< name in `Validate` of the number that decides which states are best
+  std::optional<Mode> mode = {};            ///< whether lower or higher is better; optional if the metric defines it
+  bool in_background = true;                ///< write a copy of the state on a thread while training continues
+  WhenBusy when_busy = WhenBusy::wait;      ///< for a state that is due while the previous one is being written
+  bool stage_on_device = false;             ///< copy within the device's memory first: see `BackgroundSaverOptions`
   std::vector<std::string> leave_out = {};  ///< names of buffers to leave out, such as buffers that grow with the data
   struct Run;
   std::shared_ptr<Run> run = {};  ///< not an option: the state of the policy
