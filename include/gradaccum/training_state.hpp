@@ -129,7 +129,7 @@ struct SaveOptions {
 
 /// The state to load, and permitted differences.
 struct LoadOptions {
-  bool allow_changes = false;  ///< load what fits, even if the model, data or settings differ
+  bool allow_changes = false;  ///< load all values that fit, even if the model, data or settings differ
   bool best = false;           ///< load the state with the best validation, not the newest: see `SaveState::keep_best`
 };
 
@@ -230,8 +230,8 @@ void check_can_be_saved(const AnyTraining& training);
 /// manifest with numbers, strings and checksums. It is written under a temporary name, synced and renamed: if the
 /// process is killed, no incomplete state has its name, and the next `save` removes the remains. If the name is taken,
 /// it is `step-000040.1`. Only one process may write at a time. Throws if the directory has states with more updates,
-/// since they belong to another run, and throws `std::runtime_error` with the name of a file that could not be written.
-/// Earlier states are unchanged then.
+/// since they belong to another run; and `std::runtime_error`, naming the file, if writing fails. Earlier states are
+/// unchanged then.
 ///
 /// A training is a Trainer, or a class of your own that saves the parts above. With several ranks it also needs
 /// `peers()`, from its `Replicas`: all ranks call `save`, each writes its own tensors, and rank 0 the rest.
@@ -248,7 +248,7 @@ std::filesystem::path save(const std::filesystem::path& directory, Training& tra
 /// newest intact state, and for a state of a different model, optimizer, data or settings, with both values. Nothing
 /// has changed then, provided that `state` follows the rules of `Archive`.
 ///
-/// @note Takes memory for all loaded tensors, and frees that of the previous ones: see `ModelState`.
+/// @note Takes memory for all loaded tensors, and frees the memory of the previous ones: see `ModelState`.
 template <saveable Training>
 std::filesystem::path load(const std::filesystem::path& directory, Training& training, LoadOptions options = {}) {
   return detail::load(directory, detail::AnyTraining(training), options);
