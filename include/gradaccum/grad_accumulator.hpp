@@ -37,8 +37,8 @@ namespace gradaccum {
 ///
 /// With `in_backward` the backward pass that fills the window updates each parameter as soon as its gradient is
 /// complete, after other hooks on it, and frees the gradient. With windows of one micro-batch, AdamW then takes 12
-/// bytes per parameter instead of 16. Results are bitwise those of the ordinary step. Parameters that this pass does
-/// not reach, and flushed windows, are updated when the window closes.
+/// bytes per parameter instead of 16. Results are bitwise the same. Parameters that this pass does not reach, and
+/// flushed windows, are updated when the window closes.
 ///
 /// It needs an optimizer that takes gradients (`ga::optim`), and `optimizer.backward(loss)`, with the learning rate set
 /// before. Clipping, a loss scaler and `create_graph` throw before any update. Reading gradients of a full window, and

@@ -29,19 +29,18 @@ namespace gradaccum {
 ///     accumulator.flush();
 ///     while (replicas.others_continue()) accumulator.step();     // a rank with less data goes along
 ///
-/// Each window uses the mean over the items of all ranks, which may have different numbers. All ranks step, or skip
-/// after an overflow on one rank, and remain bitwise equal. With a single process nothing changes.
+/// Each window uses the mean over the items of all ranks, whose numbers may differ. All ranks step, or skip after an
+/// overflow on one rank, and remain bitwise equal.
 ///
 /// Sharding. With `{.shard = ga::Shard::optimizer}` each rank has the optimizer's state of its part of the parameters:
-/// AdamW in float32 takes 8 + 8 / ranks bytes per parameter, with gradients, instead of 16. With `ga::Shard::gradients`
-/// it takes 4 + 12 / ranks, and a complete window has only this rank's pieces of the gradients, but the norm of all.
-/// The optimizer must be a `torch::optim::Optimizer` without steps so far, and its parameters must not be replaced.
+/// AdamW in float32 takes 8 + 8 / ranks bytes per parameter, with gradients, instead of 16; with `ga::Shard::gradients`
+/// 4 + 12 / ranks. The optimizer must be a `torch::optim::Optimizer` without steps so far, and its parameters must not
+/// be replaced.
 ///
-/// Buffers. BatchNorm uses the rank's own micro-batches, so buffers differ between ranks: call `broadcast_buffers()`,
-/// for example before an evaluation.
+/// Buffers. BatchNorm uses a rank's own micro-batches, so buffers differ: call `broadcast_buffers()` before an
+/// evaluation.
 ///
-/// Limits. If the loop clips or scales the loss, so must the loop over `others_continue()`. Not with `in_backward`. If
-/// several accumulators share a group, each must close its window before another fills its own.
+/// Limits. If the loop clips or scales the loss, so must the loop over `others_continue()`. Not with `in_backward`.
 ///
 /// @note A window waits for all ranks. Gradients are summed once per window, in buckets that are sent during its last
 /// `accumulator.backward`; with `ga::Shard::gradients` in each, which waits until all ranks have started theirs.
