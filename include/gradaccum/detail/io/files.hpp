@@ -116,8 +116,8 @@ class MappedFile {
 /// returned and its directory is synced. An error is final, as the operating system reports lost data only once.
 class OutputFile {
  public:
-  /// `passed_by` bypasses the system's cache, which halves the processor time. The file must then be written by one
-  /// call, with data that begins at a multiple of `block` in memory.
+  /// `passed_by` bypasses the system's cache, which halves the processor time. It needs data that begins at a multiple
+  /// of `block` in memory, and otherwise uses the cache.
   enum class Cache { used, passed_by };
   static constexpr std::size_t block = 4096;
 

@@ -285,8 +285,8 @@ class StopSignals {
 
   /// Returns the first received signal that any object of this class handles, or 0.
   static int came();
-  /// Returns the first received one of its signals, or 0. If this is never called, the destructor raises the signal
-  /// again.
+  /// Returns the first received one of its signals, or 0. The destructor raises a received signal again unless this
+  /// function has returned it.
   int received();
 
  private:

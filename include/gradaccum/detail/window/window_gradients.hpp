@@ -34,8 +34,8 @@ inline bool same_parameters(const std::vector<at::Tensor>& a, const std::vector<
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](auto& x, auto& y) { return x.is_same(y); });
 }
 
-/// A record of a tensor, possibly undefined, that does not keep its memory. It holds a weak reference, not an address,
-/// since a new tensor is often made where the old one lay.
+/// A record of a tensor, possibly undefined, that does not keep its memory. It holds a weak reference rather than an
+/// address, since new tensors often reuse the address of a freed one.
 class SeenTensor {
  public:
   explicit SeenTensor(const at::Tensor& tensor) : impl_(tensor.getIntrusivePtr()), defined_(tensor.defined()) {
@@ -45,22 +45,22 @@ class SeenTensor {
   bool defined() const { return defined_; }
   /// Returns true for the recorded tensor, even if it was written to.
   bool same(const at::Tensor& tensor) const {
-    // No other tensor has this address: a weak reference keeps the memory of its target from being used again.
+    // No other tensor has this address: a weak reference prevents its target's memory from being reused.
     return tensor.defined() == defined_ && (!defined_ || impl_._unsafe_get_target() == tensor.unsafeGetTensorImpl());
   }
-  /// Returns true for the recorded tensor if nothing has written to it (by its version counter, without a device).
+  /// Returns true for the recorded tensor if its version counter shows no write since. Does not synchronize.
   bool untouched(const at::Tensor& tensor) const {
     return same(tensor) && (!defined_ || version_of(tensor) == version_);
   }
-  /// Returns true if another tensor of the same layout has taken the place of the recorded one.
+  /// Returns true if another tensor of the same layout has replaced the recorded one.
   bool replaced(const at::Tensor& tensor) const {
     return defined_ && tensor.defined() && !same(tensor) && tensor.layout() == layout_;
   }
-  /// Returns true for the recorded tensor if it was written to once since, as by a backward that adds to it.
+  /// Returns true for the recorded tensor if it was written to exactly once since, as by a backward that adds to it.
   bool added_to(const at::Tensor& tensor) const {
     return defined_ && same(tensor) && version_of(tensor) == version_ + 1;
   }
-  /// Returns true for the recorded tensor if it has a version counter of its own: parts of one gradient share one.
+  /// Returns true for the recorded tensor if it does not share its version counter, as parts of one gradient do.
   bool counts_alone(const at::Tensor& tensor) const {
     return defined_ && same(tensor) && tensor.unsafeGetTensorImpl()->unique_version();
   }
@@ -76,17 +76,17 @@ class SeenTensor {
   std::uint32_t version_ = 0;
 };
 
-/// The sum that backward has made for each parameter: in its `.grad`, or apart from it in a wider dtype.
+/// The sum of each parameter's gradients: in its `.grad`, or separately in a wider dtype.
 class WindowSums {
  public:
-  /// Sums by name: `grad.0.weight`, or `sum.0.weight` if it is kept apart; for a sparse one its indices and values.
+  /// Sums by name: `grad.0.weight`, or `sum.0.weight` if stored separately; for a sparse sum its indices and values.
   using Named = std::map<std::string, at::Tensor>;
   /// Saved sums of each parameter; undefined if there is none.
   struct Loaded {
     std::vector<at::Tensor> in_grad, apart;
   };
 
-  /// Sets the parameters, each once however often it is listed. Parameters that stay keep their sums.
+  /// Sets the parameters, without duplicates. Parameters that were set before keep their sums.
   void set_parameters(const std::vector<at::Tensor>& parameters);
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   std::size_t size() const { return parameters_.size(); }
@@ -107,8 +107,8 @@ class WindowSums {
     return places;
   }
 
-  /// Adds a gradient to its sum that is kept apart; if there is none, a gradient narrower than `dtype` begins one in
-  /// that dtype. Frees `.grad`, so that the next backward need not add to it.
+  /// Adds a gradient to its separate sum; if there is none, a gradient narrower than `dtype` starts one in that dtype.
+  /// Frees `.grad`, so that the next backward does not add to it.
   void fold(std::size_t place, std::optional<at::ScalarType> dtype);
   /// Moves all sums out of `.grad`, where other code could clear them.
   void move_apart() {
@@ -119,7 +119,7 @@ class WindowSums {
       gradient.reset();
     }
   }
-  /// Moves sums that are kept apart to `.grad` once they have their true size: any code may read and change them there.
+  /// Moves separate sums to `.grad` after the factor was applied. Any code may read and change them there.
   void become_gradients() {
     for (std::size_t i = 0; i < size(); ++i) {
       if (!apart_[i].defined()) continue;
@@ -127,7 +127,7 @@ class WindowSums {
       apart_[i].reset();
     }
   }
-  /// Returns the sums of these parameters, and moves those that are kept apart.
+  /// Returns the sums of these parameters. Moves separate sums out of this object.
   WindowSums part(const std::vector<std::size_t>& places) {
     WindowSums part;
     for (auto place : places) {
@@ -138,7 +138,7 @@ class WindowSums {
   }
 
   Named named(const NameOf& name_of) const;
-  /// Checks what `named` returned; `lenient`: leaves out what does not fit.
+  /// Checks a result of `named`. `lenient`: leaves out sums that do not fit.
   Loaded load(Named named, const NameOf& name_of, bool lenient) const;
   void set(const Loaded& sums) {
     for (std::size_t i = 0; i < size(); ++i) parameters_[i].mutable_grad() = sums.in_grad[i];
@@ -147,15 +147,15 @@ class WindowSums {
   Loaded copies() const;
 
  private:
-  std::vector<at::Tensor> parameters_, apart_;  // apart: if undefined, `.grad` is the sum
+  std::vector<at::Tensor> parameters_, apart_;  // apart_: separate sums; if undefined, `.grad` is the sum
 };
 
-/// The division of an optimizer's parameters among processes. Each steps, and keeps moments of, its own pieces only.
+/// The division of an optimizer's parameters among ranks. Each rank steps, and keeps moments of, its own pieces only.
 ///
-/// A parameter is cut along its memory into a piece for each rank, of whole `unit`s but for the last one's end. One
-/// that is too small for that, or not contiguous, is the piece of one rank; so are all of an optimizer that looks at
-/// whole ones. The largest are divided first, and what remains goes to the rank with the least. The division depends on
-/// the parameters alone, so it is equal on all ranks.
+/// A parameter is cut along its memory into a piece per rank, in multiples of `unit` except at its end. A parameter
+/// that is too small for that, or not contiguous, goes to one rank as a whole; so do all parameters of an optimizer
+/// whose step needs whole parameters. The largest are divided first, and remainders go to the rank with the fewest
+/// bytes. The division depends on the parameters only, so it is equal on all ranks.
 class Shards {
  public:
   /// A range of a parameter's elements in memory, and its rank.
@@ -178,17 +178,17 @@ class Shards {
     for (auto& pieces : pieces_) number += pieces.size();
     return number;
   }
-  /// The pieces of a parameter in the order of memory, which is that of the ranks if it is cut.
+  /// Returns the pieces of a parameter in memory order, which is the order of ranks if it is cut.
   const std::vector<Piece>& pieces(std::size_t place) const { return pieces_[place]; }
   bool is_cut(std::size_t place) const { return pieces_[place].size() > 1; }
   bool any_is_cut() const { return number_of_pieces() > size(); }
-  /// This rank's piece, without elements if it has none.
+  /// Returns this rank's piece, without elements if it has none.
   Piece own_piece(std::size_t place) const {
     const auto& own = pieces(place)[is_cut(place) ? static_cast<std::size_t>(rank_) : 0];
     return own.rank == rank_ ? own : Piece{rank_, 0, 0};
   }
-  /// This rank's piece as a tensor that shares the parameter's memory; the parameter itself if it is not cut. It is
-  /// always one tensor, so that an optimizer can keep state for it.
+  /// Returns this rank's piece as a tensor that shares the parameter's memory; the parameter itself if it is not cut.
+  /// It is always the same tensor, so that an optimizer can keep state for it.
   const at::Tensor& own(std::size_t place) const { return own_[place]; }
   const std::vector<at::Tensor>& own() const { return own_; }
   /// Clears the gradients of pieces: they are views that no other code can clear.
@@ -196,13 +196,14 @@ class Shards {
     for (std::size_t place = 0; place < size(); ++place)
       if (!own_[place].is_same(parameters_[place])) own_[place].mutable_grad().reset();
   }
-  /// Returns a piece of a tensor of the parameter's size, itself if it is not cut, in its memory if it is contiguous.
+  /// Returns a piece of a tensor of the parameter's size: the tensor itself if the parameter is not cut, a view if it
+  /// is contiguous.
   at::Tensor part(std::size_t place, const Piece& piece, const at::Tensor& of) const {
     return is_cut(place) ? of.detach().reshape({-1}).narrow(0, piece.begin, piece.size()) : of;
   }
 
   void check_parameters(const std::vector<at::Tensor>& parameters) const;
-  /// Throws if the optimizer's parameters have changed, or moved in memory, or if it has state of whole parameters.
+  /// Throws if the optimizer's parameters or their memory have changed, or if it has state of whole parameters.
   void check(const torch::optim::Optimizer& optimizer) const;
 
   /// Runs `work`, after `check`, while the optimizer's groups hold `own` in place of the parameters.
@@ -218,12 +219,12 @@ class Shards {
   int rank_, world_size_;
 };
 
-/// The number that gradients are multiplied by: a host part, and a part that is known on a device only.
+/// The factor of gradients: a part that the host knows, and a part that only a device knows.
 struct Multiplier {
   double numerator = 1.0, denominator = 1.0;
   at::Tensor device_numerator = {}, device_denominator = {};  ///< 0-dim float64, or undefined
   /// Tensors of a step that the device may skip, else undefined. `found_inf`: 0-dim float32, 1 if it skips the step;
-  /// `skipped_steps`: the number of skipped steps that the host does not know of.
+  /// `skipped_steps`: the number of skipped steps that the host does not know yet.
   at::Tensor found_inf = {}, skipped_steps = {};
 
   bool on_host() const { return !device_numerator.defined() && !device_denominator.defined(); }
@@ -238,15 +239,15 @@ struct Multiplier {
   DeviceMultiplier pointers() const;
 };
 
-/// The object behind a `Gradients` handle: one window's gradients, their deferred factor, and their measured norms. It
-/// holds gradients only if they are sums of its own, so gradients that the user clears are freed at once.
+/// The object behind a `Gradients` handle: one window's gradients, their deferred factor, and their norms. It holds
+/// only separate sums, not `.grad`, so gradients that the user clears are freed immediately.
 class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
  public:
   enum class State {
     open,      // more micro-batches are to come
-    sending,   // other processes may be adding to its sums
-    complete,  // has all micro-batches, including those of other processes
-    applied,   // the gradients have their true size
+    sending,   // other ranks may be adding to its sums
+    complete,  // has all micro-batches, including other ranks'
+    applied,   // the factor was applied to the gradients
     spoiled,   // an exception left the gradients incomplete
     closed     // stepped, skipped or discarded
   };
@@ -255,10 +256,10 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
 
   Gradients handle() { return Gradients(shared_from_this()); }
 
-  // Functions for the accumulator that owns the window, and for the exchange of its sums with other processes.
+  // Functions for the accumulator that owns the window, and for the exchange of its sums with other ranks.
   WindowSums& sums() { return sums_; }
   const std::vector<at::Tensor>& all_parameters() const { return sums_.parameters(); }
-  std::optional<at::ScalarType> accumulate_in = {};  ///< sums of narrower gradients are kept apart in this dtype
+  std::optional<at::ScalarType> accumulate_in = {};  ///< dtype of separate sums, for narrower gradients
   void fold_into_sum(std::size_t place) {
     if (!applied()) sums_.fold(place, accumulate_in);
   }
@@ -277,32 +278,32 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
   bool complete() const { return state_ == State::complete || state_ == State::applied; }
   bool applied() const { return state_ == State::applied || was_applied_; }
   bool spoiled() const { return state_ == State::spoiled; }
-  /// Marks the sums so far as sent elsewhere: they cannot be read until the window is complete.
+  /// Marks the sums so far as sent to other ranks: they cannot be read until the window is complete.
   void set_elsewhere() { place_ = Place::elsewhere; }
   bool elsewhere() const { return place_ == Place::elsewhere; }
-  /// Replaces the window by this process's pieces, with their sums by parameter; undefined if there is none.
+  /// Replaces the window by this rank's pieces, with their sums by parameter; undefined if there is none.
   void divide(const Shards& shards, const std::vector<at::Tensor>& sums);
-  /// The norm of the gradients as they lie in memory, and whether all are finite: of this process's pieces, or of all.
+  /// The norm of the gradients before the factor, and whether all are finite: for this rank's pieces, or for all.
   struct Measure {
     double norm = 0;
     bool finite = true;
   };
   Measure measure();
-  /// Sets a function that waits for the other processes' measure; it runs when the measure is needed.
+  /// Sets a function that waits for the other ranks' measures. It runs when the result is needed.
   void set_measure_of_all(std::function<Measure()> of_all) { measure_of_all_ = std::move(of_all); }
   void wait_for_measure();
 
   // Functions for stepping in backward.
-  /// Makes a complete window of some of the parameters, with the same factor and mean, and has it looked at.
+  /// Returns a complete window of some of the parameters, with the same factor and mean, after checking it.
   std::shared_ptr<WindowGradients> part(const std::vector<std::size_t>& places);
-  /// The gradients that are not stepped yet: earlier micro-batches' sums that this backward did not reach.
+  /// Returns the gradients that are not stepped yet: earlier micro-batches' sums that this backward did not reach.
   std::shared_ptr<WindowGradients> rest() { return part(sums_.places()); }
-  /// Sets a function that looks at each part before it is stepped with.
+  /// Sets a function that checks each part before its step.
   void set_look_at_part(std::function<void(WindowGradients& part)> look) { look_at_part_ = std::move(look); }
   bool stepped() const { return stepped_; }
   void set_stepped() { stepped_ = true; }
   void close() { state_ = State::closed, sums_ = {}; }
-  /// Accumulates as a closed window did, and takes over the memory of its norms.
+  /// Takes the settings of a closed window, and the memory of its norms.
   void follow(WindowGradients& from) {
     accumulate_in = from.accumulate_in;
     if (from.measure_of_all_) return;
@@ -327,7 +328,7 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
     for (auto place : sums_.places()) gradients.push_back(sums_[place]);
     return gradients;
   }
-  /// The number that `raw()` is still to be multiplied by: the factor and the mean over the window.
+  /// Returns the number by which `raw()` must be multiplied: the factor and the mean over the window.
   Multiplier multiplier() const;
   at::Tensor norm();
   at::Tensor clip(double max_norm);
@@ -335,17 +336,17 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
   void set_norm_before_clipping(at::Tensor norm) { norm_before_clipping_ = std::move(norm); }
   at::Tensor found_inf();
   bool may_be_judged_on_device() const { return may_stay_on_device(factor_); }
-  /// Synchronizes, the only function that does. A closed window keeps the answer it had at its step. `beside`:
-  /// a 0-dim float64 tensor that is read in the same wait, if it is on the same device, and becomes one of the host.
+  /// Synchronizes; no other function does. A closed window returns the result from its step. `beside`: a 0-dim float64
+  /// tensor that is replaced by a host copy, read in the same wait if it is on the same device.
   bool overflowed(at::Tensor* beside = nullptr);
   at::Tensor judge_on_device() { return judged_on_device_ = found_inf(); }
   bool judged() const { return overflowed_ || judged_on_device_.defined(); }
   bool judged_on_device() const { return !overflowed_ && judged_on_device_.defined(); }
-  /// Applies the factor, and moves sums that are kept apart to `.grad`: any code may read and change them there.
+  /// Applies the factor, and moves separate sums to `.grad`. Any code may read and change them there.
   void apply();
 
  private:
-  /// The place of its sums: here; elsewhere, sent to other processes; or divided, a piece in each process.
+  /// The location of the sums: here; elsewhere, sent to other ranks; or divided, with a piece on each rank.
   enum class Place { here, elsewhere, divided };
 
   void check_open() const;
@@ -356,7 +357,7 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
     return std::equal(measured_.begin(), measured_.end(), gradients.begin(), gradients.end(),
                       [](const SeenTensor& seen, const at::Tensor& gradient) { return seen.untouched(gradient); });
   }
-  /// True if the measure is of all processes' pieces.
+  /// Returns true if the measure is of all ranks' pieces.
   bool measured_of_all() const { return place_ == Place::divided && norms_.defined(); }
   void scale(const at::Tensor& norm, const Multiplier& by) const;
   bool measured_by_kernel() const { return device_kernels() && norms_.is_cuda(); }
@@ -367,15 +368,15 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
   Factor factor_;
   double first_weight_ = 1.0, total_weight_ = 1.0;
   State state_ = State::complete;
-  bool was_applied_ = false;  // before it was spoiled
+  bool was_applied_ = false;  // the state before `spoiled` was `applied`
   Place place_ = Place::here;
-  bool stepped_ = false;                     // some parameters, whose gradients are gone
-  std::vector<SeenTensor> measured_;         // the gradients that the next two are of
-  at::Tensor norms_, found_inf_;             // of the gradients as they lie in memory
+  bool stepped_ = false;                     // some parameters were stepped, and their gradients freed
+  std::vector<SeenTensor> measured_;         // the gradients of the next two members
+  at::Tensor norms_, found_inf_;             // of the gradients before the factor
   StreamMemory norm_memory_;                 // may hold the norms
-  std::function<Measure()> measure_of_all_;  // while set, the norms are of this process's pieces
+  std::function<Measure()> measure_of_all_;  // while set, the norms are of this rank's pieces
   std::function<void(WindowGradients& part)> look_at_part_;
-  at::Tensor norm_, verdict_;  // the last norm; the finding for a scaler, even if the user mends .grad
+  at::Tensor norm_, verdict_;  // the last norm; the result for a scaler, even if the user repairs .grad
   at::Tensor norm_before_clipping_;
   std::optional<bool> overflowed_;
   at::Tensor judged_on_device_;
@@ -383,8 +384,8 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
 
 // Passes over lists of gradients of any device, dtype and layout, none of which synchronizes with a device.
 
-/// Returns the `p`-norm of each non-empty gradient as one float64 tensor, on a device if any gradient is, where it may
-/// lie in `memory`: see `l2_norms_on_device`. In float64 squares of finite 16- and 32-bit numbers stay finite.
+/// Returns the `p`-norm of each non-empty gradient as one float64 tensor, on a device if any gradient is. It may be
+/// stored in `memory`: see `l2_norms_on_device`. In float64 squares of finite 16- and 32-bit numbers are finite.
 at::Tensor norms(const std::vector<at::Tensor>& gradients, double p, StreamMemory* memory = nullptr);
 
 at::Tensor l2_norm_of(const at::Tensor& norms);
@@ -395,18 +396,18 @@ at::Tensor found_inf(const std::vector<at::Tensor>& gradients, const at::Tensor&
 /// Multiplies in place. The factor has float32 precision for 16-bit gradients, too.
 void multiply_(const std::vector<at::Tensor>& gradients, const Multiplier& by);
 
-/// A listener to the gradients that a backward pass computes. Backward runs a thread for each device.
+/// A listener to the gradients that a backward pass computes, on a thread per device.
 class GradReadyListener {
  public:
   explicit GradReadyListener(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {}
   virtual ~GradReadyListener() = default;
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  /// Called when backward has added to a parameter's gradient, before the hooks that were there first.
+  /// Called when backward has added to a parameter's gradient, before hooks that were registered earlier.
   virtual void added(std::size_t /*place*/) {}
   virtual void grad_ready(std::size_t place) = 0;
-  /// True if a gradient must not come in parts that are added to it in place.
+  /// Returns true if a gradient must not arrive in parts that are added in place.
   virtual bool waits_for_whole() const { return true; }
-  /// Ends the listening: later gradients are ignored. (After an exception other threads may still bring some.)
+  /// Ignores all later gradients. (After an exception other threads may still compute some.)
   void end() {
     const std::lock_guard lock(mutex_);
     ended_ = true;
@@ -414,11 +415,11 @@ class GradReadyListener {
 
  protected:
   const std::vector<at::Tensor> parameters_;
-  std::mutex mutex_;  // for what follows, and what a listener writes
+  std::mutex mutex_;  // guards ended_, and the members of derived classes
   bool ended_ = false;
 };
 
-/// A scope around backward passes in which a listener is called for each gradient, after all other hooks.
+/// A scope for backward passes in which a listener is called for each gradient, after all other hooks.
 class GradReadyScope {
  public:
   explicit GradReadyScope(std::shared_ptr<GradReadyListener> listener);
@@ -430,13 +431,13 @@ class GradReadyScope {
   std::vector<const at::Tensor*> listening_;
 };
 
-/// Returns true if a listener, or any other hook, waits for whole gradients of this parameter.
+/// Returns true if a listener, or another hook, needs whole gradients of this parameter.
 bool is_waited_for(const at::Tensor& parameter);
 /// Calls the listeners after a part has been added to this parameter's gradient.
 void say_added(const at::Tensor& parameter);
 
-/// Hashes a few bytes of a tensor's memory, which most likely shows a write to the tensor, even one that bypasses
-/// LibTorch's version counters. 0 if the host cannot read the memory without waiting.
+/// Returns a hash of a few bytes of a tensor's memory, which very likely shows a write to the tensor, even one that
+/// bypasses LibTorch's version counters. Returns 0 if the host cannot read the memory without waiting.
 std::uint64_t sample_of(const at::Tensor& tensor);
 
 }  // namespace gradaccum::detail
