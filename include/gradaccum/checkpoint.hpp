@@ -39,8 +39,8 @@ struct CheckpointOptions {
 /// Buffers. Buffers of modules that are `function` or `inputs` are updated once, as are tensors that a lambda's
 /// operations write to, unless through `data()`, `detach()`, a pointer or an older view.
 ///
-/// Inputs. Copyable values of any type that own their memory, unlike a `string_view`. Tensors may be inside optionals,
-/// pairs, tuples, vectors and maps.
+/// Inputs. Copyable values of any type that own their memory, also optionals, pairs, tuples, vectors and maps of
+/// tensors.
 ///
 /// @note Does not synchronize, unless `check_content` is set. Keeps copies of buffers that changed; throws if `forward`
 /// replaces a buffer's tensor. The recomputation uses the first run's grad mode, autocast, device, and default random

@@ -90,23 +90,22 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
 ///     loss.backward();                                                 // runs again what was not kept
 ///     std::cout << net->plan();                                        // predicted bytes and time, and the schedule
 ///
-/// Has the Sequential's modules under the same names, so parameters and saved files are the same; outputs, gradients
-/// and random numbers are bitwise the same. Each module takes and returns one tensor, and `context` as an optional
-/// second argument, such as an attention mask, which must not require gradients or change before backward. The rules of
-/// `checkpoint` apply.
+/// Has the Sequential's modules under the same names, for the same saved files. Outputs, gradients and random numbers
+/// are bitwise the same. Each module takes and returns one tensor, and `context` as an optional second argument, such
+/// as an attention mask, which must not require gradients or change before backward. The rules of `checkpoint` apply.
 ///
 /// Segments. `segments`, from 1 to the number of modules, is as in torch.utils.checkpoint_sequential, but more even.
 ///
 /// Budget. `memory_budget` limits the bytes that forward and backward hold, without input, output and gradients of
-/// parameters. The first forward pass measures each stage and plans the fastest schedule that fits: stages keep their
-/// tensors, recompute results of cheap operations (GELU, SiLU, products), or are recomputed. Throws if none fits, with
-/// the least budget that works.
+/// parameters. The first forward pass measures each stage and plans the fastest schedule: stages keep their tensors,
+/// recompute results of cheap operations (GELU, SiLU, products), or are recomputed. Throws if none fits.
 ///
-/// @note Planning synchronizes, training does not. Under autocast with a budget, parameters are cast for each stage
-/// rather than once for the forward pass, since cached casts would count. Measuring takes as long as about 15 training
-/// steps, and memory for one stage's activations and gradients. It is repeated for another dtype or device,
-/// `train()`/`eval()`, autocast and other frozen parameters. Smaller inputs use the same plan. After four measurements,
-/// larger inputs are planned by extrapolation, unless they may take twice the bytes.
+/// @note If no schedule fits, the error names the least budget that works. Planning synchronizes, training does not.
+/// Under autocast with a budget, parameters are cast for each stage rather than once for the forward pass, since cached
+/// casts would count. Measuring takes as long as about 15 training steps, and memory for one stage's activations and
+/// gradients. It is repeated for another dtype or device, `train()`/`eval()`, autocast and other frozen parameters.
+/// Smaller inputs use the same plan. After four measurements, larger inputs are planned by extrapolation, unless they
+/// may take twice the bytes.
 /// @note Planning uses the slot of LibTorch's profiler: the first forward pass with a budget throws inside a profiler's
 /// scope, or another memory observer's on this thread. Run one before.
 class CheckpointedSequential : public torch::nn::ModuleHolder<CheckpointedSequentialImpl> {

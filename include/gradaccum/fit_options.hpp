@@ -20,7 +20,7 @@ Archive open_state(const std::filesystem::path& folder, bool allow_changes, cons
 
 /// What `fit` does with an incomplete window at the end of an epoch.
 enum class Tail {
-  flush,  ///< makes an update with the mean over what the window has
+  flush,  ///< makes an update with the mean over the window so far
   drop,   ///< discards it
   carry,  ///< continues it in the next epoch, or the next `fit`
 };

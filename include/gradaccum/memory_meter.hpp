@@ -129,9 +129,9 @@ std::ostream& operator<<(std::ostream& out, const MemoryPlan& plan);
 /// glibc, memory of small tensors is kept, too. A custom CPU allocator of LibTorch remains in use. Returns false on
 /// other systems, without a change.
 ///
-/// Applies to the whole process and cannot be undone, so the library never calls it. For glibc's heap only, environment
-/// variables have the same effect: MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_ (1073741824 both) and MALLOC_TOP_PAD_
-/// (67108864).
+/// @note Applies to the whole process and cannot be undone, so the library never calls it. For glibc's heap only,
+/// environment variables have the same effect: MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_ (1073741824 both) and
+/// MALLOC_TOP_PAD_ (67108864).
 bool keep_freed_memory();
 
 }  // namespace gradaccum

@@ -44,10 +44,11 @@ struct ProcessGroupOptions {
 /// Calls. All ranks must make the same calls in the same order, from one thread each, with dense tensors of equal shape
 /// and dtype. Copies are handles of the same group. The n-th groups that the processes construct connect to each other.
 ///
-/// Failures. If a process ends or hangs, ranks that wait for it throw an error that names it: within ten seconds of its
-/// end, after 30 seconds if it is suspended or unreachable, after `timeout` if it hangs. All must then be restarted.
+/// Failures. If a process ends or hangs, ranks that wait for it throw an error that names it. All must be restarted
+/// then.
 ///
-/// @note Waits for the other ranks, and for the tensor's device.
+/// @note Waits for the other ranks, and for the tensor's device: at most ten seconds after a process has ended, 30
+/// seconds if it is suspended or unreachable, and `timeout` if it hangs.
 class ProcessGroup {
  public:
   ProcessGroup() = default;  ///< a group with only this process

@@ -226,12 +226,11 @@ void check_can_be_saved(const AnyTraining& training);
 ///     ga::save("runs/1", trainer);
 ///     std::cout << ga::load("runs/1", trainer);             // "runs/1/step-000040", say
 ///
-/// A state is a folder of safetensors files, one per part (`model.safetensors`, `optimizer.safetensors`), and a JSON
-/// manifest with numbers, strings and checksums. It is written under a temporary name, synced and renamed: if the
-/// process is killed, no incomplete state has its name, and the next `save` removes the remains. If the name is taken,
-/// it is `step-000040.1`. Only one process may write at a time. Throws if the directory has states with more updates,
-/// since they belong to another run; and `std::runtime_error`, naming the file, if writing fails. Earlier states are
-/// unchanged then.
+/// A state is a folder of safetensors files, one per part (`model.safetensors`), and a JSON manifest with numbers,
+/// strings and checksums. It is written under a temporary name, synced and renamed: if the process is killed, no
+/// incomplete state has its name, and the next `save` removes the remains. If the name is taken, it is `step-000040.1`.
+/// Only one process may write at a time. Throws if the directory has states with more updates, since they belong to
+/// another run; and `std::runtime_error`, naming the file, if writing fails. Earlier states are unchanged then.
 ///
 /// A training is a Trainer, or a class of your own that saves the parts above. With several ranks it also needs
 /// `peers()`, from its `Replicas`: all ranks call `save`, each writes its own tensors, and rank 0 the rest.

@@ -38,21 +38,22 @@ struct PrefetchOptions {
 ///         loss.backward();
 ///       }
 ///
-/// Works with any range. Batches, their order, states and resumed runs are bitwise the same as without it. A range that
-/// is passed as an lvalue is held by reference, and must not be used during the loop. It must not reuse a tensor for
-/// several batches. Only one loop runs at a time.
+/// Works with any range. Batches, states and resumed runs are bitwise the same as without it. A range that is passed as
+/// an lvalue is held by reference, and must not be used during the loop. It must not reuse a tensor for several
+/// batches.
 ///
 /// Random numbers. `begin()` of the range and its first batch run in the loop's thread. Throws, naming the operation,
 /// if a later batch draws from LibTorch's default generators, which training uses at the same time: give the range its
-/// own generator, or set `allow_draws`. Draws by a DataLoader's workers are not detected.
+/// own generator, or set `allow_draws`.
 ///
 /// Position. The thread calls `state(Archive&)` of a range after each batch, or instead `place()`, which returns a
 /// cheap value, and `go_back(place)`. Without these members, a loop that is left early leaves the range up to `depth`
 /// batches ahead, so its `begin()` must restart, as for containers and LibTorch's loaders.
 ///
-/// @note Does not synchronize. Prepares at most `depth` batches beyond the current one. Leaving a loop, and saving a
-/// state, waits for the batch that is being prepared. The thread has the modes, memory meter and streams of the loop's
-/// thread, and uses no additional threads for its operations.
+/// @note Does not synchronize. Only one loop runs at a time. Draws by a DataLoader's workers are not detected. Prepares
+/// at most `depth` batches beyond the current one. Leaving a loop, and saving a state, waits for the batch that is
+/// being prepared. The thread has the modes, memory meter and streams of the loop's thread, and uses no additional
+/// threads for its operations.
 template <class Range>
 class Prefetch {
   using Bare = std::remove_reference_t<Range>;

@@ -107,7 +107,7 @@ namespace gradaccum::io {
 /// `model` is a module, a `ModuleHolder`, or a pointer to a module; `path` is a path for `WeightFiles`. The file's
 /// values are converted and copied to the module's tensors, which otherwise do not change. Floating point does not
 /// convert to integers, nor complex to real: such a weight is mis-shaped. A shared weight needs one of its names in the
-/// file; if the file has several, the last by name is used.
+/// file; of several, the last by name is used.
 ///
 /// Throws before anything has changed: if `strict`, for missing, unexpected or mis-shaped weights, with their names;
 /// always for invalid options or files, and for expanded weights of the module or weights without memory.

@@ -32,10 +32,10 @@ using AdamWOptions = torch::optim::AdamWOptions;
 /// devices. Throws for a parameter that is listed twice and for state of another shape; overlapping parameters are not
 /// detected.
 ///
-/// Sparse gradients, as from `ga::embedding(tokens, table, {.sparse = true})`, give bitwise the same step. On the CPU
-/// it takes memory and time only for rows that have had a gradient (and a pass for weight decay): moments are sparse
-/// tensors of these rows, and are saved as dense tensors. On a device, and if weight decay changes every row (in
-/// `Adam`, not `AdamW`), the gradient is made dense first.
+/// Sparse gradients, as from `ga::embedding` with `.sparse`, give bitwise the same step. On the CPU it takes memory and
+/// time only for rows that have had a gradient (and a pass for weight decay): moments are sparse tensors of these rows,
+/// and are saved as dense tensors. On a device, and if weight decay changes every row (in `Adam`, not `AdamW`), the
+/// gradient is made dense first.
 ///
 /// @note Does not synchronize. On the CPU it uses AVX-512 or AVX2, if available, on LibTorch's threads, whose number
 /// does not change results. On a CUDA device it uses this library's kernels if `gradaccum::compiled` has them,

@@ -27,8 +27,8 @@ class Accumulator;
 ///
 /// The update equals the unsplit batch's, up to rounding; only layers such as BatchNorm see micro-batches. The first
 /// one has `min_rows`; measured memory sets the size of the next. If one runs out of memory or exceeds the budget, its
-/// batch restarts with fewer rows and its first gradients, random numbers and buffers. Other effects of the objective
-/// are not undone. Throws if `min_rows` exceed the budget, or run out of memory twice (`c10::OutOfMemoryError`).
+/// batch restarts with fewer rows and its first gradients, random numbers and buffers. Throws if `min_rows` exceed the
+/// budget, or run out of memory (`c10::OutOfMemoryError`).
 ///
 /// Batches. Tensors, pairs, tuples or a `std::map` of tensors, structs of `data` and `target`, and vectors of samples
 /// that are not tensors; or a class with `slice(batch, from, to)` and `batch_size(batch)`.
@@ -36,13 +36,14 @@ class Accumulator;
 /// Limits. Use one per model, not with `.in_backward`, `OptimizerInBackward` or `Shard::gradients`. The optimizer's
 /// memory is not counted. A Trainer also splits the batches of `evaluate`.
 ///
-/// @note Copies the model's buffers for each batch, and the gradients if a window has earlier batches. Measures by a
-/// MemoryMeter, so rows do not grow inside LibTorch's profiler. The first micro-batch on a GPU runs twice, because
-/// libraries allocate workspaces in the first run. With a loss scale a batch restarts if micro-batches grow to more
-/// than twice the rows of its first one, because they are weighted relative to it. With `DataParallel` ranks exchange
-/// gradients when a window is complete, rather than during its last backward pass. Chooses the `memory_budget` of the
-/// model's `CheckpointedSequential` parts that have one: trains with everything kept and with three quarters of the
-/// budget and ever more rows, and continues with the fastest; if not even `min_rows` fit, checkpoints make room.
+/// @note A restart undoes no other effects of the objective. Copies the model's buffers for each batch, and the
+/// gradients if a window has earlier batches. Measures by a MemoryMeter, so rows do not grow inside LibTorch's
+/// profiler. The first micro-batch on a GPU runs twice, because libraries allocate workspaces in the first run. With a
+/// loss scale a batch restarts if micro-batches grow to more than twice the rows of its first one, because they are
+/// weighted relative to it. With `DataParallel` ranks exchange gradients when a window is complete, rather than during
+/// its last backward pass. Chooses the `memory_budget` of the model's `CheckpointedSequential` parts that have one:
+/// trains with everything kept and with three quarters of the budget and ever more rows, and continues with the
+/// fastest; if not even `min_rows` fit, checkpoints make room.
 struct FitMemory {
   static constexpr std::string_view name = "fit_memory";
 

@@ -36,12 +36,12 @@ class StopOn {
 ///     std::cout << (report.resumed_from.empty() ? "from the beginning" : report.resumed_from) << '\n';
 ///
 /// Writes states like `ga::save` every `every_updates` updates or `every_minutes`, and at the end of `fit`. A signal of
-/// `on_signals` saves after the current micro-batch and ends `fit` without its tail. A `.smoke` fit saves nothing.
+/// `on_signals` saves after the current micro-batch and ends `fit` without its tail. `.smoke` fits save nothing.
 ///
-/// Resuming. `.resume` loads the newest state, if there is one. On the same machine, with the same program, threads and
-/// data, a resumed run is bitwise identical. Batches with `state(Archive&)`, as in `ga::data`, resume at their
-/// position; other ranges are iterated again up to it, with their epoch's random numbers. Your own policies and
-/// optimizers need `state(Archive&)`, too: the constructor throws if an optimizer lacks it.
+/// Resuming. `.resume` loads the newest state, if any. With the same machine, program, threads and data, a resumed run
+/// is bitwise identical. Batches with `state(Archive&)`, as in `ga::data`, resume at their position; other ranges are
+/// iterated again up to it, with their epoch's random numbers. Your own policies and optimizers need `state(Archive&)`,
+/// too: the constructor throws if an optimizer lacks it.
 ///
 /// Best states. With a `Validate`, `keep_best` also saves when `metric` is among the best so far, and keeps these
 /// states; `ga::load(directory, trainer, {.best = true})` loads the best.
