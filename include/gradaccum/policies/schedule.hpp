@@ -128,13 +128,13 @@ struct ReduceLROnPlateau {
   double threshold = 1e-4;        ///< least improvement, >= 0
   bool relative = true;           ///< PyTorch's threshold_mode: true is "rel", false is "abs"
   std::int64_t cooldown = 0;      ///< numbers that are not counted after lowering the rates, >= 0
-  double min_lr = 0;              ///< lower bound of all rates, >= 0
+  double min_lr = 0;              ///< no rate is lowered below it, >= 0
   double eps = 1e-8;              ///< a rate that would fall by this or less is unchanged
   double best = std::numeric_limits<double>::quiet_NaN();  ///< not an option, like all below
   std::int64_t num_bad_epochs = 0, cooldown_counter = 0;
   std::optional<LearningRates> rates = {};
 
-  /// Adds a number. Returns true if it lowered the rates.
+  /// Adds a number. Returns true if the rates were due to be lowered.
   bool step(double number, LearningRates& lowered);
 
   template <class Trainer>
